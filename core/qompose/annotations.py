@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Annotations and claims, each turned into the other.
+
+Quantizers of this field annotate: they write to `node.meta`. Here they do so on a snapshot; what they
+wrote is compared by content with what was there, grouped into fused regions, and becomes claims.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch.fx import Graph, GraphModule, Node
+
+from qompose.claims import Claim, Operand, Point, PointSpec, Proposal, Rejection
+from qompose.errors import AnnotationConflictError, ConfigError
+from qompose.graph import constant_of, copy_graph_module, is_float_tensor
+from qompose.specs import (
+    ANNOTATION_KEY,
+    DerivedQuantizationSpec,
+    EdgeOrNode,
+    FixedQParamsQuantizationSpec,
+    QuantizationAnnotation,
+    QuantizationSpec,
+    QuantizationSpecBase,
+    SharedQuantizationSpec,
+)
+
+RULE = "annotation"
+"""The rule name of claims that come from a quantizer that annotates."""
+
+
+def propose_annotations(
+    owner: str,
+    annotate: Callable[[GraphModule], Any],
+    model: GraphModule,
+    taken: Sequence[Claim],
+    on_conflict: str = "error",
+) -> Proposal:
+    """Let a quantizer annotate a snapshot that shows what earlier members took, and return its claims.
+
+    Raises:
+        AnnotationConflictError: it changed an earlier member's annotation, and on_conflict is "error".
+        ConfigError: an annotation is not made of specifications.
+
+    """
+    snapshot = copy_graph_module(model)
+    clear_annotations(snapshot.graph)
+    write_annotations(snapshot, taken)
+    before = {
+        node.name: point_specs(node) for node in snapshot.graph.nodes if node_annotation(node)
+    }
+    owners = {node: claim.owner for claim in taken for node in _touched(claim)}
+    annotate(snapshot)
+    proposal = Proposal()
+    annotated = []
+    for node in snapshot.graph.nodes:
+        if node_annotation(node) is None and node.name not in before:
+            continue
+        if node.name not in before:
+            annotated.append(node)
+        elif point_specs(node) != before[node.name]:
+            _changed(proposal, owners[node.name], owner, node, on_conflict)
+    proposal.claims = claims_of(owner, annotated, proposal)
+    return proposal
+
+
+def _touched(claim: Claim) -> Iterable[str]:
+    yield from claim.nodes
+    yield from (spec.point.user or spec.point.source for spec in claim.specs)
+
+
+def _changed(proposal: Proposal, earlier: str, later: str, node: Node, on_conflict: str) -> None:
+    change = "removed" if node_annotation(node) is None else "changed"
+    if on_conflict == "error":
+        raise AnnotationConflictError(earlier, later, node.name, change)
+    reason = f"{later} {change} the annotation of {earlier}, which was undone"
+    proposal.notes.append(f"{node.name}: {reason}")
+
+
+def node_annotation(node: Node) -> Any:
+    """Return a node's annotation, ours or one of the same shape, or None."""
+    return node.meta.get(ANNOTATION_KEY)
+
+
+def clear_annotations(graph: Graph) -> None:
+    """Remove the annotations of all nodes."""
+    for node in graph.nodes:
+        node.meta.pop(ANNOTATION_KEY, None)
+
+
+def point_specs(node: Node) -> list[PointSpec]:
+    """Return what a node's annotation says, as values that compare by content."""
+    annotation = node_annotation(node)
+    if annotation is None:
+        return []
+    implicit = bool(getattr(annotation, "allow_implicit_sharing", True))
+    places = [
+        (Point(source.name, node.name), spec) for source, spec in annotation.input_qspec_map.items()
+    ]
+    places.append((Point(node.name), annotation.output_qspec))
+    return [
+        PointSpec(point, native_spec(spec), _references(spec), implicit)
+        for point, spec in places
+        if spec is not None
+    ]
+
+
+def native_spec(spec: Any) -> QuantizationSpecBase:
+    """Return a specification as one of core's own, recognised by its attributes.
+
+    Raises:
+        ConfigError: it is none of the four kinds.
+
+    """
+    if isinstance(spec, QuantizationSpecBase):
+        return spec
+    if hasattr(spec, "edge_or_node"):
+        return SharedQuantizationSpec(spec.edge_or_node)
+    common = {
+        name: getattr(spec, name, None) for name in ("dtype", "quant_min", "quant_max", "qscheme")
+    }
+    dynamic = bool(getattr(spec, "is_dynamic", False))
+    if hasattr(spec, "derived_from"):
+        return DerivedQuantizationSpec(
+            list(spec.derived_from),
+            spec.derive_qparams_fn,
+            ch_axis=spec.ch_axis,
+            is_dynamic=dynamic,
+            **common,
+        )
+    factory = getattr(spec, "observer_or_fake_quant_ctr", None)
+    if factory is not None:
+        return QuantizationSpec(
+            observer_or_fake_quant_ctr=factory, ch_axis=spec.ch_axis, is_dynamic=dynamic, **common
+        )
+    if hasattr(spec, "scale") and hasattr(spec, "zero_point"):
+        return FixedQParamsQuantizationSpec(
+            scale=spec.scale, zero_point=spec.zero_point, is_dynamic=dynamic, **common
+        )
+    raise ConfigError(f"{spec!r} is not a quantization specification")
+
+
+def _references(spec: Any) -> tuple[Point, ...]:
+    if hasattr(spec, "edge_or_node"):
+        return (_as_point(spec.edge_or_node),)
+    return tuple(_as_point(item) for item in getattr(spec, "derived_from", ()))
+
+
+def _as_point(edge_or_node: EdgeOrNode) -> Point:
+    if isinstance(edge_or_node, Node):
+        return Point(edge_or_node.name)
+    source, user = edge_or_node
+    return Point(source.name, user.name)
+
+
+def claims_of(owner: str, nodes: Sequence[Node], proposal: Proposal) -> list[Claim]:
+    """Group annotated nodes into fused regions, a claim each. Specifications on integers are refused."""
+    claims = []
+    for region in _regions(nodes):
+        specs = []
+        for spec in (spec for node in region for spec in point_specs(node)):
+            source = next(n for n in region[0].graph.nodes if n.name == spec.point.source)
+            if is_float_tensor(source) or len(source.users) == 0:
+                specs.append(spec)
+            else:
+                reason = f"{spec.point} is not a float tensor"
+                proposal.rejections.append(Rejection(owner, RULE, (region[-1].name,), reason))
+        if specs:
+            claims.append(_claim(owner, region, specs))
+    return claims
+
+
+def _claim(owner: str, region: list[Node], specs: list[PointSpec]) -> Claim:
+    operators = [node for node in region if node.op == "call_function"] or region
+    anchor = next(
+        (n for n in operators if any(constant_of(i) is not None for i in n.all_input_nodes)),
+        operators[0],
+    )
+    plain = next((s.spec for s in specs if hasattr(s.spec, "is_dynamic")), None)
+    edges = [spec.point for spec in specs if spec.point.user is not None]
+    static = any(not getattr(spec.spec, "is_dynamic", False) for spec in specs)
+    return Claim(
+        owner=owner,
+        rule=RULE,
+        anchor=anchor.name,
+        nodes=tuple(node.name for node in operators),
+        output=operators[-1].name,
+        specs=tuple(specs),
+        operands=tuple(Operand(edge.source, str(edge.user), ()) for edge in edges),
+        config="annotation" if plain is None else str(getattr(plain, "dtype", "")),
+        mode="static" if static else "dynamic",
+    )
+
+
+def _regions(nodes: Sequence[Node]) -> list[list[Node]]:
+    """Join a producer with its only consumer where neither says anything of the tensor between them.
+
+    Two operators that both have weights are never one region.
+    """
+    region_of: dict[Node, list[Node]] = {}
+    for node in nodes:  # in graph order
+        region = [node]
+        for source in node.all_input_nodes:
+            earlier = region_of.get(source)
+            if earlier is not None and _fused(source, node) and not _two_weights(earlier, region):
+                region = earlier if region == [node] else region
+                if region is earlier:
+                    region.append(node)
+        region_of[node] = region
+    unique: dict[int, list[Node]] = defaultdict(list)
+    for region in region_of.values():
+        unique[id(region)] = region
+    return list(unique.values())
+
+
+def _fused(source: Node, user: Node) -> bool:
+    above, below = node_annotation(source), node_annotation(user)
+    says_nothing = above.output_qspec is None and below.input_qspec_map.get(source) is None
+    operators = source.op == user.op == "call_function"
+    return says_nothing and operators and len(source.users) == 1
+
+
+def _two_weights(region: Sequence[Node], other: Sequence[Node]) -> bool:
+    return all(
+        any(constant_of(argument) is not None for node in part for argument in node.all_input_nodes)
+        for part in (region, other)
+    )
+
+
+def write_annotations(model: GraphModule, claims: Iterable[Claim]) -> None:
+    """Write claims to `node.meta`, as annotations that other tools of this field read."""
+    nodes = {node.name: node for node in model.graph.nodes}
+    for claim in claims:
+        for name in claim.nodes:
+            _annotation(nodes[name])._annotated = True
+        for spec in claim.specs:
+            holder = _annotation(nodes[spec.point.user or spec.point.source])
+            holder.allow_implicit_sharing = spec.allow_implicit_sharing
+            written = _with_nodes(spec, nodes)
+            if spec.point.user is None:
+                holder.output_qspec = written
+            else:
+                holder.input_qspec_map[nodes[spec.point.source]] = written
+
+
+def _annotation(node: Node) -> QuantizationAnnotation:
+    annotation = node.meta.setdefault(ANNOTATION_KEY, QuantizationAnnotation())
+    assert isinstance(annotation, QuantizationAnnotation)
+    return annotation
+
+
+def _with_nodes(spec: PointSpec, nodes: dict[str, Node]) -> QuantizationSpecBase:
+    """Return a specification whose references are nodes of this graph."""
+    places: list[EdgeOrNode] = [
+        nodes[p.source] if p.user is None else (nodes[p.source], nodes[p.user])
+        for p in spec.references
+    ]
+    if isinstance(spec.spec, SharedQuantizationSpec):
+        return SharedQuantizationSpec(places[0])
+    if isinstance(spec.spec, DerivedQuantizationSpec):
+        facts = {k: v for k, v in spec.spec.__dict__.items() if k != "derived_from"}
+        return DerivedQuantizationSpec(derived_from=places, **facts)
+    return spec.spec

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a plugin brings: a name, a rule table, named configurations and, perhaps, a runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from torch.fx import GraphModule
+
+from qompose.hookspecs import API_VERSION
+from qompose.rules import Rule
+from qompose.specs import QuantizationConfig
+
+
+@dataclass(frozen=True)
+class CallSignature:
+    """How a program is called: example inputs (of the right shapes; their values mean nothing), and
+    which dimensions may vary, in the form that torch.export takes.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    dynamic_shapes: Any
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What a target's last step made, and what became of the regions that were left to it.
+
+    `model` is what the user gets; `kernels` and `fallbacks` are by claim number: the kernel that runs the
+    region, or the reason why none does.
+    """
+
+    model: Any
+    kernels: Mapping[int, str] = field(default_factory=lambda: MappingProxyType({}))
+    fallbacks: Mapping[int, str] = field(default_factory=lambda: MappingProxyType({}))
+
+
+@dataclass(frozen=True)
+class Target:
+    """A runtime: its name and the last step of lowering for it.
+
+    `finish` takes the graph whose regions have their kernels, and how it is called. `availability`
+    returns why the runtime cannot be used here, with the remedy, or None where it can.
+    """
+
+    name: str
+    finish: Callable[[GraphModule, CallSignature], Finished]
+    availability: Callable[[], str | None] = lambda: None
+
+
+class Backend:
+    """Base of a plugin's backend. Everything but the attributes follows from the rule table.
+
+    Attributes:
+        name: the entry point's name.
+        api_version: the version of this interface that the backend was written for.
+        rules: the table, in order of priority.
+        configs: named configurations; the first is the default.
+        rewrites: tentative graph rewrites the rules want (`qompose.rewrites`).
+        targets: the runtimes that this backend brings. "torch" is core's.
+        quantizer_class: the quantizer that users construct; None for the generic one.
+
+    """
+
+    name: str = ""
+    api_version: int = API_VERSION
+    rules: tuple[Rule, ...] = ()
+    configs: Mapping[str, QuantizationConfig] = MappingProxyType({})
+    rewrites: tuple[str, ...] = ()
+    targets: tuple[Target, ...] = ()
+    quantizer_class: Callable[[], Any] | None = None
+
+    def availability(self) -> str | None:
+        """Return why this backend cannot be used here (a package, a CPU instruction), or None."""
+        return None
+
+    @property
+    def default_config(self) -> QuantizationConfig | None:
+        """Return the first of the named configurations."""
+        return next(iter(self.configs.values()), None)
+
+    def rule(self, name: str) -> Rule | None:
+        """Return the rule of a name."""
+        return next((rule for rule in self.rules if rule.name == name), None)
+
+    def lowers_to(self, target: str) -> bool:
+        """Tell whether any rule has a kernel for a target."""
+        return any(target in rule.kernels for rule in self.rules)

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Claims: what a quantizer would do to one region of a graph, as a value that can be compared and refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from qompose.specs import (
+    DerivedQuantizationSpec,
+    QuantizationSpecBase,
+    SharedQuantizationSpec,
+)
+
+
+@dataclass(frozen=True, order=True)
+class Point:
+    """A place where a tensor is quantized: the output of `source`, or its edge into `user`."""
+
+    source: str
+    user: str | None = None
+
+    def __str__(self) -> str:
+        return f"output of {self.source}" if self.user is None else f"{self.source} -> {self.user}"
+
+
+@dataclass(frozen=True)
+class PointSpec:
+    """A specification at a point. References of shared and derived specifications are points too."""
+
+    point: Point
+    spec: QuantizationSpecBase
+    references: tuple[Point, ...] = ()
+    allow_implicit_sharing: bool = True
+
+    @property
+    def shared(self) -> bool:
+        """Tell whether the specification is that of another point."""
+        return isinstance(self.spec, SharedQuantizationSpec)
+
+    @property
+    def derived(self) -> bool:
+        """Tell whether the parameters are computed from those of other points."""
+        return isinstance(self.spec, DerivedQuantizationSpec)
+
+
+@dataclass(frozen=True)
+class Operand:
+    """Where a region reads a captured tensor: the argument of `user` at `position`.
+
+    The first item of `position` is an argument's index or keyword; the rest index nested lists.
+    """
+
+    role: str
+    user: str
+    position: tuple[int | str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """One admissible annotation of one region, and who asks for it.
+
+    `nodes` are the operators of the region in graph order, `output` the one whose value leaves it.
+    `needs_quantized` names producers: the claim stands only where every one of them (`needs_all`), or at
+    least one, gives a tensor that is quantized already.
+    """
+
+    owner: str
+    rule: str
+    anchor: str
+    nodes: tuple[str, ...]
+    output: str
+    specs: tuple[PointSpec, ...]
+    operands: tuple[Operand, ...] = ()
+    captures: tuple[tuple[str, str], ...] = ()
+    config: str = ""
+    selector: str = ""
+    mode: str = "static"
+    needs_quantized: tuple[str, ...] = ()
+    needs_all: bool = True
+
+    def owned_by(self, owner: str) -> Claim:
+        """Return the same claim in another owner's name."""
+        return replace(self, owner=owner)
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """A match that could not become a claim, and why."""
+
+    owner: str
+    rule: str
+    nodes: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """A claim that lost nodes to an earlier one."""
+
+    winner: str
+    winner_rule: str
+    loser: str
+    loser_rule: str
+    nodes: tuple[str, ...]
+
+
+@dataclass
+class Proposal:
+    """All that one quantizer says of one program."""
+
+    claims: list[Claim] = field(default_factory=list)
+    rejections: list[Rejection] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Composition:
+    """The claims that were chosen, in order of priority, and what became of the others."""
+
+    chosen: list[Claim] = field(default_factory=list)
+    conflicts: list[Conflict] = field(default_factory=list)
+    rejections: list[Rejection] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def without_rejections_of_claimed(self) -> Sequence[Rejection]:
+        """Return the rejections whose nodes nobody claimed in the end."""
+        claimed = {node for claim in self.chosen for node in claim.nodes}
+        return [r for r in self.rejections if not claimed.issuperset(r.nodes)]

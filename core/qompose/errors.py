@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every error and warning of qompose: what, where, who, and the remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+
+
+class QomposeError(Exception):
+    """Base of every error that qompose raises on purpose."""
+
+
+class UserError(QomposeError):
+    """The request cannot be met as it was made; the message says what to change."""
+
+
+class InternalError(QomposeError):
+    """qompose broke one of its own rules; please report it with the message."""
+
+
+class BackendNotFoundError(UserError, LookupError):
+    """No installed distribution offers a backend of the requested name."""
+
+    def __init__(self, name: str, installed: Sequence[str]) -> None:
+        self.name, self.installed = name, tuple(installed)
+        super().__init__(
+            f"No backend named {name!r} is installed{near_names(name, installed)}. "
+            f"Installed: {', '.join(installed) or 'none'}. "
+            f"Backends are pip packages: try `pip install qompose-{name.replace('_', '-')}`."
+        )
+
+
+class PluginError(UserError):
+    """A plugin is installed but cannot be used."""
+
+    def __init__(self, name: str, source: str, reason: str) -> None:
+        self.name, self.source, self.reason = name, source, reason
+        super().__init__(f"Backend {name!r} ({source}) cannot be used: {reason}")
+
+
+class AnnotationConflictError(UserError, RuntimeError):
+    """A member of a composition changed what an earlier member had annotated."""
+
+    def __init__(self, earlier: str, later: str, node: str, change: str) -> None:
+        self.earlier, self.later, self.node = earlier, later, node
+        super().__init__(
+            f"Quantizer {later!r} {change} the annotation that quantizer {earlier!r} put on node "
+            f"{node!r}. Restrict one of them (for example set_module_name(..., None)), change their "
+            'order, or compose with on_conflict="first" to keep the earlier one.'
+        )
+
+
+class SharingError(UserError):
+    """Quantization parameters that must be shared cannot be."""
+
+
+class SelectorError(UserError, ValueError):
+    """A selector names something that is not in the model."""
+
+
+class ConfigError(UserError, ValueError):
+    """A configuration asks for what a specification or a backend does not allow."""
+
+
+class NotExportedError(UserError, TypeError):
+    """A model was passed where an exported program is needed."""
+
+    def __init__(self, model: object, function: str) -> None:
+        super().__init__(
+            f"{function} takes a torch.export.ExportedProgram, or the GraphModule of its .module(), "
+            f"and got {type(model).__module__}.{type(model).__qualname__}. "
+            "Export first: torch.export.export(model.eval(), example_inputs); "
+            "or call qompose.quantize(model, example_inputs, ...), which exports for you."
+        )
+
+
+class StageError(UserError):
+    """A function was given the output of another stage than the one it needs."""
+
+
+class UncalibratedError(UserError):
+    """Observers that never saw a tensor have no quantization parameters."""
+
+    def __init__(self, tensors: Sequence[str]) -> None:
+        self.tensors = tuple(tensors)
+        listed = "\n".join(f"  - {tensor}" for tensor in tensors)
+        super().__init__(
+            f"{len(tensors)} observed tensors never saw data:\n{listed}\n"
+            "Run qompose.calibrate(prepared, batches), or a plain `prepared(*inputs)` loop, before "
+            "convert_pt2e; or pass allow_uncalibrated=True to leave those regions in float."
+        )
+
+
+class CalibrationError(UserError):
+    """A calibration batch cannot be used."""
+
+
+class TargetError(UserError):
+    """No kernels, or no runtime, for the requested target."""
+
+
+class NothingQuantizedError(UserError):
+    """strict=True, and the quantizer claimed no operator."""
+
+
+class NotLoweredError(UserError):
+    """strict=True, and claimed operators found no kernel."""
+
+
+class QomposeWarning(UserWarning):
+    """Something asked for did not happen; the message names the operators."""
+
+
+def near_names(name: str, known: Iterable[str]) -> str:
+    """Return " (did you mean 'a' or 'b'?)", or nothing where no known name is close."""
+    close = get_close_matches(name, list(known), n=3, cutoff=0.5)
+    return f" (did you mean {' or '.join(map(repr, close))}?)" if close else ""

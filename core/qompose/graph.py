@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every stage needs to know about an exported graph: copies, attributes, paths, kinds of values."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from torch.fx import Graph, GraphModule, Node
+
+from qompose.errors import NotExportedError
+
+CUSTOM_KEY = "qompose"
+"""Key inside `node.meta["custom"]`, the one part of a node's meta that torch.export.save keeps."""
+
+
+def as_graph_module(model: object, function: str) -> GraphModule:
+    """Return the GraphModule of an exported program, sharing its parameters.
+
+    Raises:
+        NotExportedError: `model` is neither an ExportedProgram nor a GraphModule of aten operators.
+
+    """
+    if isinstance(model, ExportedProgram):
+        module = model.module(check_guards=False)
+        assert isinstance(module, GraphModule)
+        return module
+    if isinstance(model, GraphModule) and any("val" in node.meta for node in model.graph.nodes):
+        return model
+    raise NotExportedError(model, function)
+
+
+def copy_graph_module(module: GraphModule) -> GraphModule:
+    """Copy the graph and its own meta; share parameters; drop shape guards and dead state."""
+    graph = Graph(tracer_cls=module.graph._tracer_cls)
+    # Not deepcopy: that copies the argument tree through a deprecated class of torch 2.13.
+    graph._codegen = copy.copy(module.graph._codegen)
+    copies: dict[Node, Node] = {}
+    result = graph.graph_copy(module.graph, copies)
+    graph.output(result).meta = dict(next(iter(reversed(module.graph.nodes))).meta)
+    for node in list(graph.nodes):
+        if node.op == "call_module" and str(node.target).rpartition(".")[2] == "_guards_fn":
+            graph.erase_node(node)
+    clean = GraphModule(module, graph, module.__class__.__name__)
+    clean.meta = dict(module.meta)
+    clean.train(module.training)
+    return clean
+
+
+def refresh(module: GraphModule) -> GraphModule:
+    """Regenerate the code of a module whose graph was edited, dropping state that nothing reads."""
+    for node in list(module.graph.nodes):
+        if node.op == "get_attr" and not node.users:
+            module.graph.erase_node(node)
+    clean = GraphModule(module, module.graph, module.__class__.__name__)
+    clean.meta = module.meta
+    clean.train(module.training)
+    return clean
+
+
+def get_attribute(module: nn.Module, target: str) -> Any:
+    """Follow a dotted path from `module`."""
+    for name in target.split("."):
+        module = getattr(module, name)
+    return module
+
+
+def set_attribute(module: nn.Module, target: str, value: Tensor | nn.Module) -> None:
+    """Store a buffer, parameter or module at a dotted path, making the modules on the way."""
+    *path, last = target.split(".")
+    for name in path:
+        if not hasattr(module, name):
+            module.add_module(name, nn.Module())
+        module = getattr(module, name)
+    if last in module._parameters or last in module._buffers or last in module._modules:
+        delattr(module, last)
+    if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+        module.register_buffer(last, value)
+    else:
+        setattr(module, last, value)
+
+
+def free_attribute(module: nn.Module, target: str) -> str:
+    """Return `target`, or `target_1`, `target_2`, ... : the first path that holds nothing."""
+    candidate, number = target, 0
+    while _holds(module, candidate):
+        number += 1
+        candidate = f"{target}_{number}"
+    return candidate
+
+
+def _holds(module: nn.Module, target: str) -> bool:
+    for name in target.split("."):
+        if not hasattr(module, name):
+            return False
+        module = getattr(module, name)
+    return True
+
+
+def constant_of(node: Node) -> Tensor | None:
+    """Return the parameter or buffer that a get_attr node reads, None for any other node."""
+    if node.op != "get_attr":
+        return None
+    module = node.graph.owning_module
+    assert module is not None
+    value = get_attribute(module, str(node.target))
+    return value if isinstance(value, Tensor) else None
+
+
+def value_of(node: Node) -> Any:
+    """Return the example value (a fake tensor, as a rule) that export recorded for a node."""
+    return node.meta.get("val")
+
+
+def is_float_tensor(node: object) -> bool:
+    """Tell whether a node's value is one floating point tensor."""
+    if not isinstance(node, Node):
+        return False
+    value = value_of(node)
+    if value is None:
+        value = constant_of(node)
+    return isinstance(value, Tensor) and value.dtype.is_floating_point
+
+
+def module_path(node: Node) -> str:
+    """Return the dotted path of the module that called the operator, "" for the root."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return ""
+    path, _ = list(stack.values())[-1]
+    return _without_prefix(path)
+
+
+def module_stack(node: Node) -> Iterator[tuple[str, str]]:
+    """Yield (module path, qualified type name) of the modules around a node, outermost first."""
+    for path, kind in (node.meta.get("nn_module_stack") or {}).values():
+        name = kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}"
+        yield _without_prefix(path), name
+
+
+def _without_prefix(path: str) -> str:
+    """Strict export writes paths as `L['self'].layer`, the default one as `layer`."""
+    return path.removeprefix("L['self']").removeprefix(".")
+
+
+def operator_name(target: object) -> str:
+    """Return `aten.linear` for the overload aten.linear.default, the qualified name of any other callable."""
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target).removesuffix(".default")
+    return getattr(target, "__name__", str(target))
+
+
+def describe(node: Node) -> str:
+    """Return a node's name with its operator and module path, for messages."""
+    where = module_path(node)
+    what = operator_name(node.target) if node.op == "call_function" else node.op
+    return f"{node.name} ({what}{f' in {where}' if where else ''})"
+
+
+def tag(node: Node, **facts: object) -> None:
+    """Record facts under the key of `node.meta` that survives torch.export.save."""
+    custom = dict(node.meta.get("custom") or {})
+    custom[CUSTOM_KEY] = {**custom.get(CUSTOM_KEY, {}), **facts}
+    node.meta["custom"] = custom
+
+
+def tag_of(node: Node, fact: str) -> Any:
+    """Return a fact that `tag` recorded, None where there is none."""
+    custom = node.meta.get("custom") or {}
+    return custom.get(CUSTOM_KEY, {}).get(fact)
+
+
+PROVENANCE = (
+    "nn_module_stack",
+    "stack_trace",
+    "source_fn_stack",
+    "torch_fn",
+    "from_node",
+    "custom",
+)
+
+
+def call(
+    graph: Graph, target: Callable[..., Any], args: tuple[Any, ...], like: Node, value: Any
+) -> Node:
+    """Insert a call at the insertion point, with `like`'s provenance and `value` as its example."""
+    node = graph.call_function(target, args)
+    node.meta = {key: like.meta[key] for key in PROVENANCE if key in like.meta}
+    node.meta["val"] = value
+    return node
+
+
+def read_attribute(module: GraphModule, target: str, like: Node) -> Node:
+    """Insert a get_attr node at the insertion point, with the example value of a fake tensor."""
+    node = module.graph.get_attr(target)
+    node.meta = {key: like.meta[key] for key in PROVENANCE if key in like.meta}
+    node.meta["val"] = example_of(get_attribute(module, target), like)
+    return node
+
+
+def example_of(constant: Tensor, like: Node) -> Any:
+    """Return a fake tensor of `constant` in the fake mode of a neighbouring node, where it has one."""
+    mode = getattr(value_of(like), "fake_mode", None)
+    return constant if mode is None else mode.from_tensor(constant, static_shapes=True)

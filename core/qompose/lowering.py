@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lower: each claimed region of a converted model is replaced by its owner's kernel for a target."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+from torch.fx import GraphModule, Node
+
+from qompose.backend import Backend, Finished, Target
+from qompose.errors import TargetError
+from qompose.graph import tag_of
+from qompose.plan import Record
+from qompose.region import Region
+from qompose.rules import NotLowerable
+
+TORCH_TARGET = Target("torch", lambda module, signature: Finished(module))
+"""The process itself: its last step is nothing."""
+
+
+def find_target(name: str, record: Record) -> Target:
+    """Return the target that the owners of a model's claims share.
+
+    Raises:
+        TargetError: an owner has no kernels for it, nobody brings the runtime, or it is missing here.
+
+    """
+    known = {TORCH_TARGET.name: TORCH_TARGET}
+    for backend in record.backends.values():
+        known.update({target.name: target for target in backend.targets})
+    owners = {claim.owner for claim in record.plan.claims}
+    lacking = [
+        f"{owner} has kernels for {_list(_targets(record.backends.get(owner)))}"
+        for owner in sorted(owners)
+        if name not in _targets(record.backends.get(owner))
+    ]
+    if name not in known or lacking:
+        lacks = "; ".join(lacking) or f"no member brings the runtime {name!r}"
+        raise TargetError(
+            f"This composition cannot be lowered to {name!r}: {lacks}. "
+            f"Targets that all members share: {_list(_shared(record, owners, known))}."
+        )
+    problem = known[name].availability()
+    if problem:
+        raise TargetError(f"The target {name!r} cannot be used here: {problem}")
+    return known[name]
+
+
+def _targets(backend: Backend | None) -> set[str]:
+    if backend is None:
+        return set()
+    return {target for rule in backend.rules for target in rule.kernels}
+
+
+def _shared(record: Record, owners: set[str], known: Mapping[str, Target]) -> set[str]:
+    sets = [_targets(record.backends.get(owner)) for owner in owners]
+    return set(known).intersection(*sets)
+
+
+def _list(names: set[str]) -> str:
+    return ", ".join(sorted(names)) or "none"
+
+
+def replace_regions(
+    model: GraphModule, record: Record, target: str
+) -> tuple[dict[int, str], dict[int, str], dict[int, str]]:
+    """Replace the regions of all claims, in place, as far as there are kernels.
+
+    Returns:
+        by claim: the kernels in place; the reasons where there is none; and the kernels that the
+        target's last step is expected to supply.
+
+    """
+    regions = _regions(model)
+    done: dict[int, str] = {}
+    fallbacks: dict[int, str] = {}
+    left: dict[int, str] = {}
+    for number, claim in enumerate(record.plan.claims):
+        if number in record.dropped:
+            continue
+        rule = record.backends[claim.owner].rule(claim.rule)
+        kernel = rule.kernels.get(target) if rule else None
+        if kernel is None:
+            fallbacks[number] = f"rule {claim.rule} has no kernel for {target}"
+        elif kernel.emit is None:
+            left[number] = kernel.name
+        else:
+            try:
+                region = Region(model, claim, regions[number])
+                region.replace(kernel.emit(region))
+                done[number] = kernel.name
+            except NotLowerable as reason:
+                fallbacks[number] = str(reason)
+    model.graph.eliminate_dead_code()
+    return done, fallbacks, left
+
+
+def _regions(model: GraphModule) -> dict[int, list[Node]]:
+    regions: dict[int, list[Node]] = defaultdict(list)
+    for node in model.graph.nodes:
+        claim = tag_of(node, "claim")
+        if claim is not None:
+            regions[claim].append(node)
+    return regions
+
+
+def settle(
+    finished: Finished,
+    done: Mapping[int, str],
+    fallbacks: Mapping[int, str],
+    left: Mapping[int, str],
+) -> tuple[dict[int, str], dict[int, str]]:
+    """Combine what kernels replaced with what the target's last step says of the rest."""
+    kernels = {**done, **{n: k for n, k in finished.kernels.items() if n not in done}}
+    reasons = {
+        number: finished.fallbacks.get(number, f"the target took no {name}")
+        for number, name in left.items()
+        if number not in kernels
+    }
+    remaining = {n: r for n, r in {**fallbacks, **reasons}.items() if n not in kernels}
+    return kernels, remaining

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Propose: a rule table and a program in, every admissible claim out, overlapping ones too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch.fx import GraphModule, Node
+
+from qompose.claims import Claim, Operand, Point, PointSpec, Proposal, Rejection
+from qompose.graph import constant_of, is_float_tensor, value_of
+from qompose.patterns import Match, OperatorIndex
+from qompose.rules import Rule
+from qompose.selectors import Selection, Selectors
+from qompose.specs import QuantizationConfig, SharedQuantizationSpec
+
+
+def propose_rules(
+    owner: str, rules: Iterable[Rule], selectors: Selectors, model: GraphModule
+) -> Proposal:
+    """Return the claims of a rule table, in the order of its rows.
+
+    Raises:
+        SelectorError: an exact module name of the selectors is not in the program.
+
+    """
+    operators = [node for node in model.graph.nodes if node.op == "call_function"]
+    selectors.check_names(operators, owner)
+    proposal = Proposal(notes=[f"{owner}: {note}" for note in selectors.unmatched(operators)])
+    index = OperatorIndex(model)
+    for rule in rules:
+        seen: set[tuple[Node, ...]] = set()
+        for match in (match for pattern in rule.patterns for match in pattern.find(index)):
+            if match.nodes not in seen:
+                seen.add(match.nodes)
+                _propose_match(owner, rule, match, selectors, proposal)
+    return proposal
+
+
+def _propose_match(
+    owner: str, rule: Rule, match: Match, selectors: Selectors, proposal: Proposal
+) -> None:
+    anchor = match.node(rule.anchor)
+    assert anchor is not None, f"rule {rule.name} has no operator named {rule.anchor}"
+    selection = selectors.select(anchor)
+    if not selection.selected:
+        return
+    reason = _objection(rule, match, selection, selectors)
+    names = tuple(node.name for node in match.nodes)
+    if reason is not None:
+        proposal.rejections.append(Rejection(owner, rule.name, names, reason))
+        return
+    assert selection.config is not None
+    proposal.claims.append(_claim(owner, rule, match, anchor, selection, selection.config))
+
+
+def _objection(rule: Rule, match: Match, selection: Selection, selectors: Selectors) -> str | None:
+    """Return why a match cannot become a claim, None where it can."""
+    config = selection.config
+    if config is None:
+        return f"left in float by {selection.selector}"
+    for node in match.nodes:
+        other = selectors.select(node)
+        if other.selected and other.config != config:
+            return (
+                f"{other.selector} gives {node.name} {other.config or 'float'}, which blocks the "
+                f"fusion with {selection.selector}"
+            )
+    return rule.objection(config) or _tensor_objection(rule, match) or _guard(rule, match)
+
+
+def _guard(rule: Rule, match: Match) -> str | None:
+    return rule.guard(match) if rule.guard else None
+
+
+def _tensor_objection(rule: Rule, match: Match) -> str | None:
+    """Check that inputs are float tensors and the weight is a float parameter or buffer."""
+    for name in rule.activations:
+        tensors = match.tensors(name)
+        captured = match.captures.get(name)
+        wanted = len(captured) if isinstance(captured, (tuple, list)) else 1
+        if len(tensors) != wanted:
+            return f"{name} is a number, not a tensor"
+        for tensor in tensors:
+            if not is_float_tensor(tensor):
+                return f"{name} ({tensor.name}) is {_kind(tensor)}"
+    weight = match.node(rule.weight) if rule.weight else None
+    if rule.weight and (weight is None or constant_of(weight) is None):
+        return f"{rule.weight} is computed, not a parameter"
+    if weight is not None and not is_float_tensor(weight):
+        return f"{rule.weight} ({weight.name}) is {_kind(weight)}"
+    return None
+
+
+def _kind(node: Node) -> str:
+    return str(getattr(value_of(node), "dtype", "no tensor")).removeprefix("torch.")
+
+
+def _claim(
+    owner: str,
+    rule: Rule,
+    match: Match,
+    anchor: Node,
+    selection: Selection,
+    config: QuantizationConfig,
+) -> Claim:
+    roles = [*rule.activations, *([rule.weight] if rule.weight else [])]
+    operands = tuple(operand for role in roles for operand in match.operands(role))
+    inputs = [tensor for name in rule.activations for tensor in match.tensors(name)]
+    quantizes_inputs = (
+        config.input_activation is not None and not config.input_activation.is_dynamic
+    )
+    propagates = rule.propagates if quantizes_inputs else None
+    return Claim(
+        owner=owner,
+        rule=rule.name,
+        anchor=anchor.name,
+        nodes=tuple(node.name for node in match.nodes),
+        output=match.output.name,
+        specs=tuple(_specs(rule, match, operands, config)),
+        operands=operands,
+        captures=tuple((k, v.name) for k, v in match.captures.items() if isinstance(v, Node)),
+        config=str(config),
+        selector=selection.selector,
+        mode=config.mode,
+        needs_quantized=tuple(node.name for node in inputs) if propagates else (),
+        needs_all=propagates == "all",
+    )
+
+
+def _specs(
+    rule: Rule, match: Match, operands: Sequence[Operand], config: QuantizationConfig
+) -> list[PointSpec]:
+    edges = {
+        role: list(
+            dict.fromkeys(_edge(match, operand) for operand in operands if operand.role == role)
+        )
+        for role in dict.fromkeys(operand.role for operand in operands)
+    }
+    activations = [edge for role in rule.activations for edge in edges.get(role, [])]
+    result = []
+    if config.input_activation is not None and activations:
+        first, *others = activations
+        result.append(PointSpec(first, config.input_activation))
+        shared = [*others, Point(match.output.name)] if rule.shares else []
+        result += [_shared(match, point, first) for point in shared]
+        result += [] if rule.shares else [PointSpec(p, config.input_activation) for p in others]
+    if rule.weight and config.weight is not None:
+        result += [PointSpec(edge, config.weight) for edge in edges[rule.weight]]
+    if rule.output and not rule.shares and config.output_activation is not None:
+        result.append(PointSpec(Point(match.output.name), config.output_activation))
+    return result
+
+
+def _edge(match: Match, operand: Operand) -> Point:
+    user = next(node for node in match.nodes if node.name == operand.user)
+    argument: object = user
+    for depth, key in enumerate(operand.position):
+        if depth:
+            argument = argument[key]  # type: ignore[index]
+        else:
+            argument = user.args[key] if isinstance(key, int) else user.kwargs[key]
+    assert isinstance(argument, Node)
+    return Point(argument.name, user.name)
+
+
+def _shared(match: Match, point: Point, with_point: Point) -> PointSpec:
+    nodes = {
+        node.name: node
+        for operator in match.nodes
+        for node in (operator, *operator.all_input_nodes)
+    }
+    assert with_point.user is not None
+    edge = (nodes[with_point.source], nodes[with_point.user])
+    return PointSpec(point, SharedQuantizationSpec(edge), (with_point,))

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantization parameters: one set of formulas for observers, conversion and references.
+
+The formulas are those of torch's `UniformQuantizationObserverBase`, so a scale computed here from a
+given minimum and maximum is the scale that torch computes from them, bit for bit.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qompose.errors import ConfigError
+
+SYMMETRIC = frozenset({torch.per_tensor_symmetric, torch.per_channel_symmetric})
+FLOAT_ZERO_POINT = frozenset({torch.per_channel_affine_float_qparams})
+PER_CHANNEL = frozenset(
+    {torch.per_channel_affine, torch.per_channel_symmetric, torch.per_channel_affine_float_qparams}
+)
+
+DEFAULT_EPS = 2.0**-12
+"""Least scale of the int8 recipes of this field, in units of the float tensor."""
+
+
+def quantized_range(
+    dtype: torch.dtype, quant_min: int | None, quant_max: int | None
+) -> tuple[int, int]:
+    """Return the bounds of the quantized integers, filling in the whole range of `dtype`.
+
+    Raises:
+        ConfigError: a bound lies outside `dtype`, the range is empty or does not contain zero.
+
+    """
+    if dtype.is_floating_point or dtype.is_complex or dtype is torch.bool:
+        raise ConfigError(f"{dtype} is not an integer type: it has no quantized range")
+    info = torch.iinfo(dtype)
+    low = info.min if quant_min is None else quant_min
+    high = info.max if quant_max is None else quant_max
+    if not info.min <= low < high <= info.max:
+        raise ConfigError(
+            f"quant_min={low}, quant_max={high} is not a range within {dtype} "
+            f"[{info.min}, {info.max}]"
+        )
+    return low, high
+
+
+def choose_qparams(
+    minimum: Tensor,
+    maximum: Tensor,
+    *,
+    dtype: torch.dtype,
+    quant_min: int | None,
+    quant_max: int | None,
+    qscheme: torch.qscheme,
+    eps: float = DEFAULT_EPS,
+) -> tuple[Tensor, Tensor]:
+    """Compute scale and zero point for tensors whose values lie in [minimum, maximum].
+
+    With `n = quant_max - quant_min` and the range widened to contain zero::
+
+        symmetric    scale = max(|minimum|, |maximum|) / (n / 2)    zero point = 0 (signed)
+        affine       scale = (maximum - minimum) / n                zero point = quant_min - round(minimum / scale)
+        float qparams scale = (maximum - minimum) / n, unwidened    zero point = -minimum / scale (float)
+
+    Args:
+        minimum, maximum: shape `()` or `(C,)`, same shape.
+        eps: least scale, in units of the tensor; float qparams use scale 1 below it.
+
+    Returns:
+        scale (float32) and zero point (int64, float32 for float qparams), shaped like `minimum`.
+
+    """
+    low, high = quantized_range(dtype, quant_min, quant_max)
+    if qscheme in FLOAT_ZERO_POINT:
+        scale = (maximum - minimum) / float(high - low)
+        scale = torch.where(scale > eps, scale, torch.ones_like(scale))
+        return scale, -minimum / scale
+    least = torch.full_like(minimum, eps)
+    below = torch.clamp(minimum, max=0.0)
+    above = torch.clamp(maximum, min=0.0)
+    if qscheme in SYMMETRIC:
+        scale = torch.maximum(torch.maximum(-below, above) / (float(high - low) / 2), least)
+        customized = quant_min is not None and quant_max is not None
+        middle = _symmetric_zero_point(dtype, low, high, customized)
+        return scale, torch.full_like(scale, middle, dtype=torch.int64)
+    scale = torch.maximum((above - below) / float(high - low), least)
+    zero_point = low - torch.round(below / scale).to(torch.int64)
+    return scale, torch.clamp(zero_point, low, high)
+
+
+def _symmetric_zero_point(dtype: torch.dtype, low: int, high: int, customized: bool) -> int:
+    if dtype is torch.uint8:
+        return (low + high) // 2 if customized else 128
+    return 2**15 if dtype is torch.uint16 else 0

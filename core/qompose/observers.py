@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Observers: modules that pass a tensor through unchanged and estimate its range.
+
+Each observer declares dtype, integer bounds and scheme, and gives `calculate_qparams()`. An observer
+that saw nothing says so by `calibrated`. Values of at least a quarter of the dtype's largest finite one,
+infinities included, are taken for mask values: they are counted in `masked` and never widen a range.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qompose.errors import CalibrationError, ConfigError
+from qompose.histogram import Histogram, best_range
+from qompose.numerics import DEFAULT_EPS, PER_CHANNEL, choose_qparams, quantized_range
+
+
+@dataclass(frozen=True)
+class ObserverFactory:
+    """An observer class with some of its arguments; compares by value, unlike functools.partial."""
+
+    observer: type[nn.Module]
+    arguments: tuple[tuple[str, Any], ...]
+
+    def with_args(self, **arguments: Any) -> ObserverFactory:
+        """Return a factory with more arguments; a later value for a name replaces the earlier one."""
+        merged = {**dict(self.arguments), **arguments}
+        return ObserverFactory(self.observer, tuple(sorted(merged.items())))
+
+    def __call__(self, **arguments: Any) -> nn.Module:
+        return self.observer(**{**dict(self.arguments), **arguments})
+
+
+class Observer(nn.Module):
+    """Base of all observers: what is quantized, how far the statistics are, and the parameters they give.
+
+    Raises:
+        ConfigError: the bounds do not fit the dtype, or the scheme is not one this observer estimates.
+
+    """
+
+    per_channel = False
+    masked: int
+    constant = False
+    """Set by prepare on observers of parameters: a value is looked at again only after it changed."""
+
+    def __init__(
+        self,
+        dtype: torch.dtype = torch.uint8,
+        qscheme: torch.qscheme | None = None,
+        quant_min: int | None = None,
+        quant_max: int | None = None,
+        eps: float = DEFAULT_EPS,
+        is_dynamic: bool = False,
+    ) -> None:
+        super().__init__()
+        self.dtype, self.eps, self.is_dynamic = dtype, eps, is_dynamic
+        default = torch.per_channel_affine if self.per_channel else torch.per_tensor_affine
+        self.qscheme = default if qscheme is None else qscheme
+        self.quant_min, self.quant_max = quant_min, quant_max
+        if not dtype.is_floating_point:
+            quantized_range(dtype, quant_min, quant_max)
+        if (self.qscheme in PER_CHANNEL) != self.per_channel:
+            raise ConfigError(f"{type(self).__name__} does not estimate {self.qscheme}")
+        self.masked = 0
+        self._seen: tuple[int, int] | None = None
+
+    @classmethod
+    def with_args(cls, **arguments: Any) -> ObserverFactory:
+        """Return a factory that makes this observer with `arguments`."""
+        return ObserverFactory(cls, tuple(sorted(arguments.items())))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Observe `x`, of any shape, and return it unchanged."""
+        stamp = (x.data_ptr(), x._version) if self.constant else None
+        if x.numel() and (stamp is None or stamp != self._seen):
+            self._seen = stamp
+            self.observe(x.detach())
+        return x
+
+    def observe(self, x: Tensor) -> None:
+        """Update the statistics with a tensor of at least one element."""
+        raise NotImplementedError
+
+    @property
+    def calibrated(self) -> bool:
+        """Tell whether `calculate_qparams` has something to go by."""
+        raise NotImplementedError
+
+    def calculate_qparams(self) -> tuple[Tensor, Tensor]:
+        """Return scale and zero point, shape `()` per tensor and `(C,)` per channel."""
+        raise NotImplementedError
+
+    def _qparams(self, minimum: Tensor, maximum: Tensor) -> tuple[Tensor, Tensor]:
+        return choose_qparams(
+            minimum,
+            maximum,
+            dtype=self.dtype,
+            quant_min=self.quant_min,
+            quant_max=self.quant_max,
+            qscheme=self.qscheme,
+            eps=self.eps,
+        )
+
+    def _without_mask_values(self, x: Tensor) -> Tensor:
+        """Return `x` as float32 with mask values replaced by zero; zero is in every range anyway."""
+        smallest, largest = torch.aminmax(x)
+        extreme = torch.finfo(x.dtype).max / 4
+        if bool((smallest > -extreme) & (largest < extreme)):
+            return x.float()
+        if bool(torch.isnan(smallest) | torch.isnan(largest)):
+            raise CalibrationError("the tensor holds NaN")
+        mask = x.abs() >= extreme
+        self.masked += int(mask.sum())
+        return x.masked_fill(mask, 0.0).float()
+
+    def extra_repr(self) -> str:
+        """Return what torch prints between the parentheses."""
+        return f"dtype={self.dtype}, qscheme={self.qscheme}, range=({self.quant_min}, {self.quant_max})"
+
+
+class _RangeObserver(Observer):
+    """An observer whose statistics are one minimum and one maximum, per tensor or per channel."""
+
+    minimum: Tensor
+    maximum: Tensor
+
+    def __init__(
+        self, dtype: torch.dtype = torch.uint8, ch_axis: int = 0, **arguments: Any
+    ) -> None:
+        super().__init__(dtype, **arguments)
+        self.ch_axis = ch_axis
+        self.register_buffer("minimum", torch.tensor([]))
+        self.register_buffer("maximum", torch.tensor([]))
+
+    def observe(self, x: Tensor) -> None:
+        x = self._without_mask_values(x)
+        if self.per_channel:
+            low, high = torch.aminmax(
+                x.movedim(self.ch_axis, 0).reshape(x.shape[self.ch_axis], -1), dim=1
+            )
+        else:
+            low, high = torch.aminmax(x)
+        if self.minimum.numel():
+            low, high = self._combine(low, high)
+        self.minimum, self.maximum = low, high
+
+    def _combine(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.minimum(self.minimum, low), torch.maximum(self.maximum, high)
+
+    @property
+    def calibrated(self) -> bool:
+        return self.minimum.numel() > 0
+
+    def calculate_qparams(self) -> tuple[Tensor, Tensor]:
+        return self._qparams(self.minimum, self.maximum)
+
+
+class MinMaxObserver(_RangeObserver):
+    """The exact minimum and maximum of all that was seen."""
+
+
+class PerChannelMinMaxObserver(MinMaxObserver):
+    """The exact minimum and maximum of each slice along `ch_axis`."""
+
+    per_channel = True
+
+
+class MovingAverageMinMaxObserver(_RangeObserver):
+    """Exponential averages of each batch's minimum and maximum: `m += averaging_constant * (batch - m)`."""
+
+    def __init__(
+        self, dtype: torch.dtype = torch.uint8, averaging_constant: float = 0.01, **arguments: Any
+    ) -> None:
+        super().__init__(dtype, **arguments)
+        self.averaging_constant = averaging_constant
+
+    def _combine(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+        rate = self.averaging_constant
+        return (
+            self.minimum + rate * (low - self.minimum),
+            self.maximum + rate * (high - self.maximum),
+        )
+
+
+class MovingAveragePerChannelMinMaxObserver(MovingAverageMinMaxObserver):
+    """`MovingAverageMinMaxObserver` for each slice along `ch_axis`."""
+
+    per_channel = True
+
+
+class HistogramObserver(Observer):
+    """The range of least squared quantization error, found on a histogram of all that was seen.
+
+    The bins are powers of two wide, so the histogram, and with it the range, does not depend on how the
+    data is split into batches or in which order they come (`qompose.histogram`).
+    """
+
+    def __init__(self, dtype: torch.dtype = torch.uint8, **arguments: Any) -> None:
+        super().__init__(dtype, **arguments)
+        self.histogram = Histogram()
+
+    def observe(self, x: Tensor) -> None:
+        self.histogram.add(self._without_mask_values(x))
+
+    @property
+    def calibrated(self) -> bool:
+        return self.histogram.total > 0
+
+    def calculate_qparams(self) -> tuple[Tensor, Tensor]:
+        low, high = quantized_range(self.dtype, self.quant_min, self.quant_max)
+        symmetric = self.qscheme == torch.per_tensor_symmetric
+        return self._qparams(*best_range(self.histogram, steps=high - low, symmetric=symmetric))
+
+
+class PlaceholderObserver(Observer):
+    """Keeps no statistics: for dynamic quantization, whose parameters come from each tensor."""
+
+    def __init__(self, dtype: torch.dtype = torch.float16, **arguments: Any) -> None:
+        super().__init__(dtype, **arguments)
+
+    def observe(self, x: Tensor) -> None:
+        """Look at nothing."""
+
+    @property
+    def calibrated(self) -> bool:
+        return True
+
+    def calculate_qparams(self) -> tuple[Tensor, Tensor]:
+        raise ConfigError("a PlaceholderObserver has no parameters: they are computed at run time")
+
+
+class FixedQParamsObserver(Observer):
+    """Scale and zero point that are known beforehand."""
+
+    def __init__(
+        self, scale: float, zero_point: int, dtype: torch.dtype = torch.uint8, **arguments: Any
+    ) -> None:
+        super().__init__(dtype, **arguments)
+        self.register_buffer("scale", torch.tensor(float(scale)))
+        self.register_buffer("zero_point", torch.tensor(int(zero_point)))
+
+    def observe(self, x: Tensor) -> None:
+        """Look at nothing."""
+
+    @property
+    def calibrated(self) -> bool:
+        return True
+
+    def calculate_qparams(self) -> tuple[Tensor, Tensor]:
+        return self.scale, self.zero_point
+
+
+ACTIVATION_RANGES: dict[str, ObserverFactory] = {
+    "mse": HistogramObserver.with_args(),
+    "minmax": MinMaxObserver.with_args(),
+    "moving_average": MovingAverageMinMaxObserver.with_args(),
+}
+"""The words that configurations take for `range=`."""
+
+
+def observer_for_range(word: str) -> ObserverFactory:
+    """Return the activation observer that a configuration's `range=` word stands for.
+
+    Raises:
+        ConfigError: there is no such word.
+
+    """
+    if word not in ACTIVATION_RANGES:
+        raise ConfigError(f"range={word!r} is not one of {sorted(ACTIVATION_RANGES)}")
+    return ACTIVATION_RANGES[word]

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Patterns: torch functions captured with the model's own exporter, and single aten operators.
+
+A captured pattern follows aten wherever the exporter takes it. Captures are made once per process, and
+only when the program holds the operators that the pattern says it needs.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+from torch.fx.passes.utils.matcher_utils import InternalMatch
+from torch.fx.passes.utils.matcher_with_name_node_map_utils import SubgraphMatcherWithNameNodeMap
+
+from qompose.claims import Operand
+from qompose.errors import ConfigError
+
+Capture: TypeAlias = "Node | tuple[Any, ...] | object"
+"""What a name of a pattern stands for in a match: a node, a list of nodes, or a literal argument."""
+
+
+@dataclass(frozen=True)
+class Match:
+    """One occurrence of a pattern: its operators in graph order, and what its names stand for."""
+
+    nodes: tuple[Node, ...]
+    output: Node
+    captures: Mapping[str, Capture]
+
+    def node(self, name: str) -> Node | None:
+        """Return the node that a name stands for, None where it is absent or no node."""
+        captured = self.captures.get(name)
+        return captured if isinstance(captured, Node) else None
+
+    def tensors(self, name: str) -> tuple[Node, ...]:
+        """Return the nodes that a name stands for, several for a list argument."""
+        captured = self.captures.get(name)
+        items = captured if isinstance(captured, (tuple, list)) else (captured,)
+        return tuple(item for item in items if isinstance(item, Node))
+
+    def operands(self, role: str) -> list[Operand]:
+        """Return every place where the region reads what `role` stands for."""
+        wanted = set(self.tensors(role))
+        return [
+            Operand(role, node.name, position)
+            for node in self.nodes
+            for position, argument in _arguments(node)
+            if argument in wanted
+        ]
+
+
+def _arguments(node: Node) -> Iterator[tuple[tuple[int | str, ...], object]]:
+    for key, argument in [*enumerate(node.args), *node.kwargs.items()]:
+        if isinstance(argument, (tuple, list)):
+            for index, item in enumerate(argument):
+                yield (key, index), item
+        else:
+            yield (key,), argument
+
+
+class OperatorIndex:
+    """The nodes of a graph by the operator they call, built once per graph."""
+
+    def __init__(self, module: GraphModule) -> None:
+        self.module = module
+        self.position = {node: i for i, node in enumerate(module.graph.nodes)}
+        self._by_target: dict[object, list[Node]] = defaultdict(list)
+        for node in module.graph.nodes:
+            if node.op == "call_function":
+                self._by_target[node.target].append(node)
+
+    def calls(self, target: object) -> Sequence[Node]:
+        """Return the calls of an operator, in graph order."""
+        return self._by_target.get(target, ())
+
+
+@dataclass(frozen=True)
+class OperatorPattern:
+    """One aten operator, in any of several overloads whose arguments have the same names.
+
+    Names of a match are the operator's schema arguments, and "output".
+    """
+
+    targets: tuple[torch._ops.OpOverload, ...]
+
+    def find(self, index: OperatorIndex) -> Iterator[Match]:
+        """Yield every call of the operators, in graph order."""
+        calls = [node for target in self.targets for node in index.calls(target)]
+        for node in sorted(calls, key=index.position.__getitem__):
+            arguments = node.target._schema.arguments  # type: ignore[union-attr]
+            captures: dict[str, Capture] = {
+                a.name: node.args[i]
+                if i < len(node.args)
+                else node.kwargs.get(a.name, a.default_value)
+                for i, a in enumerate(arguments)
+            }
+            yield Match((node,), node, {**captures, "output": node})
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A torch function to be found in a program.
+
+    Args:
+        function: takes tensors; returns the output, or the output and a dict that names values inside.
+            Parameter names, the dict's names and "output" are the names of a match. The output must be
+            the only value that leaves the region.
+        shapes: an example shape for each parameter; only ranks matter, since literals are ignored.
+        needs: operators without which the function cannot occur, for skipping its capture.
+
+    """
+
+    function: Callable[..., Any]
+    shapes: tuple[tuple[int, ...], ...]
+    needs: tuple[torch._ops.OpOverload, ...] = ()
+
+    def find(self, index: OperatorIndex) -> Iterator[Match]:
+        """Yield every occurrence, overlapping ones too, in graph order of their outputs."""
+        if not all(index.calls(target) for target in self.needs):
+            return
+        matcher = _matcher(self)
+        for candidate in index.calls(matcher.sink.target):
+            found = matcher.match_at(candidate)
+            if found is not None:
+                yield self._as_match(found, matcher, index)
+
+    def _as_match(self, found: InternalMatch, matcher: _Matcher, index: OperatorIndex) -> Match:
+        captures: dict[str, Capture] = {
+            name: found.nodes_map[node] for name, node in matcher.name_node_map.items()
+        }
+        for name, placeholder in zip(
+            self.parameters, matcher.pattern_placeholder_nodes, strict=True
+        ):
+            captures[name] = found.nodes_map[placeholder]
+        nodes = [n for p, n in found.nodes_map.items() if p.op == "call_function"]
+        return Match(
+            tuple(sorted(nodes, key=index.position.__getitem__)),
+            found.nodes_map[matcher.sink],
+            captures,
+        )
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Return the names of the function's parameters."""
+        return tuple(inspect.signature(self.function).parameters)
+
+
+class _Matcher(SubgraphMatcherWithNameNodeMap):
+    """torch's matcher, asked about one candidate at a time.
+
+    Its own `match` looks for cycles by walking the whole graph behind every match. A region out of which
+    only its last value leads cannot be part of a cycle, and `_is_contained` ensures just that.
+    """
+
+    @cached_property
+    def sink(self) -> Node:
+        """Return the pattern's last operator."""
+        return self.pattern_anchors[0]
+
+    def match_at(self, node: Node) -> InternalMatch | None:
+        """Return the match whose last operator is `node`."""
+        match = InternalMatch(anchors=self.pattern_anchors)
+        if self._match_nodes(self.sink, node, match) and self._is_contained(match.nodes_map):
+            return match
+        return None
+
+
+class _Captured(nn.Module):
+    """Gives a pattern function the form that the matcher wants: (output, {name: value})."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        result = self.function(*inputs)
+        output, names = result if isinstance(result, tuple) else (result, {})
+        return output, {**names, "output": output}
+
+
+@cache
+def _matcher(pattern: Pattern) -> _Matcher:
+    example = tuple(torch.zeros(shape) for shape in pattern.shapes)
+    with torch.no_grad():
+        module = torch.export.export(_Captured(pattern.function), example).module(
+            check_guards=False
+        )
+    assert isinstance(module, GraphModule)
+    module.graph.eliminate_dead_code()
+    targets = {node.target for node in module.graph.nodes}
+    absent = [str(target) for target in pattern.needs if target not in targets]
+    if absent:
+        raise ConfigError(
+            f"pattern {pattern.function.__qualname__} never calls {', '.join(absent)}"
+        )
+    matcher = _Matcher(module, ignore_literals=True)
+    if len(matcher.pattern_anchors) != 1:
+        raise ConfigError(
+            f"pattern {pattern.function.__qualname__} must end in one operator whose value is the output"
+        )
+    return matcher

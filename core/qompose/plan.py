@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Plan: plain data that says what is quantized, how, by whom, and why the rest is not.
+
+It is made once, travels in the `meta` of every later GraphModule, and is all that later stages read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.fx import GraphModule
+
+from qompose.backend import Backend
+from qompose.claims import Claim, Conflict, Point
+from qompose.errors import StageError
+from qompose.specs import QuantizationSpecBase, spec_to_dict
+
+META_KEY = "qompose"
+
+
+@dataclass(frozen=True)
+class Group:
+    """Points that have one scale and zero point, and the one specification they share.
+
+    `depends_on` are the groups from whose observers a derived specification is computed.
+    """
+
+    points: tuple[Point, ...]
+    spec: QuantizationSpecBase
+    claims: tuple[int, ...]
+    depends_on: tuple[int, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the group as JSON data."""
+        return {
+            "points": [str(point) for point in self.points],
+            "spec": spec_to_dict(self.spec),
+            "claims": list(self.claims),
+            "depends_on": list(self.depends_on),
+        }
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One operator of the exported program, and what the plan made of it.
+
+    `claim` is the number of the claim that covers it; where there is none, `reason` says why.
+    `macs` counts multiply-accumulates for one call with the example shapes.
+    """
+
+    name: str
+    operator: str
+    module: str
+    macs: int
+    claim: int | None
+    reason: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the operator as JSON data."""
+        return dict(self.__dict__)
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    """A rewrite that a claim covers: the program differs from the exported one there, if only by rounding."""
+
+    name: str
+    nodes: tuple[str, ...]
+    into: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who takes which region, which tensors share parameters, and what happened to every operator."""
+
+    claims: tuple[Claim, ...]
+    groups: tuple[Group, ...]
+    operators: tuple[Operator, ...]
+    conflicts: tuple[Conflict, ...] = ()
+    rewrites: tuple[Rewrite, ...] = ()
+    notes: tuple[str, ...] = ()
+    float_bytes: int = 0
+
+    @property
+    def requantizations(self) -> int:
+        """Count the edges that take a quantized output on to other quantization parameters."""
+        outputs = {
+            p.source: i for i, g in enumerate(self.groups) for p in g.points if p.user is None
+        }
+        return sum(
+            outputs.get(point.source, number) != number
+            for number, group in enumerate(self.groups)
+            for point in group.points
+            if point.user is not None
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as JSON data."""
+        return {
+            "claims": [_claim_to_dict(claim) for claim in self.claims],
+            "groups": [group.to_dict() for group in self.groups],
+            "operators": [operator.to_dict() for operator in self.operators],
+            "conflicts": [dict(conflict.__dict__) for conflict in self.conflicts],
+            "rewrites": [dict(rewrite.__dict__) for rewrite in self.rewrites],
+            "notes": list(self.notes),
+            "float_bytes": self.float_bytes,
+        }
+
+
+def _claim_to_dict(claim: Claim) -> dict[str, Any]:
+    keys = ("owner", "rule", "anchor", "nodes", "output", "config", "selector", "mode")
+    return {key: getattr(claim, key) for key in keys}
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a GraphModule of any stage carries: the plan, how far it got, and what happened since.
+
+    `dropped` are claims that calibration showed to be impossible, with the reason; `kernels` and
+    `fallbacks` are by claim, once lowered. `backends` are live objects, by the owners of claims.
+    """
+
+    plan: Plan
+    stage: str
+    backends: Mapping[str, Backend] = field(default_factory=dict)
+    dropped: Mapping[int, str] = field(default_factory=dict)
+    kernels: Mapping[int, str] = field(default_factory=dict)
+    fallbacks: Mapping[int, str] = field(default_factory=dict)
+    target: str = ""
+    bytes: int = 0
+
+
+def record_of(module: object, *, stages: tuple[str, ...], function: str, remedy: str) -> Record:
+    """Return the record in `module.meta`, checking that the module comes from one of `stages`.
+
+    Raises:
+        StageError: it does not.
+
+    """
+    record = getattr(module, "meta", {}).get(META_KEY)
+    if not isinstance(record, Record) or record.stage not in stages:
+        found = (
+            f"a {record.stage} model" if isinstance(record, Record) else repr(type(module).__name__)
+        )
+        raise StageError(
+            f"{function} takes a {' or '.join(stages)} model, and got {found}. {remedy}"
+        )
+    return record
+
+
+def attach(module: Any, record: Record) -> Any:
+    """Put a record into a module's meta and return the module."""
+    if isinstance(module, GraphModule) or hasattr(module, "meta"):
+        module.meta = {**module.meta, META_KEY: record}
+    else:
+        module.meta = {META_KEY: record}
+    return module

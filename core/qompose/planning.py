@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plan: chosen claims in, sharing groups out. Union-find over edges and outputs, in any order.
+
+A group is a set of points with one scale and zero point. Points are joined by shared specifications and,
+where annotations allow it, implicitly: an edge with its producer's output, and edges from one producer,
+whose specifications are alike.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import fields, replace
+
+from torch.fx import GraphModule
+
+from qompose.claims import Claim, Point, PointSpec
+from qompose.errors import SharingError
+from qompose.plan import Group
+from qompose.specs import QuantizationSpecBase, describe_spec
+
+
+def plan_groups(model: GraphModule, claims: Sequence[Claim]) -> tuple[Group, ...]:
+    """Return the sharing groups, those that others are derived from before them.
+
+    Raises:
+        SharingError: a shared specification leads nowhere or only to others, two different ones meet in
+            a group, or derived ones form a circle.
+
+    """
+    position = {node.name: i for i, node in enumerate(model.graph.nodes)}
+    solver = _Solver(claims)
+    solver.join_shared()
+    solver.join_implicitly()
+    groups = solver.groups(position)
+    return _in_order_of_dependency(groups, solver)
+
+
+class _Solver:
+    def __init__(self, claims: Sequence[Claim]) -> None:
+        self.claims = claims
+        self.specs: dict[Point, PointSpec] = {}
+        self.claim_of: dict[Point, int] = {}
+        for number, claim in enumerate(claims):
+            for spec in claim.specs:
+                self.specs[spec.point] = spec
+                self.claim_of[spec.point] = number
+        self.parent = {point: point for point in self.specs}
+
+    def find(self, point: Point) -> Point:
+        root = point
+        while self.parent[root] != root:
+            root = self.parent[root]
+        while self.parent[point] != root:
+            self.parent[point], point = root, self.parent[point]
+        return root
+
+    def who(self, point: Point) -> str:
+        """Name a point with its owner and rule, for messages."""
+        claim = self.claims[self.claim_of[point]]
+        return f"{point} ({claim.owner}, rule {claim.rule})"
+
+    def join_shared(self) -> None:
+        """Join every point whose specification is that of another with the other."""
+        for point, spec in self.specs.items():
+            if spec.shared:
+                (target,) = spec.references
+                if target not in self.parent:
+                    raise SharingError(
+                        f"{self.who(point)} shares the parameters of {target}, which no quantizer "
+                        "annotates. Annotate it too, or give the point a specification of its own."
+                    )
+                self.parent[self.find(point)] = self.find(target)
+
+    def join_implicitly(self) -> None:
+        """Join points of one tensor whose groups have like specifications."""
+        by_source: dict[str, list[Point]] = defaultdict(list)
+        for point, spec in self.specs.items():
+            if spec.allow_implicit_sharing and not spec.derived:
+                by_source[point.source].append(point)
+        for points in by_source.values():
+            first_of: dict[object, Point] = {}
+            for point in points:
+                concrete = self.concrete(point)
+                if concrete is not None:
+                    first = first_of.setdefault(_likeness(concrete.spec), point)
+                    self.parent[self.find(point)] = self.find(first)
+
+    def concrete(self, point: Point) -> PointSpec | None:
+        """Return a specification of the point's group that does not refer to another."""
+        spec = self.specs[point]
+        visited = {point}
+        while spec.shared:
+            (target,) = spec.references
+            if target in visited:
+                return None
+            visited.add(target)
+            spec = self.specs[target]
+        return spec
+
+    def groups(self, position: dict[str, int]) -> list[Group]:
+        members: dict[Point, list[Point]] = defaultdict(list)
+        for point in self.specs:
+            members[self.find(point)].append(point)
+        ordered = [
+            sorted(
+                points, key=lambda p: (position.get(p.source, -1), position.get(p.user or "", -1))
+            )
+            for points in members.values()
+        ]
+        ordered.sort(key=lambda points: position.get(points[0].source, -1))
+        return [self._group(points) for points in ordered]
+
+    def _group(self, points: list[Point]) -> Group:
+        own = [point for point in points if not self.specs[point].shared]
+        if not own:
+            chain = ", ".join(self.who(point) for point in points)
+            raise SharingError(f"These share parameters with one another and none has any: {chain}")
+        first = own[0]
+        for other in own[1:]:
+            if _likeness(self.specs[other].spec) != _likeness(self.specs[first].spec):
+                raise SharingError(
+                    f"{self.who(first)} is {describe_spec(self.specs[first].spec)} and "
+                    f"{self.who(other)} is {describe_spec(self.specs[other].spec)}, and they must share "
+                    "parameters. Give both the same specification, or one of them a config of None."
+                )
+        claims = tuple(sorted({self.claim_of[point] for point in points}))
+        return Group(tuple(points), self.specs[first].spec, claims)
+
+    def references(self, group: Group) -> list[Point]:
+        """Return the points from whose observers a group's parameters are derived."""
+        points = [p for point in group.points for p in self.specs[point].references]
+        return points if any(self.specs[point].derived for point in group.points) else []
+
+
+def _likeness(spec: QuantizationSpecBase) -> object:
+    """Return what must agree for two points to share: all but the way the range is estimated."""
+    ignored = {"observer_or_fake_quant_ctr"}
+    facts = [
+        (f.name, str(getattr(spec, f.name)))
+        for f in fields(spec)
+        if f.name not in ignored  # type: ignore[arg-type]
+    ]
+    return type(spec).__name__, tuple(facts)
+
+
+def _in_order_of_dependency(groups: list[Group], solver: _Solver) -> tuple[Group, ...]:
+    number_of = {solver.find(group.points[0]): i for i, group in enumerate(groups)}
+    needs: list[tuple[int, ...]] = []
+    for group in groups:
+        for point in solver.references(group):
+            if point not in solver.parent:
+                raise SharingError(
+                    f"{solver.who(group.points[0])} is derived from {point}, "
+                    "which no quantizer annotates"
+                )
+        needs.append(tuple(number_of[solver.find(p)] for p in solver.references(group)))
+    order = _topological(needs, [solver.who(group.points[0]) for group in groups])
+    renumbered = {old: new for new, old in enumerate(order)}
+    return tuple(
+        replace(groups[old], depends_on=tuple(renumbered[n] for n in needs[old])) for old in order
+    )
+
+
+def _topological(needs: list[tuple[int, ...]], names: list[str]) -> list[int]:
+    order: list[int] = []
+    done: set[int] = set()
+    remaining = list(range(len(needs)))
+    while remaining:
+        ready = [i for i in remaining if done.issuperset(needs[i])]
+        if not ready:
+            circle = ", ".join(names[i] for i in remaining)
+            raise SharingError(f"Derived parameters depend on one another in a circle: {circle}")
+        order += ready
+        done.update(ready)
+        remaining = [i for i in remaining if i not in done]
+    return order

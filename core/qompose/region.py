@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a kernel sees of the region it replaces: integers in, integers out, literals, and a place to write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from qompose import decomposed
+from qompose.claims import Claim, Operand
+from qompose.errors import InternalError
+from qompose.graph import call, constant_of, free_attribute, read_attribute, set_attribute, value_of
+from qompose.rules import NotLowerable
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """A quantized tensor: the node that holds its integers, and what they mean.
+
+    `value = (integer - zero_point) * scale`. Per tensor, `scale` is a float and `zero_point` an int; per
+    channel they are nodes of shape `(C,)`, along dimension `axis`. `low` and `high` bound the integers.
+    """
+
+    node: Node
+    scale: Any
+    zero_point: Any
+    low: int
+    high: int
+    dtype: torch.dtype
+    axis: int | None = None
+
+    @property
+    def tensor(self) -> Tensor:
+        """Return the integers of a parameter."""
+        return _constant(self.node)
+
+    @property
+    def scales(self) -> Tensor:
+        """Return the scale as a float32 tensor, `(C,)` per channel and `(1,)` per tensor."""
+        return _constant(self.scale) if isinstance(self.scale, Node) else torch.tensor([self.scale])
+
+    @property
+    def zero_points(self) -> Tensor:
+        """Return the zero point as a tensor, `(C,)` per channel and `(1,)` per tensor."""
+        if isinstance(self.zero_point, Node):
+            return _constant(self.zero_point)
+        return torch.tensor([self.zero_point])
+
+    @property
+    def qparams(self) -> tuple[Any, ...]:
+        """Return all but the node: equal for tensors that may be exchanged."""
+        return (self.scale, self.zero_point, self.low, self.high, self.dtype, self.axis)
+
+
+def _constant(node: Node) -> Tensor:
+    constant = constant_of(node)
+    if constant is None:
+        raise NotLowerable(f"{node.name} is computed, not a parameter")
+    return constant
+
+
+class Region:
+    """One claimed region of a converted graph.
+
+    Names are those of the rule's pattern. Kernels read what they need, call `call` for each operator
+    they insert and return the last one; where `output` is not None that one must give its integers.
+    """
+
+    def __init__(self, module: GraphModule, claim: Claim, nodes: Sequence[Node]) -> None:
+        self.module, self.claim = module, claim
+        self._nodes = {node.name: node for node in nodes}
+        self._captures = dict(claim.captures)
+        if claim.output not in self._nodes:
+            raise InternalError(
+                f"the region of rule {claim.rule} at {claim.anchor} lost {claim.output}"
+            )
+        self.output_node = self._nodes[claim.output]
+        self.output = self._output()
+
+    def node(self, name: str) -> Node:
+        """Return an operator of the region."""
+        return self._nodes[self._captures[name]]
+
+    def has(self, name: str) -> bool:
+        """Tell whether the match has a node for a name."""
+        return name in self._captures
+
+    def inputs(self, role: str) -> list[Node]:
+        """Return what the region reads for a role, one node for each place, in order."""
+        return [self._argument(operand) for operand in self.claim.operands if operand.role == role]
+
+    def quantized_inputs(self, role: str) -> list[Quantized]:
+        """Return the integers that the region reads for a role.
+
+        Raises:
+            NotLowerable: one of them arrives in float.
+
+        """
+        return [dequantized(node) for node in self.inputs(role)]
+
+    def quantized(self, role: str) -> Quantized:
+        """Return the integers of the first input of a role."""
+        return self.quantized_inputs(role)[0]
+
+    def argument(self, name: str, argument: str) -> Any:
+        """Return an argument of an operator by its name in the schema, its default if left out."""
+        node = self.node(name)
+        for index, parameter in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+            if parameter.name == argument:
+                if not parameter.kwarg_only and index < len(node.args):
+                    return node.args[index]
+                return node.kwargs.get(argument, parameter.default_value)
+        raise InternalError(f"{node.target} has no argument {argument!r}")
+
+    def _argument(self, operand: Operand) -> Node:
+        user = self._nodes[operand.user]
+        first, *rest = operand.position
+        found: Any = user.args[first] if isinstance(first, int) else user.kwargs[first]
+        for index in rest:
+            found = found[index]
+        assert isinstance(found, Node)
+        return found
+
+    def _output(self) -> Quantized | None:
+        """Return the integers that consumers want, if all want the same ones."""
+        users = list(self.output_node.users)
+        if not users or not all(user.target is decomposed.quantize_per_tensor for user in users):
+            return None
+        if any(user.args[1:] != users[0].args[1:] for user in users):
+            return None
+        return quantized_by(users[0])
+
+    def call(
+        self, target: Callable[..., Any], *args: Any, dtype: torch.dtype | None = None
+    ) -> Node:
+        """Insert a call at the region's place. `dtype` is that of its value, where not the float output's."""
+        example = value_of(self.output_node)
+        with self.module.graph.inserting_before(self.output_node):
+            return call(
+                self.module.graph,
+                target,
+                args,
+                self.output_node,
+                example if dtype is None else example.to(dtype),
+            )
+
+    def constant(self, path: str, value: Tensor) -> Node:
+        """Store a buffer and insert a node that reads it. `path` gets a number where it is taken."""
+        target = free_attribute(self.module, path)
+        set_attribute(self.module, target, value)
+        with self.module.graph.inserting_before(self.output_node):
+            return read_attribute(self.module, target, self.output_node)
+
+    def replace(self, replacement: Node) -> None:
+        """Put a kernel's node in the place of the region's output, quantize operators included."""
+        if self.output is None:
+            self.output_node.replace_all_uses_with(replacement)
+            return
+        for user in list(self.output_node.users):
+            user.replace_all_uses_with(replacement)
+            self.module.graph.erase_node(user)
+
+
+def dequantized(node: Node) -> Quantized:
+    """Return the integers behind a dequantize operator.
+
+    Raises:
+        NotLowerable: the node is something else.
+
+    """
+    if not decomposed.is_dequantize(node):
+        raise NotLowerable(f"its input {node.name} arrives in float")
+    if node.target is decomposed.dequantize_per_channel:
+        source, scale, zero_point, axis, low, high, dtype = node.args[:7]
+        return Quantized(source, scale, zero_point, low, high, dtype, axis)  # type: ignore[arg-type]
+    return quantized_by(node)
+
+
+def quantized_by(node: Node) -> Quantized:
+    """Return what a per-tensor quantize (its own value) or dequantize operator (its input) is about."""
+    source, scale, zero_point, low, high, dtype = node.args[:6]
+    holder = node if decomposed.is_quantize(node) else source
+    return Quantized(holder, scale, zero_point, low, high, dtype)  # type: ignore[arg-type]
+
+
+def on_integers(region: Region) -> Node:
+    """Kernel for operators that move values without changing them: the same operator, on the integers.
+
+    Raises:
+        NotLowerable: the region's inputs and output do not have one scale and zero point.
+
+    """
+    output = region.output
+    node = region.output_node
+    if output is None:
+        raise NotLowerable("its output is not quantized")
+    sources = {a: dequantized(a) for a in node.all_input_nodes if decomposed.is_dequantize(a)}
+    if not sources or any(source.qparams != output.qparams for source in sources.values()):
+        raise NotLowerable("inputs and output differ in scale or zero point")
+    args = torch.fx.node.map_arg(node.args, lambda a: sources[a].node if a in sources else a)
+    call_node = region.call(node.target, *args, dtype=output.dtype)  # type: ignore[arg-type]
+    call_node.kwargs = node.kwargs
+    return call_node

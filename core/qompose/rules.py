@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rule table: one row says what is matched, what each role may be, and which kernel replaces it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import torch
+from torch.fx import Node
+
+from qompose.numerics import quantized_range
+from qompose.patterns import Match, OperatorPattern, Pattern
+from qompose.specs import QuantizationConfig, QuantizationSpec, describe_spec
+
+if TYPE_CHECKING:
+    from qompose.region import Region
+
+STATIC, DYNAMIC, WEIGHT_ONLY = "static", "dynamic", "weight-only"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorConstraint:
+    """What one role of a rule may be. Bounds are in quantized units and inclusive."""
+
+    dtypes: frozenset[torch.dtype]
+    qschemes: frozenset[torch.qscheme]
+    quant_min_lower_bound: int | None = None
+    quant_max_upper_bound: int | None = None
+
+    def objection(self, role: str, spec: QuantizationSpec) -> str | None:
+        """Return why `spec` is not allowed, with the bound that it breaks; None where it is."""
+        if spec.dtype not in self.dtypes:
+            return f"{role} is {spec.dtype}, and the kernel takes {_names(self.dtypes)}"
+        if spec.qscheme not in self.qschemes:
+            return f"{role} is {spec.qscheme}, and the kernel takes {_names(self.qschemes)}"
+        low, high = quantized_range(spec.dtype, spec.quant_min, spec.quant_max)
+        least, most = self.quant_min_lower_bound, self.quant_max_upper_bound
+        if least is not None and low < least:
+            return f"{role} has quant_min={low}, below the bound {least}"
+        if most is not None and high > most:
+            return f"{role} has quant_max={high}, above the bound {most}"
+        return None
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What replaces a claimed region on one target.
+
+    `emit` inserts the call and returns its node; it raises `NotLowerable` where the kernel does not fit.
+    Without `emit` the region stays as it is, for the target's last step to take whole.
+    """
+
+    name: str
+    emit: Callable[[Region], Node] | None = None
+
+
+class NotLowerable(Exception):  # noqa: N818 - it says what the region is
+    """Raised by a kernel's `emit` with the reason why a region must stay as it is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """One row of a backend's table. The order of rows is their priority: longest fusion first.
+
+    Attributes:
+        patterns: the variants (bias or none, ranks, in-place forms) in which the operation occurs.
+        drawing: the operation in one line, `conv2d -> relu`.
+        anchor: the name of the operator whose place in the model decides the configuration.
+        activations: names of the float inputs that get `config.input_activation`.
+        weight: name of the parameter that gets `config.weight`; it must be a parameter or buffer.
+        output: whether the output gets `config.output_activation`.
+        shares: inputs and output have the same scale and zero point (views, pooling, concatenation).
+        propagates: the rule applies only behind tensors that are quantized already: behind "all" of its
+            inputs or "any" of them.
+        modes: the kinds of configuration that apply.
+        accepts: constraints by role: "activation", "weight", "output".
+        guard: returns the reason why a match cannot be taken, or None.
+        kernels: by target name.
+
+    """
+
+    name: str
+    patterns: tuple[Pattern | OperatorPattern, ...]
+    drawing: str = ""
+    anchor: str = "output"
+    activations: tuple[str, ...] = ("input",)
+    weight: str | None = None
+    output: bool = True
+    shares: bool = False
+    propagates: str | None = None
+    modes: frozenset[str] = frozenset({STATIC})
+    accepts: Mapping[str, TensorConstraint] = field(default_factory=lambda: MappingProxyType({}))
+    guard: Callable[[Match], str | None] | None = None
+    kernels: Mapping[str, Kernel] = field(default_factory=lambda: MappingProxyType({}))
+
+    def specs_for(self, config: QuantizationConfig) -> dict[str, QuantizationSpec]:
+        """Return the specification that a configuration gives to each role that this rule quantizes."""
+        roles = {
+            "activation": config.input_activation if self.activations else None,
+            "weight": config.weight if self.weight else None,
+            "output": config.output_activation if self.output and not self.shares else None,
+        }
+        return {role: spec for role, spec in roles.items() if spec is not None}
+
+    def objection(self, config: QuantizationConfig) -> str | None:
+        """Return why a configuration does not fit this rule, None where it does."""
+        if config.mode not in self.modes:
+            return f"rule {self.name} has no {config.mode} form"
+        specs = self.specs_for(config)
+        if not specs:
+            return f"{config} leaves every role of rule {self.name} in float"
+        if self.weight and config.weight is None:
+            return f"{config} leaves the weight of rule {self.name} in float"
+        for role, spec in specs.items():
+            constraint = self.accepts.get(role)
+            objection = constraint and constraint.objection(role, spec)
+            if objection:
+                return f"{objection} (rule {self.name}, {role} {describe_spec(spec)})"
+        return None
+
+
+def _names(values: frozenset[object] | frozenset[torch.dtype] | frozenset[torch.qscheme]) -> str:
+    return " or ".join(sorted(str(value) for value in values))

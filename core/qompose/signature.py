@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a GraphModule is called, recovered from its own graph: argument tree, shapes, dynamic dimensions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.export import Dim
+from torch.fx import GraphModule, Node
+from torch.utils import _pytree as pytree
+
+from qompose.backend import CallSignature
+from qompose.graph import value_of
+
+
+def call_signature(module: GraphModule) -> CallSignature:
+    """Return example inputs of the recorded shapes, with zeros for data, and the dynamic dimensions."""
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    dims: dict[str, Any] = {}
+    leaves = [_example(node) for node in placeholders]
+    shapes = [_dynamic_dims(node, dims) for node in placeholders]
+    info = getattr(module.graph._codegen, "pytree_info", None)
+    if info is None or info.in_spec is None:
+        return CallSignature(tuple(leaves), {}, tuple(shapes) if any(shapes) else None)
+    args, kwargs = pytree.tree_unflatten(leaves, info.in_spec)
+    if not any(shapes):
+        return CallSignature(tuple(args), kwargs, None)
+    shape_args, shape_kwargs = pytree.tree_unflatten(shapes, info.in_spec)
+    named = dict(zip(info.orig_args, shape_args, strict=False))
+    return CallSignature(tuple(args), kwargs, {**named, **shape_kwargs})
+
+
+def _example(node: Node) -> Any:
+    value = value_of(node)
+    if isinstance(value, Tensor):
+        return torch.zeros(
+            [_hint(size) for size in value.shape], dtype=value.dtype, device=value.device
+        )
+    return _hint(value)
+
+
+def _hint(size: Any) -> Any:
+    return size.node.hint if isinstance(size, torch.SymInt) else size
+
+
+def _dynamic_dims(node: Node, dims: dict[str, Any]) -> dict[int, Any] | None:
+    value = value_of(node)
+    if not isinstance(value, Tensor):
+        return None
+    return {
+        i: _dim(s, dims) for i, s in enumerate(value.shape) if isinstance(s, torch.SymInt)
+    } or None
+
+
+def _dim(size: torch.SymInt, dims: dict[str, Any]) -> Any:
+    """Return one Dim per symbol, with its range; a size computed from a symbol is left to export."""
+    expression = size.node.expr
+    if not expression.is_Symbol:
+        return Dim.AUTO
+    name = str(expression)
+    if name not in dims:
+        bounds = size.node.shape_env.bound_sympy(expression)
+        upper = int(bounds.upper) if bounds.upper.is_Integer else None
+        dims[name] = Dim(name, min=int(bounds.lower) or None, max=upper)
+    return dims[name]

@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The annotation vocabulary of PyTorch 2 export quantization: specifications, annotations, configurations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Node
+
+from qompose.errors import ConfigError
+from qompose.numerics import PER_CHANNEL, quantized_range
+
+EdgeOrNode: TypeAlias = "tuple[Node, Node] | Node"
+"""An edge (producer, consumer), or a node standing for its output."""
+
+ANNOTATION_KEY = "quantization_annotation"
+"""Key of a node's QuantizationAnnotation in `node.meta`."""
+
+
+class QuantizationSpecBase:
+    """Base of the four kinds of specification."""
+
+
+@dataclass(frozen=True)
+class QuantizationSpec(QuantizationSpecBase):
+    """How one tensor is quantized, and which observer or fake-quantizer estimates its parameters.
+
+    `quant_min` and `quant_max` bound the integers, in quantized units (None: the whole dtype);
+    `ch_axis` is the channel dimension of a per-channel `qscheme`; `is_dynamic` means that scale and
+    zero point are computed from each tensor when the model runs.
+
+    Raises:
+        ConfigError: bounds outside `dtype`, or a per-channel scheme without `ch_axis`.
+
+    """
+
+    dtype: torch.dtype
+    observer_or_fake_quant_ctr: Callable[..., nn.Module]
+    quant_min: int | None = None
+    quant_max: int | None = None
+    qscheme: torch.qscheme | None = None
+    ch_axis: int | None = None
+    is_dynamic: bool = False
+
+    def __post_init__(self) -> None:
+        _check_range(self.dtype, self.quant_min, self.quant_max)
+        if self.qscheme in PER_CHANNEL and self.ch_axis is None:
+            raise ConfigError(f"{self.qscheme} needs ch_axis, the dimension that has the channels")
+
+
+@dataclass(frozen=True)
+class FixedQParamsQuantizationSpec(QuantizationSpecBase):
+    """A tensor whose scale and zero point are known beforehand, as for the output of a sigmoid."""
+
+    dtype: torch.dtype
+    scale: float
+    zero_point: int
+    quant_min: int | None = None
+    quant_max: int | None = None
+    qscheme: torch.qscheme | None = None
+    is_dynamic: bool = False
+
+    def __post_init__(self) -> None:
+        low, high = _check_range(self.dtype, self.quant_min, self.quant_max)
+        if not self.scale > 0:
+            raise ConfigError(f"scale must be positive, and is {self.scale}")
+        if not low <= self.zero_point <= high:
+            raise ConfigError(f"zero_point={self.zero_point} is outside [{low}, {high}]")
+
+
+@dataclass(frozen=True)
+class SharedQuantizationSpec(QuantizationSpecBase):
+    """A tensor that has the quantization parameters of another edge or output."""
+
+    edge_or_node: EdgeOrNode
+
+
+@dataclass(frozen=True)
+class DerivedQuantizationSpec(QuantizationSpecBase):
+    """A tensor whose parameters are computed from those of others, as a bias from activation and weight.
+
+    `derive_qparams_fn` takes the observers of `derived_from`, in order, and returns (scale, zero point).
+    """
+
+    derived_from: list[EdgeOrNode]
+    derive_qparams_fn: Callable[[list[nn.Module]], tuple[Tensor, Tensor]]
+    dtype: torch.dtype
+    quant_min: int | None = None
+    quant_max: int | None = None
+    qscheme: torch.qscheme | None = None
+    ch_axis: int | None = None
+    is_dynamic: bool = False
+
+    def __post_init__(self) -> None:
+        _check_range(self.dtype, self.quant_min, self.quant_max)
+
+
+def _check_range(dtype: torch.dtype, low: int | None, high: int | None) -> tuple[int, int]:
+    if dtype.is_floating_point:
+        if low is not None or high is not None:
+            raise ConfigError(f"quant_min and quant_max do not apply to {dtype}")
+        return 0, 0
+    return quantized_range(dtype, low, high)
+
+
+@dataclass
+class QuantizationAnnotation:
+    """What a quantizer asks of one node: a specification per input edge and one for the output.
+
+    `allow_implicit_sharing` lets an edge share the observer of its producer's output, or of another
+    edge from that producer, where both specifications are alike.
+    """
+
+    input_qspec_map: dict[Node, QuantizationSpecBase | None] = field(default_factory=dict)
+    output_qspec: QuantizationSpecBase | None = None
+    allow_implicit_sharing: bool = True
+    _annotated: bool = False
+
+
+@dataclass(frozen=True)
+class QuantizationConfig:
+    """A specification per role of an operator. None leaves that role in float.
+
+    `name` is how reports call the configuration; it takes no part in comparisons.
+    """
+
+    input_activation: QuantizationSpec | None
+    output_activation: QuantizationSpec | None
+    weight: QuantizationSpec | None
+    bias: QuantizationSpec | None = None
+    is_qat: bool = False
+    name: str = field(default="", compare=False)
+
+    @property
+    def mode(self) -> str:
+        """Return "static", "dynamic" or "weight-only"."""
+        if self.input_activation is None:
+            return "weight-only"
+        return "dynamic" if self.input_activation.is_dynamic else "static"
+
+    def __str__(self) -> str:
+        return self.name or f"{self.mode} {granularity(self.weight)}".strip()
+
+
+def granularity(spec: QuantizationSpecBase | None) -> str:
+    """Return "per-tensor", "per-channel", or "" for a role that stays in float."""
+    if spec is None:
+        return ""
+    return "per-channel" if getattr(spec, "qscheme", None) in PER_CHANNEL else "per-tensor"
+
+
+def spec_to_dict(spec: QuantizationSpecBase | None) -> dict[str, Any] | None:
+    """Return a specification as JSON data: names of dtype, scheme and observer, and the bounds."""
+    if spec is None:
+        return None
+    fields = {
+        "dtype": _short(getattr(spec, "dtype", None)),
+        "qscheme": _short(getattr(spec, "qscheme", None)),
+        "quant_min": getattr(spec, "quant_min", None),
+        "quant_max": getattr(spec, "quant_max", None),
+        "ch_axis": getattr(spec, "ch_axis", None),
+        "is_dynamic": getattr(spec, "is_dynamic", None),
+        "scale": getattr(spec, "scale", None),
+        "zero_point": getattr(spec, "zero_point", None),
+        "observer": _observer_name(getattr(spec, "observer_or_fake_quant_ctr", None)),
+    }
+    return {key: value for key, value in fields.items() if value is not None}
+
+
+def describe_spec(spec: QuantizationSpecBase | None) -> str:
+    """Return a specification in one line: `int8 [-127, 127] per_channel_symmetric axis 0`."""
+    facts = spec_to_dict(spec)
+    if facts is None:
+        return "float"
+    words = [facts.get("dtype", type(spec).__name__)]
+    if "quant_min" in facts and "quant_max" in facts:
+        words.append(f"[{facts['quant_min']}, {facts['quant_max']}]")
+    words += [facts["qscheme"]] if "qscheme" in facts else []
+    words += (
+        [f"axis {facts['ch_axis']}"] if facts.get("qscheme", "").startswith("per_channel") else []
+    )
+    words += ["dynamic"] if facts.get("is_dynamic") else []
+    return " ".join(words)
+
+
+def _short(value: object) -> str | None:
+    return None if value is None else str(value).removeprefix("torch.")
+
+
+def _observer_name(factory: object) -> str | None:
+    if factory is None:
+        return None
+    for attribute in ("observer", "p"):  # ours, torch.ao's PartialWrapper
+        inner = getattr(factory, attribute, None)
+        if inner is not None and not isinstance(factory, type):
+            return _observer_name(getattr(inner, "func", inner))
+    return getattr(factory, "__name__", str(factory))
+
+
+def annotate_input_qspec_map(
+    node: Node, input_node: Node, qspec: QuantizationSpecBase | None
+) -> None:
+    """Add one edge's specification to a node's annotation, making the annotation where there is none."""
+    annotation = node.meta.setdefault(ANNOTATION_KEY, QuantizationAnnotation())
+    annotation.input_qspec_map[input_node] = qspec
+
+
+def annotate_output_qspec(node: Node, qspec: QuantizationSpecBase | None) -> None:
+    """Set the output specification of a node's annotation, making the annotation where there is none."""
+    node.meta.setdefault(ANNOTATION_KEY, QuantizationAnnotation()).output_qspec = qspec
+
+
+def mark_annotated(nodes: Iterable[Node]) -> None:
+    """Mark nodes as taken, so that other quantizers of this field leave them alone."""
+    for node in nodes:
+        node.meta.setdefault(ANNOTATION_KEY, QuantizationAnnotation())._annotated = True

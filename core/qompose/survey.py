@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Survey: every float operator of an exported program, its size, and what the composition made of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from qompose.claims import Composition
+from qompose.graph import constant_of, module_path, operator_name, value_of
+from qompose.plan import Operator, Rewrite
+
+aten = torch.ops.aten
+
+
+def survey(
+    exported: GraphModule, composition: Composition, rewrites: Sequence[Rewrite]
+) -> tuple[Operator, ...]:
+    """Return the operators of the program as it was exported, before any rewrite."""
+    claim_of = {name: i for i, claim in enumerate(composition.chosen) for name in claim.nodes}
+    for rewrite in rewrites:
+        claim_of.update(dict.fromkeys(rewrite.nodes, claim_of.get(rewrite.into)))  # type: ignore[arg-type]
+    reasons = _reasons(composition)
+    return tuple(
+        Operator(
+            name=node.name,
+            operator=operator_name(node.target),
+            module=module_path(node),
+            macs=macs(node),
+            claim=claim_of.get(node.name),
+            reason="" if node.name in claim_of else reasons.get(node.name, "no rule claims it"),
+        )
+        for node in exported.graph.nodes
+        if node.op == "call_function" and _computes_floats(node)
+    )
+
+
+def _computes_floats(node: Node) -> bool:
+    value = value_of(node)
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    return any(isinstance(v, Tensor) and v.dtype.is_floating_point for v in values)
+
+
+def _reasons(composition: Composition) -> dict[str, str]:
+    """Return the first reason that was given for each operator, in order of priority."""
+    reasons: dict[str, str] = {}
+    for rejection in composition.rejections:
+        for node in rejection.nodes:
+            reasons.setdefault(node, f"{rejection.owner}: {rejection.reason}")
+    return reasons
+
+
+def macs(node: Node) -> int:
+    """Return the multiply-accumulates of one call: matrix products, convolutions and attention; else 0."""
+    count = _MACS.get(node.target)
+    return int(count(node)) if count else 0
+
+
+def _shape(node: Any) -> list[int]:
+    value = value_of(node)
+    value = constant_of(node) if value is None else value
+    return [s.node.hint if isinstance(s, torch.SymInt) else int(s) for s in value.shape]
+
+
+def _linear(node: Node) -> int:
+    return math.prod(_shape(node)) * _shape(node.args[1])[1]
+
+
+def _convolution(node: Node) -> int:
+    return math.prod(_shape(node)) * math.prod(_shape(node.args[1])[1:])
+
+
+def _transposed(node: Node) -> int:
+    return math.prod(_shape(node.args[0])) * math.prod(_shape(node.args[1])[1:])
+
+
+def _product(node: Node) -> int:
+    return math.prod(_shape(node)) * _shape(node.args[0])[-1]
+
+
+def _addmm(node: Node) -> int:
+    return math.prod(_shape(node)) * _shape(node.args[1])[-1]
+
+
+def _attention(node: Node) -> int:
+    *batch, queries, width = _shape(node.args[0])
+    keys, values = _shape(node.args[1])[-2], _shape(node.args[2])[-1]
+    return math.prod(batch) * queries * keys * (width + values)
+
+
+_MACS: dict[Any, Callable[[Node], int]] = {
+    aten.linear.default: _linear,
+    **dict.fromkeys(
+        [
+            getattr(packet, overload)
+            for packet in (aten.conv1d, aten.conv2d, aten.conv3d)
+            for overload in ("default", "padding")
+        ],
+        _convolution,
+    ),
+    aten.conv_transpose1d.default: _transposed,
+    aten.conv_transpose2d.input: _transposed,
+    aten.conv_transpose3d.input: _transposed,
+    aten.matmul.default: _product,
+    aten.mm.default: _product,
+    aten.bmm.default: _product,
+    aten.addmm.default: _addmm,
+    aten.scaled_dot_product_attention.default: _attention,
+}
+
+
+def state_bytes(module: GraphModule) -> int:
+    """Return the bytes of all parameters and buffers, tied ones counted once."""
+    seen: dict[tuple[int, int], int] = {}
+    for tensor in [*module.parameters(), *module.buffers()]:
+        seen[(tensor.untyped_storage().data_ptr(), tensor.storage_offset())] = (
+            tensor.numel() * tensor.element_size()
+        )
+    return sum(seen.values())

@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""qompose backend for quantized embedding tables."""
+
+from __future__ import annotations
+
+import qompose
+
+from qompose_embedding.backend import (
+    EmbeddingBackend,
+    EmbeddingQuantizer,
+    get_default_embedding_quantization_config,
+)
+
+__all__ = [
+    "EmbeddingBackend",
+    "EmbeddingQuantizer",
+    "get_default_embedding_quantization_config",
+    "qompose_backend",
+]
+
+
+@qompose.hookimpl
+def qompose_backend() -> qompose.Backend:
+    """Return the backend that the entry point `embedding` names."""
+    return EmbeddingBackend()

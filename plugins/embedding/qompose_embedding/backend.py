@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The embedding backend: one rule, one configuration, a kernel per target."""
+
+from __future__ import annotations
+
+import torch
+from qompose import (
+    Backend,
+    Kernel,
+    OperatorPattern,
+    PerChannelMinMaxObserver,
+    QuantizationConfig,
+    QuantizationSpec,
+    Rule,
+    RuleQuantizer,
+    TensorConstraint,
+)
+
+from qompose_embedding.kernels import embedding_byte, gather_rows
+
+ROWS = TensorConstraint(
+    dtypes=frozenset({torch.uint8}),
+    qschemes=frozenset({torch.per_channel_affine_float_qparams}),
+)
+
+
+def get_default_embedding_quantization_config() -> QuantizationConfig:
+    """Return uint8 rows, each with a float scale and a float zero point; indices stay as they are."""
+    weight = QuantizationSpec(
+        dtype=torch.uint8,
+        observer_or_fake_quant_ctr=PerChannelMinMaxObserver.with_args(eps=2**-12),
+        qscheme=torch.per_channel_affine_float_qparams,
+        ch_axis=0,
+    )
+    return QuantizationConfig(None, None, weight, None, name="uint8 rows")
+
+
+RULES = (
+    Rule(
+        name="embedding",
+        drawing="embedding",
+        patterns=(OperatorPattern((torch.ops.aten.embedding.default,)),),
+        activations=(),
+        weight="weight",
+        output=False,
+        modes=frozenset({"weight-only"}),
+        accepts={"weight": ROWS},
+        kernels={
+            "torch": Kernel("gather rows, dequantize", gather_rows),
+            "executorch": Kernel("quantized_decomposed.embedding_byte", embedding_byte),
+        },
+    ),
+)
+
+
+class EmbeddingBackend(Backend):
+    """Tables of eight-bit rows; a lookup dequantizes the rows it returns and no others."""
+
+    name = "embedding"
+    rules = RULES
+
+    def __init__(self) -> None:
+        self.configs = {"uint8 rows": get_default_embedding_quantization_config()}
+        self.quantizer_class = EmbeddingQuantizer
+
+
+class EmbeddingQuantizer(RuleQuantizer):
+    """Quantizes every embedding table, unless selectors say otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__(EmbeddingBackend())
+        self.set_global(get_default_embedding_quantization_config())
