@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     )
     from qompose.patterns import Match, OperatorPattern, Pattern
     from qompose.pipeline import (
-        Quantized,
+        QuantizedModel,
         compose,
         convert_pt2e,
         lower,
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from qompose.plan import Plan
     from qompose.plugins import BackendInfo, backends, load_backend
     from qompose.quantizer import ComposableQuantizer, Quantizer, RuleQuantizer
-    from qompose.region import Region, on_integers
+    from qompose.region import QuantizedTensor, Region, on_integers
     from qompose.reporting import Report, report
     from qompose.rules import Kernel, NotLowerable, Rule, TensorConstraint
     from qompose.specs import (
@@ -85,11 +85,11 @@ _MODULES = {
         "observer_for_range"
     ),
     "patterns": "Match OperatorPattern Pattern",
-    "pipeline": "Quantized compose convert_pt2e lower prepare_pt2e quantize",
+    "pipeline": "QuantizedModel compose convert_pt2e lower prepare_pt2e quantize",
     "plan": "Plan",
     "plugins": "BackendInfo backends load_backend",
     "quantizer": "ComposableQuantizer Quantizer RuleQuantizer",
-    "region": "Region on_integers",
+    "region": "QuantizedTensor Region on_integers",
     "reporting": "Report report",
     "rules": "Kernel NotLowerable Rule TensorConstraint",
     "specs": (

@@ -257,7 +257,7 @@ def _say_what_fell_back(
 
 
 @dataclass(frozen=True)
-class Quantized:
+class QuantizedModel:
     """What `quantize` made: the float program, the Q/DQ model, and the one that runs integer kernels."""
 
     exported: ExportedProgram
@@ -282,7 +282,7 @@ def quantize(
     transform: Callable[[Any], Any] | None = None,
     progress: bool | None = None,
     strict: bool = False,
-) -> Quantized:
+) -> QuantizedModel:
     """Export, prepare, calibrate, convert and lower a model, in one call.
 
     Args:
@@ -305,7 +305,7 @@ def quantize(
     if calibration is not None:
         calibrate(prepared, calibration, transform=transform, progress=progress)
     converted = convert_pt2e(prepared)
-    return Quantized(exported, converted, lower(converted, target, strict=strict), quantizer)
+    return QuantizedModel(exported, converted, lower(converted, target, strict=strict), quantizer)
 
 
 def _export(model: nn.Module, example_inputs: Any, dynamic_shapes: Any) -> ExportedProgram:

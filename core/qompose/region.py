@@ -19,7 +19,7 @@ from qompose.rules import NotLowerable
 
 
 @dataclass(frozen=True)
-class Quantized:
+class QuantizedTensor:
     """A quantized tensor: the node that holds its integers, and what they mean.
 
     `value = (integer - zero_point) * scale`. Per tensor, `scale` is a float and `zero_point` an int; per
@@ -71,7 +71,9 @@ class Region:
     they insert and return the last one; where `output` is not None that one must give its integers.
     """
 
-    def __init__(self, module: GraphModule, claim: Claim, nodes: Sequence[Node]) -> None:
+    def __init__(
+        self, module: GraphModule, claim: Claim, nodes: Sequence[Node], *, float_output: bool = False
+    ) -> None:
         self.module, self.claim = module, claim
         self._nodes = {node.name: node for node in nodes}
         self._captures = dict(claim.captures)
@@ -80,7 +82,7 @@ class Region:
                 f"the region of rule {claim.rule} at {claim.anchor} lost {claim.output}"
             )
         self.output_node = self._nodes[claim.output]
-        self.output = self._output()
+        self.output = None if float_output else self._output()
 
     def node(self, name: str) -> Node:
         """Return an operator of the region."""
@@ -94,7 +96,7 @@ class Region:
         """Return what the region reads for a role, one node for each place, in order."""
         return [self._argument(operand) for operand in self.claim.operands if operand.role == role]
 
-    def quantized_inputs(self, role: str) -> list[Quantized]:
+    def quantized_inputs(self, role: str) -> list[QuantizedTensor]:
         """Return the integers that the region reads for a role.
 
         Raises:
@@ -103,7 +105,7 @@ class Region:
         """
         return [dequantized(node) for node in self.inputs(role)]
 
-    def quantized(self, role: str) -> Quantized:
+    def quantized(self, role: str) -> QuantizedTensor:
         """Return the integers of the first input of a role."""
         return self.quantized_inputs(role)[0]
 
@@ -126,7 +128,7 @@ class Region:
         assert isinstance(found, Node)
         return found
 
-    def _output(self) -> Quantized | None:
+    def _output(self) -> QuantizedTensor | None:
         """Return the integers that consumers want, if all want the same ones."""
         users = list(self.output_node.users)
         if not users or not all(user.target is decomposed.quantize_per_tensor for user in users):
@@ -166,7 +168,7 @@ class Region:
             self.module.graph.erase_node(user)
 
 
-def dequantized(node: Node) -> Quantized:
+def dequantized(node: Node) -> QuantizedTensor:
     """Return the integers behind a dequantize operator.
 
     Raises:
@@ -177,15 +179,15 @@ def dequantized(node: Node) -> Quantized:
         raise NotLowerable(f"its input {node.name} arrives in float")
     if node.target is decomposed.dequantize_per_channel:
         source, scale, zero_point, axis, low, high, dtype = node.args[:7]
-        return Quantized(source, scale, zero_point, low, high, dtype, axis)  # type: ignore[arg-type]
+        return QuantizedTensor(source, scale, zero_point, low, high, dtype, axis)  # type: ignore[arg-type]
     return quantized_by(node)
 
 
-def quantized_by(node: Node) -> Quantized:
+def quantized_by(node: Node) -> QuantizedTensor:
     """Return what a per-tensor quantize (its own value) or dequantize operator (its input) is about."""
     source, scale, zero_point, low, high, dtype = node.args[:6]
     holder = node if decomposed.is_quantize(node) else source
-    return Quantized(holder, scale, zero_point, low, high, dtype)  # type: ignore[arg-type]
+    return QuantizedTensor(holder, scale, zero_point, low, high, dtype)  # type: ignore[arg-type]
 
 
 def on_integers(region: Region) -> Node:

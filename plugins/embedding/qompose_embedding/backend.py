@@ -46,8 +46,10 @@ RULES = (
         modes=frozenset({"weight-only"}),
         accepts={"weight": ROWS},
         kernels={
-            "torch": Kernel("gather rows, dequantize", gather_rows),
-            "executorch": Kernel("quantized_decomposed.embedding_byte", embedding_byte),
+            "torch": Kernel("gather rows, dequantize", gather_rows, float_output=True),
+            "executorch": Kernel(
+                "quantized_decomposed.embedding_byte", embedding_byte, float_output=True
+            ),
         },
     ),
 )

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Patterns of two or three operators that XNNPACK runs as one, generated from two small tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from qompose import Pattern
+from torch import Tensor
+
+aten = torch.ops.aten
+
+RELUS: tuple[tuple[Callable[[Tensor], Tensor], Any], ...] = (
+    (F.relu, aten.relu.default),
+    (torch.relu_, aten.relu_.default),
+)
+
+# name -> (function, its operator, shapes of input, weight and bias)
+WEIGHTED: dict[str, tuple[Callable[..., Tensor], Any, tuple[tuple[int, ...], ...]]] = {
+    "linear": (F.linear, aten.linear.default, ((2, 2), (2, 2), (2,))),
+    "conv1d": (F.conv1d, aten.conv1d.default, ((1, 2, 5), (2, 2, 3), (2,))),
+    "conv2d": (F.conv2d, aten.conv2d.default, ((1, 2, 5, 5), (2, 2, 3, 3), (2,))),
+}
+
+# name -> forms in which the operation occurs
+PAIRWISE: dict[str, tuple[tuple[Callable[[Tensor, Tensor], Tensor], Any], ...]] = {
+    "add": ((torch.add, aten.add.Tensor), (Tensor.add_, aten.add_.Tensor)),
+    "mul": ((torch.mul, aten.mul.Tensor), (Tensor.mul_, aten.mul_.Tensor)),
+}
+
+
+def weighted(name: str, *, relu: bool) -> tuple[Pattern, ...]:
+    """Return the variants of a weighted operation, with bias and without, behind it a relu or nothing."""
+    function, operator, shapes = WEIGHTED[name]
+    return tuple(
+        Pattern(_weighted(function, act, bias), shapes[: 2 + bias], (operator, *needs))
+        for bias, (act, needs) in product((False, True), _behind(relu))
+    )
+
+
+def pairwise_relu(name: str) -> tuple[Pattern, ...]:
+    """Return the variants of an operation on two tensors with a relu behind it."""
+    return tuple(
+        Pattern(_pairwise(function, act), ((2, 2), (2, 2)), (operator, *needs))
+        for (function, operator), (act, needs) in product(PAIRWISE[name], _behind(True))
+    )
+
+
+def _behind(relu: bool) -> list[tuple[Callable[[Tensor], Tensor] | None, tuple[Any, ...]]]:
+    return [(act, (operator,)) for act, operator in RELUS] if relu else [(None, ())]
+
+
+def _weighted(function: Callable[..., Tensor], act: Any, with_bias: bool) -> Callable[..., Any]:
+    def finish(value: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        return (value if act is None else act(value)), {"op": value}
+
+    if with_bias:
+        return lambda input, weight, bias: finish(function(input, weight, bias))
+    return lambda input, weight: finish(function(input, weight))
+
+
+def _pairwise(function: Callable[..., Tensor], act: Any) -> Callable[..., Any]:
+    def pattern(self: Tensor, other: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        value = function(self, other)
+        return act(value), {"op": value}
+
+    return pattern

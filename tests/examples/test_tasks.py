@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The example tasks measure what they say: data are fixed, metrics obey their laws."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import pathlib
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture(scope="module")
+def sentence() -> Iterator[ModuleType]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(EXAMPLES)
+        yield importlib.import_module("sentence_task")
+
+
+@pytest.fixture(scope="module")
+def digits() -> Iterator[ModuleType]:
+    pytest.importorskip("sklearn")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(EXAMPLES)
+        yield importlib.import_module("digits_task")
+
+
+@pytest.fixture(scope="module")
+def texts(sentence: ModuleType) -> list[str]:
+    return sentence.texts()
+
+
+@pytest.fixture
+def vectors() -> Tensor:
+    return torch.randn(40, 12, generator=torch.Generator().manual_seed(1))
+
+
+def _directions(*degrees: float) -> Tensor:
+    angles = torch.deg2rad(torch.tensor(degrees, dtype=torch.float64))
+    return torch.stack([angles.cos(), angles.sin()], dim=1)
+
+
+def needs_weights(sentence: ModuleType) -> None:
+    pytest.importorskip("tokenizers")
+    if importlib.util.find_spec(sentence.PACKAGE) is None:
+        pytest.skip(f"{sentence.PACKAGE} is not installed")
+
+
+def test_forty_modules_listed_once(sentence: ModuleType) -> None:
+    """The text source is an explicit, sorted list."""
+    assert len(sentence.MODULES) == 40
+    assert sorted(set(sentence.MODULES)) == list(sentence.MODULES)
+
+
+def test_texts_are_many_distinct_and_bounded(sentence: ModuleType, texts: list[str]) -> None:
+    """Docstrings differ between Python versions, so the count has a range."""
+    assert 800 <= len(texts) <= 1100
+    assert sorted(set(texts)) == texts
+    lengths = [len(text) for text in texts]
+    assert min(lengths) >= sentence.MIN_CHARACTERS
+    assert max(lengths) <= sentence.MAX_CHARACTERS
+
+
+def test_texts_are_the_same_on_every_call(sentence: ModuleType, texts: list[str]) -> None:
+    assert sentence.texts() == texts
+
+
+def test_split_is_a_partition(sentence: ModuleType, texts: list[str]) -> None:
+    inside, outside = sentence.split(texts)
+
+    assert len(inside) == sentence.CALIBRATION_BATCHES * sentence.BATCH_SIZE
+    assert sorted(inside + outside) == texts
+
+
+@pytest.mark.parametrize(
+    ("count", "sizes"),
+    [(32, [16, 16]), (37, [16, 16, 5]), (33, [16, 15, 2]), (17, [15, 2]), (1, [1]), (0, [])],
+)
+def test_batches_drop_nothing_and_leave_no_single_row(
+    sentence: ModuleType, texts: list[str], count: int, sizes: list[int]
+) -> None:
+    needs_weights(sentence)
+
+    made = sentence.batches(texts[:count], 16)
+
+    assert [len(ids) for ids, _ in made] == sizes
+    assert all(ids.shape == mask.shape == (len(ids), 64) for ids, mask in made)
+    assert all(mask.sum(dim=1).min() > 2 for _, mask in made)
+
+
+def test_calibration_is_eight_full_batches(sentence: ModuleType, texts: list[str]) -> None:
+    needs_weights(sentence)
+
+    shapes = [ids.shape for ids, _ in sentence.calibration(texts)]
+
+    assert shapes == [(16, 64)] * 8
+
+
+@pytest.mark.parametrize("metric", ["mean_cosine", "same_nearest_neighbour"])
+def test_metric_of_equal_vectors_is_one(sentence: ModuleType, metric: str, vectors: Tensor) -> None:
+    assert getattr(sentence, metric)(vectors, vectors.clone()) == pytest.approx(1.0, abs=1e-12)
+
+
+@pytest.mark.parametrize("metric", ["mean_cosine", "same_nearest_neighbour"])
+def test_metric_ignores_the_length_of_rows(
+    sentence: ModuleType, metric: str, vectors: Tensor
+) -> None:
+    lengths = torch.linspace(0.1, 9.0, len(vectors)).unsqueeze(1)
+
+    assert getattr(sentence, metric)(vectors, vectors * lengths) == pytest.approx(1.0, abs=1e-6)
+
+
+@pytest.mark.parametrize("metric", ["mean_cosine", "same_nearest_neighbour"])
+def test_metric_detects_a_permutation_of_rows(
+    sentence: ModuleType, metric: str, vectors: Tensor
+) -> None:
+    assert getattr(sentence, metric)(vectors, vectors.roll(1, dims=0)) < 0.5
+
+
+def test_nearest_neighbour_is_never_the_row_itself(sentence: ModuleType) -> None:
+    """Row 3 moves from row 2 to row 1: rows 0 and 2 keep their nearest, rows 1 and 3 do not."""
+    a, b = (_directions(0, 10, 90, 100), _directions(0, 10, 90, 15))
+
+    assert sentence.same_nearest_neighbour(a, b) == pytest.approx(0.5)
+
+
+def test_embed_concatenates_in_order(sentence: ModuleType) -> None:
+    data = [(torch.full((n, 3), n), torch.ones(n, 3)) for n in (2, 1)]
+
+    assert sentence.embed(torch.mul, data)[:, 0].tolist() == [2.0, 2.0, 1.0]
+
+
+def test_sentence_encoder_ignores_padding(sentence: ModuleType) -> None:
+    """What stands at masked positions does not reach the pooled vector."""
+
+    class Table(torch.nn.Embedding):
+        def forward(self, input_ids: Tensor, **_: object) -> tuple[Tensor]:
+            return (super().forward(input_ids),)
+
+    encoder = sentence.SentenceEncoder(Table(9, 4))
+    mask = torch.tensor([[1, 1, 0]])
+    first, second = (encoder(torch.tensor([[3, 5, pad]]), mask) for pad in (0, 8))
+
+    assert torch.equal(first, second)
+    assert first.norm().item() == pytest.approx(1.0)
+
+
+def test_digits_split_is_fixed_disjoint_and_complete(digits: ModuleType) -> None:
+    train, test = digits.load()
+    again, _ = digits.load()
+
+    assert (len(train), len(test)) == (1347, 450)
+    assert torch.equal(train.images, again.images)
+    assert test.labels.bincount().min() >= 30
+    assert train.images.shape[1:] == (1, 8, 8)
+    assert (train.images.min(), train.images.max()) == (0.0, 1.0)
+
+
+def test_digits_accuracy_counts_right_answers(digits: ModuleType) -> None:
+    data = digits.Data(torch.zeros(6, 1, 8, 8), torch.tensor([0, 0, 0, 1, 2, 3]))
+
+    assert digits.accuracy(lambda x: torch.eye(10)[:1].expand(len(x), 10), data, size=4) == 0.5
+
+
+def test_digits_training_repeats_and_leaves_the_random_state(digits: ModuleType) -> None:
+    train, _ = digits.load()
+    few = digits.Data(train.images[:64], train.labels[:64])
+    before = torch.get_rng_state()
+
+    first, second = (digits.train(few, epochs=1).state_dict() for _ in range(2))
+
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert torch.equal(before, torch.get_rng_state())

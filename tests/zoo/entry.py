@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one model of the zoo is, and how its weights and inputs are drawn."""
+
+from __future__ import annotations
+
+import warnings
+import zlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Generator, Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+LARGEST_BATCH = 64
+
+Draw = Callable[[Generator], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ZooModel:
+    """A small architecture that exports in eval mode.
+
+    `build()` gives a new module in eval mode, `inputs()` new arguments for it. Both depend on
+    `name` alone: two calls give equal weights and equal values. The caller's random state is
+    left as it was. `dynamic_shapes` is what `torch.export.export` takes, or `None`.
+    """
+
+    name: str
+    build: Callable[[], nn.Module]
+    inputs: Callable[[], tuple[Tensor, ...]]
+    tags: frozenset[str]
+    dynamic_shapes: tuple[dict[int, Any], ...] | None = None
+
+    def __str__(self) -> str:
+        return self.name
+
+    def export(self, *, dynamic: bool = False) -> torch.export.ExportedProgram:
+        """The exported program; `dynamic` asks for the dynamic shapes, where there are any."""
+        shapes = self.dynamic_shapes if dynamic else None
+        with warnings.catch_warnings():
+            # torch 2.13 warns about the recurrent modules' own list of views of their weights.
+            warnings.filterwarnings("ignore", message="The tensor attributes .*_flat_weights")
+            return torch.export.export(self.build(), self.inputs(), dynamic_shapes=shapes)
+
+
+def zoo_model(
+    name: str,
+    make: Callable[[], nn.Module],
+    *draws: Draw,
+    tags: Iterable[str] = (),
+    dynamic: bool = True,
+) -> ZooModel:
+    """A `ZooModel` whose module is `make()` and whose arguments are drawn by `draws`.
+
+    `dynamic` declares dimension 0 of every argument as one dynamic batch dimension.
+    """
+    seed = zlib.crc32(name.encode())
+    batch = torch.export.Dim("batch", min=2, max=LARGEST_BATCH)
+    return ZooModel(
+        name=name,
+        build=lambda: _build(make, seed),
+        inputs=lambda: _draw(draws, seed),
+        tags=frozenset(tags),
+        dynamic_shapes=tuple({0: batch} for _ in draws) if dynamic else None,
+    )
+
+
+def floats(*shape: int, dtype: torch.dtype = torch.float32) -> Draw:
+    """Normally distributed values."""
+    return lambda generator: torch.randn(shape, generator=generator).to(dtype)
+
+
+def ids(high: int, *shape: int, dtype: torch.dtype = torch.int64) -> Draw:
+    """Integers in `[0, high)`."""
+    return lambda generator: torch.randint(high, shape, generator=generator).to(dtype)
+
+
+def keep_mask(*shape: int, dtype: torch.dtype = torch.bool) -> Draw:
+    """1 for kept positions; the last dimension keeps a prefix of at least one and not all."""
+
+    def draw(generator: Generator) -> Tensor:
+        length = torch.randint(1, shape[-1], (*shape[:-1], 1), generator=generator)
+        return (torch.arange(shape[-1]) < length).to(dtype)
+
+    return draw
+
+
+def _draw(draws: tuple[Draw, ...], seed: int) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(draw(generator) for draw in draws)
+
+
+def _build(make: Callable[[], nn.Module], seed: int) -> nn.Module:
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        module = make()
+        for part in module.modules():
+            _age(part)
+    return module.eval()
+
+
+def _age(part: nn.Module) -> None:
+    """Statistics and affine parameters as training leaves them.
+
+    At their initial values a normalisation is nearly the identity, and a wrong fold goes unseen.
+    """
+    if isinstance(part, _BatchNorm) and part.running_mean is not None:
+        part.running_mean.normal_(0.0, 0.3)
+        part.running_var.uniform_(0.5, 2.0)
+    if isinstance(part, (_BatchNorm, nn.LayerNorm, nn.GroupNorm)) and part.weight is not None:
+        part.weight.uniform_(0.5, 1.5)
+        part.bias.normal_(0.0, 0.2)
