@@ -62,7 +62,7 @@ class Claim:
 
     `nodes` are the operators of the region in graph order, `output` the one whose value leaves it.
     `needs_quantized` names producers: the claim stands only where every one of them (`needs_all`), or at
-    least one, gives a tensor that is quantized already.
+    least one, gives a tensor that is quantized already. `mode` is "static", "dynamic" or "weight-only".
     """
 
     owner: str

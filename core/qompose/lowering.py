@@ -87,9 +87,7 @@ def replace_regions(
             left[number] = kernel.name
         else:
             try:
-                region = Region(
-                    model, claim, regions[number], float_output=kernel.float_output
-                )
+                region = Region(model, claim, regions[number], float_output=kernel.float_output)
                 region.replace(kernel.emit(region))
                 done[number] = kernel.name
             except NotLowerable as reason:

@@ -10,7 +10,7 @@ from torch.fx import GraphModule, Node
 from qompose.claims import Claim, Operand, Point, PointSpec, Proposal, Rejection
 from qompose.graph import constant_of, is_float_tensor, value_of
 from qompose.patterns import Match, OperatorIndex
-from qompose.rules import Rule
+from qompose.rules import STATIC, Rule
 from qompose.selectors import Selection, Selectors
 from qompose.specs import QuantizationConfig, SharedQuantizationSpec
 
@@ -106,11 +106,6 @@ def _claim(
 ) -> Claim:
     roles = [*rule.activations, *([rule.weight] if rule.weight else [])]
     operands = tuple(operand for role in roles for operand in match.operands(role))
-    inputs = [tensor for name in rule.activations for tensor in match.tensors(name)]
-    quantizes_inputs = (
-        config.input_activation is not None and not config.input_activation.is_dynamic
-    )
-    propagates = rule.propagates if quantizes_inputs else None
     return Claim(
         owner=owner,
         rule=rule.name,
@@ -123,9 +118,19 @@ def _claim(
         config=str(config),
         selector=selection.selector,
         mode=config.mode,
-        needs_quantized=tuple(node.name for node in inputs) if propagates else (),
-        needs_all=propagates == "all",
+        needs_quantized=_needs(rule, match, config),
+        needs_all=rule.condition != "any",
     )
+
+
+def _needs(rule: Rule, match: Match, config: QuantizationConfig) -> tuple[str, ...]:
+    """Return the producers whose values must be quantized for the claim to stand."""
+    if rule.condition is None or config.mode != STATIC:
+        return ()
+    inputs = [tensor for name in rule.activations for tensor in match.tensors(name)]
+    if rule.condition == "no_float":
+        inputs = [node for node in inputs if node.op not in ("placeholder", "get_attr")]
+    return tuple(node.name for node in inputs)
 
 
 def _specs(

@@ -72,7 +72,12 @@ class Region:
     """
 
     def __init__(
-        self, module: GraphModule, claim: Claim, nodes: Sequence[Node], *, float_output: bool = False
+        self,
+        module: GraphModule,
+        claim: Claim,
+        nodes: Sequence[Node],
+        *,
+        float_output: bool = False,
     ) -> None:
         self.module, self.claim = module, claim
         self._nodes = {node.name: node for node in nodes}

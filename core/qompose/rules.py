@@ -29,6 +29,7 @@ class TensorConstraint:
     qschemes: frozenset[torch.qscheme]
     quant_min_lower_bound: int | None = None
     quant_max_upper_bound: int | None = None
+    quant_range: tuple[int, int] | None = None
 
     def objection(self, role: str, spec: QuantizationSpec) -> str | None:
         """Return why `spec` is not allowed, with the bound that it breaks; None where it is."""
@@ -42,6 +43,8 @@ class TensorConstraint:
             return f"{role} has quant_min={low}, below the bound {least}"
         if most is not None and high > most:
             return f"{role} has quant_max={high}, above the bound {most}"
+        if self.quant_range not in (None, (low, high)):
+            return f"{role} has the range [{low}, {high}], and the kernel takes {self.quant_range}"
         return None
 
 
@@ -75,8 +78,9 @@ class Rule:
         weight: name of the parameter that gets `config.weight`; it must be a parameter or buffer.
         output: whether the output gets `config.output_activation`.
         shares: inputs and output have the same scale and zero point (views, pooling, concatenation).
-        propagates: the rule applies only behind tensors that are quantized already: behind "all" of its
-            inputs or "any" of them.
+        condition: when the rule applies: "all" or "any" of its inputs must be quantized already, or
+            "no_float": none of them may come from an operator that computes in float (model inputs and
+            parameters do not). None applies it anywhere.
         modes: the kinds of configuration that apply.
         accepts: constraints by role: "activation", "weight", "output".
         guard: returns the reason why a match cannot be taken, or None.
@@ -92,7 +96,7 @@ class Rule:
     weight: str | None = None
     output: bool = True
     shares: bool = False
-    propagates: str | None = None
+    condition: str | None = None
     modes: frozenset[str] = frozenset({STATIC})
     accepts: Mapping[str, TensorConstraint] = field(default_factory=lambda: MappingProxyType({}))
     guard: Callable[[Match], str | None] | None = None

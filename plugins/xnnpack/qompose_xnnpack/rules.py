@@ -15,8 +15,11 @@ from qompose_xnnpack.patterns import pairwise_relu, weighted
 
 aten = torch.ops.aten
 
+# ExecuTorch's serializer drops narrower bounds of activations without a word: they are refused here.
 INT8 = TensorConstraint(
-    dtypes=frozenset({torch.int8}), qschemes=frozenset({torch.per_tensor_affine})
+    dtypes=frozenset({torch.int8}),
+    qschemes=frozenset({torch.per_tensor_affine}),
+    quant_range=(-128, 127),
 )
 ACCEPTS = {
     "activation": INT8,
@@ -101,6 +104,7 @@ def _pairwise_relu(operator: str) -> Rule:
         patterns=pairwise_relu(operator),
         anchor="op",
         activations=("self", "other"),
+        condition="no_float",
         accepts=ACCEPTS,
         guard=_unscaled,
         kernels=_kernels(Pairwise(operator, relu=True), operator),
@@ -112,6 +116,7 @@ def _pairwise(operator: str, *targets: Any) -> Rule:
         name=operator,
         patterns=(OperatorPattern(targets),),
         activations=("self", "other"),
+        condition="no_float",
         accepts=ACCEPTS,
         guard=_unscaled,
         kernels=_kernels(Pairwise(operator, relu=False), operator),
@@ -124,7 +129,7 @@ def _shared(
     emit: Callable[[Region], Node] = on_integers,
     guard: Callable[[Match], str | None] = _float32,
     activation: str = "self",
-    propagates: str = "all",
+    condition: str = "all",
 ) -> Rule:
     """Return a rule for an operator whose output has the scale of its input."""
     kernel = name if emit is not on_integers else f"{name} on integers"
@@ -133,21 +138,13 @@ def _shared(
         patterns=(OperatorPattern(targets),),
         activations=(activation,),
         shares=True,
-        propagates=propagates,
+        condition=condition,
         accepts=ACCEPTS,
         guard=guard,
         kernels=_kernels(emit, kernel),
     )
 
 
-_AVERAGE = (
-    "kernel_size",
-    "stride",
-    "padding",
-    "ceil_mode",
-    "count_include_pad",
-    "divisor_override",
-)
 _MAXIMUM = ("kernel_size", "stride", "padding", "dilation", "ceil_mode")
 
 RULES: tuple[Rule, ...] = (
@@ -159,19 +156,12 @@ RULES: tuple[Rule, ...] = (
     _weighted("conv1d", relu=False, guard=_rank("input", 3)),
     _pairwise_relu("add"),
     _pairwise("add", aten.add.Tensor, aten.add_.Tensor),
-    _pairwise_relu("mul"),
     _pairwise("mul", aten.mul.Tensor, aten.mul_.Tensor),
     _shared(
         "adaptive_avg_pool2d",
         aten.adaptive_avg_pool2d.default,
         guard=_to_one,
         emit=Reduction("adaptive_avg_pool2d", ("output_size",)),
-    ),
-    _shared(
-        "avg_pool2d",
-        aten.avg_pool2d.default,
-        guard=_rank("self", 4),
-        emit=Reduction("avg_pool2d", _AVERAGE),
     ),
     _shared(
         "mean", aten.mean.dim, guard=_mean_over_image, emit=Reduction("mean", ("dim", "keepdim"))
@@ -183,7 +173,7 @@ RULES: tuple[Rule, ...] = (
         emit=Reduction("max_pool2d", _MAXIMUM),
     ),
     _shared("relu", aten.relu.default, aten.relu_.default, emit=relu),
-    _shared("cat", aten.cat.default, activation="tensors", propagates="any"),
+    _shared("cat", aten.cat.default, activation="tensors", condition="any"),
     _shared("view", aten.view.default, aten.reshape.default, aten.flatten.using_ints),
     _shared("permute", aten.permute.default, aten.transpose.int),
     _shared("squeeze", aten.squeeze.dim),
