@@ -56,6 +56,16 @@ class Operand:
     position: tuple[int | str, ...]
 
 
+@dataclass(frozen=True)
+class Product:
+    """The parameters of a claimed product, and which dimensions of its tensors its channels are."""
+
+    weight: str
+    bias: str
+    input_dim: int
+    output_dim: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Claim:
     """One admissible annotation of one region, and who asks for it.
@@ -63,6 +73,7 @@ class Claim:
     `nodes` are the operators of the region in graph order, `output` the one whose value leaves it.
     `needs_quantized` names producers: the claim stands only where every one of them (`needs_all`), or at
     least one, gives a tensor that is quantized already. `mode` is "static", "dynamic" or "weight-only".
+    `product` is set where the claim's configuration lets its channels be balanced.
     """
 
     owner: str
@@ -78,6 +89,7 @@ class Claim:
     mode: str = "static"
     needs_quantized: tuple[str, ...] = ()
     needs_all: bool = True
+    product: Product | None = None
 
     def owned_by(self, owner: str) -> Claim:
         """Return the same claim in another owner's name."""

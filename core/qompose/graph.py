@@ -111,6 +111,22 @@ def constant_of(node: Node) -> Tensor | None:
     return value if isinstance(value, Tensor) else None
 
 
+def count_readers(module: GraphModule) -> dict[int, int]:
+    """Count the readers of each parameter by address, so that tied ones are seen under every name."""
+    count: dict[int, int] = {}
+    for node in module.graph.nodes:
+        constant = constant_of(node)
+        if constant is not None and constant.numel():
+            key = address_of(constant)
+            count[key] = count.get(key, 0) + len(node.users)
+    return count
+
+
+def address_of(constant: Tensor) -> int:
+    """Return the address of a tensor's storage."""
+    return constant.untyped_storage().data_ptr()
+
+
 def value_of(node: Node) -> Any:
     """Return the example value (a fake tensor, as a rule) that export recorded for a node."""
     return node.meta.get("val")

@@ -76,10 +76,12 @@ def _coarser(counts: Tensor, doublings: int) -> Tensor:
     return torch.zeros_like(counts).index_add_(0, bins + _HALF, counts)
 
 
-def best_range(histogram: Histogram, *, steps: int, symmetric: bool) -> tuple[Tensor, Tensor]:
-    """Return the (minimum, maximum) whose `steps + 1` levels reproduce the data with least squared error.
+def best_range(
+    histogram: Histogram, *, steps: int, symmetric: bool, power: float
+) -> tuple[Tensor, Tensor]:
+    """Return the (minimum, maximum) whose `steps + 1` levels reproduce the data with the least error.
 
-    Each end is shrunk in turn over `_CANDIDATES` fractions of the observed range, the whole range being
+    The error is the sum of `|value - quantized value| ** power`. Each end is shrunk in turn over `_CANDIDATES` fractions of the observed range, the whole range being
     one of them. A symmetric range shrinks both ends at once.
     """
     low, high = min(histogram.minimum, 0.0), max(histogram.maximum, 0.0)
@@ -93,19 +95,19 @@ def best_range(histogram: Histogram, *, steps: int, symmetric: bool) -> tuple[Te
     for _ in range(2):
         lows, highs = fractions * low, fractions * high
         if symmetric:
-            low, high = _best(centres, counts, lows, highs, steps)
+            low, high = _best(centres, counts, lows, highs, steps, power)
             break
-        _, high = _best(centres, counts, torch.full_like(highs, low), highs, steps)
-        low, _ = _best(centres, counts, lows, torch.full_like(lows, high), steps)
+        _, high = _best(centres, counts, torch.full_like(highs, low), highs, steps, power)
+        low, _ = _best(centres, counts, lows, torch.full_like(lows, high), steps, power)
     return torch.tensor(low, dtype=torch.float32), torch.tensor(high, dtype=torch.float32)
 
 
 def _best(
-    centres: Tensor, counts: Tensor, lows: Tensor, highs: Tensor, steps: int
+    centres: Tensor, counts: Tensor, lows: Tensor, highs: Tensor, steps: int, power: float
 ) -> tuple[float, float]:
     scale = ((highs - lows) / steps).clamp(min=2.0**-126).unsqueeze(1)
     origin = torch.round(lows.unsqueeze(1) / scale)
     levels = torch.clamp(torch.round(centres / scale), origin, origin + steps)
-    errors = (((levels * scale - centres) ** 2) * counts).sum(1)
+    errors = ((levels * scale - centres).abs() ** power * counts).sum(1)
     chosen = int(torch.argmin(errors))
     return float(lows[chosen]), float(highs[chosen])

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from qompose.claims import Claim, Operand, Point, PointSpec, Proposal, Rejection
+from qompose.claims import Claim, Operand, Point, PointSpec, Product, Proposal, Rejection
 from qompose.graph import constant_of, is_float_tensor, value_of
 from qompose.patterns import Match, OperatorIndex
 from qompose.rules import STATIC, Rule
@@ -120,7 +121,24 @@ def _claim(
         mode=config.mode,
         needs_quantized=_needs(rule, match, config),
         needs_all=rule.condition != "any",
+        product=_product(rule, match, config),
     )
+
+
+def _product(rule: Rule, match: Match, config: QuantizationConfig) -> Product | None:
+    """Return what balancing needs to know, where the configuration allows it and weights can absorb it."""
+    weight = match.node(rule.weight) if rule.weight else None
+    bias = match.captures.get(rule.bias) if rule.bias else None
+    source = match.node(rule.activations[0]) if rule.activations else None
+    if not config.balance or rule.channels is None or weight is None or source is None:
+        return None
+    if isinstance(bias, Node) and constant_of(bias) is None:
+        return None
+    dims = [
+        dim % value_of(node).dim()
+        for dim, node in zip(rule.channels, (source, match.output), strict=True)
+    ]
+    return Product(weight.name, bias.name if isinstance(bias, Node) else "", *dims)
 
 
 def _needs(rule: Rule, match: Match, config: QuantizationConfig) -> tuple[str, ...]:
@@ -159,12 +177,10 @@ def _specs(
 
 def _edge(match: Match, operand: Operand) -> Point:
     user = next(node for node in match.nodes if node.name == operand.user)
-    argument: object = user
-    for depth, key in enumerate(operand.position):
-        if depth:
-            argument = argument[key]  # type: ignore[index]
-        else:
-            argument = user.args[key] if isinstance(key, int) else user.kwargs[key]
+    first, *rest = operand.position
+    argument: Any = user.args[first] if isinstance(first, int) else user.kwargs[first]
+    for index in rest:
+        argument = argument[index]
     assert isinstance(argument, Node)
     return Point(argument.name, user.name)
 

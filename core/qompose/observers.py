@@ -194,14 +194,21 @@ class MovingAveragePerChannelMinMaxObserver(MovingAverageMinMaxObserver):
 
 
 class HistogramObserver(Observer):
-    """The range of least squared quantization error, found on a histogram of all that was seen.
+    """The range of least quantization error, found on a histogram of all that was seen.
+
+    The error of a value counts with the given `power`: 2 is the mean squared error, and the more the
+    power, the less is clipped. The default of 3 was chosen by task accuracy: clipping what a squared
+    error allows costs a transformer more neighbours than its finer steps win.
 
     The bins are powers of two wide, so the histogram, and with it the range, does not depend on how the
     data is split into batches or in which order they come (`qompose.histogram`).
     """
 
-    def __init__(self, dtype: torch.dtype = torch.uint8, **arguments: Any) -> None:
+    def __init__(
+        self, dtype: torch.dtype = torch.uint8, power: float = 3.0, **arguments: Any
+    ) -> None:
         super().__init__(dtype, **arguments)
+        self.power = power
         self.histogram = Histogram()
 
     def observe(self, x: Tensor) -> None:
@@ -214,7 +221,9 @@ class HistogramObserver(Observer):
     def calculate_qparams(self) -> tuple[Tensor, Tensor]:
         low, high = quantized_range(self.dtype, self.quant_min, self.quant_max)
         symmetric = self.qscheme == torch.per_tensor_symmetric
-        return self._qparams(*best_range(self.histogram, steps=high - low, symmetric=symmetric))
+        return self._qparams(
+            *best_range(self.histogram, steps=high - low, symmetric=symmetric, power=self.power)
+        )
 
 
 class PlaceholderObserver(Observer):
@@ -256,7 +265,8 @@ class FixedQParamsObserver(Observer):
 
 
 ACTIVATION_RANGES: dict[str, ObserverFactory] = {
-    "mse": HistogramObserver.with_args(),
+    "histogram": HistogramObserver.with_args(),
+    "mse": HistogramObserver.with_args(power=2.0),
     "minmax": MinMaxObserver.with_args(),
     "moving_average": MovingAverageMinMaxObserver.with_args(),
 }

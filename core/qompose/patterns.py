@@ -95,14 +95,7 @@ class OperatorPattern:
         """Yield every call of the operators, in graph order."""
         calls = [node for target in self.targets for node in index.calls(target)]
         for node in sorted(calls, key=index.position.__getitem__):
-            arguments = node.target._schema.arguments  # type: ignore[union-attr]
-            captures: dict[str, Capture] = {
-                a.name: node.args[i]
-                if i < len(node.args)
-                else node.kwargs.get(a.name, a.default_value)
-                for i, a in enumerate(arguments)
-            }
-            yield Match((node,), node, {**captures, "output": node})
+            yield Match((node,), node, {**_schema_arguments(node), "output": node})
 
 
 @dataclass(frozen=True)
@@ -158,6 +151,9 @@ class _Matcher(SubgraphMatcherWithNameNodeMap):
 
     Its own `match` looks for cycles by walking the whole graph behind every match. A region out of which
     only its last value leads cannot be part of a cycle, and `_is_contained` ensures just that.
+
+    Where literals are ignored, it lets a tensor stand for a literal and a literal for a tensor: a linear
+    without bias for one with, `x + 2` for `x + y`. Such matches are refused here.
     """
 
     @cached_property
@@ -168,9 +164,35 @@ class _Matcher(SubgraphMatcherWithNameNodeMap):
     def match_at(self, node: Node) -> InternalMatch | None:
         """Return the match whose last operator is `node`."""
         match = InternalMatch(anchors=self.pattern_anchors)
-        if self._match_nodes(self.sink, node, match) and self._is_contained(match.nodes_map):
-            return match
-        return None
+        if not self._match_nodes(self.sink, node, match) or not self._is_contained(match.nodes_map):
+            return None
+        pairs = [(p, n) for p, n in match.nodes_map.items() if p.op == "call_function"]
+        return match if all(_same_tensors(*pair) for pair in pairs) else None
+
+
+def _same_tensors(pattern: Node, node: Node) -> bool:
+    """Tell whether two calls take tensors in the same places."""
+    ours, theirs = _schema_arguments(pattern), _schema_arguments(node)
+    return all(_is_tensor(ours[name]) == _is_tensor(theirs[name]) for name in ours)
+
+
+def _is_tensor(argument: object) -> bool:
+    """Tell a tensor (or a list of them) from a literal; a symbolic size is a literal."""
+    if isinstance(argument, (tuple, list)):
+        return any(_is_tensor(item) for item in argument)
+    return isinstance(argument, Node) and not isinstance(
+        argument.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool, int, float)
+    )
+
+
+def _schema_arguments(node: Node) -> dict[str, object]:
+    """Return all arguments of a call by name, defaults included."""
+    return {
+        argument.name: node.args[i]
+        if i < len(node.args)
+        else node.kwargs.get(argument.name, argument.default_value)
+        for i, argument in enumerate(node.target._schema.arguments)  # type: ignore[union-attr]
+    }
 
 
 class _Captured(nn.Module):

@@ -193,7 +193,11 @@ def convert_pt2e(
     converted = refresh(model)
     converted.graph.lint()
     done = replace(
-        record, stage="converted", dropped=conversion.dropped, bytes=state_bytes(converted)
+        record,
+        stage="converted",
+        dropped=conversion.dropped,
+        balanced=tuple(conversion.balanced),
+        bytes=state_bytes(converted),
     )
     attach(converted, done)
     return _into(prepared, converted) if inplace else converted

@@ -13,6 +13,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from qompose.backend import Backend
+from qompose.balancing import Balance
 from qompose.claims import Claim, Conflict, Point
 from qompose.errors import StageError
 from qompose.specs import QuantizationSpecBase, spec_to_dict
@@ -24,13 +25,15 @@ META_KEY = "qompose"
 class Group:
     """Points that have one scale and zero point, and the one specification they share.
 
-    `depends_on` are the groups from whose observers a derived specification is computed.
+    `depends_on` are the groups from whose observers a derived specification is computed. `balance` is
+    set where channels may get factors of their own (`qompose.balancing`).
     """
 
     points: tuple[Point, ...]
     spec: QuantizationSpecBase
     claims: tuple[int, ...]
     depends_on: tuple[int, ...] = ()
+    balance: Balance | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the group as JSON data."""
@@ -119,7 +122,8 @@ class Record:
     """What a GraphModule of any stage carries: the plan, how far it got, and what happened since.
 
     `dropped` are claims that calibration showed to be impossible, with the reason; `kernels` and
-    `fallbacks` are by claim, once lowered. `backends` are live objects, by the owners of claims.
+    `fallbacks` are by claim, once lowered; `balanced` describes the tensors whose channels got factors.
+    `backends` are live objects, by the owners of claims.
     """
 
     plan: Plan
@@ -128,6 +132,7 @@ class Record:
     dropped: Mapping[int, str] = field(default_factory=dict)
     kernels: Mapping[int, str] = field(default_factory=dict)
     fallbacks: Mapping[int, str] = field(default_factory=dict)
+    balanced: tuple[str, ...] = ()
     target: str = ""
     bytes: int = 0
 

@@ -8,14 +8,16 @@ whose specifications are alike.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import fields, replace
 
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
+from qompose.balancing import INPUT, OUTPUT, Balance
 from qompose.claims import Claim, Point, PointSpec
 from qompose.errors import SharingError
+from qompose.graph import address_of, constant_of, count_readers
 from qompose.plan import Group
 from qompose.specs import QuantizationSpecBase, describe_spec
 
@@ -32,8 +34,42 @@ def plan_groups(model: GraphModule, claims: Sequence[Claim]) -> tuple[Group, ...
     solver = _Solver(claims)
     solver.join_shared()
     solver.join_implicitly()
+    nodes = {node.name: node for node in model.graph.nodes}
     groups = solver.groups(position)
+    if any(claim.product for claim in claims):
+        readers = count_readers(model)
+        groups = [replace(g, balance=_balance(g, solver, nodes, readers)) for g in groups]
     return _in_order_of_dependency(groups, solver)
+
+
+def _balance(
+    group: Group, solver: _Solver, nodes: dict[str, Node], readers: dict[int, int]
+) -> Balance | None:
+    """Return how a group's channels may be balanced: at the border to float, on one side of products."""
+    products = [solver.claims[number].product for number in group.claims]
+    source = group.points[0].source
+    if any(p is None for p in products) or any(point.source != source for point in group.points):
+        return None
+    known = [product for product in products if product is not None]
+    if not all(_is_private(nodes[product.weight], readers) for product in known):
+        return None
+    sides = {point.user is None for point in group.points}
+    if sides == {True} and solver.count(source) == 1:
+        side, dims = OUTPUT, {product.output_dim for product in known}
+    elif sides == {False} and source not in solver.produced and constant_of(nodes[source]) is None:
+        side, dims = INPUT, {product.input_dim for product in known}
+        if len(group.points) != len(known) or solver.count(source) != len(known):
+            return None
+    else:
+        return None
+    weights, biases = tuple(p.weight for p in known), tuple(p.bias for p in known)
+    return Balance(side, dims.pop(), weights, biases) if len(dims) == 1 else None
+
+
+def _is_private(node: Node, readers: dict[int, int]) -> bool:
+    """Tell whether a parameter is read in one place of the program, under no other name either."""
+    constant = constant_of(node)
+    return constant is not None and readers[address_of(constant)] == 1
 
 
 class _Solver:
@@ -46,6 +82,8 @@ class _Solver:
                 self.specs[spec.point] = spec
                 self.claim_of[spec.point] = number
         self.parent = {point: point for point in self.specs}
+        self.produced = {claim.output for claim in claims}
+        self._points = Counter(point.source for point in self.specs)
 
     def find(self, point: Point) -> Point:
         root = point
@@ -54,6 +92,10 @@ class _Solver:
         while self.parent[point] != root:
             self.parent[point], point = root, self.parent[point]
         return root
+
+    def count(self, source: str) -> int:
+        """Return how many points a value has."""
+        return self._points[source]
 
     def who(self, point: Point) -> str:
         """Name a point with its owner and rule, for messages."""

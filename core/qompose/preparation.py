@@ -12,18 +12,10 @@ from torch.fx import GraphModule, Node
 from qompose.claims import Claim, Point
 from qompose.errors import InternalError
 from qompose.graph import constant_of, set_attribute, tag, value_of
-from qompose.numerics import PER_CHANNEL
-from qompose.observers import FixedQParamsObserver, PlaceholderObserver
+from qompose.observing import OBSERVER_PREFIX, BalancedObserver, make_observer
 from qompose.plan import Group
-from qompose.specs import (
-    DerivedQuantizationSpec,
-    EdgeOrNode,
-    FixedQParamsQuantizationSpec,
-    QuantizationSpec,
-    QuantizationSpecBase,
-)
+from qompose.specs import EdgeOrNode
 
-OBSERVER_PREFIX = "activation_post_process_"
 Callback = Callable[[GraphModule, dict[EdgeOrNode, nn.Module]], None]
 
 
@@ -51,7 +43,7 @@ def insert_observers(
 def _observers(
     model: GraphModule, groups: Sequence[Group], nodes: dict[str, Node], callback: Callback
 ) -> list[nn.Module]:
-    made = [make_observer(group.spec) for group in groups]
+    made = [_observer(group) for group in groups]
     places: dict[EdgeOrNode, nn.Module] = {}
     numbers: dict[EdgeOrNode, int] = {}
     for number, group in enumerate(groups):
@@ -70,22 +62,9 @@ def _observers(
     return made
 
 
-def make_observer(spec: QuantizationSpecBase) -> nn.Module:
-    """Make the observer or fake-quantizer of a specification.
-
-    The specification's fields, None included, take the place of the factory's own arguments; that is
-    the convention of this field.
-    """
-    if isinstance(spec, FixedQParamsQuantizationSpec):
-        arguments = {k: v for k, v in spec.__dict__.items() if v is not None}
-        return FixedQParamsObserver(**arguments)
-    if isinstance(spec, DerivedQuantizationSpec):
-        return PlaceholderObserver(dtype=spec.dtype)
-    assert isinstance(spec, QuantizationSpec)
-    arguments = {k: v for k, v in spec.__dict__.items() if k != "observer_or_fake_quant_ctr"}
-    if spec.qscheme not in PER_CHANNEL:
-        del arguments["ch_axis"]
-    return spec.observer_or_fake_quant_ctr(**arguments)
+def _observer(group: Group) -> nn.Module:
+    observer = make_observer(group.spec)
+    return BalancedObserver(observer, group.balance.dim) if group.balance else observer
 
 
 def _observe_value(

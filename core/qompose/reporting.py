@@ -150,7 +150,7 @@ def report(model: Any) -> Report:
             f"{c.loser} rule {c.loser_rule} lost {', '.join(c.nodes)} to {c.winner} rule {c.winner_rule}"
             for c in plan.conflicts
         ),
-        rewrites=tuple(f"{r.name}: {', '.join(r.nodes)}" for r in plan.rewrites),
+        rewrites=(*(f"{r.name}: {', '.join(r.nodes)}" for r in plan.rewrites), *record.balanced),
         notes=plan.notes,
         bytes_before=plan.float_bytes,
         bytes_after=record.bytes,

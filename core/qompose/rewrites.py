@@ -16,7 +16,9 @@ from torch.fx import GraphModule, Node
 from torch.nn.utils.fusion import fuse_conv_bn_weights, fuse_linear_bn_weights
 
 from qompose.graph import (
+    address_of,
     constant_of,
+    count_readers,
     describe,
     example_of,
     free_attribute,
@@ -46,7 +48,7 @@ class Candidate:
 
 def find_rewrites(module: GraphModule, wanted: Collection[str]) -> list[Candidate]:
     """Return the places where the `wanted` rewrites apply, in graph order."""
-    consumers = _consumers(module)
+    consumers = count_readers(module)
     return [
         candidate
         for node in module.graph.nodes
@@ -65,18 +67,6 @@ def apply_rewrite(module: GraphModule, candidate: Candidate) -> None:
 
 
 Consumers = dict[int, int]
-
-
-def _consumers(module: GraphModule) -> Consumers:
-    """Count the consumers of each parameter by storage, so that tied ones are seen under every name."""
-    count: Consumers = {}
-    for node in module.graph.nodes:
-        constant = constant_of(node)
-        if constant is not None and constant.numel():
-            key = constant.untyped_storage().data_ptr()
-            count[key] = count.get(key, 0) + len(node.users)
-    return count
-
 
 _TRANSPOSED = {
     aten.conv_transpose1d.default,
@@ -115,7 +105,7 @@ def _fold_obstacle(norm: Node, producer: Node, consumers: Consumers) -> str | No
         return f"{describe(producer)} has other consumers"
     if constant is None:
         return f"the weight of {describe(producer)} is computed"
-    if consumers[constant.untyped_storage().data_ptr()] > 1:
+    if consumers[address_of(constant)] > 1:
         return f"the weight of {describe(producer)} is shared"
     if producer.target is aten.linear.default and value_of(producer).dim() != 2:
         return "the batch norm is not over the features of the linear layer"

@@ -76,6 +76,9 @@ class Rule:
         anchor: the name of the operator whose place in the model decides the configuration.
         activations: names of the float inputs that get `config.input_activation`.
         weight: name of the parameter that gets `config.weight`; it must be a parameter or buffer.
+        bias: name of the float parameter that is added to the product, in the variants that have one.
+        channels: the (input, output) dimensions that belong to dimensions 1 and 0 of the weight; None
+            where the rule is no plain product (up to a relu). They allow balancing.
         output: whether the output gets `config.output_activation`.
         shares: inputs and output have the same scale and zero point (views, pooling, concatenation).
         condition: when the rule applies: "all" or "any" of its inputs must be quantized already, or
@@ -94,6 +97,8 @@ class Rule:
     anchor: str = "output"
     activations: tuple[str, ...] = ("input",)
     weight: str | None = None
+    bias: str | None = None
+    channels: tuple[int, int] | None = None
     output: bool = True
     shares: bool = False
     condition: str | None = None

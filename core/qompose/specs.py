@@ -125,7 +125,9 @@ class QuantizationAnnotation:
 class QuantizationConfig:
     """A specification per role of an operator. None leaves that role in float.
 
-    `name` is how reports call the configuration; it takes no part in comparisons.
+    `balance` lets channels of very different size get factors of their own at the border to float
+    operators (`qompose.balancing`); the report lists where that was done. `name` is how reports call the
+    configuration; it takes no part in comparisons.
     """
 
     input_activation: QuantizationSpec | None
@@ -133,6 +135,7 @@ class QuantizationConfig:
     weight: QuantizationSpec | None
     bias: QuantizationSpec | None = None
     is_qat: bool = False
+    balance: bool = False
     name: str = field(default="", compare=False)
 
     @property

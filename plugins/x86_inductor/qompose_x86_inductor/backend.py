@@ -20,7 +20,7 @@ from qompose_x86_inductor.rules import RULES
 
 
 def get_default_x86_inductor_quantization_config(
-    *, reduce_range: bool = False, range: str = "mse"
+    *, reduce_range: bool = False, range: str = "histogram", balance: bool = True
 ) -> QuantizationConfig:
     """Return static uint8 activations per tensor and symmetric int8 weights per output channel.
 
@@ -29,7 +29,9 @@ def get_default_x86_inductor_quantization_config(
 
     Args:
         reduce_range: use seven bits for activations, [0, 127].
-        range: how an activation's range is estimated: "mse", "minmax" or "moving_average".
+        range: how an activation's range is estimated: "histogram", "mse", "minmax" or
+            "moving_average" (`qompose.observer_for_range`).
+        balance: let channels of very different size get factors of their own (`QuantizationConfig`).
 
     """
     low, high = isa.recommended_weight_range()
@@ -49,7 +51,7 @@ def get_default_x86_inductor_quantization_config(
         ch_axis=0,
     )
     name = f"static uint8 x int8 per-channel{' (7-bit weights)' if high < 127 else ''}"
-    return QuantizationConfig(activation, None, weight, None, name=name)
+    return QuantizationConfig(activation, None, weight, None, balance=balance, name=name)
 
 
 class X86InductorBackend(Backend):

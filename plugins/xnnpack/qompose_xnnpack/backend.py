@@ -31,14 +31,18 @@ def get_symmetric_quantization_config(
     act_qmax: int = 127,
     weight_qmin: int = -127,
     weight_qmax: int = 127,
-    range: str = "mse",
+    range: str = "histogram",
+    balance: bool = True,
 ) -> QuantizationConfig:
     """Return static int8 activations per tensor and symmetric int8 weights.
 
     Args:
         is_per_channel: give every output channel of a weight its own scale.
         act_qmin, act_qmax, weight_qmin, weight_qmax: bounds of the integers.
-        range: how an activation's range is estimated: "mse", "minmax" or "moving_average".
+        range: how an activation's range is estimated: "histogram", "mse", "minmax" or
+            "moving_average" (`qompose.observer_for_range`).
+        balance: let channels of very different size get factors of their own (`QuantizationConfig`);
+            it takes effect with per-channel weights.
 
     """
     activation = QuantizationSpec(
@@ -58,7 +62,7 @@ def get_symmetric_quantization_config(
         ch_axis=0 if is_per_channel else None,
     )
     name = f"static int8 {'per-channel' if is_per_channel else 'per-tensor'}"
-    return QuantizationConfig(activation, activation, weight, None, name=name)
+    return QuantizationConfig(activation, activation, weight, None, balance=balance, name=name)
 
 
 def _finish(module: GraphModule, signature: CallSignature) -> Finished:

@@ -91,6 +91,8 @@ def _weighted(operator: str, *, relu: bool, guard: Callable[[Match], str | None]
         patterns=weighted(operator, relu=relu),
         anchor="op",
         weight="weight",
+        bias="bias",
+        channels=(-1, -1) if operator == "linear" else (1, 1),
         accepts=ACCEPTS,
         guard=guard,
         kernels=_kernels(Weighted(operator, relu=relu), operator),
