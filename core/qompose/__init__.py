@@ -10,64 +10,76 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from qompose.backend import Backend, CallSignature, Finished, Target
-    from qompose.calibration import calibrate
-    from qompose.capabilities import Capabilities, Capability, Support
-    from qompose.errors import (
-        AnnotationConflictError,
-        BackendNotFoundError,
-        CalibrationError,
-        ConfigError,
-        InternalError,
-        NotExportedError,
-        NothingQuantizedError,
-        NotLoweredError,
-        PluginError,
-        QomposeError,
-        QomposeWarning,
-        SelectorError,
-        SharingError,
-        StageError,
-        TargetError,
-        UncalibratedError,
-        UserError,
-    )
-    from qompose.hookspecs import API_VERSION, hookimpl
+    from qompose.backend import Backend as Backend
+    from qompose.backend import CallSignature as CallSignature
+    from qompose.backend import Finished as Finished
+    from qompose.backend import Target as Target
+    from qompose.calibration import calibrate as calibrate
+    from qompose.capabilities import Capabilities as Capabilities
+    from qompose.capabilities import Capability as Capability
+    from qompose.capabilities import Support as Support
+    from qompose.errors import AnnotationConflictError as AnnotationConflictError
+    from qompose.errors import BackendNotFoundError as BackendNotFoundError
+    from qompose.errors import CalibrationError as CalibrationError
+    from qompose.errors import ConfigError as ConfigError
+    from qompose.errors import InternalError as InternalError
+    from qompose.errors import NotExportedError as NotExportedError
+    from qompose.errors import NothingQuantizedError as NothingQuantizedError
+    from qompose.errors import NotLoweredError as NotLoweredError
+    from qompose.errors import PluginError as PluginError
+    from qompose.errors import QomposeError as QomposeError
+    from qompose.errors import QomposeWarning as QomposeWarning
+    from qompose.errors import SelectorError as SelectorError
+    from qompose.errors import SharingError as SharingError
+    from qompose.errors import StageError as StageError
+    from qompose.errors import TargetError as TargetError
+    from qompose.errors import UncalibratedError as UncalibratedError
+    from qompose.errors import UserError as UserError
+    from qompose.hookspecs import API_VERSION as API_VERSION
+    from qompose.hookspecs import hookimpl as hookimpl
+    from qompose.observers import FixedQParamsObserver as FixedQParamsObserver
+    from qompose.observers import HistogramObserver as HistogramObserver
+    from qompose.observers import MinMaxObserver as MinMaxObserver
+    from qompose.observers import MovingAverageMinMaxObserver as MovingAverageMinMaxObserver
     from qompose.observers import (
-        FixedQParamsObserver,
-        HistogramObserver,
-        MinMaxObserver,
-        MovingAverageMinMaxObserver,
-        MovingAveragePerChannelMinMaxObserver,
-        PerChannelMinMaxObserver,
-        PlaceholderObserver,
-        observer_for_range,
+        MovingAveragePerChannelMinMaxObserver as MovingAveragePerChannelMinMaxObserver,
     )
-    from qompose.patterns import Match, OperatorPattern, Pattern
-    from qompose.pipeline import (
-        QuantizedModel,
-        compose,
-        convert_pt2e,
-        lower,
-        prepare_pt2e,
-        quantize,
-    )
-    from qompose.plan import Plan
-    from qompose.plugins import BackendInfo, backends, load_backend
-    from qompose.quantizer import ComposableQuantizer, Quantizer, RuleQuantizer
-    from qompose.region import QuantizedTensor, Region, on_integers
-    from qompose.reporting import Report, report
-    from qompose.rules import Kernel, NotLowerable, Rule, TensorConstraint
-    from qompose.specs import (
-        DerivedQuantizationSpec,
-        FixedQParamsQuantizationSpec,
-        QuantizationAnnotation,
-        QuantizationConfig,
-        QuantizationSpec,
-        SharedQuantizationSpec,
-        annotate_input_qspec_map,
-        annotate_output_qspec,
-    )
+    from qompose.observers import PerChannelMinMaxObserver as PerChannelMinMaxObserver
+    from qompose.observers import PlaceholderObserver as PlaceholderObserver
+    from qompose.observers import observer_for_range as observer_for_range
+    from qompose.patterns import Match as Match
+    from qompose.patterns import OperatorPattern as OperatorPattern
+    from qompose.patterns import Pattern as Pattern
+    from qompose.pipeline import QuantizedModel as QuantizedModel
+    from qompose.pipeline import compose as compose
+    from qompose.pipeline import convert_pt2e as convert_pt2e
+    from qompose.pipeline import lower as lower
+    from qompose.pipeline import prepare_pt2e as prepare_pt2e
+    from qompose.pipeline import quantize as quantize
+    from qompose.plan import Plan as Plan
+    from qompose.plugins import BackendInfo as BackendInfo
+    from qompose.plugins import backends as backends
+    from qompose.plugins import load_backend as load_backend
+    from qompose.quantizer import ComposableQuantizer as ComposableQuantizer
+    from qompose.quantizer import Quantizer as Quantizer
+    from qompose.quantizer import RuleQuantizer as RuleQuantizer
+    from qompose.region import QuantizedTensor as QuantizedTensor
+    from qompose.region import Region as Region
+    from qompose.region import on_integers as on_integers
+    from qompose.reporting import Report as Report
+    from qompose.reporting import report as report
+    from qompose.rules import Kernel as Kernel
+    from qompose.rules import NotLowerable as NotLowerable
+    from qompose.rules import Rule as Rule
+    from qompose.rules import TensorConstraint as TensorConstraint
+    from qompose.specs import DerivedQuantizationSpec as DerivedQuantizationSpec
+    from qompose.specs import FixedQParamsQuantizationSpec as FixedQParamsQuantizationSpec
+    from qompose.specs import QuantizationAnnotation as QuantizationAnnotation
+    from qompose.specs import QuantizationConfig as QuantizationConfig
+    from qompose.specs import QuantizationSpec as QuantizationSpec
+    from qompose.specs import SharedQuantizationSpec as SharedQuantizationSpec
+    from qompose.specs import annotate_input_qspec_map as annotate_input_qspec_map
+    from qompose.specs import annotate_output_qspec as annotate_output_qspec
 
 _MODULES = {
     "backend": "Backend CallSignature Finished Target",

@@ -118,7 +118,7 @@ def native_spec(spec: Any) -> QuantizationSpecBase:
         return spec
     if hasattr(spec, "edge_or_node"):
         return SharedQuantizationSpec(spec.edge_or_node)
-    common = {
+    common: dict[str, Any] = {
         name: getattr(spec, name, None) for name in ("dtype", "quant_min", "quant_max", "qscheme")
     }
     dynamic = bool(getattr(spec, "is_dynamic", False))

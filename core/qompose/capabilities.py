@@ -9,7 +9,7 @@ from typing import Any, overload
 
 from qompose.backend import Backend
 from qompose.rules import Rule
-from qompose.specs import QuantizationConfig, granularity, spec_to_dict
+from qompose.specs import QuantizationConfig, QuantizationSpecBase, granularity, spec_to_dict
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,9 @@ class Capability:
     drawing: str
     config: str
     mode: str
-    activation: QuantizationConfig | Any
-    weight: Any
-    output: Any
+    activation: QuantizationSpecBase | None
+    weight: QuantizationSpecBase | None
+    output: QuantizationSpecBase | None
     granularity: str
     qat: bool
     kernels: tuple[tuple[str, str], ...]

@@ -81,8 +81,9 @@ def best_range(
 ) -> tuple[Tensor, Tensor]:
     """Return the (minimum, maximum) whose `steps + 1` levels reproduce the data with the least error.
 
-    The error is the sum of `|value - quantized value| ** power`. Each end is shrunk in turn over `_CANDIDATES` fractions of the observed range, the whole range being
-    one of them. A symmetric range shrinks both ends at once.
+    The error is the sum of `|value - quantized value| ** power`. Each end is shrunk in turn over
+    `_CANDIDATES` fractions of the observed range, the whole range being one of them. A symmetric range
+    shrinks both ends at once.
     """
     low, high = min(histogram.minimum, 0.0), max(histogram.maximum, 0.0)
     if symmetric:

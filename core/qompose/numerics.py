@@ -58,9 +58,9 @@ def choose_qparams(
 
     With `n = quant_max - quant_min` and the range widened to contain zero::
 
-        symmetric    scale = max(|minimum|, |maximum|) / (n / 2)    zero point = 0 (signed)
-        affine       scale = (maximum - minimum) / n                zero point = quant_min - round(minimum / scale)
-        float qparams scale = (maximum - minimum) / n, unwidened    zero point = -minimum / scale (float)
+        symmetric      scale = max(|minimum|, |maximum|) / (n / 2)    zero point = 0 (signed)
+        affine         scale = (maximum - minimum) / n    zero point = quant_min - round(minimum / scale)
+        float qparams  scale = (maximum - minimum) / n, unwidened     zero point = -minimum / scale
 
     Args:
         minimum, maximum: shape `()` or `(C,)`, same shape.

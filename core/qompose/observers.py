@@ -250,6 +250,8 @@ class FixedQParamsObserver(Observer):
         self, scale: float, zero_point: int, dtype: torch.dtype = torch.uint8, **arguments: Any
     ) -> None:
         super().__init__(dtype, **arguments)
+        self.scale: Tensor
+        self.zero_point: Tensor
         self.register_buffer("scale", torch.tensor(float(scale)))
         self.register_buffer("zero_point", torch.tensor(int(zero_point)))
 

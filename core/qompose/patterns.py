@@ -58,7 +58,8 @@ class Match:
 
 
 def _arguments(node: Node) -> Iterator[tuple[tuple[int | str, ...], object]]:
-    for key, argument in [*enumerate(node.args), *node.kwargs.items()]:
+    places: list[tuple[int | str, Any]] = [*enumerate(node.args), *node.kwargs.items()]
+    for key, argument in places:
         if isinstance(argument, (tuple, list)):
             for index, item in enumerate(argument):
                 yield (key, index), item

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 
 from torch.fx import GraphModule, Node
 
@@ -171,19 +171,14 @@ class _Solver:
 
     def references(self, group: Group) -> list[Point]:
         """Return the points from whose observers a group's parameters are derived."""
-        points = [p for point in group.points for p in self.specs[point].references]
-        return points if any(self.specs[point].derived for point in group.points) else []
+        derived = [point for point in group.points if self.specs[point].derived]
+        return [p for point in derived for p in self.specs[point].references]
 
 
 def _likeness(spec: QuantizationSpecBase) -> object:
     """Return what must agree for two points to share: all but the way the range is estimated."""
-    ignored = {"observer_or_fake_quant_ctr"}
-    facts = [
-        (f.name, str(getattr(spec, f.name)))
-        for f in fields(spec)
-        if f.name not in ignored  # type: ignore[arg-type]
-    ]
-    return type(spec).__name__, tuple(facts)
+    facts = {k: v for k, v in vars(spec).items() if k != "observer_or_fake_quant_ctr"}
+    return type(spec).__name__, tuple((key, str(value)) for key, value in facts.items())
 
 
 def _in_order_of_dependency(groups: list[Group], solver: _Solver) -> tuple[Group, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from io import StringIO
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -110,22 +111,12 @@ class Report:
         yield from (*self.conflicts, *self.rewrites, *self.notes)
 
     def __str__(self) -> str:
-        console = Console(width=120, record=True, file=_Nowhere())
+        console = Console(width=120, record=True, file=StringIO())
         console.print(self)
         return console.export_text()
 
 
 _HEADER = ("operator", "state", "owner", "kernel or reason", "operators", "MACs")
-
-
-class _Nowhere:
-    """A file that keeps nothing: rich records the text by itself."""
-
-    def write(self, text: str) -> int:
-        return len(text)
-
-    def flush(self) -> None:
-        """Do nothing."""
 
 
 def report(model: Any) -> Report:

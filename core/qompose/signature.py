@@ -49,9 +49,8 @@ def _dynamic_dims(node: Node, dims: dict[str, Any]) -> dict[int, Any] | None:
     value = value_of(node)
     if not isinstance(value, Tensor):
         return None
-    return {
-        i: _dim(s, dims) for i, s in enumerate(value.shape) if isinstance(s, torch.SymInt)
-    } or None
+    sizes: list[Any] = list(value.shape)
+    return {i: _dim(s, dims) for i, s in enumerate(sizes) if isinstance(s, torch.SymInt)} or None
 
 
 def _dim(size: torch.SymInt, dims: dict[str, Any]) -> Any:

@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from qompose.claims import Composition
-from qompose.graph import constant_of, module_path, operator_name, value_of
+from qompose.graph import address_of, constant_of, module_path, operator_name, value_of
 from qompose.plan import Operator, Rewrite
 
 aten = torch.ops.aten
@@ -64,7 +64,8 @@ def macs(node: Node) -> int:
 def _shape(node: Any) -> list[int]:
     value = value_of(node)
     value = constant_of(node) if value is None else value
-    return [s.node.hint if isinstance(s, torch.SymInt) else int(s) for s in value.shape]
+    sizes: list[Any] = list(getattr(value, "shape", ()))
+    return [s.node.hint if isinstance(s, torch.SymInt) else int(s) for s in sizes]
 
 
 def _linear(node: Node) -> int:
@@ -114,11 +115,11 @@ _MACS: dict[Any, Callable[[Node], int]] = {
 }
 
 
-def state_bytes(module: GraphModule) -> int:
+def state_bytes(module: nn.Module) -> int:
     """Return the bytes of all parameters and buffers, tied ones counted once."""
     seen: dict[tuple[int, int], int] = {}
     for tensor in [*module.parameters(), *module.buffers()]:
-        seen[(tensor.untyped_storage().data_ptr(), tensor.storage_offset())] = (
+        seen[(address_of(tensor), int(tensor.storage_offset()))] = (
             tensor.numel() * tensor.element_size()
         )
     return sum(seen.values())

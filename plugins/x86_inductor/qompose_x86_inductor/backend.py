@@ -68,7 +68,7 @@ class X86InductorBackend(Backend):
         """Return why oneDNN's int8 operators cannot be used in this process."""
         if platform.machine().lower() not in ("x86_64", "amd64"):
             return f"it needs an x86 processor, and this is {platform.machine()}"
-        if not torch.backends.mkldnn.is_available():
+        if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
             return "this build of torch has no oneDNN; install one from PyPI"
         return None
 
