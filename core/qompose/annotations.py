@@ -160,8 +160,9 @@ def claims_of(owner: str, nodes: Sequence[Node], proposal: Proposal) -> list[Cla
     claims = []
     for region in _regions(nodes):
         specs = []
+        known = {n.name: n for node in region for n in (node, *node.all_input_nodes)}
         for spec in (spec for node in region for spec in point_specs(node)):
-            source = next(n for n in region[0].graph.nodes if n.name == spec.point.source)
+            source = known[spec.point.source]
             if is_float_tensor(source) or len(source.users) == 0:
                 specs.append(spec)
             else:

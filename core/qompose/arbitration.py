@@ -9,10 +9,11 @@ and again once the later members have been heard.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from torch.fx import GraphModule
 
-from qompose.claims import Claim, Composition, Conflict, Proposal, Rejection
+from qompose.claims import Claim, Composition, Conflict, Point, PointSpec, Proposal, Rejection
 
 Propose = Callable[[GraphModule, Sequence[Claim], str], Proposal]
 
@@ -33,6 +34,7 @@ def compose_claims(
         arbiter.result.rejections += proposal.rejections
         arbiter.result.notes += proposal.notes
     arbiter.refuse_what_waits()
+    arbiter.result.chosen = reanchored(arbiter.result.chosen, arbiter.lost)
     return arbiter.result
 
 
@@ -43,6 +45,7 @@ class _Arbiter:
         self.taken: dict[str, Claim] = {}
         self.quantized: dict[str, set[str]] = {}  # value name -> owners for whom it is quantized
         self.waiting: list[Claim] = []
+        self.lost: list[Claim] = []
 
     def hear(self, claims: Sequence[Claim]) -> None:
         """Decide on one member's claims, which come in the order of its rules."""
@@ -81,6 +84,8 @@ class _Arbiter:
         }
         if not winners:
             self._choose(claim)
+        else:
+            self.lost.append(claim)
         for winner in winners.values():
             if winner.owner != claim.owner:
                 self._record_loss(winner, claim)
@@ -99,6 +104,8 @@ class _Arbiter:
         self.result.conflicts.append(
             Conflict(winner.owner, winner.rule, loser.owner, loser.rule, shared)
         )
+        reason = f"its rule {loser.rule} lost {', '.join(shared)} to {winner.owner}"
+        self.result.rejections.append(Rejection(loser.owner, loser.rule, loser.nodes, reason))
 
     def refuse_what_waits(self) -> None:
         """List the conditional claims whose condition never came true."""
@@ -108,3 +115,36 @@ class _Arbiter:
                 self.result.rejections.append(
                     Rejection(claim.owner, claim.rule, claim.nodes, reason)
                 )
+
+
+def reanchored(chosen: Sequence[Claim], lost: Sequence[Claim]) -> list[Claim]:
+    """Give claims that shared the parameters of a losing claim's tensor a specification of their own.
+
+    The first point that referred to a lost one takes over what that one had; the others share with it.
+    """
+    standing = {spec.point for claim in chosen for spec in claim.specs}
+    fallen = {spec.point: spec for claim in lost for spec in claim.specs}
+    heirs: dict[Point, Point] = {}
+    return [
+        replace(claim, specs=tuple(_inherit(spec, standing, fallen, heirs) for spec in claim.specs))
+        for claim in chosen
+    ]
+
+
+def _inherit(
+    spec: PointSpec, standing: set[Point], fallen: dict[Point, PointSpec], heirs: dict[Point, Point]
+) -> PointSpec:
+    if not spec.shared or spec.references[0] in standing:
+        return spec
+    anchor, visited = spec.references[0], set()
+    while anchor in fallen and fallen[anchor].shared and anchor not in visited:
+        visited.add(anchor)
+        anchor = fallen[anchor].references[0]
+    if anchor in standing:
+        return replace(spec, references=(anchor,))
+    if anchor not in fallen or fallen[anchor].shared:
+        return spec  # nobody ever gave it a specification: planning says so
+    heir = heirs.setdefault(anchor, spec.point)
+    if heir == spec.point:
+        return PointSpec(spec.point, fallen[anchor].spec, (), spec.allow_implicit_sharing)
+    return replace(spec, references=(heir,))

@@ -4,16 +4,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch.fx import GraphModule, Node
 
 from qompose.backend import Backend, Finished, Target
+from qompose.claims import Claim
 from qompose.errors import TargetError
 from qompose.graph import tag_of
 from qompose.plan import Record
 from qompose.region import Region
-from qompose.rules import NotLowerable
+from qompose.rules import Kernel, NotLowerable
 
 TORCH_TARGET = Target("torch", lambda module, signature: Finished(module))
 """The process itself: its last step is nothing."""
@@ -83,17 +84,28 @@ def replace_regions(
         kernel = rule.kernels.get(target) if rule else None
         if kernel is None:
             fallbacks[number] = f"rule {claim.rule} has no kernel for {target}"
-        elif kernel.emit is None:
-            left[number] = kernel.name
-        else:
-            try:
-                region = Region(model, claim, regions[number], float_output=kernel.float_output)
-                region.replace(kernel.emit(region))
+            continue
+        try:
+            if _replace(model, claim, regions[number], kernel):
                 done[number] = kernel.name
-            except NotLowerable as reason:
-                fallbacks[number] = str(reason)
+            else:
+                left[number] = kernel.name
+        except NotLowerable as reason:
+            fallbacks[number] = str(reason)
     model.graph.eliminate_dead_code()
     return done, fallbacks, left
+
+
+def _replace(model: GraphModule, claim: Claim, nodes: Sequence[Node], kernel: Kernel) -> bool:
+    """Put a kernel in the place of a region; return False where it leaves that to the target."""
+    if kernel.emit is None:
+        return False
+    region = Region(model, claim, nodes, float_output=kernel.float_output)
+    emitted = kernel.emit(region)
+    if emitted is None:
+        return False
+    region.replace(emitted)
+    return True
 
 
 def _regions(model: GraphModule) -> dict[int, list[Node]]:

@@ -104,21 +104,21 @@ class Pattern:
     """A torch function to be found in a program.
 
     Args:
-        function: takes tensors; returns the output, or the output and a dict that names values inside.
-            Parameter names, the dict's names and "output" are the names of a match. The output must be
-            the only value that leaves the region.
+        function: takes tensors and returns the output, the only value that leaves the region.
         shapes: an example shape for each parameter; only ranks matter, since literals are ignored.
-        needs: operators without which the function cannot occur, for skipping its capture.
+        operators: names for operators that the function calls, as (name, operator); one that is called
+            several times is named in the order of the calls. Programs without them are not searched.
 
+    The names of a match are those of the parameters and of the operators, and "output".
     """
 
-    function: Callable[..., Any]
+    function: Callable[..., Tensor]
     shapes: tuple[tuple[int, ...], ...]
-    needs: tuple[torch._ops.OpOverload, ...] = ()
+    operators: tuple[tuple[str, torch._ops.OpOverload], ...]
 
     def find(self, index: OperatorIndex) -> Iterator[Match]:
         """Yield every occurrence, overlapping ones too, in graph order of their outputs."""
-        if not all(index.calls(target) for target in self.needs):
+        if not all(index.calls(target) for _, target in self.operators):
             return
         matcher = _matcher(self)
         for candidate in index.calls(matcher.sink.target):
@@ -128,8 +128,9 @@ class Pattern:
 
     def _as_match(self, found: InternalMatch, matcher: _Matcher, index: OperatorIndex) -> Match:
         captures: dict[str, Capture] = {
-            name: found.nodes_map[node] for name, node in matcher.name_node_map.items()
+            name: found.nodes_map[node] for name, node in matcher.named.items()
         }
+        captures["output"] = found.nodes_map[matcher.sink]
         for name, placeholder in zip(
             self.parameters, matcher.pattern_placeholder_nodes, strict=True
         ):
@@ -156,6 +157,8 @@ class _Matcher(SubgraphMatcherWithNameNodeMap):
     Where literals are ignored, it lets a tensor stand for a literal and a literal for a tensor: a linear
     without bias for one with, `x + 2` for `x + y`. Such matches are refused here.
     """
+
+    named: dict[str, Node]
 
     @cached_property
     def sink(self) -> Node:
@@ -199,14 +202,13 @@ def _schema_arguments(node: Node) -> dict[str, object]:
 class _Captured(nn.Module):
     """Gives a pattern function the form that the matcher wants: (output, {name: value})."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Tensor]) -> None:
         super().__init__()
         self.function = function
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        result = self.function(*inputs)
-        output, names = result if isinstance(result, tuple) else (result, {})
-        return output, {**names, "output": output}
+        output = self.function(*inputs)
+        return output, {"output": output}
 
 
 @cache
@@ -218,15 +220,27 @@ def _matcher(pattern: Pattern) -> _Matcher:
         )
     assert isinstance(module, GraphModule)
     module.graph.eliminate_dead_code()
-    targets = {node.target for node in module.graph.nodes}
-    absent = [str(target) for target in pattern.needs if target not in targets]
-    if absent:
-        raise ConfigError(
-            f"pattern {pattern.function.__qualname__} never calls {', '.join(absent)}"
-        )
+    named = _named(pattern, module)
     matcher = _Matcher(module, ignore_literals=True)
     if len(matcher.pattern_anchors) != 1:
         raise ConfigError(
             f"pattern {pattern.function.__qualname__} must end in one operator whose value is the output"
         )
+    matcher.named = named
     return matcher
+
+
+def _named(pattern: Pattern, module: GraphModule) -> dict[str, Node]:
+    """Find the operators that a pattern names.
+
+    Names are given by operator, not by value: a value that is changed in place is another node after.
+    """
+    calls: dict[object, list[Node]] = defaultdict(list)
+    for node in module.graph.nodes:
+        calls[node.target].append(node)
+    named = {}
+    for name, target in pattern.operators:
+        if not calls[target]:
+            raise ConfigError(f"pattern {pattern.function.__qualname__} never calls {target}")
+        named[name] = calls[target].pop(0)
+    return named

@@ -25,6 +25,7 @@ from qompose.errors import (
     UserError,
 )
 from qompose.graph import as_graph_module, copy_graph_module, refresh
+from qompose.interop import adapt
 from qompose.lowering import find_target, replace_regions, settle
 from qompose.plan import Plan, Record, Rewrite, attach, record_of
 from qompose.planning import plan_groups
@@ -51,7 +52,7 @@ def compose(*members: str | Quantizer, on_conflict: str = "error") -> Composable
 
 def _as_quantizer(member: str | Quantizer) -> Quantizer:
     if not isinstance(member, str):
-        return member
+        return adapt(member)
     backend = load_backend(member)
     make: Callable[[], Any] = backend.quantizer_class or (lambda: RuleQuantizer(backend))
     quantizer = make()
@@ -84,6 +85,7 @@ def prepare_pt2e(
         NothingQuantizedError: `strict`, and no operator was claimed.
 
     """
+    quantizer = adapt(quantizer)
     exported = copy_graph_module(as_graph_module(model, "prepare_pt2e"))
     working, composition, rewrites = _annotate(exported, quantizer)
     claims = tuple(composition.chosen)

@@ -53,12 +53,13 @@ class Kernel:
     """What replaces a claimed region on one target.
 
     `emit` inserts the call and returns its node; it raises `NotLowerable` where the kernel does not fit.
-    Without `emit` the region stays as it is, for the target's last step to take whole. A kernel with
+    Without `emit`, or where it returns None, the region stays as it is, for the target's last step to
+    take whole. A kernel with
     `float_output` gives floats even where consumers want integers; those quantize for themselves.
     """
 
     name: str
-    emit: Callable[[Region], Node] | None = None
+    emit: Callable[[Region], Node | None] | None = None
     float_output: bool = False
 
 

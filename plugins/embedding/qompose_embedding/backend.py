@@ -18,6 +18,8 @@ from qompose import (
 
 from qompose_embedding.kernels import embedding_byte, gather_rows
 
+EPS = torch.finfo(torch.float32).eps
+
 ROWS = TensorConstraint(
     dtypes=frozenset({torch.uint8}),
     qschemes=frozenset({torch.per_channel_affine_float_qparams}),
@@ -25,10 +27,14 @@ ROWS = TensorConstraint(
 
 
 def get_default_embedding_quantization_config() -> QuantizationConfig:
-    """Return uint8 rows, each with a float scale and a float zero point; indices stay as they are."""
+    """Return uint8 rows, each with a float scale and a float zero point; indices stay as they are.
+
+    A scale below the observer's eps becomes 1, which wipes a row out. The 2**-12 of other recipes does
+    that to rows of small random values; here only rows that are constant up to rounding are affected.
+    """
     weight = QuantizationSpec(
         dtype=torch.uint8,
-        observer_or_fake_quant_ctr=PerChannelMinMaxObserver.with_args(eps=2**-12),
+        observer_or_fake_quant_ctr=PerChannelMinMaxObserver.with_args(eps=EPS),
         qscheme=torch.per_channel_affine_float_qparams,
         ch_axis=0,
     )

@@ -66,37 +66,41 @@ def linear(activation: Activation | None = None) -> tuple[Pattern, ...]:
     """Return the variants of linear (+ activation)."""
     return tuple(
         Pattern(
-            _linear(act, bias), (MATRIX, MATRIX, VECTOR)[: 2 + bias], (aten.linear.default, *needs)
+            _linear(act, bias),
+            (MATRIX, MATRIX, VECTOR)[: 2 + bias],
+            (("linear", aten.linear.default), *named),
         )
-        for bias, (act, needs) in product((False, True), _forms(activation))
+        for bias, (act, named) in product((False, True), _forms(activation))
     )
 
 
 def _forms(
     activation: Activation | None,
-) -> list[tuple[Callable[[Tensor], Tensor] | None, tuple[Any, ...]]]:
+) -> list[tuple[Callable[[Tensor], Tensor], tuple[tuple[str, Any], ...]]]:
     if activation is None:
-        return [(None, ())]
-    return [(function, (operator,)) for function, operator in activation.forms]
+        return [(lambda x: x, ())]
+    return [(function, (("act", operator),)) for function, operator in activation.forms]
 
 
 def _convolutions(activation: Activation | None, add: bool) -> Iterator[Pattern]:
     additions: tuple[tuple[Any, Any], ...] = ADDITIONS if add else ((None, None),)
-    for bias, (act, needs), (plus, operator), swapped in product(
+    for bias, (act, named), (plus, operator), swapped in product(
         (False, True), _forms(activation), additions, (False, True) if add else (False,)
     ):
         shapes = (IMAGE, FILTER, *([VECTOR] if bias else []), *([(1, 2, 3, 3)] if add else []))
-        wanted = (aten.conv2d.default, *([operator] if add else []), *needs)
-        yield Pattern(_convolution(act, plus, swapped, bias), shapes, wanted)
+        sums = (("add", operator),) if add else ()
+        yield Pattern(
+            _convolution(act, plus, swapped, bias),
+            shapes,
+            (("conv", aten.conv2d.default), *sums, *named),
+        )
 
 
-def _convolution(act: Any, plus: Any, swapped: bool, with_bias: bool) -> Callable[..., Any]:
-    def finish(conv: Tensor, other: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
-        names = {"conv": conv}
+def _convolution(act: Any, plus: Any, swapped: bool, with_bias: bool) -> Callable[..., Tensor]:
+    def finish(conv: Tensor, other: Tensor | None) -> Tensor:
         if plus is not None:
             conv = plus(other, conv) if swapped else plus(conv, other)
-        output = conv if act is None else act(conv)
-        return output, {**names, **({} if act is None else {"act": output})}
+        return act(conv)  # type: ignore[no-any-return]
 
     if plus is None:
         if with_bias:
@@ -107,13 +111,7 @@ def _convolution(act: Any, plus: Any, swapped: bool, with_bias: bool) -> Callabl
     return lambda input, weight, other: finish(F.conv2d(input, weight), other)
 
 
-def _linear(act: Any, with_bias: bool) -> Callable[..., Any]:
-    def finish(linear: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        if act is None:
-            return linear, {"linear": linear}
-        output = act(linear)
-        return output, {"linear": linear, "act": output}
-
+def _linear(act: Any, with_bias: bool) -> Callable[..., Tensor]:
     if with_bias:
-        return lambda input, weight, bias: finish(F.linear(input, weight, bias))
-    return lambda input, weight: finish(F.linear(input, weight))
+        return lambda input, weight, bias: act(F.linear(input, weight, bias))
+    return lambda input, weight: act(F.linear(input, weight))

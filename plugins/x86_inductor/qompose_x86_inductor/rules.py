@@ -53,8 +53,8 @@ def _same_shapes(match: Match) -> str | None:
     conv, other = match.node("conv"), match.node("other")
     if conv is None or other is None or conv.meta["val"].shape != other.meta["val"].shape:
         return "the summand is broadcast"
-    scale = match.output if match.node("act") is None else match.output.all_input_nodes[0]
-    alpha = scale.kwargs.get("alpha", 1)
+    addition = match.node("add")
+    alpha = 1 if addition is None else addition.kwargs.get("alpha", 1)
     return _is_image(match) if alpha == 1 else f"the summand is scaled by alpha={alpha}"
 
 

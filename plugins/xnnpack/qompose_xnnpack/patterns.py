@@ -37,35 +37,28 @@ def weighted(name: str, *, relu: bool) -> tuple[Pattern, ...]:
     """Return the variants of a weighted operation, with bias and without, behind it a relu or nothing."""
     function, operator, shapes = WEIGHTED[name]
     return tuple(
-        Pattern(_weighted(function, act, bias), shapes[: 2 + bias], (operator, *needs))
-        for bias, (act, needs) in product((False, True), _behind(relu))
+        Pattern(_weighted(function, act, bias), shapes[: 2 + bias], (("op", operator), *named))
+        for bias, (act, named) in product((False, True), _behind(relu))
     )
 
 
 def pairwise_relu(name: str) -> tuple[Pattern, ...]:
     """Return the variants of an operation on two tensors with a relu behind it."""
     return tuple(
-        Pattern(_pairwise(function, act), ((2, 2), (2, 2)), (operator, *needs))
-        for (function, operator), (act, needs) in product(PAIRWISE[name], _behind(True))
+        Pattern(_pairwise(function, act), ((2, 2), (2, 2)), (("op", operator), *named))
+        for (function, operator), (act, named) in product(PAIRWISE[name], _behind(True))
     )
 
 
-def _behind(relu: bool) -> list[tuple[Callable[[Tensor], Tensor] | None, tuple[Any, ...]]]:
-    return [(act, (operator,)) for act, operator in RELUS] if relu else [(None, ())]
+def _behind(relu: bool) -> list[tuple[Callable[[Tensor], Tensor], tuple[tuple[str, Any], ...]]]:
+    return [(act, (("act", operator),)) for act, operator in RELUS] if relu else [(lambda x: x, ())]
 
 
-def _weighted(function: Callable[..., Tensor], act: Any, with_bias: bool) -> Callable[..., Any]:
-    def finish(value: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        return (value if act is None else act(value)), {"op": value}
-
+def _weighted(function: Callable[..., Tensor], act: Any, with_bias: bool) -> Callable[..., Tensor]:
     if with_bias:
-        return lambda input, weight, bias: finish(function(input, weight, bias))
-    return lambda input, weight: finish(function(input, weight))
+        return lambda input, weight, bias: act(function(input, weight, bias))
+    return lambda input, weight: act(function(input, weight))
 
 
-def _pairwise(function: Callable[..., Tensor], act: Any) -> Callable[..., Any]:
-    def pattern(self: Tensor, other: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        value = function(self, other)
-        return act(value), {"op": value}
-
-    return pattern
+def _pairwise(function: Callable[..., Tensor], act: Any) -> Callable[..., Tensor]:
+    return lambda self, other: act(function(self, other))

@@ -10,7 +10,7 @@ import torch
 from qompose import Kernel, Match, OperatorPattern, Region, Rule, TensorConstraint, on_integers
 from torch.fx import Node
 
-from qompose_xnnpack.kernels import Pairwise, Reduction, Weighted, relu
+from qompose_xnnpack.kernels import Pairwise, Reduction, Weighted, relu, view
 from qompose_xnnpack.patterns import pairwise_relu, weighted
 
 aten = torch.ops.aten
@@ -132,6 +132,7 @@ def _shared(
     guard: Callable[[Match], str | None] = _float32,
     activation: str = "self",
     condition: str = "all",
+    delegated: Kernel = DELEGATE,
 ) -> Rule:
     """Return a rule for an operator whose output has the scale of its input."""
     kernel = name if emit is not on_integers else f"{name} on integers"
@@ -143,7 +144,7 @@ def _shared(
         condition=condition,
         accepts=ACCEPTS,
         guard=guard,
-        kernels=_kernels(emit, kernel),
+        kernels={**_kernels(emit, kernel), "executorch": delegated},
     )
 
 
@@ -176,7 +177,13 @@ RULES: tuple[Rule, ...] = (
     ),
     _shared("relu", aten.relu.default, aten.relu_.default, emit=relu),
     _shared("cat", aten.cat.default, activation="tensors", condition="any"),
-    _shared("view", aten.view.default, aten.reshape.default, aten.flatten.using_ints),
+    _shared(
+        "view",
+        aten.view.default,
+        aten.reshape.default,
+        aten.flatten.using_ints,
+        delegated=Kernel("view on integers", view),
+    ),
     _shared("permute", aten.permute.default, aten.transpose.int),
     _shared("squeeze", aten.squeeze.dim),
     _shared("slice", aten.slice.Tensor),
