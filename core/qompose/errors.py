@@ -24,10 +24,12 @@ class BackendNotFoundError(UserError, LookupError):
 
     def __init__(self, name: str, installed: Sequence[str]) -> None:
         self.name, self.installed = name, tuple(installed)
+        close = near_names(name, installed)
+        package = f"qompose-{name.replace('_', '-')}"
+        remedy = "" if close else f" Backends are pip packages: try `pip install {package}`."
         super().__init__(
-            f"No backend named {name!r} is installed{near_names(name, installed)}. "
-            f"Installed: {', '.join(installed) or 'none'}. "
-            f"Backends are pip packages: try `pip install qompose-{name.replace('_', '-')}`."
+            f"No backend named {name!r} is installed{close}. "
+            f"Installed: {', '.join(installed) or 'none'}.{remedy}"
         )
 
 

@@ -44,10 +44,11 @@ def _propose_match(
     anchor = match.node(rule.anchor)
     assert anchor is not None, f"rule {rule.name} has no operator named {rule.anchor}"
     selection = selectors.select(anchor)
-    if not selection.selected:
-        return
-    reason = _objection(rule, match, selection, selectors)
     names = tuple(node.name for node in match.nodes)
+    if selection.selected:
+        reason = _objection(rule, match, selection, selectors)
+    else:
+        reason = "no selector gives it a configuration (set_global gives one to all)"
     if reason is not None:
         proposal.rejections.append(Rejection(owner, rule.name, names, reason))
         return

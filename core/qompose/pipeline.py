@@ -281,7 +281,7 @@ def quantize(
     model: nn.Module | ExportedProgram,
     example_inputs: tuple[Any, ...] | None = None,
     *,
-    backends: Sequence[str | Quantizer],
+    backends: str | Quantizer | Sequence[str | Quantizer],
     calibration: Iterable[Any] | None = None,
     target: str = "torch",
     dynamic_shapes: Any = None,
@@ -294,14 +294,15 @@ def quantize(
     Args:
         model: a module, which is exported in eval mode with `example_inputs` and `dynamic_shapes`; or an
             ExportedProgram.
-        backends: names of installed backends or quantizers, in order of priority.
+        backends: names of installed backends or quantizers, in order of priority; or just one.
         calibration: batches for `calibrate`; not needed where nothing is quantized statically.
 
     Raises:
         UserError: `example_inputs` are missing; and whatever the stages raise.
 
     """
-    quantizer = compose(*backends)
+    single = isinstance(backends, (str, Quantizer))
+    quantizer = compose(*([backends] if single else backends))  # type: ignore[misc]
     exported = (
         model
         if isinstance(model, ExportedProgram)

@@ -19,12 +19,8 @@ import torch
 # Registers the quantized_decomposed operators.
 import torch.ao.quantization.fx._decomposed
 from qompose_xnnpack import executorch_target, ops
-from qompose_xnnpack.executorch_target import (
-    ExecutorchProgram,
-    ExecutorchTargetError,
-    MissingExecutorchError,
-    lower_to_executorch,
-)
+from qompose_xnnpack.executorch_api import ExecutorchTargetError, MissingExecutorchError
+from qompose_xnnpack.executorch_target import ExecutorchProgram, lower_to_executorch
 from torch import Tensor
 from torch.fx import GraphModule
 from torch.nn import functional

@@ -7,10 +7,7 @@ claim what became of it. ExecuTorch is an optional dependency and is imported at
 
 from __future__ import annotations
 
-import logging
-import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,31 +16,15 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
-_QUANTIZE = "quantized_decomposed.quantize_"
-_DEQUANTIZE = "quantized_decomposed.dequantize_"
-
-# message, category and why it is not the user's business (all seen with executorch 1.5.1)
-QUIET: tuple[tuple[str, type[Warning], str], ...] = (
-    ("(read_text|open_text|read_binary) is deprecated", DeprecationWarning, "its resource files"),
-    ("`torch.jit.script_method` is deprecated", DeprecationWarning, "torchao imports torch.jit"),
-    ("This API is experimental and subject to change", Warning, "its bindings, on import"),
-    ("`isinstance\\(treespec, LeafSpec\\)` is deprecated", FutureWarning, "copies export specs"),
+from qompose_xnnpack.executorch_api import (
+    DEQUANTIZE,
+    QUANTIZE,
+    ExecutorchTargetError,
+    Lowering,
+    import_lowering,
+    import_runtime,
+    quiet,
 )
-
-
-class MissingExecutorchError(ImportError):
-    """ExecuTorch, which the ``executorch`` target needs, cannot be imported."""
-
-    def __init__(self, cause: ImportError) -> None:
-        super().__init__(
-            f"the executorch target needs executorch, which failed to import ({cause}). "
-            'Install it with: pip install "qompose-xnnpack[executorch]"',
-            name=cause.name,
-        )
-
-
-class ExecutorchTargetError(RuntimeError):
-    """The graph cannot become a program, or the runtime refuses the program."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,6 +102,11 @@ class ExecutorchProgram:
         self._method = None
         self._program = None
 
+    @property
+    def nbytes(self) -> int:
+        """Size of the ``.pte`` file in bytes."""
+        return len(self.buffer)
+
     def save(self, path: str | Path) -> Path:
         """Write the program as a ``.pte`` file and return its path."""
         path = Path(path)
@@ -136,7 +122,7 @@ class ExecutorchProgram:
         if self._method is not None:
             return
         with quiet():
-            runtime = _import_runtime()
+            runtime = import_runtime()
             try:
                 self._program = runtime.load_program(self.buffer)
                 self._method = self._program.load_method("forward")
@@ -186,7 +172,7 @@ def lower_to_executorch(
     Raises ``MissingExecutorchError`` without ExecuTorch, ``ExecutorchTargetError`` otherwise.
     """
     with quiet():
-        api = _import_lowering()
+        api = import_lowering()
         args, kwargs = pytree.tree_map_only(
             torch.Tensor, torch.Tensor.contiguous, (example_inputs, example_kwargs or {})
         )
@@ -219,25 +205,11 @@ def _split_dequantize(graph: Graph) -> None:
     it, and a float operator beside that one makes the program unloadable (executorch 1.5.1).
     """
     for node in list(graph.nodes):
-        if not str(node.target).startswith(_DEQUANTIZE):
+        if not str(node.target).startswith(DEQUANTIZE):
             continue
         for user in list(node.users)[1:]:
             with graph.inserting_before(user):
                 user.replace_input_with(node, graph.node_copy(node))
-
-
-def _untag_orphans(graph: Graph) -> None:
-    """Unmark boundaries whose operator XNNPACK did not take after all.
-
-    The partitioner (executorch 1.5.1) marks the boundaries of a linear or convolution as folded
-    before it rejects it, for want of a quantized output say. They are then delegated alone, and as
-    nothing folds them the delegate would return unconverted memory.
-    """
-    for node in graph.nodes:
-        around = list(node.users) if _DEQUANTIZE in str(node.target) else node.all_input_nodes[:1]
-        tag = node.meta.get("delegation_tag")
-        if any(other.meta.get("delegation_tag") != tag for other in around):
-            node.meta.pop("IS_IMPLICIT_Q_DQ_TAG", None)
 
 
 def _check_bounds(exported: torch.export.ExportedProgram) -> None:
@@ -259,7 +231,7 @@ def _check_zero_points(exported: torch.export.ExportedProgram) -> None:
     constants = {**exported.state_dict, **exported.constants}
     buffers = exported.graph_signature.inputs_to_buffers
     for node in exported.graph.nodes:
-        if not str(node.target).startswith(f"{_DEQUANTIZE}per_channel"):
+        if not str(node.target).startswith(f"{DEQUANTIZE}per_channel"):
             continue
         zero_points = constants.get(buffers.get(getattr(node.args[2], "name", ""), ""))
         if zero_points is None or bool(zero_points.any()):
@@ -269,14 +241,7 @@ def _check_zero_points(exported: torch.export.ExportedProgram) -> None:
             )
 
 
-def _symbolic_sizes(module: GraphModule) -> Iterator[torch.SymInt]:
-    for node in module.graph.nodes:
-        for value in pytree.tree_leaves(node.meta.get("val")):
-            sizes: tuple[Any, ...] = value.shape if isinstance(value, torch.Tensor) else ()
-            yield from (size for size in sizes if isinstance(size, torch.SymInt))
-
-
-def _read_delegation(module: GraphModule, api: _Lowering) -> Delegation:
+def _read_delegation(module: GraphModule, api: Lowering) -> Delegation:
     """Sort the operators of a lowered edge ``module``; ``meta["custom"]`` came through unharmed."""
     delegates = []
     portable = []
@@ -292,11 +257,11 @@ def _read_delegation(module: GraphModule, api: _Lowering) -> Delegation:
     return Delegation(delegates=tuple(delegates), portable=tuple(portable))
 
 
-def _computes(node: Node, api: _Lowering) -> bool:
+def _computes(node: Node, api: Lowering) -> bool:
     """Whether ``node`` is an operator on tensors, rather than a boundary or bookkeeping."""
     return (
         isinstance(node.target, api.operator_type)
-        and not _name(node).startswith((_QUANTIZE, _DEQUANTIZE))
+        and not _name(node).startswith((QUANTIZE, DEQUANTIZE))
         and isinstance(node.meta.get("val"), torch.Tensor | tuple | list)
     )
 
@@ -306,7 +271,7 @@ def _name(node: Node) -> str:
     return f"{schema.name.replace('::', '.')}.{schema.overload_name or 'default'}"
 
 
-def _operator(node: Node, api: _Lowering, *, delegated: bool) -> Operator:
+def _operator(node: Node, api: Lowering, *, delegated: bool) -> Operator:
     name = _name(node)
     custom = node.meta.get("custom") or {}
     # The portable library has float kernels, and those of quantized_decomposed for packed tables.
@@ -314,7 +279,7 @@ def _operator(node: Node, api: _Lowering, *, delegated: bool) -> Operator:
     return Operator(name=name, claim=custom.get("qompose", {}).get("claim"), int8=int8)
 
 
-def _is_int8(node: Node, api: _Lowering) -> bool:
+def _is_int8(node: Node, api: Lowering) -> bool:
     """Whether XNNPACK folds the dequantizing of the inputs into an int8 kernel.
 
     Its partitioner marks the dequantize nodes that it folds. Biases are placeholders, and stay in
@@ -325,86 +290,3 @@ def _is_int8(node: Node, api: _Lowering) -> bool:
     if len(inputs) == 1 and _computes(inputs[0], api):
         return _is_int8(inputs[0], api)
     return bool(inputs) and all(api.is_implicit(n) for n in inputs)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Lowering:
-    """What this module uses of ExecuTorch's ahead-of-time side."""
-
-    to_edge_transform_and_lower: Any
-    partitioner: Any
-    config: Any
-    shape_pass: Any
-    delegate_type: Any
-    operator_type: Any
-    is_implicit: Any
-
-
-def _import_lowering() -> _Lowering:
-    try:
-        # Registers the out variants of quantized_decomposed, also for the running process.
-        import executorch.kernels.quantized  # noqa: F401
-        from executorch.backends.xnnpack.partition import xnnpack_partitioner
-        from executorch.backends.xnnpack.utils.quant_utils import is_tagged_as_implicit_q_dq
-        from executorch.exir import ExecutorchBackendConfig, to_edge_transform_and_lower
-        from executorch.exir.dialects.edge._ops import EdgeOpOverload
-        from executorch.exir.lowered_backend_module import LoweredBackendModule
-        from executorch.exir.passes.sym_shape_eval_pass import ConstraintBasedSymShapeEvalPass
-    except ImportError as error:
-        raise MissingExecutorchError(error) from error
-
-    class CarefulPartitioner(xnnpack_partitioner.XnnpackPartitioner):  # type: ignore[misc]
-        def partition(self, exported_program: Any) -> Any:
-            result = super().partition(exported_program)
-            _untag_orphans(result.tagged_exported_program.graph)
-            return result
-
-    class DeclaredShapes(ConstraintBasedSymShapeEvalPass):  # type: ignore[misc]
-        """Plans memory for the declared sizes.
-
-        Retracing a convolution asks whether the batch is below 16, and ExecuTorch 1.5.1 takes the
-        answer for the example batch as a bound: a program declared for 32 would accept 15.
-        """
-
-        def __init__(self, declared: dict[Any, Any]) -> None:
-            super().__init__()
-            self._declared = declared
-
-        def call(self, graph_module: GraphModule) -> Any:
-            for size in _symbolic_sizes(graph_module):
-                size.node.shape_env.var_to_range.update(self._declared)
-            return super().call(graph_module)
-
-    return _Lowering(
-        to_edge_transform_and_lower=to_edge_transform_and_lower,
-        partitioner=CarefulPartitioner,
-        config=ExecutorchBackendConfig,
-        shape_pass=DeclaredShapes,
-        delegate_type=LoweredBackendModule,
-        operator_type=EdgeOpOverload,
-        is_implicit=is_tagged_as_implicit_q_dq,
-    )
-
-
-def _import_runtime() -> Any:
-    try:
-        import executorch.kernels.quantized  # noqa: F401
-        from executorch.runtime import Runtime
-    except ImportError as error:
-        raise MissingExecutorchError(error) from error
-    return Runtime.get()
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Hide the warnings of ``QUIET`` and undo ExecuTorch's ``logging.basicConfig`` on import."""
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    try:
-        with warnings.catch_warnings():
-            for message, category, _ in QUIET:
-                warnings.filterwarnings("ignore", message=message, category=category)
-            yield
-    finally:
-        root.handlers[:] = handlers
-        root.setLevel(level)
