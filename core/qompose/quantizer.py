@@ -175,14 +175,14 @@ class ComposableQuantizer(Quantizer):
             raise ConfigError(f'on_conflict={on_conflict!r} is neither "error" nor "first"')
         if not quantizers:
             raise UserError(
-                "A composition needs at least one quantizer: qompose.compose('xnnpack'), say. "
+                "A composition needs at least one quantizer, or the name of an installed backend. "
                 "`qompose backends` lists what is installed."
             )
         for quantizer in quantizers:
             if not isinstance(quantizer, Quantizer):
                 raise UserError(
-                    f"{quantizer!r} is not a qompose.Quantizer; quantizers written for torchao or "
-                    "ExecuTorch are wrapped by qompose.interop.adapt"
+                    f"{quantizer!r} is not a qompose.Quantizer; qompose.compose wraps quantizers of "
+                    "other engines"
                 )
         self.quantizers = tuple(quantizers)
         self.on_conflict = on_conflict
