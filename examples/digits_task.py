@@ -10,12 +10,10 @@ Nothing here knows about quantization: a quantized network is one more callable 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
-from rich.console import Console
-from rich.progress import track
 from torch import Tensor, nn
 
 SEED = 0
@@ -98,10 +96,16 @@ def load() -> tuple[Data, Data]:
     return Data(images[:cut], labels[:cut]), Data(images[cut:], labels[cut:])
 
 
-def train(data: Data, epochs: int = EPOCHS, seed: int = SEED) -> DigitsNet:
+def train(
+    data: Data,
+    epochs: int = EPOCHS,
+    seed: int = SEED,
+    track: Callable[[range], Iterable[int]] = iter,
+) -> DigitsNet:
     """A network trained on `data`, in eval mode; equal arguments give equal weights.
 
-    The caller's random state and thread count are left as they were.
+    `track` sees the epochs go by, for a progress bar. The caller's random state and thread count
+    are left as they were.
     """
     with torch.random.fork_rng(devices=[]), _one_thread():
         torch.manual_seed(seed)
@@ -109,8 +113,7 @@ def train(data: Data, epochs: int = EPOCHS, seed: int = SEED) -> DigitsNet:
         steps = epochs * -(-len(data) // BATCH_SIZE)
         optimizer = torch.optim.AdamW(net.parameters(), lr=PEAK_LEARNING_RATE, weight_decay=0.01)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, PEAK_LEARNING_RATE, steps)
-        console = Console(stderr=True)
-        for _ in track(range(epochs), description="training", console=console):
+        for _ in track(range(epochs)):
             _train_epoch(net, data, optimizer, schedule)
     return net.eval()
 

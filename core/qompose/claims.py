@@ -13,12 +13,16 @@ from qompose.specs import (
 )
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class Point:
     """A place where a tensor is quantized: the output of `source`, or its edge into `user`."""
 
     source: str
     user: str | None = None
+
+    def __lt__(self, other: Point) -> bool:
+        """Order by names; an output comes before the edges."""
+        return (self.source, self.user or "") < (other.source, other.user or "")
 
     def __str__(self) -> str:
         return f"output of {self.source}" if self.user is None else f"{self.source} -> {self.user}"
@@ -42,6 +46,11 @@ class PointSpec:
     def derived(self) -> bool:
         """Tell whether the parameters are computed from those of other points."""
         return isinstance(self.spec, DerivedQuantizationSpec)
+
+
+def shared_with(point: Point, other: Point, *, implicit: bool = True) -> PointSpec:
+    """Return the specification of a point that has the parameters of another. It holds no nodes."""
+    return PointSpec(point, SharedQuantizationSpec(other), (other,), implicit)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

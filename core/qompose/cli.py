@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from qompose.errors import QomposeError
+from qompose.errors import PluginError, QomposeError
 from qompose.plugins import BackendInfo, backends
 
 
@@ -76,14 +76,20 @@ def _capabilities(options: argparse.Namespace) -> int:
     from qompose.capabilities import capability_rows
     from qompose.plugins import load_backend
 
-    names = options.backend or [info.name for info in backends()]
-    rows = [row.to_dict() for name in names for row in capability_rows(load_backend(name))]
+    rows, problems = [], []
+    for name in options.backend or [info.name for info in backends()]:
+        try:
+            rows += [row.to_dict() for row in capability_rows(load_backend(name))]
+        except PluginError as error:
+            problems.append(error)
     for row in rows:
         row["targets"] = ", ".join(
             f"{target}: {kernel}" for target, kernel in row["kernels"].items()
         )
     _print(rows, ["backend", "drawing", "config", "targets"], options.json)
-    return 0
+    for problem in problems:
+        print(f"qompose: {problem}", file=sys.stderr)
+    return int(bool(problems))
 
 
 def _print(rows: list[dict[str, Any]], columns: list[str], as_json: bool) -> None:

@@ -76,11 +76,12 @@ class _Converter:
             value = node.args[0]
             assert isinstance(value, Node)
             spec: Any = self.plan.groups[number].spec
-            if not self.estimation.alive(number):
-                node.replace_all_uses_with(value)
-            elif getattr(spec, "is_dynamic", False):
+            for user in list(node.users):
+                if not self.estimation.reads_quantized(node, user, number):
+                    user.replace_input_with(node, value)
+            if node.users and getattr(spec, "is_dynamic", False):
                 self._dynamic(node, value, number, spec)
-            else:
+            elif node.users:
                 self._static(node, value, number, spec)
             self.model.graph.erase_node(node)
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from qompose.balancing import OUTPUT, Balance, Factors, balance_input, balance_output
+from qompose.claims import Point
 from qompose.errors import CalibrationError, UncalibratedError
 from qompose.graph import constant_of, get_attribute, set_attribute
 from qompose.numerics import PER_CHANNEL, choose_qparams, quantized_range
@@ -51,6 +52,10 @@ class Estimation:
             for node in model.graph.nodes
             if node.op == "call_module" and str(node.target).startswith(OBSERVER_PREFIX)
         ]
+        self._observed = {node: _observed(node) for node, _ in self.sites}
+        self._claim_of = {
+            spec.point: number for number, claim in enumerate(plan.claims) for spec in claim.specs
+        }
         self._nodes = {node.name: node for node in model.graph.nodes}
 
     def run(self, *, allow_uncalibrated: bool) -> None:
@@ -68,12 +73,24 @@ class Estimation:
             if group.balance is not None and self.alive(number):
                 self._balance(number, group.balance)
         for number, group in enumerate(self.plan.groups):
-            if self.alive(number) and not getattr(group.spec, "is_dynamic", False):
+            if self._needs_data(number):
                 self.qparams[number] = self._calculate(number, group)
 
     def alive(self, number: int) -> bool:
         """Tell whether any claim still wants a group."""
         return any(claim not in self.dropped for claim in self.plan.groups[number].claims)
+
+    def _needs_data(self, number: int) -> bool:
+        """Tell whether a group's parameters come from data: those of dynamic ones do not."""
+        dynamic = getattr(self.plan.groups[number].spec, "is_dynamic", False)
+        return self.alive(number) and not dynamic
+
+    def reads_quantized(self, node: Node, user: Node, number: int) -> bool:
+        """Tell whether a reader of an observer node wants integers: not if its claim was dropped."""
+        value = self._observed[node]
+        points = set(self.plan.groups[number].points)
+        wanted = {Point(value), Point(value, user.name)} & points
+        return any(self._claim_of[point] not in self.dropped for point in wanted)
 
     def observer(self, number: int) -> Any:
         """Return the observer of a group."""
@@ -111,7 +128,7 @@ class Estimation:
         missing = [
             number
             for number in range(len(self.plan.groups))
-            if self.alive(number) and not getattr(self.observer(number), "calibrated", True)
+            if self._needs_data(number) and not getattr(self.observer(number), "calibrated", True)
         ]
         if missing and not allow_uncalibrated:
             raise UncalibratedError([self.describe(number) for number in missing])
@@ -200,6 +217,15 @@ class Estimation:
             f"expected squared error {factors.gain:.1f} times smaller"
             for number, factors in self.factors.items()
         ]
+
+
+def _observed(node: Node) -> str:
+    """Return the name of the value that an observer node sees, behind other observers."""
+    while node.op == "call_module":
+        source = node.args[0]
+        assert isinstance(source, Node)
+        node = source
+    return node.name
 
 
 def along(vector: Tensor, dim: int, rank: int) -> Tensor:

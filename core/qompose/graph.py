@@ -132,14 +132,25 @@ def value_of(node: Node) -> Any:
     return node.meta.get("val")
 
 
-def is_float_tensor(node: object) -> bool:
-    """Tell whether a node's value is one floating point tensor."""
+def dtype_of(node: object) -> torch.dtype | None:
+    """Return the dtype of a node's value, None where it is not one tensor."""
     if not isinstance(node, Node):
-        return False
+        return None
     value = value_of(node)
     if value is None:
         value = constant_of(node)
-    return isinstance(value, Tensor) and value.dtype.is_floating_point
+    return value.dtype if isinstance(value, Tensor) else None
+
+
+def is_float_tensor(node: object) -> bool:
+    """Tell whether a node's value is one floating point tensor."""
+    dtype = dtype_of(node)
+    return dtype is not None and dtype.is_floating_point
+
+
+def is_quantizable(node: object) -> bool:
+    """Tell whether a node's value is a tensor of a type that quantize operators take."""
+    return dtype_of(node) in (torch.float32, torch.float16, torch.bfloat16)
 
 
 def module_path(node: Node) -> str:
@@ -165,7 +176,7 @@ def _without_prefix(path: str) -> str:
 
 def operator_name(target: object) -> str:
     """Return `aten.linear` for the overload aten.linear.default, the qualified name of any other callable."""
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         return str(target).removesuffix(".default")
     return getattr(target, "__name__", str(target))
 

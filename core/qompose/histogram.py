@@ -9,6 +9,7 @@ by merging pairs gives exactly the counts that wider bins would have given from 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -38,8 +39,11 @@ class Histogram:
         self.minimum, self.maximum = min(self.minimum, low), max(self.maximum, high)
         self._widen(_exponent_for(max(-low, high)))
         assert self.exponent is not None
-        bins = torch.floor(x.flatten() * 2.0**-self.exponent).to(torch.int32) + _HALF
-        self.counts += torch.bincount(bins, minlength=BINS).cpu()
+        x = x.flatten()
+        bins = torch.floor(x * 2.0**-self.exponent).to(torch.int32)
+        # A tiny negative value may become -0.0 when it is scaled; it belongs below zero all the same.
+        bins = torch.where((x < 0) & (bins == 0), -1, bins)
+        self.counts += torch.bincount(bins + _HALF, minlength=BINS).cpu()
 
     def merge(self, other: Histogram) -> None:
         """Add the counts of another histogram, exactly as if its data had been counted here."""
@@ -65,8 +69,8 @@ class Histogram:
 
 
 def _exponent_for(largest: float) -> int:
-    """Return the least exponent whose bins reach beyond `largest`, at least 2**-100."""
-    return max(math.frexp(largest)[1], -100) - int(math.log2(_HALF))
+    """Return the least exponent whose bins reach beyond `largest`, or beyond 2**-100."""
+    return math.frexp(max(largest, 2.0**-101))[1] - int(math.log2(_HALF))
 
 
 def _coarser(counts: Tensor, doublings: int) -> Tensor:
@@ -77,38 +81,51 @@ def _coarser(counts: Tensor, doublings: int) -> Tensor:
 
 
 def best_range(
-    histogram: Histogram, *, steps: int, symmetric: bool, power: float
+    histogram: Histogram, *, steps: int, power: float, lowest: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return the (minimum, maximum) whose `steps + 1` levels reproduce the data with the least error.
 
     The error is the sum of `|value - quantized value| ** power`. Each end is shrunk in turn over
-    `_CANDIDATES` fractions of the observed range, the whole range being one of them. A symmetric range
-    shrinks both ends at once.
+    `_CANDIDATES` fractions of the observed range, the whole range being one of them.
+
+    Args:
+        lowest: for a symmetric scheme, the least level relative to zero; both ends are then shrunk at
+            once, and the step is the largest magnitude over half of `steps`.
     """
     low, high = min(histogram.minimum, 0.0), max(histogram.maximum, 0.0)
-    if symmetric:
-        high = max(-low, high)
-        low = -high
     occupied = histogram.counts > 0
     centres = histogram.centres()[occupied].clamp(histogram.minimum, histogram.maximum)
-    counts = histogram.counts[occupied].double()
+    data = _Data(centres, histogram.counts[occupied].double(), steps, power, lowest)
     fractions = torch.linspace(1.0, 0.25, _CANDIDATES, dtype=torch.float64)
-    for _ in range(2):
-        lows, highs = fractions * low, fractions * high
-        if symmetric:
-            low, high = _best(centres, counts, lows, highs, steps, power)
-            break
-        _, high = _best(centres, counts, torch.full_like(highs, low), highs, steps, power)
-        low, _ = _best(centres, counts, lows, torch.full_like(lows, high), steps, power)
+    if lowest is not None:
+        ends = fractions * max(-low, high)
+        low, high = data.best(-ends, ends)
+    else:
+        for _ in range(2):
+            highs = fractions * high
+            _, high = data.best(torch.full_like(highs, low), highs)
+            lows = fractions * low
+            low, _ = data.best(lows, torch.full_like(lows, high))
     return torch.tensor(low, dtype=torch.float32), torch.tensor(high, dtype=torch.float32)
 
 
-def _best(
-    centres: Tensor, counts: Tensor, lows: Tensor, highs: Tensor, steps: int, power: float
-) -> tuple[float, float]:
-    scale = ((highs - lows) / steps).clamp(min=2.0**-126).unsqueeze(1)
-    origin = torch.round(lows.unsqueeze(1) / scale)
-    levels = torch.clamp(torch.round(centres / scale), origin, origin + steps)
-    errors = ((levels * scale - centres).abs() ** power * counts).sum(1)
-    chosen = int(torch.argmin(errors))
-    return float(lows[chosen]), float(highs[chosen])
+@dataclass(frozen=True)
+class _Data:
+    """Bin centres and counts, and how an error counts; see `best_range`."""
+
+    centres: Tensor
+    counts: Tensor
+    steps: int
+    power: float
+    lowest: int | None
+
+    def best(self, lows: Tensor, highs: Tensor) -> tuple[float, float]:
+        """Return the pair of ends with the least error; of equals the first."""
+        scale = ((highs - lows) / self.steps).clamp(min=2.0**-126).unsqueeze(1)
+        lowest = torch.round(lows.unsqueeze(1) / scale)
+        if self.lowest is not None:
+            lowest = torch.full_like(lowest, self.lowest)
+        levels = torch.clamp(torch.round(self.centres / scale), lowest, lowest + self.steps)
+        errors = ((levels * scale - self.centres).abs() ** self.power * self.counts).sum(1)
+        chosen = int(torch.argmin(errors))
+        return float(lows[chosen]), float(highs[chosen])

@@ -24,7 +24,8 @@ def find_target(name: str, record: Record) -> Target:
     """Return the target that the owners of a model's claims share.
 
     Raises:
-        TargetError: an owner has no kernels for it, nobody brings the runtime, or it is missing here.
+        TargetError: an owner has no kernels for it, or cannot run here; nobody brings the runtime, or
+            it is missing here.
 
     """
     known = {TORCH_TARGET.name: TORCH_TARGET}
@@ -45,6 +46,10 @@ def find_target(name: str, record: Record) -> Target:
     problem = known[name].availability()
     if problem:
         raise TargetError(f"The target {name!r} cannot be used here: {problem}")
+    for owner in sorted(owners):
+        problem = record.backends[owner].availability()
+        if problem:
+            raise TargetError(f"The kernels of {owner!r} cannot be used here: {problem}")
     return known[name]
 
 

@@ -8,12 +8,21 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from qompose.claims import Claim, Operand, Point, PointSpec, Product, Proposal, Rejection
-from qompose.graph import constant_of, is_float_tensor, value_of
+from qompose.claims import (
+    Claim,
+    Operand,
+    Point,
+    PointSpec,
+    Product,
+    Proposal,
+    Rejection,
+    shared_with,
+)
+from qompose.graph import constant_of, is_quantizable, value_of
 from qompose.patterns import Match, OperatorIndex
 from qompose.rules import STATIC, Rule
 from qompose.selectors import Selection, Selectors
-from qompose.specs import QuantizationConfig, SharedQuantizationSpec
+from qompose.specs import QuantizationConfig
 
 
 def propose_rules(
@@ -84,12 +93,12 @@ def _tensor_objection(rule: Rule, match: Match) -> str | None:
         if len(tensors) != wanted:
             return f"{name} is a number, not a tensor"
         for tensor in tensors:
-            if not is_float_tensor(tensor):
+            if not is_quantizable(tensor):
                 return f"{name} ({tensor.name}) is {_kind(tensor)}"
     weight = match.node(rule.weight) if rule.weight else None
     if rule.weight and (weight is None or constant_of(weight) is None):
         return f"{rule.weight} is computed, not a parameter"
-    if weight is not None and not is_float_tensor(weight):
+    if weight is not None and not is_quantizable(weight):
         return f"{rule.weight} ({weight.name}) is {_kind(weight)}"
     return None
 
@@ -161,13 +170,14 @@ def _specs(
         )
         for role in dict.fromkeys(operand.role for operand in operands)
     }
-    activations = [edge for role in rule.activations for edge in edges.get(role, [])]
+    everywhere = [edge for role in rule.activations for edge in edges.get(role, [])]
+    activations = list(dict.fromkeys(everywhere))  # one tensor may have two roles
     result = []
     if config.input_activation is not None and activations:
         first, *others = activations
         result.append(PointSpec(first, config.input_activation))
         shared = [*others, Point(match.output.name)] if rule.shares else []
-        result += [_shared(match, point, first) for point in shared]
+        result += [shared_with(point, first) for point in shared]
         result += [] if rule.shares else [PointSpec(p, config.input_activation) for p in others]
     if rule.weight and config.weight is not None:
         result += [PointSpec(edge, config.weight) for edge in edges[rule.weight]]
@@ -184,14 +194,3 @@ def _edge(match: Match, operand: Operand) -> Point:
         argument = argument[index]
     assert isinstance(argument, Node)
     return Point(argument.name, user.name)
-
-
-def _shared(match: Match, point: Point, with_point: Point) -> PointSpec:
-    nodes = {
-        node.name: node
-        for operator in match.nodes
-        for node in (operator, *operator.all_input_nodes)
-    }
-    assert with_point.user is not None
-    edge = (nodes[with_point.source], nodes[with_point.user])
-    return PointSpec(point, SharedQuantizationSpec(edge), (with_point,))

@@ -36,10 +36,10 @@ def quantized_range(
     info = torch.iinfo(dtype)
     low = info.min if quant_min is None else quant_min
     high = info.max if quant_max is None else quant_max
-    if not info.min <= low < high <= info.max:
+    if not info.min <= low <= 0 <= high <= info.max or low == high:
         raise ConfigError(
             f"quant_min={low}, quant_max={high} is not a range within {dtype} "
-            f"[{info.min}, {info.max}]"
+            f"[{info.min}, {info.max}] that contains zero"
         )
     return low, high
 
@@ -80,15 +80,16 @@ def choose_qparams(
     above = torch.clamp(maximum, min=0.0)
     if qscheme in SYMMETRIC:
         scale = torch.maximum(torch.maximum(-below, above) / (float(high - low) / 2), least)
-        customized = quant_min is not None and quant_max is not None
-        middle = _symmetric_zero_point(dtype, low, high, customized)
+        middle = symmetric_zero_point(dtype, quant_min, quant_max)
         return scale, torch.full_like(scale, middle, dtype=torch.int64)
     scale = torch.maximum((above - below) / float(high - low), least)
     zero_point = low - torch.round(below / scale).to(torch.int64)
     return scale, torch.clamp(zero_point, low, high)
 
 
-def _symmetric_zero_point(dtype: torch.dtype, low: int, high: int, customized: bool) -> int:
+def symmetric_zero_point(dtype: torch.dtype, quant_min: int | None, quant_max: int | None) -> int:
+    """Return the zero point of symmetric schemes: 0 for signed types, else (about) the middle."""
     if dtype is torch.uint8:
-        return (low + high) // 2 if customized else 128
+        both = quant_min is not None and quant_max is not None
+        return (quant_min + quant_max) // 2 if both else 128  # type: ignore[operator]
     return 2**15 if dtype is torch.uint16 else 0

@@ -16,7 +16,13 @@ from torch import Tensor, nn
 
 from qompose.errors import CalibrationError, ConfigError
 from qompose.histogram import Histogram, best_range
-from qompose.numerics import DEFAULT_EPS, PER_CHANNEL, choose_qparams, quantized_range
+from qompose.numerics import (
+    DEFAULT_EPS,
+    PER_CHANNEL,
+    choose_qparams,
+    quantized_range,
+    symmetric_zero_point,
+)
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,8 @@ class Observer(nn.Module):
     masked: int
     constant = False
     """Set by prepare on observers of parameters: a value is looked at again only after it changed."""
+    subject = "the observed tensor"
+    """Set by prepare: which tensor is observed, for messages."""
 
     def __init__(
         self,
@@ -109,11 +117,11 @@ class Observer(nn.Module):
     def _without_mask_values(self, x: Tensor) -> Tensor:
         """Return `x` as float32 with mask values replaced by zero; zero is in every range anyway."""
         smallest, largest = torch.aminmax(x)
-        extreme = torch.finfo(x.dtype).max / 4
+        extreme = min(torch.finfo(x.dtype).max, torch.finfo(torch.float32).max) / 4
         if bool((smallest > -extreme) & (largest < extreme)):
             return x.float()
         if bool(torch.isnan(smallest) | torch.isnan(largest)):
-            raise CalibrationError("the tensor holds NaN")
+            raise CalibrationError(f"{self.subject} holds NaN")
         mask = x.abs() >= extreme
         self.masked += int(mask.sum())
         return x.masked_fill(mask, 0.0).float()
@@ -220,10 +228,11 @@ class HistogramObserver(Observer):
 
     def calculate_qparams(self) -> tuple[Tensor, Tensor]:
         low, high = quantized_range(self.dtype, self.quant_min, self.quant_max)
-        symmetric = self.qscheme == torch.per_tensor_symmetric
-        return self._qparams(
-            *best_range(self.histogram, steps=high - low, symmetric=symmetric, power=self.power)
-        )
+        lowest = None
+        if self.qscheme == torch.per_tensor_symmetric:
+            lowest = low - symmetric_zero_point(self.dtype, self.quant_min, self.quant_max)
+        found = best_range(self.histogram, steps=high - low, power=self.power, lowest=lowest)
+        return self._qparams(*found)
 
 
 class PlaceholderObserver(Observer):

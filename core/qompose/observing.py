@@ -53,6 +53,9 @@ class BalancedObserver(nn.Module):
         self.channel_observer = PerChannelMinMaxObserver(
             dtype=torch.int8, qscheme=torch.per_channel_symmetric, ch_axis=dim
         )
+        self.channel_observer.subject = getattr(
+            tensor_observer, "subject", self.channel_observer.subject
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Observe `x`, of any shape that has `dim`, and return it unchanged."""

@@ -13,6 +13,7 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
+from qompose.annotations import clear_annotations, write_annotations
 from qompose.arbitration import compose_claims
 from qompose.backend import Backend
 from qompose.calibration import calibrate
@@ -43,7 +44,7 @@ def compose(*members: str | Quantizer, on_conflict: str = "error") -> Composable
 
     Raises:
         BackendNotFoundError: no such backend is installed.
-        PluginError: it is, and cannot be loaded or used here.
+        PluginError: it is, and cannot be loaded.
         UserError: no members.
 
     """
@@ -99,8 +100,10 @@ def prepare_pt2e(
         float_bytes=state_bytes(exported),
     )
     _say_what_is_missing(plan, strict)
-    insert_observers(working, claims, plan.groups, quantizer.prepare_obs_or_fq_callback)
+    clear_annotations(working.graph)
+    write_annotations(working, claims)
     quantizer.validate(working)
+    insert_observers(working, claims, plan.groups, quantizer.prepare_obs_or_fq_callback)
     prepared = refresh(working)
     attach(prepared, Record(plan, "prepared", _backends(quantizer)))
     return _into(model, prepared) if inplace else prepared
@@ -191,6 +194,7 @@ def convert_pt2e(
         remedy="Call prepare_pt2e and calibrate first.",
     )
     model = copy_graph_module(prepared)
+    clear_annotations(model.graph)  # they refer to nodes of the prepared graph
     conversion = convert_observers(model, record.plan, allow_uncalibrated=allow_uncalibrated)
     converted = refresh(model)
     converted.graph.lint()

@@ -136,6 +136,14 @@ class Record:
     target: str = ""
     bytes: int = 0
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Record:
+        """Return the record itself: nothing in it changes."""
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the live backends out of a pickle; they are loaded by name when they are needed."""
+        return {**self.__dict__, "backends": {}}
+
 
 def record_of(module: object, *, stages: tuple[str, ...], function: str, remedy: str) -> Record:
     """Return the record in `module.meta`, checking that the module comes from one of `stages`.

@@ -144,13 +144,13 @@ class _Solver:
         members: dict[Point, list[Point]] = defaultdict(list)
         for point in self.specs:
             members[self.find(point)].append(point)
-        ordered = [
-            sorted(
-                points, key=lambda p: (position.get(p.source, -1), position.get(p.user or "", -1))
-            )
-            for points in members.values()
-        ]
-        ordered.sort(key=lambda points: position.get(points[0].source, -1))
+
+        def place(point: Point) -> tuple[int, int, Point]:
+            """Order by producer; its output comes before its edges, those in order of the users."""
+            return position.get(point.source, -1), position.get(point.user or "", -1), point
+
+        ordered = [sorted(points, key=place) for points in members.values()]
+        ordered.sort(key=lambda points: place(points[0]))
         return [self._group(points) for points in ordered]
 
     def _group(self, points: list[Point]) -> Group:

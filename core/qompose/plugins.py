@@ -109,12 +109,12 @@ def _load(info: BackendInfo) -> Backend:
         manager.register(module, info.name)
         manager.check_pending()
         backend = manager.hook.qompose_backend()
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a plugin that exits must not end its host
         raise PluginError(info.name, info.source, _reason(error)) from error
     return _checked(info, backend)
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     reason = f"{type(error).__name__}: {error}"
     if isinstance(error, ModuleNotFoundError) and error.name:
         reason += f" (install the package that has the module {error.name!r})"

@@ -12,6 +12,7 @@ from torch.fx import GraphModule, Node
 from qompose.claims import Claim, Point
 from qompose.errors import InternalError
 from qompose.graph import constant_of, set_attribute, tag, value_of
+from qompose.observers import Observer
 from qompose.observing import OBSERVER_PREFIX, BalancedObserver, make_observer
 from qompose.plan import Group
 from qompose.specs import EdgeOrNode
@@ -64,6 +65,8 @@ def _observers(
 
 def _observer(group: Group) -> nn.Module:
     observer = make_observer(group.spec)
+    if isinstance(observer, Observer):
+        observer.subject = str(group.points[0])
     return BalancedObserver(observer, group.balance.dim) if group.balance else observer
 
 

@@ -95,6 +95,8 @@ class Report:
         )
         lines = [f"{self.stage}{f' for {self.target}' if self.target else ''}: {parts}"]
         lines += [f"multiply-accumulates: {total:,}: {share}"] if total else []
+        if self.requantizations:
+            lines.append(f"{self.requantizations} requantizations where specifications meet")
         if self.bytes_after and self.bytes_before:
             ratio = self.bytes_after / self.bytes_before
             lines.append(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -85,6 +86,13 @@ _FOLDABLE = {
 }
 
 
+_IMAGE_RANK: dict[Any, int] = {
+    **dict.fromkeys([aten.conv1d.default, aten.conv1d.padding, aten.conv_transpose1d.default], 1),
+    **dict.fromkeys([aten.conv2d.default, aten.conv2d.padding, aten.conv_transpose2d.input], 2),
+    **dict.fromkeys([aten.conv3d.default, aten.conv3d.padding, aten.conv_transpose3d.input], 3),
+}
+
+
 def _find_batch_norm(node: Node, consumers: Consumers) -> Iterator[Candidate]:
     if node.target is not aten.batch_norm.default:
         return
@@ -103,6 +111,8 @@ def _fold_obstacle(norm: Node, producer: Node, consumers: Consumers) -> str | No
         return "the batch norm has no running statistics"
     if len(producer.users) > 1:
         return f"{describe(producer)} has other consumers"
+    if value_of(producer).dim() < 2 + _IMAGE_RANK.get(producer.target, 0):
+        return f"the input of {describe(producer)} has no batch dimension"
     if constant is None:
         return f"the weight of {describe(producer)} is computed"
     if consumers[address_of(constant)] > 1:

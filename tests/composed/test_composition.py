@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The three plugins together: any order, named owners, one requantization at each border."""
+
+from __future__ import annotations
+
+import itertools
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import qompose
+import torch
+from qompose import decomposed
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.utils import _pytree as pytree
+
+from tests.core.toy import NullQuantizer, graph_text, sqnr
+from tests.zoo import ZooModel, by_name, tagged
+
+PRODUCTS = ("xnnpack", "x86_inductor")
+SMALL = [
+    *tagged("conv", without=("transformers",)),
+    *tagged("attention", without=("transformers",)),
+    *(
+        by_name(name)
+        for name in ("mlp", "mlp_3d_input", "mlp_bn", "embedding_mlp", "mixer", "scalars")
+    ),
+    *tagged("topology", without=("mutation", "control_flow", "conv")),
+]
+ENCODERS = [
+    by_name(name) for name in ("bert", "distilbert", "gpt2", "vit") if find_spec("transformers")
+]
+
+
+class EmbeddedMLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(30, 16)
+        self.body = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.body(self.table(ids)))
+
+
+IDS = torch.randint(30, (6, 5), generator=torch.Generator().manual_seed(0))
+
+
+def program() -> torch.export.ExportedProgram:
+    return torch.export.export(EmbeddedMLP().eval(), (IDS,))
+
+
+def stages(
+    exported: Any, inputs: Any, *members: Any
+) -> tuple[GraphModule, GraphModule, GraphModule]:
+    """The prepared, converted and lowered model, calibrated with `inputs`."""
+    prepared = qompose.prepare_pt2e(exported, qompose.compose(*members))
+    with torch.no_grad():
+        prepared(*inputs)
+    converted = qompose.convert_pt2e(prepared)
+    return prepared, converted, qompose.lower(converted)
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+@pytest.mark.parametrize("name", ["mlp", "bert"])
+def test_both_orders_give_the_same_graph(product: str, name: str) -> None:
+    if name == "bert" and not find_spec("transformers"):
+        pytest.skip("needs transformers")
+    model = by_name("bert") if name == "bert" else None
+    exported, inputs = (model.export(), model.inputs()) if model else (program(), (IDS,))
+    results = [
+        stages(exported, inputs, *order) for order in itertools.permutations(("embedding", product))
+    ]
+    for one, other in zip(*results, strict=True):
+        assert graph_text(one) == graph_text(other)
+    rows = [qompose.report(result[-1]).rows for result in results]
+    assert rows[0] == rows[1]
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_every_operator_has_its_owner_and_runs_in_its_kernel(product: str) -> None:
+    exported = program()
+    _, converted, lowered = stages(exported, (IDS,), "embedding", product)
+    rows = {row.name: (row.owner, row.state) for row in qompose.report(lowered).rows}
+    assert rows == {
+        "embedding": ("embedding", "int8 kernel"), "linear": (product, "int8 kernel"),
+        "relu": (product, "int8 kernel"), "linear_1": (product, "int8 kernel"),
+        "linear_2": (product, "int8 kernel"),
+    }  # fmt: skip
+    assert qompose.report(lowered).coverage() == 1.0
+    expected = exported.module()(IDS)
+    assert sqnr(expected, converted(IDS)) > 25
+    assert sqnr(converted(IDS), lowered(IDS)) > 35
+
+
+def split(first: str, second: str) -> list[Quantizer]:
+    """`first` takes `body`, `second` takes `head`."""
+    members = []
+    for name, path in ((first, "body"), (second, "head")):
+        quantizer: Any = qompose.compose(name).members[0]
+        config = quantizer.backend.default_config
+        members.append(quantizer.set_global(None).set_module_name(path, config))
+    return members
+
+
+Quantizer = qompose.Quantizer
+
+
+@pytest.mark.parametrize("order", [1, -1], ids=["in order", "reversed"])
+def test_where_int8_meets_uint8_the_tensor_is_requantized_and_counted(order: int) -> None:
+    members = split("xnnpack", "x86_inductor")[::order]
+    _, converted, lowered = stages(program(), (IDS,), "embedding", *members)
+    report = qompose.report(lowered)
+    assert report.requantizations == 1
+    requantized = [
+        node
+        for node in converted.graph.nodes
+        if decomposed.is_quantize(node) and decomposed.is_dequantize(node.args[0])
+    ]
+    assert len(requantized) == 1
+    (node,) = requantized
+    assert (node.args[0].args[5], node.args[5]) == (torch.int8, torch.uint8)
+    owners = {row.module.partition(".")[0]: row.owner for row in report.rows if row.macs}
+    assert owners == {"body": "xnnpack", "head": "x86_inductor"}
+    assert sqnr(program().module()(IDS), lowered(IDS)) > 25
+
+
+def test_a_border_without_an_output_specification_needs_no_requantization() -> None:
+    """The x86 rules leave outputs to their readers: the one quantize is the reader's own."""
+    _, converted, lowered = stages(program(), (IDS,), *split("x86_inductor", "xnnpack"))
+    assert qompose.report(lowered).requantizations == 0
+    (head,) = (n for n in converted.graph.nodes if n.name == "linear_2")
+    quantize = head.args[0].args[0]
+    assert quantize.args[5] is torch.int8
+    assert not decomposed.is_dequantize(quantize.args[0])
+
+
+def test_priority_between_two_that_want_everything() -> None:
+    for first, second in itertools.permutations(PRODUCTS):
+        prepared, _, _ = stages(program(), (IDS,), first, second)
+        plan = prepared.meta["qompose"].plan
+        assert {claim.owner for claim in plan.claims} == {first}
+        assert {conflict.loser for conflict in plan.conflicts} == {second}
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_a_null_member_changes_nothing(product: str) -> None:
+    plain = stages(program(), (IDS,), "embedding", product)
+    for members in itertools.permutations((NullQuantizer(), "embedding", product)):
+        for one, other in zip(stages(program(), (IDS,), *members), plain, strict=True):
+            assert graph_text(one) == graph_text(other)
+
+
+def test_a_composition_of_nulls_is_the_exported_model() -> None:
+    exported = program()
+    both = qompose.compose(NullQuantizer(), NullQuantizer())
+    with pytest.warns(qompose.QomposeWarning, match="Nothing was quantized"):
+        prepared = qompose.prepare_pt2e(exported, both)
+    lowered = qompose.lower(qompose.convert_pt2e(prepared), strict=True)
+    assert torch.equal(lowered(IDS), exported.module()(IDS))
+
+
+def tensors(value: Any) -> list[Tensor]:
+    return [
+        leaf
+        for leaf in pytree.tree_leaves(value)
+        if isinstance(leaf, Tensor) and leaf.dtype.is_floating_point
+    ]
+
+
+@pytest.mark.filterwarnings(
+    "ignore::qompose.QomposeWarning"
+)  # models that a backend has no rule for
+@pytest.mark.parametrize("product", PRODUCTS)
+@pytest.mark.parametrize("model", [*SMALL, *ENCODERS], ids=str)
+def test_prepared_models_are_the_exported_ones_but_for_listed_rewrites(
+    model: ZooModel, product: str
+) -> None:
+    exported, inputs = model.export(), model.inputs()
+    prepared = qompose.prepare_pt2e(exported, qompose.compose("embedding", product))
+    with torch.no_grad():
+        expected, actual = exported.module()(*inputs), prepared(*inputs)
+    folded = [r for r in prepared.meta["qompose"].plan.rewrites if r.name == "fold_batch_norm"]
+    if not folded:
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+    for one, other in zip(tensors(expected), tensors(actual), strict=True):
+        assert one.dtype is other.dtype
+        assert sqnr(one, other) > 100
+
+
+QUANTIZED = [
+    by_name(name)
+    for name in (
+        "conv_bn_relu", "lenet", "resnet18", "bottleneck", "mobilenet_v2", "unet", "densenet",
+        "convnext", "mlp", "mlp_3d_input", "mlp_bn", "embedding_mlp", "mixer", "encoder_decoder",
+        "vision_transformer", "attention_additive_mask", "attention_finite_mask", "conv1d",
+    )
+]  # fmt: skip
+
+
+# Untrained, its depthwise layers shrink the signal to a few steps of the classifier's input.
+BOUNDS = {"mobilenet_v2": 12}
+
+
+@pytest.mark.filterwarnings("ignore::qompose.QomposeWarning")  # regions that stay simulated
+@pytest.mark.parametrize("product", PRODUCTS)
+@pytest.mark.parametrize("model", [*QUANTIZED, *ENCODERS], ids=str)
+def test_converted_and_lowered_models_are_close(model: ZooModel, product: str) -> None:
+    """Converted to the float one, and what kernels compute to what is simulated."""
+    exported, inputs = model.export(), model.inputs()
+    _, converted, lowered = stages(exported, inputs, "embedding", product)
+    with torch.no_grad():
+        expected, simulated, actual = (m(*inputs) for m in (exported.module(), converted, lowered))
+    assert len(converted.meta["qompose"].plan.claims) > 0
+    for one, two, three in zip(*map(tensors, (expected, simulated, actual)), strict=True):
+        assert one.dtype is two.dtype is three.dtype
+        assert sqnr(one, two) > BOUNDS.get(model.name, 25)
+        assert sqnr(two, three) > 35

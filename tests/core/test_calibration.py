@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calibration takes batches as they come, and says which one does not fit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import qompose
+import torch
+from qompose import CalibrationError
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.core.toy import LINEAR, export, prepare, randn, seeded, toy
+
+
+class TwoInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.linear(x + y)
+
+
+X, Y = randn(4, 3), randn(4, 3, seed=1)
+
+
+def prepared_pair() -> GraphModule:
+    batch = torch.export.Dim("batch")
+    program = export(seeded(TwoInputs()), X, Y, dynamic_shapes=({0: batch}, {0: batch}))
+    return prepare(program, toy(LINEAR))
+
+
+def prepared_single() -> GraphModule:
+    program = export(seeded(nn.Linear(3, 4)), X, dynamic_shapes=({0: torch.export.Dim("batch")},))
+    return prepare(program, toy(LINEAR))
+
+
+def scales(prepared: GraphModule) -> list[float]:
+    converted = qompose.convert_pt2e(prepared)
+    return [n.args[1] for n in converted.graph.nodes if "quantize_per_tensor" in str(n.target)]
+
+
+def plain_loop(prepared: GraphModule, *batches: tuple[Tensor, ...]) -> list[float]:
+    for batch in batches:
+        prepared(*batch)
+    return scales(prepared)
+
+
+@pytest.mark.parametrize(
+    ("batches", "options"),
+    [
+        pytest.param([(X, Y), (Y, Y)], {}, id="tuples"),
+        pytest.param([[X, Y], [Y, Y]], {}, id="lists"),
+        pytest.param([{"x": X, "y": Y}, {"y": Y, "x": Y}], {}, id="dicts"),
+        pytest.param(iter([(X, Y), (Y, Y)]), {}, id="an iterator"),
+        pytest.param(
+            [("label", X, Y), ("label", Y, Y)], {"transform": lambda b: b[1:]}, id="a transform"
+        ),
+        pytest.param([(X, Y), (Y, Y)], {"progress": True}, id="with a progress bar"),
+    ],
+)
+def test_batches_are_those_of_a_plain_loop(batches: Any, options: Any) -> None:
+    prepared = prepared_pair()
+    assert qompose.calibrate(prepared, batches, **options) is prepared
+    assert scales(prepared) == plain_loop(prepared_pair(), (X, Y), (Y, Y))
+
+
+def test_tensors_and_data_loaders() -> None:
+    data = randn(10, 3)
+    expected = plain_loop(prepared_single(), (data,))
+    assert scales(qompose.calibrate(prepared_single(), list(data.split(3)))) == expected
+    loader = DataLoader(TensorDataset(data, torch.arange(10)), batch_size=4)
+    calibrated = qompose.calibrate(prepared_single(), loader, transform=lambda batch: batch[0])
+    assert scales(calibrated) == expected
+
+
+def test_the_result_does_not_depend_on_the_split() -> None:
+    data = randn(12, 3)
+    results = [
+        scales(qompose.calibrate(prepared_single(), list(data.split(size)))) for size in (1, 5, 12)
+    ]
+    assert results[0] == results[1] == results[2]
+
+
+@pytest.mark.parametrize("batches", [[], iter(()), (b for b in [])], ids=["list", "iter", "used"])
+def test_no_batch_is_an_error(batches: Any) -> None:
+    with pytest.raises(CalibrationError, match="no batches: the iterable was empty"):
+        qompose.calibrate(prepared_pair(), batches)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        pytest.param(
+            (X,), r"batch 3 does not fit.*The batch is \(float32\[4, 3\]\)", id="too few"
+        ),
+        pytest.param(
+            (X, randn(4, 5)), r"batch 3 does not fit.*\(float32\[4, 3\], float32\[4, 5\]\)",
+            id="wrong shape",
+        ),
+        pytest.param({"x": X, "z": Y}, r"batch 3 does not fit.*\{x: float32", id="wrong name"),
+        pytest.param((X, "y"), r"batch 3 does not fit.*\(float32\[4, 3\], str\)", id="wrong type"),
+        pytest.param("xy", "batch 3 cannot be used: it is a str.*transform=", id="no batch at all"),
+        pytest.param(3, "batch 3 cannot be used: it is a int", id="a number"),
+    ],
+)  # fmt: skip
+def test_a_batch_that_does_not_fit_is_named_by_number(bad: Any, message: str) -> None:
+    with pytest.raises(CalibrationError, match=f"(?s)calibration {message}"):
+        qompose.calibrate(prepared_pair(), [(X, Y), (X, Y), bad, (X, Y)])
+
+
+def test_nan_is_named_with_its_batch_and_its_tensor() -> None:
+    bad = X.clone()
+    bad[0, 0] = math.nan
+    with pytest.raises(CalibrationError, match=r"(?s)batch 2 .*NaN") as caught:
+        qompose.calibrate(prepared_pair(), [(X, Y), (bad, Y)])
+    assert "add" in str(caught.value), "the observed tensor is the sum"
+
+
+def test_no_gradients_are_kept() -> None:
+    prepared = prepared_single()
+    modes = []
+    hook = prepared.register_forward_hook(lambda *_: modes.append(torch.is_grad_enabled()))
+    qompose.calibrate(prepared, [X])
+    hook.remove()
+    assert modes == [False]
+
+
+def test_batches_are_read_one_at_a_time() -> None:
+    prepared, alive = prepared_single(), []
+
+    def batches() -> Iterator[Tensor]:
+        for _ in range(3):
+            alive.append(len(alive))
+            yield X
+
+    calls = []
+    prepared.register_forward_hook(lambda *_: calls.append(len(alive)))
+    qompose.calibrate(prepared, batches())
+    assert calls == [1, 2, 3]
+
+
+def test_the_progress_bar_is_on_stderr_and_off_without_a_terminal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    qompose.calibrate(prepared_single(), [X])
+    assert capsys.readouterr() == ("", "")
+    qompose.calibrate(prepared_single(), [X], progress=True)
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "calibrating" in printed.err
+    assert "1/1" in printed.err

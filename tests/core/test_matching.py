@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From matches to claims: what is specified where, and a reason for every match that is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import qompose
+import torch
+from qompose import OperatorPattern, QuantizationConfig, TensorConstraint
+from qompose.claims import Point
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.core.toy import (
+    ADD,
+    CAT,
+    DYNAMIC,
+    INT8,
+    LINEAR,
+    LINEAR_RELU,
+    PER_TENSOR,
+    RELU,
+    STATIC,
+    UINT8,
+    WEIGHT,
+    WEIGHT_ONLY,
+    claimed,
+    export,
+    groups_of,
+    plan_of,
+    prepare,
+    randn,
+    rule,
+    seeded,
+    toy,
+)
+
+aten = torch.ops.aten
+
+
+class Calls(nn.Module):
+    """`function(linear, x, y)`."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        return self.function(self.linear, x, y)
+
+
+X, Y = randn(2, 3), randn(2, 3, seed=1)
+IDS = torch.tensor([[1, 2, 0], [0, 1, 2]])
+GUARDED = rule(
+    "guarded", OperatorPattern((aten.tanh.default,)), activations=("self",),
+    guard=lambda match: "it is Tuesday" if match.node("self") is not None else None,
+)  # fmt: skip
+NARROW = TensorConstraint(
+    dtypes=frozenset({torch.int8}),
+    qschemes=frozenset({torch.per_tensor_affine}),
+    quant_min_lower_bound=-127,
+)
+CONSTRAINED = rule(
+    "constrained", OperatorPattern((aten.tanh.default,)), activations=("self",),
+    accepts={"activation": NARROW},
+)  # fmt: skip
+STATIC_ONLY = rule(
+    "static_only", OperatorPattern((aten.tanh.default,)), activations=("self",),
+    modes=frozenset({"static"}),
+)  # fmt: skip
+TANH = rule("tanh", OperatorPattern((aten.tanh.default,)), activations=("self",))
+
+REASONS = [
+    pytest.param(
+        ADD, STATIC, lambda m, x, y: x + 2, "add", "other is a number, not a tensor", id="a number"
+    ),
+    pytest.param(
+        ADD, STATIC, lambda m, x, y: x + y.long(), "add", "other (to) is int64", id="integers"
+    ),
+    pytest.param(
+        CAT, STATIC, lambda m, x, y: torch.cat([x, y > 0]).float(), "cat", "(gt) is bool",
+        id="booleans in a list",
+    ),
+    pytest.param(
+        LINEAR, STATIC, lambda m, x, y: F.linear(x, y * 2), "linear",
+        "weight is computed, not a parameter", id="a computed weight",
+    ),
+    pytest.param(
+        LINEAR, STATIC, lambda m, x, y: F.linear(x, y), "linear",
+        "weight is computed, not a parameter", id="an input for a weight",
+    ),
+    pytest.param(GUARDED, STATIC, lambda m, x, y: x.tanh(), "tanh", "it is Tuesday", id="a guard"),
+    pytest.param(
+        CONSTRAINED, STATIC, lambda m, x, y: x.tanh(), "tanh",
+        "quant_min=-128, below the bound -127", id="a constraint",
+    ),
+    pytest.param(
+        STATIC_ONLY, DYNAMIC, lambda m, x, y: x.tanh(), "tanh",
+        "rule static_only has no dynamic form", id="a mode",
+    ),
+    pytest.param(
+        TANH, WEIGHT_ONLY, lambda m, x, y: x.tanh(), "tanh",
+        "weight-only leaves every role of rule tanh in float", id="no role",
+    ),
+    pytest.param(
+        LINEAR, QuantizationConfig(INT8, INT8, None, name="bare"), lambda m, x, y: m(x), "linear",
+        "bare leaves the weight of rule linear in float", id="no weight",
+    ),
+    pytest.param(
+        CAT, STATIC, lambda m, x, y: torch.cat([x, y]), "cat", "its input is not quantized",
+        id="a condition",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("row", "config", "function", "operator", "reason"), REASONS)
+def test_a_refused_match_has_a_reason(
+    row: Any, config: Any, function: Any, operator: str, reason: str
+) -> None:
+    """Another rule accepts the configuration, so that it may be set at all."""
+    accepting = rule("accepting", OperatorPattern((aten.erf.default,)), activations=("self",))
+    other = rule(
+        "weights", OperatorPattern((aten.embedding.default,)), activations=(), weight="weight"
+    )
+    program = export(Calls(function), X, Y)
+    prepared = prepare(program, toy(row, accepting, other, config=config))
+    assert claimed(prepared) == {}
+    found = {row.name: row.reason for row in qompose.report(prepared).rows}
+    assert found[operator].startswith("toy: ")
+    assert reason in found[operator]
+
+
+def test_the_first_reason_in_order_of_the_rules_is_the_one_reported() -> None:
+    prepared = prepare(
+        export(Calls(lambda m, x, y: x.tanh()), X, Y), toy(GUARDED, CONSTRAINED, ADD)
+    )
+    (row,) = qompose.report(prepared).rows
+    assert row.reason == "toy: it is Tuesday"
+
+
+def test_a_refused_fusion_leaves_no_reason_on_what_a_shorter_rule_took() -> None:
+    program = export(Calls(lambda m, x, y: m(x).relu()), X, Y)
+    quantizer = toy(LINEAR_RELU, LINEAR).set_object_type(aten.relu.default, None)
+    rows = {row.name: row for row in qompose.report(prepare(program, quantizer)).rows}
+    assert (rows["linear"].rule, rows["linear"].reason) == ("linear", "")
+    assert "relu float" in rows["relu"].reason or "left in float" in rows["relu"].reason
+
+
+@pytest.mark.parametrize(
+    ("row", "config", "function", "expected"),
+    [
+        pytest.param(
+            LINEAR, STATIC, lambda m, x, y: m(x),
+            [{"x -> linear"}, {"linear_weight -> linear"}, {"output of linear"}], id="static",
+        ),
+        pytest.param(
+            LINEAR, DYNAMIC, lambda m, x, y: m(x), [{"x -> linear"}, {"linear_weight -> linear"}],
+            id="dynamic",
+        ),
+        pytest.param(
+            LINEAR, WEIGHT_ONLY, lambda m, x, y: m(x), [{"linear_weight -> linear"}],
+            id="weight-only",
+        ),
+        pytest.param(
+            ADD, STATIC, lambda m, x, y: x + x, [{"x -> add"}, {"output of add"}],
+            id="one tensor twice",
+        ),
+        pytest.param(
+            ADD, STATIC, lambda m, x, y: x + y, [{"x -> add"}, {"y -> add"}, {"output of add"}],
+            id="two tensors",
+        ),
+        pytest.param(
+            rule("linear", *LINEAR.patterns, anchor="op", weight="weight", output=False), STATIC,
+            lambda m, x, y: m(x), [{"x -> linear"}, {"linear_weight -> linear"}],
+            id="no output",
+        ),
+        pytest.param(
+            rule("max", OperatorPattern((aten.maximum.default,)), activations=("self", "other"),
+                 shares=True), STATIC, lambda m, x, y: torch.maximum(x, y),
+            [{"x -> maximum", "y -> maximum", "output of maximum"}], id="all shared",
+        ),
+        pytest.param(
+            rule("max", OperatorPattern((aten.maximum.default,)), activations=("self", "other"),
+                 shares=True), STATIC, lambda m, x, y: torch.maximum(x, x),
+            [{"x -> maximum", "output of maximum"}], id="all shared, one tensor twice",
+        ),
+        pytest.param(
+            rule("cat", *CAT.patterns, activations=("tensors",), shares=True), STATIC,
+            lambda m, x, y: torch.cat([x, y, x]), [{"x -> cat", "y -> cat", "output of cat"}],
+            id="a list with one tensor twice",
+        ),
+    ],
+)  # fmt: skip
+def test_specifications(row: Any, config: Any, function: Any, expected: Any) -> None:
+    prepared = prepare(export(Calls(function), X, Y), toy(row, config=config))
+    assert groups_of(prepared) == set(map(frozenset, expected))
+
+
+def test_each_role_gets_its_own_specification() -> None:
+    config = QuantizationConfig(INT8, UINT8, WEIGHT)
+    prepared = prepare(export(Calls(lambda m, x, y: m(x)), X, Y), toy(LINEAR, config=config))
+    assert {group.points[0]: group.spec for group in plan_of(prepared).groups} == {
+        Point("x", "linear"): INT8,
+        Point("linear_weight", "linear"): WEIGHT,
+        Point("linear"): UINT8,
+    }
+
+
+def test_a_claim_says_all_that_a_kernel_and_a_report_need() -> None:
+    prepared = prepare(export(Calls(lambda m, x, y: m(x).relu()), X, Y), toy(LINEAR_RELU))
+    (claim,) = plan_of(prepared).claims
+    assert (claim.owner, claim.rule, claim.anchor, claim.output) == (
+        "toy", "linear_relu", "linear", "relu",
+    )  # fmt: skip
+    assert (claim.config, claim.selector, claim.mode) == ("static", "global", "static")
+    assert dict(claim.captures)["op"] == "linear"
+    roles = {(operand.role, operand.user, operand.position) for operand in claim.operands}
+    assert {("input", "linear", (0,)), ("weight", "linear", (1,))} <= roles
+
+
+def test_integer_inputs_are_never_specified() -> None:
+    everything = rule("embedding", OperatorPattern((aten.embedding.default,)), activations=(),
+                      weight="weight")  # fmt: skip
+    model = nn.Sequential(nn.Embedding(3, 4))
+    prepared = prepare(export(model, IDS), toy(everything, ADD))
+    assert groups_of(prepared) == {
+        frozenset({"_0_weight -> embedding"}), frozenset({"output of embedding"}),
+    }  # fmt: skip
+    assert torch.equal(prepared(IDS), model(IDS))
+
+
+def test_a_configuration_that_no_rule_can_follow_is_refused_when_it_is_set() -> None:
+    with pytest.raises(qompose.ConfigError) as caught:
+        toy(CONSTRAINED, config=STATIC)
+    text = str(caught.value)
+    assert "'toy' cannot follow static" in text
+    assert "quant_min=-128, below the bound -127" in text
+    toy(CONSTRAINED, RELU, config=STATIC)  # one rule that can is enough
+    with pytest.raises(qompose.ConfigError, match="no dynamic form"):
+        toy(STATIC_ONLY, config=DYNAMIC)
+
+
+def test_without_a_selector_nothing_is_claimed_and_nothing_refused() -> None:
+    silent = qompose.RuleQuantizer(toy(LINEAR).backend)
+    prepared = prepare(export(Calls(lambda m, x, y: m(x)), X, Y), silent)
+    (row,) = qompose.report(prepared).rows
+    assert (row.state, row.reason) == (
+        "float",
+        "toy: no selector gives it a configuration (set_global gives one to all)",
+    )
+
+
+def test_two_configurations_on_two_modules() -> None:
+    model = seeded(nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)))
+    prepared = prepare(export(model, X), toy(LINEAR).set_module_name("2", PER_TENSOR))
+    assert [claim.config for claim in plan_of(prepared).claims] == ["static", "per tensor"]

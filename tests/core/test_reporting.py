@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reports count what is in the graph, stage by stage, and are data first."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import qompose
+import torch
+from qompose import decomposed
+from qompose.reporting import FLOAT, KERNEL, OBSERVED, SIMULATED
+from torch import Tensor, nn
+
+from tests.core.toy import (
+    ADD,
+    LINEAR,
+    SIGMOID,
+    STATIC_UINT8,
+    convert,
+    export,
+    nodes_calling,
+    prepare,
+    randn,
+    seeded,
+    toy,
+)
+
+X = randn(6, 3)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(torch.sigmoid(self.b(self.a(x)))).sum(1)
+
+
+PROGRAM = export(seeded(Net()), X)
+
+
+def stages() -> dict[str, qompose.Report]:
+    quantizer = toy(LINEAR, SIGMOID)
+    prepared = prepare(PROGRAM, quantizer)
+    prepared(X)
+    converted = qompose.convert_pt2e(prepared)
+    with pytest.warns(qompose.QomposeWarning, match=r"sigmoid \(toy, rule sigmoid\)"):
+        lowered = qompose.lower(converted)
+    modules = {"prepared": prepared, "converted": converted, "lowered": lowered}
+    return {stage: qompose.report(module) for stage, module in modules.items()}
+
+
+def test_states_at_every_stage() -> None:
+    states = {
+        stage: {row.name: row.state for row in report.rows} for stage, report in stages().items()
+    }
+    left = {"tanh": FLOAT, "sum_1": FLOAT}
+    assert states == {
+        "prepared": {"linear": OBSERVED, "linear_1": OBSERVED, "sigmoid": OBSERVED, **left},
+        "converted": {"linear": SIMULATED, "linear_1": SIMULATED, "sigmoid": SIMULATED, **left},
+        "lowered": {"linear": KERNEL, "linear_1": KERNEL, "sigmoid": SIMULATED, **left},
+    }
+
+
+def test_counts_are_those_of_the_graph() -> None:
+    converted = convert(PROGRAM, toy(LINEAR), X)
+    report = qompose.report(converted)
+    behind = [
+        node
+        for node in nodes_calling(converted, "linear")
+        if any(decomposed.is_dequantize(source) for source in node.all_input_nodes)
+    ]
+    assert report.count(SIMULATED) == report.count(SIMULATED, "toy") == len(behind) == 2
+    assert report.count(SIMULATED, "another") == 0
+    lowered = qompose.lower(converted)
+    kernels = [n for n in lowered.graph.nodes if "qompose_toy" in str(n.target)]
+    assert qompose.report(lowered).count(KERNEL) == len(kernels) == 2
+
+
+def test_coverage_is_by_multiply_accumulates() -> None:
+    quantizer = toy(LINEAR).set_module_name("b", None)
+    report = qompose.report(qompose.lower(convert(PROGRAM, quantizer, X)))
+    assert report.coverage() == pytest.approx(12 / 28)
+    assert report.coverage(FLOAT) == pytest.approx(16 / 28)
+    assert report.coverage(operator="aten.linear") == pytest.approx(12 / 28)
+    assert report.coverage(operator="aten.tanh") == 0.0
+    assert qompose.report(prepare(PROGRAM, quantizer)).coverage(OBSERVED) == pytest.approx(12 / 28)
+
+
+def test_every_float_operator_has_exactly_one_row_and_a_reason_or_an_owner() -> None:
+    for report in stages().values():
+        assert [row.name for row in report.rows] == [
+            "linear",
+            "linear_1",
+            "sigmoid",
+            "tanh",
+            "sum_1",
+        ]
+        for row in report.rows:
+            assert row.reason if row.state == FLOAT else row.owner == "toy"
+
+
+def test_a_fallback_has_its_reason_and_a_kernel_its_name() -> None:
+    rows = {row.name: row for row in stages()["lowered"].rows}
+    assert rows["sigmoid"].reason == "rule sigmoid has no kernel for torch"
+    assert rows["linear"].kernel == "toy linear"
+    assert rows["linear"].module == "a"
+    assert rows["linear"].selector == "global"
+
+
+def test_two_owners_and_the_requantization_between_them() -> None:
+    first = toy(LINEAR, name="first").set_global(None)
+    second = toy(LINEAR, name="second", config=STATIC_UINT8)
+    first.set_module_name("a", toy().backend.configs["static"])
+    second.set_module_name("a", None)
+    report = qompose.report(convert(PROGRAM, qompose.compose(first, second), X))
+    assert {row.name: row.owner for row in report.rows if row.owner} == {
+        "linear": "first", "linear_1": "second",
+    }  # fmt: skip
+    assert report.requantizations == 1
+    assert "1 requantization" in report.to_markdown()
+
+
+def test_conflicts_are_told() -> None:
+    both = qompose.compose(toy(LINEAR, name="first"), toy(LINEAR, ADD, name="second"))
+    report = qompose.report(prepare(PROGRAM, both))
+    assert "second rule linear lost linear to first rule linear" in report.conflicts
+
+
+def test_bytes_before_and_after() -> None:
+    reports = stages()
+    assert reports["converted"].bytes_before == 4 * (3 * 4 + 4 + 4 * 4 + 4)
+    assert reports["lowered"].bytes_after < reports["lowered"].bytes_before
+
+
+def test_json_data_is_complete() -> None:
+    for report in stages().values():
+        data = json.loads(json.dumps(report.to_dict()))
+        assert [row["name"] for row in data["rows"]] == [row.name for row in report.rows]
+        assert data["stage"] == report.stage
+        assert data["bytes_before"] == report.bytes_before
+
+
+def test_the_plan_is_json_data_too() -> None:
+    converted = convert(PROGRAM, toy(LINEAR), X)
+    data = json.loads(json.dumps(converted.meta["qompose"].plan.to_dict()))
+    assert [claim["rule"] for claim in data["claims"]] == ["linear", "linear"]
+    assert data["groups"][0]["spec"]["dtype"] in ("int8", "uint8")
+
+
+def test_markdown_is_a_table_with_totals() -> None:
+    text = stages()["lowered"].to_markdown()
+    lines = text.splitlines()
+    assert "lowered for torch: 2 int8 kernel" in lines[0]
+    assert "multiply-accumulates: 168: 100.0% int8 kernel" in text
+    table = [line for line in lines if line.startswith("|")]
+    widths = {line.count("|") for line in table}
+    assert widths == {7}
+    assert sum(int(row.split("|")[-3]) for row in table[2:]) == 5
+
+
+def test_text_names_every_operator_and_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    text = str(stages()["lowered"])
+    assert all(name in text for name in ("aten.linear", "aten.sigmoid", "aten.tanh", "toy linear"))
+    assert capsys.readouterr() == ("", "")

@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Selectors: the most specific one wins, None is float, and a name that is not there is an error."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import qompose
+import torch
+from qompose import QuantizationConfig, RuleQuantizer, SelectorError
+from torch import Tensor, nn
+
+from tests.core.toy import (
+    ADD,
+    DYNAMIC,
+    LINEAR,
+    LINEAR_RELU,
+    PER_TENSOR,
+    STATIC,
+    WEIGHT_ONLY,
+    ToyBackend,
+    claimed,
+    export,
+    plan_of,
+    prepare,
+    randn,
+    seeded,
+    toy,
+)
+
+aten = torch.ops.aten
+X = randn(4, 3)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(Block(), Block())
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))
+
+
+PROGRAM = export(seeded(Net()), X)
+PATHS = ("body.0.linear", "body.1.linear", "head")
+Setting = Callable[[RuleQuantizer, QuantizationConfig | None], Any]
+
+# Least specific first; each speaks of body.0.linear.
+LEVELS: dict[str, Setting] = {
+    "global": lambda q, c: q.set_global(c),
+    "type": lambda q, c: q.set_module_type(nn.Linear, c),
+    "regex": lambda q, c: q.set_module_name_regex(r"body\.\d\.linear", c),
+    "name": lambda q, c: q.set_module_name("body.0.linear", c),
+}
+
+
+def silent() -> RuleQuantizer:
+    return RuleQuantizer(ToyBackend([LINEAR]))
+
+
+def configs(quantizer: RuleQuantizer) -> dict[str, str]:
+    """Module path -> the configuration of its claim."""
+    plan = plan_of(prepare(PROGRAM, quantizer))
+    return {
+        o.module: "float" if o.claim is None else plan.claims[o.claim].config
+        for o in plan.operators
+        if o.operator == "aten.linear"
+    }
+
+
+@pytest.mark.parametrize("order", [1, -1], ids=["as listed", "set in reverse"])
+@pytest.mark.parametrize("value", [None, DYNAMIC], ids=["None", "config"])
+@pytest.mark.parametrize(("lower", "higher"), list(itertools.combinations(LEVELS, 2)))
+def test_the_more_specific_level_wins(
+    lower: str, higher: str, value: QuantizationConfig | None, order: int
+) -> None:
+    quantizer = silent()
+    settings = [(lower, WEIGHT_ONLY), (higher, value)]
+    for level, config in settings[::order]:
+        LEVELS[level](quantizer, config)
+    assert configs(quantizer)["body.0.linear"] == ("float" if value is None else "dynamic")
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_each_level_alone_reaches_what_it_names_and_nothing_else(level: str) -> None:
+    quantizer = silent()
+    LEVELS[level](quantizer, DYNAMIC)
+    reached = {"global": PATHS, "type": PATHS, "regex": PATHS[:2], "name": PATHS[:1]}[level]
+    assert configs(quantizer) == {path: "dynamic" if path in reached else "float" for path in PATHS}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_report_names_the_selector(level: str) -> None:
+    quantizer = silent()
+    LEVELS[level](quantizer, DYNAMIC)
+    row = qompose.report(prepare(PROGRAM, quantizer)).rows[0]
+    assert row.selector.startswith(
+        {"regex": "module name regex", "name": "module name"}.get(level, level)
+    )
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_none_is_float_with_a_reason(level: str) -> None:
+    quantizer = silent()
+    LEVELS[level](quantizer, None)
+    row = qompose.report(prepare(PROGRAM, quantizer)).rows[0]
+    assert (row.state, row.reason[:20]) == ("float", "toy: left in float b")
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        pytest.param(
+            [("body", STATIC), ("body.1", None)],
+            ["static", "float", "float"],
+            id="the longer path wins",
+        ),
+        pytest.param(
+            [("body.1", None), ("body", STATIC)],
+            ["static", "float", "float"],
+            id="whatever the order",
+        ),
+        pytest.param(
+            [("head", STATIC), ("head", DYNAMIC)],
+            ["float", "float", "dynamic"],
+            id="the later setting of one name wins",
+        ),
+    ],
+)
+def test_names(settings: Any, expected: list[str]) -> None:
+    quantizer = silent()
+    for name, config in settings:
+        quantizer.set_module_name(name, config)
+    assert list(configs(quantizer).values()) == expected
+
+
+@pytest.mark.parametrize(
+    ("setter", "first", "second"),
+    [
+        pytest.param("set_module_name_regex", r"body.*", r".*linear", id="regexes"),
+        pytest.param("set_object_type", nn.Linear, aten.linear.default, id="types"),
+    ],
+)
+def test_within_a_level_the_later_setting_wins(setter: str, first: Any, second: Any) -> None:
+    for one, other in ((first, second), (second, first)):
+        quantizer = silent()
+        getattr(quantizer, setter)(one, WEIGHT_ONLY)
+        getattr(quantizer, setter)(other, DYNAMIC)
+        assert configs(quantizer)["body.0.linear"] == "dynamic"
+        getattr(quantizer, setter)(one, PER_TENSOR)
+        assert configs(quantizer)["body.0.linear"] == "per tensor"
+
+
+@pytest.mark.parametrize(
+    ("key", "reached"),
+    [
+        pytest.param(Block, PATHS[:2], id="a module around the operator"),
+        pytest.param(nn.Linear, PATHS, id="the module itself"),
+        pytest.param(aten.linear.default, PATHS, id="an overload"),
+        pytest.param(aten.linear, PATHS, id="an operator"),
+        pytest.param(aten.tanh.default, (), id="another operator"),
+    ],
+)
+def test_types(key: Any, reached: tuple[str, ...]) -> None:
+    quantizer = silent().set_object_type(key, DYNAMIC)
+    assert [path for path, config in configs(quantizer).items() if config != "float"] == list(
+        reached
+    )
+
+
+def test_a_regex_must_match_the_whole_path() -> None:
+    assert set(configs(silent().set_module_name_regex("body", DYNAMIC)).values()) == {"float"}
+    assert set(configs(silent().set_module_name_regex("", DYNAMIC)).values()) == {"float"}
+
+
+def test_a_filter_function_narrows_everything() -> None:
+    quantizer = silent().set_global(DYNAMIC).set_module_name("body.0", STATIC)
+    quantizer.set_filter_function(lambda node: node.name == "linear_1")
+    assert list(configs(quantizer).values()) == ["float", "dynamic", "float"]
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("body.0.lineer", "did you mean 'body.0.linear'"),
+        ("heed", "did you mean 'head'"),
+        ("something.else.entirely", "names no module"),
+        ("body.2", "did you mean"),
+    ],
+)
+def test_a_name_that_is_not_there_is_an_error_with_near_names(name: str, near: str) -> None:
+    quantizer = silent().set_global(STATIC).set_module_name(name, None)
+    with pytest.raises(SelectorError) as caught:
+        prepare(PROGRAM, quantizer)
+    assert repr(name) in str(caught.value)
+    assert near in str(caught.value)
+    assert str(caught.value).startswith("toy: ")
+
+
+@pytest.mark.parametrize(
+    ("setting", "note"),
+    [
+        pytest.param(
+            lambda q: q.set_module_name_regex("tail.*", STATIC), "'tail.*' matches no", id="regex"
+        ),
+        pytest.param(
+            lambda q: q.set_object_type(nn.Conv2d, STATIC),
+            "Conv2d occurs nowhere",
+            id="module type",
+        ),
+        pytest.param(
+            lambda q: q.set_object_type(aten.conv2d, None),
+            "aten.conv2d occurs nowhere",
+            id="operator",
+        ),
+    ],
+)
+def test_what_else_matches_nothing_is_a_note(setting: Any, note: str) -> None:
+    quantizer = silent().set_global(STATIC)
+    setting(quantizer)
+    (line,) = qompose.report(prepare(PROGRAM, quantizer)).notes
+    assert line.startswith("toy: ")
+    assert note in line
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        pytest.param(lambda q: q.set_module_name_regex("(", STATIC), "regular expr", id="regex"),
+        pytest.param(lambda q: q.set_object_type("linear", STATIC), "neither", id="a string"),
+        pytest.param(lambda q: q.set_object_type(int, STATIC), "neither", id="no module"),
+        pytest.param(
+            lambda q: q.set_object_type(nn.functional.linear, STATIC), "neither", id="a function"
+        ),
+    ],
+)
+def test_senseless_selectors_are_refused_when_they_are_set(setting: Any, message: str) -> None:
+    with pytest.raises(SelectorError, match=message):
+        setting(silent())
+
+
+class Fused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.act = nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.linear(x)) + 1.0
+
+
+@pytest.mark.parametrize(
+    ("act", "expected", "reason"),
+    [
+        pytest.param(STATIC, {"linear_relu": ("linear", "relu")}, "", id="the same"),
+        pytest.param(None, {"linear": ("linear",)}, "module name act gives relu float", id="float"),
+        pytest.param(
+            PER_TENSOR,
+            {"linear": ("linear",)},
+            "module name act gives relu per tensor",
+            id="another",
+        ),
+    ],
+)
+def test_the_anchor_decides_and_another_members_config_blocks(
+    act: Any, expected: Any, reason: str
+) -> None:
+    quantizer = toy(LINEAR_RELU, LINEAR, ADD).set_module_name("act", act)
+    prepared = prepare(export(seeded(Fused()), X), quantizer)
+    assert claimed(prepared) == expected
+    row = next(row for row in qompose.report(prepared).rows if row.name == "relu")
+    assert reason in row.reason

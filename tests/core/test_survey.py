@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Multiply-accumulates are half of the operations that torch counts; bytes are counted once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from qompose.survey import macs, state_bytes
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.core.toy import LINEAR, NullQuantizer, convert, export, plan_of, prepare, randn, toy
+
+
+class Call(nn.Module):
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.function(*inputs)
+
+
+CASES = [
+    pytest.param(nn.Linear(3, 5), [(4, 3)], id="linear"),
+    pytest.param(nn.Linear(3, 5), [(2, 4, 3)], id="linear with a 3-D input"),
+    pytest.param(nn.Conv1d(4, 6, 3, stride=2), [(2, 4, 9)], id="conv1d"),
+    pytest.param(nn.Conv2d(4, 6, 3, padding=1), [(2, 4, 7, 7)], id="conv2d"),
+    pytest.param(nn.Conv2d(4, 8, 3, groups=2), [(2, 4, 7, 7)], id="grouped conv2d"),
+    pytest.param(nn.Conv2d(4, 4, 3, groups=4), [(2, 4, 7, 7)], id="depthwise conv2d"),
+    pytest.param(nn.Conv2d(4, 6, 3, padding="same"), [(2, 4, 7, 7)], id="conv2d padding same"),
+    pytest.param(nn.Conv3d(2, 3, 2), [(1, 2, 4, 4, 4)], id="conv3d"),
+    pytest.param(nn.ConvTranspose2d(4, 6, 3), [(2, 4, 5, 5)], id="transposed"),
+    pytest.param(Call(torch.matmul), [(4, 3), (3, 5)], id="matmul"),
+    pytest.param(Call(torch.matmul), [(2, 6, 4, 3), (2, 6, 3, 5)], id="batched matmul"),
+    pytest.param(Call(torch.mm), [(4, 3), (3, 5)], id="mm"),
+    pytest.param(Call(torch.bmm), [(7, 4, 3), (7, 3, 5)], id="bmm"),
+    pytest.param(Call(torch.addmm), [(5,), (4, 3), (3, 5)], id="addmm"),
+    pytest.param(Call(F.scaled_dot_product_attention), [(2, 4, 5, 8)] * 3, id="attention"),
+    pytest.param(
+        Call(F.scaled_dot_product_attention),
+        [(2, 4, 5, 8), (2, 4, 9, 8), (2, 4, 9, 8)],
+        id="cross attention",
+    ),
+]
+
+
+@pytest.mark.parametrize(("module", "shapes"), CASES)
+def test_macs_are_half_of_torchs_count(module: nn.Module, shapes: Any) -> None:
+    inputs = [randn(*shape, seed=i) for i, shape in enumerate(shapes)]
+    counter = FlopCounterMode(display=False)
+    with counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):  # it does not know the fused one
+        module(*inputs)
+    plan = plan_of(prepare(export(module, *inputs), NullQuantizer()))
+    assert sum(operator.macs for operator in plan.operators) * 2 == counter.get_total_flops() > 0
+
+
+def test_matrix_times_vector() -> None:
+    program = export(Call(torch.matmul), randn(4, 3), randn(3))
+    (node,) = (n for n in program.graph.nodes if n.op == "call_function")
+    assert macs(node) == 12
+
+
+@pytest.mark.parametrize("function", [torch.tanh, torch.relu, lambda x: x.sum(0)])
+def test_everything_else_has_none(function: Any) -> None:
+    (operator,) = plan_of(prepare(export(Call(function), randn(4, 3)), NullQuantizer())).operators
+    assert operator.macs == 0
+
+
+def test_dynamic_shapes_count_with_the_example() -> None:
+    shapes = ({0: torch.export.Dim("batch")},)
+    program = export(nn.Linear(3, 5), randn(4, 3), dynamic_shapes=shapes)
+    (operator,) = plan_of(prepare(program, NullQuantizer())).operators
+    assert operator.macs == 4 * 3 * 5
+
+
+def test_only_operators_on_floats_are_listed() -> None:
+    program = export(Call(lambda x: (x + 1)[x > 0].sum() * 2.0), torch.arange(4))
+    names = [o.name for o in plan_of(prepare(program, NullQuantizer())).operators]
+    assert names == ["mul"]
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        self.b.weight = self.a.weight
+        self.register_buffer("halves", torch.zeros(8, dtype=torch.float16))
+
+
+def test_tied_parameters_are_counted_once() -> None:
+    assert state_bytes(Tied()) == 4 * 16 + 2 * 8
+
+
+def test_views_of_one_storage_are_counted_each() -> None:
+    base, module = torch.zeros(8), nn.Module()
+    module.register_buffer("first", base[:4])
+    module.register_buffer("second", base[4:])
+    assert state_bytes(module) == 32
+
+
+def test_a_quantized_model_is_smaller() -> None:
+    x = randn(2, 128)
+    model = nn.Sequential(nn.Linear(128, 128, bias=False), nn.Tanh(), nn.Linear(128, 128))
+    record = convert(export(model, x), toy(LINEAR), x).meta["qompose"]
+    assert record.plan.float_bytes == 4 * (2 * 128 * 128 + 128)
+    assert record.bytes <= 0.30 * record.plan.float_bytes

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The first guarantee: a quantizer that annotates nothing changes nothing, on every model of the zoo."""
+
+from __future__ import annotations
+
+import hashlib
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import qompose
+import torch
+from torch.utils import _pytree as pytree
+
+from tests.core.toy import NullQuantizer, graph_text, prepare
+from tests.zoo import ZOO, ZooModel, tagged
+
+MODELS = [m for m in ZOO if "transformers" not in m.tags or find_spec("transformers")]
+MUTATION_FREE = [m for m in MODELS if "mutation" not in m.tags]
+
+
+def assert_same_outputs(expected: Any, actual: Any) -> None:
+    """The same structure, and the same bits in tensors of the same types."""
+    assert pytree.tree_structure(expected) == pytree.tree_structure(actual)
+    for one, other in zip(pytree.tree_leaves(expected), pytree.tree_leaves(actual), strict=True):
+        if isinstance(one, torch.Tensor):
+            assert one.dtype == other.dtype
+            assert torch.equal(_bits(one), _bits(other))
+        else:
+            assert one == other
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The integers behind floats, so that NaN equals NaN and -0.0 is not 0.0."""
+    return tensor.detach().contiguous().view(torch.uint8) if tensor.dim() else tensor.nan_to_num()
+
+
+def fingerprint(program: torch.export.ExportedProgram) -> dict[str, Any]:
+    """All of a program that prepare and convert must leave alone."""
+    digest = hashlib.sha256(graph_text(program.graph_module).encode())
+    tensors = {name: (id(t), t._version) for name, t in program.state_dict.items()}
+    constants = {name: id(value) for name, value in program.constants.items()}
+    meta = [sorted(map(str, node.meta)) for node in program.graph.nodes]
+    return {"graph": digest.hexdigest(), "tensors": tensors, "constants": constants, "meta": meta}
+
+
+@pytest.mark.parametrize("model", MODELS, ids=str)
+def test_a_null_quantizer_changes_no_bit(model: ZooModel) -> None:
+    """Fresh exports for each run: one model writes to a buffer of its own on every call."""
+    inputs = model.inputs()
+    with torch.no_grad():
+        expected = model.export().module()(*inputs)
+        prepared = prepare(model.export(), NullQuantizer())
+        assert_same_outputs(expected, prepared(*inputs))
+        converted = qompose.convert_pt2e(prepare(model.export(), NullQuantizer()))
+        assert_same_outputs(expected, converted(*inputs))
+
+
+def _operators(module: torch.fx.GraphModule) -> list[tuple[Any, Any]]:
+    return [
+        (node.target, getattr(node.meta.get("val"), "dtype", None))
+        for node in module.graph.nodes
+        if node.op == "call_function"
+    ]
+
+
+@pytest.mark.parametrize("model", MUTATION_FREE, ids=str)
+def test_the_program_is_left_alone_and_no_operator_or_type_changes(model: ZooModel) -> None:
+    program = model.export()
+    before, expected = fingerprint(program), _operators(program.module(check_guards=False))
+    prepared = prepare(program, NullQuantizer())
+    with torch.no_grad():
+        prepared(*model.inputs())
+    converted = qompose.convert_pt2e(prepared)
+    assert fingerprint(program) == before
+    assert _operators(prepared) == _operators(converted) == expected
+
+
+def test_parameters_are_shared_and_not_copied() -> None:
+    program = next(m for m in MODELS if m.name == "mlp").export()
+    addresses = {t.data_ptr() for t in program.state_dict.values()}
+    prepared = prepare(program, NullQuantizer())
+    assert {t.data_ptr() for t in prepared.parameters()} == addresses
+
+
+@pytest.mark.parametrize(
+    "model", [m for m in tagged(without="transformers") if m.dynamic_shapes], ids=str
+)
+def test_dynamic_dimensions_stay_dynamic(model: ZooModel) -> None:
+    program = model.export(dynamic=True)
+    converted = qompose.convert_pt2e(prepare(program, NullQuantizer()))
+    before, after = (
+        [_symbols(n) for n in g.graph.nodes if n.op == "placeholder" and _symbols(n)]
+        for g in (program.module(check_guards=False), converted)
+    )
+    assert before and before == after
+
+
+def _symbols(node: torch.fx.Node) -> list[str]:
+    sizes = getattr(node.meta.get("val"), "shape", ())
+    return [str(size) for size in sizes if isinstance(size, torch.SymInt)]

@@ -1,0 +1,423 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The four distributions as users have them: wheels, installed outside the checkout, coming and going.
+
+Each test environment is a new virtual environment. What the wheels depend on (torch, and what torch
+depends on) is linked into it from the environment that runs the tests, and nothing else is, so pip
+resolves the declared requirements without an index and a missing declaration fails here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import venv
+import zipfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from email.message import Message
+from email.parser import Parser
+from importlib.metadata import distribution
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+packaging_requirements = pytest.importorskip("packaging.requirements")
+pytest.importorskip("setuptools")
+
+ROOT = Path(__file__).parents[1]
+BACKENDS = {
+    "embedding": "qompose-embedding",
+    "x86_inductor": "qompose-x86-inductor",
+    "xnnpack": "qompose-xnnpack",
+}
+FOLDERS = {
+    "qompose": (ROOT, "core/qompose"),
+    "qompose-embedding": (ROOT / "plugins/embedding", "qompose_embedding"),
+    "qompose-x86-inductor": (ROOT / "plugins/x86_inductor", "qompose_x86_inductor"),
+    "qompose-xnnpack": (ROOT / "plugins/xnnpack", "qompose_xnnpack"),
+}
+needs_x86 = pytest.mark.skipif(
+    platform.machine().lower() not in ("x86_64", "amd64"), reason="x86_inductor needs x86"
+)
+
+QUANTIZE = """
+import json, sys, warnings
+warnings.simplefilter("error")
+warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch, where numpy is not installed
+import torch, qompose
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Embedding(40, 16), torch.nn.Linear(16, 8), torch.nn.ReLU())
+batches = [(torch.randint(40, (4, 6)),) for _ in range(2)]
+result = qompose.quantize(model, batches[0], backends=sys.argv[1:], calibration=batches, progress=False)
+with torch.no_grad():
+    error = result.model(*batches[0]) - model(*batches[0])
+assert error.abs().max() < 0.05, error.abs().max()
+print(json.dumps(sorted({claim.owner for claim in result.model.meta["qompose"].plan.claims})))
+"""
+
+
+def run(command: Sequence[object], **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a command away from the checkout, without what the caller's environment says of Python."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "QOMPOSE"))}
+    return subprocess.run(
+        [str(part) for part in command],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(sys.prefix),
+        env=kept | variables,
+    )
+
+
+def checked(command: Sequence[object], **variables: str) -> str:
+    done = run(command, **variables)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@dataclass(frozen=True)
+class Site:
+    """A virtual environment."""
+
+    path: Path
+
+    @property
+    def python(self) -> Path:
+        return self.path / "bin" / "python"
+
+    @property
+    def packages(self) -> Path:
+        return next((self.path / "lib").glob("python*/site-packages"))
+
+    def pip(self, *arguments: object) -> str:
+        return checked([sys.executable, "-m", "pip", "--python", self.python, *arguments])
+
+    def qompose(self, *arguments: str, code: int = 0, **variables: str) -> Any:
+        """Run the installed command and return the JSON that it prints."""
+        done = run([self.path / "bin" / "qompose", *arguments, "--json"], **variables)
+        assert done.returncode == code, f"{done.stdout}\n{done.stderr}"
+        return json.loads(done.stdout)
+
+    def script(self, code: str, *arguments: str) -> str:
+        return checked([self.python, "-c", code, *arguments]).strip()
+
+
+@pytest.fixture(scope="session")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The wheel of each distribution, built from a copy: setuptools would reuse an old build/."""
+    folder = tmp_path_factory.mktemp("wheels")
+    for name, (source, package) in FOLDERS.items():
+        copy = tmp_path_factory.mktemp(name)
+        for file in ("pyproject.toml", "README.md", "LICENSE"):
+            shutil.copy(source / file, copy)
+        ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
+        shutil.copytree(source / package, copy / package, ignore=ignored)
+        pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+        checked([*pip, "--wheel-dir", folder, copy])
+    found = {name: next(folder.glob(f"{name.replace('-', '_')}-*.whl")) for name in FOLDERS}
+    assert len(list(folder.iterdir())) == len(found)
+    return found
+
+
+def metadata(wheel: Path) -> Message:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
+        return Parser().parsestr(archive.read(name).decode())
+
+
+def requirements(listed: Sequence[str]) -> Iterator[str]:
+    """Yield the names of the distributions that are required here and now, extras aside."""
+    for text in listed:
+        requirement = packaging_requirements.Requirement(text)
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+            yield requirement.name
+
+
+@pytest.fixture(scope="session")
+def dependencies(wheels: dict[str, Path]) -> dict[str, Path]:
+    """What the wheels need, directly or not: each entry of site-packages by name."""
+    waiting = [
+        name
+        for wheel in wheels.values()
+        for name in requirements(metadata(wheel).get_all("Requires-Dist", []))
+        if name not in FOLDERS
+    ]
+    seen: set[str] = set()
+    entries: dict[str, Path] = {}
+    while waiting:
+        name = waiting.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        installed = distribution(name)
+        waiting.extend(requirements(installed.requires or []))
+        tops = {file.parts[0] for file in installed.files or () if len(file.parts) > 1}
+        tops |= {file.name for file in installed.files or () if len(file.parts) == 1}
+        for top in tops - {"..", "__pycache__"}:
+            entries[top] = Path(str(installed.locate_file(top)))
+    assert "torch" in entries
+    assert not [top for top in entries if top.startswith(("qompose", "numpy", "executorch"))]
+    return entries
+
+
+@pytest.fixture(scope="session")
+def make_site(
+    tmp_path_factory: pytest.TempPathFactory,
+    wheels: dict[str, Path],
+    dependencies: dict[str, Path],
+) -> Any:
+    """Make an environment with some of the four distributions."""
+
+    def make(*names: str) -> Site:
+        site = Site(tmp_path_factory.mktemp("site"))
+        venv.create(site.path, with_pip=False, symlinks=True)
+        for top, path in dependencies.items():
+            (site.packages / top).symlink_to(path)
+        folder = wheels["qompose"].parent
+        site.pip("install", "--quiet", "--no-index", "--find-links", folder, *names)
+        return site
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def full(make_site: Any) -> Site:
+    """Core and the three plugins. Tests leave it as it is."""
+    site: Site = make_site(*FOLDERS)
+    return site
+
+
+class TestWheels:
+    """What is in them."""
+
+    @pytest.mark.parametrize("name", FOLDERS)
+    def test_files(self, wheels: dict[str, Path], name: str) -> None:
+        source, package = FOLDERS[name]
+        folder = source / package
+        wanted = {
+            f"{folder.name}/{path.relative_to(folder).as_posix()}"
+            for path in folder.rglob("*")
+            if path.suffix in (".py", ".typed")
+        }
+        with zipfile.ZipFile(wheels[name]) as archive:
+            packed = {n for n in archive.namelist() if ".dist-info/" not in n}
+            licences = [n for n in archive.namelist() if n.endswith("licenses/LICENSE")]
+            texts = [archive.read(n) for n in licences]
+        assert packed == wanted
+        assert f"{folder.name}/py.typed" in packed
+        assert texts == [(ROOT / "LICENSE").read_bytes()]
+
+    @pytest.mark.parametrize("name", FOLDERS)
+    def test_metadata(self, wheels: dict[str, Path], name: str) -> None:
+        facts = metadata(wheels[name])
+        assert facts["Version"] == metadata(wheels["qompose"])["Version"]
+        assert facts["License-Expression"] == "Apache-2.0"
+        assert facts["Requires-Python"] == ">=3.10"
+        assert facts.get_payload(), "the README is the long description"
+        if name != "qompose":
+            assert "qompose" in set(requirements(facts.get_all("Requires-Dist", [])))
+
+
+class TestInstalled:
+    """All four."""
+
+    def test_comes_from_the_environment(self, full: Site) -> None:
+        modules = ["qompose", *(name.replace("-", "_") for name in BACKENDS.values())]
+        code = "import importlib, sys\nfor n in sys.argv[1:]: print(importlib.import_module(n).__file__)"
+        for line in full.script(code, *modules).splitlines():
+            assert Path(line).is_relative_to(full.path)
+
+    def test_requirements_hold(self, full: Site) -> None:
+        assert "No broken requirements" in full.pip("check")
+
+    def test_listed(self, full: Site) -> None:
+        rows = full.qompose("backends")
+        assert {row["name"]: row["distribution"] for row in rows} == BACKENDS
+        assert [row["problem"] for row in rows] == [None] * 3
+
+    @needs_x86
+    def test_checked(self, full: Site) -> None:
+        assert [row["problem"] for row in full.qompose("backends", "--check")] == [None] * 3
+
+    def test_restricted(self, full: Site) -> None:
+        rows = full.qompose("backends", QOMPOSE_PLUGINS="embedding,xnnpack")
+        assert [row["name"] for row in rows] == ["embedding", "xnnpack"]
+
+    def test_version(self, full: Site, wheels: dict[str, Path]) -> None:
+        version = full.script("import qompose; print(qompose.__version__)")
+        assert version == metadata(wheels["qompose"])["Version"]
+
+    @pytest.mark.parametrize(
+        "names",
+        [("embedding", "xnnpack"), pytest.param(("embedding", "x86_inductor"), marks=needs_x86)],
+        ids="+".join,
+    )
+    def test_work_together(self, full: Site, names: tuple[str, ...]) -> None:
+        assert json.loads(full.script(QUANTIZE, *names)) == sorted(names)
+
+    def test_missing_runtime_names_its_extra(self, full: Site) -> None:
+        """executorch is an extra, and is not installed here."""
+        code = QUANTIZE.replace("progress=False)", "progress=False, target='executorch')")
+        done = run([full.python, "-c", code, "xnnpack"])
+        assert done.returncode == 1
+        assert "TargetError" in done.stderr
+        assert "qompose-xnnpack[executorch]" in done.stderr
+
+
+class TestComingAndGoing:
+    """Plugins are installed and uninstalled one by one."""
+
+    def test_core_alone(self, make_site: Any) -> None:
+        site = make_site("qompose")
+        assert site.qompose("backends") == []
+        done = run([site.python, "-c", QUANTIZE, "xnnpack"])
+        assert "BackendNotFoundError" in done.stderr
+        assert "pip install qompose-xnnpack" in done.stderr
+
+    @pytest.mark.parametrize("name", BACKENDS)
+    def test_each_plugin_alone(self, make_site: Any, name: str) -> None:
+        """It brings core, and needs no other plugin."""
+        site = make_site(BACKENDS[name])
+        (row,) = site.qompose("backends")
+        assert row["name"] == name
+        site.script("import sys, qompose; qompose.load_backend(sys.argv[1])", name)
+
+    def test_uninstalled(self, make_site: Any) -> None:
+        site = make_site(*FOLDERS)
+        site.pip("uninstall", "--quiet", "--yes", "qompose-xnnpack")
+        assert [row["name"] for row in site.qompose("backends")] == ["embedding", "x86_inductor"]
+        assert json.loads(site.script(QUANTIZE, "embedding")) == ["embedding"]
+        site.script("import qompose; qompose.load_backend('x86_inductor')")
+        done = run([site.python, "-c", "import qompose; qompose.compose('xnnpack')"])
+        assert "BackendNotFoundError" in done.stderr
+        site.pip("check")
+
+
+BACKEND = """
+import qompose
+
+class B(qompose.Backend):
+    name = "{name}"
+    {attributes}
+
+@qompose.hookimpl
+def qompose_backend({arguments}):
+    return {result}
+"""
+
+
+def plugin(name: str, attributes: str = "pass", arguments: str = "", result: str = "B()") -> str:
+    return BACKEND.format(name=name, attributes=attributes, arguments=arguments, result=result)
+
+
+@dataclass(frozen=True)
+class Faulty:
+    """A plugin with one fault, and what its reason must say."""
+
+    name: str
+    source: str | None
+    reason: str
+    kills: bool = False  # it ends the process that imports it
+    loads: bool = False  # it can be loaded, and says itself that it cannot be used
+
+
+FAULTY = (
+    Faulty("raises", "raise RuntimeError('out of luck')", "out of luck"),
+    Faulty("lacks", "import not_installed_anywhere", "not_installed_anywhere"),
+    Faulty("unparsable", "def (:", "SyntaxError"),
+    Faulty("moduleless", None, "faulty_moduleless"),
+    Faulty("leaves", "import sys; sys.exit('goodbye')", "goodbye", kills=True),
+    Faulty("crashes", "import os; os._exit(3)", "code 3", kills=True),
+    Faulty("hookless", "import qompose", "qompose_backend"),
+    Faulty("greedy", plugin("greedy", arguments="unknown"), "unknown"),
+    Faulty("odd", plugin("odd", result="'a string'"), "str"),
+    Faulty("futuristic", plugin("futuristic", "api_version = 99"), "99"),
+    Faulty("misnamed", plugin("somebody"), "somebody"),
+    Faulty(
+        "unable", plugin("unable", "availability = lambda self: 'no chip'"), "no chip", loads=True
+    ),
+)
+
+
+def install(site: Site, distribution_name: str, name: str, source: str | None) -> None:
+    """Write a distribution with one entry point and perhaps its module into an environment."""
+    module = f"faulty_{name}"
+    info = site.packages / f"{distribution_name.replace('-', '_')}-1.0.dist-info"
+    info.mkdir()
+    text = f"Metadata-Version: 2.1\nName: {distribution_name}\nVersion: 1.0\n"
+    (info / "METADATA").write_text(text)
+    (info / "entry_points.txt").write_text(f"[qompose]\n{name} = {module}\n")
+    if source is not None:
+        (site.packages / f"{module}.py").write_text(source)
+
+
+@pytest.fixture(scope="module")
+def faulty_site(make_site: Any) -> Site:
+    """One sound plugin, and every faulty one."""
+    site: Site = make_site("qompose-embedding")
+    for faulty in FAULTY:
+        install(site, f"example-{faulty.name}", faulty.name, faulty.source)
+    return site
+
+
+@pytest.fixture(scope="module")
+def problems(faulty_site: Site) -> dict[str, str | None]:
+    rows = faulty_site.qompose("backends", "--check", code=1)
+    return {row["name"]: row["problem"] for row in rows}
+
+
+class TestFaultyPlugins:
+    """Each is listed with its reason, and harms nobody else."""
+
+    def test_listing_loads_none(self, faulty_site: Site) -> None:
+        rows = faulty_site.qompose("backends")
+        assert {row["name"] for row in rows} == {"embedding", *(f.name for f in FAULTY)}
+        assert {row["problem"] for row in rows} == {None}
+
+    @pytest.mark.parametrize("faulty", FAULTY, ids=lambda faulty: faulty.name)
+    def test_reason(self, problems: dict[str, str | None], faulty: Faulty) -> None:
+        assert faulty.reason in (problems[faulty.name] or "")
+
+    def test_the_sound_one_is_sound(
+        self, faulty_site: Site, problems: dict[str, str | None]
+    ) -> None:
+        assert problems["embedding"] is None
+        assert json.loads(faulty_site.script(QUANTIZE, "embedding")) == ["embedding"]
+
+    def test_harmless_in_one_process(self, faulty_site: Site) -> None:
+        """Ask for each by name, and then for the sound one."""
+        asked = [faulty for faulty in FAULTY if not faulty.kills and not faulty.loads]
+        code = """
+import json, sys, qompose
+reasons = {}
+for name in sys.argv[1:]:
+    try:
+        qompose.compose(name)
+    except qompose.PluginError as error:
+        assert error.name == name and name in str(error)
+        reasons[name] = error.reason
+assert qompose.load_backend("embedding").name == "embedding"
+print(json.dumps(reasons))
+"""
+        reasons = json.loads(faulty_site.script(code, *(faulty.name for faulty in asked)))
+        for faulty in asked:
+            assert faulty.reason in reasons[faulty.name]
+
+    def test_duplicate_name(self, make_site: Any) -> None:
+        site = make_site("qompose-embedding")
+        install(site, "example-rival", "embedding", plugin("embedding"))
+        install(site, "example-other", "other", plugin("other"))
+        rows = site.qompose("backends", code=1)
+        problems = {(row["name"], row["distribution"]): row["problem"] for row in rows}
+        assert "example-rival" in problems["embedding", "qompose-embedding"]
+        assert "qompose-embedding" in problems["embedding", "example-rival"]
+        assert problems["other", "example-other"] is None
+        done = run([site.python, "-c", "import qompose; qompose.load_backend('embedding')"])
+        assert "PluginError" in done.stderr
+        assert "example-rival" in done.stderr
+        site.script("import qompose; qompose.load_backend('other')")
