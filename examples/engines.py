@@ -83,7 +83,7 @@ def quantize(
 def int8_share(report: qompose.Report, operators: Collection[str]) -> float:
     """The part of the multiply-accumulates of `operators` that static int8 kernels compute."""
     rows = [row for row in report.rows if row.operator in operators]
-    static = [row for row in rows if row.state == INT8 and row.config.startswith("static")]
+    static = [row for row in rows if row.state == INT8 and row.mode == "static"]
     return sum(row.macs for row in static) / sum(row.macs for row in rows)
 
 

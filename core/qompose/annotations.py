@@ -52,7 +52,6 @@ def propose_annotations(
     Raises:
         AnnotationConflictError: it changed an earlier member's annotation, and on_conflict is "error".
         ConfigError: an annotation is not made of specifications.
-
     """
     snapshot = copy_graph_module(model)
     clear_annotations(snapshot.graph)
@@ -127,7 +126,6 @@ def native_spec(spec: Any) -> QuantizationSpecBase:
 
     Raises:
         ConfigError: it is none of the four kinds.
-
     """
     if isinstance(spec, QuantizationSpecBase):
         return spec

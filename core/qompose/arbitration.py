@@ -25,7 +25,6 @@ def compose_claims(
 
     Raises:
         AnnotationConflictError: a member that annotates changed what an earlier one had annotated.
-
     """
     arbiter = _Arbiter({node.name: i for i, node in enumerate(model.graph.nodes)})
     for label, propose in members:

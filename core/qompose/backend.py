@@ -63,7 +63,6 @@ class Backend:
         rewrites: tentative graph rewrites the rules want (`qompose.rewrites`).
         targets: the runtimes that this backend brings. "torch" is core's.
         quantizer_class: the quantizer that users construct; None for the generic one.
-
     """
 
     name: str = ""

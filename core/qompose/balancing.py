@@ -68,7 +68,6 @@ def balance_input(
         weights: shape `(out, C, ...)`, of all the products that read the input.
         scale: the step without balancing, in units of the input.
         steps: how many steps the input has.
-
     """
     matrices = [
         weight.detach().double().flatten(2).norm(dim=2)

@@ -33,7 +33,6 @@ def calibrate(
     Raises:
         StageError: the model was not prepared.
         CalibrationError: there was no batch, or one does not fit the model (its number is named).
-
     """
     record_of(
         prepared,

@@ -27,7 +27,13 @@ from qompose.graph import (
     set_attribute,
     value_of,
 )
-from qompose.numerics import DEFAULT_EPS, PER_CHANNEL, SYMMETRIC, quantized_range
+from qompose.numerics import (
+    DEFAULT_EPS,
+    PER_CHANNEL,
+    SYMMETRIC,
+    quantize_float_zero_point,
+    quantized_range,
+)
 from qompose.plan import Plan
 
 
@@ -48,7 +54,6 @@ def convert_observers(model: GraphModule, plan: Plan, *, allow_uncalibrated: boo
     Raises:
         UncalibratedError: an observer saw nothing, and `allow_uncalibrated` is False.
         CalibrationError: a tensor's statistics give no usable scale.
-
     """
     estimation = Estimation(model, plan)
     estimation.run(allow_uncalibrated=allow_uncalibrated)
@@ -145,8 +150,11 @@ class _Converter:
     def _folded(self, node: Node, value: Node, constant: Tensor, operators: _Operators) -> Node:
         """Quantize a parameter now. Its name stays its module path, with `_q` behind it."""
         numbers = [constant_of(a) if isinstance(a, Node) else a for a in operators.arguments]
+        quantize = operators.quantize
+        if isinstance(numbers[1], Tensor) and numbers[1].is_floating_point():
+            quantize = quantize_float_zero_point
         with torch.no_grad():
-            integers = operators.quantize(constant, *numbers)
+            integers = quantize(constant, *numbers)
         with self.model.graph.inserting_before(node):
             return self._buffer(f"{value.target}_q", integers, node)
 

@@ -39,7 +39,6 @@ class Estimation:
         factors: by group, what its channels are divided by before they are quantized.
         qparams: by group that lives and is not dynamic.
         sites: the observer nodes, each with the number of its group.
-
     """
 
     def __init__(self, model: GraphModule, plan: Plan) -> None:
@@ -64,7 +63,6 @@ class Estimation:
         Raises:
             UncalibratedError: an observer saw nothing, and `allow_uncalibrated` is False.
             CalibrationError: a tensor's statistics give no usable scale.
-
         """
         self._observe_constants(range(len(self.plan.groups)))
         self._drop_masked()

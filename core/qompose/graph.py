@@ -23,7 +23,6 @@ def as_graph_module(model: object, function: str) -> GraphModule:
 
     Raises:
         NotExportedError: `model` is neither an ExportedProgram nor a GraphModule of aten operators.
-
     """
     if isinstance(model, ExportedProgram):
         module = model.module(check_guards=False)

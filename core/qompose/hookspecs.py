@@ -37,5 +37,4 @@ def qompose_backend() -> Backend:  # type: ignore[empty-body]
 
     Returns:
         an object of a subclass of `qompose.Backend`, whose `name` is the entry point's name.
-
     """

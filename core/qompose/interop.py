@@ -30,7 +30,6 @@ def adapt(quantizer: Any) -> Quantizer:
 
     Raises:
         UserError: it has no `annotate` and `validate`.
-
     """
     if isinstance(quantizer, Quantizer):
         return quantizer

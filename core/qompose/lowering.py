@@ -26,7 +26,6 @@ def find_target(name: str, record: Record) -> Target:
     Raises:
         TargetError: an owner has no kernels for it, or cannot run here; nobody brings the runtime, or
             it is missing here.
-
     """
     known = {TORCH_TARGET.name: TORCH_TARGET}
     for backend in record.backends.values():
@@ -76,7 +75,6 @@ def replace_regions(
     Returns:
         by claim: the kernels in place; the reasons where there is none; and the kernels that the
         target's last step is expected to supply.
-
     """
     regions = _regions(model)
     done: dict[int, str] = {}

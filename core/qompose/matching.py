@@ -32,7 +32,6 @@ def propose_rules(
 
     Raises:
         SelectorError: an exact module name of the selectors is not in the program.
-
     """
     operators = [node for node in model.graph.nodes if node.op == "call_function"]
     selectors.check_names(operators, owner)

@@ -29,7 +29,6 @@ def quantized_range(
 
     Raises:
         ConfigError: a bound lies outside `dtype`, the range is empty or does not contain zero.
-
     """
     if dtype.is_floating_point or dtype.is_complex or dtype is torch.bool:
         raise ConfigError(f"{dtype} is not an integer type: it has no quantized range")
@@ -68,7 +67,6 @@ def choose_qparams(
 
     Returns:
         scale (float32) and zero point (int64, float32 for float qparams), shaped like `minimum`.
-
     """
     low, high = quantized_range(dtype, quant_min, quant_max)
     if qscheme in FLOAT_ZERO_POINT:
@@ -93,3 +91,20 @@ def symmetric_zero_point(dtype: torch.dtype, quant_min: int | None, quant_max: i
         both = quant_min is not None and quant_max is not None
         return (quant_min + quant_max) // 2 if both else 128  # type: ignore[operator]
     return 2**15 if dtype is torch.uint16 else 0
+
+
+def quantize_float_zero_point(
+    x: Tensor, scale: Tensor, zero_point: Tensor, axis: int, low: int, high: int, dtype: torch.dtype
+) -> Tensor:
+    """Return `round(x / scale + zero_point)` within [low, high], for zero points that are no integers.
+
+    This is the arithmetic of `torch.quantize_per_channel`. The decomposed operator rounds `x / scale`
+    alone and truncates the sum, which costs up to a whole step.
+
+    Args:
+        scale, zero_point: shape `(C,)`, along dimension `axis` of `x`.
+    """
+    shape = [1] * x.dim()
+    shape[axis] = -1
+    steps = x.float() * (1.0 / scale.reshape(shape)) + zero_point.reshape(shape)
+    return torch.clamp(torch.round(steps), low, high).to(dtype)

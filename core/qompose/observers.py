@@ -46,7 +46,6 @@ class Observer(nn.Module):
 
     Raises:
         ConfigError: the bounds do not fit the dtype, or the scheme is not one this observer estimates.
-
     """
 
     per_channel = False
@@ -289,7 +288,6 @@ def observer_for_range(word: str) -> ObserverFactory:
 
     Raises:
         ConfigError: there is no such word.
-
     """
     if word not in ACTIVATION_RANGES:
         raise ConfigError(f"range={word!r} is not one of {sorted(ACTIVATION_RANGES)}")

@@ -44,7 +44,6 @@ class BalancedObserver(nn.Module):
     Args:
         tensor_observer: estimates the range of the tensor, if it is not balanced.
         dim: the channel dimension.
-
     """
 
     def __init__(self, tensor_observer: nn.Module, dim: int) -> None:

@@ -46,7 +46,6 @@ def compose(*members: str | Quantizer, on_conflict: str = "error") -> Composable
         BackendNotFoundError: no such backend is installed.
         PluginError: it is, and cannot be loaded.
         UserError: no members.
-
     """
     return ComposableQuantizer([_as_quantizer(member) for member in members], on_conflict)
 
@@ -84,7 +83,6 @@ def prepare_pt2e(
         NotExportedError: `model` was not exported.
         SelectorError, SharingError, AnnotationConflictError: the annotations cannot be followed.
         NothingQuantizedError: `strict`, and no operator was claimed.
-
     """
     quantizer = adapt(quantizer)
     exported = copy_graph_module(as_graph_module(model, "prepare_pt2e"))
@@ -185,7 +183,6 @@ def convert_pt2e(
     Raises:
         StageError: the model was not prepared.
         UncalibratedError: observers saw no data; the message lists their tensors.
-
     """
     record = record_of(
         prepared,
@@ -219,7 +216,6 @@ def lower(converted: GraphModule, target: str = "torch", *, strict: bool = False
         StageError: the model was not converted.
         TargetError: a member has no kernels for the target, or its runtime is missing.
         NotLoweredError: `strict`, and a region found no kernel.
-
     """
     record = record_of(
         converted,
@@ -303,7 +299,6 @@ def quantize(
 
     Raises:
         UserError: `example_inputs` are missing; and whatever the stages raise.
-
     """
     single = isinstance(backends, (str, Quantizer))
     quantizer = compose(*([backends] if single else backends))  # type: ignore[misc]

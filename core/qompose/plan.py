@@ -150,7 +150,6 @@ def record_of(module: object, *, stages: tuple[str, ...], function: str, remedy:
 
     Raises:
         StageError: it does not.
-
     """
     record = getattr(module, "meta", {}).get(META_KEY)
     if not isinstance(record, Record) or record.stage not in stages:

@@ -28,7 +28,6 @@ def plan_groups(model: GraphModule, claims: Sequence[Claim]) -> tuple[Group, ...
     Raises:
         SharingError: a shared specification leads nowhere or only to others, two different ones meet in
             a group, or derived ones form a circle.
-
     """
     position = {node.name: i for i, node in enumerate(model.graph.nodes)}
     solver = _Solver(claims)

@@ -86,7 +86,6 @@ def load_backend(name: str) -> Backend:
     Raises:
         BackendNotFoundError: no installed distribution offers it (or QOMPOSE_PLUGINS excludes it).
         PluginError: its import fails, it lacks a dependency, or it does not keep the contract.
-
     """
     installed = backends()
     for info in installed:

@@ -98,7 +98,6 @@ class RuleQuantizer(Quantizer):
 
         Raises:
             SelectorError: `object_type` is neither.
-
         """
         check_type_key(object_type)
         self._selectors.types.pop(object_type, None)  # the later setting comes last, and wins
@@ -113,7 +112,6 @@ class RuleQuantizer(Quantizer):
 
         Raises:
             SelectorError: `regex` does not compile.
-
         """
         check_regex(regex)
         self._selectors.regexes.pop(regex, None)
@@ -167,7 +165,6 @@ class ComposableQuantizer(Quantizer):
 
     Raises:
         UserError: there are no members, or one is not a quantizer.
-
     """
 
     def __init__(self, quantizers: Sequence[Quantizer], on_conflict: str = "error") -> None:

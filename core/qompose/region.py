@@ -106,7 +106,6 @@ class Region:
 
         Raises:
             NotLowerable: one of them arrives in float.
-
         """
         return [dequantized(node) for node in self.inputs(role)]
 
@@ -178,7 +177,6 @@ def dequantized(node: Node) -> QuantizedTensor:
 
     Raises:
         NotLowerable: the node is something else.
-
     """
     if not decomposed.is_dequantize(node):
         raise NotLowerable(f"its input {node.name} arrives in float")
@@ -200,7 +198,6 @@ def on_integers(region: Region) -> Node:
 
     Raises:
         NotLowerable: the region's inputs and output do not have one scale and zero point.
-
     """
     output = region.output
     node = region.output_node

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 
-from qompose.errors import StageError
+from qompose.errors import StageError, UserError, near_names
 from qompose.plan import META_KEY, Operator, Record
 
 KERNEL, SIMULATED, FLOAT = "int8 kernel", "simulated (Q/DQ)", "float"
@@ -30,6 +30,7 @@ class Row:
     owner: str = ""
     rule: str = ""
     config: str = ""
+    mode: str = ""
     selector: str = ""
     kernel: str = ""
     reason: str = ""
@@ -54,7 +55,16 @@ class Report:
         return sum(row.state == state and owner in (None, row.owner) for row in self.rows)
 
     def coverage(self, state: str = KERNEL, operator: str | None = None) -> float:
-        """Return the part of all multiply-accumulates (of one operator) that ended in a state."""
+        """Return the part of all multiply-accumulates (of one operator) that ended in a state.
+
+        Raises:
+            UserError: the model has no such operator.
+        """
+        known = {row.operator for row in self.rows}
+        if operator is not None and operator not in known:
+            raise UserError(
+                f"{operator!r} does not occur in the model{near_names(operator, known)}"
+            )
         rows = [row for row in self.rows if operator in (None, row.operator)]
         total = sum(row.macs for row in rows)
         return sum(row.macs for row in rows if row.state == state) / total if total else 0.0
@@ -126,7 +136,6 @@ def report(model: Any) -> Report:
 
     Raises:
         StageError: the model carries no record; it did not come from qompose.
-
     """
     record = getattr(model, "meta", {}).get(META_KEY)
     if not isinstance(record, Record):
@@ -164,6 +173,7 @@ def _row(operator: Operator, record: Record) -> Row:
         owner=claim.owner,
         rule=claim.rule,
         config=claim.config,
+        mode=claim.mode,
         selector=claim.selector,
         kernel=record.kernels.get(number, ""),
         reason=reason,

@@ -89,7 +89,6 @@ class Rule:
         accepts: constraints by role: "activation", "weight", "output".
         guard: returns the reason why a match cannot be taken, or None.
         kernels: by target name.
-
     """
 
     name: str

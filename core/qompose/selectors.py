@@ -110,7 +110,6 @@ class Selectors:
 
         Raises:
             SelectorError: one is not; the message has near names.
-
         """
         known = {path for node in nodes for path, _ in module_stack(node)} - {""}
         for name in self.names:

@@ -35,7 +35,6 @@ class QuantizationSpec(QuantizationSpecBase):
 
     Raises:
         ConfigError: bounds outside `dtype`, or a per-channel scheme without `ch_axis`.
-
     """
 
     dtype: torch.dtype

@@ -13,7 +13,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from tests.core.toy import NullQuantizer, graph_text, prepare
-from tests.zoo import ZOO, ZooModel, tagged
+from tests.zoo import ZOO, ZooModel, by_name, tagged
 
 MODELS = [m for m in ZOO if "transformers" not in m.tags or find_spec("transformers")]
 MUTATION_FREE = [m for m in MODELS if "mutation" not in m.tags]
@@ -74,6 +74,19 @@ def test_the_program_is_left_alone_and_no_operator_or_type_changes(model: ZooMod
     converted = qompose.convert_pt2e(prepared)
     assert fingerprint(program) == before
     assert _operators(prepared) == _operators(converted) == expected
+
+
+def test_calibration_leaves_the_programs_own_state_alone() -> None:
+    """A cache that the model writes to is not calibration's to fill, and the converted one starts anew."""
+    model = by_name("key_cache")
+    program, inputs = model.export(), model.inputs()
+    before = {name: tensor.clone() for name, tensor in program.state_dict.items()}
+    prepared = prepare(program, NullQuantizer())
+    qompose.calibrate(prepared, [inputs] * 3)
+    assert all(torch.equal(t, before[name]) for name, t in program.state_dict.items())
+    converted = qompose.convert_pt2e(prepared)
+    with torch.no_grad():
+        assert_same_outputs(model.export().module()(*inputs), converted(*inputs))
 
 
 def test_parameters_are_shared_and_not_copied() -> None:

@@ -28,16 +28,21 @@ def gather_rows(region: Region) -> Node:
     ]
     floats = region.call(aten.to.dtype, rows, torch.float32)
     centred = region.call(aten.sub.Tensor, floats, columns[1])
-    return region.call(aten.mul.Tensor, centred, columns[0])
+    result = region.call(aten.mul.Tensor, centred, columns[0])
+    dtype = region.output_node.meta["val"].dtype
+    return result if dtype is torch.float32 else region.call(aten.to.dtype, result, dtype)
 
 
 def embedding_byte(region: Region) -> Node:
     """Emit ExecuTorch's own lookup, which reads uint8 rows with a float scale and zero point each.
 
     Raises:
-        NotLowerable: the package executorch, which defines the operator, is not installed.
-
+        NotLowerable: the package executorch, which defines the operator, is not installed; or the table
+            stood for another type than float32.
     """
+    dtype = region.output_node.meta["val"].dtype
+    if dtype is not torch.float32:
+        raise NotLowerable(f"the operator gives float32, and the model wants {dtype}")
     try:
         from executorch.exir.passes import _quant_patterns_and_replacements  # noqa: F401
     except ImportError as error:

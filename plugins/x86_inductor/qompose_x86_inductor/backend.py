@@ -32,7 +32,6 @@ def get_default_x86_inductor_quantization_config(
         range: how an activation's range is estimated: "histogram", "mse", "minmax" or
             "moving_average" (`qompose.observer_for_range`).
         balance: let channels of very different size get factors of their own (`QuantizationConfig`).
-
     """
     low, high = isa.recommended_weight_range()
     activation = QuantizationSpec(

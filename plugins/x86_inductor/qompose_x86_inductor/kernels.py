@@ -22,7 +22,6 @@ class Product:
         operator: the operator's name in `qompose_x86`.
         name: the name of the product in the pattern.
         geometry: names of the schema arguments that a convolution passes on.
-
     """
 
     def __init__(
@@ -40,7 +39,6 @@ class Product:
 
         Raises:
             NotLowerable: an input arrives in float, or consumers want integers oneDNN does not make.
-
         """
         weight = region.quantized("weight")
         arguments = [
@@ -111,7 +109,6 @@ def max_pool(region: Region) -> Node:
 
     Raises:
         NotLowerable: input and output differ in scale or zero point.
-
     """
     source, output = region.quantized("self"), region.output
     if output is None or source.qparams != output.qparams:

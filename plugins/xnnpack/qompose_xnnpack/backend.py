@@ -43,7 +43,6 @@ def get_symmetric_quantization_config(
             "moving_average" (`qompose.observer_for_range`).
         balance: let channels of very different size get factors of their own (`QuantizationConfig`);
             it takes effect with per-channel weights.
-
     """
     activation = QuantizationSpec(
         dtype=torch.int8,

@@ -66,7 +66,6 @@ class Reduction:
 
     Args:
         names: the schema arguments that are passed on.
-
     """
 
     def __init__(self, operator: str, names: tuple[str, ...]) -> None:
