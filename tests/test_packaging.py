@@ -130,32 +130,37 @@ def metadata(wheel: Path) -> Message:
         return Parser().parsestr(archive.read(name).decode())
 
 
-def requirements(listed: Sequence[str]) -> Iterator[str]:
-    """Yield the names of the distributions that are required here and now, extras aside."""
+Wanted = tuple[str, frozenset[str]]
+"""A distribution's name and the extras of it that are wanted."""
+
+
+def requirements(listed: Sequence[str], extras: frozenset[str] = frozenset()) -> Iterator[Wanted]:
+    """Yield what is required here and now; a CUDA build of torch requires extras of others."""
     for text in listed:
         requirement = packaging_requirements.Requirement(text)
-        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
-            yield requirement.name
+        marker = requirement.marker
+        if marker is None or any(marker.evaluate({"extra": e}) for e in {"", *extras}):
+            yield requirement.name, frozenset(requirement.extras)
 
 
 @pytest.fixture(scope="session")
 def dependencies(wheels: dict[str, Path]) -> dict[str, Path]:
     """What the wheels need, directly or not: each entry of site-packages by name."""
     waiting = [
-        name
+        wanted
         for wheel in wheels.values()
-        for name in requirements(metadata(wheel).get_all("Requires-Dist", []))
-        if name not in FOLDERS
+        for wanted in requirements(metadata(wheel).get_all("Requires-Dist", []))
+        if wanted[0] not in FOLDERS
     ]
-    seen: set[str] = set()
+    seen: set[Wanted] = set()
     entries: dict[str, Path] = {}
     while waiting:
-        name = waiting.pop()
-        if name in seen:
+        wanted = waiting.pop()
+        if wanted in seen:
             continue
-        seen.add(name)
-        installed = distribution(name)
-        waiting.extend(requirements(installed.requires or []))
+        seen.add(wanted)
+        installed = distribution(wanted[0])
+        waiting.extend(requirements(installed.requires or [], wanted[1]))
         tops = {file.parts[0] for file in installed.files or () if len(file.parts) > 1}
         tops |= {file.name for file in installed.files or () if len(file.parts) == 1}
         for top in tops - {"..", "__pycache__"}:

@@ -61,6 +61,15 @@ def refresh(module: GraphModule) -> GraphModule:
     return clean
 
 
+def freeze(module: GraphModule) -> None:
+    """Replace parameters by ones that need no gradient, in place. They share their values."""
+    frozen: dict[int, nn.Parameter] = {}
+    for path, parameter in list(module.named_parameters(remove_duplicate=False)):
+        if id(parameter) not in frozen:
+            frozen[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=False)
+        set_attribute(module, path, frozen[id(parameter)])
+
+
 def get_attribute(module: nn.Module, target: str) -> Any:
     """Follow a dotted path from `module`."""
     for name in target.split("."):

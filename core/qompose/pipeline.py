@@ -25,7 +25,7 @@ from qompose.errors import (
     QomposeWarning,
     UserError,
 )
-from qompose.graph import as_graph_module, copy_graph_module, refresh
+from qompose.graph import as_graph_module, copy_graph_module, freeze, refresh
 from qompose.interop import adapt
 from qompose.lowering import find_target, replace_regions, settle
 from qompose.plan import Plan, Record, Rewrite, attach, record_of
@@ -194,7 +194,7 @@ def convert_pt2e(
     clear_annotations(model.graph)  # they refer to nodes of the prepared graph
     conversion = convert_observers(model, record.plan, allow_uncalibrated=allow_uncalibrated)
     converted = refresh(model)
-    converted.graph.lint()
+    freeze(converted)  # an integer model is not trained, and its kernels have no gradients
     done = replace(
         record,
         stage="converted",
