@@ -9,22 +9,30 @@ a product `y = W x + b` and positive vectors d, e::
 so the input is divided by d before it is quantized, or the output multiplied by e after it was, and
 the weight takes up the rest. With powers of two this is exact in floating point, up to overflow. It is
 done only at the border to float operators, where the extra product meets a float tensor, and only where
-it saves at least a fifth of the expected squared error.
+it saves at least a fifth of the squared error that is measured on a sample of the calibration data.
+
+Factors are at least 1: they shrink large channels and leave quiet ones their headroom, so that a channel
+which happened to be silent during calibration is not cut off when it speaks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from qompose.histogram import Histogram, best_range
+
 INPUT, OUTPUT = "input", "output"
 
 _WORTHWHILE = 0.8
 _EXPONENTS = (0.25, 0.5, 0.75, 1.0)
-_SMALLEST = 2.0**-40
+_LARGEST_FACTOR = 2.0**8
+_POWER = 3.0
+
+FakeQuantize = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -41,78 +49,158 @@ class Balance:
 
 
 @dataclass(frozen=True)
-class Factors:
-    """What a side is divided by before quantization, shape `(C,)`, and the error that is expected.
+class Channels:
+    """What is known of a tensor: the exact range of each channel, `(C,)`, and some rows, `(N, C)`."""
 
-    `minimum` and `maximum` are those of the divided tensor; `gain` is the old error over the new one.
+    low: Tensor
+    high: Tensor
+    sample: Tensor
+
+    @property
+    def largest(self) -> Tensor:
+        """Return the largest magnitude of each channel."""
+        return torch.maximum(-self.low, self.high)
+
+
+@dataclass(frozen=True)
+class Factors:
+    """What a side is divided by before quantization, shape `(C,)`, and the parameters it then has.
+
+    `gain` is the measured error without factors over the one with them.
     """
 
     values: Tensor
-    minimum: Tensor
-    maximum: Tensor
+    scale: Tensor
+    zero_point: Tensor
     gain: float
 
 
-def balance_input(
-    low: Tensor, high: Tensor, weights: Sequence[Tensor], scale: float, steps: int
-) -> Factors | None:
-    """Return factors for a product's input, or None where none are worthwhile.
+Choose = Callable[[Tensor, Tensor], "tuple[Tensor, Tensor]"]
+"""From minimum and maximum to scale and zero point, in the scheme of the group."""
 
-    The expected squared error of the product has a part from the input's rounding, `step**2 *
-    |W_j|**2` summed over channels j, and one from the weight's, `weight step**2 * |x_j|**2`. The
-    candidates are `(largest input / largest weight) ** exponent` per channel, as in SmoothQuant
-    (Xiao et al. 2022), for several exponents.
+
+@dataclass(frozen=True)
+class Scheme:
+    """How a group is quantized: its integers, and the formula for its parameters."""
+
+    low: int
+    high: int
+    choose: Choose
+
+    def fake_quantize(self, x: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
+        """Return the values that the nearest integers stand for."""
+        steps = torch.clamp(torch.round(x / scale) + zero_point, self.low, self.high)
+        return (steps - zero_point) * scale
+
+
+def balance_input(
+    channels: Channels,
+    products: Sequence[tuple[Tensor, FakeQuantize]],
+    scheme: Scheme,
+    qparams: tuple[Tensor, Tensor],
+) -> Factors | None:
+    """Return factors for the input of products, or None where none are worthwhile.
+
+    Candidates are `(largest input / largest weight) ** exponent` per channel, as in SmoothQuant (Xiao et
+    al. 2022), for several exponents. The error is that of the products on the sample.
 
     Args:
-        low, high: range of each input channel, shape `(C,)`.
-        weights: shape `(out, C, ...)`, of all the products that read the input.
-        scale: the step without balancing, in units of the input.
-        steps: how many steps the input has.
+        products: weights, shape `(out, C, ...)`, each with the way it is going to be quantized.
+        qparams: scale and zero point without factors.
     """
-    matrices = [
-        weight.detach().double().flatten(2).norm(dim=2)
-        if weight.dim() > 2
-        else weight.detach().double().abs()
-        for weight in weights
+    heaviest = torch.stack([w.abs().transpose(0, 1).flatten(1).amax(1) for w, _ in products]).amax(
+        0
+    )
+    sizes = [
+        channels.largest**exponent / heaviest.clamp(min=1e-30) ** (1 - exponent)
+        for exponent in _EXPONENTS
     ]
-    matrix = torch.cat(matrices)
-    largest = torch.maximum(-low, high).double().clamp(min=_SMALLEST)
-    heaviest = matrix.amax(0).clamp(min=_SMALLEST)
-    before = _product_error(torch.ones_like(largest), largest, matrix, scale)
+
+    def error(factors: Tensor, scale: Tensor, zero_point: Tensor) -> float:
+        quantized = scheme.fake_quantize(channels.sample / factors, scale, zero_point)
+        return sum(_product_error(channels.sample, quantized, factors, *p) for p in products)
+
+    return _best(channels, sizes, scheme, qparams, error)
+
+
+def _product_error(
+    sample: Tensor, quantized: Tensor, factors: Tensor, weight: Tensor, quantize: FakeQuantize
+) -> float:
+    """Return the squared error of a product; the taps of a convolution count as products of their own."""
+    shape = [1, -1] + [1] * (weight.dim() - 2)
+    exact = sample @ _taps(weight).T
+    return float(
+        ((quantized @ _taps(quantize(weight * factors.reshape(shape))).T - exact) ** 2).sum()
+    )
+
+
+def _taps(weight: Tensor) -> Tensor:
+    return weight.transpose(0, 1).flatten(1).T
+
+
+def balance_output(
+    channels: Channels, scheme: Scheme, qparams: tuple[Tensor, Tensor]
+) -> Factors | None:
+    """Return factors for a product's output, or None where none are worthwhile; see `balance_input`."""
+
+    def error(factors: Tensor, scale: Tensor, zero_point: Tensor) -> float:
+        quantized = scheme.fake_quantize(channels.sample / factors, scale, zero_point)
+        return float(((quantized * factors - channels.sample) ** 2).sum())
+
+    return _best(channels, [channels.largest], scheme, qparams, error)
+
+
+def _best(
+    channels: Channels,
+    sizes: Sequence[Tensor],
+    scheme: Scheme,
+    qparams: tuple[Tensor, Tensor],
+    error: Callable[[Tensor, Tensor, Tensor], float],
+) -> Factors | None:
+    before = error(torch.ones_like(channels.low), *qparams)
     best: Factors | None = None
-    for exponent in _EXPONENTS:
-        factors = _powers_of_two(largest**exponent / heaviest ** (1 - exponent))
-        balanced = _divided(low, high, factors)
-        step = float(balanced[1] - balanced[0]) / steps
-        gain = before / _product_error(factors, largest, matrix, step)
+    for factors in map(_powers_of_two, sizes):
+        chosen = scheme.choose(*_divided_range(channels, factors, scheme, qparams))
+        gain = before / max(error(factors, *chosen), 1e-30)
         if gain > (best.gain if best else 1 / _WORTHWHILE):
-            best = Factors(factors.float(), *balanced, gain)
+            best = Factors(factors, *chosen, gain)
     return best
 
 
-def _product_error(factors: Tensor, largest: Tensor, matrix: Tensor, step: float) -> float:
-    weighted = matrix * factors
-    weight_steps = weighted.amax(1) / 127
-    inputs = (largest / factors) ** 2 / 3  # the mean square of a uniform distribution
-    return float(step**2 * (weighted**2).sum() + (weight_steps**2).sum() * inputs.sum())
-
-
-def balance_output(low: Tensor, high: Tensor, scale: float, steps: int) -> Factors | None:
-    """Return factors for a product's output, or None where none are worthwhile; see `balance_input`."""
-    factors = _powers_of_two(torch.maximum(-low, high).double().clamp(min=_SMALLEST))
-    balanced = _divided(low, high, factors)
-    step = float(balanced[1] - balanced[0]) / steps
-    after = float(((step * factors) ** 2).mean())
-    gain = scale**2 / max(after, _SMALLEST)
-    return Factors(factors.float(), *balanced, gain) if gain > 1 / _WORTHWHILE else None
-
-
 def _powers_of_two(sizes: Tensor) -> Tensor:
-    """Return the nearest power of two of each size over their median, within 2**-24 and 2**24."""
-    return torch.exp2(torch.log2(sizes / sizes.median()).round().clamp(-24, 24))
+    """Return the powers of two next to the sizes over their median; channels that say nothing have 1."""
+    alive = sizes > 0
+    if not bool(alive.any()):
+        return torch.ones_like(sizes)
+    ratios = sizes.clamp(min=1e-30) / sizes[alive].median()
+    return torch.exp2(torch.log2(ratios).round()).clamp(1.0, _LARGEST_FACTOR)
 
 
-def _divided(low: Tensor, high: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the range of the whole tensor after division."""
-    minimum = (low.double() / factors).amin().clamp(max=0.0)
-    return minimum.float(), (high.double() / factors).amax().clamp(min=0.0).float()
+def _divided_range(
+    channels: Channels, factors: Tensor, scheme: Scheme, qparams: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Search the range of the divided tensor on the sample, within the range that was seen.
+
+    A sample misses the rarest extremes, so no more of the range is cut off than all of the data allowed
+    for the undivided tensor, whose parameters are `qparams`.
+    """
+    histogram = Histogram()
+    histogram.add(channels.sample / factors)
+    histogram.minimum = float((channels.low / factors).amin())
+    histogram.maximum = float((channels.high / factors).amax())
+    low, high = best_range(histogram, steps=scheme.high - scheme.low, power=_POWER)
+    kept_low, kept_high = _kept(channels, scheme, *qparams)
+    return (
+        torch.minimum(low, kept_low * histogram.minimum),
+        torch.maximum(high, kept_high * histogram.maximum),
+    )
+
+
+def _kept(
+    channels: Channels, scheme: Scheme, scale: Tensor, zero_point: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return how much of the range below and above zero the undivided tensor's parameters keep."""
+    seen = torch.stack([channels.low.amin().clamp(max=0), channels.high.amax().clamp(min=0)])
+    ends = (torch.tensor([scheme.low, scheme.high]) - zero_point) * scale
+    kept = torch.where(seen == 0, 0.0, ends / torch.where(seen == 0, 1.0, seen)).clamp(0.0, 1.0)
+    return kept[0], kept[1]

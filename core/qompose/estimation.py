@@ -10,11 +10,19 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from qompose.balancing import OUTPUT, Balance, Factors, balance_input, balance_output
+from qompose.balancing import (
+    OUTPUT,
+    Balance,
+    Factors,
+    FakeQuantize,
+    Scheme,
+    balance_input,
+    balance_output,
+)
 from qompose.claims import Point
 from qompose.errors import CalibrationError, UncalibratedError
 from qompose.graph import constant_of, get_attribute, set_attribute
-from qompose.numerics import PER_CHANNEL, choose_qparams, quantized_range
+from qompose.numerics import DEFAULT_EPS, PER_CHANNEL, choose_qparams, quantized_range
 from qompose.observing import OBSERVER_PREFIX, BalancedObserver, make_observer
 from qompose.plan import Group, Plan
 from qompose.specs import DerivedQuantizationSpec
@@ -139,7 +147,7 @@ class Estimation:
         spec: Any = group.spec
         low, high = quantized_range(spec.dtype, spec.quant_min, spec.quant_max)
         if number in self.factors:
-            scale, zero_point = self._balanced_qparams(self.factors[number], spec)
+            scale, zero_point = self.factors[number].scale, self.factors[number].zero_point
         elif isinstance(spec, DerivedQuantizationSpec):
             sources: list[nn.Module] = [self.observer(n) for n in group.depends_on]
             scale, zero_point = spec.derive_qparams_fn(sources)
@@ -149,39 +157,60 @@ class Estimation:
             raise CalibrationError(f"{self.describe(number)} has the scale {scale}")
         return QParams(scale.detach(), zero_point.detach(), low, high, spec.dtype)
 
-    def _balanced_qparams(self, factors: Factors, spec: Any) -> tuple[Tensor, Tensor]:
-        return choose_qparams(
-            factors.minimum,
-            factors.maximum,
-            dtype=spec.dtype,
-            quant_min=spec.quant_min,
-            quant_max=spec.quant_max,
-            qscheme=spec.qscheme,
-        )
-
     def _balance(self, number: int, balance: Balance) -> None:
         """Decide on a group's factors and move them into the parameters behind or before it."""
-        observer = self.observer(number)
-        assert isinstance(observer, BalancedObserver)
+        group, observer = self.plan.groups[number], self.observer(number)
+        groups = [self._weight_group(name) for name in balance.weights]
+        per_channel = all(_is_per_channel(self.plan.groups[n]) for n in groups)
+        whole = not any(claim in self.dropped for claim in group.claims)
+        if not isinstance(observer, BalancedObserver) or not per_channel or not whole:
+            return  # a replaced observer; a weight that cannot take up factors; a reader left in float
+        channels = observer.channels
+        scheme = self._scheme(number)
         weights = [self._constant(name) for name in balance.weights]
-        numbers = [self._weight_group(name) for name in balance.weights]
-        if any(
-            getattr(self.plan.groups[n].spec, "qscheme", None) not in PER_CHANNEL for n in numbers
-        ):
-            return  # a weight with one scale cannot take up factors
-        spec: Any = self.plan.groups[number].spec
-        low, high = quantized_range(spec.dtype, spec.quant_min, spec.quant_max)
-        scale = float(observer.calculate_qparams()[0])
-        minimum, maximum = observer.channel_range
         if balance.side == OUTPUT:
-            factors = balance_output(minimum, maximum, scale, high - low)
-        elif any(weight.shape[1] != minimum.numel() for weight in weights):
+            factors = balance_output(channels, scheme, observer.calculate_qparams())
+        elif any(weight.shape[1] != channels.low.numel() for weight in weights):
             return  # a grouped convolution
         else:
-            factors = balance_input(minimum, maximum, weights, scale, high - low)
+            quantizers = [self._weight_quantizer(n) for n in groups]
+            products = list(zip(weights, quantizers, strict=True))
+            factors = balance_input(channels, products, scheme, observer.calculate_qparams())
         if factors is not None:
             self.factors[number] = factors
-            self._absorb(balance, factors, numbers)
+            self._absorb(balance, factors, groups)
+
+    def _scheme(self, number: int) -> Scheme:
+        spec: Any = self.plan.groups[number].spec
+        low, high = quantized_range(spec.dtype, spec.quant_min, spec.quant_max)
+        eps = getattr(self.observer(number).tensor_observer, "eps", DEFAULT_EPS)
+
+        def choose(minimum: Tensor, maximum: Tensor) -> tuple[Tensor, Tensor]:
+            return choose_qparams(
+                minimum,
+                maximum,
+                dtype=spec.dtype,
+                quant_min=spec.quant_min,
+                quant_max=spec.quant_max,
+                qscheme=spec.qscheme,
+                eps=eps,
+            )
+
+        return Scheme(low, high, choose)
+
+    def _weight_quantizer(self, number: int) -> FakeQuantize:
+        """Return what a weight of a group is going to be once it is quantized, per row."""
+        spec: Any = self.plan.groups[number].spec
+        low, high = quantized_range(spec.dtype, spec.quant_min, spec.quant_max)
+
+        def quantize(weight: Tensor) -> Tensor:
+            observer: Any = make_observer(spec)
+            observer(weight)
+            scale, zero_point = (along(v, 0, weight.dim()) for v in observer.calculate_qparams())
+            steps = torch.clamp(torch.round(weight / scale) + zero_point, low, high)
+            return (steps - zero_point) * scale
+
+        return quantize
 
     def _absorb(self, balance: Balance, factors: Factors, weight_groups: list[int]) -> None:
         for name in balance.weights:
@@ -212,9 +241,13 @@ class Estimation:
         """Describe the tensors whose channels got factors."""
         return [
             f"channels of {self.plan.groups[number].points[0]} were balanced: "
-            f"expected squared error {factors.gain:.1f} times smaller"
+            f"squared error on calibration data {factors.gain:.1f} times smaller"
             for number, factors in self.factors.items()
         ]
+
+
+def _is_per_channel(group: Group) -> bool:
+    return getattr(group.spec, "qscheme", None) in PER_CHANNEL
 
 
 def _observed(node: Node) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qompose.balancing import Channels
 from qompose.numerics import PER_CHANNEL
 from qompose.observers import FixedQParamsObserver, PerChannelMinMaxObserver, PlaceholderObserver
 from qompose.specs import (
@@ -18,6 +19,7 @@ from qompose.specs import (
 )
 
 OBSERVER_PREFIX = "activation_post_process_"
+SAMPLE_ROWS, SAMPLE_ROWS_PER_BATCH = 1024, 128
 
 
 def make_observer(spec: QuantizationSpecBase) -> nn.Module:
@@ -39,7 +41,7 @@ def make_observer(spec: QuantizationSpecBase) -> nn.Module:
 
 
 class BalancedObserver(nn.Module):
-    """An observer of a whole tensor that also keeps the range of each of its channels.
+    """An observer of a whole tensor that also keeps the range of each of its channels, and some rows.
 
     Args:
         tensor_observer: estimates the range of the tensor, if it is not balanced.
@@ -55,11 +57,17 @@ class BalancedObserver(nn.Module):
         self.channel_observer.subject = getattr(
             tensor_observer, "subject", self.channel_observer.subject
         )
+        self.rows: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Tensor:
         """Observe `x`, of any shape that has `dim`, and return it unchanged."""
         self.channel_observer(x)
         self.tensor_observer(x)
+        kept = sum(map(len, self.rows))
+        if x.numel() and kept < SAMPLE_ROWS:
+            rows = x.detach().float().movedim(self.channel_observer.ch_axis, -1).flatten(0, -2)
+            step = max(1, len(rows) // SAMPLE_ROWS_PER_BATCH)
+            self.rows.append(rows[::step][: SAMPLE_ROWS - kept].clone())
         return x
 
     def calculate_qparams(self) -> Any:
@@ -67,9 +75,10 @@ class BalancedObserver(nn.Module):
         return self.tensor_observer.calculate_qparams()  # type: ignore[operator]
 
     @property
-    def channel_range(self) -> tuple[Tensor, Tensor]:
-        """Return minimum and maximum of each channel, shape `(C,)`."""
-        return self.channel_observer.minimum, self.channel_observer.maximum
+    def channels(self) -> Channels:
+        """Return the exact range of each channel, and some rows of what was seen."""
+        observer = self.channel_observer
+        return Channels(observer.minimum, observer.maximum, torch.cat(self.rows))
 
     @property
     def calibrated(self) -> bool:

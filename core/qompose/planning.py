@@ -50,7 +50,8 @@ def _balance(
     if any(p is None for p in products) or any(point.source != source for point in group.points):
         return None
     known = [product for product in products if product is not None]
-    if not all(_is_private(nodes[product.weight], readers) for product in known):
+    parameters = [name for p in known for name in (p.weight, p.bias) if name]
+    if not all(_is_private(nodes[name], readers) for name in parameters):
         return None
     sides = {point.user is None for point in group.points}
     if sides == {True} and solver.count(source) == 1:

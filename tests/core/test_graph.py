@@ -92,9 +92,12 @@ def test_state_that_nothing_reads_is_dropped(program: Any) -> None:
     clean.graph.lint()
 
 
-def test_training_mode_is_kept(program: Any) -> None:
+@pytest.mark.parametrize("training", [True, False])
+def test_training_mode_is_kept(program: Any, training: bool) -> None:
     module = program.module()
-    assert copy_graph_module(module).training is module.training
+    nn.Module.train(module, training)  # an exported module's own `train` refuses
+    assert copy_graph_module(module).training is training
+    assert refresh(copy_graph_module(module)).training is training
 
 
 @pytest.mark.parametrize("strict", [False, True], ids=["default export", "strict export"])

@@ -28,6 +28,8 @@ from tests.core.toy import (
     LINEAR,
     LINEAR_PATTERN,
     SIGMOID,
+    STATIC,
+    STATIC_UINT8,
     VIEW,
     convert,
     emit_linear,
@@ -151,6 +153,31 @@ def test_a_kernel_with_float_output_leaves_quantizing_to_its_readers() -> None:
     (kernel_node, _) = nodes_calling(lowered, "linear")
     assert kernel_node.meta["val"].dtype is torch.float32
     assert torch.allclose(lowered(X), converted(X), atol=1e-5)
+
+
+class TwoReaders(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.left, self.right = (nn.Linear(3, 3) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        return self.left(y) + self.right(y)
+
+
+def test_a_kernel_whose_readers_want_different_integers_gives_floats() -> None:
+    """Without a specification of its own output, it requantizes only where all readers agree."""
+    row = rule("linear", *LINEAR.patterns, anchor="op", weight="weight", output=False,
+               kernels=LINEAR.kernels)  # fmt: skip
+    program = export(seeded(TwoReaders()), X)
+    kinds = []
+    for right in (STATIC, STATIC_UINT8):
+        converted = convert(program, toy(row).set_module_name("right", right), X)
+        lowered = qompose.lower(converted, strict=True)
+        assert sqnr(converted(X), lowered(X)) > 35
+        first = next(n for n in lowered.graph.nodes if "qompose_toy" in str(n.target))
+        kinds.append(first.meta["val"].dtype)
+    assert kinds == [torch.int8, torch.float32]
 
 
 class Views(nn.Module):
