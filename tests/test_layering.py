@@ -27,8 +27,8 @@ PLUGINS = {
 LAYERS = tuple(
     line.split()
     for line in """
-        errors hookspecs decomposed histogram balancing
-        numerics graph
+        errors hookspecs decomposed histogram aliases
+        numerics graph balancing
         specs observers rewrites
         claims selectors observing
         patterns arbitration annotations

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
 
+from qompose.aliases import unsafe_values
 from qompose.claims import (
     Claim,
     Operand,
@@ -169,13 +170,28 @@ def _as_point(edge_or_node: EdgeOrNode) -> Point:
 
 
 def claims_of(owner: str, nodes: Sequence[Node], proposal: Proposal) -> list[Claim]:
-    """Group annotated nodes into fused regions, a claim each. Specifications on integers are refused."""
+    """Group annotated nodes into fused regions, a claim each.
+
+    Specifications on integers, and on values that are written in place under another name, are refused.
+
+    Raises:
+        ConfigError: an edge is annotated on a node that does not read its tensor.
+    """
     claims = []
+    unsafe = unsafe_values(nodes[0].graph) if nodes else frozenset()
     for region in _regions(nodes):
         specs = []
         known = {n.name: n for node in region for n in (node, *node.all_input_nodes)}
         for spec in (spec for node in region for spec in point_specs(node)):
-            source = known[spec.point.source]
+            source = known.get(spec.point.source)
+            if source is None:
+                raise ConfigError(
+                    f"{owner} annotates the edge {spec.point}, and {spec.point.user} does not read it"
+                )
+            if source.name in unsafe:
+                reason = f"{source.name} is written in place and read under another name"
+                proposal.rejections.append(Rejection(owner, RULE, (region[-1].name,), reason))
+                continue
             if is_quantizable(source):
                 specs.append(spec)
             else:

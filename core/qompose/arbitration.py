@@ -57,7 +57,8 @@ class _Arbiter:
     def _decide_waiting(self) -> None:
         """Walk the conditional claims in graph order, so that a chain of views is settled in one pass."""
         remaining = []
-        for claim in sorted(self.waiting, key=lambda claim: self.position[claim.output]):
+        # Claims that begin at one operator keep the order of their rules: the longer fusion comes first.
+        for claim in sorted(self.waiting, key=lambda claim: self.position[claim.nodes[0]]):
             if self._stands_on_quantized(claim) and not self._is_same_region(claim):
                 self._decide(claim)
             else:

@@ -134,7 +134,7 @@ class Estimation:
         missing = [
             number
             for number in range(len(self.plan.groups))
-            if self._needs_data(number) and not getattr(self.observer(number), "calibrated", True)
+            if self._needs_data(number) and not _has_data(self.observer(number))
         ]
         if missing and not allow_uncalibrated:
             raise UncalibratedError([self.describe(number) for number in missing])
@@ -244,6 +244,14 @@ class Estimation:
             f"squared error on calibration data {factors.gain:.1f} times smaller"
             for number, factors in self.factors.items()
         ]
+
+
+def _has_data(observer: Any) -> bool:
+    """Tell whether an observer saw anything; those of torch keep empty or infinite bounds until then."""
+    bound = getattr(observer, "min_val", None)
+    if hasattr(observer, "calibrated") or not isinstance(bound, Tensor):
+        return bool(getattr(observer, "calibrated", True))
+    return bound.numel() > 0 and bool(torch.isfinite(bound).all())
 
 
 def _is_per_channel(group: Group) -> bool:

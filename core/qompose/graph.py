@@ -12,7 +12,10 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
 
-from qompose.errors import NotExportedError
+from qompose.errors import NotExportedError, StageError
+
+STAGE_KEY = "qompose"
+"""Key of the record in the `meta` of every GraphModule that qompose makes."""
 
 CUSTOM_KEY = "qompose"
 """Key inside `node.meta["custom"]`, the one part of a node's meta that torch.export.save keeps."""
@@ -23,11 +26,15 @@ def as_graph_module(model: object, function: str) -> GraphModule:
 
     Raises:
         NotExportedError: `model` is neither an ExportedProgram nor a GraphModule of aten operators.
+        StageError: it went through qompose already.
     """
     if isinstance(model, ExportedProgram):
         module = model.module(check_guards=False)
         assert isinstance(module, GraphModule)
         return module
+    if isinstance(model, GraphModule) and STAGE_KEY in model.meta:
+        stage = getattr(model.meta[STAGE_KEY], "stage", "quantized")
+        raise StageError(f"{function} takes an exported program, and got a {stage} model")
     if isinstance(model, GraphModule) and any("val" in node.meta for node in model.graph.nodes):
         return model
     raise NotExportedError(model, function)
@@ -35,7 +42,7 @@ def as_graph_module(model: object, function: str) -> GraphModule:
 
 def copy_graph_module(module: GraphModule) -> GraphModule:
     """Copy the graph and its own meta; share parameters; drop shape guards and dead state."""
-    graph = Graph(tracer_cls=module.graph._tracer_cls)
+    graph = Graph()  # without the exporter's tracer, which cannot be unpickled
     # Not deepcopy: that copies the argument tree through a deprecated class of torch 2.13.
     graph._codegen = copy.copy(module.graph._codegen)
     copies: dict[Node, Node] = {}

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
+from qompose.aliases import unsafe_values
 from qompose.claims import (
     Claim,
     Operand,
@@ -36,25 +37,30 @@ def propose_rules(
     operators = [node for node in model.graph.nodes if node.op == "call_function"]
     selectors.check_names(operators, owner)
     proposal = Proposal(notes=[f"{owner}: {note}" for note in selectors.unmatched(operators)])
-    index = OperatorIndex(model)
+    index, unsafe = OperatorIndex(model), unsafe_values(model.graph)
     for rule in rules:
         seen: set[tuple[Node, ...]] = set()
         for match in (match for pattern in rule.patterns for match in pattern.find(index)):
             if match.nodes not in seen:
                 seen.add(match.nodes)
-                _propose_match(owner, rule, match, selectors, proposal)
+                _propose_match(owner, rule, match, selectors, unsafe, proposal)
     return proposal
 
 
 def _propose_match(
-    owner: str, rule: Rule, match: Match, selectors: Selectors, proposal: Proposal
+    owner: str,
+    rule: Rule,
+    match: Match,
+    selectors: Selectors,
+    unsafe: frozenset[str],
+    proposal: Proposal,
 ) -> None:
     anchor = match.node(rule.anchor)
     assert anchor is not None, f"rule {rule.name} has no operator named {rule.anchor}"
     selection = selectors.select(anchor)
     names = tuple(node.name for node in match.nodes)
     if selection.selected:
-        reason = _objection(rule, match, selection, selectors)
+        reason = _objection(rule, match, selection, selectors) or _written(match, unsafe)
     else:
         reason = "no selector gives it a configuration (set_global gives one to all)"
     if reason is not None:
@@ -77,6 +83,13 @@ def _objection(rule: Rule, match: Match, selection: Selection, selectors: Select
                 f"fusion with {selection.selector}"
             )
     return rule.objection(config) or _tensor_objection(rule, match) or _guard(rule, match)
+
+
+def _written(match: Match, unsafe: frozenset[str]) -> str | None:
+    touched = {n.name for node in match.nodes for n in (node, *node.all_input_nodes)} & unsafe
+    if touched:
+        return f"{min(touched)} is written in place and read under another name"
+    return None
 
 
 def _guard(rule: Rule, match: Match) -> str | None:

@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
+from qompose.aliases import written_buffers
 from qompose.annotations import clear_annotations, write_annotations
 from qompose.arbitration import compose_claims
 from qompose.backend import Backend
@@ -25,7 +26,14 @@ from qompose.errors import (
     QomposeWarning,
     UserError,
 )
-from qompose.graph import as_graph_module, copy_graph_module, freeze, refresh
+from qompose.graph import (
+    as_graph_module,
+    copy_graph_module,
+    freeze,
+    get_attribute,
+    refresh,
+    set_attribute,
+)
 from qompose.interop import adapt
 from qompose.lowering import find_target, replace_regions, settle
 from qompose.plan import Plan, Record, Rewrite, attach, record_of
@@ -86,6 +94,8 @@ def prepare_pt2e(
     """
     quantizer = adapt(quantizer)
     exported = copy_graph_module(as_graph_module(model, "prepare_pt2e"))
+    state = {p: get_attribute(exported, p).clone() for p in written_buffers(exported.graph)}
+    _restore(exported, state)
     working, composition, rewrites = _annotate(exported, quantizer)
     claims = tuple(composition.chosen)
     plan = Plan(
@@ -103,8 +113,17 @@ def prepare_pt2e(
     quantizer.validate(working)
     insert_observers(working, claims, plan.groups, quantizer.prepare_obs_or_fq_callback)
     prepared = refresh(working)
-    attach(prepared, Record(plan, "prepared", _backends(quantizer)))
+    attach(prepared, Record(plan, "prepared", _backends(quantizer), state=state))
     return _into(model, prepared) if inplace else prepared
+
+
+def _restore(model: GraphModule, state: Mapping[str, Tensor]) -> None:
+    """Give buffers that the program writes to their exported values, in copies of the model's own.
+
+    So neither the caller's model nor a converted one keeps what calibration wrote.
+    """
+    for path, value in state.items():
+        set_attribute(model, path, value.clone())
 
 
 def _annotate(
@@ -194,7 +213,7 @@ def convert_pt2e(
     clear_annotations(model.graph)  # they refer to nodes of the prepared graph
     conversion = convert_observers(model, record.plan, allow_uncalibrated=allow_uncalibrated)
     converted = refresh(model)
-    freeze(converted)  # an integer model is not trained, and its kernels have no gradients
+    _restore(converted, record.state)
     done = replace(
         record,
         stage="converted",
@@ -227,6 +246,7 @@ def lower(converted: GraphModule, target: str = "torch", *, strict: bool = False
     model = copy_graph_module(converted)
     done, fallbacks, left = replace_regions(model, record, target)
     model = refresh(model)
+    freeze(model)  # integer kernels have no gradients
     finished = runtime.finish(model, call_signature(model))
     kernels, fallbacks = settle(finished, done, fallbacks, left)
     _say_what_fell_back(record.plan.claims, fallbacks, target, strict)
@@ -324,9 +344,10 @@ def _export(model: nn.Module, example_inputs: Any, dynamic_shapes: Any) -> Expor
         raise UserError(
             "quantize needs example_inputs, a tuple of positional arguments, to export the model"
         )
-    training = model.training
+    training = {module: module.training for module in model.modules()}
     try:
         with torch.no_grad():
             return torch.export.export(model.eval(), example_inputs, dynamic_shapes=dynamic_shapes)
     finally:
-        model.train(training)
+        for module, mode in training.items():
+            module.training = mode

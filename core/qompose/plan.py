@@ -10,15 +10,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
 from torch.fx import GraphModule
 
 from qompose.backend import Backend
 from qompose.balancing import Balance
 from qompose.claims import Claim, Conflict, Point
 from qompose.errors import StageError
+from qompose.graph import STAGE_KEY
 from qompose.specs import QuantizationSpecBase, spec_to_dict
 
-META_KEY = "qompose"
+META_KEY = STAGE_KEY
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,7 @@ class Record:
 
     `dropped` are claims that calibration showed to be impossible, with the reason; `kernels` and
     `fallbacks` are by claim, once lowered; `balanced` describes the tensors whose channels got factors.
+    `state` has the exported values of the buffers that the program writes to, by path.
     `backends` are live objects, by the owners of claims.
     """
 
@@ -135,6 +138,7 @@ class Record:
     balanced: tuple[str, ...] = ()
     target: str = ""
     bytes: int = 0
+    state: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Record:
         """Return the record itself: nothing in it changes."""

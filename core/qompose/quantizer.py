@@ -132,10 +132,15 @@ class RuleQuantizer(Quantizer):
         return self
 
     def _checked(self, config: QuantizationConfig | None) -> QuantizationConfig | None:
-        """Refuse a configuration that no rule of the backend can follow."""
+        """Refuse a configuration that no rule, or no rule with a weight, of the backend can follow."""
         if config is None:
             return None
-        objections = [rule.objection(config) for rule in self.backend.rules]
+        if not isinstance(config, QuantizationConfig):
+            raise ConfigError(
+                f"{config!r} is no QuantizationConfig (None leaves operators in float)"
+            )
+        weighted = [rule for rule in self.backend.rules if rule.weight and config.weight]
+        objections = [rule.objection(config) for rule in weighted or self.backend.rules]
         if all(objections):
             reasons = "\n".join(f"  - {reason}" for reason in dict.fromkeys(map(str, objections)))
             raise ConfigError(f"Backend {self.name!r} cannot follow {config}:\n{reasons}")

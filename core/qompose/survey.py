@@ -9,10 +9,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from qompose.claims import Composition
-from qompose.graph import address_of, constant_of, module_path, operator_name, value_of
+from qompose.graph import (
+    address_of,
+    constant_of,
+    get_attribute,
+    module_path,
+    operator_name,
+    value_of,
+)
 from qompose.plan import Operator, Rewrite
 
 aten = torch.ops.aten
@@ -33,11 +40,15 @@ def survey(
             module=module_path(node),
             macs=macs(node),
             claim=claim_of.get(node.name),
-            reason="" if node.name in claim_of else reasons.get(node.name, "no rule claims it"),
+            reason="" if node.name in claim_of else reasons.get(node.name, _why_not(node)),
         )
         for node in exported.graph.nodes
         if node.op == "call_function" and _computes_floats(node)
     )
+
+
+def _why_not(node: Node) -> str:
+    return "what is inside it is not visited" if _nested(node) else "no rule claims it"
 
 
 def _computes_floats(node: Node) -> bool:
@@ -56,9 +67,22 @@ def _reasons(composition: Composition) -> dict[str, str]:
 
 
 def macs(node: Node) -> int:
-    """Return the multiply-accumulates of one call: matrix products, convolutions and attention; else 0."""
+    """Return the multiply-accumulates of one call: matrix products, convolutions and attention; else 0.
+
+    A control-flow operator counts what is inside it, every branch.
+    """
     count = _MACS.get(node.target)
-    return int(count(node)) if count else 0
+    if count is None:
+        return sum(macs(inner) for graph in _nested(node) for inner in graph.nodes)
+    return int(count(node))
+
+
+def _nested(node: Node) -> list[Graph]:
+    """Return the graphs that a control-flow operator calls."""
+    module = node.graph.owning_module
+    targets = [str(a.target) for a in node.all_input_nodes if a.op == "get_attr"]
+    found = [get_attribute(module, target) for target in targets] if module is not None else []
+    return [value.graph for value in found if isinstance(value, GraphModule)]
 
 
 def _shape(node: Any) -> list[int]:
