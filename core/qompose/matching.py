@@ -29,14 +29,8 @@ from qompose.specs import QuantizationConfig
 def propose_rules(
     owner: str, rules: Iterable[Rule], selectors: Selectors, model: GraphModule
 ) -> Proposal:
-    """Return the claims of a rule table, in the order of its rows.
-
-    Raises:
-        SelectorError: an exact module name of the selectors is not in the program.
-    """
-    operators = [node for node in model.graph.nodes if node.op == "call_function"]
-    selectors.check_names(operators, owner)
-    proposal = Proposal(notes=[f"{owner}: {note}" for note in selectors.unmatched(operators)])
+    """Return the claims of a rule table, in the order of its rows."""
+    proposal = Proposal()
     index, unsafe = OperatorIndex(model), unsafe_values(model.graph)
     for rule in rules:
         seen: set[tuple[Node, ...]] = set()

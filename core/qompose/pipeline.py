@@ -134,7 +134,7 @@ def _annotate(
     Rewrites that no claim covers are left out of the next round; their number only shrinks.
     """
     wanted = {FOLD_BATCH_NORM}.union(*(member.rewrites for member in quantizer.members))
-    found = find_rewrites(exported, wanted)
+    found = [_with_objection(c, exported, quantizer) for c in find_rewrites(exported, wanted)]
     candidates = [candidate for candidate in found if candidate.obstacle is None]
     while True:
         working = copy_graph_module(exported)
@@ -149,8 +149,16 @@ def _annotate(
         if covered == candidates:
             break
         candidates = covered
+    composition.notes += quantizer.check_program(exported)
     composition.notes += [_obstacle(c) for c in found if c.obstacle is not None]
     return working, composition, tuple(Rewrite(c.rewrite, c.nodes, c.into) for c in candidates)
+
+
+def _with_objection(candidate: Candidate, exported: GraphModule, quantizer: Quantizer) -> Candidate:
+    """Refuse a rewrite that joins operators which a member's selectors treat differently."""
+    nodes = [node for node in exported.graph.nodes if node.name in candidate.nodes]
+    objection = quantizer.objection_to_rewrite(nodes)
+    return candidate if objection is None else replace(candidate, obstacle=objection)
 
 
 def _obstacle(candidate: Candidate) -> str:

@@ -60,6 +60,14 @@ class Quantizer(ABC):
     ) -> None:
         """Look at, or replace, the observers before they are inserted."""
 
+    def check_program(self, exported: GraphModule) -> list[str]:
+        """Look at the program before any rewrite; return what of the settings applies to nothing."""
+        return []
+
+    def objection_to_rewrite(self, nodes: Sequence[Node]) -> str | None:
+        """Return why operators of the exported program must not be merged into one, or None."""
+        return None
+
     def propose(
         self, model: GraphModule, taken: Sequence[Claim], on_conflict: str = "error"
     ) -> Proposal:
@@ -151,8 +159,27 @@ class RuleQuantizer(Quantizer):
     ) -> Proposal:
         return propose_rules(self.name, self.backend.rules, self._selectors, model)
 
+    def check_program(self, exported: GraphModule) -> list[str]:
+        """Check the selectors against the program.
+
+        Raises:
+            SelectorError: an exact module name is not in it.
+        """
+        operators = [node for node in exported.graph.nodes if node.op == "call_function"]
+        self._selectors.check_names(operators, self.name)
+        return [f"{self.name}: {note}" for note in self._selectors.unmatched(operators)]
+
+    def objection_to_rewrite(self, nodes: Sequence[Node]) -> str | None:
+        selections = [self._selectors.select(node) for node in nodes]
+        chosen = [selection for selection in selections if selection.selected]
+        for other in chosen[1:]:
+            if other.config != chosen[0].config:
+                return f"{other.selector} wants {other.config or 'float'} for a part of it"
+        return None
+
     def annotate(self, model: GraphModule) -> GraphModule:
         """Annotate as this quantizer alone would; for engines that read annotations."""
+        self.check_program(model)
         write_annotations(model, compose_claims(model, labelled(self)).chosen)
         return model
 
@@ -196,6 +223,13 @@ class ComposableQuantizer(Quantizer):
     @property
     def name(self) -> str:
         return "+".join(member.name for member in self.members)
+
+    def check_program(self, exported: GraphModule) -> list[str]:
+        return [note for member in self.members for note in member.check_program(exported)]
+
+    def objection_to_rewrite(self, nodes: Sequence[Node]) -> str | None:
+        objections = (member.objection_to_rewrite(nodes) for member in self.members)
+        return next(filter(None, objections), None)
 
     def transform_for_annotation(self, model: GraphModule) -> GraphModule:
         for member in self.members:

@@ -69,7 +69,12 @@ HOOKS = {"transform_for_annotation", "annotate", "validate", "prepare_obs_or_fq_
 def test_this_file_knows_the_whole_interface() -> None:
     methods = {name for name, _ in inspect.getmembers(Quantizer, inspect.isfunction)}
     public = {name for name in methods if not name.startswith("_")}
-    assert public == HOOKS | {"propose", "quantization_capabilities"}
+    assert public == HOOKS | {
+        "propose",
+        "quantization_capabilities",
+        "check_program",
+        "objection_to_rewrite",
+    }
     overridden = {name for name in public if name in vars(ComposableQuantizer)}
     assert overridden == public, "a composition forwards every method itself"
 

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Balancing helps where one channel drowns the others, and harms nothing else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import qompose
+import torch
+from qompose import QuantizationConfig
+from qompose.rules import Rule
+from torch import Tensor, nn
+
+from tests.core.toy import LINEAR, export, prepare, toy
+from tests.core.toy import STATIC as PLAIN
+
+BALANCED = replace(PLAIN, balance=True, weight=replace(
+    PLAIN.weight, qscheme=torch.per_channel_symmetric, ch_axis=0,
+    observer_or_fake_quant_ctr=qompose.PerChannelMinMaxObserver.with_args(),
+))  # fmt: skip
+PER_CHANNEL = replace(BALANCED, balance=False)
+RULE: Rule = replace(LINEAR, bias="bias", channels=(-1, -1))
+
+
+def sqnr(model: nn.Module, x: Tensor, config: QuantizationConfig) -> tuple[float, qompose.Report]:
+    prepared = prepare(export(model, x), toy(RULE, config=config))
+    prepared(x)
+    converted = qompose.convert_pt2e(prepared)
+    expected, actual = model(x).detach(), converted(x).detach()
+    noise = float((expected - actual).norm())
+    ratio = 20 * math.log10(float(expected.norm()) / noise) if noise else math.inf
+    return ratio, qompose.report(converted)
+
+
+def data(change: Callable[[Tensor], object] = lambda x: None) -> Tensor:
+    x = torch.randn(256, 32, generator=torch.Generator().manual_seed(0))
+    change(x)
+    return x
+
+
+def layer(change: Callable[[nn.Linear], object] = lambda m: None) -> nn.Module:
+    torch.manual_seed(0)
+    linear = nn.Linear(32, 24)
+    with torch.no_grad():
+        change(linear)
+    return nn.Sequential(linear, nn.Sigmoid()).eval()
+
+
+def test_an_outlier_channel_of_the_input() -> None:
+    x = data(lambda x: x[:, 3].mul_(100))
+    model = layer(lambda m: m.weight[:, 3].div_(100))
+    with_factors, report = sqnr(model, x, BALANCED)
+    without, _ = sqnr(model, x, PER_CHANNEL)
+    assert with_factors > without + 10
+    assert any("channels of input_1 -> linear were balanced" in line for line in report.rewrites)
+
+
+def test_an_outlier_channel_of_the_output() -> None:
+    model = nn.Sequential(layer(lambda m: m.weight[5].mul_(100))[0], nn.LayerNorm(24)).eval()
+    report = sqnr(model, data(), BALANCED)[1]
+    assert any("channels of output of linear were balanced" in line for line in report.rewrites)
+
+
+def kill(x: Tensor) -> None:
+    x[:, :20] = 0
+
+
+def hush(x: Tensor) -> None:
+    x[:, :16] *= 1e-6
+
+
+def heavy(x: Tensor) -> None:
+    torch.manual_seed(1)
+    x.copy_(torch.distributions.StudentT(torch.tensor(2.0)).sample(x.shape))
+
+
+@pytest.mark.parametrize("change", [lambda x: None, kill, hush, heavy],
+                         ids=["plain", "dead channels", "quiet channels", "heavy tails"])  # fmt: skip
+def test_nothing_else_is_harmed(change: Callable[[Tensor], None]) -> None:
+    x = data(change)
+    with_factors, _ = sqnr(layer(), x, BALANCED)
+    without, _ = sqnr(layer(), x, PER_CHANNEL)
+    assert with_factors > without - 1.5
+
+
+def test_a_channel_that_was_silent_in_calibration_may_speak_later() -> None:
+    model = layer()
+    prepared = prepare(export(model, data()), toy(RULE, config=BALANCED))
+    prepared(data(kill))
+    converted = qompose.convert_pt2e(prepared)
+    x = data()
+    assert (converted(x) - model(x)).norm() < 0.05 * model(x).norm()
+
+
+def test_a_shared_bias_is_left_alone() -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+            self.b.bias = self.a.bias
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.a(x).sigmoid(), torch.sin(self.a.bias)
+
+    torch.manual_seed(0)
+    model = Shared().eval()
+    with torch.no_grad():
+        model.a.weight[0] *= 50
+    x = torch.randn(64, 8)
+    prepared = prepare(export(model, x), toy(RULE, config=BALANCED))
+    prepared(x)
+    assert torch.equal(qompose.convert_pt2e(prepared)(x)[1], model(x)[1])
+
+
+def test_a_group_with_a_reader_left_in_float_is_not_balanced() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.a(x), self.b(x)
+
+    torch.manual_seed(0)
+    model = Two().eval()
+    with torch.no_grad():
+        model.b.bias[2] = -math.inf
+        for part in (model.a, model.b):
+            part.weight[:, 1] /= 100
+    x = torch.randn(16, 8)
+    x[:, 1] *= 100
+    prepared = prepare(export(model, x), toy(RULE, config=BALANCED))
+    prepared(x)
+    converted = qompose.convert_pt2e(prepared)
+    assert torch.equal(converted(x)[1], model(x)[1]), "its output held infinities: it stays float"
