@@ -33,6 +33,7 @@ def find_target(name: str, record: Record) -> Target:
     owners = {claim.owner for claim in record.plan.claims}
     lacking = [
         f"{owner} has kernels for {_list(_targets(record.backends.get(owner)))}"
+        f"{'' if owner in record.backends else ' (it annotates only: run the converted model)'}"
         for owner in sorted(owners)
         if name not in _targets(record.backends.get(owner))
     ]

@@ -96,6 +96,9 @@ def prepare_pt2e(
     exported = copy_graph_module(as_graph_module(model, "prepare_pt2e"))
     state = {p: get_attribute(exported, p).clone() for p in written_buffers(exported.graph)}
     _restore(exported, state)
+    unmatched = quantizer.check_program(exported)
+    if strict and unmatched:
+        raise UserError("strict=True:\n" + "\n".join(f"  - {note}" for note in unmatched))
     working, composition, rewrites = _annotate(exported, quantizer)
     claims = tuple(composition.chosen)
     plan = Plan(
@@ -104,7 +107,7 @@ def prepare_pt2e(
         operators=survey(exported, composition, rewrites),
         conflicts=tuple(composition.conflicts),
         rewrites=rewrites,
-        notes=tuple(composition.notes),
+        notes=(*unmatched, *composition.notes),
         float_bytes=state_bytes(exported),
     )
     _say_what_is_missing(plan, strict)
@@ -149,7 +152,6 @@ def _annotate(
         if covered == candidates:
             break
         candidates = covered
-    composition.notes += quantizer.check_program(exported)
     composition.notes += [_obstacle(c) for c in found if c.obstacle is not None]
     return working, composition, tuple(Rewrite(c.rewrite, c.nodes, c.into) for c in candidates)
 
@@ -166,8 +168,6 @@ def _obstacle(candidate: Candidate) -> str:
 
 
 def _say_what_is_missing(plan: Plan, strict: bool) -> None:
-    if strict and plan.notes:
-        raise UserError("strict=True:\n" + "\n".join(f"  - {note}" for note in plan.notes))
     if plan.claims:
         return
     reasons = {

@@ -116,29 +116,20 @@ class _Solver:
 
     def join_implicitly(self) -> None:
         """Join points of one tensor whose groups have like specifications."""
+        roots = {point: self.find(point) for point in self.specs}
+        concrete: dict[Point, PointSpec] = {}
+        for point, spec in self.specs.items():
+            if not spec.shared:
+                concrete.setdefault(roots[point], spec)
         by_source: dict[str, list[Point]] = defaultdict(list)
         for point, spec in self.specs.items():
-            if spec.allow_implicit_sharing and not spec.derived:
+            if spec.allow_implicit_sharing and not spec.derived and roots[point] in concrete:
                 by_source[point.source].append(point)
         for points in by_source.values():
             first_of: dict[object, Point] = {}
             for point in points:
-                concrete = self.concrete(point)
-                if concrete is not None:
-                    first = first_of.setdefault(_likeness(concrete.spec), point)
-                    self.parent[self.find(point)] = self.find(first)
-
-    def concrete(self, point: Point) -> PointSpec | None:
-        """Return a specification of the point's group that does not refer to another."""
-        spec = self.specs[point]
-        visited = {point}
-        while spec.shared:
-            (target,) = spec.references
-            if target in visited:
-                return None
-            visited.add(target)
-            spec = self.specs[target]
-        return spec
+                likeness = _likeness(concrete[roots[point]].spec)
+                self.parent[self.find(point)] = self.find(first_of.setdefault(likeness, point))
 
     def groups(self, position: dict[str, int]) -> list[Group]:
         members: dict[Point, list[Point]] = defaultdict(list)

@@ -120,6 +120,10 @@ class Rule:
         """Return why a configuration does not fit this rule, None where it does."""
         if config.mode not in self.modes:
             return f"rule {self.name} has no {config.mode} form"
+        if config.is_qat:
+            return f"rule {self.name} has no form for quantization-aware training"
+        if config.bias is not None:
+            return f"rule {self.name} leaves biases in float"
         specs = self.specs_for(config)
         if not specs:
             return f"{config} leaves every role of rule {self.name} in float"

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from qompose import Kernel, Match, OperatorPattern, Region, Rule, TensorConstraint, on_integers
 from torch.fx import Node
 
+from qompose_xnnpack.integer import MAX_DEPTH
 from qompose_xnnpack.kernels import Pairwise, Reduction, Weighted, relu, view
 from qompose_xnnpack.patterns import pairwise_relu, weighted
 
@@ -84,6 +86,15 @@ def _to_one(match: Match) -> str | None:
     )
 
 
+def _shallow(match: Match) -> str | None:
+    """More products than this may overflow the 32 bits in which they are added."""
+    weight = match.node("weight")
+    depth = math.prod(weight.meta["val"].shape[1:]) if weight is not None else 0
+    if depth <= MAX_DEPTH:
+        return None
+    return f"a sum of {depth} products may overflow int32; at most {MAX_DEPTH} are safe"
+
+
 def _weighted(operator: str, *, relu: bool, guard: Callable[[Match], str | None]) -> Rule:
     return Rule(
         name=f"{operator}_relu" if relu else operator,
@@ -94,7 +105,7 @@ def _weighted(operator: str, *, relu: bool, guard: Callable[[Match], str | None]
         bias="bias",
         channels=(-1, -1) if operator == "linear" else (1, 1),
         accepts=ACCEPTS,
-        guard=guard,
+        guard=lambda match: _shallow(match) or guard(match),
         kernels=_kernels(Weighted(operator, relu=relu), operator),
     )
 

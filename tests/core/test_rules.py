@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rule refuses of a configuration, with the bound in the message."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import qompose
+import torch
+from qompose import ConfigError, QuantizationConfig, TensorConstraint
+
+from tests.core.toy import LINEAR, STATIC, toy
+
+INT8 = TensorConstraint(
+    dtypes=frozenset({torch.int8}),
+    qschemes=frozenset({torch.per_tensor_affine, torch.per_tensor_symmetric}),
+    quant_min_lower_bound=-127,
+)
+FULL = replace(INT8, quant_min_lower_bound=None, quant_range=(-128, 127))
+ROW = replace(LINEAR, accepts={"activation": FULL, "weight": INT8})
+
+ACTIVATION, WEIGHT = STATIC.input_activation, STATIC.weight
+REFUSED = {
+    "quantization-aware training": (replace(STATIC, is_qat=True), "quantization-aware training"),
+    "a quantized bias": (replace(STATIC, bias=ACTIVATION), "leaves biases in float"),
+    "a float weight": (replace(STATIC, weight=None), "leaves the weight"),
+    "another type": (
+        replace(STATIC, input_activation=replace(ACTIVATION, dtype=torch.uint8, quant_min=0, quant_max=255)),
+        "activation is torch.uint8, and the kernel takes torch.int8",
+    ),
+    "a weight beyond its bound": (
+        replace(STATIC, weight=replace(WEIGHT, quant_min=-128, quant_max=127)),
+        "weight has quant_min=-128, below the bound -127",
+    ),
+    "a narrow activation": (
+        replace(STATIC, input_activation=replace(ACTIVATION, quant_min=-64, quant_max=63)),
+        r"activation has the range \[-64, 63\], and the kernel takes \(-128, 127\)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "complaint"), REFUSED.values(), ids=REFUSED)
+def test_a_configuration_that_cannot_be_followed_is_refused_when_it_is_set(
+    config: QuantizationConfig, complaint: str
+) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        toy(ROW, config=config)
+
+
+def test_what_is_no_configuration_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'static' is no QuantizationConfig"):
+        qompose.RuleQuantizer(toy(ROW, config=None).backend).set_global("static")  # type: ignore[arg-type]
+
+
+def test_a_configuration_within_the_bounds_is_taken() -> None:
+    assert (
+        ROW.objection(replace(STATIC, weight=replace(WEIGHT, quant_min=-127, quant_max=127)))
+        is None
+    )
