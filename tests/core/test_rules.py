@@ -14,7 +14,7 @@ from tests.core.toy import LINEAR, STATIC, toy
 
 INT8 = TensorConstraint(
     dtypes=frozenset({torch.int8}),
-    qschemes=frozenset({torch.per_tensor_affine, torch.per_tensor_symmetric}),
+    qschemes=frozenset({torch.per_tensor_affine, torch.per_channel_symmetric}),
     quant_min_lower_bound=-127,
 )
 FULL = replace(INT8, quant_min_lower_bound=None, quant_range=(-128, 127))
