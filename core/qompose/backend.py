@@ -85,7 +85,3 @@ class Backend:
     def rule(self, name: str) -> Rule | None:
         """Return the rule of a name."""
         return next((rule for rule in self.rules if rule.name == name), None)
-
-    def lowers_to(self, target: str) -> bool:
-        """Tell whether any rule has a kernel for a target."""
-        return any(target in rule.kernels for rule in self.rules)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from qompose.specs import (
@@ -143,8 +142,3 @@ class Composition:
     conflicts: list[Conflict] = field(default_factory=list)
     rejections: list[Rejection] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-
-    def without_rejections_of_claimed(self) -> Sequence[Rejection]:
-        """Return the rejections whose nodes nobody claimed in the end."""
-        claimed = {node for claim in self.chosen for node in claim.nodes}
-        return [r for r in self.rejections if not claimed.issuperset(r.nodes)]
