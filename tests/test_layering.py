@@ -28,8 +28,8 @@ LAYERS = tuple(
     line.split()
     for line in """
         errors hookspecs decomposed histogram aliases
-        numerics graph balancing
-        specs observers rewrites
+        numerics graph
+        specs observers rewrites balancing
         claims selectors observing
         patterns arbitration annotations
         rules

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from qompose.histogram import Histogram, best_range
+from qompose.numerics import along, fake_quantize
 
 INPUT, OUTPUT = "input", "output"
 
@@ -87,11 +88,6 @@ class Scheme:
     high: int
     choose: Choose
 
-    def fake_quantize(self, x: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
-        """Return the values that the nearest integers stand for."""
-        steps = torch.clamp(torch.round(x / scale) + zero_point, self.low, self.high)
-        return (steps - zero_point) * scale
-
 
 def balance_input(
     channels: Channels,
@@ -117,7 +113,8 @@ def balance_input(
     ]
 
     def error(factors: Tensor, scale: Tensor, zero_point: Tensor) -> float:
-        quantized = scheme.fake_quantize(channels.sample / factors, scale, zero_point)
+        divided = channels.sample / factors
+        quantized = fake_quantize(divided, scale, zero_point, scheme.low, scheme.high)
         return sum(_product_error(channels.sample, quantized, factors, *p) for p in products)
 
     return _best(channels, sizes, scheme, qparams, error)
@@ -127,11 +124,9 @@ def _product_error(
     sample: Tensor, quantized: Tensor, factors: Tensor, weight: Tensor, quantize: FakeQuantize
 ) -> float:
     """Return the squared error of a product; the taps of a convolution count as products of their own."""
-    shape = [1, -1] + [1] * (weight.dim() - 2)
     exact = sample @ _taps(weight).T
-    return float(
-        ((quantized @ _taps(quantize(weight * factors.reshape(shape))).T - exact) ** 2).sum()
-    )
+    scaled = quantize(weight * along(factors, 1, weight.dim()))
+    return float(((quantized @ _taps(scaled).T - exact) ** 2).sum())
 
 
 def _taps(weight: Tensor) -> Tensor:
@@ -144,7 +139,8 @@ def balance_output(
     """Return factors for a product's output, or None where none are worthwhile; see `balance_input`."""
 
     def error(factors: Tensor, scale: Tensor, zero_point: Tensor) -> float:
-        quantized = scheme.fake_quantize(channels.sample / factors, scale, zero_point)
+        divided = channels.sample / factors
+        quantized = fake_quantize(divided, scale, zero_point, scheme.low, scheme.high)
         return float(((quantized * factors - channels.sample) ** 2).sum())
 
     return _best(channels, [channels.largest], scheme, qparams, error)

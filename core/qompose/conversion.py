@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node
 
 from qompose import decomposed
 from qompose.balancing import INPUT, OUTPUT
-from qompose.estimation import Estimation, along
+from qompose.estimation import Estimation
 from qompose.graph import (
     call,
     constant_of,
@@ -31,6 +31,7 @@ from qompose.numerics import (
     DEFAULT_EPS,
     PER_CHANNEL,
     SYMMETRIC,
+    along,
     quantize_float_zero_point,
     quantized_range,
 )

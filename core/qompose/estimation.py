@@ -22,7 +22,14 @@ from qompose.balancing import (
 from qompose.claims import Point
 from qompose.errors import CalibrationError, UncalibratedError
 from qompose.graph import constant_of, get_attribute, set_attribute
-from qompose.numerics import DEFAULT_EPS, PER_CHANNEL, choose_qparams, quantized_range
+from qompose.numerics import (
+    DEFAULT_EPS,
+    PER_CHANNEL,
+    along,
+    choose_qparams,
+    fake_quantize,
+    quantized_range,
+)
 from qompose.observing import OBSERVER_PREFIX, BalancedObserver, make_observer
 from qompose.plan import Group, Plan
 from qompose.specs import DerivedQuantizationSpec
@@ -63,6 +70,10 @@ class Estimation:
         self._claim_of = {
             spec.point: number for number, claim in enumerate(plan.claims) for spec in claim.specs
         }
+        self._group_of = {
+            point: number for number, group in enumerate(plan.groups) for point in group.points
+        }
+        self._group_of_value = {node.args[0]: number for node, number in reversed(self.sites)}
         self._nodes = {node.name: node for node in model.graph.nodes}
 
     def run(self, *, allow_uncalibrated: bool) -> None:
@@ -94,9 +105,10 @@ class Estimation:
     def reads_quantized(self, node: Node, user: Node, number: int) -> bool:
         """Tell whether a reader of an observer node wants integers: not if its claim was dropped."""
         value = self._observed[node]
-        points = set(self.plan.groups[number].points)
-        wanted = {Point(value), Point(value, user.name)} & points
-        return any(self._claim_of[point] not in self.dropped for point in wanted)
+        return any(
+            self._group_of.get(point) == number and self._claim_of[point] not in self.dropped
+            for point in (Point(value), Point(value, user.name))
+        )
 
     def observer(self, number: int) -> Any:
         """Return the observer of a group."""
@@ -207,8 +219,7 @@ class Estimation:
             observer: Any = make_observer(spec)
             observer(weight)
             scale, zero_point = (along(v, 0, weight.dim()) for v in observer.calculate_qparams())
-            steps = torch.clamp(torch.round(weight / scale) + zero_point, low, high)
-            return (steps - zero_point) * scale
+            return fake_quantize(weight, scale, zero_point, low, high)
 
         return quantize
 
@@ -235,7 +246,7 @@ class Estimation:
         set_attribute(self.model, str(self._nodes[name].target), value)
 
     def _weight_group(self, name: str) -> int:
-        return next(number for node, number in self.sites if node.args[0] is self._nodes[name])
+        return self._group_of_value[self._nodes[name]]
 
     def balanced(self) -> list[str]:
         """Describe the tensors whose channels got factors."""
@@ -265,10 +276,3 @@ def _observed(node: Node) -> str:
         assert isinstance(source, Node)
         node = source
     return node.name
-
-
-def along(vector: Tensor, dim: int, rank: int) -> Tensor:
-    """Return `vector`, shape `(C,)`, shaped so that it broadcasts along one dimension of a tensor."""
-    shape = [1] * rank
-    shape[dim] = -1
-    return vector.reshape(shape)

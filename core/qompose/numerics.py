@@ -104,7 +104,22 @@ def quantize_float_zero_point(
     Args:
         scale, zero_point: shape `(C,)`, along dimension `axis` of `x`.
     """
-    shape = [1] * x.dim()
-    shape[axis] = -1
-    steps = x.float() * (1.0 / scale.reshape(shape)) + zero_point.reshape(shape)
+    scale, zero_point = along(scale, axis, x.dim()), along(zero_point, axis, x.dim())
+    steps = x.float() * (1.0 / scale) + zero_point
     return torch.clamp(torch.round(steps), low, high).to(dtype)
+
+
+def fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, low: int, high: int) -> Tensor:
+    """Return the values that the nearest integers within [low, high] stand for.
+
+    `scale` and `zero_point` broadcast against `x`.
+    """
+    steps = torch.clamp(torch.round(x / scale) + zero_point, low, high)
+    return (steps - zero_point) * scale
+
+
+def along(vector: Tensor, dim: int, rank: int) -> Tensor:
+    """Return `vector`, shape `(C,)`, shaped so that it broadcasts along one dimension of a tensor."""
+    shape = [1] * rank
+    shape[dim] = -1
+    return vector.reshape(shape)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from qompose.aliases import written_buffers
 from qompose.annotations import clear_annotations, write_annotations
@@ -42,7 +42,7 @@ from qompose.plugins import load_backend
 from qompose.preparation import insert_observers
 from qompose.quantizer import ComposableQuantizer, Quantizer, RuleQuantizer, labelled
 from qompose.reporting import Report, report
-from qompose.rewrites import FOLD_BATCH_NORM, Candidate, apply_rewrite, find_rewrites
+from qompose.rewrites import FOLD_BATCH_NORM, Candidate, apply_rewrites, find_rewrites
 from qompose.signature import call_signature
 from qompose.survey import state_bytes, survey
 
@@ -137,16 +137,14 @@ def _annotate(
     Rewrites that no claim covers are left out of the next round; their number only shrinks.
     """
     wanted = {FOLD_BATCH_NORM}.union(*(member.rewrites for member in quantizer.members))
-    found = [_with_objection(c, exported, quantizer) for c in find_rewrites(exported, wanted)]
+    nodes = {node.name: node for node in exported.graph.nodes}
+    found = [_with_objection(c, nodes, quantizer) for c in find_rewrites(exported, wanted)]
     candidates = [candidate for candidate in found if candidate.obstacle is None]
     while True:
         working = copy_graph_module(exported)
-        for candidate in candidates:
-            apply_rewrite(working, candidate)
+        apply_rewrites(working, candidates)
         working = quantizer.transform_for_annotation(refresh(working))
-        composition = compose_claims(
-            working, labelled(quantizer), getattr(quantizer, "on_conflict", "error")
-        )
+        composition = compose_claims(working, labelled(quantizer), quantizer.on_conflict)
         claimed = {name for claim in composition.chosen for name in claim.nodes}
         covered = [candidate for candidate in candidates if candidate.into in claimed]
         if covered == candidates:
@@ -156,10 +154,11 @@ def _annotate(
     return working, composition, tuple(Rewrite(c.rewrite, c.nodes, c.into) for c in candidates)
 
 
-def _with_objection(candidate: Candidate, exported: GraphModule, quantizer: Quantizer) -> Candidate:
+def _with_objection(
+    candidate: Candidate, nodes: Mapping[str, Node], quantizer: Quantizer
+) -> Candidate:
     """Refuse a rewrite that joins operators which a member's selectors treat differently."""
-    nodes = [node for node in exported.graph.nodes if node.name in candidate.nodes]
-    objection = quantizer.objection_to_rewrite(nodes)
+    objection = quantizer.objection_to_rewrite([nodes[name] for name in candidate.nodes])
     return candidate if objection is None else replace(candidate, obstacle=objection)
 
 

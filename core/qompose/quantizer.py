@@ -33,6 +33,8 @@ class Quantizer(ABC):
 
     rewrites: tuple[str, ...] = ()
     """Names of the tentative rewrites (`qompose.rewrites`) that this quantizer asks for."""
+    on_conflict: str = "error"
+    """What happens when a member changes an earlier one's annotation; a composition may say "first"."""
 
     @property
     def name(self) -> str:

@@ -7,7 +7,7 @@ batch norm re-associates arithmetic, so it is never bit-identical: what is folde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,11 +60,12 @@ def find_rewrites(module: GraphModule, wanted: Collection[str]) -> list[Candidat
     ]
 
 
-def apply_rewrite(module: GraphModule, candidate: Candidate) -> None:
-    """Make one rewrite, in place, on a graph that has the candidate's nodes."""
+def apply_rewrites(module: GraphModule, candidates: Iterable[Candidate]) -> None:
+    """Make rewrites, in place, on a graph that has the candidates' nodes."""
     nodes = {node.name: node for node in module.graph.nodes}
-    _, apply = _REWRITES[candidate.rewrite]
-    apply(module, *(nodes[name] for name in candidate.nodes))
+    for candidate in candidates:
+        _, apply = _REWRITES[candidate.rewrite]
+        apply(module, *(nodes[name] for name in candidate.nodes))
 
 
 Consumers = dict[int, int]

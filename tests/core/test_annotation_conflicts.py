@@ -11,18 +11,19 @@ import qompose
 import torch
 from qompose import (
     AnnotationConflictError,
-    QuantizationAnnotation,
     Quantizer,
 )
 from qompose.specs import ANNOTATION_KEY
 from torch import Tensor, nn
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from tests.core.toy import (
     INT8,
     LINEAR,
     UINT8,
     WEIGHT,
+    Annotator,
+    annotate,
     export,
     graph_text,
     plan_of,
@@ -33,26 +34,6 @@ from tests.core.toy import (
 )
 
 aten = torch.ops.aten
-
-
-class Annotator(Quantizer):
-    """Calls `annotate_node` on each node."""
-
-    def __init__(self, annotate_node: Callable[[Node], None], name: str = "annotator") -> None:
-        self.annotate_node, self.label = annotate_node, name
-
-    @property
-    def name(self) -> str:
-        return self.label
-
-    def annotate(self, model: GraphModule) -> GraphModule:
-        for node in model.graph.nodes:
-            self.annotate_node(node)
-        return model
-
-
-def annotate(node: Node, inputs: dict[Node, Any], output: Any = None) -> None:
-    node.meta[ANNOTATION_KEY] = QuantizationAnnotation(inputs, output, _annotated=True)
 
 
 class Tutorial(nn.Module):

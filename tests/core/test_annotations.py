@@ -13,9 +13,7 @@ from qompose import (
     ConfigError,
     DerivedQuantizationSpec,
     FixedQParamsQuantizationSpec,
-    QuantizationAnnotation,
     QuantizationSpec,
-    Quantizer,
     SharedQuantizationSpec,
 )
 from qompose.annotations import native_spec
@@ -29,7 +27,9 @@ from tests.core.toy import (
     LINEAR_RELU,
     WEIGHT,
     WEIGHT_PER_TENSOR,
+    Annotator,
     NullQuantizer,
+    annotate,
     convert,
     export,
     graph_text,
@@ -45,26 +45,6 @@ from tests.core.toy import (
 
 aten = torch.ops.aten
 FIXED = FixedQParamsQuantizationSpec(torch.uint8, 1 / 256, 0, 0, 255, torch.per_tensor_affine)
-
-
-class Annotator(Quantizer):
-    """Calls `annotate_node` on each node."""
-
-    def __init__(self, annotate_node: Callable[[Node], None], name: str = "annotator") -> None:
-        self.annotate_node, self.label = annotate_node, name
-
-    @property
-    def name(self) -> str:
-        return self.label
-
-    def annotate(self, model: GraphModule) -> GraphModule:
-        for node in model.graph.nodes:
-            self.annotate_node(node)
-        return model
-
-
-def annotate(node: Node, inputs: dict[Node, Any], output: Any = None) -> None:
-    node.meta[ANNOTATION_KEY] = QuantizationAnnotation(inputs, output, _annotated=True)
 
 
 def derived_bias(node: Node, per_channel: bool) -> DerivedQuantizationSpec:

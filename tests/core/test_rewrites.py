@@ -11,7 +11,7 @@ import qompose
 import torch
 from qompose.graph import copy_graph_module
 from qompose.plan import Rewrite
-from qompose.rewrites import FOLD_BATCH_NORM, SCALAR_TO_TENSOR, apply_rewrite, find_rewrites
+from qompose.rewrites import FOLD_BATCH_NORM, SCALAR_TO_TENSOR, apply_rewrites, find_rewrites
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -156,7 +156,7 @@ def test_a_fold_changes_rounding_alone(
     before = {name: value.clone() for name, value in model.state_dict().items()}
     module, (candidate,) = candidates(model, x, FOLD_BATCH_NORM)
     assert candidate.obstacle is None
-    apply_rewrite(module, candidate)
+    apply_rewrites(module, [candidate])
     module.graph.lint()
     module.recompile()
     assert not operators(module)["batch_norm"]

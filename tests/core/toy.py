@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import qompose
@@ -19,6 +19,7 @@ from qompose import (
     Pattern,
     PerChannelMinMaxObserver,
     PlaceholderObserver,
+    QuantizationAnnotation,
     QuantizationConfig,
     QuantizationSpec,
     Quantizer,
@@ -27,6 +28,7 @@ from qompose import (
     RuleQuantizer,
     on_integers,
 )
+from qompose.specs import ANNOTATION_KEY
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
@@ -255,3 +257,23 @@ def sqnr(reference: Tensor, actual: Tensor) -> float:
     reference, actual = reference.detach().double(), actual.detach().double()
     noise = float((reference - actual).square().sum())
     return math.inf if noise == 0 else 10 * math.log10(float(reference.square().sum()) / noise)
+
+
+class Annotator(Quantizer):
+    """Calls `annotate_node` on each node."""
+
+    def __init__(self, annotate_node: Callable[[Node], None], name: str = "annotator") -> None:
+        self.annotate_node, self.label = annotate_node, name
+
+    @property
+    def name(self) -> str:
+        return self.label
+
+    def annotate(self, model: GraphModule) -> GraphModule:
+        for node in model.graph.nodes:
+            self.annotate_node(node)
+        return model
+
+
+def annotate(node: Node, inputs: dict[Node, Any], output: Any = None) -> None:
+    node.meta[ANNOTATION_KEY] = QuantizationAnnotation(inputs, output, _annotated=True)

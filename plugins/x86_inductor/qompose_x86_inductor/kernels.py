@@ -49,7 +49,7 @@ class Product:
             *(region.argument(self.name, name) for name in self.geometry),
         ]
         if self.operator == "conv2d_add":
-            arguments += _per_tensor(_other(region))
+            arguments += _per_tensor(region.quantized("other"))
         return _finish(
             region, getattr(_OPS, self.operator).default, arguments, self._post_op(region)
         )
@@ -67,10 +67,6 @@ class Product:
 
 def _per_tensor(quantized: QuantizedTensor) -> list[Any]:
     return [quantized.node, quantized.scale, quantized.zero_point]
-
-
-def _other(region: Region) -> QuantizedTensor:
-    return region.quantized("other")
 
 
 def _channel_scales(region: Region, weight: QuantizedTensor) -> Node:
