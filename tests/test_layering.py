@@ -27,18 +27,24 @@ PLUGINS = {
 LAYERS = tuple(
     line.split()
     for line in """
-        errors hookspecs decomposed histogram aliases
-        numerics graph
-        specs observers rewrites balancing
+        errors hookspecs histogram aliases running operators
+        numerics graph screening
+        decomposed nested recording exported
+        decompositions
+        specs observers rewrites balancing schemes reference
         claims selectors observing
-        patterns arbitration annotations
+        patterns arbitration annotations tying
         rules
         backend region matching
-        plan capabilities signature plugins
+        plan capabilities signature plugins operands
         survey quantizer estimation
         interop
-        planning preparation calibration conversion lowering
+        annotating planning preparation calibration conversion lowering representation
         reporting
+        values
+        symbols storages trees
+        programs records
+        artefact
         pipeline
         cli
         __init__ __main__

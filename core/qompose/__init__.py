@@ -10,6 +10,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from qompose.artefact import load as load
+    from qompose.artefact import save as save
     from qompose.backend import Backend as Backend
     from qompose.backend import CallSignature as CallSignature
     from qompose.backend import Finished as Finished
@@ -19,10 +21,12 @@ if TYPE_CHECKING:
     from qompose.capabilities import Capability as Capability
     from qompose.capabilities import Support as Support
     from qompose.errors import AnnotationConflictError as AnnotationConflictError
+    from qompose.errors import ArtefactError as ArtefactError
     from qompose.errors import BackendNotFoundError as BackendNotFoundError
     from qompose.errors import CalibrationError as CalibrationError
     from qompose.errors import ConfigError as ConfigError
     from qompose.errors import InternalError as InternalError
+    from qompose.errors import MissingBackendError as MissingBackendError
     from qompose.errors import NotExportedError as NotExportedError
     from qompose.errors import NothingQuantizedError as NothingQuantizedError
     from qompose.errors import NotLoweredError as NotLoweredError
@@ -44,9 +48,13 @@ if TYPE_CHECKING:
     from qompose.observers import (
         MovingAveragePerChannelMinMaxObserver as MovingAveragePerChannelMinMaxObserver,
     )
+    from qompose.observers import PerBlockMinMaxObserver as PerBlockMinMaxObserver
     from qompose.observers import PerChannelMinMaxObserver as PerChannelMinMaxObserver
     from qompose.observers import PlaceholderObserver as PlaceholderObserver
     from qompose.observers import observer_for_range as observer_for_range
+    from qompose.operators import ORDER_PRESERVING as ORDER_PRESERVING
+    from qompose.operators import SCALE_PRESERVING as SCALE_PRESERVING
+    from qompose.operators import VALUE_PRESERVING as VALUE_PRESERVING
     from qompose.patterns import Match as Match
     from qompose.patterns import OperatorPattern as OperatorPattern
     from qompose.patterns import Pattern as Pattern
@@ -82,20 +90,24 @@ if TYPE_CHECKING:
     from qompose.specs import annotate_output_qspec as annotate_output_qspec
 
 _MODULES = {
+    "artefact": "load save",
     "backend": "Backend CallSignature Finished Target",
     "calibration": "calibrate",
     "capabilities": "Capabilities Capability Support",
     "errors": (
-        "AnnotationConflictError BackendNotFoundError CalibrationError ConfigError InternalError "
-        "NotExportedError NothingQuantizedError NotLoweredError PluginError QomposeError QomposeWarning "
-        "SelectorError SharingError StageError TargetError UncalibratedError UserError"
+        "AnnotationConflictError ArtefactError BackendNotFoundError CalibrationError ConfigError "
+        "InternalError MissingBackendError NotExportedError NothingQuantizedError NotLoweredError "
+        "PluginError QomposeError QomposeWarning SelectorError SharingError StageError "
+        "TargetError UncalibratedError UserError"
     ),
     "hookspecs": "API_VERSION hookimpl",
     "observers": (
         "FixedQParamsObserver HistogramObserver MinMaxObserver MovingAverageMinMaxObserver "
-        "MovingAveragePerChannelMinMaxObserver PerChannelMinMaxObserver PlaceholderObserver "
+        "MovingAveragePerChannelMinMaxObserver PerBlockMinMaxObserver PerChannelMinMaxObserver "
+        "PlaceholderObserver "
         "observer_for_range"
     ),
+    "operators": "ORDER_PRESERVING SCALE_PRESERVING VALUE_PRESERVING",
     "patterns": "Match OperatorPattern Pattern",
     "pipeline": "QuantizedModel compose convert_pt2e lower prepare_pt2e quantize",
     "plan": "Plan",

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
 from qompose.aliases import unsafe_values
 from qompose.claims import (
@@ -26,6 +26,7 @@ from qompose.claims import (
 )
 from qompose.errors import AnnotationConflictError, ConfigError
 from qompose.graph import constant_of, copy_graph_module, dtype_of, is_quantizable
+from qompose.nested import nodes_in
 from qompose.specs import (
     ANNOTATION_KEY,
     DerivedQuantizationSpec,
@@ -55,7 +56,7 @@ def propose_annotations(
         ConfigError: an annotation is not made of specifications.
     """
     snapshot = copy_graph_module(model)
-    clear_annotations(snapshot.graph)
+    clear_annotations(snapshot)
     write_annotations(snapshot, taken)
     before = {
         node.name: point_specs(node) for node in snapshot.graph.nodes if node_annotation(node)
@@ -93,9 +94,9 @@ def node_annotation(node: Node) -> Any:
     return node.meta.get(ANNOTATION_KEY)
 
 
-def clear_annotations(graph: Graph) -> None:
-    """Remove the annotations of all nodes."""
-    for node in graph.nodes:
+def clear_annotations(model: GraphModule) -> None:
+    """Remove the annotations of all nodes, those in bodies included."""
+    for node in nodes_in(model):
         node.meta.pop(ANNOTATION_KEY, None)
 
 
@@ -261,7 +262,7 @@ def _two_weights(region: Sequence[Node], other: Sequence[Node]) -> bool:
 
 def write_annotations(model: GraphModule, claims: Iterable[Claim]) -> None:
     """Write claims to `node.meta`, as annotations that other tools of this field read."""
-    nodes = {node.name: node for node in model.graph.nodes}
+    nodes = {node.name: node for node in nodes_in(model)}
     for claim in claims:
         for name in claim.nodes:
             _annotation(nodes[name])._annotated = True

@@ -2,12 +2,14 @@
 """Convert: observers become quantize and dequantize operators; parameters become integers.
 
 Every consumer of a quantized tensor reads a dequantize of its own, so that a later partitioner can take
-one region without splitting another's.
+one region without splitting another's. A quantize operator says that it belongs to the module that made
+the tensor, a dequantize operator to the one that reads it.
 """
 
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,34 +22,48 @@ from qompose import decomposed
 from qompose.balancing import INPUT, OUTPUT
 from qompose.estimation import Estimation
 from qompose.graph import (
+    CUSTOM_KEY,
     call,
     constant_of,
+    drop_attribute,
     free_attribute,
+    layout_of,
+    owner_of,
     read_attribute,
     set_attribute,
     value_of,
 )
-from qompose.numerics import (
-    DEFAULT_EPS,
-    PER_CHANNEL,
-    SYMMETRIC,
-    along,
-    quantize_float_zero_point,
-    quantized_range,
-)
+from qompose.nested import nodes_in
+from qompose.numerics import DEFAULT_EPS, along, quantized_range
 from qompose.plan import Plan
+from qompose.schemes import (
+    OperatorPair,
+    QParams,
+    choosing_operator,
+    dynamic_pair,
+    integers_of,
+    static_pair,
+)
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """Claims that were dropped, with the reason; tensors whose channels got factors; both for reports."""
+    """What reports say of a conversion.
+
+    `dropped` are claims that were not followed, with the reason; `balanced` describes tensors whose
+    channels got factors; `findings` are tensors whose statistics look wrong, and parameters that stay in
+    float beside their integers.
+    """
 
     dropped: dict[int, str]
     balanced: list[str]
+    findings: list[str]
 
 
-def convert_observers(model: GraphModule, plan: Plan, *, allow_uncalibrated: bool) -> Conversion:
-    """Replace all observers of a prepared model, in place.
+def convert_observers(
+    model: GraphModule, plan: Plan, *, allow_uncalibrated: bool, fold_quantize: bool = True
+) -> Conversion:
+    """Replace all observers of a prepared model, in place; until nothing can fail, leave it alone.
 
     A claim whose tensor held mask values (infinities, or values near the dtype's largest) is dropped:
     its region stays in float.
@@ -58,23 +74,47 @@ def convert_observers(model: GraphModule, plan: Plan, *, allow_uncalibrated: boo
     """
     estimation = Estimation(model, plan)
     estimation.run(allow_uncalibrated=allow_uncalibrated)
-    _Converter(model, plan, estimation).replace_all()
-    return Conversion(estimation.dropped, estimation.balanced())
+    estimation.store_constants()
+    converter = _Converter(model, plan, estimation, fold_quantize=fold_quantize)
+    findings = estimation.findings()
+    converter.replace_all()
+    findings += converter.kept_in_float() if fold_quantize else []
+    return Conversion(estimation.dropped, estimation.balanced(), findings)
 
 
-@dataclass(frozen=True)
-class _Operators:
-    """The pair of operators that stands for a group, and what both take behind the tensor."""
+def fold_quantized_constants(model: GraphModule) -> None:
+    """Evaluate the quantize operators of parameters, in place; `fold_quantize=False` leaves them."""
+    for node in list(nodes_in(model)):
+        value = node.args[0] if decomposed.is_quantize(node) else None
+        constant = constant_of(value) if isinstance(value, Node) else None
+        rest = [constant_of(a) if isinstance(a, Node) else a for a in node.args[1:]]
+        if constant is None or any(argument is None for argument in rest):
+            continue
+        assert isinstance(value, Node)
+        with torch.no_grad():
+            integers = node.target(constant, *rest)  # type: ignore[operator]
+        with node.graph.inserting_before(node):
+            read = _buffer(f"{value.target}_q", integers, node)
+        node.replace_all_uses_with(read)
+        node.graph.erase_node(node)
 
-    quantize: Callable[..., Any]
-    dequantize: Callable[..., Any]
-    arguments: tuple[Any, ...]
+
+_to = torch.ops.aten.to.dtype
 
 
 class _Converter:
-    def __init__(self, model: GraphModule, plan: Plan, estimation: Estimation) -> None:
+    def __init__(
+        self, model: GraphModule, plan: Plan, estimation: Estimation, *, fold_quantize: bool
+    ) -> None:
         self.model, self.plan, self.estimation = model, plan, estimation
-        self.zeros: dict[int, str] = {}
+        self.fold_quantize = fold_quantize
+        self.zeros: dict[tuple[int, ...], Tensor] = {}
+        self.integers: dict[tuple[Any, ...], Tensor] = {}
+        self.paths: dict[tuple[int, int], str] = {}  # (module, tensor) -> where it stands
+        self.readers = Counter(
+            (id(owner_of(n)), n.target) for n in nodes_in(model) if n.op == "get_attr"
+        )
+        self.quantized: dict[str, str] = {}  # parameters that have integers now -> one reader
 
     def replace_all(self) -> None:
         """Replace every observer node."""
@@ -85,129 +125,182 @@ class _Converter:
             for user in list(node.users):
                 if not self.estimation.reads_quantized(node, user, number):
                     user.replace_input_with(node, value)
-            if node.users and getattr(spec, "is_dynamic", False):
+            if node.users and spec.dtype.is_floating_point:
+                self._cast(node, value, spec.dtype)
+            elif node.users and getattr(spec, "is_dynamic", False):
                 self._dynamic(node, value, number, spec)
             elif node.users:
-                self._static(node, value, number, spec)
-            self.model.graph.erase_node(node)
+                self._static(node, value, number)
+            node.graph.erase_node(node)
+            self._release(value)
 
-    def _static(self, node: Node, value: Node, number: int, spec: Any) -> None:
+    def _static(self, node: Node, value: Node, number: int) -> None:
         balance, factors = self.plan.groups[number].balance, self.estimation.factors.get(number)
-        if spec.qscheme in PER_CHANNEL:
-            operators = self._per_channel(node, value, number, spec)
-        else:
-            operators = self._per_tensor(number)
-        constant = constant_of(value)
-        if constant is not None:
-            quantized = self._folded(node, value, constant, operators)
+        q, constant = self.estimation.qparams[number], constant_of(value)
+        pair = self._pair(node, value, q)
+        if constant is not None and self.fold_quantize:
+            quantized = self._folded(node, value, constant, number)
         else:
             if factors is not None and balance is not None and balance.side == INPUT:
                 value = self._scaled(value, 1 / factors.values, balance.dim, before=node)
-            quantized = self._quantized(node, value, operators)
+            quantized = self._quantized(node, value, pair)
         rescale = None
         if factors is not None and balance is not None and balance.side == OUTPUT:
             rescale = (factors.values, balance.dim)
-        self._dequantize_for_each_user(node, quantized, operators, value, rescale)
+        self._dequantize_for_each_user(node, quantized, pair, value, rescale)
 
-    def _per_tensor(self, number: int) -> _Operators:
-        q = self.estimation.qparams[number]
-        arguments = (float(q.scale), int(q.zero_point), q.low, q.high, q.dtype)
-        return _Operators(
-            decomposed.quantize_per_tensor, decomposed.dequantize_per_tensor, arguments
-        )
-
-    def _per_channel(self, node: Node, value: Node, number: int, spec: Any) -> _Operators:
-        q = self.estimation.qparams[number]
-        base = str(value.target) if value.op == "get_attr" else value.name
-        with self.model.graph.inserting_before(node):
-            scale = self._buffer(f"{base}_scale", q.scale, node)
-            if spec.qscheme in SYMMETRIC and not bool(q.zero_point.any()):
-                zero_point = self._zero(q.scale.numel(), node)
+    def _pair(self, node: Node, value: Node, q: QParams) -> OperatorPair:
+        shape = tuple(value_of(value).shape)
+        if q.per_tensor:
+            return static_pair(q, shape, float(q.scale), int(q.zero_point))
+        base, like = _base(value), _first_user(node)
+        with node.graph.inserting_before(node):
+            scale = self._buffer(f"{base}_scale", q.scale, like)
+            if bool(q.zero_point.any()):
+                zero_point = self._buffer(f"{base}_zero_point", q.zero_point, like)
             else:
-                zero_point = self._buffer(f"{base}_zero_point", q.zero_point, node)
-        arguments = (scale, zero_point, spec.ch_axis, q.low, q.high, q.dtype)
-        return _Operators(
-            decomposed.quantize_per_channel, decomposed.dequantize_per_channel, arguments
-        )
+                zero_point = self._zero(q.zero_point, like)
+        return static_pair(q, shape, scale, zero_point)
 
-    def _zero(self, length: int, like: Node) -> Node:
-        """Read the one zero tensor of a length: symmetric weights need one, and it is always the same."""
-        if length not in self.zeros:
-            self.zeros[length] = free_attribute(self.model, f"zero_point_{length}")
-            set_attribute(self.model, self.zeros[length], torch.zeros(length, dtype=torch.int64))
-        return read_attribute(self.model, self.zeros[length], like)
+    def _zero(self, like_values: Tensor, like: Node) -> Node:
+        """Read the one zero tensor of a shape: symmetric weights need one, and it is always the same."""
+        shape = tuple(like_values.shape)
+        zeros = self.zeros.setdefault(shape, torch.zeros(shape, dtype=torch.int64))
+        return self._buffer("zero_point_" + "x".join(map(str, shape)), zeros, like)
 
     def _buffer(self, path: str, value: Tensor, like: Node) -> Node:
-        target = free_attribute(self.model, path)
-        set_attribute(self.model, target, value)
-        return read_attribute(self.model, target, like)
+        """Read a buffer; one that the module holds already is not stored again."""
+        key = (id(owner_of(like)), id(value))
+        if key in self.paths:
+            return read_attribute(owner_of(like), self.paths[key], like)
+        read = _buffer(path, value, like)
+        self.paths[key] = str(read.target)
+        return read
 
-    def _quantized(self, node: Node, value: Node, operators: _Operators) -> Node:
-        example = value_of(value).to(operators.arguments[-1])
-        arguments = (value, *operators.arguments)
-        with self.model.graph.inserting_before(node):
-            return call(self.model.graph, operators.quantize, arguments, node, example)
+    def _quantized(self, node: Node, value: Node, pair: OperatorPair) -> Node:
+        example = value_of(value).to(pair.dtype)
+        maker = value if value.op == "call_function" else _first_user(node)
+        with node.graph.inserting_before(node):
+            return _call(pair.quantize, (value, *pair.arguments), maker, example)
 
-    def _folded(self, node: Node, value: Node, constant: Tensor, operators: _Operators) -> Node:
-        """Quantize a parameter now. Its name stays its module path, with `_q` behind it."""
-        numbers = [constant_of(a) if isinstance(a, Node) else a for a in operators.arguments]
-        quantize = operators.quantize
-        if isinstance(numbers[1], Tensor) and numbers[1].is_floating_point():
-            quantize = quantize_float_zero_point
-        with torch.no_grad():
-            integers = quantize(constant, *numbers)
-        with self.model.graph.inserting_before(node):
-            return self._buffer(f"{value.target}_q", integers, node)
+    def _folded(self, node: Node, value: Node, constant: Tensor, number: int) -> Node:
+        """Quantize a parameter now. Its name stays its module path, with `_q` behind it.
+
+        A table that is read in several places, under whatever names, is stored once.
+        """
+        key = (layout_of(constant), number)
+        if key not in self.integers:
+            with torch.no_grad():
+                self.integers[key] = integers_of(constant, self.estimation.qparams[number])
+        reader = _first_user(node)
+        self.quantized[str(value.target)] = reader.name
+        with node.graph.inserting_before(node):
+            return self._buffer(f"{value.target}_q", self.integers[key], reader)
+
+    def _release(self, value: Node) -> None:
+        """Let go of a parameter that nothing reads any more: peak memory is not to hold both forms."""
+        if value.op != "get_attr" or value.users:
+            return
+        owner, target = owner_of(value), str(value.target)
+        value.graph.erase_node(value)
+        self.readers[id(owner), target] -= 1
+        if not self.readers[id(owner), target]:
+            drop_attribute(owner, target)
+
+    def kept_in_float(self) -> list[str]:
+        """Name the parameters that are stored as floats beside their integers, and who reads those."""
+        return [
+            f"{node.target} stays in float beside its integers ({self.quantized[str(node.target)]} "
+            f"reads those): {', '.join(user.name for user in node.users)} "
+            f"{'is' if len(node.users) == 1 else 'are'} not quantized"
+            for node in nodes_in(self.model)
+            if node.op == "get_attr" and node.users and str(node.target) in self.quantized
+        ]
 
     def _scaled(self, value: Node, vector: Tensor, dim: int, *, before: Node) -> Node:
         """Multiply each channel of a float tensor by a number of its own."""
         example = value_of(value)
         vector = along(vector, dim, example.dim()).to(example.dtype)
-        with self.model.graph.inserting_before(before):
-            factors = self._buffer(f"{_base(value)}_factors", vector, before)
-            arguments = (value, factors)
-            return call(self.model.graph, torch.ops.aten.mul.Tensor, arguments, before, example)
+        with before.graph.inserting_before(before):
+            factors = _buffer(f"{_base(value)}_factors", vector, before)
+            return _call(torch.ops.aten.mul.Tensor, (value, factors), before, example)
 
     def _dynamic(self, node: Node, value: Node, number: int, spec: Any) -> None:
-        graph, example = self.model.graph, value_of(value)
         low, high = quantized_range(spec.dtype, spec.quant_min, spec.quant_max)
-        symmetric = spec.qscheme in SYMMETRIC
-        choose = decomposed.choose_qparams_symmetric if symmetric else decomposed.choose_qparams
         eps = float(getattr(self.estimation.observer(number), "eps", DEFAULT_EPS))
-        chosen_example = (
-            example.new_empty((1,), dtype=torch.float64),
-            example.new_empty((1,), dtype=torch.int64),
-        )
-        with graph.inserting_before(node):
-            chosen = call(graph, choose, (value, low, high, eps, spec.dtype), node, chosen_example)
+        choose, arguments = choosing_operator(spec, low, high, eps)
+        example, reader = choose(value_of(value), *arguments), _first_user(node)
+        with node.graph.inserting_before(node):
+            chosen = _call(choose, (value, *arguments), reader, example)
             scale, zero_point = (
-                call(graph, operator.getitem, (chosen, i), node, chosen_example[i]) for i in (0, 1)
+                _call(operator.getitem, (chosen, i), reader, example[i]) for i in (0, 1)
             )
-        operators = _Operators(
-            decomposed.quantize_per_tensor_dynamic,
-            decomposed.dequantize_per_tensor_dynamic,
-            (scale, zero_point, low, high, spec.dtype),
-        )
-        quantized = self._quantized(node, value, operators)
-        self._dequantize_for_each_user(node, quantized, operators, value, None)
+        pair = dynamic_pair(spec, low, high, scale, zero_point)
+        quantized = self._quantized(node, value, pair)
+        self._dequantize_for_each_user(node, quantized, pair, value, None)
+
+    def _cast(self, node: Node, value: Node, dtype: torch.dtype) -> None:
+        """Store or compute a tensor in a smaller float type, and read it in its own."""
+        example, constant, reader = value_of(value), constant_of(value), _first_user(node)
+        with node.graph.inserting_before(node):
+            if constant is not None and self.fold_quantize:
+                small = self._buffer(f"{value.target}_half", constant.detach().to(dtype), reader)
+            else:
+                small = _call(_to, (value, dtype), reader, example.to(dtype))
+        for user in list(node.users):
+            reader = user if user.op == "call_function" else small
+            with node.graph.inserting_before(user):
+                read = _call(_to, (small, example.dtype), reader, example)
+            user.replace_input_with(node, read)
 
     def _dequantize_for_each_user(
         self,
         node: Node,
         quantized: Node,
-        operators: _Operators,
+        pair: OperatorPair,
         value: Node,
         rescale: tuple[Tensor, int] | None,
     ) -> None:
-        arguments, example = (quantized, *operators.arguments), value_of(value)
+        example = value_of(value)
+        arguments, keywords = pair.to_float(example.dtype)
         for user in list(node.users):
-            with self.model.graph.inserting_before(user):
-                read = call(self.model.graph, operators.dequantize, arguments, user, example)
-            if example.dtype is not torch.float32:
-                read.kwargs = {"out_dtype": example.dtype}
+            reader = user if user.op == "call_function" else quantized
+            with node.graph.inserting_before(user):
+                read = _call(pair.dequantize, (quantized, *arguments), reader, example)
+            read.kwargs = keywords
             if rescale is not None:
                 read = self._scaled(read, *rescale, before=user)
             user.replace_input_with(node, read)
+
+
+def _call(target: Callable[..., Any], args: tuple[Any, ...], like: Node, value: Any) -> Node:
+    """Insert a call that belongs to `like`'s module; it is no part of `like`'s claim."""
+    node = call(like.graph, target, args, like, value)
+    custom = {k: v for k, v in (node.meta.get("custom") or {}).items() if k != CUSTOM_KEY}
+    node.meta.pop("custom", None)
+    if custom:
+        node.meta["custom"] = custom
+    return node
+
+
+def _buffer(path: str, value: Tensor, like: Node) -> Node:
+    owner = owner_of(like)
+    target = free_attribute(owner, path)
+    set_attribute(owner, target, value)
+    read = read_attribute(owner, target, like)
+    read.meta.pop("custom", None)
+    return read
+
+
+def _first_user(node: Node) -> Node:
+    """Return the first operator behind an observer node, other observers skipped; else the node."""
+    waiting = list(node.users)
+    while waiting:
+        user = waiting.pop(0)
+        if user.op == "call_function":
+            return user
+        waiting += [] if user.op == "output" else list(user.users)
+    return node
 
 
 def _base(node: Node) -> str:

@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `quantized_decomposed` operators, taken from torch here and nowhere else.
+"""The `quantized_decomposed` operators, taken from torch here and nowhere else, and two of our own.
 
 ExecuTorch and Inductor know a quantized model by these operators, so they are torch's own; importing
-the private module registers them.
+the private module registers them. Torch's only operators for blocks are for groups within the rows of a
+matrix; `qompose::quantize_per_block` takes blocks of any shape and rank.
 """
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 from torch.ao.quantization.fx import _decomposed as _registers  # noqa: F401
 from torch.fx import Node
+
+from qompose.numerics import dequantize_blocks, quantize_blocks
 
 _ops = torch.ops.quantized_decomposed
 
@@ -19,12 +23,60 @@ quantize_per_tensor_dynamic = _ops.quantize_per_tensor.tensor
 dequantize_per_tensor_dynamic = _ops.dequantize_per_tensor.tensor
 quantize_per_channel = _ops.quantize_per_channel.default
 dequantize_per_channel = _ops.dequantize_per_channel.default
+quantize_per_group = _ops.quantize_per_channel_group.default
+dequantize_per_group = _ops.dequantize_per_channel_group.default
+quantize_per_token = _ops.quantize_per_token.default
+dequantize_per_token = _ops.dequantize_per_token.default
 choose_qparams = _ops.choose_qparams.tensor
 choose_qparams_symmetric = _ops.choose_qparams_symmetric.tensor
+choose_qparams_per_token = _ops.choose_qparams_per_token_asymmetric.default
+choose_qparams_per_token_symmetric = _ops.choose_qparams_per_token.default
 
-QUANTIZE = frozenset({quantize_per_tensor, quantize_per_tensor_dynamic, quantize_per_channel})
+
+@torch.library.custom_op("qompose::quantize_per_block", mutates_args=())
+def _quantize_per_block(
+    input: Tensor, scale: Tensor, zero_point: Tensor, low: int, high: int, dtype: torch.dtype
+) -> Tensor:
+    return quantize_blocks(input, scale, zero_point, low, high, dtype)
+
+
+@torch.library.custom_op("qompose::dequantize_per_block", mutates_args=())
+def _dequantize_per_block(
+    input: Tensor, scale: Tensor, zero_point: Tensor, low: int, high: int, dtype: torch.dtype
+) -> Tensor:
+    return dequantize_blocks(input, scale, zero_point, dtype)
+
+
+@_quantize_per_block.register_fake
+@_dequantize_per_block.register_fake
+def _like_input(
+    input: Tensor, scale: Tensor, zero_point: Tensor, low: int, high: int, dtype: torch.dtype
+) -> Tensor:
+    return torch.empty_like(input, dtype=dtype)
+
+
+quantize_per_block = torch.ops.qompose.quantize_per_block.default
+dequantize_per_block = torch.ops.qompose.dequantize_per_block.default
+
+QUANTIZE = frozenset(
+    {
+        quantize_per_tensor,
+        quantize_per_tensor_dynamic,
+        quantize_per_channel,
+        quantize_per_group,
+        quantize_per_token,
+        quantize_per_block,
+    }
+)
 DEQUANTIZE = frozenset(
-    {dequantize_per_tensor, dequantize_per_tensor_dynamic, dequantize_per_channel}
+    {
+        dequantize_per_tensor,
+        dequantize_per_tensor_dynamic,
+        dequantize_per_channel,
+        dequantize_per_group,
+        dequantize_per_token,
+        dequantize_per_block,
+    }
 )
 
 

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from typing import Any
 
 
 class QomposeError(Exception):
@@ -100,6 +101,30 @@ class CalibrationError(UserError):
 
 class TargetError(UserError):
     """No kernels, or no runtime, for the requested target."""
+
+
+class ArtefactError(UserError):
+    """A model cannot be saved, or a file cannot be loaded; the message says what is wrong with it."""
+
+
+class MissingBackendError(BackendNotFoundError):
+    """A backend whose kernels a loaded model needs is not installed."""
+
+    def __init__(self, owner: Mapping[str, Any], installed: list[str]) -> None:
+        name, release = owner["backend"], owner["version"]
+        self.name, self.installed = name, tuple(installed)
+        if owner["distribution"]:
+            source = f" (of {owner['distribution']} {release})"
+            remedy = f'pip install "{owner["distribution"]}=={release}", or a later release of it'
+        else:
+            source = ", which belonged to no installed package when the model was saved"
+            remedy = "offer it by an entry point of the group 'qompose'"
+        UserError.__init__(
+            self,
+            f"This model was quantized by the backend {name!r}{source}, and no such backend is installed: "
+            f"{remedy}. Installed: {', '.join(installed) or 'none'}. "
+            "Without it the loaded model still runs, and cannot be lowered.",
+        )
 
 
 class NothingQuantizedError(UserError):

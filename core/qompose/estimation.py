@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator
+from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from qompose.balancing import (
@@ -21,33 +23,28 @@ from qompose.balancing import (
 )
 from qompose.claims import Point
 from qompose.errors import CalibrationError, UncalibratedError
-from qompose.graph import constant_of, get_attribute, set_attribute
+from qompose.graph import constant_of, get_attribute, owner_of, set_attribute
+from qompose.nested import nodes_in
 from qompose.numerics import (
     DEFAULT_EPS,
-    PER_CHANNEL,
     along,
     choose_qparams,
     fake_quantize,
     quantized_range,
 )
-from qompose.observing import OBSERVER_PREFIX, BalancedObserver, make_observer
+from qompose.observing import (
+    OBSERVER_PREFIX,
+    BalancedObserver,
+    ScreenedObserver,
+    make_observer,
+)
 from qompose.plan import Group, Plan
-from qompose.specs import DerivedQuantizationSpec
-
-
-@dataclass(frozen=True)
-class QParams:
-    """Scale and zero point of a group, `()` per tensor and `(C,)` per channel, and its integers."""
-
-    scale: Tensor
-    zero_point: Tensor
-    low: int
-    high: int
-    dtype: torch.dtype
+from qompose.schemes import QParams, axis_of
+from qompose.screening import Screen
 
 
 class Estimation:
-    """Reads the observers of a prepared model's copy. Parameters that balancing changes change there.
+    """Reads the observers of a prepared model, and leaves it as it is until `store_constants`.
 
     Attributes:
         dropped: claims that cannot be followed, with the reason.
@@ -63,9 +60,13 @@ class Estimation:
         self.qparams: dict[int, QParams] = {}
         self.sites: list[tuple[Node, int]] = [
             (node, int(str(node.target).removeprefix(OBSERVER_PREFIX)))
-            for node in model.graph.nodes
+            for node in nodes_in(model)
             if node.op == "call_module" and str(node.target).startswith(OBSERVER_PREFIX)
         ]
+        self._observers: dict[int, Any] = {
+            number: get_attribute(owner_of(node), str(node.target)) for node, number in self.sites
+        }
+        self._constants: dict[str, Tensor] = {}  # parameters that took up factors, by node
         self._observed = {node: _observed(node) for node, _ in self.sites}
         self._claim_of = {
             spec.point: number for number, claim in enumerate(plan.claims) for spec in claim.specs
@@ -74,7 +75,7 @@ class Estimation:
             point: number for number, group in enumerate(plan.groups) for point in group.points
         }
         self._group_of_value = {node.args[0]: number for node, number in reversed(self.sites)}
-        self._nodes = {node.name: node for node in model.graph.nodes}
+        self._nodes = {node.name: node for node in nodes_in(model)}
 
     def run(self, *, allow_uncalibrated: bool) -> None:
         """Fill the attributes.
@@ -86,6 +87,7 @@ class Estimation:
         self._observe_constants(range(len(self.plan.groups)))
         self._drop_masked()
         self._check_calibrated(allow_uncalibrated)
+        self._drop_underived()
         for number, group in enumerate(self.plan.groups):
             if group.balance is not None and self.alive(number):
                 self._balance(number, group.balance)
@@ -98,9 +100,10 @@ class Estimation:
         return any(claim not in self.dropped for claim in self.plan.groups[number].claims)
 
     def _needs_data(self, number: int) -> bool:
-        """Tell whether a group's parameters come from data: those of dynamic ones do not."""
-        dynamic = getattr(self.plan.groups[number].spec, "is_dynamic", False)
-        return self.alive(number) and not dynamic
+        """Tell whether a group's parameters come from data: not if it is dynamic, or only a cast."""
+        spec: Any = self.plan.groups[number].spec
+        cast = spec.dtype.is_floating_point
+        return self.alive(number) and not cast and not getattr(spec, "is_dynamic", False)
 
     def reads_quantized(self, node: Node, user: Node, number: int) -> bool:
         """Tell whether a reader of an observer node wants integers: not if its claim was dropped."""
@@ -112,15 +115,13 @@ class Estimation:
 
     def observer(self, number: int) -> Any:
         """Return the observer of a group."""
-        return get_attribute(self.model, f"{OBSERVER_PREFIX}{number}")
+        return self._observers[number]
 
     def describe(self, number: int) -> str:
         """Name a group's first tensor with its module and who wants it, for messages."""
-        group = self.plan.groups[number]
-        claim = self.plan.claims[group.claims[0]]
-        where = next((o.module for o in self.plan.operators if o.name == claim.anchor), "")
-        place = f"{group.points[0]}{f' in {where}' if where else ''}"
-        return f"{place} ({claim.owner}, rule {claim.rule})"
+        observer = self.observer(number)
+        observer = getattr(observer, "tensor_observer", observer)
+        return str(observer.subject)
 
     def _observe_constants(self, numbers: Any) -> None:
         """Let observers of parameters see them: those need no calibration data."""
@@ -128,19 +129,18 @@ class Estimation:
         with torch.no_grad():
             for node, number in self.sites:
                 value = node.args[0]
-                constant = constant_of(value) if isinstance(value, Node) else None
-                if constant is not None and number in wanted:
-                    self.observer(number)(constant)
+                if number in wanted and isinstance(value, Node) and constant_of(value) is not None:
+                    self.observer(number)(self._constant(value.name))
 
     def _drop_masked(self) -> None:
         for number, group in enumerate(self.plan.groups):
-            masked = int(getattr(self.observer(number), "masked", 0))
-            if masked:
-                reason = (
-                    f"{group.points[0]} holds {masked} mask values "
-                    "(infinite, or near the largest float)"
-                )
+            screen = self._screen(number)
+            if screen is not None and screen.mask:
+                reason = f"{group.points[0]} holds {screen.mask}"
                 self.dropped.update(dict.fromkeys(group.claims, reason))
+
+    def _screen(self, number: int) -> Screen | None:
+        return getattr(self.observer(number), "screen", None)
 
     def _check_calibrated(self, allow_uncalibrated: bool) -> None:
         missing = [
@@ -155,19 +155,26 @@ class Estimation:
             reason = f"{group.points[0]} never saw calibration data"
             self.dropped.update(dict.fromkeys(group.claims, reason))
 
+    def _drop_underived(self) -> None:
+        """Drop the claims whose parameters would be derived from tensors that stay in float."""
+        for group in self.plan.groups:
+            for source in group.depends_on:
+                if not self.alive(source):
+                    reason = f"{self.plan.groups[source].points[0]} stays in float"
+                    self.dropped.update(dict.fromkeys(group.claims, reason))
+
     def _calculate(self, number: int, group: Group) -> QParams:
         spec: Any = group.spec
         low, high = quantized_range(spec.dtype, spec.quant_min, spec.quant_max)
         if number in self.factors:
             scale, zero_point = self.factors[number].scale, self.factors[number].zero_point
-        elif isinstance(spec, DerivedQuantizationSpec):
-            sources: list[nn.Module] = [self.observer(n) for n in group.depends_on]
-            scale, zero_point = spec.derive_qparams_fn(sources)
         else:
             scale, zero_point = self.observer(number).calculate_qparams()
         if not bool(torch.isfinite(scale).all()):
             raise CalibrationError(f"{self.describe(number)} has the scale {scale}")
-        return QParams(scale.detach(), zero_point.detach(), low, high, spec.dtype)
+        blocks = getattr(spec, "block_size", None) is not None
+        scale, zero_point = scale.detach(), zero_point.detach()
+        return QParams(scale, zero_point, low, high, spec.dtype, axis_of(spec), blocks)
 
     def _balance(self, number: int, balance: Balance) -> None:
         """Decide on a group's factors and move them into the parameters behind or before it."""
@@ -233,20 +240,43 @@ class Estimation:
             for name in filter(None, balance.biases):
                 self._store(name, self._constant(name) / factors.values)
         for number in weight_groups:  # they saw the weight before
-            fresh = make_observer(self.plan.groups[number].spec)
-            set_attribute(self.model, f"{OBSERVER_PREFIX}{number}", fresh)
+            subject = self.describe(number)
+            self._observers[number] = make_observer(self.plan.groups[number].spec)
+            self._observers[number].subject = subject
         self._observe_constants(weight_groups)
 
     def _constant(self, name: str) -> Tensor:
-        constant = constant_of(self._nodes[name])
+        constant = self._constants.get(name, constant_of(self._nodes[name]))
         assert constant is not None
         return constant.detach()
 
     def _store(self, name: str, value: Tensor) -> None:
-        set_attribute(self.model, str(self._nodes[name].target), value)
+        self._constants[name] = value
+
+    def store_constants(self) -> None:
+        """Write the parameters that took up factors into the model, in place."""
+        for name, value in self._constants.items():
+            node = self._nodes[name]
+            set_attribute(owner_of(node), str(node.target), value)
 
     def _weight_group(self, name: str) -> int:
         return self._group_of_value[self._nodes[name]]
+
+    def findings(self) -> list[str]:
+        """Describe the tensors whose statistics look wrong, though parameters can be computed of them."""
+        parameters = {name for name, node in self._nodes.items() if constant_of(node) is not None}
+        activations = {
+            number: float(q.scale)
+            for number, q in self.qparams.items()
+            if q.per_tensor and self.plan.groups[number].points[0].source not in parameters
+        }
+        typical = median(activations.values()) if activations else 0.0
+        found = []
+        for number, scale in activations.items():
+            screen, eps = self._screen(number), getattr(self.observer(number), "eps", 0.0)
+            for problem in _problems(scale, typical, screen, eps):
+                found.append(f"{self.describe(number)} {problem}")
+        return found
 
     def balanced(self) -> list[str]:
         """Describe the tensors whose channels got factors."""
@@ -257,8 +287,25 @@ class Estimation:
         ]
 
 
+_FAR_FROM_TYPICAL, _FEW_VALUES = 1000.0, 64
+
+
+def _problems(scale: float, typical: float, screen: Screen | None, eps: float) -> Iterator[str]:
+    if screen is not None and screen.values:
+        if screen.bulk == 0 and screen.mask is None and screen.far == -math.inf:
+            yield "was zero throughout calibration"
+        elif scale == eps and screen.bulk < eps * 127:
+            yield f"has values of at most {screen.bulk:g}, and its scale was raised to the eps {eps:g}"
+        if screen.values < _FEW_VALUES:
+            yield f"was calibrated with {screen.values} values"
+    if scale > _FAR_FROM_TYPICAL * typical:
+        yield f"has the scale {scale:g}, the typical one is {typical:g}: an outlier or a mask?"
+
+
 def _has_data(observer: Any) -> bool:
     """Tell whether an observer saw anything; those of torch keep empty or infinite bounds until then."""
+    if isinstance(observer, ScreenedObserver):
+        observer = observer.observer
     bound = getattr(observer, "min_val", None)
     if hasattr(observer, "calibrated") or not isinstance(bound, Tensor):
         return bool(getattr(observer, "calibrated", True))
@@ -266,7 +313,7 @@ def _has_data(observer: Any) -> bool:
 
 
 def _is_per_channel(group: Group) -> bool:
-    return getattr(group.spec, "qscheme", None) in PER_CHANNEL
+    return axis_of(group.spec) is not None
 
 
 def _observed(node: Node) -> str:

@@ -6,13 +6,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
-
-from qompose.errors import NotExportedError, StageError
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 STAGE_KEY = "qompose"
 """Key of the record in the `meta` of every GraphModule that qompose makes."""
@@ -21,27 +20,11 @@ CUSTOM_KEY = "qompose"
 """Key inside `node.meta["custom"]`, the one part of a node's meta that torch.export.save keeps."""
 
 
-def as_graph_module(model: object, function: str) -> GraphModule:
-    """Return the GraphModule of an exported program, sharing its parameters.
-
-    Raises:
-        NotExportedError: `model` is neither an ExportedProgram nor a GraphModule of aten operators.
-        StageError: it went through qompose already.
-    """
-    if isinstance(model, ExportedProgram):
-        module = model.module(check_guards=False)
-        assert isinstance(module, GraphModule)
-        return module
-    if isinstance(model, GraphModule) and STAGE_KEY in model.meta:
-        stage = getattr(model.meta[STAGE_KEY], "stage", "quantized")
-        raise StageError(f"{function} takes an exported program, and got a {stage} model")
-    if isinstance(model, GraphModule) and any("val" in node.meta for node in model.graph.nodes):
-        return model
-    raise NotExportedError(model, function)
-
-
 def copy_graph_module(module: GraphModule) -> GraphModule:
-    """Copy the graph and its own meta; share parameters; drop shape guards and dead state."""
+    """Copy the graph, those inside it, and their meta; share parameters; drop guards and dead state.
+
+    The copy is a draft: code is generated for it only if it is run. `refresh` makes the final module.
+    """
     graph = Graph()  # without the exporter's tracer, which cannot be unpickled
     # Not deepcopy: that copies the argument tree through a deprecated class of torch 2.13.
     graph._codegen = copy.copy(module.graph._codegen)
@@ -51,10 +34,20 @@ def copy_graph_module(module: GraphModule) -> GraphModule:
     for node in list(graph.nodes):
         if node.op == "call_module" and str(node.target).rpartition(".")[2] == "_guards_fn":
             graph.erase_node(node)
-    clean = GraphModule(module, graph, module.__class__.__name__)
+    clean = _LazyGraphModule(module, graph, "GraphModule")
+    replace_nested(clean, copy_graph_module)
     clean.meta = dict(module.meta)
     clean.train(module.training)
     return clean
+
+
+def replace_nested(module: GraphModule, function: Callable[[GraphModule], GraphModule]) -> None:
+    """Replace every graph module that a program reads as an attribute, a body, by `function` of it."""
+    targets = {str(node.target) for node in module.graph.nodes if node.op == "get_attr"}
+    for target in sorted(targets):
+        body = get_attribute(module, target)
+        if isinstance(body, GraphModule):
+            set_attribute(module, target, function(body))
 
 
 def refresh(module: GraphModule) -> GraphModule:
@@ -62,7 +55,8 @@ def refresh(module: GraphModule) -> GraphModule:
     for node in list(module.graph.nodes):
         if node.op == "get_attr" and not node.users:
             module.graph.erase_node(node)
-    clean = GraphModule(module, module.graph, module.__class__.__name__)
+    clean = GraphModule(module, module.graph, "GraphModule")
+    replace_nested(clean, refresh)
     clean.meta = module.meta
     clean.train(module.training)
     return clean
@@ -99,16 +93,30 @@ def set_attribute(module: nn.Module, target: str, value: Tensor | nn.Module) -> 
         setattr(module, last, value)
 
 
+def drop_attribute(module: nn.Module, target: str) -> None:
+    """Remove what stands at a dotted path; the modules on the way stay."""
+    path, _, last = target.rpartition(".")
+    delattr(get_attribute(module, path) if path else module, last)
+
+
+def owner_of(node: Node) -> GraphModule:
+    """Return the module to whose graph a node belongs: the program, or a body inside it."""
+    module = node.graph.owning_module
+    assert module is not None
+    return module
+
+
 def free_attribute(module: nn.Module, target: str) -> str:
     """Return `target`, or `target_1`, `target_2`, ... : the first path that holds nothing."""
     candidate, number = target, 0
-    while _holds(module, candidate):
+    while holds(module, candidate):
         number += 1
         candidate = f"{target}_{number}"
     return candidate
 
 
-def _holds(module: nn.Module, target: str) -> bool:
+def holds(module: nn.Module, target: str) -> bool:
+    """Tell whether anything stands at a dotted path."""
     for name in target.split("."):
         if not hasattr(module, name):
             return False
@@ -126,20 +134,20 @@ def constant_of(node: Node) -> Tensor | None:
     return value if isinstance(value, Tensor) else None
 
 
-def count_readers(module: GraphModule) -> dict[int, int]:
-    """Count the readers of each parameter by address, so that tied ones are seen under every name."""
-    count: dict[int, int] = {}
-    for node in module.graph.nodes:
-        constant = constant_of(node)
-        if constant is not None and constant.numel():
-            key = address_of(constant)
-            count[key] = count.get(key, 0) + len(node.users)
-    return count
-
-
 def address_of(constant: Tensor) -> int:
     """Return the address of a tensor's storage."""
     return constant.untyped_storage().data_ptr()
+
+
+def layout_of(constant: Tensor) -> tuple[object, ...]:
+    """Return what tied parameters have in common, and no others: memory, place in it, shape, strides."""
+    return (
+        address_of(constant),
+        constant.storage_offset(),
+        tuple(constant.shape),
+        constant.stride(),
+        constant.dtype,
+    )
 
 
 def value_of(node: Node) -> Any:
@@ -244,7 +252,16 @@ def read_attribute(module: GraphModule, target: str, like: Node) -> Node:
     return node
 
 
+_EXAMPLES: WeakKeyDictionary[Any, dict[tuple[Any, ...], Any]] = WeakKeyDictionary()
+
+
 def example_of(constant: Tensor, like: Node) -> Any:
     """Return a fake tensor of `constant` in the fake mode of a neighbouring node, where it has one."""
     mode = getattr(value_of(like), "fake_mode", None)
-    return constant if mode is None else mode.from_tensor(constant, static_shapes=True)
+    if mode is None:
+        return constant
+    key = (tuple(constant.shape), constant.dtype, constant.device)
+    known = _EXAMPLES.setdefault(mode, {})
+    if key not in known:  # making one takes longer than all else that is done for a parameter
+        known[key] = value_of(like).new_empty(key[0], dtype=key[1], device=key[2])
+    return known[key]

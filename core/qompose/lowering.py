@@ -11,7 +11,8 @@ from torch.fx import GraphModule, Node
 from qompose.backend import Backend, Finished, Target
 from qompose.claims import Claim
 from qompose.errors import TargetError
-from qompose.graph import tag_of
+from qompose.graph import owner_of, tag_of
+from qompose.nested import graphs_in, nodes_in
 from qompose.plan import Record
 from qompose.region import Region
 from qompose.rules import Kernel, NotLowerable
@@ -90,21 +91,22 @@ def replace_regions(
             fallbacks[number] = f"rule {claim.rule} has no kernel for {target}"
             continue
         try:
-            if _replace(model, claim, regions[number], kernel):
+            if _replace(claim, regions[number], kernel):
                 done[number] = kernel.name
             else:
                 left[number] = kernel.name
         except NotLowerable as reason:
             fallbacks[number] = str(reason)
-    model.graph.eliminate_dead_code()
+    for part in graphs_in(model):
+        part.graph.eliminate_dead_code()
     return done, fallbacks, left
 
 
-def _replace(model: GraphModule, claim: Claim, nodes: Sequence[Node], kernel: Kernel) -> bool:
+def _replace(claim: Claim, nodes: Sequence[Node], kernel: Kernel) -> bool:
     """Put a kernel in the place of a region; return False where it leaves that to the target."""
     if kernel.emit is None:
         return False
-    region = Region(model, claim, nodes, float_output=kernel.float_output)
+    region = Region(owner_of(nodes[0]), claim, nodes, float_output=kernel.float_output)
     emitted = kernel.emit(region)
     if emitted is None:
         return False
@@ -114,7 +116,7 @@ def _replace(model: GraphModule, claim: Claim, nodes: Sequence[Node], kernel: Ke
 
 def _regions(model: GraphModule) -> dict[int, list[Node]]:
     regions: dict[int, list[Node]] = defaultdict(list)
-    for node in model.graph.nodes:
+    for node in nodes_in(model):
         claim = tag_of(node, "claim")
         if claim is not None:
             regions[claim].append(node)

@@ -18,8 +18,8 @@ PER_CHANNEL = frozenset(
     {torch.per_channel_affine, torch.per_channel_symmetric, torch.per_channel_affine_float_qparams}
 )
 
-DEFAULT_EPS = 2.0**-12
-"""Least scale of the int8 recipes of this field, in units of the float tensor."""
+DEFAULT_EPS = torch.finfo(torch.float32).eps
+"""Least scale, in units of the float tensor: torch's own. Recipes of this field take 2**-12."""
 
 
 def quantized_range(
@@ -112,10 +112,63 @@ def quantize_float_zero_point(
 def fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, low: int, high: int) -> Tensor:
     """Return the values that the nearest integers within [low, high] stand for.
 
-    `scale` and `zero_point` broadcast against `x`.
+    `scale` and `zero_point` broadcast against `x`. The product with `1 / scale`, and not the quotient, is
+    what torch's kernels round.
     """
-    steps = torch.clamp(torch.round(x / scale) + zero_point, low, high)
+    steps = torch.clamp(torch.round(x * (1.0 / scale)) + zero_point, low, high)
     return (steps - zero_point) * scale
+
+
+def full_blocks(shape: tuple[int, ...], block_size: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the block's size along every dimension of a tensor.
+
+    `block_size` speaks of the last dimensions, and -1 is a whole one; blocks are one wide along the others.
+
+    Raises:
+        ConfigError: the tensor has fewer dimensions, or a block does not divide one.
+    """
+    if len(block_size) > len(shape):
+        raise ConfigError(f"block_size={block_size} has more dimensions than a tensor of {shape}")
+    sizes = (1,) * (len(shape) - len(block_size)) + tuple(block_size)
+    full = tuple(dim if size == -1 else size for dim, size in zip(shape, sizes, strict=True))
+    if any(dim % size for dim, size in zip(shape, full, strict=True)):
+        raise ConfigError(f"blocks of {block_size} do not divide a tensor of shape {shape}")
+    return full
+
+
+def in_blocks(x: Tensor, blocks: tuple[int, ...]) -> Tensor:
+    """Return `x` with each dimension split in two: number of blocks, and place within the block."""
+    sizes = [n for dim, size in zip(x.shape, blocks, strict=True) for n in (dim // size, size)]
+    return x.reshape(sizes)
+
+
+def quantize_blocks(
+    x: Tensor, scale: Tensor, zero_point: Tensor, low: int, high: int, dtype: torch.dtype
+) -> Tensor:
+    """Return `round(x / scale) + zero_point` within [low, high], one scale for each block.
+
+    Args:
+        scale, zero_point: as many dimensions as `x`; their sizes are the numbers of blocks.
+    """
+    blocks = in_blocks(x, _block_sizes(x, scale))
+    scale, zero_point = _for_blocks(scale), _for_blocks(zero_point)
+    steps = torch.round(blocks * (1.0 / scale)) + zero_point
+    return torch.clamp(steps, low, high).to(dtype).reshape(x.shape)
+
+
+def dequantize_blocks(q: Tensor, scale: Tensor, zero_point: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return `(q - zero_point) * scale`, one scale for each block; see `quantize_blocks`."""
+    blocks = in_blocks(q, _block_sizes(q, scale))
+    values = (blocks.float() - _for_blocks(zero_point)) * _for_blocks(scale)
+    return values.reshape(q.shape).to(dtype)
+
+
+def _block_sizes(x: Tensor, scale: Tensor) -> tuple[int, ...]:
+    return tuple(dim // count for dim, count in zip(x.shape, scale.shape, strict=True))
+
+
+def _for_blocks(values: Tensor) -> Tensor:
+    return values.reshape([n for count in values.shape for n in (count, 1)])
 
 
 def along(vector: Tensor, dim: int, rank: int) -> Tensor:

@@ -2,8 +2,7 @@
 """Observers: modules that pass a tensor through unchanged and estimate its range.
 
 Each observer declares dtype, integer bounds and scheme, and gives `calculate_qparams()`. An observer
-that saw nothing says so by `calibrated`. Values of at least a quarter of the dtype's largest finite one,
-infinities included, are taken for mask values: they are counted in `masked` and never widen a range.
+that saw nothing says so by `calibrated`. Mask values never widen a range (`qompose.screening`).
 """
 
 from __future__ import annotations
@@ -14,15 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qompose.errors import CalibrationError, ConfigError
+from qompose.errors import ConfigError
 from qompose.histogram import Histogram, best_range
 from qompose.numerics import (
     DEFAULT_EPS,
     PER_CHANNEL,
     choose_qparams,
+    full_blocks,
+    in_blocks,
     quantized_range,
     symmetric_zero_point,
 )
+from qompose.screening import Screen
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,6 @@ class Observer(nn.Module):
     """
 
     per_channel = False
-    masked: int
     constant = False
     """Set by prepare on observers of parameters: a value is looked at again only after it changed."""
     subject = "the observed tensor"
@@ -73,7 +74,7 @@ class Observer(nn.Module):
             quantized_range(dtype, quant_min, quant_max)
         if (self.qscheme in PER_CHANNEL) != self.per_channel:
             raise ConfigError(f"{type(self).__name__} does not estimate {self.qscheme}")
-        self.masked = 0
+        self.screen = Screen()
         self._seen: tuple[int, int] | None = None
 
     @classmethod
@@ -113,17 +114,8 @@ class Observer(nn.Module):
             eps=self.eps,
         )
 
-    def _without_mask_values(self, x: Tensor) -> Tensor:
-        """Return `x` as float32 with mask values replaced by zero; zero is in every range anyway."""
-        smallest, largest = torch.aminmax(x)
-        extreme = min(torch.finfo(x.dtype).max, torch.finfo(torch.float32).max) / 4
-        if bool((smallest > -extreme) & (largest < extreme)):
-            return x.float()
-        if bool(torch.isnan(smallest) | torch.isnan(largest)):
-            raise CalibrationError(f"{self.subject} holds NaN")
-        mask = x.abs() >= extreme
-        self.masked += int(mask.sum())
-        return x.masked_fill(mask, 0.0).float()
+    def _screened(self, x: Tensor) -> Tensor:
+        return self.screen.clean(x, self.subject).float()
 
     def extra_repr(self) -> str:
         """Return what torch prints between the parentheses."""
@@ -145,16 +137,16 @@ class _RangeObserver(Observer):
         self.register_buffer("maximum", torch.tensor([]))
 
     def observe(self, x: Tensor) -> None:
-        x = self._without_mask_values(x)
-        if self.per_channel:
-            low, high = torch.aminmax(
-                x.movedim(self.ch_axis, 0).reshape(x.shape[self.ch_axis], -1), dim=1
-            )
-        else:
-            low, high = torch.aminmax(x)
+        low, high = self._extremes(self._screened(x))
         if self.minimum.numel():
             low, high = self._combine(low, high)
         self.minimum, self.maximum = low, high
+
+    def _extremes(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if not self.per_channel:
+            return torch.aminmax(x)
+        channels = x.movedim(self.ch_axis, 0)
+        return torch.aminmax(channels.reshape(channels.shape[0], -1), dim=1)
 
     def _combine(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
         return torch.minimum(self.minimum, low), torch.maximum(self.maximum, high)
@@ -175,6 +167,23 @@ class PerChannelMinMaxObserver(MinMaxObserver):
     """The exact minimum and maximum of each slice along `ch_axis`."""
 
     per_channel = True
+
+
+class PerBlockMinMaxObserver(_RangeObserver):
+    """The exact minimum and maximum of each block: `block_size` as in `QuantizationSpec`."""
+
+    per_channel = True
+
+    def __init__(
+        self, dtype: torch.dtype = torch.uint8, block_size: tuple[int, ...] = (), **arguments: Any
+    ) -> None:
+        super().__init__(dtype, **arguments)
+        self.block_size = block_size
+
+    def _extremes(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        blocks = in_blocks(x, full_blocks(tuple(x.shape), self.block_size))
+        inner = tuple(range(1, blocks.dim(), 2))
+        return blocks.amin(inner), blocks.amax(inner)
 
 
 class MovingAverageMinMaxObserver(_RangeObserver):
@@ -219,7 +228,7 @@ class HistogramObserver(Observer):
         self.histogram = Histogram()
 
     def observe(self, x: Tensor) -> None:
-        self.histogram.add(self._without_mask_values(x))
+        self.histogram.add(self._screened(x))
 
     @property
     def calibrated(self) -> bool:

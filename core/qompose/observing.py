@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from qompose.balancing import Channels
 from qompose.numerics import PER_CHANNEL
 from qompose.observers import FixedQParamsObserver, PerChannelMinMaxObserver, PlaceholderObserver
+from qompose.screening import Screen
 from qompose.specs import (
     DerivedQuantizationSpec,
     FixedQParamsQuantizationSpec,
@@ -32,11 +34,13 @@ def make_observer(spec: QuantizationSpecBase) -> nn.Module:
         arguments = {k: v for k, v in spec.__dict__.items() if v is not None}
         return FixedQParamsObserver(**arguments)
     if isinstance(spec, DerivedQuantizationSpec):
-        return PlaceholderObserver(dtype=spec.dtype)
+        return DerivedObserver(spec)
     assert isinstance(spec, QuantizationSpec)
     arguments = {k: v for k, v in spec.__dict__.items() if k != "observer_or_fake_quant_ctr"}
-    if spec.qscheme not in PER_CHANNEL:
+    if spec.qscheme not in PER_CHANNEL or spec.block_size is not None:
         del arguments["ch_axis"]
+    if spec.block_size is None or spec.is_dynamic:
+        del arguments["block_size"]
     return spec.observer_or_fake_quant_ctr(**arguments)
 
 
@@ -65,7 +69,8 @@ class BalancedObserver(nn.Module):
         self.tensor_observer(x)
         kept = sum(map(len, self.rows))
         if x.numel() and kept < SAMPLE_ROWS:
-            rows = x.detach().float().movedim(self.channel_observer.ch_axis, -1).flatten(0, -2)
+            rows = x.detach().float().movedim(self.channel_observer.ch_axis, -1)
+            rows = rows.reshape(-1, rows.shape[-1])
             step = max(1, len(rows) // SAMPLE_ROWS_PER_BATCH)
             self.rows.append(rows[::step][: SAMPLE_ROWS - kept].clone())
         return x
@@ -86,6 +91,63 @@ class BalancedObserver(nn.Module):
         return self.channel_observer.calibrated
 
     @property
-    def masked(self) -> int:
-        """Return how many mask values were seen."""
-        return int(getattr(self.tensor_observer, "masked", 0))
+    def screen(self) -> Screen | None:
+        """Return what was seen of mask values."""
+        return getattr(self.tensor_observer, "screen", None)
+
+
+class DerivedObserver(PlaceholderObserver):
+    """Looks at nothing: its parameters are computed from those of other observers."""
+
+    def __init__(self, spec: DerivedQuantizationSpec) -> None:
+        super().__init__(dtype=spec.dtype)
+        self.derive_qparams_fn = spec.derive_qparams_fn
+        self._sources: tuple[nn.Module, ...] = ()
+
+    def derive_from(self, sources: Sequence[nn.Module]) -> None:
+        """Name the observers that the parameters are computed from, in the specification's order."""
+        self._sources = tuple(sources)  # in a tuple they are no submodules: others own them
+
+    def calculate_qparams(self) -> tuple[Tensor, Tensor]:
+        """Return scale and zero point as the specification's function computes them."""
+        return self.derive_qparams_fn([unscreened(source) for source in self._sources])
+
+
+class ScreenedObserver(nn.Module):
+    """An observer of another engine, to which no mask value comes, and no NaN.
+
+    Args:
+        subject: which tensor is observed, for messages.
+    """
+
+    def __init__(self, observer: nn.Module, subject: str) -> None:
+        super().__init__()
+        self.observer, self.subject = observer, subject
+        self.screen = Screen()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Observe `x`, and return what the observer makes of it: as a rule `x` itself."""
+        if not x.numel():
+            return x
+        screened = self.screen.clean(x.detach(), self.subject)
+        if self.screen.masked:  # the claim will be dropped: the model goes on with its own values
+            self.observer(screened)
+            return x
+        result: Tensor = self.observer(x)
+        return result
+
+    def calculate_qparams(self) -> Any:
+        """Return scale and zero point, as the observer gives them."""
+        return self.observer.calculate_qparams()  # type: ignore[operator]
+
+    @property
+    def eps(self) -> float:
+        """Return the observer's least scale, 0 where it has none."""
+        return float(getattr(self.observer, "eps", 0.0))
+
+
+def unscreened(observer: nn.Module) -> nn.Module:
+    """Return the observer that users and other engines know."""
+    if isinstance(observer, BalancedObserver):
+        return observer.tensor_observer
+    return observer.observer if isinstance(observer, ScreenedObserver) else observer

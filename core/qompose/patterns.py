@@ -165,6 +165,17 @@ class _Matcher(SubgraphMatcherWithNameNodeMap):
         """Return the pattern's last operator."""
         return self.pattern_anchors[0]
 
+    def _match_nodes(
+        self, pn: Node, gn: Node, match: InternalMatch, node_name_match: str = ""
+    ) -> bool:
+        """Let one value stand for several parameters of the pattern, as in `x + x` or `conv(x) + x`."""
+        if pn.op == "placeholder" and pn not in match.nodes_map and isinstance(gn, Node):
+            others = [p for p, n in match.nodes_map.items() if n is gn]
+            if all(other.op == "placeholder" for other in others):
+                match.nodes_map[pn] = gn
+                return True
+        return super()._match_nodes(pn, gn, match, node_name_match)
+
     def match_at(self, node: Node) -> InternalMatch | None:
         """Return the match whose last operator is `node`."""
         match = InternalMatch(anchors=self.pattern_anchors)

@@ -3,31 +3,33 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from qompose.aliases import written_buffers
+from qompose.annotating import annotate_program
 from qompose.annotations import clear_annotations, write_annotations
-from qompose.arbitration import compose_claims
 from qompose.backend import Backend
 from qompose.calibration import calibrate
-from qompose.claims import Claim, Composition
-from qompose.conversion import convert_observers
+from qompose.claims import Claim
+from qompose.conversion import convert_observers, fold_quantized_constants
 from qompose.errors import (
     NothingQuantizedError,
     NotLoweredError,
     QomposeWarning,
     UserError,
 )
+from qompose.exported import as_graph_module
 from qompose.graph import (
-    as_graph_module,
     copy_graph_module,
     freeze,
     get_attribute,
@@ -36,13 +38,20 @@ from qompose.graph import (
 )
 from qompose.interop import adapt
 from qompose.lowering import find_target, replace_regions, settle
-from qompose.plan import Plan, Record, Rewrite, attach, record_of
+from qompose.nested import (
+    hoist_constants,
+    name_apart,
+    run_as_exported,
+    run_observed_in_python,
+    sink_constants,
+)
+from qompose.plan import Plan, Record, attach, record_of
 from qompose.planning import plan_groups
 from qompose.plugins import load_backend
 from qompose.preparation import insert_observers
 from qompose.quantizer import ComposableQuantizer, Quantizer, RuleQuantizer, labelled
 from qompose.reporting import Report, report
-from qompose.rewrites import FOLD_BATCH_NORM, Candidate, apply_rewrites, find_rewrites
+from qompose.representation import represent
 from qompose.signature import call_signature
 from qompose.survey import state_bytes, survey
 
@@ -70,6 +79,18 @@ def _as_quantizer(member: str | Quantizer) -> Quantizer:
     return quantizer
 
 
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Keep Python's cycle collector from walking a growing graph over and over: a third of all time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 def prepare_pt2e(
     model: ExportedProgram | GraphModule,
     quantizer: Quantizer,
@@ -93,31 +114,46 @@ def prepare_pt2e(
         NothingQuantizedError: `strict`, and no operator was claimed.
     """
     quantizer = adapt(quantizer)
-    exported = copy_graph_module(as_graph_module(model, "prepare_pt2e"))
+    if inplace and not isinstance(model, GraphModule):
+        raise UserError("inplace=True needs a GraphModule: an ExportedProgram is never edited")
+    with _without_collection():
+        working, record = _planned(as_graph_module(model, "prepare_pt2e"), quantizer, strict)
+    _say_what_is_missing(record.plan, strict)
+    with _without_collection():
+        clear_annotations(working)
+        write_annotations(working, record.plan.claims)
+        quantizer.validate(working)
+        plan, callback = record.plan, quantizer.prepare_obs_or_fq_callback
+        insert_observers(working, plan.claims, plan.groups, callback)
+        run_observed_in_python(working)
+        name_apart(working)
+        prepared = attach(refresh(working), record)
+    return _into(model, prepared) if inplace else prepared
+
+
+def _planned(
+    exported: GraphModule, quantizer: Quantizer, strict: bool
+) -> tuple[GraphModule, Record]:
+    """Return the program with its rewrites, and the record of what is going to be done to it."""
+    sink_constants(exported)
+    name_apart(exported)
     state = {p: get_attribute(exported, p).clone() for p in written_buffers(exported.graph)}
     _restore(exported, state)
     unmatched = quantizer.check_program(exported)
     if strict and unmatched:
         raise UserError("strict=True:\n" + "\n".join(f"  - {note}" for note in unmatched))
-    working, composition, rewrites = _annotate(exported, quantizer)
+    working, composition, rewrites = annotate_program(exported, quantizer)
     claims = tuple(composition.chosen)
     plan = Plan(
         claims=claims,
         groups=plan_groups(working, claims),
-        operators=survey(exported, composition, rewrites),
+        operators=survey(exported, working, composition, rewrites),
         conflicts=tuple(composition.conflicts),
         rewrites=rewrites,
         notes=(*unmatched, *composition.notes),
         float_bytes=state_bytes(exported),
     )
-    _say_what_is_missing(plan, strict)
-    clear_annotations(working.graph)
-    write_annotations(working, claims)
-    quantizer.validate(working)
-    insert_observers(working, claims, plan.groups, quantizer.prepare_obs_or_fq_callback)
-    prepared = refresh(working)
-    attach(prepared, Record(plan, "prepared", _backends(quantizer), state=state))
-    return _into(model, prepared) if inplace else prepared
+    return working, Record(plan, "prepared", _backends(quantizer), state=state)
 
 
 def _restore(model: GraphModule, state: Mapping[str, Tensor]) -> None:
@@ -127,43 +163,6 @@ def _restore(model: GraphModule, state: Mapping[str, Tensor]) -> None:
     """
     for path, value in state.items():
         set_attribute(model, path, value.clone())
-
-
-def _annotate(
-    exported: GraphModule, quantizer: Quantizer
-) -> tuple[GraphModule, Composition, tuple[Rewrite, ...]]:
-    """Propose and compose on a copy with all rewrites, then with those that turned out to be covered.
-
-    Rewrites that no claim covers are left out of the next round; their number only shrinks.
-    """
-    wanted = {FOLD_BATCH_NORM}.union(*(member.rewrites for member in quantizer.members))
-    nodes = {node.name: node for node in exported.graph.nodes}
-    found = [_with_objection(c, nodes, quantizer) for c in find_rewrites(exported, wanted)]
-    candidates = [candidate for candidate in found if candidate.obstacle is None]
-    while True:
-        working = copy_graph_module(exported)
-        apply_rewrites(working, candidates)
-        working = quantizer.transform_for_annotation(refresh(working))
-        composition = compose_claims(working, labelled(quantizer), quantizer.on_conflict)
-        claimed = {name for claim in composition.chosen for name in claim.nodes}
-        covered = [candidate for candidate in candidates if candidate.into in claimed]
-        if covered == candidates:
-            break
-        candidates = covered
-    composition.notes += [_obstacle(c) for c in found if c.obstacle is not None]
-    return working, composition, tuple(Rewrite(c.rewrite, c.nodes, c.into) for c in candidates)
-
-
-def _with_objection(
-    candidate: Candidate, nodes: Mapping[str, Node], quantizer: Quantizer
-) -> Candidate:
-    """Refuse a rewrite that joins operators which a member's selectors treat differently."""
-    objection = quantizer.objection_to_rewrite([nodes[name] for name in candidate.nodes])
-    return candidate if objection is None else replace(candidate, obstacle=objection)
-
-
-def _obstacle(candidate: Candidate) -> str:
-    return f"{candidate.rewrite} of {', '.join(candidate.nodes)} was not made: {candidate.obstacle}"
 
 
 def _say_what_is_missing(plan: Plan, strict: bool) -> None:
@@ -189,26 +188,35 @@ def _backends(quantizer: Quantizer) -> dict[str, Backend]:
     }
 
 
-def _into(model: object, result: GraphModule) -> GraphModule:
+def _into(model: Any, result: GraphModule) -> GraphModule:
     """Make `model` itself the result, for `inplace=True`."""
-    if not isinstance(model, GraphModule):
-        raise UserError("inplace=True needs a GraphModule: an ExportedProgram is never edited")
     model.__dict__ = result.__dict__
     model.__class__ = result.__class__
     return model
 
 
 def convert_pt2e(
-    prepared: GraphModule, *, inplace: bool = False, allow_uncalibrated: bool = False
+    prepared: GraphModule,
+    *,
+    inplace: bool = False,
+    allow_uncalibrated: bool = False,
+    fold_quantize: bool = True,
+    use_reference_representation: bool = False,
 ) -> GraphModule:
     """Replace observers by quantize and dequantize operators, and parameters by integers.
 
     Args:
+        inplace: turn `prepared` itself into the result. Float parameters are let go of one by one as
+            they are quantized, so that both forms are never held at once.
         allow_uncalibrated: leave regions in float whose observers saw nothing, rather than raise.
+        fold_quantize: store the integers of parameters; False keeps floats and a quantize operator.
+        use_reference_representation: spell out the integer arithmetic of every operator that has a
+            reference, in aten operators (`qompose.representation`). Such a model is not for `lower`.
 
     Raises:
         StageError: the model was not prepared.
         UncalibratedError: observers saw no data; the message lists their tensors.
+        CalibrationError: a tensor's statistics give no usable scale.
     """
     record = record_of(
         prepared,
@@ -216,20 +224,37 @@ def convert_pt2e(
         function="convert_pt2e",
         remedy="Call prepare_pt2e and calibrate first.",
     )
-    model = copy_graph_module(prepared)
-    clear_annotations(model.graph)  # they refer to nodes of the prepared graph
-    conversion = convert_observers(model, record.plan, allow_uncalibrated=allow_uncalibrated)
-    converted = refresh(model)
-    _restore(converted, record.state)
-    done = replace(
-        record,
-        stage="converted",
-        dropped=conversion.dropped,
-        balanced=tuple(conversion.balanced),
-        bytes=state_bytes(converted),
-    )
-    attach(converted, done)
+    with _without_collection():
+        model = prepared if inplace else copy_graph_module(prepared)
+        conversion = convert_observers(
+            model, record.plan, allow_uncalibrated=allow_uncalibrated, fold_quantize=fold_quantize
+        )
+        clear_annotations(model)  # they refer to nodes of the prepared graph
+        run_as_exported(model)
+        stage, findings = "converted", conversion.findings
+        if use_reference_representation:
+            stage, findings = "reference", findings + _represented(model)
+        hoist_constants(model)
+        name_apart(model)
+        converted = refresh(model)
+        _restore(converted, record.state)
+        done = replace(
+            record,
+            stage=stage,
+            dropped=conversion.dropped,
+            balanced=tuple(conversion.balanced),
+            findings=tuple(findings),
+            bytes=state_bytes(converted),
+        )
+        attach(converted, done)
     return _into(prepared, converted) if inplace else converted
+
+
+def _represented(model: GraphModule) -> list[str]:
+    """Spell out the integer arithmetic, in place; return what stays simulated, with the reason."""
+    fold_quantized_constants(model)
+    left = represent(model).left
+    return [f"{name} stays simulated: {reason}" for name, reason in left.items()]
 
 
 def lower(converted: GraphModule, target: str = "torch", *, strict: bool = False) -> Any:
@@ -247,11 +272,14 @@ def lower(converted: GraphModule, target: str = "torch", *, strict: bool = False
         converted,
         stages=("converted",),
         function="lower",
-        remedy="Call convert_pt2e first.",
+        remedy="Call convert_pt2e first, without use_reference_representation.",
     )
     runtime = find_target(target, record)
     model = copy_graph_module(converted)
+    sink_constants(model)
+    fold_quantized_constants(model)
     done, fallbacks, left = replace_regions(model, record, target)
+    hoist_constants(model)
     model = refresh(model)
     freeze(model)  # integer kernels have no gradients
     finished = runtime.finish(model, call_signature(model))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 from torch.fx import GraphModule
@@ -21,6 +21,9 @@ from qompose.graph import STAGE_KEY
 from qompose.specs import QuantizationSpecBase, spec_to_dict
 
 META_KEY = STAGE_KEY
+
+
+Model = TypeVar("Model")
 
 
 @dataclass(frozen=True)
@@ -69,11 +72,14 @@ class Operator:
 
 @dataclass(frozen=True)
 class Rewrite:
-    """A rewrite that a claim covers: the program differs from the exported one there, if only by rounding."""
+    """A rewrite that a claim covers: the program differs from the exported one there, if only by rounding.
+
+    `nodes` are the exported operators, `pieces` those that stand in their place; a claim holds one of them.
+    """
 
     name: str
     nodes: tuple[str, ...]
-    into: str
+    pieces: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -124,7 +130,8 @@ class Record:
     """What a GraphModule of any stage carries: the plan, how far it got, and what happened since.
 
     `dropped` are claims that calibration showed to be impossible, with the reason; `kernels` and
-    `fallbacks` are by claim, once lowered; `balanced` describes the tensors whose channels got factors.
+    `fallbacks` are by claim, once lowered; `balanced` describes the tensors whose channels got factors,
+    `findings` those whose statistics look wrong.
     `state` has the exported values of the buffers that the program writes to, by path.
     `backends` are live objects, by the owners of claims.
     """
@@ -136,6 +143,7 @@ class Record:
     kernels: Mapping[int, str] = field(default_factory=dict)
     fallbacks: Mapping[int, str] = field(default_factory=dict)
     balanced: tuple[str, ...] = ()
+    findings: tuple[str, ...] = ()
     target: str = ""
     bytes: int = 0
     state: Mapping[str, Tensor] = field(default_factory=dict)
@@ -166,7 +174,7 @@ def record_of(module: object, *, stages: tuple[str, ...], function: str, remedy:
     return record
 
 
-def attach(module: Any, record: Record) -> Any:
+def attach(module: Model, record: Record) -> Model:
     """Put a record into a module's meta and return the module."""
     if isinstance(module, GraphModule) or hasattr(module, "meta"):
         module.meta = {**module.meta, META_KEY: record}

@@ -9,7 +9,7 @@ whose specifications are alike.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from torch.fx import GraphModule, Node
@@ -17,9 +17,11 @@ from torch.fx import GraphModule, Node
 from qompose.balancing import INPUT, OUTPUT, Balance
 from qompose.claims import Claim, Point, PointSpec
 from qompose.errors import SharingError
-from qompose.graph import address_of, constant_of, count_readers
+from qompose.graph import address_of, constant_of, layout_of
+from qompose.nested import count_readers, nodes_in, same_tensors
+from qompose.operators import VALUE_PRESERVING
 from qompose.plan import Group
-from qompose.specs import QuantizationSpecBase, describe_spec
+from qompose.specs import describe_spec, likeness
 
 
 def plan_groups(model: GraphModule, claims: Sequence[Claim]) -> tuple[Group, ...]:
@@ -29,11 +31,12 @@ def plan_groups(model: GraphModule, claims: Sequence[Claim]) -> tuple[Group, ...
         SharingError: a shared specification leads nowhere or only to others, two different ones meet in
             a group, or derived ones form a circle.
     """
-    position = {node.name: i for i, node in enumerate(model.graph.nodes)}
-    solver = _Solver(claims)
+    nodes = {node.name: node for node in nodes_in(model)}
+    position = {name: i for i, name in enumerate(nodes)}
+    solver = _Solver(claims, _tensors(model, nodes))
     solver.join_shared()
     solver.join_implicitly()
-    nodes = {node.name: node for node in model.graph.nodes}
+    solver.join_moves(nodes)
     groups = solver.groups(position)
     if any(claim.product for claim in claims):
         readers = count_readers(model)
@@ -72,18 +75,40 @@ def _is_private(node: Node, readers: dict[int, int]) -> bool:
     return constant is not None and readers[address_of(constant)] == 1
 
 
+def _tensors(model: GraphModule, nodes: dict[str, Node]) -> dict[str, str]:
+    """Name the tensor behind each value that has several names: tied parameters, values across borders."""
+    names = same_tensors(model)
+    first: dict[object, str] = {}
+    for name, node in nodes.items():
+        constant = constant_of(node)
+        if constant is not None and constant.numel():
+            names[name] = first.setdefault(layout_of(constant), name)
+    return names
+
+
 class _Solver:
-    def __init__(self, claims: Sequence[Claim]) -> None:
-        self.claims = claims
+    def __init__(self, claims: Sequence[Claim], tensors: Mapping[str, str]) -> None:
+        self.claims, self.tensors = claims, tensors
         self.specs: dict[Point, PointSpec] = {}
         self.claim_of: dict[Point, int] = {}
         for number, claim in enumerate(claims):
             for spec in claim.specs:
-                self.specs[spec.point] = spec
-                self.claim_of[spec.point] = number
+                self._add(spec, number)
         self.parent = {point: point for point in self.specs}
+        self.concrete = {point: spec for point, spec in self.specs.items() if not spec.shared}
         self.produced = {claim.output for claim in claims}
         self._points = Counter(point.source for point in self.specs)
+
+    def _add(self, spec: PointSpec, number: int) -> None:
+        earlier = self.specs.get(spec.point)
+        if earlier is not None and likeness(earlier.spec) != likeness(spec.spec):
+            raise SharingError(
+                f"{self.who(spec.point)} is {describe_spec(earlier.spec)}, and "
+                f"{self.claims[number].owner}, rule {self.claims[number].rule}, wants "
+                f"{describe_spec(spec.spec)} for it. Give one of them a config of None there."
+            )
+        if earlier is None:
+            self.specs[spec.point], self.claim_of[spec.point] = spec, number
 
     def find(self, point: Point) -> Point:
         root = point
@@ -92,6 +117,15 @@ class _Solver:
         while self.parent[point] != root:
             self.parent[point], point = root, self.parent[point]
         return root
+
+    def join(self, one: Point, other: Point) -> None:
+        """Put two points into one group; its specification is that of either."""
+        one, other = self.find(one), self.find(other)
+        if one != other:
+            self.parent[one] = other
+            spec = self.concrete.pop(one, None)
+            if spec is not None:
+                self.concrete.setdefault(other, spec)
 
     def count(self, source: str) -> int:
         """Return how many points a value has."""
@@ -112,24 +146,39 @@ class _Solver:
                         f"{self.who(point)} shares the parameters of {target}, which no quantizer "
                         "annotates. Annotate it too, or give the point a specification of its own."
                     )
-                self.parent[self.find(point)] = self.find(target)
+                self.join(point, target)
 
     def join_implicitly(self) -> None:
         """Join points of one tensor whose groups have like specifications."""
-        roots = {point: self.find(point) for point in self.specs}
-        concrete: dict[Point, PointSpec] = {}
-        for point, spec in self.specs.items():
-            if not spec.shared:
-                concrete.setdefault(roots[point], spec)
         by_source: dict[str, list[Point]] = defaultdict(list)
-        for point, spec in self.specs.items():
-            if spec.allow_implicit_sharing and not spec.derived and roots[point] in concrete:
-                by_source[point.source].append(point)
+        for point in self.specs:
+            by_source[self.tensors.get(point.source, point.source)].append(point)
         for points in by_source.values():
             first_of: dict[object, Point] = {}
             for point in points:
-                likeness = _likeness(concrete[roots[point]].spec)
-                self.parent[self.find(point)] = self.find(first_of.setdefault(likeness, point))
+                alike = self._likeness(point)
+                if alike is not None:
+                    self.join(point, first_of.setdefault(alike, point))
+
+    def _likeness(self, point: Point) -> object | None:
+        """Return what a point must agree in to share implicitly, None where it may not share."""
+        spec = self.concrete.get(self.find(point))
+        if spec is None or spec.derived or not self.specs[point].allow_implicit_sharing:
+            return None
+        return likeness(spec.spec)
+
+    def join_moves(self, nodes: Mapping[str, Node]) -> None:
+        """Join the input and output of operators that only move values, where their specs are alike.
+
+        Backends refuse a slice or a transpose whose two sides differ in scale.
+        """
+        for point in [point for point in self.specs if point.user is not None]:
+            user = nodes[point.user or ""]
+            output = Point(user.name)
+            if user.target in VALUE_PRESERVING and output in self.specs:
+                alike = self._likeness(point)
+                if alike is not None and alike == self._likeness(output):
+                    self.join(point, output)
 
     def groups(self, position: dict[str, int]) -> list[Group]:
         members: dict[Point, list[Point]] = defaultdict(list)
@@ -145,31 +194,17 @@ class _Solver:
         return [self._group(points) for points in ordered]
 
     def _group(self, points: list[Point]) -> Group:
-        own = [point for point in points if not self.specs[point].shared]
-        if not own:
+        spec = self.concrete.get(self.find(points[0]))
+        if spec is None:
             chain = ", ".join(self.who(point) for point in points)
             raise SharingError(f"These share parameters with one another and none has any: {chain}")
-        first = own[0]
-        for other in own[1:]:
-            if _likeness(self.specs[other].spec) != _likeness(self.specs[first].spec):
-                raise SharingError(
-                    f"{self.who(first)} is {describe_spec(self.specs[first].spec)} and "
-                    f"{self.who(other)} is {describe_spec(self.specs[other].spec)}, and they must share "
-                    "parameters. Give both the same specification, or one of them a config of None."
-                )
         claims = tuple(sorted({self.claim_of[point] for point in points}))
-        return Group(tuple(points), self.specs[first].spec, claims)
+        return Group(tuple(points), spec.spec, claims)
 
     def references(self, group: Group) -> list[Point]:
         """Return the points from whose observers a group's parameters are derived."""
         derived = [point for point in group.points if self.specs[point].derived]
         return [p for point in derived for p in self.specs[point].references]
-
-
-def _likeness(spec: QuantizationSpecBase) -> object:
-    """Return what must agree for two points to share: all but the way the range is estimated."""
-    facts = {k: v for k, v in vars(spec).items() if k != "observer_or_fake_quant_ctr"}
-    return type(spec).__name__, tuple((key, str(value)) for key, value in facts.items())
 
 
 def _in_order_of_dependency(groups: list[Group], solver: _Solver) -> tuple[Group, ...]:

@@ -7,13 +7,28 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 from torch import nn
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from qompose.claims import Claim, Point
-from qompose.errors import InternalError
-from qompose.graph import constant_of, set_attribute, tag, value_of
+from qompose.errors import ConfigError, InternalError
+from qompose.graph import (
+    constant_of,
+    holds,
+    module_path,
+    owner_of,
+    set_attribute,
+    tag,
+    value_of,
+)
+from qompose.nested import body_labels, nodes_in
 from qompose.observers import Observer
-from qompose.observing import OBSERVER_PREFIX, BalancedObserver, make_observer
+from qompose.observing import (
+    OBSERVER_PREFIX,
+    BalancedObserver,
+    DerivedObserver,
+    ScreenedObserver,
+    make_observer,
+)
 from qompose.plan import Group
 from qompose.specs import EdgeOrNode
 
@@ -27,24 +42,30 @@ def insert_observers(
 
     `callback` sees {edge or node: observer} first, and may replace observers.
     """
-    nodes = {node.name: node for node in model.graph.nodes}
+    nodes = {node.name: node for node in nodes_in(model)}
     for number, claim in enumerate(claims):
         for name in claim.nodes:
             tag(nodes[name], claim=number)
-    observers = _observers(model, groups, nodes, callback)
+    observers = _observers(model, claims, groups, nodes, callback)
     values: dict[str, dict[int, list[Point]]] = defaultdict(lambda: defaultdict(list))
     for number, group in enumerate(groups):
-        set_attribute(model, f"{OBSERVER_PREFIX}{number}", observers[number])
         for point in group.points:
             values[point.source][number].append(point)
+            path = f"{OBSERVER_PREFIX}{number}"
+            if not holds(owner_of(nodes[point.source]), path):
+                set_attribute(owner_of(nodes[point.source]), path, observers[number])
     for name, wanted in values.items():
-        _observe_value(model, nodes[name], wanted, nodes)
+        _observe_value(nodes[name], wanted, nodes)
 
 
 def _observers(
-    model: GraphModule, groups: Sequence[Group], nodes: dict[str, Node], callback: Callback
+    model: GraphModule,
+    claims: Sequence[Claim],
+    groups: Sequence[Group],
+    nodes: dict[str, Node],
+    callback: Callback,
 ) -> list[nn.Module]:
-    made = [_observer(group) for group in groups]
+    made = [_observer(group, nodes) for group in groups]
     places: dict[EdgeOrNode, nn.Module] = {}
     numbers: dict[EdgeOrNode, int] = {}
     for number, group in enumerate(groups):
@@ -60,47 +81,86 @@ def _observers(
             raise InternalError(f"prepare_obs_or_fq_callback added an observer at {place}")
         if observer is not original[place]:
             made[numbers[place]] = observer
-    return made
+    bodies = body_labels(model)
+    observers = [
+        _with_subject(observer, _subject(group, claims, nodes, bodies))
+        for observer, group in zip(made, groups, strict=True)
+    ]
+    for observer, group in zip(observers, groups, strict=True):
+        if isinstance(observer, DerivedObserver):
+            observer.derive_from([observers[number] for number in group.depends_on])
+    return observers
 
 
-def _observer(group: Group) -> nn.Module:
+def _observer(group: Group, nodes: dict[str, Node]) -> nn.Module:
+    blocks = getattr(group.spec, "block_size", None)
+    if blocks is not None and not getattr(group.spec, "is_dynamic", False):
+        computed = [p for p in group.points if constant_of(nodes[p.source]) is None]
+        if computed:
+            raise ConfigError(
+                f"{computed[0]} has block_size={blocks}, which is for parameters: what is computed has "
+                "blocks only with is_dynamic=True"
+            )
     observer = make_observer(group.spec)
-    if isinstance(observer, Observer):
-        observer.subject = str(group.points[0])
     return BalancedObserver(observer, group.balance.dim) if group.balance else observer
 
 
-def _observe_value(
-    model: GraphModule, value: Node, wanted: dict[int, list[Point]], nodes: dict[str, Node]
-) -> None:
+def _subject(
+    group: Group, claims: Sequence[Claim], nodes: dict[str, Node], bodies: dict[Graph, str]
+) -> str:
+    """Name a group's first tensor, its module and body, and who wants it, for messages."""
+    claim = claims[group.claims[0]]
+    anchor = nodes[claim.anchor]
+    places = [module_path(anchor), bodies.get(anchor.graph, "")]
+    where = "".join(f" in {place}" for place in places if place)
+    return f"{group.points[0]}{where} ({claim.owner}, rule {claim.rule})"
+
+
+def _with_subject(observer: nn.Module, subject: str) -> nn.Module:
+    if isinstance(observer, BalancedObserver):
+        observer.channel_observer.subject = subject
+        observer.tensor_observer = _with_subject(observer.tensor_observer, subject)
+        return observer
+    if not isinstance(observer, Observer):
+        return ScreenedObserver(observer, subject)
+    observer.subject = subject
+    return observer
+
+
+def _observe_value(value: Node, wanted: dict[int, list[Point]], nodes: dict[str, Node]) -> None:
     """Insert the observer of a value's output first, then those of edges that want another one."""
     users = list(value.users)
     observed = value
     output_group = next((g for g, points in wanted.items() if Point(value.name) in points), None)
     if output_group is not None:
-        observed = _insert(model, output_group, value, after=value)
+        observed = _insert(output_group, value, after=value)
         for user in users:
             user.replace_input_with(value, observed)
     after = observed
     for number, points in wanted.items():
         if number == output_group:
             continue
-        after = _insert(model, number, observed, after=after)
+        after = _insert(number, observed, after=after)
         for point in points:
             assert point.user is not None
             nodes[point.user].replace_input_with(observed, after)
 
 
-def _insert(model: GraphModule, number: int, value: Node, after: Node) -> Node:
-    name = f"{OBSERVER_PREFIX}{number}"
-    observer = getattr(model, name)
+def _insert(number: int, value: Node, after: Node) -> Node:
+    name, graph = f"{OBSERVER_PREFIX}{number}", value.graph
+    observer = getattr(owner_of(value), name)
     place = after
     if value.op == "placeholder" and after is value:
-        place = [node for node in model.graph.nodes if node.op == "placeholder"][-1]
-    with model.graph.inserting_after(place):
-        node = model.graph.call_module(name, (value,))
+        place = _last_placeholder(graph)
+    with graph.inserting_after(place):
+        node = graph.call_module(name, (value,))
     node.meta["val"] = value_of(value)
     node.meta["nn_module_stack"] = value.meta.get("nn_module_stack", {})
     if constant_of(value) is not None and hasattr(observer, "constant"):
         observer.constant = True
     return node
+
+
+def _last_placeholder(graph: Graph) -> Node:
+    placeholders: list[Node] = [node for node in graph.nodes if node.op == "placeholder"]
+    return placeholders[-1]

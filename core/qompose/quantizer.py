@@ -17,8 +17,9 @@ from qompose.capabilities import Capabilities, capability_rows
 from qompose.claims import Claim, Proposal
 from qompose.errors import ConfigError, UserError
 from qompose.matching import propose_rules
+from qompose.nested import nodes_in
 from qompose.selectors import Selectors, check_regex, check_type_key
-from qompose.specs import EdgeOrNode, QuantizationConfig
+from qompose.specs import EdgeOrNode, QuantizationConfig, QuantizationSpec
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload, OpOverloadPacket
@@ -69,6 +70,13 @@ class Quantizer(ABC):
     def objection_to_rewrite(self, nodes: Sequence[Node]) -> str | None:
         """Return why operators of the exported program must not be merged into one, or None."""
         return None
+
+    def objection_to_spec(self, claim: Claim, spec: QuantizationSpec) -> str | None:
+        """Return why the parameter of one of this quantizer's claims cannot have `spec`, or None.
+
+        It is asked where the parameter is tied to one that another claim wants otherwise.
+        """
+        return "its quantizer annotates, and says nothing of other specifications"
 
     def propose(
         self, model: GraphModule, taken: Sequence[Claim], on_conflict: str = "error"
@@ -167,7 +175,7 @@ class RuleQuantizer(Quantizer):
         Raises:
             SelectorError: an exact module name is not in it.
         """
-        operators = [node for node in exported.graph.nodes if node.op == "call_function"]
+        operators = [node for node in nodes_in(exported) if node.op == "call_function"]
         self._selectors.check_names(operators, self.name)
         return [f"{self.name}: {note}" for note in self._selectors.unmatched(operators)]
 
@@ -178,6 +186,11 @@ class RuleQuantizer(Quantizer):
             if other.config != chosen[0].config:
                 return f"{other.selector} wants {other.config or 'float'} for a part of it"
         return None
+
+    def objection_to_spec(self, claim: Claim, spec: QuantizationSpec) -> str | None:
+        rule = self.backend.rule(claim.rule)
+        constraint = rule.accepts.get("weight") if rule else None
+        return constraint.objection("weight", spec) if constraint else None
 
     def annotate(self, model: GraphModule) -> GraphModule:
         """Annotate as this quantizer alone would; for engines that read annotations."""
@@ -232,6 +245,10 @@ class ComposableQuantizer(Quantizer):
     def objection_to_rewrite(self, nodes: Sequence[Node]) -> str | None:
         objections = (member.objection_to_rewrite(nodes) for member in self.members)
         return next(filter(None, objections), None)
+
+    def objection_to_spec(self, claim: Claim, spec: QuantizationSpec) -> str | None:
+        labels = [label for label, _ in labelled(self)]
+        return self.members[labels.index(claim.owner)].objection_to_spec(claim, spec)
 
     def transform_for_annotation(self, model: GraphModule) -> GraphModule:
         for member in self.members:

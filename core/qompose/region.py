@@ -15,6 +15,7 @@ from qompose import decomposed
 from qompose.claims import Claim, Operand
 from qompose.errors import InternalError
 from qompose.graph import call, constant_of, free_attribute, read_attribute, set_attribute, value_of
+from qompose.operators import SCALE_PRESERVING
 from qompose.rules import NotLowerable
 
 
@@ -197,10 +198,13 @@ def on_integers(region: Region) -> Node:
     """Kernel for operators that move values without changing them: the same operator, on the integers.
 
     Raises:
-        NotLowerable: the region's inputs and output do not have one scale and zero point.
+        NotLowerable: the region's inputs and output do not have one scale and zero point; or the
+            operator is not in `SCALE_PRESERVING`.
     """
     output = region.output
     node = region.output_node
+    if node.target not in SCALE_PRESERVING:
+        raise NotLowerable(f"{node.target} makes values that its inputs have not")
     if output is None:
         raise NotLowerable("its output is not quantized")
     sources = {a: dequantized(a) for a in node.all_input_nodes if decomposed.is_dequantize(a)}

@@ -153,7 +153,7 @@ def report(model: Any) -> Report:
             for c in plan.conflicts
         ),
         rewrites=(*(f"{r.name}: {', '.join(r.nodes)}" for r in plan.rewrites), *record.balanced),
-        notes=plan.notes,
+        notes=(*plan.notes, *record.findings),
         bytes_before=plan.float_bytes,
         bytes_after=record.bytes,
         requantizations=plan.requantizations,

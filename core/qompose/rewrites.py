@@ -1,25 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tentative rewrites: made on a copy before annotation, and kept only where a claim covers them.
 
-Each rewrite changes one place and names the operator that a claim must hold for it to stay. Folding a
-batch norm re-associates arithmetic, so it is never bit-identical: what is folded is listed in the plan.
+Each rewrite changes one place and leaves operators there, its pieces; it stays where a claim holds one of
+them. Folding re-associates arithmetic, and so does taking operators apart: neither is bit-identical, and
+the plan lists each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.nn.utils.fusion import fuse_conv_bn_weights, fuse_linear_bn_weights
 
+from qompose.aliases import written_buffers
+from qompose.decompositions import DECOMPOSITIONS, decompose, obstacle_of
+from qompose.errors import UserError, near_names
 from qompose.graph import (
     address_of,
     constant_of,
-    count_readers,
     describe,
     example_of,
     free_attribute,
@@ -27,6 +30,7 @@ from qompose.graph import (
     set_attribute,
     value_of,
 )
+from qompose.nested import bodies_of, count_readers, graphs_in, nodes_in
 
 aten = torch.ops.aten
 
@@ -36,23 +40,31 @@ SCALAR_TO_TENSOR = "scalar_to_tensor"
 
 @dataclass(frozen=True)
 class Candidate:
-    """A rewrite that is possible: which operators it concerns, and which one a claim must cover.
+    """A rewrite that is possible, and which operators it concerns.
 
     `obstacle` is the reason why it would change more than rounding, and so is not made.
     """
 
     rewrite: str
     nodes: tuple[str, ...]
-    into: str
     obstacle: str | None = None
 
 
 def find_rewrites(module: GraphModule, wanted: Collection[str]) -> list[Candidate]:
-    """Return the places where the `wanted` rewrites apply, in graph order."""
-    consumers = count_readers(module)
+    """Return the places where the `wanted` rewrites apply, in graph order.
+
+    Raises:
+        UserError: there is no rewrite of a name.
+    """
+    for name in wanted:
+        if name not in _REWRITES:
+            raise UserError(f"there is no rewrite {name!r}{near_names(name, _REWRITES)}")
+    consumers, cast = count_readers(module), _graphs_under_autocast(module)
     return [
-        candidate
-        for node in module.graph.nodes
+        replace(candidate, obstacle=_AUTOCAST)
+        if splits(candidate) and node.graph in cast
+        else candidate
+        for node in nodes_in(module)
         if node.op == "call_function"
         for name, (find, _) in _REWRITES.items()
         if name in wanted
@@ -60,15 +72,42 @@ def find_rewrites(module: GraphModule, wanted: Collection[str]) -> list[Candidat
     ]
 
 
-def apply_rewrites(module: GraphModule, candidates: Iterable[Candidate]) -> None:
-    """Make rewrites, in place, on a graph that has the candidates' nodes."""
-    nodes = {node.name: node for node in module.graph.nodes}
+def apply_rewrites(module: GraphModule, candidates: Iterable[Candidate]) -> list[tuple[str, ...]]:
+    """Make rewrites, in place, on a graph that has the candidates' nodes.
+
+    Returns:
+        the names of each one's pieces: the operators that stand there afterwards.
+    """
+    nodes = {node.name: node for node in nodes_in(module)}
+    pieces = []
     for candidate in candidates:
         _, apply = _REWRITES[candidate.rewrite]
-        apply(module, *(nodes[name] for name in candidate.nodes))
+        places = [nodes[name] for name in candidate.nodes]
+        pieces.append(apply(places[0].graph.owning_module, *places))
+    return pieces
+
+
+def splits(candidate: Candidate) -> bool:
+    """Tell whether a rewrite takes one operator apart."""
+    return candidate.rewrite in DECOMPOSITIONS
+
+
+_AUTOCAST = "it is under autocast, which chooses the types of its pieces by their operators"
+
+
+def _graphs_under_autocast(module: GraphModule) -> set[Graph]:
+    return {
+        part.graph
+        for node in nodes_in(module)
+        if node.target is torch.ops.higher_order.wrap_with_autocast and node.args[2]
+        for body in bodies_of(node)
+        for part in graphs_in(body)
+    }
 
 
 Consumers = dict[int, int]
+Find = Callable[[Node, Consumers], Iterator[Candidate]]
+Apply = Callable[..., tuple[str, ...]]
 
 _TRANSPOSED = {
     aten.conv_transpose1d.default,
@@ -100,12 +139,10 @@ def _find_batch_norm(node: Node, consumers: Consumers) -> Iterator[Candidate]:
     producer = node.args[0]
     if isinstance(producer, Node) and producer.target in _FOLDABLE:
         obstacle = _fold_obstacle(node, producer, consumers)
-        yield Candidate(FOLD_BATCH_NORM, (producer.name, node.name), producer.name, obstacle)
+        yield Candidate(FOLD_BATCH_NORM, (producer.name, node.name), obstacle)
 
 
 def _fold_obstacle(norm: Node, producer: Node, consumers: Consumers) -> str | None:
-    weight = producer.args[1]
-    constant = constant_of(weight) if isinstance(weight, Node) else None
     if norm.args[5]:
         return "the batch norm is in training mode"
     if any(argument is None for argument in norm.args[3:5]):
@@ -114,19 +151,31 @@ def _fold_obstacle(norm: Node, producer: Node, consumers: Consumers) -> str | No
         return f"{describe(producer)} has other consumers"
     if value_of(producer).dim() < 2 + _IMAGE_RANK.get(producer.target, 0):
         return f"the input of {describe(producer)} has no batch dimension"
-    if constant is None:
-        return f"the weight of {describe(producer)} is computed"
-    if consumers[address_of(constant)] > 1:
-        return f"the weight of {describe(producer)} is shared"
     if producer.target is aten.linear.default and value_of(producer).dim() != 2:
         return "the batch norm is not over the features of the linear layer"
     groups = producer.args[6] if len(producer.args) > 6 else 1
     if producer.target in _TRANSPOSED and groups != 1:
         return "a grouped transposed convolution keeps its channels in another order"
+    return _parameter_obstacle(norm, producer, consumers)
+
+
+def _parameter_obstacle(norm: Node, producer: Node, consumers: Consumers) -> str | None:
+    weight, *others = (*producer.args[1:3], *norm.args[1:5])
+    constant = constant_of(weight) if isinstance(weight, Node) else None
+    if constant is None:
+        return f"the weight of {describe(producer)} is computed"
+    if consumers[address_of(constant)] > 1:
+        return f"the weight of {describe(producer)} is shared"
+    written = written_buffers(norm.graph)
+    for node in (argument for argument in others if isinstance(argument, Node)):
+        if constant_of(node) is None:
+            return f"{describe(node)}, which would be folded, is computed"
+        if str(node.target) in written:
+            return f"the program writes to {node.target}"
     return None
 
 
-def _fold_batch_norm(module: GraphModule, producer: Node, norm: Node) -> None:
+def _fold_batch_norm(module: GraphModule, producer: Node, norm: Node) -> tuple[str, ...]:
     weight_node = producer.args[1]
     assert isinstance(weight_node, Node)
     weight = constant_of(weight_node)
@@ -147,6 +196,7 @@ def _fold_batch_norm(module: GraphModule, producer: Node, norm: Node) -> None:
     producer.args = (*producer.args[:2], new_bias, *producer.args[3:])
     norm.replace_all_uses_with(producer)
     module.graph.erase_node(norm)
+    return (producer.name,)
 
 
 def _fold(
@@ -180,10 +230,10 @@ def _find_scalar(node: Node, consumers: Consumers) -> Iterator[Candidate]:
     if node.target in _ELEMENTWISE and len(node.args) == 2:
         tensor, scalar = node.args
         if is_float_tensor(tensor) and isinstance(scalar, (int, float)):
-            yield Candidate(SCALAR_TO_TENSOR, (node.name,), node.name)
+            yield Candidate(SCALAR_TO_TENSOR, (node.name,))
 
 
-def _scalar_to_tensor(module: GraphModule, node: Node) -> None:
+def _scalar_to_tensor(module: GraphModule, node: Node) -> tuple[str, ...]:
     tensor, scalar = node.args
     assert isinstance(tensor, Node) and isinstance(scalar, (int, float))
     constant = torch.tensor(scalar, dtype=value_of(tensor).dtype)
@@ -193,11 +243,19 @@ def _scalar_to_tensor(module: GraphModule, node: Node) -> None:
         read = module.graph.get_attr(path)
     read.meta["val"] = example_of(constant, node)
     node.args = (tensor, read)
+    return (node.name,)
 
 
-_REWRITES: dict[
-    str, tuple[Callable[[Node, Consumers], Iterator[Candidate]], Callable[..., None]]
-] = {
+def _split(name: str) -> tuple[Find, Apply]:
+    def find(node: Node, consumers: Consumers) -> Iterator[Candidate]:
+        if node.target in DECOMPOSITIONS[name]:
+            yield Candidate(name, (node.name,), obstacle_of(name, node))
+
+    return find, lambda module, node: decompose(name, node)
+
+
+_REWRITES: dict[str, tuple[Find, Apply]] = {
     FOLD_BATCH_NORM: (_find_batch_norm, _fold_batch_norm),
     SCALAR_TO_TENSOR: (_find_scalar, _scalar_to_tensor),
+    **{name: _split(name) for name in DECOMPOSITIONS},
 }

@@ -24,7 +24,7 @@ from torch import nn
 from torch.fx import Node
 
 from qompose.errors import SelectorError, near_names
-from qompose.graph import module_path, module_stack, operator_name
+from qompose.graph import module_path, module_stack, operator_name, tag_of
 from qompose.specs import QuantizationConfig
 
 TypeKey = "type[nn.Module] | torch._ops.OpOverload | torch._ops.OpOverloadPacket"
@@ -142,7 +142,8 @@ def _is_type(key: object, node: Node, enclosing: set[str]) -> bool:
     if isinstance(key, type):
         return f"{key.__module__}.{key.__qualname__}" in enclosing
     packet = getattr(node.target, "overloadpacket", None)
-    return key in (node.target, packet)
+    origin = tag_of(node, "origin") or ""  # the operator that a rewrite took apart
+    return key in (node.target, packet) or str(key) in (origin, origin.rpartition(".")[0])
 
 
 def _type_name(key: object) -> str:

@@ -16,7 +16,11 @@ from qompose.graph import value_of
 
 
 def call_signature(module: GraphModule) -> CallSignature:
-    """Return example inputs of the recorded shapes, with zeros for data, and the dynamic dimensions."""
+    """Return example inputs of the recorded shapes, with zeros for data, and the dynamic dimensions.
+
+    A dimension that is a linear function of another, `2 * batch + 1`, stays tied to it. One that is
+    computed otherwise, or from two others, is left for export to find.
+    """
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     dims: dict[str, Any] = {}
     leaves = [_example(node) for node in placeholders]
@@ -45,8 +49,10 @@ def _hint(size: Any) -> Any:
     return size.node.hint if isinstance(size, torch.SymInt) else size
 
 
-def _dynamic_dims(node: Node, dims: dict[str, Any]) -> dict[int, Any] | None:
+def _dynamic_dims(node: Node, dims: dict[str, Any]) -> Any:
     value = value_of(node)
+    if isinstance(value, torch.SymInt):
+        return Dim.DYNAMIC  # an input that is a number itself; torch takes no range for those
     if not isinstance(value, Tensor):
         return None
     sizes: list[Any] = list(value.shape)
@@ -54,13 +60,37 @@ def _dynamic_dims(node: Node, dims: dict[str, Any]) -> dict[int, Any] | None:
 
 
 def _dim(size: torch.SymInt, dims: dict[str, Any]) -> Any:
-    """Return one Dim per symbol, with its range; a size computed from a symbol is left to export."""
-    expression = size.node.expr
-    if not expression.is_Symbol:
+    """Return one Dim per symbol, with its range, and a derived one for a linear function of a symbol."""
+    linear = _linear(size.node.expr)
+    if linear is None:
         return Dim.AUTO
-    name = str(expression)
+    symbol, factor, offset = linear
+    root = _root(symbol, size.node.shape_env, dims)
+    scaled = root if factor == 1 else factor * root
+    return scaled if offset == 0 else scaled + offset
+
+
+def _linear(expression: Any) -> tuple[Any, int, int] | None:
+    """Return (symbol, factor, offset) of `factor * symbol + offset`, None for anything else.
+
+    torch derives dimensions by whole numbers, and only growing ones.
+    """
+    if len(expression.free_symbols) != 1:
+        return None
+    (symbol,) = expression.free_symbols
+    polynomial = expression.as_poly(symbol)
+    if polynomial is None or polynomial.degree() != 1:
+        return None
+    factor, offset = polynomial.all_coeffs()
+    if not (factor.is_Integer and offset.is_Integer and factor > 0):
+        return None
+    return symbol, int(factor), int(offset)
+
+
+def _root(symbol: Any, env: Any, dims: dict[str, Any]) -> Any:
+    name = str(symbol)
     if name not in dims:
-        bounds = size.node.shape_env.bound_sympy(expression)
+        bounds = env.bound_sympy(symbol)
         upper = int(bounds.upper) if bounds.upper.is_Integer else None
         dims[name] = Dim(name, min=int(bounds.lower) or None, max=upper)
     return dims[name]

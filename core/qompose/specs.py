@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from qompose.errors import ConfigError
-from qompose.numerics import PER_CHANNEL, quantized_range
+from qompose.numerics import FLOAT_ZERO_POINT, PER_CHANNEL, quantized_range
 
 EdgeOrNode: TypeAlias = "tuple[Node, Node] | Node"
 """An edge (producer, consumer), or a node standing for its output."""
@@ -29,12 +30,20 @@ class QuantizationSpecBase:
 class QuantizationSpec(QuantizationSpecBase):
     """How one tensor is quantized, and which observer or fake-quantizer estimates its parameters.
 
+    A `dtype` of float16 or bfloat16 is a cast: it has no parameters.
+
     `quant_min` and `quant_max` bound the integers, in quantized units (None: the whole dtype);
     `ch_axis` is the channel dimension of a per-channel `qscheme`; `is_dynamic` means that scale and
     zero point are computed from each tensor when the model runs.
 
+    `block_size` gives blocks of a tensor a scale of their own: their sizes along the last dimensions, -1
+    for a whole one; along the others, a block is one wide. With it, `qscheme` is a per-channel one and
+    `ch_axis` does not count. `(32,)` is groups of 32 in each row of a weight, `(16, 16)` squares, and
+    `(-1,)` with `is_dynamic` one scale per token.
+
     Raises:
-        ConfigError: bounds outside `dtype`, or a per-channel scheme without `ch_axis`.
+        ConfigError: bounds outside `dtype`; a per-channel scheme without `ch_axis` or `block_size`;
+            blocks that are no positive sizes; a dynamic scheme other than per tensor or per token.
     """
 
     dtype: torch.dtype
@@ -44,11 +53,17 @@ class QuantizationSpec(QuantizationSpecBase):
     qscheme: torch.qscheme | None = None
     ch_axis: int | None = None
     is_dynamic: bool = False
+    block_size: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        _check_range(self.dtype, self.quant_min, self.quant_max)
-        if self.qscheme in PER_CHANNEL and self.ch_axis is None:
+        low, high = _check_range(self.dtype, self.quant_min, self.quant_max)
+        if self.block_size is not None:
+            object.__setattr__(self, "block_size", tuple(self.block_size))
+            _check_blocks(self.block_size, self.qscheme)
+        elif self.qscheme in PER_CHANNEL and self.ch_axis is None:
             raise ConfigError(f"{self.qscheme} needs ch_axis, the dimension that has the channels")
+        if self.is_dynamic and not self.dtype.is_floating_point:
+            _check_dynamic(self, low, high)
 
 
 @dataclass(frozen=True)
@@ -98,8 +113,32 @@ class DerivedQuantizationSpec(QuantizationSpecBase):
         _check_range(self.dtype, self.quant_min, self.quant_max)
 
 
+def _check_blocks(block_size: tuple[int, ...], qscheme: torch.qscheme | None) -> None:
+    if not block_size or any(not isinstance(n, int) or (n < 1 and n != -1) for n in block_size):
+        raise ConfigError(
+            f"block_size={block_size} is not a tuple of positive sizes (-1: a whole dimension)"
+        )
+    if qscheme not in PER_CHANNEL or qscheme in FLOAT_ZERO_POINT:
+        raise ConfigError(
+            f"block_size needs qscheme per_channel_symmetric or per_channel_affine, not {qscheme}"
+        )
+
+
+def _check_dynamic(spec: QuantizationSpec, low: int, high: int) -> None:
+    if spec.block_size is None and spec.qscheme not in PER_CHANNEL:
+        return
+    if spec.block_size != (-1,):
+        raise ConfigError("dynamic quantization is per tensor, or per token: block_size=(-1,)")
+    if (spec.dtype, low, high) != (torch.int8, -128, 127):
+        raise ConfigError(
+            f"dynamic quantization per token is int8 [-128, 127], not {spec.dtype} [{low}, {high}]"
+        )
+
+
 def _check_range(dtype: torch.dtype, low: int | None, high: int | None) -> tuple[int, int]:
     if dtype.is_floating_point:
+        if dtype not in (torch.float16, torch.bfloat16):
+            raise ConfigError(f"{dtype} is neither an integer type nor float16 or bfloat16")
         if low is not None or high is not None:
             raise ConfigError(f"quant_min and quant_max do not apply to {dtype}")
         return 0, 0
@@ -149,9 +188,12 @@ class QuantizationConfig:
 
 
 def granularity(spec: QuantizationSpecBase | None) -> str:
-    """Return "per-tensor", "per-channel", or "" for a role that stays in float."""
+    """Return "per-tensor", "per-channel", "per-token", "per-block (32,)", or "" for a role left in float."""
     if spec is None:
         return ""
+    blocks = getattr(spec, "block_size", None)
+    if blocks is not None:
+        return "per-token" if blocks == (-1,) else f"per-block {blocks}"
     return "per-channel" if getattr(spec, "qscheme", None) in PER_CHANNEL else "per-tensor"
 
 
@@ -166,6 +208,7 @@ def spec_to_dict(spec: QuantizationSpecBase | None) -> dict[str, Any] | None:
         "quant_max": getattr(spec, "quant_max", None),
         "ch_axis": getattr(spec, "ch_axis", None),
         "is_dynamic": getattr(spec, "is_dynamic", None),
+        "block_size": getattr(spec, "block_size", None),
         "scale": getattr(spec, "scale", None),
         "zero_point": getattr(spec, "zero_point", None),
         "observer": _observer_name(getattr(spec, "observer_or_fake_quant_ctr", None)),
@@ -182,15 +225,32 @@ def describe_spec(spec: QuantizationSpecBase | None) -> str:
     if "quant_min" in facts and "quant_max" in facts:
         words.append(f"[{facts['quant_min']}, {facts['quant_max']}]")
     words += [facts["qscheme"]] if "qscheme" in facts else []
-    words += (
-        [f"axis {facts['ch_axis']}"] if facts.get("qscheme", "").startswith("per_channel") else []
-    )
+    if "block_size" in facts:
+        words.append(granularity(spec))
+    elif facts.get("qscheme", "").startswith("per_channel"):
+        words.append(f"axis {facts['ch_axis']}")
     words += ["dynamic"] if facts.get("is_dynamic") else []
     return " ".join(words)
 
 
 def _short(value: object) -> str | None:
     return None if value is None else str(value).removeprefix("torch.")
+
+
+def likeness(spec: QuantizationSpecBase) -> object:
+    """Return what must agree for two points to share, the way the range is estimated included."""
+    facts = {k: v for k, v in vars(spec).items() if k != "observer_or_fake_quant_ctr"}
+    factory = _factory_key(getattr(spec, "observer_or_fake_quant_ctr", None))
+    return type(spec).__name__, tuple((key, str(value)) for key, value in facts.items()), factory
+
+
+def _factory_key(factory: object) -> object:
+    """Return what makes two observer factories the same; partial functions compare by identity only."""
+    partial = getattr(factory, "p", factory)  # torch.ao's PartialWrapper holds a functools.partial
+    if not isinstance(partial, functools.partial):
+        return factory
+    arguments = tuple((k, _factory_key(v)) for k, v in sorted(partial.keywords.items()))
+    return partial.func, partial.args, arguments
 
 
 def _observer_name(factory: object) -> str | None:

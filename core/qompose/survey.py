@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import getitem
 from typing import Any
 
 import torch
@@ -20,31 +21,56 @@ from qompose.graph import (
     operator_name,
     value_of,
 )
+from qompose.nested import is_nested_call, nodes_in
 from qompose.plan import Operator, Rewrite
 
 aten = torch.ops.aten
 
 
 def survey(
-    exported: GraphModule, composition: Composition, rewrites: Sequence[Rewrite]
+    exported: GraphModule,
+    working: GraphModule,
+    composition: Composition,
+    rewrites: Sequence[Rewrite],
 ) -> tuple[Operator, ...]:
-    """Return the operators of the program as it was exported, before any rewrite."""
+    """Return the operators of the program as it was exported.
+
+    An operator that was taken apart is not listed, but its pieces in `working`, after its name.
+    """
     claim_of = {name: i for i, claim in enumerate(composition.chosen) for name in claim.nodes}
+    split, produced = {}, {node.name: node for node in nodes_in(working)}
     for rewrite in rewrites:
-        claim_of.update(dict.fromkeys(rewrite.nodes, claim_of.get(rewrite.into)))  # type: ignore[arg-type]
+        if set(rewrite.pieces) <= set(rewrite.nodes):  # merged: its operators have one claim
+            claim = claim_of[rewrite.pieces[0]]
+            claim_of.update(dict.fromkeys(rewrite.nodes, claim))
+        else:
+            pieces = [produced[name] for name in rewrite.pieces if name in produced]
+            split[rewrite.nodes[0]] = pieces
     reasons = _reasons(composition)
     return tuple(
         Operator(
-            name=node.name,
+            name=name,
             operator=operator_name(node.target),
             module=module_path(node),
             macs=macs(node),
             claim=claim_of.get(node.name),
             reason="" if node.name in claim_of else reasons.get(node.name, _why_not(node)),
         )
-        for node in exported.graph.nodes
-        if node.op == "call_function" and _computes_floats(node)
+        for name, node in _listed(exported, split)
+        if node.op == "call_function" and not is_nested_call(node) and _computes_floats(node)
     )
+
+
+def _listed(
+    exported: GraphModule, split: Mapping[str, Sequence[Node]]
+) -> Iterator[tuple[str, Node]]:
+    """Yield the program's nodes with their names, the pieces of one in its place."""
+    for node in nodes_in(exported):
+        if node.name in split:
+            for piece in split[node.name]:
+                yield f"{node.name}/{piece.name.removeprefix(f'{node.name}_')}", piece
+        elif node.target is not getitem or not any(a.name in split for a in node.all_input_nodes):
+            yield node.name, node
 
 
 def _why_not(node: Node) -> str:
@@ -67,7 +93,7 @@ def _reasons(composition: Composition) -> dict[str, str]:
 
 
 def macs(node: Node) -> int:
-    """Return the multiply-accumulates of one call: matrix products, convolutions and attention; else 0.
+    """Return the multiply-accumulates of one call: products, convolutions, attention, recurrence; else 0.
 
     A control-flow operator counts what is inside it, every branch.
     """
@@ -89,7 +115,8 @@ def _shape(node: Any) -> list[int]:
     value = value_of(node)
     value = constant_of(node) if value is None else value
     sizes: list[Any] = list(getattr(value, "shape", ()))
-    return [s.node.hint if isinstance(s, torch.SymInt) else int(s) for s in sizes]
+    # A size that depends on data, as of nonzero, has no example: it counts as one.
+    return [(s.node.hint or 1) if isinstance(s, torch.SymInt) else int(s) for s in sizes]
 
 
 def _linear(node: Node) -> int:
@@ -113,9 +140,17 @@ def _addmm(node: Node) -> int:
 
 
 def _attention(node: Node) -> int:
-    *batch, queries, width = _shape(node.args[0])
-    keys, values = _shape(node.args[1])[-2], _shape(node.args[2])[-1]
+    *batch, queries, values = _shape(node)
+    keys, width = _shape(node.args[1])[-2:]
     return math.prod(batch) * queries * keys * (width + values)
+
+
+def _recurrent(node: Node) -> int:
+    """Every step of every sequence multiplies by each matrix once."""
+    listed = node.args[2]  # those of a cell are arguments of their own
+    sizes = [_shape(p) for p in (listed if isinstance(listed, (tuple, list)) else node.args[2:4])]
+    positions = math.prod(_shape(node.args[0])[:-1])
+    return positions * sum(math.prod(size) for size in sizes if len(size) == 2)
 
 
 _MACS: dict[Any, Callable[[Node], int]] = {
@@ -136,6 +171,14 @@ _MACS: dict[Any, Callable[[Node], int]] = {
     aten.bmm.default: _product,
     aten.addmm.default: _addmm,
     aten.scaled_dot_product_attention.default: _attention,
+    **dict.fromkeys(
+        [
+            operator
+            for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu")
+            for operator in (getattr(aten, kind).input, getattr(aten, f"{kind}_cell").default)
+        ],
+        _recurrent,
+    ),
 }
 
 

@@ -82,7 +82,7 @@ def test_mask_values_are_counted_and_widen_nothing(kind: Any, mask: float) -> No
     masked = x.clone()
     masked[0, 0] = masked[2, 0] = mask
     plain, other = seen(kind, x), seen(kind, masked)
-    assert (plain.masked, other.masked) == (0, 2)
+    assert (plain.screen.masked, other.screen.masked) == (0, 2)
     for one, two in zip(plain.calculate_qparams(), other.calculate_qparams(), strict=True):
         assert torch.equal(one, two)
 
@@ -93,7 +93,7 @@ def test_the_smallest_float_of_each_type_is_a_mask_value(kind: Any, dtype: torch
     x = randn(3, 4).to(dtype)
     x[1, 1] = torch.finfo(dtype).min
     observer = seen(kind, x)
-    assert observer.masked == 1
+    assert observer.screen.masked == 1
     assert bool(torch.isfinite(observer.calculate_qparams()[0]).all())
 
 
@@ -101,7 +101,7 @@ def test_the_smallest_float_of_each_type_is_a_mask_value(kind: Any, dtype: torch
 @pytest.mark.parametrize("kind", ESTIMATING, ids=lambda kind: kind.__name__)
 def test_float64_values_beyond_float32_give_no_infinite_scale(kind: Any, value: float) -> None:
     observer = seen(kind, torch.tensor([[1.0, value]], dtype=torch.float64))
-    assert observer.masked == 1
+    assert observer.screen.masked == 1
     assert bool(torch.isfinite(observer.calculate_qparams()[0]).all())
 
 

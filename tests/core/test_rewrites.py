@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from qompose.plan import Rewrite
 from qompose.rewrites import FOLD_BATCH_NORM, SCALAR_TO_TENSOR, apply_rewrites, find_rewrites
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
 
 from tests.core.toy import (
     ADD,
@@ -52,10 +54,13 @@ def test_all_fold_models_of_the_zoo_are_listed_here() -> None:
     assert {model.name for model in tagged("fold")} == set(EXPECTED)
 
 
+@pytest.mark.parametrize("quantizer", [toy(CONV, LINEAR), NullQuantizer()], ids=["toy", "null"])
 @pytest.mark.parametrize("model", tagged("fold"), ids=str)
-def test_obstacles_are_reported_and_nothing_is_folded(model: ZooModel) -> None:
+def test_obstacles_are_reported_and_nothing_is_folded(
+    model: ZooModel, quantizer: qompose.Quantizer
+) -> None:
     program, inputs = model.export(), model.inputs()
-    prepared = prepare(program, toy(CONV, LINEAR))
+    prepared = prepare(program, quantizer)
     assert plan_of(prepared).rewrites == ()
     obstacles = [note for note in plan_of(prepared).notes if FOLD_BATCH_NORM in note]
     assert len(obstacles) == len(EXPECTED[model.name])
@@ -81,6 +86,14 @@ def test_benign_batch_norms_are_folded_and_listed(name: str, folded: int) -> Non
     listed = qompose.report(prepared).rewrites
     assert all("fold_batch_norm: " in line and "batch_norm" in line for line in listed)
     assert len(listed) == len(rewrites)
+    claim_of = {operator.name: operator.claim for operator in plan_of(prepared).operators}
+    for rewrite in rewrites:
+        (piece,) = rewrite.pieces
+        assert {claim_of[name] for name in rewrite.nodes} == {claim_of[piece]} != {None}
+    untouched = prepare(program, NullQuantizer())
+    assert plan_of(untouched).rewrites == ()
+    with torch.no_grad():
+        assert torch.equal(untouched(*inputs), program.module()(*inputs))
 
 
 def test_folding_is_undone_where_no_claim_covers_it() -> None:
@@ -173,6 +186,40 @@ def test_what_would_change_more_is_not_folded(
     assert re.search(reason, candidate.obstacle)
 
 
+class Computed(nn.Module):
+    """A convolution under a batch norm, one of whose parameters the program computes or writes."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.conv, self.norm = kind, nn.Conv2d(2, 4, 1), nn.BatchNorm2d(4)
+        self.register_buffer("mean", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias, scale = self.conv.bias, self.norm.weight
+        assert bias is not None
+        if self.kind == "bias":
+            bias = bias * 2
+        if self.kind == "scale":
+            scale = scale * 2
+        y = F.conv2d(x, self.conv.weight, bias)
+        y = F.batch_norm(y, self.mean, self.norm.running_var, scale, self.norm.bias)
+        if self.kind == "mean":
+            self.mean.add_(1)
+        return y
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [("bias", "mul .*is computed"), ("scale", "mul .*is computed"), ("mean", "writes to mean")],
+)
+def test_computed_and_written_parameters_are_not_folded(kind: str, reason: str) -> None:
+    x = randn(2, 2, 3, 3)
+    _, (candidate,) = candidates(seeded(Computed(kind)), x, FOLD_BATCH_NORM)
+    assert re.search(reason, candidate.obstacle)
+    _, (plain,) = candidates(seeded(Computed("")), x, FOLD_BATCH_NORM)
+    assert plain.obstacle is None
+
+
 def _transposed(input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return F.conv_transpose2d(input, weight, bias)
 
@@ -201,7 +248,7 @@ def test_scalars_become_tensors_where_a_claim_wants_them() -> None:
     assert "number" in next(o.reason for o in plan_of(plain).operators if o.name == "add")
     wanting = toy(ADD, rewrites=(SCALAR_TO_TENSOR,))
     prepared = prepare(program, wanting)
-    assert plan_of(prepared).rewrites == (Rewrite(SCALAR_TO_TENSOR, ("add",), "add"),)
+    assert plan_of(prepared).rewrites == (Rewrite(SCALAR_TO_TENSOR, ("add",), ("add",)),)
     assert torch.equal(prepared(x), ScalarSum()(x))
     (mul,) = (n for n in prepared.graph.nodes if n.target is aten.mul.Tensor)
     assert mul.args[1] == 3, "nobody claims the product"
@@ -221,3 +268,212 @@ def test_scalars_beside_integers_stay(dtype: torch.dtype) -> None:
     prepared = prepare(export(Shift(), x), toy(every, rewrites=(SCALAR_TO_TENSOR,)))
     assert prepared(x).dtype is dtype
     assert torch.equal(prepared(x), x + 2)
+
+
+def test_an_unknown_rewrite_is_an_error() -> None:
+    program = export(ScalarSum(), randn(4, 4))
+    with pytest.raises(qompose.UserError, match=r"split_atention.*split_attention"):
+        prepare(program, toy(ADD, rewrites=("split_atention",)))
+
+
+MATMUL = rule("matmul", OperatorPattern((aten.matmul.default,)), activations=("self", "other"))
+MUL = rule("mul", OperatorPattern((aten.mul.Tensor,)), activations=("self", "other"))
+WIDTH, HEADS = 16, 4
+
+
+class Attention(nn.Module):
+    """Multi-head attention as models write it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            part.unflatten(-1, (HEADS, WIDTH // HEADS)).transpose(1, 2)
+            for part in self.project(x).chunk(3, dim=-1)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    """A transformer's block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Attention()
+        self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.first(x))
+        return x + self.down(F.gelu(self.up(self.second(x))))
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = Block(), Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(self.one(x))
+
+
+def moderate(model: nn.Module) -> nn.Module:
+    """Weights that keep values of about one."""
+    seeded(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(WIDTH**-0.5)
+    return model
+
+
+def splitting(*rules: Any, name: str = "split_attention") -> qompose.RuleQuantizer:
+    return toy(*rules, rewrites=(name,))
+
+
+def covered(prepared: Any) -> float:
+    operators = plan_of(prepared).operators
+    return sum(o.macs for o in operators if o.claim is not None) / sum(o.macs for o in operators)
+
+
+def check_untouched(program: Any, prepared: Any, *inputs: Tensor) -> None:
+    """The prepared program has the operators of the exported one and, with no observers, its results."""
+    assert plan_of(prepared).rewrites == ()
+    assert operators(prepared) == operators(program.graph_module)
+    with torch.no_grad():
+        references = tree_leaves(program.module()(*inputs))
+        for reference, actual in zip(references, tree_leaves(prepared(*inputs)), strict=True):
+            assert torch.equal(reference, actual)
+
+
+def test_most_of_a_transformer_block_is_annotated() -> None:
+    x = randn(2, 12, WIDTH)
+    program = export(moderate(Block()), x)
+    assert covered(prepare(program, toy(LINEAR, MATMUL, ADD))) < 0.9
+    prepared = prepare(program, splitting(LINEAR, MATMUL, ADD))
+    assert covered(prepared) >= 0.9
+    (rewrite,) = plan_of(prepared).rewrites
+    assert rewrite.nodes == ("scaled_dot_product_attention",)
+    assert "scaled_dot_product_attention_matmul" in rewrite.pieces
+    with torch.no_grad():
+        assert sqnr(program.module()(x), prepared(x)) > 100
+    converted = qompose.convert_pt2e(prepared)
+    assert sqnr(program.module()(x), converted(x)) > 20
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "shape"),
+    [
+        ("split_attention", Block(), (2, 5, WIDTH)),
+        ("split_layer_norm", Block(), (2, 5, WIDTH)),
+        ("split_hardswish", nn.Sequential(nn.Linear(3, 3), nn.Hardswish()), (2, 3)),
+        ("split_cells", nn.Sequential(nn.Linear(3, 3), nn.GRUCell(3, 3)), (2, 3)),
+        ("unroll_recurrent", nn.Sequential(nn.Linear(3, 3), nn.LSTM(3, 3)), (2, 2, 3)),
+    ],
+)
+def test_without_a_claimant_operators_stay_as_exported(
+    name: str, model: nn.Module, shape: tuple[int, ...]
+) -> None:
+    x = randn(*shape)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The tensor attributes .*_flat_weights")
+        program = export(seeded(model), x)
+
+    class Asking(NullQuantizer):
+        rewrites = (name,)
+
+    check_untouched(program, prepare(program, Asking()), x)
+    check_untouched(program, prepare(program, splitting(CONV, name=name)), x)
+
+
+def test_claims_on_other_operators_keep_nothing() -> None:
+    x = randn(2, 5, WIDTH)
+    program = export(moderate(Block()), x)
+    prepared = prepare(program, splitting(LINEAR, ADD))
+    assert plan_of(prepared).claims
+    assert operators(prepared)["scaled_dot_product_attention"] == 1
+    check_untouched_but_observed(program, prepared, x)
+
+
+def check_untouched_but_observed(program: Any, prepared: Any, x: Tensor) -> None:
+    assert plan_of(prepared).rewrites == ()
+    with torch.no_grad():
+        assert torch.equal(program.module()(x), prepared(x))
+
+
+def test_each_site_is_kept_or_rolled_back_by_itself() -> None:
+    x = randn(2, 5, WIDTH)
+    program = export(moderate(Blocks()), x)
+    quantizer = splitting(MATMUL).set_module_name("one", None)
+    prepared = prepare(program, quantizer)
+    assert [r.nodes for r in plan_of(prepared).rewrites] == [("scaled_dot_product_attention_1",)]
+    assert operators(prepared)["scaled_dot_product_attention"] == 1
+    assert {c.anchor for c in plan_of(prepared).claims} == {
+        "scaled_dot_product_attention_1_matmul",
+        "scaled_dot_product_attention_1_matmul_1",
+    }
+
+
+def test_what_a_claim_takes_whole_is_not_taken_apart() -> None:
+    x = randn(2, 5, WIDTH)
+    whole = rule(
+        "whole", OperatorPattern((aten.scaled_dot_product_attention.default,)),
+        activations=("query", "key", "value"),
+    )  # fmt: skip
+    program = export(moderate(Block()), x)
+    last = qompose.compose(splitting(MATMUL), toy(whole, name="second"))
+    prepared = prepare(program, last)
+    assert plan_of(prepared).rewrites == ()
+    assert [claim.rule for claim in plan_of(prepared).claims] == ["whole"]
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "shape", "rules", "pieces"),
+    [
+        ("split_layer_norm", nn.LayerNorm(8), (4, 8), (MUL,), {"mul": 3}),
+        ("split_hardswish", nn.Hardswish(), (4, 8), (MUL,), {"mul": 1, "hardsigmoid": 1}),
+        ("split_cells", nn.LSTMCell(8, 4), (4, 8), (LINEAR,), {"linear": 2, "tanh": 2}),
+        ("unroll_recurrent", nn.GRU(8, 4, 2), (3, 4, 8), (LINEAR,), {"linear": 8}),
+    ],
+)
+def test_pieces_are_claimed_and_quantized(
+    name: str, model: nn.Module, shape: tuple[int, ...], rules: Any, pieces: dict[str, int]
+) -> None:
+    x = randn(*shape)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The tensor attributes .*_flat_weights")
+        program = export(moderate(model), x)
+    prepared = prepare(program, splitting(*rules, name=name))
+    assert [r.name for r in plan_of(prepared).rewrites] == [name]
+    assert pieces.items() <= operators(prepared).items()
+    with torch.no_grad():
+        prepared(x)
+        converted = qompose.convert_pt2e(prepared)
+        references, actuals = (tree_leaves(f(x)) for f in (program.module(), converted))
+    for reference, actual in zip(references, actuals, strict=True):
+        assert sqnr(reference, actual) > 25
+
+
+class Cells(nn.Module):
+    """A cell inside a branch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cond(x.sum() > 0, lambda y: self.cell(y), lambda y: y * 2, (x,))
+
+
+@pytest.mark.parametrize("rules", [(LINEAR,), (CONV,)], ids=["claimed", "rolled back"])
+def test_pieces_inside_a_body(rules: Any) -> None:
+    x = randn(4, 8).abs()
+    program = export(moderate(Cells()), x)
+    prepared = prepare(program, splitting(*rules, name="split_cells"))
+    listed = [o for o in plan_of(prepared).operators if o.operator == "aten.linear"]
+    assert len(listed) == (2 if rules == (LINEAR,) else 0)
+    assert all(o.claim is not None and o.module == "cell" for o in listed)
+    with torch.no_grad():
+        assert sqnr(program.module()(x), prepared(x)) > 100

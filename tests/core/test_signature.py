@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import qompose
 import torch
-from qompose.graph import copy_graph_module
+from qompose.graph import copy_graph_module, refresh
 from qompose.signature import call_signature
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
@@ -31,7 +31,7 @@ class Net(nn.Module):
 
 def again(program: ExportedProgram) -> tuple[Any, ExportedProgram]:
     """The signature, and the program exported a second time with it."""
-    module = copy_graph_module(program.module())
+    module = refresh(copy_graph_module(program.module()))
     signature = call_signature(module)
     twice = torch.export.export(
         module, signature.args, dict(signature.kwargs), dynamic_shapes=signature.dynamic_shapes
@@ -162,3 +162,68 @@ def test_a_converted_positional_model() -> None:
     converted = convert(program, toy(LINEAR), X)
     signature = call_signature(converted)
     assert list(signature.dynamic_shapes) == ["input"]
+
+
+X4 = randn(4, 3)
+DERIVED: list[Any] = [
+    pytest.param(2 * BATCH, 8, 2, 0, id="twice"),
+    pytest.param(BATCH + 1, 5, 1, 1, id="one more"),
+    pytest.param(BATCH - 1, 3, 1, -1, id="one less"),
+    pytest.param(3 * BATCH - 2, 10, 3, -2, id="linear"),
+]
+
+
+@pytest.mark.parametrize(("dim", "example", "factor", "offset"), DERIVED)
+def test_a_linear_function_of_a_dimension_stays_tied_to_it(
+    dim: Any, example: int, factor: int, offset: int
+) -> None:
+    shapes = {"x": {0: BATCH}, "rest": {0: dim}}
+    program = torch.export.export(Net(), (X4, randn(example)), dynamic_shapes=shapes)
+    signature, twice = again(program)
+    assert Dim.AUTO not in (signature.dynamic_shapes["x"][0], signature.dynamic_shapes["rest"][0])
+    for batch in (3, 7, 64):
+        fits = factor * batch + offset
+        assert twice.module()(randn(batch, 3), randn(fits))["y"].shape == (batch, 4)
+        with pytest.raises(AssertionError, match="Guard failed"):
+            twice.module()(randn(batch, 3), randn(fits + 1))
+    with pytest.raises(AssertionError, match="Guard failed"):
+        twice.module()(randn(65, 3), randn(factor * 65 + offset))
+
+
+def test_a_dimension_whose_root_is_no_input() -> None:
+    class Halves(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.view(2, -1) + 1
+
+    half = Dim("half", min=2, max=32)
+    program = torch.export.export(Halves(), (randn(8),), dynamic_shapes=({0: 2 * half},))
+    _, twice = again(program)
+    assert twice.module()(randn(64)).shape == (2, 32)
+    with pytest.raises(AssertionError, match="Guard failed"):
+        twice.module()(randn(7))
+
+
+def test_a_sum_of_two_dimensions_is_left_to_export() -> None:
+    class Joined(nn.Module):
+        def forward(self, x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+            return torch.cat([x, y]) + z
+
+    free = {0: Dim.AUTO}
+    program = torch.export.export(
+        Joined(), (randn(3), randn(4), randn(7)), dynamic_shapes=(free, free, free)
+    )
+    signature, twice = again(program)
+    assert signature.dynamic_shapes["z"][0] is Dim.AUTO
+    assert twice.module()(randn(5), randn(6), randn(11)).shape == (11,)
+
+
+def test_a_number_that_varies() -> None:
+    class Shifted(nn.Module):
+        def forward(self, x: Tensor, n: int) -> Tensor:
+            return x + n
+
+    program = torch.export.export(
+        Shifted(), (randn(3), 5), dynamic_shapes={"x": None, "n": Dim.DYNAMIC}
+    )
+    _, twice = again(program)
+    assert torch.equal(twice.module()(torch.zeros(3), 9), torch.full((3,), 9.0))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -13,7 +14,20 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.core.toy import LINEAR, NullQuantizer, convert, export, plan_of, prepare, randn, toy
+from tests.core.toy import (
+    LINEAR,
+    NullQuantizer,
+    OperatorPattern,
+    convert,
+    export,
+    plan_of,
+    prepare,
+    randn,
+    rule,
+    toy,
+)
+
+aten = torch.ops.aten
 
 
 class Call(nn.Module):
@@ -57,6 +71,98 @@ def test_macs_are_half_of_torchs_count(module: nn.Module, shapes: Any) -> None:
         module(*inputs)
     plan = plan_of(prepare(export(module, *inputs), NullQuantizer()))
     assert sum(operator.macs for operator in plan.operators) * 2 == counter.get_total_flops() > 0
+
+
+STEPS, BATCH, IN, OUT = 5, 2, 3, 4
+
+
+@pytest.mark.parametrize(
+    ("module", "shape", "expected"),
+    [
+        pytest.param(nn.LSTM(IN, OUT), (STEPS, BATCH, IN), 4 * (IN + OUT), id="lstm"),
+        pytest.param(nn.GRU(IN, OUT, bias=False), (STEPS, BATCH, IN), 3 * (IN + OUT), id="gru"),
+        pytest.param(
+            nn.RNN(IN, OUT, 2, bidirectional=True, batch_first=True), (BATCH, STEPS, IN),
+            2 * (IN + OUT) + 2 * (2 * OUT + OUT), id="rnn of two layers, both ways",
+        ),
+        pytest.param(
+            nn.LSTM(IN, OUT, proj_size=2), (STEPS, BATCH, IN), 4 * (IN + 2) + 2, id="projected"
+        ),
+        pytest.param(nn.LSTMCell(IN, OUT), (STEPS * BATCH, IN), 4 * (IN + OUT), id="lstm cell"),
+        pytest.param(nn.GRUCell(IN, OUT), (STEPS * BATCH, IN), 3 * (IN + OUT), id="gru cell"),
+        pytest.param(nn.RNNCell(IN, OUT), (STEPS * BATCH, IN), IN + OUT, id="rnn cell"),
+    ],
+)  # fmt: skip
+def test_macs_of_recurrence(module: nn.Module, shape: tuple[int, ...], expected: int) -> None:
+    """`expected` is per position and feature of the output."""
+    plan = plan_of(prepare(_exported(module, randn(*shape)), NullQuantizer()))
+    assert sum(operator.macs for operator in plan.operators) == STEPS * BATCH * OUT * expected
+
+
+def _exported(module: nn.Module, x: Tensor) -> Any:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The tensor attributes .*_flat_weights")
+        return export(module, x)
+
+
+MATMUL = rule("matmul", OperatorPattern((aten.matmul.default,)), activations=("self", "other"))
+SPLIT = [
+    pytest.param(
+        Call(lambda x: F.scaled_dot_product_attention(x, x[:, :2], x[:, :2, :, :4], enable_gqa=True)),
+        (2, 4, 5, 8), "split_attention", id="attention",
+    ),
+    pytest.param(
+        nn.LSTM(IN, OUT, 2, bidirectional=True), (STEPS, BATCH, IN), "unroll_recurrent", id="lstm"
+    ),
+    pytest.param(nn.GRU(IN, OUT), (STEPS, BATCH, IN), "unroll_recurrent", id="gru"),
+    pytest.param(nn.LSTMCell(IN, OUT), (BATCH, IN), "split_cells", id="lstm cell"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("module", "shape", "rewrite"), SPLIT)
+def test_pieces_have_the_macs_of_the_whole(module: nn.Module, shape: Any, rewrite: str) -> None:
+    program = _exported(module, randn(*shape))
+    before = plan_of(prepare(program, NullQuantizer())).operators
+    plan = plan_of(prepare(program, toy(LINEAR, MATMUL, rewrites=(rewrite,))))
+    assert [r.name for r in plan.rewrites] == [rewrite]
+    assert sum(o.macs for o in plan.operators) == sum(o.macs for o in before) > 0
+    assert sum(o.macs for o in plan.operators if o.claim is None) == 0
+    assert len({o.name for o in plan.operators}) == len(plan.operators)
+    assert "getitem" not in {o.operator for o in plan.operators}, "they went with the whole"
+
+
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Call(lambda x: F.scaled_dot_product_attention(x, x, x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.attention(x))
+
+
+def test_pieces_are_listed_in_place_of_the_operator() -> None:
+    program = export(Heads(), randn(2, 5, 8))
+    quantizer = toy(MATMUL, rewrites=("split_attention",))
+    plan = plan_of(prepare(program, quantizer))
+    site = "scaled_dot_product_attention"
+    listed = [(o.name, o.operator, o.module, o.macs, o.claim, o.reason) for o in plan.operators]
+    nobody, path = "no rule claims it", "attention"
+    assert listed == [
+        (f"{site}/transpose", "aten.transpose.int", path, 0, None, nobody),
+        (f"{site}/matmul", "aten.matmul", path, 2 * 5 * 5 * 8, 0, ""),
+        (f"{site}/mul", "aten.mul.Tensor", path, 0, None, nobody),
+        (f"{site}/softmax", "aten.softmax.int", path, 0, None, nobody),
+        (f"{site}/matmul_1", "aten.matmul", path, 2 * 5 * 5 * 8, 1, ""),
+        ("tanh", "aten.tanh", "", 0, None, nobody),
+    ]
+
+
+def test_pieces_that_a_rule_refuses_have_its_reason() -> None:
+    add = rule("mul", OperatorPattern((aten.mul.Tensor,)), activations=("self", "other"))
+    program = export(Heads(), randn(2, 5, 8))
+    plan = plan_of(prepare(program, toy(MATMUL, add, rewrites=("split_attention",))))
+    (mul,) = (o for o in plan.operators if o.operator == "aten.mul.Tensor")
+    assert mul.reason == "toy: other is a number, not a tensor"
 
 
 def test_matrix_times_vector() -> None:

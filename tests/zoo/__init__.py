@@ -7,16 +7,37 @@
 
 from __future__ import annotations
 
-from . import convolutional, sequence, topologies, transformers_family
+from . import (
+    attention,
+    control_flow,
+    convolutional,
+    dense_prediction,
+    sequence,
+    signals,
+    signatures,
+    tabular,
+    topologies,
+    transformers_family,
+    transformers_signals,
+    weights,
+)
 from .entry import ZooModel
 
 __all__ = ["ZOO", "ZooModel", "by_name", "tagged"]
 
 ZOO: tuple[ZooModel, ...] = (
     *convolutional.MODELS,
+    *dense_prediction.MODELS,
+    *signals.MODELS,
     *sequence.MODELS,
+    *attention.MODELS,
+    *tabular.MODELS,
     *topologies.MODELS,
+    *weights.MODELS,
+    *signatures.MODELS,
+    *control_flow.MODELS,
     *transformers_family.MODELS,
+    *transformers_signals.MODELS,
 )
 
 

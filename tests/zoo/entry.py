@@ -12,10 +12,20 @@ from typing import Any
 import torch
 from torch import Generator, Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.utils import _pytree as pytree
 
 LARGEST_BATCH = 64
 
-Draw = Callable[[Generator], Tensor]
+_TORCHS_OWN_WARNINGS = (
+    "The tensor attributes .*_flat_weights",  # recurrent modules list views of their weights
+    "The .grad attribute of a Tensor that is not a leaf",  # operands of branches and loops
+    "`torch.jit.script_method` is deprecated",  # what `scan` imports
+)
+"""What `torch.export.export` of torch 2.13 warns about, whatever the model does."""
+
+Draw = Callable[[Generator], Any]
+"""Makes one argument: a tensor, or tensors in tuples and dictionaries."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,9 +39,9 @@ class ZooModel:
 
     name: str
     build: Callable[[], nn.Module]
-    inputs: Callable[[], tuple[Tensor, ...]]
+    inputs: Callable[[], tuple[Any, ...]]
     tags: frozenset[str]
-    dynamic_shapes: tuple[dict[int, Any], ...] | None = None
+    dynamic_shapes: tuple[Any, ...] | None = None
 
     def __str__(self) -> str:
         return self.name
@@ -40,8 +50,8 @@ class ZooModel:
         """The exported program; `dynamic` asks for the dynamic shapes, where there are any."""
         shapes = self.dynamic_shapes if dynamic else None
         with warnings.catch_warnings():
-            # torch 2.13 warns about the recurrent modules' own list of views of their weights.
-            warnings.filterwarnings("ignore", message="The tensor attributes .*_flat_weights")
+            for message in _TORCHS_OWN_WARNINGS:
+                warnings.filterwarnings("ignore", message=message)
             return torch.export.export(self.build(), self.inputs(), dynamic_shapes=shapes)
 
 
@@ -54,16 +64,15 @@ def zoo_model(
 ) -> ZooModel:
     """A `ZooModel` whose module is `make()` and whose arguments are drawn by `draws`.
 
-    `dynamic` declares dimension 0 of every argument as one dynamic batch dimension.
+    `dynamic` declares dimension 0 of every tensor that has one as one dynamic batch dimension.
     """
     seed = zlib.crc32(name.encode())
-    batch = torch.export.Dim("batch", min=2, max=LARGEST_BATCH)
     return ZooModel(
         name=name,
         build=lambda: _build(make, seed),
         inputs=lambda: _draw(draws, seed),
         tags=frozenset(tags),
-        dynamic_shapes=tuple({0: batch} for _ in draws) if dynamic else None,
+        dynamic_shapes=_batch_first(_draw(draws, seed)) if dynamic else None,
     )
 
 
@@ -87,7 +96,23 @@ def keep_mask(*shape: int, dtype: torch.dtype = torch.bool) -> Draw:
     return draw
 
 
-def _draw(draws: tuple[Draw, ...], seed: int) -> tuple[Tensor, ...]:
+def group(*draws: Draw) -> Draw:
+    """A tuple of what `draws` make."""
+    return lambda generator: tuple(draw(generator) for draw in draws)
+
+
+def mapping(**draws: Draw) -> Draw:
+    """A dictionary of what `draws` make."""
+    return lambda generator: {name: draw(generator) for name, draw in draws.items()}
+
+
+def _batch_first(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What `dynamic_shapes` takes for these arguments, all of one batch."""
+    batch = torch.export.Dim("batch", min=2, max=LARGEST_BATCH)
+    return pytree.tree_map(lambda tensor: {0: batch} if tensor.dim() else None, arguments)
+
+
+def _draw(draws: tuple[Draw, ...], seed: int) -> tuple[Any, ...]:
     generator = torch.Generator().manual_seed(seed)
     return tuple(draw(generator) for draw in draws)
 
@@ -109,6 +134,8 @@ def _age(part: nn.Module) -> None:
     if isinstance(part, _BatchNorm) and part.running_mean is not None:
         part.running_mean.normal_(0.0, 0.3)
         part.running_var.uniform_(0.5, 2.0)
-    if isinstance(part, (_BatchNorm, nn.LayerNorm, nn.GroupNorm)) and part.weight is not None:
+    norms = (_BatchNorm, _InstanceNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+    if isinstance(part, norms) and part.weight is not None:
         part.weight.uniform_(0.5, 1.5)
-        part.bias.normal_(0.0, 0.2)
+        if getattr(part, "bias", None) is not None:
+            part.bias.normal_(0.0, 0.2)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Architectures of the `transformers` package, two layers each, random weights.
+"""Text architectures of the `transformers` package, two layers each, random weights.
 
 `transformers` is imported when a model is built: without it the zoo still imports.
 """
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from .entry import Draw, ZooModel, floats, ids, keep_mask, zoo_model
+from .entry import ZooModel, ids, keep_mask, zoo_model
 
 WORDS = 64
 LENGTH = 8
@@ -25,6 +25,11 @@ LAYERS = 2
 _BERT: dict[str, object] = {
     "vocab_size": WORDS, "hidden_size": WIDTH, "num_hidden_layers": LAYERS,
     "num_attention_heads": HEADS, "intermediate_size": 32, "max_position_embeddings": 32,
+}  # fmt: skip
+_BART: dict[str, object] = {
+    "vocab_size": WORDS, "d_model": WIDTH, "encoder_layers": 1, "decoder_layers": 1,
+    "encoder_attention_heads": HEADS, "decoder_attention_heads": HEADS, "encoder_ffn_dim": 32,
+    "decoder_ffn_dim": 32, "max_position_embeddings": 32,
 }  # fmt: skip
 _SPECIAL_IDS: dict[str, object] = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
 
@@ -43,18 +48,22 @@ class TextModel(nn.Module):
         )[0]
 
 
-class SignalModel(nn.Module):
-    """A model of pixels or samples; its first output."""
+class TranslationModel(nn.Module):
+    """An encoder and a decoder of token ids, without key-value cache; the first output."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
-    def forward(self, signal: Tensor) -> Tensor:
-        return self.model(signal, return_dict=False)[0]
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, target_ids: Tensor) -> Tensor:
+        return self.model(
+            input_ids=input_ids, attention_mask=attention_mask, decoder_input_ids=target_ids,
+            use_cache=False, return_dict=False,
+        )[0]  # fmt: skip
 
 
-def _make(kind: str, config: dict[str, object]) -> nn.Module:
+def make(kind: str, config: dict[str, object]) -> nn.Module:
+    """The class `kind` of `transformers` with random weights."""
     with _quiet():
         model = getattr(importlib.import_module("transformers"), kind)
         return model(model.config_class(**config))
@@ -63,19 +72,21 @@ def _make(kind: str, config: dict[str, object]) -> nn.Module:
 def _text(name: str, kind: str, *tags: str, **config: object) -> ZooModel:
     return zoo_model(
         name,
-        lambda: TextModel(_make(kind, config)),
+        lambda: TextModel(make(kind, config)),
         ids(WORDS, 2, LENGTH),
         keep_mask(2, LENGTH, dtype=torch.int64),
         tags={"transformers", "attention", "embedding", "mask", *tags},
     )
 
 
-def _signal(name: str, kind: str, draw: Draw, *tags: str, **config: object) -> ZooModel:
+def _translation(name: str, kind: str, *tags: str, **config: object) -> ZooModel:
     return zoo_model(
         name,
-        lambda: SignalModel(_make(kind, config)),
-        draw,
-        tags={"transformers", "conv", *tags},
+        lambda: TranslationModel(make(kind, config)),
+        ids(WORDS, 2, LENGTH),
+        keep_mask(2, LENGTH, dtype=torch.int64),
+        ids(WORDS, 2, 5),
+        tags={"transformers", "attention", "embedding", "mask", "causal", *tags},
     )
 
 
@@ -112,14 +123,38 @@ MODELS: tuple[ZooModel, ...] = (
     _text("mistral", "MistralForCausalLM", "causal", **_BERT, num_key_value_heads=1,
           sliding_window=4),
     _text("clip_text", "CLIPTextModel", "causal", **_BERT, **_SPECIAL_IDS),
-    _signal("vit", "ViTModel", floats(2, 3, 16, 16), "attention",
-            hidden_size=WIDTH, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
-            intermediate_size=32, image_size=16, patch_size=4),
-    _signal("convnext_v2", "ConvNextV2Model", floats(2, 3, 32, 32), "depthwise",
-            hidden_sizes=[8, 8, 8, 8], depths=[1, 1, 1, 1], image_size=32),
-    _signal("wav2vec2", "Wav2Vec2Model", floats(2, 400), "attention",
-            hidden_size=WIDTH, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
-            intermediate_size=32, conv_dim=[8, 8], conv_kernel=[4, 4], conv_stride=[4, 4],
-            num_feat_extract_layers=2, num_conv_pos_embeddings=4,
-            num_conv_pos_embedding_groups=2),
+    _text("electra", "ElectraModel", **_BERT, embedding_size=8),
+    _text("xlnet", "XLNetModel", "matmul", vocab_size=WORDS, d_model=WIDTH, n_layer=LAYERS,
+          n_head=HEADS, d_inner=32),
+    _text("mpnet", "MPNetModel", "matmul", **_BERT, pad_token_id=1),
+    _text("convbert", "ConvBertModel", "conv", "matmul", **_BERT, embedding_size=8,
+          conv_kernel_size=3, head_ratio=1),
+    _text("squeezebert", "SqueezeBertModel", "conv", "matmul", **_BERT, embedding_size=WIDTH,
+          q_groups=2, k_groups=2, v_groups=2, intermediate_groups=2, output_groups=2),
+    _text("roformer", "RoFormerModel", "matmul", **_BERT, embedding_size=8),
+    _text("fnet", "FNetModel", "fft", **_BERT),
+    _text("modernbert", "ModernBertModel", **_BERT, global_attn_every_n_layers=2,
+          local_attention=4, pad_token_id=0),
+    _text("gemma", "GemmaForCausalLM", "causal", "tied", **_BERT, num_key_value_heads=1,
+          head_dim=8),
+    _text("gemma2", "Gemma2ForCausalLM", "causal", "tied", "matmul", **_BERT,
+          num_key_value_heads=1, head_dim=8, sliding_window=4),
+    _text("qwen2", "Qwen2ForCausalLM", "causal", **_BERT, num_key_value_heads=1),
+    _text("qwen3", "Qwen3ForCausalLM", "causal", **_BERT, num_key_value_heads=1, head_dim=8),
+    _text("mixtral", "MixtralForCausalLM", "causal", "integer", **_BERT, num_key_value_heads=1,
+          num_local_experts=4),
+    _text("phi", "PhiForCausalLM", "causal", **_BERT),
+    _text("phi3", "Phi3ForCausalLM", "causal", **_BERT, pad_token_id=0),
+    _text("gpt_neox", "GPTNeoXForCausalLM", "causal", **_BERT),
+    _text("falcon", "FalconForCausalLM", "causal", "tied", vocab_size=WORDS, hidden_size=WIDTH,
+          num_hidden_layers=LAYERS, num_attention_heads=HEADS, ffn_hidden_size=32),
+    _text("mpt", "MptForCausalLM", "causal", "tied", vocab_size=WORDS, d_model=WIDTH,
+          n_heads=HEADS, n_layers=LAYERS, max_seq_len=32, expansion_ratio=2),
+    _text("bloom", "BloomForCausalLM", "causal", "tied", vocab_size=WORDS, hidden_size=WIDTH,
+          n_layer=LAYERS, n_head=HEADS),
+    _translation("t5", "T5ForConditionalGeneration", "matmul", "tied", vocab_size=WORDS,
+                 d_model=WIDTH, d_kv=8, d_ff=32, num_layers=1, num_heads=HEADS,
+                 relative_attention_num_buckets=8),
+    _translation("bart", "BartModel", "tied", **_BART),
+    _translation("mbart", "MBartForConditionalGeneration", "tied", **_BART),
 )  # fmt: skip

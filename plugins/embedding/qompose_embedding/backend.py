@@ -21,8 +21,14 @@ from qompose_embedding.kernels import embedding_byte, gather_rows
 EPS = torch.finfo(torch.float32).eps
 
 ROWS = TensorConstraint(
-    dtypes=frozenset({torch.uint8}),
-    qschemes=frozenset({torch.per_channel_affine_float_qparams}),
+    dtypes=frozenset({torch.uint8, torch.int8}),
+    qschemes=frozenset(
+        {
+            torch.per_channel_affine_float_qparams,
+            torch.per_channel_affine,
+            torch.per_channel_symmetric,
+        }
+    ),
 )
 
 

@@ -18,7 +18,7 @@ def gather_rows(region: Region) -> Node:
     table = region.quantized("weight")
     indices = region.argument("output", "indices")
     path = str(table.node.target)
-    rows = region.call(aten.embedding.default, table.node, indices, dtype=torch.uint8)
+    rows = region.call(aten.embedding.default, table.node, indices, dtype=table.dtype)
     columns = [
         region.call(aten.embedding.default, region.constant(f"{path}_{name}", values), indices)
         for name, values in (
@@ -34,7 +34,7 @@ def gather_rows(region: Region) -> Node:
 
 
 def embedding_byte(region: Region) -> Node:
-    """Emit ExecuTorch's own lookup, which reads uint8 rows with a float scale and zero point each.
+    """Emit ExecuTorch's own lookup, which reads rows of bytes with a float scale and zero point each.
 
     Raises:
         NotLowerable: the package executorch, which defines the operator, is not installed; or the table
@@ -52,7 +52,10 @@ def embedding_byte(region: Region) -> Node:
     table = region.quantized("weight")
     path = str(table.node.target)
     scale = region.constant(f"{path}_scale", table.scales)
-    zero_point = region.constant(f"{path}_zero_point", table.zero_points)
+    zero_points = table.zero_points.to(table.scales.dtype)
+    zero_point = None  # stands for zeros
+    if bool(zero_points.any()):
+        zero_point = region.constant(f"{path}_zero_point", zero_points)
     return region.call(
         torch.ops.quantized_decomposed.embedding_byte.default,
         table.node,

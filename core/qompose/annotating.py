@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Annotate: a program and a quantizer in; claims out, and the program with the rewrites that claims cover."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from torch.fx import GraphModule, Node
+
+from qompose.arbitration import compose_claims
+from qompose.claims import Composition
+from qompose.graph import copy_graph_module, refresh, replace_nested
+from qompose.nested import graphs_in, name_apart, nodes_in
+from qompose.plan import Rewrite
+from qompose.quantizer import Quantizer, labelled
+from qompose.rewrites import (
+    FOLD_BATCH_NORM,
+    Candidate,
+    apply_rewrites,
+    find_rewrites,
+    splits,
+)
+from qompose.tying import one_table_each
+
+
+def annotate_program(
+    exported: GraphModule, quantizer: Quantizer
+) -> tuple[GraphModule, Composition, tuple[Rewrite, ...]]:
+    """Propose and compose on a copy with all rewrites, then with those that turned out to be covered.
+
+    Rewrites that no claim covers are left out of the next round; their number only shrinks.
+    """
+    wanted = {FOLD_BATCH_NORM}.union(*(member.rewrites for member in quantizer.members))
+    nodes = {node.name: node for node in nodes_in(exported)}
+    found = [_with_objection(c, nodes, quantizer) for c in find_rewrites(exported, wanted)]
+    candidates = [candidate for candidate in found if candidate.obstacle is None]
+    merging = [candidate for candidate in candidates if not splits(candidate)]
+    if merging != candidates:  # an operator that a claim takes whole is not taken apart
+        _, composition, _ = _attempt(exported, quantizer, merging)
+        whole = _claimed(composition)
+        candidates = [c for c in candidates if not (splits(c) and c.nodes[0] in whole)]
+    while True:
+        working, composition, pieces = _attempt(exported, quantizer, candidates)
+        claimed = _claimed(composition)
+        covered = [
+            candidate
+            for candidate, made in zip(candidates, pieces, strict=True)
+            if not claimed.isdisjoint(made)
+        ]
+        if covered == candidates:
+            break
+        candidates = covered
+    composition.notes += [_obstacle(c) for c in found if c.obstacle is not None]
+    composition.chosen, tied = one_table_each(
+        working, composition.chosen, quantizer.objection_to_spec
+    )
+    composition.notes += tied
+    made = zip(candidates, pieces, strict=True)
+    return working, composition, tuple(Rewrite(c.rewrite, c.nodes, p) for c, p in made)
+
+
+def _attempt(
+    exported: GraphModule, quantizer: Quantizer, candidates: Sequence[Candidate]
+) -> tuple[GraphModule, Composition, list[tuple[str, ...]]]:
+    """Make rewrites on a copy and compose it; return also the pieces of each rewrite."""
+    working = copy_graph_module(exported)
+    pieces = apply_rewrites(working, candidates)
+    working = _transformed(refresh(working) if candidates else working, quantizer)
+    name_apart(working)
+    return working, _composed(working, quantizer), pieces
+
+
+def _claimed(composition: Composition) -> frozenset[str]:
+    return frozenset(name for claim in composition.chosen for name in claim.nodes)
+
+
+def _transformed(model: GraphModule, quantizer: Quantizer) -> GraphModule:
+    """Let a quantizer rewrite a program, bodies first."""
+    for part in graphs_in(model):
+        replace_nested(part, quantizer.transform_for_annotation)
+    return quantizer.transform_for_annotation(model)
+
+
+def _composed(model: GraphModule, quantizer: Quantizer) -> Composition:
+    """Compose a program and each of its bodies."""
+    result = Composition()
+    for part in graphs_in(model):
+        composition = compose_claims(part, labelled(quantizer), quantizer.on_conflict)
+        result.chosen += composition.chosen
+        result.conflicts += composition.conflicts
+        result.rejections += composition.rejections
+        result.notes += [note for note in composition.notes if note not in result.notes]
+    return result
+
+
+def _with_objection(
+    candidate: Candidate, nodes: Mapping[str, Node], quantizer: Quantizer
+) -> Candidate:
+    """Refuse a rewrite that joins operators which a member's selectors treat differently."""
+    objection = quantizer.objection_to_rewrite([nodes[name] for name in candidate.nodes])
+    return candidate if objection is None else replace(candidate, obstacle=objection)
+
+
+def _obstacle(candidate: Candidate) -> str:
+    return f"{candidate.rewrite} of {', '.join(candidate.nodes)} was not made: {candidate.obstacle}"

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a scheme to the pair of operators that stands for it in a graph, and to a parameter's integers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qompose import decomposed
+from qompose.numerics import PER_CHANNEL, SYMMETRIC, quantize_blocks, quantize_float_zero_point
+
+_CHUNK = 2**20
+"""How many values of a parameter are quantized at a time: the float temporaries stay at a few MB."""
+
+
+@dataclass(frozen=True)
+class QParams:
+    """Scale and zero point of a group, and its integers.
+
+    Both are `()` per tensor, `(C,)` per channel along `axis`, and have the rank of the tensor per block.
+    """
+
+    scale: Tensor
+    zero_point: Tensor
+    low: int
+    high: int
+    dtype: torch.dtype
+    axis: int | None = None
+    blocks: bool = False
+
+    @property
+    def per_tensor(self) -> bool:
+        """Tell whether there is one scale for all of the tensor."""
+        return self.axis is None and not self.blocks
+
+
+@dataclass(frozen=True)
+class OperatorPair:
+    """The operators that quantize and dequantize a tensor, and what both take behind it.
+
+    `scale` and `zero_point` are numbers or nodes.
+    """
+
+    quantize: Callable[..., Any]
+    dequantize: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    dtype: torch.dtype
+
+    def to_float(self, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments and keywords of `dequantize` behind its tensor, for a result of `dtype`."""
+        if self.dequantize is decomposed.dequantize_per_block:
+            return (*self.arguments[:-1], dtype), {}
+        if self.dequantize in (decomposed.dequantize_per_group, decomposed.dequantize_per_token):
+            return (*self.arguments, dtype), {}
+        return self.arguments, {} if dtype is torch.float32 else {"out_dtype": dtype}
+
+
+def static_pair(q: QParams, shape: tuple[int, ...], scale: Any, zero_point: Any) -> OperatorPair:
+    """Return the operators for parameters that are known.
+
+    Args:
+        shape: that of the tensor.
+        scale, zero_point: what stands for those of `q` in the graph.
+    """
+    bounds = (q.low, q.high, q.dtype)
+    if q.per_tensor:
+        pair = decomposed.quantize_per_tensor, decomposed.dequantize_per_tensor
+        return OperatorPair(*pair, (scale, zero_point, *bounds), q.dtype)
+    if not q.blocks:
+        pair = decomposed.quantize_per_channel, decomposed.dequantize_per_channel
+        return OperatorPair(*pair, (scale, zero_point, q.axis, *bounds), q.dtype)
+    rows, *groups = q.scale.shape
+    if (
+        len(shape) == 2 and rows == shape[0] and shape[1] > groups[0]
+    ):  # torch's groups are 2 at least
+        pair = decomposed.quantize_per_group, decomposed.dequantize_per_group
+        size = shape[1] // groups[0]
+        return OperatorPair(*pair, (scale, zero_point, *bounds, size), q.dtype)
+    pair = decomposed.quantize_per_block, decomposed.dequantize_per_block
+    return OperatorPair(*pair, (scale, zero_point, *bounds), q.dtype)
+
+
+def choosing_operator(
+    spec: Any, low: int, high: int, eps: float
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Return the operator that computes parameters from a tensor, and what it takes behind the tensor."""
+    symmetric = spec.qscheme in SYMMETRIC
+    if spec.block_size is not None:
+        if symmetric:
+            return decomposed.choose_qparams_per_token_symmetric, (spec.dtype,)
+        return decomposed.choose_qparams_per_token, (spec.dtype,)
+    choose = decomposed.choose_qparams_symmetric if symmetric else decomposed.choose_qparams
+    return choose, (low, high, eps, spec.dtype)
+
+
+def dynamic_pair(spec: Any, low: int, high: int, scale: Any, zero_point: Any) -> OperatorPair:
+    """Return the operators for parameters that `choosing_operator` computes."""
+    if spec.block_size is not None:
+        pair = decomposed.quantize_per_token, decomposed.dequantize_per_token
+    else:
+        pair = decomposed.quantize_per_tensor_dynamic, decomposed.dequantize_per_tensor_dynamic
+    return OperatorPair(*pair, (scale, zero_point, low, high, spec.dtype), spec.dtype)
+
+
+def axis_of(spec: Any) -> int | None:
+    """Return the channel dimension of a specification, None where it is not per channel."""
+    blocks = getattr(spec, "block_size", None) is not None
+    return spec.ch_axis if spec.qscheme in PER_CHANNEL and not blocks else None
+
+
+def integers_of(constant: Tensor, q: QParams) -> Tensor:
+    """Return the integers of a parameter, as the operators of `static_pair` would give them.
+
+    Float zero points are added before rounding; see `quantize_float_zero_point`.
+    """
+    rank = constant.dim()
+    if rank == 0:
+        return _quantize(constant, q, 0, 1)
+    step = constant.shape[0] // q.scale.shape[0] if q.blocks and constant.shape[0] else 1
+    row = max(1, constant[0].numel()) if constant.shape[0] else 1
+    rows = max(step, _CHUNK // row // step * step)
+    result = torch.empty(constant.shape, dtype=q.dtype, device=constant.device)
+    for start in range(0, constant.shape[0], rows):
+        stop = min(start + rows, constant.shape[0])
+        result[start:stop] = _quantize(constant[start:stop], q, start // step, stop // step)
+    return result
+
+
+def _quantize(x: Tensor, q: QParams, first: int, last: int) -> Tensor:
+    """Quantize some rows, whose scales along dimension 0 are those from `first` to `last`."""
+    bounds = (q.low, q.high, q.dtype)
+    x = x.float()
+    if q.per_tensor:
+        quantized: Tensor = decomposed.quantize_per_tensor(
+            x, float(q.scale), int(q.zero_point), *bounds
+        )
+        return quantized
+    scale, zero_point = q.scale, q.zero_point
+    if q.blocks or q.axis in (0, -x.dim()):
+        scale, zero_point = scale[first:last], zero_point[first:last]
+    if q.blocks:
+        return quantize_blocks(x, scale, zero_point, *bounds)
+    assert q.axis is not None
+    if zero_point.is_floating_point():
+        return quantize_float_zero_point(x, scale, zero_point, q.axis, *bounds)
+    by_channel: Tensor = decomposed.quantize_per_channel(x, scale, zero_point, q.axis, *bounds)
+    return by_channel

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Screening: what must not reach an observer's statistics. NaN is an error; mask values are set aside.
+
+Attention masks are added as -inf, as the smallest float, or as a number like -10000. An observer that
+takes such a number for data spends all its steps on the distance to it, and every other value becomes one
+integer; one that skips it erases the mask. So the tensor is named instead, and stays in float.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from qompose.errors import CalibrationError
+
+_FAR = -1000.0
+"""No finite mask in use is closer to zero; -10000 and -1e9 are common."""
+_STEPS = 256
+
+
+class Screen:
+    """What was seen of one tensor, whatever the way its range is estimated.
+
+    All of it is exact and does not depend on how the data is split into batches.
+
+    Attributes:
+        masked: how many values were infinite or near the largest of their dtype.
+        values: how many values were seen, masked ones included.
+        bulk: the largest magnitude of the values above -1000; -1 until one is seen.
+        far: the one closest to zero of the values below; -inf until one is seen.
+    """
+
+    def __init__(self) -> None:
+        self.masked = 0
+        self.values = 0
+        self.bulk = -1.0
+        self.far = -math.inf
+
+    def clean(self, x: Tensor, subject: str) -> Tensor:
+        """Return `x` with mask values replaced by zero, which is in every range anyway; else `x` itself.
+
+        Raises:
+            CalibrationError: there is a NaN; the message names `subject`.
+        """
+        smallest, largest = (float(value) for value in torch.aminmax(x))
+        if math.isnan(smallest) or math.isnan(largest):
+            raise CalibrationError(f"{subject} holds NaN")
+        self.values += x.numel()
+        extreme = _extreme(x.dtype)
+        if smallest <= -extreme or largest >= extreme:
+            mask = x.abs() >= extreme
+            self.masked += int(mask.sum())
+            x = x.masked_fill(mask, 0.0)
+            smallest, largest = (float(value) for value in torch.aminmax(x))
+        self._note(x, smallest, largest)
+        return x
+
+    def _note(self, x: Tensor, smallest: float, largest: float) -> None:
+        if smallest > _FAR:
+            self.bulk = max(self.bulk, -smallest, largest)
+            return
+        far = x <= _FAR
+        self.far = max(self.far, float(x[far].amax()))
+        if not bool(far.all()):
+            self.bulk = max(self.bulk, float(x[~far].abs().amax()))
+
+    @property
+    def mask(self) -> str | None:
+        """Return what makes the tensor one with a mask in it, None where nothing does."""
+        if self.masked:
+            return f"{self.masked} mask values (infinite, or near the largest float)"
+        if self.bulk >= 0 and self.far > -math.inf and -self.far > _STEPS * self.bulk:
+            return (
+                f"a mask: values of {self.far:g} and below, beside which the others, "
+                f"of at most {self.bulk:g}, would be one integer"
+            )
+        return None
+
+
+def _extreme(dtype: torch.dtype) -> float:
+    """Return the least magnitude that is a mask value: masks are summed with scores, and are not exact.
+
+    float16 has so little room that a quarter of its largest value occurs as data.
+    """
+    if dtype is torch.float16:
+        return 0.9 * torch.finfo(dtype).max
+    return min(torch.finfo(dtype).max, torch.finfo(torch.float32).max) / 4

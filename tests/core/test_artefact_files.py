@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A file that is not sound is refused with what is wrong with it, and runs nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import qompose
+import torch
+from qompose import artefact
+from qompose.graph import get_attribute
+from qompose.values import encode
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from tests.core.test_artefact import MLP, X, mlp, stored, unquantized
+from tests.core.toy import LINEAR, export, prepare, seeded, toy
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "model.qompose"
+
+
+def rewrite(path: Path, change: Callable[[Any], Any], **facts: Any) -> None:
+    """Forge a file: change its description, and make the digest of it right again."""
+    with safe_open(path, framework="pt") as file:
+        known = json.loads(file.metadata()["qompose"])
+    change(known["model"])
+    text = json.dumps(known["model"], separators=(",", ":"))
+    known |= {"sha256": hashlib.sha256(text.encode()).hexdigest(), **facts}
+    save_file(load_file(path), path, {"qompose": json.dumps(known)})
+
+
+def nodes(body: Any) -> Any:
+    return body["program"]["graph"]["nodes"]
+
+
+def set_in(part: Any, key: Any, value: Any) -> None:
+    part[key] = value
+
+
+COMMAND = "__import__('os').system('touch PWNED')"
+# fx writes a step of a path that is no identifier as getattr(..., "step").
+PATH = 'first.x", None) or getattr(__import__("os"), "system")("touch PWNED") or getattr(self, "y'
+FORGERIES = {
+    "a function": lambda b: set_in(nodes(b)[-2], "target", "torch.os.system"),
+    "a function of a module": lambda b: set_in(nodes(b)[-2], "target", "os.system"),
+    "an unknown operator": lambda b: set_in(nodes(b)[-2], "target", "mylib::mine.default"),
+    "a method of torch.ops": lambda b: set_in(nodes(b)[-2], "target", "load_library::a.b"),
+    "an operator on files": lambda b: set_in(nodes(b)[-2], "target", "aten::from_file.default"),
+    "code in a higher-order name": lambda b: set_in(
+        nodes(b)[-2], "target", "higher_order::inductor_compiled_code"
+    ),
+    "code for a name": lambda b: set_in(nodes(b)[0], "name", f"x=({COMMAND})"),
+    "code for an argument": lambda b: set_in(nodes(b)[0], "target", f"x=({COMMAND})"),
+    "code for a signature": lambda b: set_in(
+        b["program"]["graph"]["call"], "names", [f"x=({COMMAND})"]
+    ),
+    "code for a keyword": lambda b: set_in(
+        nodes(b)[-2], "kwargs", {"dict": [[f"a=({COMMAND}),b", 1]]}
+    ),
+    "code for a path": lambda b: (
+        [set_in(n, "target", PATH) for n in nodes(b) if n["target"] == "first.bias"]
+        + [set_in(b["tensors"], PATH, b["tensors"]["first.bias"])]
+    ),
+    "code for a size": lambda b: set_in(
+        nodes(b)[0], "example", {"symbolic": ["int", ["eval", COMMAND]]}
+    ),
+    "code for a symbol": lambda b: set_in(
+        b["program"], "symbols", {COMMAND: {"hint": 1, "range": [0, 1], "assumptions": {}}}
+    ),
+    "a factory": lambda b: set_in(
+        b["program"]["graph"]["call"],
+        "outputs",
+        {
+            "registered": "collections.defaultdict",
+            "module": "collections",
+            "context": encode(
+                {
+                    "default_factory_module": "os",
+                    "default_factory_name": "getcwd",
+                    "dict_context": ["y"],
+                }
+            ),
+            "children": ["*"],
+        },
+    ),
+    "a class": lambda b: set_in(b["record"], "plan", {"Popen": {}}),
+    "no plan": lambda b: b["record"].pop("plan"),
+    "an attribute of torch": lambda b: set_in(nodes(b)[-2], "args", [{"dtype": "load"}]),
+    "no program": lambda b: b.pop("program"),
+    "no manifest": lambda b: b.pop("manifest"),
+    "a missing node": lambda b: nodes(b).pop(2),
+    "a view beyond its block": lambda b: set_in(b["tensors"]["first.bias"], "shape", [10**9]),
+    "a view before its block": lambda b: set_in(b["tensors"]["first.bias"], "offset", -1),
+    "a view of nothing": lambda b: b["tensors"]["first.bias"].pop("block"),
+    "other blocks": lambda b: b["blocks"].pop("first.bias"),
+}
+
+
+class TestFiles:
+    """A file that is not sound is refused with what is wrong, and runs nothing."""
+
+    @pytest.mark.parametrize("forgery", FORGERIES)
+    def test_forged(self, forgery: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        qompose.save(mlp(), path)
+        rewrite(path, FORGERIES[forgery])
+        monkeypatch.chdir(path.parent)
+        with pytest.raises(artefact.ArtefactError, match=r"model\.qompose"):
+            qompose.load(path)
+        assert not (path.parent / "PWNED").exists()
+
+    @pytest.mark.parametrize("length", [0, 4, 8, 100, 3000, -1])
+    def test_truncated(self, length: int, path: Path) -> None:
+        qompose.save(mlp(), path)
+        path.write_bytes(path.read_bytes()[:length])
+        with pytest.raises(artefact.ArtefactError, match=r"not written by qompose\.save|damaged"):
+            qompose.load(path)
+
+    def test_every_flipped_byte_is_noticed(self, path: Path) -> None:
+        saved = mlp()
+        qompose.save(saved, path)
+        sound = path.read_bytes()
+        unnoticed = 0
+        for place in range(0, len(sound), 197):
+            damaged = bytearray(sound)
+            damaged[place] ^= 1
+            path.write_bytes(damaged)
+            try:
+                loaded = qompose.load(path)
+            except artefact.ArtefactError:
+                continue
+            # The writer's name, or a type in the header that the description tells too.
+            assert torch.equal(loaded(X), saved(X))
+            unnoticed += 1
+        assert unnoticed < 3
+
+    @pytest.mark.parametrize("kind", ["torch.save", "text", "safetensors"])
+    def test_foreign(self, kind: str, path: Path) -> None:
+        if kind == "torch.save":
+            torch.save({"x": X}, path)
+        elif kind == "text":
+            path.write_text("hello " * 100)
+        else:
+            save_file({"x": X}, path)
+        reason = {
+            "torch.save": "zip archive",
+            "text": "not written by",
+            "safetensors": "did not write",
+        }
+        with pytest.raises(artefact.ArtefactError, match=reason[kind]):
+            qompose.load(path)
+
+    def test_newer(self, path: Path) -> None:
+        qompose.save(mlp(), path)
+        rewrite(path, lambda body: body.clear(), format_version=99, written_by="qompose 7.0")
+        with pytest.raises(artefact.ArtefactError, match=r"version 99 .*qompose 7\.0.*Upgrade"):
+            qompose.load(path)
+
+    def test_absent(self, path: Path) -> None:
+        with pytest.raises(FileNotFoundError):
+            qompose.load(path)
+
+    def test_an_operator_that_nobody_registered(self, path: Path) -> None:
+        with torch.library._scoped_library("qompose_test", "FRAGMENT") as library:
+            library.define("twice(Tensor x) -> Tensor")
+            library.impl("twice", lambda x: x * 2, "CompositeExplicitAutograd")
+
+            class Custom(nn.Module):
+                def forward(self, x: Tensor) -> Tensor:
+                    return torch.ops.qompose_test.twice(x)
+
+            loaded = stored(unquantized(Custom(), X), path)
+            assert torch.equal(loaded(X), X * 2)
+        rewrite(path, lambda b: set_in(nodes(b)[1], "target", "qompose_test::thrice.default"))
+        reason = r"qompose_test::thrice\.default is not registered.*Import the package"
+        with pytest.raises(artefact.ArtefactError, match=reason):
+            qompose.load(path)
+
+    def test_a_failed_save_leaves_the_old_file(
+        self, path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        qompose.save(mlp(), path)
+        before = path.read_bytes()
+
+        def fail(blocks: Any, draft: Path, metadata: Any) -> None:
+            draft.write_bytes(b"half")
+            raise OSError("no space left")
+
+        monkeypatch.setattr(artefact, "save_file", fail)
+        with pytest.raises(OSError, match="no space left"):
+            qompose.save(mlp(LINEAR), path)
+        assert path.read_bytes() == before
+        assert [file.name for file in path.parent.iterdir()] == [path.name]
+
+    def test_who_reads_the_old_file_goes_on_reading_it(self, path: Path) -> None:
+        qompose.save(mlp(), path)
+        before = path.read_bytes()
+        with path.open("rb") as reader:
+            qompose.save(mlp(LINEAR), path)
+            assert reader.read() == before != path.read_bytes()
+
+    def test_a_folder_that_is_not_there(self, tmp_path: Path) -> None:
+        with pytest.raises(OSError, match="nowhere"):
+            qompose.save(mlp(), tmp_path / "nowhere" / "model")
+
+    def test_files_have_the_permissions_of_the_process(self, path: Path) -> None:
+        qompose.save(mlp(), path)
+        (path.parent / "other").touch()
+        assert path.stat().st_mode == (path.parent / "other").stat().st_mode
+
+    def test_other_tools_can_list_the_tensors(self, path: Path) -> None:
+        saved = mlp()
+        qompose.save(saved, path)
+        tensors = load_file(path)
+        assert torch.equal(tensors["first.weight_q"], get_attribute(saved, "first.weight_q"))
+        assert "first.weight" not in tensors
+
+    @pytest.mark.parametrize("stage", ["prepared", "lowered", "exported"])
+    def test_other_stages(self, stage: str, path: Path) -> None:
+        program = export(seeded(MLP()), X)
+        model: Any = {
+            "prepared": lambda: prepare(program, toy(LINEAR)),
+            "lowered": lambda: qompose.lower(mlp(LINEAR)),
+            "exported": lambda: program,
+        }[stage]()
+        with pytest.raises(qompose.StageError, match="save takes a converted or reference model"):
+            qompose.save(model, path)

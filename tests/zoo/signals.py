@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Networks of audio, time series and video: one and three dimensions, causal padding, spectra."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .entry import ZooModel, floats, ids, zoo_model
+
+CHANNELS = 4
+SAMPLES = 32
+WORDS = 30
+
+
+class CausalConv(nn.Conv1d):
+    """Padded on the left alone, so that no output sees a later input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        reach = self.dilation[0] * (self.kernel_size[0] - 1)
+        return super().forward(F.pad(x, (reach, 0)))
+
+
+class TemporalConvNet(nn.Module):
+    """Causal convolutions of growing dilation with residuals."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            CausalConv(CHANNELS, CHANNELS, 3, dilation=rate) for rate in (1, 2, 4)
+        )
+        self.head = nn.Linear(CHANNELS, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = F.relu(x + F.relu(layer(x)))
+        return self.head(x[:, :, -1])
+
+
+class WaveNet(nn.Module):
+    """Gated causal convolutions whose skip connections are summed up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gated = nn.ModuleList(
+            CausalConv(CHANNELS, 2 * CHANNELS, 2, dilation=rate) for rate in (1, 2, 4)
+        )
+        self.skips = nn.ModuleList(nn.Conv1d(CHANNELS, 6, 1) for _ in range(3))
+        self.mixes = nn.ModuleList(nn.Conv1d(CHANNELS, CHANNELS, 1) for _ in range(3))
+        self.head = nn.Conv1d(6, 8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = 0
+        for gated, skip, mix in zip(self.gated, self.skips, self.mixes, strict=True):
+            signal, gate = gated(x).chunk(2, dim=1)
+            y = torch.tanh(signal) * torch.sigmoid(gate)
+            total = total + skip(y)
+            x = x + mix(y)
+        return self.head(F.relu(total))
+
+
+class ConvGlu(nn.Module):
+    """A conformer's convolution module: `glu`, depthwise convolution, batch norm, SiLU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(CHANNELS)
+        self.expand = nn.Conv1d(CHANNELS, 2 * CHANNELS, 1)
+        self.depthwise = nn.Conv1d(CHANNELS, CHANNELS, 5, padding=2, groups=CHANNELS, bias=False)
+        self.batch_norm = nn.BatchNorm1d(CHANNELS)
+        self.reduce = nn.Conv1d(CHANNELS, CHANNELS, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x.transpose(1, 2)).transpose(1, 2)
+        y = self.depthwise(F.glu(self.expand(y), dim=1))
+        return x + self.reduce(F.silu(self.batch_norm(y)))
+
+
+class SpectrumMixer(nn.Module):
+    """FNet's mixing, real from end to end: the real part of a Fourier transform, then linear."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed = torch.fft.fft(torch.fft.fft(self.before(x), dim=-1), dim=-2).real
+        return self.after(F.gelu(self.norm(x + mixed)))
+
+
+class Spectrogram(nn.Module):
+    """Framing by `unfold`, a power spectrum, mel filters in a buffer, convolutions on the log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("window", torch.hann_window(16))
+        self.register_buffer("filters", torch.rand(9, 6), persistent=False)
+        self.conv = nn.Conv2d(1, 4, 3, padding=1)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, samples: Tensor) -> Tensor:
+        frames = samples.unfold(-1, 16, 8) * self.window
+        power = torch.view_as_real(torch.fft.rfft(frames)).square().sum(dim=-1)
+        features = torch.log(torch.matmul(power, self.filters) + 1e-3)
+        return self.head(F.relu(self.conv(features.unsqueeze(1))).mean(dim=(2, 3)))
+
+
+class CharacterConv(nn.Module):
+    """Embedded characters under convolutions of several widths, each pooled over time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, 8, padding_idx=0)
+        self.convs = nn.ModuleList(nn.Conv1d(8, 4, width) for width in (2, 3, 4))
+        self.head = nn.Linear(12, 3)
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.embedding(words).transpose(1, 2)
+        return self.head(torch.cat([F.relu(c(x)).amax(dim=-1) for c in self.convs], dim=1))
+
+
+class GruForecaster(nn.Module):
+    """A GRU cell stepped by hand: over the past, then on its own forecasts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(CHANNELS, 8)
+        self.head = nn.Linear(8, CHANNELS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = x.new_zeros(x.shape[0], 8)
+        for step in range(3):
+            state = self.cell(x[:, step], state)
+        forecasts = [self.head(state)]
+        for _ in range(2):
+            state = self.cell(forecasts[-1], state)
+            forecasts.append(self.head(state))
+        return torch.stack(forecasts, dim=1)
+
+
+class ConvLstm(nn.Module):
+    """A convolutional LSTM over three frames: gates from one convolution used at every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gates = nn.Conv2d(3 + CHANNELS, 4 * CHANNELS, 3, padding=1)
+
+    def forward(self, frames: Tensor) -> Tensor:
+        hidden = cell = frames.new_zeros(frames.shape[0], CHANNELS, *frames.shape[3:])
+        for frame in frames.unbind(1):
+            gates = self.gates(torch.cat([frame, hidden], dim=1))
+            let_in, forget, out, update = gates.chunk(4, dim=1)
+            cell = forget.sigmoid() * cell + let_in.sigmoid() * update.tanh()
+            hidden = out.sigmoid() * cell.tanh()
+        return hidden
+
+
+def factorised_video() -> nn.Module:
+    """R(2+1)D: a spatial, then a temporal convolution, each with a batch norm."""
+    return nn.Sequential(
+        nn.Conv3d(3, 6, (1, 3, 3), (1, 2, 2), (0, 1, 1), bias=False), nn.BatchNorm3d(6), nn.ReLU(),
+        nn.Conv3d(6, 8, (3, 1, 1), 1, (1, 0, 0), bias=False), nn.BatchNorm3d(8), nn.ReLU(),
+        nn.AdaptiveAvgPool3d((1, 1, 1)), nn.Flatten(), nn.Linear(8, 4),
+    )  # fmt: skip
+
+
+def transposed_1d_bn() -> nn.Module:
+    """A decoder of samples: transposed convolutions, grouped too, under batch norms."""
+    return nn.Sequential(
+        nn.ConvTranspose1d(CHANNELS, 6, 4, 2, 1, bias=False), nn.BatchNorm1d(6), nn.LeakyReLU(0.1),
+        nn.ConvTranspose1d(6, 4, 3, 2, groups=2), nn.BatchNorm1d(4), nn.Tanh(),
+    )  # fmt: skip
+
+
+def transposed_3d_bn() -> nn.Module:
+    """A decoder of volumes, its transposed convolution dilated."""
+    return nn.Sequential(
+        nn.ConvTranspose3d(2, 4, 2, 2), nn.BatchNorm3d(4), nn.ReLU(),
+        nn.ConvTranspose3d(4, 1, 3, padding=1, dilation=2), nn.Sigmoid(),
+    )  # fmt: skip
+
+
+_SERIES = floats(2, CHANNELS, SAMPLES)
+
+MODELS: tuple[ZooModel, ...] = (
+    zoo_model("temporal_conv", TemporalConvNet, _SERIES, tags={"conv", "residual"}),
+    zoo_model("wavenet", WaveNet, _SERIES, tags={"conv", "residual"}),
+    zoo_model("conv_glu", ConvGlu, _SERIES, tags={"conv", "bn", "depthwise", "residual"}),
+    zoo_model("spectrum_mixer", SpectrumMixer, floats(2, 6, 8), tags={"linear", "fft"}),
+    zoo_model("spectrogram", Spectrogram, floats(2, 64), tags={"conv", "fft", "matmul"}),
+    zoo_model("character_conv", CharacterConv, ids(WORDS, 2, 12),
+              tags={"conv", "embedding", "cat"}),
+    zoo_model("gru_cell", GruForecaster, floats(2, 3, CHANNELS),
+              tags={"recurrent", "linear", "shared"}),
+    zoo_model("conv_lstm", ConvLstm, floats(2, 3, 3, 6, 6),
+              tags={"conv", "recurrent", "cat", "shared"}),
+    zoo_model("factorised_video", factorised_video, floats(2, 3, 4, 8, 8), tags={"conv", "bn"}),
+    zoo_model("transposed_1d_bn", transposed_1d_bn, floats(2, CHANNELS, 8),
+              tags={"conv", "bn", "transposed"}),
+    zoo_model("transposed_3d_bn", transposed_3d_bn, floats(2, 2, 2, 3, 3),
+              tags={"conv", "bn", "transposed"}),
+)  # fmt: skip
