@@ -192,7 +192,8 @@ def _into(model: Any, result: GraphModule) -> GraphModule:
     """Make `model` itself the result, for `inplace=True`."""
     model.__dict__ = result.__dict__
     model.__class__ = result.__class__
-    return model
+    same: GraphModule = model
+    return same
 
 
 def convert_pt2e(

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from torch import Tensor
-from torch.fx import GraphModule
 
 from qompose.backend import Backend
 from qompose.balancing import Balance
@@ -176,8 +175,6 @@ def record_of(module: object, *, stages: tuple[str, ...], function: str, remedy:
 
 def attach(module: Model, record: Record) -> Model:
     """Put a record into a module's meta and return the module."""
-    if isinstance(module, GraphModule) or hasattr(module, "meta"):
-        module.meta = {**module.meta, META_KEY: record}
-    else:
-        module.meta = {META_KEY: record}
+    holder: Any = module
+    holder.meta = {**getattr(module, "meta", {}), META_KEY: record}
     return module
