@@ -74,7 +74,8 @@ def convert_observers(
     """
     estimation = Estimation(model, plan)
     estimation.run(allow_uncalibrated=allow_uncalibrated)
-    estimation.store_constants()
+    biases = [name for group in plan.groups if group.balance for name in group.balance.biases]
+    estimation.store_constants(biases)
     converter = _Converter(model, plan, estimation, fold_quantize=fold_quantize)
     findings = estimation.findings()
     converter.replace_all()
@@ -140,6 +141,9 @@ class _Converter:
         pair = self._pair(node, value, q)
         if constant is not None and self.fold_quantize:
             quantized = self._folded(node, value, constant, number)
+        elif constant is not None:
+            self.estimation.store_constants([value.name])
+            quantized = self._quantized(node, value, pair)
         else:
             if factors is not None and balance is not None and balance.side == INPUT:
                 value = self._scaled(value, 1 / factors.values, balance.dim, before=node)
@@ -191,7 +195,9 @@ class _Converter:
         key = (layout_of(constant), number)
         if key not in self.integers:
             with torch.no_grad():
-                self.integers[key] = integers_of(constant, self.estimation.qparams[number])
+                self.integers[key] = integers_of(
+                    constant, self.estimation.qparams[number], self.estimation.absorbed(value.name)
+                )
         reader = _first_user(node)
         self.quantized[str(value.target)] = reader.name
         with node.graph.inserting_before(node):

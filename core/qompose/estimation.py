@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from statistics import median
 from typing import Any
 
@@ -39,7 +40,7 @@ from qompose.observing import (
     make_observer,
 )
 from qompose.plan import Group, Plan
-from qompose.schemes import QParams, axis_of
+from qompose.schemes import Absorbed, QParams, axis_of, in_rows
 from qompose.screening import Screen
 
 
@@ -66,7 +67,8 @@ class Estimation:
         self._observers: dict[int, Any] = {
             number: get_attribute(owner_of(node), str(node.target)) for node, number in self.sites
         }
-        self._constants: dict[str, Tensor] = {}  # parameters that took up factors, by node
+        self._balanced_weights: dict[int, str] = {}  # by group
+        self._absorbed: dict[str, list[tuple[Tensor, int]]] = defaultdict(list)
         self._observed = {node: _observed(node) for node, _ in self.sites}
         self._claim_of = {
             spec.point: number for number, claim in enumerate(plan.claims) for spec in claim.specs
@@ -84,7 +86,7 @@ class Estimation:
             UncalibratedError: an observer saw nothing, and `allow_uncalibrated` is False.
             CalibrationError: a tensor's statistics give no usable scale.
         """
-        self._observe_constants(range(len(self.plan.groups)))
+        self._observe_constants()
         self._drop_masked()
         self._check_calibrated(allow_uncalibrated)
         self._drop_underived()
@@ -123,14 +125,14 @@ class Estimation:
         observer = getattr(observer, "tensor_observer", observer)
         return str(observer.subject)
 
-    def _observe_constants(self, numbers: Any) -> None:
+    def _observe_constants(self) -> None:
         """Let observers of parameters see them: those need no calibration data."""
-        wanted = set(numbers)
         with torch.no_grad():
             for node, number in self.sites:
                 value = node.args[0]
-                if number in wanted and isinstance(value, Node) and constant_of(value) is not None:
-                    self.observer(number)(self._constant(value.name))
+                constant = constant_of(value) if isinstance(value, Node) else None
+                if constant is not None:
+                    self.observer(number)(constant)
 
     def _drop_masked(self) -> None:
         for number, group in enumerate(self.plan.groups):
@@ -168,6 +170,8 @@ class Estimation:
         low, high = quantized_range(spec.dtype, spec.quant_min, spec.quant_max)
         if number in self.factors:
             scale, zero_point = self.factors[number].scale, self.factors[number].zero_point
+        elif number in self._balanced_weights:
+            scale, zero_point = self._rows_qparams(number)
         else:
             scale, zero_point = self.observer(number).calculate_qparams()
         if not bool(torch.isfinite(scale).all()):
@@ -186,14 +190,18 @@ class Estimation:
             return  # a replaced observer; a weight that cannot take up factors; a reader left in float
         channels = observer.channels
         scheme = self._scheme(number)
-        weights = [self._constant(name) for name in balance.weights]
+        weights = [self.constant(name) for name in balance.weights]
         if balance.side == OUTPUT:
             factors = balance_output(channels, scheme, observer.calculate_qparams())
         elif any(weight.shape[1] != channels.low.numel() for weight in weights):
             return  # a grouped convolution
         else:
             quantizers = [self._weight_quantizer(n) for n in groups]
-            products = list(zip(weights, quantizers, strict=True))
+            products = [
+                (rows, quantize)
+                for weight, quantize in zip(weights, quantizers, strict=True)
+                for _, _, rows in in_rows(weight)
+            ]
             factors = balance_input(channels, products, scheme, observer.calculate_qparams())
         if factors is not None:
             self.factors[number] = factors
@@ -231,33 +239,50 @@ class Estimation:
         return quantize
 
     def _absorb(self, balance: Balance, factors: Factors, weight_groups: list[int]) -> None:
+        outward = balance.side == OUTPUT
+        vector, dim = (1 / factors.values, 0) if outward else (factors.values, 1)
         for name in balance.weights:
-            weight = self._constant(name)
-            vector = 1 / factors.values if balance.side == OUTPUT else factors.values
-            dim = 0 if balance.side == OUTPUT else 1
-            self._store(name, weight * along(vector, dim, weight.dim()))
-        if balance.side == OUTPUT:
-            for name in filter(None, balance.biases):
-                self._store(name, self._constant(name) / factors.values)
-        for number in weight_groups:  # they saw the weight before
-            subject = self.describe(number)
-            self._observers[number] = make_observer(self.plan.groups[number].spec)
-            self._observers[number].subject = subject
-        self._observe_constants(weight_groups)
+            self._absorbed[name].append((vector, dim))
+        for name in filter(None, balance.biases if outward else ()):
+            self._absorbed[name].append((vector, 0))
+        self._balanced_weights.update(zip(weight_groups, balance.weights, strict=True))
 
-    def _constant(self, name: str) -> Tensor:
-        constant = self._constants.get(name, constant_of(self._nodes[name]))
+    def _rows_qparams(self, number: int) -> tuple[Tensor, Tensor]:
+        """Compute the parameters of a weight that took up factors: its observer saw it without them."""
+        name = self._balanced_weights[number]
+        constant = constant_of(self._nodes[name])
         assert constant is not None
-        return constant.detach()
+        found = []
+        for _, _, rows in in_rows(constant, self.absorbed(name)):
+            observer: Any = make_observer(self.plan.groups[number].spec)
+            observer(rows)
+            found.append(observer.calculate_qparams())
+        scales, zero_points = zip(*found, strict=True)
+        return torch.cat(scales), torch.cat(zero_points)
 
-    def _store(self, name: str, value: Tensor) -> None:
-        self._constants[name] = value
+    def absorbed(self, name: str) -> Absorbed:
+        """Return the factors that a parameter took up; the model still holds it without them."""
+        return self._absorbed.get(name, ())
 
-    def store_constants(self) -> None:
-        """Write the parameters that took up factors into the model, in place."""
-        for name, value in self._constants.items():
-            node = self._nodes[name]
-            set_attribute(owner_of(node), str(node.target), value)
+    def constant(self, name: str) -> Tensor:
+        """Return a parameter with the factors that it took up.
+
+        It is computed anew each time, so that no second copy of all parameters is ever held.
+        """
+        constant = constant_of(self._nodes[name])
+        assert constant is not None
+        absorbed = self.absorbed(name)
+        if not absorbed:
+            return constant.detach()
+        return torch.cat([rows for _, _, rows in in_rows(constant, absorbed)])
+
+    def store_constants(self, names: Iterable[str]) -> None:
+        """Write parameters that took up factors into the model, in place, where they are among `names`."""
+        for name in names:
+            if name in self._absorbed:
+                node = self._nodes[name]
+                set_attribute(owner_of(node), str(node.target), self.constant(name))
+                del self._absorbed[name]
 
     def _weight_group(self, name: str) -> int:
         return self._group_of_value[self._nodes[name]]
@@ -313,7 +338,7 @@ def _has_data(observer: Any) -> bool:
 
 
 def _is_per_channel(group: Group) -> bool:
-    return axis_of(group.spec) is not None
+    return axis_of(group.spec) == 0
 
 
 def _observed(node: Node) -> str:

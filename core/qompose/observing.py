@@ -21,7 +21,7 @@ from qompose.specs import (
 )
 
 OBSERVER_PREFIX = "activation_post_process_"
-SAMPLE_ROWS, SAMPLE_ROWS_PER_BATCH = 1024, 128
+SAMPLE_ROWS, SAMPLE_ROWS_PER_BATCH, SAMPLE_VALUES = 1024, 128, 2**18
 
 
 def make_observer(spec: QuantizationSpecBase) -> nn.Module:
@@ -68,11 +68,13 @@ class BalancedObserver(nn.Module):
         self.channel_observer(x)
         self.tensor_observer(x)
         kept = sum(map(len, self.rows))
-        if x.numel() and kept < SAMPLE_ROWS:
+        channels = x.shape[self.channel_observer.ch_axis] if x.dim() else 1
+        most = min(SAMPLE_ROWS, max(1, SAMPLE_VALUES // max(1, channels)))
+        if x.numel() and kept < most:
             rows = x.detach().float().movedim(self.channel_observer.ch_axis, -1)
             rows = rows.reshape(-1, rows.shape[-1])
             step = max(1, len(rows) // SAMPLE_ROWS_PER_BATCH)
-            self.rows.append(rows[::step][: SAMPLE_ROWS - kept].clone())
+            self.rows.append(rows[::step][: most - kept].clone())
         return x
 
     def calculate_qparams(self) -> Any:

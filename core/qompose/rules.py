@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.fx import Node
 
-from qompose.numerics import quantized_range
+from qompose.numerics import PER_CHANNEL, quantized_range
 from qompose.patterns import Match, OperatorPattern, Pattern
 from qompose.specs import QuantizationConfig, QuantizationSpec, describe_spec
 
@@ -23,13 +23,18 @@ STATIC, DYNAMIC, WEIGHT_ONLY = "static", "dynamic", "weight-only"
 
 @dataclass(frozen=True, kw_only=True)
 class TensorConstraint:
-    """What one role of a rule may be. Bounds are in quantized units and inclusive."""
+    """What one role of a rule may be. Bounds are in quantized units and inclusive.
+
+    `ch_axis` is the only dimension that may have the channels, None any. `blocks` allows a `block_size`.
+    """
 
     dtypes: frozenset[torch.dtype]
     qschemes: frozenset[torch.qscheme]
     quant_min_lower_bound: int | None = None
     quant_max_upper_bound: int | None = None
     quant_range: tuple[int, int] | None = None
+    ch_axis: int | None = None
+    blocks: bool = False
 
     def objection(self, role: str, spec: QuantizationSpec) -> str | None:
         """Return why `spec` is not allowed, with the bound that it breaks; None where it is."""
@@ -37,6 +42,13 @@ class TensorConstraint:
             return f"{role} is {spec.dtype}, and the kernel takes {_names(self.dtypes)}"
         if spec.qscheme not in self.qschemes:
             return f"{role} is {spec.qscheme}, and the kernel takes {_names(self.qschemes)}"
+        if spec.block_size is not None and not self.blocks:
+            return f"{role} has blocks of {spec.block_size}, and the kernel takes none"
+        per_channel = spec.qscheme in PER_CHANNEL and spec.block_size is None
+        if per_channel and self.ch_axis not in (None, spec.ch_axis):
+            return f"{role} has channels along {spec.ch_axis}, and the kernel takes {self.ch_axis}"
+        if spec.dtype.is_floating_point:
+            return None
         low, high = quantized_range(spec.dtype, spec.quant_min, spec.quant_max)
         least, most = self.quant_min_lower_bound, self.quant_max_upper_bound
         if least is not None and low < least:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +11,19 @@ import torch
 from torch import Tensor
 
 from qompose import decomposed
-from qompose.numerics import PER_CHANNEL, SYMMETRIC, quantize_blocks, quantize_float_zero_point
+from qompose.numerics import (
+    PER_CHANNEL,
+    SYMMETRIC,
+    along,
+    quantize_blocks,
+    quantize_float_zero_point,
+)
 
-_CHUNK = 2**20
-"""How many values of a parameter are quantized at a time: the float temporaries stay at a few MB."""
+_CHUNK = 2**18
+"""How many values of a parameter are worked on at a time: the float temporaries stay at a few MB."""
+
+Absorbed = Sequence[tuple[Tensor, int]]
+"""Factors that a parameter took up: vectors, and the dimensions along which they multiply it."""
 
 
 @dataclass(frozen=True)
@@ -112,21 +121,39 @@ def axis_of(spec: Any) -> int | None:
     return spec.ch_axis if spec.qscheme in PER_CHANNEL and not blocks else None
 
 
-def integers_of(constant: Tensor, q: QParams) -> Tensor:
+def in_rows(
+    constant: Tensor, absorbed: Absorbed = (), multiple: int = 1
+) -> Iterator[tuple[int, int, Tensor]]:
+    """Yield (first, last, values) of a parameter's rows, some at a time, with the factors it took up.
+
+    The number of rows is a multiple of `multiple`. A scalar is one row.
+    """
+    constant = constant.detach()
+    if constant.dim() == 0:
+        yield 0, 1, constant
+        return
+    length = constant.shape[0]
+    row = max(1, constant[0].numel()) if length else 1
+    step = max(1, _CHUNK // (row * multiple)) * multiple
+    for first in range(0, length, step):
+        last = min(first + step, length)
+        rows = constant[first:last]
+        for vector, dim in absorbed:
+            part = vector[first:last] if dim == 0 else vector
+            rows = rows * along(part, dim, rows.dim())
+        yield first, last, rows
+
+
+def integers_of(constant: Tensor, q: QParams, absorbed: Absorbed = ()) -> Tensor:
     """Return the integers of a parameter, as the operators of `static_pair` would give them.
 
     Float zero points are added before rounding; see `quantize_float_zero_point`.
     """
-    rank = constant.dim()
-    if rank == 0:
-        return _quantize(constant, q, 0, 1)
-    step = constant.shape[0] // q.scale.shape[0] if q.blocks and constant.shape[0] else 1
-    row = max(1, constant[0].numel()) if constant.shape[0] else 1
-    rows = max(step, _CHUNK // row // step * step)
+    block = constant.shape[0] // q.scale.shape[0] if q.blocks and constant.numel() else 1
     result = torch.empty(constant.shape, dtype=q.dtype, device=constant.device)
-    for start in range(0, constant.shape[0], rows):
-        stop = min(start + rows, constant.shape[0])
-        result[start:stop] = _quantize(constant[start:stop], q, start // step, stop // step)
+    for first, last, rows in in_rows(constant, absorbed, block):
+        target = result[first:last] if constant.dim() else result
+        target.copy_(_quantize(rows, q, first // block, last // block))
     return result
 
 

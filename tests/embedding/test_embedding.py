@@ -198,10 +198,15 @@ def test_selectors_leave_a_table_in_float() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"dtype": torch.int8}, "weight is torch.int8, and the kernel takes torch.uint8"),
-        ({"qscheme": torch.per_channel_symmetric}, "per_channel_symmetric, and the kernel takes"),
+        ({"dtype": torch.int16}, "weight is torch.int16, and the kernel takes"),
+        ({"qscheme": torch.per_tensor_symmetric}, "per_tensor_symmetric, and the kernel takes"),
+        ({"ch_axis": 1}, "weight has channels along 1, and the kernel takes 0"),
+        (
+            {"qscheme": torch.per_channel_symmetric, "block_size": (4,)},
+            r"weight has blocks of \(4,\), and the kernel takes none",
+        ),
     ],
-    ids=["int8", "symmetric"],
+    ids=["int16", "per tensor", "columns", "blocks"],
 )
 def test_other_schemes_are_refused_when_they_are_set(change: Any, message: str) -> None:
     spec = get_default_embedding_quantization_config().weight

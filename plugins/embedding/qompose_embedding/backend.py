@@ -29,6 +29,7 @@ ROWS = TensorConstraint(
             torch.per_channel_symmetric,
         }
     ),
+    ch_axis=0,
 )
 
 

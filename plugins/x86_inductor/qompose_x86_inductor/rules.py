@@ -25,6 +25,7 @@ ACCEPTS = {
     "weight": TensorConstraint(
         dtypes=frozenset({torch.int8}),
         qschemes=frozenset({torch.per_channel_symmetric, torch.per_tensor_symmetric}),
+        ch_axis=0,
     ),
 }
 

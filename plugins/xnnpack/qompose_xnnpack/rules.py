@@ -29,6 +29,7 @@ ACCEPTS = {
     "weight": TensorConstraint(
         dtypes=frozenset({torch.int8}),
         qschemes=frozenset({torch.per_channel_symmetric, torch.per_tensor_symmetric}),
+        ch_axis=0,
         quant_min_lower_bound=-127,
     ),
 }
