@@ -40,7 +40,7 @@ LAYERS = tuple(
         survey quantizer estimation
         interop
         annotating planning preparation calibration conversion lowering representation
-        reporting
+        reporting benchmarking
         values
         symbols storages trees
         programs records

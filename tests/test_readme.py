@@ -29,10 +29,13 @@ def fenced(page: str, language: str) -> list[str]:
 
 
 @pytest.mark.parametrize("page", CODE)
-def test_code_runs_and_prints_what_it_says(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_runs_and_prints_what_it_says(
+    page: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """The blocks run one after the other, as a reader would run them."""
     blocks = fenced(page, "python")
     assert blocks
+    monkeypatch.chdir(tmp_path)
     if "x86" in "".join(blocks) and platform.machine().lower() not in ("x86_64", "amd64"):
         pytest.skip("x86_inductor needs x86")
     monkeypatch.setenv("COLUMNS", "200")

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from qompose.backend import CallSignature as CallSignature
     from qompose.backend import Finished as Finished
     from qompose.backend import Target as Target
+    from qompose.benchmarking import Timings as Timings
+    from qompose.benchmarking import bench as bench
     from qompose.calibration import calibrate as calibrate
     from qompose.capabilities import Capabilities as Capabilities
     from qompose.capabilities import Capability as Capability
@@ -75,6 +77,7 @@ if TYPE_CHECKING:
     from qompose.region import Region as Region
     from qompose.region import on_integers as on_integers
     from qompose.reporting import Report as Report
+    from qompose.reporting import assert_lowered as assert_lowered
     from qompose.reporting import report as report
     from qompose.rules import Kernel as Kernel
     from qompose.rules import NotLowerable as NotLowerable
@@ -92,6 +95,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "artefact": "load save",
     "backend": "Backend CallSignature Finished Target",
+    "benchmarking": "Timings bench",
     "calibration": "calibrate",
     "capabilities": "Capabilities Capability Support",
     "errors": (
@@ -114,7 +118,7 @@ _MODULES = {
     "plugins": "BackendInfo backends load_backend",
     "quantizer": "ComposableQuantizer Quantizer RuleQuantizer",
     "region": "QuantizedTensor Region on_integers",
-    "reporting": "Report report",
+    "reporting": "Report assert_lowered report",
     "rules": "Kernel NotLowerable Rule TensorConstraint",
     "specs": (
         "DerivedQuantizationSpec FixedQParamsQuantizationSpec QuantizationAnnotation QuantizationConfig "

@@ -276,10 +276,9 @@ def write_annotations(model: GraphModule, claims: Iterable[Claim]) -> None:
                 holder.input_qspec_map[nodes[spec.point.source]] = written
 
 
-def _annotation(node: Node) -> QuantizationAnnotation:
-    annotation = node.meta.setdefault(ANNOTATION_KEY, QuantizationAnnotation())
-    assert isinstance(annotation, QuantizationAnnotation)
-    return annotation
+def _annotation(node: Node) -> Any:
+    """Return a node's annotation, one of another engine's too, making one where there is none."""
+    return node.meta.setdefault(ANNOTATION_KEY, QuantizationAnnotation())
 
 
 def _with_nodes(spec: PointSpec, nodes: dict[str, Node]) -> QuantizationSpecBase:

@@ -19,6 +19,7 @@ from qompose.claims import (
     Rejection,
     shared_with,
 )
+from qompose.errors import ConfigError
 from qompose.graph import constant_of, is_quantizable, value_of
 from qompose.patterns import Match, OperatorIndex
 from qompose.rules import STATIC, Rule
@@ -50,7 +51,11 @@ def _propose_match(
     proposal: Proposal,
 ) -> None:
     anchor = match.node(rule.anchor)
-    assert anchor is not None, f"rule {rule.name} has no operator named {rule.anchor}"
+    if anchor is None:
+        raise ConfigError(
+            f"{owner}, rule {rule.name}: its anchor {rule.anchor!r} is no operator of the pattern "
+            f"matched at {match.output.name}; names there: {', '.join(match.captures)}"
+        )
     selection = selectors.select(anchor)
     names = tuple(node.name for node in match.nodes)
     if selection.selected:

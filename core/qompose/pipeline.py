@@ -25,6 +25,7 @@ from qompose.conversion import convert_observers, fold_quantized_constants
 from qompose.errors import (
     NothingQuantizedError,
     NotLoweredError,
+    PluginError,
     QomposeWarning,
     UserError,
 )
@@ -75,7 +76,9 @@ def _as_quantizer(member: str | Quantizer) -> Quantizer:
     quantizer = make()
     if isinstance(quantizer, RuleQuantizer):
         quantizer.set_global(backend.default_config)
-    assert isinstance(quantizer, Quantizer)
+    if not isinstance(quantizer, Quantizer):
+        reason = f"its quantizer_class made {quantizer!r}, which is no qompose.Quantizer"
+        raise PluginError(member, type(backend).__module__, reason)
     return quantizer
 
 

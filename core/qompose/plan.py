@@ -6,7 +6,7 @@ It is made once, travels in the `meta` of every later GraphModule, and is all th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -93,17 +93,23 @@ class Plan:
     notes: tuple[str, ...] = ()
     float_bytes: int = 0
 
-    @property
-    def requantizations(self) -> int:
-        """Count the edges that take a quantized output on to other quantization parameters."""
-        outputs = {
-            p.source: i for i, g in enumerate(self.groups) for p in g.points if p.user is None
+    def requantizations(self, dropped: Collection[int] = ()) -> int:
+        """Count the edges that take a quantized output on to other quantization parameters.
+
+        Args:
+            dropped: claims that were not followed.
+        """
+        points = {
+            spec.point
+            for number, claim in enumerate(self.claims)
+            if number not in dropped
+            for spec in claim.specs
         }
+        group_of = {point: i for i, g in enumerate(self.groups) for point in g.points}
         return sum(
-            outputs.get(point.source, number) != number
-            for number, group in enumerate(self.groups)
-            for point in group.points
-            if point.user is not None
+            group_of.get(Point(point.source), group_of[point]) != group_of[point]
+            for point in points
+            if point.user is not None and Point(point.source) in points
         )
 
     def to_dict(self) -> dict[str, Any]:

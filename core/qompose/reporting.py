@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 
-from qompose.errors import StageError, UserError, near_names
+from qompose.errors import NotLoweredError, StageError, UserError, near_names
 from qompose.plan import META_KEY, Operator, Record
 
 KERNEL, SIMULATED, FLOAT = "int8 kernel", "simulated (Q/DQ)", "float"
@@ -156,7 +156,7 @@ def report(model: Any) -> Report:
         notes=(*plan.notes, *record.findings),
         bytes_before=plan.float_bytes,
         bytes_after=record.bytes,
-        requantizations=plan.requantizations,
+        requantizations=plan.requantizations(record.dropped),
     )
 
 
@@ -188,3 +188,29 @@ def _state(number: int, record: Record) -> tuple[str, str]:
     if number in record.kernels:
         return KERNEL, ""
     return SIMULATED, record.fallbacks.get(number, "")
+
+
+def assert_lowered(model: Any, min_fraction: float = 1.0) -> None:
+    """Check that enough of what was quantized runs on int8 kernels.
+
+    Args:
+        model: what `lower` returned.
+        min_fraction: the least part of all multiply-accumulates, from 0 to 1; at 1, every operator that a
+            quantizer claimed must have a kernel as well.
+
+    Raises:
+        NotLoweredError: it does not; the message names the operators that stay behind.
+    """
+    found = report(model)
+    behind = [row for row in found.rows if row.state != KERNEL and (row.macs or row.owner)]
+    if found.coverage() >= min_fraction and not (min_fraction == 1.0 and behind):
+        return
+    listed = "\n".join(
+        f"  - {row.name} ({row.operator}{f' in {row.module}' if row.module else ''}), {row.macs:,} MACs: "
+        f"{row.state}, {row.reason}"
+        for row in sorted(behind, key=lambda row: -row.macs)
+    )
+    raise NotLoweredError(
+        f"{found.coverage():.1%} of all multiply-accumulates run on int8 kernels, and "
+        f"{min_fraction:.1%} are asked for:\n{listed}"
+    )

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -17,6 +18,9 @@ from qompose.numerics import FLOAT_ZERO_POINT, PER_CHANNEL, quantized_range
 
 EdgeOrNode: TypeAlias = "tuple[Node, Node] | Node"
 """An edge (producer, consumer), or a node standing for its output."""
+
+INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32)
+"""The integer types of torch's quantize operators."""
 
 ANNOTATION_KEY = "quantization_annotation"
 """Key of a node's QuantizationAnnotation in `node.meta`."""
@@ -58,10 +62,10 @@ class QuantizationSpec(QuantizationSpecBase):
     def __post_init__(self) -> None:
         low, high = _check_range(self.dtype, self.quant_min, self.quant_max)
         if self.block_size is not None:
-            object.__setattr__(self, "block_size", tuple(self.block_size))
             _check_blocks(self.block_size, self.qscheme)
-        elif self.qscheme in PER_CHANNEL and self.ch_axis is None:
-            raise ConfigError(f"{self.qscheme} needs ch_axis, the dimension that has the channels")
+            object.__setattr__(self, "block_size", tuple(self.block_size))
+        else:
+            _check_axis(self.qscheme, self.ch_axis)
         if self.is_dynamic and not self.dtype.is_floating_point:
             _check_dynamic(self, low, high)
 
@@ -80,10 +84,14 @@ class FixedQParamsQuantizationSpec(QuantizationSpecBase):
 
     def __post_init__(self) -> None:
         low, high = _check_range(self.dtype, self.quant_min, self.quant_max)
-        if not self.scale > 0:
-            raise ConfigError(f"scale must be positive, and is {self.scale}")
-        if not low <= self.zero_point <= high:
-            raise ConfigError(f"zero_point={self.zero_point} is outside [{low}, {high}]")
+        if not 0 < self.scale < math.inf:
+            raise ConfigError(f"scale must be positive and finite, and is {self.scale}")
+        if not low <= self.zero_point <= high or self.zero_point != int(self.zero_point):
+            raise ConfigError(f"zero_point={self.zero_point} is no integer of [{low}, {high}]")
+        if self.qscheme in PER_CHANNEL:
+            raise ConfigError(f"fixed parameters are per tensor, not {self.qscheme}")
+        if self.is_dynamic:
+            raise ConfigError("parameters that are fixed cannot be dynamic")
 
 
 @dataclass(frozen=True)
@@ -111,10 +119,19 @@ class DerivedQuantizationSpec(QuantizationSpecBase):
 
     def __post_init__(self) -> None:
         _check_range(self.dtype, self.quant_min, self.quant_max)
+        _check_axis(self.qscheme, self.ch_axis)
+        if self.is_dynamic:
+            raise ConfigError("parameters that are derived from others cannot be dynamic")
+
+
+def _check_axis(qscheme: torch.qscheme | None, ch_axis: int | None) -> None:
+    if qscheme in PER_CHANNEL and ch_axis is None:
+        raise ConfigError(f"{qscheme} needs ch_axis, the dimension that has the channels")
 
 
 def _check_blocks(block_size: tuple[int, ...], qscheme: torch.qscheme | None) -> None:
-    if not block_size or any(not isinstance(n, int) or (n < 1 and n != -1) for n in block_size):
+    sizes = block_size if isinstance(block_size, (tuple, list)) else ()
+    if not sizes or any(type(n) is not int or (n < 1 and n != -1) for n in sizes):
         raise ConfigError(
             f"block_size={block_size} is not a tuple of positive sizes (-1: a whole dimension)"
         )
@@ -142,6 +159,11 @@ def _check_range(dtype: torch.dtype, low: int | None, high: int | None) -> tuple
         if low is not None or high is not None:
             raise ConfigError(f"quant_min and quant_max do not apply to {dtype}")
         return 0, 0
+    if dtype not in INTEGERS:
+        names = ", ".join(str(_short(integer)) for integer in INTEGERS)
+        raise ConfigError(
+            f"{dtype} is none of {names}; fewer bits are int8 with quant_min and quant_max"
+        )
     return quantized_range(dtype, low, high)
 
 

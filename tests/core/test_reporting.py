@@ -165,3 +165,33 @@ def test_text_names_every_operator_and_prints_nothing(capsys: pytest.CaptureFixt
     text = str(stages()["lowered"])
     assert all(name in text for name in ("aten.linear", "aten.sigmoid", "aten.tanh", "toy linear"))
     assert capsys.readouterr() == ("", "")
+
+
+def test_enough_is_lowered() -> None:
+    lowered = stages()["lowered"]
+    assert lowered.coverage() == 1.0
+    model = qompose.lower(convert(PROGRAM, toy(LINEAR), X))
+    qompose.assert_lowered(model)
+    qompose.assert_lowered(model, min_fraction=0.9)
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.9], ids=["all", "nine tenths"])
+def test_what_was_not_lowered_is_named(fraction: float) -> None:
+    """The second linear stays in float."""
+    quantizer = toy(LINEAR).set_module_name("b", None)
+    model = qompose.lower(convert(PROGRAM, quantizer, X))
+    with pytest.raises(
+        qompose.NotLoweredError, match=r"linear_1 \(aten.linear in b\), 96 MACs: float"
+    ):
+        qompose.assert_lowered(model, min_fraction=fraction)
+    qompose.assert_lowered(model, min_fraction=0.4)
+
+
+def test_a_region_without_a_kernel_is_named_even_where_it_has_no_macs() -> None:
+    with pytest.warns(qompose.QomposeWarning):
+        model = qompose.lower(convert(PROGRAM, toy(LINEAR, SIGMOID), X))
+    with pytest.raises(
+        qompose.NotLoweredError, match=r"sigmoid .*simulated.*has no kernel for torch"
+    ):
+        qompose.assert_lowered(model)
+    qompose.assert_lowered(model, min_fraction=0.99)
