@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from qompose.balancing import Channels
-from qompose.numerics import PER_CHANNEL
+from qompose.errors import ConfigError
+from qompose.numerics import PER_CHANNEL, quantized_range
 from qompose.observers import FixedQParamsObserver, PerChannelMinMaxObserver, PlaceholderObserver
 from qompose.screening import Screen
 from qompose.specs import (
@@ -18,6 +19,7 @@ from qompose.specs import (
     FixedQParamsQuantizationSpec,
     QuantizationSpec,
     QuantizationSpecBase,
+    describe_spec,
 )
 
 OBSERVER_PREFIX = "activation_post_process_"
@@ -29,6 +31,9 @@ def make_observer(spec: QuantizationSpecBase) -> nn.Module:
 
     The specification's fields, None included, take the place of the factory's own arguments; that is
     the convention of this field.
+
+    Raises:
+        ConfigError: the factory does not take them, or what it makes has another granularity.
     """
     if isinstance(spec, FixedQParamsQuantizationSpec):
         arguments = {k: v for k, v in spec.__dict__.items() if v is not None}
@@ -41,7 +46,14 @@ def make_observer(spec: QuantizationSpecBase) -> nn.Module:
         del arguments["ch_axis"]
     if spec.block_size is None or spec.is_dynamic:
         del arguments["block_size"]
-    return spec.observer_or_fake_quant_ctr(**arguments)
+    try:
+        observer = spec.observer_or_fake_quant_ctr(**arguments)
+    except TypeError as error:
+        raise ConfigError(f"no observer can be made for {describe_spec(spec)}: {error}") from error
+    per_channel = getattr(observer, "per_channel", None)
+    if per_channel and spec.qscheme not in PER_CHANNEL:
+        raise ConfigError(f"{type(observer).__name__} does not estimate {describe_spec(spec)}")
+    return observer
 
 
 class BalancedObserver(nn.Module):
@@ -102,7 +114,9 @@ class DerivedObserver(PlaceholderObserver):
     """Looks at nothing: its parameters are computed from those of other observers."""
 
     def __init__(self, spec: DerivedQuantizationSpec) -> None:
-        super().__init__(dtype=spec.dtype)
+        super().__init__(dtype=spec.dtype, quant_min=spec.quant_min, quant_max=spec.quant_max)
+        self._axis = spec.ch_axis if spec.qscheme in PER_CHANNEL else None
+        self._shape: tuple[int, ...] = ()
         self.derive_qparams_fn = spec.derive_qparams_fn
         self._sources: tuple[nn.Module, ...] = ()
 
@@ -110,9 +124,43 @@ class DerivedObserver(PlaceholderObserver):
         """Name the observers that the parameters are computed from, in the specification's order."""
         self._sources = tuple(sources)  # in a tuple they are no submodules: others own them
 
+    def observe(self, x: Tensor) -> None:
+        self._shape = tuple(x.shape)
+
     def calculate_qparams(self) -> tuple[Tensor, Tensor]:
-        """Return scale and zero point as the specification's function computes them."""
-        return self.derive_qparams_fn([unscreened(source) for source in self._sources])
+        """Return scale and zero point as the specification's function computes them.
+
+        Raises:
+            ConfigError: it returns no parameters that the specification allows.
+        """
+        derived: Any = self.derive_qparams_fn([unscreened(source) for source in self._sources])
+        try:
+            scale, zero_point = (torch.as_tensor(value) for value in derived)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{self._says(derived)}: that is no scale and zero point") from error
+        if self._axis is None and scale.numel() == zero_point.numel() == 1:
+            scale, zero_point = scale.reshape(()), zero_point.reshape(())
+        for value, name in ((scale, "scale"), (zero_point, "zero point")):
+            if value.shape != self._expected(value):
+                wanted = tuple(self._expected(value))
+                raise ConfigError(
+                    f"{self._says(derived)}: the {name} has shape {tuple(value.shape)}, not {wanted}"
+                )
+        low, high = quantized_range(self.dtype, self.quant_min, self.quant_max)
+        if not bool(((scale > 0) & torch.isfinite(scale)).all()):
+            raise ConfigError(f"{self._says(derived)}: a scale is positive and finite")
+        if not bool(((zero_point >= low) & (zero_point <= high)).all()):
+            raise ConfigError(f"{self._says(derived)}: the zero point is outside [{low}, {high}]")
+        return scale.float(), zero_point
+
+    def _expected(self, value: Tensor) -> torch.Size:
+        """Return the shape of a parameter: one number, or one for each channel of what was seen."""
+        if self._axis is None:
+            return torch.Size(())
+        return torch.Size((self._shape[self._axis] if self._shape else value.numel(),))
+
+    def _says(self, derived: object) -> str:
+        return f"derive_qparams_fn returned {derived!r} for {self.subject}"
 
 
 class ScreenedObserver(nn.Module):

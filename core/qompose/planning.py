@@ -11,14 +11,16 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch.fx import GraphModule, Node
 
 from qompose.balancing import INPUT, OUTPUT, Balance
 from qompose.claims import Claim, Point, PointSpec
-from qompose.errors import SharingError
-from qompose.graph import address_of, constant_of, layout_of
+from qompose.errors import ConfigError, SharingError
+from qompose.graph import address_of, constant_of, layout_of, value_of
 from qompose.nested import count_readers, nodes_in, same_tensors
+from qompose.numerics import PER_CHANNEL, full_blocks
 from qompose.operators import VALUE_PRESERVING
 from qompose.plan import Group
 from qompose.specs import describe_spec, likeness
@@ -29,7 +31,9 @@ def plan_groups(model: GraphModule, claims: Sequence[Claim]) -> tuple[Group, ...
 
     Raises:
         SharingError: a shared specification leads nowhere or only to others, two different ones meet in
-            a group, or derived ones form a circle.
+            a group, or derived ones form a circle; tensors of one group differ in channels or blocks.
+        ConfigError: a tensor has not the dimension that a specification gives the channels to, or cannot
+            be divided into its blocks.
     """
     nodes = {node.name: node for node in nodes_in(model)}
     position = {name: i for i, name in enumerate(nodes)}
@@ -38,10 +42,50 @@ def plan_groups(model: GraphModule, claims: Sequence[Claim]) -> tuple[Group, ...
     solver.join_implicitly()
     solver.join_moves(nodes)
     groups = solver.groups(position)
+    for group in groups:
+        _check_scales(group, solver, nodes)
     if any(claim.product for claim in claims):
         readers = count_readers(model)
         groups = [replace(g, balance=_balance(g, solver, nodes, readers)) for g in groups]
     return _in_order_of_dependency(groups, solver)
+
+
+def _check_scales(group: Group, solver: _Solver, nodes: Mapping[str, Node]) -> None:
+    """Check that every tensor of a group has as many scales as the others, and can have them at all."""
+    counts: dict[Point, tuple[int, ...]] = {}
+    for point in group.points:
+        shape = _shape_of(nodes.get(point.source))
+        if shape is not None:
+            try:
+                counts[point] = _scales(group.spec, shape)
+            except ConfigError as error:
+                raise ConfigError(f"{solver.who(point)}: {error}") from None
+    for point, count in counts.items():
+        first = next(iter(counts))
+        if count != counts[first]:
+            raise SharingError(
+                f"{solver.who(first)} and {solver.who(point)} share parameters, which are "
+                f"{describe_spec(group.spec)}: one has {counts[first]} of them, the other {count}"
+            )
+
+
+def _shape_of(node: Node | None) -> tuple[int, ...] | None:
+    shape = None if node is None else getattr(value_of(node), "shape", None)
+    return None if shape is None else tuple(shape)
+
+
+def _scales(spec: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return how many scales a static tensor has, along each of its dimensions."""
+    if getattr(spec, "is_dynamic", False) or spec.dtype.is_floating_point:
+        return ()
+    if getattr(spec, "block_size", None) is not None:
+        blocks = full_blocks(shape, spec.block_size)
+        return tuple(dim // size for dim, size in zip(shape, blocks, strict=True))
+    if spec.qscheme not in PER_CHANNEL:
+        return ()
+    if not -len(shape) <= spec.ch_axis < len(shape):
+        raise ConfigError(f"a tensor of shape {shape} has no dimension {spec.ch_axis} for channels")
+    return (shape[spec.ch_axis],)
 
 
 def _balance(
@@ -175,10 +219,15 @@ class _Solver:
         for point in [point for point in self.specs if point.user is not None]:
             user = nodes[point.user or ""]
             output = Point(user.name)
-            if user.target in VALUE_PRESERVING and output in self.specs:
+            one_scale = self._one_scale(point)  # moves change what is a channel, and what a block
+            if user.target in VALUE_PRESERVING and output in self.specs and one_scale:
                 alike = self._likeness(point)
                 if alike is not None and alike == self._likeness(output):
                     self.join(point, output)
+
+    def _one_scale(self, point: Point) -> bool:
+        spec = self.concrete.get(self.find(point))
+        return getattr(spec and spec.spec, "qscheme", None) not in PER_CHANNEL
 
     def groups(self, position: dict[str, int]) -> list[Group]:
         members: dict[Point, list[Point]] = defaultdict(list)

@@ -79,18 +79,23 @@ def static_pair(q: QParams, shape: tuple[int, ...], scale: Any, zero_point: Any)
     if q.per_tensor:
         pair = decomposed.quantize_per_tensor, decomposed.dequantize_per_tensor
         return OperatorPair(*pair, (scale, zero_point, *bounds), q.dtype)
-    if not q.blocks:
+    if q.axis is not None:
         pair = decomposed.quantize_per_channel, decomposed.dequantize_per_channel
-        return OperatorPair(*pair, (scale, zero_point, q.axis, *bounds), q.dtype)
-    rows, *groups = q.scale.shape
-    if (
-        len(shape) == 2 and rows == shape[0] and shape[1] > groups[0]
-    ):  # torch's groups are 2 at least
+        axis = q.axis % len(shape)
+        return OperatorPair(*pair, (scale, zero_point, axis, *bounds), q.dtype)
+    size = _group_size(q.scale, shape)
+    if size is not None:
         pair = decomposed.quantize_per_group, decomposed.dequantize_per_group
-        size = shape[1] // groups[0]
         return OperatorPair(*pair, (scale, zero_point, *bounds, size), q.dtype)
     pair = decomposed.quantize_per_block, decomposed.dequantize_per_block
     return OperatorPair(*pair, (scale, zero_point, *bounds), q.dtype)
+
+
+def _group_size(scale: Tensor, shape: tuple[int, ...]) -> int | None:
+    """Return the size of blocks that are groups within the rows of a matrix, at least 2 as torch wants."""
+    if len(shape) != 2 or scale.shape[0] != shape[0] or shape[1] <= scale.shape[1]:
+        return None
+    return shape[1] // scale.shape[1]
 
 
 def choosing_operator(
@@ -170,7 +175,12 @@ def _quantize(x: Tensor, q: QParams, first: int, last: int) -> Tensor:
     if q.blocks or q.axis in (0, -x.dim()):
         scale, zero_point = scale[first:last], zero_point[first:last]
     if q.blocks:
-        return quantize_blocks(x, scale, zero_point, *bounds)
+        size = _group_size(scale, tuple(x.shape))
+        if size is None:
+            return quantize_blocks(x, scale, zero_point, *bounds)
+        # Torch's operator rounds the sum with the zero point, which halves show.
+        in_groups: Tensor = decomposed.quantize_per_group(x, scale, zero_point, *bounds, size)
+        return in_groups
     assert q.axis is not None
     if zero_point.is_floating_point():
         return quantize_float_zero_point(x, scale, zero_point, q.axis, *bounds)

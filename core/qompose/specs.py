@@ -85,9 +85,11 @@ class FixedQParamsQuantizationSpec(QuantizationSpecBase):
     def __post_init__(self) -> None:
         low, high = _check_range(self.dtype, self.quant_min, self.quant_max)
         if not 0 < self.scale < math.inf:
-            raise ConfigError(f"scale must be positive and finite, and is {self.scale}")
-        if not low <= self.zero_point <= high or self.zero_point != int(self.zero_point):
-            raise ConfigError(f"zero_point={self.zero_point} is no integer of [{low}, {high}]")
+            raise ConfigError(f"scale must be positive, and is {self.scale}")
+        if not low <= self.zero_point <= high:
+            raise ConfigError(f"zero_point={self.zero_point} is outside [{low}, {high}]")
+        if self.zero_point != int(self.zero_point):
+            raise ConfigError(f"zero_point={self.zero_point} is no integer")
         if self.qscheme in PER_CHANNEL:
             raise ConfigError(f"fixed parameters are per tensor, not {self.qscheme}")
         if self.is_dynamic:

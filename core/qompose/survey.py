@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from operator import getitem
 from typing import Any
 
@@ -56,20 +56,23 @@ def survey(
             claim=claim_of.get(node.name),
             reason="" if node.name in claim_of else reasons.get(node.name, _why_not(node)),
         )
-        for name, node in _listed(exported, split)
+        for name, node in _listed(exported, split, claim_of)
         if node.op == "call_function" and not is_nested_call(node) and _computes_floats(node)
     )
 
 
 def _listed(
-    exported: GraphModule, split: Mapping[str, Sequence[Node]]
+    exported: GraphModule, split: Mapping[str, Sequence[Node]], claimed: Container[str]
 ) -> Iterator[tuple[str, Node]]:
-    """Yield the program's nodes with their names, the pieces of one in its place."""
+    """Yield the program's nodes with their names, the pieces of one in its place.
+
+    Taking one of several results computes nothing; it is listed only where a claim covers it.
+    """
     for node in nodes_in(exported):
         if node.name in split:
             for piece in split[node.name]:
                 yield f"{node.name}/{piece.name.removeprefix(f'{node.name}_')}", piece
-        elif node.target is not getitem or not any(a.name in split for a in node.all_input_nodes):
+        elif node.target is not getitem or node.name in claimed:
             yield node.name, node
 
 

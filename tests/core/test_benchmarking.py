@@ -67,5 +67,6 @@ def test_nothing_to_time_is_refused(models: dict[str, object], rounds: int) -> N
 
 def test_models_run_without_gradients() -> None:
     seen = []
-    qompose.bench({"float": lambda x: seen.append((x * 2).requires_grad)}, torch.ones(1, requires_grad=True), rounds=1)  # fmt: skip
+    models = {"float": lambda x: seen.append((x * 2).requires_grad)}
+    qompose.bench(models, torch.ones(1, requires_grad=True), rounds=1)
     assert seen == [False] * 3
