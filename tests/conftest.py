@@ -3,8 +3,19 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
 
 settings.register_profile("free", deadline=None, print_blob=True)
 settings.register_profile("repeatable", deadline=None, derandomize=True, database=None)
 settings.load_profile("free")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--regen", action="store_true", help="write the golden plans anew")
+
+
+@pytest.fixture
+def regen(request: pytest.FixtureRequest) -> bool:
+    """Whether golden plans are written rather than compared."""
+    return bool(request.config.getoption("--regen"))

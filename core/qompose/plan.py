@@ -17,7 +17,7 @@ from qompose.balancing import Balance
 from qompose.claims import Claim, Conflict, Point
 from qompose.errors import StageError
 from qompose.graph import STAGE_KEY
-from qompose.specs import QuantizationSpecBase, spec_to_dict
+from qompose.specs import QuantizationSpecBase, describe_spec, spec_to_dict
 
 META_KEY = STAGE_KEY
 
@@ -111,6 +111,27 @@ class Plan:
             for point in points
             if point.user is not None and Point(point.source) in points
         )
+
+    def __str__(self) -> str:
+        group_of = {point: i for i, g in enumerate(self.groups) for point in g.points}
+        module_of = {operator.name: operator.module for operator in self.operators}
+        lines = []
+        for claim in self.claims:
+            where = module_of.get(claim.anchor)
+            lines.append(
+                f"{claim.owner}, rule {claim.rule}: {' -> '.join(claim.nodes)}"
+                f"{f' in {where}' if where else ''}, {claim.mode}"
+            )
+            for spec in claim.specs:
+                shared = f"as {spec.references[0]}" if spec.shared else describe_spec(spec.spec)
+                lines.append(f"    {spec.point}: {shared}, group {group_of[spec.point]}")
+        lines += [
+            f"float: {o.name} ({o.operator}{f' in {o.module}' if o.module else ''}): {o.reason}"
+            for o in self.operators
+            if o.claim is None
+        ]
+        lines += [f"rewritten by {r.name}: {', '.join(r.nodes)}" for r in self.rewrites]
+        return "\n".join([*lines, *self.notes])
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as JSON data."""
