@@ -20,7 +20,6 @@ from qompose.errors import NotExportedError, StageError
 from qompose.graph import (
     STAGE_KEY,
     copy_graph_module,
-    get_attribute,
     replace_nested,
     set_attribute,
 )
@@ -58,11 +57,11 @@ def _unlifted(program: ExportedProgram) -> GraphModule:
     module = _renamed(program, flat).module(check_guards=False)
     assert isinstance(module, GraphModule)
     originals = {short: target for target, short in flat.items()}
-    for short, target in originals.items():
-        if short in module._parameters or short in module._buffers or hasattr(module, short):
-            value = get_attribute(module, short)
-            delattr(module, short)
-            set_attribute(module, target, value)
+    values = {short: getattr(module, short) for short in originals if hasattr(module, short)}
+    for short in values:  # all of them first: a model's own name may look like a short one
+        delattr(module, short)
+    for short, value in values.items():
+        set_attribute(module, originals[short], value)
     for node in module.graph.nodes:
         if node.op == "get_attr" and node.target in originals:
             node.target = originals[node.target]

@@ -52,7 +52,7 @@ from qompose.plugins import load_backend
 from qompose.preparation import insert_observers
 from qompose.quantizer import ComposableQuantizer, Quantizer, RuleQuantizer, labelled
 from qompose.reporting import Report, report
-from qompose.representation import represent
+from qompose.representation import Representation, represent
 from qompose.signature import call_signature
 from qompose.survey import state_bytes, survey
 
@@ -235,9 +235,10 @@ def convert_pt2e(
         )
         clear_annotations(model)  # they refer to nodes of the prepared graph
         run_as_exported(model)
-        stage, findings = "converted", conversion.findings
+        stage, represented = "converted", Representation({}, {})
         if use_reference_representation:
-            stage, findings = "reference", findings + _represented(model)
+            fold_quantized_constants(model)
+            stage, represented = "reference", represent(model)
         hoist_constants(model)
         name_apart(model)
         converted = refresh(model)
@@ -247,18 +248,19 @@ def convert_pt2e(
             stage=stage,
             dropped=conversion.dropped,
             balanced=tuple(conversion.balanced),
-            findings=tuple(findings),
+            findings=tuple(conversion.findings),
+            kernels=_by_claim(record.plan, represented.replaced),
+            fallbacks=_by_claim(record.plan, represented.left),
             bytes=state_bytes(converted),
         )
         attach(converted, done)
     return _into(prepared, converted) if inplace else converted
 
 
-def _represented(model: GraphModule) -> list[str]:
-    """Spell out the integer arithmetic, in place; return what stays simulated, with the reason."""
-    fold_quantized_constants(model)
-    left = represent(model).left
-    return [f"{name} stays simulated: {reason}" for name, reason in left.items()]
+def _by_claim(plan: Plan, facts: Mapping[str, str]) -> dict[int, str]:
+    """Return what is known of the operators that claims are named after, by the claims' numbers."""
+    anchors = {number: claim.anchor for number, claim in enumerate(plan.claims)}
+    return {number: facts[name] for number, name in anchors.items() if name in facts}
 
 
 def lower(converted: GraphModule, target: str = "torch", *, strict: bool = False) -> Any:

@@ -15,7 +15,7 @@ from qompose.errors import NotLoweredError, StageError, UserError, near_names
 from qompose.plan import META_KEY, Operator, Record
 
 KERNEL, SIMULATED, FLOAT = "int8 kernel", "simulated (Q/DQ)", "float"
-OBSERVED = "observed"
+OBSERVED, REFERENCE = "observed", "integer reference"
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ _HEADER = ("operator", "state", "owner", "kernel or reason", "operators", "MACs"
 
 
 def report(model: Any) -> Report:
-    """Return the report of a prepared, converted or lowered model.
+    """Return the report of a prepared, converted, reference or lowered model.
 
     Raises:
         StageError: the model carries no record; it did not come from qompose.
@@ -186,7 +186,7 @@ def _state(number: int, record: Record) -> tuple[str, str]:
     if record.stage == "prepared":
         return OBSERVED, ""
     if number in record.kernels:
-        return KERNEL, ""
+        return (REFERENCE if record.stage == "reference" else KERNEL), ""
     return SIMULATED, record.fallbacks.get(number, "")
 
 

@@ -40,6 +40,7 @@ from tests.core.toy import (
     sqnr,
     toy,
 )
+from tests.zoo import by_name
 
 X = randn(6, 3)
 
@@ -293,3 +294,45 @@ def test_no_warning_without_need(net: nn.Module) -> None:
         warnings.simplefilter("error")
         result = qompose.quantize(net, (X,), backends=[toy(LINEAR)], calibration=[X])
         str(result.report)
+
+
+class TestReferenceRepresentation:
+    def test_it_is_the_same_model_in_integers(self, net: nn.Module) -> None:
+        prepared = prepare(export(net, X), toy(LINEAR, SIGMOID))
+        prepared(X)
+        simulated = qompose.convert_pt2e(prepared)
+        spelled_out = qompose.convert_pt2e(prepared, use_reference_representation=True)
+        assert {name for name in operators(spelled_out) if "quantize" in name} == set()
+        assert sqnr(simulated(X), spelled_out(X)) > 100
+
+    def test_the_report_says_what_is_in_integers_and_what_is_not(self, net: nn.Module) -> None:
+        prepared = prepare(export(net, X), toy(LINEAR, SIGMOID))
+        prepared(X)
+        report = qompose.report(qompose.convert_pt2e(prepared, use_reference_representation=True))
+        states = {row.name: (row.state, row.reason) for row in report.rows}
+        assert states["linear"] == ("integer reference", "")
+        assert states["sigmoid"][0] == "simulated (Q/DQ)"
+        assert "has no integer reference" in states["sigmoid"][1]
+
+    def test_it_is_not_for_lowering(self, net: nn.Module) -> None:
+        prepared = prepare(export(net, X), toy(LINEAR))
+        prepared(X)
+        model = qompose.convert_pt2e(prepared, use_reference_representation=True)
+        with pytest.raises(StageError, match="without use_reference_representation"):
+            qompose.lower(model)
+
+    def test_bodies_of_control_flow_are_spelled_out_too(self) -> None:
+        model, inputs = (
+            by_name("cond_shared_weight").export(),
+            by_name("cond_shared_weight").inputs(),
+        )
+        prepared = prepare(model, toy())
+        for sign in (1, -1):
+            prepared(*(sign * x for x in inputs))
+        simulated = qompose.convert_pt2e(prepared)
+        spelled_out = qompose.convert_pt2e(prepared, use_reference_representation=True)
+        states = {row.state for row in qompose.report(spelled_out).rows if row.owner}
+        assert states == {"integer reference"}
+        for sign in (1, -1):
+            signed = [sign * x for x in inputs]
+            assert sqnr(simulated(*signed), spelled_out(*signed)) > 60
