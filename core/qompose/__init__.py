@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from qompose.errors import CalibrationError as CalibrationError
     from qompose.errors import ConfigError as ConfigError
     from qompose.errors import InternalError as InternalError
+    from qompose.errors import MemberError as MemberError
     from qompose.errors import MissingBackendError as MissingBackendError
     from qompose.errors import NotExportedError as NotExportedError
     from qompose.errors import NothingQuantizedError as NothingQuantizedError
@@ -100,8 +101,8 @@ _MODULES = {
     "capabilities": "Capabilities Capability Support",
     "errors": (
         "AnnotationConflictError ArtefactError BackendNotFoundError CalibrationError ConfigError "
-        "InternalError MissingBackendError NotExportedError NothingQuantizedError NotLoweredError "
-        "PluginError QomposeError QomposeWarning SelectorError SharingError StageError "
+        "InternalError MemberError MissingBackendError NotExportedError NothingQuantizedError "
+        "NotLoweredError PluginError QomposeError QomposeWarning SelectorError SharingError StageError "
         "TargetError UncalibratedError UserError"
     ),
     "hookspecs": "API_VERSION hookimpl",

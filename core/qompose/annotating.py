@@ -10,6 +10,7 @@ from torch.fx import GraphModule, Node
 
 from qompose.arbitration import compose_claims
 from qompose.claims import Composition
+from qompose.errors import UserError, blaming
 from qompose.graph import copy_graph_module, refresh, replace_nested
 from qompose.nested import graphs_in, name_apart, nodes_in
 from qompose.plan import Rewrite
@@ -77,9 +78,19 @@ def _claimed(composition: Composition) -> frozenset[str]:
 
 def _transformed(model: GraphModule, quantizer: Quantizer) -> GraphModule:
     """Let a quantizer rewrite a program, bodies first."""
+
+    def transform(part: GraphModule) -> GraphModule:
+        with blaming(f"{quantizer.name}: transform_for_annotation"):
+            result = quantizer.transform_for_annotation(part)
+        if not isinstance(result, GraphModule):
+            raise UserError(
+                f"{quantizer.name}: transform_for_annotation returned {result!r}, not a GraphModule"
+            )
+        return result
+
     for part in graphs_in(model):
-        replace_nested(part, quantizer.transform_for_annotation)
-    return quantizer.transform_for_annotation(model)
+        replace_nested(part, transform)
+    return transform(model)
 
 
 def _composed(model: GraphModule, quantizer: Quantizer) -> Composition:

@@ -8,7 +8,7 @@ wrote is compared by content with what was there, grouped into fused regions, an
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from qompose.claims import (
     Rejection,
     shared_with,
 )
-from qompose.errors import AnnotationConflictError, ConfigError
+from qompose.errors import AnnotationConflictError, ConfigError, UserError, blaming
 from qompose.graph import constant_of, copy_graph_module, dtype_of, is_quantizable
 from qompose.nested import nodes_in
 from qompose.specs import (
@@ -62,7 +62,14 @@ def propose_annotations(
         node.name: point_specs(node) for node in snapshot.graph.nodes if node_annotation(node)
     }
     owners = {node: claim.owner for claim in taken for node in _touched(claim)}
-    annotate(snapshot)
+    known = [node.name for node in snapshot.graph.nodes]
+    with blaming(f"{owner}: annotate"):
+        annotate(snapshot)
+    if [node.name for node in snapshot.graph.nodes] != known:
+        raise UserError(
+            f"{owner} changed the program in annotate, which may only annotate it; "
+            "transform_for_annotation is for changes"
+        )
     proposal = Proposal()
     annotated = []
     for node in snapshot.graph.nodes:
@@ -105,17 +112,24 @@ def point_specs(node: Node) -> list[PointSpec]:
     annotation = node_annotation(node)
     if annotation is None:
         return []
+    edges = getattr(annotation, "input_qspec_map", None)
+    if not isinstance(edges, Mapping) or not all(isinstance(key, Node) for key in edges):
+        raise ConfigError(
+            f"the annotation of {node.name} is {annotation!r}, and not a QuantizationAnnotation whose "
+            "input_qspec_map goes from nodes to specifications"
+        )
     implicit = bool(getattr(annotation, "allow_implicit_sharing", True))
-    places = [
-        (Point(source.name, node.name), spec) for source, spec in annotation.input_qspec_map.items()
-    ]
-    places.append((Point(node.name), annotation.output_qspec))
+    places = [(Point(source.name, node.name), spec) for source, spec in edges.items()]
+    places.append((Point(node.name), getattr(annotation, "output_qspec", None)))
     return [_point_spec(point, spec, implicit) for point, spec in places if spec is not None]
 
 
 def _point_spec(point: Point, spec: Any, implicit: bool) -> PointSpec:
     """Return a specification as a value: what it refers to are points, not nodes of some graph."""
-    native, references = native_spec(spec), _references(spec)
+    try:
+        native, references = native_spec(spec), _references(spec)
+    except ConfigError as error:
+        raise ConfigError(f"the specification of {point}: {error}") from error
     if isinstance(native, SharedQuantizationSpec):
         return shared_with(point, references[0], implicit=implicit)
     if isinstance(native, DerivedQuantizationSpec):
@@ -166,8 +180,10 @@ def _references(spec: Any) -> tuple[Point, ...]:
 def _as_point(edge_or_node: EdgeOrNode) -> Point:
     if isinstance(edge_or_node, Node):
         return Point(edge_or_node.name)
-    source, user = edge_or_node
-    return Point(source.name, user.name)
+    match edge_or_node:
+        case (Node() as source, Node() as user):
+            return Point(source.name, user.name)
+    raise ConfigError(f"{edge_or_node!r} is neither a node nor an edge (producer, consumer)")
 
 
 def claims_of(owner: str, nodes: Sequence[Node], proposal: Proposal) -> list[Claim]:

@@ -29,6 +29,7 @@ from torch.fx import GraphModule
 
 from qompose.backend import Backend
 from qompose.errors import ArtefactError, BackendNotFoundError, MissingBackendError, PluginError
+from qompose.graph import copies_of
 from qompose.plan import Record, attach, record_of
 from qompose.plugins import backends as installed_backends
 from qompose.plugins import load_backend
@@ -229,7 +230,7 @@ def _model(body: Mapping[str, Any], blocks: Mapping[str, Tensor]) -> GraphModule
         _import_backends(owners)  # they may register it
         module = ProgramReader(body["program"], tensors).program()
     backends = _Backends(owners, {claim.owner for claim in record.plan.claims})
-    state = {path: tensors[path].clone() for path in body["state"]}
+    state = copies_of({path: tensors[path] for path in body["state"]})
     loaded: GraphModule = attach(module, replace(record, backends=backends, state=state))
     return loaded
 

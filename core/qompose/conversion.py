@@ -101,6 +101,8 @@ def fold_quantized_constants(model: GraphModule) -> None:
 
 
 _to = torch.ops.aten.to.dtype
+_EXACT = {torch.float16: 2**11, torch.bfloat16: 2**8}
+"""How many integers in a row a type holds: where there are more, they are read as float32 first."""
 
 
 class _Converter:
@@ -268,12 +270,17 @@ class _Converter:
         rescale: tuple[Tensor, int] | None,
     ) -> None:
         example = value_of(value)
-        arguments, keywords = pair.to_float(example.dtype)
+        exact = pair.steps <= _EXACT.get(example.dtype, 2**24)
+        arguments, keywords = pair.to_float(example.dtype if exact else torch.float32)
         for user in list(node.users):
             reader = user if user.op == "call_function" else quantized
             with node.graph.inserting_before(user):
                 read = _call(pair.dequantize, (quantized, *arguments), reader, example)
             read.kwargs = keywords
+            if not exact and example.dtype is not torch.float32:
+                read.meta["val"] = example.to(torch.float32)
+                with node.graph.inserting_before(user):
+                    read = _call(_to, (read, example.dtype), reader, example)
             if rescale is not None:
                 read = self._scaled(read, *rescale, before=user)
             user.replace_input_with(node, read)

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `quantized_decomposed` operators, taken from torch here and nowhere else, and two of our own.
+"""The `quantized_decomposed` operators, taken from torch here and nowhere else, and three of our own.
 
 ExecuTorch and Inductor know a quantized model by these operators, so they are torch's own; importing
 the private module registers them. Torch's only operators for blocks are for groups within the rows of a
-matrix; `qompose::quantize_per_block` takes blocks of any shape and rank.
+matrix; `qompose::quantize_per_block` takes blocks of any shape and rank. Behind a zero point that is no
+integer, torch's operator rounds before it adds it and then truncates: `qompose::quantize_per_channel_float`
+rounds the sum.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from torch import Tensor
 from torch.ao.quantization.fx import _decomposed as _registers  # noqa: F401
 from torch.fx import Node
 
-from qompose.numerics import dequantize_blocks, quantize_blocks
+from qompose.numerics import dequantize_blocks, quantize_blocks, quantize_float_zero_point
 
 _ops = torch.ops.quantized_decomposed
 
@@ -55,6 +57,33 @@ def _like_input(
     return torch.empty_like(input, dtype=dtype)
 
 
+@torch.library.custom_op("qompose::quantize_per_channel_float", mutates_args=())
+def _quantize_per_channel_float(
+    input: Tensor,
+    scale: Tensor,
+    zero_point: Tensor,
+    axis: int,
+    low: int,
+    high: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    return quantize_float_zero_point(input, scale, zero_point, axis, low, high, dtype)
+
+
+@_quantize_per_channel_float.register_fake
+def _like_its_input(
+    input: Tensor,
+    scale: Tensor,
+    zero_point: Tensor,
+    axis: int,
+    low: int,
+    high: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    return torch.empty_like(input, dtype=dtype)
+
+
+quantize_per_channel_float = torch.ops.qompose.quantize_per_channel_float.default
 quantize_per_block = torch.ops.qompose.quantize_per_block.default
 dequantize_per_block = torch.ops.qompose.dequantize_per_block.default
 
@@ -63,6 +92,7 @@ QUANTIZE = frozenset(
         quantize_per_tensor,
         quantize_per_tensor_dynamic,
         quantize_per_channel,
+        quantize_per_channel_float,
         quantize_per_group,
         quantize_per_token,
         quantize_per_block,

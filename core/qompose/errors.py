@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any
 
@@ -125,6 +126,26 @@ class MissingBackendError(BackendNotFoundError):
             f"{remedy}. Installed: {', '.join(installed) or 'none'}. "
             "Without it the loaded model still runs, and cannot be lowered.",
         )
+
+
+class MemberError(UserError):
+    """Code that a quantizer or backend brings raised an error of its own; `__cause__` has it."""
+
+
+@contextmanager
+def blaming(who: str, *passing: type[Exception]) -> Iterator[None]:
+    """Turn errors that are not qompose's own, nor `passing`, into one that says whose code raised them.
+
+    Raises:
+        MemberError: there was such an error.
+    """
+    own: tuple[type[Exception], ...] = (QomposeError, *passing)
+    try:
+        yield
+    except own:
+        raise
+    except Exception as error:
+        raise MemberError(f"{who} raised {type(error).__name__}: {error}") from error
 
 
 class NothingQuantizedError(UserError):

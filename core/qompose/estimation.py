@@ -23,8 +23,8 @@ from qompose.balancing import (
     balance_output,
 )
 from qompose.claims import Point
-from qompose.errors import CalibrationError, UncalibratedError
-from qompose.graph import constant_of, get_attribute, owner_of, set_attribute
+from qompose.errors import CalibrationError, UncalibratedError, blaming
+from qompose.graph import constant_of, get_attribute, owner_of, set_attribute, value_of
 from qompose.nested import nodes_in
 from qompose.numerics import (
     DEFAULT_EPS,
@@ -173,12 +173,32 @@ class Estimation:
         elif number in self._balanced_weights:
             scale, zero_point = self._rows_qparams(number)
         else:
-            scale, zero_point = self.observer(number).calculate_qparams()
-        if not bool(torch.isfinite(scale).all()):
-            raise CalibrationError(f"{self.describe(number)} has the scale {scale}")
-        blocks = getattr(spec, "block_size", None) is not None
+            with blaming(f"calculate_qparams of the observer of {self.describe(number)}"):
+                scale, zero_point = map(torch.as_tensor, self.observer(number).calculate_qparams())
         scale, zero_point = scale.detach(), zero_point.detach()
-        return QParams(scale, zero_point, low, high, spec.dtype, axis_of(spec), blocks)
+        blocks = getattr(spec, "block_size", None) is not None
+        q = QParams(scale, zero_point, low, high, spec.dtype, axis_of(spec), blocks)
+        for problem in self._problems_with(q, self._value(number)):
+            raise CalibrationError(f"{self.describe(number)} {problem}; its observer gave that")
+        return q
+
+    def _value(self, number: int) -> Node:
+        return self._nodes[self.plan.groups[number].points[0].source]
+
+    def _problems_with(self, q: QParams, value: Node) -> Iterator[str]:
+        """Yield what makes parameters unusable for a tensor."""
+        shape = value_of(value).shape
+        wanted = 1 if q.per_tensor else None if q.axis is None else shape[q.axis]
+        if wanted is not None and not q.scale.numel() == q.zero_point.numel() == wanted:
+            yield f"has {q.scale.numel()} scales and {q.zero_point.numel()} zero points, not {wanted}"
+        elif not bool((torch.isfinite(q.scale) & (q.scale > 0)).all()):
+            yield f"has the scale {q.scale.tolist()}, which is not positive and finite"
+        elif not bool(torch.isfinite(q.zero_point.double()).all()):
+            yield f"has the zero point {q.zero_point.tolist()}"
+        elif not q.zero_point.is_floating_point() and not bool(
+            ((q.zero_point >= q.low) & (q.zero_point <= q.high)).all()
+        ):
+            yield f"has the zero point {q.zero_point.tolist()}, outside [{q.low}, {q.high}]"
 
     def _balance(self, number: int, balance: Balance) -> None:
         """Decide on a group's factors and move them into the parameters behind or before it."""

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -91,6 +91,28 @@ def set_attribute(module: nn.Module, target: str, value: Tensor | nn.Module) -> 
         module.register_buffer(last, value)
     else:
         setattr(module, last, value)
+
+
+def copies_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return copies of tensors. Those that share memory share it in their copies too."""
+    memo: dict[int, Any] = {}
+    return {name: copy.deepcopy(tensor.detach(), memo) for name, tensor in tensors.items()}
+
+
+def remove_dead(graph: Graph, kept: Collection[Node]) -> None:
+    """Remove what nothing reads, except `kept`: calls that had no readers before are there for their effect.
+
+    Torch's own notion of effects does not know bodies that write, operators without results, and vmap's.
+    """
+    for node in reversed(list(graph.nodes)):
+        live = node.users or node in kept or node.op in ("placeholder", "output")
+        if not live and not node.is_impure():
+            graph.erase_node(node)
+
+
+def without_readers(module: GraphModule) -> set[Node]:
+    """Return the nodes of a graph that nothing reads."""
+    return {node for node in module.graph.nodes if not node.users}
 
 
 def drop_attribute(module: nn.Module, target: str) -> None:

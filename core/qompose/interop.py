@@ -33,6 +33,12 @@ def adapt(quantizer: Any) -> Quantizer:
     """
     if isinstance(quantizer, Quantizer):
         return quantizer
+    if isinstance(quantizer, (str, list, tuple)):
+        raise UserError(
+            f"{quantizer!r} is no quantizer; qompose.compose makes one of names and members"
+        )
+    if isinstance(quantizer, type):
+        raise UserError(f"{quantizer.__name__} is a class, not a quantizer: call it")
     if not is_foreign_quantizer(quantizer):
         raise UserError(f"{quantizer!r} is no quantizer: it has no annotate and validate methods")
     return AdaptedQuantizer(quantizer)

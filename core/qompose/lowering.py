@@ -10,8 +10,8 @@ from torch.fx import GraphModule, Node
 
 from qompose.backend import Backend, Finished, Target
 from qompose.claims import Claim
-from qompose.errors import TargetError
-from qompose.graph import owner_of, tag_of
+from qompose.errors import ConfigError, TargetError, blaming
+from qompose.graph import owner_of, remove_dead, tag_of, without_readers
 from qompose.nested import graphs_in, nodes_in
 from qompose.plan import Record
 from qompose.region import Region
@@ -79,6 +79,7 @@ def replace_regions(
         target's last step is expected to supply.
     """
     regions = _regions(model)
+    kept = {node for part in graphs_in(model) for node in without_readers(part)}
     done: dict[int, str] = {}
     fallbacks: dict[int, str] = {}
     left: dict[int, str] = {}
@@ -98,7 +99,7 @@ def replace_regions(
         except NotLowerable as reason:
             fallbacks[number] = str(reason)
     for part in graphs_in(model):
-        part.graph.eliminate_dead_code()
+        remove_dead(part.graph, kept)
     return done, fallbacks, left
 
 
@@ -107,9 +108,13 @@ def _replace(claim: Claim, nodes: Sequence[Node], kernel: Kernel) -> bool:
     if kernel.emit is None:
         return False
     region = Region(owner_of(nodes[0]), claim, nodes, float_output=kernel.float_output)
-    emitted = kernel.emit(region)
+    who = f"kernel {kernel.name!r} of {claim.owner}, rule {claim.rule}, at {claim.anchor}"
+    with blaming(who, NotLowerable):
+        emitted = kernel.emit(region)
     if emitted is None:
         return False
+    if not isinstance(emitted, Node) or emitted.graph is not nodes[0].graph:
+        raise ConfigError(f"{who}, gave {emitted!r}, and not a node that it inserted")
     region.replace(emitted)
     return True
 

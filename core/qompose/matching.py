@@ -109,9 +109,16 @@ def _tensor_objection(rule: Rule, match: Match) -> str | None:
     weight = match.node(rule.weight) if rule.weight else None
     if rule.weight and (weight is None or constant_of(weight) is None):
         return f"{rule.weight} is computed, not a parameter"
+    if weight is not None and not _size(weight):
+        return f"{rule.weight} ({weight.name}) is empty"
     if weight is not None and not is_quantizable(weight):
         return f"{rule.weight} ({weight.name}) is {_kind(weight)}"
     return None
+
+
+def _size(parameter: Node) -> int:
+    constant = constant_of(parameter)
+    return 0 if constant is None else constant.numel()
 
 
 def _kind(node: Node) -> str:

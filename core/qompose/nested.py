@@ -8,6 +8,7 @@ export again only the form that it exports.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from qompose.aliases import written_buffers
 from qompose.graph import (
     address_of,
     constant_of,
+    copy_graph_module,
     free_attribute,
     get_attribute,
     holds,
@@ -162,12 +164,30 @@ def sink_constants(module: GraphModule) -> None:
 
     Buffers that the program writes to stay operands.
     """
+    _unshare_bodies(module)
     written = written_buffers(module.graph)
     for call in [node for node in module.graph.nodes if is_nested_call(node)]:
         _sink(module, call, written)
         for body in bodies_of(call):
             _give_module_stacks(body, call)
             sink_constants(body)
+
+
+def _unshare_bodies(module: GraphModule) -> None:
+    """Give every call bodies of its own, in place: they are going to differ in their operands."""
+    seen: set[int] = set()
+    for call in [node for node in module.graph.nodes if is_nested_call(node)]:
+        for index in LAYOUTS[call.target].bodies:
+            reference = call.args[index]
+            assert isinstance(reference, Node)
+            body = body_of(reference)
+            if id(body) in seen:
+                body = copy_graph_module(body)
+                path = free_attribute(module, str(reference.target))
+                set_attribute(module, path, body)
+                with module.graph.inserting_before(call):
+                    call.update_arg(index, module.graph.get_attr(path))
+            seen.add(id(body))
 
 
 def _sink(module: GraphModule, call: Node, written: frozenset[str]) -> None:
@@ -210,22 +230,33 @@ _MODULE_TYPES: dict[Any, type[torch.nn.Module]] = {
 }
 
 
-def _give_module_stacks(body: GraphModule, call: Node) -> None:
-    """Say of operators in a body which module they belong to; export keeps that only outside of bodies.
+_STRICT_ROOT = re.compile(r"^_export_root(\.|$)")
 
-    It is the module that holds the operator's parameter, or else the one that makes the call.
+
+def _give_module_stacks(body: GraphModule, call: Node) -> None:
+    """Say of operators in a body which module they belong to.
+
+    Strict export says it, under another root. The default one does not: then it is the module that holds
+    the operator's parameter, or else the one that makes the call.
     """
-    around = call.meta.get("nn_module_stack") or {}
     for node in body.graph.nodes:
-        if node.op != "call_function" or node.meta.get("nn_module_stack"):
-            continue
-        stack = dict(around)
-        paths = [str(a.target) for a in node.all_input_nodes if constant_of(a) is not None]
-        owner = paths[0].rpartition(".")[0] if paths else ""
-        if owner and owner != module_path(call):
-            kind = _MODULE_TYPES.get(node.target, torch.nn.Module)
-            stack[owner] = (owner, f"{kind.__module__}.{kind.__qualname__}")
+        stack = node.meta.get("nn_module_stack")
+        if stack:
+            stack = {k: (_STRICT_ROOT.sub("", path), kind) for k, (path, kind) in stack.items()}
+        elif node.op == "call_function":
+            stack = _stack_of(node, call)
         node.meta["nn_module_stack"] = stack
+
+
+def _stack_of(node: Node, call: Node) -> dict[str, Any]:
+    stack = dict(call.meta.get("nn_module_stack") or {})
+    read = [] if is_nested_call(node) else node.all_input_nodes
+    paths = [str(argument.target) for argument in read if constant_of(argument) is not None]
+    owner = paths[0].rpartition(".")[0] if paths else ""
+    if owner and owner != module_path(call):
+        kind = _MODULE_TYPES.get(node.target, torch.nn.Module)
+        stack[owner] = (owner, f"{kind.__module__}.{kind.__qualname__}")
+    return stack
 
 
 def hoist_constants(module: GraphModule) -> None:

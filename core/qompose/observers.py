@@ -51,6 +51,8 @@ class Observer(nn.Module):
     """
 
     per_channel = False
+    looks = True
+    """Whether it keeps statistics, and so has to know the scheme."""
     constant = False
     """Set by prepare on observers of parameters: a value is looked at again only after it changed."""
     subject = "the observed tensor"
@@ -72,7 +74,7 @@ class Observer(nn.Module):
         self.quant_min, self.quant_max = quant_min, quant_max
         if not dtype.is_floating_point:
             quantized_range(dtype, quant_min, quant_max)
-        if (self.qscheme in PER_CHANNEL) != self.per_channel:
+        if self.looks and (self.qscheme in PER_CHANNEL) != self.per_channel:
             raise ConfigError(f"{type(self).__name__} does not estimate {self.qscheme}")
         self.screen = Screen()
         self._seen: tuple[int, int] | None = None
@@ -245,6 +247,8 @@ class HistogramObserver(Observer):
 
 class PlaceholderObserver(Observer):
     """Keeps no statistics: for dynamic quantization, whose parameters come from each tensor."""
+
+    looks = False
 
     def __init__(self, dtype: torch.dtype = torch.float16, **arguments: Any) -> None:
         super().__init__(dtype, **arguments)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from qompose.balancing import Channels
-from qompose.errors import ConfigError
+from qompose.errors import ConfigError, blaming
 from qompose.numerics import PER_CHANNEL, quantized_range
 from qompose.observers import FixedQParamsObserver, PerChannelMinMaxObserver, PlaceholderObserver
 from qompose.screening import Screen
@@ -133,7 +133,8 @@ class DerivedObserver(PlaceholderObserver):
         Raises:
             ConfigError: it returns no parameters that the specification allows.
         """
-        derived: Any = self.derive_qparams_fn([unscreened(source) for source in self._sources])
+        with blaming(f"derive_qparams_fn of {self.subject}"):
+            derived: Any = self.derive_qparams_fn([unscreened(s) for s in self._sources])
         try:
             scale, zero_point = (torch.as_tensor(value) for value in derived)
         except (TypeError, ValueError) as error:

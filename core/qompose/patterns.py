@@ -92,6 +92,12 @@ class OperatorPattern:
 
     targets: tuple[torch._ops.OpOverload, ...]
 
+    @property
+    def names(self) -> frozenset[str]:
+        """Return the names that every match has: the arguments that all the operators have, and "output"."""
+        arguments = [{a.name for a in target._schema.arguments} for target in self.targets]
+        return frozenset({"output"}.union(set.intersection(*arguments) if arguments else ()))
+
     def find(self, index: OperatorIndex) -> Iterator[Match]:
         """Yield every call of the operators, in graph order."""
         calls = [node for target in self.targets for node in index.calls(target)]
@@ -141,6 +147,11 @@ class Pattern:
             found.nodes_map[matcher.sink],
             captures,
         )
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Return the names that every match has."""
+        return frozenset({*self.parameters, *(name for name, _ in self.operators), "output"})
 
     @property
     def parameters(self) -> tuple[str, ...]:

@@ -28,9 +28,11 @@ from qompose.errors import (
     PluginError,
     QomposeWarning,
     UserError,
+    blaming,
 )
 from qompose.exported import as_graph_module
 from qompose.graph import (
+    copies_of,
     copy_graph_module,
     freeze,
     get_attribute,
@@ -125,7 +127,8 @@ def prepare_pt2e(
     with _without_collection():
         clear_annotations(working)
         write_annotations(working, record.plan.claims)
-        quantizer.validate(working)
+        with blaming(f"{quantizer.name}: validate"):
+            quantizer.validate(working)
         plan, callback = record.plan, quantizer.prepare_obs_or_fq_callback
         insert_observers(working, plan.claims, plan.groups, callback)
         run_observed_in_python(working)
@@ -140,7 +143,8 @@ def _planned(
     """Return the program with its rewrites, and the record of what is going to be done to it."""
     sink_constants(exported)
     name_apart(exported)
-    state = {p: get_attribute(exported, p).clone() for p in written_buffers(exported.graph)}
+    written = sorted(written_buffers(exported.graph))
+    state = copies_of({path: get_attribute(exported, path) for path in written})
     _restore(exported, state)
     unmatched = quantizer.check_program(exported)
     if strict and unmatched:
@@ -164,8 +168,8 @@ def _restore(model: GraphModule, state: Mapping[str, Tensor]) -> None:
 
     So neither the caller's model nor a converted one keeps what calibration wrote.
     """
-    for path, value in state.items():
-        set_attribute(model, path, value.clone())
+    for path, value in copies_of(state).items():
+        set_attribute(model, path, value)
 
 
 def _say_what_is_missing(plan: Plan, strict: bool) -> None:

@@ -116,7 +116,7 @@ def _balance(
 def _is_private(node: Node, readers: dict[int, int]) -> bool:
     """Tell whether a parameter is read in one place of the program, under no other name either."""
     constant = constant_of(node)
-    return constant is not None and readers[address_of(constant)] == 1
+    return constant is not None and readers.get(address_of(constant), 0) == 1
 
 
 def _tensors(model: GraphModule, nodes: dict[str, Node]) -> dict[str, str]:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
 from qompose.claims import Claim, Point
-from qompose.errors import ConfigError, InternalError
+from qompose.errors import ConfigError, blaming
 from qompose.graph import (
     constant_of,
     holds,
@@ -75,11 +75,14 @@ def _observers(
                 place = (nodes[point.source], nodes[point.user])
             places[place], numbers[place] = made[number], number
     original = dict(places)
-    callback(model, places)
+    with blaming("prepare_obs_or_fq_callback"):
+        callback(model, places)
+    if places.keys() != numbers.keys():
+        odd = ", ".join(str(place) for place in places.keys() ^ numbers.keys())
+        raise ConfigError(f"prepare_obs_or_fq_callback added or removed observers at {odd}")
     for place, observer in places.items():
-        if place not in numbers:
-            raise InternalError(f"prepare_obs_or_fq_callback added an observer at {place}")
         if observer is not original[place]:
+            _check_replacement(observer, groups[numbers[place]])
             made[numbers[place]] = observer
     bodies = body_labels(model)
     observers = [
@@ -92,6 +95,17 @@ def _observers(
     return observers
 
 
+def _check_replacement(observer: object, group: Group) -> None:
+    """Check that an observer that a callback put in estimates what the group's specification says."""
+    where = f"prepare_obs_or_fq_callback replaced the observer of {group.points[0]}"
+    if not isinstance(observer, nn.Module) or not hasattr(observer, "calculate_qparams"):
+        raise ConfigError(f"{where} by {observer!r}, which has no calculate_qparams")
+    for name in ("dtype", "quant_min", "quant_max", "qscheme"):
+        wanted, found = getattr(group.spec, name, None), getattr(observer, name, None)
+        if wanted is not None and found is not None and wanted != found:
+            raise ConfigError(f"{where}: its {name} is {found}, and the specification's {wanted}")
+
+
 def _observer(group: Group, nodes: dict[str, Node]) -> nn.Module:
     blocks = getattr(group.spec, "block_size", None)
     if blocks is not None and not getattr(group.spec, "is_dynamic", False):
@@ -101,7 +115,8 @@ def _observer(group: Group, nodes: dict[str, Node]) -> nn.Module:
                 f"{computed[0]} has block_size={blocks}, which is for parameters: what is computed has "
                 "blocks only with is_dynamic=True"
             )
-    observer = make_observer(group.spec)
+    with blaming(f"the observer of {group.points[0]}"):
+        observer = make_observer(group.spec)
     return BalancedObserver(observer, group.balance.dim) if group.balance else observer
 
 

@@ -201,7 +201,11 @@ def assert_lowered(model: Any, min_fraction: float = 1.0) -> None:
     Raises:
         NotLoweredError: it does not; the message names the operators that stay behind.
     """
+    if not 0 <= min_fraction <= 1:
+        raise UserError(f"min_fraction={min_fraction} is not a part from 0 to 1")
     found = report(model)
+    if found.stage != "lowered":
+        raise StageError(f"assert_lowered takes what lower returned, and got a {found.stage} model")
     behind = [row for row in found.rows if row.state != KERNEL and (row.macs or row.owner)]
     if found.coverage() >= min_fraction and not (min_fraction == 1.0 and behind):
         return

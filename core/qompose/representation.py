@@ -20,7 +20,14 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from qompose import decomposed, reference
-from qompose.graph import dtype_of, is_float_tensor, operator_name, value_of
+from qompose.graph import (
+    dtype_of,
+    is_float_tensor,
+    operator_name,
+    remove_dead,
+    value_of,
+    without_readers,
+)
 from qompose.nested import graphs_in
 from qompose.operands import Emitter, Site, arguments_of, border_grid, grid_of
 from qompose.reference import Grid, Integers, Sum
@@ -239,6 +246,7 @@ class _Rewriter:
         self.emitter = Emitter(model)
         self.sums: dict[Node, Sum] = {}
         self.gone: set[Node] = set()
+        self.kept = without_readers(model)
 
     def rewrite(self) -> None:
         """Replace operators, in order; then the quantize and dequantize operators that remain."""
@@ -248,7 +256,7 @@ class _Rewriter:
                     self.emitter.start(node)
                     with self.graph.inserting_before(node):
                         visit(node)
-            self.graph.eliminate_dead_code()
+            remove_dead(self.graph, self.kept)
 
     def _visit(self, node: Node) -> None:
         if node.target in _CHOOSE or node.target in _CHOOSE_PER_TOKEN:

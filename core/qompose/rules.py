@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.fx import Node
 
+from qompose.errors import ConfigError
 from qompose.numerics import PER_CHANNEL, quantized_range
 from qompose.patterns import Match, OperatorPattern, Pattern
 from qompose.specs import QuantizationConfig, QuantizationSpec, describe_spec
@@ -118,6 +119,15 @@ class Rule:
     accepts: Mapping[str, TensorConstraint] = field(default_factory=lambda: MappingProxyType({}))
     guard: Callable[[Match], str | None] | None = None
     kernels: Mapping[str, Kernel] = field(default_factory=lambda: MappingProxyType({}))
+
+    def __post_init__(self) -> None:
+        for pattern in self.patterns:
+            unknown = {self.anchor, *self.activations} - pattern.names
+            if unknown:
+                raise ConfigError(
+                    f"rule {self.name} speaks of {', '.join(sorted(unknown))}, and its pattern has "
+                    f"{', '.join(sorted(pattern.names))}"
+                )
 
     def specs_for(self, config: QuantizationConfig) -> dict[str, QuantizationSpec]:
         """Return the specification that a configuration gives to each role that this rule quantizes."""

@@ -51,13 +51,14 @@ class QParams:
 class OperatorPair:
     """The operators that quantize and dequantize a tensor, and what both take behind it.
 
-    `scale` and `zero_point` are numbers or nodes.
+    `dtype` is that of the integers, `steps` the largest of them less the smallest.
     """
 
     quantize: Callable[..., Any]
     dequantize: Callable[..., Any]
     arguments: tuple[Any, ...]
     dtype: torch.dtype
+    steps: int
 
     def to_float(self, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments and keywords of `dequantize` behind its tensor, for a result of `dtype`."""
@@ -75,20 +76,22 @@ def static_pair(q: QParams, shape: tuple[int, ...], scale: Any, zero_point: Any)
         shape: that of the tensor.
         scale, zero_point: what stands for those of `q` in the graph.
     """
-    bounds = (q.low, q.high, q.dtype)
+    bounds, steps = (q.low, q.high, q.dtype), q.high - q.low
     if q.per_tensor:
         pair = decomposed.quantize_per_tensor, decomposed.dequantize_per_tensor
-        return OperatorPair(*pair, (scale, zero_point, *bounds), q.dtype)
+        return OperatorPair(*pair, (scale, zero_point, *bounds), q.dtype, steps)
     if q.axis is not None:
         pair = decomposed.quantize_per_channel, decomposed.dequantize_per_channel
+        if q.zero_point.is_floating_point() and bool(q.zero_point.any()):
+            pair = decomposed.quantize_per_channel_float, decomposed.dequantize_per_channel
         axis = q.axis % len(shape)
-        return OperatorPair(*pair, (scale, zero_point, axis, *bounds), q.dtype)
+        return OperatorPair(*pair, (scale, zero_point, axis, *bounds), q.dtype, steps)
     size = _group_size(q.scale, shape)
     if size is not None:
         pair = decomposed.quantize_per_group, decomposed.dequantize_per_group
-        return OperatorPair(*pair, (scale, zero_point, *bounds, size), q.dtype)
+        return OperatorPair(*pair, (scale, zero_point, *bounds, size), q.dtype, steps)
     pair = decomposed.quantize_per_block, decomposed.dequantize_per_block
-    return OperatorPair(*pair, (scale, zero_point, *bounds), q.dtype)
+    return OperatorPair(*pair, (scale, zero_point, *bounds), q.dtype, steps)
 
 
 def _group_size(scale: Tensor, shape: tuple[int, ...]) -> int | None:
@@ -117,7 +120,8 @@ def dynamic_pair(spec: Any, low: int, high: int, scale: Any, zero_point: Any) ->
         pair = decomposed.quantize_per_token, decomposed.dequantize_per_token
     else:
         pair = decomposed.quantize_per_tensor_dynamic, decomposed.dequantize_per_tensor_dynamic
-    return OperatorPair(*pair, (scale, zero_point, low, high, spec.dtype), spec.dtype)
+    arguments = (scale, zero_point, low, high, spec.dtype)
+    return OperatorPair(*pair, arguments, spec.dtype, high - low)
 
 
 def axis_of(spec: Any) -> int | None:

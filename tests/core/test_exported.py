@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import sys
+from collections import OrderedDict
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
@@ -10,12 +13,12 @@ import pytest
 import qompose
 import torch
 from qompose.exported import as_graph_module
-from qompose.graph import get_attribute
+from qompose.graph import get_attribute, refresh
+from qompose.nested import graphs_in
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from tests.core.test_zoo import assert_same_outputs
-from tests.core.toy import NullQuantizer, export, prepare, randn, seeded
+from tests.core.toy import NullQuantizer, export, prepare, randn
 from tests.zoo import ZooModel, by_name, tagged
 
 MODELS = [
@@ -47,10 +50,9 @@ def without_guards(module: GraphModule) -> GraphModule:
 
 
 def state(module: nn.Module) -> dict[str, tuple[Any, ...]]:
-    """Names, kinds, persistence and identity of all tensors."""
-    saved = set(module.state_dict())
+    """Names, kinds and identity of all tensors."""
     return {
-        name: (type(t), name in saved, t.data_ptr(), tuple(t.shape), t.requires_grad)
+        name: (type(t), t.data_ptr(), tuple(t.shape), t.requires_grad)
         for tensors in (module.named_parameters, module.named_buffers)
         for name, t in tensors(remove_duplicate=False)
     }
@@ -78,7 +80,7 @@ class State(nn.Module):
         super().__init__()
         self.layers = nn.ModuleDict({"first": nn.Linear(3, 3), "second": nn.Linear(3, 3)})
         self.layers["second"].weight = self.layers["first"].weight
-        self._qompose_0 = nn.Parameter(torch.randn(3))
+        self._qompose_5 = nn.Parameter(torch.randn(3))
         self.register_buffer("scale", torch.randn(3), persistent=False)
         self.register_buffer("calls", torch.zeros(()))
         self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
@@ -87,7 +89,7 @@ class State(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls.add_(1)
-        y = self.layers["second"](self.layers["first"](x)) * self._qompose_0 + self.scale
+        y = self.layers["second"](self.layers["first"](x)) * self._qompose_5 + self.scale
         return y * self.items[0] + torch.tensor([1.0, 2.0, 3.0]) + self.frozen + self.calls
 
 
@@ -96,19 +98,19 @@ X = randn(2, 3)
 
 @pytest.mark.parametrize("strict", [False, True], ids=["default", "strict"])
 def test_names_values_and_writes_are_the_same(strict: bool) -> None:
-    ours = as_graph_module(export(State(), X, strict=strict), "a test")
     program = export(State(), X, strict=strict)
-    ours, theirs = as_graph_module(program, "a test"), program.module(check_guards=False)
-    for name in ("_qompose_0", "scale", "calls", "frozen", "layers.first.bias"):
+    theirs = program.module(check_guards=False)
+    ours = as_graph_module(program, "a test")
+    assert reads(ours) == reads(without_guards(program.module(check_guards=False)))
+    ours = refresh(ours)
+    for name in ("_qompose_5", "scale", "calls", "frozen", "layers.first.bias"):
         one, other = ours.get_parameter, theirs.get_parameter
         if name in ("scale", "calls"):
             one, other = ours.get_buffer, theirs.get_buffer
         assert one(name).data_ptr() == other(name).data_ptr(), name
-    assert reads(ours) == reads(without_guards(theirs))
-    first = ours(X)
-    assert_same_outputs(first + 1, ours(X))
-    assert ours.calls == 2, "and in the program's own buffer"
-    assert program.state_dict["calls"] == 2
+    first, second = ours(X), theirs(X)
+    torch.testing.assert_close(first + 1, second)
+    assert program.state_dict["calls"] == 2, "both write to the program's own buffer"
 
 
 def test_tied_parameters_stay_one() -> None:
@@ -118,12 +120,10 @@ def test_tied_parameters_stay_one() -> None:
 
 
 def test_names_of_nodes_are_those_of_parameters() -> None:
-    ours = as_graph_module(export(seeded(nn.Sequential(nn.Linear(3, 3))), X), "a test")
+    model = nn.Sequential(OrderedDict(body=nn.Sequential(nn.Linear(3, 3))))
+    ours = as_graph_module(export(model, X), "a test")
     names = {node.name: node.target for node in ours.graph.nodes if node.op == "get_attr"}
-    assert names == {"_0_weight": "0.weight", "_0_bias": "0.bias"} or all(
-        "qompose" not in name for name in names
-    )
-    assert set(names.values()) == {"0.weight", "0.bias"}
+    assert names == {"body_0_weight": "body.0.weight", "body_0_bias": "body.0.bias"}
 
 
 class DottedName(nn.Module):
@@ -142,7 +142,7 @@ class DottedName(nn.Module):
 
 def test_names_that_differ_in_a_dot_alone_stay_apart() -> None:
     model = DottedName()
-    ours = as_graph_module(export(model, X), "a test")
+    ours = refresh(as_graph_module(export(model, X), "a test"))
     assert {n for n, _ in ours.named_parameters()} == {"block.inner.weight", "block_inner_weight"}
     assert torch.equal(ours(X), model(X))
     nodes = [node.name for node in ours.graph.nodes]
@@ -163,6 +163,20 @@ def test_the_program_is_left_alone() -> None:
     assert program.module()(X).shape == X.shape
 
 
+def test_bodies_of_control_flow_are_copies_too() -> None:
+    program = by_name("cond_nested").export()
+    before = text(program.graph_module)
+    ours = as_graph_module(program, "a test")
+    for body in graphs_in(ours):
+        for node in reversed(body.graph.nodes):
+            node.meta.clear()
+            if node.op == "output":
+                node.args = ((),)
+    assert text(program.graph_module) == before
+    for body in graphs_in(program.graph_module):
+        assert any("val" in node.meta for node in body.graph.nodes)
+
+
 class Chain(nn.Module):
     def __init__(self, length: int) -> None:
         super().__init__()
@@ -172,26 +186,38 @@ class Chain(nn.Module):
         return self.layers(x)
 
 
-def test_no_parameter_looks_through_all_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attribute look-ups on modules grow with the number of parameters, not with its square."""
+def calls_in(function: Callable[[], Any]) -> int:
+    """How many functions are called."""
     count = 0
-    original = nn.Module.named_modules
 
-    def counting(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def note(frame: Any, event: str, argument: Any) -> None:
         nonlocal count
-        for item in original(self, *args, **kwargs):
-            count += 1
-            yield item
+        count += event in ("call", "c_call")
 
-    counts = []
-    for length in (20, 40):
-        program = export(Chain(length), randn(1, 2))
-        monkeypatch.setattr(nn.Module, "named_modules", counting)
-        count = 0
-        as_graph_module(program, "a test")
-        counts.append(count)
-        monkeypatch.undo()
-    assert counts[1] <= 2.2 * counts[0] + 50
+    sys.setprofile(note)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def test_the_work_is_linear_in_the_number_of_parameters() -> None:
+    """Torch's own way to do it does 2.6 times as much here, and ever more in longer chains."""
+    programs = [export(Chain(length), randn(1, 2)) for length in (20, 40, 80)]
+    short, middle, long = (calls_in(lambda p=p: as_graph_module(p, "a test")) for p in programs)
+    assert (long - middle) / (middle - short) < 2.1
+
+
+# torch 2.13 copies the argument tree of a program through a class that it deprecates
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
+def test_writes_that_are_outputs_of_the_program() -> None:
+    """In a program without operators in place, a buffer that is written to is one more output."""
+    program = export(State(), X).run_decompositions()
+    theirs, ours = program.module(check_guards=False), as_graph_module(program, "a test")
+    assert text(ours) == text(without_guards(theirs))
+    first, second = refresh(ours)(X), theirs(X)
+    torch.testing.assert_close(first + 1, second)
 
 
 @pytest.mark.parametrize("model", [nn.Linear(2, 2), "a path", torch.fx.symbolic_trace(nn.ReLU())],

@@ -160,7 +160,8 @@ def _derive(observers: list[nn.Module]) -> tuple[Tensor, Tensor]:
     scale = torch.ones(())
     for observer in observers:
         scale = scale * observer.calculate_qparams()[0].max()  # type: ignore[operator]
-    return scale / 128, torch.zeros((), dtype=torch.int64)
+    # Torch dequantizes int32 to float16 in float16, where 65505 is infinite.
+    return torch.clamp(scale, min=2**-8), torch.zeros((), dtype=torch.int64)
 
 
 Place = tuple[int, int]
@@ -243,7 +244,9 @@ def follow(program: list[tuple[str, int, int]], quantizer: Quantizer) -> None:
     """Prepare, calibrate and convert: an error of qompose's own, or a model that runs."""
     model = Program(program).eval()
     with torch.no_grad():
-        exported = torch.export.export(model, examples())
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The tensor attributes self.lstm")  # torch 2.13
+            exported = torch.export.export(model, examples())
         expected = exported.module(check_guards=False)(*examples())
         try:
             with warnings.catch_warnings():
@@ -275,7 +278,7 @@ def assert_like(expected: Any, actual: Any, *, exact: bool) -> None:
 
 
 FEW = settings(
-    max_examples=60,
+    max_examples=150,
     derandomize=True,
     database=None,
     deadline=None,

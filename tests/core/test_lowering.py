@@ -142,8 +142,11 @@ def test_a_programming_error_in_a_kernel_is_not_a_fallback() -> None:
         raise ZeroDivisionError
 
     converted = convert(PROGRAM, toy(linear_for(torch=Kernel("broken", broken))), X)
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(
+        qompose.MemberError, match=r"'broken' of toy, .* raised ZeroDivisionError"
+    ) as e:
         qompose.lower(converted)
+    assert isinstance(e.value.__cause__, ZeroDivisionError)
 
 
 def test_a_kernel_with_float_output_leaves_quantizing_to_its_readers() -> None:

@@ -1,0 +1,342 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scales, zero points and integers against torch's own and torchao's: the same bits, or a stated difference.
+
+`tests/core/test_numerics.py` compares the formula with torch's observers over all ranges of floats; here
+all that feeds or follows the formula is compared, and with both peers.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import qompose
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from qompose import decomposed
+from qompose.numerics import (
+    DEFAULT_EPS,
+    along,
+    choose_qparams,
+    dequantize_blocks,
+    fake_quantize,
+    full_blocks,
+    quantize_blocks,
+    quantize_float_zero_point,
+)
+from qompose.schemes import QParams, integers_of, static_pair
+from torch import Tensor
+from torch.ao.quantization import observer as torch_observer
+
+from tests.core.toy import randn, sqnr
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torchao warns about itself while it is imported
+    from torchao.quantization import quant_primitives as affine
+    from torchao.quantization.granularity import PerGroup
+    from torchao.quantization.pt2e import _affine_quantization as affine_observers
+    from torchao.quantization.pt2e import observer as torchao_observer
+
+# Quantized tensors are on their way out of torch; until then they are its own word on the arithmetic.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.quantize_per_tensor, torch.quantize_per_channel and other:UserWarning"
+)
+
+PEERS = {"torch": torch_observer, "torchao": torchao_observer}
+RANGES = {
+    "int8": (torch.int8, None, None),
+    "int8 given": (torch.int8, -128, 127),
+    "int8 narrow": (torch.int8, -127, 127),
+    "4 bits in int8": (torch.int8, -8, 7),
+    "uint8": (torch.uint8, None, None),
+    "uint8 given": (torch.uint8, 0, 255),
+    "uint8 reduced": (torch.uint8, 0, 127),
+    "int16": (torch.int16, None, None),
+    "int16 narrow": (torch.int16, -32767, 32767),
+}
+TENSOR_SCHEMES = [torch.per_tensor_affine, torch.per_tensor_symmetric]
+CHANNEL_SCHEMES = [torch.per_channel_affine, torch.per_channel_symmetric]
+KINDS = {
+    "MinMaxObserver": (TENSOR_SCHEMES, {}),
+    "MovingAverageMinMaxObserver": (TENSOR_SCHEMES, {"averaging_constant": 0.3}),
+    "PerChannelMinMaxObserver": (CHANNEL_SCHEMES, {"ch_axis": 1}),
+    "MovingAveragePerChannelMinMaxObserver": (CHANNEL_SCHEMES, {"ch_axis": 2}),
+}
+SCHEMES = [(kind, scheme) for kind, (schemes, _) in KINDS.items() for scheme in schemes]
+BATCHES = [randn(4, 3, 5, seed=seed) * 3.0**seed for seed in range(3)]
+ZEROS = [torch.zeros(4, 3, 5)]
+ONE_SIDED = [batch.abs() + 1 for batch in BATCHES]
+TIES = torch.arange(-40, 40).reshape(8, 10) / 8
+"""Multiples of half a step of 0.25: where rounding half to even and rounding half up part."""
+
+examples = settings(max_examples=60, deadline=None)
+floats = st.floats(-100, 100, width=32)
+tensors = st.lists(floats, min_size=1, max_size=24).map(torch.tensor)
+scales = st.floats(2.0**-20, 2.0**10, width=32)
+bits = st.integers(-128, 127)
+
+
+def assert_same(ours: Any, theirs: Any) -> None:
+    """Equal bits in scale and zero point, whatever shapes and integer types they come in."""
+    for one, other in zip(ours, theirs, strict=True):
+        assert torch.equal(one.flatten(), other.flatten().to(one.dtype))
+
+
+@pytest.mark.parametrize("eps", [DEFAULT_EPS, 2**-12], ids=["default eps", "eps 2**-12"])
+@pytest.mark.parametrize("bounds", RANGES)
+@pytest.mark.parametrize(("kind", "scheme"), SCHEMES, ids=lambda v: str(v).removeprefix("torch."))
+@pytest.mark.parametrize("peer", PEERS)
+def test_observers(peer: str, kind: str, scheme: Any, bounds: str, eps: float) -> None:
+    dtype, low, high = RANGES[bounds]
+    facts = {"dtype": dtype, "quant_min": low, "quant_max": high, "qscheme": scheme, "eps": eps}
+    for batches in (BATCHES, ZEROS, ONE_SIDED):
+        ours, theirs = (getattr(m, kind)(**facts, **KINDS[kind][1]) for m in (qompose, PEERS[peer]))
+        for batch in batches:
+            ours(batch), theirs(batch)
+        assert_same(ours.calculate_qparams(), theirs.calculate_qparams())
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("peer", PEERS)
+def test_observers_with_float_zero_points(peer: str, axis: int) -> None:
+    facts = {"dtype": torch.uint8, "quant_min": 0, "quant_max": 255, "ch_axis": axis}
+    facts["qscheme"] = torch.per_channel_affine_float_qparams
+    ours, theirs = (m.PerChannelMinMaxObserver(**facts) for m in (qompose, PEERS[peer]))
+    for batch in (*BATCHES, *ONE_SIDED):
+        ours(batch), theirs(batch)
+    assert_same(ours.calculate_qparams(), theirs.calculate_qparams())
+
+
+@pytest.mark.parametrize("peer", PEERS)
+@pytest.mark.parametrize("kind", ["MinMaxObserver", "PerChannelMinMaxObserver"])
+def test_without_an_eps_the_least_scale_is_torchs(kind: str, peer: str) -> None:
+    """Recipes of backends take 2**-12; the default stays the peers' float32 epsilon."""
+    ours, theirs = (getattr(m, kind)(dtype=torch.int8) for m in (qompose, PEERS[peer]))
+    ours(ZEROS[0]), theirs(ZEROS[0])
+    assert_same(ours.calculate_qparams(), theirs.calculate_qparams())
+    assert float(ours.calculate_qparams()[0].max()) == torch.finfo(torch.float32).eps
+
+
+@pytest.mark.parametrize("peer", PEERS)
+@pytest.mark.parametrize(("scale", "zero_point"), [(1 / 256, 0), (2 / 256, 128), (0.1, 3)])
+def test_fixed_parameters(scale: float, zero_point: int, peer: str) -> None:
+    facts = {"dtype": torch.uint8, "quant_min": 0, "quant_max": 255}
+    ours, theirs = (
+        m.FixedQParamsObserver(scale, zero_point, **facts) for m in (qompose, PEERS[peer])
+    )
+    assert_same(ours.calculate_qparams(), theirs.calculate_qparams())
+
+
+@pytest.mark.parametrize("group", [4, 16])
+@pytest.mark.parametrize("bounds", ["int8 given", "int8 narrow", "4 bits in int8", "int16"])
+@pytest.mark.parametrize(
+    ("mapping", "scheme"), list(zip(["ASYMMETRIC", "SYMMETRIC"], CHANNEL_SCHEMES, strict=True))
+)
+def test_observers_of_groups(mapping: str, scheme: Any, bounds: str, group: int) -> None:
+    """torchao's affine observers."""
+    dtype, low, high = RANGES[bounds]
+    ours = qompose.PerBlockMinMaxObserver(
+        dtype=dtype, quant_min=low, quant_max=high, block_size=(group,), eps=2**-12, qscheme=scheme
+    )
+    theirs = affine_observers.AffineQuantizedMinMaxObserver(
+        affine.MappingType[mapping], dtype, PerGroup(group), quant_min=low, quant_max=high,
+        eps=2**-12,
+    )  # fmt: skip
+    for seed in range(3):
+        weight = randn(6, 32, seed=seed)
+        ours(weight), theirs(weight)
+    assert_same(ours.calculate_qparams(), theirs.calculate_qparams())
+
+
+@examples
+@given(x=tensors, eps=st.sampled_from([2.0**-12, 2.0**-23]))
+@pytest.mark.parametrize("bounds", ["int8 given", "int8 narrow", "uint8 given", "uint8 reduced"])
+def test_parameters_chosen_at_run_time(bounds: str, x: Tensor, eps: float) -> None:
+    """What the operator of dynamic quantization computes is what an observer of the same tensor gives."""
+    dtype, low, high = RANGES[bounds]
+    facts: dict[str, Any] = {"dtype": dtype, "quant_min": low, "quant_max": high, "eps": eps}
+    ours = choose_qparams(*torch.aminmax(x), qscheme=torch.per_tensor_affine, **facts)
+    assert_same(ours, decomposed.choose_qparams(x, low, high, eps, dtype))
+    if dtype is torch.int8:
+        ours = choose_qparams(*torch.aminmax(x), qscheme=torch.per_tensor_symmetric, **facts)
+        assert_same(ours, decomposed.choose_qparams_symmetric(x, low, high, eps, dtype))
+
+
+@examples
+@given(x=tensors, scale=scales, zero_point=bits)
+def test_integers_per_tensor(x: Tensor, scale: float, zero_point: int) -> None:
+    step, zero = torch.tensor(scale), torch.tensor(zero_point)
+    ours = integers_of(x, QParams(step, zero, -128, 127, torch.int8))
+    real = torch.quantize_per_tensor(x, float(step), zero_point, torch.qint8)
+    assert torch.equal(ours, real.int_repr())
+    theirs = affine.quantize_affine(x, x.shape, step, zero, torch.int8, -128, 127)
+    assert torch.equal(ours, theirs)
+    restored = decomposed.dequantize_per_tensor(
+        ours, float(step), zero_point, -128, 127, torch.int8
+    )
+    assert torch.equal(restored, real.dequantize())
+    assert torch.equal(restored, affine.dequantize_affine(ours, x.shape, step, zero, torch.int8))
+    assert torch.equal(fake_quantize(x, step, zero, -128, 127), restored)
+    assert torch.equal(
+        restored, torch.fake_quantize_per_tensor_affine(x, float(step), zero_point, -128, 127)
+    )
+
+
+@examples
+@given(rows=st.lists(st.tuples(floats, floats, scales, bits), min_size=1, max_size=6))
+@pytest.mark.parametrize("axis", [0, 1])
+def test_integers_per_channel(axis: int, rows: Any) -> None:
+    """Not against `torch.quantize_per_channel`, whose kernels disagree on ties: it depends on the axis."""
+    one, other, steps, zeros = (torch.tensor(column) for column in zip(*rows, strict=True))
+    x = torch.stack([one, other], 1 - axis)
+    ours = integers_of(x, QParams(steps, zeros, -128, 127, torch.int8, axis=axis))
+    assert torch.equal(
+        ours, decomposed.quantize_per_channel(x, steps, zeros, axis, -128, 127, torch.int8)
+    )
+    block = tuple(2 if dim != axis else 1 for dim in range(2))
+    assert torch.equal(ours, affine.quantize_affine(x, block, steps, zeros, torch.int8))
+    bounds = (axis, -128, 127)
+    fake = torch.fake_quantize_per_channel_affine(x, steps, zeros.int(), *bounds)
+    assert torch.equal(
+        fake_quantize(x, along(steps, axis, 2), along(zeros, axis, 2), -128, 127), fake
+    )
+    restored = decomposed.dequantize_per_channel(ours, steps, zeros, *bounds, torch.int8)
+    assert torch.equal(restored, fake)
+
+
+@pytest.mark.parametrize("offset", [0, 1], ids=["symmetric", "affine"])
+@pytest.mark.parametrize("group", [2, 5, 10])
+def test_integers_per_group(group: int, offset: int) -> None:
+    """Those of the operator, which rounds the sum with the zero point; torchao's functions round first.
+
+    The two agree where the zero point is even: rounding half to even does not see it.
+    """
+    shape = (8, 10 // group)
+    steps, zeros = torch.full(shape, 0.25), torch.arange(math.prod(shape)).reshape(shape) * offset
+    q = QParams(steps, zeros, -128, 127, torch.int8, blocks=True)
+    pair = static_pair(q, (8, 10), steps, zeros)
+    for x in (TIES, randn(8, 10)):
+        ours = integers_of(x, q)
+        assert torch.equal(ours, pair.quantize(x, *pair.arguments))
+        theirs = affine.quantize_affine(x, (1, group), steps, zeros, torch.int8)
+        odd = (zeros % 2).bool().repeat_interleave(group, 1)
+        assert torch.equal(ours[~odd], theirs[~odd])
+        assert bool(((ours - theirs).abs() <= 1).all())
+        arguments, keywords = pair.to_float(torch.float32)
+        restored = pair.dequantize(ours, *arguments, **keywords)
+        expected = affine.dequantize_affine(ours, (1, group), steps, zeros, torch.int8)
+        assert torch.equal(restored, expected)
+
+
+@pytest.mark.parametrize("block", [(4, 4), (2, 8), (-1, 4), (8,), (1, 2, 4)], ids=str)
+def test_integers_per_block(block: tuple[int, ...]) -> None:
+    """Blocks of any shape, which torch has no operator for: torchao's affine functions do."""
+    x = randn(4, 8, 8)
+    full = full_blocks(tuple(x.shape), block)
+    counts = [dim // size for dim, size in zip(x.shape, full, strict=True)]
+    steps, zeros = randn(*counts).abs() * 0.01 + 0.02, torch.randint(-9, 9, counts)
+    ours = quantize_blocks(x, steps, zeros, -128, 127, torch.int8)
+    assert torch.equal(ours, affine.quantize_affine(x, full, steps, zeros, torch.int8))
+    restored = dequantize_blocks(ours, steps, zeros, torch.float32)
+    assert torch.equal(restored, affine.dequantize_affine(ours, full, steps, zeros, torch.int8))
+
+
+@pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "affine"])
+def test_integers_per_token(symmetric: bool) -> None:
+    """A token's parameters are those of a block of its own; the operator's least scale is its own."""
+    x = randn(3, 5, 16) * torch.logspace(-2, 2, 15).reshape(3, 5, 1)
+    choose: Callable[..., Any] = (
+        decomposed.choose_qparams_per_token_symmetric
+        if symmetric
+        else decomposed.choose_qparams_per_token
+    )
+    steps, zeros = choose(x, torch.int8)
+    steps, zeros = steps.float(), zeros.long()
+    q = decomposed.quantize_per_token(x, steps, zeros, -128, 127, torch.int8)
+    block = (1, 1, 16)
+    assert torch.equal(q, affine.quantize_affine(x, block, steps, zeros, torch.int8))
+    restored = decomposed.dequantize_per_token(
+        q, steps, zeros, -128, 127, torch.int8, torch.float32
+    )
+    assert torch.equal(restored, dequantize_blocks(q, steps, zeros, torch.float32))
+    bounds = (-127, 127) if symmetric else (-128, 127)
+    scheme = torch.per_channel_symmetric if symmetric else torch.per_channel_affine
+    ours = qompose.PerBlockMinMaxObserver(
+        torch.int8, (-1,), qscheme=scheme, quant_min=bounds[0], quant_max=bounds[1]
+    )
+    ours(x)
+    expected, offsets = ours.calculate_qparams()
+    assert torch.equal(steps, expected)
+    assert bool(((zeros - offsets).abs() <= 1).all())  # theirs is rounded from the nearer end
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_float_zero_points_are_added_before_rounding(axis: int) -> None:
+    """As `torch.quantize_per_channel` does; the decomposed operator truncates the sum instead."""
+    x = randn(6, 64).add(0.3) if axis == 0 else randn(64, 6).add(0.3)
+    observer = qompose.PerChannelMinMaxObserver(
+        torch.uint8, axis, qscheme=torch.per_channel_affine_float_qparams
+    )
+    observer(x)
+    steps, zeros = observer.calculate_qparams()
+    ours = quantize_float_zero_point(x, steps, zeros, axis, 0, 255, torch.uint8)
+    real = torch.quantize_per_channel(x, steps, zeros, axis, torch.quint8)
+    assert torch.equal(ours, real.int_repr())
+    truncated = decomposed.quantize_per_channel(x, steps, zeros, axis, 0, 255, torch.uint8)
+    wide, offset = along(steps, axis, 2), along(zeros, axis, 2)
+    worst = [float((((q - offset) * wide - x).abs() / wide).max()) for q in (ours, truncated)]
+    assert worst[0] < 0.5001 < 0.9 < worst[1]
+
+
+NORMAL = randn(100_000, seed=1)
+UNIFORM = torch.rand(100_000, generator=torch.Generator().manual_seed(2)) - 0.5
+SHAPES = {
+    "normal": NORMAL,
+    "laplace": -UNIFORM.sign() * torch.log1p(-1.99999 * UNIFORM.abs()),
+    "heavy tail": NORMAL**3,
+    "one-sided": NORMAL.relu(),
+    "uniform": UNIFORM,
+    "one outlier": torch.cat([NORMAL, torch.tensor([60.0])]),
+}
+
+
+def observed_sqnr(kind: Any, x: Tensor, bounds: str, scheme: Any, **arguments: Any) -> float:
+    dtype, low, high = RANGES[bounds]
+    observer = kind(dtype=dtype, quant_min=low, quant_max=high, qscheme=scheme, **arguments)
+    for batch in x.split(10_000):
+        observer(batch)
+    return sqnr(x, fake_quantize(x, *observer.calculate_qparams(), low, high))
+
+
+@pytest.mark.parametrize("scheme", TENSOR_SCHEMES, ids=lambda v: str(v).removeprefix("torch."))
+@pytest.mark.parametrize("bounds", ["int8 given", "4 bits in int8"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("peer", PEERS)
+def test_histogram_ranges(peer: str, shape: str, bounds: str, scheme: Any) -> None:
+    """A deliberate difference: bins are powers of two wide, and the search is exhaustive.
+
+    With squared errors ours is never noisier than the peers' (0.02 dB are the bins' own). The default
+    weighs large errors more (`HistogramObserver`); it gives up 1 dB at most to the peers' range, and no
+    more than 0.01 dB to the whole range.
+    """
+    x = SHAPES[shape]
+    squared = observed_sqnr(qompose.HistogramObserver, x, bounds, scheme, power=2.0)
+    default = observed_sqnr(qompose.HistogramObserver, x, bounds, scheme)
+    theirs = observed_sqnr(PEERS[peer].HistogramObserver, x, bounds, scheme)
+    whole = observed_sqnr(qompose.MinMaxObserver, x, bounds, scheme)
+    assert squared >= theirs - 0.02
+    assert default >= max(theirs - 1.0, whole - 0.01)
+
+
+@pytest.mark.parametrize("shape", ["laplace", "heavy tail", "one outlier"])
+@pytest.mark.parametrize("peer", PEERS)
+def test_histogram_of_four_bits_knows_its_bounds(peer: str, shape: str) -> None:
+    """The peers search with all 256 levels of the type and clip next to nothing."""
+    x, bounds, scheme = SHAPES[shape], "4 bits in int8", torch.per_tensor_affine
+    ours = observed_sqnr(qompose.HistogramObserver, x, bounds, scheme)
+    theirs = observed_sqnr(PEERS[peer].HistogramObserver, x, bounds, scheme)
+    assert ours > theirs + 2.0
