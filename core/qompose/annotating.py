@@ -67,9 +67,18 @@ def _attempt(
     """Make rewrites on a copy and compose it; return also the pieces of each rewrite."""
     working = copy_graph_module(exported)
     pieces = apply_rewrites(working, candidates)
-    working = _transformed(refresh(working) if candidates else working, quantizer)
+    working = refresh(working) if candidates else working
+    before = _calls(working)
+    working = _transformed(working, quantizer)
     name_apart(working)
-    return working, _composed(working, quantizer), pieces
+    composition = _composed(working, quantizer)
+    if _calls(working) != before:
+        composition.notes.append(f"{quantizer.name}: transform_for_annotation rewrote the program")
+    return working, composition, pieces
+
+
+def _calls(model: GraphModule) -> list[tuple[str, object, str]]:
+    return [(node.op, node.target, str(node.args)) for node in nodes_in(model)]
 
 
 def _claimed(composition: Composition) -> frozenset[str]:

@@ -22,6 +22,7 @@ from qompose.graph import (
     copy_graph_module,
     replace_nested,
     set_attribute,
+    tag_of,
 )
 
 Spec = TypeVar("Spec", InputSpec, OutputSpec)
@@ -36,11 +37,17 @@ def as_graph_module(model: object, function: str) -> GraphModule:
         NotExportedError: `model` is neither an ExportedProgram nor a GraphModule of aten operators.
         StageError: it went through qompose already.
     """
-    if isinstance(model, ExportedProgram):
-        return _unlifted(model)
     if isinstance(model, GraphModule) and STAGE_KEY in model.meta:
         stage = getattr(model.meta[STAGE_KEY], "stage", "quantized")
         raise StageError(f"{function} takes an exported program, and got a {stage} model")
+    nodes = model.graph.nodes if isinstance(model, (ExportedProgram, GraphModule)) else ()
+    claimed = next((node.name for node in nodes if tag_of(node, "claim") is not None), None)
+    if claimed is not None:
+        raise StageError(
+            f"{function} takes a float program, and {claimed} was quantized before this was exported"
+        )
+    if isinstance(model, ExportedProgram):
+        return _unlifted(model)
     if isinstance(model, GraphModule) and any("val" in node.meta for node in model.graph.nodes):
         return copy_graph_module(model)
     raise NotExportedError(model, function)

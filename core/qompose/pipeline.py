@@ -151,13 +151,20 @@ def _planned(
         raise UserError("strict=True:\n" + "\n".join(f"  - {note}" for note in unmatched))
     working, composition, rewrites = annotate_program(exported, quantizer)
     claims = tuple(composition.chosen)
+    operators = survey(exported, working, composition, rewrites)
+    listed = {operator.claim for operator in operators}
+    elsewhere = [
+        f"{claim.owner} quantizes {', '.join(str(s.point) for s in claim.specs)}, at no float operator"
+        for number, claim in enumerate(claims)
+        if number not in listed
+    ]
     plan = Plan(
         claims=claims,
         groups=plan_groups(working, claims),
-        operators=survey(exported, working, composition, rewrites),
+        operators=operators,
         conflicts=tuple(composition.conflicts),
         rewrites=rewrites,
-        notes=(*unmatched, *composition.notes),
+        notes=(*unmatched, *composition.notes, *elsewhere),
         float_bytes=state_bytes(exported),
     )
     return working, Record(plan, "prepared", _backends(quantizer), state=state)

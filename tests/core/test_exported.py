@@ -18,7 +18,7 @@ from qompose.nested import graphs_in
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from tests.core.toy import NullQuantizer, export, prepare, randn
+from tests.core.toy import NullQuantizer, convert, export, prepare, randn, seeded, toy
 from tests.zoo import ZooModel, by_name, tagged
 
 MODELS = [
@@ -241,3 +241,11 @@ def test_a_graph_module_is_copied() -> None:
     assert copied is not module and copied.graph is not module.graph
     assert torch.equal(copied(X), module(X))
     assert all(node.op != "call_module" for node in copied.graph.nodes), "no guards"
+
+
+def test_a_program_that_was_quantized_and_exported_again_is_refused() -> None:
+    x = randn(2, 3)
+    converted = convert(export(seeded(nn.Linear(3, 4)), x), toy(), x)
+    again = torch.export.export(converted, (x,))
+    with pytest.raises(qompose.StageError, match="linear was quantized before this was exported"):
+        qompose.prepare_pt2e(again, toy())

@@ -278,7 +278,7 @@ def assert_like(expected: Any, actual: Any, *, exact: bool) -> None:
 
 
 FEW = settings(
-    max_examples=150,
+    max_examples=100,
     derandomize=True,
     database=None,
     deadline=None,

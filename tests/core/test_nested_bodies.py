@@ -197,6 +197,30 @@ def test_a_body_that_is_called_twice_is_treated_as_two() -> None:
     assert sqnr(module(-X), prepare(module, NullQuantizer())(-X)) == float("inf")
 
 
+class Counting(nn.Module):
+    """A buffer that a branch reads, and that is written to behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("count", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.cond(x.sum() > 0, lambda x: self.layer(x) * self.count, torch.neg, (x,))
+        self.count.add_(1)
+        return y
+
+
+def test_a_branch_reads_the_buffer_that_is_written_to() -> None:
+    program, x = export(seeded(Counting()), X.abs()), X.abs()
+    prepared = prepare(program, toy(LINEAR))
+    qompose.calibrate(prepared, [x] * 3)
+    assert program.state_dict["count"] == 1
+    converted, expected = qompose.convert_pt2e(prepared), export(seeded(Counting()), x).module()
+    for _ in range(3):
+        assert sqnr(expected(x), converted(x)) > 30
+
+
 class Strict(nn.Module):
     """`strict_mode` is an operator whose body no rule is to see."""
 

@@ -32,7 +32,7 @@ with warnings.catch_warnings():
 MIN_MAX = torchao_observer.MinMaxObserver.with_args(eps=2**-12)
 
 THEIR_WARNINGS = (
-    "ignore::FutureWarning",  # torchao on itself, and on what it calls
+    "ignore::FutureWarning",  # of what both packages call
     "ignore:The input of maxpool2d is not quantized:UserWarning",  # X86, after others took the producer
 )
 
