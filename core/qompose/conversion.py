@@ -178,7 +178,7 @@ class _Converter:
         """Read a buffer; one that the module holds already is not stored again."""
         key = (id(owner_of(like)), id(value))
         if key in self.paths:
-            return read_attribute(owner_of(like), self.paths[key], like)
+            return _read(self.paths[key], like)
         read = _buffer(path, value, like)
         self.paths[key] = str(read.target)
         return read
@@ -300,7 +300,12 @@ def _buffer(path: str, value: Tensor, like: Node) -> Node:
     owner = owner_of(like)
     target = free_attribute(owner, path)
     set_attribute(owner, target, value)
-    read = read_attribute(owner, target, like)
+    return _read(target, like)
+
+
+def _read(target: str, like: Node) -> Node:
+    """Read a buffer for `like`, of whose claim it is no part."""
+    read = read_attribute(owner_of(like), target, like)
     read.meta.pop("custom", None)
     return read
 

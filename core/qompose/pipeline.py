@@ -56,7 +56,7 @@ from qompose.quantizer import ComposableQuantizer, Quantizer, RuleQuantizer, lab
 from qompose.reporting import Report, report
 from qompose.representation import Representation, represent
 from qompose.signature import call_signature
-from qompose.survey import state_bytes, survey
+from qompose.survey import claims_elsewhere, state_bytes, survey
 
 
 def compose(*members: str | Quantizer, on_conflict: str = "error") -> ComposableQuantizer:
@@ -152,19 +152,13 @@ def _planned(
     working, composition, rewrites = annotate_program(exported, quantizer)
     claims = tuple(composition.chosen)
     operators = survey(exported, working, composition, rewrites)
-    listed = {operator.claim for operator in operators}
-    elsewhere = [
-        f"{claim.owner} quantizes {', '.join(str(s.point) for s in claim.specs)}, at no float operator"
-        for number, claim in enumerate(claims)
-        if number not in listed
-    ]
     plan = Plan(
         claims=claims,
         groups=plan_groups(working, claims),
         operators=operators,
         conflicts=tuple(composition.conflicts),
         rewrites=rewrites,
-        notes=(*unmatched, *composition.notes, *elsewhere),
+        notes=(*unmatched, *composition.notes, *claims_elsewhere(claims, operators)),
         float_bytes=state_bytes(exported),
     )
     return working, Record(plan, "prepared", _backends(quantizer), state=state)

@@ -194,6 +194,10 @@ def quantized_by(node: Node) -> QuantizedTensor:
     return QuantizedTensor(holder, scale, zero_point, low, high, dtype)  # type: ignore[arg-type]
 
 
+aten = torch.ops.aten
+_RELU = {aten.relu.default, aten.relu_.default}
+
+
 def on_integers(region: Region) -> Node:
     """Kernel for operators that move values without changing them: the same operator, on the integers.
 
@@ -210,6 +214,11 @@ def on_integers(region: Region) -> Node:
     sources = {a: dequantized(a) for a in node.all_input_nodes if decomposed.is_dequantize(a)}
     if not sources or any(source.qparams != output.qparams for source in sources.values()):
         raise NotLowerable("inputs and output differ in scale or zero point")
+    if node.target in _RELU:  # zero is where the zero point is
+        (source,) = sources.values()
+        return region.call(
+            aten.clamp_min.default, source.node, source.zero_point, dtype=output.dtype
+        )
     args = torch.fx.node.map_arg(node.args, lambda a: sources[a].node if a in sources else a)
     call_node = region.call(node.target, *args, dtype=output.dtype)  # type: ignore[arg-type]
     call_node.kwargs = node.kwargs

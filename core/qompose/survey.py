@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
-from qompose.claims import Composition
+from qompose.claims import Claim, Composition
 from qompose.graph import (
     address_of,
     constant_of,
@@ -59,6 +59,16 @@ def survey(
         for name, node in _listed(exported, split, claim_of)
         if node.op == "call_function" and not is_nested_call(node) and _computes_floats(node)
     )
+
+
+def claims_elsewhere(claims: Sequence[Claim], operators: Sequence[Operator]) -> list[str]:
+    """Describe the claims on no float operator: on inputs, parameters or outputs of the program."""
+    listed = {operator.claim for operator in operators}
+    return [
+        f"{claim.owner} quantizes {', '.join(str(s.point) for s in claim.specs)}, at no float operator"
+        for number, claim in enumerate(claims)
+        if number not in listed
+    ]
 
 
 def _listed(

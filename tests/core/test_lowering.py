@@ -14,11 +14,13 @@ from qompose import (
     Kernel,
     NotLowerable,
     NotLoweredError,
+    OperatorPattern,
     QomposeWarning,
     Region,
     Target,
     TargetError,
     decomposed,
+    on_integers,
 )
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
@@ -31,6 +33,7 @@ from tests.core.toy import (
     STATIC,
     STATIC_UINT8,
     VIEW,
+    aten,
     convert,
     emit_linear,
     export,
@@ -282,3 +285,27 @@ def test_a_bias_free_pattern_is_not_taken_for_one_with_bias() -> None:
     first, second = nodes_calling(converted, "linear")
     assert decomposed.is_dequantize(first.args[0])
     assert second.args[1].op == "get_attr"
+
+
+def test_relu_on_integers_clamps_at_the_zero_point() -> None:
+    relu = rule(
+        "relu",
+        OperatorPattern((aten.relu.default,)),
+        activations=("self",),
+        shares=True,
+        kernels={"torch": Kernel("integers", on_integers)},
+    )
+    model = seeded(Shifted())
+    converted = convert(export(model, X), toy(LINEAR, relu), X)
+    lowered = qompose.lower(converted)
+    assert "relu" not in operators(lowered)
+    assert torch.equal(lowered(X), converted(X))
+
+
+class Shifted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x).relu()

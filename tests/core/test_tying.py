@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import qompose
 import torch
-from qompose import OperatorPattern, QuantizationConfig
+from qompose import QuantizationConfig
 from qompose.claims import Claim, Point, PointSpec
 from qompose.graph import copy_graph_module
 from qompose.specs import QuantizationSpec, likeness
@@ -30,9 +30,7 @@ from tests.core.toy import (
     convert,
     export,
     plan_of,
-    prepare,
     randn,
-    rule,
     seeded,
     sqnr,
     toy,
@@ -42,10 +40,6 @@ from tests.zoo import by_name
 aten = torch.ops.aten
 NARROW = replace(WEIGHT, quant_min=-64, quant_max=63)
 ROWS = replace(WEIGHT, ch_axis=1)
-EMBEDDING = rule(
-    "embedding", OperatorPattern((aten.embedding.default,)), activations=(), weight="weight",
-    output=None,
-)  # fmt: skip
 
 
 class Tied(nn.Module):
@@ -77,31 +71,39 @@ def tables(module: Any) -> dict[str, tuple[int, ...]]:
     return {name: tuple(t.shape) for name, t in module.state_dict().items() if t.dim() > 1}
 
 
-def test_the_first_scheme_that_suits_all_is_taken() -> None:
-    """A rule takes any range within its own, so the head's rule settles on the other's narrower one."""
-    narrow = wants(aten.embedding.default, NARROW, 0, "tables")
-    for members in ((narrow, toy(LINEAR)), (toy(LINEAR), narrow)):
-        model = seeded(Tied())
-        converted = convert(export(model, IDS), qompose.compose(*members), IDS)
-        notes = [note for note in qompose.report(converted).notes if "table" in note]
-        assert len(notes) == 1
-        stored = {n for n in tables(converted) if n.startswith(("tokens", "head"))}
-        if "one table for" in notes[0]:
-            assert len(stored) == 1
-        else:
-            assert "becomes more than one table of integers" in notes[0]
-            assert len(stored) == 2
-        assert sqnr(model(IDS), converted(IDS)) > 28
+@pytest.mark.parametrize("order", [1, -1], ids=["in order", "reversed"])
+def test_the_first_scheme_that_suits_all_is_taken(order: int) -> None:
+    """An annotation says nothing of other specifications; the rule of the head takes any."""
+    members = [wants(aten.embedding.default, NARROW, 0, "tables"), toy(LINEAR)][::order]
+    model = seeded(Tied())
+    converted = convert(export(model, IDS), qompose.compose(*members), IDS)
+    (note,) = (note for note in qompose.report(converted).notes if "table" in note)
+    assert note.startswith("head.weight becomes one table for ")
+    assert note.endswith(": int8 [-64, 63] per_channel_symmetric axis 0")
+    for reader in ("embedding (tables, rule annotation)", "linear_1 (toy, rule linear)"):
+        assert reader in note
+    assert tables(converted) == {"body.weight_q": (8, 8), "head.weight_q": (12, 8)}
+    assert int(converted.state_dict()["head.weight_q"].abs().amax()) <= 64
+    assert sqnr(model(IDS), converted(IDS)) > 28
 
 
-class Reader:
-    """A hand-made claim on a parameter of a program."""
+def test_two_tables_are_said_to_be_two() -> None:
+    tokens = wants(aten.embedding.default, NARROW, 0, "tables")
+    head = wants(aten.linear.default, WEIGHT, 1, "heads")
+    model = seeded(Tied())
+    converted = convert(export(model, IDS), qompose.compose(tokens, head), IDS)
+    (note,) = (note for note in qompose.report(converted).notes if "table" in note)
+    assert "head.weight becomes more than one table of integers: " in note
+    assert "its quantizer annotates, and says nothing of other specifications" in note
+    assert sorted(tables(converted).values()) == [(8, 8), (12, 8), (12, 8)]
+    assert sqnr(model(IDS), converted(IDS)) > 28
 
-    def __init__(self, name: str, parameter: str, user: str, spec: QuantizationSpec) -> None:
-        self.claim = Claim(
-            owner=name, rule="r", anchor=user, nodes=(user,), output=user,
-            specs=(PointSpec(Point(parameter, user), spec),),
-        )  # fmt: skip
+
+def reads(owner: str, parameter: str, user: str, spec: QuantizationSpec) -> Claim:
+    return Claim(
+        owner=owner, rule="r", anchor=user, nodes=(user,), output=user,
+        specs=(PointSpec(Point(parameter, user), spec),),
+    )  # fmt: skip
 
 
 def tied_program() -> tuple[Any, str, list[str]]:
@@ -118,7 +120,7 @@ TAKES_ALL = lambda claim, spec: None  # noqa: E731
 def test_claims_get_one_specification(order: int) -> None:
     module, parameter, (embedding, linear) = tied_program()
     claims = [
-        Reader("a", parameter, embedding, NARROW).claim, Reader("b", parameter, linear, WEIGHT).claim,
+        reads("a", parameter, embedding, NARROW), reads("b", parameter, linear, WEIGHT),
     ][::order]  # fmt: skip
     changed, notes = one_table_each(module, claims, TAKES_ALL)
     first = claims[0].specs[0].spec
@@ -132,7 +134,7 @@ def test_claims_get_one_specification(order: int) -> None:
 def test_a_rule_that_refuses_leaves_the_choice_to_the_other() -> None:
     module, parameter, (embedding, linear) = tied_program()
     claims = [
-        Reader("a", parameter, embedding, NARROW).claim, Reader("b", parameter, linear, WEIGHT).claim,
+        reads("a", parameter, embedding, NARROW), reads("b", parameter, linear, WEIGHT),
     ]  # fmt: skip
 
     def b_refuses(claim: Claim, spec: QuantizationSpec) -> str | None:
@@ -156,7 +158,7 @@ def test_where_no_scheme_suits_every_objection_is_named(
     one: QuantizationSpec, other: QuantizationSpec, reasons: list[str]
 ) -> None:
     module, parameter, (embedding, linear) = tied_program()
-    claims = [Reader("a", parameter, embedding, one).claim, Reader("b", parameter, linear, other).claim]
+    claims = [reads("a", parameter, embedding, one), reads("b", parameter, linear, other)]
     changed, (note,) = one_table_each(module, claims, lambda claim, spec: "it says so")
     assert changed == claims
     assert "weight becomes more than one table of integers: " in note
@@ -168,15 +170,29 @@ def test_like_specifications_need_no_note() -> None:
     module, parameter, (embedding, linear) = tied_program()
     alike = replace(WEIGHT)
     assert likeness(alike) == likeness(WEIGHT)
-    claims = [Reader("a", parameter, embedding, alike).claim, Reader("b", parameter, linear, WEIGHT).claim]
+    claims = [reads("a", parameter, embedding, alike), reads("b", parameter, linear, WEIGHT)]
     assert one_table_each(module, claims, lambda c, s: "no") == (claims, [])
 
 
+class Halves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        both = torch.randn(8, 4)
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.first.weight, self.second.weight = (nn.Parameter(half) for half in both.chunk(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
 def test_parts_of_one_storage_are_not_tied() -> None:
-    """A view of some rows has another layout, and other scales."""
-    prepared = prepare(by_name("weight_sliced").export(), toy(LINEAR))
-    assert len(plan_of(prepared).claims) > 2
-    assert not [n for n in plan_of(prepared).notes if "table" in n]
+    module = copy_graph_module(export(Halves().eval(), randn(2, 4)).module(check_guards=False))
+    nodes = {node.name: node for node in module.graph.nodes}
+    claims = [
+        reads("a", nodes["linear"].args[1].name, "linear", NARROW),
+        reads("b", nodes["linear_1"].args[1].name, "linear_1", WEIGHT),
+    ]
+    assert one_table_each(module, claims, TAKES_ALL) == (claims, [])
 
 
 class Siamese(nn.Module):
@@ -214,7 +230,11 @@ SHARED: dict[str, tuple[nn.Module, tuple[Tensor, ...], str, float]] = {
 @pytest.mark.parametrize("config", [STATIC, PER_TENSOR], ids=str)
 @pytest.mark.parametrize(("model", "inputs", "name", "bound"), SHARED.values(), ids=SHARED)
 def test_a_shared_parameter_is_stored_once(
-    model: nn.Module, inputs: tuple[Tensor, ...], name: str, bound: float, config: QuantizationConfig
+    model: nn.Module,
+    inputs: tuple[Tensor, ...],
+    name: str,
+    bound: float,
+    config: QuantizationConfig,
 ) -> None:
     model = seeded(model)
     converted = convert(export(model, *inputs), toy(LINEAR, CONV, config=config), *inputs)
@@ -223,11 +243,12 @@ def test_a_shared_parameter_is_stored_once(
     assert len({t.data_ptr() for t in matrices.values()}) == 1
     assert all(t.dtype is torch.int8 for t in matrices.values())
     expected, actual = model(*inputs), converted(*inputs)
-    pairs = zip(expected, actual, strict=True) if isinstance(expected, tuple) else [(expected, actual)]
+    pairs = (
+        zip(expected, actual, strict=True) if isinstance(expected, tuple) else [(expected, actual)]
+    )
     assert all(sqnr(one, other) > bound for one, other in pairs)
-    calls = [c for c in plan_of(converted).claims]
-    inputs_of = {g.points[0] for g in plan_of(converted).groups}
-    assert len(inputs_of) > len(calls), "activations keep scales of their own"
+    groups, claims = plan_of(converted).groups, plan_of(converted).claims
+    assert len(groups) > len(claims), "activations keep scales of their own"
 
 
 def test_what_stays_in_float_beside_the_integers_is_named() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import qompose
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from qompose import decomposed
 from qompose.numerics import (
@@ -72,6 +72,9 @@ ZEROS = [torch.zeros(4, 3, 5)]
 ONE_SIDED = [batch.abs() + 1 for batch in BATCHES]
 TIES = torch.arange(-40, 40).reshape(8, 10) / 8
 """Multiples of half a step of 0.25: where rounding half to even and rounding half up part."""
+
+NEAR_TIES = (torch.arange(-40, 40) + 0.5) * 0.1
+"""Multiples of half a step of 0.1, rounded: where the quotient and the product with 1 / scale part."""
 
 examples = settings(max_examples=60, deadline=None)
 floats = st.floats(-100, 100, width=32)
@@ -168,26 +171,46 @@ def test_parameters_chosen_at_run_time(bounds: str, x: Tensor, eps: float) -> No
 
 @examples
 @given(x=tensors, scale=scales, zero_point=bits)
+@example(x=TIES.flatten(), scale=0.25, zero_point=3)
+@example(x=NEAR_TIES, scale=0.1, zero_point=-4)
 def test_integers_per_tensor(x: Tensor, scale: float, zero_point: int) -> None:
     step, zero = torch.tensor(scale), torch.tensor(zero_point)
     ours = integers_of(x, QParams(step, zero, -128, 127, torch.int8))
-    real = torch.quantize_per_tensor(x, float(step), zero_point, torch.qint8)
-    assert torch.equal(ours, real.int_repr())
-    theirs = affine.quantize_affine(x, x.shape, step, zero, torch.int8, -128, 127)
-    assert torch.equal(ours, theirs)
-    restored = decomposed.dequantize_per_tensor(
-        ours, float(step), zero_point, -128, 127, torch.int8
-    )
-    assert torch.equal(restored, real.dequantize())
+    assert torch.equal(ours, affine.quantize_affine(x, x.shape, step, zero, torch.int8, -128, 127))
+    arguments = float(step), zero_point, -128, 127
+    restored = decomposed.dequantize_per_tensor(ours, *arguments, torch.int8)
     assert torch.equal(restored, affine.dequantize_affine(ours, x.shape, step, zero, torch.int8))
-    assert torch.equal(fake_quantize(x, step, zero, -128, 127), restored)
-    assert torch.equal(
-        restored, torch.fake_quantize_per_tensor_affine(x, float(step), zero_point, -128, 127)
-    )
+    assert torch.equal(restored, torch.fake_quantize_per_tensor_affine(x, *arguments))
+    assert torch.equal(restored, fake_quantize(x, step, zero, -128, 127))
+
+
+@examples
+@given(x=tensors, scale=scales, zero_point=bits)
+@example(x=TIES.flatten(), scale=0.25, zero_point=3)
+@example(x=NEAR_TIES, scale=0.1, zero_point=-4)
+@pytest.mark.parametrize("channels", [False, True], ids=["per tensor", "per channel"])
+def test_integers_of_quantized_tensors(
+    channels: bool, x: Tensor, scale: float, zero_point: int
+) -> None:
+    """Torch's quantized tensors round the sum with the zero point: within one, and equal but for ties."""
+    x, step, zero = x.reshape(1, -1), torch.tensor([scale]), torch.tensor([zero_point])
+    ours = integers_of(x, QParams(step, zero, -128, 127, torch.int8, axis=0))
+    if channels:
+        real = torch.quantize_per_channel(x, step, zero, 0, torch.qint8)
+    else:
+        real = torch.quantize_per_tensor(x, float(step), zero_point, torch.qint8)
+    steps = x.double() / step
+    apart = (ours.int() - real.int_repr().int()).abs()
+    assert int(apart.max()) <= 1
+    assert not apart[(steps - steps.floor() - 0.5).abs() > 1e-3].any()
+    restored = dequantize_blocks(real.int_repr(), step[:, None], zero[:, None], torch.float32)
+    assert torch.equal(restored, real.dequantize())
 
 
 @examples
 @given(rows=st.lists(st.tuples(floats, floats, scales, bits), min_size=1, max_size=6))
+@example(rows=[(float(x), float(-x), 0.25, 3) for x in TIES.flatten()])
+@example(rows=[(float(x), float(-x), 0.1, -4) for x in NEAR_TIES])
 @pytest.mark.parametrize("axis", [0, 1])
 def test_integers_per_channel(axis: int, rows: Any) -> None:
     """Not against `torch.quantize_per_channel`, whose kernels disagree on ties: it depends on the axis."""
