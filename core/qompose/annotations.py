@@ -62,10 +62,12 @@ def propose_annotations(
         node.name: point_specs(node) for node in snapshot.graph.nodes if node_annotation(node)
     }
     owners = {node: claim.owner for claim in taken for node in _touched(claim)}
-    known = [node.name for node in snapshot.graph.nodes]
+    known = {node.name: bool(node.users) for node in snapshot.graph.nodes}
     with blaming(f"{owner}: annotate"):
         annotate(snapshot)
-    if [node.name for node in snapshot.graph.nodes] != known:
+    left = {node.name for node in snapshot.graph.nodes}
+    gone = {name for name, used in known.items() if used} - left  # some remove what nothing reads
+    if gone or left - known.keys():
         raise UserError(
             f"{owner} changed the program in annotate, which may only annotate it; "
             "transform_for_annotation is for changes"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from qompose.errors import ConfigError
-from qompose.numerics import FLOAT_ZERO_POINT, PER_CHANNEL, quantized_range
+from qompose.numerics import FLOAT_ZERO_POINT, PER_CHANNEL, SYMMETRIC, quantized_range
 
 EdgeOrNode: TypeAlias = "tuple[Node, Node] | Node"
 """An edge (producer, consumer), or a node standing for its output."""
@@ -144,6 +144,11 @@ def _check_blocks(block_size: tuple[int, ...], qscheme: torch.qscheme | None) ->
 
 
 def _check_dynamic(spec: QuantizationSpec, low: int, high: int) -> None:
+    if spec.qscheme in SYMMETRIC and low == 0 and (spec.dtype, high) != (torch.uint8, 255):
+        raise ConfigError(
+            f"dynamic symmetric quantization to [{low}, {high}] would have its zero point outside: "
+            "torch's operator knows the whole of uint8 only. Take an affine qscheme, or int8."
+        )
     if spec.block_size is None and spec.qscheme not in PER_CHANNEL:
         return
     if spec.block_size != (-1,):

@@ -8,12 +8,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import qompose
 import torch
 from qompose import (
     ConfigError,
     DerivedQuantizationSpec,
     FixedQParamsQuantizationSpec,
     QuantizationSpec,
+    Quantizer,
     SharedQuantizationSpec,
 )
 from qompose.annotations import native_spec
@@ -254,3 +256,44 @@ def test_specifications_of_other_packages_are_known_by_their_shape(spec: Any, ki
 def test_what_is_no_specification_is_refused(program: torch.export.ExportedProgram) -> None:
     with pytest.raises(ConfigError, match="'int8' is not a quantization specification"):
         prepare(program, Annotator(linears("int8")))
+
+
+class Changing(Quantizer):
+    """Changes the program where it may only annotate."""
+
+    def __init__(self, change: Callable[[GraphModule], object]) -> None:
+        self.change = change
+
+    def annotate(self, model: GraphModule) -> GraphModule:
+        self.change(model)
+        return model
+
+
+def _add(model: GraphModule) -> None:
+    last = next(iter(reversed(model.graph.nodes)))
+    with model.graph.inserting_before(last):
+        model.graph.call_function(torch.ops.aten.relu.default, (last.args[0][0],))
+
+
+def _remove(model: GraphModule) -> None:
+    node = next(node for node in model.graph.nodes if node.op == "call_function")
+    node.replace_all_uses_with(node.args[0])
+    model.graph.erase_node(node)
+
+
+@pytest.mark.parametrize("change", [_add, _remove], ids=["add", "remove"])
+def test_annotate_may_not_change_the_program(change: Callable[[GraphModule], object]) -> None:
+    program = export(nn.Sequential(nn.Linear(3, 3)), randn(2, 3))
+    with pytest.raises(qompose.UserError, match="Changing changed the program in annotate"):
+        prepare(program, Changing(change))
+
+
+def test_annotate_may_drop_what_nothing_reads() -> None:
+    program = export(nn.Sequential(nn.Conv1d(3, 3, 1), nn.BatchNorm1d(3)), randn(2, 3, 4))
+    prepare(program, Changing(lambda model: model.graph.eliminate_dead_code()))
+
+
+def test_errors_of_annotate_name_the_quantizer() -> None:
+    program = export(nn.Sequential(nn.Linear(3, 3)), randn(2, 3))
+    with pytest.raises(qompose.MemberError, match="Changing: annotate raised ZeroDivisionError"):
+        prepare(program, Changing(lambda model: 1 / 0))

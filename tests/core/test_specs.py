@@ -15,6 +15,7 @@ from qompose import (
     FixedQParamsQuantizationSpec,
     HistogramObserver,
     MinMaxObserver,
+    PlaceholderObserver,
     QuantizationAnnotation,
     QuantizationConfig,
     QuantizationSpec,
@@ -156,3 +157,13 @@ def test_annotation_helpers_make_what_is_missing_and_add_to_the_rest() -> None:
     mark_annotated([linear, x])
     assert linear.meta[ANNOTATION_KEY]._annotated
     assert x.meta[ANNOTATION_KEY] == QuantizationAnnotation(_annotated=True)
+
+
+def test_dynamic_symmetric_ranges_without_a_middle_are_refused() -> None:
+    with pytest.raises(ConfigError, match="would have its zero point outside"):
+        QuantizationSpec(
+            torch.uint8, PlaceholderObserver, 0, 127, torch.per_tensor_symmetric, is_dynamic=True
+        )
+    QuantizationSpec(
+        torch.uint8, PlaceholderObserver, 0, 255, torch.per_tensor_symmetric, is_dynamic=True
+    )

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An embedding and the head that is tied to it: one table of integers, whoever reads it, in any order."""
+
+from __future__ import annotations
+
+import itertools
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import qompose
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.core.toy import Annotator, annotate, sqnr
+
+WORDS, WIDTH = 40, 16
+PRODUCTS = ("xnnpack", "x86_inductor")
+ORDERS = [order for product in PRODUCTS for order in itertools.permutations(("embedding", product))]
+
+
+class TiedGPT(nn.Module):
+    """A decoder of one block: attention and a perceptron, each behind a normalisation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(8, WIDTH)
+        self.first, self.second, self.last = (nn.LayerNorm(WIDTH) for _ in range(3))
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids) + self.places(torch.arange(ids.shape[1]))
+        query, key, value = (
+            part.unflatten(-1, (2, -1)).transpose(1, 2)
+            for part in self.qkv(self.first(x)).chunk(3, -1)
+        )
+        y = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).flatten(2))
+        x = x + self.down(F.gelu(self.up(self.second(x))))
+        return self.head(self.last(x))
+
+
+IDS = torch.randint(WORDS, (6, 8), generator=torch.Generator().manual_seed(0))
+
+
+@cache
+def program() -> torch.export.ExportedProgram:
+    with torch.no_grad():
+        return torch.export.export(TiedGPT().eval(), (IDS,))
+
+
+def quantized(*members: Any, target: str = "torch") -> qompose.QuantizedModel:
+    return qompose.quantize(program(), backends=list(members), calibration=[(IDS,)], target=target)
+
+
+def tables(module: Any) -> dict[str, torch.dtype]:
+    """What of the tied table is stored, by name: the only matrices of this shape."""
+    state = module.state_dict()
+    return {n: t.dtype for n, t in state.items() if tuple(t.shape) == (WORDS, WIDTH)}
+
+
+def notes_on_tables(report: qompose.Report) -> list[str]:
+    return [note for note in report.notes if "head.weight" in note]
+
+
+pytestmark = pytest.mark.filterwarnings("ignore::qompose.QomposeWarning")  # regions left simulated
+
+
+@pytest.mark.parametrize("order", ORDERS, ids="-".join)
+def test_one_table_of_integers_in_every_form(order: tuple[str, str]) -> None:
+    result = quantized(*order)
+    for module in (result.converted, result.model):
+        assert tables(module) == {"head.weight_q": torch.int8}
+    (note,) = notes_on_tables(result.report)
+    assert note.startswith("head.weight becomes one table for ")
+    assert "embedding (embedding, rule embedding)" in note
+    rows = {row.module: row for row in result.report.rows if row.module in ("tokens", "head")}
+    assert {path: row.owner for path, row in rows.items()} == {
+        "tokens": "embedding",
+        "head": next(name for name in order if name != "embedding"),
+    }
+    assert {row.state for row in rows.values()} == {"int8 kernel"}
+
+
+@pytest.mark.parametrize("order", ORDERS, ids="-".join)
+def test_outputs_agree(order: tuple[str, str]) -> None:
+    result = quantized(*order)
+    with torch.no_grad():
+        expected, simulated = program().module()(IDS), result.converted(IDS)
+        lowered = result.model(IDS)
+    assert sqnr(expected, simulated) > 25
+    assert sqnr(simulated, lowered) > 35
+    assert sqnr(expected, lowered) > 25
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_order_changes_nothing_but_priority(product: str) -> None:
+    one, other = (quantized(*order) for order in (("embedding", product), (product, "embedding")))
+    assert torch.equal(one.converted(IDS), other.converted(IDS))
+    assert one.report.bytes_after == other.report.bytes_after < 0.45 * one.report.bytes_before
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_rows_that_are_looked_up_are_those_that_are_multiplied(product: str) -> None:
+    """Both readers dequantize one table with the same scales."""
+    converted = quantized("embedding", product).converted
+    (table,) = (n for n in converted.graph.nodes if n.target == "head.weight_q")
+    readers = list(table.users)
+    assert len(readers) >= 1
+    scales = {argument.target for node in readers for argument in node.args[1:3]}
+    assert len({name for name in scales if "scale" in name}) == 1
+
+
+@pytest.mark.skipif(not find_spec("executorch"), reason="needs executorch")
+@pytest.mark.filterwarnings("ignore")  # executorch's own, at import
+@pytest.mark.parametrize("order", ORDERS[:2], ids="-".join)
+def test_on_the_executorch_runtime(order: tuple[str, str]) -> None:
+    result = quantized(*order, target="executorch")
+    outputs = result.model(IDS)
+    (output,) = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
+    assert sqnr(result.converted(IDS), output) > 35
+    assert tables(result.converted) == {"head.weight_q": torch.int8}
+    rows = {
+        r.module: (r.owner, r.state) for r in result.report.rows if r.module in ("tokens", "head")
+    }
+    assert rows == {"tokens": ("embedding", "int8 kernel"), "head": ("xnnpack", "int8 kernel")}
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_where_no_scheme_suits_both_every_reason_is_named(product: str) -> None:
+    """The table of a quantizer that only annotates cannot change, and no product takes such weights."""
+    config = qompose.compose("embedding").members[0].backend.default_config  # type: ignore[attr-defined]
+
+    def wants(node: Any) -> None:
+        if node.target is torch.ops.aten.embedding.default:
+            annotate(node, {node.args[0]: config.weight})
+
+    prepared = qompose.prepare_pt2e(
+        program(), qompose.compose(Annotator(wants, "foreign"), product)
+    )
+    qompose.calibrate(prepared, [(IDS,)])
+    converted = qompose.convert_pt2e(prepared)
+    assert sorted(tables(converted).values(), key=str) == [torch.int8, torch.uint8]
+    (note,) = notes_on_tables(qompose.report(converted))
+    assert note.startswith("head.weight becomes more than one table of integers: ")
+    assert f"({product}, rule linear) cannot take uint8" in note
+    assert "embedding (foreign, rule annotation) cannot take int8" in note
+    assert sqnr(program().module()(IDS), converted(IDS)) > 25
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_an_embedding_in_float_beside_a_quantized_head_is_named(product: str) -> None:
+    result = quantized(product)
+    assert sorted(tables(result.converted).items()) == [
+        ("head.weight", torch.float32), ("head.weight_q", torch.int8),
+    ]  # fmt: skip
+    (note,) = notes_on_tables(result.report)
+    assert "head.weight stays in float beside its integers" in note
+    assert "embedding is not quantized" in note
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_a_head_in_float_beside_a_quantized_embedding_is_named(product: str) -> None:
+    (quantizer,) = qompose.compose(product).members
+    quantizer.set_module_name("head", None)  # type: ignore[attr-defined]
+    result = quantized("embedding", quantizer)
+    (note,) = notes_on_tables(result.report)
+    assert "stays in float beside its integers (embedding reads those)" in note
+    (row,) = (row for row in result.report.rows if row.module == "head")
+    assert (row.state, row.macs) == ("float", 6 * 8 * WORDS * WIDTH)
+    assert sqnr(program().module()(IDS), result.model(IDS)) > 25
+
+
+def test_three_members_share_one_table() -> None:
+    """The head of one backend, all else of another: still one table."""
+    linears: list[Any] = [qompose.compose(name).members[0] for name in PRODUCTS]
+    config = linears[1].backend.default_config
+    linears[1].set_global(None).set_module_name("head", config)
+    linears[0].set_module_name("head", None)
+    result = quantized(*linears, "embedding")
+    assert tables(result.converted) == {"head.weight_q": torch.int8}
+    owners = {row.module: row.owner for row in result.report.rows if row.macs}
+    assert (owners["head"], owners["up"]) == ("x86_inductor", "xnnpack")
+    assert sqnr(program().module()(IDS), result.model(IDS)) > 25
