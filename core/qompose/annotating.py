@@ -70,9 +70,10 @@ def _attempt(
     working = refresh(working) if candidates else working
     before = _calls(working)
     working = _transformed(working, quantizer)
+    rewritten = _calls(working) != before
     name_apart(working)
     composition = _composed(working, quantizer)
-    if _calls(working) != before:
+    if rewritten:
         composition.notes.append(f"{quantizer.name}: transform_for_annotation rewrote the program")
     return working, composition, pieces
 

@@ -40,7 +40,8 @@ def batches(model: ZooModel) -> list[Any]:
 
     inputs = model.inputs()
     others = [pytree.tree_map(changed(f), inputs) for f in (-1.0, 3.0, -3.0, 0.5)]
-    return [inputs, *others, (inputs[0], *others[0][1:]), (others[0][0], *inputs[1:])]
+    turned = pytree.tree_map(lambda t: t.flip(-1) if t.dim() else t, inputs)
+    return [inputs, *others, turned, (inputs[0], *others[0][1:]), (others[0][0], *inputs[1:])]
 
 
 def outputs(module: Any, inputs: Any) -> list[torch.Tensor]:

@@ -68,8 +68,9 @@ def batches(model: ZooModel) -> list[tuple[Any, ...]]:
 
     inputs = model.inputs()
     others = [pytree.tree_map(changed(f), inputs) for f in (-1.0, 3.0, -3.0, 0.5)]
+    turned = pytree.tree_map(lambda t: t.flip(-1) if t.dim() else t, inputs)
     crossed = [(inputs[0], *others[0][1:]), (others[0][0], *inputs[1:])]
-    return [inputs, *others, *crossed]
+    return [inputs, *others, *crossed, turned]
 
 
 def floats(value: Any) -> list[Tensor]:
