@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from qompose.balancing import (
     OUTPUT,
@@ -24,8 +24,8 @@ from qompose.balancing import (
 )
 from qompose.claims import Point
 from qompose.errors import CalibrationError, UncalibratedError, blaming
-from qompose.graph import constant_of, get_attribute, owner_of, set_attribute, value_of
-from qompose.nested import nodes_in
+from qompose.graph import constant_of, get_attribute, module_path, owner_of, set_attribute, value_of
+from qompose.nested import bodies_of, body_labels, is_nested_call, nodes_in
 from qompose.numerics import (
     DEFAULT_EPS,
     along,
@@ -40,6 +40,7 @@ from qompose.observing import (
     make_observer,
 )
 from qompose.plan import Group, Plan
+from qompose.running import RAN_KEY, RUNNERS
 from qompose.schemes import Absorbed, QParams, axis_of, in_rows
 from qompose.screening import Screen
 
@@ -150,12 +151,30 @@ class Estimation:
             for number in range(len(self.plan.groups))
             if self._needs_data(number) and not _has_data(self.observer(number))
         ]
-        if missing and not allow_uncalibrated:
-            raise UncalibratedError([self.describe(number) for number in missing])
+        idle = self._idle_points(missing)
+        if (missing or idle) and not allow_uncalibrated:
+            raise UncalibratedError([*map(self.describe, missing), *idle.values()])
         for number in missing:
             group = self.plan.groups[number]
             reason = f"{group.points[0]} never saw calibration data"
             self.dropped.update(dict.fromkeys(group.claims, reason))
+        for point in idle:
+            reason = f"{point} never saw calibration data"
+            self.dropped.setdefault(self._claim_of[point], reason)
+
+    def _idle_points(self, missing: list[int]) -> dict[Point, str]:
+        """Name the tensors in bodies that never ran, whose groups have data from elsewhere only."""
+        graphs, labels = set(_never_run(self.model)), body_labels(self.model)
+        return {
+            point: f"{point} in {module_path(anchor) or 'the program'} in {labels[anchor.graph]} "
+            f"({claim.owner}, rule {claim.rule})"
+            for claim in self.plan.claims
+            if (anchor := self._nodes[claim.anchor]).graph in graphs
+            for point in (spec.point for spec in claim.specs)
+            if constant_of(self._nodes[point.source]) is None
+            and (number := self._group_of[point]) not in missing
+            and self._needs_data(number)
+        }
 
     def _drop_underived(self) -> None:
         """Drop the claims whose parameters would be derived from tensors that stay in float."""
@@ -330,6 +349,16 @@ class Estimation:
             f"squared error on calibration data {factors.gain:.1f} times smaller"
             for number, factors in self.factors.items()
         ]
+
+
+def _never_run(part: GraphModule, ran: bool = True) -> Iterator[Graph]:
+    """Yield the bodies that calibration never came to, with those inside them."""
+    if not ran:
+        yield part.graph
+    for call in filter(is_nested_call, part.graph.nodes):
+        noted = call.target in RUNNERS.values()
+        for body in bodies_of(call):
+            yield from _never_run(body, ran and (RAN_KEY in body.meta or not noted))
 
 
 _FAR_FROM_TYPICAL, _FEW_VALUES = 1000.0, 64

@@ -392,7 +392,7 @@ def run_as_exported(module: GraphModule) -> None:
 def body_labels(module: GraphModule) -> dict[Graph, str]:
     """Return what messages call each body of a program: `true_graph_0 of cond`."""
     return {
-        body.graph: f"{reference.target} of {getattr(call.target, '__name__', call.target)}"
+        body.graph: f"{reference.target} of {_OPERATORS.get(call.target, call.target).__name__}"
         for part in graphs_in(module)
         for call in part.graph.nodes
         for reference in _references(call)

@@ -11,13 +11,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import GraphModule
 
 Body = Callable[..., Any]
+
+RAN_KEY = "qompose_ran"
+"""Key in the `meta` of a body that ran: the observers inside one that did not saw nothing."""
+
+
+def _run(body: Body, *values: Any) -> Any:
+    if isinstance(body, GraphModule):
+        body.meta[RAN_KEY] = True
+    return body(*values)
 
 
 def run_cond(predicate: Any, if_true: Body, if_false: Body, operands: Sequence[Any]) -> Any:
     """Run one of two bodies, as `torch.ops.higher_order.cond` does."""
-    return (if_true if bool(predicate) else if_false)(*operands)
+    return _run(if_true if bool(predicate) else if_false, *operands)
 
 
 def run_while_loop(
@@ -25,8 +35,8 @@ def run_while_loop(
 ) -> tuple[Any, ...]:
     """Run a body while a condition holds, as `torch.ops.higher_order.while_loop` does."""
     values = tuple(carried)
-    while bool(condition(*values, *additional)):
-        values = tuple(body(*values, *additional))
+    while bool(_run(condition, *values, *additional)):
+        values = tuple(_run(body, *values, *additional))
     return values
 
 
@@ -40,7 +50,7 @@ def run_scan(
     """
     values, rows = list(carried), []
     for index in range(len(slices[0])):
-        outputs = body(*values, *(x[index] for x in slices), *additional)
+        outputs = _run(body, *values, *(x[index] for x in slices), *additional)
         values = list(outputs[: len(values)])
         rows.append(outputs[len(values) :])
     return [*values, *_stacked(rows)]
@@ -49,7 +59,7 @@ def run_scan(
 def run_map(body: Body, slices: Sequence[Tensor], additional: Sequence[Any]) -> list[Any]:
     """Run a body on each slice and stack the outputs, as `torch.ops.higher_order.map_impl` does."""
     return _stacked(
-        [body(*(x[index] for x in slices), *additional) for index in range(len(slices[0]))]
+        [_run(body, *(x[index] for x in slices), *additional) for index in range(len(slices[0]))]
     )
 
 

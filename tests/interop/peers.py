@@ -6,6 +6,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import qompose
@@ -117,9 +118,13 @@ def by_torchao(program: ExportedProgram, quantizer: Any, *batches: Any) -> Conve
 
 
 def by_qompose(program: ExportedProgram, quantizer: Any, *batches: Any) -> Converted:
-    """Quantized by qompose's engine; the outputs are for the last batch."""
+    """Quantized by qompose's engine; the outputs are for the last batch.
+
+    A branch that no batch comes to stays in float.
+    """
     prepared = qompose.prepare_pt2e(program, quantizer)
-    return _finished(prepared, qompose.convert_pt2e, batches)
+    convert = partial(qompose.convert_pt2e, allow_uncalibrated=True)
+    return _finished(prepared, convert, batches)
 
 
 def _finished(prepared: Any, convert: Callable[[Any], Any], batches: Any) -> Converted:
