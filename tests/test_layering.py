@@ -45,7 +45,8 @@ LAYERS = tuple(
         symbols storages trees
         programs records
         artefact
-        pipeline
+        composing pipeline
+        quantizing
         cli
         __init__ __main__
     """.strip().splitlines()

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from qompose.capabilities import Capabilities as Capabilities
     from qompose.capabilities import Capability as Capability
     from qompose.capabilities import Support as Support
+    from qompose.composing import compose as compose
     from qompose.errors import AnnotationConflictError as AnnotationConflictError
     from qompose.errors import ArtefactError as ArtefactError
     from qompose.errors import BackendNotFoundError as BackendNotFoundError
@@ -61,12 +62,9 @@ if TYPE_CHECKING:
     from qompose.patterns import Match as Match
     from qompose.patterns import OperatorPattern as OperatorPattern
     from qompose.patterns import Pattern as Pattern
-    from qompose.pipeline import QuantizedModel as QuantizedModel
-    from qompose.pipeline import compose as compose
     from qompose.pipeline import convert_pt2e as convert_pt2e
     from qompose.pipeline import lower as lower
     from qompose.pipeline import prepare_pt2e as prepare_pt2e
-    from qompose.pipeline import quantize as quantize
     from qompose.plan import Plan as Plan
     from qompose.plugins import BackendInfo as BackendInfo
     from qompose.plugins import backends as backends
@@ -74,6 +72,8 @@ if TYPE_CHECKING:
     from qompose.quantizer import ComposableQuantizer as ComposableQuantizer
     from qompose.quantizer import Quantizer as Quantizer
     from qompose.quantizer import RuleQuantizer as RuleQuantizer
+    from qompose.quantizing import QuantizedModel as QuantizedModel
+    from qompose.quantizing import quantize as quantize
     from qompose.region import QuantizedTensor as QuantizedTensor
     from qompose.region import Region as Region
     from qompose.region import on_integers as on_integers
@@ -99,6 +99,7 @@ _MODULES = {
     "benchmarking": "Timings bench",
     "calibration": "calibrate",
     "capabilities": "Capabilities Capability Support",
+    "composing": "compose",
     "errors": (
         "AnnotationConflictError ArtefactError BackendNotFoundError CalibrationError ConfigError "
         "InternalError MemberError MissingBackendError NotExportedError NothingQuantizedError "
@@ -114,10 +115,11 @@ _MODULES = {
     ),
     "operators": "ORDER_PRESERVING SCALE_PRESERVING VALUE_PRESERVING",
     "patterns": "Match OperatorPattern Pattern",
-    "pipeline": "QuantizedModel compose convert_pt2e lower prepare_pt2e quantize",
+    "pipeline": "convert_pt2e lower prepare_pt2e",
     "plan": "Plan",
     "plugins": "BackendInfo backends load_backend",
     "quantizer": "ComposableQuantizer Quantizer RuleQuantizer",
+    "quantizing": "QuantizedModel quantize",
     "region": "QuantizedTensor Region on_integers",
     "reporting": "Report assert_lowered report",
     "rules": "Kernel NotLowerable Rule TensorConstraint",

@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What users call: the stages, one after the other, and the one call that runs them all."""
+"""What users call: the stages, one after the other."""
 
 from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
@@ -19,13 +18,11 @@ from qompose.aliases import written_buffers
 from qompose.annotating import annotate_program
 from qompose.annotations import clear_annotations, write_annotations
 from qompose.backend import Backend
-from qompose.calibration import calibrate
 from qompose.claims import Claim
 from qompose.conversion import convert_observers, fold_quantized_constants
 from qompose.errors import (
     NothingQuantizedError,
     NotLoweredError,
-    PluginError,
     QomposeWarning,
     UserError,
     blaming,
@@ -50,38 +47,11 @@ from qompose.nested import (
 )
 from qompose.plan import Plan, Record, attach, record_of
 from qompose.planning import plan_groups
-from qompose.plugins import load_backend
 from qompose.preparation import insert_observers
-from qompose.quantizer import ComposableQuantizer, Quantizer, RuleQuantizer, labelled
-from qompose.reporting import Report, report
+from qompose.quantizer import Quantizer, RuleQuantizer, labelled
 from qompose.representation import Representation, represent
 from qompose.signature import call_signature
 from qompose.survey import claims_elsewhere, state_bytes, survey
-
-
-def compose(*members: str | Quantizer, on_conflict: str = "error") -> ComposableQuantizer:
-    """Compose quantizers, in order of priority. A string is an installed backend with its default config.
-
-    Raises:
-        BackendNotFoundError: no such backend is installed.
-        PluginError: it is, and cannot be loaded.
-        UserError: no members.
-    """
-    return ComposableQuantizer([_as_quantizer(member) for member in members], on_conflict)
-
-
-def _as_quantizer(member: str | Quantizer) -> Quantizer:
-    if not isinstance(member, str):
-        return adapt(member)
-    backend = load_backend(member)
-    make: Callable[[], Any] = backend.quantizer_class or (lambda: RuleQuantizer(backend))
-    quantizer = make()
-    if isinstance(quantizer, RuleQuantizer):
-        quantizer.set_global(backend.default_config)
-    if not isinstance(quantizer, Quantizer):
-        reason = f"its quantizer_class made {quantizer!r}, which is no qompose.Quantizer"
-        raise PluginError(member, type(backend).__module__, reason)
-    return quantizer
 
 
 @contextmanager
@@ -326,74 +296,3 @@ def _say_what_fell_back(
     if strict:
         raise NotLoweredError(message)
     warnings.warn(message, QomposeWarning, stacklevel=3)
-
-
-@dataclass(frozen=True)
-class QuantizedModel:
-    """What `quantize` made: the float program, the Q/DQ model, and the one that runs integer kernels."""
-
-    exported: ExportedProgram
-    converted: GraphModule
-    model: Any
-    quantizer: Quantizer
-
-    @property
-    def report(self) -> Report:
-        """Return what happened to every float operator."""
-        return report(self.model)
-
-
-def quantize(
-    model: nn.Module | ExportedProgram,
-    example_inputs: tuple[Any, ...] | None = None,
-    *,
-    backends: str | Quantizer | Sequence[str | Quantizer],
-    calibration: Iterable[Any] | None = None,
-    target: str = "torch",
-    dynamic_shapes: Any = None,
-    transform: Callable[[Any], Any] | None = None,
-    progress: bool | None = None,
-    strict: bool = False,
-) -> QuantizedModel:
-    """Export, prepare, calibrate, convert and lower a model, in one call.
-
-    Args:
-        model: a module, which is exported in eval mode with `example_inputs` and `dynamic_shapes`; or an
-            ExportedProgram.
-        backends: names of installed backends or quantizers, in order of priority; or just one.
-        calibration: batches for `calibrate`; not needed where nothing is quantized statically.
-
-    Raises:
-        UserError: `example_inputs` are missing; and whatever the stages raise.
-    """
-    single = isinstance(backends, (str, Quantizer))
-    quantizer = compose(*([backends] if single else backends))  # type: ignore[misc]
-    exported = (
-        model
-        if isinstance(model, ExportedProgram)
-        else _export(model, example_inputs, dynamic_shapes)
-    )
-    prepared = prepare_pt2e(exported, quantizer, strict=strict)
-    if calibration is not None:
-        calibrate(prepared, calibration, transform=transform, progress=progress)
-    converted = convert_pt2e(prepared)
-    return QuantizedModel(exported, converted, lower(converted, target, strict=strict), quantizer)
-
-
-def _export(model: nn.Module, example_inputs: Any, dynamic_shapes: Any) -> ExportedProgram:
-    if isinstance(model, GraphModule) or not isinstance(model, nn.Module):
-        raise UserError(
-            "quantize takes a torch.nn.Module or an ExportedProgram; for a GraphModule call "
-            "prepare_pt2e, calibrate, convert_pt2e and lower"
-        )
-    if not isinstance(example_inputs, tuple):
-        raise UserError(
-            "quantize needs example_inputs, a tuple of positional arguments, to export the model"
-        )
-    training = {module: module.training for module in model.modules()}
-    try:
-        with torch.no_grad():
-            return torch.export.export(model.eval(), example_inputs, dynamic_shapes=dynamic_shapes)
-    finally:
-        for module, mode in training.items():
-            module.training = mode
