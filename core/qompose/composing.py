@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compose: names of installed backends and quantizers of any engine in, one quantizer out."""
+"""Compose: names of installed backends, quantizers of any engine, or data in; one quantizer out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from qompose.errors import PluginError
+from qompose.composition import ComposableQuantizer
+from qompose.configuring import check_keys, selectors_from_data
+from qompose.errors import ConfigError, PluginError
 from qompose.interop import adapt
 from qompose.plugins import load_backend
-from qompose.quantizer import ComposableQuantizer, Quantizer, RuleQuantizer
+from qompose.quantizer import Quantizer
+from qompose.rule_quantizer import RuleQuantizer
 
 
 def compose(*members: str | Quantizer, on_conflict: str = "error") -> ComposableQuantizer:
@@ -24,14 +28,62 @@ def compose(*members: str | Quantizer, on_conflict: str = "error") -> Composable
 
 
 def _as_quantizer(member: str | Quantizer) -> Quantizer:
-    if not isinstance(member, str):
-        return adapt(member)
-    backend = load_backend(member)
+    return quantizer_of(member) if isinstance(member, str) else adapt(member)
+
+
+def quantizer_of(name: str) -> Quantizer:
+    """Return the quantizer of an installed backend, with its default configuration, to be given selectors.
+
+    Raises:
+        BackendNotFoundError: no such backend is installed.
+        PluginError: it is, and cannot be loaded.
+    """
+    backend = load_backend(name)
     make: Callable[[], Any] = backend.quantizer_class or (lambda: RuleQuantizer(backend))
     quantizer = make()
     if isinstance(quantizer, RuleQuantizer):
         quantizer.set_global(backend.default_config)
     if not isinstance(quantizer, Quantizer):
         reason = f"its quantizer_class made {quantizer!r}, which is no qompose.Quantizer"
-        raise PluginError(member, type(backend).__module__, reason)
+        raise PluginError(name, type(backend).__module__, reason)
     return quantizer
+
+
+def quantizer_from_dict(data: Mapping[str, Any]) -> Quantizer:
+    """Return the quantizer that the data of `Quantizer.to_dict` stands for.
+
+    Args:
+        data: `{"backend": name, "selectors": [...]}`, or `{"members": [...], "on_conflict": "error"}`.
+
+    Raises:
+        ConfigError, SelectorError: the data is malformed, has unknown keys, or asks for what the backend
+            cannot do; the message says where.
+        BackendNotFoundError, PluginError: a backend that it names cannot be had.
+    """
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"{data!r} is no object with the keys backend and selectors, or members")
+    if "members" in data:
+        check_keys({"on_conflict": "error", **data}, ("members", "on_conflict"))
+        if not isinstance(data["members"], list):
+            raise ConfigError(f"members={data['members']!r} is no list")
+        members = [quantizer_from_dict(member) for member in data["members"]]
+        return ComposableQuantizer(members, data.get("on_conflict", "error"))
+    check_keys(data, ("backend", "selectors"))
+    quantizer = quantizer_of(data["backend"])
+    if not isinstance(quantizer, RuleQuantizer):
+        raise ConfigError(f"the quantizer of {data['backend']!r} has no selectors to be set")
+    named, owner = quantizer.backend.configs, quantizer.name
+    return quantizer.with_selectors(selectors_from_data(data["selectors"], named, owner))
+
+
+def quantizer_from_json(text: str) -> Quantizer:
+    """Return the quantizer that the text of `Quantizer.to_json` stands for; see `quantizer_from_dict`.
+
+    Raises:
+        ConfigError: besides what `quantizer_from_dict` raises, for text that is no JSON.
+    """
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"this is no JSON: {error}") from None
+    return quantizer_from_dict(data)

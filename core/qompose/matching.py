@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch.fx import GraphModule, Node
@@ -20,33 +22,70 @@ from qompose.claims import (
     shared_with,
 )
 from qompose.errors import ConfigError
-from qompose.graph import constant_of, is_quantizable, value_of
-from qompose.patterns import Match, OperatorIndex
+from qompose.graph import constant_of, describe, is_quantizable, value_of
+from qompose.patterns import Match, OperatorIndex, Pattern
 from qompose.rules import STATIC, Rule
-from qompose.selectors import Selection, Selectors
+from qompose.selection import Assignment
+from qompose.selectors import Selection
 from qompose.specs import QuantizationConfig
 
 
 def propose_rules(
-    owner: str, rules: Iterable[Rule], selectors: Selectors, model: GraphModule
+    owner: str, rules: Iterable[Rule], selectors: Assignment, model: GraphModule
 ) -> Proposal:
     """Return the claims of a rule table, in the order of its rows."""
     proposal = Proposal()
     index, unsafe = OperatorIndex(model), unsafe_values(model.graph)
+    rules = tuple(rules)
     for rule in rules:
         seen: set[tuple[Node, ...]] = set()
         for match in (match for pattern in rule.patterns for match in pattern.find(index)):
             if match.nodes not in seen:
                 seen.add(match.nodes)
                 _propose_match(owner, rule, match, selectors, unsafe, proposal)
+    proposal.rejections += _near_misses(owner, rules, index, proposal)
     return proposal
+
+
+def _near_misses(
+    owner: str, rules: Sequence[Rule], index: OperatorIndex, proposal: Proposal
+) -> list[Rejection]:
+    """Return the operators that rules speak of and no pattern fits, with what they lead to instead."""
+    spoken_of: list[Claim | Rejection] = [*proposal.claims, *proposal.rejections]
+    answered = {name for found in spoken_of for name in found.nodes}
+    candidates: dict[object, list[Rule]] = defaultdict(list)
+    for rule in rules:
+        for operator in _anchors(rule):
+            candidates[operator].append(rule)
+    return [
+        Rejection(owner, near[0].name, (node.name,), _why_no_match(node, near))
+        for operator, near in candidates.items()
+        for node in index.calls(operator)
+        if node.name not in answered
+    ]
+
+
+def _anchors(rule: Rule) -> list[object]:
+    """Return the operators at which the patterns of a rule are anchored, or else all that they name."""
+    named = [dict(p.operators) for p in rule.patterns if isinstance(p, Pattern)]
+    anchors = [[n[rule.anchor]] if rule.anchor in n else list(n.values()) for n in named]
+    return list(dict.fromkeys(operator for group in anchors for operator in group))
+
+
+def _why_no_match(node: Node, rules: Sequence[Rule]) -> str:
+    known = ", ".join(
+        f"{rule.name} ({rule.drawing})" if rule.drawing not in ("", rule.name) else rule.name
+        for rule in rules
+    )
+    users = ", ".join(dict.fromkeys(describe(user) for user in node.users)) or "nothing"
+    return f"no pattern of {known} fits here, where its value goes to {users}"
 
 
 def _propose_match(
     owner: str,
     rule: Rule,
     match: Match,
-    selectors: Selectors,
+    selectors: Assignment,
     unsafe: frozenset[str],
     proposal: Proposal,
 ) -> None:
@@ -69,7 +108,7 @@ def _propose_match(
     proposal.claims.append(_claim(owner, rule, match, anchor, selection, selection.config))
 
 
-def _objection(rule: Rule, match: Match, selection: Selection, selectors: Selectors) -> str | None:
+def _objection(rule: Rule, match: Match, selection: Selection, selectors: Assignment) -> str | None:
     """Return why a match cannot become a claim, None where it can."""
     config = selection.config
     if config is None:
@@ -141,7 +180,7 @@ def _claim(
         anchor=anchor.name,
         nodes=tuple(node.name for node in match.nodes),
         output=match.output.name,
-        specs=tuple(_specs(rule, match, operands, config)),
+        specs=tuple(_bounded(rule, match, spec) for spec in _specs(rule, match, operands, config)),
         operands=operands,
         captures=tuple((k, v.name) for k, v in match.captures.items() if isinstance(v, Node)),
         config=str(config),
@@ -202,6 +241,14 @@ def _specs(
     if rule.output and not rule.shares and config.output_activation is not None:
         result.append(PointSpec(Point(match.output.name), config.output_activation))
     return result
+
+
+def _bounded(rule: Rule, match: Match, spec: PointSpec) -> PointSpec:
+    """Return a specification with what the rule's kernel asks of scale and zero point there."""
+    weight = match.node(rule.weight) if rule.weight else None
+    of_weight = weight is not None and spec.point.source == weight.name
+    edge = "weight" if of_weight else "activation"
+    return replace(spec, bounds=rule.bounds_for(edge if spec.point.user else "output"))
 
 
 def _edge(match: Match, operand: Operand) -> Point:

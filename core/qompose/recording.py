@@ -47,7 +47,7 @@ class Recorder:
         with self.site.graph.inserting_before(self.site):
             node = call(self.site.graph, operator, args, self.site, value)
         node.kwargs = options
-        tag(node, origin=str(self.site.target))
+        tag(node, origin=str(self.site.target), source=self.site.name)
         node._rename(f"{self.site.name}_{operator._schema.name.partition('::')[2]}")
         self.nodes.append(node)
         return node

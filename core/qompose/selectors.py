@@ -1,33 +1,114 @@
 # SPDX-License-Identifier: Apache-2.0
 """Selectors: which configuration applies to which operator. The most specific one wins.
 
-===========================  =====================================================
+===========================  ==========================================================================
 level (least specific first)  picks
-===========================  =====================================================
+===========================  ==========================================================================
 ``global``                   every operator
-``type``                     a module type (any enclosing module), or an aten operator
-``regex``                    module paths that the expression matches entirely
-``name``                     one module path, with all that is inside it
-===========================  =====================================================
+``object type``              what a module type computes (any module around the operator), an aten
+                             operator, or what a function of torch is exported as
+``module name regex``        what is inside a module whose path the expression matches entirely
+``filter``                   the operators for which a predicate is true
+``module name``              what is inside one module
+``subgraph``                 what lies between some operators or modules and others, these included
+``call``                     one of a module's calls of an operator or of modules of a type
+===========================  ==========================================================================
 
-Within a level the later setting wins, except that the longer module path wins among names.
+Within a level the later setting wins, with two exceptions: the longest path wins among module names, and
+the first one set among regular expressions, as in FX's QConfigMapping. So nothing depends on the order in
+which settings of different levels are made.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 from torch.fx import Node
 
-from qompose.errors import SelectorError, near_names
-from qompose.graph import module_path, module_stack, operator_name, tag_of
+from qompose.errors import SelectorError
+from qompose.functionals import aten_operators
 from qompose.specs import QuantizationConfig
 
-TypeKey = "type[nn.Module] | torch._ops.OpOverload | torch._ops.OpOverloadPacket"
+GLOBAL, TYPE, REGEX, FILTER = "global", "object type", "module name regex", "filter"
+NAME, SUBGRAPH, CALL = "module name", "subgraph", "call"
+LEVELS = (GLOBAL, TYPE, REGEX, FILTER, NAME, SUBGRAPH, CALL)
+
+ObjectType: TypeAlias = (
+    "type[nn.Module] | torch._ops.OpOverload | torch._ops.OpOverloadPacket | Callable[..., Any]"
+)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A module type, or operators, by names: `torch.nn.modules.linear.Linear`; `aten.relu`, `aten.relu_`."""
+
+    modules: frozenset[str] = frozenset()
+    operators: frozenset[str] = frozenset()
+
+    @property
+    def label(self) -> str:
+        """Return the first of the names, for reports."""
+        return min(self.modules | self.operators).removesuffix(".default")
+
+    def is_call(self, node: Node) -> bool:
+        """Tell whether a node calls one of the operators."""
+        return not self.operators.isdisjoint(names_of(str(node.target)))
+
+
+def names_of(target: str) -> tuple[str, str]:
+    """Return the names of an operator with its overload and without: `aten.add.Tensor`, `aten.add`."""
+    return target, target.rpartition(".")[0]
+
+
+def kind_of(object_type: object) -> Kind:
+    """Return what a module type, an aten operator or a function of torch stands for.
+
+    Raises:
+        SelectorError: it is none of these.
+    """
+    if isinstance(object_type, type) and issubclass(object_type, nn.Module):
+        name = f"{object_type.__module__}.{object_type.__qualname__}"
+        return Kind(modules=frozenset({name}))
+    if isinstance(object_type, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return Kind(operators=frozenset({str(object_type)}))
+    if callable(object_type) and not isinstance(object_type, type):
+        return Kind(operators=frozenset(map(str, aten_operators(object_type))))
+    raise SelectorError(
+        f"{object_type!r} is neither a torch.nn.Module type, nor an aten operator such as "
+        "torch.ops.aten.linear.default, nor a function such as torch.nn.functional.linear"
+    )
+
+
+@dataclass(frozen=True)
+class Subgraph:
+    """What lies on a path from one of `inputs` to one of `outputs`: names of operators or of modules."""
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Call:
+    """The call number `index` (from 0) that a module makes of an operator, or of modules of a type."""
+
+    module: str
+    kind: Kind
+    index: int
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One selector and the configuration it gives. `key` says what it picks, in the terms of its level."""
+
+    level: str
+    key: Any
+    config: QuantizationConfig | None
+    label: str
 
 
 @dataclass(frozen=True)
@@ -47,104 +128,122 @@ NOTHING = Selection(None, "", selected=False)
 
 @dataclass
 class Selectors:
-    """The settings of one quantizer."""
+    """The settings of one quantizer, in the order in which they were made."""
 
-    everything: QuantizationConfig | None = None
-    has_global: bool = False
-    types: dict[object, QuantizationConfig | None] = field(default_factory=dict)
-    regexes: dict[str, QuantizationConfig | None] = field(default_factory=dict)
-    names: dict[str, QuantizationConfig | None] = field(default_factory=dict)
-    filter_function: Callable[[Node], bool] | None = None
+    settings: list[Setting] = field(default_factory=list)
+    filter_function: Callable[[Node], object] | None = None
 
-    def select(self, node: Node) -> Selection:
-        """Return what the most specific selector says of an operator."""
-        if self.filter_function is not None and not self.filter_function(node):
-            return Selection(None, "filter function")
-        path = module_path(node)
-        for level in (self._by_name, self._by_regex, self._by_type):
-            found = level(node, path)
-            if found is not None:
-                return found
-        return Selection(self.everything, "global") if self.has_global else NOTHING
+    def set(self, setting: Setting) -> None:
+        """Add a setting, in place of one with the same key; a regular expression keeps its rank."""
+        same = [s for s in self.settings if (s.level, s.key) == (setting.level, setting.key)]
+        if same and setting.level == REGEX:
+            self.settings[self.settings.index(same[0])] = setting
+            return
+        self.settings = [s for s in self.settings if s not in same] + [setting]
 
-    def _by_name(self, node: Node, path: str) -> Selection | None:
-        parts = path.split(".")
-        for length in range(len(parts), 0, -1):
-            name = ".".join(parts[:length])
-            if name in self.names:
-                return Selection(self.names[name], f"module name {name}")
-        return None
+    def configs(self) -> list[QuantizationConfig]:
+        """Return the configurations that are given to anything, each once."""
+        result: list[QuantizationConfig] = []
+        for setting in self.settings:
+            if setting.config is not None and setting.config not in result:
+                result.append(setting.config)
+        return result
 
-    def _by_regex(self, node: Node, path: str) -> Selection | None:
-        for regex, config in reversed(self.regexes.items()):
-            if re.fullmatch(regex, path):
-                return Selection(config, f"module name regex {regex}")
-        return None
+    def by_precedence(self) -> Iterator[Setting]:
+        """Yield the settings so that each one wins over those before it."""
+        for level in LEVELS:
+            found = [setting for setting in self.settings if setting.level == level]
+            if level == REGEX:
+                found.reverse()
+            elif level == NAME:
+                found.sort(key=lambda setting: setting.key.count("."))
+            yield from found
 
-    def _by_type(self, node: Node, path: str) -> Selection | None:
-        enclosing = {kind for _, kind in module_stack(node)}
-        for key, config in reversed(self.types.items()):
-            if _is_type(key, node, enclosing):
-                return Selection(config, f"type {_type_name(key)}")
-        return None
-
-    def unmatched(self, nodes: Iterable[Node]) -> list[str]:
-        """Return the selectors, other than exact names, that pick no operator of a program."""
-        nodes = list(nodes)
-        paths = {module_path(node) for node in nodes}
-        missing = [
-            f"module name regex {regex!r} matches no module path"
-            for regex in self.regexes
-            if not any(re.fullmatch(regex, path) for path in paths)
-        ]
-        stacks = [{kind for _, kind in module_stack(node)} for node in nodes]
-        for key in self.types:
-            if not any(
-                _is_type(key, node, stack) for node, stack in zip(nodes, stacks, strict=True)
-            ):
-                missing.append(f"type {_type_name(key)} occurs nowhere in the model")
-        return missing
-
-    def check_names(self, nodes: Iterable[Node], owner: str) -> None:
-        """Check that every exact module name is a module of the program.
-
-        Raises:
-            SelectorError: one is not; the message has near names.
-        """
-        known = {path for node in nodes for path, _ in module_stack(node)} - {""}
-        for name in self.names:
-            if name not in known:
-                raise SelectorError(
-                    f"{owner}: set_module_name({name!r}, ...) names no module of the exported program"
-                    f"{near_names(name, known)}"
-                )
+    def copy(self) -> Selectors:
+        """Return settings of their own; the configurations in them are values and are shared."""
+        return replace(self, settings=list(self.settings))
 
 
-def check_type_key(key: object) -> None:
-    """Raise SelectorError unless `key` is a module type or an aten operator."""
-    is_module = isinstance(key, type) and issubclass(key, nn.Module)
-    if not is_module and not isinstance(key, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
-        raise SelectorError(
-            f"{key!r} is neither a torch.nn.Module type nor an aten operator such as "
-            "torch.ops.aten.linear.default"
-        )
+def for_everything(config: QuantizationConfig | None) -> Setting:
+    """Return the setting of every operator that no other one speaks of."""
+    return Setting(GLOBAL, None, config, GLOBAL)
 
 
-def check_regex(regex: str) -> None:
-    """Raise SelectorError unless `regex` compiles."""
+def for_kind(kind: Kind, config: QuantizationConfig | None) -> Setting:
+    """Return the setting of a module type or operator."""
+    return Setting(TYPE, kind, config, f"type {kind.label}")
+
+
+def for_regex(regex: str, config: QuantizationConfig | None) -> Setting:
+    """Return the setting of modules whose whole path an expression matches.
+
+    Raises:
+        SelectorError: it does not compile.
+    """
     try:
         re.compile(regex)
-    except re.error as error:
+    except (re.error, TypeError) as error:
         raise SelectorError(f"{regex!r} is not a regular expression: {error}") from error
+    return Setting(REGEX, regex, config, f"module name regex {regex}")
 
 
-def _is_type(key: object, node: Node, enclosing: set[str]) -> bool:
-    if isinstance(key, type):
-        return f"{key.__module__}.{key.__qualname__}" in enclosing
-    packet = getattr(node.target, "overloadpacket", None)
-    origin = tag_of(node, "origin") or ""  # the operator that a rewrite took apart
-    return key in (node.target, packet) or str(key) in (origin, origin.rpartition(".")[0])
+def for_filter(function: Callable[[Node], object], config: QuantizationConfig | None) -> Setting:
+    """Return the setting of the operators for which a predicate is true.
+
+    Raises:
+        SelectorError: it cannot be called.
+    """
+    check_predicate(function)
+    name = getattr(function, "__name__", type(function).__name__)
+    return Setting(FILTER, function, config, f"filter {name}")
 
 
-def _type_name(key: object) -> str:
-    return f"{key.__module__}.{key.__qualname__}" if isinstance(key, type) else operator_name(key)
+def check_predicate(function: object) -> None:
+    """Raise SelectorError unless `function` can be called."""
+    if not callable(function):
+        raise SelectorError(f"{function!r} is no function of a node")
+
+
+def for_name(name: str, config: QuantizationConfig | None) -> Setting:
+    """Return the setting of one module and all inside it.
+
+    Raises:
+        SelectorError: it is no path.
+    """
+    if not isinstance(name, str) or not name:
+        raise SelectorError(
+            f"{name!r} is no module path such as 'encoder.layer.0'; set_global speaks of the whole model"
+        )
+    return Setting(NAME, name, config, f"module name {name}")
+
+
+def for_subgraph(
+    inputs: str | Sequence[str], outputs: str | Sequence[str], config: QuantizationConfig | None
+) -> Setting:
+    """Return the setting of what lies between operators or modules.
+
+    Raises:
+        SelectorError: the names are none.
+    """
+    ends = [(end,) if isinstance(end, str) else tuple(end) for end in (inputs, outputs)]
+    if not all(end and all(isinstance(name, str) and name for name in end) for end in ends):
+        raise SelectorError(
+            f"inputs={inputs!r} and outputs={outputs!r} must be names of operators or modules, one at least"
+        )
+    key = Subgraph(*ends)
+    label = f"subgraph from {', '.join(key.inputs)} to {', '.join(key.outputs)}"
+    return Setting(SUBGRAPH, key, config, label)
+
+
+def for_call(module: str, kind: Kind, index: int, config: QuantizationConfig | None) -> Setting:
+    """Return the setting of one of a module's calls.
+
+    Raises:
+        SelectorError: the index is not 0, 1, 2, ..., or the module no path ("" is the whole model).
+    """
+    if not isinstance(module, str):
+        raise SelectorError(f"{module!r} is no module path")
+    if type(index) is not int or index < 0:
+        raise SelectorError(f"index={index!r} is not the number of a call: 0, 1, 2, ...")
+    label = f"call {index} of {kind.label} in {module or 'the model'}"
+    return Setting(CALL, Call(module, kind, index), config, label)

@@ -16,9 +16,11 @@ from torch.nn import functional as F
 from tests.core.toy import (
     ADD,
     CAT,
+    CONV_RELU,
     DYNAMIC,
     INT8,
     LINEAR,
+    LINEAR_PATTERN,
     LINEAR_RELU,
     PER_TENSOR,
     RELU,
@@ -107,7 +109,7 @@ REASONS = [
     ),
     pytest.param(
         LINEAR, QuantizationConfig(INT8, INT8, None, name="bare"), lambda m, x, y: m(x), "linear",
-        "bare leaves the weight of rule linear in float", id="no weight",
+        "bare leaves the weight of rule linear in float, and it has no activation-only form", id="no weight",
     ),
     pytest.param(
         CAT, STATIC, lambda m, x, y: torch.cat([x, y]), "cat", "its input is not quantized",
@@ -255,3 +257,35 @@ def test_two_configurations_on_two_modules() -> None:
     model = seeded(nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)))
     prepared = prepare(export(model, X), toy(LINEAR).set_module_name("2", PER_TENSOR))
     assert [claim.config for claim in plan_of(prepared).claims] == ["static", "per tensor"]
+
+
+def _normed(eps_only: bool) -> nn.Module:
+    """A convolution, a batch norm and a relu; the norm has statistics of its own, or those of each batch."""
+    norm = nn.BatchNorm2d(3, track_running_stats=not eps_only)
+    return nn.Sequential(nn.Conv2d(2, 3, 1), norm, nn.ReLU())
+
+
+def test_a_batch_norm_that_can_be_folded_leaves_the_shorter_pattern() -> None:
+    prepared = prepare(export(_normed(False), randn(1, 2, 4, 4)), toy(CONV_RELU))
+    assert claimed(prepared) == {"conv_relu": ("conv2d", "relu")}
+    assert qompose.report(prepared).rewrites == ("fold_batch_norm: conv2d, batch_norm",)
+
+
+def test_an_operator_whose_patterns_do_not_fit_says_which_and_what_stands_there() -> None:
+    report = qompose.report(prepare(export(_normed(True), randn(1, 2, 4, 4)), toy(CONV_RELU)))
+    reasons = {row.operator: row.reason for row in report.rows}
+    assert reasons == {
+        "aten.conv2d": "toy: no pattern of conv_relu fits here, where its value goes to "
+        "batch_norm (aten.batch_norm in 1)",
+        "aten.batch_norm": "no rule claims it",
+        "aten.relu": "no rule claims it",
+    }
+    (note,) = (note for note in report.notes if "fold_batch_norm" in note)
+    assert "was not made" in note
+
+
+def test_a_missing_variant_is_named() -> None:
+    """A layer without bias, and a rule that has only the pattern with one, anchored at its output."""
+    biased = rule("linear", LINEAR_PATTERN, weight="weight")
+    report = qompose.report(prepare(export(nn.Linear(3, 4, bias=False), randn(2, 3)), toy(biased)))
+    assert "no pattern of linear fits here, where its value goes to output" in report.rows[0].reason

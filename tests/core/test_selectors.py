@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -64,7 +65,19 @@ LEVELS: dict[str, Setting] = {
     "global": lambda q, c: q.set_global(c),
     "type": lambda q, c: q.set_module_type(nn.Linear, c),
     "regex": lambda q, c: q.set_module_name_regex(r"body\.\d\.linear", c),
+    "filter": lambda q, c: q.set_filter(lambda node: node.name in ("linear", "linear_2"), c),
     "name": lambda q, c: q.set_module_name("body.0.linear", c),
+    "subgraph": lambda q, c: q.set_subgraph("body.0", "tanh_1", c),
+    "call": lambda q, c: q.set_module_name_object_type_order("body.0", nn.Linear, 0, c),
+}
+REACHED = {
+    "global": PATHS,
+    "type": PATHS,
+    "regex": PATHS[:2],
+    "filter": PATHS[::2],
+    "name": PATHS[:1],
+    "subgraph": PATHS[:2],
+    "call": PATHS[:1],
 }
 
 
@@ -95,12 +108,22 @@ def test_the_more_specific_level_wins(
     assert configs(quantizer)["body.0.linear"] == ("float" if value is None else "dynamic")
 
 
+def test_all_levels_at_once() -> None:
+    """Every operator has what the most specific level that reaches it says, however many speak of it."""
+    quantizer = silent()
+    for number, setting in enumerate(reversed(LEVELS.values())):
+        setting(quantizer, dataclasses.replace(DYNAMIC, name=f"level {len(LEVELS) - 1 - number}"))
+    expected = [max(i for i, level in enumerate(LEVELS) if p in REACHED[level]) for p in PATHS]
+    assert list(configs(quantizer).values()) == [f"level {number}" for number in expected]
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_each_level_alone_reaches_what_it_names_and_nothing_else(level: str) -> None:
     quantizer = silent()
     LEVELS[level](quantizer, DYNAMIC)
-    reached = {"global": PATHS, "type": PATHS, "regex": PATHS[:2], "name": PATHS[:1]}[level]
-    assert configs(quantizer) == {path: "dynamic" if path in reached else "float" for path in PATHS}
+    assert configs(quantizer) == {
+        path: "dynamic" if path in REACHED[level] else "float" for path in PATHS
+    }
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -151,8 +174,8 @@ def test_names(settings: Any, expected: list[str]) -> None:
 @pytest.mark.parametrize(
     ("setter", "first", "second"),
     [
-        pytest.param("set_module_name_regex", r"body.*", r".*linear", id="regexes"),
         pytest.param("set_object_type", nn.Linear, aten.linear.default, id="types"),
+        pytest.param("set_filter", lambda node: True, lambda node: node.name < "m", id="filters"),
     ],
 )
 def test_within_a_level_the_later_setting_wins(setter: str, first: Any, second: Any) -> None:
@@ -165,6 +188,18 @@ def test_within_a_level_the_later_setting_wins(setter: str, first: Any, second: 
         assert configs(quantizer)["body.0.linear"] == "per tensor"
 
 
+def test_of_regular_expressions_the_first_wins_as_in_a_qconfig_mapping() -> None:
+    quantizer = silent()
+    quantizer.set_module_name_regex(r"body.*linear", WEIGHT_ONLY).set_module_name_regex(
+        "body.*", DYNAMIC
+    )
+    assert configs(quantizer)["body.0.linear"] == "weight-only"
+    quantizer.set_module_name_regex("body.*", STATIC)
+    assert configs(quantizer)["body.0.linear"] == "weight-only"
+    quantizer.set_module_name_regex(r"body.*linear", PER_TENSOR)  # it keeps its place
+    assert configs(quantizer)["body.0.linear"] == "per tensor"
+
+
 @pytest.mark.parametrize(
     ("key", "reached"),
     [
@@ -172,7 +207,9 @@ def test_within_a_level_the_later_setting_wins(setter: str, first: Any, second: 
         pytest.param(nn.Linear, PATHS, id="the module itself"),
         pytest.param(aten.linear.default, PATHS, id="an overload"),
         pytest.param(aten.linear, PATHS, id="an operator"),
+        pytest.param(nn.functional.linear, PATHS, id="a function"),
         pytest.param(aten.tanh.default, (), id="another operator"),
+        pytest.param(torch.tanh, (), id="another function"),
     ],
 )
 def test_types(key: Any, reached: tuple[str, ...]) -> None:
@@ -182,9 +219,21 @@ def test_types(key: Any, reached: tuple[str, ...]) -> None:
     )
 
 
-def test_a_regex_must_match_the_whole_path() -> None:
-    assert set(configs(silent().set_module_name_regex("body", DYNAMIC)).values()) == {"float"}
-    assert set(configs(silent().set_module_name_regex("", DYNAMIC)).values()) == {"float"}
+@pytest.mark.parametrize(
+    ("regex", "reached"),
+    [
+        pytest.param("body", PATHS[:2], id="a module around the operators"),
+        pytest.param(r"body\.1", PATHS[1:2], id="a module inside"),
+        pytest.param("bod", (), id="a part of a path"),
+        pytest.param("linear", (), id="the end of a path"),
+        pytest.param(".*", PATHS, id="everything"),
+    ],
+)
+def test_a_regex_must_match_the_whole_path_of_a_module(
+    regex: str, reached: tuple[str, ...]
+) -> None:
+    found = configs(silent().set_module_name_regex(regex, DYNAMIC))
+    assert tuple(path for path, config in found.items() if config != "float") == reached
 
 
 def test_a_filter_function_narrows_everything() -> None:
@@ -243,8 +292,24 @@ def test_what_else_matches_nothing_is_a_note(setting: Any, note: str) -> None:
         pytest.param(lambda q: q.set_module_name_regex("(", STATIC), "regular expr", id="regex"),
         pytest.param(lambda q: q.set_object_type("linear", STATIC), "neither", id="a string"),
         pytest.param(lambda q: q.set_object_type(int, STATIC), "neither", id="no module"),
+        pytest.param(lambda q: q.set_object_type(len, STATIC), "no function of", id="not torch's"),
         pytest.param(
-            lambda q: q.set_object_type(nn.functional.linear, STATIC), "neither", id="a function"
+            lambda q: q.set_object_type(nn.functional.normalize, STATIC),
+            "computes with several",
+            id="no single operator",
+        ),
+        pytest.param(
+            lambda q: q.set_module_type(aten.linear, STATIC), "no torch.nn.Module", id="op"
+        ),
+        pytest.param(lambda q: q.set_operator_type(nn.Linear, STATIC), "no operator", id="module"),
+        pytest.param(lambda q: q.set_module_name("", STATIC), "set_global speaks", id="empty name"),
+        pytest.param(lambda q: q.set_filter("linear", STATIC), "no function", id="filter"),
+        pytest.param(lambda q: q.set_filter_function(None), "no function", id="filter function"),
+        pytest.param(lambda q: q.set_subgraph([], "head", STATIC), "one at least", id="subgraph"),
+        pytest.param(
+            lambda q: q.set_module_name_object_type_order("body", nn.Linear, -1, STATIC),
+            "not the number of a call",
+            id="negative call",
         ),
     ],
 )
