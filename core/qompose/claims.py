@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from qompose.bounds import Bounds
 from qompose.specs import (
     DerivedQuantizationSpec,
     QuantizationSpecBase,
@@ -29,12 +30,16 @@ class Point:
 
 @dataclass(frozen=True)
 class PointSpec:
-    """A specification at a point. References of shared and derived specifications are points too."""
+    """A specification at a point. References of shared and derived specifications are points too.
+
+    `bounds` is what the claim's kernel asks of scale and zero point, once they are known.
+    """
 
     point: Point
     spec: QuantizationSpecBase
     references: tuple[Point, ...] = ()
     allow_implicit_sharing: bool = True
+    bounds: Bounds | None = None
 
     @property
     def shared(self) -> bool:

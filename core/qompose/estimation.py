@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from statistics import median
@@ -22,6 +21,7 @@ from qompose.balancing import (
     balance_input,
     balance_output,
 )
+from qompose.bounds import Bounds
 from qompose.claims import Point
 from qompose.errors import CalibrationError, UncalibratedError, blaming
 from qompose.graph import constant_of, get_attribute, module_path, owner_of, set_attribute, value_of
@@ -37,12 +37,14 @@ from qompose.observing import (
     OBSERVER_PREFIX,
     BalancedObserver,
     ScreenedObserver,
+    least_scale,
     make_observer,
 )
 from qompose.plan import Group, Plan
 from qompose.running import RAN_KEY, RUNNERS
 from qompose.schemes import Absorbed, QParams, axis_of, in_rows
 from qompose.screening import Screen
+from qompose.soundness import suspicious, unusable
 
 
 class Estimation:
@@ -90,7 +92,15 @@ class Estimation:
         self._observe_constants()
         self._drop_masked()
         self._check_calibrated(allow_uncalibrated)
+        self._estimate()
+        while self._drop_out_of_bounds():  # others may have been balanced with what is dropped now
+            self._estimate()
+
+    def _estimate(self) -> None:
+        """Balance and compute parameters, of what is not dropped."""
         self._drop_underived()
+        for computed in (self.factors, self.qparams, self._balanced_weights, self._absorbed):
+            computed.clear()
         for number, group in enumerate(self.plan.groups):
             if group.balance is not None and self.alive(number):
                 self._balance(number, group.balance)
@@ -184,6 +194,26 @@ class Estimation:
                     reason = f"{self.plan.groups[source].points[0]} stays in float"
                     self.dropped.update(dict.fromkeys(group.claims, reason))
 
+    def _drop_out_of_bounds(self) -> bool:
+        """Drop the claims whose kernels do not take a tensor's parameters; tell whether there are any."""
+        found = {
+            number: f"{spec.point} has {objections[0]}"
+            for number, claim in enumerate(self.plan.claims)
+            if number not in self.dropped
+            for spec in claim.specs
+            if spec.bounds is not None
+            and (objections := self._out_of_bounds(self._group_of[spec.point], spec.bounds))
+        }
+        self.dropped.update(found)
+        return bool(found)
+
+    def _out_of_bounds(self, number: int, bounds: Bounds) -> list[str]:
+        spec: Any = self.plan.groups[number].spec
+        if q := self.qparams.get(number):
+            return bounds.objections(q.scale, q.zero_point)
+        least = None if spec.dtype.is_floating_point else least_scale(spec, self.observer(number))
+        return [] if least is None else bounds.lowest.objections(least, 0)
+
     def _calculate(self, number: int, group: Group) -> QParams:
         spec: Any = group.spec
         low, high = quantized_range(spec.dtype, spec.quant_min, spec.quant_max)
@@ -197,27 +227,12 @@ class Estimation:
         scale, zero_point = scale.detach(), zero_point.detach()
         blocks = getattr(spec, "block_size", None) is not None
         q = QParams(scale, zero_point, low, high, spec.dtype, axis_of(spec), blocks)
-        for problem in self._problems_with(q, self._value(number)):
+        for problem in unusable(q, tuple(value_of(self._value(number)).shape)):
             raise CalibrationError(f"{self.describe(number)} {problem}; its observer gave that")
         return q
 
     def _value(self, number: int) -> Node:
         return self._nodes[self.plan.groups[number].points[0].source]
-
-    def _problems_with(self, q: QParams, value: Node) -> Iterator[str]:
-        """Yield what makes parameters unusable for a tensor."""
-        shape = value_of(value).shape
-        wanted = 1 if q.per_tensor else None if q.axis is None else shape[q.axis]
-        if wanted is not None and not q.scale.numel() == q.zero_point.numel() == wanted:
-            yield f"has {q.scale.numel()} scales and {q.zero_point.numel()} zero points, not {wanted}"
-        elif not bool((torch.isfinite(q.scale) & (q.scale > 0)).all()):
-            yield f"has the scale {q.scale.tolist()}, which is not positive and finite"
-        elif not bool(torch.isfinite(q.zero_point.double()).all()):
-            yield f"has the zero point {q.zero_point.tolist()}"
-        elif not q.zero_point.is_floating_point() and not bool(
-            ((q.zero_point >= q.low) & (q.zero_point <= q.high)).all()
-        ):
-            yield f"has the zero point {q.zero_point.tolist()}, outside [{q.low}, {q.high}]"
 
     def _balance(self, number: int, balance: Balance) -> None:
         """Decide on a group's factors and move them into the parameters behind or before it."""
@@ -338,7 +353,7 @@ class Estimation:
         found = []
         for number, scale in activations.items():
             screen, eps = self._screen(number), getattr(self.observer(number), "eps", 0.0)
-            for problem in _problems(scale, typical, screen, eps):
+            for problem in suspicious(scale, typical, screen, eps):
                 found.append(f"{self.describe(number)} {problem}")
         return found
 
@@ -359,21 +374,6 @@ def _never_run(part: GraphModule, ran: bool = True) -> Iterator[Graph]:
         noted = call.target in RUNNERS.values()
         for body in bodies_of(call):
             yield from _never_run(body, ran and (RAN_KEY in body.meta or not noted))
-
-
-_FAR_FROM_TYPICAL, _FEW_VALUES = 1000.0, 64
-
-
-def _problems(scale: float, typical: float, screen: Screen | None, eps: float) -> Iterator[str]:
-    if screen is not None and screen.values:
-        if screen.bulk == 0 and screen.mask is None and screen.far == -math.inf:
-            yield "was zero throughout calibration"
-        elif scale == eps and screen.bulk < eps * 127:
-            yield f"has values of at most {screen.bulk:g}, and its scale was raised to the eps {eps:g}"
-        if screen.values < _FEW_VALUES:
-            yield f"was calibrated with {screen.values} values"
-    if scale > _FAR_FROM_TYPICAL * typical:
-        yield f"has the scale {scale:g}, the typical one is {typical:g}: an outlier or a mask?"
 
 
 def _has_data(observer: Any) -> bool:

@@ -121,17 +121,16 @@ def name_apart(module: GraphModule) -> None:
                 node._rename(f"{node.name}_1")
             taken.add(node.name)
         for node in part.graph.nodes:
-            for reference in _references(node):
+            for reference in references_of(node):
                 rename(body_of(reference), f"{prefix}{str(reference.target).replace('.', '_')}_")
 
     rename(module, "")
 
 
-def _references(call: Node) -> list[Node]:
-    if not is_nested_call(call):
-        return []
-    found = [call.args[index] for index in LAYOUTS[call.target].bodies]
-    return [node for node in found if isinstance(node, Node)]
+def references_of(call: Node) -> list[Node]:
+    """Return the get_attr nodes of a call's bodies, in the order of its arguments; of others, none."""
+    indices = LAYOUTS[call.target].bodies if is_nested_call(call) else ()
+    return [node for node in (call.args[index] for index in indices) if isinstance(node, Node)]
 
 
 def _placeholders(body: GraphModule) -> list[Node]:
@@ -395,6 +394,6 @@ def body_labels(module: GraphModule) -> dict[Graph, str]:
         body.graph: f"{reference.target} of {_OPERATORS.get(call.target, call.target).__name__}"
         for part in graphs_in(module)
         for call in part.graph.nodes
-        for reference in _references(call)
+        for reference in references_of(call)
         for body in [body_of(reference)]
     }

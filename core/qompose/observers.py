@@ -34,10 +34,14 @@ class ObserverFactory:
     observer: type[nn.Module]
     arguments: tuple[tuple[str, Any], ...]
 
+    def __post_init__(self) -> None:
+        ordered = sorted(self.arguments, key=lambda item: item[0])
+        object.__setattr__(self, "arguments", tuple(ordered))
+
     def with_args(self, **arguments: Any) -> ObserverFactory:
         """Return a factory with more arguments; a later value for a name replaces the earlier one."""
         merged = {**dict(self.arguments), **arguments}
-        return ObserverFactory(self.observer, tuple(sorted(merged.items())))
+        return ObserverFactory(self.observer, tuple(merged.items()))
 
     def __call__(self, **arguments: Any) -> nn.Module:
         return self.observer(**{**dict(self.arguments), **arguments})
@@ -82,7 +86,7 @@ class Observer(nn.Module):
     @classmethod
     def with_args(cls, **arguments: Any) -> ObserverFactory:
         """Return a factory that makes this observer with `arguments`."""
-        return ObserverFactory(cls, tuple(sorted(arguments.items())))
+        return ObserverFactory(cls, tuple(arguments.items()))
 
     def forward(self, x: Tensor) -> Tensor:
         """Observe `x`, of any shape, and return it unchanged."""

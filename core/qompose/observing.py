@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from qompose.balancing import Channels
 from qompose.errors import ConfigError, blaming
-from qompose.numerics import PER_CHANNEL, quantized_range
+from qompose.numerics import DEFAULT_EPS, PER_CHANNEL, SYMMETRIC, quantized_range
 from qompose.observers import FixedQParamsObserver, PerChannelMinMaxObserver, PlaceholderObserver
 from qompose.screening import Screen
 from qompose.specs import (
@@ -202,3 +202,36 @@ def unscreened(observer: nn.Module) -> nn.Module:
     if isinstance(observer, BalancedObserver):
         return observer.tensor_observer
     return observer.observer if isinstance(observer, ScreenedObserver) else observer
+
+
+_PER_TOKEN_EPS = 1e-5 / 127
+"""The least scale of torch's symmetric operator per token, which takes no eps; the affine one has torch's."""
+
+
+def least_scale(spec: Any, observer: Any) -> float | None:
+    """Return the least scale that a tensor can get, None where its observer does not say.
+
+    Args:
+        spec: of the tensor, whose scale at run time an operator computes where it is dynamic.
+        observer: what was made for it.
+    """
+    if spec.is_dynamic and getattr(spec, "block_size", None) is not None:
+        return _PER_TOKEN_EPS if spec.qscheme in SYMMETRIC else DEFAULT_EPS
+    observer = unscreened(observer)
+    inner = getattr(observer, "activation_post_process", observer)  # of a fake-quantizer
+    eps = getattr(inner, "eps", None)
+    return None if eps is None else float(eps)
+
+
+def fixed_parameters(observer: object) -> tuple[Any, Any] | None:
+    """Return scale and zero point that are known before any data, None where an observer estimates them.
+
+    Those of other engines are known by their name: they are no subclasses of one another.
+    """
+    if isinstance(observer, nn.Module):
+        observer = unscreened(observer)
+    inner = getattr(observer, "activation_post_process", observer)
+    names = {kind.__name__ for kind in type(inner).__mro__}
+    if FixedQParamsObserver.__name__ not in names:
+        return None
+    return inner.scale, inner.zero_point  # type: ignore[attr-defined]

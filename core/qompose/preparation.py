@@ -27,6 +27,7 @@ from qompose.observing import (
     BalancedObserver,
     DerivedObserver,
     ScreenedObserver,
+    fixed_parameters,
     make_observer,
 )
 from qompose.plan import Group
@@ -117,7 +118,9 @@ def _observer(group: Group, nodes: dict[str, Node]) -> nn.Module:
             )
     with blaming(f"the observer of {group.points[0]}"):
         observer = make_observer(group.spec)
-    return BalancedObserver(observer, group.balance.dim) if group.balance else observer
+    if group.balance is None or fixed_parameters(observer) is not None:
+        return observer
+    return BalancedObserver(observer, group.balance.dim)
 
 
 def _subject(

@@ -114,7 +114,7 @@ _TRANSPOSED = {
     aten.conv_transpose2d.input,
     aten.conv_transpose3d.input,
 }
-_FOLDABLE = {
+FOLDABLE = {
     aten.linear.default,
     aten.conv1d.default,
     aten.conv1d.padding,
@@ -124,6 +124,7 @@ _FOLDABLE = {
     aten.conv3d.padding,
     *_TRANSPOSED,
 }
+"""The operators into whose parameters a batch norm behind them is folded."""
 
 
 _IMAGE_RANK: dict[Any, int] = {
@@ -137,7 +138,7 @@ def _find_batch_norm(node: Node, consumers: Consumers) -> Iterator[Candidate]:
     if node.target is not aten.batch_norm.default:
         return
     producer = node.args[0]
-    if isinstance(producer, Node) and producer.target in _FOLDABLE:
+    if isinstance(producer, Node) and producer.target in FOLDABLE:
         obstacle = _fold_obstacle(node, producer, consumers)
         yield Candidate(FOLD_BATCH_NORM, (producer.name, node.name), obstacle)
 

@@ -8,57 +8,20 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-import torch
 from torch.fx import Node
 
+from qompose.bounds import Bounds
+from qompose.constraints import RoleSpec, TensorConstraint
 from qompose.errors import ConfigError
-from qompose.numerics import PER_CHANNEL, quantized_range
 from qompose.patterns import Match, OperatorPattern, Pattern
-from qompose.specs import QuantizationConfig, QuantizationSpec, describe_spec
+from qompose.specs import QuantizationConfig, describe_spec
 
 if TYPE_CHECKING:
     from qompose.region import Region
 
 STATIC, DYNAMIC, WEIGHT_ONLY = "static", "dynamic", "weight-only"
-
-
-@dataclass(frozen=True, kw_only=True)
-class TensorConstraint:
-    """What one role of a rule may be. Bounds are in quantized units and inclusive.
-
-    `ch_axis` is the only dimension that may have the channels, None any. `blocks` allows a `block_size`.
-    """
-
-    dtypes: frozenset[torch.dtype]
-    qschemes: frozenset[torch.qscheme]
-    quant_min_lower_bound: int | None = None
-    quant_max_upper_bound: int | None = None
-    quant_range: tuple[int, int] | None = None
-    ch_axis: int | None = None
-    blocks: bool = False
-
-    def objection(self, role: str, spec: QuantizationSpec) -> str | None:
-        """Return why `spec` is not allowed, with the bound that it breaks; None where it is."""
-        if spec.dtype not in self.dtypes:
-            return f"{role} is {spec.dtype}, and the kernel takes {_names(self.dtypes)}"
-        if spec.qscheme not in self.qschemes:
-            return f"{role} is {spec.qscheme}, and the kernel takes {_names(self.qschemes)}"
-        if spec.block_size is not None and not self.blocks:
-            return f"{role} has blocks of {spec.block_size}, and the kernel takes none"
-        per_channel = spec.qscheme in PER_CHANNEL and spec.block_size is None
-        if per_channel and self.ch_axis not in (None, spec.ch_axis):
-            return f"{role} has channels along {spec.ch_axis}, and the kernel takes {self.ch_axis}"
-        if spec.dtype.is_floating_point:
-            return None
-        low, high = quantized_range(spec.dtype, spec.quant_min, spec.quant_max)
-        least, most = self.quant_min_lower_bound, self.quant_max_upper_bound
-        if least is not None and low < least:
-            return f"{role} has quant_min={low}, below the bound {least}"
-        if most is not None and high > most:
-            return f"{role} has quant_max={high}, above the bound {most}"
-        if self.quant_range not in (None, (low, high)):
-            return f"{role} has the range [{low}, {high}], and the kernel takes {self.quant_range}"
-        return None
+ACTIVATION_ONLY = "activation-only"
+"""The mode of a rule with a weight under a configuration that leaves weights in float."""
 
 
 @dataclass(frozen=True)
@@ -129,8 +92,11 @@ class Rule:
                     f"{', '.join(sorted(pattern.names))}"
                 )
 
-    def specs_for(self, config: QuantizationConfig) -> dict[str, QuantizationSpec]:
-        """Return the specification that a configuration gives to each role that this rule quantizes."""
+    def specs_for(self, config: QuantizationConfig) -> dict[str, RoleSpec]:
+        """Return the specification that a configuration gives to each role that this rule quantizes.
+
+        An output that shares the parameters of the inputs has none of its own.
+        """
         roles = {
             "activation": config.input_activation if self.activations else None,
             "weight": config.weight if self.weight else None,
@@ -140,8 +106,11 @@ class Rule:
 
     def objection(self, config: QuantizationConfig) -> str | None:
         """Return why a configuration does not fit this rule, None where it does."""
-        if config.mode not in self.modes:
-            return f"rule {self.name} has no {config.mode} form"
+        mode = ACTIVATION_ONLY if self.weight and config.weight is None else config.mode
+        if mode not in self.modes:
+            leaves = f"{config} leaves the weight of rule {self.name} in float, and "
+            who = f"{leaves}it" if mode == ACTIVATION_ONLY else f"rule {self.name}"
+            return f"{who} has no {mode} form"
         if config.is_qat:
             return f"rule {self.name} has no form for quantization-aware training"
         if config.bias is not None:
@@ -149,15 +118,22 @@ class Rule:
         specs = self.specs_for(config)
         if not specs:
             return f"{config} leaves every role of rule {self.name} in float"
-        if self.weight and config.weight is None:
-            return f"{config} leaves the weight of rule {self.name} in float"
+        if self.shares and config.input_activation is not None:
+            specs["output"] = config.input_activation
         for role, spec in specs.items():
             constraint = self.accepts.get(role)
-            objection = constraint and constraint.objection(role, spec)
-            if objection:
+            objection = constraint.objection(role, spec) if constraint is not None else None
+            if objection is not None:
                 return f"{objection} (rule {self.name}, {role} {describe_spec(spec)})"
         return None
 
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Return the roles that the rule has."""
+        has = {"activation": self.activations, "weight": self.weight, "output": self.output}
+        return tuple(role for role, value in has.items() if value)
 
-def _names(values: frozenset[object] | frozenset[torch.dtype] | frozenset[torch.qscheme]) -> str:
-    return " or ".join(sorted(str(value) for value in values))
+    def bounds_for(self, role: str) -> Bounds | None:
+        """Return what the kernel asks of a role's scale and zero point, None where it takes any."""
+        constraint = self.accepts.get(role)
+        return None if constraint is None else constraint.bounds

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -197,13 +197,29 @@ class QuantizationConfig:
     configuration; it takes no part in comparisons.
     """
 
-    input_activation: QuantizationSpec | None
-    output_activation: QuantizationSpec | None
-    weight: QuantizationSpec | None
-    bias: QuantizationSpec | None = None
+    input_activation: QuantizationSpec | FixedQParamsQuantizationSpec | None
+    output_activation: QuantizationSpec | FixedQParamsQuantizationSpec | None
+    weight: QuantizationSpec | FixedQParamsQuantizationSpec | None
+    bias: QuantizationSpec | FixedQParamsQuantizationSpec | None = None
     is_qat: bool = False
     balance: bool = False
     name: str = field(default="", compare=False)
+
+    def without(self, *roles: str) -> QuantizationConfig:
+        """Return this configuration with roles left in float: "activation" (inputs and outputs), "weight".
+
+        `without("activation")` quantizes weights alone, `without("weight")` activations alone.
+
+        Raises:
+            ConfigError: there is no such role.
+        """
+        fields = {"activation": ("input_activation", "output_activation"), "weight": ("weight",)}
+        for role in roles:
+            if role not in fields:
+                raise ConfigError(f"{role!r} is neither 'activation' nor 'weight'")
+        left = {name: None for role in roles for name in fields[role]}
+        name = f"{self.name} without {' and '.join(roles)}" if self.name and roles else self.name
+        return replace(self, **left, name=name)  # type: ignore[arg-type]
 
     @property
     def mode(self) -> str:

@@ -11,16 +11,26 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any, TypeAlias
 
 from torch.fx import GraphModule
 
 from qompose.claims import Claim, Point, PointSpec
 from qompose.graph import constant_of, layout_of
 from qompose.nested import nodes_in
-from qompose.specs import QuantizationSpec, describe_spec, likeness
+from qompose.specs import (
+    FixedQParamsQuantizationSpec,
+    QuantizationSpec,
+    describe_spec,
+    likeness,
+)
 
-Objection = Callable[[Claim, QuantizationSpec], "str | None"]
-Reader = tuple[Claim, PointSpec, QuantizationSpec]
+Spec: TypeAlias = "QuantizationSpec | FixedQParamsQuantizationSpec"
+Objection: TypeAlias = "Callable[[Claim, Any], str | None]"
+Reader: TypeAlias = "tuple[Claim, PointSpec, Spec]"
+
+_OWN = (QuantizationSpec, FixedQParamsQuantizationSpec)
+"""Specifications that do not refer to other points."""
 
 
 def one_table_each(
@@ -34,7 +44,7 @@ def one_table_each(
     Returns:
         the claims, and a note for every parameter whose readers wanted different specifications.
     """
-    changed: dict[Point, QuantizationSpec] = {}
+    changed: dict[Point, Spec] = {}
     notes = []
     for name, readers in _tied(model, claims):
         chosen, objections = _choose(readers, objection)
@@ -59,7 +69,7 @@ def _tied(model: GraphModule, claims: Sequence[Claim]) -> list[tuple[str, list[R
     names: dict[object, str] = {}
     for claim in claims:
         for spec in claim.specs:
-            if spec.point.source in constants and isinstance(spec.spec, QuantizationSpec):
+            if spec.point.source in constants and isinstance(spec.spec, _OWN):
                 name, layout = constants[spec.point.source]
                 readers[layout].append((claim, spec, spec.spec))
                 names.setdefault(layout, name)
@@ -70,9 +80,7 @@ def _tied(model: GraphModule, claims: Sequence[Claim]) -> list[tuple[str, list[R
     ]
 
 
-def _choose(
-    readers: Sequence[Reader], objection: Objection
-) -> tuple[QuantizationSpec | None, list[str]]:
+def _choose(readers: Sequence[Reader], objection: Objection) -> tuple[Spec | None, list[str]]:
     """Return the first specification that all readers can take; else what is against each."""
     objections = []
     for _, _, wanted in readers:
@@ -84,12 +92,13 @@ def _choose(
     return None, objections
 
 
-def _objection(reader: Reader, wanted: QuantizationSpec, objection: Objection) -> str | None:
+def _objection(reader: Reader, wanted: Spec, objection: Objection) -> str | None:
     claim, _, own = reader
     if likeness(own) == likeness(wanted):
         return None
-    if own.ch_axis != wanted.ch_axis:
-        reason: str | None = f"its channels are dimension {own.ch_axis}, not {wanted.ch_axis}"
+    axis, other = (getattr(spec, "ch_axis", None) for spec in (own, wanted))
+    if axis != other:
+        reason: str | None = f"its channels are dimension {axis}, not {other}"
     else:
         reason = objection(claim, wanted)
     return reason and f"{_who(claim)} cannot take {describe_spec(wanted)}: {reason}"
@@ -99,7 +108,7 @@ def _who(claim: Claim) -> str:
     return f"{claim.anchor} ({claim.owner}, rule {claim.rule})"
 
 
-def _with_specs(claim: Claim, changed: dict[Point, QuantizationSpec]) -> Claim:
+def _with_specs(claim: Claim, changed: dict[Point, Spec]) -> Claim:
     if not any(spec.point in changed for spec in claim.specs):
         return claim
     specs = [replace(spec, spec=changed.get(spec.point, spec.spec)) for spec in claim.specs]

@@ -58,3 +58,25 @@ def test_a_configuration_within_the_bounds_is_taken() -> None:
         ROW.objection(replace(STATIC, weight=replace(WEIGHT, quant_min=-127, quant_max=127)))
         is None
     )
+
+
+LIKE = {
+    "activation": ACTIVATION,
+    "weight": WEIGHT,
+    "seven bits": replace(ACTIVATION, quant_min=-64, quant_max=63),
+    "blocks": replace(WEIGHT, block_size=(32,), ch_axis=None),
+    "no scheme": replace(ACTIVATION, qscheme=None),
+    "cast": replace(ACTIVATION, dtype=torch.float16, qscheme=None, quant_min=None, quant_max=None),
+}
+
+
+NARROWER = {"activation": {"seven bits"}, "blocks": {"weight"}}
+"""By specification, others that lie within it."""
+
+
+@pytest.mark.parametrize("name", LIKE)
+def test_a_constraint_like_a_specification_takes_it(name: str) -> None:
+    """And those within it, and no other."""
+    constraint = TensorConstraint.like(LIKE[name])
+    taken = {other for other, spec in LIKE.items() if constraint.objection("x", spec) is None}
+    assert taken == {name} | NARROWER.get(name, set())

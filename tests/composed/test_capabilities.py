@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the plugins list is what they do: rows, questions and claims agree, and so do the pages of docs/."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import qompose
+import torch
+from qompose import Capabilities, Capability, can_quantize, load_backend
+from torch import nn
+
+from tests.zoo import by_name
+
+ROOT = Path(__file__).parents[2]
+BACKENDS = ("embedding", "x86_inductor", "xnnpack")
+EVERY = [
+    pytest.param(row, id=f"{row.backend}-{row.pattern}-{row.config}")
+    for name in BACKENDS
+    for row in load_backend(name).quantization_capabilities()
+]
+
+
+@pytest.mark.parametrize("row", EVERY)
+def test_every_row_is_supported_however_it_is_asked_for(row: Capability) -> None:
+    table = load_backend(row.backend).quantization_capabilities()
+    assert row.settings == load_backend(row.backend).configs[row.config]
+    assert table.supports(row.pattern, row.settings).rule == row.pattern
+    assert table.supports(row.drawing, row.settings)
+    for operators in row.operators:
+        answer = table.supports(tuple(operators), row.settings)
+        assert answer, answer.reason
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_named_configuration_has_rows(backend: str) -> None:
+    table = load_backend(backend).quantization_capabilities()
+    assert {row.config for row in table} == {*load_backend(backend).configs}
+
+
+def test_rows_go_through_text_and_come_back_equal() -> None:
+    table = qompose.compose(*BACKENDS).quantization_capabilities()
+    found = Capabilities.from_json(table.to_json())
+    assert found.rows == table.rows
+    assert found.to_json() == table.to_json()
+    for row in table:
+        assert found.supports(row.pattern, row.settings)
+
+
+MODELS = ("lenet", "mobilenet_v2", "tied_language_model", "cond_conv")
+
+
+def prepared(name: str, quantizer: qompose.Quantizer) -> torch.fx.GraphModule:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", qompose.QomposeWarning)  # a backend may find nothing there
+        return qompose.prepare_pt2e(by_name(name).export(), quantizer)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_claim_is_in_a_row(model: str) -> None:
+    quantizer = qompose.compose(*BACKENDS)
+    rows = {(r.backend, r.pattern): r for r in quantizer.quantization_capabilities()}
+    plan = prepared(model, quantizer).meta["qompose"].plan
+    assert plan.claims
+    operators = {operator.name: operator.operator for operator in plan.operators}
+    for claim in plan.claims:
+        row = rows[claim.owner, claim.rule]
+        called = [operators[node] for node in claim.nodes if node in operators]
+        assert any(
+            called == [name.removesuffix(".default") for name in variant]
+            for variant in row.operators
+        ), f"{claim.rule} took {called}"
+        assert claim.mode == row.mode
+
+
+@pytest.mark.parametrize("model", ["lenet", "tied_language_model", "cond_conv"])
+def test_the_answer_for_a_node_is_what_prepare_does(model: str) -> None:
+    quantizer = qompose.compose(*BACKENDS)
+    program = by_name(model).export()
+    plan = qompose.prepare_pt2e(program, quantizer).meta["qompose"].plan
+    for operator in plan.operators:
+        answer = can_quantize(program, operator.name, quantizer)
+        assert bool(answer) == (operator.claim is not None), str(answer)
+        if operator.claim is not None:
+            claim = plan.claims[operator.claim]
+            assert (answer.owner, answer.rule) == (claim.owner, claim.rule)
+            assert answer.kernels
+
+
+def test_conv_bn_relu_where_only_conv_relu_is_declared() -> None:
+    config = load_backend("xnnpack").default_config
+    assert config is not None
+    asked = (nn.Conv2d, nn.BatchNorm2d, nn.ReLU)
+    table = load_backend("xnnpack").quantization_capabilities()
+    answer = table.supports(asked, config)
+    assert answer.rule == "conv2d_relu"
+    assert "batch norms are folded" in answer.notes[0]
+    narrowed = table.filter(lambda row: row.pattern != "conv2d_relu").supports(asked, config)
+    assert "excluded by the predicate of filter" in narrowed.reason
+    other = load_backend("embedding").quantization_capabilities().supports(asked, config)
+    assert "no rule has Conv2d or ReLU" in other.reason
+
+
+@pytest.mark.parametrize("page", [*(f"support/{name}.md" for name in BACKENDS)])
+def test_support_tables_are_generated(page: str) -> None:
+    """`python docs/generate.py` writes them."""
+    weight = load_backend("x86_inductor").configs["static"].weight
+    if "x86" in page and (weight is None or weight.quant_max != 127):
+        pytest.skip("this processor adds int8 products in 16 bits: weights have seven bits here")
+    command = [sys.executable, str(ROOT / "docs" / "generate.py"), "--print", Path(page).stem]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert (ROOT / "docs" / page).read_text("utf-8") == done.stdout
