@@ -8,7 +8,7 @@ wrote is compared by content with what was there, grouped into fused regions, an
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -64,7 +64,12 @@ def propose_annotations(
     owners = {node: claim.owner for claim in taken for node in _touched(claim)}
     known = {node.name: bool(node.users) for node in snapshot.graph.nodes}
     with blaming(f"{owner}: annotate"):
-        annotate(snapshot)
+        returned = annotate(snapshot)
+    if returned is not None and returned is not snapshot:
+        raise UserError(
+            f"{owner}: annotate returned another {type(returned).__name__} than it was given; what it wrote "
+            "there would be lost. Annotate the given program in place, and return it or nothing."
+        )
     left = {node.name for node in snapshot.graph.nodes}
     gone = {name for name, used in known.items() if used} - left  # some remove what nothing reads
     if gone or left - known.keys():
@@ -207,18 +212,30 @@ def claims_of(owner: str, nodes: Sequence[Node], proposal: Proposal) -> list[Cla
                 raise ConfigError(
                     f"{owner} annotates the edge {spec.point}, and {spec.point.user} does not read it"
                 )
-            if source.name in unsafe:
-                reason = f"{source.name} is written in place and read under another name"
-                proposal.rejections.append(Rejection(owner, RULE, (region[-1].name,), reason))
-                continue
-            if is_quantizable(source):
+            reason = _objection(spec.point, source, unsafe)
+            if reason is None:
                 specs.append(spec)
-            else:
-                reason = f"{spec.point} is {dtype_of(source) or 'no tensor'}"
+            elif region[-1].op == "call_function":
                 proposal.rejections.append(Rejection(owner, RULE, (region[-1].name,), reason))
+            else:  # reports list operators: nobody would see a rejection at an input or an output
+                proposal.notes.append(
+                    f"{owner} annotates {region[-1].name}, which was not followed: {reason}"
+                )
         if specs:
             claims.append(_claim(owner, region, specs))
     return claims
+
+
+def _objection(point: Point, source: Node, unsafe: Collection[str]) -> str | None:
+    """Return why a tensor cannot be quantized, None where it can."""
+    if source.op == "output":
+        return (
+            "it is where the program ends and makes no tensor; annotate the operator that it returns, "
+            "or the edge from that to it"
+        )
+    if source.name in unsafe:
+        return f"{source.name} is written in place and read under another name"
+    return None if is_quantizable(source) else f"{point} is {dtype_of(source) or 'no tensor'}"
 
 
 def _claim(owner: str, region: list[Node], specs: list[PointSpec]) -> Claim:

@@ -14,8 +14,16 @@ from dataclasses import replace
 from torch.fx import GraphModule
 
 from qompose.claims import Claim, Composition, Conflict, Point, PointSpec, Proposal, Rejection
+from qompose.errors import AnnotationConflictError
 
 Propose = Callable[[GraphModule, Sequence[Claim], str], Proposal]
+
+_LOSS = "its rule {} lost "
+
+
+def is_loss(rejection: Rejection) -> bool:
+    """Tell whether a claim was admissible, and another member had taken its nodes."""
+    return rejection.reason.startswith(_LOSS.format(rejection.rule))
 
 
 def compose_claims(
@@ -28,9 +36,13 @@ def compose_claims(
     """
     arbiter = _Arbiter({node.name: i for i, node in enumerate(model.graph.nodes)})
     for label, propose in members:
-        proposal = propose(model, tuple(arbiter.result.chosen), on_conflict)
+        taken = tuple(arbiter.result.chosen)
+        try:
+            proposal = propose(model, taken, on_conflict)
+        except AnnotationConflictError as e:  # a member knows its name, but not its label
+            raise AnnotationConflictError(e.earlier, label, e.node, e.change) from None
         arbiter.hear([claim.owned_by(label) for claim in proposal.claims])
-        arbiter.result.rejections += proposal.rejections
+        arbiter.result.rejections += [replace(r, owner=label) for r in proposal.rejections]
         arbiter.result.notes += proposal.notes
     arbiter.refuse_what_waits()
     arbiter.result.chosen = reanchored(arbiter.result.chosen, arbiter.lost)
@@ -104,7 +116,7 @@ class _Arbiter:
         self.result.conflicts.append(
             Conflict(winner.owner, winner.rule, loser.owner, loser.rule, shared)
         )
-        reason = f"its rule {loser.rule} lost {', '.join(shared)} to {winner.owner}"
+        reason = f"{_LOSS.format(loser.rule)}{', '.join(shared)} to {winner.owner}"
         self.result.rejections.append(Rejection(loser.owner, loser.rule, loser.nodes, reason))
 
     def refuse_what_waits(self) -> None:
@@ -146,5 +158,5 @@ def _inherit(
         return spec  # nobody ever gave it a specification: planning says so
     heir = heirs.setdefault(anchor, spec.point)
     if heir == spec.point:
-        return PointSpec(spec.point, fallen[anchor].spec, (), spec.allow_implicit_sharing)
+        return replace(spec, spec=fallen[anchor].spec, references=())
     return replace(spec, references=(heir,))

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 from torch.fx import GraphModule
 
-from qompose.errors import CalibrationError
+from qompose.errors import CalibrationError, UserError
 from qompose.plan import record_of
 
 
@@ -32,6 +32,7 @@ def calibrate(
 
     Raises:
         StageError: the model was not prepared.
+        UserError: `batches` cannot be iterated.
         CalibrationError: there was no batch, or one does not fit the model (its number is named).
     """
     record_of(
@@ -40,12 +41,19 @@ def calibrate(
         function="calibrate",
         remedy="Call qompose.prepare_pt2e first.",
     )
+    try:
+        iterator = iter(batches)
+    except TypeError:
+        raise UserError(
+            f"calibrate takes an iterable of batches, and got {type(batches).__name__}; for one batch "
+            "pass [batch]"
+        ) from None
     shown = sys.stderr.isatty() if progress is None else progress
     total = len(batches) if isinstance(batches, Sized) else None
     count = 0
     with _bar(shown) as bar, torch.no_grad():
         task = bar.add_task("calibrating", total=total)
-        for count, batch in enumerate(batches, start=1):
+        for count, batch in enumerate(iterator, start=1):
             _run(prepared, transform(batch) if transform else batch, count)
             bar.advance(task)
     if count == 0:

@@ -20,6 +20,7 @@ from torch.fx import GraphModule, Node
 
 from qompose import decomposed
 from qompose.balancing import INPUT, OUTPUT
+from qompose.counting import CAST_TAG
 from qompose.estimation import Estimation
 from qompose.graph import (
     CUSTOM_KEY,
@@ -31,6 +32,7 @@ from qompose.graph import (
     owner_of,
     read_attribute,
     set_attribute,
+    tag,
     value_of,
 )
 from qompose.nested import nodes_in
@@ -254,11 +256,11 @@ class _Converter:
             if constant is not None and self.fold_quantize:
                 small = self._buffer(f"{value.target}_half", constant.detach().to(dtype), reader)
             else:
-                small = _call(_to, (value, dtype), reader, example.to(dtype))
+                small = _cast_to(value, dtype, reader, example)
         for user in list(node.users):
             reader = user if user.op == "call_function" else small
             with node.graph.inserting_before(user):
-                read = _call(_to, (small, example.dtype), reader, example)
+                read = _cast_to(small, example.dtype, reader, example)
             user.replace_input_with(node, read)
 
     def _dequantize_for_each_user(
@@ -280,7 +282,7 @@ class _Converter:
             if not exact and example.dtype is not torch.float32:
                 read.meta["val"] = example.to(torch.float32)
                 with node.graph.inserting_before(user):
-                    read = _call(_to, (read, example.dtype), reader, example)
+                    read = _cast_to(read, example.dtype, reader, example)
             if rescale is not None:
                 read = self._scaled(read, *rescale, before=user)
             user.replace_input_with(node, read)
@@ -294,6 +296,13 @@ def _call(target: Callable[..., Any], args: tuple[Any, ...], like: Node, value: 
     if custom:
         node.meta["custom"] = custom
     return node
+
+
+def _cast_to(value: Node, dtype: torch.dtype, like: Node, example: Any) -> Node:
+    """Insert a cast, which says of itself that it is none of the program's own."""
+    cast = _call(_to, (value, dtype), like, example.to(dtype))
+    tag(cast, **{CAST_TAG: True})
+    return cast
 
 
 def _buffer(path: str, value: Tensor, like: Node) -> Node:

@@ -10,8 +10,9 @@ from torch.fx import GraphModule, Node
 
 from qompose.backend import Backend, Finished, Target
 from qompose.claims import Claim
-from qompose.errors import ConfigError, TargetError, blaming
-from qompose.graph import owner_of, remove_dead, tag_of, without_readers
+from qompose.counting import KERNELS_TAG
+from qompose.errors import ConfigError, TargetError, blaming, near_names
+from qompose.graph import owner_of, remove_dead, tag, tag_of, without_readers
 from qompose.nested import graphs_in, nodes_in
 from qompose.plan import Record
 from qompose.region import Region
@@ -32,6 +33,13 @@ def find_target(name: str, record: Record) -> Target:
     for backend in record.backends.values():
         known.update({target.name: target for target in backend.targets})
     owners = {claim.owner for claim in record.plan.claims}
+    tables = [backend for owner, backend in record.backends.items() if owner in owners]
+    if name not in {*known}.union(*map(_targets, tables)):
+        close = near_names(str(name), known)
+        raise TargetError(
+            f"No member of this composition knows a target {name!r}{close}. Known: {_list({*known})}. "
+            "A runtime of another backend takes part where that backend is a member."
+        )
     lacking = [
         f"{owner} has kernels for {_list(_targets(record.backends.get(owner)))}"
         f"{'' if owner in record.backends else ' (it annotates only: run the converted model)'}"
@@ -92,8 +100,9 @@ def replace_regions(
             fallbacks[number] = f"rule {claim.rule} has no kernel for {target}"
             continue
         try:
-            if _replace(claim, regions[number], kernel):
+            if _replace(number, claim, regions[number], kernel):
                 done[number] = kernel.name
+                _remove([node for node in regions[number] if node not in kept])
             else:
                 left[number] = kernel.name
         except NotLowerable as reason:
@@ -103,8 +112,11 @@ def replace_regions(
     return done, fallbacks, left
 
 
-def _replace(claim: Claim, nodes: Sequence[Node], kernel: Kernel) -> bool:
-    """Put a kernel in the place of a region; return False where it leaves that to the target."""
+def _replace(number: int, claim: Claim, nodes: Sequence[Node], kernel: Kernel) -> bool:
+    """Put a kernel in the place of a region; return False where it leaves that to the target.
+
+    The node that stands for the region then says so, beside those it stood for before.
+    """
     if kernel.emit is None:
         return False
     region = Region(owner_of(nodes[0]), claim, nodes, float_output=kernel.float_output)
@@ -115,8 +127,18 @@ def _replace(claim: Claim, nodes: Sequence[Node], kernel: Kernel) -> bool:
         return False
     if not isinstance(emitted, Node) or emitted.graph is not nodes[0].graph:
         raise ConfigError(f"{who}, gave {emitted!r}, and not a node that it inserted")
+    gone = [] if region.output is None else list(region.output_node.users)
+    before = [n for node in (emitted, *gone) for n in tag_of(node, KERNELS_TAG) or ()]
     region.replace(emitted)
+    tag(emitted, **{KERNELS_TAG: [*before, number]})
     return True
+
+
+def _remove(region: Sequence[Node]) -> None:
+    """Remove a region that a kernel replaced, last operator first: in-place ones write to its own values."""
+    for node in reversed(region):
+        if not node.users:
+            node.graph.erase_node(node)
 
 
 def _regions(model: GraphModule) -> dict[int, list[Node]]:

@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import gc
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -17,16 +16,10 @@ from torch.fx import GraphModule
 from qompose.aliases import written_buffers
 from qompose.annotating import annotate_program
 from qompose.annotations import clear_annotations, write_annotations
+from qompose.announcing import log_stage, say_if_nothing_was_quantized, say_what_fell_back
 from qompose.backend import Backend
-from qompose.claims import Claim
 from qompose.conversion import convert_observers, fold_quantized_constants
-from qompose.errors import (
-    NothingQuantizedError,
-    NotLoweredError,
-    QomposeWarning,
-    UserError,
-    blaming,
-)
+from qompose.errors import UserError, blaming
 from qompose.exported import as_graph_module
 from qompose.graph import (
     copies_of,
@@ -38,6 +31,7 @@ from qompose.graph import (
 )
 from qompose.interop import adapt
 from qompose.lowering import find_target, replace_regions, settle
+from qompose.membership import notes_on_members
 from qompose.nested import (
     hoist_constants,
     name_apart,
@@ -48,8 +42,9 @@ from qompose.nested import (
 from qompose.plan import Plan, Record, attach, record_of
 from qompose.planning import plan_groups
 from qompose.preparation import insert_observers
-from qompose.quantizer import Quantizer, RuleQuantizer, labelled
+from qompose.quantizer import Quantizer, labelled
 from qompose.representation import Representation, represent
+from qompose.rule_quantizer import RuleQuantizer
 from qompose.signature import call_signature
 from qompose.survey import claims_elsewhere, state_bytes, survey
 
@@ -93,7 +88,7 @@ def prepare_pt2e(
         raise UserError("inplace=True needs a GraphModule: an ExportedProgram is never edited")
     with _without_collection():
         working, record = _planned(as_graph_module(model, "prepare_pt2e"), quantizer, strict)
-    _say_what_is_missing(record.plan, strict)
+    say_if_nothing_was_quantized(record.plan, working, strict=strict)
     with _without_collection():
         clear_annotations(working)
         write_annotations(working, record.plan.claims)
@@ -104,6 +99,7 @@ def prepare_pt2e(
         run_observed_in_python(working)
         name_apart(working)
         prepared = attach(refresh(working), record)
+    log_stage(prepared)
     return _into(model, prepared) if inplace else prepared
 
 
@@ -111,11 +107,8 @@ def _planned(
     exported: GraphModule, quantizer: Quantizer, strict: bool
 ) -> tuple[GraphModule, Record]:
     """Return the program with its rewrites, and the record of what is going to be done to it."""
-    sink_constants(exported)
-    name_apart(exported)
-    written = sorted(written_buffers(exported.graph))
-    state = copies_of({path: get_attribute(exported, path) for path in written})
-    _restore(exported, state)
+    state = isolate(exported)
+    quantizer = quantizer.bound(exported)
     unmatched = quantizer.check_program(exported)
     if strict and unmatched:
         raise UserError("strict=True:\n" + "\n".join(f"  - {note}" for note in unmatched))
@@ -128,10 +121,29 @@ def _planned(
         operators=operators,
         conflicts=tuple(composition.conflicts),
         rewrites=rewrites,
-        notes=(*unmatched, *composition.notes, *claims_elsewhere(claims, operators)),
+        notes=(
+            *unmatched,
+            *composition.notes,
+            *claims_elsewhere(claims, operators),
+            *notes_on_members(quantizer, composition),
+        ),
         float_bytes=state_bytes(exported),
     )
     return working, Record(plan, "prepared", _backends(quantizer), state=state)
+
+
+def isolate(exported: GraphModule) -> dict[str, Tensor]:
+    """Make a program ready to be annotated, in place: names that are its own, and buffers to write to.
+
+    Returns:
+        the exported values of the buffers that the program writes to, by path.
+    """
+    sink_constants(exported)
+    name_apart(exported)
+    written = sorted(written_buffers(exported.graph))
+    state = copies_of({path: get_attribute(exported, path) for path in written})
+    _restore(exported, state)
+    return state
 
 
 def _restore(model: GraphModule, state: Mapping[str, Tensor]) -> None:
@@ -141,20 +153,6 @@ def _restore(model: GraphModule, state: Mapping[str, Tensor]) -> None:
     """
     for path, value in copies_of(state).items():
         set_attribute(model, path, value)
-
-
-def _say_what_is_missing(plan: Plan, strict: bool) -> None:
-    if plan.claims:
-        return
-    reasons = {
-        f"{o.name} ({o.operator}{f' in {o.module}' if o.module else ''}): {o.reason}"
-        for o in plan.operators
-    }
-    listed = "\n".join(f"  - {line}" for line in sorted(reasons)[:20])
-    message = f"Nothing was quantized: no quantizer claims any of {len(plan.operators)} operators.\n{listed}"
-    if strict:
-        raise NothingQuantizedError(message)
-    warnings.warn(message, QomposeWarning, stacklevel=3)
 
 
 def _backends(quantizer: Quantizer) -> dict[str, Backend]:
@@ -229,6 +227,7 @@ def convert_pt2e(
             bytes=state_bytes(converted),
         )
         attach(converted, done)
+    log_stage(converted)
     return _into(prepared, converted) if inplace else converted
 
 
@@ -265,7 +264,6 @@ def lower(converted: GraphModule, target: str = "torch", *, strict: bool = False
     freeze(model)  # integer kernels have no gradients
     finished = runtime.finish(model, call_signature(model))
     kernels, fallbacks = settle(finished, done, fallbacks, left)
-    _say_what_fell_back(record.plan.claims, fallbacks, target, strict)
     lowered = replace(
         record,
         stage="lowered",
@@ -274,25 +272,11 @@ def lower(converted: GraphModule, target: str = "torch", *, strict: bool = False
         fallbacks=fallbacks,
         bytes=_bytes_of(finished.model),
     )
-    return attach(finished.model, lowered)
+    say_what_fell_back(lowered, strict=strict)
+    attach(finished.model, lowered)
+    log_stage(finished.model)
+    return finished.model
 
 
 def _bytes_of(model: Any) -> int:
     return state_bytes(model) if isinstance(model, nn.Module) else int(getattr(model, "nbytes", 0))
-
-
-def _say_what_fell_back(
-    claims: Sequence[Claim], fallbacks: Mapping[int, str], target: str, strict: bool
-) -> None:
-    if not fallbacks:
-        return
-    lines = [
-        f"  - {claims[n].anchor} ({claims[n].owner}, rule {claims[n].rule}): {reason}"
-        for n, reason in sorted(fallbacks.items())
-    ]
-    message = f"{len(lines)} quantized regions have no int8 kernel on {target}:\n" + "\n".join(
-        lines
-    )
-    if strict:
-        raise NotLoweredError(message)
-    warnings.warn(message, QomposeWarning, stacklevel=3)

@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from qompose.backend import Backend
@@ -20,7 +21,7 @@ from qompose.graph import STAGE_KEY
 from qompose.specs import QuantizationSpecBase, describe_spec, spec_to_dict
 
 META_KEY = STAGE_KEY
-
+_FLOATS = {torch.float32, torch.float16, torch.bfloat16}
 
 Model = TypeVar("Model")
 
@@ -82,6 +83,27 @@ class Rewrite:
 
 
 @dataclass(frozen=True)
+class Requantized:
+    """A tensor that goes on with other quantization parameters than those it was made with.
+
+    `from_owner` quantized it as `from_spec`; `to_owner` wants `to_spec` where `readers` read it.
+    """
+
+    tensor: str
+    from_owner: str
+    from_spec: str
+    to_owner: str
+    to_spec: str
+    readers: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return (
+            f"{self.tensor} is requantized for {', '.join(self.readers)}: {self.from_spec} of "
+            f"{self.from_owner} becomes {self.to_spec} for {self.to_owner}"
+        )
+
+
+@dataclass(frozen=True)
 class Plan:
     """Who takes which region, which tensors share parameters, and what happened to every operator."""
 
@@ -93,23 +115,53 @@ class Plan:
     notes: tuple[str, ...] = ()
     float_bytes: int = 0
 
-    def requantizations(self, dropped: Collection[int] = ()) -> int:
-        """Count the edges that take a quantized output on to other quantization parameters.
+    def requantizations(self, dropped: Collection[int] = ()) -> tuple[Requantized, ...]:
+        """Return the quantized outputs that go on with other quantization parameters, one per new group.
+
+        In a converted graph each is a quantize operator behind a dequantize operator.
 
         Args:
             dropped: claims that were not followed.
         """
-        points = {
-            spec.point
-            for number, claim in enumerate(self.claims)
+        owner_of = {
+            spec.point: claim.owner
+            for number, claim in reversed(list(enumerate(self.claims)))
             if number not in dropped
             for spec in claim.specs
         }
         group_of = {point: i for i, g in enumerate(self.groups) for point in g.points}
-        return sum(
-            group_of.get(Point(point.source), group_of[point]) != group_of[point]
-            for point in points
-            if point.user is not None and Point(point.source) in points
+        meetings: dict[tuple[Point, int], list[Point]] = {}
+        for point in owner_of:
+            output = Point(point.source)
+            apart = point.user is not None and group_of.get(output) != group_of[point]
+            if apart and output in owner_of:
+                meetings.setdefault((output, group_of[point]), []).append(point)
+        return tuple(
+            self._requantized(output, self.groups[number], sorted(points), owner_of)
+            for (output, number), points in sorted(meetings.items())
+            if not {self._dtype(group_of[output]), self._dtype(number)} & _FLOATS
+        )
+
+    def _dtype(self, group: int) -> object:
+        return getattr(self.groups[group].spec, "dtype", None)
+
+    def _requantized(
+        self, output: Point, group: Group, readers: list[Point], owner_of: Mapping[Point, str]
+    ) -> Requantized:
+        (before,) = (g.spec for g in self.groups if output in g.points)
+        one, other = describe_spec(before), describe_spec(group.spec)
+        if one == other:  # they differ in how the range is estimated
+            one, other = (
+                f"{text}, range by {(spec_to_dict(spec) or {}).get('observer')},"
+                for text, spec in ((one, before), (other, group.spec))
+            )
+        return Requantized(
+            tensor=output.source,
+            from_owner=owner_of[output],
+            from_spec=one,
+            to_owner=", ".join(dict.fromkeys(owner_of[point] for point in readers)),
+            to_spec=other,
+            readers=tuple(str(point.user) for point in readers),
         )
 
     def __str__(self) -> str:

@@ -12,6 +12,7 @@ from dataclasses import fields
 from typing import Any
 
 from qompose.balancing import Balance
+from qompose.bounds import Bounds
 from qompose.claims import Claim, Conflict, Operand, Point, PointSpec, Product
 from qompose.errors import UserError
 from qompose.plan import Group, Operator, Plan, Record, Rewrite
@@ -27,7 +28,7 @@ from qompose.values import Decoders, NotStorable, decode, encode
 _CLASSES: dict[str, Any] = {
     kind.__name__: kind
     for kind in (
-        *(Plan, Claim, Point, PointSpec, Operand, Product, Conflict),
+        *(Plan, Claim, Point, PointSpec, Bounds, Operand, Product, Conflict),
         *(Group, Balance, Operator, Rewrite),
         *(QuantizationSpec, FixedQParamsQuantizationSpec),
         *(SharedQuantizationSpec, DerivedQuantizationSpec),
@@ -93,6 +94,7 @@ def decode_record(data: Mapping[str, Any]) -> Record:
         ValueError, TypeError, LookupError: the data is malformed.
     """
     facts = {name: decode(data[name], _DECODERS) for name in _FACTS if name in data}
-    if not isinstance(facts.get("plan"), Plan) or facts.get("stage") != "converted":
+    stored = facts.get("stage") in ("converted", "reference")
+    if not isinstance(facts.get("plan"), Plan) or not stored:
         raise ValueError("it has no plan of a converted model")
     return Record(**facts)

@@ -113,7 +113,9 @@ def test_where_int8_meets_uint8_the_tensor_is_requantized_and_counted(order: int
     members = split("xnnpack", "x86_inductor")[::order]
     _, converted, lowered = stages(program(), (IDS,), "embedding", *members)
     report = qompose.report(lowered)
-    assert report.requantizations == 1
+    (meeting,) = report.requantizations
+    assert (meeting.from_owner, meeting.to_owner) == ("xnnpack", "x86_inductor")
+    assert meeting.readers == ("linear_2",)
     requantized = [
         node
         for node in converted.graph.nodes
@@ -130,7 +132,7 @@ def test_where_int8_meets_uint8_the_tensor_is_requantized_and_counted(order: int
 def test_a_border_without_an_output_specification_needs_no_requantization() -> None:
     """The x86 rules leave outputs to their readers: the one quantize is the reader's own."""
     _, converted, lowered = stages(program(), (IDS,), *split("x86_inductor", "xnnpack"))
-    assert qompose.report(lowered).requantizations == 0
+    assert qompose.report(lowered).requantizations == ()
     (head,) = (n for n in converted.graph.nodes if n.name == "linear_2")
     quantize = head.args[0].args[0]
     assert quantize.args[5] is torch.int8

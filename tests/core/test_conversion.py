@@ -152,7 +152,7 @@ def test_one_quantizer_step_between_two_configurations() -> None:
     assert requantize.args[-1] is torch.uint8
     assert requantize.args[0].args[0].args[-1] is torch.int8
     assert requantize.args[0].args[0].args[0] is first
-    assert plan_of(converted).requantizations() == 1
+    assert len(plan_of(converted).requantizations()) == 1
 
 
 class TwiceAndReturned(nn.Module):

@@ -129,8 +129,8 @@ def test_what_cannot_be_lowered_stays_simulated_and_is_named(kernels: Any, reaso
         lowered = qompose.lower(converted)
     text = str(caught[0].message)
     assert len(caught) == 1
-    assert "linear (toy, rule linear): " in text
-    assert "linear_1 (toy, rule linear): " in text
+    assert "linear in first (toy, rule linear): " in text
+    assert "linear_1 in second (toy, rule linear): " in text
     assert reason in text
     assert torch.equal(lowered(X), converted(X))
     rows = {row.name: row for row in qompose.report(lowered).rows}

@@ -152,10 +152,14 @@ def test_kernels_stand_in_bodies_and_compute_the_same(model: ZooModel) -> None:
     prepared = prepare(model.export(), toy(LINEAR))
     for batch in batches(model):
         prepared(*batch)
-    quantized = qompose.convert_pt2e(prepared, allow_uncalibrated=model.name in NEVER_CALLED)
-    lowered = qompose.lower(quantized, strict=True)
+    idle = model.name in NEVER_CALLED
+    quantized = qompose.convert_pt2e(prepared, allow_uncalibrated=idle)
+    with warnings.catch_warnings():
+        if idle:  # branches that never ran stay in float, which lower says
+            warnings.simplefilter("ignore", qompose.QomposeWarning)
+        lowered = qompose.lower(quantized, strict=not idle)
     rows = [r for r in qompose.report(lowered).rows if r.operator == "aten.linear"]
-    assert all(r.state == "int8 kernel" for r in rows) or model.name in NEVER_CALLED
+    assert all(r.state == "int8 kernel" for r in rows) or idle
     kernels = [n for n in nodes_in(lowered) if n.target is torch.ops.qompose_toy.linear.default]
     assert len(kernels) == sum(r.state == "int8 kernel" for r in rows) > 0
     for batch in batches(model):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import qompose
@@ -14,9 +15,13 @@ from torch import Tensor, nn
 
 from tests.core.toy import (
     ADD,
+    CONV,
+    INT8,
     LINEAR,
     SIGMOID,
+    STATIC,
     STATIC_UINT8,
+    VIEW,
     convert,
     export,
     nodes_calling,
@@ -119,8 +124,14 @@ def test_two_owners_and_the_requantization_between_them() -> None:
     assert {row.name: row.owner for row in report.rows if row.owner} == {
         "linear": "first", "linear_1": "second",
     }  # fmt: skip
-    assert report.requantizations == 1
-    assert "1 requantization" in report.to_markdown()
+    (meeting,) = report.requantizations
+    assert str(meeting) == (
+        "linear is requantized for linear_1: int8 [-128, 127] per_tensor_affine of first becomes "
+        "uint8 [0, 255] per_tensor_affine for second"
+    )
+    for text in (report.to_markdown(), report.to_text(200)):
+        assert "1 requantization where" in text
+        assert str(meeting) in text
 
 
 def test_conflicts_are_told() -> None:
@@ -155,7 +166,11 @@ def test_markdown_is_a_table_with_totals() -> None:
     lines = text.splitlines()
     assert "lowered for torch: 2 int8 kernel" in lines[0]
     assert "multiply-accumulates: 168: 100.0% int8 kernel" in text
-    table = [line for line in lines if line.startswith("|")]
+    table, owners = (
+        [line for line in part.splitlines() if line.startswith("|")]
+        for part in (text[: text.index("| owner | state")], text[text.index("| owner | state") :])
+    )
+    assert [row.split("|")[1].strip() for row in owners[2:]] == ["toy", "toy"]
     widths = {line.count("|") for line in table}
     assert widths == {7}
     assert sum(int(row.split("|")[-3]) for row in table[2:]) == 5
@@ -195,3 +210,114 @@ def test_a_region_without_a_kernel_is_named_even_where_it_has_no_macs() -> None:
     ):
         qompose.assert_lowered(model)
     qompose.assert_lowered(model, min_fraction=0.99)
+
+
+def test_why_finds_operators_modules_and_kinds() -> None:
+    report = stages()["lowered"]
+    (row,) = report.why("linear_1")
+    assert str(row) == (
+        "linear_1 (aten.linear in b) is int8 kernel: toy linear; toy, rule linear, config static "
+        "(from global)"
+    )
+    assert report.why("b") == (row,)
+    assert [row.name for row in report.why("aten.linear")] == ["linear", "linear_1"]
+    assert str(report.why("tanh")[0]) == "tanh (aten.tanh) is float: no rule claims it"
+    assert str(report.why("sigmoid")[0]).startswith(
+        "sigmoid (aten.sigmoid) is simulated (Q/DQ): rule sigmoid has no kernel for torch; toy, rule"
+    )
+    with pytest.raises(qompose.UserError, match="did you mean 'linear_1' or 'linear'"):
+        report.why("linear_11")
+
+
+def test_why_of_a_module_covers_what_is_inside_it() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4)), nn.Linear(4, 4))
+    report = qompose.report(prepare(export(seeded(model), X), toy(LINEAR)))
+    assert [row.module for row in report.why("0")] == ["0.0", "0.1"]
+    assert [row.module for row in report.why("0.1")] == ["0.1"]
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_text_and_details_name_all_and_keep_to_their_width(width: int) -> None:
+    for report in stages().values():
+        text, details = report.to_text(width), report.details(width)
+        assert max(map(len, f"{text}\n{details}".splitlines())) <= width
+        squeezed = "".join(details.split())
+        for row in report.rows:
+            assert "".join((row.name + row.module + row.state).split()) in squeezed
+
+
+def test_data_becomes_a_report_again() -> None:
+    for report in stages().values():
+        assert qompose.Report.from_dict(json.loads(report.to_json())) == report
+        assert report.to_dict() == json.loads(report.to_json())
+    data = report.to_dict()
+    for wrong in (
+        {},
+        {**data, "more": 1},
+        {**data, "rows": [{"name": "x"}]},
+        {**data, "counts": 3},
+    ):
+        with pytest.raises(qompose.UserError, match="is no report"):
+            qompose.Report.from_dict(wrong)
+
+
+def test_a_report_of_two_owners_becomes_one_again() -> None:
+    first = toy(LINEAR, name="first").set_module_name("b", None)
+    both = qompose.compose(first, toy(LINEAR, name="second", config=STATIC_UINT8))
+    report = qompose.report(convert(PROGRAM, both, X))
+    assert len(report.requantizations) == 1
+    assert qompose.Report.from_dict(report.to_dict()) == report
+
+
+def test_requantizations_that_differ_in_the_observer_alone_are_told_apart() -> None:
+    moving = replace(INT8, observer_or_fake_quant_ctr=qompose.MovingAverageMinMaxObserver)
+    config = replace(STATIC, input_activation=moving, output_activation=moving, name="moving")
+    both = qompose.compose(
+        toy(LINEAR, name="a").set_module_name("b", None), toy(LINEAR, name="b", config=config)
+    )
+    (meeting,) = qompose.report(convert(PROGRAM, both, X)).requantizations
+    assert "range by MinMaxObserver" in meeting.from_spec
+    assert "range by MovingAverageMinMaxObserver" in meeting.to_spec
+
+
+class TestEnoughIsQuantized:
+    """`assert_quantized`, at every stage."""
+
+    def test_all(self) -> None:
+        prepared = prepare(PROGRAM, toy(LINEAR))
+        prepared(X)
+        converted = qompose.convert_pt2e(prepared)
+        for model in (prepared, converted, qompose.lower(converted)):
+            qompose.assert_quantized(model)
+
+    def test_a_part(self) -> None:
+        converted = convert(PROGRAM, toy(LINEAR).set_module_name("b", None), X)
+        qompose.assert_quantized(converted, min_fraction=0.4)
+        with pytest.raises(
+            qompose.NothingQuantizedError, match=r"42.9% of all multiply-acc.*\n.*linear_1 .*in b"
+        ):
+            qompose.assert_quantized(converted, min_fraction=0.5)
+
+    def test_nothing(self) -> None:
+        prepared = prepare(PROGRAM, toy(CONV))
+        with pytest.raises(qompose.NothingQuantizedError, match=r"0.0% .*\n.*linear_1 "):
+            qompose.assert_quantized(prepared, min_fraction=0.0)
+
+    def test_models_without_products_go_by_operators(self) -> None:
+        class Gates(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                return torch.tanh(torch.sigmoid(x))
+
+        program = export(Gates(), X)
+        converted = convert(program, toy(SIGMOID, VIEW), X)
+        qompose.assert_quantized(converted, min_fraction=0.5)
+        with pytest.raises(qompose.NothingQuantizedError, match=r"50.0% of all float operators"):
+            qompose.assert_quantized(converted)
+        with pytest.warns(qompose.QomposeWarning):
+            lowered = qompose.lower(converted)
+        with pytest.raises(qompose.NotLoweredError, match=r"0.0% of all quantized operators"):
+            qompose.assert_lowered(lowered)
+
+    def test_a_stage_without_kernels_is_sent_on(self) -> None:
+        with pytest.raises(qompose.StageError, match="assert_quantized checks it"):
+            qompose.assert_lowered(convert(PROGRAM, toy(LINEAR), X))

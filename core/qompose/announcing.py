@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the stages say of themselves: one line at INFO each, and what was asked and not done, by name."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from torch.fx import GraphModule
+
+from qompose.errors import NothingQuantizedError, NotLoweredError, QomposeWarning
+from qompose.graph import describe
+from qompose.nested import nodes_in
+from qompose.plan import Operator, Plan, Record
+from qompose.reporting import report
+
+_LOGGER = logging.getLogger("qompose")
+_MOST = 20
+
+
+def log_stage(model: Any) -> None:
+    """Log a stage's result in one line: who took how many operators, and how much of the work that is."""
+    if _LOGGER.isEnabledFor(logging.INFO):
+        _LOGGER.info("%s", report(model).headline())
+
+
+def say_if_nothing_was_quantized(plan: Plan, program: GraphModule, *, strict: bool) -> None:
+    """Warn that no quantizer claims anything, with operators and reasons.
+
+    Raises:
+        NothingQuantizedError: `strict`.
+    """
+    if plan.claims:
+        return
+    number = len(plan.operators)
+    message = f"Nothing was quantized: no quantizer claims any of {number} operators."
+    if not plan.operators:
+        calls = [describe(node) for node in nodes_in(program) if node.op == "call_function"]
+        message += f" The program calls {', '.join(calls[:_MOST]) or 'no operator at all'}."
+    lines = sorted(f"{_place(operator)}: {operator.reason}" for operator in plan.operators)
+    message += f"\n{_listed(lines)}" if lines else ""
+    if strict:
+        raise NothingQuantizedError(message)
+    warnings.warn(message, QomposeWarning, stacklevel=3)
+
+
+def say_what_fell_back(record: Record, *, strict: bool) -> None:
+    """Warn of the regions that were claimed and have no kernel, those that conversion dropped included.
+
+    Raises:
+        NotLoweredError: `strict`.
+    """
+    dropped = {number: f"left in float: {reason}" for number, reason in record.dropped.items()}
+    reasons = {**dropped, **record.fallbacks}
+    if not reasons:
+        return
+    modules = {o.claim: f" in {o.module}" for o in reversed(record.plan.operators) if o.module}
+    lines = []
+    for number, reason in sorted(reasons.items()):
+        claim = record.plan.claims[number]
+        place = f"{claim.anchor}{modules.get(number, '')}"
+        lines.append(f"{place} ({claim.owner}, rule {claim.rule}): {reason}")
+    one = len(lines) == 1
+    what = "1 quantized region has" if one else f"{len(lines)} quantized regions have"
+    message = f"{what} no int8 kernel on {record.target}:\n"
+    message += "\n".join(f"  - {line}" for line in lines)
+    if strict:
+        raise NotLoweredError(message)
+    warnings.warn(message, QomposeWarning, stacklevel=3)
+
+
+def _place(operator: Operator) -> str:
+    where = f" in {operator.module}" if operator.module else ""
+    return f"{operator.name} ({operator.operator}{where})"
+
+
+def _listed(lines: Sequence[str]) -> str:
+    rest = [f"and {len(lines) - _MOST} more"] if len(lines) > _MOST else []
+    return "\n".join(f"  - {line}" for line in [*lines[:_MOST], *rest])

@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The report as data: a row for every float operator, what the graph holds, and how both are told."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderResult
+
+from qompose.counting import Counts
+from qompose.errors import UserError, near_names
+from qompose.plan import Requantized
+from qompose.rendering import Block, Table, as_markdown, as_rich, as_text
+
+KERNEL, SIMULATED, FLOAT = "int8 kernel", "simulated (Q/DQ)", "float"
+OBSERVED, REFERENCE = "observed", "integer reference"
+STATES = (KERNEL, REFERENCE, SIMULATED, OBSERVED, FLOAT)
+"""Where an operator may end, in the order in which reports list them."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One operator of the exported program: where it ended, who took it by which rule, and why (not).
+
+    `macs` counts multiply-accumulates for one call with the example shapes. `reason` says why an operator
+    is float or has no kernel.
+    """
+
+    name: str
+    operator: str
+    module: str
+    macs: int
+    state: str
+    owner: str = ""
+    rule: str = ""
+    config: str = ""
+    mode: str = ""
+    selector: str = ""
+    kernel: str = ""
+    reason: str = ""
+
+    @property
+    def explanation(self) -> str:
+        """Return what runs the operator, or why no kernel does, with who says so."""
+        if self.state in (KERNEL, REFERENCE):
+            return f"{self.owner}: {self.kernel}"
+        if self.owner and self.reason:
+            return f"{self.owner}: {self.reason}"
+        return f"{self.owner}: rule {self.rule}, {self.config}" if self.owner else self.reason
+
+    def __str__(self) -> str:
+        """Return the row as a sentence: `linear (aten.linear in head) is float: no rule claims it`."""
+        where = f"{self.name} ({self.operator}{f' in {self.module}' if self.module else ''})"
+        if not self.owner:
+            return f"{where} is {self.state}: {self.reason}"
+        by = f"{self.owner}, rule {self.rule}, config {self.config}"
+        by += f" (from {self.selector})" if self.selector else ""
+        what = self.kernel or self.reason
+        return f"{where} is {self.state}{f': {what}' if what else ''}; {by}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What happened to every float operator at one stage, and what else the plan has to say.
+
+    Attributes:
+        stage, target: "prepared", "converted", "reference" or "lowered", and what for.
+        rows: all float operators, in the order of the exported program.
+        counts: what the graph holds; for a program of another runtime, its kernels alone.
+        requantizations: tensors on which two specifications meet.
+        conflicts, rewrites, notes: who lost what to whom; what was rewritten; what else there is to say.
+        bytes_before, bytes_after: of all parameters and buffers; of the program file for other runtimes.
+    """
+
+    stage: str
+    target: str
+    rows: tuple[Row, ...]
+    counts: Counts
+    requantizations: tuple[Requantized, ...]
+    conflicts: tuple[str, ...]
+    rewrites: tuple[str, ...]
+    notes: tuple[str, ...]
+    bytes_before: int
+    bytes_after: int
+
+    def count(self, state: str, owner: str | None = None) -> int:
+        """Return how many operators ended in a state, of one owner or of all."""
+        return sum(row.state == state and owner in (None, row.owner) for row in self.rows)
+
+    def coverage(self, state: str = KERNEL, operator: str | None = None) -> float:
+        """Return the part of all multiply-accumulates (of one operator) that ended in a state.
+
+        Raises:
+            UserError: the model has no such operator.
+        """
+        known = {row.operator for row in self.rows}
+        if operator is not None and operator not in known:
+            raise UserError(
+                f"{operator!r} does not occur in the model{near_names(operator, known)}"
+            )
+        rows = [row for row in self.rows if operator in (None, row.operator)]
+        total = sum(row.macs for row in rows)
+        return sum(row.macs for row in rows if row.state == state) / total if total else 0.0
+
+    @property
+    def quantized_part(self) -> float:
+        """Return the part of all multiply-accumulates that is not float."""
+        return sum(self.coverage(state) for state in STATES if state != FLOAT)
+
+    def why(self, name: str) -> tuple[Row, ...]:
+        r"""Return the rows of an operator, by its name; of all in a module, by its path; or of a kind.
+
+        `print(*report.why("encoder.layers.0"), sep="\n")` tells what became of a part of the model.
+
+        Raises:
+            UserError: no float operator has that name; the message has near names.
+        """
+        asked: tuple[Callable[[Row], bool], ...] = (
+            lambda row: row.name == name,
+            lambda row: row.module == name or row.module.startswith(f"{name}."),
+            lambda row: row.operator == name,
+        )
+        for matches in asked:
+            found = tuple(row for row in self.rows if matches(row))
+            if found:
+                return found
+        known = {part for row in self.rows for part in (row.name, row.module, row.operator)} - {""}
+        raise UserError(
+            f"{name!r} is no float operator of the model, no module that has one, and no kind of them"
+            f"{near_names(name, known)}"
+        )
+
+    def summary(self) -> list[tuple[str, str, str, str, int, int]]:
+        """Return (operator, state, owner, kernel or reason, operators, multiply-accumulates) in groups."""
+        return _grouped(
+            self.rows, lambda row: (row.operator, row.state, row.owner, row.kernel or row.reason)
+        )
+
+    def by_owner(self) -> list[tuple[str, str, str, str, int, int]]:
+        """Return (owner, state, config, selector, operators, multiply-accumulates) in groups.
+
+        It tells two quantizers of one backend apart: each has configurations and selectors of its own.
+        """
+        owned = [row for row in self.rows if row.owner]
+        return _grouped(owned, lambda row: (row.owner, row.state, row.config, row.selector))
+
+    def headline(self) -> str:
+        """Return one line: the stage, who took how many operators, and how much of the work that is."""
+        taken = [row for row in self.rows if row.state != FLOAT]
+        owners = Counter(row.owner for row in taken)
+        who = f" ({', '.join(f'{owner} {n}' for owner, n in sorted(owners.items()))})" * bool(taken)
+        states = ", ".join(
+            f"{self.count(state)} {state}"
+            for state in STATES
+            if self.count(state) and state != FLOAT
+        )
+        text = f"{self.stage}{f' for {self.target}' if self.target else ''}: "
+        text += f"{states or 'nothing quantized'} of {len(self.rows)} float operators{who}, "
+        return f"{text}{self.quantized_part:.1%} of multiply-accumulates; graph: {self.counts}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as JSON data."""
+        data: dict[str, Any] = json.loads(json.dumps(asdict(self), allow_nan=False))
+        return data
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Report:
+        """Return the report that `to_dict` turned into data.
+
+        Raises:
+            UserError: the data has other fields than a report of this release.
+        """
+        try:
+            facts = dict(data)
+            facts["rows"] = tuple(Row(**row) for row in facts["rows"])
+            facts["counts"] = Counts(**facts["counts"])
+            facts["requantizations"] = tuple(
+                Requantized(**{**item, "readers": tuple(item["readers"])})
+                for item in facts["requantizations"]
+            )
+            for name in ("conflicts", "rewrites", "notes"):
+                facts[name] = tuple(facts[name])
+            return cls(**facts)
+        except (TypeError, KeyError, ValueError) as error:
+            wanted = ", ".join(field.name for field in fields(cls))
+            raise UserError(f"this is no report ({error}); a report has {wanted}") from error
+
+    def to_json(self, indent: int | None = 2) -> str:
+        """Return the report as JSON text."""
+        return json.dumps(self.to_dict(), indent=indent, allow_nan=False)
+
+    def to_text(self, width: int = 100) -> str:
+        """Return the report as text of at most `width` columns; nothing is cut off."""
+        return as_text(self._blocks(), width)
+
+    def details(self, width: int = 100) -> str:
+        """Return a line for every operator, in the order of the program, with its module and reason."""
+        rows = [(r.name, r.module, r.state, r.explanation) for r in self.rows]
+        header = ("operator", "module", "state", "kernel, rule or reason")
+        return as_text([Table(header, tuple(rows))], width)
+
+    def to_markdown(self) -> str:
+        """Return totals, the summary and the owners as Markdown tables, and what else there is to say."""
+        blocks: list[Block] = [f"{line}  " for line in self._totals()]
+        blocks.append(Table(_HEADER, tuple(self.summary())))
+        blocks += [Table(_OWNERS, tuple(self.by_owner()))] if self.by_owner() else []
+        return as_markdown([*blocks, *self._remarks()]).rstrip()
+
+    def _totals(self) -> list[str]:
+        states = [state for state in STATES if self.count(state)]
+        parts = ", ".join(f"{self.count(state)} {state}" for state in states)
+        total = sum(row.macs for row in self.rows)
+        shares = [(self.coverage(state), state) for state in states]
+        share = ", ".join(f"{part:.1%} {state}" for part, state in shares if part)
+        stage = f"{self.stage}{f' for {self.target}' if self.target else ''}"
+        lines = [f"{stage}: {parts or 'no float operators'}"]
+        lines += [f"multiply-accumulates: {total:,}: {share}"] if total else []
+        if self.bytes_after and self.bytes_before:
+            ratio = self.bytes_after / self.bytes_before
+            lines.append(
+                f"model bytes: {self.bytes_before:,} -> {self.bytes_after:,} ({ratio:.1%})"
+            )
+        lines.append(f"in the graph: {self.counts}")
+        if self.requantizations:
+            number = len(self.requantizations)
+            lines.append(f"{number} requantization{'s' * (number > 1)} where specifications meet")
+        return lines
+
+    def _remarks(self) -> list[str]:
+        meetings = map(str, self.requantizations)
+        remarks = (*meetings, *self.conflicts, *self.rewrites, *self.notes)
+        return [f"- {line}" for line in remarks]
+
+    def _blocks(self) -> list[Block]:
+        """Return the totals, a table with a part for each state, one of owners, and the remarks."""
+        rows: list[tuple[object, ...]] = []
+        for state in STATES:
+            groups = _grouped(
+                (row for row in self.rows if row.state == state),
+                lambda row: (row.operator, row.explanation),
+            )
+            rows += [(state,), *((f"  {name}", *rest) for name, *rest in groups)] if groups else []
+        table = Table(("operator", "kernel, rule or reason", "operators", "MACs"), tuple(rows))
+        owners = [Table(_OWNERS, tuple(self.by_owner()))] if self._settings() > 1 else []
+        return [*self._totals(), *([table] if rows else []), *owners, *self._remarks()]
+
+    def _settings(self) -> int:
+        """Return how many owners, or configurations and selectors of theirs, there are to tell apart."""
+        return len({(row.owner, row.config, row.selector) for row in self.rows if row.owner})
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield from as_rich(self._blocks())
+
+    def __str__(self) -> str:
+        return self.to_text()
+
+
+_HEADER = ("operator", "state", "owner", "kernel or reason", "operators", "MACs")
+_OWNERS = ("owner", "state", "config", "selector", "operators", "MACs")
+
+
+def _grouped(rows: Iterable[Row], key: Callable[[Row], tuple[str, ...]]) -> list[Any]:
+    """Count rows and their multiply-accumulates by key, the most work first."""
+    operators: Counter[tuple[str, ...]] = Counter()
+    work: Counter[tuple[str, ...]] = Counter()
+    for row in rows:
+        operators[key(row)] += 1
+        work[key(row)] += row.macs
+    ordered = sorted(operators, key=lambda key: (-work[key], key))
+    return [(*key, operators[key], work[key]) for key in ordered]

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks of lines and tables, as text of a given width, as Markdown, and for rich.
+
+Nothing is cut off: what does not fit into a column goes on in the next line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from io import StringIO
+from typing import Any, TypeAlias
+
+from rich import box
+from rich.console import Console
+from rich.table import Table as RichTable
+from rich.text import Text
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table. A row of one cell is a heading over the rows behind it. Columns of numbers align right."""
+
+    header: tuple[str, ...]
+    rows: tuple[tuple[object, ...], ...]
+
+    @property
+    def full_rows(self) -> list[tuple[object, ...]]:
+        """Return the rows that are no headings."""
+        return [row for row in self.rows if len(row) > 1]
+
+    def is_numeric(self, column: int) -> bool:
+        """Tell whether every cell of a column is a number."""
+        cells = [row[column] for row in self.full_rows]
+        return bool(cells) and all(isinstance(cell, (int, float)) for cell in cells)
+
+
+Block: TypeAlias = str | Table
+
+
+def as_rich(blocks: Sequence[Block]) -> Iterator[Any]:
+    """Yield what a rich console prints. Square brackets are text, not markup."""
+    for block in blocks:
+        yield Text(block) if isinstance(block, str) else _rich_table(block)
+
+
+def _rich_table(table: Table) -> RichTable:
+    result = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for column, title in enumerate(table.header):
+        numeric = table.is_numeric(column)
+        result.add_column(
+            title, justify="right" if numeric else "left", overflow="fold", no_wrap=numeric
+        )
+    for row in table.rows:
+        cells = [Text(_cell(cell)) for cell in row]
+        result.add_row(*cells, style="bold" if len(row) == 1 else "")
+    return result
+
+
+def as_text(blocks: Sequence[Block], width: int) -> str:
+    """Return blocks as plain text of at most `width` columns, without spaces at the ends of lines."""
+    file = StringIO()
+    console = Console(file=file, width=width, color_system=None, force_terminal=False)
+    for part in as_rich(blocks):
+        console.print(part, markup=False, highlight=False, overflow="fold")
+    return _joined([line.rstrip() for line in file.getvalue().splitlines()])
+
+
+def _joined(lines: Sequence[str]) -> str:
+    """Join lines, with one empty line where there were several, and none at the ends."""
+    kept = [line for line, before in zip(lines, ["", *lines], strict=False) if line or before]
+    return "\n".join(kept).rstrip("\n")
+
+
+def as_markdown(blocks: Sequence[Block]) -> str:
+    """Return blocks as Markdown: lines are paragraphs of their own, tables have pipes."""
+    return _joined([line for block in blocks for line in _markdown(block)])
+
+
+def _markdown(block: Block) -> Iterator[str]:
+    if isinstance(block, str):
+        yield block
+        return
+    yield ""
+    yield "| " + " | ".join(map(_escaped, block.header)) + " |"
+    rule = ("---:|" if block.is_numeric(i) else "---|" for i in range(len(block.header)))
+    yield "|" + "".join(rule)
+    for row in block.rows:
+        cells = [*map(_escaped, row), *[""] * (len(block.header) - len(row))]
+        yield "| " + " | ".join(cells) + " |"
+    yield ""
+
+
+def _escaped(cell: object) -> str:
+    text = _cell(cell).replace("\\", "\\\\").replace("|", "\\|")
+    return text.replace("<", "\\<").replace("\n", "<br>")
+
+
+def _cell(cell: object) -> str:
+    return f"{cell:,}" if isinstance(cell, int) else str(cell)
