@@ -27,28 +27,45 @@ PLUGINS = {
 LAYERS = tuple(
     line.split()
     for line in """
-        errors hookspecs histogram aliases running operators
-        numerics graph screening
+        errors hookspecs histogram aliases running operators offers faults
+        numerics graph screening functionals encoding
         decomposed nested recording exported
         decompositions
         specs observers rewrites balancing schemes reference
-        claims selectors observing
-        patterns arbitration annotations tying
+        configs bounds
+        claims selectors observing soundness
+        patterns arbitration annotations tying counting rendering selection constraints
         rules
+        querying
+        capability_row
+        capabilities
         backend region matching
-        plan capabilities signature plugins operands
-        survey quantizer estimation
-        interop
-        annotating planning preparation calibration conversion lowering representation
+        plan signature plugins operands configuring
+        survey quantizer estimation ledger scaffolding
+        interop rule_quantizer composition
+        annotating planning preparation calibration conversion lowering representation membership
         reporting benchmarking
-        values
+        values announcing
         symbols storages trees
         programs records
         artefact
         composing pipeline
-        quantizing
+        quantizing inquiry
+        commands commands.output commands.program_files
+        commands.checking commands.calibration_files commands.report
+        commands.backends commands.capabilities commands.quantize commands.new_backend
         cli
         __init__ __main__
+        testing.failures testing.data testing.measures testing.examples testing.models testing.limits
+        testing.building
+        testing.trials
+        testing.suite
+        testing.whole testing.sources
+        testing.rows
+        testing.accepting testing.behaviour testing.effects testing.precedence testing.together
+        testing.parameters
+        testing.contract
+        testing
     """.strip().splitlines()
 )
 LAYER = {module: number for number, line in enumerate(LAYERS) for module in line}
@@ -60,7 +77,10 @@ FOR_TYPES_ONLY = {("hookspecs", "backend"), ("rules", "region")}
 QUICK = {
     "errors": set(),
     "hookspecs": {"pluggy"},
+    "offers": {"importlib_metadata"},
+    "faults": {"pluggy", "importlib_metadata"},
     "plugins": {"pluggy", "importlib_metadata"},
+    "scaffolding": {"importlib_metadata"},
 }
 
 MAX_FILE_LINES = 400

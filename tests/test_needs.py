@@ -93,6 +93,19 @@ NEEDS = {
         "core/test_artefact.py::test_nothing_is_unpickled",
         "composed/test_artefact.py::test_a_missing_plugin_is_named_when_its_kernels_are_wanted",
     ),
+    "34 writing a backend takes weeks": (
+        "test_authoring.py::test_suite_passes_unedited",
+        "test_authoring.py::test_a_wrong_kernel_fails",
+        "core/test_scaffolding.py::test_is_small",
+        "test_docs.py::test_tutorial_ends_in_the_example",
+    ),
+    "35 one broken plugin, and nothing works or nothing is said": (
+        "core/test_plugins.py::test_a_fault_is_told_with_its_source_and_harms_nobody_else",
+        "core/test_offers.py::test_a_malformed_line_of_one_package_hides_nothing_of_another",
+        "core/test_checking.py::test_each_has_its_row",
+        "core/test_cli.py::test_listing_imports_little",
+        "test_packaging.py::test_check_names_each_with_its_reason",
+    ),
 }
 
 

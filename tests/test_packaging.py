@@ -207,7 +207,7 @@ class TestWheels:
         wanted = {
             f"{folder.name}/{path.relative_to(folder).as_posix()}"
             for path in folder.rglob("*")
-            if path.suffix in (".py", ".typed")
+            if path.suffix in (".py", ".typed", ".template")
         }
         with zipfile.ZipFile(wheels[name]) as archive:
             packed = {n for n in archive.namelist() if ".dist-info/" not in n}
@@ -309,6 +309,7 @@ import qompose
 
 class B(qompose.Backend):
     name = "{name}"
+    api_version = 1
     {attributes}
 
 @qompose.hookimpl
@@ -414,6 +415,12 @@ print(json.dumps(reasons))
         for faulty in asked:
             assert faulty.reason in reasons[faulty.name]
 
+    def test_status(self, faulty_site: Site) -> None:
+        """What is at fault is told from what this machine lacks."""
+        rows = faulty_site.qompose("backends", "--check", code=1)
+        wanted = {f.name: "unavailable here" if f.loads else "broken" for f in FAULTY}
+        assert {row["name"]: row["status"] for row in rows} == {**wanted, "embedding": "usable"}
+
     def test_duplicate_name(self, make_site: Any) -> None:
         site = make_site("qompose-embedding")
         install(site, "example-rival", "embedding", plugin("embedding"))
@@ -427,3 +434,123 @@ print(json.dumps(reasons))
         assert "PluginError" in done.stderr
         assert "example-rival" in done.stderr
         site.script("import qompose; qompose.load_backend('other')")
+
+
+PROJECT = """
+[build-system]
+requires = ["setuptools"]
+build-backend = "setuptools.build_meta"
+
+[project]
+name = "{distribution}"
+version = "1.0"
+dependencies = ["qompose", {dependency}]
+
+[project.entry-points.qompose]
+{name} = "{module}"
+
+[tool.setuptools]
+py-modules = ["{module}"]
+"""
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A plugin of one of the five kinds that must be told apart, and its reason."""
+
+    name: str
+    source: str
+    reason: str
+    dependency: str = ""
+
+
+BROKEN = (
+    Broken(
+        "importing",
+        "from torch import this_was_removed",
+        "ImportError: cannot import name 'this_was_removed' from 'torch'",
+    ),
+    Broken(
+        "syntax",
+        "match = = 1",
+        "SyntaxError: invalid syntax (site-packages/broken_syntax.py, line 1)",
+    ),
+    Broken(
+        "version",
+        plugin("version", "api_version = 2"),
+        "it was written for version 2 of the backend interface, and this qompose has version 1: upgrade "
+        "qompose",
+    ),
+    Broken(
+        "returning", plugin("returning", result="[B()]"), "returned list, not a qompose.Backend"
+    ),
+    Broken(
+        "lacking",
+        "import a_chip_compiler.passes",
+        'pip install "A-Chip-Compiler>=3"',
+        dependency='"A-Chip-Compiler>=3"',
+    ),
+)
+GOOD = Broken("good", plugin("good"), "")
+
+
+@pytest.fixture(scope="module")
+def broken_site(make_site: Any, tmp_path_factory: pytest.TempPathFactory) -> Site:
+    """Core, five broken plugins and a sound one, each built as a wheel and installed by pip."""
+    site: Site = make_site("qompose")
+    projects, folder = [], tmp_path_factory.mktemp("broken-wheels")
+    for broken in (*BROKEN, GOOD):
+        project = tmp_path_factory.mktemp(broken.name)
+        facts = {"name": broken.name, "module": f"broken_{broken.name}"}
+        facts.update(distribution=f"broken-{broken.name}", dependency=broken.dependency)
+        (project / "pyproject.toml").write_text(PROJECT.format(**facts))
+        (project / f"{facts['module']}.py").write_text(broken.source)
+        projects.append(project)
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    checked([*pip, "--wheel-dir", folder, *projects])
+    site.pip("install", "--quiet", "--no-index", "--no-deps", *folder.glob("*.whl"))
+    return site
+
+
+class TestBrokenWheels:
+    """Five kinds of faults, as users get them."""
+
+    def test_check_names_each_with_its_reason(self, broken_site: Site) -> None:
+        rows = {row["name"]: row for row in broken_site.qompose("backends", "--check", code=1)}
+        assert set(rows) == {GOOD.name, *(broken.name for broken in BROKEN)}
+        assert (rows[GOOD.name]["status"], rows[GOOD.name]["problem"]) == ("usable", None)
+        for broken in BROKEN:
+            assert rows[broken.name]["status"] == "broken"
+            assert broken.reason in rows[broken.name]["problem"]
+
+    def test_check_as_text_cuts_nothing_off(self, broken_site: Site) -> None:
+        command = [broken_site.path / "bin" / "qompose", "backends", "--check"]
+        done = run(command)
+        assert (done.returncode, done.stderr) == (1, "")
+        for broken in BROKEN:
+            assert broken.reason in done.stdout
+        narrow = "".join(run(command, COLUMNS="80").stdout.split())
+        assert "AChipCompiler" in narrow.replace("-", "")
+
+    def test_listing_is_not_concerned(self, broken_site: Site) -> None:
+        assert {row["problem"] for row in broken_site.qompose("backends")} == {None}
+
+    @pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.name)
+    def test_first_use_says_the_same(self, broken_site: Site, broken: Broken) -> None:
+        done = run([broken_site.path / "bin" / "qompose", "capabilities", broken.name])
+        assert done.returncode == 1
+        assert f"Backend {broken.name!r} (broken-{broken.name} 1.0" in done.stderr
+        assert broken.reason in done.stderr
+
+    def test_a_sound_one_works_beside_them(self, broken_site: Site) -> None:
+        code = """
+import sys, qompose
+for name in sys.argv[1:]:
+    try:
+        qompose.compose(name)
+    except qompose.PluginError as error:
+        print(error.name)
+print(*(member.name for member in qompose.compose("good").members))
+"""
+        names = [broken.name for broken in BROKEN]
+        assert broken_site.script(code, *names).splitlines() == [*names, "good"]

@@ -20,14 +20,24 @@ if TYPE_CHECKING:
     from qompose.benchmarking import bench as bench
     from qompose.calibration import calibrate as calibrate
     from qompose.capabilities import Capabilities as Capabilities
-    from qompose.capabilities import Capability as Capability
     from qompose.capabilities import Support as Support
+    from qompose.capability_row import Capability as Capability
     from qompose.composing import compose as compose
+    from qompose.composing import quantizer_from_dict as quantizer_from_dict
+    from qompose.composing import quantizer_from_json as quantizer_from_json
+    from qompose.composing import quantizer_of as quantizer_of
+    from qompose.composition import ComposableQuantizer as ComposableQuantizer
+    from qompose.configs import config_from_json as config_from_json
+    from qompose.configs import config_to_json as config_to_json
+    from qompose.configs import spec_from_json as spec_from_json
+    from qompose.configs import spec_to_json as spec_to_json
+    from qompose.constraints import TensorConstraint as TensorConstraint
     from qompose.errors import AnnotationConflictError as AnnotationConflictError
     from qompose.errors import ArtefactError as ArtefactError
     from qompose.errors import BackendNotFoundError as BackendNotFoundError
     from qompose.errors import CalibrationError as CalibrationError
     from qompose.errors import ConfigError as ConfigError
+    from qompose.errors import ExcludedBackendError as ExcludedBackendError
     from qompose.errors import InternalError as InternalError
     from qompose.errors import MemberError as MemberError
     from qompose.errors import MissingBackendError as MissingBackendError
@@ -35,6 +45,7 @@ if TYPE_CHECKING:
     from qompose.errors import NothingQuantizedError as NothingQuantizedError
     from qompose.errors import NotLoweredError as NotLoweredError
     from qompose.errors import PluginError as PluginError
+    from qompose.errors import ProjectError as ProjectError
     from qompose.errors import QomposeError as QomposeError
     from qompose.errors import QomposeWarning as QomposeWarning
     from qompose.errors import SelectorError as SelectorError
@@ -45,6 +56,10 @@ if TYPE_CHECKING:
     from qompose.errors import UserError as UserError
     from qompose.hookspecs import API_VERSION as API_VERSION
     from qompose.hookspecs import hookimpl as hookimpl
+    from qompose.inquiry import NodeSupport as NodeSupport
+    from qompose.inquiry import can_quantize as can_quantize
+    from qompose.ledger import Report as Report
+    from qompose.ledger import Row as Row
     from qompose.observers import FixedQParamsObserver as FixedQParamsObserver
     from qompose.observers import HistogramObserver as HistogramObserver
     from qompose.observers import MinMaxObserver as MinMaxObserver
@@ -69,21 +84,20 @@ if TYPE_CHECKING:
     from qompose.plugins import BackendInfo as BackendInfo
     from qompose.plugins import backends as backends
     from qompose.plugins import load_backend as load_backend
-    from qompose.quantizer import ComposableQuantizer as ComposableQuantizer
     from qompose.quantizer import Quantizer as Quantizer
-    from qompose.quantizer import RuleQuantizer as RuleQuantizer
     from qompose.quantizing import QuantizedModel as QuantizedModel
     from qompose.quantizing import quantize as quantize
     from qompose.region import QuantizedTensor as QuantizedTensor
     from qompose.region import Region as Region
     from qompose.region import on_integers as on_integers
-    from qompose.reporting import Report as Report
     from qompose.reporting import assert_lowered as assert_lowered
+    from qompose.reporting import assert_quantized as assert_quantized
     from qompose.reporting import report as report
+    from qompose.rule_quantizer import RuleQuantizer as RuleQuantizer
     from qompose.rules import Kernel as Kernel
     from qompose.rules import NotLowerable as NotLowerable
     from qompose.rules import Rule as Rule
-    from qompose.rules import TensorConstraint as TensorConstraint
+    from qompose.scaffolding import new_backend as new_backend
     from qompose.specs import DerivedQuantizationSpec as DerivedQuantizationSpec
     from qompose.specs import FixedQParamsQuantizationSpec as FixedQParamsQuantizationSpec
     from qompose.specs import QuantizationAnnotation as QuantizationAnnotation
@@ -98,15 +112,21 @@ _MODULES = {
     "backend": "Backend CallSignature Finished Target",
     "benchmarking": "Timings bench",
     "calibration": "calibrate",
-    "capabilities": "Capabilities Capability Support",
-    "composing": "compose",
+    "capabilities": "Capabilities Support",
+    "capability_row": "Capability",
+    "composing": "compose quantizer_from_dict quantizer_from_json quantizer_of",
+    "composition": "ComposableQuantizer",
+    "configs": "config_from_json config_to_json spec_from_json spec_to_json",
+    "constraints": "TensorConstraint",
     "errors": (
         "AnnotationConflictError ArtefactError BackendNotFoundError CalibrationError ConfigError "
-        "InternalError MemberError MissingBackendError NotExportedError NothingQuantizedError "
-        "NotLoweredError PluginError QomposeError QomposeWarning SelectorError SharingError StageError "
-        "TargetError UncalibratedError UserError"
+        "ExcludedBackendError InternalError MemberError MissingBackendError NotExportedError "
+        "NothingQuantizedError NotLoweredError PluginError ProjectError QomposeError QomposeWarning "
+        "SelectorError SharingError StageError TargetError UncalibratedError UserError"
     ),
     "hookspecs": "API_VERSION hookimpl",
+    "inquiry": "NodeSupport can_quantize",
+    "ledger": "Report Row",
     "observers": (
         "FixedQParamsObserver HistogramObserver MinMaxObserver MovingAverageMinMaxObserver "
         "MovingAveragePerChannelMinMaxObserver PerBlockMinMaxObserver PerChannelMinMaxObserver "
@@ -118,11 +138,13 @@ _MODULES = {
     "pipeline": "convert_pt2e lower prepare_pt2e",
     "plan": "Plan",
     "plugins": "BackendInfo backends load_backend",
-    "quantizer": "ComposableQuantizer Quantizer RuleQuantizer",
+    "quantizer": "Quantizer",
     "quantizing": "QuantizedModel quantize",
     "region": "QuantizedTensor Region on_integers",
-    "reporting": "Report assert_lowered report",
-    "rules": "Kernel NotLowerable Rule TensorConstraint",
+    "reporting": "assert_lowered assert_quantized report",
+    "rule_quantizer": "RuleQuantizer",
+    "rules": "Kernel NotLowerable Rule",
+    "scaffolding": "new_backend",
     "specs": (
         "DerivedQuantizationSpec FixedQParamsQuantizationSpec QuantizationAnnotation QuantizationConfig "
         "QuantizationSpec SharedQuantizationSpec annotate_input_qspec_map annotate_output_qspec"

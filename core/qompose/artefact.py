@@ -28,7 +28,14 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from qompose.backend import Backend
-from qompose.errors import ArtefactError, BackendNotFoundError, MissingBackendError, PluginError
+from qompose.errors import (
+    ArtefactError,
+    BackendNotFoundError,
+    ExcludedBackendError,
+    MissingBackendError,
+    PluginError,
+    UserError,
+)
 from qompose.graph import copies_of
 from qompose.plan import Record, attach, record_of
 from qompose.plugins import backends as installed_backends
@@ -51,6 +58,7 @@ def save(converted: GraphModule, path: str | os.PathLike[str]) -> None:
 
     Raises:
         StageError: the model was not converted.
+        UserError: `path` is no path.
         ArtefactError: it holds something that cannot be stored; the message names it.
         OSError: the file cannot be written.
     """
@@ -60,6 +68,7 @@ def save(converted: GraphModule, path: str | os.PathLike[str]) -> None:
         function="save",
         remedy="Call convert_pt2e first.",
     )
+    path = _as_path(path, "save")
     try:
         writer = ProgramWriter()
         program = writer.program(converted)
@@ -82,7 +91,13 @@ def save(converted: GraphModule, path: str | os.PathLike[str]) -> None:
     }
     # One entry, because safetensors writes several in any order: equal models make equal files.
     metadata = {_KEY: _text(description)}
-    _write({name: block.cpu() for name, block in blocks.items()}, metadata, Path(path))
+    _write({name: block.cpu() for name, block in blocks.items()}, metadata, path)
+
+
+def _as_path(path: object, function: str) -> Path:
+    if not isinstance(path, (str, os.PathLike)):
+        raise UserError(f"{function} takes the path of a file, and got {path!r}")
+    return Path(path)
 
 
 def _text(data: Any) -> str:
@@ -138,6 +153,8 @@ class _Backends(Mapping[str, Backend]):
         facts = self._owners[owner]
         try:
             return load_backend(facts["backend"])
+        except ExcludedBackendError:
+            raise
         except BackendNotFoundError:
             installed = [info.name for info in installed_backends()]
             raise MissingBackendError(facts, installed) from None
@@ -162,11 +179,12 @@ def load(path: str | os.PathLike[str]) -> GraphModule:
     No pickle is read and no code of the file is run. Backends are imported when `lower` asks for them.
 
     Raises:
+        UserError: `path` is no path.
         ArtefactError: the file is damaged, of another kind or of a newer qompose, or needs operators or
             types that nobody registered in this process.
         OSError: it cannot be read.
     """
-    path = Path(path)
+    path = _as_path(path, "load")
     body, blocks = _read(path)
     try:
         return _model(body, blocks)

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from qompose.hookspecs import API_VERSION
+from qompose.capabilities import Capabilities, capability_rows
 from qompose.rules import Rule
 from qompose.specs import QuantizationConfig
 
@@ -57,7 +57,8 @@ class Backend:
 
     Attributes:
         name: the entry point's name.
-        api_version: the version of this interface that the backend was written for.
+        api_version: the version of this interface that the backend was written for, as a number: what
+            is installed later may be of another one.
         rules: the table, in order of priority.
         configs: named configurations; the first is the default.
         rewrites: tentative graph rewrites the rules want (`qompose.rewrites`).
@@ -66,7 +67,7 @@ class Backend:
     """
 
     name: str = ""
-    api_version: int = API_VERSION
+    api_version: int = 0
     rules: tuple[Rule, ...] = ()
     configs: Mapping[str, QuantizationConfig] = MappingProxyType({})
     rewrites: tuple[str, ...] = ()
@@ -76,6 +77,10 @@ class Backend:
     def availability(self) -> str | None:
         """Return why this backend cannot be used here (a package, a CPU instruction), or None."""
         return None
+
+    def quantization_capabilities(self) -> Capabilities:
+        """Return what this backend can do, a row per pattern and named configuration."""
+        return capability_rows(self)
 
     @property
     def default_config(self) -> QuantizationConfig | None:

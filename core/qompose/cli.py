@@ -1,102 +1,176 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `qompose`: what is installed, and what it can do."""
+"""The command `qompose`: its arguments, its exit codes, and how problems are told."""
 
 from __future__ import annotations
 
-import argparse
-import json
-import subprocess
+import os
+import re
 import sys
-from collections.abc import Sequence
-from typing import Any
+import traceback
+import warnings
+from argparse import SUPPRESS, Action, ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from difflib import get_close_matches
+from types import ModuleType
+from typing import Any, NoReturn
 
-from rich.console import Console
-from rich.table import Table
+from qompose.commands import backends, capabilities, new_backend, quantize, report
+from qompose.commands.output import Output, results_apart, say
+from qompose.errors import InternalError, QomposeError, QomposeWarning, near_names
+from qompose.faults import told
 
-from qompose.errors import PluginError, QomposeError
-from qompose.plugins import BackendInfo, backends
+COMMANDS: dict[str, ModuleType] = {
+    "backends": backends,
+    "capabilities": capabilities,
+    "quantize": quantize,
+    "report": report,
+    "new-backend": new_backend,
+}
+
+DESCRIPTION = """\
+Composable int8 quantization for PyTorch 2: see what is installed, quantize, and see what happened.
+
+Results go to standard output, all else to standard error. Exit codes: 0 fine, 1 a problem, 2 wrong usage, 130
+interrupted. QOMPOSE_PLUGINS=a,b hides all other backends; QOMPOSE_TRACE=1 tells of every call of a plugin."""
+
+PROBLEM, INTERRUPTED = 1, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code: 0, or 1 for a problem, or 2 for wrong usage."""
-    options = _parser().parse_args(arguments)
+    """Run the command line and return its exit code: 0, 1 for a problem, or 130 where it was interrupted.
+
+    Args:
+        arguments: of a caller inside a program; None for those of the process, which then ends.
+
+    Raises:
+        SystemExit: with code 2 for wrong usage; with code 0 for --help and --version.
+    """
+    options = _parse(sys.argv[1:] if arguments is None else arguments)
     try:
-        code: int = options.run(options)
-    except QomposeError as error:
-        print(f"qompose: {error}", file=sys.stderr)
-        return 1
+        with results_apart(for_good=arguments is None) as out, _warnings_told():
+            return _run(options, out)
+    except KeyboardInterrupt:
+        say("interrupted")
+        return INTERRUPTED
+
+
+def _run(options: Namespace, out: Output) -> int:
+    try:
+        code: int = options.command.run(options, out)
+    except (Exception, SystemExit) as error:
+        if options.traceback or os.environ.get("QOMPOSE_TRACE", "0") not in ("", "0"):
+            traceback.print_exc()
+        say(_problem(error))
+        return PROBLEM
     return code
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="qompose", description=__doc__)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    listing = commands.add_parser("backends", help="list the installed backends")
-    listing.add_argument("--check", action="store_true", help="load each in a process of its own")
-    listing.set_defaults(run=_backends)
-    rows = commands.add_parser("capabilities", help="list what backends can do")
-    rows.add_argument("backend", nargs="*", help="names; all installed backends if none is given")
-    rows.set_defaults(run=_capabilities)
-    for command in (listing, rows):
-        command.add_argument("--json", action="store_true", help="print JSON")
+def _problem(error: BaseException) -> str:
+    """Return what to tell of an error: a message for users, or that it is a defect."""
+    if isinstance(error, InternalError):
+        return f"internal error: {error}. This is a defect of qompose; --traceback shows where."
+    if isinstance(error, (QomposeError, QomposeWarning)):
+        return str(error)
+    if isinstance(error, OSError):
+        known = error.filename is not None and error.strerror
+        return f"{error.filename}: {error.strerror}" if known else str(error)
+    return (
+        f"internal error: {told(error)}. This is a defect, of qompose or of a plugin; --traceback shows "
+        "where."
+    )
+
+
+@contextmanager
+def _warnings_told() -> Iterator[None]:
+    """Print qompose's own warnings as messages, and leave those of others as they are."""
+    with warnings.catch_warnings():
+        show = warnings.showwarning
+
+        def tell(message: Warning | str, category: type[Warning], *rest: Any, **more: Any) -> None:
+            if issubclass(category, QomposeWarning):
+                say(f"warning: {message}")
+            else:
+                show(message, category, *rest, **more)
+
+        warnings.showwarning = tell
+        yield
+
+
+class _Parser(ArgumentParser):
+    """A parser that takes no abbreviations, which a later option may make ambiguous."""
+
+    def __init__(self, **facts: Any) -> None:
+        facts.setdefault("formatter_class", RawDescriptionHelpFormatter)
+        super().__init__(allow_abbrev=False, **facts)
+
+
+class _Version(Action):
+    """Print the version; it is looked up only then."""
+
+    def __call__(self, parser: ArgumentParser, *_: object) -> NoReturn:
+        from importlib_metadata import version
+
+        print(f"qompose {version('qompose')}")
+        parser.exit()
+
+
+def _parser() -> _Parser:
+    parser = _Parser(prog="qompose", description=DESCRIPTION)
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
+    _add_traceback(parser, False)
+    commands = parser.add_subparsers(metavar="COMMAND", parser_class=_Parser)
+    for name, module in COMMANDS.items():
+        examples = "\n".join(f"  {line}" for line in module.EXAMPLES.splitlines())
+        command = commands.add_parser(
+            name,
+            help=module.SUMMARY,
+            description=module.DESCRIPTION,
+            epilog=f"examples:\n{examples}",
+        )
+        module.add_arguments(command)
+        _add_traceback(command, SUPPRESS)
+        command.set_defaults(command=module, parser=command)
     return parser
 
 
-def _backends(options: argparse.Namespace) -> int:
-    found = backends()
-    rows: list[dict[str, Any]] = [
-        {**info.to_dict(), **({"problem": _check(info)} if options.check else {})} for info in found
-    ]
-    columns = ["name", "distribution", "version", "module"]
-    if options.check or any(row["problem"] for row in rows):
-        columns.append("problem")
-    _print(rows, columns, options.json)
-    return int(any(row["problem"] for row in rows))
+def _add_traceback(parser: ArgumentParser, default: Any) -> None:
+    parser.add_argument(
+        "--traceback", action="store_true", default=default, help="show where an error was raised"
+    )
 
 
-_CHECK = (
-    "import sys, qompose.plugins as p;"
-    "info = [i for i in p.backends() if (i.name, i.distribution) == tuple(sys.argv[1:3])][0];"
-    "problem = p.check_backend(info);"
-    "print('\\0' + (problem or ''))"
-)
+def _parse(arguments: Sequence[str]) -> Namespace:
+    """Return the arguments, or print usage or help and raise SystemExit."""
+    parser = _parser()
+    command = next((word for word in arguments if not word.startswith("-")), None)
+    try:
+        if not arguments:
+            parser.print_help(sys.stderr)
+            parser.exit(2)
+        if command is not None and command not in COMMANDS:
+            near = near_names(command, COMMANDS)
+            parser.error(f"there is no command {command!r}{near}; there are {', '.join(COMMANDS)}")
+        options, rest = parser.parse_known_args(arguments)
+        asked: ArgumentParser = getattr(options, "parser", parser)
+        if rest:
+            known = re.findall(r"--[a-z-]+", asked.format_help())
+            close = get_close_matches(rest[0], known, n=1)
+            hint = f" (did you mean {close[0]}?)" if close else ""
+            asked.error(f"there is no argument {rest[0]!r}{hint}")
+        if command is None:
+            parser.error("a command is missing")
+    except SystemExit:
+        _flush()
+        raise
+    return options
 
 
-def _check(info: BackendInfo) -> str | None:
-    """Load a backend in a process of its own and return what is wrong with it."""
-    command = [sys.executable, "-c", _CHECK, info.name, info.distribution]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode or "\0" not in done.stdout:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        return f"loading it ended the process with code {done.returncode}: {last}"
-    return done.stdout.rpartition("\0")[2].strip() or None
-
-
-def _capabilities(options: argparse.Namespace) -> int:
-    from qompose.capabilities import capability_rows
-    from qompose.plugins import load_backend
-
-    rows, problems = [], []
-    for name in options.backend or [info.name for info in backends()]:
-        try:
-            rows += [row.to_dict() for row in capability_rows(load_backend(name))]
-        except PluginError as error:
-            problems.append(error)
-    for row in rows:
-        row["targets"] = ", ".join(
-            f"{target}: {kernel}" for target, kernel in row["kernels"].items()
-        )
-    _print(rows, ["backend", "drawing", "config", "targets"], options.json)
-    for problem in problems:
-        print(f"qompose: {problem}", file=sys.stderr)
-    return int(bool(problems))
-
-
-def _print(rows: list[dict[str, Any]], columns: list[str], as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(rows, indent=2))
+def _flush() -> None:
+    """Write what help has printed; a reader that went away is no error."""
+    try:
+        sys.stdout.flush()
+    except (AttributeError, ValueError):
         return
-    table = Table(*columns)
-    for row in rows:
-        table.add_row(*(str(row[column] or "") for column in columns))
-    Console().print(table)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

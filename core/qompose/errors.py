@@ -35,6 +35,19 @@ class BackendNotFoundError(UserError, LookupError):
         )
 
 
+class ExcludedBackendError(BackendNotFoundError):
+    """A backend is installed, and the environment variable that restricts plugins leaves it out."""
+
+    def __init__(self, name: str, source: str, variable: str, allowed: Iterable[str]) -> None:
+        self.name, self.installed = name, (name,)
+        listed = ",".join(sorted(allowed))
+        UserError.__init__(
+            self,
+            f"Backend {name!r} is installed ({source}), but {variable}={listed!r} excludes it: add "
+            f"{name!r} to {variable}, or unset that.",
+        )
+
+
 class PluginError(UserError):
     """A plugin is installed but cannot be used."""
 
@@ -47,7 +60,7 @@ class AnnotationConflictError(UserError, RuntimeError):
     """A member of a composition changed what an earlier member had annotated."""
 
     def __init__(self, earlier: str, later: str, node: str, change: str) -> None:
-        self.earlier, self.later, self.node = earlier, later, node
+        self.earlier, self.later, self.node, self.change = earlier, later, node, change
         super().__init__(
             f"Quantizer {later!r} {change} the annotation that quantizer {earlier!r} put on node "
             f"{node!r}. Restrict one of them (for example set_module_name(..., None)), change their "
@@ -146,6 +159,10 @@ def blaming(who: str, *passing: type[Exception]) -> Iterator[None]:
         raise
     except Exception as error:
         raise MemberError(f"{who} raised {type(error).__name__}: {error}") from error
+
+
+class ProjectError(UserError, ValueError):
+    """A project for a new backend cannot be written under that name, or there."""
 
 
 class NothingQuantizedError(UserError):

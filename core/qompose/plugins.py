@@ -2,27 +2,39 @@
 """The plugin host: finds backends by entry point, loads the one asked for, and keeps faults apart.
 
 Finding reads package metadata alone. Loading imports one module; what goes wrong with it is that
-plugin's error and nobody else's.
+plugin's error and nobody else's, and is the same error each time: a second attempt in one process would
+meet what the first left behind (half-imported packages, operators registered twice).
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
+from threading import RLock
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import pluggy
-from importlib_metadata import EntryPoint, entry_points
+from importlib_metadata import EntryPoint
 
 from qompose import hookspecs
-from qompose.errors import BackendNotFoundError, PluginError
+from qompose.errors import BackendNotFoundError, ExcludedBackendError, PluginError
+from qompose.faults import import_fault, told
+from qompose.offers import Offer, entry_points, fact
 
 if TYPE_CHECKING:
     from qompose.backend import Backend
 
 RESTRICT_VARIABLE = "QOMPOSE_PLUGINS"
 TRACE_VARIABLE = "QOMPOSE_TRACE"
+
+USABLE, BROKEN, UNAVAILABLE = "usable", "broken", "unavailable here"
+
+_REFERENCE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*\s*(:\s*[^\W\d]\w*(\.[^\W\d]\w*)*\s*)?(\[.*\])?")
 
 
 @dataclass(frozen=True)
@@ -42,7 +54,23 @@ class BackendInfo:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the facts as JSON data."""
-        return dict(self.__dict__)
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Health:
+    """What loading a backend shows: whether it is usable, broken or unavailable here, and why.
+
+    `targets` has the runtimes that it brings, each with why it cannot be used here, or None.
+    """
+
+    status: str
+    problem: str | None = None
+    targets: Mapping[str, str | None] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the facts as JSON data."""
+        return {**self.__dict__, "targets": dict(self.targets)}
 
 
 def backends() -> list[BackendInfo]:
@@ -52,11 +80,12 @@ def backends() -> list[BackendInfo]:
     `QOMPOSE_PLUGINS=a,b` restricts the list.
     """
     allowed = _allowed()
-    found = sorted(
-        {_info(point) for point in entry_points(group=hookspecs.GROUP)},
-        key=lambda info: (info.name, info.distribution),
-    )
-    return [_with_clash(info, found) for info in found if allowed is None or info.name in allowed]
+    return [info for info in _installed() if allowed is None or info.name in allowed]
+
+
+def names_nobody_offers() -> list[str]:
+    """Return the names in QOMPOSE_PLUGINS that no installed distribution offers."""
+    return sorted((_allowed() or frozenset()) - {info.name for info in _installed()})
 
 
 def _allowed() -> frozenset[str] | None:
@@ -66,82 +95,211 @@ def _allowed() -> frozenset[str] | None:
     return frozenset(name.strip() for name in listed.split(",") if name.strip())
 
 
-def _info(point: EntryPoint) -> BackendInfo:
-    distribution = point.dist
-    name = distribution.name if distribution else "unknown"
-    return BackendInfo(point.name, point.value, name, distribution.version if distribution else "?")
+def _installed() -> list[BackendInfo]:
+    """Return all, whatever QOMPOSE_PLUGINS says."""
+    found = sorted(
+        {_info(offer) for offer in entry_points(group=hookspecs.GROUP)},
+        key=lambda info: (info.name, info.distribution, info.module),
+    )
+    return [_with_clash(info, found) for info in found]
+
+
+def _info(offer: Offer) -> BackendInfo:
+    name, version = (fact(offer.dist, about) for about in ("name", "version"))
+    problem = None
+    if not _REFERENCE.fullmatch(offer.value):
+        problem = (
+            f"its entry point is {f'{offer.name} = {offer.value}'.strip(' =')!r}, and not "
+            f"'name = module'; the author of {name} must repair that"
+        )
+    return BackendInfo(offer.name, offer.value, name, version, problem)
 
 
 def _with_clash(info: BackendInfo, found: list[BackendInfo]) -> BackendInfo:
-    rivals = {f"{o.distribution} {o.version}" for o in found if o.name == info.name and o != info}
+    rivals = [other for other in found if other.name == info.name and other != info]
+    others = sorted({f"{o.distribution} {o.version}" for o in rivals} - {_release(info)})
     if not rivals:
         return info
-    problem = f"{' and '.join(sorted(rivals))} offer the same name; uninstall all but one"
-    return BackendInfo(info.name, info.module, info.distribution, info.version, problem)
+    if not others:
+        return replace(info, problem="its own package offers the name more than once")
+    problem = f"{' and '.join(others)} offer the same name; uninstall all but one"
+    return replace(info, problem=problem)
+
+
+def _release(info: BackendInfo) -> str:
+    return f"{info.distribution} {info.version}"
 
 
 def load_backend(name: str) -> Backend:
     """Import a backend's plugin, once per process, and return the backend.
 
     Raises:
-        BackendNotFoundError: no installed distribution offers it (or QOMPOSE_PLUGINS excludes it).
+        BackendNotFoundError: no installed distribution offers it.
+        ExcludedBackendError: QOMPOSE_PLUGINS excludes it.
         PluginError: its import fails, it lacks a dependency, or it does not keep the contract.
     """
-    installed = backends()
+    installed = _installed()
     for info in installed:
         if info.name == name:
-            return _load(info)
+            allowed = _allowed()
+            if allowed is not None and name not in allowed:
+                raise ExcludedBackendError(name, info.source, RESTRICT_VARIABLE, allowed)
+            return _loaded(info)
     raise BackendNotFoundError(name, [info.name for info in installed])
 
 
+_lock = RLock()
+_loading: set[BackendInfo] = set()
+
+
+def _loaded(info: BackendInfo) -> Backend:
+    with _lock:
+        if info in _loading:
+            reason = "its module asks for its own backend while it is being imported"
+            raise PluginError(info.name, info.source, reason)
+        outcome = _load(info)
+    if isinstance(outcome, PluginError):  # an error of its own for each, with the one cause
+        raise PluginError(info.name, info.source, outcome.reason) from outcome.__cause__
+    return outcome
+
+
 @cache
-def _load(info: BackendInfo) -> Backend:
+def _load(info: BackendInfo) -> Backend | PluginError:
+    """Load a backend, once; the outcome may be an error."""
     if info.problem is not None:
-        raise PluginError(info.name, info.source, info.problem)
+        return PluginError(info.name, info.source, info.problem)
+    _loading.add(info)
+    try:
+        return _checked(info, _call(info))
+    except PluginError as error:
+        return error
+    finally:
+        _loading.discard(info)
+
+
+def _call(info: BackendInfo) -> object:
+    """Import a plugin's module and call its hook.
+
+    Raises:
+        PluginError: either fails. A plugin that exits must not end its host, so only an interrupt passes.
+    """
     manager = pluggy.PluginManager(hookspecs.GROUP)
     manager.add_hookspecs(hookspecs)
-    if os.environ.get(TRACE_VARIABLE):
-        manager.trace.root.setwriter(print)
-        manager.enable_tracing()
     try:
-        module = EntryPoint(info.name, info.module, hookspecs.GROUP).load()
-        manager.register(module, info.name)
+        with _Traced(info, f"import {info.module}"):
+            plugin = EntryPoint(info.name, info.module, hookspecs.GROUP).load()
+        manager.register(plugin, info.name)
         manager.check_pending()
-        backend = manager.hook.qompose_backend()
-    except (Exception, SystemExit) as error:  # a plugin that exits must not end its host
-        raise PluginError(info.name, info.source, _reason(error)) from error
-    return _checked(info, backend)
+        with _Traced(info, "call qompose_backend"):
+            return manager.hook.qompose_backend()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        reason = import_fault(error, info.module, info.distribution)
+        raise PluginError(info.name, info.source, reason) from error
 
 
-def _reason(error: BaseException) -> str:
-    reason = f"{type(error).__name__}: {error}"
-    if isinstance(error, ModuleNotFoundError) and error.name:
-        reason += f" (install the package that has the module {error.name!r})"
-    return reason
+class _Traced:
+    """Tell standard error of a step with a plugin, its result and its time, where QOMPOSE_TRACE is set."""
+
+    def __init__(self, info: BackendInfo, step: str) -> None:
+        self.text = f"qompose: {info.name} ({_release(info)}): {step}"
+        self.on = os.environ.get(TRACE_VARIABLE, "0") not in ("", "0")
+
+    def __enter__(self) -> None:
+        self.start = perf_counter()
+        if self.on:
+            print(self.text, file=sys.stderr)
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if self.on:
+            end = f"raised {kind.__name__}" if kind else "done"
+            print(f"{self.text}: {end} in {perf_counter() - self.start:.3f} s", file=sys.stderr)
 
 
-def _checked(info: BackendInfo, backend: object) -> Backend:
+def _checked(info: BackendInfo, backend: Any) -> Backend:
+    """Return what a hook returned if it is a backend of this interface.
+
+    Raises:
+        PluginError: it is not.
+    """
+    try:
+        fault = _fault(info, backend)
+    except Exception as error:  # a property of the backend
+        raise PluginError(info.name, info.source, told(error)) from error
+    if fault is not None:
+        raise PluginError(info.name, info.source, fault)
+    checked: Backend = backend
+    return checked
+
+
+def _fault(info: BackendInfo, backend: Any) -> str | None:
     from qompose.backend import Backend
 
     if backend is None:
-        fault = "it does not implement the hook qompose_backend (with @qompose.hookimpl)"
-    elif not isinstance(backend, Backend):
-        fault = f"qompose_backend returned {type(backend).__qualname__}, not a qompose.Backend"
-    elif backend.api_version != hookspecs.API_VERSION:
-        fault = (
-            f"it was written for version {backend.api_version} of the backend interface and this "
-            f"qompose has version {hookspecs.API_VERSION}; install matching releases"
+        return "it does not implement the hook qompose_backend (with @qompose.hookimpl)"
+    if isinstance(backend, type) and issubclass(backend, Backend):
+        name = backend.__qualname__
+        return f"qompose_backend returned the class {name}, not an object of it: {name}()"
+    if not isinstance(backend, Backend):
+        return f"qompose_backend returned {type(backend).__qualname__}, not a qompose.Backend"
+    if backend.api_version != hookspecs.API_VERSION:
+        return _version_fault(info, backend.api_version)
+    if backend.name != info.name:
+        return f"its backend calls itself {backend.name!r}, and its entry point {info.name!r}"
+    return _table_fault(backend)
+
+
+def _version_fault(info: BackendInfo, written_for: object) -> str:
+    """Say who must upgrade."""
+    here = hookspecs.API_VERSION
+    if written_for == 0 or isinstance(written_for, bool) or not isinstance(written_for, int):
+        return (
+            f"it does not say for which version of the backend interface it was written "
+            f"(api_version is {written_for!r}); this qompose has version {here}"
         )
-    elif backend.name != info.name:
-        fault = f"its backend calls itself {backend.name!r}, and its entry point {info.name!r}"
-    else:
-        return backend
-    raise PluginError(info.name, info.source, fault)
+    old = written_for < here
+    remedy = f"upgrade {info.distribution}" if old else "upgrade qompose"
+    return (
+        f"it was written for version {written_for} of the backend interface, and this qompose has "
+        f"version {here}: {remedy}"
+    )
 
 
-def check_backend(info: BackendInfo) -> str | None:
-    """Load a listed backend and return what is wrong with it, None where nothing is."""
+def _table_fault(backend: Backend) -> str | None:
+    from qompose.backend import Target
+    from qompose.rules import Rule
+    from qompose.specs import QuantizationConfig
+
+    tables: tuple[tuple[str, Any, type], ...] = (
+        ("rules", backend.rules, Rule),
+        ("configs", dict(backend.configs).values(), QuantizationConfig),
+        ("targets", backend.targets, Target),
+    )
+    for name, table, kind in tables:
+        for entry in table:
+            if not isinstance(entry, kind):
+                return f"its {name} contain {entry!r}, which is no qompose.{kind.__name__}"
+    return None
+
+
+def check_backend(info: BackendInfo) -> Health:
+    """Load a listed backend and return whether it can be used here."""
     try:
-        return _load(info).availability()
+        backend = _loaded(info)
+        problem = _answer(backend.availability(), "availability()")
+        targets = {
+            target.name: _answer(target.availability(), f"availability of target {target.name!r}")
+            for target in backend.targets
+        }
     except PluginError as error:
-        return error.reason
+        return Health(BROKEN, error.reason)
+    except Exception as error:
+        return Health(BROKEN, f"asked whether it is available, it raised {told(error)}")
+    return Health(UNAVAILABLE if problem else USABLE, problem, targets)
+
+
+def _answer(value: object, who: str) -> str | None:
+    if value is None or isinstance(value, str):
+        return value or None
+    raise TypeError(f"{who} returned {value!r}, and not a text or None")

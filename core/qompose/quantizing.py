@@ -15,9 +15,10 @@ from torch.fx import GraphModule
 from qompose.calibration import calibrate
 from qompose.composing import compose
 from qompose.errors import UserError
+from qompose.ledger import Report
 from qompose.pipeline import convert_pt2e, lower, prepare_pt2e
 from qompose.quantizer import Quantizer
-from qompose.reporting import Report, report
+from qompose.reporting import report
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,10 @@ def quantize(
     Raises:
         UserError: `example_inputs` are missing; and whatever the stages raise.
     """
+    if backends is None:
+        raise UserError(
+            "quantize needs backends: names of installed ones, quantizers, or a list of both"
+        )
     single = isinstance(backends, (str, Quantizer))
     quantizer = compose(*([backends] if single else backends))  # type: ignore[misc]
     exported = (

@@ -192,7 +192,7 @@ class TestBackends:
     ) -> None:
         saved = mlp()
         qompose.save(saved, path)
-        monkeypatch.setenv("QOMPOSE_PLUGINS", "other")
+        monkeypatch.setattr(plugins, "entry_points", lambda group: [])
         loaded = qompose.load(path)
         assert torch.equal(loaded(X), saved(X))
         assert qompose.report(loaded) == qompose.report(saved)
@@ -200,6 +200,15 @@ class TestBackends:
             qompose.lower(loaded)
         for part in ("'toy'", "toy-package 1.2", 'pip install "toy-package==1.2"', "still runs"):
             assert part in str(caught.value)
+
+    def test_one_that_the_environment_excludes(
+        self, path: Path, installed: None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It is installed: to install it is not what helps."""
+        loaded = stored(mlp(), path)
+        monkeypatch.setenv("QOMPOSE_PLUGINS", "other")
+        with pytest.raises(qompose.ExcludedBackendError, match="QOMPOSE_PLUGINS='other' excludes"):
+            qompose.lower(loaded)
 
     def test_one_of_no_package(self, path: Path) -> None:
         loaded = stored(mlp(), path)

@@ -1,99 +1,406 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line, with plugins that exist only here."""
+"""The command line, with plugins that exist only here: usage, exit codes, and what is printed where."""
 
 from __future__ import annotations
 
 import json
+import os
+import shlex
 import subprocess
 import sys
+import warnings
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
-from qompose import cli, plugins
+import qompose
+from qompose import cli
+from qompose.commands import checking
+from qompose.plugins import Health
 
-from tests.core.test_plugins import backend, install, point
+from tests.core.test_plugins import Install, backend, install, point
 
 __all__ = ["install"]  # a fixture
 
+Capture = pytest.CaptureFixture[str]
+KEPT = {name: os.environ.get(name, "") for name in ("PATH", "PYTHONPATH")}
+ALONE = {"QOMPOSE_PLUGINS": "", **KEPT}
+
 
 @pytest.fixture
-def installed(install) -> None:  # type: ignore[no-untyped-def]
+def installed(install: Install) -> None:
     install(point("broken", "no_such_module"), alpha=backend("alpha"), beta=backend("beta"))
 
 
-@pytest.mark.usefixtures("installed")
-def test_backends_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["backends", "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)
-    assert [row["name"] for row in rows] == ["alpha", "beta", "broken"]
-    assert rows[0]["distribution"] == "dist-alpha"
-    assert rows[0]["problem"] is None
-    assert cli.main(["backends"]) == 0
-    text = capsys.readouterr().out
-    assert all(word in text for word in ("alpha", "dist-beta", "1.0", "no_such_module"))
-    assert "problem" not in text
+def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "qompose", *arguments]
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, env=ALONE, **options
+    )
+
+
+class TestUsage:
+    """Exit code 2, help, and names that are nearly right."""
+
+    @pytest.mark.parametrize(
+        ("arguments", "said"),
+        [
+            ([], "usage: qompose"),
+            (["--traceback"], "a command is missing"),
+            (["bakends"], "there is no command 'bakends' (did you mean 'backends'"),
+            (["backends", "--chekc"], "there is no argument '--chekc' (did you mean --check?)"),
+            (["--what", "backends"], "there is no argument '--what'"),
+            (["backends", "extra"], "there is no argument 'extra'"),
+            (["backends", "--js"], "there is no argument '--js'"),
+            (["report"], "the following arguments are required: FILE"),
+            (["report", "f", "--json", "--markdown"], "not allowed with argument --json"),
+            (["quantize", "m.pt2"], "one of the arguments --backend --config is required"),
+            (["quantize", "m.pt2", "--backend", "a", "--config", "b"], "not allowed with argument"),
+            (["quantize", "m", "--backend", "a", "--batches", "0"], "'0' is no positive number"),
+            (["quantize", "m", "--backend", "a", "--on-conflict", "x"], "invalid choice: 'x'"),
+            (["capabilities", "--mode", "fast"], "invalid choice: 'fast'"),
+        ],
+        ids=lambda value: " ".join(value) or "none" if isinstance(value, list) else "",
+    )
+    def test_wrong(self, arguments: list[str], said: str, capsys: Capture) -> None:
+        with pytest.raises(SystemExit) as caught:
+            cli.main(arguments)
+        printed = capsys.readouterr()
+        assert (caught.value.code, printed.out) == (2, "")
+        assert "usage: qompose" in printed.err
+        assert said in printed.err
+
+    @pytest.mark.parametrize("command", [None, *cli.COMMANDS])
+    def test_help(self, command: str | None, capsys: Capture) -> None:
+        with pytest.raises(SystemExit) as caught:
+            cli.main([command, "--help"] if command else ["--help"])
+        printed = capsys.readouterr()
+        assert (caught.value.code, printed.err) == (0, "")
+        if command is None:
+            assert set(cli.COMMANDS) <= set(printed.out.split())
+        else:
+            assert f"examples:\n  qompose {command}" in printed.out
+
+    @pytest.mark.parametrize("command", cli.COMMANDS)
+    def test_examples_are_right(self, command: str) -> None:
+        """Every example can be parsed."""
+        for line in cli.COMMANDS[command].EXAMPLES.splitlines():
+            words = shlex.split(line.partition(" > ")[0])
+            _, *arguments = words[words.index("qompose") :]
+            assert cli._parse(arguments).command is cli.COMMANDS[command]
+
+    def test_help_warns_of_files_that_are_unpickled(self, capsys: Capture) -> None:
+        with pytest.raises(SystemExit):
+            cli.main(["quantize", "--help"])
+        assert "unpickles: give it only files that you trust" in capsys.readouterr().out
+
+    def test_version(self, capsys: Capture) -> None:
+        with pytest.raises(SystemExit) as caught:
+            cli.main(["--version"])
+        assert caught.value.code == 0
+        assert capsys.readouterr().out == f"qompose {qompose.__version__}\n"
+
+
+class TestProcess:
+    """`python -m qompose`, as a shell sees it."""
+
+    def test_the_module_is_the_command(self) -> None:
+        done = run("backends", "--json")
+        assert (done.returncode, done.stderr) == (0, "")
+        assert json.loads(done.stdout) == []
+        assert run().stderr.startswith("usage: qompose ")
+
+    def test_no_backends(self) -> None:
+        assert run("backends").stdout.startswith("No backend is installed.")
+
+    @pytest.mark.parametrize("arguments", [["--help"], ["backends"]], ids=" ".join)
+    def test_a_reader_that_goes_away(self, arguments: list[str]) -> None:
+        reader, writer = os.pipe()
+        os.close(reader)
+        done = subprocess.run(
+            [sys.executable, "-m", "qompose", *arguments],
+            stdout=writer, stderr=subprocess.PIPE, text=True, check=False, env=ALONE,
+        )  # fmt: skip
+        os.close(writer)
+        assert (done.returncode, done.stderr) == (0, "")
+
+    @pytest.mark.parametrize(
+        "arguments", [["backends", "--json"], ["backends"], ["--help"]], ids=" ".join
+    )
+    def test_listing_imports_little(self, arguments: list[str]) -> None:
+        """Rather than a time: what takes time is importing."""
+        code = (
+            "import sys; before = {*sys.modules}; from qompose import cli\n"
+            "try: cli.main(sys.argv[1:])\n"
+            "except SystemExit: pass\n"
+            "print(*set(sys.modules) - before, file=sys.stderr)"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code, *arguments],
+            capture_output=True, text=True, check=True,
+            env=KEPT,
+        )  # fmt: skip
+        names = done.stderr.split()
+        heavy = {"torch", "numpy", "safetensors", "sympy"}
+        heavy |= set() if arguments == ["backends"] else {"rich"}  # which makes tables
+        assert not heavy & {name.partition(".")[0] for name in names}
+        assert not [name for name in names if name.startswith("qompose_")]
+        assert len(names) < 300
+
+
+class TestProblems:
+    """Exit code 1 and one line on standard error."""
+
+    def fail(self, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+        def run(options: Namespace, out: object) -> int:
+            raise error
+
+        monkeypatch.setattr(cli.COMMANDS["backends"], "run", run)
+
+    @pytest.mark.parametrize(
+        ("error", "said"),
+        [
+            (qompose.UserError("it is so"), "it is so"),
+            (FileNotFoundError(2, "No such file", "a.pt"), "a.pt: No such file"),
+            (OSError("safetensors says no"), "safetensors says no"),
+            (qompose.QomposeWarning("as an error"), "as an error"),
+            (qompose.InternalError("broke"), "internal error: broke"),
+            (ZeroDivisionError("oh"), "internal error: ZeroDivisionError: oh"),
+            (SystemExit("left"), "internal error: SystemExit: left"),
+        ],
+        ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
+    )
+    def test_one_line(
+        self, error: BaseException, said: str, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+    ) -> None:
+        self.fail(monkeypatch, error)
+        assert cli.main(["backends"]) == 1
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        (line,) = printed.err.splitlines()
+        assert line.startswith(f"qompose: {said}")
+        assert ("--traceback shows where" in line) == said.startswith("internal")
+
+    @pytest.mark.parametrize("how", ["before", "after", "variable"])
+    def test_a_traceback_where_it_is_asked_for(
+        self, how: str, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+    ) -> None:
+        self.fail(monkeypatch, ZeroDivisionError("oh"))
+        if how == "variable":
+            monkeypatch.setenv("QOMPOSE_TRACE", "1")
+        arguments = {"before": ["--traceback", "backends"], "after": ["backends", "--traceback"]}
+        assert cli.main(arguments.get(how, ["backends"])) == 1
+        assert "Traceback (most recent call last)" in capsys.readouterr().err
+
+    def test_an_interrupt_is_130(self, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+        self.fail(monkeypatch, KeyboardInterrupt())
+        assert cli.main(["backends"]) == 130
+        assert capsys.readouterr() == ("", "qompose: interrupted\n")
+
+    def test_warnings_of_qompose_are_messages(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+    ) -> None:
+        others: list[object] = []
+
+        def run(options: Namespace, out: object) -> int:
+            warnings.simplefilter("always")
+            warnings.warn("two operators", qompose.QomposeWarning, stacklevel=1)
+            warnings.warn("from elsewhere", UserWarning, stacklevel=1)
+            return 0
+
+        monkeypatch.setattr(warnings, "showwarning", lambda message, *_: others.append(message))
+        monkeypatch.setattr(cli.COMMANDS["backends"], "run", run)
+        assert cli.main(["backends"]) == 0
+        assert capsys.readouterr().err == "qompose: warning: two operators\n"
+        assert [str(message) for message in others] == ["from elsewhere"]
 
 
 @pytest.mark.usefixtures("installed")
-def test_a_check_says_what_is_broken(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The check runs in a process of its own, which cannot see the plugins of this one."""
-    monkeypatch.setattr(cli, "_check", lambda info: plugins.check_backend(info))
-    assert cli.main(["backends", "--check", "--json"]) == 1
-    problems = {row["name"]: row["problem"] for row in json.loads(capsys.readouterr().out)}
-    assert problems["alpha"] is problems["beta"] is None
-    assert "no_such_module" in problems["broken"]
+class TestBackends:
+    """`qompose backends`."""
 
+    def test_json(self, capsys: Capture) -> None:
+        assert cli.main(["backends", "--json"]) == 0
+        rows = json.loads(capsys.readouterr().out)
+        assert [row["name"] for row in rows] == ["alpha", "beta", "broken"]
+        assert rows[0]["distribution"] == "dist-alpha"
+        assert rows[0]["problem"] is None
 
-def test_a_check_survives_a_plugin_that_ends_its_process() -> None:
-    info = plugins.BackendInfo("nowhere", "nowhere", "nowhere", "1")
-    problem = cli._check(info)
-    assert problem
-    assert "ended the process with code 1" in problem
+    def test_text(self, capsys: Capture) -> None:
+        assert cli.main(["backends"]) == 0
+        text = capsys.readouterr().out
+        assert all(word in text for word in ("alpha", "dist-beta", "1.0", "no_such_module"))
+        assert "problem" not in text
+
+    def test_a_problem_in_the_metadata_needs_no_check(
+        self, install: Install, capsys: Capture
+    ) -> None:
+        install(point("alpha", "fake_alpha", "rival"))
+        assert cli.main(["backends"]) == 1
+        assert "rival 1.0 offer the same name" in capsys.readouterr().out
+
+    @pytest.mark.parametrize("columns", ["", "80"], ids=["piped", "80 columns"])
+    def test_a_problem_is_never_cut_off(
+        self, columns: str, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+    ) -> None:
+        words = [f"word{number}" for number in range(40)]
+        healths = [
+            Health("usable"),
+            Health("unavailable here", " ".join(words)),
+            Health("broken", "x" * 200),
+        ]
+        monkeypatch.setattr(checking, "check_all", lambda found, timeout: healths)
+        monkeypatch.setenv("COLUMNS", columns)
+        assert cli.main(["backends", "--check"]) == 1
+        text = capsys.readouterr().out
+        assert set(words) <= set(text.split())
+        assert sum(line.count("x") for line in text.splitlines()) >= 200
+        assert "unavailable here" in text.replace("\n", " ") or "unavailable" in text
+        widest = max(map(len, text.splitlines()))
+        assert widest <= 80 if columns else len(text.splitlines()) == 5
+
+    def test_a_check_as_json(self, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+        healths = [
+            Health("usable", None, {"there": "install it"}),
+            Health("usable"),
+            Health("broken", "why"),
+        ]
+        seen: list[float] = []
+        monkeypatch.setattr(
+            checking, "check_all", lambda found, timeout: seen.append(timeout) or healths
+        )
+        assert cli.main(["backends", "--check", "--json", "--timeout", "7"]) == 1
+        rows = json.loads(capsys.readouterr().out)
+        assert [(row["status"], row["problem"]) for row in rows] == [
+            ("usable", None),
+            ("usable", None),
+            ("broken", "why"),
+        ]
+        assert rows[0]["targets"] == {"there": "install it"}
+        assert seen == [7.0]
+
+    def test_a_target_that_cannot_be_used_is_said_and_is_no_problem(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+    ) -> None:
+        healths = [
+            Health("usable", None, {"there": "install it"}),
+            Health("usable"),
+            Health("usable"),
+        ]
+        monkeypatch.setattr(checking, "check_all", lambda found, timeout: healths)
+        assert cli.main(["backends", "--check"]) == 0
+        assert "alpha: target there cannot be used here: install it" in capsys.readouterr().out
+
+    def test_names_in_the_variable_that_nobody_offers(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+    ) -> None:
+        monkeypatch.setenv("QOMPOSE_PLUGINS", "alpha,alhpa")
+        assert cli.main(["backends", "--json"]) == 0
+        printed = capsys.readouterr()
+        assert [row["name"] for row in json.loads(printed.out)] == ["alpha"]
+        assert (
+            printed.err
+            == "qompose: QOMPOSE_PLUGINS names 'alhpa', which no installed package offers\n"
+        )
 
 
 @pytest.mark.usefixtures("installed")
-def test_capabilities(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["capabilities", "alpha", "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)
-    assert {row["backend"] for row in rows} == {"alpha"}
-    linear = [row for row in rows if row["pattern"] == "linear"]
-    assert [row["config"] for row in linear] == ["static", "dynamic", "weight-only"]
-    assert linear[0]["kernels"] == {"torch": "toy linear"}
-    assert linear[0]["weight"]["dtype"] == "int8"
-    assert cli.main(["capabilities", "alpha", "beta"]) == 0
-    assert "linear" in capsys.readouterr().out
+class TestCapabilities:
+    """`qompose capabilities`."""
 
+    def rows(self, capsys: Capture, *arguments: str, code: int = 0) -> list[dict[str, Any]]:
+        assert cli.main(["capabilities", *arguments, "--json"]) == code
+        found: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
+        return found
 
-@pytest.mark.usefixtures("installed")
-def test_a_user_error_is_one_line_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["capabilities", "alpho"]) == 1
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert printed.err.startswith("qompose: No backend named 'alpho'")
-    assert "did you mean 'alpha'" in printed.err
+    def test_json(self, capsys: Capture) -> None:
+        rows = self.rows(capsys, "alpha")
+        assert {row["backend"] for row in rows} == {"alpha"}
+        linear = [row for row in rows if row["pattern"] == "linear"]
+        assert [row["config"] for row in linear] == ["static", "dynamic", "weight-only"]
+        assert linear[0]["mode"] == "static"
 
-
-@pytest.mark.usefixtures("installed")
-def test_all_capabilities_in_spite_of_a_broken_plugin(capsys: pytest.CaptureFixture[str]) -> None:
-    """It harms nobody else: the others' rows are printed, and the fault is named."""
-    cli.main(["capabilities", "--json"])
-    printed = capsys.readouterr()
-    assert {row["backend"] for row in json.loads(printed.out)} == {"alpha", "beta"}
-    assert "broken" in printed.err
-
-
-@pytest.mark.parametrize("arguments", [[], ["nothing"], ["backends", "--what"]], ids=str)
-def test_wrong_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        cli.main(arguments)
-    assert caught.value.code == 2
-    assert "usage: qompose" in capsys.readouterr().err
-
-
-def test_the_module_runs() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "qompose", "backends", "--json"],
-        capture_output=True, text=True, check=True, env={"QOMPOSE_PLUGINS": "", "PATH": ""},
+    @pytest.mark.parametrize(
+        ("arguments", "keep"),
+        [
+            (["--mode", "dynamic"], lambda row: row["mode"] == "dynamic"),
+            (["--config", "static"], lambda row: row["config"] == "static"),
+            (["--target", "torch"], lambda row: bool(row["kernels"])),
+            (["--target", "torch", "--mode", "static"],
+             lambda row: bool(row["kernels"]) and row["mode"] == "static"),
+        ],
+        ids=lambda value: " ".join(value) if isinstance(value, list) else "",
     )  # fmt: skip
-    assert json.loads(done.stdout) == []
+    def test_choice(
+        self, arguments: list[str], keep: Callable[[dict[str, Any]], bool], capsys: Capture
+    ) -> None:
+        every = self.rows(capsys, "alpha")
+        wanted = [row for row in every if keep(row)]
+        assert 0 < len(wanted) < len(every)
+        assert self.rows(capsys, "alpha", *arguments) == wanted
+
+    @pytest.mark.parametrize(
+        ("arguments", "said"),
+        [
+            (["--target", "tocrh"], "no row has the target 'tocrh' (did you mean 'torch'?)"),
+            (["--config", "sttaic"], "no row has the config 'sttaic' (did you mean 'static'?)"),
+        ],
+        ids=["target", "config"],
+    )
+    def test_a_choice_that_nothing_has(
+        self, arguments: list[str], said: str, capsys: Capture
+    ) -> None:
+        assert cli.main(["capabilities", "alpha", *arguments]) == 1
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        assert said in printed.err
+
+    def test_text_and_markdown(self, capsys: Capture) -> None:
+        assert cli.main(["capabilities", "alpha", "beta"]) == 0
+        text = capsys.readouterr().out
+        assert all(
+            word in text for word in ("alpha", "beta", "linear", "toy linear", "weight-only")
+        )
+        assert cli.main(["capabilities", "alpha", "--markdown"]) == 0
+        assert capsys.readouterr().out.count("|") > 20
+
+    def test_an_unknown_name(self, capsys: Capture) -> None:
+        assert cli.main(["capabilities", "alpho"]) == 1
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        assert printed.err.startswith("qompose: No backend named 'alpho'")
+        assert "did you mean 'alpha'" in printed.err
+
+    def test_a_broken_plugin_harms_nobody_else(self, capsys: Capture) -> None:
+        """The others' rows are printed, and the fault is named."""
+        assert cli.main(["capabilities", "--json"]) == 1
+        printed = capsys.readouterr()
+        assert {row["backend"] for row in json.loads(printed.out)} == {"alpha", "beta"}
+        assert printed.err.startswith("qompose: Backend 'broken' (dist-broken 1.0")
+
+
+class TestNewBackend:
+    """`qompose new-backend`; what it writes is tested with the scaffolding."""
+
+    def test_prints_where_the_project_is(self, tmp_path: Path) -> None:
+        done = run("new-backend", "my_chip", "--directory", str(tmp_path))
+        assert (done.returncode, done.stderr) == (0, "")
+        assert list(tmp_path.iterdir()) == [Path(done.stdout.strip())]
+        assert (Path(done.stdout.strip()) / "pyproject.toml").exists()
+
+    def test_needs_no_torch(self, tmp_path: Path) -> None:
+        code = (
+            "import sys; from qompose import cli\n"
+            "cli.main(['new-backend', 'my_chip', '--directory', sys.argv[1]])\n"
+            "assert 'torch' not in sys.modules"
+        )
+        subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, capture_output=True)
+
+    def test_a_folder_that_is_there_is_a_problem(self, tmp_path: Path) -> None:
+        assert run("new-backend", "my_chip", "--directory", str(tmp_path)).returncode == 0
+        done = run("new-backend", "my_chip", "--directory", str(tmp_path))
+        assert (done.returncode, done.stdout) == (1, "")
+        assert done.stderr.startswith("qompose: ")
+        assert len(done.stderr.splitlines()) == 1

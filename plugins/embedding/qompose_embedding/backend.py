@@ -52,7 +52,12 @@ RULES = (
     Rule(
         name="embedding",
         drawing="embedding",
-        patterns=(OperatorPattern((torch.ops.aten.embedding.default,)),),
+        patterns=(
+            OperatorPattern(
+                (torch.ops.aten.embedding.default,),
+                shapes=((8, 4), lambda: torch.randint(8, (2, 3))),
+            ),
+        ),
         activations=(),
         weight="weight",
         output=False,
@@ -72,6 +77,7 @@ class EmbeddingBackend(Backend):
     """Tables of eight-bit rows; a lookup dequantizes the rows it returns and no others."""
 
     name = "embedding"
+    api_version = 1
     rules = RULES
 
     def __init__(self) -> None:

@@ -57,6 +57,7 @@ class X86InductorBackend(Backend):
     """int8 convolution and linear on oneDNN, with fused activations and weights packed once."""
 
     name = "x86_inductor"
+    api_version = 1
     rules = RULES
 
     def __init__(self) -> None:

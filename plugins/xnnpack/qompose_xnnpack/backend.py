@@ -90,6 +90,7 @@ class XNNPACKBackend(Backend):
     """XNNPACK's int8 operators, on the ExecuTorch runtime or in process."""
 
     name = "xnnpack"
+    api_version = 1
     rules = RULES
     rewrites = ("scalar_to_tensor",)
     targets = (Target("executorch", _finish, _missing),)

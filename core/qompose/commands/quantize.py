@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`qompose quantize`: from a file of torch.export and files of data to a quantized model in a file."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qompose.commands.output import Output, draft_of, say
+from qompose.commands.report import add_format, print_report
+from qompose.errors import CalibrationError, ConfigError, UncalibratedError, UserError, near_names
+
+if TYPE_CHECKING:
+    from torch.fx import GraphModule
+
+    from qompose.commands.calibration_files import Batch
+    from qompose.commands.program_files import Inputs
+    from qompose.quantizer import Quantizer
+
+SUMMARY = "quantize an exported program and save it"
+DESCRIPTION = """\
+Quantize a program that torch.export.save wrote, and print what happened to every operator.
+
+torch.export.load, which reads MODEL.pt2, unpickles: give it only files that you trust. Calibration files and
+what this command writes are read without running code.
+
+Calibration files are .safetensors files with a tensor for each input of the program, by its name or as arg0,
+arg1, ...; and .pt files of torch.save with a tensor, a dict of tensors by name, or a list of batches, each a
+tensor, a tuple of positional arguments or a dict of keyword arguments. The first dimension of a tensor counts
+samples, which are cut into batches; lists are taken as they are. Data is needed only where something is
+quantized statically."""
+EXAMPLES = """\
+qompose quantize model.pt2 --backend my_cpu --calibration samples.safetensors
+qompose quantize model.pt2 --backend my_chip --backend my_cpu --calibration a.pt b.pt --batches 20
+qompose quantize model.pt2 --backend "my_cpu:static per-tensor" --calibration data.pt --output small.qompose
+qompose quantize model.pt2 --backend my_chip --calibration data.pt --target my_runtime --lowered model.bin
+qompose quantize model.pt2 --config quantizer.json --calibration data.pt --strict --json > report.json"""
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise ArgumentTypeError(f"{text!r} is no positive number")
+    return int(text)
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    add = parser.add_argument
+    add(
+        "model",
+        type=Path,
+        metavar="MODEL.pt2",
+        help="what torch.export.save wrote; it is unpickled",
+    )
+    how = parser.add_mutually_exclusive_group(required=True)
+    how.add_argument(
+        "--backend", action="append", metavar="NAME[:CONFIG]",
+        help="an installed backend, and one of its configurations (the first, if none is named); several, in "
+        "order of priority; `qompose capabilities` lists both",
+    )  # fmt: skip
+    how.add_argument(
+        "--config", type=Path, metavar="FILE.json", help="the quantizer, as Quantizer.to_dict describes it"
+    )  # fmt: skip
+    add(
+        "--calibration", type=Path, nargs="+", action="extend", default=[], metavar="FILE",
+        help="samples: .safetensors or .pt",
+    )  # fmt: skip
+    add(
+        "--batch-size",
+        type=_positive,
+        metavar="N",
+        help="samples in a batch (default: as exported)",
+    )
+    add("--batches", type=_positive, metavar="N", help="use the first N batches alone")
+    add("--target", default="torch", help="the runtime to lower for (default: %(default)s)")
+    add("--output", type=Path, metavar="FILE", help="the saved model (default: MODEL.qompose)")
+    add("--lowered", type=Path, metavar="FILE", help="the program file of a target that makes one")
+    add("--strict", action="store_true", help="fail where something asked for cannot be done")
+    add(
+        "--on-conflict", choices=("error", "first"),
+        help="with --backend: what to do where one changes the annotation of another (default: error)",
+    )  # fmt: skip
+    add(
+        "--allow-uncalibrated", action="store_true",
+        help="leave in float what no sample reaches, rather than fail",
+    )  # fmt: skip
+    add("--no-progress", action="store_true", help="no progress bar; it shows only on a terminal")
+    add_format(parser)
+
+
+def run(options: Namespace, out: Output) -> int:
+    """Quantize, write the files and print the report."""
+    from qompose.commands.program_files import load_program, program_inputs
+    from qompose.pipeline import convert_pt2e, lower, prepare_pt2e
+    from qompose.reporting import report
+
+    quantizer = _quantizer(options)
+    program = load_program(options.model)
+    output = options.output or options.model.with_suffix(".qompose")
+    _check_files(options, output)
+    inputs = program_inputs(program)
+    batches = _batches(options, inputs)
+    prepared = prepare_pt2e(program, quantizer, strict=options.strict)
+    _calibrate(prepared, batches, inputs, options)
+    try:
+        converted = convert_pt2e(prepared, allow_uncalibrated=options.allow_uncalibrated)
+    except UncalibratedError as error:
+        raise _uncalibrated(error, bool(batches)) from error
+    lowered = lower(converted, options.target, strict=options.strict)
+    _write(converted, output, lowered, options.lowered)
+    print_report(report(lowered), options, out)
+    return 0
+
+
+def _check_files(options: Namespace, output: Path) -> None:
+    """Refuse what would fail, or destroy a file, when the work is done."""
+    written = [path for path in (output, options.lowered) if path is not None]
+    for path in written:
+        if not path.parent.is_dir():
+            raise UserError(f"{path} cannot be written: {path.parent} is no directory")
+        if path.is_dir():
+            raise UserError(f"{path} cannot be written: it is a directory")
+        if path.resolve() in [p.resolve() for p in (options.model, *options.calibration)]:
+            raise UserError(f"{path} would be overwritten, and is read: choose another --output")
+    if options.lowered and options.lowered.resolve() == output.resolve():
+        raise UserError(f"--output and --lowered are both {output}")
+    if options.lowered and options.target == "torch":
+        raise UserError(
+            "The target 'torch' runs in process and has no program file: leave out --lowered, or name "
+            "another --target. In Python, qompose.lower(qompose.load(FILE)) makes the model that runs."
+        )
+
+
+def _quantizer(options: Namespace) -> Quantizer:
+    if options.config is None:
+        from qompose.composing import compose
+
+        return compose(*map(_member, options.backend), on_conflict=options.on_conflict or "error")
+    from qompose.composing import quantizer_from_json
+
+    if options.on_conflict:
+        raise UserError("--on-conflict goes with --backend; a configuration says it itself")
+    try:
+        return quantizer_from_json(options.config.read_text(encoding="utf-8"))
+    except (UserError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{options.config}: {error}") from error
+
+
+def _member(text: str) -> Any:
+    """Return a backend's name, or its quantizer with the configuration that is named behind a colon."""
+    name, colon, chosen = text.partition(":")
+    if not colon:
+        return name
+    from qompose.composing import compose
+    from qompose.plugins import load_backend
+    from qompose.rule_quantizer import RuleQuantizer
+
+    configs = load_backend(name).configs
+    if chosen not in configs:
+        raise ConfigError(
+            f"Backend {name!r} has no configuration {chosen!r}{near_names(chosen, configs)}; "
+            f"it has {', '.join(configs) or 'none'}"
+        )
+    (member,) = compose(name).members
+    if not isinstance(member, RuleQuantizer):
+        raise ConfigError(
+            f"the quantizer of {name!r} takes no configuration: leave out {text[len(name) :]!r}"
+        )
+    return member.set_global(configs[chosen])
+
+
+def _batches(options: Namespace, inputs: Inputs) -> list[Batch]:
+    if not options.calibration:
+        return []
+    from qompose.commands.calibration_files import read_batches
+
+    return read_batches(options.calibration, inputs, options.batch_size, options.batches)
+
+
+def _calibrate(
+    prepared: GraphModule, batches: Sequence[Batch], inputs: Inputs, options: Namespace
+) -> None:
+    if not batches:
+        return
+    from qompose.calibration import calibrate
+
+    running: list[Batch] = []
+
+    def arguments(batch: Batch) -> dict[str, Any]:
+        running[:] = [batch]
+        return inputs.call(batch.leaves)
+
+    try:
+        calibrate(
+            prepared, batches, transform=arguments, progress=False if options.no_progress else None
+        )
+    except CalibrationError as error:
+        where = f"{running[0].file}, batch {running[0].number}: " if running else ""
+        raise CalibrationError(f"{where}{error}") from error
+
+
+def _uncalibrated(error: UncalibratedError, calibrated: bool) -> UserError:
+    if calibrated:
+        return error
+    listed = "\n".join(f"  - {tensor}" for tensor in error.tensors)
+    return CalibrationError(
+        f"{len(error.tensors)} tensors are quantized statically, and there is no data to take their ranges "
+        f"from:\n{listed}\nName files of samples with --calibration FILE, or choose a dynamic or weight-only "
+        "configuration."
+    )
+
+
+def _write(converted: GraphModule, output: Path, lowered: Any, program: Path | None) -> None:
+    """Write both files, or neither."""
+    from qompose.artefact import save
+
+    if program is not None and not callable(getattr(lowered, "save", None)):
+        raise UserError(
+            f"This target has no program file ({type(lowered).__name__}): leave out --lowered"
+        )
+    with draft_of(output) as draft:
+        save(converted, draft)
+        if program is not None:
+            with draft_of(program) as other:
+                lowered.save(other)
+    for path in (output, *([program] if program else [])):
+        say(f"wrote {path} ({path.stat().st_size:,} bytes)")

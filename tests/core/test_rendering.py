@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables as text and Markdown: nothing is cut off, and no cell is taken for markup."""
+
+from __future__ import annotations
+
+import pytest
+from qompose.rendering import Table, as_markdown, as_text
+
+LONG = "encoder.layers.11.attention.self.query.projection.with.a.name.that.is.very.long.indeed"
+TABLE = Table(
+    ("module", "reason", "operators"),
+    (("float",), (LONG, "int8 [bold] [-128, 127] a|b", 12), ("x", "<unknown>\nnext", 1234)),
+)
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_text_keeps_to_its_width_and_loses_nothing(width: int) -> None:
+    text = as_text(["a line of words " * 12, TABLE], width)
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= width
+    assert not any(line != line.rstrip() for line in lines)
+    squeezed = "".join(text.split())
+    for part in ("alineofwords" * 12, "1,234", "int8", "[bold]", "<unknown>"):
+        assert part in squeezed
+    cells = "".join(line[1 : 1 + len(LONG)].split("  ")[0].strip() for line in lines)
+    assert LONG in cells or width == 120
+
+
+def test_markdown_escapes_what_would_end_a_cell() -> None:
+    lines = as_markdown(["first", TABLE, "last"]).splitlines()
+    assert lines[0] == "first"
+    assert lines[-1] == "last"
+    assert lines[2] == "| module | reason | operators |"
+    assert lines[3] == "|---|---|---:|"
+    assert lines[4] == "| float |  |  |"
+    assert lines[5] == f"| {LONG} | int8 [bold] [-128, 127] a\\|b | 12 |"
+    assert lines[6] == "| x | \\<unknown><br>next | 1,234 |"
+
+
+def test_no_colours_are_written_where_a_terminal_is_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert "\x1b" not in as_text([TABLE], 80)
