@@ -4,49 +4,29 @@
 from __future__ import annotations
 
 import configparser
-import contextlib
-import io
-import platform
 import re
-import warnings
 from pathlib import Path
 
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[1]
-PLUGINS = sorted(path.parent.name for path in (ROOT / "plugins").glob("*/pyproject.toml"))
+from tests import pages, reader
+from tests.pages import PLUGINS, ROOT, fenced, text
+
 CODE = ["README.md", *(f"plugins/{name}/README.md" for name in PLUGINS)]
 PAGES = [*CODE, "CONTRIBUTING.md", "CHANGELOG.md"]
 
 
-def text(page: str) -> str:
-    return (ROOT / page).read_text("utf-8")
-
-
-def fenced(page: str, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", text(page), re.MULTILINE | re.DOTALL)
-
-
 @pytest.mark.parametrize("page", CODE)
 def test_code_runs_and_prints_what_it_says(
-    page: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    page: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, regen: bool
 ) -> None:
     """The blocks run one after the other, as a reader would run them."""
-    blocks = fenced(page, "python")
-    assert blocks
+    assert fenced(page, "python")
     monkeypatch.chdir(tmp_path)
-    if "x86" in "".join(blocks) and platform.machine().lower() not in ("x86_64", "amd64"):
-        pytest.skip("x86_inductor needs x86")
     monkeypatch.setenv("COLUMNS", "200")
     torch.manual_seed(0)
-    printed = io.StringIO()
-    namespace: dict[str, object] = {"__name__": "readme"}
-    with contextlib.redirect_stdout(printed), warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for number, block in enumerate(blocks):
-            exec(compile(block, f"{page}, block {number}", "exec"), namespace)
-    assert printed.getvalue().startswith("".join(fenced(page, "text")))
+    reader.follow(page, regen)
 
 
 def test_commands_are_those_of_tox() -> None:
@@ -63,8 +43,7 @@ def test_commands_are_those_of_tox() -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_links(page: str) -> None:
-    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text(page)):
-        assert target.startswith("https://") or (ROOT / page).parent.joinpath(target).exists()
+    assert pages.broken_links(page) == []
 
 
 def test_installation_names_every_plugin() -> None:
@@ -73,6 +52,14 @@ def test_installation_names_every_plugin() -> None:
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
 def test_named_files_exist(page: str) -> None:
-    for name in re.findall(r"`((?:[\w.]+/)*[\w]+\.(?:py|ini|txt|toml|md))`", text(page)):
-        if name != "utils.py":
-            assert (ROOT / name).exists(), name
+    assert pages.missing_files(page) == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_named_commands_exist(page: str) -> None:
+    assert pages.unknown_commands(page) == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_public_names_exist(page: str) -> None:
+    assert pages.unknown_names(page) == []

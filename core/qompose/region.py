@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 
 from qompose import decomposed
 from qompose.claims import Claim, Operand
-from qompose.errors import InternalError
+from qompose.errors import ConfigError, InternalError
 from qompose.graph import call, constant_of, free_attribute, read_attribute, set_attribute, value_of
 from qompose.operators import SCALE_PRESERVING
 from qompose.rules import NotLowerable
@@ -91,16 +91,32 @@ class Region:
         self.output = None if float_output else self._output()
 
     def node(self, name: str) -> Node:
-        """Return an operator of the region."""
-        return self._nodes[self._captures[name]]
+        """Return an operator of the region.
+
+        Raises:
+            ConfigError: the name is none of the pattern's, or stands for no operator of the region.
+        """
+        found = self._nodes.get(self._captures.get(name, ""))
+        if found is None:
+            names = sorted(name for name, node in self._captures.items() if node in self._nodes)
+            raise self._fault(f"no operator {name!r}; the operators are {', '.join(names)}")
+        return found
 
     def has(self, name: str) -> bool:
         """Tell whether the match has a node for a name."""
         return name in self._captures
 
     def inputs(self, role: str) -> list[Node]:
-        """Return what the region reads for a role, one node for each place, in order."""
-        return [self._argument(operand) for operand in self.claim.operands if operand.role == role]
+        """Return what the region reads for a role, one node for each place, in order.
+
+        Raises:
+            ConfigError: the rule has no such role.
+        """
+        found = [self._argument(o) for o in self.claim.operands if o.role == role]
+        if not found:
+            roles = ", ".join(dict.fromkeys(o.role for o in self.claim.operands))
+            raise self._fault(f"no tensor {role!r}; it reads {roles}, and makes output")
+        return found
 
     def quantized_inputs(self, role: str) -> list[QuantizedTensor]:
         """Return the integers that the region reads for a role.
@@ -111,18 +127,38 @@ class Region:
         return [dequantized(node) for node in self.inputs(role)]
 
     def quantized(self, role: str) -> QuantizedTensor:
-        """Return the integers of the first input of a role."""
-        return self.quantized_inputs(role)[0]
+        """Return the integers of the first input of a role, or those that "output" must give.
+
+        Raises:
+            NotLowerable: the input arrives in float; the output is wanted in float.
+        """
+        if role != "output":
+            return self.quantized_inputs(role)[0]
+        if self.output is None:
+            raise NotLowerable("its output is not quantized, or to several scales")
+        return self.output
 
     def argument(self, name: str, argument: str) -> Any:
-        """Return an argument of an operator by its name in the schema, its default if left out."""
+        """Return an argument of an operator by its name in the schema, its default if left out.
+
+        Raises:
+            ConfigError: there is no such operator, or it has no such argument.
+        """
         node = self.node(name)
         for index, parameter in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
             if parameter.name == argument:
                 if not parameter.kwarg_only and index < len(node.args):
                     return node.args[index]
                 return node.kwargs.get(argument, parameter.default_value)
-        raise InternalError(f"{node.target} has no argument {argument!r}")
+        raise self._fault(f"no argument {argument!r}: {node.target._schema}")  # type: ignore[union-attr]
+
+    def _fault(self, missing: str) -> ConfigError:
+        """Return the error of a kernel that asks for what its rule does not have."""
+        claim = self.claim
+        return ConfigError(
+            f"The kernel of {claim.owner}, rule {claim.rule}, at {claim.anchor} asks for what its "
+            f"region has not: {missing}"
+        )
 
     def _argument(self, operand: Operand) -> Node:
         user = self._nodes[operand.user]
@@ -145,7 +181,11 @@ class Region:
     def call(
         self, target: Callable[..., Any], *args: Any, dtype: torch.dtype | None = None
     ) -> Node:
-        """Insert a call at the region's place. `dtype` is that of its value, where not the float output's."""
+        """Insert a call at the region's place. `dtype` is that of its value, where not the float output's.
+
+        `target` is an operator, or a function that torch.library.custom_op made one.
+        """
+        target = getattr(target, "_opoverload", target)  # a graph of anything else cannot be saved
         example = value_of(self.output_node)
         with self.module.graph.inserting_before(self.output_node):
             return call(

@@ -186,3 +186,17 @@ def test_in_place_operators_are_found() -> None:
     """`functional.relu(inplace=True)` is another operator of aten."""
     relu = OperatorPattern((aten.relu.default, aten.relu_.default))
     assert find(relu, lambda m, x, y: F.relu((x + y), inplace=True)) == [("relu_",)]
+
+
+def _linear_or_with_bias(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return F.linear(input, weight, bias)
+
+
+def test_a_variant_without_the_last_parameters() -> None:
+    """Fewer shapes than parameters leave the last ones at their defaults."""
+    op, shapes = (("op", aten.linear.default),), ((2, 3), (4, 3), (4,))
+    full, short = (Pattern(_linear_or_with_bias, shapes[:n], op) for n in (3, 2))
+    assert full.names - short.names == {"bias"}
+    both = lambda m, x, y: m.linear(x) + m.plain(y)  # noqa: E731
+    assert find(full, both) == [("linear",)]
+    assert find(short, both) == [("linear_1",)]

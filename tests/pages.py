@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pages of Markdown: their blocks, and what of their sentences can be checked against the repository."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import io
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import qompose
+
+ROOT = Path(__file__).parents[1]
+PLUGINS = sorted(path.parent.name for path in (ROOT / "plugins").glob("*/pyproject.toml"))
+
+_FENCED = re.compile(r"^```(\w+)[ \t]*([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: the language, what stands behind it, its text, and where that starts."""
+
+    language: str
+    info: str
+    text: str
+    start: int
+    line: int
+
+
+def text(page: str) -> str:
+    return (ROOT / page).read_text("utf-8")
+
+
+def blocks(page: str) -> list[Block]:
+    """The fenced blocks of a page, in order."""
+    whole = text(page)
+    return [
+        Block(m[1], m[2], m[3], m.start(3), whole.count("\n", 0, m.start()) + 1)
+        for m in _FENCED.finditer(whole)
+    ]
+
+
+def fenced(page: str, language: str) -> list[str]:
+    """The texts of the blocks of a language that are no files."""
+    return [b.text for b in blocks(page) if b.language == language and not b.info]
+
+
+def prose(page: str) -> str:
+    """A page without its blocks."""
+    return _FENCED.sub("", text(page))
+
+
+def broken_links(page: str) -> list[str]:
+    """The links of a page that lead nowhere: to files that are not there, or headings that they lack."""
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)[^)]*\)", prose(page)):
+        if target.startswith("https://"):
+            continue
+        path, _, heading = target.partition("#")
+        file = (ROOT / page).parent / path if path else ROOT / page
+        if not file.exists() or (heading and heading not in anchors(file)):
+            broken.append(target)
+    return broken
+
+
+def anchors(file: Path) -> set[str]:
+    """The anchors of a Markdown file's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ +(.+?)\s*$", file.read_text("utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def missing_files(page: str) -> list[str]:
+    """The files named in a page's sentences that are neither here nor in one of its own blocks."""
+    named = re.findall(r"`((?:[\w.-]+/)*[\w-]+\.(?:py|ini|txt|toml|md|yaml))`", prose(page))
+    own = " ".join(f"{block.info} {block.text}" for block in blocks(page))
+    places = (ROOT, (ROOT / page).parent)
+    return [
+        name
+        for name in named
+        if name != "utils.py"  # the house has none, and says so
+        and name not in own
+        and not any((place / name).exists() for place in places)
+    ]
+
+
+def unknown_names(page: str) -> list[str]:
+    """What a page calls `qompose.something` and is neither a public name nor a module."""
+    named = set(re.findall(r"(?<![\w./\"'-])qompose((?:\.\w+)+)", text(page)))
+    return sorted(f"qompose{path}" for path in named if not _exists(path.split(".")[1:]))
+
+
+def _exists(path: list[str]) -> bool:
+    if path[0] in qompose.__all__ or path[0] in ("__version__", "__all__"):
+        found = getattr(qompose, path[0])
+    else:
+        try:
+            found = importlib.import_module(f"qompose.{path[0]}")
+        except ImportError:
+            return False
+    return all(hasattr(found, name) for name in path[1:2])
+
+
+def unknown_commands(page: str) -> list[str]:
+    """The lines of a page's shell blocks with a subcommand or option that the help of `qompose` lacks."""
+    lines = "\n".join(fenced(page, "sh")).replace("\\\n", " ").splitlines()
+    unknown = []
+    for line in lines:
+        command = line.partition("#")[0].split()
+        while command and ("=" in command[0] or command[0] in ("$", "python", "-m")):
+            command = command[1:]  # a variable that is set for the command, or its longer name
+        if command[:1] == ["qompose"]:
+            shown = help_of(command[1]) if len(command) > 1 else ""
+            options = [part.partition("=")[0] for part in command[2:] if part.startswith("--")]
+            if not shown or any(option not in shown for option in options):
+                unknown.append(line)
+    return unknown
+
+
+@functools.cache
+def help_of(subcommand: str) -> str:
+    """The help of a subcommand, "" where there is none of that name."""
+    from qompose.cli import main
+
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()):
+        try:
+            main([subcommand, "--help"])
+        except SystemExit as done:
+            if done.code:
+                return ""
+    return printed.getvalue()

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The road of an author: a project is written, installed, tested by its own suite, listed, and removed.
+
+The environments are new and see, behind what is installed into them, the one that runs the tests; so
+nothing is downloaded, and nothing of the projects stays.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.pages import ROOT, fenced
+
+pytest.importorskip("setuptools")
+
+TUTORIAL = "docs/write-a-backend.md"
+EXAMPLE = ROOT / "examples" / "toy_backend"
+NAMES = {"my-dsp2": "my_dsp2", "acme_vector_unit_v10": "acme_vector_unit_v10"}
+"""Backends by the names that their authors type."""
+BACKENDS = (*NAMES.values(), "toy_backend")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A virtual environment, and a folder with the projects in it."""
+
+    environment: Path
+    folder: Path
+
+    @property
+    def python(self) -> Path:
+        return self.environment / "bin" / "python"
+
+    def project(self, backend: str) -> Path:
+        return self.folder / f"qompose-{backend.replace('_', '-')}"
+
+    def run(self, *arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+        """Run Python in the environment, without what the caller's environment says of it."""
+        kept = {
+            k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "QOMPOSE", "PYTEST"))
+        }
+        return subprocess.run(
+            [str(part) for part in (self.python, *arguments)],
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=cwd or self.folder,
+            env=kept,
+        )
+
+    def checked(self, *arguments: object, cwd: Path | None = None) -> str:
+        done = self.run(*arguments, cwd=cwd)
+        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+    def pip(self, *arguments: object) -> None:
+        command = [sys.executable, "-m", "pip", "--python", self.python, *arguments]
+        done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
+        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+
+    def install(self, *projects: object) -> None:
+        self.pip("install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", *projects)
+
+    def backends(self, *options: str) -> dict[str, str | None]:
+        """What is wrong with each installed backend, by name."""
+        listed = json.loads(self.checked("-m", "qompose", "backends", *options, "--json"))
+        rows = listed if isinstance(listed, list) else listed["backends"]
+        return {row["name"]: row["problem"] for row in rows}
+
+    def suite(self, backend: str, *options: str) -> tuple[int, dict[str, int], str]:
+        """Run a project's tests: the exit code, how many passed and so on, and what was printed."""
+        usual = ("-q", "-W", "error", "-p", "no:cacheprovider")
+        done = self.run("-m", "pytest", *usual, *options, cwd=self.project(backend))
+        last = (done.stdout.strip().splitlines() or [""])[-1]
+        counts = {word: int(number) for number, word in re.findall(r"(\d+) (\w+)", last)}
+        return done.returncode, counts, f"{done.stdout}\n{done.stderr}"
+
+
+@pytest.fixture(scope="module")
+def make_place(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    def make() -> Place:
+        place = Place(tmp_path_factory.mktemp("environment"), tmp_path_factory.mktemp("projects"))
+        venv.create(place.environment, with_pip=False, symlinks=True)
+        packages = next((place.environment / "lib").glob("python*/site-packages"))
+        seen = sysconfig.get_paths()["purelib"]
+        (packages / "behind.pth").write_text(f"import site; site.addsitedir({seen!r})\n")
+        return place
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def place(make_place: Any) -> Place:
+    """With a project of each name, and the example. Tests leave it as it is."""
+    found: Place = make_place()
+    for name in NAMES:
+        found.checked("-m", "qompose", "new-backend", name)
+    ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", "build", ".pytest_cache")
+    shutil.copytree(EXAMPLE, found.project("toy_backend"), ignore=ignored)
+    editable, *others = map(found.project, BACKENDS)
+    found.install("--editable", editable, *others)
+    return found
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_suite_passes_unedited(place: Place, backend: str) -> None:
+    """With warnings as errors; a check or two may have nothing to try."""
+    code, counts, printed = place.suite(backend)
+    assert code == 0, printed
+    assert counts["passed"] > counts.get("skipped", 0) + 10, printed
+
+
+def test_all_are_listed_and_sound(place: Place) -> None:
+    problems = place.backends("--check")
+    assert {name: problems[name] for name in BACKENDS} == dict.fromkeys(BACKENDS)
+
+
+def test_readme_of_the_project_holds(place: Place) -> None:
+    """Its Python block quantizes a model with the backend, and asserts that all of it runs on integers."""
+    (code,) = re.findall(
+        r"^```python\n(.*?)^```$",
+        (place.project("my_dsp2") / "README.md").read_text("utf-8"),
+        re.MULTILINE | re.DOTALL,
+    )
+    assert "int8" in place.checked("-W", "error", "-c", code)
+
+
+# (what a hasty author might write, in place of what, the check that names the fault)
+FAULTS = (
+    ("x.long()", "x.long() - x_zero", "test_matches_reference"),
+    ("w_scales[0] * x_scale", "w_scales * x_scale", "test_matches_reference"),
+    (".to(torch.int8)", ".clamp(low, high).to(torch.int8)", "test_matches_reference"),
+)
+
+
+def test_a_wrong_kernel_fails(make_place: Any) -> None:
+    """The suite of a project is no formality; the tutorial shows what it says, but for the numbers."""
+    place: Place = make_place()
+    place.checked("-m", "qompose", "new-backend", "hasty")
+    place.install("--editable", place.project("hasty"))
+    module = place.project("hasty") / "qompose_hasty" / "__init__.py"
+    right = module.read_text("utf-8")
+    reports = {}
+    for wrong, instead_of, check in FAULTS:
+        assert right.count(instead_of) == 1
+        module.write_text(right.replace(instead_of, wrong), "utf-8")
+        code, _, printed = place.suite("hasty", "-k", check)
+        assert code == 1, f"{wrong}: {printed}"
+        assert check in printed, f"{wrong}: {printed}"
+        reports[wrong] = printed.replace("hasty", "toy_backend")
+    (shown,) = fenced(TUTORIAL, "console")
+    for line in shown.splitlines():
+        assert line.startswith("  found:") or line in reports["x.long()"]
+
+
+def test_uninstalled_without_a_trace(make_place: Any) -> None:
+    place: Place = make_place()
+    before = place.backends()
+    place.checked("-m", "qompose", "new-backend", "fleeting")
+    place.install(place.project("fleeting"))
+    assert place.backends() == {**before, "fleeting": None}
+    again = place.run("-m", "qompose", "new-backend", "fleeting")
+    assert again.returncode != 0
+    assert "is installed" in again.stderr
+    place.pip("uninstall", "--quiet", "--yes", "qompose-fleeting")
+    assert place.backends() == before

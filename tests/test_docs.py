@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pages of docs/ keep their promises, and the tutorial ends in the example of the repository."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import pages, reader
+from tests.pages import ROOT
+
+PAGES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
+INDEX = "docs/index.md"
+TUTORIAL = "docs/write-a-backend.md"
+EXAMPLE = ROOT / "examples" / "toy_backend"
+HEADER = "# SPDX-License-Identifier: Apache-2.0\n"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_code_runs_and_prints_what_it_says(
+    page: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, regen: bool
+) -> None:
+    """As for a reader who follows the page in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")
+    torch.manual_seed(0)
+    reader.follow(page, regen)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links(page: str) -> None:
+    assert pages.broken_links(page) == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_named_files_exist(page: str) -> None:
+    assert pages.missing_files(page) == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_public_names_exist(page: str) -> None:
+    assert pages.unknown_names(page) == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_named_commands_exist(page: str) -> None:
+    assert pages.unknown_commands(page) == []
+
+
+def test_index_leads_to_every_page() -> None:
+    linked = {f"docs/{target}" for target in re.findall(r"\]\(([\w/-]+\.md)\)", pages.text(INDEX))}
+    assert linked == {*PAGES} - {INDEX}
+
+
+def test_readme_leads_to_the_index() -> None:
+    assert f"]({INDEX})" in pages.text("README.md")
+
+
+def test_tutorial_ends_in_the_example() -> None:
+    """File by file, but for the licence line of this repository."""
+    written = reader.written(TUTORIAL)
+    for path, text in written.items():
+        assert EXAMPLE.joinpath(path).read_text("utf-8").removeprefix(HEADER) == text
+    code = {path.relative_to(EXAMPLE).as_posix() for path in EXAMPLE.rglob("*.py")}
+    assert {*written} >= code | {"pyproject.toml"}
