@@ -34,7 +34,8 @@ LAYERS = tuple(
         specs observers rewrites balancing schemes reference
         configs bounds
         claims selectors observing soundness
-        patterns arbitration annotations tying counting rendering selection constraints
+        patterns arbitration annotations tying counting rendering places constraints
+        selection
         rules
         querying
         capability_row

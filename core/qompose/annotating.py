@@ -9,7 +9,7 @@ from dataclasses import replace
 from torch.fx import GraphModule, Node
 
 from qompose.arbitration import compose_claims
-from qompose.claims import Composition
+from qompose.claims import Claim, Composition
 from qompose.errors import UserError, blaming
 from qompose.graph import copy_graph_module, refresh, replace_nested
 from qompose.nested import graphs_in, name_apart, nodes_in
@@ -34,8 +34,9 @@ def annotate_program(
     """
     wanted = {FOLD_BATCH_NORM}.union(*(member.rewrites for member in quantizer.members))
     nodes = {node.name: node for node in nodes_in(exported)}
-    found = [_with_objection(c, nodes, quantizer) for c in find_rewrites(exported, wanted)]
+    found = find_rewrites(exported, wanted)
     candidates = [candidate for candidate in found if candidate.obstacle is None]
+    refused = [candidate for candidate in found if candidate.obstacle is not None]
     merging = [candidate for candidate in candidates if not splits(candidate)]
     if merging != candidates:  # an operator that a claim takes whole is not taken apart
         _, composition, _ = _attempt(exported, quantizer, merging)
@@ -43,16 +44,17 @@ def annotate_program(
         candidates = [c for c in candidates if not (splits(c) and c.nodes[0] in whole)]
     while True:
         working, composition, pieces = _attempt(exported, quantizer, candidates)
-        claimed = _claimed(composition)
         covered = [
-            candidate
+            _with_objection(candidate, claims, nodes, quantizer)
             for candidate, made in zip(candidates, pieces, strict=True)
-            if not claimed.isdisjoint(made)
+            if (claims := [c for c in composition.chosen if not set(made).isdisjoint(c.nodes)])
         ]
         if covered == candidates:
             break
-        candidates = covered
-    composition.notes += [_obstacle(c) for c in found if c.obstacle is not None]
+        refused += [candidate for candidate in covered if candidate.obstacle is not None]
+        candidates = [candidate for candidate in covered if candidate.obstacle is None]
+    composition.obstacles = {(c.rewrite, c.nodes): c.obstacle or "" for c in refused}
+    composition.notes += [_obstacle(candidate) for candidate in refused]
     composition.chosen, tied = one_table_each(
         working, composition.chosen, quantizer.objection_to_spec
     )
@@ -116,11 +118,15 @@ def _composed(model: GraphModule, quantizer: Quantizer) -> Composition:
 
 
 def _with_objection(
-    candidate: Candidate, nodes: Mapping[str, Node], quantizer: Quantizer
+    candidate: Candidate,
+    claims: Sequence[Claim],
+    nodes: Mapping[str, Node],
+    quantizer: Quantizer,
 ) -> Candidate:
-    """Refuse a rewrite that joins operators which a member's selectors treat differently."""
-    objection = quantizer.objection_to_rewrite([nodes[name] for name in candidate.nodes])
-    return candidate if objection is None else replace(candidate, obstacle=objection)
+    """Refuse a rewrite that joins operators which the selectors of who claims them treat differently."""
+    places = [nodes[name] for name in candidate.nodes]
+    objections = (quantizer.objection_to_rewrite(claim, places) for claim in claims)
+    return replace(candidate, obstacle=next(filter(None, objections), None))
 
 
 def _obstacle(candidate: Candidate) -> str:

@@ -141,9 +141,13 @@ class Proposal:
 
 @dataclass
 class Composition:
-    """The claims that were chosen, in order of priority, and what became of the others."""
+    """The claims that were chosen, in order of priority, and what became of the others.
+
+    `obstacles` says why rewrites were not made, by their name and operators.
+    """
 
     chosen: list[Claim] = field(default_factory=list)
     conflicts: list[Conflict] = field(default_factory=list)
     rejections: list[Rejection] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    obstacles: dict[tuple[str, tuple[str, ...]], str] = field(default_factory=dict)

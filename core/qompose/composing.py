@@ -69,6 +69,8 @@ def quantizer_from_dict(data: Mapping[str, Any]) -> Quantizer:
         members = [quantizer_from_dict(member) for member in data["members"]]
         return ComposableQuantizer(members, data.get("on_conflict", "error"))
     check_keys(data, ("backend", "selectors"))
+    if not isinstance(data["backend"], str):
+        raise ConfigError(f"backend={data['backend']!r} is no name")
     quantizer = quantizer_of(data["backend"])
     if not isinstance(quantizer, RuleQuantizer):
         raise ConfigError(f"the quantizer of {data['backend']!r} has no selectors to be set")
@@ -83,7 +85,18 @@ def quantizer_from_json(text: str) -> Quantizer:
         ConfigError: besides what `quantizer_from_dict` raises, for text that is no JSON.
     """
     try:
-        data = json.loads(text)
-    except ValueError as error:
+        data = json.loads(text, object_pairs_hook=_distinct)
+    except (ValueError, TypeError, RecursionError) as error:
+        if isinstance(error, ConfigError):
+            raise
         raise ConfigError(f"this is no JSON: {error}") from None
     return quantizer_from_dict(data)
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON; a key that stands twice would silently lose its first value."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ConfigError(f"the key {next(k for k in keys if keys.count(k) > 1)!r} stands twice")
+    return found

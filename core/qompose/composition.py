@@ -69,19 +69,25 @@ class ComposableQuantizer(Quantizer):
 
     def bound(self, exported: GraphModule) -> Self:
         copied = copy.copy(self)
-        copied.quantizers = tuple(member.bound(exported) for member in self.quantizers)
+        once: dict[int, Quantizer] = {}  # a member that occurs again asks its predicates once
+        for member in self.quantizers:
+            if id(member) not in once:
+                once[id(member)] = member.bound(exported)
+        copied.quantizers = tuple(once[id(member)] for member in self.quantizers)
         return copied
 
     def check_program(self, exported: GraphModule) -> list[str]:
         return [note for member in self.quantizers for note in member.check_program(exported)]
 
-    def objection_to_rewrite(self, nodes: Sequence[Node]) -> str | None:
-        objections = (member.objection_to_rewrite(nodes) for member in self.quantizers)
-        return next(filter(None, objections), None)
+    def _owner(self, claim: Claim) -> Quantizer:
+        labels = [label for label, _ in labelled(self)]
+        return self.members[labels.index(claim.owner)]
+
+    def objection_to_rewrite(self, claim: Claim, nodes: Sequence[Node]) -> str | None:
+        return self._owner(claim).objection_to_rewrite(claim, nodes)
 
     def objection_to_spec(self, claim: Claim, spec: QuantizationSpec) -> str | None:
-        labels = [label for label, _ in labelled(self)]
-        return self.members[labels.index(claim.owner)].objection_to_spec(claim, spec)
+        return self._owner(claim).objection_to_spec(claim, spec)
 
     def transform_for_annotation(self, model: GraphModule) -> GraphModule:
         for member in self.quantizers:
@@ -116,6 +122,8 @@ class ComposableQuantizer(Quantizer):
         raise UserError("a composition makes no claims of its own: ask its members")
 
     def to_dict(self) -> dict[str, Any]:
+        if type(self) is not ComposableQuantizer:
+            return super().to_dict()
         return {
             "on_conflict": self.on_conflict,
             "members": [quantizer.to_dict() for quantizer in self.quantizers],

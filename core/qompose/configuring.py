@@ -2,7 +2,8 @@
 """Settings of a quantizer as JSON data, and back::
 
     [{"select": "global", "config": "static per-channel"},
-     {"select": "object type", "type": "torch.nn.Linear", "config": null},
+     {"select": "object type", "module type": "torch.nn.Linear", "config": null},
+     {"select": "object type", "operator": "aten.add.Tensor", "config": null},
      {"select": "module name", "name": "head", "config": {"weight": {...}, ...}}]
 
 A configuration is a name that its backend gives it, or spelt out (`qompose.configs`), or null for float.
@@ -47,28 +48,37 @@ Config = QuantizationConfig | None
 
 @dataclass(frozen=True)
 class _Form:
-    """How the key of one level is written: as which entries, and what makes a setting of them."""
+    """How the key of one level is written: as which entries, and what makes a setting of them.
+
+    With `kind`, one more entry is a module type or an operator.
+    """
 
     write: Callable[[Any], dict[str, Any]]
     read: Callable[..., Setting]
     keys: Mapping[str, type]
+    kind: bool = False
 
 
-def _type_of(kind: Kind) -> str | list[str]:
+_MODULE, _OPERATOR = "module type", "operator"
+
+
+def _type_of(kind: Kind) -> dict[str, str | list[str]]:
     names = sorted(kind.modules | kind.operators)
-    return names[0] if len(names) == 1 else names
+    return {_MODULE if kind.modules else _OPERATOR: names[0] if len(names) == 1 else names}
 
 
-def _kind(written: str | list[str]) -> Kind:
-    """Return what names stand for: of modules (`torch.nn.Linear`), or of operators (`aten.linear`)."""
-    names = written if isinstance(written, list) else [written]
-    if not names or not all(isinstance(name, str) for name in names):
-        raise SelectorError(f"type={written!r} is neither a name nor a list of names")
-    if len(names) == 1 and not names[0].startswith("aten.") and not _operator(names[0]):
-        return _module_kind(names[0])
+def _operators(written: object) -> Kind:
+    """Return what the names of operators stand for: `aten.linear`, or a list of such."""
+    listed = written if isinstance(written, list) else [written]
+    names = [name for name in listed if isinstance(name, str)]
+    if not names or len(names) < len(listed):
+        raise SelectorError(f"{_OPERATOR}={written!r} is neither a name nor a list of names")
     unknown = [name for name in names if not _operator(name)]
     if unknown:
-        raise SelectorError(f"there is no operator {' or '.join(map(repr, unknown))}")
+        raise SelectorError(
+            f"there is no operator {' or '.join(map(repr, unknown))} in this process; one of another package "
+            "is there once that is imported"
+        )
     return Kind(operators=frozenset(names))
 
 
@@ -82,34 +92,35 @@ def _operator(name: str) -> bool:
     return not overload or hasattr(packet, overload)
 
 
-def _module_kind(name: str) -> Kind:
+def _module(written: object) -> Kind:
     """Return a module type by a name under which it can be found, without importing anything.
 
-    A class that is not imported yet is known by its full name alone; whether the model has it is said
-    when the model is prepared.
+    A class of a module that is not imported yet is known by its full name alone; whether the model has it
+    is said when the model is prepared.
     """
-    path = name.split(".")
-    for length in range(len(path) - 1, 0, -1):
-        found: Any = sys.modules.get(".".join(path[:length]))
-        for part in path[length:]:
-            found = getattr(found, part, None)
-        if isinstance(found, type) and issubclass(found, nn.Module):
-            return kind_of(found)
+    path = written.split(".") if isinstance(written, str) else []
     if len(path) < 2 or not all(part.isidentifier() or part == "<locals>" for part in path):
-        raise SelectorError(
-            f"{name!r} is neither an operator such as 'aten.linear' nor a module type such as "
-            "'torch.nn.Linear'"
-        )
-    return Kind(modules=frozenset({name}))
+        raise SelectorError(f"{_MODULE}={written!r} is no name such as 'torch.nn.Linear'")
+    home = max((n for n in range(1, len(path)) if ".".join(path[:n]) in sys.modules), default=0)
+    found: Any = sys.modules[".".join(path[:home])] if home else None
+    for part in path[home:]:
+        found = vars(found).get(part) if hasattr(found, "__dict__") else None
+    if isinstance(found, type) and issubclass(found, nn.Module):
+        return kind_of(found)
+    if home == len(path) - 1:
+        known = [
+            n for n, v in vars(sys.modules[".".join(path[:home])]).items() if isinstance(v, type)
+        ]
+        raise SelectorError(f"{written!r} is no module type{near_names(path[-1], known)}")
+    return Kind(modules=frozenset({".".join(path)}))
+
+
+_KINDS: dict[str, Callable[[object], Kind]] = {_MODULE: _module, _OPERATOR: _operators}
 
 
 _FORMS: dict[str, _Form] = {
     GLOBAL: _Form(lambda key: {}, for_everything, {}),
-    TYPE: _Form(
-        lambda key: {"type": _type_of(key)},
-        lambda type, config: for_kind(_kind(type), config),
-        {"type": object},
-    ),
+    TYPE: _Form(_type_of, for_kind, {}, kind=True),
     REGEX: _Form(lambda key: {"regex": key}, for_regex, {"regex": str}),
     NAME: _Form(lambda key: {"name": key}, for_name, {"name": str}),
     SUBGRAPH: _Form(
@@ -118,9 +129,10 @@ _FORMS: dict[str, _Form] = {
         {"inputs": list, "outputs": list},
     ),
     CALL: _Form(
-        lambda key: {"name": key.module, "type": _type_of(key.kind), "index": key.index},
-        lambda name, type, index, config: for_call(name, _kind(type), index, config),
-        {"name": str, "type": object, "index": int},
+        lambda key: {"name": key.module, **_type_of(key.kind), "index": key.index},
+        lambda name, kind, index, config: for_call(name, kind, index, config),
+        {"name": str, "index": int},
+        kind=True,
     ),
 }
 
@@ -182,17 +194,27 @@ def _setting_from_data(entry: Any, named: Named) -> Setting:
     if not isinstance(entry, Mapping):
         raise ConfigError(f"{entry!r} is not an object with the keys select and config")
     level = entry.get("select")
-    if level not in _FORMS:
+    if not isinstance(level, str) or level not in _FORMS:
         raise ConfigError(
             f"select={level!r} is none of {', '.join(_FORMS)}{near_names(str(level), _FORMS)}"
         )
     form = _FORMS[level]
-    check_keys(entry, ("select", *form.keys, "config"))
+    which = _which_kind(entry) if form.kind else ()
+    check_keys(entry, ("select", *form.keys, *which, "config"))
     for key, kind in form.keys.items():
         if not isinstance(entry[key], kind) or isinstance(entry[key], bool):
             raise ConfigError(f"{key}={entry[key]!r} is no {kind.__name__}")
-    config = _config_from_data(entry["config"], named)
-    return form.read(**{key: entry[key] for key in form.keys}, config=config)
+    values = {key: entry[key] for key in form.keys}
+    for key in which:
+        values["kind"] = _KINDS[key](entry[key])
+    return form.read(**values, config=_config_from_data(entry["config"], named))
+
+
+def _which_kind(entry: Mapping[str, Any]) -> tuple[str]:
+    given = [key for key in _KINDS if key in entry]
+    if len(given) != 1:
+        raise ConfigError(f"one of the keys {' and '.join(map(repr, _KINDS))} says what is meant")
+    return (given[0],)
 
 
 def check_keys(data: Mapping[str, Any], keys: tuple[str, ...]) -> None:

@@ -27,12 +27,13 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "dropout3d": ("feature_dropout",),
     "fold": ("col2im",),
     "grid_sample": ("grid_sampler",),
-    "relu6": ("relu6", "hardtanh"),
+    "_threshold": ("threshold",),
     "unfold": ("im2col", "unfold"),
     # The names of Python's operators.
     "truediv": ("div",),
     "floordiv": ("floor_divide",),
     "mod": ("remainder",),
+    "sub": ("sub", "rsub"),
     "invert": ("bitwise_not",),
     "and_": ("bitwise_and",),
     "or_": ("bitwise_or",),
@@ -43,6 +44,7 @@ _UPSAMPLING = (
     *_NEAREST,
     *(f"_{name.replace('nearest', 'nearest_exact')}" for name in _NEAREST),
     *("upsample_linear1d", "upsample_bilinear2d", "upsample_bicubic2d", "upsample_trilinear3d"),
+    *("_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa"),
 )
 _NAMES |= dict.fromkeys(("interpolate", "upsample"), _UPSAMPLING)
 _NAMES["upsample_nearest"] = _NEAREST
@@ -73,8 +75,8 @@ def aten_operators(function: Callable[..., Any]) -> frozenset[torch._ops.OpOverl
     }
     if not found:
         raise SelectorError(
-            f"no aten operator stands for {name}, which torch computes with several; name those operators "
-            "(torch.ops.aten...) or the module that calls it"
+            f"no one aten operator stands for {name}: name those that it is exported as (torch.ops.aten...), "
+            "or the module that calls it"
         )
     return frozenset(found)
 

@@ -311,13 +311,12 @@ class _Inquiry:
         """Return the rewrites that were not made."""
         wanted = {FOLD_BATCH_NORM}.union(*(m.rewrites for m in self.members.values()))
         made = {(rewrite.name, rewrite.nodes) for rewrite in self.rewrites}
-        nodes = {node.name: node for node in nodes_in(self.exported)}
-        found = []
-        for candidate in find_rewrites(self.exported, wanted):
-            if (candidate.rewrite, candidate.nodes) not in made:
-                objection = self.quantizer.objection_to_rewrite([nodes[n] for n in candidate.nodes])
-                found.append(replace(candidate, obstacle=candidate.obstacle or objection))
-        return found
+        obstacles = self.composition.obstacles
+        return [
+            replace(candidate, obstacle=obstacles.get((candidate.rewrite, candidate.nodes)))
+            for candidate in find_rewrites(self.exported, wanted)
+            if (candidate.rewrite, candidate.nodes) not in made
+        ]
 
 
 def _numbers(rows: Iterable[Operator]) -> list[int]:

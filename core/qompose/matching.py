@@ -81,6 +81,9 @@ def _why_no_match(node: Node, rules: Sequence[Rule]) -> str:
     return f"no pattern of {known} fits here, where its value goes to {users}"
 
 
+_UNSELECTED = "no selector gives it a configuration (set_global gives one to all)"
+
+
 def _propose_match(
     owner: str,
     rule: Rule,
@@ -100,7 +103,7 @@ def _propose_match(
     if selection.selected:
         reason = _objection(rule, match, selection, selectors) or _written(match, unsafe)
     else:
-        reason = "no selector gives it a configuration (set_global gives one to all)"
+        reason = f"{selection.selector} leaves it out" if selection.selector else _UNSELECTED
     if reason is not None:
         proposal.rejections.append(Rejection(owner, rule.name, names, reason))
         return

@@ -325,12 +325,13 @@ def same_tensors(module: GraphModule) -> dict[str, str]:
         return name
 
     for call in (node for node in nodes_in(module) if is_nested_call(node)):
-        for one, other in _borders(call):
+        for one, other in borders(call):
             parent[find(other.name)] = find(one.name)
     return {name: find(name) for name in parent}
 
 
-def _borders(call: Node) -> Iterator[tuple[Node, Node]]:
+def borders(call: Node) -> Iterator[tuple[Node, Node]]:
+    """Yield (value, the same value behind a border of the call's bodies), both in the order of the flow."""
     layout, operands, bodies = LAYOUTS[call.target], _operands(call), bodies_of(call)
     flat = [*operands["carried"], *[None] * len(operands["slices"]), *operands["whole"]]
     for body in bodies:

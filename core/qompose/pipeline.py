@@ -109,10 +109,10 @@ def _planned(
     """Return the program with its rewrites, and the record of what is going to be done to it."""
     state = isolate(exported)
     quantizer = quantizer.bound(exported)
+    working, composition, rewrites = annotate_program(exported, quantizer)
     unmatched = quantizer.check_program(exported)
     if strict and unmatched:
         raise UserError("strict=True:\n" + "\n".join(f"  - {note}" for note in unmatched))
-    working, composition, rewrites = annotate_program(exported, quantizer)
     claims = tuple(composition.chosen)
     operators = survey(exported, working, composition, rewrites)
     plan = Plan(

@@ -67,11 +67,11 @@ class Quantizer(ABC):
         """Look at, or replace, the observers before they are inserted."""
 
     def check_program(self, exported: GraphModule) -> list[str]:
-        """Look at the program before any rewrite; return what of the settings applies to nothing."""
+        """Return what of the settings applies to nothing; asked once the program was annotated."""
         return []
 
-    def objection_to_rewrite(self, nodes: Sequence[Node]) -> str | None:
-        """Return why operators of the exported program must not be merged into one, or None."""
+    def objection_to_rewrite(self, claim: Claim, nodes: Sequence[Node]) -> str | None:
+        """Return why operators of the exported program must not be merged for one of its claims, or None."""
         return None
 
     def objection_to_spec(self, claim: Claim, spec: QuantizationSpec) -> str | None:

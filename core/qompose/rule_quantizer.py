@@ -16,7 +16,7 @@ from qompose.backend import Backend
 from qompose.capabilities import Capabilities, capability_rows
 from qompose.claims import Claim, Proposal
 from qompose.configuring import selectors_to_data
-from qompose.errors import ConfigError, SelectorError
+from qompose.errors import ConfigError, SelectorError, UserError
 from qompose.graph import owner_of
 from qompose.matching import propose_rules
 from qompose.quantizer import Quantizer, labelled
@@ -207,10 +207,17 @@ class RuleQuantizer(Quantizer):
 
         Raises:
             SelectorError: an exact name is not in the program.
+            UserError: a subclass has an `annotate` of its own, which this engine would not call.
         """
+        if type(self).annotate is not RuleQuantizer.annotate:
+            raise UserError(
+                f"{type(self).__name__} has an annotate of its own, and a quantizer that works from a rule "
+                "table makes its claims in propose: override that, narrow it by selectors (set_filter picks "
+                "by any predicate), or derive from qompose.Quantizer"
+            )
         return [f"{self.name}: {note}" for note in self._assigned(exported).notes()]
 
-    def objection_to_rewrite(self, nodes: Sequence[Node]) -> str | None:
+    def objection_to_rewrite(self, claim: Claim, nodes: Sequence[Node]) -> str | None:
         assignment = self._assigned(owner_of(nodes[0]))
         chosen = [s for s in map(assignment.select, nodes) if s.selected]
         for other in chosen[1:]:
@@ -229,6 +236,9 @@ class RuleQuantizer(Quantizer):
         return model
 
     def to_dict(self) -> dict[str, Any]:
+        make = self.backend.quantizer_class
+        if type(self) is not RuleQuantizer and (make is None or type(self) is not type(make())):
+            return super().to_dict()
         return {
             "backend": self.name,
             "selectors": selectors_to_data(self._selectors, self.backend.configs),
@@ -240,6 +250,8 @@ class RuleQuantizer(Quantizer):
         Raises:
             ConfigError: the backend cannot follow one of their configurations.
         """
+        if not isinstance(selectors, Selectors):
+            raise ConfigError(f"{selectors!r} are no selectors: take those of a quantizer")
         for config in selectors.configs():
             self._checked(config)
         copied = copy.copy(self)

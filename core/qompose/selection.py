@@ -3,16 +3,13 @@
 
 from __future__ import annotations
 
-import re
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
-from functools import cached_property
 
 from torch.fx import GraphModule, Node
 
-from qompose.errors import SelectorError, blaming, near_names
-from qompose.graph import describe, module_path, module_stack, tag_of
-from qompose.nested import bodies_of, is_nested_call, nodes_in
+from qompose.errors import SelectorError, blaming
+from qompose.graph import describe, module_path, tag_of
+from qompose.places import Program, between, calls_of, is_of_kind, paths_of
 from qompose.selectors import (
     CALL,
     FILTER,
@@ -23,50 +20,12 @@ from qompose.selectors import (
     SUBGRAPH,
     TYPE,
     Call,
-    Kind,
     Selection,
     Selectors,
     Setting,
     Subgraph,
-    names_of,
+    compiled,
 )
-
-
-class Program:
-    """What selectors read of an exported program."""
-
-    def __init__(self, exported: GraphModule) -> None:
-        self.nodes = [node for node in nodes_in(exported) if node.op == "call_function"]
-        self.by_name = {node.name: node for node in self.nodes}
-
-    @cached_property
-    def inside(self) -> dict[str, list[Node]]:
-        """Return the operators inside each module, by its path, in graph order."""
-        found: dict[str, list[Node]] = defaultdict(list)
-        for node in self.nodes:
-            for path in paths_of(node):
-                found[path].append(node)
-        return dict(found)
-
-    def named(self, name: str) -> list[Node]:
-        """Return the operator of a name, or the operators inside the module of a path.
-
-        Raises:
-            SelectorError: the program has neither.
-        """
-        if name in self.by_name:
-            return [self.by_name[name]]
-        if name not in self.inside:
-            known = {*self.by_name, *self.inside} - {""}
-            raise SelectorError(
-                f"{name!r} is no operator and no module of the exported program{near_names(name, known)}"
-            )
-        return self.inside[name]
-
-
-def paths_of(node: Node) -> set[str]:
-    """Return the paths of the modules around an operator; "" is the model."""
-    return {"", *(path for path, _ in module_stack(node))}
 
 
 def _everything(setting: Setting, program: Program) -> Iterable[Node]:
@@ -77,17 +36,9 @@ def _of_kind(setting: Setting, program: Program) -> Iterable[Node]:
     return [node for node in program.nodes if is_of_kind(setting.key, node)]
 
 
-def is_of_kind(kind: Kind, node: Node) -> bool:
-    """Tell whether a module of the type is around a node, or it calls (or comes from) the operator."""
-    if kind.modules:
-        return not kind.modules.isdisjoint(name for _, name in module_stack(node))
-    origin = tag_of(node, "origin")  # the operator that a rewrite took apart
-    return kind.is_call(node) or bool(origin and not kind.operators.isdisjoint(names_of(origin)))
-
-
 def _matching(setting: Setting, program: Program) -> Iterable[Node]:
-    paths = [path for path in program.inside if re.fullmatch(setting.key, path)]
-    return [node for path in paths for node in program.inside[path]]
+    match = compiled(setting.key).match
+    return [node for node in program.nodes if match(module_path(node))]
 
 
 def _accepted(setting: Setting, program: Program) -> Iterable[Node]:
@@ -100,51 +51,35 @@ def _asked(predicate: Callable[[Node], object], label: str, node: Node) -> bool:
 
 
 def _in_module(setting: Setting, program: Program) -> Iterable[Node]:
-    name = setting.key
-    if name not in program.inside:
+    if setting.key not in program.inside:
         raise SelectorError(
-            f"set_module_name({name!r}, ...) names no module of the exported program that computes anything"
-            f"{near_names(name, set(program.inside) - {''})}"
+            f"set_module_name({setting.key!r}, ...) names no module of the exported program that computes "
+            f"anything{program.hint(setting.key)}"
         )
-    return program.inside[name]
+    return program.inside[setting.key]
 
 
 def _between(setting: Setting, program: Program) -> Iterable[Node]:
     key: Subgraph = setting.key
     first = [node for name in key.inputs for node in program.named(name)]
     last = [node for name in key.outputs for node in program.named(name)]
-    forward = _reached(first, lambda node: node.users)
-    backward = _reached(last, lambda node: node.all_input_nodes)
-    between = [node for node in program.nodes if node in forward and node in backward]
-    if not between:
+    found = between(program, first, last)
+    if not found:
         raise SelectorError(
-            f"set_subgraph: no path leads {setting.label.removeprefix('subgraph ')}"
+            f"set_subgraph: no path leads {setting.label.removeprefix('subgraph ')}; values flow the other "
+            "way, or past each other"
         )
-    return [inner for node in between for inner in _with_bodies(node)]
-
-
-def _reached(start: Iterable[Node], step: Callable[[Node], Iterable[Node]]) -> set[Node]:
-    reached, waiting = set(start), list(start)
-    while waiting:
-        new = [node for node in step(waiting.pop()) if node not in reached]
-        reached.update(new)
-        waiting += new
-    return reached
-
-
-def _with_bodies(node: Node) -> list[Node]:
-    bodies = bodies_of(node) if is_nested_call(node) else []
-    return [node, *(inner for body in bodies for inner in nodes_in(body))]
+    return found
 
 
 def _called(setting: Setting, program: Program) -> Iterable[Node]:
     call: Call = setting.key
-    if call.module not in program.inside:
+    if call.module and call.module not in program.inside:
         raise SelectorError(
             f"set_module_name_object_type_order({call.module!r}, ...) names no module of the exported "
-            f"program{near_names(call.module, set(program.inside) - {''})}"
+            f"program{program.hint(call.module)}"
         )
-    calls = _calls(call, program.inside[call.module])
+    calls = calls_of(call, program.inside.get(call.module, ()))
     if call.index >= len(calls):
         made = ", ".join(nodes[0].name for nodes in calls) or "none"
         raise SelectorError(
@@ -153,22 +88,6 @@ def _called(setting: Setting, program: Program) -> Iterable[Node]:
             "Calls inside its submodules do not count: name those."
         )
     return calls[call.index]
-
-
-def _calls(call: Call, inside: Iterable[Node]) -> list[list[Node]]:
-    """Return the operators of each call that a module itself makes, in the order of the calls."""
-    if call.kind.operators:
-        return [[n] for n in inside if module_path(n) == call.module and call.kind.is_call(n)]
-    calls: dict[tuple[str, ...], list[Node]] = defaultdict(list)
-    for node in inside:
-        stack = list((node.meta.get("nn_module_stack") or {}).items())
-        paths = list(module_stack(node))
-        depth = max((i for i, (path, _) in enumerate(paths) if path == call.module), default=-1) + 1
-        if depth < len(paths) and paths[depth][1] in call.kind.modules:
-            calls[tuple(str(key) for key, _ in stack[: depth + 1])].append(
-                node
-            )  # of this very call
-    return list(calls.values())
 
 
 _PICKS: dict[str, Callable[[Setting, Program], Iterable[Node]]] = {
@@ -183,12 +102,15 @@ _PICKS: dict[str, Callable[[Setting, Program], Iterable[Node]]] = {
 _BY_PLACE = (FILTER, SUBGRAPH, CALL)
 """Levels that speak of places in the exported program: what a rewrite puts there inherits from it."""
 
+BARRED = Selection(None, "the filter function", selected=False)
+"""What an operator has for which the filter function is false."""
+
 
 class Assignment:
     """Which configuration each operator of one program has.
 
-    Predicates are asked once about every operator, in graph order. Operators that stand there after a
-    rewrite are looked up by the operator they come from.
+    Predicates are asked once about every operator, in the order in which a call runs them. Operators that
+    stand there after a rewrite are looked up by the operator they come from.
 
     Raises:
         SelectorError: an exact name, path or call is not in the program.
@@ -202,11 +124,11 @@ class Assignment:
             {node.name for node in _PICKS[setting.level](setting, self._program)}
             for setting in self._settings
         ]
+        self._deciding: dict[str, int] = {}
+        for number, names in enumerate(self._picked):
+            self._deciding.update(dict.fromkeys(names, number))
         self._barred = self._narrowed(selectors)
-        self._known: dict[str, Selection] = {}
-        for setting, names in zip(self._settings, self._picked, strict=True):
-            self._known.update(dict.fromkeys(names, Selection(setting.config, setting.label)))
-        self._known.update(dict.fromkeys(self._barred, Selection(None, "filter function")))
+        self._reached_new: set[int] = set()
 
     def _narrowed(self, selectors: Selectors) -> Collection[str]:
         function = selectors.filter_function
@@ -217,28 +139,35 @@ class Assignment:
     def select(self, node: Node) -> Selection:
         """Return what the most specific selector says of an operator."""
         original = self._program.by_name.get(node.name)
-        if original is not None and original.target is node.target:
-            return self._known.get(node.name, NOTHING)
-        return self._select_new(node)
-
-    def _select_new(self, node: Node) -> Selection:
-        """Answer for an operator that a rewrite made."""
-        source = tag_of(node, "source") or node.name
+        known = original is not None and original.target is node.target
+        source = node.name if known else tag_of(node, "source") or node.name
         if source in self._barred:
-            return Selection(None, "filter function")
-        found = NOTHING
-        for setting, names in zip(self._settings, self._picked, strict=True):
+            return BARRED
+        number = self._deciding.get(source) if known else self._decide_new(node, source)
+        if number is None:
+            return NOTHING
+        return Selection(self._settings[number].config, self._settings[number].label)
+
+    def _decide_new(self, node: Node, source: str) -> int | None:
+        """Return the setting for an operator that a rewrite made from `source`."""
+        found = None
+        for number, (setting, names) in enumerate(zip(self._settings, self._picked, strict=True)):
             if source in names if setting.level in _BY_PLACE else _applies(setting, node):
-                found = Selection(setting.config, setting.label)
+                found = number
+        if found is not None:
+            self._reached_new.add(found)
         return found
 
     def notes(self) -> list[str]:
         """Return the settings that pick no operator, and those that decide about none they pick."""
-        deciding = {selection.selector for selection in self._known.values()}
+        free = (number for name, number in self._deciding.items() if name not in self._barred)
+        deciding = {*free, *self._reached_new}
         return [
             _complaint(setting, names)
-            for setting, names in zip(self._settings, self._picked, strict=True)
-            if not names or (setting.level != GLOBAL and setting.label not in deciding)
+            for number, (setting, names) in enumerate(
+                zip(self._settings, self._picked, strict=True)
+            )
+            if number not in deciding and (setting.level != GLOBAL or not names)
         ]
 
 
@@ -246,7 +175,7 @@ def _applies(setting: Setting, node: Node) -> bool:
     if setting.level == TYPE:
         return is_of_kind(setting.key, node)
     if setting.level == REGEX:
-        return any(re.fullmatch(setting.key, path) for path in paths_of(node))
+        return compiled(setting.key).match(module_path(node)) is not None
     return setting.level == GLOBAL or setting.key in paths_of(node)
 
 
@@ -262,6 +191,8 @@ def _complaint(setting: Setting, names: Collection[str]) -> str:
     if names:
         return (
             f"{setting.label} decides about none of the {len(names)} operators that it picks: more specific "
-            "or later selectors do"
+            "or later selectors do, or the filter function leaves them out"
         )
-    return _NO_MATCH[setting.level].format(**vars(setting))
+    return _NO_MATCH[setting.level].format(
+        level=setting.level, key=setting.key, label=setting.label
+    )

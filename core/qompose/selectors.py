@@ -7,7 +7,8 @@ level (least specific first)  picks
 ``global``                   every operator
 ``object type``              what a module type computes (any module around the operator), an aten
                              operator, or what a function of torch is exported as
-``module name regex``        what is inside a module whose path the expression matches entirely
+``module name regex``        what is inside a module whose path the expression matches, from its start up
+                             to the end of a module's name
 ``filter``                   the operators for which a predicate is true
 ``module name``              what is inside one module
 ``subgraph``                 what lies between some operators or modules and others, these included
@@ -24,6 +25,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import PurePath
 from typing import Any, TypeAlias
 
 import torch
@@ -45,15 +47,19 @@ ObjectType: TypeAlias = (
 
 @dataclass(frozen=True)
 class Kind:
-    """A module type, or operators, by names: `torch.nn.modules.linear.Linear`; `aten.relu`, `aten.relu_`."""
+    """A module type, or operators, by names: `torch.nn.modules.linear.Linear`; `aten.relu`, `aten.relu_`.
+
+    `called` is how reports call it where that is not the first of the names.
+    """
 
     modules: frozenset[str] = frozenset()
     operators: frozenset[str] = frozenset()
+    called: str = field(default="", compare=False)
 
     @property
     def label(self) -> str:
-        """Return the first of the names, for reports."""
-        return min(self.modules | self.operators).removesuffix(".default")
+        """Return how reports call it."""
+        return self.called or min(self.modules | self.operators).removesuffix(".default")
 
     def is_call(self, node: Node) -> bool:
         """Tell whether a node calls one of the operators."""
@@ -77,7 +83,9 @@ def kind_of(object_type: object) -> Kind:
     if isinstance(object_type, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         return Kind(operators=frozenset({str(object_type)}))
     if callable(object_type) and not isinstance(object_type, type):
-        return Kind(operators=frozenset(map(str, aten_operators(object_type))))
+        names = frozenset(map(str, aten_operators(object_type)))
+        own = f"aten.{getattr(object_type, '__name__', '').rstrip('_')}"
+        return Kind(operators=names, called=own if own in names else "")
     raise SelectorError(
         f"{object_type!r} is neither a torch.nn.Module type, nor an aten operator such as "
         "torch.ops.aten.linear.default, nor a function such as torch.nn.functional.linear"
@@ -175,16 +183,36 @@ def for_kind(kind: Kind, config: QuantizationConfig | None) -> Setting:
 
 
 def for_regex(regex: str, config: QuantizationConfig | None) -> Setting:
-    """Return the setting of modules whose whole path an expression matches.
+    """Return the setting of the modules whose path an expression matches (`compiled`).
 
     Raises:
         SelectorError: it does not compile.
     """
+    if not isinstance(regex, str):
+        raise SelectorError(f"{regex!r} is no regular expression: write it as a string")
+    compiled(regex)
+    return Setting(REGEX, regex, config, f"module name regex {regex}")
+
+
+_FLAGS = re.compile(r"\(\?[aiLmsux]+\)")
+
+
+def compiled(regex: str) -> re.Pattern[str]:
+    r"""Return what `regex` matches of a module path: from its start up to the end of a module's name.
+
+    So `layers\.1` matches `layers.1` and all inside it, and not `layers.10`; what looks ahead sees the
+    whole path of the innermost module.
+
+    Raises:
+        SelectorError: it does not compile.
+    """
+    flags = _FLAGS.match(regex)
+    start = flags.end() if flags else 0
     try:
         re.compile(regex)
-    except (re.error, TypeError) as error:
+        return re.compile(f"{regex[:start]}(?:{regex[start:]})(?:(?<=\\.)|(?=\\.)|\\Z)")
+    except re.error as error:
         raise SelectorError(f"{regex!r} is not a regular expression: {error}") from error
-    return Setting(REGEX, regex, config, f"module name regex {regex}")
 
 
 def for_filter(function: Callable[[Node], object], config: QuantizationConfig | None) -> Setting:
@@ -195,6 +223,9 @@ def for_filter(function: Callable[[Node], object], config: QuantizationConfig | 
     """
     check_predicate(function)
     name = getattr(function, "__name__", type(function).__name__)
+    code = getattr(function, "__code__", None)
+    if name == "<lambda>" and code is not None:
+        name = f"<lambda> at {PurePath(code.co_filename).name}:{code.co_firstlineno}"
     return Setting(FILTER, function, config, f"filter {name}")
 
 
@@ -225,7 +256,7 @@ def for_subgraph(
     Raises:
         SelectorError: the names are none.
     """
-    ends = [(end,) if isinstance(end, str) else tuple(end) for end in (inputs, outputs)]
+    ends = [(end,) if isinstance(end, str) else _names(end) for end in (inputs, outputs)]
     if not all(end and all(isinstance(name, str) and name for name in end) for end in ends):
         raise SelectorError(
             f"inputs={inputs!r} and outputs={outputs!r} must be names of operators or modules, one at least"
@@ -233,6 +264,10 @@ def for_subgraph(
     key = Subgraph(*ends)
     label = f"subgraph from {', '.join(key.inputs)} to {', '.join(key.outputs)}"
     return Setting(SUBGRAPH, key, config, label)
+
+
+def _names(names: object) -> tuple[Any, ...]:
+    return tuple(names) if isinstance(names, (list, tuple, set, frozenset)) else ()
 
 
 def for_call(module: str, kind: Kind, index: int, config: QuantizationConfig | None) -> Setting:

@@ -213,12 +213,16 @@ class QuantizationConfig:
         Raises:
             ConfigError: there is no such role.
         """
-        fields = {"activation": ("input_activation", "output_activation"), "weight": ("weight",)}
+        parts = {
+            "activation": ("input_activation", "output_activation"),
+            "weight": ("weight", "bias"),
+        }
         for role in roles:
-            if role not in fields:
+            if not isinstance(role, str) or role not in parts:
                 raise ConfigError(f"{role!r} is neither 'activation' nor 'weight'")
-        left = {name: None for role in roles for name in fields[role]}
-        name = f"{self.name} without {' and '.join(roles)}" if self.name and roles else self.name
+        left = {name: None for role in roles for name in parts[role]}
+        changes = any(getattr(self, name) is not None for name in left)
+        name = f"{self.name} without {' and '.join(roles)}" if self.name and changes else self.name
         return replace(self, **left, name=name)  # type: ignore[arg-type]
 
     @property

@@ -151,12 +151,12 @@ def test_questions_reach_the_members(name: str) -> None:
         owner="b", rule="r", anchor="linear", nodes=("linear",), output="linear", specs=()
     )
     arguments: dict[str, tuple[Any, ...]] = {
-        "objection_to_rewrite": ([],),
+        "objection_to_rewrite": (claim, []),
         "objection_to_spec": (claim, INT8),
         "quantization_capabilities": (),
     }
     getattr(both, name)(*arguments[name])
-    asked = ["b"] if name == "objection_to_spec" else ["a", "b", "c"]
+    asked = ["b"] if name.startswith("objection") else ["a", "b", "c"]
     assert [member.label for member in members if member.count(name)] == asked
 
 

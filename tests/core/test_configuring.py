@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -16,8 +17,8 @@ import torch.nn.functional as F
 from qompose import ConfigError, QomposeError, RuleQuantizer, SelectorError
 from torch import nn
 
+from tests.core.places import CALLS, Caller, configs
 from tests.core.test_plugins import backend, install
-from tests.core.test_selection import CALLS, Caller, configs
 from tests.core.toy import (
     DYNAMIC,
     LINEAR,
@@ -26,6 +27,8 @@ from tests.core.toy import (
     WEIGHT_ONLY,
     NullQuantizer,
     ToyBackend,
+    plan_of,
+    prepare,
     toy,
 )
 
@@ -99,7 +102,7 @@ class TestRoundTrip:
 
 def test_names_as_people_write_them(install: Any) -> None:
     install(alpha=backend("alpha"))
-    data = {"select": "object type", "type": "torch.nn.Linear", "config": "static"}
+    data = {"select": "object type", "module type": "torch.nn.Linear", "config": "static"}
     again: Any = qompose.quantizer_from_dict({"backend": "alpha", "selectors": [data]})
     assert again.selectors == alpha().set_module_type(nn.Linear, STATIC).selectors
 
@@ -127,6 +130,8 @@ BAD: list[tuple[str, tuple[Any, ...], Any, str]] = [
     ("unknown level", (*ENTRY, "select"), "module names", "did you mean 'module name'"),
     ("unknown key of a setting", (*ENTRY, "recursive"), True, "unknown keys 'recursive'"),
     ("a number for a name", (*ENTRY, "name"), 3, "name=3 is no str"),
+    ("a level that is no text", (*ENTRY, "select"), [], "is none of"),
+    ("a backend that is no text", ("members", 0, "backend"), None, "is no name"),
     ("an empty name", (*ENTRY, "name"), "", "no module path"),
     ("unknown configuration", (*ENTRY, "config"), "statik", "did you mean 'static'"),
     ("malformed configuration", (*ENTRY, "config"), {"wait": 1}, "wait"),
@@ -159,12 +164,46 @@ class TestErrors:
             qompose.quantizer_from_dict(data)
 
     @pytest.mark.parametrize(
-        "name", ["linear", "aten.linaer", "aten.add.Tenser", "", 3, ["aten.x"]]
+        ("key", "name", "message"),
+        [
+            ("operator", "linear", "no operator 'linear'"),
+            ("operator", "aten.linaer", "no operator 'aten.linaer'"),
+            ("operator", "aten.add.Tenser", "no operator"),
+            ("operator", "mylib.op", "once that is imported"),
+            ("operator", ["aten.add", 3], "neither a name nor a list"),
+            ("operator", [], "neither a name nor a list"),
+            ("module type", "Linear", "no name such as"),
+            ("module type", 3, "no name such as"),
+            ("module type", "torch.nn.Linaer", "did you mean 'Linear'"),
+            ("module type", "torch.nn.functional.linear", "no module type"),
+            ("module type", "torch.onnx.Foo", "no module type"),
+            ("type", "torch.nn.Linear", "'module type' and 'operator'"),
+        ],
     )
-    def test_types_that_are_none(self, name: Any) -> None:
-        entry = {"select": "object type", "type": name, "config": None}
-        with pytest.raises((SelectorError, ConfigError)):
+    def test_types_that_are_none(self, key: str, name: Any, message: str) -> None:
+        entry = {"select": "object type", key: name, "config": None}
+        imported = set(sys.modules)
+        with pytest.raises((SelectorError, ConfigError), match=message):
             qompose.quantizer_from_dict({"backend": "alpha", "selectors": [entry]})
+        assert set(sys.modules) == imported, "reading data imports nothing"
+
+    def test_a_class_that_is_not_imported_yet_is_known_by_its_name(self) -> None:
+        entry = {"select": "object type", "module type": "some.model.Block", "config": None}
+        again: Any = qompose.quantizer_from_dict({"backend": "alpha", "selectors": [entry]})
+        assert again.to_dict()["selectors"] == [entry]
+        (note,) = plan_of(prepare(CALLS, again.set_global(STATIC))).notes
+        assert "some.model.Block occurs nowhere" in note
+
+    def test_a_subclass_is_code(self) -> None:
+        class Own(RuleQuantizer):
+            pass
+
+        class Composed(qompose.ComposableQuantizer):
+            pass
+
+        for quantizer in (Own(ToyBackend(name="alpha")), Composed([alpha()])):
+            with pytest.raises(ConfigError, match="is code"):
+                quantizer.to_dict()
 
     def test_a_configuration_that_the_backend_cannot_follow(self, install: Any) -> None:
         static = dataclasses.replace(LINEAR, modes=frozenset({"static"}))
@@ -187,7 +226,10 @@ class TestErrors:
         with pytest.raises(ConfigError, match=message):
             qompose.compose(quantizer).to_json()
 
-    @pytest.mark.parametrize("text", ["", "{", "[1]", "null"])
+    @pytest.mark.parametrize(
+        "text",
+        ["", "{", "[1]", "null", None, "[" * 100_000, '{"backend": "alpha", "backend": "b"}'],
+    )
     def test_text_that_is_no_configuration(self, text: str) -> None:
         with pytest.raises(ConfigError):
             qompose.quantizer_from_json(text)

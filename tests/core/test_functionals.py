@@ -53,6 +53,8 @@ CALLS: list[tuple[Callable[..., Any], Callable[[Tensor], Any], Tensor]] = [
     (torch.Tensor.view, lambda x: x.view(-1), ROWS),
     (torch.cat, lambda x: torch.cat([x, x]), ROWS),
     (torch.bmm, lambda x: torch.bmm(x, x.transpose(1, 2)), SEQUENCE),
+    (operator.sub, lambda x: 1 - x, ROWS),
+    (F.threshold, lambda x: F.threshold(x, 0.1, 0.0), ROWS),
     (torch.sigmoid, lambda x: x.sigmoid(), ROWS),
 ]  # fmt: skip
 
@@ -90,8 +92,8 @@ def linear(x: Tensor) -> Tensor:
     [
         pytest.param(linear, "is no function of torch", id="a function of the user's"),
         pytest.param(len, "is no function of torch", id="of Python"),
-        pytest.param(F.normalize, "normalize, which torch computes with several", id="several"),
-        pytest.param(F.multi_head_attention_forward, "with several", id="a large one"),
+        pytest.param(F.normalize, "no one aten operator stands for normalize", id="several"),
+        pytest.param(F.multi_head_attention_forward, "no one aten operator", id="a large one"),
     ],
 )
 def test_what_stands_for_no_operator(function: Any, message: str) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Selectors on programs: predicates, paths between operators, calls by number, and what rewrites leave."""
+"""Selectors on programs: predicates, what has no effect, and what rewrites leave."""
 
 from __future__ import annotations
 
@@ -12,13 +12,23 @@ import pytest
 import qompose
 import torch
 import torch.nn.functional as F
-from qompose import ConfigError, MemberError, RuleQuantizer, SelectorError, UserError
+from qompose import ConfigError, MemberError, RuleQuantizer, UserError
+from qompose.graph import module_path
 from torch import Tensor, nn
 from torch.fx import Node
 
+from tests.core.places import (
+    IS_LINEAR,
+    PROGRAM,
+    Regions,
+    X,
+    configs,
+    rules,
+)
 from tests.core.toy import (
     ADD,
     CONV,
+    CONV_RELU,
     DYNAMIC,
     LINEAR,
     PER_TENSOR,
@@ -36,63 +46,6 @@ from tests.core.toy import (
 )
 
 aten = torch.ops.aten
-X = randn(4, 3)
-IS_LINEAR = aten.linear.default
-
-
-def rules(*table: Any) -> RuleQuantizer:
-    return RuleQuantizer(ToyBackend(table or [LINEAR, ADD]))
-
-
-def configs(program: Any, quantizer: RuleQuantizer) -> dict[str, str]:
-    """Operator -> the configuration of its claim, of those that some rule could take."""
-    plan = plan_of(prepare(program, quantizer))
-    return {
-        o.name: "float" if o.claim is None else plan.claims[o.claim].config
-        for o in plan.operators
-        if o.operator in ("aten.linear", "aten.add.Tensor", "aten.conv2d")
-    }
-
-
-class Branches(nn.Module):
-    """Two layers beside each other, joined, and one layer after that."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.left = nn.Linear(3, 3), nn.Linear(3, 3)
-        self.right, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        return self.last(self.left(x) + self.right(x))
-
-
-PROGRAM = export(seeded(Branches()), X)
-
-
-class Caller(nn.Module):
-    """Calls one function three times, the last time in a submodule, and one layer twice."""
-
-    class Inner(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight, self.fc = nn.Parameter(torch.empty(3, 3)), nn.Linear(3, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = F.linear(self.fc(x), self.weight)
-            return F.linear(self.fc(x), self.weight)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.weight = Caller.Inner(), nn.Parameter(torch.empty(3, 3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(self.inner(x), self.weight)
-
-
-CALLS = export(
-    seeded(Caller()), X
-)  # linear: inner.fc, linear_1: inner, 2: inner.fc, 3: inner, 4: model
 
 
 class TestFilter:
@@ -126,6 +79,20 @@ class TestFilter:
             "linear_1": "float",
         }
 
+    @pytest.mark.parametrize("strict", [False, True])
+    def test_it_is_asked_in_the_order_of_a_run(self, strict: bool) -> None:
+        """The operators of a body stand where it is called; its call and results are none."""
+        seen: list[str] = []
+        program = export(seeded(Regions()), X, strict=strict)
+        prepare(program, rules().set_filter(lambda node: seen.append(module_path(node)), STATIC))
+        assert seen == ["a", "b", "c", "d"]
+
+    def test_a_member_that_occurs_twice_asks_once(self) -> None:
+        seen: list[str] = []
+        quantizer = rules().set_filter(lambda node: seen.append(node.name), STATIC)
+        prepare(PROGRAM, qompose.compose(quantizer, quantizer))
+        assert len(seen) == len(set(seen)) == 5
+
     def test_it_says_which_selector_it_was(self) -> None:
         def odd_ones(node: Node) -> bool:
             return True
@@ -136,7 +103,7 @@ class TestFilter:
     def test_an_error_of_a_predicate_names_the_operator(self) -> None:
         quantizer = rules().set_filter(lambda node: node.nothing, STATIC)  # type: ignore[attr-defined]
         with pytest.raises(
-            MemberError, match=r"filter <lambda>, asked about linear \(aten.linear in fi"
+            MemberError, match=r"filter <lambda> at .*, asked about linear \(aten.linear in fi"
         ):
             prepare(PROGRAM, quantizer)
 
@@ -149,105 +116,6 @@ class TestFilter:
         configs(PROGRAM, quantizer)
         assert seen == first * 2
         assert first == ["linear", "linear_1", "linear_2", "add", "linear_3"]
-
-
-class TestSubgraph:
-    """`set_subgraph`."""
-
-    @pytest.mark.parametrize(
-        ("inputs", "outputs", "chosen"),
-        [
-            pytest.param("first", "last", {"linear", "linear_1", "linear_2", "add", "linear_3"}, id="all"),
-            pytest.param("left", "add", {"linear_1", "add"}, id="one branch"),
-            pytest.param("linear_2", "linear_2", {"linear_2"}, id="one operator"),
-            pytest.param(["left", "right"], ["add"], {"linear_1", "linear_2", "add"}, id="several"),
-        ],
-    )  # fmt: skip
-    def test_what_lies_between(self, inputs: Any, outputs: Any, chosen: set[str]) -> None:
-        quantizer = rules().set_global(STATIC).set_subgraph(inputs, outputs, None)
-        found = configs(PROGRAM, quantizer)
-        assert {name for name, config in found.items() if config == "float"} == chosen
-
-    @pytest.mark.parametrize(
-        ("inputs", "outputs", "message"),
-        [
-            pytest.param("lefd", "last", "'lefd' is no operator and no module .*'left'", id="name"),
-            pytest.param(
-                "last", "first", "no path leads from last to first", id="against the flow"
-            ),
-            pytest.param(
-                "left", "right", "no path leads from left to right", id="beside each other"
-            ),
-        ],
-    )
-    def test_errors(self, inputs: str, outputs: str, message: str) -> None:
-        with pytest.raises(SelectorError, match=f"toy: .*{message}"):
-            prepare(PROGRAM, rules().set_subgraph(inputs, outputs, None))
-
-    def test_bodies_inside_belong_to_it(self) -> None:
-        class Net(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
-
-            def forward(self, x: Tensor) -> Tensor:
-                x = self.a(x)
-                with torch.no_grad():
-                    x = self.b(x)
-                return x.neg()
-
-        program = export(seeded(Net()), X)
-        quantizer = rules().set_global(STATIC).set_subgraph("a", "neg", None)
-        assert set(configs(program, quantizer).values()) == {"float"}
-
-
-class TestCall:
-    """`set_module_name_object_type_order`."""
-
-    @pytest.mark.parametrize(
-        ("module", "kind", "index", "chosen"),
-        [
-            pytest.param("inner", F.linear, 0, "linear_1", id="the module's own first call"),
-            pytest.param("inner", F.linear, 1, "linear_3", id="its second"),
-            pytest.param("inner", aten.linear, 1, "linear_3", id="an operator"),
-            pytest.param("inner", aten.linear.default, 0, "linear_1", id="an overload"),
-            pytest.param("", F.linear, 0, "linear_4", id="the model itself"),
-            pytest.param("inner", nn.Linear, 0, "linear", id="a submodule"),
-            pytest.param("inner", nn.Linear, 1, "linear_2", id="the same submodule again"),
-            pytest.param("inner.fc", F.linear, 1, "linear_2", id="in the submodule"),
-        ],
-    )
-    def test_calls_are_counted_by_module(
-        self, module: str, kind: Any, index: int, chosen: str
-    ) -> None:
-        quantizer = rules().set_global(STATIC)
-        quantizer.set_module_name_object_type_order(module, kind, index, DYNAMIC)
-        found = configs(CALLS, quantizer)
-        assert [name for name, config in found.items() if config == "dynamic"] == [chosen]
-
-    def test_a_module_call_is_all_that_it_computes(self) -> None:
-        quantizer = rules().set_module_name_object_type_order("", Caller.Inner, 0, STATIC)
-        found = configs(CALLS, quantizer)
-        assert [name for name, config in found.items() if config == "static"] == [
-            *("linear", "linear_1", "linear_2", "linear_3")
-        ]
-
-    @pytest.mark.parametrize(
-        ("module", "kind", "index", "message"),
-        [
-            pytest.param("iner", F.linear, 0, "'iner'.*did you mean 'inner'", id="module"),
-            pytest.param(
-                "inner", F.linear, 2, r"2 calls of aten.linear \(linear_1, linear_3\)", id="index"
-            ),
-            pytest.param("", nn.Linear, 0, "0 calls of torch.nn.*Linear.*none", id="not its own"),
-        ],
-    )
-    def test_what_is_not_there_is_an_error(
-        self, module: str, kind: Any, index: int, message: str
-    ) -> None:
-        quantizer = rules().set_module_name_object_type_order(module, kind, index, None)
-        with pytest.raises(SelectorError, match=message):
-            prepare(CALLS, quantizer)
 
 
 class Slide(nn.Module):
@@ -315,7 +183,7 @@ class TestNotes:
         ("setting", "note"),
         [
             pytest.param(
-                lambda q: q.set_filter(lambda n: False, None), "filter <lambda> picks no op", id="filter"
+                lambda q: q.set_filter(lambda n: False, None), "py:", id="filter"
             ),
             pytest.param(
                 lambda q: q.set_module_type(nn.Linear, DYNAMIC).set_operator_type(aten.linear, STATIC),
@@ -323,6 +191,10 @@ class TestNotes:
                 id="overruled",
             ),
             pytest.param(lambda q: q.set_operator_type(torch.sin, None), "aten.sin occurs now", id="type"),
+            pytest.param(
+                lambda q: q.set_operator_type(IS_LINEAR, DYNAMIC).set_operator_type(aten.linear, STATIC),
+                "type aten.linear decides about none of the 4", id="overruled under the same name",
+            ),
         ],
     )  # fmt: skip
     def test_a_setting_without_effect(self, setting: Callable[[Any], Any], note: str) -> None:
@@ -335,8 +207,75 @@ class TestNotes:
         quantizer = toy(LINEAR, ADD).set_module_name("first", None).set_operator_type(ADD_OP, None)
         assert plan_of(prepare(PROGRAM, quantizer)).notes == ()
 
+    def test_a_type_that_only_a_decomposition_calls_is_not_missed(self) -> None:
+        quantizer = toy(MATMUL, config=None, rewrites=("split_attention",))
+        quantizer.set_operator_type(torch.matmul, STATIC)
+        plan = plan_of(prepare(export(seeded(Attention()), randn(1, 3, 4)), quantizer, strict=True))
+        assert len(plan.claims) == 2
+
 
 ADD_OP = aten.add.Tensor
+
+
+def narrowed(quantizer: RuleQuantizer) -> RuleQuantizer:
+    return quantizer.set_filter_function(lambda node: node.target is aten.conv2d.default)
+
+
+class TestFolding:
+    """Whose selectors keep a batch norm from being folded: those of who takes the convolution."""
+
+    @pytest.mark.parametrize(
+        ("other", "folded"),
+        [
+            pytest.param(lambda q: q.set_module_name("0", None), True, id="leaves the convolution"),
+            pytest.param(lambda q: q.set_module_name("1", None), True, id="leaves the batch norm"),
+            pytest.param(lambda q: q, True, id="comes second and takes nothing"),
+        ],
+    )
+    @pytest.mark.parametrize("first", [False, True])
+    def test_other_members_have_no_say(self, other: Any, folded: bool, first: bool) -> None:
+        """The other member has no rule for convolutions, or its selectors leave it alone."""
+        one, two = toy(CONV, name="one"), other(toy(LINEAR, name="two"))
+        prepared = prepare(NORMED, qompose.compose(*((two, one) if first else (one, two))))
+        assert bool(plan_of(prepared).rewrites) is folded
+        assert not [note for note in plan_of(prepared).notes if "was not made" in note]
+
+    def test_the_member_that_takes_it_decides(self) -> None:
+        left, taking = toy(CONV, name="left").set_module_name("0", None), toy(CONV, name="taking")
+        plan = plan_of(prepare(NORMED, qompose.compose(left, taking)))
+        assert [claim.owner for claim in plan.claims] == ["taking"]
+        assert plan.rewrites
+        taking.set_module_name("1", None)
+        plan = plan_of(prepare(NORMED, qompose.compose(left, taking)))
+        assert [claim.owner for claim in plan.claims] == ["taking"]
+        assert not plan.rewrites
+        assert any("was not made: module name 1 wants float" in note for note in plan.notes)
+
+    def test_a_filter_function_speaks_of_what_is_quantized_and_blocks_no_fusion(self) -> None:
+        plan = plan_of(prepare(NORMED, narrowed(toy(CONV_RELU, CONV, LINEAR))))
+        assert [claim.rule for claim in plan.claims] == ["conv_relu"]
+        assert plan.rewrites
+
+    def test_what_a_filter_function_leaves_out_says_so(self) -> None:
+        report = qompose.report(prepare(PROGRAM, narrowed(toy(LINEAR, ADD))))
+        assert {row.reason for row in report.rows} == {"toy: the filter function leaves it out"}
+        assert ["global" in note for note in report.notes if "decides" in note] == []
+
+
+def test_a_subclass_that_annotates_for_itself_is_refused() -> None:
+    """This engine would not call it, which would be silent."""
+
+    class Own(RuleQuantizer):
+        def annotate(self, model: Any) -> Any:
+            return super().annotate(model)
+
+    with pytest.raises(UserError, match="Own has an annotate of its own"):
+        prepare(PROGRAM, Own(ToyBackend([LINEAR])).set_global(STATIC))
+
+
+NORMED = export(
+    seeded(nn.Sequential(nn.Conv2d(2, 3, 1), nn.BatchNorm2d(3), nn.ReLU())), randn(1, 2, 4, 4)
+)
 
 
 class Attention(nn.Module):

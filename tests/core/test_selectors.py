@@ -227,9 +227,15 @@ def test_types(key: Any, reached: tuple[str, ...]) -> None:
         pytest.param("bod", (), id="a part of a path"),
         pytest.param("linear", (), id="the end of a path"),
         pytest.param(".*", PATHS, id="everything"),
+        pytest.param(r"body\.", PATHS[:2], id="up to a dot, as in a qconfig mapping"),
+        pytest.param(r"(?!body\.0).*", PATHS[1:], id="looking ahead"),
+        pytest.param(r"(?i)BODY\.0", PATHS[:1], id="flags"),
+        pytest.param(r"head|body\.1", PATHS[1:], id="alternatives"),
+        pytest.param(r".*linear$", PATHS[:2], id="an end"),
+        pytest.param("", (), id="nothing"),
     ],
 )
-def test_a_regex_must_match_the_whole_path_of_a_module(
+def test_a_regex_matches_up_to_the_end_of_a_modules_name(
     regex: str, reached: tuple[str, ...]
 ) -> None:
     found = configs(silent().set_module_name_regex(regex, DYNAMIC))
@@ -290,12 +296,14 @@ def test_what_else_matches_nothing_is_a_note(setting: Any, note: str) -> None:
     ("setting", "message"),
     [
         pytest.param(lambda q: q.set_module_name_regex("(", STATIC), "regular expr", id="regex"),
+        pytest.param(lambda q: q.set_module_name_regex(b"x", STATIC), "as a string", id="bytes"),
+        pytest.param(lambda q: q.set_subgraph(3, "head", STATIC), "one at least", id="number"),
         pytest.param(lambda q: q.set_object_type("linear", STATIC), "neither", id="a string"),
         pytest.param(lambda q: q.set_object_type(int, STATIC), "neither", id="no module"),
         pytest.param(lambda q: q.set_object_type(len, STATIC), "no function of", id="not torch's"),
         pytest.param(
             lambda q: q.set_object_type(nn.functional.normalize, STATIC),
-            "computes with several",
+            "no one aten operator",
             id="no single operator",
         ),
         pytest.param(

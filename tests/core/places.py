@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs in which selectors have places to speak of, and what each of their operators got."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from qompose import RuleQuantizer
+from torch import Tensor, nn
+from torch._higher_order_ops.scan import scan
+
+from tests.core.toy import (
+    ADD,
+    LINEAR,
+    ToyBackend,
+    export,
+    plan_of,
+    prepare,
+    randn,
+    seeded,
+)
+
+aten = torch.ops.aten
+X = randn(4, 3)
+IS_LINEAR = aten.linear.default
+
+
+def rules(*table: Any) -> RuleQuantizer:
+    return RuleQuantizer(ToyBackend(table or [LINEAR, ADD]))
+
+
+def configs(program: Any, quantizer: RuleQuantizer) -> dict[str, str]:
+    """Operator -> the configuration of its claim, of those that some rule could take."""
+    plan = plan_of(prepare(program, quantizer))
+    return {
+        o.name: "float" if o.claim is None else plan.claims[o.claim].config
+        for o in plan.operators
+        if o.operator in ("aten.linear", "aten.add.Tensor", "aten.conv2d")
+    }
+
+
+class Branches(nn.Module):
+    """Two layers beside each other, joined, and one layer after that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.left = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.right, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.last(self.left(x) + self.right(x))
+
+
+PROGRAM = export(seeded(Branches()), X)
+
+
+class Caller(nn.Module):
+    """Calls one function three times, the last time in a submodule, and one layer twice."""
+
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.fc = nn.Parameter(torch.empty(3, 3)), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = F.linear(self.fc(x), self.weight)
+            return F.linear(self.fc(x), self.weight)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.weight = Caller.Inner(), nn.Parameter(torch.empty(3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self.inner(x), self.weight)
+
+
+CALLS = export(
+    seeded(Caller()), X
+)  # linear: inner.fc, linear_1: inner, 2: inner.fc, 3: inner, 4: model
+
+
+class Regions(nn.Module):
+    """Four layers, two of them in a region without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d = (nn.Linear(3, 3) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        with torch.no_grad():
+            x = self.c(self.b(x))
+        return self.d(x)
+
+
+class Scanned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.cell, self.after = (nn.Linear(3, 3) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        def step(carried: Tensor, part: Tensor) -> tuple[Tensor, Tensor]:
+            return carried + 1, self.cell(part)
+
+        _, stacked = scan(step, torch.zeros(1), self.before(x))
+        return self.after(stacked)
+
+
+class Held(nn.Module):
+    """Layers in containers, which run nothing themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(3, 3)) for _ in range(2)])
+        self.parts = nn.ModuleDict({"an odd name": nn.Linear(3, 3)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.parts["an odd name"](x)
+
+
+HELD = export(seeded(Held()), X)
