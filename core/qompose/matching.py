@@ -21,7 +21,7 @@ from qompose.claims import (
     Rejection,
     shared_with,
 )
-from qompose.errors import ConfigError
+from qompose.errors import ConfigError, blaming
 from qompose.graph import constant_of, describe, is_quantizable, value_of
 from qompose.patterns import Match, OperatorIndex, Pattern
 from qompose.rules import STATIC, Rule
@@ -101,7 +101,10 @@ def _propose_match(
     selection = selectors.select(anchor)
     names = tuple(node.name for node in match.nodes)
     if selection.selected:
-        reason = _objection(rule, match, selection, selectors) or _written(match, unsafe)
+        with blaming(
+            f"{owner}: the guard of rule {rule.name}, asked about {describe(match.output)},"
+        ):
+            reason = _objection(rule, match, selection, selectors) or _written(match, unsafe)
     else:
         reason = f"{selection.selector} leaves it out" if selection.selector else _UNSELECTED
     if reason is not None:

@@ -26,6 +26,9 @@ from qompose.errors import ConfigError
 Capture: TypeAlias = "Node | tuple[Any, ...] | object"
 """What a name of a pattern stands for in a match: a node, a list of nodes, or a literal argument."""
 
+Shape: TypeAlias = "tuple[int, ...] | Callable[[], Tensor]"
+"""An example tensor: its shape, or a function that makes it where numbers from a range will not do."""
+
 
 @dataclass(frozen=True)
 class Match:
@@ -88,9 +91,19 @@ class OperatorPattern:
     """One aten operator, in any of several overloads whose arguments have the same names.
 
     Names of a match are the operator's schema arguments, and "output".
+
+    Args:
+        targets: the overloads. Matching reads nothing else; the rest is for tests of the rule
+            (`qompose.testing`), and is not needed where every required argument is a tensor.
+        example: a function of tensors that calls the first of `targets`, with the literals it needs:
+            `lambda self: F.max_pool2d(self, 2)`. A parameter with the name of the rule's weight or bias
+            is a parameter of the tested model, any other is an input.
+        shapes: for each parameter of `example` (or, without it, for each tensor argument of the operator).
     """
 
     targets: tuple[torch._ops.OpOverload, ...]
+    example: Callable[..., Tensor] | None = None
+    shapes: tuple[Shape, ...] = ()
 
     @property
     def names(self) -> frozenset[str]:
@@ -111,7 +124,10 @@ class Pattern:
 
     Args:
         function: takes tensors and returns the output, the only value that leaves the region.
-        shapes: an example shape for each parameter; only ranks matter, since literals are ignored.
+        shapes: an example shape for each parameter (or a function that makes the tensor, such as one of
+            indices); only ranks matter to matching, since literals are ignored. Tests of the rule
+            (`qompose.testing`) call the function with such tensors, and with larger ones.
+            Fewer shapes than parameters make a variant that leaves the last ones at their defaults.
         operators: names for operators that the function calls, as (name, operator); one that is called
             several times is named in the order of the calls. Programs without them are not searched.
 
@@ -119,7 +135,7 @@ class Pattern:
     """
 
     function: Callable[..., Tensor]
-    shapes: tuple[tuple[int, ...], ...]
+    shapes: tuple[Shape, ...]
     operators: tuple[tuple[str, torch._ops.OpOverload], ...]
 
     def find(self, index: OperatorIndex) -> Iterator[Match]:
@@ -148,6 +164,11 @@ class Pattern:
             captures,
         )
 
+    def calls(self) -> tuple[torch._ops.OpOverload, ...]:
+        """Return the operators that the function calls, in their order. The pattern is captured for it."""
+        nodes = _matcher(self).pattern.nodes
+        return tuple(node.target for node in nodes if node.op == "call_function")
+
     @property
     def names(self) -> frozenset[str]:
         """Return the names that every match has."""
@@ -155,8 +176,8 @@ class Pattern:
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """Return the names of the function's parameters."""
-        return tuple(inspect.signature(self.function).parameters)
+        """Return the names of the function's parameters, as many as there are shapes."""
+        return tuple(inspect.signature(self.function).parameters)[: len(self.shapes)]
 
 
 class _Matcher(SubgraphMatcherWithNameNodeMap):
@@ -235,7 +256,7 @@ class _Captured(nn.Module):
 
 @cache
 def _matcher(pattern: Pattern) -> _Matcher:
-    example = tuple(torch.zeros(shape) for shape in pattern.shapes)
+    example = tuple(s() if callable(s) else torch.zeros(s) for s in pattern.shapes)
     with torch.no_grad():
         module = torch.export.export(_Captured(pattern.function), example).module(
             check_guards=False

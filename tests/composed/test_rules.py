@@ -154,5 +154,6 @@ def _inside(lowered: torch.fx.GraphModule) -> list[torch.fx.Node]:
 
 @pytest.mark.parametrize("backend", ["x86_inductor", "xnnpack"])
 def test_every_rule_has_a_case(backend: str) -> None:
-    rules = {rule.name for rule in qompose.load_backend(backend).rules}
+    """Save one that applies to batches of any size alone, which tests/contracts tries."""
+    rules = {rule.name for rule in qompose.load_backend(backend).rules} - {"view_any_batch"}
     assert rules == {case.rule for case in CASES if case.backend == backend}

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 import qompose
 import torch
-from qompose import OperatorPattern, QuantizationConfig, TensorConstraint
+from qompose import MemberError, OperatorPattern, QuantizationConfig, TensorConstraint
 from qompose.claims import Point
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -289,3 +290,15 @@ def test_a_missing_variant_is_named() -> None:
     biased = rule("linear", LINEAR_PATTERN, weight="weight")
     report = qompose.report(prepare(export(nn.Linear(3, 4, bias=False), randn(2, 3)), toy(biased)))
     assert "no pattern of linear fits here, where its value goes to output" in report.rows[0].reason
+
+
+def test_a_guard_that_raises_is_named() -> None:
+    def guard(match: qompose.Match) -> str | None:
+        raise KeyError("width")
+
+    broken = dataclasses.replace(LINEAR, guard=guard)
+    message = (
+        r"toy: .*guard of rule linear, asked about linear \(aten.linear\), raised KeyError: 'width'"
+    )
+    with pytest.raises(MemberError, match=message):
+        prepare(export(nn.Linear(3, 4), randn(2, 3)), toy(broken))

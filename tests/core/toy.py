@@ -159,6 +159,8 @@ RULES = (CONV_ADD_RELU, CONV_RELU, LINEAR_RELU, CONV, LINEAR, ADD_RELU, ADD, SIG
 class ToyBackend(Backend):
     """A backend of the given rules."""
 
+    api_version = 1
+
     def __init__(self, rules: Iterable[Rule] = RULES, name: str = "toy", **facts: Any) -> None:
         self.name, self.rules = name, tuple(rules)
         self.configs = {"static": STATIC, "dynamic": DYNAMIC, "weight-only": WEIGHT_ONLY}

@@ -100,7 +100,13 @@ def _linear(name: str, drawing: str, activation: Activation | None) -> Rule:
 MAX_POOL = Rule(
     name="max_pool2d",
     drawing="max_pool2d",
-    patterns=(OperatorPattern((torch.ops.aten.max_pool2d.default,)),),
+    patterns=(
+        OperatorPattern(
+            (torch.ops.aten.max_pool2d.default,),
+            example=lambda self: torch.nn.functional.max_pool2d(self, 3, 2, 1),
+            shapes=((1, 2, 5, 5),),
+        ),
+    ),
     activations=("self",),
     shares=True,
     condition="all",

@@ -26,6 +26,15 @@ from qompose_xnnpack.executorch_api import (
     quiet,
 )
 
+MEANS = frozenset(
+    {
+        torch.ops.aten.mean.dim,
+        torch.ops.aten.adaptive_avg_pool2d.default,
+        torch.ops.aten.avg_pool2d.default,
+    }
+)
+"""Operators that may become XNNPACK's mean."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Operator:
@@ -82,14 +91,20 @@ def _claims(operators: Iterable[Operator]) -> frozenset[int]:
 class ExecutorchProgram:
     """A program for the ExecuTorch runtime, and its one loaded method ``forward``.
 
-    ``buffer``: the ``.pte`` file as bytes; ``delegation``: what XNNPACK took.
+    ``buffer``: the ``.pte`` file as bytes; ``delegation``: what XNNPACK took; ``first``: inputs that the
+    method must run with before any smaller ones, or None (see ``_largest``).
     """
 
     def __init__(
-        self, buffer: bytes, delegation: Delegation, specs: tuple[pytree.TreeSpec, pytree.TreeSpec]
+        self,
+        buffer: bytes,
+        delegation: Delegation,
+        specs: tuple[pytree.TreeSpec, pytree.TreeSpec],
+        first: tuple[Any, ...] | None = None,
     ) -> None:
         self.buffer = buffer
         self.delegation = delegation
+        self.first = first
         self._in_spec, self._out_spec = specs
         self._program: Any = None
         self._method: Any = None
@@ -126,6 +141,8 @@ class ExecutorchProgram:
             try:
                 self._program = runtime.load_program(self.buffer)
                 self._method = self._program.load_method("forward")
+                if self.first is not None:
+                    self._method.execute(list(self.first))
             except RuntimeError as error:
                 raise ExecutorchTargetError(
                     f"the ExecuTorch runtime cannot load this program ({error}); its reason "
@@ -181,6 +198,7 @@ def lower_to_executorch(
         _check_zero_points(exported)
         _split_dequantize(exported.graph)
         specs = (exported.call_spec.in_spec, exported.call_spec.out_spec)
+        first = _largest(exported)
         try:
             edge = api.to_edge_transform_and_lower(exported, partitioner=[api.partitioner()])
             delegation = _read_delegation(edge.exported_program().graph_module, api)
@@ -192,10 +210,37 @@ def lower_to_executorch(
         except Exception as error:  # its passes raise bare Exception and AssertionError too
             reason = f"{type(error).__name__}: {error}"
             raise ExecutorchTargetError(f"ExecuTorch cannot lower this graph: {reason}") from error
-    program = ExecutorchProgram(buffer, delegation, specs)
+    program = ExecutorchProgram(buffer, delegation, specs, first)
     if load:
         program.load()
     return program
+
+
+def _largest(exported: torch.export.ExportedProgram) -> tuple[Any, ...] | None:
+    """Return zeros in the largest shapes of the inputs, where a program with means takes several shapes.
+
+    XNNPACK's int8 mean sizes its workspace in the first run and, in executorch 1.5.1, writes beyond it in
+    a later one with a larger batch. Other runtimes of the ``.pte`` file need such a first run too.
+    """
+    targets = {node.target for node in exported.graph.nodes}
+    if not exported.range_constraints or targets.isdisjoint(MEANS):
+        return None
+    upper = {symbol: bounds.upper for symbol, bounds in exported.range_constraints.items()}
+    names = set(exported.graph_signature.user_inputs)
+    values = [
+        n.meta["val"] for n in exported.graph.nodes if n.op == "placeholder" and n.name in names
+    ]
+    if not all(isinstance(value, torch.Tensor) for value in values):
+        return None
+    return tuple(
+        torch.zeros([_most(size, upper) for size in value.shape], dtype=value.dtype)
+        for value in values
+    )
+
+
+def _most(size: Any, upper: dict[Any, Any]) -> int:
+    """Return the largest value of a size, which may be an expression of symbols."""
+    return size if isinstance(size, int) else int(size.node.expr.subs(upper))
 
 
 def _split_dequantize(graph: Graph) -> None:

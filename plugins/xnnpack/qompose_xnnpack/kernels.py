@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from qompose import NotLowerable, QuantizedTensor, Region, on_integers
+from qompose import NotLowerable, QuantizedTensor, Region
 from torch.fx import Node
 
 from qompose_xnnpack import ops
@@ -92,17 +92,6 @@ def relu(region: Region) -> Node:
     _check_same(source, output)
     clamp = torch.ops.aten.clamp.default
     return region.call(clamp, source.node, output.zero_point, output.high, dtype=output.dtype)
-
-
-def view(region: Region) -> Node | None:
-    """Leave a view to XNNPACK, except one to a size known only at run time, which it does not take.
-
-    That one is emitted on integers: outside of a delegate it moves bytes and needs no Q/DQ around it.
-    """
-    sizes = region.output_node.meta["val"].shape
-    if any(isinstance(size, torch.SymInt) for size in sizes):
-        return on_integers(region)
-    return None
 
 
 def _first_role(region: Region) -> str:

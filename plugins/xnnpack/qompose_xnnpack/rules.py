@@ -12,7 +12,7 @@ from qompose import Kernel, Match, OperatorPattern, Region, Rule, TensorConstrai
 from torch.fx import Node
 
 from qompose_xnnpack.integer import MAX_DEPTH
-from qompose_xnnpack.kernels import Pairwise, Reduction, Weighted, relu, view
+from qompose_xnnpack.kernels import Pairwise, Reduction, Weighted, relu
 from qompose_xnnpack.patterns import pairwise_relu, weighted
 
 aten = torch.ops.aten
@@ -79,6 +79,19 @@ def _mean_over_image(match: Match) -> str | None:
     return None
 
 
+def _known_size(match: Match) -> str | None:
+    unknown = "its size is known only at run time, and XNNPACK takes no such view"
+    return unknown if _varies(match) else _float32(match)
+
+
+def _size_known_later(match: Match) -> str | None:
+    return _float32(match) if _varies(match) else "its size is known: see rule view"
+
+
+def _varies(match: Match) -> bool:
+    return any(isinstance(size, torch.SymInt) for size in match.output.meta["val"].shape)
+
+
 def _to_one(match: Match) -> str | None:
     """ExecuTorch turns an adaptive pooling into a mean only where one value is left per channel."""
     size: Any = match.captures.get("output_size")
@@ -139,7 +152,7 @@ def _pairwise(operator: str, *targets: Any) -> Rule:
 
 def _shared(
     name: str,
-    *targets: Any,
+    *patterns: OperatorPattern,
     emit: Callable[[Region], Node] = on_integers,
     guard: Callable[[Match], str | None] = _float32,
     activation: str = "self",
@@ -150,7 +163,7 @@ def _shared(
     kernel = name if emit is not on_integers else f"{name} on integers"
     return Rule(
         name=name,
-        patterns=(OperatorPattern(targets),),
+        patterns=patterns,
         activations=(activation,),
         shares=True,
         condition=condition,
@@ -160,6 +173,17 @@ def _shared(
     )
 
 
+def _one(target: Any, *literals: Any) -> OperatorPattern:
+    """Return the pattern of an operator on one image, and the literals of its example."""
+    return OperatorPattern((target,), lambda self: target(self, *literals), (IMAGE,))
+
+
+IMAGE = (1, 2, 4, 4)
+VIEWS = (
+    _one(aten.view.default, [-1]),
+    _one(aten.reshape.default, [-1]),
+    _one(aten.flatten.using_ints, 1),
+)
 _MAXIMUM = ("kernel_size", "stride", "padding", "dilation", "ceil_mode")
 
 RULES: tuple[Rule, ...] = (
@@ -174,29 +198,41 @@ RULES: tuple[Rule, ...] = (
     _pairwise("mul", aten.mul.Tensor, aten.mul_.Tensor),
     _shared(
         "adaptive_avg_pool2d",
-        aten.adaptive_avg_pool2d.default,
+        _one(aten.adaptive_avg_pool2d.default, [1, 1]),
         guard=_to_one,
         emit=Reduction("adaptive_avg_pool2d", ("output_size",)),
     ),
     _shared(
-        "mean", aten.mean.dim, guard=_mean_over_image, emit=Reduction("mean", ("dim", "keepdim"))
+        "mean",
+        _one(aten.mean.dim, [2, 3], True),
+        guard=_mean_over_image,
+        emit=Reduction("mean", ("dim", "keepdim")),
     ),
     _shared(
         "max_pool2d",
-        aten.max_pool2d.default,
+        _one(aten.max_pool2d.default, [3, 3], [2, 2], [1, 1]),
         guard=_rank("self", 4),
         emit=Reduction("max_pool2d", _MAXIMUM),
     ),
-    _shared("relu", aten.relu.default, aten.relu_.default, emit=relu),
-    _shared("cat", aten.cat.default, activation="tensors", condition="any"),
+    _shared("relu", OperatorPattern((aten.relu.default, aten.relu_.default)), emit=relu),
     _shared(
-        "view",
-        aten.view.default,
-        aten.reshape.default,
-        aten.flatten.using_ints,
-        delegated=Kernel("view on integers", view),
+        "cat",
+        OperatorPattern((aten.cat.default,)),
+        activation="tensors",
+        condition="any",
     ),
-    _shared("permute", aten.permute.default, aten.transpose.int),
-    _shared("squeeze", aten.squeeze.dim),
-    _shared("slice", aten.slice.Tensor),
+    _shared("view", *VIEWS, guard=_known_size),
+    _shared(
+        "view_any_batch",
+        *VIEWS,
+        guard=_size_known_later,
+        delegated=Kernel("view on integers", on_integers),
+    ),
+    _shared("permute", _one(aten.permute.default, [0, 2, 3, 1]), _one(aten.transpose.int, 1, 2)),
+    _shared(
+        "squeeze",
+        OperatorPattern((aten.squeeze.dim,), lambda self: self.squeeze(2), ((1, 2, 1),)),
+        delegated=Kernel("squeeze on integers", on_integers),
+    ),
+    _shared("slice", _one(aten.slice.Tensor, 1, 0, 1)),
 )

@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The class that authors of backends subclass. pytest makes its tests from the backend's rule table."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from qompose.testing.accepting import accepts, half_precision, refuses
+from qompose.testing.behaviour import behaves, leaves_inputs_alone, takes_any_batch
+from qompose.testing.effects import imports_cleanly, works_cleanly
+from qompose.testing.failures import ContractError, NotApplicable
+from qompose.testing.limits import Limit
+from qompose.testing.parameters import parameters
+from qompose.testing.precedence import most_specific_wins
+from qompose.testing.rows import (
+    annotates,
+    converts,
+    is_listed,
+    keeps_parameters,
+    lowers,
+    matches_for_integers,
+    matches_reference,
+    shares,
+)
+from qompose.testing.sources import imports_public_names
+from qompose.testing.suite import BackendSource, Case, Suite
+from qompose.testing.together import composes, saves
+from qompose.testing.whole import has_configs, has_rules, loads, says_availability
+
+
+class BackendContract:
+    """What every backend promises. Subclass it, and name the backend.
+
+    A test that cannot pass is overridden with a reason, `pytest.mark.xfail(reason=...)`; to override or
+    delete one without is a failure.
+
+    Attributes:
+        backend: the name of the backend's entry point; or, where it is not installed, a Backend or what
+            makes one.
+        min_sqnr: least signal to quantization noise ratio of a row against the float model, in decibels.
+        max_float_error: how far the float outputs of a kernel may be off, as a part of the largest value.
+    """
+
+    backend: ClassVar[BackendSource] = ""
+    min_sqnr: ClassVar[float] = 20.0
+    max_float_error: ClassVar[float] = 1e-4
+
+    @classmethod
+    def suite(cls) -> Suite:
+        """Return what is tried of the backend; made once for each class."""
+        if "_suite" not in cls.__dict__:
+            found: Any = inspect.getattr_static(cls, "backend")  # a function is not to be bound
+            bound = isinstance(found, (staticmethod, classmethod))
+            source: Any = found.__func__ if bound else found
+            made: Any = Suite(source, cls.min_sqnr, cls.max_float_error)
+            cls._suite = made  # type: ignore[attr-defined]
+        suite: Suite = cls._suite  # type: ignore[attr-defined]
+        return suite
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Make a test for each case of a check."""
+        found = parameters(type(self).suite(), metafunc.function.__name__)
+        if found is not None:
+            names, values, ids = found
+            metafunc.parametrize(names, values, ids=ids)
+
+    # Of each row of the capability table.
+
+    def test_annotates(self, case: Case) -> None:
+        """The rule claims the operators of its own pattern."""
+        self._check(annotates, case)
+
+    def test_converts(self, case: Case) -> None:
+        """The Q/DQ model is close to the float model (`min_sqnr`)."""
+        self._check(converts, case)
+
+    def test_lowers(self, case: Case, target: str) -> None:
+        """The region becomes the kernel that the rule names, without a warning."""
+        self._check(lowers, case, target)
+
+    def test_keeps_parameters(self, case: Case, target: str) -> None:
+        """The lowered model leaves its parameters as they are."""
+        self._check(keeps_parameters, case, target)
+
+    def test_matches_reference(self, case: Case, target: str) -> None:
+        """The kernel agrees with the integer reference to one step."""
+        self._check(matches_reference, case, target)
+
+    def test_matches_reference_for_integers(self, case: Case, target: str) -> None:
+        """The same, where a consumer of the row wants integers."""
+        self._check(matches_for_integers, case, target, feeds=True)
+
+    def test_behaves(self, case: Case, target: str) -> None:
+        """The lowered model repeats itself, can be copied, and knows shapes without computing."""
+        self._check(behaves, case, target)
+
+    def test_leaves_inputs_alone(self, case: Case, target: str) -> None:
+        """The kernel writes to nothing that it is given, floats or integers."""
+        self._check(leaves_inputs_alone, case, target, witness=True)
+
+    def test_takes_any_batch(self, case: Case, target: str) -> None:
+        """A program for batches of any size stays one."""
+        self._check(takes_any_batch, case, target, any_batch=True)
+
+    def test_shares(self, case: Case) -> None:
+        """Where the rule says so, inputs and output have one scale."""
+        self._check(shares, case)
+
+    def test_accepts(self, case: Case, limit: Limit, target: str) -> None:
+        """What the constraints allow at their edges works."""
+        self._on(target)
+        _report(lambda: accepts(self.suite(), case, limit, target))
+
+    def test_refuses(self, case: Case) -> None:
+        """What the constraints exclude is refused, with a reason."""
+        _report(lambda: refuses(self.suite(), case))
+
+    def test_half_precision(self, case: Case, dtype: torch.dtype) -> None:
+        """A float16 or bfloat16 model is refused with a reason, or quantized with the right type."""
+        self._check(half_precision, case, dtype=dtype, any_size=True)
+
+    def test_is_listed(self, case: Case) -> None:
+        """The capability table has the row."""
+        _report(lambda: is_listed(self.suite(), case))
+
+    # Of the backend.
+
+    def test_loads(self) -> None:
+        """The backend loads by its name, with the current version of the interface."""
+        _report(lambda: loads(self.suite()))
+
+    def test_says_availability(self) -> None:
+        """`availability` returns None, or a reason."""
+        self._whole(says_availability)
+
+    def test_has_rules(self) -> None:
+        """Rules have names of their own."""
+        self._whole(has_rules)
+
+    def test_has_configs(self) -> None:
+        """Every named configuration fits a rule; the first is the default."""
+        self._whole(has_configs)
+
+    def test_imports_public_names(self) -> None:
+        """The backend's source uses only public names of qompose."""
+        self._whole(imports_public_names)
+
+    def test_imports_cleanly(self) -> None:
+        """Importing the backend changes nothing else in the process."""
+        if not isinstance(self.suite().source, str):
+            pytest.skip("the backend is not installed: it has no entry point")
+        self._whole(imports_cleanly)
+
+    def test_works_cleanly(self) -> None:
+        """Using the backend changes nothing else in the process."""
+        self._whole(works_cleanly)
+
+    def test_saves(self, config: str) -> None:
+        """A converted model of all rows is saved, loaded and lowered again."""
+        self._whole(saves, config)
+
+    def test_composes(self, config: str, partner: str, first: bool) -> None:
+        """All rows stay right beside another backend's quantizer."""
+        self._whole(composes, config, partner, first)
+
+    def test_most_specific_wins(self, lower: str, higher: str) -> None:
+        """Selectors of all levels work, and the more specific one decides."""
+        self._whole(most_specific_wins, lower, higher)
+
+    def test_contract_is_whole(self) -> None:
+        """No test of the contract is overridden or deleted without a reason."""
+        changed = [name for name in _tests(BackendContract) if not _kept(type(self), name)]
+        if changed:
+            pytest.fail(
+                f"{type(self).__qualname__} overrides or deletes {', '.join(changed)}\n"
+                "  expected: every test of qompose.testing.BackendContract as it is\n"
+                "  remedy:   mark an override with pytest.mark.xfail(reason=...), and call super()",
+                pytrace=False,
+            )
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "test_contract_is_whole" in vars(cls):
+            raise TypeError(
+                f"{cls.__qualname__} overrides test_contract_is_whole, which watches the other tests"
+            )
+
+    def _whole(self, check: Callable[..., None], *rest: Any) -> None:
+        """Run a check of the backend; where there is none, test_loads says so."""
+        try:
+            self.suite().backend  # noqa: B018
+        except ContractError:
+            pytest.skip("test_loads fails: mend that first")
+        _report(lambda: check(self.suite(), *rest))
+
+    def _check(self, check: Callable[..., None], case: Case, *rest: Any, **facts: Any) -> None:
+        for target in rest:
+            self._on(target)
+        suite = self.suite()
+        _report(lambda: suite.judge(check, suite.trial(case, **facts), *rest))
+
+    def _on(self, target: str) -> None:
+        reason = self.suite().why_not(target)
+        if reason is not None:
+            pytest.skip(f"target {target!r}: {reason}")
+
+
+def _tests(cls: type) -> list[str]:
+    return [name for name in vars(cls) if name.startswith("test_")]
+
+
+def _kept(cls: type, name: str) -> bool:
+    """Tell whether a class has a test of the contract, or an override with a reason."""
+    own = getattr(cls, name, None)
+    marks = getattr(own, "pytestmark", [])
+    reasons = [mark.kwargs.get("reason", "") for mark in marks if mark.name == "xfail"]
+    return own is getattr(BackendContract, name) or any(reasons)
+
+
+def _report(check: Callable[[], None]) -> None:
+    """Run a check. A failure is shown without the suite's own frames."""
+    message = None
+    try:
+        check()
+    except NotApplicable as reason:
+        pytest.skip(str(reason))
+    except ContractError as failure:
+        message = str(failure)
+    if message is not None:
+        pytest.fail(message, pytrace=False)

@@ -1,0 +1,315 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The checks of a row: it annotates, converts, lowers to the kernel it promises, and is right."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+
+from qompose import Row, decomposed, report
+from qompose.graph import operator_name, value_of
+from qompose.ledger import KERNEL
+from qompose.lowering import TORCH_TARGET
+from qompose.nested import nodes_in
+from qompose.plan import Operator
+from qompose.testing.building import Inputs
+from qompose.testing.failures import Blocked, ContractError, NotApplicable
+from qompose.testing.measures import first_difference, sqnr, steps_of
+from qompose.testing.suite import Case, Suite
+from qompose.testing.trials import Trial, outputs
+from qompose.testing.whole import has_rules
+
+
+def annotates(suite: Suite, trial: Trial) -> None:
+    """The rule claims the operators of its own example."""
+    terms, expected = trial.terms, "rule to claim the operators of its own pattern"
+    example = terms.example
+    if example.problem:
+        raise ContractError(
+            str(trial),
+            expected="an example for each operator of the rule",
+            found="none",
+            remedy=example.problem,
+        )
+    try:
+        operators = trial.operators
+    except NotApplicable:
+        raise
+    except Exception as error:
+        raise ContractError(
+            str(trial),
+            expected=f"the {expected}",
+            found=f"{type(error).__name__}: {error}",
+            remedy="make the example run and export (give other shapes), and see that neither the rule nor "
+            "its guard raises",
+        ) from error
+    called = [operator for operator in operators if operator.operator in _wanted(trial)]
+    if not called:
+        raise ContractError(
+            str(trial),
+            expected=f"an example that calls {', '.join(sorted(_wanted(trial)))}",
+            found=f"it calls {', '.join(o.operator for o in operators) or 'no operator'}",
+            remedy="let the example call the operator of the pattern",
+        )
+    _check_claims(trial, called if not example.alone else operators)
+
+
+def _wanted(trial: Trial) -> set[str]:
+    return {operator_name(operator) for operator in trial.terms.example.operators}
+
+
+def _check_claims(trial: Trial, operators: Sequence[Operator]) -> None:
+    rule, label = trial.terms.rule.name, trial.terms.label
+    claims = trial.record.plan.claims
+    for operator in operators:
+        claim = claims[operator.claim] if operator.claim is not None else None
+        if claim is None:
+            raise ContractError(
+                str(trial),
+                expected=f"the rule to claim {operator.name} ({operator.operator})",
+                found=f"it stays in float: {operator.reason or 'no reason is given'}",
+                remedy="mend the pattern or the guard that refuses its own example, or give an example that "
+                "the guard takes",
+            )
+        if (claim.owner, claim.rule) != (label, rule):
+            raise ContractError(
+                str(trial),
+                expected=f"the rule to claim {operator.name} ({operator.operator})",
+                found=f"rule {claim.rule!r} of {claim.owner!r} takes it, so this row never applies",
+                remedy=f"put {rule!r} before {claim.rule!r} in the table (longest fusion first), narrow the "
+                "other's pattern, or drop the row",
+            )
+
+
+def converts(suite: Suite, trial: Trial) -> None:
+    """The Q/DQ model is close to the float model, and keeps shapes and dtypes."""
+    suite.require(annotates, trial)
+    try:
+        converted = trial.converted
+    except Exception as error:
+        raise ContractError(
+            str(trial),
+            expected="convert_pt2e to make a Q/DQ model",
+            found=f"{type(error).__name__}: {error}",
+            remedy="see that the specifications of the rule can be followed with the data of its example",
+        ) from error
+    _check_kept(trial, trial.batches("evaluation", 1)[0], converted)
+    found = _quality(trial, converted)
+    if found < suite.min_sqnr:
+        raise ContractError(
+            str(trial),
+            expected=f"at least {suite.min_sqnr:g} dB between the float and the Q/DQ model (min_sqnr)",
+            found=f"{found:.1f} dB",
+            remedy="see which role has too few integers, the wrong observer or the wrong axis; a rule that "
+            "shares scales must not change the size of values",
+        )
+
+
+def _check_kept(trial: Trial, batch: Inputs, model: GraphModule) -> None:
+    wanted = outputs(trial.model, batch)
+    actual = outputs(model, batch)
+    kinds = [[(tuple(x.shape), x.dtype) for x in outputs] for outputs in (wanted, actual)]
+    if kinds[0] != kinds[1]:
+        raise ContractError(
+            str(trial),
+            expected=f"outputs like the float model's: {kinds[0]}",
+            found=str(kinds[1]),
+            remedy="keep shape and dtype of the region's output",
+        )
+
+
+def _quality(trial: Trial, model: GraphModule) -> float:
+    """Return the least of the outputs' signal to noise ratios, on the data of calibration."""
+    batches = trial.batches("calibration")
+    return min(
+        sqnr(wanted, actual)
+        for batch in batches
+        for wanted, actual in zip(
+            outputs(trial.model, batch),
+            outputs(model, batch),
+            strict=True,
+        )
+    )
+
+
+def lowers(suite: Suite, trial: Trial, target: str) -> None:
+    """The region becomes the kernel that the row promises, without a warning."""
+    suite.require(annotates, trial)
+    kernel = trial.terms.rule.kernels[target]
+    try:
+        trial.converted  # noqa: B018 - another check says why there is none
+    except Exception as error:
+        raise Blocked("test_converts", str(trial)) from error
+    promise = f"kernel {kernel.name!r} on {target!r}"
+    try:
+        lowered = trial.lowered(target)
+    except Exception as error:
+        raise ContractError(
+            f"{trial}, target {target!r}",
+            expected=promise,
+            found=f"{type(error).__name__}: {error}",
+            remedy="mend the kernel's emit, or the last step of the target",
+        ) from error
+    rows = [row for row in report(lowered).rows if _is_of(trial, row)]
+    left = [row for row in rows if row.state != KERNEL or row.kernel != kernel.name]
+    if left or not rows:
+        row = left[0] if left else None
+        raise ContractError(
+            f"{trial}, target {target!r}",
+            expected=promise,
+            found=f"{row.name}: {row.state} {row.kernel or row.reason}" if row else "no such row",
+            remedy="let the kernel take what the row's specifications and guard admit, refuse in the guard "
+            "or in `accepts` what it cannot, or promise no kernel for the target",
+        )
+    if trial.warned[f"lower {target}"]:
+        raise ContractError(
+            f"{trial}, target {target!r}",
+            expected="lower to say nothing",
+            found="; ".join(trial.warned[f"lower {target}"]),
+            remedy="do what the warning says",
+        )
+    if target == TORCH_TARGET.name and kernel.emit is not None:
+        _check_no_float(trial, lowered, target)
+    if not callable(lowered):
+        raise ContractError(
+            f"{trial}, target {target!r}",
+            expected="a model that can be called",
+            found=repr(lowered),
+            remedy="give what the target's last step makes a __call__",
+        )
+
+
+def _is_of(trial: Trial, row: Row) -> bool:
+    return (row.owner, row.rule) == (trial.terms.label, trial.terms.rule.name)
+
+
+def _check_no_float(trial: Trial, lowered: GraphModule, target: str) -> None:
+    """Check that the operators of the region are gone, or run on integers."""
+    names = {name for claim in trial.claims for name in claim.nodes}
+    were = {n.target for n in nodes_in(trial.converted) if n.name in names}
+    left = [
+        node
+        for node in nodes_in(lowered)
+        if node.target in were and _is_float(node) and (node.name in names or _reads_floats(node))
+    ]
+    if left:
+        raise ContractError(
+            f"{trial}, target {target!r}",
+            expected="no float operator of the region beside the kernel",
+            found=", ".join(f"{node.name} ({operator_name(node.target)})" for node in left),
+            remedy="compute with the integers of Region.quantized, not with the dequantized floats",
+        )
+
+
+def _is_float(node: Node) -> bool:
+    value = value_of(node)
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _reads_floats(node: Node) -> bool:
+    return any(decomposed.is_dequantize(source) for source in node.all_input_nodes)
+
+
+def keeps_parameters(suite: Suite, trial: Trial, target: str) -> None:
+    """The kernel does not write to its weights, which other models may share."""
+    suite.require(lowers, trial, target)
+    lowered, batch = trial.lowered(target), trial.batches("evaluation", 1)[0]
+    if not isinstance(lowered, nn.Module):
+        return
+    before = {name: value.clone() for name, value in lowered.state_dict().items()}
+    try:
+        outputs(lowered, batch)
+    except Exception:
+        return  # that it does not run has a check of its own
+    after = lowered.state_dict()
+    changed = [name for name, value in before.items() if not torch.equal(value, after[name])]
+    if changed:
+        raise ContractError(
+            f"{trial}, target {target!r}",
+            expected="parameters as they were before the model ran",
+            found=f"other values in {', '.join(changed)}",
+            remedy="write to nothing that the kernel is given; copy first",
+        )
+
+
+def matches_reference(suite: Suite, trial: Trial, target: str) -> None:
+    """The kernel agrees with the integer arithmetic to one step, on random data and on extremes."""
+    suite.require(keeps_parameters, trial, target)
+    reference, what = trial.reference
+    lowered, steps = trial.lowered(target), steps_of(trial.converted)
+    for kind, batch in trial.all_inputs:
+        wanted = outputs(reference, batch)
+        try:
+            actual = outputs(lowered, batch)
+        except Exception as error:
+            raise ContractError(
+                f"{trial}, target {target!r}",
+                expected=f"the kernel to run on {kind}",
+                found=f"{type(error).__name__}: {error}",
+                remedy="mend the kernel",
+            ) from error
+        found = first_difference(wanted, actual, steps, suite.tolerance(trial))
+        if found is not None:
+            bound = suite.tolerance(trial)
+            raise ContractError(
+                f"{trial}, target {target!r}",
+                expected=f"the kernel to agree with {what} to one step of the output (float outputs to "
+                f"{bound:g} of the largest value) on {kind}",
+                found=found,
+                remedy="see zero points, the rounding (half to even, once), saturation of sums, and the "
+                "clamp to [quant_min, quant_max]",
+            )
+
+
+def matches_for_integers(suite: Suite, trial: Trial, target: str) -> None:
+    """The same, where a consumer behind the row wants integers."""
+    suite.require(matches_reference, suite.plain(trial), target)
+    matches_reference(suite, trial, target)
+
+
+def shares(suite: Suite, trial: Trial) -> None:
+    """The inputs and the output of a rule that shares have one scale and zero point."""
+    suite.require(annotates, trial)
+    plan = trial.record.plan
+    group_of = {str(point): i for i, group in enumerate(plan.groups) for point in group.points}
+    for claim in trial.claims:
+        points = [str(spec.point) for spec in claim.specs]
+        groups = {group_of.get(point) for point in points}
+        if len(groups) != 1 or not any(spec.point.user is None for spec in claim.specs):
+            raise ContractError(
+                str(trial),
+                expected="one scale and zero point for the inputs and the output",
+                found=f"{len(groups)} groups of parameters for {', '.join(points)}",
+                remedy="leave sharing to `Rule(shares=True)`, or let the rule have an output of its own",
+            )
+
+
+def is_listed(suite: Suite, case: Case) -> None:
+    """The capability table has the row, says yes to it, and its kernels are for targets that exist."""
+    backend, rule = suite.backend, suite.rule(case.rule)
+    subject = f"backend {backend.name!r}, rule {case.rule!r}, config {case.config!r}"
+    try:
+        has_rules(suite)
+    except ContractError as error:
+        raise Blocked("test_has_rules", subject) from error
+    table = suite.bare_quantizer().quantization_capabilities()
+    rows = [row for row in table if (row.pattern, row.config) == (case.rule, case.config)]
+    answer = table.supports(case.rule, backend.configs[case.config])
+    if len(rows) != 1 or not answer or not rows[0].drawing:
+        raise ContractError(
+            subject,
+            expected="one row in the capability table, with a drawing, and `supports` to say yes",
+            found=f"{len(rows)} rows, and {answer.reason or 'yes'}",
+            remedy="give each rule a name of its own and a drawing",
+        )
+    unknown = set(rule.kernels) - set(suite.known_targets)
+    if unknown or not rule.kernels:
+        raise ContractError(
+            subject,
+            expected=f"kernels for targets among {', '.join(sorted(suite.known_targets))}",
+            found=f"kernels for {', '.join(sorted(rule.kernels)) or 'no target'}",
+            remedy='name a target that an installed backend brings, or "torch"',
+        )

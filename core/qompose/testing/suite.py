@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is tried of a backend: its rows under its configurations, on the targets that exist here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, TypeAlias
+
+from qompose import (
+    Backend,
+    PluginError,
+    QomposeError,
+    QuantizationConfig,
+    Quantizer,
+    Rule,
+    RuleQuantizer,
+    Target,
+    backends,
+    load_backend,
+)
+from qompose.lowering import TORCH_TARGET
+from qompose.rules import DYNAMIC
+from qompose.testing.building import Terms
+from qompose.testing.examples import Example, examples_of
+from qompose.testing.failures import Blocked, ContractError
+from qompose.testing.trials import Trial
+
+BackendSource: TypeAlias = "str | Backend | Callable[[], Backend]"
+"""The name of an installed backend, a backend, or what makes one."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row of the capability table in one of the forms of its pattern."""
+
+    rule: str
+    number: int
+    label: str
+    config: str
+
+    def __str__(self) -> str:
+        return f"{self.rule}-{self.label}-{self.config}".replace(" ", "_")
+
+
+@dataclass
+class Suite:
+    """A backend under test, and the trials of its rows.
+
+    Args:
+        min_sqnr: least signal to quantization noise ratio of a row, in decibels.
+        max_float_error: how far float outputs may be off, as a part of the largest value.
+    """
+
+    source: BackendSource
+    min_sqnr: float = 20.0
+    max_float_error: float = 1e-4
+    _trials: dict[Any, Trial] = field(default_factory=dict)
+    _cases_of: dict[int, Case] = field(default_factory=dict)
+    _kept: dict[Any, Any] = field(default_factory=dict)
+    _verdicts: dict[Any, ContractError | None] = field(default_factory=dict)
+
+    @cached_property
+    def backend(self) -> Backend:
+        """The backend.
+
+        Raises:
+            ContractError: there is none.
+        """
+        try:
+            found = load_backend(self.source) if isinstance(self.source, str) else self.source
+            made = found if isinstance(found, Backend) else found()
+        except Exception as error:
+            raise ContractError(
+                f"backend {self.source!r}",
+                expected="that it is installed and loads",
+                found=f"{type(error).__name__}: {error}",
+                remedy="mend its module, or the entry point in the group 'qompose' of its pyproject.toml",
+            ) from error
+        if not isinstance(made, Backend):
+            raise ContractError(
+                f"backend {self.source!r}",
+                expected="a qompose.Backend",
+                found=repr(made),
+                remedy='set `backend` to an entry point\'s name, a Backend or what makes one',
+            )  # fmt: skip
+        return made
+
+    @cached_property
+    def examples(self) -> dict[str, list[Example]]:
+        """By rule, the forms of its patterns."""
+        return {rule.name: examples_of(rule) for rule in reversed(self.backend.rules)}
+
+    def rule(self, name: str) -> Rule:
+        """Return a rule; of several with one name, the first."""
+        return next(rule for rule in self.backend.rules if rule.name == name)
+
+    def cases(self) -> list[Case]:
+        """Return the first form of every rule under all configurations that fit, the others under one."""
+        return list(dict.fromkeys(self._cases()))
+
+    def _cases(self) -> Iterator[Case]:
+        for rule in self.backend.rules:
+            fitting = self.fitting(rule)
+            for number, example in enumerate(self.examples[rule.name]):
+                for name in fitting if number == 0 else fitting[:1]:
+                    yield Case(rule.name, number, example.label, name)
+
+    def fitting(self, rule: Rule) -> list[str]:
+        """Return the names of the configurations that a rule can follow."""
+        return [name for name, c in self.backend.configs.items() if rule.objection(c) is None]
+
+    def rows(self) -> list[Case]:
+        """Return the first form of every rule under all configurations that fit."""
+        return [case for case in self.cases() if case.number == 0]
+
+    def modes(self) -> list[Case]:
+        """Return the first form of every rule under one configuration of each mode that fits."""
+        firsts = {(c.rule, self.backend.configs[c.config].mode): c for c in reversed(self.rows())}
+        return [case for case in self.rows() if case in firsts.values()]
+
+    def trial(self, case: Case, **facts: Any) -> Trial:
+        """Return the trial of a case, the same one each time. `facts` are those of `Terms`."""
+        key = (case, tuple(sorted((k, str(v)) for k, v in facts.items())))
+        if key not in self._trials:
+            self._trials[key] = Trial(self.terms(case, **facts))
+            self._cases_of[id(self._trials[key])] = case
+        return self._trials[key]
+
+    def plain(self, trial: Trial) -> Trial:
+        """Return the trial of the same row without what is special in this one."""
+        return self.trial(self._cases_of[id(trial)])
+
+    def keep(self, key: Any, make: Callable[[], Any]) -> Any:
+        """Return what `make` returned the first time that it was asked for under a key."""
+        if key not in self._kept:
+            self._kept[key] = make()
+        return self._kept[key]
+
+    def terms(self, case: Case, **facts: Any) -> Terms:
+        """Return what a trial of a case is about."""
+        rule = self.rule(case.rule)
+        named = {"name": case.config, "config": self.backend.configs.get(case.config), **facts}
+        return Terms(
+            rule=rule,
+            example=self.examples[rule.name][case.number],
+            subject=self.quantizer,
+            label=self.backend.name,
+            others=self.carriers(rule),
+            targets=tuple(self.known_targets),
+            **named,
+        )
+
+    def quantizer(self, config: QuantizationConfig | None) -> Quantizer:
+        """Return the backend's quantizer, with a configuration for everything."""
+        return self.bare_quantizer().set_global(config)
+
+    def bare_quantizer(self) -> RuleQuantizer:
+        """Return the backend's quantizer as its users make it."""
+        make = self.backend.quantizer_class
+        made = make() if make is not None else None
+        return made if isinstance(made, RuleQuantizer) else RuleQuantizer(self.backend)
+
+    @cached_property
+    def installed(self) -> dict[str, Backend]:
+        """The other installed backends that can be used here, by name."""
+        found = {}
+        for info in backends():
+            if info.name == self.backend.name:
+                continue
+            try:
+                other = load_backend(info.name)
+                usable = other.availability() is None
+            except (PluginError, QomposeError):
+                continue  # its own suite says what is wrong with it
+            if usable:
+                found[info.name] = other
+        return found
+
+    @cached_property
+    def known_targets(self) -> dict[str, Target]:
+        """Targets by name: core's own, this backend's, and those of the other installed ones."""
+        found = {TORCH_TARGET.name: TORCH_TARGET}
+        for backend in (*self.installed.values(), self.backend):
+            found.update({target.name: target for target in backend.targets})
+        return found
+
+    def carriers(self, rule: Rule) -> tuple[Quantizer, ...]:
+        """Return quantizers of other backends that claim nothing, and bring targets of a rule."""
+        own = {TORCH_TARGET.name, *(target.name for target in self.backend.targets)}
+        lacking = set(rule.kernels) - own
+        return tuple(
+            RuleQuantizer(backend)
+            for backend in self.installed.values()
+            if lacking & {target.name for target in backend.targets}
+        )
+
+    def why_not(self, target: str) -> str | None:
+        """Return why a target cannot be used here, None where it can."""
+        if target not in self.known_targets:
+            return f"no installed backend brings the target {target!r}"
+        return self.backend.availability() or self.known_targets[target].availability()
+
+    def tolerance(self, trial: Trial) -> float:
+        """Return how far float outputs of a trial may be off, as a part of the largest value.
+
+        Where quantization parameters are chosen at run time, an input that lies between two integers may
+        become either of them.
+        """
+        return self.max_float_error if trial.terms.config.mode != DYNAMIC else 1e-2
+
+    @property
+    def in_process(self) -> bool:
+        """Whether the backend has kernels for this process, and can be used in it."""
+        torch_target = TORCH_TARGET.name
+        has_kernels = any(torch_target in rule.kernels for rule in self.backend.rules)
+        return has_kernels and self.why_not(torch_target) is None
+
+    def judge(self, check: Callable[..., None], trial: Trial, *rest: Any) -> None:
+        """Run a check of a trial once, and raise its failure each time it is asked for."""
+        key = (check.__name__, id(trial), rest)
+        if key not in self._verdicts:
+            try:
+                check(self, trial, *rest)
+                self._verdicts[key] = None
+            except ContractError as failure:
+                self._verdicts[key] = failure
+        verdict = self._verdicts[key]
+        if verdict is not None:
+            raise verdict
+
+    def require(self, check: Callable[..., None], trial: Trial, *rest: Any) -> None:
+        """Raise `Blocked` where a check that another one builds on fails."""
+        try:
+            self.judge(check, trial, *rest)
+        except ContractError as failure:
+            raise Blocked(f"test_{check.__name__}", str(trial)) from failure

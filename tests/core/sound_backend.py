@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A small backend that keeps the whole contract. Its kernels can be told to go wrong in one way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from qompose import (
+    Backend,
+    Kernel,
+    Match,
+    MinMaxObserver,
+    OperatorPattern,
+    Pattern,
+    PerChannelMinMaxObserver,
+    PlaceholderObserver,
+    QuantizationConfig,
+    QuantizationSpec,
+    QuantizedTensor,
+    Region,
+    Rule,
+    TensorConstraint,
+    on_integers,
+)
+from torch import Tensor
+from torch.fx import Node
+
+aten = torch.ops.aten
+
+INT8 = QuantizationSpec(torch.int8, MinMaxObserver, -128, 127, torch.per_tensor_affine)
+RUN_TIME = QuantizationSpec(
+    torch.int8, PlaceholderObserver, -128, 127, torch.per_tensor_affine, is_dynamic=True
+)
+WEIGHT = QuantizationSpec(
+    torch.int8, PerChannelMinMaxObserver, -127, 127, torch.per_channel_symmetric, ch_axis=0
+)
+STATIC = QuantizationConfig(INT8, INT8, WEIGHT, name="static")
+DYNAMIC = QuantizationConfig(RUN_TIME, None, WEIGHT, name="dynamic")
+WEIGHT_ONLY = QuantizationConfig(None, None, WEIGHT, name="weight-only")
+
+ACTIVATION = TensorConstraint(
+    dtypes=frozenset({torch.int8}), qschemes=frozenset({torch.per_tensor_affine})
+)
+ACCEPTS = {
+    "activation": ACTIVATION,
+    "output": ACTIVATION,
+    "weight": TensorConstraint(
+        dtypes=frozenset({torch.int8}),
+        qschemes=frozenset({torch.per_channel_symmetric, torch.per_tensor_symmetric}),
+        ch_axis=0,
+    ),
+}
+
+FAULTS = (
+    "",
+    "two steps",
+    "no zero point",
+    "saturates",
+    "writes",
+    "writes weight",
+    "float64",
+    "counts",
+)
+"""What the kernel does wrong, by its number."""
+
+_calls = iter(range(10**9))
+
+
+@torch.library.custom_op("qompose_sound::linear", mutates_args=())
+def sound_linear(
+    x: Tensor, scale: Tensor | None, zero_point: Tensor | None, weight: Tensor, scales: Tensor,
+    bias: Tensor | None, relu: bool, out_scale: float, out_zero_point: int, low: int, high: int,
+    fault: int,
+) -> Tensor:  # fmt: skip
+    """The product, exactly; float32 where `low == high`, else int8."""
+    wrong, real = FAULTS[fault], x.double()
+    if scale is not None and zero_point is not None:
+        real = real - (0 if wrong == "no zero point" else zero_point)
+    sums = F.linear(real, weight.double())
+    if wrong == "saturates":
+        sums = sums.clamp(-(2**15), 2**15 - 1)
+    y = sums * scales.double() * (1.0 if scale is None else scale.double())
+    y = y if bias is None else y + bias
+    y = y.clamp(min=0) if relu else y
+    if wrong.startswith("writes"):
+        (x if wrong == "writes" else weight).add_(1)
+    if low == high:
+        return y if wrong == "float64" else y.float()
+    steps = torch.round(y / out_scale) + out_zero_point
+    steps += {"two steps": 2, "counts": next(_calls) % 2}.get(wrong, 0)
+    return steps.clamp(low, high).to(torch.int8)
+
+
+@sound_linear.register_fake
+def _(x, scale, zero_point, weight, scales, bias, relu, out_scale, zp, low, high, fault) -> Tensor:  # type: ignore[no-untyped-def]
+    kind = torch.float32 if low == high else torch.int8
+    return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=kind)
+
+
+class Linear:
+    """Emits the product, with a relu behind it or nothing."""
+
+    def __init__(self, *, relu: bool, fault: str = "") -> None:
+        self.relu, self.fault = relu, FAULTS.index(fault)
+
+    def __call__(self, region: Region) -> Node:
+        (source,), weight = region.inputs("input"), region.quantized("weight")
+        scale, zero_point = None, None
+        if region.claim.mode != "weight-only":
+            x = region.quantized("input")
+            source, scale, zero_point = x.node, *_as_nodes(region, x)
+        out = region.output
+        result = (1.0, 0, 0, 0) if out is None else (out.scale, out.zero_point, out.low, out.high)
+        return region.call(
+            torch.ops.qompose_sound.linear.default,
+            source, scale, zero_point, weight.node, region.constant("scales", weight.scales),
+            region.argument("op", "bias"), self.relu, *result, self.fault,
+            dtype=None if out is None else out.dtype,
+        )  # fmt: skip
+
+
+def _as_nodes(region: Region, x: QuantizedTensor) -> tuple[Node, Node]:
+    if isinstance(x.scale, Node):
+        return x.scale, x.zero_point
+    scale = torch.tensor(x.scale, dtype=torch.float64)
+    return region.constant("scale", scale), region.constant(
+        "zero_point", torch.tensor(x.zero_point)
+    )
+
+
+def float32(match: Match) -> str | None:
+    dtype = match.output.meta["val"].dtype
+    return None if dtype is torch.float32 else f"the kernel gives float32, not {dtype}"
+
+
+def linears(act: Callable[[Tensor], Tensor], *operators: tuple[str, Any]) -> tuple[Pattern, ...]:
+    named = (("op", aten.linear.default), *operators)
+    return (
+        Pattern(lambda input, weight: act(F.linear(input, weight)), ((2, 3), (4, 3)), named),
+        Pattern(
+            lambda input, weight, bias: act(F.linear(input, weight, bias)),
+            ((2, 3), (4, 3), (4,)),
+            named,
+        ),
+    )
+
+
+def weighted(name: str, *, relu: bool, fault: str = "", **facts: Any) -> Rule:
+    act = (lambda x: x.relu()) if relu else (lambda x: x)
+    known = {
+        "patterns": linears(act, *([("act", aten.relu.default)] if relu else [])),
+        "anchor": "op",
+        "weight": "weight",
+        "bias": "bias",
+        "modes": frozenset({"static", "dynamic", "weight-only"}),
+        "accepts": ACCEPTS,
+        "guard": float32,
+        "kernels": {"torch": Kernel("sound.linear", Linear(relu=relu, fault=fault))},
+    }
+    return Rule(name=name, **{**known, **facts})
+
+
+def moving(name: str, *patterns: OperatorPattern, **facts: Any) -> Rule:
+    known = {
+        "patterns": patterns,
+        "activations": ("self",),
+        "shares": True,
+        "condition": "all",
+        "accepts": {"activation": ACTIVATION},
+        "kernels": {"torch": Kernel("moves integers", on_integers)},
+    }
+    return Rule(name=name, **{**known, **facts})
+
+
+FLIP = OperatorPattern((aten.flip.default,), lambda self: self.flip([1]), ((2, 3),))
+LINEAR_RELU = weighted("linear_relu", relu=True)
+LINEAR = weighted("linear", relu=False)
+MOVES = moving("flip", FLIP)
+RULES = (LINEAR_RELU, LINEAR, MOVES)
+
+
+class SoundBackend(Backend):
+    """The backend of some rules."""
+
+    name = "sound"
+    api_version = 1
+
+    def __init__(self, rules: Iterable[Rule] = RULES, **facts: Any) -> None:
+        self.rules = tuple(rules)
+        self.configs = {"static": STATIC, "dynamic": DYNAMIC, "weight-only": WEIGHT_ONLY}
+        self.__dict__.update(facts)
