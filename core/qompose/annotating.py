@@ -30,6 +30,8 @@ def annotate_program(
 ) -> tuple[GraphModule, Composition, tuple[Rewrite, ...]]:
     """Propose and compose on a copy with all rewrites, then with those that turned out to be covered.
 
+    `quantizer` is bound to the program (`Quantizer.bound`).
+
     Rewrites that no claim covers are left out of the next round; their number only shrinks.
     """
     wanted = {FOLD_BATCH_NORM}.union(*(member.rewrites for member in quantizer.members))

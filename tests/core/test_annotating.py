@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import qompose
 import torch
-from qompose import OperatorPattern
-from qompose.annotating import annotate_program
+from qompose import OperatorPattern, Quantizer, annotating
 from qompose.graph import copy_graph_module
 from qompose.nested import graphs_in, name_apart, nodes_in, sink_constants
 from torch import Tensor, nn
@@ -42,6 +41,11 @@ from tests.zoo import ZooModel, by_name, tagged
 
 aten = torch.ops.aten
 X = randn(4, 4)
+
+
+def annotate_program(exported: GraphModule, quantizer: Quantizer) -> Any:
+    """As prepare calls it: with the quantizer bound to the program."""
+    return annotating.annotate_program(exported, quantizer.bound(exported))
 
 
 def ready(program: Any) -> GraphModule:

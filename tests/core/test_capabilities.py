@@ -229,7 +229,7 @@ NO: dict[str, tuple[Any, str]] = {
     "a module of one's own": (
         type("Conv2", (nn.Conv2d,), {}), r"Conv2 is none of the modules.*did you mean 'Conv2d'"
     ),
-    "a function of several operators": (F.multi_head_attention_forward, "no aten operator stands for"),
+    "a function of several operators": (F.multi_head_attention_forward, "no one aten operator stands for"),
 }  # fmt: skip
 
 
