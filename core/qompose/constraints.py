@@ -7,6 +7,7 @@ bound and the value. A bound on what only calibration tells is checked when a mo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any, TypeAlias
@@ -16,7 +17,7 @@ import torch
 from qompose.bounds import Bounds
 from qompose.configs import CODECS
 from qompose.encoding import BOOLEAN, INTEGER, NUMBER, QSCHEMES, named, optional, record, sequence
-from qompose.errors import blaming
+from qompose.errors import ConfigError, blaming
 from qompose.numerics import PER_CHANNEL, SYMMETRIC, quantized_range, symmetric_zero_point
 from qompose.observing import fixed_parameters, least_scale, make_observer
 from qompose.specs import FixedQParamsQuantizationSpec, QuantizationSpec, describe_spec
@@ -53,6 +54,23 @@ class TensorConstraint:
     zero_point_exact_match: int | None = None
     ch_axis: int | None = None
     blocks: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse values that no specification could meet, or that would never be compared.
+
+        Raises:
+            ConfigError: a field has a value of another kind, or bounds that exclude each other.
+        """
+        for name in ("dtypes", "qschemes"):
+            given: Any = getattr(self, name)
+            if not isinstance(given, (set, frozenset, tuple, list)) or not given:
+                raise ConfigError(f"{name}={given!r} is no set of {name}")
+            object.__setattr__(self, name, frozenset(given))
+        if self.quant_range is not None:
+            object.__setattr__(self, "quant_range", tuple(self.quant_range))
+        faults = [*_wrong_numbers(self), *_crossed(self)]
+        if faults:
+            raise ConfigError(f"this constraint can never be met: {'; '.join(faults)}")
 
     @classmethod
     def like(cls, spec: QuantizationSpec) -> TensorConstraint:
@@ -207,3 +225,34 @@ CONSTRAINT = record(
     },
 )
 """How constraints are written as data."""
+
+
+def _wrong_numbers(constraint: TensorConstraint) -> Iterator[str]:
+    for name in (
+        "quant_min_lower_bound",
+        "quant_max_upper_bound",
+        "zero_point_exact_match",
+        "ch_axis",
+    ):
+        value = getattr(constraint, name)
+        if value is not None and type(value) is not int:
+            yield f"{name}={value!r} is no whole number"
+    for name in ("scale_min_lower_bound", "scale_max_upper_bound", "scale_exact_match"):
+        value = getattr(constraint, name)
+        if value is not None and not (isinstance(value, (int, float)) and 0 < value < math.inf):
+            yield f"{name}={value!r} is no positive number"
+    integers = constraint.quant_range
+    if integers is not None and (len(integers) != 2 or any(type(n) is not int for n in integers)):
+        yield f"quant_range={integers!r} is no pair of whole numbers"
+
+
+def _crossed(constraint: TensorConstraint) -> Iterator[str]:
+    pairs = (
+        ("quant_min_lower_bound", "quant_max_upper_bound"),
+        ("scale_min_lower_bound", "scale_max_upper_bound"),
+    )
+    for low, high in pairs:
+        least, most = getattr(constraint, low), getattr(constraint, high)
+        numbers = isinstance(least, (int, float)) and isinstance(most, (int, float))
+        if numbers and least > most:
+            yield f"{low}={least} is above {high}={most}"

@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 
 from qompose.annotations import propose_annotations
 from qompose.claims import Claim, Proposal
-from qompose.errors import UserError
+from qompose.errors import UserError, blaming
 from qompose.graph import copy_graph_module
 from qompose.quantizer import Quantizer
 
@@ -77,7 +77,12 @@ class AdaptedQuantizer(Quantizer):
         if transform is None:
             return None
         before = copy_graph_module(model)
-        after = copied(self.quantizer).transform_for_annotation(copy_graph_module(model))
+        with blaming(f"{self.name}: transform_for_annotation"):
+            after = copied(self.quantizer).transform_for_annotation(copy_graph_module(model))
+        if not isinstance(after, GraphModule):
+            raise UserError(
+                f"{self.name}: transform_for_annotation returned {after!r}, not a GraphModule"
+            )
         if str(after.graph) == str(before.graph):
             return None
         return f"{self.name}: its transform_for_annotation was not applied: it rewrites operators"

@@ -87,3 +87,11 @@ ORDER_PRESERVING = frozenset(
 
 SCALE_PRESERVING = VALUE_PRESERVING | ORDER_PRESERVING
 """Operators whose inputs and output may have one scale and zero point."""
+
+NOT_ON_INTEGERS: dict[object, frozenset[torch.dtype]] = {
+    aten.adaptive_max_pool2d.default: frozenset({torch.int8, torch.uint8}),
+    aten.max_pool1d.default: frozenset({torch.int8, torch.uint8}),
+    aten.upsample_nearest1d.vec: frozenset({torch.int8}),
+    aten.upsample_nearest2d.vec: frozenset({torch.int8}),
+}
+"""Those of them that torch 2.13 cannot compute on a CPU in some integer types."""

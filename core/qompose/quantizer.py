@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from itertools import count
 from typing import Any
 
 from torch import nn
@@ -106,10 +107,11 @@ class Quantizer(ABC):
 
 def labelled(quantizer: Quantizer) -> list[tuple[str, Any]]:
     """Return (label, propose) of each member; a name that occurs again gets a number."""
-    result: list[tuple[str, Any]] = []
-    seen: dict[str, int] = {}
-    for member in quantizer.members:
-        seen[member.name] = seen.get(member.name, 0) + 1
-        number = seen[member.name]
-        result.append((member.name if number == 1 else f"{member.name}#{number}", member.propose))
-    return result
+    names = [member.name for member in quantizer.members]
+    labels: list[str] = []
+    for name in names:
+        numbered = (f"{name}#{number}" for number in count(2))
+        taken = {*labels, *names}  # a member may be called "x#2" itself
+        labels.append(name if name not in labels else next(n for n in numbered if n not in taken))
+    proposals = [member.propose for member in quantizer.members]
+    return list(zip(labels, proposals, strict=True))

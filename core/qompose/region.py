@@ -15,7 +15,7 @@ from qompose import decomposed
 from qompose.claims import Claim, Operand
 from qompose.errors import ConfigError, InternalError
 from qompose.graph import call, constant_of, free_attribute, read_attribute, set_attribute, value_of
-from qompose.operators import SCALE_PRESERVING
+from qompose.operators import NOT_ON_INTEGERS, SCALE_PRESERVING
 from qompose.rules import NotLowerable
 
 
@@ -251,6 +251,8 @@ def on_integers(region: Region) -> Node:
         raise NotLowerable(f"{node.target} makes values that its inputs have not")
     if output is None:
         raise NotLowerable("its output is not quantized")
+    if output.dtype in NOT_ON_INTEGERS.get(node.target, ()):
+        raise NotLowerable(f"torch has no {node.target} for {output.dtype}")
     sources = {a: dequantized(a) for a in node.all_input_nodes if decomposed.is_dequantize(a)}
     if not sources or any(source.qparams != output.qparams for source in sources.values()):
         raise NotLowerable("inputs and output differ in scale or zero point")

@@ -3,16 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch.fx import Node
 
 from qompose.bounds import Bounds
 from qompose.constraints import RoleSpec, TensorConstraint
-from qompose.errors import ConfigError
+from qompose.errors import ConfigError, near_names
 from qompose.patterns import Match, OperatorPattern, Pattern
 from qompose.specs import QuantizationConfig, describe_spec
 
@@ -41,6 +41,11 @@ class Kernel:
 
 class NotLowerable(Exception):  # noqa: N818 - it says what the region is
     """Raised by a kernel's `emit` with the reason why a region must stay as it is."""
+
+
+CONDITIONS = (None, "all", "any", "no_float")
+ROLES = ("activation", "weight", "output")
+MODES = (STATIC, DYNAMIC, WEIGHT_ONLY, ACTIVATION_ONLY)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,13 +89,14 @@ class Rule:
     kernels: Mapping[str, Kernel] = field(default_factory=lambda: MappingProxyType({}))
 
     def __post_init__(self) -> None:
-        for pattern in self.patterns:
-            unknown = {self.anchor, *self.activations} - pattern.names
-            if unknown:
-                raise ConfigError(
-                    f"rule {self.name} speaks of {', '.join(sorted(unknown))}, and its pattern has "
-                    f"{', '.join(sorted(pattern.names))}"
-                )
+        """Refuse what would never apply, or never be looked at.
+
+        Raises:
+            ConfigError: a field has a value of another kind, or speaks of names that the patterns have not.
+        """
+        faults = [*_kind_faults(self)] or [*_word_faults(self), *_name_faults(self)]
+        if faults:
+            raise ConfigError(f"rule {self.name}: {'; '.join(faults)}")
 
     def specs_for(self, config: QuantizationConfig) -> dict[str, RoleSpec]:
         """Return the specification that a configuration gives to each role that this rule quantizes.
@@ -137,3 +143,55 @@ class Rule:
         """Return what the kernel asks of a role's scale and zero point, None where it takes any."""
         constraint = self.accepts.get(role)
         return None if constraint is None else constraint.bounds
+
+
+def _kind_faults(rule: Any) -> Iterator[str]:
+    """Yield what is of another kind than it has to be."""
+    if not isinstance(rule.patterns, tuple) or not rule.patterns:
+        yield f"patterns={rule.patterns!r} is no tuple of patterns"
+        return
+    for pattern in rule.patterns:
+        if not isinstance(pattern, (Pattern, OperatorPattern)):
+            yield f"{pattern!r} is neither a Pattern nor an OperatorPattern"
+    for role, constraint in rule.accepts.items():
+        if not isinstance(constraint, TensorConstraint):
+            yield f"accepts[{role!r}]={constraint!r} is no TensorConstraint"
+    for target, kernel in rule.kernels.items():
+        if not isinstance(kernel, Kernel):
+            yield f"kernels[{target!r}]={kernel!r} is no Kernel: wrap it as Kernel(name, function)"
+    if isinstance(rule.activations, str):
+        yield f"activations={rule.activations!r} is a string, not a tuple of names"
+    if rule.guard is not None and not callable(rule.guard):
+        yield f"guard={rule.guard!r} is no function of a match"
+
+
+def _word_faults(rule: Rule) -> Iterator[str]:
+    """Yield the words that are none of those there are."""
+    given: tuple[tuple[str, Iterable[object], tuple[str | None, ...]], ...] = (
+        ("condition", (rule.condition,), CONDITIONS),
+        ("modes", rule.modes, MODES),
+        ("accepts", rule.accepts, ROLES),
+    )
+    for field_name, words, known in given:
+        for word in words:
+            if word not in known:
+                names = [name for name in known if name]
+                yield (
+                    f"{field_name} has {word!r}, and there are {', '.join(names)}"
+                    f"{near_names(str(word), names)}"
+                )
+
+
+def _name_faults(rule: Rule) -> Iterator[str]:
+    """Yield the names that a pattern has not. A bias occurs in some variants alone."""
+    named = {rule.anchor, *rule.activations, *([rule.weight] if rule.weight else [])}
+    for pattern in rule.patterns:
+        unknown = sorted(named - pattern.names)
+        if unknown:
+            hints = "".join(near_names(name, pattern.names) for name in unknown)
+            known = ", ".join(sorted(pattern.names))
+            yield f"it speaks of {', '.join(unknown)}{hints}, and its pattern has {known}"
+            return
+    if rule.bias and not any(rule.bias in pattern.names for pattern in rule.patterns):
+        known = ", ".join(sorted(rule.patterns[0].names))
+        yield f"it speaks of the bias {rule.bias}, which no pattern has; the first has {known}"

@@ -493,3 +493,34 @@ def test_who_inherits_a_specification_keeps_the_bounds_of_its_own_kernel() -> No
     (claim,) = reanchored([standing], [loser])
 
     assert claim.specs == (PointSpec(kept, INT8, bounds=bounds),)
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "a dtype alone": ({"dtypes": torch.int8}, "dtypes=torch.int8 is no set"),
+    "no scheme": ({"qschemes": ()}, "is no set of qschemes"),
+    "bounds that cross": (
+        {"quant_min_lower_bound": 5, "quant_max_upper_bound": 4}, "quant_min_lower_bound=5 is above"),
+    "scales that cross": (
+        {"scale_min_lower_bound": 1.0, "scale_max_upper_bound": 0.5}, "scale_min_lower_bound=1.0 is above"),
+    "no number": ({"scale_max_upper_bound": float("nan")}, "scale_max_upper_bound=nan is no positive"),
+    "a scale of zero": ({"scale_exact_match": 0.0}, "is no positive number"),
+    "an axis in text": ({"ch_axis": "0"}, "ch_axis='0' is no whole number"),
+    "a range of one": ({"quant_range": (3,)}, "is no pair"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("facts", "told"), WRONG.values(), ids=WRONG)
+def test_a_constraint_that_nothing_meets_is_refused(facts: dict[str, Any], told: str) -> None:
+    base = {"dtypes": {torch.int8}, "qschemes": {torch.per_tensor_affine}}
+    with pytest.raises(ConfigError, match=told):
+        qompose.TensorConstraint(**{**base, **facts})
+
+
+def test_sets_and_ranges_of_other_kinds_are_taken_for_what_they_are() -> None:
+    made = qompose.TensorConstraint(
+        dtypes=[torch.int8],  # type: ignore[arg-type]
+        qschemes={torch.per_tensor_affine},  # type: ignore[arg-type]
+        quant_range=[-128, 127],  # type: ignore[arg-type]
+    )
+    assert (made.dtypes, made.quant_range) == (frozenset({torch.int8}), (-128, 127))
+    assert made.objection("activation", INT8) is None

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from qompose import ORDER_PRESERVING, SCALE_PRESERVING, VALUE_PRESERVING
+from qompose.operators import NOT_ON_INTEGERS
 from torch import Tensor, nn
 from torch.fx import Node
 
@@ -223,3 +224,16 @@ def test_unlike_specifications_stay_apart(output: Any) -> None:
     program = export(Moved(BOTH, lambda x, y: x.permute(1, 0, 2, 3)), *[randn(2, 4, 4, 4)] * 2)
     prepared = prepare(program, both_sides(aten.permute.default, output))
     assert len(groups_of(prepared)) == 1 + (output is not None)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8], ids=str)
+@pytest.mark.parametrize(("target", "call"), ROWS)
+def test_the_table_of_those_that_torch_cannot_compute_on_integers(
+    target: Any, call: Call, dtype: torch.dtype
+) -> None:
+    x, y = (torch.arange(4 * 4 * 6 * 6).view(4, 4, 6, 6).to(dtype) for _ in range(2))
+    if dtype in NOT_ON_INTEGERS.get(target, ()):
+        with pytest.raises(NotImplementedError):
+            call(target, x, y)
+    else:
+        call(target, x, y)

@@ -11,6 +11,7 @@ import pytest
 import qompose
 import torch
 from qompose import ComposableQuantizer, ConfigError, Quantizer, UserError
+from qompose.quantizer import labelled
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
@@ -209,3 +210,17 @@ def test_a_composition_is_not_asked_for_claims_of_its_own() -> None:
     composed = qompose.compose(toy())
     with pytest.raises(UserError, match="members"):
         composed.propose(export(nn.Linear(3, 4), X).module(), ())
+
+
+@pytest.mark.parametrize(
+    ("names", "labels"),
+    [
+        (["x", "x"], ["x", "x#2"]),
+        (["x", "x#2", "x"], ["x", "x#2", "x#3"]),
+        (["x", "x", "x#2"], ["x", "x#3", "x#2"]),
+        (["x#2", "x", "x#2", "x"], ["x#2", "x", "x#2#2", "x#3"]),
+    ],
+)
+def test_no_two_members_have_one_label(names: list[str], labels: list[str]) -> None:
+    composed = qompose.compose(*(Recorder(name) for name in names))
+    assert [label for label, _ in labelled(composed)] == labels

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import qompose
@@ -80,3 +81,34 @@ def test_a_constraint_like_a_specification_takes_it(name: str) -> None:
     constraint = TensorConstraint.like(LIKE[name])
     taken = {other for other, spec in LIKE.items() if constraint.objection("x", spec) is None}
     assert taken == {name} | NARROWER.get(name, set())
+
+
+# (the fields that are wrong, what is said of them)
+TYPOS: dict[str, tuple[dict[str, Any], str]] = {
+    "a condition": ({"condition": "al"}, "condition has 'al', and there are all, any, no_float .*'all'"),
+    "a mode": ({"modes": frozenset({"statik"})}, "modes has 'statik'.*did you mean 'static'"),
+    "a role": ({"accepts": {"activaton": INT8}}, "accepts has 'activaton'.*'activation'"),
+    "no role": ({"accepts": {"bias": INT8}}, "accepts has 'bias', and there are activation, weight"),
+    "a weight": ({"weight": "wieght"}, "speaks of wieght .did you mean 'weight'.., and its pattern"),
+    "an activation": ({"activations": ("inputs",)}, "speaks of inputs"),
+    "an anchor": ({"anchor": "opp"}, "speaks of opp"),
+    "a bias": ({"bias": "bais"}, "the bias bais, which no pattern has"),
+    "one activation": ({"activations": "input"}, "is a string, not a tuple"),
+    "a bare function": ({"kernels": {"torch": len}}, "is no Kernel: wrap it"),
+    "a constraint of another kind": ({"accepts": {"weight": torch.int8}}, "is no TensorConstraint"),
+    "no patterns": ({"patterns": ()}, "is no tuple of patterns"),
+    "a pattern of another kind": ({"patterns": (len,)}, "neither a Pattern nor"),
+    "a guard of another kind": ({"guard": "never"}, "is no function of a match"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("facts", "told"), TYPOS.values(), ids=TYPOS)
+def test_a_row_that_could_never_do_what_it_says_is_refused(
+    facts: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"rule linear: .*{told}"):
+        replace(LINEAR, **facts)
+
+
+def test_a_bias_of_some_variants_is_fine() -> None:
+    assert replace(LINEAR, bias="bias").bias == "bias"

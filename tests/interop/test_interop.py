@@ -130,3 +130,27 @@ def test_lowering_says_that_a_foreign_owner_brings_no_kernels(model, inputs) -> 
 def test_what_is_no_quantizer_is_refused() -> None:
     with pytest.raises(qompose.UserError, match="no annotate and validate"):
         qompose.compose(object())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("result", "error", "message"),
+    [
+        (ValueError("tr"), qompose.MemberError, "Broken: transform_for_annotation raised ValueError: tr"),
+        (None, qompose.UserError, "Broken: transform_for_annotation returned None"),
+    ],
+)  # fmt: skip
+def test_a_transform_that_fails_is_named(result, error, message, model, inputs) -> None:
+    class Broken:
+        def transform_for_annotation(self, model):
+            if isinstance(result, Exception):
+                raise result
+            return result
+
+        def annotate(self, model):
+            return model
+
+        def validate(self, model):
+            return None
+
+    with pytest.raises(error, match=message):
+        qompose.prepare_pt2e(torch.export.export(model, inputs), qompose.compose(Broken()))
