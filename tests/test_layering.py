@@ -28,7 +28,7 @@ LAYERS = tuple(
     line.split()
     for line in """
         errors hookspecs histogram aliases running operators offers faults
-        numerics graph screening functionals encoding
+        numerics graph screening functionals encoding drafts
         decomposed nested recording exported
         decompositions
         specs observers rewrites balancing schemes reference
@@ -44,6 +44,7 @@ LAYERS = tuple(
         plan signature plugins operands configuring
         survey quantizer estimation ledger scaffolding
         interop rule_quantizer composition
+        transforming
         annotating planning preparation calibration conversion lowering representation membership
         reporting benchmarking
         values announcing
@@ -60,9 +61,10 @@ LAYERS = tuple(
         testing.failures testing.data testing.measures testing.examples testing.models testing.limits
         testing.building
         testing.trials
-        testing.suite
+        testing.suite testing.varying
         testing.whole testing.sources
         testing.rows
+        testing.agreeing
         testing.accepting testing.behaviour testing.effects testing.precedence testing.together
         testing.parameters
         testing.contract

@@ -40,6 +40,21 @@ NEEDS = {
         "x86_inductor/test_ops.py::test_the_largest_possible_sums_are_exact",
         "x86_inductor/test_isa.py::test_everything_again_without_vnni",
     ),
+    "7 compositions that depend on order and drop hooks": (
+        "core/test_composition_order.py::test_rules_divided_among_members",
+        "core/test_annotation_conflicts.py::test_a_changed_annotation_is_an_error_that_names_both",
+        "core/test_composition.py::test_every_hook_of_every_member_is_called",
+    ),
+    "8 capability queries that are decorative": (
+        "composed/test_capabilities.py::test_every_claim_is_in_a_row",
+        "composed/test_capabilities.py::test_the_answer_for_a_node_is_what_prepare_does",
+        "contracts/test_xnnpack.py",
+    ),
+    "9 one layer in float, and every backend with selectors of its own": (
+        "composed/test_selectors.py::test_the_more_specific_level_wins",
+        "core/test_selectors.py::test_a_name_that_is_not_there_is_an_error_with_near_names",
+        "core/test_selection.py::test_a_selector_can_leave_one_role_in_float",
+    ),
     "10 shared specifications that crash": (
         "core/test_sharing.py::test_errors_name_both_owners",
         "core/test_fuzzed_annotations.py::test_any_annotations_are_followed_or_refused",
@@ -105,6 +120,11 @@ NEEDS = {
         "core/test_checking.py::test_each_has_its_row",
         "core/test_cli.py::test_listing_imports_little",
         "test_packaging.py::test_check_names_each_with_its_reason",
+    ),
+    "36 many warnings, few facts": (
+        "core/test_announcing.py::test_one_line_for_each_stage",
+        "core/test_announcing.py::test_nothing_quantized_names_operators_and_counts_the_rest",
+        "composed/test_report_counts.py",
     ),
 }
 

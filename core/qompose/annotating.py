@@ -10,9 +10,8 @@ from torch.fx import GraphModule, Node
 
 from qompose.arbitration import compose_claims
 from qompose.claims import Claim, Composition
-from qompose.errors import UserError, blaming
-from qompose.graph import copy_graph_module, refresh, replace_nested
-from qompose.nested import graphs_in, name_apart, nodes_in
+from qompose.graph import copy_graph_module, refresh
+from qompose.nested import graphs_in, nodes_in
 from qompose.plan import Rewrite
 from qompose.quantizer import Quantizer, labelled
 from qompose.rewrites import (
@@ -22,6 +21,7 @@ from qompose.rewrites import (
     find_rewrites,
     splits,
 )
+from qompose.transforming import transformed
 from qompose.tying import one_table_each
 
 
@@ -41,11 +41,11 @@ def annotate_program(
     refused = [candidate for candidate in found if candidate.obstacle is not None]
     merging = [candidate for candidate in candidates if not splits(candidate)]
     if merging != candidates:  # an operator that a claim takes whole is not taken apart
-        _, composition, _ = _attempt(exported, quantizer, merging)
+        _, composition, *_ = _attempt(exported, quantizer, merging)
         whole = _claimed(composition)
         candidates = [c for c in candidates if not (splits(c) and c.nodes[0] in whole)]
     while True:
-        working, composition, pieces = _attempt(exported, quantizer, candidates)
+        working, composition, pieces, own = _attempt(exported, quantizer, candidates)
         covered = [
             _with_objection(candidate, claims, nodes, quantizer)
             for candidate, made in zip(candidates, pieces, strict=True)
@@ -62,49 +62,25 @@ def annotate_program(
     )
     composition.notes += tied
     made = zip(candidates, pieces, strict=True)
-    return working, composition, tuple(Rewrite(c.rewrite, c.nodes, p) for c, p in made)
+    covering = [Rewrite(c.rewrite, c.nodes, p) for c, p in made]
+    return working, composition, (*covering, *own)
 
 
 def _attempt(
     exported: GraphModule, quantizer: Quantizer, candidates: Sequence[Candidate]
-) -> tuple[GraphModule, Composition, list[tuple[str, ...]]]:
-    """Make rewrites on a copy and compose it; return also the pieces of each rewrite."""
+) -> tuple[GraphModule, Composition, list[tuple[str, ...]], tuple[Rewrite, ...]]:
+    """Make rewrites on a copy and compose it; return also the pieces of each, and the members' own."""
     working = copy_graph_module(exported)
     pieces = apply_rewrites(working, candidates)
     working = refresh(working) if candidates else working
-    before = _calls(working)
-    working = _transformed(working, quantizer)
-    rewritten = _calls(working) != before
-    name_apart(working)
+    working, own, notes = transformed(working, quantizer)
     composition = _composed(working, quantizer)
-    if rewritten:
-        composition.notes.append(f"{quantizer.name}: transform_for_annotation rewrote the program")
-    return working, composition, pieces
-
-
-def _calls(model: GraphModule) -> list[tuple[str, object, str]]:
-    return [(node.op, node.target, str(node.args)) for node in nodes_in(model)]
+    composition.notes += notes
+    return working, composition, pieces, own
 
 
 def _claimed(composition: Composition) -> frozenset[str]:
     return frozenset(name for claim in composition.chosen for name in claim.nodes)
-
-
-def _transformed(model: GraphModule, quantizer: Quantizer) -> GraphModule:
-    """Let a quantizer rewrite a program, bodies first."""
-
-    def transform(part: GraphModule) -> GraphModule:
-        with blaming(f"{quantizer.name}: transform_for_annotation"):
-            result = quantizer.transform_for_annotation(part)
-        if not isinstance(result, GraphModule):
-            raise UserError(
-                f"{quantizer.name}: transform_for_annotation returned {result!r}, not a GraphModule"
-            )
-        return result
-
-    for part in graphs_in(model):
-        replace_nested(part, transform)
-    return transform(model)
 
 
 def _composed(model: GraphModule, quantizer: Quantizer) -> Composition:

@@ -63,6 +63,7 @@ def propose_annotations(
     }
     owners = {node: claim.owner for claim in taken for node in _touched(claim)}
     known = {node.name: bool(node.users) for node in snapshot.graph.nodes}
+    calls = _calls(snapshot)
     with blaming(f"{owner}: annotate"):
         returned = annotate(snapshot)
     if returned is not None and returned is not snapshot:
@@ -72,10 +73,11 @@ def propose_annotations(
         )
     left = {node.name for node in snapshot.graph.nodes}
     gone = {name for name, used in known.items() if used} - left  # some remove what nothing reads
-    if gone or left - known.keys():
+    edited = {name for name, call in _calls(snapshot).items() if calls.get(name) != call}
+    if gone | edited:
         raise UserError(
-            f"{owner} changed the program in annotate, which may only annotate it; "
-            "transform_for_annotation is for changes"
+            f"{owner} changed the program in annotate ({', '.join(sorted(gone | edited))}), which may only "
+            "annotate it; transform_for_annotation is for changes"
         )
     proposal = Proposal()
     annotated = []
@@ -90,6 +92,11 @@ def propose_annotations(
     return proposal
 
 
+def _calls(model: GraphModule) -> dict[str, tuple[object, ...]]:
+    """Return what each node does, as values that compare."""
+    return {n.name: (n.op, n.target, str(n.args), str(n.kwargs)) for n in model.graph.nodes}
+
+
 def _touched(claim: Claim) -> Iterable[str]:
     yield from claim.nodes
     yield from (spec.point.user or spec.point.source for spec in claim.specs)
@@ -99,8 +106,9 @@ def _changed(proposal: Proposal, earlier: str, later: str, node: Node, on_confli
     change = "removed" if node_annotation(node) is None else "changed"
     if on_conflict == "error":
         raise AnnotationConflictError(earlier, later, node.name, change)
-    reason = f"{later} {change} the annotation of {earlier}, which was undone"
-    proposal.notes.append(f"{node.name}: {reason}")
+    done = f"{change} the annotation of {earlier}, which was undone"
+    proposal.notes.append(f"{node.name}: {later} {done}")
+    proposal.rejections.append(Rejection(later, RULE, (node.name,), f"it {done}"))
 
 
 def node_annotation(node: Node) -> Any:

@@ -46,6 +46,20 @@ def say_if_nothing_was_quantized(plan: Plan, program: GraphModule, *, strict: bo
     warnings.warn(message, QomposeWarning, stacklevel=3)
 
 
+def say_if_all_was_dropped(record: Record) -> None:
+    """Warn that conversion followed none of the claims, each with its reason."""
+    claims = record.plan.claims
+    if not claims or len(record.dropped) < len(claims):
+        return
+    lines = [_of_claim(record, number, reason) for number, reason in sorted(record.dropped.items())]
+    warnings.warn(
+        f"Nothing was quantized: conversion followed none of all claims ({len(lines)}):\n"
+        f"{_listed(lines)}",
+        QomposeWarning,
+        stacklevel=3,
+    )
+
+
 def say_what_fell_back(record: Record, *, strict: bool) -> None:
     """Warn of the regions that were claimed and have no kernel, those that conversion dropped included.
 
@@ -56,12 +70,7 @@ def say_what_fell_back(record: Record, *, strict: bool) -> None:
     reasons = {**dropped, **record.fallbacks}
     if not reasons:
         return
-    modules = {o.claim: f" in {o.module}" for o in reversed(record.plan.operators) if o.module}
-    lines = []
-    for number, reason in sorted(reasons.items()):
-        claim = record.plan.claims[number]
-        place = f"{claim.anchor}{modules.get(number, '')}"
-        lines.append(f"{place} ({claim.owner}, rule {claim.rule}): {reason}")
+    lines = [_of_claim(record, number, reason) for number, reason in sorted(reasons.items())]
     one = len(lines) == 1
     what = "1 quantized region has" if one else f"{len(lines)} quantized regions have"
     message = f"{what} no int8 kernel on {record.target}:\n"
@@ -69,6 +78,15 @@ def say_what_fell_back(record: Record, *, strict: bool) -> None:
     if strict:
         raise NotLoweredError(message)
     warnings.warn(message, QomposeWarning, stacklevel=3)
+
+
+def _of_claim(record: Record, number: int, reason: str) -> str:
+    """Return a line that says of a claim where it is, whose, and what became of it."""
+    claim = record.plan.claims[number]
+    modules = (o.module for o in record.plan.operators if o.claim == number and o.module)
+    module = next(modules, "")
+    place = f"{claim.anchor}{f' in {module}' if module else ''}"
+    return f"{place} ({claim.owner}, rule {claim.rule}): {reason}"
 
 
 def _place(operator: Operator) -> str:

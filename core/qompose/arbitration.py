@@ -19,11 +19,26 @@ from qompose.errors import AnnotationConflictError
 Propose = Callable[[GraphModule, Sequence[Claim], str], Proposal]
 
 _LOSS = "its rule {} lost "
+_WAITED = "its input is not quantized"
 
 
 def is_loss(rejection: Rejection) -> bool:
     """Tell whether a claim was admissible, and another member had taken its nodes."""
     return rejection.reason.startswith(_LOSS.format(rejection.rule))
+
+
+def most_telling(rejections: Iterable[Rejection]) -> list[Rejection]:
+    """Leave out what a member's rules refuse at once where another of them got further with the same nodes.
+
+    What that one waited for, or lost, is what is missing there.
+    """
+    listed = list(rejections)
+    further = {(r.owner, r.nodes) for r in listed if _was_admissible(r)}
+    return [r for r in listed if _was_admissible(r) or (r.owner, r.nodes) not in further]
+
+
+def _was_admissible(rejection: Rejection) -> bool:
+    return is_loss(rejection) or rejection.reason == _WAITED
 
 
 def compose_claims(
@@ -123,9 +138,8 @@ class _Arbiter:
         """List the conditional claims whose condition never came true."""
         for claim in self.waiting:
             if not any(node in self.taken for node in claim.nodes):
-                reason = "its input is not quantized"
                 self.result.rejections.append(
-                    Rejection(claim.owner, claim.rule, claim.nodes, reason)
+                    Rejection(claim.owner, claim.rule, claim.nodes, _WAITED)
                 )
 
 

@@ -13,7 +13,6 @@ import contextlib
 import hashlib
 import json
 import os
-import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +27,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from qompose.backend import Backend
+from qompose.drafts import destination, draft_of
 from qompose.errors import (
     ArtefactError,
     BackendNotFoundError,
@@ -54,11 +54,11 @@ def save(converted: GraphModule, path: str | os.PathLike[str]) -> None:
     """Write a converted model to a file, from which `load` makes it again in another process.
 
     Buffers that the program writes to are saved as they were exported. A file that exists is replaced at
-    once, or left as it is where saving fails.
+    once, or left as it is where saving fails; a symbolic link stays, and its file is replaced.
 
     Raises:
         StageError: the model was not converted.
-        UserError: `path` is no path.
+        UserError: `path` is no path, or is a directory, a pipe or a device.
         ArtefactError: it holds something that cannot be stored; the message names it.
         OSError: the file cannot be written.
     """
@@ -69,6 +69,7 @@ def save(converted: GraphModule, path: str | os.PathLike[str]) -> None:
         remedy="Call convert_pt2e first.",
     )
     path = _as_path(path, "save")
+    destination(path)  # refused before any work is done
     try:
         writer = ProgramWriter()
         program = writer.program(converted)
@@ -106,19 +107,18 @@ def _text(data: Any) -> str:
 
 def _write(blocks: dict[str, Tensor], metadata: dict[str, str], path: Path) -> None:
     """Write to a file beside the wanted one, and put it in its place when it is complete."""
-    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
-        draft.touch(exist_ok=False)
-        mode = draft.stat().st_mode
-        save_file(blocks, draft, metadata)
-        draft.chmod(mode)  # safetensors lets nobody else read it; the process's own mask decides
-        with draft.open("rb") as file:
-            os.fsync(file.fileno())
-        draft.replace(path)
+        with draft_of(path) as draft:
+            draft.touch(exist_ok=False)
+            mode = draft.stat().st_mode
+            save_file(blocks, draft, metadata)
+            draft.chmod(
+                mode
+            )  # safetensors lets nobody else read it; the process's own mask decides
+            with draft.open("rb") as file:
+                os.fsync(file.fileno())
     except SafetensorError as error:  # what it makes of a full disk
         raise OSError(f"{path} cannot be written: {error}") from error
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 def _manifest(record: Record) -> dict[str, Any]:
@@ -201,6 +201,8 @@ def load(path: str | os.PathLike[str]) -> GraphModule:
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return a file's JSON and its blocks of memory, both as they were written."""
+    with path.open("rb"):  # says of what is no file what it is; safetensors does not
+        pass
     try:
         with safe_open(path, framework="pt") as file:
             body = _body(path, file.metadata() or {})

@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar, overload
 from rich.console import Console, ConsoleOptions, RenderResult
 
 from qompose.capability_row import Capability, kernels_of, row_of
+from qompose.configs import with_stand_ins
 from qompose.errors import ConfigError, SelectorError, near_names
 from qompose.querying import Question, question, sequences, what_is_missing
 from qompose.rendering import Block, Table, as_rich, as_text
@@ -152,7 +153,7 @@ class Capabilities(Sequence[Capability]):
         for source, rule in found:
             reason = rule.objection(config) or self._excluded(source, rule, config)
             if reason is None:
-                told = (*notes, *_doubts(rule))
+                told = (*notes, *_doubts(rule.guard or rule.condition))
                 return Support(True, "", source.backend, rule.name, kernels_of(rule), told)
             reasons.append(f"{source.backend}: {reason}")
         return Support(False, "; ".join((*dict.fromkeys(reasons), *notes, *self._about_silent())))
@@ -173,9 +174,11 @@ class Capabilities(Sequence[Capability]):
             return [r for r in self.rows if asked.is_about(r.pattern, r.drawing, r.operators)]
 
         asked, found, notes = _unfolded(asked, config, find)
+        written = with_stand_ins(config)  # as in the data; balancing is no matter of support
         for row in found:
-            if row.settings == config:
-                return Support(True, "", row.backend, row.pattern, row.kernels, notes)
+            if row.settings == replace(written, balance=row.settings.balance):
+                told = (*notes, *_doubts(row.guarded or row.condition))
+                return Support(True, "", row.backend, row.pattern, row.kernels, told)
         listed = ", ".join(dict.fromkeys(row.config for row in found))
         what = f"{asked.label} is there under {listed}" if found else f"none has {asked.label}"
         reason = f"these rows were read from data, which has no rules to ask: {what}"
@@ -202,8 +205,8 @@ class Capabilities(Sequence[Capability]):
         Raises:
             ConfigError: the data is malformed; the message says where.
         """
-        if isinstance(data, (str, Mapping)):
-            raise ConfigError("the data of capabilities is a list of rows")
+        if isinstance(data, (str, bytes, Mapping)) or not isinstance(data, Iterable):
+            raise ConfigError(f"the data of capabilities is a list of rows, and not {data!r:.80}")
         return cls(tuple(Capability.from_dict(row) for row in data))
 
     @classmethod
@@ -243,7 +246,13 @@ def capability_rows(backend: HasRules, configs: Iterable[QuantizationConfig] = (
 
     Args:
         configs: some besides those that the backend names.
+
+    Raises:
+        ConfigError: a configuration has another name than the backend's for it.
     """
+    fault = naming_fault(backend.configs)
+    if fault is not None:
+        raise ConfigError(f"Backend {backend.name!r}: {fault}")
     named = list(backend.configs.items())
     for config in configs:
         if all(config != known for _, known in named):
@@ -255,6 +264,17 @@ def capability_rows(backend: HasRules, configs: Iterable[QuantizationConfig] = (
         if rule.objection(config) is None
     )
     return Capabilities(rows, (Source(backend.name, tuple(backend.rules)),))
+
+
+def naming_fault(configs: Mapping[str, QuantizationConfig]) -> str | None:
+    """Return what is wrong with the names of a backend's configurations: rows and reports need one each."""
+    for key, config in configs.items():
+        if str(config) != key:
+            return (
+                f"its configs list {key!r}, which calls itself {str(config)!r} in reports: make it "
+                f"QuantizationConfig(..., name={key!r})"
+            )
+    return None
 
 
 def _free_name(name: str, taken: set[str]) -> str:
@@ -296,8 +316,8 @@ def _unfolded(
     return folded, find(folded), (note,)
 
 
-def _doubts(rule: Rule) -> tuple[str, ...]:
-    if rule.guard is None and rule.condition is None:
+def _doubts(depends: object) -> tuple[str, ...]:
+    if not depends:
         return ()
     return ("the rule also looks at each operator: qompose.can_quantize asks about one",)
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from qompose.configs import CONFIG, SPEC, with_stand_ins
+from qompose.configs import SETTINGS, SPEC, with_stand_ins
 from qompose.constraints import CONSTRAINT, TensorConstraint
 from qompose.encoding import (
     BOOLEAN,
@@ -38,6 +38,7 @@ class Capability:
         constraints: (role, constraint) pairs: what configurations may ask for.
         shares: inputs and output have one scale and zero point.
         condition: when the rule applies, as in `Rule`.
+        guarded: the rule has a guard: it also looks at each operator.
     """
 
     backend: str
@@ -56,6 +57,7 @@ class Capability:
     constraints: tuple[tuple[str, TensorConstraint], ...] = ()
     shares: bool = False
     condition: str = ""
+    guarded: bool = False
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -106,7 +108,7 @@ _FIELDS: dict[str, Codec] = {
     **dict.fromkeys(("backend", "pattern", "drawing"), TEXT),
     "operators": sequence(sequence(TEXT)),
     "config": TEXT,
-    "settings": _with_stand_ins(CONFIG),
+    "settings": _with_stand_ins(SETTINGS),
     "mode": TEXT,
     **dict.fromkeys(("activation", "weight", "output"), _with_stand_ins(SPEC)),
     "granularity": TEXT,
@@ -115,6 +117,7 @@ _FIELDS: dict[str, Codec] = {
     "constraints": pairs(CONSTRAINT),
     "shares": BOOLEAN,
     "condition": TEXT,
+    "guarded": BOOLEAN,
 }
 _ROW = record(Capability, _FIELDS, defaults=True)
 
@@ -139,6 +142,7 @@ def row_of(backend: str, rule: Rule, name: str, config: QuantizationConfig) -> C
         constraints=tuple((r, c) for r, c in rule.accepts.items() if r in rule.roles),
         shares=rule.shares,
         condition=rule.condition or "",
+        guarded=rule.guard is not None,
     )
 
 

@@ -44,10 +44,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: of a caller inside a program; None for those of the process, which then ends.
 
     Raises:
-        SystemExit: with code 2 for wrong usage; with code 0 for --help and --version.
+        SystemExit: with code 2 for wrong usage; with code 0 for --help and --version, or 1 where they
+            cannot be printed.
     """
-    options = _parse(sys.argv[1:] if arguments is None else arguments)
     try:
+        options = _parse(sys.argv[1:] if arguments is None else arguments)
         with results_apart(for_good=arguments is None) as out, _warnings_told():
             return _run(options, out)
     except KeyboardInterrupt:
@@ -104,6 +105,17 @@ class _Parser(ArgumentParser):
         facts.setdefault("formatter_class", RawDescriptionHelpFormatter)
         super().__init__(allow_abbrev=False, **facts)
 
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Print help or usage. argparse itself takes a full disk for success."""
+        if file is None or file is not sys.stdout:
+            super()._print_message(message, file)
+            return
+        try:
+            Output(file).text(message.rstrip("\n"))
+        except OSError as error:
+            say(str(error))
+            self.exit(PROBLEM)
+
 
 class _Version(Action):
     """Print the version; it is looked up only then."""
@@ -111,7 +123,7 @@ class _Version(Action):
     def __call__(self, parser: ArgumentParser, *_: object) -> NoReturn:
         from importlib_metadata import version
 
-        print(f"qompose {version('qompose')}")
+        parser._print_message(f"qompose {version('qompose')}", sys.stdout)
         parser.exit()
 
 
@@ -144,33 +156,19 @@ def _parse(arguments: Sequence[str]) -> Namespace:
     """Return the arguments, or print usage or help and raise SystemExit."""
     parser = _parser()
     command = next((word for word in arguments if not word.startswith("-")), None)
-    try:
-        if not arguments:
-            parser.print_help(sys.stderr)
-            parser.exit(2)
-        if command is not None and command not in COMMANDS:
-            near = near_names(command, COMMANDS)
-            parser.error(f"there is no command {command!r}{near}; there are {', '.join(COMMANDS)}")
-        options, rest = parser.parse_known_args(arguments)
-        asked: ArgumentParser = getattr(options, "parser", parser)
-        if rest:
-            known = re.findall(r"--[a-z-]+", asked.format_help())
-            close = get_close_matches(rest[0], known, n=1)
-            hint = f" (did you mean {close[0]}?)" if close else ""
-            asked.error(f"there is no argument {rest[0]!r}{hint}")
-        if command is None:
-            parser.error("a command is missing")
-    except SystemExit:
-        _flush()
-        raise
+    if not arguments:
+        parser.print_help(sys.stderr)
+        parser.exit(2)
+    if command is not None and command not in COMMANDS:
+        near = near_names(command, COMMANDS)
+        parser.error(f"there is no command {command!r}{near}; there are {', '.join(COMMANDS)}")
+    options, rest = parser.parse_known_args(arguments)
+    asked: ArgumentParser = getattr(options, "parser", parser)
+    if rest:
+        known = re.findall(r"--[a-z-]+", asked.format_help())
+        close = get_close_matches(rest[0], known, n=1)
+        hint = f" (did you mean {close[0]}?)" if close else ""
+        asked.error(f"there is no argument {rest[0]!r}{hint}")
+    if command is None:
+        parser.error("a command is missing")
     return options
-
-
-def _flush() -> None:
-    """Write what help has printed; a reader that went away is no error."""
-    try:
-        sys.stdout.flush()
-    except (AttributeError, ValueError):
-        return
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

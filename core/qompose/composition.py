@@ -50,7 +50,8 @@ class ComposableQuantizer(Quantizer):
                     f"{quantizer!r} is not a qompose.Quantizer; qompose.compose wraps quantizers of "
                     "other engines"
                 )
-            if len(quantizer.members) > 1 and quantizer.on_conflict != on_conflict:
+            nested = isinstance(quantizer, ComposableQuantizer)
+            if nested and quantizer.on_conflict != on_conflict:
                 raise ConfigError(
                     f"{quantizer.name} is a composition with on_conflict={quantizer.on_conflict!r}, and it "
                     f"would be taken apart into one with on_conflict={on_conflict!r}, which is for all "

@@ -214,9 +214,8 @@ def _read_spec(data: Any, path: str) -> Any:
 
 
 SPEC = optional(Codec(_write_spec, _read_spec))
-CONFIG = optional(
-    record(
-        QuantizationConfig,
-        {**dict.fromkeys(ROLES, SPEC), "is_qat": BOOLEAN, "balance": BOOLEAN, "name": TEXT},
-    )
+SETTINGS = record(
+    QuantizationConfig,
+    {**dict.fromkeys(ROLES, SPEC), "is_qat": BOOLEAN, "balance": BOOLEAN, "name": TEXT},
 )
+CONFIG = optional(SETTINGS)

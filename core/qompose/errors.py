@@ -113,6 +113,14 @@ class CalibrationError(UserError):
     """A calibration batch cannot be used."""
 
 
+class BatchError(CalibrationError):
+    """One of several batches cannot be used; `reason` says why, without its number."""
+
+    def __init__(self, number: int, reason: str) -> None:
+        self.number, self.reason = number, reason
+        super().__init__(f"calibration batch {number} {reason}")
+
+
 class TargetError(UserError):
     """No kernels, or no runtime, for the requested target."""
 

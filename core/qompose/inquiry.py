@@ -14,6 +14,7 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
 from qompose.annotating import annotate_program
+from qompose.arbitration import most_telling
 from qompose.backend import Backend
 from qompose.capability_row import kernels_of
 from qompose.claims import Claim
@@ -28,6 +29,7 @@ from qompose.nested import body_of, is_nested_call, nodes_in, references_of
 from qompose.pipeline import isolate
 from qompose.plan import Operator
 from qompose.planning import plan_groups
+from qompose.plugins import obstacle
 from qompose.quantizer import Quantizer, labelled
 from qompose.rewrites import FOLD_BATCH_NORM, Candidate, find_rewrites
 from qompose.rule_quantizer import RuleQuantizer
@@ -152,21 +154,29 @@ def _name_of(
     node: str | Node, program: ExportedProgram | GraphModule, exported: GraphModule
 ) -> str:
     """Return the name that a node of the caller's program has in reports."""
+    known = {found.name for found in nodes_in(exported)}
     if isinstance(node, str):
-        known = {found.name for found in nodes_in(exported)}
         base = node.partition("/")[0]  # reports name the pieces of an operator behind it
         if base in known:
             return node
         found = _places(program, lambda other: other.name == node)
+        if not found:
+            return node  # a quantizer's own transform may make it
         said = repr(node)
     else:
         found = _places(program, lambda other: other is node)
-        known, said = set(), f"node {getattr(node, 'name', node)!r}"
+        said = f"node {getattr(node, 'name', node)!r}"
+    placed, found = found, [name for name in found if name in known]
+    if placed and not found:
+        raise ConfigError(
+            f"{said} hands a parameter or another value to a graph, and is no operator: ask about one "
+            "that reads it"
+        )
     if len(found) == 1:
         return found[0]
     if found:
         raise ConfigError(f"{said} is in several bodies of the program: {', '.join(found)}")
-    raise ConfigError(f"the program has no {said}{near_names(str(node), known)}")
+    raise ConfigError(f"the program has no {said}")
 
 
 def _places(program: ExportedProgram | GraphModule, wanted: Callable[[Node], bool]) -> list[str]:
@@ -185,8 +195,15 @@ def _places(program: ExportedProgram | GraphModule, wanted: Callable[[Node], boo
     return found
 
 
-def _described(exported: GraphModule, name: str) -> dict[str, Any]:
-    node = {node.name: node for node in nodes_in(exported)}[name.partition("/")[0]]
+def _described(
+    exported: GraphModule, name: str, operators: Sequence[Operator] = ()
+) -> dict[str, Any]:
+    nodes, made = {n.name: n for n in nodes_in(exported)}, {op.name: op for op in operators}
+    node = nodes.get(name.partition("/")[0])
+    if node is None:
+        if name not in made:
+            raise ConfigError(f"the program has no {name!r}{near_names(name, {*nodes, *made})}")
+        return {"node": name, "operator": made[name].operator, "module": made[name].module}
     called = operator_name(node.target) if node.op == "call_function" else node.op
     return {"node": name, "operator": called, "module": module_path(node)}
 
@@ -208,7 +225,7 @@ class _Inquiry:
 
     def answer(self, name: str) -> NodeSupport:
         """Answer for an operator by its name; for one that was taken apart, for its pieces together."""
-        facts = _described(self.exported, name)
+        facts = _described(self.exported, name, self.operators)
         rows = [op for op in self.operators if op.name == name or op.name.startswith(f"{name}/")]
         claims = [self.composition.chosen[n] for n in _numbers(rows)]
         left = [row for row in rows if row.claim is None]
@@ -230,6 +247,10 @@ class _Inquiry:
         )
 
     def _no_operator(self, name: str) -> str:
+        own = next((r for r in self.rewrites if r.member and name in r.nodes), None)
+        if own is not None:
+            made = [piece for piece in own.pieces if piece in {op.name for op in self.operators}]
+            return _gone(own.member, made)
         node = next((n for n in nodes_in(self.exported) if n.name == name), None)
         if node is None:
             base, _, piece = name.partition("/")
@@ -258,14 +279,15 @@ class _Inquiry:
             return
         if not self._kernels(claim):
             yield f"{claim.owner} has no kernel for rule {claim.rule}: its regions are simulated"
-        problem = backend.availability()
+        problem = obstacle(backend, f"backend {claim.owner!r}")
         if problem:
             yield f"{claim.owner}: {problem}"
         brought = {t.name: t for other in self._backends() for t in other.targets}
         brought[TORCH_TARGET.name] = TORCH_TARGET
         for target, _ in self._kernels(claim):
             missing = "no member brings this runtime"
-            problem = brought[target].availability() if target in brought else missing
+            known = brought.get(target)
+            problem = obstacle(known, f"target {target!r}") if known else missing
             if problem:
                 yield f"target {target}: {problem}"
 
@@ -276,7 +298,11 @@ class _Inquiry:
 
     def _rewritten(self, name: str) -> Iterator[str]:
         for rewrite in self.rewrites:
-            if name.partition("/")[0] in rewrite.nodes:
+            of_member = bool(rewrite.member) and name in rewrite.pieces
+            if of_member or name.partition("/")[0] in rewrite.nodes:
+                if rewrite.member:
+                    yield f"rewritten by {rewrite}"
+                    continue
                 joined = set(rewrite.pieces) <= set(rewrite.nodes)
                 into = "" if joined else f" into {', '.join(rewrite.pieces)}"
                 yield f"rewritten by {rewrite.name}: {', '.join(rewrite.nodes)}{into}"
@@ -290,7 +316,7 @@ class _Inquiry:
         for label in self.members:
             said = [
                 f"rule {r.rule}: {r.reason}"
-                for r in self.composition.rejections
+                for r in most_telling(self.composition.rejections)
                 if r.owner == label and not nodes.isdisjoint(r.nodes)
             ]
             for reason in dict.fromkeys(said) or [self._silence(label, row)]:
@@ -317,6 +343,16 @@ class _Inquiry:
             for candidate in find_rewrites(self.exported, wanted)
             if (candidate.rewrite, candidate.nodes) not in made
         ]
+
+
+def _gone(member: str, made: Sequence[str]) -> str:
+    """Say of an operator that a quantizer rewrote it, and what to ask about instead."""
+    rest = f" and {len(made) - _MOST} more" if len(made) > _MOST else ""
+    instead = f"ask about what it made: {', '.join(made[:_MOST])}{rest}" if made else "it is gone"
+    return f"{member} rewrote it by its transform_for_annotation; {instead}"
+
+
+_MOST = 8
 
 
 def _numbers(rows: Iterable[Operator]) -> list[int]:

@@ -7,12 +7,12 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console, ConsoleOptions, RenderResult
 
 from qompose.counting import Counts
-from qompose.errors import UserError, near_names
+from qompose.errors import ConfigError, UserError, near_names
 from qompose.plan import Requantized
 from qompose.rendering import Block, Table, as_markdown, as_rich, as_text
 
@@ -88,19 +88,32 @@ class Report:
     bytes_after: int
 
     def count(self, state: str, owner: str | None = None) -> int:
-        """Return how many operators ended in a state, of one owner or of all."""
+        """Return how many operators ended in a state, of one owner or of all.
+
+        Raises:
+            UserError: there is no such state; others own operators, and that one is not known.
+        """
+        _check_state(state)
+        owners = {row.owner for row in self.rows} - {""}
+        idle = any(note.startswith(f"{owner} claims nothing: ") for note in self.notes)
+        if owner is not None and owners and owner not in owners and not idle:
+            raise UserError(
+                f"nobody who owns operators is called {owner!r}{near_names(str(owner), owners)}; "
+                f"owners: {', '.join(sorted(owners))}"
+            )
         return sum(row.state == state and owner in (None, row.owner) for row in self.rows)
 
     def coverage(self, state: str = KERNEL, operator: str | None = None) -> float:
         """Return the part of all multiply-accumulates (of one operator) that ended in a state.
 
         Raises:
-            UserError: the model has no such operator.
+            UserError: there is no such state, or the model has no such operator.
         """
+        _check_state(state)
         known = {row.operator for row in self.rows}
         if operator is not None and operator not in known:
             raise UserError(
-                f"{operator!r} does not occur in the model{near_names(operator, known)}"
+                f"{operator!r} does not occur in the model{near_names(str(operator), known)}"
             )
         rows = [row for row in self.rows if operator in (None, row.operator)]
         total = sum(row.macs for row in rows)
@@ -119,6 +132,10 @@ class Report:
         Raises:
             UserError: no float operator has that name; the message has near names.
         """
+        if not isinstance(name, str):
+            raise UserError(
+                f"why takes the name of an operator, a module path or a kind of operators, not {name!r}"
+            )
         asked: tuple[Callable[[Row], bool], ...] = (
             lambda row: row.name == name,
             lambda row: row.module == name or row.module.startswith(f"{name}."),
@@ -172,22 +189,23 @@ class Report:
         """Return the report that `to_dict` turned into data.
 
         Raises:
-            UserError: the data has other fields than a report of this release.
+            ConfigError: the data has other fields than a report of this release, or values that no
+                report has there.
         """
         try:
             facts = dict(data)
-            facts["rows"] = tuple(Row(**row) for row in facts["rows"])
-            facts["counts"] = Counts(**facts["counts"])
+            facts["rows"] = tuple(_read(Row, row) for row in facts["rows"])
+            facts["counts"] = _read(Counts, facts["counts"])
             facts["requantizations"] = tuple(
-                Requantized(**{**item, "readers": tuple(item["readers"])})
-                for item in facts["requantizations"]
+                _read(Requantized, item) for item in facts["requantizations"]
             )
-            for name in ("conflicts", "rewrites", "notes"):
-                facts[name] = tuple(facts[name])
-            return cls(**facts)
+            report = _read(cls, facts)
+            if report.stage not in _STAGES or not {row.state for row in report.rows} <= {*STATES}:
+                raise ValueError("it has a stage, or rows have a state, that there is not")
+            return report
         except (TypeError, KeyError, ValueError) as error:
             wanted = ", ".join(field.name for field in fields(cls))
-            raise UserError(f"this is no report ({error}); a report has {wanted}") from error
+            raise ConfigError(f"this is no report ({error}); a report has {wanted}") from error
 
     def to_json(self, indent: int | None = 2) -> str:
         """Return the report as JSON text."""
@@ -257,6 +275,34 @@ class Report:
 
     def __str__(self) -> str:
         return self.to_text()
+
+
+_STAGES = ("prepared", "converted", "reference", "lowered")
+
+Data = TypeVar("Data")
+
+
+def _check_state(state: object) -> None:
+    if state not in STATES:
+        close = near_names(str(state), STATES)
+        raise UserError(f"{state!r} is no state{close}; states: {', '.join(STATES)}")
+
+
+def _read(kind: type[Data], facts: Mapping[str, Any]) -> Data:
+    """Return an object of a dataclass whose numbers, texts and lists of texts are read from data."""
+    read = dict(facts)
+    for name, wanted in ((f.name, f.type) for f in fields(kind) if f.name in read):  # type: ignore[arg-type]
+        value = read[name]
+        if wanted == "tuple[str, ...]":
+            good = isinstance(value, (list, tuple)) and all(isinstance(v, str) for v in value)
+            read[name] = tuple(value) if good else value
+        elif wanted == "int":
+            good = type(value) is int and value >= 0
+        else:
+            good = wanted != "str" or isinstance(value, str)
+        if not good:
+            raise TypeError(f"{name} of {kind.__name__} cannot be {value!r}")
+    return kind(**read)
 
 
 _HEADER = ("operator", "state", "owner", "kernel or reason", "operators", "MACs")

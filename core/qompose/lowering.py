@@ -15,6 +15,7 @@ from qompose.errors import ConfigError, TargetError, blaming, near_names
 from qompose.graph import owner_of, remove_dead, tag, tag_of, without_readers
 from qompose.nested import graphs_in, nodes_in
 from qompose.plan import Record
+from qompose.plugins import obstacle
 from qompose.region import Region
 from qompose.rules import Kernel, NotLowerable
 
@@ -28,6 +29,7 @@ def find_target(name: str, record: Record) -> Target:
     Raises:
         TargetError: an owner has no kernels for it, or cannot run here; nobody brings the runtime, or
             it is missing here.
+        MemberError: a backend or a target fails when it is asked whether it can run here.
     """
     known = {TORCH_TARGET.name: TORCH_TARGET}
     for backend in record.backends.values():
@@ -52,14 +54,18 @@ def find_target(name: str, record: Record) -> Target:
             f"This composition cannot be lowered to {name!r}: {lacks}. "
             f"Targets that all members share: {_list(_shared(record, owners, known))}."
         )
-    problem = known[name].availability()
+    problem = obstacle(known[name], f"target {name!r} of {_bringer(known[name], record)}")
     if problem:
         raise TargetError(f"The target {name!r} cannot be used here: {problem}")
     for owner in sorted(owners):
-        problem = record.backends[owner].availability()
+        problem = obstacle(record.backends[owner], f"backend {owner!r}")
         if problem:
             raise TargetError(f"The kernels of {owner!r} cannot be used here: {problem}")
     return known[name]
+
+
+def _bringer(target: Target, record: Record) -> str:
+    return next((b.name for b in record.backends.values() if target in b.targets), "qompose")
 
 
 def _targets(backend: Backend | None) -> set[str]:

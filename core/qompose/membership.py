@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from qompose.arbitration import is_loss
+from qompose.arbitration import is_loss, most_telling
 from qompose.claims import Composition
 from qompose.errors import ConfigError
 from qompose.quantizer import Quantizer, labelled
@@ -51,7 +51,7 @@ def _refusals(label: str, composition: Composition) -> Iterator[str]:
     """Say why regions that a member's rules match became no claims, the commonest reason first."""
     reasons = Counter(
         r.reason
-        for r in dict.fromkeys(composition.rejections)
+        for r in dict.fromkeys(most_telling(composition.rejections))
         if r.owner == label and not is_loss(r)
     )
     for reason, number in reasons.most_common(_MOST):

@@ -36,6 +36,17 @@ def entry_points(group: str) -> Iterator[Offer]:
             yield from (_offer(line, found) for line in _lines(found, group))
 
 
+def unreadable_packages() -> list[str]:
+    """Return the folders of packages whose `entry_points.txt` has something else in it than groups."""
+    found = set()
+    for distribution in Distribution.discover():
+        lines = _content(distribution)
+        if lines and not _is_heading(lines[0]):
+            # Its metadata may be gone too, and then only the folder tells which package it is.
+            found.add(str(getattr(distribution, "_path", distribution.locate_file(""))))
+    return sorted(found)
+
+
 def fact(distribution: Distribution, name: str) -> str:
     """Return the `name` or `version` of a package, "unknown" where its metadata lack it."""
     found = _attempt(lambda: getattr(distribution, name))
@@ -51,16 +62,24 @@ def _attempt(read: Callable[[], object]) -> object:
 
 def _lines(distribution: Distribution, group: str) -> list[str]:
     """Return the lines of a group, without comments."""
-    text = _attempt(lambda: _text(distribution))
-    if not isinstance(text, str) or f"[{group}]" not in text:
-        return []
     lines, inside = [], False
-    for line in filter(None, map(str.strip, text.splitlines())):
-        if line.startswith("[") and line.endswith("]"):
+    for line in _content(distribution):
+        if _is_heading(line):
             inside = line == f"[{group}]"
-        elif inside and not line.startswith(("#", ";")):
+        elif inside:
             lines.append(line)
     return lines
+
+
+def _content(distribution: Distribution) -> list[str]:
+    """Return the lines of a package's file without blank ones and comments."""
+    text = _attempt(lambda: _text(distribution))
+    lines = map(str.strip, text.splitlines()) if isinstance(text, str) else ()
+    return [line for line in lines if line and not line.startswith(("#", ";"))]
+
+
+def _is_heading(line: str) -> bool:
+    return line.startswith("[") and line.endswith("]")
 
 
 def _text(distribution: Distribution) -> str | None:

@@ -16,7 +16,12 @@ from torch.fx import GraphModule
 from qompose.aliases import written_buffers
 from qompose.annotating import annotate_program
 from qompose.annotations import clear_annotations, write_annotations
-from qompose.announcing import log_stage, say_if_nothing_was_quantized, say_what_fell_back
+from qompose.announcing import (
+    log_stage,
+    say_if_all_was_dropped,
+    say_if_nothing_was_quantized,
+    say_what_fell_back,
+)
 from qompose.backend import Backend
 from qompose.conversion import convert_observers, fold_quantized_constants
 from qompose.errors import UserError, blaming
@@ -227,6 +232,7 @@ def convert_pt2e(
             bytes=state_bytes(converted),
         )
         attach(converted, done)
+    say_if_all_was_dropped(done)
     log_stage(converted)
     return _into(prepared, converted) if inplace else converted
 

@@ -70,16 +70,32 @@ class Operator:
         return dict(self.__dict__)
 
 
+TRANSFORM = ": transform_for_annotation"
+"""How the names of the rewrites end that a quantizer made itself, behind its label."""
+
+
 @dataclass(frozen=True)
 class Rewrite:
-    """A rewrite that a claim covers: the program differs from the exported one there, if only by rounding.
+    """A rewrite: the program differs from the exported one there, if only by rounding.
 
-    `nodes` are the exported operators, `pieces` those that stand in their place; a claim holds one of them.
+    `nodes` are the operators that were removed or changed, `pieces` those that stand in their place. A
+    claim holds one of them, unless a quantizer's own transform made them: that stands in any case.
     """
 
     name: str
     nodes: tuple[str, ...]
     pieces: tuple[str, ...]
+
+    @property
+    def member(self) -> str:
+        """Return the label of the quantizer whose own transform it is; of the engine's own rewrites, ""."""
+        return self.name.removesuffix(TRANSFORM) if self.name.endswith(TRANSFORM) else ""
+
+    def __str__(self) -> str:
+        if not self.member:
+            return f"{self.name}: {', '.join(self.nodes)}"
+        made = ", ".join(self.pieces) or "nothing"
+        return f"{self.name}: {', '.join(self.nodes) or 'nothing'} became {made}"
 
 
 @dataclass(frozen=True)
@@ -182,7 +198,7 @@ class Plan:
             for o in self.operators
             if o.claim is None
         ]
-        lines += [f"rewritten by {r.name}: {', '.join(r.nodes)}" for r in self.rewrites]
+        lines += [f"rewritten by {rewrite}" for rewrite in self.rewrites]
         return "\n".join([*lines, *self.notes])
 
     def to_dict(self) -> dict[str, Any]:

@@ -22,12 +22,12 @@ import pluggy
 from importlib_metadata import EntryPoint
 
 from qompose import hookspecs
-from qompose.errors import BackendNotFoundError, ExcludedBackendError, PluginError
+from qompose.errors import BackendNotFoundError, ExcludedBackendError, MemberError, PluginError
 from qompose.faults import import_fault, told
 from qompose.offers import Offer, entry_points, fact
 
 if TYPE_CHECKING:
-    from qompose.backend import Backend
+    from qompose.backend import Backend, Target
 
 RESTRICT_VARIABLE = "QOMPOSE_PLUGINS"
 TRACE_VARIABLE = "QOMPOSE_TRACE"
@@ -88,6 +88,18 @@ def names_nobody_offers() -> list[str]:
     return sorted((_allowed() or frozenset()) - {info.name for info in _installed()})
 
 
+def why_none() -> str:
+    """Return what to tell where no backend can be listed: none is installed, or QOMPOSE_PLUGINS hides all."""
+    hidden = sorted({info.name for info in _installed()})
+    if not hidden:
+        return "No backend is installed. Backends are pip packages, such as qompose-NAME."
+    listed = os.environ.get(RESTRICT_VARIABLE, "")
+    return (
+        f"{RESTRICT_VARIABLE}={listed!r} hides all backends that are installed ({', '.join(hidden)}); "
+        "unset it to see them."
+    )
+
+
 def _allowed() -> frozenset[str] | None:
     listed = os.environ.get(RESTRICT_VARIABLE)
     if listed is None:
@@ -122,7 +134,8 @@ def _with_clash(info: BackendInfo, found: list[BackendInfo]) -> BackendInfo:
         return info
     if not others:
         return replace(info, problem="its own package offers the name more than once")
-    problem = f"{' and '.join(others)} offer the same name; uninstall all but one"
+    offer = "offers" if len(others) == 1 else "offer"
+    problem = f"{' and '.join(others)} {offer} the same name; uninstall all but one"
     return replace(info, problem=problem)
 
 
@@ -177,8 +190,11 @@ def _load(info: BackendInfo) -> Backend | PluginError:
         _loading.discard(info)
 
 
+_NO_HOOK = object()
+
+
 def _call(info: BackendInfo) -> object:
-    """Import a plugin's module and call its hook.
+    """Import a plugin's module and return what its hook returns, or _NO_HOOK.
 
     Raises:
         PluginError: either fails. A plugin that exits must not end its host, so only an interrupt passes.
@@ -190,6 +206,8 @@ def _call(info: BackendInfo) -> object:
             plugin = EntryPoint(info.name, info.module, hookspecs.GROUP).load()
         manager.register(plugin, info.name)
         manager.check_pending()
+        if not manager.hook.qompose_backend.get_hookimpls():
+            return _NO_HOOK
         with _Traced(info, "call qompose_backend"):
             return manager.hook.qompose_backend()
     except KeyboardInterrupt:
@@ -236,8 +254,10 @@ def _checked(info: BackendInfo, backend: Any) -> Backend:
 def _fault(info: BackendInfo, backend: Any) -> str | None:
     from qompose.backend import Backend
 
-    if backend is None:
+    if backend is _NO_HOOK:
         return "it does not implement the hook qompose_backend (with @qompose.hookimpl)"
+    if backend is None:
+        return "its hook qompose_backend returned None, not a qompose.Backend"
     if isinstance(backend, type) and issubclass(backend, Backend):
         name = backend.__qualname__
         return f"qompose_backend returned the class {name}, not an object of it: {name}()"
@@ -268,6 +288,7 @@ def _version_fault(info: BackendInfo, written_for: object) -> str:
 
 def _table_fault(backend: Backend) -> str | None:
     from qompose.backend import Target
+    from qompose.capabilities import naming_fault
     from qompose.rules import Rule
     from qompose.specs import QuantizationConfig
 
@@ -280,26 +301,34 @@ def _table_fault(backend: Backend) -> str | None:
         for entry in table:
             if not isinstance(entry, kind):
                 return f"its {name} contain {entry!r}, which is no qompose.{kind.__name__}"
-    return None
+    return naming_fault(backend.configs)
 
 
 def check_backend(info: BackendInfo) -> Health:
     """Load a listed backend and return whether it can be used here."""
     try:
         backend = _loaded(info)
-        problem = _answer(backend.availability(), "availability()")
-        targets = {
-            target.name: _answer(target.availability(), f"availability of target {target.name!r}")
-            for target in backend.targets
-        }
+        problem = obstacle(backend, info.name)
+        targets = {t.name: obstacle(t, f"{info.name}, target {t.name}") for t in backend.targets}
     except PluginError as error:
         return Health(BROKEN, error.reason)
-    except Exception as error:
-        return Health(BROKEN, f"asked whether it is available, it raised {told(error)}")
+    except MemberError as error:
+        return Health(BROKEN, str(error))
     return Health(UNAVAILABLE if problem else USABLE, problem, targets)
 
 
-def _answer(value: object, who: str) -> str | None:
-    if value is None or isinstance(value, str):
-        return value or None
-    raise TypeError(f"{who} returned {value!r}, and not a text or None")
+def obstacle(asked: Backend | Target, who: str) -> str | None:
+    """Return why a backend or a target cannot be used here, or None: what its `availability` says.
+
+    Raises:
+        MemberError: it raises, exits, or returns neither a text nor None; `who` is named.
+    """
+    try:
+        answer: object = asked.availability()
+    except (Exception, SystemExit) as error:  # exiting must not end the host
+        raise MemberError(
+            f"{who}: asked whether it is available, it raised {told(error)}"
+        ) from error
+    if answer is None or isinstance(answer, str):
+        return answer or None
+    raise MemberError(f"{who}: availability() returned {answer!r}, and not a text or None")

@@ -54,14 +54,24 @@ MODULES: dict[type[nn.Module], str] = {
 
 @dataclass(frozen=True)
 class Part:
-    """One operator of a question: the names it may have, with overloads or without, and what it is called."""
+    """One operator of a question: the names it may have, with overloads or without, and what it is called.
+
+    A batch norm that is a module type has `after`: the operators whose results have its dimensions.
+    """
 
     operators: frozenset[str]
     label: str
+    after: frozenset[str] | None = None
 
     def is_one_of(self, operators: Iterable[str]) -> bool:
         """Tell whether any of some operators (names without overloads) is meant."""
         return not self.operators.isdisjoint(operators)
+
+    def folds_into(self, earlier: Part | None) -> bool:
+        """Tell whether this is a batch norm that can be folded into the operator before it."""
+        if earlier is None or not self.is_one_of((_BATCH_NORM,)):
+            return False
+        return earlier.is_one_of(_FOLDABLE if self.after is None else self.after & _FOLDABLE)
 
     def takes(self, target: str) -> bool:
         """Tell whether an operator of a pattern, `aten.relu.default`, is meant."""
@@ -98,12 +108,21 @@ class Question:
         kept = [
             part
             for part, earlier in zip(self.parts, before, strict=False)
-            if not (part.is_one_of((_BATCH_NORM,)) and earlier and earlier.is_one_of(_FOLDABLE))
+            if not part.folds_into(earlier)
         ]
         return Question(self.text, tuple(kept))
 
 
 _FOLDABLE = frozenset(str(target.overloadpacket) for target in FOLDABLE)
+_AFTER: dict[type[nn.Module], frozenset[str]] = {
+    norm: frozenset(f"aten.{name}" for name in (f"conv{n}d", f"conv_transpose{n}d", *others))
+    for n, norm, others in (
+        (1, nn.BatchNorm1d, ("linear",)),
+        (2, nn.BatchNorm2d, ()),
+        (3, nn.BatchNorm3d, ()),
+    )
+}
+"""By type of batch norm: the operators that give what it takes."""
 
 
 def question(pattern: object) -> Question:
@@ -134,7 +153,7 @@ def _part(item: object) -> Part:
                 f"{item.__qualname__} is none of the modules of torch.nn that are exported as one operator"
                 f"{near_names(item.__qualname__, _OF_MODULES)}: ask about the operators that it calls"
             )
-        return Part(_with_in_place(MODULES[item]), item.__qualname__)
+        return Part(_with_in_place(MODULES[item]), item.__qualname__, _AFTER.get(item))
     if isinstance(item, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         return Part(frozenset({str(item)}), str(item))
     if not callable(item) or isinstance(item, type):

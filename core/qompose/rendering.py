@@ -79,7 +79,7 @@ def as_markdown(blocks: Sequence[Block]) -> str:
 
 def _markdown(block: Block) -> Iterator[str]:
     if isinstance(block, str):
-        yield block
+        yield _in_a_line(block)
         return
     yield ""
     yield "| " + " | ".join(map(_escaped, block.header)) + " |"
@@ -92,8 +92,12 @@ def _markdown(block: Block) -> Iterator[str]:
 
 
 def _escaped(cell: object) -> str:
-    text = _cell(cell).replace("\\", "\\\\").replace("|", "\\|")
-    return text.replace("<", "\\<").replace("\n", "<br>")
+    return _in_a_line(_cell(cell).replace("\\", "\\\\").replace("|", "\\|"))
+
+
+def _in_a_line(text: str) -> str:
+    """Return text without what Markdown would take for a tag, or for the end of a paragraph."""
+    return "<br>".join(text.replace("<", "\\<").split("\n"))
 
 
 def _cell(cell: object) -> str:

@@ -43,7 +43,7 @@ def report(model: Any) -> Report:
             f"{c.loser} rule {c.loser_rule} lost {', '.join(c.nodes)} to {c.winner} rule {c.winner_rule}"
             for c in plan.conflicts
         ),
-        rewrites=(*(f"{r.name}: {', '.join(r.nodes)}" for r in plan.rewrites), *record.balanced),
+        rewrites=(*map(str, plan.rewrites), *record.balanced),
         notes=(*plan.notes, *record.findings),
         bytes_before=plan.float_bytes,
         bytes_after=record.bytes,
@@ -93,7 +93,7 @@ def assert_quantized(model: Any, min_fraction: float = 1.0) -> None:
     Args:
         model: what `prepare_pt2e`, `convert_pt2e`, `lower` or `load` returned.
         min_fraction: the least part of all multiply-accumulates, from 0 to 1, that is not float. Where
-            the model has none to count, it is the part of all float operators.
+            the model has none to count, it is the part of all float operators; 0 holds for every model.
 
     Raises:
         NothingQuantizedError: they did not; the message names the operators that stay in float.
@@ -102,7 +102,7 @@ def assert_quantized(model: Any, min_fraction: float = 1.0) -> None:
     found = report(model)
     taken = [row for row in found.rows if row.state != FLOAT]
     part, what = _part(taken, found.rows, "float operators")
-    if taken and part >= min_fraction:
+    if part >= min_fraction:
         return
     left = [row for row in found.rows if row.state == FLOAT and (row.macs or part == 0)]
     raise NothingQuantizedError(
@@ -156,6 +156,8 @@ def _check_fraction(min_fraction: object) -> None:
 
 
 def _listed(rows: list[Row]) -> str:
+    if not rows:
+        return "  - the program has no operator that computes floats"
     return "\n".join(
         f"  - {row.name} ({row.operator}{f' in {row.module}' if row.module else ''}), {row.macs:,} MACs: "
         f"{row.state}, {row.reason}"

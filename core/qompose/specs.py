@@ -279,6 +279,8 @@ def describe_spec(spec: QuantizationSpecBase | None) -> str:
     elif facts.get("qscheme", "").startswith("per_channel"):
         words.append(f"axis {facts['ch_axis']}")
     words += ["dynamic"] if facts.get("is_dynamic") else []
+    if "scale" in facts:
+        words.append(f"scale {facts['scale']} zero point {facts['zero_point']}")
     return " ".join(words)
 
 

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from operator import getitem
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
+from qompose.arbitration import most_telling
 from qompose.claims import Claim, Composition
 from qompose.graph import (
     address_of,
@@ -21,7 +23,7 @@ from qompose.graph import (
     operator_name,
     value_of,
 )
-from qompose.nested import is_nested_call, nodes_in
+from qompose.nested import LAYOUTS, bodies_of, graphs_in, is_nested_call, nodes_in
 from qompose.plan import Operator, Rewrite
 
 aten = torch.ops.aten
@@ -35,30 +37,59 @@ def survey(
 ) -> tuple[Operator, ...]:
     """Return the operators of the program as it was exported.
 
-    An operator that was taken apart is not listed, but its pieces in `working`, after its name.
+    An operator that was taken apart is not listed, but its pieces in `working`, after its name; nor is one
+    that a quantizer's own transform removed or changed, but what that made, under names of its own.
     """
     claim_of = {name: i for i, claim in enumerate(composition.chosen) for name in claim.nodes}
     split, produced = {}, {node.name: node for node in nodes_in(working)}
-    for rewrite in rewrites:
+    for rewrite in (rewrite for rewrite in rewrites if not rewrite.member):
         if set(rewrite.pieces) <= set(rewrite.nodes):  # merged: its operators have one claim
             claim = claim_of[rewrite.pieces[0]]
             claim_of.update(dict.fromkeys(rewrite.nodes, claim))
         else:
             pieces = [produced[name] for name in rewrite.pieces if name in produced]
             split[rewrite.nodes[0]] = pieces
-    reasons = _reasons(composition)
+    reasons, own = _reasons(composition), [rewrite for rewrite in rewrites if rewrite.member]
+    made = {name for rewrite in own for name in rewrite.pieces}
+    passes = {**_passes(exported), **_passes(working)}
+    listed = _with_own(_listed(exported, split, claim_of), working, own)
     return tuple(
         Operator(
             name=name,
             operator=operator_name(node.target),
             module=module_path(node),
-            macs=macs(node),
+            macs=macs(node) * passes[node.graph],
             claim=claim_of.get(node.name),
             reason="" if node.name in claim_of else reasons.get(node.name, _why_not(node)),
         )
-        for name, node in _listed(exported, split, claim_of)
-        if node.op == "call_function" and not is_nested_call(node) and _computes_floats(node)
+        for name, node in listed
+        if node.op == "call_function" and not is_nested_call(node) and _computes_floats(node, made)
     )
+
+
+def _with_own(
+    listed: Iterable[tuple[str, Node]], working: GraphModule, rewrites: Sequence[Rewrite]
+) -> Iterator[tuple[str, Node]]:
+    """Yield what is listed but for what quantizers rewrote themselves; what they made, where it stands."""
+    gone = {name for rewrite in rewrites for name in rewrite.nodes}
+    made = {name for rewrite in rewrites for name in rewrite.pieces}
+    standing = {node.name: node for node in nodes_in(working)} if rewrites else {}
+    rows = list(listed)
+    known, behind, last = {node.name for _, node in rows}, defaultdict(list), ""
+    for name, node in standing.items():
+        if name in known:
+            last = name
+        elif name in made:
+            behind[last].append((name, node))
+    yield from behind[""]
+    for name, node in rows:
+        if node.name not in gone:
+            yield name, node
+        elif (
+            node.name in made and node.name in standing
+        ):  # it kept its name, and does something else
+            yield node.name, standing[node.name]
+        yield from behind[node.name]
 
 
 def claims_elsewhere(claims: Sequence[Claim], operators: Sequence[Operator]) -> list[str]:
@@ -90,16 +121,18 @@ def _why_not(node: Node) -> str:
     return "what is inside it is not visited" if _nested(node) else "no rule claims it"
 
 
-def _computes_floats(node: Node) -> bool:
+def _computes_floats(node: Node, made: Container[str]) -> bool:
+    if node.name in made and "val" not in node.meta:  # its maker did not say what it computes
+        return True
     value = value_of(node)
     values = value if isinstance(value, (tuple, list)) else (value,)
     return any(isinstance(v, Tensor) and v.dtype.is_floating_point for v in values)
 
 
 def _reasons(composition: Composition) -> dict[str, str]:
-    """Return the first reason that was given for each operator, in order of priority."""
+    """Return the first telling reason that was given for each operator, in order of priority."""
     reasons: dict[str, str] = {}
-    for rejection in composition.rejections:
+    for rejection in most_telling(composition.rejections):
         for node in rejection.nodes:
             reasons.setdefault(node, f"{rejection.owner}: {rejection.reason}")
     return reasons
@@ -108,12 +141,38 @@ def _reasons(composition: Composition) -> dict[str, str]:
 def macs(node: Node) -> int:
     """Return the multiply-accumulates of one call: products, convolutions, attention, recurrence; else 0.
 
-    A control-flow operator counts what is inside it, every branch.
+    A control-flow operator counts what is inside it: every branch, and a loop once for each of its steps.
     """
     count = _MACS.get(node.target)
     if count is None:
-        return sum(macs(inner) for graph in _nested(node) for inner in graph.nodes)
-    return int(count(node))
+        inside = sum(macs(inner) for graph in _nested(node) for inner in graph.nodes)
+        return inside * steps_of(node)
+    return int(count(node)) if all(map(_is_known, (node, *node.all_input_nodes))) else 0
+
+
+def _is_known(node: Node) -> bool:
+    """Tell whether a value's shape is known: a quantizer's transform may have recorded none."""
+    return value_of(node) is not None or constant_of(node) is not None
+
+
+def steps_of(call: Node) -> int:
+    """Return how often a call runs its bodies: along the first dimension of what it cuts into slices.
+
+    A while_loop runs as often as its data say; it counts as one pass.
+    """
+    place = LAYOUTS[call.target].slices if is_nested_call(call) else None
+    sliced: Any = () if place is None else call.args[place]
+    return max((_shape(operand)[0] for operand in sliced), default=1)
+
+
+def _passes(program: GraphModule) -> dict[Graph, int]:
+    """Return how often one call of a program runs each of its graphs."""
+    passes = {program.graph: 1}
+    for part in graphs_in(program):
+        for node in filter(is_nested_call, part.graph.nodes):
+            for body in bodies_of(node):
+                passes[body.graph] = passes[part.graph] * steps_of(node)
+    return passes
 
 
 def _nested(node: Node) -> list[Graph]:

@@ -147,3 +147,29 @@ def test_later_members_see_what_is_taken(program: torch.export.ExportedProgram) 
     assert set(seen) == {
         ("linear", True), ("linear_1", True), ("tanh", False), ("add", False), ("sigmoid", False),
     }  # fmt: skip
+
+
+def _retarget(node: Node) -> None:
+    if node.target is aten.linear.default:
+        node.target = aten.bilinear.default
+
+
+def _rewire(node: Node) -> None:
+    if node.target is aten.add.Tensor:
+        node.args = (node.args[1], node.args[0])
+
+
+def _scale(node: Node) -> None:
+    if node.target is aten.add.Tensor:
+        node.kwargs = {"alpha": 2}
+
+
+@pytest.mark.parametrize(
+    ("edit", "named"),
+    [(_retarget, r"\(linear, linear_1\)"), (_rewire, r"\(add\)"), (_scale, r"\(add\)")],
+)
+def test_an_edit_that_keeps_the_names_of_nodes_is_no_annotation(
+    program: torch.export.ExportedProgram, edit: Callable[[Node], None], named: str
+) -> None:
+    with pytest.raises(qompose.UserError, match=rf"editor changed the program in annotate {named}"):
+        prepare(program, qompose.compose(toy(LINEAR), Annotator(edit, "editor")))

@@ -134,6 +134,24 @@ class TestWarnings:
         with pytest.raises(NotLoweredError, match="left in float: mask -> sigmoid"):
             qompose.lower(converted, strict=True)
 
+    def test_conversion_that_follows_no_claim_says_so_once(self) -> None:
+        class Masked(nn.Module):
+            def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+                return torch.sigmoid(mask) + torch.sigmoid(mask + x)
+
+        prepared = prepare(export(Masked(), X, X.clone()), toy(SIGMOID))
+        prepared(X, torch.full_like(X, -torch.inf))
+        with pytest.warns(QomposeWarning) as caught:
+            qompose.convert_pt2e(prepared)
+        (warning,) = caught
+        first, *lines = str(warning.message).splitlines()
+        assert first == "Nothing was quantized: conversion followed none of all claims (2):"
+        assert [line.partition(":")[0] for line in lines] == [
+            f"  - {name} (toy, rule sigmoid)" for name in ("sigmoid", "sigmoid_1")
+        ]
+        assert all("mask values" in line for line in lines)
+        assert warning.filename == __file__
+
     def test_nothing_is_said_where_all_went_well(self) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")

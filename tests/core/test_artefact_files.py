@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -199,6 +200,28 @@ class TestFiles:
             qompose.save(mlp(LINEAR), path)
         assert path.read_bytes() == before
         assert [file.name for file in path.parent.iterdir()] == [path.name]
+
+    def test_a_link_stays_and_its_file_is_replaced(self, tmp_path: Path) -> None:
+        real, link = tmp_path / "real", tmp_path / "link"
+        real.write_text("old")
+        link.symlink_to("real")
+        qompose.save(mlp(), link)
+        assert link.is_symlink()
+        assert torch.equal(qompose.load(real)(X), mlp()(X))
+
+    def test_a_pipe_is_refused_before_any_work(
+        self, path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        os.mkfifo(path)
+        monkeypatch.setattr(artefact, "ProgramWriter", None)
+        with pytest.raises(qompose.UserError, match="it is a pipe, and a file would replace it"):
+            qompose.save(mlp(), path)
+        assert path.is_fifo()
+        assert list(path.parent.iterdir()) == [path]
+
+    def test_a_directory_is_no_file(self, tmp_path: Path) -> None:
+        with pytest.raises(IsADirectoryError, match="directory"):
+            qompose.load(tmp_path)
 
     def test_who_reads_the_old_file_goes_on_reading_it(self, path: Path) -> None:
         qompose.save(mlp(), path)

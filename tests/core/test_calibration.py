@@ -156,3 +156,44 @@ def test_the_progress_bar_is_on_stderr_and_off_without_a_terminal(
     assert printed.out == ""
     assert "calibrating" in printed.err
     assert "1/1" in printed.err
+
+
+class Scaled(nn.Module):
+    """A number and an optional tensor, which export makes constants of the program."""
+
+    def forward(self, x: Tensor, *, n: float, d: dict[str, Tensor | None]) -> Tensor:
+        bias = d["bias"]
+        return x * n if bias is None else x * n + bias
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({}, None),
+        ({"n": 4}, "its n is 4, and the model was exported with the constant 3"),
+        ({"n": torch.tensor(3)}, r"its n is int64\[\], and the model was"),
+        ({"d": {"bias": randn(3)}}, None),
+        ({"n": None}, "its n is None, and the model was"),
+    ],
+    ids=["same", "number", "tensor for a number", "tensor", "none"],
+)
+def test_a_constant_of_the_export_stays_what_it_was(
+    changed: dict[str, Any], said: str | None
+) -> None:
+    """The program computes with the value of the export, whatever it is given."""
+    first = {"n": 3, "d": {"bias": randn(3)}}
+    program = torch.export.export(Scaled(), (randn(2, 3),), first)
+    prepared = prepare(program, toy(LINEAR))
+    batch = {"x": randn(2, 3), **first}
+    if said is None:
+        qompose.calibrate(prepared, [{**batch, **changed}])
+        return
+    with pytest.raises(CalibrationError, match=f"calibration batch 2 cannot be used: {said}"):
+        qompose.calibrate(prepared, [batch, {**batch, **changed}])
+
+
+def test_what_was_absent_in_the_export_stays_absent() -> None:
+    program = torch.export.export(Scaled(), (randn(2, 3),), {"n": 3, "d": {"bias": None}})
+    prepared = prepare(program, toy(LINEAR))
+    with pytest.raises(CalibrationError, match=r"its d_bias is float32\[3\], .* the constant None"):
+        qompose.calibrate(prepared, [{"x": randn(2, 3), "n": 3, "d": {"bias": randn(3)}}])

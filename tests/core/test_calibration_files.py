@@ -33,6 +33,15 @@ def two() -> Inputs:
     return program_inputs(export(Two(), randn(4, 3), randn(4, 3)))
 
 
+class Nested(nn.Module):
+    def forward(self, d: dict[str, list[Tensor]], n: int) -> Tensor:
+        return d["a"][0].sum() * n + d["a"][1]
+
+
+def nested() -> Inputs:
+    return program_inputs(torch.export.export(Nested(), ({"a": [randn(3), randn(2)]}, 3)))
+
+
 class NotATensor:
     """What only a pickle that runs code can hold."""
 
@@ -152,7 +161,8 @@ CASES = [
     pytest.param([], one, "holds an empty list", id="no batch"),
     pytest.param(3, one, "FILE holds int, and not a tensor, a list of batches or a dict", id="a number"),
     pytest.param(SAMPLES, two, "FILE holds one tensor, and the program takes x:", id="a tensor for two"),
-    pytest.param({"x": SAMPLES}, two, "FILE has nothing for y of x: float32[4, 3], y:", id="missing name"),
+    pytest.param({"x": SAMPLES}, two, "FILE has nothing for y; the program takes x: float32[4, 3], y:",
+                 id="missing name"),
     pytest.param({"x": SAMPLES, "yy": SAMPLES}, two, "no input 'yy' (did you mean 'y'?); it takes x:",
                  id="wrong name"),
     pytest.param({"x": SAMPLES, "y": [1]}, two, "input y: it is list, and not a tensor", id="list by name"),
@@ -168,7 +178,62 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("data", "inputs", "said"), CASES)
+UNUSABLE = [
+    pytest.param(
+        SAMPLES.to_sparse(),
+        one,
+        "FILE, input input: it has the layout sparse_coo, and programs take dense "
+        "tensors: store its .to_dense()",
+        id="sparse samples",
+    ),
+    pytest.param(
+        [randn(4, 3), randn(4, 3).to_sparse()],
+        one,
+        "FILE, batch 2, input input: it has the layout sparse_coo",
+        id="a sparse batch",
+    ),
+    pytest.param(
+        SAMPLES.to("meta"),
+        one,
+        "FILE, input input: it is a tensor of the device 'meta', which has no values",
+        id="samples without values",
+    ),
+    pytest.param(
+        [{"x": randn(4, 3), "y": randn(4, 3).to("meta")}],
+        two,
+        "FILE, batch 1, input y: it is a tensor of the device 'meta'",
+        id="a batch without values",
+    ),
+    pytest.param(
+        {"x": SAMPLES, "y": SAMPLES, "arg1": SAMPLES},
+        two,
+        "FILE has the input y twice: by its name, and as arg1",
+        id="name and number",
+    ),
+    pytest.param(
+        {"arg0": SAMPLES, "x": SAMPLES, "y": SAMPLES},
+        two,
+        "FILE has the input x twice: by its name, and as arg0",
+        id="number and name",
+    ),
+    pytest.param(
+        [({"b": randn(3)}, 2)],
+        nested,
+        "FILE, batch 1: it has 2 values in another structure than the program's "
+        "inputs, which are d: {'a': [float32[3], float32[2]]}, n: 3; it is ({'b': float32[3]}, 2)",
+        id="structure",
+    ),
+    pytest.param(
+        {"d": SAMPLES},
+        nested,
+        "no input 'd'; it takes d_a_0: "
+        "float32[3], d_a_1: float32[2] (in d: {'a': [float32[3], float32[2]]}, n: 3)",
+        id="nested name",
+    ),
+]
+
+
+@pytest.mark.parametrize(("data", "inputs", "said"), [*CASES, *UNUSABLE])
 def test_what_does_not_fit(tmp_path: Path, data: Any, inputs: Any, said: str) -> None:
     path = write(tmp_path, data)
     with pytest.raises(CalibrationError) as caught:
@@ -179,13 +244,14 @@ def test_what_does_not_fit(tmp_path: Path, data: Any, inputs: Any, said: str) ->
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("a.npy", "is of no kind that is read: .pt and .pth and .safetensors files are"),
+        ("a.npy", "is of no kind that is read, which are .pt, .pth, .safetensors"),
         ("a.safetensors", "is no sound safetensors file"),
         ("a.pt", "cannot be read as a file of torch.save"),
+        ("hi.pt", "cannot be read as a file of torch.save"),
     ],
 )
 def test_files_of_other_kinds(tmp_path: Path, name: str, said: str) -> None:
-    (tmp_path / name).write_text("words")
+    (tmp_path / name).write_text("hi" if name == "hi.pt" else "words")
     with pytest.raises(CalibrationError, match=said):
         read(tmp_path / name, one())
 

@@ -54,9 +54,7 @@ INT8_ONLY = TensorConstraint(
     dtypes=frozenset({torch.int8}), qschemes=frozenset({torch.per_tensor_affine}),
     scale_min_lower_bound=None, quant_min_lower_bound=-128,
 )  # fmt: skip
-BOUNDED = replace(
-    LINEAR, accepts={"activation": INT8_ONLY, "none": INT8_ONLY}, drawing="linear, exactly"
-)
+BOUNDED = replace(LINEAR, accepts={"activation": INT8_ONLY}, drawing="linear, exactly")
 
 
 def rows_of(*rules: qompose.Rule, config: QuantizationConfig | None = STATIC) -> Capabilities:
@@ -112,6 +110,14 @@ class TestRows:
     def test_a_backend_says_the_same(self) -> None:
         backend = ToyBackend((LINEAR,))
         assert list(backend.quantization_capabilities()) == list(capability_rows(backend))
+
+    @pytest.mark.parametrize("name", ["other", ""])
+    def test_a_configuration_has_one_name_in_rows_and_reports(self, name: str) -> None:
+        backend = ToyBackend((LINEAR,))
+        backend.configs = {"mine": replace(STATIC, name=name)}
+        reported = name or "static per-channel"
+        with pytest.raises(ConfigError, match=f"list 'mine', which calls itself '{reported}'"):
+            capability_rows(backend)
 
     def test_rows_are_frozen(self) -> None:
         with pytest.raises(FrozenInstanceError):
@@ -229,6 +235,13 @@ NO: dict[str, tuple[Any, str]] = {
     "a module of one's own": (
         type("Conv2", (nn.Conv2d,), {}), r"Conv2 is none of the modules.*did you mean 'Conv2d'"
     ),
+    "the batch norm of an image behind rows": (
+        (nn.Linear, nn.BatchNorm2d, nn.ReLU),
+        "no rule takes Linear -> BatchNorm2d -> ReLU as one; no rule has BatchNorm2d",
+    ),
+    "the batch norm of rows behind an image": (
+        (nn.Conv2d, nn.BatchNorm1d, nn.ReLU), "no rule has BatchNorm1d$"
+    ),
     "a function of several operators": (F.multi_head_attention_forward, "no one aten operator stands for"),
 }  # fmt: skip
 
@@ -338,6 +351,9 @@ class TestData:
                 r"row\.constraints\.activation\.dtypes is 'int8', and has to be a list", id="no list",
             ),
             pytest.param(
+                lambda row: row.update(settings=None), r"row\.settings is None", id="no settings"
+            ),
+            pytest.param(
                 lambda row: row["operators"].append(["aten.relu", 3]), r"operators\[1\]\[1\] is 3",
                 id="no operator",
             ),
@@ -355,7 +371,12 @@ class TestData:
         with pytest.raises(ConfigError, match="no JSON"):
             Capabilities.from_json("{")
 
-    @pytest.mark.parametrize("data", ["[]", {"rows": []}])
+    @pytest.mark.parametrize("text", ["null", "NaN", "3", "true"])
+    def test_text_that_is_no_list(self, text: str) -> None:
+        with pytest.raises(ConfigError, match="list of rows"):
+            Capabilities.from_json(text)
+
+    @pytest.mark.parametrize("data", ["[]", b"[]", {"rows": []}, None])
     def test_what_is_no_list_of_rows(self, data: Any) -> None:
         with pytest.raises(ConfigError, match="list of rows"):
             Capabilities.from_dict(data)
@@ -367,6 +388,23 @@ class TestData:
         other = found.supports(nn.Linear, STATIC_UINT8)
         assert "no rules to ask: Linear is there under static, dynamic, weight-only" in other.reason
         assert "none has Sigmoid" in found.supports(nn.Sigmoid, STATIC).reason
+
+    @pytest.mark.parametrize(
+        "rule",
+        [LINEAR, VIEW, replace(LINEAR, guard=lambda match: "never")],
+        ids=["none", "condition", "guard"],
+    )
+    def test_rows_without_rules_are_as_careful_as_those_with(self, rule: qompose.Rule) -> None:
+        live = rows_of(rule)
+        found = Capabilities.from_json(live.to_json())
+        for rows in (live, found):
+            answer = rows.supports(rule.name, STATIC)
+            assert answer
+            assert ("can_quantize" in "".join(answer.notes)) is (rule is not LINEAR)
+
+    def test_balancing_and_names_take_no_part_in_support(self) -> None:
+        found = Capabilities.from_json(rows_of(LINEAR).to_json())
+        assert found.supports(nn.Linear, replace(STATIC, balance=True, name="another"))
 
     def test_observers_of_other_packages_are_known_by_name(self) -> None:
         """One plugin with torch's observers must not keep the rows of all the others from being data."""
@@ -381,6 +419,7 @@ class TestData:
         with pytest.raises(ConfigError, match=f"{name} is an observer of another package"):
             spec.observer_or_fake_quant_ctr()
         assert found[0].activation == INT8
+        assert found.supports(nn.Linear, replace(STATIC, input_activation=theirs))
 
 
 class TestTables:

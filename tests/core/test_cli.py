@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import qompose
-from qompose import cli
+from qompose import cli, plugins
 from qompose.commands import checking
 from qompose.plugins import Health
 
@@ -61,6 +61,10 @@ class TestUsage:
             (["quantize", "m", "--backend", "a", "--batches", "0"], "'0' is no positive number"),
             (["quantize", "m", "--backend", "a", "--on-conflict", "x"], "invalid choice: 'x'"),
             (["capabilities", "--mode", "fast"], "invalid choice: 'fast'"),
+            (["backends", "--timeout", "0"], "'0' is no positive number of seconds"),
+            (["backends", "--timeout=-1"], "'-1' is no positive number of seconds"),
+            (["backends", "--timeout", "nan"], "'nan' is no positive number of seconds"),
+            (["backends", "--timeout", "soon"], "'soon' is no positive number of seconds"),
         ],
         ids=lambda value: " ".join(value) or "none" if isinstance(value, list) else "",
     )
@@ -113,7 +117,11 @@ class TestProcess:
         assert run().stderr.startswith("usage: qompose ")
 
     def test_no_backends(self) -> None:
-        assert run("backends").stdout.startswith("No backend is installed.")
+        """None are seen: whether none is installed or the variable hides them, both are told."""
+        said = run("backends").stdout
+        assert said.startswith(
+            ("No backend is installed.", "QOMPOSE_PLUGINS='' hides all backends")
+        )
 
     @pytest.mark.parametrize("arguments", [["--help"], ["backends"]], ids=" ".join)
     def test_a_reader_that_goes_away(self, arguments: list[str]) -> None:
@@ -148,6 +156,44 @@ class TestProcess:
         assert not heavy & {name.partition(".")[0] for name in names}
         assert not [name for name in names if name.startswith("qompose_")]
         assert len(names) < 300
+
+
+class TestInterrupts:
+    """No traceback, whenever the interrupt comes."""
+
+    START = "import runpy, signal, sys; sys.argv[1:] = ['backends']\n"
+    RUN = "runpy.run_module('qompose', run_name='__main__')\n"
+
+    def end(self, code: str) -> tuple[int, str]:
+        done = subprocess.run(
+            [sys.executable, "-c", self.START + code],
+            capture_output=True, text=True, check=False, env=ALONE,
+        )  # fmt: skip
+        return done.returncode, done.stderr
+
+    def test_while_the_command_line_is_imported(self) -> None:
+        code = (
+            "class Finder:\n"
+            "    def find_spec(self, name, *_):\n"
+            "        if name == 'qompose.cli': signal.raise_signal(signal.SIGINT)\n"
+            "sys.meta_path.insert(0, Finder())\n"
+        )
+        assert self.end(code + self.RUN) == (130, "qompose: interrupted\n")
+
+    def test_while_the_process_ends(self) -> None:
+        """By then all results are printed: the signal ends the process, as it ends others."""
+        code = "import atexit; atexit.register(signal.raise_signal, signal.SIGINT)\n"
+        assert self.end(code + self.RUN) == (-2, "")
+
+    def test_while_arguments_are_read(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+    ) -> None:
+        def interrupt(arguments: object) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(cli, "_parse", interrupt)
+        assert cli.main(["backends"]) == 130
+        assert capsys.readouterr() == ("", "qompose: interrupted\n")
 
 
 class TestProblems:
@@ -239,7 +285,7 @@ class TestBackends:
     ) -> None:
         install(point("alpha", "fake_alpha", "rival"))
         assert cli.main(["backends"]) == 1
-        assert "rival 1.0 offer the same name" in capsys.readouterr().out
+        assert "rival 1.0 offers the same name" in capsys.readouterr().out
 
     @pytest.mark.parametrize("columns", ["", "80"], ids=["piped", "80 columns"])
     def test_a_problem_is_never_cut_off(
@@ -304,6 +350,45 @@ class TestBackends:
             printed.err
             == "qompose: QOMPOSE_PLUGINS names 'alhpa', which no installed package offers\n"
         )
+
+    def test_an_empty_variable_hides_all_and_is_told(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+    ) -> None:
+        monkeypatch.setenv("QOMPOSE_PLUGINS", "")
+        said = "QOMPOSE_PLUGINS='' hides all backends that are installed (alpha, beta, broken)"
+        assert cli.main(["backends"]) == 0
+        assert capsys.readouterr().out.startswith(said)
+        assert cli.main(["capabilities"]) == 0
+        printed = capsys.readouterr()
+        assert printed.out == "No row.\n"
+        assert printed.err.startswith(f"qompose: {said}")
+
+    def test_no_backend_is_installed(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+    ) -> None:
+        monkeypatch.setattr(plugins, "entry_points", lambda group: [])
+        assert cli.main(["backends"]) == 0
+        assert capsys.readouterr().out.startswith("No backend is installed.")
+
+    def test_a_damaged_package_is_named(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+    ) -> None:
+        info = tmp_path / "odd-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Name: odd\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text("this is [not ini\n===\n")
+        monkeypatch.syspath_prepend(tmp_path)
+        assert cli.main(["backends"]) == 0
+        said = capsys.readouterr().err
+        assert said.startswith(f"qompose: {info}: its entry_points.txt is damaged")
+
+    def test_what_a_terminal_would_obey_is_written_out(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+    ) -> None:
+        healths = [Health("usable"), Health("usable"), Health("broken", "a\x1b[31mred")]
+        monkeypatch.setattr(checking, "check_all", lambda found, timeout: healths)
+        assert cli.main(["backends", "--check"]) == 1
+        assert "a\\x1b[31mred" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("installed")

@@ -252,6 +252,12 @@ class TestNesting:
             qompose.compose(pair, NullQuantizer(), on_conflict=outer)
         assert qompose.compose(pair, NullQuantizer(), on_conflict=inner).on_conflict == inner
 
+    def test_the_policy_of_a_composition_of_one_is_not_lost(self) -> None:
+        alone = qompose.compose(toy(LINEAR), on_conflict="first")
+        with pytest.raises(ConfigError, match=r"toy is a composition with on_conflict='first'"):
+            qompose.compose(alone, NullQuantizer())
+        assert qompose.compose(alone, NullQuantizer(), on_conflict="first").members[0].name == "toy"
+
     def test_hooks_of_a_nested_subclass_are_called(self) -> None:
         """It may check what its members cannot."""
         seen = []

@@ -288,6 +288,19 @@ class TestBodies:
         assert answer.node.startswith("true_graph_0")
         assert answer
 
+    def test_a_parameter_is_no_operator(self) -> None:
+        inputs = {
+            node.name
+            for part in self.program.graph_module.modules()
+            if isinstance(part, torch.fx.GraphModule)
+            for node in part.graph.nodes
+            if node.op == "placeholder" and node.name.startswith("p_")
+        }
+        assert inputs
+        for name in inputs:
+            with pytest.raises(ConfigError, match=f"'{name}' hands a parameter .* is no operator"):
+                can_quantize(self.program, name, toy(LINEAR))
+
     def test_a_name_that_several_bodies_have(self) -> None:
         with pytest.raises(
             ConfigError, match=r"'linear' is in several bodies.*true_graph_0_linear"

@@ -12,6 +12,7 @@ from qompose import (
     CallSignature,
     Finished,
     Kernel,
+    MemberError,
     NotLowerable,
     NotLoweredError,
     OperatorPattern,
@@ -249,6 +250,33 @@ def test_a_target_that_is_not_available_says_why() -> None:
     quantizer = toy(linear_for(device=Kernel("delegate")), targets=(missing,))
     with pytest.raises(TargetError, match="'device' cannot be used here: the package device-run"):
         qompose.lower(convert(PROGRAM, quantizer, X), "device")
+
+
+def leave() -> None:
+    raise SystemExit("gone")
+
+
+ANSWERS = [
+    pytest.param(lambda: 1 / 0, "it raised ZeroDivisionError: division by zero", id="raises"),
+    pytest.param(leave, "it raised SystemExit: gone", id="exits"),
+    pytest.param(lambda: True, r"availability\(\) returned True, and not a text", id="no text"),
+    pytest.param(lambda: 0, r"availability\(\) returned 0, and not a text", id="false"),
+]
+
+
+@pytest.mark.parametrize(("answer", "said"), ANSWERS)
+def test_a_target_that_cannot_say_whether_it_is_available_is_named(answer: Any, said: str) -> None:
+    target = device(availability=answer)
+    quantizer = toy(linear_for(device=Kernel("delegate")), targets=(target,), name="mine")
+    with pytest.raises(MemberError, match=f"target 'device' of mine: .*{said}"):
+        qompose.lower(convert(PROGRAM, quantizer, X), "device")
+
+
+@pytest.mark.parametrize(("answer", "said"), ANSWERS)
+def test_a_backend_that_cannot_say_whether_it_is_available_is_named(answer: Any, said: str) -> None:
+    quantizer = toy(LINEAR, name="mine", availability=answer)
+    with pytest.raises(MemberError, match=f"backend 'mine': .*{said}"):
+        qompose.lower(convert(PROGRAM, quantizer, X))
 
 
 def test_members_that_share_no_target_are_told_apart() -> None:

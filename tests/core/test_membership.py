@@ -17,11 +17,14 @@ from tests.core.toy import (
     DYNAMIC,
     LINEAR,
     SIGMOID,
+    Annotator,
     NullQuantizer,
+    OperatorPattern,
     export,
     plan_of,
     prepare,
     randn,
+    rule,
     seeded,
     toy,
 )
@@ -137,3 +140,26 @@ def test_many_reasons_are_cut_and_counted() -> None:
     (note,) = (note for note in notes if note.startswith("last"))
     assert note.count("left in float by module name") == 3
     assert note.endswith("and 2 other reasons, at the operators")
+
+
+def test_a_member_whose_changes_were_undone_did_annotate() -> None:
+    def remove(node: Any) -> None:
+        node.meta.pop("quantization_annotation", None)
+
+    both = qompose.compose(toy(LINEAR), Annotator(remove, "late"), on_conflict="first")
+    (note,) = (n for n in plan_of(prepare(PROGRAM, both)).notes if "claims nothing" in n)
+    undone = "it removed the annotation of toy, which was undone"
+    assert note == f"late claims nothing: of 2 regions: {undone}"
+
+
+def test_a_rule_that_got_further_with_the_same_operators_gives_the_reason() -> None:
+    """The other one would only point at it."""
+    view = [OperatorPattern((torch.ops.aten.tanh.default,))]
+    facts: dict[str, Any] = {"activations": ("self",), "shares": True, "condition": "all"}
+    waiting = rule("waiting", *view, **facts)
+    pointing = rule("pointing", *view, **facts, guard=lambda match: "see rule waiting")
+    for rules in ((waiting, pointing), (pointing, waiting)):
+        plan = plan_of(prepare(PROGRAM, qompose.compose(toy(LINEAR), toy(*rules, name="b"))))
+        (tanh,) = (o for o in plan.operators if o.name == "tanh")
+        assert tanh.reason == "b: its input is not quantized"
+        assert "b claims nothing: of 1 region: its input is not quantized" in plan.notes

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from qompose.offers import entry_points, fact
+from qompose.offers import entry_points, fact, unreadable_packages
 
 GROUP = "qompose.test"
 Package = Callable[..., Path]
@@ -118,3 +118,22 @@ def test_a_file_that_is_no_text_is_read_as_far_as_it_can_be(package: Package) ->
     (package("stranger") / "entry_points.txt").write_bytes(b"[other]\na = m\xff\n")
     package("good", "b = module")
     assert offered() == {"a": ("m\ufffd", "bad", "1.0"), "b": ("module", "good", "1.0")}
+
+
+@pytest.mark.parametrize(
+    ("text", "damaged"),
+    [
+        ("this is [not ini\n===\n", True),
+        ("a = b\n[qompose]\n", True),
+        ("\x00\x00", True),
+        ("", False),
+        ("# a comment\n; another\n\n", False),
+        ("# a comment\n [group]\n a = b\n", False),
+    ],
+    ids=["words", "before a group", "zeros", "empty", "comments", "sound"],
+)
+def test_damaged_files_are_listed(package: Package, text: str, damaged: bool) -> None:
+    info = package("odd", text=text)
+    package("good", "a = module_a")
+    found = [folder for folder in unreadable_packages() if folder.startswith(str(info.parent))]
+    assert found == [str(info)] * damaged

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from qompose.commands.output import draft_of, results_apart
+from qompose.commands.output import printable, results_apart, say
 
 
 def run(code: str, **options: object) -> subprocess.CompletedProcess[str]:
@@ -88,14 +88,17 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_full_disk_is_an_error_and_said_once() -> None:
+@pytest.mark.parametrize("argument", ["backends", "--help"])
+def test_a_full_disk_is_an_error_and_said_once(argument: str) -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
-            [sys.executable, "-m", "qompose", "backends"],
+            [sys.executable, "-m", "qompose", argument],
             stdout=full, stderr=subprocess.PIPE, text=True, check=False,
         )  # fmt: skip
     assert done.returncode == 1
-    assert done.stderr.strip().splitlines() == ["qompose: [Errno 28] No space left on device"]
+    assert done.stderr.strip().splitlines() == [
+        "qompose: standard output cannot be written: No space left on device"
+    ]
 
 
 def test_text_that_the_terminal_cannot_show_is_replaced() -> None:
@@ -118,25 +121,21 @@ def test_width(
         assert out.width == expected
 
 
-class TestDraft:
-    """A file takes its place at once, or nothing has happened."""
-
-    def test_a_finished_one_takes_the_place(self, tmp_path: Path) -> None:
-        path = tmp_path / "model.pte"
-        path.write_text("old")
-        with draft_of(path) as draft:
-            assert draft.suffix == ".pte"  # some writers add their own to other names
-            draft.write_text("new")
-            assert path.read_text() == "old"
-        assert path.read_text() == "new"
-        assert list(tmp_path.iterdir()) == [path]
-
-    @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-    def test_a_failed_one_leaves_nothing(self, tmp_path: Path, error: type[BaseException]) -> None:
-        path = tmp_path / "model.pte"
-        path.write_text("old")
-        with pytest.raises(error), draft_of(path) as draft:
-            draft.write_text("half")
-            raise error
-        assert path.read_text() == "old"
-        assert list(tmp_path.iterdir()) == [path]
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a\n\tb \u2500 \u00fc", "a\n\tb \u2500 \u00fc"),
+        ("a\x1b[31mb\x07", "a\\x1b[31mb\\x07"),
+        ("a\rb\x9b2J", "a\\rb\\x9b2J"),
+        ("a\u202eb", "a\\u202eb"),
+    ],
+    ids=["text", "escape", "return", "right to left"],
+)
+def test_what_a_terminal_would_obey_is_written_out(
+    text: str, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert printable(text) == expected
+    with results_apart() as out:
+        out.text(text)
+    say(text)
+    assert capsys.readouterr() == (f"{expected}\n", f"qompose: {expected}\n")

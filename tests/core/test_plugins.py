@@ -15,7 +15,7 @@ from qompose import BackendNotFoundError, PluginError, hookimpl, plugins
 from qompose.offers import Offer
 from torch import nn
 
-from tests.core.toy import LINEAR, ToyBackend
+from tests.core.toy import LINEAR, STATIC, ToyBackend
 
 
 class Distribution(SimpleNamespace):
@@ -127,7 +127,7 @@ class TestListing:
         install(other=backend("other"))
         problems = [info.problem or "" for info in qompose.backends() if info.name == "twin"]
         assert ["second 1.0" in problems[0], "first 1.0" in problems[1]] == [True, True]
-        with pytest.raises(PluginError, match="offer the same name; uninstall all but one"):
+        with pytest.raises(PluginError, match="offers the same name; uninstall all but one"):
             qompose.load_backend("twin")
         assert qompose.load_backend("other").name == "other"
 
@@ -266,7 +266,9 @@ FAULTS = [
         {"points": [point("bad", "json:nothing")]}, "has no attribute 'nothing'", id="no attribute"
     ),
     pytest.param({"bad": None}, "does not implement the hook qompose_backend", id="no hook"),
-    pytest.param({"bad": lambda: None}, "does not implement the hook", id="a hook without result"),
+    pytest.param(
+        {"bad": lambda: None}, "its hook qompose_backend returned None", id="a hook without result"
+    ),
     pytest.param({"bad": lambda: 3}, "returned int, not a qompose.Backend", id="another type"),
     pytest.param(
         {"bad": lambda: ToyBackend},
@@ -306,6 +308,11 @@ FAULTS = [
         {"bad": backend("bad", configs={"a": 3})},
         "its configs contain 3, which is no qompose.QuantizationConfig",
         id="configurations of another type",
+    ),
+    pytest.param(
+        {"bad": backend("bad", configs={"a": STATIC})},
+        r"its configs list 'a', which calls itself 'static' .*name='a'",
+        id="a configuration of two names",
     ),
     pytest.param({"bad": backend("bad", targets=7)}, "'int' object is not iterable", id="targets"),
 ]

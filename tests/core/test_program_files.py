@@ -118,7 +118,8 @@ class TestInputs:
 
     def test_as_text(self) -> None:
         assert str(program_inputs(mixed())) == (
-            "x: float32[2..64, 3], extra_a: float32[3], ids: int64[2..64]"
+            "x: float32[2..64, 3], extra_a: float32[3], ids: int64[2..64] "
+            "(in x: float32[2..64, 3], times: 2, extra: {'a': float32[3]}, ids: int64[2..64])"
         )
         assert str(program_inputs(linear())) == "input: float32[2, 3]"
 

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import qompose
 import torch
-from qompose import Finished, Kernel, Target, cli
+from qompose import Finished, Kernel, Target, cli, pipeline
 from torch import Tensor, nn
 
 from tests.core.test_plugins import Install, install
@@ -52,6 +53,28 @@ class Unsaveable(Program):
     def save(self, path: Path) -> None:
         path.write_text("half a pro")
         raise OSError(28, "No space left on device", str(path))
+
+
+class Difference(nn.Module):
+    """Infinite values become NaN in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x - x)
+
+
+class NoInput(nn.Module):
+    """A program that takes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+
+    def forward(self) -> Tensor:
+        return self.linear(torch.arange(16.0).view(2, 8))
 
 
 def backend() -> ToyBackend:
@@ -148,6 +171,11 @@ class TestQuantize:
         (row,) = json.loads(capsys.readouterr().out)["rows"]
         assert (row["owner"], row["config"]) == ("alpha", "static")
 
+    def test_a_configuration_as_windows_editors_save_it(self) -> None:
+        text = json.dumps(qompose.compose("alpha").to_dict())
+        Path("q.json").write_text(text, encoding="utf-8-sig")
+        assert quantize("--config", "q.json", *DATA) == 0
+
     def test_batches_are_those_that_are_asked_for(self) -> None:
         torch.save(torch.cat([randn(2, 8), 1000 * randn(2, 8)]), "data.pt")
         assert quantize(*ALPHA, *DATA, "--batches", "1") == 0
@@ -235,7 +263,80 @@ class TestProblems:
         torch.export.save(export(Picky(), torch.zeros(2, dtype=torch.int64)), "m.pt2")
         torch.save([torch.tensor([0, 1]), torch.tensor([0, 9])], "data.pt")
         assert quantize(*ALPHA, *DATA) == 1
-        assert "data.pt, batch 2: calibration batch 2 does not fit" in capsys.readouterr().err
+        assert "data.pt, batch 2 does not fit the model: IndexError" in capsys.readouterr().err
+
+    @pytest.mark.parametrize("option", ["--output", "--lowered"])
+    def test_what_is_no_file_is_refused_before_any_work(
+        self, option: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        os.mkfifo("pipe")
+        Path("link").symlink_to("pipe")
+        monkeypatch.setattr(pipeline, "prepare_pt2e", None)
+        for name in ("pipe", "link"):
+            assert quantize(*ALPHA, *DATA, "--target", "chip", option, name) == 1
+            assert f"{name} cannot be written: it is a pipe" in capsys.readouterr().err
+        assert Path("pipe").is_fifo()
+
+    def test_links_are_written_through(self) -> None:
+        for name in ("o.qompose", "o.bin"):
+            Path(f"link-{name}").symlink_to(name)
+        files = ("--output", "link-o.qompose", "--lowered", "link-o.bin")
+        assert quantize(*ALPHA, *DATA, "--target", "chip", *files) == 0
+        assert qompose.load("o.qompose")
+        assert Path("o.bin").read_text() == "a program"
+        assert Path("link-o.bin").is_symlink()
+
+    def test_a_link_to_what_is_read_is_refused(self, capsys: Capture) -> None:
+        Path("link").symlink_to("data.pt")
+        Path("q.json").write_text(json.dumps(qompose.compose("alpha").to_dict()))
+        for arguments in (
+            (*ALPHA, "--output", "link"),
+            ("--config", "q.json", "--output", "q.json"),
+        ):
+            assert quantize(*arguments, *DATA) == 1
+            assert "would be overwritten, and is read" in capsys.readouterr().err
+
+    @pytest.mark.parametrize(
+        ("value", "said"),
+        [(float("nan"), "the batch itself holds NaN"),
+         (float("inf"), "the batch itself holds infinite values")],
+        ids=["nan", "inf"],
+    )  # fmt: skip
+    def test_bad_values_are_told_once(self, value: float, said: str, capsys: Capture) -> None:
+        data = randn(6, 8)
+        data[3, 0] = value
+        torch.save(data, "data.pt")
+        torch.export.save(export(Difference(), randn(2, 8)), "m.pt2")
+        assert quantize(*ALPHA, *DATA) == 1
+        message = capsys.readouterr().err
+        assert message.startswith("qompose: data.pt, batch 2 cannot be used: ")
+        assert message.strip().endswith(f"holds NaN; {said}")
+        assert message.count("batch 2") == 1
+
+    def test_another_constant_than_that_of_the_export_is_refused(self, capsys: Capture) -> None:
+        torch.export.save(mixed(), "m.pt2")
+        batch = {
+            "x": randn(4, 3),
+            "extra": {"a": randn(3)},
+            "ids": torch.ones(4, dtype=torch.int64),
+        }
+        torch.save([{**batch, "times": 2}, {**batch, "times": 3}], "data.pt")
+        assert quantize(*ALPHA, *DATA) == 1
+        assert (
+            "data.pt, batch 2 cannot be used: its times is 3, and the model was exported with the "
+            "constant 2"
+        ) in capsys.readouterr().err
+
+    def test_a_program_without_inputs_needs_no_data(self, capsys: Capture) -> None:
+        torch.export.save(torch.export.export(NoInput(), ()), "m.pt2")
+        assert quantize(*ALPHA, *DATA) == 1
+        assert (
+            "takes no tensors, and needs no data: leave out --calibration"
+            in capsys.readouterr().err
+        )
+        assert quantize(*ALPHA, "--json") == 0
+        rows = json.loads(capsys.readouterr().out)["rows"]
+        assert "toy linear" in [row["kernel"] for row in rows]
 
     def test_a_saved_model_is_not_a_program(self, capsys: Capture) -> None:
         quantize(*ALPHA, *DATA)
@@ -245,7 +346,11 @@ class TestProblems:
 
     @pytest.mark.parametrize(
         ("name", "said"),
-        [("no.qompose", "No such file"), ("m.pt2", "was not written by qompose.save"), (".", "")],
+        [
+            ("no.qompose", "no.qompose: No such file"),
+            ("m.pt2", "was not written by qompose.save"),
+            (".", "qompose: .: Is a directory"),
+        ],
         ids=["missing", "program", "directory"],
     )
     def test_a_report_of_something_else(self, name: str, said: str, capsys: Capture) -> None:

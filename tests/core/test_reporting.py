@@ -78,7 +78,6 @@ def test_counts_are_those_of_the_graph() -> None:
         if any(decomposed.is_dequantize(source) for source in node.all_input_nodes)
     ]
     assert report.count(SIMULATED) == report.count(SIMULATED, "toy") == len(behind) == 2
-    assert report.count(SIMULATED, "another") == 0
     lowered = qompose.lower(converted)
     kernels = [n for n in lowered.graph.nodes if "qompose_toy" in str(n.target)]
     assert qompose.report(lowered).count(KERNEL) == len(kernels) == 2
@@ -301,7 +300,23 @@ class TestEnoughIsQuantized:
     def test_nothing(self) -> None:
         prepared = prepare(PROGRAM, toy(CONV))
         with pytest.raises(qompose.NothingQuantizedError, match=r"0.0% .*\n.*linear_1 "):
-            qompose.assert_quantized(prepared, min_fraction=0.0)
+            qompose.assert_quantized(prepared, min_fraction=0.01)
+        qompose.assert_quantized(prepared, min_fraction=0.0)
+        qompose.assert_lowered(qompose.lower(qompose.convert_pt2e(prepared)), min_fraction=0.0)
+
+    def test_a_program_without_float_operators_is_said_to_be_one(self) -> None:
+        class Adds(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                return x + 1
+
+        prepared = prepare(export(Adds(), torch.arange(3)), toy(CONV))
+        with pytest.raises(qompose.NothingQuantizedError, match=r"no operator that computes float"):
+            qompose.assert_quantized(prepared)
+        lowered = qompose.lower(qompose.convert_pt2e(prepared))
+        with pytest.raises(qompose.NotLoweredError, match=r"no operator that computes floats"):
+            qompose.assert_lowered(lowered)
+        qompose.assert_quantized(lowered, 0.0)
+        qompose.assert_lowered(lowered, 0.0)
 
     def test_models_without_products_go_by_operators(self) -> None:
         class Gates(nn.Module):
@@ -321,3 +336,60 @@ class TestEnoughIsQuantized:
     def test_a_stage_without_kernels_is_sent_on(self) -> None:
         with pytest.raises(qompose.StageError, match="assert_quantized checks it"):
             qompose.assert_lowered(convert(PROGRAM, toy(LINEAR), X))
+
+
+class TestWrongQuestions:
+    """A question about what is not there is an error, and not a zero."""
+
+    REPORT = qompose.report(convert(PROGRAM, toy(LINEAR), X))
+
+    def test_states(self) -> None:
+        for ask in (self.REPORT.count, self.REPORT.coverage):
+            with pytest.raises(
+                qompose.UserError, match=r"'Float' is no state .*did you mean 'float'"
+            ):
+                ask("Float")
+            with pytest.raises(qompose.UserError, match=r"None is no state; states: int8 kernel"):
+                ask(None)  # type: ignore[arg-type]
+
+    def test_owners(self) -> None:
+        with pytest.raises(
+            qompose.UserError, match=r"called 'tyo' \(did you mean 'toy'.*owners: toy"
+        ):
+            self.REPORT.count(SIMULATED, "tyo")
+        assert self.REPORT.count(KERNEL, "toy") == 0
+
+    def test_a_member_that_claims_nothing_owns_none(self) -> None:
+        both = qompose.compose(toy(LINEAR), toy(LINEAR, name="late"))
+        assert qompose.report(prepare(PROGRAM, both)).count(OBSERVED, "late") == 0
+        assert qompose.report(prepare(PROGRAM, toy(CONV))).count(OBSERVED, "toy") == 0
+
+    @pytest.mark.parametrize("name", [None, 3, nn.Linear], ids=str)
+    def test_why_of_no_text(self, name: object) -> None:
+        with pytest.raises(qompose.UserError, match="why takes the name of an operator"):
+            self.REPORT.why(name)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        ("macs", "many"), ("macs", -1), ("macs", True), ("macs", 1.5), ("state", "bogus"),
+        ("reason", None), ("notes", "abc"), ("notes", [3]), ("notes", None), ("stage", 5),
+        ("stage", "finished"), ("bytes_after", "1"), ("counts", {"observers": "two"}),
+        ("requantizations", [{**dict.fromkeys(
+            ("tensor", "from_owner", "from_spec", "to_owner", "to_spec"), "x"), "readers": "abc"}]),
+    ],
+)  # fmt: skip
+def test_data_with_wrong_values_is_no_report(place: str, value: object) -> None:
+    data = TestWrongQuestions.REPORT.to_dict()
+    if place in data:
+        data[place] = value
+    else:
+        data["rows"][0][place] = value
+    with pytest.raises(qompose.ConfigError, match=r"is no report \(.*; a report has stage"):
+        qompose.Report.from_dict(data)
+
+
+def test_line_breaks_and_tags_in_notes_stay_in_their_line_of_markdown() -> None:
+    noted = replace(TestWrongQuestions.REPORT, notes=("one\ntwo", "a <lambda>"))
+    assert noted.to_markdown().splitlines()[-2:] == ["- one<br>two", r"- a \<lambda>"]

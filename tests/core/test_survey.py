@@ -10,6 +10,9 @@ import pytest
 import torch
 from qompose.survey import macs, state_bytes
 from torch import Tensor, nn
+from torch._higher_order_ops.map import map as hop_map
+from torch._higher_order_ops.scan import scan
+from torch._higher_order_ops.while_loop import while_loop
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -215,3 +218,55 @@ def test_a_quantized_model_is_smaller() -> None:
     record = convert(export(model, x), toy(LINEAR), x).meta["qompose"]
     assert record.plan.float_bytes == 4 * (2 * 128 * 128 + 128)
     assert record.bytes <= 0.30 * record.plan.float_bytes
+
+
+class Looped(nn.Module):
+    """One layer in a body, and one like it outside that sees all rows at once."""
+
+    def __init__(self, loop: Any) -> None:
+        super().__init__()
+        self.inside, self.outside, self.loop = nn.Linear(8, 8), nn.Linear(8, 8), loop
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.loop(self.inside, x) + self.outside(x)
+
+
+def _mapped(layer: Any, x: Tensor) -> Tensor:
+    return hop_map(layer, x)
+
+
+def _scanned(layer: Any, x: Tensor) -> Tensor:
+    def step(carried: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
+        return carried + 1, layer(row) + carried
+
+    return scan(step, torch.zeros(8), x)[1]
+
+
+def _mapped_twice(layer: Any, x: Tensor) -> Tensor:
+    return hop_map(lambda rows: hop_map(layer, rows), x.reshape(5, 6, 8)).reshape(30, 8)
+
+
+@pytest.mark.parametrize("loop", [_mapped, _scanned, _mapped_twice])
+def test_what_a_loop_runs_for_every_slice_counts_as_often(loop: Any) -> None:
+    with torch.no_grad():  # with gradients, the export itself warns
+        program = export(Looped(loop), randn(30, 8))
+    plan = plan_of(prepare(program, NullQuantizer()))
+    counted = {o.module: o.macs for o in plan.operators if o.macs}
+    assert counted == {"inside": 30 * 64, "outside": 30 * 64}
+
+
+def test_a_while_loop_counts_as_one_pass_and_a_condition_every_branch() -> None:
+    class Repeats(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = (nn.Linear(8, 8) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.cond(x.sum() > 0, self.a, self.b, (x,))
+            (z,) = while_loop(lambda v: v.sum() < 3, lambda v: (self.c(v) + 1,), (y,))
+            return z
+
+    with torch.no_grad():
+        program = export(Repeats(), randn(2, 8))
+    plan = plan_of(prepare(program, NullQuantizer()))
+    assert [o.macs for o in plan.operators if o.macs] == [2 * 64] * 3

@@ -206,10 +206,12 @@ def prepare(program: Any, quantizer: Quantizer, **options: Any) -> GraphModule:
 
 
 def convert(program: Any, quantizer: Quantizer, *inputs: Tensor, **options: Any) -> GraphModule:
-    """Prepare, calibrate with one batch, and convert."""
+    """Prepare, calibrate with one batch, and convert, even if no claim can be followed."""
     prepared = prepare(program, quantizer)
     prepared(*inputs)
-    return qompose.convert_pt2e(prepared, **options)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Nothing was quantized", qompose.QomposeWarning)
+        return qompose.convert_pt2e(prepared, **options)
 
 
 def plan_of(module: GraphModule) -> qompose.Plan:

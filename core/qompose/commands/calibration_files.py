@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from qompose.commands.output import say
-from qompose.commands.program_files import Input, Inputs
+from qompose.commands.program_files import Input, Inputs, shown, without_values
 from qompose.errors import CalibrationError, near_names
 
 
@@ -67,17 +66,18 @@ def _batches(path: Path, inputs: Inputs, batch_size: int | None) -> Iterator[lis
 
 
 def _read(path: Path) -> Any:
+    reader = _READERS.get(path.suffix.lower())
+    if reader is None:
+        raise CalibrationError(
+            f"{path} is of no kind that is read, which are {', '.join(_READERS)}"
+        )
     with path.open("rb"):
         pass
     try:
-        return _READERS[path.suffix.lower()](path)
-    except KeyError:
-        raise CalibrationError(
-            f"{path} is of no kind that is read: {' and '.join(_READERS)} files are"
-        ) from None
+        return reader(path)
     except SafetensorError as error:
         raise CalibrationError(f"{path} is no sound safetensors file: {error}") from error
-    except (UnpicklingError, RuntimeError, EOFError, ValueError, AttributeError) as error:
+    except Exception as error:  # a damaged pickle fails in any way
         raise CalibrationError(
             f"{path} cannot be read as a file of torch.save with weights_only=True ({type(error).__name__}); "
             "tensors, and lists, tuples and dicts of them can"
@@ -98,31 +98,59 @@ _READERS: Mapping[str, Callable[[Path], Any]] = {
 def _samples(path: Path, data: Any, inputs: Inputs) -> dict[str, Tensor]:
     """Return samples by the name of the input they are for."""
     known = {tensor.name for tensor in inputs.tensors}
+    if not known:
+        raise CalibrationError(
+            f"{path}: the program takes no tensors, and needs no data: leave out --calibration"
+        )
     if isinstance(data, Tensor):
         if len(known) != 1:
             raise CalibrationError(
                 f"{path} holds one tensor, and the program takes {inputs}: name the tensors in a dict"
             )
-        return {known.pop(): data}
+        data = dict.fromkeys(known, data)
     if not isinstance(data, Mapping):
         raise CalibrationError(
             f"{path} holds {type(data).__name__}, and not a tensor, a list of batches or a dict of tensors"
         )
-    numbered = {f"arg{i}": tensor.name for i, tensor in enumerate(inputs.tensors)}
-    named = {str(k if k in known else numbered.get(k, k)): v for k, v in data.items()}
+    named = _named(path, data, inputs)
     for name, value in named.items():
-        if name not in known:
-            raise CalibrationError(
-                f"{path}: the program has no input {name!r}{near_names(str(name), known)}; it takes {inputs}"
-            )
-        if not isinstance(value, Tensor):
-            raise CalibrationError(
-                f"{path}, input {name}: it is {type(value).__name__}, and not a tensor of samples"
-            )
+        _check_sample(path, name, value, inputs)
     missing = sorted(known - set(named))
     if missing:
-        raise CalibrationError(f"{path} has nothing for {' and '.join(missing)} of {inputs}")
+        raise CalibrationError(
+            f"{path} has nothing for {' and '.join(missing)}; the program takes {inputs}"
+        )
     return named
+
+
+def _named(path: Path, data: Mapping[Any, Any], inputs: Inputs) -> dict[str, Any]:
+    """Return what a file holds by the names of inputs, for which it may have arg0, arg1, ..."""
+    names = [tensor.name for tensor in inputs.tensors]
+    numbered = {f"arg{i}": name for i, name in enumerate(names)}
+    named: dict[str, Any] = {}
+    for given, value in data.items():
+        name = str(given if given in names else numbered.get(given, given))
+        if name in named:
+            raise CalibrationError(
+                f"{path} has the input {name} twice: by its name, and as arg{names.index(name)}"
+            )
+        named[name] = value
+    return named
+
+
+def _check_sample(path: Path, name: str, value: Any, inputs: Inputs) -> None:
+    known = [tensor.name for tensor in inputs.tensors]
+    if name not in known:
+        raise CalibrationError(
+            f"{path}: the program has no input {name!r}{near_names(name, known)}; it takes {inputs}"
+        )
+    objection = (
+        without_values(value)
+        if isinstance(value, Tensor)
+        else f"is {type(value).__name__}, and not a tensor of samples"
+    )
+    if objection:
+        raise CalibrationError(f"{path}, input {name}: it {objection}")
 
 
 def _cut(
@@ -175,7 +203,7 @@ def _leaves(path: Path, number: int, batch: Any, inputs: Inputs) -> list[Any]:
     if spec != inputs.spec:
         raise CalibrationError(
             f"{path}, batch {number}: it has {_count(flat)} in another structure than the program's inputs, "
-            f"which are {inputs}"
+            f"which are {inputs.structure}; it is {shown(batch)}"
         )
     return flat
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from qompose.commands.output import Output, say
 from qompose.errors import PluginError, UserError, near_names
-from qompose.plugins import backends
+from qompose.plugins import backends, why_none
 
 if TYPE_CHECKING:
     from qompose.capabilities import Capabilities
@@ -44,6 +44,8 @@ def run(options: Namespace, out: Output) -> int:
 
     found, problems = Capabilities(()), []
     names = options.backend or sorted({info.name for info in backends()})
+    if not names:
+        say(why_none())
     for name in dict.fromkeys(names):
         try:
             found += capability_rows(load_backend(name))

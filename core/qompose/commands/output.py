@@ -6,11 +6,11 @@ from __future__ import annotations
 import json
 import os
 import sys
+import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any, TextIO
-from uuid import uuid4
 
 _UNLIMITED = 100_000
 """Columns where nobody looks on: a row of a table is then one line, for `grep` and `cut`."""
@@ -37,12 +37,12 @@ class Output:
         if self._file is None:
             return
         try:
-            self._file.write(f"{text}\n")
+            self._file.write(f"{printable(text)}\n")
             self._file.flush()
         except OSError as error:
             _discard_the_rest(self._file)
             if not isinstance(error, BrokenPipeError):
-                raise
+                raise OSError(f"standard output cannot be written: {error.strerror}") from error
 
     def json(self, data: Any) -> None:
         """Print data as JSON."""
@@ -90,17 +90,16 @@ def _point(descriptor: int, at: TextIO) -> None:
         os.dup2(at.fileno(), descriptor)
 
 
-@contextmanager
-def draft_of(path: Path) -> Iterator[Path]:
-    """Yield the name of a file beside `path`, which takes its place if all goes well, and is gone if not."""
-    draft = path.with_name(f".{path.stem}.{uuid4().hex}{path.suffix}")
-    try:
-        yield draft
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
-
-
 def say(text: str) -> None:
     """Tell the user something that is no result, on standard error."""
-    print(f"qompose: {text}", file=sys.stderr)
+    print(f"qompose: {printable(text)}", file=sys.stderr)
+
+
+def printable(text: str) -> str:
+    """Return text with control characters written out, which a terminal would obey: plugins may say them."""
+    return "".join(
+        char
+        if char in "\n\t" or unicodedata.category(char) not in ("Cc", "Cf", "Cs")
+        else ascii(char)[1:-1]
+        for char in text
+    )

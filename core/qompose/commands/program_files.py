@@ -101,6 +101,8 @@ class Input:
         """Return why a value cannot be this input, or None."""
         if not isinstance(value, Tensor):
             return f"is {type(value).__name__}, and not a tensor"
+        if objection := without_values(value):
+            return objection
         fits = len(self.sizes) == value.dim() and all(map(_within, value.shape, self.sizes))
         if fits and value.dtype == self.dtype:
             return None
@@ -117,6 +119,31 @@ class Input:
 
     def __str__(self) -> str:
         return f"{self.name}: {self.shape}"
+
+
+def without_values(value: Tensor) -> str | None:
+    """Return why a tensor has no values that a program can be run with, or None."""
+    if value.is_meta:
+        return "is a tensor of the device 'meta', which has no values"
+    if value.layout is not torch.strided:
+        layout = str(value.layout).removeprefix("torch.")
+        return f"has the layout {layout}, and programs take dense tensors: store its .to_dense()"
+    return None
+
+
+def shown(value: Any) -> str:
+    """Return a value, or what is wanted for one, with its containers and without its numbers."""
+    if isinstance(value, Input):
+        return value.shape
+    if isinstance(value, Tensor):
+        return f"{_dtype(value.dtype)}[{', '.join(map(str, value.shape))}]"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key!r}: {shown(item)}" for key, item in value.items()) + "}"
+    if type(value) in (list, tuple):
+        left, right = "[]" if isinstance(value, list) else ("(", ",)" if len(value) == 1 else ")")
+        return left + ", ".join(map(shown, value)) + right
+    simple = value is None or isinstance(value, (bool, int, float, str))
+    return repr(value) if simple else f"{type(value).__name__}(...)"
 
 
 def _within(size: int, bounds: tuple[int, int | None]) -> bool:
@@ -151,7 +178,18 @@ class Inputs:
         return tuple(leaf for leaf in self.leaves if isinstance(leaf, Input))
 
     def __str__(self) -> str:
-        return ", ".join(map(str, self.tensors)) or "no tensors"
+        flat = ", ".join(map(str, self.tensors)) or "no tensors"
+        nested = any(
+            not child.is_leaf() for part in self.spec.children() for child in part.children()
+        )
+        return f"{flat} (in {self.structure})" if nested else flat
+
+    @property
+    def structure(self) -> str:
+        """Return the arguments by name, each with its containers."""
+        args, kwargs = pytree.tree_unflatten(self.leaves, self.spec)
+        named = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        return ", ".join(f"{name}: {shown(value)}" for name, value in named.items()) or "none"
 
     def filled(self, values: Mapping[str, Tensor]) -> list[Any]:
         """Return leaves with the values of the named tensors."""

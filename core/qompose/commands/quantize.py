@@ -8,9 +8,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qompose.commands.output import Output, draft_of, say
+from qompose.commands.output import Output, say
 from qompose.commands.report import add_format, print_report
-from qompose.errors import CalibrationError, ConfigError, UncalibratedError, UserError, near_names
+from qompose.drafts import destination, draft_of
+from qompose.errors import (
+    BatchError,
+    CalibrationError,
+    ConfigError,
+    UncalibratedError,
+    UserError,
+    near_names,
+)
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
@@ -116,15 +124,18 @@ def run(options: Namespace, out: Output) -> int:
 
 def _check_files(options: Namespace, output: Path) -> None:
     """Refuse what would fail, or destroy a file, when the work is done."""
-    written = [path for path in (output, options.lowered) if path is not None]
-    for path in written:
-        if not path.parent.is_dir():
-            raise UserError(f"{path} cannot be written: {path.parent} is no directory")
-        if path.is_dir():
-            raise UserError(f"{path} cannot be written: it is a directory")
-        if path.resolve() in [p.resolve() for p in (options.model, *options.calibration)]:
+    read = [
+        path.resolve() for path in (options.model, *options.calibration, options.config) if path
+    ]
+    for path in (output, options.lowered):
+        if path is None:
+            continue
+        place = destination(path)
+        if not place.parent.is_dir():
+            raise UserError(f"{path} cannot be written: {place.parent} is no directory")
+        if place in read:
             raise UserError(f"{path} would be overwritten, and is read: choose another --output")
-    if options.lowered and options.lowered.resolve() == output.resolve():
+    if options.lowered and destination(options.lowered) == destination(output):
         raise UserError(f"--output and --lowered are both {output}")
     if options.lowered and options.target == "torch":
         raise UserError(
@@ -143,7 +154,7 @@ def _quantizer(options: Namespace) -> Quantizer:
     if options.on_conflict:
         raise UserError("--on-conflict goes with --backend; a configuration says it itself")
     try:
-        return quantizer_from_json(options.config.read_text(encoding="utf-8"))
+        return quantizer_from_json(options.config.read_text(encoding="utf-8-sig"))
     except (UserError, UnicodeDecodeError) as error:
         raise ConfigError(f"{options.config}: {error}") from error
 
@@ -172,10 +183,11 @@ def _member(text: str) -> Any:
 
 
 def _batches(options: Namespace, inputs: Inputs) -> list[Batch]:
-    if not options.calibration:
-        return []
-    from qompose.commands.calibration_files import read_batches
+    from qompose.commands.calibration_files import Batch, read_batches
 
+    if not options.calibration:
+        # What takes no tensors computes the same each time.
+        return [] if inputs.tensors else [Batch(options.model, 1, list(inputs.leaves))]
     return read_batches(options.calibration, inputs, options.batch_size, options.batches)
 
 
@@ -196,9 +208,9 @@ def _calibrate(
         calibrate(
             prepared, batches, transform=arguments, progress=False if options.no_progress else None
         )
-    except CalibrationError as error:
-        where = f"{running[0].file}, batch {running[0].number}: " if running else ""
-        raise CalibrationError(f"{where}{error}") from error
+    except BatchError as error:
+        (batch,) = running
+        raise CalibrationError(f"{batch.file}, batch {batch.number} {error.reason}") from error
 
 
 def _uncalibrated(error: UncalibratedError, calibrated: bool) -> UserError:

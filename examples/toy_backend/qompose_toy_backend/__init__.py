@@ -42,12 +42,12 @@ def linear_pattern(input, weight, bias=None):
     return functional.linear(input, weight, bias)
 
 
-SHAPES = ((2, 3), (4, 3), (4,))  # without the last one, the variant that has no bias
-OPERATORS = (("linear", torch.ops.aten.linear.default),)
+SHAPES, OPERATORS = ((2, 3), (4, 3), (4,)), (("linear", torch.ops.aten.linear.default),)
 LINEAR = qompose.Rule(
     name="linear",
     patterns=tuple(qompose.Pattern(linear_pattern, SHAPES[:n], OPERATORS) for n in (3, 2)),
     weight="weight",
+    bias="bias",
     accepts={"activation": ACTIVATION, "weight": WEIGHT, "output": ACTIVATION},
     kernels={"torch": qompose.Kernel("int8 linear", emit_linear)},
 )
@@ -66,7 +66,7 @@ class ToyBackend(qompose.Backend):
     name = "toy_backend"
     api_version = 1
     rules = (LINEAR, RELU)  # in order of priority: longer fusions first
-    configs = {"static": qompose.QuantizationConfig(INT8, INT8, ROWS, name="static int8")}
+    configs = {"static": qompose.QuantizationConfig(INT8, INT8, ROWS, name="static")}
 
 
 @qompose.hookimpl

@@ -81,7 +81,8 @@ class EmbeddingBackend(Backend):
     rules = RULES
 
     def __init__(self) -> None:
-        self.configs = {"uint8 rows": get_default_embedding_quantization_config()}
+        config = get_default_embedding_quantization_config()
+        self.configs = {config.name: config}
         self.quantizer_class = EmbeddingQuantizer
 
 

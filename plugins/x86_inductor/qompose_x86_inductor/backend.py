@@ -27,6 +27,8 @@ def get_default_x86_inductor_quantization_config(
     Where this processor's int8 products saturate (no VNNI), weights have seven bits: two products of
     `255 * 64` fit into the 16 bits that such a processor adds them in.
 
+    Its name is that of the backend's configuration, followed by what was chosen otherwise.
+
     Args:
         reduce_range: use seven bits for activations, [0, 127].
         range: how an activation's range is estimated: "histogram", "mse", "minmax" or
@@ -49,7 +51,13 @@ def get_default_x86_inductor_quantization_config(
         qscheme=torch.per_channel_symmetric,
         ch_axis=0,
     )
-    name = f"static uint8 x int8 per-channel{' (7-bit weights)' if high < 127 else ''}"
+    choices = (
+        ("activations", [0, activation.quant_max], [0, 255]),
+        ("range", range, "histogram"),
+        ("balance", balance, True),
+    )
+    unusual = (f"{what} {chosen}" for what, chosen, usual in choices if chosen != usual)
+    name = ", ".join(("static", *unusual))
     return QuantizationConfig(activation, None, weight, None, balance=balance, name=name)
 
 
@@ -61,7 +69,8 @@ class X86InductorBackend(Backend):
     rules = RULES
 
     def __init__(self) -> None:
-        self.configs = {"static": get_default_x86_inductor_quantization_config()}
+        config = get_default_x86_inductor_quantization_config()
+        self.configs = {config.name: config}
         self.quantizer_class = X86InductorQuantizer
 
     def availability(self) -> str | None:

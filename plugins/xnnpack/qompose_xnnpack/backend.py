@@ -36,6 +36,8 @@ def get_symmetric_quantization_config(
 ) -> QuantizationConfig:
     """Return static int8 activations per tensor and symmetric int8 weights.
 
+    Its name is that of the backend's configuration, followed by what differs from it.
+
     Args:
         is_per_channel: give every output channel of a weight its own scale.
         act_qmin, act_qmax, weight_qmin, weight_qmax: bounds of the integers.
@@ -60,7 +62,14 @@ def get_symmetric_quantization_config(
         qscheme=torch.per_channel_symmetric if is_per_channel else torch.per_tensor_symmetric,
         ch_axis=0 if is_per_channel else None,
     )
-    name = f"static int8 {'per-channel' if is_per_channel else 'per-tensor'}"
+    choices = (
+        ("activations", [act_qmin, act_qmax], [-128, 127]),
+        ("weights", [weight_qmin, weight_qmax], [-127, 127]),
+        ("range", range, "histogram"),
+        ("balance", balance, True),
+    )
+    unusual = (f"{what} {chosen}" for what, chosen, usual in choices if chosen != usual)
+    name = ", ".join((f"static {'per-channel' if is_per_channel else 'per-tensor'}", *unusual))
     return QuantizationConfig(activation, activation, weight, None, balance=balance, name=name)
 
 
@@ -96,10 +105,8 @@ class XNNPACKBackend(Backend):
     targets = (Target("executorch", _finish, _missing),)
 
     def __init__(self) -> None:
-        self.configs = {
-            "static per-channel": get_symmetric_quantization_config(is_per_channel=True),
-            "static per-tensor": get_symmetric_quantization_config(),
-        }
+        configs = map(get_symmetric_quantization_config, (True, False))
+        self.configs = {config.name: config for config in configs}
         self.quantizer_class = XNNPACKQuantizer
 
 

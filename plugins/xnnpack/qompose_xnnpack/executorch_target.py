@@ -16,6 +16,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
+from qompose_xnnpack.biases import with_own_biases
 from qompose_xnnpack.executorch_api import (
     DEQUANTIZE,
     QUANTIZE,
@@ -25,6 +26,7 @@ from qompose_xnnpack.executorch_api import (
     import_runtime,
     quiet,
 )
+from qompose_xnnpack.refusals import cannot_load, cannot_lower, module_of
 
 MEANS = frozenset(
     {
@@ -41,12 +43,14 @@ class Operator:
     """One operator of the lowered program.
 
     ``name``: such as ``aten.linear.default``; ``claim``: id of the claim it came from, if any;
-    ``int8``: whether it computes on int8 tensors (a delegate also runs float operators).
+    ``int8``: whether it computes on int8 tensors (a delegate also runs float operators); ``module``:
+    path of the module that it comes from, if known.
     """
 
     name: str
     claim: int | None
     int8: bool
+    module: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,6 +74,12 @@ class Delegation:
         """Claims all of whose operators compute on int8 tensors, in a delegate or outside."""
         every = (*self._delegated(), *self.portable)
         return _claims(every) - _claims(op for op in every if not op.int8)
+
+    @property
+    def in_float(self) -> tuple[str, ...]:
+        """Operators that do not compute on int8 tensors, with their modules where these are known."""
+        every = (op for op in (*self._delegated(), *self.portable) if not op.int8)
+        return tuple(f"{op.name} in {op.module}" if op.module else op.name for op in every)
 
     def _delegated(self) -> tuple[Operator, ...]:
         return tuple(op for delegate in self.delegates for op in delegate)
@@ -144,10 +154,7 @@ class ExecutorchProgram:
                 if self.first is not None:
                     self._method.execute(list(self.first))
             except RuntimeError as error:
-                raise ExecutorchTargetError(
-                    f"the ExecuTorch runtime cannot load this program ({error}); its reason "
-                    "is on the standard error stream"
-                ) from error
+                raise cannot_load(error, self.delegation.in_float) from error
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``forward`` on the runtime; takes and returns what the exported module does.
@@ -193,7 +200,9 @@ def lower_to_executorch(
         args, kwargs = pytree.tree_map_only(
             torch.Tensor, torch.Tensor.contiguous, (example_inputs, example_kwargs or {})
         )
-        exported = torch.export.export(graph, args, kwargs, dynamic_shapes=dynamic_shapes)
+        exported = torch.export.export(
+            with_own_biases(graph), args, kwargs, dynamic_shapes=dynamic_shapes
+        )
         _check_bounds(exported)
         _check_zero_points(exported)
         _split_dequantize(exported.graph)
@@ -208,8 +217,7 @@ def lower_to_executorch(
             )
             buffer = bytes(edge.to_executorch(config).buffer)
         except Exception as error:  # its passes raise bare Exception and AssertionError too
-            reason = f"{type(error).__name__}: {error}"
-            raise ExecutorchTargetError(f"ExecuTorch cannot lower this graph: {reason}") from error
+            raise cannot_lower(error, exported) from error
     program = ExecutorchProgram(buffer, delegation, specs, first)
     if load:
         program.load()
@@ -321,7 +329,8 @@ def _operator(node: Node, api: Lowering, *, delegated: bool) -> Operator:
     custom = node.meta.get("custom") or {}
     # The portable library has float kernels, and those of quantized_decomposed for packed tables.
     int8 = _is_int8(node, api) if delegated else name.startswith("quantized_decomposed.")
-    return Operator(name=name, claim=custom.get("qompose", {}).get("claim"), int8=int8)
+    claim = custom.get("qompose", {}).get("claim")
+    return Operator(name=name, claim=claim, int8=int8, module=module_of(node))
 
 
 def _is_int8(node: Node, api: Lowering) -> bool:

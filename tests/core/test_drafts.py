@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files that are whole or not there, and paths that lead to something else than a file."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from pathlib import Path
+
+import pytest
+from qompose import UserError
+from qompose.drafts import destination, draft_of
+
+
+class TestDraft:
+    """A file takes its place at once, or nothing has happened."""
+
+    def test_a_finished_one_takes_the_place(self, tmp_path: Path) -> None:
+        path = tmp_path / "model.pte"
+        path.write_text("old")
+        with draft_of(path) as draft:
+            assert draft.suffix == ".pte"  # some writers add their own to other names
+            draft.write_text("new")
+            assert path.read_text() == "old"
+        assert path.read_text() == "new"
+        assert list(tmp_path.iterdir()) == [path]
+
+    @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+    def test_a_failed_one_leaves_nothing(self, tmp_path: Path, error: type[BaseException]) -> None:
+        path = tmp_path / "model.pte"
+        path.write_text("old")
+        with pytest.raises(error), draft_of(path) as draft:
+            draft.write_text("half")
+            raise error
+        assert path.read_text() == "old"
+        assert list(tmp_path.iterdir()) == [path]
+
+
+class TestDestination:
+    """What a path means as a place to write."""
+
+    def test_a_link_stays_and_its_file_is_replaced(self, tmp_path: Path) -> None:
+        real, link = tmp_path / "far" / "real", tmp_path / "link"
+        real.parent.mkdir()
+        real.write_text("old")
+        link.symlink_to(real)
+        with draft_of(link) as draft:
+            assert draft.parent == real.parent  # which may be on another disk than the link
+            draft.write_text("new")
+        assert link.is_symlink()
+        assert real.read_text() == link.read_text() == "new"
+
+    def test_a_link_to_nothing_yet(self, tmp_path: Path) -> None:
+        link = tmp_path / "link"
+        link.symlink_to("later")
+        with draft_of(link) as draft:
+            draft.write_text("new")
+        assert link.is_symlink()
+        assert (tmp_path / "later").read_text() == "new"
+
+    @pytest.mark.parametrize("linked", [False, True], ids=["itself", "by a link"])
+    @pytest.mark.parametrize("kind", ["pipe", "socket", "directory"])
+    def test_what_is_no_file_is_refused_and_stays(
+        self, tmp_path: Path, kind: str, linked: bool
+    ) -> None:
+        path = tmp_path / "place"
+        if kind == "pipe":
+            os.mkfifo(path)
+        elif kind == "socket":
+            with socket.socket(socket.AF_UNIX) as end:
+                end.bind(str(path))
+        else:
+            path.mkdir()
+        before = path.stat()
+        asked = tmp_path / "link" if linked else path
+        if linked:
+            asked.symlink_to(path)
+        said = f"cannot be written: it is a {kind}, and a file would replace it"
+        with pytest.raises(UserError, match=said), draft_of(asked):
+            pytest.fail("the work was begun")
+        assert path.stat() == before
+
+    @pytest.mark.parametrize("bits", [stat.S_IFCHR, stat.S_IFBLK], ids=["character", "block"])
+    def test_devices_are_refused(
+        self, tmp_path: Path, bits: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """No test opens a real one: what replaces it would be gone for the whole machine."""
+        facts = os.stat_result((bits | 0o666, *[0] * 9))
+        monkeypatch.setattr(Path, "stat", lambda path: facts)
+        with pytest.raises(UserError, match="it is a device"):
+            destination(tmp_path / "device")
+
+    def test_links_in_a_ring_are_an_os_error(self, tmp_path: Path) -> None:
+        (tmp_path / "a").symlink_to("b")
+        (tmp_path / "b").symlink_to("a")
+        with pytest.raises(OSError, match="symbolic links"):
+            destination(tmp_path / "a")
