@@ -63,6 +63,16 @@ FAULTS = (
     "writes weight",
     "float64",
     "counts",
+    "no relu",
+    "one in a batch",
+    "rank",
+    "strides",
+    "few bits",
+    "truncates",
+    "rounds down",
+    "one step up",
+    "fake dtype",
+    "fake strides",
 )
 """What the kernel does wrong, by its number."""
 
@@ -76,27 +86,45 @@ def sound_linear(
     fault: int,
 ) -> Tensor:  # fmt: skip
     """The product, exactly; float32 where `low == high`, else int8."""
-    wrong, real = FAULTS[fault], x.double()
+    wrong = FAULTS[fault]
+    if wrong == "strides":
+        x = x.as_strided(x.shape, torch.empty(x.shape).stride())
+    real = x.double()
     if scale is not None and zero_point is not None:
-        real = real - (0 if wrong == "no zero point" else zero_point)
+        real = real - (0 if _forgets_zero_point(wrong, x) else zero_point)
     sums = F.linear(real, weight.double())
     if wrong == "saturates":
         sums = sums.clamp(-(2**15), 2**15 - 1)
+    if wrong == "few bits":
+        sums = sums.clamp(-(2**19), 2**19 - 1)
     y = sums * scales.double() * (1.0 if scale is None else scale.double())
     y = y if bias is None else y + bias
-    y = y.clamp(min=0) if relu else y
+    y = y.clamp(min=0) if relu and wrong != "no relu" else y
     if wrong.startswith("writes"):
         (x if wrong == "writes" else weight).add_(1)
     if low == high:
         return y if wrong == "float64" else y.float()
-    steps = torch.round(y / out_scale) + out_zero_point
-    steps += {"two steps": 2, "counts": next(_calls) % 2}.get(wrong, 0)
+    to_integers = {"truncates": torch.trunc, "rounds down": torch.floor}.get(wrong, torch.round)
+    steps = to_integers(y / out_scale) + out_zero_point
+    steps += {"two steps": 2, "one step up": 1}.get(wrong, 0)
+    if wrong == "counts":
+        steps.view(-1)[0] += next(_calls) % 2
+    if wrong == "fake strides":
+        steps = steps.t().contiguous().t() if steps.dim() == 2 else steps
     return steps.clamp(low, high).to(torch.int8)
+
+
+def _forgets_zero_point(wrong: str, x: Tensor) -> bool:
+    return (
+        wrong == "no zero point"
+        or (wrong == "one in a batch" and len(x) == 1)
+        or (wrong == "rank" and x.dim() > 2)
+    )
 
 
 @sound_linear.register_fake
 def _(x, scale, zero_point, weight, scales, bias, relu, out_scale, zp, low, high, fault) -> Tensor:  # type: ignore[no-untyped-def]
-    kind = torch.float32 if low == high else torch.int8
+    kind = torch.float32 if low == high or FAULTS[fault] == "fake dtype" else torch.int8
     return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=kind)
 
 

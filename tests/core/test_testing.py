@@ -21,7 +21,8 @@ from qompose.testing.limits import limits
 from qompose.testing.measures import difference
 from qompose.testing.parameters import parameters
 
-from tests.core.sound_backend import INT8, LINEAR, STATIC, SoundBackend
+from tests.core.sound_backend import INT8, LINEAR, RULES, STATIC, SoundBackend
+from tests.core.sound_products import conv, matmul
 from tests.core.wrong_backends import WRONG, Wrong
 
 pytest_plugins = ["pytester"]
@@ -31,7 +32,7 @@ aten = torch.ops.aten
 class TestSound(BackendContract):
     """A backend that keeps the contract, made for these tests."""
 
-    backend = SoundBackend
+    backend = staticmethod(lambda: SoundBackend([*RULES, matmul(), conv()]))
 
 
 def failures(contract: type[BackendContract]) -> dict[str, list[str]]:

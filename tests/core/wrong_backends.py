@@ -36,6 +36,7 @@ from tests.core.sound_backend import (
     moving,
     weighted,
 )
+from tests.core.sound_products import conv, matmul
 
 aten = torch.ops.aten
 
@@ -73,6 +74,21 @@ def in_float(region: Region) -> Node:
     output = region.call(node.target, *node.args)  # type: ignore[arg-type]
     out = region.output
     assert out is not None
+    quantize = torch.ops.quantized_decomposed.quantize_per_tensor.default
+    arguments = (out.scale, out.zero_point, out.low, out.high, out.dtype)
+    return region.call(quantize, output, *arguments, dtype=out.dtype)
+
+
+def again_in_float(region: Region) -> Node:
+    """Make floats of the integers, and call the float operator on those."""
+    x, weight, out = region.quantized("input"), region.quantized("weight"), region.output
+    assert out is not None
+    floats = region.call(aten.to.dtype, x.node, torch.float32, dtype=torch.float32)
+    centred = region.call(aten.sub.Tensor, floats, x.zero_point, dtype=torch.float32)
+    real = region.call(aten.mul.Tensor, centred, x.scale, dtype=torch.float32)
+    table = region.constant("floats", weight.tensor.float() * weight.scales[:, None])
+    bias = region.argument("op", "bias")
+    output = region.call(aten.linear.default, real, table, bias, dtype=torch.float32)
     quantize = torch.ops.quantized_decomposed.quantize_per_tensor.default
     arguments = (out.scale, out.zero_point, out.low, out.high, out.dtype)
     return region.call(quantize, output, *arguments, dtype=out.dtype)
@@ -116,13 +132,14 @@ def requantizing(region: Region) -> Node:
     """Flip from one scale to another."""
     x, out = region.quantized("self"), region.output
     assert out is not None
-    floats = region.call(aten.to.dtype, x.node, torch.float32)
-    centred = region.call(aten.sub.Tensor, floats, x.zero_point)
-    real = region.call(aten.mul.Tensor, centred, x.scale)
-    flipped = region.call(aten.flip.default, real, [1])
+    dims = region.argument("output", "dims")
+    flipped = region.call(aten.flip.default, x.node, dims, dtype=torch.int8)
+    floats = region.call(aten.to.dtype, flipped, torch.float32, dtype=torch.float32)
+    centred = region.call(aten.sub.Tensor, floats, x.zero_point, dtype=torch.float32)
+    real = region.call(aten.mul.Tensor, centred, x.scale, dtype=torch.float32)
     quantize = torch.ops.quantized_decomposed.quantize_per_tensor.default
     arguments = (out.scale, out.zero_point, out.low, out.high, out.dtype)
-    return region.call(quantize, flipped, *arguments, dtype=out.dtype)
+    return region.call(quantize, real, *arguments, dtype=out.dtype)
 
 
 OWN = replace(INT8, quant_min=-127)
@@ -186,6 +203,7 @@ class Stubborn(RuleQuantizer):
 
 
 def quantizer(kind: type[RuleQuantizer], rule: Rule = LINEAR) -> Callable[[], Backend]:
+    rule = replace(rule, modes=frozenset({"static"}))
     backend = SoundBackend([rule], configs=ONE)
     return lambda: SoundBackend([rule], configs=ONE, quantizer_class=lambda: kind(backend))
 
@@ -196,6 +214,9 @@ def as_rule(kind: type[Rule]) -> Callable[[], Backend]:
 
 
 def sound(*rules: Rule, **facts: Any) -> Callable[[], Backend]:
+    """Return a backend of rules, in the modes of its configurations."""
+    if "configs" in facts:
+        rules = tuple(replace(rule, modes=rule.modes & {"static"}) for rule in rules or RULES)
     return lambda: SoundBackend(rules or RULES, **facts)
 
 
@@ -210,7 +231,45 @@ ANOTHER_OPERATOR = moving(
 NEVER = moving("flip", FLIP, guard=lambda match: "not on a weekday")
 UNKNOWN_TARGET = {"torch": LINEAR.kernels["torch"], "moon": Kernel("lunar linear")}
 
+
+def with_relu(fault: str) -> Callable[[], Backend]:
+    return static(weighted("linear_relu", relu=True, fault=fault))
+
+
+SHAPES, LITERALS = ("test_takes_other_shapes",), ("test_takes_other_literals",)
+REFERENCE, FOR_INTEGERS = ("test_matches_reference",), ("test_matches_reference_for_integers",)
+UNDECLARED = weighted("linear", relu=False, bias=None, kernels=emitting(for_one_batch))
+
 WRONG = {
+    "two inputs swapped": Wrong(static(matmul("swapped")), REFERENCE, "see zero points"),
+    "one input's parameters for both": Wrong(
+        static(matmul("first for both")), REFERENCE, "see zero points"
+    ),
+    "no relu": Wrong(with_relu("no relu"), FOR_INTEGERS, "see zero points"),
+    "wrong for one": Wrong(linear("one in a batch"), SHAPES, "a batch of 1"),
+    "wrong for a batch of matrices": Wrong(linear("rank"), SHAPES, "a dimension more"),
+    "sums of few bits": Wrong(linear("few bits"), SHAPES, "sums of 4096 products"),
+    "blind to strides": Wrong(linear("strides"), REFERENCE, "not contiguous in memory"),
+    "truncation": Wrong(linear("truncates"), REFERENCE, "do not truncate"),
+    "rounding down": Wrong(linear("rounds down"), REFERENCE, "values are off by a step, -0."),
+    "one step up": Wrong(linear("one step up"), REFERENCE, "+1.00 steps on average"),
+    "a fake of another dtype": Wrong(
+        linear("fake dtype"), ("test_behaves",), "torch.float32, shape"
+    ),
+    "a fake of other strides": Wrong(linear("fake strides"), ("test_behaves",), "strides ["),
+    "integers made floats again": Wrong(
+        linear(kernels=emitting(again_in_float)), ("test_lowers",), "aten.linear"
+    ),
+    "padding with the integer zero": Wrong(static(conv("pads zero")), LITERALS, "padding=[1]"),
+    "no stride": Wrong(static(conv("stride")), LITERALS, "stride=[2]"),
+    "no dilation": Wrong(static(conv("dilation")), LITERALS, "dilation=[2]"),
+    "no groups": Wrong(static(conv("groups")), LITERALS, "groups=2"),
+    "a mode that no config has": Wrong(
+        lambda: SoundBackend([LINEAR], configs=ONE), ("test_has_configs",), "dynamic, weight-only"
+    ),
+    "no quantizer": Wrong(
+        sound(LINEAR, configs=ONE, quantizer_class=int), ("test_loads",), "it makes 0"
+    ),
     "no example": Wrong(
         static(NEEDS_LITERAL), ("test_annotates",), "flip needs dims besides tensors"
     ),
@@ -277,7 +336,7 @@ WRONG = {
     "no guard for half precision": Wrong(
         sound(weighted("linear", relu=False, guard=None)),
         ("test_half_precision",),
-        "outputs of [torch.",
+        "outputs of torch.",
     ),
     "a target that nobody brings": Wrong(
         linear(kernels=UNKNOWN_TARGET), ("test_is_listed",), "kernels for moon, torch"
@@ -301,7 +360,7 @@ WRONG = {
         sound(LINEAR, configs={**ONE, "uint4": UINT4}), ("test_has_configs",), "config 'uint4'"
     ),
     "private imports": Wrong(
-        lambda: PrivateBackend([LINEAR], configs=ONE),
+        lambda: PrivateBackend([LINEAR]),
         ("test_imports_public_names",),
         "import qompose.graph",
     ),

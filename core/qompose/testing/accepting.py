@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+import torch
+
 from qompose import ConfigError, UserError, report
 from qompose.ledger import KERNEL
 from qompose.specs import describe_spec
+from qompose.testing.agreeing import matches_reference
 from qompose.testing.failures import Blocked, ContractError, NotApplicable
 from qompose.testing.limits import Limit, beyond, covering, limits
 from qompose.testing.measures import sqnr
-from qompose.testing.rows import annotates, lowers, matches_reference
+from qompose.testing.rows import annotates, lowers
 from qompose.testing.suite import Case, Suite
 from qompose.testing.trials import Trial, outputs
 
@@ -122,12 +125,16 @@ def _check_dtype(suite: Suite, trial: Trial, target: str) -> None:
         r.state != KERNEL and r.reason for r in report(lowered).rows if r.owner == trial.terms.label
     ):
         return
-    dtypes = [[x.dtype for x in values] for values in (wanted, actual)]
-    found = min(map(sqnr, wanted, actual)) if dtypes[0] == dtypes[1] else 0.0
-    if dtypes[0] != dtypes[1] or found < suite.min_sqnr:
+    kinds = [[(x.dtype, tuple(x.shape)) for x in values] for values in (wanted, actual)]
+    found = min(map(sqnr, wanted, actual)) if kinds[0] == kinds[1] else 0.0
+    if kinds[0] != kinds[1] or found < suite.min_sqnr:
         raise ContractError(
             f"{trial}, target {target!r}",
-            expected=f"outputs of {dtypes[0]}, with at least {suite.min_sqnr:g} dB",
-            found=f"{dtypes[1]}, with {found:.1f} dB",
+            expected=f"outputs of {_said(kinds[0])}, with at least {suite.min_sqnr:g} dB",
+            found=f"{_said(kinds[1])}, with {found:.1f} dB",
             remedy=remedy,
         )
+
+
+def _said(kinds: list[tuple[torch.dtype, tuple[int, ...]]]) -> str:
+    return ", ".join(f"{dtype} {list(shape)}" for dtype, shape in kinds)

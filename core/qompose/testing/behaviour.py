@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import GraphModule, Interpreter, Node
 
+from qompose.graph import operator_name, value_of
+from qompose.testing.agreeing import matches_reference
 from qompose.testing.building import Inputs, copies
 from qompose.testing.failures import Blocked, ContractError
 from qompose.testing.measures import first_difference, steps_of, tensors_of
-from qompose.testing.rows import matches_reference
 from qompose.testing.suite import Suite
 from qompose.testing.trials import Trial, outputs
 
@@ -35,6 +37,8 @@ def behaves(suite: Suite, trial: Trial, target: str) -> None:
             "keep packed weights in a side table, not in the model (DESIGN, targets)",
         )  # fmt: skip
         _check_fake(trial, target, batch, first)
+    if isinstance(lowered, GraphModule):
+        _check_calls(trial, target, batch)
 
 
 def _copy(trial: Trial, target: str) -> Any:
@@ -90,6 +94,57 @@ def _check_fake(trial: Trial, target: str, batch: Inputs, wanted: Sequence[Tenso
             found=str(kinds[1]),
             remedy=remedy,
         )
+
+
+class _Kinds(Interpreter):
+    """Runs a program, and keeps the shape, the type and the strides of what each of its calls gives."""
+
+    def __init__(self, module: GraphModule) -> None:
+        super().__init__(module)
+        self.found: dict[Node, str] = {}
+
+    def run_node(self, n: Node) -> Any:
+        """Run one node."""
+        result = super().run_node(n)
+        if n.op == "call_function" and isinstance(result, Tensor):
+            self.found[n] = _kind(result, strides=_is_custom(n))
+        return result
+
+
+def _is_custom(node: Node) -> bool:
+    return getattr(node.target, "namespace", "aten") not in ("aten", "prims")
+
+
+def _kind(x: Tensor, *, strides: bool) -> str:
+    # The stride of a dimension of size 1 is of no consequence.
+    steps = [stride for stride, size in zip(x.stride(), x.shape, strict=True) if size != 1]
+    laid = f", strides {steps}" if strides and x.numel() else ""
+    return f"{x.dtype}, shape {list(x.shape)}{laid}"
+
+
+def _check_calls(trial: Trial, target: str, batch: Inputs) -> None:
+    """Check that each call gives what its fake kernel gives, and what the program says of it."""
+    lowered, mode = trial.lowered(target), FakeTensorMode(allow_non_fake_inputs=True)
+    real, fake = _Kinds(lowered), _Kinds(lowered)
+    with torch.no_grad():
+        real.run(*copies(batch))
+        with mode:
+            fake.run(*(mode.from_tensor(x) for x in batch))
+    for node, found in real.found.items():
+        value = value_of(node)
+        said = str(value.dtype) if isinstance(value, Tensor) else None
+        told = [
+            f"{fake.found[node]} from its fake kernel" if fake.found[node] != found else "",
+            f"{said} in meta['val']" if said is not None and not found.startswith(said) else "",
+        ]
+        if any(told):
+            raise ContractError(
+                f"{trial}, target {target!r}",
+                expected=f"fake tensors to tell what {node.name} ({operator_name(node.target)}) gives: "
+                f"{found}",
+                found=" and ".join(filter(None, told)),
+                remedy="let the fake kernel and the dtype given to Region.call say what the kernel gives",
+            )
 
 
 def leaves_inputs_alone(suite: Suite, trial: Trial, target: str) -> None:

@@ -50,6 +50,7 @@ class Terms:
         feeds: a consumer behind the row wants integers.
         witness: the row's inputs are quantized, and read again once it has run.
         any_batch: the program takes batches of any size.
+        variation: how the example differs from that of the rule; its sizes are then taken as they are.
         any_size: take the first size that can be prepared, whether the rule applies or not.
     """
 
@@ -65,12 +66,14 @@ class Terms:
     witness: bool = False
     any_batch: bool = False
     any_size: bool = False
+    variation: str = ""
     dtype: torch.dtype = torch.float32
 
     def __str__(self) -> str:
         facts = {
             "read by a consumer of integers": self.feeds,
             "batches of any size": self.any_batch,
+            self.variation: bool(self.variation),
             str(self.dtype): self.dtype is not torch.float32,
         }
         return ", ".join(
@@ -91,7 +94,14 @@ class Terms:
     @property
     def stored(self) -> tuple[bool, ...]:
         """Which of the example's tensors are parameters of the model."""
-        return tuple(name in (self.rule.weight, self.rule.bias) for name in self.example.names)
+        known = {self.rule.weight, self.rule.bias}
+        if self.example.captured:  # such as a bias that the rule does not declare
+            known |= set(self.example.names) - set(self.rule.activations)
+        return tuple(
+            name in known
+            and not (callable(shape) and name not in (self.rule.weight, self.rule.bias))
+            for name, shape in zip(self.example.names, self.example.shapes, strict=False)
+        )
 
     def claims_in(self, prepared: GraphModule) -> list[Claim]:
         """Return the claims of the row's rule."""
@@ -142,6 +152,9 @@ def build(terms: Terms) -> Built:
 
 
 def _attempts(terms: Terms) -> Iterator[tuple[bool, tuple[Shape, ...]]]:
+    if terms.variation:
+        yield False, terms.example.shapes
+        return
     for any_batch in [True] if terms.any_batch else [False, True]:
         for shapes in sizes(terms.example.shapes, terms.stored):
             yield any_batch, shapes
@@ -180,10 +193,9 @@ def inputs_for(terms: Terms, shapes: Sequence[Shape], purpose: str) -> Inputs:
     generator = _generator(terms, purpose)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(generator.initial_seed())
+        given = [s for s, stored in zip(shapes, terms.stored, strict=True) if not stored]
         return tuple(
-            random(shape, terms.dtype, generator)
-            for shape, stored in zip(shapes, terms.stored, strict=True)
-            if not stored
+            random(shape, terms.dtype, generator, place) for place, shape in enumerate(given)
         )
 
 

@@ -4,13 +4,20 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from qompose.testing.accepting import accepts, half_precision, refuses
+from qompose.testing.agreeing import (
+    matches_for_integers,
+    matches_reference,
+    takes_other_literals,
+    takes_other_shapes,
+)
 from qompose.testing.behaviour import behaves, leaves_inputs_alone, takes_any_batch
 from qompose.testing.effects import imports_cleanly, works_cleanly
 from qompose.testing.failures import ContractError, NotApplicable
@@ -23,8 +30,6 @@ from qompose.testing.rows import (
     is_listed,
     keeps_parameters,
     lowers,
-    matches_for_integers,
-    matches_reference,
     shares,
 )
 from qompose.testing.sources import imports_public_names
@@ -69,6 +74,17 @@ class BackendContract:
             names, values, ids = found
             metafunc.parametrize(names, values, ids=ids)
 
+    @pytest.fixture(autouse=True)
+    def _without_traces(self) -> Iterator[None]:
+        """Keep torch from logging each export at length, which pytest would show with every failure."""
+        logger = logging.getLogger("torch")
+        before = {each: each.level for each in (logger, logging.getLogger("torch.__trace"))}
+        for each in before:
+            each.setLevel(logging.WARNING)
+        yield
+        for each, level in before.items():
+            each.setLevel(level)
+
     # Of each row of the capability table.
 
     def test_annotates(self, case: Case) -> None:
@@ -106,6 +122,14 @@ class BackendContract:
     def test_takes_any_batch(self, case: Case, target: str) -> None:
         """A program for batches of any size stays one."""
         self._check(takes_any_batch, case, target, any_batch=True)
+
+    def test_takes_other_shapes(self, case: Case, target: str) -> None:
+        """What the rule claims besides its example, of other batches, ranks and depths, is right."""
+        self._check(takes_other_shapes, case, target)
+
+    def test_takes_other_literals(self, case: Case, target: str) -> None:
+        """What the rule claims besides its example, with other literal arguments, is right."""
+        self._check(takes_other_literals, case, target)
 
     def test_shares(self, case: Case) -> None:
         """Where the rule says so, inputs and output have one scale."""

@@ -16,8 +16,11 @@ from torch import Tensor
 
 from qompose.patterns import Shape
 
-LOWEST, HIGHEST = -1.0, 2.5
-"""The range of float inputs, in which calibration data are evenly spread."""
+RANGES = ((-1.0, 2.5), (-1.5, 0.5), (-0.5, 4.0), (-3.0, 2.0))
+"""By place: the range of a float input, in which calibration data are evenly spread.
+
+No two inputs have one scale or one zero point, so that a kernel which confuses them is seen.
+"""
 
 BATCH = 4
 _FACTORS = (4, 2, 1)
@@ -60,13 +63,14 @@ def parameter(shape: Shape, dtype: torch.dtype, generator: torch.Generator) -> T
     return values.to(dtype)
 
 
-def random(shape: Shape, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """Return an input that is evenly spread over the range, whose ends occur."""
+def random(shape: Shape, dtype: torch.dtype, generator: torch.Generator, place: int = 0) -> Tensor:
+    """Return an input that is evenly spread over the range of its place, whose ends occur."""
     if callable(shape):
         return shape()
-    values = torch.rand(shape, generator=generator) * (HIGHEST - LOWEST) + LOWEST
+    lowest, highest = RANGES[place % len(RANGES)]
+    values = torch.rand(shape, generator=generator) * (highest - lowest) + lowest
     flat = values.view(-1)
-    flat[0], flat[-1] = HIGHEST, LOWEST
+    flat[0], flat[-1] = highest, lowest
     return values.to(dtype)
 
 
@@ -98,3 +102,17 @@ def _alternating(x: Tensor, phase: int) -> Tensor:
         return x
     odd = (torch.arange(x.numel()) + phase) % 2 == 1
     return torch.where(odd.view(x.shape), x.max(), x.min())
+
+
+def other_layouts(inputs: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
+    """Return equal inputs that lie otherwise in memory: last dimension first, and every second element."""
+    return [tuple(relay(x) for x in inputs) for relay in (_reversed, _strided)]
+
+
+def _reversed(x: Tensor) -> Tensor:
+    order = tuple(reversed(range(x.dim())))
+    return x.permute(order).contiguous().permute(order)
+
+
+def _strided(x: Tensor) -> Tensor:
+    return torch.stack((x, -x) if x.is_floating_point() else (x, x), dim=-1)[..., 0]

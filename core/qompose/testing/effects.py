@@ -16,8 +16,8 @@ from contextlib import contextmanager, redirect_stdout
 import torch
 
 from qompose.lowering import TORCH_TARGET
+from qompose.testing.agreeing import matches_reference
 from qompose.testing.failures import Blocked, ContractError, NotApplicable
-from qompose.testing.rows import matches_reference
 from qompose.testing.suite import Suite
 from qompose.testing.trials import Trial, outputs
 

@@ -33,6 +33,7 @@ class Example:
         shapes: of those tensors.
         operators: operators that the function must call.
         alone: whether the function calls nothing else that a rule should take.
+        captured: whether the rule's pattern is the function itself.
         problem: why there is no example, for the author of the rule.
     """
 
@@ -42,6 +43,7 @@ class Example:
     shapes: tuple[Shape, ...]
     operators: tuple[OpOverload, ...]
     alone: bool = True
+    captured: bool = False
     problem: str = ""
 
 
@@ -58,7 +60,9 @@ def examples_of(rule: Rule) -> list[Example]:
 
 def _of_pattern(label: str, pattern: Pattern) -> Example:
     operators = tuple(operator for _, operator in pattern.operators)
-    return Example(label, pattern.function, pattern.parameters, pattern.shapes, operators)
+    return Example(
+        label, pattern.function, pattern.parameters, pattern.shapes, operators, captured=True
+    )
 
 
 def _of_operators(pattern: OperatorPattern) -> Iterator[Example]:

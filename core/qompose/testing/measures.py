@@ -18,6 +18,12 @@ from qompose.graph import constant_of
 ONE_STEP = 1.001
 """A step, and what float32 adds to it where integers up to 2**8 are scaled."""
 
+MOST_OFF = 0.25
+"""The part of the values that may be a step off: ties and rounding twice move some, truncating half."""
+
+ENOUGH_VALUES = 32
+"""Below as many, a few ties decide how many values are off."""
+
 
 def tensors_of(outputs: Any) -> list[Tensor]:
     """Return the tensors in what a model returned, in order."""
@@ -101,3 +107,26 @@ def first_difference(
         if found is not None:
             return found if len(references) == 1 else f"output {number}: {found}"
     return None
+
+
+def rounding_fault(
+    references: Sequence[Tensor], actuals: Sequence[Tensor], step: Tensor
+) -> str | None:
+    """Return how the roundings of one output are wrong in sum, None where they are not.
+
+    Values at the ends of the range are left out: a saturated value hides how it was rounded.
+
+    Args:
+        references, actuals: the output for several batches, each value within a step.
+    """
+    offs = []
+    for reference, actual in zip(references, actuals, strict=True):
+        inside = (reference > reference.min()) & (reference < reference.max())
+        offs.append((((actual - reference) / step).double())[inside].round())
+    off = torch.cat(offs)
+    if off.numel() < ENOUGH_VALUES:
+        return None
+    share, bias = float((off != 0).double().mean()), float(off.mean())
+    if share <= MOST_OFF:
+        return None
+    return f"{share:.0%} of {off.numel()} values are off by a step, {bias:+.2f} steps on average"

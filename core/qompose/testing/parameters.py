@@ -68,6 +68,18 @@ def _emitted(suite: Suite) -> Iterable[tuple[Any, ...]]:
     ]
 
 
+def _in_process(suite: Suite) -> Iterable[tuple[Any, ...]]:
+    return [(case, target) for case, target in _emitted(suite) if target == TORCH_TARGET.name]
+
+
+def _one_mode(suite: Suite) -> Iterable[tuple[Any, ...]]:
+    seen: set[str] = set()
+    for case, target in _in_process(suite):
+        if case.rule not in seen:
+            seen.add(case.rule)
+            yield case, target
+
+
 def _sharing(suite: Suite) -> list[Case]:
     return [case for case in suite.cases() if suite.rule(case.rule).shares]
 
@@ -102,6 +114,8 @@ _TABLE: dict[str, tuple[tuple[str, ...], Callable[[Suite], Iterable[tuple[Any, .
     "test_behaves": (_ON, _on_targets(Suite.rows)),
     "test_leaves_inputs_alone": (_ON, _emitted),
     "test_takes_any_batch": (_ON, _on_targets(Suite.modes)),
+    "test_takes_other_shapes": (_ON, _in_process),
+    "test_takes_other_literals": (_ON, _one_mode),
     "test_shares": (_CASE, _of_rows(_sharing)),
     "test_accepts": (("case", "limit", "target"), _edges),
     "test_refuses": (_CASE, _of_rows(Suite.modes)),

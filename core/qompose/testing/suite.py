@@ -163,6 +163,16 @@ class Suite:
         return made if isinstance(made, RuleQuantizer) else RuleQuantizer(self.backend)
 
     @cached_property
+    def no_quantizer(self) -> str | None:
+        """Why `quantizer_class` of the backend makes no quantizer, None where it does."""
+        make: Any = self.backend.quantizer_class or (lambda: RuleQuantizer(self.backend))
+        try:
+            made = make()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return None if isinstance(made, Quantizer) else f"it makes {made!r}"
+
+    @cached_property
     def installed(self) -> dict[str, Backend]:
         """The other installed backends that can be used here, by name."""
         found = {}
@@ -200,7 +210,16 @@ class Suite:
         """Return why a target cannot be used here, None where it can."""
         if target not in self.known_targets:
             return f"no installed backend brings the target {target!r}"
-        return self.backend.availability() or self.known_targets[target].availability()
+        for ask in (self.backend.availability, self.known_targets[target].availability):
+            try:
+                reason: object = ask()
+            except Exception as error:
+                reason = error
+            if reason is not None and not (isinstance(reason, str) and reason):
+                return "test_says_availability fails: mend that first"
+            if reason is not None:
+                return str(reason)
+        return None
 
     def tolerance(self, trial: Trial) -> float:
         """Return how far float outputs of a trial may be off, as a part of the largest value.

@@ -30,11 +30,12 @@ from qompose import (
 from qompose.ledger import KERNEL
 from qompose.lowering import TORCH_TARGET
 from qompose.plan import META_KEY, attach
+from qompose.testing.agreeing import matches_reference
 from qompose.testing.building import Inputs, copies
 from qompose.testing.failures import ContractError, NotApplicable
 from qompose.testing.measures import sqnr
 from qompose.testing.models import BEHIND, FRONT, Model, surroundings
-from qompose.testing.rows import annotates, converts, matches_reference
+from qompose.testing.rows import annotates, converts
 from qompose.testing.suite import Suite
 from qompose.testing.trials import Trial, outputs
 

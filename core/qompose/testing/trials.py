@@ -25,6 +25,9 @@ from qompose.testing.data import extremes
 from qompose.testing.measures import tensors_of
 from qompose.testing.models import ROW, Model
 
+RANDOM = "random inputs"
+"""What the first batches of `Trial.all_inputs` are."""
+
 Value = TypeVar("Value")
 
 
@@ -118,7 +121,7 @@ class Trial:
         """Random inputs other than those of calibration, and extreme ones, with what they are."""
         batches = self.batches("evaluation")
         return [
-            *(("random inputs", batch) for batch in batches),
+            *((RANDOM, batch) for batch in batches),
             *(("inputs at the ends of their range", batch) for batch in extremes(batches[0])),
         ]
 
@@ -128,7 +131,21 @@ class Trial:
         with torch.no_grad():
             for batch in self.batches("calibration"):
                 self.prepared(*copies(batch))
+            if self.terms.feeds and not self.terms.rule.shares:
+                self._show_negatives()
         return self.prepared
+
+    def _show_negatives(self) -> None:
+        """Let the observers of the row's outputs see what is below zero, half as far as above.
+
+        A kernel that leaves out a relu is not seen where the least integer stands for zero.
+        """
+        names = {claim.output for claim in self.claims}
+        seen = [outputs(self.model, batch)[0] for batch in self.batches("calibration")]
+        for node in self.prepared.graph.nodes:
+            if node.op == "call_module" and node.args[0].name in names:
+                for values in seen:
+                    self.prepared.get_submodule(node.target)(values / -2)
 
     @_Once
     def converted(self) -> GraphModule:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 
 from qompose import API_VERSION, Backend, QuantizationConfig
+from qompose.rules import ACTIVATION_ONLY
 from qompose.testing.failures import ContractError
 from qompose.testing.suite import Suite
 
@@ -26,6 +27,13 @@ def loads(suite: Suite) -> None:
             expected=f"api_version = {API_VERSION}, which this release of qompose speaks",
             found=f"api_version = {backend.api_version!r}",
             remedy="write the number into the class, and see the changelog for what changed",
+        )
+    if suite.no_quantizer is not None:
+        raise ContractError(
+            _subject(backend),
+            expected="quantizer_class to make a qompose.Quantizer",
+            found=suite.no_quantizer,
+            remedy="name a subclass of qompose.RuleQuantizer, or leave quantizer_class out",
         )
 
 
@@ -100,6 +108,16 @@ def has_configs(suite: Suite) -> None:
                 found=f"{type(error).__name__}: {error}",
                 remedy="let the rules with a weight take it, or drop it",
             ) from error
+    for rule in backend.rules:
+        tried = {backend.configs[name].mode for name in suite.fitting(rule)}
+        if rule.modes - tried - {ACTIVATION_ONLY}:
+            lacking = ", ".join(sorted(rule.modes - tried - {ACTIVATION_ONLY}))
+            raise ContractError(
+                f"{_subject(backend)}, rule {rule.name!r}",
+                expected=f"a named configuration that the rule follows for each of its modes: {lacking}",
+                found=f"it follows {', '.join(suite.fitting(rule)) or 'none'}",
+                remedy="name such a configuration, so that the mode is tried, or drop the mode of the rule",
+            )
 
 
 def _subject(backend: Backend) -> str:

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Variations of an example: other shapes, and other literals, for which a rule may or may not claim it.
+
+A pattern says nothing of ranks and literals, so a rule claims more than its example. What it claims, its
+kernel must get right.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Interpreter, Node
+
+from qompose.patterns import Shape
+from qompose.testing.examples import Example
+from qompose.testing.trials import Trial
+
+DEPTH = 4096
+"""How many products make one sum in the deepest variation."""
+
+
+@dataclass(frozen=True)
+class Variation:
+    """An example that differs in one respect from that of a trial, with sizes that are not scaled."""
+
+    label: str
+    example: Example
+
+
+def of_shapes(trial: Trial) -> Iterator[Variation]:
+    """Yield one batch, a dimension more, one less, and long sums."""
+    shapes, example = trial.built.shapes, trial.terms.example
+    inputs = [
+        i
+        for i, (shape, stored) in enumerate(zip(shapes, trial.terms.stored, strict=True))
+        if not stored and not callable(shape) and shape
+    ]
+    found: dict[str, dict[int, tuple[int, ...]] | None] = {
+        "a batch of 1": {i: (1, *_sizes(shapes[i])[1:]) for i in inputs},
+        "inputs with a dimension more": {i: (3, *_sizes(shapes[i])) for i in inputs},
+        "inputs with a dimension less": {i: _sizes(shapes[i])[1:] for i in inputs},
+        f"sums of {DEPTH} products": _deep(trial, shapes, inputs),
+    }
+    for label, changed in found.items():
+        if changed and all(changed.values()):
+            others = tuple(changed.get(i, shape) for i, shape in enumerate(shapes))
+            if others != tuple(shapes):
+                yield Variation(label, replace(example, shapes=others))
+
+
+def _sizes(shape: Shape) -> tuple[int, ...]:
+    assert not callable(shape)
+    return shape
+
+
+def _deep(
+    trial: Trial, shapes: Sequence[Shape], inputs: Sequence[int]
+) -> dict[int, tuple[int, ...]] | None:
+    """Return the shapes that make sums long, of a product with a weight or of two inputs."""
+    rule, names = trial.terms.rule, trial.terms.example.names
+    if rule.weight in names and inputs:
+        (place, *_), number = inputs, names.index(rule.weight)
+        given, weight = _sizes(shapes[place]), _sizes(shapes[number])
+        axis = len(given) - 1 if len(weight) == 2 else 1
+        if len(weight) < 2 or len(given) < 2 or given[axis] % weight[1]:
+            return None
+        depth = max(1, DEPTH // math.prod(weight[2:]))
+        wide = [2, *given[1:]]
+        wide[axis] = depth * (given[axis] // weight[1])
+        return {place: tuple(wide), number: (weight[0], depth, *weight[2:])}
+    if len(inputs) == 2:
+        first, second = (_sizes(shapes[i]) for i in inputs)
+        if len(first) > 1 and len(second) > 1 and len(shapes) == 2 and first[-1] == second[-2]:
+            return {
+                inputs[0]: (*first[:-1], DEPTH),
+                inputs[1]: (*second[:-2], DEPTH, second[-1]),
+            }
+    return None
+
+
+def _more(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [v + 1 for v in value] or [1]
+    return value + 1
+
+
+def _another_dim(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_another_dim(v) for v in value]
+    return value - 1 if value != 0 else 1
+
+
+_LITERALS: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("stride", "padding", "dilation", "output_size", "kernel_size"), _more),
+    **dict.fromkeys(("shifts", "repeats"), _more),
+    **dict.fromkeys(("dim", "dims", "dim0", "dim1"), _another_dim),
+    **dict.fromkeys(("ceil_mode", "count_include_pad", "keepdim"), lambda value: not value),
+    **dict.fromkeys(("alpha", "beta", "scale", "input_scale"), lambda value: value * 2),
+    **dict.fromkeys(("max_val", "max"), lambda value: value / 4),
+    **dict.fromkeys(("min_val", "min"), lambda value: value / 4 + 0.125),
+    "negative_slope": lambda value: value + 0.25,
+    "groups": lambda value: 2 if value == 1 else 1,
+    "divisor_override": lambda value: 3,
+    "approximate": lambda value: "tanh" if value == "none" else "none",
+}
+"""By the name of an argument in an operator's schema: another value of it."""
+
+
+def of_literals(trial: Trial) -> Iterator[Variation]:
+    """Yield the example with one literal argument of its operators changed, where it still runs."""
+    example, tensors = trial.terms.example, _tensors(trial)
+    traced = _traced(example.function, tensors)
+    if traced is None:
+        return
+    for node in traced.graph.nodes:
+        if node.target not in example.operators:
+            continue
+        for place, argument in enumerate(node.target._schema.arguments):
+            value = _argument(node, place)
+            if argument.name not in _LITERALS or value is None or isinstance(value, Node):
+                continue
+            found = _changed(traced, node, place, value, tensors)
+            if found is not None:
+                function, shapes = found
+                said = (
+                    f"{node.target._opname} with {argument.name}={_LITERALS[argument.name](value)}"
+                )
+                yield Variation(said, replace(example, function=function, shapes=shapes))
+
+
+class _Function(nn.Module):
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *tensors: Tensor) -> Tensor:
+        return self.function(*tensors)
+
+
+def _tensors(trial: Trial) -> list[Tensor]:
+    """Return what the example's function is called with, in order."""
+    inputs, own = iter(trial.batches("example", 1)[0]), dict(trial.model.row.named_parameters())
+    return [
+        own[f"own_{name}"].detach() if stored else next(inputs)
+        for name, stored in zip(trial.terms.example.names, trial.terms.stored, strict=True)
+    ]
+
+
+def _traced(function: Callable[..., Tensor], tensors: Sequence[Tensor]) -> GraphModule | None:
+    """Return the function's graph, None where it has inputs or outputs besides the function's own."""
+    with torch.no_grad():
+        program = torch.export.export(_Function(function), tuple(x.clone() for x in tensors))
+    graph = program.graph_module.graph
+    places = [node for node in graph.nodes if node.op == "placeholder"]
+    (output,) = [node for node in graph.nodes if node.op == "output"]
+    whole = len(places) == len(tensors) and len(output.args[0]) == 1
+    return program.graph_module if whole else None
+
+
+def _argument(node: Node, place: int) -> Any:
+    argument = node.target._schema.arguments[place]  # type: ignore[union-attr]
+    if place < len(node.args) and not argument.kwarg_only:
+        return node.args[place]
+    return node.kwargs.get(argument.name, argument.default_value)
+
+
+def _changed(
+    traced: GraphModule, node: Node, place: int, value: Any, tensors: Sequence[Tensor]
+) -> tuple[Callable[..., Tensor], tuple[Shape, ...]] | None:
+    """Return the function with another literal and the shapes that it takes, None where it does not run."""
+    schema = node.target._schema.arguments  # type: ignore[union-attr]
+    module, name = copy.deepcopy(traced), schema[place].name
+    same = next(n for n in module.graph.nodes if n.name == node.name)
+    shapes = [tuple(x.shape) for x in tensors]
+    try:
+        other = _LITERALS[name](value)
+        if schema[place].kwarg_only:
+            same.kwargs = {**same.kwargs, name: other}
+        else:
+            arguments = [_argument(same, i) for i in range(max(place + 1, len(same.args)))]
+            arguments[place] = other
+            same.args = tuple(arguments)
+            same.kwargs = {k: v for k, v in same.kwargs.items() if k != name}
+        if name == "groups":
+            weight = [n for n in traced.graph.nodes if n.op == "placeholder"].index(node.args[1])
+            first, inner, *rest = shapes[weight]
+            shapes[weight] = (first, inner * value // other, *rest)
+
+        def function(*given: Tensor) -> Tensor:
+            result: Tensor = Interpreter(module).run(*given)[0]
+            return result
+
+        with torch.no_grad():
+            function(
+                *(
+                    x if x.shape == s else torch.ones(s)
+                    for x, s in zip(tensors, shapes, strict=True)
+                )
+            )
+    except Exception:  # what does not run in float is no variation
+        return None
+    return function, tuple(shapes)
