@@ -84,7 +84,7 @@ class TestRoundTrip:
 
     def test_compositions(self) -> None:
         inner = qompose.compose(alpha("beta").set_global(None), on_conflict="first")
-        composed = qompose.compose(alpha().set_global(STATIC), inner)
+        composed = qompose.compose(alpha().set_global(STATIC), inner, on_conflict="first")
         again = qompose.quantizer_from_json(composed.to_json())
         assert again.to_dict() == composed.to_dict()
         assert [member.name for member in again.members] == ["alpha", "beta"]
