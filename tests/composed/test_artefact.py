@@ -51,6 +51,8 @@ def tagger(*members: Any) -> GraphModule:
     return qompose.convert_pt2e(prepared)
 
 
+PRESENT = [info.name for info in qompose.backends()]
+
 FRESH = """
 import json, sys
 def hook(event, arguments):
@@ -58,7 +60,10 @@ def hook(event, arguments):
         raise SystemExit(f"{event} {arguments}")
 watching = True
 import qompose
+from qompose import plugins
 from safetensors.torch import load_file
+offered = plugins.entry_points
+plugins.entry_points = lambda group: [p for p in offered(group) if p.name not in sys.argv[3:]]
 given = load_file(sys.argv[2])
 sys.addaudithook(hook)
 loaded = qompose.load(sys.argv[1])
@@ -81,8 +86,11 @@ print(json.dumps(result))
 """
 
 
-def fresh(saved: GraphModule, folder: Path, **environment: str) -> dict[str, Any]:
-    """Save a model, and load, run and lower it in another process, comparing bits; what that found."""
+def fresh(saved: GraphModule, folder: Path, *absent: str, plugins: str = "") -> dict[str, Any]:
+    """Save a model, and load, run and lower it in another process, comparing bits; what that found.
+
+    Backends that are `absent` are not installed there; `plugins` is its QOMPOSE_PLUGINS.
+    """
     qompose.save(saved, folder / "model")
     tensors = {"scale": SCALE}
     for which, model in (("converted", saved), ("lowered", qompose.lower(saved))):
@@ -92,9 +100,10 @@ def fresh(saved: GraphModule, folder: Path, **environment: str) -> dict[str, Any
             tensors[f"{which}{batch}"] = scores.detach().contiguous()
     save_file(tensors, folder / "given")
     done = subprocess.run(
-        [sys.executable, "-c", FRESH, folder / "model", folder / "given"],
+        [sys.executable, "-c", FRESH, folder / "model", folder / "given", *absent],
         capture_output=True, text=True, check=False, cwd=folder,
-        env={k: v for k, v in os.environ.items() if k != "QOMPOSE_PLUGINS"} | environment,
+        env={k: v for k, v in os.environ.items() if k != "QOMPOSE_PLUGINS"}
+        | ({"QOMPOSE_PLUGINS": plugins} if plugins else {}),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     result: dict[str, Any] = json.loads(done.stdout)
@@ -119,7 +128,7 @@ def test_a_fresh_process_runs_reports_and_lowers_alike(product: str, tmp_path: P
 
 def test_a_missing_plugin_is_named_when_its_kernels_are_wanted(tmp_path: Path) -> None:
     saved = tagger("embedding", "xnnpack")
-    found = fresh(saved, tmp_path, QOMPOSE_PLUGINS="embedding")
+    found = fresh(saved, tmp_path, "xnnpack", "x86_inductor")
     assert found["report"] == as_json(qompose.report(saved).to_dict())
     release = version("qompose-xnnpack")
     assert found["error"].startswith("MissingBackendError")
@@ -128,8 +137,14 @@ def test_a_missing_plugin_is_named_when_its_kernels_are_wanted(tmp_path: Path) -
 
 
 def test_no_plugin_at_all(tmp_path: Path) -> None:
-    found = fresh(tagger("embedding", "x86_inductor"), tmp_path, QOMPOSE_PLUGINS="")
+    found = fresh(tagger("embedding", "x86_inductor"), tmp_path, *PRESENT)
     assert "pip install" in found["error"]
+
+
+def test_a_plugin_that_is_hidden_is_not_to_be_installed(tmp_path: Path) -> None:
+    found = fresh(tagger("embedding", "xnnpack"), tmp_path, plugins="embedding")
+    assert found["error"].startswith("ExcludedBackendError")
+    assert "add 'xnnpack' to QOMPOSE_PLUGINS" in found["error"]
 
 
 def test_one_backend_twice(tmp_path: Path) -> None:

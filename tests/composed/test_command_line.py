@@ -219,7 +219,7 @@ def test_the_page_shows_what_is_printed(tmp_path: Path, monkeypatch: pytest.Monk
 def shell(line: str, folder: Path, paths: str) -> str:
     done = subprocess.run(
         ["sh", "-c", line], capture_output=True, text=True, check=False, cwd=folder,
-        env=variables(PATH=paths),
+        env=variables(PATH=paths, COLUMNS="120"),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout
