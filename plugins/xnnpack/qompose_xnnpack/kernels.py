@@ -27,7 +27,7 @@ class Weighted:
         source, weight, output = (
             region.quantized("input"),
             region.quantized("weight"),
-            _output(region),
+            region.quantized("output"),
         )
         names = () if self.operator == "linear" else GEOMETRY
         return region.call(
@@ -50,7 +50,7 @@ class Pairwise:
 
     def __call__(self, region: Region) -> Node:
         """Insert the call; see `qompose.Kernel`."""
-        output = _output(region)
+        output = region.quantized("output")
         left, right = region.quantized_inputs("self")[0], region.quantized_inputs("other")[-1]
         return region.call(
             getattr(_OPS, self.operator).default,
@@ -73,7 +73,7 @@ class Reduction:
 
     def __call__(self, region: Region) -> Node:
         """Insert the call; see `qompose.Kernel`."""
-        (source,), output = region.quantized_inputs(_first_role(region)), _output(region)
+        (source,), output = region.quantized_inputs(_first_role(region)), region.quantized("output")
         literals = {name: region.argument("output", name) for name in self.names}
         if "stride" in literals:
             literals["stride"] = literals["stride"] or literals["kernel_size"]
@@ -88,7 +88,7 @@ class Reduction:
 
 def relu(region: Region) -> Node:
     """Emit a relu that keeps its input's scale: integers below the zero point become the zero point."""
-    (source,), output = region.quantized_inputs("self"), _output(region)
+    (source,), output = region.quantized_inputs("self"), region.quantized("output")
     _check_same(source, output)
     clamp = torch.ops.aten.clamp.default
     return region.call(clamp, source.node, output.zero_point, output.high, dtype=output.dtype)
@@ -101,12 +101,6 @@ def _first_role(region: Region) -> str:
 def _check_same(source: QuantizedTensor, output: QuantizedTensor) -> None:
     if source.qparams != output.qparams:
         raise NotLowerable("input and output differ in scale or zero point")
-
-
-def _output(region: Region) -> QuantizedTensor:
-    if region.output is None:
-        raise NotLowerable("its output is not quantized, or to several scales")
-    return region.output
 
 
 def _per_tensor(tensor: QuantizedTensor) -> list[Any]:
