@@ -93,16 +93,27 @@ if TYPE_CHECKING:
     from qompose.reporting import assert_lowered as assert_lowered
     from qompose.reporting import assert_quantized as assert_quantized
     from qompose.reporting import report as report
+    from qompose.roles import ObserverOrFakeQuantize as ObserverOrFakeQuantize
+    from qompose.roles import OperatorConfig as OperatorConfig
+    from qompose.roles import OperatorPatternType as OperatorPatternType
+    from qompose.roles import get_bias_qspec as get_bias_qspec
+    from qompose.roles import get_input_act_qspec as get_input_act_qspec
+    from qompose.roles import get_module_name_filter as get_module_name_filter
+    from qompose.roles import get_output_act_qspec as get_output_act_qspec
+    from qompose.roles import get_weight_qspec as get_weight_qspec
+    from qompose.roles import is_valid_annotation as is_valid_annotation
     from qompose.rule_quantizer import RuleQuantizer as RuleQuantizer
     from qompose.rules import Kernel as Kernel
     from qompose.rules import NotLowerable as NotLowerable
     from qompose.rules import Rule as Rule
     from qompose.scaffolding import new_backend as new_backend
     from qompose.specs import DerivedQuantizationSpec as DerivedQuantizationSpec
+    from qompose.specs import EdgeOrNode as EdgeOrNode
     from qompose.specs import FixedQParamsQuantizationSpec as FixedQParamsQuantizationSpec
     from qompose.specs import QuantizationAnnotation as QuantizationAnnotation
     from qompose.specs import QuantizationConfig as QuantizationConfig
     from qompose.specs import QuantizationSpec as QuantizationSpec
+    from qompose.specs import QuantizationSpecBase as QuantizationSpecBase
     from qompose.specs import SharedQuantizationSpec as SharedQuantizationSpec
     from qompose.specs import annotate_input_qspec_map as annotate_input_qspec_map
     from qompose.specs import annotate_output_qspec as annotate_output_qspec
@@ -142,12 +153,17 @@ _MODULES = {
     "quantizing": "QuantizedModel quantize",
     "region": "QuantizedTensor Region on_integers",
     "reporting": "assert_lowered assert_quantized report",
+    "roles": (
+        "ObserverOrFakeQuantize OperatorConfig OperatorPatternType get_bias_qspec get_input_act_qspec "
+        "get_module_name_filter get_output_act_qspec get_weight_qspec is_valid_annotation"
+    ),
     "rule_quantizer": "RuleQuantizer",
     "rules": "Kernel NotLowerable Rule",
     "scaffolding": "new_backend",
     "specs": (
-        "DerivedQuantizationSpec FixedQParamsQuantizationSpec QuantizationAnnotation QuantizationConfig "
-        "QuantizationSpec SharedQuantizationSpec annotate_input_qspec_map annotate_output_qspec"
+        "DerivedQuantizationSpec EdgeOrNode FixedQParamsQuantizationSpec QuantizationAnnotation "
+        "QuantizationConfig QuantizationSpec QuantizationSpecBase SharedQuantizationSpec "
+        "annotate_input_qspec_map annotate_output_qspec"
     ),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names.split()}
