@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from qompose.annotations import write_annotations
-from qompose.arbitration import compose_claims
 from qompose.capabilities import Capabilities
 from qompose.claims import Claim, Proposal
 from qompose.errors import ConfigError, UserError, blaming
+from qompose.hosting import annotate_for_host, name_observers
 from qompose.quantizer import Quantizer, labelled
 from qompose.specs import EdgeOrNode, QuantizationSpec
 
@@ -37,6 +36,7 @@ class ComposableQuantizer(Quantizer):
     """
 
     def __init__(self, quantizers: Sequence[Quantizer], on_conflict: str = "error") -> None:
+        super().__init__()
         if on_conflict not in ("error", "first"):
             raise ConfigError(f'on_conflict={on_conflict!r} is neither "error" nor "first"')
         if not quantizers:
@@ -75,6 +75,7 @@ class ComposableQuantizer(Quantizer):
             if id(member) not in once:
                 once[id(member)] = member.bound(exported)
         copied.quantizers = tuple(once[id(member)] for member in self.quantizers)
+        copied._is_bound = True
         return copied
 
     def check_program(self, exported: GraphModule) -> list[str]:
@@ -91,7 +92,10 @@ class ComposableQuantizer(Quantizer):
         return self._owner(claim).objection_to_spec(claim, spec)
 
     def transform_for_annotation(self, model: GraphModule) -> GraphModule:
+        model = super().transform_for_annotation(model)
         for member in self.quantizers:
+            if type(member).transform_for_annotation is Quantizer.transform_for_annotation:
+                continue  # its rewrites are made: those of all members at once
             with blaming(f"{member.name}: transform_for_annotation"):
                 model = member.transform_for_annotation(model)
             if not isinstance(model, GraphModule):
@@ -101,9 +105,7 @@ class ComposableQuantizer(Quantizer):
         return model
 
     def annotate(self, model: GraphModule) -> GraphModule:
-        composition = compose_claims(model, labelled(self.bound(model)), self.on_conflict)
-        write_annotations(model, composition.chosen)
-        return model
+        return annotate_for_host(model, self, labelled)
 
     def validate(self, model: GraphModule) -> None:
         for member in self.quantizers:
@@ -116,6 +118,7 @@ class ComposableQuantizer(Quantizer):
         for member in self.quantizers:
             with blaming(f"{member.name}: prepare_obs_or_fq_callback"):
                 member.prepare_obs_or_fq_callback(model, edge_or_node_to_obs_or_fq)
+        name_observers(edge_or_node_to_obs_or_fq)
 
     def propose(
         self, model: GraphModule, taken: Sequence[Claim], on_conflict: str = "error"

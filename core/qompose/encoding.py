@@ -128,7 +128,7 @@ def write_fields(
     """
     if type(value) is not kind:
         raise ConfigError(f"{path} is {value!r}, which is no {kind.__name__}")
-    standard = {field.name: field.default for field in fields(value)}
+    standard = {field.name: field.default for field in fields(kind)}
     found = {}
     for name, codec in codecs.items():
         key, held = _SHORT.get(name, name), getattr(value, name)

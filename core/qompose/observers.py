@@ -7,14 +7,18 @@ that saw nothing says so by `calibrated`. Mask values never widen a range (`qomp
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule, Node
 
-from qompose.errors import ConfigError
+from qompose.errors import ConfigError, QomposeWarning, UncalibratedError
 from qompose.histogram import Histogram, best_range
+from qompose.kinship import OBSERVERS, acquaint, kin_of
 from qompose.numerics import (
     DEFAULT_EPS,
     PER_CHANNEL,
@@ -38,6 +42,11 @@ class ObserverFactory:
         ordered = sorted(self.arguments, key=lambda item: item[0])
         object.__setattr__(self, "arguments", tuple(ordered))
 
+    @property
+    def __name__(self) -> str:
+        """Return the observer's name, by which other engines know whether it takes `ch_axis`."""
+        return self.observer.__name__
+
     def with_args(self, **arguments: Any) -> ObserverFactory:
         """Return a factory with more arguments; a later value for a name replaces the earlier one."""
         merged = {**dict(self.arguments), **arguments}
@@ -47,8 +56,11 @@ class ObserverFactory:
         return self.observer(**{**dict(self.arguments), **arguments})
 
 
+@kin_of(OBSERVERS, "ObserverBase")
 class Observer(nn.Module):
     """Base of all observers: what is quantized, how far the statistics are, and the parameters they give.
+
+    `quant_min` and `quant_max` are the bounds that its parameters are for, None for a cast to float.
 
     Raises:
         ConfigError: the bounds do not fit the dtype, or the scheme is not one this observer estimates.
@@ -72,12 +84,14 @@ class Observer(nn.Module):
         is_dynamic: bool = False,
     ) -> None:
         super().__init__()
+        acquaint()
         self.dtype, self.eps, self.is_dynamic = dtype, eps, is_dynamic
         default = torch.per_channel_affine if self.per_channel else torch.per_tensor_affine
         self.qscheme = default if qscheme is None else qscheme
+        self._asked = quant_min, quant_max
         self.quant_min, self.quant_max = quant_min, quant_max
         if not dtype.is_floating_point:
-            quantized_range(dtype, quant_min, quant_max)
+            self.quant_min, self.quant_max = quantized_range(dtype, quant_min, quant_max)
         if self.looks and (self.qscheme in PER_CHANNEL) != self.per_channel:
             raise ConfigError(f"{type(self).__name__} does not estimate {self.qscheme}")
         self.screen = Screen()
@@ -114,14 +128,45 @@ class Observer(nn.Module):
             minimum,
             maximum,
             dtype=self.dtype,
-            quant_min=self.quant_min,
-            quant_max=self.quant_max,
+            quant_min=self._asked[0],
+            quant_max=self._asked[1],
             qscheme=self.qscheme,
             eps=self.eps,
         )
 
+    def _check_calibrated(self) -> None:
+        if not self.calibrated:
+            raise UncalibratedError([self.subject])
+
     def _screened(self, x: Tensor) -> Tensor:
         return self.screen.clean(x, self.subject).float()
+
+    def _only_here(self) -> str | None:
+        """Return why other engines cannot quantize the tensor as qompose's would, None where they can."""
+        return self.screen.mask and f"holds {self.screen.mask}"
+
+    @property
+    def convert(self) -> Callable[[GraphModule, Node], None]:
+        """Return what torchao's engine is to do with this observer, where its own conversion would be wrong.
+
+        That engine asks whether there is such an attribute, and there is none as a rule.
+        """
+        reason = self._only_here()
+        if reason is None:
+            raise AttributeError("this observer is converted like any other")
+
+        def leave_in_float(model: GraphModule, node: Node) -> None:
+            source = node.args[0]
+            assert isinstance(source, Node)
+            if self.is_dynamic:  # torchao looks for the operator that chooses the parameters
+                raise ConfigError(f"{self.subject} {reason}")
+            warnings.warn(
+                f"{self.subject} {reason}: it stays in float", QomposeWarning, stacklevel=2
+            )
+            node.replace_all_uses_with(source)
+            model.graph.erase_node(node)
+
+        return leave_in_float
 
     def extra_repr(self) -> str:
         """Return what torch prints between the parentheses."""
@@ -162,6 +207,7 @@ class _RangeObserver(Observer):
         return self.minimum.numel() > 0
 
     def calculate_qparams(self) -> tuple[Tensor, Tensor]:
+        self._check_calibrated()
         return self._qparams(self.minimum, self.maximum)
 
 
@@ -186,10 +232,17 @@ class PerBlockMinMaxObserver(_RangeObserver):
         super().__init__(dtype, **arguments)
         self.block_size = block_size
 
+    def _only_here(self) -> str | None:
+        return _blocks(self.block_size)
+
     def _extremes(self, x: Tensor) -> tuple[Tensor, Tensor]:
         blocks = in_blocks(x, full_blocks(tuple(x.shape), self.block_size))
         inner = tuple(range(1, blocks.dim(), 2))
         return blocks.amin(inner), blocks.amax(inner)
+
+
+def _blocks(block_size: tuple[int, ...]) -> str:
+    return f"has block_size={block_size}, for which this engine has no operators"
 
 
 class MovingAverageMinMaxObserver(_RangeObserver):
@@ -241,10 +294,11 @@ class HistogramObserver(Observer):
         return self.histogram.total > 0
 
     def calculate_qparams(self) -> tuple[Tensor, Tensor]:
-        low, high = quantized_range(self.dtype, self.quant_min, self.quant_max)
+        self._check_calibrated()
+        low, high = quantized_range(self.dtype, *self._asked)
         lowest = None
         if self.qscheme == torch.per_tensor_symmetric:
-            lowest = low - symmetric_zero_point(self.dtype, self.quant_min, self.quant_max)
+            lowest = low - symmetric_zero_point(self.dtype, *self._asked)
         found = best_range(self.histogram, steps=high - low, power=self.power, lowest=lowest)
         return self._qparams(*found)
 
@@ -254,8 +308,19 @@ class PlaceholderObserver(Observer):
 
     looks = False
 
-    def __init__(self, dtype: torch.dtype = torch.float16, **arguments: Any) -> None:
+    def __init__(
+        self,
+        dtype: torch.dtype = torch.float16,
+        block_size: tuple[int, ...] | None = None,
+        **arguments: Any,
+    ) -> None:
         super().__init__(dtype, **arguments)
+        self.block_size = block_size
+
+    def _only_here(self) -> str | None:
+        if self.dtype is torch.bfloat16:
+            return "is to be bfloat16, to which this engine has no cast"
+        return None if self.block_size is None else _blocks(self.block_size)
 
     def observe(self, x: Tensor) -> None:
         """Look at nothing."""

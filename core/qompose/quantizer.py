@@ -16,20 +16,30 @@ from qompose.annotations import propose_annotations
 from qompose.capabilities import Capabilities
 from qompose.claims import Claim, Proposal
 from qompose.errors import ConfigError
+from qompose.hosting import transform_for_host
+from qompose.kinship import QUANTIZERS, acquaint, kin_of
 from qompose.specs import EdgeOrNode, QuantizationSpec
 
 
+@kin_of(QUANTIZERS, "Quantizer")
 class Quantizer(ABC):
     """Says which operators of an exported program are quantized, and how.
 
     Subclasses annotate: `annotate` puts a QuantizationAnnotation into `node.meta` of the nodes it wants.
-    A quantizer keeps no state of the programs it saw.
+    A quantizer keeps no state of the programs it saw. torchao's `prepare_pt2e` takes it too
+    (`qompose.hosting`).
     """
 
     rewrites: tuple[str, ...] = ()
     """Names of the tentative rewrites (`qompose.rewrites`) that this quantizer asks for."""
     on_conflict: str = "error"
     """What happens when a member changes an earlier one's annotation; a composition may say "first"."""
+    works_apart = False
+    """Whether it is asked about a copy that no other member changes, with every batch norm folded."""
+    _is_bound = False  # of copies that `bound` makes, which only qompose's engine has, it is True
+
+    def __init__(self) -> None:
+        acquaint()
 
     @property
     def name(self) -> str:
@@ -52,8 +62,12 @@ class Quantizer(ABC):
         return self
 
     def transform_for_annotation(self, model: GraphModule) -> GraphModule:
-        """Rewrite a copy of the program before it is annotated."""
-        return model
+        """Rewrite a copy of the program before it is annotated.
+
+        As it stands, this is for other engines: it makes the `rewrites` that claims cover. qompose's own
+        engine makes those itself, and calls what overrides this.
+        """
+        return model if self._is_bound else transform_for_host(model, self, labelled)
 
     @abstractmethod
     def annotate(self, model: GraphModule) -> GraphModule:

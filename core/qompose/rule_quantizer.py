@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from qompose.annotations import write_annotations
-from qompose.arbitration import compose_claims
 from qompose.backend import Backend
 from qompose.capabilities import Capabilities, capability_rows
 from qompose.claims import Claim, Proposal
 from qompose.configuring import selectors_to_data
 from qompose.errors import ConfigError, SelectorError, UserError
 from qompose.graph import owner_of
+from qompose.hosting import annotate_for_host, name_observers
 from qompose.matching import propose_rules
 from qompose.quantizer import Quantizer, labelled
 from qompose.selection import Assignment
@@ -34,7 +33,7 @@ from qompose.selectors import (
     for_subgraph,
     kind_of,
 )
-from qompose.specs import QuantizationConfig, QuantizationSpec
+from qompose.specs import EdgeOrNode, QuantizationConfig, QuantizationSpec
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # in typing from Python 3.11 on
@@ -44,6 +43,7 @@ class RuleQuantizer(Quantizer):
     """A quantizer that works from a backend's rule table and the user's selectors (`qompose.selectors`)."""
 
     def __init__(self, backend: Backend) -> None:
+        super().__init__()
         self.backend = backend
         self.rewrites = backend.rewrites
         self._selectors = Selectors()
@@ -187,7 +187,7 @@ class RuleQuantizer(Quantizer):
     def bound(self, exported: GraphModule) -> Self:
         copied = copy.copy(self)
         try:
-            copied._assignment = Assignment(self._selectors, exported)
+            copied._assignment, copied._is_bound = Assignment(self._selectors, exported), True
         except SelectorError as error:
             raise SelectorError(f"{self.name}: {error}") from None
         return copied
@@ -231,9 +231,13 @@ class RuleQuantizer(Quantizer):
         return constraint.objection("weight", spec) if constraint else None
 
     def annotate(self, model: GraphModule) -> GraphModule:
-        """Annotate as this quantizer alone would; for engines that read annotations."""
-        write_annotations(model, compose_claims(model, labelled(self.bound(model))).chosen)
-        return model
+        """Annotate what nobody annotated before; for engines that read annotations (`qompose.hosting`)."""
+        return annotate_for_host(model, self, labelled)
+
+    def prepare_obs_or_fq_callback(
+        self, model: GraphModule, edge_or_node_to_obs_or_fq: dict[EdgeOrNode, nn.Module]
+    ) -> None:
+        name_observers(edge_or_node_to_obs_or_fq)
 
     def to_dict(self) -> dict[str, Any]:
         make = self.backend.quantizer_class

@@ -7,14 +7,18 @@ import functools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
 from qompose.errors import ConfigError
+from qompose.kinship import QUANTIZERS, acquaint, kin_of
 from qompose.numerics import FLOAT_ZERO_POINT, PER_CHANNEL, SYMMETRIC, quantized_range
+
+if TYPE_CHECKING:
+    from dataclasses import Field
 
 EdgeOrNode: TypeAlias = "tuple[Node, Node] | Node"
 """An edge (producer, consumer), or a node standing for its output."""
@@ -26,15 +30,21 @@ ANNOTATION_KEY = "quantization_annotation"
 """Key of a node's QuantizationAnnotation in `node.meta`."""
 
 
+@kin_of(QUANTIZERS, "QuantizationSpecBase")
 class QuantizationSpecBase:
     """Base of the four kinds of specification."""
 
+    def __post_init__(self) -> None:
+        acquaint()
 
+
+@kin_of(QUANTIZERS, "QuantizationSpec")
 @dataclass(frozen=True)
 class QuantizationSpec(QuantizationSpecBase):
     """How one tensor is quantized, and which observer or fake-quantizer estimates its parameters.
 
-    A `dtype` of float16 or bfloat16 is a cast: it has no parameters.
+    A `dtype` of float16 or bfloat16 is a cast: it has no parameters. float32, which the field's tutorials
+    give biases, leaves the tensor as it is.
 
     `quant_min` and `quant_max` bound the integers, in quantized units (None: the whole dtype);
     `ch_axis` is the channel dimension of a per-channel `qscheme`; `is_dynamic` means that scale and
@@ -60,6 +70,7 @@ class QuantizationSpec(QuantizationSpecBase):
     block_size: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         low, high = _check_range(self.dtype, self.quant_min, self.quant_max)
         if self.block_size is not None:
             _check_blocks(self.block_size, self.qscheme)
@@ -70,6 +81,25 @@ class QuantizationSpec(QuantizationSpecBase):
             _check_dynamic(self, low, high)
 
 
+class _FieldsInUse:
+    """The fields of a specification, as `dataclasses` asks for them: without blocks where there are none.
+
+    Other engines make the observer from `dataclasses.asdict` of the specification, and their observers do
+    not take `block_size`.
+    """
+
+    def __init__(self, fields: dict[str, Field[Any]]) -> None:
+        self.all = fields
+        self.common = {name: fields[name] for name in fields if name != "block_size"}
+
+    def __get__(self, spec: QuantizationSpec | None, owner: type) -> dict[str, Field[Any]]:
+        return self.common if spec is not None and spec.block_size is None else self.all
+
+
+QuantizationSpec.__dataclass_fields__ = _FieldsInUse(QuantizationSpec.__dataclass_fields__)  # type: ignore[assignment]
+
+
+@kin_of(QUANTIZERS, "FixedQParamsQuantizationSpec")
 @dataclass(frozen=True)
 class FixedQParamsQuantizationSpec(QuantizationSpecBase):
     """A tensor whose scale and zero point are known beforehand, as for the output of a sigmoid."""
@@ -83,6 +113,7 @@ class FixedQParamsQuantizationSpec(QuantizationSpecBase):
     is_dynamic: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         low, high = _check_range(self.dtype, self.quant_min, self.quant_max)
         if not 0 < self.scale < math.inf:
             raise ConfigError(f"scale must be positive, and is {self.scale}")
@@ -94,8 +125,10 @@ class FixedQParamsQuantizationSpec(QuantizationSpecBase):
             raise ConfigError(f"fixed parameters are per tensor, not {self.qscheme}")
         if self.is_dynamic:
             raise ConfigError("parameters that are fixed cannot be dynamic")
+        _fill_range(self, low, high)
 
 
+@kin_of(QUANTIZERS, "SharedQuantizationSpec")
 @dataclass(frozen=True)
 class SharedQuantizationSpec(QuantizationSpecBase):
     """A tensor that has the quantization parameters of another edge or output."""
@@ -103,6 +136,7 @@ class SharedQuantizationSpec(QuantizationSpecBase):
     edge_or_node: EdgeOrNode
 
 
+@kin_of(QUANTIZERS, "DerivedQuantizationSpec")
 @dataclass(frozen=True)
 class DerivedQuantizationSpec(QuantizationSpecBase):
     """A tensor whose parameters are computed from those of others, as a bias from activation and weight.
@@ -120,10 +154,12 @@ class DerivedQuantizationSpec(QuantizationSpecBase):
     is_dynamic: bool = False
 
     def __post_init__(self) -> None:
-        _check_range(self.dtype, self.quant_min, self.quant_max)
+        super().__post_init__()
+        low, high = _check_range(self.dtype, self.quant_min, self.quant_max)
         _check_axis(self.qscheme, self.ch_axis)
         if self.is_dynamic:
             raise ConfigError("parameters that are derived from others cannot be dynamic")
+        _fill_range(self, low, high)
 
 
 def _check_axis(qscheme: torch.qscheme | None, ch_axis: int | None) -> None:
@@ -161,8 +197,10 @@ def _check_dynamic(spec: QuantizationSpec, low: int, high: int) -> None:
 
 def _check_range(dtype: torch.dtype, low: int | None, high: int | None) -> tuple[int, int]:
     if dtype.is_floating_point:
-        if dtype not in (torch.float16, torch.bfloat16):
-            raise ConfigError(f"{dtype} is neither an integer type nor float16 or bfloat16")
+        if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            raise ConfigError(
+                f"{dtype} is neither an integer type nor float32, float16 or bfloat16"
+            )
         if low is not None or high is not None:
             raise ConfigError(f"quant_min and quant_max do not apply to {dtype}")
         return 0, 0
@@ -172,6 +210,13 @@ def _check_range(dtype: torch.dtype, low: int | None, high: int | None) -> tuple
             f"{dtype} is none of {names}; fewer bits are int8 with quant_min and quant_max"
         )
     return quantized_range(dtype, low, high)
+
+
+def _fill_range(spec: Any, low: int, high: int) -> None:
+    """Write out the bounds of parameters that no observer estimates: other engines do not fill them in."""
+    if not spec.dtype.is_floating_point:
+        object.__setattr__(spec, "quant_min", low)
+        object.__setattr__(spec, "quant_max", high)
 
 
 @dataclass
@@ -186,6 +231,9 @@ class QuantizationAnnotation:
     output_qspec: QuantizationSpecBase | None = None
     allow_implicit_sharing: bool = True
     _annotated: bool = False
+
+    def __post_init__(self) -> None:
+        acquaint()
 
 
 @dataclass(frozen=True)
@@ -260,7 +308,7 @@ def spec_to_dict(spec: QuantizationSpecBase | None) -> dict[str, Any] | None:
         "block_size": getattr(spec, "block_size", None),
         "scale": getattr(spec, "scale", None),
         "zero_point": getattr(spec, "zero_point", None),
-        "observer": _observer_name(getattr(spec, "observer_or_fake_quant_ctr", None)),
+        "observer": observer_name(spec),
     }
     return {key: value for key, value in fields.items() if value is not None}
 
@@ -288,11 +336,20 @@ def _short(value: object) -> str | None:
     return None if value is None else str(value).removeprefix("torch.")
 
 
-def likeness(spec: QuantizationSpecBase) -> object:
-    """Return what must agree for two points to share, the way the range is estimated included."""
+def integers_asked(spec: QuantizationSpecBase) -> object:
+    """Return what must agree for two points to share: all but how the range is estimated."""
     facts = {k: v for k, v in vars(spec).items() if k != "observer_or_fake_quant_ctr"}
-    factory = _factory_key(getattr(spec, "observer_or_fake_quant_ctr", None))
-    return type(spec).__name__, tuple((key, str(value)) for key, value in facts.items()), factory
+    return type(spec).__name__, tuple((key, str(value)) for key, value in facts.items())
+
+
+def likeness(spec: QuantizationSpecBase) -> object:
+    """Return what two specifications agree in that ask for the same, estimated in the same way."""
+    return integers_asked(spec), _factory_key(getattr(spec, "observer_or_fake_quant_ctr", None))
+
+
+def observer_name(spec: QuantizationSpecBase) -> str | None:
+    """Return the name of the observer or fake-quantizer that a specification asks for."""
+    return _observer_name(getattr(spec, "observer_or_fake_quant_ctr", None))
 
 
 def _factory_key(factory: object) -> object:
@@ -301,7 +358,12 @@ def _factory_key(factory: object) -> object:
     if not isinstance(partial, functools.partial):
         return factory
     arguments = tuple((k, _factory_key(v)) for k, v in sorted(partial.keywords.items()))
-    return partial.func, partial.args, arguments
+    key = partial.func, partial.args, arguments
+    try:
+        hash(key)
+    except TypeError:  # arguments of other packages need not be hashable
+        return partial.func, repr(partial.args), repr(arguments)
+    return key
 
 
 def _observer_name(factory: object) -> str | None:

@@ -121,7 +121,10 @@ def test_modes(config: QuantizationConfig, mode: str) -> None:
         (WEIGHT, "int8 [-127, 127] per_channel_symmetric axis 0"),
         (RUN_TIME, "int8 [-128, 127] per_tensor_affine dynamic"),
         (None, "float"),
-        (FixedQParamsQuantizationSpec(torch.uint8, 0.5, 7), "uint8 scale 0.5 zero point 7"),
+        (
+            FixedQParamsQuantizationSpec(torch.uint8, 0.5, 7),
+            "uint8 [0, 255] scale 0.5 zero point 7",
+        ),
     ],
     ids=str,
 )

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tentative rewrites stay: those that a claim covers, found by making them and asking again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol, TypeVar
+
+from torch.fx import GraphModule, Node
+
+from qompose.claims import Claim, Composition
+from qompose.nested import nodes_in
+from qompose.rewrites import FOLD_BATCH_NORM, Candidate, find_rewrites, splits
+
+Objection = Callable[[Claim, Sequence[Node]], "str | None"]
+"""Why operators of the exported program must not be merged for a claim, None where they may be."""
+
+
+class Attempt(Protocol):
+    """A program with some rewrites made, the names of each one's pieces, and the claims on it."""
+
+    @property
+    def composition(self) -> Composition: ...
+
+    @property
+    def pieces(self) -> Sequence[tuple[str, ...]]: ...
+
+
+Made = TypeVar("Made", bound=Attempt)
+
+
+def wanted_rewrites(exported: GraphModule, quantizer: Any) -> list[Candidate]:
+    """Return where the rewrites apply that the members of a quantizer ask for, and batch norm folding."""
+    wanted = {FOLD_BATCH_NORM}.union(*(member.rewrites for member in quantizer.members))
+    return find_rewrites(exported, wanted)
+
+
+def covered_rewrites(
+    exported: GraphModule,
+    found: Sequence[Candidate],
+    attempt: Callable[[Sequence[Candidate]], Made],
+    objection: Objection,
+) -> tuple[Made, list[Candidate], list[Candidate]]:
+    """Attempt all rewrites, then those that turned out to be covered, until all of them are.
+
+    Their number only shrinks. An operator that a claim takes whole is not taken apart.
+
+    Args:
+        found: candidates in `exported`; those with an obstacle are not attempted.
+
+    Returns:
+        the last attempt, the rewrites that it made, and those that were refused, each with its obstacle.
+    """
+    nodes = {node.name: node for node in nodes_in(exported)}
+    candidates = [candidate for candidate in found if candidate.obstacle is None]
+    refused = [candidate for candidate in found if candidate.obstacle is not None]
+    merging = [candidate for candidate in candidates if not splits(candidate)]
+    if merging != candidates:
+        whole = _claimed(attempt(merging).composition)
+        candidates = [c for c in candidates if not (splits(c) and c.nodes[0] in whole)]
+    while True:
+        made = attempt(candidates)
+        covered = [
+            _with_objection(candidate, claims, nodes, objection)
+            for candidate, pieces in zip(candidates, made.pieces, strict=True)
+            if (
+                claims := [c for c in made.composition.chosen if not c.territory.isdisjoint(pieces)]
+            )
+        ]
+        if covered == candidates:
+            return made, candidates, refused
+        refused += [candidate for candidate in covered if candidate.obstacle is not None]
+        candidates = [candidate for candidate in covered if candidate.obstacle is None]
+
+
+def _claimed(composition: Composition) -> frozenset[str]:
+    return frozenset(name for claim in composition.chosen for name in claim.territory)
+
+
+def _with_objection(
+    candidate: Candidate,
+    claims: Sequence[Claim],
+    nodes: Mapping[str, Node],
+    objection: Objection,
+) -> Candidate:
+    """Refuse a rewrite that joins operators which the selectors of who claims them treat differently."""
+    places = [nodes[name] for name in candidate.nodes]
+    objections = (objection(claim, places) for claim in claims)
+    return replace(candidate, obstacle=next(filter(None, objections), None))

@@ -1,0 +1,549 @@
+# SPDX-License-Identifier: Apache-2.0
+"""qompose's quantizers in torchao's own engine: what they annotate there, and that its results are ours.
+
+Ranges are min-max and channels are not balanced, unless a test says otherwise: then both engines compute
+the same numbers, and where something is counted otherwise, the table says why.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import qompose
+import torch
+from qompose_embedding import EmbeddingQuantizer
+from qompose_x86_inductor import (
+    X86InductorQuantizer,
+    get_default_x86_inductor_quantization_config,
+)
+from qompose_xnnpack import XNNPACKQuantizer, get_symmetric_quantization_config
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+
+from tests.core.toy import INT8, WEIGHT, Annotator, annotate, export, randn, seeded, sqnr
+from tests.interop.peers import (
+    THEIR_WARNINGS,
+    Converted,
+    by_qompose,
+    by_torchao,
+    executorch_xnnpack,
+    torchao_engine,
+    torchao_observer,
+    torchao_quantizer,
+    torchao_x86,
+)
+from tests.zoo import by_name
+
+pytestmark = pytest.mark.filterwarnings(*THEIR_WARNINGS)
+
+aten = torch.ops.aten
+
+
+def xnnpack() -> Any:
+    return XNNPACKQuantizer().set_global(
+        get_symmetric_quantization_config(True, range="minmax", balance=False)
+    )
+
+
+def x86() -> Any:
+    return X86InductorQuantizer().set_global(
+        get_default_x86_inductor_quantization_config(range="minmax", balance=False)
+    )
+
+
+def torchao_embedding() -> Any:
+    from torchao.quantization.pt2e.quantizer.embedding_quantizer import (
+        EmbeddingQuantizer as TorchaoEmbeddingQuantizer,
+    )
+
+    return TorchaoEmbeddingQuantizer()
+
+
+QUANTIZERS: dict[str, Callable[[], Any]] = {
+    "xnnpack": xnnpack,
+    "x86": x86,
+    "embedding": EmbeddingQuantizer,
+    "embedding+xnnpack": lambda: qompose.compose("embedding", xnnpack()),
+    "x86+xnnpack": lambda: qompose.compose(x86(), xnnpack()),
+    "torchao's x86": lambda: qompose.compose(torchao_x86()),
+    "executorch's xnnpack": lambda: qompose.compose(executorch_xnnpack()),
+    "torchao's embedding+xnnpack": lambda: qompose.compose(torchao_embedding(), xnnpack()),
+}
+MODELS = ("bottleneck", "embedding_mlp", "vision_transformer", "scalars", "in_place")
+COMPUTED = (
+    "the operators on parameters alone are folded by torchao, and quantized at run time by us"
+)
+SCALARS = "ExecuTorch's quantizer makes tensors of numbers, and annotates them"
+OTHERWISE: dict[tuple[str, str], tuple[int, int, str]] = {
+    ("vision_transformer", name): (1, 0, COMPUTED)
+    for name in QUANTIZERS
+    if "xnnpack" in name and "x86" not in name
+}
+"""How many quantize and dequantize operators we have more than torchao, and why."""
+
+
+def both(model: str, quantizer: str) -> tuple[Converted, Converted, list[Tensor]]:
+    """Ours, theirs, and what the float program computes."""
+    inputs = by_name(model).inputs()
+    program = by_name(model).export()
+    reference = program.module()(*inputs)
+    ours = by_qompose(program, QUANTIZERS[quantizer](), inputs)
+    theirs = by_torchao(by_name(model).export(), QUANTIZERS[quantizer](), inputs)
+    return ours, theirs, [reference] if isinstance(reference, Tensor) else list(reference)
+
+
+ROUNDED = 25.0
+"""Decibels that every model here has. Tables are 10 dB worse in torchao's engine: see `test_tables`."""
+
+
+@pytest.mark.parametrize("quantizer", QUANTIZERS)
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.filterwarnings("ignore:Nothing was quantized:qompose.QomposeWarning")
+def test_the_same_operators_and_numbers(model: str, quantizer: str) -> None:
+    ours, theirs, reference = both(model, quantizer)
+    quantizes, dequantizes, _ = OTHERWISE.get((model, quantizer), (0, 0, ""))
+    assert ours.quantizes - theirs.quantizes == quantizes
+    assert ours.dequantizes - theirs.dequantizes == dequantizes
+    exact = model != "embedding_mlp" or "embedding" not in quantizer
+    for one, other, floats in zip(ours.outputs, theirs.outputs, reference, strict=True):
+        if theirs.dequantizes:
+            assert torch.equal(one, other) or not exact
+        assert sqnr(floats, other) > ROUNDED
+
+
+def test_every_quantizer_quantizes_something_here() -> None:
+    """Without it the test above could compare models in float."""
+    for name, make in QUANTIZERS.items():
+        found = [by_torchao(by_name(m).export(), make(), by_name(m).inputs()) for m in MODELS[:2]]
+        assert any(converted.dequantizes for converted in found), name
+
+
+def weights(converted: Converted) -> dict[str, tuple[Tensor, Tensor, Tensor, Any]]:
+    """Operator -> integers, scale, zero point, and the rest, of the parameter that it reads dequantized."""
+    found = {}
+    for node in converted.calls("dequantize_per_channel"):
+        integers, scale, zero_point = (
+            converted.model.get_buffer(str(argument.target)) for argument in node.args[:3]
+        )
+        for user in node.users:
+            found[user.name] = integers, scale, zero_point, node.args[3:]
+    return found
+
+
+@pytest.mark.parametrize("quantizer", ["xnnpack", "x86"])
+@pytest.mark.parametrize("model", ["bottleneck", "embedding_mlp", "vision_transformer"])
+def test_parameters_are_the_same_integers(model: str, quantizer: str) -> None:
+    ours, theirs, _ = both(model, quantizer)
+    assert weights(ours).keys() == weights(theirs).keys() != set()
+    for name, (integers, scale, zero_point, rest) in weights(ours).items():
+        their_integers, their_scale, their_zero_point, their_rest = weights(theirs)[name]
+        assert integers.dtype == their_integers.dtype == torch.int8
+        assert torch.equal(integers, their_integers)
+        assert scale.dim() == 1
+        assert torch.equal(scale, their_scale)
+        assert torch.equal(zero_point, their_zero_point)
+        assert rest == their_rest == (0, *rest[1:3], torch.int8)
+
+
+def test_tables() -> None:
+    """The parameters are the same; torch's operator rounds before it adds the zero point, a float."""
+    ours, theirs, _ = both("embedding_mlp", "embedding")
+    for name, (integers, scale, zero_point, rest) in weights(ours).items():
+        their_integers, their_scale, their_zero_point, their_rest = weights(theirs)[name]
+        assert torch.equal(scale, their_scale)
+        assert torch.equal(zero_point, their_zero_point)
+        assert rest == their_rest == (0, 0, 255, torch.uint8)
+        distance = (integers.int() - their_integers.int()).abs()
+        assert 0 < int(distance.max()) <= 1
+
+
+@pytest.mark.parametrize("quantizer", ["xnnpack", "embedding+xnnpack"])
+@pytest.mark.parametrize("model", ["bottleneck", "embedding_mlp", "vision_transformer"])
+def test_the_result_is_exported_and_runs_on_executorch(model: str, quantizer: str) -> None:
+    inputs = by_name(model).inputs()
+    converted = by_torchao(by_name(model).export(), QUANTIZERS[quantizer](), inputs)
+    exported = torch.export.export(converted.model, inputs)
+    assert torch.equal(exported.module()(*inputs), converted.outputs[0])
+    delegates, result = on_executorch(exported, inputs)
+    assert delegates > 0
+    assert sqnr(converted.outputs[0], result) > 30
+
+
+def on_executorch(exported: Any, inputs: tuple[Tensor, ...]) -> tuple[int, Tensor]:
+    """How many delegates ExecuTorch's own partitioner makes of a program, and what its runtime computes."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of its imports
+        import executorch.kernels.quantized  # noqa: F401
+        from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+        from executorch.exir import ExecutorchBackendConfig, to_edge_transform_and_lower
+        from executorch.extension.pybindings import portable_lib
+
+        edge = to_edge_transform_and_lower(exported, partitioner=[XnnpackPartitioner()])
+        calls = [str(node.target) for node in edge.exported_program().graph.nodes]
+        config = ExecutorchBackendConfig(do_quant_fusion_and_const_prop=True)
+        program = edge.to_executorch(config)
+        loaded = portable_lib._load_for_executorch_from_buffer(program.buffer)
+        return calls.count("executorch_call_delegate"), loaded.forward(inputs)[0]
+
+
+class TestConfigurations:
+    """Default ranges, and what another engine does not do."""
+
+    def test_histograms_are_ours(self) -> None:
+        config = get_symmetric_quantization_config(True, balance=False)
+        model = by_name("bottleneck")
+        batches = (model.inputs(), tuple(3 * x for x in model.inputs()))
+        ours, theirs = (
+            run(model.export(), XNNPACKQuantizer().set_global(config), *batches)
+            for run in (by_qompose, by_torchao)
+        )
+        assert torch.equal(ours.outputs[0], theirs.outputs[0])
+
+    def test_balancing_is_said_not_to_be_done(self) -> None:
+        quantizer = XNNPACKQuantizer().set_global(get_symmetric_quantization_config(True))
+        model = by_name("mlp")
+        with pytest.warns(
+            qompose.QomposeWarning, match="xnnpack: the channels of 3 products are not balanced"
+        ):
+            torchao_engine.prepare_pt2e(model.export().module(), quantizer)
+
+    def test_dynamic(self) -> None:
+        """A range that is taken at run time: a placeholder, and the operators of both engines."""
+        at_run_time = qompose.QuantizationSpec(
+            torch.int8, qompose.PlaceholderObserver, -128, 127, torch.per_tensor_affine,
+            is_dynamic=True,
+        )  # fmt: skip
+
+        def linear(node: Node) -> None:
+            if node.target is aten.linear.default:
+                annotate(node, {node.args[0]: at_run_time, node.args[1]: WEIGHT})
+
+        program = export(seeded(nn.Linear(6, 3)), randn(4, 6))
+        ours, theirs = (
+            run(program, Annotator(linear), (randn(4, 6),)) for run in (by_qompose, by_torchao)
+        )
+        assert len(theirs.calls("choose_qparams")) == 1
+        assert torch.equal(ours.outputs[0], theirs.outputs[0])
+
+    @pytest.mark.parametrize(
+        ("spec", "message"),
+        [
+            (
+                qompose.QuantizationSpec(
+                    torch.int8, qompose.PerBlockMinMaxObserver, -127, 127,
+                    torch.per_channel_symmetric, block_size=(3,),
+                ),
+                r"weight -> linear has block_size=\(3,\), for which this engine has no operators",
+            ),
+            (
+                qompose.QuantizationSpec(torch.bfloat16, qompose.PlaceholderObserver),
+                "weight -> linear is to be bfloat16, to which this engine has no cast",
+            ),
+        ],
+        ids=["blocks", "bfloat16"],
+    )  # fmt: skip
+    def test_what_a_user_annotates_and_the_engine_cannot_stays_in_float(
+        self, spec: Any, message: str
+    ) -> None:
+        class Weights(qompose.Quantizer):
+            def annotate(self, model: GraphModule) -> GraphModule:
+                for node in model.graph.nodes:
+                    if node.target is aten.linear.default:
+                        annotate(node, {node.args[1]: spec})
+                return model
+
+            def prepare_obs_or_fq_callback(self, model: GraphModule, observers: Any) -> None:
+                for observer in observers.values():
+                    observer.subject = "weight -> linear"
+
+        prepared = torchao_engine.prepare_pt2e(
+            export(seeded(nn.Linear(6, 3)), randn(4, 6)).module(), Weights()
+        )
+        expected = prepared(randn(4, 6))
+        with pytest.warns(qompose.QomposeWarning, match=f"{message}: it stays in float"):
+            converted = torchao_engine.convert_pt2e(prepared)
+        assert torch.equal(converted(randn(4, 6)), expected)
+
+    def test_per_token_is_refused(self) -> None:
+        per_token = qompose.QuantizationSpec(
+            torch.int8, qompose.PlaceholderObserver, -128, 127, torch.per_channel_symmetric,
+            is_dynamic=True, block_size=(-1,),
+        )  # fmt: skip
+
+        def linear(node: Node) -> None:
+            if node.target is aten.linear.default:
+                annotate(node, {node.args[0]: per_token})
+
+        program = export(seeded(nn.Linear(6, 3)), randn(4, 6)).module()
+        prepared = torchao_engine.prepare_pt2e(program, Annotator(linear))
+        prepared(randn(4, 6))
+        with pytest.raises(qompose.ConfigError, match=r"block_size=\(-1,\), for which"):
+            torchao_engine.convert_pt2e(prepared)
+
+    def test_a_mask_stays_in_float(self) -> None:
+        """Quantized it would become a finite number, and attention would reach what it hides."""
+
+        class Masked(nn.Module):
+            def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+                return torch.softmax(x + mask, -1)
+
+        def add(node: Node) -> None:
+            if node.target is aten.add.Tensor:
+                annotate(node, dict.fromkeys(node.args, INT8), INT8)
+
+        inputs = randn(4, 4), torch.full((4, 4), -torch.inf).triu(1)
+        prepared = torchao_engine.prepare_pt2e(export(Masked(), *inputs).module(), Annotator(add))
+        prepared(*inputs)
+        with pytest.warns(qompose.QomposeWarning, match="holds 6 mask values"):
+            converted = torchao_engine.convert_pt2e(prepared)
+        result = converted(*inputs)
+        assert bool((result.triu(1) == 0).all())
+        assert (
+            30 < sqnr(Masked()(*inputs), result) < 80
+        )  # the scores are quantized, the mask is not
+
+    def test_observers_that_saw_nothing_are_named(self) -> None:
+        prepared = torchao_engine.prepare_pt2e(by_name("mlp").export().module(), xnnpack())
+        with pytest.raises(qompose.UncalibratedError, match=r"weight -> linear in 0"):
+            torchao_engine.convert_pt2e(prepared)
+
+
+class TestWrittenByUsers:
+    """Quantizers that write qompose's specifications in `annotate`."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.first(x)
+            return torch.sigmoid(self.second(torch.cat([y, x], 0)))
+
+    @staticmethod
+    def all_kinds(node: Node) -> None:
+        """Plain, shared, derived and fixed specifications."""
+
+        def bias_scale(observers: list[Any]) -> tuple[Tensor, Tensor]:
+            scale = observers[0].calculate_qparams()[0] * observers[1].calculate_qparams()[0]
+            return scale, torch.zeros_like(scale, dtype=torch.int64)
+
+        if node.target is aten.linear.default:
+            x, weight, bias = node.args
+            derived = qompose.DerivedQuantizationSpec(
+                [(x, node), (weight, node)], bias_scale, torch.int32,
+                qscheme=torch.per_channel_symmetric, ch_axis=0,
+            )  # fmt: skip
+            annotate(node, {x: INT8, weight: WEIGHT, bias: derived}, INT8)
+        elif node.target is aten.cat.default:
+            first, second = node.args[0]
+            shared = qompose.SharedQuantizationSpec((first, node))
+            annotate(node, {first: INT8, second: shared}, shared)
+        elif node.target is aten.sigmoid.default:
+            fixed = qompose.FixedQParamsQuantizationSpec(torch.uint8, 1 / 256, 0)
+            annotate(node, {node.args[0]: INT8}, fixed)
+
+    def test_all_kinds_of_specifications(self) -> None:
+        program = export(seeded(self.Net()), randn(4, 6))
+        ours, theirs = (
+            run(program, Annotator(self.all_kinds), (randn(4, 6),))
+            for run in (by_qompose, by_torchao)
+        )
+        assert (theirs.quantizes, theirs.dequantizes) == (ours.quantizes, ours.dequantizes)
+        assert torch.equal(ours.outputs[0], theirs.outputs[0])
+        assert sqnr(self.Net.__call__(seeded(self.Net()), randn(4, 6)), theirs.outputs[0]) > 30
+        concatenated = next(n for n in theirs.model.graph.nodes if n.target is aten.cat.default)
+        scales = {n.args[1] for n in (*concatenated.args[0], *concatenated.users)}
+        assert len(scales) == 1
+        fixed = theirs.calls("dequantize_per_tensor")[-1].args[1:5]
+        assert fixed == (1 / 256, 0, 0, 255)
+        bias = next(n for n in theirs.calls("dequantize_per_channel") if n.args[-1] is torch.int32)
+        assert bias.args[4:6] == (-(2**31), 2**31 - 1)
+
+    def test_observers_of_torchao_in_our_specifications(self) -> None:
+        """torchao's observers take no `block_size`, and its engine passes every field that there is."""
+        spec = qompose.QuantizationSpec(
+            torch.int8, torchao_observer.MinMaxObserver, -128, 127, torch.per_tensor_affine
+        )
+
+        def linear(node: Node) -> None:
+            if node.target is aten.linear.default:
+                annotate(node, {node.args[0]: spec})
+
+        program = export(seeded(nn.Linear(6, 3)), randn(4, 6))
+        assert by_torchao(program, Annotator(linear), (randn(4, 6),)).quantizes == 1
+
+    def test_our_observers_in_specifications_of_torchao(self) -> None:
+        """The engine asks for a name to know whether an observer takes `ch_axis`."""
+        ao = torchao_quantizer
+        weight = ao.QuantizationSpec(
+            torch.int8, qompose.PerChannelMinMaxObserver.with_args(eps=2**-12), -127, 127,
+            torch.per_channel_symmetric, ch_axis=0,
+        )  # fmt: skip
+        activation = ao.QuantizationSpec(torch.uint8, qompose.MinMaxObserver, ch_axis=3)
+
+        def linear(node: Node) -> None:
+            if node.target is aten.linear.default:
+                node.meta["quantization_annotation"] = ao.QuantizationAnnotation(
+                    {node.args[0]: activation, node.args[1]: weight}
+                )
+
+        program = export(seeded(nn.Linear(6, 3)), randn(4, 6))
+        converted = by_torchao(program, Annotator(linear), (randn(4, 6),))
+        assert (converted.quantizes, converted.dequantizes) == (1, 2)
+        assert sqnr(program.module()(randn(4, 6)), converted.outputs[0]) > 30
+
+
+class TestInComposableQuantizer:
+    """Beside torchao's quantizers in torchao's own composition: who comes first, keeps what it annotated."""
+
+    MIXED: tuple[tuple[str, Callable[[], list[Any]], tuple[int, int]], ...] = (
+        ("ours, theirs", lambda: [EmbeddingQuantizer(), executorch_xnnpack()], (6, 10)),
+        ("theirs, ours", lambda: [torchao_embedding(), xnnpack()], (3, 7)),
+        ("theirs last", lambda: [xnnpack(), torchao_embedding()], (3, 7)),
+        ("both ours", lambda: [EmbeddingQuantizer(), xnnpack()], (3, 7)),
+        ("a composition", lambda: [torchao_x86(), qompose.compose("embedding", xnnpack())], (2, 6)),
+    )
+
+    @pytest.mark.parametrize(
+        ("make", "counts"), [row[1:] for row in MIXED], ids=[row[0] for row in MIXED]
+    )
+    def test_mixed(self, make: Callable[[], list[Any]], counts: tuple[int, int]) -> None:
+        from torchao.quantization.pt2e.quantizer import ComposableQuantizer
+
+        model = by_name("embedding_mlp")
+        reference = model.export().module()(*model.inputs())
+        mixed = by_torchao(model.export(), ComposableQuantizer(make()), model.inputs())
+        assert (mixed.quantizes, mixed.dequantizes) == counts
+        assert sqnr(reference, mixed.outputs[0]) > 30
+
+    @pytest.mark.parametrize(
+        ("first", "left"), [(torchao_x86, 0), (torchao_embedding, 3)], ids=["x86", "embedding"]
+    )
+    def test_what_stands_is_left_alone(self, first: Callable[[], Any], left: int) -> None:
+        """All that both want goes to the first; what only ours wants is still ours."""
+        program = by_name("embedding_mlp").export().module()
+        first().annotate(program)
+        before = {
+            node.name: (id(note), dict(note.input_qspec_map), note.output_qspec, note._annotated)
+            for node in program.graph.nodes
+            if (note := node.meta.get("quantization_annotation"))
+        }
+        xnnpack().annotate(program)
+        notes = {n.name: n.meta.get("quantization_annotation") for n in program.graph.nodes}
+        for name, (identity, inputs, output, annotated) in before.items():
+            note = notes[name]
+            assert (id(note), note.input_qspec_map) == (identity, inputs)
+            assert (note.output_qspec, note._annotated) == (output, annotated)
+        ours = [n for n, note in notes.items() if note is not None and n not in before]
+        assert len(ours) == left
+
+
+class TestKinship:
+    """Which classes count as torchao's, and when."""
+
+    SPECS = (
+        qompose.QuantizationSpec(torch.int8, qompose.MinMaxObserver),
+        qompose.FixedQParamsQuantizationSpec(torch.int8, 1.0, 0),
+        qompose.SharedQuantizationSpec(None),  # type: ignore[arg-type]
+        qompose.DerivedQuantizationSpec([], lambda _: None, torch.int8),  # type: ignore[arg-type, return-value]
+    )
+
+    @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: type(spec).__name__)
+    def test_each_specification_is_one_of_theirs_and_no_other(self, spec: Any) -> None:
+        names = [type(each).__name__ for each in self.SPECS]
+        assert [n for n in names if isinstance(spec, getattr(torchao_quantizer, n))] == [
+            type(spec).__name__
+        ]
+        assert isinstance(spec, torchao_quantizer.QuantizationSpecBase)
+
+    def test_theirs_are_none_of_ours(self) -> None:
+        theirs = torchao_quantizer.QuantizationSpec(torch.int8, torchao_observer.MinMaxObserver)
+        assert not isinstance(theirs, qompose.QuantizationSpec)
+        assert not isinstance(torchao_x86(), qompose.Quantizer)
+        assert not isinstance(torchao_observer.MinMaxObserver(), qompose.MinMaxObserver)
+
+    @pytest.mark.parametrize("make", [xnnpack, lambda: qompose.compose(xnnpack())])
+    def test_quantizers(self, make: Callable[[], Any]) -> None:
+        assert isinstance(make(), torchao_quantizer.Quantizer)
+
+
+def test_executorch_recipes() -> None:
+    """They keep quantizers of torchao apart from all others, and refuse both together."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of its imports and its stages
+        import executorch.kernels.quantized  # noqa: F401
+        from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+        from executorch.exir import ExecutorchBackendConfig
+        from executorch.export import ExportRecipe, LoweringRecipe, QuantizationRecipe
+        from executorch.export import export as session_of
+
+        model = by_name("embedding_mlp")
+        recipe = ExportRecipe(
+            quantization_recipe=QuantizationRecipe(quantizers=[torchao_embedding(), xnnpack()]),
+            lowering_recipe=LoweringRecipe(partitioners=[XnnpackPartitioner()]),
+            executorch_backend_config=ExecutorchBackendConfig(do_quant_fusion_and_const_prop=True),
+        )
+        session = session_of(model.build(), [model.inputs()], export_recipe=recipe)
+        result = session.run_method("forward", model.inputs())[0]
+    lowered = session.get_executorch_program_manager().exported_program()
+    calls = [str(node.target) for node in lowered.graph.nodes]
+    assert calls.count("executorch_call_delegate") > 0
+    assert sqnr(model.build()(*model.inputs()), result) > 30
+
+
+def fresh(code: str) -> str:
+    """Run code in a process of its own, with warnings as they come, and return what it printed."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+FLOW = """
+import copy, torch
+model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.ReLU()).eval()
+x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+def run(quantizer):
+    from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
+    prepared = prepare_pt2e(torch.export.export(model, (x,)).module(), quantizer)
+    prepared(x)
+    converted = convert_pt2e(prepared)
+    return converted.code, converted(x)
+"""
+
+
+def test_torchao_is_not_imported_and_may_come_later() -> None:
+    code = f"""{FLOW}
+import sys
+from qompose_xnnpack import XNNPACKQuantizer, get_symmetric_quantization_config
+quantizer = XNNPACKQuantizer().set_global(get_symmetric_quantization_config(True, balance=False))
+assert not [name for name in sys.modules if name.startswith(("torchao", "executorch"))]
+code, result = run(quantizer)
+print(code.count("torch.ops.quantized_decomposed.quantize_per_tensor"))
+"""
+    assert fresh(code) == "2"
+
+
+def test_torchaos_own_quantizers_do_as_before() -> None:
+    code = f"""{FLOW}
+import sys
+from torchao.quantization.pt2e.quantizer import x86_inductor_quantizer as x86
+def theirs():
+    return x86.X86InductorQuantizer().set_global(x86.get_default_x86_inductor_quantization_config())
+before = run(theirs())
+assert "qompose" not in sys.modules
+import qompose
+from qompose_xnnpack import XNNPACKQuantizer
+from torchao.quantization.pt2e.quantizer import Quantizer
+assert isinstance(XNNPACKQuantizer(), Quantizer)
+after = run(theirs())
+assert before[0] == after[0] and "quantize_per_tensor" in after[0]
+assert torch.equal(before[1], after[1])
+print("same")
+"""
+    assert fresh(code) == "same"
