@@ -9,18 +9,19 @@ the tensor, a dequantize operator to the one that reads it.
 from __future__ import annotations
 
 import operator
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from qompose import decomposed
 from qompose.balancing import INPUT, OUTPUT
 from qompose.counting import CAST_TAG
+from qompose.delegation import Delegate, check_graph, evaluated, is_quantize_affine
 from qompose.estimation import Estimation
 from qompose.graph import (
     CUSTOM_KEY,
@@ -36,7 +37,8 @@ from qompose.graph import (
     value_of,
 )
 from qompose.nested import nodes_in
-from qompose.numerics import DEFAULT_EPS, along, quantized_range
+from qompose.numerics import DEFAULT_EPS, along
+from qompose.observing import integer_bounds
 from qompose.plan import Plan
 from qompose.schemes import (
     OperatorPair,
@@ -67,39 +69,36 @@ def convert_observers(
 ) -> Conversion:
     """Replace all observers of a prepared model, in place; until nothing can fail, leave it alone.
 
+    What other packages' observers do that convert themselves can fail in the middle.
+
     A claim whose tensor held mask values (infinities, or values near the dtype's largest) is dropped:
     its region stays in float.
 
     Raises:
         UncalibratedError: an observer saw nothing, and `allow_uncalibrated` is False.
         CalibrationError: a tensor's statistics give no usable scale.
+        MemberError: an observer raised an error, or left a program that cannot run.
     """
     estimation = Estimation(model, plan)
     estimation.run(allow_uncalibrated=allow_uncalibrated)
     biases = [name for group in plan.groups if group.balance for name in group.balance.biases]
-    estimation.store_constants(biases)
+    estimation.factoring.store_constants(biases)
     converter = _Converter(model, plan, estimation, fold_quantize=fold_quantize)
     findings = estimation.findings()
     converter.replace_all()
+    findings += converter.delegated
     findings += converter.kept_in_float() if fold_quantize else []
-    return Conversion(estimation.dropped, estimation.balanced(), findings)
+    return Conversion(estimation.dropped, estimation.factoring.described(), findings)
 
 
 def fold_quantized_constants(model: GraphModule) -> None:
     """Evaluate the quantize operators of parameters, in place; `fold_quantize=False` leaves them."""
     for node in list(nodes_in(model)):
-        value = node.args[0] if decomposed.is_quantize(node) else None
-        constant = constant_of(value) if isinstance(value, Node) else None
-        rest = [constant_of(a) if isinstance(a, Node) else a for a in node.args[1:]]
-        if constant is None or any(argument is None for argument in rest):
-            continue
-        assert isinstance(value, Node)
-        with torch.no_grad():
-            integers = node.target(constant, *rest)  # type: ignore[operator]
-        with node.graph.inserting_before(node):
-            read = _buffer(f"{value.target}_q", integers, node)
-        node.replace_all_uses_with(read)
-        node.graph.erase_node(node)
+        if decomposed.is_quantize(node) and (integers := evaluated(node)) is not None:
+            with node.graph.inserting_before(node):
+                read = _buffer(f"{node.all_input_nodes[0].target}_q", integers, node)
+            node.replace_all_uses_with(read)
+            node.graph.erase_node(node)
 
 
 _to = torch.ops.aten.to.dtype
@@ -120,33 +119,74 @@ class _Converter:
             (id(owner_of(n)), n.target) for n in nodes_in(model) if n.op == "get_attr"
         )
         self.quantized: dict[str, str] = {}  # parameters that have integers now -> one reader
+        self.delegated: list[str] = []  # what observers did that converted themselves
 
     def replace_all(self) -> None:
         """Replace every observer node."""
+        kinds: dict[Graph, list[str]] = defaultdict(list)
         for node, number in self.estimation.sites:
+            if node._erased:  # an observer that converts itself removed what nothing reads
+                continue
             value = node.args[0]
             assert isinstance(value, Node)
-            spec: Any = self.plan.groups[number].spec
             for user in list(node.users):
                 if not self.estimation.reads_quantized(node, user, number):
                     user.replace_input_with(node, value)
-            if node.users and spec.dtype.is_floating_point:
-                self._cast(node, value, spec.dtype)
-            elif node.users and getattr(spec, "is_dynamic", False):
-                self._dynamic(node, value, number, spec)
-            elif node.users:
-                self._static(node, value, number)
-            node.graph.erase_node(node)
+            if node.users and self.estimation.converts_itself(number):
+                kinds[node.graph].append(type(self.estimation.observer(number)).__name__)
+                self._delegate(node, number)
+            else:
+                self._replace(node, value, number)
+                node.graph.erase_node(node)
+            self._release(value)
+        for graph, names in kinds.items():
+            check_graph(graph, names)
+
+    def _replace(self, node: Node, value: Node, number: int) -> None:
+        spec: Any = self.plan.groups[number].spec
+        if node.users and spec.dtype.is_floating_point:
+            self._cast(node, value, spec.dtype)
+        elif node.users and getattr(spec, "is_dynamic", False):
+            self._dynamic(node, value, number, spec)
+        elif node.users:
+            self._static(node, value, number)
+
+    def _delegate(self, node: Node, number: int) -> None:
+        """Leave a node to its observer."""
+        delegate = Delegate(node, self.estimation.describe(number))
+        isolated = delegate.isolate()
+        value, reader = delegate.value, _first_user(node).name
+        self.readers[id(owner_of(value)), value.target] += isolated
+        made = delegate.convert()
+        if value.op == "get_attr" and delegate.followed:
+            self.quantized[str(value.target)] = reader
+        for new in made:
+            if self.fold_quantize and is_quantize_affine(new):
+                self._fold(new, value, number)
+        self.delegated += delegate.findings
+        if isolated:
             self._release(value)
 
+    def _fold(self, node: Node, value: Node, number: int) -> None:
+        """Store what a node makes of a parameter; a parameter read in several places is stored once."""
+        constant, integers = constant_of(value), evaluated(node)
+        if constant is None or integers is None:
+            return
+        integers = self.integers.setdefault((layout_of(constant), number, "delegated"), integers)
+        with node.graph.inserting_before(node):
+            read = self._buffer(f"{value.target}_q", integers, _first_user(node))
+        node.replace_all_uses_with(read)
+        node.graph.erase_node(node)
+
     def _static(self, node: Node, value: Node, number: int) -> None:
-        balance, factors = self.plan.groups[number].balance, self.estimation.factors.get(number)
+        factoring = self.estimation.factoring
+        balance, factors = self.plan.groups[number].balance, factoring.factors.get(number)
         q, constant = self.estimation.qparams[number], constant_of(value)
         pair = self._pair(node, value, q)
         if constant is not None and self.fold_quantize:
             quantized = self._folded(node, value, constant, number)
         elif constant is not None:
-            self.estimation.store_constants([value.name])
+            factoring.store_constants([value.name])
             quantized = self._quantized(node, value, pair)
         else:
             if factors is not None and balance is not None and balance.side == INPUT:
@@ -200,7 +240,9 @@ class _Converter:
         if key not in self.integers:
             with torch.no_grad():
                 self.integers[key] = integers_of(
-                    constant, self.estimation.qparams[number], self.estimation.absorbed(value.name)
+                    constant,
+                    self.estimation.qparams[number],
+                    self.estimation.factoring.absorbed(value.name),
                 )
         reader = _first_user(node)
         self.quantized[str(value.target)] = reader.name
@@ -212,7 +254,8 @@ class _Converter:
         if value.op != "get_attr" or value.users:
             return
         owner, target = owner_of(value), str(value.target)
-        value.graph.erase_node(value)
+        if not value._erased:
+            value.graph.erase_node(value)
         self.readers[id(owner), target] -= 1
         if not self.readers[id(owner), target]:
             drop_attribute(owner, target)
@@ -236,8 +279,9 @@ class _Converter:
             return _call(torch.ops.aten.mul.Tensor, (value, factors), before, example)
 
     def _dynamic(self, node: Node, value: Node, number: int, spec: Any) -> None:
-        low, high = quantized_range(spec.dtype, spec.quant_min, spec.quant_max)
-        eps = float(getattr(self.estimation.observer(number), "eps", DEFAULT_EPS))
+        observer = self.estimation.observer(number)
+        low, high = integer_bounds(spec, observer)
+        eps = float(getattr(observer, "eps", DEFAULT_EPS))
         choose, arguments = choosing_operator(spec, low, high, eps)
         example, reader = choose(value_of(value), *arguments), _first_user(node)
         with node.graph.inserting_before(node):

@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from statistics import median
 from typing import Any
 
@@ -12,66 +11,60 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from qompose.balancing import (
-    OUTPUT,
-    Balance,
-    Factors,
-    FakeQuantize,
-    Scheme,
-    balance_input,
-    balance_output,
-)
 from qompose.bounds import Bounds
 from qompose.claims import Point
-from qompose.errors import CalibrationError, UncalibratedError, blaming
-from qompose.graph import constant_of, get_attribute, module_path, owner_of, set_attribute, value_of
+from qompose.delegation import can_stand
+from qompose.errors import CalibrationError, ConfigError, StageError, UncalibratedError, blaming
+from qompose.factories import converts_itself
+from qompose.factoring import Factoring
+from qompose.graph import constant_of, get_attribute, module_path, owner_of, tag_of, value_of
 from qompose.nested import bodies_of, body_labels, is_nested_call, nodes_in
-from qompose.numerics import (
-    DEFAULT_EPS,
-    along,
-    choose_qparams,
-    fake_quantize,
-    quantized_range,
-)
+from qompose.numerics import FLOAT_ZERO_POINT
 from qompose.observing import (
-    OBSERVER_PREFIX,
-    BalancedObserver,
-    ScreenedObserver,
+    GROUP_TAG,
+    channel_axis,
+    check_observer,
+    eps_of,
+    has_data,
+    integer_bounds,
     least_scale,
-    make_observer,
+    screen_of,
+    unbalanced,
+    was_fed,
 )
 from qompose.plan import Group, Plan
 from qompose.running import RAN_KEY, RUNNERS
-from qompose.schemes import Absorbed, QParams, axis_of, in_rows
-from qompose.screening import Screen
+from qompose.schemes import QParams
 from qompose.soundness import suspicious, unusable
+from qompose.specs import QuantizationSpec
+from qompose.subjects import subject_of
 
 
 class Estimation:
-    """Reads the observers of a prepared model, and leaves it as it is until `store_constants`.
+    """Reads the observers of a prepared model, and leaves it as it is.
 
     Attributes:
         dropped: claims that cannot be followed, with the reason.
-        factors: by group, what its channels are divided by before they are quantized.
-        qparams: by group that lives and is not dynamic.
+        factoring: which channels get factors, and which parameters take them up.
+        qparams: by group that lives, is not dynamic and is not left to its observer to convert.
         sites: the observer nodes, each with the number of its group.
+
+    Raises:
+        StageError: observers that prepare inserted are not in the model any more.
     """
 
     def __init__(self, model: GraphModule, plan: Plan) -> None:
         self.model, self.plan = model, plan
         self.dropped: dict[int, str] = {}
-        self.factors: dict[int, Factors] = {}
         self.qparams: dict[int, QParams] = {}
         self.sites: list[tuple[Node, int]] = [
-            (node, int(str(node.target).removeprefix(OBSERVER_PREFIX)))
+            (node, number)
             for node in nodes_in(model)
-            if node.op == "call_module" and str(node.target).startswith(OBSERVER_PREFIX)
+            if (number := tag_of(node, GROUP_TAG)) is not None
         ]
         self._observers: dict[int, Any] = {
             number: get_attribute(owner_of(node), str(node.target)) for node, number in self.sites
         }
-        self._balanced_weights: dict[int, str] = {}  # by group
-        self._absorbed: dict[str, list[tuple[Tensor, int]]] = defaultdict(list)
         self._observed = {node: _observed(node) for node, _ in self.sites}
         self._claim_of = {
             spec.point: number for number, claim in enumerate(plan.claims) for spec in claim.specs
@@ -79,8 +72,19 @@ class Estimation:
         self._group_of = {
             point: number for number, group in enumerate(plan.groups) for point in group.points
         }
-        self._group_of_value = {node.args[0]: number for node, number in reversed(self.sites)}
         self._nodes = {node.name: node for node in nodes_in(model)}
+        self._labels = body_labels(model)
+        group_of_value = {node.args[0]: number for node, number in reversed(self.sites)}
+        self.factoring = Factoring(plan, self._nodes, self._observers, group_of_value)
+        self._check_complete()
+
+    def _check_complete(self) -> None:
+        gone = [n for n in range(len(self.plan.groups)) if n not in self._observers]
+        if gone:
+            raise StageError(
+                f"the prepared model has lost observers: {', '.join(map(self.describe, gone))}. Convert the "
+                "module that prepare_pt2e returned, or a deep copy of it, not one that was traced again."
+            )
 
     def run(self, *, allow_uncalibrated: bool) -> None:
         """Fill the attributes.
@@ -92,6 +96,7 @@ class Estimation:
         self._observe_constants()
         self._drop_masked()
         self._check_calibrated(allow_uncalibrated)
+        self._drop_what_cannot_stand()
         self._estimate()
         while self._drop_out_of_bounds():  # others may have been balanced with what is dropped now
             self._estimate()
@@ -99,24 +104,29 @@ class Estimation:
     def _estimate(self) -> None:
         """Balance and compute parameters, of what is not dropped."""
         self._drop_underived()
-        for computed in (self.factors, self.qparams, self._balanced_weights, self._absorbed):
-            computed.clear()
+        self.qparams.clear()
+        groups = range(len(self.plan.groups))
+        self.factoring.decide(filter(self.alive, groups), self.dropped)
         for number, group in enumerate(self.plan.groups):
-            if group.balance is not None and self.alive(number):
-                self._balance(number, group.balance)
-        for number, group in enumerate(self.plan.groups):
-            if self._needs_data(number):
+            if self._needs_data(number) and not self.converts_itself(number):
                 self.qparams[number] = self._calculate(number, group)
 
     def alive(self, number: int) -> bool:
         """Tell whether any claim still wants a group."""
         return any(claim not in self.dropped for claim in self.plan.groups[number].claims)
 
+    def converts_itself(self, number: int) -> bool:
+        """Tell whether a group's observer replaces its own nodes."""
+        return converts_itself(self.observer(number))
+
     def _needs_data(self, number: int) -> bool:
-        """Tell whether a group's parameters come from data: not if it is dynamic, or only a cast."""
+        """Tell whether an observer must have seen data: not if a group is dynamic, or only a cast.
+
+        One that converts itself may take at least the size of its blocks from data.
+        """
         spec: Any = self.plan.groups[number].spec
-        cast = spec.dtype.is_floating_point
-        return self.alive(number) and not cast and not getattr(spec, "is_dynamic", False)
+        without = spec.dtype.is_floating_point or getattr(spec, "is_dynamic", False)
+        return self.alive(number) and (not without or self.converts_itself(number))
 
     def reads_quantized(self, node: Node, user: Node, number: int) -> bool:
         """Tell whether a reader of an observer node wants integers: not if its claim was dropped."""
@@ -132,34 +142,32 @@ class Estimation:
 
     def describe(self, number: int) -> str:
         """Name a group's first tensor with its module and who wants it, for messages."""
-        observer = self.observer(number)
-        observer = getattr(observer, "tensor_observer", observer)
-        return str(observer.subject)
+        return subject_of(self.plan.groups[number], self.plan.claims, self._nodes, self._labels)
 
     def _observe_constants(self) -> None:
         """Let observers of parameters see them: those need no calibration data."""
+        fed = {number for number, observer in self._observers.items() if was_fed(observer)}
+        idle = set(_never_run(self.model))
         with torch.no_grad():
             for node, number in self.sites:
                 value = node.args[0]
                 constant = constant_of(value) if isinstance(value, Node) else None
-                if constant is not None:
-                    self.observer(number)(constant)
+                if constant is not None and (number not in fed or node.graph in idle):
+                    with blaming(f"the observer of {self.describe(number)}"):
+                        self.observer(number)(constant)
 
     def _drop_masked(self) -> None:
         for number, group in enumerate(self.plan.groups):
-            screen = self._screen(number)
+            screen = screen_of(self.observer(number))
             if screen is not None and screen.mask:
                 reason = f"{group.points[0]} holds {screen.mask}"
                 self.dropped.update(dict.fromkeys(group.claims, reason))
-
-    def _screen(self, number: int) -> Screen | None:
-        return getattr(self.observer(number), "screen", None)
 
     def _check_calibrated(self, allow_uncalibrated: bool) -> None:
         missing = [
             number
             for number in range(len(self.plan.groups))
-            if self._needs_data(number) and not _has_data(self.observer(number))
+            if self._needs_data(number) and not has_data(self.observer(number))
         ]
         idle = self._idle_points(missing)
         if (missing or idle) and not allow_uncalibrated:
@@ -174,7 +182,7 @@ class Estimation:
 
     def _idle_points(self, missing: list[int]) -> dict[Point, str]:
         """Name the tensors in bodies that never ran, whose groups have data from elsewhere only."""
-        graphs, labels = set(_never_run(self.model)), body_labels(self.model)
+        graphs, labels = set(_never_run(self.model)), self._labels
         return {
             point: f"{point} in {module_path(anchor) or 'the program'} in {labels[anchor.graph]} "
             f"({claim.owner}, rule {claim.rule})"
@@ -185,6 +193,19 @@ class Estimation:
             and (number := self._group_of[point]) not in missing
             and self._needs_data(number)
         }
+
+    def _drop_what_cannot_stand(self) -> None:
+        """Drop the claims in bodies whose observers would put what cannot be run there."""
+        for node, number in self.sites:
+            if node.graph is self.model.graph or not node.users or not self.alive(number):
+                continue
+            if self.converts_itself(number) and not can_stand(node, self.describe(number)):
+                kind = type(self.observer(number)).__name__
+                reason = (
+                    f"{kind} makes a module of {self._observed[node]}, which {self._labels[node.graph]} "
+                    "cannot hold"
+                )
+                self.dropped.update(dict.fromkeys(self.plan.groups[number].claims, reason))
 
     def _drop_underived(self) -> None:
         """Drop the claims whose parameters would be derived from tensors that stay in float."""
@@ -216,130 +237,49 @@ class Estimation:
 
     def _calculate(self, number: int, group: Group) -> QParams:
         spec: Any = group.spec
-        low, high = quantized_range(spec.dtype, spec.quant_min, spec.quant_max)
-        if number in self.factors:
-            scale, zero_point = self.factors[number].scale, self.factors[number].zero_point
-        elif number in self._balanced_weights:
-            scale, zero_point = self._rows_qparams(number)
+        observer, factors = self.observer(number), self.factoring.factors.get(number)
+        low, high = self._bounds(number, spec)
+        axis = channel_axis(spec, observer)
+        if factors is not None:
+            scale, zero_point = factors.scale, factors.zero_point
+        elif (rows := self.factoring.rows_qparams(number)) is not None:
+            scale, zero_point = rows
         else:
             with blaming(f"calculate_qparams of the observer of {self.describe(number)}"):
-                scale, zero_point = map(torch.as_tensor, self.observer(number).calculate_qparams())
-        scale, zero_point = scale.detach(), zero_point.detach()
+                scale, zero_point = map(torch.as_tensor, observer.calculate_qparams())
+        scale, zero_point = scale.detach(), self._integral(number, zero_point.detach())
         blocks = getattr(spec, "block_size", None) is not None
-        q = QParams(scale, zero_point, low, high, spec.dtype, axis_of(spec), blocks)
+        if axis is not None:
+            scale, zero_point = scale.reshape(-1), zero_point.reshape(-1)
+        q = QParams(scale, zero_point, low, high, spec.dtype, axis, blocks)
         for problem in unusable(q, tuple(value_of(self._value(number)).shape)):
             raise CalibrationError(f"{self.describe(number)} {problem}; its observer gave that")
         return q
 
+    def _bounds(self, number: int, spec: Any) -> tuple[int, int]:
+        """Return a group's integers; users of other engines may have put another observer in since."""
+        observer = unbalanced(self.observer(number))
+        try:
+            if isinstance(spec, QuantizationSpec):
+                check_observer(observer, spec)
+            return integer_bounds(spec, observer)
+        except ConfigError as error:
+            raise ConfigError(f"{self.describe(number)}: {error}") from error
+
+    def _integral(self, number: int, zero_point: Tensor) -> Tensor:
+        """Return zero points as integers, except in the scheme whose zero points are none."""
+        scheme = getattr(self.plan.groups[number].spec, "qscheme", None)
+        if not zero_point.is_floating_point() or scheme in FLOAT_ZERO_POINT:
+            return zero_point
+        if not torch.equal(zero_point, zero_point.round()):  # NaN is not equal to itself
+            raise CalibrationError(
+                f"{self.describe(number)} has the zero point {zero_point.tolist()}, and {scheme} has "
+                "integers; its observer gave that"
+            )
+        return zero_point.to(torch.int64)
+
     def _value(self, number: int) -> Node:
         return self._nodes[self.plan.groups[number].points[0].source]
-
-    def _balance(self, number: int, balance: Balance) -> None:
-        """Decide on a group's factors and move them into the parameters behind or before it."""
-        group, observer = self.plan.groups[number], self.observer(number)
-        groups = [self._weight_group(name) for name in balance.weights]
-        per_channel = all(_is_per_channel(self.plan.groups[n]) for n in groups)
-        whole = not any(claim in self.dropped for claim in group.claims)
-        if not isinstance(observer, BalancedObserver) or not per_channel or not whole:
-            return  # a replaced observer; a weight that cannot take up factors; a reader left in float
-        channels = observer.channels
-        scheme = self._scheme(number)
-        weights = [self.constant(name) for name in balance.weights]
-        if balance.side == OUTPUT:
-            factors = balance_output(channels, scheme, observer.calculate_qparams())
-        elif any(weight.shape[1] != channels.low.numel() for weight in weights):
-            return  # a grouped convolution
-        else:
-            quantizers = [self._weight_quantizer(n) for n in groups]
-            products = [
-                (rows, quantize)
-                for weight, quantize in zip(weights, quantizers, strict=True)
-                for _, _, rows in in_rows(weight)
-            ]
-            factors = balance_input(channels, products, scheme, observer.calculate_qparams())
-        if factors is not None:
-            self.factors[number] = factors
-            self._absorb(balance, factors, groups)
-
-    def _scheme(self, number: int) -> Scheme:
-        spec: Any = self.plan.groups[number].spec
-        low, high = quantized_range(spec.dtype, spec.quant_min, spec.quant_max)
-        eps = getattr(self.observer(number).tensor_observer, "eps", DEFAULT_EPS)
-
-        def choose(minimum: Tensor, maximum: Tensor) -> tuple[Tensor, Tensor]:
-            return choose_qparams(
-                minimum,
-                maximum,
-                dtype=spec.dtype,
-                quant_min=spec.quant_min,
-                quant_max=spec.quant_max,
-                qscheme=spec.qscheme,
-                eps=eps,
-            )
-
-        return Scheme(low, high, choose)
-
-    def _weight_quantizer(self, number: int) -> FakeQuantize:
-        """Return what a weight of a group is going to be once it is quantized, per row."""
-        spec: Any = self.plan.groups[number].spec
-        low, high = quantized_range(spec.dtype, spec.quant_min, spec.quant_max)
-
-        def quantize(weight: Tensor) -> Tensor:
-            observer: Any = make_observer(spec)
-            observer(weight)
-            scale, zero_point = (along(v, 0, weight.dim()) for v in observer.calculate_qparams())
-            return fake_quantize(weight, scale, zero_point, low, high)
-
-        return quantize
-
-    def _absorb(self, balance: Balance, factors: Factors, weight_groups: list[int]) -> None:
-        outward = balance.side == OUTPUT
-        vector, dim = (1 / factors.values, 0) if outward else (factors.values, 1)
-        for name in balance.weights:
-            self._absorbed[name].append((vector, dim))
-        for name in filter(None, balance.biases if outward else ()):
-            self._absorbed[name].append((vector, 0))
-        self._balanced_weights.update(zip(weight_groups, balance.weights, strict=True))
-
-    def _rows_qparams(self, number: int) -> tuple[Tensor, Tensor]:
-        """Compute the parameters of a weight that took up factors: its observer saw it without them."""
-        name = self._balanced_weights[number]
-        constant = constant_of(self._nodes[name])
-        assert constant is not None
-        found = []
-        for _, _, rows in in_rows(constant, self.absorbed(name)):
-            observer: Any = make_observer(self.plan.groups[number].spec)
-            observer(rows)
-            found.append(observer.calculate_qparams())
-        scales, zero_points = zip(*found, strict=True)
-        return torch.cat(scales), torch.cat(zero_points)
-
-    def absorbed(self, name: str) -> Absorbed:
-        """Return the factors that a parameter took up; the model still holds it without them."""
-        return self._absorbed.get(name, ())
-
-    def constant(self, name: str) -> Tensor:
-        """Return a parameter with the factors that it took up.
-
-        It is computed anew each time, so that no second copy of all parameters is ever held.
-        """
-        constant = constant_of(self._nodes[name])
-        assert constant is not None
-        absorbed = self.absorbed(name)
-        if not absorbed:
-            return constant.detach()
-        return torch.cat([rows for _, _, rows in in_rows(constant, absorbed)])
-
-    def store_constants(self, names: Iterable[str]) -> None:
-        """Write parameters that took up factors into the model, in place, where they are among `names`."""
-        for name in names:
-            if name in self._absorbed:
-                node = self._nodes[name]
-                set_attribute(owner_of(node), str(node.target), self.constant(name))
-                del self._absorbed[name]
-
-    def _weight_group(self, name: str) -> int:
-        return self._group_of_value[self._nodes[name]]
 
     def findings(self) -> list[str]:
         """Describe the tensors whose statistics look wrong, though parameters can be computed of them."""
@@ -352,18 +292,10 @@ class Estimation:
         typical = median(activations.values()) if activations else 0.0
         found = []
         for number, scale in activations.items():
-            screen, eps = self._screen(number), getattr(self.observer(number), "eps", 0.0)
-            for problem in suspicious(scale, typical, screen, eps):
+            observer = self.observer(number)
+            for problem in suspicious(scale, typical, screen_of(observer), eps_of(observer) or 0.0):
                 found.append(f"{self.describe(number)} {problem}")
         return found
-
-    def balanced(self) -> list[str]:
-        """Describe the tensors whose channels got factors."""
-        return [
-            f"channels of {self.plan.groups[number].points[0]} were balanced: "
-            f"squared error on calibration data {factors.gain:.1f} times smaller"
-            for number, factors in self.factors.items()
-        ]
 
 
 def _never_run(part: GraphModule, ran: bool = True) -> Iterator[Graph]:
@@ -376,23 +308,9 @@ def _never_run(part: GraphModule, ran: bool = True) -> Iterator[Graph]:
             yield from _never_run(body, ran and (RAN_KEY in body.meta or not noted))
 
 
-def _has_data(observer: Any) -> bool:
-    """Tell whether an observer saw anything; those of torch keep empty or infinite bounds until then."""
-    if isinstance(observer, ScreenedObserver):
-        observer = observer.observer
-    bound = getattr(observer, "min_val", None)
-    if hasattr(observer, "calibrated") or not isinstance(bound, Tensor):
-        return bool(getattr(observer, "calibrated", True))
-    return bound.numel() > 0 and bool(torch.isfinite(bound).all())
-
-
-def _is_per_channel(group: Group) -> bool:
-    return axis_of(group.spec) == 0
-
-
 def _observed(node: Node) -> str:
     """Return the name of the value that an observer node sees, behind other observers."""
-    while node.op == "call_module":
+    while tag_of(node, GROUP_TAG) is not None:
         source = node.args[0]
         assert isinstance(source, Node)
         node = source

@@ -11,8 +11,16 @@ from torch import Tensor, nn
 
 from qompose.balancing import Channels
 from qompose.errors import ConfigError, blaming
+from qompose.factories import Rebinding, class_of, converts_itself, made_by, takes_axis
+from qompose.guarding import guard_of
 from qompose.numerics import DEFAULT_EPS, PER_CHANNEL, SYMMETRIC, quantized_range
-from qompose.observers import FixedQParamsObserver, PerChannelMinMaxObserver, PlaceholderObserver
+from qompose.observers import (
+    FixedQParamsObserver,
+    Observer,
+    PerChannelMinMaxObserver,
+    PlaceholderObserver,
+)
+from qompose.schemes import axis_of
 from qompose.screening import Screen
 from qompose.specs import (
     DerivedQuantizationSpec,
@@ -23,17 +31,22 @@ from qompose.specs import (
 )
 
 OBSERVER_PREFIX = "activation_post_process_"
+GROUP_TAG = "group"
+"""Fact of the nodes that call observers: the number of the group."""
 SAMPLE_ROWS, SAMPLE_ROWS_PER_BATCH, SAMPLE_VALUES = 1024, 128, 2**18
 
 
-def make_observer(spec: QuantizationSpecBase) -> nn.Module:
+def make_observer(spec: QuantizationSpecBase, rebind: Rebinding | None = None) -> nn.Module:
     """Make the observer or fake-quantizer of a specification.
 
-    The specification's fields, None included, take the place of the factory's own arguments; that is
-    the convention of this field.
+    The specification's fields, None included, take the place of the factory's own arguments, and classes
+    of other engines get `ch_axis` by their name; those are the conventions of this field.
+
+    Args:
+        rebind: replaces what a foreign factory holds of another graph; None leaves it as it is.
 
     Raises:
-        ConfigError: the factory does not take them, or what it makes has another granularity.
+        ConfigError: the factory does not take them, or what it makes is no observer of the specification.
     """
     if isinstance(spec, FixedQParamsQuantizationSpec):
         arguments = {k: v for k, v in spec.__dict__.items() if v is not None}
@@ -41,19 +54,55 @@ def make_observer(spec: QuantizationSpecBase) -> nn.Module:
     if isinstance(spec, DerivedQuantizationSpec):
         return DerivedObserver(spec)
     assert isinstance(spec, QuantizationSpec)
-    arguments = {k: v for k, v in spec.__dict__.items() if k != "observer_or_fake_quant_ctr"}
-    if spec.qscheme not in PER_CHANNEL or spec.block_size is not None:
+    factory: Any = spec.observer_or_fake_quant_ctr
+    try:
+        factory = factory if rebind is None else rebind(factory)
+        observer = made_by(factory, _arguments(spec))
+    except TypeError as error:
+        raise ConfigError(f"no observer can be made for {describe_spec(spec)}: {error}") from error
+    check_observer(observer, spec)
+    return observer  # type: ignore[no-any-return]
+
+
+def _arguments(spec: QuantizationSpec) -> dict[str, Any]:
+    """Return what the factory of a specification is called with."""
+    factory = spec.observer_or_fake_quant_ctr
+    arguments = {k: v for k, v in vars(spec).items() if k != "observer_or_fake_quant_ctr"}
+    kind = class_of(factory)
+    if isinstance(kind, type) and issubclass(kind, Observer):
+        channels = spec.qscheme in PER_CHANNEL and spec.block_size is None
+    else:
+        channels = takes_axis(factory)
+    if not channels:
         del arguments["ch_axis"]
     if spec.block_size is None or spec.is_dynamic:
         del arguments["block_size"]
-    try:
-        observer = spec.observer_or_fake_quant_ctr(**arguments)
-    except TypeError as error:
-        raise ConfigError(f"no observer can be made for {describe_spec(spec)}: {error}") from error
-    per_channel = getattr(observer, "per_channel", None)
-    if per_channel and spec.qscheme not in PER_CHANNEL:
-        raise ConfigError(f"{type(observer).__name__} does not estimate {describe_spec(spec)}")
-    return observer
+    return arguments
+
+
+def check_observer(observer: Any, spec: QuantizationSpec) -> None:
+    """Check that something is an observer of what a specification says.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    kind = type(observer).__name__
+    if not isinstance(observer, nn.Module):
+        raise ConfigError(f"its observer is {observer!r}, which is no torch.nn.Module")
+    if converts_itself(observer):
+        return
+    if not callable(getattr(observer, "calculate_qparams", None)):
+        raise ConfigError(f"its observer is a {kind}, which has no calculate_qparams")
+    if isinstance(observer, Observer):
+        if observer.per_channel and spec.qscheme not in PER_CHANNEL:
+            raise ConfigError(f"{kind} does not estimate {describe_spec(spec)}")
+        return
+    dtype = getattr(observer, "dtype", spec.dtype)
+    if _UNDERLYING.get(dtype, dtype) != spec.dtype:
+        raise ConfigError(f"its observer is a {kind} of {dtype}, and it is {describe_spec(spec)}")
+
+
+_UNDERLYING = {torch.qint8: torch.int8, torch.quint8: torch.uint8, torch.qint32: torch.int32}
 
 
 class BalancedObserver(nn.Module):
@@ -107,7 +156,7 @@ class BalancedObserver(nn.Module):
     @property
     def screen(self) -> Screen | None:
         """Return what was seen of mask values."""
-        return getattr(self.tensor_observer, "screen", None)
+        return screen_of(self.tensor_observer)
 
 
 class DerivedObserver(PlaceholderObserver):
@@ -134,7 +183,7 @@ class DerivedObserver(PlaceholderObserver):
             ConfigError: it returns no parameters that the specification allows.
         """
         with blaming(f"derive_qparams_fn of {self.subject}"):
-            derived: Any = self.derive_qparams_fn([unscreened(s) for s in self._sources])
+            derived: Any = self.derive_qparams_fn([unbalanced(s) for s in self._sources])
         try:
             scale, zero_point = (torch.as_tensor(value) for value in derived)
         except (TypeError, ValueError) as error:
@@ -164,44 +213,69 @@ class DerivedObserver(PlaceholderObserver):
         return f"derive_qparams_fn returned {derived!r} for {self.subject}"
 
 
-class ScreenedObserver(nn.Module):
-    """An observer of another engine, to which no mask value comes, and no NaN.
-
-    Args:
-        subject: which tensor is observed, for messages.
-    """
-
-    def __init__(self, observer: nn.Module, subject: str) -> None:
-        super().__init__()
-        self.observer, self.subject = observer, subject
-        self.screen = Screen()
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Observe `x`, and return what the observer makes of it: as a rule `x` itself."""
-        if not x.numel():
-            return x
-        screened = self.screen.clean(x.detach(), self.subject)
-        if self.screen.masked:  # the claim will be dropped: the model goes on with its own values
-            self.observer(screened)
-            return x
-        result: Tensor = self.observer(x)
-        return result
-
-    def calculate_qparams(self) -> Any:
-        """Return scale and zero point, as the observer gives them."""
-        return self.observer.calculate_qparams()  # type: ignore[operator]
-
-    @property
-    def eps(self) -> float:
-        """Return the observer's least scale, 0 where it has none."""
-        return float(getattr(self.observer, "eps", 0.0))
-
-
-def unscreened(observer: nn.Module) -> nn.Module:
+def unbalanced(observer: nn.Module) -> nn.Module:
     """Return the observer that users and other engines know."""
-    if isinstance(observer, BalancedObserver):
-        return observer.tensor_observer
-    return observer.observer if isinstance(observer, ScreenedObserver) else observer
+    return observer.tensor_observer if isinstance(observer, BalancedObserver) else observer
+
+
+def screen_of(observer: nn.Module) -> Screen | None:
+    """Return what an observer saw of mask values, None where nobody looked."""
+    guard = guard_of(observer)
+    return guard.screen if guard is not None else getattr(observer, "screen", None)
+
+
+def was_fed(observer: nn.Module) -> bool:
+    """Tell whether calibration has shown an observer of another engine its parameters too.
+
+    A second look could change what it estimates. One of qompose's own knows that it is a second look.
+    """
+    guard = guard_of(observer)
+    return guard is not None and guard.screen.values > 0
+
+
+def has_data(observer: Any) -> bool:
+    """Tell whether an observer saw anything, as far as it says so.
+
+    Those of other packages keep bounds that are empty or infinite until then, or do not know the size of
+    their blocks.
+    """
+    observer = getattr(observer, "activation_post_process", observer)  # of a fake-quantizer
+    if hasattr(observer, "calibrated"):
+        return bool(observer.calibrated)
+    if getattr(observer, "block_size", observer) is None:
+        return False
+    bound = getattr(observer, "min_val", None)
+    if not isinstance(bound, Tensor):
+        return True
+    return bound.numel() > 0 and bool(torch.isfinite(bound).all())
+
+
+def integer_bounds(spec: Any, observer: nn.Module) -> tuple[int, int]:
+    """Return the least and the largest integer of a tensor.
+
+    Observers of other engines fill in what a specification leaves open, and may take fewer steps.
+
+    Raises:
+        ConfigError: they are no range of the specification's type.
+    """
+    observer, low, high = unbalanced(observer), spec.quant_min, spec.quant_max
+    if not isinstance(observer, Observer):
+        least, most = getattr(observer, "quant_min", None), getattr(observer, "quant_max", None)
+        low, high = low if least is None else int(least), high if most is None else int(most)
+    return quantized_range(spec.dtype, low, high)
+
+
+def channel_axis(spec: Any, observer: nn.Module) -> int | None:
+    """Return the dimension along which a tensor has a scale for each channel, None where it has not.
+
+    Observers of other engines have the last word: they may not have been given the specification's.
+    """
+    observer = unbalanced(observer)
+    scheme = None if isinstance(observer, Observer) else getattr(observer, "qscheme", None)
+    if scheme is None:
+        return axis_of(spec)
+    axis = getattr(observer, "ch_axis", spec.ch_axis)
+    return int(axis) if scheme in PER_CHANNEL else None
 
 
 _PER_TOKEN_EPS = 1e-5 / 127
@@ -217,7 +291,12 @@ def least_scale(spec: Any, observer: Any) -> float | None:
     """
     if spec.is_dynamic and getattr(spec, "block_size", None) is not None:
         return _PER_TOKEN_EPS if spec.qscheme in SYMMETRIC else DEFAULT_EPS
-    observer = unscreened(observer)
+    return eps_of(observer)
+
+
+def eps_of(observer: Any) -> float | None:
+    """Return an observer's least scale, None where it does not say."""
+    observer = unbalanced(observer)
     inner = getattr(observer, "activation_post_process", observer)  # of a fake-quantizer
     eps = getattr(inner, "eps", None)
     return None if eps is None else float(eps)
@@ -229,7 +308,7 @@ def fixed_parameters(observer: object) -> tuple[Any, Any] | None:
     Those of other engines are known by their name: they are no subclasses of one another.
     """
     if isinstance(observer, nn.Module):
-        observer = unscreened(observer)
+        observer = unbalanced(observer)
     inner = getattr(observer, "activation_post_process", observer)
     names = {kind.__name__ for kind in type(inner).__mro__}
     if FixedQParamsObserver.__name__ not in names:

@@ -6,32 +6,27 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
-from torch import nn
+from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
 from qompose.claims import Claim, Point
 from qompose.errors import ConfigError, blaming
-from qompose.graph import (
-    constant_of,
-    holds,
-    module_path,
-    owner_of,
-    set_attribute,
-    tag,
-    value_of,
-)
+from qompose.factories import Rebinding
+from qompose.graph import constant_of, holds, owner_of, tag, value_of
+from qompose.guarding import guard
 from qompose.nested import body_labels, nodes_in
 from qompose.observers import Observer
 from qompose.observing import (
+    GROUP_TAG,
     OBSERVER_PREFIX,
     BalancedObserver,
     DerivedObserver,
-    ScreenedObserver,
     fixed_parameters,
     make_observer,
 )
 from qompose.plan import Group
 from qompose.specs import EdgeOrNode
+from qompose.subjects import subject_of
 
 Callback = Callable[[GraphModule, dict[EdgeOrNode, nn.Module]], None]
 
@@ -47,26 +42,27 @@ def insert_observers(
     for number, claim in enumerate(claims):
         for name in claim.nodes:
             tag(nodes[name], claim=number)
-    observers = _observers(model, claims, groups, nodes, callback)
+    bodies = body_labels(model)
+    subjects = [subject_of(group, claims, nodes, bodies) for group in groups]
+    observers = _observers(model, groups, subjects, nodes, callback)
     values: dict[str, dict[int, list[Point]]] = defaultdict(lambda: defaultdict(list))
     for number, group in enumerate(groups):
         for point in group.points:
             values[point.source][number].append(point)
-            path = f"{OBSERVER_PREFIX}{number}"
-            if not holds(owner_of(nodes[point.source]), path):
-                set_attribute(owner_of(nodes[point.source]), path, observers[number])
+    inserter = _Inserter(nodes, observers)
     for name, wanted in values.items():
-        _observe_value(nodes[name], wanted, nodes)
+        inserter.observe_value(nodes[name], wanted)
 
 
 def _observers(
     model: GraphModule,
-    claims: Sequence[Claim],
     groups: Sequence[Group],
+    subjects: Sequence[str],
     nodes: dict[str, Node],
     callback: Callback,
 ) -> list[nn.Module]:
-    made = [_observer(group, nodes) for group in groups]
+    rebind = Rebinding(model, nodes)
+    made = [_observer(g, s, nodes, rebind) for g, s in zip(groups, subjects, strict=True)]
     places: dict[EdgeOrNode, nn.Module] = {}
     numbers: dict[EdgeOrNode, int] = {}
     for number, group in enumerate(groups):
@@ -83,22 +79,27 @@ def _observers(
         raise ConfigError(f"prepare_obs_or_fq_callback added or removed observers at {odd}")
     for place, observer in places.items():
         if observer is not original[place]:
-            _check_replacement(observer, groups[numbers[place]])
-            made[numbers[place]] = observer
-    bodies = body_labels(model)
-    observers = [
-        _with_subject(observer, _subject(group, claims, nodes, bodies))
-        for observer, group in zip(made, groups, strict=True)
-    ]
-    for observer, group in zip(observers, groups, strict=True):
+            number = numbers[place]
+            _check_replacement(observer, groups[number], subjects[number])
+            made[number] = observer
+    for observer, group, subject in zip(made, groups, subjects, strict=True):
+        _set_subject(observer, subject)
+        _place(observer, nodes[group.points[0].source])
         if isinstance(observer, DerivedObserver):
-            observer.derive_from([observers[number] for number in group.depends_on])
-    return observers
+            observer.derive_from([made[number] for number in group.depends_on])
+    return made
 
 
-def _check_replacement(observer: object, group: Group) -> None:
+def _place(observer: nn.Module, value: Node) -> None:
+    """Move the statistics of an observer of another engine to where its tensor is."""
+    example = constant_of(value) if value_of(value) is None else value_of(value)
+    if isinstance(example, Tensor) and not isinstance(observer, Observer):
+        observer.to(example.device)
+
+
+def _check_replacement(observer: object, group: Group, subject: str) -> None:
     """Check that an observer that a callback put in estimates what the group's specification says."""
-    where = f"prepare_obs_or_fq_callback replaced the observer of {group.points[0]}"
+    where = f"prepare_obs_or_fq_callback replaced the observer of {subject}"
     if not isinstance(observer, nn.Module) or not hasattr(observer, "calculate_qparams"):
         raise ConfigError(f"{where} by {observer!r}, which has no calculate_qparams")
     for name in ("dtype", "quant_min", "quant_max", "qscheme"):
@@ -107,7 +108,7 @@ def _check_replacement(observer: object, group: Group) -> None:
             raise ConfigError(f"{where}: its {name} is {found}, and the specification's {wanted}")
 
 
-def _observer(group: Group, nodes: dict[str, Node]) -> nn.Module:
+def _observer(group: Group, subject: str, nodes: dict[str, Node], rebind: Rebinding) -> nn.Module:
     blocks = getattr(group.spec, "block_size", None)
     if blocks is not None and not getattr(group.spec, "is_dynamic", False):
         computed = [p for p in group.points if constant_of(nodes[p.source]) is None]
@@ -116,67 +117,82 @@ def _observer(group: Group, nodes: dict[str, Node]) -> nn.Module:
                 f"{computed[0]} has block_size={blocks}, which is for parameters: what is computed has "
                 "blocks only with is_dynamic=True"
             )
-    with blaming(f"the observer of {group.points[0]}"):
-        observer = make_observer(group.spec)
+    try:
+        with blaming(f"the observer factory of {subject}"):
+            observer = make_observer(group.spec, rebind)
+    except ConfigError as error:
+        raise ConfigError(f"{subject}: {error}") from error
     if group.balance is None or fixed_parameters(observer) is not None:
         return observer
     return BalancedObserver(observer, group.balance.dim)
 
 
-def _subject(
-    group: Group, claims: Sequence[Claim], nodes: dict[str, Node], bodies: dict[Graph, str]
-) -> str:
-    """Name a group's first tensor, its module and body, and who wants it, for messages."""
-    claim = claims[group.claims[0]]
-    anchor = nodes[claim.anchor]
-    places = [module_path(anchor), bodies.get(anchor.graph, "")]
-    where = "".join(f" in {place}" for place in places if place)
-    return f"{group.points[0]}{where} ({claim.owner}, rule {claim.rule})"
-
-
-def _with_subject(observer: nn.Module, subject: str) -> nn.Module:
+def _set_subject(observer: nn.Module, subject: str) -> None:
+    """Tell an observer which tensor it observes; those of other engines are guarded from masks."""
     if isinstance(observer, BalancedObserver):
         observer.channel_observer.subject = subject
-        observer.tensor_observer = _with_subject(observer.tensor_observer, subject)
-        return observer
-    if not isinstance(observer, Observer):
-        return ScreenedObserver(observer, subject)
-    observer.subject = subject
-    return observer
+        _set_subject(observer.tensor_observer, subject)
+    elif isinstance(observer, Observer):
+        observer.subject = subject
+    else:
+        guard(observer, subject)
 
 
-def _observe_value(value: Node, wanted: dict[int, list[Point]], nodes: dict[str, Node]) -> None:
-    """Insert the observer of a value's output first, then those of edges that want another one."""
-    users = list(value.users)
-    observed = value
-    output_group = next((g for g, points in wanted.items() if Point(value.name) in points), None)
-    if output_group is not None:
-        observed = _insert(output_group, value, after=value)
-        for user in users:
-            user.replace_input_with(value, observed)
-    after = observed
-    for number, points in wanted.items():
-        if number == output_group:
-            continue
-        after = _insert(number, observed, after=after)
-        for point in points:
-            assert point.user is not None
-            nodes[point.user].replace_input_with(observed, after)
+class _Inserter:
+    """Puts observers into a graph, each as a call of a module of the call's own name.
 
+    Observers of other engines look for one another by that name. One that observes several values has
+    several names.
+    """
 
-def _insert(number: int, value: Node, after: Node) -> Node:
-    name, graph = f"{OBSERVER_PREFIX}{number}", value.graph
-    observer = getattr(owner_of(value), name)
-    place = after
-    if value.op == "placeholder" and after is value:
-        place = _last_placeholder(graph)
-    with graph.inserting_after(place):
-        node = graph.call_module(name, (value,))
-    node.meta["val"] = value_of(value)
-    node.meta["nn_module_stack"] = value.meta.get("nn_module_stack", {})
-    if constant_of(value) is not None and hasattr(observer, "constant"):
-        observer.constant = True
-    return node
+    def __init__(self, nodes: dict[str, Node], observers: Sequence[nn.Module]) -> None:
+        self.nodes, self.observers = nodes, observers
+        self._next: dict[Graph, int] = defaultdict(lambda: len(observers))
+
+    def observe_value(self, value: Node, wanted: dict[int, list[Point]]) -> None:
+        """Insert the observer of a value's output first, then those of edges that want another one."""
+        users = list(value.users)
+        observed = value
+        output = next((g for g, points in wanted.items() if Point(value.name) in points), None)
+        if output is not None:
+            observed = self._insert(output, value, after=value)
+            for user in users:
+                user.replace_input_with(value, observed)
+        after = observed
+        for number, points in wanted.items():
+            if number == output:
+                continue
+            after = self._insert(number, observed, after=after)
+            for point in points:
+                assert point.user is not None
+                self.nodes[point.user].replace_input_with(observed, after)
+
+    def _insert(self, number: int, value: Node, after: Node) -> Node:
+        graph, observer = value.graph, self.observers[number]
+        place = after
+        if value.op == "placeholder" and after is value:
+            place = _last_placeholder(graph)
+        with graph.inserting_after(place):
+            node = self._call(number, value)
+        owner_of(value).add_module(node.name, observer)
+        node.meta["val"] = value_of(value)
+        node.meta["nn_module_stack"] = value.meta.get("nn_module_stack", {})
+        tag(node, **{GROUP_TAG: number})
+        if constant_of(value) is not None and isinstance(observer, Observer):
+            observer.constant = True
+        return node
+
+    def _call(self, number: int, value: Node) -> Node:
+        """Insert a call whose name is free in graph and module: with the group's number, if that one is."""
+        graph, name = value.graph, f"{OBSERVER_PREFIX}{number}"
+        while True:
+            if not holds(owner_of(value), name):
+                node = graph.create_node("call_module", name, (value,), {}, name)
+                if node.name == name:
+                    return node
+                graph.erase_node(node)
+            name = f"{OBSERVER_PREFIX}{self._next[graph]}"
+            self._next[graph] += 1
 
 
 def _last_placeholder(graph: Graph) -> Node:

@@ -23,13 +23,7 @@ from qompose import (
     PlaceholderObserver,
     QuantizationSpec,
 )
-from qompose.observing import (
-    BalancedObserver,
-    DerivedObserver,
-    ScreenedObserver,
-    make_observer,
-    unscreened,
-)
+from qompose.observing import BalancedObserver, DerivedObserver, make_observer, unbalanced
 from torch import Tensor, nn
 from torch.fx import Node
 
@@ -61,22 +55,31 @@ class Recorder(nn.Module):
         super().__init__()
         self.arguments = arguments
 
+    def calculate_qparams(self) -> None:
+        """Estimate nothing."""
+
+
+class PerChannelRecorder(Recorder):
+    """Other engines go by the name: this one gets an axis, whatever the scheme."""
+
 
 @pytest.mark.parametrize(
-    ("spec", "extra"),
+    ("spec", "kind", "extra"),
     [
-        pytest.param(INT8, set(), id="per tensor"),
-        pytest.param(WEIGHT, {"ch_axis"}, id="per channel"),
-        pytest.param(BLOCKS, {"block_size"}, id="blocks"),
-        pytest.param(RUN_TIME, set(), id="dynamic"),
-        pytest.param(TOKENS, set(), id="per token"),
+        pytest.param(INT8, Recorder, set(), id="per tensor"),
+        pytest.param(WEIGHT, Recorder, set(), id="channels without the name"),
+        pytest.param(WEIGHT, PerChannelRecorder, {"ch_axis"}, id="per channel"),
+        pytest.param(INT8, PerChannelRecorder, {"ch_axis"}, id="the name without channels"),
+        pytest.param(BLOCKS, Recorder, {"block_size"}, id="blocks"),
+        pytest.param(RUN_TIME, Recorder, set(), id="dynamic"),
+        pytest.param(TOKENS, Recorder, set(), id="per token"),
     ],
 )
 def test_factories_get_the_fields_of_a_specification(
-    spec: QuantizationSpec, extra: set[str]
+    spec: QuantizationSpec, kind: type[Recorder], extra: set[str]
 ) -> None:
     """None included; an axis and blocks only where they mean something."""
-    recorder: Any = make_observer(replace(spec, observer_or_fake_quant_ctr=Recorder))
+    recorder: Any = make_observer(replace(spec, observer_or_fake_quant_ctr=kind))
     names = {"dtype", "qscheme", "quant_min", "quant_max", "is_dynamic"} | extra
     assert recorder.arguments == {name: getattr(spec, name) for name in names}
 
@@ -207,10 +210,9 @@ def test_derived_observers_own_no_submodules() -> None:
 
 
 def test_functions_see_the_observers_that_users_know() -> None:
-    plain, inner = make_observer(INT8), Recorder()
-    assert unscreened(plain) is plain
-    assert unscreened(ScreenedObserver(inner, "x")) is inner
-    assert unscreened(BalancedObserver(plain, 1)) is plain
+    plain = make_observer(INT8)
+    assert unbalanced(plain) is plain
+    assert unbalanced(BalancedObserver(plain, 1)) is plain
 
 
 BIAS = {"dtype": torch.int32, "quant_min": -(2**31), "quant_max": 2**31 - 1}

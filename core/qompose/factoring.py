@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tensors have channels with factors of their own, and which parameters take those factors up."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from qompose.balancing import (
+    OUTPUT,
+    Balance,
+    Factors,
+    FakeQuantize,
+    Scheme,
+    balance_input,
+    balance_output,
+)
+from qompose.graph import constant_of, owner_of, set_attribute
+from qompose.numerics import DEFAULT_EPS, along, choose_qparams, fake_quantize, quantized_range
+from qompose.observing import BalancedObserver, make_observer
+from qompose.plan import Group, Plan
+from qompose.schemes import Absorbed, axis_of, in_rows
+
+
+class Factoring:
+    """Decides on factors, and leaves the model as it is until `store_constants`.
+
+    Args:
+        nodes: those of the prepared model, by name.
+        observers: those of the plan's groups.
+        group_of_value: the group that a value belongs to first.
+
+    Attributes:
+        factors: by group, what its channels are divided by before they are quantized.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        nodes: Mapping[str, Node],
+        observers: Mapping[int, Any],
+        group_of_value: Mapping[Any, int],
+    ) -> None:
+        self.plan, self._nodes = plan, nodes
+        self._observers, self._group_of_value = observers, group_of_value
+        self.factors: dict[int, Factors] = {}
+        self._weights: dict[int, str] = {}  # by group
+        self._absorbed: dict[str, list[tuple[Tensor, int]]] = defaultdict(list)
+
+    def decide(self, alive: Iterable[int], dropped: Collection[int]) -> None:
+        """Decide anew.
+
+        Args:
+            alive: groups that any claim still wants.
+            dropped: claims that are not followed.
+        """
+        for computed in (self.factors, self._weights, self._absorbed):
+            computed.clear()
+        for number in alive:
+            balance = self.plan.groups[number].balance
+            if balance is not None:
+                self._balance(number, balance, dropped)
+
+    def _balance(self, number: int, balance: Balance, dropped: Collection[int]) -> None:
+        """Decide on a group's factors and move them into the parameters behind or before it."""
+        group, observer = self.plan.groups[number], self._observers[number]
+        groups = [self._weight_group(name) for name in balance.weights]
+        per_channel = all(_is_per_channel(self.plan.groups[n]) for n in groups)
+        whole = not any(claim in dropped for claim in group.claims)
+        if not isinstance(observer, BalancedObserver) or not per_channel or not whole:
+            return  # a replaced observer; a weight that cannot take up factors; a reader left in float
+        channels = observer.channels
+        scheme = self._scheme(number)
+        weights = [self.constant(name) for name in balance.weights]
+        if balance.side == OUTPUT:
+            factors = balance_output(channels, scheme, observer.calculate_qparams())
+        elif any(weight.shape[1] != channels.low.numel() for weight in weights):
+            return  # a grouped convolution
+        else:
+            quantizers = [self._weight_quantizer(n) for n in groups]
+            products = [
+                (rows, quantize)
+                for weight, quantize in zip(weights, quantizers, strict=True)
+                for _, _, rows in in_rows(weight)
+            ]
+            factors = balance_input(channels, products, scheme, observer.calculate_qparams())
+        if factors is not None:
+            self.factors[number] = factors
+            self._absorb(balance, factors, groups)
+
+    def _scheme(self, number: int) -> Scheme:
+        spec: Any = self.plan.groups[number].spec
+        low, high = quantized_range(spec.dtype, spec.quant_min, spec.quant_max)
+        eps = getattr(self._observers[number].tensor_observer, "eps", DEFAULT_EPS)
+
+        def choose(minimum: Tensor, maximum: Tensor) -> tuple[Tensor, Tensor]:
+            return choose_qparams(
+                minimum,
+                maximum,
+                dtype=spec.dtype,
+                quant_min=spec.quant_min,
+                quant_max=spec.quant_max,
+                qscheme=spec.qscheme,
+                eps=eps,
+            )
+
+        return Scheme(low, high, choose)
+
+    def _weight_quantizer(self, number: int) -> FakeQuantize:
+        """Return what a weight of a group is going to be once it is quantized, per row."""
+        spec: Any = self.plan.groups[number].spec
+        low, high = quantized_range(spec.dtype, spec.quant_min, spec.quant_max)
+
+        def quantize(weight: Tensor) -> Tensor:
+            observer: Any = make_observer(spec)
+            observer(weight)
+            scale, zero_point = (along(v, 0, weight.dim()) for v in observer.calculate_qparams())
+            return fake_quantize(weight, scale, zero_point, low, high)
+
+        return quantize
+
+    def _absorb(self, balance: Balance, factors: Factors, weight_groups: list[int]) -> None:
+        outward = balance.side == OUTPUT
+        vector, dim = (1 / factors.values, 0) if outward else (factors.values, 1)
+        for name in balance.weights:
+            self._absorbed[name].append((vector, dim))
+        for name in filter(None, balance.biases if outward else ()):
+            self._absorbed[name].append((vector, 0))
+        self._weights.update(zip(weight_groups, balance.weights, strict=True))
+
+    def rows_qparams(self, number: int) -> tuple[Tensor, Tensor] | None:
+        """Return scales and zero points of a weight that took up factors: its observer saw it without them.
+
+        Of any other group, None.
+        """
+        name = self._weights.get(number)
+        constant = None if name is None else constant_of(self._nodes[name])
+        if name is None or constant is None:
+            return None
+        found = []
+        for _, _, rows in in_rows(constant, self.absorbed(name)):
+            observer: Any = make_observer(self.plan.groups[number].spec)
+            observer(rows)
+            found.append(observer.calculate_qparams())
+        scales, zero_points = zip(*found, strict=True)
+        return torch.cat(scales), torch.cat(zero_points)
+
+    def absorbed(self, name: str) -> Absorbed:
+        """Return the factors that a parameter took up; the model still holds it without them."""
+        return self._absorbed.get(name, ())
+
+    def constant(self, name: str) -> Tensor:
+        """Return a parameter with the factors that it took up.
+
+        It is computed anew each time, so that no second copy of all parameters is ever held.
+        """
+        constant = constant_of(self._nodes[name])
+        assert constant is not None
+        absorbed = self.absorbed(name)
+        if not absorbed:
+            return constant.detach()
+        return torch.cat([rows for _, _, rows in in_rows(constant, absorbed)])
+
+    def store_constants(self, names: Iterable[str]) -> None:
+        """Write parameters that took up factors into the model, in place, where they are among `names`."""
+        for name in names:
+            if name in self._absorbed:
+                node = self._nodes[name]
+                set_attribute(owner_of(node), str(node.target), self.constant(name))
+                del self._absorbed[name]
+
+    def _weight_group(self, name: str) -> int:
+        return self._group_of_value[self._nodes[name]]
+
+    def described(self) -> list[str]:
+        """Describe the tensors whose channels got factors."""
+        return [
+            f"channels of {self.plan.groups[number].points[0]} were balanced: "
+            f"squared error on calibration data {factors.gain:.1f} times smaller"
+            for number, factors in self.factors.items()
+        ]
+
+
+def _is_per_channel(group: Group) -> bool:
+    return axis_of(group.spec) == 0
