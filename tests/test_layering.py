@@ -27,22 +27,34 @@ PLUGINS = {
 LAYERS = tuple(
     line.split()
     for line in """
-        errors hookspecs histogram aliases running operators offers faults
-        numerics graph screening functionals encoding drafts
+        errors hookspecs histogram aliases running operators offers faults kinship
+        numerics graph screening functionals encoding drafts factories
         decomposed nested recording exported
-        decompositions
-        specs observers rewrites balancing schemes reference
-        configs bounds
+        decompositions sources
+        specs observers rewrites balancing schemes reference guarding
+        configs bounds roles
         claims selectors observing soundness
-        patterns arbitration annotations tying counting rendering places constraints
+        apart patterns
+        arbitration annotations tying counting rendering places constraints
         selection
         rules
         querying
         capability_row
         capabilities
         backend region matching
-        plan signature plugins operands configuring
+        plan signature plugins operands configuring covering ordering
+        hosting
+        subjects factoring delegation
         survey quantizer estimation ledger scaffolding
+        interop.process interop.output
+        interop.comparing
+        interop.examples interop.execution
+        interop.correspondence
+        interop.regions
+        interop.equivalence interop.naming
+        interop.splicing interop.settling
+        interop.fence interop.constants interop.marks interop.alignment
+        interop.asking
         interop rule_quantizer composition
         transforming
         annotating planning preparation calibration conversion lowering representation membership

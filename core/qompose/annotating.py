@@ -4,23 +4,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
+from qompose.apart import Apart
 from qompose.arbitration import compose_claims
-from qompose.claims import Claim, Composition
+from qompose.claims import Composition
+from qompose.covering import covered_rewrites, wanted_rewrites
 from qompose.graph import copy_graph_module, refresh
-from qompose.nested import graphs_in, nodes_in
-from qompose.plan import Rewrite
+from qompose.nested import graphs_in
+from qompose.plan import TRANSFORM, Rewrite
 from qompose.quantizer import Quantizer, labelled
-from qompose.rewrites import (
-    FOLD_BATCH_NORM,
-    Candidate,
-    apply_rewrites,
-    find_rewrites,
-    splits,
-)
+from qompose.rewrites import FOLD_BATCH_NORM, Candidate, apply_rewrites, splits
 from qompose.transforming import transformed
 from qompose.tying import one_table_each
 
@@ -31,80 +27,85 @@ def annotate_program(
     """Propose and compose on a copy with all rewrites, then with those that turned out to be covered.
 
     `quantizer` is bound to the program (`Quantizer.bound`).
-
-    Rewrites that no claim covers are left out of the next round; their number only shrinks.
     """
-    wanted = {FOLD_BATCH_NORM}.union(*(member.rewrites for member in quantizer.members))
-    nodes = {node.name: node for node in nodes_in(exported)}
-    found = find_rewrites(exported, wanted)
-    candidates = [candidate for candidate in found if candidate.obstacle is None]
-    refused = [candidate for candidate in found if candidate.obstacle is not None]
-    merging = [candidate for candidate in candidates if not splits(candidate)]
-    if merging != candidates:  # an operator that a claim takes whole is not taken apart
-        _, composition, *_ = _attempt(exported, quantizer, merging)
-        whole = _claimed(composition)
-        candidates = [c for c in candidates if not (splits(c) and c.nodes[0] in whole)]
-    while True:
-        working, composition, pieces, own = _attempt(exported, quantizer, candidates)
-        covered = [
-            _with_objection(candidate, claims, nodes, quantizer)
-            for candidate, made in zip(candidates, pieces, strict=True)
-            if (claims := [c for c in composition.chosen if not set(made).isdisjoint(c.nodes)])
-        ]
-        if covered == candidates:
-            break
-        refused += [candidate for candidate in covered if candidate.obstacle is not None]
-        candidates = [candidate for candidate in covered if candidate.obstacle is None]
+    found = wanted_rewrites(exported, quantizer)
+    folds = [c for c in found if c.rewrite == FOLD_BATCH_NORM and c.obstacle is None]
+    folded, _ = _rewritten(exported, folds)
+
+    def attempt(candidates: Sequence[Candidate]) -> _Attempt:
+        working, pieces = _rewritten(exported, candidates)
+        working, own, notes = transformed(working, quantizer)
+        called = _called(folds, candidates, pieces)
+        composition = _composed(working, quantizer, folded, called)
+        composition.notes += notes
+        return _Attempt(working, composition, pieces, (*own, *_made(composition)))
+
+    made, candidates, refused = covered_rewrites(
+        exported, found, attempt, quantizer.objection_to_rewrite
+    )
+    composition = made.composition
     composition.obstacles = {(c.rewrite, c.nodes): c.obstacle or "" for c in refused}
     composition.notes += [_obstacle(candidate) for candidate in refused]
     composition.chosen, tied = one_table_each(
-        working, composition.chosen, quantizer.objection_to_spec
+        made.working, composition.chosen, quantizer.objection_to_spec
     )
     composition.notes += tied
-    made = zip(candidates, pieces, strict=True)
-    covering = [Rewrite(c.rewrite, c.nodes, p) for c, p in made]
-    return working, composition, (*covering, *own)
+    named = zip(candidates, made.pieces, strict=True)
+    covering = [Rewrite(c.rewrite, c.nodes, p) for c, p in named]
+    return made.working, composition, (*covering, *made.own)
 
 
-def _attempt(
-    exported: GraphModule, quantizer: Quantizer, candidates: Sequence[Candidate]
-) -> tuple[GraphModule, Composition, list[tuple[str, ...]], tuple[Rewrite, ...]]:
-    """Make rewrites on a copy and compose it; return also the pieces of each, and the members' own."""
-    working = copy_graph_module(exported)
-    pieces = apply_rewrites(working, candidates)
-    working = refresh(working) if candidates else working
-    working, own, notes = transformed(working, quantizer)
-    composition = _composed(working, quantizer)
-    composition.notes += notes
-    return working, composition, pieces, own
+@dataclass(frozen=True)
+class _Attempt:
+    """A program with rewrites, the claims on it, the pieces of each rewrite, and the members' own ones."""
+
+    working: GraphModule
+    composition: Composition
+    pieces: list[tuple[str, ...]]
+    own: tuple[Rewrite, ...]
 
 
-def _claimed(composition: Composition) -> frozenset[str]:
-    return frozenset(name for claim in composition.chosen for name in claim.nodes)
+def _rewritten(
+    exported: GraphModule, candidates: Sequence[Candidate]
+) -> tuple[GraphModule, list[tuple[str, ...]]]:
+    copied = copy_graph_module(exported)
+    pieces = apply_rewrites(copied, candidates)
+    return (refresh(copied) if candidates else copied), pieces
 
 
-def _composed(model: GraphModule, quantizer: Quantizer) -> Composition:
+def _called(
+    folds: Sequence[Candidate], made: Sequence[Candidate], pieces: Sequence[tuple[str, ...]]
+) -> dict[str, str]:
+    """Return how the program with some rewrites calls values of the one with all batch norms folded."""
+    unfolded = {c.nodes[0]: c.nodes[-1] for c in folds if c not in made}
+    taken_apart = {
+        c.nodes[0]: names[-1] for c, names in zip(made, pieces, strict=True) if splits(c) and names
+    }
+    return {**unfolded, **taken_apart}
+
+
+def _made(composition: Composition) -> tuple[Rewrite, ...]:
+    """Return the changes that claims stand on as rewrites of the quantizers that wanted them."""
+    return tuple(
+        Rewrite(f"{label}{TRANSFORM}", c.nodes, c.pieces) for label, c in composition.changes
+    )
+
+
+def _composed(
+    model: GraphModule, quantizer: Quantizer, folded: GraphModule, called: Mapping[str, str]
+) -> Composition:
     """Compose a program and each of its bodies."""
     result = Composition()
-    for part in graphs_in(model):
-        composition = compose_claims(part, labelled(quantizer), quantizer.on_conflict)
+    for part, shown in zip(graphs_in(model), graphs_in(folded), strict=True):
+        composition = compose_claims(
+            part, labelled(quantizer), quantizer.on_conflict, Apart(shown, called)
+        )
         result.chosen += composition.chosen
         result.conflicts += composition.conflicts
         result.rejections += composition.rejections
+        result.changes += composition.changes
         result.notes += [note for note in composition.notes if note not in result.notes]
     return result
-
-
-def _with_objection(
-    candidate: Candidate,
-    claims: Sequence[Claim],
-    nodes: Mapping[str, Node],
-    quantizer: Quantizer,
-) -> Candidate:
-    """Refuse a rewrite that joins operators which the selectors of who claims them treat differently."""
-    places = [nodes[name] for name in candidate.nodes]
-    objections = (quantizer.objection_to_rewrite(claim, places) for claim in claims)
-    return replace(candidate, obstacle=next(filter(None, objections), None))
 
 
 def _obstacle(candidate: Candidate) -> str:

@@ -8,10 +8,11 @@ wrote is compared by content with what was there, grouped into fused regions, an
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch.fx import GraphModule, Node
 
 from qompose.aliases import unsafe_values
@@ -27,6 +28,8 @@ from qompose.claims import (
 from qompose.errors import AnnotationConflictError, ConfigError, UserError, blaming
 from qompose.graph import constant_of, copy_graph_module, dtype_of, is_quantizable
 from qompose.nested import nodes_in
+from qompose.numerics import PER_CHANNEL
+from qompose.sources import with_sources
 from qompose.specs import (
     ANNOTATION_KEY,
     DerivedQuantizationSpec,
@@ -57,6 +60,7 @@ def propose_annotations(
     """
     snapshot = copy_graph_module(model)
     clear_annotations(snapshot)
+    with_sources(snapshot)
     write_annotations(snapshot, taken)
     before = {
         node.name: point_specs(node) for node in snapshot.graph.nodes if node_annotation(node)
@@ -136,7 +140,12 @@ def point_specs(node: Node) -> list[PointSpec]:
     implicit = bool(getattr(annotation, "allow_implicit_sharing", True))
     places = [(Point(source.name, node.name), spec) for source, spec in edges.items()]
     places.append((Point(node.name), getattr(annotation, "output_qspec", None)))
-    return [_point_spec(point, spec, implicit) for point, spec in places if spec is not None]
+    return [_point_spec(point, spec, implicit) for point, spec in places if not _leaves_float(spec)]
+
+
+def _leaves_float(spec: Any) -> bool:
+    """Tell whether a specification asks for nothing: torchao's for biases has the type that they have."""
+    return spec is None or getattr(spec, "dtype", None) is torch.float32
 
 
 def _point_spec(point: Point, spec: Any, implicit: bool) -> PointSpec:
@@ -170,20 +179,35 @@ def native_spec(spec: Any) -> QuantizationSpecBase:
         return DerivedQuantizationSpec(
             list(spec.derived_from),
             spec.derive_qparams_fn,
-            ch_axis=spec.ch_axis,
+            ch_axis=_channel_axis(spec, None),
             is_dynamic=dynamic,
             **common,
         )
     factory = getattr(spec, "observer_or_fake_quant_ctr", None)
     if factory is not None:
         return QuantizationSpec(
-            observer_or_fake_quant_ctr=factory, ch_axis=spec.ch_axis, is_dynamic=dynamic, **common
+            observer_or_fake_quant_ctr=factory,
+            ch_axis=_channel_axis(spec, factory),
+            is_dynamic=dynamic,
+            **common,
         )
     if hasattr(spec, "scale") and hasattr(spec, "zero_point"):
         return FixedQParamsQuantizationSpec(
             scale=spec.scale, zero_point=spec.zero_point, is_dynamic=dynamic, **common
         )
     raise ConfigError(f"{spec!r} is not a quantization specification")
+
+
+def _channel_axis(spec: Any, factory: Any) -> int | None:
+    """Return the channel dimension: where the specification says none, that of its observer.
+
+    Observers per channel have 0 as their default, and some quantizers rely on that.
+    """
+    axis: int | None = getattr(spec, "ch_axis", None)
+    if axis is not None or spec.qscheme not in PER_CHANNEL:
+        return axis
+    arguments = getattr(getattr(factory, "p", factory), "keywords", {})
+    return int(arguments.get("ch_axis") or 0)
 
 
 def _references(spec: Any) -> tuple[Point, ...]:
@@ -201,6 +225,11 @@ def _as_point(edge_or_node: EdgeOrNode) -> Point:
     raise ConfigError(f"{edge_or_node!r} is neither a node nor an edge (producer, consumer)")
 
 
+def annotated_nodes(model: GraphModule) -> list[Node]:
+    """Return the nodes of a program, without its bodies, that have an annotation, in graph order."""
+    return [node for node in model.graph.nodes if node_annotation(node) is not None]
+
+
 def claims_of(owner: str, nodes: Sequence[Node], proposal: Proposal) -> list[Claim]:
     """Group annotated nodes into fused regions, a claim each.
 
@@ -214,7 +243,8 @@ def claims_of(owner: str, nodes: Sequence[Node], proposal: Proposal) -> list[Cla
     for region in _regions(nodes):
         specs = []
         known = {n.name: n for node in region for n in (node, *node.all_input_nodes)}
-        for spec in (spec for node in region for spec in point_specs(node)):
+        dropped = []
+        for spec in _region_specs(owner, region):
             source = known.get(spec.point.source)
             if source is None:
                 raise ConfigError(
@@ -223,15 +253,39 @@ def claims_of(owner: str, nodes: Sequence[Node], proposal: Proposal) -> list[Cla
             reason = _objection(spec.point, source, unsafe)
             if reason is None:
                 specs.append(spec)
-            elif region[-1].op == "call_function":
-                proposal.rejections.append(Rejection(owner, RULE, (region[-1].name,), reason))
-            else:  # reports list operators: nobody would see a rejection at an input or an output
-                proposal.notes.append(
-                    f"{owner} annotates {region[-1].name}, which was not followed: {reason}"
-                )
+            else:
+                dropped.append((spec.point, reason))
         if specs:
             claims.append(_claim(owner, region, specs))
+        _say_dropped(owner, region, dropped, proposal, claimed=bool(specs))
     return claims
+
+
+def _region_specs(owner: str, region: Sequence[Node]) -> Iterator[PointSpec]:
+    for node in region:
+        try:
+            yield from point_specs(node)
+        except ConfigError as error:
+            raise ConfigError(f"{owner}: {error}") from error
+
+
+def _say_dropped(
+    owner: str,
+    region: Sequence[Node],
+    dropped: Sequence[tuple[Point, str]],
+    proposal: Proposal,
+    *,
+    claimed: bool,
+) -> None:
+    """List what cannot be followed: at the operator, or in notes where no report would show it.
+
+    Reports list operators, and the reason of those alone that nobody claimed.
+    """
+    for point, reason in dropped:
+        if region[-1].op == "call_function" and not claimed:
+            proposal.rejections.append(Rejection(owner, RULE, (region[-1].name,), reason))
+        else:
+            proposal.notes.append(f"{owner} annotates {point}, which was not followed: {reason}")
 
 
 def _objection(point: Point, source: Node, unsafe: Collection[str]) -> str | None:

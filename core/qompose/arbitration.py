@@ -3,18 +3,31 @@
 
 A claim loses as a whole when one of its nodes is taken; a shorter rule then wins what remains. Claims
 that apply only behind quantized tensors are decided after the others of their member, in graph order,
-and again once the later members have been heard.
+and again once the later members have been heard. A change that a member's claims stand on is made once
+one of them is chosen; the next member is asked about the program as it is then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from torch.fx import GraphModule
 
-from qompose.claims import Claim, Composition, Conflict, Point, PointSpec, Proposal, Rejection
+from qompose.apart import Apart, seen_from_apart, works_apart
+from qompose.claims import (
+    Change,
+    Claim,
+    Composition,
+    Conflict,
+    Point,
+    PointSpec,
+    Proposal,
+    Rejection,
+)
 from qompose.errors import AnnotationConflictError
+from qompose.graph import copy_graph_module, mark
+from qompose.specs import integers_asked
 
 Propose = Callable[[GraphModule, Sequence[Claim], str], Proposal]
 
@@ -42,21 +55,33 @@ def _was_admissible(rejection: Rejection) -> bool:
 
 
 def compose_claims(
-    model: GraphModule, members: Iterable[tuple[str, Propose]], on_conflict: str = "error"
+    model: GraphModule,
+    members: Iterable[tuple[str, Propose]],
+    on_conflict: str = "error",
+    apart: Apart | None = None,
 ) -> Composition:
-    """Ask each (label, propose) in order of priority and decide.
+    """Ask each (label, propose) in order of priority and decide; make the changes of chosen claims, in place.
+
+    Args:
+        apart: what members see who work apart; if None, a copy of `model`.
 
     Raises:
         AnnotationConflictError: a member that annotates changed what an earlier one had annotated.
     """
-    arbiter = _Arbiter({node.name: i for i, node in enumerate(model.graph.nodes)})
+    arbiter = _Arbiter(model)
     for label, propose in members:
-        taken = tuple(arbiter.result.chosen)
-        try:
-            proposal = propose(model, taken, on_conflict)
-        except AnnotationConflictError as e:  # a member knows its name, but not its label
-            raise AnnotationConflictError(e.earlier, label, e.node, e.change) from None
-        arbiter.hear([claim.owned_by(label) for claim in proposal.claims])
+        alone = works_apart(propose)
+        if alone:  # only such members change the program
+            apart = apart or Apart(copy_graph_module(model))
+            proposal = seen_from_apart(propose(apart.program, (), on_conflict), apart.called)
+        else:
+            proposal = _asked(label, propose, model, arbiter.result.chosen, on_conflict)
+        claims = [claim.owned_by(label) for claim in proposal.claims]
+        arbiter.hear(claims, proposal.changes, apart if alone else None)
+        if apart is not None and not alone and arbiter.result.changes:
+            wanted = propose(apart.program, (), "first").claims
+            arbiter.list_what_is_gone([claim.owned_by(label) for claim in wanted])
+        arbiter.settle(label, proposal)
         arbiter.result.rejections += [replace(r, owner=label) for r in proposal.rejections]
         arbiter.result.notes += proposal.notes
     arbiter.refuse_what_waits()
@@ -64,22 +89,117 @@ def compose_claims(
     return arbiter.result
 
 
+def _asked(
+    label: str, propose: Propose, model: GraphModule, chosen: Sequence[Claim], on_conflict: str
+) -> Proposal:
+    try:
+        return propose(model, tuple(chosen), on_conflict)
+    except AnnotationConflictError as e:  # a member knows its name, but not its label
+        raise AnnotationConflictError(e.earlier, label, e.node, e.change) from None
+
+
 class _Arbiter:
-    def __init__(self, position: dict[str, int]) -> None:
-        self.position = position
+    def __init__(self, model: GraphModule) -> None:
+        self.model = model
+        self.position = _positions(model)
+        self.values = {n.name: n for n in model.graph.nodes if n.op != "call_function"}
         self.result = Composition()
         self.taken: dict[str, Claim] = {}
+        self.replaced: dict[str, Claim] = {}  # operators in whose place a change puts others
+        self.called: Mapping[str, str] | None = (
+            None  # of the member that is heard, where it works apart
+        )
         self.quantized: dict[str, set[str]] = {}  # value name -> owners for whom it is quantized
         self.waiting: list[Claim] = []
         self.lost: list[Claim] = []
 
-    def hear(self, claims: Sequence[Claim]) -> None:
-        """Decide on one member's claims, which come in the order of its rules."""
-        for claim in claims:
-            if not claim.needs_quantized:
+    def hear(
+        self,
+        claims: Sequence[Claim],
+        changes: tuple[Change, ...] = (),
+        apart: Apart | None = None,
+    ) -> None:
+        """Decide on one member's claims, which come in the order of its rules and may stand on changes.
+
+        Args:
+            apart: what a member saw that works apart.
+        """
+        self.called = None if apart is None else apart.called
+        nodes = () if apart is None else apart.program.graph.nodes
+        self.shown = frozenset(node.name for node in nodes)
+        self.pieces = frozenset(name for change in changes for name in change.pieces)
+        idle = []
+        for claim in (_standing_on(claim, changes) for claim in claims):
+            if claim.nodes[0] in self.values:
+                idle.append(claim)
+            elif not claim.needs_quantized:
                 self._decide(claim)
+        for claim in idle:
+            self._decide_idle(claim)
         self.waiting += [claim for claim in claims if claim.needs_quantized]
         self._decide_waiting()
+
+    def list_what_is_gone(self, wanted: Sequence[Claim]) -> None:
+        """List, of one member's claims on the program before all changes, those whose operators are gone."""
+        for claim in wanted:
+            nodes = set(claim.nodes)
+            had = {
+                name for own in self.result.chosen if own.owner == claim.owner for name in own.nodes
+            }
+            changing = [c for c in self.result.chosen if not nodes.isdisjoint(c.instead_of)]
+            winners = {c.owner: c for c in changing if c.owner != claim.owner}
+            if winners and not nodes <= had:
+                self.lost.append(claim)
+                for winner in winners.values():
+                    self._record_loss(winner, claim)
+
+    def _decide_idle(self, claim: Claim) -> None:
+        """Decide on a claim without an operator, as on an input.
+
+        It falls where others have all operators around it, or everything that its member wanted.
+        """
+        value = self.values[claim.nodes[0]]
+        around = [n for n in (*value.users, *value.all_input_nodes) if n.op == "call_function"]
+        holders = [self.taken.get(node.name) for node in around]
+        others = [holder for holder in holders if holder and holder.owner != claim.owner]
+        if not others or len(others) < len(holders):
+            others = self._winners_of_all(claim.owner)
+        if not others:
+            self._decide(claim)
+            return
+        self.lost.append(claim)
+        for winner in {id(other): other for other in others}.values():
+            nodes = tuple(n.name for n in around if self.taken.get(n.name) is winner)
+            self._record_loss(winner, claim, nodes or claim.nodes)
+
+    def _winners_of_all(self, owner: str) -> list[Claim]:
+        """Return a claim of each member to whom an owner lost all that it wanted; none if it has anything."""
+        if any(claim.owner == owner for claim in self.result.chosen):
+            return []
+        winners = {conflict.winner for conflict in self.result.conflicts if conflict.loser == owner}
+        return list({c.owner: c for c in self.result.chosen if c.owner in winners}.values())
+
+    def settle(self, label: str, proposal: Proposal) -> None:
+        """Make the changes that a member's chosen claims stand on, and mark their operators."""
+        own = [claim for claim in self.result.chosen if claim.owner == label]
+        held = {name for claim in own for name in claim.nodes}
+        needed = [change for change in proposal.changes if not held.isdisjoint(change.pieces)]
+        if needed:
+            proposal.apply(self.model, needed, {})
+            self.position = _positions(self.model)
+            self.result.changes += [(label, change) for change in needed]
+        if proposal.marks:
+            for node in self.model.graph.nodes:
+                if node.name in held:
+                    mark(node, proposal.marks.get(node.name, {}))
+
+    def _refuse_changed(self, winner: Claim) -> None:
+        """Let the conditional claims of earlier members fall whose operators a claim wants changed."""
+        fallen = [c for c in self.waiting if not set(c.nodes).isdisjoint(winner.instead_of)]
+        self.waiting = [claim for claim in self.waiting if claim not in fallen]
+        self.lost += fallen
+        for claim in fallen:
+            self._record_loss(winner, claim)
 
     def _decide_waiting(self) -> None:
         """Walk the conditional claims in graph order, so that a chain of views is settled in one pass."""
@@ -106,10 +226,13 @@ class _Arbiter:
         return "" in owners or owner in owners
 
     def _decide(self, claim: Claim) -> None:
-        winners = {
-            id(c): c for c in (self.taken.get(node) for node in claim.nodes) if c is not None
-        }
-        if not winners:
+        winners = {id(winner): winner for winner in self._winners(claim)}
+        obstacle = None if winners else self._obstacle(claim)
+        if obstacle is not None:
+            self.lost.append(claim)
+            rejection = Rejection(claim.owner, claim.rule, claim.nodes, obstacle)
+            self.result.rejections.append(rejection)
+        elif not winners:
             self._choose(claim)
         else:
             self.lost.append(claim)
@@ -117,17 +240,47 @@ class _Arbiter:
             if winner.owner != claim.owner:
                 self._record_loss(winner, claim)
 
+    def _winners(self, claim: Claim) -> Iterator[Claim]:
+        """Yield the claims that hold its place; a member's claims may stand on one change side by side."""
+        for name in (*claim.nodes, *claim.instead_of):
+            winner = self.taken.get(name)
+            if winner is not None and (name in claim.nodes or winner.owner != claim.owner):
+                yield winner
+            changing = None if self.called is None else self.replaced.get(name)
+            if changing is not None and changing.owner != claim.owner:
+                yield changing
+
+    def _obstacle(self, claim: Claim) -> str | None:
+        """Return why a claim of a member that works apart has no place in the common program, or None."""
+        called = self.called or {}
+        other = next((name for name in claim.nodes if name in called), None)
+        if other is not None:
+            return (
+                f"{other} is not the operator here that it wants: {called[other]} gives its value"
+            )
+        read = (spec.point.source for spec in claim.specs)
+        here = {*self.position, *self.pieces}
+        gone = next((n for n in (*claim.nodes, *read) if n in self.shown and n not in here), None)
+        return gone and f"{gone} is taken apart in this program"
+
     def _choose(self, claim: Claim) -> None:
         self.result.chosen.append(claim)
         self.taken.update(dict.fromkeys(claim.nodes, claim))
+        self.replaced.update(dict.fromkeys(claim.instead_of, claim))
+        self._refuse_changed(claim)
         if claim.mode == "static":
             self.quantized.setdefault(claim.output, set()).add(claim.owner)
         for spec in claim.specs:
             if spec.point.user is None:
                 self.quantized.setdefault(spec.point.source, set()).add("")
 
-    def _record_loss(self, winner: Claim, loser: Claim) -> None:
-        shared = tuple(node for node in loser.nodes if self.taken.get(node) is winner)
+    def _record_loss(self, winner: Claim, loser: Claim, around: tuple[str, ...] = ()) -> None:
+        """List a loss of nodes in common; of a claim without an operator, those around its value."""
+        places = dict.fromkeys((*loser.nodes, *loser.instead_of))
+        held = {name for name in places if self.taken.get(name) is winner}
+        shared = (
+            tuple(name for name in places if name in held or name in winner.instead_of) or around
+        )
         self.result.conflicts.append(
             Conflict(winner.owner, winner.rule, loser.owner, loser.rule, shared)
         )
@@ -143,34 +296,80 @@ class _Arbiter:
                 )
 
 
+def _positions(model: GraphModule) -> dict[str, int]:
+    return {node.name: i for i, node in enumerate(model.graph.nodes)}
+
+
+def _standing_on(claim: Claim, changes: Sequence[Change]) -> Claim:
+    """Return the claim with the operators in whose place changes put its own."""
+    needed = [change for change in changes if not set(change.pieces).isdisjoint(claim.nodes)]
+    instead = dict.fromkeys(name for change in needed for name in change.nodes)
+    return replace(claim, instead_of=tuple(instead)) if needed else claim
+
+
 def reanchored(chosen: Sequence[Claim], lost: Sequence[Claim]) -> list[Claim]:
     """Give claims that shared the parameters of a losing claim's tensor a specification of their own.
 
     The first point that referred to a lost one takes over what that one had; the others share with it.
     """
-    standing = {spec.point for claim in chosen for spec in claim.specs}
-    fallen = {spec.point: spec for claim in lost for spec in claim.specs}
-    heirs: dict[Point, Point] = {}
+    specs = _Specs(
+        standing={spec.point: spec for claim in chosen for spec in claim.specs},
+        fallen={spec.point: spec for claim in lost for spec in claim.specs},
+        own={(claim.owner, spec.point): spec for claim in lost for spec in claim.specs},
+    )
     return [
-        replace(claim, specs=tuple(_inherit(spec, standing, fallen, heirs) for spec in claim.specs))
+        replace(claim, specs=tuple(specs.inherit(claim.owner, spec) for spec in claim.specs))
         for claim in chosen
     ]
 
 
-def _inherit(
-    spec: PointSpec, standing: set[Point], fallen: dict[Point, PointSpec], heirs: dict[Point, Point]
-) -> PointSpec:
-    if not spec.shared or spec.references[0] in standing:
+@dataclass
+class _Specs:
+    """What points have, or would have if all claims stood: `own` is by the owner of the claim too."""
+
+    standing: Mapping[Point, PointSpec]
+    fallen: Mapping[Point, PointSpec]
+    own: Mapping[tuple[str, Point], PointSpec]
+    heirs: dict[tuple[str, Point], Point] = field(default_factory=dict)
+
+    def inherit(self, owner: str, spec: PointSpec) -> PointSpec:
+        """Return a specification that leads to what its claim's owner meant."""
+        if not spec.shared or self._stands(owner, spec.references[0]):
+            return spec
+        anchor, visited = spec.references[0], set()
+        fallen = self._fallen(owner, anchor)
+        while fallen and fallen.shared and anchor not in visited:
+            visited.add(anchor)
+            anchor = fallen.references[0]
+            fallen = None if self._stands(owner, anchor) else self._fallen(owner, anchor)
+        if self._stands(owner, anchor):
+            return replace(spec, references=(anchor,))
+        if fallen is None or fallen.shared:
+            return spec  # nobody ever gave it a specification: planning says so
+        heir = self.heirs.setdefault((owner, anchor), spec.point)
+        if heir == spec.point:
+            return replace(spec, spec=fallen.spec, references=fallen.references)
+        return replace(spec, references=(heir,))
+
+    def _fallen(self, owner: str, point: Point) -> PointSpec | None:
+        return self.own.get((owner, point)) or self.fallen.get(point)
+
+    def _stands(self, owner: str, point: Point) -> bool:
+        """Tell whether a point has integers like those that an owner wanted there."""
+        if point not in self.standing:
+            return False
+        given = self._end(point, self.standing.get)
+        wanted = self._end(point, lambda place: self.own.get((owner, place)))
+        if given is None or wanted is None:
+            return True
+        return integers_asked(given.spec) == integers_asked(wanted.spec)
+
+    def _end(self, point: Point, at: Callable[[Point], PointSpec | None]) -> PointSpec | None:
+        """Follow shared specifications to one that is not, None where there is none."""
+        visited: set[Point] = set()
+        spec = at(point)
+        while spec is not None and spec.shared:
+            visited.add(point)
+            point = spec.references[0]
+            spec = None if point in visited else at(point)
         return spec
-    anchor, visited = spec.references[0], set()
-    while anchor in fallen and fallen[anchor].shared and anchor not in visited:
-        visited.add(anchor)
-        anchor = fallen[anchor].references[0]
-    if anchor in standing:
-        return replace(spec, references=(anchor,))
-    if anchor not in fallen or fallen[anchor].shared:
-        return spec  # nobody ever gave it a specification: planning says so
-    heir = heirs.setdefault(anchor, spec.point)
-    if heir == spec.point:
-        return replace(spec, spec=fallen[anchor].spec, references=())
-    return replace(spec, references=(heir,))

@@ -3,7 +3,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch.fx import GraphModule
 
 from qompose.bounds import Bounds
 from qompose.specs import (
@@ -86,6 +90,7 @@ class Claim:
     `nodes` are the operators of the region in graph order, `output` the one whose value leaves it.
     `needs_quantized` names producers: the claim stands only where every one of them (`needs_all`), or at
     least one, gives a tensor that is quantized already. `mode` is "static", "dynamic" or "weight-only".
+    `instead_of` are operators of the program in whose place its nodes stand, where a `Change` made these.
     `product` is set where the claim's configuration lets its channels be balanced.
     """
 
@@ -103,6 +108,12 @@ class Claim:
     needs_quantized: tuple[str, ...] = ()
     needs_all: bool = True
     product: Product | None = None
+    instead_of: tuple[str, ...] = ()
+
+    @property
+    def territory(self) -> frozenset[str]:
+        """Return its operators, and those in whose place they stand."""
+        return frozenset((*self.nodes, *self.instead_of))
 
     def owned_by(self, owner: str) -> Claim:
         """Return the same claim in another owner's name."""
@@ -130,20 +141,47 @@ class Conflict:
     nodes: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class Change:
+    """A place where a quantizer's claims are on a program of its own, and what is different there.
+
+    `nodes` are the program's operators that are gone or differ, `pieces` those that stand in their place.
+    """
+
+    nodes: tuple[str, ...]
+    pieces: tuple[str, ...]
+
+
+Apply = Callable[[GraphModule, Collection[Change], Mapping[str, str]], None]
+"""Makes changes in a program; the last argument is how that calls values that the changes name otherwise."""
+
+
+def _keep(program: GraphModule, changes: Collection[Change], called: Mapping[str, str]) -> None:
+    """Make no changes: there are none."""
+
+
 @dataclass
 class Proposal:
-    """All that one quantizer says of one program."""
+    """All that one quantizer says of one program.
+
+    `changes` are what its claims may stand on; `apply` makes some of them, in place. `marks` are entries
+    of nodes' meta that the quantizer wrote for later tools, by node; they go with its claims.
+    """
 
     claims: list[Claim] = field(default_factory=list)
     rejections: list[Rejection] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    changes: tuple[Change, ...] = ()
+    apply: Apply = _keep
+    marks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 @dataclass
 class Composition:
     """The claims that were chosen, in order of priority, and what became of the others.
 
-    `obstacles` says why rewrites were not made, by their name and operators.
+    `obstacles` says why rewrites were not made, by their name and operators. `changes` are those that
+    chosen claims stand on, each with its quantizer.
     """
 
     chosen: list[Claim] = field(default_factory=list)
@@ -151,3 +189,4 @@ class Composition:
     rejections: list[Rejection] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     obstacles: dict[tuple[str, tuple[str, ...]], str] = field(default_factory=dict)
+    changes: list[tuple[str, Change]] = field(default_factory=list)

@@ -246,6 +246,14 @@ def tag_of(node: Node, fact: str) -> Any:
     return custom.get(CUSTOM_KEY, {}).get(fact)
 
 
+def mark(node: Node, entries: Mapping[str, Any]) -> None:
+    """Add entries to a node's meta; those under "custom" beside what is there."""
+    custom = {**(node.meta.get("custom") or {}), **(entries.get("custom") or {})}
+    node.meta.update(entries)
+    if custom:
+        node.meta["custom"] = custom
+
+
 PROVENANCE = (
     "nn_module_stack",
     "stack_trace",

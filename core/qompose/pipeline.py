@@ -45,7 +45,7 @@ from qompose.nested import (
     sink_constants,
 )
 from qompose.plan import Plan, Record, attach, record_of
-from qompose.planning import plan_groups
+from qompose.planning import notes_on_ranges, plan_groups
 from qompose.preparation import insert_observers
 from qompose.quantizer import Quantizer, labelled
 from qompose.representation import Representation, represent
@@ -92,7 +92,10 @@ def prepare_pt2e(
     if inplace and not isinstance(model, GraphModule):
         raise UserError("inplace=True needs a GraphModule: an ExportedProgram is never edited")
     with _without_collection():
-        working, record = _planned(as_graph_module(model, "prepare_pt2e"), quantizer, strict)
+        exported = as_graph_module(model, "prepare_pt2e")
+        state = isolate(exported)
+        quantizer = quantizer.bound(exported)
+        working, record = _planned(exported, quantizer, strict)
     say_if_nothing_was_quantized(record.plan, working, strict=strict)
     with _without_collection():
         clear_annotations(working)
@@ -103,7 +106,7 @@ def prepare_pt2e(
         insert_observers(working, plan.claims, plan.groups, callback)
         run_observed_in_python(working)
         name_apart(working)
-        prepared = attach(refresh(working), record)
+        prepared = attach(refresh(working), replace(record, state=state))
     log_stage(prepared)
     return _into(model, prepared) if inplace else prepared
 
@@ -112,17 +115,16 @@ def _planned(
     exported: GraphModule, quantizer: Quantizer, strict: bool
 ) -> tuple[GraphModule, Record]:
     """Return the program with its rewrites, and the record of what is going to be done to it."""
-    state = isolate(exported)
-    quantizer = quantizer.bound(exported)
     working, composition, rewrites = annotate_program(exported, quantizer)
     unmatched = quantizer.check_program(exported)
     if strict and unmatched:
         raise UserError("strict=True:\n" + "\n".join(f"  - {note}" for note in unmatched))
     claims = tuple(composition.chosen)
+    groups = plan_groups(working, claims)
     operators = survey(exported, working, composition, rewrites)
     plan = Plan(
         claims=claims,
-        groups=plan_groups(working, claims),
+        groups=groups,
         operators=operators,
         conflicts=tuple(composition.conflicts),
         rewrites=rewrites,
@@ -130,11 +132,12 @@ def _planned(
             *unmatched,
             *composition.notes,
             *claims_elsewhere(claims, operators),
+            *notes_on_ranges(claims, groups),
             *notes_on_members(quantizer, composition),
         ),
         float_bytes=state_bytes(exported),
     )
-    return working, Record(plan, "prepared", _backends(quantizer), state=state)
+    return working, Record(plan, "prepared", _backends(quantizer))
 
 
 def isolate(exported: GraphModule) -> dict[str, Tensor]:

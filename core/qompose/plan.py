@@ -18,7 +18,7 @@ from qompose.balancing import Balance
 from qompose.claims import Claim, Conflict, Point
 from qompose.errors import StageError
 from qompose.graph import STAGE_KEY
-from qompose.specs import QuantizationSpecBase, describe_spec, spec_to_dict
+from qompose.specs import QuantizationSpecBase, describe_spec, observer_name, spec_to_dict
 
 META_KEY = STAGE_KEY
 _FLOATS = {torch.float32, torch.float16, torch.bfloat16}
@@ -166,9 +166,9 @@ class Plan:
     ) -> Requantized:
         (before,) = (g.spec for g in self.groups if output in g.points)
         one, other = describe_spec(before), describe_spec(group.spec)
-        if one == other:  # they differ in how the range is estimated
+        if one == other:  # one of them may not share, and they differ in what was seen
             one, other = (
-                f"{text}, range by {(spec_to_dict(spec) or {}).get('observer')},"
+                f"{text}, range by {observer_name(spec)},"
                 for text, spec in ((one, before), (other, group.spec))
             )
         return Requantized(

@@ -3,7 +3,8 @@
 
 A group is a set of points with one scale and zero point. Points are joined by shared specifications and,
 where annotations allow it, implicitly: an edge with its producer's output, and edges from one producer,
-whose specifications are alike.
+whose specifications ask for the same integers. The producer's observer, else the first reader's, then
+estimates the range for all.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch.fx import GraphModule, Node
@@ -23,7 +25,7 @@ from qompose.nested import count_readers, nodes_in, same_tensors
 from qompose.numerics import PER_CHANNEL, full_blocks
 from qompose.operators import VALUE_PRESERVING
 from qompose.plan import Group
-from qompose.specs import describe_spec, likeness
+from qompose.specs import describe_spec, integers_asked, likeness, observer_name
 
 
 def plan_groups(model: GraphModule, claims: Sequence[Claim]) -> tuple[Group, ...]:
@@ -39,7 +41,7 @@ def plan_groups(model: GraphModule, claims: Sequence[Claim]) -> tuple[Group, ...
     position = {name: i for i, name in enumerate(nodes)}
     solver = _Solver(claims, _tensors(model, nodes))
     solver.join_shared()
-    solver.join_implicitly()
+    solver.join_implicitly(position)
     solver.join_moves(nodes)
     groups = solver.groups(position)
     for group in groups:
@@ -48,6 +50,27 @@ def plan_groups(model: GraphModule, claims: Sequence[Claim]) -> tuple[Group, ...
         readers = count_readers(model)
         groups = [replace(g, balance=_balance(g, solver, nodes, readers)) for g in groups]
     return _in_order_of_dependency(groups, solver)
+
+
+def notes_on_ranges(claims: Sequence[Claim], groups: Sequence[Group]) -> list[str]:
+    """Describe the points whose range is estimated by another observer than was asked for there."""
+    asked = {spec.point: (spec.spec, claim) for claim in claims for spec in claim.specs}
+    notes = []
+    for group in groups:
+        given = [point for point in group.points if asked[point][0] is group.spec]
+        if not given:
+            continue
+        giver, by = asked[given[0]][1], observer_name(group.spec)
+        for point in group.points:
+            spec, claim = asked[point]
+            other = observer_name(spec)
+            elsewhere = (claim.owner, claim.config) != (giver.owner, giver.config)
+            if elsewhere and other not in (None, by):
+                notes.append(
+                    f"{point} has the range of {given[0]}, estimated by {by} for {giver.owner}; "
+                    f"{claim.owner} asked for {other} there"
+                )
+    return notes
 
 
 def _check_scales(group: Group, solver: _Solver, nodes: Mapping[str, Node]) -> None:
@@ -130,6 +153,11 @@ def _tensors(model: GraphModule, nodes: dict[str, Node]) -> dict[str, str]:
     return names
 
 
+def _place(position: Mapping[str, int], point: Point) -> tuple[int, int, Point]:
+    """Order by producer; its output comes before its edges, those in order of the users."""
+    return position.get(point.source, -1), position.get(point.user or "", -1), point
+
+
 class _Solver:
     def __init__(self, claims: Sequence[Claim], tensors: Mapping[str, str]) -> None:
         self.claims, self.tensors = claims, tensors
@@ -192,10 +220,10 @@ class _Solver:
                     )
                 self.join(point, target)
 
-    def join_implicitly(self) -> None:
-        """Join points of one tensor whose groups have like specifications."""
+    def join_implicitly(self, position: Mapping[str, int]) -> None:
+        """Join points of one tensor whose groups have the same integers, to the first of them."""
         by_source: dict[str, list[Point]] = defaultdict(list)
-        for point in self.specs:
+        for point in sorted(self.specs, key=partial(_place, position)):
             by_source[self.tensors.get(point.source, point.source)].append(point)
         for points in by_source.values():
             first_of: dict[object, Point] = {}
@@ -209,7 +237,7 @@ class _Solver:
         spec = self.concrete.get(self.find(point))
         if spec is None or spec.derived or not self.specs[point].allow_implicit_sharing:
             return None
-        return likeness(spec.spec)
+        return integers_asked(spec.spec)
 
     def join_moves(self, nodes: Mapping[str, Node]) -> None:
         """Join the input and output of operators that only move values, where their specs are alike.
@@ -229,15 +257,12 @@ class _Solver:
         spec = self.concrete.get(self.find(point))
         return getattr(spec and spec.spec, "qscheme", None) not in PER_CHANNEL
 
-    def groups(self, position: dict[str, int]) -> list[Group]:
+    def groups(self, position: Mapping[str, int]) -> list[Group]:
         members: dict[Point, list[Point]] = defaultdict(list)
         for point in self.specs:
             members[self.find(point)].append(point)
 
-        def place(point: Point) -> tuple[int, int, Point]:
-            """Order by producer; its output comes before its edges, those in order of the users."""
-            return position.get(point.source, -1), position.get(point.user or "", -1), point
-
+        place = partial(_place, position)
         ordered = [sorted(points, key=place) for points in members.values()]
         ordered.sort(key=lambda points: place(points[0]))
         return [self._group(points) for points in ordered]

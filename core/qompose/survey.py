@@ -41,10 +41,14 @@ def survey(
     that a quantizer's own transform removed or changed, but what that made, under names of its own.
     """
     claim_of = {name: i for i, claim in enumerate(composition.chosen) for name in claim.nodes}
+    instead_of = {
+        name: i for i, claim in enumerate(composition.chosen) for name in claim.instead_of
+    }
     split, produced = {}, {node.name: node for node in nodes_in(working)}
     for rewrite in (rewrite for rewrite in rewrites if not rewrite.member):
         if set(rewrite.pieces) <= set(rewrite.nodes):  # merged: its operators have one claim
-            claim = claim_of[rewrite.pieces[0]]
+            first = rewrite.pieces[0]  # a quantizer's own change may stand in its place
+            claim = claim_of[first] if first in claim_of else instead_of[first]
             claim_of.update(dict.fromkeys(rewrite.nodes, claim))
         else:
             pieces = [produced[name] for name in rewrite.pieces if name in produced]

@@ -57,6 +57,7 @@ OWN = {
     "rewrites": "annotate_program joins those of all members",
     "on_conflict": "the policy is the composition's",
     "to_json": "written with to_dict",
+    "works_apart": "compose_claims asks each member",
 }
 
 

@@ -15,7 +15,7 @@ from qompose import DerivedQuantizationSpec, QuantizationSpec, SharedQuantizatio
 from qompose.claims import Claim, Point, PointSpec
 from qompose.observers import HistogramObserver
 from qompose.plan import Group
-from qompose.planning import plan_groups
+from qompose.planning import notes_on_ranges, plan_groups
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
@@ -85,8 +85,8 @@ SHARED = [
     ),
     pytest.param(
         [spec("sigmoid", INT8), spec("sigmoid>relu", HISTOGRAM)],
-        [{"sigmoid"}, {"sigmoid>relu"}],
-        id="observers that differ are a difference: nobody's estimate is dropped silently",
+        [{"sigmoid", "sigmoid>relu"}],
+        id="the same integers, estimated by another observer",
     ),
     pytest.param(
         [spec("sigmoid", INT8), spec("sigmoid>relu", UINT8), spec("sigmoid>cat", UINT8)],
@@ -153,6 +153,23 @@ SHARED = [
 @pytest.mark.parametrize(("specs", "expected"), SHARED)
 def test_groups(model: GraphModule, specs: list[PointSpec], expected: list[set[str]]) -> None:
     assert points(plan_groups(model, claims(*specs))) == set(map(frozenset, expected))
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=str)
+def test_the_producers_observer_estimates_for_all_and_the_others_are_listed(
+    model: GraphModule, order: tuple[int, ...]
+) -> None:
+    specs = [spec("sigmoid", INT8), spec("sigmoid>relu", HISTOGRAM)]
+    asked = [*claims(specs[0], owner="a"), *claims(specs[1], owner="b")]
+    ordered = [asked[i] for i in order]
+    (group,) = plan_groups(model, ordered)
+    assert group.spec is INT8
+    (note,) = notes_on_ranges(ordered, [group])
+    assert note == (
+        "sigmoid -> relu has the range of output of sigmoid, estimated by MinMaxObserver for "
+        "a; b asked for HistogramObserver there"
+    )
+    assert notes_on_ranges(claims(*specs), plan_groups(model, claims(*specs))) == []
 
 
 @pytest.mark.parametrize(("specs", "expected"), SHARED)

@@ -1,23 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantizers written for torchao or ExecuTorch as members of a composition, recognised by shape.
 
-Such a quantizer annotates a snapshot of the program on which nobody else's annotations can be seen; what
-it wrote becomes claims that are arbitrated like any other.
+Such a quantizer rewrites and annotates a copy of the program that is its own: it sees nothing of other
+members, and they see nothing of it. What it wrote becomes claims, arbitrated like any other. What it
+rewrote is found by comparing the copy with the program (`alignment`), and made in the program only where
+one of its claims stands.
 """
 
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from torch import nn
 from torch.fx import GraphModule
 
-from qompose.annotations import propose_annotations
 from qompose.claims import Claim, Proposal
-from qompose.errors import UserError, blaming
-from qompose.graph import copy_graph_module
-from qompose.quantizer import Quantizer
+from qompose.errors import QomposeWarning, UserError
+from qompose.hosting import annotate_for_host
+from qompose.interop.asking import Asking
+from qompose.quantizer import Quantizer, labelled
+from qompose.specs import EdgeOrNode
+
+if TYPE_CHECKING:
+    from typing_extensions import Self  # in typing from Python 3.11 on
 
 
 def is_foreign_quantizer(candidate: object) -> bool:
@@ -47,60 +55,49 @@ def adapt(quantizer: Any) -> Quantizer:
 class AdaptedQuantizer(Quantizer):
     """A quantizer of another engine, asked on a copy of itself and of the program."""
 
+    works_apart = True
+
     def __init__(self, quantizer: Any) -> None:
+        super().__init__()
         self.quantizer = quantizer
+        self._asking: Asking | None = None  # as it was asked last: hooks may build on one another
+        self._heard: dict[str, Proposal] | None = None
 
     @property
     def name(self) -> str:
-        return (
-            f"{type(self.quantizer).__module__.partition('.')[0]}.{type(self.quantizer).__name__}"
-        )
+        kind = type(self.quantizer)
+        return f"{kind.__module__.partition('.')[0]}.{kind.__name__}"
+
+    def bound(self, exported: GraphModule) -> Self:
+        bound = copy.copy(self)
+        bound._is_bound = True
+        bound._heard = {}  # a program that occurs again in one prepare is annotated once
+        return bound
 
     def annotate(self, model: GraphModule) -> GraphModule:
-        """Annotate `model` in place with a copy of the quantizer, so that it keeps no state of it."""
-        copied(self.quantizer).annotate(model)
-        return model
+        """Annotate for another engine; rewrite `model` in place where the quantizer's claims need it."""
+        return annotate_for_host(model, self, labelled)
 
     def propose(
         self, model: GraphModule, taken: Sequence[Claim], on_conflict: str = "error"
     ) -> Proposal:
-        """Return its claims on the program; earlier members' claims are hidden from it."""
-        proposal = propose_annotations(self.name, self.annotate, model, (), on_conflict)
-        change = self._rewrite_it_wants(model)
-        if change:
-            proposal.notes.append(change)
-        return proposal
+        """Return its claims on the program; those of other members are hidden from it."""
+        if self._heard is None:
+            return self._ask(model)
+        program = str(model.graph)
+        if program not in self._heard:
+            self._heard[program] = self._ask(model)
+        return self._heard[program]
 
-    def _rewrite_it_wants(self, model: GraphModule) -> str | None:
-        """Return a note where its transform would rewrite the program, which is not done for it."""
-        transform = getattr(self.quantizer, "transform_for_annotation", None)
-        if transform is None:
-            return None
-        before = copy_graph_module(model)
-        with blaming(f"{self.name}: transform_for_annotation"):
-            after = copied(self.quantizer).transform_for_annotation(copy_graph_module(model))
-        if not isinstance(after, GraphModule):
-            raise UserError(
-                f"{self.name}: transform_for_annotation returned {after!r}, not a GraphModule"
-            )
-        if str(after.graph) == str(before.graph):
-            return None
-        return f"{self.name}: its transform_for_annotation was not applied: it rewrites operators"
-
-    def validate(self, model: GraphModule) -> None:
-        copied(self.quantizer).validate(model)
+    def _ask(self, model: GraphModule) -> Proposal:
+        self._asking = Asking(self.name, self.quantizer)
+        return self._asking.about(model)
 
     def prepare_obs_or_fq_callback(
-        self, model: GraphModule, edge_or_node_to_obs_or_fq: Any
+        self, model: GraphModule, edge_or_node_to_obs_or_fq: dict[EdgeOrNode, nn.Module]
     ) -> None:
-        callback = getattr(self.quantizer, "prepare_obs_or_fq_callback", None)
-        if callback is not None:
-            callback(model, edge_or_node_to_obs_or_fq)
-
-
-def copied(quantizer: Any) -> Any:
-    """Return a deep copy of a quantizer, or itself where it cannot be copied."""
-    try:
-        return copy.deepcopy(quantizer)
-    except (TypeError, ValueError, AttributeError):
-        return quantizer
+        asking = self._asking or Asking(self.name, self.quantizer)
+        said = Proposal()
+        asking.call(said, "prepare_obs_or_fq_callback", model, edge_or_node_to_obs_or_fq)
+        for note in said.notes:  # the plan is made already
+            warnings.warn(note, QomposeWarning, stacklevel=2)

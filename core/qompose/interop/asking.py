@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Asking a foreign quantizer about a program: its hooks, in the order that engines of this field call them.
+
+It works on copies of itself and of the program, behind a fence. What it did shows in the copy.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from torch.fx import GraphModule
+
+from qompose.annotations import annotated_nodes, claims_of, clear_annotations, node_annotation
+from qompose.claims import Proposal
+from qompose.errors import UserError, blaming
+from qompose.graph import copy_graph_module
+from qompose.interop.alignment import align, stamp
+from qompose.interop.constants import own_constants, parameters_kept
+from qompose.interop.fence import fenced
+from qompose.interop.marks import marks_between
+from qompose.interop.process import USED_RANDOM_NUMBERS
+from qompose.nested import nodes_in
+from qompose.sources import with_sources, without_sources
+
+
+class Asking:
+    """One foreign quantizer, asked about one program.
+
+    Args:
+        name: what messages call it.
+        quantizer: is copied; where that is impossible it is asked itself, and what it keeps is noted.
+    """
+
+    def __init__(self, name: str, quantizer: Any) -> None:
+        self.name = name
+        self.member, copied = _copied(quantizer)
+        self._before = None if copied else _state(quantizer)
+
+    def about(self, model: GraphModule) -> Proposal:
+        """Let it transform, annotate and validate a copy of `model`, and return what it claims.
+
+        Raises:
+            MemberError: one of its hooks raised.
+            UserError: what it returned or did is nothing that claims can be made of; the message names it.
+        """
+        proposal, own = Proposal(), _own_copy(model)
+        with parameters_kept(own, self.name):
+            own = self._transformed(proposal, own)
+            with_sources(own)  # anew: operators that it made have copies of others' entries
+            self._annotate(proposal, own)
+            answer = self.call(proposal, "validate", own)
+        if answer is False:
+            proposal.notes.append(f"{self.name}: validate returned False")
+        without_sources(own)  # what it made may become part of the program, which can be saved
+        try:
+            alignment = align(model, own)
+        except UserError as error:
+            raise UserError(f"{self.name}: transform_for_annotation: {error}") from error
+        proposal.changes, proposal.apply = alignment.changes, alignment.apply
+        proposal.marks = marks_between(model, own)
+        proposal.claims = claims_of(self.name, annotated_nodes(own), proposal)
+        proposal.notes += [*self._astray(own), *self._kept()]
+        return proposal
+
+    def call(self, proposal: Proposal, hook: str, *arguments: Any) -> Any:
+        """Call a hook behind a fence, if there is one; what it did to the process becomes notes."""
+        if not hasattr(self.member, hook):
+            return None
+        with blaming(f"{self.name}: {hook}"), fenced() as effects:
+            result = getattr(self.member, hook)(*arguments)
+        said = [effect for effect in effects if not effect.startswith(USED_RANDOM_NUMBERS)]
+        proposal.notes += [f"{self.name}: {hook} {effect}" for effect in said]
+        return result
+
+    def _transformed(self, proposal: Proposal, own: GraphModule) -> GraphModule:
+        if not hasattr(self.member, "transform_for_annotation"):
+            return own
+        result = self.call(proposal, "transform_for_annotation", own)
+        if not isinstance(result, GraphModule):
+            raise UserError(
+                f"{self.name}: transform_for_annotation returned {result!r}, not a GraphModule"
+            )
+        return result
+
+    def _annotate(self, proposal: Proposal, own: GraphModule) -> None:
+        result = self.call(proposal, "annotate", own)
+        if result is not None and result is not own:
+            raise UserError(
+                f"{self.name}: annotate returned another {type(result).__name__} than it was given; what it "
+                "wrote there would be lost. It annotates the given program in place."
+            )
+
+    def _astray(self, own: GraphModule) -> list[str]:
+        """Describe annotations in bodies, about which it is asked one by one."""
+        inside = [
+            node.name
+            for node in nodes_in(own)
+            if node.graph is not own.graph and node_annotation(node) is not None
+        ]
+        if not inside:
+            return []
+        return [
+            f"{self.name} annotated {', '.join(inside)}, which are in bodies of the program that it was "
+            "asked about; of these, what it annotates counts when it is asked about the body itself"
+        ]
+
+    def _kept(self) -> list[str]:
+        """Describe what a quantizer that cannot be copied keeps of the program."""
+        if self._before is None:
+            return []
+        now = _state(self.member)
+        changed = [
+            name
+            for name in now.keys() | self._before.keys()
+            if now.get(name) != self._before.get(name)
+        ]
+        if not changed:
+            return []
+        return [
+            f"{self.name} cannot be copied, so it was asked itself, and changed: {', '.join(sorted(changed))}"
+        ]
+
+
+def _own_copy(model: GraphModule) -> GraphModule:
+    own = copy_graph_module(model)
+    own_constants(own)
+    clear_annotations(own)
+    stamp(own)
+    with_sources(own)
+    return own
+
+
+def _copied(quantizer: Any) -> tuple[Any, bool]:
+    """Return a deep copy and True, or the quantizer itself and False where it cannot be copied."""
+    try:
+        return copy.deepcopy(quantizer), True
+    except Exception:  # its own code, or that of what it holds, may refuse in any way
+        return quantizer, False
+
+
+def _state(quantizer: Any) -> Mapping[str, str]:
+    return {name: repr(value) for name, value in getattr(quantizer, "__dict__", {}).items()}

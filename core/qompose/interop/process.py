@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""State of the process that a foreign quantizer might change: remembered, compared, put back.
+
+Each class here remembers one kind of state when it is made; `undo` puts back what differs and says it.
+Not covered, because nobody can undo it or because it is what importing a package means: imported modules,
+registered operators and pytree nodes, patched functions, loggers of other packages, torch's compiler
+configurations, random numbers of accelerators, and what compiled code does without Python knowing.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import random
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch.utils import deterministic
+
+
+class Watched(Protocol):
+    """One kind of state, as it was when this was made."""
+
+    def undo(self) -> list[str]:
+        """Put back what differs now, and say what that was, a text each."""
+
+
+class _Setting(NamedTuple):
+    name: str
+    read: Callable[[], Any]
+    write: Callable[[Any], Any]
+
+
+def _attribute(name: str, owner: object, attribute: str) -> _Setting:
+    return _Setting(
+        f"{name}.{attribute}",
+        lambda: getattr(owner, attribute),
+        lambda value: setattr(owner, attribute, value),
+    )
+
+
+def _default_device() -> torch.device | None:
+    """Return what `torch.set_default_device` was given, None where it was not called.
+
+    `torch.get_default_device` cannot tell that from the device of an enclosing `with torch.device(...)`.
+    """
+    holder = getattr(torch, "_GLOBAL_DEVICE_CONTEXT", None)
+    context = getattr(holder, "device_context", None)
+    return None if context is None else context.device
+
+
+_BACKENDS: Any = torch.backends
+
+# Older names come before newer ones for the same thing, which the older ones change along.
+_SETTINGS = (
+    _Setting("torch's default dtype", torch.get_default_dtype, torch.set_default_dtype),
+    _Setting("torch's default device", _default_device, torch.set_default_device),
+    _Setting("torch's grad mode", torch.is_grad_enabled, torch.set_grad_enabled),
+    _Setting("torch's number of threads", torch.get_num_threads, torch.set_num_threads),
+    _Setting(
+        "torch's deterministic debug mode",
+        torch.get_deterministic_debug_mode,
+        torch.set_deterministic_debug_mode,
+    ),
+    _attribute("torch.utils.deterministic", deterministic, "fill_uninitialized_memory"),
+    _Setting(
+        "torch's float32 matmul precision",
+        torch.get_float32_matmul_precision,
+        torch.set_float32_matmul_precision,
+    ),
+    _attribute("torch.backends.quantized", _BACKENDS.quantized, "engine"),
+    _attribute("torch.backends.mkldnn", _BACKENDS.mkldnn, "enabled"),
+    _attribute("torch.backends.mkldnn", _BACKENDS.mkldnn, "deterministic"),
+    _attribute("torch.backends.cudnn", _BACKENDS.cudnn, "enabled"),
+    _attribute("torch.backends.cudnn", _BACKENDS.cudnn, "benchmark"),
+    _attribute("torch.backends.cudnn", _BACKENDS.cudnn, "deterministic"),
+    _attribute("torch.backends.cudnn", _BACKENDS.cudnn, "allow_tf32"),
+    _attribute("torch.backends", _BACKENDS, "fp32_precision"),
+    _attribute("torch.backends.mkldnn.matmul", _BACKENDS.mkldnn.matmul, "fp32_precision"),
+    _attribute("torch.backends.mkldnn.conv", _BACKENDS.mkldnn.conv, "fp32_precision"),
+    _attribute("torch.backends.mkldnn.rnn", _BACKENDS.mkldnn.rnn, "fp32_precision"),
+    _attribute("torch.backends.cuda.matmul", _BACKENDS.cuda.matmul, "fp32_precision"),
+    _attribute("torch.backends.cudnn.conv", _BACKENDS.cudnn.conv, "fp32_precision"),
+    _attribute("torch.backends.cudnn.rnn", _BACKENDS.cudnn.rnn, "fp32_precision"),
+    _Setting("the working directory", os.getcwd, os.chdir),
+    _Setting("the recursion limit", sys.getrecursionlimit, sys.setrecursionlimit),
+)
+
+_UNREADABLE = object()
+"""Stands for a setting that cannot be read: of a mix of old and new precision settings, or a lost folder."""
+
+
+def _read(setting: _Setting) -> Any:
+    try:
+        return setting.read()
+    except (RuntimeError, OSError):
+        return _UNREADABLE
+
+
+def _undone(change: str, undo: Callable[[], object]) -> str:
+    try:
+        undo()
+    except (RuntimeError, OSError) as error:
+        return f"{change}, which could not be undone: {error}"
+    return f"{change}, which was undone"
+
+
+class Settings:
+    """torch's flags, the working directory and the recursion limit."""
+
+    def __init__(self) -> None:
+        self.before = [(setting, _read(setting)) for setting in _SETTINGS]
+
+    def undo(self) -> list[str]:
+        after = [_read(setting) for setting, _ in self.before]
+        if all(value == now for (_, value), now in zip(self.before, after, strict=True)):
+            return []
+        return list(self._put_back(after))
+
+    def _put_back(self, after: list[Any]) -> Iterator[str]:
+        """Write what differs, that too which writing an older name has only just changed."""
+        for (setting, before), now in zip(self.before, after, strict=True):
+            if before is _UNREADABLE:
+                continue
+            text = "something unreadable" if now is _UNREADABLE else repr(now)
+            if before != now:
+                yield _undone(
+                    f"set {setting.name} to {text}",
+                    lambda write=setting.write, value=before: write(value),  # type: ignore[misc]
+                )
+            elif before != _read(setting):
+                setting.write(before)
+
+
+class Environment:
+    """`os.environ` and `sys.path`. Texts name variables, and not their values, which may be secrets."""
+
+    def __init__(self) -> None:
+        self.variables = dict(os.environ)
+        self.search_path = (sys.path, list(sys.path))
+
+    def undo(self) -> list[str]:
+        said = []
+        if os.environ != self.variables:
+            changed = {*self.variables.items()} ^ {*os.environ.items()}
+            for name in sorted({name for name, _ in changed}):
+                verb = "set" if name in os.environ else "removed"
+                said.append(f"{verb} the environment variable {name}, which was undone")
+                os.environ.pop(name, None)
+                if name in self.variables:
+                    os.environ[name] = self.variables[name]
+        path, entries = self.search_path
+        if sys.path is not path or path != entries:
+            sys.path = path
+            path[:] = entries
+            said.append("changed sys.path, which was undone")
+        return said
+
+
+USED_RANDOM_NUMBERS = "used the global random numbers"
+"""What asks for no attention: many quantizers export their patterns with random examples."""
+
+
+class RandomNumbers:
+    """The states of the global generators of torch (CPU), `random`, and numpy where it is in use."""
+
+    def __init__(self) -> None:
+        self.torch = torch.random.get_rng_state()
+        self.python = random.getstate()
+        numpy = self._numpy()
+        self.numpy = None if numpy is None else numpy.get_state(legacy=False)
+
+    def _numpy(self) -> Any:
+        return sys.modules.get("numpy.random")
+
+    def undo(self) -> list[str]:
+        said = []
+        if not torch.equal(self.torch, torch.random.get_rng_state()):
+            torch.random.set_rng_state(self.torch)
+            said.append("torch")
+        if self.python != random.getstate():
+            random.setstate(self.python)
+            said.append("random")
+        if self.numpy is not None and self._numpy_differs(self.numpy):
+            self._numpy().set_state(self.numpy)
+            said.append("numpy")
+        return [f"{USED_RANDOM_NUMBERS} of {name}, which was undone" for name in said]
+
+    def _numpy_differs(self, before: Any) -> bool:
+        now = self._numpy().get_state(legacy=False)  # arrays in dictionaries, of any generator
+        return pickle.dumps(before) != pickle.dumps(now)
+
+
+class WarningFilters:
+    """The filters of `warnings`."""
+
+    def __init__(self) -> None:
+        self.filters: Any = warnings.filters
+        self.entries = list(self.filters)
+
+    def undo(self) -> list[str]:
+        if warnings.filters is self.filters and self.filters == self.entries:
+            return []
+        warnings.filters = self.filters
+        self.filters[:] = self.entries
+        with warnings.catch_warnings():  # makes Python forget what it decided by the other filters
+            pass
+        return ["changed the filters of warnings, which was undone"]
+
+
+class _LoggerState(NamedTuple):
+    level: int
+    handlers: list[logging.Handler]
+    propagate: bool
+    disabled: bool
+
+
+def _logger_state(logger: logging.Logger) -> _LoggerState:
+    return _LoggerState(logger.level, list(logger.handlers), logger.propagate, logger.disabled)
+
+
+class Logging:
+    """The root logger, torch's loggers, and `logging.disable`; a package's own loggers are its own."""
+
+    def __init__(self) -> None:
+        known = logging.root.manager.loggerDict
+        loggers = [
+            logger
+            for name, logger in list(known.items())
+            if isinstance(logger, logging.Logger) and (name == "torch" or name.startswith("torch."))
+        ]
+        self.before = [(logger, _logger_state(logger)) for logger in (logging.root, *loggers)]
+        self.disabled = logging.root.manager.disable
+
+    def undo(self) -> list[str]:
+        said = []
+        for logger, before in self.before:
+            now = _logger_state(logger)
+            if now != before:
+                logger.setLevel(before.level)
+                logger.handlers[:] = before.handlers
+                logger.propagate, logger.disabled = before.propagate, before.disabled
+                facts = [f for f in _LoggerState._fields if getattr(now, f) != getattr(before, f)]
+                said.append(
+                    f"changed {', '.join(facts)} of the logger {logger.name}, which was undone"
+                )
+        if logging.root.manager.disable != self.disabled:
+            said.append(f"called logging.disable({logging.root.manager.disable}), which was undone")
+            logging.disable(self.disabled)
+        return said
