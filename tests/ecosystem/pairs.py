@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two quantizers of other packages as one composition, and what may be wrong with what comes of it.
+
+`python -m tests.ecosystem.pairs` tries all ordered pairs and prints them as a matrix.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import qompose
+import torch
+from qompose.quantizer import labelled
+from torch import Tensor
+from torch.export import ExportedProgram
+from torch.fx import GraphModule, Node
+
+from tests.ecosystem.catalogue import BY_NAME, CATALOGUE
+from tests.ecosystem.measuring import quietly, sqnr_of
+from tests.ecosystem.models import KINDS, sample
+
+MEMBERS = tuple(entry.name for entry in CATALOGUE if entry.pairs)
+MARGIN = 6.0
+"""dB that a pair may be worse than the worse of its members alone.
+
+Two noises of the same power that know nothing of one another are 3 dB worse than one; a tensor that is
+quantized again where owners meet adds a third.
+"""
+
+
+@dataclass(frozen=True)
+class Result:
+    """A converted model, what its report says, and how it does on the held-out input."""
+
+    model: GraphModule
+    report: Any
+    output: Tensor
+    sqnr: float
+    labels: tuple[str, ...]
+
+    @property
+    def owners(self) -> dict[str, str]:
+        """Who claims each operator that is claimed, pieces that a transform made included."""
+        return {row.name: row.owner for row in self.report.rows if row.owner}
+
+
+@functools.cache
+def program(kind: str) -> ExportedProgram:
+    """One program for all compositions: none of them may change it."""
+    return sample(kind).export()
+
+
+def composed(kind: str, *names: str) -> Result:
+    """The model of a kind, quantized by a composition of catalogue quantizers."""
+    given = sample(kind)
+    quantizer = qompose.compose(*(BY_NAME[name].make() for name in names))
+    with torch.no_grad():
+        prepared = qompose.prepare_pt2e(program(kind), quantizer)
+        for batch in given.batches:
+            prepared(*batch)
+        model = qompose.convert_pt2e(prepared)
+        output = model(*given.held_out)
+    found = sqnr_of(given.expected, output)
+    labels = tuple(label for label, _ in labelled(quantizer))
+    return Result(model, qompose.report(model), output, found, labels)
+
+
+@functools.cache
+def alone(kind: str, name: str) -> Result | qompose.QomposeError:
+    """What a member makes of a model by itself, or the error it ends in."""
+    try:
+        return composed(kind, name)
+    except qompose.QomposeError as error:
+        return error
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of an ordered pair: what is wrong with it, and in short what it came to."""
+
+    problems: tuple[str, ...]
+    summary: str
+    result: Result | None = None
+
+
+def outcome(kind: str, first: str, second: str) -> Outcome:
+    """Compose an ordered pair, and check what comes of it.
+
+    Raises:
+        Exception: whatever is no error of qompose: none may come.
+    """
+    try:
+        result = composed(kind, first, second)
+    except qompose.QomposeError as error:
+        return Outcome(tuple(_wrong_with_error(error, kind, first, second)), "refused")
+    problems = tuple(_wrong_with_result(result, kind, (first, second)))
+    lost, requantized = len(result.report.conflicts), len(result.report.requantizations)
+    summary = f"{result.sqnr:.0f}" + (f" r{requantized}" if requantized else "")
+    return Outcome(problems, summary + (f" l{lost}" if lost else ""), result)
+
+
+def _wrong_with_error(
+    error: qompose.QomposeError, kind: str, first: str, second: str
+) -> Iterator[str]:
+    """A refusal names both members; one that a member alone meets with too names that one."""
+    message = str(error)
+    for name in (first, second):
+        if type(alone(kind, name)) is type(error) and _class_name(name) in message:
+            return
+    for name in (first, second):
+        if _class_name(name) not in message:
+            yield f"{type(error).__name__} does not name {name}: {message}"
+
+
+def _class_name(name: str) -> str:
+    return type(BY_NAME[name].make()).__name__
+
+
+def _wrong_with_result(result: Result, kind: str, names: tuple[str, str]) -> Iterator[str]:
+    parts = [alone(kind, name) for name in names]
+    if not bool(result.output.isfinite().all()):
+        yield "the output is not finite"
+    bound = min(part.sqnr for part in parts if isinstance(part, Result)) - MARGIN
+    if result.sqnr < bound:
+        yield f"{result.sqnr:.1f} dB, less than {bound:.1f}"
+    yield from _unclaimed(result, kind, parts)
+    yield from _unlisted_chains(result)
+    yield from _silent(result)
+
+
+def _unclaimed(
+    result: Result, kind: str, parts: list[Result | qompose.QomposeError]
+) -> Iterator[str]:
+    """Operators that only one member wants and that it does not have, unless their row says who took them."""
+    exported = {node.name for node in program(kind).graph.nodes}
+    wanted = [exported & set(part.owners) if isinstance(part, Result) else set() for part in parts]
+    rows = {row.name: row for row in result.report.rows}
+    pairs = zip(result.labels, reversed(result.labels), wanted, reversed(wanted), strict=True)
+    for label, winner, own, other in pairs:
+        for name in sorted(own - other):
+            row = rows[name]
+            lost = not row.owner and label in row.reason and winner in row.reason
+            if row.owner != label and not lost:
+                yield f"{name}, which only {label} wants, is {row.owner or 'float'}: {row.reason}"
+
+
+def _unlisted_chains(result: Result) -> Iterator[str]:
+    """A tensor that is quantized, dequantized and quantized again is in the report."""
+    chains = [node.name for node in result.model.graph.nodes if _requantizes(node)]
+    listed = result.report.requantizations
+    if len(chains) > len(listed):
+        yield f"{len(chains)} tensors are requantized ({', '.join(chains)}), {len(listed)} are listed"
+
+
+def _requantizes(node: Node) -> bool:
+    if not _is(node, "quantize_per_"):
+        return False
+    source = node.args[0]
+    return isinstance(source, Node) and _is(source, "dequantize_per_") and _is_computed(source)
+
+
+def _is(node: Node, operator: str) -> bool:
+    return f".{operator}" in f".{str(node.target).partition('.')[2]}"
+
+
+def _is_computed(dequantize: Node) -> bool:
+    source = dequantize.args[0]
+    return isinstance(source, Node) and source.op == "call_function"
+
+
+def _silent(result: Result) -> Iterator[str]:
+    """A member without operators is named in the notes, and nothing is requantized on its account."""
+    idle = set(result.labels) - set(result.owners.values())
+    for label in sorted(idle):
+        if not any(label in note and "claims nothing" in note for note in result.report.notes):
+            yield f"{label} has no operator, and no note says that it claims nothing"
+        for place in result.report.requantizations:
+            if label in (place.from_owner, place.to_owner):
+                yield f"{place.tensor} is requantized on account of {label}, which has no operator"
+
+
+def problems_of_orders(kind: str, first: str, second: str) -> list[str]:
+    """What is wrong with either order of a pair, or between the two."""
+    outcomes = {pair: outcome(kind, *pair) for pair in ((first, second), (second, first))}
+    found = [f"{' + '.join(p)}: {text}" for p, o in outcomes.items() for text in o.problems]
+    results = [o.result for o in outcomes.values()]
+    parts = [alone(kind, name) for name in (first, second)]
+    if all(isinstance(part, Result) for part in parts) and all(results):
+        one, other = ({*part.owners} for part in parts)  # type: ignore[union-attr]
+        if not one & other and len({str(result.model.graph) for result in results}) > 1:  # type: ignore[union-attr]
+            found.append("they want different operators, and their order changes the graph")
+    return found
+
+
+def matrix(kinds: Iterable[str] = KINDS) -> Iterator[str]:
+    """Yield lines of Markdown: a table per model, a row per first member."""
+    for kind in kinds:
+        yield f"\n| {kind} | {' | '.join(map(str, range(len(MEMBERS))))} |"
+        yield "|---" * (len(MEMBERS) + 1) + "|"
+        for number, first in enumerate(MEMBERS):
+            cells = [_short(kind, first, second) for second in MEMBERS]
+            yield f"| {number} {first} | {' | '.join(cells)} |"
+
+
+def _short(kind: str, first: str, second: str) -> str:
+    try:
+        if first == second:
+            before = alone(kind, first)
+            return f"({before.sqnr:.0f})" if isinstance(before, Result) else "(refused)"
+        found = outcome(kind, first, second)
+    except Exception as error:  # what no error of qompose is, is shown
+        return f"**{type(error).__name__}**"
+    return f"**{found.summary}**" if found.problems else found.summary
+
+
+def main() -> None:
+    """Print the matrix, then what is wrong."""
+    with quietly() as printed:
+        for line in matrix(sys.argv[1:] or KINDS):
+            print(line, file=printed, flush=True)
+        for kind, first, second in product(sys.argv[1:] or KINDS, MEMBERS, MEMBERS):
+            if first < second:
+                for text in _problems(kind, first, second):
+                    print(f"- {kind}: {text}", file=printed, flush=True)
+
+
+def _problems(kind: str, first: str, second: str) -> list[str]:
+    try:
+        return problems_of_orders(kind, first, second)
+    except Exception as error:  # as above
+        return [f"{first}, {second}: {type(error).__name__}: {error}"]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""qompose's quantizers in NNCF's `quantize_pt2e`, which takes those of torchao, beside torchao's own."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import qompose
+from qompose_x86_inductor import (
+    X86InductorQuantizer,
+    get_default_x86_inductor_quantization_config,
+)
+from qompose_xnnpack import XNNPACKQuantizer, get_symmetric_quantization_config
+
+from tests.core.toy import sqnr
+from tests.interop.peers import Converted, executorch_xnnpack, torchao_x86
+from tests.zoo import by_name
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # it warns of the versions of what it imports
+    import nncf
+    from nncf.experimental.torch.fx import quantize_pt2e
+
+
+def xnnpack() -> Any:
+    return XNNPACKQuantizer().set_global(get_symmetric_quantization_config(True, balance=False))
+
+
+def x86() -> Any:
+    return X86InductorQuantizer().set_global(
+        get_default_x86_inductor_quantization_config(balance=False)
+    )
+
+
+def by_nncf(model: str, quantizer: Any) -> Converted:
+    inputs = by_name(model).inputs()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torchao's and its own deprecations
+        result = quantize_pt2e(
+            by_name(model).export().module(), quantizer, nncf.Dataset([inputs[0]])
+        )
+    return Converted(result, [result(*inputs)])
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"), [(xnnpack, executorch_xnnpack), (x86, torchao_x86)], ids=["xnnpack", "x86"]
+)
+@pytest.mark.parametrize("model", ["bottleneck", "mlp", "vision_transformer"])
+def test_as_with_the_quantizers_of_torchao(
+    model: str, ours: Callable[[], Any], theirs: Callable[[], Any]
+) -> None:
+    one, other = by_nncf(model, ours()), by_nncf(model, theirs())
+    assert (one.quantizes, one.dequantizes) == (other.quantizes, other.dequantizes)
+    assert one.quantizes > 0
+    reference = by_name(model).export().module()(*by_name(model).inputs())
+    assert sqnr(reference, one.outputs[0]) > sqnr(reference, other.outputs[0]) - 1
+    assert sqnr(reference, one.outputs[0]) > 35
+
+
+def test_a_composition() -> None:
+    alone, composed = by_nncf("mlp", xnnpack()), by_nncf("mlp", qompose.compose(xnnpack(), x86()))
+    assert (composed.quantizes, composed.dequantizes) == (alone.quantizes, alone.dequantizes)
+
+
+def test_what_nncf_does_not_know_is_its_own_error() -> None:
+    """Tables with float zero points, which it refuses from torchao's quantizer too."""
+    with pytest.raises(nncf.InternalError, match="per_channel_affine_float_qparams"):
+        by_nncf("embedding_mlp", qompose.compose("embedding"))

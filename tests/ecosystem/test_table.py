@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/ecosystem.md is what the quantizers do today, and says why wherever one does nothing."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+import qompose
+
+from tests.ecosystem.catalogue import BY_NAME, CATALOGUE
+from tests.ecosystem.measuring import TOLERANCE, Cell, by_qompose, cells_of, quietly
+from tests.ecosystem.models import KINDS, sample
+from tests.ecosystem.reasons import reason_for
+
+PAGE = Path(__file__).parents[2] / "docs" / "ecosystem.md"
+
+
+def table(heading: str) -> list[list[str]]:
+    """The rows of the table under a heading of the page."""
+    section = PAGE.read_text("utf-8").partition(f"## {heading}\n")[2].partition("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+ROWS = {row[0]: row[1:] for row in table("Quantizer by model")}
+
+
+def test_every_quantizer_of_the_catalogue_has_a_row() -> None:
+    assert [*ROWS] == [entry.name for entry in CATALOGUE]
+
+
+def compare(shown: str, found: Cell) -> None:
+    """Counts and state are the same; decibels nearly so."""
+    text, decibels = re.fullmatch(r"(.*?)(?:, ([\d.]+|inf) dB)?", shown).groups()  # type: ignore[union-attr]
+    assert text == re.sub(r", [\d.inf]+ dB$", "", str(found))
+    if decibels is not None and not math.isinf(found.sqnr):
+        assert abs(float(decibels) - found.sqnr) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(entry.name, marks=pytest.mark.xdist_group("CoreML"))
+        if entry.family == "CoreML"
+        else entry.name
+        for entry in CATALOGUE
+    ],
+)
+def test_a_row_is_what_is_computed_anew(name: str) -> None:
+    with quietly():
+        cells = cells_of(name)
+    found = [cell for kind in KINDS for cell in cells[kind].values()]
+    shown = ROWS[name][:-1]  # without the column that says how torchao's program is exported
+    for text, cell in zip(shown, found, strict=True):
+        compare(text, cell)
+
+
+EXPLAINED = ("What our engine does not quantize, and why", "Where the two engines differ")
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds", "reason"),
+    [pytest.param(*row, id=f"{row[0]}: {row[1]}") for title in EXPLAINED for row in table(title)],
+)
+def test_what_is_not_as_expected_is_explained(name: str, kinds: str, reason: str) -> None:
+    assert reason
+    assert {reason_for(name, kind) for kind in kinds.split(", ")} == {reason}
+
+
+def test_our_engine_fails_in_its_own_words() -> None:
+    """Whatever a member raises reaches the caller as an error of qompose."""
+    ours = [row for row in table("Errors") if row[2] == "qompose"]
+    kinds = {row[3].partition(":")[0] for row in ours}
+    assert all(issubclass(getattr(qompose, kind, object), qompose.QomposeError) for kind in kinds)
+
+
+NO_OPS = [
+    (name, kind)
+    for name, row in ROWS.items()
+    for kind, cell in zip(KINDS, row[1:-1:2], strict=True)
+    if "no-op" in cell
+]
+
+
+@pytest.mark.parametrize(("name", "kind"), NO_OPS, ids=": ".join)
+def test_a_no_op_is_not_silent(name: str, kind: str) -> None:
+    (_, prepare), *_ = by_qompose(BY_NAME[name], sample(kind))
+    with pytest.warns(qompose.QomposeWarning, match="Nothing was quantized"):
+        prepare()
