@@ -50,7 +50,7 @@ LAYERS = tuple(
         interop.comparing
         interop.examples interop.execution
         interop.correspondence
-        interop.regions
+        interop.regions interop.pairing
         interop.equivalence interop.naming
         interop.splicing interop.settling
         interop.fence interop.constants interop.marks interop.alignment

@@ -285,7 +285,9 @@ def _say_dropped(
         if region[-1].op == "call_function" and not claimed:
             proposal.rejections.append(Rejection(owner, RULE, (region[-1].name,), reason))
         else:
-            proposal.notes.append(f"{owner} annotates {point}, which was not followed: {reason}")
+            idle = region[-1].op != "call_function" and point.user is None
+            what = point.source if idle else point
+            proposal.notes.append(f"{owner} annotates {what}, which was not followed: {reason}")
 
 
 def _objection(point: Point, source: Node, unsafe: Collection[str]) -> str | None:

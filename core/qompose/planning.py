@@ -251,7 +251,9 @@ class _Solver:
             if user.target in VALUE_PRESERVING and output in self.specs and one_scale:
                 alike = self._likeness(point)
                 if alike is not None and alike == self._likeness(output):
-                    self.join(point, output)
+                    inner, outer = (self.concrete[self.find(p)].spec for p in (point, output))
+                    if likeness(inner) == likeness(outer):  # estimated in the same way, too
+                        self.join(point, output)
 
     def _one_scale(self, point: Point) -> bool:
         spec = self.concrete.get(self.find(point))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from qompose.errors import ConfigError
+from qompose.factories import class_of, converts_itself
 from qompose.kinship import QUANTIZERS, acquaint, kin_of
 from qompose.numerics import FLOAT_ZERO_POINT, PER_CHANNEL, SYMMETRIC, quantized_range
 
@@ -71,6 +72,9 @@ class QuantizationSpec(QuantizationSpecBase):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if converts_itself(self.observer_or_fake_quant_ctr):  # it alone knows what the bounds mean
+            _check_axis(self.qscheme, self.ch_axis)
+            return
         low, high = _check_range(self.dtype, self.quant_min, self.quant_max)
         if self.block_size is not None:
             _check_blocks(self.block_size, self.qscheme)
@@ -339,7 +343,10 @@ def _short(value: object) -> str | None:
 def integers_asked(spec: QuantizationSpecBase) -> object:
     """Return what must agree for two points to share: all but how the range is estimated."""
     facts = {k: v for k, v in vars(spec).items() if k != "observer_or_fake_quant_ctr"}
-    return type(spec).__name__, tuple((key, str(value)) for key, value in facts.items())
+    factory = getattr(spec, "observer_or_fake_quant_ctr", None)
+    # What an observer makes that converts itself is read by those alone who asked for it.
+    own = class_of(factory) if converts_itself(factory) else None
+    return type(spec).__name__, tuple((key, str(value)) for key, value in facts.items()), own
 
 
 def likeness(spec: QuantizationSpecBase) -> object:

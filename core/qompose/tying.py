@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 from torch.fx import GraphModule
 
 from qompose.claims import Claim, Point, PointSpec
+from qompose.factories import converts_itself
 from qompose.graph import constant_of, layout_of
 from qompose.nested import nodes_in
 from qompose.specs import (
@@ -23,6 +24,7 @@ from qompose.specs import (
     QuantizationSpec,
     describe_spec,
     likeness,
+    observer_name,
 )
 
 Spec: TypeAlias = "QuantizationSpec | FixedQParamsQuantizationSpec"
@@ -99,6 +101,8 @@ def _objection(reader: Reader, wanted: Spec, objection: Objection) -> str | None
     axis, other = (getattr(spec, "ch_axis", None) for spec in (own, wanted))
     if axis != other:
         reason: str | None = f"its channels are dimension {axis}, not {other}"
+    elif converts_itself(getattr(wanted, "observer_or_fake_quant_ctr", None)):
+        reason = f"{observer_name(wanted)} makes something of it that others do not read"
     else:
         reason = objection(claim, wanted)
     return reason and f"{_who(claim)} cannot take {describe_spec(wanted)}: {reason}"

@@ -13,7 +13,7 @@ from qompose.graph import get_attribute, module_path, set_attribute
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from tests.core.interop.foreign import WEIGHT, By, Shared, Spec, aten, calls, put
+from tests.core.interop.foreign import INT8, WEIGHT, By, Shared, Spec, aten, calls, put
 from tests.core.toy import (
     LINEAR,
     convert,
@@ -247,8 +247,11 @@ class TestSites:
         )
 
     def test_what_others_observe_stays_theirs(self) -> None:
+        """Though both ask for the same integers."""
+        alike = Spec(torch.int8, Compressing, -127, 127, CHANNELS, ch_axis=0)
+
         def theirs(node: Node) -> Any:
-            return {"linear": BYTES, "linear_1": WEIGHT}[node.name]
+            return {"linear": alike, "linear_1": WEIGHT}[node.name]
 
         model: Any = seeded(Tied())
         found = converted(copy.deepcopy(model), member(theirs))
@@ -290,6 +293,20 @@ class TestSites:
         assert len(nodes_calling(found, "dequantize_per_channel")) == 1
         assert len(observers_of(found)) == 1, "a decompressor"
         assert sqnr(seeded(Tied())(X)[1], found(X)[1]) > 25
+
+    def test_it_may_remove_observers_that_nothing_reads(self) -> None:
+        class Unused(Two):
+            def forward(self, x: Tensor, unused: Tensor) -> Tensor:
+                return super().forward(x)
+
+        def write(model: GraphModule) -> None:
+            member().annotate(model)
+            (unused,) = (n for n in model.graph.nodes if n.name == "unused")
+            put(unused, output=INT8)
+
+        other = randn(3)
+        found = convert(export(seeded(Unused()), X, other), qompose.compose(By(write)), X, other)
+        assert torch.equal(found(X, other), converted()(X))
 
     def test_a_dropped_claim_is_not_converted(self) -> None:
         class Masked(nn.Module):

@@ -16,9 +16,10 @@ from torch.fx import GraphModule, Node
 from qompose.claims import Change
 from qompose.errors import InternalError, UserError
 from qompose.graph import CUSTOM_KEY, copy_graph_module
-from qompose.interop.correspondence import STAMP, Correspondence, correspond, returned, stamp
+from qompose.interop.correspondence import STAMP, Correspondence, returned, stamp
 from qompose.interop.examples import Examples
 from qompose.interop.naming import give_names
+from qompose.interop.pairing import correspond
 from qompose.interop.regions import Region
 from qompose.interop.settling import settle
 from qompose.interop.splicing import Place, put_in_order, splice

@@ -80,7 +80,8 @@ def _inputs(region: Region, found: Correspondence) -> list[Node]:
 
 def _fixed(inputs: list[Node], found: Correspondence) -> list[Node]:
     """Return the operators that compute inputs from nothing that varies: masks, tables of positions."""
-    order, varying, behind = list(found.before.graph.nodes), set(), {*inputs}
+    order, behind = list(found.before.graph.nodes), {*inputs}
+    varying: set[Node] = set()
     for node in order:
         if node.op == "placeholder" or not varying.isdisjoint(node.all_input_nodes):
             varying.add(node)

@@ -46,8 +46,8 @@ class Examples:
     def of_call(self, node: Node, known: Mapping[Node, Any]) -> Any:
         """Return what an operator gives for the `known` values of what it reads.
 
-        What its node's meta says is returned where it agrees, and where the operator cannot be run. That of
-        another mode is copied, its sizes as they were when it was recorded. None if nothing is known.
+        What its node's meta says is returned where it agrees, and where the operator cannot be run. Symbols
+        that a transform invented are the numbers that they stood for. None if nothing is known.
         """
         recorded = self._own(value_of(node))
         if any(known.get(operand) is None for operand in node.all_input_nodes):
@@ -58,7 +58,8 @@ class Examples:
                 value = node.target(*args, **kwargs)  # type: ignore[operator]
         except Exception:  # a foreign operator may have no fake kernel, and fails in its own way
             return recorded
-        return recorded if self._is_example(recorded, value) else value
+        as_it_was = recorded is value_of(node) and self._is_example(recorded, value)
+        return recorded if as_it_was else value
 
     @contextmanager
     def _tracing(self) -> Iterator[None]:
@@ -79,30 +80,36 @@ class Examples:
             _LOG.disabled = disabled
 
     def _is_example(self, recorded: Any, value: Any) -> bool:
-        """Tell whether a recorded value is of the kind that was computed, in symbols that the program has.
-
-        An operator that was computed may have fixed a size, and a transform may have invented symbols.
-        """
+        """Tell whether a recorded value is of the kind that was computed; that may have fixed a size."""
         if not isinstance(recorded, Tensor) or not isinstance(value, Tensor):
             return False
-        same = recorded.dtype == value.dtype and _hints(recorded) == _hints(value)
-        return same and self._symbols.issuperset(_symbols(recorded))
+        return recorded.dtype == value.dtype and _hints(recorded) == _hints(value)
 
     def _own(self, recorded: Any) -> Any:
-        """Return a recorded value in the program's mode, None where a size is not known."""
+        """Return a recorded value in the program's mode and symbols, None where a size is not known."""
         if isinstance(recorded, (tuple, list)):
             return type(recorded)(self._own(part) for part in recorded)
-        mode = getattr(recorded, "fake_mode", None)
-        if mode is None or mode is self._mode or self._mode is None:
+        if self._mode is None or getattr(recorded, "fake_mode", None) is None:
             return recorded
-        numbers = _hints(recorded)
-        if not all(isinstance(number, int) for number in numbers):
+        ours = recorded.fake_mode is self._mode
+        if ours and self._symbols.issuperset(_symbols(recorded)):
+            return recorded
+        numbers = [self._number(size, ours) for size in (*recorded.shape, *recorded.stride())]
+        if any(number is None for number in numbers):
             return None
         rank = recorded.dim()
         with self._mode:
             return torch.empty_strided(
                 numbers[:rank], numbers[rank:], dtype=recorded.dtype, device=recorded.device
             )
+
+    def _number(self, size: Any, ours: bool) -> Any:
+        """Return a size that the program knows, or the number that it was when it was recorded."""
+        if not isinstance(size, torch.SymInt) or (
+            ours and self._symbols.issuperset(size.node.expr.free_symbols)
+        ):
+            return size
+        return size.node.hint if size.node.has_hint() else None
 
 
 def _symbols(value: Any) -> Iterator[object]:

@@ -96,6 +96,11 @@ def _seeded(values: Iterable[Any]) -> Iterator[None]:
 
 
 def _called(node: Node, values: Mapping[Node, Any]) -> Any:
+    if node.target is torch.ops.higher_order.while_loop:
+        raise NotRunnable(
+            f"{node.name} might not end on other values than those that it is made for"
+        )
+
     def argument(leaf: Any) -> Any:
         if isinstance(leaf, Node):
             return values[leaf]

@@ -8,8 +8,6 @@ if nothing that it can grow to computes the same, it is the transform, and the r
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 from qompose.interop.correspondence import Correspondence
 from qompose.interop.equivalence import unequal
 from qompose.interop.execution import NotRunnable
@@ -34,7 +32,9 @@ def settle(found: Correspondence) -> tuple[list[Region], list[Region]]:
             for region in regions
             if region not in unproven
         }
-        first = _first([region for region, pairs in wrong.items() if pairs])
+        first = next(
+            (region for region, pairs in wrong.items() if pairs), None
+        )  # others follow from it
         if first is None:
             return regions, [region for region in regions if region in unproven]
         if not _grow(first, wrong[first], found, proven):
@@ -52,16 +52,6 @@ def _differing(region: Region, found: Correspondence, proven: set[Region]) -> li
     if not wrong:
         proven.add(region)
     return wrong
-
-
-def _first(regions: Collection[Region]) -> Region | None:
-    """Return a region that reads nothing of the others: those of the others may be wrong because of it."""
-    made = {node: region for region in regions for node in (*region.before, *region.after)}
-    for region in regions:
-        read = (n for node in (*region.before, *region.after) for n in node.all_input_nodes)
-        if all(made.get(operand, region) is region for operand in read):
-            return region
-    return None
 
 
 def _grow(region: Region, wrong: list[Pair], found: Correspondence, proven: set[Region]) -> bool:

@@ -10,11 +10,12 @@ import torch
 from qompose.claims import Change
 from qompose.graph import copy_graph_module, refresh
 from qompose.interop.alignment import Alignment, align, stamp
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
 
 from tests.core.interop import transforms
+from tests.core.interop.programs import WIDTH
 
 
 def aligned(
@@ -92,3 +93,35 @@ def check(
         for ours, theirs in zip(run(partly, inputs), expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     return alignment
+
+
+class Function(nn.Module):
+    """A function of tensors as a module, with parameters that it may use."""
+
+    def __init__(self, function: Callable[..., Any], **state: Tensor | nn.Module) -> None:
+        super().__init__()
+        for name, value in state.items():
+            setattr(self, name, value)
+        self.function = function
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return self.function(self, *inputs)
+
+
+X = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(3))
+
+
+def exported_function(
+    function: Callable[..., Any], *inputs: Tensor, train: bool = False, **state: Any
+) -> GraphModule:
+    torch.manual_seed(0)
+    model = Function(function, **state).train(train)
+    module = torch.export.export(model, inputs or (X,)).module(check_guards=False)
+    assert isinstance(module, GraphModule)
+    return module
+
+
+def changes_of(
+    program: GraphModule, transform: transforms.Transform, *inputs: Tensor
+) -> list[Change]:
+    return list(check(program, transform, inputs or (X,)).changes)

@@ -37,6 +37,7 @@ OTHERS = [
     ((aten.add.Tensor, ("x", 1), {}), (aten.add.Tensor, ("x", "x"), {})),
     ((aten.cat.default, (["x", "x"],), {}), (aten.cat.default, (["x"],), {})),
     ((slice, ("x", slice(0, 1)), {}), (slice, ("x", slice(0, 2)), {})),
+    ((slice, ("x", []), {}), (slice, ("x",), {})),
 ]
 
 

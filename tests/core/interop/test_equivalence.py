@@ -8,15 +8,16 @@ from collections.abc import Callable
 import pytest
 import torch
 from qompose.graph import copy_graph_module
-from qompose.interop.correspondence import correspond, stamp
+from qompose.interop.correspondence import stamp
 from qompose.interop.equivalence import close, unequal
+from qompose.interop.pairing import correspond
 from qompose.interop.regions import regions_of
 from torch import Tensor
 from torch.fx import GraphModule
 from torch.nn import functional as F
 
-from tests.core.interop.test_alignment import X, exported_function
-from tests.core.interop.transforms import Transform, aten, insert, replace, sites
+from tests.core.interop.aligning import X, exported_function
+from tests.core.interop.transforms import Transform, aten, constant, insert, replace, sites
 
 NAN, INF = float("nan"), float("inf")
 LINE = torch.linspace(-1, 1, 1001)
@@ -128,6 +129,32 @@ def test_masks_that_leave_nothing_are_no_difference() -> None:
     )
     assert differing(program, attend(True)) == [[]]
     assert differing(program, attend(False)) == [["scaled_dot_product_attention"]]
+
+
+def test_masks_of_one_element_a_row() -> None:
+    """Only if all are true, no row is without a key."""
+    shape = torch.randn(4, 64, WIDE), torch.randn(4, 2, WIDE), torch.randn(4, 2, WIDE)
+    mask = torch.ones(4, 64, 1, dtype=torch.bool)
+    program = exported_function(
+        lambda m, q, k, v, mask: F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask.expand(-1, -1, 2)
+        ),
+        *shape,
+        mask,
+    )
+    assert differing(program, attend(True)) == [[]]
+
+
+def test_inputs_that_do_not_vary() -> None:
+    """What is computed from constants has the values that it always has: passes compute with them."""
+
+    def transform(own: GraphModule) -> GraphModule:
+        (site,) = sites(own, aten.sqrt.default)
+        replace(site, constant(own, site, torch.full((WIDE,), 2.0)))
+        return own
+
+    program = exported_function(lambda m, x: x / torch.full((WIDE,), 4.0).sqrt())
+    assert differing(program, transform) == [[]]
 
 
 def test_inputs_that_depend_on_each_other() -> None:

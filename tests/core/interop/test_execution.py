@@ -10,7 +10,7 @@ import torch
 from qompose.graph import copy_graph_module
 from qompose.interop.execution import SEED, NotRunnable, random_like, run
 from torch import Tensor, nn
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from tests.core.toy import export
 
@@ -106,6 +106,29 @@ def test_nothing_changes_but_the_result() -> None:
         assert torch.equal(value, buffers[name])
     program(x.clone())
     assert not torch.equal(program.get_buffer("norm.running_mean"), buffers["norm.running_mean"])
+
+
+def test_constants_that_share_memory_share_it() -> None:
+    """Two nodes read one buffer, and one is written to."""
+    buffer, graph = torch.zeros(3), Graph()
+    first, second = graph.get_attr("first"), graph.get_attr("second")
+    written = graph.call_function(torch.ops.aten.add_.Tensor, (first, 1.0))
+    read = graph.call_function(torch.ops.aten.mul.Tensor, (second, 2.0))
+    graph.output((read,))
+    root = nn.Module()
+    root.register_buffer("first", buffer)
+    root.register_buffer("second", buffer[:])
+    GraphModule(root, graph)
+    assert run((written, read), {}, [read])[read].tolist() == [2.0] * 3
+    assert buffer.tolist() == [0.0] * 3
+
+
+def test_a_loop_that_might_not_end_is_not_run() -> None:
+    graph = Graph()
+    x = graph.placeholder("x")
+    loop = graph.call_function(torch.ops.higher_order.while_loop, (None, None, (x,), ()))
+    with pytest.raises(NotRunnable, match="while_loop might not end"):
+        run((loop,), {x: torch.ones(2)}, [loop])
 
 
 def test_an_operator_that_fails_is_named() -> None:
