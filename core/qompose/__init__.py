@@ -96,6 +96,8 @@ if TYPE_CHECKING:
     from qompose.roles import ObserverOrFakeQuantize as ObserverOrFakeQuantize
     from qompose.roles import OperatorConfig as OperatorConfig
     from qompose.roles import OperatorPatternType as OperatorPatternType
+    from qompose.roles import annotate_input_qspec_map as annotate_input_qspec_map
+    from qompose.roles import annotate_output_qspec as annotate_output_qspec
     from qompose.roles import get_bias_qspec as get_bias_qspec
     from qompose.roles import get_input_act_qspec as get_input_act_qspec
     from qompose.roles import get_module_name_filter as get_module_name_filter
@@ -115,8 +117,6 @@ if TYPE_CHECKING:
     from qompose.specs import QuantizationSpec as QuantizationSpec
     from qompose.specs import QuantizationSpecBase as QuantizationSpecBase
     from qompose.specs import SharedQuantizationSpec as SharedQuantizationSpec
-    from qompose.specs import annotate_input_qspec_map as annotate_input_qspec_map
-    from qompose.specs import annotate_output_qspec as annotate_output_qspec
 
 _MODULES = {
     "artefact": "load save",
@@ -154,16 +154,16 @@ _MODULES = {
     "region": "QuantizedTensor Region on_integers",
     "reporting": "assert_lowered assert_quantized report",
     "roles": (
-        "ObserverOrFakeQuantize OperatorConfig OperatorPatternType get_bias_qspec get_input_act_qspec "
-        "get_module_name_filter get_output_act_qspec get_weight_qspec is_valid_annotation"
+        "ObserverOrFakeQuantize OperatorConfig OperatorPatternType annotate_input_qspec_map "
+        "annotate_output_qspec get_bias_qspec get_input_act_qspec get_module_name_filter "
+        "get_output_act_qspec get_weight_qspec is_valid_annotation"
     ),
     "rule_quantizer": "RuleQuantizer",
     "rules": "Kernel NotLowerable Rule",
     "scaffolding": "new_backend",
     "specs": (
         "DerivedQuantizationSpec EdgeOrNode FixedQParamsQuantizationSpec QuantizationAnnotation "
-        "QuantizationConfig QuantizationSpec QuantizationSpecBase SharedQuantizationSpec "
-        "annotate_input_qspec_map annotate_output_qspec"
+        "QuantizationConfig QuantizationSpec QuantizationSpecBase SharedQuantizationSpec"
     ),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names.split()}

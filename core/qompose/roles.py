@@ -11,10 +11,12 @@ from torch.fx import Node
 
 from qompose.graph import module_stack
 from qompose.specs import (
+    ANNOTATION_KEY,
     FixedQParamsQuantizationSpec,
     QuantizationAnnotation,
     QuantizationConfig,
     QuantizationSpec,
+    QuantizationSpecBase,
 )
 
 RoleSpec: TypeAlias = "QuantizationSpec | FixedQParamsQuantizationSpec | None"
@@ -73,3 +75,16 @@ def is_valid_annotation(annotation: QuantizationAnnotation | None) -> bool:
     if annotation is None:
         return False
     return bool(annotation.input_qspec_map) or annotation.output_qspec is not None
+
+
+def annotate_input_qspec_map(
+    node: Node, input_node: Node, qspec: QuantizationSpecBase | None
+) -> None:
+    """Add one edge's specification to a node's annotation, making the annotation where there is none."""
+    annotation = node.meta.setdefault(ANNOTATION_KEY, QuantizationAnnotation())
+    annotation.input_qspec_map[input_node] = qspec
+
+
+def annotate_output_qspec(node: Node, qspec: QuantizationSpecBase | None) -> None:
+    """Set the output specification of a node's annotation, making the annotation where there is none."""
+    node.meta.setdefault(ANNOTATION_KEY, QuantizationAnnotation()).output_qspec = qspec

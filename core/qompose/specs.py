@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -381,22 +381,3 @@ def _observer_name(factory: object) -> str | None:
         if inner is not None and not isinstance(factory, type):
             return _observer_name(getattr(inner, "func", inner))
     return getattr(factory, "__name__", str(factory))
-
-
-def annotate_input_qspec_map(
-    node: Node, input_node: Node, qspec: QuantizationSpecBase | None
-) -> None:
-    """Add one edge's specification to a node's annotation, making the annotation where there is none."""
-    annotation = node.meta.setdefault(ANNOTATION_KEY, QuantizationAnnotation())
-    annotation.input_qspec_map[input_node] = qspec
-
-
-def annotate_output_qspec(node: Node, qspec: QuantizationSpecBase | None) -> None:
-    """Set the output specification of a node's annotation, making the annotation where there is none."""
-    node.meta.setdefault(ANNOTATION_KEY, QuantizationAnnotation()).output_qspec = qspec
-
-
-def mark_annotated(nodes: Iterable[Node]) -> None:
-    """Mark nodes as taken, so that other quantizers of this field leave them alone."""
-    for node in nodes:
-        node.meta.setdefault(ANNOTATION_KEY, QuantizationAnnotation())._annotated = True

@@ -19,7 +19,7 @@ from qompose import (
     SharedQuantizationSpec,
 )
 from qompose.annotations import native_spec
-from qompose.specs import ANNOTATION_KEY, mark_annotated
+from qompose.specs import ANNOTATION_KEY
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
@@ -177,7 +177,8 @@ def test_fused_operators_are_one_claim() -> None:
             linear = node.args[0]
             annotate(linear, {linear.args[0]: INT8, linear.args[1]: WEIGHT})
             annotate(node, {}, INT8)
-            mark_annotated([linear, node])
+            for fused in (linear, node):
+                fused.meta[ANNOTATION_KEY]._annotated = True
 
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU())
     prepared = prepare(export(model, randn(2, 3)), Annotator(fuse))

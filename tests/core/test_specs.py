@@ -22,7 +22,7 @@ from qompose import (
     annotate_input_qspec_map,
     annotate_output_qspec,
 )
-from qompose.specs import ANNOTATION_KEY, describe_spec, granularity, mark_annotated, spec_to_dict
+from qompose.specs import ANNOTATION_KEY, describe_spec, granularity, spec_to_dict
 from torch import nn
 
 from tests.core.toy import DYNAMIC, INT8, RUN_TIME, STATIC, WEIGHT, WEIGHT_ONLY, export, randn
@@ -157,9 +157,6 @@ def test_annotation_helpers_make_what_is_missing_and_add_to_the_rest() -> None:
     annotate_output_qspec(linear, INT8)
     expected = QuantizationAnnotation({x: INT8, weight: WEIGHT}, INT8)
     assert linear.meta[ANNOTATION_KEY] == expected
-    mark_annotated([linear, x])
-    assert linear.meta[ANNOTATION_KEY]._annotated
-    assert x.meta[ANNOTATION_KEY] == QuantizationAnnotation(_annotated=True)
 
 
 def test_dynamic_symmetric_ranges_without_a_middle_are_refused() -> None:
