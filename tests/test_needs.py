@@ -94,6 +94,8 @@ NEEDS = {
     "25 metadata that torch changes": (
         "interop/test_engine_parity.py::test_plans_need_no_meta_but_values",
         "interop/test_interop.py",
+        "interop/test_members_that_ask.py",
+        "ecosystem/test_pairs.py",
     ),
     "26 the caller's model is changed": (
         "core/test_zoo.py::test_the_program_is_left_alone_and_no_operator_or_type_changes",
