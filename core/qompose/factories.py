@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,9 +35,18 @@ def class_of(factory: Any) -> Any:
     return factory
 
 
-def takes_axis(factory: Any) -> bool:
-    """Tell whether other engines pass `ch_axis` to a factory: by the name of its class alone."""
-    return _PER_CHANNEL in getattr(class_of(factory), "__name__", "")
+def takes_axis(factory: Any, per_channel: bool) -> bool:
+    """Tell whether a factory of another engine is given `ch_axis`.
+
+    Engines of this field go by the name of its class alone, and so lose the axis of others that have
+    channels. Here those get it too, if they take such an argument.
+    """
+    kind = class_of(factory)
+    if _PER_CHANNEL in getattr(kind, "__name__", ""):
+        return True
+    parameters = inspect.signature(kind).parameters if per_channel and callable(kind) else {}
+    any_keyword = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return "ch_axis" in parameters or any_keyword
 
 
 def converts_itself(maker: Any) -> bool:

@@ -39,8 +39,8 @@ SAMPLE_ROWS, SAMPLE_ROWS_PER_BATCH, SAMPLE_VALUES = 1024, 128, 2**18
 def make_observer(spec: QuantizationSpecBase, rebind: Rebinding | None = None) -> nn.Module:
     """Make the observer or fake-quantizer of a specification.
 
-    The specification's fields, None included, take the place of the factory's own arguments, and classes
-    of other engines get `ch_axis` by their name; those are the conventions of this field.
+    The specification's fields, None included, take the place of the factory's own arguments; that is
+    the convention of this field.
 
     Args:
         rebind: replaces what a foreign factory holds of another graph; None leaves it as it is.
@@ -69,10 +69,9 @@ def _arguments(spec: QuantizationSpec) -> dict[str, Any]:
     factory = spec.observer_or_fake_quant_ctr
     arguments = {k: v for k, v in vars(spec).items() if k != "observer_or_fake_quant_ctr"}
     kind = class_of(factory)
-    if isinstance(kind, type) and issubclass(kind, Observer):
-        channels = spec.qscheme in PER_CHANNEL and spec.block_size is None
-    else:
-        channels = takes_axis(factory)
+    channels = spec.qscheme in PER_CHANNEL and spec.block_size is None
+    if not (isinstance(kind, type) and issubclass(kind, Observer)):
+        channels = takes_axis(factory, channels)
     if not channels:
         del arguments["ch_axis"]
     if spec.block_size is None or spec.is_dynamic:

@@ -73,16 +73,35 @@ WRAPPINGS = [
 def test_the_class_is_found_behind_every_wrapper(kind: Any, wrap: Any) -> None:
     factory = wrap(kind)
     assert class_of(factory) is kind
-    assert takes_axis(factory) is (kind is PerChannelHolder)
+    assert takes_axis(factory, per_channel=False) is (kind is PerChannelHolder)
+    assert takes_axis(factory, per_channel=True)
     assert converts_itself(factory) is (kind is Converting)
     made = made_by(factory, {"dtype": None, "eps": 3})
     assert type(made) is kind
     assert made.arguments == {**made.arguments, "dtype": None, "eps": 3}, "they come before its own"
 
 
+class Named(Holder):
+    def __init__(self, ch_axis: int = 0, eps: float = 0.0) -> None:
+        super().__init__(ch_axis=ch_axis, eps=eps)
+
+
+class Without(Holder):
+    def __init__(self, eps: float = 0.0) -> None:
+        super().__init__(eps=eps)
+
+
+@pytest.mark.parametrize("wrap", WRAPPINGS)
+def test_an_axis_is_for_those_that_take_one(wrap: Any) -> None:
+    assert takes_axis(wrap(Named), per_channel=True)
+    assert not takes_axis(wrap(Named), per_channel=False)
+    assert not takes_axis(wrap(Without), per_channel=True)
+
+
 def test_functions_and_classes_with_a_way_of_their_own() -> None:
     assert class_of(function) is function
-    assert not takes_axis(function)
+    assert takes_axis(function, per_channel=True)
+    assert not takes_axis(function, per_channel=False)
     assert not converts_itself(function)
     assert made_by(function, {"eps": 3}).arguments == {"eps": 3}
     assert made_by(WithArguments, {"eps": 3}).arguments == {"eps": 3, "made_by": "with_args"}

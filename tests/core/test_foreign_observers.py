@@ -118,14 +118,29 @@ class TestMaking:
         assert moved == [(X.device,)]
 
     def test_the_observer_has_the_last_word_on_the_axis(self) -> None:
-        """Its name says nothing of channels: it was not told of axis 1, and estimates along its own."""
-        maker = fake_quantize.FakeQuantize.with_args(observer=PerChannelMinMaxObserver)
-        weight = spec(maker, qscheme=CHANNELS, ch_axis=1)
+        """It cannot be told of axis 1, and estimates along its own."""
+
+        class Rows(PerChannelMinMaxObserver):
+            def __init__(self, dtype: Any, qscheme: Any, is_dynamic: Any, **bounds: Any) -> None:
+                super().__init__(0, dtype, qscheme, is_dynamic=is_dynamic, **bounds)
+
+        made = lambda dtype, qscheme, quant_min, quant_max, is_dynamic: Rows(  # noqa: E731
+            dtype, qscheme, is_dynamic, quant_min=quant_min, quant_max=quant_max
+        )
+        weight = spec(made, qscheme=CHANNELS, ch_axis=1)
         converted = convert(export(model(), X), member(weight=weight), X)
         (node,) = nodes_calling(converted, "dequantize_per_channel")
         assert node.args[3] == 0
         assert converted.get_buffer("inner.weight_scale").shape == (4,)
         assert sqnr(model()(X), converted(X)) > 30
+
+    def test_the_axis_counts_inside_a_fake_quantizer(self) -> None:
+        maker = fake_quantize.FakeQuantize.with_args(observer=PerChannelMinMaxObserver)
+        weight = spec(maker, qscheme=CHANNELS, ch_axis=1)
+        converted = convert(export(model(), X), member(weight=weight), X)
+        (node,) = nodes_calling(converted, "dequantize_per_channel")
+        assert node.args[3] == 1
+        assert converted.get_buffer("inner.weight_scale").shape == (6,)
 
     def test_the_observer_may_take_fewer_steps(self) -> None:
         maker = MinMaxObserver.with_args(reduce_range=True)
@@ -215,15 +230,15 @@ class TestGuard:
         assert guard_of(twin).screen.values == X.numel()  # type: ignore[union-attr]
         assert guard_of(first).screen.values == 0  # type: ignore[union-attr]
 
-    @pytest.mark.parametrize("axis", [0, -1])
     @pytest.mark.parametrize(
-        "maker",
+        ("maker", "axis"),
         [
-            PerChannelMinMaxObserver,
-            observer.MovingAveragePerChannelMinMaxObserver,
-            fake_quantize.FakeQuantize.with_args(observer=PerChannelMinMaxObserver),
+            (PerChannelMinMaxObserver, 0),
+            (PerChannelMinMaxObserver, -1),
+            (observer.MovingAveragePerChannelMinMaxObserver, 0),
+            (observer.MovingAveragePerChannelMinMaxObserver, -1),
+            (fake_quantize.FakeQuantize.with_args(observer=PerChannelMinMaxObserver), 0),
         ],
-        ids=["range", "moving average", "fake quantize"],
     )
     def test_a_vector_of_channels_can_be_observed(self, maker: Any, axis: int) -> None:
         """Torch's observers flatten all dimensions but the first, of which a bias has no other."""

@@ -63,12 +63,22 @@ class PerChannelRecorder(Recorder):
     """Other engines go by the name: this one gets an axis, whatever the scheme."""
 
 
+class WithoutAxis(Recorder):
+    """One that could not take an axis."""
+
+    def __init__(  # type: ignore[no-untyped-def]
+        self, dtype, qscheme, quant_min, quant_max, is_dynamic
+    ) -> None:
+        super().__init__(**{k: v for k, v in locals().items() if k not in ("self", "__class__")})
+
+
 @pytest.mark.parametrize(
     ("spec", "kind", "extra"),
     [
         pytest.param(INT8, Recorder, set(), id="per tensor"),
-        pytest.param(WEIGHT, Recorder, set(), id="channels without the name"),
-        pytest.param(WEIGHT, PerChannelRecorder, {"ch_axis"}, id="per channel"),
+        pytest.param(WEIGHT, Recorder, {"ch_axis"}, id="per channel"),
+        pytest.param(WEIGHT, PerChannelRecorder, {"ch_axis"}, id="per channel by its name"),
+        pytest.param(WEIGHT, WithoutAxis, set(), id="channels, and no such argument"),
         pytest.param(INT8, PerChannelRecorder, {"ch_axis"}, id="the name without channels"),
         pytest.param(BLOCKS, Recorder, {"block_size"}, id="blocks"),
         pytest.param(RUN_TIME, Recorder, set(), id="dynamic"),

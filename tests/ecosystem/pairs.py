@@ -97,24 +97,18 @@ def outcome(kind: str, first: str, second: str) -> Outcome:
     try:
         result = composed(kind, first, second)
     except qompose.QomposeError as error:
-        return Outcome(tuple(_wrong_with_error(error, kind, first, second)), "refused")
+        return Outcome(tuple(_wrong_with_error(error, first, second)), "refused")
     problems = tuple(_wrong_with_result(result, kind, (first, second)))
     lost, requantized = len(result.report.conflicts), len(result.report.requantizations)
     summary = f"{result.sqnr:.0f}" + (f" r{requantized}" if requantized else "")
     return Outcome(problems, summary + (f" l{lost}" if lost else ""), result)
 
 
-def _wrong_with_error(
-    error: qompose.QomposeError, kind: str, first: str, second: str
-) -> Iterator[str]:
-    """A refusal names both members; one that a member alone meets with too names that one."""
-    message = str(error)
+def _wrong_with_error(error: qompose.QomposeError, first: str, second: str) -> Iterator[str]:
+    """A refusal names both members."""
     for name in (first, second):
-        if type(alone(kind, name)) is type(error) and _class_name(name) in message:
-            return
-    for name in (first, second):
-        if _class_name(name) not in message:
-            yield f"{type(error).__name__} does not name {name}: {message}"
+        if _class_name(name) not in str(error):
+            yield f"{type(error).__name__} does not name {name}: {error}"
 
 
 def _class_name(name: str) -> str:

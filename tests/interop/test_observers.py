@@ -115,9 +115,6 @@ WEIGHTS: dict[str, Any] = {
     "an axis of no use": spec(ao.MinMaxObserver, qscheme=BALANCED, ch_axis=0),
     "4 bits": spec(ao.PerChannelMinMaxObserver, quant_min=-8, quant_max=7, qscheme=CHANNELS, ch_axis=0),
     "fake quantize": spec(fake(ao.PerChannelMinMaxObserver), quant_min=-127, qscheme=CHANNELS, ch_axis=0),
-    "fake quantize, told of another axis": spec(
-        fake(ao.PerChannelMinMaxObserver), quant_min=-127, qscheme=CHANNELS, ch_axis=1
-    ),
     "groups": spec(GROUPS, qscheme=None),
     "groups of 4 bits": spec(GROUPS, quant_min=-8, quant_max=7, qscheme=None),
     "rows, affine": spec(ROWS, qscheme=None),
