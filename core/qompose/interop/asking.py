@@ -34,7 +34,8 @@ class Asking:
     """
 
     def __init__(self, name: str, quantizer: Any) -> None:
-        self.name = name
+        self.name, self.quantizer = name, quantizer
+        self._transforms = hasattr(quantizer, "transform_for_annotation")
         self.member, copied = _copied(quantizer)
         self._before = None if copied else _state(quantizer)
 
@@ -57,7 +58,9 @@ class Asking:
         try:
             alignment = align(model, own)
         except UserError as error:
-            raise UserError(f"{self.name}: transform_for_annotation: {error}") from error
+            if not self._transforms:
+                raise UserError(f"{self.name}: annotate: {error}") from error
+            return self._refused(model, str(error))
         proposal.changes, proposal.apply = alignment.changes, alignment.apply
         proposal.marks = marks_between(model, own)
         proposal.claims = claims_of(self.name, annotated_nodes(own), proposal)
@@ -75,7 +78,7 @@ class Asking:
         return result
 
     def _transformed(self, proposal: Proposal, own: GraphModule) -> GraphModule:
-        if not hasattr(self.member, "transform_for_annotation"):
+        if not self._transforms:
             return own
         result = self.call(proposal, "transform_for_annotation", own)
         if not isinstance(result, GraphModule):
@@ -83,6 +86,15 @@ class Asking:
                 f"{self.name}: transform_for_annotation returned {result!r}, not a GraphModule"
             )
         return result
+
+    def _refused(self, model: GraphModule, reason: str) -> Proposal:
+        """Ask once more, about the program as it is: what the transform did to it cannot be followed."""
+        again = Asking(self.name, self.quantizer)
+        again._transforms = False
+        proposal = again.about(model)
+        proposal.notes.append(f"{self.name}: transform_for_annotation was refused: {reason}")
+        self.member = again.member
+        return proposal
 
     def _annotate(self, proposal: Proposal, own: GraphModule) -> None:
         result = self.call(proposal, "annotate", own)

@@ -136,8 +136,10 @@ class TestTransforms:
                 prepared = prepare(PROGRAM, qompose.compose(*members))
             except QomposeError as error:
                 assert "tests.Harming" in str(error) and "transform_for_annotation" in str(error)
-            else:  # what it harms is outside of what it claims
+            else:  # it was asked once more, about the program as it is
                 assert unchanged(prepared)
+                (note,) = (n for n in plan_of(prepared).notes if "was refused" in n)
+                assert note.startswith("tests.Harming: transform_for_annotation was refused: ")
 
 
 def _none(self: Any, model: GraphModule) -> list[Node]:
