@@ -373,7 +373,7 @@ class TestWhatIsNotDone:
 
         with caplog.at_level(logging.INFO, "qompose"):
             hosted(net(), qompose.compose(Annotator(output)))
-        assert "annotates output of output, which was not followed" in caplog.text
+        assert "annotates output, which was not followed" in caplog.text
 
 
 class TestBodies:

@@ -21,10 +21,6 @@ INTEGERS = "it wants the token ids quantized: torchao tries to; here what is sai
 ONE_DIMENSION = (
     "torchao's observer by channel takes no tensor of one dimension, such as a bias; here it may"
 )
-ROUNDS = (
-    "torchao folds batch norms before it asks; the quantizer refuses a dynamic convolution with relu behind. "
-    "Here a fold that no claim covers is undone, and it is asked again: it takes the convolution alone"
-)
 
 REASONS = {
     ("Embedding", "cnn"): NO_EMBEDDING,
@@ -38,9 +34,7 @@ REASONS = {
     ("Cadence Nop", ANY): BY_DESIGN,
     ("X86Inductor dynamic", ANY): READERS,
     ("XNNPACK dynamic", "encoder"): READERS,
-    ("XNNPACK dynamic", "cnn"): ROUNDS,
     ("XNNPACK dynamic 4-bit", "encoder"): READERS,
-    ("XNNPACK dynamic 4-bit", "cnn"): ROUNDS,
     ("Vulkan dynamic", "encoder"): READERS,
     ("OpenVINO INT8_SYM", "encoder"): ONE_DIMENSION,
     ("OpenVINO INT8_MIXED", "encoder"): ONE_DIMENSION,

@@ -13,7 +13,7 @@ import qompose
 from tests.ecosystem.catalogue import BY_NAME, CATALOGUE
 from tests.ecosystem.measuring import TOLERANCE, Cell, by_qompose, cells_of, quietly
 from tests.ecosystem.models import KINDS, sample
-from tests.ecosystem.reasons import reason_for
+from tests.ecosystem.reasons import REASONS, reason_for
 
 PAGE = Path(__file__).parents[2] / "docs" / "ecosystem.md"
 
@@ -68,6 +68,11 @@ EXPLAINED = ("What our engine does not quantize, and why", "Where the two engine
 def test_what_is_not_as_expected_is_explained(name: str, kinds: str, reason: str) -> None:
     assert reason
     assert {reason_for(name, kind) for kind in kinds.split(", ")} == {reason}
+
+
+def test_no_reason_is_out_of_date() -> None:
+    explained = {row[0] for heading in EXPLAINED for row in table(heading)}
+    assert {name for name, _ in REASONS} == explained
 
 
 def test_our_engine_fails_in_its_own_words() -> None:

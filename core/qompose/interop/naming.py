@@ -18,6 +18,7 @@ from qompose.interop.comparing import Constants, content_of, is_call
 from qompose.interop.correspondence import STAMP, Correspondence
 from qompose.interop.regions import Region
 from qompose.nested import nodes_in
+from qompose.specs import ANNOTATION_KEY
 
 
 def give_names(found: Correspondence, regions: Iterable[Region]) -> dict[Node, str]:
@@ -31,13 +32,17 @@ def give_names(found: Correspondence, regions: Iterable[Region]) -> dict[Node, s
     """
     regions = list(regions)
     owners = {piece: owner for region in regions for piece, owner in _owners(region, found)}
-    reads = _follow_reads(found, {node: region for region in regions for node in region.after})
+    merged: dict[Node, Node] = {}
+    homes = {node: region for region in regions for node in region.after}
+    reads = _follow_reads(found, homes, merged)
     _own_constants(found, owners, {*reads.values()})
     names = {other: one.name for one, other in (*found.after_of.items(), *reads.items())}
     names[found.after.graph.output_node()] = found.before.graph.output_node().name
     _name_rest(found, names, owners)
     for node, name in names.items():
         set_name(node, name)
+    for old, new in merged.items():  # specifications may still refer to the edge from it
+        old.name = new.name
     for one, other in reads.items():
         _name_bodies(content_of(one), content_of(other))
     return owners
@@ -65,8 +70,23 @@ def _owners(region: Region, found: Correspondence) -> Iterator[tuple[Node, str]]
         yield node, known[node]
 
 
-def _follow_reads(found: Correspondence, homes: Mapping[Node, Region]) -> dict[Node, Node]:
-    """Return the nodes that read the first program's constants, by its own, after redirecting readers."""
+def _redirect(reader: Node, old: Node, new: Node, merged: dict[Node, Node]) -> None:
+    """Let an operator read a constant by another node, and its annotation speak of that."""
+    reader.replace_input_with(old, new)
+    edges = getattr(reader.meta.get(ANNOTATION_KEY), "input_qspec_map", None)
+    if isinstance(edges, dict) and old in edges:
+        edges[new] = edges.pop(old)
+    if not old.users:
+        merged[old] = new
+
+
+def _follow_reads(
+    found: Correspondence, homes: Mapping[Node, Region], merged: dict[Node, Node]
+) -> dict[Node, Node]:
+    """Return the nodes that read the first program's constants, by its own, after redirecting readers.
+
+    `merged` gets the nodes that nothing reads any more, with those that are read instead.
+    """
     reads: dict[Node, Node] = {}
     constants = Constants(found.before)
     wanted = [
@@ -78,7 +98,7 @@ def _follow_reads(found: Correspondence, homes: Mapping[Node, Region]) -> dict[N
         if one not in reads:
             reads[one] = other if other not in reads.values() else _read_again(other)
         if reads[one] is not other:
-            node.replace_input_with(other, reads[one])
+            _redirect(node, other, reads[one], merged)
     _follow_unread(found, reads)
     return reads
 
@@ -135,7 +155,7 @@ def _own_constants(found: Correspondence, owners: dict[Node, str], known: set[No
             copy = _read_again(read)
             owners[copy] = owner
             for user in [user for user in readers if readers[user] == owner]:
-                user.replace_input_with(read, copy)
+                _redirect(user, read, copy, {})
 
 
 def _name_rest(found: Correspondence, names: dict[Node, str], owners: Mapping[Node, str]) -> None:

@@ -109,6 +109,7 @@ class TestUnproven:
         assert not alignment.unproven
         (change,) = alignment.changes
         assert len(change.nodes) == settling.GROWTH + 5
+        assert change.pieces[:3] == ("exp_exp", "exp_neg", "sin_sin")
 
     def test_recorded_values_of_another_mode(self) -> None:
         """What cannot be run anew has the value that the transform recorded, in the program's mode."""
