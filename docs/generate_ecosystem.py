@@ -30,8 +30,8 @@ INTRODUCTION = """# Quantizers of other packages
 Written by `docs/generate_ecosystem.py`, which runs every quantizer of torchao and ExecuTorch, unmodified,
 on three small models with random weights: `cnn` (conv-bn-relu, conv-bn-add-relu, adaptive average pool,
 linear), `mlp` (embedding-linear-relu-linear, from integer ids) and `encoder` (a pre-norm transformer
-layer). Each is calibrated with four batches and judged by a fifth. [composition.md](composition.md) tells
-how such quantizers are members of a composition.
+layer). Each is calibrated with four batches and judged by a fifth. [interop.md](interop.md) tells how such
+quantizers are members of a composition.
 
 A cell has the quantize (q), dequantize (dq) and choose_qparams (cq) operators of the converted graph, or
 the modules that a quantizer puts in their place, and the signal to noise ratio against the float model: it
@@ -44,7 +44,10 @@ program; without `strict=True`, quantizers that find operators by `source_fn_sta
 nothing.
 
 MediaTek's and NXP's packages import their vendors' compilers; what runs here is their annotations, with an
-empty stand-in for those."""
+empty stand-in for those.
+
+One or two configurations of each are also composed with those of every other, in both orders and on every
+model; `tests/ecosystem/test_pairs.py` says what must come of it."""
 
 
 def page(cells: Cells) -> str:

@@ -285,7 +285,9 @@ class _Arbiter:
             Conflict(winner.owner, winner.rule, loser.owner, loser.rule, shared)
         )
         reason = f"{_LOSS.format(loser.rule)}{', '.join(shared)} to {winner.owner}"
-        self.result.rejections.append(Rejection(loser.owner, loser.rule, loser.nodes, reason))
+        called = self.called or {}  # batch norms that it had wanted folded
+        nodes = (*loser.nodes, *(called[name] for name in loser.nodes if name in called))
+        self.result.rejections.append(Rejection(loser.owner, loser.rule, nodes, reason))
 
     def refuse_what_waits(self) -> None:
         """List the conditional claims whose condition never came true."""

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import qompose
 
+from docs.generate_ecosystem import INTRODUCTION
 from tests.ecosystem.catalogue import BY_NAME, CATALOGUE
 from tests.ecosystem.measuring import TOLERANCE, Cell, by_qompose, cells_of, quietly
 from tests.ecosystem.models import KINDS, sample
@@ -26,6 +27,10 @@ def table(heading: str) -> list[list[str]]:
 
 
 ROWS = {row[0]: row[1:] for row in table("Quantizer by model")}
+
+
+def test_the_page_is_what_its_generator_writes_today() -> None:
+    assert PAGE.read_text("utf-8").startswith(INTRODUCTION)
 
 
 def test_every_quantizer_of_the_catalogue_has_a_row() -> None:

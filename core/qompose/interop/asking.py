@@ -64,6 +64,11 @@ class Asking:
         proposal.changes, proposal.apply = alignment.changes, alignment.apply
         proposal.marks = marks_between(model, own)
         proposal.claims = claims_of(self.name, annotated_nodes(own), proposal)
+        proposal.notes += [
+            f"{self.name}: what its transform_for_annotation makes of {', '.join(change.nodes)} could not be "
+            "shown to compute the same, and is taken on trust where a claim stands on it"
+            for change in alignment.unproven
+        ]
         proposal.notes += [*self._astray(own), *self._kept()]
         return proposal
 

@@ -42,7 +42,8 @@ def give_names(found: Correspondence, regions: Iterable[Region]) -> dict[Node, s
     for node, name in names.items():
         set_name(node, name)
     for old, new in merged.items():  # specifications may still refer to the edge from it
-        old.name = new.name
+        if old not in names:  # it reads another constant now
+            old.name = new.name
     for one, other in reads.items():
         _name_bodies(content_of(one), content_of(other))
     return owners
