@@ -81,10 +81,14 @@ def test_tensors_and_data_loaders() -> None:
 
 
 def test_the_result_does_not_depend_on_the_split() -> None:
-    data = randn(12, 3)
-    results = [
-        scales(qompose.calibrate(prepared_single(), list(data.split(size)))) for size in (1, 5, 12)
-    ]
+    data = torch.round(randn(12, 3) * 64) / 64
+    results = []
+    for size in (1, 5, 12):
+        prepared = prepared_single()
+        with torch.no_grad():  # sums of few bits: matrix products of any batch size are equal then
+            for parameter in prepared.parameters():
+                parameter.copy_(torch.round(parameter * 64) / 64)
+        results.append(scales(qompose.calibrate(prepared, list(data.split(size)))))
     assert results[0] == results[1] == results[2]
 
 
