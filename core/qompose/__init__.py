@@ -87,6 +87,7 @@ if TYPE_CHECKING:
     from qompose.quantizer import Quantizer as Quantizer
     from qompose.quantizing import QuantizedModel as QuantizedModel
     from qompose.quantizing import quantize as quantize
+    from qompose.region import DynamicTensor as DynamicTensor
     from qompose.region import QuantizedTensor as QuantizedTensor
     from qompose.region import Region as Region
     from qompose.region import on_integers as on_integers
@@ -151,7 +152,7 @@ _MODULES = {
     "plugins": "BackendInfo backends load_backend",
     "quantizer": "Quantizer",
     "quantizing": "QuantizedModel quantize",
-    "region": "QuantizedTensor Region on_integers",
+    "region": "DynamicTensor QuantizedTensor Region on_integers",
     "reporting": "assert_lowered assert_quantized report",
     "roles": (
         "ObserverOrFakeQuantize OperatorConfig OperatorPatternType annotate_input_qspec_map "

@@ -181,6 +181,7 @@ def _arguments(observer: str) -> dict[str, Codec]:
 
 CODECS: dict[str, Codec] = {
     "dtype": named((*INTEGERS, torch.float16, torch.bfloat16), "a dtype"),
+    "scale_dtype": named((torch.float32, torch.float16, torch.bfloat16), "a float dtype"),
     "qscheme": optional(named(QSCHEMES, "a scheme")),
     **dict.fromkeys(("quant_min", "quant_max", "ch_axis"), optional(INTEGER)),
     "zero_point": INTEGER,

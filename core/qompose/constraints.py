@@ -8,7 +8,7 @@ bound and the value. A bound on what only calibration tells is checked when a mo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any, TypeAlias
 
@@ -30,7 +30,8 @@ RoleSpec: TypeAlias = "QuantizationSpec | FixedQParamsQuantizationSpec"
 class TensorConstraint:
     """What one role of a rule may be. Bounds of the integers are in quantized units; all are inclusive.
 
-    `ch_axis` is the only dimension that may have the channels, None any. `blocks` allows a `block_size`.
+    `ch_axis` is the only dimension that may have the channels, None any. `blocks` allows a `block_size`,
+    and `block_sizes`, where given, are the only ones.
     A cast to a smaller float has no scheme: its `qschemes` hold None.
 
     Attributes:
@@ -54,6 +55,7 @@ class TensorConstraint:
     zero_point_exact_match: int | None = None
     ch_axis: int | None = None
     blocks: bool = False
+    block_sizes: frozenset[tuple[int, ...]] | None = None
 
     def __post_init__(self) -> None:
         """Refuse values that no specification could meet, or that would never be compared.
@@ -66,6 +68,9 @@ class TensorConstraint:
             if not isinstance(given, (set, frozenset, tuple, list)) or not given:
                 raise ConfigError(f"{name}={given!r} is no set of {name}")
             object.__setattr__(self, name, frozenset(given))
+        if self.block_sizes is not None:
+            object.__setattr__(self, "block_sizes", frozenset(map(tuple, self.block_sizes)))
+            object.__setattr__(self, "blocks", True)
         if self.quant_range is not None:
             object.__setattr__(self, "quant_range", tuple(self.quant_range))
         faults = [*_wrong_numbers(self), *_crossed(self)]
@@ -115,7 +120,10 @@ class TensorConstraint:
         schemes = self.qschemes - {None}  # a cast has none
         words += [_or(schemes)] if schemes else []
         words += [f"channels along {self.ch_axis}"] if self.ch_axis is not None else []
-        words += ["blocks"] if self.blocks else []
+        if self.block_sizes is not None:
+            words += [f"blocks of {_sizes(self.block_sizes)}"]
+        elif self.blocks:
+            words += ["blocks"]
         asked = {} if self.bounds is None else vars(self.bounds)
         words += [f"{name}={value:g}" for name, value in asked.items() if value is not None]
         return ", ".join(words)
@@ -132,6 +140,8 @@ class TensorConstraint:
             return f"is {scheme}, and the kernel takes {_names(self.qschemes)}"
         if blocks is not None and not self.blocks:
             return f"has blocks of {blocks}, and the kernel takes none"
+        if blocks is not None and blocks not in (self.block_sizes or {blocks}):
+            return f"has blocks of {blocks}, and the kernel takes {_sizes(self.block_sizes or ())}"
         if scheme in PER_CHANNEL and blocks is None and self.ch_axis not in (None, axis):
             return f"has channels along {axis}, and the kernel takes {self.ch_axis}"
         return None
@@ -205,6 +215,10 @@ def _names(values: frozenset[Any]) -> str:
     return " or ".join(sorted(str(value) for value in values))
 
 
+def _sizes(block_sizes: Iterable[tuple[int, ...]]) -> str:
+    return " or ".join(map(str, sorted(block_sizes)))
+
+
 def _or(values: frozenset[Any]) -> str:
     return _names(values).replace("torch.", "")
 
@@ -222,6 +236,7 @@ CONSTRAINT = record(
         ),
         **dict.fromkeys(("zero_point_exact_match", "ch_axis"), optional(INTEGER)),
         "blocks": BOOLEAN,
+        "block_sizes": optional(sequence(sequence(INTEGER), frozenset)),
     },
 )
 """How constraints are written as data."""

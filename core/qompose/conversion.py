@@ -102,6 +102,7 @@ def fold_quantized_constants(model: GraphModule) -> None:
 
 
 _to = torch.ops.aten.to.dtype
+_flatten, _view_as = torch.ops.aten.flatten.using_ints, torch.ops.aten.view_as.default
 _EXACT = {torch.float16: 2**11, torch.bfloat16: 2**8}
 """How many integers in a row a type holds: where there are more, they are read as float32 first."""
 
@@ -283,7 +284,10 @@ class _Converter:
         low, high = integer_bounds(spec, observer)
         eps = float(getattr(observer, "eps", DEFAULT_EPS))
         choose, arguments = choosing_operator(spec, low, high, eps)
-        example, reader = choose(value_of(value), *arguments), _first_user(node)
+        reader, shaped = _first_user(node), None
+        if len(spec.block_size or ()) > 1:  # torch's operators know scales per token alone
+            shaped, value = value, _as_tokens(node, value, len(spec.block_size), reader)
+        example = choose(value_of(value), *arguments)
         with node.graph.inserting_before(node):
             chosen = _call(choose, (value, *arguments), reader, example)
             scale, zero_point = (
@@ -291,7 +295,7 @@ class _Converter:
             )
         pair = dynamic_pair(spec, low, high, scale, zero_point)
         quantized = self._quantized(node, value, pair)
-        self._dequantize_for_each_user(node, quantized, pair, value, None)
+        self._dequantize_for_each_user(node, quantized, pair, value, None, shaped)
 
     def _cast(self, node: Node, value: Node, dtype: torch.dtype) -> None:
         """Store or compute a tensor in a smaller float type, and read it in its own."""
@@ -314,6 +318,7 @@ class _Converter:
         pair: OperatorPair,
         value: Node,
         rescale: tuple[Tensor, int] | None,
+        shaped: Node | None = None,
     ) -> None:
         example = value_of(value)
         exact = pair.steps <= _EXACT.get(example.dtype, 2**24)
@@ -327,6 +332,9 @@ class _Converter:
                 read.meta["val"] = example.to(torch.float32)
                 with node.graph.inserting_before(user):
                     read = _cast_to(read, example.dtype, reader, example)
+            if shaped is not None:
+                with node.graph.inserting_before(user):
+                    read = _call(_view_as, (read, shaped), reader, value_of(shaped))
             if rescale is not None:
                 read = self._scaled(read, *rescale, before=user)
             user.replace_input_with(node, read)
@@ -340,6 +348,14 @@ def _call(target: Callable[..., Any], args: tuple[Any, ...], like: Node, value: 
     if custom:
         node.meta["custom"] = custom
     return node
+
+
+def _as_tokens(node: Node, value: Node, dims: int, reader: Node) -> Node:
+    """Insert a view of a tensor whose last dimensions are one: each of its items is a token."""
+    example = value_of(value)
+    first = example.dim() - dims
+    with node.graph.inserting_before(node):
+        return _call(_flatten, (value, first), reader, example.flatten(first))
 
 
 def _cast_to(value: Node, dtype: torch.dtype, like: Node, example: Any) -> Node:

@@ -16,15 +16,6 @@ from qompose.observing import OBSERVER_PREFIX
 CAST_TAG, KERNELS_TAG = "cast", "kernels"
 """Facts of nodes: one converts a float type for a specification; one stands for these claims' regions."""
 
-_CHOOSE = frozenset(
-    {
-        decomposed.choose_qparams,
-        decomposed.choose_qparams_symmetric,
-        decomposed.choose_qparams_per_token,
-        decomposed.choose_qparams_per_token_symmetric,
-    }
-)
-
 
 @dataclass(frozen=True)
 class Counts:
@@ -53,7 +44,9 @@ def count_nodes(model: GraphModule) -> Counts:
         observers=sum(map(_is_observer, nodes)),
         quantize=sum(map(decomposed.is_quantize, nodes)),
         dequantize=sum(map(decomposed.is_dequantize, nodes)),
-        choose_qparams=sum(node.op == "call_function" and node.target in _CHOOSE for node in nodes),
+        choose_qparams=sum(
+            node.op == "call_function" and node.target in decomposed.CHOOSE for node in nodes
+        ),
         cast=sum(bool(tag_of(node, CAST_TAG)) for node in nodes),
         kernels=len(set(_replaced_claims(nodes))),
     )

@@ -87,6 +87,9 @@ quantize_per_channel_float = torch.ops.qompose.quantize_per_channel_float.defaul
 quantize_per_block = torch.ops.qompose.quantize_per_block.default
 dequantize_per_block = torch.ops.qompose.dequantize_per_block.default
 
+CHOOSE_PER_TOKEN = frozenset({choose_qparams_per_token, choose_qparams_per_token_symmetric})
+CHOOSE_SYMMETRIC = frozenset({choose_qparams_symmetric, choose_qparams_per_token_symmetric})
+CHOOSE = frozenset({choose_qparams, *CHOOSE_PER_TOKEN, *CHOOSE_SYMMETRIC})
 QUANTIZE = frozenset(
     {
         quantize_per_tensor,

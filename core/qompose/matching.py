@@ -235,17 +235,17 @@ def _specs(
     }
     everywhere = [edge for role in rule.activations for edge in edges.get(role, [])]
     activations = list(dict.fromkeys(everywhere))  # one tensor may have two roles
-    result = []
-    if config.input_activation is not None and activations:
+    specs, result = rule.specs_for(config), []
+    if "activation" in specs and activations:
         first, *others = activations
-        result.append(PointSpec(first, config.input_activation))
+        result.append(PointSpec(first, specs["activation"]))
         shared = [*others, Point(match.output.name)] if rule.shares else []
         result += [shared_with(point, first) for point in shared]
-        result += [] if rule.shares else [PointSpec(p, config.input_activation) for p in others]
-    if rule.weight and config.weight is not None:
-        result += [PointSpec(edge, config.weight) for edge in edges[rule.weight]]
-    if rule.output and not rule.shares and config.output_activation is not None:
-        result.append(PointSpec(Point(match.output.name), config.output_activation))
+        result += [] if rule.shares else [PointSpec(p, specs["activation"]) for p in others]
+    if rule.weight and "weight" in specs:
+        result += [PointSpec(edge, specs["weight"]) for edge in edges[rule.weight]]
+    if "output" in specs:
+        result.append(PointSpec(Point(match.output.name), specs["output"]))
     return result
 
 

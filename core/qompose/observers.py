@@ -222,15 +222,28 @@ class PerChannelMinMaxObserver(MinMaxObserver):
 
 
 class PerBlockMinMaxObserver(_RangeObserver):
-    """The exact minimum and maximum of each block: `block_size` as in `QuantizationSpec`."""
+    """The exact minimum and maximum of each block: `block_size` as in `QuantizationSpec`.
+
+    Scales are rounded to `scale_dtype`, for kernels that store them in fewer bits; they stay float32.
+    """
 
     per_channel = True
 
     def __init__(
-        self, dtype: torch.dtype = torch.uint8, block_size: tuple[int, ...] = (), **arguments: Any
+        self,
+        dtype: torch.dtype = torch.uint8,
+        block_size: tuple[int, ...] = (),
+        scale_dtype: torch.dtype = torch.float32,
+        **arguments: Any,
     ) -> None:
         super().__init__(dtype, **arguments)
-        self.block_size = block_size
+        if not scale_dtype.is_floating_point:
+            raise ConfigError(f"scale_dtype={scale_dtype} is no float type")
+        self.block_size, self.scale_dtype = block_size, scale_dtype
+
+    def calculate_qparams(self) -> tuple[Tensor, Tensor]:
+        scale, zero_point = super().calculate_qparams()
+        return scale.to(self.scale_dtype).to(scale.dtype), zero_point
 
     def _only_here(self) -> str | None:
         return _blocks(self.block_size)

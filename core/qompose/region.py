@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,13 +18,16 @@ from qompose.graph import call, constant_of, free_attribute, read_attribute, set
 from qompose.operators import NOT_ON_INTEGERS, SCALE_PRESERVING
 from qompose.rules import NotLowerable
 
+aten = torch.ops.aten
+
 
 @dataclass(frozen=True)
 class QuantizedTensor:
     """A quantized tensor: the node that holds its integers, and what they mean.
 
     `value = (integer - zero_point) * scale`. Per tensor, `scale` is a float and `zero_point` an int; per
-    channel they are nodes of shape `(C,)`, along dimension `axis`. `low` and `high` bound the integers.
+    channel they are nodes of shape `(C,)`, along dimension `axis`; in groups of `group` integers within the
+    rows of a matrix, of shape `(rows, groups)`. `low` and `high` bound the integers.
     """
 
     node: Node
@@ -34,6 +37,7 @@ class QuantizedTensor:
     high: int
     dtype: torch.dtype
     axis: int | None = None
+    group: int | None = None
 
     @property
     def tensor(self) -> Tensor:
@@ -42,12 +46,12 @@ class QuantizedTensor:
 
     @property
     def scales(self) -> Tensor:
-        """Return the scale as a float32 tensor, `(C,)` per channel and `(1,)` per tensor."""
+        """Return the scale as a float32 tensor, `(C,)` per channel and `(1,)` per tensor; see `group`."""
         return _constant(self.scale) if isinstance(self.scale, Node) else torch.tensor([self.scale])
 
     @property
     def zero_points(self) -> Tensor:
-        """Return the zero point as a tensor, `(C,)` per channel and `(1,)` per tensor."""
+        """Return the zero point as a tensor, `(C,)` per channel and `(1,)` per tensor; see `group`."""
         if isinstance(self.zero_point, Node):
             return _constant(self.zero_point)
         return torch.tensor([self.zero_point])
@@ -55,7 +59,23 @@ class QuantizedTensor:
     @property
     def qparams(self) -> tuple[Any, ...]:
         """Return all but the node: equal for tensors that may be exchanged."""
-        return (self.scale, self.zero_point, self.low, self.high, self.dtype, self.axis)
+        return (self.scale, self.zero_point, self.low, self.high, self.dtype, self.axis, self.group)
+
+
+@dataclass(frozen=True)
+class DynamicTensor:
+    """A tensor that is quantized when the model runs: the node that holds its floats, and how it is.
+
+    One scale is for all of its last `dims` dimensions, None: for the whole tensor. The zero point is 0 where
+    `symmetric`. `low` and `high` bound the integers.
+    """
+
+    node: Node
+    dims: int | None
+    symmetric: bool
+    low: int
+    high: int
+    dtype: torch.dtype
 
 
 def _constant(node: Node) -> Tensor:
@@ -137,6 +157,14 @@ class Region:
         if self.output is None:
             raise NotLowerable("its output is not quantized, or to several scales")
         return self.output
+
+    def dynamic(self, role: str) -> DynamicTensor:
+        """Return how the first input of a role is quantized when the model runs.
+
+        Raises:
+            NotLowerable: it arrives in float, or its scale is known beforehand.
+        """
+        return quantized_at_run_time(self.inputs(role)[0])
 
     def argument(self, name: str, argument: str) -> Any:
         """Return an argument of an operator by its name in the schema, its default if left out.
@@ -224,7 +252,32 @@ def dequantized(node: Node) -> QuantizedTensor:
     if node.target is decomposed.dequantize_per_channel:
         source, scale, zero_point, axis, low, high, dtype = node.args[:7]
         return QuantizedTensor(source, scale, zero_point, low, high, dtype, axis)  # type: ignore[arg-type]
+    if node.target is decomposed.dequantize_per_group:
+        return replace(quantized_by(node), group=node.args[6])  # type: ignore[arg-type]
     return quantized_by(node)
+
+
+def quantized_at_run_time(node: Node) -> DynamicTensor:
+    """Return how the tensor behind a dequantize operator is quantized, whose scale the graph computes.
+
+    Raises:
+        NotLowerable: the node is something else.
+    """
+    shaped = node.target is aten.view_as.default
+    read = node.all_input_nodes[0] if shaped else node
+    tensor = dequantized(read)
+    chosen = tensor.scale.args[0] if isinstance(tensor.scale, Node) and tensor.scale.args else None
+    choose: Any = getattr(chosen, "target", None)
+    if not isinstance(chosen, Node) or choose not in decomposed.CHOOSE:
+        raise NotLowerable(f"the scale of its input {node.name} is known beforehand")
+    source = chosen.all_input_nodes[0]
+    by_token = choose in decomposed.CHOOSE_PER_TOKEN
+    dims: int | None = 1 if by_token else None
+    if shaped:
+        source, whole = source.all_input_nodes[0], source
+        dims = value_of(source).dim() - value_of(whole).dim() + 1
+    symmetric = choose in decomposed.CHOOSE_SYMMETRIC
+    return DynamicTensor(source, dims, symmetric, tensor.low, tensor.high, tensor.dtype)
 
 
 def quantized_by(node: Node) -> QuantizedTensor:
@@ -234,7 +287,6 @@ def quantized_by(node: Node) -> QuantizedTensor:
     return QuantizedTensor(holder, scale, zero_point, low, high, dtype)  # type: ignore[arg-type]
 
 
-aten = torch.ops.aten
 _RELU = {aten.relu.default, aten.relu_.default}
 
 

@@ -234,12 +234,6 @@ REFERENCES: dict[Any, tuple[str, Builder]] = {
 _CLAMP_TARGETS = frozenset(_overload(name) for name in _CLAMPS.split())
 
 
-_CHOOSE = frozenset({decomposed.choose_qparams, decomposed.choose_qparams_symmetric})
-_CHOOSE_PER_TOKEN = frozenset(
-    {decomposed.choose_qparams_per_token, decomposed.choose_qparams_per_token_symmetric}
-)
-
-
 class _Rewriter:
     def __init__(self, model: GraphModule, result: Representation) -> None:
         self.graph, self.result = model.graph, result
@@ -259,7 +253,7 @@ class _Rewriter:
             remove_dead(self.graph, self.kept)
 
     def _visit(self, node: Node) -> None:
-        if node.target in _CHOOSE or node.target in _CHOOSE_PER_TOKEN:
+        if node.target in decomposed.CHOOSE:
             self._choose(node)
         elif decomposed.is_quantize(node):
             self._requantize(node)
@@ -322,13 +316,12 @@ class _Rewriter:
 
     def _choose(self, node: Node) -> None:
         x = self.emitter.proxied(cast(Node, node.args[0]))
-        if node.target in _CHOOSE:
-            symmetric = node.target is decomposed.choose_qparams_symmetric
+        symmetric = node.target in decomposed.CHOOSE_SYMMETRIC
+        if node.target in decomposed.CHOOSE_PER_TOKEN:
+            chosen = reference.choose_per_token(x, symmetric=symmetric)
+        else:
             low, high, eps, dtype = cast(Any, node.args[1:])
             chosen = reference.choose_qparams(x, low, high, eps, dtype, symmetric=symmetric)
-        else:
-            symmetric = node.target is decomposed.choose_qparams_per_token_symmetric
-            chosen = reference.choose_per_token(x, symmetric=symmetric)
         for user in list(node.users):  # operator.getitem
             user.replace_all_uses_with(_node(chosen[cast(int, user.args[1])]))
             self._erase(user)

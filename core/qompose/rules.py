@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from qompose.bounds import Bounds
 from qompose.constraints import RoleSpec, TensorConstraint
 from qompose.errors import ConfigError, near_names
 from qompose.patterns import Match, OperatorPattern, Pattern
-from qompose.specs import QuantizationConfig, describe_spec
+from qompose.specs import QuantizationConfig, QuantizationSpec, describe_spec
 
 if TYPE_CHECKING:
     from qompose.region import Region
@@ -46,6 +46,7 @@ class NotLowerable(Exception):  # noqa: N818 - it says what the region is
 CONDITIONS = (None, "all", "any", "no_float")
 ROLES = ("activation", "weight", "output")
 MODES = (STATIC, DYNAMIC, WEIGHT_ONLY, ACTIVATION_ONLY)
+LAYOUT = ("ch_axis", "block_size")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +68,9 @@ class Rule:
             "no_float": none of them may come from an operator that computes in float (model inputs and
             parameters do not). None applies it anywhere.
         modes: the kinds of configuration that apply.
+        layout: by role, what the shape of the operator's tensors makes of a specification's `ch_axis` or
+            `block_size`, where it has one: `{"weight": {"ch_axis": 1}}` for a transposed convolution, whose
+            weight has its output channels there. So one configuration serves operators of any layout.
         accepts: constraints by role: "activation", "weight", "output".
         guard: returns the reason why a match cannot be taken, or None.
         kernels: by target name.
@@ -84,6 +88,7 @@ class Rule:
     shares: bool = False
     condition: str | None = None
     modes: frozenset[str] = frozenset({STATIC})
+    layout: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: MappingProxyType({}))
     accepts: Mapping[str, TensorConstraint] = field(default_factory=lambda: MappingProxyType({}))
     guard: Callable[[Match], str | None] | None = None
     kernels: Mapping[str, Kernel] = field(default_factory=lambda: MappingProxyType({}))
@@ -108,7 +113,18 @@ class Rule:
             "weight": config.weight if self.weight else None,
             "output": config.output_activation if self.output and not self.shares else None,
         }
-        return {role: spec for role, spec in roles.items() if spec is not None}
+        return {
+            role: self._laid_out(role, spec) for role, spec in roles.items() if spec is not None
+        }
+
+    def _laid_out(self, role: str, spec: RoleSpec) -> RoleSpec:
+        """Return a specification for the shape that tensors of this role have."""
+        if not isinstance(spec, QuantizationSpec):
+            return spec
+        fitted = {
+            k: v for k, v in self.layout.get(role, {}).items() if getattr(spec, k) is not None
+        }
+        return replace(spec, **fitted) if fitted else spec
 
     def objection(self, config: QuantizationConfig) -> str | None:
         """Return why a configuration does not fit this rule, None where it does."""
@@ -171,6 +187,8 @@ def _word_faults(rule: Rule) -> Iterator[str]:
         ("condition", (rule.condition,), CONDITIONS),
         ("modes", rule.modes, MODES),
         ("accepts", rule.accepts, ROLES),
+        ("layout", rule.layout, ROLES),
+        ("layout", (name for given in rule.layout.values() for name in given), LAYOUT),
     )
     for field_name, words, known in given:
         for word in words:

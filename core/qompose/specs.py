@@ -53,12 +53,12 @@ class QuantizationSpec(QuantizationSpecBase):
 
     `block_size` gives blocks of a tensor a scale of their own: their sizes along the last dimensions, -1
     for a whole one; along the others, a block is one wide. With it, `qscheme` is a per-channel one and
-    `ch_axis` does not count. `(32,)` is groups of 32 in each row of a weight, `(16, 16)` squares, and
-    `(-1,)` with `is_dynamic` one scale per token.
+    `ch_axis` does not count. `(32,)` is groups of 32 in each row of a weight, `(16, 16)` squares; with
+    `is_dynamic`, `(-1,)` is one scale per token and `(-1, -1, -1)` one for each image of a batch.
 
     Raises:
         ConfigError: bounds outside `dtype`; a per-channel scheme without `ch_axis` or `block_size`;
-            blocks that are no positive sizes; a dynamic scheme other than per tensor or per token.
+            blocks that are no positive sizes; a dynamic scheme other than per tensor, token or item.
     """
 
     dtype: torch.dtype
@@ -191,11 +191,15 @@ def _check_dynamic(spec: QuantizationSpec, low: int, high: int) -> None:
         )
     if spec.block_size is None and spec.qscheme not in PER_CHANNEL:
         return
-    if spec.block_size != (-1,):
-        raise ConfigError("dynamic quantization is per tensor, or per token: block_size=(-1,)")
+    if spec.block_size is None or set(spec.block_size) != {-1}:
+        raise ConfigError(
+            "dynamic quantization is per tensor, or has one scale for all of the last dimensions: "
+            "block_size=(-1,) per token, (-1, -1, -1) per image"
+        )
     if (spec.dtype, low, high) != (torch.int8, -128, 127):
         raise ConfigError(
-            f"dynamic quantization per token is int8 [-128, 127], not {spec.dtype} [{low}, {high}]"
+            f"dynamic quantization per {'token' if spec.block_size == (-1,) else 'item'} is int8 "
+            f"[-128, 127], not {spec.dtype} [{low}, {high}]"
         )
 
 
@@ -289,12 +293,17 @@ class QuantizationConfig:
 
 
 def granularity(spec: QuantizationSpecBase | None) -> str:
-    """Return "per-tensor", "per-channel", "per-token", "per-block (32,)", or "" for a role left in float."""
+    """Return "per-tensor", "per-channel", "per-block (32,)", or "" for a role left in float.
+
+    What is dynamic may be "per-token", or "per-item" where the scale is that of several last dimensions.
+    """
     if spec is None:
         return ""
     blocks = getattr(spec, "block_size", None)
+    if blocks is not None and getattr(spec, "is_dynamic", False):
+        return "per-token" if len(blocks) == 1 else "per-item"
     if blocks is not None:
-        return "per-token" if blocks == (-1,) else f"per-block {blocks}"
+        return f"per-block {blocks}"
     return "per-channel" if getattr(spec, "qscheme", None) in PER_CHANNEL else "per-tensor"
 
 

@@ -61,7 +61,9 @@ def limits(rule: Rule, config: QuantizationConfig) -> Iterator[Limit]:
             changed = replace(config, **fields, name=f"{role} {describe_spec(spec)}")
             if rule.shares and role == "activation" and config.output_activation is not None:
                 changed = replace(changed, output_activation=spec)
-            yield Limit(role, spec, changed)
+            laid_out = rule.specs_for(changed)[role]
+            if isinstance(laid_out, QuantizationSpec):
+                yield Limit(role, laid_out, changed)
 
 
 def _specs(
@@ -144,6 +146,8 @@ def beyond(constraint: TensorConstraint, spec: QuantizationSpec) -> str | None:
         f"dtypes {constraint.dtypes}": spec.dtype not in constraint.dtypes,
         f"qschemes {constraint.qschemes}": spec.qscheme not in constraint.qschemes,
         "blocks=False": spec.block_size is not None and not constraint.blocks,
+        f"block_sizes {constraint.block_sizes}": constraint.block_sizes is not None
+        and spec.block_size not in (None, *constraint.block_sizes),
         f"ch_axis={constraint.ch_axis}": per_channel
         and constraint.ch_axis not in (None, spec.ch_axis),
         f"quant_min_lower_bound={least}": least is not None and low < least,
