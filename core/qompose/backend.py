@@ -28,15 +28,26 @@ class CallSignature:
 
 @dataclass(frozen=True)
 class Finished:
-    """What a target's last step made, and what became of the regions that were left to it.
+    """What a target's last step made, and what became of the regions and operators that were left to it.
 
     `model` is what the user gets; `kernels` and `fallbacks` are by claim number: the kernel that runs the
-    region, or the reason why none does.
+    region, or the reason why none does. `remarks` are by the operator's name in the exported program, of
+    operators that no kernel runs: what they end as in the runtime. Reports put them behind the reason why
+    the operator is float. `notes` are lines about the whole program, and stand among those of reports.
+
+    The graph that a last step gets says of each node what it comes from, in `node.meta["custom"]["qompose"]`:
+    `"claim"` is the claim's number, `"operator"` the operator's name. Both outlast another export.
     """
 
     model: Any
     kernels: Mapping[int, str] = field(default_factory=lambda: MappingProxyType({}))
     fallbacks: Mapping[int, str] = field(default_factory=lambda: MappingProxyType({}))
+    remarks: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    notes: tuple[str, ...] = ()
+
+
+Methods = Mapping[str, tuple[GraphModule, CallSignature]]
+"""The methods of one program: by name a graph whose regions have their kernels, and how it is called."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +56,16 @@ class Target:
 
     `finish` takes the graph whose regions have their kernels, and how it is called. `availability`
     returns why the runtime cannot be used here, with the remedy, or None where it can.
+
+    `finish_methods`, where a program of the runtime may have several methods, takes them all. It returns
+    the program and, by the same names, what `finish` would return of each; the `model` of each is what
+    reports are asked about. Its errors are to name the method.
     """
 
     name: str
     finish: Callable[[GraphModule, CallSignature], Finished]
     availability: Callable[[], str | None] = lambda: None
+    finish_methods: Callable[[Methods], tuple[Any, Mapping[str, Finished]]] | None = None
 
 
 class Backend:

@@ -9,7 +9,9 @@ a product `y = W x + b` and positive vectors d, e::
 so the input is divided by d before it is quantized, or the output multiplied by e after it was, and
 the weight takes up the rest. With powers of two this is exact in floating point, up to overflow. It is
 done only at the border to float operators, where the extra product meets a float tensor, and only where
-it saves at least a fifth of the squared error that is measured on a sample of the calibration data.
+it saves at least a fifth of the squared error. That is measured on rows of the calibration data from which
+the factors were not made: a range of each channel takes many more rows to find than one for all of them,
+and from a few rows it is too narrow for the next.
 
 Factors are at least 1: they shrink large channels and leave quiet ones their headroom, so that a channel
 which happened to be silent during calibration is not cut off when it speaks.
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -29,6 +32,7 @@ from qompose.numerics import along, fake_quantize
 INPUT, OUTPUT = "input", "output"
 
 _WORTHWHILE = 0.8
+_FEWEST_ROWS = 32
 _EXPONENTS = (0.25, 0.5, 0.75, 1.0)
 _LARGEST_FACTOR = 2.0**8
 _POWER = 3.0
@@ -57,6 +61,13 @@ class Channels:
     high: Tensor
     sample: Tensor
 
+    def halves(self) -> tuple[Channels, ...]:
+        """Return what is known from either half of the rows alone, nothing where they are too few to tell."""
+        middle = len(self.sample) // 2
+        enough = len(self.sample) >= _FEWEST_ROWS
+        parts = (self.sample[:middle], self.sample[middle:]) if enough else ()
+        return tuple(Channels(part.amin(0), part.amax(0), part) for part in parts)
+
     @property
     def largest(self) -> Tensor:
         """Return the largest magnitude of each channel."""
@@ -67,7 +78,7 @@ class Channels:
 class Factors:
     """What a side is divided by before quantization, shape `(C,)`, and the parameters it then has.
 
-    `gain` is the measured error without factors over the one with them.
+    `gain` is the error without factors over the one with them, both measured on rows held back.
     """
 
     values: Tensor
@@ -107,16 +118,15 @@ def balance_input(
     heaviest = torch.stack([w.abs().transpose(0, 1).flatten(1).amax(1) for w, _ in products]).amax(
         0
     )
-    sizes = [
-        channels.largest**exponent / heaviest.clamp(min=1e-30) ** (1 - exponent)
-        for exponent in _EXPONENTS
-    ]
 
-    def error(factors: Tensor, scale: Tensor, zero_point: Tensor) -> float:
-        divided = channels.sample / factors
-        quantized = fake_quantize(divided, scale, zero_point, scheme.low, scheme.high)
-        return sum(_product_error(channels.sample, quantized, factors, *p) for p in products)
+    def size(seen: Channels, exponent: float) -> Tensor:
+        return seen.largest**exponent / heaviest.clamp(min=1e-30) ** (1 - exponent)
 
+    def error(sample: Tensor, factors: Tensor, scale: Tensor, zero_point: Tensor) -> float:
+        quantized = fake_quantize(sample / factors, scale, zero_point, scheme.low, scheme.high)
+        return sum(_product_error(sample, quantized, factors, *p) for p in products)
+
+    sizes = [partial(size, exponent=exponent) for exponent in _EXPONENTS]
     return _best(channels, sizes, scheme, qparams, error)
 
 
@@ -138,29 +148,43 @@ def balance_output(
 ) -> Factors | None:
     """Return factors for a product's output, or None where none are worthwhile; see `balance_input`."""
 
-    def error(factors: Tensor, scale: Tensor, zero_point: Tensor) -> float:
-        divided = channels.sample / factors
-        quantized = fake_quantize(divided, scale, zero_point, scheme.low, scheme.high)
-        return float(((quantized * factors - channels.sample) ** 2).sum())
+    def error(sample: Tensor, factors: Tensor, scale: Tensor, zero_point: Tensor) -> float:
+        quantized = fake_quantize(sample / factors, scale, zero_point, scheme.low, scheme.high)
+        return float(((quantized * factors - sample) ** 2).sum())
 
-    return _best(channels, [channels.largest], scheme, qparams, error)
+    return _best(channels, [lambda seen: seen.largest], scheme, qparams, error)
 
 
 def _best(
     channels: Channels,
-    sizes: Sequence[Tensor],
+    sizes: Sequence[Callable[[Channels], Tensor]],
     scheme: Scheme,
     qparams: tuple[Tensor, Tensor],
-    error: Callable[[Tensor, Tensor, Tensor], float],
+    error: Callable[[Tensor, Tensor, Tensor, Tensor], float],
 ) -> Factors | None:
-    before = error(torch.ones_like(channels.low), *qparams)
-    best: Factors | None = None
-    for factors in map(_powers_of_two, sizes):
-        chosen = scheme.choose(*_divided_range(channels, factors, scheme, qparams))
-        gain = before / max(error(factors, *chosen), 1e-30)
-        if gain > (best.gain if best else 1 / _WORTHWHILE):
-            best = Factors(factors, *chosen, gain)
-    return best
+    """Return the factors by those of `sizes` that have the least error on rows they are not made from.
+
+    Each half of the sample is held back once.
+    """
+    halves = channels.halves()
+
+    def chosen(seen: Channels, factors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return factors, *scheme.choose(*_divided_range(seen, factors, scheme, qparams))
+
+    def held_back_error(factors_of: Callable[[Channels], Tensor]) -> float:
+        pairs = (halves, halves[::-1])
+        return sum(error(held.sample, *chosen(seen, factors_of(seen))) for seen, held in pairs)
+
+    if not halves:
+        return None
+    before, gains = held_back_error(lambda seen: torch.ones_like(seen.low)), list[float]()
+    for size in sizes:
+        after = held_back_error(lambda seen, size=size: _powers_of_two(size(seen)))  # type: ignore[misc]
+        gains.append(before / max(after, 1e-30))
+    gain, best = max(gains), sizes[gains.index(max(gains))]
+    if gain <= 1 / _WORTHWHILE:
+        return None
+    return Factors(*chosen(channels, _powers_of_two(best(channels))), gain)
 
 
 def _powers_of_two(sizes: Tensor) -> Tensor:

@@ -122,12 +122,16 @@ class Claim:
 
 @dataclass(frozen=True)
 class Rejection:
-    """A match that could not become a claim, and why."""
+    """A match that could not become a claim, and why.
+
+    `other_mode` says that the rule is for another kind of configuration: what others say tells more.
+    """
 
     owner: str
     rule: str
     nodes: tuple[str, ...]
     reason: str
+    other_mode: bool = False
 
 
 @dataclass(frozen=True)

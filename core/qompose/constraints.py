@@ -31,7 +31,7 @@ class TensorConstraint:
     """What one role of a rule may be. Bounds of the integers are in quantized units; all are inclusive.
 
     `ch_axis` is the only dimension that may have the channels, None any. `blocks` allows a `block_size`,
-    and `block_sizes`, where given, are the only ones.
+    and with `block_sizes` there has to be one, one of these.
     A cast to a smaller float has no scheme: its `qschemes` hold None.
 
     Attributes:
@@ -140,8 +140,9 @@ class TensorConstraint:
             return f"is {scheme}, and the kernel takes {_names(self.qschemes)}"
         if blocks is not None and not self.blocks:
             return f"has blocks of {blocks}, and the kernel takes none"
-        if blocks is not None and blocks not in (self.block_sizes or {blocks}):
-            return f"has blocks of {blocks}, and the kernel takes {_sizes(self.block_sizes or ())}"
+        if self.block_sizes is not None and blocks not in self.block_sizes:
+            has = f"blocks of {blocks}" if blocks else "no blocks"
+            return f"has {has}, and the kernel takes blocks of {_sizes(self.block_sizes)}"
         if scheme in PER_CHANNEL and blocks is None and self.ch_axis not in (None, axis):
             return f"has channels along {axis}, and the kernel takes {self.ch_axis}"
         return None

@@ -181,7 +181,7 @@ class Factoring:
         """Describe the tensors whose channels got factors."""
         return [
             f"channels of {self.plan.groups[number].points[0]} were balanced: "
-            f"squared error on calibration data {factors.gain:.1f} times smaller"
+            f"squared error on calibration data held back {factors.gain:.1f} times smaller"
             for number, factors in self.factors.items()
         ]
 

@@ -4,22 +4,51 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
 
+from torch import nn
 from torch.fx import GraphModule, Node
 
-from qompose.backend import Backend, Finished, Target
+from qompose.backend import Backend, Finished, Methods, Target
 from qompose.claims import Claim
 from qompose.counting import KERNELS_TAG
-from qompose.errors import ConfigError, TargetError, blaming, near_names
+from qompose.errors import ConfigError, QomposeError, TargetError, UserError, blaming, near_names
 from qompose.graph import owner_of, remove_dead, tag, tag_of, without_readers
 from qompose.nested import graphs_in, nodes_in
-from qompose.plan import Record
+from qompose.plan import Plan, Record
 from qompose.plugins import obstacle
 from qompose.region import Region
 from qompose.rules import Kernel, NotLowerable
+from qompose.signature import call_signature
+from qompose.survey import state_bytes
 
-TORCH_TARGET = Target("torch", lambda module, signature: Finished(module))
+ONLY = ""
+"""What a model is called that is lowered by itself, where those of several methods have names."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A model whose regions have their kernels: its record, the target, and `replace_regions`' results."""
+
+    model: GraphModule
+    record: Record
+    target: Target
+    done: Mapping[int, str]
+    fallbacks: Mapping[int, str]
+    left: Mapping[int, str]
+
+
+def _as_they_are(methods: Methods) -> tuple[Any, Mapping[str, Finished]]:
+    finished = {name: Finished(module) for name, (module, _) in methods.items()}
+    return {name: part.model for name, part in finished.items()}, finished
+
+
+TORCH_TARGET = Target(
+    "torch", lambda module, signature: Finished(module), finish_methods=_as_they_are
+)
 """The process itself: its last step is nothing."""
 
 
@@ -156,18 +185,132 @@ def _regions(model: GraphModule) -> dict[int, list[Node]]:
     return regions
 
 
-def settle(
-    finished: Finished,
-    done: Mapping[int, str],
-    fallbacks: Mapping[int, str],
-    left: Mapping[int, str],
-) -> tuple[dict[int, str], dict[int, str]]:
+@contextmanager
+def in_method(name: str) -> Iterator[None]:
+    """Let qompose's own errors begin with the name of a method, if the model is one of several."""
+    try:
+        yield
+    except QomposeError as error:
+        if name != ONLY:
+            error.args = (f"method {name!r}: {error}",)
+        raise
+
+
+def check_methods(methods: Mapping[str, GraphModule]) -> None:
+    """Raise UserError unless models have names that a program's methods can have."""
+    wrong = [name for name in methods if not (isinstance(name, str) and name.isidentifier())]
+    if wrong or not methods:
+        raise UserError(
+            "lower takes a converted model, or several by the names of the methods that they are to be: "
+            + (f"{wrong[0]!r} is no identifier" if wrong else "this mapping is empty")
+        )
+
+
+def mark_operators(model: GraphModule, plan: Plan) -> None:
+    """Let every node say which operator of the report it is, in place."""
+    names = {operator.name for operator in plan.operators}
+    pieces = {piece: name for name in names for piece in _piece_names(name)}
+    for node in nodes_in(model):
+        name = node.name if node.name in names else pieces.get(node.name)
+        if name is not None:
+            tag(node, operator=name)
+
+
+def _piece_names(name: str) -> tuple[str, ...]:
+    """Return what the node may be called that a report lists as a piece of another: `sdpa/matmul`."""
+    whole, _, piece = name.partition("/")
+    return (f"{whole}_{piece}", piece) if piece else ()
+
+
+def finish(steps: Mapping[str, Step]) -> tuple[Any, Mapping[str, Finished]]:
+    """Take the last step of the target that models share; return what it makes, and of each what became.
+
+    Raises:
+        TargetError: the target has no programs of several methods, or methods have different targets.
+        ConfigError: the target did not finish the methods that it was given.
+    """
+    target = next(iter(steps.values())).target
+    if set(steps) == {ONLY}:
+        model = steps[ONLY].model
+        finished = target.finish(model, call_signature(model))
+        return finished.model, {ONLY: finished}
+    other = next((name for name, step in steps.items() if step.target != target), None)
+    if other is not None:
+        raise TargetError(
+            f"method {other!r}: its target {target.name!r} is of another backend than that of "
+            f"{next(iter(steps))!r}, and one program has one runtime"
+        )
+    if target.finish_methods is None:
+        raise TargetError(
+            f"A program of the target {target.name!r} has one method, and {len(steps)} are asked for "
+            f"({', '.join(steps)}): lower each model by itself."
+        )
+    program, parts = target.finish_methods(
+        {name: (step.model, call_signature(step.model)) for name, step in steps.items()}
+    )
+    if set(parts) != set(steps):
+        raise ConfigError(
+            f"target {target.name!r} finished the methods {sorted(parts)}, and was given {sorted(steps)}"
+        )
+    return program, parts
+
+
+def lowered_record(step: Step, finished: Finished) -> Record:
+    """Return the record of a lowered model.
+
+    Raises:
+        ConfigError: the target remarks on what is no operator of the program.
+    """
+    record, remarks = step.record, finished.remarks
+    unknown = set(remarks) - {operator.name for operator in record.plan.operators}
+    if unknown:
+        raise ConfigError(
+            f"target {step.target.name!r} remarks on {_list(unknown)}, and the program has no such operator"
+        )
+    kernels, fallbacks = _settled(step, finished)
+    operators = tuple(
+        replace(o, reason=_joined(o.reason, remarks.get(o.name, ""))) if o.claim is None else o
+        for o in record.plan.operators
+    )
+    notes = (*record.plan.notes, *finished.notes)
+    return replace(
+        record,
+        plan=replace(record.plan, operators=operators, notes=notes),
+        stage="lowered",
+        target=step.target.name,
+        dropped={
+            number: _joined(reason, _remark(number, record.plan, remarks))
+            for number, reason in record.dropped.items()
+        },
+        kernels=kernels,
+        fallbacks=fallbacks,
+        bytes=_bytes_of(finished.model),
+    )
+
+
+def _settled(step: Step, finished: Finished) -> tuple[dict[int, str], dict[int, str]]:
     """Combine what kernels replaced with what the target's last step says of the rest."""
+    done = step.done
     kernels = {**done, **{n: k for n, k in finished.kernels.items() if n not in done}}
     reasons = {
-        number: finished.fallbacks.get(number, f"the target took no {name}")
-        for number, name in left.items()
-        if number not in kernels
+        number: finished.fallbacks.get(number)
+        or _remark(number, step.record.plan, finished.remarks)
+        or f"the target took no {name}"
+        for number, name in step.left.items()
     }
-    remaining = {n: r for n, r in {**fallbacks, **reasons}.items() if n not in kernels}
-    return kernels, remaining
+    both = {**step.fallbacks, **reasons}
+    return kernels, {number: reason for number, reason in both.items() if number not in kernels}
+
+
+def _remark(claim: int, plan: Plan, remarks: Mapping[str, str]) -> str:
+    """Return what a target remarks on the operators of a claim."""
+    names = [operator.name for operator in plan.operators if operator.claim == claim]
+    return "; ".join(dict.fromkeys(remarks[name] for name in names if name in remarks))
+
+
+def _joined(reason: str, remark: str) -> str:
+    return "; ".join(part for part in (reason, remark) if part)
+
+
+def _bytes_of(model: Any) -> int:
+    return state_bytes(model) if isinstance(model, nn.Module) else int(getattr(model, "nbytes", 0))

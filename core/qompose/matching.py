@@ -23,6 +23,7 @@ from qompose.claims import (
 )
 from qompose.errors import ConfigError, blaming
 from qompose.graph import constant_of, describe, is_quantizable, value_of
+from qompose.numerics import full_blocks
 from qompose.patterns import Match, OperatorIndex, Pattern
 from qompose.rules import STATIC, Rule
 from qompose.selection import Assignment
@@ -108,7 +109,9 @@ def _propose_match(
     else:
         reason = f"{selection.selector} leaves it out" if selection.selector else _UNSELECTED
     if reason is not None:
-        proposal.rejections.append(Rejection(owner, rule.name, names, reason))
+        config = selection.config
+        other = config is not None and rule.mode_for(config) not in rule.modes
+        proposal.rejections.append(Rejection(owner, rule.name, names, reason, other))
         return
     assert selection.config is not None
     proposal.claims.append(_claim(owner, rule, match, anchor, selection, selection.config))
@@ -126,7 +129,12 @@ def _objection(rule: Rule, match: Match, selection: Selection, selectors: Assign
                 f"{other.selector} gives {node.name} {other.config or 'float'}, which blocks the "
                 f"fusion with {selection.selector}"
             )
-    return rule.objection(config) or _tensor_objection(rule, match) or _guard(rule, match)
+    return (
+        rule.objection(config)
+        or _tensor_objection(rule, match)
+        or _blocks_objection(rule, match, config)
+        or _guard(rule, match)
+    )
 
 
 def _written(match: Match, unsafe: frozenset[str]) -> str | None:
@@ -158,6 +166,19 @@ def _tensor_objection(rule: Rule, match: Match) -> str | None:
         return f"{rule.weight} ({weight.name}) is empty"
     if weight is not None and not is_quantizable(weight):
         return f"{rule.weight} ({weight.name}) is {_kind(weight)}"
+    return None
+
+
+def _blocks_objection(rule: Rule, match: Match, config: QuantizationConfig) -> str | None:
+    """Check that the blocks of the weight's specification divide it."""
+    weight = match.node(rule.weight) if rule.weight else None
+    blocks = getattr(rule.specs_for(config).get("weight"), "block_size", None)
+    if weight is None or blocks is None:
+        return None
+    try:
+        full_blocks(tuple(value_of(weight).shape), blocks)
+    except ConfigError as error:
+        return f"{rule.weight} ({weight.name}): {error}"
     return None
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
@@ -35,7 +35,18 @@ from qompose.graph import (
     set_attribute,
 )
 from qompose.interop import adapt
-from qompose.lowering import find_target, replace_regions, settle
+from qompose.lowering import (
+    ONLY,
+    TORCH_TARGET,
+    Step,
+    check_methods,
+    find_target,
+    finish,
+    in_method,
+    lowered_record,
+    mark_operators,
+    replace_regions,
+)
 from qompose.membership import notes_on_members
 from qompose.nested import (
     hoist_constants,
@@ -50,7 +61,6 @@ from qompose.preparation import insert_observers
 from qompose.quantizer import Quantizer, labelled
 from qompose.representation import Representation, represent
 from qompose.rule_quantizer import RuleQuantizer
-from qompose.signature import call_signature
 from qompose.survey import claims_elsewhere, state_bytes, survey
 
 
@@ -246,17 +256,48 @@ def _by_claim(plan: Plan, facts: Mapping[str, str]) -> dict[int, str]:
     return {number: facts[name] for number, name in anchors.items() if name in facts}
 
 
-def lower(converted: GraphModule, target: str = "torch", *, strict: bool = False) -> Any:
+def lower(
+    converted: GraphModule | Mapping[str, GraphModule],
+    target: str = "torch",
+    *,
+    strict: bool = False,
+) -> Any:
     """Replace each quantized region by its owner's kernel for `target`, and take the target's last step.
 
+    Args:
+        converted: a converted model; or several, by name, that become the methods of one program.
+
     Returns:
-        for "torch" a GraphModule; for other targets what their runtime runs. Both can be called.
+        for "torch" a GraphModule, and of several models a dict; for other targets what their runtime runs.
 
     Raises:
         StageError: the model was not converted.
-        TargetError: a member has no kernels for the target, or its runtime is missing.
+        TargetError: a member has no kernels for the target, or its runtime is missing, or has no programs
+            of several methods.
         NotLoweredError: `strict`, and a region found no kernel.
+        UserError: models have names that methods cannot have.
     """
+    several = isinstance(converted, Mapping)
+    models: Mapping[str, Any] = converted if several else {ONLY: converted}  # type: ignore[assignment]
+    if several:
+        check_methods(models)
+    steps = {}
+    for name, model in models.items():
+        with in_method(name):
+            steps[name] = _with_kernels(model, target)
+    result, finished = finish(steps)
+    records = {name: lowered_record(steps[name], part) for name, part in finished.items()}
+    for name, record in records.items():
+        with in_method(name):
+            say_what_fell_back(record, strict=strict)
+    for name, record in records.items():
+        attach(finished[name].model, record)
+        log_stage(finished[name].model)
+    return result
+
+
+def _with_kernels(converted: GraphModule, target: str) -> Step:
+    """Return a copy of a converted model whose regions have their kernels, and what became of each."""
     record = record_of(
         converted,
         stages=("converted",),
@@ -265,27 +306,12 @@ def lower(converted: GraphModule, target: str = "torch", *, strict: bool = False
     )
     runtime = find_target(target, record)
     model = copy_graph_module(converted)
+    if runtime is not TORCH_TARGET:  # in the process, nobody asks
+        mark_operators(model, record.plan)
     sink_constants(model)
     fold_quantized_constants(model)
     done, fallbacks, left = replace_regions(model, record, target)
     hoist_constants(model)
     model = refresh(model)
     freeze(model)  # integer kernels have no gradients
-    finished = runtime.finish(model, call_signature(model))
-    kernels, fallbacks = settle(finished, done, fallbacks, left)
-    lowered = replace(
-        record,
-        stage="lowered",
-        target=target,
-        kernels=kernels,
-        fallbacks=fallbacks,
-        bytes=_bytes_of(finished.model),
-    )
-    say_what_fell_back(lowered, strict=strict)
-    attach(finished.model, lowered)
-    log_stage(finished.model)
-    return finished.model
-
-
-def _bytes_of(model: Any) -> int:
-    return state_bytes(model) if isinstance(model, nn.Module) else int(getattr(model, "nbytes", 0))
+    return Step(model, record, runtime, done, fallbacks, left)

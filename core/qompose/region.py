@@ -224,6 +224,19 @@ class Region:
                 example if dtype is None else example.to(dtype),
             )
 
+    def step(self, target: Callable[..., Any], *args: Any) -> Node:
+        """Insert a call whose value is only a step to the output: its shape and type follow from `args`."""
+        target = getattr(target, "_opoverload", target)
+        examples = torch.fx.node.map_arg(args, value_of)
+        with self.module.graph.inserting_before(self.output_node):
+            return call(
+                self.module.graph,
+                target,
+                args,
+                self.output_node,
+                target(*examples),
+            )
+
     def constant(self, path: str, value: Tensor) -> Node:
         """Store a buffer and insert a node that reads it. `path` gets a number where it is taken."""
         target = free_attribute(self.module, path)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch.fx import GraphModule
@@ -30,7 +30,7 @@ def report(model: Any) -> Report:
     if not isinstance(record, Record):
         raise StageError(
             f"{type(model).__name__} carries no record of a quantization: pass what prepare_pt2e, "
-            "convert_pt2e, lower or load returned"
+            f"convert_pt2e, lower or load returned{_one_of(model)}"
         )
     plan = record.plan
     return Report(
@@ -48,6 +48,14 @@ def report(model: Any) -> Report:
         bytes_before=plan.float_bytes,
         bytes_after=record.bytes,
     )
+
+
+def _one_of(model: Any) -> str:
+    """Say which methods there are, each with a record of its own, where a program of several was passed."""
+    methods = model if isinstance(model, Mapping) else getattr(model, "methods", None)
+    if not isinstance(methods, Mapping) or not methods:
+        return ""
+    return f"; of a program of several methods pass one of them: {', '.join(map(str, methods))}"
 
 
 def _counts(model: Any, record: Record) -> Counts:

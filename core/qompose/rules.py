@@ -126,9 +126,13 @@ class Rule:
         }
         return replace(spec, **fitted) if fitted else spec
 
+    def mode_for(self, config: QuantizationConfig) -> str:
+        """Return the mode, one of `MODES`, in which this rule would follow a configuration."""
+        return ACTIVATION_ONLY if self.weight and config.weight is None else config.mode
+
     def objection(self, config: QuantizationConfig) -> str | None:
         """Return why a configuration does not fit this rule, None where it does."""
-        mode = ACTIVATION_ONLY if self.weight and config.weight is None else config.mode
+        mode = self.mode_for(config)
         if mode not in self.modes:
             leaves = f"{config} leaves the weight of rule {self.name} in float, and "
             who = f"{leaves}it" if mode == ACTIVATION_ONLY else f"rule {self.name}"

@@ -14,6 +14,7 @@ from qompose import QuantizationConfig
 from qompose.rules import Rule
 from torch import Tensor, nn
 
+from tests.core import toy as toys
 from tests.core.toy import LINEAR, export, prepare, toy
 from tests.core.toy import STATIC as PLAIN
 
@@ -62,6 +63,21 @@ def test_an_outlier_channel_of_the_output() -> None:
     model = nn.Sequential(layer(lambda m: m.weight[5].mul_(100))[0], nn.LayerNorm(24)).eval()
     report = sqnr(model, data(), BALANCED)[1]
     assert any("channels of output of linear were balanced" in line for line in report.rewrites)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 16, 40, 64])
+def test_few_rows_do_not_decide_for_all(rows: int) -> None:
+    """Whatever channels look like in a few rows, other inputs lose nothing that the plain scheme keeps."""
+    model, batch = layer(), {0: torch.export.Dim("batch")}
+    some = torch.randn(rows, 32, generator=torch.Generator().manual_seed(7))
+    ratios = []
+    for config in (BALANCED, PER_CHANNEL):
+        program = export(model, data(), dynamic_shapes=(batch,))
+        prepared = prepare(program, toy(RULE, config=config))
+        prepared(some)
+        converted = qompose.convert_pt2e(prepared)
+        ratios.append(toys.sqnr(model(data()), converted(data())))
+    assert ratios[0] > ratios[1] - 1
 
 
 def kill(x: Tensor) -> None:

@@ -202,7 +202,7 @@ def test_the_only_block_sizes() -> None:
         dtypes={torch.int8}, qschemes={torch.per_channel_symmetric}, block_sizes={(32,), (4,)}
     )
     assert constraint.objection("weight", GROUPS) is None
-    assert constraint.objection("weight", WEIGHT) is None
-    wrong = replace(GROUPS, block_size=(8,))
-    assert "the kernel takes (4,) or (32,)" in str(constraint.objection("weight", wrong))
+    for wrong, has in ((WEIGHT, "no blocks"), (replace(GROUPS, block_size=(8,)), "blocks of (8,)")):
+        refusal = f"weight has {has}, and the kernel takes blocks of (4,) or (32,)"
+        assert constraint.objection("weight", wrong) == refusal
     assert "blocks of (4,) or (32,)" in constraint.describe()

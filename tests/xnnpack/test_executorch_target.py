@@ -321,7 +321,9 @@ class TestProgram:
             inputs = images(batch=size)
             difference = program.run(*inputs)["int8"] - module(*inputs)["int8"]
             assert difference.abs().max().item() <= OUT[0] * 1.001
-        with pytest.raises(ExecutorchTargetError, match=r"inputs: \[\(33, 8, 9, 10\)"):
+        with pytest.raises(
+            ExecutorchTargetError, match=r"input 'x' of 'forward'.* not .*\(33, 8, 9, 10\)"
+        ):
             program.run(*images(batch=33))
 
     def test_a_dynamic_dimension_needs_a_bound(self) -> None:
@@ -340,7 +342,7 @@ class TestProgram:
         assert (plain - module(x=x, y=y)).abs().max().item() <= OUT[0] * 1.001
         with pytest.raises(TypeError, match="inputs of structure"):
             program.run(x, y)
-        with pytest.raises(ExecutorchTargetError, match="inputs"):
+        with pytest.raises(ExecutorchTargetError, match=r"input 'x' of 'forward'.* not a float64"):
             program.run(x=x.double(), y=y)
 
     def test_outputs_are_not_overwritten(self) -> None:
@@ -353,9 +355,10 @@ class TestProgram:
     def test_collection_copies_and_files(self, tmp_path: Path) -> None:
         program = lower_to_executorch(graph(CASES["add"].body, images()), images(), load=False)
         expected = copy.deepcopy(program).run(*images())
-        specs = (program._in_spec, program._out_spec)
+        method = program.methods["forward"]
         for _ in range(20):
-            fresh = ExecutorchProgram(program.buffer[:], program.delegation, specs)
+            parts = {"forward": (method.interface, method.delegation)}
+            fresh = ExecutorchProgram(program.buffer[:], parts)
             output = fresh.run(*images())
             del fresh
             gc.collect()

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one zoo of small models that tests, benchmarks and documentation share.
+"""The one zoo of models that tests, benchmarks and documentation share.
 
-`ZOO` holds every model, names unique. Choose by tag, for example `tagged("bn", "shared")` or
-`tagged(without="transformers")` where that package is not installed.
+`ZOO` holds every small model, names unique. Choose by tag, for example `tagged("bn", "shared")` or
+`tagged(without="transformers")` where that package is not installed. `NETWORKS` holds the few of
+published size, which are no part of it; `network` gives one of another size or depth.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ from . import (
     weights,
 )
 from .entry import ZooModel
+from .networks import NETWORKS, network
+from .networks_scenes import images, tokens
 
-__all__ = ["ZOO", "ZooModel", "by_name", "tagged"]
+__all__ = ["NETWORKS", "ZOO", "ZooModel", "by_name", "images", "network", "tagged", "tokens"]
 
 ZOO: tuple[ZooModel, ...] = (
     *convolutional.MODELS,

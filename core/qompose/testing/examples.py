@@ -58,6 +58,21 @@ def examples_of(rule: Rule) -> list[Example]:
     return found
 
 
+def covering_forms(examples: Sequence[Example]) -> set[int]:
+    """Return the first form, and others until each operator in its place, and each arity, has occurred.
+
+    A fusion of several operators, each in several forms, has the product of their numbers; a fault in one
+    form of one operator shows in any fusion that has it.
+    """
+    parts = [{*enumerate(e.operators), (len(e.names), "tensors")} for e in examples]
+    chosen, missing = set[int](), set[Any]().union(*parts)
+    while missing:
+        number = 0 if not chosen else max(range(len(parts)), key=lambda n: len(parts[n] & missing))
+        chosen.add(number)
+        missing -= parts[number]
+    return chosen
+
+
 def _of_pattern(label: str, pattern: Pattern) -> Example:
     operators = tuple(operator for _, operator in pattern.operators)
     return Example(

@@ -147,7 +147,7 @@ def beyond(constraint: TensorConstraint, spec: QuantizationSpec) -> str | None:
         f"qschemes {constraint.qschemes}": spec.qscheme not in constraint.qschemes,
         "blocks=False": spec.block_size is not None and not constraint.blocks,
         f"block_sizes {constraint.block_sizes}": constraint.block_sizes is not None
-        and spec.block_size not in (None, *constraint.block_sizes),
+        and spec.block_size not in constraint.block_sizes,
         f"ch_axis={constraint.ch_axis}": per_channel
         and constraint.ch_axis not in (None, spec.ch_axis),
         f"quant_min_lower_bound={least}": least is not None and low < least,

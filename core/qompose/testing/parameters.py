@@ -106,10 +106,10 @@ def _partners(suite: Suite) -> Iterable[tuple[Any, ...]]:
 _CASE, _ON = ("case",), ("case", "target")
 _TABLE: dict[str, tuple[tuple[str, ...], Callable[[Suite], Iterable[tuple[Any, ...]]]]] = {
     "test_annotates": (_CASE, _of_rows(Suite.cases)),
-    "test_converts": (_CASE, _of_rows(Suite.cases)),
-    "test_lowers": (_ON, _on_targets(Suite.cases)),
-    "test_keeps_parameters": (_ON, _on_targets(Suite.cases)),
-    "test_matches_reference": (_ON, _on_targets(Suite.cases)),
+    "test_converts": (_CASE, _of_rows(Suite.covering)),
+    "test_lowers": (_ON, _on_targets(Suite.covering)),
+    "test_keeps_parameters": (_ON, _on_targets(Suite.covering)),
+    "test_matches_reference": (_ON, _on_targets(Suite.covering)),
     "test_matches_reference_for_integers": (_ON, _feeding),
     "test_behaves": (_ON, _on_targets(Suite.rows)),
     "test_leaves_inputs_alone": (_ON, _emitted),

@@ -23,7 +23,7 @@ from qompose import (
 from qompose.lowering import TORCH_TARGET
 from qompose.rules import DYNAMIC
 from qompose.testing.building import Terms
-from qompose.testing.examples import Example, examples_of
+from qompose.testing.examples import Example, covering_forms, examples_of
 from qompose.testing.failures import Blocked, ContractError
 from qompose.testing.trials import Trial
 
@@ -106,6 +106,13 @@ class Suite:
             for number, example in enumerate(self.examples[rule.name]):
                 for name in fitting if number == 0 else fitting[:1]:
                     yield Case(rule.name, number, example.label, name)
+
+    def covering(self) -> list[Case]:
+        """Return few of `cases`: of a rule's other forms, as many as have all that occurs in any of them."""
+        chosen = {
+            rule.name: covering_forms(self.examples[rule.name]) for rule in self.backend.rules
+        }
+        return [case for case in self.cases() if case.number in chosen[case.rule]]
 
     def fitting(self, rule: Rule) -> list[str]:
         """Return the names of the configurations that a rule can follow."""

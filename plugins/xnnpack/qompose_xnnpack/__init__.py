@@ -5,11 +5,8 @@ from __future__ import annotations
 
 import qompose
 
-from qompose_xnnpack.backend import (
-    XNNPACKBackend,
-    XNNPACKQuantizer,
-    get_symmetric_quantization_config,
-)
+from qompose_xnnpack.backend import XNNPACKBackend, XNNPACKQuantizer
+from qompose_xnnpack.configs import get_symmetric_quantization_config
 from qompose_xnnpack.executorch_target import ExecutorchProgram
 
 __all__ = [

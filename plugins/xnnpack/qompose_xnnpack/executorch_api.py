@@ -4,19 +4,22 @@
 from __future__ import annotations
 
 import logging
+import sys
+import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
 from qompose import TargetError
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
-QUANTIZE = "quantized_decomposed.quantize_"
-DEQUANTIZE = "quantized_decomposed.dequantize_"
+from qompose_xnnpack.delegation import Delegation
+from qompose_xnnpack.partitioning import DEQUANTIZE, Listener, Reader
 
 # message, category and why it is not the user's business (all seen with executorch 1.5.1)
 QUIET: tuple[tuple[str, type[Warning], str], ...] = (
@@ -42,6 +45,14 @@ class ExecutorchTargetError(TargetError, RuntimeError):
     """The graph cannot become a program, or the runtime refuses the program."""
 
 
+class ExecutorchInputError(ExecutorchTargetError, TypeError):
+    """A method was called with other inputs than it takes; the message names the argument."""
+
+
+_LISTENING = threading.Lock()
+"""Held while the partitioner's reasons are heard: its ``why`` objects belong to the process."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Lowering:
     """What this module uses of ExecuTorch's ahead-of-time side."""
@@ -50,9 +61,6 @@ class Lowering:
     partitioner: Any
     config: Any
     shape_pass: Any
-    delegate_type: Any
-    operator_type: Any
-    is_implicit: Any
 
 
 def import_lowering() -> Lowering:
@@ -60,20 +68,38 @@ def import_lowering() -> Lowering:
     try:
         # Registers the out variants of quantized_decomposed, also for the running process.
         import executorch.kernels.quantized  # noqa: F401
+        from executorch.backends.xnnpack.partition import config as partitioner_configs
         from executorch.backends.xnnpack.partition import xnnpack_partitioner
         from executorch.backends.xnnpack.utils.quant_utils import is_tagged_as_implicit_q_dq
         from executorch.exir import ExecutorchBackendConfig, to_edge_transform_and_lower
-        from executorch.exir.dialects.edge._ops import EdgeOpOverload
-        from executorch.exir.lowered_backend_module import LoweredBackendModule
+        from executorch.exir.backend.canonical_partitioners.config_partitioner import (
+            format_target_name,
+        )
         from executorch.exir.passes.sym_shape_eval_pass import ConstraintBasedSymShapeEvalPass
     except ImportError as error:
         raise MissingExecutorchError(error) from error
 
     class CarefulPartitioner(xnnpack_partitioner.XnnpackPartitioner):  # type: ignore[misc]
+        """Partitions one program, mends the tags, and keeps what became of the operators."""
+
+        delegation: Delegation
+
+        def __init__(self) -> None:
+            super().__init__()
+            leave_padding_before_run_time_scales(self.target_partitioner_configs)
+
         def partition(self, exported_program: Any) -> Any:
-            result = super().partition(exported_program)
-            untag_orphans(result.tagged_exported_program.graph)
+            with heard(partitioner_configs) as reasons:
+                result = super().partition(exported_program)
+            tagged = result.tagged_exported_program
+            untag_orphans(tagged.graph)
+            reader = Reader(reasons, self._knows, is_tagged_as_implicit_q_dq)
+            self.delegation = reader.read(tagged.graph_module)
             return result
+
+        def _knows(self, node: Node) -> bool:
+            name = format_target_name(getattr(node.target, "__name__", ""))
+            return name in self.target_partitioner_configs
 
     class DeclaredShapes(ConstraintBasedSymShapeEvalPass):  # type: ignore[misc]
         """Plans memory for the declared sizes.
@@ -96,9 +122,6 @@ def import_lowering() -> Lowering:
         partitioner=CarefulPartitioner,
         config=ExecutorchBackendConfig,
         shape_pass=DeclaredShapes,
-        delegate_type=LoweredBackendModule,
-        operator_type=EdgeOpOverload,
-        is_implicit=is_tagged_as_implicit_q_dq,
     )
 
 
@@ -125,6 +148,43 @@ def quiet() -> Iterator[None]:
     finally:
         root.handlers[:] = handlers
         root.setLevel(level)
+
+
+@contextmanager
+def heard(package: ModuleType) -> Iterator[dict[str, list[str]]]:
+    """Collect the reasons that the partitioner's rules give for what they leave, by node.
+
+    They go to a ``why`` object of each module of ``package``, and from there to a logger, at a level at
+    which it says nothing. The logger is left as it is; the object gets one that also listens.
+    """
+    reasons: dict[str, list[str]] = {}
+    with _LISTENING:
+        speakers: list[Any] = [getattr(module, "why", None) for module in vars(package).values()]
+        loggers = {id(why): (why, why.logger) for why in speakers if hasattr(why, "logger")}
+        try:
+            for why, logger in loggers.values():
+                why.logger = Listener(logger, reasons)
+            yield reasons
+        finally:
+            for why, logger in loggers.values():
+                why.logger = logger
+
+
+def leave_padding_before_run_time_scales(rules: Mapping[str, Any]) -> None:
+    """Change the partitioner's rule for padding, in place: not in front of what is quantized at run time.
+
+    In a delegate such a program loads, and cannot run (executorch 1.5.1).
+    """
+    rule = rules["constant_pad_nd.default"]
+    takes, why = rule.check_constraints, sys.modules[type(rule).__module__].why
+
+    def check_constraints(node: Node, program: Any) -> bool:
+        if any("choose_qparams" in str(user.target) for user in node.users):
+            why(node, reason="XNNPACK cannot pad what it quantizes at run time")
+            return False
+        return bool(takes(node, program))
+
+    rule.check_constraints = check_constraints
 
 
 def untag_orphans(graph: Graph) -> None:

@@ -1,29 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exact int8 products accumulated in int32: the arithmetic under every kernel of this package.
 
-Nothing here knows scales. ``matmul`` and ``conv2d`` return the accumulator that an ideal integer
-machine would hold, whatever instructions the processor has.
+Nothing here knows scales. A product is the accumulator that an ideal integer machine would hold,
+whatever instructions the processor has.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from torch.utils.weak import WeakIdKeyDictionary
 
 # |x| <= 128 and |w| <= 128 give 128 * 128 * 1024 = 2**24: up to there float32 counts in ones.
 _FLOAT_BLOCK = 1024
-# The same bound for an operand that is already shifted by its zero point: |x - zp| <= 255.
-_FLOAT_SHIFTED = 2**24 // (255 * 128)
+# The same for a shifted operand: |x - zp| <= 255.
+FLOAT_DEPTH = 2**24 // (255 * 128)
 # Largest depth whose shifted products cannot leave int32.
 MAX_DEPTH = (2**31 - 1) // (255 * 128)
-# Bytes of gathered convolution windows held at once.
-_WINDOW_BYTES = 64 * 2**20
 
 _Value = TypeVar("_Value")
 
@@ -53,7 +50,17 @@ class WeightTable(Generic[_Value]):
 
 
 row_sums = WeightTable(lambda weight: weight.flatten(1).sum(1, dtype=torch.int32))
-_window_order = WeightTable(lambda weight: weight.permute(0, 2, 3, 1).flatten(1).clone())
+
+
+@functools.cache
+def group_sums(size: int) -> WeightTable[Tensor]:
+    """Return a table of the sums over every ``size`` columns: ``(N, K)`` -> int32 ``(K / size, N)``."""
+
+    def build(weight: Tensor) -> Tensor:
+        groups = weight.reshape(weight.shape[0], -1, size)
+        return groups.sum(2, dtype=torch.int32).t().contiguous()
+
+    return WeightTable(build)
 
 
 @functools.cache
@@ -98,11 +105,15 @@ def _matmul_float(x: Tensor, weight: Tensor) -> Tensor:
     bfloat16, and those settings still accumulate in float32. Autocast would round the result.
     """
     total = x.new_zeros((x.shape[0], weight.shape[0]), dtype=torch.int32)
-    with torch.autocast(x.device.type, enabled=False):
-        for start in range(0, weight.shape[1], _FLOAT_BLOCK):
-            left, right = (t[:, start : start + _FLOAT_BLOCK].float() for t in (x, weight))
-            total += (left @ right.t()).to(torch.int32)
+    for start in range(0, weight.shape[1], _FLOAT_BLOCK):
+        part = slice(start, start + _FLOAT_BLOCK)
+        total += _float_product(x[:, part], weight[:, part]).to(torch.int32)
     return total
+
+
+def _float_product(x: Tensor, weight: Tensor) -> Tensor:
+    with torch.autocast(x.device.type, enabled=False):
+        return x.float() @ weight.float().t()
 
 
 def check_depth(depth: int) -> None:
@@ -120,95 +131,20 @@ def shifted_matmul(x: Tensor, x_zp: int, weight: Tensor) -> Tensor:
     return total if x_zp == 0 else total.sub_(row_sums(weight), alpha=x_zp)
 
 
-def conv2d(
-    x: Tensor,
-    x_zp: int,
-    weight: Tensor,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
-) -> Tensor:
-    """Convolve ``x - x_zp`` with ``weight`` exactly; padding counts as zero.
+def shifted_groups(x: Tensor, x_zp: Tensor, weight: Tensor, size: int) -> Iterator[Tensor]:
+    """Yield ``(x - x_zp) @ weight.T`` over each run of ``size`` columns, as float32 ``(M, N)``.
 
-    ``x``: int8 ``(N, C, H, W)``; ``weight``: int8 ``(O, C / groups, kh, kw)``; the rest in pixels.
-    Returns int32 ``(N, O, H', W')``, usually in channels-last memory.
+    ``x``: int8 ``(M, K)``; ``x_zp``: int32 ``(M, 1)``, one zero point per row; ``weight``: int8
+    ``(N, K)``, where ``size`` divides ``K``. The sums are exact; one beyond 2**24 is rounded once.
     """
-    if groups == 1:
-        return _conv_by_matmul(x, x_zp, weight, stride, padding, dilation)
-    if weight[0].numel() <= _FLOAT_SHIFTED:
-        with torch.autocast(x.device.type, enabled=False):
-            total = functional.conv2d(
-                x.float() - x_zp, weight.float(), None, stride, padding, dilation, groups
-            )
-        return total.to(torch.int32)
-    parts = [
-        _conv_by_matmul(part, x_zp, kernel, stride, padding, dilation)
-        for part, kernel in zip(x.chunk(groups, 1), weight.chunk(groups, 0), strict=True)
-    ]
-    return torch.cat(parts, 1)
-
-
-def _conv_by_matmul(
-    x: Tensor,
-    x_zp: int,
-    weight: Tensor,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-) -> Tensor:
-    """Ungrouped convolution as a product of gathered windows with the flattened weight."""
-    kernel = weight.shape[2:]
-    # A one-pixel kernel needs no reordering, and must not be cached: it is a view of the weight.
-    one_pixel = kernel.numel() == 1
-    matrix = weight.flatten(1) if one_pixel else _window_order(weight)
-    windows = _windows(_pad_channels_last(x, x_zp, padding), kernel, stride, dilation)
-    images = max(1, _WINDOW_BYTES // max(1, windows[:1].numel()))
-    totals = [
-        matmul(windows[start : start + images].reshape(-1, matrix.shape[1]), matrix)
-        for start in range(0, max(1, x.shape[0]), images)
-    ]
-    total = totals[0] if len(totals) == 1 else torch.cat(totals)
-    if x_zp != 0:
-        total.sub_(row_sums(weight), alpha=x_zp)
-    return total.view(*windows.shape[:3], weight.shape[0]).permute(0, 3, 1, 2)
-
-
-def _pad_channels_last(x: Tensor, value: int, padding: Sequence[int]) -> Tensor:
-    """Int8 ``(N, C, H, W)`` to contiguous ``(N, H + 2 ph, W + 2 pw, C)`` with ``value`` around."""
-    moved = x.permute(0, 2, 3, 1)
-    high, wide = padding
-    if not high and not wide:
-        return moved.contiguous()
-    batch, height, width, channels = moved.shape
-    padded = moved.new_full((batch, height + 2 * high, width + 2 * wide, channels), value)
-    padded[:, high : high + height, wide : wide + width].copy_(moved)
-    return padded
-
-
-def _windows(
-    x: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
-) -> Tensor:
-    """View of ``x: (N, H, W, C)`` as ``(N, H', W', kh, kw, C)``: the pixels under each kernel."""
-    batch, height, width, channels = x.shape
-    out = [
-        out_length(size, *geometry)
-        for size, *geometry in zip((height, width), kernel, stride, dilation, strict=True)
-    ]
-    per_image, per_row, per_pixel, per_channel = x.stride()
-    return x.as_strided(
-        (batch, *out, *kernel, channels),
-        (
-            per_image,
-            per_row * stride[0],
-            per_pixel * stride[1],
-            per_row * dilation[0],
-            per_pixel * dilation[1],
-            per_channel,
-        ),
-    )
-
-
-def out_length(padded: int, kernel: int, stride: int, dilation: int) -> int:
-    """Output pixels of a convolution along one axis whose padded input has ``padded`` pixels."""
-    return (padded - dilation * (kernel - 1) - 1) // stride + 1
+    depth = weight.shape[1]
+    parts = [slice(start, start + size) for start in range(0, depth, size)]
+    # Short runs are faster in float32: nothing is left to subtract or to convert.
+    if len(parts) > 1 and size <= FLOAT_DEPTH:
+        shifted = x.float() - x_zp
+        for part in parts:
+            yield _float_product(shifted[:, part], weight[:, part])
+        return
+    sums = group_sums(size)(weight)
+    for index, part in enumerate(parts):
+        yield matmul(x[:, part], weight[:, part]).sub_(x_zp * sums[index]).float()

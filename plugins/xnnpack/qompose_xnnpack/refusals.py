@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch.export import ExportedProgram
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from qompose_xnnpack.executorch_api import ExecutorchTargetError
+from qompose_xnnpack.partitioning import module_of
 
 REMEDY = (
     "Lower the model for the target 'torch' instead, or rewrite that part of it with operators that the "
@@ -19,11 +20,12 @@ REMEDY = (
 _MOST = 4
 
 
-def cannot_lower(error: Exception, exported: ExportedProgram) -> ExecutorchTargetError:
-    """Return the error for a program that ExecuTorch's passes refuse; `error` is to be its cause."""
+def cannot_lower(error: Exception, methods: Mapping[str, ExportedProgram]) -> ExecutorchTargetError:
+    """Return the error for methods that ExecuTorch's passes refuse; `error` is to be its cause."""
     said = str(error).strip()
     first = said.partition("\n")[0]
-    constants, operators = _constants(first, exported), _operators(first, exported)
+    constants = _in_methods(methods, lambda exported: _constants(first, exported))
+    operators = _in_methods(methods, lambda exported: _operators(first, exported))
     if constants:
         where = f" because of {_first_of(constants)}"
     elif operators:
@@ -45,10 +47,17 @@ def cannot_load(error: Exception, unsure: Iterable[str]) -> ExecutorchTargetErro
     )
 
 
-def module_of(node: Node) -> str:
-    """Return the path of the module that an operator comes from; nothing where that is not known."""
-    stack = list((node.meta.get("nn_module_stack") or {}).values())
-    return str(stack[-1][0]).removeprefix("L['self'].").removeprefix("L['self']") if stack else ""
+def _in_methods(
+    methods: Mapping[str, ExportedProgram], find: Callable[[ExportedProgram], list[str]]
+) -> list[str]:
+    """Return what is found in methods, with the name of each where there are several."""
+    found = {name: find(exported) for name, exported in methods.items()}
+    one = len(methods) == 1
+    return [
+        place if one else f"{place} of method {name!r}"
+        for name, places in found.items()
+        for place in places
+    ]
 
 
 def _first_of(places: Iterable[str]) -> str:

@@ -3,150 +3,182 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import torch
-from qompose import Kernel, Match, OperatorPattern, Region, Rule, TensorConstraint, on_integers
+from qompose import (
+    Kernel,
+    OperatorPattern,
+    Region,
+    Rule,
+    TensorConstraint,
+    on_integers,
+)
+from torch import Tensor
 from torch.fx import Node
 
-from qompose_xnnpack.integer import MAX_DEPTH
-from qompose_xnnpack.kernels import Pairwise, Reduction, Weighted, relu
-from qompose_xnnpack.patterns import pairwise_relu, weighted
+from qompose_xnnpack import executorch_kernels as portable
+from qompose_xnnpack import guards
+from qompose_xnnpack.accepted import GROUPS, PER_CHANNEL, PER_TENSOR, WEIGHT, at_run_time, static
+from qompose_xnnpack.guards import Guard, both
+from qompose_xnnpack.kernels import Pairwise, Reduction, Weighted, clamp, unmoved
+from qompose_xnnpack.patterns import PAIRWISE, WEIGHTED, pairwise, weighted
+from qompose_xnnpack.run_time_kernels import Dynamic, as_runtime_reads, weight_only
 
 aten = torch.ops.aten
 
-# ExecuTorch's serializer drops narrower bounds of activations without a word: they are refused here.
-INT8 = TensorConstraint(
-    dtypes=frozenset({torch.int8}),
-    qschemes=frozenset({torch.per_tensor_affine}),
-    quant_range=(-128, 127),
-)
-ACCEPTS = {
-    "activation": INT8,
-    "output": INT8,
-    "weight": TensorConstraint(
-        dtypes=frozenset({torch.int8}),
-        qschemes=frozenset({torch.per_channel_symmetric, torch.per_tensor_symmetric}),
-        ch_axis=0,
-        quant_min_lower_bound=-127,
-    ),
-}
-
 DELEGATE = Kernel("XNNPACK delegate")
 """On ExecuTorch a region stays as it is: the partitioner recognises it between its Q/DQ operators."""
+
+_OUTPUT_CHANNELS_SECOND = {"weight": {"ch_axis": 1}}
+_BY_IMAGE = {"activation": {"block_size": (-1, -1, -1)}}
 
 
 def _kernels(emit: Callable[[Region], Node], name: str) -> dict[str, Kernel]:
     return {"torch": Kernel(f"qompose_xnnpack.{name}", emit), "executorch": DELEGATE}
 
 
-def _float32(match: Match) -> str | None:
-    dtype = match.output.meta["val"].dtype
-    return (
-        None
-        if dtype is torch.float32
-        else f"XNNPACK's int8 operators stand for float32, not {dtype}"
-    )
+def _ranked(operator: str) -> Guard:
+    dims = len(WEIGHTED[operator][1][0])
+    return guards.float32 if operator == "linear" else guards.rank("input", dims)
 
 
-def _rank(name: str, rank: int) -> Callable[[Match], str | None]:
-    def guard(match: Match) -> str | None:
-        node = match.node(name)
-        actual = node.meta["val"].dim() if node is not None else 0
-        wrong = f"{name} has {actual} dimensions, and the kernel takes {rank}"
-        return _float32(match) or (None if actual == rank else wrong)
-
-    return guard
-
-
-def _unscaled(match: Match) -> str | None:
-    """XNNPACK adds without `alpha`."""
-    sums = [node for node in match.nodes if "alpha" in node.kwargs]
-    scaled = [node for node in sums if node.kwargs["alpha"] != 1]
-    return "the summand is scaled by alpha" if scaled else _float32(match)
-
-
-def _mean_over_image(match: Match) -> str | None:
-    """XNNPACK averages over height and width of an image, and keeps the dimensions."""
-    wrong_rank = _rank("self", 4)(match)
-    dims: Any = match.captures.get("dim")
-    if wrong_rank or not isinstance(dims, (list, tuple)):
-        return wrong_rank or "the mean is over everything"
-    if {dim % 4 for dim in dims} != {2, 3} or not match.captures.get("keepdim"):
-        return "only means over height and width that keep the dimensions run in int8"
-    return None
-
-
-def _known_size(match: Match) -> str | None:
-    unknown = "its size is known only at run time, and XNNPACK takes no such view"
-    return unknown if _varies(match) else _float32(match)
-
-
-def _size_known_later(match: Match) -> str | None:
-    return _float32(match) if _varies(match) else "its size is known: see rule view"
-
-
-def _varies(match: Match) -> bool:
-    return any(isinstance(size, torch.SymInt) for size in match.output.meta["val"].shape)
-
-
-def _to_one(match: Match) -> str | None:
-    """ExecuTorch turns an adaptive pooling into a mean only where one value is left per channel."""
-    size: Any = match.captures.get("output_size")
-    return _rank("self", 4)(match) or (
-        None if list(size) in ([1], [1, 1]) else f"adaptive pooling to {size} has no int8 form"
-    )
-
-
-def _shallow(match: Match) -> str | None:
-    """More products than this may overflow the 32 bits in which they are added."""
-    weight = match.node("weight")
-    depth = math.prod(weight.meta["val"].shape[1:]) if weight is not None else 0
-    if depth <= MAX_DEPTH:
-        return None
-    return f"a sum of {depth} products may overflow int32; at most {MAX_DEPTH} are safe"
-
-
-def _weighted(operator: str, *, relu: bool, guard: Callable[[Match], str | None]) -> Rule:
+def _weighted(operator: str, *, activation: str | None, padded: bool = False) -> Rule:
+    """Return the rule of a static linear or convolution, fused with what stands around it."""
+    transposed = "transpose" in operator
+    extra = [guards.zeros_around_image] if padded else []
+    extra += [guards.ungrouped] if transposed else []
+    around = ("pad",) * padded, (activation,) if activation else ()
+    # A transposed weight has its channels the other way round; bounds would have to grow with channels.
+    plain = not transposed and activation != "hardtanh"
     return Rule(
-        name=f"{operator}_relu" if relu else operator,
-        drawing=f"{operator} -> relu" if relu else operator,
-        patterns=weighted(operator, relu=relu),
+        name="_".join((*around[0], operator, *around[1])),
+        drawing=" -> ".join((*around[0], operator, *around[1])),
+        patterns=weighted(operator, activation=activation, padded=padded),
         anchor="op",
         weight="weight",
         bias="bias",
-        channels=(-1, -1) if operator == "linear" else (1, 1),
-        accepts=ACCEPTS,
-        guard=lambda match: _shallow(match) or guard(match),
-        kernels=_kernels(Weighted(operator, relu=relu), operator),
+        channels=None if not plain else (-1, -1) if operator == "linear" else (1, 1),
+        layout=_OUTPUT_CHANNELS_SECOND if transposed else {},
+        accepts=static(_across(WEIGHT) if transposed else WEIGHT),
+        guard=both(guards.shallow, _ranked(operator), *extra),
+        kernels=_kernels(Weighted(operator), operator),
     )
+
+
+def _grouped_transposed(operator: str, activation: str | None) -> Rule:
+    """Return the rule of a transposed convolution in groups, whose weight has one scale."""
+    name = "_".join(filter(None, (operator, "grouped", activation)))
+    return Rule(
+        name=name,
+        drawing=f"{operator} in groups" + (f" -> {activation}" if activation else ""),
+        patterns=weighted(operator, activation=activation, groups=2),
+        anchor="op",
+        weight="weight",
+        bias="bias",
+        accepts=static(PER_TENSOR),
+        guard=both(guards.shallow, _ranked(operator), guards.grouped),
+        kernels=_kernels(Weighted(operator), operator),
+    )
+
+
+def _across(weight: TensorConstraint) -> TensorConstraint:
+    return TensorConstraint(
+        dtypes=weight.dtypes,
+        qschemes=weight.qschemes,
+        ch_axis=1,
+        quant_min_lower_bound=weight.quant_min_lower_bound,
+    )
+
+
+def _fusions() -> Iterator[Rule]:
+    """Yield the static linears and convolutions: with padding first, then with what stands behind them."""
+    operators = tuple(WEIGHTED)
+    for activation, operator in product(("relu", "hardtanh", None), ("conv2d", "conv1d")):
+        yield _weighted(operator, activation=activation, padded=True)
+    for activation, operator in product(("relu", "hardtanh", None), operators):
+        yield _weighted(operator, activation=activation)
+        if "transpose" in operator:
+            yield _grouped_transposed(operator, activation)
+
+
+def _dynamic(operator: str, weight: TensorConstraint, *extra: Guard, name: str = "") -> Rule:
+    image = operator != "linear"
+    layout: dict[str, Any] = _BY_IMAGE if image else {}
+    return Rule(
+        name=name or f"{operator}_dynamic",
+        drawing=operator,
+        patterns=weighted(operator),
+        anchor="op",
+        weight="weight",
+        bias="bias",
+        output=False,
+        modes=frozenset({"dynamic"}),
+        layout={**layout, **_OUTPUT_CHANNELS_SECOND} if "transpose" in operator else layout,
+        accepts=at_run_time(weight, dims=3 if image else 1),
+        guard=both(guards.shallow, _ranked(operator), *extra),
+        kernels={
+            "torch": Kernel(
+                f"qompose_xnnpack.{operator}_dynamic", Dynamic(operator), float_output=True
+            ),
+            "executorch": Kernel(
+                DELEGATE.name, as_runtime_reads if image else None, float_output=True
+            ),
+        },
+    )
+
+
+_WEIGHT_ONLY = Rule(
+    name="linear_weight_only",
+    drawing="linear",
+    patterns=weighted("linear"),
+    anchor="op",
+    weight="weight",
+    bias="bias",
+    output=False,
+    modes=frozenset({"weight-only"}),
+    accepts={
+        "weight": TensorConstraint(
+            dtypes=WEIGHT.dtypes,
+            qschemes=WEIGHT.qschemes,
+            ch_axis=0,
+            quant_min_lower_bound=-127,
+            blocks=True,
+        )
+    },
+    guard=guards.float32,
+    kernels={
+        "torch": Kernel("qompose_xnnpack.linear_weight_only", weight_only, float_output=True),
+        "executorch": Kernel("mixed_linear", portable.mixed_linear, float_output=True),
+    },
+)
 
 
 def _pairwise_relu(operator: str) -> Rule:
     return Rule(
         name=f"{operator}_relu",
         drawing=f"{operator} -> relu",
-        patterns=pairwise_relu(operator),
+        patterns=pairwise(operator, activation="relu"),
         anchor="op",
         activations=("self", "other"),
         condition="no_float",
-        accepts=ACCEPTS,
-        guard=_unscaled,
-        kernels=_kernels(Pairwise(operator, relu=True), operator),
+        accepts=static(),
+        guard=guards.unscaled,
+        kernels=_kernels(Pairwise(operator), operator),
     )
 
 
-def _pairwise(operator: str, *targets: Any) -> Rule:
+def _pairwise(operator: str) -> Rule:
     return Rule(
         name=operator,
-        patterns=(OperatorPattern(targets),),
+        patterns=(OperatorPattern(tuple(target for _, target in PAIRWISE[operator])),),
         activations=("self", "other"),
         condition="no_float",
-        accepts=ACCEPTS,
-        guard=_unscaled,
-        kernels=_kernels(Pairwise(operator, relu=False), operator),
+        accepts=static(),
+        guard=guards.unscaled,
+        kernels=_kernels(Pairwise(operator), operator),
     )
 
 
@@ -154,85 +186,164 @@ def _shared(
     name: str,
     *patterns: OperatorPattern,
     emit: Callable[[Region], Node] = on_integers,
-    guard: Callable[[Match], str | None] = _float32,
+    guard: Guard = guards.float32,
     activation: str = "self",
     condition: str = "all",
     delegated: Kernel = DELEGATE,
+    drawing: str = "",
 ) -> Rule:
     """Return a rule for an operator whose output has the scale of its input."""
     kernel = name if emit is not on_integers else f"{name} on integers"
     return Rule(
         name=name,
+        drawing=drawing,
         patterns=patterns,
         activations=(activation,),
         shares=True,
         condition=condition,
-        accepts=ACCEPTS,
+        accepts=static(),
         guard=guard,
         kernels={**_kernels(emit, kernel), "executorch": delegated},
     )
 
 
-def _one(target: Any, *literals: Any) -> OperatorPattern:
-    """Return the pattern of an operator on one image, and the literals of its example."""
-    return OperatorPattern((target,), lambda self: target(self, *literals), (IMAGE,))
+def _moved(
+    name: str,
+    *patterns: OperatorPattern,
+    guard: Guard | None,
+    left: tuple[OperatorPattern, ...] = (),
+    **facts: Any,
+) -> list[Rule]:
+    """Return the rules for an operator that only moves values.
+
+    What XNNPACK does not take, by the guard (None: anything), runs on the integers in another kernel;
+    the examples of that are those of `left`, where the guard takes those of `patterns`.
+    """
+    kernel = Kernel(f"{name} on integers", on_integers)
+    if guard is None:
+        return [_shared(name, *patterns, delegated=kernel, **facts)]
+    taken = _shared(name, *patterns, guard=both(guards.float32, guard), **facts)
+    rest = _shared(f"{name}_portable", *(left or patterns), delegated=kernel, drawing=name, **facts)
+    return [taken, rest]
 
 
 IMAGE = (1, 2, 4, 4)
-VIEWS = (
+
+
+def _one(target: Any, *literals: Any, shape: tuple[int, ...] = IMAGE) -> OperatorPattern:
+    """Return the pattern of an operator on one image, and the literals of its example."""
+    return OperatorPattern((target,), lambda self: target(self, *literals), (shape,))
+
+
+def _twice(self: Tensor) -> Tensor:
+    return torch.cat([self, self])
+
+
+_MAXIMUM = ("kernel_size", "stride", "padding", "dilation", "ceil_mode")
+_WINDOWS = (
+    "kernel_size",
+    "stride",
+    "padding",
+    "ceil_mode",
+    "count_include_pad",
+    "divisor_override",
+)
+_CLAMPS = (
+    _one(aten.hardtanh.default),
+    _one(aten.hardtanh_.default),
+    _one(aten.relu6.default),
+    _one(aten.clamp.default, -0.5, 0.5),
+    _one(aten.clamp_.default, -0.5, 0.5),
+    _one(aten.clip.default, -0.5, 0.5),
+    _one(aten.clamp_min.default, -0.5),
+    _one(aten.clamp_max.default, 0.5),
+)
+_VIEWS = (
     _one(aten.view.default, [-1]),
     _one(aten.reshape.default, [-1]),
     _one(aten.flatten.using_ints, 1),
 )
-_MAXIMUM = ("kernel_size", "stride", "padding", "dilation", "ceil_mode")
 
 RULES: tuple[Rule, ...] = (
-    _weighted("linear", relu=True, guard=_float32),
-    _weighted("conv2d", relu=True, guard=_rank("input", 4)),
-    _weighted("conv1d", relu=True, guard=_rank("input", 3)),
-    _weighted("linear", relu=False, guard=_float32),
-    _weighted("conv2d", relu=False, guard=_rank("input", 4)),
-    _weighted("conv1d", relu=False, guard=_rank("input", 3)),
+    *_fusions(),
+    _dynamic("linear", PER_CHANNEL),
+    _dynamic("linear", GROUPS, name="linear_dynamic_groups"),
+    _dynamic("conv2d", PER_CHANNEL, guards.not_depthwise),
+    _dynamic("conv_transpose2d", _across(PER_CHANNEL), guards.ungrouped),
+    _WEIGHT_ONLY,
     _pairwise_relu("add"),
-    _pairwise("add", aten.add.Tensor, aten.add_.Tensor),
-    _pairwise("mul", aten.mul.Tensor, aten.mul_.Tensor),
+    *map(_pairwise, PAIRWISE),
     _shared(
         "adaptive_avg_pool2d",
         _one(aten.adaptive_avg_pool2d.default, [1, 1]),
-        guard=_to_one,
+        guard=guards.to_one,
         emit=Reduction("adaptive_avg_pool2d", ("output_size",)),
+    ),
+    _shared(
+        "avg_pool2d",
+        _one(aten.avg_pool2d.default, [4, 4]),
+        drawing="avg_pool2d over the image",
+        guard=guards.over_whole_image,
+        emit=Reduction("avg_pool2d", _WINDOWS),
+        delegated=Kernel(DELEGATE.name, portable.mean_of_window),
     ),
     _shared(
         "mean",
         _one(aten.mean.dim, [2, 3], True),
-        guard=_mean_over_image,
+        guard=both(guards.mean_over_image, guards.keeps_dimensions),
         emit=Reduction("mean", ("dim", "keepdim")),
+    ),
+    _shared(
+        "mean_dropping",
+        _one(aten.mean.dim, [2, 3]),
+        drawing="mean that drops dimensions",
+        guard=both(guards.mean_over_image, guards.drops_dimensions),
+        emit=Reduction("mean", ("dim", "keepdim")),
+        delegated=Kernel(f"{DELEGATE.name}, squeeze on integers", portable.mean_that_drops),
     ),
     _shared(
         "max_pool2d",
         _one(aten.max_pool2d.default, [3, 3], [2, 2], [1, 1]),
-        guard=_rank("self", 4),
+        guard=guards.window,
         emit=Reduction("max_pool2d", _MAXIMUM),
     ),
-    _shared("relu", OperatorPattern((aten.relu.default, aten.relu_.default)), emit=relu),
-    _shared(
+    _shared("relu", OperatorPattern((aten.relu.default, aten.relu_.default)), emit=clamp),
+    _shared("clamp", *_CLAMPS, emit=clamp, drawing="hardtanh | relu6 | clamp"),
+    *_moved(
         "cat",
         OperatorPattern((aten.cat.default,)),
+        guard=guards.several,
+        left=(OperatorPattern((aten.cat.default,), _twice, (IMAGE,)),),
         activation="tensors",
         condition="any",
     ),
-    _shared("view", *VIEWS, guard=_known_size),
-    _shared(
-        "view_any_batch",
-        *VIEWS,
-        guard=_size_known_later,
-        delegated=Kernel("view on integers", on_integers),
-    ),
+    *_moved("view", *_VIEWS, guard=guards.known_size),
     _shared("permute", _one(aten.permute.default, [0, 2, 3, 1]), _one(aten.transpose.int, 1, 2)),
-    _shared(
-        "squeeze",
-        OperatorPattern((aten.squeeze.dim,), lambda self: self.squeeze(2), ((1, 2, 1),)),
-        delegated=Kernel("squeeze on integers", on_integers),
+    *_moved(
+        "slice", _one(aten.slice.Tensor, 1, 0, 1), guard=both(guards.known_size, guards.unit_step)
     ),
-    _shared("slice", _one(aten.slice.Tensor, 1, 0, 1)),
+    _shared(
+        "copy",
+        _one(aten.clone.default),
+        _one(aten.contiguous.default),
+        _one(aten.detach.default),
+        _one(aten.alias.default),
+        emit=unmoved,
+        drawing="clone | contiguous | detach",
+        delegated=Kernel("no operator", unmoved),
+    ),
+    _shared(
+        "dropout",
+        OperatorPattern(
+            (aten.dropout.default,), lambda input: aten.dropout(input, 0.5, False), (IMAGE,)
+        ),
+        activation="input",
+        guard=both(guards.float32, guards.not_training),
+        emit=unmoved,
+        delegated=Kernel("no operator", unmoved),
+    ),
+    *_moved("squeeze", _one(aten.squeeze.dim, 2, shape=(1, 2, 1)), guard=None),
+    *_moved("unsqueeze", _one(aten.unsqueeze.default, 1), guard=None),
+    *_moved("select", _one(aten.select.int, 1, 0), guard=None),
+    *_moved("expand", _one(aten.expand.default, [3, 2, 4, 4]), guard=None),
 )

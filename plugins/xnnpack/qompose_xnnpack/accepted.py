@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What XNNPACK takes in each role of an operator, as constraints of the rule table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from qompose import TensorConstraint
+
+GROUP_SIZES = (32, 64, 128, 256)
+"""Sizes of int4 groups: XNNPACK packs multiples of 32 (executorch 1.5.1)."""
+
+# ExecuTorch's serializer drops narrower bounds of activations without a word: they are refused here.
+INT8 = TensorConstraint(
+    dtypes=frozenset({torch.int8}),
+    qschemes=frozenset({torch.per_tensor_affine}),
+    quant_range=(-128, 127),
+)
+WEIGHT = TensorConstraint(
+    dtypes=frozenset({torch.int8}),
+    qschemes=frozenset({torch.per_channel_symmetric, torch.per_tensor_symmetric}),
+    ch_axis=0,
+    quant_min_lower_bound=-127,
+)
+PER_TENSOR = replace(WEIGHT, qschemes=frozenset({torch.per_tensor_symmetric}), ch_axis=None)
+PER_CHANNEL = replace(WEIGHT, qschemes=frozenset({torch.per_channel_symmetric}))
+GROUPS = replace(
+    PER_CHANNEL,
+    ch_axis=None,
+    quant_min_lower_bound=None,
+    quant_range=(-8, 7),
+    block_sizes=frozenset((size,) for size in GROUP_SIZES),
+)
+
+
+def static(weight: TensorConstraint = WEIGHT) -> Mapping[str, TensorConstraint]:
+    """Return the constraints of an operator whose scales are known beforehand."""
+    return {"activation": INT8, "output": INT8, "weight": weight}
+
+
+def at_run_time(weight: TensorConstraint, *, dims: int = 1) -> Mapping[str, TensorConstraint]:
+    """Return the constraints of an operator whose activation is quantized when the model runs.
+
+    XNNPACK computes one scale and zero point for all of the last `dims` dimensions.
+    """
+    activation = replace(
+        INT8,
+        qschemes=frozenset({torch.per_channel_affine}),
+        block_sizes=frozenset({(-1,) * dims}),
+    )
+    return {"activation": activation, "weight": weight}

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The configurations of the XNNPACK backend: static, dynamic and weight-only, down to int4 in groups."""
+
+from __future__ import annotations
+
+import torch
+from qompose import (
+    ConfigError,
+    MinMaxObserver,
+    PerBlockMinMaxObserver,
+    PerChannelMinMaxObserver,
+    PlaceholderObserver,
+    QuantizationConfig,
+    QuantizationSpec,
+    observer_for_range,
+)
+
+from qompose_xnnpack.accepted import GROUP_SIZES
+
+_INT8, _INT4 = (-127, 127), (-8, 7)
+
+
+def get_symmetric_quantization_config(
+    is_per_channel: bool = False,
+    is_qat: bool = False,
+    is_dynamic: bool = False,
+    act_qmin: int = -128,
+    act_qmax: int = 127,
+    weight_qmin: int | None = None,
+    weight_qmax: int | None = None,
+    *,
+    group_size: int | None = None,
+    weight_only: bool = False,
+    range: str = "histogram",
+    balance: bool = True,
+) -> QuantizationConfig:
+    """Return a configuration of symmetric weights; its name says what it is.
+
+    Args:
+        is_per_channel: give every output channel of a weight its own scale.
+        is_qat: quantization-aware training, which this backend does not have yet.
+        is_dynamic: quantize activations when the model runs, each token (or image) by itself, as XNNPACK
+            does; outputs stay in float. XNNPACK wants weights per channel or in groups then.
+        act_qmin, act_qmax: bounds of the activations' integers. The kernels know -128 to 127 only.
+        weight_qmin, weight_qmax: bounds of the weights' integers: -127 and 127, with groups -8 and 7.
+        group_size: give every `group_size` weights in a row a scale of their own, which is rounded to the
+            bfloat16 that XNNPACK stores. For linear, with dynamic activations or weights alone.
+        weight_only: quantize weights alone; they are stored as integers and computed with as floats.
+        range: how a static activation's range is estimated: "histogram", "mse", "minmax" or
+            "moving_average" (`qompose.observer_for_range`).
+        balance: let channels of very different size get factors of their own (`QuantizationConfig`);
+            it takes effect with static activations and per-channel weights.
+
+    Raises:
+        ConfigError: what is asked for excludes one another, or is not there.
+    """
+    _check(is_qat=is_qat, is_dynamic=is_dynamic, group_size=group_size, weight_only=weight_only)
+    usual = _INT8 if group_size is None else _INT4
+    bounds = (
+        usual[0] if weight_qmin is None else weight_qmin,
+        usual[1] if weight_qmax is None else weight_qmax,
+    )
+    weight = _weight(is_per_channel, group_size, *bounds)
+    static = not (is_dynamic or weight_only)
+    words = [
+        "weight-only" if weight_only else "dynamic" if is_dynamic else "static",
+        "int4" if bounds == _INT4 else "",
+        f"groups of {group_size}" if group_size else "",
+        "" if group_size else "per-channel" if is_per_channel else "per-tensor",
+    ]
+    choices = (
+        ("activations", [act_qmin, act_qmax], [-128, 127]),
+        ("weights", [*bounds], [*(_INT4 if bounds == _INT4 else _INT8)]),
+        ("range", range, "histogram"),
+        ("balance", balance, True),
+    )
+    unusual = (f"{what} {chosen}" for what, chosen, usual in choices if chosen != usual)
+    name = ", ".join((" ".join(filter(None, words)), *unusual))
+    activation = None if weight_only else _activation(is_dynamic, act_qmin, act_qmax, range)
+    output = activation if static else None
+    return QuantizationConfig(
+        activation, output, weight, None, balance=balance and static, name=name
+    )
+
+
+def _check(*, is_qat: bool, is_dynamic: bool, group_size: int | None, weight_only: bool) -> None:
+    if is_qat:
+        raise ConfigError(
+            "is_qat=True: the XNNPACK backend has no quantization-aware training yet; "
+            "is_qat=False calibrates on data"
+        )
+    if weight_only and is_dynamic:
+        raise ConfigError(
+            "weight_only=True leaves activations in float, and is_dynamic=True does not"
+        )
+    if group_size is None:
+        return
+    if not (is_dynamic or weight_only):
+        raise ConfigError(
+            f"group_size={group_size} needs is_dynamic=True or weight_only=True: XNNPACK has no static "
+            "kernel for weights in groups"
+        )
+    if group_size not in GROUP_SIZES:
+        sizes = ", ".join(map(str, GROUP_SIZES))
+        raise ConfigError(f"group_size={group_size}: the sizes that XNNPACK packs are {sizes}")
+
+
+def _activation(is_dynamic: bool, low: int, high: int, range: str) -> QuantizationSpec:
+    if is_dynamic:
+        return QuantizationSpec(
+            dtype=torch.int8,
+            observer_or_fake_quant_ctr=PlaceholderObserver,
+            quant_min=low,
+            quant_max=high,
+            qscheme=torch.per_channel_affine,
+            is_dynamic=True,
+            block_size=(-1,),
+        )
+    return QuantizationSpec(
+        dtype=torch.int8,
+        observer_or_fake_quant_ctr=observer_for_range(range),
+        quant_min=low,
+        quant_max=high,
+        qscheme=torch.per_tensor_affine,
+    )
+
+
+def _weight(is_per_channel: bool, group_size: int | None, low: int, high: int) -> QuantizationSpec:
+    channels = is_per_channel or group_size is not None
+    observer = PerChannelMinMaxObserver if is_per_channel else MinMaxObserver
+    factory = observer.with_args(eps=2**-12)
+    if group_size is not None:
+        factory = PerBlockMinMaxObserver.with_args(scale_dtype=torch.bfloat16)
+    return QuantizationSpec(
+        dtype=torch.int8,
+        observer_or_fake_quant_ctr=factory,
+        quant_min=low,
+        quant_max=high,
+        qscheme=torch.per_channel_symmetric if channels else torch.per_tensor_symmetric,
+        ch_axis=0 if is_per_channel and group_size is None else None,
+        block_size=None if group_size is None else (group_size,),
+    )
+
+
+_NAMED = (
+    get_symmetric_quantization_config(is_per_channel=True),
+    get_symmetric_quantization_config(),
+    get_symmetric_quantization_config(is_per_channel=True, is_dynamic=True),
+    get_symmetric_quantization_config(is_dynamic=True, group_size=32),
+    get_symmetric_quantization_config(is_per_channel=True, weight_only=True),
+    get_symmetric_quantization_config(weight_only=True, group_size=32),
+)
+CONFIGS = {config.name: config for config in _NAMED}
+"""The backend's named configurations; the first is the default."""

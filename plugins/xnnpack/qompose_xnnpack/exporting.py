@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a Q/DQ graph to the exported program that ExecuTorch is given: mended where it would go wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+from torch.fx import Graph, GraphModule, Node
+from torch.utils import _pytree as pytree
+
+from qompose_xnnpack.biases import with_own_biases
+from qompose_xnnpack.executorch_api import ExecutorchTargetError
+from qompose_xnnpack.interface import check_inputs
+from qompose_xnnpack.partitioning import DEQUANTIZE
+
+aten = torch.ops.aten
+
+
+def export(
+    graph: GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any
+) -> ExportedProgram:
+    """Export a Q/DQ graph for `to_edge_transform_and_lower`.
+
+    Raises:
+        ExecutorchInputError: an input that the runtime cannot take.
+        ExecutorchTargetError: a dynamic size without a bound, or zero points that XNNPACK would ignore.
+    """
+    args, kwargs = pytree.tree_map_only(torch.Tensor, torch.Tensor.contiguous, (args, kwargs))
+    exported = torch.export.export(
+        with_own_biases(graph), args, kwargs, dynamic_shapes=dynamic_shapes
+    )
+    check_inputs(exported)
+    _check_bounds(exported)
+    _check_zero_points(exported)
+    for mend in MENDINGS:
+        mend(exported.graph)
+    exported.graph.eliminate_dead_code()
+    exported.graph_module.recompile()
+    return exported
+
+
+def _drop_aliases(graph: Graph) -> None:
+    """Let what reads an alias read the tensor itself, in place.
+
+    The edge program has no aliases, and would copy: with a portable kernel, in float, between a delegate
+    and the next. Once it is gone, ExecuTorch drops the quantize operator behind it, where that gives back
+    the integers that were dequantized before it.
+    """
+    for node in list(graph.nodes):
+        if node.target in (aten.alias.default, aten.detach.default):
+            _replace(node, node.all_input_nodes[0])
+
+
+def _split_dequantize(graph: Graph) -> None:
+    """Give every user of a dequantized tensor a dequantize node of its own, in place.
+
+    XNNPACK's partitioner marks a dequantize node as folded for all its users as soon as one folds
+    it, and a float operator beside that one makes the program unloadable (executorch 1.5.1).
+    """
+    for node in list(graph.nodes):
+        if not _is(node, DEQUANTIZE):
+            continue
+        for user in list(node.users)[1:]:
+            with graph.inserting_before(user):
+                user.replace_input_with(node, graph.node_copy(node))
+
+
+def _copy_views(graph: Graph) -> None:
+    """Let reshapes of a known size be what they are in the edge program anyway, one copy, in place.
+
+    Export makes two operators of a reshape behind a transpose, a clone and a view. The clone stands between
+    the view and its dequantize operator, and XNNPACK would compute both in float.
+    """
+    if any(
+        _writes(node) for node in graph.nodes
+    ):  # perhaps through a view, to what it was taken of
+        return
+    for node in graph.nodes:
+        sizes = list(getattr(node.meta.get("val"), "shape", ()))
+        if node.target in RESHAPES and all(isinstance(size, int) for size in sizes):
+            node.target, node.args, node.kwargs = aten.view_copy.default, (node.args[0], sizes), {}
+
+
+RESHAPES = frozenset({aten.reshape.default, aten.flatten.using_ints})
+
+
+def _writes(node: Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and bool(schema.is_mutable)
+
+
+MENDINGS: tuple[Callable[[Graph], None], ...] = (
+    _copy_views,
+    _drop_aliases,
+    _split_dequantize,
+)
+
+
+def _replace(node: Node, source: Node) -> None:
+    """Let the readers of a node read another, but for the output, which has names of its own."""
+    for user in list(node.users):
+        if user.op != "output":
+            user.replace_input_with(node, source)
+
+
+def _is(node: Node, kind: str) -> bool:
+    return str(node.target).startswith(kind)
+
+
+def _check_bounds(exported: ExportedProgram) -> None:
+    """Raise ``ExecutorchTargetError`` for dynamic dimensions that can grow without limit."""
+    endless = [
+        str(symbol)
+        for symbol, bounds in exported.range_constraints.items()
+        if not bounds.upper < 2**31
+    ]
+    if endless:
+        raise ExecutorchTargetError(
+            f"dynamic dimensions {endless} have no upper bound, and the runtime reserves memory "
+            "for the largest input: give one, as in torch.export.Dim('batch', max=32)"
+        )
+
+
+def _check_zero_points(exported: ExportedProgram) -> None:
+    """Raise ``ExecutorchTargetError`` for zero points per channel, which XNNPACK would ignore."""
+    constants = {**exported.state_dict, **exported.constants}
+    buffers = exported.graph_signature.inputs_to_buffers
+    for node in exported.graph.nodes:
+        if not str(node.target).startswith(f"{DEQUANTIZE}per_channel"):
+            continue
+        zero_points = constants.get(buffers.get(getattr(node.args[2], "name", ""), ""))
+        if zero_points is None or bool(zero_points.any()):
+            raise ExecutorchTargetError(
+                f"{node.name}: XNNPACK takes only weights whose zero points per channel are "
+                "a buffer of zeros; quantize this weight symmetrically"
+            )

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear and convolution of a float input that is quantized at run time, with float output."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qompose_xnnpack import convolution, integer
+from qompose_xnnpack.ops.weighted import convolved_shape, lengthen, misfit
+
+LOW, HIGH = -128, 127
+# A narrower span than this has no finite number of steps per unit: its values count as zero.
+_NARROWEST = 7.5e-37
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    clamp_min: float,
+    clamp_max: float,
+) -> Tensor:
+    """``x: (..., K)``, quantized per row; ``weight: (O, K)``, ``bias: (O,)`` -> ``(..., O)``.
+
+    ``w_scale``: ``(1,)``, ``(O,)``, or ``(O, G)`` for ``G`` groups of ``K / G`` neighbours in a row.
+    Formula: ``x_scale * sum over groups of (w_scale * exact integer sum) + bias``.
+    """
+    shape = linear_shape(x, weight, w_scale)
+    rows, x_scale, x_zp = quantize_rows(x.reshape(-1, weight.shape[1]))
+    scales = w_scale.to(torch.float32).unsqueeze(-1).flatten(1).t().contiguous()
+    total = torch.zeros((rows.shape[0], weight.shape[0]), dtype=torch.float32, device=x.device)
+    sums = integer.shifted_groups(rows, x_zp, weight, weight.shape[1] // scales.shape[0])
+    for part, scale in zip(sums, scales, strict=True):
+        total.addcmul_(part, scale)
+    total.mul_(x_scale)
+    if bias is not None:
+        total.add_(bias)
+    return total.clamp_(clamp_min, clamp_max).view(shape)
+
+
+def linear_shape(x: Tensor, weight: Tensor, w_scale: Tensor, *_: Any) -> list[int]:
+    """Return the shape of the output. Raises ``ValueError`` where the sizes do not fit."""
+    outputs, depth = weight.shape
+    if x.shape[-1] != depth:
+        raise misfit("their last sizes differ", input=x, weight=weight)
+    groups = w_scale.shape[1] if w_scale.dim() == 2 else 1
+    allowed = (outputs,) if w_scale.dim() == 2 else (outputs, 1)
+    if w_scale.dim() not in (1, 2) or w_scale.shape[0] not in allowed or depth % groups:
+        groups_of = f"({outputs}, groups) with a number of groups that divides {depth}"
+        why = f"the scales are (1,), ({outputs},) or {groups_of}"
+        raise misfit(why, weight=weight, w_scale=w_scale)
+    return [*x.shape[:-1], outputs]
+
+
+def conv2d(
+    x: Tensor,
+    weight: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    clamp_min: float,
+    clamp_max: float,
+) -> Tensor:
+    """``x: (N, C, H, W)``, quantized per image; ``weight: (O, C / groups, kh, kw)``.
+
+    ``w_scale``: ``(O,)`` or ``(1,)``; ``bias: (O,)``. Returns ``(N, O, H', W')``. A pointwise
+    convolution is quantized per pixel instead: XNNPACK runs it as a linear over the channels (seen
+    on executorch 1.5.1).
+    """
+    conv_shape(x, weight, w_scale, bias, stride, padding, dilation, groups)
+    stride, padding, dilation = lengthen(2, stride, padding, dilation)
+    if groups == 1 and [*weight.shape[2:], *stride, *padding] == [1, 1, 1, 1, 0, 0]:
+        constants = (weight.flatten(1), w_scale, bias, clamp_min, clamp_max)
+        return linear(x.permute(0, 2, 3, 1), *constants).permute(0, 3, 1, 2).contiguous()
+    images, x_scale, x_zp = quantize_rows(x.flatten(1))
+    images, x_zp = images.view(x.shape), x_zp.view(-1, 1, 1, 1)
+    whole = convolution.conv2d(images, x_zp, weight, stride, padding, dilation, groups)
+    total = whole.to(torch.float32).mul_(x_scale.view(-1, 1, 1, 1)).mul_(w_scale.view(-1, 1, 1))
+    if bias is not None:
+        total.add_(bias.view(-1, 1, 1))
+    return total.clamp_(clamp_min, clamp_max).contiguous()
+
+
+def conv_shape(x: Tensor, weight: Tensor, w_scale: Tensor, bias: Any, *rest: Any) -> Sequence[int]:
+    """Return the shape of the output. Raises ``ValueError`` where the sizes do not fit."""
+    if x.dim() != 4:
+        raise misfit("the input is no batch of images", input=x, weight=weight)
+    if tuple(w_scale.shape) not in ((1,), (weight.shape[0],)):
+        why = f"the scales are (1,) or ({weight.shape[0]},)"
+        raise misfit(why, weight=weight, w_scale=w_scale)
+    return convolved_shape(x, weight, *rest[:4])
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantize each row of float32 ``x: (M, K)`` to int8 over its own range, zero included.
+
+    Returns int8 ``(M, K)``, float32 scales ``(M, 1)`` and int32 zero points ``(M, 1)``. Formula: that
+    of ``quantized_decomposed.choose_qparams_per_token_asymmetric``, computed as XNNPACK does, that
+    is by products with steps per unit and without a least scale: where all of a row is below 3e-5,
+    torch's operator rounds most of it away and XNNPACK does not.
+    """
+    low = x.amin(1, keepdim=True).clamp_(max=0)
+    high = x.amax(1, keepdim=True).clamp_(min=0)
+    span = high - low
+    narrow = span < _NARROWEST
+    steps = torch.where(narrow, 1.0, (HIGH - LOW) / span)
+    low, high = low * steps, high * steps
+    # Of both ends of the range, the one that keeps the rounding of the zero point smaller decides.
+    at_low = (LOW + low) + (HIGH + high) > 0
+    zero_point = torch.where(at_low, LOW - low, HIGH - high).clamp_(LOW, HIGH).round_()
+    quantized = x.mul(steps).round_().add_(zero_point).clamp_(LOW, HIGH).to(torch.int8)
+    scale = torch.where(narrow, 1.0, span / (HIGH - LOW))
+    return quantized, scale, zero_point.to(torch.int32)
