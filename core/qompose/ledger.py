@@ -18,7 +18,8 @@ from qompose.rendering import Block, Table, as_markdown, as_rich, as_text
 
 KERNEL, SIMULATED, FLOAT = "int8 kernel", "simulated (Q/DQ)", "float"
 OBSERVED, REFERENCE = "observed", "integer reference"
-STATES = (KERNEL, REFERENCE, SIMULATED, OBSERVED, FLOAT)
+FLOAT_KERNEL = "float kernel on integers"
+STATES = (KERNEL, REFERENCE, FLOAT_KERNEL, SIMULATED, OBSERVED, FLOAT)
 """Where an operator may end, in the order in which reports list them."""
 
 
@@ -46,7 +47,7 @@ class Row:
     @property
     def explanation(self) -> str:
         """Return what runs the operator, or why no kernel does, with who says so."""
-        if self.state in (KERNEL, REFERENCE):
+        if self.state in (KERNEL, REFERENCE, FLOAT_KERNEL):
             return f"{self.owner}: {self.kernel}"
         if self.owner and self.reason:
             return f"{self.owner}: {self.reason}"

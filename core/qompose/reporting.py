@@ -11,6 +11,7 @@ from torch.fx import GraphModule
 from qompose.counting import Counts, count_nodes
 from qompose.errors import NothingQuantizedError, NotLoweredError, StageError, UserError
 from qompose.ledger import FLOAT as FLOAT
+from qompose.ledger import FLOAT_KERNEL as FLOAT_KERNEL
 from qompose.ledger import KERNEL as KERNEL
 from qompose.ledger import OBSERVED as OBSERVED
 from qompose.ledger import REFERENCE as REFERENCE
@@ -91,8 +92,17 @@ def _state(number: int, record: Record) -> tuple[str, str]:
     if record.stage == "prepared":
         return OBSERVED, ""
     if number in record.kernels:
-        return (REFERENCE if record.stage == "reference" else KERNEL), ""
+        return REFERENCE if record.stage == "reference" else _kind(number, record), ""
     return SIMULATED, record.fallbacks.get(number, "")
+
+
+def _kind(number: int, record: Record) -> str:
+    """Return whether the kernel that runs a claim computes in int8."""
+    claim = record.plan.claims[number]
+    backend = record.backends.get(claim.owner)
+    rule = backend.rule(claim.rule) if backend is not None else None
+    kernel = rule.kernels.get(record.target) if rule is not None else None
+    return FLOAT_KERNEL if kernel is not None and kernel.float_arithmetic else KERNEL
 
 
 def assert_quantized(model: Any, min_fraction: float = 1.0) -> None:
@@ -119,7 +129,7 @@ def assert_quantized(model: Any, min_fraction: float = 1.0) -> None:
 
 
 def assert_lowered(model: Any, min_fraction: float = 1.0) -> None:
-    """Check that enough of what was quantized runs on int8 kernels.
+    """Check that enough of what was quantized runs on kernels for integers, be it weights alone.
 
     Args:
         model: what `lower` returned.
@@ -137,9 +147,9 @@ def assert_lowered(model: Any, min_fraction: float = 1.0) -> None:
             "kernels yet; assert_quantized checks it"
         )
     claimed = [row for row in found.rows if row.owner]
-    done = [row for row in claimed if row.state == KERNEL]
+    done = [row for row in claimed if row.state in (KERNEL, FLOAT_KERNEL)]
     part, what = _part(done, found.rows, "quantized operators", claimed)
-    behind = [row for row in found.rows if row.state != KERNEL and (row.macs or row.owner)]
+    behind = [row for row in found.rows if row not in done and (row.macs or row.owner)]
     if part >= min_fraction and not (min_fraction == 1.0 and behind):
         return
     raise NotLoweredError(

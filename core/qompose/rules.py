@@ -32,11 +32,13 @@ class Kernel:
     Without `emit`, or where it returns None, the region stays as it is, for the target's last step to
     take whole. A kernel with
     `float_output` gives floats even where consumers want integers; those quantize for themselves.
+    One with `float_arithmetic` reads integers and computes in float: reports do not count it as int8.
     """
 
     name: str
     emit: Callable[[Region], Node | None] | None = None
     float_output: bool = False
+    float_arithmetic: bool = False
 
 
 class NotLowerable(Exception):  # noqa: N818 - it says what the region is

@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 
 from qompose import Row, report
 from qompose.graph import operator_name, value_of
-from qompose.ledger import KERNEL
+from qompose.ledger import FLOAT_KERNEL, KERNEL
 from qompose.lowering import TORCH_TARGET
 from qompose.nested import nodes_in
 from qompose.plan import Operator
@@ -154,7 +154,8 @@ def lowers(suite: Suite, trial: Trial, target: str) -> None:
             remedy="mend the kernel's emit, or the last step of the target",
         ) from error
     rows = [row for row in report(lowered).rows if _is_of(trial, row)]
-    left = [row for row in rows if row.state != KERNEL or row.kernel != kernel.name]
+    state = FLOAT_KERNEL if kernel.float_arithmetic else KERNEL
+    left = [row for row in rows if row.state != state or row.kernel != kernel.name]
     if left or not rows:
         row = left[0] if left else None
         raise ContractError(

@@ -27,7 +27,7 @@ from qompose import (
     report,
     save,
 )
-from qompose.ledger import KERNEL
+from qompose.ledger import FLOAT_KERNEL, KERNEL
 from qompose.lowering import TORCH_TARGET
 from qompose.plan import META_KEY, attach
 from qompose.testing.agreeing import matches_reference
@@ -259,7 +259,9 @@ def _check_report(subject: str, found: Report, members: set[str]) -> None:
     for row in found.rows:
         owner = row.owner.partition("#")[0]
         known = owner in members or owner == "contract"
-        if (row.owner and not known) or (row.state != KERNEL and not row.reason.strip()):
+        if (row.owner and not known) or (
+            row.state not in (KERNEL, FLOAT_KERNEL) and not row.reason.strip()
+        ):
             raise ContractError(
                 subject,
                 expected="an owner, or a reason, for every operator in the report",

@@ -52,7 +52,7 @@ def conv2d(
 
 def conv_transpose2d(
     x: Tensor,
-    x_zp: int,
+    x_zp: int | Tensor,
     weight: Tensor,
     stride: Sequence[int],
     padding: Sequence[int],
@@ -62,8 +62,8 @@ def conv_transpose2d(
 ) -> Tensor:
     """Spread ``x - x_zp`` by ``weight`` exactly, as ``aten.conv_transpose2d`` does.
 
-    ``x``: int8 ``(N, C, H, W)``; ``weight``: int8 ``(C, O / groups, kh, kw)``; the rest in pixels.
-    Returns int32 ``(N, O, H', W')``.
+    ``x``: int8 ``(N, C, H, W)``; ``x_zp``: one for all, or int32 ``(N, 1, 1, 1)``; ``weight``: int8
+    ``(C, O / groups, kh, kw)``; the rest in pixels. Returns int32 ``(N, O, H', W')``.
     """
     depth = transposed_depth(weight, groups)
     check_depth(depth)
@@ -119,11 +119,14 @@ def _conv_by_matmul(
     ]
     total = totals[0] if len(totals) == 1 else torch.cat(totals)
     total = total.view(*windows.shape[:3], weight.shape[0])
+    return _shift(total, x_zp, row_sums(weight)).permute(0, 3, 1, 2)
+
+
+def _shift(total: Tensor, x_zp: int | Tensor, sums: Tensor) -> Tensor:
+    """Take zero points times ``sums`` of the weight off ``total``, in place."""
     if isinstance(x_zp, Tensor):
-        total.sub_(row_sums(weight) * x_zp)
-    elif x_zp != 0:
-        total.sub_(row_sums(weight), alpha=x_zp)
-    return total.permute(0, 3, 1, 2)
+        return total.sub_(sums * x_zp)
+    return total if x_zp == 0 else total.sub_(sums, alpha=x_zp)
 
 
 def _pad_channels_last(x: Tensor, value: int | Tensor, padding: Sequence[int]) -> Tensor:
@@ -164,7 +167,7 @@ def _windows(
 
 def _spread(
     x: Tensor,
-    x_zp: int,
+    x_zp: int | Tensor,
     weight: Tensor,
     size: Sequence[int],
     stride: Sequence[int],
@@ -181,14 +184,13 @@ def _spread(
     # The border that `padding` cuts off is summed with the rest and left out at the end.
     whole = [length + 2 * cut for length, cut in zip(size, padding, strict=True)]
     total = x.new_zeros((batch, *whole, channels), dtype=torch.int32)
-    matrix = _tap_order(weight)
+    matrix, sums = _tap_order(weight), _tap_sums(weight).permute(1, 2, 0)
     images = max(1, _BLOCK_BYTES // max(1, 4 * height * width * matrix.shape[0]))
     for start in range(0, batch, images):
         pixels = x[start : start + images].permute(0, 2, 3, 1)
         products = matmul(pixels.reshape(-1, x.shape[1]), matrix)
         products = products.view(*pixels.shape[:3], *kernel, channels)
-        if x_zp != 0:
-            products.sub_(_tap_sums(weight).permute(1, 2, 0), alpha=x_zp)
+        _shift(products, _of_images(x_zp, start, images), sums)
         for row in range(kernel[0]):
             for column in range(kernel[1]):
                 total[
@@ -198,6 +200,11 @@ def _spread(
                 ] += products[:, :, :, row, column]
     top, left = padding
     return total[:, top : top + size[0], left : left + size[1]].permute(0, 3, 1, 2)
+
+
+def _of_images(x_zp: int | Tensor, start: int, images: int) -> int | Tensor:
+    """Return what broadcasts over ``(images, H, W, kh, kw, O)``."""
+    return x_zp[start : start + images, ..., None, None] if isinstance(x_zp, Tensor) else x_zp
 
 
 def _grid(start: int, step: int, count: int) -> slice:

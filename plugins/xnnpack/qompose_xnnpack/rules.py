@@ -150,8 +150,8 @@ _WEIGHT_ONLY = Rule(
     },
     guard=guards.float32,
     kernels={
-        "torch": Kernel("qompose_xnnpack.linear_weight_only", weight_only, float_output=True),
-        "executorch": Kernel("mixed_linear", portable.mixed_linear, float_output=True),
+        "torch": Kernel("qompose_xnnpack.linear_weight_only", weight_only, True, True),
+        "executorch": Kernel("ExecuTorch's mixed_linear", portable.mixed_linear, True, True),
     },
 )
 

@@ -8,6 +8,9 @@ like any other. They compute what XNNPACK's kernels compute: int32 accumulation,
   point) and ``clamp(q, out_min, out_max)``; a fused activation is such a clamp, with bounds from
   ``quantized_bound``;
 * for the ``*_dynamic`` operators, which quantize their float input at run time, a float32 output.
+  A linear has a scale per row, a convolution one per image, of any size. The graph's Q/DQ operators
+  differ where a row or image spans less than 255 * 2**-23, about 3e-5: torch lets no scale be less
+  than 2**-23 and rounds most of it away, XNNPACK and these operators do not.
 
 Names: ``x = x_scale * (q - x_zp)``. ``w_scale``: float32 ``(O,)`` or ``(1,)``, zero point 0.
 Importing this package registers the operators.
@@ -51,11 +54,13 @@ SCHEMAS: dict[str, str] = {
     ),
     "linear_dynamic": f"(Tensor x, {_CONSTANTS}, {_CLAMP}) -> Tensor",
     "conv2d_dynamic": f"(Tensor x, {_CONSTANTS}, {_GEOMETRY}, {_CLAMP}) -> Tensor",
+    "conv_transpose2d_dynamic": f"(Tensor x, {_CONSTANTS}, {_TRANSPOSED}, {_CLAMP}) -> Tensor",
     "linear_weight_only": f"(Tensor x, {_CONSTANTS}) -> Tensor",
 }
 
 _STATIC = {0: INT8, 3: INT8}
 _IMAGE = {0: INT8}
+_MIXED = {0: FLOAT32, 1: INT8}
 _OPERATORS: dict[str, Operator] = {
     "linear": Operator(weighted.linear, weighted.linear_shape, _STATIC),
     "conv1d": Operator(weighted.conv1d, weighted.conv_shape, _STATIC),
@@ -69,8 +74,11 @@ _OPERATORS: dict[str, Operator] = {
     "adaptive_avg_pool2d": Operator(pools.adaptive_avg_pool2d, pools.adaptive_shape, _IMAGE),
     "mean": Operator(pools.mean, pools.mean_shape, _IMAGE),
     "max_pool2d": Operator(pools.max_pool2d, None, _IMAGE),
-    "linear_dynamic": Operator(dynamic.linear, dynamic.linear_shape, {0: FLOAT32, 1: INT8}),
-    "conv2d_dynamic": Operator(dynamic.conv2d, dynamic.conv_shape, {0: FLOAT32, 1: INT8}),
+    "linear_dynamic": Operator(dynamic.linear, dynamic.linear_shape, _MIXED),
+    "conv2d_dynamic": Operator(dynamic.conv2d, dynamic.conv_shape, _MIXED),
+    "conv_transpose2d_dynamic": Operator(
+        dynamic.conv_transpose2d, dynamic.transposed_shape, _MIXED
+    ),
     "linear_weight_only": Operator(weight_only.linear, dynamic.linear_shape, {0: FLOATS, 1: INT8}),
 }
 

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear and convolution of a float input that is quantized at run time, with float output."""
+"""Linear and convolutions of a float input that is quantized at run time, with float output."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from qompose_xnnpack import convolution, integer
-from qompose_xnnpack.ops.weighted import convolved_shape, lengthen, misfit
+from qompose_xnnpack.ops.weighted import convolved_shape, lengthen, misfit, spread_shape
 
 LOW, HIGH = -128, 127
 # A narrower span than this has no finite number of steps per unit: its values count as zero.
@@ -66,37 +66,77 @@ def conv2d(
     padding: Sequence[int],
     dilation: Sequence[int],
     groups: int,
-    clamp_min: float,
-    clamp_max: float,
+    *clamp: float,
 ) -> Tensor:
     """``x: (N, C, H, W)``, quantized per image; ``weight: (O, C / groups, kh, kw)``.
 
-    ``w_scale``: ``(O,)`` or ``(1,)``; ``bias: (O,)``. Returns ``(N, O, H', W')``. A pointwise
-    convolution is quantized per pixel instead: XNNPACK runs it as a linear over the channels (seen
-    on executorch 1.5.1).
+    ``w_scale``: ``(O,)`` or ``(1,)``; ``bias: (O,)``. Returns ``(N, O, H', W')``.
     """
     conv_shape(x, weight, w_scale, bias, stride, padding, dilation, groups)
-    stride, padding, dilation = lengthen(2, stride, padding, dilation)
-    if groups == 1 and [*weight.shape[2:], *stride, *padding] == [1, 1, 1, 1, 0, 0]:
-        constants = (weight.flatten(1), w_scale, bias, clamp_min, clamp_max)
-        return linear(x.permute(0, 2, 3, 1), *constants).permute(0, 3, 1, 2).contiguous()
-    images, x_scale, x_zp = quantize_rows(x.flatten(1))
-    images, x_zp = images.view(x.shape), x_zp.view(-1, 1, 1, 1)
-    whole = convolution.conv2d(images, x_zp, weight, stride, padding, dilation, groups)
-    total = whole.to(torch.float32).mul_(x_scale.view(-1, 1, 1, 1)).mul_(w_scale.view(-1, 1, 1))
-    if bias is not None:
-        total.add_(bias.view(-1, 1, 1))
-    return total.clamp_(clamp_min, clamp_max).contiguous()
+    geometry = (*lengthen(2, stride, padding, dilation), groups)
+    return _by_image(convolution.conv2d, x, weight, w_scale, bias, geometry, clamp)
+
+
+def conv_transpose2d(
+    x: Tensor,
+    weight: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    output_padding: Sequence[int],
+    groups: int,
+    dilation: Sequence[int],
+    *clamp: float,
+) -> Tensor:
+    """``x: (N, C, H, W)``, quantized per image; ``weight: (C, O / groups, kh, kw)``.
+
+    ``w_scale``: ``(1,)``, or ``(O,)`` where ``groups`` is 1; ``bias: (O,)``. Returns
+    ``(N, O, H', W')``.
+    """
+    spatial = (stride, padding, output_padding)
+    transposed_shape(x, weight, w_scale, bias, *spatial, groups, dilation)
+    geometry = (*lengthen(2, *spatial), groups, *lengthen(2, dilation))
+    return _by_image(convolution.conv_transpose2d, x, weight, w_scale, bias, geometry, clamp)
 
 
 def conv_shape(x: Tensor, weight: Tensor, w_scale: Tensor, bias: Any, *rest: Any) -> Sequence[int]:
     """Return the shape of the output. Raises ``ValueError`` where the sizes do not fit."""
+    _check_image(x, weight, w_scale, weight.shape[0])
+    return convolved_shape(x, weight, *rest[:4])
+
+
+def transposed_shape(
+    x: Tensor, weight: Tensor, w_scale: Tensor, bias: Any, *rest: Any
+) -> Sequence[int]:
+    """Return the shape of the output. Raises ``ValueError`` where sizes or padding do not fit."""
+    _check_image(x, weight, w_scale, weight.shape[1] * rest[3])
+    return spread_shape(x, weight, w_scale, *rest[:5])
+
+
+def _check_image(x: Tensor, weight: Tensor, w_scale: Tensor, channels: int) -> None:
     if x.dim() != 4:
         raise misfit("the input is no batch of images", input=x, weight=weight)
-    if tuple(w_scale.shape) not in ((1,), (weight.shape[0],)):
-        why = f"the scales are (1,) or ({weight.shape[0]},)"
-        raise misfit(why, weight=weight, w_scale=w_scale)
-    return convolved_shape(x, weight, *rest[:4])
+    if tuple(w_scale.shape) not in ((1,), (channels,)):
+        raise misfit(f"the scales are (1,) or ({channels},)", weight=weight, w_scale=w_scale)
+
+
+def _by_image(
+    convolve: Callable[..., Tensor],
+    x: Tensor,
+    weight: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    geometry: Sequence[Any],
+    clamp: Sequence[float],
+) -> Tensor:
+    """Quantize each image, ``convolve(integers, zero points, weight, *geometry)``, and return floats."""
+    images, x_scale, x_zp = quantize_rows(x.flatten(1))
+    whole = convolve(images.view(x.shape), x_zp.view(-1, 1, 1, 1), weight, *geometry)
+    total = whole.to(torch.float32).mul_(x_scale.view(-1, 1, 1, 1)).mul_(w_scale.view(-1, 1, 1))
+    if bias is not None:
+        total.add_(bias.view(-1, 1, 1))
+    return total.clamp_(*clamp).contiguous()
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

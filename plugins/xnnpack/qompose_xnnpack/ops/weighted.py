@@ -167,19 +167,33 @@ def conv_transpose1d(
 def transposed_shape(
     x: Tensor, x_scale: float, x_zp: int, weight: Tensor, w_scale: Tensor, bias: Any, *rest: Any
 ) -> Sequence[int]:
-    """Return the shape of the output of a transposed convolution of any rank.
+    """Return the shape of the output of a static transposed convolution of any rank."""
+    return spread_shape(x, weight, w_scale, *rest[:5])
 
-    Raises ``ValueError`` if input, weight and its scales do not fit, if a padding of the output is
-    not below the stride or dilation of its axis, or if nothing is left of the output.
+
+def spread_shape(
+    x: Tensor,
+    weight: Tensor,
+    w_scale: Tensor,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    output_padding: Sequence[int],
+    groups: int,
+    dilation: Sequence[int],
+) -> Sequence[int]:
+    """Return ``(N, O, ...)`` of a transposed convolution.
+
+    Raises ``ValueError`` if input, weight and its scales do not fit, or if a padding of the output is
+    not below the stride or dilation of its axis.
     """
-    *spatial, groups, dilation = rest[:5]
     if x.dim() != weight.dim() or x.shape[1] != weight.shape[0]:
         why = f"the weight is for {weight.shape[0]} channels"
         raise misfit(why, input=x, weight=weight)
     if groups > 1 and w_scale.numel() > 1:
         why = "with groups, all channels share one scale"
         raise misfit(why, weight=weight, w_scale=w_scale)
-    stride, padding, extra, gaps = lengthen(x.dim() - 2, *spatial, dilation)
+    geometry = (stride, padding, output_padding, dilation)
+    stride, padding, extra, gaps = lengthen(x.dim() - 2, *geometry)
     if any(more >= max(step, gap) for more, step, gap in zip(extra, stride, gaps, strict=True)):
         why = f"output_padding {extra} is not below stride {stride} or dilation {gaps}"
         raise misfit(why, input=x, weight=weight)

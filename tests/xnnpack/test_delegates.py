@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The walk over delegates sees operators that compute in float between int8 tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+# Registers the quantized_decomposed operators.
+import torch
+import torch.ao.quantization.fx._decomposed
+from qompose_xnnpack.executorch_target import lower_to_executorch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tests.xnnpack.delegates import floats_between, handed_over
+
+QD = torch.ops.quantized_decomposed
+PARAMETERS = (0.05, 3, -128, 127, torch.int8)
+
+
+class Between(nn.Module):
+    """A function between int8 tensors."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        for step in (lambda x: x, self.function, lambda x: x):
+            x = QD.quantize_per_tensor.default(step(x), *PARAMETERS)
+            x = QD.dequantize_per_tensor.default(x, *PARAMETERS)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        pytest.param(functional.sigmoid, ["XNNSigmoid"], id="sigmoid"),
+        pytest.param(functional.hardswish, ["XNNHardswish"], id="hardswish"),
+        pytest.param(lambda x: functional.gelu(x).tanh(), ["XNNGelu", "XNNTanh"], id="two"),
+        pytest.param(lambda x: functional.avg_pool2d(x, 2), ["XNNAvgPooling2d"], id="avg_pool2d"),
+        pytest.param(lambda x: torch.div(x, x.clone() + 3), ["XNNAdd", "XNNDiv"], id="div"),
+        pytest.param(functional.relu, [], id="relu"),
+        pytest.param(lambda x: functional.max_pool2d(x, 2), [], id="max_pool2d"),
+        pytest.param(lambda x: x.mean((2, 3), keepdim=True), [], id="mean"),
+    ],
+)
+def test_floats_between_integers_are_seen(
+    function: Callable[[Tensor], Tensor], expected: list[str]
+) -> None:
+    pytest.importorskip("executorch")
+    program = torch.export.export(Between(function), (torch.randn(1, 4, 6, 6),))
+    with handed_over() as graphs:
+        lower_to_executorch(program.module(), (torch.randn(1, 4, 6, 6),))
+    found = [name for graph in graphs for name in floats_between(graph)]
+    assert [name for name in found if name not in ("XNNStaticTranspose", "XNNCopy")] == expected
