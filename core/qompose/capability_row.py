@@ -148,4 +148,4 @@ def row_of(backend: str, rule: Rule, name: str, config: QuantizationConfig) -> C
 
 def kernels_of(rule: Rule) -> tuple[tuple[str, str], ...]:
     """Return the (target, kernel name) pairs of a rule."""
-    return tuple((target, kernel.name) for target, kernel in rule.kernels.items())
+    return tuple((target, kernel.promise) for target, kernel in rule.kernels.items())

@@ -135,16 +135,33 @@ def replace_regions(
             fallbacks[number] = f"rule {claim.rule} has no kernel for {target}"
             continue
         try:
-            if _replace(number, claim, regions[number], kernel):
-                done[number] = kernel.name
-                _remove([node for node in regions[number] if node not in kept])
-            else:
-                left[number] = kernel.name
+            used, replaced = _first_that_fits(number, claim, regions[number], kernel)
         except NotLowerable as reason:
             fallbacks[number] = str(reason)
+            continue
+        (done if replaced else left)[number] = used.name
+        if replaced:
+            _remove([node for node in regions[number] if node not in kept])
     for part in graphs_in(model):
         remove_dead(part.graph, kept)
     return done, fallbacks, left
+
+
+def _first_that_fits(
+    number: int, claim: Claim, nodes: Sequence[Node], kernel: Kernel
+) -> tuple[Kernel, bool]:
+    """Return the first kernel of a chain that fits a region, and whether it replaced it; see `_replace`.
+
+    Raises:
+        NotLowerable: none does; the reason is that of the first.
+    """
+    reasons: list[NotLowerable] = []
+    for candidate in kernel.chain:
+        try:
+            return candidate, _replace(number, claim, nodes, candidate)
+        except NotLowerable as reason:
+            reasons.append(reason)
+    raise reasons[0]
 
 
 def _replace(number: int, claim: Claim, nodes: Sequence[Node], kernel: Kernel) -> bool:

@@ -102,7 +102,8 @@ def _kind(number: int, record: Record) -> str:
     backend = record.backends.get(claim.owner)
     rule = backend.rule(claim.rule) if backend is not None else None
     kernel = rule.kernels.get(record.target) if rule is not None else None
-    return FLOAT_KERNEL if kernel is not None and kernel.float_arithmetic else KERNEL
+    in_float = {k.name for k in kernel.chain if k.float_arithmetic} if kernel is not None else ()
+    return FLOAT_KERNEL if record.kernels[number] in in_float else KERNEL
 
 
 def assert_quantized(model: Any, min_fraction: float = 1.0) -> None:

@@ -33,12 +33,24 @@ class Kernel:
     take whole. A kernel with
     `float_output` gives floats even where consumers want integers; those quantize for themselves.
     One with `float_arithmetic` reads integers and computes in float: reports do not count it as int8.
+    Where `emit` finds that it does not fit, the kernel `otherwise` is tried.
     """
 
     name: str
     emit: Callable[[Region], Node | None] | None = None
     float_output: bool = False
     float_arithmetic: bool = False
+    otherwise: Kernel | None = None
+
+    @property
+    def chain(self) -> tuple[Kernel, ...]:
+        """Return this kernel and those that are tried after it."""
+        return (self, *(self.otherwise.chain if self.otherwise is not None else ()))
+
+    @property
+    def promise(self) -> str:
+        """Return the names of the chain, in order."""
+        return ", else ".join(kernel.name for kernel in self.chain)
 
 
 class NotLowerable(Exception):  # noqa: N818 - it says what the region is

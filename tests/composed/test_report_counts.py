@@ -65,8 +65,9 @@ def test_reports_say_what_the_delegate_took(name: str) -> None:
     taken = delegation.delegated_claims & delegation.int8_claims
     gathered = {op.claim for op in delegation.portable if op.int8}
     moved = {n for n, kernel in record.kernels.items() if n not in taken | gathered}
-    for number in moved:  # moves bytes, outside of the delegate
-        assert record.plan.claims[number].rule in ("view_any_batch", "squeeze"), record.kernels
+    for number in moved:  # moves bytes, outside of the delegate, or nothing
+        kernel = record.kernels[number]
+        assert kernel.endswith("on integers") or kernel == "no operator", record.kernels
     assert set(record.kernels) == taken | gathered | moved
     assert report.counts.kernels == len(record.kernels)
     owned = {operator.claim for operator in record.plan.operators} - {None}

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -14,13 +15,17 @@ from torch.nn import functional
 
 pytest.importorskip("executorch")
 
-from qompose_xnnpack.executorch_target import ExecutorchProgram
+from qompose import Match
+from qompose_xnnpack import guards
+from qompose_xnnpack.executorch_api import ExecutorchTargetError
+from qompose_xnnpack.executorch_target import ExecutorchProgram, lower_to_executorch
 
 from tests.xnnpack.ops.arithmetic import KERNELS
 from tests.xnnpack.runtime import (
     QD,
     Case,
     Constants,
+    Together,
     at_run_time,
     compare,
     lower,
@@ -92,11 +97,11 @@ def grouped(
 def conv(
     shape: tuple[int, ...],
     weight: tuple[int, ...],
-    *geometry: int,
+    *geometry: Any,
     bias: bool = True,
     then: str = "",
 ) -> Case:
-    """``geometry``: stride, padding, dilation, groups."""
+    """``geometry``: stride, padding, dilation, for both axes or for each; groups."""
     constants = weight_constants(4, *weight, bias=bias)
 
     def graph(c: Constants, x: Tensor) -> Tensor:
@@ -105,9 +110,33 @@ def conv(
 
     def here(c: Constants, x: Tensor) -> Tensor:
         *spatial, groups = geometry
-        lists = [[value] for value in spatial]
+        lists = [[value] if isinstance(value, int) else [*value] for value in spatial]
         args = (c["weight"], c["scale"], c.get("bias"), *lists, groups, *ACTIVATIONS[then])
         return KERNELS.conv2d_dynamic(x, *args)
+
+    return Case(graph, here, (shape,), constants)
+
+
+def transposed(
+    shape: tuple[int, ...],
+    weight: tuple[int, ...],
+    *geometry: list[int],
+    bias: bool = True,
+    then: str = "",
+) -> Case:
+    """``geometry``: stride, padding, output_padding, dilation."""
+    constants = weight_constants(6, *weight, axis=1, bias=bias)
+    *spatial, dilation = geometry
+    args = (*spatial, 1, dilation)
+
+    def graph(c: Constants, x: Tensor) -> Tensor:
+        real = at_run_time(x)
+        y = functional.conv_transpose2d(real, per_channel(c, 1), c.get("bias"), *args)
+        return activate(y, then)
+
+    def here(c: Constants, x: Tensor) -> Tensor:
+        rest = (c["weight"], c["scale"], c.get("bias"), *args, *ACTIVATIONS[then])
+        return KERNELS.conv_transpose2d_dynamic(x, *rest)
 
     return Case(graph, here, (shape,), constants)
 
@@ -125,7 +154,15 @@ CASES: dict[str, Case] = {
     "grouped conv, dilated": conv((2, 8, 9, 8), (6, 4, 3, 3), 1, 2, 2, 2, bias=False),
     "pointwise conv with stride": conv((2, 8, 5, 5), (6, 8, 1, 1), 2, 0, 1, 1),
     "pointwise conv in groups": conv((2, 8, 5, 5), (6, 4, 1, 1), 1, 0, 1, 2),
-    "pointwise conv": conv((2, 8, 5, 5), (6, 8, 1, 1), 1, 0, 1, 1, then="hardtanh"),
+    "pointwise conv of a pixel": conv((2, 8, 1, 1), (6, 8, 1, 1), 1, 0, 1, 1, then="hardtanh"),
+    "conv by the whole image": conv((2, 8, 4, 4), (6, 8, 4, 4), 1, 0, 1, 1),
+    "transposed, relu": transposed(
+        (3, 4, 5, 4), (4, 6, 3, 3), [2, 2], [1, 1], [1, 1], [1, 1], then="relu"
+    ),
+    "transposed, each axis its own": transposed(
+        (2, 4, 5, 4), (4, 6, 3, 2), [1, 2], [1, 0], [0, 1], [2, 1], bias=False, then="hardtanh"
+    ),
+    "transposed pointwise": transposed((2, 8, 5, 4), (8, 6, 1, 1), [1], [0], [0], [1]),
 }
 
 
@@ -181,3 +218,108 @@ def test_scales_of_groups_are_rounded_to_bfloat16_by_the_runtime(
     nearest = KERNELS.linear_dynamic(values[index], c["weight"], rounded, c["bias"], *free)
     assert worst(there, nearest) <= ROUNDING
     assert worst(there, as_given) > 100 * ROUNDING
+
+
+def matched(case: Case) -> Match:
+    """What the rule of a convolution sees of one."""
+    inputs = tuple(torch.ones(shape) for shape in case.shapes)
+    graph: Any = torch.export.export(Together([case]), inputs).graph
+    (node,) = (node for node in graph.nodes if "conv" in str(node.target))
+    captures = {"op": node, "input": node.args[0], "weight": node.args[1]}
+    return Match((node,), node, captures)
+
+
+ONE = (6, 8, 1, 1)
+POINTWISE: dict[str, tuple[Case, bool]] = {
+    "pointwise": (conv((2, 8, 5, 4), ONE, 1, 0, 1, 1), True),
+    "dilated": (conv((2, 8, 5, 4), ONE, 1, 0, 2, 1), True),
+    "a row": (conv((2, 8, 1, 4), ONE, 1, 0, 1, 1), True),
+    "a pixel": (conv((2, 8, 1, 1), ONE, 1, 0, 1, 1), False),
+    "stride": (conv((2, 8, 5, 4), ONE, 2, 0, 1, 1), False),
+    "stride of one axis": (conv((2, 8, 5, 4), ONE, (1, 2), 0, 1, 1), False),
+    "padding": (conv((2, 8, 5, 4), ONE, 1, 1, 1, 1), False),
+    "padding of one axis": (conv((2, 8, 5, 4), ONE, 1, (0, 1), 1, 1), False),
+    "groups": (conv((2, 8, 5, 4), (6, 4, 1, 1), 1, 0, 1, 2), False),
+    "kernel of a row": (conv((2, 8, 5, 4), (6, 8, 1, 3), 1, 0, 1, 1), False),
+    "kernel of the image": (conv((2, 8, 5, 4), (6, 8, 5, 4), 1, 0, 1, 1), False),
+}
+
+
+def test_what_the_runtime_quantizes_per_pixel_is_what_the_guard_refuses() -> None:
+    cases = [case for case, _ in POINTWISE.values()]
+    program = lower(cases)
+    # Pixels of an image have different ranges.
+    values = [
+        normal(9, *case.shapes[0]) * torch.logspace(0, 2, case.shapes[0][-1]) for case in cases
+    ]
+    apart = [worst(*pair) > 100 * ROUNDING for pair in compare(cases, program, values)]
+    expected = {name: differs for name, (_, differs) in POINTWISE.items()}
+    assert dict(zip(POINTWISE, apart, strict=True)) == expected
+    refused = [guards.not_pointwise(matched(case)) for case in cases]
+    assert [reason is not None for reason in refused] == apart
+    assert all(reason is None or "keep it static" in reason for reason in refused)
+
+
+def test_padding_in_words_is_no_padding_of_a_pixel() -> None:
+    weight = torch.ones(6, 8, 1, 1)
+
+    def words(_: Constants, x: Tensor) -> Tensor:
+        return functional.conv2d(x, weight, padding="same")
+
+    reason = guards.not_pointwise(matched(Case(words, words, ((2, 8, 5, 4),))))
+    assert reason is not None
+
+
+ONE_CHANNEL: dict[str, Case] = {
+    "in one group": conv((2, 1, 5, 4), (6, 1, 3, 3), 1, 0, 1, 1),
+    "in each group": conv((2, 4, 5, 4), (4, 1, 3, 3), 1, 0, 1, 4),
+    "transposed": transposed((2, 1, 5, 4), (1, 6, 3, 3), [1, 1], [0, 0], [0, 0], [1, 1]),
+}
+
+
+@pytest.mark.parametrize("name", list(ONE_CHANNEL))
+def test_one_channel_of_input_is_not_delegated_and_refused(name: str) -> None:
+    case = ONE_CHANNEL[name]
+    inputs = tuple(torch.ones(shape) for shape in case.shapes)
+    graph = torch.export.export(Together([case]), inputs).module()
+    assert lower_to_executorch(graph, inputs).delegation.portable != ()
+    assert guards.not_depthwise(matched(case)) is not None
+
+
+def test_two_channels_are_delegated_and_taken() -> None:
+    several = [
+        conv((2, 4, 5, 4), (4, 2, 3, 3), 1, 0, 1, 2),
+        transposed((2, 2, 5, 4), (2, 1, 3, 3), [1, 1], [0, 0], [0, 0], [1, 1]),
+    ]
+    lower(several)
+    assert [guards.not_depthwise(matched(case)) for case in several] == [None, None]
+
+
+@pytest.mark.parametrize("extra", [1, 2])
+def test_output_padding_of_a_stride_fails_on_the_runtime_and_is_refused(extra: int) -> None:
+    """Torch takes it below the dilation too."""
+    sizes = ((2, 4, 5, 4), (4, 6, 3, 3))
+    case = transposed(*sizes, [2, 2], [0, 0], [extra, extra], [3, 3])
+    program, reason = lower([case]), guards.padding_below_stride(matched(case))
+    if extra < 2:
+        (pair,) = compare([case], program, [normal(0, *sizes[0])])
+        assert worst(*pair) <= ROUNDING
+        assert reason is None
+    else:
+        with pytest.raises(ExecutorchTargetError, match="failed"):
+            program.run(normal(0, *sizes[0]))
+        assert reason is not None
+        assert "[2, 2]" in reason
+
+
+def test_narrow_rows_and_images_keep_their_precision(program: ExecutorchProgram) -> None:
+    """Torch's operators, and so the graph, round values below 2**-24 away."""
+    values = inputs(3, 1e-10, 0.0)
+    for (name, case), (there, here), x in zip(
+        CASES.items(), compare(list(CASES.values()), program, values), values, strict=True
+    ):
+        if case.constants.get("bias") is None:
+            simulated = case.graph(case.constants, x[:1] * 1e-2)
+            assert not simulated.any(), name
+            assert there.any(), name
+            assert worst(there, here) <= ROUNDING, name

@@ -393,6 +393,29 @@ class TestRefusals:
         with pytest.raises(ExecutorchTargetError, match=r"dequantize_per_channel.*symmetrically"):
             lower_to_executorch(graph(body, images(), (8, 8, 3, 3)), images())
 
+    @pytest.mark.parametrize("quantized", [False, True])
+    @pytest.mark.parametrize("other", [(0.25, 3), (0.1, 1), (0.1, 0)])
+    def test_integers_that_are_read_with_two_scales(
+        self, other: tuple[float, int], quantized: bool
+    ) -> None:
+        class Twice(torch.nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                integers = quantize(x, 0.1, 0) if quantized else x
+                both = dequantize(integers, 0.1, 0) + dequantize(integers.detach(), *other)
+                return through(both, OUT)
+
+        x = torch.linspace(-12, 12, 24).view(2, 3, 4)
+        inputs = (x if quantized else x.to(torch.int8),)
+        model = torch.export.export(Twice(), inputs).module()
+        if other == (0.1, 0):
+            actual = lower_to_executorch(model, inputs).run(*inputs)
+            torch.testing.assert_close(actual, model(*inputs), atol=OUT[0], rtol=0)
+        else:
+            with pytest.raises(
+                ExecutorchTargetError, match=r"integers of .*\(0\.1, 0\) in .*XNNPACK"
+            ):
+                lower_to_executorch(model, inputs)
+
     def test_uint8_activations_fail_at_load(self) -> None:
         def body(m: Body2, x: Tensor, y: Tensor) -> Tensor:
             args = (0.02, 128, 0, 255, torch.uint8)

@@ -143,7 +143,8 @@ def lowers(suite: Suite, trial: Trial, target: str) -> None:
         trial.converted  # noqa: B018 - another check says why there is none
     except Exception as error:
         raise Blocked("test_converts", str(trial)) from error
-    promise = f"kernel {kernel.name!r} on {target!r}"
+    promise = f"kernel {kernel.promise!r} on {target!r}"
+    wanted = {k.name: FLOAT_KERNEL if k.float_arithmetic else KERNEL for k in kernel.chain}
     try:
         lowered = trial.lowered(target)
     except Exception as error:
@@ -154,8 +155,7 @@ def lowers(suite: Suite, trial: Trial, target: str) -> None:
             remedy="mend the kernel's emit, or the last step of the target",
         ) from error
     rows = [row for row in report(lowered).rows if _is_of(trial, row)]
-    state = FLOAT_KERNEL if kernel.float_arithmetic else KERNEL
-    left = [row for row in rows if row.state != state or row.kernel != kernel.name]
+    left = [row for row in rows if row.state != wanted.get(row.kernel)]
     if left or not rows:
         row = left[0] if left else None
         raise ContractError(

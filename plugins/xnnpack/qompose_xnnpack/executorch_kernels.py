@@ -11,36 +11,68 @@ from torch import Tensor
 from torch.fx import Node
 
 aten = torch.ops.aten
-_IMAGE = [2, 3]
 
 
-def mean_that_drops(region: Region) -> Node:
-    """Emit the int8 mean over height and width, which keeps them in XNNPACK, and drop them behind it."""
-    return region.call(aten.squeeze.dims, _mean(region), _IMAGE, dtype=_output_type(region))
+def mean(region: Region) -> Node | None:
+    """Leave a mean over height and width to XNNPACK, which keeps them; dropping them is a view behind it."""
+    if region.argument("output", "keepdim"):
+        return None
+    sizes = _unknown_as_rest(region.node("output"))
+    values = _dequantized(region, mean_of_window(region))
+    return _quantized(region, region.step(aten.view.default, values, sizes))
 
 
 def mean_of_window(region: Region) -> Node:
-    """Emit the int8 mean over height and width for an average pooling whose window is the image."""
-    return _mean(region)
+    """Emit the int8 mean over height and width, in the form that ExecuTorch's partitioner knows."""
+    return _quantized(region, region.step(aten.mean.dim, region.inputs("self")[0], [2, 3], True))
 
 
-def _mean(region: Region) -> Node:
-    """Emit the form that ExecuTorch's partitioner knows as the global average pooling of integers."""
-    output, decomposed = region.quantized("output"), torch.ops.quantized_decomposed
-    mean = region.step(aten.mean.dim, region.inputs("self")[0], _IMAGE, True)
-    return region.step(
-        decomposed.quantize_per_tensor.default,
-        mean,
-        output.scale,
-        output.zero_point,
-        output.low,
-        output.high,
-        output.dtype,
-    )
+def view(region: Region) -> None:
+    """Write a view, reshape or flatten of which one size is unknown as XNNPACK takes it: as the rest."""
+    node = region.node("output")
+    sizes = _unknown_as_rest(node)
+    if -1 in sizes:
+        node.target, node.args, node.kwargs = aten.view.default, (node.args[0], sizes), {}
 
 
-def _output_type(region: Region) -> torch.dtype:
-    return region.quantized("output").dtype
+def cat(region: Region) -> None:
+    """Leave a concatenation to ExecuTorch's partitioner, which counts the different tensors."""
+    if len(set(region.inputs("tensors"))) < 2:
+        raise NotLowerable("XNNPACK concatenates two or more different tensors")
+
+
+def slice_of_known_size(region: Region) -> None:
+    """Leave a slice to XNNPACK, which takes those of known size and without gaps."""
+    sizes = (*region.inputs("self")[0].meta["val"].shape, *region.node("output").meta["val"].shape)
+    if region.argument("output", "step") != 1 or not all(isinstance(n, int) for n in sizes):
+        raise NotLowerable("XNNPACK slices tensors of known size, without gaps")
+
+
+def _unknown_as_rest(node: Node) -> list[int]:
+    """Return the sizes of a tensor, -1 for one that is known only at run time.
+
+    Raises:
+        NotLowerable: there are several, and XNNPACK finds one.
+    """
+    sizes = [size if isinstance(size, int) else -1 for size in node.meta["val"].shape]
+    if sizes.count(-1) > 1:
+        raise NotLowerable("several of its sizes are known only at run time")
+    return sizes
+
+
+def _quantized(region: Region, value: Node) -> Node:
+    quantize = torch.ops.quantized_decomposed.quantize_per_tensor.default
+    return region.step(quantize, value, *_parameters(region))
+
+
+def _dequantized(region: Region, integers: Node) -> Node:
+    dequantize = torch.ops.quantized_decomposed.dequantize_per_tensor.default
+    return region.step(dequantize, integers, *_parameters(region))
+
+
+def _parameters(region: Region) -> tuple[Any, ...]:
+    output = region.quantized("output")
+    return output.scale, output.zero_point, output.low, output.high, output.dtype
 
 
 def mixed_linear(region: Region) -> Node:
@@ -56,17 +88,9 @@ def mixed_linear(region: Region) -> Node:
     flat = source if len(sizes) == 2 else region.step(aten.reshape.default, source, [-1, depth])
     product = region.step(_operator(), flat, weight.node, scale, None, None)
     if len(sizes) != 2:
-        product = region.step(aten.reshape.default, product, _sizes_behind(sizes, rows))
+        product = region.step(aten.reshape.default, product, _unknown_as_rest(region.output_node))
     bias = region.argument("op", "bias")
     return product if bias is None else region.call(aten.add.Tensor, product, bias)
-
-
-def _sizes_behind(sizes: tuple[Any, ...], outputs: int) -> list[Any]:
-    """Return the sizes of the output, of which one may be left to be found at run time."""
-    before = [size if isinstance(size, int) else -1 for size in sizes[:-1]]
-    if before.count(-1) > 1:
-        raise NotLowerable("several of its sizes are known only at run time")
-    return [*before, outputs]
 
 
 def _operator() -> Any:

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from qompose_xnnpack.biases import with_own_biases
 from qompose_xnnpack.executorch_api import ExecutorchTargetError
 from qompose_xnnpack.interface import check_inputs
-from qompose_xnnpack.partitioning import DEQUANTIZE
+from qompose_xnnpack.partitioning import DEQUANTIZE, QUANTIZE
 
 aten = torch.ops.aten
 
@@ -26,7 +26,8 @@ def export(
 
     Raises:
         ExecutorchInputError: an input that the runtime cannot take.
-        ExecutorchTargetError: a dynamic size without a bound, or zero points that XNNPACK would ignore.
+        ExecutorchTargetError: a dynamic size without a bound, zero points that XNNPACK would ignore, or
+            integers that are read with two scales.
     """
     args, kwargs = pytree.tree_map_only(torch.Tensor, torch.Tensor.contiguous, (args, kwargs))
     exported = torch.export.export(
@@ -38,6 +39,7 @@ def export(
     for mend in MENDINGS:
         mend(exported.graph)
     exported.graph.eliminate_dead_code()
+    _check_readings(exported.graph)
     exported.graph_module.recompile()
     return exported
 
@@ -137,3 +139,31 @@ def _check_zero_points(exported: ExportedProgram) -> None:
                 f"{node.name}: XNNPACK takes only weights whose zero points per channel are "
                 "a buffer of zeros; quantize this weight symmetrically"
             )
+
+
+def _check_readings(graph: Graph) -> None:
+    """Raise ``ExecutorchTargetError`` for integers that stand for different real values.
+
+    XNNPACK keeps one scale and zero point per tensor, those that it meets first (executorch 1.5.1).
+    """
+    readings: dict[Node, dict[tuple[Any, ...], str]] = {}
+    for node in graph.nodes:
+        if _is(node, f"{DEQUANTIZE}per_tensor"):
+            known = readings.setdefault(node.all_input_nodes[0], {})
+        elif _is(node, f"{QUANTIZE}per_tensor"):
+            known = readings.setdefault(node, {})
+        else:
+            continue
+        known.setdefault(_scale_and_zero_point(node), node.name)
+    for source, known in readings.items():
+        if len(known) > 1:
+            each = ", ".join(f"{pair} in {name}" for pair, name in known.items())
+            raise ExecutorchTargetError(
+                f"the integers of {source.name} have different scales or zero points: {each}. XNNPACK "
+                "would use one for all; make them inputs of their own, or quantize their real values for each"
+            )
+
+
+def _scale_and_zero_point(node: Node) -> tuple[Any, ...]:
+    named = (node.kwargs[name] for name in ("scale", "zero_point") if name in node.kwargs)
+    return (*node.args[1:3], *named)

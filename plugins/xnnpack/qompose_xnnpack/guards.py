@@ -48,9 +48,7 @@ def rank(name: str, wanted: int) -> Guard:
 
 def shallow(match: Match) -> str | None:
     """More products than this may overflow the 32 bits in which they are added."""
-    operator = match.node("op")
-    weight = _shape(match, "weight")
-    transposed = operator is not None and "transpose" in str(operator.target)
+    weight, transposed = _shape(match, "weight"), _transposed(match)
     depth = 1
     for dim, size in enumerate(weight):
         depth *= size if dim != int(transposed) else 1
@@ -75,11 +73,52 @@ def grouped(match: Match) -> str | None:
 
 
 def not_depthwise(match: Match) -> str | None:
-    """XNNPACK's dynamic convolutions leave out depthwise ones, which have a channel per group."""
+    """XNNPACK's dynamic convolutions leave out depthwise ones, and whatever else ExecuTorch calls so.
+
+    That is each convolution, plain or transposed, with one input channel per group, even in one group.
+    """
     groups, weight = argument(match, "op", "groups"), _shape(match, "weight")
-    if groups > 1 and weight[1] == 1:
-        return "XNNPACK has no dynamic depthwise convolution"
+    channels = weight[0] // groups if _transposed(match) else weight[1]
+    if channels == 1:
+        return "XNNPACK has no dynamic convolution of one input channel, or of one per group"
     return None
+
+
+def not_pointwise(match: Match) -> str | None:
+    """A rule with a range per image cannot stand for what XNNPACK computes with one per pixel.
+
+    It runs a convolution by one pixel as a linear over the channels, whatever its dilation, but not with
+    a stride, padding or groups (executorch 1.5.1). An image of one pixel is the same either way.
+    """
+    padding = argument(match, "op", "padding")  # in words, it is none for a kernel of one pixel
+    around = [0] if isinstance(padding, str) else padding
+    moved = argument(match, "op", "groups") > 1 or any(around)
+    if moved or any(step > 1 for step in _pair(argument(match, "op", "stride"))):
+        return None
+    if _one_pixel(_shape(match, "input")) or not _one_pixel(_shape(match, "weight")):
+        return None
+    return (
+        "XNNPACK quantizes each pixel of a pointwise convolution by itself, which the graph cannot "
+        "say; keep it static, or write it as a linear over the channels"
+    )
+
+
+def _one_pixel(shape: tuple[Any, ...]) -> bool:
+    """Whether what is behind the first two dimensions is known to be one pixel."""
+    return all(isinstance(size, int) and size == 1 for size in shape[2:])
+
+
+def padding_below_stride(match: Match) -> str | None:
+    """A transposed convolution of XNNPACK fails when it runs where torch's, dilated, would not."""
+    stride, extra = (_pair(argument(match, "op", name)) for name in ("stride", "output_padding"))
+    if all(more < step for more, step in zip(extra, stride, strict=True)):
+        return None
+    return f"its output_padding {extra} is not below its stride {stride}, which XNNPACK demands"
+
+
+def _transposed(match: Match) -> bool:
+    operator = match.node("op")
+    return operator is not None and "transpose" in str(operator.target)
 
 
 def zeros_around_image(match: Match) -> str | None:
@@ -115,20 +154,6 @@ def mean_over_image(match: Match) -> str | None:
     if argument(match, "output", "dtype") is not None:
         return "the mean is asked for in another dtype"
     return None
-
-
-def keeps_dimensions(match: Match) -> str | None:
-    """XNNPACK's mean keeps the dimensions it averages over."""
-    return (
-        None
-        if match.captures.get("keepdim")
-        else "it drops dimensions, which rule mean_dropping does"
-    )
-
-
-def drops_dimensions(match: Match) -> str | None:
-    """The counterpart of ``keeps_dimensions``."""
-    return "it keeps dimensions, which rule mean does" if match.captures.get("keepdim") else None
 
 
 def over_whole_image(match: Match) -> str | None:
@@ -168,28 +193,6 @@ def window(match: Match) -> str | None:
 def varies(match: Match) -> bool:
     """Whether a size of the output is known only at run time."""
     return any(isinstance(size, torch.SymInt) for size in match.output.meta["val"].shape)
-
-
-def known_size(match: Match) -> str | None:
-    """XNNPACK's views and slices have sizes that are known beforehand."""
-    return (
-        "its size is known only at run time, and XNNPACK takes no such view"
-        if varies(match)
-        else None
-    )
-
-
-def unit_step(match: Match) -> str | None:
-    """XNNPACK slices without gaps."""
-    return (
-        None if argument(match, "output", "step") == 1 else "it has a step, which XNNPACK has not"
-    )
-
-
-def several(match: Match) -> str | None:
-    """ExecuTorch's partitioner counts the different tensors that are concatenated."""
-    different = len(set(match.tensors("tensors")))
-    return None if different > 1 else "XNNPACK concatenates two or more different tensors"
 
 
 def not_training(match: Match) -> str | None:

@@ -16,7 +16,6 @@ from qompose import (
     TensorConstraint,
     on_integers,
 )
-from torch import Tensor
 from torch.fx import Node
 
 from qompose_xnnpack import executorch_kernels as portable
@@ -207,24 +206,43 @@ def _shared(
     )
 
 
+def _averaged(
+    name: str,
+    *patterns: OperatorPattern,
+    guard: Guard,
+    emit: Callable[[Region], Node],
+    delegated: Kernel = DELEGATE,
+    drawing: str = "",
+) -> Rule:
+    """Return a rule for a mean: its values are closer together than its input's, so it has a scale."""
+    return Rule(
+        name=name,
+        drawing=drawing,
+        patterns=patterns,
+        activations=("self",),
+        condition="all",
+        accepts=static(),
+        guard=guard,
+        kernels={**_kernels(emit, name), "executorch": delegated},
+    )
+
+
 def _moved(
     name: str,
     *patterns: OperatorPattern,
-    guard: Guard | None,
-    left: tuple[OperatorPattern, ...] = (),
+    delegated: Callable[[Region], None] | None = None,
     **facts: Any,
-) -> list[Rule]:
-    """Return the rules for an operator that only moves values.
+) -> Rule:
+    """Return the rule for an operator that only moves values.
 
-    What XNNPACK does not take, by the guard (None: anything), runs on the integers in another kernel;
-    the examples of that are those of `left`, where the guard takes those of `patterns`.
+    Args:
+        delegated: raises `NotLowerable` where XNNPACK does not take the operator, and may write it in the
+            form in which it does; None: it never does. What it does not take moves integers elsewhere.
     """
     kernel = Kernel(f"{name} on integers", on_integers)
-    if guard is None:
-        return [_shared(name, *patterns, delegated=kernel, **facts)]
-    taken = _shared(name, *patterns, guard=both(guards.float32, guard), **facts)
-    rest = _shared(f"{name}_portable", *(left or patterns), delegated=kernel, drawing=name, **facts)
-    return [taken, rest]
+    if delegated is not None:
+        kernel = Kernel(DELEGATE.name, delegated, otherwise=kernel)
+    return _shared(name, *patterns, delegated=kernel, **facts)
 
 
 IMAGE = (1, 2, 4, 4)
@@ -233,10 +251,6 @@ IMAGE = (1, 2, 4, 4)
 def _one(target: Any, *literals: Any, shape: tuple[int, ...] = IMAGE) -> OperatorPattern:
     """Return the pattern of an operator on one image, and the literals of its example."""
     return OperatorPattern((target,), lambda self: target(self, *literals), (shape,))
-
-
-def _twice(self: Tensor) -> Tensor:
-    return torch.cat([self, self])
 
 
 _MAXIMUM = ("kernel_size", "stride", "padding", "dilation", "ceil_mode")
@@ -273,13 +287,13 @@ RULES: tuple[Rule, ...] = (
     _WEIGHT_ONLY,
     _pairwise_relu("add"),
     *map(_pairwise, PAIRWISE),
-    _shared(
+    _averaged(
         "adaptive_avg_pool2d",
         _one(aten.adaptive_avg_pool2d.default, [1, 1]),
         guard=guards.to_one,
         emit=Reduction("adaptive_avg_pool2d", ("output_size",)),
     ),
-    _shared(
+    _averaged(
         "avg_pool2d",
         _one(aten.avg_pool2d.default, [4, 4]),
         drawing="avg_pool2d over the image",
@@ -287,19 +301,13 @@ RULES: tuple[Rule, ...] = (
         emit=Reduction("avg_pool2d", _WINDOWS),
         delegated=Kernel(DELEGATE.name, portable.mean_of_window),
     ),
-    _shared(
+    _averaged(
         "mean",
         _one(aten.mean.dim, [2, 3], True),
-        guard=both(guards.mean_over_image, guards.keeps_dimensions),
-        emit=Reduction("mean", ("dim", "keepdim")),
-    ),
-    _shared(
-        "mean_dropping",
         _one(aten.mean.dim, [2, 3]),
-        drawing="mean that drops dimensions",
-        guard=both(guards.mean_over_image, guards.drops_dimensions),
+        guard=guards.mean_over_image,
         emit=Reduction("mean", ("dim", "keepdim")),
-        delegated=Kernel(f"{DELEGATE.name}, squeeze on integers", portable.mean_that_drops),
+        delegated=Kernel(DELEGATE.name, portable.mean),
     ),
     _shared(
         "max_pool2d",
@@ -309,19 +317,16 @@ RULES: tuple[Rule, ...] = (
     ),
     _shared("relu", OperatorPattern((aten.relu.default, aten.relu_.default)), emit=clamp),
     _shared("clamp", *_CLAMPS, emit=clamp, drawing="hardtanh | relu6 | clamp"),
-    *_moved(
+    _moved(
         "cat",
         OperatorPattern((aten.cat.default,)),
-        guard=guards.several,
-        left=(OperatorPattern((aten.cat.default,), _twice, (IMAGE,)),),
+        delegated=portable.cat,
         activation="tensors",
         condition="any",
     ),
-    *_moved("view", *_VIEWS, guard=guards.known_size),
+    _moved("view", *_VIEWS, delegated=portable.view),
     _shared("permute", _one(aten.permute.default, [0, 2, 3, 1]), _one(aten.transpose.int, 1, 2)),
-    *_moved(
-        "slice", _one(aten.slice.Tensor, 1, 0, 1), guard=both(guards.known_size, guards.unit_step)
-    ),
+    _moved("slice", _one(aten.slice.Tensor, 1, 0, 1), delegated=portable.slice_of_known_size),
     _shared(
         "copy",
         _one(aten.clone.default),
@@ -342,8 +347,8 @@ RULES: tuple[Rule, ...] = (
         emit=unmoved,
         delegated=Kernel("no operator", unmoved),
     ),
-    *_moved("squeeze", _one(aten.squeeze.dim, 2, shape=(1, 2, 1)), guard=None),
-    *_moved("unsqueeze", _one(aten.unsqueeze.default, 1), guard=None),
-    *_moved("select", _one(aten.select.int, 1, 0), guard=None),
-    *_moved("expand", _one(aten.expand.default, [3, 2, 4, 4]), guard=None),
+    _moved("squeeze", _one(aten.squeeze.dim, 2, shape=(1, 2, 1))),
+    _moved("unsqueeze", _one(aten.unsqueeze.default, 1)),
+    _moved("select", _one(aten.select.int, 1, 0)),
+    _moved("expand", _one(aten.expand.default, [3, 2, 4, 4])),
 )

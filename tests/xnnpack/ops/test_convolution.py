@@ -99,7 +99,7 @@ def spread_by_loops(
 class TestTransposed:
     @examples
     @given(
-        seeds, zero_points, st.sampled_from([(1, 3), (2, 4), (6, 6), (3, 9)]),
+        seeds, zero_points, st.booleans(), st.sampled_from([(1, 3), (2, 4), (6, 6), (3, 9)]),
         st.tuples(*[st.integers(1, 3)] * 2), st.tuples(*[st.integers(0, 2)] * 2),
         st.tuples(*[st.integers(1, 2)] * 2), st.tuples(*[st.integers(1, 4)] * 2),
         st.tuples(*[st.integers(0, 2)] * 2), st.booleans(),
@@ -107,7 +107,8 @@ class TestTransposed:
     def test_is_exact(
         self,
         seed: int,
-        zp: int,
+        point: int,
+        each: bool,
         grouping: tuple[int, int],
         stride: tuple[int, int],
         padding: tuple[int, int],
@@ -119,6 +120,9 @@ class TestTransposed:
         groups, channels = grouping
         limits = [max(pair) - 1 for pair in zip(stride, dilation, strict=True)]
         extra = tuple(min(pair) for pair in zip(extra, limits, strict=True))  # type: ignore[assignment]
+        zp = (
+            torch.tensor([point, -1 - point], dtype=torch.int32).view(2, 1, 1, 1) if each else point
+        )
         x = int8(seed, 2, 6, 6, 5, extreme=extreme)
         weight = weights(seed, 6, channels // groups, *kernel, extreme=extreme)
         args = [list(stride), list(padding), list(extra), groups, list(dilation)]
@@ -146,9 +150,12 @@ class TestTransposed:
     ) -> None:
         x, weight = int8(0, 5, 3, 4, 4), weights(0, 3, 4, 3, 3)
         args = ([2, 2], [1, 1], [1, 1], 1, [1, 1])
+        points = torch.arange(5, dtype=torch.int32).view(5, 1, 1, 1)
         whole = convolution.conv_transpose2d(x, 3, weight, *args)
+        each = convolution.conv_transpose2d(x, points, weight, *args)
         monkeypatch.setattr(convolution, "_BLOCK_BYTES", 1)
         assert torch.equal(convolution.conv_transpose2d(x, 3, weight, *args), whole)
+        assert torch.equal(convolution.conv_transpose2d(x, points, weight, *args), each)
 
     def test_depth_beyond_int32_is_refused(self) -> None:
         weight = torch.zeros((integer.MAX_DEPTH // 4 + 1, 1, 2, 2), dtype=torch.int8)

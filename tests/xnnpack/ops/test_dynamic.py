@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -173,12 +175,24 @@ def by_image(x: Tensor) -> tuple[Tensor, Tensor]:
     return (quantized.double() - zp).view(x.shape), scale.double().view(-1, 1, 1, 1)
 
 
-def by_pixel(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The same with a range per pixel, scales ``(N, 1, H, W)``."""
-    pixels = x.permute(0, 2, 3, 1)
-    quantized, scale, zp = dynamic.quantize_rows(pixels.flatten(0, 2))
-    shifted = (quantized.double() - zp).view(pixels.shape).permute(0, 3, 1, 2)
-    return shifted, scale.double().view(x.shape[0], 1, *x.shape[2:])
+def scaled(
+    function: Callable[..., Tensor],
+    x: Tensor,
+    weight: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    geometry: Sequence[Any],
+) -> tuple[Tensor, Tensor]:
+    """What ``function`` makes of images that are quantized one by one, and the sum of magnitudes."""
+    shifted, scale = by_image(x)
+    unit = scale * w_scale.double().view(-1, 1, 1)
+    exact = function(shifted, weight.double(), None, *geometry) * unit
+    added = torch.zeros(1, 1, 1) if bias is None else bias.double().view(-1, 1, 1)
+    return exact + added, exact.abs() + added.abs()
+
+
+# Images of different ranges have different scales and zero points.
+RANGES = torch.tensor([1.0, 0.01, -30.0]).view(3, 1, 1, 1)
 
 
 class TestConvolution:
@@ -201,40 +215,18 @@ class TestConvolution:
         clamp: tuple[float, float],
     ) -> None:
         groups, channels = grouping
-        x, seed = sample(case, 3, 4, 7, 8), case[0]
-        # Images of different ranges have different scales and zero points.
-        x = x * torch.tensor([1.0, 0.01, -30.0]).view(3, 1, 1, 1)
+        x, seed = sample(case, 3, 4, 7, 8) * RANGES, case[0]
         weight = weights(seed, channels, 4 // groups, kernel, kernel)
         w_scale = normal(seed, 1 if shared else channels).abs() * 0.02 + 1e-5
         bias = normal(seed + 3, channels) * case[1] if with_bias else None
         geometry = (stride, padding, dilation, groups)
-        pointwise = (kernel, stride, padding, groups) == (1, 1, 0, 1)
-        shifted, scale = by_pixel(x) if pointwise else by_image(x)
-        unit = scale * w_scale.double().view(-1, 1, 1)
-        exact = functional.conv2d(shifted, weight.double(), None, *geometry) * unit
-        size = exact.abs()
-        if bias is not None:
-            exact, size = (
-                exact + bias.double().view(-1, 1, 1),
-                size + bias.double().abs().view(-1, 1, 1),
-            )
+        exact, size = scaled(functional.conv2d, x, weight, w_scale, bias, geometry)
         lists = ([stride], [padding], [dilation], groups)
         actual = KERNELS.conv2d_dynamic(x, weight, w_scale, bias, *lists, *clamp)
         assert_close(actual, exact.clamp(*clamp), size)
         channels_last = x.to(memory_format=torch.channels_last)
         again = KERNELS.conv2d_dynamic(channels_last, weight, w_scale, bias, *lists, *clamp)
         assert torch.equal(again, actual)
-
-    @pytest.mark.parametrize("bias", [None, torch.tensor([1.0, -2.0, 3.0])])
-    def test_pointwise_is_a_linear_over_the_channels(self, bias: Tensor | None) -> None:
-        x, weight, w_scale = normal(0, 2, 4, 5, 3), weights(0, 3, 4, 1, 1), torch.full((3,), 0.01)
-        constants = (w_scale, bias)
-        geometry = ([1, 1], [0], [2], 1)
-        actual = KERNELS.conv2d_dynamic(x, weight, *constants, *geometry, 0.0, 1.0)
-        pixels = x.permute(0, 2, 3, 1)
-        expected = KERNELS.linear_dynamic(pixels, weight.flatten(1), *constants, 0.0, 1.0)
-        assert actual.is_contiguous()
-        assert torch.equal(actual, expected.permute(0, 3, 1, 2))
 
     def test_an_empty_batch(self) -> None:
         args = ([1], [1], [1], 1, *FREE)
@@ -253,3 +245,85 @@ class TestConvolution:
             KERNELS.conv2d_dynamic(x[0], weight, torch.ones(2), None, *args)
         with pytest.raises(TypeError, match="takes int8 for `weight`"):
             KERNELS.conv2d_dynamic(x, weight.float(), torch.ones(2), None, *args)
+
+
+class TestTransposed:
+    @examples
+    @given(
+        inputs(), st.tuples(*[st.integers(1, 3)] * 2), st.tuples(*[st.integers(0, 1)] * 2),
+        st.tuples(*[st.integers(1, 2)] * 2), st.sampled_from([(1, 3), (4, 4), (2, 6)]),
+        st.tuples(*[st.integers(1, 3)] * 2), st.booleans(), st.booleans(),
+        st.sampled_from([FREE, (0.0, 6.0)]),
+    )  # fmt: skip
+    def test_is_the_scaled_integer_sum(
+        self,
+        case: tuple[int, float, float],
+        stride: tuple[int, int],
+        padding: tuple[int, int],
+        dilation: tuple[int, int],
+        grouping: tuple[int, int],
+        kernel: tuple[int, int],
+        with_bias: bool,
+        shared: bool,
+        clamp: tuple[float, float],
+    ) -> None:
+        groups, channels = grouping
+        x, seed = sample(case, 3, 4, 5, 4) * RANGES, case[0]
+        weight = weights(seed, 4, channels // groups, *kernel)
+        w_scale = normal(seed, 1 if shared or groups > 1 else channels).abs() * 0.02 + 1e-5
+        bias = normal(seed + 3, channels) * case[1] if with_bias else None
+        extra = [step - 1 for step in stride]
+        geometry = (list(stride), list(padding), extra, groups, list(dilation))
+        transposed = functional.conv_transpose2d
+        exact, size = scaled(transposed, x, weight, w_scale, bias, geometry)
+        actual = KERNELS.conv_transpose2d_dynamic(x, weight, w_scale, bias, *geometry, *clamp)
+        assert_close(actual, exact.clamp(*clamp), size)
+        channels_last = x.to(memory_format=torch.channels_last)
+        args = (weight, w_scale, bias, *geometry, *clamp)
+        assert torch.equal(KERNELS.conv_transpose2d_dynamic(channels_last, *args), actual)
+
+    def test_one_number_stands_for_both_axes(self) -> None:
+        x, weight = normal(0, 2, 4, 5, 3), weights(0, 4, 3, 3, 3)
+        args = (x, weight, torch.full((3,), 0.01), None)
+        short = KERNELS.conv_transpose2d_dynamic(*args, [3], [1], [2], 1, [2], *FREE)
+        both = ([3, 3], [1, 1], [2, 2], 1, [2, 2])
+        assert torch.equal(short, KERNELS.conv_transpose2d_dynamic(*args, *both, *FREE))
+
+    def test_an_empty_batch(self) -> None:
+        x, weight = torch.zeros(0, 4, 5, 5), weights(0, 4, 2, 3, 3)
+        args = (weight, torch.ones(2), torch.ones(2), [2], [1], [1], 1, [1], *FREE)
+        assert KERNELS.conv_transpose2d_dynamic(x, *args).shape == (0, 2, 10, 10)
+
+    def test_what_does_not_fit_is_named(self) -> None:
+        run, args = KERNELS.conv_transpose2d_dynamic, ([1], [1], [0], 1, [1], *FREE)
+        x, weight = normal(0, 1, 4, 5, 5), weights(0, 4, 2, 3, 3)
+        with pytest.raises(ValueError, match=r"2d_dynamic: weight .* scales are \(1,\) or \(2,\)"):
+            run(x, weight, torch.ones(4), None, *args)
+        with pytest.raises(ValueError, match=r"input \(1, 3, 5, 5\) .* for 4 channels"):
+            run(x[:, :3], weight, torch.ones(2), None, *args)
+        with pytest.raises(ValueError, match="no batch of images"):
+            run(x[0], weight, torch.ones(2), None, *args)
+        with pytest.raises(ValueError, match=r"output_padding .* is not below stride"):
+            run(x, weight, torch.ones(2), None, [1], [1], [1], 1, [1], *FREE)
+        with pytest.raises(ValueError, match="nothing is left"):
+            run(x, weight, torch.ones(2), None, [1], [4], [0], 1, [1], *FREE)
+        with pytest.raises(ValueError, match="with groups, all channels share one scale"):
+            run(x, weight, torch.ones(4), None, [1], [1], [0], 2, [1], *FREE)
+        with pytest.raises(TypeError, match="takes int8 for `weight`"):
+            run(x, weight.float(), torch.ones(2), None, *args)
+
+
+class TestNarrowRows:
+    """Rows whose range is below 255 steps of torch's least scale, 2**-23."""
+
+    def test_keep_their_precision_where_the_operators_of_the_graph_lose_it(self) -> None:
+        x = normal(0, 2, 64) * torch.tensor([[1e-8], [1e-4]])
+        quantized, scale, zp = dynamic.quantize_rows(x)
+        ours = (quantized.double() - zp) * scale
+        scales, points = QD.choose_qparams_per_token_asymmetric.default(x, torch.int8)
+        args = (scales, points, -128, 127, torch.int8)
+        integers = QD.quantize_per_token.default(x, *args)
+        theirs = QD.dequantize_per_token.default(integers, *args, torch.float32)
+        assert scales.flatten()[0] == 2.0**-23 > 100 * scale.flatten()[0]
+        assert (ours - x).norm(dim=1).less(0.01 * x.norm(dim=1)).all()
+        assert (theirs - x).norm(dim=1).less(0.01 * x.norm(dim=1)).tolist() == [False, True]

@@ -34,6 +34,7 @@ class AllKernels(torch.nn.Module):
             "spread": (8, 8, 3),
             "head": (5, 8),
             "mixed": (8, 8, 3, 3),
+            "mixed_up": (8, 8, 2, 2),
             "rows": (6, 8),
         }
         for seed, (name, shape) in enumerate(shapes.items()):
@@ -70,15 +71,17 @@ class AllKernels(torch.nn.Module):
     def floats(self, y: Tensor, flat: Tensor) -> tuple[Tensor, ...]:
         image, row = (y.to(torch.float32) - 2) * 0.1, (flat.to(torch.float32) - 2) * 0.1
         constants = (self.mixed, self.scale, self.bias)
+        upwards = (self.mixed_up, *constants[1:], [2], [0], [1], 1, [1])
         return (
             KERNELS.conv2d_dynamic(image, *constants, *GEOMETRY, 1, -math.inf, math.inf),
+            KERNELS.conv_transpose2d_dynamic(image, *upwards, 0.0, math.inf),
             KERNELS.linear_dynamic(row, self.rows, self.groups, None, 0.0, math.inf),
             KERNELS.linear_weight_only(row, self.rows, self.groups, None),
         )
 
 
 def assert_same(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
-    assert len(actual) == len(expected) == 4
+    assert len(actual) == len(expected) == 5
     for got, wanted in zip(actual, expected, strict=True):
         assert got.dtype == wanted.dtype
         assert torch.equal(got, wanted)
@@ -118,7 +121,7 @@ def test_compile_with_dynamic_shapes() -> None:
 
 def test_an_empty_batch() -> None:
     shapes = [tuple(part.shape) for part in AllKernels()(int8(0, 0, 4, 9, 9))]
-    assert shapes == [(0, 5), (0, 8, 8, 8), (0, 6), (0, 6)]
+    assert shapes == [(0, 5), (0, 8, 8, 8), (0, 8, 17, 17), (0, 6), (0, 6)]
 
 
 @pytest.mark.parametrize("name", list(ops.SCHEMAS))

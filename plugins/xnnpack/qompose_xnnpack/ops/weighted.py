@@ -183,8 +183,8 @@ def spread_shape(
 ) -> Sequence[int]:
     """Return ``(N, O, ...)`` of a transposed convolution.
 
-    Raises ``ValueError`` if input, weight and its scales do not fit, or if a padding of the output is
-    not below the stride or dilation of its axis.
+    Raises ``ValueError`` if input, weight and its scales do not fit, if a padding of the output is
+    not below the stride or dilation of its axis, or if nothing is left of the output.
     """
     if x.dim() != weight.dim() or x.shape[1] != weight.shape[0]:
         why = f"the weight is for {weight.shape[0]} channels"
@@ -199,6 +199,8 @@ def spread_shape(
         raise misfit(why, input=x, weight=weight)
     axes = zip(x.shape[2:], weight.shape[2:], stride, padding, extra, gaps, strict=True)
     lengths = [convolution.transposed_length(*axis) for axis in axes]
+    if any(length < 1 for length in lengths):
+        raise misfit(f"nothing is left after a padding of {padding}", input=x, weight=weight)
     return (x.shape[0], weight.shape[1] * groups, *lengths)
 
 
