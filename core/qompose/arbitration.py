@@ -43,10 +43,10 @@ def is_loss(rejection: Rejection) -> bool:
 def most_telling(rejections: Iterable[Rejection]) -> list[Rejection]:
     """Leave out what a member's rules refuse at once where another of them got further with the same nodes.
 
-    What that one waited for, or lost, is what is missing there. What rules for other kinds of
-    configurations say comes last.
+    What that one waited for, or lost, is what is missing there. What rules for other configurations say
+    comes last.
     """
-    listed = sorted(rejections, key=lambda rejection: rejection.other_mode)
+    listed = sorted(rejections, key=lambda rejection: rejection.distance)
     further = {(r.owner, r.nodes) for r in listed if _was_admissible(r)}
     return [r for r in listed if _was_admissible(r) or (r.owner, r.nodes) not in further]
 

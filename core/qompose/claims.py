@@ -124,14 +124,15 @@ class Claim:
 class Rejection:
     """A match that could not become a claim, and why.
 
-    `other_mode` says that the rule is for another kind of configuration: what others say tells more.
+    `distance` is 0 where the rule takes the configuration, 1 where it does not, 2 where it takes none of
+    that mode: what nearer rules say tells more.
     """
 
     owner: str
     rule: str
     nodes: tuple[str, ...]
     reason: str
-    other_mode: bool = False
+    distance: int = 0
 
 
 @dataclass(frozen=True)

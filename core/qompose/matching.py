@@ -109,12 +109,18 @@ def _propose_match(
     else:
         reason = f"{selection.selector} leaves it out" if selection.selector else _UNSELECTED
     if reason is not None:
-        config = selection.config
-        other = config is not None and rule.mode_for(config) not in rule.modes
-        proposal.rejections.append(Rejection(owner, rule.name, names, reason, other))
+        distance = _distance(rule, selection.config)
+        proposal.rejections.append(Rejection(owner, rule.name, names, reason, distance))
         return
     assert selection.config is not None
     proposal.claims.append(_claim(owner, rule, match, anchor, selection, selection.config))
+
+
+def _distance(rule: Rule, config: QuantizationConfig | None) -> int:
+    """Return how far a rule is from following a configuration; see `Rejection`."""
+    if config is None or rule.objection(config) is None:
+        return 0
+    return 1 if rule.mode_for(config) in rule.modes else 2
 
 
 def _objection(rule: Rule, match: Match, selection: Selection, selectors: Assignment) -> str | None:

@@ -10,6 +10,8 @@ from qompose import NotLowerable, Region
 from torch import Tensor
 from torch.fx import Node
 
+from qompose_xnnpack.executorch_api import quiet
+
 aten = torch.ops.aten
 
 
@@ -95,7 +97,8 @@ def mixed_linear(region: Region) -> Node:
 
 def _operator() -> Any:
     """Return the operator. ExecuTorch (1.5.1) defines it without a function that gives its shapes."""
-    import executorch.exir  # noqa: F401
+    with quiet():
+        import executorch.exir  # noqa: F401
 
     operator = torch.ops.quantized_decomposed.mixed_linear.default
     name = "quantized_decomposed::mixed_linear"

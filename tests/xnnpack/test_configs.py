@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The configurations of XNNPACK: what they ask for, what excludes what, and how they mix."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import qompose
+import torch
+from qompose import ConfigError
+from qompose_xnnpack import XNNPACKQuantizer, get_symmetric_quantization_config
+from torch import Tensor, nn
+
+CONFIG = get_symmetric_quantization_config
+
+
+def sqnr(reference: Tensor, actual: Tensor) -> float:
+    noise = (reference - actual).norm()
+    return float(20 * torch.log10(reference.norm() / noise).detach())
+
+
+class TestNames:
+    @pytest.mark.parametrize(
+        ("options", "name"),
+        [
+            ({}, "static per-tensor"),
+            ({"is_per_channel": True}, "static per-channel"),
+            ({"is_per_channel": True, "is_dynamic": True}, "dynamic per-channel"),
+            ({"is_dynamic": True, "group_size": 64}, "dynamic int4 groups of 64"),
+            ({"weight_only": True}, "weight-only per-tensor"),
+            ({"weight_only": True, "group_size": 32}, "weight-only int4 groups of 32"),
+            (
+                {"is_per_channel": True, "weight_qmin": -8, "weight_qmax": 7},
+                "static int4 per-channel",
+            ),
+            ({"range": "minmax", "balance": False},
+             "static per-tensor, range minmax, balance False"),
+            ({"act_qmin": -127}, "static per-tensor, activations [-127, 127]"),
+            ({"weight_qmin": -63, "weight_qmax": 63}, "static per-tensor, weights [-63, 63]"),
+        ],
+    )  # fmt: skip
+    def test_say_what_was_asked(self, options: dict[str, Any], name: str) -> None:
+        assert str(CONFIG(**options)) == name
+
+    def test_those_of_the_backend_are_made_by_the_function(self) -> None:
+        configs = qompose.load_backend("xnnpack").configs
+        assert all(str(config) == name for name, config in configs.items())
+        assert configs["dynamic per-channel"] == CONFIG(True, is_dynamic=True)
+        assert {config.mode for config in configs.values()} == {"static", "dynamic", "weight-only"}
+
+    def test_positions_are_those_of_executorch(self) -> None:
+        assert CONFIG(True, False, True, -128, 127, -127, 127) == CONFIG(True, is_dynamic=True)
+
+    def test_all_of_them_are_data(self) -> None:
+        for config in qompose.load_backend("xnnpack").configs.values():
+            assert qompose.config_from_json(qompose.config_to_json(config)) == config
+
+
+class TestWhatExcludesWhat:
+    @pytest.mark.parametrize(
+        ("options", "reason"),
+        [
+            ({"is_qat": True}, "no quantization-aware training yet"),
+            ({"weight_only": True, "is_dynamic": True}, "leaves activations in float"),
+            ({"group_size": 32}, "needs is_dynamic=True or weight_only=True"),
+            ({"group_size": 48, "is_dynamic": True}, "sizes that XNNPACK packs are 32, 64, 128, 256"),
+        ],
+    )  # fmt: skip
+    def test_when_it_is_made(self, options: dict[str, Any], reason: str) -> None:
+        with pytest.raises(ConfigError, match=reason):
+            CONFIG(**options)
+
+    @pytest.mark.parametrize(
+        ("options", "reason"),
+        [
+            ({"act_qmin": -64, "act_qmax": 63}, r"range \[-64, 63\], and the kernel takes \(-128, 127\)"),
+            ({"is_dynamic": True}, "is torch.per_tensor_symmetric, and the kernel takes"),
+            ({"is_dynamic": True, "group_size": 32, "weight_qmin": -7}, r"takes \(-8, 7\)"),
+            ({"weight_qmin": -128}, "quant_min=-128, below the bound -127"),
+        ],
+    )  # fmt: skip
+    def test_when_it_is_set(self, options: dict[str, Any], reason: str) -> None:
+        with pytest.raises(ConfigError, match=reason):
+            XNNPACKQuantizer().set_global(CONFIG(**options))
+
+
+class Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU6())
+        self.tokens = nn.Linear(8, 64)
+        self.wide = nn.Linear(64, 96)
+        self.narrow = nn.Linear(96, 64)
+        self.head = nn.Linear(64, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.tokens(self.conv(x).flatten(2).transpose(1, 2))
+        x = x + self.narrow(nn.functional.gelu(self.wide(x)))
+        return self.head(x)
+
+
+@pytest.fixture(scope="module")
+def mixed() -> tuple[nn.Module, torch.fx.GraphModule, Tensor]:
+    torch.manual_seed(0)
+    model, x = Mixed().eval(), torch.randn(2, 3, 8, 8)
+    quantizer = (
+        XNNPACKQuantizer()
+        .set_global(CONFIG(True))
+        .set_module_name("wide", CONFIG(True, is_dynamic=True))
+        .set_module_name("narrow", CONFIG(is_dynamic=True, group_size=32))
+        .set_module_name("head", CONFIG(True, weight_only=True))
+    )
+    prepared = qompose.prepare_pt2e(torch.export.export(model, (x,)), quantizer)
+    qompose.calibrate(prepared, [(torch.randn(2, 3, 8, 8),) for _ in range(4)] + [(x,)])
+    return model, qompose.convert_pt2e(prepared), x
+
+
+RULES = {
+    "tokens": "linear", "wide": "linear_dynamic", "narrow": "linear_dynamic_groups",
+    "head": "linear_weight_only", "conv.0": "conv2d_hardtanh",
+}  # fmt: skip
+
+
+class TestMixed:
+    @pytest.mark.parametrize("target", ["torch", "executorch"])
+    def test_each_module_has_its_kernel(self, mixed: Any, target: str) -> None:
+        if target == "executorch":
+            pytest.importorskip("executorch")
+        model, converted, x = mixed
+        lowered = qompose.lower(converted, target=target)
+        rows = [row for row in qompose.report(lowered).rows if row.macs]
+        assert {row.module: row.rule for row in rows} == RULES
+        assert Counter(row.state for row in rows) == {
+            "int8 kernel": 4, "float kernel on integers": 1
+        }  # fmt: skip
+        y = lowered(x) if target == "torch" else lowered.run(x)
+        assert sqnr(converted(x), y) > 40
+        assert sqnr(model(x), y) > 15
+
+    def test_what_does_not_divide_stays_float_and_is_named(self) -> None:
+        model = nn.Sequential(nn.Linear(64, 40), nn.Linear(40, 8)).eval()
+        x = torch.randn(3, 64)
+        quantizer = XNNPACKQuantizer().set_global(CONFIG(is_dynamic=True, group_size=32))
+        prepared = qompose.prepare_pt2e(torch.export.export(model, (x,)), quantizer)
+        prepared(x)
+        first, second = qompose.report(qompose.lower(qompose.convert_pt2e(prepared))).rows
+        assert first.state == "int8 kernel"
+        assert "blocks of (32,) do not divide a tensor of shape (8, 40)" in second.reason
