@@ -338,17 +338,34 @@ def _configurations(rows: Sequence[Capability]) -> Table:
     return Table(("configuration", "mode", "activation", "weight", "output"), cells)
 
 
+def _in_modes(configs: Iterable[str], modes: Mapping[str, Iterable[str]]) -> Iterator[str]:
+    """Yield the names of configurations; where those of a mode are all there, and several, that once."""
+    left = dict.fromkeys(configs)
+    for mode, known in modes.items():
+        of_mode = dict.fromkeys(known)
+        if len(of_mode) > 1 and of_mode.keys() <= left.keys():
+            yield f"all {mode}"
+            left = {name: None for name in left if name not in of_mode}
+    yield from left
+
+
 def _patterns(rows: Sequence[Capability]) -> Table:
     """Return a row for each pattern; the configurations are named where not all of them apply."""
     by_pattern: dict[str, list[Capability]] = {}
     for row in rows:
         by_pattern.setdefault(row.pattern, []).append(row)
-    every = tuple(dict.fromkeys(row.config for row in rows))
+    modes: dict[str, list[str]] = {}
+    for row in rows:
+        modes.setdefault(row.mode, []).append(row.config)
     targets = tuple(dict.fromkeys(target for row in rows for target in row.targets))
 
     def cells(found: list[Capability]) -> tuple[str, ...]:
-        configs, kernels = tuple(row.config for row in found), dict(found[0].kernels)
-        named = "all" if configs == every else ", ".join(configs)
+        configs, kernels = dict.fromkeys(row.config for row in found), dict(found[0].kernels)
+        named = (
+            "all"
+            if configs.keys() == {r.config for r in rows}
+            else ", ".join(_in_modes(configs, modes))
+        )
         return (found[0].drawing, named, *(kernels.get(target, "") for target in targets))
 
     header = ("pattern", "configurations", *(f"kernel on {target}" for target in targets))

@@ -31,6 +31,9 @@ aten = torch.ops.aten
 DELEGATE = Kernel("XNNPACK delegate")
 """On ExecuTorch a region stays as it is: the partitioner recognises it between its Q/DQ operators."""
 
+CLAMP = Kernel("clamp on integers", clamp)
+UNMOVED = Kernel("no operator", unmoved)
+
 _OUTPUT_CHANNELS_SECOND = {"weight": {"ch_axis": 1}}
 _BY_IMAGE = {"activation": {"block_size": (-1, -1, -1)}}
 
@@ -48,7 +51,7 @@ def _weighted(operator: str, *, activation: str | None, padded: bool = False) ->
     """Return the rule of a static linear or convolution, fused with what stands around it."""
     transposed = "transpose" in operator
     extra = [guards.zeros_around_image] if padded else []
-    extra += [guards.ungrouped] if transposed else []
+    extra += [guards.ungrouped, guards.padding_below_stride] if transposed else []
     around = ("pad",) * padded, (activation,) if activation else ()
     # A transposed weight has its channels the other way round; bounds would have to grow with channels.
     plain = not transposed and activation != "hardtanh"
@@ -78,7 +81,7 @@ def _grouped_transposed(operator: str, activation: str | None) -> Rule:
         weight="weight",
         bias="bias",
         accepts=static(PER_TENSOR),
-        guard=both(guards.shallow, _ranked(operator), guards.grouped),
+        guard=both(guards.shallow, _ranked(operator), guards.grouped, guards.padding_below_stride),
         kernels=_kernels(Weighted(operator), operator),
     )
 
@@ -184,15 +187,14 @@ def _pairwise(operator: str) -> Rule:
 def _shared(
     name: str,
     *patterns: OperatorPattern,
-    emit: Callable[[Region], Node] = on_integers,
+    kernel: Kernel | None = None,
     guard: Guard = guards.float32,
     activation: str = "self",
     condition: str = "all",
     delegated: Kernel = DELEGATE,
     drawing: str = "",
 ) -> Rule:
-    """Return a rule for an operator whose output has the scale of its input."""
-    kernel = name if emit is not on_integers else f"{name} on integers"
+    """Return a rule for an operator whose output has the scale of its input; see `_moved` for `kernel`."""
     return Rule(
         name=name,
         drawing=drawing,
@@ -202,8 +204,12 @@ def _shared(
         condition=condition,
         accepts=static(),
         guard=guard,
-        kernels={**_kernels(emit, kernel), "executorch": delegated},
+        kernels={"torch": kernel or _on_integers(name), "executorch": delegated},
     )
+
+
+def _on_integers(name: str) -> Kernel:
+    return Kernel(f"{name} on integers", on_integers)
 
 
 def _averaged(
@@ -239,7 +245,7 @@ def _moved(
         delegated: raises `NotLowerable` where XNNPACK does not take the operator, and may write it in the
             form in which it does; None: it never does. What it does not take moves integers elsewhere.
     """
-    kernel = Kernel(f"{name} on integers", on_integers)
+    kernel = _on_integers(name)
     if delegated is not None:
         kernel = Kernel(DELEGATE.name, delegated, otherwise=kernel)
     return _shared(name, *patterns, delegated=kernel, **facts)
@@ -282,8 +288,14 @@ RULES: tuple[Rule, ...] = (
     *_fusions(),
     _dynamic("linear", PER_CHANNEL),
     _dynamic("linear", GROUPS, name="linear_dynamic_groups"),
-    _dynamic("conv2d", PER_CHANNEL, guards.not_depthwise),
-    _dynamic("conv_transpose2d", _across(PER_CHANNEL), guards.ungrouped),
+    _dynamic("conv2d", PER_CHANNEL, guards.not_depthwise, guards.not_pointwise),
+    _dynamic(
+        "conv_transpose2d",
+        _across(PER_CHANNEL),
+        guards.ungrouped,
+        guards.not_depthwise,
+        guards.padding_below_stride,
+    ),
     _WEIGHT_ONLY,
     _pairwise_relu("add"),
     *map(_pairwise, PAIRWISE),
@@ -313,10 +325,10 @@ RULES: tuple[Rule, ...] = (
         "max_pool2d",
         _one(aten.max_pool2d.default, [3, 3], [2, 2], [1, 1]),
         guard=guards.window,
-        emit=Reduction("max_pool2d", _MAXIMUM),
+        kernel=Kernel("qompose_xnnpack.max_pool2d", Reduction("max_pool2d", _MAXIMUM)),
     ),
-    _shared("relu", OperatorPattern((aten.relu.default, aten.relu_.default)), emit=clamp),
-    _shared("clamp", *_CLAMPS, emit=clamp, drawing="hardtanh | relu6 | clamp"),
+    _shared("relu", OperatorPattern((aten.relu.default, aten.relu_.default)), kernel=CLAMP),
+    _shared("clamp", *_CLAMPS, kernel=CLAMP, drawing="hardtanh | relu6 | clamp"),
     _moved(
         "cat",
         OperatorPattern((aten.cat.default,)),
@@ -333,9 +345,9 @@ RULES: tuple[Rule, ...] = (
         _one(aten.contiguous.default),
         _one(aten.detach.default),
         _one(aten.alias.default),
-        emit=unmoved,
+        kernel=UNMOVED,
         drawing="clone | contiguous | detach",
-        delegated=Kernel("no operator", unmoved),
+        delegated=UNMOVED,
     ),
     _shared(
         "dropout",
@@ -344,8 +356,8 @@ RULES: tuple[Rule, ...] = (
         ),
         activation="input",
         guard=both(guards.float32, guards.not_training),
-        emit=unmoved,
-        delegated=Kernel("no operator", unmoved),
+        kernel=UNMOVED,
+        delegated=UNMOVED,
     ),
     _moved("squeeze", _one(aten.squeeze.dim, 2, shape=(1, 2, 1))),
     _moved("unsqueeze", _one(aten.unsqueeze.default, 1)),
