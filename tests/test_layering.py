@@ -34,7 +34,7 @@ LAYERS = tuple(
         specs observers rewrites balancing schemes reference guarding
         configs bounds roles
         claims selectors observing soundness
-        apart patterns
+        apart patterns oversight orphans
         arbitration annotations tying counting rendering places constraints
         selection
         rules
@@ -46,14 +46,15 @@ LAYERS = tuple(
         hosting
         subjects factoring delegation
         survey quantizer estimation ledger scaffolding
+        adding
         interop.process interop.output
-        interop.comparing
+        interop.comparing interop.references
         interop.examples interop.execution
         interop.correspondence
         interop.regions interop.pairing
-        interop.equivalence interop.naming
+        interop.equivalence interop.naming interop.bodies
         interop.splicing interop.settling
-        interop.fence interop.constants interop.marks interop.alignment
+        interop.fence interop.constants interop.marks interop.alignment interop.sizes
         interop.asking
         interop rule_quantizer composition
         transforming

@@ -12,8 +12,9 @@ from qompose.apart import Apart
 from qompose.arbitration import compose_claims
 from qompose.claims import Composition
 from qompose.covering import covered_rewrites, wanted_rewrites
+from qompose.errors import locating
 from qompose.graph import copy_graph_module, refresh
-from qompose.nested import graphs_in
+from qompose.nested import body_labels, graphs_in
 from qompose.plan import TRANSFORM, Rewrite
 from qompose.quantizer import Quantizer, labelled
 from qompose.rewrites import FOLD_BATCH_NORM, Candidate, apply_rewrites, splits
@@ -96,10 +97,13 @@ def _composed(
 ) -> Composition:
     """Compose a program and each of its bodies."""
     result = Composition()
-    for part, shown in zip(graphs_in(model), graphs_in(folded), strict=True):
-        composition = compose_claims(
-            part, labelled(quantizer), quantizer.on_conflict, Apart(shown, called)
-        )
+    bodies = body_labels(model)
+    # All are listed first: members' changes, which are made on the way, may put calls in another order.
+    for part, shown in list(zip(graphs_in(model), graphs_in(folded), strict=True)):
+        with locating(bodies.get(part.graph, "")):
+            composition = compose_claims(
+                part, labelled(quantizer), quantizer.on_conflict, Apart(shown, called)
+            )
         result.chosen += composition.chosen
         result.conflicts += composition.conflicts
         result.rejections += composition.rejections

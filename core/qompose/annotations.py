@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from operator import getitem
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from qompose.claims import (
     PointSpec,
     Proposal,
     Rejection,
+    reasons_of_dependents,
     shared_with,
 )
 from qompose.errors import AnnotationConflictError, ConfigError, UserError, blaming
@@ -238,27 +240,32 @@ def claims_of(owner: str, nodes: Sequence[Node], proposal: Proposal) -> list[Cla
     Raises:
         ConfigError: an edge is annotated on a node that does not read its tensor.
     """
+    regions = [(region, list(_region_specs(owner, region))) for region in _regions(nodes)]
+    reasons = _objections(owner, regions)
     claims = []
-    unsafe = unsafe_values(nodes[0].graph) if nodes else frozenset()
-    for region in _regions(nodes):
-        specs = []
-        known = {n.name: n for node in region for n in (node, *node.all_input_nodes)}
-        dropped = []
-        for spec in _region_specs(owner, region):
-            source = known.get(spec.point.source)
-            if source is None:
-                raise ConfigError(
-                    f"{owner} annotates the edge {spec.point}, and {spec.point.user} does not read it"
-                )
-            reason = _objection(spec.point, source, unsafe)
-            if reason is None:
-                specs.append(spec)
-            else:
-                dropped.append((spec.point, reason))
-        if specs:
-            claims.append(_claim(owner, region, specs))
-        _say_dropped(owner, region, dropped, proposal, claimed=bool(specs))
+    for region, specs in regions:
+        followed = [spec for spec in specs if spec.point not in reasons]
+        dropped = [(spec.point, reasons[spec.point]) for spec in specs if spec.point in reasons]
+        if followed:
+            claims.append(_claim(owner, region, followed))
+        _say_dropped(owner, region, dropped, proposal, claimed=bool(followed))
     return claims
+
+
+def _objections(
+    owner: str, regions: Sequence[tuple[list[Node], list[PointSpec]]]
+) -> dict[Point, str]:
+    """Return why points cannot be quantized; some take their parameters from others that cannot."""
+    unsafe = unsafe_values(regions[0][0][0].graph) if regions else frozenset()
+    reasons: dict[Point, str] = {}
+    for region, specs in regions:
+        known = {n.name: n for node in region for n in (node, *node.all_input_nodes)}
+        for point in (spec.point for spec in specs):
+            if point.source not in known:
+                raise ConfigError(f"{owner} annotates {point}, which {point.user} does not read")
+            if (reason := _objection(point, known[point.source], unsafe)) is not None:
+                reasons[point] = reason
+    return reasons_of_dependents([spec for _, specs in regions for spec in specs], reasons)
 
 
 def _region_specs(owner: str, region: Sequence[Node]) -> Iterator[PointSpec]:
@@ -277,12 +284,10 @@ def _say_dropped(
     *,
     claimed: bool,
 ) -> None:
-    """List what cannot be followed: at the operator, or in notes where no report would show it.
-
-    Reports list operators, and the reason of those alone that nobody claimed.
-    """
+    """List what cannot be followed: at the operator if nobody claims it and reports list it, or in notes."""
+    listed = region[-1].op == "call_function" and region[-1].target is not getitem
     for point, reason in dropped:
-        if region[-1].op == "call_function" and not claimed:
+        if listed and not claimed:
             proposal.rejections.append(Rejection(owner, RULE, (region[-1].name,), reason))
         else:
             idle = region[-1].op != "call_function" and point.user is None

@@ -10,7 +10,7 @@ one of them is chosen; the next member is asked about the program as it is then.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from torch.fx import GraphModule
 
@@ -20,19 +20,19 @@ from qompose.claims import (
     Claim,
     Composition,
     Conflict,
-    Point,
-    PointSpec,
     Proposal,
     Rejection,
+    standing_on,
 )
 from qompose.errors import AnnotationConflictError
 from qompose.graph import copy_graph_module, mark
-from qompose.specs import integers_asked
+from qompose.orphans import orphaned, reanchored
 
 Propose = Callable[[GraphModule, Sequence[Claim], str], Proposal]
 
 _LOSS = "its rule {} lost "
 _WAITED = "its input is not quantized"
+_UNREAD = "it computes nothing, and nothing quantized reads it"
 
 
 def is_loss(rejection: Rejection) -> bool:
@@ -86,7 +86,10 @@ def compose_claims(
         arbiter.result.rejections += [replace(r, owner=label) for r in proposal.rejections]
         arbiter.result.notes += proposal.notes
     arbiter.refuse_what_waits()
+    arbiter.refuse_what_nobody_reads()
+    arbiter.drop_orphans()
     arbiter.result.chosen = reanchored(arbiter.result.chosen, arbiter.lost)
+    arbiter.drop_orphans()  # what was inherited may be derived, too
     return arbiter.result
 
 
@@ -107,9 +110,8 @@ class _Arbiter:
         self.result = Composition()
         self.taken: dict[str, Claim] = {}
         self.replaced: dict[str, Claim] = {}  # operators in whose place a change puts others
-        self.called: Mapping[str, str] | None = (
-            None  # of the member that is heard, where it works apart
-        )
+        self.apart: dict[str, Apart] = {}  # what members saw that work apart
+        self.called: Mapping[str, str] | None = None  # of the member that is heard, if it is one
         self.quantized: dict[str, set[str]] = {}  # value name -> owners for whom it is quantized
         self.waiting: list[Claim] = []
         self.lost: list[Claim] = []
@@ -125,12 +127,11 @@ class _Arbiter:
         Args:
             apart: what a member saw that works apart.
         """
-        self.called = None if apart is None else apart.called
-        nodes = () if apart is None else apart.program.graph.nodes
-        self.shown = frozenset(node.name for node in nodes)
+        self.apart.update((claim.owner, apart) for claim in claims if apart is not None)
+        self._turn_to(apart)
         self.pieces = frozenset(name for change in changes for name in change.pieces)
         idle = []
-        for claim in (_standing_on(claim, changes) for claim in claims):
+        for claim in (standing_on(claim, changes) for claim in claims):
             if claim.nodes[0] in self.values:
                 idle.append(claim)
             elif not claim.needs_quantized:
@@ -139,6 +140,11 @@ class _Arbiter:
             self._decide_idle(claim)
         self.waiting += [claim for claim in claims if claim.needs_quantized]
         self._decide_waiting()
+
+    def _turn_to(self, apart: Apart | None) -> None:
+        self.called = None if apart is None else apart.called
+        nodes = () if apart is None else apart.program.graph.nodes
+        self.shown = frozenset(node.name for node in nodes)
 
     def list_what_is_gone(self, wanted: Sequence[Claim]) -> None:
         """List, of one member's claims on the program before all changes, those whose operators are gone."""
@@ -184,7 +190,7 @@ class _Arbiter:
         """Make the changes that a member's chosen claims stand on, and mark their operators."""
         own = [claim for claim in self.result.chosen if claim.owner == label]
         held = {name for claim in own for name in claim.nodes}
-        needed = [change for change in proposal.changes if not held.isdisjoint(change.pieces)]
+        needed = [change for change in proposal.changes if any(map(change.carries, own))]
         if needed:
             proposal.apply(self.model, needed, {})
             self.position = _positions(self.model)
@@ -298,81 +304,91 @@ class _Arbiter:
                     Rejection(claim.owner, claim.rule, claim.nodes, _WAITED)
                 )
 
+    def refuse_what_nobody_reads(self) -> None:
+        """Let claims fall that only pass integers on, from the last of a chain to its first."""
+        unread = [claim for claim in self.result.chosen if claim.needs_reader]
+        for claim in sorted(unread, key=lambda claim: -self.position[claim.nodes[0]]):
+            read = {s.point.source for c in self.result.chosen for s in c.specs if s.point.user}
+            if claim.output not in read:
+                self.result.chosen.remove(claim)
+                self.lost.append(claim)
+                self.result.rejections.append(
+                    Rejection(claim.owner, claim.rule, claim.nodes, _UNREAD)
+                )
+
+    def drop_orphans(self) -> None:
+        """Drop what is derived from specifications of claims that lost.
+
+        A claim that has nothing left falls, and those that lost to it are decided about again.
+        """
+        reasons = orphaned(self.result.chosen, self.lost)
+        fallen = []
+        for number, claim in enumerate(self.result.chosen if reasons else ()):
+            specs = tuple(spec for spec in claim.specs if spec.point not in reasons)
+            if len(specs) == len(claim.specs):
+                continue
+            self.result.notes += [
+                f"{claim.owner} annotates {spec.point}, which was not followed: {reasons[spec.point]}"
+                for spec in claim.specs
+                if spec.point in reasons
+            ]
+            left = self.result.chosen[number] = replace(claim, specs=specs)
+            self.taken.update({name: left for name, c in self.taken.items() if c is claim})
+            self.replaced.update({name: left for name, c in self.replaced.items() if c is claim})
+            if not specs:
+                fallen.append(left)
+                why = reasons[claim.specs[0].point]
+                refusal = Rejection(claim.owner, claim.rule, claim.nodes, why)
+                self.result.rejections.append(refusal)
+        if fallen:
+            self._release(fallen)
+
+    def _release(self, fallen: Sequence[Claim]) -> None:
+        """Take their places from claims, and decide again about those that lost these."""
+        free = {name for claim in fallen for name in claim.territory}
+        self.result.chosen = [claim for claim in self.result.chosen if claim not in fallen]
+        for places in (self.taken, self.replaced):
+            for name in [name for name, claim in places.items() if claim in fallen]:
+                del places[name]
+        owners = {claim.owner for claim in fallen}
+        self.result.conflicts = [
+            c for c in self.result.conflicts if c.winner not in owners or free.isdisjoint(c.nodes)
+        ]
+        again = self._again(lambda claim: not free.isdisjoint(claim.nodes), self._decide)
+        self._again(lambda c: c.owner in again and c.nodes[0] in self.values, self._decide_idle)
+        self.lost += fallen
+        for claim in fallen:
+            self._turn_to(self.apart.get(claim.owner))
+            for winner in {id(winner): winner for winner in self._winners(claim)}.values():
+                self._record_loss(winner, claim)
+
+    def _again(
+        self, concerned: Callable[[Claim], bool], decide: Callable[[Claim], None]
+    ) -> set[str]:
+        """Decide again about some claims that lost, and return their owners.
+
+        Changes were made where claims stood on them: for what stands on another one it is too late.
+        """
+        self.lost, earlier = [], self.lost
+        owners = set()
+        for claim in earlier:
+            if claim.instead_of or claim.needs_quantized or not concerned(claim):
+                self.lost.append(claim)
+                continue
+            of_claim = claim.owner, claim.rule, claim.nodes
+            self.result.rejections = [
+                r for r in self.result.rejections if (r.owner, r.rule, r.nodes) != of_claim
+            ]
+            self.result.conflicts = [
+                c
+                for c in self.result.conflicts
+                if (c.loser, c.loser_rule) != of_claim[:2] or claim.territory.isdisjoint(c.nodes)
+            ]
+            self._turn_to(self.apart.get(claim.owner))
+            decide(claim)
+            owners.add(claim.owner)
+        return owners
+
 
 def _positions(model: GraphModule) -> dict[str, int]:
     return {node.name: i for i, node in enumerate(model.graph.nodes)}
-
-
-def _standing_on(claim: Claim, changes: Sequence[Change]) -> Claim:
-    """Return the claim with the operators in whose place changes put its own."""
-    needed = [change for change in changes if not set(change.pieces).isdisjoint(claim.nodes)]
-    instead = dict.fromkeys(name for change in needed for name in change.nodes)
-    return replace(claim, instead_of=tuple(instead)) if needed else claim
-
-
-def reanchored(chosen: Sequence[Claim], lost: Sequence[Claim]) -> list[Claim]:
-    """Give claims that shared the parameters of a losing claim's tensor a specification of their own.
-
-    The first point that referred to a lost one takes over what that one had; the others share with it.
-    """
-    specs = _Specs(
-        standing={spec.point: spec for claim in chosen for spec in claim.specs},
-        fallen={spec.point: spec for claim in lost for spec in claim.specs},
-        own={(claim.owner, spec.point): spec for claim in lost for spec in claim.specs},
-    )
-    return [
-        replace(claim, specs=tuple(specs.inherit(claim.owner, spec) for spec in claim.specs))
-        for claim in chosen
-    ]
-
-
-@dataclass
-class _Specs:
-    """What points have, or would have if all claims stood: `own` is by the owner of the claim too."""
-
-    standing: Mapping[Point, PointSpec]
-    fallen: Mapping[Point, PointSpec]
-    own: Mapping[tuple[str, Point], PointSpec]
-    heirs: dict[tuple[str, Point], Point] = field(default_factory=dict)
-
-    def inherit(self, owner: str, spec: PointSpec) -> PointSpec:
-        """Return a specification that leads to what its claim's owner meant."""
-        if not spec.shared or self._stands(owner, spec.references[0]):
-            return spec
-        anchor, visited = spec.references[0], set()
-        fallen = self._fallen(owner, anchor)
-        while fallen and fallen.shared and anchor not in visited:
-            visited.add(anchor)
-            anchor = fallen.references[0]
-            fallen = None if self._stands(owner, anchor) else self._fallen(owner, anchor)
-        if self._stands(owner, anchor):
-            return replace(spec, references=(anchor,))
-        if fallen is None or fallen.shared:
-            return spec  # nobody ever gave it a specification: planning says so
-        heir = self.heirs.setdefault((owner, anchor), spec.point)
-        if heir == spec.point:
-            return replace(spec, spec=fallen.spec, references=fallen.references)
-        return replace(spec, references=(heir,))
-
-    def _fallen(self, owner: str, point: Point) -> PointSpec | None:
-        return self.own.get((owner, point)) or self.fallen.get(point)
-
-    def _stands(self, owner: str, point: Point) -> bool:
-        """Tell whether a point has integers like those that an owner wanted there."""
-        if point not in self.standing:
-            return False
-        given = self._end(point, self.standing.get)
-        wanted = self._end(point, lambda place: self.own.get((owner, place)))
-        if given is None or wanted is None:
-            return True
-        return integers_asked(given.spec) == integers_asked(wanted.spec)
-
-    def _end(self, point: Point, at: Callable[[Point], PointSpec | None]) -> PointSpec | None:
-        """Follow shared specifications to one that is not, None where there is none."""
-        visited: set[Point] = set()
-        spec = at(point)
-        while spec is not None and spec.shared:
-            visited.add(point)
-            point = spec.references[0]
-            spec = None if point in visited else at(point)
-        return spec

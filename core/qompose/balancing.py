@@ -32,7 +32,7 @@ from qompose.numerics import along, fake_quantize
 INPUT, OUTPUT = "input", "output"
 
 _WORTHWHILE = 0.8
-_FEWEST_ROWS = 32
+_FEWEST_ROWS, _PLENTY = 32, 4
 _EXPONENTS = (0.25, 0.5, 0.75, 1.0)
 _LARGEST_FACTOR = 2.0**8
 _POWER = 3.0
@@ -55,18 +55,29 @@ class Balance:
 
 @dataclass(frozen=True)
 class Channels:
-    """What is known of a tensor: the exact range of each channel, `(C,)`, and some rows, `(N, C)`."""
+    """What is known of a tensor: each channel's exact range, `(C,)`, over all `rows`; some rows, `(N, C)`."""
 
     low: Tensor
     high: Tensor
     sample: Tensor
+    rows: int
 
-    def halves(self) -> tuple[Channels, ...]:
-        """Return what is known from either half of the rows alone, nothing where they are too few to tell."""
+    def trials(self) -> tuple[tuple[Channels, Channels], ...]:
+        """Return pairs of what factors are made from and the rows that they are measured on.
+
+        Where the sample is a small part of all rows, the ranges hardly depend on it. Else each half is
+        held back once; of a few rows nothing can be told.
+        """
+        if self.rows >= _PLENTY * len(self.sample):
+            return ((self, self),)
+        if len(self.sample) < _FEWEST_ROWS:
+            return ()
         middle = len(self.sample) // 2
-        enough = len(self.sample) >= _FEWEST_ROWS
-        parts = (self.sample[:middle], self.sample[middle:]) if enough else ()
-        return tuple(Channels(part.amin(0), part.amax(0), part) for part in parts)
+        first, second = (
+            Channels(part.amin(0), part.amax(0), part, len(part))
+            for part in (self.sample[:middle], self.sample[middle:])
+        )
+        return (first, second), (second, first)
 
     @property
     def largest(self) -> Tensor:
@@ -162,20 +173,16 @@ def _best(
     qparams: tuple[Tensor, Tensor],
     error: Callable[[Tensor, Tensor, Tensor, Tensor], float],
 ) -> Factors | None:
-    """Return the factors by those of `sizes` that have the least error on rows they are not made from.
-
-    Each half of the sample is held back once.
-    """
-    halves = channels.halves()
+    """Return the factors by those of `sizes` that have the least error on rows they are not made from."""
+    trials = channels.trials()
 
     def chosen(seen: Channels, factors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return factors, *scheme.choose(*_divided_range(seen, factors, scheme, qparams))
 
     def held_back_error(factors_of: Callable[[Channels], Tensor]) -> float:
-        pairs = (halves, halves[::-1])
-        return sum(error(held.sample, *chosen(seen, factors_of(seen))) for seen, held in pairs)
+        return sum(error(held.sample, *chosen(seen, factors_of(seen))) for seen, held in trials)
 
-    if not halves:
+    if not trials:
         return None
     before, gains = held_back_error(lambda seen: torch.ones_like(seen.low)), list[float]()
     for size in sizes:

@@ -39,6 +39,7 @@ class Capability:
         shares: inputs and output have one scale and zero point.
         condition: when the rule applies, as in `Rule`.
         guarded: the rule has a guard: it also looks at each operator.
+        carries: it applies only where something quantized reads its output.
     """
 
     backend: str
@@ -58,6 +59,7 @@ class Capability:
     shares: bool = False
     condition: str = ""
     guarded: bool = False
+    carries: bool = False
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -70,6 +72,7 @@ class Capability:
         found = [f"{role}: {constraint.describe()}" for role, constraint in self.constraints]
         found += ["output has the scale of the inputs"] if self.shares else []
         found += [_CONDITIONS.get(self.condition, self.condition)] if self.condition else []
+        found += ["only where something quantized reads its output"] if self.carries else []
         return tuple(found)
 
     def to_dict(self) -> dict[str, Any]:
@@ -118,6 +121,7 @@ _FIELDS: dict[str, Codec] = {
     "shares": BOOLEAN,
     "condition": TEXT,
     "guarded": BOOLEAN,
+    "carries": BOOLEAN,
 }
 _ROW = record(Capability, _FIELDS, defaults=True)
 
@@ -143,6 +147,7 @@ def row_of(backend: str, rule: Rule, name: str, config: QuantizationConfig) -> C
         shares=rule.shares,
         condition=rule.condition or "",
         guarded=rule.guard is not None,
+        carries=rule.carries,
     )
 
 

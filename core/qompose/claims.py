@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -61,6 +62,26 @@ def shared_with(point: Point, other: Point, *, implicit: bool = True) -> PointSp
     return PointSpec(point, SharedQuantizationSpec(other), (other,), implicit)  # type: ignore[arg-type]
 
 
+def reasons_of_dependents(
+    specs: Iterable[PointSpec], reasons: Mapping[Point, str]
+) -> dict[Point, str]:
+    """Return why points cannot be quantized, with those whose parameters are taken from such points."""
+    found = dict(reasons)
+    dependents: dict[Point, list[PointSpec]] = defaultdict(list)
+    for spec in specs:
+        for reference in spec.references:
+            dependents[reference].append(spec)
+    waiting = list(found)
+    while waiting:
+        reference = waiting.pop(0)
+        for spec in dependents[reference]:
+            if spec.point not in found:
+                how = "shares the parameters of" if spec.shared else "is derived from"
+                found[spec.point] = f"it {how} {reference}, and {found[reference]}"
+                waiting.append(spec.point)
+    return found
+
+
 @dataclass(frozen=True)
 class Operand:
     """Where a region reads a captured tensor: the argument of `user` at `position`.
@@ -71,6 +92,15 @@ class Operand:
     role: str
     user: str
     position: tuple[int | str, ...]
+
+
+@dataclass(frozen=True)
+class AddedBias:
+    """A bias that a kernel adds as an integer: its name, and the edges whose scales make up its step."""
+
+    name: str
+    input: Point
+    weight: Point
 
 
 @dataclass(frozen=True)
@@ -89,9 +119,11 @@ class Claim:
 
     `nodes` are the operators of the region in graph order, `output` the one whose value leaves it.
     `needs_quantized` names producers: the claim stands only where every one of them (`needs_all`), or at
-    least one, gives a tensor that is quantized already. `mode` is "static", "dynamic" or "weight-only".
+    least one, gives a tensor that is quantized already. With `needs_reader` it stands only where another
+    claim reads its output as integers. `mode` is "static", "dynamic" or "weight-only".
     `instead_of` are operators of the program in whose place its nodes stand, where a `Change` made these.
-    `product` is set where the claim's configuration lets its channels be balanced.
+    `product` is set where the claim's configuration lets its channels be balanced, `bias` where its kernel
+    adds a bias as an integer.
     """
 
     owner: str
@@ -107,7 +139,9 @@ class Claim:
     mode: str = "static"
     needs_quantized: tuple[str, ...] = ()
     needs_all: bool = True
+    needs_reader: bool = False
     product: Product | None = None
+    bias: AddedBias | None = None
     instead_of: tuple[str, ...] = ()
 
     @property
@@ -151,10 +185,25 @@ class Change:
     """A place where a quantizer's claims are on a program of its own, and what is different there.
 
     `nodes` are the program's operators that are gone or differ, `pieces` those that stand in their place.
+    `brought` are the values that the program has not got without it: constants, and some of the pieces.
     """
 
     nodes: tuple[str, ...]
     pieces: tuple[str, ...]
+    brought: tuple[str, ...] = field(default=(), compare=False)
+
+    def carries(self, claim: Claim) -> bool:
+        """Tell whether a claim cannot stand without it."""
+        held = {*claim.nodes}
+        read = {spec.point.source for spec in claim.specs}
+        return not (held.isdisjoint(self.pieces) and (held | read).isdisjoint(self.brought))
+
+
+def standing_on(claim: Claim, changes: Iterable[Change]) -> Claim:
+    """Return a claim with the operators in whose place changes put its own."""
+    needed = [change for change in changes if change.carries(claim)]
+    instead = dict.fromkeys(name for change in needed for name in change.nodes)
+    return replace(claim, instead_of=tuple(instead)) if needed else claim
 
 
 Apply = Callable[[GraphModule, Collection[Change], Mapping[str, str]], None]

@@ -14,6 +14,7 @@ from qompose.capabilities import Capabilities
 from qompose.claims import Claim, Proposal
 from qompose.errors import ConfigError, UserError, blaming
 from qompose.hosting import annotate_for_host, name_observers
+from qompose.oversight import overseen
 from qompose.quantizer import Quantizer, labelled
 from qompose.specs import EdgeOrNode, QuantizationSpec
 
@@ -116,7 +117,10 @@ class ComposableQuantizer(Quantizer):
         self, model: GraphModule, edge_or_node_to_obs_or_fq: dict[EdgeOrNode, nn.Module]
     ) -> None:
         for member in self.quantizers:
-            with blaming(f"{member.name}: prepare_obs_or_fq_callback"):
+            with (
+                blaming(f"{member.name}: prepare_obs_or_fq_callback"),
+                overseen(member.name, model, edge_or_node_to_obs_or_fq),
+            ):
                 member.prepare_obs_or_fq_callback(model, edge_or_node_to_obs_or_fq)
         name_observers(edge_or_node_to_obs_or_fq)
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from qompose import decomposed
+from qompose.adding import integer_biases
 from qompose.balancing import INPUT, OUTPUT
 from qompose.counting import CAST_TAG
 from qompose.delegation import Delegate, check_graph, evaluated, is_quantize_affine
@@ -142,6 +143,11 @@ class _Converter:
             self._release(value)
         for graph, names in kinds.items():
             check_graph(graph, names)
+        for node, reader, rounded in integer_biases(self.model, self.plan, self.estimation):
+            with node.graph.inserting_before(node):
+                own = self._buffer(f"{node.target}_rounded", rounded, reader)
+            reader.replace_input_with(node, own)
+            self._release(node)
 
     def _replace(self, node: Node, value: Node, number: int) -> None:
         spec: Any = self.plan.groups[number].spec
@@ -286,7 +292,10 @@ class _Converter:
         choose, arguments = choosing_operator(spec, low, high, eps)
         reader, shaped = _first_user(node), None
         if len(spec.block_size or ()) > 1:  # torch's operators know scales per token alone
-            shaped, value = value, _as_tokens(node, value, len(spec.block_size), reader)
+            shaped, whole = value, value_of(value)
+            first = whole.dim() - len(spec.block_size)
+            with node.graph.inserting_before(node):
+                value = _call(_flatten, (value, first), reader, whole.flatten(first))
         example = choose(value_of(value), *arguments)
         with node.graph.inserting_before(node):
             chosen = _call(choose, (value, *arguments), reader, example)
@@ -348,14 +357,6 @@ def _call(target: Callable[..., Any], args: tuple[Any, ...], like: Node, value: 
     if custom:
         node.meta["custom"] = custom
     return node
-
-
-def _as_tokens(node: Node, value: Node, dims: int, reader: Node) -> Node:
-    """Insert a view of a tensor whose last dimensions are one: each of its items is a token."""
-    example = value_of(value)
-    first = example.dim() - dims
-    with node.graph.inserting_before(node):
-        return _call(_flatten, (value, first), reader, example.flatten(first))
 
 
 def _cast_to(value: Node, dtype: torch.dtype, like: Node, example: Any) -> Node:

@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import os
+import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 
@@ -166,7 +169,31 @@ def blaming(who: str, *passing: type[Exception]) -> Iterator[None]:
     except own:
         raise
     except Exception as error:
-        raise MemberError(f"{who} raised {type(error).__name__}: {error}") from error
+        kind, text = type(error).__name__, str(error)
+        told = f"{kind}: {text}" if text.strip() else f"{kind} at {_line_of(error)}"
+        raise MemberError(f"{who} raised {told}") from error
+
+
+_HOSTS = (f"{Path(__file__).parent}{os.sep}", f"{os.sep}torch{os.sep}")
+
+
+def _line_of(error: BaseException) -> str:
+    """Return file and line of the last call that belongs to a member, and not to qompose or torch."""
+    calls = [(f.f_code.co_filename, line) for f, line in traceback.walk_tb(error.__traceback__)]
+    own = [call for call in calls if not any(host in call[0] for host in _HOSTS)]
+    file, line = (own or calls or [("", 0)])[-1]
+    return f"{'/'.join(Path(file).parts[-2:])}:{line}"
+
+
+@contextmanager
+def locating(where: str) -> Iterator[None]:
+    """Let qompose's own errors end with the part of a program that they are about, if it is not all of it."""
+    try:
+        yield
+    except QomposeError as error:
+        if where:
+            error.args = (f"{error} (in {where})",)
+        raise
 
 
 class ProjectError(UserError, ValueError):

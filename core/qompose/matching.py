@@ -12,6 +12,7 @@ from torch.fx import GraphModule, Node
 
 from qompose.aliases import unsafe_values
 from qompose.claims import (
+    AddedBias,
     Claim,
     Operand,
     Point,
@@ -221,8 +222,22 @@ def _claim(
         mode=config.mode,
         needs_quantized=_needs(rule, match, config),
         needs_all=rule.condition != "any",
+        needs_reader=rule.carries,
         product=_product(rule, match, config),
+        bias=_added_bias(rule, match, operands, config),
     )
+
+
+def _added_bias(
+    rule: Rule, match: Match, operands: Sequence[Operand], config: QuantizationConfig
+) -> AddedBias | None:
+    """Return the bias that the rule's kernel adds as an integer, if it is a parameter."""
+    bias = match.captures.get(rule.bias) if rule.bias and rule.integer_bias else None
+    if config.mode != STATIC or not isinstance(bias, Node) or constant_of(bias) is None:
+        return None
+    roles = (rule.activations[0], rule.weight)
+    edges = [next(_edge(match, o) for o in operands if o.role == role) for role in roles]
+    return AddedBias(bias.name, *edges)
 
 
 def _product(rule: Rule, match: Match, config: QuantizationConfig) -> Product | None:

@@ -14,9 +14,12 @@ from qompose.rule_quantizer import RuleQuantizer
 
 
 def notes_on_members(quantizer: Quantizer, composition: Composition) -> list[str]:
-    """Describe the members of a composition that have no claim; nothing of a quantizer that is alone."""
+    """Describe the members of a composition that have no claim.
+
+    Of a quantizer with rules that is alone, the operators of the report say all that there is to say.
+    """
     members = dict(zip((label for label, _ in labelled(quantizer)), quantizer.members, strict=True))
-    if len(members) < 2:
+    if len(members) == 1 and isinstance(quantizer.members[0], RuleQuantizer):
         return []
     claiming = {claim.owner for claim in composition.chosen}
     return [

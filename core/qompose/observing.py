@@ -122,6 +122,7 @@ class BalancedObserver(nn.Module):
             tensor_observer, "subject", self.channel_observer.subject
         )
         self.rows: list[Tensor] = []
+        self.seen = 0
 
     def forward(self, x: Tensor) -> Tensor:
         """Observe `x`, of any shape that has `dim`, and return it unchanged."""
@@ -129,6 +130,7 @@ class BalancedObserver(nn.Module):
         self.tensor_observer(x)
         kept = sum(map(len, self.rows))
         channels = x.shape[self.channel_observer.ch_axis] if x.dim() else 1
+        self.seen += x.numel() // max(1, channels)
         most = min(SAMPLE_ROWS, max(1, SAMPLE_VALUES // max(1, channels)))
         if x.numel() and kept < most:
             rows = x.detach().float().movedim(self.channel_observer.ch_axis, -1)
@@ -145,7 +147,7 @@ class BalancedObserver(nn.Module):
     def channels(self) -> Channels:
         """Return the exact range of each channel, and some rows of what was seen."""
         observer = self.channel_observer
-        return Channels(observer.minimum, observer.maximum, torch.cat(self.rows))
+        return Channels(observer.minimum, observer.maximum, torch.cat(self.rows), self.seen)
 
     @property
     def calibrated(self) -> bool:
@@ -187,8 +189,9 @@ class DerivedObserver(PlaceholderObserver):
             scale, zero_point = (torch.as_tensor(value) for value in derived)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"{self._says(derived)}: that is no scale and zero point") from error
-        if self._axis is None and scale.numel() == zero_point.numel() == 1:
-            scale, zero_point = scale.reshape(()), zero_point.reshape(())
+        if scale.numel() == zero_point.numel() == 1 and self._wants_one_number():
+            shape = self._expected(scale)
+            scale, zero_point = (value.reshape(()).expand(shape) for value in (scale, zero_point))
         for value, name in ((scale, "scale"), (zero_point, "zero point")):
             if value.shape != self._expected(value):
                 wanted = tuple(self._expected(value))
@@ -202,6 +205,12 @@ class DerivedObserver(PlaceholderObserver):
             raise ConfigError(f"{self._says(derived)}: the zero point is outside [{low}, {high}]")
         return scale.float(), zero_point
 
+    def _wants_one_number(self) -> bool:
+        """Tell whether one scale is what there is: also for channels, of what has one for all of them."""
+        if self._axis is None:
+            return True
+        return bool(self._sources) and all(map(_has_one_number, self._sources))
+
     def _expected(self, value: Tensor) -> torch.Size:
         """Return the shape of a parameter: one number, or one for each channel of what was seen."""
         if self._axis is None:
@@ -210,6 +219,12 @@ class DerivedObserver(PlaceholderObserver):
 
     def _says(self, derived: object) -> str:
         return f"derive_qparams_fn returned {derived!r} for {self.subject}"
+
+
+def _has_one_number(observer: nn.Module) -> bool:
+    if isinstance(observer, DerivedObserver):
+        return observer._axis is None
+    return getattr(unbalanced(observer), "qscheme", None) not in {None, *PER_CHANNEL}
 
 
 def unbalanced(observer: nn.Module) -> nn.Module:

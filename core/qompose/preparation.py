@@ -24,6 +24,7 @@ from qompose.observing import (
     fixed_parameters,
     make_observer,
 )
+from qompose.oversight import overseen
 from qompose.plan import Group
 from qompose.specs import EdgeOrNode
 from qompose.subjects import subject_of
@@ -72,7 +73,7 @@ def _observers(
                 place = (nodes[point.source], nodes[point.user])
             places[place], numbers[place] = made[number], number
     original = dict(places)
-    with blaming("prepare_obs_or_fq_callback"):
+    with blaming("prepare_obs_or_fq_callback"), overseen(_name_of(callback), model, places):
         callback(model, places)
     if places.keys() != numbers.keys():
         odd = ", ".join(str(place) for place in places.keys() ^ numbers.keys())
@@ -88,6 +89,10 @@ def _observers(
         if isinstance(observer, DerivedObserver):
             observer.derive_from([made[number] for number in group.depends_on])
     return made
+
+
+def _name_of(callback: Callback) -> str:
+    return getattr(getattr(callback, "__self__", None), "name", "the quantizer")
 
 
 def _place(observer: nn.Module, value: Node) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from qompose.balancing import Balance
 from qompose.bounds import Bounds
-from qompose.claims import Claim, Conflict, Operand, Point, PointSpec, Product
+from qompose.claims import AddedBias, Claim, Conflict, Operand, Point, PointSpec, Product
 from qompose.errors import UserError
 from qompose.plan import Group, Operator, Plan, Record, Rewrite
 from qompose.specs import (
@@ -28,7 +28,7 @@ from qompose.values import Decoders, NotStorable, decode, encode
 _CLASSES: dict[str, Any] = {
     kind.__name__: kind
     for kind in (
-        *(Plan, Claim, Point, PointSpec, Bounds, Operand, Product, Conflict),
+        *(Plan, Claim, Point, PointSpec, Bounds, Operand, AddedBias, Product, Conflict),
         *(Group, Balance, Operator, Rewrite),
         *(QuantizationSpec, FixedQParamsQuantizationSpec),
         *(SharedQuantizationSpec, DerivedQuantizationSpec),

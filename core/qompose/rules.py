@@ -74,10 +74,15 @@ class Rule:
         activations: names of the float inputs that get `config.input_activation`.
         weight: name of the parameter that gets `config.weight`; it must be a parameter or buffer.
         bias: name of the float parameter that is added to the product, in the variants that have one.
+        integer_bias: the kernel adds the bias as an integer, in steps of input scale times weight scale;
+            the converted model adds what that integer stands for.
         channels: the (input, output) dimensions that belong to dimensions 1 and 0 of the weight; None
             where the rule is no plain product (up to a relu). They allow balancing.
         output: whether the output gets `config.output_activation`.
         shares: inputs and output have the same scale and zero point (views, pooling, concatenation).
+        carries: the operator computes nothing, so that the rule applies only where something quantized
+            reads its output: between a product and a float operator it would only keep the product's
+            channels from being balanced.
         condition: when the rule applies: "all" or "any" of its inputs must be quantized already, or
             "no_float": none of them may come from an operator that computes in float (model inputs and
             parameters do not). None applies it anywhere.
@@ -97,9 +102,11 @@ class Rule:
     activations: tuple[str, ...] = ("input",)
     weight: str | None = None
     bias: str | None = None
+    integer_bias: bool = False
     channels: tuple[int, int] | None = None
     output: bool = True
     shares: bool = False
+    carries: bool = False
     condition: str | None = None
     modes: frozenset[str] = frozenset({STATIC})
     layout: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: MappingProxyType({}))

@@ -203,7 +203,9 @@ def _check_dynamic(spec: QuantizationSpec, low: int, high: int) -> None:
         )
 
 
-def _check_range(dtype: torch.dtype, low: int | None, high: int | None) -> tuple[int, int]:
+def _check_range(dtype: object, low: int | None, high: int | None) -> tuple[int, int]:
+    if not isinstance(dtype, torch.dtype):
+        raise ConfigError(f"dtype={dtype!r} is no torch.dtype, such as torch.int8")
     if dtype.is_floating_point:
         if dtype not in (torch.float32, torch.float16, torch.bfloat16):
             raise ConfigError(

@@ -22,10 +22,10 @@ from qompose import (
     QuantizationSpec,
     TensorConstraint,
 )
-from qompose.arbitration import reanchored
 from qompose.bounds import Bounds
 from qompose.claims import Claim, Point, PointSpec, shared_with
 from qompose.constraints import CONSTRAINT
+from qompose.orphans import reanchored
 from qompose.records import decode_record, encode_record
 from torch import nn
 from torch.ao.quantization.fake_quantize import FakeQuantize

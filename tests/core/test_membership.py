@@ -120,6 +120,13 @@ def test_a_member_that_claims_something_and_a_quantizer_alone_need_no_note() -> 
     assert not any("claims nothing" in n for n in plan_of(prepare(PROGRAM, toy(CONV))).notes)
 
 
+def test_a_quantizer_that_annotates_has_one_alone_too() -> None:
+    """Rules leave their reasons at the operators; it has nowhere else to say that it was there."""
+    assert notes(NullQuantizer()) == [
+        "NullQuantizer claims nothing: it annotates nothing in this program"
+    ]
+
+
 def test_many_reasons_are_cut_and_counted() -> None:
     class Many(nn.Module):
         def __init__(self) -> None:

@@ -210,6 +210,35 @@ def test_what_it_may_not(result: Any, facts: dict[str, Any], message: str) -> No
     assert "for bias -> linear (me, rule mine)" in str(caught.value)
 
 
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_channels_of_what_has_one_scale_for_all(shape: tuple[int, ...]) -> None:
+    """As of a bias whose specification is per channel, where the weight's is per tensor after all."""
+    observer = _per_channel(lambda o: (ONE.reshape(shape) * 0.5, ZERO.reshape(shape)))
+    observer.derive_from(_observed(randn(3), randn(3)))
+    scale, zero_point = observer.calculate_qparams()
+    assert scale.tolist() == [0.5] * 4 and zero_point.tolist() == [0] * 4
+
+
+@pytest.mark.parametrize("by_way", [False, True], ids=["itself", "derived"])
+def test_channels_of_what_has_channels_need_a_scale_each(by_way: bool) -> None:
+    observer, weight = _per_channel(lambda o: (ONE, ZERO)), make_observer(WEIGHT)
+    weight(randn(4, 3))
+    if by_way:
+        other = _per_channel(lambda o: o[0].calculate_qparams())
+        other.derive_from([weight])
+        weight = other
+    observer.derive_from([*_observed(randn(3)), weight])
+    with pytest.raises(ConfigError, match=r"\(\), not \(4,\)"):
+        observer.calculate_qparams()
+
+
+def _per_channel(function: Any) -> Any:
+    observer: Any = make_observer(DerivedQuantizationSpec([], function, torch.int8, **CHANNELS))  # type: ignore[arg-type]
+    observer.subject = "bias -> linear (me, rule mine)"
+    observer(randn(4))
+    return observer
+
+
 def test_derived_observers_own_no_submodules() -> None:
     spec = DerivedQuantizationSpec([], lambda o: o[0].calculate_qparams(), torch.int8)  # type: ignore[operator]
     observer = make_observer(spec)

@@ -298,10 +298,6 @@ IMPOSSIBLE = [
         _late, {"sin": "tanh"}, "output of sin .*output of tanh, which no quantizer", id="nowhere"
     ),
     pytest.param(
-        _maximum, {"getitem": "getitem_1", "getitem_1": INT8},
-        "output of getitem .*output of getitem_1, which no quantizer", id="with integers",
-    ),
-    pytest.param(
         lambda m, x: torch.cat([torch.sin(x), torch.cos(x)]),
         {"sin>cat": CHANNELS, "cat": "sin>cat"},
         r"sin -> cat .*output of cat .*per_channel.*\(4,\).*\(8,\)", id="channels of another number",
@@ -314,6 +310,15 @@ def test_errors_name_both_nodes_and_the_owner(function: Any, writes: Writes, mes
     with pytest.raises(SharingError, match=message) as caught:
         prepare(program(function), Named(writes))
     assert "(named, rule annotation)" in str(caught.value)
+
+
+def test_what_shares_with_integers_is_dropped_with_them() -> None:
+    writes: Writes = {"x>max_1": INT8, "getitem": "getitem_1", "getitem_1": INT8}
+    prepared = prepare(program(_maximum), Named(writes))
+    assert groups(prepared) == {frozenset({"x>max_1"})}
+    said = [row.reason for row in qompose.report(prepared).rows if row.name == "getitem"]
+    said += [note for note in qompose.report(prepared).notes if "output of getitem," in note]
+    assert any("output of getitem_1 is torch.int64" in text and "named" in text for text in said)
 
 
 def test_errors_name_both_owners() -> None:

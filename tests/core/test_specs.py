@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import FrozenInstanceError, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -50,6 +51,8 @@ FACTS: dict[str, Any] = {
             {"qscheme": torch.per_channel_symmetric}, "per_channel_symmetric needs ch_axis",
             id="no axis",
         ),
+        pytest.param({"dtype": None}, "dtype=None is no torch.dtype, such as torch.int8", id="no dtype"),
+        pytest.param({"dtype": "int8"}, "dtype='int8' is no torch.dtype", id="a name of a dtype"),
     ],
 )  # fmt: skip
 def test_impossible_specifications(change: dict[str, Any], message: str) -> None:
@@ -72,6 +75,14 @@ def test_impossible_fixed_parameters(change: dict[str, Any], message: str) -> No
     FixedQParamsQuantizationSpec(**facts)
     with pytest.raises(ConfigError, match=message):
         FixedQParamsQuantizationSpec(**{**facts, **change})
+
+
+@pytest.mark.parametrize("dtype", [None, "int8", 8], ids=str)
+def test_parameters_without_an_observer_have_a_dtype_too(dtype: Any) -> None:
+    for make in (partial(DerivedQuantizationSpec, [], max), FixedQParamsQuantizationSpec):
+        facts = {} if isinstance(make, partial) else {"scale": 1 / 256, "zero_point": 0}
+        with pytest.raises(ConfigError, match=f"dtype={dtype!r} is no torch.dtype"):
+            make(dtype=dtype, **facts)
 
 
 def test_impossible_derived_bounds() -> None:

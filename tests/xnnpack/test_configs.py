@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from typing import Any
 
@@ -138,6 +139,27 @@ class TestMixed:
         y = lowered(x) if target == "torch" else lowered.run(x)
         assert sqnr(converted(x), y) > 40
         assert sqnr(model(x), y) > 15
+
+    @pytest.mark.parametrize(("rows", "states"), [(1, ["int8 kernel"]), (5, ["simulated (Q/DQ)"])])
+    def test_one_scale_for_all_rows_is_not_what_the_runtime_does(
+        self, rows: int, states: list[str]
+    ) -> None:
+        """So it is computed as the graph says, and not as XNNPACK would: a scale for each row."""
+        pytest.importorskip("executorch")
+        torch.manual_seed(0)
+        x = torch.randn(rows, 64) * torch.logspace(0, 2, rows)[:, None]
+        config = CONFIG(True, is_dynamic=True, per_token=False)
+        quantizer = XNNPACKQuantizer().set_global(config)
+        prepared = qompose.prepare_pt2e(
+            torch.export.export(nn.Linear(64, 8).eval(), (x,)), quantizer
+        )
+        converted = qompose.convert_pt2e(prepared)
+        assert sqnr(converted(x), qompose.lower(converted)(x)) > 100
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", qompose.QomposeWarning)
+            program = qompose.lower(converted, target="executorch")
+        assert [row.state for row in qompose.report(program).rows] == states
+        assert sqnr(converted(x), program.run(x)) > 100
 
     def test_what_does_not_divide_stays_float_and_is_named(self) -> None:
         model = nn.Sequential(nn.Linear(64, 40), nn.Linear(40, 8)).eval()

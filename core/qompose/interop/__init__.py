@@ -20,17 +20,14 @@ from torch.fx import GraphModule
 from qompose.claims import Claim, Proposal
 from qompose.errors import QomposeWarning, UserError
 from qompose.hosting import annotate_for_host
-from qompose.interop.asking import Asking
+from qompose.interop.asking import Asking, is_quantizer
+from qompose.interop.constants import tensors_kept
+from qompose.interop.sizes import sizes_kept
 from qompose.quantizer import Quantizer, labelled
 from qompose.specs import EdgeOrNode
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # in typing from Python 3.11 on
-
-
-def is_foreign_quantizer(candidate: object) -> bool:
-    """Tell whether an object has the methods that engines of this field call on a quantizer."""
-    return all(callable(getattr(candidate, name, None)) for name in ("annotate", "validate"))
 
 
 def adapt(quantizer: Any) -> Quantizer:
@@ -47,7 +44,7 @@ def adapt(quantizer: Any) -> Quantizer:
         )
     if isinstance(quantizer, type):
         raise UserError(f"{quantizer.__name__} is a class, not a quantizer: call it")
-    if not is_foreign_quantizer(quantizer):
+    if not is_quantizer(quantizer):
         raise UserError(f"{quantizer!r} is no quantizer: it has no annotate and validate methods")
     return AdaptedQuantizer(quantizer)
 
@@ -98,6 +95,17 @@ class AdaptedQuantizer(Quantizer):
     ) -> None:
         asking = self._asking or Asking(self.name, self.quantizer)
         said = Proposal()
-        asking.call(said, "prepare_obs_or_fq_callback", model, edge_or_node_to_obs_or_fq)
+        hook = "prepare_obs_or_fq_callback"
+        if not hasattr(asking.member, hook):
+            return
+        with (
+            sizes_kept(model) as assumed,
+            tensors_kept(model, self.name, buffers=True),
+        ):  # the common program
+            asking.call(said, hook, model, edge_or_node_to_obs_or_fq)
+        if assumed:
+            said.notes.append(
+                f"{self.name}: {hook} let torch assume {', '.join(assumed)}, which was undone"
+            )
         for note in said.notes:  # the plan is made already
             warnings.warn(note, QomposeWarning, stacklevel=2)

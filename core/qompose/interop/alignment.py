@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 from qompose.claims import Change
 from qompose.errors import InternalError, UserError
 from qompose.graph import CUSTOM_KEY, copy_graph_module
+from qompose.interop.bodies import check_bodies, restore_bodies
 from qompose.interop.correspondence import STAMP, Correspondence, returned, stamp
 from qompose.interop.examples import Examples
 from qompose.interop.naming import give_names
@@ -80,13 +81,18 @@ def align(before: GraphModule, after: GraphModule) -> Alignment:
     that it is a piece of. So a place is the same by name in `after` and in the program in which the changes
     are made. Stamps are removed from `after`.
 
+    What the transform did inside bodies is not followed (`qompose.interop.bodies`).
+
     Two forward passes of what changed are made, on random inputs.
 
     Raises:
-        UserError: the transform changed the program's inputs or outputs, or put modules into it.
+        UserError: the transform changed the program's inputs or outputs, put modules into it, or did more to
+            operators with bodies than to change these.
     """
+    restore_bodies(before, after)
     found = correspond(before, after)
     regions, unproven = settle(found)
+    check_bodies(found, regions)
     owners = give_names(found, regions)
     for node in nodes_in(after):
         _remove_stamp(node)
@@ -110,7 +116,11 @@ def _place(region: Region, found: Correspondence, owners: dict[Node, str]) -> Pl
     made = [*constants, *region.after]
     gone = {*region.before}
     return Place(
-        change=Change(tuple(n.name for n in region.before), tuple(n.name for n in region.after)),
+        change=Change(
+            tuple(n.name for n in region.before),
+            tuple(n.name for n in region.after),
+            brought=tuple(n.name for n in made if n not in found.before_of),
+        ),
         pieces=tuple(node.name for node in made),
         owners=tuple(owners[node] for node in made),
         results=tuple(one.name for one, _ in region.pairs if not one.users.keys() <= gone),

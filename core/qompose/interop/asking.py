@@ -7,22 +7,27 @@ It works on copies of itself and of the program, behind a fence. What it did sho
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import warnings
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch.fx import GraphModule
 
 from qompose.annotations import annotated_nodes, claims_of, clear_annotations, node_annotation
-from qompose.claims import Proposal
-from qompose.errors import UserError, blaming
+from qompose.claims import Apply, Change, Proposal
+from qompose.errors import QomposeWarning, UserError, blaming
 from qompose.graph import copy_graph_module
-from qompose.interop.alignment import align, stamp
-from qompose.interop.constants import own_constants, parameters_kept
+from qompose.interop.alignment import Alignment, align, stamp
+from qompose.interop.constants import own_constants, tensors_kept
 from qompose.interop.fence import fenced
 from qompose.interop.marks import marks_between
 from qompose.interop.process import USED_RANDOM_NUMBERS
+from qompose.interop.sizes import sizes_kept
 from qompose.nested import nodes_in
+from qompose.oversight import edited, program_of
 from qompose.sources import with_sources, without_sources
+
+ANNOTATE, VALIDATE = "annotate", "validate"
 
 
 class Asking:
@@ -36,7 +41,7 @@ class Asking:
     def __init__(self, name: str, quantizer: Any) -> None:
         self.name, self.quantizer = name, quantizer
         self._transforms = hasattr(quantizer, "transform_for_annotation")
-        self.member, copied = _copied(quantizer)
+        self.member, copied = _copied(name, quantizer)
         self._before = None if copied else _state(quantizer)
 
     def about(self, model: GraphModule) -> Proposal:
@@ -47,30 +52,111 @@ class Asking:
             UserError: what it returned or did is nothing that claims can be made of; the message names it.
         """
         proposal, own = Proposal(), _own_copy(model)
-        with parameters_kept(own, self.name):
+        with sizes_kept(own) as assumed, tensors_kept(own, self.name):
             own = self._transformed(proposal, own)
             with_sources(own)  # anew: operators that it made have copies of others' entries
-            self._annotate(proposal, own)
-            answer = self.call(proposal, "validate", own)
-        if answer is False:
-            proposal.notes.append(f"{self.name}: validate returned False")
+            edits = self._annotated(proposal, own)
         without_sources(own)  # what it made may become part of the program, which can be saved
         try:
-            alignment = align(model, own)
+            with sizes_kept(own):
+                alignment = align(model, own)
         except UserError as error:
             if not self._transforms:
-                raise UserError(f"{self.name}: annotate: {error}") from error
+                raise UserError(
+                    f"{self.name}: {' and '.join(edits) or ANNOTATE}: {error}"
+                ) from error
             return self._refused(model, str(error))
-        proposal.changes, proposal.apply = alignment.changes, alignment.apply
+        proposal.notes += self._checked(edits, alignment, model)
+        proposal.changes = alignment.changes
+        proposal.apply, unproven = self._on_trust(alignment)
         proposal.marks = marks_between(model, own)
         proposal.claims = claims_of(self.name, annotated_nodes(own), proposal)
         proposal.notes += [
-            f"{self.name}: what its transform_for_annotation makes of {', '.join(change.nodes)} could not be "
-            "shown to compute the same, and is taken on trust where a claim stands on it"
-            for change in alignment.unproven
+            *unproven,
+            *self._assumptions(assumed),
+            *self._astray(own),
+            *self._kept(),
         ]
-        proposal.notes += [*self._astray(own), *self._kept()]
         return proposal
+
+    def _annotated(self, proposal: Proposal, own: GraphModule) -> dict[str, list[str]]:
+        """Let it annotate and validate; return the operators that it changed there, by hook."""
+        before = program_of(own)
+        self._annotate(proposal, own)
+        annotated = program_of(own)
+        answer = self.call(proposal, VALIDATE, own)
+        if answer is False:
+            proposal.notes.append(f"{self.name}: validate returned False")
+        edits = {
+            ANNOTATE: edited(before, annotated),
+            VALIDATE: edited(annotated, program_of(own)),
+        }
+        return {hook: names for hook, names in edits.items() if names}
+
+    def _checked(
+        self, edits: Mapping[str, Sequence[str]], alignment: Alignment, model: GraphModule
+    ) -> list[str]:
+        """Describe changes that were made elsewhere than in the transform.
+
+        Raises:
+            UserError: they are not shown to compute the same.
+        """
+        wrong = [*alignment.unproven] if edits else []
+        if wrong and self._transforms:
+            by_transform = {change.nodes for change in self._unproven_of_transform(model)}
+            wrong = [change for change in wrong if change.nodes not in by_transform]
+        listed = [f"{hook} ({', '.join(names)})" for hook, names in edits.items()]
+        if wrong:
+            places = ", ".join(name for change in wrong for name in change.nodes or change.pieces)
+            raise UserError(
+                f"{self.name} changed the program in {' and in '.join(listed)}, and what it makes of "
+                f"{places} could not be shown to compute the same: annotate may only annotate, and validate "
+                "only look; transform_for_annotation is for changes"
+            )
+        return [
+            f"{self.name} changed the program in {where}; that computes the same, and is done where a "
+            "claim stands on it"
+            for where in listed
+        ]
+
+    def _unproven_of_transform(self, model: GraphModule) -> Sequence[Change]:
+        """Return what its transform alone makes that cannot be shown to compute the same."""
+        again, own = Asking(self.name, self.quantizer), _own_copy(model)
+        with sizes_kept(own), tensors_kept(own, self.name):
+            own = again._transformed(Proposal(), own)
+            without_sources(own)
+            try:
+                return align(model, own).unproven
+            except UserError:
+                return ()
+
+    def _on_trust(self, alignment: Alignment) -> tuple[Apply, list[str]]:
+        """Return what makes the changes, and warns of those that are unproven, and notes of these."""
+        notes = {
+            change: f"{self.name}: what its transform_for_annotation makes of {', '.join(change.nodes)} "
+            "could not be shown to compute the same, and is taken on trust where a claim stands on it"
+            for change in alignment.unproven
+        }
+        silent = dict(notes)
+
+        def apply(
+            working: GraphModule, changes: Collection[Change], called: Mapping[str, str]
+        ) -> None:
+            for change in changes:
+                if change in silent:  # once, however often the program is made
+                    warnings.warn(silent.pop(change), QomposeWarning, stacklevel=2)
+            alignment.apply(working, changes, called)
+
+        return apply, [*notes.values()]
+
+    def _assumptions(self, assumed: Sequence[str]) -> list[str]:
+        if not assumed:
+            return []
+        return [
+            f"{self.name} lets torch assume {', '.join(dict.fromkeys(assumed))} of the program's sizes. That "
+            "was undone, so the program takes the inputs that it took; where a claim stands on what "
+            "its transform_for_annotation made under that assumption, it may fail for others"
+        ]
 
     def call(self, proposal: Proposal, hook: str, *arguments: Any) -> Any:
         """Call a hook behind a fence, if there is one; what it did to the process becomes notes."""
@@ -102,7 +188,7 @@ class Asking:
         return proposal
 
     def _annotate(self, proposal: Proposal, own: GraphModule) -> None:
-        result = self.call(proposal, "annotate", own)
+        result = self.call(proposal, ANNOTATE, own)
         if result is not None and result is not own:
             raise UserError(
                 f"{self.name}: annotate returned another {type(result).__name__} than it was given; what it "
@@ -149,12 +235,27 @@ def _own_copy(model: GraphModule) -> GraphModule:
     return own
 
 
-def _copied(quantizer: Any) -> tuple[Any, bool]:
-    """Return a deep copy and True, or the quantizer itself and False where it cannot be copied."""
+def is_quantizer(candidate: object) -> bool:
+    """Tell whether an object has the methods that engines of this field call on a quantizer."""
+    return all(callable(getattr(candidate, name, None)) for name in (ANNOTATE, VALIDATE))
+
+
+def _copied(name: str, quantizer: Any) -> tuple[Any, bool]:
+    """Return a deep copy and True, or the quantizer itself and False where it cannot be copied.
+
+    Raises:
+        UserError: what it gives out for a copy is no quantizer.
+    """
     try:
-        return copy.deepcopy(quantizer), True
+        copied = copy.deepcopy(quantizer)
     except Exception:  # its own code, or that of what it holds, may refuse in any way
         return quantizer, False
+    if not is_quantizer(copied):
+        raise UserError(
+            f"{name}: copy.deepcopy of it gives {copied!r}, which has no annotate and validate methods; mend "
+            "its __deepcopy__ (or __reduce__), or let it raise, if it cannot be copied"
+        )
+    return copied, True
 
 
 def _state(quantizer: Any) -> Mapping[str, str]:

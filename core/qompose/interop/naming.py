@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 from qompose.graph import operator_name, tag_of
 from qompose.interop.comparing import Constants, content_of, is_call
 from qompose.interop.correspondence import STAMP, Correspondence
+from qompose.interop.references import Redirected, follow_references
 from qompose.interop.regions import Region
 from qompose.nested import nodes_in
 from qompose.specs import ANNOTATION_KEY
@@ -32,18 +33,16 @@ def give_names(found: Correspondence, regions: Iterable[Region]) -> dict[Node, s
     """
     regions = list(regions)
     owners = {piece: owner for region in regions for piece, owner in _owners(region, found)}
-    merged: dict[Node, Node] = {}
+    redirected: Redirected = {}
     homes = {node: region for region in regions for node in region.after}
-    reads = _follow_reads(found, homes, merged)
-    _own_constants(found, owners, {*reads.values()})
+    reads = _follow_reads(found, homes, redirected)
+    _own_constants(found, owners, {*reads.values()}, redirected)
+    follow_references(found.after.graph, redirected)
     names = {other: one.name for one, other in (*found.after_of.items(), *reads.items())}
     names[found.after.graph.output_node()] = found.before.graph.output_node().name
     _name_rest(found, names, owners)
     for node, name in names.items():
         set_name(node, name)
-    for old, new in merged.items():  # specifications may still refer to the edge from it
-        if old not in names:  # it reads another constant now
-            old.name = new.name
     for one, other in reads.items():
         _name_bodies(content_of(one), content_of(other))
     return owners
@@ -71,23 +70,23 @@ def _owners(region: Region, found: Correspondence) -> Iterator[tuple[Node, str]]
         yield node, known[node]
 
 
-def _redirect(reader: Node, old: Node, new: Node, merged: dict[Node, Node]) -> None:
+def _redirect(reader: Node, old: Node, new: Node, redirected: Redirected) -> None:
     """Let an operator read a constant by another node, and its annotation speak of that."""
     reader.replace_input_with(old, new)
     edges = getattr(reader.meta.get(ANNOTATION_KEY), "input_qspec_map", None)
     if isinstance(edges, dict) and old in edges:
         edges[new] = edges.pop(old)
+    redirected[old, reader] = (new, reader)
     if not old.users:
-        merged[old] = new
+        redirected[old] = new
+        if ANNOTATION_KEY in old.meta:
+            new.meta.setdefault(ANNOTATION_KEY, old.meta[ANNOTATION_KEY])
 
 
 def _follow_reads(
-    found: Correspondence, homes: Mapping[Node, Region], merged: dict[Node, Node]
+    found: Correspondence, homes: Mapping[Node, Region], redirected: Redirected
 ) -> dict[Node, Node]:
-    """Return the nodes that read the first program's constants, by its own, after redirecting readers.
-
-    `merged` gets the nodes that nothing reads any more, with those that are read instead.
-    """
+    """Return the nodes that read the first program's constants, by its own, after redirecting readers."""
     reads: dict[Node, Node] = {}
     constants = Constants(found.before)
     wanted = [
@@ -99,18 +98,19 @@ def _follow_reads(
         if one not in reads:
             reads[one] = other if other not in reads.values() else _read_again(other)
         if reads[one] is not other:
-            _redirect(node, other, reads[one], merged)
-    _follow_unread(found, reads)
+            _redirect(node, other, reads[one], redirected)
+    _follow_unread(found, reads, redirected)
     return reads
 
 
-def _follow_unread(found: Correspondence, reads: dict[Node, Node]) -> None:
-    """Pair constants that neither program uses; drop others that nothing reads."""
+def _follow_unread(found: Correspondence, reads: dict[Node, Node], redirected: Redirected) -> None:
+    """Pair constants that neither program uses; drop others that nothing reads, or reads any more."""
     theirs = [n for n in found.before.graph.nodes if n.op == "get_attr" and not n.users]
     for node in list(found.after.graph.nodes):
         if node.op != "get_attr" or node.users:
             continue
-        one = next((one for one in theirs if one not in reads and found.same(one, node)), None)
+        twins = (one for one in theirs if one not in reads and found.same(one, node))
+        one = None if node in redirected else next(twins, None)
         if one is None:
             found.after.graph.erase_node(node)
         else:
@@ -145,7 +145,9 @@ def _read_again(read: Node) -> Node:
     return copy
 
 
-def _own_constants(found: Correspondence, owners: dict[Node, str], known: set[Node]) -> None:
+def _own_constants(
+    found: Correspondence, owners: dict[Node, str], known: set[Node], redirected: Redirected
+) -> None:
     """Let the pieces of every operator read new constants by nodes of their own."""
     for read in list(found.after.graph.nodes):
         if read.op != "get_attr" or read in known:
@@ -156,7 +158,7 @@ def _own_constants(found: Correspondence, owners: dict[Node, str], known: set[No
             copy = _read_again(read)
             owners[copy] = owner
             for user in [user for user in readers if readers[user] == owner]:
-                _redirect(user, read, copy, {})
+                _redirect(user, read, copy, redirected)
 
 
 def _name_rest(found: Correspondence, names: dict[Node, str], owners: Mapping[Node, str]) -> None:

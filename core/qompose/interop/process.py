@@ -4,7 +4,8 @@
 Each class here remembers one kind of state when it is made; `undo` puts back what differs and says it.
 Not covered, because nobody can undo it or because it is what importing a package means: imported modules,
 registered operators and pytree nodes, patched functions, loggers of other packages, torch's compiler
-configurations, random numbers of accelerators, and what compiled code does without Python knowing.
+configurations, modes that were entered and not left (inference mode, profilers, those for functions and
+dispatch), random numbers of accelerators, and what compiled code does without Python knowing.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch._tensor_str import get_printoptions
 from torch.utils import deterministic
 
 
@@ -53,7 +55,49 @@ def _default_device() -> torch.device | None:
     return None if context is None else context.device
 
 
+def _autocast(kind: str) -> Iterator[_Setting]:
+    """Return what `torch.autocast(kind)` sets as it is entered."""
+    name = f"torch's autocast on {kind}"
+    yield _Setting(
+        name,
+        lambda: torch.is_autocast_enabled(kind),
+        lambda value: torch.set_autocast_enabled(kind, value),
+    )
+    yield _Setting(
+        f"the dtype of {name}",
+        lambda: torch.get_autocast_dtype(kind),
+        lambda value: torch.set_autocast_dtype(kind, value),
+    )
+
+
+def _depth_of_autocast() -> int:
+    depth: int = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    return depth
+
+
+def _set_depth_of_autocast(depth: int) -> None:
+    """Enter or leave so often; who leaves the outermost one lets go of the casts that it kept."""
+    while _depth_of_autocast() < depth:
+        torch.autocast_increment_nesting()
+    while _depth_of_autocast() > depth:
+        torch.autocast_decrement_nesting()
+    if depth == 0:
+        torch.clear_autocast_cache()
+
+
+def _anomalies() -> tuple[bool, bool]:
+    return torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+
+
+def _flushes_denormals() -> bool:
+    """Return what `torch.set_flush_denormal` was given; only arithmetic tells."""
+    return bool(sys.float_info.min * _HALF == 0.0)
+
+
+_HALF = 0.5  # a name, so that no compiler multiplies beforehand
 _BACKENDS: Any = torch.backends
+_print_with: Any = torch.set_printoptions  # torch has no types for it
 
 # Older names come before newer ones for the same thing, which the older ones change along.
 _SETTINGS = (
@@ -72,6 +116,21 @@ _SETTINGS = (
         torch.get_float32_matmul_precision,
         torch.set_float32_matmul_precision,
     ),
+    *_autocast("cpu"),
+    *_autocast("cuda"),
+    _Setting(
+        "torch's cache of autocast",
+        torch.is_autocast_cache_enabled,
+        torch.set_autocast_cache_enabled,
+    ),
+    _Setting("torch's depth of autocast", _depth_of_autocast, _set_depth_of_autocast),
+    _Setting(
+        "torch's detection of anomalies (and of NaN)",
+        _anomalies,
+        lambda value: torch.autograd.set_detect_anomaly(*value),
+    ),
+    _Setting("torch's flushing of denormals", _flushes_denormals, torch.set_flush_denormal),
+    _Setting("how torch prints", get_printoptions, lambda value: _print_with(**value)),
     _attribute("torch.backends.quantized", _BACKENDS.quantized, "engine"),
     _attribute("torch.backends.mkldnn", _BACKENDS.mkldnn, "enabled"),
     _attribute("torch.backends.mkldnn", _BACKENDS.mkldnn, "deterministic"),

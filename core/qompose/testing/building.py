@@ -185,7 +185,8 @@ def _model(terms: Terms, shapes: Sequence[Shape], *, front: bool) -> Model:
             if stored
         }
     row = Row(example.function, example.names, parameters)
-    return Model(row, front=front, behind=terms.feeds, witness=terms.witness).eval()
+    behind = terms.feeds or (terms.rule.carries and terms.is_static)
+    return Model(row, front=front, behind=behind, witness=terms.witness).eval()
 
 
 def inputs_for(terms: Terms, shapes: Sequence[Shape], purpose: str) -> Inputs:

@@ -40,11 +40,15 @@ def static(weight: TensorConstraint = WEIGHT) -> Mapping[str, TensorConstraint]:
     return {"activation": INT8, "output": INT8, "weight": weight}
 
 
-def at_run_time(weight: TensorConstraint, *, dims: int = 1) -> Mapping[str, TensorConstraint]:
+def at_run_time(
+    weight: TensorConstraint, *, dims: int | None = 1
+) -> Mapping[str, TensorConstraint]:
     """Return the constraints of an operator whose activation is quantized when the model runs.
 
-    XNNPACK computes one scale and zero point for all of the last `dims` dimensions.
+    One scale and zero point are for all of the last `dims` dimensions, None: for the whole tensor.
     """
+    if dims is None:
+        return {"activation": INT8, "weight": weight}
     activation = replace(
         INT8,
         qschemes=frozenset({torch.per_channel_affine}),

@@ -31,6 +31,7 @@ def get_symmetric_quantization_config(
     *,
     group_size: int | None = None,
     weight_only: bool = False,
+    per_token: bool = True,
     range: str = "histogram",
     balance: bool = True,
 ) -> QuantizationConfig:
@@ -45,6 +46,8 @@ def get_symmetric_quantization_config(
         weight_qmin, weight_qmax: bounds of the weights' integers: -127 and 127, with groups -8 and 7.
         group_size: give every `group_size` weights in a row a scale of their own, which is rounded to the
             bfloat16 that XNNPACK stores. For linear, with dynamic activations or weights alone.
+        per_token: whether each token or image has a scale of its own where activations are dynamic. XNNPACK
+            itself does nothing else; in process, linears can have one for the whole tensor.
         weight_only: quantize weights alone; they are stored as integers and computed with as floats.
         range: how a static activation's range is estimated: "histogram", "mse", "minmax" or
             "moving_average" (`qompose.observer_for_range`).
@@ -75,8 +78,10 @@ def get_symmetric_quantization_config(
         ("balance", balance, True),
     )
     unusual = (f"{what} {chosen}" for what, chosen, usual in choices if chosen != usual)
-    name = ", ".join((" ".join(filter(None, words)), *unusual))
-    activation = None if weight_only else _activation(is_dynamic, act_qmin, act_qmax, range)
+    scale = () if per_token or not is_dynamic else ("one scale per tensor",)
+    name = ", ".join((" ".join(filter(None, words)), *scale, *unusual))
+    bounds_and_range = (act_qmin, act_qmax, range)
+    activation = None if weight_only else _activation(is_dynamic, per_token, *bounds_and_range)
     output = activation if static else None
     return QuantizationConfig(
         activation, output, weight, None, balance=balance and static, name=name
@@ -105,16 +110,18 @@ def _check(*, is_qat: bool, is_dynamic: bool, group_size: int | None, weight_onl
         raise ConfigError(f"group_size={group_size}: the sizes that XNNPACK packs are {sizes}")
 
 
-def _activation(is_dynamic: bool, low: int, high: int, range: str) -> QuantizationSpec:
+def _activation(
+    is_dynamic: bool, per_token: bool, low: int, high: int, range: str
+) -> QuantizationSpec:
     if is_dynamic:
         return QuantizationSpec(
             dtype=torch.int8,
             observer_or_fake_quant_ctr=PlaceholderObserver,
             quant_min=low,
             quant_max=high,
-            qscheme=torch.per_channel_affine,
+            qscheme=torch.per_channel_affine if per_token else torch.per_tensor_affine,
             is_dynamic=True,
-            block_size=(-1,),
+            block_size=(-1,) if per_token else None,
         )
     return QuantizationSpec(
         dtype=torch.int8,
@@ -146,6 +153,7 @@ _NAMED = (
     get_symmetric_quantization_config(is_per_channel=True),
     get_symmetric_quantization_config(),
     get_symmetric_quantization_config(is_per_channel=True, is_dynamic=True),
+    get_symmetric_quantization_config(is_per_channel=True, is_dynamic=True, per_token=False),
     get_symmetric_quantization_config(is_dynamic=True, group_size=32),
     get_symmetric_quantization_config(is_per_channel=True, weight_only=True),
     get_symmetric_quantization_config(weight_only=True, group_size=32),

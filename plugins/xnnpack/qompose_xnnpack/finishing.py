@@ -5,20 +5,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib.util import find_spec
+from typing import Any
 
+import torch
 from qompose import CallSignature, Finished
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 
 from qompose_xnnpack.delegation import Delegation
 from qompose_xnnpack.executorch_target import FORWARD, ExecutorchProgram, lower_methods
 from qompose_xnnpack.program import ExecutorchMethod
 from qompose_xnnpack.rules import DELEGATE
 
+_DEQUANTIZE = torch.ops.quantized_decomposed.dequantize_per_tensor.tensor
 GONE = "nothing of it is left in the program: it computes nothing, or nothing reads it"
 
 
 def finish(module: GraphModule, signature: CallSignature) -> Finished:
     """Export, delegate to XNNPACK, and say of every claim and operator what became of it."""
+    keep_one_scale(module.graph)
     program = lower_methods({FORWARD: (module, signature)})
     return _finished(program, program.methods[FORWARD], module)
 
@@ -27,11 +31,33 @@ def finish_methods(
     methods: Mapping[str, tuple[GraphModule, CallSignature]],
 ) -> tuple[ExecutorchProgram, Mapping[str, Finished]]:
     """Do the same for several graphs, which become the methods of one program."""
+    for module, _ in methods.values():
+        keep_one_scale(module.graph)
     program = lower_methods(methods)
     return program, {
         name: _finished(method, method, methods[name][0])
         for name, method in program.methods.items()
     }
+
+
+def keep_one_scale(graph: Graph) -> None:
+    """Hide from ExecuTorch's partitioner, in place, what one run-time scale for several rows is to have.
+
+    It would take such a linear, and XNNPACK quantize each row by itself (executorch 1.5.1). With a view
+    between the operator that computes a scale and those that read it, the graph is computed as it stands.
+    """
+    for node in list(graph.nodes):
+        if node.target is not torch.ops.aten.linear.default:
+            continue
+        read: Any = node.args[0]
+        if read.target is _DEQUANTIZE and any(size != 1 for size in read.meta["val"].shape[:-1]):
+            scale = read.args[1]
+            with graph.inserting_before(read.args[0]):
+                seen = graph.call_function(torch.ops.aten.view.default, (scale, [1]))
+            seen.meta = {"val": scale.meta["val"].view(1)}  # it belongs to no module's linear
+            scale.replace_all_uses_with(
+                seen, delete_user_cb=lambda user, seen=seen: user is not seen
+            )
 
 
 def _finished(

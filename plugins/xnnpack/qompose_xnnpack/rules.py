@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -62,6 +63,7 @@ def _weighted(operator: str, *, activation: str | None, padded: bool = False) ->
         anchor="op",
         weight="weight",
         bias="bias",
+        integer_bias=True,
         channels=None if not plain else (-1, -1) if operator == "linear" else (1, 1),
         layout=_OUTPUT_CHANNELS_SECOND if transposed else {},
         accepts=static(_across(WEIGHT) if transposed else WEIGHT),
@@ -80,6 +82,7 @@ def _grouped_transposed(operator: str, activation: str | None) -> Rule:
         anchor="op",
         weight="weight",
         bias="bias",
+        integer_bias=True,
         accepts=static(PER_TENSOR),
         guard=both(guards.shallow, _ranked(operator), guards.grouped, guards.padding_below_stride),
         kernels=_kernels(Weighted(operator), operator),
@@ -106,6 +109,10 @@ def _fusions() -> Iterator[Rule]:
             yield _grouped_transposed(operator, activation)
 
 
+def _run_time_kernel(name: str, emit: Callable[[Region], Node]) -> Kernel:
+    return Kernel(f"qompose_xnnpack.{name}", emit, float_output=True)
+
+
 def _dynamic(operator: str, weight: TensorConstraint, *extra: Guard, name: str = "") -> Rule:
     image = operator != "linear"
     layout: dict[str, Any] = _BY_IMAGE if image else {}
@@ -122,9 +129,7 @@ def _dynamic(operator: str, weight: TensorConstraint, *extra: Guard, name: str =
         accepts=at_run_time(weight, dims=3 if image else 1),
         guard=both(guards.shallow, _ranked(operator), *extra),
         kernels={
-            "torch": Kernel(
-                f"qompose_xnnpack.{operator}_dynamic", Dynamic(operator), float_output=True
-            ),
+            "torch": _run_time_kernel(f"{operator}_dynamic", Dynamic(operator)),
             "executorch": Kernel(
                 DELEGATE.name, as_runtime_reads if image else None, float_output=True
             ),
@@ -201,6 +206,7 @@ def _shared(
         patterns=patterns,
         activations=(activation,),
         shares=True,
+        carries=kernel is UNMOVED,
         condition=condition,
         accepts=static(),
         guard=guard,
@@ -288,6 +294,12 @@ RULES: tuple[Rule, ...] = (
     *_fusions(),
     _dynamic("linear", PER_CHANNEL),
     _dynamic("linear", GROUPS, name="linear_dynamic_groups"),
+    replace(
+        _dynamic("linear", PER_CHANNEL, name="linear_dynamic_per_tensor"),
+        accepts=at_run_time(PER_CHANNEL, dims=None),
+        # XNNPACK would quantize each row by itself: see `finishing.keep_one_scale`.
+        kernels={"torch": _run_time_kernel("linear_dynamic_per_tensor", Dynamic("linear"))},
+    ),
     _dynamic("conv2d", PER_CHANNEL, guards.not_depthwise, guards.not_pointwise),
     _dynamic(
         "conv_transpose2d",

@@ -27,11 +27,12 @@ class Dynamic:
     def __call__(self, region: Region) -> Node:
         """Insert the call; see `qompose.Kernel`."""
         source, weight = _checked(region.dynamic("input")), region.quantized("weight")
+        suffix = "_per_tensor" if source.dims is None else ""
         values, geometry = source.node, list[Any]()
         if self.operator != "linear":
             values, geometry = _padded(region, source, weight)
         return region.call(
-            getattr(_OPS, f"{self.operator}_dynamic").default,
+            getattr(_OPS, f"{self.operator}_dynamic{suffix}").default,
             values,
             weight.node,
             scales(region, weight),

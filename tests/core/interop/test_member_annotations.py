@@ -20,6 +20,7 @@ from tests.core.interop.foreign import (
     WEIGHT,
     Annotation,
     By,
+    Derived,
     Foreign,
     Shared,
     Spec,
@@ -58,6 +59,12 @@ class Net(nn.Module):
 
 
 PROGRAM = export(seeded(Net()), X)
+
+
+def bias_scale(observers: list[Any]) -> tuple[Tensor, Tensor]:
+    """The product of two scales, and zero."""
+    (first, _), (second, _) = (observer.calculate_qparams() for observer in observers)
+    return first * second, torch.zeros_like(second, dtype=torch.int32)
 
 
 def members(write: Callable[[GraphModule], None]) -> list[Any]:
@@ -196,6 +203,68 @@ class TestValues:
 
 def _reasons(module: GraphModule) -> list[str]:
     return [row.reason for row in qompose.report(module).rows]
+
+
+class Written(nn.Module):
+    """Memory that is read under one name after it was written under another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x + 1
+        z = y.view(-1, 4)
+        y.relu_()
+        return self.linear(z).tanh()
+
+
+WRITTEN = export(seeded(Written()), X)
+
+
+class TestDependents:
+    """What takes its parameters from a place that cannot be quantized is dropped with it, and said."""
+
+    def of_bias(self, node: Node) -> Derived:
+        sources = [(node.args[0], node), (node.args[1], node)]
+        return Derived(
+            sources, bias_scale, torch.int32, qscheme=torch.per_channel_symmetric, ch_axis=0
+        )
+
+    def test_a_derived_bias(self) -> None:
+        def write(model: GraphModule) -> None:
+            (node,) = calls(model, LINEAR)
+            x, weight, bias = node.args
+            put(node, {x: INT8, weight: WEIGHT, bias: self.of_bias(node)}, INT8)
+
+        for chosen in members(write):
+            prepared = prepare(WRITTEN, qompose.compose(*chosen))
+            found = points(prepared)
+            assert {"linear_weight -> linear", "output of linear"} <= found
+            assert not {"view -> linear", "linear_bias -> linear"} & found
+            for place in ("view -> linear", "linear_bias -> linear"):
+                (note,) = [n for n in plan_of(prepared).notes if f"annotates {place}," in n]
+                assert "tests.By" in note and "view is written in place" in note
+            assert torch.equal(prepared(X), WRITTEN.module()(X))
+            qompose.convert_pt2e(prepared)
+
+    def test_a_chain_of_shared_ones(self) -> None:
+        """Through regions of their own, in either order of the graph; the last has nothing left."""
+
+        def write(model: GraphModule) -> None:
+            linear, tanh = named(model, "linear"), named(model, "tanh")
+            put(named(model, "x"), output=Shared((linear, tanh)))
+            put(linear, {linear.args[0]: INT8, linear.args[1]: WEIGHT})
+            put(tanh, {linear: Shared((linear.args[0], linear))}, Shared((linear, tanh)))
+
+        for chosen in members(write):
+            prepared = prepare(WRITTEN, qompose.compose(*chosen))
+            assert {p for p in points(prepared) if "linear" in p} <= {
+                "linear_weight -> linear", "output of linear", "linear -> tanh", "output of tanh",
+            }  # fmt: skip
+            everything = "\n".join((*_reasons(prepared), *plan_of(prepared).notes))
+            assert "it shares the parameters of linear -> tanh, and it shares" in everything
+            assert "output of x" not in points(prepared)
 
 
 class Odd:

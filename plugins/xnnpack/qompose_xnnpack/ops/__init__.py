@@ -53,6 +53,7 @@ SCHEMAS: dict[str, str] = {
         "bool ceil_mode, int out_min, int out_max) -> Tensor"
     ),
     "linear_dynamic": f"(Tensor x, {_CONSTANTS}, {_CLAMP}) -> Tensor",
+    "linear_dynamic_per_tensor": f"(Tensor x, {_CONSTANTS}, {_CLAMP}) -> Tensor",
     "conv2d_dynamic": f"(Tensor x, {_CONSTANTS}, {_GEOMETRY}, {_CLAMP}) -> Tensor",
     "conv_transpose2d_dynamic": f"(Tensor x, {_CONSTANTS}, {_TRANSPOSED}, {_CLAMP}) -> Tensor",
     "linear_weight_only": f"(Tensor x, {_CONSTANTS}) -> Tensor",
@@ -75,6 +76,7 @@ _OPERATORS: dict[str, Operator] = {
     "mean": Operator(pools.mean, pools.mean_shape, _IMAGE),
     "max_pool2d": Operator(pools.max_pool2d, None, _IMAGE),
     "linear_dynamic": Operator(dynamic.linear, dynamic.linear_shape, _MIXED),
+    "linear_dynamic_per_tensor": Operator(dynamic.linear_per_tensor, dynamic.linear_shape, _MIXED),
     "conv2d_dynamic": Operator(dynamic.conv2d, dynamic.conv_shape, _MIXED),
     "conv_transpose2d_dynamic": Operator(
         dynamic.conv_transpose2d, dynamic.transposed_shape, _MIXED

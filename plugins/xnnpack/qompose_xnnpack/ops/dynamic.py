@@ -30,8 +30,38 @@ def linear(
     ``w_scale``: ``(1,)``, ``(O,)``, or ``(O, G)`` for ``G`` groups of ``K / G`` neighbours in a row.
     Formula: ``x_scale * sum over groups of (w_scale * exact integer sum) + bias``.
     """
-    shape = linear_shape(x, weight, w_scale)
-    rows, x_scale, x_zp = quantize_rows(x.reshape(-1, weight.shape[1]))
+    linear_shape(x, weight, w_scale)
+    rows = quantize_rows(x.reshape(-1, weight.shape[1]))
+    return _linear(x, rows, weight, w_scale, bias, clamp_min, clamp_max)
+
+
+def linear_per_tensor(
+    x: Tensor,
+    weight: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    clamp_min: float,
+    clamp_max: float,
+) -> Tensor:
+    """The same with one scale and zero point for all of ``x``. XNNPACK has no such operator."""
+    linear_shape(x, weight, w_scale)
+    whole, x_scale, x_zp = quantize_rows(x.reshape(1, -1) if x.numel() else x.new_zeros(1, 1))
+    count = x.numel() // weight.shape[1]
+    rows = whole[:, : x.numel()].reshape(count, weight.shape[1])
+    quantized = rows, x_scale.expand(count, 1), x_zp.expand(count, 1)
+    return _linear(x, quantized, weight, w_scale, bias, clamp_min, clamp_max)
+
+
+def _linear(
+    x: Tensor,
+    quantized: tuple[Tensor, Tensor, Tensor],
+    weight: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    *clamp: float,
+) -> Tensor:
+    """Multiply the rows of ``x``, as ``quantize_rows`` gives them."""
+    rows, x_scale, x_zp = quantized
     scales = w_scale.to(torch.float32).unsqueeze(-1).flatten(1).t().contiguous()
     total = torch.zeros((rows.shape[0], weight.shape[0]), dtype=torch.float32, device=x.device)
     sums = integer.shifted_groups(rows, x_zp, weight, weight.shape[1] // scales.shape[0])
@@ -40,7 +70,7 @@ def linear(
     total.mul_(x_scale)
     if bias is not None:
         total.add_(bias)
-    return total.clamp_(clamp_min, clamp_max).view(shape)
+    return total.clamp_(*clamp).view(*x.shape[:-1], weight.shape[0])
 
 
 def linear_shape(x: Tensor, weight: Tensor, w_scale: Tensor, *_: Any) -> list[int]:

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs that quantizers of ExecuTorch rewrite in ways that are hard to follow: each is quantized well."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import qompose
+import torch
+from torch import Tensor, nn
+
+from tests.core.toy import plan_of
+from tests.ecosystem import makers
+
+# These packages warn when they are imported and when they run.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+
+
+class Program(nn.Module):
+    """A function of two layers and of inputs."""
+
+    def __init__(self, function: Callable[..., Any], tied: bool = False) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.convolution = nn.Conv2d(3, 4, 3)
+        if tied:
+            self.b.weight = self.a.weight
+        self.function = function
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return self.function(self, *inputs)
+
+
+def branches(m: Any, x: Tensor) -> Tensor:
+    return torch.cond(x.sum() > 0, lambda x: x + 1.0, lambda x: x * 2.0, (x,))
+
+
+def chain(m: Any, x: Tensor) -> Tensor:
+    return m.b(torch.tanh(m.a(x)))
+
+
+def sum_of_weight(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    return m.a(x), m.a.weight + 1
+
+
+def weight_and_integers(m: Any, x: Tensor, i: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return m.a(x), m.a.weight, i
+
+
+def written(m: Any, x: Tensor) -> Tensor:
+    y = x + 1
+    z = y.view(-1, 8)
+    y.relu_()
+    return m.a(z)
+
+
+def part_written(m: Any, x: Tensor) -> Tensor:
+    y = m.convolution(x)
+    y[:, :1] = 0
+    return y.clone()
+
+
+def quantized(
+    make: Callable[[], Any], program: nn.Module, *batches: tuple[Tensor, ...], within: float = 0.03
+) -> Any:
+    """Prepare, calibrate and convert; the error of the first output is a share of its norm."""
+    exported = torch.export.export(program.eval(), batches[0])
+    prepared = qompose.prepare_pt2e(exported, qompose.compose(make()))
+    for batch in batches:
+        prepared(*batch)
+    converted = qompose.convert_pt2e(prepared)
+    for batch in batches:
+        ours, exact = converted(*batch), exported.module()(*batch)
+        first, expected = (y[0] if isinstance(y, tuple) else y for y in (ours, exact))
+        assert (first - expected).norm() < within * expected.norm()
+    return prepared
+
+
+def seeded(function: Callable[..., Any], tied: bool = False) -> nn.Module:
+    torch.manual_seed(0)
+    return Program(function, tied)
+
+
+@pytest.mark.parametrize("make", [makers.cortex_m, makers.tosa], ids=lambda make: make.__name__)
+def test_bodies_that_a_transform_of_what_is_around_rewrites(make: Any) -> None:
+    # Cortex-M gives the branches' input and output the scale of the condition's operand.
+    prepared = quantized(make, seeded(branches), (X.abs(),), (-X.abs(),), within=0.12)
+    owners = {claim.owner for claim in plan_of(prepared).claims}
+    inside = [c for c in plan_of(prepared).claims if any("graph_0" in n for n in c.nodes)]
+    assert inside and len(owners) == 1
+
+
+@pytest.mark.parametrize(
+    "make", [makers.tosa, makers.ethos_u, makers.cortex_m], ids=lambda make: make.__name__
+)
+def test_biases_of_tied_weights(make: Any) -> None:
+    prepared = quantized(make, seeded(chain, tied=True), (X,))
+    points = {str(point) for group in plan_of(prepared).groups for point in group.points}
+    assert {"a_bias -> linear", "b_bias -> linear_1"} <= points
+    assert {"b_weight -> linear", "b_weight -> linear_1"} <= points
+
+
+def test_a_constant_that_a_transform_makes_of_what_is_returned() -> None:
+    prepared = quantized(makers.tosa, seeded(sum_of_weight), (X,))
+    assert [rewrite.nodes for rewrite in plan_of(prepared).rewrites] == [("add",)]
+
+
+def test_a_bias_per_channel_of_a_weight_per_tensor() -> None:
+    """Asked about the program as it is, it takes a weight that is returned for an activation."""
+    prepared = quantized(makers.tosa, seeded(weight_and_integers), (X, torch.arange(4)))
+    assert any("was refused" in note for note in plan_of(prepared).notes)
+
+
+IN_PLACE = [
+    (makers.tosa, written, X, "a_bias -> linear"),
+    (makers.cortex_m, written, X, "a_bias -> linear"),
+    (lambda: makers.cadence("Default"), written, X, "a_bias -> linear"),
+    (makers.tosa, part_written, torch.ones(1, 3, 8, 8), "output of conv2d"),
+    (makers.cortex_m, part_written, torch.ones(1, 3, 8, 8), ""),
+]
+
+
+@pytest.mark.parametrize(
+    ("make", "function", "x", "place"),
+    IN_PLACE,
+    ids=["tosa", "cortex_m", "cadence", "tosa in part", "cortex_m in part"],
+)
+def test_what_depends_on_a_value_written_in_place(
+    make: Any, function: Any, x: Tensor, place: str
+) -> None:
+    prepared = quantized(make, seeded(function), (x,))
+    notes = [note for note in plan_of(prepared).notes if "in place" in note]
+    assert any(place in note and "executorch." in note for note in notes) or not place
