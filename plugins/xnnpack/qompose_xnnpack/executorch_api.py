@@ -7,7 +7,7 @@ import logging
 import sys
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
@@ -86,7 +86,7 @@ def import_lowering() -> Lowering:
 
         def __init__(self) -> None:
             super().__init__()
-            leave_padding_before_run_time_scales(self.target_partitioner_configs)
+            keep_from_run_time_images(self.target_partitioner_configs, self._knows)
 
         def partition(self, exported_program: Any) -> Any:
             with heard(partitioner_configs) as reasons:
@@ -170,21 +170,33 @@ def heard(package: ModuleType) -> Iterator[dict[str, list[str]]]:
                 why.logger = logger
 
 
-def leave_padding_before_run_time_scales(rules: Mapping[str, Any]) -> None:
-    """Change the partitioner's rule for padding, in place: not in front of what is quantized at run time.
+def keep_from_run_time_images(rules: Mapping[str, Any], knows: Callable[[Node], bool]) -> None:
+    """Change the partitioner's rules, in place, for what a convolution quantizes at run time.
 
-    In a delegate such a program loads, and cannot run (executorch 1.5.1).
+    In one delegate with it, padding, and what others outside read too, make a program that loads and
+    cannot run: its value is laid out channels last (executorch 1.5.1).
     """
-    rule = rules["constant_pad_nd.default"]
-    takes, why = rule.check_constraints, sys.modules[type(rule).__module__].why
 
-    def check_constraints(node: Node, program: Any) -> bool:
-        if any("choose_qparams" in str(user.target) for user in node.users):
-            why(node, reason="XNNPACK cannot pad what it quantizes at run time")
+    def is_harmed(node: Node) -> bool:
+        others = [user for user in node.users if "quantized_decomposed" not in str(user.target)]
+        if not any("choose_qparams.tensor" in str(user.target) for user in node.users):
             return False
-        return bool(takes(node, program))
+        leaves = any(user.op == "output" or not knows(user) for user in others)
+        return leaves or "constant_pad_nd" in str(node.target)
 
-    rule.check_constraints = check_constraints
+    def careful(takes: Callable[[Node, Any], bool], why: Any) -> Callable[[Node, Any], bool]:
+        def check(node: Node, program: Any) -> bool:
+            if not is_harmed(node):
+                return bool(takes(node, program))
+            why(node, reason="XNNPACK cannot run it with the convolution that quantizes its result")
+            return False
+
+        return check
+
+    for rule in rules.values():
+        why = getattr(sys.modules[type(rule).__module__], "why", None)
+        if why is not None:  # the others are for quantize operators
+            rule.check_constraints = careful(rule.check_constraints, why)
 
 
 def untag_orphans(graph: Graph) -> None:

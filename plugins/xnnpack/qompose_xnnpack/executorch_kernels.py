@@ -11,8 +11,28 @@ from torch import Tensor
 from torch.fx import Node
 
 from qompose_xnnpack.executorch_api import quiet
+from qompose_xnnpack.kernels import geometry_of
 
 aten = torch.ops.aten
+
+
+def padded(region: Region) -> None:
+    """Leave a convolution with zeros around its input to XNNPACK; zeros that padding="same" adds join them.
+
+    Two paddings in a row make a program that cannot be loaded (executorch 1.5.1).
+    """
+    geometry, around = geometry_of(region, region.quantized("weight").tensor.shape[2:])
+    if not any(around):
+        return
+    pad, convolution = region.node("pad"), region.node("op")
+    pads = list(region.argument("pad", "pad"))
+    pads += [0] * (len(around) - len(pads))
+    total = [a + b for a, b in zip(around, pads, strict=True)]
+    bias = region.argument("op", "bias")
+    pad.target, pad.args = aten.constant_pad_nd.default, (pad.args[0], total)
+    plain = aten.conv1d.default if len(around) == 2 else aten.conv2d.default
+    convolution.target, convolution.args = plain, (*convolution.args[:2], bias, *geometry)
+    pad.kwargs = convolution.kwargs = {}
 
 
 def mean(region: Region) -> Node | None:

@@ -53,6 +53,7 @@ def _weighted(operator: str, *, activation: str | None, padded: bool = False) ->
     transposed = "transpose" in operator
     extra = [guards.zeros_around_image] if padded else []
     extra += [guards.ungrouped, guards.padding_below_stride] if transposed else []
+    delegated = Kernel(DELEGATE.name, portable.padded) if padded else DELEGATE
     around = ("pad",) * padded, (activation,) if activation else ()
     # A transposed weight has its channels the other way round; bounds would have to grow with channels.
     plain = not transposed and activation != "hardtanh"
@@ -68,7 +69,7 @@ def _weighted(operator: str, *, activation: str | None, padded: bool = False) ->
         layout=_OUTPUT_CHANNELS_SECOND if transposed else {},
         accepts=static(_across(WEIGHT) if transposed else WEIGHT),
         guard=both(guards.shallow, _ranked(operator), *extra),
-        kernels=_kernels(Weighted(operator), operator),
+        kernels={**_kernels(Weighted(operator), operator), "executorch": delegated},
     )
 
 
