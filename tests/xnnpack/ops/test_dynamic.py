@@ -47,6 +47,25 @@ def assert_close(actual: Tensor, exact: Tensor, size: Tensor) -> None:
     assert ((actual.double() - exact).abs() <= size * ROUNDING + 1e-37).all()
 
 
+@examples
+@given(inputs(), st.booleans())
+def test_one_range_for_the_whole_tensor(case: tuple[int, float, float], with_bias: bool) -> None:
+    """As if the tensor were one row, whatever its rows are."""
+    x, weight = sample(case, 2, 3, 16), weights(case[0], 5, 16)
+    w_scale = normal(case[0], 5).abs() * 0.02 + 1e-5
+    bias = normal(case[0] + 3, 5) * case[1] if with_bias else None
+    quantized, scale, zp = dynamic.quantize_rows(x.reshape(1, -1))
+    shifted = (quantized.double() - zp).view(2, 3, 16)
+    exact = shifted @ weight.double().T * (w_scale.double() * float(scale))
+    size = exact.abs()
+    if bias is not None:
+        exact, size = exact + bias.double(), size + bias.double().abs()
+    actual = KERNELS.linear_dynamic_per_tensor(x, weight, w_scale, bias, *FREE)
+    assert_close(actual, exact, size)
+    empty = KERNELS.linear_dynamic_per_tensor(x[:0], weight, w_scale, bias, *FREE)
+    assert empty.shape == (0, 3, 5)
+
+
 class TestQuantizeRows:
     @examples
     @given(inputs())

@@ -76,12 +76,13 @@ class AllKernels(torch.nn.Module):
             KERNELS.conv2d_dynamic(image, *constants, *GEOMETRY, 1, -math.inf, math.inf),
             KERNELS.conv_transpose2d_dynamic(image, *upwards, 0.0, math.inf),
             KERNELS.linear_dynamic(row, self.rows, self.groups, None, 0.0, math.inf),
+            KERNELS.linear_dynamic_per_tensor(row, self.rows, self.groups, None, 0.0, math.inf),
             KERNELS.linear_weight_only(row, self.rows, self.groups, None),
         )
 
 
 def assert_same(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
-    assert len(actual) == len(expected) == 5
+    assert len(actual) == len(expected) == 6
     for got, wanted in zip(actual, expected, strict=True):
         assert got.dtype == wanted.dtype
         assert torch.equal(got, wanted)
@@ -121,7 +122,7 @@ def test_compile_with_dynamic_shapes() -> None:
 
 def test_an_empty_batch() -> None:
     shapes = [tuple(part.shape) for part in AllKernels()(int8(0, 0, 4, 9, 9))]
-    assert shapes == [(0, 5), (0, 8, 8, 8), (0, 8, 17, 17), (0, 6), (0, 6)]
+    assert shapes == [(0, 5), (0, 8, 8, 8), (0, 8, 17, 17), (0, 6), (0, 6), (0, 6)]
 
 
 @pytest.mark.parametrize("name", list(ops.SCHEMAS))
