@@ -213,29 +213,18 @@ class Region:
 
         `target` is an operator, or a function that torch.library.custom_op made one.
         """
-        target = getattr(target, "_opoverload", target)  # a graph of anything else cannot be saved
         example = value_of(self.output_node)
-        with self.module.graph.inserting_before(self.output_node):
-            return call(
-                self.module.graph,
-                target,
-                args,
-                self.output_node,
-                example if dtype is None else example.to(dtype),
-            )
+        return self._insert(target, args, example if dtype is None else example.to(dtype))
 
     def step(self, target: Callable[..., Any], *args: Any) -> Node:
         """Insert a call whose value is only a step to the output: its shape and type follow from `args`."""
-        target = getattr(target, "_opoverload", target)
-        examples = torch.fx.node.map_arg(args, value_of)
+        examples: Any = torch.fx.node.map_arg(args, value_of)
+        return self._insert(target, args, target(*examples))
+
+    def _insert(self, target: Callable[..., Any], args: tuple[Any, ...], value: Any) -> Node:
+        target = getattr(target, "_opoverload", target)  # a graph of anything else cannot be saved
         with self.module.graph.inserting_before(self.output_node):
-            return call(
-                self.module.graph,
-                target,
-                args,
-                self.output_node,
-                target(*examples),
-            )
+            return call(self.module.graph, target, args, self.output_node, value)
 
     def constant(self, path: str, value: Tensor) -> Node:
         """Store a buffer and insert a node that reads it. `path` gets a number where it is taken."""

@@ -91,12 +91,7 @@ def _grouped_transposed(operator: str, activation: str | None) -> Rule:
 
 
 def _across(weight: TensorConstraint) -> TensorConstraint:
-    return TensorConstraint(
-        dtypes=weight.dtypes,
-        qschemes=weight.qschemes,
-        ch_axis=1,
-        quant_min_lower_bound=weight.quant_min_lower_bound,
-    )
+    return replace(weight, ch_axis=1)
 
 
 def _fusions() -> Iterator[Rule]:
@@ -147,15 +142,7 @@ _WEIGHT_ONLY = Rule(
     bias="bias",
     output=False,
     modes=frozenset({"weight-only"}),
-    accepts={
-        "weight": TensorConstraint(
-            dtypes=WEIGHT.dtypes,
-            qschemes=WEIGHT.qschemes,
-            ch_axis=0,
-            quant_min_lower_bound=-127,
-            blocks=True,
-        )
-    },
+    accepts={"weight": replace(WEIGHT, blocks=True)},
     guard=guards.float32,
     kernels={
         "torch": Kernel("qompose_xnnpack.linear_weight_only", weight_only, True, True),
@@ -228,16 +215,11 @@ def _averaged(
     drawing: str = "",
 ) -> Rule:
     """Return a rule for a mean: its values are closer together than its input's, so it has a scale."""
-    return Rule(
-        name=name,
-        drawing=drawing,
-        patterns=patterns,
-        activations=("self",),
-        condition="all",
-        accepts=static(),
-        guard=guard,
-        kernels={**_kernels(emit, name), "executorch": delegated},
+    kernel = Kernel(f"qompose_xnnpack.{name}", emit)
+    rule = _shared(
+        name, *patterns, kernel=kernel, guard=guard, delegated=delegated, drawing=drawing
     )
+    return replace(rule, shares=False)
 
 
 def _moved(
