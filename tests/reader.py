@@ -107,7 +107,7 @@ class Reader:
         path.write_text(self.files.text(path.as_posix()), "utf-8")
         if path.name == "pyproject.toml":
             install(path)
-        start_anew(path.parts[0])
+        start_anew(Path.cwd())
 
     def _run(self, block: Block, shown: Block | None) -> None:
         place = f"{self.page}, line {block.line}"
@@ -164,10 +164,15 @@ def install(project: Path) -> None:
     (folder / "entry_points.txt").write_text("".join(groups), "utf-8")
 
 
-def start_anew(package: str) -> None:
-    """Forget a package, as a new process would have."""
-    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
-        del sys.modules[name]
+def start_anew(folder: Path) -> None:
+    """Forget the modules of a folder, as a new process would have.
+
+    By their files, since a name says too little: a page may have a package `tests` as we have.
+    """
+    for name, module in [*sys.modules.items()]:
+        file = getattr(module, "__file__", None)
+        if file is not None and Path(file).is_relative_to(folder):
+            del sys.modules[name]
     importlib.invalidate_caches()
     plugins._load.cache_clear()
 
@@ -182,5 +187,4 @@ def follow(page: str, regen: bool = False) -> None:
         if regen:
             reader.rewrite()
     finally:
-        for path in reader.files.parts:
-            start_anew(Path(path).parts[0])
+        start_anew(Path.cwd())
