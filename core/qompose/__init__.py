@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from qompose.backend import Backend as Backend
     from qompose.backend import CallSignature as CallSignature
     from qompose.backend import Finished as Finished
+    from qompose.backend import LateOperators as LateOperators
+    from qompose.backend import RuleUse as RuleUse
     from qompose.backend import Target as Target
     from qompose.benchmarking import Timings as Timings
     from qompose.benchmarking import bench as bench
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from qompose.capabilities import Capabilities as Capabilities
     from qompose.capabilities import Support as Support
     from qompose.capability_row import Capability as Capability
+    from qompose.compiling import CompiledModel as CompiledModel
+    from qompose.compiling import compile_lowered as compile_lowered
     from qompose.composing import compose as compose
     from qompose.composing import quantizer_from_dict as quantizer_from_dict
     from qompose.composing import quantizer_from_json as quantizer_from_json
@@ -36,6 +40,7 @@ if TYPE_CHECKING:
     from qompose.errors import ArtefactError as ArtefactError
     from qompose.errors import BackendNotFoundError as BackendNotFoundError
     from qompose.errors import CalibrationError as CalibrationError
+    from qompose.errors import CompilationError as CompilationError
     from qompose.errors import ConfigError as ConfigError
     from qompose.errors import ExcludedBackendError as ExcludedBackendError
     from qompose.errors import InternalError as InternalError
@@ -48,6 +53,7 @@ if TYPE_CHECKING:
     from qompose.errors import ProjectError as ProjectError
     from qompose.errors import QomposeError as QomposeError
     from qompose.errors import QomposeWarning as QomposeWarning
+    from qompose.errors import RequirementError as RequirementError
     from qompose.errors import SelectorError as SelectorError
     from qompose.errors import SharingError as SharingError
     from qompose.errors import StageError as StageError
@@ -121,20 +127,21 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "artefact": "load save",
-    "backend": "Backend CallSignature Finished Target",
+    "backend": "Backend CallSignature Finished LateOperators RuleUse Target",
     "benchmarking": "Timings bench",
     "calibration": "calibrate",
     "capabilities": "Capabilities Support",
     "capability_row": "Capability",
+    "compiling": "CompiledModel compile_lowered",
     "composing": "compose quantizer_from_dict quantizer_from_json quantizer_of",
     "composition": "ComposableQuantizer",
     "configs": "config_from_json config_to_json spec_from_json spec_to_json",
     "constraints": "TensorConstraint",
     "errors": (
-        "AnnotationConflictError ArtefactError BackendNotFoundError CalibrationError ConfigError "
-        "ExcludedBackendError InternalError MemberError MissingBackendError NotExportedError "
+        "AnnotationConflictError ArtefactError BackendNotFoundError CalibrationError CompilationError "
+        "ConfigError ExcludedBackendError InternalError MemberError MissingBackendError NotExportedError "
         "NothingQuantizedError NotLoweredError PluginError ProjectError QomposeError QomposeWarning "
-        "SelectorError SharingError StageError TargetError UncalibratedError UserError"
+        "RequirementError SelectorError SharingError StageError TargetError UncalibratedError UserError"
     ),
     "hookspecs": "API_VERSION hookimpl",
     "inquiry": "NodeSupport can_quantize",

@@ -34,14 +34,16 @@ from qompose.errors import (
     ExcludedBackendError,
     MissingBackendError,
     PluginError,
+    RequirementError,
     UserError,
 )
 from qompose.graph import copies_of
-from qompose.plan import Record, attach, record_of
+from qompose.plan import META_KEY, Record, attach, record_of
 from qompose.plugins import backends as installed_backends
 from qompose.plugins import load_backend
 from qompose.programs import ProgramReader, ProgramWriter, UnknownOperator
 from qompose.records import decode_record, encode_record
+from qompose.requirements import objections, warn
 from qompose.storages import digest, pack, unpack
 from qompose.trees import UnknownType
 from qompose.values import NotStorable
@@ -173,17 +175,37 @@ def _is_installed(name: str) -> bool:
     return any(info.name == name for info in installed_backends())
 
 
-def load(path: str | os.PathLike[str]) -> GraphModule:
+def load(path: str | os.PathLike[str], *, allow_mismatch: bool = False) -> GraphModule:
     """Return the converted model that `save` wrote, as it was: it runs, and can be reported and lowered.
 
-    No pickle is read and no code of the file is run. Backends are imported when `lower` asks for them.
+    No pickle is read and no code of the file is run. Backends are imported when `lower` asks for them, or
+    here, where they recorded what the model asks of the machine.
+
+    Args:
+        allow_mismatch: load a model that was made for another machine, with a warning. What it
+            computes is the same, and not with the kernels that it was made for.
 
     Raises:
+        RequirementError: a backend's requirements are not met here; the message has the remedies.
         UserError: `path` is no path.
         ArtefactError: the file is damaged, of another kind or of a newer qompose, or needs operators or
             types that nobody registered in this process.
         OSError: it cannot be read.
     """
+    model = read(path)
+    found = tuple(objections(model.meta[META_KEY]))
+    if found and not allow_mismatch:
+        lines = "".join(f"\n  - {line}" for line in found)
+        raise RequirementError(
+            f"{path} was made for another machine:{lines}\n"
+            "Or load it with allow_mismatch=True: it runs without the kernels that it was made for."
+        )
+    warn(found, stacklevel=2)
+    return model
+
+
+def read(path: str | os.PathLike[str]) -> GraphModule:
+    """Return what `load` returns, whatever the model asks of the machine; its backends are not asked."""
     path = _as_path(path, "load")
     body, blocks = _read(path)
     try:

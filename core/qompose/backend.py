@@ -3,16 +3,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
-from torch.fx import GraphModule
+from torch._ops import OpOverload
+from torch.fx import GraphModule, Node
 
 from qompose.capabilities import Capabilities, capability_rows
 from qompose.rules import Rule
-from qompose.specs import QuantizationConfig
+from qompose.specs import QuantizationConfig, QuantizationSpecBase
+
+LateOperators: TypeAlias = Mapping[OpOverload, Callable[[Node], None]]
+"""By operator, what puts other calls for one of its calls; see `Backend.late_operators`."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,19 @@ class Target:
     finish_methods: Callable[[Methods], tuple[Any, Mapping[str, Finished]]] | None = None
 
 
+@dataclass(frozen=True)
+class RuleUse:
+    """One use of a rule in a converted model: its mode, and the specification of each role.
+
+    The roles are those of the rule's pattern ("input", "weight", ...) and "output"; what shares the
+    parameters of another tensor has that tensor's specification.
+    """
+
+    rule: str
+    mode: str
+    specs: Mapping[str, QuantizationSpecBase]
+
+
 class Backend:
     """Base of a plugin's backend. Everything but the attributes follows from the rule table.
 
@@ -93,6 +110,39 @@ class Backend:
     def availability(self) -> str | None:
         """Return why this backend cannot be used here (a package, a CPU instruction), or None."""
         return None
+
+    def requirements(self, uses: Sequence[RuleUse]) -> Mapping[str, str]:
+        """Return what a model asks of the machine that is to run it, as names and values: `{"isa": "vnni"}`.
+
+        `convert_pt2e` asks, with all uses of this backend's rules in the model; the answer stays with it.
+        """
+        return {}
+
+    def objection(self, requirements: Mapping[str, str]) -> str | None:
+        """Return why this machine does not fulfil what `requirements` returned, with the remedy, or None.
+
+        `load` refuses a model that is objected to; what `lower` makes of it all the same must be right, and
+        may be slow.
+        """
+        return None
+
+    def for_compiler(self, graph: GraphModule) -> GraphModule:
+        """Return `graph`, lowered for "torch", with operators that compilers know for this backend's own.
+
+        `qompose.compile_lowered` asks every backend that owns claims. An operator that stays as it is, with
+        a fake registered, is opaque to compilers, and cannot be in a package. `graph` may be edited; its
+        tensors belong to the lowered model.
+        """
+        return graph
+
+    def late_operators(self) -> LateOperators:
+        """Return operators that `for_compiler` leaves in a graph until the compiler's own passes are through.
+
+        Each comes with a function of one of its calls. The function puts other calls before it and instead
+        of it, in place: only then may it put one that overwrites a tensor, after a look at who reads that
+        later. No such operator is left in what is compiled, so packages may hold them.
+        """
+        return {}
 
     def quantization_capabilities(self) -> Capabilities:
         """Return what this backend can do, a row per pattern and named configuration."""

@@ -9,9 +9,10 @@ a product `y = W x + b` and positive vectors d, e::
 so the input is divided by d before it is quantized, or the output multiplied by e after it was, and
 the weight takes up the rest. With powers of two this is exact in floating point, up to overflow. It is
 done only at the border to float operators, where the extra product meets a float tensor, and only where
-it saves at least a fifth of the squared error. That is measured on rows of the calibration data from which
-the factors were not made: a range of each channel takes many more rows to find than one for all of them,
-and from a few rows it is too narrow for the next.
+it is worth its time: where it halves the squared error at least, and saves more the smaller the product is
+that it serves (`_needed_gain`). That is measured on rows of the calibration data from which the factors
+were not made: a range of each channel takes many more rows to find than one for all of them, and from a
+few rows it is too narrow for the next.
 
 Factors are at least 1: they shrink large channels and leave quiet ones their headroom, so that a channel
 which happened to be silent during calibration is not cut off when it speaks.
@@ -19,7 +20,8 @@ which happened to be silent during calibration is not cut off when it speaks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -31,7 +33,7 @@ from qompose.numerics import along, fake_quantize
 
 INPUT, OUTPUT = "input", "output"
 
-_WORTHWHILE = 0.8
+_LEAST_GAIN, _PLENTY_OF_WORK = 2.0, 256
 _FEWEST_ROWS, _PLENTY = 32, 4
 _EXPONENTS = (0.25, 0.5, 0.75, 1.0)
 _LARGEST_FACTOR = 2.0**8
@@ -138,7 +140,21 @@ def balance_input(
         return sum(_product_error(sample, quantized, factors, *p) for p in products)
 
     sizes = [partial(size, exponent=exponent) for exponent in _EXPONENTS]
-    return _best(channels, sizes, scheme, qparams, error)
+    needed = _needed_gain(weight.numel() // weight.shape[1] for weight, _ in products)
+    return _best(channels, sizes, scheme, qparams, error, needed)
+
+
+def _needed_gain(work: Iterable[int]) -> float:
+    """Return how many times smaller the squared error has to become for factors to be worth their time.
+
+    Factors at run time are a pass over the tensor in float. Beside hundreds of multiply-accumulates for
+    each of its elements that is nothing. Beside the few dozen of a pointwise convolution it is not:
+    fourteen such passes cost MobileNet-V3 a twelfth of its time on a processor with int8 kernels.
+
+    Args:
+        work: of each product, the multiply-accumulates for one element of the tensor with factors.
+    """
+    return _LEAST_GAIN * math.sqrt(max(1.0, _PLENTY_OF_WORK / max(sum(work), 1)))
 
 
 def _product_error(
@@ -155,7 +171,7 @@ def _taps(weight: Tensor) -> Tensor:
 
 
 def balance_output(
-    channels: Channels, scheme: Scheme, qparams: tuple[Tensor, Tensor]
+    channels: Channels, weight: Tensor, scheme: Scheme, qparams: tuple[Tensor, Tensor]
 ) -> Factors | None:
     """Return factors for a product's output, or None where none are worthwhile; see `balance_input`."""
 
@@ -163,7 +179,8 @@ def balance_output(
         quantized = fake_quantize(sample / factors, scale, zero_point, scheme.low, scheme.high)
         return float(((quantized * factors - sample) ** 2).sum())
 
-    return _best(channels, [lambda seen: seen.largest], scheme, qparams, error)
+    needed = _needed_gain([weight.numel() // weight.shape[0]])
+    return _best(channels, [lambda seen: seen.largest], scheme, qparams, error, needed)
 
 
 def _best(
@@ -172,8 +189,12 @@ def _best(
     scheme: Scheme,
     qparams: tuple[Tensor, Tensor],
     error: Callable[[Tensor, Tensor, Tensor, Tensor], float],
+    needed: float,
 ) -> Factors | None:
-    """Return the factors by those of `sizes` that have the least error on rows they are not made from."""
+    """Return the factors by those of `sizes` that have the least error on rows they are not made from.
+
+    None where that is not `needed` times smaller than without factors.
+    """
     trials = channels.trials()
 
     def chosen(seen: Channels, factors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -189,7 +210,7 @@ def _best(
         after = held_back_error(lambda seen, size=size: _powers_of_two(size(seen)))  # type: ignore[misc]
         gains.append(before / max(after, 1e-30))
     gain, best = max(gains), sizes[gains.index(max(gains))]
-    if gain <= 1 / _WORTHWHILE:
+    if gain < needed:
         return None
     return Factors(*chosen(channels, _powers_of_two(best(channels))), gain)
 

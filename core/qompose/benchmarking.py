@@ -35,8 +35,9 @@ class Timings:
         return [dict(row.__dict__) for row in self.rows]
 
     def __str__(self) -> str:
+        width = max(len(row.name) for row in self.rows)
         return "\n".join(
-            f"{row.name:12} {row.seconds * 1e3:10.3f} ms  {row.ratio:6.2f} of float"
+            f"{row.name:{width}} {row.seconds * 1e3:10.3f} ms  {row.ratio:6.2f} of float"
             for row in self.rows
         )
 

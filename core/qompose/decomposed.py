@@ -10,9 +10,12 @@ rounds the sum.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
-from torch.ao.quantization.fx import _decomposed as _registers  # noqa: F401
+from torch.ao.quantization.fx import _decomposed as _registers
 from torch.fx import Node
 
 from qompose.numerics import dequantize_blocks, quantize_blocks, quantize_float_zero_point
@@ -111,6 +114,25 @@ DEQUANTIZE = frozenset(
         dequantize_per_block,
     }
 )
+
+IN_ATEN: dict[Any, Callable[..., Any]] = {
+    quantize_per_group: lambda x, scale, zero, low, high, dtype, size: quantize_blocks(
+        x, scale, zero, low, high, dtype
+    ),
+    dequantize_per_group: lambda x, scale, zero, low, high, dtype, size, out=torch.float32: (
+        dequantize_blocks(x, scale, zero, out)
+    ),
+    quantize_per_token: _registers.quantize_per_token,
+    dequantize_per_token: _registers.dequantize_per_token,
+    choose_qparams_per_token: _registers.choose_qparams_per_token_asymmetric,
+    choose_qparams_per_token_symmetric: _registers.choose_qparams_per_token,
+    quantize_per_block: quantize_blocks,
+    dequantize_per_block: lambda x, scale, zero, low, high, dtype: dequantize_blocks(
+        x, scale, zero, dtype
+    ),
+    quantize_per_channel_float: quantize_float_zero_point,
+}
+"""What to trace for the operators that torch's compiler does not know: the same in aten's."""
 
 
 def is_quantize(node: object) -> bool:

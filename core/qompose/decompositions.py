@@ -15,8 +15,8 @@ import torch
 from torch.fx import Node
 
 from qompose.aliases import unsafe_values
-from qompose.graph import value_of
-from qompose.recording import Build, Recorder, arguments_of, recording_obstacle, replace_call
+from qompose.graph import arguments_of, value_of
+from qompose.recording import Build, Recorder, recording_obstacle, replace_call
 
 aten = torch.ops.aten
 

@@ -128,8 +128,16 @@ class TargetError(UserError):
     """No kernels, or no runtime, for the requested target."""
 
 
+class CompilationError(TargetError):
+    """A lowered model cannot be compiled; without compiling it runs as it is."""
+
+
 class ArtefactError(UserError):
     """A model cannot be saved, or a file cannot be loaded; the message says what is wrong with it."""
+
+
+class RequirementError(ArtefactError):
+    """A loaded model asks for what this machine has not got."""
 
 
 class MissingBackendError(BackendNotFoundError):

@@ -78,7 +78,7 @@ class Factoring:
         scheme = self._scheme(number)
         weights = [self.constant(name) for name in balance.weights]
         if balance.side == OUTPUT:
-            factors = balance_output(channels, scheme, observer.calculate_qparams())
+            factors = balance_output(channels, weights[0], scheme, observer.calculate_qparams())
         elif any(weight.shape[1] != channels.low.numel() for weight in weights):
             return  # a grouped convolution
         else:

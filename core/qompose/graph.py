@@ -172,6 +172,13 @@ def layout_of(constant: Tensor) -> tuple[object, ...]:
     )
 
 
+def arguments_of(call: Node) -> dict[str, Any]:
+    """Return the arguments of an operator's call by their names in its schema, defaults included."""
+    arguments = call.target._schema.arguments  # type: ignore[union-attr]
+    given = {a.name: value for a, value in zip(arguments, call.args, strict=False)}
+    return {a.name: {**given, **call.kwargs}.get(a.name, a.default_value) for a in arguments}
+
+
 def value_of(node: Node) -> Any:
     """Return the example value (a fake tensor, as a rule) that export recorded for a node."""
     return node.meta.get("val")

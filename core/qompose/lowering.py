@@ -9,10 +9,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from qompose.backend import Backend, Finished, Methods, Target
+from qompose.backend import Backend, CallSignature, Finished, Methods, Target
 from qompose.claims import Claim
 from qompose.counting import KERNELS_TAG
 from qompose.errors import ConfigError, QomposeError, TargetError, UserError, blaming, near_names
@@ -41,15 +42,29 @@ class Step:
     left: Mapping[int, str]
 
 
-def _as_they_are(methods: Methods) -> tuple[Any, Mapping[str, Finished]]:
-    finished = {name: Finished(module) for name, (module, _) in methods.items()}
+_OF_ANY_LAYOUT = {
+    torch.ops.aten.view.default: torch.ops.aten.reshape.default,
+    torch.ops.aten.view_as.default: torch.ops.aten.reshape_as.default,
+}
+
+
+def _reshaped(module: GraphModule, signature: CallSignature) -> Finished:
+    """Let views take any layout, in place: a kernel's result may have another than what it stands for."""
+    for part in graphs_in(module):
+        for node in part.graph.nodes:
+            if node.op == "call_function":
+                node.target = _OF_ANY_LAYOUT.get(node.target, node.target)
+        part.recompile()
+    return Finished(module)
+
+
+def _each_reshaped(methods: Methods) -> tuple[Any, Mapping[str, Finished]]:
+    finished = {name: _reshaped(*method) for name, method in methods.items()}
     return {name: part.model for name, part in finished.items()}, finished
 
 
-TORCH_TARGET = Target(
-    "torch", lambda module, signature: Finished(module), finish_methods=_as_they_are
-)
-"""The process itself: its last step is nothing."""
+TORCH_TARGET = Target("torch", _reshaped, finish_methods=_each_reshaped)
+"""The process itself."""
 
 
 def find_target(name: str, record: Record) -> Target:

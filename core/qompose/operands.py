@@ -210,14 +210,6 @@ def quantized(argument: Any) -> QuantizedTensor:
     return dequantized(argument)
 
 
-def arguments_of(node: Node) -> dict[str, Any]:
-    """Return the arguments of a call by their names in its schema, defaults filled in."""
-    schema = node.target._schema  # type: ignore[union-attr]
-    given = dict(zip((a.name for a in schema.arguments), node.args, strict=False))
-    defaults = {a.name: a.default_value for a in schema.arguments}
-    return {**defaults, **given, **node.kwargs}
-
-
 def _along(axis: int, rank: int) -> list[int]:
     return [-1 if dim == axis else 1 for dim in range(rank)]
 

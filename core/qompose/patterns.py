@@ -22,6 +22,7 @@ from torch.fx.passes.utils.matcher_with_name_node_map_utils import SubgraphMatch
 
 from qompose.claims import Operand
 from qompose.errors import ConfigError
+from qompose.graph import arguments_of
 
 Capture: TypeAlias = "Node | tuple[Any, ...] | object"
 """What a name of a pattern stands for in a match: a node, a list of nodes, or a literal argument."""
@@ -48,6 +49,20 @@ class Match:
         captured = self.captures.get(name)
         items = captured if isinstance(captured, (tuple, list)) else (captured,)
         return tuple(item for item in items if isinstance(item, Node))
+
+    def argument(self, name: str, argument: str) -> Any:
+        """Return an argument of an operator by its name in the schema, its default if left out.
+
+        Raises:
+            ConfigError: no operator of the match has this name, or it has no such argument.
+        """
+        node = self.node(name)
+        if node is None or node not in self.nodes:
+            raise ConfigError(f"no operator of this match is called {name!r}: {self.nodes}")
+        known = arguments_of(node)
+        if argument not in known:
+            raise ConfigError(f"{node.name} has no argument {argument!r}; it has {[*known]}")
+        return known[argument]
 
     def operands(self, role: str) -> list[Operand]:
         """Return every place where the region reads what `role` stands for."""

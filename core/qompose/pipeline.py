@@ -60,6 +60,7 @@ from qompose.planning import notes_on_ranges, plan_groups
 from qompose.preparation import insert_observers
 from qompose.quantizer import Quantizer, labelled
 from qompose.representation import Representation, represent
+from qompose.requirements import objections, requirements_of, warn
 from qompose.rule_quantizer import RuleQuantizer
 from qompose.survey import claims_elsewhere, state_bytes, survey
 
@@ -240,6 +241,7 @@ def convert_pt2e(
             dropped=conversion.dropped,
             balanced=tuple(conversion.balanced),
             findings=tuple(conversion.findings),
+            requirements=requirements_of(record.plan, record.backends, conversion.dropped),
             kernels=_by_claim(record.plan, represented.replaced),
             fallbacks=_by_claim(record.plan, represented.left),
             bytes=state_bytes(converted),
@@ -306,7 +308,9 @@ def _with_kernels(converted: GraphModule, target: str) -> Step:
     )
     runtime = find_target(target, record)
     model = copy_graph_module(converted)
-    if runtime is not TORCH_TARGET:  # in the process, nobody asks
+    if runtime is TORCH_TARGET:  # other runtimes may be on other machines
+        warn(tuple(objections(record)), stacklevel=3)
+    else:  # in the process, nobody asks
         mark_operators(model, record.plan)
     sink_constants(model)
     fold_quantized_constants(model)

@@ -226,6 +226,7 @@ class Record:
     `dropped` are claims that calibration showed to be impossible, with the reason; `kernels` and
     `fallbacks` are by claim, once lowered; `balanced` describes the tensors whose channels got factors,
     `findings` those whose statistics look wrong.
+    `requirements` is what owners ask of the machine that is to run the model.
     `state` has the exported values of the buffers that the program writes to, by path.
     `backends` are live objects, by the owners of claims.
     """
@@ -238,6 +239,7 @@ class Record:
     fallbacks: Mapping[int, str] = field(default_factory=dict)
     balanced: tuple[str, ...] = ()
     findings: tuple[str, ...] = ()
+    requirements: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     target: str = ""
     bytes: int = 0
     state: Mapping[str, Tensor] = field(default_factory=dict)

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from os import PathLike
 from typing import Any
 
 import torch
@@ -12,9 +14,11 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
+from qompose.benchmarking import Timings, bench
 from qompose.calibration import calibrate
+from qompose.compiling import CompiledModel, compile_lowered
 from qompose.composing import compose
-from qompose.errors import UserError
+from qompose.errors import TargetError, UserError
 from qompose.ledger import Report
 from qompose.pipeline import convert_pt2e, lower, prepare_pt2e
 from qompose.quantizer import Quantizer
@@ -29,11 +33,67 @@ class QuantizedModel:
     converted: GraphModule
     model: Any
     quantizer: Quantizer
+    compiled: dict[str, CompiledModel] = field(default_factory=dict, repr=False, compare=False)
+    """What `compile` made, by mode."""
 
     @property
     def report(self) -> Report:
         """Return what happened to every float operator."""
         return report(self.model)
+
+    def compile(
+        self,
+        mode: str = "default",
+        *,
+        path: str | PathLike[str] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> CompiledModel:
+        """Compile the lowered model, in this process or to a package: `compile_lowered` of `model`.
+
+        Raises:
+            UserError: and its kinds, as `compile_lowered` raises them.
+        """
+        self.compiled[mode] = compile_lowered(self.model, mode, path=path, options=options)
+        return self.compiled[mode]
+
+    def benchmark(self, *inputs: Any, rounds: int = 10, warmup: int = 2) -> Timings:
+        """Time the float program, the lowered one and what `compile` made, in turns; see `bench`.
+
+        What is slower than the float program is in a QomposeWarning.
+
+        Args:
+            inputs: those of one call; without any, the ones that the float program was exported with.
+
+        Raises:
+            UserError: no rounds, or the program was exported without inputs and none are given.
+            TargetError: the model was lowered to what cannot be called.
+        """
+        if not callable(self.model):
+            raise TargetError(
+                f"A {type(self.model).__name__} cannot be called beside the float program: time it in its "
+                'runtime, or quantize with target="torch".'
+            )
+        keywords: Mapping[str, Any] = {}
+        if not inputs:
+            inputs, keywords = self._example()
+        models = {
+            "float": self.exported.module(),
+            "lowered": self.model,
+            **{f"compiled, {mode}": model for mode, model in self.compiled.items()},
+        }
+        return bench(
+            {name: partial(model, **keywords) for name, model in models.items()},
+            *inputs,
+            rounds=rounds,
+            warmup=warmup,
+        )
+
+    def _example(self) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+        example = self.exported.example_inputs
+        if example is None:
+            raise UserError("benchmark needs inputs: the program was exported without any")
+        args, kwargs = example
+        return args, kwargs
 
 
 def quantize(

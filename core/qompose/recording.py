@@ -19,7 +19,7 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.node import map_arg
 
-from qompose.graph import call, example_of, tag, value_of
+from qompose.graph import arguments_of, call, example_of, tag, value_of
 
 aten = torch.ops.aten
 
@@ -61,13 +61,6 @@ class Recorder:
         value = value_of(node)
         is_real = isinstance(value, Tensor) and not hasattr(value, "fake_mode")
         return example_of(value, self.site) if is_real and self._mode else value
-
-
-def arguments_of(site: Node) -> dict[str, Any]:
-    """Return the arguments of a call by name, defaults included."""
-    arguments = site.target._schema.arguments  # type: ignore[union-attr]
-    given = {a.name: value for a, value in zip(arguments, site.args, strict=False)}
-    return {a.name: {**given, **site.kwargs}.get(a.name, a.default_value) for a in arguments}
 
 
 def recording_obstacle(site: Node) -> str | None:

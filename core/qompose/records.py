@@ -97,4 +97,7 @@ def decode_record(data: Mapping[str, Any]) -> Record:
     stored = facts.get("stage") in ("converted", "reference")
     if not isinstance(facts.get("plan"), Plan) or not stored:
         raise ValueError("it has no plan of a converted model")
+    asked = facts.get("requirements", {}).values()
+    if not all(isinstance(text, str) for a in asked for item in a.items() for text in item):
+        raise ValueError("what it requires of a machine is no text")
     return Record(**facts)

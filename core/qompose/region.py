@@ -14,7 +14,15 @@ from torch.fx import GraphModule, Node
 from qompose import decomposed
 from qompose.claims import Claim, Operand
 from qompose.errors import ConfigError, InternalError
-from qompose.graph import call, constant_of, free_attribute, read_attribute, set_attribute, value_of
+from qompose.graph import (
+    arguments_of,
+    call,
+    constant_of,
+    free_attribute,
+    read_attribute,
+    set_attribute,
+    value_of,
+)
 from qompose.operators import NOT_ON_INTEGERS, SCALE_PRESERVING
 from qompose.rules import NotLowerable
 
@@ -67,7 +75,8 @@ class DynamicTensor:
     """A tensor that is quantized when the model runs: the node that holds its floats, and how it is.
 
     One scale is for all of its last `dims` dimensions, None: for the whole tensor. The zero point is 0 where
-    `symmetric`. `low` and `high` bound the integers.
+    `symmetric`. `low` and `high` bound the integers, and `eps` the scale, from below; None: only that it is
+    above 0, in the way of the operator that chooses it.
     """
 
     node: Node
@@ -76,6 +85,7 @@ class DynamicTensor:
     low: int
     high: int
     dtype: torch.dtype
+    eps: float | None = None
 
 
 def _constant(node: Node) -> Tensor:
@@ -173,12 +183,10 @@ class Region:
             ConfigError: there is no such operator, or it has no such argument.
         """
         node = self.node(name)
-        for index, parameter in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
-            if parameter.name == argument:
-                if not parameter.kwarg_only and index < len(node.args):
-                    return node.args[index]
-                return node.kwargs.get(argument, parameter.default_value)
-        raise self._fault(f"no argument {argument!r}: {node.target._schema}")  # type: ignore[union-attr]
+        known = arguments_of(node)
+        if argument not in known:
+            raise self._fault(f"no argument {argument!r}: {node.target._schema}")  # type: ignore[union-attr]
+        return known[argument]
 
     def _fault(self, missing: str) -> ConfigError:
         """Return the error of a kernel that asks for what its rule does not have."""
@@ -279,7 +287,8 @@ def quantized_at_run_time(node: Node) -> DynamicTensor:
         source, whole = source.all_input_nodes[0], source
         dims = value_of(source).dim() - value_of(whole).dim() + 1
     symmetric = choose in decomposed.CHOOSE_SYMMETRIC
-    return DynamicTensor(source, dims, symmetric, tensor.low, tensor.high, tensor.dtype)
+    eps = arguments_of(chosen).get("eps")
+    return DynamicTensor(source, dims, symmetric, tensor.low, tensor.high, tensor.dtype, eps)
 
 
 def quantized_by(node: Node) -> QuantizedTensor:

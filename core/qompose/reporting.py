@@ -18,6 +18,7 @@ from qompose.ledger import REFERENCE as REFERENCE
 from qompose.ledger import SIMULATED as SIMULATED
 from qompose.ledger import Report, Row
 from qompose.plan import META_KEY, Operator, Record
+from qompose.requirements import notes_on
 
 
 def report(model: Any) -> Report:
@@ -45,7 +46,7 @@ def report(model: Any) -> Report:
             for c in plan.conflicts
         ),
         rewrites=(*map(str, plan.rewrites), *record.balanced),
-        notes=(*plan.notes, *record.findings),
+        notes=(*plan.notes, *record.findings, *notes_on(record)),
         bytes_before=plan.float_bytes,
         bytes_after=record.bytes,
     )

@@ -21,6 +21,7 @@ from torch.fx.node import map_arg
 
 from qompose import decomposed, reference
 from qompose.graph import (
+    arguments_of,
     dtype_of,
     is_float_tensor,
     operator_name,
@@ -29,7 +30,7 @@ from qompose.graph import (
     without_readers,
 )
 from qompose.nested import graphs_in
-from qompose.operands import Emitter, Site, arguments_of, border_grid, grid_of
+from qompose.operands import Emitter, Site, border_grid, grid_of
 from qompose.reference import Grid, Integers, Sum
 from qompose.rules import NotLowerable
 

@@ -130,7 +130,8 @@ class TestWhatKernelsSee:
     )  # fmt: skip
     def test_floats_and_what_shares_a_scale(self, config: Any, dims: Any, symmetric: bool) -> None:
         tensor = seen_by_kernel(seeded(nn.Linear(8, 4)), LINEAR, config, randn(3, 8))
-        expected = DynamicTensor(tensor.node, dims, symmetric, -128, 127, torch.int8)
+        eps = torch.finfo(torch.float32).eps if dims is None else None
+        expected = DynamicTensor(tensor.node, dims, symmetric, -128, 127, torch.int8, eps)
         assert tensor == expected
         assert tensor.node.op == "placeholder"
 

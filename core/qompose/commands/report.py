@@ -36,10 +36,10 @@ def add_format(parser: ArgumentParser) -> None:
 
 def run(options: Namespace, out: Output) -> int:
     """Print the report."""
-    from qompose.artefact import load
+    from qompose.artefact import read
     from qompose.reporting import report
 
-    print_report(report(load(options.file)), options, out)
+    print_report(report(read(options.file)), options, out)
     return 0
 
 

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from qompose.graph import get_attribute, layout_of, owner_of, value_of
-from qompose.recording import arguments_of
+from qompose.graph import arguments_of, get_attribute, layout_of, owner_of, value_of
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 

@@ -75,6 +75,8 @@ def _specs(
         for scheme in schemes:
             for low, high in _ranges(dtype, constraint):
                 yield from _made(base, constraint, dtype, scheme, low, high)
+    if base.dtype.is_floating_point:  # a cast has no range, axis or blocks
+        return
     axis = 1 if constraint is None or constraint.ch_axis != 1 else 0
     low, high = quantized_range(base.dtype, base.quant_min, base.quant_max)
     facts = (base, constraint, base.dtype, torch.per_channel_symmetric, low, high)

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packages: compiled programs in one file, which a process that imports torch alone can load and run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch._inductor
+from torch.export import ExportedProgram
+from torch.fx import GraphModule, Node
+
+from qompose.aliases import written_buffers
+from qompose.backend import CallSignature
+from qompose.counting import KERNELS_TAG
+from qompose.decomposed import IN_ATEN
+from qompose.drafts import draft_of
+from qompose.errors import CompilationError, UserError
+from qompose.graph import tag_of
+from qompose.nested import nodes_in
+from qompose.plan import Record
+
+SUFFIX: Final = ".pt2"
+
+TORCH_NAMESPACES: Final = frozenset(
+    {"aten", "prims", "inductor_prims", "quantized", "mkl", "mkldnn", "onednn"}
+)
+"""Operators of these are there as soon as torch is imported."""
+
+
+def write_package(
+    graph: GraphModule,
+    signature: CallSignature,
+    record: Record,
+    file: Path,
+    settings: Mapping[str, Any],
+    late: Collection[object],
+) -> Callable[..., Any]:
+    """Write a package that is called as `signature` says, and return what runs it.
+
+    Args:
+        late: operators that the settings' passes replace.
+
+    Raises:
+        CompilationError: the program writes to buffers; an operator would remain that torch alone does
+            not know; torch cannot compile it.
+        OSError: the file cannot be written.
+    """
+    _check_state(graph)
+    with torch.no_grad(), _refusing():
+        program = torch.export.export(
+            graph,
+            signature.args,
+            dict(signature.kwargs),
+            dynamic_shapes=signature.dynamic_shapes,
+        )
+        if any(node.target in IN_ATEN for node in nodes_in(program.graph_module)):
+            program = program.run_decompositions(dict(IN_ATEN))
+    _check_outputs(program)
+    _check_operators(program, record, late)
+    with draft_of(file) as draft, torch.no_grad(), _refusing():
+        torch._inductor.aoti_compile_and_package(
+            program, package_path=str(draft), inductor_configs=dict(settings)
+        )
+        run: Callable[..., Any] = torch._inductor.aoti_load_package(str(draft))
+    return run
+
+
+def _check_state(graph: GraphModule) -> None:
+    written = sorted(written_buffers(graph.graph))
+    if (
+        written
+    ):  # it would compile, and give the results of a first call again and again (torch 2.13)
+        raise CompilationError(
+            f"A package forgets what a program writes to its buffers, here to {', '.join(written)}. "
+            'mode="default" keeps it; or pass the state in and out as arguments and results.'
+        )
+
+
+def _check_outputs(program: ExportedProgram) -> None:
+    results = program.graph.output_node().args[0]
+    missing = [number for number, value in enumerate(results) if value is None]
+    if missing:  # torch 2.13 stops at an assertion
+        raise CompilationError(
+            f"A package returns tensors, and of the model's results number {missing[0]}, counted from 0, is "
+            'None: leave it out; or compile with mode="default".'
+        )
+
+
+def _check_operators(program: ExportedProgram, record: Record, late: Collection[object]) -> None:
+    """Raise CompilationError where a package would need an operator that torch alone does not know."""
+    from torch._inductor.decomposition import decompositions
+    from torch._inductor.lowering import fallbacks, lowerings
+
+    left = [
+        node
+        for node in nodes_in(program.graph_module)
+        if isinstance(node.target, torch._ops.OpOverload)
+        and node.target.namespace not in TORCH_NAMESPACES
+        and node.target not in late
+        and node.target not in decompositions
+        and (node.target not in lowerings or node.target in fallbacks)
+    ]
+    if left:
+        listed = "\n".join(f"  - {line}" for line in dict.fromkeys(_told(n, record) for n in left))
+        raise CompilationError(
+            f"A package cannot hold what a process that imports torch alone does not know:\n{listed}\n"
+            'mode="default" compiles the model for this process, where these operators are; or leave '
+            "them in float."
+        )
+
+
+def _told(node: Node, record: Record) -> str:
+    """Return an operator's name, the one that it stands for, where that is, and whose it is."""
+    own = tag_of(node, "claim")
+    claims: Sequence[int] = tag_of(node, KERNELS_TAG) or ([] if own is None else [own])
+    if not claims:
+        return f"{node.name}: {node.target}, which no claim of the model accounts for"
+    claim = record.plan.claims[claims[0]]
+    module = next((o.module for o in record.plan.operators if o.name == claim.anchor), "")
+    why = record.fallbacks.get(claims[0])
+    return (
+        f"{claim.anchor}{f' in {module}' if module else ''}: {node.target}, of {claim.owner}, rule "
+        f"{claim.rule}{f' ({why})' if why else ''}"
+    )
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """Turn what torch raises while it compiles into CompilationError."""
+    try:
+        yield
+    except (UserError, OSError):
+        raise
+    except Exception as error:
+        raise refused(error) from error
+
+
+def refused(error: Exception) -> CompilationError:
+    """Return what to raise for an error of torch's compiler."""
+    inner = getattr(error, "inner_exception", None) or error
+    return CompilationError(
+        f"torch cannot compile this model: {type(inner).__name__}: {first_line(inner)} "
+        "The lowered model runs without."
+    )
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, as a sentence."""
+    lines = (line.strip() for line in str(error).splitlines())
+    line = next(filter(None, lines), "no reason given")
+    return line if line.endswith(".") else f"{line}."
