@@ -70,7 +70,16 @@ def test_older_instructions_are_found_to_saturate(limit: str) -> None:
 
 @pytest.mark.skipif(LIMIT in os.environ, reason="this is the second run already")
 def test_everything_again_without_vnni() -> None:
-    again = ("test_ops.py", "test_isa.py", "test_spike_packaging.py::TestPackedWeights")
-    files = [str(HERE / name) for name in again]
+    names = (
+        "ops",
+        "isa",
+        "packing",
+        "images",
+        "placing",
+        "rules",
+        "run_time_ops",
+        "weight_only_ops",
+    )
+    files = [str(HERE / f"test_{name}.py") for name in names]
     done = _run("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files, limit="AVX2")
     assert done.returncode == 0, done.stdout[-4000:]

@@ -5,19 +5,17 @@ from __future__ import annotations
 
 import qompose
 
-from qompose_x86_inductor.backend import (
-    X86InductorBackend,
-    X86InductorQuantizer,
+from qompose_x86_inductor.backend import X86InductorBackend, X86InductorQuantizer
+from qompose_x86_inductor.configs import (
     get_default_x86_inductor_quantization_config,
+    get_x86_inductor_linear_dynamic_fp16_config,
 )
-from qompose_x86_inductor.compiling import compile_lowered, package_lowered
 
 __all__ = [
     "X86InductorBackend",
     "X86InductorQuantizer",
-    "compile_lowered",
     "get_default_x86_inductor_quantization_config",
-    "package_lowered",
+    "get_x86_inductor_linear_dynamic_fp16_config",
     "qompose_backend",
 ]
 

@@ -4,61 +4,17 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Mapping, Sequence
 
 import torch
-from qompose import (
-    Backend,
-    PerChannelMinMaxObserver,
-    QuantizationConfig,
-    QuantizationSpec,
-    RuleQuantizer,
-    observer_for_range,
-)
+from qompose import Backend, LateOperators, RuleQuantizer, RuleUse
+from torch.fx import GraphModule
 
-from qompose_x86_inductor import isa
+from qompose_x86_inductor import configs, summing
+from qompose_x86_inductor.compiling import with_prepack_in_graph
+from qompose_x86_inductor.requirements import asked_by, objection
 from qompose_x86_inductor.rules import RULES
-
-
-def get_default_x86_inductor_quantization_config(
-    *, reduce_range: bool = False, range: str = "histogram", balance: bool = True
-) -> QuantizationConfig:
-    """Return static uint8 activations per tensor and symmetric int8 weights per output channel.
-
-    Where this processor's int8 products saturate (no VNNI), weights have seven bits: two products of
-    `255 * 64` fit into the 16 bits that such a processor adds them in.
-
-    Its name is that of the backend's configuration, followed by what was chosen otherwise.
-
-    Args:
-        reduce_range: use seven bits for activations, [0, 127].
-        range: how an activation's range is estimated: "histogram", "mse", "minmax" or
-            "moving_average" (`qompose.observer_for_range`).
-        balance: let channels of very different size get factors of their own (`QuantizationConfig`).
-    """
-    low, high = isa.recommended_weight_range()
-    activation = QuantizationSpec(
-        dtype=torch.uint8,
-        observer_or_fake_quant_ctr=observer_for_range(range),
-        quant_min=0,
-        quant_max=127 if reduce_range else 255,
-        qscheme=torch.per_tensor_affine,
-    )
-    weight = QuantizationSpec(
-        dtype=torch.int8,
-        observer_or_fake_quant_ctr=PerChannelMinMaxObserver.with_args(eps=2**-12),
-        quant_min=low,
-        quant_max=high,
-        qscheme=torch.per_channel_symmetric,
-        ch_axis=0,
-    )
-    choices = (
-        ("activations", [0, activation.quant_max], [0, 255]),
-        ("range", range, "histogram"),
-        ("balance", balance, True),
-    )
-    unusual = (f"{what} {chosen}" for what, chosen, usual in choices if chosen != usual)
-    name = ", ".join(("static", *unusual))
-    return QuantizationConfig(activation, None, weight, None, balance=balance, name=name)
+from qompose_x86_inductor.run_time_rules import RUN_TIME_RULES
 
 
 class X86InductorBackend(Backend):
@@ -66,12 +22,23 @@ class X86InductorBackend(Backend):
 
     name = "x86_inductor"
     api_version = 1
-    rules = RULES
+    rules = (*RULES, *RUN_TIME_RULES)
 
     def __init__(self) -> None:
-        config = get_default_x86_inductor_quantization_config()
-        self.configs = {config.name: config}
+        self.configs = configs.named()
         self.quantizer_class = X86InductorQuantizer
+
+    def for_compiler(self, graph: GraphModule) -> GraphModule:
+        return with_prepack_in_graph(graph)
+
+    def late_operators(self) -> LateOperators:
+        return {summing.OPERATOR: summing.in_place}
+
+    def requirements(self, uses: Sequence[RuleUse]) -> Mapping[str, str]:
+        return asked_by(uses)
+
+    def objection(self, requirements: Mapping[str, str]) -> str | None:
+        return objection(requirements)
 
     def availability(self) -> str | None:
         """Return why oneDNN's int8 operators cannot be used in this process."""

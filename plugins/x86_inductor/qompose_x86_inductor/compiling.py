@@ -3,22 +3,21 @@
 
 ``torch.compile`` and ``torch.export`` take a lowered graph as it is, its operators opaque. With the
 packing in the graph, Inductor sees oneDNN's operators, knows their layouts and fuses what is around
-them, and what AOTInductor packages then needs torch alone. Nothing here changes a global setting:
-freezing is on for the duration of a call and, as torch's configuration is, for its thread only.
+them, and what AOTInductor packages then needs torch alone. `qompose.compile_lowered` asks for it.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import operator
-from collections.abc import Callable, Mapping
-from os import PathLike, fspath
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
 from torch import Tensor, fx
 
-from qompose_x86_inductor import isa, ops
+from qompose_x86_inductor import isa, ops, run_time_ops, weight_only_ops
 from qompose_x86_inductor.packing import (
     Geometry,
     Packed,
@@ -29,8 +28,8 @@ from qompose_x86_inductor.packing import (
     prepack_linear,
     summand,
 )
-
-_FREEZING: Final = {"freezing": True}
+from qompose_x86_inductor.placing import placed
+from qompose_x86_inductor.summing import conv2d_sum
 
 
 def with_prepack_in_graph(gm: fx.GraphModule) -> fx.GraphModule:
@@ -49,63 +48,6 @@ def with_prepack_in_graph(gm: fx.GraphModule) -> fx.GraphModule:
     result.graph.lint()
     result.recompile()
     return result
-
-
-def compile_lowered(
-    gm: fx.GraphModule,
-    example_inputs: tuple[Any, ...] | None = None,
-    *,
-    dynamic: bool | None = None,
-    options: Mapping[str, Any] | None = None,
-) -> Callable[..., Any]:
-    """``torch.compile`` of `with_prepack_in_graph`, frozen: weights are constants from then on.
-
-    It compiles on the first call, or now when given ``example_inputs``, and again for new shapes,
-    as ``dynamic`` says; ``options`` are Inductor's. The result computes without gradients.
-    """
-    patches = {**(options or {}), **_FREEZING}
-    compiled = torch.compile(with_prepack_in_graph(gm), dynamic=dynamic)
-
-    @functools.wraps(gm.forward)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        # Dynamo asks for freezing when it traces, which may be on any call; options reach only
-        # Inductor, later (torch 2.13).
-        with torch.no_grad(), torch._inductor.config.patch(patches):
-            return compiled(*args, **kwargs)
-
-    if example_inputs is not None:
-        call(*example_inputs)
-    return call
-
-
-def package_lowered(
-    gm: fx.GraphModule,
-    example_inputs: tuple[Any, ...],
-    path: str | PathLike[str],
-    *,
-    dynamic_shapes: Any = None,
-    options: Mapping[str, Any] | None = None,
-) -> str:
-    """An AOTInductor package (``.pt2``) of a lowered graph; returns its path.
-
-    ``torch._inductor.aoti_load_package`` runs it in a process that imports torch alone. Weights are
-    packed for this machine's instructions: where those lack VNNI on the machine that runs it, only
-    weights in -64 .. 63 are multiplied exactly. ``dynamic_shapes`` is ``torch.export``'s.
-
-    Raises ValueError where an operator of this plugin would remain, which the package could not
-    find when it is loaded.
-    """
-    prepacked = with_prepack_in_graph(gm)
-    left = [node.name for node in prepacked.graph.nodes if _is_ours(node)]
-    if left:
-        cause = isa.reason() or "their weights are no attributes of the graph"
-        raise ValueError(f"cannot package {', '.join(left)} without qompose: {cause}")
-    with torch.no_grad():
-        program = torch.export.export(prepacked, example_inputs, dynamic_shapes=dynamic_shapes)
-        packaged: str = torch._inductor.aoti_compile_and_package(
-            program, package_path=fspath(path), inductor_configs={**(options or {}), **_FREEZING}
-        )
-    return packaged
 
 
 # -- expansions: an operator of ours in terms of torch's own -----------------------------------
@@ -133,13 +75,15 @@ def conv2d_add_in_graph(
     *arguments: Any, zero_points: Tensor, pack_shape: list[int] | None
 ) -> Tensor:
     """What it puts for ``qompose_x86::conv2d_add``."""
-    # oneDNN's own sum writes to its operand, which a functional graph cannot hold before Inductor
-    # has planned its memory; a float32 result and pointwise code, which Inductor fuses, can.
     product, geometry = _unsigned_convolution(arguments, "conv2d_add")
+    other = summand(*arguments[10:13])
     out = ops.Output(*arguments[13:]).checked("conv2d_add")
     packed = Packed(prepack_convolution(product, geometry, pack_shape), zero_points)
-    real = ops.conv2d_kernel(product, geometry, packed, ops.Output().checked("conv2d"))
-    return out.finish(real + dequantize(*summand(*arguments[10:13])))
+    form, placing = placed(product, geometry)
+    if other[0].dtype == out.dtype == torch.uint8 and form.x is product.x:
+        return conv2d_sum(form, placing, packed, other, out)
+    real = ops.conv2d_kernel(product, geometry, packed, ops.FLOAT32)
+    return out.finish(real + dequantize(*other))
 
 
 def _typed_like(x: Tensor, out: ops.Output) -> ops.Output:
@@ -163,11 +107,22 @@ def _unsigned_convolution(arguments: tuple[Any, ...], operator: str) -> tuple[Pr
     return product.unsigned(), geometry
 
 
+_OPS: Final = getattr(torch.ops, ops.NAMESPACE)
 _EXPANSIONS: Final[dict[Any, Callable[..., Tensor]]] = {
-    torch.ops.qompose_x86.linear.default: linear_in_graph,
-    torch.ops.qompose_x86.conv2d.default: conv2d_in_graph,
-    torch.ops.qompose_x86.conv2d_add.default: conv2d_add_in_graph,
-    torch.ops.qompose_x86.max_pool2d.default: ops.max_pool2d_in_float,
+    _OPS.linear.default: linear_in_graph,
+    _OPS.linear_add.default: ops.linear_add_in_graph,
+    _OPS.linear_dynamic.default: run_time_ops.linear_in_graph,
+    _OPS.linear_dynamic_per_token.default: run_time_ops.linear_per_token_in_graph,
+    _OPS.linear_int8_weight.default: weight_only_ops.int8_weight_in_graph,
+    _OPS.linear_int4_weight.default: weight_only_ops.int4_weight_in_graph,
+    _OPS.linear_float16_weight.default: weight_only_ops.float16_weight_in_graph,
+    _OPS.conv2d.default: conv2d_in_graph,
+    _OPS.conv2d_add.default: conv2d_add_in_graph,
+    _OPS.max_pool2d.default: ops.max_pool2d_in_float,
+    _OPS.avg_pool2d.default: ops.avg_pool2d_in_graph,
+    _OPS.adaptive_avg_pool2d.default: ops.adaptive_avg_pool2d_in_graph,
+    _OPS.mean.default: ops.mean_in_graph,
+    _OPS.mul.default: ops.mul_in_graph,
 }
 
 
@@ -190,17 +145,18 @@ def _shallow_copy(gm: fx.GraphModule) -> fx.GraphModule:
 
 def _expand(gm: fx.GraphModule, node: fx.Node) -> None:
     """Retargets one call of ours, in place."""
-    arguments = _arguments(node)
+    arguments, expansion = _arguments(node), _EXPANSIONS[node.target]
+    wanted = inspect.signature(expansion).parameters
     extra: dict[str, Any] = {}
-    if "weight" in arguments:
+    if "zero_points" in wanted:  # it multiplies integers
         weight = _attribute(gm, arguments["weight"])
         if weight is None or not isa.admits(weight):
             return
         with gm.graph.inserting_before(node):
             extra["zero_points"] = gm.graph.get_attr(_zero_points(gm, weight.shape[0]))
-    if "groups" in arguments:
+    if "pack_shape" in wanted:
         extra["pack_shape"] = _pack_shape(arguments["x"])
-    node.target, node.args, node.kwargs = _EXPANSIONS[node.target], (*arguments.values(),), extra
+    node.target, node.args, node.kwargs = expansion, (*arguments.values(),), extra
 
 
 def _arguments(node: fx.Node) -> dict[str, Any]:
@@ -237,10 +193,11 @@ def _pack_shape(image: Any) -> list[int] | None:
 
 @functools.cache
 def _register_prepack_fakes() -> None:
-    """Shapes for two operators that torch 2.13 cannot trace for want of them."""
+    """Shapes for operators that torch 2.13 cannot trace for want of them."""
     fakes: dict[str, Callable[..., Tensor]] = {
         "onednn::qconv_prepack": lambda weight, *unused: torch.empty_like(weight),
         "onednn::qlinear_prepack": lambda weight, x_shape: torch.empty_like(weight.t()),
+        "onednn::linear_prepack_fp16": lambda weight, x_shape: torch.empty_like(weight.t()),
     }
     for name, fake in fakes.items():
         entry = torch._library.simple_registry.singleton.find(name)

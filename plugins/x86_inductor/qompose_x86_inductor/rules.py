@@ -1,22 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rule table of the x86 backend, longest fusion first."""
+"""The rule table of the x86 backend, longest fusion first, operators that only move values last."""
 
 from __future__ import annotations
 
-import torch
-from qompose import Kernel, Match, OperatorPattern, Rule, TensorConstraint
+from collections.abc import Iterator
+from typing import Any
 
-from qompose_x86_inductor.kernels import Product, max_pool
+import torch
+from qompose import Kernel, OperatorPattern, Rule, TensorConstraint, on_integers
+
+from qompose_x86_inductor import guards
+from qompose_x86_inductor.guards import Guard, both
+from qompose_x86_inductor.kernels import Product, Unary, clamp, max_pool, multiply, unmoved
 from qompose_x86_inductor.patterns import (
     GELU,
     HARDSWISH,
     HARDTANH,
+    LEAKY_RELU,
+    PRODUCTS,
     RELU,
+    RELU6,
     SILU,
+    TANH,
     Activation,
-    convolution,
-    linear,
+    anchor_of,
+    fused,
 )
+
+aten = torch.ops.aten
 
 ACCEPTS = {
     "activation": TensorConstraint(
@@ -29,102 +40,212 @@ ACCEPTS = {
     ),
 }
 
-GEOMETRY = ("stride", "padding", "dilation", "groups")
+BEHIND_CONVOLUTIONS = (RELU, RELU6, HARDTANH, HARDSWISH, SILU, GELU, LEAKY_RELU)
+BEHIND = {
+    "conv2d": BEHIND_CONVOLUTIONS,
+    "conv1d": BEHIND_CONVOLUTIONS,
+    "linear": (*BEHIND_CONVOLUTIONS, TANH),
+}
+"""What may stand behind each product."""
 
 
-def _is_image(match: Match) -> str | None:
-    return _not_float32(match) or _wrong_rank(match, "input", 4)
+def _product(operator: str, activation: Activation | None = None, *, add: bool = False) -> Rule:
+    """Return the rule of a product, fused with what stands behind it.
 
-
-def _not_float32(match: Match) -> str | None:
-    dtype = match.output.meta["val"].dtype
-    return None if dtype is torch.float32 else f"oneDNN's int8 operators give float32, not {dtype}"
-
-
-def _wrong_rank(match: Match, name: str, rank: int) -> str | None:
-    node = match.node(name)
-    actual = node.meta["val"].dim() if node is not None else 0
-    return (
-        None if actual == rank else f"{name} has {actual} dimensions, and the kernel takes {rank}"
+    What is added to a convolution is quantized, what is added to a linear stays in float: it is the sum
+    of a transformer's layers, where eight bits cost accuracy.
+    """
+    kernel = Product(operator, activation, add=add)
+    quantizes_other = add and operator != "linear"
+    behind = activation.name if activation is not None else None
+    return Rule(
+        name="_".join(filter(None, (operator, "add" * add, behind))),
+        drawing=" -> ".join(filter(None, (operator + " + x" * add, behind))),
+        patterns=fused(operator, activation, add=add),
+        anchor=anchor_of(operator),
+        activations=("input", "other") if quantizes_other else ("input",),
+        weight="weight",
+        bias="bias",
+        channels=None if quantizes_other else (-1, -1) if operator == "linear" else (1, 1),
+        output=False,
+        accepts=ACCEPTS,
+        guard=both(*_guards(operator, add)),
+        kernels={"torch": Kernel(f"qompose_x86.{kernel.name}", kernel)},
     )
 
 
-def _same_shapes(match: Match) -> str | None:
-    """OneDNN adds tensors of one shape; anything else is not this fusion."""
-    conv, other = match.node("conv"), match.node("other")
-    if conv is None or other is None or conv.meta["val"].shape != other.meta["val"].shape:
-        return "the summand is broadcast"
-    addition = match.node("add")
-    alpha = 1 if addition is None else addition.kwargs.get("alpha", 1)
-    return _is_image(match) if alpha == 1 else f"the summand is scaled by alpha={alpha}"
+def _guards(operator: str, add: bool) -> Iterator[Guard]:
+    yield guards.float32
+    if operator != "linear":
+        yield guards.rank("input", len(PRODUCTS[operator][1][0]))
+    if add:
+        yield guards.plain_sum(anchor_of(operator))
+    if add and operator == "linear":
+        yield guards.read_apart
+        yield guards.not_training("drop")
 
 
-def _conv(name: str, drawing: str, activation: Activation | None, *, add: bool = False) -> Rule:
-    operator = "conv2d_add" if add else "conv2d"
+def _products() -> Iterator[Rule]:
+    for operator in PRODUCTS:
+        yield _product(operator, RELU, add=True)
+        yield _product(operator, add=True)
+    for operator, activations in BEHIND.items():
+        yield from (_product(operator, activation) for activation in activations)
+    yield from map(_product, PRODUCTS)
+
+
+IMAGE, SEQUENCE = (1, 2, 4, 4), (1, 2, 5)
+
+
+def _one(target: Any, *literals: Any, shape: tuple[int, ...] = IMAGE) -> OperatorPattern:
+    """Return the pattern of an operator on one tensor, and the literals of its example."""
+    return OperatorPattern((target,), lambda self: target(self, *literals), (shape,))
+
+
+def _averaged(name: str, pattern: OperatorPattern, names: tuple[str, ...], *, guard: Guard) -> Rule:
+    """Return a rule for a mean: its values are closer together than its input's, so it has a scale.
+
+    It is that of whoever reads it as integers.
+    """
+    return Rule(
+        name=name,
+        patterns=(pattern,),
+        activations=("self",),
+        output=False,
+        condition="all",
+        accepts=ACCEPTS,
+        guard=both(guards.float32, guard),
+        kernels={"torch": Kernel(f"qompose_x86.{name}", Unary(name, names))},
+    )
+
+
+def _shared(
+    name: str,
+    *patterns: OperatorPattern,
+    kernel: Kernel | None = None,
+    guard: Guard = guards.float32,
+    activation: str = "self",
+    condition: str = "all",
+    drawing: str = "",
+    carries: bool = True,
+) -> Rule:
+    """Return a rule for an operator whose output has the scale of its input.
+
+    Args:
+        kernel: None: the operator only moves values, and moves integers as well.
+        carries: between a product and a float operator, eight bits would cost accuracy for nothing.
+    """
     return Rule(
         name=name,
         drawing=drawing,
-        patterns=convolution(activation, add=add),
-        anchor="conv",
-        activations=("input", "other") if add else ("input",),
-        weight="weight",
-        bias="bias",
-        channels=None if add else (1, 1),
-        output=False,
+        patterns=patterns,
+        activations=(activation,),
+        shares=True,
+        carries=carries,
+        condition=condition,
         accepts=ACCEPTS,
-        guard=_same_shapes if add else _is_image,
-        kernels={
-            "torch": Kernel(
-                f"qompose_x86.{operator}", Product(operator, "conv", activation, GEOMETRY)
-            )
-        },
+        guard=guard,
+        kernels={"torch": kernel or Kernel(f"{name} on integers", on_integers)},
     )
 
 
-def _linear(name: str, drawing: str, activation: Activation | None) -> Rule:
-    return Rule(
-        name=name,
-        drawing=drawing,
-        patterns=linear(activation),
-        anchor="linear",
-        weight="weight",
-        bias="bias",
-        channels=(-1, -1),
-        output=False,
-        accepts=ACCEPTS,
-        guard=_not_float32,
-        kernels={"torch": Kernel("qompose_x86.linear", Product("linear", "linear", activation))},
-    )
+CLAMP = Kernel("clamp on integers", clamp)
+UNMOVED = Kernel("no operator", unmoved)
 
+_WINDOW = ("kernel_size", "stride", "padding", "ceil_mode", "count_include_pad", "divisor_override")
 
-MAX_POOL = Rule(
-    name="max_pool2d",
-    drawing="max_pool2d",
-    patterns=(
-        OperatorPattern(
-            (torch.ops.aten.max_pool2d.default,),
-            example=lambda self: torch.nn.functional.max_pool2d(self, 3, 2, 1),
-            shapes=((1, 2, 5, 5),),
-        ),
-    ),
-    activations=("self",),
-    shares=True,
-    condition="all",
+MUL = Rule(
+    name="mul",
+    patterns=(OperatorPattern((aten.mul.Tensor, aten.mul_.Tensor)),),
+    activations=("self", "other"),
+    output=False,
+    condition="no_float",
     accepts=ACCEPTS,
-    guard=lambda match: _not_float32(match) or _wrong_rank(match, "self", 4),
-    kernels={"torch": Kernel("qompose_x86.max_pool2d", max_pool)},
+    guard=both(guards.float32, guards.computed_factors),
+    kernels={"torch": Kernel("qompose_x86.mul", multiply)},
 )
 
 RULES: tuple[Rule, ...] = (
-    _conv("conv2d_add_relu", "conv2d + x -> relu", RELU, add=True),
-    _conv("conv2d_add", "conv2d + x", None, add=True),
-    _conv("conv2d_relu", "conv2d -> relu", RELU),
-    _conv("conv2d_hardtanh", "conv2d -> hardtanh", HARDTANH),
-    _conv("conv2d_hardswish", "conv2d -> hardswish", HARDSWISH),
-    _conv("conv2d_silu", "conv2d -> silu", SILU),
-    _conv("conv2d", "conv2d", None),
-    _linear("linear_relu", "linear -> relu", RELU),
-    _linear("linear_gelu", "linear -> gelu", GELU),
-    _linear("linear", "linear", None),
-    MAX_POOL,
+    *_products(),
+    MUL,
+    _averaged(
+        "avg_pool2d", _one(aten.avg_pool2d.default, [2, 2]), _WINDOW, guard=guards.rank("self", 4)
+    ),
+    _averaged(
+        "adaptive_avg_pool2d",
+        _one(aten.adaptive_avg_pool2d.default, [1, 1]),
+        ("output_size",),
+        guard=guards.rank("self", 4),
+    ),
+    _averaged(
+        "mean",
+        _one(aten.mean.dim, [2, 3]),
+        ("dim", "keepdim"),
+        guard=guards.over_dimensions,
+    ),
+    _shared(
+        "max_pool2d",
+        _one(aten.max_pool2d.default, [3, 3], [2, 2], [1, 1]),
+        kernel=Kernel("qompose_x86.max_pool2d", max_pool),
+        guard=both(guards.float32, guards.rank("self", 4)),
+        carries=False,
+    ),
+    _shared(
+        "max_pool1d",
+        _one(aten.max_pool1d.default, [3], [2], [1], shape=SEQUENCE),
+        kernel=Kernel("qompose_x86.max_pool2d", max_pool),
+        guard=both(guards.float32, guards.rank("self", 3)),
+        carries=False,
+    ),
+    _shared("relu", OperatorPattern((aten.relu.default, aten.relu_.default)), kernel=CLAMP),
+    _shared(
+        "clamp",
+        *(_one(target) for target in (aten.hardtanh.default, aten.hardtanh_.default)),
+        *(_one(target) for target in (aten.relu6.default, aten.relu6_.default)),
+        *(_one(t, -0.5, 0.5) for t in (aten.clamp.default, aten.clamp_.default, aten.clip.default)),
+        _one(aten.clamp_min.default, -0.5),
+        _one(aten.clamp_max.default, 0.5),
+        kernel=CLAMP,
+        drawing="hardtanh | relu6 | clamp",
+    ),
+    _shared(
+        "cat",
+        OperatorPattern((aten.cat.default,)),
+        activation="tensors",
+        condition="any",
+        carries=False,
+    ),
+    _shared(
+        "view",
+        _one(aten.view.default, [-1]),
+        _one(aten.reshape.default, [-1]),
+        _one(aten.flatten.using_ints, 1),
+        drawing="view | reshape | flatten",
+    ),
+    _shared(
+        "permute",
+        _one(aten.permute.default, [0, 2, 3, 1]),
+        _one(aten.transpose.int, 1, 2),
+        drawing="permute | transpose",
+    ),
+    _shared("slice", _one(aten.slice.Tensor, 1, 0, 1)),
+    _shared("squeeze", _one(aten.squeeze.dim, 2, shape=(1, 2, 1))),
+    _shared("unsqueeze", _one(aten.unsqueeze.default, 1)),
+    _shared("select", _one(aten.select.int, 1, 0)),
+    _shared("expand", _one(aten.expand.default, [3, 2, 4, 4])),
+    _shared(
+        "copy",
+        *(_one(t.default) for t in (aten.clone, aten.contiguous, aten.detach, aten.alias)),
+        kernel=UNMOVED,
+        drawing="clone | contiguous | detach",
+    ),
+    _shared(
+        "dropout",
+        OperatorPattern(
+            (aten.dropout.default,), lambda input: aten.dropout(input, 0.5, False), (IMAGE,)
+        ),
+        activation="input",
+        kernel=UNMOVED,
+        guard=both(guards.float32, guards.not_training("output")),
+    ),
 )

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The configurations of the x86 backend: static, dynamic and weight-only, down to int4 in groups."""
+
+from __future__ import annotations
+
+import torch
+from qompose import (
+    ConfigError,
+    PerBlockMinMaxObserver,
+    PerChannelMinMaxObserver,
+    PlaceholderObserver,
+    QuantizationConfig,
+    QuantizationSpec,
+    observer_for_range,
+)
+
+from qompose_x86_inductor import isa as machine
+from qompose_x86_inductor.weight_only_ops import GROUP_SIZES
+
+_INT4 = (-8, 7)
+
+WEIGHT_RANGES = {
+    "avx2": machine.NARROW,
+    "avx512": machine.NARROW,
+    "vnni": machine.FULL,
+    "amx": machine.FULL,
+}
+"""By instructions of the processor that a model will run on: the weights that it multiplies exactly."""
+
+
+def get_default_x86_inductor_quantization_config(
+    is_qat: bool = False,
+    is_dynamic: bool = False,
+    reduce_range: bool = False,
+    *,
+    weight_only: bool = False,
+    weight_qmin: int | None = None,
+    weight_qmax: int | None = None,
+    group_size: int | None = None,
+    per_token: bool = False,
+    isa: str | None = None,
+    range: str = "histogram",
+    balance: bool = True,
+) -> QuantizationConfig:
+    """Return uint8 activations per tensor and symmetric int8 weights per output channel.
+
+    Its name says what was chosen otherwise. Where the processor's int8 products saturate (no VNNI),
+    weights have seven bits: two products of `255 * 64` fit into the 16 bits that it adds them in.
+
+    Args:
+        is_qat: quantization-aware training, which this backend does not have yet.
+        is_dynamic: quantize activations when the model runs; outputs stay in float.
+        reduce_range: use seven bits for activations, [0, 127].
+        weight_only: quantize weights alone; they are stored as integers and computed with as floats.
+        weight_qmin, weight_qmax: bounds of the weights' integers; with groups -8 and 7, elsewhere what
+            `isa` says, and -128 and 127 for weights alone.
+        group_size: give every `group_size` weights in a row a scale of their own, which is rounded to
+            bfloat16. For linear, with weights alone.
+        per_token: give each row of a dynamic activation a scale of its own, int8 [-128, 127]. For linear.
+        isa: the processor that the model will run on: "avx2" or "avx512" (without VNNI), "vnni" or
+            "amx". None: this machine.
+        range: how a static activation's range is estimated: "histogram", "mse", "minmax" or
+            "moving_average" (`qompose.observer_for_range`).
+        balance: let channels of very different size get factors of their own (`QuantizationConfig`);
+            it takes effect with static activations.
+
+    Raises:
+        ConfigError: what is asked for excludes one another, or is not there.
+    """
+    _check(is_qat, is_dynamic, reduce_range, weight_only, group_size, per_token, isa)
+    mode = "weight-only" if weight_only else "dynamic" if is_dynamic else "static"
+    low, high = _usual_weights(weight_only, group_size, isa)
+    low = low if weight_qmin is None else weight_qmin
+    high = high if weight_qmax is None else weight_qmax
+    four_bits = (low, high) == _INT4
+    words = (
+        "int4" if four_bits else "int8" if weight_only else "",
+        f"groups of {group_size}" if group_size else "per token" if per_token else "",
+    )
+    here = _INT4 if four_bits else _usual_weights(weight_only, group_size, None)
+    choices = (
+        ("activations", [0, 127], reduce_range),
+        ("weights", [low, high], (low, high) != here),
+        ("range", range, range != "histogram"),
+        ("balance", balance, not balance),
+    )
+    return QuantizationConfig(
+        _activation(mode, 127 if reduce_range else 255, range, per_token),
+        None,
+        _weight(group_size, low, high),
+        None,
+        balance=balance and mode == "static",
+        name=_name(mode, words, choices),
+    )
+
+
+def _name(mode: str, words: tuple[str, ...], choices: tuple[tuple[str, object, bool], ...]) -> str:
+    """Return what was asked for in words, and behind commas the choices that are unusual."""
+    unusual = (f"{what} {chosen}" for what, chosen, is_unusual in choices if is_unusual)
+    return ", ".join((" ".join(filter(None, (mode, *words))), *unusual))
+
+
+def get_x86_inductor_linear_dynamic_fp16_config() -> QuantizationConfig:
+    """Return float16 weights, which are stored in half the bytes and computed with as float32.
+
+    Nothing is quantized to integers, in spite of the name, which is the field's.
+    """
+    weight = QuantizationSpec(dtype=torch.float16, observer_or_fake_quant_ctr=PlaceholderObserver)
+    return QuantizationConfig(None, None, weight, None, name="weight-only float16")
+
+
+def _check(
+    is_qat: bool,
+    is_dynamic: bool,
+    reduce_range: bool,
+    weight_only: bool,
+    group_size: int | None,
+    per_token: bool,
+    isa: str | None,
+) -> None:
+    sizes = ", ".join(map(str, GROUP_SIZES))
+    faults = {
+        "is_qat=True: the x86 backend has no quantization-aware training yet; is_qat=False calibrates "
+        "on data": is_qat,
+        "weight_only=True leaves activations in float, and is_dynamic=True and reduce_range=True do "
+        "not": weight_only and (is_dynamic or reduce_range),
+        "per_token=True needs is_dynamic=True: scales that are known beforehand are per tensor": (
+            per_token and not is_dynamic
+        ),
+        "per_token=True quantizes to the whole of int8, and reduce_range=True does not": (
+            per_token and reduce_range
+        ),
+        f"group_size={group_size} needs weight_only=True: oneDNN's int8 products have one scale for an "
+        "output channel": group_size is not None and not weight_only,
+        f"group_size={group_size}: the sizes that torch's kernel takes are {sizes}": (
+            group_size not in (None, *GROUP_SIZES)
+        ),
+        f"isa={isa!r} is none of {', '.join(WEIGHT_RANGES)} (None: this machine)": (
+            isa not in (None, *WEIGHT_RANGES)
+        ),
+    }
+    for message, wrong in faults.items():
+        if wrong:
+            raise ConfigError(message)
+
+
+def _usual_weights(weight_only: bool, group_size: int | None, isa: str | None) -> tuple[int, int]:
+    if group_size is not None:
+        return _INT4
+    if weight_only:
+        return machine.FULL  # the arithmetic is float
+    return machine.recommended_weight_range() if isa is None else WEIGHT_RANGES[isa]
+
+
+def _activation(mode: str, high: int, range: str, per_token: bool) -> QuantizationSpec | None:
+    estimated = observer_for_range(range)  # refuses words that it does not know, in any mode
+    if mode == "weight-only":
+        return None
+    dynamic = mode == "dynamic"
+    return QuantizationSpec(
+        dtype=torch.int8 if per_token else torch.uint8,
+        observer_or_fake_quant_ctr=PlaceholderObserver if dynamic else estimated,
+        quant_min=-128 if per_token else 0,
+        quant_max=127 if per_token else high,
+        qscheme=torch.per_channel_affine if per_token else torch.per_tensor_affine,
+        is_dynamic=dynamic,
+        block_size=(-1,) if per_token else None,
+    )
+
+
+def _weight(group_size: int | None, low: int, high: int) -> QuantizationSpec:
+    factory = PerChannelMinMaxObserver.with_args(eps=2**-12)
+    if group_size is not None:
+        factory = PerBlockMinMaxObserver.with_args(scale_dtype=torch.bfloat16)
+    return QuantizationSpec(
+        dtype=torch.int8,
+        observer_or_fake_quant_ctr=factory,
+        quant_min=low,
+        quant_max=high,
+        qscheme=torch.per_channel_symmetric,
+        ch_axis=0 if group_size is None else None,
+        block_size=None if group_size is None else (group_size,),
+    )
+
+
+def named() -> dict[str, QuantizationConfig]:
+    """Return the backend's configurations by name; the first is the default."""
+    make = get_default_x86_inductor_quantization_config
+    made = (
+        make(),
+        make(reduce_range=True),
+        make(is_dynamic=True),
+        make(is_dynamic=True, per_token=True),
+        make(weight_only=True),
+        make(weight_only=True, group_size=32),
+        make(weight_only=True, group_size=128),
+        get_x86_inductor_linear_dynamic_fp16_config(),
+    )
+    return {config.name: config for config in made}

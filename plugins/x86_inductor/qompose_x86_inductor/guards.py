@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the operators ask of shapes and literals: a guard returns why it takes no match."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+from qompose import Match
+from torch.fx import Node
+
+Guard: TypeAlias = "Callable[[Match], str | None]"
+
+
+def both(*guards: Guard) -> Guard:
+    """Return a guard that objects where one of several does, with the first reason."""
+
+    def guard(match: Match) -> str | None:
+        return next(filter(None, (guard(match) for guard in guards)), None)
+
+    return guard
+
+
+def float32(match: Match) -> str | None:
+    """The int8 operators stand for float32."""
+    dtype = match.output.meta["val"].dtype
+    return None if dtype is torch.float32 else f"the int8 operators give float32, not {dtype}"
+
+
+def rank(name: str, wanted: int) -> Guard:
+    """An input has a number of dimensions."""
+
+    def guard(match: Match) -> str | None:
+        found = len(_shape(match.node(name)))
+        return (
+            None
+            if found == wanted
+            else f"{name} has {found} dimensions, and the kernel takes {wanted}"
+        )
+
+    return guard
+
+
+def plain_sum(product: str) -> Guard:
+    """What is added to a product has its shape and dtype, and no factor."""
+
+    def guard(match: Match) -> str | None:
+        other, alpha = match.node("other"), match.argument("add", "alpha")
+        if _shape(match.node(product)) != _shape(other):
+            return "the summand is broadcast"
+        if other is None or other.meta["val"].dtype is not torch.float32:
+            return "the summand is not float32"
+        return None if alpha == 1 else f"the summand is scaled by alpha={alpha}"
+
+    return guard
+
+
+def read_apart(match: Match) -> str | None:
+    """What is added in float is not what the product reads in eight bits."""
+    same = match.node("input") is match.node("other")
+    return "the product reads what is added, which stays in float" if same else None
+
+
+def computed_factors(match: Match) -> str | None:
+    """Both factors are computed: eight bits for a parameter that multiplies would cost accuracy."""
+    factors = (match.node("self"), match.node("other"))
+    if any(factor is None or factor.op == "get_attr" for factor in factors):
+        return "a factor that is a number or a parameter stays in float"
+    kinds = {factor.meta["val"].dtype for factor in factors if factor is not None}
+    return None if kinds == {torch.float32} else "a factor is not float32"
+
+
+def over_dimensions(match: Match) -> str | None:
+    """A mean is over dimensions that the graph names, and of float32."""
+    dims: Any = match.captures.get("dim")
+    if not isinstance(dims, (list, tuple)) or not dims:
+        return "a mean over everything stays in float"
+    if match.argument("output", "dtype") not in (None, torch.float32):
+        return "the mean is asked for in another dtype"
+    return None
+
+
+def not_training(name: str) -> Guard:
+    """Dropout leaves values alone where a model is not being trained. There may be none."""
+
+    def guard(match: Match) -> str | None:
+        drops = match.node(name) is not None and match.argument(name, "train")
+        return "it drops values, in training" if drops else None
+
+    return guard
+
+
+def _shape(node: Node | None) -> tuple[Any, ...]:
+    return () if node is None else tuple(node.meta["val"].shape)

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tests of the rules share: functions of layers as models, and the way through quantization."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import qompose
+import torch
+from qompose_x86_inductor import X86InductorQuantizer, get_default_x86_inductor_quantization_config
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+
+class Calls(nn.Module):
+    """A function of a module with some layers, and its inputs."""
+
+    def __init__(self, function: Callable[..., Tensor], **layers: nn.Module) -> None:
+        super().__init__()
+        self.function = function
+        for name, layer in layers.items():
+            self.add_module(name, layer)
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.function(self, *inputs)
+
+
+def normal(*shape: int) -> Tensor:
+    """Random numbers, always the same."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+
+def converted(model: nn.Module, *inputs: Tensor, **choices: Any) -> GraphModule:
+    """The Q/DQ model, calibrated with its inputs; `choices` are those of the configuration."""
+    config = get_default_x86_inductor_quantization_config(range="minmax", balance=False, **choices)
+    exported = torch.export.export(model.eval(), inputs)
+    prepared = qompose.prepare_pt2e(exported, X86InductorQuantizer().set_global(config))
+    prepared(*inputs)
+    return qompose.convert_pt2e(prepared)
+
+
+def rules(model: GraphModule) -> dict[str, str]:
+    """By operator, the rule that claims it."""
+    return {row.name: row.rule for row in qompose.report(model).rows if row.owner}
+
+
+def reasons(model: GraphModule) -> str:
+    """Why operators stayed in float, as the report says."""
+    return "; ".join(row.reason for row in qompose.report(model).rows)
+
+
+def calls(model: GraphModule) -> list[str]:
+    """The operators that a graph calls, without their overloads."""
+    nodes = (node for node in model.graph.nodes if node.op == "call_function")
+    return [str(node.target).rpartition(".")[0] for node in nodes]
+
+
+def assert_lowers_right(model: GraphModule, *inputs: Tensor) -> GraphModule:
+    """The lowered model gives what the Q/DQ model gives, to one step of its own, and writes to no input."""
+    lowered = qompose.lower(model)
+    before = [each.clone() for each in inputs]
+    with torch.no_grad():
+        found, expected = lowered(*inputs), model(*inputs)
+    assert all(map(torch.equal, inputs, before))
+    assert found.shape == expected.shape
+    largest = max(float(expected.abs().max()), 1e-3)
+    assert float((found - expected).abs().max()) <= 2e-2 * largest
+    close = (found - expected).abs() <= 1e-4 * largest
+    assert float(close.float().mean()) > 0.95  # a value between two integers may become either
+    return lowered

@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The configurations of the x86 backend: what they ask for, what excludes what, and how they mix."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import qompose
+import torch
+from qompose import ConfigError
+from qompose_x86_inductor import (
+    X86InductorQuantizer,
+    get_default_x86_inductor_quantization_config,
+    isa,
+)
+from torch import Tensor, nn
+
+CONFIG = get_default_x86_inductor_quantization_config
+WEIGHT_ONLY: dict[str, Any] = {"weight_only": True}
+
+
+def sqnr(reference: Tensor, actual: Tensor) -> float:
+    noise = (reference - actual).norm()
+    return float(20 * torch.log10(reference.norm() / noise).detach())
+
+
+@pytest.fixture
+def with_vnni(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(isa, "recommended_weight_range", lambda: isa.FULL)
+
+
+@pytest.fixture
+def without_vnni(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(isa, "recommended_weight_range", lambda: isa.NARROW)
+
+
+def weights(config: qompose.QuantizationConfig) -> tuple[Any, Any]:
+    assert isinstance(config.weight, qompose.QuantizationSpec)
+    return config.weight.quant_min, config.weight.quant_max
+
+
+@pytest.mark.usefixtures("with_vnni")
+class TestNames:
+    @pytest.mark.parametrize(
+        ("options", "name"),
+        [
+            ({}, "static"),
+            ({"reduce_range": True}, "static, activations [0, 127]"),
+            ({"is_dynamic": True}, "dynamic"),
+            ({"is_dynamic": True, "reduce_range": True}, "dynamic, activations [0, 127]"),
+            ({"is_dynamic": True, "per_token": True}, "dynamic per token"),
+            (WEIGHT_ONLY, "weight-only int8"),
+            ({**WEIGHT_ONLY, "group_size": 64}, "weight-only int4 groups of 64"),
+            ({**WEIGHT_ONLY, "weight_qmin": -8, "weight_qmax": 7}, "weight-only int4"),
+            ({"weight_qmin": -127}, "static, weights [-127, 127]"),
+            ({"isa": "avx2"}, "static, weights [-64, 63]"),
+            ({"isa": "vnni", "range": "minmax", "balance": False},
+             "static, range minmax, balance False"),
+        ],
+    )  # fmt: skip
+    def test_say_what_was_asked(self, options: dict[str, Any], name: str) -> None:
+        assert str(CONFIG(**options)) == name
+
+    def test_positions_are_those_of_torchao(self) -> None:
+        assert CONFIG(False, True, True) == CONFIG(is_dynamic=True, reduce_range=True)
+
+
+class TestNamed:
+    def test_those_of_the_backend_are_made_by_the_function(self) -> None:
+        configs = qompose.load_backend("x86_inductor").configs
+        assert all(str(config) == name for name, config in configs.items())
+        assert list(configs) == [
+            "static", "static, activations [0, 127]", "dynamic", "dynamic per token",
+            "weight-only int8", "weight-only int4 groups of 32", "weight-only int4 groups of 128",
+            "weight-only float16",
+        ]  # fmt: skip
+        assert {config.mode for config in configs.values()} == {"static", "dynamic", "weight-only"}
+
+    def test_all_of_them_are_data(self) -> None:
+        for config in qompose.load_backend("x86_inductor").configs.values():
+            assert qompose.config_from_json(qompose.config_to_json(config)) == config
+
+    @pytest.mark.parametrize(
+        ("config", "rules"),
+        [
+            (CONFIG(is_dynamic=True), {"linear_dynamic", "linear_dynamic_relu"}),
+            (CONFIG(is_dynamic=True, per_token=True), {"linear_dynamic_per_token"}),
+            (CONFIG(weight_only=True), {"linear_int8_weight"}),
+            (CONFIG(weight_only=True, group_size=256), {"linear_int4_weight"}),
+        ],
+    )
+    def test_capabilities_say_what_follows_them(
+        self, config: qompose.QuantizationConfig, rules: set[str]
+    ) -> None:
+        rows = X86InductorQuantizer().set_global(config).quantization_capabilities()
+        assert rules <= {row.pattern for row in rows if row.settings == config}
+        assert rows.supports("linear", config)
+        refused = rows.supports("conv2d", config)
+        assert not refused
+        assert f"has no {config.mode} form" in refused.reason
+
+
+class TestRanges:
+    """Eight bits of weights where the processor's products are exact, seven elsewhere."""
+
+    @pytest.mark.parametrize("dynamic", [False, True])
+    def test_this_machine_decides(self, dynamic: bool, without_vnni: None) -> None:
+        assert weights(CONFIG(is_dynamic=dynamic)) == (-64, 63)
+        assert str(CONFIG()) == "static"
+
+    @pytest.mark.parametrize(
+        ("name", "wanted"),
+        [
+            ("avx2", (-64, 63)), ("avx512", (-64, 63)), ("vnni", (-128, 127)), ("amx", (-128, 127)),
+        ],
+    )  # fmt: skip
+    def test_or_the_one_the_model_is_for(self, name: str, wanted: tuple[int, int]) -> None:
+        assert weights(CONFIG(isa=name)) == wanted
+        assert weights(CONFIG(is_dynamic=True, per_token=True, isa=name)) == wanted
+
+    @pytest.mark.parametrize("isa", [None, "avx2"])
+    def test_weights_alone_are_computed_with_in_float(
+        self, isa: str | None, without_vnni: None
+    ) -> None:
+        assert weights(CONFIG(weight_only=True, isa=isa)) == (-128, 127)
+        assert weights(CONFIG(weight_only=True, group_size=32, isa=isa)) == (-8, 7)
+
+    def test_what_is_asked_for_goes_before(self, without_vnni: None) -> None:
+        assert weights(CONFIG(weight_qmin=-127, weight_qmax=127)) == (-127, 127)
+
+    def test_scales_of_groups_are_bfloat16(self) -> None:
+        model = nn.Sequential(nn.Linear(64, 8)).eval()
+        converted = convert(
+            model, X86InductorQuantizer().set_global(CONFIG(weight_only=True, group_size=32))
+        )
+        (scale,) = [v for n, v in converted.named_buffers() if n.endswith("weight_scale")]
+        assert scale.shape == (8, 2)
+        assert torch.equal(scale, scale.bfloat16().float())
+
+
+def convert(
+    model: nn.Module, quantizer: qompose.Quantizer, x: Tensor | None = None
+) -> torch.fx.GraphModule:
+    x = torch.randn(2, 64) if x is None else x
+    prepared = qompose.prepare_pt2e(torch.export.export(model, (x,)), quantizer)
+    qompose.calibrate(prepared, [(x,)])
+    return qompose.convert_pt2e(prepared)
+
+
+class TestWhatExcludesWhat:
+    @pytest.mark.parametrize(
+        ("options", "reason"),
+        [
+            ({"is_qat": True}, "no quantization-aware training yet; is_qat=False calibrates"),
+            ({**WEIGHT_ONLY, "is_dynamic": True}, "leaves activations in float"),
+            ({**WEIGHT_ONLY, "reduce_range": True}, "leaves activations in float"),
+            ({"per_token": True}, "per_token=True needs is_dynamic=True"),
+            ({"per_token": True, "is_dynamic": True, "reduce_range": True}, "whole of int8"),
+            ({"group_size": 32}, "group_size=32 needs weight_only=True"),
+            ({"group_size": 32, "is_dynamic": True}, "group_size=32 needs weight_only=True"),
+            ({"group_size": 48, **WEIGHT_ONLY}, "kernel takes are 32, 64, 128, 256"),
+            ({**WEIGHT_ONLY, "range": "widest"}, "widest"),
+            ({"isa": "neon"}, "isa='neon' is none of avx2, avx512, vnni, amx"),
+        ],
+    )
+    def test_when_it_is_made(self, options: dict[str, Any], reason: str) -> None:
+        with pytest.raises(ConfigError, match=reason):
+            CONFIG(**options)
+
+    @pytest.mark.parametrize(
+        ("options", "reason"),
+        [
+            ({**WEIGHT_ONLY, "group_size": 32, "weight_qmin": -7}, r"kernel takes \(-8, 7\)"),
+            ({**WEIGHT_ONLY, "group_size": 32, "weight_qmax": 127}, r"kernel takes \(-8, 7\)"),
+        ],
+    )
+    def test_when_it_is_set(self, options: dict[str, Any], reason: str) -> None:
+        with pytest.raises(ConfigError, match=reason):
+            X86InductorQuantizer().set_global(CONFIG(**options))
+
+
+class Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
+        self.tokens = nn.Linear(8, 64)
+        self.block = nn.Sequential(nn.Linear(64, 96), nn.GELU())
+        self.narrow = nn.Linear(96, 64)
+        self.middle = nn.Linear(64, 64)
+        self.head = nn.Linear(64, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.tokens(self.conv(x).flatten(2).transpose(1, 2))
+        x = x + self.narrow(self.block(x))
+        return self.head(torch.tanh(self.middle(x)))
+
+
+RULES = {
+    "conv.0": "conv2d_relu", "tokens": "linear", "block.0": "linear_dynamic_gelu",
+    "narrow": "linear_int4_weight", "middle": "linear_dynamic_per_token",
+    "head": "linear_int8_weight",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def mixed() -> tuple[nn.Module, torch.fx.GraphModule, Tensor]:
+    torch.manual_seed(0)
+    model, x = Mixed().eval(), torch.randn(2, 3, 8, 8)
+    quantizer = (
+        X86InductorQuantizer()
+        .set_global(CONFIG())
+        .set_module_name("block", CONFIG(is_dynamic=True))
+        .set_module_name("narrow", CONFIG(weight_only=True, group_size=32))
+        .set_module_name("middle", CONFIG(is_dynamic=True, per_token=True))
+        .set_module_name("head", CONFIG(weight_only=True))
+    )
+    return model, convert(model, quantizer, x), x
+
+
+class TestMixed:
+    def test_each_module_has_its_kernel(self, mixed: Any) -> None:
+        model, converted, x = mixed
+        lowered = qompose.lower(converted, target="torch")
+        rows = [row for row in qompose.report(lowered).rows if row.macs]
+        assert {row.module: row.rule for row in rows} == RULES
+        in_float = {row.module for row in rows if row.state == "float kernel on integers"}
+        assert in_float == {"narrow", "head"}
+        assert {row.state for row in rows if row.module not in in_float} == {"int8 kernel"}
+        assert sqnr(converted(x), lowered(x)) > 60
+        assert sqnr(model(x), lowered(x)) > 20
+
+    def test_it_is_saved_and_loaded(self, mixed: Any, tmp_path: Any) -> None:
+        _, converted, x = mixed
+        path = tmp_path / "mixed.qompose"
+        qompose.save(converted, path)
+        loaded = qompose.load(path)
+        assert torch.equal(loaded(x), converted(x))
+        lowered = qompose.lower(converted, target="torch")
+        assert torch.equal(qompose.lower(loaded, target="torch")(x), lowered(x))
+
+    def test_what_holds_packed_weights_is_kept_beside_it(self, mixed: Any, tmp_path: Any) -> None:
+        _, converted, x = mixed
+        lowered = qompose.lower(converted, target="torch")
+        before = {name: value.clone() for name, value in lowered.state_dict().items()}
+        y = lowered(x)
+        assert all(torch.equal(value, before[n]) for n, value in lowered.state_dict().items())
+        program = torch.export.export(lowered, (x,))
+        torch.export.save(program, tmp_path / "lowered.pt2")
+        assert torch.equal(torch.export.load(tmp_path / "lowered.pt2").module()(x), y)

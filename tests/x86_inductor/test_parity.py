@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Beside torchao's X86InductorQuantizer: all that it quantizes, and what it fails at or leaves out."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from tests.x86_inductor.small_models import Calls, assert_lowers_right, converted, normal
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*maxpool2d is not quant")
+
+IMAGE, SEQUENCE, ROWS = normal(2, 4, 8, 8), normal(2, 4, 9), normal(2, 3, 8)
+
+
+@pytest.fixture(scope="module")
+def theirs() -> Iterator[Any]:
+    """torchao's quantizer. Importing it changes a global setting of Inductor (D12), which is put back."""
+    settings: Any = torch._inductor.config
+    before = settings.pre_grad_custom_pass
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torchao warns about itself while it is imported
+        pytest.importorskip("torchao.quantization.pt2e.quantizer.x86_inductor_quantizer")
+        from torchao.quantization.pt2e import quantize_pt2e
+        from torchao.quantization.pt2e.quantizer import x86_inductor_quantizer as x86
+    config = x86.get_default_x86_inductor_quantization_config()
+
+    def quantized(model: nn.Module, x: Tensor, *, strict: bool) -> Counter[str]:
+        exported = torch.export.export(model.eval(), (x,), strict=strict).module()
+        quantizer = x86.X86InductorQuantizer().set_global(config)
+        prepared = quantize_pt2e.prepare_pt2e(exported, quantizer)
+        prepared(x)
+        return quantized_operators(quantize_pt2e.convert_pt2e(prepared))
+
+    yield quantized
+    settings.pre_grad_custom_pass = before
+
+
+def quantized_operators(model: GraphModule) -> Counter[str]:
+    """How many calls of each operator read integers, by its name without overload."""
+    return Counter(
+        node.target._schema.name.removeprefix("aten::")
+        for node in model.graph.nodes
+        if isinstance(node.target, torch._ops.OpOverload)
+        and not node.target._schema.name.startswith("quantized_decomposed")
+        and any("dequantize" in str(source.target) for source in node.all_input_nodes)
+    )
+
+
+def conv(channels: int = 4, **options: Any) -> nn.Conv2d:
+    return nn.Conv2d(channels, 4, 3, padding=1, **options)
+
+
+class Block(nn.Module):
+    """Two convolutions with a shared relu that works in place, and what goes around them."""
+
+    def __init__(self, *, shortcut: bool = False) -> None:
+        super().__init__()
+        self.first, self.second, self.relu = conv(), conv(), nn.ReLU(inplace=True)
+        self.norm = nn.BatchNorm2d(4)
+        self.shortcut = nn.Conv2d(4, 4, 1) if shortcut else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = self.norm(self.second(self.relu(self.first(x))))
+        result += self.shortcut(x)
+        return self.relu(result)
+
+
+def resnet() -> nn.Module:
+    head = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
+    stem = (conv(), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1))
+    return nn.Sequential(*stem, Block(), Block(shortcut=True), *head)
+
+
+class Basic(nn.Module):
+    """GoogLeNet's convolution, with a batch norm and a relu that is no module."""
+
+    def __init__(self, kernel: int) -> None:
+        super().__init__()
+        self.conv, self.bn = nn.Conv2d(4, 4, kernel, padding=kernel // 2), nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.bn(self.conv(x)), inplace=True)
+
+
+class Branches(nn.Module):
+    """GoogLeNet's block: convolutions of one input side by side, a pool among them, put together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.last = Basic(3), nn.Conv2d(12, 4, 1)
+        self.branches = nn.ModuleList(
+            nn.Sequential(*before, Basic(3))
+            for before in ((), (Basic(1),), (nn.MaxPool2d(3, 1, 1, ceil_mode=True),))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        result: Tensor = self.last(torch.cat([branch(x) for branch in self.branches], 1))
+        return result
+
+
+@dataclass(frozen=True)
+class Parity:
+    """A model, its input, and what ours quantizes besides."""
+
+    make: Callable[[], nn.Module]
+    x: Tensor
+    more: tuple[str, ...] = ()
+
+
+def sequence(*layers: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(*(make() for make in layers))
+
+
+def linear(rows: int = 8, columns: int = 8) -> Callable[[], nn.Module]:
+    return partial(nn.Linear, rows, columns)
+
+
+ACTIVATIONS = (nn.ReLU, nn.ReLU6, nn.Hardtanh, nn.Hardswish, nn.SiLU, nn.GELU, nn.LeakyReLU)
+PARITY: dict[str, Parity] = {
+    "conv2d": Parity(conv, IMAGE),
+    **{f"conv2d {act.__name__}": Parity(sequence(conv, act), IMAGE) for act in ACTIVATIONS},
+    "conv2d in place": Parity(sequence(conv, partial(nn.ReLU, inplace=True)), IMAGE),
+    "conv2d bn": Parity(sequence(conv, partial(nn.BatchNorm2d, 4), nn.ReLU), IMAGE),
+    "conv1d relu": Parity(sequence(partial(nn.Conv1d, 4, 4, 3), nn.ReLU), SEQUENCE),
+    "conv1d": Parity(partial(nn.Conv1d, 4, 4, 3), SEQUENCE, ("conv1d",)),
+    "conv2d add": Parity(lambda: Calls(lambda m, x: m.conv(x) + x, conv=conv()), IMAGE),
+    "conv2d add relu": Parity(
+        lambda: Calls(lambda m, x: m.relu(x + m.conv(x)), conv=conv(), relu=nn.ReLU()), IMAGE
+    ),
+    "linear": Parity(linear(), ROWS),
+    **{
+        f"linear {a.__name__}": Parity(sequence(linear(), a), ROWS) for a in (*ACTIVATIONS, nn.Tanh)
+    },
+    "linear add": Parity(lambda: Calls(lambda m, x: m.linear(x) + x, linear=linear()()), ROWS),
+    "linear add relu": Parity(
+        lambda: Calls(lambda m, x: m.relu(m.linear(x) + x), linear=linear()(), relu=nn.ReLU()), ROWS
+    ),
+    "mul": Parity(
+        lambda: Calls(lambda m, x: m.c(m.a(x) * m.b(x)), a=linear()(), b=linear()(), c=linear()()),
+        ROWS,
+    ),
+    "matmul": Parity(
+        lambda: Calls(lambda m, x: m.a(x) @ m.b(x).mT, a=linear()(), b=linear()()), ROWS
+    ),
+    "max pool": Parity(sequence(conv, nn.ReLU, partial(nn.MaxPool2d, 2), conv), IMAGE),
+    "average pool": Parity(sequence(conv, nn.ReLU, partial(nn.AvgPool2d, 2), conv), IMAGE),
+    "head": Parity(
+        sequence(conv, nn.ReLU, partial(nn.AdaptiveAvgPool2d, 1), nn.Flatten, linear(4, 3)), IMAGE
+    ),
+    "cat": Parity(
+        lambda: Calls(
+            lambda m, x: m.c(torch.cat([m.a(x), m.b(x)], 1)), a=conv(), b=conv(), c=conv(8)
+        ),
+        IMAGE,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PARITY)
+def test_all_that_torchao_quantizes(theirs: Any, name: str) -> None:
+    case = PARITY[name]
+    torch.manual_seed(0)
+    model = case.make()
+    result = converted(model, case.x)
+    assert quantized_operators(result) == theirs(model, case.x, strict=True) + Counter(case.more)
+    assert_lowers_right(result, case.x)
+
+
+@dataclass(frozen=True)
+class Defect:
+    """What torchao does with a model that is exported as torch exports by default, and what is right."""
+
+    make: Callable[[], nn.Module]
+    x: Tensor
+    quantized: dict[str, int]
+    error: str = ""
+
+
+DEFECTS: dict[str, Defect] = {
+    "resnet": Defect(
+        resnet,
+        IMAGE,
+        {
+            "conv2d": 6,
+            "add_": 2,
+            "max_pool2d": 1,
+            "adaptive_avg_pool2d": 1,
+            "flatten": 1,
+            "linear": 1,
+        },
+        "Input partition has more than one output node",
+    ),
+    "branches": Defect(Branches, IMAGE, {"conv2d": 6, "max_pool2d": 1, "cat": 1}),
+    "linears in a chain": Defect(
+        lambda: Calls(lambda m, x: m.linear(m.linear(x)), linear=linear()()), ROWS, {"linear": 2}
+    ),
+    "convolutions in a chain": Defect(
+        lambda: Calls(lambda m, x: m.conv(m.conv(x)), conv=conv()), IMAGE, {"conv2d": 2}
+    ),
+    "convolutions side by side": Defect(
+        lambda: Calls(lambda m, x: m.conv(x) - m.conv(x.flip(0)), conv=conv()),
+        IMAGE,
+        {"conv2d": 2},
+        "conv partition has more than one output node",
+    ),
+    "padding in a word": Defect(
+        lambda: nn.Conv2d(4, 4, 3, padding="same"), IMAGE, {"conv2d": 1}, "not an aten conv2d"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DEFECTS)
+def test_what_torchao_fails_at_or_leaves_out(theirs: Any, name: str) -> None:
+    case = DEFECTS[name]
+    torch.manual_seed(0)
+    model = case.make().eval()
+    result = converted(model, case.x)
+    ours = quantized_operators(result)
+    assert ours == Counter(case.quantized)
+    assert_lowers_right(result, case.x)
+    if case.error:
+        with pytest.raises(ValueError, match=case.error):
+            theirs(model, case.x, strict=False)
+    else:
+        assert theirs(model, case.x, strict=False) < ours

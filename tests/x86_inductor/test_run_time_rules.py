@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models whose linears are quantized when they run, or whose weights alone are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import qompose
+import torch
+import torch.nn.functional as F
+from qompose import PlaceholderObserver, QuantizationConfig, QuantizationSpec
+from qompose_x86_inductor import (
+    X86InductorQuantizer,
+    get_default_x86_inductor_quantization_config,
+    get_x86_inductor_linear_dynamic_fp16_config,
+)
+from torch import Tensor, nn
+
+CONFIG = get_default_x86_inductor_quantization_config
+KERNELS = ("int8 kernel", "float kernel on integers")
+
+
+def sqnr(reference: Tensor, actual: Tensor) -> float:
+    reference, actual = reference.double(), actual.double()
+    return float(20 * torch.log10(reference.norm() / (reference - actual).norm()).detach())
+
+
+def quantized(
+    model: nn.Module, config: QuantizationConfig, *inputs: Tensor, **options: Any
+) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
+    """The converted and the lowered model."""
+    quantizer = X86InductorQuantizer().set_global(config)
+    program = torch.export.export(model, inputs, **options)
+    converted = qompose.convert_pt2e(qompose.prepare_pt2e(program, quantizer))
+    return converted, qompose.lower(converted, target="torch")
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.projections = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.projections(x).unflatten(-1, (3, 4, -1)).transpose(1, 3)
+        q, k, v = heads.unbind(2)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+class LanguageModel(nn.Module):
+    """A block of a GPT between its embedding and its head, whose vocabulary is no multiple of 16."""
+
+    def __init__(self, width: int = 128) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(203, width)
+        self.before, self.between, self.behind = (nn.LayerNorm(width) for _ in range(3))
+        self.attention = Attention(width)
+        self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.head = nn.Linear(width, 203, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        x = x + self.attention(self.before(x))
+        x = x + self.narrow(F.gelu(self.wide(self.between(x)), approximate="tanh"))
+        return self.head(self.behind(x))
+
+
+@pytest.fixture(scope="module")
+def language() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    return LanguageModel().eval(), torch.randint(0, 203, (2, 12))
+
+
+FUSED = "linear_dynamic_gelu"
+
+
+class TestLanguageModel:
+    @pytest.mark.parametrize(
+        ("options", "rules", "states", "least"),
+        [
+            ({"weight_only": True, "group_size": 32}, {"linear_int4_weight": 5}, KERNELS[1:], 21),
+            ({"weight_only": True, "group_size": 128}, {"linear_int4_weight": 5}, KERNELS[1:], 21),
+            ({"weight_only": True}, {"linear_int8_weight": 5}, KERNELS[1:], 45),
+            ({"is_dynamic": True}, {"linear_dynamic": 4, FUSED: 1}, KERNELS[:1], 36),
+            ({"is_dynamic": True, "per_token": True}, {"linear_dynamic_per_token": 5},
+             KERNELS[:1], 38),
+        ],
+    )  # fmt: skip
+    def test_all_linears_have_a_kernel(
+        self, language: Any, options: Any, rules: dict[str, int], states: Any, least: float
+    ) -> None:
+        model, tokens = language
+        converted, lowered = quantized(model, CONFIG(**options), tokens)
+        rows = [r for r in qompose.report(lowered).rows if r.operator == "aten.linear"]
+        assert {rule: sum(r.rule == rule for r in rows) for rule in rules} == rules
+        assert len(rows) == sum(rules.values())
+        assert {row.state for row in rows} == {*states}
+        assert sqnr(converted(tokens), lowered(tokens)) > 100
+        assert sqnr(model(tokens), lowered(tokens)) > least
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize("group_size", [None, 32])
+    def test_weights_alone_in_half_precision(
+        self, language: Any, dtype: torch.dtype, group_size: int | None
+    ) -> None:
+        _, tokens = language
+        torch.manual_seed(0)
+        model = LanguageModel().eval()
+        wanted = model(tokens)
+        model = model.to(dtype)
+        config = CONFIG(weight_only=True, group_size=group_size)
+        _, lowered = quantized(model, config, tokens)
+        rows = [r for r in qompose.report(lowered).rows if r.operator == "aten.linear"]
+        assert {row.state for row in rows} == {KERNELS[1]}
+        actual = lowered(tokens)
+        assert actual.dtype == dtype
+        assert sqnr(wanted, actual) > (21 if group_size else 42)
+
+    def test_activations_of_half_precision_stay(self, language: Any) -> None:
+        model, tokens = LanguageModel().eval().to(torch.bfloat16), language[1]
+        with pytest.warns(qompose.QomposeWarning, match="Nothing was quantized"):
+            _, lowered = quantized(model, CONFIG(is_dynamic=True), tokens)
+        rows = [r for r in qompose.report(lowered).rows if r.operator == "aten.linear"]
+        assert all("int8 operators give float32" in row.reason for row in rows)
+
+    def test_any_number_of_tokens(self, language: Any) -> None:
+        model, tokens = language
+        length = torch.export.Dim("length", min=2, max=64)
+        config = CONFIG(weight_only=True, group_size=32)
+        _, lowered = quantized(model, config, tokens, dynamic_shapes=({1: length},))
+        for count in (2, 7, 30):
+            longer = torch.randint(0, 203, (2, count))
+            assert sqnr(model(longer), lowered(longer)) > 20
+
+
+class Fused(nn.Module):
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.linear, self.function = nn.Linear(24, 16), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.linear(x))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("function", "rule"),
+    [
+        (F.relu, "relu"), (F.relu6, "relu6"), (F.silu, "silu"), (torch.tanh, "tanh"),
+        (F.hardswish, "hardswish"), (F.gelu, "gelu"),
+        (lambda x: F.leaky_relu(x, 0.3), "leaky_relu"),
+        (lambda x: F.hardtanh(x, -0.25, 0.5), "hardtanh"),
+        (lambda x: F.gelu(x, approximate="tanh"), "gelu"),
+    ],
+)  # fmt: skip
+def test_what_stands_behind_is_computed_with_it(function: Any, rule: str) -> None:
+    torch.manual_seed(0)
+    model, x = Fused(function).eval(), torch.randn(5, 24)
+    converted, lowered = quantized(model, CONFIG(is_dynamic=True), x)
+    assert {row.rule for row in qompose.report(lowered).rows} == {f"linear_dynamic_{rule}"}
+    targets = [str(node.target) for node in lowered.graph.nodes if node.op == "call_function"]
+    assert targets == ["qompose_x86.linear_dynamic.default"]
+    assert sqnr(converted(x), lowered(x)) > 90
+
+
+def dynamic(**changes: Any) -> QuantizationConfig:
+    """A dynamic configuration, written by hand."""
+    facts: dict[str, Any] = {
+        "dtype": torch.uint8, "observer_or_fake_quant_ctr": PlaceholderObserver, "quant_min": 0,
+        "quant_max": 255, "qscheme": torch.per_tensor_affine, "is_dynamic": True, **changes,
+    }  # fmt: skip
+    return QuantizationConfig(QuantizationSpec(**facts), None, CONFIG().weight, None)
+
+
+def test_the_least_scale_is_the_observers() -> None:
+    model, x = nn.Sequential(nn.Linear(24, 16)).eval(), torch.randn(5, 24) * 0.01
+    coarse = PlaceholderObserver.with_args(eps=0.002)
+    converted, lowered = quantized(model, dynamic(observer_or_fake_quant_ctr=coarse), x)
+    assert sqnr(converted(x), lowered(x)) > 90
+    assert sqnr(quantized(model, dynamic(), x)[1](x), lowered(x)) < 60
+
+
+def test_rows_may_be_symmetric() -> None:
+    model, x = nn.Sequential(nn.Linear(24, 16)).eval(), torch.randn(5, 24) + 3
+    by_row = {"dtype": torch.int8, "quant_min": -128, "quant_max": 127, "block_size": (-1,)}
+    config = dynamic(**by_row, qscheme=torch.per_channel_symmetric)
+    converted, lowered = quantized(model, config, x)
+    (call,) = [node for node in lowered.graph.nodes if node.op == "call_function"]
+    assert call.target is torch.ops.qompose_x86.linear_dynamic_per_token.default
+    assert call.args[-1] is True
+    assert sqnr(converted(x), lowered(x)) > 90
+
+
+def test_weights_may_be_float16() -> None:
+    model, x = nn.Sequential(nn.Linear(24, 16)).eval(), torch.randn(5, 24)
+    converted, lowered = quantized(model, get_x86_inductor_linear_dynamic_fp16_config(), x)
+    (row,) = qompose.report(lowered).rows
+    assert (row.rule, row.state) == ("linear_float16_weight", KERNELS[1])
+    assert {v.dtype for n, v in lowered.named_buffers()} == {torch.float16}
+    assert sqnr(converted(x), lowered(x)) > 100
+    assert sqnr(model(x), lowered(x)) > 60
+
+
+def test_a_weight_that_groups_do_not_divide_stays_in_float() -> None:
+    model = nn.Sequential(nn.Linear(64, 16), nn.Linear(16, 16)).eval()
+    _, lowered = quantized(model, CONFIG(weight_only=True, group_size=64), torch.randn(5, 64))
+    first, second = qompose.report(lowered).rows
+    assert (first.rule, second.state) == ("linear_int4_weight", "float")
+    assert "blocks of (64,) do not divide" in second.reason
+
+
+def test_a_convolution_has_no_dynamic_form_and_the_report_says_so() -> None:
+    model, x = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(12, 4)).eval(), None
+    x = torch.randn(1, 2, 4, 4)
+    _, lowered = quantized(model, CONFIG(is_dynamic=True), x)
+    (row,) = [r for r in qompose.report(lowered).rows if r.operator == "aten.conv2d"]
+    assert row.state == "float"
+    assert "rule conv2d has no dynamic form" in row.reason
