@@ -15,6 +15,7 @@ from qompose import CallSignature
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
+from qompose_xnnpack.edge_passes import without_idle_expands
 from qompose_xnnpack.executorch_api import ExecutorchTargetError, Lowering, import_lowering
 from qompose_xnnpack.executorch_api import import_runtime as import_runtime
 from qompose_xnnpack.executorch_api import quiet as quiet
@@ -77,7 +78,9 @@ def _lowered(exported: Mapping[str, ExportedProgram], api: Lowering) -> tuple[by
     partitioners = {name: api.partitioner() for name in exported}
     try:
         edge = api.to_edge_transform_and_lower(
-            dict(exported), partitioner={name: [p] for name, p in partitioners.items()}
+            dict(exported),
+            transform_passes=[without_idle_expands],
+            partitioner={name: [p] for name, p in partitioners.items()},
         )
         parts = {name: (interfaces[name], partitioners[name].delegation) for name in exported}
         # Its manager takes constant methods only at the start, when nothing is known yet.

@@ -8,7 +8,6 @@ from typing import Any, TypeAlias
 
 import torch
 from qompose import Match
-from torch.fx import Node
 
 from qompose_xnnpack.integer import MAX_DEPTH
 
@@ -53,7 +52,7 @@ def shallow(match: Match) -> str | None:
     for dim, size in enumerate(weight):
         depth *= size if dim != int(transposed) else 1
     if transposed:
-        depth //= argument(match, "op", "groups")
+        depth //= match.argument("op", "groups")
     if depth <= MAX_DEPTH:
         return None
     return f"a sum of {depth} products may overflow int32; at most {MAX_DEPTH} are safe"
@@ -61,7 +60,7 @@ def shallow(match: Match) -> str | None:
 
 def ungrouped(match: Match) -> str | None:
     """XNNPACK has scales per output channel of a transposed convolution for one group only."""
-    groups = argument(match, "op", "groups")
+    groups = match.argument("op", "groups")
     if groups == 1:
         return None
     return f"it has {groups} groups, for which XNNPACK takes static per-tensor weights alone"
@@ -69,7 +68,7 @@ def ungrouped(match: Match) -> str | None:
 
 def grouped(match: Match) -> str | None:
     """The counterpart of ``ungrouped``."""
-    return "it has one group" if argument(match, "op", "groups") == 1 else None
+    return "it has one group" if match.argument("op", "groups") == 1 else None
 
 
 def not_depthwise(match: Match) -> str | None:
@@ -77,7 +76,7 @@ def not_depthwise(match: Match) -> str | None:
 
     That is each convolution, plain or transposed, with one input channel per group, even in one group.
     """
-    groups, weight = argument(match, "op", "groups"), _shape(match, "weight")
+    groups, weight = match.argument("op", "groups"), _shape(match, "weight")
     channels = weight[0] // groups if _transposed(match) else weight[1]
     if channels == 1:
         return "XNNPACK has no dynamic convolution of one input channel, or of one per group"
@@ -90,10 +89,10 @@ def not_pointwise(match: Match) -> str | None:
     It runs a convolution by one pixel as a linear over the channels, whatever its dilation, but not with
     a stride, padding or groups (executorch 1.5.1). An image of one pixel is the same either way.
     """
-    padding = argument(match, "op", "padding")  # in words, it is none for a kernel of one pixel
+    padding = match.argument("op", "padding")  # in words, it is none for a kernel of one pixel
     around = [0] if isinstance(padding, str) else padding
-    moved = argument(match, "op", "groups") > 1 or any(around)
-    if moved or any(step > 1 for step in _pair(argument(match, "op", "stride"))):
+    moved = match.argument("op", "groups") > 1 or any(around)
+    if moved or any(step > 1 for step in _pair(match.argument("op", "stride"))):
         return None
     if _one_pixel(_shape(match, "input")) or not _one_pixel(_shape(match, "weight")):
         return None
@@ -110,7 +109,7 @@ def _one_pixel(shape: tuple[Any, ...]) -> bool:
 
 def padding_below_stride(match: Match) -> str | None:
     """A transposed convolution of XNNPACK fails when it runs where torch's, dilated, would not."""
-    stride, extra = (_pair(argument(match, "op", name)) for name in ("stride", "output_padding"))
+    stride, extra = (_pair(match.argument("op", name)) for name in ("stride", "output_padding"))
     if all(more < step for more, step in zip(extra, stride, strict=True)):
         return None
     return f"its output_padding {extra} is not below its stride {stride}, which XNNPACK demands"
@@ -123,16 +122,21 @@ def _transposed(match: Match) -> bool:
 
 def zeros_around_image(match: Match) -> str | None:
     """Only zeros around height and width become a part of a convolution."""
-    pads = argument(match, "pad", "pad")
-    mode, value = argument(match, "pad", "mode"), argument(match, "pad", "value")
+    pads, value = match.argument("pad", "pad"), match.argument("pad", "value")
     spatial = len(_shape(match, "input")) - 2
-    if mode not in (None, "constant") or value not in (None, 0):
+    if not _pads_with_a_constant(match) or value not in (None, 0):
         return "only padding with zeros becomes a part of the convolution"
     if not all(isinstance(n, int) and n >= 0 for n in pads):
         return "padding that crops, or of sizes known at run time, is no part of the convolution"
     if any(pads[2 * spatial :]):
         return "padding along batch or channels is no part of the convolution"
     return None
+
+
+def _pads_with_a_constant(match: Match) -> bool:
+    pad = match.node("pad")
+    constant = pad is not None and pad.target is torch.ops.aten.constant_pad_nd.default
+    return constant or match.argument("pad", "mode") == "constant"
 
 
 def unscaled(match: Match) -> str | None:
@@ -151,7 +155,7 @@ def mean_over_image(match: Match) -> str | None:
         return wrong_rank or "the mean is over everything"
     if {dim % 4 for dim in dims} != {2, 3}:
         return "only means over height and width of an image run in int8"
-    if argument(match, "output", "dtype") is not None:
+    if match.argument("output", "dtype") is not None:
         return "the mean is asked for in another dtype"
     return None
 
@@ -159,9 +163,9 @@ def mean_over_image(match: Match) -> str | None:
 def over_whole_image(match: Match) -> str | None:
     """An average pooling whose one window is the image is XNNPACK's mean; others compute in float."""
     size = _shape(match, "self")
-    kernel = _pair(argument(match, "output", "kernel_size"))
-    padding = _pair(argument(match, "output", "padding"))
-    divisor = argument(match, "output", "divisor_override")
+    kernel = _pair(match.argument("output", "kernel_size"))
+    padding = _pair(match.argument("output", "padding"))
+    divisor = match.argument("output", "divisor_override")
     whole = len(size) == 4 and list(size[2:]) == kernel and padding == [0, 0]
     if whole and divisor in (None, kernel[0] * kernel[1]):
         return float32(match)
@@ -179,13 +183,13 @@ def to_one(match: Match) -> str | None:
 
 def window(match: Match) -> str | None:
     """XNNPACK's windows leave no gaps, and where they pass the border, sizes have to be known."""
-    kernel = _pair(argument(match, "output", "kernel_size"))
-    stride = _pair(argument(match, "output", "stride") or kernel)
+    kernel = _pair(match.argument("output", "kernel_size"))
+    stride = _pair(match.argument("output", "stride") or kernel)
     if any(step > size for step, size in zip(stride, kernel, strict=True)):
         return (
             f"windows of {kernel} leave gaps at a stride of {stride}, which XNNPACK does not take"
         )
-    if argument(match, "output", "ceil_mode") and varies(match):
+    if match.argument("output", "ceil_mode") and varies(match):
         return "ceil_mode with sizes known only at run time, which XNNPACK does not take"
     return rank("self", 4)(match)
 
@@ -197,19 +201,7 @@ def varies(match: Match) -> bool:
 
 def not_training(match: Match) -> str | None:
     """Dropout leaves values alone where a model is not being trained."""
-    return "it drops values, in training" if argument(match, "output", "train") else None
-
-
-def argument(match: Match, name: str, wanted: str) -> Any:
-    """Return an argument of an operator by its name in the schema, its default if left out."""
-    node = match.node(name)
-    assert isinstance(node, Node)
-    schema: Any = node.target
-    for index, parameter in enumerate(schema._schema.arguments):
-        if parameter.name == wanted:
-            given = node.args[index] if index < len(node.args) else None
-            return node.kwargs.get(wanted, parameter.default_value) if given is None else given
-    return None
+    return "it drops values, in training" if match.argument("output", "train") else None
 
 
 def _pair(size: Any) -> list[Any]:
