@@ -23,7 +23,7 @@ import sentence_task as task
 import torch
 from checks import Check, verdict, wide_console
 from engines import Composition, Engine, int8_share, quantize
-from qompose_x86_inductor import compile_lowered
+from qompose import compile_lowered
 from quiet import start_executorch
 from rich.console import Console
 from rich.table import Table
@@ -168,7 +168,7 @@ def _with_compiled(
         compiled = torch.compile(first.run)
         compiled(*batch)
     with steps.step("compile the x86_inductor encoder"):
-        lowered = compile_lowered(x86, batch)
+        lowered = compile_lowered(x86)
     return [
         first,
         Engine("float compiled", compiled, first.nbytes),

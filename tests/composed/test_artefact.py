@@ -65,11 +65,14 @@ from safetensors.torch import load_file
 offered = plugins.entry_points
 plugins.entry_points = lambda group: [p for p in offered(group) if p.name not in sys.argv[3:]]
 given = load_file(sys.argv[2])
+hidden = {f"qompose_{owner}" for owner in sys.argv[3:]}
 sys.addaudithook(hook)
 loaded = qompose.load(sys.argv[1])
 watching = False
 import torch
-assert not [name for name in sys.modules if name.startswith("qompose_")]
+imported = {name.partition(".")[0] for name in sys.modules if name.startswith("qompose_")}
+asked = {f"qompose_{owner}" for owner in loaded.meta["qompose"].requirements}
+assert imported == asked - hidden, imported
 def check(model, which):
     for batch in (3, 64):
         scores = model(given[f"ids{batch}"], scale=given["scale"])["scores"]
