@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import settings
 
 settings.register_profile("free", deadline=None, print_blob=True)
@@ -19,3 +20,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def regen(request: pytest.FixtureRequest) -> bool:
     """Whether golden plans are written rather than compared."""
     return bool(request.config.getoption("--regen"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def seeded_module() -> None:
+    """Fixtures of a module draw the same numbers, whichever modules ran before in this process."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Every test draws the same numbers, alone or behind others."""
+    torch.manual_seed(0)

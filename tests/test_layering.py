@@ -27,7 +27,7 @@ PLUGINS = {
 LAYERS = tuple(
     line.split()
     for line in """
-        errors hookspecs histogram aliases running operators offers faults kinship
+        errors hookspecs histogram aliases running operators offers faults kinship strides
         numerics graph screening functionals encoding drafts factories
         decomposed nested recording exported
         decompositions sources
@@ -36,7 +36,7 @@ LAYERS = tuple(
         claims selectors observing soundness
         apart patterns oversight orphans
         arbitration annotations tying counting rendering places constraints
-        selection
+        selection layouts
         rules
         querying
         capability_row

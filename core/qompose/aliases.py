@@ -48,6 +48,12 @@ def written_buffers(graph: Graph) -> frozenset[str]:
     )
 
 
+def written_values(graph: Graph) -> frozenset[str]:
+    """Return the names of the values in whose memory something is written."""
+    memory = _Memory(graph)
+    return frozenset(node.name for root in memory.writers for node in memory.members[root])
+
+
 class _Memory:
     """The values of a graph grouped by the memory they share, and what writes to each group.
 
@@ -60,7 +66,7 @@ class _Memory:
         self._parent: dict[Node, Node] = {node: node for node in graph.nodes}
         storages: dict[int, Node] = {}
         for node in graph.nodes:
-            for other in _aliased(node):
+            for other in aliased(node):
                 self._join(node, other)
             storage = _storage(node)
             if storage is not None:
@@ -108,7 +114,7 @@ def _arguments(node: Node) -> Iterator[tuple[Any, Node]]:
                 yield argument.alias_info, item
 
 
-def _aliased(node: Node) -> Iterator[Node]:
+def aliased(node: Node) -> Iterator[Node]:
     """Yield the arguments whose memory a call's value shares, or to which the call writes."""
     for _, value in _arguments(node):
         yield value

@@ -9,15 +9,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
+from qompose import layouts
 from qompose.backend import Backend, CallSignature, Finished, Methods, Target
 from qompose.claims import Claim
 from qompose.counting import KERNELS_TAG
 from qompose.errors import ConfigError, QomposeError, TargetError, UserError, blaming, near_names
-from qompose.graph import owner_of, remove_dead, tag, tag_of, without_readers
+from qompose.graph import owner_of, remove_dead, tag, tag_of, value_of, without_readers
 from qompose.nested import graphs_in, nodes_in
 from qompose.plan import Plan, Record
 from qompose.plugins import obstacle
@@ -42,28 +42,20 @@ class Step:
     left: Mapping[int, str]
 
 
-_OF_ANY_LAYOUT = {
-    torch.ops.aten.view.default: torch.ops.aten.reshape.default,
-    torch.ops.aten.view_as.default: torch.ops.aten.reshape_as.default,
-}
-
-
-def _reshaped(module: GraphModule, signature: CallSignature) -> Finished:
-    """Let views take any layout, in place: a kernel's result may have another than what it stands for."""
+def _in_process(module: GraphModule, signature: CallSignature) -> Finished:
+    """Let a lowered graph run as it stands, in place."""
     for part in graphs_in(module):
-        for node in part.graph.nodes:
-            if node.op == "call_function":
-                node.target = _OF_ANY_LAYOUT.get(node.target, node.target)
+        layouts.allow_any(part)
         part.recompile()
     return Finished(module)
 
 
-def _each_reshaped(methods: Methods) -> tuple[Any, Mapping[str, Finished]]:
-    finished = {name: _reshaped(*method) for name, method in methods.items()}
+def _each_in_process(methods: Methods) -> tuple[Any, Mapping[str, Finished]]:
+    finished = {name: _in_process(*method) for name, method in methods.items()}
     return {name: part.model for name, part in finished.items()}, finished
 
 
-TORCH_TARGET = Target("torch", _reshaped, finish_methods=_each_reshaped)
+TORCH_TARGET = Target("torch", _in_process, finish_methods=_each_in_process)
 """The process itself."""
 
 
@@ -196,6 +188,9 @@ def _replace(number: int, claim: Claim, nodes: Sequence[Node], kernel: Kernel) -
         raise ConfigError(f"{who}, gave {emitted!r}, and not a node that it inserted")
     gone = [] if region.output is None else list(region.output_node.users)
     before = [n for node in (emitted, *gone) for n in tag_of(node, KERNELS_TAG) or ()]
+    value, wanted = value_of(emitted), value_of(region.output_node)
+    if isinstance(value, Tensor) and isinstance(wanted, Tensor) and value.shape == wanted.shape:
+        emitted.meta["val"] = wanted.to(value.dtype)  # as it was exported: see layouts
     region.replace(emitted)
     tag(emitted, **{KERNELS_TAG: [*before, number]})
     return True

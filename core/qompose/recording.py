@@ -8,7 +8,7 @@ values, symbolic sizes included.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from operator import getitem
 from typing import Any
@@ -20,6 +20,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.node import map_arg
 
 from qompose.graph import arguments_of, call, example_of, tag, value_of
+from qompose.strides import laid_out, order_of, same_layout
 
 aten = torch.ops.aten
 
@@ -80,7 +81,7 @@ def replace_call(site: Node, build: Build) -> tuple[str, ...]:
     record = Recorder(site)
     built = build(record, **arguments_of(site))
     results = built if isinstance(built, list) else [built]
-    results = [_laid_out(record, r, v) for r, v in zip(results, _tensors(site), strict=True)]
+    results = [_as_wanted(record, r, v) for r, v in zip(results, _tensors(site), strict=True)]
     if isinstance(built, list):
         for user in list(site.users):
             user.replace_all_uses_with(results[user.args[1]])  # type: ignore[index]
@@ -100,16 +101,10 @@ def _tensors(*nodes: Node) -> list[Tensor]:
     return [value for value in flat if isinstance(value, Tensor)]
 
 
-def _laid_out(do: Recorder, result: Node, wanted: Tensor) -> Node:
+def _as_wanted(do: Recorder, result: Node, wanted: Tensor) -> Node:
     """Copy a result where its strides are not those that export saw: recorded views could fail on it."""
-    sizes = _numbers(wanted.shape)
-    strides, own = _numbers(wanted.stride()), _numbers(value_of(result).stride())
-    if all(a == b or size == 1 for a, b, size in zip(strides, own, sizes, strict=True)):
+    if same_layout(wanted, value_of(result)):
         return result
-    order = sorted(range(len(sizes)), key=lambda dim: -strides[dim])
-    dense = do(aten.contiguous.default, do(aten.permute.default, result, order))
-    return do(aten.permute.default, dense, [order.index(dim) for dim in range(len(order))])
-
-
-def _numbers(sizes: Sequence[Any]) -> list[int]:
-    return [s.node.hint if isinstance(s, torch.SymInt) else int(s) for s in sizes]
+    order = order_of(wanted)
+    assert order is not None  # see recording_obstacle
+    return laid_out(do, result, order)

@@ -8,6 +8,7 @@ from typing import Any
 
 import qompose
 import torch
+from qompose.strides import same_layout
 from qompose_x86_inductor import X86InductorQuantizer, get_default_x86_inductor_quantization_config
 from torch import Tensor, nn
 from torch.fx import GraphModule
@@ -63,7 +64,7 @@ def assert_lowers_right(model: GraphModule, *inputs: Tensor) -> GraphModule:
     with torch.no_grad():
         found, expected = lowered(*inputs), model(*inputs)
     assert all(map(torch.equal, inputs, before))
-    assert found.shape == expected.shape
+    assert found.shape == expected.shape and same_layout(found, expected)
     largest = max(float(expected.abs().max()), 1e-3)
     assert float((found - expected).abs().max()) <= 2e-2 * largest
     close = (found - expected).abs() <= 1e-4 * largest

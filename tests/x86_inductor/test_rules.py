@@ -63,6 +63,7 @@ def test_a_function_behind_a_product_is_part_of_it(kind: str, name: str) -> None
     assert calls(lowered).count(QUANTIZE) == 1 and DEQUANTIZE not in calls(lowered)
     assert set(calls(lowered)) <= {
         QUANTIZE,
+        "aten.contiguous",
         "aten.squeeze",
         "aten.unsqueeze",
         "qompose_x86.conv2d",
