@@ -112,6 +112,7 @@ if TYPE_CHECKING:
     from qompose.roles import get_weight_qspec as get_weight_qspec
     from qompose.roles import is_valid_annotation as is_valid_annotation
     from qompose.rule_quantizer import RuleQuantizer as RuleQuantizer
+    from qompose.rules import Guard as Guard
     from qompose.rules import Kernel as Kernel
     from qompose.rules import NotLowerable as NotLowerable
     from qompose.rules import Rule as Rule
@@ -167,7 +168,7 @@ _MODULES = {
         "get_output_act_qspec get_weight_qspec is_valid_annotation"
     ),
     "rule_quantizer": "RuleQuantizer",
-    "rules": "Kernel NotLowerable Rule",
+    "rules": "Guard Kernel NotLowerable Rule",
     "scaffolding": "new_backend",
     "specs": (
         "DerivedQuantizationSpec EdgeOrNode FixedQParamsQuantizationSpec QuantizationAnnotation "

@@ -153,7 +153,7 @@ class Capabilities(Sequence[Capability]):
         for source, rule in found:
             reason = rule.objection(config) or self._excluded(source, rule, config)
             if reason is None:
-                told = (*notes, *_doubts(rule.guard or rule.condition))
+                told = (*notes, *_doubts(rule.guards or rule.condition))
                 return Support(True, "", source.backend, rule.name, kernels_of(rule), told)
             reasons.append(f"{source.backend}: {reason}")
         return Support(False, "; ".join((*dict.fromkeys(reasons), *notes, *self._about_silent())))

@@ -146,7 +146,7 @@ def row_of(backend: str, rule: Rule, name: str, config: QuantizationConfig) -> C
         constraints=tuple((r, c) for r, c in rule.accepts.items() if r in rule.roles),
         shares=rule.shares,
         condition=rule.condition or "",
-        guarded=rule.guard is not None,
+        guarded=bool(rule.guards),
         carries=rule.carries,
     )
 

@@ -152,7 +152,7 @@ def _written(match: Match, unsafe: frozenset[str]) -> str | None:
 
 
 def _guard(rule: Rule, match: Match) -> str | None:
-    return rule.guard(match) if rule.guard else None
+    return next(filter(None, (guard(match) for guard in rule.guards)), None)
 
 
 def _tensor_objection(rule: Rule, match: Match) -> str | None:

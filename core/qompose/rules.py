@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch.fx import Node
 
@@ -18,6 +18,9 @@ from qompose.specs import QuantizationConfig, QuantizationSpec, describe_spec
 
 if TYPE_CHECKING:
     from qompose.region import Region
+
+Guard: TypeAlias = Callable[[Match], "str | None"]
+"""Returns why a rule cannot take a match, None where it can."""
 
 STATIC, DYNAMIC, WEIGHT_ONLY = "static", "dynamic", "weight-only"
 ACTIVATION_ONLY = "activation-only"
@@ -91,7 +94,8 @@ class Rule:
             `block_size`, where it has one: `{"weight": {"ch_axis": 1}}` for a transposed convolution, whose
             weight has its output channels there. So one configuration serves operators of any layout.
         accepts: constraints by role: "activation", "weight", "output".
-        guard: returns the reason why a match cannot be taken, or None.
+        guard: returns the reason why a match cannot be taken, or None; or several of that kind, of whose
+            reasons the first counts.
         kernels: by target name.
     """
 
@@ -111,7 +115,7 @@ class Rule:
     modes: frozenset[str] = frozenset({STATIC})
     layout: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: MappingProxyType({}))
     accepts: Mapping[str, TensorConstraint] = field(default_factory=lambda: MappingProxyType({}))
-    guard: Callable[[Match], str | None] | None = None
+    guard: Guard | Sequence[Guard] | None = None
     kernels: Mapping[str, Kernel] = field(default_factory=lambda: MappingProxyType({}))
 
     def __post_init__(self) -> None:
@@ -175,6 +179,13 @@ class Rule:
         return None
 
     @property
+    def guards(self) -> tuple[Guard, ...]:
+        """Return the functions of `guard`, one or several."""
+        if self.guard is None:
+            return ()
+        return tuple(self.guard) if isinstance(self.guard, Sequence) else (self.guard,)
+
+    @property
     def roles(self) -> tuple[str, ...]:
         """Return the roles that the rule has."""
         has = {"activation": self.activations, "weight": self.weight, "output": self.output}
@@ -202,7 +213,7 @@ def _kind_faults(rule: Any) -> Iterator[str]:
             yield f"kernels[{target!r}]={kernel!r} is no Kernel: wrap it as Kernel(name, function)"
     if isinstance(rule.activations, str):
         yield f"activations={rule.activations!r} is a string, not a tuple of names"
-    if rule.guard is not None and not callable(rule.guard):
+    if isinstance(rule.guard, str) or not all(map(callable, rule.guards)):
         yield f"guard={rule.guard!r} is no function of a match"
 
 

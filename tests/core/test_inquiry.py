@@ -146,6 +146,14 @@ class TestNo:
             ("theirs", "it does not annotate it"),
         )
 
+    @pytest.mark.parametrize("kind", [tuple, list])
+    def test_of_several_guards_the_first_that_objects_gives_the_reason(self, kind: Any) -> None:
+        guards = kind((lambda m: None, lambda m: "too small", lambda m: "too large"))
+        answer = can_quantize(MIXED, "linear", toy(replace(LINEAR, guard=guards)))
+        assert answer.reasons == (("toy", "rule linear: too small"),)
+        assert can_quantize(MIXED, "linear", toy(replace(LINEAR, guard=kind(guards[:1]))))
+        assert can_quantize(MIXED, "linear", toy(replace(LINEAR, guard=kind(()))))
+
     def test_reasons_are_about_the_operator_and_no_other(self) -> None:
         picky = replace(LINEAR, guard=lambda match: "too small to be worth it")
         answer = can_quantize(MIXED, "tanh", toy(picky))

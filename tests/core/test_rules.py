@@ -98,7 +98,8 @@ TYPOS: dict[str, tuple[dict[str, Any], str]] = {
     "a constraint of another kind": ({"accepts": {"weight": torch.int8}}, "is no TensorConstraint"),
     "no patterns": ({"patterns": ()}, "is no tuple of patterns"),
     "a pattern of another kind": ({"patterns": (len,)}, "neither a Pattern nor"),
-    "a guard of another kind": ({"guard": "never"}, "is no function of a match"),
+    "a guard of another kind": ({"guard": "never"}, "guard='never' is no function of a match"),
+    "guards of another kind": ({"guard": (len, 5)}, "5. is no function of a match"),
 }  # fmt: skip
 
 

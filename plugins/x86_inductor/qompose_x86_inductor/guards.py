@@ -3,23 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
-from qompose import Match
+from qompose import Guard, Match
 from torch.fx import Node
-
-Guard: TypeAlias = "Callable[[Match], str | None]"
-
-
-def both(*guards: Guard) -> Guard:
-    """Return a guard that objects where one of several does, with the first reason."""
-
-    def guard(match: Match) -> str | None:
-        return next(filter(None, (guard(match) for guard in guards)), None)
-
-    return guard
 
 
 def float32(match: Match) -> str | None:

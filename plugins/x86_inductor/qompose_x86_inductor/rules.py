@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from qompose import Kernel, OperatorPattern, Rule, TensorConstraint, on_integers
+from qompose import Guard, Kernel, OperatorPattern, Rule, TensorConstraint, on_integers
 
 from qompose_x86_inductor import guards
-from qompose_x86_inductor.guards import Guard, both
 from qompose_x86_inductor.kernels import Product, Unary, clamp, max_pool, multiply, unmoved
 from qompose_x86_inductor.patterns import (
     GELU,
@@ -69,7 +68,7 @@ def _product(operator: str, activation: Activation | None = None, *, add: bool =
         channels=None if quantizes_other else (-1, -1) if operator == "linear" else (1, 1),
         output=False,
         accepts=ACCEPTS,
-        guard=both(*_guards(operator, add)),
+        guard=(*_guards(operator, add),),
         kernels={"torch": Kernel(f"qompose_x86.{kernel.name}", kernel)},
     )
 
@@ -114,7 +113,7 @@ def _averaged(name: str, pattern: OperatorPattern, names: tuple[str, ...], *, gu
         output=False,
         condition="all",
         accepts=ACCEPTS,
-        guard=both(guards.float32, guard),
+        guard=(guards.float32, guard),
         kernels={"torch": Kernel(f"qompose_x86.{name}", Unary(name, names))},
     )
 
@@ -123,7 +122,7 @@ def _shared(
     name: str,
     *patterns: OperatorPattern,
     kernel: Kernel | None = None,
-    guard: Guard = guards.float32,
+    guard: Guard | Sequence[Guard] = guards.float32,
     activation: str = "self",
     condition: str = "all",
     drawing: str = "",
@@ -161,7 +160,7 @@ MUL = Rule(
     output=False,
     condition="no_float",
     accepts=ACCEPTS,
-    guard=both(guards.float32, guards.computed_factors),
+    guard=(guards.float32, guards.computed_factors),
     kernels={"torch": Kernel("qompose_x86.mul", multiply)},
 )
 
@@ -187,14 +186,14 @@ RULES: tuple[Rule, ...] = (
         "max_pool2d",
         _one(aten.max_pool2d.default, [3, 3], [2, 2], [1, 1]),
         kernel=Kernel("qompose_x86.max_pool2d", max_pool),
-        guard=both(guards.float32, guards.rank("self", 4)),
+        guard=(guards.float32, guards.rank("self", 4)),
         carries=False,
     ),
     _shared(
         "max_pool1d",
         _one(aten.max_pool1d.default, [3], [2], [1], shape=SEQUENCE),
         kernel=Kernel("qompose_x86.max_pool2d", max_pool),
-        guard=both(guards.float32, guards.rank("self", 3)),
+        guard=(guards.float32, guards.rank("self", 3)),
         carries=False,
     ),
     _shared("relu", OperatorPattern((aten.relu.default, aten.relu_.default)), kernel=CLAMP),
@@ -246,6 +245,6 @@ RULES: tuple[Rule, ...] = (
         ),
         activation="input",
         kernel=UNMOVED,
-        guard=both(guards.float32, guards.not_training("output")),
+        guard=(guards.float32, guards.not_training("output")),
     ),
 )

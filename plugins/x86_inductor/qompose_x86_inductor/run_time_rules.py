@@ -3,15 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
-from qompose import Kernel, Match, Pattern, Region, Rule, TensorConstraint
+from qompose import Guard, Kernel, Match, Pattern, Region, Rule, TensorConstraint
 from torch.fx import Node
 
 from qompose_x86_inductor import guards
-from qompose_x86_inductor.guards import Guard
 from qompose_x86_inductor.patterns import Activation, linear
 from qompose_x86_inductor.rules import ACCEPTS, BEHIND
 from qompose_x86_inductor.run_time_kernels import (
@@ -50,7 +49,7 @@ def _rule(
     kernel: Kernel,
     *,
     drawing: str = "linear",
-    guard: Guard = guards.float32,
+    guard: Guard | Sequence[Guard] = guards.float32,
 ) -> Rule:
     return Rule(
         name=name,

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any
 
 import torch
 from qompose import (
+    Guard,
     Kernel,
     OperatorPattern,
     Region,
@@ -22,7 +23,6 @@ from torch.fx import Node
 from qompose_xnnpack import executorch_kernels as portable
 from qompose_xnnpack import guards
 from qompose_xnnpack.accepted import GROUPS, PER_CHANNEL, PER_TENSOR, WEIGHT, at_run_time, static
-from qompose_xnnpack.guards import Guard, both
 from qompose_xnnpack.kernels import Pairwise, Reduction, Weighted, clamp, unmoved
 from qompose_xnnpack.patterns import PAIRWISE, WEIGHTED, pairwise, weighted
 from qompose_xnnpack.run_time_kernels import Dynamic, as_runtime_reads, weight_only
@@ -68,7 +68,7 @@ def _weighted(operator: str, *, activation: str | None, padded: bool = False) ->
         channels=None if not plain else (-1, -1) if operator == "linear" else (1, 1),
         layout=_OUTPUT_CHANNELS_SECOND if transposed else {},
         accepts=static(_across(WEIGHT) if transposed else WEIGHT),
-        guard=both(guards.shallow, _ranked(operator), *extra),
+        guard=(guards.shallow, _ranked(operator), *extra),
         kernels={**_kernels(Weighted(operator), operator), "executorch": delegated},
     )
 
@@ -85,7 +85,7 @@ def _grouped_transposed(operator: str, activation: str | None) -> Rule:
         bias="bias",
         integer_bias=True,
         accepts=static(PER_TENSOR),
-        guard=both(guards.shallow, _ranked(operator), guards.grouped, guards.padding_below_stride),
+        guard=(guards.shallow, _ranked(operator), guards.grouped, guards.padding_below_stride),
         kernels=_kernels(Weighted(operator), operator),
     )
 
@@ -123,7 +123,7 @@ def _dynamic(operator: str, weight: TensorConstraint, *extra: Guard, name: str =
         modes=frozenset({"dynamic"}),
         layout={**layout, **_OUTPUT_CHANNELS_SECOND} if "transpose" in operator else layout,
         accepts=at_run_time(weight, dims=3 if image else 1),
-        guard=both(guards.shallow, _ranked(operator), *extra),
+        guard=(guards.shallow, _ranked(operator), *extra),
         kernels={
             "torch": _run_time_kernel(f"{operator}_dynamic", Dynamic(operator)),
             "executorch": Kernel(
@@ -181,7 +181,7 @@ def _shared(
     name: str,
     *patterns: OperatorPattern,
     kernel: Kernel | None = None,
-    guard: Guard = guards.float32,
+    guard: Guard | Sequence[Guard] = guards.float32,
     activation: str = "self",
     condition: str = "all",
     delegated: Kernel = DELEGATE,
@@ -350,7 +350,7 @@ RULES: tuple[Rule, ...] = (
             (aten.dropout.default,), lambda input: aten.dropout(input, 0.5, False), (IMAGE,)
         ),
         activation="input",
-        guard=both(guards.float32, guards.not_training),
+        guard=(guards.float32, guards.not_training),
         kernel=UNMOVED,
         delegated=UNMOVED,
     ),
