@@ -11,13 +11,11 @@ import warnings
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import qompose
 import torch
-from importlib_metadata import EntryPoint
 from qompose import plugins
 from qompose.signature import call_signature
 from safetensors.torch import save_file
@@ -25,6 +23,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
+from tests.core.offering import offered_by_a_package
 from tests.core.test_zoo import assert_same_outputs
 from tests.core.toy import (
     INT8,
@@ -69,20 +68,10 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def offered() -> Iterator[None]:
     """The toy backend as a distribution would offer it."""
-    module = ModuleType("fake_toy")
-    module.qompose_backend = qompose.hookimpl(  # type: ignore[attr-defined]
-        lambda: ToyBackend(), specname="qompose_backend"
-    )
-    point = EntryPoint("toy", "fake_toy", "qompose")
-    vars(point).update(dist=SimpleNamespace(name="toy-package", version="1.2"))
-    monkeypatch.setitem(sys.modules, "fake_toy", module)
-    monkeypatch.delenv("QOMPOSE_PLUGINS", raising=False)
-    monkeypatch.setattr(plugins, "entry_points", lambda group: [point])
-    plugins._load.cache_clear()
-    yield
-    plugins._load.cache_clear()
+    with offered_by_a_package(ToyBackend):
+        yield
 
 
 def mlp(*rules: Any, **options: Any) -> GraphModule:
@@ -150,7 +139,7 @@ SAMPLE = (
 
 
 @pytest.mark.parametrize("name", SAMPLE)
-def test_quantized_models_come_back_and_lower_alike(name: str, path: Path, installed: None) -> None:
+def test_quantized_models_come_back_and_lower_alike(name: str, path: Path, offered: None) -> None:
     model, inputs = by_name(name), by_name(name).inputs()
     prepared = prepare(model.export(), toy())
     with torch.no_grad():
@@ -179,7 +168,7 @@ def assert_lower_alike(loaded: GraphModule, saved: GraphModule, inputs: Any) -> 
 class TestBackends:
     """Backends are loaded when `lower` asks, and missed only then."""
 
-    def test_lowering(self, path: Path, installed: None) -> None:
+    def test_lowering(self, path: Path, offered: None) -> None:
         saved = mlp()
         loaded = stored(saved, path)
         assert plugins._load.cache_info().currsize == 0
@@ -188,7 +177,7 @@ class TestBackends:
         assert plugins._load.cache_info().currsize == 1
 
     def test_a_missing_one(
-        self, path: Path, installed: None, monkeypatch: pytest.MonkeyPatch
+        self, path: Path, offered: None, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         saved = mlp()
         qompose.save(saved, path)
@@ -202,7 +191,7 @@ class TestBackends:
             assert part in str(caught.value)
 
     def test_one_that_the_environment_excludes(
-        self, path: Path, installed: None, monkeypatch: pytest.MonkeyPatch
+        self, path: Path, offered: None, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """It is installed: to install it is not what helps."""
         loaded = stored(mlp(), path)
@@ -216,7 +205,7 @@ class TestBackends:
             qompose.lower(loaded)
 
     def test_one_that_claims_nothing_is_not_missed(
-        self, path: Path, installed: None, monkeypatch: pytest.MonkeyPatch
+        self, path: Path, offered: None, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         idle = toy(LINEAR, config=None, name="idle")
         saved = convert(export(seeded(MLP()), X), qompose.compose(toy(LINEAR), idle), X)
@@ -224,7 +213,7 @@ class TestBackends:
         assert set(loaded.meta["qompose"].backends) == {"toy"}
         assert_lower_alike(loaded, saved, (X,))
 
-    def test_one_that_occurs_twice(self, path: Path, installed: None) -> None:
+    def test_one_that_occurs_twice(self, path: Path, offered: None) -> None:
         first = toy(LINEAR).set_module_name("second", None)
         saved = convert(export(seeded(MLP()), X), qompose.compose(first, toy(LINEAR, VIEW)), X)
         owners = {row.owner for row in qompose.report(saved).rows} - {""}
@@ -252,7 +241,7 @@ class TestBackends:
         with pytest.raises(qompose.UserError, match="MinMaxObserver is not stored"):
             spec.observer_or_fake_quant_ctr()
 
-    def test_a_loaded_model_can_be_saved_again(self, path: Path, installed: None) -> None:
+    def test_a_loaded_model_can_be_saved_again(self, path: Path, offered: None) -> None:
         qompose.save(mlp(), path)
         first = path.read_bytes()
         qompose.save(qompose.load(path), path)
@@ -286,7 +275,7 @@ assert "toy_plugin" in sys.modules
 """
 
 
-def test_a_fresh_process(path: Path, tmp_path: Path, installed: None) -> None:
+def test_a_fresh_process(path: Path, tmp_path: Path, offered: None) -> None:
     """It imports qompose alone; whatever finds a class for a pickle ends it."""
     saved = mlp()
     qompose.save(saved, path)

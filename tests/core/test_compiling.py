@@ -15,18 +15,8 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.fx import GraphModule
 
+from tests.core.called_net import X, lowered_net
 from tests.core.toy import LINEAR, convert, export, randn, seeded, toy
-
-X = randn(6, 3)
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 2)
-
-    def forward(self, x: Tensor, *, factor: Tensor) -> dict[str, Tensor]:
-        return {"y": self.second(torch.sigmoid(self.first(x))) * factor}
 
 
 class Counting(nn.Module):
@@ -49,17 +39,6 @@ class Picky(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.linalg.cholesky(self.linear(x) * 0 + x)
-
-
-def lowered_net(**facts: Any) -> GraphModule:
-    shapes = {"x": {0: torch.export.Dim("batch", max=64)}, "factor": None}
-    program = torch.export.export(
-        seeded(Net()), (X,), {"factor": torch.tensor(2.0)}, dynamic_shapes=shapes
-    )
-    prepared = qompose.prepare_pt2e(program, toy(LINEAR, **facts))
-    prepared(X, factor=torch.tensor(2.0))
-    result: GraphModule = qompose.lower(qompose.convert_pt2e(prepared))
-    return result
 
 
 def lowered(module: nn.Module, x: Tensor = X) -> GraphModule:

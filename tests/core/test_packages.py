@@ -17,9 +17,8 @@ from qompose.packages import TORCH_NAMESPACES
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from tests.core.called_net import X, lowered_net
 from tests.core.toy import LINEAR, convert, export, randn, seeded, toy
-
-X = randn(6, 3)
 
 
 def in_aten(graph: GraphModule) -> GraphModule:
@@ -37,26 +36,6 @@ def plain_linear(
     y = nn.functional.linear((x.float() - zero) * scale, weight * scales[:, None], bias)
     steps = torch.round(y / out_scale) + out_zero if quantize else y
     return steps.clamp(low, high).to(torch.int8) if quantize else y
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.hidden = nn.Linear(3, 4)
-
-    def forward(self, x: Tensor, *, factor: Tensor) -> dict[str, Tensor]:
-        return {"y": self.hidden(x) * factor}
-
-
-def lowered_net(**facts: Any) -> GraphModule:
-    shapes = {"x": {0: torch.export.Dim("batch", max=64)}, "factor": None}
-    program = torch.export.export(
-        seeded(Net()), (X,), {"factor": torch.tensor(2.0)}, dynamic_shapes=shapes
-    )
-    prepared = qompose.prepare_pt2e(program, toy(LINEAR, **facts))
-    prepared(X, factor=torch.tensor(2.0))
-    result: GraphModule = qompose.lower(qompose.convert_pt2e(prepared))
-    return result
 
 
 def run_alone(path: Path, cases: Path) -> subprocess.CompletedProcess[str]:
@@ -117,7 +96,7 @@ class TestRefusals:
         path.write_text("before")
         with pytest.raises(CompilationError) as raised:
             qompose.compile_lowered(lowered_net(), "package", path=path)
-        assert "linear in hidden: qompose_toy.linear.default, of toy, rule linear\n" in str(
+        assert "linear_1 in second: qompose_toy.linear.default, of toy, rule linear\n" in str(
             raised.value
         )
         assert [(p, p.read_text()) for p in tmp_path.iterdir()] == [(path, "before")]

@@ -4,17 +4,14 @@
 from __future__ import annotations
 
 import json
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import qompose
 import torch
-from importlib_metadata import EntryPoint
 from qompose import (
     ArtefactError,
     ConfigError,
@@ -28,6 +25,7 @@ from qompose.records import decode_record, encode_record
 from torch import nn
 from torch.fx import GraphModule
 
+from tests.core.offering import offered_by_a_package
 from tests.core.toy import (
     INT8,
     LINEAR,
@@ -67,21 +65,11 @@ class Here:
 
 
 @pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Here]:
+def here() -> Iterator[Here]:
     """The toy backend as installed, here."""
     machine = Here()
-    module = ModuleType("fake_toy")
-    module.qompose_backend = qompose.hookimpl(  # type: ignore[attr-defined]
-        lambda: ToyBackend(**machine.facts), specname="qompose_backend"
-    )
-    point = EntryPoint("toy", "fake_toy", "qompose")
-    vars(point).update(dist=SimpleNamespace(name="toy-package", version="1.2"))
-    monkeypatch.setitem(sys.modules, "fake_toy", module)
-    monkeypatch.delenv("QOMPOSE_PLUGINS", raising=False)
-    monkeypatch.setattr(plugins, "entry_points", lambda group: [point])
-    plugins._load.cache_clear()
-    yield machine
-    plugins._load.cache_clear()
+    with offered_by_a_package(lambda: ToyBackend(**machine.facts)):
+        yield machine
 
 
 class MLP(nn.Module):
