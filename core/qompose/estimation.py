@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -295,7 +295,22 @@ class Estimation:
             observer = self.observer(number)
             for problem in suspicious(scale, typical, screen_of(observer), eps_of(observer) or 0.0):
                 found.append(f"{self.describe(number)} {problem}")
-        return found
+        return [*found, *self._lost_in_casts()]
+
+    def _lost_in_casts(self) -> Iterator[str]:
+        """Describe the parameters of which a smaller float type cannot hold every value."""
+        for number, group in enumerate(self.plan.groups):
+            constant, spec = constant_of(self._nodes[group.points[0].source]), cast(Any, group.spec)
+            if constant is None or not spec.dtype.is_floating_point or not self.alive(number):
+                continue
+            held = constant.detach().to(spec.dtype)
+            lost = int((constant.isfinite() & ~held.isfinite()).sum())
+            if lost:
+                yield (
+                    f"{self.describe(number)}: {lost} of {constant.numel()} values are beyond the largest of "
+                    f"{held.dtype} ({torch.finfo(held.dtype).max:g}) and become infinite or NaN; use "
+                    "torch.bfloat16, or leave its operator in float"
+                )
 
 
 def _never_run(part: GraphModule, ran: bool = True) -> Iterator[Graph]:

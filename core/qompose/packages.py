@@ -121,7 +121,7 @@ def _told(node: Node, record: Record) -> str:
         return f"{node.name}: {node.target}, which no claim of the model accounts for"
     claim = record.plan.claims[claims[0]]
     module = next((o.module for o in record.plan.operators if o.name == claim.anchor), "")
-    why = record.fallbacks.get(claims[0])
+    why = record.fallbacks.get(claims[0]) or record.kernels.get(claims[0])
     return (
         f"{claim.anchor}{f' in {module}' if module else ''}: {node.target}, of {claim.owner}, rule "
         f"{claim.rule}{f' ({why})' if why else ''}"

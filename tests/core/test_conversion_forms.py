@@ -277,6 +277,21 @@ HALVES = [
 
 
 @pytest.mark.parametrize("fold", [True, False], ids=["folded", "unfolded"])
+def test_a_cast_that_loses_values_is_named(fold: bool) -> None:
+    model = small(Layers("static", "plain"))
+    with torch.no_grad():
+        model.layers["static"].weight[0, :2] = torch.tensor([7e4, -1e30])
+    for dtype, warned in ((torch.float16, True), (torch.bfloat16, False)):
+        config = QuantizationConfig(None, None, QuantizationSpec(dtype, PlaceholderObserver))
+        prepared = prepare(export(model, X), toy(LINEAR, config=config))
+        converted = qompose.convert_pt2e(prepared, fold_quantize=fold)
+        told = [line for line in qompose.report(converted).notes if "become infinite" in line]
+        assert len(told) == warned
+        if warned:
+            assert "layers.static" in told[0] and "2 of 64 values" in told[0]
+
+
+@pytest.mark.parametrize("fold", [True, False], ids=["folded", "unfolded"])
 @pytest.mark.parametrize(("dtype", "bound"), HALVES)
 def test_casts(dtype: torch.dtype, bound: float, fold: bool) -> None:
     half = QuantizationSpec(dtype, PlaceholderObserver)

@@ -96,8 +96,9 @@ class TestRefusals:
         path.write_text("before")
         with pytest.raises(CompilationError) as raised:
             qompose.compile_lowered(lowered_net(), "package", path=path)
-        assert "linear_1 in second: qompose_toy.linear.default, of toy, rule linear\n" in str(
-            raised.value
+        assert (
+            "linear_1 in second: qompose_toy.linear.default, of toy, rule linear (toy linear)\n"
+            in str(raised.value)
         )
         assert [(p, p.read_text()) for p in tmp_path.iterdir()] == [(path, "before")]
 

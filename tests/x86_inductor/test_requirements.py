@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -165,3 +166,29 @@ def test_what_nobody_asked_is_not_objected_to(monkeypatch: pytest.MonkeyPatch) -
     assert requirements.objection({}) is None
     assert requirements.objection({"isa": "avx2"}) is None
     assert "seven bits" in (requirements.objection({"isa": "vnni"}) or "")
+
+
+@pytest.mark.parametrize("is_dynamic", [False, True], ids=["static", "dynamic"])
+def test_weights_that_onednn_gets_wrong_have_a_kernel_of_another_name(
+    is_dynamic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the report, and where a package refuses them: no int8 kernel is claimed for what is float64."""
+    monkeypatch.setattr(isa, "_arithmetic", lambda: isa._Arithmetic(isa.NARROW, "no VNNI"))
+    states = {}
+    for name in HIGHEST:
+        config = get_default_x86_inductor_quantization_config(is_dynamic=is_dynamic, isa=name)
+        x = torch.linspace(-1, 1, 24).view(3, 8)
+        exported = torch.export.export(nn.Linear(8, 4), (x,))
+        model = qompose.prepare_pt2e(exported, X86InductorQuantizer().set_global(config))
+        model(x)
+        with pytest.warns(qompose.QomposeWarning) if name == "vnni" else nullcontext():
+            lowered = qompose.lower(qompose.convert_pt2e(model))
+        (row,) = qompose.report(lowered).rows
+        states[name] = (row.state, row.kernel)
+    operator = "qompose_x86.linear_dynamic" if is_dynamic else "qompose_x86.linear"
+    assert states == {
+        "avx2": ("int8 kernel", operator),
+        "vnni": ("float kernel on integers", f"{operator} in float64"),
+    }
+    with pytest.raises(qompose.CompilationError, match=f"{operator} in float64"):
+        qompose.compile_lowered(lowered, "package")

@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from qompose import NotLowerable, QuantizedTensor, Region
+from qompose import Kernel, NotLowerable, QuantizedTensor, Region
 from torch.fx import Node
 
-from qompose_x86_inductor import ops
+from qompose_x86_inductor import isa, ops
 from qompose_x86_inductor.patterns import Activation, anchor_of
 
 aten = torch.ops.aten
@@ -84,6 +84,25 @@ class Product:
         algorithm = activation.algorithm and region.argument("act", activation.algorithm)
         numbers = [*activation.numbers, *given]
         return [activation.post_op, numbers, *([algorithm] if algorithm else [])]
+
+
+def product_kernel(
+    name: str, emit: Callable[[Region], Node], *, float_output: bool = False
+) -> Kernel:
+    """Return the kernel of a product with an int8 weight, and the one for weights that oneDNN gets wrong.
+
+    Both are one operator, which looks at the weight when it runs (`packing`). So the choice is made here
+    only to be seen: such a weight is multiplied exactly, and slowly, where the model is lowered.
+    """
+
+    def exactly_by_onednn(region: Region) -> Node:
+        if not isa.admits(region.quantized("weight").tensor):
+            raise NotLowerable(f"{isa.reason()}, and its weight has such")
+        return emit(region)
+
+    full = f"qompose_x86.{name}"
+    slow = Kernel(f"{full} in float64", emit, float_output, float_arithmetic=True)
+    return Kernel(full, exactly_by_onednn, float_output, otherwise=slow)
 
 
 class Unary:

@@ -10,7 +10,15 @@ import torch
 from qompose import Guard, Kernel, OperatorPattern, Rule, TensorConstraint, on_integers
 
 from qompose_x86_inductor import guards
-from qompose_x86_inductor.kernels import Product, Unary, clamp, max_pool, multiply, unmoved
+from qompose_x86_inductor.kernels import (
+    Product,
+    Unary,
+    clamp,
+    max_pool,
+    multiply,
+    product_kernel,
+    unmoved,
+)
 from qompose_x86_inductor.patterns import (
     GELU,
     HARDSWISH,
@@ -69,7 +77,7 @@ def _product(operator: str, activation: Activation | None = None, *, add: bool =
         output=False,
         accepts=ACCEPTS,
         guard=(*_guards(operator, add),),
-        kernels={"torch": Kernel(f"qompose_x86.{kernel.name}", kernel)},
+        kernels={"torch": product_kernel(kernel.name, kernel)},
     )
 
 

@@ -11,6 +11,7 @@ from qompose import Guard, Kernel, Match, Pattern, Region, Rule, TensorConstrain
 from torch.fx import Node
 
 from qompose_x86_inductor import guards
+from qompose_x86_inductor.kernels import product_kernel
 from qompose_x86_inductor.patterns import Activation, linear
 from qompose_x86_inductor.rules import ACCEPTS, BEHIND
 from qompose_x86_inductor.run_time_kernels import (
@@ -69,7 +70,7 @@ def _rule(
 def _dynamic(activation: Activation | None) -> Rule:
     """Return the rule of a linear whose input has one scale, fused with what stands behind it."""
     names = [activation.name] if activation is not None else []
-    kernel = Kernel("qompose_x86.linear_dynamic", PerTensor(activation), float_output=True)
+    kernel = product_kernel("linear_dynamic", PerTensor(activation), float_output=True)
     return _rule(
         "_".join(("linear_dynamic", *names)),
         linear(activation),
@@ -96,7 +97,7 @@ RUN_TIME_RULES: tuple[Rule, ...] = (
         "linear_dynamic_per_token",
         linear(),
         {"activation": PER_TOKEN, "weight": ACCEPTS["weight"]},
-        Kernel("qompose_x86.linear_dynamic_per_token", per_token, float_output=True),
+        product_kernel("linear_dynamic_per_token", per_token, float_output=True),
     ),
     _rule(
         "linear_int8_weight",
