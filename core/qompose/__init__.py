@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from qompose.errors import QomposeError as QomposeError
     from qompose.errors import QomposeWarning as QomposeWarning
     from qompose.errors import RequirementError as RequirementError
+    from qompose.errors import RequirementWarning as RequirementWarning
     from qompose.errors import SelectorError as SelectorError
     from qompose.errors import SharingError as SharingError
     from qompose.errors import StageError as StageError
@@ -142,7 +143,8 @@ _MODULES = {
         "AnnotationConflictError ArtefactError BackendNotFoundError CalibrationError CompilationError "
         "ConfigError ExcludedBackendError InternalError MemberError MissingBackendError NotExportedError "
         "NothingQuantizedError NotLoweredError PluginError ProjectError QomposeError QomposeWarning "
-        "RequirementError SelectorError SharingError StageError TargetError UncalibratedError UserError"
+        "RequirementError RequirementWarning SelectorError SharingError StageError TargetError "
+        "UncalibratedError UserError"
     ),
     "hookspecs": "API_VERSION hookimpl",
     "inquiry": "NodeSupport can_quantize",

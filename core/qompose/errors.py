@@ -220,6 +220,10 @@ class QomposeWarning(UserWarning):
     """Something asked for did not happen; the message names the operators."""
 
 
+class RequirementWarning(QomposeWarning):
+    """A model runs here, but not on the kernels that it was made for; the message says who asks for what."""
+
+
 def near_names(name: str, known: Iterable[str]) -> str:
     """Return " (did you mean 'a' or 'b'?)", or nothing where no known name is close."""
     close = get_close_matches(name, list(known), n=3, cutoff=0.5)

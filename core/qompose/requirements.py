@@ -13,7 +13,7 @@ from qompose.errors import (
     BackendNotFoundError,
     ConfigError,
     PluginError,
-    QomposeWarning,
+    RequirementWarning,
     blaming,
 )
 from qompose.plan import Plan, Record
@@ -97,4 +97,4 @@ def warn(found: Collection[str], stacklevel: int) -> None:
     if found:
         lines = "".join(f"\n  - {line}" for line in found)
         message = f"This model was made for another machine, and may be slow on this one:{lines}"
-        warnings.warn(message, QomposeWarning, stacklevel=stacklevel + 1)
+        warnings.warn(message, RequirementWarning, stacklevel=stacklevel + 1)

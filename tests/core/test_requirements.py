@@ -18,6 +18,7 @@ from qompose import (
     MemberError,
     QomposeWarning,
     RequirementError,
+    RequirementWarning,
     RuleUse,
     plugins,
 )
@@ -161,10 +162,12 @@ class TestAnotherMachine:
 
     def test_loads_what_is_asked_for_all_the_same(self, here: Here, tmp_path: Path) -> None:
         model = self.saved(here, tmp_path / "model")
-        with pytest.warns(QomposeWarning, match="toy requires bits many: there are few") as said:
+        with pytest.warns(
+            RequirementWarning, match="toy requires bits many: there are few"
+        ) as said:
             loaded = qompose.load(tmp_path / "model", allow_mismatch=True)
         assert [Path(w.filename).name for w in said] == ["test_requirements.py"]
-        with pytest.warns(QomposeWarning, match="toy requires bits many: there are few"):
+        with pytest.warns(RequirementWarning, match="toy requires bits many: there are few"):
             lowered = qompose.lower(loaded)
         assert torch.equal(loaded(X), model(X))
         assert qompose.report(lowered).count("int8 kernel") == 3
@@ -172,7 +175,7 @@ class TestAnotherMachine:
     def test_is_said_where_the_model_is_lowered(self, here: Here) -> None:
         model = converted(**here.facts)
         here.reason = "there are few"
-        with pytest.warns(QomposeWarning, match="for another machine") as said:
+        with pytest.warns(RequirementWarning, match="for another machine") as said:
             qompose.lower(model)
         assert [Path(w.filename).name for w in said] == ["test_requirements.py"]
 

@@ -6,13 +6,13 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from qompose import OperatorPattern, Rule
+from qompose import OperatorPattern, Rule, RuleUse
 from qompose.plugins import RESTRICT_VARIABLE
 from qompose.testing import BackendContract
 from qompose.testing.data import sizes
@@ -77,6 +77,23 @@ def test_a_wrong_backend_fails_the_check_that_names_the_fault(wrong: Wrong) -> N
             assert first.startswith("backend ")
             assert [line.split(":")[0].strip() for line in rest[:1]] == ["expected"]
             assert "\n  found:    " in message and "\n  remedy:   " in message
+
+
+def test_edges_that_this_machine_runs_slowly_are_no_faults() -> None:
+    """The model asks for a machine that takes them, and lower says that this one does not."""
+
+    def requirements(uses: Sequence[RuleUse]) -> dict[str, str]:
+        weights = [use.specs["weight"] for use in uses if "weight" in use.specs]
+        usual = all(weight.quant_min == STATIC.weight.quant_min for weight in weights)
+        return {} if usual else {"weights": "wide"}
+
+    asked: list[Any] = []
+    backend = SoundBackend(
+        [LINEAR], requirements=requirements, objection=lambda a: asked.append(a) or "it is old"
+    )
+    contract = type("Contract", (BackendContract,), {"backend": staticmethod(lambda: backend)})
+    assert failures(contract) == {}
+    assert {"weights": "wide"} in asked
 
 
 class TestOverrides:

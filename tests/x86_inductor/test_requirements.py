@@ -101,7 +101,7 @@ def test_seven_bits_give_the_same_integers_without_vnni(tmp_path: Path) -> None:
     qompose.save(model, path)
     done = elsewhere(path)
     assert done.returncode == 0, done.stderr
-    assert "QomposeWarning" not in done.stderr
+    assert "RequirementWarning" not in done.stderr
     expected = qompose.lower(model)(*BIG)
     for there, here in zip(torch.load(f"{path}.out"), expected, strict=True):
         assert torch.equal(there, here)
@@ -181,7 +181,7 @@ def test_weights_that_onednn_gets_wrong_have_a_kernel_of_another_name(
         exported = torch.export.export(nn.Linear(8, 4), (x,))
         model = qompose.prepare_pt2e(exported, X86InductorQuantizer().set_global(config))
         model(x)
-        with pytest.warns(qompose.QomposeWarning) if name == "vnni" else nullcontext():
+        with pytest.warns(qompose.RequirementWarning) if name == "vnni" else nullcontext():
             lowered = qompose.lower(qompose.convert_pt2e(model))
         (row,) = qompose.report(lowered).rows
         states[name] = (row.state, row.kernel)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from qompose import QomposeWarning, convert_pt2e, lower, report
+from qompose import QomposeWarning, RequirementWarning, convert_pt2e, lower, report
 from qompose.claims import Claim
 from qompose.ledger import REFERENCE
 from qompose.plan import META_KEY, Operator, Record
@@ -70,12 +70,13 @@ class Trial:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             result = make()
-        # Not those about the age of a library, which the backend's author cannot help.
+        # Not those about the age of a library or about this machine, which the backend's author cannot help.
         kinds = (QomposeWarning, RuntimeWarning)
         self.warned[stage] = [
             f"{w.category.__name__}: {w.message}"
             for w in caught
-            if w.category is UserWarning or issubclass(w.category, kinds)
+            if w.category is UserWarning
+            or (issubclass(w.category, kinds) and not issubclass(w.category, RequirementWarning))
         ]
         return result
 
