@@ -32,7 +32,7 @@ LAYERS = tuple(
         decomposed nested recording exported
         decompositions sources
         specs observers rewrites balancing schemes reference guarding
-        configs bounds roles
+        configs bounds roles usual_specs
         claims selectors observing soundness
         apart patterns oversight orphans
         arbitration annotations tying counting rendering places constraints

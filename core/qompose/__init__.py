@@ -126,6 +126,8 @@ if TYPE_CHECKING:
     from qompose.specs import QuantizationSpec as QuantizationSpec
     from qompose.specs import QuantizationSpecBase as QuantizationSpecBase
     from qompose.specs import SharedQuantizationSpec as SharedQuantizationSpec
+    from qompose.usual_specs import activation_spec as activation_spec
+    from qompose.usual_specs import weight_spec as weight_spec
 
 _MODULES = {
     "artefact": "load save",
@@ -176,6 +178,7 @@ _MODULES = {
         "DerivedQuantizationSpec EdgeOrNode FixedQParamsQuantizationSpec QuantizationAnnotation "
         "QuantizationConfig QuantizationSpec QuantizationSpecBase SharedQuantizationSpec"
     ),
+    "usual_specs": "activation_spec weight_spec",
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names.split()}
 

@@ -6,12 +6,11 @@ from __future__ import annotations
 import torch
 from qompose import (
     ConfigError,
-    PerBlockMinMaxObserver,
-    PerChannelMinMaxObserver,
     PlaceholderObserver,
     QuantizationConfig,
     QuantizationSpec,
-    observer_for_range,
+    activation_spec,
+    weight_spec,
 )
 
 from qompose_x86_inductor import isa as machine
@@ -87,7 +86,7 @@ def get_default_x86_inductor_quantization_config(
     return QuantizationConfig(
         _activation(mode, 127 if reduce_range else 255, range, per_token),
         None,
-        _weight(group_size, low, high),
+        weight_spec(low, high, group_size=group_size),
         None,
         balance=balance and mode == "static",
         name=_name(mode, words, choices),
@@ -153,34 +152,10 @@ def _usual_weights(weight_only: bool, group_size: int | None, isa: str | None) -
 
 
 def _activation(mode: str, high: int, range: str, per_token: bool) -> QuantizationSpec | None:
-    estimated = observer_for_range(range)  # refuses words that it does not know, in any mode
-    if mode == "weight-only":
-        return None
+    dtype, low, high = (torch.int8, -128, 127) if per_token else (torch.uint8, 0, high)
     dynamic = mode == "dynamic"
-    return QuantizationSpec(
-        dtype=torch.int8 if per_token else torch.uint8,
-        observer_or_fake_quant_ctr=PlaceholderObserver if dynamic else estimated,
-        quant_min=-128 if per_token else 0,
-        quant_max=127 if per_token else high,
-        qscheme=torch.per_channel_affine if per_token else torch.per_tensor_affine,
-        is_dynamic=dynamic,
-        block_size=(-1,) if per_token else None,
-    )
-
-
-def _weight(group_size: int | None, low: int, high: int) -> QuantizationSpec:
-    factory = PerChannelMinMaxObserver.with_args(eps=2**-12)
-    if group_size is not None:
-        factory = PerBlockMinMaxObserver.with_args(scale_dtype=torch.bfloat16)
-    return QuantizationSpec(
-        dtype=torch.int8,
-        observer_or_fake_quant_ctr=factory,
-        quant_min=low,
-        quant_max=high,
-        qscheme=torch.per_channel_symmetric,
-        ch_axis=0 if group_size is None else None,
-        block_size=None if group_size is None else (group_size,),
-    )
+    made = activation_spec(dtype, low, high, range=range, is_dynamic=dynamic, per_token=per_token)
+    return None if mode == "weight-only" else made
 
 
 def named() -> dict[str, QuantizationConfig]:

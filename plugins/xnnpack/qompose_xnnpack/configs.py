@@ -4,16 +4,7 @@
 from __future__ import annotations
 
 import torch
-from qompose import (
-    ConfigError,
-    MinMaxObserver,
-    PerBlockMinMaxObserver,
-    PerChannelMinMaxObserver,
-    PlaceholderObserver,
-    QuantizationConfig,
-    QuantizationSpec,
-    observer_for_range,
-)
+from qompose import ConfigError, QuantizationConfig, activation_spec, weight_spec
 
 from qompose_xnnpack.accepted import GROUP_SIZES
 
@@ -63,7 +54,7 @@ def get_symmetric_quantization_config(
         usual[0] if weight_qmin is None else weight_qmin,
         usual[1] if weight_qmax is None else weight_qmax,
     )
-    weight = _weight(is_per_channel, group_size, *bounds)
+    weight = weight_spec(*bounds, per_channel=is_per_channel, group_size=group_size)
     static = not (is_dynamic or weight_only)
     words = [
         "weight-only" if weight_only else "dynamic" if is_dynamic else "static",
@@ -80,8 +71,15 @@ def get_symmetric_quantization_config(
     unusual = (f"{what} {chosen}" for what, chosen, usual in choices if chosen != usual)
     scale = () if per_token or not is_dynamic else ("one scale per tensor",)
     name = ", ".join((" ".join(filter(None, words)), *scale, *unusual))
-    bounds_and_range = (act_qmin, act_qmax, range)
-    activation = None if weight_only else _activation(is_dynamic, per_token, *bounds_and_range)
+    made = activation_spec(
+        torch.int8,
+        act_qmin,
+        act_qmax,
+        range=range,
+        is_dynamic=is_dynamic,
+        per_token=per_token and is_dynamic,
+    )
+    activation = None if weight_only else made
     output = activation if static else None
     return QuantizationConfig(
         activation, output, weight, None, balance=balance and static, name=name
@@ -108,45 +106,6 @@ def _check(*, is_qat: bool, is_dynamic: bool, group_size: int | None, weight_onl
     if group_size not in GROUP_SIZES:
         sizes = ", ".join(map(str, GROUP_SIZES))
         raise ConfigError(f"group_size={group_size}: the sizes that XNNPACK packs are {sizes}")
-
-
-def _activation(
-    is_dynamic: bool, per_token: bool, low: int, high: int, range: str
-) -> QuantizationSpec:
-    if is_dynamic:
-        return QuantizationSpec(
-            dtype=torch.int8,
-            observer_or_fake_quant_ctr=PlaceholderObserver,
-            quant_min=low,
-            quant_max=high,
-            qscheme=torch.per_channel_affine if per_token else torch.per_tensor_affine,
-            is_dynamic=True,
-            block_size=(-1,) if per_token else None,
-        )
-    return QuantizationSpec(
-        dtype=torch.int8,
-        observer_or_fake_quant_ctr=observer_for_range(range),
-        quant_min=low,
-        quant_max=high,
-        qscheme=torch.per_tensor_affine,
-    )
-
-
-def _weight(is_per_channel: bool, group_size: int | None, low: int, high: int) -> QuantizationSpec:
-    channels = is_per_channel or group_size is not None
-    observer = PerChannelMinMaxObserver if is_per_channel else MinMaxObserver
-    factory = observer.with_args(eps=2**-12)
-    if group_size is not None:
-        factory = PerBlockMinMaxObserver.with_args(scale_dtype=torch.bfloat16)
-    return QuantizationSpec(
-        dtype=torch.int8,
-        observer_or_fake_quant_ctr=factory,
-        quant_min=low,
-        quant_max=high,
-        qscheme=torch.per_channel_symmetric if channels else torch.per_tensor_symmetric,
-        ch_axis=0 if is_per_channel and group_size is None else None,
-        block_size=None if group_size is None else (group_size,),
-    )
 
 
 _NAMED = (
