@@ -43,19 +43,28 @@ class Timings:
 
 
 def bench(
-    models: Mapping[str, Callable[..., Any]], *inputs: Any, rounds: int = 10, warmup: int = 2
+    models: Mapping[str, Callable[..., Any]],
+    *inputs: Any,
+    rounds: int = 10,
+    warmup: int = 2,
+    stacklevel: int = 1,
 ) -> Timings:
     """Time models side by side, in turns, without gradients; warn of those slower than the first.
 
     Args:
         models: name -> what is called with `inputs`; the float model comes first.
         rounds: how often each is called; the median counts.
+        warmup: how often each is called before, which does not count.
+        stacklevel: whose line the warning names: 1 is the caller's, as in `warnings.warn`.
 
     Raises:
-        UserError: there are no models, or no rounds.
+        UserError: there are no models, no rounds, or fewer than no calls to warm up.
     """
-    if not models or rounds < 1:
-        raise UserError("bench needs at least one model and one round")
+    if not models or rounds < 1 or warmup < 0:
+        raise UserError(
+            f"bench needs a model, a round and warmup >= 0, not {len(models)} models, rounds={rounds}, "
+            f"warmup={warmup}"
+        )
     seconds: dict[str, list[float]] = {name: [] for name in models}
     with torch.no_grad():
         for number in range(warmup + rounds):
@@ -70,5 +79,5 @@ def bench(
     slower = [f"{row.name} ({row.ratio:.2f} times)" for row in rows if row.ratio > 1]
     if slower:
         message = f"slower than {rows[0].name}: {', '.join(slower)}"
-        warnings.warn(message, QomposeWarning, stacklevel=2)
+        warnings.warn(message, QomposeWarning, stacklevel=stacklevel + 1)
     return Timings(rows)

@@ -56,13 +56,20 @@ class QuantizedModel:
         self.compiled[mode] = compile_lowered(self.model, mode, path=path, options=options)
         return self.compiled[mode]
 
-    def benchmark(self, *inputs: Any, rounds: int = 10, warmup: int = 2) -> Timings:
+    def benchmark(
+        self,
+        *inputs: Any,
+        keywords: Mapping[str, Any] | None = None,
+        rounds: int = 10,
+        warmup: int = 2,
+    ) -> Timings:
         """Time the float program, the lowered one and what `compile` made, in turns; see `bench`.
 
         What is slower than the float program is in a QomposeWarning.
 
         Args:
-            inputs: those of one call; without any, the ones that the float program was exported with.
+            inputs, keywords: those of one call; without any, the ones that the float program was exported
+                with.
 
         Raises:
             UserError: no rounds, or the program was exported without inputs and none are given.
@@ -73,8 +80,7 @@ class QuantizedModel:
                 f"A {type(self.model).__name__} cannot be called beside the float program: time it in its "
                 'runtime, or quantize with target="torch".'
             )
-        keywords: Mapping[str, Any] = {}
-        if not inputs:
+        if not inputs and not keywords:
             inputs, keywords = self._example()
         models = {
             "float": self.exported.module(),
@@ -82,10 +88,11 @@ class QuantizedModel:
             **{f"compiled, {mode}": model for mode, model in self.compiled.items()},
         }
         return bench(
-            {name: partial(model, **keywords) for name, model in models.items()},
+            {name: partial(model, **(keywords or {})) for name, model in models.items()},
             *inputs,
             rounds=rounds,
             warmup=warmup,
+            stacklevel=2,
         )
 
     def _example(self) -> tuple[tuple[Any, ...], Mapping[str, Any]]:

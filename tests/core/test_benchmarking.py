@@ -58,11 +58,20 @@ def test_as_fast_as_float_is_no_warning(clock: list[float]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("models", "rounds"), [({}, 1), ({"float": len}, 0)], ids=["no models", "no rounds"]
+    ("models", "options", "found"),
+    [
+        ({}, {}, "not 0 models, rounds=10"),
+        ({"float": len}, {"rounds": 0}, "rounds=0"),
+        ({"float": len}, {"warmup": -1}, "warmup=-1"),
+    ],
+    ids=["no models", "no rounds", "less than no warm-up"],
 )
-def test_nothing_to_time_is_refused(models: dict[str, object], rounds: int) -> None:
-    with pytest.raises(qompose.UserError, match="at least one model and one round"):
-        benchmarking.bench(models, rounds=rounds)  # type: ignore[arg-type]
+def test_nothing_to_time_is_refused(
+    models: dict[str, object], options: dict[str, int], found: str
+) -> None:
+    with pytest.raises(qompose.UserError, match="bench needs a model, a round") as raised:
+        benchmarking.bench(models, **options)  # type: ignore[arg-type]
+    assert found in str(raised.value)
 
 
 def test_models_run_without_gradients() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -62,8 +63,9 @@ def test_float_lowered_and_compiled_are_timed_in_turns(timed: Callable[[float], 
     result.compiled["max-autotune"] = fast  # type: ignore[assignment]
     float_time = timed(2.0)
     object.__setattr__(result.exported, "module", lambda: float_time)
-    with pytest.warns(qompose.QomposeWarning, match=r"than float: lowered \(1.50 times\)$"):
+    with pytest.warns(qompose.QomposeWarning, match=r"than float: lowered \(1.50 times\)$") as said:
         timings = result.benchmark(X, rounds=2, warmup=1)
+    assert [Path(w.filename).name for w in said] == ["test_quantizing.py"]
     assert [(row.name, row.seconds, row.ratio) for row in timings.rows] == [
         ("float", 2.0, 1.0),
         ("lowered", 3.0, 1.5),
@@ -78,6 +80,14 @@ def test_float_lowered_and_compiled_are_timed_in_turns(timed: Callable[[float], 
 def test_without_inputs_the_example_inputs_are_those_of_export() -> None:
     result = quantized(Scaled(), X, factor=torch.tensor(2.0))
     assert [row.name for row in result.benchmark(rounds=1).rows] == ["float", "lowered"]
+
+
+def test_keywords_of_a_call(timed: Callable[[float], Timed]) -> None:
+    result, model = quantized(Scaled(), X, factor=torch.tensor(2.0)), timed(1.0)
+    object.__setattr__(result, "model", model)
+    object.__setattr__(result.exported, "module", lambda: model)
+    result.benchmark(X, keywords={"factor": X}, rounds=1, warmup=0)
+    assert [kwargs for _, kwargs in model.calls] == [{"factor": X}] * 2
 
 
 def test_a_program_without_example_inputs_needs_some() -> None:
