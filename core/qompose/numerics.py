@@ -7,6 +7,8 @@ given minimum and maximum is the scale that torch computes from them, bit for bi
 
 from __future__ import annotations
 
+from numbers import Integral
+
 import torch
 from torch import Tensor
 
@@ -28,16 +30,17 @@ def quantized_range(
     """Return the bounds of the quantized integers, filling in the whole range of `dtype`.
 
     Raises:
-        ConfigError: a bound lies outside `dtype`, the range is empty or does not contain zero.
+        ConfigError: a bound is no integer or lies outside `dtype`; the range is empty or lacks zero.
     """
     if dtype.is_floating_point or dtype.is_complex or dtype is torch.bool:
         raise ConfigError(f"{dtype} is not an integer type: it has no quantized range")
     info = torch.iinfo(dtype)
     low = info.min if quant_min is None else quant_min
     high = info.max if quant_max is None else quant_max
-    if not info.min <= low <= 0 <= high <= info.max or low == high:
+    whole = all(isinstance(bound, Integral) for bound in (low, high))
+    if not whole or not info.min <= low <= 0 <= high <= info.max or low == high:
         raise ConfigError(
-            f"quant_min={low}, quant_max={high} is not a range within {dtype} "
+            f"quant_min={low!r}, quant_max={high!r} is not a range within {dtype} "
             f"[{info.min}, {info.max}] that contains zero"
         )
     return low, high

@@ -152,6 +152,12 @@ def test_the_range_left_out_is_that_of_the_type(dtype: torch.dtype, expected: An
     assert quantized_range(dtype, None, 5) == (expected[0], 5)
 
 
+@pytest.mark.parametrize(("low", "high"), [("a", 127), (-127.0, 127), (None, 126.5), (-128, [7])])
+def test_bounds_that_are_no_integers(low: Any, high: Any) -> None:
+    with pytest.raises(ConfigError, match=r"is not a range within torch\.int8"):
+        quantized_range(torch.int8, low, high)
+
+
 def test_symmetric_full_range_clips_the_positive_end_by_half_a_step() -> None:
     """The known price of [-128, 127]: the divisor is 127.5. Narrow bounds do not pay it."""
     one = torch.tensor(1.0)
