@@ -120,6 +120,7 @@ def _restore(node: Node) -> None:
         with node.graph.inserting_after(last):
             example = operator(*map_arg(args, value_of))
             last = call(node.graph, operator, args, node, example)
+        last.meta.pop("custom", None)  # it is no part of what the tags of `node` are about
         return last
 
     restored = laid_out(insert, node, order)

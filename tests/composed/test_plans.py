@@ -3,20 +3,33 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import qompose
+from qompose_x86_inductor import X86InductorQuantizer, isa
+from qompose_xnnpack import XNNPACKQuantizer
 
 from tests.golden import FOLDER, assert_golden
 from tests.zoo import by_name
 
-PRODUCTS = ("xnnpack", "x86_inductor")
+PRODUCTS = {"xnnpack": XNNPACKQuantizer, "x86_inductor": X86InductorQuantizer}
 MODELS = ("lenet", "mobilenet_v2", "tied_language_model", "vision_transformer", "cond_conv", "bert")
 
 
+@pytest.fixture
+def with_vnni(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plans on file are those of weights of eight bits, whichever processor this is."""
+    monkeypatch.setattr(isa, "_arithmetic", lambda: isa._Arithmetic(isa.FULL, ""))
+
+
+@pytest.mark.usefixtures("with_vnni")
 @pytest.mark.parametrize("product", PRODUCTS)
 @pytest.mark.parametrize("name", MODELS)
 def test_golden_plans(name: str, product: str, regen: bool) -> None:
-    quantizer = qompose.compose("embedding", product)
+    quantizer: Any = PRODUCTS[product]()  # made now: a backend looks at the processor once
+    quantizer.set_global(quantizer.backend.default_config)
+    quantizer = qompose.compose("embedding", quantizer)
     prepared = qompose.prepare_pt2e(by_name(name).export(), quantizer)
     assert_golden(f"{product}-{name}", prepared, regen=regen)
 

@@ -68,7 +68,8 @@ def test_the_weight_is_never_float_as_a_whole(
     monkeypatch.setattr(weight_only, "BLOCK", 300)
     with LargestFloat() as largest:
         actual = weight_only.linear(x, weight, w_scale, bias)
-    torch.testing.assert_close(actual, whole)
+    largest_value = float(whole.abs().max())  # float sums are added in another order
+    torch.testing.assert_close(actual, whole, rtol=0, atol=1e-5 * largest_value)
     assert 0 < largest.size <= 300 < weight.numel()
 
 
