@@ -45,9 +45,8 @@ LAYERS = tuple(
         plan signature plugins operands configuring covering ordering
         requirements
         hosting
-        subjects factoring delegation
+        subjects factoring delegation adding
         survey quantizer estimation ledger scaffolding
-        adding
         interop.process interop.output
         interop.comparing interop.references
         interop.examples interop.execution

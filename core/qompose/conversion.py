@@ -143,7 +143,9 @@ class _Converter:
             self._release(value)
         for graph, names in kinds.items():
             check_graph(graph, names)
-        for node, reader, rounded in integer_biases(self.model, self.plan, self.estimation):
+        for node, reader, rounded in integer_biases(
+            self.model, self.plan, self.estimation.qparams, self.estimation.dropped
+        ):
             with node.graph.inserting_before(node):
                 own = self._buffer(f"{node.target}_rounded", rounded, reader)
             reader.replace_input_with(node, own)

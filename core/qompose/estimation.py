@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from qompose.adding import make_room
 from qompose.bounds import Bounds
 from qompose.claims import Point
 from qompose.delegation import can_stand
@@ -57,6 +58,7 @@ class Estimation:
         self.model, self.plan = model, plan
         self.dropped: dict[int, str] = {}
         self.qparams: dict[int, QParams] = {}
+        self._widened: dict[int, float] = {}
         self.sites: list[tuple[Node, int]] = [
             (node, number)
             for node in nodes_in(model)
@@ -110,6 +112,7 @@ class Estimation:
         for number, group in enumerate(self.plan.groups):
             if self._needs_data(number) and not self.converts_itself(number):
                 self.qparams[number] = self._calculate(number, group)
+        self._widened = make_room(self.plan, self._nodes, self.qparams, self.dropped)
 
     def alive(self, number: int) -> bool:
         """Tell whether any claim still wants a group."""
@@ -295,6 +298,11 @@ class Estimation:
             observer = self.observer(number)
             for problem in suspicious(scale, typical, screen_of(observer), eps_of(observer) or 0.0):
                 found.append(f"{self.describe(number)} {problem}")
+        found += [
+            f"{self.describe(number)}: its scale is up to {factor:.3g} times what its values ask for, so "
+            "that the bias behind it fits into the 32 bits that kernels add it in"
+            for number, factor in self._widened.items()
+        ]
         return [*found, *self._lost_in_casts()]
 
     def _lost_in_casts(self) -> Iterator[str]:

@@ -31,6 +31,8 @@ _OF_ANY_LAYOUT = {
 }
 _OF_MEMORY = {aten.as_strided.default, aten.as_strided_.default, aten.view.dtype}
 """Operators that see a tensor as it lies in memory."""
+MADE = "qompose_made_by_kernel"
+"""Key in the meta of the calls that kernels insert: their example values have the exported layout."""
 
 
 def allow_any(module: GraphModule) -> None:
@@ -52,9 +54,8 @@ def _made(graph: Graph) -> dict[Node, Any]:
     """
     made: dict[Node, Any] = {}
     for node in graph.nodes:
-        if tag_of(node, KERNELS_TAG) is not None or not made.keys().isdisjoint(
-            node.all_input_nodes
-        ):
+        by_kernel = tag_of(node, KERNELS_TAG) is not None or MADE in node.meta
+        if by_kernel or not made.keys().isdisjoint(node.all_input_nodes):
             made[node] = _example(node, made)
     return made
 

@@ -188,6 +188,8 @@ def _replace(number: int, claim: Claim, nodes: Sequence[Node], kernel: Kernel) -
         raise ConfigError(f"{who}, gave {emitted!r}, and not a node that it inserted")
     gone = [] if region.output is None else list(region.output_node.users)
     before = [n for node in (emitted, *gone) for n in tag_of(node, KERNELS_TAG) or ()]
+    for node in region.inserted:
+        node.meta[layouts.MADE] = True
     value, wanted = value_of(emitted), value_of(region.output_node)
     if isinstance(value, Tensor) and isinstance(wanted, Tensor) and value.shape == wanted.shape:
         emitted.meta["val"] = wanted.to(value.dtype)  # as it was exported: see layouts

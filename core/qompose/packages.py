@@ -5,13 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 import torch._inductor
+from torch import Tensor
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
+from torch.utils import _pytree as pytree
 
 from qompose.aliases import written_buffers
 from qompose.backend import CallSignature
@@ -22,6 +25,7 @@ from qompose.errors import CompilationError, UserError
 from qompose.graph import tag_of
 from qompose.nested import nodes_in
 from qompose.plan import Record
+from qompose.strides import order_of
 
 SUFFIX: Final = ".pt2"
 
@@ -66,7 +70,42 @@ def write_package(
             program, package_path=str(draft), inductor_configs=dict(settings)
         )
         run: Callable[..., Any] = torch._inductor.aoti_load_package(str(draft))
-    return run
+    return partial(_call, run, signature)
+
+
+def _call(run: Callable[..., Any], signature: CallSignature, *args: Any, **kwargs: Any) -> Any:
+    """Run a package, which reads the memory of its inputs as if it were that of the examples."""
+    if len(args) == len(signature.args):
+        args = tuple(map(_as_exported, args, signature.args))
+    known = signature.kwargs
+    return run(
+        *args, **{k: _as_exported(v, known[k]) if k in known else v for k, v in kwargs.items()}
+    )
+
+
+def _as_exported(value: Any, example: Any) -> Any:
+    """Return a value whose tensors lie in memory as those of an example.
+
+    Raises:
+        UserError: a tensor has another type.
+    """
+    if not isinstance(value, Tensor):
+        leaves, spec = pytree.tree_flatten(value)
+        wanted = pytree.tree_leaves(example)
+        if spec.is_leaf() or len(leaves) != len(wanted):
+            return value  # a number, or what torch refuses itself
+        return pytree.tree_unflatten([*map(_as_exported, leaves, wanted)], spec)
+    if not isinstance(example, Tensor) or value.dim() != example.dim():
+        return value
+    if value.dtype is not example.dtype:
+        raise UserError(
+            f"this package takes {example.dtype} where it got {value.dtype}, of shape {tuple(value.shape)}"
+        )
+    if example.is_contiguous():
+        return value.contiguous()
+    order = order_of(example)
+    assert order is not None  # of real tensors it is known
+    return value.permute(order).contiguous().permute([order.index(d) for d in range(len(order))])
 
 
 def _check_state(graph: GraphModule) -> None:

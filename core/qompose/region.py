@@ -100,6 +100,7 @@ class Region:
 
     Names are those of the rule's pattern. Kernels read what they need, call `call` for each operator
     they insert and return the last one; where `output` is not None that one must give its integers.
+    `inserted` has the calls so far.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class Region:
         float_output: bool = False,
     ) -> None:
         self.module, self.claim = module, claim
+        self.inserted: list[Node] = []
         self._nodes = {node.name: node for node in nodes}
         self._captures = dict(claim.captures)
         if claim.output not in self._nodes:
@@ -232,7 +234,9 @@ class Region:
     def _insert(self, target: Callable[..., Any], args: tuple[Any, ...], value: Any) -> Node:
         target = getattr(target, "_opoverload", target)  # a graph of anything else cannot be saved
         with self.module.graph.inserting_before(self.output_node):
-            return call(self.module.graph, target, args, self.output_node, value)
+            node = call(self.module.graph, target, args, self.output_node, value)
+        self.inserted.append(node)
+        return node
 
     def constant(self, path: str, value: Tensor) -> Node:
         """Store a buffer and insert a node that reads it. `path` gets a number where it is taken."""

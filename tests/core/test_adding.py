@@ -23,6 +23,7 @@ from tests.core.toy import (
     nodes_calling,
     randn,
     seeded,
+    sqnr,
     toy,
 )
 
@@ -30,8 +31,10 @@ INTEGER = replace(LINEAR, bias="bias", integer_bias=True)
 X = randn(16, 8)
 
 
-def converted(model: nn.Module, config: Any = STATIC, rule: Any = INTEGER) -> GraphModule:
-    return convert(export(model, X), toy(rule, config=config), X)
+def converted(
+    model: nn.Module, config: Any = STATIC, rule: Any = INTEGER, x: torch.Tensor = X
+) -> GraphModule:
+    return convert(export(model, x), toy(rule, config=config), x)
 
 
 def steps(model: GraphModule, node: torch.fx.Node) -> torch.Tensor:
@@ -86,3 +89,24 @@ def test_it_comes_back_from_a_file(tmp_path: Any) -> None:
     result = converted(seeded(nn.Linear(8, 4)))
     qompose.save(result, tmp_path / "model.qompose")
     assert torch.equal(qompose.load(tmp_path / "model.qompose")(X), result(X))
+
+
+@pytest.mark.parametrize("config", [STATIC, PER_TENSOR], ids=str)
+@pytest.mark.parametrize("size", [1e-4, 1e-6])
+def test_it_fits_into_32_bits_however_small_the_inputs_are(size: float, config: Any) -> None:
+    model, x = seeded(nn.Linear(8, 4)), X * size
+    model.bias.data = torch.tensor([100.0, -100.0, 50.0, 0.0])
+    result = converted(model, config, x=x)
+    (node,) = nodes_calling(result, "linear")
+    assert 2**28 < float(steps(result, node).abs().max()) < 2**30
+    assert sqnr(model(x), result(x)) > 35
+    (told,) = (note for note in qompose.report(result).notes if "fits into the 32 bits" in note)
+    assert told.startswith("weight -> linear")
+
+
+def test_scales_of_weights_that_have_room_stay() -> None:
+    model = seeded(nn.Linear(8, 4))
+    result = converted(model)
+    largest = model.weight.detach().abs().amax(1) / 127
+    torch.testing.assert_close(result.weight_scale, largest)
+    assert not [note for note in qompose.report(result).notes if "32 bits" in note]

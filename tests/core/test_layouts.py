@@ -4,14 +4,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import qompose
 import torch
-from qompose import layouts
+from qompose import Kernel, Region, layouts
 from qompose.counting import KERNELS_TAG
 from qompose.graph import tag
 from torch import Tensor, fx, nn
+
+from tests.core.toy import RELU, convert, toy
 
 aten = torch.ops.aten
 CHANNELS_LAST = torch.channels_last
@@ -148,3 +152,19 @@ def test_a_kernel_that_no_example_passes() -> None:
     x = torch.randn(2, 4, 3, 5)
     got, expected = lowered(lambda y: y + 1, x, opaque)(x), x.relu() + 1
     assert torch.equal(got, expected) and got.stride() == expected.stride()
+
+
+def test_a_kernel_of_several_calls() -> None:
+    """What is before the last of them is laid out as kernels lay out, whatever its example says."""
+
+    def emit(region: Region) -> fx.Node:
+        first = region.call(relu_channels_last, region.node("output").args[0])
+        return region.call(aten.clamp.default, first, 0.25, 8.0)
+
+    two_calls = replace(RELU, kernels={"torch": Kernel("two calls", emit, float_output=True)})
+    x = torch.randn(2, 4, 3, 5)
+    module = Of(lambda y: (y.as_strided((2, 5), (5, 1)) + 0, y))
+    lowered = qompose.lower(convert(torch.export.export(module, (x,)), toy(two_calls), x))
+    strided, whole = lowered(x)
+    assert 0.2 < float(whole.min()) < 0.3, "the kernel ran"
+    assert whole.is_contiguous() and torch.equal(strided, whole.flatten()[:10].view(2, 5))

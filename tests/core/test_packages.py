@@ -13,7 +13,7 @@ import pytest
 import qompose
 import torch
 from qompose import CompilationError, UserError, decomposed
-from qompose.packages import TORCH_NAMESPACES
+from qompose.packages import TORCH_NAMESPACES, _as_exported
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
@@ -66,6 +66,29 @@ def test_a_package_is_called_as_the_model_is_and_runs_on_torch_alone(tmp_path: P
     done = run_alone(path, tmp_path / "cases.pt")
     assert done.returncode == 0, done.stderr
     assert {file.name for file in tmp_path.iterdir()} == {"model.pt2", "cases.pt"}
+
+
+def test_inputs_of_another_layout_or_type() -> None:
+    """The code of a package looks at neither: it would read memory as it is not."""
+    compiled = qompose.compile_lowered(model := lowered_net(for_compiler=in_aten), "package")
+    factor = torch.tensor(3.0)
+    for x in (X.t().contiguous().t(), torch.cat([X, X], 1)[:, :3], X.expand(6, 3)):
+        torch.testing.assert_close(compiled(x, factor=factor), model(X, factor=factor))
+    with pytest.raises(UserError, match=r"takes torch\.float32 where it got torch\.float64"):
+        compiled(X.double(), factor=factor)
+    with pytest.raises(UserError, match=r"torch\.int64, of shape \(\)"):
+        compiled(X, factor=torch.tensor(3))
+
+
+def test_layouts_of_inputs_within_containers() -> None:
+    """Those of examples that are no plain tensors, or lie in another order themselves."""
+    image = torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
+    example = {"a": [image, torch.zeros(3)], "b": 5}
+    given = {"a": [image.contiguous(), torch.zeros(6)[::2]], "b": 5}
+    placed = _as_exported(given, example)
+    assert torch.equal(placed["a"][0], image) and placed["a"][0].stride() == image.stride()
+    assert placed["a"][1].is_contiguous() and placed["b"] == 5
+    assert _as_exported([image], example) == [image], "torch refuses it, and says how"
 
 
 def test_a_temporary_package_goes_with_what_runs_it() -> None:

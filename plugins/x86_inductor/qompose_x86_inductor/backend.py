@@ -10,7 +10,7 @@ import torch
 from qompose import Backend, LateOperators, RuleQuantizer, RuleUse
 from torch.fx import GraphModule
 
-from qompose_x86_inductor import configs, summing
+from qompose_x86_inductor import configs, shielding, summing
 from qompose_x86_inductor.compiling import with_prepack_in_graph
 from qompose_x86_inductor.requirements import asked_by, objection
 from qompose_x86_inductor.rules import RULES
@@ -32,7 +32,7 @@ class X86InductorBackend(Backend):
         return with_prepack_in_graph(graph)
 
     def late_operators(self) -> LateOperators:
-        return {summing.OPERATOR: summing.in_place}
+        return {summing.OPERATOR: summing.in_place, shielding.OPERATOR: shielding.remove}
 
     def requirements(self, uses: Sequence[RuleUse]) -> Mapping[str, str]:
         return asked_by(uses)

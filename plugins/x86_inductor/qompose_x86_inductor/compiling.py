@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, fx
 
-from qompose_x86_inductor import isa, ops, run_time_ops, weight_only_ops
+from qompose_x86_inductor import isa, ops, run_time_ops, shielding, weight_only_ops
 from qompose_x86_inductor.packing import (
     Geometry,
     Packed,
@@ -157,6 +157,8 @@ def _expand(gm: fx.GraphModule, node: fx.Node) -> None:
     if "pack_shape" in wanted:
         extra["pack_shape"] = _pack_shape(arguments["x"])
     node.target, node.args, node.kwargs = expansion, (*arguments.values(),), extra
+    if "zero_points" in wanted and shielding.needed(arguments):
+        shielding.put_behind(node)
 
 
 def _arguments(node: fx.Node) -> dict[str, Any]:

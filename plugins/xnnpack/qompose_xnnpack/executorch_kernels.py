@@ -110,9 +110,19 @@ def mixed_linear(region: Region) -> Node:
     flat = source if len(sizes) == 2 else region.step(aten.reshape.default, source, [-1, depth])
     product = region.step(_operator(), flat, weight.node, scale, None, None)
     if len(sizes) != 2:
-        product = region.step(aten.reshape.default, product, _unknown_as_rest(region.output_node))
+        product = region.step(aten.reshape.default, product, [*_leading(region, source), rows])
     bias = region.argument("op", "bias")
     return product if bias is None else region.call(aten.add.Tensor, product, bias)
+
+
+def _leading(region: Region, source: Node) -> list[Any]:
+    """Return all sizes but the last; several that are known only at run time are read then."""
+    sizes = list(source.meta["val"].shape[:-1])
+    unknown = [dim for dim, size in enumerate(sizes) if not isinstance(size, int)]
+    if len(unknown) == 1:
+        return [-1 if dim in unknown else size for dim, size in enumerate(sizes)]
+    read = aten.sym_size.int
+    return [region.step(read, source, d) if d in unknown else n for d, n in enumerate(sizes)]
 
 
 def _operator() -> Any:
