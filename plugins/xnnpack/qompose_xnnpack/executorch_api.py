@@ -204,28 +204,13 @@ def untag_orphans(graph: Graph) -> None:
 
     The partitioner (executorch 1.5.1) marks the boundaries of a linear or convolution as folded
     before it rejects it, for want of a quantized output say. They are then delegated alone, and as
-    nothing folds them the delegate would return unconverted memory. A weight may be transposed on its
-    way to the operator: then both stay outside, since XNNPACK converts no weight by itself.
+    nothing folds them the delegate would return unconverted memory.
     """
     for node in graph.nodes:
-        is_dequantize = DEQUANTIZE in str(node.target)
-        around = list(node.users) if is_dequantize else node.all_input_nodes[:1]
-        if any(_delegate(other) != _delegate(node) for other in around):
+        around = list(node.users) if DEQUANTIZE in str(node.target) else node.all_input_nodes[:1]
+        tag = node.meta.get("delegation_tag")
+        if any(other.meta.get("delegation_tag") != tag for other in around):
             node.meta.pop("IS_IMPLICIT_Q_DQ_TAG", None)
-        moved = [user for user in node.users if is_dequantize and _is_move(user)]
-        if any(_delegate(reader) != _delegate(user) for user in moved for reader in user.users):
-            for one in (node, *moved):
-                one.meta.pop("IS_IMPLICIT_Q_DQ_TAG", None)
-                one.meta.pop("delegation_tag", None)
-
-
-def _delegate(node: Node) -> Any:
-    return node.meta.get("delegation_tag")
-
-
-def _is_move(node: Node) -> bool:
-    """Whether an operator transposes a matrix, as a linear does with its weight."""
-    return any(name in str(node.target) for name in ("permute_copy", "t_copy", "transpose_copy"))
 
 
 def symbolic_sizes(module: GraphModule) -> Iterator[torch.SymInt]:
