@@ -12,6 +12,7 @@ from torch.fx import GraphModule
 
 from qompose.errors import NothingQuantizedError, NotLoweredError, QomposeWarning
 from qompose.graph import describe
+from qompose.lowering import UNREAD
 from qompose.nested import nodes_in
 from qompose.plan import Operator, Plan, Record
 from qompose.reporting import report
@@ -67,7 +68,8 @@ def say_what_fell_back(record: Record, *, strict: bool) -> None:
         NotLoweredError: `strict`.
     """
     dropped = {number: f"left in float: {reason}" for number, reason in record.dropped.items()}
-    reasons = {**dropped, **record.fallbacks}
+    missed = {n: reason for n, reason in record.fallbacks.items() if reason != UNREAD}
+    reasons = {**dropped, **missed}
     if not reasons:
         return
     lines = [_of_claim(record, number, reason) for number, reason in sorted(reasons.items())]

@@ -30,6 +30,10 @@ ONLY = ""
 """What a model is called that is lowered by itself, where those of several methods have names."""
 
 
+UNREAD = "nothing reads what it computes: it is left out"
+"""Why a region has no kernel that needs none."""
+
+
 @dataclass(frozen=True)
 class Step:
     """A model whose regions have their kernels: its record, the target, and `replace_regions`' results."""
@@ -138,6 +142,10 @@ def replace_regions(
             continue
         rule = record.backends[claim.owner].rule(claim.rule)
         kernel = rule.kernels.get(target) if rule else None
+        if _is_dead(regions[number]):
+            fallbacks[number] = UNREAD
+            kept.difference_update(regions[number])
+            continue
         if kernel is None:
             fallbacks[number] = f"rule {claim.rule} has no kernel for {target}"
             continue
@@ -152,6 +160,12 @@ def replace_regions(
     for part in graphs_in(model):
         remove_dead(part.graph, kept)
     return done, fallbacks, left
+
+
+def _is_dead(region: Sequence[Node]) -> bool:
+    """Whether a region only computes what nobody reads."""
+    inside = set(region)
+    return not any(node.is_impure() or not inside.issuperset(node.users) for node in region)
 
 
 def _first_that_fits(

@@ -337,3 +337,23 @@ class Shifted(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.a(x).relu()
+
+
+def test_what_nobody_reads_is_left_out_and_said_so() -> None:
+    class Aside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.main, self.aside = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.aside(x)
+            return self.main(x)
+
+    x = randn(4, 8)
+    lowered = qompose.lower(convert(export(Aside(), x), toy(LINEAR), x))
+    aside, main = qompose.report(lowered).rows
+    assert main.state == "int8 kernel"
+    assert (aside.state, aside.module) == ("simulated (Q/DQ)", "aside")
+    assert "nothing reads what it computes" in aside.reason
+    assert [name for name in operators(lowered) if "linear" in name] == ["qompose_toy.linear"]
+    assert "aside.weight_q" not in dict(lowered.named_buffers())

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -162,6 +163,16 @@ class TestWhatExcludesWhat:
             ({"group_size": 48, **WEIGHT_ONLY}, "kernel takes are 32, 64, 128, 256"),
             ({**WEIGHT_ONLY, "range": "widest"}, "widest"),
             ({"isa": "neon"}, "isa='neon' is none of avx2, avx512, vnni, amx"),
+            ({"isa": ["avx2"]}, r"isa=\['avx2'\] is none of avx2, avx512, vnni, amx"),
+            ({"isa": 2}, "isa=2 is none of"),
+            ({**WEIGHT_ONLY, "group_size": "32"}, "group_size='32': the sizes"),
+            ({**WEIGHT_ONLY, "group_size": 32.0}, r"group_size=32\.0: the sizes"),
+            ({"group_size": "32"}, "group_size='32' needs weight_only=True"),
+            (
+                {"weight_qmin": -8.0, "weight_qmax": 7},
+                r"quant_min=-8\.0, quant_max=7 is not a range",
+            ),
+            ({**WEIGHT_ONLY, "weight_qmax": "7"}, "quant_max='7' is not a range"),
         ],
     )
     def test_when_it_is_made(self, options: dict[str, Any], reason: str) -> None:
@@ -169,10 +180,40 @@ class TestWhatExcludesWhat:
             CONFIG(**options)
 
     @pytest.mark.parametrize(
+        "name", ["is_qat", "is_dynamic", "reduce_range", "weight_only", "per_token", "balance"]
+    )
+    @pytest.mark.parametrize("value", [0, 1, None, "no", torch.tensor(True)])
+    def test_words_and_numbers_for_booleans(self, name: str, value: Any) -> None:
+        with pytest.raises(ConfigError, match=rf"{name}=.* is neither True nor False"):
+            CONFIG(**{name: value})
+
+    @pytest.mark.parametrize(
+        ("options", "bounds"),
+        [
+            ({"weight_qmin": 0, "weight_qmax": 63}, "[0, 63]"),
+            ({"weight_qmin": -1, "isa": "vnni"}, "[-1, 127]"),
+            ({"weight_qmax": 3, "isa": "vnni"}, "[-128, 3]"),
+            ({"weight_qmax": 127, "isa": "avx2"}, "[-64, 127]"),
+            ({"weight_qmin": -9, "weight_qmax": 7, "is_dynamic": True}, "[-9, 7]"),
+            ({"weight_qmin": -6, "weight_qmax": 7, **WEIGHT_ONLY}, "[-6, 7]"),
+            ({"weight_qmax": 127, "group_size": 32, **WEIGHT_ONLY}, "[-8, 127]"),
+            ({"weight_qmin": -1, "weight_qmax": 0}, "[-1, 0]"),
+        ],
+    )
+    def test_bounds_of_weights_that_reach_further_to_one_side(
+        self, options: dict[str, Any], bounds: str
+    ) -> None:
+        with pytest.raises(ConfigError, match=re.escape(f"weights {bounds}: weight_qmin is")):
+            CONFIG(**options)
+
+    @pytest.mark.parametrize("bounds", [(-8, 7), (-7, 7), (-64, 63), (-127, 127), (-1, 1)])
+    def test_bounds_of_weights_that_do_not(self, bounds: tuple[int, int]) -> None:
+        assert weights(CONFIG(weight_qmin=bounds[0], weight_qmax=bounds[1])) == bounds
+
+    @pytest.mark.parametrize(
         ("options", "reason"),
         [
             ({**WEIGHT_ONLY, "group_size": 32, "weight_qmin": -7}, r"kernel takes \(-8, 7\)"),
-            ({**WEIGHT_ONLY, "group_size": 32, "weight_qmax": 127}, r"kernel takes \(-8, 7\)"),
         ],
     )
     def test_when_it_is_set(self, options: dict[str, Any], reason: str) -> None:

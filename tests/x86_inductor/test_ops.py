@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from qompose_x86_inductor import isa, ops
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from tests.x86_inductor.integers import (
     CONV_POST_OPS,
@@ -200,3 +202,90 @@ def test_what_an_operator_does_not_take(name: str, position: int, value: Any, me
     call[position] = value
     with pytest.raises(ValueError, match=message):
         getattr(OPS, name)(*call)
+
+
+def _image_call(
+    name: str, size: tuple[int, ...], weight: tuple[int, ...], *geometry: Any
+) -> tuple[Any, ...]:
+    product = (torch.ones(size, dtype=torch.uint8), 0.1, 3, torch.ones(weight, dtype=torch.int8))
+    other = (torch.ones(1), 1.0, 0) if name == "conv2d_add" else ()
+    return (*product, torch.ones(weight[0]), None, *geometry, *other)
+
+
+def _as_fakes(call: tuple[Any, ...], mode: FakeTensorMode) -> list[Any]:
+    return [mode.from_tensor(a, static_shapes=True) if isinstance(a, Tensor) else a for a in call]
+
+
+@pytest.mark.parametrize("name", ["conv2d", "conv2d_add"])
+@pytest.mark.parametrize(
+    ("size", "kernel", "padding", "dilation"),
+    [
+        ((2, 5), (3, 3), [0, 0], [1, 1]),
+        ((5, 1), (3, 3), [0, 0], [1, 1]),
+        ((4, 4), (3, 3), [0, 0], [1, 2]),
+        ((1, 9), (1, 5), [0, 0], [1, 3]),
+        ((1, 2), (5, 2), [1, 0], [1, 1]),
+    ],
+)
+@pytest.mark.parametrize("batch", [0, 1])
+def test_an_image_smaller_than_the_kernel_is_named(
+    name: str, size: Any, kernel: Any, padding: Any, dilation: Any, batch: int
+) -> None:
+    """Where torch says that the kernel can't be greater; one pixel less gave zeros."""
+    geometry = ([2, 1], padding, dilation, 1)
+    call = _image_call(name, (batch, 2, *size), (4, 2, *kernel), *geometry)
+    shown = rf"{name}: image \({batch}, 2, {size[0]}, {size[1]}\) and weight \(4, 2, .*smaller"
+    with pytest.raises(ValueError, match=shown):
+        getattr(OPS, name)(*call)
+    with FakeTensorMode() as mode, pytest.raises(ValueError, match=shown):
+        getattr(OPS, name)(*_as_fakes(call, mode))
+
+
+def test_an_image_as_large_as_the_kernel_has_one_pixel() -> None:
+    for size, padding in (((5, 3), [0, 0]), ((3, 1), [1, 1])):
+        for batch in (0, 1):
+            call = _image_call(
+                "conv2d", (batch, 2, *size), (4, 2, 3, 3), [2, 1], padding, [2, 1], 1
+            )
+            assert OPS.conv2d(*call).shape == (batch, 4, 1, 1)
+
+
+@pytest.mark.parametrize("name", ["linear", "conv2d", "conv2d_add"])
+def test_sizes_that_are_symbols_get_no_conditions(name: str) -> None:
+    product = _calls()[name]
+    env = ShapeEnv()
+    with FakeTensorMode(shape_env=env) as mode:
+        symbolic = mode.from_tensor(product[0])
+        assert all(isinstance(size, torch.SymInt) for size in symbolic.shape)
+        getattr(OPS, name)(symbolic, *_as_fakes(product[1:], mode))
+    assert not env.guards
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "weight", "groups"),
+    [
+        ("conv2d", (1, 3, 5, 5), (4, 2, 3, 3), 1),
+        ("conv2d_add", (1, 3, 5, 5), (4, 2, 3, 3), 1),
+        ("conv2d", (1, 2, 5, 5), (4, 2, 3, 3), 2),
+        ("conv2d", (1, 4, 5, 5), (5, 2, 3, 3), 2),
+        ("conv2d", (1, 4, 5, 5), (4, 2, 3, 3), 0),
+    ],
+)
+def test_channels_that_do_not_fit_are_named(name: str, size: Any, weight: Any, groups: int) -> None:
+    call = _image_call(name, size, weight, [1, 1], [0, 0], [1, 1], groups)
+    shown = rf"{name}: image \(1, {size[1]}, .*weight \({weight[0]}, 2, .* in {groups} group"
+    with pytest.raises(ValueError, match=shown):
+        getattr(OPS, name)(*call)
+    with FakeTensorMode() as mode, pytest.raises(ValueError, match=shown):
+        getattr(OPS, name)(*_as_fakes(call, mode))
+
+
+@pytest.mark.parametrize("name", ["linear", "linear_add"])
+@pytest.mark.parametrize("shape", [(2, 3, 7), (9,), (), (0, 7)])
+def test_a_width_that_does_not_fit_is_named(name: str, shape: tuple[int, ...]) -> None:
+    call = (torch.ones(shape, dtype=torch.int8), *_calls()[name][1:])
+    shown = re.escape(f"{name}: x {shape} and weight (5, 8) are not (..., in) and (out, in)")
+    with pytest.raises(ValueError, match=shown):
+        getattr(OPS, name)(*call)
+    with FakeTensorMode() as mode, pytest.raises(ValueError, match=shown):
+        getattr(OPS, name)(*_as_fakes(call, mode))

@@ -88,16 +88,19 @@ def assert_close(actual: Tensor, exact: Tensor, size: Tensor) -> None:
     assert ((actual.double() - exact).abs() <= size * ROUNDING + 1e-37).all()
 
 
-SHAPES = st.sampled_from([(1, 1), (5,), (3, 64), (2, 3, 70), (1, 2, 3, 17), (2, 4096)])
-MAGNITUDES = st.sampled_from([1e-12, 1e-3, 1.0, 1e4, 1e12])
+PRODUCTS: dict[str, st.SearchStrategy[Any]] = {
+    "seed": st.integers(0, 2**16),
+    "shape": st.sampled_from([(1, 1), (5,), (3, 64), (2, 3, 70), (1, 2, 3, 17), (2, 4096)]),
+    "magnitude": st.sampled_from([1e-12, 1e-3, 1.0, 1e4, 1e12]),
+    "extreme": st.booleans(),
+    "with_bias": st.booleans(),
+}
+NOT_FINITE = (math.nan, math.inf, -math.inf)
 
 
 class TestPerTensor:
     @MODEST
-    @given(
-        st.integers(0, 2**16), SHAPES, MAGNITUDES, st.booleans(), st.booleans(),
-        st.sampled_from([(0, 255), (0, 127)]), st.sampled_from(POSTS),
-    )  # fmt: skip
+    @given(**PRODUCTS, bounds=st.sampled_from([(0, 255), (0, 127)]), post=st.sampled_from(POSTS))
     def test_is_the_scaled_integer_sum(
         self,
         seed: int,
@@ -117,7 +120,7 @@ class TestPerTensor:
         # Curves have slopes up to 1.2, and float32 forms of their own.
         assert_close(actual, wanted, 2 * size + (4 * wanted.abs() + 2 if name != "none" else 0))
 
-    @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 3.4e38])
+    @pytest.mark.parametrize("value", [*NOT_FINITE, 3.4e38])
     @pytest.mark.parametrize("post", POSTS)
     def test_what_is_not_finite_makes_all_of_it_nan(self, value: float, post: Any) -> None:
         """As the Q/DQ operators do: the scale is not finite then, and there is one scale."""
@@ -134,9 +137,7 @@ ZEROS = torch.zeros(6, dtype=torch.int32)
 
 class TestPerToken:
     @MODEST
-    @given(
-        st.integers(0, 2**16), SHAPES, MAGNITUDES, st.booleans(), st.booleans(), st.booleans()
-    )  # fmt: skip
+    @given(**PRODUCTS, symmetric=st.booleans())
     def test_is_the_scaled_integer_sum(
         self,
         seed: int,
@@ -163,7 +164,7 @@ class TestPerToken:
         assert torch.equal(whole, torch.stack(rows))
 
     @pytest.mark.parametrize("symmetric", [True, False])
-    @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+    @pytest.mark.parametrize("value", NOT_FINITE)
     def test_what_is_not_finite_shows_in_its_row_only(self, value: float, symmetric: bool) -> None:
         x, weight, scales, bias = operands(0, 3, 8)
         x[1, 2] = value

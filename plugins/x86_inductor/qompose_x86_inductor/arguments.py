@@ -8,7 +8,9 @@ from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+NAMESPACE: Final = "qompose_x86"
 QUANTIZED: Final = (torch.uint8, torch.int8)
 
 
@@ -35,14 +37,21 @@ class Product(NamedTuple):
     w_scale: Tensor
     bias: Tensor | None
 
-    def checked(self, operator: str) -> Product:
-        """Itself. Raises ValueError on what oneDNN would misread instead of refusing."""
+    def checked(self, operator: str, geometry: Geometry | None = None) -> Product:
+        """Itself, of matrices or, with a geometry, of images.
+
+        Raises ValueError on what oneDNN would misread, or refuse without saying why.
+        """
         if self.x.dtype not in QUANTIZED or self.weight.dtype != torch.int8:
             dtypes = f"{self.x.dtype} and {self.weight.dtype}"
-            raise ValueError(f"{operator}: x uint8/int8, weight int8; not {dtypes}")
+            raise ValueError(f"{NAMESPACE}::{operator}: x uint8/int8, weight int8; not {dtypes}")
         if self.w_scale.dtype != torch.float32 or self.w_scale.shape != self.weight.shape[:1]:
             given, wanted = tuple(self.w_scale.shape), tuple(self.weight.shape[:1])
-            raise ValueError(f"{operator}: w_scale float32 {wanted}, not {given}")
+            raise ValueError(f"{NAMESPACE}::{operator}: w_scale float32 {wanted}, not {given}")
+        if geometry is None:
+            check_matrices(operator, self.x, self.weight)
+        else:
+            _check_images(operator, self.x, self.weight, geometry)
         return self
 
     def unsigned(self) -> Product:
@@ -78,7 +87,9 @@ def summand(other: Tensor, scale: float, zero_point: int) -> tuple[Tensor, float
         return other, scale, zero_point
     if other.dtype not in QUANTIZED:
         given = f"{other.dtype} with scale {scale} and zero point {zero_point}"
-        raise ValueError(f"conv2d_add: other is {given}; uint8, int8, or float32 with 1, 0")
+        raise ValueError(
+            f"{NAMESPACE}::conv2d_add: other is {given}; uint8, int8, or float32 with 1, 0"
+        )
     return other, scale, zero_point
 
 
@@ -88,3 +99,29 @@ def image_shape(product: Product, geometry: Geometry) -> list[int]:
     sizes = zip(x.shape[2:], weight.shape[2:], *geometry[:3], strict=True)
     spatial = [(i + 2 * p - d * (k - 1) - 1) // s + 1 for i, k, s, p, d in sizes]
     return [x.shape[0], weight.shape[0], *spatial]
+
+
+def check_matrices(operator: str, x: Tensor, weight: Tensor) -> None:
+    """Raise ValueError unless ``x`` (..., in) can be multiplied by ``weight`` (out, in)."""
+    fits = x.dim() > 0 and weight.dim() == 2
+    if not fits or statically_known_true(x.shape[-1] != weight.shape[1]):
+        shapes = f"x {tuple(x.shape)} and weight {tuple(weight.shape)}"
+        raise ValueError(f"{NAMESPACE}::{operator}: {shapes} are not (..., in) and (out, in)")
+
+
+def _check_images(operator: str, x: Tensor, weight: Tensor, geometry: Geometry) -> None:
+    """Refuse other channels, and an image smaller than the window: its result would be zeros.
+
+    A size that is a symbol says nothing yet, and a question would make it a condition of the graph.
+    """
+    given = f"{NAMESPACE}::{operator}: image {tuple(x.shape)} and weight {tuple(weight.shape)}"
+    if x.dim() != 4 or weight.dim() != 4:
+        raise ValueError(f"{given}: images and weights must be of rank 4")
+    groups, taken = geometry.groups, weight.shape[1] * geometry.groups
+    if groups < 1 or weight.shape[0] % groups or statically_known_true(x.shape[1] != taken):
+        wanted = "(N, in, H, W) and (out, in / groups, h, w)"
+        raise ValueError(f"{given} in {groups} group(s) are not {wanted}")
+    sizes = zip(x.shape[2:], weight.shape[2:], *geometry[1:3], strict=True)
+    if any(statically_known_true(size + 2 * p < d * (k - 1) + 1) for size, k, p, d in sizes):
+        placing = f"padding {geometry.padding}, dilation {geometry.dilation}"
+        raise ValueError(f"{given} ({placing}): the image is smaller than the kernel")

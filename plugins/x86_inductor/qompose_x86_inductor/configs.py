@@ -64,8 +64,17 @@ def get_default_x86_inductor_quantization_config(
             it takes effect with static activations.
 
     Raises:
-        ConfigError: what is asked for excludes one another, or is not there.
+        ConfigError: what is asked for excludes one another, or is not there; weights' bounds that
+            reach further to one side.
     """
+    _check_booleans(
+        is_qat=is_qat,
+        is_dynamic=is_dynamic,
+        reduce_range=reduce_range,
+        weight_only=weight_only,
+        per_token=per_token,
+        balance=balance,
+    )
     _check(is_qat, is_dynamic, reduce_range, weight_only, group_size, per_token, isa)
     mode = "weight-only" if weight_only else "dynamic" if is_dynamic else "static"
     low, high = _usual_weights(weight_only, group_size, isa)
@@ -86,7 +95,7 @@ def get_default_x86_inductor_quantization_config(
     return QuantizationConfig(
         _activation(mode, 127 if reduce_range else 255, range, per_token),
         None,
-        weight_spec(low, high, group_size=group_size),
+        _weight(low, high, group_size),
         None,
         balance=balance and mode == "static",
         name=_name(mode, words, choices),
@@ -106,6 +115,12 @@ def get_x86_inductor_linear_dynamic_fp16_config() -> QuantizationConfig:
     """
     weight = QuantizationSpec(dtype=torch.float16, observer_or_fake_quant_ctr=PlaceholderObserver)
     return QuantizationConfig(None, None, weight, None, name="weight-only float16")
+
+
+def _check_booleans(**options: object) -> None:
+    for name, value in options.items():
+        if not isinstance(value, bool):
+            raise ConfigError(f"{name}={value!r} is neither True nor False")
 
 
 def _check(
@@ -129,10 +144,11 @@ def _check(
         "per_token=True quantizes to the whole of int8, and reduce_range=True does not": (
             per_token and reduce_range
         ),
-        f"group_size={group_size} needs weight_only=True: oneDNN's int8 products have one scale for an "
+        f"group_size={group_size!r} needs weight_only=True: oneDNN's int8 products have one scale for an "
         "output channel": group_size is not None and not weight_only,
-        f"group_size={group_size}: the sizes that torch's kernel takes are {sizes}": (
-            group_size not in (None, *GROUP_SIZES)
+        f"group_size={group_size!r}: the sizes that torch's kernel takes are {sizes}": (
+            group_size is not None
+            and (type(group_size) is not int or group_size not in GROUP_SIZES)
         ),
         f"isa={isa!r} is none of {', '.join(WEIGHT_RANGES)} (None: this machine)": (
             isa not in (None, *WEIGHT_RANGES)
@@ -149,6 +165,17 @@ def _usual_weights(weight_only: bool, group_size: int | None, isa: str | None) -
     if weight_only:
         return machine.FULL  # the arithmetic is float
     return machine.recommended_weight_range() if isa is None else WEIGHT_RANGES[isa]
+
+
+def _weight(low: int, high: int, group_size: int | None) -> QuantizationSpec:
+    """Its scale makes room on both sides of zero: what is to fit into less of one is cut off."""
+    spec = weight_spec(low, high, group_size=group_size)
+    if high < 1 or -low not in (high, high + 1):
+        raise ConfigError(
+            f"weights [{low}, {high}]: weight_qmin is -weight_qmax or one less, and weight_qmax at "
+            "least 1: weights are symmetric"
+        )
+    return spec
 
 
 def _activation(mode: str, high: int, range: str, per_token: bool) -> QuantizationSpec | None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from qompose_x86_inductor import ops, packing
-from qompose_x86_inductor.arguments import Product
+from qompose_x86_inductor.arguments import Product, check_matrices
 from qompose_x86_inductor.choosing import choose, choose_rows, quantize, quantize_rows
 from qompose_x86_inductor.derived import derived
 from qompose_x86_inductor.ops import FLOAT32, Output
@@ -30,10 +30,9 @@ from qompose_x86_inductor.registration import register
 
 _CONSTANTS: Final = "Tensor x, Tensor weight, Tensor w_scale, Tensor? bias"
 _RANGE: Final = "int low, int high, float eps"
-_POST: Final = 'str post_op="none", float[] post_op_args=[], str algorithm="none"'
 
 SCHEMAS: Final[dict[str, str]] = {
-    "linear_dynamic": f"({_CONSTANTS}, {_RANGE}, {_POST}) -> Tensor",
+    "linear_dynamic": f"({_CONSTANTS}, {_RANGE}, {ops.POST_SCHEMA}) -> Tensor",
     "linear_dynamic_per_token": f"({_CONSTANTS}, bool symmetric) -> Tensor",
 }
 
@@ -46,9 +45,7 @@ def _checked(operator: str, x: Tensor, weight: Tensor) -> None:
     """Raise ValueError on what would be misread; the rest is checked with the product."""
     if x.dtype != torch.float32:
         raise ValueError(f"{ops.NAMESPACE}::{operator}: x must be float32, not {x.dtype}")
-    if x.dim() == 0 or weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
-        shapes = f"x {tuple(x.shape)} and weight {tuple(weight.shape)}"
-        raise ValueError(f"{ops.NAMESPACE}::{operator}: {shapes} are not (..., in) and (out, in)")
+    check_matrices(operator, x, weight)
 
 
 def _product(*arguments: Any) -> Tensor:

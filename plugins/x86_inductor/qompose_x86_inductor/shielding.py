@@ -19,7 +19,9 @@ from qompose_x86_inductor.ops import NAMESPACE
 from qompose_x86_inductor.registration import register
 
 _LIBRARY: Final = register(
-    NAMESPACE, {"unchanged": "(Tensor x) -> Tensor"}, {"unchanged": (Tensor.clone, torch.empty_like)}
+    NAMESPACE,
+    {"unchanged": "(Tensor x) -> Tensor"},
+    {"unchanged": (Tensor.clone, torch.empty_like)},
 )
 OPERATOR: Final = getattr(torch.ops, NAMESPACE).unchanged.default
 

@@ -26,8 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from qompose_x86_inductor.arguments import NAMESPACE, check_matrices
 from qompose_x86_inductor.derived import derived
-from qompose_x86_inductor.ops import NAMESPACE
 from qompose_x86_inductor.registration import register
 
 GROUP_SIZES: Final = (32, 64, 128, 256)
@@ -135,9 +135,7 @@ def _check(operator: str, x: Tensor, weight: Tensor, dtype: torch.dtype) -> None
     if x.dtype not in floats or weight.dtype != dtype:
         given = f"{x.dtype} and {weight.dtype}"
         raise ValueError(f"{NAMESPACE}::{operator}: x in {floats}, weight {dtype}; not {given}")
-    if x.dim() == 0 or weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
-        shapes = f"x {tuple(x.shape)} and weight {tuple(weight.shape)}"
-        raise ValueError(f"{NAMESPACE}::{operator}: {shapes} are not (..., in) and (out, in)")
+    check_matrices(operator, x, weight)
 
 
 def _check_scales(operator: str, weight: Tensor, w_scale: Tensor, fits: bool) -> None:

@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
-from qompose_x86_inductor.arguments import QUANTIZED
+from qompose_x86_inductor.arguments import NAMESPACE, QUANTIZED
 from qompose_x86_inductor.ops.images import (
     adaptive_avg_pool2d_in_graph,
     avg_pool2d_in_graph,
@@ -36,7 +36,7 @@ from qompose_x86_inductor.ops.images import (
     mean_in_graph,
     mul_in_graph,
 )
-from qompose_x86_inductor.ops.outputs import FLOAT32, NAMESPACE, POST_OPS, Output, PostOp
+from qompose_x86_inductor.ops.outputs import FLOAT32, POST_OPS, POST_SCHEMA, Output, PostOp
 from qompose_x86_inductor.ops.products import (
     conv2d,
     conv2d_add,
@@ -58,6 +58,7 @@ __all__ = [
     "FLOAT32",
     "NAMESPACE",
     "POST_OPS",
+    "POST_SCHEMA",
     "QUANTIZED",
     "SCHEMAS",
     "Output",
@@ -78,12 +79,11 @@ _X: Final = "Tensor x, float x_scale, int x_zp"
 _WEIGHT: Final = "Tensor weight, Tensor w_scale, Tensor? bias"
 _GEOMETRY: Final = "int[2] stride, int[2] padding, int[2] dilation, int groups"
 _OUT: Final = "float out_scale=1.0, int out_zp=0, ScalarType? out_dtype=None"
-_POST: Final = 'str post_op="none", float[] post_op_args=[], str algorithm="none"'
 
 SCHEMAS: Final[dict[str, str]] = {
-    "linear": f"({_X}, {_WEIGHT}, {_OUT}, {_POST}) -> Tensor",
+    "linear": f"({_X}, {_WEIGHT}, {_OUT}, {POST_SCHEMA}) -> Tensor",
     "linear_add": (f'({_X}, {_WEIGHT}, Tensor other, {_OUT}, str post_op="none") -> Tensor'),
-    "conv2d": f"({_X}, {_WEIGHT}, {_GEOMETRY}, {_OUT}, {_POST}) -> Tensor",
+    "conv2d": f"({_X}, {_WEIGHT}, {_GEOMETRY}, {_OUT}, {POST_SCHEMA}) -> Tensor",
     "conv2d_add": (
         f"({_X}, {_WEIGHT}, {_GEOMETRY}, Tensor other, float other_scale, int other_zp, {_OUT},"
         ' str post_op="none") -> Tensor'

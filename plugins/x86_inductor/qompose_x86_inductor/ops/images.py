@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from qompose_x86_inductor.arguments import QUANTIZED, flip_sign_bit
-from qompose_x86_inductor.ops.outputs import NAMESPACE, Output
+from qompose_x86_inductor.arguments import NAMESPACE, QUANTIZED, flip_sign_bit
+from qompose_x86_inductor.ops.outputs import Output
 from qompose_x86_inductor.ops.products import laid_out
 
 

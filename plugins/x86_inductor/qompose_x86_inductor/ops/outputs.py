@@ -10,9 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qompose_x86_inductor.packing import QUANTIZED
-
-NAMESPACE: Final = "qompose_x86"
+from qompose_x86_inductor.arguments import NAMESPACE, QUANTIZED
 
 
 class PostOp(NamedTuple):
@@ -48,6 +46,10 @@ POST_OPS: Final[dict[str, PostOp]] = {
     ),
     "tanh": PostOp(0, lambda real, args, algorithm: real.tanh(), ("linear",), ("linear",)),
 }
+
+
+POST_SCHEMA: Final = 'str post_op="none", float[] post_op_args=[], str algorithm="none"'
+"""The last three of an `Output`, where an operator takes all of them."""
 
 
 class Output(NamedTuple):

@@ -11,8 +11,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qompose_x86_inductor import packing
-from qompose_x86_inductor.arguments import Geometry, Product, dequantize, image_shape, summand
-from qompose_x86_inductor.ops.outputs import FLOAT32, NAMESPACE, Output
+from qompose_x86_inductor.arguments import (
+    NAMESPACE,
+    Geometry,
+    Product,
+    dequantize,
+    image_shape,
+    summand,
+)
+from qompose_x86_inductor.ops.outputs import FLOAT32, Output
 from qompose_x86_inductor.packing import Packed
 from qompose_x86_inductor.placing import placed
 
@@ -153,11 +160,9 @@ def conv2d_add_fake(*arguments: Any) -> Tensor:
 
 
 def convolution(arguments: Sequence[Any], operator: str) -> tuple[Product, Geometry]:
-    """The first ten arguments. Raises ValueError on ranks that oneDNN would misread."""
-    product = Product(*arguments[:6]).checked(operator)
-    if product.x.dim() != 4 or product.weight.dim() != 4:
-        raise ValueError(f"{NAMESPACE}::{operator}: images and weights must be of rank 4")
-    return product, Geometry(*arguments[6:10])
+    """The first ten arguments. Raises ValueError as `Product.checked` does."""
+    geometry = Geometry(*arguments[6:10])
+    return Product(*arguments[:6]).checked(operator, geometry), geometry
 
 
 def laid_out(image: Tensor) -> Tensor:
