@@ -355,5 +355,5 @@ def test_what_nobody_reads_is_left_out_and_said_so() -> None:
     assert main.state == "int8 kernel"
     assert (aside.state, aside.module) == ("simulated (Q/DQ)", "aside")
     assert "nothing reads what it computes" in aside.reason
-    assert [name for name in operators(lowered) if "linear" in name] == ["qompose_toy.linear"]
+    assert operators(lowered)["linear"] == 1
     assert "aside.weight_q" not in dict(lowered.named_buffers())
