@@ -67,6 +67,15 @@ class TestWhatExcludesWhat:
             ({"weight_only": True, "is_dynamic": True}, "leaves activations in float"),
             ({"group_size": 32}, "needs is_dynamic=True or weight_only=True"),
             ({"group_size": 48, "is_dynamic": True}, "sizes that XNNPACK packs are 32, 64, 128, 256"),
+            ({"group_size": "32", "is_dynamic": True}, "group_size='32' is no integer"),
+            ({"group_size": 32.0, "is_dynamic": True}, "group_size=32.0 is no integer"),
+            ({"act_qmin": -128.0}, "act_qmin=-128.0 is no integer"),
+            ({"is_per_channel": "no"}, "is_per_channel='no' is neither True nor False"),
+            ({"balance": 0}, "balance=0 is neither True nor False"),
+            ({"per_token": False}, "per_token=False is for .* needs is_dynamic=True"),
+            ({"per_token": False, "weight_only": True}, "it needs is_dynamic=True"),
+            ({"weight_only": True, "act_qmin": -127}, "in float, and act_qmin=-127 is for those"),
+            ({"weight_only": True, "act_qmax": 63, "range": "mse"}, "act_qmax=63, range='mse' is for"),
         ],
     )  # fmt: skip
     def test_when_it_is_made(self, options: dict[str, Any], reason: str) -> None:

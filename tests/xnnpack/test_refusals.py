@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import qompose
 import torch
@@ -10,6 +12,7 @@ import torch
 # Registers the quantized_decomposed operators.
 import torch.ao.quantization.fx._decomposed
 from qompose_xnnpack.executorch_target import lower_to_executorch
+from qompose_xnnpack.refusals import cannot_lower
 from torch import Tensor, nn
 
 pytest.importorskip("executorch")
@@ -88,6 +91,34 @@ def test_a_refusal_says_what_and_where_and_the_remedy(name: str) -> None:
         qompose.lower(converted, "executorch")
     assert "Lower the model for the target 'torch' instead" in str(caught.value)
     assert caught.value.__cause__ is not None
+
+
+@pytest.mark.parametrize("kind", [nn.Conv1d, nn.ConvTranspose1d])
+def test_a_convolution_of_two_sizes_known_at_run_time(kind: type[nn.Module]) -> None:
+    sizes = {0: torch.export.Dim("batch", max=4), 2: torch.export.Dim("length", min=4, max=9)}
+    x = torch.randn(2, 3, 8)
+    exported = torch.export.export(
+        nn.Sequential(kind(3, 4, 3)).eval(), (x,), dynamic_shapes=(sizes,)
+    )
+    prepared = qompose.prepare_pt2e(exported, qompose.compose("xnnpack"))
+    prepared(x)
+    with pytest.raises(qompose.TargetError) as caught:
+        qompose.lower(qompose.convert_pt2e(prepared), "executorch")
+    said = str(caught.value)
+    assert re.search(r"because of conv\w+ \(aten.conv\w+ in 0\): XNNPACK reshapes", said)
+    assert "Fix the batch or the length. Lower" in said
+    assert said.endswith("only supports 1 dynamic dimension.")
+
+
+def test_a_sentence_that_breaks_off_is_left_out_and_others_are_not() -> None:
+    for said, told in (
+        ("Only 1. This may occur when ", "Only 1."),
+        ("Only 1. Got 2", "Only 1. Got 2"),
+        ("Only when ", "Only when"),
+        ("First.\nSecond.\nThird when ", "First.\nSecond."),
+        ("First.\nSecond\n", "First.\nSecond"),
+    ):
+        assert str(cannot_lower(RuntimeError(said), {})).endswith(f"RuntimeError: {told}")
 
 
 def test_what_the_runtime_refuses_names_the_operators_that_are_not_int8() -> None:

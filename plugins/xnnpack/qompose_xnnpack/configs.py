@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from qompose import ConfigError, QuantizationConfig, activation_spec, weight_spec
 
@@ -48,7 +50,18 @@ def get_symmetric_quantization_config(
     Raises:
         ConfigError: what is asked for excludes one another, or is not there.
     """
+    _check_kinds(
+        {"is_per_channel": is_per_channel, "is_qat": is_qat, "is_dynamic": is_dynamic,
+         "weight_only": weight_only, "per_token": per_token, "balance": balance},
+        {"act_qmin": act_qmin, "act_qmax": act_qmax, "weight_qmin": weight_qmin,
+         "weight_qmax": weight_qmax, "group_size": group_size},
+    )  # fmt: skip
     _check(is_qat=is_qat, is_dynamic=is_dynamic, group_size=group_size, weight_only=weight_only)
+    _check_of_use(
+        {"act_qmin": act_qmin, "act_qmax": act_qmax, "range": range},
+        weight_only=weight_only,
+        lone_scale=not (per_token or is_dynamic),
+    )
     usual = _INT8 if group_size is None else _INT4
     bounds = (
         usual[0] if weight_qmin is None else weight_qmin,
@@ -56,21 +69,19 @@ def get_symmetric_quantization_config(
     )
     weight = weight_spec(*bounds, per_channel=is_per_channel, group_size=group_size)
     static = not (is_dynamic or weight_only)
-    words = [
+    words = (
         "weight-only" if weight_only else "dynamic" if is_dynamic else "static",
         "int4" if bounds == _INT4 else "",
         f"groups of {group_size}" if group_size else "",
         "" if group_size else "per-channel" if is_per_channel else "per-tensor",
-    ]
+    )
     choices = (
         ("activations", [act_qmin, act_qmax], [-128, 127]),
         ("weights", [*bounds], [*(_INT4 if bounds == _INT4 else _INT8)]),
         ("range", range, "histogram"),
         ("balance", balance, True),
     )
-    unusual = (f"{what} {chosen}" for what, chosen, usual in choices if chosen != usual)
-    scale = () if per_token or not is_dynamic else ("one scale per tensor",)
-    name = ", ".join((" ".join(filter(None, words)), *scale, *unusual))
+    lone_scale = is_dynamic and not per_token
     made = activation_spec(
         torch.int8,
         act_qmin,
@@ -81,9 +92,46 @@ def get_symmetric_quantization_config(
     )
     activation = None if weight_only else made
     output = activation if static else None
+    name = _name(words, ("one scale per tensor",) if lone_scale else (), choices)
     return QuantizationConfig(
         activation, output, weight, None, balance=balance and static, name=name
     )
+
+
+def _name(
+    words: tuple[str, ...], scale: tuple[str, ...], choices: tuple[tuple[str, object, object], ...]
+) -> str:
+    """Return what was asked for in words, and behind commas the choices that are unusual."""
+    unusual = (f"{what} {chosen}" for what, chosen, usual in choices if chosen != usual)
+    return ", ".join((" ".join(filter(None, words)), *scale, *unusual))
+
+
+_ACTIVATION = {"act_qmin": -128, "act_qmax": 127, "range": "histogram"}
+
+
+def _check_kinds(flags: Mapping[str, object], numbers: Mapping[str, object]) -> None:
+    """Refuse what Python would take for true, or for a number equal to it, and what torch refuses late."""
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise ConfigError(f"{name}={flag!r} is neither True nor False")
+    for name, number in numbers.items():
+        if number is not None and (isinstance(number, bool) or not isinstance(number, int)):
+            raise ConfigError(f"{name}={number!r} is no integer")
+
+
+def _check_of_use(given: Mapping[str, object], *, weight_only: bool, lone_scale: bool) -> None:
+    """Refuse what would be dropped without a word."""
+    unused = [f"{name}={value!r}" for name, value in given.items() if value != _ACTIVATION[name]]
+    if weight_only and unused:
+        raise ConfigError(
+            f"weight_only=True leaves activations in float, and {', '.join(unused)} is for those that are "
+            "quantized: leave one of them out"
+        )
+    if lone_scale:
+        raise ConfigError(
+            "per_token=False is for activations that are quantized when the model runs: it needs "
+            "is_dynamic=True. Static ones have one scale anyway"
+        )
 
 
 def _check(*, is_qat: bool, is_dynamic: bool, group_size: int | None, weight_only: bool) -> None:
@@ -100,12 +148,12 @@ def _check(*, is_qat: bool, is_dynamic: bool, group_size: int | None, weight_onl
         return
     if not (is_dynamic or weight_only):
         raise ConfigError(
-            f"group_size={group_size} needs is_dynamic=True or weight_only=True: XNNPACK has no static "
+            f"group_size={group_size!r} needs is_dynamic=True or weight_only=True: XNNPACK has no static "
             "kernel for weights in groups"
         )
     if group_size not in GROUP_SIZES:
         sizes = ", ".join(map(str, GROUP_SIZES))
-        raise ConfigError(f"group_size={group_size}: the sizes that XNNPACK packs are {sizes}")
+        raise ConfigError(f"group_size={group_size!r}: the sizes that XNNPACK packs are {sizes}")
 
 
 _NAMED = (

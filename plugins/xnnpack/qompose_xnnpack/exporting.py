@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -94,7 +94,86 @@ def _writes(node: Node) -> bool:
     return schema is not None and bool(schema.is_mutable)
 
 
+def _widen_int4(graph: Graph) -> None:
+    """Let 4-bit weights that are no matrices be called int8, in place; their integers stay what they are.
+
+    XNNPACK packs two weights into a byte where a scale per channel stands beside the bounds -8 and 7, and
+    does so for linears alone: of a kernel of more dimensions it fails (executorch 1.5.1).
+    """
+    for node in graph.nodes:
+        int4 = _is(node, f"{DEQUANTIZE}per_channel") and node.args[4:6] == (-8, 7)
+        if int4 and node.meta["val"].ndim != 2:
+            node.args = (*node.args[:4], -128, 127, *node.args[6:])
+
+
+CLAMPS = frozenset(
+    {
+        aten.clamp.default,
+        aten.clamp_.default,
+        aten.clip.default,
+        aten.clip_.default,
+        aten.hardtanh.default,
+        aten.hardtanh_.default,
+    }
+)
+
+
+def _order_bounds(graph: Graph) -> None:
+    """Let no clamp have its least bound above its greatest, in place.
+
+    torch gives the greatest everywhere then; XNNPACK one or the other, as its vector instructions go.
+    """
+    for node in graph.nodes:
+        low, high = node.args[1:3] if node.target in CLAMPS and len(node.args) > 2 else (None, None)
+        if isinstance(low, int | float) and isinstance(high, int | float) and low > high:
+            node.update_arg(1, high)
+
+
+PADS = frozenset({aten.pad.default, aten.constant_pad_nd.default})
+
+
+def _crop_by_slices(graph: Graph) -> None:
+    """Let padding that crops be slices, and a padding of what they leave, in place.
+
+    XNNPACK leaves it to a portable kernel, which fails when it runs (executorch 1.5.1).
+    """
+    for node in list(graph.nodes):
+        if node.target not in PADS or not _is_constant(node):
+            continue
+        pads: Any = node.args[1]
+        if all(isinstance(size, int) for size in pads) and any(size < 0 for size in pads):
+            _crop(node, pads)
+
+
+def _is_constant(pad: Node) -> bool:
+    return pad.target is aten.constant_pad_nd.default or [*pad.args[2:3]] in ([], ["constant"])
+
+
+def _crop(node: Node, pads: Sequence[int]) -> None:
+    source, crop = node.all_input_nodes[0], aten.slice.Tensor
+    value = source.meta["val"]
+    for cut in _cuts(value.shape, pads):
+        with node.graph.inserting_before(node):
+            source = node.graph.call_function(crop, (source, *cut))
+        with value.fake_mode:
+            value = crop(value, *cut)
+        source.meta = {**node.meta, "val": value}
+    node.args = (source, [max(0, size) for size in pads], *node.args[2:])
+
+
+def _cuts(shape: Sequence[Any], pads: Sequence[int]) -> Iterator[tuple[int, int, int | None]]:
+    """Yield dimension, start and end of each slice: sizes are given from the last dimension on."""
+    sides = zip(pads[::2], pads[1::2], strict=True)
+    for dim, (before, behind) in zip(reversed(range(len(shape))), sides, strict=False):
+        if min(before, behind) < 0:
+            known = shape[dim] if isinstance(shape[dim], int) else 0
+            yield dim, max(0, -before), known + behind if behind < 0 else None
+
+
 MENDINGS: tuple[Callable[[Graph], None], ...] = (
+    _widen_int4,
+    _order_bounds,
+    _crop_by_slices,
     _copy_views,
     _drop_aliases,
     _split_dequantize,

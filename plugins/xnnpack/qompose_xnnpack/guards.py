@@ -135,6 +135,15 @@ def unscaled(match: Match) -> str | None:
     )
 
 
+def with_dimensions(match: Match) -> str | None:
+    """XNNPACK takes a quantized tensor without dimensions as a constant alone (executorch 1.5.1)."""
+    for name in ("self", "other"):
+        node = match.node(name)
+        if node is not None and node.op != "get_attr" and not _shape(match, name):
+            return f"{name} has no dimensions, which XNNPACK takes of constants alone"
+    return None
+
+
 def mean_over_image(match: Match) -> str | None:
     """XNNPACK averages over height and width of an image."""
     wrong_rank = rank("self", 4)(match)

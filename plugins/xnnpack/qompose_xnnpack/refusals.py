@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch.export import ExportedProgram
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from qompose_xnnpack.executorch_api import ExecutorchTargetError
 from qompose_xnnpack.partitioning import module_of
@@ -18,23 +18,57 @@ REMEDY = (
     "runtime has"
 )
 _MOST = 4
+CONVOLUTIONS = frozenset(
+    {
+        torch.ops.aten.conv1d.default,
+        torch.ops.aten.conv1d.padding,
+        torch.ops.aten.conv_transpose1d.default,
+    }
+)
+"""Those that XNNPACK runs as convolutions of images of one row."""
 
 
 def cannot_lower(error: Exception, methods: Mapping[str, ExportedProgram]) -> ExecutorchTargetError:
     """Return the error for methods that ExecuTorch's passes refuse; `error` is to be its cause."""
     said = str(error).strip()
     first = said.partition("\n")[0]
+    moving = _in_methods(methods, _of_two_sizes) if _ONE_SIZE in said else []
     constants = _in_methods(methods, lambda exported: _constants(first, exported))
     operators = _in_methods(methods, lambda exported: _operators(first, exported))
-    if constants:
+    if moving:
+        where = (
+            f" because of {_first_of(moving)}: XNNPACK reshapes for a convolution of one dimension, and "
+            "takes one size known at run time there. Fix the batch or the length"
+        )
+    elif constants:
         where = f" because of {_first_of(constants)}"
     elif operators:
         where = f": its runtime has no such operator as {_first_of(operators)}"
     else:
         where, first = "", said
+    first = _whole(str(error)) if first == said else first
     return ExecutorchTargetError(
         f"ExecuTorch cannot lower this graph{where}. {REMEDY}. It says: {type(error).__name__}: {first}"
     )
+
+
+_ONE_SIZE = "only supports 1 dynamic dimension"
+
+
+def _whole(said: str) -> str:
+    """Return a message without a sentence that breaks off in the middle: ExecuTorch has some that do."""
+    return re.sub(r"(?<=[.!?])\s[^.!?]* $", "", said).strip()
+
+
+def _of_two_sizes(exported: ExportedProgram) -> list[str]:
+    """Return the convolutions of one dimension that have several sizes known only at run time."""
+    found = []
+    for node in exported.graph.nodes:
+        sizes = getattr(node.meta.get("val"), "shape", ())
+        unknown = [size for size in sizes if isinstance(size, torch.SymInt)]
+        if node.target in CONVOLUTIONS and len(unknown) > 1:
+            found.append(_place(node, *_schema_name(node)))
+    return found
 
 
 def cannot_load(error: Exception, unsure: Iterable[str]) -> ExecutorchTargetError:
@@ -92,8 +126,17 @@ def _calls(said: str, part: GraphModule) -> Iterator[str]:
     for node in part.graph.nodes:
         if not isinstance(node.target, torch._ops.OpOverload):
             continue
-        space, _, name = node.target._schema.name.partition("::")
+        space, name = _schema_name(node)
         # a decomposition may have put another form in its place: _embedding_bag_forward_only
         if re.search(rf"\b{space}(?:\.|::)_?{name}(?:_forward_only)?(?![A-Za-z0-9_])", said):
-            where = module_of(node)
-            yield f"{node.name} ({space}.{name}{f' in {where}' if where else ''})"
+            yield _place(node, space, name)
+
+
+def _schema_name(node: Node) -> tuple[str, str]:
+    space, _, name = node.target._schema.name.partition("::")  # type: ignore[union-attr]
+    return space, name
+
+
+def _place(node: Node, space: str, name: str) -> str:
+    where = module_of(node)
+    return f"{node.name} ({space}.{name}{f' in {where}' if where else ''})"

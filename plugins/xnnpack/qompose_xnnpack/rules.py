@@ -160,7 +160,7 @@ def _pairwise_relu(operator: str) -> Rule:
         activations=("self", "other"),
         condition="no_float",
         accepts=static(),
-        guard=guards.unscaled,
+        guard=(guards.unscaled, guards.with_dimensions),
         kernels=_kernels(Pairwise(operator), operator),
     )
 
@@ -172,7 +172,7 @@ def _pairwise(operator: str) -> Rule:
         activations=("self", "other"),
         condition="no_float",
         accepts=static(),
-        guard=guards.unscaled,
+        guard=(guards.unscaled, guards.with_dimensions),
         kernels=_kernels(Pairwise(operator), operator),
     )
 
