@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from qompose import ConfigError, QuantizationConfig, activation_spec, weight_spec
@@ -82,15 +83,9 @@ def get_symmetric_quantization_config(
         ("balance", balance, True),
     )
     lone_scale = is_dynamic and not per_token
-    made = activation_spec(
-        torch.int8,
-        act_qmin,
-        act_qmax,
-        range=range,
-        is_dynamic=is_dynamic,
-        per_token=per_token and is_dynamic,
-    )
-    activation = None if weight_only else made
+    per_token = per_token and is_dynamic
+    kind: dict[str, Any] = {"range": range, "is_dynamic": is_dynamic, "per_token": per_token}
+    activation = None if weight_only else activation_spec(torch.int8, act_qmin, act_qmax, **kind)
     output = activation if static else None
     name = _name(words, ("one scale per tensor",) if lone_scale else (), choices)
     return QuantizationConfig(
