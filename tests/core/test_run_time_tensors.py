@@ -98,7 +98,7 @@ class TestItems:
         program = export(model, images, dynamic_shapes=(batch,))
         converted = convert(program, toy(IMAGE_CONV, config=TOKENS), images)
         alone = torch.cat([converted(image[None]) for image in images])
-        for one, other in zip(converted(images), alone, strict=True):
+        for one, other in zip(converted(images).detach(), alone.detach(), strict=True):
             # A batch may be added up in another order than an image.
             torch.testing.assert_close(one, other, rtol=0, atol=1e-5 * float(other.abs().max()))
         assert min(sqnr(model(x[None]), y[None]) for x, y in zip(images, alone, strict=True)) > 30
