@@ -38,7 +38,8 @@ def integer_biases(
         the node that reads the bias, the operator that adds it, and the values its integers stand for.
     """
     nodes = {node.name: node for node in nodes_in(model)}
-    for number, bias, value, step in _added(plan, nodes, qparams, dropped):
+    groups = _groups(plan)
+    for number, bias, value, step in _added(plan, groups, nodes, qparams, dropped):
         rounded = (torch.round(value.float() * (1.0 / step)) * step).to(value.dtype)
         node = nodes[bias.name]
         for reader in [user for user in node.users if user.name in plan.claims[number].nodes]:
@@ -61,7 +62,7 @@ def make_room(
     """
     widened: dict[int, float] = {}
     groups = _groups(plan)
-    for _, bias, value, step in _added(plan, nodes, qparams, dropped):
+    for _, bias, value, step in _added(plan, groups, nodes, qparams, dropped):
         source, number = qparams[groups[bias.input]], groups[bias.weight]
         weight = qparams[number]
         least = value.abs().double() / LARGEST_BIAS
@@ -76,12 +77,12 @@ def make_room(
 
 def _added(
     plan: Plan,
+    groups: Mapping[Point, int],
     nodes: Mapping[str, Node],
     qparams: Mapping[int, QParams],
     dropped: Collection[int],
 ) -> Iterator[tuple[int, AddedBias, Tensor, Tensor]]:
     """Yield (number of a claim, its bias, that one's values, their step) where the step is known."""
-    groups = _groups(plan)
     for number, claim in enumerate(plan.claims):
         bias = claim.bias
         node = nodes.get(bias.name) if bias is not None else None

@@ -25,7 +25,7 @@ from qompose.errors import CompilationError, UserError
 from qompose.graph import tag_of
 from qompose.nested import nodes_in
 from qompose.plan import Record
-from qompose.strides import order_of
+from qompose.strides import laid_out, order_of
 
 SUFFIX: Final = ".pt2"
 
@@ -105,7 +105,7 @@ def _as_exported(value: Any, example: Any) -> Any:
         return value.contiguous()
     order = order_of(example)
     assert order is not None  # of real tensors it is known
-    return value.permute(order).contiguous().permute([order.index(d) for d in range(len(order))])
+    return laid_out(lambda operator, *args: operator(*args), value, order)
 
 
 def _check_state(graph: GraphModule) -> None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +12,8 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 aten = torch.ops.aten
+
+Value = TypeVar("Value", Tensor, Node)
 
 
 def numbers(sizes: Sequence[Any]) -> list[int]:
@@ -33,11 +35,11 @@ def same_layout(one: Tensor, other: Tensor) -> bool:
     return all(a == b or size == 1 for a, b, size in pairs)
 
 
-def laid_out(do: Callable[..., Node], tensor: Node, order: Sequence[int]) -> Node:
+def laid_out(do: Callable[..., Value], tensor: Value, order: Sequence[int]) -> Value:
     """Let a tensor lie in memory in an order of its dimensions; where it does already, this copies nothing.
 
     Args:
-        do: inserts a call of an operator.
+        do: calls an operator, or inserts a call of it in a graph.
     """
     if list(order) == sorted(order):
         return do(aten.contiguous.default, tensor)
