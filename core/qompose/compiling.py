@@ -51,8 +51,14 @@ from qompose.signature import call_signature
 PACKAGE: Final = "package"
 MODES: Final = ("default", "max-autotune", PACKAGE)
 
-_ABOUT_ITSELF: Final = (".*LeafSpec", ".*torch.jit.script_method")
-"""Deprecations that torch 2.13 announces of itself while it exports and freezes."""
+_ABOUT_ITSELF: Final = (
+    ".*LeafSpec",
+    ".*torch.jit.script_method",
+    "bf16 and fp16 are mixed in the scheduler node",
+)
+"""What torch 2.13 says of itself while it exports, freezes and compiles: deprecations, and that code with two
+small float types is not the fastest.
+"""
 
 
 @final
@@ -250,11 +256,13 @@ def _compiled(
     """Let torch.compile have a graph, and compile it for all sizes that the program allows."""
     signature = call_signature(lowered)
     run = torch.compile(graph, mode=None if mode == "default" else mode)
+    # Made once: making one takes longer than a call of a small model.
+    patched = torch._inductor.config.patch(dict(settings))
 
     def call(*args: Any, **kwargs: Any) -> Any:
         # Dynamo asks for freezing when it traces, which may be on any call; options that are given to
         # torch.compile reach only what comes behind it (torch 2.13).
-        with torch.no_grad(), torch._inductor.config.patch(dict(settings)):
+        with torch.no_grad(), patched:
             return run(*args, **kwargs)
 
     _mark_dynamic(lowered, signature)

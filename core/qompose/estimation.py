@@ -36,7 +36,7 @@ from qompose.observing import (
 from qompose.plan import Group, Plan
 from qompose.running import RAN_KEY, RUNNERS
 from qompose.schemes import QParams
-from qompose.soundness import suspicious, unusable
+from qompose.soundness import coarse, suspicious, unusable
 from qompose.specs import QuantizationSpec
 from qompose.subjects import subject_of
 
@@ -303,7 +303,20 @@ class Estimation:
             "that the bias behind it fits into the 32 bits that kernels add it in"
             for number, factor in self._widened.items()
         ]
-        return [*found, *self._lost_in_casts()]
+        return [*found, *self._coarse(), *self._lost_in_casts()]
+
+    def _coarse(self) -> Iterator[str]:
+        """Describe the tensors whose channels have few steps because of an observer's eps."""
+        for number, q in self.qparams.items():
+            observer: Any = unbalanced(self.observer(number))
+            names = (
+                ("minimum", "maximum") if hasattr(observer, "minimum") else ("min_val", "max_val")
+            )
+            least, most = (getattr(observer, name, None) for name in names)
+            if isinstance(least, Tensor) and isinstance(most, Tensor):
+                problem = coarse(q, least, most, eps_of(observer) or 0.0)
+                if problem:
+                    yield f"{self.describe(number)}: {problem}"
 
     def _lost_in_casts(self) -> Iterator[str]:
         """Describe the parameters of which a smaller float type cannot hold every value."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -111,8 +112,12 @@ def remove_dead(graph: Graph, kept: Collection[Node]) -> None:
 
 
 def without_readers(module: GraphModule) -> set[Node]:
-    """Return the nodes of a graph that nothing reads."""
-    return {node for node in module.graph.nodes if not node.users}
+    """Return the nodes of a graph that nothing reads, and that may have an effect all the same.
+
+    Taking one of several results has none; exported graphs take those that nobody wants as well.
+    """
+    nodes = module.graph.nodes
+    return {node for node in nodes if not node.users and node.target is not operator.getitem}
 
 
 def drop_attribute(module: nn.Module, target: str) -> None:

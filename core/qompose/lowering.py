@@ -21,7 +21,7 @@ from qompose.graph import owner_of, remove_dead, tag, tag_of, value_of, without_
 from qompose.nested import graphs_in, nodes_in
 from qompose.plan import Plan, Record
 from qompose.plugins import obstacle
-from qompose.region import Region
+from qompose.region import Region, Shared, readers_in
 from qompose.rules import Kernel, NotLowerable
 from qompose.signature import call_signature
 from qompose.survey import state_bytes
@@ -133,6 +133,7 @@ def replace_regions(
         target's last step is expected to supply.
     """
     regions = _regions(model)
+    shared = Shared(readers_in(regions, record.plan.claims))
     kept = {node for part in graphs_in(model) for node in without_readers(part)}
     done: dict[int, str] = {}
     fallbacks: dict[int, str] = {}
@@ -150,7 +151,7 @@ def replace_regions(
             fallbacks[number] = f"rule {claim.rule} has no kernel for {target}"
             continue
         try:
-            used, replaced = _first_that_fits(number, claim, regions[number], kernel)
+            used, replaced = _first_that_fits(number, claim, regions[number], kernel, shared)
         except NotLowerable as reason:
             fallbacks[number] = str(reason)
             continue
@@ -169,7 +170,7 @@ def _is_dead(region: Sequence[Node]) -> bool:
 
 
 def _first_that_fits(
-    number: int, claim: Claim, nodes: Sequence[Node], kernel: Kernel
+    number: int, claim: Claim, nodes: Sequence[Node], kernel: Kernel, shared: Shared
 ) -> tuple[Kernel, bool]:
     """Return the first kernel of a chain that fits a region, and whether it replaced it; see `_replace`.
 
@@ -179,20 +180,24 @@ def _first_that_fits(
     reasons: list[NotLowerable] = []
     for candidate in kernel.chain:
         try:
-            return candidate, _replace(number, claim, nodes, candidate)
+            return candidate, _replace(number, claim, nodes, candidate, shared)
         except NotLowerable as reason:
             reasons.append(reason)
     raise reasons[0]
 
 
-def _replace(number: int, claim: Claim, nodes: Sequence[Node], kernel: Kernel) -> bool:
+def _replace(
+    number: int, claim: Claim, nodes: Sequence[Node], kernel: Kernel, shared: Shared
+) -> bool:
     """Put a kernel in the place of a region; return False where it leaves that to the target.
 
     The node that stands for the region then says so, beside those it stood for before.
     """
     if kernel.emit is None:
         return False
-    region = Region(owner_of(nodes[0]), claim, nodes, float_output=kernel.float_output)
+    region = Region(
+        owner_of(nodes[0]), claim, nodes, float_output=kernel.float_output, shared=shared
+    )
     who = f"kernel {kernel.name!r} of {claim.owner}, rule {claim.rule}, at {claim.anchor}"
     with blaming(who, NotLowerable):
         emitted = kernel.emit(region)
@@ -236,6 +241,23 @@ def in_method(name: str) -> Iterator[None]:
     except QomposeError as error:
         if name != ONLY:
             error.args = (f"method {name!r}: {error}",)
+        raise
+
+
+@contextmanager
+def naming_fallbacks(steps: Mapping[str, Step]) -> Iterator[None]:
+    """Let a target's error end with the regions that have no kernel: they may be what it cannot take."""
+    try:
+        yield
+    except TargetError as error:
+        told = "".join(
+            f"\n- {claim.anchor} ({claim.owner}, rule {claim.rule}): {step.fallbacks[number]}"
+            for step in steps.values()
+            for number, claim in enumerate(step.record.plan.claims)
+            if number in step.fallbacks and step.fallbacks[number] != UNREAD
+        )
+        if told:
+            error.args = (f"{error}\nThese regions have no kernel and stayed as they were:{told}",)
         raise
 
 

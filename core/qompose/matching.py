@@ -25,7 +25,7 @@ from qompose.claims import (
 from qompose.errors import ConfigError, blaming
 from qompose.graph import constant_of, describe, is_quantizable, value_of
 from qompose.numerics import full_blocks
-from qompose.patterns import Match, OperatorIndex, Pattern
+from qompose.patterns import Match, OperatorIndex, OperatorPattern, Pattern
 from qompose.rules import STATIC, Rule
 from qompose.selection import Assignment
 from qompose.selectors import Selection
@@ -71,6 +71,7 @@ def _anchors(rule: Rule) -> list[object]:
     """Return the operators at which the patterns of a rule are anchored, or else all that they name."""
     named = [dict(p.operators) for p in rule.patterns if isinstance(p, Pattern)]
     anchors = [[n[rule.anchor]] if rule.anchor in n else list(n.values()) for n in named]
+    anchors += [list(p.targets) for p in rule.patterns if isinstance(p, OperatorPattern)]
     return list(dict.fromkeys(operator for group in anchors for operator in group))
 
 

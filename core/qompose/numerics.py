@@ -64,9 +64,12 @@ def choose_qparams(
         affine         scale = (maximum - minimum) / n    zero point = quant_min - round(minimum / scale)
         float qparams  scale = (maximum - minimum) / n, unwidened     zero point = -minimum / scale
 
+    Below `eps`, torch gives float qparams the scale 1, which makes one number of a channel; here its scale is
+    `eps`, as in the other schemes. A constant channel has the scale 1 and is exact.
+
     Args:
         minimum, maximum: shape `()` or `(C,)`, same shape.
-        eps: least scale, in units of the tensor; float qparams use scale 1 below it.
+        eps: least scale, in units of the tensor.
 
     Returns:
         scale (float32) and zero point (int64, float32 for float qparams), shaped like `minimum`.
@@ -74,7 +77,7 @@ def choose_qparams(
     low, high = quantized_range(dtype, quant_min, quant_max)
     if qscheme in FLOAT_ZERO_POINT:
         scale = (maximum - minimum) / float(high - low)
-        scale = torch.where(scale > eps, scale, torch.ones_like(scale))
+        scale = torch.where(scale > 0, scale.clamp(min=eps), torch.ones_like(scale))
         return scale, -minimum / scale
     least = torch.full_like(minimum, eps)
     below = torch.clamp(minimum, max=0.0)
@@ -86,6 +89,21 @@ def choose_qparams(
     scale = torch.maximum((above - below) / float(high - low), least)
     zero_point = low - torch.round(below / scale).to(torch.int64)
     return scale, torch.clamp(zero_point, low, high)
+
+
+def stored_in(dtype: torch.dtype, scale: Tensor, zero_point: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the nearest parameters that a kernel can store in a smaller float type.
+
+    Scales become numbers of `dtype`, the least of which stands for 0. So do the offsets
+    `-zero_point * scale` where zero points are no integers; those stay float32 themselves.
+    """
+    info = torch.finfo(dtype)
+    narrow = scale.to(dtype).to(scale.dtype)
+    narrow = torch.where(narrow > 0, narrow, info.smallest_normal * info.eps)
+    if not zero_point.is_floating_point():
+        return narrow, zero_point
+    offset = (-zero_point * scale).to(dtype).to(scale.dtype)
+    return narrow, -offset / narrow
 
 
 def symmetric_zero_point(dtype: torch.dtype, quant_min: int | None, quant_max: int | None) -> int:
@@ -150,12 +168,15 @@ def quantize_blocks(
 ) -> Tensor:
     """Return `round(x / scale) + zero_point` within [low, high], one scale for each block.
 
+    A zero point that is no integer is added before rounding, as in `quantize_float_zero_point`.
+
     Args:
         scale, zero_point: as many dimensions as `x`; their sizes are the numbers of blocks.
     """
-    blocks = in_blocks(x, _block_sizes(x, scale))
-    scale, zero_point = _for_blocks(scale), _for_blocks(zero_point)
-    steps = torch.round(blocks * (1.0 / scale)) + zero_point
+    steps = in_blocks(x, _block_sizes(x, scale)) * (1.0 / _for_blocks(scale))
+    zero_point = _for_blocks(zero_point)
+    late = zero_point.is_floating_point()
+    steps = torch.round(steps + zero_point) if late else torch.round(steps) + zero_point
     return torch.clamp(steps, low, high).to(dtype).reshape(x.shape)
 
 

@@ -26,6 +26,7 @@ from qompose.numerics import (
     full_blocks,
     in_blocks,
     quantized_range,
+    stored_in,
     symmetric_zero_point,
 )
 from qompose.screening import Screen
@@ -174,16 +175,26 @@ class Observer(nn.Module):
 
 
 class _RangeObserver(Observer):
-    """An observer whose statistics are one minimum and one maximum, per tensor or per channel."""
+    """An observer whose statistics are one minimum and one maximum, per tensor or per channel.
+
+    Scales are rounded to `scale_dtype`, for kernels that store them in fewer bits; they stay float32. So
+    are offsets, where zero points are no integers (`stored_in`).
+    """
 
     minimum: Tensor
     maximum: Tensor
 
     def __init__(
-        self, dtype: torch.dtype = torch.uint8, ch_axis: int = 0, **arguments: Any
+        self,
+        dtype: torch.dtype = torch.uint8,
+        ch_axis: int = 0,
+        scale_dtype: torch.dtype = torch.float32,
+        **arguments: Any,
     ) -> None:
         super().__init__(dtype, **arguments)
-        self.ch_axis = ch_axis
+        if not scale_dtype.is_floating_point:
+            raise ConfigError(f"scale_dtype={scale_dtype} is no float type")
+        self.ch_axis, self.scale_dtype = ch_axis, scale_dtype
         self.register_buffer("minimum", torch.tensor([]))
         self.register_buffer("maximum", torch.tensor([]))
 
@@ -208,7 +219,8 @@ class _RangeObserver(Observer):
 
     def calculate_qparams(self) -> tuple[Tensor, Tensor]:
         self._check_calibrated()
-        return self._qparams(self.minimum, self.maximum)
+        found = self._qparams(self.minimum, self.maximum)
+        return found if self.scale_dtype is torch.float32 else stored_in(self.scale_dtype, *found)
 
 
 class MinMaxObserver(_RangeObserver):
@@ -222,10 +234,7 @@ class PerChannelMinMaxObserver(MinMaxObserver):
 
 
 class PerBlockMinMaxObserver(_RangeObserver):
-    """The exact minimum and maximum of each block: `block_size` as in `QuantizationSpec`.
-
-    Scales are rounded to `scale_dtype`, for kernels that store them in fewer bits; they stay float32.
-    """
+    """The exact minimum and maximum of each block: `block_size` as in `QuantizationSpec`."""
 
     per_channel = True
 
@@ -233,17 +242,10 @@ class PerBlockMinMaxObserver(_RangeObserver):
         self,
         dtype: torch.dtype = torch.uint8,
         block_size: tuple[int, ...] = (),
-        scale_dtype: torch.dtype = torch.float32,
         **arguments: Any,
     ) -> None:
         super().__init__(dtype, **arguments)
-        if not scale_dtype.is_floating_point:
-            raise ConfigError(f"scale_dtype={scale_dtype} is no float type")
-        self.block_size, self.scale_dtype = block_size, scale_dtype
-
-    def calculate_qparams(self) -> tuple[Tensor, Tensor]:
-        scale, zero_point = super().calculate_qparams()
-        return scale.to(self.scale_dtype).to(scale.dtype), zero_point
+        self.block_size = block_size
 
     def _only_here(self) -> str | None:
         return _blocks(self.block_size)

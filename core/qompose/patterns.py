@@ -8,6 +8,7 @@ only when the program holds the operators that the pattern says it needs.
 from __future__ import annotations
 
 import inspect
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -108,29 +109,43 @@ class OperatorPattern:
     Names of a match are the operator's schema arguments, and "output".
 
     Args:
-        targets: the overloads. Matching reads nothing else; the rest is for tests of the rule
+        targets: the overloads. Matching reads this and `result`; the rest is for tests of the rule
             (`qompose.testing`), and is not needed where every required argument is a tensor.
         example: a function of tensors that calls the first of `targets`, with the literals it needs:
             `lambda self: F.max_pool2d(self, 2)`. A parameter with the name of the rule's weight or bias
             is a parameter of the tested model, any other is an input.
         shapes: for each parameter of `example` (or, without it, for each tensor argument of the operator).
+        result: of operators with several results, which one leaves the region; a program that reads
+            another one does not match. "output" is that result then, and "op" the operator.
     """
 
     targets: tuple[torch._ops.OpOverload, ...]
     example: Callable[..., Tensor] | None = None
     shapes: tuple[Shape, ...] = ()
+    result: int | None = None
 
     @property
     def names(self) -> frozenset[str]:
         """Return the names that every match has: the arguments that all the operators have, and "output"."""
         arguments = [{a.name for a in target._schema.arguments} for target in self.targets]
-        return frozenset({"output"}.union(set.intersection(*arguments) if arguments else ()))
+        own = {"output"} if self.result is None else {"output", "op"}
+        return frozenset(own.union(set.intersection(*arguments) if arguments else ()))
 
     def find(self, index: OperatorIndex) -> Iterator[Match]:
         """Yield every call of the operators, in graph order."""
         calls = [node for target in self.targets for node in index.calls(target)]
         for node in sorted(calls, key=index.position.__getitem__):
-            yield Match((node,), node, {**_schema_arguments(node), "output": node})
+            arguments = _schema_arguments(node)
+            if self.result is None:
+                yield Match((node,), node, {**arguments, "output": node})
+            elif (output := self._only_result(node)) is not None:
+                yield Match((node, output), output, {**arguments, "op": node, "output": output})
+
+    def _only_result(self, node: Node) -> Node | None:
+        """Return the call that takes the result, None where something reads another one too."""
+        read = [user for user in node.users if user.users or user.target is not operator.getitem]
+        taken = len(read) == 1 and read[0].target is operator.getitem
+        return read[0] if taken and read[0].args[1] == self.result else None
 
 
 @dataclass(frozen=True)

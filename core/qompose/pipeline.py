@@ -45,6 +45,7 @@ from qompose.lowering import (
     in_method,
     lowered_record,
     mark_operators,
+    naming_fallbacks,
     replace_regions,
 )
 from qompose.membership import notes_on_members
@@ -287,7 +288,8 @@ def lower(
     for name, model in models.items():
         with in_method(name):
             steps[name] = _with_kernels(model, target)
-    result, finished = finish(steps)
+    with naming_fallbacks(steps):
+        result, finished = finish(steps)
     records = {name: lowered_record(steps[name], part) for name, part in finished.items()}
     for name, record in records.items():
         with in_method(name):

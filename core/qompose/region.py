@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from qompose.graph import (
     call,
     constant_of,
     free_attribute,
+    layout_of,
     read_attribute,
     set_attribute,
     value_of,
@@ -27,6 +29,22 @@ from qompose.operators import NOT_ON_INTEGERS, SCALE_PRESERVING
 from qompose.rules import NotLowerable
 
 aten = torch.ops.aten
+
+
+Readers: TypeAlias = "Mapping[tuple[object, ...], tuple[Claim, ...]]"
+"""By `layout_of` a parameter, the claims whose regions read it."""
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What the regions of a model have in common: who reads its parameters; by path, what kernels stored."""
+
+    readers: Readers = field(default_factory=dict)
+    stored: dict[str, list[Tensor]] = field(default_factory=dict)
+
+
+_STORED = "qompose_stored_by_kernel"
+"""Key in the meta of nodes that read what a kernel stored: the path that it asked for."""
 
 
 @dataclass(frozen=True)
@@ -110,8 +128,10 @@ class Region:
         nodes: Sequence[Node],
         *,
         float_output: bool = False,
+        shared: Shared | None = None,
     ) -> None:
         self.module, self.claim = module, claim
+        self._shared = shared or Shared()
         self.inserted: list[Node] = []
         self._nodes = {node.name: node for node in nodes}
         self._captures = dict(claim.captures)
@@ -178,6 +198,16 @@ class Region:
         """
         return quantized_at_run_time(self.inputs(role)[0])
 
+    def readers(self, role: str) -> tuple[Claim, ...]:
+        """Return the claims whose regions read the same parameter as this one does for a role.
+
+        This region's own is among them. They are those of the converted model, whichever have their kernels
+        by now: a kernel that keeps the parameter in a form of its own sees who would need another copy.
+        """
+        constant = constant_of(self.quantized(role).node)
+        known = () if constant is None else self._shared.readers.get(layout_of(constant), ())
+        return known or (self.claim,)
+
     def argument(self, name: str, argument: str) -> Any:
         """Return an argument of an operator by its name in the schema, its default if left out.
 
@@ -239,11 +269,35 @@ class Region:
         return node
 
     def constant(self, path: str, value: Tensor) -> Node:
-        """Store a buffer and insert a node that reads it. `path` gets a number where it is taken."""
-        target = free_attribute(self.module, path)
-        set_attribute(self.module, target, value)
+        """Store a buffer and insert a node that reads it. `path` gets a number where it is taken.
+
+        What a kernel stored before under this path is read again where it is equal.
+        """
+        value = self._known(path, value)
+        target = self._target_of(path, value)
+        if target is None:
+            target = free_attribute(self.module, path)
+            set_attribute(self.module, target, value)
         with self.module.graph.inserting_before(self.output_node):
-            return read_attribute(self.module, target, self.output_node)
+            node = read_attribute(self.module, target, self.output_node)
+        node.meta[_STORED] = path
+        return node
+
+    def _known(self, path: str, value: Tensor) -> Tensor:
+        """Return what was stored under a path before, in any graph of the model, where it is equal."""
+        before = self._shared.stored.setdefault(path, [])
+        for other in before:
+            if other.dtype is value.dtype and torch.equal(other, value):
+                return other
+        before.append(value)
+        return value
+
+    def _target_of(self, path: str, value: Tensor) -> str | None:
+        """Return where this graph has a value that was stored under a path."""
+        for node in self.module.graph.find_nodes(op="get_attr", sort=False):
+            if node.meta.get(_STORED) == path and constant_of(node) is value:
+                return str(node.target)
+        return None
 
     def replace(self, replacement: Node) -> None:
         """Put a kernel's node in the place of the region's output, quantize operators included."""
@@ -253,6 +307,18 @@ class Region:
         for user in list(self.output_node.users):
             user.replace_all_uses_with(replacement)
             self.module.graph.erase_node(user)
+
+
+def readers_in(regions: Mapping[int, Sequence[Node]], claims: Sequence[Claim]) -> Readers:
+    """Return the claims that read each quantized parameter, in their order; `regions` are by claim."""
+    found: dict[tuple[object, ...], dict[int, Claim]] = defaultdict(dict)
+    for number, nodes in sorted(regions.items()):
+        for source in (source for node in nodes for source in node.all_input_nodes):
+            holder = source.args[0] if decomposed.is_dequantize(source) else None
+            constant = constant_of(holder) if isinstance(holder, Node) else None
+            if constant is not None:
+                found[layout_of(constant)][number] = claims[number]
+    return {layout: tuple(of_one.values()) for layout, of_one in found.items()}
 
 
 def dequantized(node: Node) -> QuantizedTensor:

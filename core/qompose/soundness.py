@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from qompose.schemes import QParams
 from qompose.screening import Screen
@@ -19,14 +20,42 @@ def unusable(q: QParams, shape: tuple[int, ...]) -> Iterator[str]:
     wanted = 1 if q.per_tensor else None if q.axis is None else shape[q.axis]
     if wanted is not None and not q.scale.numel() == q.zero_point.numel() == wanted:
         yield f"has {q.scale.numel()} scales and {q.zero_point.numel()} zero points, not {wanted}"
-    elif not bool((torch.isfinite(q.scale) & (q.scale > 0)).all()):
-        yield f"has the scale {q.scale.tolist()}, which is not positive and finite"
-    elif not bool(torch.isfinite(q.zero_point.double()).all()):
-        yield f"has the zero point {q.zero_point.tolist()}"
-    elif not q.zero_point.is_floating_point() and not bool(
-        ((q.zero_point >= q.low) & (q.zero_point <= q.high)).all()
+    elif wrong := _those(q.scale, torch.isfinite(q.scale) & (q.scale > 0)):
+        yield f"has the scale {wrong}, which is not positive and finite"
+    elif wrong := _those(q.zero_point, torch.isfinite(q.zero_point.double())):
+        yield f"has the zero point {wrong}"
+    elif not q.zero_point.is_floating_point() and (
+        wrong := _those(q.zero_point, (q.zero_point >= q.low) & (q.zero_point <= q.high))
     ):
-        yield f"has the zero point {q.zero_point.tolist()}, outside [{q.low}, {q.high}]"
+        yield f"has the zero point {wrong}, outside [{q.low}, {q.high}]"
+
+
+def _those(values: Tensor, good: Tensor) -> str:
+    """Return the first of the values that are not good, and of how many; "" where all are."""
+    bad = values[~good].flatten().tolist()
+    return (
+        f"{bad[0]:g}{f' ({len(bad)} of {values.numel()})' if values.numel() > 1 else ''}"
+        if bad
+        else ""
+    )
+
+
+def coarse(q: QParams, minimum: Tensor, maximum: Tensor, eps: float) -> str:
+    """Return how many channels take up few of the integers, because of `eps`; "" where none does.
+
+    Where zero points are no integers, a channel takes up all of them unless its scale would be below `eps`.
+    Other engines' observers then take the scale 1, and leave one integer.
+    """
+    if not q.zero_point.is_floating_point() or q.per_tensor:
+        return ""
+    spread, steps = maximum - minimum, q.high - q.low
+    few = int(((spread > 0) & (spread < q.scale * steps / 4)).sum())
+    if not few:
+        return ""
+    return (
+        f"{few} of {spread.numel()} channels take up less than a quarter of the {steps + 1} integers, since "
+        f"{eps:g}, the eps of their observer, is more than their scale would be: give it a smaller eps"
+    )
 
 
 def suspicious(scale: float, typical: float, screen: Screen | None, eps: float) -> Iterator[str]:

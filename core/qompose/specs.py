@@ -177,10 +177,8 @@ def _check_blocks(block_size: tuple[int, ...], qscheme: torch.qscheme | None) ->
         raise ConfigError(
             f"block_size={block_size} is not a tuple of positive sizes (-1: a whole dimension)"
         )
-    if qscheme not in PER_CHANNEL or qscheme in FLOAT_ZERO_POINT:
-        raise ConfigError(
-            f"block_size needs qscheme per_channel_symmetric or per_channel_affine, not {qscheme}"
-        )
+    if qscheme not in PER_CHANNEL:
+        raise ConfigError(f"block_size needs a per-channel qscheme, not {qscheme}")
 
 
 def _check_dynamic(spec: QuantizationSpec, low: int, high: int) -> None:
@@ -189,6 +187,8 @@ def _check_dynamic(spec: QuantizationSpec, low: int, high: int) -> None:
             f"dynamic symmetric quantization to [{low}, {high}] would have its zero point outside: "
             "torch's operator knows the whole of uint8 only. Take an affine qscheme, or int8."
         )
+    if spec.qscheme in FLOAT_ZERO_POINT:
+        raise ConfigError(f"{spec.qscheme} is for parameters: zero points at run time are integers")
     if spec.block_size is None and spec.qscheme not in PER_CHANNEL:
         return
     if spec.block_size is None or set(spec.block_size) != {-1}:

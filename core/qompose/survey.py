@@ -7,7 +7,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from operator import getitem
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -107,18 +107,24 @@ def claims_elsewhere(claims: Sequence[Claim], operators: Sequence[Operator]) -> 
 
 
 def _listed(
-    exported: GraphModule, split: Mapping[str, Sequence[Node]], claimed: Container[str]
+    exported: GraphModule, split: Mapping[str, Sequence[Node]], claim_of: Mapping[str, int]
 ) -> Iterator[tuple[str, Node]]:
     """Yield the program's nodes with their names, the pieces of one in its place.
 
-    Taking one of several results computes nothing; it is listed only where a claim covers it.
+    Taking one of several results computes nothing; it is listed only where a claim covers it alone.
     """
     for node in nodes_in(exported):
         if node.name in split:
             for piece in split[node.name]:
                 yield f"{node.name}/{piece.name.removeprefix(f'{node.name}_')}", piece
-        elif node.target is not getitem or node.name in claimed:
+        elif node.target is not getitem or _claimed_alone(node, claim_of):
             yield node.name, node
+
+
+def _claimed_alone(taken: Node, claim_of: Mapping[str, int]) -> bool:
+    """Tell whether a claim covers the taking of a result, and not the operator that it is a result of."""
+    claim, source = claim_of.get(taken.name), cast(Node, taken.args[0])
+    return claim is not None and claim != claim_of.get(source.name)
 
 
 def _why_not(node: Node) -> str:

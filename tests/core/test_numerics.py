@@ -11,7 +11,13 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from qompose.errors import ConfigError
-from qompose.numerics import FLOAT_ZERO_POINT, PER_CHANNEL, choose_qparams, quantized_range
+from qompose.numerics import (
+    FLOAT_ZERO_POINT,
+    PER_CHANNEL,
+    choose_qparams,
+    quantized_range,
+    stored_in,
+)
 from torch import Tensor
 from torch.ao.quantization import observer as peer
 
@@ -91,12 +97,16 @@ def test_per_channel(
 @given(channels=st.lists(intervals, min_size=1, max_size=6), eps=st.sampled_from(EPS))
 @example(channels=[[2.0, 2.0], [-3.0, -1.0], [1.0, 5.0], [0.0, 0.0]], eps=EPS[0])
 def test_float_zero_points(channels: Any, eps: float) -> None:
-    """The range is not widened to contain zero, and a constant row has scale 1."""
+    """The range is not widened to contain zero; constant rows have scale 1, and narrow ones stay rows."""
     low, high = (torch.tensor(end) for end in zip(*channels, strict=True))
     (scheme,) = FLOAT_ZERO_POINT
     bounds = {"dtype": torch.uint8, "quant_min": 0, "quant_max": 255}
-    assert_as_torch(low, high, scheme, eps, **bounds)
     scale, zero_point = choose_qparams(low, high, qscheme=scheme, eps=eps, **bounds)
+    exact = (high - low) / 255
+    narrow = (exact > 0) & (exact <= eps)
+    assert bool((scale[narrow] == torch.tensor(eps)).all())
+    if not bool(narrow.all()):
+        assert_as_torch(low[~narrow], high[~narrow], scheme, eps, **bounds)
     assert zero_point.dtype is torch.float32
     restored = -zero_point * scale  # the integer 0 stands for the row's minimum
     assert bool(((restored - low).abs() <= 1e-5 * low.abs() + 1e-6 * scale).all())
@@ -170,3 +180,24 @@ def test_symmetric_full_range_clips_the_positive_end_by_half_a_step() -> None:
     )  # fmt: skip
     assert math.isclose(float(full) * 127.5, 1.0, rel_tol=1e-6)
     assert math.isclose(float(narrow) * 127, 1.0, rel_tol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@given(st.floats(1e-9, 1e3), st.floats(-100, 100))
+def test_parameters_in_a_smaller_float_type(dtype: torch.dtype, scale: float, least: float) -> None:
+    """The scale, and where values begin, are numbers of the type, and the nearest there are."""
+    exact = torch.tensor([scale])
+    narrow, zero_point = stored_in(dtype, exact, -torch.tensor([least]) / exact)
+    assert torch.equal(narrow.to(dtype).float(), narrow) and float(narrow) > 0
+    offset = -zero_point * narrow
+    assert torch.allclose(offset.to(dtype).float(), offset, rtol=2**-21, atol=0)
+    info = torch.finfo(dtype)
+    smallest = info.smallest_normal * info.eps
+    assert abs(float(narrow) - scale) <= max(info.eps * scale, smallest)
+    assert abs(float(offset) - least) <= max(1.01 * info.eps * abs(least), smallest)
+
+
+def test_integer_zero_points_stay_as_they_are() -> None:
+    zeros = torch.tensor([3, -7])
+    narrow, same = stored_in(torch.float16, torch.tensor([0.1, 0.2]), zeros)
+    assert same is zeros and torch.equal(narrow, narrow.half().float())

@@ -200,3 +200,27 @@ def test_a_variant_without_the_last_parameters() -> None:
     both = lambda m, x, y: m.linear(x) + m.plain(y)  # noqa: E731
     assert find(full, both) == [("linear",)]
     assert find(short, both) == [("linear_1",)]
+
+
+TOPK = OperatorPattern((aten.topk.default,), lambda self: torch.topk(self, 2)[0], ((4,),), result=0)
+
+
+@pytest.mark.parametrize(
+    ("function", "found"),
+    [
+        (lambda m, x, y: torch.topk(x[0], 2)[0] + 1, True),
+        (lambda m, x, y: torch.topk(x[0], 2)[1] + 1, False),
+        (lambda m, x, y: [*torch.topk(x[0], 2)], False),
+    ],
+    ids=["the first", "the second", "both"],
+)
+def test_one_of_several_results(function: Any, found: bool) -> None:
+    module = export(Function(function), randn(2, 3), randn(2, 3)).module(check_guards=False)
+    matches = [*TOPK.find(OperatorIndex(module))]
+    assert len(matches) == found
+    for match in matches:
+        operator, taken = match.nodes
+        assert operator.target is aten.topk.default and match.node("op") is operator
+        assert match.output is taken and taken.args[1] == 0
+        assert match.argument("op", "k") == 2
+    assert {"op", "output", "self", "k"} <= TOPK.names

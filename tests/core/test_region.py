@@ -107,3 +107,61 @@ def test_what_there_is_not(ask: Callable[[Region], Any], told: str) -> None:
     """The message says whose kernel asked, where, and what there is instead."""
     with pytest.raises(ConfigError, match=rf"of toy, rule linear, at linear asks .*{told}"):
         lowered(ask)
+
+
+class Twice(nn.Module):
+    """Two linears with one weight, and a third with its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other, self.last = (nn.Linear(8, 8) for _ in range(3))
+        self.other.weight = self.one.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.other(self.one(x).sigmoid()).sigmoid()).sigmoid()
+
+
+def lowered_twice(emit: Callable[[Region], Node]) -> Any:
+    linear = rule(
+        "linear",
+        LINEAR_PATTERN,
+        anchor="op",
+        weight="weight",
+        kernels={"torch": Kernel("kernel", emit)},
+    )
+    return qompose.lower(convert(export(seeded(Twice()), X), toy(linear), X))
+
+
+def test_who_reads_a_parameter() -> None:
+    """The claims of the converted model, also of regions that have their kernels already."""
+    found: list[tuple[str, ...]] = []
+
+    def emit(region: Region) -> Node:
+        found.append(tuple(claim.anchor for claim in region.readers("weight")))
+        return emit_linear(region)
+
+    lowered_twice(emit)
+    assert found == [("linear", "linear_1"), ("linear", "linear_1"), ("linear_2",)]
+
+
+def test_equal_constants_under_one_path_are_stored_once() -> None:
+    values = iter([torch.ones(3), torch.ones(3), torch.zeros(3)])
+    targets = []
+
+    def emit(region: Region) -> Node:
+        targets.append(str(region.constant("shared.values", next(values)).target))
+        return emit_linear(region)
+
+    lowered_twice(emit)
+    assert targets == ["shared.values", "shared.values", "shared.values_1"]
+
+
+def test_a_constant_is_never_a_buffer_of_the_model() -> None:
+    """Equal values, but the program may write to its own."""
+
+    def emit(region: Region) -> Node:
+        path = str(region.quantized("weight").node.target)
+        assert str(region.constant(path, region.quantized("weight").tensor.clone()).target) != path
+        return emit_linear(region)
+
+    lowered(emit)

@@ -197,7 +197,7 @@ def test_scales_in_fewer_bits() -> None:
     assert torch.equal(scales, scales.bfloat16().float())
     assert qompose.spec_from_json(qompose.spec_to_json(spec)) == spec
     with pytest.raises(ConfigError, match=r"scale_dtype=torch\.int8 is no float type"):
-        PerBlockMinMaxObserver(torch.int8, (4,), torch.int8)
+        PerBlockMinMaxObserver(torch.int8, (4,), scale_dtype=torch.int8)
 
 
 def test_the_only_block_sizes() -> None:

@@ -47,6 +47,7 @@ from tests.core.toy import (
 
 aten = torch.ops.aten
 SYMMETRIC, AFFINE = torch.per_channel_symmetric, torch.per_channel_affine
+FLOAT_POINTS = torch.per_channel_affine_float_qparams
 
 
 def in_blocks_of(*sizes: int, **facts: Any) -> QuantizationSpec:
@@ -71,7 +72,8 @@ PER_TOKEN = QuantizationSpec(
         pytest.param({"block_size": (2.0,)}, "positive sizes", id="a float"),
         pytest.param({"qscheme": torch.per_tensor_affine}, "not torch.per_tensor_affine", id="scheme"),
         pytest.param(
-            {"qscheme": torch.per_channel_affine_float_qparams}, "needs qscheme", id="float zero points"
+            {"qscheme": FLOAT_POINTS, "is_dynamic": True, "block_size": (-1,)},
+            "zero points at run time are integers", id="float zero points at run time",
         ),
         pytest.param({"qscheme": None}, "not None", id="no scheme"),
         pytest.param({"is_dynamic": True}, r"block_size=\(-1,\) per token", id="dynamic groups"),
@@ -204,6 +206,8 @@ def quantized(draw: Any) -> tuple[Tensor, QParams]:
     if draw(st.booleans()):
         scale = scale / 3
     zero_point = torch.randint(low, high + 1, scales, generator=generator)
+    if kind != "tensor" and draw(st.booleans()):
+        zero_point = zero_point + torch.randint(1, 8, scales, generator=generator) / 8
     dtypes = st.sampled_from([torch.float32, torch.float16, torch.bfloat16])
     x = torch.randint(-30, 31, shape, generator=generator) / 2 * scale.flatten()[0]
     return x.to(draw(dtypes)), QParams(scale, zero_point, low, high, dtype, axis, kind == "block")
@@ -300,7 +304,15 @@ WEIGHTS = [  # bound: SQNR in dB, from 6 dB per bit less the headroom of a norma
         in_blocks_of(4, dtype=torch.uint8, quant_min=0, quant_max=15, qscheme=AFFINE),
         {"quantize_per_channel_group": 2}, 18, id="uint4 affine groups",
     ),
+    pytest.param(
+        in_blocks_of(4, dtype=torch.uint8, quant_min=0, quant_max=15, qscheme=FLOAT_POINTS),
+        {"quantize_per_channel_group": 2}, 18, id="uint4 groups with float zero points",
+    ),
     pytest.param(in_blocks_of(4, 4), {"quantize_per_block": 2}, 12, id="squares"),
+    pytest.param(
+        in_blocks_of(2, 4, dtype=torch.uint8, quant_min=0, quant_max=15, qscheme=FLOAT_POINTS),
+        {"quantize_per_block": 2}, 14, id="rectangles with float zero points",
+    ),
     pytest.param(
         in_blocks_of(8, quant_min=-127, quant_max=127), {"quantize_per_channel_group": 2}, 38,
         id="int8 groups",

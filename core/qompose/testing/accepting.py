@@ -127,10 +127,11 @@ def _check_dtype(suite: Suite, trial: Trial, target: str) -> None:
         return
     kinds = [[(x.dtype, tuple(x.shape)) for x in values] for values in (wanted, actual)]
     found = min(map(sqnr, wanted, actual)) if kinds[0] == kinds[1] else 0.0
-    if kinds[0] != kinds[1] or found < suite.min_sqnr:
+    least = suite.least_sqnr(trial.terms.config)
+    if kinds[0] != kinds[1] or found < least:
         raise ContractError(
             f"{trial}, target {target!r}",
-            expected=f"outputs of {_said(kinds[0])}, with at least {suite.min_sqnr:g} dB",
+            expected=f"outputs of {_said(kinds[0])}, with at least {least:.3g} dB",
             found=f"{_said(kinds[1])}, with {found:.1f} dB",
             remedy=remedy,
         )

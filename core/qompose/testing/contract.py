@@ -47,7 +47,8 @@ class BackendContract:
     Attributes:
         backend: the name of the backend's entry point; or, where it is not installed, a Backend or what
             makes one.
-        min_sqnr: least signal to quantization noise ratio of a row against the float model, in decibels.
+        min_sqnr: least signal to quantization noise ratio of a row against the float model, in decibels;
+            of weights with few bits, what those allow counts if it is less.
         max_float_error: how far the float outputs of a kernel may be off, as a part of the largest value.
     """
 

@@ -97,11 +97,11 @@ def converts(suite: Suite, trial: Trial) -> None:
             remedy="see that the specifications of the rule can be followed with the data of its example",
         ) from error
     _check_kept(trial, trial.batches("evaluation", 1)[0], converted)
-    found = _quality(trial, converted)
-    if found < suite.min_sqnr:
+    found, least = _quality(trial, converted), suite.least_sqnr(trial.terms.config)
+    if found < least:
         raise ContractError(
             str(trial),
-            expected=f"at least {suite.min_sqnr:g} dB between the float and the Q/DQ model (min_sqnr)",
+            expected=f"at least {least:.3g} dB between the float and the Q/DQ model (min_sqnr)",
             found=f"{found:.1f} dB",
             remedy="see which role has too few integers, the wrong observer or the wrong axis; a rule that "
             "shares scales must not change the size of values",

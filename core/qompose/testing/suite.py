@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,6 +22,7 @@ from qompose import (
     load_backend,
 )
 from qompose.lowering import TORCH_TARGET
+from qompose.numerics import quantized_range
 from qompose.rules import DYNAMIC
 from qompose.testing.building import Terms
 from qompose.testing.examples import Example, covering_forms, examples_of
@@ -49,7 +51,7 @@ class Suite:
     """A backend under test, and the trials of its rows.
 
     Args:
-        min_sqnr: least signal to quantization noise ratio of a row, in decibels.
+        min_sqnr: least signal to quantization noise ratio of a row, in decibels; see `least_sqnr`.
         max_float_error: how far float outputs may be off, as a part of the largest value.
     """
 
@@ -117,6 +119,19 @@ class Suite:
     def fitting(self, rule: Rule) -> list[str]:
         """Return the names of the configurations that a rule can follow."""
         return [name for name, c in self.backend.configs.items() if rule.objection(c) is None]
+
+    def least_sqnr(self, config: QuantizationConfig) -> float:
+        """Return the least ratio of a row under a configuration: `min_sqnr`, or what its weights allow.
+
+        Weights of few bits are a choice; few steps of activations are a mistake, which the bound is for. A
+        uniform quantizer of b bits over three standard deviations of a normal distribution, either side,
+        reaches 6.02 b + 4.77 - 20 log10(3) dB.
+        """
+        spec = config.weight
+        if spec is None or spec.dtype.is_floating_point:
+            return self.min_sqnr
+        low, high = quantized_range(spec.dtype, spec.quant_min, spec.quant_max)
+        return min(self.min_sqnr, 6.02 * math.log2(high - low + 1) + 4.77 - 20 * math.log10(3))
 
     def rows(self) -> list[Case]:
         """Return the first form of every rule under all configurations that fit."""
