@@ -130,6 +130,12 @@ def test_on_the_executorch_runtime(order: tuple[str, str]) -> None:
         r.module: (r.owner, r.state) for r in result.report.rows if r.module in ("tokens", "head")
     }
     assert rows == {"tokens": ("embedding", "int8 kernel"), "head": ("xnnpack", "int8 kernel")}
+    assert any(
+        note.startswith(
+            f"head.weight_q ({WORDS * WIDTH} bytes) is in the program twice: XNNPACK keeps"
+        )
+        for note in result.report.notes
+    )
 
 
 @pytest.mark.parametrize("product", PRODUCTS)

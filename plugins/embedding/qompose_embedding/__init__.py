@@ -5,16 +5,17 @@ from __future__ import annotations
 
 import qompose
 
-from qompose_embedding.backend import (
-    EmbeddingBackend,
-    EmbeddingQuantizer,
+from qompose_embedding.backend import EmbeddingBackend, EmbeddingQuantizer
+from qompose_embedding.configs import (
     get_default_embedding_quantization_config,
+    get_embedding_quantization_config,
 )
 
 __all__ = [
     "EmbeddingBackend",
     "EmbeddingQuantizer",
     "get_default_embedding_quantization_config",
+    "get_embedding_quantization_config",
     "qompose_backend",
 ]
 

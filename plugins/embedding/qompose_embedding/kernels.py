@@ -1,67 +1,119 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What replaces a lookup in a quantized table, on each target."""
+"""What replaces lookups and bags in this process."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from qompose import NotLowerable, Region
 from torch.fx import Node
 
+from qompose_embedding import ops, rows
+from qompose_embedding.forms import Form, form_of, in_bytes, packed_rows, parameters, unsigned
+
 aten = torch.ops.aten
+_OPS = getattr(torch.ops, ops.NAMESPACE)
 
 
-def gather_rows(region: Region) -> Node:
-    """Emit a lookup of integers, scale and zero point, and `(integer - zero_point) * scale` on those rows.
-
-    These are operators of torch itself: they compile, export and check the indices.
-    """
-    table = region.quantized("weight")
+def packed_lookup(region: Region) -> Node:
+    """Emit a gathering of packed rows, and their unpacking."""
+    form, table = _packed(region)
     indices = region.argument("output", "indices")
-    path = str(table.node.target)
-    rows = region.call(aten.embedding.default, table.node, indices, dtype=table.dtype)
-    columns = [
-        region.call(aten.embedding.default, region.constant(f"{path}_{name}", values), indices)
-        for name, values in (
-            ("scale", table.scales.unsqueeze(1)),
-            ("zero_point", table.zero_points.unsqueeze(1)),
-        )
-    ]
-    floats = region.call(aten.to.dtype, rows, torch.float32)
-    centred = region.call(aten.sub.Tensor, floats, columns[1])
-    result = region.call(aten.mul.Tensor, centred, columns[0])
-    dtype = region.output_node.meta["val"].dtype
-    return result if dtype is torch.float32 else region.call(aten.to.dtype, result, dtype)
+    values = rows.from_packed(region.step, form, table, indices, _sizes(region, indices))
+    return as_wanted(region, values)
 
 
-def embedding_byte(region: Region) -> Node:
-    """Emit ExecuTorch's own lookup, which reads rows of bytes with a float scale and zero point each.
+def plain_lookup(region: Region) -> Node:
+    """Emit a gathering of integers, scales and offsets, and `integer * scale + offset`.
+
+    These are operators of torch alone, on whatever device the table is.
+    """
+    indices = region.argument("output", "indices")
+    return as_wanted(region, rows.from_plain(region.step, *_plain(region), indices))
+
+
+def packed_bag(region: Region) -> Node:
+    """Emit a bag of packed rows."""
+    form, table = _packed(region)
+    how = bags_of(region)
+    return as_wanted(
+        region, region.step(_OPS.packed_bag.default, table, form.bits, form.width, *how)
+    )
+
+
+def plain_bag(region: Region) -> Node:
+    """Emit a bag of rows that are dequantized first."""
+    form, *table = _plain(region)
+    how = bags_of(region)
+    return as_wanted(
+        region, region.step(_OPS.plain_bag.default, *table, form.bits, form.width, *how)
+    )
+
+
+def bags_of(region: Region) -> ops.Bags:
+    """Return the arguments of a bag's operator; those for gradients do not count."""
+    names = [name for name in ops.Bags._fields if name != "padding_idx"]
+    values = {name: region.argument("op", name) for name in names}
+    overload = region.node("op").target
+    padding = (
+        None if overload is aten.embedding_bag.default else region.argument("op", "padding_idx")
+    )
+    if padding is None:
+        padding = -1
+    elif padding < 0 and overload is aten.embedding_bag.padding_idx:
+        padding += len(region.quantized("weight").tensor)
+    return ops.Bags(**values, padding_idx=padding)
+
+
+def _packed(region: Region) -> tuple[Form, Node]:
+    """Return the form of a table, and the node that reads it packed.
 
     Raises:
-        NotLowerable: the package executorch, which defines the operator, is not installed; or the table
-            stood for another type than float32.
+        NotLowerable: it is read by others too, who would need it in another form; or it is on a device that
+            torch has no kernels for packed rows on.
     """
-    dtype = region.output_node.meta["val"].dtype
-    if dtype is not torch.float32:
-        raise NotLowerable(f"the operator gives float32, and the model wants {dtype}")
-    try:
-        from executorch.exir.passes import _quant_patterns_and_replacements  # noqa: F401
-    except ImportError as error:
-        raise NotLowerable(
-            f"{error}; the operator comes with the package: pip install executorch"
-        ) from error
     table = region.quantized("weight")
-    path = str(table.node.target)
-    scale = region.constant(f"{path}_scale", table.scales)
-    zero_points = table.zero_points.to(table.scales.dtype)
-    zero_point = None  # stands for zeros
-    if bool(zero_points.any()):
-        zero_point = region.constant(f"{path}_zero_point", zero_points)
-    return region.call(
-        torch.ops.quantized_decomposed.embedding_byte.default,
-        table.node,
-        scale,
-        zero_point,
-        table.low,
-        table.high,
-        region.argument("output", "indices"),
-    )
+    form, device = form_of(table), table.tensor.device
+    if device.type != "cpu":
+        raise NotLowerable(f"torch has kernels for packed rows on processors, and not on {device}")
+    others = _others(region)
+    if others:
+        raise NotLowerable(f"{', '.join(others)} would need another copy of the table")
+    return form, region.constant(f"{table.node.target}_rows", packed_rows(table, form))
+
+
+def _others(region: Region) -> list[str]:
+    """Return who else reads the table and would not find it packed."""
+    own = region.claim.owner
+    return [f"{c.anchor} ({c.owner})" for c in region.readers("weight") if c.owner != own]
+
+
+def _plain(region: Region) -> tuple[Form, Node, Node, Node | None]:
+    """Return the form of a table, and the nodes that read it, its scales and its offsets, None for 0.
+
+    A table that others read too stays as it is, in bytes.
+    """
+    table = region.quantized("weight")
+    form, path, node = form_of(table), str(table.node.target), table.node
+    in_place = form.bits == 8 or bool(_others(region))
+    scale, offset = parameters(table, form, least=0 if in_place else form.base)
+    if not in_place:
+        node = region.constant(f"{path}_bits", in_bytes(unsigned(table.tensor, form), form))
+    offsets = region.constant(f"{path}_offset", offset) if bool(offset.any()) else None
+    read = Form(8 if in_place else form.bits, 0, form.width)
+    return read, node, region.constant(f"{path}_scale", scale), offsets
+
+
+def _sizes(region: Region, indices: Any) -> list[Any]:
+    """Return the shape of indices: numbers, and nodes where a size may vary."""
+    return [
+        size if isinstance(size, int) else region.step(aten.sym_size.int, indices, dim)
+        for dim, size in enumerate(indices.meta["val"].shape)
+    ]
+
+
+def as_wanted(region: Region, values: Node) -> Node:
+    """Return float32 values in the type of the region's output."""
+    dtype = region.output_node.meta["val"].dtype
+    return values if dtype is torch.float32 else region.step(aten.to.dtype, values, dtype)

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import reduce
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from qompose import CallSignature, Finished
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 
 from qompose_xnnpack.delegation import Delegation
 from qompose_xnnpack.executorch_target import FORWARD, ExecutorchProgram, lower_methods
@@ -71,8 +72,38 @@ def _finished(
         kernels=dict.fromkeys(taken, DELEGATE.name),
         fallbacks=_fallbacks(delegation),
         remarks={**dict.fromkeys(_operators(module), GONE), **delegation.remarks()},
-        notes=(*method.interface.notes(method.name), *strays),
+        notes=(*method.interface.notes(method.name), *_stored_twice(module, delegation), *strays),
     )
+
+
+def _stored_twice(module: GraphModule, delegation: Delegation) -> Iterator[str]:
+    """Say which tables the program holds twice: delegates have constants of their own."""
+    for node in module.graph.find_nodes(op="get_attr"):
+        value: Any = reduce(getattr, str(node.target).split("."), module)
+        if not isinstance(value, torch.Tensor) or value.dim() < 2:
+            continue
+        readers = [reader for user in node.users for reader in _reading(user)]
+        inside = [reader for reader in readers if _claim_of(reader) in delegation.delegated_claims]
+        outside = [reader for reader in readers if reader not in inside]
+        if inside and outside:
+            yield (
+                f"{node.target} ({value.nbytes:,} bytes) is in the program twice: XNNPACK keeps constants of "
+                f"its own, here for {_named(inside)}, and {_named(outside)} runs outside of it"
+            )
+
+
+def _reading(user: Node) -> list[Node]:
+    """Return who reads what a node makes of a constant: what is behind a dequantize operator, or itself."""
+    return list(user.users) if "dequantize" in str(user.target) else [user]
+
+
+def _claim_of(node: Node) -> int | None:
+    claim: int | None = (node.meta.get("custom") or {}).get("qompose", {}).get("claim")
+    return claim
+
+
+def _named(nodes: list[Node]) -> str:
+    return ", ".join(dict.fromkeys(node.name for node in nodes))
 
 
 def _operators(module: GraphModule) -> list[str]:

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What replaces lookups and bags in an ExecuTorch program: `quantized_decomposed.embedding_*`.
+
+The operators read rows of signed integers (of bytes of either kind, at 8 bits) with a float scale and zero
+point for each row or group. ExecuTorch has no bags: those of one length are summed behind a lookup.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from qompose import NotLowerable, QuantizedTensor, Region
+from torch import Tensor
+from torch.fx import Node
+
+from qompose_embedding.forms import Form, by_row, form_of, in_bytes, unsigned
+from qompose_embedding.kernels import as_wanted, bags_of
+from qompose_embedding.ops import MAX, MEAN
+
+aten = torch.ops.aten
+
+
+def lookup(region: Region) -> Node:
+    """Emit ExecuTorch's own lookup.
+
+    Raises:
+        NotLowerable: the package executorch, which defines the operator, is not installed.
+    """
+    return as_wanted(region, _rows(region, region.argument("output", "indices")))
+
+
+def bag(region: Region) -> Node:
+    """Emit a lookup, and operators that put its rows together in bags of one length.
+
+    Raises:
+        NotLowerable: bags have several lengths, or lengths that are not known.
+    """
+    bags = bags_of(region)
+    length = _length(bags)
+    rows = _rows(region, bags.indices)
+    together = region.step(aten.reshape.default, rows, [-1, length, _shape(rows)[-1]])
+
+    def beside(factors: Any) -> Node:
+        return region.step(aten.reshape.default, factors, [-1, length, 1])
+
+    if bags.per_sample_weights is not None:
+        together = region.step(aten.mul.Tensor, together, beside(bags.per_sample_weights))
+    kept = None
+    if bags.padding_idx >= 0:
+        kept = beside(region.step(aten.ne.Scalar, bags.indices, bags.padding_idx))
+    return as_wanted(region, _pooled(region, together, kept, bags.mode))
+
+
+def _pooled(region: Region, rows: Node, kept: Node | None, mode: int) -> Node:
+    """Put rows (bags, length, width) together, of those that `kept` (bags, length, 1) names."""
+    step = region.step
+    if mode == MAX:
+        if kept is None:
+            return step(aten.amax.default, rows, [1])
+        lowest = step(aten.full_like.default, rows, -torch.inf)
+        most = step(aten.amax.default, step(aten.where.self, kept, rows, lowest), [1])
+        return step(
+            aten.where.self,
+            step(aten.any.dim, kept, 1),
+            most,
+            step(aten.zeros_like.default, most),
+        )
+    if kept is None:
+        pooling = aten.mean.dim if mode == MEAN else aten.sum.dim_IntList
+        return step(pooling, rows, [1])
+    zeros = step(aten.zeros_like.default, rows)
+    total = step(aten.sum.dim_IntList, step(aten.where.self, kept, rows, zeros), [1])
+    if mode != MEAN:
+        return total
+    factors = step(aten.to.dtype, kept, torch.float32)
+    counts = step(aten.clamp.default, step(aten.sum.dim_IntList, factors, [1]), 1.0)
+    return step(aten.div.Tensor, total, counts)
+
+
+def _length(bags: Any) -> int:
+    """Return how many indices each bag has."""
+    offsets, number = bags.offsets, _shape(bags.indices)[0]
+    if isinstance(offsets, Node) and offsets.target is aten.arange.start_step:
+        start, end, length = (*offsets.args, 1)[:3]
+        end = end.meta["val"] if isinstance(end, Node) else end
+        last = number + 1 if bags.include_last_offset else number
+        if start == 0 and isinstance(length, int) and _same(end, last):
+            return length
+    raise NotLowerable(
+        "ExecuTorch has no embedding bags: those of one length become a lookup and a sum, where their "
+        "offsets are torch.arange(0, number of indices, length), as torch makes them of a matrix of indices"
+    )
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Tell whether two sizes are the same whatever the input."""
+    return torch.fx.experimental.symbolic_shapes.statically_known_true(one == other)
+
+
+def _rows(region: Region, indices: Any) -> Node:
+    """Emit a lookup of float32 rows."""
+    try:
+        from executorch.exir.passes import _quant_patterns_and_replacements  # noqa: F401
+    except ImportError as error:
+        raise NotLowerable(
+            f"{error}; the operator comes with the package: pip install executorch"
+        ) from error
+    table = region.quantized("weight")
+    form = form_of(table)
+    known = torch.ops.quantized_decomposed
+    operator = {8: known.embedding_byte, 4: known.embedding_4bit, 2: known.embedding_2bit}[
+        form.bits
+    ]
+    if form.bits == 8 and indices.meta["val"].dtype is not torch.int64:  # the runtime would abort
+        indices = region.step(aten.to.dtype, indices, torch.int64)
+    rows = region.step(operator.default, *_arguments(region, table, form), indices)
+    filled = form.padding or form.width == 1
+    return region.step(aten.slice.Tensor, rows, -1, 0, form.width) if filled else rows
+
+
+def _arguments(region: Region, table: QuantizedTensor, form: Form) -> list[Any]:
+    """Return what the operator takes before the indices."""
+    scale, zero_point = by_row(table)
+    node, low, high, path = table.node, table.low, table.high, str(table.node.target)
+    if form.bits < 8:
+        low, high = -(2 ** (form.bits - 1)), 2 ** (form.bits - 1) - 1
+        zero_point = zero_point - (form.base - low)
+        node = region.constant(f"{path}_signed", signed_bytes(unsigned(table.tensor, form), form))
+    elif form.width == 1:  # the operator takes groups of one value for none
+        node = region.constant(f"{path}_doubled", torch.cat([table.tensor] * 2, 1))
+    if form.padding and scale.shape[1] > 1:
+        raise NotLowerable(f"groups of rows with {form.width} values do not fill whole bytes")
+    if scale.shape[1] == 1:
+        scale, zero_point = scale.squeeze(1), zero_point.squeeze(1)
+    zero_points = None  # stands for zeros
+    if bool(zero_point.any()):
+        zero_points = region.constant(f"{path}_zero_point", zero_point.contiguous())
+    return [node, region.constant(f"{path}_scale", scale.contiguous()), zero_points, low, high]
+
+
+def signed_bytes(integers: Tensor, form: Form) -> Tensor:
+    """Return integers counted from 0, uint8 (rows, width), several to a byte as ExecuTorch reads them.
+
+    Of 4 bits, the first is the highest; of 2 bits, the lowest.
+    """
+    return in_bytes(integers, form, first_highest=form.bits == 4)
+
+
+def _shape(node: Node) -> Any:
+    return node.meta["val"].shape

@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Embedding bags: every mode, offsets, weights and padding, packed or plain, as torch puts them together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import qompose
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from qompose import QuantizationConfig
+from qompose_embedding import EmbeddingQuantizer, get_embedding_quantization_config
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+ROWS = 20
+aten = torch.ops.aten
+
+
+class Bag(nn.Module):
+    def __init__(self, width: int = 12, weighted: bool = False, **options: Any) -> None:
+        super().__init__()
+        self.bag, self.weighted = nn.EmbeddingBag(ROWS, width, **options), weighted
+
+    def forward(self, indices: Tensor, offsets: Tensor, weights: Tensor) -> Any:
+        return self.bag(indices, offsets, weights if self.weighted else None)
+
+
+def converted(model: nn.Module, inputs: Any, config: QuantizationConfig | None = None) -> Any:
+    program = torch.export.export(model.eval(), inputs)
+    return qompose.convert_pt2e(qompose.prepare_pt2e(program, EmbeddingQuantizer(config)))
+
+
+def ragged(include_last: bool = False, kind: torch.dtype = torch.int64) -> tuple[Tensor, ...]:
+    """Bags of 3, 0, 1 and 5 rows; some indices occur twice, some are the padding's."""
+    indices = torch.tensor([3, 0, 7, 19, 0, 0, 2, 2, 5], dtype=kind)
+    offsets = torch.tensor([0, 3, 3, 4] + ([9] if include_last else []), dtype=kind)
+    return indices, offsets, torch.linspace(-1.5, 2.0, 9)
+
+
+def check(lowered: Any, quantized: Any, inputs: tuple[Any, ...], kernel: str) -> None:
+    (row,) = (row for row in qompose.report(lowered).rows if row.owner)
+    assert (row.state, row.kernel) == ("int8 kernel", kernel)
+    torch.testing.assert_close(lowered(*inputs), quantized(*inputs), rtol=1e-4, atol=1e-4)
+
+
+PACKED, PLAIN = "bag of packed rows", "gather rows, dequantize, bag"
+FORMS = {
+    "8 bits": (get_embedding_quantization_config(), PACKED),
+    "4 bits": (get_embedding_quantization_config(4), PACKED),
+    "2 bits, symmetric": (get_embedding_quantization_config(2, symmetric=True), PACKED),
+    "groups": (get_embedding_quantization_config(4, group_size=3), PLAIN),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("padding", [None, 0, -1], ids=str)
+@pytest.mark.parametrize("include_last", [False, True])
+def test_modes(form: str, mode: str, padding: int | None, include_last: bool) -> None:
+    config, kernel = FORMS[form]
+    inputs = ragged(include_last)
+    model = Bag(mode=mode, padding_idx=padding, include_last_offset=include_last)
+    quantized = converted(model, inputs, config)
+    check(qompose.lower(quantized, strict=True), quantized, inputs, kernel)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("padding", [None, 2], ids=str)
+def test_per_sample_weights(form: str, padding: int | None) -> None:
+    config, kernel = FORMS[form]
+    inputs = ragged()
+    quantized = converted(Bag(weighted=True, mode="sum", padding_idx=padding), inputs, config)
+    check(qompose.lower(quantized), quantized, inputs, kernel)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", ["a column", "every other", "one for all"])
+def test_weights_in_any_layout(form: str, kind: str) -> None:
+    config, kernel = FORMS[form]
+    weights = {
+        "a column": torch.randn(9, 3)[:, 1],
+        "every other": torch.randn(18)[::2],
+        "one for all": torch.tensor([2.0]).expand(9),
+    }[kind]
+    inputs = (*ragged()[:2], weights)
+    quantized = converted(Bag(weighted=True, mode="sum"), inputs, config)
+    check(qompose.lower(quantized), quantized, inputs, kernel)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_fewer_weights_than_indices_are_refused(form: str) -> None:
+    size = torch.export.Dim.DYNAMIC
+    indices, offsets, weights = ragged()
+    program = torch.export.export(
+        Bag(weighted=True, mode="sum").eval(), (indices, offsets, weights),
+        dynamic_shapes=({0: size}, None, {0: size}),
+    )  # fmt: skip
+    prepared = qompose.prepare_pt2e(program, EmbeddingQuantizer(FORMS[form][0]))
+    lowered = qompose.lower(qompose.convert_pt2e(prepared))
+    with pytest.raises(RuntimeError, match="one weight for each index"):
+        lowered(indices, offsets, weights[:1])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_infinite_weights_of_rows_that_do_not_count(form: str) -> None:
+    config, kernel = FORMS[form]
+    indices, offsets, weights = ragged()
+    inputs = (indices, offsets, torch.where(indices == 2, float("inf"), weights))
+    quantized = converted(Bag(weighted=True, mode="sum", padding_idx=2), inputs, config)
+    check(qompose.lower(quantized), quantized, inputs, kernel)
+
+
+class Branches(nn.Module):
+    """A bag and a lookup in both branches of a condition, and outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.bag = nn.Embedding(ROWS, 12), nn.EmbeddingBag(ROWS, 12, mode="sum")
+
+    def forward(self, ids: Tensor, which: Tensor) -> Any:
+        chosen = torch.cond(
+            which,
+            lambda ids: self.bag(ids) + self.words(ids).sum(1),
+            lambda ids: self.bag(ids) - self.words(ids).sum(1),
+            (ids,),
+        )
+        return chosen + self.bag(ids)
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec")  # torch of itself
+@pytest.mark.parametrize("form", ["8 bits", "groups"])
+def test_in_branches(form: str) -> None:
+    """One table in all of them, and compiled with them."""
+    ids = torch.randint(ROWS, (3, 4))
+    inputs = (ids, torch.tensor(True))
+    quantized = converted(Branches(), inputs, FORMS[form][0])
+    lowered = qompose.lower(quantized)
+    assert qompose.report(lowered).bytes_after <= qompose.report(quantized).bytes_after
+    compiled = qompose.compile_lowered(lowered, "package")
+    for which in (True, False):
+        inputs = (ids, torch.tensor(which))
+        for run in (lowered, compiled):
+            torch.testing.assert_close(run(*inputs), quantized(*inputs), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("width", [1, 5, 7])
+@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize("mode", ["mean", "max"])
+def test_odd_widths(width: int, bits: int, mode: str) -> None:
+    inputs = ragged()
+    config = get_embedding_quantization_config(bits)
+    quantized = converted(Bag(width, mode=mode), inputs, config)
+    check(qompose.lower(quantized), quantized, inputs, PACKED)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", [torch.int32, torch.int64], ids=str)
+def test_kinds_of_indices(form: str, kind: torch.dtype) -> None:
+    config, kernel = FORMS[form]
+    inputs = ragged(kind=kind)
+    quantized = converted(Bag(mode="mean", padding_idx=0), inputs, config)
+    check(qompose.lower(quantized), quantized, inputs, kernel)
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec")  # torch of itself
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("decomposed", [False, True])
+def test_matrices_of_indices(mode: str, decomposed: bool) -> None:
+    """The operator's name differs before and after torch's own decompositions."""
+    model = nn.EmbeddingBag(ROWS, 8, mode=mode).eval()
+    ids = torch.randint(ROWS, (4, 6))
+    program = torch.export.export(model, (ids,))
+    program = program.run_decompositions() if decomposed else program
+    quantized = qompose.convert_pt2e(qompose.prepare_pt2e(program, EmbeddingQuantizer()))
+    lowered = qompose.lower(quantized)
+    check(lowered, quantized, (ids,), PACKED)
+    assert not [n for n in lowered.graph.nodes if n.target in (aten._embedding_bag.default,)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_tables_float_type_is_kept(dtype: torch.dtype) -> None:
+    model = nn.EmbeddingBag(ROWS, 8, mode="sum", dtype=dtype).eval()
+    ids = torch.randint(ROWS, (4, 6))
+    lowered = qompose.lower(converted(model, (ids,)))
+    assert lowered(ids).dtype is dtype
+    error = (lowered(ids).float() - model(ids).detach().float()).abs().max()
+    assert float(error) < 0.1
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("mode", ["sum", "max"])
+@pytest.mark.parametrize("bad", [ROWS, -1, 10**9], ids=str)
+def test_an_index_out_of_range_is_an_index_error(form: str, mode: str, bad: int) -> None:
+    model = qompose.lower(converted(Bag(mode=mode), ragged(), FORMS[form][0]))
+    indices, *rest = ragged()
+    with pytest.raises(IndexError):
+        model(torch.where(indices == 19, bad, indices), *rest)
+
+
+def test_the_packed_bags_error_names_the_index() -> None:
+    model = qompose.lower(converted(Bag(mode="sum"), ragged()))
+    indices, *rest = ragged()
+    with pytest.raises(IndexError, match="index 20 is out of range: the table has 20 rows"):
+        model(torch.where(indices == 19, 20, indices), *rest)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("offsets", [[1, 3, 3, 4], [0, 3, 3, 10]], ids=str)
+def test_offsets_that_torch_refuses(form: str, offsets: list[int]) -> None:
+    model, inputs = Bag(mode="mean"), ragged()
+    lowered = qompose.lower(converted(model, inputs, FORMS[form][0]))
+    for run in (model, lowered):
+        with pytest.raises(RuntimeError, match="offsets"):
+            run(inputs[0], torch.tensor(offsets), inputs[2])
+
+
+def test_a_program_that_reads_another_result_keeps_its_bag() -> None:
+    class Sizes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bag = nn.EmbeddingBag(ROWS, 8)
+
+        def forward(self, indices: Tensor, offsets: Tensor) -> Any:
+            found = torch.embedding_bag(self.bag.weight, indices, offsets, False, 1)
+            return found[0], found[2]
+
+    program = torch.export.export(Sizes().eval(), ragged()[:2])
+    with pytest.warns(qompose.QomposeWarning, match="no pattern of embedding_bag"):
+        qompose.prepare_pt2e(program, EmbeddingQuantizer())
+
+
+@given(st.data())
+def test_any_bags(data: st.DataObject) -> None:
+    """The operator beside torch's own, on the values that its rows stand for."""
+    lengths = data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=6))
+    number = sum(lengths)
+    ids = data.draw(st.lists(st.integers(0, ROWS - 1), min_size=number, max_size=number))
+    mode, bits = data.draw(st.integers(0, 2)), data.draw(st.sampled_from([8, 4, 2]))
+    padding = data.draw(st.integers(-1, 3))
+    indices = torch.tensor(ids, dtype=torch.int64)
+    offsets = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()[:-1]])
+    table = {
+        8: torch.ops.quantized.embedding_bag_byte_prepack,
+        4: torch.ops.quantized.embedding_bag_4bit_prepack,
+        2: torch.ops.quantized.embedding_bag_2bit_prepack,
+    }[bits](torch.randn(ROWS, 8))
+    unpack = {
+        8: torch.ops.quantized.embedding_bag_byte_unpack,
+        4: torch.ops.quantized.embedding_bag_4bit_unpack,
+        2: torch.ops.quantized.embedding_bag_2bit_unpack,
+    }[bits]
+    bag = torch.ops.qompose_embedding.packed_bag.default
+    actual = bag(table, bits, 8, indices, offsets, mode, None, False, padding)
+    expected = F.embedding_bag(
+        indices,
+        unpack(table),
+        offsets,
+        mode=("sum", "mean", "max")[mode],
+        padding_idx=padding if padding >= 0 else None,
+    )
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("form", "mode"),
+    [("8 bits", "sum"), ("4 bits", "mean"), ("2 bits, symmetric", "max"), ("groups", "mean")],
+)
+def test_compiled_and_packaged(form: str, mode: str) -> None:
+    inputs = ragged()
+    lowered = qompose.lower(converted(Bag(mode=mode, padding_idx=0), inputs, FORMS[form][0]))
+    expected = lowered(*inputs)
+    for how in ("default", "package"):
+        compiled = qompose.compile_lowered(lowered, how)
+        torch.testing.assert_close(compiled(*inputs), expected, rtol=1e-5, atol=1e-5)
+        with pytest.raises(RuntimeError):
+            compiled(torch.full_like(inputs[0], ROWS), *inputs[1:])

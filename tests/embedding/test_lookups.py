@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lookups in every form of table: shapes, widths, float types, compiled and packaged, shared and tied."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import qompose
+import torch
+from qompose import QuantizationConfig, decomposed
+from qompose_embedding import EmbeddingQuantizer, get_embedding_quantization_config
+from torch import Tensor, nn
+
+ROWS = 20
+PACKED, PLAIN = "gather packed rows, unpack", "gather rows, dequantize"
+FORMS = {
+    "8 bits": (get_embedding_quantization_config(), PACKED),
+    "8 bits, symmetric": (get_embedding_quantization_config(symmetric=True), PACKED),
+    "4 bits": (get_embedding_quantization_config(4), PACKED),
+    "4 bits, symmetric": (get_embedding_quantization_config(4, symmetric=True), PACKED),
+    "2 bits": (get_embedding_quantization_config(2), PACKED),
+    "8 bits in groups": (get_embedding_quantization_config(group_size=4), PLAIN),
+    "4 bits in groups": (get_embedding_quantization_config(4, group_size=4), PLAIN),
+    "2 bits in groups, symmetric": (
+        get_embedding_quantization_config(2, symmetric=True, group_size=6), PLAIN,
+    ),
+}  # fmt: skip
+
+
+def converted(model: nn.Module, inputs: Any, config: QuantizationConfig, **options: Any) -> Any:
+    program = torch.export.export(model.eval(), inputs, **options)
+    return qompose.convert_pt2e(qompose.prepare_pt2e(program, EmbeddingQuantizer(config)))
+
+
+def table(width: int = 12, **options: Any) -> nn.Embedding:
+    torch.manual_seed(0)
+    return nn.Embedding(ROWS, width, **options)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("shape", [(), (1,), (5,), (2, 3), (2, 1, 4)], ids=str)
+def test_indices_of_any_shape(form: str, shape: tuple[int, ...]) -> None:
+    config, kernel = FORMS[form]
+    ids = torch.randint(ROWS, shape)
+    quantized = converted(table(), (ids,), config)
+    lowered = qompose.lower(quantized, strict=True)
+    assert [row.kernel for row in qompose.report(lowered).rows] == [kernel]
+    assert not [n for n in lowered.graph.nodes if decomposed.is_dequantize(n)]
+    result = lowered(ids)
+    assert result.shape == (*shape, 12) and result.is_contiguous()
+    torch.testing.assert_close(result, quantized(ids), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize("width", [1, 3, 6, 7])
+@pytest.mark.parametrize("shape", [(3,), (2, 2)], ids=str)
+def test_odd_widths(bits: int, width: int, shape: tuple[int, ...]) -> None:
+    ids = torch.randint(ROWS, shape)
+    quantized = converted(table(width), (ids,), get_embedding_quantization_config(bits))
+    lowered = qompose.lower(quantized, strict=True)
+    assert lowered(ids).stride() == quantized(ids).stride()
+    torch.testing.assert_close(lowered(ids), quantized(ids), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_sizes_that_vary(form: str) -> None:
+    batch, length = torch.export.Dim("batch", max=9), torch.export.Dim("length", max=9)
+    ids = torch.randint(ROWS, (3, 4))
+    quantized = converted(table(), (ids,), FORMS[form][0], dynamic_shapes=({0: batch, 1: length},))
+    lowered = qompose.lower(quantized, strict=True)
+    for shape in ((1, 1), (2, 7), (9, 9)):
+        ids = torch.randint(ROWS, shape)
+        torch.testing.assert_close(lowered(ids), quantized(ids), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_index_out_of_range(form: str) -> None:
+    lowered = qompose.lower(converted(table(), (torch.zeros(2, 2).long(),), FORMS[form][0]))
+    for bad in (ROWS, -1, 2**40):
+        with pytest.raises(IndexError, match="out of range"):
+            lowered(torch.tensor([[0, bad], [1, 2]]))
+
+
+@pytest.mark.parametrize("form", ["8 bits", "2 bits", "4 bits in groups"])
+@pytest.mark.parametrize("mode", ["default", "package"])
+def test_compiled_and_packaged(form: str, mode: str) -> None:
+    batch = torch.export.Dim("batch", max=64)
+    model, ids = nn.Sequential(table(dtype=torch.bfloat16), nn.ReLU()), torch.randint(ROWS, (3, 4))
+    quantized = converted(model, (ids,), FORMS[form][0], dynamic_shapes=({0: batch},))
+    lowered = qompose.lower(quantized)
+    compiled = qompose.compile_lowered(lowered, mode)
+    for number in (3, 7):
+        ids = torch.randint(ROWS, (number, 4))
+        assert compiled(ids).dtype is torch.bfloat16
+        torch.testing.assert_close(compiled(ids), lowered(ids), rtol=1e-2, atol=1e-2)
+    with pytest.raises(RuntimeError, match="index"):
+        compiled(torch.full_like(ids, ROWS))
+
+
+@pytest.mark.parametrize("bits", [4, 2])
+def test_integer_zero_points_that_rows_cannot_hold_stay_beside_them(bits: int) -> None:
+    spec: Any = get_embedding_quantization_config(bits).weight
+    spec = qompose.QuantizationSpec(**{**vars(spec), "qscheme": torch.per_channel_affine})
+    ids = torch.randint(ROWS, (4,))
+    quantized = converted(table(), (ids,), QuantizationConfig(None, None, spec))
+    lowered = qompose.lower(quantized, strict=True)
+    torch.testing.assert_close(lowered(ids), quantized(ids), rtol=1e-5, atol=1e-5)
+    bound = {4: 0.16, 2: 0.10}[bits] * 12 * ROWS * 4 + 8 * ROWS
+    assert qompose.report(lowered).bytes_after <= bound
+
+
+class TwoLookups(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.bag = nn.Embedding(ROWS, 8), nn.EmbeddingBag(ROWS, 8, mode="sum")
+        self.bag.weight = self.words.weight
+
+    def forward(self, one: Tensor, other: Tensor) -> Any:
+        return self.words(one), self.words(other), self.bag(other)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("group_size", [None, 4])
+def test_several_lookups_share_one_table(bits: int, group_size: int | None) -> None:
+    inputs = torch.randint(ROWS, (3,)), torch.randint(ROWS, (2, 4))
+    config = get_embedding_quantization_config(bits, group_size=group_size)
+    quantized = converted(TwoLookups(), inputs, config)
+    lowered = qompose.lower(quantized, strict=True)
+    tables = [t for t in lowered.state_dict().values() if t.dtype is torch.uint8]
+    assert len(tables) == 1
+    for actual, wanted in zip(lowered(*inputs), quantized(*inputs), strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("bits", "group_size", "bound"),
+    [(8, None, 0.27), (4, None, 0.16), (4, 32, 0.16), (2, None, 0.10), (2, 32, 0.10)],
+)
+def test_bytes_of_a_table(bits: int, group_size: int | None, bound: float) -> None:
+    model = nn.Embedding(1000, 128)
+    ids = torch.randint(1000, (3,))
+    config = get_embedding_quantization_config(bits, group_size=group_size)
+    lowered = qompose.lower(converted(model, (ids,), config))
+    report = qompose.report(lowered)
+    assert report.bytes_after <= bound * report.bytes_before
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(ROWS, 16), nn.Linear(16, ROWS, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.words(ids).tanh())
+
+
+@pytest.mark.parametrize("other", ["x86_inductor", "xnnpack"])
+@pytest.mark.parametrize("first", [True, False], ids=["embedding first", "embedding last"])
+def test_a_tied_table_is_stored_once(other: str, first: bool) -> None:
+    pytest.importorskip(f"qompose_{other}")
+    members: list[Any] = [EmbeddingQuantizer(), other] if first else [other, EmbeddingQuantizer()]
+    ids = torch.randint(ROWS, (4, 5))
+    program = torch.export.export(Tied().eval(), (ids,))
+    prepared = qompose.prepare_pt2e(program, qompose.compose(*members))
+    prepared(ids)
+    quantized = qompose.convert_pt2e(prepared)
+    lowered = qompose.lower(quantized)
+    large = [t for t in lowered.state_dict().values() if t.numel() >= ROWS * 16]
+    assert [t.dtype for t in large] == [torch.int8]
+    kernels = {row.module: row.kernel for row in qompose.report(lowered).rows}
+    assert kernels["words"] == PLAIN
+    # A step of the head's output: what is between the two is rounded to integers.
+    outputs = lowered(ids), quantized(ids)
+    step = float((outputs[1].max() - outputs[1].min()) / 255)
+    assert float((outputs[0] - outputs[1]).abs().max()) <= 1.01 * step

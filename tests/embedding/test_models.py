@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A recommender with 26 bags, composed with either product backend in either order, on every target."""
+
+from __future__ import annotations
+
+import itertools
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import qompose
+import torch
+from qompose_embedding import EmbeddingQuantizer, get_embedding_quantization_config
+from torch import Tensor, nn
+
+TABLES, DENSE, WIDTH, BATCH, LENGTH = 26, 13, 16, 8, 4
+PRODUCTS = [name for name in ("xnnpack", "x86_inductor") if find_spec(f"qompose_{name}")]
+ORDERS = [order for name in PRODUCTS for order in itertools.permutations(("embedding", name))]
+
+pytestmark = pytest.mark.filterwarnings("ignore::qompose.QomposeWarning")  # cat of floats
+
+
+class DLRM(nn.Module):
+    """Dense features through a perceptron, sparse ones through bags, and products of all pairs between them.
+
+    The tables have from 10 rows to about 3,000, and the three modes of bags in turn.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        modes = itertools.cycle(("sum", "mean", "max"))
+        self.bags = nn.ModuleList(
+            nn.EmbeddingBag(int(10 * 1.25**number), WIDTH, mode=mode)
+            for number, mode in zip(range(TABLES), modes, strict=False)
+        )
+        self.bottom = nn.Sequential(
+            nn.Linear(DENSE, 32), nn.ReLU(), nn.Linear(32, WIDTH), nn.ReLU()
+        )
+        pairs = (TABLES + 1) * TABLES // 2
+        self.top = nn.Sequential(nn.Linear(WIDTH + pairs, 32), nn.ReLU(), nn.Linear(32, 1))
+        self.register_buffer("rows", torch.triu_indices(TABLES + 1, TABLES + 1, 1))
+
+    def forward(self, dense: Tensor, sparse: Tensor) -> Tensor:
+        x = self.bottom(dense)
+        found = [bag(ids % bag.num_embeddings) for bag, ids in zip(self.bags, sparse, strict=True)]
+        features = torch.stack([x, *found], dim=1)
+        products = features @ features.transpose(1, 2)
+        return self.top(torch.cat([x, products[:, self.rows[0], self.rows[1]]], dim=1)).sigmoid()
+
+
+def batch(seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    dense = torch.randn(BATCH, DENSE, generator=generator)
+    return dense, torch.randint(10_000, (TABLES, BATCH, LENGTH), generator=generator)
+
+
+@cache
+def model() -> nn.Module:
+    return DLRM().eval()
+
+
+@cache
+def program() -> torch.export.ExportedProgram:
+    return torch.export.export(model(), batch(0))
+
+
+def quantized(*members: Any, target: str = "torch") -> qompose.QuantizedModel:
+    batches = [batch(seed) for seed in range(4)]
+    return qompose.quantize(program(), backends=list(members), calibration=batches, target=target)
+
+
+def relative_error(actual: Tensor, wanted: Tensor) -> float:
+    return float((actual - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize("order", ORDERS, ids="-".join)
+def test_every_bag_has_a_kernel(order: tuple[str, str]) -> None:
+    result = quantized(*order)
+    bags = [row for row in result.report.rows if row.owner == "embedding"]
+    assert len(bags) == TABLES
+    assert {(row.state, row.kernel) for row in bags} == {("int8 kernel", "bag of packed rows")}
+    dense, sparse = batch(9)
+    with torch.no_grad():
+        wanted, actual = model()(dense, sparse), result.model(dense, sparse)
+        assert relative_error(actual, result.converted(dense, sparse)) < 0.01
+    assert relative_error(actual, wanted) < 0.02
+    tables = sum(t.nbytes for n, t in result.model.state_dict().items() if n.startswith("bags"))
+    assert tables <= (WIDTH + 8) / (4 * WIDTH) * sum(t.nbytes for t in model().bags.parameters())
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_the_order_changes_nothing(product: str) -> None:
+    one, other = (quantized(*order) for order in (("embedding", product), (product, "embedding")))
+    for first, second in ((one.converted, other.converted), (one.model, other.model)):
+        texts = ["\n".join(n.format_node() or "" for n in m.graph.nodes) for m in (first, second)]
+        assert texts[0] == texts[1]
+        assert torch.equal(first(*batch(9)), second(*batch(9)))
+
+
+@pytest.mark.parametrize("bits", [4, 2])
+def test_fewer_bits(bits: int) -> None:
+    quantizer = EmbeddingQuantizer(get_embedding_quantization_config(bits))
+    result = quantized(quantizer, *PRODUCTS[:1])
+    with torch.no_grad():
+        wanted, actual = model()(*batch(9)), result.model(*batch(9))
+        assert relative_error(actual, result.converted(*batch(9))) < 0.01
+    assert relative_error(actual, wanted) < {4: 0.1, 2: 0.5}[bits]
+
+
+@pytest.mark.skipif(not find_spec("executorch"), reason="needs executorch")
+@pytest.mark.filterwarnings("ignore")  # executorch's own, at import
+def test_on_the_executorch_runtime() -> None:
+    pytest.importorskip("qompose_xnnpack")
+    result = quantized("embedding", "xnnpack", target="executorch")
+    outputs = result.model(*batch(9))
+    (output,) = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
+    assert relative_error(output, result.converted(*batch(9))) < 0.01
+    states = [row.state for row in result.report.rows if row.owner == "embedding"]
+    assert states == ["int8 kernel"] * TABLES
