@@ -3,13 +3,21 @@
 
 from __future__ import annotations
 
+import gc
+import logging
+from collections.abc import Callable, Iterator
+
 import pytest
 import torch
 from hypothesis import settings
 
+from tests.logs import Listen, Records
+
 settings.register_profile("free", deadline=None, print_blob=True)
 settings.register_profile("repeatable", deadline=None, derandomize=True, database=None)
 settings.load_profile("free")
+
+gc.set_threshold(100_000, 50, 100)  # exports make graphs of many small objects, few of them garbage
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -32,3 +40,21 @@ def seeded_module() -> None:
 def seeded() -> None:
     """Every test draws the same numbers, alone or behind others."""
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def logged() -> Iterator[Listen]:
+    """Call it with a level and the name of a logger: what that logger and those below it log from then on."""
+    undo: list[Callable[[], None]] = []
+
+    def listen(level: int, name: str = "") -> Records:
+        logger, records = logging.getLogger(name or None), Records()
+        undo.append(lambda before=logger.level: logger.setLevel(before))  # type: ignore[misc]
+        undo.append(lambda: logger.removeHandler(records))
+        logger.setLevel(level)
+        logger.addHandler(records)
+        return records
+
+    yield listen
+    for step in reversed(undo):
+        step()

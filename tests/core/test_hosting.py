@@ -48,6 +48,7 @@ from tests.core.toy import (
     seeded,
     toy,
 )
+from tests.logs import Listen
 from tests.zoo import by_name
 
 
@@ -366,14 +367,14 @@ class TestWhatIsNotDone:
         with pytest.raises(SharingError, match=r"linear_1 -> relu shares .* of output of linear_1"):
             hosted(net(), qompose.compose(Annotator(relu)))
 
-    def test_notes_are_logged(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_notes_are_logged(self, logged: Listen) -> None:
         def output(node: Node) -> None:
             if node.op == "output":
                 annotate(node, {}, INT8)
 
-        with caplog.at_level(logging.INFO, "qompose"):
-            hosted(net(), qompose.compose(Annotator(output)))
-        assert "annotates output, which was not followed" in caplog.text
+        heard = logged(logging.INFO, "qompose")
+        hosted(net(), qompose.compose(Annotator(output)))
+        assert "annotates output, which was not followed" in heard.text
 
 
 class TestBodies:

@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.nn import functional
 
+from tests.logs import Listen
+
 pytest.importorskip("executorch")
 
 QD = torch.ops.quantized_decomposed
@@ -120,26 +122,22 @@ class TestReasons:
         )
         assert f"portable: {operator}" in str(delegation)
 
-    def test_collecting_them_leaves_logging_alone(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_collecting_them_leaves_logging_alone(self, logged: Listen) -> None:
         names = [n for n in logging.root.manager.loggerDict if "xnnpack" in n]
         before = [(n, logging.getLogger(n).level, logging.getLogger(n).handlers[:]) for n in names]
-        with caplog.at_level(logging.INFO):
-            program_of(conv_of_float)
-        assert not [record for record in caplog.records if "xnnpack" in record.name]
+        heard = logged(logging.INFO)
+        program_of(conv_of_float)
+        assert not [record for record in heard.records if "xnnpack" in record.name]
         after = [(n, logging.getLogger(n).level, logging.getLogger(n).handlers[:]) for n in names]
         assert before == after
         from executorch.backends.xnnpack.partition.config import gemm_configs
 
         assert isinstance(gemm_configs.why.logger, logging.Logger)
 
-    def test_a_user_who_asks_executorch_still_hears_it(
-        self, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        with caplog.at_level(logging.DEBUG, "executorch.backends.xnnpack.partition.config"):
-            program_of(conv_of_float)
-        assert any(
-            "was not partitioned because" in record.getMessage() for record in caplog.records
-        )
+    def test_a_user_who_asks_executorch_still_hears_it(self, logged: Listen) -> None:
+        heard = logged(logging.DEBUG, "executorch.backends.xnnpack.partition.config")
+        program_of(conv_of_float)
+        assert "was not partitioned because" in heard.text
 
 
 def rounded_twice(m: Of, x: Tensor, y: Tensor) -> Tensor:

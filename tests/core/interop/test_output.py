@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 from qompose.interop.fence import fenced
 
+from tests.logs import Listen
+
 
 class FailedError(Exception):
     """What code behind the fence raises."""
@@ -41,10 +43,11 @@ class TestOutput:
             print("\n \n")
         assert effects == []
 
-    def test_all_of_it_is_logged_for_who_asks(self, caplog: pytest.LogCaptureFixture) -> None:
-        with caplog.at_level(logging.DEBUG, "qompose"), fenced():
+    def test_all_of_it_is_logged_for_who_asks(self, logged: Listen) -> None:
+        heard = logged(logging.DEBUG, "qompose")
+        with fenced():
             print("first\nsecond")
-        assert "what was printed to stdout: first\nsecond" in caplog.text
+        assert "what was printed to stdout: first\nsecond" in heard.text
 
     def test_it_appears_where_the_code_raises(self, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(FailedError), fenced() as effects:
