@@ -115,6 +115,8 @@ def made(engine: str, workload: Workload) -> tuple[Callable[..., Any], int]:
     """What an engine runs, and the bytes of its table."""
     if engine == "float":
         return float_function(workload), size_of(workload.model())
+    if engine == "float module":
+        return workload.model(), size_of(workload.model())
     if engine == "compiled float":
         return torch.compile(workload.model()), size_of(workload.model())
     if engine == "torchao":
@@ -146,8 +148,9 @@ def cells(row: Row, rows: Sequence[Row]) -> list[str]:
 
 COMPARISON = Comparison(
     models=[*WORKLOADS],
-    engines=["float", "compiled float", "torchao", "qompose 8 bits", "qompose 4 bits", "qompose 2 bits",
-             "compiled qompose 8 bits", "memory limit"],
+    engines=["float", "float module", "compiled float", "torchao",
+             "qompose 8 bits", "qompose 4 bits", "qompose 2 bits", "compiled qompose 8 bits",
+             "memory limit"],
     columns=("us", "p10", "p90", "of float", "of the limit", "bytes, of float"),
     compared=("float", "memory limit"),
     packages=("torch", "torchao", "qompose"),

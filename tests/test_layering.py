@@ -36,7 +36,7 @@ LAYERS = tuple(
         claims selectors observing soundness
         apart patterns oversight orphans
         arbitration annotations tying counting rendering places constraints
-        selection layouts
+        selection layouts calls
         rules
         querying
         capability_row

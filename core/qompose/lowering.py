@@ -14,6 +14,7 @@ from torch.fx import GraphModule, Node
 
 from qompose import layouts
 from qompose.backend import Backend, CallSignature, Finished, Methods, Target
+from qompose.calls import call_directly
 from qompose.claims import Claim
 from qompose.counting import KERNELS_TAG
 from qompose.errors import ConfigError, QomposeError, TargetError, UserError, blaming, near_names
@@ -48,6 +49,7 @@ class Step:
 
 def _in_process(module: GraphModule, signature: CallSignature) -> Finished:
     """Let a lowered graph run as it stands, in place."""
+    call_directly(module)
     for part in graphs_in(module):
         layouts.allow_any(part)
         part.recompile()
