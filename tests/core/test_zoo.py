@@ -13,6 +13,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from tests.core.toy import NullQuantizer, graph_text, prepare
+from tests.sampling import one_of
 from tests.zoo import ZOO, ZooModel, by_name, tagged
 
 MODELS = [m for m in ZOO if "transformers" not in m.tags or find_spec("transformers")]
@@ -67,7 +68,7 @@ def _operators(module: torch.fx.GraphModule) -> list[tuple[Any, Any]]:
     ]
 
 
-@pytest.mark.parametrize("model", MUTATION_FREE, ids=str)
+@pytest.mark.parametrize("model", one_of(3, MUTATION_FREE), ids=str)
 def test_the_program_is_left_alone_and_no_operator_or_type_changes(model: ZooModel) -> None:
     program = model.export()
     before, expected = fingerprint(program), _operators(program.module(check_guards=False))
@@ -100,7 +101,9 @@ def test_parameters_are_shared_and_not_copied() -> None:
 
 
 @pytest.mark.parametrize(
-    "model", [m for m in tagged(without="transformers") if m.dynamic_shapes], ids=str
+    "model",
+    one_of(3, [m for m in tagged(without="transformers") if m.dynamic_shapes]),
+    ids=str,
 )
 def test_dynamic_dimensions_stay_dynamic(model: ZooModel) -> None:
     program = model.export(dynamic=True)

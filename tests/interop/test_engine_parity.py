@@ -29,6 +29,7 @@ from tests.interop.peers import (
     torchao_observer,
 )
 from tests.interop.peers import torchao_quantizer as ao
+from tests.sampling import one_of
 from tests.zoo import by_name
 
 pytestmark = pytest.mark.filterwarnings(*THEIR_WARNINGS)
@@ -85,7 +86,8 @@ def _flat(inputs: tuple[Any, ...]) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("quantizer", "name"), [(kind, name) for kind, names in ALIKE.items() for name in names.split()]
+    ("quantizer", "name"),
+    one_of(3, [(kind, name) for kind, names in ALIKE.items() for name in names.split()]),
 )
 def test_models_of_the_zoo(quantizer: str, name: str) -> None:
     ours, theirs = both(name, quantizer)

@@ -172,7 +172,9 @@ def test_tables() -> None:
         assert 0 < int(distance.max()) <= 1
 
 
-@pytest.mark.parametrize("quantizer", ["xnnpack", "embedding+xnnpack"])
+@pytest.mark.parametrize(
+    "quantizer", [pytest.param("xnnpack", marks=pytest.mark.long), "embedding+xnnpack"]
+)
 @pytest.mark.parametrize("model", ["bottleneck", "embedding_mlp", "vision_transformer"])
 def test_the_result_is_exported_and_runs_on_executorch(model: str, quantizer: str) -> None:
     inputs = by_name(model).inputs()

@@ -102,7 +102,16 @@ def converted(
     return qompose.convert_pt2e(prepared)
 
 
-@pytest.fixture(scope="module", params=SUBJECTS, ids=lambda subject: subject.name)
+AT_ONCE = ("resnet18", "mobilenet_v2", "bert_base")
+"""Networks that have most of what the others have; those are for the long run."""
+
+
+def _subject(subject: Subject) -> Any:
+    later = [] if subject.name in AT_ONCE else [pytest.mark.long]
+    return pytest.param(subject, marks=later, id=subject.name)
+
+
+@pytest.fixture(scope="module", params=[_subject(subject) for subject in SUBJECTS])
 def outcome(request: pytest.FixtureRequest) -> Outcome:
     subject: Subject = request.param
     model = network(subject.name, size=subject.size, layers=subject.layers)
@@ -110,7 +119,7 @@ def outcome(request: pytest.FixtureRequest) -> Outcome:
         pytest.importorskip("transformers")
     module, test = model.build(), subject.batch(1000)
     exported = torch.export.export(module, test)
-    calibration = [subject.batch(seed) for seed in range(1, 17)]
+    calibration = [subject.batch(seed) for seed in range(1, 9)]
     simulation = converted(exported, XNNPACKQuantizer().set_global(STATIC), calibration)
     lowered = qompose.lower(simulation)
     program = qompose.lower(simulation, target="executorch")

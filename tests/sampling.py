@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Long lists of cases: a few of them in every run, the others in the long one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+
+def one_of(number: int, cases: Sequence[Any]) -> list[Any]:
+    """The cases, all but the first of every ``number`` for the long run; a tuple has the test's arguments."""
+    later = [pytest.mark.long]
+    return [
+        pytest.param(
+            *(case if isinstance(case, tuple) else (case,)), marks=later if i % number else []
+        )
+        for i, case in enumerate(cases)
+    ]
