@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-import gc
-
 import pytest
 import torch
 from qompose_x86_inductor.derived import derived, table_size
 from torch import Tensor
+
+from tests.collecting import settled
 
 
 class Counted:
@@ -59,14 +59,12 @@ def test_a_form_may_be_nothing_and_may_ask_for_others() -> None:
 
 
 def test_it_goes_with_the_tensor() -> None:
-    gc.collect()
-    before = table_size()
+    before = settled(table_size)
     counted = Counted(torch.arange(3))
     counted.ask()
     assert table_size() == before + 1
     del counted
-    gc.collect()
-    assert table_size() == before
+    assert settled(table_size) == before
 
 
 def test_what_fails_is_asked_for_again() -> None:

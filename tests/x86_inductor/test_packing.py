@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import copy
-import gc
 
 import pytest
 import torch
 import torch.nn.functional as F
 from qompose_x86_inductor.derived import table_size
 from torch import Tensor
+
+from tests.collecting import settled
 
 OPS = torch.ops.qompose_x86
 
@@ -25,15 +26,13 @@ class TestPackedWeights:
         return result
 
     def test_go_with_their_weight(self) -> None:
-        gc.collect()
-        before = table_size()
+        before = settled(table_size)
         weight = torch.ones(4, 8, dtype=torch.int8)
         self.run(weight)
         self.run(weight)
         assert table_size() == before + 1
         del weight
-        gc.collect()
-        assert table_size() == before
+        assert settled(table_size) == before
 
     @pytest.mark.parametrize("inference", [False, True], ids=["ordinary", "inference"])
     def test_follow_a_write(self, inference: bool) -> None:

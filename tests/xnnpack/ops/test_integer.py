@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import gc
-
 import pytest
 import torch
 from hypothesis import given
@@ -12,6 +10,7 @@ from hypothesis import strategies as st
 from qompose_xnnpack import integer
 from torch import Tensor
 
+from tests.collecting import settled
 from tests.xnnpack.ops.arithmetic import examples, int8, seeds, weights
 
 
@@ -48,8 +47,7 @@ class TestProducts:
             integer.matmul(x, x)
 
     def test_cached_sums_follow_the_weight(self) -> None:
-        gc.collect()
-        entries = len(integer.row_sums)
+        entries = settled(integer.row_sums.__len__)
         weight = weights(0, 3, 4)
         first = integer.row_sums(weight).clone()
         assert integer.row_sums(weight) is integer.row_sums(weight)
@@ -57,8 +55,7 @@ class TestProducts:
         assert torch.equal(integer.row_sums(weight), -first)
         assert len(integer.row_sums) == entries + 1
         del weight
-        gc.collect()
-        assert len(integer.row_sums) == entries
+        assert settled(integer.row_sums.__len__) == entries
 
     def test_sums_of_groups_follow_the_weight(self) -> None:
         weight = weights(0, 3, 8)
