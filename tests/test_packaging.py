@@ -64,6 +64,7 @@ print(json.dumps(sorted({claim.owner for claim in result.model.meta["qompose"].p
 def run(command: Sequence[object], **variables: str) -> subprocess.CompletedProcess[str]:
     """Run a command away from the checkout, without what the caller's environment says of Python."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "QOMPOSE"))}
+    kept.pop("COLUMNS", None)  # which xdist sets
     return subprocess.run(
         [str(part) for part in command],
         capture_output=True,
