@@ -27,11 +27,13 @@ PLUGINS = {
 LAYERS = tuple(
     line.split()
     for line in """
-        errors hookspecs histogram aliases running operators offers faults kinship strides
-        numerics graph screening functionals encoding drafts factories
-        decomposed nested recording exported
+        errors hookspecs histogram sampling fingerprints repeats
+        aliases running operators offers faults kinship strides
+        numerics graph screening functionals encoding drafts factories row_sample range_search
+        decomposed nested recording exported facts
         decompositions sources
         specs observers rewrites balancing schemes reference guarding
+        histogram_observers
         configs bounds roles usual_specs
         claims selectors observing soundness
         apart patterns oversight orphans
@@ -43,7 +45,10 @@ LAYERS = tuple(
         capabilities
         backend region matching
         plan signature plugins operands configuring covering ordering
-        requirements
+        requirements sites ranks
+        statistics_files
+        collecting
+        checkpoints
         hosting
         subjects factoring delegation adding
         survey quantizer estimation ledger scaffolding
@@ -69,7 +74,8 @@ LAYERS = tuple(
         quantizing inquiry
         commands commands.output commands.program_files
         commands.checking commands.calibration_files commands.report
-        commands.backends commands.capabilities commands.quantize commands.new_backend
+        commands.choosing
+        commands.calibrate commands.backends commands.capabilities commands.quantize commands.new_backend
         cli
         __init__ __main__
         testing.failures testing.data testing.measures testing.examples testing.models testing.limits

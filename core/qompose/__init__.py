@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from qompose.capabilities import Capabilities as Capabilities
     from qompose.capabilities import Support as Support
     from qompose.capability_row import Capability as Capability
+    from qompose.collecting import Statistics as Statistics
+    from qompose.collecting import statistics as statistics
     from qompose.compiling import CompiledModel as CompiledModel
     from qompose.compiling import compile_lowered as compile_lowered
     from qompose.composing import compose as compose
@@ -58,9 +60,14 @@ if TYPE_CHECKING:
     from qompose.errors import SelectorError as SelectorError
     from qompose.errors import SharingError as SharingError
     from qompose.errors import StageError as StageError
+    from qompose.errors import StatisticsError as StatisticsError
     from qompose.errors import TargetError as TargetError
     from qompose.errors import UncalibratedError as UncalibratedError
     from qompose.errors import UserError as UserError
+    from qompose.histogram_observers import EntropyObserver as EntropyObserver
+    from qompose.histogram_observers import HistogramObserver as HistogramObserver
+    from qompose.histogram_observers import PercentileObserver as PercentileObserver
+    from qompose.histogram_observers import observer_for_range as observer_for_range
     from qompose.hookspecs import API_VERSION as API_VERSION
     from qompose.hookspecs import hookimpl as hookimpl
     from qompose.inquiry import NodeSupport as NodeSupport
@@ -68,7 +75,6 @@ if TYPE_CHECKING:
     from qompose.ledger import Report as Report
     from qompose.ledger import Row as Row
     from qompose.observers import FixedQParamsObserver as FixedQParamsObserver
-    from qompose.observers import HistogramObserver as HistogramObserver
     from qompose.observers import MinMaxObserver as MinMaxObserver
     from qompose.observers import MovingAverageMinMaxObserver as MovingAverageMinMaxObserver
     from qompose.observers import (
@@ -77,7 +83,6 @@ if TYPE_CHECKING:
     from qompose.observers import PerBlockMinMaxObserver as PerBlockMinMaxObserver
     from qompose.observers import PerChannelMinMaxObserver as PerChannelMinMaxObserver
     from qompose.observers import PlaceholderObserver as PlaceholderObserver
-    from qompose.observers import observer_for_range as observer_for_range
     from qompose.operators import ORDER_PRESERVING as ORDER_PRESERVING
     from qompose.operators import SCALE_PRESERVING as SCALE_PRESERVING
     from qompose.operators import VALUE_PRESERVING as VALUE_PRESERVING
@@ -136,6 +141,7 @@ _MODULES = {
     "calibration": "calibrate",
     "capabilities": "Capabilities Support",
     "capability_row": "Capability",
+    "collecting": "Statistics statistics",
     "compiling": "CompiledModel compile_lowered",
     "composing": "compose quantizer_from_dict quantizer_from_json quantizer_of",
     "composition": "ComposableQuantizer",
@@ -145,17 +151,19 @@ _MODULES = {
         "AnnotationConflictError ArtefactError BackendNotFoundError CalibrationError CompilationError "
         "ConfigError ExcludedBackendError InternalError MemberError MissingBackendError NotExportedError "
         "NothingQuantizedError NotLoweredError PluginError ProjectError QomposeError QomposeWarning "
-        "RequirementError RequirementWarning SelectorError SharingError StageError TargetError "
-        "UncalibratedError UserError"
+        "RequirementError RequirementWarning SelectorError SharingError StageError "
+        "StatisticsError TargetError UncalibratedError UserError"
+    ),
+    "histogram_observers": (
+        "EntropyObserver HistogramObserver PercentileObserver observer_for_range"
     ),
     "hookspecs": "API_VERSION hookimpl",
     "inquiry": "NodeSupport can_quantize",
     "ledger": "Report Row",
     "observers": (
-        "FixedQParamsObserver HistogramObserver MinMaxObserver MovingAverageMinMaxObserver "
+        "FixedQParamsObserver MinMaxObserver MovingAverageMinMaxObserver "
         "MovingAveragePerChannelMinMaxObserver PerBlockMinMaxObserver PerChannelMinMaxObserver "
-        "PlaceholderObserver "
-        "observer_for_range"
+        "PlaceholderObserver"
     ),
     "operators": "ORDER_PRESERVING SCALE_PRESERVING VALUE_PRESERVING",
     "patterns": "Match OperatorPattern Pattern",

@@ -28,8 +28,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from qompose.histogram import Histogram, best_range
+from qompose.histogram import Histogram
 from qompose.numerics import along, fake_quantize
+from qompose.range_search import best_range, power_error
 
 INPUT, OUTPUT = "input", "output"
 
@@ -236,7 +237,7 @@ def _divided_range(
     histogram.add(channels.sample / factors)
     histogram.minimum = float((channels.low / factors).amin())
     histogram.maximum = float((channels.high / factors).amax())
-    low, high = best_range(histogram, steps=scheme.high - scheme.low, power=_POWER)
+    low, high = best_range(histogram, steps=scheme.high - scheme.low, cost=power_error(_POWER))
     kept_low, kept_high = _kept(channels, scheme, *qparams)
     return (
         torch.minimum(low, kept_low * histogram.minimum),

@@ -3,8 +3,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,30 +18,48 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
+from qompose.checkpoints import Kept
+from qompose.collecting import Statistics, order_dependent, statistics
 from qompose.errors import BatchError, CalibrationError, UserError
 from qompose.graph import value_of
 from qompose.plan import record_of
+from qompose.ranks import Ranks
 
 
 def calibrate(
     prepared: GraphModule,
-    batches: Iterable[Any],
+    batches: Iterable[Any] | Statistics,
     *,
     transform: Callable[[Any], Any] | None = None,
+    limit: int | None = None,
     progress: bool | None = None,
+    resume: str | os.PathLike[str] | None = None,
+    sharded: bool = False,
+    timeout: float = 600.0,
 ) -> GraphModule:
-    """Run every batch through a prepared model, without gradients, and return the model.
+    """Run batches through a prepared model, without gradients, and return the model.
+
+    Where `torch.distributed` is initialised, each process runs its share of the batches, every so many-th
+    of them, and all end with the statistics of all: bit by bit those that one process would have.
 
     Args:
         batches: tensors, tuples of positional arguments or dicts of keyword arguments; a DataLoader fits.
+            Or `Statistics` of an earlier calibration, which take the place of data.
         transform: turns what `batches` yields into the model's inputs, as `lambda batch: batch[0]`.
+        limit: how many batches to take at most, over all processes.
         progress: whether to show a progress bar; None shows it on a terminal.
+        resume: a file in which statistics are kept on the way (`Statistics.save`): a calibration that
+            was stopped goes on behind the batches that it has, which have to come in the same order.
+        sharded: each process was given batches of its own.
+        timeout: seconds after which a process that does not answer is an error.
 
     Raises:
         StageError: the model was not prepared.
-        UserError: `batches` cannot be iterated.
+        UserError: `batches` cannot be iterated, or an option is none.
         CalibrationError: there was no batch, or one does not fit the model (its number is named), or has
-            another value than the one with which the model was exported for what is no tensor.
+            another value than the one with which the model was exported for what is no tensor; another
+            process failed or died; there are several, and an observer depends on the order of batches.
+        StatisticsError: statistics do not fit the model, or a file of them cannot be read.
     """
     record_of(
         prepared,
@@ -44,26 +67,90 @@ def calibrate(
         function="calibrate",
         remedy="Call qompose.prepare_pt2e first.",
     )
+    if isinstance(batches, Statistics):
+        return batches.apply(prepared)
+    if limit is not None and limit < 1:
+        raise UserError(f"limit={limit}: calibration takes one batch at least")
+    iterator = _iterated(batches)
+    ranks = Ranks.here(timeout)
+    if ranks.count > 1 and (named := order_dependent(prepared)):
+        raise CalibrationError(
+            f"{ranks.count} processes cannot calibrate together what depends on the order of batches: "
+            f'{"; ".join(named)}. Use range="minmax" or range="histogram".'
+        )
+    kept = None if resume is None else Kept(Path(resume), ranks)
+    start = 0 if kept is None else kept.restore(prepared)
+    share = _Share(1 if sharded else ranks.count, 0 if sharded else ranks.rank, start, limit)
+    shown = ranks.rank == 0 and (sys.stderr.isatty() if progress is None else progress)
+    total = share.total(len(batches)) if isinstance(batches, Sized) else limit
+    with _bar(shown) as bar, torch.no_grad(), _all_or_none(prepared, ranks, start) as done:
+        task = bar.add_task("calibrating", total=total)
+        for number, batch in share.of(iterator):
+            _run(prepared, transform(batch) if transform else batch, number)
+            done.append(number)
+            bar.update(task, completed=number)
+            if kept is not None:
+                kept.note(prepared, number)
+    if kept is not None:
+        kept.close(prepared)
+    return prepared
+
+
+def _iterated(batches: Iterable[Any]) -> Iterator[Any]:
     try:
-        iterator = iter(batches)
+        return iter(batches)
     except TypeError:
         raise UserError(
             f"calibrate takes an iterable of batches, and got {type(batches).__name__}; for one batch "
             "pass [batch]"
         ) from None
-    shown = sys.stderr.isatty() if progress is None else progress
-    total = len(batches) if isinstance(batches, Sized) else None
-    count = 0
-    with _bar(shown) as bar, torch.no_grad():
-        task = bar.add_task("calibrating", total=total)
-        for count, batch in enumerate(iterator, start=1):
-            _run(prepared, transform(batch) if transform else batch, count)
-            bar.advance(task)
-    if count == 0:
+
+
+@dataclass(frozen=True)
+class _Share:
+    """Which batches are run here: one of `count`, from that number `start` on, of at most `limit`."""
+
+    count: int
+    rank: int
+    start: int
+    limit: int | None
+
+    def total(self, length: int) -> int:
+        return length if self.limit is None else min(length, self.limit)
+
+    def of(self, iterator: Iterator[Any]) -> Iterator[tuple[int, Any]]:
+        """Yield the batches with their numbers, from 1 on, in the whole of them."""
+        for number, batch in enumerate(islice(iterator, self.limit), start=1):
+            if number > self.start and (number - 1) % self.count == self.rank:
+                yield number, batch
+
+
+@contextmanager
+def _all_or_none(prepared: GraphModule, ranks: Ranks, start: int) -> Iterator[list[int]]:
+    """Put the statistics of all processes together, or fail in all of them, whichever failed.
+
+    Yields a list for the numbers of the batches that were run here.
+    """
+    done: list[int] = []
+    try:
+        yield done
+    except Exception as error:
+        with suppress(
+            CalibrationError
+        ):  # the others may have failed too; this is the error to show
+            ranks.exchange(f"{type(error).__name__}: {error}")
+        raise
+    parts = ranks.exchange((start + len(done), statistics(prepared) if ranks.count > 1 else None))
+    failed = [f"rank {rank}: {part}" for rank, part in enumerate(parts) if isinstance(part, str)]
+    if failed:
+        raise CalibrationError(f"another process failed: {'; '.join(failed)}")
+    if not any(count for count, _ in parts):
         raise CalibrationError(
             "calibrate got no batches: the iterable was empty (or used up before)"
         )
-    return prepared
+    if ranks.count > 1:
+        first, *others = (found for _, found in parts)
+        first.merged(*others).apply(prepared, partial=True)
 
 
 def _bar(shown: bool) -> Progress:

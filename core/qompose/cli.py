@@ -15,7 +15,7 @@ from difflib import get_close_matches
 from types import ModuleType
 from typing import Any, NoReturn
 
-from qompose.commands import backends, capabilities, new_backend, quantize, report
+from qompose.commands import backends, calibrate, capabilities, new_backend, quantize, report
 from qompose.commands.output import Output, results_apart, say
 from qompose.errors import InternalError, QomposeError, QomposeWarning, near_names
 from qompose.faults import told
@@ -23,6 +23,7 @@ from qompose.faults import told
 COMMANDS: dict[str, ModuleType] = {
     "backends": backends,
     "capabilities": capabilities,
+    "calibrate": calibrate,
     "quantize": quantize,
     "report": report,
     "new-backend": new_backend,

@@ -116,6 +116,10 @@ class CalibrationError(UserError):
     """A calibration batch cannot be used."""
 
 
+class StatisticsError(UserError, ValueError):
+    """Statistics of calibration cannot be merged, read, or used for a tensor."""
+
+
 class BatchError(CalibrationError):
     """One of several batches cannot be used; `reason` says why, without its number."""
 

@@ -46,7 +46,7 @@ class Guard:
         """
         if not x.numel():
             return x
-        screened = self.screen.clean(x.detach(), self.subject)
+        screened = self.screen.clean(x.detach(), self.subject).values
         seen = screened if self.screen.masked else x
         with blaming(f"{self.kind}, which observes {self.subject},"):
             result = self.forward(self._presented(seen))

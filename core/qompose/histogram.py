@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A histogram that is the same however its data was split, and the range search that reads it.
+"""A histogram that is the same however its data was split.
 
 Bin `i` of `BINS` covers `[(i - BINS / 2) * 2**exponent, (i + 1 - BINS / 2) * 2**exponent)`. Scaling by a
 power of two is exact in floating point and `floor(floor(v) / 2) == floor(v / 2)`, so widening the bins
@@ -9,14 +9,12 @@ by merging pairs gives exactly the counts that wider bins would have given from 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 BINS = 4096
 _HALF = BINS // 2
-_CANDIDATES = 64
 
 
 class Histogram:
@@ -33,9 +31,16 @@ class Histogram:
         """Return how many values were counted."""
         return int(self.counts.sum())
 
-    def add(self, x: Tensor) -> None:
-        """Count the elements of a finite float32 tensor of any shape."""
-        low, high = (float(v) for v in torch.aminmax(x))
+    def add(
+        self, x: Tensor, *, each: int = 1, extremes: tuple[Tensor, Tensor] | None = None
+    ) -> None:
+        """Count the elements of a finite float32 tensor of any shape.
+
+        Args:
+            each: for how many values each element stands.
+            extremes: the least and the largest of those values; None looks for them in `x`.
+        """
+        low, high = (float(v) for v in extremes or torch.aminmax(x))
         self.minimum, self.maximum = min(self.minimum, low), max(self.maximum, high)
         self._widen(_exponent_for(max(-low, high)))
         assert self.exponent is not None
@@ -43,7 +48,7 @@ class Histogram:
         bins = torch.floor(x * 2.0**-self.exponent).to(torch.int32)
         # A tiny negative value may become -0.0 when it is scaled; it belongs below zero all the same.
         bins = torch.where((x < 0) & (bins == 0), -1, bins)
-        self.counts += torch.bincount(bins + _HALF, minlength=BINS).cpu()
+        self.counts += each * torch.bincount(bins + _HALF, minlength=BINS).cpu()
 
     def merge(self, other: Histogram) -> None:
         """Add the counts of another histogram, exactly as if its data had been counted here."""
@@ -78,54 +83,3 @@ def _coarser(counts: Tensor, doublings: int) -> Tensor:
         return counts
     bins = (torch.arange(BINS) - _HALF) >> min(doublings, 62)
     return torch.zeros_like(counts).index_add_(0, bins + _HALF, counts)
-
-
-def best_range(
-    histogram: Histogram, *, steps: int, power: float, lowest: int | None = None
-) -> tuple[Tensor, Tensor]:
-    """Return the (minimum, maximum) whose `steps + 1` levels reproduce the data with the least error.
-
-    The error is the sum of `|value - quantized value| ** power`. Each end is shrunk in turn over
-    `_CANDIDATES` fractions of the observed range, the whole range being one of them.
-
-    Args:
-        lowest: for a symmetric scheme, the least level relative to zero; both ends are then shrunk at
-            once, and the step is the largest magnitude over half of `steps`.
-    """
-    low, high = min(histogram.minimum, 0.0), max(histogram.maximum, 0.0)
-    occupied = histogram.counts > 0
-    centres = histogram.centres()[occupied].clamp(histogram.minimum, histogram.maximum)
-    data = _Data(centres, histogram.counts[occupied].double(), steps, power, lowest)
-    fractions = torch.linspace(1.0, 0.25, _CANDIDATES, dtype=torch.float64)
-    if lowest is not None:
-        ends = fractions * max(-low, high)
-        low, high = data.best(-ends, ends)
-    else:
-        for _ in range(2):
-            highs = fractions * high
-            _, high = data.best(torch.full_like(highs, low), highs)
-            lows = fractions * low
-            low, _ = data.best(lows, torch.full_like(lows, high))
-    return torch.tensor(low, dtype=torch.float32), torch.tensor(high, dtype=torch.float32)
-
-
-@dataclass(frozen=True)
-class _Data:
-    """Bin centres and counts, and how an error counts; see `best_range`."""
-
-    centres: Tensor
-    counts: Tensor
-    steps: int
-    power: float
-    lowest: int | None
-
-    def best(self, lows: Tensor, highs: Tensor) -> tuple[float, float]:
-        """Return the pair of ends with the least error; of equals the first."""
-        scale = ((highs - lows) / self.steps).clamp(min=2.0**-126).unsqueeze(1)
-        lowest = torch.round(lows.unsqueeze(1) / scale)
-        if self.lowest is not None:
-            lowest = torch.full_like(lowest, self.lowest)
-        levels = torch.clamp(torch.round(self.centres / scale), lowest, lowest + self.steps)
-        errors = ((levels * scale - self.centres).abs() ** self.power * self.counts).sum(1)
-        chosen = int(torch.argmin(errors))
-        return float(lows[chosen]), float(highs[chosen])

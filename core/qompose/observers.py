@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from qompose.errors import ConfigError, QomposeWarning, UncalibratedError
-from qompose.histogram import Histogram, best_range
+from qompose.errors import ConfigError, QomposeWarning, StatisticsError, UncalibratedError
+from qompose.facts import Channels, Facts
 from qompose.kinship import OBSERVERS, acquaint, kin_of
 from qompose.numerics import (
     DEFAULT_EPS,
@@ -27,9 +27,9 @@ from qompose.numerics import (
     in_blocks,
     quantized_range,
     stored_in,
-    symmetric_zero_point,
 )
-from qompose.screening import Screen
+from qompose.repeats import LastSeen
+from qompose.screening import Cleaned, Screen
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,14 @@ class Observer(nn.Module):
     per_channel = False
     looks = True
     """Whether it keeps statistics, and so has to know the scheme."""
+    estimates = True
+    """Whether its parameters come from what it has seen."""
+    mergeable = False
+    """Whether its statistics do not depend on the order of batches, so that parts can be put together."""
     constant = False
     """Set by prepare on observers of parameters: a value is looked at again only after it changed."""
+    shared = False
+    """Set by prepare on observers of several values, some of which may be views of others."""
     subject = "the observed tensor"
     """Set by prepare: which tensor is observed, for messages."""
 
@@ -96,7 +102,9 @@ class Observer(nn.Module):
         if self.looks and (self.qscheme in PER_CHANNEL) != self.per_channel:
             raise ConfigError(f"{type(self).__name__} does not estimate {self.qscheme}")
         self.screen = Screen()
+        self.set_range: tuple[float, float] | None = None
         self._seen: tuple[int, int] | None = None
+        self._last = LastSeen()
 
     @classmethod
     def with_args(cls, **arguments: Any) -> ObserverFactory:
@@ -105,6 +113,8 @@ class Observer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Observe `x`, of any shape, and return it unchanged."""
+        if self.shared and self._last.again(x.detach()):
+            return x
         stamp = (x.data_ptr(), x._version) if self.constant else None
         if x.numel() and (stamp is None or stamp != self._seen):
             self._seen = stamp
@@ -114,6 +124,21 @@ class Observer(nn.Module):
     def observe(self, x: Tensor) -> None:
         """Update the statistics with a tensor of at least one element."""
         raise NotImplementedError
+
+    def facts(self) -> Facts:
+        """Return what was seen, for other observers, processes and backends."""
+        return Facts(screen=self.screen, set_range=self.set_range)
+
+    def take(self, facts: Facts) -> None:
+        """Go by what another observer has seen, in place of what this one has.
+
+        Raises:
+            StatisticsError: it did not keep what this one needs.
+        """
+        self.screen = Screen()
+        if facts.screen is not None:
+            self.screen.merge(facts.screen)
+        self.set_range = facts.set_range
 
     @property
     def calibrated(self) -> bool:
@@ -139,8 +164,8 @@ class Observer(nn.Module):
         if not self.calibrated:
             raise UncalibratedError([self.subject])
 
-    def _screened(self, x: Tensor) -> Tensor:
-        return self.screen.clean(x, self.subject).float()
+    def _screened(self, x: Tensor) -> Cleaned:
+        return self.screen.clean(x, self.subject)
 
     def _only_here(self) -> str | None:
         """Return why other engines cannot quantize the tensor as qompose's would, None where they can."""
@@ -181,6 +206,7 @@ class _RangeObserver(Observer):
     are offsets, where zero points are no integers (`stored_in`).
     """
 
+    mergeable = True
     minimum: Tensor
     maximum: Tensor
 
@@ -201,17 +227,47 @@ class _RangeObserver(Observer):
     def observe(self, x: Tensor) -> None:
         low, high = self._extremes(self._screened(x))
         if self.minimum.numel():
+            self.minimum, self.maximum = self.minimum.to(low.device), self.maximum.to(low.device)
             low, high = self._combine(low, high)
         self.minimum, self.maximum = low, high
 
-    def _extremes(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def _extremes(self, seen: Cleaned) -> tuple[Tensor, Tensor]:
         if not self.per_channel:
-            return torch.aminmax(x)
-        channels = x.movedim(self.ch_axis, 0)
-        return torch.aminmax(channels.reshape(channels.shape[0], -1), dim=1)
+            return seen.low, seen.high
+        x = seen.values
+        others = [dim for dim in range(x.dim()) if dim != self.ch_axis % x.dim()]
+        if not others:
+            return x.float(), x.float()
+        return x.amin(others).float(), x.amax(others).float()
 
     def _combine(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
         return torch.minimum(self.minimum, low), torch.maximum(self.maximum, high)
+
+    def facts(self) -> Facts:
+        if not self.calibrated:
+            return super().facts()
+        low, high = self.minimum.cpu(), self.maximum.cpu()
+        if self.per_channel:
+            return replace(super().facts(), channels=Channels(self.ch_axis, low, high))
+        return replace(super().facts(), minimum=float(low), maximum=float(high))
+
+    def take(self, facts: Facts) -> None:
+        low, high = self._taken(facts)
+        super().take(facts)
+        self.minimum, self.maximum = low, high
+
+    def _taken(self, facts: Facts) -> tuple[Tensor, Tensor]:
+        if self.per_channel:
+            if facts.channels is None or facts.channels.axis != self.ch_axis:
+                raise StatisticsError(f"no ranges of the slices along dimension {self.ch_axis}")
+            return facts.channels.low, facts.channels.high
+        if facts.set_range is not None:
+            low, high = facts.set_range
+        elif facts.minimum is None or facts.maximum is None:
+            raise StatisticsError("no range of the whole tensor")
+        else:
+            low, high = facts.minimum, facts.maximum
+        return torch.tensor(low), torch.tensor(high)
 
     @property
     def calibrated(self) -> bool:
@@ -250,7 +306,8 @@ class PerBlockMinMaxObserver(_RangeObserver):
     def _only_here(self) -> str | None:
         return _blocks(self.block_size)
 
-    def _extremes(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def _extremes(self, seen: Cleaned) -> tuple[Tensor, Tensor]:
+        x = seen.values.float()
         blocks = in_blocks(x, full_blocks(tuple(x.shape), self.block_size))
         inner = tuple(range(1, blocks.dim(), 2))
         return blocks.amin(inner), blocks.amax(inner)
@@ -263,11 +320,16 @@ def _blocks(block_size: tuple[int, ...]) -> str:
 class MovingAverageMinMaxObserver(_RangeObserver):
     """Exponential averages of each batch's minimum and maximum: `m += averaging_constant * (batch - m)`."""
 
+    mergeable = False
+
     def __init__(
         self, dtype: torch.dtype = torch.uint8, averaging_constant: float = 0.01, **arguments: Any
     ) -> None:
         super().__init__(dtype, **arguments)
         self.averaging_constant = averaging_constant
+
+    def facts(self) -> Facts:
+        return replace(super().facts(), averaged=type(self).__name__)
 
     def _combine(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
         rate = self.averaging_constant
@@ -283,45 +345,10 @@ class MovingAveragePerChannelMinMaxObserver(MovingAverageMinMaxObserver):
     per_channel = True
 
 
-class HistogramObserver(Observer):
-    """The range of least quantization error, found on a histogram of all that was seen.
-
-    The error of a value counts with the given `power`: 2 is the mean squared error, and the more the
-    power, the less is clipped. The default of 3 was chosen by task accuracy: clipping what a squared
-    error allows costs a transformer more neighbours than its finer steps win.
-
-    The bins are powers of two wide, so the histogram, and with it the range, does not depend on how the
-    data is split into batches or in which order they come (`qompose.histogram`).
-    """
-
-    def __init__(
-        self, dtype: torch.dtype = torch.uint8, power: float = 3.0, **arguments: Any
-    ) -> None:
-        super().__init__(dtype, **arguments)
-        self.power = power
-        self.histogram = Histogram()
-
-    def observe(self, x: Tensor) -> None:
-        self.histogram.add(self._screened(x))
-
-    @property
-    def calibrated(self) -> bool:
-        return self.histogram.total > 0
-
-    def calculate_qparams(self) -> tuple[Tensor, Tensor]:
-        self._check_calibrated()
-        low, high = quantized_range(self.dtype, *self._asked)
-        lowest = None
-        if self.qscheme == torch.per_tensor_symmetric:
-            lowest = low - symmetric_zero_point(self.dtype, *self._asked)
-        found = best_range(self.histogram, steps=high - low, power=self.power, lowest=lowest)
-        return self._qparams(*found)
-
-
 class PlaceholderObserver(Observer):
     """Keeps no statistics: for dynamic quantization, whose parameters come from each tensor."""
 
-    looks = False
+    looks = estimates = False
 
     def __init__(
         self,
@@ -351,6 +378,8 @@ class PlaceholderObserver(Observer):
 class FixedQParamsObserver(Observer):
     """Scale and zero point that are known beforehand."""
 
+    estimates = False
+
     def __init__(
         self, scale: float, zero_point: int, dtype: torch.dtype = torch.uint8, **arguments: Any
     ) -> None:
@@ -369,23 +398,3 @@ class FixedQParamsObserver(Observer):
 
     def calculate_qparams(self) -> tuple[Tensor, Tensor]:
         return self.scale, self.zero_point
-
-
-ACTIVATION_RANGES: dict[str, ObserverFactory] = {
-    "histogram": HistogramObserver.with_args(),
-    "mse": HistogramObserver.with_args(power=2.0),
-    "minmax": MinMaxObserver.with_args(),
-    "moving_average": MovingAverageMinMaxObserver.with_args(),
-}
-"""The words that configurations take for `range=`."""
-
-
-def observer_for_range(word: str) -> ObserverFactory:
-    """Return the activation observer that a configuration's `range=` word stands for.
-
-    Raises:
-        ConfigError: there is no such word.
-    """
-    if word not in ACTIVATION_RANGES:
-        raise ConfigError(f"range={word!r} is not one of {sorted(ACTIVATION_RANGES)}")
-    return ACTIVATION_RANGES[word]

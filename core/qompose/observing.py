@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from qompose.balancing import Channels
-from qompose.errors import ConfigError, blaming
+from qompose.errors import ConfigError, StatisticsError, blaming
 from qompose.factories import Rebinding, class_of, converts_itself, made_by, takes_axis
+from qompose.facts import Facts
 from qompose.guarding import guard_of
 from qompose.numerics import DEFAULT_EPS, PER_CHANNEL, SYMMETRIC, quantized_range
 from qompose.observers import (
@@ -20,6 +21,7 @@ from qompose.observers import (
     PerChannelMinMaxObserver,
     PlaceholderObserver,
 )
+from qompose.row_sample import RowSample
 from qompose.schemes import axis_of
 from qompose.screening import Screen
 from qompose.specs import (
@@ -33,7 +35,6 @@ from qompose.specs import (
 OBSERVER_PREFIX = "activation_post_process_"
 GROUP_TAG = "group"
 """Fact of the nodes that call observers: the number of the group."""
-SAMPLE_ROWS, SAMPLE_ROWS_PER_BATCH, SAMPLE_VALUES = 1024, 128, 2**18
 
 
 def make_observer(spec: QuantizationSpecBase, rebind: Rebinding | None = None) -> nn.Module:
@@ -121,22 +122,14 @@ class BalancedObserver(nn.Module):
         self.channel_observer.subject = getattr(
             tensor_observer, "subject", self.channel_observer.subject
         )
-        self.rows: list[Tensor] = []
-        self.seen = 0
+        self.sample = RowSample()
 
     def forward(self, x: Tensor) -> Tensor:
         """Observe `x`, of any shape that has `dim`, and return it unchanged."""
         self.channel_observer(x)
         self.tensor_observer(x)
-        kept = sum(map(len, self.rows))
-        channels = x.shape[self.channel_observer.ch_axis] if x.dim() else 1
-        self.seen += x.numel() // max(1, channels)
-        most = min(SAMPLE_ROWS, max(1, SAMPLE_VALUES // max(1, channels)))
-        if x.numel() and kept < most:
-            rows = x.detach().float().movedim(self.channel_observer.ch_axis, -1)
-            rows = rows.reshape(-1, rows.shape[-1])
-            step = max(1, len(rows) // SAMPLE_ROWS_PER_BATCH)
-            self.rows.append(rows[::step][: most - kept].clone())
+        if x.numel():
+            self.sample.add(x.detach(), self.channel_observer.ch_axis)
         return x
 
     def calculate_qparams(self) -> Any:
@@ -147,7 +140,20 @@ class BalancedObserver(nn.Module):
     def channels(self) -> Channels:
         """Return the exact range of each channel, and some rows of what was seen."""
         observer = self.channel_observer
-        return Channels(observer.minimum, observer.maximum, torch.cat(self.rows), self.seen)
+        return Channels(observer.minimum, observer.maximum, self.sample.rows, self.sample.seen)
+
+    def take(self, facts: Facts) -> None:
+        """Go by what other observers have seen.
+
+        Raises:
+            StatisticsError: they did not keep the ranges of the channels and some rows.
+        """
+        if facts.sample is None:
+            raise StatisticsError("no rows, by which channels are balanced")
+        self.channel_observer.take(facts)
+        self.tensor_observer.take(facts)  # type: ignore[operator]
+        self.sample = RowSample()
+        self.sample.merge(facts.sample)
 
     @property
     def calibrated(self) -> bool:

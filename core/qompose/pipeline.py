@@ -26,6 +26,7 @@ from qompose.backend import Backend
 from qompose.conversion import convert_observers, fold_quantized_constants
 from qompose.errors import UserError, blaming
 from qompose.exported import as_graph_module
+from qompose.fingerprints import fingerprint
 from qompose.graph import (
     copies_of,
     copy_graph_module,
@@ -105,6 +106,7 @@ def prepare_pt2e(
         raise UserError("inplace=True needs a GraphModule: an ExportedProgram is never edited")
     with _without_collection():
         exported = as_graph_module(model, "prepare_pt2e")
+        identity = fingerprint(exported)
         state = isolate(exported)
         quantizer = quantizer.bound(exported)
         working, record = _planned(exported, quantizer, strict)
@@ -118,7 +120,7 @@ def prepare_pt2e(
         insert_observers(working, plan.claims, plan.groups, callback)
         run_observed_in_python(working)
         name_apart(working)
-        prepared = attach(refresh(working), replace(record, state=state))
+        prepared = attach(refresh(working), replace(record, state=state, fingerprint=identity))
     log_stage(prepared)
     return _into(model, prepared) if inplace else prepared
 

@@ -228,6 +228,7 @@ class Record:
     `findings` those whose statistics look wrong.
     `requirements` is what owners ask of the machine that is to run the model.
     `state` has the exported values of the buffers that the program writes to, by path.
+    `fingerprint` is of the exported program's parameters (`qompose.fingerprints`).
     `backends` are live objects, by the owners of claims.
     """
 
@@ -243,6 +244,7 @@ class Record:
     target: str = ""
     bytes: int = 0
     state: Mapping[str, Tensor] = field(default_factory=dict)
+    fingerprint: str = ""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Record:
         """Return the record itself: nothing in it changes."""

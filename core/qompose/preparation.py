@@ -85,6 +85,8 @@ def _observers(
             made[number] = observer
     for observer, group, subject in zip(made, groups, subjects, strict=True):
         _set_subject(observer, subject)
+        if isinstance(observer, Observer):
+            observer.shared = len({point.source for point in group.points}) > 1
         _place(observer, nodes[group.points[0].source])
         if isinstance(observer, DerivedObserver):
             observer.derive_from([made[number] for number in group.depends_on])

@@ -9,6 +9,7 @@ integer; one that skips it erases the mask. So the tensor is named instead, and 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +19,14 @@ from qompose.errors import CalibrationError
 _FAR = -1000.0
 """No finite mask in use is closer to zero; -10000 and -1e9 are common."""
 _STEPS = 256
+
+
+class Cleaned(NamedTuple):
+    """A tensor without mask values, and the least and the largest value of it, in float32."""
+
+    values: Tensor
+    low: Tensor
+    high: Tensor
 
 
 class Screen:
@@ -38,13 +47,14 @@ class Screen:
         self.bulk = -1.0
         self.far = -math.inf
 
-    def clean(self, x: Tensor, subject: str) -> Tensor:
+    def clean(self, x: Tensor, subject: str) -> Cleaned:
         """Return `x` with mask values replaced by zero, which is in every range anyway; else `x` itself.
 
         Raises:
             CalibrationError: there is a NaN; the message names `subject`.
         """
-        smallest, largest = (float(value) for value in torch.aminmax(x))
+        low, high = torch.aminmax(x)
+        smallest, largest = float(low), float(high)
         if math.isnan(smallest) or math.isnan(largest):
             raise CalibrationError(f"{subject} holds NaN")
         self.values += x.numel()
@@ -53,9 +63,15 @@ class Screen:
             mask = x.abs() >= extreme
             self.masked += int(mask.sum())
             x = x.masked_fill(mask, 0.0)
-            smallest, largest = (float(value) for value in torch.aminmax(x))
-        self._note(x, smallest, largest)
-        return x
+            low, high = torch.aminmax(x)
+        self._note(x, float(low), float(high))
+        return Cleaned(x, low.float(), high.float())
+
+    def merge(self, other: Screen) -> None:
+        """Add what another saw, exactly as if it had been seen here."""
+        self.masked += other.masked
+        self.values += other.values
+        self.bulk, self.far = max(self.bulk, other.bulk), max(self.far, other.far)
 
     def _note(self, x: Tensor, smallest: float, largest: float) -> None:
         if smallest > _FAR:

@@ -6,12 +6,12 @@ from __future__ import annotations
 import torch
 
 from qompose.errors import ConfigError
+from qompose.histogram_observers import observer_for_range
 from qompose.observers import (
     MinMaxObserver,
     PerBlockMinMaxObserver,
     PerChannelMinMaxObserver,
     PlaceholderObserver,
-    observer_for_range,
 )
 from qompose.specs import QuantizationSpec
 

@@ -36,8 +36,10 @@ def sqnr(model: nn.Module, x: Tensor, config: QuantizationConfig) -> tuple[float
     return ratio, qompose.report(converted)
 
 
-def data(change: Callable[[Tensor], object] = lambda x: None, width: int = 32) -> Tensor:
-    x = torch.randn(256, width, generator=torch.Generator().manual_seed(0))
+def data(
+    change: Callable[[Tensor], object] = lambda x: None, width: int = 32, rows: int = 256
+) -> Tensor:
+    x = torch.randn(rows, width, generator=torch.Generator().manual_seed(0))
     change(x)
     return x
 
@@ -60,12 +62,15 @@ def test_an_outlier_channel_of_the_input() -> None:
 
 
 def test_an_outlier_channel_of_the_output() -> None:
-    """It is worth a pass over the output where the product is large beside that."""
+    """It is worth a pass over the output where the product is large beside that.
+
+    In few rows the gain depends on which half of them has the largest value.
+    """
     found = {}
     for width in (32, 512):
-        loud = layer(lambda m: m.weight[5].mul_(100), width)[0]
+        loud = layer(lambda m: m.weight[5].mul_(3), width)[0]
         model = nn.Sequential(loud, nn.LayerNorm(24)).eval()
-        lines = sqnr(model, data(width=width), BALANCED)[1].rewrites
+        lines = sqnr(model, data(width=width, rows=4096), BALANCED)[1].rewrites
         found[width] = any("channels of output of linear were balanced" in line for line in lines)
     assert found == {32: False, 512: True}
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import qompose
 import torch
-from qompose import CalibrationError
+from qompose import CalibrationError, checkpoints
 from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.utils.data import DataLoader, TensorDataset
@@ -201,3 +202,46 @@ def test_what_was_absent_in_the_export_stays_absent() -> None:
     prepared = prepare(program, toy(LINEAR))
     with pytest.raises(CalibrationError, match=r"its d_bias is float32\[3\], .* the constant None"):
         qompose.calibrate(prepared, [{"x": randn(2, 3), "n": 3, "d": {"bias": randn(3)}}])
+
+
+class TestOptions:
+    """A number of batches, statistics in place of data, and calibration that goes on."""
+
+    def test_a_number_of_batches(self) -> None:
+        batches = [randn(4, 3, seed=seed) for seed in range(9)]
+        seen = qompose.calibrate(prepared_single(), iter(batches), limit=4)
+        assert scales(seen) == plain_loop(prepared_single(), *[(b,) for b in batches[:4]])
+        with pytest.raises(qompose.UserError, match="limit=0"):
+            qompose.calibrate(prepared_single(), batches, limit=0)
+
+    def test_what_was_stopped_goes_on(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(checkpoints, "EVERY", 0.0)
+        batches, ran = [randn(4, 3, seed=seed) for seed in range(9)], []
+
+        def loaded(stop: int) -> Iterator[Tensor]:
+            for number, batch in enumerate(batches):
+                if number == stop:
+                    raise KeyboardInterrupt
+                yield batch
+
+        def noted(batch: Tensor) -> Tensor:
+            ran.append(batch)
+            return batch
+
+        path = tmp_path / "seen.safetensors"
+        with pytest.raises(KeyboardInterrupt):
+            qompose.calibrate(prepared_single(), loaded(5), resume=path)
+        model = prepared_single()
+        qompose.calibrate(model, loaded(99), resume=path, transform=noted)
+        assert [torch.equal(*pair) for pair in zip(ran, batches[5:], strict=True)] == [True] * 4
+        assert scales(model) == plain_loop(prepared_single(), *[(b,) for b in batches])
+        done = qompose.calibrate(prepared_single(), loaded(99), resume=path, transform=noted)
+        assert len(ran) == 4 and scales(done) == scales(model)
+
+    def test_statistics_of_a_whole_calibration_are_not_gone_on_with(self, tmp_path: Path) -> None:
+        path = tmp_path / "seen.json"
+        qompose.statistics(qompose.calibrate(prepared_single(), [X])).save(path)
+        with pytest.raises(qompose.StatisticsError, match="no calibration on the way"):
+            qompose.calibrate(prepared_single(), [X], resume=path)

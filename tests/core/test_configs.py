@@ -31,7 +31,8 @@ from qompose.configs import (
     spec_from_json,
     spec_to_json,
 )
-from qompose.observers import ACTIVATION_RANGES, ObserverFactory
+from qompose.histogram_observers import ACTIVATION_RANGES
+from qompose.observers import ObserverFactory
 from torch.ao.quantization.observer import MinMaxObserver as TorchMinMaxObserver
 
 from tests.core.toy import DYNAMIC, INT8, STATIC, WEIGHT, WEIGHT_ONLY

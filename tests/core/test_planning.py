@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from qompose import DerivedQuantizationSpec, QuantizationSpec, SharedQuantizationSpec, SharingError
 from qompose.claims import Claim, Point, PointSpec
-from qompose.observers import HistogramObserver
+from qompose.histogram_observers import HistogramObserver
 from qompose.plan import Group
 from qompose.planning import notes_on_ranges, plan_groups
 from torch import Tensor, nn

@@ -330,7 +330,7 @@ def test_masks_are_counted_and_replaced_and_nothing_else(
     kept: list[float], masked: list[float]
 ) -> None:
     x, screen = torch.tensor(kept + masked), Screen()
-    cleaned = screen.clean(x, "x")
+    cleaned = screen.clean(x, "x").values
     assert torch.equal(cleaned, torch.tensor(kept + [0.0] * len(masked)))
     assert (screen.masked, screen.values) == (len(masked), len(x))
     assert (screen.mask is None) is (not masked)

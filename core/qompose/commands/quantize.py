@@ -3,29 +3,18 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Sequence
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qompose.commands.choosing import add_data, add_quantizer, chosen_quantizer, read_data, run_data
 from qompose.commands.output import Output, say
 from qompose.commands.report import add_format, print_report
 from qompose.drafts import destination, draft_of
-from qompose.errors import (
-    BatchError,
-    CalibrationError,
-    ConfigError,
-    UncalibratedError,
-    UserError,
-    near_names,
-)
+from qompose.errors import CalibrationError, UncalibratedError, UserError
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
-
-    from qompose.commands.calibration_files import Batch
-    from qompose.commands.program_files import Inputs
-    from qompose.quantizer import Quantizer
 
 SUMMARY = "quantize an exported program and save it"
 DESCRIPTION = """\
@@ -47,12 +36,6 @@ qompose quantize model.pt2 --backend my_chip --calibration data.pt --target my_r
 qompose quantize model.pt2 --config quantizer.json --calibration data.pt --strict --json > report.json"""
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise ArgumentTypeError(f"{text!r} is no positive number")
-    return int(text)
-
-
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the arguments of the command."""
     add = parser.add_argument
@@ -62,56 +45,40 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="MODEL.pt2",
         help="what torch.export.save wrote; it is unpickled",
     )
-    how = parser.add_mutually_exclusive_group(required=True)
-    how.add_argument(
-        "--backend", action="append", metavar="NAME[:CONFIG]",
-        help="an installed backend, and one of its configurations (the first, if none is named); several, in "
-        "order of priority; `qompose capabilities` lists both",
-    )  # fmt: skip
-    how.add_argument(
-        "--config", type=Path, metavar="FILE.json", help="the quantizer, as Quantizer.to_dict describes it"
-    )  # fmt: skip
-    add(
-        "--calibration", type=Path, nargs="+", action="extend", default=[], metavar="FILE",
-        help="samples: .safetensors or .pt",
-    )  # fmt: skip
-    add(
-        "--batch-size",
-        type=_positive,
-        metavar="N",
-        help="samples in a batch (default: as exported)",
-    )
-    add("--batches", type=_positive, metavar="N", help="use the first N batches alone")
+    add_quantizer(parser)
+    add_data(parser)
     add("--target", default="torch", help="the runtime to lower for (default: %(default)s)")
     add("--output", type=Path, metavar="FILE", help="the saved model (default: MODEL.qompose)")
     add("--lowered", type=Path, metavar="FILE", help="the program file of a target that makes one")
     add("--strict", action="store_true", help="fail where something asked for cannot be done")
     add(
-        "--on-conflict", choices=("error", "first"),
-        help="with --backend: what to do where one changes the annotation of another (default: error)",
-    )  # fmt: skip
-    add(
         "--allow-uncalibrated", action="store_true",
         help="leave in float what no sample reaches, rather than fail",
     )  # fmt: skip
-    add("--no-progress", action="store_true", help="no progress bar; it shows only on a terminal")
+    add(
+        "--statistics", type=Path, metavar="FILE",
+        help="what `qompose calibrate` or Statistics.save wrote, in place of --calibration",
+    )  # fmt: skip
     add_format(parser)
 
 
 def run(options: Namespace, out: Output) -> int:
     """Quantize, write the files and print the report."""
+    from qompose.collecting import Statistics
     from qompose.commands.program_files import load_program, program_inputs
     from qompose.pipeline import convert_pt2e, lower, prepare_pt2e
     from qompose.reporting import report
 
-    quantizer = _quantizer(options)
+    quantizer = chosen_quantizer(options)
     program = load_program(options.model)
     output = options.output or options.model.with_suffix(".qompose")
     _check_files(options, output)
     inputs = program_inputs(program)
-    batches = _batches(options, inputs)
+    batches = read_data(options, inputs) if options.statistics is None else []
     prepared = prepare_pt2e(program, quantizer, strict=options.strict)
-    _calibrate(prepared, batches, inputs, options)
+    run_data(prepared, batches, inputs, options)
+    if options.statistics is not None:
+        Statistics.load(options.statistics).apply(prepared)
     try:
         converted = convert_pt2e(prepared, allow_uncalibrated=options.allow_uncalibrated)
     except UncalibratedError as error:
@@ -124,8 +91,12 @@ def run(options: Namespace, out: Output) -> int:
 
 def _check_files(options: Namespace, output: Path) -> None:
     """Refuse what would fail, or destroy a file, when the work is done."""
+    if options.statistics is not None and options.calibration:
+        raise UserError("--statistics stands in place of --calibration: give one of the two")
     read = [
-        path.resolve() for path in (options.model, *options.calibration, options.config) if path
+        path.resolve()
+        for path in (options.model, *options.calibration, options.config, options.statistics)
+        if path
     ]
     for path in (output, options.lowered):
         if path is None:
@@ -142,75 +113,6 @@ def _check_files(options: Namespace, output: Path) -> None:
             "The target 'torch' runs in process and has no program file: leave out --lowered, or name "
             "another --target. In Python, qompose.lower(qompose.load(FILE)) makes the model that runs."
         )
-
-
-def _quantizer(options: Namespace) -> Quantizer:
-    if options.config is None:
-        from qompose.composing import compose
-
-        return compose(*map(_member, options.backend), on_conflict=options.on_conflict or "error")
-    from qompose.composing import quantizer_from_json
-
-    if options.on_conflict:
-        raise UserError("--on-conflict goes with --backend; a configuration says it itself")
-    try:
-        return quantizer_from_json(options.config.read_text(encoding="utf-8-sig"))
-    except (UserError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{options.config}: {error}") from error
-
-
-def _member(text: str) -> Any:
-    """Return a backend's name, or its quantizer with the configuration that is named behind a colon."""
-    name, colon, chosen = text.partition(":")
-    if not colon:
-        return name
-    from qompose.composing import compose
-    from qompose.plugins import load_backend
-    from qompose.rule_quantizer import RuleQuantizer
-
-    configs = load_backend(name).configs
-    if chosen not in configs:
-        raise ConfigError(
-            f"Backend {name!r} has no configuration {chosen!r}{near_names(chosen, configs)}; "
-            f"it has {', '.join(configs) or 'none'}"
-        )
-    (member,) = compose(name).members
-    if not isinstance(member, RuleQuantizer):
-        raise ConfigError(
-            f"the quantizer of {name!r} takes no configuration: leave out {text[len(name) :]!r}"
-        )
-    return member.set_global(configs[chosen])
-
-
-def _batches(options: Namespace, inputs: Inputs) -> list[Batch]:
-    from qompose.commands.calibration_files import Batch, read_batches
-
-    if not options.calibration:
-        # What takes no tensors computes the same each time.
-        return [] if inputs.tensors else [Batch(options.model, 1, list(inputs.leaves))]
-    return read_batches(options.calibration, inputs, options.batch_size, options.batches)
-
-
-def _calibrate(
-    prepared: GraphModule, batches: Sequence[Batch], inputs: Inputs, options: Namespace
-) -> None:
-    if not batches:
-        return
-    from qompose.calibration import calibrate
-
-    running: list[Batch] = []
-
-    def arguments(batch: Batch) -> dict[str, Any]:
-        running[:] = [batch]
-        return inputs.call(batch.leaves)
-
-    try:
-        calibrate(
-            prepared, batches, transform=arguments, progress=False if options.no_progress else None
-        )
-    except BatchError as error:
-        (batch,) = running
-        raise CalibrationError(f"{batch.file}, batch {batch.number} {error.reason}") from error
 
 
 def _uncalibrated(error: UncalibratedError, calibrated: bool) -> UserError:

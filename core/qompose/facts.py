@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What calibration found of one tensor, as plain data that merges exactly and serves any observer.
+
+An observer gives what it has seen (`Observer.facts`) and takes what it needs (`Observer.take`), which may
+come from another observer, another backend's or another process's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qompose.errors import StatisticsError
+from qompose.histogram import Histogram
+from qompose.row_sample import RowSample
+from qompose.screening import Screen
+
+
+@dataclass(frozen=True)
+class Channels:
+    """The exact range of each slice along a dimension, two tensors of shape `(C,)`."""
+
+    axis: int
+    low: Tensor
+    high: Tensor
+
+    def merged(self, other: Channels) -> Channels:
+        """Return the range of both.
+
+        Raises:
+            StatisticsError: they are not of the same slices.
+        """
+        if (self.axis, self.low.shape) != (other.axis, other.low.shape):
+            raise StatisticsError(
+                f"{len(self.low)} channels of dimension {self.axis} and {len(other.low)} of dimension "
+                f"{other.axis} are not of one tensor"
+            )
+        return Channels(
+            self.axis, torch.minimum(self.low, other.low), torch.maximum(self.high, other.high)
+        )
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What was seen of a tensor; None is what no observer of it kept.
+
+    Attributes:
+        minimum, maximum: exact, or averages where `averaged` names the observer that computed them.
+        histogram: counts of values, whose own minimum and maximum are those.
+        channels: ranges of slices.
+        sample: some rows.
+        screen: what was seen of mask values, and how many values there were.
+        averaged: the class that depends on the order of batches, "" where nothing does.
+        set_range: bounds that somebody chose, which take the place of any estimate.
+    """
+
+    minimum: float | None = None
+    maximum: float | None = None
+    histogram: Histogram | None = None
+    channels: Channels | None = None
+    sample: RowSample | None = None
+    screen: Screen | None = None
+    averaged: str = ""
+    set_range: tuple[float, float] | None = None
+
+    def merged(self, other: Facts) -> Facts:
+        """Return the facts of both, as if all had been seen by one observer; what only one has is lost.
+
+        Raises:
+            StatisticsError: one depends on the order of batches, or they are not of the same tensor.
+        """
+        for part in (self, other):
+            if part.averaged:
+                raise StatisticsError(
+                    f"a {part.averaged} depends on the order of batches, so two of them cannot be merged; "
+                    'use range="minmax" or range="histogram"'
+                )
+        if self.set_range != other.set_range:
+            raise StatisticsError(
+                f"one has the range {self.set_range}, the other {other.set_range}"
+            )
+        both: dict[str, Any] = {
+            f.name: _merge_one(f.name, getattr(self, f.name), getattr(other, f.name))
+            for f in fields(self)
+            if f.name not in ("averaged", "set_range")
+        }
+        return replace(self, **both)
+
+    @property
+    def values(self) -> int:
+        """Return how many values were seen."""
+        return 0 if self.screen is None else self.screen.values
+
+
+def _merge_one(name: str, one: Any, other: Any) -> Any:
+    if one is None or other is None:
+        return None
+    if isinstance(one, float) and isinstance(other, float):
+        return min(one, other) if name == "minimum" else max(one, other)
+    if isinstance(one, Channels) and isinstance(other, Channels):
+        return one.merged(other)
+    for kind in (Histogram, RowSample, Screen):
+        if isinstance(one, kind) and isinstance(other, kind):
+            result: Any = kind()
+            result.merge(one)
+            result.merge(other)
+            return result
+    raise AssertionError(f"{name} is of no known kind")

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Observers that keep a histogram, each with another rule for the range, and the words for them.
+
+`HistogramObserver` is this package's own: its range search knows `quant_min` and `quant_max`, and its
+statistics merge. torch's class of that name is another, `torch.ao.quantization.HistogramObserver`;
+`range="torch_histogram"` takes it, bit by bit what it is there, and with its costs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qompose.errors import ConfigError, StatisticsError
+from qompose.facts import Facts
+from qompose.histogram import Histogram
+from qompose.numerics import quantized_range, symmetric_zero_point
+from qompose.observers import (
+    MinMaxObserver,
+    MovingAverageMinMaxObserver,
+    Observer,
+    ObserverFactory,
+)
+from qompose.range_search import (
+    Cost,
+    best_range,
+    divergence,
+    percentile_range,
+    power_error,
+)
+from qompose.sampling import sample_of
+
+
+class _OfHistogram(Observer):
+    """An observer whose statistics are a histogram of one tensor.
+
+    The bins are powers of two wide, so the histogram, and with it the range, does not depend on how the
+    data is split into batches or in which order they come (`qompose.histogram`). Of large examples a
+    fixed part is counted (`qompose.sampling`); the least and the largest value are always exact.
+    """
+
+    mergeable = True
+
+    def __init__(self, dtype: torch.dtype = torch.uint8, **arguments: Any) -> None:
+        super().__init__(dtype, **arguments)
+        self.histogram = Histogram()
+
+    def observe(self, x: Tensor) -> None:
+        seen = self._screened(x)
+        values, each = (seen.values, 1) if self.constant else sample_of(seen.values)
+        self.histogram.add(values.float(), each=each, extremes=(seen.low, seen.high))
+
+    def facts(self) -> Facts:
+        found = self.histogram
+        if not found.total:
+            return super().facts()
+        return replace(
+            super().facts(), minimum=found.minimum, maximum=found.maximum, histogram=found
+        )
+
+    def take(self, facts: Facts) -> None:
+        if facts.histogram is None and facts.set_range is None:
+            raise StatisticsError("no histogram")
+        super().take(facts)
+        self.histogram = Histogram()
+        if facts.histogram is not None:
+            self.histogram.merge(facts.histogram)
+
+    @property
+    def calibrated(self) -> bool:
+        return self.histogram.total > 0 or self.set_range is not None
+
+    def calculate_qparams(self) -> tuple[Tensor, Tensor]:
+        self._check_calibrated()
+        if self.set_range is not None:
+            low, high = self.set_range
+            return self._qparams(torch.tensor(low), torch.tensor(high))
+        return self._qparams(*self._range())
+
+    def _range(self) -> tuple[Tensor, Tensor]:
+        """Return the least and the largest value that is not clipped."""
+        raise NotImplementedError
+
+    def _cheapest(self, cost: Cost) -> tuple[Tensor, Tensor]:
+        low, high = quantized_range(self.dtype, *self._asked)
+        lowest = None
+        if self.qscheme == torch.per_tensor_symmetric:
+            lowest = low - symmetric_zero_point(self.dtype, *self._asked)
+        return best_range(self.histogram, steps=high - low, cost=cost, lowest=lowest)
+
+
+class HistogramObserver(_OfHistogram):
+    """The range of least quantization error, found on a histogram of what was seen.
+
+    The error of a value counts with the given `power`: 2 is the mean squared error, and the more the
+    power, the less is clipped. The default of 3 was chosen by task accuracy: clipping what a squared
+    error allows costs a transformer more neighbours than its finer steps win.
+    """
+
+    def __init__(
+        self, dtype: torch.dtype = torch.uint8, power: float = 3.0, **arguments: Any
+    ) -> None:
+        super().__init__(dtype, **arguments)
+        self.power = power
+
+    def _range(self) -> tuple[Tensor, Tensor]:
+        return self._cheapest(power_error(self.power))
+
+
+class PercentileObserver(_OfHistogram):
+    """The range that holds all values but `100 - percentile` percent at each end.
+
+    Raises:
+        ConfigError: `percentile` is not above 50 and at most 100.
+    """
+
+    def __init__(
+        self, dtype: torch.dtype = torch.uint8, percentile: float = 99.99, **arguments: Any
+    ) -> None:
+        super().__init__(dtype, **arguments)
+        if not 50 < percentile <= 100:
+            raise ConfigError(f"percentile={percentile} is not above 50 and at most 100")
+        self.percentile = percentile
+
+    def _range(self) -> tuple[Tensor, Tensor]:
+        return percentile_range(self.histogram, self.percentile)
+
+
+class EntropyObserver(_OfHistogram):
+    """The range whose quantized values have the least Kullback-Leibler divergence from the data's."""
+
+    def _range(self) -> tuple[Tensor, Tensor]:
+        return self._cheapest(divergence)
+
+
+ACTIVATION_RANGES: dict[str, ObserverFactory] = {
+    "histogram": HistogramObserver.with_args(),
+    "mse": HistogramObserver.with_args(power=2.0),
+    "percentile": PercentileObserver.with_args(),
+    "entropy": EntropyObserver.with_args(),
+    "minmax": MinMaxObserver.with_args(),
+    "moving_average": MovingAverageMinMaxObserver.with_args(),
+}
+"""The words that configurations take for `range=`."""
+
+
+OF_TORCH = "torch_histogram"
+"""The word for torch's own `HistogramObserver`, for parameters that are its bit by bit."""
+
+
+def observer_for_range(word: str) -> ObserverFactory:
+    """Return the activation observer that a configuration's `range=` word stands for.
+
+    Raises:
+        ConfigError: there is no such word.
+    """
+    if word == OF_TORCH:
+        from torch.ao.quantization.observer import HistogramObserver as OfTorch
+
+        return ObserverFactory(OfTorch, ())
+    if word not in ACTIVATION_RANGES:
+        raise ConfigError(f"range={word!r} is not one of {sorted([*ACTIVATION_RANGES, OF_TORCH])}")
+    return ACTIVATION_RANGES[word]

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a histogram to the range that is quantized: of least error, of least divergence, of most values.
+
+Each search knows the integers that there are: fewer of them ask for more clipping.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from qompose.histogram import Histogram
+
+_CANDIDATES = 64
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Ways to quantize the occupied bins of a histogram, one in a row.
+
+    Attributes:
+        centres, counts: of the bins, `(B,)`.
+        wanted: the integer nearest to each centre, `(K, B)`, clipped or not.
+        scale: of each way, `(K, 1)`.
+        lowest: the least integer of each way, `(K, 1)`; there are `steps` more.
+    """
+
+    centres: Tensor
+    counts: Tensor
+    wanted: Tensor
+    scale: Tensor
+    lowest: Tensor
+    steps: int
+
+
+Cost: TypeAlias = Callable[[Candidates], Tensor]
+"""What each way to quantize a histogram costs, `(K,)`."""
+
+
+def power_error(power: float) -> Cost:
+    """Return the sum of `|value - quantized value| ** power`."""
+
+    def cost(c: Candidates) -> Tensor:
+        levels = torch.clamp(c.wanted, c.lowest, c.lowest + c.steps)
+        return ((levels * c.scale - c.centres).abs() ** power * c.counts).sum(1)
+
+    return cost
+
+
+def divergence(c: Candidates) -> Tensor:
+    """Return the Kullback-Leibler divergence of the clipped data from the quantized one.
+
+    The rule of TensorRT's entropy calibration (S. Migacz, "8-bit Inference with TensorRT", 2017): values
+    beyond the range are counted in its outermost bins, and of each integer the values in range
+    are spread evenly over its occupied bins.
+    """
+    inside = (c.wanted >= c.lowest) & (c.wanted <= c.lowest + c.steps)
+    kept = c.counts * inside
+    bins = torch.arange(len(c.centres)).expand_as(inside)
+    first = torch.where(inside, bins, len(c.centres)).amin(1, keepdim=True)
+    last = torch.where(inside, bins, -1).amax(1, keepdim=True)
+    below = (c.counts * (bins < first)).sum(1, keepdim=True)
+    above = (c.counts * (bins > last)).sum(1, keepdim=True)
+    clipped = kept + below * (bins == first) + above * (bins == last)
+    level = (c.wanted - c.lowest).clamp(0, c.steps).long()
+    sums = torch.zeros(len(level), c.steps + 1, dtype=kept.dtype)
+    sizes = sums.scatter_add(1, level, inside.to(kept.dtype)).clamp(min=1.0)
+    even = (sums.scatter_add(1, level, kept) / sizes).gather(1, level)
+    p = clipped / clipped.sum(1, keepdim=True)
+    q = even / kept.sum(1, keepdim=True).clamp(min=1.0)
+    terms = torch.where(inside & (p > 0), p * torch.log(p / q.clamp(min=2.0**-200)), 0.0)
+    return terms.sum(1)
+
+
+def best_range(
+    histogram: Histogram, *, steps: int, cost: Cost, lowest: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the (minimum, maximum) whose `steps + 1` levels cost the least.
+
+    Each end is shrunk in turn over `_CANDIDATES` fractions of the observed range, the whole range
+    being one of them.
+
+    Args:
+        lowest: for a symmetric scheme, the least level relative to zero; both ends are then shrunk at
+            once, and the step is the largest magnitude over half of `steps`.
+    """
+    low, high = min(histogram.minimum, 0.0), max(histogram.maximum, 0.0)
+    search = _Search(*_occupied(histogram), steps, cost, lowest)
+    fractions = torch.linspace(1.0, 0.25, _CANDIDATES, dtype=torch.float64)
+    if lowest is not None:
+        ends = fractions * max(-low, high)
+        low, high = search.best(-ends, ends)
+    else:
+        for _ in range(2):
+            highs = fractions * high
+            _, high = search.best(torch.full_like(highs, low), highs)
+            lows = fractions * low
+            low, _ = search.best(lows, torch.full_like(lows, high))
+    return _bounds(low, high)
+
+
+def percentile_range(histogram: Histogram, percentile: float) -> tuple[Tensor, Tensor]:
+    """Return the range of which at most `100 - percentile` percent of all values are beyond each end."""
+    centres, counts = _occupied(histogram)
+    passed = counts.cumsum(0) / counts.sum()
+    beyond = (100.0 - percentile) / 100.0
+    first = int(torch.searchsorted(passed, torch.tensor(beyond, dtype=passed.dtype), right=True))
+    last = int(torch.searchsorted(passed, torch.tensor(1.0 - beyond, dtype=passed.dtype)))
+    half = 2.0 ** (histogram.exponent or 0) / 2
+    low = centres[min(first, len(centres) - 1)] - half
+    high = centres[min(last, len(centres) - 1)] + half
+    return _bounds(max(float(low), histogram.minimum), min(float(high), histogram.maximum))
+
+
+def _occupied(histogram: Histogram) -> tuple[Tensor, Tensor]:
+    """Return the middles of the bins that have counts, as far as there is data, and the counts."""
+    occupied = histogram.counts > 0
+    centres = histogram.centres()[occupied].clamp(histogram.minimum, histogram.maximum)
+    return centres, histogram.counts[occupied].double()
+
+
+def _bounds(low: float, high: float) -> tuple[Tensor, Tensor]:
+    return torch.tensor(low, dtype=torch.float32), torch.tensor(high, dtype=torch.float32)
+
+
+@dataclass(frozen=True)
+class _Search:
+    """Bin centres and counts, and what a way to quantize them costs; see `best_range`."""
+
+    centres: Tensor
+    counts: Tensor
+    steps: int
+    cost: Cost
+    lowest: int | None
+
+    def best(self, lows: Tensor, highs: Tensor) -> tuple[float, float]:
+        """Return the pair of ends that costs the least; of equals the first."""
+        scale = ((highs - lows) / self.steps).clamp(min=2.0**-126).unsqueeze(1)
+        lowest = torch.round(lows.unsqueeze(1) / scale)
+        if self.lowest is not None:
+            lowest = torch.full_like(lowest, self.lowest)
+        wanted = torch.round(self.centres / scale)
+        costs = self.cost(Candidates(self.centres, self.counts, wanted, scale, lowest, self.steps))
+        chosen = int(torch.argmin(costs))
+        return float(lows[chosen]), float(highs[chosen])

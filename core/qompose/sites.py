@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a tensor of a program is called in every plan of it: by module, operator and port.
+
+Names of nodes change with what a backend rewrites; these stay wherever the operator does.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from dataclasses import dataclass
+
+from torch.fx import GraphModule, Node
+
+from qompose.graph import module_path, tag_of
+from qompose.nested import body_labels, nodes_in
+from qompose.observing import GROUP_TAG
+
+
+@dataclass(frozen=True, order=True)
+class Site:
+    """Where a tensor comes from.
+
+    Attributes:
+        module: path of the module whose operator computes it, "" for the root.
+        operator: name of the operator, as `aten.linear.default`; "input" for an argument.
+        port: "output", with a number from the second operator of that name in that module on, and an
+            index where the operator returns several; the name of an argument.
+    """
+
+    module: str
+    operator: str
+    port: str = "output"
+
+    def __str__(self) -> str:
+        return f"{self.module or 'the program'}: {self.operator}, {self.port}"
+
+
+def sites_of(model: GraphModule) -> dict[Node, Site]:
+    """Return the site of each node of a program and its bodies that is no observer."""
+    bodies, seen = body_labels(model), Counter[tuple[str, str]]()
+    found: dict[Node, Site] = {}
+    for node in nodes_in(model):
+        if tag_of(node, GROUP_TAG) is not None:
+            continue
+        inside = bodies.get(node.graph, "")
+        if node.op == "placeholder":
+            found[node] = Site(inside, "input", str(node.target))
+        elif node.target is operator.getitem and node.args[0] in found:
+            source = found[node.args[0]]  # type: ignore[index]
+            found[node] = Site(source.module, source.operator, f"{source.port}[{node.args[1]}]")
+        elif node.op == "call_function":
+            path = ", ".join(part for part in (module_path(node), inside) if part)
+            seen[path, str(node.target)] += 1
+            number = seen[path, str(node.target)]
+            port = "output" if number == 1 else f"output {number}"
+            found[node] = Site(path, str(node.target), port)
+    return found

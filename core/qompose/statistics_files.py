@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Statistics in files: tensors and JSON in a safetensors file, or JSON alone, which an editor can change.
+
+Neither runs code when it is read. What is read is checked as a whole before any of it is returned.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from qompose.drafts import draft_of
+from qompose.errors import StatisticsError
+from qompose.facts import Channels, Facts
+from qompose.histogram import BINS, Histogram
+from qompose.row_sample import RowSample
+from qompose.screening import Screen
+from qompose.sites import Site
+
+FORMAT_VERSION = 1
+_KEY = "qompose_statistics"
+_BINARY, _TEXT = ".safetensors", ".json"
+
+Put = Callable[[Tensor], Any]
+Get = Callable[[Any], Tensor]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What was seen of the tensors of some sites, which share a range."""
+
+    sites: tuple[Site, ...]
+    facts: Facts
+
+
+def write(path: Path, entries: Sequence[Entry], facts: Mapping[str, Any]) -> None:
+    """Write a file of the kind that its name says; one that exists is replaced at once, or not at all.
+
+    Raises:
+        StatisticsError: the name says no kind.
+        OSError: it cannot be written.
+    """
+    kind = _kind(path)
+    tensors: dict[str, Tensor] = {}
+
+    def put(tensor: Tensor) -> Any:
+        if kind == _TEXT:
+            return tensor.tolist()
+        tensors[str(len(tensors))] = tensor.detach().cpu().contiguous().clone()
+        return str(len(tensors) - 1)
+
+    data = {
+        "format_version": FORMAT_VERSION,
+        **facts,
+        "entries": [
+            {"sites": [vars(site) for site in entry.sites], **_facts_to_data(entry.facts, put)}
+            for entry in entries
+        ],
+    }
+    text = json.dumps(data, allow_nan=False, indent=1 if kind == _TEXT else None)
+    with draft_of(path) as draft:
+        if kind == _TEXT:
+            draft.write_text(text + "\n", encoding="utf-8")
+            return
+        try:
+            save_file(tensors, draft, {_KEY: text})
+        except SafetensorError as error:  # what it makes of a full disk
+            raise OSError(f"{path} cannot be written: {error}") from error
+
+
+def read(path: Path) -> tuple[tuple[Entry, ...], dict[str, Any]]:
+    """Return the entries of a file and the facts beside them.
+
+    Raises:
+        StatisticsError: it is no such file, damaged, or of a newer version.
+        OSError: it cannot be read.
+    """
+    kind = _kind(path)
+    with path.open("rb"):
+        pass  # says of what is no file what it is
+    try:
+        text, tensors = (path.read_text("utf-8"), {}) if kind == _TEXT else _opened(path)
+        data = json.loads(text)
+        if data["format_version"] > FORMAT_VERSION:
+            raise StatisticsError(
+                f"{path} is of format {data['format_version']}, and this qompose reads {FORMAT_VERSION}"
+            )
+        get: Get = torch.tensor if kind == _TEXT else tensors.__getitem__
+        entries = tuple(_entry(item, get) for item in data.pop("entries"))
+    except (SafetensorError, ValueError, TypeError, LookupError, AttributeError) as error:
+        if isinstance(error, StatisticsError):
+            raise
+        raise StatisticsError(f"{path} holds no sound statistics of qompose: {error!r}") from error
+    return entries, data
+
+
+def _opened(path: Path) -> tuple[str, dict[str, Tensor]]:
+    with safe_open(path, "pt") as file:
+        names = list(file.keys())
+        return file.metadata()[_KEY], {name: file.get_tensor(name) for name in names}
+
+
+def _kind(path: Path) -> str:
+    if path.suffix not in (_BINARY, _TEXT):
+        raise StatisticsError(
+            f"{path} ends in neither {_BINARY} nor {_TEXT}, which say the kind of file"
+        )
+    return path.suffix
+
+
+def _number(value: float | None) -> Any:
+    """Return a number as JSON has it: infinities as text."""
+    return value if value is None or math.isfinite(value) else str(value)
+
+
+def _facts_to_data(facts: Facts, put: Put) -> dict[str, Any]:
+    data: dict[str, Any] = {"minimum": _number(facts.minimum), "maximum": _number(facts.maximum)}
+    if facts.set_range is not None:
+        data["set_range"] = list(map(_number, facts.set_range))
+    if facts.averaged:
+        data["averaged"] = facts.averaged
+    if facts.histogram is not None:
+        bins = facts.histogram.counts.nonzero().flatten()
+        data["histogram"] = {
+            "exponent": facts.histogram.exponent,
+            "bins": put(bins),
+            "counts": put(facts.histogram.counts[bins]),
+        }
+    if facts.channels is not None:
+        seen = facts.channels
+        data["channels"] = {"axis": seen.axis, "low": put(seen.low), "high": put(seen.high)}
+    if facts.sample is not None:
+        kept = facts.sample
+        data["sample"] = {"seen": kept.seen, "rows": put(kept.rows), "order": put(kept.order)}
+    if facts.screen is not None:
+        data["screen"] = {name: _number(value) for name, value in vars(facts.screen).items()}
+    return data
+
+
+def _entry(data: Mapping[str, Any], get: Get) -> Entry:
+    sites = tuple(Site(**site) for site in data["sites"])
+    if not sites:
+        raise ValueError("an entry has no site")
+    chosen = data.get("set_range")
+    return Entry(
+        sites,
+        Facts(
+            minimum=_float(data["minimum"]),
+            maximum=_float(data["maximum"]),
+            histogram=_histogram(data, get) if "histogram" in data else None,
+            channels=_channels(data["channels"], get) if "channels" in data else None,
+            sample=_sample(data["sample"], get) if "sample" in data else None,
+            screen=_screen(data["screen"]) if "screen" in data else None,
+            averaged=str(data.get("averaged", "")),
+            set_range=None if chosen is None else (float(chosen[0]), float(chosen[1])),
+        ),
+    )
+
+
+def _float(value: Any) -> float | None:
+    return None if value is None else float(value)
+
+
+def _histogram(data: Mapping[str, Any], get: Get) -> Histogram:
+    part, found = data["histogram"], Histogram()
+    bins, counts = get(part["bins"]), get(part["counts"])
+    if bins.shape != counts.shape or bool(
+        (bins < 0).any() | (bins >= BINS).any() | (counts < 0).any()
+    ):
+        raise ValueError("a histogram has bins or counts that are none")
+    found.counts[bins.long()] = counts.long()
+    found.exponent = int(part["exponent"])
+    found.minimum, found.maximum = float(data["minimum"]), float(data["maximum"])
+    return found
+
+
+def _channels(data: Mapping[str, Any], get: Get) -> Channels:
+    return Channels(int(data["axis"]), get(data["low"]).float(), get(data["high"]).float())
+
+
+def _sample(data: Mapping[str, Any], get: Get) -> RowSample:
+    rows, order = get(data["rows"]).float(), get(data["order"]).long()
+    if rows.dim() != 2 or order.shape != (len(rows), 2):
+        raise ValueError("a sample has rows without an order")
+    return RowSample(rows, order, int(data["seen"]))
+
+
+def _screen(data: Mapping[str, Any]) -> Screen:
+    screen = Screen()
+    screen.masked, screen.values = int(data["masked"]), int(data["values"])
+    screen.bulk, screen.far = float(data["bulk"]), float(data["far"])
+    return screen
