@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from qompose import observers
+from qompose import histogram_observers, observers
 from qompose.encoding import (
     BOOLEAN,
     INTEGER,
@@ -50,7 +50,7 @@ ROLES = ("input_activation", "output_activation", "weight", "bias")
 
 OBSERVERS: dict[str, type[nn.Module]] = {
     name: value
-    for name, value in vars(observers).items()
+    for name, value in {**vars(observers), **vars(histogram_observers)}.items()
     if isinstance(value, type) and issubclass(value, Observer) and not name.startswith("_")
     if value is not Observer
 }
@@ -185,7 +185,7 @@ CODECS: dict[str, Codec] = {
     "qscheme": optional(named(QSCHEMES, "a scheme")),
     **dict.fromkeys(("quant_min", "quant_max", "ch_axis"), optional(INTEGER)),
     "zero_point": INTEGER,
-    **dict.fromkeys(("scale", "eps", "power", "averaging_constant"), NUMBER),
+    **dict.fromkeys(("scale", "eps", "power", "percentile", "averaging_constant"), NUMBER),
     "is_dynamic": BOOLEAN,
     "block_size": optional(sequence(INTEGER)),
     "observer_or_fake_quant_ctr": Codec(_write_observer, _read_observer),
