@@ -109,7 +109,8 @@ def test_every_argument_of_every_observer_can_be_written(name: str) -> None:
     values = {
         "dtype": torch.int8, "qscheme": torch.per_tensor_affine, "quant_min": -8, "quant_max": 7,
         "eps": 2**-12, "is_dynamic": True, "ch_axis": 1, "block_size": (-1,), "power": 2.0,
-        "averaging_constant": 0.5, "percentile": 99.0, "scale": 0.5, "zero_point": 3, "scale_dtype": torch.bfloat16,
+        "averaging_constant": 0.5, "percentile": 99.0, "scale": 0.5, "zero_point": 3,
+        "scale_dtype": torch.bfloat16,
     }  # fmt: skip
     made = OBSERVERS[name].with_args()
     with pytest.raises(ConfigError, match="unknown key 'nonsense'") as refusal:
