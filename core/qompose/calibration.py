@@ -19,10 +19,9 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from qompose.checkpoints import Kept
-from qompose.collecting import Statistics, order_dependent, statistics
+from qompose.collecting import Statistics, order_dependent, prepared_record, statistics
 from qompose.errors import BatchError, CalibrationError, UserError
 from qompose.graph import value_of
-from qompose.plan import record_of
 from qompose.ranks import Ranks
 
 
@@ -61,12 +60,7 @@ def calibrate(
             process failed or died; there are several, and an observer depends on the order of batches.
         StatisticsError: statistics do not fit the model, or a file of them cannot be read.
     """
-    record_of(
-        prepared,
-        stages=("prepared",),
-        function="calibrate",
-        remedy="Call qompose.prepare_pt2e first.",
-    )
+    prepared_record(prepared, "calibrate")
     if isinstance(batches, Statistics):
         return batches.apply(prepared)
     if limit is not None and limit < 1:
@@ -135,9 +129,8 @@ def _all_or_none(prepared: GraphModule, ranks: Ranks, start: int) -> Iterator[li
     try:
         yield done
     except Exception as error:
-        with suppress(
-            CalibrationError
-        ):  # the others may have failed too; this is the error to show
+        # The others may have failed too; this is the error to show.
+        with suppress(CalibrationError):
             ranks.exchange(f"{type(error).__name__}: {error}")
         raise
     parts = ranks.exchange((start + len(done), statistics(prepared) if ranks.count > 1 else None))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from qompose.facts import Facts
 from qompose.graph import constant_of, get_attribute, owner_of, tag_of
 from qompose.nested import nodes_in
 from qompose.observers import Observer
-from qompose.observing import GROUP_TAG, BalancedObserver, unbalanced
+from qompose.observing import GROUP_TAG, unbalanced
 from qompose.plan import Record, record_of
 from qompose.sites import Site, sites_of
 from qompose.statistics_files import Entry, read, write
@@ -113,7 +113,7 @@ class Statistics:
             except StatisticsError as error:
                 raise StatisticsError(f"{entry.sites[0]}: {error}") from error
         return Statistics(
-            tuple(Entry(sites, facts) for sites, facts in sorted(found.items(), key=_by_sites)),
+            _ordered(found),
             self.fingerprint,
             self.batches + other.batches,
             tuple(dict.fromkeys([*self.left_out, *other.left_out])),
@@ -176,7 +176,7 @@ class Statistics:
             StatisticsError: the model is another one; an observer wants what is not here. Then no
                 observer has changed.
         """
-        record = _prepared(prepared, "Statistics.apply")
+        record = prepared_record(prepared, "Statistics.apply")
         if not another_model:
             self._check_model(record.fingerprint, "this one is")
         found, lacking = self._matched(prepared, record)
@@ -218,22 +218,21 @@ def statistics(prepared: GraphModule) -> Statistics:
     Raises:
         StageError: the model was not prepared.
     """
-    record = _prepared(prepared, "statistics")
+    record = prepared_record(prepared, "statistics")
     entries, left_out = {}, []
     for observer, sites in _observed(prepared, record):
         if not isinstance(unbalanced(observer), Observer):
             left_out.append(f"{sites[0]} ({type(unbalanced(observer)).__name__})")
             continue
-        facts = _facts(observer)
+        facts: Facts = observer.facts()
         if facts.values or facts.set_range is not None:
             entries[sites] = copy.deepcopy(facts)  # the observers may go on
-    ordered = tuple(Entry(sites, facts) for sites, facts in sorted(entries.items(), key=_by_sites))
-    return Statistics(ordered, record.fingerprint, 0, tuple(left_out))
+    return Statistics(_ordered(entries), record.fingerprint, 0, tuple(left_out))
 
 
 def order_dependent(prepared: GraphModule) -> list[str]:
     """Name the tensors whose observers give statistics that cannot be merged, with the observers' classes."""
-    record = _prepared(prepared, "calibrate")
+    record = prepared_record(prepared, "calibrate")
     return [
         f"{sites[0]} ({type(unbalanced(observer)).__name__})"
         for observer, sites in _observed(prepared, record)
@@ -252,11 +251,17 @@ def described(facts: Facts) -> str:
     return f"{span} of {facts.values} values"
 
 
-def _by_sites(item: tuple[tuple[Site, ...], Facts]) -> tuple[Site, ...]:
-    return item[0]
+def _ordered(facts: Mapping[tuple[Site, ...], Facts]) -> tuple[Entry, ...]:
+    """Return entries in an order that does not depend on who saw what first."""
+    return tuple(Entry(sites, facts[sites]) for sites in sorted(facts))
 
 
-def _prepared(model: GraphModule, function: str) -> Record:
+def prepared_record(model: GraphModule, function: str) -> Record:
+    """Return the record of a prepared model.
+
+    Raises:
+        StageError: it was not prepared.
+    """
     return record_of(
         model,
         stages=("prepared",),
@@ -265,9 +270,7 @@ def _prepared(model: GraphModule, function: str) -> Record:
     )
 
 
-def _observed(
-    prepared: GraphModule, record: Record
-) -> Iterator[tuple[nn.Module, tuple[Site, ...]]]:
+def _observed(prepared: GraphModule, record: Record) -> Iterator[tuple[Any, tuple[Site, ...]]]:
     """Yield each observer that estimates what is computed, and the sites of what it observes."""
     nodes = list(nodes_in(prepared))
     sites, by_name = sites_of(prepared), {node.name: node for node in nodes}
@@ -292,23 +295,10 @@ def _estimates(observer: nn.Module) -> bool:
     return not getattr(inner, "is_dynamic", False)
 
 
-def _facts(observer: nn.Module) -> Facts:
-    inner: Any = unbalanced(observer)
-    facts: Facts = inner.facts()
-    if isinstance(observer, BalancedObserver) and observer.calibrated:
-        channels = observer.channel_observer.facts().channels
-        return replace(facts, channels=channels, sample=observer.sample)
-    return facts
-
-
-def _take(observer: nn.Module, facts: Facts) -> None:
-    inner: Any = unbalanced(observer)
-    if not isinstance(inner, Observer):
+def _take(observer: Any, facts: Facts) -> None:
+    if not isinstance(unbalanced(observer), Observer):
         raise StatisticsError("no way to be given statistics")
-    if isinstance(observer, BalancedObserver):
-        observer.take(facts)
-    else:
-        inner.take(facts)
+    observer.take(facts)
 
 
 def _together(facts: Sequence[Facts]) -> Facts:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -141,6 +142,12 @@ class BalancedObserver(nn.Module):
         """Return the exact range of each channel, and some rows of what was seen."""
         observer = self.channel_observer
         return Channels(observer.minimum, observer.maximum, self.sample.rows, self.sample.seen)
+
+    def facts(self) -> Facts:
+        """Return what was seen of the whole tensor, its channels and some rows."""
+        found: Facts = self.tensor_observer.facts()  # type: ignore[operator]
+        channels = self.channel_observer.facts().channels
+        return replace(found, channels=channels, sample=self.sample if self.calibrated else None)
 
     def take(self, facts: Facts) -> None:
         """Go by what other observers have seen.
