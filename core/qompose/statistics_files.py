@@ -189,7 +189,7 @@ def _channels(data: Mapping[str, Any], get: Get) -> Channels:
 
 def _sample(data: Mapping[str, Any], get: Get) -> RowSample:
     rows, order = get(data["rows"]).float(), get(data["order"]).long()
-    if rows.dim() != 2 or order.shape != (len(rows), 2):
+    if rows.dim() != 2 or order.shape != (len(rows), 3):
         raise ValueError("a sample has rows without an order")
     return RowSample(rows, order, int(data["seen"]))
 

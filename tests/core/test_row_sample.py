@@ -64,6 +64,35 @@ def test_rows_are_rows_of_the_data(name: str) -> None:
     assert 0 < len(sample.rows) <= ROWS
 
 
+BINARY = (torch.rand(4000, 64, generator=torch.Generator().manual_seed(0)) > 0.5).float()
+
+
+@pytest.mark.parametrize(
+    "x",
+    [torch.eye(256), BINARY, torch.randn(1000, 512).clamp(max=2.9)],
+    ids=["one of many", "binary", "wide"],
+)
+def test_different_examples_have_different_hashes(x: Tensor) -> None:
+    hashes = [of(1, part).order[:, 0] for part in x.split(50)]
+    assert len(torch.cat(hashes).unique()) == len(x.unique(dim=0))
+
+
+def test_examples_with_one_hash_are_told_apart() -> None:
+    """They differ where no value is hashed: in one of 4096 places, of which 256 are."""
+    x = torch.zeros(64, 4096).scatter(1, torch.arange(64).unsqueeze(1) * 61, 1.0)
+    whole = of(1, x)
+    assert len(whole.order[:, 0].unique()) < 64
+    assert len(whole.rows) == 64
+    assert_same(of(1, *x.flip(0).split(7)), whole)
+
+
+def test_a_row_that_comes_again_is_kept_once() -> None:
+    x = randn(40, 50, 8)
+    again = of(2, x, x, x)
+    assert torch.equal(again.rows, of(2, x).rows)
+    assert again.seen == 3 * 40 * 50
+
+
 def test_an_example_gives_a_few_rows() -> None:
     assert len(of(1, randn(1, 3, 100, 100)).rows) == PER_EXAMPLE
     assert len(of(1, randn(1, 3)).rows) == 1
