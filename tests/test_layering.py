@@ -29,12 +29,13 @@ LAYERS = tuple(
     for line in """
         errors hookspecs histogram sampling fingerprints repeats
         aliases running operators offers faults kinship strides
-        numerics graph screening functionals encoding drafts factories row_sample range_search
-        decomposed nested recording exported facts
-        decompositions sources
+        numerics graph screening functionals fbgemm encoding drafts factories row_sample range_search
+        decomposed nested recording exported facts tensor_screening
+        decompositions sources modes
         specs observers rewrites balancing schemes reference guarding
-        histogram_observers
-        configs bounds roles usual_specs
+        histogram_observers fake_quantize
+        learned schedules
+        configs bounds roles usual_specs training_specs
         claims selectors observing soundness
         apart patterns oversight orphans
         arbitration annotations tying counting rendering places constraints
@@ -45,10 +46,10 @@ LAYERS = tuple(
         capabilities
         backend region matching
         plan signature plugins operands configuring covering ordering
-        requirements sites ranks
+        requirements sites ranks training
         statistics_files
         collecting
-        checkpoints
+        checkpoints linting
         hosting
         subjects factoring delegation adding
         survey quantizer estimation ledger scaffolding

@@ -64,6 +64,9 @@ if TYPE_CHECKING:
     from qompose.errors import TargetError as TargetError
     from qompose.errors import UncalibratedError as UncalibratedError
     from qompose.errors import UserError as UserError
+    from qompose.fake_quantize import FakeQuantize as FakeQuantize
+    from qompose.fake_quantize import FixedQParamsFakeQuantize as FixedQParamsFakeQuantize
+    from qompose.fake_quantize import FusedMovingAvgObsFakeQuantize as FusedMovingAvgObsFakeQuantize
     from qompose.histogram_observers import EntropyObserver as EntropyObserver
     from qompose.histogram_observers import HistogramObserver as HistogramObserver
     from qompose.histogram_observers import PercentileObserver as PercentileObserver
@@ -72,6 +75,7 @@ if TYPE_CHECKING:
     from qompose.hookspecs import hookimpl as hookimpl
     from qompose.inquiry import NodeSupport as NodeSupport
     from qompose.inquiry import can_quantize as can_quantize
+    from qompose.learned import LearnableFakeQuantize as LearnableFakeQuantize
     from qompose.ledger import Report as Report
     from qompose.ledger import Row as Row
     from qompose.observers import FixedQParamsObserver as FixedQParamsObserver
@@ -92,6 +96,7 @@ if TYPE_CHECKING:
     from qompose.pipeline import convert_pt2e as convert_pt2e
     from qompose.pipeline import lower as lower
     from qompose.pipeline import prepare_pt2e as prepare_pt2e
+    from qompose.pipeline import prepare_qat_pt2e as prepare_qat_pt2e
     from qompose.plan import Plan as Plan
     from qompose.plugins import BackendInfo as BackendInfo
     from qompose.plugins import backends as backends
@@ -123,6 +128,13 @@ if TYPE_CHECKING:
     from qompose.rules import NotLowerable as NotLowerable
     from qompose.rules import Rule as Rule
     from qompose.scaffolding import new_backend as new_backend
+    from qompose.schedules import QATSchedule as QATSchedule
+    from qompose.schedules import disable_fake_quant as disable_fake_quant
+    from qompose.schedules import disable_observer as disable_observer
+    from qompose.schedules import enable_fake_quant as enable_fake_quant
+    from qompose.schedules import enable_observer as enable_observer
+    from qompose.schedules import freeze_batch_norm as freeze_batch_norm
+    from qompose.schedules import unfreeze_batch_norm as unfreeze_batch_norm
     from qompose.specs import DerivedQuantizationSpec as DerivedQuantizationSpec
     from qompose.specs import EdgeOrNode as EdgeOrNode
     from qompose.specs import FixedQParamsQuantizationSpec as FixedQParamsQuantizationSpec
@@ -131,6 +143,7 @@ if TYPE_CHECKING:
     from qompose.specs import QuantizationSpec as QuantizationSpec
     from qompose.specs import QuantizationSpecBase as QuantizationSpecBase
     from qompose.specs import SharedQuantizationSpec as SharedQuantizationSpec
+    from qompose.training_specs import training_config as training_config
     from qompose.usual_specs import activation_spec as activation_spec
     from qompose.usual_specs import weight_spec as weight_spec
 
@@ -157,8 +170,10 @@ _MODULES = {
     "histogram_observers": (
         "EntropyObserver HistogramObserver PercentileObserver observer_for_range"
     ),
+    "fake_quantize": "FakeQuantize FixedQParamsFakeQuantize FusedMovingAvgObsFakeQuantize",
     "hookspecs": "API_VERSION hookimpl",
     "inquiry": "NodeSupport can_quantize",
+    "learned": "LearnableFakeQuantize",
     "ledger": "Report Row",
     "observers": (
         "FixedQParamsObserver MinMaxObserver MovingAverageMinMaxObserver "
@@ -167,7 +182,7 @@ _MODULES = {
     ),
     "operators": "ORDER_PRESERVING SCALE_PRESERVING VALUE_PRESERVING",
     "patterns": "Match OperatorPattern Pattern",
-    "pipeline": "convert_pt2e lower prepare_pt2e",
+    "pipeline": "convert_pt2e lower prepare_pt2e prepare_qat_pt2e",
     "plan": "Plan",
     "plugins": "BackendInfo backends load_backend",
     "quantizer": "Quantizer",
@@ -182,10 +197,15 @@ _MODULES = {
     "rule_quantizer": "RuleQuantizer",
     "rules": "Guard Kernel NotLowerable Rule",
     "scaffolding": "new_backend",
+    "schedules": (
+        "QATSchedule disable_fake_quant disable_observer enable_fake_quant enable_observer "
+        "freeze_batch_norm unfreeze_batch_norm"
+    ),
     "specs": (
         "DerivedQuantizationSpec EdgeOrNode FixedQParamsQuantizationSpec QuantizationAnnotation "
         "QuantizationConfig QuantizationSpec QuantizationSpecBase SharedQuantizationSpec"
     ),
+    "training_specs": "training_config",
     "usual_specs": "activation_spec weight_spec",
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names.split()}

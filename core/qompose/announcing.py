@@ -44,7 +44,7 @@ def say_if_nothing_was_quantized(plan: Plan, program: GraphModule, *, strict: bo
     message += f"\n{_listed(lines)}" if lines else ""
     if strict:
         raise NothingQuantizedError(message)
-    warnings.warn(message, QomposeWarning, stacklevel=3)
+    warnings.warn(message, QomposeWarning, stacklevel=4)
 
 
 def say_if_all_was_dropped(record: Record) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -20,8 +21,9 @@ from torch.utils import _pytree as pytree
 
 from qompose.checkpoints import Kept
 from qompose.collecting import Statistics, order_dependent, prepared_record, statistics
-from qompose.errors import BatchError, CalibrationError, UserError
+from qompose.errors import BatchError, CalibrationError, QomposeWarning, UserError
 from qompose.graph import value_of
+from qompose.linting import lint
 from qompose.ranks import Ranks
 
 
@@ -87,6 +89,9 @@ def calibrate(
                 kept.note(prepared, number)
     if kept is not None:
         kept.close(prepared)
+    if ranks.rank == 0 and (found := lint(prepared)):
+        lines = "".join(f"\n  - {line}" for line in found)
+        warnings.warn(f"After calibration these look wrong:{lines}", QomposeWarning, stacklevel=2)
     return prepared
 
 

@@ -301,13 +301,10 @@ def _is_rule(asked: Question, rule: Rule) -> bool:
 def _unfolded(
     asked: Question, config: QuantizationConfig, find: Callable[[Question], list[_Found]]
 ) -> tuple[Question, list[_Found], tuple[str, ...]]:
-    """Return what answers a question; where nothing does, what answers it once batch norms are folded.
-
-    In training they are not folded.
-    """
+    """Return what answers a question; where nothing does, what answers it once batch norms are folded."""
     found = find(asked)
     folded = asked.without_batch_norm()
-    if found or folded == asked or config.is_qat:
+    if found or folded == asked:
         return asked, found, ()
     note = (
         "batch norms are folded into what they follow, unless that is read or shared elsewhere, which "

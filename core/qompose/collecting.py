@@ -19,10 +19,10 @@ from torch.fx import GraphModule
 
 from qompose.errors import StatisticsError, near_names
 from qompose.facts import Facts
-from qompose.graph import constant_of, get_attribute, owner_of, tag_of
+from qompose.graph import constant_of
 from qompose.nested import nodes_in
 from qompose.observers import Observer
-from qompose.observing import GROUP_TAG, unbalanced
+from qompose.observing import observer_nodes, observers_of, unbalanced
 from qompose.plan import Record, record_of
 from qompose.sites import Site, sites_of
 from qompose.statistics_files import Entry, read, write
@@ -196,7 +196,7 @@ class Statistics:
         """Return each observer with what it is to go by, and what is lacking; on copies, nothing changes."""
         known = {site: entry for entry in self.entries for site in entry.sites}
         found, lacking = [], []
-        for observer, sites in _observed(prepared, record):
+        for observer, sites in watched(prepared, record):
             entries = {id(known[site]): known[site] for site in sites if site in known}
             absent = [str(site) for site in sites if site not in known]
             if absent:
@@ -220,7 +220,7 @@ def statistics(prepared: GraphModule) -> Statistics:
     """
     record = prepared_record(prepared, "statistics")
     entries, left_out = {}, []
-    for observer, sites in _observed(prepared, record):
+    for observer, sites in watched(prepared, record):
         if not isinstance(unbalanced(observer), Observer):
             left_out.append(f"{sites[0]} ({type(unbalanced(observer)).__name__})")
             continue
@@ -235,7 +235,7 @@ def order_dependent(prepared: GraphModule) -> list[str]:
     record = prepared_record(prepared, "calibrate")
     return [
         f"{sites[0]} ({type(unbalanced(observer)).__name__})"
-        for observer, sites in _observed(prepared, record)
+        for observer, sites in watched(prepared, record)
         if not getattr(unbalanced(observer), "mergeable", False)
     ]
 
@@ -270,15 +270,10 @@ def prepared_record(model: GraphModule, function: str) -> Record:
     )
 
 
-def _observed(prepared: GraphModule, record: Record) -> Iterator[tuple[Any, tuple[Site, ...]]]:
+def watched(prepared: GraphModule, record: Record) -> Iterator[tuple[Any, tuple[Site, ...]]]:
     """Yield each observer that estimates what is computed, and the sites of what it observes."""
-    nodes = list(nodes_in(prepared))
-    sites, by_name = sites_of(prepared), {node.name: node for node in nodes}
-    observers = {
-        number: get_attribute(owner_of(node), str(node.target))
-        for node in nodes
-        if (number := tag_of(node, GROUP_TAG)) is not None
-    }
+    sites, by_name = sites_of(prepared), {node.name: node for node in nodes_in(prepared)}
+    observers = observers_of(observer_nodes(prepared))
     for number, group in enumerate(record.plan.groups):
         observer = observers.get(number)
         sources = dict.fromkeys(by_name[point.source] for point in group.points)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from qompose import histogram_observers, observers
+from qompose import fake_quantize, histogram_observers, learned, observers
 from qompose.encoding import (
     BOOLEAN,
     INTEGER,
@@ -36,7 +36,8 @@ from qompose.encoding import (
     sequence,
 )
 from qompose.errors import ConfigError, near_names
-from qompose.observers import Observer, ObserverFactory
+from qompose.factories import ObserverFactory
+from qompose.observers import Observer
 from qompose.specs import (
     INTEGERS,
     FixedQParamsQuantizationSpec,
@@ -50,9 +51,10 @@ ROLES = ("input_activation", "output_activation", "weight", "bias")
 
 OBSERVERS: dict[str, type[nn.Module]] = {
     name: value
-    for name, value in {**vars(observers), **vars(histogram_observers)}.items()
+    for part in (observers, histogram_observers, fake_quantize, learned)
+    for name, value in vars(part).items()
     if isinstance(value, type) and issubclass(value, Observer) and not name.startswith("_")
-    if value is not Observer
+    if value not in (Observer, observers.RangeObserver)
 }
 """The observers that data may name."""
 
@@ -188,6 +190,8 @@ CODECS: dict[str, Codec] = {
     **dict.fromkeys(("scale", "eps", "power", "percentile", "averaging_constant"), NUMBER),
     "is_dynamic": BOOLEAN,
     "block_size": optional(sequence(INTEGER)),
+    **dict.fromkeys(("fbgemm_qparams", "use_grad_scaling"), BOOLEAN),
+    "observer": optional(Codec(_write_observer, _read_observer)),
     "observer_or_fake_quant_ctr": Codec(_write_observer, _read_observer),
 }
 """By name of a field or argument: a name means the same wherever it occurs."""

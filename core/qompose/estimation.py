@@ -18,7 +18,7 @@ from qompose.delegation import can_stand
 from qompose.errors import CalibrationError, ConfigError, StageError, UncalibratedError, blaming
 from qompose.factories import converts_itself
 from qompose.factoring import Factoring
-from qompose.graph import constant_of, get_attribute, module_path, owner_of, tag_of, value_of
+from qompose.graph import constant_of, module_path, tag_of, value_of
 from qompose.nested import bodies_of, body_labels, is_nested_call, nodes_in
 from qompose.numerics import FLOAT_ZERO_POINT
 from qompose.observing import (
@@ -29,6 +29,8 @@ from qompose.observing import (
     has_data,
     integer_bounds,
     least_scale,
+    observer_nodes,
+    observers_of,
     screen_of,
     unbalanced,
     was_fed,
@@ -59,14 +61,8 @@ class Estimation:
         self.dropped: dict[int, str] = {}
         self.qparams: dict[int, QParams] = {}
         self._widened: dict[int, float] = {}
-        self.sites: list[tuple[Node, int]] = [
-            (node, number)
-            for node in nodes_in(model)
-            if (number := tag_of(node, GROUP_TAG)) is not None
-        ]
-        self._observers: dict[int, Any] = {
-            number: get_attribute(owner_of(node), str(node.target)) for node, number in self.sites
-        }
+        self.sites = observer_nodes(model)
+        self._observers = observers_of(self.sites)
         self._observed = {node: _observed(node) for node, _ in self.sites}
         self._claim_of = {
             spec.point: number for number, claim in enumerate(plan.claims) for spec in claim.specs

@@ -11,12 +11,39 @@ import copy
 import functools
 import inspect
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
 from qompose.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ObserverFactory:
+    """An observer class with some of its arguments; compares by value, unlike functools.partial."""
+
+    observer: type[nn.Module]
+    arguments: tuple[tuple[str, Any], ...]
+
+    def __post_init__(self) -> None:
+        ordered = sorted(self.arguments, key=lambda item: item[0])
+        object.__setattr__(self, "arguments", tuple(ordered))
+
+    @property
+    def __name__(self) -> str:
+        """Return the observer's name, by which other engines know whether it takes `ch_axis`."""
+        return self.observer.__name__
+
+    def with_args(self, **arguments: Any) -> ObserverFactory:
+        """Return a factory with more arguments; a later value for a name replaces the earlier one."""
+        merged = {**dict(self.arguments), **arguments}
+        return ObserverFactory(self.observer, tuple(merged.items()))
+
+    def __call__(self, **arguments: Any) -> nn.Module:
+        return self.observer(**{**dict(self.arguments), **arguments})
+
 
 _PER_CHANNEL = "PerChannel"
 

@@ -100,6 +100,18 @@ def copies_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: copy.deepcopy(tensor.detach(), memo) for name, tensor in tensors.items()}
 
 
+def give_own_parameters(module: GraphModule) -> None:
+    """Replace all parameters and buffers by copies, in place; what is one tensor stays one."""
+    copies: dict[int, Tensor] = {}
+    state = [*module.named_parameters(remove_duplicate=False)]
+    for path, value in [*state, *module.named_buffers(remove_duplicate=False)]:
+        if id(value) not in copies:
+            copied = value.detach().clone()
+            trained = isinstance(value, nn.Parameter)
+            copies[id(value)] = nn.Parameter(copied, value.requires_grad) if trained else copied
+        set_attribute(module, path, copies[id(value)])
+
+
 def remove_dead(graph: Graph, kept: Collection[Node]) -> None:
     """Remove what nothing reads, except `kept`: calls that had no readers before are there for their effect.
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from qompose.errors import ConfigError, StatisticsError
+from qompose.factories import ObserverFactory
 from qompose.facts import Facts
 from qompose.histogram import Histogram
 from qompose.numerics import quantized_range, symmetric_zero_point
@@ -22,7 +23,6 @@ from qompose.observers import (
     MinMaxObserver,
     MovingAverageMinMaxObserver,
     Observer,
-    ObserverFactory,
 )
 from qompose.range_search import (
     Cost,

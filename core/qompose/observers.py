@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from qompose.errors import ConfigError, QomposeWarning, StatisticsError, UncalibratedError
+from qompose.factories import ObserverFactory
 from qompose.facts import Channels, Facts
 from qompose.kinship import OBSERVERS, acquaint, kin_of
 from qompose.numerics import (
@@ -29,32 +30,7 @@ from qompose.numerics import (
     stored_in,
 )
 from qompose.repeats import LastSeen
-from qompose.screening import Cleaned, Screen
-
-
-@dataclass(frozen=True)
-class ObserverFactory:
-    """An observer class with some of its arguments; compares by value, unlike functools.partial."""
-
-    observer: type[nn.Module]
-    arguments: tuple[tuple[str, Any], ...]
-
-    def __post_init__(self) -> None:
-        ordered = sorted(self.arguments, key=lambda item: item[0])
-        object.__setattr__(self, "arguments", tuple(ordered))
-
-    @property
-    def __name__(self) -> str:
-        """Return the observer's name, by which other engines know whether it takes `ch_axis`."""
-        return self.observer.__name__
-
-    def with_args(self, **arguments: Any) -> ObserverFactory:
-        """Return a factory with more arguments; a later value for a name replaces the earlier one."""
-        merged = {**dict(self.arguments), **arguments}
-        return ObserverFactory(self.observer, tuple(merged.items()))
-
-    def __call__(self, **arguments: Any) -> nn.Module:
-        return self.observer(**{**dict(self.arguments), **arguments})
+from qompose.screening import Cleaned, Screen, slice_extremes
 
 
 @kin_of(OBSERVERS, "ObserverBase")
@@ -80,6 +56,8 @@ class Observer(nn.Module):
     """Set by prepare on observers of several values, some of which may be views of others."""
     subject = "the observed tensor"
     """Set by prepare: which tensor is observed, for messages."""
+    ends: tuple[Tensor, Tensor] | None = None
+    """The least and the largest value of the tensor that is coming, where somebody has looked already."""
 
     def __init__(
         self,
@@ -165,11 +143,19 @@ class Observer(nn.Module):
             raise UncalibratedError([self.subject])
 
     def _screened(self, x: Tensor) -> Cleaned:
-        return self.screen.clean(x, self.subject)
+        return self.screen.clean(x, self.subject, self.ends)
 
     def _only_here(self) -> str | None:
         """Return why other engines cannot quantize the tensor as qompose's would, None where they can."""
         return self.screen.mask and f"holds {self.screen.mask}"
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """Load statistics, which have the size of what was seen, into an observer that saw nothing."""
+        for name, own in self._buffers.items():
+            saved = state_dict.get(prefix + name)
+            if own is not None and isinstance(saved, Tensor) and saved.shape != own.shape:
+                self._buffers[name] = torch.empty_like(saved, dtype=own.dtype, device=own.device)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     @property
     def convert(self) -> Callable[[GraphModule, Node], None]:
@@ -199,7 +185,7 @@ class Observer(nn.Module):
         return f"dtype={self.dtype}, qscheme={self.qscheme}, range=({self.quant_min}, {self.quant_max})"
 
 
-class _RangeObserver(Observer):
+class RangeObserver(Observer):
     """An observer whose statistics are one minimum and one maximum, per tensor or per channel.
 
     Scales are rounded to `scale_dtype`, for kernels that store them in fewer bits; they stay float32. So
@@ -225,7 +211,14 @@ class _RangeObserver(Observer):
         self.register_buffer("maximum", torch.tensor([]))
 
     def observe(self, x: Tensor) -> None:
-        low, high = self._extremes(self._screened(x))
+        self.widen(*self.extremes(x))
+
+    def extremes(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the least and the largest value of a batch, or of its slices, without mask values."""
+        return self._extremes(self._screened(x))
+
+    def widen(self, low: Tensor, high: Tensor) -> None:
+        """Update the statistics with the extremes of a batch, of the tensor or of each channel."""
         if self.minimum.numel():
             self.minimum, self.maximum = self.minimum.to(low.device), self.maximum.to(low.device)
             low, high = self._combine(low, high)
@@ -234,11 +227,7 @@ class _RangeObserver(Observer):
     def _extremes(self, seen: Cleaned) -> tuple[Tensor, Tensor]:
         if not self.per_channel:
             return seen.low, seen.high
-        x = seen.values
-        others = [dim for dim in range(x.dim()) if dim != self.ch_axis % x.dim()]
-        if not others:
-            return x.float(), x.float()
-        return x.amin(others).float(), x.amax(others).float()
+        return slice_extremes(seen.values, self.ch_axis)
 
     def _combine(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
         return torch.minimum(self.minimum, low), torch.maximum(self.maximum, high)
@@ -279,7 +268,7 @@ class _RangeObserver(Observer):
         return found if self.scale_dtype is torch.float32 else stored_in(self.scale_dtype, *found)
 
 
-class MinMaxObserver(_RangeObserver):
+class MinMaxObserver(RangeObserver):
     """The exact minimum and maximum of all that was seen."""
 
 
@@ -289,7 +278,7 @@ class PerChannelMinMaxObserver(MinMaxObserver):
     per_channel = True
 
 
-class PerBlockMinMaxObserver(_RangeObserver):
+class PerBlockMinMaxObserver(RangeObserver):
     """The exact minimum and maximum of each block: `block_size` as in `QuantizationSpec`."""
 
     per_channel = True
@@ -317,7 +306,7 @@ def _blocks(block_size: tuple[int, ...]) -> str:
     return f"has block_size={block_size}, for which this engine has no operators"
 
 
-class MovingAverageMinMaxObserver(_RangeObserver):
+class MovingAverageMinMaxObserver(RangeObserver):
     """Exponential averages of each batch's minimum and maximum: `m += averaging_constant * (batch - m)`."""
 
     mergeable = False

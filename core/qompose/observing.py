@@ -3,18 +3,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule, Node
 
 from qompose.balancing import Channels
 from qompose.errors import ConfigError, StatisticsError, blaming
 from qompose.factories import Rebinding, class_of, converts_itself, made_by, takes_axis
 from qompose.facts import Facts
+from qompose.fake_quantize import FakeQuantize
+from qompose.graph import get_attribute, owner_of, tag_of
 from qompose.guarding import guard_of
+from qompose.nested import nodes_in
 from qompose.numerics import DEFAULT_EPS, PER_CHANNEL, SYMMETRIC, quantized_range
 from qompose.observers import (
     FixedQParamsObserver,
@@ -24,7 +28,7 @@ from qompose.observers import (
 )
 from qompose.row_sample import RowSample
 from qompose.schemes import axis_of
-from qompose.screening import Screen
+from qompose.screening import Screen, slice_extremes, unmasked
 from qompose.specs import (
     DerivedQuantizationSpec,
     FixedQParamsQuantizationSpec,
@@ -38,7 +42,23 @@ GROUP_TAG = "group"
 """Fact of the nodes that call observers: the number of the group."""
 
 
-def make_observer(spec: QuantizationSpecBase, rebind: Rebinding | None = None) -> nn.Module:
+def observer_nodes(model: GraphModule) -> list[tuple[Node, int]]:
+    """Return the nodes of a prepared model that call observers, each with the number of its group."""
+    return [
+        (node, number)
+        for node in nodes_in(model)
+        if (number := tag_of(node, GROUP_TAG)) is not None
+    ]
+
+
+def observers_of(nodes: Iterable[tuple[Node, int]]) -> dict[int, Any]:
+    """Return the observer of each group that has one among the nodes."""
+    return {number: get_attribute(owner_of(node), str(node.target)) for node, number in nodes}
+
+
+def make_observer(
+    spec: QuantizationSpecBase, rebind: Rebinding | None = None, *, simulate: bool = False
+) -> nn.Module:
     """Make the observer or fake-quantizer of a specification.
 
     The specification's fields, None included, take the place of the factory's own arguments; that is
@@ -46,15 +66,22 @@ def make_observer(spec: QuantizationSpecBase, rebind: Rebinding | None = None) -
 
     Args:
         rebind: replaces what a foreign factory holds of another graph; None leaves it as it is.
+        simulate: make a fake-quantizer around an observer of qompose's.
 
     Raises:
         ConfigError: the factory does not take them, or what it makes is no observer of the specification.
     """
+    if isinstance(spec, DerivedQuantizationSpec):
+        return DerivedObserver(spec)
+    made = _made(spec, rebind)
+    wraps = simulate and isinstance(made, Observer) and not isinstance(made, FakeQuantize)
+    return FakeQuantize(made) if wraps else made
+
+
+def _made(spec: QuantizationSpecBase, rebind: Rebinding | None) -> nn.Module:
     if isinstance(spec, FixedQParamsQuantizationSpec):
         arguments = {k: v for k, v in spec.__dict__.items() if v is not None}
         return FixedQParamsObserver(**arguments)
-    if isinstance(spec, DerivedQuantizationSpec):
-        return DerivedObserver(spec)
     assert isinstance(spec, QuantizationSpec)
     factory: Any = spec.observer_or_fake_quant_ctr
     try:
@@ -127,11 +154,26 @@ class BalancedObserver(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Observe `x`, of any shape that has `dim`, and return it unchanged."""
-        self.channel_observer(x)
-        self.tensor_observer(x)
         if x.numel():
-            self.sample.add(x.detach(), self.channel_observer.ch_axis)
+            self._observe(x.detach())
         return x
+
+    def _observe(self, x: Tensor) -> None:
+        """Look at each channel once; what the whole tensor's observer asks for follows from that."""
+        axis, inner = self.channel_observer.ch_axis, self.tensor_observer
+        low, high = slice_extremes(x, axis)
+        if isinstance(inner, Observer):
+            inner.ends = low.amin(), high.amax()
+        before = _masked_by(inner)
+        try:
+            inner(x)
+        finally:
+            if isinstance(inner, Observer):
+                inner.ends = None
+        if _masked_by(inner) > before:
+            low, high = slice_extremes(unmasked(x), axis)
+        self.channel_observer.widen(low, high)
+        self.sample.add(x, axis)
 
     def calculate_qparams(self) -> Any:
         """Return scale and zero point of the whole tensor."""
@@ -171,6 +213,11 @@ class BalancedObserver(nn.Module):
     def screen(self) -> Screen | None:
         """Return what was seen of mask values."""
         return screen_of(self.tensor_observer)
+
+
+def _masked_by(observer: nn.Module) -> int:
+    screen = screen_of(observer)
+    return 0 if screen is None else screen.masked
 
 
 class DerivedObserver(PlaceholderObserver):
@@ -252,10 +299,13 @@ def screen_of(observer: nn.Module) -> Screen | None:
 
 
 def was_fed(observer: nn.Module) -> bool:
-    """Tell whether calibration has shown an observer of another engine its parameters too.
+    """Tell whether calibration has shown an observer its parameters too, and once is enough.
 
-    A second look could change what it estimates. One of qompose's own knows that it is a second look.
+    A second look could change what it estimates. One of qompose's own knows that it is a second look, but
+    for a fake-quantizer: what is deployed is what was trained.
     """
+    if isinstance(observer, FakeQuantize):
+        return observer.settled
     guard = guard_of(observer)
     return guard is not None and guard.screen.values > 0
 

@@ -32,6 +32,7 @@ from qompose.graph import (
     copy_graph_module,
     freeze,
     get_attribute,
+    give_own_parameters,
     refresh,
     set_attribute,
 )
@@ -65,6 +66,7 @@ from qompose.representation import Representation, represent
 from qompose.requirements import objections, requirements_of, warn
 from qompose.rule_quantizer import RuleQuantizer
 from qompose.survey import claims_elsewhere, state_bytes, survey
+from qompose.training import Modes, deployment_form, evaluation_form, training_form
 
 
 @contextmanager
@@ -101,12 +103,55 @@ def prepare_pt2e(
         SelectorError, SharingError, AnnotationConflictError: the annotations cannot be followed.
         NothingQuantizedError: `strict`, and no operator was claimed.
     """
+    return _prepared(model, quantizer, inplace, strict, trains=False)
+
+
+def prepare_qat_pt2e(
+    model: ExportedProgram | GraphModule,
+    quantizer: Quantizer,
+    *,
+    inplace: bool = False,
+    strict: bool = False,
+) -> GraphModule:
+    """Insert fake-quantizers where a quantizer wants observers, to train a model as it will be quantized.
+
+    Batch norms that conversion folds stay and are trained; their weights are fake-quantized as they will be
+    once folded. `train()` and `eval()` switch batch norms and dropouts, wherever the model was exported in.
+    What the model's own code does in training alone stays as it was exported.
+
+    Args:
+        model: what torch.export made, in training or in evaluation. It is left alone; the result has
+            copies of its parameters.
+        inplace: edit `model`, a GraphModule, itself, and train its own parameters.
+        strict: make "nothing was quantized" and selectors that match nothing errors.
+
+    Returns:
+        a GraphModule with the signature of `model`, in the mode in which that was exported, to be trained.
+
+    Raises:
+        NotExportedError, SelectorError, SharingError, AnnotationConflictError, NothingQuantizedError: as for
+            `prepare_pt2e`.
+    """
+    return _prepared(model, quantizer, inplace, strict, trains=True)
+
+
+def _prepared(
+    model: ExportedProgram | GraphModule,
+    quantizer: Quantizer,
+    inplace: bool,
+    strict: bool,
+    *,
+    trains: bool,
+) -> GraphModule:
     quantizer = adapt(quantizer)
     if inplace and not isinstance(model, GraphModule):
         raise UserError("inplace=True needs a GraphModule: an ExportedProgram is never edited")
     with _without_collection():
-        exported = as_graph_module(model, "prepare_pt2e")
+        exported = as_graph_module(model, "prepare_qat_pt2e" if trains else "prepare_pt2e")
         identity = fingerprint(exported)
+        if trains and not inplace:
+            give_own_parameters(exported)
+        modes = evaluation_form(exported) if trains else None
         state = isolate(exported)
         quantizer = quantizer.bound(exported)
         working, record = _planned(exported, quantizer, strict)
@@ -116,13 +161,39 @@ def prepare_pt2e(
         write_annotations(working, record.plan.claims)
         with blaming(f"{quantizer.name}: validate"):
             quantizer.validate(working)
-        plan, callback = record.plan, quantizer.prepare_obs_or_fq_callback
-        insert_observers(working, plan.claims, plan.groups, callback)
-        run_observed_in_python(working)
-        name_apart(working)
-        prepared = attach(refresh(working), replace(record, state=state, fingerprint=identity))
+        record = replace(record, state=state, fingerprint=identity)
+        notes = _observe(working, exported, record, quantizer, modes)
+        plan = replace(record.plan, notes=(*record.plan.notes, *notes))
+        prepared = attach(refresh(working), replace(record, plan=plan))
+        if modes is not None:
+            prepared.train(modes.training)
     log_stage(prepared)
     return _into(model, prepared) if inplace else prepared
+
+
+def _observe(
+    working: GraphModule,
+    exported: GraphModule,
+    record: Record,
+    quantizer: Quantizer,
+    modes: Modes | None,
+) -> list[str]:
+    """Insert observers, in place; where there are modes, fake-quantizers, and what is trained with them.
+
+    Returns:
+        what reports are to say of it.
+    """
+    plan, callback = record.plan, quantizer.prepare_obs_or_fq_callback
+    groups, simulate = plan.groups, modes is not None
+    if (
+        simulate
+    ):  # what is balanced is decided once and for all: weights that are trained find their own way
+        groups = tuple(replace(group, balance=None) for group in groups)
+    insert_observers(working, plan.claims, groups, callback, simulate=simulate)
+    notes = [] if modes is None else training_form(working, exported, plan.rewrites, modes)
+    run_observed_in_python(working)
+    name_apart(working)
+    return notes
 
 
 def _planned(
@@ -225,6 +296,7 @@ def convert_pt2e(
     )
     with _without_collection():
         model = prepared if inplace else copy_graph_module(prepared)
+        deployment_form(model)
         conversion = convert_observers(
             model, record.plan, allow_uncalibrated=allow_uncalibrated, fold_quantize=fold_quantize
         )

@@ -12,8 +12,10 @@ from torch.fx import Graph, GraphModule, Node
 from qompose.claims import Claim, Point
 from qompose.errors import ConfigError, blaming
 from qompose.factories import Rebinding
+from qompose.fake_quantize import FakeQuantize
 from qompose.graph import constant_of, holds, owner_of, tag, value_of
 from qompose.guarding import guard
+from qompose.learned import LearnableFakeQuantize
 from qompose.nested import body_labels, nodes_in
 from qompose.observers import Observer
 from qompose.observing import (
@@ -33,11 +35,17 @@ Callback = Callable[[GraphModule, dict[EdgeOrNode, nn.Module]], None]
 
 
 def insert_observers(
-    model: GraphModule, claims: Sequence[Claim], groups: Sequence[Group], callback: Callback
+    model: GraphModule,
+    claims: Sequence[Claim],
+    groups: Sequence[Group],
+    callback: Callback,
+    *,
+    simulate: bool = False,
 ) -> None:
     """Insert the observers of all groups, in place, and tag the nodes of claims with their numbers.
 
-    `callback` sees {edge or node: observer} first, and may replace observers.
+    `callback` sees {edge or node: observer} first, and may replace observers. With `simulate`, they are
+    fake-quantizers.
     """
     nodes = {node.name: node for node in nodes_in(model)}
     for number, claim in enumerate(claims):
@@ -45,7 +53,7 @@ def insert_observers(
             tag(nodes[name], claim=number)
     bodies = body_labels(model)
     subjects = [subject_of(group, claims, nodes, bodies) for group in groups]
-    observers = _observers(model, groups, subjects, nodes, callback)
+    observers = _observers(model, groups, subjects, nodes, callback, simulate)
     values: dict[str, dict[int, list[Point]]] = defaultdict(lambda: defaultdict(list))
     for number, group in enumerate(groups):
         for point in group.points:
@@ -61,9 +69,11 @@ def _observers(
     subjects: Sequence[str],
     nodes: dict[str, Node],
     callback: Callback,
+    simulate: bool,
 ) -> list[nn.Module]:
     rebind = Rebinding(model, nodes)
-    made = [_observer(g, s, nodes, rebind) for g, s in zip(groups, subjects, strict=True)]
+    named = zip(groups, subjects, strict=True)
+    made = [_observer(group, subject, nodes, rebind, simulate) for group, subject in named]
     places: dict[EdgeOrNode, nn.Module] = {}
     numbers: dict[EdgeOrNode, int] = {}
     for number, group in enumerate(groups):
@@ -98,9 +108,13 @@ def _name_of(callback: Callback) -> str:
 
 
 def _place(observer: nn.Module, value: Node) -> None:
-    """Move the statistics of an observer of another engine to where its tensor is."""
+    """Let an observer of another engine, and parameters, be where their tensor is, and of its size."""
     example = constant_of(value) if value_of(value) is None else value_of(value)
-    if isinstance(example, Tensor) and not isinstance(observer, Observer):
+    if not isinstance(example, Tensor):
+        return
+    if isinstance(observer, LearnableFakeQuantize):
+        observer.size_for(example.shape)
+    if isinstance(observer, FakeQuantize) or not isinstance(observer, Observer):
         observer.to(example.device)
 
 
@@ -115,7 +129,9 @@ def _check_replacement(observer: object, group: Group, subject: str) -> None:
             raise ConfigError(f"{where}: its {name} is {found}, and the specification's {wanted}")
 
 
-def _observer(group: Group, subject: str, nodes: dict[str, Node], rebind: Rebinding) -> nn.Module:
+def _observer(
+    group: Group, subject: str, nodes: dict[str, Node], rebind: Rebinding, simulate: bool
+) -> nn.Module:
     blocks = getattr(group.spec, "block_size", None)
     if blocks is not None and not getattr(group.spec, "is_dynamic", False):
         computed = [p for p in group.points if constant_of(nodes[p.source]) is None]
@@ -126,7 +142,7 @@ def _observer(group: Group, subject: str, nodes: dict[str, Node], rebind: Rebind
             )
     try:
         with blaming(f"the observer factory of {subject}"):
-            observer = make_observer(group.spec, rebind)
+            observer = make_observer(group.spec, rebind, simulate=simulate)
     except ConfigError as error:
         raise ConfigError(f"{subject}: {error}") from error
     if group.balance is None or fixed_parameters(observer) is not None:

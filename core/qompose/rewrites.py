@@ -109,7 +109,7 @@ Consumers = dict[int, int]
 Find = Callable[[Node, Consumers], Iterator[Candidate]]
 Apply = Callable[..., tuple[str, ...]]
 
-_TRANSPOSED = {
+TRANSPOSED = {
     aten.conv_transpose1d.default,
     aten.conv_transpose2d.input,
     aten.conv_transpose3d.input,
@@ -122,7 +122,7 @@ FOLDABLE = {
     aten.conv2d.padding,
     aten.conv3d.default,
     aten.conv3d.padding,
-    *_TRANSPOSED,
+    *TRANSPOSED,
 }
 """The operators into whose parameters a batch norm behind them is folded."""
 
@@ -155,7 +155,7 @@ def _fold_obstacle(norm: Node, producer: Node, consumers: Consumers) -> str | No
     if producer.target is aten.linear.default and value_of(producer).dim() != 2:
         return "the batch norm is not over the features of the linear layer"
     groups = producer.args[6] if len(producer.args) > 6 else 1
-    if producer.target in _TRANSPOSED and groups != 1:
+    if producer.target in TRANSPOSED and groups != 1:
         return "a grouped transposed convolution keeps its channels in another order"
     return _parameter_obstacle(norm, producer, consumers)
 
@@ -216,7 +216,7 @@ def _fold(
     bias = torch.zeros_like(mean) if bias is None else bias
     if target is aten.linear.default:
         return fuse_linear_bn_weights(weight, bias, mean, variance, eps, scale, shift)
-    transpose = target in _TRANSPOSED
+    transpose = target in TRANSPOSED
     return fuse_conv_bn_weights(weight, bias, mean, variance, eps, scale, shift, transpose)
 
 

@@ -162,8 +162,6 @@ class Rule:
             leaves = f"{config} leaves the weight of rule {self.name} in float, and "
             who = f"{leaves}it" if mode == ACTIVATION_ONLY else f"rule {self.name}"
             return f"{who} has no {mode} form"
-        if config.is_qat:
-            return f"rule {self.name} has no form for quantization-aware training"
         if config.bias is not None:
             return f"rule {self.name} leaves biases in float"
         specs = self.specs_for(config)

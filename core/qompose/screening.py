@@ -16,9 +16,9 @@ from torch import Tensor
 
 from qompose.errors import CalibrationError
 
-_FAR = -1000.0
+FAR = -1000.0
 """No finite mask in use is closer to zero; -10000 and -1e9 are common."""
-_STEPS = 256
+STEPS = 256
 
 
 class Cleaned(NamedTuple):
@@ -47,22 +47,24 @@ class Screen:
         self.bulk = -1.0
         self.far = -math.inf
 
-    def clean(self, x: Tensor, subject: str) -> Cleaned:
+    def clean(self, x: Tensor, subject: str, ends: tuple[Tensor, Tensor] | None = None) -> Cleaned:
         """Return `x` with mask values replaced by zero, which is in every range anyway; else `x` itself.
+
+        Args:
+            ends: the least and the largest value of `x`, where somebody has looked already.
 
         Raises:
             CalibrationError: there is a NaN; the message names `subject`.
         """
-        low, high = torch.aminmax(x)
+        low, high = torch.aminmax(x) if ends is None else ends
         smallest, largest = float(low), float(high)
         if math.isnan(smallest) or math.isnan(largest):
             raise CalibrationError(f"{subject} holds NaN")
         self.values += x.numel()
-        extreme = _extreme(x.dtype)
+        extreme = extreme_of(x.dtype)
         if smallest <= -extreme or largest >= extreme:
-            mask = x.abs() >= extreme
-            self.masked += int(mask.sum())
-            x = x.masked_fill(mask, 0.0)
+            self.masked += int((x.abs() >= extreme).sum())
+            x = unmasked(x)
             low, high = torch.aminmax(x)
         self._note(x, float(low), float(high))
         return Cleaned(x, low.float(), high.float())
@@ -74,10 +76,10 @@ class Screen:
         self.bulk, self.far = max(self.bulk, other.bulk), max(self.far, other.far)
 
     def _note(self, x: Tensor, smallest: float, largest: float) -> None:
-        if smallest > _FAR:
+        if smallest > FAR:
             self.bulk = max(self.bulk, -smallest, largest)
             return
-        far = x <= _FAR
+        far = x <= FAR
         self.far = max(self.far, float(x[far].amax()))
         if not bool(far.all()):
             self.bulk = max(self.bulk, float(x[~far].abs().amax()))
@@ -87,7 +89,7 @@ class Screen:
         """Return what makes the tensor one with a mask in it, None where nothing does."""
         if self.masked:
             return f"{self.masked} mask values (infinite, or near the largest float)"
-        if self.bulk >= 0 and self.far > -math.inf and -self.far > _STEPS * self.bulk:
+        if self.bulk >= 0 and self.far > -math.inf and -self.far > STEPS * self.bulk:
             return (
                 f"a mask: values of {self.far:g} and below, beside which the others, "
                 f"of at most {self.bulk:g}, would be one integer"
@@ -95,7 +97,20 @@ class Screen:
         return None
 
 
-def _extreme(dtype: torch.dtype) -> float:
+def slice_extremes(x: Tensor, axis: int) -> tuple[Tensor, Tensor]:
+    """Return the least and the largest value of each slice along a dimension, in float32, shape `(C,)`."""
+    others = [dim for dim in range(x.dim()) if dim != axis % x.dim()]
+    if not others:
+        return x.float(), x.float()
+    return x.amin(others).float(), x.amax(others).float()
+
+
+def unmasked(x: Tensor) -> Tensor:
+    """Return a tensor without NaN with its mask values, if there are any, replaced by zero."""
+    return x.masked_fill(x.abs() >= extreme_of(x.dtype), 0.0)
+
+
+def extreme_of(dtype: torch.dtype) -> float:
     """Return the least magnitude that is a mask value: masks are summed with scores, and are not exact.
 
     float16 has so little room that a quarter of its largest value occurs as data.

@@ -12,7 +12,9 @@ from torch import Tensor
 from qompose.schemes import QParams
 from qompose.screening import Screen
 
-_FAR_FROM_TYPICAL, _FEW_VALUES = 1000.0, 64
+FAR_FROM_TYPICAL = 1000.0
+"""How many times the median a tensor's scale or magnitude is that has an outlier, or a mask."""
+_FEW_VALUES = 64
 
 
 def unusable(q: QParams, shape: tuple[int, ...]) -> Iterator[str]:
@@ -67,5 +69,5 @@ def suspicious(scale: float, typical: float, screen: Screen | None, eps: float) 
             yield f"has values of at most {screen.bulk:g}, and its scale was raised to the eps {eps:g}"
         if screen.values < _FEW_VALUES:
             yield f"was calibrated with {screen.values} values"
-    if scale > _FAR_FROM_TYPICAL * typical:
+    if scale > FAR_FROM_TYPICAL * typical:
         yield f"has the scale {scale:g}, the typical one is {typical:g}: an outlier or a mask?"

@@ -67,7 +67,7 @@ class TestRows:
         assert (row.backend, row.pattern, row.drawing) == ("toy", "linear", "linear, exactly")
         assert row.operators == (("aten.linear.default",),)
         assert (row.config, row.mode, row.granularity, row.qat) == (
-            "static", "static", "per-channel", False
+            "static", "static", "per-channel", True
         )  # fmt: skip
         assert (row.settings, row.activation, row.output) == (STATIC, INT8, INT8)
         assert row.kernels == (("torch", "toy linear"),)
@@ -280,12 +280,11 @@ class TestSupports:
         (note,) = rows_of(guarded).supports(nn.Linear, STATIC).notes
         assert "qompose.can_quantize" in note
 
-    def test_in_training_nothing_is_folded(self) -> None:
-        training = replace(STATIC, is_qat=True)
+    def test_in_training_the_same_is_folded(self) -> None:
+        training = qompose.training_config(STATIC)
         answer = FUSED.supports((nn.Conv2d, nn.BatchNorm2d, nn.ReLU), training)
-        assert not answer
-        assert "no rule has BatchNorm2d" in answer.reason
-        assert "folded" not in answer.reason
+        assert answer and answer.rule == "conv_relu"
+        assert "folded" in answer.notes[0]
 
     def test_without_the_convolution_the_answer_says_what_is_missing(self) -> None:
         """As BackendConfig's users met it: conv-relu declared, conv-bn-relu in the model."""

@@ -31,8 +31,8 @@ from qompose.configs import (
     spec_from_json,
     spec_to_json,
 )
+from qompose.factories import ObserverFactory
 from qompose.histogram_observers import ACTIVATION_RANGES
-from qompose.observers import ObserverFactory
 from torch.ao.quantization.observer import MinMaxObserver as TorchMinMaxObserver
 
 from tests.core.toy import DYNAMIC, INT8, STATIC, WEIGHT, WEIGHT_ONLY
@@ -110,13 +110,14 @@ def test_every_argument_of_every_observer_can_be_written(name: str) -> None:
         "dtype": torch.int8, "qscheme": torch.per_tensor_affine, "quant_min": -8, "quant_max": 7,
         "eps": 2**-12, "is_dynamic": True, "ch_axis": 1, "block_size": (-1,), "power": 2.0,
         "averaging_constant": 0.5, "percentile": 99.0, "scale": 0.5, "zero_point": 3,
-        "scale_dtype": torch.bfloat16,
+        "scale_dtype": torch.bfloat16, "fbgemm_qparams": True, "use_grad_scaling": False,
+        "observer": MinMaxObserver.with_args(eps=2**-12),
     }  # fmt: skip
     made = OBSERVERS[name].with_args()
     with pytest.raises(ConfigError, match="unknown key 'nonsense'") as refusal:
         spec_to_json(replace(INT8, observer_or_fake_quant_ctr=made.with_args(nonsense=1)))
     known = str(refusal.value).rpartition("known: ")[2].split(", ")
-    assert {"dtype", "eps"} <= set(known) or name == "FixedQParamsObserver"
+    assert {"dtype", "eps"} <= set(known) or "FixedQParams" in name
 
     spec = replace(INT8, observer_or_fake_quant_ctr=made.with_args(**{k: values[k] for k in known}))
 

@@ -10,8 +10,15 @@ from typing import Any
 import pytest
 import qompose
 import torch
-from qompose.factories import Rebinding, class_of, converts_itself, made_by, takes_axis
-from qompose.observers import MinMaxObserver, ObserverFactory, PerBlockMinMaxObserver
+from qompose.factories import (
+    ObserverFactory,
+    Rebinding,
+    class_of,
+    converts_itself,
+    made_by,
+    takes_axis,
+)
+from qompose.observers import MinMaxObserver, PerBlockMinMaxObserver
 from torch import nn
 from torch.ao.quantization import observer as torch_ao
 from torch.fx import GraphModule, Node

@@ -220,10 +220,10 @@ class TestWithAConfiguration:
         assert reasons["B"] == "none of its rules matches aten.tanh here"
 
     def test_all_refuse_it(self) -> None:
-        training = replace(STATIC, is_qat=True)
-        answer = can_quantize(MIXED, "linear", toy(*TABLE), training)
+        biased = replace(STATIC, bias=STATIC.input_activation)
+        answer = can_quantize(MIXED, "linear", toy(*TABLE), biased)
         assert (answer.node, answer.operator, answer.module) == ("linear", "aten.linear", "head")
-        assert "no form for quantization-aware training" in dict(answer.reasons)["toy"]
+        assert "leaves biases in float" in dict(answer.reasons)["toy"]
 
     def test_one_that_annotates_has_none(self) -> None:
         answer = can_quantize(MIXED, "linear", [Annotator(print, "theirs")], STATIC)

@@ -23,7 +23,6 @@ ROW = replace(LINEAR, accepts={"activation": FULL, "weight": INT8})
 
 ACTIVATION, WEIGHT = STATIC.input_activation, STATIC.weight
 REFUSED = {
-    "quantization-aware training": (replace(STATIC, is_qat=True), "quantization-aware training"),
     "a quantized bias": (replace(STATIC, bias=ACTIVATION), "leaves biases in float"),
     "a float weight": (replace(STATIC, weight=None), "leaves the weight"),
     "another type": (

@@ -153,7 +153,8 @@ class TestWhatExcludesWhat:
     @pytest.mark.parametrize(
         ("options", "reason"),
         [
-            ({"is_qat": True}, "no quantization-aware training yet; is_qat=False calibrates"),
+            ({"fake_quantize": "learned"}, "is for training: it needs is_qat=True"),
+            ({"is_qat": True, "fake_quantize": "learnd"}, "fake_quantize='learnd' is not one of"),
             ({**WEIGHT_ONLY, "is_dynamic": True}, "leaves activations in float"),
             ({**WEIGHT_ONLY, "reduce_range": True}, "leaves activations in float"),
             ({"per_token": True}, "per_token=True needs is_dynamic=True"),

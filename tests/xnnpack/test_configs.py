@@ -63,7 +63,8 @@ class TestWhatExcludesWhat:
     @pytest.mark.parametrize(
         ("options", "reason"),
         [
-            ({"is_qat": True}, "no quantization-aware training yet"),
+            ({"fake_quantize": "learned"}, "is for training: it needs is_qat=True"),
+            ({"is_qat": True, "fake_quantize": "learnd"}, "fake_quantize='learnd' is not one of"),
             ({"weight_only": True, "is_dynamic": True}, "leaves activations in float"),
             ({"group_size": 32}, "needs is_dynamic=True or weight_only=True"),
             ({"group_size": 48, "is_dynamic": True}, "sizes that XNNPACK packs are 32, 64, 128, 256"),

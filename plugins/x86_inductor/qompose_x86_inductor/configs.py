@@ -10,6 +10,7 @@ from qompose import (
     QuantizationConfig,
     QuantizationSpec,
     activation_spec,
+    training_config,
     weight_spec,
 )
 
@@ -40,6 +41,7 @@ def get_default_x86_inductor_quantization_config(
     isa: str | None = None,
     range: str = "histogram",
     balance: bool = True,
+    fake_quantize: str = "moving_average",
 ) -> QuantizationConfig:
     """Return uint8 activations per tensor and symmetric int8 weights per output channel.
 
@@ -47,7 +49,7 @@ def get_default_x86_inductor_quantization_config(
     weights have seven bits: two products of `255 * 64` fit into the 16 bits that it adds them in.
 
     Args:
-        is_qat: quantization-aware training, which this backend does not have yet.
+        is_qat: for `qompose.prepare_qat_pt2e`: fake-quantizers in place of observers.
         is_dynamic: quantize activations when the model runs; outputs stay in float.
         reduce_range: use seven bits for activations, [0, 127].
         weight_only: quantize weights alone; they are stored as integers and computed with as floats.
@@ -61,7 +63,9 @@ def get_default_x86_inductor_quantization_config(
         range: how a static activation's range is estimated: "histogram", "mse", "minmax" or
             "moving_average" (`qompose.observer_for_range`).
         balance: let channels of very different size get factors of their own (`QuantizationConfig`);
-            it takes effect with static activations.
+            it takes effect with static activations, and not in training.
+        fake_quantize: with `is_qat`, how scales are found: "moving_average" or "learned"
+            (`qompose.training_config`).
 
     Raises:
         ConfigError: what is asked for excludes one another, or is not there; weights' bounds that
@@ -75,7 +79,7 @@ def get_default_x86_inductor_quantization_config(
         per_token=per_token,
         balance=balance,
     )
-    _check(is_qat, is_dynamic, reduce_range, weight_only, group_size, per_token, isa)
+    _check(is_dynamic, reduce_range, weight_only, group_size, per_token, isa)
     mode = "weight-only" if weight_only else "dynamic" if is_dynamic else "static"
     low, high = _usual_weights(weight_only, group_size, isa)
     low = low if weight_qmin is None else weight_qmin
@@ -92,7 +96,7 @@ def get_default_x86_inductor_quantization_config(
         ("range", range, range != "histogram"),
         ("balance", balance, not balance),
     )
-    return QuantizationConfig(
+    config = QuantizationConfig(
         _activation(mode, 127 if reduce_range else 255, range, per_token),
         None,
         _weight(low, high, group_size),
@@ -100,6 +104,7 @@ def get_default_x86_inductor_quantization_config(
         balance=balance and mode == "static",
         name=_name(mode, words, choices),
     )
+    return training_config(config, fake_quantize, is_qat=is_qat)
 
 
 def _name(mode: str, words: tuple[str, ...], choices: tuple[tuple[str, object, bool], ...]) -> str:
@@ -124,7 +129,6 @@ def _check_booleans(**options: object) -> None:
 
 
 def _check(
-    is_qat: bool,
     is_dynamic: bool,
     reduce_range: bool,
     weight_only: bool,
@@ -134,8 +138,6 @@ def _check(
 ) -> None:
     sizes = ", ".join(map(str, GROUP_SIZES))
     faults = {
-        "is_qat=True: the x86 backend has no quantization-aware training yet; is_qat=False calibrates "
-        "on data": is_qat,
         "weight_only=True leaves activations in float, and is_dynamic=True and reduce_range=True do "
         "not": weight_only and (is_dynamic or reduce_range),
         "per_token=True needs is_dynamic=True: scales that are known beforehand are per tensor": (

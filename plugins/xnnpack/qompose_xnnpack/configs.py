@@ -7,7 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from qompose import ConfigError, QuantizationConfig, activation_spec, weight_spec
+from qompose import (
+    ConfigError,
+    QuantizationConfig,
+    activation_spec,
+    training_config,
+    weight_spec,
+)
 
 from qompose_xnnpack.accepted import GROUP_SIZES
 
@@ -28,12 +34,13 @@ def get_symmetric_quantization_config(
     per_token: bool = True,
     range: str = "histogram",
     balance: bool = True,
+    fake_quantize: str = "moving_average",
 ) -> QuantizationConfig:
     """Return a configuration of symmetric weights; its name says what it is.
 
     Args:
         is_per_channel: give every output channel of a weight its own scale.
-        is_qat: quantization-aware training, which this backend does not have yet.
+        is_qat: for `qompose.prepare_qat_pt2e`: fake-quantizers in place of observers.
         is_dynamic: quantize activations when the model runs, each token (or image) by itself, as XNNPACK
             does; outputs stay in float. XNNPACK wants weights per channel or in groups then.
         act_qmin, act_qmax: bounds of the activations' integers. The kernels know -128 to 127 only.
@@ -46,7 +53,9 @@ def get_symmetric_quantization_config(
         range: how a static activation's range is estimated: "histogram", "mse", "minmax" or
             "moving_average" (`qompose.observer_for_range`).
         balance: let channels of very different size get factors of their own (`QuantizationConfig`);
-            it takes effect with static activations and per-channel weights.
+            it takes effect with static activations and per-channel weights, and not in training.
+        fake_quantize: with `is_qat`, how scales are found: "moving_average" or "learned"
+            (`qompose.training_config`).
 
     Raises:
         ConfigError: what is asked for excludes one another, or is not there.
@@ -57,7 +66,7 @@ def get_symmetric_quantization_config(
         {"act_qmin": act_qmin, "act_qmax": act_qmax, "weight_qmin": weight_qmin,
          "weight_qmax": weight_qmax, "group_size": group_size},
     )  # fmt: skip
-    _check(is_qat=is_qat, is_dynamic=is_dynamic, group_size=group_size, weight_only=weight_only)
+    _check(is_dynamic=is_dynamic, group_size=group_size, weight_only=weight_only)
     _check_of_use(
         {"act_qmin": act_qmin, "act_qmax": act_qmax, "range": range},
         weight_only=weight_only,
@@ -88,9 +97,10 @@ def get_symmetric_quantization_config(
     activation = None if weight_only else activation_spec(torch.int8, act_qmin, act_qmax, **kind)
     output = activation if static else None
     name = _name(words, ("one scale per tensor",) if lone_scale else (), choices)
-    return QuantizationConfig(
+    config = QuantizationConfig(
         activation, output, weight, None, balance=balance and static, name=name
     )
+    return training_config(config, fake_quantize, is_qat=is_qat)
 
 
 def _name(
@@ -129,12 +139,7 @@ def _check_of_use(given: Mapping[str, object], *, weight_only: bool, lone_scale:
         )
 
 
-def _check(*, is_qat: bool, is_dynamic: bool, group_size: int | None, weight_only: bool) -> None:
-    if is_qat:
-        raise ConfigError(
-            "is_qat=True: the XNNPACK backend has no quantization-aware training yet; "
-            "is_qat=False calibrates on data"
-        )
+def _check(*, is_dynamic: bool, group_size: int | None, weight_only: bool) -> None:
     if weight_only and is_dynamic:
         raise ConfigError(
             "weight_only=True leaves activations in float, and is_dynamic=True does not"

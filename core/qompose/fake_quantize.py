@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fake-quantizers: a tensor becomes what its integers will stand for, and gradients pass as if it had not.
+
+The gradient is that of the straight-through estimator: `dx = dy` where the value is within the range, else 0.
+Scale and zero point come from the observer inside, by the function that conversion calls too, so what
+is trained is what is deployed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+from qompose.errors import ConfigError, StatisticsError
+from qompose.factories import made_by
+from qompose.facts import Facts
+from qompose.fbgemm import fbgemm_qparams
+from qompose.kinship import kin_of
+from qompose.numerics import PER_CHANNEL, SYMMETRIC, full_blocks, in_blocks
+from qompose.observers import (
+    FixedQParamsObserver,
+    MovingAverageMinMaxObserver,
+    MovingAveragePerChannelMinMaxObserver,
+    Observer,
+    RangeObserver,
+)
+from qompose.screening import Screen
+from qompose.tensor_screening import TensorScreen
+
+
+@kin_of("torchao.quantization.pt2e.fake_quantize", "FakeQuantizeBase")
+@kin_of("torch.ao.quantization.fake_quantize", "FakeQuantizeBase")
+class FakeQuantize(Observer):
+    """Rounds and clips as the integers will, with an observer inside.
+
+    A tensor that holds an attention mask passes unchanged, because conversion leaves it in float.
+    Where `torch.distributed` is initialised, ranges in training are those of all processes' batches together.
+
+    Args:
+        observer: the observer, its class, or a factory of it; moving averages where there is none.
+        arguments: what that takes.
+
+    Attributes:
+        activation_post_process: the observer inside, under the name that this field knows.
+        observer_enabled, fake_quant_enabled: uint8 of shape `(1,)`, for the state dict; set by methods.
+
+    Raises:
+        ConfigError: `observer` gives none of qompose's.
+    """
+
+    looks = False
+    activation_post_process: Any
+    observer_enabled: Tensor
+    fake_quant_enabled: Tensor
+
+    def __init__(self, observer: Any = None, **arguments: Any) -> None:
+        inner = _observer(observer, arguments)
+        super().__init__(inner.dtype, inner.qscheme, *inner._asked, inner.eps, inner.is_dynamic)
+        self.activation_post_process = inner
+        self.per_channel, self.estimates = inner.per_channel, inner.estimates
+        self.mergeable = inner.mergeable
+        if inner.estimates:
+            _give_screen(inner, Screen())
+        self.register_buffer("observer_enabled", torch.ones(1, dtype=torch.uint8))
+        self.register_buffer("fake_quant_enabled", torch.ones(1, dtype=torch.uint8))
+        self._observing = self._simulating = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Observe `x`, of any shape, and return it with the values of its integers, in its own dtype."""
+        if not x.numel():
+            return x
+        if self._observing and self.estimates:
+            self.observe(x.detach())
+        if not (self._simulating and self.calibrated):
+            return x
+        rounded = self._rounded(x)
+        if self.constant or not self.estimates:
+            return rounded
+        return torch.where(self.activation_post_process.screen.holds_mask(), x, rounded)
+
+    def observe(self, x: Tensor) -> None:
+        inner = self.activation_post_process
+        if not isinstance(inner, RangeObserver):
+            inner.observe(x)
+            return
+        low, high = inner.extremes(x)
+        if self.constant and inner.mergeable:  # what counts of a parameter is what it is now
+            inner.minimum, inner.maximum = low, high
+            return
+        if self.training and not self.constant and distributed.is_initialized():
+            distributed.all_reduce(low, distributed.ReduceOp.MIN)
+            distributed.all_reduce(high, distributed.ReduceOp.MAX)
+        inner.widen(low, high)
+
+    def _rounded(self, x: Tensor) -> Tensor:
+        inner = self.activation_post_process
+        if self.dtype.is_floating_point:
+            return x.to(self.dtype).to(x.dtype)
+        blocks = getattr(inner, "block_size", None)
+        if blocks is not None:
+            return _in_rows(x, blocks, lambda rows: self._simulated(rows, *self._of_rows(rows), 0))
+        qparams = self._of_batch(x.detach()) if self.is_dynamic else self._in_training()
+        return self._simulated(x, *qparams, inner.ch_axis if self.per_channel else None)
+
+    def _simulated(self, x: Tensor, scale: Tensor, zero_point: Tensor, axis: int | None) -> Tensor:
+        assert self.quant_min is not None and self.quant_max is not None
+        return simulate(x, scale, zero_point, self.quant_min, self.quant_max, axis)
+
+    def _of_rows(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        if self.is_dynamic:
+            low, high = torch.aminmax(rows.detach().float(), dim=1)
+            return self._qparams(low, high)
+        scale, zero_point = self.calculate_qparams()
+        return scale.reshape(-1), zero_point.reshape(-1)
+
+    def _of_batch(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        low, high = torch.aminmax(x.float())
+        return self._qparams(low, high)
+
+    def _in_training(self) -> tuple[Tensor, Tensor]:
+        """Return the parameters that are simulated."""
+        return self.calculate_qparams()
+
+    def enable_observer(self, enabled: bool = True) -> None:
+        """Go on estimating the range, or keep it as it is."""
+        self.observer_enabled.fill_(enabled)
+        self._observing = enabled
+
+    def disable_observer(self) -> None:
+        """Keep the range as it is."""
+        self.enable_observer(False)
+
+    def enable_fake_quant(self, enabled: bool = True) -> None:
+        """Round and clip, or let tensors pass unchanged."""
+        self.fake_quant_enabled.fill_(enabled)
+        self._simulating = enabled
+
+    def disable_fake_quant(self) -> None:
+        """Let tensors pass unchanged."""
+        self.enable_fake_quant(False)
+
+    def _load_from_state_dict(self, *arguments: Any) -> None:
+        super()._load_from_state_dict(*arguments)
+        self._observing, self._simulating = (
+            bool(self.observer_enabled),
+            bool(self.fake_quant_enabled),
+        )
+
+    def facts(self) -> Facts:
+        inner = self.activation_post_process
+        found: Facts = inner.facts()
+        return replace(found, screen=self.screen)
+
+    def take(self, facts: Facts) -> None:
+        inner = self.activation_post_process
+        kept = inner.screen
+        del inner.screen  # a module's place takes nothing but modules
+        try:
+            inner.take(facts)
+        except StatisticsError:
+            inner.screen = kept
+            raise
+        _give_screen(inner, inner.screen)
+
+    @property
+    def settled(self) -> bool:
+        """Tell whether a last look at a parameter would change what was trained."""
+        return self.calibrated and not (self._observing and self.mergeable)
+
+    def calculate_qparams(self) -> tuple[Tensor, Tensor]:
+        """Return scale and zero point, shape `()` per tensor and `(C,)` per channel."""
+        found: tuple[Tensor, Tensor] = self.activation_post_process.calculate_qparams()
+        return found
+
+    @property
+    def screen(self) -> Screen:
+        """Return what the observer inside saw of mask values."""
+        screen = self.activation_post_process.screen
+        return screen.snapshot() if isinstance(screen, TensorScreen) else screen
+
+    @screen.setter
+    def screen(self, screen: Screen) -> None:
+        """Leave the observer's own in place of the one that every observer starts with."""
+
+    @property
+    def subject(self) -> str:
+        """Return which tensor is observed, for messages."""
+        return str(self.activation_post_process.subject)
+
+    @subject.setter
+    def subject(self, subject: str) -> None:
+        self.activation_post_process.subject = subject
+
+    @property
+    def calibrated(self) -> bool:
+        return self.is_dynamic or bool(self.activation_post_process.calibrated)
+
+
+class FusedMovingAvgObsFakeQuantize(FakeQuantize):
+    """A fake-quantizer with moving averages, under the name that recipes of this field have for it.
+
+    Args:
+        observer: `MovingAverageMinMaxObserver` or its form per channel; by the scheme where there is none.
+        fbgemm_qparams: simulate with the parameters of torch's fused operator instead, which are not
+            quite those that conversion computes: symmetric ones are up to 0.4 % smaller.
+        arguments: what the observer takes.
+
+    Raises:
+        ConfigError: the observer has no moving averages.
+    """
+
+    def __init__(
+        self, observer: Any = None, *, fbgemm_qparams: bool = False, **arguments: Any
+    ) -> None:
+        super().__init__(observer, **arguments)
+        inner = self.activation_post_process
+        if not isinstance(inner, MovingAverageMinMaxObserver):
+            raise ConfigError(f"{type(inner).__name__} has no moving averages: use FakeQuantize")
+        self.fbgemm_qparams = fbgemm_qparams
+
+    def _in_training(self) -> tuple[Tensor, Tensor]:
+        if not self.fbgemm_qparams:
+            return super()._in_training()
+        assert self.quant_min is not None and self.quant_max is not None
+        inner = self.activation_post_process
+        symmetric = self.qscheme in SYMMETRIC
+        return fbgemm_qparams(
+            inner.minimum, inner.maximum, self.quant_min, self.quant_max, symmetric=symmetric
+        )
+
+
+class FixedQParamsFakeQuantize(FakeQuantize):
+    """A fake-quantizer whose scale and zero point are known beforehand.
+
+    Args:
+        arguments: `quant_min`, `quant_max` and `qscheme`.
+    """
+
+    def __init__(
+        self, scale: float, zero_point: int, dtype: torch.dtype = torch.uint8, **arguments: Any
+    ) -> None:
+        super().__init__(FixedQParamsObserver(scale, zero_point, dtype=dtype, **arguments))
+
+
+def _observer(given: Any, arguments: dict[str, Any]) -> Observer:
+    if isinstance(given, Observer):
+        return given
+    if given is None:
+        per_channel = arguments.get("qscheme") in PER_CHANNEL
+        given = (
+            MovingAveragePerChannelMinMaxObserver if per_channel else MovingAverageMinMaxObserver
+        )
+    made = made_by(given, arguments)
+    if not isinstance(made, Observer) or isinstance(made, FakeQuantize):
+        raise ConfigError(
+            f"observer={given!r} gives a {type(made).__name__}: a fake-quantizer of qompose takes one of "
+            "qompose's observers"
+        )
+    return made
+
+
+def _give_screen(observer: Any, seen: Screen) -> None:
+    """Let an observer screen in tensors, going by what was seen."""
+    observer.screen = TensorScreen()
+    observer.screen.take(seen)
+
+
+def simulate(
+    x: Tensor, scale: Tensor, zero_point: Tensor, low: int, high: int, axis: int | None = None
+) -> Tensor:
+    """Return `(clamp(round(x / scale) + zero_point, low, high) - zero_point) * scale`, in the dtype of `x`.
+
+    Args:
+        scale, zero_point: shape `()`, or `(C,)` along dimension `axis` of `x`.
+    """
+    scale = scale.to(x.device)
+    whole = zero_point if zero_point.is_floating_point() else zero_point.to(torch.int32)
+    whole = whole.to(x.device)
+    if axis is None:
+        return torch.fake_quantize_per_tensor_affine(x, scale, whole, low, high)
+    return torch.fake_quantize_per_channel_affine(x, scale, whole, axis % x.dim(), low, high)
+
+
+def _in_rows(
+    x: Tensor, block_size: tuple[int, ...], function: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Return what a function makes of a tensor with one block in each row, back in the tensor's shape."""
+    blocks = in_blocks(x, full_blocks(tuple(x.shape), block_size))
+    order = [*range(0, blocks.dim(), 2), *range(1, blocks.dim(), 2)]
+    together = blocks.permute(order)
+    rows = together.reshape(math.prod(together.shape[: x.dim()]), -1)
+    back = sorted(range(len(order)), key=order.__getitem__)
+    return function(rows).reshape(together.shape).permute(back).reshape(x.shape)

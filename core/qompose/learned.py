@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A fake-quantizer whose scale is learned with the weights.
+
+Esser et al., "Learned Step Size Quantization", 2020; the zero point too where the scheme is affine
+(Bhalgat et al., "LSQ+", 2020).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qompose.errors import ConfigError
+from qompose.fake_quantize import FakeQuantize
+from qompose.numerics import PER_CHANNEL, SYMMETRIC, along
+from qompose.observers import MinMaxObserver, PerChannelMinMaxObserver
+
+
+class LearnableFakeQuantize(FakeQuantize):
+    """A fake-quantizer whose scale, and zero point where it is not symmetric, are parameters.
+
+    They are there from the start, so an optimizer made before the first step has them, and take their
+    first values from the first tensor that is seen. With `q` the integer, the gradient of the scale is
+    `q - zero_point - x / scale` within the range and `q - zero_point` beyond, that of the zero point 0 and
+    `-scale`, each times `1 / sqrt(numel * quant_max)`.
+
+    Args:
+        observer: gives the first values; by default the extremes.
+        use_grad_scaling: False leaves that last factor out.
+        arguments: what the observer takes.
+
+    Attributes:
+        scale, zero_point: parameters of shape `()`, or `(C,)` once the tensor's shape is known.
+        started: uint8 of shape `(1,)`: whether they have values of their own.
+
+    Raises:
+        ConfigError: there is nothing to learn: dynamic, in blocks, or no integers.
+    """
+
+    started: Tensor
+
+    def __init__(
+        self, observer: Any = None, *, use_grad_scaling: bool = True, **arguments: Any
+    ) -> None:
+        if observer is None:
+            per_channel = arguments.get("qscheme") in PER_CHANNEL
+            observer = PerChannelMinMaxObserver if per_channel else MinMaxObserver
+        super().__init__(observer, **arguments)
+        blocks = getattr(self.activation_post_process, "block_size", None) is not None
+        if self.is_dynamic or blocks or self.quant_max is None or not self.estimates:
+            raise ConfigError(
+                f"LearnableFakeQuantize learns the scale of integers per tensor or per channel, and this is "
+                f"{'dynamic' if self.is_dynamic else 'in blocks' if blocks else str(self.dtype)}"
+            )
+        self.use_grad_scaling = use_grad_scaling
+        self.scale = nn.Parameter(torch.ones(()))
+        self.zero_point = nn.Parameter(torch.zeros(()), self.qscheme not in SYMMETRIC)
+        self.register_buffer("started", torch.zeros(1, dtype=torch.uint8))
+        self._started = False
+
+    def size_for(self, shape: torch.Size) -> None:
+        """Give the parameters the size of a tensor's channels."""
+        if self.per_channel:
+            channels = shape[self.activation_post_process.ch_axis]
+            self.scale.data, self.zero_point.data = torch.ones(channels), torch.zeros(channels)
+
+    def observe(self, x: Tensor) -> None:
+        """Take the first values from the first tensor; watch for masks from then on."""
+        if self._started:
+            self.activation_post_process.screen.clean(x, self.subject)
+            return
+        super().observe(x)
+        self.start()
+
+    def start(self) -> None:
+        """Give the parameters the values that the observer computes."""
+        scale, zero_point = super().calculate_qparams()
+        for parameter, value in ((self.scale, scale), (self.zero_point, zero_point)):
+            parameter.data = value.to(
+                parameter.device, torch.float32, copy=True
+            )  # an optimizer may have it
+        self.started.fill_(1)
+        self._started = True
+
+    def _rounded(self, x: Tensor) -> Tensor:
+        assert self.quant_min is not None and self.quant_max is not None
+        factor = (x.numel() * self.quant_max) ** -0.5 if self.use_grad_scaling else 1.0
+        scale = _scaled_gradient(self.scale.abs().clamp(min=self.eps), factor)
+        zero_point = _scaled_gradient(self._middle(), factor)
+        if self.per_channel:
+            axis = self.activation_post_process.ch_axis
+            scale, zero_point = (along(v, axis, x.dim()) for v in (scale, zero_point))
+        steps = _rounded(x.float() * (1.0 / scale)) + _rounded(zero_point)
+        levels = steps.clamp(self.quant_min, self.quant_max)
+        return ((levels - _rounded(zero_point)) * scale).to(x.dtype)
+
+    def _middle(self) -> Tensor:
+        """Return the zero point within the integers, passing gradients on where it is beyond them too."""
+        assert self.quant_min is not None and self.quant_max is not None
+        inside = self.zero_point.clamp(self.quant_min, self.quant_max)
+        return self.zero_point + (inside - self.zero_point).detach()
+
+    def calculate_qparams(self) -> tuple[Tensor, Tensor]:
+        """Return the learned scale and the integer next to the learned zero point."""
+        if not self._started:
+            return super().calculate_qparams()
+        scale = self.scale.detach().abs().clamp(min=self.eps)
+        return scale, self._middle().detach().round().to(torch.int64)
+
+    def take(self, facts: Any) -> None:
+        super().take(facts)
+        self.start()
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        for name, own in self._parameters.items():
+            saved = state_dict.get(prefix + name)
+            if own is not None and isinstance(saved, Tensor) and saved.shape != own.shape:
+                own.data = torch.empty_like(saved, device=own.device)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        self._started = bool(self.started)
+
+
+def _rounded(x: Tensor) -> Tensor:
+    """Round, with the gradient of a straight line."""
+    return x + (x.round() - x).detach()
+
+
+def _scaled_gradient(x: Tensor, factor: float) -> Tensor:
+    """Return `x`, whose gradient is going to be `factor` times what it is."""
+    return x * factor + (x - x * factor).detach()
