@@ -88,13 +88,17 @@ class FakeQuantize(Observer):
         if not isinstance(inner, RangeObserver):
             inner.observe(x)
             return
+        together = self.training and not self.constant and _several_processes()
+        if isinstance(inner.screen, TensorScreen):
+            inner.screen.together = together
         low, high = inner.extremes(x)
         if self.constant and inner.mergeable:  # what counts of a parameter is what it is now
             inner.minimum, inner.maximum = low, high
             return
-        if self.training and not self.constant and distributed.is_initialized():
-            distributed.all_reduce(low, distributed.ReduceOp.MIN)
-            distributed.all_reduce(high, distributed.ReduceOp.MAX)
+        if together:
+            ends = torch.stack([-low, high])
+            distributed.all_reduce(ends, distributed.ReduceOp.MAX)
+            low, high = -ends[0], ends[1]
         inner.widen(low, high)
 
     def _rounded(self, x: Tensor) -> Tensor:
@@ -245,6 +249,10 @@ class FixedQParamsFakeQuantize(FakeQuantize):
         self, scale: float, zero_point: int, dtype: torch.dtype = torch.uint8, **arguments: Any
     ) -> None:
         super().__init__(FixedQParamsObserver(scale, zero_point, dtype=dtype, **arguments))
+
+
+def _several_processes() -> bool:
+    return distributed.is_available() and distributed.is_initialized()
 
 
 def _observer(given: Any, arguments: dict[str, Any]) -> Observer:

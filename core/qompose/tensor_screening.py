@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from qompose.screening import FAR, STEPS, Cleaned, Screen, extreme_of
 
@@ -25,6 +25,8 @@ class TensorScreen(nn.Module):
 
     counts: Tensor
     sizes: Tensor
+    together = False
+    """Whether processes are to agree on what they saw. Each counts its own values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,10 +40,11 @@ class TensorScreen(nn.Module):
         low, high = torch.aminmax(kept)
         bulk = torch.where(kept > FAR, kept.abs(), -1.0).amax()
         far = torch.where(kept <= FAR, kept, -math.inf).amax()
-        seen = torch.stack([bulk, far]).float()
-        counts = torch.stack([(~usable).sum(), torch.full_like(usable.sum(), x.numel())])
-        self.counts.add_(counts.to(self.counts.device))
-        self.sizes.copy_(torch.maximum(self.sizes, seen.to(self.sizes.device)))
+        seen = torch.stack([bulk, far, (~usable).sum()]).float().to(self.sizes.device)
+        if self.together:
+            distributed.all_reduce(seen, distributed.ReduceOp.MAX)
+        self.counts.add_(torch.stack([seen[2].long(), torch.full_like(self.counts[1], x.numel())]))
+        self.sizes.copy_(torch.maximum(self.sizes, seen[:2]))
         return Cleaned(kept, low.float(), high.float())
 
     def holds_mask(self) -> Tensor:
