@@ -28,7 +28,7 @@ LAYERS = tuple(
     line.split()
     for line in """
         errors hookspecs histogram sampling fingerprints repeats
-        aliases running operators offers faults kinship strides
+        aliases running operators offers faults kinship strides channel_histograms
         numerics graph screening functionals fbgemm encoding drafts factories row_sample range_search
         decomposed nested recording exported facts tensor_screening
         decompositions sources modes

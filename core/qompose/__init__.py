@@ -70,7 +70,11 @@ if TYPE_CHECKING:
     from qompose.histogram_observers import EntropyObserver as EntropyObserver
     from qompose.histogram_observers import HistogramObserver as HistogramObserver
     from qompose.histogram_observers import PercentileObserver as PercentileObserver
+    from qompose.histogram_observers import (
+        PerChannelHistogramObserver as PerChannelHistogramObserver,
+    )
     from qompose.histogram_observers import observer_for_range as observer_for_range
+    from qompose.histogram_observers import weight_observer_for_range as weight_observer_for_range
     from qompose.hookspecs import API_VERSION as API_VERSION
     from qompose.hookspecs import hookimpl as hookimpl
     from qompose.inquiry import NodeSupport as NodeSupport
@@ -168,7 +172,8 @@ _MODULES = {
         "StatisticsError TargetError UncalibratedError UserError"
     ),
     "histogram_observers": (
-        "EntropyObserver HistogramObserver PercentileObserver observer_for_range"
+        "EntropyObserver HistogramObserver PerChannelHistogramObserver PercentileObserver "
+        "observer_for_range weight_observer_for_range"
     ),
     "fake_quantize": "FakeQuantize FixedQParamsFakeQuantize FusedMovingAvgObsFakeQuantize",
     "hookspecs": "API_VERSION hookimpl",

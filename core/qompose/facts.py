@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qompose.channel_histograms import ChannelHistograms
 from qompose.errors import StatisticsError
 from qompose.histogram import Histogram
 from qompose.row_sample import RowSample
@@ -21,14 +22,18 @@ from qompose.screening import Screen
 
 @dataclass(frozen=True)
 class Channels:
-    """The exact range of each slice along a dimension, two tensors of shape `(C,)`."""
+    """The exact range of each slice along a dimension, two tensors of shape `(C,)`.
+
+    `histograms` are counts of the values of each slice, None where no observer kept them.
+    """
 
     axis: int
     low: Tensor
     high: Tensor
+    histograms: ChannelHistograms | None = None
 
     def merged(self, other: Channels) -> Channels:
-        """Return the range of both.
+        """Return the range of both, and their histograms if both have them.
 
         Raises:
             StatisticsError: they are not of the same slices.
@@ -39,7 +44,10 @@ class Channels:
                 f"{other.axis} are not of one tensor"
             )
         return Channels(
-            self.axis, torch.minimum(self.low, other.low), torch.maximum(self.high, other.high)
+            self.axis,
+            torch.minimum(self.low, other.low),
+            torch.maximum(self.high, other.high),
+            _merge_one("histograms", self.histograms, other.histograms),
         )
 
 
@@ -50,7 +58,7 @@ class Facts:
     Attributes:
         minimum, maximum: exact, or averages where `averaged` names the observer that computed them.
         histogram: counts of values, whose own minimum and maximum are those.
-        channels: ranges of slices.
+        channels: ranges of slices, and their histograms.
         sample: some rows.
         screen: what was seen of mask values, and how many values there were.
         averaged: the class that depends on the order of batches, "" where nothing does.
@@ -94,6 +102,22 @@ class Facts:
         """Return how many values were seen."""
         return 0 if self.screen is None else self.screen.values
 
+    def channel_ranges(self, axis: int) -> tuple[Tensor, Tensor]:
+        """Return the least and the largest value of each slice along a dimension, each `(C,)`.
+
+        Bounds that somebody chose for the tensor are those of each slice.
+
+        Raises:
+            StatisticsError: no observer of those slices kept them.
+        """
+        seen = self.channels
+        if seen is None or seen.axis != axis:
+            raise StatisticsError(f"no ranges of the slices along dimension {axis}")
+        if self.set_range is None:
+            return seen.low, seen.high
+        low, high = self.set_range
+        return torch.full_like(seen.low, low), torch.full_like(seen.high, high)
+
 
 def _merge_one(name: str, one: Any, other: Any) -> Any:
     if one is None or other is None:
@@ -102,7 +126,7 @@ def _merge_one(name: str, one: Any, other: Any) -> Any:
         return min(one, other) if name == "minimum" else max(one, other)
     if isinstance(one, Channels) and isinstance(other, Channels):
         return one.merged(other)
-    for kind in (Histogram, RowSample, Screen):
+    for kind in (Histogram, ChannelHistograms, RowSample, Screen):
         if isinstance(one, kind) and isinstance(other, kind):
             result: Any = kind()
             result.merge(one)

@@ -44,10 +44,7 @@ class Histogram:
         self.minimum, self.maximum = min(self.minimum, low), max(self.maximum, high)
         self._widen(_exponent_for(max(-low, high)))
         assert self.exponent is not None
-        x = x.flatten()
-        bins = torch.floor(x * 2.0**-self.exponent).to(torch.int32)
-        # A tiny negative value may become -0.0 when it is scaled; it belongs below zero all the same.
-        bins = torch.where((x < 0) & (bins == 0), -1, bins)
+        bins = bins_of(x.flatten(), 2.0**-self.exponent)
         self.counts += each * torch.bincount(bins + _HALF, minlength=BINS).cpu()
 
     def merge(self, other: Histogram) -> None:
@@ -71,6 +68,17 @@ class Histogram:
         elif exponent > self.exponent:
             self.counts = _coarser(self.counts, exponent - self.exponent)
             self.exponent = exponent
+
+
+def bins_of(x: Tensor, per_unit: float | Tensor) -> Tensor:
+    """Return the bin of each value, int32, of which bin 0 begins at zero.
+
+    Args:
+        per_unit: how many bins cover one, a power of two: of the whole tensor, or shaped to broadcast.
+    """
+    bins = torch.floor(x * per_unit).to(torch.int32)
+    # A tiny negative value may become -0.0 when it is scaled; it belongs below zero all the same.
+    return torch.where((x < 0) & (bins == 0), -1, bins)
 
 
 def _exponent_for(largest: float) -> int:

@@ -14,19 +14,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qompose.channel_histograms import ChannelHistograms
 from qompose.errors import ConfigError, StatisticsError
 from qompose.factories import ObserverFactory
-from qompose.facts import Facts
+from qompose.facts import Channels, Facts
 from qompose.histogram import Histogram
-from qompose.numerics import quantized_range, symmetric_zero_point
+from qompose.numerics import FLOAT_ZERO_POINT, SYMMETRIC, quantized_range, symmetric_zero_point
 from qompose.observers import (
     MinMaxObserver,
     MovingAverageMinMaxObserver,
     Observer,
+    PerChannelMinMaxObserver,
 )
 from qompose.range_search import (
     Cost,
     best_range,
+    best_ranges,
     divergence,
     percentile_range,
     power_error,
@@ -34,15 +37,26 @@ from qompose.range_search import (
 from qompose.sampling import sample_of
 
 
-class _OfHistogram(Observer):
+class _Searching(Observer):
+    """An observer that searches for the range that its integers serve best."""
+
+    mergeable = True
+
+    def _levels(self) -> tuple[int, int | None]:
+        """Return how many steps there are, and the lowest level where the scheme is symmetric."""
+        low, high = quantized_range(self.dtype, *self._asked)
+        if self.qscheme not in SYMMETRIC:
+            return high - low, None
+        return high - low, low - symmetric_zero_point(self.dtype, *self._asked)
+
+
+class _OfHistogram(_Searching):
     """An observer whose statistics are a histogram of one tensor.
 
     The bins are powers of two wide, so the histogram, and with it the range, does not depend on how the
     data is split into batches or in which order they come (`qompose.histogram`). Of large examples a
     fixed part is counted (`qompose.sampling`); the least and the largest value are always exact.
     """
-
-    mergeable = True
 
     def __init__(self, dtype: torch.dtype = torch.uint8, **arguments: Any) -> None:
         super().__init__(dtype, **arguments)
@@ -85,11 +99,8 @@ class _OfHistogram(Observer):
         raise NotImplementedError
 
     def _cheapest(self, cost: Cost) -> tuple[Tensor, Tensor]:
-        low, high = quantized_range(self.dtype, *self._asked)
-        lowest = None
-        if self.qscheme == torch.per_tensor_symmetric:
-            lowest = low - symmetric_zero_point(self.dtype, *self._asked)
-        return best_range(self.histogram, steps=high - low, cost=cost, lowest=lowest)
+        steps, lowest = self._levels()
+        return best_range(self.histogram, steps=steps, cost=cost, lowest=lowest)
 
 
 class HistogramObserver(_OfHistogram):
@@ -136,6 +147,64 @@ class EntropyObserver(_OfHistogram):
         return self._cheapest(divergence)
 
 
+class PerChannelHistogramObserver(_Searching):
+    """The range of least quantization error of each slice along `ch_axis`, on a histogram of its own.
+
+    As `HistogramObserver`, with the same `power`; every value is counted, because what has a scale for each
+    channel is a parameter as a rule, which is looked at once (`qompose.channel_histograms`).
+
+    Raises:
+        ConfigError: the scheme has zero points that are no integers, whose range need not hold zero.
+    """
+
+    per_channel = True
+
+    def __init__(
+        self,
+        dtype: torch.dtype = torch.uint8,
+        ch_axis: int = 0,
+        power: float = 3.0,
+        **arguments: Any,
+    ) -> None:
+        super().__init__(dtype, **arguments)
+        if self.qscheme in FLOAT_ZERO_POINT:
+            raise ConfigError(f"{type(self).__name__} does not estimate {self.qscheme}")
+        self.ch_axis, self.power = ch_axis, power
+        self.histograms = ChannelHistograms()
+
+    def observe(self, x: Tensor) -> None:
+        values = self._screened(x).values.float()
+        self.histograms.add(values.movedim(self.ch_axis, 0).flatten(1))
+
+    def facts(self) -> Facts:
+        found = self.histograms
+        if not found.values:
+            return super().facts()
+        return replace(
+            super().facts(), channels=Channels(self.ch_axis, found.low, found.high, found)
+        )
+
+    def take(self, facts: Facts) -> None:
+        seen = facts.channels
+        if seen is None or seen.axis != self.ch_axis or seen.histograms is None:
+            raise StatisticsError(f"no histograms of the slices along dimension {self.ch_axis}")
+        super().take(facts)
+        self.histograms = ChannelHistograms()
+        self.histograms.merge(seen.histograms)
+
+    @property
+    def calibrated(self) -> bool:
+        return self.histograms.values > 0
+
+    def calculate_qparams(self) -> tuple[Tensor, Tensor]:
+        self._check_calibrated()
+        if self.set_range is not None:
+            return self._qparams(*self.facts().channel_ranges(self.ch_axis))
+        steps, lowest = self._levels()
+        cost = power_error(self.power)
+        return self._qparams(*best_ranges(self.histograms, steps=steps, cost=cost, lowest=lowest))
+
+
 ACTIVATION_RANGES: dict[str, ObserverFactory] = {
     "histogram": HistogramObserver.with_args(),
     "mse": HistogramObserver.with_args(power=2.0),
@@ -164,3 +233,26 @@ def observer_for_range(word: str) -> ObserverFactory:
     if word not in ACTIVATION_RANGES:
         raise ConfigError(f"range={word!r} is not one of {sorted([*ACTIVATION_RANGES, OF_TORCH])}")
     return ACTIVATION_RANGES[word]
+
+
+WEIGHT_RANGES: dict[str, tuple[ObserverFactory, ObserverFactory]] = {
+    "minmax": (PerChannelMinMaxObserver.with_args(), MinMaxObserver.with_args()),
+    "mse": (
+        PerChannelHistogramObserver.with_args(power=2.0),
+        HistogramObserver.with_args(power=2.0),
+    ),
+    "histogram": (PerChannelHistogramObserver.with_args(), HistogramObserver.with_args()),
+}
+"""The words that configurations take for `weight_range=`, each for one scale per channel and per tensor."""
+
+
+def weight_observer_for_range(word: str, *, per_channel: bool = True) -> ObserverFactory:
+    """Return the observer of weights that a configuration's `weight_range=` word stands for.
+
+    Raises:
+        ConfigError: there is no such word.
+    """
+    if word not in WEIGHT_RANGES:
+        raise ConfigError(f"weight_range={word!r} is not one of {sorted(WEIGHT_RANGES)}")
+    channels, tensor = WEIGHT_RANGES[word]
+    return channels if per_channel else tensor

@@ -247,9 +247,7 @@ class RangeObserver(Observer):
 
     def _taken(self, facts: Facts) -> tuple[Tensor, Tensor]:
         if self.per_channel:
-            if facts.channels is None or facts.channels.axis != self.ch_axis:
-                raise StatisticsError(f"no ranges of the slices along dimension {self.ch_axis}")
-            return facts.channels.low, facts.channels.high
+            return facts.channel_ranges(self.ch_axis)
         if facts.set_range is not None:
             low, high = facts.set_range
         elif facts.minimum is None or facts.maximum is None:

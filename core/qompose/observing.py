@@ -199,7 +199,8 @@ class BalancedObserver(nn.Module):
         """
         if facts.sample is None:
             raise StatisticsError("no rows, by which channels are balanced")
-        self.channel_observer.take(facts)
+        # A range that somebody chose is of the whole tensor; channels are balanced by what was seen.
+        self.channel_observer.take(replace(facts, set_range=None))
         self.tensor_observer.take(facts)  # type: ignore[operator]
         self.sample = RowSample()
         self.sample.merge(facts.sample)

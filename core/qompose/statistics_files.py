@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from qompose.channel_histograms import CHANNEL_BINS, ChannelHistograms
 from qompose.drafts import draft_of
 from qompose.errors import StatisticsError
 from qompose.facts import Channels, Facts
@@ -136,13 +137,27 @@ def _facts_to_data(facts: Facts, put: Put) -> dict[str, Any]:
             "counts": put(facts.histogram.counts[bins]),
         }
     if facts.channels is not None:
-        seen = facts.channels
-        data["channels"] = {"axis": seen.axis, "low": put(seen.low), "high": put(seen.high)}
+        data["channels"] = _channels_to_data(facts.channels, put)
     if facts.sample is not None:
         kept = facts.sample
         data["sample"] = {"seen": kept.seen, "rows": put(kept.rows), "order": put(kept.order)}
     if facts.screen is not None:
         data["screen"] = {name: _number(value) for name, value in vars(facts.screen).items()}
+    return data
+
+
+def _channels_to_data(seen: Channels, put: Put) -> dict[str, Any]:
+    data: dict[str, Any] = {"axis": seen.axis, "low": put(seen.low), "high": put(seen.high)}
+    if seen.histograms is not None:
+        found = seen.histograms
+        channels, bins = found.counts.nonzero(as_tuple=True)
+        data["histograms"] = {
+            "exponents": put(found.exponents),
+            "values": found.values,
+            "channels": put(channels.to(torch.int32)),
+            "bins": put(bins.to(torch.int16)),
+            "counts": put(found.counts[channels, bins]),
+        }
     return data
 
 
@@ -184,7 +199,27 @@ def _histogram(data: Mapping[str, Any], get: Get) -> Histogram:
 
 
 def _channels(data: Mapping[str, Any], get: Get) -> Channels:
-    return Channels(int(data["axis"]), get(data["low"]).float(), get(data["high"]).float())
+    low, high = get(data["low"]).float(), get(data["high"]).float()
+    part = data.get("histograms")
+    histograms = None if part is None else _histograms(part, low, high, get)
+    return Channels(int(data["axis"]), low, high, histograms)
+
+
+def _histograms(data: Mapping[str, Any], low: Tensor, high: Tensor, get: Get) -> ChannelHistograms:
+    found = ChannelHistograms()
+    found.low, found.high, found.values = low, high, int(data["values"])
+    found.exponents = get(data["exponents"]).long()
+    where = get(data["channels"]).long(), get(data["bins"]).long()
+    dense = torch.zeros(len(low), CHANNEL_BINS, dtype=torch.int64)
+    dense.index_put_(where, get(data["counts"]).long())
+    if bool(
+        (torch.stack(where) < 0).any() | (dense < 0).any() | (dense.sum(1) != found.values).any()
+    ):
+        raise ValueError("a channel's histogram has bins or counts that are none")
+    if not low.shape == high.shape == found.exponents.shape:
+        raise ValueError("not each channel has a range and an exponent")
+    found.counts = dense.to(found.counts_dtype)
+    return found
 
 
 def _sample(data: Mapping[str, Any], get: Get) -> RowSample:

@@ -6,13 +6,8 @@ from __future__ import annotations
 import torch
 
 from qompose.errors import ConfigError
-from qompose.histogram_observers import observer_for_range
-from qompose.observers import (
-    MinMaxObserver,
-    PerBlockMinMaxObserver,
-    PerChannelMinMaxObserver,
-    PlaceholderObserver,
-)
+from qompose.histogram_observers import observer_for_range, weight_observer_for_range
+from qompose.observers import PerBlockMinMaxObserver, PlaceholderObserver
 from qompose.specs import QuantizationSpec
 
 WEIGHT_EPS = 2**-12
@@ -54,7 +49,12 @@ def activation_spec(
 
 
 def weight_spec(
-    low: int, high: int, *, per_channel: bool = True, group_size: int | None = None
+    low: int,
+    high: int,
+    *,
+    per_channel: bool = True,
+    group_size: int | None = None,
+    range: str = "minmax",
 ) -> QuantizationSpec:
     """Return symmetric int8 storage with a scale for each output channel, in dimension 0.
 
@@ -62,11 +62,19 @@ def weight_spec(
         low, high: the bounds of the integers; -8 and 7 for four bits.
         per_channel: False: one scale for the whole weight. Of no effect in groups.
         group_size: one scale for so many inputs in a row, rounded to bfloat16.
+        range: how the range is estimated, see `weight_observer_for_range`; "minmax" alone in groups.
 
     Raises:
         ConfigError: there is no such specification.
     """
+    estimated = weight_observer_for_range(range, per_channel=per_channel)
     if group_size is not None:
+        if range != "minmax":
+            raise ConfigError(
+                f"weight_range={range!r} is for one scale per channel or per tensor: a group of "
+                f"{group_size} weights has the scale that holds all of them, which is "
+                "weight_range='minmax'"
+            )
         return QuantizationSpec(
             dtype=torch.int8,
             observer_or_fake_quant_ctr=PerBlockMinMaxObserver.with_args(scale_dtype=torch.bfloat16),
@@ -75,10 +83,9 @@ def weight_spec(
             qscheme=torch.per_channel_symmetric,
             block_size=(group_size,),
         )
-    observer = PerChannelMinMaxObserver if per_channel else MinMaxObserver
     return QuantizationSpec(
         dtype=torch.int8,
-        observer_or_fake_quant_ctr=observer.with_args(eps=WEIGHT_EPS),
+        observer_or_fake_quant_ctr=estimated.with_args(eps=WEIGHT_EPS),
         quant_min=low,
         quant_max=high,
         qscheme=torch.per_channel_symmetric if per_channel else torch.per_tensor_symmetric,

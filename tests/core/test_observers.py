@@ -19,18 +19,24 @@ from qompose import (
     MinMaxObserver,
     MovingAverageMinMaxObserver,
     MovingAveragePerChannelMinMaxObserver,
+    PerChannelHistogramObserver,
     PerChannelMinMaxObserver,
     PlaceholderObserver,
     observer_for_range,
+    weight_observer_for_range,
 )
-from qompose.histogram_observers import ACTIVATION_RANGES
+from qompose.histogram_observers import ACTIVATION_RANGES, WEIGHT_RANGES
 from torch import Tensor
 from torch.ao.quantization import observer as peer
 
 from tests.core.toy import randn
 
 PER_TENSOR = [MinMaxObserver, MovingAverageMinMaxObserver, HistogramObserver]
-CHANNELS = [PerChannelMinMaxObserver, MovingAveragePerChannelMinMaxObserver]
+CHANNELS = [
+    PerChannelMinMaxObserver,
+    MovingAveragePerChannelMinMaxObserver,
+    PerChannelHistogramObserver,
+]
 ESTIMATING = [*PER_TENSOR, *CHANNELS]
 INFINITY = math.inf
 LARGEST = torch.finfo(torch.float32).max
@@ -195,6 +201,20 @@ def test_factories_compare_by_value_and_later_arguments_win() -> None:
 @pytest.mark.parametrize("word", sorted(ACTIVATION_RANGES))
 def test_every_word_stands_for_an_observer(word: str) -> None:
     assert isinstance(observer_for_range(word)(dtype=torch.int8), qompose.observers.Observer)
+
+
+@pytest.mark.parametrize("per_channel", [True, False])
+@pytest.mark.parametrize("word", sorted(WEIGHT_RANGES))
+def test_every_word_of_weights_stands_for_an_observer(word: str, per_channel: bool) -> None:
+    observer: Any = weight_observer_for_range(word, per_channel=per_channel)(dtype=torch.int8)
+    assert isinstance(observer, qompose.observers.Observer)
+    assert observer.per_channel == per_channel
+    assert observer.mergeable
+
+
+def test_an_unknown_word_of_weights_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"weight_range='max' .*'histogram', 'minmax', 'mse'"):
+        weight_observer_for_range("max")
 
 
 def test_an_unknown_word_is_refused_with_the_known_ones() -> None:

@@ -9,11 +9,13 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from qompose.channel_histograms import ChannelHistograms
 from qompose.histogram import Histogram
 from qompose.numerics import choose_qparams
 from qompose.range_search import (
     Candidates,
     best_range,
+    best_ranges,
     divergence,
     percentile_range,
     power_error,
@@ -181,3 +183,71 @@ def test_the_whole_percentile_is_the_whole_range() -> None:
 def test_a_percentile_clips_what_is_rare() -> None:
     low, high = percentile_range(of(torch.linspace(-1, 1, 10_000), torch.tensor([500.0])), 99.9)
     assert -1.0 <= float(low) < -0.9 and 0.9 < float(high) < 1.5
+
+
+class TestChannels:
+    """The search of channels is that of a tensor, for each of them; their bins are four times as wide."""
+
+    @pytest.mark.parametrize("scheme", SCHEMES)
+    @pytest.mark.parametrize("bounds", BOUNDS, ids=str)
+    def test_each_has_nearly_the_error_of_its_own_search(
+        self, bounds: tuple[int, int], scheme: Any
+    ) -> None:
+        lows, highs = channels_search([*SHAPES.values()], bounds, scheme)
+        for name, low, high in zip(SHAPES, lows, highs, strict=True):
+            x, histogram = SHAPES[name], of(SHAPES[name])
+            found, alone = (
+                float((x - rounded(x, *ends, bounds, scheme)).square().sum())
+                for ends in ((float(low), float(high)), search(histogram, bounds, scheme))
+            )
+            assert found <= 1.05 * alone, name
+            whole = whole_range(histogram, scheme)
+            assert whole[0] <= low <= 0 <= high <= whole[1], name
+
+    def test_channels_do_not_see_one_another(self) -> None:
+        """Nor whether they are searched in one part or in several, with others that have more bins."""
+        shapes = [*SHAPES.values(), *(x * 2.0**50 for x in SHAPES.values())]
+        lows, highs = channels_search(shapes, (-8, 7), torch.per_tensor_affine)
+        for number, x in enumerate(shapes):
+            (low,), (high,) = channels_search([x], (-8, 7), torch.per_tensor_affine)
+            assert (low, high) == (lows[number], highs[number])
+
+    @pytest.mark.parametrize("name", ["heavy tail", "one outlier", "normal"])
+    def test_four_bits_clip_more_than_eight(self, name: str) -> None:
+        x = SHAPES[name]
+        (_, (four,)), (_, (eight,)) = (
+            channels_search([x], bounds, torch.per_tensor_symmetric)
+            for bounds in ((-8, 7), (-128, 127))
+        )
+        assert four < 0.9 * eight <= 0.9 * float(x.abs().max()) * (1 + 1e-6)
+
+    def test_entropy_serves_channels_too(self) -> None:
+        """Of one cost there is one formula, whatever the shape."""
+        histograms = channels([*SHAPES.values()])
+        lows, highs = best_ranges(histograms, steps=255, cost=divergence)
+        for number, x in enumerate(SHAPES.values()):
+            one = best_ranges(channels([x]), steps=255, cost=divergence)
+            assert (float(one[0]), float(one[1])) == (float(lows[number]), float(highs[number]))
+
+    @pytest.mark.parametrize("constant", [0.0, 3.0, -3.0, 1e-30, 2.0**120])
+    def test_degenerate_channels(self, constant: float) -> None:
+        x = [torch.full((7,), constant)]
+        (low,), (high,) = channels_search(x, (-128, 127), torch.per_tensor_affine)
+        assert float(low) == pytest.approx(min(constant, 0.0))
+        assert float(high) == pytest.approx(max(constant, 0.0))
+
+
+def channels(shapes: list[Tensor]) -> ChannelHistograms:
+    """Histograms of channels that have as many values each: the short ones are repeated."""
+    most = max(map(len, shapes))
+    found = ChannelHistograms()
+    found.add(torch.stack([x.repeat(-(-most // len(x)))[:most] for x in shapes]))
+    return found
+
+
+def channels_search(
+    shapes: list[Tensor], bounds: tuple[int, int], scheme: Any
+) -> tuple[Tensor, Tensor]:
+    lowest = bounds[0] if scheme is torch.per_tensor_symmetric else None
+    steps = bounds[1] - bounds[0]
+    return best_ranges(channels(shapes), steps=steps, cost=power_error(2.0), lowest=lowest)

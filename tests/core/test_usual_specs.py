@@ -45,6 +45,10 @@ def test_what_there_is_not() -> None:
         activation_spec(torch.int8, -128, 127, per_token=True)
     with pytest.raises(ConfigError):
         weight_spec(-8, 7, group_size=0)
+    with pytest.raises(ConfigError, match="weight_range='widest'"):
+        weight_spec(-8, 7, range="widest")
+    with pytest.raises(ConfigError, match=r"weight_range='mse' is for .* a group of 32 weights"):
+        weight_spec(-8, 7, group_size=32, range="mse")
 
 
 @pytest.mark.parametrize(
@@ -60,3 +64,15 @@ def test_weights(options: dict[str, Any], shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(
         scale.squeeze().float(), largest / 127, rtol=2**-8 if len(shape) == 2 else 0.01, atol=0
     )
+
+
+@pytest.mark.parametrize("per_channel", [True, False])
+def test_the_range_of_weights(per_channel: bool) -> None:
+    """The less the power, the more is clipped of four bits; all of the weights' least scale is kept."""
+    weight = torch.randn(4, 900, generator=torch.Generator().manual_seed(0))
+    scales = []
+    for word in ("mse", "histogram", "minmax"):
+        spec = weight_spec(-8, 7, per_channel=per_channel, range=word)
+        scales.append(qparams(spec, weight)[0].amax())
+        assert float(qparams(spec, 1e-9 * weight)[0].amin()) == 2**-12
+    assert scales[0] < scales[1] < scales[2]
