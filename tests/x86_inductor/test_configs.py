@@ -56,12 +56,30 @@ class TestNames:
             ({**WEIGHT_ONLY, "weight_qmin": -8, "weight_qmax": 7}, "weight-only int4"),
             ({"weight_qmin": -127}, "static, weights [-127, 127]"),
             ({"isa": "avx2"}, "static, weights [-64, 63]"),
+            ({"weight_range": "mse"}, "static, weight range mse"),
+            ({**WEIGHT_ONLY, "weight_range": "histogram"},
+             "weight-only int8, weight range histogram"),
             ({"isa": "vnni", "range": "minmax", "balance": False},
              "static, range minmax, balance False"),
         ],
     )  # fmt: skip
     def test_say_what_was_asked(self, options: dict[str, Any], name: str) -> None:
         assert str(CONFIG(**options)) == name
+
+    @pytest.mark.parametrize("word", ["minmax", "mse", "histogram"])
+    def test_the_range_of_weights(self, word: str) -> None:
+        """Static, dynamic and weights alone; and all of it is data."""
+        expected = qompose.weight_observer_for_range(word).with_args(eps=2**-12)
+        for options in (
+            {},
+            {"is_dynamic": True},
+            {"is_dynamic": True, "per_token": True},
+            WEIGHT_ONLY,
+        ):
+            config = CONFIG(**options, weight_range=word)
+            assert qompose.config_from_json(qompose.config_to_json(config)) == config
+            assert isinstance(config.weight, qompose.QuantizationSpec)
+            assert config.weight.observer_or_fake_quant_ctr == expected
 
     def test_positions_are_those_of_torchao(self) -> None:
         assert CONFIG(False, True, True) == CONFIG(is_dynamic=True, reduce_range=True)
@@ -163,6 +181,11 @@ class TestWhatExcludesWhat:
             ({"group_size": 32, "is_dynamic": True}, "group_size=32 needs weight_only=True"),
             ({"group_size": 48, **WEIGHT_ONLY}, "kernel takes are 32, 64, 128, 256"),
             ({**WEIGHT_ONLY, "range": "widest"}, "widest"),
+            ({"weight_range": "widest"}, "weight_range='widest' is not one of"),
+            (
+                {**WEIGHT_ONLY, "group_size": 32, "weight_range": "mse"},
+                "weight_range='mse' is for one scale per channel or per tensor: a group of 32",
+            ),
             ({"isa": "neon"}, "isa='neon' is none of avx2, avx512, vnni, amx"),
             ({"isa": ["avx2"]}, r"isa=\['avx2'\] is none of avx2, avx512, vnni, amx"),
             ({"isa": 2}, "isa=2 is none of"),
@@ -220,6 +243,22 @@ class TestWhatExcludesWhat:
     def test_when_it_is_set(self, options: dict[str, Any], reason: str) -> None:
         with pytest.raises(ConfigError, match=reason):
             X86InductorQuantizer().set_global(CONFIG(**options))
+
+
+@pytest.mark.parametrize("word", ["mse", "histogram"])
+@pytest.mark.parametrize("options", [{}, {"is_dynamic": True}, WEIGHT_ONLY], ids=str)
+def test_four_bits_are_nearer_to_float_with_a_range_that_is_searched(
+    word: str, options: dict[str, Any]
+) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Linear(256, 64).eval(), torch.randn(64, 256)
+    model.weight.data.normal_()
+    found = {}
+    for weight_range in ("minmax", word):
+        config = CONFIG(**options, weight_qmin=-8, weight_qmax=7, weight_range=weight_range)
+        converted = convert(model, X86InductorQuantizer().set_global(config), x)
+        found[weight_range] = sqnr(model(x), qompose.lower(converted)(x))
+    assert found[word] > found["minmax"] + 0.5
 
 
 class Mixed(nn.Module):

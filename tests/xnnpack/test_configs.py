@@ -38,6 +38,7 @@ class TestNames:
             ),
             ({"range": "minmax", "balance": False},
              "static per-tensor, range minmax, balance False"),
+            ({"is_per_channel": True, "weight_range": "mse"}, "static per-channel, weight range mse"),
             ({"act_qmin": -127}, "static per-tensor, activations [-127, 127]"),
             ({"weight_qmin": -63, "weight_qmax": 63}, "static per-tensor, weights [-63, 63]"),
         ],
@@ -50,6 +51,20 @@ class TestNames:
         assert all(str(config) == name for name, config in configs.items())
         assert configs["dynamic per-channel"] == CONFIG(True, is_dynamic=True)
         assert {config.mode for config in configs.values()} == {"static", "dynamic", "weight-only"}
+
+    @pytest.mark.parametrize("word", ["minmax", "mse", "histogram"])
+    def test_the_range_of_weights(self, word: str) -> None:
+        """With one scale per channel, static, dynamic or alone, and per tensor; and all of it is data."""
+        for options in (
+            {"is_per_channel": True}, {"is_per_channel": True, "is_dynamic": True},
+            {"is_per_channel": True, "weight_only": True}, {},
+        ):  # fmt: skip
+            config = CONFIG(**options, weight_range=word)
+            assert qompose.config_from_json(qompose.config_to_json(config)) == config
+            assert isinstance(config.weight, qompose.QuantizationSpec)
+            maker = qompose.weight_observer_for_range(word, per_channel=bool(options))
+            expected = maker.with_args(eps=2**-12)
+            assert config.weight.observer_or_fake_quant_ctr == expected
 
     def test_positions_are_those_of_executorch(self) -> None:
         assert CONFIG(True, False, True, -128, 127, -127, 127) == CONFIG(True, is_dynamic=True)
@@ -75,6 +90,9 @@ class TestWhatExcludesWhat:
             ({"balance": 0}, "balance=0 is neither True nor False"),
             ({"per_token": False}, "per_token=False is for .* needs is_dynamic=True"),
             ({"per_token": False, "weight_only": True}, "it needs is_dynamic=True"),
+            ({"weight_range": "widest"}, "weight_range='widest' is not one of"),
+            ({"weight_range": "mse", "is_dynamic": True, "group_size": 32},
+             "weight_range='mse' is for one scale per channel or per tensor: a group of 32"),
             ({"weight_only": True, "act_qmin": -127}, "in float, and act_qmin=-127 is for those"),
             ({"weight_only": True, "act_qmax": 63, "range": "mse"}, "act_qmax=63, range='mse' is for"),
         ],
@@ -95,6 +113,28 @@ class TestWhatExcludesWhat:
     def test_when_it_is_set(self, options: dict[str, Any], reason: str) -> None:
         with pytest.raises(ConfigError, match=reason):
             XNNPACKQuantizer().set_global(CONFIG(**options))
+
+
+@pytest.mark.parametrize("word", ["mse", "histogram"])
+@pytest.mark.parametrize("balance", [False, True])
+@pytest.mark.parametrize("per_channel", [False, True])
+def test_four_bits_are_nearer_to_float_with_a_range_that_is_searched(
+    word: str, balance: bool, per_channel: bool
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 64), nn.GELU(), nn.Linear(64, 64)).eval()
+    for parameter in model.parameters():
+        parameter.data.normal_()
+    x = torch.randn(64, 256) * torch.logspace(0, 2, 256)[torch.randperm(256)]
+    exported, found = torch.export.export(model, (x,)), {}
+    for weight_range in ("minmax", word):
+        config = CONFIG(
+            per_channel, weight_qmin=-8, weight_qmax=7, weight_range=weight_range, balance=balance
+        )
+        prepared = qompose.prepare_pt2e(exported, XNNPACKQuantizer().set_global(config))
+        qompose.calibrate(prepared, [(x,)])
+        found[weight_range] = sqnr(model(x), qompose.convert_pt2e(prepared)(x))
+    assert found[word] > found["minmax"] + 0.5
 
 
 class Mixed(nn.Module):

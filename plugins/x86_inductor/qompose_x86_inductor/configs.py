@@ -40,6 +40,7 @@ def get_default_x86_inductor_quantization_config(
     per_token: bool = False,
     isa: str | None = None,
     range: str = "histogram",
+    weight_range: str = "minmax",
     balance: bool = True,
     fake_quantize: str = "moving_average",
 ) -> QuantizationConfig:
@@ -60,8 +61,10 @@ def get_default_x86_inductor_quantization_config(
         per_token: give each row of a dynamic activation a scale of its own, int8 [-128, 127]. For linear.
         isa: the processor that the model will run on: "avx2" or "avx512" (without VNNI), "vnni" or
             "amx". None: this machine.
-        range: how a static activation's range is estimated: "histogram", "mse", "minmax" or
-            "moving_average" (`qompose.observer_for_range`).
+        range: how a static activation's range is estimated: "histogram", "mse", "percentile", "entropy",
+            "minmax", "moving_average" or "torch_histogram" (`qompose.observer_for_range`).
+        weight_range: how a weight's range is estimated: "minmax", "mse" or "histogram"
+            (`qompose.weight_observer_for_range`). It is worth its time with four bits; groups have "minmax".
         balance: let channels of very different size get factors of their own (`QuantizationConfig`);
             it takes effect with static activations, and not in training.
         fake_quantize: with `is_qat`, how scales are found: "moving_average" or "learned"
@@ -94,12 +97,13 @@ def get_default_x86_inductor_quantization_config(
         ("activations", [0, 127], reduce_range),
         ("weights", [low, high], (low, high) != here),
         ("range", range, range != "histogram"),
+        ("weight range", weight_range, weight_range != "minmax"),
         ("balance", balance, not balance),
     )
     config = QuantizationConfig(
         _activation(mode, 127 if reduce_range else 255, range, per_token),
         None,
-        _weight(low, high, group_size),
+        _weight(low, high, group_size, weight_range),
         None,
         balance=balance and mode == "static",
         name=_name(mode, words, choices),
@@ -169,9 +173,9 @@ def _usual_weights(weight_only: bool, group_size: int | None, isa: str | None) -
     return machine.recommended_weight_range() if isa is None else WEIGHT_RANGES[isa]
 
 
-def _weight(low: int, high: int, group_size: int | None) -> QuantizationSpec:
+def _weight(low: int, high: int, group_size: int | None, range: str) -> QuantizationSpec:
     """Its scale makes room on both sides of zero: what is to fit into less of one is cut off."""
-    spec = weight_spec(low, high, group_size=group_size)
+    spec = weight_spec(low, high, group_size=group_size, range=range)
     if high < 1 or -low not in (high, high + 1):
         raise ConfigError(
             f"weights [{low}, {high}]: weight_qmin is -weight_qmax or one less, and weight_qmax at "

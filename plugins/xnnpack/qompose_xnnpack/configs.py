@@ -33,6 +33,7 @@ def get_symmetric_quantization_config(
     weight_only: bool = False,
     per_token: bool = True,
     range: str = "histogram",
+    weight_range: str = "minmax",
     balance: bool = True,
     fake_quantize: str = "moving_average",
 ) -> QuantizationConfig:
@@ -50,8 +51,10 @@ def get_symmetric_quantization_config(
         per_token: whether each token or image has a scale of its own where activations are dynamic. XNNPACK
             itself does nothing else; in process, linears can have one for the whole tensor.
         weight_only: quantize weights alone; they are stored as integers and computed with as floats.
-        range: how a static activation's range is estimated: "histogram", "mse", "minmax" or
-            "moving_average" (`qompose.observer_for_range`).
+        range: how a static activation's range is estimated: "histogram", "mse", "percentile", "entropy",
+            "minmax", "moving_average" or "torch_histogram" (`qompose.observer_for_range`).
+        weight_range: how a weight's range is estimated: "minmax", "mse" or "histogram"
+            (`qompose.weight_observer_for_range`). It is worth its time with four bits; groups have "minmax".
         balance: let channels of very different size get factors of their own (`QuantizationConfig`);
             it takes effect with static activations and per-channel weights, and not in training.
         fake_quantize: with `is_qat`, how scales are found: "moving_average" or "learned"
@@ -77,7 +80,9 @@ def get_symmetric_quantization_config(
         usual[0] if weight_qmin is None else weight_qmin,
         usual[1] if weight_qmax is None else weight_qmax,
     )
-    weight = weight_spec(*bounds, per_channel=is_per_channel, group_size=group_size)
+    weight = weight_spec(
+        *bounds, per_channel=is_per_channel, group_size=group_size, range=weight_range
+    )
     static = not (is_dynamic or weight_only)
     words = (
         "weight-only" if weight_only else "dynamic" if is_dynamic else "static",
@@ -89,6 +94,7 @@ def get_symmetric_quantization_config(
         ("activations", [act_qmin, act_qmax], [-128, 127]),
         ("weights", [*bounds], [*(_INT4 if bounds == _INT4 else _INT8)]),
         ("range", range, "histogram"),
+        ("weight range", weight_range, "minmax"),
         ("balance", balance, True),
     )
     lone_scale = is_dynamic and not per_token
