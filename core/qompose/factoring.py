@@ -22,7 +22,7 @@ from qompose.balancing import (
 )
 from qompose.graph import constant_of, owner_of, set_attribute
 from qompose.numerics import DEFAULT_EPS, along, choose_qparams, fake_quantize, quantized_range
-from qompose.observing import BalancedObserver, make_observer
+from qompose.observing import BalancedObserver, eps_of, make_observer
 from qompose.plan import Group, Plan
 from qompose.schemes import Absorbed, axis_of, in_rows
 
@@ -96,7 +96,7 @@ class Factoring:
     def _scheme(self, number: int) -> Scheme:
         spec: Any = self.plan.groups[number].spec
         low, high = quantized_range(spec.dtype, spec.quant_min, spec.quant_max)
-        eps = getattr(self._observers[number].tensor_observer, "eps", DEFAULT_EPS)
+        eps = eps_of(self._observers[number])
 
         def choose(minimum: Tensor, maximum: Tensor) -> tuple[Tensor, Tensor]:
             return choose_qparams(
@@ -106,7 +106,7 @@ class Factoring:
                 quant_min=spec.quant_min,
                 quant_max=spec.quant_max,
                 qscheme=spec.qscheme,
-                eps=eps,
+                eps=DEFAULT_EPS if eps is None else eps,
             )
 
         return Scheme(low, high, choose)

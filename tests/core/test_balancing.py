@@ -11,6 +11,7 @@ import pytest
 import qompose
 import torch
 from qompose import QuantizationConfig
+from qompose.histogram_observers import ACTIVATION_RANGES, OF_TORCH
 from qompose.rules import Rule
 from torch import Tensor, nn
 
@@ -57,6 +58,21 @@ def test_an_outlier_channel_of_the_input() -> None:
     model = layer(lambda m: m.weight[:, 3].div_(100))
     with_factors, report = sqnr(model, x, BALANCED)
     without, _ = sqnr(model, x, PER_CHANNEL)
+    assert with_factors > without + 10
+    assert any("channels of input_1 -> linear were balanced" in line for line in report.rewrites)
+
+
+@pytest.mark.parametrize("word", [*ACTIVATION_RANGES, OF_TORCH])
+def test_whatever_the_range_is_estimated_by(word: str) -> None:
+    """Torch's own observer has a tensor for its eps."""
+    x = data(lambda x: x[:, 3].mul_(100))
+    model = layer(lambda m: m.weight[:, 3].div_(100))
+    one = replace(
+        BALANCED.input_activation, observer_or_fake_quant_ctr=qompose.observer_for_range(word)
+    )
+    balanced = replace(BALANCED, input_activation=one, output_activation=one)
+    with_factors, report = sqnr(model, x, balanced)
+    without, _ = sqnr(model, x, replace(balanced, balance=False))
     assert with_factors > without + 10
     assert any("channels of input_1 -> linear were balanced" in line for line in report.rewrites)
 
