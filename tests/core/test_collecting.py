@@ -331,21 +331,3 @@ class TestByHand:
         found = qompose.statistics(calibrated())
         assert len(str(found).splitlines()) == len(found)
         assert "first: aten.linear.default, output: [" in str(found)
-
-
-def test_statistics_do_not_grow_with_the_data() -> None:
-    sizes = []
-    for count in (10, 1000):
-        model = prepared(quantizer(KINDS["balanced"]))
-        model_state = qompose.calibrate(model, (randn(4, 6, seed=s) for s in range(count)))
-        entries = qompose.statistics(model_state).entries
-        sizes.append(
-            sum(
-                part.counts.nbytes if part is e.facts.histogram else 0
-                for e in entries
-                for part in [e.facts.histogram]
-            )
-            + max(e.facts.sample.rows.nbytes for e in entries if e.facts.sample is not None)
-        )
-    most = 1024 * 8 * 4
-    assert sizes[1] - sizes[0] <= most
