@@ -56,7 +56,8 @@ def calibrate(
 
     Raises:
         StageError: the model was not prepared.
-        UserError: `batches` cannot be iterated, or an option is none.
+        UserError: `batches` cannot be iterated, or an option is none, or is for batches and these are
+            statistics.
         CalibrationError: there was no batch, or one does not fit the model (its number is named), or has
             another value than the one with which the model was exported for what is no tensor; another
             process failed or died; there are several, and an observer depends on the order of batches.
@@ -64,6 +65,7 @@ def calibrate(
     """
     prepared_record(prepared, "calibrate")
     if isinstance(batches, Statistics):
+        _check_unused(transform=transform, limit=limit, resume=resume, sharded=sharded or None)
         return batches.apply(prepared)
     if limit is not None and limit < 1:
         raise UserError(f"limit={limit}: calibration takes one batch at least")
@@ -93,6 +95,16 @@ def calibrate(
         lines = "".join(f"\n  - {line}" for line in found)
         warnings.warn(f"After calibration these look wrong:{lines}", QomposeWarning, stacklevel=2)
     return prepared
+
+
+def _check_unused(**options: object) -> None:
+    """Refuse what says how to take batches where there are none."""
+    given = [f"{name}=" for name, value in options.items() if value is not None]
+    if given:
+        raise UserError(
+            f"{', '.join(given)} is for batches, and calibrate was given the statistics of an earlier "
+            "calibration: leave it out"
+        )
 
 
 def _iterated(batches: Iterable[Any]) -> Iterator[Any]:

@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 
 from qompose.benchmarking import Timings, bench
 from qompose.calibration import calibrate
+from qompose.collecting import Statistics
 from qompose.compiling import CompiledModel, compile_lowered
 from qompose.composing import compose
 from qompose.errors import TargetError, UserError
@@ -108,7 +109,7 @@ def quantize(
     example_inputs: tuple[Any, ...] | None = None,
     *,
     backends: str | Quantizer | Sequence[str | Quantizer],
-    calibration: Iterable[Any] | None = None,
+    calibration: Iterable[Any] | Statistics | None = None,
     target: str = "torch",
     dynamic_shapes: Any = None,
     transform: Callable[[Any], Any] | None = None,
@@ -121,7 +122,8 @@ def quantize(
         model: a module, which is exported in eval mode with `example_inputs` and `dynamic_shapes`; or an
             ExportedProgram.
         backends: names of installed backends or quantizers, in order of priority; or just one.
-        calibration: batches for `calibrate`; not needed where nothing is quantized statically.
+        calibration: batches for `calibrate`, or `Statistics` of an earlier calibration; not needed where
+            nothing is quantized statically.
 
     Raises:
         UserError: `example_inputs` are missing; and whatever the stages raise.

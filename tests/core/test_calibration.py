@@ -240,6 +240,23 @@ class TestOptions:
         done = qompose.calibrate(prepared_single(), loaded(99), resume=path, transform=noted)
         assert len(ran) == 4 and scales(done) == scales(model)
 
+    @pytest.mark.parametrize(
+        ("options", "named"),
+        [
+            ({"transform": lambda batch: batch}, "transform="),
+            ({"limit": 3, "sharded": True}, "limit=, sharded="),
+            ({"resume": "seen.json"}, "resume="),
+        ],
+        ids=["transform", "limit", "resume"],
+    )
+    def test_what_is_for_batches_does_not_go_with_statistics(
+        self, options: dict[str, Any], named: str
+    ) -> None:
+        seen = qompose.statistics(qompose.calibrate(prepared_single(), [X]))
+        with pytest.raises(qompose.UserError, match=f"^{named} is for batches"):
+            qompose.calibrate(prepared_single(), seen, **options)
+        qompose.calibrate(prepared_single(), seen, progress=True)
+
     def test_statistics_of_a_whole_calibration_are_not_gone_on_with(self, tmp_path: Path) -> None:
         path = tmp_path / "seen.json"
         qompose.statistics(qompose.calibrate(prepared_single(), [X])).save(path)

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -197,6 +199,27 @@ def test_quantize_runs_all_stages(net: nn.Module) -> None:
     assert torch.equal(result.exported.module()(X), net(X))
     assert (result.report.stage, result.report.target) == ("lowered", "torch")
     assert result.quantizer.members[0].name == "toy"
+
+
+@pytest.mark.parametrize("file", [None, "seen.safetensors", "seen.json"])
+def test_quantize_goes_by_statistics(net: nn.Module, file: str | None, tmp_path: Path) -> None:
+    """Those of a calibration of the same module, in place of data, as often as one likes."""
+    seen = qompose.statistics(qompose.calibrate(prepare(export(net, X), toy(LINEAR)), [X, 2 * X]))
+    if file is not None:
+        seen.save(tmp_path / file)
+    found = seen if file is None else qompose.Statistics.load(tmp_path / file)
+    expected = qompose.quantize(net, (X,), backends=[toy(LINEAR)], calibration=[X, 2 * X])
+    for _ in range(2):
+        result = qompose.quantize(net, (X,), backends=[toy(LINEAR)], calibration=found)
+        assert torch.equal(result.model(X), expected.model(X))
+    with pytest.raises(qompose.StatisticsError, match="its parameters differ"):
+        qompose.quantize(
+            seeded(copy.deepcopy(net), 7), (X,), backends=[toy(LINEAR)], calibration=found
+        )
+    with pytest.raises(UserError, match="transform= is for batches"):
+        qompose.quantize(
+            net, (X,), backends=[toy(LINEAR)], calibration=found, transform=lambda b: b
+        )
 
 
 @pytest.mark.parametrize("training", [True, False])
