@@ -64,7 +64,8 @@ def get_default_x86_inductor_quantization_config(
         range: how a static activation's range is estimated: "histogram", "mse", "percentile", "entropy",
             "minmax", "moving_average" or "torch_histogram" (`qompose.observer_for_range`).
         weight_range: how a weight's range is estimated: "minmax", "mse" or "histogram"
-            (`qompose.weight_observer_for_range`). It is worth its time with four bits; groups have "minmax".
+            (`qompose.weight_observer_for_range`). The last two clip, more with four bits than with eight;
+            groups have "minmax" only.
         balance: let channels of very different size get factors of their own (`QuantizationConfig`);
             it takes effect with static activations, and not in training.
         fake_quantize: with `is_qat`, how scales are found: "moving_average" or "learned"
