@@ -62,6 +62,17 @@ class Histogram:
         width = 2.0 ** (self.exponent or 0)
         return (torch.arange(BINS, dtype=torch.float64) - _HALF + 0.5) * width
 
+    def without_peak_at_zero(self) -> Histogram:
+        """Return a copy in which the bin that begins at zero counts no more than the larger one beside it.
+
+        The outputs of a rectifier are zero by the half, which any scale represents exactly.
+        """
+        found = Histogram()
+        found.merge(self)
+        beside = max(int(self.counts[_HALF - 1]), int(self.counts[_HALF + 1]), 1)
+        found.counts[_HALF] = min(int(self.counts[_HALF]), beside)
+        return found
+
     def _widen(self, exponent: int) -> None:
         if self.exponent is None:
             self.exponent = exponent

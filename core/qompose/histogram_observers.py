@@ -98,9 +98,9 @@ class _OfHistogram(_Searching):
         """Return the least and the largest value that is not clipped."""
         raise NotImplementedError
 
-    def _cheapest(self, cost: Cost) -> tuple[Tensor, Tensor]:
+    def _cheapest(self, histogram: Histogram, cost: Cost) -> tuple[Tensor, Tensor]:
         steps, lowest = self._levels()
-        return best_range(self.histogram, steps=steps, cost=cost, lowest=lowest)
+        return best_range(histogram, steps=steps, cost=cost, lowest=lowest)
 
 
 class HistogramObserver(_OfHistogram):
@@ -118,7 +118,7 @@ class HistogramObserver(_OfHistogram):
         self.power = power
 
     def _range(self) -> tuple[Tensor, Tensor]:
-        return self._cheapest(power_error(self.power))
+        return self._cheapest(self.histogram, power_error(self.power))
 
 
 class PercentileObserver(_OfHistogram):
@@ -141,10 +141,15 @@ class PercentileObserver(_OfHistogram):
 
 
 class EntropyObserver(_OfHistogram):
-    """The range whose quantized values have the least Kullback-Leibler divergence from the data's."""
+    """The range whose quantized values have the least Kullback-Leibler divergence from the data's.
+
+    Values of zero count as much as those beside them, as in NVIDIA's pytorch-quantization, whose
+    histograms begin there (`calib/histogram.py`). With all of them in, the sum of terms is nearly that of
+    zero alone, and half of what a rectifier gives is clipped.
+    """
 
     def _range(self) -> tuple[Tensor, Tensor]:
-        return self._cheapest(divergence)
+        return self._cheapest(self.histogram.without_peak_at_zero(), divergence)
 
 
 class PerChannelHistogramObserver(_Searching):

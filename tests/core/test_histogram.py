@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -79,3 +80,19 @@ def test_every_value_is_counted_once_in_its_own_bin(data) -> None:  # type: igno
     for value in data:
         expected[math.floor(value / width) + BINS // 2] += 1
     assert torch.equal(histogram.counts, expected)
+
+
+@pytest.mark.parametrize(
+    ("counts", "expected"),
+    [([3, 900, 5], 5), ([8, 900, 5], 8), ([3, 2, 5], 2), ([0, 900, 0], 1), ([3, 0, 5], 0)],
+    ids=str,
+)
+def test_a_peak_at_zero_is_cut_to_what_is_beside_it(counts: list[int], expected: int) -> None:
+    middle = slice(BINS // 2 - 1, BINS // 2 + 2)
+    whole = of(torch.tensor([1.0]))
+    whole.counts[middle] = torch.tensor(counts)
+    found = whole.without_peak_at_zero()
+    assert found.counts[middle].tolist() == [counts[0], expected, counts[2]]
+    assert whole.counts[middle].tolist() == counts
+    whole.counts[BINS // 2] = expected
+    assert_same(found, whole)

@@ -42,6 +42,25 @@ def test_a_part_gives_nearly_the_range_of_all(kind: Any) -> None:
     assert float(one) == pytest.approx(float(other), rel=0.2)
 
 
+@pytest.mark.parametrize("bounds", [(-128, 127), (-64, 63)], ids=str)
+def test_entropy_does_not_clip_because_of_zeros(bounds: tuple[int, int]) -> None:
+    """However many values a rectifier sets to zero, what it lets through has about the same range."""
+    positive, ends = randn(20_000).abs(), []
+    for zeros in (0, 20_000, 200_000):
+        observer = EntropyObserver(torch.int8, quant_min=bounds[0], quant_max=bounds[1])
+        observer(torch.cat([positive, torch.zeros(zeros)]))
+        ends.append(float(observer.calculate_qparams()[0]))
+    assert ends == pytest.approx([ends[0]] * 3, rel=0.1)
+
+
+@pytest.mark.parametrize("value", [0.0, 3.0])
+def test_entropy_of_a_constant(value: float) -> None:
+    observer = EntropyObserver(torch.int8)
+    observer(torch.full((50,), value))
+    scale, _ = observer.calculate_qparams()
+    assert float(scale) == pytest.approx(max(value / 255, observer.eps))
+
+
 def test_parameters_are_counted_whole() -> None:
     observer = HistogramObserver(torch.int8)
     observer.constant = True
