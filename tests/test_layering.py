@@ -86,7 +86,8 @@ LAYERS = tuple(
         testing.whole testing.sources
         testing.rows
         testing.agreeing
-        testing.accepting testing.behaviour testing.effects testing.precedence testing.together
+        testing.accepting testing.training testing.behaviour testing.effects testing.precedence
+        testing.together
         testing.parameters
         testing.contract
         testing

@@ -54,7 +54,7 @@ OBSERVERS: dict[str, type[nn.Module]] = {
     for part in (observers, histogram_observers, fake_quantize, learned)
     for name, value in vars(part).items()
     if isinstance(value, type) and issubclass(value, Observer) and not name.startswith("_")
-    if value not in (Observer, observers.RangeObserver)
+    if value not in (Observer, observers.RangeObserver, histogram_observers.SearchingObserver)
 }
 """The observers that data may name."""
 

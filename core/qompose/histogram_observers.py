@@ -37,7 +37,7 @@ from qompose.range_search import (
 from qompose.sampling import sample_of
 
 
-class _Searching(Observer):
+class SearchingObserver(Observer):
     """An observer that searches for the range that its integers serve best."""
 
     mergeable = True
@@ -50,7 +50,7 @@ class _Searching(Observer):
         return high - low, low - symmetric_zero_point(self.dtype, *self._asked)
 
 
-class _OfHistogram(_Searching):
+class _OfHistogram(SearchingObserver):
     """An observer whose statistics are a histogram of one tensor.
 
     The bins are powers of two wide, so the histogram, and with it the range, does not depend on how the
@@ -152,7 +152,7 @@ class EntropyObserver(_OfHistogram):
         return self._cheapest(self.histogram.without_peak_at_zero(), divergence)
 
 
-class PerChannelHistogramObserver(_Searching):
+class PerChannelHistogramObserver(SearchingObserver):
     """The range of least quantization error of each slice along `ch_axis`, on a histogram of its own.
 
     As `HistogramObserver`, with the same `power`; every value is counted, because what has a scale for each
@@ -221,6 +221,8 @@ ACTIVATION_RANGES: dict[str, ObserverFactory] = {
 """The words that configurations take for `range=`."""
 
 
+DEFAULT_RANGE = "histogram"
+"""The word of configurations that name none."""
 OF_TORCH = "torch_histogram"
 """The word for torch's own `HistogramObserver`, for parameters that are its bit by bit."""
 

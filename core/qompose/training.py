@@ -9,7 +9,7 @@ conversion goes the same way back with the parameters that were learned.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
+from qompose.fake_quantize import FakeQuantize
 from qompose.graph import (
     constant_of,
     describe,
@@ -27,6 +28,7 @@ from qompose.graph import (
     read_attribute,
     set_attribute,
 )
+from qompose.guarding import guard_of
 from qompose.modes import (
     BatchNorm,
     FoldedBias,
@@ -38,6 +40,7 @@ from qompose.modes import (
 )
 from qompose.nested import nodes_in
 from qompose.numerics import along
+from qompose.observing import DerivedObserver, observer_nodes
 from qompose.plan import Rewrite
 from qompose.rewrites import FOLD_BATCH_NORM, TRANSPOSED
 
@@ -154,6 +157,7 @@ def training_form(
             node = here[name]
             _replace(node, _norm(BatchNorm, node, name, modes), _norm_operands(node, node, modes))
     return [
+        *_not_simulated(prepared),
         *(
             f"{name} is the same in training as in evaluation: it was rewritten, and its pieces drop nothing"
             for name in modes.switches
@@ -166,6 +170,21 @@ def training_form(
             if momentum == 0.0
         ),
     ]
+
+
+def _not_simulated(prepared: GraphModule) -> Iterator[str]:
+    """Name the tensors whose observers are of other packages, and round nothing."""
+    for node, _ in observer_nodes(prepared):
+        observer = get_attribute(owner_of(node), str(node.target))
+        if isinstance(observer, (FakeQuantize, DerivedObserver)) or hasattr(
+            observer, "fake_quant_enabled"
+        ):
+            continue
+        guard = guard_of(observer)
+        yield (
+            f"{node.args[0] if guard is None else guard.subject} is not fake-quantized in training: its "
+            f"{type(observer).__name__} is an observer of another package"
+        )
 
 
 def _switched(

@@ -9,7 +9,7 @@ from typing import Any
 from qompose.errors import ConfigError, near_names
 from qompose.factories import ObserverFactory, class_of
 from qompose.fake_quantize import FakeQuantize, FusedMovingAvgObsFakeQuantize
-from qompose.histogram_observers import HistogramObserver
+from qompose.histogram_observers import DEFAULT_RANGE, SearchingObserver, observer_for_range
 from qompose.learned import LearnableFakeQuantize
 from qompose.observers import MovingAverageMinMaxObserver, Observer
 from qompose.specs import QuantizationConfig, QuantizationSpec
@@ -26,13 +26,14 @@ def training_config(
     Channels are not balanced: weights that are trained find their own way.
 
     Args:
-        config: for calibration. Its observers of activations stay, but for histograms, whose search takes
-            longer than a step: moving averages take their place.
+        config: for calibration. Its observers stay, but for the default one of activations, whose search
+            takes longer than a step: moving averages take its place.
         fake_quantize: "moving_average", or "learned": scales per tensor and per channel become parameters.
         is_qat: False returns `config` as it is, for functions that have such an argument.
 
     Raises:
-        ConfigError: there is no such word, or it would have no effect.
+        ConfigError: there is no such word, or it would have no effect; ranges are asked for that are
+            searched.
     """
     if fake_quantize not in FAKE_QUANTIZERS:
         hint = near_names(str(fake_quantize), FAKE_QUANTIZERS)
@@ -60,8 +61,13 @@ def _trained(spec: Any, learned: bool) -> Any:
     if not isinstance(spec, QuantizationSpec) or not _is_observer(kind):
         return spec
     factory: Any = spec.observer_or_fake_quant_ctr
-    if issubclass(kind, HistogramObserver):
+    if factory == observer_for_range(DEFAULT_RANGE):
         factory = MovingAverageMinMaxObserver
+    elif issubclass(kind, SearchingObserver):
+        raise ConfigError(
+            f"{kind.__name__} searches its range, which takes longer than a step of training: take the "
+            'default, "minmax" or "moving_average"'
+        )
     trainable = kind.estimates and not spec.is_dynamic and spec.block_size is None
     if learned and trainable and not spec.dtype.is_floating_point:
         made: type[FakeQuantize] = LearnableFakeQuantize

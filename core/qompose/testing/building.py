@@ -171,7 +171,7 @@ def _build(terms: Terms, shapes: tuple[Shape, ...], *, any_batch: bool) -> Built
         program = _export(model, inputs, any_batch=any_batch)
     with warnings.catch_warnings():  # that nothing was quantized is told by a check
         warnings.simplefilter("ignore", QomposeWarning)
-        prepared = prepare_pt2e(program, _quantizer(terms, model))
+        prepared = prepare_pt2e(program, quantizer_for(terms, model))
     return Built(model, shapes, program, prepared)
 
 
@@ -219,7 +219,7 @@ def _export(model: Model, inputs: Inputs, *, any_batch: bool) -> ExportedProgram
         ) from error
 
 
-def _quantizer(terms: Terms, model: Model) -> Quantizer:
+def quantizer_for(terms: Terms, model: Model) -> Quantizer:
     """Return the row's quantizer, with those of what stands around it."""
     fronts = [FRONT] if model.front is not None else []
     behinds = [BEHIND] if model.behind is not None else []

@@ -35,6 +35,7 @@ from qompose.testing.rows import (
 from qompose.testing.sources import imports_public_names
 from qompose.testing.suite import BackendSource, Case, Suite
 from qompose.testing.together import composes, saves
+from qompose.testing.training import trains
 from qompose.testing.whole import has_configs, has_rules, loads, says_availability
 
 
@@ -135,6 +136,10 @@ class BackendContract:
     def test_shares(self, case: Case) -> None:
         """Where the rule says so, inputs and output have one scale."""
         self._check(shares, case)
+
+    def test_trains(self, case: Case) -> None:
+        """The row passes gradients on, and is deployed as it was trained."""
+        self._check(trains, case)
 
     def test_accepts(self, case: Case, limit: Limit, target: str) -> None:
         """What the constraints allow at their edges works."""

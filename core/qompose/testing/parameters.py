@@ -117,6 +117,7 @@ _TABLE: dict[str, tuple[tuple[str, ...], Callable[[Suite], Iterable[tuple[Any, .
     "test_takes_other_shapes": (_ON, _in_process),
     "test_takes_other_literals": (_ON, _one_mode),
     "test_shares": (_CASE, _of_rows(_sharing)),
+    "test_trains": (_CASE, _of_rows(Suite.modes)),
     "test_accepts": (("case", "limit", "target"), _edges),
     "test_refuses": (_CASE, _of_rows(Suite.modes)),
     "test_half_precision": (("case", "dtype"), _half),

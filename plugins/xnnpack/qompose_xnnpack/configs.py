@@ -104,9 +104,8 @@ def get_symmetric_quantization_config(
     activation = None if weight_only else activation_spec(torch.int8, act_qmin, act_qmax, **kind)
     output = activation if static else None
     name = _name(words, ("one scale per tensor",) if lone_scale else (), choices)
-    config = QuantizationConfig(
-        activation, output, weight, None, balance=balance and static, name=name
-    )
+    balance = balance and static
+    config = QuantizationConfig(activation, output, weight, balance=balance, name=name)
     return training_config(config, fake_quantize, is_qat=is_qat)
 
 
