@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ import qompose
 import torch
 from qompose import QuantizationConfig, decomposed
 from qompose_embedding import EmbeddingQuantizer, get_embedding_quantization_config
+from qompose_embedding.backend import EmbeddingBackend
+from qompose_embedding.ops import lookup_in_graph
 from torch import Tensor, nn
 
 ROWS = 20
@@ -94,7 +97,7 @@ def test_compiled_and_packaged(form: str, mode: str) -> None:
         ids = torch.randint(ROWS, (number, 4))
         assert compiled(ids).dtype is torch.bfloat16
         torch.testing.assert_close(compiled(ids), lowered(ids), rtol=1e-2, atol=1e-2)
-    with pytest.raises(RuntimeError, match="index"):
+    with pytest.raises(RuntimeError, match=rf"out of bounds: ({ROWS}|0 <= )"):
         compiled(torch.full_like(ids, ROWS))
 
 
@@ -175,3 +178,19 @@ def test_a_tied_table_is_stored_once(other: str, first: bool) -> None:
     outputs = lowered(ids), quantized(ids)
     step = float((outputs[1].max() - outputs[1].min()) / 255)
     assert float((outputs[0] - outputs[1]).abs().max()) <= 1.01 * step
+
+
+@pytest.mark.parametrize("form", ["8 bits", "4 bits", "2 bits"])
+@pytest.mark.filterwarnings("ignore:.*LeafSpec")  # torch of itself
+@pytest.mark.parametrize("shape", [(5,), (4, 16)], ids=["few", "many"])
+def test_a_compiler_calls_a_kernel_for_many_rows_and_gathers_few(
+    form: str, shape: tuple[int, ...]
+) -> None:
+    ids = torch.randint(ROWS, shape)
+    lowered = qompose.lower(converted(table(), (ids,), FORMS[form][0]))
+    graph = copy.deepcopy(lowered)
+    for_compiler = EmbeddingBackend().for_compiler(graph)
+    targets = {node.target for node in for_compiler.graph.nodes if node.op == "call_function"}
+    assert (lookup_in_graph in targets) == (shape != (5,))
+    assert (torch.ops.aten.index_select.default in targets) == (shape == (5,))
+    assert torch.equal(for_compiler(ids), lowered(ids))

@@ -3,12 +3,19 @@
 
 from __future__ import annotations
 
+import torch
 from qompose import Backend, ConfigError, QuantizationConfig, RuleQuantizer
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from qompose_embedding.configs import CONFIGS, get_default_embedding_quantization_config
-from qompose_embedding.ops import IN_GRAPH
+from qompose_embedding.ops import IN_GRAPH, lookup_in_graph
+from qompose_embedding.rows import UNPACK
 from qompose_embedding.rules import RULES
+
+aten = torch.ops.aten
+
+FEW = 32
+"""Of fewer rows than that, a compiler gathers the bytes sooner than it has called a kernel."""
 
 
 class EmbeddingBackend(Backend):
@@ -23,14 +30,29 @@ class EmbeddingBackend(Backend):
         self.quantizer_class = EmbeddingQuantizer
 
     def for_compiler(self, graph: GraphModule) -> GraphModule:
-        """Put functions of torch's own operators for bags."""
+        """Put functions of torch's own operators for bags, and for lookups of more than a few rows."""
         for part in graph.modules():  # with the branches of control flow
             if isinstance(part, GraphModule):
-                for node in part.graph.nodes:
+                for node in list(part.graph.nodes):
                     if node.op == "call_function":
                         node.target = IN_GRAPH.get(node.target, node.target)
+                        _look_up_as_bags(node)
                 part.recompile()
         return graph
+
+
+def _look_up_as_bags(node: Node) -> None:
+    """Replace a gathering of packed rows and their unpacking, in place, where it is worth it."""
+    bits = next((bits for bits, unpack in UNPACK.items() if node.target is unpack), None)
+    gathered = node.args[0] if bits is not None else None
+    if not isinstance(gathered, Node) or gathered.target is not aten.index_select.default:
+        return
+    table, _, indices = gathered.args
+    assert isinstance(indices, Node)
+    number = indices.meta["val"].shape[0]
+    if len(gathered.users) == 1 and not (isinstance(number, int) and number < FEW):
+        node.target, node.args = lookup_in_graph, (table, indices, bits)
+        node.graph.erase_node(gathered)
 
 
 class EmbeddingQuantizer(RuleQuantizer):
