@@ -32,7 +32,7 @@ LAYERS = tuple(
         numerics graph screening functionals fbgemm encoding drafts factories row_sample range_search
         decomposed nested recording exported facts tensor_screening
         decompositions sources modes
-        specs observers rewrites balancing schemes reference guarding
+        specs observers rewrites evaluation balancing schemes reference guarding
         histogram_observers fake_quantize
         learned schedules
         configs bounds roles usual_specs training_specs

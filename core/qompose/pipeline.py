@@ -25,6 +25,7 @@ from qompose.announcing import (
 from qompose.backend import Backend
 from qompose.conversion import convert_observers, fold_quantized_constants
 from qompose.errors import UserError, blaming
+from qompose.evaluation import Modes, evaluation_form
 from qompose.exported import as_graph_module
 from qompose.fingerprints import fingerprint
 from qompose.graph import (
@@ -66,7 +67,7 @@ from qompose.representation import Representation, represent
 from qompose.requirements import objections, requirements_of, warn
 from qompose.rule_quantizer import RuleQuantizer
 from qompose.survey import claims_elsewhere, state_bytes, survey
-from qompose.training import Modes, deployment_form, evaluation_form, training_form
+from qompose.training import deployment_form, training_form
 
 
 @contextmanager

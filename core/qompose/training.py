@@ -10,13 +10,13 @@ conversion goes the same way back with the parameters that were learned.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
+from qompose.evaluation import Modes
 from qompose.fake_quantize import FakeQuantize
 from qompose.graph import (
     constant_of,
@@ -46,89 +46,6 @@ from qompose.rewrites import FOLD_BATCH_NORM, TRANSPOSED
 
 aten = torch.ops.aten
 
-_DROPOUTS = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
-_FLAGS: dict[Any, int] = {
-    **{getattr(aten, name).default: 2 for name in _DROPOUTS},
-    **{getattr(aten, f"{name}_").default: 2 for name in _DROPOUTS},
-    aten.rrelu.default: 3,
-    aten.rrelu_.default: 3,
-    aten.instance_norm.default: 5,
-    **{getattr(aten, name).input: 6 for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
-    **{getattr(aten, name).data: 7 for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
-}
-"""The operators that are told whether they are in training, and by which argument."""
-_ATTENTION, _DROPPED = aten.scaled_dot_product_attention.default, 4
-_NORM, _NORM_FLAG = aten.batch_norm.default, 5
-_TRACKED = "num_batches_tracked"
-
-
-@dataclass
-class Modes:
-    """What differed between training and evaluation in a program that has its evaluation form now.
-
-    Attributes:
-        training: whether it was exported in training.
-        switches: by operator, the position of an argument, and what it is in training and evaluation.
-        counters: by batch norm, the path and the value of what counts its batches.
-        moving: by batch norm, the momentum.
-    """
-
-    training: bool = False
-    switches: dict[str, tuple[int, Any, Any]] = field(default_factory=dict)
-    counters: dict[str, tuple[str, Tensor]] = field(default_factory=dict)
-    moving: dict[str, float] = field(default_factory=dict)
-
-
-def evaluation_form(program: GraphModule) -> Modes:
-    """Let all operators of a program be those of evaluation, in place, and return what was changed."""
-    modes, counters = Modes(), _take_counters(program)
-    for node in list(nodes_in(program)):
-        if node.target is _NORM and node.args[3] is not None:
-            modes.training |= bool(node.args[_NORM_FLAG])
-            modes.moving[node.name] = cast(float, node.args[6])
-            prefix = str(getattr(node.args[3], "target", "")).rpartition(".")[0]
-            if prefix in counters:
-                modes.counters[node.name] = counters[prefix]
-            node.args = (*node.args[:5], False, *node.args[6:])
-        elif (switch := _switch_of(node)) is not None:
-            modes.switches[node.name] = switch
-            position, _, in_evaluation = switch
-            given = _filled(node, position)
-            modes.training |= given[position] != in_evaluation
-            node.args = (*given[:position], in_evaluation, *given[position + 1 :])
-    return modes
-
-
-def _take_counters(program: GraphModule) -> dict[str, tuple[str, Tensor]]:
-    """Remove what counts the batches of batch norms, and return path and value by the module's path."""
-    found = {}
-    for node in list(nodes_in(program)):
-        if node.target is aten.add_.Tensor and not node.users and isinstance(node.args[0], Node):
-            counter = constant_of(node.args[0])
-            prefix, _, name = str(node.args[0].target).rpartition(".")
-            if counter is not None and name == _TRACKED:
-                found[prefix] = (str(node.args[0].target), counter)
-                node.graph.erase_node(node)
-    return found
-
-
-def _switch_of(node: Node) -> tuple[int, Any, Any] | None:
-    """Return the position of an argument that differs in training, and both its values."""
-    if node.target is aten.instance_norm.default and node.args[3] is None:
-        return None  # without running statistics it is the same in both
-    if node.target in _FLAGS:
-        return _FLAGS[node.target], True, False
-    if node.target is _ATTENTION and (probability := _filled(node, _DROPPED)[_DROPPED]):
-        return _DROPPED, probability, 0.0
-    return None
-
-
-def _filled(node: Node, position: int) -> tuple[Any, ...]:
-    """Return positional arguments up to one that may have been left at its default."""
-    schema: Any = node.target
-    rest = schema._schema.arguments[len(node.args) : position + 1]
-    return (*node.args, *(argument.default_value for argument in rest))
-
 
 def training_form(
     prepared: GraphModule, exported: GraphModule, rewrites: Iterable[Rewrite], modes: Modes
@@ -152,10 +69,12 @@ def training_form(
     for name, switch in modes.switches.items():
         if name in here:
             _replace(here[name], *_switched(here[name], *switch))
-    for name in modes.moving:
+    for name, momentum in modes.momentum.items():
         if name in here:
-            node = here[name]
-            _replace(node, _norm(BatchNorm, node, name, modes), _norm_operands(node, node, modes))
+            kept = here[name]
+            eps: Any = kept.args[7]
+            operands = (*kept.args[:5], _counter_before(kept, kept, modes))
+            _replace(kept, BatchNorm(momentum, eps), operands)
     return [
         *_not_simulated(prepared),
         *(
@@ -166,7 +85,7 @@ def training_form(
         *(
             f"{describe(original[name])} keeps its running statistics in training: it was exported with a "
             "momentum of 0, as one with momentum=None is in evaluation"
-            for name, momentum in modes.moving.items()
+            for name, momentum in modes.momentum.items()
             if momentum == 0.0
         ),
     ]
@@ -194,20 +113,15 @@ def _switched(
     return module, (*node.args[:position], *node.args[position + 1 :])
 
 
-def _norm(kind: type[BatchNorm], norm: Node, name: str, modes: Modes) -> BatchNorm:
-    eps: Any = norm.args[7]
-    return kind(modes.moving[name], eps)
-
-
-def _norm_operands(value: Node, norm: Node, modes: Modes) -> tuple[Any, ...]:
-    """Return what a batch norm reads, its parameters read before `value`."""
-    read = [_read_before(value, argument) for argument in norm.args[1:5]]
-    counter = modes.counters.get(norm.name)
-    if counter is not None and not holds(owner_of(value), counter[0]):
-        set_attribute(owner_of(value), *counter)
+def _counter_before(value: Node, norm: Node, modes: Modes) -> Node | None:
+    """Read what counts a batch norm's batches in front of a node, None where nothing does."""
+    if norm.name not in modes.counters:
+        return None
+    path, counter = modes.counters[norm.name]
+    if not holds(owner_of(value), path):
+        set_attribute(owner_of(value), path, counter)
     with value.graph.inserting_before(value):
-        counted = counter and read_attribute(owner_of(value), counter[0], value)
-    return (norm.args[0] if norm is value else value, *read, counted)
+        return read_attribute(owner_of(value), path, value)
 
 
 def _read_before(value: Node, argument: Any) -> Node | None:
@@ -235,13 +149,12 @@ def _unfold(producer: Node, before: Node, norm: Node, modes: Modes) -> None:
     observed = None if producer.args[2] is bias else producer.args[2]
     if observed is not None:
         _replace(bias, FoldedBias(eps), (raw_bias, scale, shift, mean, variance))
+    counted = _counter_before(weight, norm, modes)
     _replace(weight, ScaledWeight(eps, axis), (raw, scale, variance))
     producer.args = (*producer.args[:2], None, *producer.args[3:])
     with producer.graph.inserting_after(producer):
-        module = _norm(FusedBatchNorm, norm, norm.name, modes)
-        behind = _call(producer, module, (), producer)
+        behind = _call(producer, FusedBatchNorm(modes.momentum[norm.name], eps), (), producer)
     producer.replace_all_uses_with(behind)
-    counted = _norm_operands(behind, norm, modes)[-1]
     behind.args = (producer, raw_bias, scale, shift, mean, variance, counted, observed)
 
 
@@ -300,7 +213,7 @@ def deployment_form(model: GraphModule) -> None:
                 _restore(node, module.operator, args)
             elif type(module) is BatchNorm:
                 args = (*node.args[:5], False, module.momentum, module.eps, False)
-                _restore(node, _NORM, args)
+                _restore(node, aten.batch_norm.default, args)
 
 
 def _restore(node: Node, operator: Any, args: tuple[Any, ...]) -> None:
