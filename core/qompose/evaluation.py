@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -27,45 +27,76 @@ _FLAGS: dict[Any, int] = {
 }
 """The operators that are told whether they are in training, and by which argument."""
 _ATTENTION, _DROPPED = aten.scaled_dot_product_attention.default, 4
-_NORM, _NORM_FLAG = aten.batch_norm.default, 5
+_NORM_FLAG = 5
 _TRACKED = "num_batches_tracked"
 
 
-@dataclass
-class Modes:
-    """What differed between training and evaluation in a program that has its evaluation form now.
+MODE_KEY = "qompose_mode"
+"""Where an operator notes what it does in training: its name changes when bodies are told apart."""
 
-    Attributes:
-        training: whether it was exported in training.
-        switches: by operator, the position of an argument, and what it is in training and evaluation.
-        counters: by batch norm, the path and the value of what counts its batches.
-        momentum: by batch norm, that of its running statistics.
+
+@dataclass(frozen=True)
+class Switch:
+    """An argument that is another one in training, by its position."""
+
+    position: int
+    in_training: Any
+    in_evaluation: Any
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A batch norm with running statistics.
+
+    `frozen` is one that was exported in evaluation, in a program that was in training. `counter` is the
+    path and the value of what counts its batches.
     """
 
-    training: bool = False
-    switches: dict[str, tuple[int, Any, Any]] = field(default_factory=dict)
-    counters: dict[str, tuple[str, Tensor]] = field(default_factory=dict)
-    momentum: dict[str, float] = field(default_factory=dict)
+    momentum: float
+    frozen: bool
+    counter: tuple[str, Tensor] | None
 
 
-def evaluation_form(program: GraphModule) -> Modes:
-    """Let all operators of a program be those of evaluation, in place, and return what was changed."""
-    modes, counters = Modes(), _take_counters(program)
-    for node in list(nodes_in(program)):
-        if node.target is _NORM and node.args[3] is not None:
-            modes.training |= bool(node.args[_NORM_FLAG])
-            modes.momentum[node.name] = cast(float, node.args[6])
+def mode_of(node: Node) -> Switch | Norm | None:
+    """Return what an operator does in training that it does not do now."""
+    found: Switch | Norm | None = node.meta.get(MODE_KEY)
+    return found
+
+
+def evaluation_form(program: GraphModule) -> bool:
+    """Let all operators of a program be those of evaluation, in place, with a note of what they were.
+
+    Returns:
+        whether the program was exported in training, as far as its operators tell.
+    """
+    counters, nodes = _take_counters(program), list(nodes_in(program))
+    training = any(_trains(node) for node in nodes)
+    for node in nodes:
+        if _has_statistics(node):
             prefix = str(getattr(node.args[3], "target", "")).rpartition(".")[0]
-            if prefix in counters:
-                modes.counters[node.name] = counters[prefix]
+            momentum, frozen = cast(float, node.args[6]), training and not _trains(node)
+            node.meta[MODE_KEY] = Norm(momentum, frozen, counters.get(prefix))
             node.args = (*node.args[:5], False, *node.args[6:])
-        elif (switch := _switch_of(node)) is not None:
-            modes.switches[node.name] = switch
-            position, _, in_evaluation = switch
-            given = _filled(node, position)
-            modes.training |= given[position] != in_evaluation
-            node.args = (*given[:position], in_evaluation, *given[position + 1 :])
-    return modes
+        elif (switch := _switch_of(node)) is not None and _trains(node) is training:
+            given = _filled(node, switch.position)
+            node.meta[MODE_KEY] = switch
+            behind = given[switch.position + 1 :]
+            node.args = (*given[: switch.position], switch.in_evaluation, *behind)
+    return training
+
+
+def _has_statistics(node: Node) -> bool:
+    return node.target is aten.batch_norm.default and node.args[3] is not None
+
+
+def _trains(node: Node) -> bool:
+    """Tell whether an operator was exported in training."""
+    if _has_statistics(node):
+        return bool(node.args[_NORM_FLAG])
+    switch = _switch_of(node)
+    return switch is not None and _filled(node, switch.position)[switch.position] != (
+        switch.in_evaluation
+    )
 
 
 def _take_counters(program: GraphModule) -> dict[str, tuple[str, Tensor]]:
@@ -81,14 +112,14 @@ def _take_counters(program: GraphModule) -> dict[str, tuple[str, Tensor]]:
     return found
 
 
-def _switch_of(node: Node) -> tuple[int, Any, Any] | None:
-    """Return the position of an argument that differs in training, and both its values."""
+def _switch_of(node: Node) -> Switch | None:
+    """Return which argument differs in training."""
     if node.target is aten.instance_norm.default and node.args[3] is None:
         return None  # without running statistics it is the same in both
     if node.target in _FLAGS:
-        return _FLAGS[node.target], True, False
+        return Switch(_FLAGS[node.target], True, False)
     if node.target is _ATTENTION and (probability := _filled(node, _DROPPED)[_DROPPED]):
-        return _DROPPED, probability, 0.0
+        return Switch(_DROPPED, probability, 0.0)
     return None
 
 

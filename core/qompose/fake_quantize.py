@@ -81,7 +81,9 @@ class FakeQuantize(Observer):
         rounded = self._rounded(x)
         if self.constant or not self.estimates:
             return rounded
-        return torch.where(self.activation_post_process.screen.holds_mask(), x, rounded)
+        # NaN and infinities pass, or the loss would not show them.
+        passes = self.activation_post_process.screen.holds_mask() | ~torch.isfinite(x)
+        return torch.where(passes, x, rounded)
 
     def observe(self, x: Tensor) -> None:
         inner = self.activation_post_process

@@ -30,8 +30,14 @@ class SwitchedOperator(nn.Module):
 
     def __init__(self, operator: Any, position: int, in_training: Any, in_evaluation: Any) -> None:
         super().__init__()
-        self.operator, self.position = operator, position
+        self.name, self.position = str(operator), position
         self.in_training, self.in_evaluation = in_training, in_evaluation
+
+    @property
+    def operator(self) -> Any:
+        """Return the operator; the module has its name, which can be pickled."""
+        namespace, packet, overload = self.name.split(".")
+        return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
         """Call the operator with the arguments before and behind the one that it has itself."""
@@ -83,22 +89,37 @@ class BatchNorm(nn.Module):
         return f"momentum={self.momentum}, eps={self.eps}, frozen={self.frozen}"
 
 
+class ChannelFactor(nn.Module):
+    """What a batch norm multiplies each channel by; computed once, since its variance changes on the way.
+
+    Args:
+        eps: of the batch norm.
+    """
+
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, scale: Tensor | None, variance: Tensor) -> Tensor:
+        """Return `scale / sqrt(variance + eps)`, shape `(C,)`."""
+        return channel_factor(scale, variance, self.eps)
+
+
 class ScaledWeight(nn.Module):
     """The weight that the batch norm behind makes of it once it is folded: what is quantized.
 
     Args:
-        eps: of the batch norm.
         axis: the dimension of the weight's output channels.
     """
 
-    def __init__(self, eps: float, axis: int) -> None:
+    def __init__(self, axis: int) -> None:
         super().__init__()
-        self.eps, self.axis = eps, axis
+        self.axis = axis
 
-    def forward(self, weight: Tensor, scale: Tensor | None, variance: Tensor) -> Tensor:
-        """Return the weight times `scale / sqrt(variance + eps)`, along its output channels."""
-        factor = _kept_from_zero(channel_factor(scale, variance, self.eps))
-        return weight * along(factor, self.axis, weight.dim()).to(weight.dtype)
+    def forward(self, weight: Tensor, factor: Tensor) -> Tensor:
+        """Return the weight times the factor, along its output channels."""
+        kept = _kept_from_zero(factor)
+        return weight * along(kept, self.axis, weight.dim()).to(weight.dtype)
 
 
 class FusedBatchNorm(BatchNorm):
@@ -113,6 +134,7 @@ class FusedBatchNorm(BatchNorm):
     def forward(  # type: ignore[override]
         self,
         product: Tensor,
+        true: Tensor,
         bias: Tensor | None,
         scale: Tensor | None,
         shift: Tensor | None,
@@ -121,11 +143,10 @@ class FusedBatchNorm(BatchNorm):
         tracked: Tensor | None,
         observed: Tensor | None = None,
     ) -> Tensor:
-        """Normalise `product + bias`, shape `(N, C, ...)`, whose weight was scaled.
+        """Normalise `product + bias`, shape `(N, C, ...)`, whose weight was scaled by `true`.
 
         `observed` is the folded bias as its observer returns it, where it has one.
         """
-        true = channel_factor(scale, variance, self.eps)
         factor = _kept_from_zero(true)
         if not self.training or self.frozen:
             left = folded_bias(bias, shift, mean, true) if observed is None else observed
@@ -141,20 +162,11 @@ class FusedBatchNorm(BatchNorm):
 class FoldedBias(nn.Module):
     """The bias that is left of a batch norm once it is folded, for an observer to look at."""
 
-    def __init__(self, eps: float) -> None:
-        super().__init__()
-        self.eps = eps
-
     def forward(
-        self,
-        bias: Tensor | None,
-        scale: Tensor | None,
-        shift: Tensor | None,
-        mean: Tensor,
-        variance: Tensor,
+        self, bias: Tensor | None, factor: Tensor, shift: Tensor | None, mean: Tensor
     ) -> Tensor:
-        """Return `shift + (bias - mean) * scale / sqrt(variance + eps)`, shape `(C,)`."""
-        return folded_bias(bias, shift, mean, channel_factor(scale, variance, self.eps))
+        """Return `shift + (bias - mean) * factor`, shape `(C,)`."""
+        return folded_bias(bias, shift, mean, factor)
 
 
 def channel_factor(scale: Tensor | None, variance: Tensor, eps: float) -> Tensor:

@@ -25,7 +25,7 @@ from qompose.announcing import (
 from qompose.backend import Backend
 from qompose.conversion import convert_observers, fold_quantized_constants
 from qompose.errors import UserError, blaming
-from qompose.evaluation import Modes, evaluation_form
+from qompose.evaluation import evaluation_form
 from qompose.exported import as_graph_module
 from qompose.fingerprints import fingerprint
 from qompose.graph import (
@@ -67,7 +67,7 @@ from qompose.representation import Representation, represent
 from qompose.requirements import objections, requirements_of, warn
 from qompose.rule_quantizer import RuleQuantizer
 from qompose.survey import claims_elsewhere, state_bytes, survey
-from qompose.training import deployment_form, training_form
+from qompose.training import deployment_form, is_trained, training_form
 
 
 @contextmanager
@@ -152,7 +152,7 @@ def _prepared(
         identity = fingerprint(exported)
         if trains and not inplace:
             give_own_parameters(exported)
-        modes = evaluation_form(exported) if trains else None
+        training = evaluation_form(exported) if trains else None
         state = isolate(exported)
         quantizer = quantizer.bound(exported)
         working, record = _planned(exported, quantizer, strict)
@@ -163,11 +163,11 @@ def _prepared(
         with blaming(f"{quantizer.name}: validate"):
             quantizer.validate(working)
         record = replace(record, state=state, fingerprint=identity)
-        notes = _observe(working, exported, record, quantizer, modes)
+        notes = _observe(working, exported, record, quantizer, trains=trains)
         plan = replace(record.plan, notes=(*record.plan.notes, *notes))
         prepared = attach(refresh(working), replace(record, plan=plan))
-        if modes is not None:
-            prepared.train(modes.training)
+        if training is not None:
+            prepared.train(training)
     log_stage(prepared)
     return _into(model, prepared) if inplace else prepared
 
@@ -177,21 +177,20 @@ def _observe(
     exported: GraphModule,
     record: Record,
     quantizer: Quantizer,
-    modes: Modes | None,
+    *,
+    trains: bool,
 ) -> list[str]:
-    """Insert observers, in place; where there are modes, fake-quantizers, and what is trained with them.
+    """Insert observers, in place; or fake-quantizers, and what is trained with them.
 
     Returns:
         what reports are to say of it.
     """
     plan, callback = record.plan, quantizer.prepare_obs_or_fq_callback
-    groups, simulate = plan.groups, modes is not None
-    if (
-        simulate
-    ):  # what is balanced is decided once and for all: weights that are trained find their own way
+    groups = plan.groups
+    if trains:  # factors would be decided once and for all, and weights find their own way
         groups = tuple(replace(group, balance=None) for group in groups)
-    insert_observers(working, plan.claims, groups, callback, simulate=simulate)
-    notes = [] if modes is None else training_form(working, exported, plan.rewrites, modes)
+    insert_observers(working, plan.claims, groups, callback, simulate=trains)
+    notes = training_form(working, exported, plan.rewrites) if trains else []
     run_observed_in_python(working)
     name_apart(working)
     return notes
@@ -296,7 +295,8 @@ def convert_pt2e(
         remedy="Call prepare_pt2e and calibrate first.",
     )
     with _without_collection():
-        model = prepared if inplace else copy_graph_module(prepared)
+        # One that was trained is folded first, which must not be left behind if anything fails.
+        model = prepared if inplace and not is_trained(prepared) else copy_graph_module(prepared)
         deployment_form(model)
         conversion = convert_observers(
             model, record.plan, allow_uncalibrated=allow_uncalibrated, fold_quantize=fold_quantize

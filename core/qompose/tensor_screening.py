@@ -2,7 +2,8 @@
 """Screening in training: the same as `qompose.screening`, in tensors that stay where the model is.
 
 Numbers of Python would make a step wait for its device, break a compiled graph in two, and be missing in a
-state dict. NaN is no error here, since the loss shows it; it never reaches the statistics.
+state dict. NaN is no error here, since the loss shows it. It never reaches the statistics, and neither does
+an overflow, after which a loop goes on.
 """
 
 from __future__ import annotations
@@ -35,12 +36,15 @@ class TensorScreen(nn.Module):
 
     def clean(self, x: Tensor, subject: str, ends: tuple[Tensor, Tensor] | None = None) -> Cleaned:
         """Return `x` with mask values and NaN replaced by zero, and the extremes of that."""
-        usable = x.abs() < extreme_of(x.dtype)
+        extreme = extreme_of(x.dtype)
+        usable = x.abs() < extreme
         kept = torch.where(usable, x, 0.0)
         low, high = torch.aminmax(kept)
         bulk = torch.where(kept > FAR, kept.abs(), -1.0).amax()
         far = torch.where(kept <= FAR, kept, -math.inf).amax()
-        seen = torch.stack([bulk, far, (~usable).sum()]).float().to(self.sizes.device)
+        # A batch that overflowed, as those that a GradScaler skips, is no mask: masks are below zero.
+        masked = torch.where((~usable & ~(x <= -extreme)).any(), 0, (~usable).sum())
+        seen = torch.stack([bulk, far, masked]).float().to(self.sizes.device)
         if self.together:
             distributed.all_reduce(seen, distributed.ReduceOp.MAX)
         self.counts.add_(torch.stack([seen[2].long(), torch.full_like(self.counts[1], x.numel())]))

@@ -9,14 +9,14 @@ conversion goes the same way back with the parameters that were learned.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from qompose.evaluation import Modes
+from qompose.evaluation import Norm, Switch, mode_of
 from qompose.fake_quantize import FakeQuantize
 from qompose.graph import (
     constant_of,
@@ -31,6 +31,7 @@ from qompose.graph import (
 from qompose.guarding import guard_of
 from qompose.modes import (
     BatchNorm,
+    ChannelFactor,
     FoldedBias,
     FusedBatchNorm,
     ScaledWeight,
@@ -46,9 +47,11 @@ from qompose.rewrites import FOLD_BATCH_NORM, TRANSPOSED
 
 aten = torch.ops.aten
 
+Kind = TypeVar("Kind", bound=BatchNorm)
+
 
 def training_form(
-    prepared: GraphModule, exported: GraphModule, rewrites: Iterable[Rewrite], modes: Modes
+    prepared: GraphModule, exported: GraphModule, rewrites: Iterable[Rewrite]
 ) -> list[str]:
     """Take folded batch norms apart and let operators follow `train()` and `eval()`, in place.
 
@@ -64,31 +67,37 @@ def training_form(
     for rewrite in rewrites:
         if rewrite.name == FOLD_BATCH_NORM:
             producer, norm = rewrite.nodes
-            _unfold(here[producer], original[producer], original[norm], modes)
-    here = {node.name: node for node in nodes_in(prepared)}
-    for name, switch in modes.switches.items():
-        if name in here:
-            _replace(here[name], *_switched(here[name], *switch))
-    for name, momentum in modes.momentum.items():
-        if name in here:
-            kept = here[name]
-            eps: Any = kept.args[7]
-            operands = (*kept.args[:5], _counter_before(kept, kept, modes))
-            _replace(kept, BatchNorm(momentum, eps), operands)
-    return [
-        *_not_simulated(prepared),
-        *(
-            f"{name} is the same in training as in evaluation: it was rewritten, and its pieces drop nothing"
-            for name in modes.switches
-            if name not in here
-        ),
-        *(
-            f"{describe(original[name])} keeps its running statistics in training: it was exported with a "
-            "momentum of 0, as one with momentum=None is in evaluation"
-            for name, momentum in modes.momentum.items()
-            if momentum == 0.0
-        ),
-    ]
+            _unfold(here[producer], original[producer], original[norm])
+    for node in list(nodes_in(prepared)):
+        mode = mode_of(node)
+        if isinstance(mode, Switch):
+            _replace(
+                node, SwitchedOperator(node.target, **vars(mode)), _without(node, mode.position)
+            )
+        elif isinstance(mode, Norm):
+            _replace(node, _norm(BatchNorm, node), (*node.args[:5], _counter_before(node, node)))
+    return [*_not_simulated(prepared), *_lost(original.values(), here)]
+
+
+def _lost(original: Iterable[Node], here: Collection[str]) -> Iterator[str]:
+    """Name the operators that differ in training, and do not now."""
+    for node in original:
+        mode = mode_of(node)
+        if isinstance(mode, Switch) and node.name not in here:
+            yield (
+                f"{describe(node)} is the same in training as in evaluation: it was rewritten, and its "
+                "pieces drop nothing"
+            )
+        elif isinstance(mode, Norm) and mode.frozen:
+            yield (
+                f"{describe(node)} keeps its running statistics in training: it was exported in evaluation, "
+                "beside operators in training; qompose.unfreeze_batch_norm changes that"
+            )
+        elif isinstance(mode, Norm) and mode.momentum == 0.0:
+            yield (
+                f"{describe(node)} keeps its running statistics in training: it was exported with a momentum "
+                "of 0, as one with momentum=None is in evaluation"
+            )
 
 
 def _not_simulated(prepared: GraphModule) -> Iterator[str]:
@@ -106,18 +115,24 @@ def _not_simulated(prepared: GraphModule) -> Iterator[str]:
         )
 
 
-def _switched(
-    node: Node, position: int, in_training: Any, in_evaluation: Any
-) -> tuple[nn.Module, tuple[Any, ...]]:
-    module = SwitchedOperator(node.target, position, in_training, in_evaluation)
-    return module, (*node.args[:position], *node.args[position + 1 :])
+def _without(node: Node, position: int) -> tuple[Any, ...]:
+    return (*node.args[:position], *node.args[position + 1 :])
 
 
-def _counter_before(value: Node, norm: Node, modes: Modes) -> Node | None:
+def _norm(kind: type[Kind], norm: Node) -> Kind:
+    """Return the module of a batch norm."""
+    mode: Any = mode_of(norm)
+    made = kind(mode.momentum, norm.args[7])  # type: ignore[arg-type]
+    made.frozen = mode.frozen
+    return made
+
+
+def _counter_before(value: Node, norm: Node) -> Node | None:
     """Read what counts a batch norm's batches in front of a node, None where nothing does."""
-    if norm.name not in modes.counters:
+    mode = mode_of(norm)
+    if not isinstance(mode, Norm) or mode.counter is None:
         return None
-    path, counter = modes.counters[norm.name]
+    path, counter = mode.counter
     if not holds(owner_of(value), path):
         set_attribute(owner_of(value), path, counter)
     with value.graph.inserting_before(value):
@@ -138,24 +153,25 @@ def _read_before(value: Node, argument: Any) -> Node | None:
         return read_attribute(owner, path, value)
 
 
-def _unfold(producer: Node, before: Node, norm: Node, modes: Modes) -> None:
+def _unfold(producer: Node, before: Node, norm: Node) -> None:
     """Take one fold apart: `before` and `norm` are what it was made of."""
     weight, bias = (_behind_observers(argument) for argument in producer.args[1:3])
     raw_bias = _read_before(weight, before.args[2] if len(before.args) > 2 else None)
     scale, shift, mean, variance = (_read_before(weight, argument) for argument in norm.args[1:5])
-    raw = _read_before(weight, before.args[1])
+    raw, counted = _read_before(weight, before.args[1]), _counter_before(weight, norm)
     eps: Any = norm.args[7]
-    axis = 1 if producer.target in TRANSPOSED else 0
+    with weight.graph.inserting_before(weight):
+        factor = _call(weight, ChannelFactor(eps), (scale, variance), weight)
     observed = None if producer.args[2] is bias else producer.args[2]
     if observed is not None:
-        _replace(bias, FoldedBias(eps), (raw_bias, scale, shift, mean, variance))
-    counted = _counter_before(weight, norm, modes)
-    _replace(weight, ScaledWeight(eps, axis), (raw, scale, variance))
+        _replace(bias, FoldedBias(), (raw_bias, factor, shift, mean))
+    _replace(weight, ScaledWeight(1 if producer.target in TRANSPOSED else 0), (raw, factor))
     producer.args = (*producer.args[:2], None, *producer.args[3:])
     with producer.graph.inserting_after(producer):
-        behind = _call(producer, FusedBatchNorm(modes.momentum[norm.name], eps), (), producer)
+        behind = _call(producer, _norm(FusedBatchNorm, norm), (), producer)
     producer.replace_all_uses_with(behind)
-    behind.args = (producer, raw_bias, scale, shift, mean, variance, counted, observed)
+    operands = (producer, factor, raw_bias, scale, shift, mean, variance, counted, observed)
+    behind.args = operands
 
 
 def _behind_observers(argument: Any) -> Node:
@@ -192,6 +208,12 @@ def _take_place(node: Node, other: Node) -> Node:
     return other
 
 
+def is_trained(model: GraphModule) -> bool:
+    """Tell whether a program has a form to be trained in, which differs from the one to be deployed."""
+    kinds = (FusedBatchNorm, BatchNorm, SwitchedOperator)
+    return any(isinstance(module, kinds) for module in model.modules())
+
+
 def deployment_form(model: GraphModule) -> None:
     """Undo `training_form` with the parameters as they are now, in place; other programs stay as they are."""
     calls: Mapping[Node, Any] = {
@@ -205,11 +227,8 @@ def deployment_form(model: GraphModule) -> None:
                 _fold(node, module)
         for node, module in calls.items():
             if isinstance(module, SwitchedOperator):
-                args = (
-                    *node.args[: module.position],
-                    module.in_evaluation,
-                    *node.args[module.position :],
-                )
+                at = module.position
+                args = (*node.args[:at], module.in_evaluation, *node.args[at:])
                 _restore(node, module.operator, args)
             elif type(module) is BatchNorm:
                 args = (*node.args[:5], False, module.momentum, module.eps, False)
@@ -226,7 +245,7 @@ def _restore(node: Node, operator: Any, args: tuple[Any, ...]) -> None:
 def _fold(behind: Node, module: FusedBatchNorm) -> None:
     """Fold a batch norm into the product before it."""
     producer: Any = behind.args[0]
-    values = [constant_of(a) if isinstance(a, Node) else None for a in behind.args[1:6]]
+    values = [constant_of(a) if isinstance(a, Node) else None for a in behind.args[2:7]]
     bias, scale, shift, mean, variance = values
     assert mean is not None and variance is not None
     factor = channel_factor(scale, variance, module.eps)
@@ -238,7 +257,7 @@ def _fold(behind: Node, module: FusedBatchNorm) -> None:
     folded = weight * along(factor, axis, weight.dim())
     path = str(raw.target)
     scaled = _stored(scaled, path, folded)
-    left, observed = folded_bias(bias, shift, mean, factor), behind.args[7]
+    left, observed = folded_bias(bias, shift, mean, factor), behind.args[8]
     path = free_attribute(owner_of(producer), f"{path.rpartition('.')[0]}.bias".lstrip("."))
     if isinstance(observed, Node):
         _stored(_until(observed, FoldedBias), path, left)
@@ -248,7 +267,9 @@ def _fold(behind: Node, module: FusedBatchNorm) -> None:
             observed = read_attribute(owner_of(producer), path, scaled)
     producer.args = (*producer.args[:2], observed, *producer.args[3:])
     behind.replace_all_uses_with(producer)
+    shared: Any = behind.args[1]
     behind.graph.erase_node(behind)
+    shared.graph.erase_node(shared)  # the factor, which nothing reads any more
 
 
 def _until(argument: Any, kind: type[nn.Module]) -> Node:
