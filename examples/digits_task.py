@@ -101,15 +101,16 @@ def train(
     epochs: int = EPOCHS,
     seed: int = SEED,
     track: Callable[[range], Iterable[int]] = iter,
-) -> DigitsNet:
-    """A network trained on `data`, in eval mode; equal arguments give equal weights.
+    make: Callable[[], nn.Module] = DigitsNet,
+) -> nn.Module:
+    """What `make` returns, trained on `data`, in eval mode; equal arguments give equal weights.
 
     `track` sees the epochs go by, for a progress bar. The caller's random state and thread count
     are left as they were.
     """
-    with torch.random.fork_rng(devices=[]), _one_thread():
+    with torch.random.fork_rng(devices=[]), one_thread():
         torch.manual_seed(seed)
-        net = DigitsNet()
+        net = make()
         steps = epochs * -(-len(data) // BATCH_SIZE)
         optimizer = torch.optim.AdamW(net.parameters(), lr=PEAK_LEARNING_RATE, weight_decay=0.01)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, PEAK_LEARNING_RATE, steps)
@@ -133,7 +134,7 @@ def calibration(data: Data, count: int = 8) -> list[tuple[Tensor]]:
 
 
 @contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     """One CPU thread: with more, the order of additions and so the weights depend on the count."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -144,7 +145,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def _train_epoch(
-    net: DigitsNet,
+    net: nn.Module,
     data: Data,
     optimizer: torch.optim.Optimizer,
     schedule: torch.optim.lr_scheduler.LRScheduler,
