@@ -46,7 +46,7 @@ LAYERS = tuple(
         capabilities
         backend region matching
         plan signature plugins operands configuring covering ordering
-        requirements sites ranks training
+        requirements sites ranks training restoring
         statistics_files
         collecting
         checkpoints linting

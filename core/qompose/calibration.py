@@ -25,6 +25,8 @@ from qompose.errors import BatchError, CalibrationError, QomposeWarning, UserErr
 from qompose.graph import value_of
 from qompose.linting import lint
 from qompose.ranks import Ranks
+from qompose.restoring import restore, states_of
+from qompose.training import is_trained
 
 
 def calibrate(
@@ -47,7 +49,7 @@ def calibrate(
         batches: tensors, tuples of positional arguments or dicts of keyword arguments; a DataLoader fits.
             Or `Statistics` of an earlier calibration, which take the place of data.
         transform: turns what `batches` yields into the model's inputs, as `lambda batch: batch[0]`.
-        limit: how many batches to take at most, over all processes.
+        limit: how many batches to take at most, over all processes; not with `sharded`.
         progress: whether to show a progress bar; None shows it on a terminal.
         resume: a file in which statistics are kept on the way (`Statistics.save`): a calibration that
             was stopped goes on behind the batches that it has, which have to come in the same order.
@@ -60,15 +62,15 @@ def calibrate(
             statistics.
         CalibrationError: there was no batch, or one does not fit the model (its number is named), or has
             another value than the one with which the model was exported for what is no tensor; another
-            process failed or died; there are several, and an observer depends on the order of batches.
+            process failed or died; there are several, and an observer depends on the order of batches, or
+            has statistics already. Observers are then as they were before.
         StatisticsError: statistics do not fit the model, or a file of them cannot be read.
     """
     prepared_record(prepared, "calibrate")
     if isinstance(batches, Statistics):
         _check_unused(transform=transform, limit=limit, resume=resume, sharded=sharded or None)
         return batches.apply(prepared)
-    if limit is not None and limit < 1:
-        raise UserError(f"limit={limit}: calibration takes one batch at least")
+    _check_limit(limit, sharded)
     iterator = _iterated(batches)
     ranks = Ranks.here(timeout)
     if ranks.count > 1 and (named := order_dependent(prepared)):
@@ -76,25 +78,61 @@ def calibrate(
             f"{ranks.count} processes cannot calibrate together what depends on the order of batches: "
             f'{"; ".join(named)}. Use range="minmax" or range="histogram".'
         )
-    kept = None if resume is None else Kept(Path(resume), ranks)
+    kept = None if resume is None else Kept(Path(resume), ranks, prepared)
     start = 0 if kept is None else kept.restore(prepared)
+    if ranks.count > 1 and not start and len(statistics(prepared)):
+        raise CalibrationError(
+            "these observers have statistics already, which each of the processes would add again: prepare "
+            "the model once more, and put what both calibrations saw together with Statistics.merged"
+        )
     share = _Share(1 if sharded else ranks.count, 0 if sharded else ranks.rank, start, limit)
     shown = ranks.rank == 0 and (sys.stderr.isatty() if progress is None else progress)
     total = share.total(len(batches)) if isinstance(batches, Sized) else limit
-    with _bar(shown) as bar, torch.no_grad(), _all_or_none(prepared, ranks, start) as done:
+    with _bar(shown) as bar, _looking(prepared), _all_or_none(prepared, ranks, start) as done:
         task = bar.add_task("calibrating", total=total)
         for number, batch in share.of(iterator):
-            _run(prepared, transform(batch) if transform else batch, number)
+            _run(prepared, batch, transform, number)
             done.append(number)
             bar.update(task, completed=number)
             if kept is not None:
                 kept.note(prepared, number)
-    if kept is not None:
-        kept.close(prepared)
+        if kept is not None:
+            kept.close(prepared)  # what this process saw alone
     if ranks.rank == 0 and (found := lint(prepared)):
         lines = "".join(f"\n  - {line}" for line in found)
         warnings.warn(f"After calibration these look wrong:{lines}", QomposeWarning, stacklevel=2)
     return prepared
+
+
+def _check_limit(limit: object, sharded: bool) -> None:
+    if limit is None:
+        return
+    if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
+        raise UserError(f"limit={limit!r} is no number of batches, of which there is one at least")
+    if sharded:
+        raise UserError(
+            "limit= counts batches over all processes, and with sharded=True each has its own: shorten "
+            "what each is given"
+        )
+
+
+@contextmanager
+def _looking(prepared: GraphModule) -> Iterator[None]:
+    """Run a model without gradients and, if it is one to be trained, without training batch norms.
+
+    Whatever is raised, observers are then as they were before.
+    """
+    training, before = prepared.training, states_of(prepared)
+    if is_trained(prepared):
+        prepared.eval()
+    try:
+        with torch.no_grad():
+            yield
+    except Exception:
+        restore(before)
+        raise
+    finally:
+        prepared.train(training)
 
 
 def _check_unused(**options: object) -> None:
@@ -175,7 +213,14 @@ def _bar(shown: bool) -> Progress:
     return Progress(*columns, console=Console(stderr=True), disable=not shown)
 
 
-def _run(prepared: GraphModule, batch: Any, number: int) -> None:
+def _run(
+    prepared: GraphModule, batch: Any, transform: Callable[[Any], Any] | None, number: int
+) -> None:
+    try:
+        batch = transform(batch) if transform else batch
+    except Exception as error:
+        told = f"{type(error).__name__}: {error}"
+        raise BatchError(number, f"cannot be used: transform raised {told}") from error
     try:
         args, kwargs = _arguments(batch)
         for objection in _changed_constants(prepared, args, kwargs):

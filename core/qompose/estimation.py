@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from statistics import median
 from typing import Any, cast
@@ -18,6 +19,7 @@ from qompose.delegation import can_stand
 from qompose.errors import CalibrationError, ConfigError, StageError, UncalibratedError, blaming
 from qompose.factories import converts_itself
 from qompose.factoring import Factoring
+from qompose.fake_quantize import FakeQuantize
 from qompose.graph import constant_of, module_path, tag_of, value_of
 from qompose.nested import bodies_of, body_labels, is_nested_call, nodes_in
 from qompose.numerics import FLOAT_ZERO_POINT
@@ -152,6 +154,10 @@ class Estimation:
                 value = node.args[0]
                 constant = constant_of(value) if isinstance(value, Node) else None
                 if constant is not None and (number not in fed or node.graph in idle):
+                    if isinstance(
+                        self.observer(number), FakeQuantize
+                    ):  # the model may be trained on
+                        self._observers[number] = copy.deepcopy(self.observer(number))
                     with blaming(f"the observer of {self.describe(number)}"):
                         self.observer(number)(constant)
 

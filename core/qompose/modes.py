@@ -61,6 +61,8 @@ class BatchNorm(nn.Module):
     """
 
     frozen = False
+    name: str | None = "aten.batch_norm.default"
+    """Of the operator that it stands for; None where that is folded."""
 
     def __init__(self, momentum: float, eps: float) -> None:
         super().__init__()
@@ -130,6 +132,8 @@ class FusedBatchNorm(BatchNorm):
     formula is that of B. Jacob et al., "Quantization and Training of Neural Networks for Efficient
     Integer-Arithmetic-Only Inference", 2018, with one product for their two.
     """
+
+    name = None
 
     def forward(  # type: ignore[override]
         self,

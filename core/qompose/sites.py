@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from torch.fx import GraphModule, Node
 
-from qompose.graph import module_path, tag_of
+from qompose.graph import get_attribute, module_path, owner_of, tag_of
+from qompose.modes import BatchNorm, SwitchedOperator
 from qompose.nested import body_labels, nodes_in
 from qompose.observing import GROUP_TAG
 
@@ -49,10 +50,18 @@ def sites_of(model: GraphModule) -> dict[Node, Site]:
         elif node.target is operator.getitem and node.args[0] in found:
             source = found[node.args[0]]  # type: ignore[index]
             found[node] = Site(source.module, source.operator, f"{source.port}[{node.args[1]}]")
-        elif node.op == "call_function":
+        elif (operator_called := _operator(node)) is not None:
             path = ", ".join(part for part in (module_path(node), inside) if part)
-            seen[path, str(node.target)] += 1
-            number = seen[path, str(node.target)]
+            seen[path, operator_called] += 1
+            number = seen[path, operator_called]
             port = "output" if number == 1 else f"output {number}"
-            found[node] = Site(path, str(node.target), port)
+            found[node] = Site(path, operator_called, port)
     return found
+
+
+def _operator(node: Node) -> str | None:
+    """Return the name of the operator that a node calls, in training too; None where it calls none."""
+    if node.op == "call_module":
+        module = get_attribute(owner_of(node), str(node.target))
+        return module.name if isinstance(module, (SwitchedOperator, BatchNorm)) else None
+    return str(node.target) if node.op == "call_function" else None

@@ -50,7 +50,7 @@ def write(path: Path, entries: Sequence[Entry], facts: Mapping[str, Any]) -> Non
         StatisticsError: the name says no kind.
         OSError: it cannot be written.
     """
-    kind = _kind(path)
+    kind = check_kind(path)
     tensors: dict[str, Tensor] = {}
 
     def put(tensor: Tensor) -> Any:
@@ -85,7 +85,7 @@ def read(path: Path) -> tuple[tuple[Entry, ...], dict[str, Any]]:
         StatisticsError: it is no such file, damaged, or of a newer version.
         OSError: it cannot be read.
     """
-    kind = _kind(path)
+    kind = check_kind(path)
     with path.open("rb"):
         pass  # says of what is no file what it is
     try:
@@ -110,7 +110,12 @@ def _opened(path: Path) -> tuple[str, dict[str, Tensor]]:
         return file.metadata()[_KEY], {name: file.get_tensor(name) for name in names}
 
 
-def _kind(path: Path) -> str:
+def check_kind(path: Path) -> str:
+    """Return the ending that says of which kind a file is.
+
+    Raises:
+        StatisticsError: it says none.
+    """
     if path.suffix not in (_BINARY, _TEXT):
         raise StatisticsError(
             f"{path} ends in neither {_BINARY} nor {_TEXT}, which say the kind of file"
