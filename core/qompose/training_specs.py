@@ -28,7 +28,8 @@ def training_config(
     Args:
         config: for calibration. Its observers stay, but for the default one of activations, whose search
             takes longer than a step: moving averages take its place.
-        fake_quantize: "moving_average", or "learned": scales per tensor and per channel become parameters.
+        fake_quantize: "moving_average", or "learned": scales per tensor and per channel become parameters,
+            whose first values the observers give.
         is_qat: False returns `config` as it is, for functions that have such an argument.
 
     Raises:
@@ -61,20 +62,19 @@ def _trained(spec: Any, learned: bool) -> Any:
     if not isinstance(spec, QuantizationSpec) or not _is_observer(kind):
         return spec
     factory: Any = spec.observer_or_fake_quant_ctr
-    if factory == observer_for_range(DEFAULT_RANGE):
-        factory = MovingAverageMinMaxObserver
+    trainable = kind.estimates and not spec.is_dynamic and spec.block_size is None
+    made: type[FakeQuantize] = FakeQuantize
+    if learned and trainable and not spec.dtype.is_floating_point:
+        made = LearnableFakeQuantize  # whose observer is asked once, for the first values
+    elif factory == observer_for_range(DEFAULT_RANGE):
+        made, factory = FusedMovingAvgObsFakeQuantize, MovingAverageMinMaxObserver
     elif issubclass(kind, SearchingObserver):
         raise ConfigError(
             f"{kind.__name__} searches its range, which takes longer than a step of training: take the "
-            'default, "minmax" or "moving_average"'
+            'default, "minmax" or "moving_average", or learned scales, which it gives their first values'
         )
-    trainable = kind.estimates and not spec.is_dynamic and spec.block_size is None
-    if learned and trainable and not spec.dtype.is_floating_point:
-        made: type[FakeQuantize] = LearnableFakeQuantize
-    elif factory is MovingAverageMinMaxObserver:
+    elif issubclass(kind, MovingAverageMinMaxObserver):
         made = FusedMovingAvgObsFakeQuantize
-    else:
-        made = FakeQuantize
     return replace(spec, observer_or_fake_quant_ctr=ObserverFactory(made, (("observer", factory),)))
 
 

@@ -67,6 +67,7 @@ def test_a_search_that_was_asked_for_is_refused(word: str) -> None:
     searched = replace(STATIC, input_activation=activation_spec(torch.int8, -128, 127, range=word))
     with pytest.raises(ConfigError, match="searches its range, which takes longer than a step"):
         training_config(searched)
+    assert kinds(training_config(searched, "learned"))[0] is LearnableFakeQuantize, "once"
 
 
 @pytest.mark.parametrize(
