@@ -25,7 +25,7 @@ from qompose.observers import Observer
 from qompose.observing import observer_nodes, observers_of, unbalanced
 from qompose.plan import Record, record_of
 from qompose.sites import Site, sites_of
-from qompose.statistics_files import Entry, read, write
+from qompose.statistics_files import Entry, range_of, read, same, write
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,8 @@ class Statistics:
         return cls(
             entries,
             str(facts.get("fingerprint", "")),
-            int(facts.get("batches", 0)),
-            tuple(map(str, facts.get("left_out", ()))),
+            facts.get("batches", 0),
+            tuple(facts.get("left_out", ())),
         )
 
     def merged(self, *others: Statistics) -> Statistics:
@@ -106,7 +106,14 @@ class Statistics:
     def _merged(self, other: Statistics) -> Statistics:
         self._check_model(other.fingerprint, "the others are")
         found = {entry.sites: entry.facts for entry in self.entries}
+        groups = {site: entry.sites for entry in self.entries for site in entry.sites}
         for entry in other.entries:
+            for site in entry.sites:
+                if groups.get(site, entry.sites) != entry.sites:
+                    raise StatisticsError(
+                        f"{site} shares its range with other tensors in the one than in the other, so they "
+                        "were not seen by the same quantizer: calibrate both parts with one of them"
+                    )
             mine = found.get(entry.sites)
             try:
                 found[entry.sites] = entry.facts if mine is None else mine.merged(entry.facts)
@@ -132,8 +139,14 @@ class Statistics:
         said = (
             Difference(site, *(described(m[site]) if site in m else "" for m in (mine, theirs)))
             for site in sorted({*mine, *theirs})
+            if not (site in mine and site in theirs and same(mine[site], theirs[site]))
         )
-        return tuple(difference for difference in said if difference.one != difference.other)
+        return tuple(
+            difference
+            if difference.one != difference.other
+            else replace(difference, other=f"{difference.other}, but not the same ones")
+            for difference in said
+        )
 
     def _by_site(self) -> dict[Site, Facts]:
         return {site: entry.facts for entry in self.entries for site in entry.sites}
@@ -147,17 +160,14 @@ class Statistics:
         Raises:
             StatisticsError: there is no such tensor, or several; or the bounds are none.
         """
-        if not low < high:
-            raise StatisticsError(f"[{low}, {high}] is no range")
+        chosen = range_of(low, high)
         known = {str(one): one for entry in self.entries for one in entry.sites}
         named = [o for text, o in known.items() if str(site) in (text, o.module)]
         if len(named) != 1:
             found = "; ".join(map(str, named)) or f"none{near_names(str(site), known)}"
             raise StatisticsError(f"{str(site)!r} is not the name of one tensor, but of {found}")
         entries = tuple(
-            replace(e, facts=replace(e.facts, set_range=(float(low), float(high))))
-            if named[0] in e.sites
-            else e
+            replace(e, facts=replace(e.facts, set_range=chosen)) if named[0] in e.sites else e
             for e in self.entries
         )
         return replace(self, entries=entries)

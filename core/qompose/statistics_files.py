@@ -6,6 +6,7 @@ Neither runs code when it is read. What is read is checked as a whole before any
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +30,8 @@ from qompose.sites import Site
 
 FORMAT_VERSION = 1
 _KEY = "qompose_statistics"
+_FARTHEST = 200
+"""The exponent of a bin's width is between -112 and 118 in float32."""
 _BINARY, _TEXT = ".safetensors", ".json"
 
 Put = Callable[[Tensor], Any]
@@ -67,6 +70,8 @@ def write(path: Path, entries: Sequence[Entry], facts: Mapping[str, Any]) -> Non
             for entry in entries
         ],
     }
+    if kind == _BINARY:
+        data["digest"] = _digest(tensors)
     text = json.dumps(data, allow_nan=False, indent=1 if kind == _TEXT else None)
     with draft_of(path) as draft:
         if kind == _TEXT:
@@ -95,13 +100,55 @@ def read(path: Path) -> tuple[tuple[Entry, ...], dict[str, Any]]:
             raise StatisticsError(
                 f"{path} is of format {data['format_version']}, and this qompose reads {FORMAT_VERSION}"
             )
+        if kind == _BINARY and data.pop("digest") != _digest(tensors):
+            raise ValueError("its numbers are not those that were written")
         get: Get = torch.tensor if kind == _TEXT else tensors.__getitem__
         entries = tuple(_entry(item, get) for item in data.pop("entries"))
-    except (SafetensorError, ValueError, TypeError, LookupError, AttributeError) as error:
+        _check_whole(entries, data)
+    except (
+        SafetensorError, ValueError, TypeError, LookupError, AttributeError, OverflowError,
+        RecursionError,
+    ) as error:  # fmt: skip
         if isinstance(error, StatisticsError):
             raise
         raise StatisticsError(f"{path} holds no sound statistics of qompose: {error!r}") from error
     return entries, data
+
+
+def _digest(tensors: Mapping[str, Tensor]) -> str:
+    found = hashlib.sha256()
+    for name in sorted(tensors):
+        found.update(name.encode() + tensors[name].numpy().tobytes())
+    return found.hexdigest()
+
+
+def _check_whole(entries: Sequence[Entry], facts: Mapping[str, Any]) -> None:
+    """Check what one entry does not show.
+
+    Raises:
+        ValueError: a tensor has two entries, or what stands beside them is not what `write` is given.
+    """
+    sites = [site for entry in entries for site in entry.sites]
+    if len(sites) != len(set(sites)):
+        raise ValueError("a tensor has two entries")
+    batches, left_out = facts.get("batches", 0), facts.get("left_out", [])
+    if isinstance(batches, bool) or not isinstance(batches, int) or batches < 0:
+        raise ValueError(f"batches is {batches!r}")
+    if not isinstance(left_out, list) or not all(isinstance(name, str) for name in left_out):
+        raise ValueError(f"left_out is {left_out!r}")
+
+
+def same(one: Facts, other: Facts) -> bool:
+    """Tell whether two facts are the same to the bit."""
+    return _equal(_facts_to_data(one, lambda t: t), _facts_to_data(other, lambda t: t))
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_equal(v, other[k]) for k, v in one.items())
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return bool(one == other)
 
 
 def _opened(path: Path) -> tuple[str, dict[str, Tensor]]:
@@ -171,23 +218,41 @@ def _entry(data: Mapping[str, Any], get: Get) -> Entry:
     if not sites:
         raise ValueError("an entry has no site")
     chosen = data.get("set_range")
+    minimum, maximum = _ends(data["minimum"], data["maximum"])
     return Entry(
         sites,
         Facts(
-            minimum=_float(data["minimum"]),
-            maximum=_float(data["maximum"]),
+            minimum=minimum,
+            maximum=maximum,
             histogram=_histogram(data, get) if "histogram" in data else None,
             channels=_channels(data["channels"], get) if "channels" in data else None,
             sample=_sample(data["sample"], get) if "sample" in data else None,
             screen=_screen(data["screen"]) if "screen" in data else None,
             averaged=str(data.get("averaged", "")),
-            set_range=None if chosen is None else (float(chosen[0]), float(chosen[1])),
+            set_range=None if chosen is None else range_of(*chosen),
         ),
     )
 
 
-def _float(value: Any) -> float | None:
-    return None if value is None else float(value)
+def range_of(low: Any, high: Any) -> tuple[float, float]:
+    """Return the bounds of a range, as float32 has them.
+
+    Raises:
+        StatisticsError: they are none.
+    """
+    ends = torch.tensor([float(low), float(high)], dtype=torch.float32)
+    if not bool(torch.isfinite(ends).all() & (ends[0] < ends[1])):
+        raise StatisticsError(f"[{low}, {high}] is no range")
+    return float(low), float(high)
+
+
+def _ends(low: Any, high: Any) -> tuple[float | None, float | None]:
+    if low is None or high is None:
+        return None, None
+    low, high = float(low), float(high)
+    if not (math.isfinite(low) and math.isfinite(high) and low <= high):
+        raise ValueError(f"[{low}, {high}] is not the least and the largest of any values")
+    return low, high
 
 
 def _histogram(data: Mapping[str, Any], get: Get) -> Histogram:
@@ -197,6 +262,11 @@ def _histogram(data: Mapping[str, Any], get: Get) -> Histogram:
         (bins < 0).any() | (bins >= BINS).any() | (counts < 0).any()
     ):
         raise ValueError("a histogram has bins or counts that are none")
+    whole = not (counts.is_floating_point() or bins.is_floating_point())
+    if len(bins) and not (whole and len(set(bins.tolist())) == len(bins)):
+        raise ValueError("a histogram has a bin twice, or a part of a count")
+    if not -_FARTHEST <= int(part["exponent"]) <= _FARTHEST:
+        raise ValueError(f"a histogram has the exponent {part['exponent']}")
     found.counts[bins.long()] = counts.long()
     found.exponent = int(part["exponent"])
     found.minimum, found.maximum = float(data["minimum"]), float(data["maximum"])
@@ -205,6 +275,8 @@ def _histogram(data: Mapping[str, Any], get: Get) -> Histogram:
 
 def _channels(data: Mapping[str, Any], get: Get) -> Channels:
     low, high = get(data["low"]).float(), get(data["high"]).float()
+    if low.shape != high.shape or not bool((low <= high).all() & torch.isfinite(high - low).all()):
+        raise ValueError("channels have ranges that are none")
     part = data.get("histograms")
     histograms = None if part is None else _histograms(part, low, high, get)
     return Channels(int(data["axis"]), low, high, histograms)
