@@ -19,6 +19,7 @@ from torch.fx import GraphModule, Node
 from qompose.evaluation import Norm, Switch, mode_of
 from qompose.fake_quantize import FakeQuantize
 from qompose.graph import (
+    call,
     constant_of,
     describe,
     free_attribute,
@@ -27,6 +28,7 @@ from qompose.graph import (
     owner_of,
     read_attribute,
     set_attribute,
+    value_of,
 )
 from qompose.guarding import guard_of
 from qompose.modes import (
@@ -76,7 +78,18 @@ def training_form(
             )
         elif isinstance(mode, Norm):
             _replace(node, _norm(BatchNorm, node), (*node.args[:5], _counter_before(node, node)))
+        elif node.target is aten.copy_.default:
+            _cut(node)
     return [*_not_simulated(prepared), *_lost(original.values(), here)]
+
+
+def _cut(write: Node) -> None:
+    """Let a buffer take values without gradients, in place: else the next step would go back to this one."""
+    buffer, value, *rest = write.args
+    if isinstance(buffer, Node) and buffer.op == "get_attr" and isinstance(value, Node):
+        with write.graph.inserting_before(write):
+            cut = call(write.graph, aten.detach.default, (value,), value, value_of(value))
+        write.args = (buffer, cut, *rest)
 
 
 def _lost(original: Iterable[Node], here: Collection[str]) -> Iterator[str]:
