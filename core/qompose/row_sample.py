@@ -69,8 +69,11 @@ class RowSample:
             self._keep(other.rows, other.order)
 
     def _keep(self, rows: Tensor, order: Tensor) -> None:
+        room = 2 * _most(rows)
+        if sum(len(part) for part, _ in self._kept) + len(rows) > room:
+            self._settled()
         self._kept.append((rows, order))
-        if sum(len(part) for part, _ in self._kept) >= 2 * _most(rows):
+        if len(rows) > room:
             self._settled()
 
     def _settled(self) -> tuple[Tensor, Tensor]:

@@ -114,7 +114,7 @@ from qompose import kinship
 qompose.Quantizer, qompose.QuantizationSpec, qompose.MinMaxObserver
 assert not [name for name in sys.modules if name.startswith("torchao")]
 for (module, name), cls in sorted(kinship._strangers.items()):
-    print(module.rpartition(".")[2], name, cls.__name__)
+    print(module.partition(".")[0], module.rpartition(".")[2], name, cls.__name__)
 """
 
 
@@ -123,11 +123,13 @@ def test_what_is_kin_of_what() -> None:
     done = subprocess.run([sys.executable, "-c", KIN], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
-        "observer ObserverBase Observer",
-        "quantizer DerivedQuantizationSpec DerivedQuantizationSpec",
-        "quantizer FixedQParamsQuantizationSpec FixedQParamsQuantizationSpec",
-        "quantizer QuantizationSpec QuantizationSpec",
-        "quantizer QuantizationSpecBase QuantizationSpecBase",
-        "quantizer Quantizer Quantizer",
-        "quantizer SharedQuantizationSpec SharedQuantizationSpec",
+        "torch fake_quantize FakeQuantizeBase FakeQuantize",
+        "torchao fake_quantize FakeQuantizeBase FakeQuantize",
+        "torchao observer ObserverBase Observer",
+        "torchao quantizer DerivedQuantizationSpec DerivedQuantizationSpec",
+        "torchao quantizer FixedQParamsQuantizationSpec FixedQParamsQuantizationSpec",
+        "torchao quantizer QuantizationSpec QuantizationSpec",
+        "torchao quantizer QuantizationSpecBase QuantizationSpecBase",
+        "torchao quantizer Quantizer Quantizer",
+        "torchao quantizer SharedQuantizationSpec SharedQuantizationSpec",
     ]
