@@ -109,6 +109,10 @@ class LearnableFakeQuantize(FakeQuantize):
         scale = self.scale.detach().abs().clamp(min=self.eps)
         return scale, self._middle().detach().round().to(torch.int64)
 
+    @property
+    def calibrated(self) -> bool:
+        return self._started or super().calibrated
+
     def take(self, facts: Any) -> None:
         super().take(facts)
         self.start()

@@ -401,6 +401,7 @@ class TestLearned:
         FakeQuantize(PerChannelMinMaxObserver, ch_axis=1, **CHANNELS),
         FusedMovingAvgObsFakeQuantize(ch_axis=1, **CHANNELS),
         LearnableFakeQuantize(ch_axis=1, **CHANNELS),
+        LearnableFakeQuantize(HistogramObserver, **AFFINE),
     ],
     ids=lambda made: type(made).__name__,
 )
