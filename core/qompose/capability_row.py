@@ -22,7 +22,7 @@ from qompose.encoding import (
 from qompose.querying import sequences
 from qompose.rules import Rule
 from qompose.specs import QuantizationConfig, QuantizationSpecBase, granularity
-from qompose.training_specs import training_config
+from qompose.training_specs import why_not_trained
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +142,7 @@ def row_of(backend: str, rule: Rule, name: str, config: QuantizationConfig) -> C
         weight=specs.get("weight"),
         output=specs.get("output"),
         granularity=granularity(specs.get("weight", specs.get("activation"))),
-        qat=rule.objection(training_config(config)) is None,
+        qat=why_not_trained(config) is None,
         kernels=kernels_of(rule),
         constraints=tuple((r, c) for r, c in rule.accepts.items() if r in rule.roles),
         shares=rule.shares,

@@ -9,7 +9,12 @@ from typing import Any
 from qompose.errors import ConfigError, near_names
 from qompose.factories import ObserverFactory, class_of
 from qompose.fake_quantize import FakeQuantize, FusedMovingAvgObsFakeQuantize
-from qompose.histogram_observers import DEFAULT_RANGE, SearchingObserver, observer_for_range
+from qompose.histogram_observers import (
+    DEFAULT_RANGE,
+    HistogramObserver,
+    SearchingObserver,
+    observer_for_range,
+)
 from qompose.learned import LearnableFakeQuantize
 from qompose.observers import MovingAverageMinMaxObserver, Observer
 from qompose.specs import QuantizationConfig, QuantizationSpec
@@ -56,6 +61,15 @@ def training_config(
     )
 
 
+def why_not_trained(config: QuantizationConfig) -> str | None:
+    """Return why a configuration has no form for training, None where it has one."""
+    try:
+        training_config(config)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
 def _trained(spec: Any, learned: bool) -> Any:
     """Return a specification with a fake-quantizer; those of other packages and fixed ones stay."""
     kind = class_of(getattr(spec, "observer_or_fake_quant_ctr", None))
@@ -66,7 +80,7 @@ def _trained(spec: Any, learned: bool) -> Any:
     made: type[FakeQuantize] = FakeQuantize
     if learned and trainable and not spec.dtype.is_floating_point:
         made = LearnableFakeQuantize  # whose observer is asked once, for the first values
-    elif factory == observer_for_range(DEFAULT_RANGE):
+    elif factory in (kind, observer_for_range(DEFAULT_RANGE)) and kind is HistogramObserver:
         made, factory = FusedMovingAvgObsFakeQuantize, MovingAverageMinMaxObserver
     elif issubclass(kind, SearchingObserver):
         raise ConfigError(

@@ -57,6 +57,23 @@ def test_moving_averages_take_the_place_of_a_search() -> None:
     ]
 
 
+def test_a_class_by_itself_is_the_default_too() -> None:
+    spec = QuantizationSpec(torch.int8, HistogramObserver, -128, 127, torch.per_tensor_affine)
+    assert kinds(training_config(replace(STATIC, input_activation=spec)))[0] is (
+        FusedMovingAvgObsFakeQuantize
+    )
+
+
+@pytest.mark.parametrize("word", ["histogram", "mse"])
+def test_capabilities_say_what_can_be_trained(word: str) -> None:
+    spec = activation_spec(torch.int8, -128, 127, range=word)
+    searched = replace(STATIC, input_activation=spec, name="one")
+    quantizer = toy(LINEAR, config=searched)
+    quantizer.backend.configs = {"one": searched}  # type: ignore[misc]
+    (row,) = quantizer.quantization_capabilities()
+    assert row.qat == (word == "histogram")
+
+
 def test_learned_where_there_is_a_scale_to_learn() -> None:
     assert kinds(training_config(STATIC, "learned")) == [LearnableFakeQuantize] * 3
     assert kinds(training_config(DYNAMIC, "learned")) == [FakeQuantize, None, LearnableFakeQuantize]

@@ -14,11 +14,12 @@ from torch.fx import GraphModule
 from qompose import QomposeWarning, convert_pt2e, prepare_qat_pt2e, training_config
 from qompose.schedules import disable_observer
 from qompose.testing.building import copies, quantizer_for
-from qompose.testing.failures import ContractError
+from qompose.testing.failures import ContractError, NotApplicable
 from qompose.testing.measures import sqnr, tensors_of
 from qompose.testing.rows import converts
 from qompose.testing.suite import Suite
 from qompose.testing.trials import Trial, outputs
+from qompose.training_specs import why_not_trained
 
 LEAST_SQNR = 40.0
 """Between what was trained and what is deployed, in decibels."""
@@ -27,6 +28,9 @@ LEAST_SQNR = 40.0
 def trains(suite: Suite, trial: Trial) -> None:
     """The row is claimed in training too, passes gradients on, and is deployed as it was trained."""
     suite.require(converts, trial)
+    reason = why_not_trained(trial.terms.config)
+    if reason is not None:
+        raise NotApplicable(reason)
     config = training_config(trial.terms.config)
     terms = replace(trial.terms, config=config)
     try:
