@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The size of a table of weak references, once what earlier tests left behind is gone."""
+"""What a table of weak references still holds of a test's own, whatever earlier tests left in it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ import gc
 from collections.abc import Callable
 
 
-def settled(size: Callable[[], int]) -> int:
-    """Collect garbage until a size stays: what is freed at last may have held the next thing."""
-    found = -1
-    while found != (found := size()):
-        gc.collect()
-    return found
+def kept(owners: Callable[[], frozenset[int]], before: frozenset[int]) -> frozenset[int]:
+    """The owners that are in a table and were not before, once garbage is collected."""
+    gc.collect()
+    return owners() - before

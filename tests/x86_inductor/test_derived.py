@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from qompose_x86_inductor.derived import derived, table_size
+from qompose_x86_inductor.derived import derived, owners
 from torch import Tensor
 
-from tests.collecting import settled
+from tests.collecting import kept
 
 
 class Counted:
@@ -59,12 +59,12 @@ def test_a_form_may_be_nothing_and_may_ask_for_others() -> None:
 
 
 def test_it_goes_with_the_tensor() -> None:
-    before = settled(table_size)
+    before = owners()
     counted = Counted(torch.arange(3))
     counted.ask()
-    assert table_size() == before + 1
+    assert len(owners() - before) == 1
     del counted
-    assert settled(table_size) == before
+    assert not kept(owners, before)
 
 
 def test_what_fails_is_asked_for_again() -> None:

@@ -8,10 +8,10 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from qompose_x86_inductor.derived import table_size
+from qompose_x86_inductor.derived import owners
 from torch import Tensor
 
-from tests.collecting import settled
+from tests.collecting import kept
 
 OPS = torch.ops.qompose_x86
 
@@ -26,13 +26,13 @@ class TestPackedWeights:
         return result
 
     def test_go_with_their_weight(self) -> None:
-        before = settled(table_size)
+        before = owners()
         weight = torch.ones(4, 8, dtype=torch.int8)
         self.run(weight)
         self.run(weight)
-        assert table_size() == before + 1
+        assert len(owners() - before) == 1
         del weight
-        assert settled(table_size) == before
+        assert not kept(owners, before)
 
     @pytest.mark.parametrize("inference", [False, True], ids=["ordinary", "inference"])
     def test_follow_a_write(self, inference: bool) -> None:

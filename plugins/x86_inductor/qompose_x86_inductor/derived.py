@@ -60,9 +60,9 @@ def derived(tensor: Tensor, form: Hashable, build: Callable[[], _Form]) -> _Form
         return made
 
 
-def table_size() -> int:
-    """The number of tensors that have a derived form now."""
-    return len(_table)
+def owners() -> frozenset[int]:
+    """The ``id`` of each tensor that has a derived form now."""
+    return frozenset(_table)
 
 
 def _new_entry(tensor: Tensor) -> _Entry:

@@ -45,8 +45,9 @@ class WeightTable(Generic[_Value]):
             self._entries[weight] = found
         return found[1]
 
-    def __len__(self) -> int:
-        return len(self._entries)
+    def owners(self) -> frozenset[int]:
+        """The ``id`` of each weight that has an entry now."""
+        return frozenset(map(id, self._entries))
 
 
 row_sums = WeightTable(lambda weight: weight.flatten(1).sum(1, dtype=torch.int32))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from qompose_xnnpack import integer
 from torch import Tensor
 
-from tests.collecting import settled
+from tests.collecting import kept
 from tests.xnnpack.ops.arithmetic import examples, int8, seeds, weights
 
 
@@ -47,15 +47,15 @@ class TestProducts:
             integer.matmul(x, x)
 
     def test_cached_sums_follow_the_weight(self) -> None:
-        entries = settled(integer.row_sums.__len__)
+        before = integer.row_sums.owners()
         weight = weights(0, 3, 4)
         first = integer.row_sums(weight).clone()
         assert integer.row_sums(weight) is integer.row_sums(weight)
         weight.neg_()
         assert torch.equal(integer.row_sums(weight), -first)
-        assert len(integer.row_sums) == entries + 1
+        assert len(integer.row_sums.owners() - before) == 1
         del weight
-        assert settled(integer.row_sums.__len__) == entries
+        assert not kept(integer.row_sums.owners, before)
 
     def test_sums_of_groups_follow_the_weight(self) -> None:
         weight = weights(0, 3, 8)
