@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a comparison of two programs found: a row for every value that both compute."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderResult
+
+from qompose.errors import UserError, near_names
+from qompose.rendering import Block, Table, as_markdown, as_rich, as_text
+
+EQUAL, INHERITED, ARITHMETIC = "equal", "inherited", "arithmetic"
+ROUNDING, CLIPPING, FALLBACK, KERNEL = "rounding", "clipping", "fallback", "kernel error"
+CAUSES = (KERNEL, CLIPPING, FALLBACK, ROUNDING, ARITHMETIC, INHERITED, EQUAL)
+"""Why a value differs, the most alarming first.
+
+A kernel error is what a kernel computes beyond one step off the same region in quantize and dequantize
+operators; a fallback, the rounding of a region that was to have a kernel and has none; arithmetic, what a
+rewriting does to floats; and inherited, what the operators before did.
+"""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One value in both programs.
+
+    Attributes:
+        value: its id (`qompose.provenance`).
+        module, operator, name: where it comes from, and what the report calls the operator; a parameter's
+            operator is "parameter".
+        state, owner: what the report says of the operator; "" where there is no report.
+        sqnr: of the whole run, in dB: how the other program's value differs from the reference's.
+        relative_error: the same as norm of the difference / norm of the reference's value.
+        own_sqnr: in dB, of what the operator itself adds where it reads the reference's values; None where
+            that cannot be run.
+        steps: the largest difference between a kernel and the quantize and dequantize operators that it
+            replaced, in steps of its output; None where there is no kernel, or no such form to run.
+        clipping: the part of the reference's values that are beyond the range of the integers; None: not
+            quantized.
+        range_use: the part of the range of the integers that the reference's values span; None as above.
+        cause: one of `CAUSES`.
+        metrics: by name, what metrics of the caller's own gave.
+    """
+
+    value: str
+    module: str
+    operator: str
+    name: str
+    state: str
+    owner: str
+    sqnr: float
+    relative_error: float
+    own_sqnr: float | None
+    steps: float | None
+    clipping: float | None
+    range_use: float | None
+    cause: str
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The rows, those first whose operators add most, and what could not be compared.
+
+    Attributes:
+        reference, other: the stages of the programs: "float", "prepared", "converted", "lowered", ...
+        rows: kernel errors first, then by what operators themselves add.
+        unpaired: values that the plan of the other program quantizes and that were not found in both.
+        notes: what else there is to say.
+        batches: how many inputs were compared.
+    """
+
+    reference: str
+    other: str
+    rows: tuple[Compared, ...]
+    unpaired: tuple[str, ...]
+    notes: tuple[str, ...]
+    batches: int
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[Compared]:
+        return iter(self.rows)
+
+    def __getitem__(self, name: str) -> Compared:
+        """Return the row of a value by its id, or by the name of its operator.
+
+        Raises:
+            UserError: there is none; the message has near names.
+        """
+        for row in self.rows:
+            if name in (row.value, row.name):
+                return row
+        known = {known for row in self.rows for known in (row.value, row.name)} - {""}
+        raise UserError(f"no value {name!r} was compared{near_names(name, known)}")
+
+    def of_cause(self, cause: str) -> tuple[Compared, ...]:
+        """Return the rows with a cause.
+
+        Raises:
+            UserError: it is none of `CAUSES`.
+        """
+        if cause not in CAUSES:
+            raise UserError(f"{cause!r} is no cause; causes: {', '.join(CAUSES)}")
+        return tuple(row for row in self.rows if row.cause == cause)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the comparison as JSON data; an SQNR of equal values, which is infinite, is "inf"."""
+        data: dict[str, Any] = json.loads(json.dumps(_finite(asdict(self)), allow_nan=False))
+        return data
+
+    def to_text(self, width: int = 120) -> str:
+        """Return a table of all rows as text of at most `width` columns; nothing is cut off."""
+        return as_text(self._blocks(), width)
+
+    def to_markdown(self) -> str:
+        """Return the table as Markdown."""
+        return as_markdown(self._blocks()).rstrip()
+
+    def _blocks(self) -> list[Block]:
+        custom = list(dict.fromkeys(name for row in self.rows for name in row.metrics))
+        cells = tuple(_cells(row, custom) for row in self.rows)
+        head = f"{self.reference} and {self.other}: {len(self.rows)} values, {self.batches} inputs"
+        lines = [f"- not in both: {name}" for name in self.unpaired]
+        table = Table((*_HEADER, *custom), cells)
+        return [head, *([table] if cells else []), *lines, *(f"- {note}" for note in self.notes)]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield from as_rich(self._blocks())
+
+    def __str__(self) -> str:
+        return self.to_text()
+
+
+_HEADER = ("value", "state", "cause", "SQNR", "own SQNR", "error", "clipped", "range used")
+
+
+def _cells(row: Compared, custom: list[str]) -> tuple[str, ...]:
+    return (
+        row.value,
+        row.state,
+        row.cause + (f" ({row.steps:.3g} steps)" if row.cause == KERNEL else ""),
+        _decibels(row.sqnr),
+        "" if row.own_sqnr is None else _decibels(row.own_sqnr),
+        f"{row.relative_error:.2g}",
+        "" if row.clipping is None else f"{row.clipping:.2%}",
+        "" if row.range_use is None else f"{row.range_use:.0%}",
+        *(f"{row.metrics[name]:.4g}" if name in row.metrics else "" for name in custom),
+    )
+
+
+def _decibels(value: float) -> str:
+    return "equal" if math.isinf(value) and value > 0 else f"{value:.1f} dB"
+
+
+def _finite(value: Any) -> Any:
+    """Return data in which numbers that JSON cannot hold are texts."""
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
