@@ -46,8 +46,8 @@ LAYERS = tuple(
         capabilities
         backend region matching
         plan signature plugins operands configuring covering ordering
-        requirements sites ranks training restoring
-        statistics_files
+        requirements sites ranks training restoring batches
+        statistics_files isolation
         collecting
         checkpoints linting
         hosting
@@ -67,6 +67,7 @@ LAYERS = tuple(
         annotating planning preparation calibration conversion lowering representation membership
         reporting benchmarking packages late_operators
         compiling
+        diagnosis diagnosis.comparison diagnosis.stepping
         values announcing
         symbols storages trees
         programs records

@@ -26,6 +26,7 @@ from qompose.graph import (
     describe,
     example_of,
     free_attribute,
+    hand_over,
     is_float_tensor,
     set_attribute,
     value_of,
@@ -196,6 +197,7 @@ def _fold_batch_norm(module: GraphModule, producer: Node, norm: Node) -> tuple[s
     new_bias.meta["val"] = example_of(folded[1], norm)
     producer.args = (*producer.args[:2], new_bias, *producer.args[3:])
     norm.replace_all_uses_with(producer)
+    hand_over(norm, producer)
     module.graph.erase_node(norm)
     return (producer.name,)
 
