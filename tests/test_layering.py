@@ -45,7 +45,7 @@ LAYERS = tuple(
         capability_row
         capabilities
         backend region matching
-        plan signature plugins operands configuring covering ordering
+        plan origins signature plugins operands configuring covering ordering
         requirements sites ranks training restoring batches
         statistics_files isolation
         collecting
@@ -68,6 +68,11 @@ LAYERS = tuple(
         reporting benchmarking packages late_operators
         compiling
         diagnosis diagnosis.comparison diagnosis.stepping
+        diagnosis.sides
+        diagnosis.pairing
+        diagnosis.tallies diagnosis.lockstep
+        diagnosis.tables
+        diagnosis.comparing
         values announcing
         symbols storages trees
         programs records

@@ -322,6 +322,8 @@ class _Converter:
             reader = user if user.op == "call_function" else small
             with node.graph.inserting_before(user):
                 read = _cast_to(small, example.dtype, reader, example)
+            if value.op == "get_attr":
+                hand_over(value, read)
             user.replace_input_with(node, read)
 
     def _dequantize_for_each_user(

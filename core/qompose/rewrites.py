@@ -88,6 +88,11 @@ def apply_rewrites(module: GraphModule, candidates: Iterable[Candidate]) -> list
     return pieces
 
 
+def is_rewrite(name: str) -> bool:
+    """Tell whether the engine makes rewrites of a name; others are quantizers' own."""
+    return name in _REWRITES
+
+
 def splits(candidate: Candidate) -> bool:
     """Tell whether a rewrite takes one operator apart."""
     return candidate.rewrite in DECOMPOSITIONS
