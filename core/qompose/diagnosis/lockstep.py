@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from qompose.batches import binder
-from qompose.diagnosis.pairing import Speaker, Values, speakers_in
+from qompose.diagnosis.pairing import MISSING, Key, Speaker, Values, speakers_in
 from qompose.diagnosis.sides import Instance
 from qompose.graph import get_attribute, owner_of
 from qompose.nested import sink_constants
@@ -46,28 +46,34 @@ class Lockstep:
         programs = [p for p in (reference, other, other, simulated) if p is not None]
         copies = [Instance.of(program) for program in programs]
         spoken = [_computed(instance.graph) for instance in copies]
-        first, second, *_ = ({s.value: n for n, s in part.items()} for part in spoken)
+        first, second = (_by_value(part) for part in spoken[:2])
         common = first.keys() & second.keys()
         self.reference = {value: first[value] for value in common}
-        self.speakers = {s.value: s for s in spoken[1].values() if s.value in common}
+        self.speakers = {value: spoken[1][second[value]] for value in common}
         self.apart: set[str] = set()
+        # What is inside a kernel is computed in the simulation too, or the two would read other values.
+        known = [{n: s for n, part in p.items() if (s := part.of(common))} for p in spoken]
         # Each is read here, and where it takes the place of another's.
         often = Counter(dict.fromkeys(common, 2))
-        often.update(s.value for part in spoken[3:] for s in part.values() if s.value in common)
+        often.update(value for part in known[3:] for s in part.values() for value in s.values)
         once = dict.fromkeys(common, 1)
-        # What is inside a kernel is computed in the simulation too, or the two would read other values.
-        known = [{n: s for n, s in part.items() if s.value in common} for part in spoken]
+        # A kernel that gives several values passes the first ones on to the last.
+        last = {speaker.values[-1] for speaker in known[1].values()}
         base = Values(copies[0], known[0], often)
         self._reference, self._free = base, Values(copies[1], known[1], once)
-        self._own = Values(copies[2], known[2], once, base)
+        self._own = Values(copies[2], known[2], once, base, lambda key: key[0] in last)
         self._simulated = None
         if simulated is not None:
-            self._simulated = Values(copies[3], known[3], once, base)
+            self._simulated = Values(copies[3], known[3], once, base, self._own_has)
         made = (self._reference, self._free, self._own, self._simulated)
         self._all = [
             (values, binder(program))
             for values, program in zip([v for v in made if v is not None], programs, strict=True)
         ]
+
+    def _own_has(self, key: Key) -> bool:
+        """Tell whether the other program reads the reference's value, for its simulation to do as it does."""
+        return key in self._own.exchanged
 
     def run(self, *args: Any, **kwargs: Any) -> Iterator[Moment]:
         """Yield the values of one input that are floats."""
@@ -76,7 +82,7 @@ class Lockstep:
         for key in self._own.walk():
             found = self._reference.get(key), self._free.get(key), self._own.get(key)
             simulated = None if self._simulated is None else self._simulated.get(key)
-            if any(value is None for value in found):
+            if any(value is MISSING for value in found):
                 self.apart.add(key[0])
             elif _comparable(*found):
                 wanted, other, own = found
@@ -88,7 +94,12 @@ class Lockstep:
 
 
 def _computed(program: GraphModule) -> dict[Node, Speaker]:
-    return {n: s for n, s in speakers_in(program).items() if not s.value.endswith(PARAMETER)}
+    """Return what gives values that are no parameters."""
+    return {n: s for n, s in speakers_in(program).items() if not s.values[0].endswith(PARAMETER)}
+
+
+def _by_value(speakers: Mapping[Node, Speaker]) -> dict[str, Node]:
+    return {value: node for node, speaker in speakers.items() for value in speaker.values}
 
 
 def _comparable(*values: Any) -> bool:
@@ -104,9 +115,9 @@ def parameters_of(program: GraphModule) -> dict[str, Tensor]:
     instance = Instance.of(program)
     sink_constants(instance.graph)
     found = {
-        speaker.value: _evaluated(node, instance.call)
-        for node, speaker in speakers_in(instance.graph).items()
-        if speaker.value.endswith(PARAMETER)
+        value: _evaluated(node, instance.call)
+        for value, node in _by_value(speakers_in(instance.graph)).items()
+        if value.endswith(PARAMETER)
     }
     return {
         name: value.detach()

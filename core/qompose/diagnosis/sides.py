@@ -24,7 +24,7 @@ from qompose.graph import (
     set_attribute,
     tag_of,
 )
-from qompose.isolation import isolate
+from qompose.isolation import isolate, restore_written
 from qompose.nested import nodes_in
 from qompose.observing import GROUP_TAG
 from qompose.plan import Record
@@ -68,7 +68,7 @@ def side_of(model: Any, argument: str) -> Side:
                 f"the {argument} of a comparison is in training, where batch norms and dropouts differ from "
                 "run to run: call its eval() first"
             )
-        return Side(record.stage, model, model, record)
+        return Side(record.stage, _from_the_start(model, record), model, record)
     if isinstance(model, (ExportedProgram, GraphModule)):
         return _exported(model)
     if not callable(model) or isinstance(model, type):
@@ -78,6 +78,16 @@ def side_of(model: Any, argument: str) -> Side:
         )
     stage = record.stage if isinstance(record, Record) else OUTPUTS
     return Side(stage, None, model, record if isinstance(record, Record) else None)
+
+
+def _from_the_start(model: GraphModule, record: Record) -> GraphModule:
+    """Return a program whose buffers hold what they did when it was exported, if it writes to them."""
+    written = written_buffers(model.graph)
+    if not written:
+        return model
+    copied = copy_graph_module(model)
+    restore_written(copied, {path: v for path, v in record.state.items() if path in written})
+    return copied
 
 
 def _exported(model: ExportedProgram | GraphModule) -> Side:

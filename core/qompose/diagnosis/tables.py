@@ -18,8 +18,9 @@ from qompose.diagnosis.pairing import Values
 from qompose.diagnosis.sides import Instance, Side, with_rewrites_of
 from qompose.diagnosis.tallies import Metric, Tally
 from qompose.errors import CalibrationError
-from qompose.graph import VALUE_TAG, module_path, operator_name, tag_of
+from qompose.graph import module_path, operator_name, values_of
 from qompose.ledger import SIMULATED, Row
+from qompose.lowering import UNREAD
 from qompose.nested import nodes_in
 from qompose.reporting import report
 from qompose.sites import PARAMETER
@@ -45,11 +46,13 @@ class ValueTable:
         self._tallies = {
             value: Tally(speaker.grid) for value, speaker in self._lockstep.speakers.items()
         }
+        # What one rewriting calls by a name is another value in the program before it.
+        known = [folded, apart, two.graph, *([] if simulated is None else [simulated])]
         self._ids = {
-            node.name: str(tag_of(node, VALUE_TAG))
-            for graph in (two.graph, *([] if simulated is None else [simulated]), apart)
+            node.name: values[-1]
+            for graph in known
             for node in nodes_in(graph)
-            if tag_of(node, VALUE_TAG) is not None
+            if (values := values_of(node))
         }
         self._compare_parameters(parameters_of(folded), parameters_of(simulated or two.graph))
 
@@ -69,7 +72,7 @@ class ValueTable:
             tally.add(moment.reference, moment.other, self._metrics)
             tally.add_own(moment.reference, moment.own)
             simulated = moment.reference if self._directly else moment.simulated
-            if simulated is not None:
+            if simulated is not None and self._lockstep.speakers[moment.value].kernel:
                 tally.add_kernel(simulated, moment.own)
 
     def comparison(self, batches: int) -> Comparison:
@@ -78,22 +81,25 @@ class ValueTable:
         rows = [
             self._row(value, tally, self._lockstep.reference.get(value), told)
             for value, tally in self._tallies.items()
-            if tally.values and self._tells(value, tally)
+            if tally.inputs and self._tells(value, tally)
         ]
         alone = sorted({self._ids.get(n, n) for n in self._annotated() if not self._is_paired(n)})
         stages, ordered = (self._one.stage, self._two.stage), sorted(rows, key=_badness)
         return Comparison(*stages, tuple(ordered), tuple(alone), tuple(self._notes()), batches)
 
     def _annotated(self) -> set[str]:
-        """Return the names of what the plan quantizes, but for parameters that only kernels have."""
-        groups = () if self._record is None else self._record.plan.groups
-        return {
-            point.source for group in groups for point in group.points if point.source in self._ids
-        }
+        """Return the names of what the plan quantizes, but for parameters that neither program has."""
+        if self._record is None:
+            return set()
+        fallbacks = self._record.fallbacks
+        read = [c for n, c in enumerate(self._record.plan.claims) if fallbacks.get(n) != UNREAD]
+        names = {spec.point.source for claim in read for spec in claim.specs}
+        # A converted and a lowered program have all that is computed under its name.
+        return names & self._ids.keys() if self._directly else names
 
     def _is_paired(self, name: str) -> bool:
-        tally = self._tallies.get(self._ids[name])
-        return tally is not None and tally.values > 0
+        tally = self._tallies.get(self._ids.get(name, ""))
+        return tally is not None and tally.inputs > 0
 
     def _tells(self, value: str, tally: Tally) -> bool:
         """Tell whether a value is worth a row: inputs that stay in float are what they were."""

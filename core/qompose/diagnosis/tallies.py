@@ -66,9 +66,10 @@ class Tally:
 
     def add(self, reference: Tensor, other: Tensor, metrics: Mapping[str, Metric]) -> None:
         """Count a value of the whole run."""
-        wanted, self.inputs = reference.double(), self.inputs + 1
+        self.inputs += 1
+        wanted, error = _finite(reference.double(), other.double())
         self.signal += _power(wanted)
-        self.noise += _power(other.double() - wanted)
+        self.noise += _power(error)
         for name, metric in metrics.items():
             self.metrics[name] = self.metrics.get(name, 0.0) + float(metric(reference, other))
         if self.grid is not None and wanted.numel():
@@ -82,14 +83,16 @@ class Tally:
 
     def add_own(self, reference: Tensor, own: Tensor) -> None:
         """Count what the operator gives for the reference's values."""
-        self.own = (self.own or 0.0) + _power(own.double() - reference.double())
+        _, error = _finite(reference.double(), own.double())
+        self.own = (self.own or 0.0) + _power(error)
 
     def add_kernel(self, simulated: Tensor, own: Tensor) -> None:
         """Count what a kernel gives beside the region that it replaced."""
         if not own.numel():
             return
-        step = self.grid.scale if self.grid else float(simulated.abs().amax()) / FLOAT_STEPS
-        apart = float((own.double() - simulated.double()).abs().amax())
+        wanted, error = _finite(simulated.double(), own.double())
+        step = self.grid.scale if self.grid else float(wanted.abs().amax()) / FLOAT_STEPS
+        apart = float(error.abs().amax())
         steps = apart / step if step else math.inf * apart if apart else 0.0
         self.steps = steps if self.steps is None else max(steps, self.steps)
 
@@ -156,6 +159,16 @@ def decibels(signal: float, noise: float) -> float:
     if not noise:
         return math.inf
     return 10 * math.log10(signal / noise) if signal else -math.inf
+
+
+def _finite(wanted: Tensor, found: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a value without what is not finite, and what another is off it: none where they agree."""
+    error = found - wanted
+    if bool(error.isfinite().all()):
+        return wanted, error
+    same = (wanted == found) | (wanted.isnan() & found.isnan())
+    finite = torch.where(wanted.isfinite(), wanted, 0.0)
+    return finite, torch.where(same, 0.0, torch.nan_to_num(error, math.inf, math.inf, -math.inf))
 
 
 def _power(x: Tensor) -> float:
