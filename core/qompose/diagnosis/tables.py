@@ -15,7 +15,7 @@ from qompose.batches import binder
 from qompose.diagnosis.comparison import KERNEL, Compared, Comparison
 from qompose.diagnosis.lockstep import Lockstep, parameters_of
 from qompose.diagnosis.pairing import Values
-from qompose.diagnosis.sides import Instance, Side, with_rewrites_of
+from qompose.diagnosis.sides import FLOAT, Instance, Side, with_rewrites_of
 from qompose.diagnosis.tallies import Metric, Tally
 from qompose.errors import CalibrationError
 from qompose.graph import module_path, operator_name, values_of
@@ -94,8 +94,8 @@ class ValueTable:
         fallbacks = self._record.fallbacks
         read = [c for n, c in enumerate(self._record.plan.claims) if fallbacks.get(n) != UNREAD]
         names = {spec.point.source for claim in read for spec in claim.specs}
-        # A converted and a lowered program have all that is computed under its name.
-        return names & self._ids.keys() if self._directly else names
+        # Without floats to start from, parameters have no names; what is computed has, at every stage.
+        return names if self._one.stage in (FLOAT, "prepared") else names & self._ids.keys()
 
     def _is_paired(self, name: str) -> bool:
         tally = self._tallies.get(self._ids.get(name, ""))

@@ -158,7 +158,7 @@ def decibels(signal: float, noise: float) -> float:
         return math.nan
     if not noise:
         return math.inf
-    return 10 * math.log10(signal / noise) if signal else -math.inf
+    return 10 * math.log10(signal / noise) if signal and math.isfinite(noise) else -math.inf
 
 
 def _finite(wanted: Tensor, found: Tensor) -> tuple[Tensor, Tensor]:

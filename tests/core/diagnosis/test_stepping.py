@@ -39,7 +39,7 @@ def test_control_flow_is_what_it_is_when_it_is_called(model: Any) -> None:
     wanted = pytree.tree_leaves(program(*model.inputs()))
     found = pytree.tree_leaves(stepped(program, *model.inputs()))
     for one, other in zip(wanted, found, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0)
+        torch.testing.assert_close(one, other)  # torch compiles some of the bodies
 
 
 def test_there_is_control_flow_in_the_zoo() -> None:
