@@ -16,7 +16,7 @@ from qompose.batches import binder
 from qompose.diagnosis.pairing import MISSING, Key, Speaker, Values, speakers_in
 from qompose.diagnosis.sides import Instance
 from qompose.graph import get_attribute, owner_of
-from qompose.nested import sink_constants
+from qompose.nested import nodes_in, sink_constants
 from qompose.sites import PARAMETER
 
 
@@ -138,3 +138,15 @@ def _evaluated(node: Node, call: Callable[[Node, Any, Mapping[str, Any]], Any]) 
     args: Any = map_arg(node.args, known.__getitem__)
     kwargs: Any = map_arg(node.kwargs, known.__getitem__)
     return call(node, args, kwargs)
+
+
+def unread_in(program: GraphModule) -> set[Node]:
+    """Return the nodes that neither an output nor what is done for its effect depends on."""
+    nodes = list(nodes_in(program))
+    waiting = [node for node in nodes if node.op == "output" or node.is_impure()]
+    read = set(waiting)
+    while waiting:
+        sources = set(waiting.pop().all_input_nodes) - read
+        read |= sources
+        waiting += sources
+    return set(nodes) - read

@@ -13,14 +13,13 @@ from torch.utils import _pytree as pytree
 
 from qompose.batches import binder
 from qompose.diagnosis.comparison import KERNEL, Compared, Comparison
-from qompose.diagnosis.lockstep import Lockstep, parameters_of
+from qompose.diagnosis.lockstep import Lockstep, parameters_of, unread_in
 from qompose.diagnosis.pairing import Values
 from qompose.diagnosis.sides import FLOAT, Instance, Side, with_rewrites_of
 from qompose.diagnosis.tallies import Metric, Tally
 from qompose.errors import CalibrationError
 from qompose.graph import module_path, operator_name, values_of
 from qompose.ledger import SIMULATED, Row
-from qompose.lowering import UNREAD
 from qompose.nested import nodes_in
 from qompose.reporting import report
 from qompose.sites import PARAMETER
@@ -54,6 +53,7 @@ class ValueTable:
             for node in nodes_in(graph)
             if (values := values_of(node))
         }
+        self._unread = {node.name for node in unread_in(apart)}
         self._compare_parameters(parameters_of(folded), parameters_of(simulated or two.graph))
 
     def _compare_parameters(
@@ -91,9 +91,9 @@ class ValueTable:
         """Return the names of what the plan quantizes, but for parameters that neither program has."""
         if self._record is None:
             return set()
-        fallbacks = self._record.fallbacks
-        read = [c for n, c in enumerate(self._record.plan.claims) if fallbacks.get(n) != UNREAD]
-        names = {spec.point.source for claim in read for spec in claim.specs}
+        names = {p.source for group in self._record.plan.groups for p in group.points}
+        if "lowered" in (self._one.stage, self._two.stage):  # which leaves out what nobody reads
+            names -= self._unread
         # Without floats to start from, parameters have no names; what is computed has, at every stage.
         return names if self._one.stage in (FLOAT, "prepared") else names & self._ids.keys()
 
