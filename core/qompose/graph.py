@@ -315,9 +315,12 @@ def provenance_of(node: Node) -> dict[str, Any]:
     """Return the part of a node's meta for nodes that are made for it; they give other values."""
     meta = {key: node.meta[key] for key in PROVENANCE if key in node.meta}
     if tag_of(node, VALUE_TAG) is not None:
-        facts = meta["custom"][CUSTOM_KEY]
+        others = dict(meta["custom"])
+        facts = others.pop(CUSTOM_KEY)
         own = {k: v for k, v in facts.items() if k not in (VALUE_TAG, INTEGERS_TAG)}
-        meta["custom"] = {**meta["custom"], CUSTOM_KEY: own}
+        meta["custom"] = {**others, CUSTOM_KEY: own} if own else others
+        if not meta["custom"]:
+            del meta["custom"]
     return meta
 
 
