@@ -89,8 +89,9 @@ def _chart(entries: Sequence[Entry]) -> Markup:
     grid = [element("line", x1="0", x2="100%", y1=y, y2=y, class_="grid") for _, y in lines]
     ticks = [element("text", f"{dB} dB", x="100%", y=y + 4) for dB, y in lines]
     ticks.append(element("text", "equal", x="100%", y=_height(math.inf, (low, high)) + 4))
+    style = "plot many" if len(entries) > _MANY else "plot"
     plot = element(
-        "svg", *grid, *marks, class_="plot many" if len(entries) > _MANY else "plot", height=_HEIGHT, role="img",
+        "svg", *grid, *marks, class_=style, height=_HEIGHT, role="img",
         aria_label="SQNR of each operator by its depth; the table below has the numbers",
     )  # fmt: skip
     axis = element("svg", *ticks, class_="axis", height=_HEIGHT, aria_hidden="true")
