@@ -128,7 +128,7 @@ def _table(entries: Sequence[Entry], states: Mapping[str, str]) -> Markup:
 
 def _row(number: int, entry: Entry, owners: Mapping[str, str], states: Mapping[str, str]) -> Markup:
     cells = (
-        element("td", entry.operator, class_="nowrap"),
+        element("td", breakable(entry.operator), class_="kind"),
         element("td", breakable(entry.module), class_="path"),
         element("td", _swatch(state_class(entry.state, states)), entry.state, class_="nowrap"),
         element("td", _swatch(owners[entry.who]), entry.who, class_="nowrap"),
