@@ -24,8 +24,8 @@ _TEMPLATES = Path(__file__).with_name("templates")
 
 _COLUMNS = (
     "operator", "kind", "module", "state", "owner", "rule", "config", "kernel or reason", "MACs",
-    "SQNR", "own SQNR", "cause",
 )  # fmt: skip
+_COMPARED = ("SQNR", "own SQNR", "cause")
 
 
 def page(
@@ -58,7 +58,7 @@ def page(
         errors=errors(entries, comparison),
         pickers=joined(_pickers(entries, states, comparison is not None), "\n"),
         filters=joined(_filters(entries, states), "\n"),
-        table=_table(entries, states),
+        table=_table(entries, states, comparison is not None),
         remarks=_remarks(remarks),
         data=embedded(data),
         script=script,
@@ -111,12 +111,14 @@ def _choice(name: str, values: Sequence[str]) -> Markup:
     return element("select", element("option", "all", value=""), *options, id=name)
 
 
-def _table(entries: Sequence[Entry], states: Mapping[str, str]) -> Markup:
+def _table(entries: Sequence[Entry], states: Mapping[str, str], compared: bool) -> Markup:
+    columns, owners = (*_COLUMNS, *_COMPARED * compared), owner_classes(entries)
     numeric = dict.fromkeys(("MACs", "SQNR", "own SQNR"), "n")
-    titles = (element("th", t, scope="col", class_=numeric.get(t)) for t in _COLUMNS)
-    head = element("tr", *titles)
-    owners = owner_classes(entries)
-    rows = (_row(number, entry, owners, states) for number, entry in enumerate(entries))
+    head = element("tr", *(element("th", t, scope="col", class_=numeric.get(t)) for t in columns))
+    rows = []
+    for number, entry in enumerate(entries):
+        cells = [*_cells(entry, owners, states), *(_errors(entry) if compared else [])]
+        rows.append(element("tr", *cells, id=f"row{number}", tabindex="-1"))
     return element(
         "table",
         element("caption", "All float operators, in the order of the program"),
@@ -126,8 +128,11 @@ def _table(entries: Sequence[Entry], states: Mapping[str, str]) -> Markup:
     )
 
 
-def _row(number: int, entry: Entry, owners: Mapping[str, str], states: Mapping[str, str]) -> Markup:
-    cells = (
+def _cells(
+    entry: Entry, owners: Mapping[str, str], states: Mapping[str, str]
+) -> tuple[Markup, ...]:
+    return (
+        element("th", breakable(entry.name), scope="row"),
         element("td", breakable(entry.operator), class_="kind"),
         element("td", breakable(entry.module), class_="path"),
         element("td", _swatch(state_class(entry.state, states)), entry.state, class_="nowrap"),
@@ -136,12 +141,11 @@ def _row(number: int, entry: Entry, owners: Mapping[str, str], states: Mapping[s
         element("td", entry.config),
         element("td", entry.kernel or entry.reason, class_="long"),
         element("td", f"{entry.macs:,}", class_="n", data_value=entry.macs),
-        _measured(entry.sqnr),
-        _measured(entry.own_sqnr),
-        element("td", entry.cause),
     )
-    name = element("th", breakable(entry.name), scope="row")
-    return element("tr", name, *cells, id=f"row{number}", tabindex="-1")
+
+
+def _errors(entry: Entry) -> tuple[Markup, ...]:
+    return _measured(entry.sqnr), _measured(entry.own_sqnr), element("td", entry.cause)
 
 
 def _swatch(style: str) -> Markup:

@@ -128,6 +128,8 @@ class TestErrors:
     def test_without_one_it_says_how_to_get_one(self) -> None:
         root = page_of(report())
         assert "qompose.compare" in section(root, "errors").text
+        (head, *_) = cells(root.one("table", id="operators"))
+        assert head[-1] == "MACs"
         modes = [o.attributes["value"] for o in root.one("select", id="mode").all("option")]
         assert modes == ["owner", "state"]
 

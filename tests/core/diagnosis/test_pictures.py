@@ -94,6 +94,17 @@ def test_looks_of_one_and_of_several() -> None:
     assert (borders["first"], borders["third"], borders["last"]) == ("full", "dashed", "dotted")
 
 
+def test_several_look_like_those_that_do_most_of_the_work() -> None:
+    rows = (
+        row("a", module="m", macs=5), in_float("b", "a", module="m", macs=90),
+        row("c", "b", module="m", macs=5), row("d", "c", module="n"),
+    )  # fmt: skip
+    node = graph(*rows)["levels"][0]["nodes"][0]
+    assert node["looks"]["owner"] == ["none", "2 owners"]
+    assert node["looks"]["state"] == ["none", "2 states"]
+    assert node["border"] == "dotted"
+
+
 def test_strange_inputs_do_no_harm() -> None:
     """Of data that was written by hand: unknown names, circles, operators that read themselves."""
     rows = (row("a", "b", "nowhere"), row("b", "a"), row("c", "c"), in_float("d", "a", "a"))
