@@ -22,10 +22,9 @@ from qompose.diagnosis.pictures import graph_of
 
 _TEMPLATES = Path(__file__).with_name("templates")
 
-_COLUMNS = (
-    "operator", "kind", "module", "state", "owner", "rule", "config", "kernel or reason", "MACs",
-)  # fmt: skip
+_FIRST = ("operator", "kind", "module", "state", "owner")
 _COMPARED = ("SQNR", "own SQNR", "cause")
+_LAST = ("kernel or reason", "MACs", "rule", "config")
 
 
 def page(
@@ -112,12 +111,13 @@ def _choice(name: str, values: Sequence[str]) -> Markup:
 
 
 def _table(entries: Sequence[Entry], states: Mapping[str, str], compared: bool) -> Markup:
-    columns, owners = (*_COLUMNS, *_COMPARED * compared), owner_classes(entries)
+    columns, owners = (*_FIRST, *_COMPARED * compared, *_LAST), owner_classes(entries)
     numeric = dict.fromkeys(("MACs", "SQNR", "own SQNR"), "n")
     head = element("tr", *(element("th", t, scope="col", class_=numeric.get(t)) for t in columns))
     rows = []
     for number, entry in enumerate(entries):
-        cells = [*_cells(entry, owners, states), *(_errors(entry) if compared else [])]
+        errors = _errors(entry) if compared else ()
+        cells = (*_first(entry, owners, states), *errors, *_last(entry))
         rows.append(element("tr", *cells, id=f"row{number}", tabindex="-1"))
     return element(
         "table",
@@ -128,7 +128,7 @@ def _table(entries: Sequence[Entry], states: Mapping[str, str], compared: bool) 
     )
 
 
-def _cells(
+def _first(
     entry: Entry, owners: Mapping[str, str], states: Mapping[str, str]
 ) -> tuple[Markup, ...]:
     return (
@@ -137,15 +137,20 @@ def _cells(
         element("td", breakable(entry.module), class_="path"),
         element("td", _swatch(state_class(entry.state, states)), entry.state, class_="nowrap"),
         element("td", _swatch(owners[entry.who]), entry.who, class_="nowrap"),
-        element("td", entry.rule),
-        element("td", entry.config),
-        element("td", entry.kernel or entry.reason, class_="long"),
-        element("td", f"{entry.macs:,}", class_="n", data_value=entry.macs),
     )
 
 
 def _errors(entry: Entry) -> tuple[Markup, ...]:
     return _measured(entry.sqnr), _measured(entry.own_sqnr), element("td", entry.cause)
+
+
+def _last(entry: Entry) -> tuple[Markup, ...]:
+    return (
+        element("td", entry.kernel or entry.reason, class_="long"),
+        element("td", f"{entry.macs:,}", class_="n", data_value=entry.macs),
+        element("td", entry.rule),
+        element("td", entry.config),
+    )
 
 
 def _swatch(style: str) -> Markup:
