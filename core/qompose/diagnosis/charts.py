@@ -62,7 +62,7 @@ def errors(entries: Sequence[Entry], comparison: Mapping[str, Any] | None) -> Ma
     names = {entry.name for entry in entries}
     others = [row for row in comparison["rows"] if row["name"] not in names]
     head = (
-        f"{comparison['reference']} and {comparison['other']}, {comparison['batches']:,} inputs: "
+        f"{comparison['reference']} and {comparison['other']}, {_inputs(comparison['batches'])}: "
         f"{len(compared):,} of {len(entries):,} operators compared"
     )
     lines = [f"not in both: {name}" for name in comparison["unpaired"]] + comparison["notes"]
@@ -152,6 +152,10 @@ def _others(rows: Sequence[Mapping[str, Any]]) -> Markup:
     listed = table(header, cells, "Parameters, and what else has no row")
     summary = element("summary", f"Compared values of no operator in the table: {len(rows):,}")
     return element("details", summary, element("div", listed, class_="scroll"))
+
+
+def _inputs(batches: int) -> str:
+    return f"{batches:,} input{'s' * (batches != 1)}"
 
 
 def _told(value: Any) -> str:
