@@ -50,9 +50,9 @@ LAYERS = tuple(
         capability_row
         capabilities
         backend region matching
-        plan signature plugins operands configuring covering ordering
-        requirements sites ranks training restoring
-        statistics_files
+        plan origins signature plugins operands configuring covering ordering
+        requirements sites ranks training restoring batches
+        statistics_files isolation
         collecting
         checkpoints linting
         hosting
@@ -72,6 +72,12 @@ LAYERS = tuple(
         annotating planning preparation calibration conversion lowering representation membership
         reporting benchmarking packages late_operators
         compiling
+        diagnosis diagnosis.comparison diagnosis.stepping
+        diagnosis.sides
+        diagnosis.pairing
+        diagnosis.tallies diagnosis.lockstep
+        diagnosis.tables
+        diagnosis.comparing
         values announcing
         symbols storages trees
         programs records
