@@ -72,7 +72,7 @@ LAYERS = tuple(
         annotating planning preparation calibration conversion lowering representation membership
         reporting benchmarking packages late_operators
         compiling
-        diagnosis diagnosis.comparison diagnosis.stepping
+        diagnosis.stepping
         diagnosis.sides
         diagnosis.pairing
         diagnosis.tallies diagnosis.lockstep
