@@ -31,7 +31,7 @@ LAYERS = tuple(
         aliases running operators offers faults kinship strides channel_histograms
         numerics graph screening functionals fbgemm encoding drafts factories row_sample range_search
         decomposed nested recording exported facts tensor_screening
-        decompositions sources modes
+        decompositions sources modes flow
         specs observers rewrites evaluation balancing schemes reference guarding
         histogram_observers fake_quantize
         learned schedules
@@ -39,6 +39,11 @@ LAYERS = tuple(
         claims selectors observing soundness
         apart patterns oversight orphans
         arbitration annotations tying counting rendering places constraints
+        diagnosis diagnosis.comparison diagnosis.markup diagnosis.entries diagnosis.layout
+        diagnosis.colours
+        diagnosis.pictures
+        diagnosis.charts
+        diagnosis.page
         selection layouts calls
         rules
         querying
@@ -67,7 +72,7 @@ LAYERS = tuple(
         annotating planning preparation calibration conversion lowering representation membership
         reporting benchmarking packages late_operators
         compiling
-        diagnosis diagnosis.comparison diagnosis.stepping
+        diagnosis.stepping
         diagnosis.sides
         diagnosis.pairing
         diagnosis.tallies diagnosis.lockstep

@@ -7,11 +7,17 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
+from os import PathLike
+from pathlib import Path
 from typing import Any, TypeVar
 
 from rich.console import Console, ConsoleOptions, RenderResult
 
 from qompose.counting import Counts
+from qompose.diagnosis.colours import DASHED, DOTTED, FULL
+from qompose.diagnosis.comparison import Comparison
+from qompose.diagnosis.page import page
+from qompose.drafts import draft_of
 from qompose.errors import ConfigError, UserError, near_names
 from qompose.plan import Requantized
 from qompose.rendering import Block, Table, as_markdown, as_rich, as_text
@@ -22,13 +28,17 @@ FLOAT_KERNEL = "float kernel on integers"
 STATES = (KERNEL, REFERENCE, FLOAT_KERNEL, SIMULATED, OBSERVED, FLOAT)
 """Where an operator may end, in the order in which reports list them."""
 
+_BORDERS = dict(zip(STATES, (FULL, FULL, FULL, DASHED, DASHED, DOTTED), strict=True))
+
 
 @dataclass(frozen=True)
 class Row:
     """One operator of the exported program: where it ended, who took it by which rule, and why (not).
 
     `macs` counts multiply-accumulates for one call with the example shapes. `reason` says why an operator
-    is float or has no kernel.
+    is float or has no kernel. `inputs` are the names of the rows whose results the operator reads, past what
+    has no row, and into and out of bodies of control flow; what a loop hands on to its next pass is not
+    among them.
     """
 
     name: str
@@ -43,6 +53,7 @@ class Row:
     selector: str = ""
     kernel: str = ""
     reason: str = ""
+    inputs: tuple[str, ...] = ()
 
     @property
     def explanation(self) -> str:
@@ -228,6 +239,55 @@ class Report:
         blocks.append(Table(_HEADER, tuple(self.summary())))
         blocks += [Table(_OWNERS, tuple(self.by_owner()))] if self.by_owner() else []
         return as_markdown([*blocks, *self._remarks()]).rstrip()
+
+    def save(self, path: str | PathLike[str], comparison: Comparison | None = None) -> None:
+        """Write the report to a file: a page for browsers (`.html`), data (`.json`) or Markdown (`.md`).
+
+        The page is one file that loads nothing. A file that exists is replaced at once, or not at all.
+
+        Args:
+            path: of the file; its suffix says the kind.
+            comparison: what `qompose.compare` found, for the error of each operator.
+
+        Raises:
+            UserError: the suffix is none of these, or `.json` with a comparison, which is data of its own.
+            OSError: the file cannot be written.
+        """
+        if not isinstance(path, (str, PathLike)):
+            raise UserError(f"save takes the path of a file, and got {path!r}")
+        kind = Path(path).suffix.lower()
+        if kind == ".html":
+            text = self._page(comparison)
+        elif kind == ".md":
+            more = [] if comparison is None else [comparison.to_markdown()]
+            text = "\n\n".join([self.to_markdown(), *more])
+        elif kind == ".json" and comparison is None:
+            text = self.to_json()
+        elif kind == ".json":
+            raise UserError(
+                f"{path} would hold the report alone: save a comparison with it as .html or .md, or write "
+                "its to_dict() to a file of its own"
+            )
+        else:
+            raise UserError(
+                f"{path} has none of the suffixes .html, .json and .md, which say its kind"
+            )
+        with draft_of(Path(path)) as draft:
+            draft.write_bytes(f"{text.rstrip()}\n".encode())
+
+    def _page(self, comparison: Comparison | None) -> str:
+        return page(
+            self.to_dict(),
+            None if comparison is None else comparison.to_dict(),
+            totals=self._totals(),
+            remarks={
+                "Requantizations": [*map(str, self.requantizations)],
+                "Conflicts": self.conflicts,
+                "Rewrites": self.rewrites,
+                "Notes": self.notes,
+            },
+            states=_BORDERS,
+        )
 
     def _totals(self) -> list[str]:
         states = [state for state in STATES if self.count(state)]

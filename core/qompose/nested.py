@@ -137,7 +137,7 @@ def _placeholders(body: GraphModule) -> list[Node]:
     return [node for node in body.graph.nodes if node.op == "placeholder"]
 
 
-def _operands(call: Node) -> dict[str, list[Any]]:
+def operands_of(call: Node) -> dict[str, list[Any]]:
     """Return a call's operands by kind, in the order of the bodies' placeholders."""
     layout = LAYOUTS[call.target]
     lists: dict[str, list[Any]] = {}
@@ -190,7 +190,7 @@ def _unshare_bodies(module: GraphModule) -> None:
 
 
 def _sink(module: GraphModule, call: Node, written: frozenset[str]) -> None:
-    operands = _operands(call)
+    operands = operands_of(call)
     first = len(operands["carried"]) + len(operands["slices"])
     sunk = [
         i
@@ -271,7 +271,7 @@ def _hoist_all(module: GraphModule, call: Node) -> None:
 
 
 def _hoist(module: GraphModule, call: Node) -> None:
-    bodies, operands = bodies_of(call), _operands(call)["whole"]
+    bodies, operands = bodies_of(call), operands_of(call)["whole"]
     reads = {
         node: id(get_attribute(body, str(node.target)))
         for body in bodies
@@ -332,7 +332,7 @@ def same_tensors(module: GraphModule) -> dict[str, str]:
 
 def borders(call: Node) -> Iterator[tuple[Node, Node]]:
     """Yield (value, the same value behind a border of the call's bodies), both in the order of the flow."""
-    layout, operands, bodies = LAYOUTS[call.target], _operands(call), bodies_of(call)
+    layout, operands, bodies = LAYOUTS[call.target], operands_of(call), bodies_of(call)
     flat = [*operands["carried"], *[None] * len(operands["slices"]), *operands["whole"]]
     for body in bodies:
         yield from _nodes(flat, _placeholders(body))

@@ -55,7 +55,8 @@ class Operator:
     """One operator of the exported program, and what the plan made of it.
 
     `claim` is the number of the claim that covers it; where there is none, `reason` says why.
-    `macs` counts multiply-accumulates for one call with the example shapes.
+    `macs` counts multiply-accumulates for one call with the example shapes. `inputs` are the names of the
+    operators whose results it reads.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Operator:
     macs: int
     claim: int | None
     reason: str = ""
+    inputs: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the operator as JSON data."""

@@ -68,7 +68,7 @@ def _counts(model: Any, record: Record) -> Counts:
 
 
 def _row(operator: Operator, record: Record) -> Row:
-    facts = {k: getattr(operator, k) for k in ("name", "operator", "module", "macs")}
+    facts = {k: getattr(operator, k) for k in ("name", "operator", "module", "macs", "inputs")}
     number = operator.claim
     if number is None:
         return Row(**facts, state=FLOAT, reason=operator.reason)

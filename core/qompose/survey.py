@@ -15,6 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from qompose.arbitration import most_telling
 from qompose.claims import Claim, Composition
+from qompose.flow import Flow
 from qompose.graph import (
     address_of,
     constant_of,
@@ -56,7 +57,12 @@ def survey(
     reasons, own = _reasons(composition), [rewrite for rewrite in rewrites if rewrite.member]
     made = {name for rewrite in own for name in rewrite.pieces}
     passes = {**_passes(exported), **_passes(working)}
-    listed = _with_own(_listed(exported, split, claim_of), working, own)
+    listed = [
+        (name, node)
+        for name, node in _with_own(_listed(exported, split, claim_of), working, own)
+        if node.op == "call_function" and not is_nested_call(node) and _computes_floats(node, made)
+    ]
+    read = _reads(exported, working, {node.name: name for name, node in listed}, rewrites)
     return tuple(
         Operator(
             name=name,
@@ -65,10 +71,46 @@ def survey(
             macs=macs(node) * passes[node.graph],
             claim=claim_of.get(node.name),
             reason="" if node.name in claim_of else reasons.get(node.name, _why_not(node)),
+            inputs=read[name],
         )
         for name, node in listed
-        if node.op == "call_function" and not is_nested_call(node) and _computes_floats(node, made)
     )
+
+
+def _reads(
+    exported: GraphModule,
+    working: GraphModule,
+    listed: Mapping[str, str],
+    rewrites: Sequence[Rewrite],
+) -> dict[str, tuple[str, ...]]:
+    """Return, by the name of each operator in the list, the names of those whose results it reads.
+
+    The program as it was rewritten says so, but for operators that it lacks because they were merged into
+    others. What stands there for several has the value of the last of them.
+
+    Args:
+        exported, working: the program as it was exported, and with its rewrites.
+        listed: by the names of nodes, what the list calls them.
+        rewrites: how one became the other.
+    """
+    last = {
+        rewrite.pieces[-1]: rewrite.nodes[-1]
+        for rewrite in rewrites
+        if not rewrite.member and set(rewrite.pieces) <= set(rewrite.nodes)
+    }
+    now, before = ({n.name: n for n in nodes_in(program)} for program in (working, exported))
+    flow_now, flow_before = Flow(working), Flow(exported)
+
+    def is_listed(node: Node) -> bool:
+        return node.name in listed
+
+    def read_by(name: str) -> list[str]:
+        if name not in now:
+            return [listed[n.name] for n in flow_before.producers(before[name], is_listed)]
+        found = [node.name for node in flow_now.producers(now[name], is_listed)]
+        return [listed[last[n] if last.get(n) in listed else n] for n in found]
+
+    return {row: tuple(dict.fromkeys(read_by(name))) for name, row in listed.items()}
 
 
 def _with_own(
