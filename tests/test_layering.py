@@ -27,7 +27,7 @@ PLUGINS = {
 LAYERS = tuple(
     line.split()
     for line in """
-        errors hookspecs histogram sampling fingerprints repeats
+        errors hookspecs histogram sampling fingerprints repeats progress switches
         aliases running operators offers faults kinship strides channel_histograms
         numerics graph screening functionals fbgemm encoding drafts factories row_sample range_search
         decomposed nested recording exported facts tensor_screening
@@ -67,13 +67,18 @@ LAYERS = tuple(
         annotating planning preparation calibration conversion lowering representation membership
         reporting benchmarking packages late_operators
         compiling
-        diagnosis diagnosis.comparison diagnosis.stepping
+        diagnosis diagnosis.comparison diagnosis.stepping diagnosis.costs
+        diagnosis.switching
+        diagnosis.sensitivity
         values announcing
         symbols storages trees
         programs records
         artefact
         composing pipeline
-        quantizing inquiry
+        diagnosis.exclusion diagnosis.kept
+        quantizing inquiry diagnosis.tuned
+        diagnosis.evaluating
+        diagnosis.tuning
         commands commands.output commands.program_files
         commands.checking commands.calibration_files commands.report
         commands.choosing
