@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -197,9 +197,8 @@ def sensitivity(
         task = bar.add_task("sites", total=_total(inputs, limit, len(places)))
         for count, batch in enumerate(islice(inputs, limit), start=1):
             given = run_batch(prepared, batch, transform, count, bind)
-            run = program.in_float(given)
-            for key, on in places.items():
-                measure.add(costs[key], program.quantized(run, on), run.outputs)
+            for key, outputs, floats in _outputs(program, given, places):
+                measure.add(costs[key], outputs, floats)
                 bar.advance(task)
     if not count:
         raise UserError("sensitivity got no inputs: the iterable was empty (or used up before)")
@@ -209,6 +208,15 @@ def sensitivity(
     ranked = tuple(sorted(rows, key=lambda row: -row.cost if row.cost == row.cost else -math.inf))
     together = costs[_ALL].mean(count)
     return Sensitivity(ranked, together, count, tuple(_notes(program, plan)), metric is None)
+
+
+def _outputs(
+    program: SwitchedProgram, given: Sequence[Any], places: Mapping[Any, On]
+) -> Iterator[tuple[Any, Any, Any]]:
+    """Yield for each place a batch's outputs with that quantized, and those in float."""
+    run = program.in_float(given)
+    for key, on in places.items():
+        yield key, program.quantized(run, on), run.outputs
 
 
 _ALL = "all"
@@ -274,4 +282,3 @@ def _notes(program: SwitchedProgram, plan: Plan) -> Iterator[str]:
             yield f"{name} was not measured: nothing that it quantizes is read as integers"
     if program.writes:
         yield "the program writes in place: each site ran all of it, not only what it changes"
-    yield from program.conversion.findings
