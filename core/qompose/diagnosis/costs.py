@@ -149,7 +149,7 @@ def number_of(said: Any, what: str) -> float:
         raise UserError(f"{what} {said!r}, which is no number: {error}") from error
     if math.isnan(number):
         raise UserError(f"{what} NaN, by which nothing can be compared")
-    return number
+    return number + 0.0  # no -0.0
 
 
 def decibels(cost: float) -> str:
