@@ -211,21 +211,26 @@ class Evaluator:
         anchors = {plan.claims[left[operator] or 0].anchor for operator in new}
         asked.append(next((operator for operator in new if operator in anchors), new[0]))
 
-    def model(self, names: Collection[str]) -> tuple[Any, int]:
-        """Return the model with some sites in float, and the multiply-accumulates that are in float then."""
+    def model(self, names: Collection[str]) -> tuple[Any, dict[str, int]]:
+        """Return the model with some sites in float, and the sizes that `Attempt` has of it.
+
+        Raises:
+            CannotExclude: one of the sites stays quantized.
+        """
         with _quiet():
             chosen = self.chosen(names) if names else Chosen(self.base, {})
             prepared = self.calibrated(chosen.prepared) if names else self.base_calibrated()
             converted = convert_pt2e(prepared)
-            in_float = float_macs(chosen.plan, converted.meta["qompose"].dropped)
+            facts = _sizes(chosen.plan, converted.meta["qompose"].dropped)
             if self.task.target is None:
-                return converted, in_float
-            return lower(converted, target=self.task.target), in_float
+                return converted, facts
+            return lower(converted, target=self.task.target), facts
 
 
-def float_macs(plan: Plan, dropped: Collection[int] = ()) -> int:
-    """Return the multiply-accumulates of the operators that no claim covers, or a dropped one."""
-    return sum(o.macs for o in plan.operators if o.claim is None or o.claim in dropped)
+def _sizes(plan: Plan, dropped: Collection[int]) -> dict[str, int]:
+    """Return the multiply-accumulates that no claim covers, or a dropped one, and how many claims stand."""
+    in_float = [o.macs for o in plan.operators if o.claim is None or o.claim in dropped]
+    return {"float_macs": sum(in_float), "quantized": len(plan.claims) - len(dropped)}
 
 
 def _taken(entries: list[Entry], prepared: GraphModule, record: Record) -> bool:

@@ -11,6 +11,7 @@ from itertools import islice
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
+from rich.progress import Progress
 from torch.fx import GraphModule
 
 from qompose.batches import binder, run_batch
@@ -187,25 +188,40 @@ def sensitivity(
         BatchError: a batch does not fit.
         MemberError: the metric raised an error.
     """
+    with progress_bar(on_terminal(progress)) as bar:
+        limited = inputs if limit is None else islice(inputs, limit)
+        total = len(inputs) if isinstance(inputs, Sized) else limit
+        total = total if total is None or limit is None else min(total, limit)
+        options: dict[str, Any] = {"metric": metric, "transform": transform, "tensors": tensors}
+        return measured(prepared, limited, bar, total, **options)
+
+
+def measured(
+    prepared: GraphModule,
+    inputs: Iterable[Any],
+    bar: Progress,
+    batches: int | None = None,
+    *,
+    metric: Metric | None = None,
+    transform: Callable[[Any], Any] | None = None,
+    tensors: bool = False,
+) -> Sensitivity:
+    """Do what `sensitivity` does, with a bar that is shown already, of so many batches."""
     record = prepared_record(prepared, "sensitivity")
     program, plan = SwitchedProgram(prepared, record), record.plan
-    places = _places(program, plan, tensors)
-    measure = measure_of(prepared, metric)
+    places, measure = _places(program, plan, tensors), measure_of(prepared, metric)
     costs: dict[Any, Cost] = {key: measure.start() for key in places}
+    task = bar.add_task("sites", total=None if batches is None else batches * len(places))
     bind, count = binder(prepared), 0
-    with progress_bar(on_terminal(progress)) as bar:
-        task = bar.add_task("sites", total=_total(inputs, limit, len(places)))
-        for count, batch in enumerate(islice(inputs, limit), start=1):
-            given = run_batch(prepared, batch, transform, count, bind)
-            for key, outputs, floats in _outputs(program, given, places):
-                measure.add(costs[key], outputs, floats)
-                bar.advance(task)
+    for count, batch in enumerate(inputs, start=1):
+        given = run_batch(prepared, batch, transform, count, bind)
+        for key, outputs, floats in _outputs(program, given, places):
+            measure.add(costs[key], outputs, floats)
+            bar.advance(task)
     if not count:
         raise UserError("sensitivity got no inputs: the iterable was empty (or used up before)")
-    rows = (
-        _row(plan, number, costs, count) for number in range(len(plan.claims)) if number in costs
-    )
-    ranked = tuple(sorted(rows, key=lambda row: -row.cost if row.cost == row.cost else -math.inf))
+    rows = (_row(plan, n, costs, count) for n in range(len(plan.claims)) if n in costs)
+    ranked = tuple(sorted(rows, key=lambda row: -row.cost))
     together = costs[_ALL].mean(count)
     return Sensitivity(ranked, together, count, tuple(_notes(program, plan)), metric is None)
 
@@ -232,13 +248,6 @@ def _places(program: SwitchedProgram, plan: Plan, tensors: bool) -> Mapping[Any,
     every = {part for claim in parts.values() for part in claim}
     alone = {part: [part] for claim in parts.values() for part in claim} if tensors else {}
     return {_ALL: every, **parts, **alone}
-
-
-def _total(inputs: Iterable[Any], limit: int | None, places: int) -> int | None:
-    length = len(inputs) if isinstance(inputs, Sized) else limit
-    if length is None:
-        return None
-    return places * (length if limit is None else min(limit, length))
 
 
 def _row(plan: Plan, number: int, costs: Mapping[Any, Cost], batches: int) -> SiteCost:

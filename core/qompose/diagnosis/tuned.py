@@ -52,12 +52,16 @@ class Excluded:
 
 @dataclass(frozen=True)
 class Attempt:
-    """A setting that was tried: the sites in float, the score, how far that is from float, and the MACs."""
+    """A setting that was tried: the sites in float, the score, and how far that is below the float one.
+
+    `float_macs` are the multiply-accumulates in float then, `quantized` counts the sites that are not.
+    """
 
     excluded: tuple[str, ...]
     score: float
     drop: float
     float_macs: int
+    quantized: int
     met: bool
 
 

@@ -17,7 +17,7 @@ from torch.fx import GraphModule
 from qompose.diagnosis.evaluating import CannotExclude, Chosen, Evaluator, Task
 from qompose.diagnosis.exclusion import excluding, origin, territory, without_selectors
 from qompose.diagnosis.kept import Kept, key_of, setting_name
-from qompose.diagnosis.sensitivity import Sensitivity, SiteCost, sensitivity
+from qompose.diagnosis.sensitivity import Sensitivity, SiteCost, measured
 from qompose.diagnosis.tuned import Attempt, Excluded, Tuning
 from qompose.errors import ConfigError, TuningError, UserError
 from qompose.interop import adapt
@@ -104,14 +104,10 @@ def _ranked(
     elif costs is None:
         task = evaluator.task
         count = RANKING_BATCHES if task.limit is None else min(task.limit, RANKING_BATCHES)
-        found = sensitivity(
-            evaluator.base_calibrated(),
-            task.batches,
-            transform=task.transform,
-            limit=count,
-            progress=False,
-        )
+        batches = islice(task.batches, count)
+        found = measured(evaluator.base_calibrated(), batches, bar, transform=task.transform)
         costs = {row.name: row.cost if math.isfinite(row.cost) else "inf" for row in found}
+        kept.put("notes", list(found.notes))
         kept.put("costs", costs)
     sites = [
         replace(row, cost=float(costs.get(name, 0.0))) for name, row in evaluator.sites.items()
@@ -159,7 +155,7 @@ class Search:
         """
         attempt = self._attempt(tuple(sorted(names)))
         better = self.found is None or attempt.float_macs <= self._known(self.found).float_macs
-        if attempt.met and better:
+        if attempt.met and better and (attempt.quantized or not names):
             self.found = attempt.excluded
         return attempt.met
 
@@ -174,16 +170,14 @@ class Search:
                 told = self._measured(names)
                 self.kept.put(name, told)
             drop = self.float_score - told["score"]
-            self.attempts[name] = Attempt(
-                names, told["score"], drop, told["float_macs"], drop <= self.max_drop
-            )
+            self.attempts[name] = Attempt(names, drop=drop, met=drop <= self.max_drop, **told)
             self.bar.advance(self._task)
         return self.attempts[name]
 
     def _measured(self, names: tuple[str, ...]) -> dict[str, Any]:
-        model, in_float = self.evaluator.model(names)
+        model, facts = self.evaluator.model(names)
         what = f"{', '.join(names)} in float" if names else "everything quantized"
-        return {"score": self.evaluator.task.score(model, what), "float_macs": in_float}
+        return {"score": self.evaluator.task.score(model, what), **facts}
 
     def run(self, ranked: Sequence[SiteCost]) -> None:
         """Find sites to leave in float, if there are any that do.
@@ -226,18 +220,12 @@ class Search:
         """Tell whether the first sites are enough; those that cannot be in float make room for others."""
         while order:
             try:
-                return self._all_in_float(order[:size]) or self.met(order[:size])
+                return self.met(order[:size])
             except CannotExclude as error:
                 order.remove(error.site)
                 label = self.evaluator.sites[error.site].label
                 self.notes.append(f"{label} cannot be left in float: {error.why}")
         return False
-
-    def _all_in_float(self, names: Sequence[str]) -> bool:
-        """Tell whether nothing is quantized any more with some sites in float."""
-        return (
-            set(names) == {*self.evaluator.sites} and not self.evaluator.chosen(names).plan.claims
-        )
 
     def _take_back(self, names: Sequence[str]) -> None:
         """Quantize sites again, the largest first, as long as the target is met.
@@ -266,7 +254,8 @@ class Search:
 
     def _fail(self, able: int) -> NoReturn:
         """Say that no setting meets the target, which is the best, and what stands in the way."""
-        best = max(self.attempts.values(), key=lambda attempt: attempt.score)
+        tried = [a for a in self.attempts.values() if a.quantized] or [self._known(())]
+        best = max(tried, key=lambda attempt: attempt.score)
         every = f"{able} of {len(self.evaluator.sites)} sites can be left in float"
         raise TuningError(
             f"no setting in which anything is quantized is within {self.max_drop:g} of the float score "
@@ -282,7 +271,7 @@ class Search:
         return self._tuning(self._known(self.found))
 
     def _tuning(self, attempt: Attempt) -> Tuning:
-        evaluator, notes = self.evaluator, list(self.notes)
+        evaluator, notes = self.evaluator, [*self.notes, *(self.kept.get("notes") or ())]
         base = Chosen(evaluator.base, {})
         chosen = evaluator.chosen(attempt.excluded) if attempt.excluded else base
         rows = tuple(

@@ -124,36 +124,47 @@ def test_the_prepared_model_is_left_as_it_is() -> None:
     assert all(map(torch.equal, prepared(*batches[0]), before))
 
 
-def test_what_a_site_does_not_change_is_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products only: behind the first linear stand all three, behind the last one stands itself."""
-    products = []
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The linears that are run, by their names."""
+    ran: list[str] = []
 
     def counted(node: Any, *args: Any) -> Any:
-        products.extend([node.name] if "linear" in str(node.target) else [])
+        ran.extend([node.name] if "linear" in str(node.target) else [])
         return run_call(node, *args)
 
     monkeypatch.setattr(switching, "run_call", counted)
-    make, batches = NETS["skips"]
-    prepared = calibrated(make(), batches[:1])
+    return ran
+
+
+def runs(prepared: Any, batch: tuple[Tensor, ...], products: list[str]) -> dict[str, list[str]]:
+    """By site, the linears that are run for it."""
     program = SwitchedProgram(prepared, prepared.meta["qompose"])
-    (run,) = (program.in_float(list(batch)) for batch in batches[:1])
-    ran = {}
+    run, found = program.in_float(list(batch)), {}
     for number, claim in enumerate(plan_of(prepared).claims):
         products.clear()
         program.quantized(run, [(number, name) for name in program.parts[number]])
-        ran[claim.anchor] = list(products)
+        found[claim.anchor] = list(products)
+    return found
+
+
+def test_what_a_site_does_not_change_is_not_run_again(products: list[str]) -> None:
+    """Behind the first linear stand all three, behind the last one stands itself, behind the sigmoid none."""
+    make, batches = NETS["skips"]
+    ran = runs(calibrated(make(), batches), batches[0], products)
     assert ran["linear"] == ["linear", "linear_1", "linear_2"]
     assert ran["linear_2"] == ["linear_2"]
     assert ran["sigmoid"] == []
 
 
-def test_equal_values_end_a_site() -> None:
+def test_equal_values_end_a_site(products: list[str]) -> None:
     """A relu of negative numbers: whatever the linear before is quantized to, nothing behind it changes."""
     module = seeded(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)))
     with torch.no_grad():
         module[0].bias.fill_(-100.0)
     prepared = prepare(export(module, randn(3, 4)), toy(config=WEIGHT_ONLY))
     assert qompose.sensitivity(prepared, [randn(3, 4)])["linear"].cost == 0.0
+    assert runs(prepared, (randn(3, 4),), products)["linear"] == ["linear"]
 
 
 def test_tensors_of_a_site() -> None:
