@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from qompose.aliases import written_values
 from qompose.conversion import Conversion, convert_observers
 from qompose.diagnosis.stepping import Given, run_call, steps
-from qompose.graph import constant_of, copy_graph_module
+from qompose.graph import constant_of, copy_graph_module, holds, owner_of
 from qompose.isolation import restore_written
 from qompose.nested import graphs_in, nodes_in
 from qompose.plan import Record
@@ -83,7 +83,7 @@ class SwitchedProgram:
     def _add(self, switch: Switch) -> None:
         known = self._reads.get(switch.node)
         asked = {(claim, switch.tensor) for claim in switch.claims}
-        if switch.source._erased:
+        if not _is_there(switch.source):
             why = f"its observer took {switch.tensor} away, so there is nothing to go back to"
             self.stuck.update(dict.fromkeys(switch.claims, why))
             return
@@ -177,6 +177,13 @@ class SwitchedProgram:
             found |= needed
             waiting += needed
         return found
+
+
+def _is_there(source: Node) -> bool:
+    """Tell whether a program still has a value; some observers that convert themselves remove it."""
+    if source.op == "get_attr":
+        return holds(owner_of(source), str(source.target))
+    return not source._erased
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from tests.core.toy import (
     INT8,
     LINEAR,
     PER_TENSOR,
+    RELU,
+    RULES,
     STATIC,
     Annotator,
     annotate,
@@ -76,11 +79,14 @@ FUSED, SMALL = seeded(Fused()), randn(16, 4)
 def test_selectors_pick_one_operator(config: Any) -> None:
     """Each site of a program in turn: it is in float, and all others are quantized as before."""
     program = export(FUSED, SMALL)
-    quantizer = toy(config=config)
+    quantizer = toy(*RULES, RELU, config=config)
     prepared = qompose.calibrate(prepare(program, quantizer), [(SMALL,)])
     base = qompose.sensitivity(prepared, [(SMALL,)])
     for row in base:
-        found = qompose.tune(program, quantizer, [(SMALL,)], in_float(*row.operators), 0.5)
+        ranking = replace(base, rows=(replace(row, cost=1.0),))  # the others cost nothing
+        metric = in_float(*row.operators)
+        found = qompose.tune(program, quantizer, [(SMALL,)], metric, 0.5, ranking=ranking)
+        assert len(found.attempts) == 2
         (site,) = found.excluded
         assert site.name == row.name
         plan = plan_of(prepare(program, found.quantizer))

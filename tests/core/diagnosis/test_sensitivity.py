@@ -17,14 +17,18 @@ from qompose.diagnosis.stepping import run_call
 from qompose.diagnosis.switching import SwitchedProgram
 from qompose.errors import BatchError
 from torch import Tensor, nn
+from torch.fx import GraphModule, Node
 
 from tests.core.diagnosis.brute import cost, expected_costs, observed_costs
+from tests.core.test_delegation import member as compressing
 from tests.core.toy import (
     DYNAMIC,
     PER_TENSOR,
     STATIC,
     STATIC_UINT8,
     WEIGHT_ONLY,
+    Annotator,
+    annotate,
     export,
     plan_of,
     prepare,
@@ -33,6 +37,7 @@ from tests.core.toy import (
     toy,
 )
 
+aten = torch.ops.aten
 CONFIGS = (STATIC, STATIC_UINT8, PER_TENSOR, DYNAMIC, WEIGHT_ONLY)
 
 
@@ -76,6 +81,19 @@ class Writes(nn.Module):
         return self.two(self.relu(self.one(x)) * self.calls)
 
 
+class Adds(nn.Module):
+    """Adds in place: what the first linear gave is gone when the second one is run again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.end = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.one(x)
+        y += self.two(x)
+        return self.end(y.relu_())
+
+
 class Branches(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -90,6 +108,7 @@ FLAT, PIXELS = randn(5, 6), randn(2, 2, 6, 6)
 NETS = {
     "skips": (Skips, [(FLAT,), (randn(5, 6, seed=1) * 2,)]),
     "images": (Images, [(PIXELS,), (randn(2, 2, 6, 6, seed=1),)]),
+    "adds": (Adds, [(randn(3, 4),), (randn(3, 4, seed=1),)]),
     "branches": (Branches, [(randn(3, 4).abs(),), (-randn(3, 4, seed=1).abs(),)]),
 }
 
@@ -278,6 +297,53 @@ def test_what_stays_in_float_is_named() -> None:
     (note,) = (note for note in ranking.notes if note.startswith("add"))
     assert "stays in float" in note
     assert "add" not in {row.name for row in ranking}
+
+
+class Halving(nn.Module):
+    """An observer that converts itself: to float16 and back, in operators of its own."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__()
+        self.dtype = arguments["dtype"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+    def calculate_qparams(self) -> tuple[Tensor, Tensor]:
+        return torch.ones(()), torch.zeros(())
+
+    def convert(self, model: GraphModule, node: Node) -> None:
+        (value,) = node.all_input_nodes
+        with model.graph.inserting_before(node):
+            half = model.graph.call_function(aten.to.dtype, (value, torch.float16))
+            whole = model.graph.call_function(aten.to.dtype, (half, torch.float32))
+        node.replace_all_uses_with(whole)
+        model.graph.erase_node(node)
+
+
+def test_observers_that_convert_themselves() -> None:
+    halves = qompose.QuantizationSpec(torch.int8, Halving, -128, 127, torch.per_tensor_affine)
+
+    def linears(node: Node) -> None:
+        if node.target is aten.linear.default:
+            annotate(node, {node.args[0]: halves, node.args[1]: halves})
+
+    make, batches = NETS["skips"]
+    prepared = prepare(export(seeded(make()), *batches[0]), Annotator(linears))
+    ranking = qompose.sensitivity(prepared, batches, tensors=True)
+    assert observed_costs(ranking) == pytest.approx(expected_costs(prepared, batches), rel=1e-6)
+    assert all(row.cost > 0 for row in ranking)
+    assert [name for name, _ in ranking["linear"].tensors] == ["first_weight", "x"]
+
+
+def test_observers_that_remove_what_they_convert() -> None:
+    """The parameter's node is gone, and the parameter still there."""
+    make, batches = NETS["skips"]
+    prepared = prepare(export(seeded(make()), *batches[0]), compressing())
+    ranking = qompose.sensitivity(prepared, batches)
+    assert observed_costs(ranking) == pytest.approx(expected_costs(prepared, batches), rel=1e-6)
+    assert ranking.notes == ()
+    assert all(row.cost > 0 for row in ranking)
 
 
 def test_memory_is_bound_by_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
