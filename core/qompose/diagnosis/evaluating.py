@@ -14,7 +14,7 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
 from qompose.calibration import calibrate
-from qompose.collecting import Statistics, statistics, watched
+from qompose.collecting import Statistics, prepared_record, statistics, watched
 from qompose.diagnosis.costs import number_of
 from qompose.diagnosis.exclusion import (
     Picker,
@@ -32,7 +32,7 @@ from qompose.nested import hoist_constants
 from qompose.observers import Observer
 from qompose.observing import observer_nodes, observers_of, unbalanced
 from qompose.pipeline import convert_pt2e, lower, prepare_pt2e
-from qompose.plan import Plan, Record, record_of
+from qompose.plan import META_KEY, Plan, Record
 from qompose.quantizer import Quantizer
 from qompose.selectors import Setting
 from qompose.sites import Site
@@ -80,8 +80,7 @@ class Chosen:
     @property
     def plan(self) -> Plan:
         """Return what its quantizers made of the rest."""
-        record: Record = self.prepared.meta["qompose"]
-        return record.plan
+        return prepared_record(self.prepared, "tune").plan
 
 
 class CannotExclude(Exception):  # noqa: N818 - it says who stands in the way, and is always caught
@@ -115,12 +114,12 @@ class Evaluator:
         self._picker = Picker(self._exported, self.plan, by_call=by_call)
         rows = (site_of(self.plan, number) for number in range(len(self.plan.claims)))
         self.sites: dict[str, SiteCost] = {row.name: row for row in rows if row.operators}
-        self._calibrated: set[int] = set()
+        self._base_is_calibrated = False
 
     @property
     def record(self) -> Record:
         """Return the record of the base."""
-        return record_of(self.base, stages=("prepared",), function="tune", remedy="")
+        return prepared_record(self.base, "tune")
 
     def float_score(self) -> float:
         """Return the score of the program itself."""
@@ -128,9 +127,7 @@ class Evaluator:
 
     def calibrated(self, prepared: GraphModule) -> GraphModule:
         """Give observers what was seen of their tensors before; where that is not known, run the data."""
-        if id(prepared) in self._calibrated:
-            return prepared
-        record = record_of(prepared, stages=("prepared",), function="tune", remedy="")
+        record = prepared_record(prepared, "tune")
         wanted = [sites for _, sites in watched(prepared, record)]
         known = [self._entries[sites] for sites in wanted if sites in self._entries]
         own = all(
@@ -148,8 +145,9 @@ class Evaluator:
 
     def base_calibrated(self) -> GraphModule:
         """Return the base with its ranges estimated."""
-        self.calibrated(self.base)
-        self._calibrated.add(id(self.base))
+        if not self._base_is_calibrated:
+            self.calibrated(self.base)
+            self._base_is_calibrated = True
         return self.base
 
     def chosen(self, names: Collection[str]) -> Chosen:
@@ -221,14 +219,15 @@ class Evaluator:
             chosen = self.chosen(names) if names else Chosen(self.base, {})
             prepared = self.calibrated(chosen.prepared) if names else self.base_calibrated()
             converted = convert_pt2e(prepared)
-            facts = _sizes(chosen.plan, converted.meta["qompose"].dropped)
+            facts = _sizes(converted.meta[META_KEY])
             if self.task.target is None:
                 return converted, facts
             return lower(converted, target=self.task.target), facts
 
 
-def _sizes(plan: Plan, dropped: Collection[int]) -> dict[str, int]:
+def _sizes(record: Record) -> dict[str, int]:
     """Return the multiply-accumulates that no claim covers, or a dropped one, and how many claims stand."""
+    plan, dropped = record.plan, record.dropped
     in_float = [o.macs for o in plan.operators if o.claim is None or o.claim in dropped]
     return {"float_macs": sum(in_float), "quantized": len(plan.claims) - len(dropped)}
 

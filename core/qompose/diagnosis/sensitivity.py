@@ -55,8 +55,8 @@ class SiteCost:
     @property
     def label(self) -> str:
         """Return the name with operator and module, for messages."""
-        what = ", ".join(filter(None, (self.operator, self.module and f"in {self.module}")))
-        return f"{self.name} ({what.replace(', in', ' in')})" if what else self.name
+        where = f"{self.operator}{f' in {self.module}' if self.module else ''}"
+        return f"{self.name} ({where})" if where else self.name
 
 
 @dataclass(frozen=True)

@@ -194,10 +194,10 @@ class Search:
                 )
         order = [site.name for site in ranked if site.owner not in deaf]
         size = self._enough(order)
-        if size is None:
-            self._fail(len(order))
-        else:
+        if size is not None:
             self._take_back(order[:size])
+        if self.found is None:
+            self._fail(len(order))
 
     def _enough(self, order: list[str]) -> int | None:
         """Return how many of the first sites are enough; None if all are not.
@@ -228,11 +228,7 @@ class Search:
         return False
 
     def _take_back(self, names: Sequence[str]) -> None:
-        """Quantize sites again, the largest first, as long as the target is met.
-
-        Raises:
-            TuningError: not one of all sites can be quantized.
-        """
+        """Quantize sites again, the largest first, as long as the target is met."""
         sites, staying = self.evaluator.sites, set(names)
         largest = sorted(names, key=lambda name: (-sites[name].macs, self.costs[name]))
         changed = True
@@ -242,9 +238,8 @@ class Search:
                 if self._can_be_quantized(staying, name):
                     staying.remove(name)
                     changed = True
-        if self.found is None:
-            self._fail(len(names))
-        self.found = tuple(sorted(staying))
+        if self.found is not None:
+            self.found = tuple(sorted(staying))
 
     def _can_be_quantized(self, staying: set[str], name: str) -> bool:
         try:

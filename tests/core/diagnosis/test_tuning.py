@@ -320,3 +320,28 @@ def test_progress_goes_to_stderr(capfd: pytest.CaptureFixture[str]) -> None:
     captured = capfd.readouterr()
     assert "settings" in captured.err
     assert captured.out == ""
+
+
+def test_what_the_ranking_could_not_measure_is_named() -> None:
+    """A mask keeps the sum in float, whatever is set."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 3)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return self.two((self.one(x) + mask).clamp(-5, 5))
+
+    mask = torch.zeros(64, 8)
+    mask[0, 0] = -torch.inf
+    program = export(seeded(Masked()), X, mask)
+
+    def metric(model: Any) -> float:
+        record = model.meta.get("qompose")
+        taken = set() if record is None else {o.claim for o in record.plan.operators} - {None}
+        return -float(len(taken))
+
+    found = tuned(program, drop=2.0, metric=metric, inputs=(X, mask))
+    assert len(found.attempts) > 1
+    assert [note for note in found.notes if "add" in note and "stays in float" in note]
