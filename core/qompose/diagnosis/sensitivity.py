@@ -209,7 +209,7 @@ def measured(
     """Do what `sensitivity` does, with a bar that is shown already, of so many batches."""
     record = prepared_record(prepared, "sensitivity")
     program, plan = SwitchedProgram(prepared, record), record.plan
-    places, measure = _places(program, plan, tensors), measure_of(prepared, metric)
+    places, measure = _places(program, tensors), measure_of(prepared, metric)
     costs: dict[Any, Cost] = {key: measure.start() for key in places}
     task = bar.add_task("sites", total=None if batches is None else batches * len(places))
     bind, count = binder(prepared), 0
@@ -238,14 +238,11 @@ def _outputs(
 _ALL = "all"
 
 
-def _places(program: SwitchedProgram, plan: Plan, tensors: bool) -> Mapping[Any, On]:
+def _places(program: SwitchedProgram, tensors: bool) -> Mapping[Any, On]:
     """Return what is to be measured: everything, each claim, and where asked each of its tensors."""
-    parts = {
-        number: [(number, name) for name in program.parts[number]]
-        for number in range(len(plan.claims))
-        if program.parts.get(number) and number not in program.stuck
-    }
-    every = {part for claim in parts.values() for part in claim}
+    known = {n: [(n, name) for name in names] for n, names in sorted(program.parts.items())}
+    every = {part for claim in known.values() for part in claim}
+    parts = {number: claim for number, claim in known.items() if number not in program.stuck}
     alone = {part: [part] for claim in parts.values() for part in claim} if tensors else {}
     return {_ALL: every, **parts, **alone}
 

@@ -336,6 +336,34 @@ def test_observers_that_convert_themselves() -> None:
     assert [name for name, _ in ranking["linear"].tensors] == ["first_weight", "x"]
 
 
+def test_what_cannot_be_switched_apart_is_named() -> None:
+    """Two linears read one node of their observer's: they are quantized together, and measured together."""
+    halves = qompose.QuantizationSpec(torch.int8, Halving, -128, 127, torch.per_tensor_affine)
+
+    class Twins(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two, self.end = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.end(self.one(x) * self.two(x))
+
+    def linears(node: Node) -> None:
+        if node.target is aten.linear.default:
+            first = next(user for user in node.args[0].users if user.target is node.target)
+            shared = qompose.SharedQuantizationSpec((node.args[0], first))
+            annotate(node, {node.args[0]: halves if node is first else shared})
+
+    batches = [(randn(3, 4),)]
+    prepared = prepare(export(seeded(Twins()), *batches[0]), Annotator(linears))
+    ranking = qompose.sensitivity(prepared, batches)
+    assert [row.name for row in ranking] == ["linear_2"]
+    assert [note.partition(" ")[0] for note in ranking.notes] == ["linear", "linear_1"]
+    assert all("x is read by several through one node" in note for note in ranking.notes)
+    whole = qompose.convert_pt2e(prepared)
+    assert ranking.together == pytest.approx(cost(whole, prepared, batches), rel=1e-6)
+
+
 def test_observers_that_remove_what_they_convert() -> None:
     """The parameter's node is gone, and the parameter still there."""
     make, batches = NETS["skips"]
