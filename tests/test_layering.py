@@ -45,7 +45,7 @@ LAYERS = tuple(
         capability_row
         capabilities
         backend region matching
-        plan signature plugins operands configuring covering ordering
+        plan origins signature plugins operands configuring covering ordering
         requirements sites ranks training restoring batches
         statistics_files isolation
         collecting
@@ -67,7 +67,13 @@ LAYERS = tuple(
         annotating planning preparation calibration conversion lowering representation membership
         reporting benchmarking packages late_operators
         compiling
-        diagnosis diagnosis.comparison diagnosis.stepping diagnosis.costs
+        diagnosis diagnosis.comparison diagnosis.stepping
+        diagnosis.sides
+        diagnosis.pairing
+        diagnosis.tallies diagnosis.lockstep
+        diagnosis.tables
+        diagnosis.comparing
+        diagnosis.costs
         diagnosis.switching
         diagnosis.sensitivity
         values announcing

@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     from qompose.configs import spec_from_json as spec_from_json
     from qompose.configs import spec_to_json as spec_to_json
     from qompose.constraints import TensorConstraint as TensorConstraint
+    from qompose.diagnosis.comparing import compare as compare
+    from qompose.diagnosis.comparison import Compared as Compared
+    from qompose.diagnosis.comparison import Comparison as Comparison
     from qompose.diagnosis.sensitivity import Sensitivity as Sensitivity
     from qompose.diagnosis.sensitivity import SiteCost as SiteCost
     from qompose.diagnosis.sensitivity import sensitivity as sensitivity
@@ -170,6 +173,8 @@ _MODULES = {
     "composition": "ComposableQuantizer",
     "configs": "config_from_json config_to_json spec_from_json spec_to_json",
     "constraints": "TensorConstraint",
+    "diagnosis.comparing": "compare",
+    "diagnosis.comparison": "Compared Comparison",
     "diagnosis.sensitivity": "Sensitivity SiteCost sensitivity",
     "diagnosis.tuned": "Tuning",
     "diagnosis.tuning": "tune",

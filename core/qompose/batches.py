@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,12 +12,27 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from qompose.errors import BatchError, CalibrationError
+from qompose.errors import BatchError, CalibrationError, UserError
 from qompose.graph import value_of
 
 
+def iterated(batches: Iterable[Any], function: str) -> Iterator[Any]:
+    """Return an iterator over batches.
+
+    Raises:
+        UserError: they cannot be iterated.
+    """
+    try:
+        return iter(batches)
+    except TypeError:
+        raise UserError(
+            f"{function} takes an iterable of batches, and got {type(batches).__name__}; for one batch "
+            "pass [batch]"
+        ) from None
+
+
 def run_batch(
-    program: GraphModule,
+    program: GraphModule | None,
     batch: Any,
     transform: Callable[[Any], Any] | None,
     number: int,
@@ -26,6 +41,7 @@ def run_batch(
     """Call a program, or what is to be called in its place, with the arguments that a batch stands for.
 
     Args:
+        program: whose constants are checked; None: what is called has none that are known.
         batch: a tensor, a tuple of positional arguments or a dict of keyword arguments.
         transform: turns what was given into that.
         number: of the batch, for messages.
@@ -40,9 +56,11 @@ def run_batch(
         raise BatchError(number, f"cannot be used: transform raised {told}") from error
     try:
         args, kwargs = _arguments(batch)
-        for objection in _changed_constants(program, args, kwargs):
+        for objection in _changed_constants(program, args, kwargs) if program else ():
             raise CalibrationError(objection)
-        return (call or program)(*args, **kwargs)
+        called = call or program
+        assert called is not None
+        return called(*args, **kwargs)
     except CalibrationError as error:
         raise BatchError(number, f"cannot be used: {error}{_holds(batch)}") from error
     except Exception as error:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from qompose.batches import run_batch
+from qompose.batches import iterated, run_batch
 from qompose.checkpoints import Kept
 from qompose.collecting import Statistics, order_dependent, prepared_record, statistics
 from qompose.errors import CalibrationError, QomposeWarning, UserError
@@ -68,7 +68,7 @@ def calibrate(
         _check_unused(transform=transform, limit=limit, resume=resume, sharded=sharded or None)
         return batches.apply(prepared)
     _check_limit(limit, sharded)
-    iterator = _iterated(batches)
+    iterator = iterated(batches, "calibrate")
     ranks = Ranks.here(timeout)
     if ranks.count > 1 and (named := order_dependent(prepared)):
         raise CalibrationError(
@@ -144,16 +144,6 @@ def _check_unused(**options: object) -> None:
             f"{', '.join(given)} is for batches, and calibrate was given the statistics of an earlier "
             "calibration: leave it out"
         )
-
-
-def _iterated(batches: Iterable[Any]) -> Iterator[Any]:
-    try:
-        return iter(batches)
-    except TypeError:
-        raise UserError(
-            f"calibrate takes an iterable of batches, and got {type(batches).__name__}; for one batch "
-            "pass [batch]"
-        ) from None
 
 
 @dataclass(frozen=True)

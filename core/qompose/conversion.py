@@ -37,7 +37,6 @@ from qompose.graph import (
     read_attribute,
     set_attribute,
     tag,
-    tag_of,
     value_of,
 )
 from qompose.nested import nodes_in
@@ -154,8 +153,7 @@ class _Converter:
             with node.graph.inserting_before(node):
                 own = self._buffer(f"{node.target}_rounded", rounded, reader)
             reader.replace_input_with(node, own)
-            claims = frozenset({tag_of(reader, "claim")})
-            self.estimation.switches.append(Switch(own, node, claims, node.name))
+            self.estimation.note_bias(reader, own, node)
             self._release(node)
 
     def _replace(self, node: Node, value: Node, number: int) -> None:
@@ -329,6 +327,8 @@ class _Converter:
             reader = user if user.op == "call_function" else small
             with node.graph.inserting_before(user):
                 read = _cast_to(small, example.dtype, reader, example)
+            if value.op == "get_attr":
+                hand_over(value, read)
             self.estimation.note(node, user, read, value)
             user.replace_input_with(node, read)
 

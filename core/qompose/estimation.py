@@ -151,6 +151,10 @@ class Estimation:
         askers = self._askers(node, user, tag_of(node, GROUP_TAG))
         self.switches.append(Switch(read, source, askers, self._observed[node]))
 
+    def note_bias(self, user: Node, read: Node, source: Node) -> None:
+        """Note what an operator adds now, and in place of what."""
+        self.switches.append(Switch(read, source, frozenset({tag_of(user, "claim")}), source.name))
+
     def observer(self, number: int) -> Any:
         """Return the observer of a group."""
         return self._observers[number]

@@ -271,7 +271,7 @@ def tag_of(node: Node, fact: str) -> Any:
 
 
 VALUE_TAG, INTEGERS_TAG = "value", "integers"
-"""Facts that tell which value of the exported program a node gives (`qompose.sites.identify`), and as which
+"""Facts that tell which values of the exported program a node gives (`qompose.sites.identify`), and as which
 integers where it gives those: scale, zero point, least and largest."""
 
 
@@ -295,11 +295,17 @@ class Grid(Protocol):
         """The largest integer."""
 
 
+def values_of(node: Node) -> list[str]:
+    """Return the ids of the values that a node gives: several where it stands for what passes them on."""
+    found: list[str] = tag_of(node, VALUE_TAG) or []
+    return found
+
+
 def hand_over(old: Node, new: Node, grid: Grid | None = None) -> None:
-    """Let a node in the place of another say that it gives the same value; as integers, on what grid."""
-    value = tag_of(old, VALUE_TAG)
-    if value is not None:
-        tag(new, **{VALUE_TAG: value})
+    """Let a node in the place of another say that it gives the same values; as integers, on what grid."""
+    values = values_of(old)
+    if values:
+        tag(new, **{VALUE_TAG: [*(v for v in values_of(new) if v not in values), *values]})
         if grid is not None:
             integers = [float(grid.scale), int(grid.zero_point), grid.low, grid.high]
             tag(new, **{INTEGERS_TAG: integers})

@@ -55,6 +55,7 @@ from qompose.nested import (
     run_observed_in_python,
     sink_constants,
 )
+from qompose.origins import note_source
 from qompose.plan import Plan, Record, attach, record_of
 from qompose.planning import notes_on_ranges, plan_groups
 from qompose.preparation import insert_observers
@@ -346,6 +347,7 @@ def lower(
             say_what_fell_back(record, strict=strict)
     for name, record in records.items():
         attach(finished[name].model, record)
+        note_source(finished[name].model, models[name])
         log_stage(finished[name].model)
     return result
 

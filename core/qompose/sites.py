@@ -13,7 +13,16 @@ from itertools import count
 
 from torch.fx import GraphModule, Node
 
-from qompose.graph import VALUE_TAG, constant_of, get_attribute, module_path, owner_of, tag, tag_of
+from qompose.graph import (
+    VALUE_TAG,
+    constant_of,
+    get_attribute,
+    module_path,
+    owner_of,
+    tag,
+    tag_of,
+    values_of,
+)
 from qompose.modes import BatchNorm, SwitchedOperator
 from qompose.nested import body_labels, nodes_in
 from qompose.observing import GROUP_TAG
@@ -78,15 +87,15 @@ def identify(program: GraphModule) -> None:
     but of several with the same one only the last: the others are steps on the way to it.
     """
     found, bodies = sites_of(program), body_labels(program)
-    holders = {tag_of(node, VALUE_TAG): node for node in found}
-    taken = {str(name) for name in holders}
+    holders = {name: node for node in found for name in values_of(node)}
+    taken = set(holders)
     for node in nodes_in(program):
-        name = tag_of(node, VALUE_TAG)
+        own = [name for name in values_of(node) if holders.get(name) is node]
         if constant_of(node) is not None:
             place = ", ".join(part for part in (str(node.target), bodies.get(node.graph)) if part)
-            tag(node, **{VALUE_TAG: f"{place}: {PARAMETER}"})
-        elif node in found and (name is None or holders[name] is not node):
-            tag(node, **{VALUE_TAG: _free(str(found[node]), taken)})
+            tag(node, **{VALUE_TAG: [f"{place}: {PARAMETER}"]})
+        elif node in found:
+            tag(node, **{VALUE_TAG: own or [_free(str(found[node]), taken)]})
 
 
 def _free(name: str, taken: set[str]) -> str:

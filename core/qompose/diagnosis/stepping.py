@@ -17,7 +17,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from qompose.graph import get_attribute
+from qompose.graph import get_attribute, owner_of
 from qompose.nested import is_nested_call
 from qompose.running import STEPS
 
@@ -49,7 +49,7 @@ Mode: TypeAlias = Callable[[], AbstractContextManager[object]]
 def run_call(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a node of a plain program: the call of an operator, of a method or of a module."""
     if node.op == "call_module":
-        return get_attribute(node.graph.owning_module, str(node.target))(*args, **kwargs)
+        return get_attribute(owner_of(node), str(node.target))(*args, **kwargs)
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     assert callable(node.target)
@@ -118,4 +118,5 @@ def _nested(node: Node, args: tuple[Any, ...], call: Call, mode: Mode) -> Steps:
             body, operands = running.send(answer)
         except StopIteration as end:
             return end.value
+        assert isinstance(body, GraphModule)
         answer = yield from steps(body, operands, call, mode)
