@@ -27,7 +27,7 @@ PLUGINS = {
 LAYERS = tuple(
     line.split()
     for line in """
-        errors hookspecs histogram sampling fingerprints repeats
+        errors hookspecs histogram sampling fingerprints repeats progress switches
         aliases running operators offers faults kinship strides channel_histograms
         numerics graph screening functionals fbgemm encoding drafts factories row_sample range_search
         decomposed nested recording exported facts tensor_screening
@@ -78,12 +78,18 @@ LAYERS = tuple(
         diagnosis.tallies diagnosis.lockstep
         diagnosis.tables
         diagnosis.comparing
+        diagnosis.costs
+        diagnosis.switching
+        diagnosis.sensitivity
         values announcing
         symbols storages trees
         programs records
         artefact
         composing pipeline
-        quantizing inquiry
+        diagnosis.exclusion diagnosis.kept
+        quantizing inquiry diagnosis.tuned
+        diagnosis.evaluating
+        diagnosis.tuning
         commands commands.output commands.program_files
         commands.checking commands.calibration_files commands.report
         commands.choosing

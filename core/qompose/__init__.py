@@ -41,6 +41,11 @@ if TYPE_CHECKING:
     from qompose.diagnosis.comparing import compare as compare
     from qompose.diagnosis.comparison import Compared as Compared
     from qompose.diagnosis.comparison import Comparison as Comparison
+    from qompose.diagnosis.sensitivity import Sensitivity as Sensitivity
+    from qompose.diagnosis.sensitivity import SiteCost as SiteCost
+    from qompose.diagnosis.sensitivity import sensitivity as sensitivity
+    from qompose.diagnosis.tuned import Tuning as Tuning
+    from qompose.diagnosis.tuning import tune as tune
     from qompose.errors import AnnotationConflictError as AnnotationConflictError
     from qompose.errors import ArtefactError as ArtefactError
     from qompose.errors import BackendNotFoundError as BackendNotFoundError
@@ -65,6 +70,7 @@ if TYPE_CHECKING:
     from qompose.errors import StageError as StageError
     from qompose.errors import StatisticsError as StatisticsError
     from qompose.errors import TargetError as TargetError
+    from qompose.errors import TuningError as TuningError
     from qompose.errors import UncalibratedError as UncalibratedError
     from qompose.errors import UserError as UserError
     from qompose.fake_quantize import FakeQuantize as FakeQuantize
@@ -169,12 +175,15 @@ _MODULES = {
     "constraints": "TensorConstraint",
     "diagnosis.comparing": "compare",
     "diagnosis.comparison": "Compared Comparison",
+    "diagnosis.sensitivity": "Sensitivity SiteCost sensitivity",
+    "diagnosis.tuned": "Tuning",
+    "diagnosis.tuning": "tune",
     "errors": (
         "AnnotationConflictError ArtefactError BackendNotFoundError CalibrationError CompilationError "
         "ConfigError ExcludedBackendError InternalError MemberError MissingBackendError NotExportedError "
         "NothingQuantizedError NotLoweredError PluginError ProjectError QomposeError QomposeWarning "
         "RequirementError RequirementWarning SelectorError SharingError StageError "
-        "StatisticsError TargetError UncalibratedError UserError"
+        "StatisticsError TargetError TuningError UncalibratedError UserError"
     ),
     "histogram_observers": (
         "EntropyObserver HistogramObserver PerChannelHistogramObserver PercentileObserver "

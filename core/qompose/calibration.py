@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager, suppress
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.fx import GraphModule
 
 from qompose.batches import iterated, run_batch
@@ -22,6 +20,7 @@ from qompose.checkpoints import Kept
 from qompose.collecting import Statistics, order_dependent, prepared_record, statistics
 from qompose.errors import CalibrationError, QomposeWarning, UserError
 from qompose.linting import lint
+from qompose.progress import on_terminal, progress_bar
 from qompose.ranks import Ranks
 from qompose.restoring import restore, states_of
 from qompose.training import is_trained
@@ -84,9 +83,13 @@ def calibrate(
             "the model once more, and put what both calibrations saw together with Statistics.merged"
         )
     share = _Share(1 if sharded else ranks.count, 0 if sharded else ranks.rank, start, limit)
-    shown = ranks.rank == 0 and (sys.stderr.isatty() if progress is None else progress)
+    shown = ranks.rank == 0 and on_terminal(progress)
     total = share.total(len(batches)) if isinstance(batches, Sized) else limit
-    with _bar(shown) as bar, _looking(prepared), _all_or_none(prepared, ranks, start) as done:
+    with (
+        progress_bar(shown) as bar,
+        _looking(prepared),
+        _all_or_none(prepared, ranks, start) as done,
+    ):
         task = bar.add_task("calibrating", total=total)
         for number, batch in share.of(iterator):
             run_batch(prepared, batch, transform, number)
@@ -187,15 +190,3 @@ def _all_or_none(prepared: GraphModule, ranks: Ranks, start: int) -> Iterator[li
     if ranks.count > 1:
         first, *others = (found for _, found in parts)
         first.merged(*others).apply(prepared, partial=True)
-
-
-def _bar(shown: bool) -> Progress:
-    from rich.console import Console
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
-    return Progress(*columns, console=Console(stderr=True), disable=not shown)

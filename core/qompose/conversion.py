@@ -51,6 +51,7 @@ from qompose.schemes import (
     integers_of,
     static_pair,
 )
+from qompose.switches import Switch
 
 
 @dataclass(frozen=True)
@@ -59,12 +60,13 @@ class Conversion:
 
     `dropped` are claims that were not followed, with the reason; `balanced` describes tensors whose
     channels got factors; `findings` are tensors whose statistics look wrong, and parameters that stay in
-    float beside their integers.
+    float beside their integers. `switches` are for those who asked for no folding.
     """
 
     dropped: dict[int, str]
     balanced: list[str]
     findings: list[str]
+    switches: list[Switch]
 
 
 def convert_observers(
@@ -91,7 +93,8 @@ def convert_observers(
     converter.replace_all()
     findings += converter.delegated
     findings += converter.kept_in_float() if fold_quantize else []
-    return Conversion(estimation.dropped, estimation.factoring.described(), findings)
+    balanced = estimation.factoring.described()
+    return Conversion(estimation.dropped, balanced, findings, estimation.switches)
 
 
 def fold_quantized_constants(model: GraphModule) -> None:
@@ -131,8 +134,7 @@ class _Converter:
         for node, number in self.estimation.sites:
             if node._erased:  # an observer that converts itself removed what nothing reads
                 continue
-            value = node.args[0]
-            assert isinstance(value, Node)
+            (value,) = node.all_input_nodes
             for user in list(node.users):
                 if not self.estimation.reads_quantized(node, user, number):
                     user.replace_input_with(node, value)
@@ -151,6 +153,7 @@ class _Converter:
             with node.graph.inserting_before(node):
                 own = self._buffer(f"{node.target}_rounded", rounded, reader)
             reader.replace_input_with(node, own)
+            self.estimation.note_bias(reader, own, node)
             self._release(node)
 
     def _replace(self, node: Node, value: Node, number: int) -> None:
@@ -166,9 +169,11 @@ class _Converter:
         """Leave a node to its observer."""
         delegate = Delegate(node, self.estimation.describe(number))
         isolated = delegate.isolate()
-        value, reader = delegate.value, first_user(node).name
+        value, reader, readers = delegate.value, first_user(node).name, list(node.users)
         self.readers[id(owner_of(value)), value.target] += isolated
         made = delegate.convert()
+        for user, read in ((u, m) for m in made for u in readers if m in u.all_input_nodes):
+            self.estimation.note(node, user, read, value)
         if value.op == "get_attr" and delegate.followed:
             self.quantized[str(value.target)] = reader
         for new in made:
@@ -262,7 +267,7 @@ class _Converter:
 
     def _release(self, value: Node) -> None:
         """Let go of a parameter that nothing reads any more: peak memory is not to hold both forms."""
-        if value.op != "get_attr" or value.users:
+        if value.op != "get_attr" or value.users or not self.fold_quantize:
             return
         owner, target = owner_of(value), str(value.target)
         if not value._erased:
@@ -324,6 +329,7 @@ class _Converter:
                 read = _cast_to(small, example.dtype, reader, example)
             if value.op == "get_attr":
                 hand_over(value, read)
+            self.estimation.note(node, user, read, value)
             user.replace_input_with(node, read)
 
     def _dequantize_for_each_user(
@@ -343,6 +349,7 @@ class _Converter:
             with node.graph.inserting_before(user):
                 read = _call(pair.dequantize, (quantized, *arguments), reader, example)
             read.kwargs = keywords
+            self.estimation.note(node, user, read, value)
             if not exact and example.dtype is not torch.float32:
                 read.meta["val"] = example.to(torch.float32)
                 with node.graph.inserting_before(user):

@@ -220,6 +220,18 @@ class NotLoweredError(UserError):
     """strict=True, and claimed operators found no kernel."""
 
 
+class TuningError(UserError):
+    """No setting meets the target of `tune`; the message has the best one that was found.
+
+    Attributes:
+        tuning: that one, with all attempts.
+    """
+
+    def __init__(self, message: str, tuning: Any = None) -> None:
+        self.tuning = tuning
+        super().__init__(message)
+
+
 class QomposeWarning(UserWarning):
     """Something asked for did not happen; the message names the operators."""
 

@@ -43,6 +43,7 @@ from qompose.schemes import QParams
 from qompose.soundness import coarse, suspicious, unusable
 from qompose.specs import QuantizationSpec
 from qompose.subjects import subject_of
+from qompose.switches import Switch
 
 
 class Estimation:
@@ -53,6 +54,7 @@ class Estimation:
         factoring: which channels get factors, and which parameters take them up.
         qparams: by group that lives, is not dynamic and is not left to its observer to convert.
         sites: the observer nodes, each with the number of its group.
+        switches: what readers of them were given, for as far as conversion got.
 
     Raises:
         StageError: observers that prepare inserted are not in the model any more.
@@ -63,6 +65,7 @@ class Estimation:
         self.dropped: dict[int, str] = {}
         self.qparams: dict[int, QParams] = {}
         self._widened: dict[int, float] = {}
+        self.switches: list[Switch] = []
         self.sites = observer_nodes(model)
         self._observers = observers_of(self.sites)
         self._observed = {node: _observed(node) for node, _ in self.sites}
@@ -131,11 +134,26 @@ class Estimation:
 
     def reads_quantized(self, node: Node, user: Node, number: int) -> bool:
         """Tell whether a reader of an observer node wants integers: not if its claim was dropped."""
+        return bool(self._askers(node, user, number))
+
+    def _askers(self, node: Node, user: Node, number: int) -> frozenset[int]:
+        """Return the claims for whose sake a reader of an observer node reads integers."""
         value = self._observed[node]
-        return any(
-            self._group_of.get(point) == number and self._claim_of[point] not in self.dropped
+        asking = (
+            self._claim_of[point]
             for point in (Point(value), Point(value, user.name))
+            if self._group_of.get(point) == number
         )
+        return frozenset(claim for claim in asking if claim not in self.dropped)
+
+    def note(self, node: Node, user: Node, read: Node, source: Node) -> None:
+        """Note what a reader of an observer node reads now, and in place of what."""
+        askers = self._askers(node, user, tag_of(node, GROUP_TAG))
+        self.switches.append(Switch(read, source, askers, self._observed[node]))
+
+    def note_bias(self, user: Node, read: Node, source: Node) -> None:
+        """Note what an operator adds now, and in place of what."""
+        self.switches.append(Switch(read, source, frozenset({tag_of(user, "claim")}), source.name))
 
     def observer(self, number: int) -> Any:
         """Return the observer of a group."""

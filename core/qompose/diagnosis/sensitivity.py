@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sensitivity: what the quantization of each operator costs the model's outputs, all others in float."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.progress import Progress
+from torch.fx import GraphModule
+
+from qompose.batches import binder, run_batch
+from qompose.collecting import prepared_record
+from qompose.diagnosis.costs import Cost, Metric, decibels, measure_of
+from qompose.diagnosis.switching import On, SwitchedProgram
+from qompose.errors import UserError, near_names
+from qompose.plan import Plan
+from qompose.progress import on_terminal, progress_bar
+from qompose.rendering import Block, Table, as_markdown, as_rich, as_text
+
+
+@dataclass(frozen=True)
+class SiteCost:
+    """What it costs to quantize one site: the operators of one claim, which a selector can leave in float.
+
+    Attributes:
+        name, operator, module: of the operator that the claim is named after, as in reports.
+        operators: names of all its operators.
+        macs: their multiply-accumulates.
+        owner, rule, config, mode: who quantizes them, and how.
+        cost: what is added to the outputs' error where nothing else is quantized: the power of the error
+            over that of the float outputs, or what the caller's metric says.
+        tensors: the same for each of its tensors alone, by their names; empty unless asked for.
+        claim: its number in the plan.
+    """
+
+    name: str
+    operator: str
+    module: str
+    operators: tuple[str, ...]
+    macs: int
+    owner: str
+    rule: str
+    config: str
+    mode: str
+    cost: float
+    tensors: tuple[tuple[str, float], ...]
+    claim: int
+
+    @property
+    def label(self) -> str:
+        """Return the name with operator and module, for messages."""
+        where = f"{self.operator}{f' in {self.module}' if self.module else ''}"
+        return f"{self.name} ({where})" if where else self.name
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """The sites, the costliest first.
+
+    Attributes:
+        rows: one for each site.
+        together: the cost of quantizing all of them.
+        batches: how many inputs were run.
+        notes: what could not be measured, by name.
+        relative: whether costs are powers of errors over that of the outputs, which have decibels.
+    """
+
+    rows: tuple[SiteCost, ...]
+    together: float
+    batches: int
+    notes: tuple[str, ...] = ()
+    relative: bool = True
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[SiteCost]:
+        return iter(self.rows)
+
+    def __getitem__(self, name: str) -> SiteCost:
+        """Return the row of an operator, by its name, or by the path of a module that has one site.
+
+        Raises:
+            UserError: there is none, or several; the message has near names.
+        """
+        named = [row for row in self.rows if name in row.operators or name == row.name]
+        found = named or [row for row in self.rows if row.module == name]
+        if len(found) == 1:
+            return found[0]
+        if found:
+            raise UserError(f"{name!r} has {len(found)} sites: {', '.join(r.name for r in found)}")
+        known = {known for row in self.rows for known in (*row.operators, row.module)} - {""}
+        raise UserError(f"no site {name!r} was measured{near_names(str(name), known)}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the ranking as JSON data; a cost that is no finite number is a text."""
+        data = {
+            "rows": [_row_to_dict(row) for row in self.rows],
+            "together": _finite(self.together),
+            "batches": self.batches,
+            "notes": list(self.notes),
+            "relative": self.relative,
+        }
+        copied: dict[str, Any] = json.loads(json.dumps(data, allow_nan=False))
+        return copied
+
+    def to_text(self, width: int = 120) -> str:
+        """Return a table of all rows as text of at most `width` columns; nothing is cut off."""
+        return as_text(self._blocks(), width)
+
+    def to_markdown(self) -> str:
+        """Return the table as Markdown."""
+        return as_markdown(self._blocks()).rstrip()
+
+    def _blocks(self) -> list[Block]:
+        of = f"{len(self.rows)} sites, {self.batches} inputs; all quantized: "
+        head = of + (decibels(self.together) if self.relative else f"{self.together:.4g}")
+        shown = ("SQNR alone", "cost") if self.relative else ("cost",)
+        cells = tuple(cell for row in self.rows for cell in self._cells(row))
+        header = ("operator", "module", *shown, "MACs", "owner, rule, config")
+        table = [Table(header, cells)] if cells else []
+        return [head, *table, *(f"- {note}" for note in self.notes)]
+
+    def _cells(self, row: SiteCost) -> Iterator[tuple[object, ...]]:
+        names = ", ".join(row.operators) or row.name
+        quantized = f"{row.owner}, {row.rule}, {row.config or row.mode}"
+        yield (names, row.module, *self._shown(row.cost), row.macs, quantized)
+        for tensor, cost in row.tensors:
+            yield (f"  {tensor}", "", *self._shown(cost), "", "")
+
+    def _shown(self, cost: float) -> tuple[str, ...]:
+        number = f"{cost:.3g}"
+        return (decibels(cost), number) if self.relative else (number,)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield from as_rich(self._blocks())
+
+    def __str__(self) -> str:
+        return self.to_text()
+
+
+def _row_to_dict(row: SiteCost) -> dict[str, Any]:
+    tensors = {name: _finite(cost) for name, cost in row.tensors}
+    return {**vars(row), "cost": _finite(row.cost), "tensors": tensors}
+
+
+def _finite(number: float) -> float | str:
+    return number if math.isfinite(number) else str(number)
+
+
+def sensitivity(
+    prepared: GraphModule,
+    inputs: Iterable[Any],
+    *,
+    metric: Metric | None = None,
+    transform: Callable[[Any], Any] | None = None,
+    limit: int | None = None,
+    tensors: bool = False,
+    progress: bool | None = None,
+) -> Sensitivity:
+    """Rank the operators of a calibrated model by what the quantization of each alone costs.
+
+    Of each batch all float values are kept, and each site runs again only what its quantization changes.
+    Nothing is kept longer than for its batch. What the program writes to starts anew with each.
+
+    Args:
+        prepared: what `prepare_pt2e` returned, calibrated. It is left as it is.
+        inputs: batches, as for `calibrate`.
+        metric: called with the outputs and the float outputs of a batch, as the model returns them; says
+            how far they are from each other, 0 if not at all. Costs are means over batches. Without it,
+            they are the power of the error over that of the outputs, a mean where there are several.
+        transform: turns what `inputs` yields into the model's inputs.
+        limit: how many batches to take at most.
+        tensors: also measure each of a site's tensors alone, which takes several times as long.
+        progress: whether to show a progress bar; None shows it on a terminal.
+
+    Raises:
+        StageError: the model was not prepared.
+        UncalibratedError: it was not calibrated.
+        UserError: there are no inputs, or the outputs have no floats and there is no `metric`, or that
+            returns no number.
+        BatchError: a batch does not fit.
+        MemberError: the metric raised an error.
+    """
+    with progress_bar(on_terminal(progress)) as bar:
+        limited = inputs if limit is None else islice(inputs, limit)
+        total = len(inputs) if isinstance(inputs, Sized) else limit
+        total = total if total is None or limit is None else min(total, limit)
+        options: dict[str, Any] = {"metric": metric, "transform": transform, "tensors": tensors}
+        return measured(prepared, limited, bar, total, **options)
+
+
+def measured(
+    prepared: GraphModule,
+    inputs: Iterable[Any],
+    bar: Progress,
+    batches: int | None = None,
+    *,
+    metric: Metric | None = None,
+    transform: Callable[[Any], Any] | None = None,
+    tensors: bool = False,
+) -> Sensitivity:
+    """Do what `sensitivity` does, with a bar that is shown already, of so many batches."""
+    record = prepared_record(prepared, "sensitivity")
+    program, plan = SwitchedProgram(prepared, record), record.plan
+    places, measure = _places(program, tensors), measure_of(prepared, metric)
+    costs: dict[Any, Cost] = {key: measure.start() for key in places}
+    task = bar.add_task("sites", total=None if batches is None else batches * len(places))
+    bind, count = binder(prepared), 0
+    for count, batch in enumerate(inputs, start=1):
+        given = run_batch(prepared, batch, transform, count, bind)
+        for key, outputs, floats in _outputs(program, given, places):
+            measure.add(costs[key], outputs, floats)
+            bar.advance(task)
+    if not count:
+        raise UserError("sensitivity got no inputs: the iterable was empty (or used up before)")
+    rows = (_row(plan, n, costs, count) for n in range(len(plan.claims)) if n in costs)
+    ranked = tuple(sorted(rows, key=lambda row: -row.cost))
+    together = costs[_ALL].mean(count)
+    return Sensitivity(ranked, together, count, tuple(_notes(program, plan)), metric is None)
+
+
+def _outputs(
+    program: SwitchedProgram, given: Sequence[Any], places: Mapping[Any, On]
+) -> Iterator[tuple[Any, Any, Any]]:
+    """Yield for each place a batch's outputs with that quantized, and those in float."""
+    run = program.in_float(given)
+    for key, on in places.items():
+        yield key, program.quantized(run, on), run.outputs
+
+
+_ALL = "all"
+
+
+def _places(program: SwitchedProgram, tensors: bool) -> Mapping[Any, On]:
+    """Return what is to be measured: everything, each claim, and where asked each of its tensors."""
+    known = {n: [(n, name) for name in names] for n, names in sorted(program.parts.items())}
+    every = {part for claim in known.values() for part in claim}
+    parts = {number: claim for number, claim in known.items() if number not in program.stuck}
+    alone = {part: [part] for claim in parts.values() for part in claim} if tensors else {}
+    return {_ALL: every, **parts, **alone}
+
+
+def _row(plan: Plan, number: int, costs: Mapping[Any, Cost], batches: int) -> SiteCost:
+    alone = [key for key in costs if isinstance(key, tuple) and key[0] == number]
+    tensors = tuple((key[1], costs[key].mean(batches)) for key in alone)
+    row = site_of(plan, number)
+    return replace(row, cost=costs[number].mean(batches), tensors=tensors)
+
+
+def site_of(plan: Plan, number: int) -> SiteCost:
+    """Return what a plan says of a claim, with a cost of 0."""
+    claim = plan.claims[number]
+    covered = [operator for operator in plan.operators if operator.claim == number]
+    named = [o for o in covered if claim.anchor in (o.name, o.name.replace("/", "_"))]
+    first = next(iter(named or covered), None)
+    return SiteCost(
+        name=claim.anchor if first is None else first.name,
+        operator="" if first is None else first.operator,
+        module="" if first is None else first.module,
+        operators=tuple(operator.name for operator in covered),
+        macs=sum(operator.macs for operator in covered),
+        owner=claim.owner,
+        rule=claim.rule,
+        config=claim.config,
+        mode=claim.mode,
+        cost=0.0,
+        tensors=(),
+        claim=number,
+    )
+
+
+def _notes(program: SwitchedProgram, plan: Plan) -> Iterator[str]:
+    """Name the claims that were not measured, and say why."""
+    for number, claim in enumerate(plan.claims):
+        name = f"{site_of(plan, number).label} of {claim.owner}, rule {claim.rule},"
+        if number in program.conversion.dropped:
+            yield f"{name} stays in float: {program.conversion.dropped[number]}"
+        elif number in program.stuck:
+            yield f"{name} was not measured: {program.stuck[number]}"
+        elif not program.parts.get(number):
+            yield f"{name} was not measured: nothing that it quantizes is read as integers"
+    if program.writes:
+        yield "the program writes in place: each site ran all of it, not only what it changes"

@@ -1,0 +1,347 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tuning leaves in float what a target needs and nothing more, as selectors that pick just that."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import qompose
+import torch
+from qompose import MemberError, TuningError, UserError
+from torch import Tensor, nn
+
+from tests.core.toy import (
+    DYNAMIC,
+    LINEAR,
+    PER_TENSOR,
+    STATIC,
+    Annotator,
+    export,
+    plan_of,
+    prepare,
+    randn,
+    seeded,
+    toy,
+)
+
+aten = torch.ops.aten
+
+
+class Chain(nn.Module):
+    """Five linears of different sizes, three of them with relus."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = (8, 16, 4, 12, 6, 3)
+        self.layers = nn.ModuleList(map(nn.Linear, sizes, sizes[1:]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            x = layer(x)
+            x = x.relu() if number % 2 == 0 else x
+        return x
+
+
+def plant(layer: nn.Linear, behind: nn.Linear, channel: int = 1, factor: float = 100.0) -> None:
+    """Make one row of a layer's weight much larger, and the next layer undo it: outputs stay the same."""
+    with torch.no_grad():
+        layer.weight[channel] *= factor
+        layer.bias[channel] *= factor
+        behind.weight[:, channel] /= factor
+
+
+X = randn(64, 8)
+NET = seeded(Chain())
+PROGRAM = export(NET, X)
+
+
+def error(reference: Callable[..., Tensor], *inputs: Tensor) -> Callable[[Any], float]:
+    """A metric: the power of the error of a model's outputs, below zero."""
+    with torch.no_grad():
+        wanted = reference(*inputs)
+    return lambda model: -float((model(*inputs).detach() - wanted).square().mean())
+
+
+def tuned(program: Any = PROGRAM, quantizer: Any = None, drop: float = 0.1, **options: Any) -> Any:
+    inputs = options.pop("inputs", (X,))
+    metric = options.pop("metric", None) or error(program.module(), *inputs)
+    quantizer = quantizer or toy(config=PER_TENSOR)
+    return qompose.tune(program, quantizer, [inputs], metric, drop, progress=False, **options)
+
+
+def score_without(names: Any) -> float:
+    """Brute force: the score with some layers in float."""
+    quantizer = toy(config=PER_TENSOR)
+    for name in names:
+        quantizer.set_module_name(name, None)
+    prepared = prepare(PROGRAM, quantizer)
+    prepared(X)
+    return error(NET, X)(qompose.convert_pt2e(prepared))
+
+
+def subsets(names: Any) -> list[frozenset[str]]:
+    return [
+        frozenset(some)
+        for size in range(len(names) + 1)
+        for some in itertools.combinations(names, size)
+    ]
+
+
+@pytest.fixture(scope="module")
+def scores() -> dict[frozenset[str], float]:
+    """By the layers in float; with all of them nothing is quantized, which no tuning returns."""
+    names = [f"layers.{number}" for number in range(5)]
+    return {some: score_without(some) for some in subsets(names)[:-1]}
+
+
+@pytest.mark.parametrize("part", [0.01, 0.05, 0.2, 0.4, 0.6, 0.8, 0.95, 1.0])
+def test_nothing_can_be_taken_back(part: float, scores: dict[frozenset[str], float]) -> None:
+    """Whatever the target, no part of the setting meets it; and its score is that of the real pipeline."""
+    drop = -part * scores[frozenset()]
+    if max(scores.values()) < -drop:
+        with pytest.raises(TuningError):
+            tuned(drop=drop)
+        return
+    found = tuned(drop=drop)
+    names = frozenset(site.module for site in found.excluded)
+    assert found.score == pytest.approx(scores[names], rel=1e-5)
+    assert found.float_score - found.score <= drop
+    meeting = [some for some, score in scores.items() if -score <= drop]
+    assert not [some for some in meeting if some < names]
+    macs = {f"layers.{n}": layer.weight.numel() * 64 for n, layer in enumerate(NET.layers)}
+    assert found.float_macs == sum(macs[name] for name in names)
+    least = min(sum(map(macs.__getitem__, some)) for some in meeting)
+    assert found.float_macs <= 2 * least
+
+
+def test_what_costs_most_is_found_in_two_attempts() -> None:
+    """The layer that reads the channel; it is the only one that quantizes it."""
+    net = seeded(Chain())
+    plant(net.layers[3], net.layers[4])
+    program, metric, quantizer = export(net, X), error(net, X), toy(config=DYNAMIC)
+    prepared = prepare(program, quantizer)
+    ranking = qompose.sensitivity(prepared, [(X,)], progress=False)
+    assert ranking.rows[0].module == "layers.4"
+    whole = metric(qompose.convert_pt2e(prepared))
+    found = tuned(program, quantizer, -0.05 * whole, metric=metric)
+    assert [site.module for site in found.excluded] == ["layers.4"]
+    assert len(found.attempts) == 2
+    assert found.quantized_score == pytest.approx(whole)
+
+
+def test_a_target_that_is_met_leaves_nothing_in_float() -> None:
+    quantizer = toy(config=PER_TENSOR)
+    found = tuned(quantizer=quantizer, drop=1e9)
+    assert found.excluded == ()
+    assert found.selectors == ()
+    assert found.score == found.quantized_score
+    assert len(found.attempts) == 1
+    assert found.float_macs == 0
+    assert found.quantizer.to_json() == quantizer.to_json()
+
+
+def test_quantizers_are_left_as_they_are() -> None:
+    quantizer = qompose.compose(toy(config=PER_TENSOR), toy(config=DYNAMIC, name="other"))
+    before = quantizer.to_json()
+    found = tuned(quantizer=quantizer, drop=0.5 * -score_without([]))
+    assert found.excluded
+    assert quantizer.to_json() == before
+    assert found.quantizer.to_json() != before
+
+
+def test_no_setting_is_good_enough() -> None:
+    """Not even one operator can be quantized; the error has the best of what was tried."""
+    with pytest.raises(TuningError, match="no setting in which anything is quantized") as caught:
+        tuned(drop=0.0)
+    best = caught.value.tuning
+    assert best.score == max(a.score for a in best.attempts if a.quantized)
+    assert 0.0 in {a.score for a in best.attempts if not a.quantized}  # of the float model again
+    assert best.score < best.float_score
+    assert len(best.excluded) == 4
+    assert "5 of 5 sites can be left in float" in str(caught.value)
+
+
+@pytest.mark.parametrize("drop", [-0.1, math.nan, math.inf, "much", True])
+def test_drops_that_are_none(drop: Any) -> None:
+    with pytest.raises(UserError, match="max_drop="):
+        tuned(drop=drop)
+
+
+@pytest.mark.parametrize(
+    ("said", "kind", "message"),
+    [
+        (lambda model: math.nan, UserError, "with nothing quantized, returned NaN"),
+        (lambda model: None, UserError, "returned None, which is no number"),
+        (lambda model: True, UserError, "returned True, which is no number"),
+        (lambda model: 1 / 0, MemberError, "nothing quantized, raised ZeroDivisionError"),
+        (lambda model: math.inf, UserError, "metric says inf of the float model"),
+        (
+            lambda model: math.nan if "qompose" in model.meta else 1.0,
+            UserError,
+            "with everything quantized, returned NaN",
+        ),
+    ],
+)
+def test_metrics_that_say_nothing(said: Any, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        tuned(metric=said)
+
+
+class Stopping:
+    """A metric that is interrupted when it is asked for the so many-th time."""
+
+    def __init__(self, metric: Callable[[Any], float], at: int) -> None:
+        self.metric, self.at, self.asked = metric, at, 0
+
+    def __call__(self, model: Any) -> float:
+        self.asked += 1
+        if self.asked == self.at:
+            raise KeyboardInterrupt
+        return self.metric(model)
+
+
+@pytest.mark.parametrize("at", [1, 2, 3, 5])
+def test_resumed(at: int, tmp_path: Path, scores: dict[frozenset[str], float]) -> None:
+    drop, metric, file = -0.2 * scores[frozenset()], error(NET, X), tmp_path / "tuning.json"
+    whole = Stopping(metric, 0)
+    expected = tuned(drop=drop, metric=whole)
+    first, second = Stopping(metric, at), Stopping(metric, 0)
+    with pytest.raises(KeyboardInterrupt):
+        tuned(drop=drop, metric=first, resume=file)
+    assert json.loads(file.read_text("utf-8"))["format"] == 1 if at > 1 else not file.exists()
+    found = tuned(drop=drop, metric=second, resume=file)
+    assert found == expected
+    assert first.asked - 1 + second.asked == whole.asked
+    assert [path.name for path in tmp_path.iterdir()] == ["tuning.json"]
+    third = Stopping(metric, 1)
+    assert tuned(drop=drop, metric=third, resume=file) == expected  # and asks nothing
+
+
+def test_files_of_other_tunings_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "tuning.json"
+    tuned(drop=1e9, resume=file)
+    with pytest.raises(UserError, match="is of another tuning"):
+        tuned(quantizer=toy(config=DYNAMIC), drop=1e9, resume=file)
+    with pytest.raises(UserError, match="is of another tuning"):
+        tuned(export(seeded(Chain(), seed=1), X), drop=1e9, resume=file)
+    with pytest.raises(UserError, match="is of another tuning"):
+        tuned(drop=1e9, resume=file, limit=1)
+    file.write_text("[]", "utf-8")
+    with pytest.raises(UserError, match="holds no tuning on the way"):
+        tuned(drop=1e9, resume=file)
+    with pytest.raises(UserError, match="there is no folder"):
+        tuned(drop=1e9, resume=tmp_path / "none" / "tuning.json")
+
+
+def test_saved_and_read(tmp_path: Path, scores: dict[frozenset[str], float]) -> None:
+    found = tuned(drop=-0.2 * scores[frozenset()])
+    found.save(tmp_path / "tuned.json")
+    loaded = qompose.Tuning.load(tmp_path / "tuned.json")
+    assert loaded == found
+    assert loaded.to_text() == found.to_text()
+    assert loaded.to_markdown() == found.to_markdown()
+    again = loaded.apply(toy(config=PER_TENSOR))
+    assert again.to_json() == found.quantizer.to_json()
+    one, other = (plan_of(prepare(PROGRAM, q)) for q in (again, found.quantizer))
+    assert one.to_dict() == other.to_dict()
+
+
+def test_files_that_hold_no_tuning(tmp_path: Path) -> None:
+    file = tmp_path / "tuned.json"
+    for text in ("", "{}", "[1]", '{"format": 1, "excluded": [{}]}'):
+        file.write_text(text, "utf-8")
+        with pytest.raises(UserError, match="holds no tuning"):
+            qompose.Tuning.load(file)
+    file.write_text('{"format": 99}', "utf-8")
+    with pytest.raises(UserError, match="newer release"):
+        qompose.Tuning.load(file)
+
+
+def test_apply_to_what_has_no_selectors(scores: dict[frozenset[str], float]) -> None:
+    found = tuned(drop=-0.2 * scores[frozenset()])
+    with pytest.raises(UserError, match="annotator has no selectors"):
+        found.apply(Annotator(lambda node: None))
+
+
+def test_data_that_can_be_gone_through_once(scores: dict[frozenset[str], float]) -> None:
+    drop = -0.2 * scores[frozenset()]
+    batches = ((x,) for x in X.split(16))
+    once = qompose.tune(
+        export(NET, X, dynamic_shapes=({0: torch.export.Dim("rows")},)),
+        toy(config=PER_TENSOR),
+        batches,
+        error(NET, X),
+        drop,
+    )
+    assert once.excluded
+
+
+def test_lowered_models_are_what_is_measured() -> None:
+    stages = []
+
+    def metric(model: Any) -> float:
+        stages.append(getattr(model.meta.get("qompose"), "stage", "float"))
+        return 0.0
+
+    quantizer = toy(LINEAR, config=STATIC)
+    tuned(quantizer=quantizer, metric=metric, target="torch")
+    tuned(quantizer=quantizer, metric=metric)
+    assert stages == ["float", "lowered", "float", "converted"]
+
+
+def test_the_callers_program_is_left_as_it_is() -> None:
+    """One that writes to a buffer too."""
+
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.calls = nn.Linear(8, 3), nn.Buffer(torch.zeros(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return self.linear(x) + self.calls
+
+    net = seeded(Counts())
+    program = export(net, X)
+    before = copy.deepcopy(program.state_dict)
+    tuned(program, drop=1e9, metric=lambda model: float(model(X).mean()))
+    assert all(torch.equal(value, before[name]) for name, value in program.state_dict.items())
+
+
+def test_progress_goes_to_stderr(capfd: pytest.CaptureFixture[str]) -> None:
+    qompose.tune(PROGRAM, toy(config=PER_TENSOR), [(X,)], error(NET, X), 1e9, progress=True)
+    captured = capfd.readouterr()
+    assert "settings" in captured.err
+    assert captured.out == ""
+
+
+def test_what_the_ranking_could_not_measure_is_named() -> None:
+    """A mask keeps the sum in float, whatever is set."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 3)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return self.two((self.one(x) + mask).clamp(-5, 5))
+
+    mask = torch.zeros(64, 8)
+    mask[0, 0] = -torch.inf
+    program = export(seeded(Masked()), X, mask)
+
+    def metric(model: Any) -> float:
+        record = model.meta.get("qompose")
+        taken = set() if record is None else {o.claim for o in record.plan.operators} - {None}
+        return -float(len(taken))
+
+    found = tuned(program, drop=2.0, metric=metric, inputs=(X, mask))
+    assert len(found.attempts) > 1
+    assert [note for note in found.notes if "add" in note and "stays in float" in note]
