@@ -27,7 +27,8 @@ PLUGINS = {
 LAYERS = tuple(
     line.split()
     for line in """
-        errors hookspecs histogram sampling fingerprints repeats
+        errors hookspecs histogram sampling fingerprints repeats repairs
+        repairs.words
         aliases running operators offers faults kinship strides channel_histograms
         numerics graph screening functionals fbgemm encoding drafts factories row_sample range_search
         decomposed nested recording exported facts tensor_screening
@@ -46,7 +47,8 @@ LAYERS = tuple(
         capabilities
         backend region matching
         plan signature plugins operands configuring covering ordering
-        requirements sites ranks training restoring
+        requirements sites ranks training restoring repairs.homogeneous repairs.products
+        repairs.equalization
         statistics_files
         collecting
         checkpoints linting

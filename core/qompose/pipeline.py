@@ -63,6 +63,7 @@ from qompose.plan import Plan, Record, attach, record_of
 from qompose.planning import notes_on_ranges, plan_groups
 from qompose.preparation import insert_observers
 from qompose.quantizer import Quantizer, labelled
+from qompose.repairs.equalization import equalized_identity
 from qompose.representation import Representation, represent
 from qompose.requirements import objections, requirements_of, warn
 from qompose.rule_quantizer import RuleQuantizer
@@ -155,13 +156,14 @@ def _prepared(
         training = evaluation_form(exported) if trains else None
         state = isolate(exported)
         quantizer = quantizer.bound(exported)
-        working, record = _planned(exported, quantizer, strict)
+        working, record = _planned(exported, quantizer, strict, trains)
     say_if_nothing_was_quantized(record.plan, working, strict=strict)
     with _without_collection():
         clear_annotations(working)
         write_annotations(working, record.plan.claims)
         with blaming(f"{quantizer.name}: validate"):
             quantizer.validate(working)
+        identity = equalized_identity(identity, record.plan.rewrites)
         record = replace(record, state=state, fingerprint=identity)
         notes = _observe(working, exported, record, quantizer, trains=trains)
         plan = replace(record.plan, notes=(*record.plan.notes, *notes))
@@ -197,10 +199,10 @@ def _observe(
 
 
 def _planned(
-    exported: GraphModule, quantizer: Quantizer, strict: bool
+    exported: GraphModule, quantizer: Quantizer, strict: bool, trains: bool
 ) -> tuple[GraphModule, Record]:
     """Return the program with its rewrites, and the record of what is going to be done to it."""
-    working, composition, rewrites = annotate_program(exported, quantizer)
+    working, composition, rewrites = annotate_program(exported, quantizer, trains=trains)
     unmatched = quantizer.check_program(exported)
     if strict and unmatched:
         raise UserError("strict=True:\n" + "\n".join(f"  - {note}" for note in unmatched))

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Repairs on the backends themselves: they help in the kernels, and change nothing where nobody asks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import qompose
+import torch
+from qompose import QuantizationConfig
+from qompose.testing.measures import sqnr
+from qompose_x86_inductor import (
+    X86InductorQuantizer,
+    get_default_x86_inductor_quantization_config,
+)
+from qompose_xnnpack import XNNPACKQuantizer, get_symmetric_quantization_config
+from torch import Tensor, nn
+
+Make = Callable[..., QuantizationConfig]
+
+BACKENDS: dict[str, tuple[Any, Make]] = {
+    "xnnpack": (XNNPACKQuantizer, get_symmetric_quantization_config),
+    "x86_inductor": (X86InductorQuantizer, get_default_x86_inductor_quantization_config),
+}
+
+
+def lowered(
+    backend: str, model: nn.Module, batches: list[Tensor], *repairs: str, **options: Any
+) -> tuple[float, qompose.QuantizedModel]:
+    """The distance of the kernels from float on the first batch, in dB."""
+    quantizer, make = BACKENDS[backend]
+    config = make(repairs=repairs, **options)
+    result = qompose.quantize(
+        model, (batches[0],), backends=quantizer().set_global(config), calibration=batches
+    )
+    assert result.report.count("int8 kernel")
+    with torch.no_grad():
+        return sqnr(model(batches[0]), result.model(batches[0])), result
+
+
+def spread(one: Any, other: Any, seed: int) -> None:
+    """Make channels up to 2**5 times as large and as small between two layers; the function stays."""
+    exponents = torch.randint(
+        -5, 6, one.bias.shape, generator=torch.Generator().manual_seed(seed)
+    ).float()
+    with torch.no_grad():
+        one.weight.mul_(torch.exp2(exponents).view(-1, 1, 1, 1))
+        one.bias.mul_(torch.exp2(exponents))
+        shape = (-1, 1, 1, 1) if other.groups > 1 else (1, -1, 1, 1)
+        other.weight.div_(torch.exp2(exponents).view(shape))
+
+
+def uneven() -> nn.Module:
+    """Pointwise, depthwise, pointwise, as in MobileNet, with channels of very different size."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(8, 32, 1), nn.ReLU(), nn.Conv2d(32, 32, 3, padding=1, groups=32), nn.ReLU(),
+        nn.Conv2d(32, 16, 1),
+    ).eval()  # fmt: skip
+    spread(model[0], model[2], 0)
+    spread(model[2], model[4], 1)
+    return model
+
+
+def images(number: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(4, 8, 12, 12, generator=generator) for _ in range(number)]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_equalization(backend: str) -> None:
+    without, plain = lowered(backend, uneven(), images(2))
+    gained, result = lowered(backend, uneven(), images(2), "equalization")
+    assert gained > without + 10
+    assert sum("equalization: " in line for line in result.report.rewrites) == 2
+    assert not any("equalization" in line for line in (*plain.report.rewrites, *plain.report.notes))
+    with torch.no_grad():
+        assert sqnr(result.converted(images(1)[0]), result.model(images(1)[0])) > 40
