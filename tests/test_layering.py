@@ -48,12 +48,12 @@ LAYERS = tuple(
         backend region matching
         plan signature plugins operands configuring covering ordering
         requirements sites ranks training restoring repairs.homogeneous repairs.products
-        repairs.equalization
+        repairs.equalization repairs.smoothing
         statistics_files
         collecting
         checkpoints linting
         hosting
-        subjects factoring delegation adding
+        subjects factoring delegation adding leftovers
         survey quantizer estimation ledger scaffolding
         interop.process interop.output
         interop.comparing interop.references

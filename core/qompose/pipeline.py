@@ -64,6 +64,7 @@ from qompose.planning import notes_on_ranges, plan_groups
 from qompose.preparation import insert_observers
 from qompose.quantizer import Quantizer, labelled
 from qompose.repairs.equalization import equalized_identity
+from qompose.repairs.smoothing import smoothed
 from qompose.representation import Representation, represent
 from qompose.requirements import objections, requirements_of, warn
 from qompose.rule_quantizer import RuleQuantizer
@@ -182,11 +183,7 @@ def _observe(
     *,
     trains: bool,
 ) -> list[str]:
-    """Insert observers, in place; or fake-quantizers, and what is trained with them.
-
-    Returns:
-        what reports are to say of it.
-    """
+    """Insert observers, in place, or fake-quantizers and what is trained with them; return notes on it."""
     plan, callback = record.plan, quantizer.prepare_obs_or_fq_callback
     groups = plan.groups
     if trains:  # factors would be decided once and for all, and weights find their own way
@@ -207,7 +204,7 @@ def _planned(
     if strict and unmatched:
         raise UserError("strict=True:\n" + "\n".join(f"  - {note}" for note in unmatched))
     claims = tuple(composition.chosen)
-    groups = plan_groups(working, claims)
+    groups, unsmoothed = smoothed(working, claims, plan_groups(working, claims))
     operators = survey(exported, working, composition, rewrites)
     plan = Plan(
         claims=claims,
@@ -219,7 +216,7 @@ def _planned(
             *unmatched,
             *composition.notes,
             *claims_elsewhere(claims, operators),
-            *notes_on_ranges(claims, groups),
+            *(*notes_on_ranges(claims, groups), *unsmoothed),
             *notes_on_members(quantizer, composition),
         ),
         float_bytes=state_bytes(exported),

@@ -118,6 +118,7 @@ def _balance(
     products = [solver.claims[number].product for number in group.claims]
     source = group.points[0].source
     balanced = all(product is not None and product.balanced for product in products)
+    balanced = balanced and not getattr(group.spec, "is_dynamic", False)
     if not balanced or any(point.source != source for point in group.points):
         return None
     known = [product for product in products if product is not None]

@@ -28,6 +28,7 @@ from qompose.observing import (
 )
 from qompose.oversight import overseen
 from qompose.plan import Group
+from qompose.repairs.smoothing import watching
 from qompose.specs import EdgeOrNode
 from qompose.subjects import subject_of
 
@@ -147,7 +148,8 @@ def _observer(
         raise ConfigError(f"{subject}: {error}") from error
     if group.balance is None or fixed_parameters(observer) is not None:
         return observer
-    return BalancedObserver(observer, group.balance.dim)
+    inner = watching(observer) if getattr(group.spec, "is_dynamic", False) else observer
+    return BalancedObserver(inner, group.balance.dim)
 
 
 def _set_subject(observer: nn.Module, subject: str) -> None:

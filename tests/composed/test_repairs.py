@@ -78,3 +78,60 @@ def test_equalization(backend: str) -> None:
     assert not any("equalization" in line for line in (*plain.report.rewrites, *plain.report.notes))
     with torch.no_grad():
         assert sqnr(result.converted(images(1)[0]), result.model(images(1)[0])) > 40
+
+
+WIDTH, LOUD = 32, (3, 11, 20)
+
+
+class Block(nn.Module):
+    """Attention and two linears, behind layer norms that make three channels far larger than the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        loud = torch.tensor([60.0, 100.0, 80.0])
+        with torch.no_grad():
+            for norm in (self.first, self.second):
+                norm.weight[list(LOUD)] *= loud
+            for linear in (self.q, self.k, self.v, self.up):
+                linear.weight[:, list(LOUD)] /= loud
+            for linear in (self.out, self.down):
+                linear.weight *= 3
+        self.eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        scores = self.q(y) @ self.k(y).transpose(-1, -2) / WIDTH**0.5
+        x = x + self.out(scores.softmax(-1) @ self.v(y))
+        return x + self.down(nn.functional.gelu(self.up(self.second(x))))
+
+
+def tokens(number: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(8, 16, WIDTH, generator=generator) for _ in range(number)]
+
+
+@pytest.mark.parametrize(
+    ("backend", "options"),
+    [
+        ("xnnpack", {"balance": False}),
+        ("xnnpack", {"is_dynamic": True, "is_per_channel": True}),
+        ("x86_inductor", {"balance": False}),
+        ("x86_inductor", {"is_dynamic": True}),
+        ("x86_inductor", {"is_dynamic": True, "per_token": True}),
+    ],
+)
+def test_smooth_quant(backend: str, options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = Block()
+    without, plain = lowered(backend, model, tokens(4), **options)
+    gained, result = lowered(backend, model, tokens(4), "smooth_quant", **options)
+    assert gained > without + 10
+    (line, *_) = (line for line in result.report.rewrites if "smooth_quant" in line)
+    assert "by first.weight and first.bias" in line
+    assert not any("smooth_quant" in line for line in (*plain.report.rewrites, *plain.report.notes))
+    assert result.report.count("int8 kernel") == plain.report.count("int8 kernel")
+    with torch.no_grad():
+        assert sqnr(result.converted(tokens(1)[0]), result.model(tokens(1)[0])) > 35
