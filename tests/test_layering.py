@@ -32,7 +32,7 @@ LAYERS = tuple(
         aliases running operators offers faults kinship strides channel_histograms
         numerics graph screening functionals fbgemm encoding drafts factories row_sample range_search
         decomposed nested recording exported facts tensor_screening
-        decompositions sources modes
+        decompositions sources modes repairs.means
         specs observers rewrites evaluation balancing schemes reference guarding
         histogram_observers fake_quantize
         learned schedules
@@ -55,6 +55,7 @@ LAYERS = tuple(
         hosting
         subjects factoring delegation adding leftovers
         survey quantizer estimation ledger scaffolding
+        repairs.correction
         interop.process interop.output
         interop.comparing interop.references
         interop.examples interop.execution

@@ -42,6 +42,7 @@ from qompose.nested import nodes_in
 from qompose.numerics import DEFAULT_EPS, along
 from qompose.observing import integer_bounds, unbalanced
 from qompose.plan import Plan
+from qompose.repairs.correction import correct_biases
 from qompose.schemes import (
     OperatorPair,
     QParams,
@@ -71,10 +72,9 @@ def convert_observers(
 ) -> Conversion:
     """Replace all observers of a prepared model, in place; until nothing can fail, leave it alone.
 
-    What other packages' observers do that convert themselves can fail in the middle.
-
-    A claim whose tensor held mask values (infinities, or values near the dtype's largest) is dropped:
-    its region stays in float.
+    What other packages' observers do that convert themselves can fail in the middle. A claim
+    whose tensor held mask values (infinities, or values near the dtype's largest) is dropped: its region
+    stays in float.
 
     Raises:
         UncalibratedError: an observer saw nothing, and `allow_uncalibrated` is False.
@@ -86,12 +86,14 @@ def convert_observers(
     sides = [group.balance for group in plan.groups if group.balance is not None]
     names = [name for side in sides for name in (*side.biases, *side.absorbers)]
     estimation.factoring.store_constants(names)
+    corrected = correct_biases(model, plan, estimation)
     converter = _Converter(model, plan, estimation, fold_quantize=fold_quantize)
-    findings = estimation.findings()
+    findings = [*estimation.findings(), *corrected.refused]
     converter.replace_all()
-    findings += converter.delegated
-    findings += kept_in_float(model, converter.quantized) if fold_quantize else []
-    return Conversion(estimation.dropped, estimation.factoring.described(), findings)
+    beside = kept_in_float(model, converter.quantized) if fold_quantize else []
+    findings += [*converter.delegated, *beside]
+    made = [*estimation.factoring.described(), *corrected.made]
+    return Conversion(estimation.dropped, made, findings)
 
 
 def fold_quantized_constants(model: GraphModule) -> None:

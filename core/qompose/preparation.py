@@ -28,6 +28,8 @@ from qompose.observing import (
 )
 from qompose.oversight import overseen
 from qompose.plan import Group
+from qompose.repairs.correction import wanted_means
+from qompose.repairs.means import watch_means
 from qompose.repairs.smoothing import watching
 from qompose.specs import EdgeOrNode
 from qompose.subjects import subject_of
@@ -62,6 +64,8 @@ def insert_observers(
     inserter = _Inserter(nodes, observers)
     for name, wanted in values.items():
         inserter.observe_value(nodes[name], wanted)
+    if not simulate:
+        watch_means(wanted_means(claims, nodes))
 
 
 def _observers(

@@ -135,3 +135,71 @@ def test_smooth_quant(backend: str, options: dict[str, Any]) -> None:
     assert result.report.count("int8 kernel") == plain.report.count("int8 kernel")
     with torch.no_grad():
         assert sqnr(result.converted(tokens(1)[0]), result.model(tokens(1)[0])) > 35
+
+
+class Gate(nn.Module):
+    """Activations that are not zero on average."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(x) + 0.5
+
+
+def deep(*, images: bool) -> nn.Module:
+    torch.manual_seed(0)
+    if images:
+        layers = [part for _ in range(3) for part in (nn.Conv2d(8, 8, 3, padding=1), nn.ReLU())]
+        return nn.Sequential(*layers, nn.Conv2d(8, 8, 3, padding=1)).eval()
+    layers = [part for _ in range(4) for part in (nn.Linear(64, 64), Gate())]
+    return nn.Sequential(*layers, nn.Linear(64, 64)).eval()
+
+
+@pytest.mark.parametrize("images", [False, True], ids=["linears", "convolutions"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_bias_correction(backend: str, images: bool) -> None:
+    """With weights of four bits, whose rounding moves the means of outputs."""
+    shape = (8, 8, 12, 12) if images else (64, 64)
+    generator = torch.Generator().manual_seed(0)
+    batches = [torch.rand(shape, generator=generator) + 1 for _ in range(3)]
+    model, options = deep(images=images), {"weight_qmin": -8, "weight_qmax": 7}
+    without, plain = lowered(backend, model, batches, **options)
+    gained, result = lowered(backend, model, batches, "bias_correction", **options)
+    assert gained > without + 2
+    products = 4 if images else 5
+    assert sum("bias_correction of" in line for line in result.report.rewrites) == products
+    assert result.report.count("int8 kernel") == plain.report.count("int8 kernel")
+    with torch.no_grad():
+        assert sqnr(result.converted(batches[0]), result.model(batches[0])) > 35
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_nobody_asks_for_is_bit_by_bit_what_it_was(backend: str) -> None:
+    """A configuration without repairs beside one that has them all."""
+    quantizer, make = BACKENDS[backend]
+    torch.manual_seed(0)
+    model, batch = (
+        nn.Sequential(nn.Linear(64, 64), Gate(), nn.Linear(64, 8)).eval(),
+        torch.rand(64, 64),
+    )
+    all_of_them = make(repairs=("equalization", "smooth_quant", "bias_correction"))
+    partly = quantizer().set_global(make()).set_module_name("2", all_of_them)
+    found = [
+        qompose.quantize(
+            model, (batch,), backends=chosen, calibration=[batch]
+        ).converted.state_dict()
+        for chosen in (quantizer().set_global(make()), partly)
+    ]
+    first = [{k: v for k, v in state.items() if k.startswith("0.")} for state in found]
+    assert first[0].keys() == first[1].keys()
+    assert all(torch.equal(value, first[1][name]) for name, value in first[0].items())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_all_of_them_at_once(backend: str) -> None:
+    words = ("equalization", "smooth_quant", "bias_correction")
+    without, _ = lowered(backend, uneven(), images(2))
+    gained, result = lowered(backend, uneven(), images(2), *words)
+    assert gained > without + 10
+    assert (
+        ", repairs equalization and smooth_quant and bias_correction"
+        in result.report.rows[0].config
+    )

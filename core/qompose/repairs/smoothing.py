@@ -42,10 +42,10 @@ def smoothed(
 ) -> tuple[tuple[Group, ...], list[str]]:
     """Return the groups, those of inputs whose claims ask for it with a balance; and why others have none."""
     nodes = {node.name: node for node in nodes_in(model)}
-    asked = _inputs(claims, nodes)
+    asked, notes = _inputs(claims, nodes)
     if not asked:
-        return tuple(groups), []
-    placing, result, notes = _Placing(model, claims, groups, nodes), list(groups), list[str]()
+        return tuple(groups), notes
+    placing, result = _Placing(model, claims, groups, nodes), list(groups)
     number_of = {point: number for number, group in enumerate(groups) for point in group.points}
     together: dict[int, list[Point]] = defaultdict(list)
     for point in asked:
@@ -61,20 +61,22 @@ def smoothed(
     return tuple(result), notes
 
 
-def _inputs(claims: Sequence[Claim], nodes: Mapping[str, Node]) -> list[Point]:
-    """Return the edges into products whose claims ask for it."""
-    found = []
-    for claim in claims:
-        node = product_node(claim, nodes) if SMOOTH_QUANT in claim.repairs else None
+def _inputs(claims: Sequence[Claim], nodes: Mapping[str, Node]) -> tuple[list[Point], list[str]]:
+    """Return the edges into products whose claims ask for it, and what is to be said of others that ask."""
+    found: list[Point] = []
+    notes: list[str] = []
+    for claim in (claim for claim in claims if SMOOTH_QUANT in claim.repairs):
+        node = product_node(claim, nodes)
         points = {spec.point for spec in claim.specs}
         source = None if node is None else node.args[0]
-        if (
-            node is not None
-            and isinstance(source, Node)
-            and Point(source.name, node.name) in points
-        ):
-            found.append(Point(source.name, node.name))
-    return found
+        edge = Point(source.name, node.name) if node and isinstance(source, Node) else None
+        if edge in points and edge is not None:
+            found.append(edge)
+        else:
+            where = describe(nodes[claim.anchor])
+            reason = "it is no linear or convolution whose input is quantized there"
+            notes.append(f"{SMOOTH_QUANT} of {where} was not made: {reason}")
+    return found, notes
 
 
 class _Placing:
