@@ -73,7 +73,7 @@ def images(number: int) -> list[Tensor]:
 def test_equalization(backend: str) -> None:
     without, plain = lowered(backend, uneven(), images(2))
     gained, result = lowered(backend, uneven(), images(2), "equalization")
-    assert gained > without + 10
+    assert gained > max(without + 10, 35)
     assert sum("equalization: " in line for line in result.report.rewrites) == 2
     assert not any("equalization" in line for line in (*plain.report.rewrites, *plain.report.notes))
     with torch.no_grad():
@@ -128,7 +128,7 @@ def test_smooth_quant(backend: str, options: dict[str, Any]) -> None:
     model = Block()
     without, plain = lowered(backend, model, tokens(4), **options)
     gained, result = lowered(backend, model, tokens(4), "smooth_quant", **options)
-    assert gained > without + 10
+    assert gained > max(without + 10, 33)
     (line, *_) = (line for line in result.report.rewrites if "smooth_quant" in line)
     assert "by first.weight and first.bias" in line
     assert not any("smooth_quant" in line for line in (*plain.report.rewrites, *plain.report.notes))

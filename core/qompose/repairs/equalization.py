@@ -28,7 +28,7 @@ from qompose.claims import Claim
 from qompose.graph import constant_of, describe, module_path, owner_of, set_attribute
 from qompose.nested import count_readers, graphs_in, nodes_in
 from qompose.plan import Rewrite
-from qompose.repairs.homogeneous import NotEqualizable, Reader, readers_of
+from qompose.repairs.homogeneous import LEAVES, NotEqualizable, Reader, readers_of
 from qompose.repairs.products import Product, product_node, product_of, times
 from qompose.repairs.words import EQUALIZATION
 
@@ -140,12 +140,16 @@ def equalize(
     for side in sides.values():
         _store(side)
     paired = {node for link, _ in made for node in link.nodes}
-    notes = tuple(
-        f"{EQUALIZATION} of {describe(node)} was not made: {reason}"
-        for node, reason in reasons.items()
-        if node not in paired
-    )
-    return tuple(_rewrite(link, before) for link, before in made), notes
+    notes = tuple(_note(n, reason, n in paired) for n, reason in reasons.items())
+    return tuple(_rewrite(link, before) for link, before in made), tuple(filter(None, notes))
+
+
+def _note(node: Node, reason: str, paired: bool) -> str:
+    """Say why a product is not equalized with what reads it; nothing of one that ends a chain."""
+    if paired and reason == LEAVES:
+        return ""
+    with_readers = " with what reads it" if paired else ""
+    return f"{EQUALIZATION} of {describe(node)}{with_readers} was not made: {reason}"
 
 
 def _products(

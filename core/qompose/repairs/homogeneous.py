@@ -22,6 +22,9 @@ from qompose.rewrites import FOLDABLE
 aten = torch.ops.aten
 
 
+LEAVES = "its value leaves the program or the body that it is in"
+
+
 class NotEqualizable(Exception):  # noqa: N818 - it says what the pair is
     """Raised with the reason why the channels of a product cannot be given factors."""
 
@@ -62,7 +65,7 @@ def readers_of(value: Node, dim: int, inner: int = 1) -> Iterator[Reader]:
         raise NotEqualizable("nothing reads its value")
     for user in value.users:
         if user.op == "output":
-            raise NotEqualizable("its value leaves the program or the body that it is in")
+            raise NotEqualizable(LEAVES)
         if user.target in FOLDABLE:
             yield _reader(user, value, dim, inner)
             continue

@@ -161,25 +161,76 @@ class TestReport:
         class Odd(nn.Module):
             def __init__(self) -> None:
                 super().__init__()
-                self.bare = nn.Linear(64, 64, bias=False)
                 self.one, self.other, self.masked = (nn.Linear(64, 64) for _ in range(3))
                 self.other.bias = self.one.bias
 
             def forward(self, x: Tensor) -> tuple[Tensor, ...]:
                 infinite = torch.where(x > 1.5, -torch.inf, x)
-                return self.bare(x), self.one(x), self.other(x), self.masked(infinite)
+                return self.one(x), self.other(x), self.masked(infinite)
 
         report = qompose.report(quantized(Odd().eval(), ASKING, rows()))
         notes = "\n".join(note for note in report.notes if "bias_correction" in note)
-        assert "linear (aten.linear in bare) was not made: it has no bias" in notes
         assert (
             "(aten.linear in one) was not made: other.bias is read by other operators too" in notes
         )
         assert "(aten.linear in masked) was not made: it stays in float, since" in notes
 
+    def test_a_kernel_without_a_form_for_biases(self) -> None:
+        model = nn.Linear(64, 64, bias=False).eval()
+        rule = toys.rule("bare", toys.LINEAR_NO_BIAS_PATTERN, anchor="op", weight="weight")
+        prepared = prepare(export(model, rows()), toy(rule, config=ASKING))
+        prepared(rows())
+        report = qompose.report(qompose.convert_pt2e(prepared))
+        assert any("was not made: it has no bias" in note for note in report.notes)
+        assert report.rewrites == ()
+
     def test_training_does_without(self) -> None:
-        prepared = qompose.prepare_qat_pt2e(export(deep(), rows()), toy(*RULES, config=ASKING))
-        assert any("bias_correction of 5 products" in n for n in qompose.report(prepared).notes)
+        program = export(nn.Sequential(*deep(), nn.Linear(64, 2, bias=False)), rows())
+        prepared = qompose.prepare_qat_pt2e(program, toy(*RULES, config=ASKING))
+        assert not any("add_bias" in line for line in qompose.report(prepared).rewrites)
+        assert any("bias_correction of 6 products" in n for n in qompose.report(prepared).notes)
+
+
+class TestNoBias:
+    """A product without a bias gets one, where its own configuration asks and its rule has a form for it."""
+
+    @pytest.mark.parametrize(
+        "layer",
+        [
+            nn.Linear(8, 12, bias=False),
+            nn.Conv2d(8, 12, 3, groups=4, bias=False),
+            nn.ConvTranspose2d(8, 12, 3, groups=2, bias=False),
+        ],
+        ids=["linear", "convolution", "transposed"],
+    )
+    def test_it_gets_one(self, layer: nn.Module) -> None:
+        image = not isinstance(layer, nn.Linear)
+        x = torch.rand((32, 8, 6, 6) if image else (128, 8)) + 1
+        config = QuantizationConfig(
+            INT8, None, replace(WEIGHT_PER_TENSOR, quant_min=-8, quant_max=7)
+        )
+        errors, inner = [], (0, 2, 3) if image else (0,)
+        for chosen in (config, replace(config, repairs=("bias_correction",))):
+            converted = quantized(nn.Sequential(layer).eval(), chosen, x)
+            with torch.no_grad():
+                errors.append((converted(x) - layer(x)).mean(inner).norm().item())
+        assert errors[1] < errors[0] / 20
+        assert qompose.report(converted).rewrites[0].startswith("add_bias: ")
+        assert "0.bias" in converted.state_dict()
+
+    def test_a_batch_norm_brings_one(self) -> None:
+        model = nn.Sequential(nn.Conv2d(8, 12, 3, bias=False), nn.BatchNorm2d(12)).eval()
+        report = qompose.report(quantized(model, ASKING, torch.rand(8, 8, 6, 6)))
+        assert next(line.partition(":")[0] for line in report.rewrites) == "fold_batch_norm"
+        assert not any("add_bias" in line for line in report.rewrites)
+        assert any("bias_correction of" in line for line in report.rewrites)
+
+    def test_others_get_none(self) -> None:
+        model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 8, bias=False)).eval()
+        quantizer = toy(*RULES, config=PLAIN).set_module_name("1", ASKING)
+        prepared = prepare(export(model, rows()), quantizer)
+        assert [name for name in prepared.state_dict() if "bias" in name] == ["1.bias"]
+        assert torch.equal(prepared(rows()), model(rows()))
 
 
 class TestStatistics:
