@@ -18,6 +18,8 @@ from qompose_x86_inductor import (
 from qompose_xnnpack import XNNPACKQuantizer, get_symmetric_quantization_config
 from torch import Tensor, nn
 
+from tests.zoo import by_name
+
 Make = Callable[..., QuantizationConfig]
 
 BACKENDS: dict[str, tuple[Any, Make]] = {
@@ -203,3 +205,24 @@ def test_all_of_them_at_once(backend: str) -> None:
         ", repairs equalization and smooth_quant and bias_correction"
         in result.report.rows[0].config
     )
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["mobilenet_v2", "mobilenet_v3", "segformer", "conv_bn_relu", "weight_in_buffer",
+     "weight_low_rank", "inception"],
+)  # fmt: skip
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_networks(backend: str, name: str) -> None:
+    """With all of them a network computes what it did until it is converted, and kernels what that does."""
+    quantizer, make = BACKENDS[backend]
+    config = make(repairs=("equalization", "smooth_quant", "bias_correction"))
+    model, inputs = by_name(name), by_name(name).inputs()
+    prepared = qompose.prepare_pt2e(model.export(), quantizer().set_global(config))
+    with torch.no_grad():
+        expected, observed = model.build()(*inputs), prepared(*inputs)
+        assert sqnr(expected, observed) > 100
+        converted = qompose.convert_pt2e(prepared)
+        assert sqnr(expected, converted(*inputs)) > 25
+        assert sqnr(converted(*inputs), qompose.lower(converted)(*inputs)) > 35
+    assert any("bias_correction of" in line for line in qompose.report(converted).rewrites)
