@@ -46,10 +46,10 @@ LAYERS = tuple(
         capability_row
         capabilities
         backend region matching
-        plan signature plugins operands configuring covering ordering
-        requirements sites ranks training restoring repairs.homogeneous repairs.products
+        plan origins signature plugins operands configuring covering ordering
+        requirements sites ranks training restoring batches repairs.homogeneous repairs.products
         repairs.equalization repairs.smoothing
-        statistics_files
+        statistics_files isolation
         collecting
         checkpoints linting
         hosting
@@ -70,6 +70,12 @@ LAYERS = tuple(
         annotating planning preparation calibration conversion lowering representation membership
         reporting benchmarking packages late_operators
         compiling
+        diagnosis diagnosis.comparison diagnosis.stepping
+        diagnosis.sides
+        diagnosis.pairing
+        diagnosis.tallies diagnosis.lockstep
+        diagnosis.tables
+        diagnosis.comparing
         values announcing
         symbols storages trees
         programs records

@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     from qompose.configs import spec_from_json as spec_from_json
     from qompose.configs import spec_to_json as spec_to_json
     from qompose.constraints import TensorConstraint as TensorConstraint
+    from qompose.diagnosis.comparing import compare as compare
+    from qompose.diagnosis.comparison import Compared as Compared
+    from qompose.diagnosis.comparison import Comparison as Comparison
     from qompose.errors import AnnotationConflictError as AnnotationConflictError
     from qompose.errors import ArtefactError as ArtefactError
     from qompose.errors import BackendNotFoundError as BackendNotFoundError
@@ -164,6 +167,8 @@ _MODULES = {
     "composition": "ComposableQuantizer",
     "configs": "config_from_json config_to_json spec_from_json spec_to_json",
     "constraints": "TensorConstraint",
+    "diagnosis.comparing": "compare",
+    "diagnosis.comparison": "Compared Comparison",
     "errors": (
         "AnnotationConflictError ArtefactError BackendNotFoundError CalibrationError CompilationError "
         "ConfigError ExcludedBackendError InternalError MemberError MissingBackendError NotExportedError "

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -15,14 +15,12 @@ from typing import Any
 
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from torch import Tensor
-from torch.fx import GraphModule, Node
-from torch.utils import _pytree as pytree
+from torch.fx import GraphModule
 
+from qompose.batches import iterated, run_batch
 from qompose.checkpoints import Kept
 from qompose.collecting import Statistics, order_dependent, prepared_record, statistics
-from qompose.errors import BatchError, CalibrationError, QomposeWarning, UserError
-from qompose.graph import value_of
+from qompose.errors import CalibrationError, QomposeWarning, UserError
 from qompose.linting import lint
 from qompose.ranks import Ranks
 from qompose.restoring import restore, states_of
@@ -71,7 +69,7 @@ def calibrate(
         _check_unused(transform=transform, limit=limit, resume=resume, sharded=sharded or None)
         return batches.apply(prepared)
     _check_limit(limit, sharded)
-    iterator = _iterated(batches)
+    iterator = iterated(batches, "calibrate")
     ranks = Ranks.here(timeout)
     if ranks.count > 1 and (named := order_dependent(prepared)):
         raise CalibrationError(
@@ -91,7 +89,7 @@ def calibrate(
     with _bar(shown) as bar, _looking(prepared), _all_or_none(prepared, ranks, start) as done:
         task = bar.add_task("calibrating", total=total)
         for number, batch in share.of(iterator):
-            _run(prepared, batch, transform, number)
+            run_batch(prepared, batch, transform, number)
             done.append(number)
             bar.update(task, completed=number)
             if kept is not None:
@@ -143,16 +141,6 @@ def _check_unused(**options: object) -> None:
             f"{', '.join(given)} is for batches, and calibrate was given the statistics of an earlier "
             "calibration: leave it out"
         )
-
-
-def _iterated(batches: Iterable[Any]) -> Iterator[Any]:
-    try:
-        return iter(batches)
-    except TypeError:
-        raise UserError(
-            f"calibrate takes an iterable of batches, and got {type(batches).__name__}; for one batch "
-            "pass [batch]"
-        ) from None
 
 
 @dataclass(frozen=True)
@@ -211,97 +199,3 @@ def _bar(shown: bool) -> Progress:
         TimeRemainingColumn(),
     )
     return Progress(*columns, console=Console(stderr=True), disable=not shown)
-
-
-def _run(
-    prepared: GraphModule, batch: Any, transform: Callable[[Any], Any] | None, number: int
-) -> None:
-    try:
-        batch = transform(batch) if transform else batch
-    except Exception as error:
-        told = f"{type(error).__name__}: {error}"
-        raise BatchError(number, f"cannot be used: transform raised {told}") from error
-    try:
-        args, kwargs = _arguments(batch)
-        for objection in _changed_constants(prepared, args, kwargs):
-            raise CalibrationError(objection)
-        prepared(*args, **kwargs)
-    except CalibrationError as error:
-        raise BatchError(number, f"cannot be used: {error}{_holds(batch)}") from error
-    except Exception as error:
-        raise BatchError(
-            number,
-            f"does not fit the model: {type(error).__name__}: {error}. "
-            f"The batch is {_describe(batch)}.",
-        ) from error
-
-
-def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(batch, Tensor):
-        return (batch,), {}
-    if isinstance(batch, Mapping):
-        return (), dict(batch)
-    if isinstance(batch, (tuple, list)):
-        return tuple(batch), {}
-    raise CalibrationError(
-        f"it is a {type(batch).__name__}, not a tensor, tuple or dict; "
-        "pass transform= to make one of it"
-    )
-
-
-def _changed_constants(
-    prepared: GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Iterator[str]:
-    """Say which arguments are not the constants that they were when the model was exported.
-
-    The model computes with those, whatever it is given.
-    """
-    info = getattr(prepared.graph._codegen, "pytree_info", None)
-    if info is None or info.in_spec is None:
-        return
-    placeholders = [node for node in prepared.graph.nodes if node.op == "placeholder"]
-    positional, by_name = pytree.tree_unflatten(placeholders, info.in_spec)
-    wanted = {**dict(zip(info.orig_args, positional, strict=False)), **by_name}
-    given = {**dict(zip(info.orig_args, args, strict=False)), **kwargs}
-    for name in wanted.keys() & given.keys():
-        nodes, spec = pytree.tree_flatten(wanted[name])
-        values, own = pytree.tree_flatten(given[name])
-        for node, value in zip(nodes, values, strict=True) if spec == own else ():
-            if _is_another(value, node):
-                yield (
-                    f"its {node.target} is {_describe(value, True)}, and the model was exported with the "
-                    f"constant {value_of(node)!r}: export it again for another"
-                )
-
-
-def _is_another(value: object, node: Node) -> bool:
-    wanted = value_of(node)
-    if "val" not in node.meta or isinstance(
-        wanted, (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
-    ):
-        return False
-    return isinstance(value, Tensor) or value != wanted
-
-
-def _holds(batch: Any) -> str:
-    """Say whether a batch has NaN or infinite values, which may come out of a model as NaN."""
-    floats = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
-    floats = [leaf for leaf in floats if leaf.is_floating_point()]
-    if any(bool(leaf.isnan().any()) for leaf in floats):
-        return "; the batch itself holds NaN"
-    if any(bool(leaf.isinf().any()) for leaf in floats):
-        return "; the batch itself holds infinite values"
-    return ""
-
-
-def _describe(batch: Any, values: bool = False) -> str:
-    """Return a batch as types and sizes; with the values of what is no tensor where asked."""
-    if values and not isinstance(batch, Tensor):
-        return repr(batch)
-    if isinstance(batch, Tensor):
-        return f"{str(batch.dtype).removeprefix('torch.')}{list(batch.shape)}"
-    if isinstance(batch, Mapping):
-        return "{" + ", ".join(f"{k}: {_describe(v)}" for k, v in batch.items()) + "}"
-    if isinstance(batch, (tuple, list)):
-        return "(" + ", ".join(map(_describe, batch)) + ")"
-    return type(batch).__name__

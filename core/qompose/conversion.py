@@ -29,7 +29,9 @@ from qompose.graph import (
     call,
     constant_of,
     drop_attribute,
+    first_user,
     free_attribute,
+    hand_over,
     layout_of,
     owner_of,
     read_attribute,
@@ -168,7 +170,7 @@ class _Converter:
         """Leave a node to its observer."""
         delegate = Delegate(node, self.estimation.describe(number))
         isolated = delegate.isolate()
-        value, reader = delegate.value, _first_user(node).name
+        value, reader = delegate.value, first_user(node).name
         self.readers[id(owner_of(value)), value.target] += isolated
         made = delegate.convert()
         if value.op == "get_attr" and delegate.followed:
@@ -187,7 +189,7 @@ class _Converter:
             return
         integers = self.integers.setdefault((layout_of(constant), number, "delegated"), integers)
         with node.graph.inserting_before(node):
-            read = self._buffer(f"{value.target}_q", integers, _first_user(node))
+            read = self._buffer(f"{value.target}_q", integers, first_user(node))
         node.replace_all_uses_with(read)
         node.graph.erase_node(node)
 
@@ -213,7 +215,7 @@ class _Converter:
         shape = tuple(value_of(value).shape)
         if q.per_tensor:
             return static_pair(q, shape, float(q.scale), int(q.zero_point))
-        base, like = _base(value), _first_user(node)
+        base, like = _base(value), first_user(node)
         with node.graph.inserting_before(node):
             scale = self._buffer(f"{base}_scale", q.scale, like)
             if bool(q.zero_point.any()):
@@ -239,7 +241,7 @@ class _Converter:
 
     def _quantized(self, node: Node, value: Node, pair: OperatorPair) -> Node:
         example = value_of(value).to(pair.dtype)
-        maker = value if value.op == "call_function" else _first_user(node)
+        maker = value if value.op == "call_function" else first_user(node)
         with node.graph.inserting_before(node):
             return _call(pair.quantize, (value, *pair.arguments), maker, example)
 
@@ -256,7 +258,7 @@ class _Converter:
                     self.estimation.qparams[number],
                     self.estimation.factoring.absorbed(value.name),
                 )
-        reader = _first_user(node)
+        reader = first_user(node)
         self.quantized[str(value.target)] = reader.name
         with node.graph.inserting_before(node):
             return self._buffer(f"{value.target}_q", self.integers[key], reader)
@@ -294,7 +296,7 @@ class _Converter:
         eps = float(getattr(unbalanced(observer), "eps", DEFAULT_EPS))
         value = self._divided(value, number, before=node)
         choose, arguments = choosing_operator(spec, low, high, eps)
-        reader, shaped = _first_user(node), None
+        reader, shaped = first_user(node), None
         if len(spec.block_size or ()) > 1:  # torch's operators know scales per token alone
             shaped, whole = value, value_of(value)
             first = whole.dim() - len(spec.block_size)
@@ -312,7 +314,7 @@ class _Converter:
 
     def _cast(self, node: Node, value: Node, dtype: torch.dtype) -> None:
         """Store or compute a tensor in a smaller float type, and read it in its own."""
-        example, constant, reader = value_of(value), constant_of(value), _first_user(node)
+        example, constant, reader = value_of(value), constant_of(value), first_user(node)
         with node.graph.inserting_before(node):
             if constant is not None and self.fold_quantize:
                 small = self._buffer(f"{value.target}_half", constant.detach().to(dtype), reader)
@@ -322,6 +324,8 @@ class _Converter:
             reader = user if user.op == "call_function" else small
             with node.graph.inserting_before(user):
                 read = _cast_to(small, example.dtype, reader, example)
+            if value.op == "get_attr":
+                hand_over(value, read)
             user.replace_input_with(node, read)
 
     def _dequantize_for_each_user(
@@ -350,6 +354,8 @@ class _Converter:
                     read = _call(_view_as, (read, shaped), reader, value_of(shaped))
             if rescale is not None:
                 read = self._scaled(read, *rescale, before=user)
+            if value.op == "get_attr":  # the only trace of its floats
+                hand_over(value, read)
             user.replace_input_with(node, read)
 
 
@@ -382,17 +388,6 @@ def _read(target: str, like: Node) -> Node:
     read = read_attribute(owner_of(like), target, like)
     read.meta.pop("custom", None)
     return read
-
-
-def _first_user(node: Node) -> Node:
-    """Return the first operator behind an observer node, other observers skipped; else the node."""
-    waiting = list(node.users)
-    while waiting:
-        user = waiting.pop(0)
-        if user.op == "call_function":
-            return user
-        waiting += [] if user.op == "output" else list(user.users)
-    return node
 
 
 def _base(node: Node) -> str:

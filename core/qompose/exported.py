@@ -47,13 +47,13 @@ def as_graph_module(model: object, function: str) -> GraphModule:
             f"{function} takes a float program, and {claimed} was quantized before this was exported"
         )
     if isinstance(model, ExportedProgram):
-        return _unlifted(model)
+        return unlifted(model)
     if isinstance(model, GraphModule) and any("val" in node.meta for node in model.graph.nodes):
         return copy_graph_module(model)
     raise NotExportedError(model, function)
 
 
-def _unlifted(program: ExportedProgram) -> GraphModule:
+def unlifted(program: ExportedProgram) -> GraphModule:
     """Return `program.module()`, in a time that is linear in the number of parameters.
 
     For every parameter, torch 2.13 looks through all modules that stand beside the parameter's own: 5 s

@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -270,6 +270,57 @@ def tag_of(node: Node, fact: str) -> Any:
     return custom.get(CUSTOM_KEY, {}).get(fact)
 
 
+VALUE_TAG, INTEGERS_TAG = "value", "integers"
+"""Facts that tell which values of the exported program a node gives (`qompose.sites.identify`), and as which
+integers where it gives those: scale, zero point, least and largest."""
+
+
+class Grid(Protocol):
+    """What the integers of a tensor mean, and their bounds."""
+
+    @property
+    def scale(self) -> Any:
+        """The size of a step."""
+
+    @property
+    def zero_point(self) -> Any:
+        """The integer that stands for zero."""
+
+    @property
+    def low(self) -> int:
+        """The least integer."""
+
+    @property
+    def high(self) -> int:
+        """The largest integer."""
+
+
+def values_of(node: Node) -> list[str]:
+    """Return the ids of the values that a node gives: several where it stands for what passes them on."""
+    found: list[str] = tag_of(node, VALUE_TAG) or []
+    return found
+
+
+def hand_over(old: Node, new: Node, grid: Grid | None = None) -> None:
+    """Let a node in the place of another say that it gives the same values; as integers, on what grid."""
+    values = values_of(old)
+    if values:
+        tag(new, **{VALUE_TAG: [*(v for v in values_of(new) if v not in values), *values]})
+        if grid is not None:
+            integers = [float(grid.scale), int(grid.zero_point), grid.low, grid.high]
+            tag(new, **{INTEGERS_TAG: integers})
+
+
+def provenance_of(node: Node) -> dict[str, Any]:
+    """Return the part of a node's meta for nodes that are made for it; they give other values."""
+    meta = {key: node.meta[key] for key in PROVENANCE if key in node.meta}
+    if tag_of(node, VALUE_TAG) is not None:
+        facts = meta["custom"][CUSTOM_KEY]
+        own = {k: v for k, v in facts.items() if k not in (VALUE_TAG, INTEGERS_TAG)}
+        meta["custom"] = {**meta["custom"], CUSTOM_KEY: own}
+    return meta
+
+
 def mark(node: Node, entries: Mapping[str, Any]) -> None:
     """Add entries to a node's meta; those under "custom" beside what is there."""
     custom = {**(node.meta.get("custom") or {}), **(entries.get("custom") or {})}
@@ -293,7 +344,7 @@ def call(
 ) -> Node:
     """Insert a call at the insertion point, with `like`'s provenance and `value` as its example."""
     node = graph.call_function(target, args)
-    node.meta = {key: like.meta[key] for key in PROVENANCE if key in like.meta}
+    node.meta = provenance_of(like)
     node.meta["val"] = value
     return node
 
@@ -301,7 +352,7 @@ def call(
 def read_attribute(module: GraphModule, target: str, like: Node) -> Node:
     """Insert a get_attr node at the insertion point, with the example value of a fake tensor."""
     node = module.graph.get_attr(target)
-    node.meta = {key: like.meta[key] for key in PROVENANCE if key in like.meta}
+    node.meta = provenance_of(like)
     node.meta["val"] = example_of(get_attribute(module, target), like)
     return node
 
@@ -319,3 +370,14 @@ def example_of(constant: Tensor, like: Node) -> Any:
     if key not in known:  # making one takes longer than all else that is done for a parameter
         known[key] = value_of(like).new_empty(key[0], dtype=key[1], device=key[2])
     return known[key]
+
+
+def first_user(node: Node) -> Node:
+    """Return the first operator behind an observer node, other observers skipped; else the node."""
+    waiting = list(node.users)
+    while waiting:
+        user = waiting.pop(0)
+        if user.op == "call_function":
+            return user
+        waiting += [] if user.op == "output" else list(user.users)
+    return node

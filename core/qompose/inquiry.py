@@ -24,9 +24,9 @@ from qompose.errors import ConfigError, near_names
 from qompose.exported import as_graph_module
 from qompose.graph import module_path, operator_name
 from qompose.interop import adapt
+from qompose.isolation import isolate
 from qompose.lowering import TORCH_TARGET
 from qompose.nested import body_of, is_nested_call, nodes_in, references_of
-from qompose.pipeline import isolate
 from qompose.plan import Operator
 from qompose.planning import plan_groups
 from qompose.plugins import obstacle

@@ -18,7 +18,15 @@ from qompose.calls import call_directly
 from qompose.claims import Claim
 from qompose.counting import KERNELS_TAG
 from qompose.errors import ConfigError, QomposeError, TargetError, UserError, blaming, near_names
-from qompose.graph import owner_of, remove_dead, tag, tag_of, value_of, without_readers
+from qompose.graph import (
+    hand_over,
+    owner_of,
+    remove_dead,
+    tag,
+    tag_of,
+    value_of,
+    without_readers,
+)
 from qompose.nested import graphs_in, nodes_in
 from qompose.plan import Plan, Record
 from qompose.plugins import obstacle
@@ -215,6 +223,7 @@ def _replace(
     if isinstance(value, Tensor) and isinstance(wanted, Tensor) and value.shape == wanted.shape:
         emitted.meta["val"] = wanted.to(value.dtype)  # as it was exported: see layouts
     region.replace(emitted)
+    hand_over(region.output_node, emitted, region.output)
     tag(emitted, **{KERNELS_TAG: [*before, number]})
     return True
 

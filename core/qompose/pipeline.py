@@ -9,11 +9,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
-from qompose.aliases import written_buffers
 from qompose.annotating import annotate_program
 from qompose.annotations import clear_annotations, write_annotations
 from qompose.announcing import (
@@ -29,15 +27,13 @@ from qompose.evaluation import evaluation_form
 from qompose.exported import as_graph_module
 from qompose.fingerprints import fingerprint
 from qompose.graph import (
-    copies_of,
     copy_graph_module,
     freeze,
-    get_attribute,
     give_own_parameters,
     refresh,
-    set_attribute,
 )
 from qompose.interop import adapt
+from qompose.isolation import isolate, restore_written
 from qompose.lowering import (
     ONLY,
     TORCH_TARGET,
@@ -59,6 +55,7 @@ from qompose.nested import (
     run_observed_in_python,
     sink_constants,
 )
+from qompose.origins import note_source
 from qompose.plan import Plan, Record, attach, record_of
 from qompose.planning import notes_on_ranges, plan_groups
 from qompose.preparation import insert_observers
@@ -68,6 +65,7 @@ from qompose.repairs.smoothing import smoothed
 from qompose.representation import Representation, represent
 from qompose.requirements import objections, requirements_of, warn
 from qompose.rule_quantizer import RuleQuantizer
+from qompose.sites import identify
 from qompose.survey import claims_elsewhere, state_bytes, survey
 from qompose.training import deployment_form, is_trained, training_form
 
@@ -200,6 +198,7 @@ def _planned(
 ) -> tuple[GraphModule, Record]:
     """Return the program with its rewrites, and the record of what is going to be done to it."""
     working, composition, rewrites = annotate_program(exported, quantizer, trains=trains)
+    identify(working)
     unmatched = quantizer.check_program(exported)
     if strict and unmatched:
         raise UserError("strict=True:\n" + "\n".join(f"  - {note}" for note in unmatched))
@@ -222,29 +221,6 @@ def _planned(
         float_bytes=state_bytes(exported),
     )
     return working, Record(plan, "prepared", _backends(quantizer))
-
-
-def isolate(exported: GraphModule) -> dict[str, Tensor]:
-    """Make a program ready to be annotated, in place: names that are its own, and buffers to write to.
-
-    Returns:
-        the exported values of the buffers that the program writes to, by path.
-    """
-    sink_constants(exported)
-    name_apart(exported)
-    written = sorted(written_buffers(exported.graph))
-    state = copies_of({path: get_attribute(exported, path) for path in written})
-    _restore(exported, state)
-    return state
-
-
-def _restore(model: GraphModule, state: Mapping[str, Tensor]) -> None:
-    """Give buffers that the program writes to their exported values, in copies of the model's own.
-
-    So neither the caller's model nor a converted one keeps what calibration wrote.
-    """
-    for path, value in copies_of(state).items():
-        set_attribute(model, path, value)
 
 
 def _backends(quantizer: Quantizer) -> dict[str, Backend]:
@@ -309,7 +285,7 @@ def convert_pt2e(
         hoist_constants(model)
         name_apart(model)
         converted = refresh(model)
-        _restore(converted, record.state)
+        restore_written(converted, record.state)
         done = replace(
             record,
             stage=stage,
@@ -370,6 +346,7 @@ def lower(
             say_what_fell_back(record, strict=strict)
     for name, record in records.items():
         attach(finished[name].model, record)
+        note_source(finished[name].model, models[name])
         log_stage(finished[name].model)
     return result
 

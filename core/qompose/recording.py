@@ -19,7 +19,7 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.node import map_arg
 
-from qompose.graph import arguments_of, call, example_of, tag, value_of
+from qompose.graph import arguments_of, call, example_of, hand_over, tag, value_of
 from qompose.strides import laid_out, order_of, same_layout
 
 aten = torch.ops.aten
@@ -84,10 +84,13 @@ def replace_call(site: Node, build: Build) -> tuple[str, ...]:
     results = [_as_wanted(record, r, v) for r, v in zip(results, _tensors(site), strict=True)]
     if isinstance(built, list):
         for user in list(site.users):
-            user.replace_all_uses_with(results[user.args[1]])  # type: ignore[index]
+            result = results[user.args[1]]  # type: ignore[index]
+            user.replace_all_uses_with(result)
+            hand_over(user, result)
             site.graph.erase_node(user)
     else:
         site.replace_all_uses_with(results[0])
+        hand_over(site, results[0])
     site.graph.erase_node(site)
     for node in reversed(record.nodes):
         if not node.users:

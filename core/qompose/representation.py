@@ -23,6 +23,7 @@ from qompose import decomposed, reference
 from qompose.graph import (
     arguments_of,
     dtype_of,
+    hand_over,
     is_float_tensor,
     operator_name,
     remove_dead,
@@ -291,6 +292,7 @@ class _Rewriter:
                 grid = grid_of(user)
                 if grid not in integers:
                     integers[grid] = _node(reference.to_integers(total, grid))
+                    hand_over(output, integers[grid], grid)
                 user.replace_all_uses_with(integers[grid])
                 self._erase(user)
         for user in list(output.users):
@@ -299,6 +301,7 @@ class _Rewriter:
         if output.users:
             floats = _node(reference.to_floats(total, cast(torch.dtype, dtype_of(output))))
             output.replace_all_uses_with(floats)
+            hand_over(output, floats)
             if not total.is_clamped:
                 self.sums[floats] = total
 

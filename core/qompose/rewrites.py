@@ -21,6 +21,7 @@ from qompose.aliases import written_buffers
 from qompose.decompositions import DECOMPOSITIONS, decompose, obstacle_of
 from qompose.errors import UserError, near_names
 from qompose.graph import (
+    VALUE_TAG,
     address_of,
     constant_of,
     describe,
@@ -29,7 +30,9 @@ from qompose.graph import (
     is_float_tensor,
     read_attribute,
     set_attribute,
+    tag,
     value_of,
+    values_of,
 )
 from qompose.nested import bodies_of, count_readers, graphs_in, nodes_in
 
@@ -88,6 +91,11 @@ def apply_rewrites(module: GraphModule, candidates: Iterable[Candidate]) -> list
         places = [nodes[name] for name in candidate.nodes]
         pieces.append(apply(places[0].graph.owning_module, *places))
     return pieces
+
+
+def is_rewrite(name: str) -> bool:
+    """Tell whether the engine makes rewrites of a name; others are quantizers' own."""
+    return name in _REWRITES
 
 
 def splits(candidate: Candidate) -> bool:
@@ -199,6 +207,7 @@ def _fold_batch_norm(module: GraphModule, producer: Node, norm: Node) -> tuple[s
     new_bias.meta["val"] = example_of(folded[1], norm)
     producer.args = (*producer.args[:2], new_bias, *producer.args[3:])
     norm.replace_all_uses_with(producer)
+    tag(producer, **{VALUE_TAG: values_of(norm)})  # its own is not computed any more
     module.graph.erase_node(norm)
     return (producer.name,)
 

@@ -9,13 +9,26 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from dataclasses import dataclass
+from itertools import count
 
 from torch.fx import GraphModule, Node
 
-from qompose.graph import get_attribute, module_path, owner_of, tag_of
+from qompose.graph import (
+    VALUE_TAG,
+    constant_of,
+    get_attribute,
+    module_path,
+    owner_of,
+    tag,
+    tag_of,
+    values_of,
+)
 from qompose.modes import BatchNorm, SwitchedOperator
 from qompose.nested import body_labels, nodes_in
 from qompose.observing import GROUP_TAG
+
+PARAMETER = "parameter"
+"""How the ids of parameters end, where those of computed values have operator and port."""
 
 
 @dataclass(frozen=True, order=True)
@@ -65,3 +78,28 @@ def _operator(node: Node) -> str | None:
         module = get_attribute(owner_of(node), str(node.target))
         return module.name if isinstance(module, (SwitchedOperator, BatchNorm)) else None
     return str(node.target) if node.op == "call_function" else None
+
+
+def identify(program: GraphModule) -> None:
+    """Give each value of a program, in place, an id that stays with it through all later stages.
+
+    It is the value's site in the exported program, or the path of a parameter. Nodes that have one keep it,
+    but of several with the same one only the last: the others are steps on the way to it.
+    """
+    found, bodies = sites_of(program), body_labels(program)
+    holders = {name: node for node in found for name in values_of(node)}
+    taken = set(holders)
+    for node in nodes_in(program):
+        own = [name for name in values_of(node) if holders.get(name) is node]
+        if constant_of(node) is not None:
+            place = ", ".join(part for part in (str(node.target), bodies.get(node.graph)) if part)
+            tag(node, **{VALUE_TAG: [f"{place}: {PARAMETER}"]})
+        elif node in found:
+            tag(node, **{VALUE_TAG: own or [_free(str(found[node]), taken)]})
+
+
+def _free(name: str, taken: set[str]) -> str:
+    """Return a name, with a number behind it where it is taken, which then is taken."""
+    free = next(n for i in count(1) if (n := name if i == 1 else f"{name} ({i})") not in taken)
+    taken.add(free)
+    return free

@@ -24,6 +24,7 @@ from qompose.graph import (
     describe,
     free_attribute,
     get_attribute,
+    hand_over,
     holds,
     owner_of,
     read_attribute,
@@ -280,6 +281,7 @@ def _fold(behind: Node, module: FusedBatchNorm) -> None:
             observed = read_attribute(owner_of(producer), path, scaled)
     producer.args = (*producer.args[:2], observed, *producer.args[3:])
     behind.replace_all_uses_with(producer)
+    hand_over(behind, producer)
     shared: Any = behind.args[1]
     behind.graph.erase_node(behind)
     shared.graph.erase_node(shared)  # the factor, which nothing reads any more

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What users give a program to run on: tensors, tuples, dicts; and how such a batch becomes its arguments."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+from torch.utils import _pytree as pytree
+
+from qompose.errors import BatchError, CalibrationError, UserError
+from qompose.graph import value_of
+
+
+def iterated(batches: Iterable[Any], function: str) -> Iterator[Any]:
+    """Return an iterator over batches.
+
+    Raises:
+        UserError: they cannot be iterated.
+    """
+    try:
+        return iter(batches)
+    except TypeError:
+        raise UserError(
+            f"{function} takes an iterable of batches, and got {type(batches).__name__}; for one batch "
+            "pass [batch]"
+        ) from None
+
+
+def run_batch(
+    program: GraphModule | None,
+    batch: Any,
+    transform: Callable[[Any], Any] | None,
+    number: int,
+    call: Callable[..., Any] | None = None,
+) -> Any:
+    """Call a program, or what is to be called in its place, with the arguments that a batch stands for.
+
+    Args:
+        program: whose constants are checked; None: what is called has none that are known.
+        batch: a tensor, a tuple of positional arguments or a dict of keyword arguments.
+        transform: turns what was given into that.
+        number: of the batch, for messages.
+
+    Raises:
+        BatchError: it does not fit, or what was called raised an error.
+    """
+    try:
+        batch = transform(batch) if transform else batch
+    except Exception as error:
+        told = f"{type(error).__name__}: {error}"
+        raise BatchError(number, f"cannot be used: transform raised {told}") from error
+    try:
+        args, kwargs = _arguments(batch)
+        for objection in _changed_constants(program, args, kwargs) if program else ():
+            raise CalibrationError(objection)
+        called = call or program
+        assert called is not None
+        return called(*args, **kwargs)
+    except CalibrationError as error:
+        raise BatchError(number, f"cannot be used: {error}{_holds(batch)}") from error
+    except Exception as error:
+        raise BatchError(
+            number,
+            f"does not fit the model: {type(error).__name__}: {error}. "
+            f"The batch is {_describe(batch)}.",
+        ) from error
+
+
+def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(batch, Tensor):
+        return (batch,), {}
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    if isinstance(batch, (tuple, list)):
+        return tuple(batch), {}
+    raise CalibrationError(
+        f"it is a {type(batch).__name__}, not a tensor, tuple or dict; "
+        "pass transform= to make one of it"
+    )
+
+
+def _changed_constants(
+    program: GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[str]:
+    """Say which arguments are not the constants that they were when the model was exported.
+
+    The model computes with those, whatever it is given.
+    """
+    info = getattr(program.graph._codegen, "pytree_info", None)
+    if info is None or info.in_spec is None:
+        return
+    placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
+    positional, by_name = pytree.tree_unflatten(placeholders, info.in_spec)
+    wanted = {**dict(zip(info.orig_args, positional, strict=False)), **by_name}
+    given = {**dict(zip(info.orig_args, args, strict=False)), **kwargs}
+    for name in wanted.keys() & given.keys():
+        nodes, spec = pytree.tree_flatten(wanted[name])
+        values, own = pytree.tree_flatten(given[name])
+        for node, value in zip(nodes, values, strict=True) if spec == own else ():
+            if _is_another(value, node):
+                yield (
+                    f"its {node.target} is {_describe(value, True)}, and the model was exported with the "
+                    f"constant {value_of(node)!r}: export it again for another"
+                )
+
+
+def _is_another(value: object, node: Node) -> bool:
+    wanted = value_of(node)
+    if "val" not in node.meta or isinstance(
+        wanted, (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
+    ):
+        return False
+    return isinstance(value, Tensor) or value != wanted
+
+
+def _holds(batch: Any) -> str:
+    """Say whether a batch has NaN or infinite values, which may come out of a model as NaN."""
+    floats = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+    floats = [leaf for leaf in floats if leaf.is_floating_point()]
+    if any(bool(leaf.isnan().any()) for leaf in floats):
+        return "; the batch itself holds NaN"
+    if any(bool(leaf.isinf().any()) for leaf in floats):
+        return "; the batch itself holds infinite values"
+    return ""
+
+
+def _describe(batch: Any, values: bool = False) -> str:
+    """Return a batch as types and sizes; with the values of what is no tensor where asked."""
+    if values and not isinstance(batch, Tensor):
+        return repr(batch)
+    if isinstance(batch, Tensor):
+        return f"{str(batch.dtype).removeprefix('torch.')}{list(batch.shape)}"
+    if isinstance(batch, Mapping):
+        return "{" + ", ".join(f"{k}: {_describe(v)}" for k, v in batch.items()) + "}"
+    if isinstance(batch, (tuple, list)):
+        return "(" + ", ".join(map(_describe, batch)) + ")"
+    return type(batch).__name__
+
+
+def binder(program: GraphModule) -> Callable[..., list[Any]]:
+    """Return what takes a program's arguments and returns the value of each of its placeholders."""
+    graph = Graph()
+    graph._codegen = copy.copy(program.graph._codegen)
+    placeholders: list[Node] = []
+    for node in program.graph.find_nodes(op="placeholder"):
+        placeholders.append(graph.node_copy(node))
+    graph.output(placeholders)
+    info = getattr(graph._codegen, "pytree_info", None)
+    if info is not None:
+        graph._codegen.pytree_info = info._replace(out_spec=None)  # type: ignore[attr-defined]
+    bound: Callable[..., list[Any]] = GraphModule({}, graph)
+    return bound

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The values of programs that are stepped through side by side, each kept until those who want it have it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from qompose import decomposed
+from qompose.counting import KERNELS_TAG
+from qompose.diagnosis.sides import Instance
+from qompose.diagnosis.stepping import Given, Steps, steps
+from qompose.graph import INTEGERS_TAG, tag_of, values_of
+from qompose.nested import nodes_in
+
+MISSING = object()
+"""Stands for a value that a program does not compute: of a body that it does not run."""
+
+Key: TypeAlias = tuple[str, int]
+"""A value: its id, and how many times it was computed before; bodies of loops compute theirs often."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What the integers of a tensor mean, and their bounds."""
+
+    scale: float
+    zero_point: int
+    low: int
+    high: int
+
+    @property
+    def least(self) -> float:
+        """The least value that has an integer."""
+        return (self.low - self.zero_point) * self.scale
+
+    @property
+    def most(self) -> float:
+        """The largest value that has an integer."""
+        return (self.high - self.zero_point) * self.scale
+
+    def to_integers(self, values: Tensor) -> Tensor:
+        """Return the nearest integers, as floats."""
+        steps_away = torch.round(values * (1.0 / self.scale)) + self.zero_point
+        return steps_away.clamp(self.low, self.high)
+
+    def to_floats(self, integers: Tensor) -> Tensor:
+        """Return what integers stand for."""
+        return (integers.to(torch.float32) - self.zero_point) * self.scale
+
+    def rounded(self, values: Tensor) -> Tensor:
+        """Return what values become in integers, as floats."""
+        return self.to_floats(self.to_integers(values))
+
+
+@dataclass(frozen=True)
+class Speaker:
+    """A node that gives values: under which ids, on what grid its readers have them, and how it gives them.
+
+    `passes_on` is one that may give the memory of what it reads; `kernel` one that stands for a region.
+    """
+
+    values: tuple[str, ...]
+    grid: Grid | None
+    integers: bool
+    passes_on: bool
+    kernel: bool
+
+    def of(self, wanted: Container[str]) -> Speaker | None:
+        """Return what it says of some values; None if it gives none of them."""
+        found = tuple(value for value in self.values if value in wanted)
+        return replace(self, values=found) if found else None
+
+    def as_read(self, value: Any) -> Any:
+        """Return a tensor as the operators behind it read it."""
+        if self.grid is None or not isinstance(value, Tensor):
+            return value
+        return self.grid.to_floats(value) if self.integers else self.grid.rounded(value)
+
+    def like(self, own: Any, wanted: Any) -> Given | None:
+        """Return another value in the form of the node's own, if it can take that."""
+        if not isinstance(own, Tensor) or not isinstance(wanted, Tensor):
+            return None
+        if own.shape != wanted.shape:
+            return None
+        if self.integers and self.grid is not None:
+            wanted = self.grid.to_integers(wanted)
+        elif own.dtype is not wanted.dtype and not own.is_floating_point():
+            return None
+        return Given(torch.empty_like(own).copy_(wanted))
+
+
+def speakers_in(graph: GraphModule) -> dict[Node, Speaker]:
+    """Return the nodes that give values: of several with an id the last, to which the others lead."""
+    last = {value: node for node in nodes_in(graph) for value in values_of(node)}
+    given = {node: tuple(v for v in values_of(node) if last[v] is node) for node in last.values()}
+    return {node: _speaker(node, values) for node, values in given.items()}
+
+
+def _speaker(node: Node, values: tuple[str, ...]) -> Speaker:
+    integers = tag_of(node, INTEGERS_TAG)
+    facts = (_passes_on(node), tag_of(node, KERNELS_TAG) is not None)
+    if integers is not None:
+        return Speaker(values, Grid(*integers), True, *facts)
+    users = list(node.users)
+    grids = {
+        Grid(*user.args[1:5])  # type: ignore[arg-type]
+        for user in users
+        if user.target is decomposed.quantize_per_tensor
+    }
+    one = len(grids) == 1 and all(u.target is decomposed.quantize_per_tensor for u in users)
+    return Speaker(values, grids.pop() if one else None, False, *facts)
+
+
+class Values:
+    """The values of one program on one input, computed as far as somebody asks for them.
+
+    Args:
+        wanted: by id, how many times each of its values is going to be asked for.
+        forced: another program's values, which are put in the place of this one's once they are known.
+        exchange: whether that is done for a value.
+
+    Attributes:
+        exchanged: for which it was.
+    """
+
+    def __init__(
+        self,
+        instance: Instance,
+        speakers: Mapping[Node, Speaker],
+        wanted: Mapping[str, int],
+        forced: Values | None = None,
+        exchange: Callable[[Key], bool] = bool,
+    ) -> None:
+        self._instance, self._speakers, self._wanted = instance, speakers, wanted
+        self._forced, self._exchange = forced, exchange
+        self.exchanged: set[Key]
+        self._writes = any(_writes(node) for node in nodes_in(instance.graph))
+        self._steps: Steps | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self._kept: dict[Key, Any] = {}
+        self._asked: Counter[Key] = Counter()
+        self._times: Counter[str] = Counter()
+        self._given: Given | None = None
+        self.exchanged = set()
+        self.result: Any = None
+
+    def start(self, inputs: Sequence[Any]) -> None:
+        """Begin on another input; buffers that the program writes to stay as they are."""
+        self._reset()
+        self._steps = steps(self._instance.graph, inputs, self._instance.call)
+
+    def walk(self) -> Iterator[Key]:
+        """Step to the end, and yield each value when it is there."""
+        while keys := self._advance():
+            yield from keys
+
+    def get(self, key: Key) -> Any:
+        """Return a value as it is read; `MISSING` if the program does not compute it."""
+        while key not in self._kept and self._advance():
+            pass
+        if key not in self._kept:
+            return MISSING
+        self._asked[key] += 1
+        last = self._asked[key] >= self._wanted[key[0]]
+        return self._kept.pop(key) if last else self._kept[key]
+
+    def _advance(self) -> list[Key]:
+        """Step to the next node that gives values, and return which; at the end, none."""
+        while self._steps is not None:
+            try:
+                seen = self._steps.send(self._given)
+            except StopIteration as end:
+                self.result, self._steps = end.value, None
+                break
+            self._given = None
+            speaker = self._speakers.get(seen.node)
+            if speaker is not None:
+                return [self._told(speaker, value, seen.value) for value in speaker.values]
+        return []
+
+    def _told(self, speaker: Speaker, name: str, value: Any) -> Key:
+        key = (name, self._times[name])
+        self._times[name] += 1
+        read = speaker.as_read(value)
+        own = self._writes and read is value and isinstance(value, Tensor)
+        self._kept[key] = value.clone() if own else read  # it may be written to further on
+        wanted = MISSING if self._forced is None else self._forced.get(key)
+        # What shares its memory has to go on sharing it, where something writes to that.
+        fixed = self._writes and speaker.passes_on
+        if wanted is not MISSING and not fixed and self._exchange(key):
+            self._given = speaker.like(value, wanted)
+            self.exchanged.update([key] if self._given else [])
+        return key
+
+
+def _writes(node: Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable
+
+
+def _passes_on(node: Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(result.alias_info is not None for result in schema.returns)

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is summed up of one value over all inputs, and what the sums say of why it differs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from qompose.diagnosis.comparison import (
+    ARITHMETIC,
+    CLIPPING,
+    EQUAL,
+    FALLBACK,
+    INHERITED,
+    KERNEL,
+    ROUNDING,
+)
+from qompose.diagnosis.pairing import Grid
+
+Metric: TypeAlias = Callable[[Tensor, Tensor], float]
+"""Takes a value of the reference and the other program's, and returns a number."""
+
+FLOAT_STEPS = 255
+"""Floats that kernels return have no step: it is this part of their largest magnitude, as at 8 bits."""
+
+_ARITHMETIC = 1e-9
+"""A part of a value's power (90 dB) below which a difference is that of the order of float operations."""
+
+_MORE_THAN_A_STEP = 1.001
+"""A kernel and its region may round a sum to different sides, and no further."""
+
+
+@dataclass
+class Tally:
+    """Sums over all inputs.
+
+    Attributes:
+        grid: on which the other program's readers have the value; None: in float.
+        signal, noise, own: sums of squares, of the reference, of the difference in the whole run, and of
+            that where the operator reads the reference's values; `own` is None until that was run.
+        clipped, rounded: of what the grid does to the reference: beyond its ends, and between them.
+        outside, values: how many of the reference's values are beyond the grid's ends, of how many.
+        least, most: of the reference.
+        steps: see `Compared.steps`.
+        inputs, metrics: how many values were counted, and the sums of what the caller's metrics gave.
+    """
+
+    grid: Grid | None
+    signal: float = 0.0
+    noise: float = 0.0
+    own: float | None = None
+    clipped: float = 0.0
+    rounded: float = 0.0
+    outside: int = 0
+    values: int = 0
+    least: float = math.inf
+    most: float = -math.inf
+    steps: float | None = None
+    inputs: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def add(self, reference: Tensor, other: Tensor, metrics: Mapping[str, Metric]) -> None:
+        """Count a value of the whole run."""
+        self.inputs += 1
+        wanted, error = _finite(reference.double(), other.double())
+        self.signal += _power(wanted)
+        self.noise += _power(error)
+        for name, metric in metrics.items():
+            self.metrics[name] = self.metrics.get(name, 0.0) + float(metric(reference, other))
+        if self.grid is not None and wanted.numel():
+            inside = wanted.clamp(self.grid.least, self.grid.most)
+            self.outside += int((inside != wanted).sum())
+            self.clipped += _power(inside - wanted)
+            self.rounded += _power(self.grid.rounded(inside) - inside)
+            self.least = min(self.least, float(wanted.amin()))
+            self.most = max(self.most, float(wanted.amax()))
+        self.values += wanted.numel()
+
+    def add_own(self, reference: Tensor, own: Tensor) -> None:
+        """Count what the operator gives for the reference's values."""
+        _, error = _finite(reference.double(), own.double())
+        self.own = (self.own or 0.0) + _power(error)
+
+    def add_kernel(self, simulated: Tensor, own: Tensor) -> None:
+        """Count what a kernel gives beside the region that it replaced."""
+        if not own.numel():
+            return
+        wanted, error = _finite(simulated.double(), own.double())
+        step = self.grid.scale if self.grid else float(wanted.abs().amax()) / FLOAT_STEPS
+        apart = float(error.abs().amax())
+        steps = apart / step if step else math.inf * apart if apart else 0.0
+        self.steps = steps if self.steps is None else max(steps, self.steps)
+
+    @property
+    def sqnr(self) -> float:
+        """Of the whole run, in dB."""
+        return decibels(self.signal, self.noise)
+
+    @property
+    def own_sqnr(self) -> float | None:
+        """Of the operator alone, in dB."""
+        return None if self.own is None else decibels(self.signal, self.own)
+
+    @property
+    def relative_error(self) -> float:
+        """The norm of the difference as a part of the reference's."""
+        if not self.noise:
+            return 0.0
+        return math.sqrt(self.noise / self.signal) if self.signal else math.inf
+
+    @property
+    def clipping(self) -> float | None:
+        """The part of the reference's values beyond the grid's ends."""
+        return None if self.grid is None or not self.values else self.outside / self.values
+
+    @property
+    def range_use(self) -> float | None:
+        """The part of the grid's range that the reference spans."""
+        if self.grid is None or self.most < self.least:
+            return None
+        span = min(self.most, self.grid.most) - max(self.least, self.grid.least)
+        return max(span, 0.0) / (self.grid.most - self.grid.least)
+
+    def cause(self, fallback: bool) -> str:
+        """Return why the value differs; `fallback`: its region was to have a kernel and has none."""
+        if self.steps is not None and not self.steps <= _MORE_THAN_A_STEP:
+            return KERNEL
+        if not self.noise and not self.own:
+            return EQUAL
+        own = self.noise if self.own is None else self.own
+        if own <= _ARITHMETIC * self.signal:
+            return ARITHMETIC if self.noise <= _ARITHMETIC * self.signal else INHERITED
+        if self.clipped > self.rounded and self.clipped > own / 2:
+            return CLIPPING
+        return FALLBACK if fallback else ROUNDING
+
+    def figures(self) -> dict[str, Any]:
+        """Return what `Compared` has of numbers, by name."""
+        return {
+            "sqnr": self.sqnr,
+            "relative_error": self.relative_error,
+            "own_sqnr": self.own_sqnr,
+            "steps": self.steps,
+            "clipping": self.clipping,
+            "range_use": self.range_use,
+            "metrics": {name: total / self.inputs for name, total in self.metrics.items()},
+        }
+
+
+def decibels(signal: float, noise: float) -> float:
+    """Return a ratio of powers in dB; infinite where there is no noise."""
+    if math.isnan(noise) or math.isnan(signal):
+        return math.nan
+    if not noise:
+        return math.inf
+    return 10 * math.log10(signal / noise) if signal and math.isfinite(noise) else -math.inf
+
+
+def _finite(wanted: Tensor, found: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a value without what is not finite, and what another is off it: none where they agree."""
+    error = found - wanted
+    if bool(error.isfinite().all()):
+        return wanted, error
+    same = (wanted == found) | (wanted.isnan() & found.isnan())
+    finite = torch.where(wanted.isfinite(), wanted, 0.0)
+    return finite, torch.where(same, 0.0, torch.nan_to_num(error, math.inf, math.inf, -math.inf))
+
+
+def _power(x: Tensor) -> float:
+    return float(x.square().sum(dtype=torch.float64))

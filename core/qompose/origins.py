@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which converted model a lowered one was made of, as long as somebody keeps that one."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch.fx import GraphModule
+
+_origins: weakref.WeakKeyDictionary[Any, weakref.ref[GraphModule]] = weakref.WeakKeyDictionary()
+
+
+def note_source(lowered: Any, converted: GraphModule) -> None:
+    """Remember what a model was lowered from, without keeping either alive."""
+    _origins[lowered] = weakref.ref(converted)
+
+
+def source_of(lowered: Any) -> GraphModule | None:
+    """Return what a model was lowered from, in this process; None if nobody has it any more."""
+    found = _origins.get(lowered)
+    return None if found is None else found()

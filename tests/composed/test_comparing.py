@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Comparisons of models of the zoo with the quantizers of the plugins: all is paired, faults are found."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import qompose
+import torch
+from qompose.diagnosis.comparison import KERNEL
+from qompose.graph import values_of
+from qompose_x86_inductor import (
+    X86InductorQuantizer,
+    get_default_x86_inductor_quantization_config,
+)
+from qompose_xnnpack import XNNPACKQuantizer, get_symmetric_quantization_config
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+
+from tests.zoo import ZooModel, by_name
+
+MODELS = [
+    "bert",  # a pooler that nobody reads
+    "t5_encoder",  # masks, and dropouts behind kernels
+    "whisper_encoder",
+    "mobilenet_v2_padded",  # batch norms that are folded
+    "key_cache",  # a buffer that it writes to
+    "euler_steps",  # numbers that become tensors
+    "empty_parts",
+    "autocast",
+]
+
+
+def xnnpack(**options: Any) -> XNNPACKQuantizer:
+    config = get_symmetric_quantization_config(is_per_channel=True, **options)
+    return XNNPACKQuantizer().set_global(config)
+
+
+def x86(**options: Any) -> X86InductorQuantizer:
+    config = get_default_x86_inductor_quantization_config(**options)
+    return X86InductorQuantizer().set_global(config)
+
+
+QUANTIZERS = {
+    "xnnpack": xnnpack,
+    "x86": x86,
+    "x86 dynamic": lambda: x86(is_dynamic=True),
+}
+
+
+def stages(model: ZooModel, quantizer: Any) -> dict[str, Any]:
+    program = model.export(dynamic=model.dynamic_shapes is not None)
+    prepared = qompose.prepare_pt2e(program, qompose.compose("embedding", quantizer))
+    qompose.calibrate(prepared, [model.inputs()])
+    converted = qompose.convert_pt2e(prepared)
+    lowered = qompose.lower(converted)
+    return {"float": program, "prepared": prepared, "converted": converted, "lowered": lowered}
+
+
+@pytest.mark.filterwarnings("ignore::qompose.QomposeWarning")
+@pytest.mark.parametrize("quantizer", QUANTIZERS)
+@pytest.mark.parametrize("name", MODELS)
+def test_all_that_is_quantized_is_paired_and_no_kernel_is_wrong(name: str, quantizer: str) -> None:
+    model = by_name(name)
+    made = stages(model, QUANTIZERS[quantizer]())
+    data = [model.inputs()]
+    for one, other in (("float", "converted"), ("float", "lowered"), ("converted", "lowered")):
+        found = qompose.compare(made[one], made[other], data)
+        assert found.unpaired == (), (one, other)
+        assert found.of_cause(KERNEL) == (), (one, other)
+    assert min(row.sqnr for row in qompose.compare(made["float"], made["prepared"], data)) > 90
+
+
+@pytest.mark.parametrize("quantizer", ["xnnpack", "x86"])
+def test_a_wrong_kernel_of_a_transformer_is_the_first_row(quantizer: str) -> None:
+    """Whichever of its kernels it is: one in the middle, whose error all others inherit."""
+    model = by_name("bert")
+    made = stages(model, QUANTIZERS[quantizer]())
+    broken = _kernel(made["lowered"], "encoder.layer.0.attention.self.value")
+    real: Any = broken.target
+    broken.target = lambda *args: _off(real(*args))
+    found = qompose.compare(made["float"], made["lowered"], [model.inputs()])
+    assert found.rows[0].cause == KERNEL
+    assert found.rows[0].module.endswith("layer.0.attention.self.value")
+    assert len(found.of_cause(KERNEL)) == 1
+
+
+def _kernel(lowered: GraphModule, module: str) -> Node:
+    return next(
+        node
+        for node in lowered.graph.nodes
+        if any(module in value and "linear" in value for value in values_of(node))
+    )
+
+
+def _off(y: Tensor) -> Tensor:
+    wrong = y.clone()
+    wrong[..., 0] += 7 if not y.is_floating_point() else y.abs().max() / 10
+    return wrong
+
+
+def test_a_program_of_another_runtime_is_compared_by_its_outputs() -> None:
+    pytest.importorskip("executorch")
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4)).eval()
+    batches = [(torch.randn(1, 3, 8, 8),) for _ in range(4)]
+    prepared = qompose.prepare_pt2e(torch.export.export(net, batches[0]), xnnpack())
+    converted = qompose.convert_pt2e(qompose.calibrate(prepared, batches))
+    program = qompose.lower(converted, target="executorch")
+    (row,) = qompose.compare(converted, program, batches)
+    assert row.sqnr > 45
+    (row,) = qompose.compare(net, program, batches)
+    assert 25 < row.sqnr < 60

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is summed up of a value, and the cause that the sums point to."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from qompose.diagnosis.comparison import (
+    ARITHMETIC,
+    CLIPPING,
+    EQUAL,
+    FALLBACK,
+    INHERITED,
+    KERNEL,
+    ROUNDING,
+)
+from qompose.diagnosis.pairing import Grid
+from qompose.diagnosis.tallies import Tally, decibels
+from torch import Tensor
+
+GRID = Grid(0.1, 0, -128, 127)
+
+
+def tally(reference: Tensor, other: Tensor, own: Tensor, grid: Grid | None = GRID) -> Tally:
+    made = Tally(grid)
+    made.add(reference, other, {})
+    made.add_own(reference, own)
+    return made
+
+
+def test_figures_are_those_of_all_inputs_together() -> None:
+    x, y = torch.randn(100), torch.randn(100)
+    made = Tally(GRID)
+    for part in (slice(0, 30), slice(30, 100)):
+        made.add(x[part], y[part], {"first": lambda one, other: float(other[0] - one[0])})
+    noise = (y - x).double().square().sum()
+    assert made.sqnr == pytest.approx(float(10 * torch.log10(x.double().square().sum() / noise)))
+    assert made.relative_error == pytest.approx(float(noise.sqrt() / x.double().norm()))
+    assert made.figures()["metrics"]["first"] == pytest.approx(
+        (float(y[0] - x[0]) + float(y[30] - x[30])) / 2
+    )
+
+
+def test_clipping_and_range_use_are_those_of_the_reference() -> None:
+    x = torch.tensor([-20.0, -6.4, 0.0, 1.0, 30.0])
+    made = tally(x, x, x)
+    assert made.clipping == pytest.approx(2 / 5)
+    assert made.range_use == pytest.approx(1.0)
+    assert tally(x[2:4], x[2:4], x[2:4]).range_use == pytest.approx(1.0 / 25.5)
+    assert tally(x, x, x, None).clipping is None
+
+
+@pytest.mark.parametrize(
+    ("case", "cause"),
+    [
+        ("equal", EQUAL),
+        ("inherited", INHERITED),
+        ("last digits", ARITHMETIC),
+        ("rounded", ROUNDING),
+        ("clipped", CLIPPING),
+        ("no kernel", FALLBACK),
+        ("wrong kernel", KERNEL),
+        ("kernel off by a step", ROUNDING),
+    ],
+)
+def test_cause(case: str, cause: str) -> None:
+    x = torch.linspace(-9, 9, 50)
+    x = torch.cat([x, torch.tensor([40.0])]) if case == "clipped" else x
+    rounded = GRID.rounded(x)
+    own = {"equal": x, "inherited": x, "last digits": x * (1 + 1e-7)}.get(case, rounded)
+    made = tally(x, x + 0.5 if case == "inherited" else own, own)
+    if case.startswith("wrong"):
+        made.add_kernel(rounded, rounded + 0.25)
+    if case.startswith("kernel"):
+        made.add_kernel(rounded, rounded + 0.1)
+    assert made.cause(fallback=case == "no kernel") == cause
+
+
+def test_a_kernel_that_gives_nan_is_wrong() -> None:
+    x = torch.ones(3)
+    made = tally(x, x, x)
+    made.add_kernel(x, torch.tensor([1.0, 1.0, math.nan]))
+    assert made.cause(fallback=False) == KERNEL
+
+
+def test_masks_are_equal_to_themselves() -> None:
+    x = torch.tensor([1.0, -math.inf, math.nan, math.inf])
+    assert tally(x, x, x).cause(fallback=False) == EQUAL
+    assert tally(x, torch.tensor([1.0, 5.0, math.nan, math.inf]), x).sqnr == -math.inf
+
+
+@given(st.lists(st.integers(-128, 127), min_size=1, max_size=20), st.integers(-5, 5))
+def test_integers_come_back_from_what_they_stand_for(integers: list[int], zero: int) -> None:
+    grid = Grid(0.03, zero, -128, 127)
+    given_ = torch.tensor(integers, dtype=torch.int8)
+    assert torch.equal(grid.to_integers(grid.to_floats(given_)).to(torch.int8), given_)
+
+
+def test_decibels() -> None:
+    assert decibels(100.0, 1.0) == 20
+    assert decibels(1.0, 0.0) == math.inf
+    assert decibels(0.0, 1.0) == -math.inf
+    assert math.isnan(decibels(1.0, math.nan))
