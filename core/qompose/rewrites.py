@@ -280,6 +280,7 @@ def _add_bias(module: GraphModule, node: Node) -> tuple[str, ...]:
     set_attribute(module, path, weight.detach().new_zeros(channels))
     with module.graph.inserting_before(node):
         read = read_attribute(module, path, node)
+    read.meta.pop("custom", None)  # what is known of the product is not known of its bias
     node.args = (*node.args[:2], read, *node.args[3:])
     return (node.name,)
 
