@@ -27,11 +27,12 @@ PLUGINS = {
 LAYERS = tuple(
     line.split()
     for line in """
-        errors hookspecs histogram sampling fingerprints repeats progress switches
+        errors hookspecs histogram sampling fingerprints repeats progress switches repairs
+        repairs.words
         aliases running operators offers faults kinship strides channel_histograms
         numerics graph screening functionals fbgemm encoding drafts factories row_sample range_search
         decomposed nested recording exported facts tensor_screening
-        decompositions sources modes flow
+        decompositions sources modes flow repairs.means
         specs observers rewrites evaluation balancing schemes reference guarding
         histogram_observers fake_quantize
         learned schedules
@@ -51,13 +52,15 @@ LAYERS = tuple(
         capabilities
         backend region matching
         plan origins signature plugins operands configuring covering ordering
-        requirements sites ranks training restoring batches
+        requirements sites ranks training restoring batches repairs.homogeneous repairs.products
+        repairs.equalization repairs.smoothing
         statistics_files isolation
         collecting
         checkpoints linting
         hosting
-        subjects factoring delegation adding
+        subjects factoring delegation adding leftovers
         survey quantizer estimation ledger scaffolding
+        repairs.correction
         interop.process interop.output
         interop.comparing interop.references
         interop.examples interop.execution

@@ -17,19 +17,25 @@ from qompose.graph import copy_graph_module, refresh
 from qompose.nested import body_labels, graphs_in
 from qompose.plan import TRANSFORM, Rewrite
 from qompose.quantizer import Quantizer, labelled
-from qompose.rewrites import FOLD_BATCH_NORM, Candidate, apply_rewrites, splits
+from qompose.repairs.equalization import equalize
+from qompose.repairs.words import not_in_training
+from qompose.rewrites import ADD_BIAS, FOLD_BATCH_NORM, Candidate, apply_rewrites, splits
 from qompose.transforming import transformed
 from qompose.tying import one_table_each
 
 
 def annotate_program(
-    exported: GraphModule, quantizer: Quantizer
+    exported: GraphModule, quantizer: Quantizer, *, trains: bool = False
 ) -> tuple[GraphModule, Composition, tuple[Rewrite, ...]]:
     """Propose and compose on a copy with all rewrites, then with those that turned out to be covered.
 
-    `quantizer` is bound to the program (`Quantizer.bound`).
+    Args:
+        quantizer: bound to the program (`Quantizer.bound`).
+        trains: the program is to be trained, and is not repaired.
     """
     found = wanted_rewrites(exported, quantizer)
+    if trains:
+        found = [candidate for candidate in found if candidate.rewrite != ADD_BIAS]
     folds = [c for c in found if c.rewrite == FOLD_BATCH_NORM and c.obstacle is None]
     folded, _ = _rewritten(exported, folds)
 
@@ -53,7 +59,12 @@ def annotate_program(
     composition.notes += tied
     named = zip(candidates, made.pieces, strict=True)
     covering = [Rewrite(c.rewrite, c.nodes, p) for c, p in named]
-    return made.working, composition, (*covering, *made.own)
+    if trains:
+        composition.notes += not_in_training(composition.chosen)
+        return made.working, composition, (*covering, *made.own)
+    equalized, impossible = equalize(made.working, composition.chosen)
+    composition.notes += impossible
+    return made.working, composition, (*covering, *made.own, *equalized)
 
 
 @dataclass(frozen=True)

@@ -47,13 +47,17 @@ FakeQuantize = Callable[[Tensor], Tensor]
 class Balance:
     """Which side of which products a group's tensor is on, and its channel dimension.
 
-    `weights` and `biases` name the parameters, one for each product; "" is no bias.
+    `weights` and `biases` name the parameters, one for each product; "" is no bias. `repair` is the word by
+    which somebody asked for factors that pay in accuracy alone. `absorbers` name parameters of what makes
+    the tensor that divide it in place of an operator.
     """
 
     side: str
     dim: int
     weights: tuple[str, ...]
     biases: tuple[str, ...]
+    repair: str = ""
+    absorbers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,7 @@ class Channels:
 class Factors:
     """What a side is divided by before quantization, shape `(C,)`, and the parameters it then has.
 
+    Parameters that are chosen at run time are not those that it has here.
     `gain` is the error without factors over the one with them, both measured on rows held back.
     """
 
@@ -107,18 +112,29 @@ Choose = Callable[[Tensor, Tensor], "tuple[Tensor, Tensor]"]
 
 @dataclass(frozen=True)
 class Scheme:
-    """How a group is quantized: its integers, and the formula for its parameters."""
+    """How a group is quantized: its integers, and the formula for its parameters.
+
+    `per_row` tells that they are chosen at run time, from each row.
+    """
 
     low: int
     high: int
     choose: Choose
+    per_row: bool = False
+
+    def simulate(self, x: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
+        """Quantize rows, `(N, C)`, and dequantize them."""
+        if self.per_row:
+            scale, zero_point = self.choose(x.amin(1, keepdim=True), x.amax(1, keepdim=True))
+        return fake_quantize(x, scale, zero_point, self.low, self.high)
 
 
 def balance_input(
     channels: Channels,
     products: Sequence[tuple[Tensor, FakeQuantize]],
     scheme: Scheme,
-    qparams: tuple[Tensor, Tensor],
+    qparams: tuple[Tensor, Tensor] | None,
+    needed: float | None = None,
 ) -> Factors | None:
     """Return factors for the input of products, or None where none are worthwhile.
 
@@ -127,7 +143,8 @@ def balance_input(
 
     Args:
         products: weights, shape `(out, C, ...)`, each with the way it is going to be quantized.
-        qparams: scale and zero point without factors.
+        qparams: scale and zero point without factors; None where they are chosen at run time.
+        needed: how many times smaller the error has to become; None where it has to be worth its time.
     """
     heaviest = torch.stack([w.abs().transpose(0, 1).flatten(1).amax(1) for w, _ in products]).amax(
         0
@@ -137,11 +154,12 @@ def balance_input(
         return seen.largest**exponent / heaviest.clamp(min=1e-30) ** (1 - exponent)
 
     def error(sample: Tensor, factors: Tensor, scale: Tensor, zero_point: Tensor) -> float:
-        quantized = fake_quantize(sample / factors, scale, zero_point, scheme.low, scheme.high)
+        quantized = scheme.simulate(sample / factors, scale, zero_point)
         return sum(_product_error(sample, quantized, factors, *p) for p in products)
 
     sizes = [partial(size, exponent=exponent) for exponent in _EXPONENTS]
-    needed = _needed_gain(weight.numel() // weight.shape[1] for weight, _ in products)
+    if needed is None:
+        needed = _needed_gain(weight.numel() // weight.shape[1] for weight, _ in products)
     return _best(channels, sizes, scheme, qparams, error, needed)
 
 
@@ -188,7 +206,7 @@ def _best(
     channels: Channels,
     sizes: Sequence[Callable[[Channels], Tensor]],
     scheme: Scheme,
-    qparams: tuple[Tensor, Tensor],
+    qparams: tuple[Tensor, Tensor] | None,
     error: Callable[[Tensor, Tensor, Tensor, Tensor], float],
     needed: float,
 ) -> Factors | None:
@@ -226,13 +244,15 @@ def _powers_of_two(sizes: Tensor) -> Tensor:
 
 
 def _divided_range(
-    channels: Channels, factors: Tensor, scheme: Scheme, qparams: tuple[Tensor, Tensor]
+    channels: Channels, factors: Tensor, scheme: Scheme, qparams: tuple[Tensor, Tensor] | None
 ) -> tuple[Tensor, Tensor]:
     """Search the range of the divided tensor on the sample, within the range that was seen.
 
     A sample misses the rarest extremes, so no more of the range is cut off than all of the data allowed
-    for the undivided tensor, whose parameters are `qparams`.
+    for the undivided tensor, whose parameters are `qparams`. At run time nothing is cut off.
     """
+    if qparams is None:
+        return (channels.low / factors).amin(), (channels.high / factors).amax()
     histogram = Histogram()
     histogram.add(channels.sample / factors)
     histogram.minimum = float((channels.low / factors).amin())

@@ -174,9 +174,12 @@ class Capabilities(Sequence[Capability]):
             return [r for r in self.rows if asked.is_about(r.pattern, r.drawing, r.operators)]
 
         asked, found, notes = _unfolded(asked, config, find)
-        written = with_stand_ins(config)  # as in the data; balancing is no matter of support
+        written = with_stand_ins(
+            config
+        )  # as in the data; balancing and repairs are no matter of support
         for row in found:
-            if row.settings == replace(written, balance=row.settings.balance):
+            theirs = row.settings
+            if theirs == replace(written, balance=theirs.balance, repairs=theirs.repairs):
                 told = (*notes, *_doubts(row.guarded or row.condition))
                 return Support(True, "", row.backend, row.pattern, row.kernels, told)
         listed = ", ".join(dict.fromkeys(row.config for row in found))

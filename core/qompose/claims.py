@@ -105,12 +105,16 @@ class AddedBias:
 
 @dataclass(frozen=True)
 class Product:
-    """The parameters of a claimed product, and which dimensions of its tensors its channels are."""
+    """The parameters of a claimed product, and which dimensions of its tensors its channels are.
+
+    `balanced` tells whether its configuration lets them be balanced (`qompose.balancing`).
+    """
 
     weight: str
     bias: str
     input_dim: int
     output_dim: int
+    balanced: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,8 +126,8 @@ class Claim:
     least one, gives a tensor that is quantized already. With `needs_reader` it stands only where another
     claim reads its output as integers. `mode` is "static", "dynamic" or "weight-only".
     `instead_of` are operators of the program in whose place its nodes stand, where a `Change` made these.
-    `product` is set where the claim's configuration lets its channels be balanced, `bias` where its kernel
-    adds a bias as an integer.
+    `product` is set where the claim's configuration lets its channels have factors, `bias` where its kernel
+    adds a bias as an integer. `repairs` are those that the configuration asks for, of a rule with a weight.
     """
 
     owner: str
@@ -143,6 +147,7 @@ class Claim:
     product: Product | None = None
     bias: AddedBias | None = None
     instead_of: tuple[str, ...] = ()
+    repairs: tuple[str, ...] = ()
 
     @property
     def territory(self) -> frozenset[str]:

@@ -24,8 +24,9 @@ from qompose.nested import nodes_in
 from qompose.observers import Observer
 from qompose.observing import observer_nodes, observers_of, unbalanced
 from qompose.plan import Record, record_of
+from qompose.repairs.means import MeanObserver, Means, mean_observers
 from qompose.sites import Site, sites_of
-from qompose.statistics_files import Entry, range_of, read, same, write
+from qompose.statistics_files import Entry, SiteMeans, range_of, read, same, write
 
 
 @dataclass(frozen=True)
@@ -49,12 +50,14 @@ class Statistics:
         fingerprint: of the model (`qompose.fingerprints`).
         batches: how many of them a calibration that can be resumed has seen, else 0.
         left_out: the tensors whose observers are of other packages, which give no statistics away.
+        means: of the channels of inputs that bias correction goes by, by site.
     """
 
     entries: tuple[Entry, ...]
     fingerprint: str = ""
     batches: int = 0
     left_out: tuple[str, ...] = ()
+    means: SiteMeans = ()
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -74,7 +77,7 @@ class Statistics:
             OSError: it cannot be written.
         """
         facts = {"fingerprint": self.fingerprint, "batches": self.batches}
-        write(Path(path), self.entries, {**facts, "left_out": list(self.left_out)})
+        write(Path(path), self.entries, {**facts, "left_out": list(self.left_out)}, self.means)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Statistics:
@@ -90,6 +93,7 @@ class Statistics:
             str(facts.get("fingerprint", "")),
             facts.get("batches", 0),
             tuple(facts.get("left_out", ())),
+            facts["means"],
         )
 
     def merged(self, *others: Statistics) -> Statistics:
@@ -124,7 +128,20 @@ class Statistics:
             self.fingerprint,
             self.batches + other.batches,
             tuple(dict.fromkeys([*self.left_out, *other.left_out])),
+            self._merged_means(other),
         )
+
+    def _merged_means(self, other: Statistics) -> SiteMeans:
+        """Return the means of all data; those of a tensor that one of both saw without them are lost."""
+        mine, theirs = dict(self.means), dict(other.means)
+        seen = self._by_site().keys(), other._by_site().keys()
+        found = {}
+        for site in sorted({*mine, *theirs}):
+            if site in mine and site in theirs:
+                found[site] = mine[site].merged(theirs[site])
+            elif site not in seen[site in mine]:
+                found[site] = (mine if site in mine else theirs)[site]
+        return tuple(found.items())
 
     def _check_model(self, fingerprint: str, whose: str) -> None:
         if self.fingerprint != fingerprint:
@@ -136,10 +153,13 @@ class Statistics:
     def diff(self, other: Statistics) -> tuple[Difference, ...]:
         """Return the tensors of which the two do not say the same."""
         mine, theirs = self._by_site(), other._by_site()
+        means, others = dict(self.means), dict(other.means)
+        apart = [s for s in means if s in others and not means[s].same(others[s])]
         said = (
             Difference(site, *(described(m[site]) if site in m else "" for m in (mine, theirs)))
             for site in sorted({*mine, *theirs})
             if not (site in mine and site in theirs and same(mine[site], theirs[site]))
+            or site in apart
         )
         return tuple(
             difference
@@ -190,6 +210,7 @@ class Statistics:
         if not another_model:
             self._check_model(record.fingerprint, "this one is")
         found, lacking = self._matched(prepared, record)
+        means = self._matched_means(prepared, lacking)
         if lacking and not partial:
             raise StatisticsError(
                 "these statistics lack what observers need:\n"
@@ -198,7 +219,23 @@ class Statistics:
             )
         for observer, facts in found:
             _take(observer, facts)
+        for watching, seen in means:
+            watching.take(seen)
         return prepared
+
+    def _matched_means(
+        self, prepared: GraphModule, lacking: list[str]
+    ) -> list[tuple[MeanObserver, Means]]:
+        """Return each observer of means with what it is to go by; add what is lacking to the others."""
+        known, found = dict(self.means), []
+        for site, observer in _watching_means(prepared):
+            if site not in known:
+                lacking.append(f"{site}: no means of its channels, by which biases are corrected")
+            elif known[site].total.shape != observer.total.shape:
+                lacking.append(f"{site}: means of other channels")
+            else:
+                found.append((observer, known[site]))
+        return found
 
     def _matched(
         self, prepared: GraphModule, record: Record
@@ -237,7 +274,16 @@ def statistics(prepared: GraphModule) -> Statistics:
         facts: Facts = observer.facts()
         if facts.values or facts.set_range is not None:
             entries[sites] = copy.deepcopy(facts)  # the observers may go on
-    return Statistics(_ordered(entries), record.fingerprint, 0, tuple(left_out))
+    means = {site: seen for site, o in _watching_means(prepared) if (seen := o.means()).count}
+    ordered = tuple((site, means[site]) for site in sorted(means))
+    return Statistics(_ordered(entries), record.fingerprint, 0, tuple(left_out), ordered)
+
+
+def _watching_means(prepared: GraphModule) -> Iterator[tuple[Site, MeanObserver]]:
+    sites = sites_of(prepared)
+    for _, value, observer in mean_observers(prepared):
+        if value in sites:
+            yield sites[value], observer
 
 
 def order_dependent(prepared: GraphModule) -> list[str]:

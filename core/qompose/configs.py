@@ -221,6 +221,11 @@ def _read_spec(data: Any, path: str) -> Any:
 SPEC = optional(Codec(_write_spec, _read_spec))
 SETTINGS = record(
     QuantizationConfig,
-    {**dict.fromkeys(ROLES, SPEC), "is_qat": BOOLEAN, "balance": BOOLEAN, "name": TEXT},
+    {
+        **dict.fromkeys(ROLES, SPEC),
+        **dict.fromkeys(("is_qat", "balance"), BOOLEAN),
+        "name": TEXT,
+        "repairs": sequence(TEXT),
+    },
 )
 CONFIG = optional(SETTINGS)

@@ -39,10 +39,12 @@ from qompose.graph import (
     tag,
     value_of,
 )
+from qompose.leftovers import kept_in_float
 from qompose.nested import nodes_in
 from qompose.numerics import DEFAULT_EPS, along
-from qompose.observing import integer_bounds
+from qompose.observing import integer_bounds, unbalanced
 from qompose.plan import Plan
+from qompose.repairs.correction import correct_biases
 from qompose.schemes import (
     OperatorPair,
     QParams,
@@ -74,10 +76,9 @@ def convert_observers(
 ) -> Conversion:
     """Replace all observers of a prepared model, in place; until nothing can fail, leave it alone.
 
-    What other packages' observers do that convert themselves can fail in the middle.
-
-    A claim whose tensor held mask values (infinities, or values near the dtype's largest) is dropped:
-    its region stays in float.
+    What other packages' observers do that convert themselves can fail in the middle. A claim
+    whose tensor held mask values (infinities, or values near the dtype's largest) is dropped: its region
+    stays in float.
 
     Raises:
         UncalibratedError: an observer saw nothing, and `allow_uncalibrated` is False.
@@ -86,15 +87,17 @@ def convert_observers(
     """
     estimation = Estimation(model, plan)
     estimation.run(allow_uncalibrated=allow_uncalibrated)
-    biases = [name for group in plan.groups if group.balance for name in group.balance.biases]
-    estimation.factoring.store_constants(biases)
+    sides = [group.balance for group in plan.groups if group.balance is not None]
+    names = [name for side in sides for name in (*side.biases, *side.absorbers)]
+    estimation.factoring.store_constants(names)
+    corrected = correct_biases(model, plan, estimation)
     converter = _Converter(model, plan, estimation, fold_quantize=fold_quantize)
-    findings = estimation.findings()
+    findings = [*estimation.findings(), *corrected.refused]
     converter.replace_all()
-    findings += converter.delegated
-    findings += converter.kept_in_float() if fold_quantize else []
-    balanced = estimation.factoring.described()
-    return Conversion(estimation.dropped, balanced, findings, estimation.switches)
+    beside = kept_in_float(model, converter.quantized) if fold_quantize else []
+    findings += [*converter.delegated, *beside]
+    made = [*estimation.factoring.described(), *corrected.made]
+    return Conversion(estimation.dropped, made, findings, estimation.switches)
 
 
 def fold_quantized_constants(model: GraphModule) -> None:
@@ -205,8 +208,7 @@ class _Converter:
             factoring.store_constants([value.name])
             quantized = self._quantized(node, value, pair)
         else:
-            if factors is not None and balance is not None and balance.side == INPUT:
-                value = self._scaled(value, 1 / factors.values, balance.dim, before=node)
+            value = self._divided(value, number, before=node)
             quantized = self._quantized(node, value, pair)
         rescale = None
         if factors is not None and balance is not None and balance.side == OUTPUT:
@@ -276,15 +278,13 @@ class _Converter:
         if not self.readers[id(owner), target]:
             drop_attribute(owner, target)
 
-    def kept_in_float(self) -> list[str]:
-        """Name the parameters that are stored as floats beside their integers, and who reads those."""
-        return [
-            f"{node.target} stays in float beside its integers ({self.quantized[str(node.target)]} "
-            f"reads those): {', '.join(user.name for user in node.users)} "
-            f"{'is' if len(node.users) == 1 else 'are'} not quantized"
-            for node in nodes_in(self.model)
-            if node.op == "get_attr" and node.users and str(node.target) in self.quantized
-        ]
+    def _divided(self, value: Node, number: int, *, before: Node) -> Node:
+        """Divide an input by the factors of its channels, where what makes it has not done so."""
+        balance = self.plan.groups[number].balance
+        factors = self.estimation.factoring.factors.get(number)
+        if factors is None or balance is None or balance.side != INPUT or balance.absorbers:
+            return value
+        return self._scaled(value, 1 / factors.values, balance.dim, before=before)
 
     def _scaled(self, value: Node, vector: Tensor, dim: int, *, before: Node) -> Node:
         """Multiply each channel of a float tensor by a number of its own."""
@@ -297,7 +297,8 @@ class _Converter:
     def _dynamic(self, node: Node, value: Node, number: int, spec: Any) -> None:
         observer = self.estimation.observer(number)
         low, high = integer_bounds(spec, observer)
-        eps = float(getattr(observer, "eps", DEFAULT_EPS))
+        eps = float(getattr(unbalanced(observer), "eps", DEFAULT_EPS))
+        value = self._divided(value, number, before=node)
         choose, arguments = choosing_operator(spec, low, high, eps)
         reader, shaped = first_user(node), None
         if len(spec.block_size or ()) > 1:  # torch's operators know scales per token alone

@@ -11,7 +11,8 @@ from torch.fx import GraphModule, Node
 
 from qompose.claims import Claim, Composition
 from qompose.nested import nodes_in
-from qompose.rewrites import FOLD_BATCH_NORM, Candidate, find_rewrites, splits
+from qompose.repairs.words import BIAS_CORRECTION
+from qompose.rewrites import ADD_BIAS, FOLD_BATCH_NORM, Candidate, find_rewrites, splits
 
 Objection = Callable[[Claim, Sequence[Node]], "str | None"]
 """Why operators of the exported program must not be merged for a claim, None where they may be."""
@@ -64,14 +65,22 @@ def covered_rewrites(
         covered = [
             _with_objection(candidate, claims, nodes, objection)
             for candidate, pieces in zip(candidates, made.pieces, strict=True)
-            if (
-                claims := [c for c in made.composition.chosen if not c.territory.isdisjoint(pieces)]
-            )
+            if (claims := _holding(made.composition, candidate, pieces))
         ]
         if covered == candidates:
             return made, candidates, refused
         refused += [candidate for candidate in covered if candidate.obstacle is not None]
         candidates = [candidate for candidate in covered if candidate.obstacle is None]
+
+
+def _holding(composition: Composition, candidate: Candidate, pieces: Sequence[str]) -> list[Claim]:
+    """Return the claims that hold a piece of a rewrite; of one for a repair, those that ask for that."""
+    return [
+        claim
+        for claim in composition.chosen
+        if not claim.territory.isdisjoint(pieces)
+        and (candidate.rewrite != ADD_BIAS or BIAS_CORRECTION in claim.repairs)
+    ]
 
 
 def _claimed(composition: Composition) -> frozenset[str]:

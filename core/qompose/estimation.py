@@ -25,6 +25,7 @@ from qompose.nested import bodies_of, body_labels, is_nested_call, nodes_in
 from qompose.numerics import FLOAT_ZERO_POINT
 from qompose.observing import (
     GROUP_TAG,
+    BalancedObserver,
     channel_axis,
     check_observer,
     eps_of,
@@ -111,7 +112,8 @@ class Estimation:
         groups = range(len(self.plan.groups))
         self.factoring.decide(filter(self.alive, groups), self.dropped)
         for number, group in enumerate(self.plan.groups):
-            if self._needs_data(number) and not self.converts_itself(number):
+            known = not getattr(group.spec, "is_dynamic", False)
+            if known and self._needs_data(number) and not self.converts_itself(number):
                 self.qparams[number] = self._calculate(number, group)
         self._widened = make_room(self.plan, self._nodes, self.qparams, self.dropped)
 
@@ -130,7 +132,8 @@ class Estimation:
         """
         spec: Any = self.plan.groups[number].spec
         without = spec.dtype.is_floating_point or getattr(spec, "is_dynamic", False)
-        return self.alive(number) and (not without or self.converts_itself(number))
+        watched = isinstance(self.observer(number), BalancedObserver)  # factors come from data
+        return self.alive(number) and (not without or watched or self.converts_itself(number))
 
     def reads_quantized(self, node: Node, user: Node, number: int) -> bool:
         """Tell whether a reader of an observer node wants integers: not if its claim was dropped."""
@@ -323,7 +326,7 @@ class Estimation:
             "that the bias behind it fits into the 32 bits that kernels add it in"
             for number, factor in self._widened.items()
         ]
-        return [*found, *self._coarse(), *self._lost_in_casts()]
+        return [*found, *self.factoring.refused, *self._coarse(), *self._lost_in_casts()]
 
     def _coarse(self) -> Iterator[str]:
         """Describe the tensors whose channels have few steps because of an observer's eps."""

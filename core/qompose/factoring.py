@@ -20,11 +20,18 @@ from qompose.balancing import (
     balance_input,
     balance_output,
 )
-from qompose.graph import constant_of, owner_of, set_attribute
+from qompose.graph import constant_of, describe, owner_of, set_attribute
 from qompose.numerics import DEFAULT_EPS, along, choose_qparams, fake_quantize, quantized_range
 from qompose.observing import BalancedObserver, eps_of, make_observer
 from qompose.plan import Group, Plan
 from qompose.schemes import Absorbed, axis_of, in_rows
+
+_FOR_NOTHING, _FOR_A_PASS = 1.05, 1.25
+"""How many times smaller an error has to become by a repair: where parameters do all of it, and where not."""
+_PER_TENSOR = {
+    torch.per_channel_affine: torch.per_tensor_affine,
+    torch.per_channel_symmetric: torch.per_tensor_symmetric,
+}
 
 
 class Factoring:
@@ -37,6 +44,7 @@ class Factoring:
 
     Attributes:
         factors: by group, what its channels are divided by before they are quantized.
+        refused: what was asked for by word and has no factors, with the reason.
     """
 
     def __init__(
@@ -49,6 +57,7 @@ class Factoring:
         self.plan, self._nodes = plan, nodes
         self._observers, self._group_of_value = observers, group_of_value
         self.factors: dict[int, Factors] = {}
+        self.refused: list[str] = []
         self._weights: dict[int, str] = {}  # by group
         self._absorbed: dict[str, list[tuple[Tensor, int]]] = defaultdict(list)
 
@@ -59,11 +68,13 @@ class Factoring:
             alive: groups that any claim still wants.
             dropped: claims that are not followed.
         """
-        for computed in (self.factors, self._weights, self._absorbed):
+        for computed in (self.factors, self.refused, self._weights, self._absorbed):
             computed.clear()
         for number in alive:
             balance = self.plan.groups[number].balance
-            if balance is not None:
+            if balance is not None and balance.repair:
+                self._repair(number, balance, dropped)
+            elif balance is not None:
                 self._balance(number, balance, dropped)
 
     def _balance(self, number: int, balance: Balance, dropped: Collection[int]) -> None:
@@ -93,6 +104,46 @@ class Factoring:
             self.factors[number] = factors
             self._absorb(balance, factors, groups)
 
+    def _repair(self, number: int, balance: Balance, dropped: Collection[int]) -> None:
+        """Decide on the factors that somebody asked for; say where there are none, and why."""
+        group, observer = self.plan.groups[number], self._observers[number]
+        reason, factors = None, None
+        if not isinstance(observer, BalancedObserver):
+            reason = "its observer was replaced"
+        elif any(claim in dropped for claim in group.claims):
+            reason = "one of its readers stays in float"
+        else:
+            factors = self._smooth(number, balance, observer)
+            reason = (
+                f"on calibration data held back no factors make the squared error {_needed(balance)} times "
+                "smaller, or there are fewer than 32 rows of it"
+            )
+        if factors is not None:
+            self.factors[number] = factors
+            self._absorb(balance, factors, [self._weight_group(name) for name in balance.weights])
+        else:
+            self.refused.append(f"{balance.repair} of {self._where(number)} was not made: {reason}")
+
+    def _smooth(self, number: int, balance: Balance, observer: BalancedObserver) -> Factors | None:
+        dynamic = getattr(self.plan.groups[number].spec, "is_dynamic", False)
+        products = []
+        for name in balance.weights:
+            quantize, weight = self._weight_quantizer(self._weight_group(name)), self.constant(name)
+            if _is_per_channel(self.plan.groups[self._weight_group(name)]):
+                products += [(rows, quantize) for _, _, rows in in_rows(weight)]
+            else:
+                products.append((weight, quantize))
+        qparams = None if dynamic else observer.calculate_qparams()
+        return balance_input(
+            observer.channels, products, self._scheme(number), qparams, _needed(balance)
+        )
+
+    def _where(self, number: int) -> str:
+        """Name the tensor of a group, and those who read it with their modules."""
+        points = self.plan.groups[number].points
+        users = ", ".join(describe(self._nodes[point.user]) for point in points if point.user)
+        return f"{points[0].source}, the input of {users}"
+
     def _scheme(self, number: int) -> Scheme:
         spec: Any = self.plan.groups[number].spec
         low, high = quantized_range(spec.dtype, spec.quant_min, spec.quant_max)
@@ -105,11 +156,11 @@ class Factoring:
                 dtype=spec.dtype,
                 quant_min=spec.quant_min,
                 quant_max=spec.quant_max,
-                qscheme=spec.qscheme,
+                qscheme=_PER_TENSOR.get(spec.qscheme, spec.qscheme),
                 eps=DEFAULT_EPS if eps is None else eps,
             )
 
-        return Scheme(low, high, choose)
+        return Scheme(low, high, choose, per_row=getattr(spec, "block_size", None) is not None)
 
     def _weight_quantizer(self, number: int) -> FakeQuantize:
         """Return what a weight of a group is going to be once it is quantized, per row."""
@@ -131,6 +182,8 @@ class Factoring:
             self._absorbed[name].append((vector, dim))
         for name in filter(None, balance.biases if outward else ()):
             self._absorbed[name].append((vector, 0))
+        for name in balance.absorbers:
+            self._absorbed[name].append((1 / factors.values, 0))
         self._weights.update(zip(weight_groups, balance.weights, strict=True))
 
     def rows_qparams(self, number: int) -> tuple[Tensor, Tensor] | None:
@@ -143,10 +196,14 @@ class Factoring:
         if name is None or constant is None:
             return None
         found = []
+        whole: Any = make_observer(self.plan.groups[number].spec)
+        per_channel = _is_per_channel(self.plan.groups[number])
         for _, _, rows in in_rows(constant, self.absorbed(name)):
-            observer: Any = make_observer(self.plan.groups[number].spec)
+            observer: Any = make_observer(self.plan.groups[number].spec) if per_channel else whole
             observer(rows)
             found.append(observer.calculate_qparams())
+        if not per_channel:
+            return whole.calculate_qparams()  # type: ignore[no-any-return]
         scales, zero_points = zip(*found, strict=True)
         return torch.cat(scales), torch.cat(zero_points)
 
@@ -179,11 +236,26 @@ class Factoring:
 
     def described(self) -> list[str]:
         """Describe the tensors whose channels got factors."""
-        return [
-            f"channels of {self.plan.groups[number].points[0]} were balanced: "
-            f"squared error on calibration data held back {factors.gain:.1f} times smaller"
-            for number, factors in self.factors.items()
-        ]
+        return [self._described(number, factors) for number, factors in self.factors.items()]
+
+    def _described(self, number: int, factors: Factors) -> str:
+        gain = f"squared error on calibration data held back {factors.gain:.1f} times smaller"
+        balance = self.plan.groups[number].balance
+        if balance is None or not balance.repair:
+            return f"channels of {self.plan.groups[number].points[0]} were balanced: {gain}"
+        how = "by a product in the graph"
+        if balance.absorbers:
+            paths = (str(self._nodes[name].target) for name in balance.absorbers)
+            how = f"by {' and '.join(paths)}"
+        moved, most = int((factors.values > 1).sum()), float(factors.values.max())
+        return (
+            f"{balance.repair} of {self._where(number)}: {moved} of {len(factors.values)} channels divided "
+            f"by up to {most:g}, {how}; {gain}"
+        )
+
+
+def _needed(balance: Balance) -> float:
+    return _FOR_NOTHING if balance.absorbers else _FOR_A_PASS
 
 
 def _is_per_channel(group: Group) -> bool:

@@ -200,7 +200,8 @@ def _check_operators(claims: Sequence[Claim]) -> None:
 
 def _undone(claims: Sequence[Claim]) -> Iterator[str]:
     """Say which parts of claims no host follows."""
-    balanced = Counter(claim.owner for claim in claims if claim.product is not None)
+    yield from _unrepaired(claims)
+    balanced = Counter(c.owner for c in claims if c.product is not None and c.product.balanced)
     for owner, number in balanced.items():
         yield (
             f"{owner}: the channels of {number} product{'s' * (number > 1)} are not balanced; a "
@@ -213,6 +214,15 @@ def _undone(claims: Sequence[Claim]) -> Iterator[str]:
                 f"{claim.owner}, rule {claim.rule}: nobody checks that its kernel takes the scale and zero "
                 f"point of {', '.join(points)}"
             )
+
+
+def _unrepaired(claims: Sequence[Claim]) -> Iterator[str]:
+    asked = Counter((claim.owner, word) for claim in claims for word in claim.repairs)
+    for (owner, word), number in asked.items():
+        yield (
+            f"{owner}: {word} of {number} product{'s' * (number > 1)} is not made; a configuration without "
+            "repairs does not ask for it"
+        )
 
 
 def _unclaimed(composition: Composition, claims: Sequence[Claim]) -> Iterator[str]:

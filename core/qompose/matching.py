@@ -226,6 +226,7 @@ def _claim(
         needs_reader=rule.carries,
         product=_product(rule, match, config),
         bias=_added_bias(rule, match, operands, config),
+        repairs=config.repairs if rule.weight else (),
     )
 
 
@@ -242,19 +243,21 @@ def _added_bias(
 
 
 def _product(rule: Rule, match: Match, config: QuantizationConfig) -> Product | None:
-    """Return what balancing needs to know, where the configuration allows it and weights can absorb it."""
+    """Return what factors of channels need to know, where any are wanted and weights can absorb them."""
     weight = match.node(rule.weight) if rule.weight else None
     bias = match.captures.get(rule.bias) if rule.bias else None
     source = match.node(rule.activations[0]) if rule.activations else None
-    if not config.balance or rule.channels is None or weight is None or source is None:
+    wanted = config.balance or config.repairs
+    if not wanted or rule.channels is None or weight is None or source is None:
         return None
     if isinstance(bias, Node) and constant_of(bias) is None:
         return None
-    dims = [
+    name = bias.name if isinstance(bias, Node) else ""
+    one, other = (
         dim % value_of(node).dim()
         for dim, node in zip(rule.channels, (source, match.output), strict=True)
-    ]
-    return Product(weight.name, bias.name if isinstance(bias, Node) else "", *dims)
+    )
+    return Product(weight.name, name, one, other, config.balance)
 
 
 def _needs(rule: Rule, match: Match, config: QuantizationConfig) -> tuple[str, ...]:

@@ -60,6 +60,8 @@ from qompose.plan import Plan, Record, attach, record_of
 from qompose.planning import notes_on_ranges, plan_groups
 from qompose.preparation import insert_observers
 from qompose.quantizer import Quantizer, labelled
+from qompose.repairs.equalization import equalized_identity
+from qompose.repairs.smoothing import smoothed
 from qompose.representation import Representation, represent
 from qompose.requirements import objections, requirements_of, warn
 from qompose.rule_quantizer import RuleQuantizer
@@ -153,13 +155,14 @@ def _prepared(
         training = evaluation_form(exported) if trains else None
         state = isolate(exported)
         quantizer = quantizer.bound(exported)
-        working, record = _planned(exported, quantizer, strict)
+        working, record = _planned(exported, quantizer, strict, trains)
     say_if_nothing_was_quantized(record.plan, working, strict=strict)
     with _without_collection():
         clear_annotations(working)
         write_annotations(working, record.plan.claims)
         with blaming(f"{quantizer.name}: validate"):
             quantizer.validate(working)
+        identity = equalized_identity(identity, record.plan.rewrites)
         record = replace(record, state=state, fingerprint=identity)
         notes = _observe(working, exported, record, quantizer, trains=trains)
         plan = replace(record.plan, notes=(*record.plan.notes, *notes))
@@ -178,11 +181,7 @@ def _observe(
     *,
     trains: bool,
 ) -> list[str]:
-    """Insert observers, in place; or fake-quantizers, and what is trained with them.
-
-    Returns:
-        what reports are to say of it.
-    """
+    """Insert observers, in place, or fake-quantizers and what is trained with them; return notes on it."""
     plan, callback = record.plan, quantizer.prepare_obs_or_fq_callback
     groups = plan.groups
     if trains:  # factors would be decided once and for all, and weights find their own way
@@ -195,16 +194,16 @@ def _observe(
 
 
 def _planned(
-    exported: GraphModule, quantizer: Quantizer, strict: bool
+    exported: GraphModule, quantizer: Quantizer, strict: bool, trains: bool
 ) -> tuple[GraphModule, Record]:
     """Return the program with its rewrites, and the record of what is going to be done to it."""
-    working, composition, rewrites = annotate_program(exported, quantizer)
+    working, composition, rewrites = annotate_program(exported, quantizer, trains=trains)
     identify(working)
     unmatched = quantizer.check_program(exported)
     if strict and unmatched:
         raise UserError("strict=True:\n" + "\n".join(f"  - {note}" for note in unmatched))
     claims = tuple(composition.chosen)
-    groups = plan_groups(working, claims)
+    groups, unsmoothed = smoothed(working, claims, plan_groups(working, claims))
     operators = survey(exported, working, composition, rewrites)
     plan = Plan(
         claims=claims,
@@ -216,7 +215,7 @@ def _planned(
             *unmatched,
             *composition.notes,
             *claims_elsewhere(claims, operators),
-            *notes_on_ranges(claims, groups),
+            *(*notes_on_ranges(claims, groups), *unsmoothed),
             *notes_on_members(quantizer, composition),
         ),
         float_bytes=state_bytes(exported),

@@ -81,12 +81,14 @@ class Rewrite:
     """A rewrite: the program differs from the exported one there, if only by rounding.
 
     `nodes` are the operators that were removed or changed, `pieces` those that stand in their place. A
-    claim holds one of them, unless a quantizer's own transform made them: that stands in any case.
+    claim holds one of them, unless a quantizer's own transform made them: that stands in any case. There
+    are none where parameters alone were changed. `effect` says how much that was.
     """
 
     name: str
     nodes: tuple[str, ...]
     pieces: tuple[str, ...]
+    effect: str = ""
 
     @property
     def member(self) -> str:
@@ -95,7 +97,8 @@ class Rewrite:
 
     def __str__(self) -> str:
         if not self.member:
-            return f"{self.name}: {', '.join(self.nodes)}"
+            effect = f"; {self.effect}" if self.effect else ""
+            return f"{self.name}: {', '.join(self.nodes)}{effect}"
         made = ", ".join(self.pieces) or "nothing"
         return f"{self.name}: {', '.join(self.nodes) or 'nothing'} became {made}"
 

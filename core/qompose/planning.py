@@ -117,7 +117,9 @@ def _balance(
     """Return how a group's channels may be balanced: at the border to float, on one side of products."""
     products = [solver.claims[number].product for number in group.claims]
     source = group.points[0].source
-    if any(p is None for p in products) or any(point.source != source for point in group.points):
+    balanced = all(product is not None and product.balanced for product in products)
+    balanced = balanced and not getattr(group.spec, "is_dynamic", False)
+    if not balanced or any(point.source != source for point in group.points):
         return None
     known = [product for product in products if product is not None]
     parameters = [name for p in known for name in (p.weight, p.bias) if name]

@@ -28,6 +28,9 @@ from qompose.observing import (
 )
 from qompose.oversight import overseen
 from qompose.plan import Group
+from qompose.repairs.correction import wanted_means
+from qompose.repairs.means import watch_means
+from qompose.repairs.smoothing import watching
 from qompose.specs import EdgeOrNode
 from qompose.subjects import subject_of
 
@@ -61,6 +64,8 @@ def insert_observers(
     inserter = _Inserter(nodes, observers)
     for name, wanted in values.items():
         inserter.observe_value(nodes[name], wanted)
+    if not simulate:
+        watch_means(wanted_means(claims, nodes))
 
 
 def _observers(
@@ -147,7 +152,8 @@ def _observer(
         raise ConfigError(f"{subject}: {error}") from error
     if group.balance is None or fixed_parameters(observer) is not None:
         return observer
-    return BalancedObserver(observer, group.balance.dim)
+    inner = watching(observer) if getattr(group.spec, "is_dynamic", False) else observer
+    return BalancedObserver(inner, group.balance.dim)
 
 
 def _set_subject(observer: nn.Module, subject: str) -> None:

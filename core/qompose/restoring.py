@@ -11,6 +11,7 @@ from torch.fx import GraphModule
 
 from qompose.guarding import guard_of
 from qompose.observing import DerivedObserver, observer_nodes, observers_of
+from qompose.repairs.means import mean_observers
 from qompose.screening import Screen
 
 State: TypeAlias = "tuple[Any, dict[str, Any], Screen | None]"
@@ -19,7 +20,9 @@ State: TypeAlias = "tuple[Any, dict[str, Any], Screen | None]"
 def states_of(model: GraphModule) -> list[State]:
     """Return a copy of all that the observers of a prepared model have seen; `restore` puts it back."""
     kept = []
-    for observer in {id(o): o for o in observers_of(observer_nodes(model)).values()}.values():
+    observers = [*observers_of(observer_nodes(model)).values()]
+    observers += [observer for _, _, observer in mean_observers(model)]
+    for observer in {id(o): o for o in observers}.values():
         if not isinstance(observer, DerivedObserver):  # which has seen nothing, and knows others
             guard = guard_of(observer)
             state = {k: copy.deepcopy(v) for k, v in vars(observer).items() if k != "forward"}

@@ -28,6 +28,7 @@ from qompose.graph import (
     example_of,
     free_attribute,
     is_float_tensor,
+    read_attribute,
     set_attribute,
     tag,
     value_of,
@@ -39,6 +40,8 @@ aten = torch.ops.aten
 
 FOLD_BATCH_NORM = "fold_batch_norm"
 SCALAR_TO_TENSOR = "scalar_to_tensor"
+ADD_BIAS = "add_bias"
+"""A product without a bias gets one of zeros, for repairs to change."""
 
 
 @dataclass(frozen=True)
@@ -256,6 +259,32 @@ def _scalar_to_tensor(module: GraphModule, node: Node) -> tuple[str, ...]:
     return (node.name,)
 
 
+def _find_no_bias(node: Node, consumers: Consumers) -> Iterator[Candidate]:
+    without = node.target in FOLDABLE and all(argument is None for argument in node.args[2:3])
+    folds = any(user.target is aten.batch_norm.default for user in node.users)
+    if without and "bias" not in node.kwargs and not folds:  # folding gives it one
+        computed = _constant_or_none(node.args[1]) is None
+        obstacle = f"the weight of {describe(node)} is computed" if computed else None
+        yield Candidate(ADD_BIAS, (node.name,), obstacle)
+
+
+def _add_bias(module: GraphModule, node: Node) -> tuple[str, ...]:
+    weight_node = node.args[1]
+    assert isinstance(weight_node, Node)
+    weight = constant_of(weight_node)
+    assert weight is not None
+    linear = node.target is aten.linear.default
+    channels = value_of(node).shape[-1 if linear else 1 - weight.dim()]
+    path = f"{str(weight_node.target).rpartition('.')[0]}.bias".lstrip(".")
+    path = free_attribute(module, path)
+    set_attribute(module, path, weight.detach().new_zeros(channels))
+    with module.graph.inserting_before(node):
+        read = read_attribute(module, path, node)
+    read.meta.pop("custom", None)  # what is known of the product is not known of its bias
+    node.args = (*node.args[:2], read, *node.args[3:])
+    return (node.name,)
+
+
 def _split(name: str) -> tuple[Find, Apply]:
     def find(node: Node, consumers: Consumers) -> Iterator[Candidate]:
         if node.target in DECOMPOSITIONS[name]:
@@ -267,5 +296,6 @@ def _split(name: str) -> tuple[Find, Apply]:
 _REWRITES: dict[str, tuple[Find, Apply]] = {
     FOLD_BATCH_NORM: (_find_batch_norm, _fold_batch_norm),
     SCALAR_TO_TENSOR: (_find_scalar, _scalar_to_tensor),
+    ADD_BIAS: (_find_no_bias, _add_bias),
     **{name: _split(name) for name in DECOMPOSITIONS},
 }

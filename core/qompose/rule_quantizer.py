@@ -19,6 +19,8 @@ from qompose.graph import owner_of
 from qompose.hosting import annotate_for_host, name_observers
 from qompose.matching import propose_rules
 from qompose.quantizer import Quantizer, labelled
+from qompose.repairs.words import BIAS_CORRECTION
+from qompose.rewrites import ADD_BIAS
 from qompose.selection import Assignment
 from qompose.selectors import (
     ObjectType,
@@ -190,6 +192,8 @@ class RuleQuantizer(Quantizer):
             copied._assignment, copied._is_bound = Assignment(self._selectors, exported), True
         except SelectorError as error:
             raise SelectorError(f"{self.name}: {error}") from None
+        if any(BIAS_CORRECTION in config.repairs for config in self._selectors.configs()):
+            copied.rewrites = (*self.rewrites, ADD_BIAS)
         return copied
 
     def _assigned(self, program: GraphModule) -> Assignment:

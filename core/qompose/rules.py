@@ -80,7 +80,7 @@ class Rule:
         integer_bias: the kernel adds the bias as an integer, in steps of input scale times weight scale;
             the converted model adds what that integer stands for.
         channels: the (input, output) dimensions that belong to dimensions 1 and 0 of the weight; None
-            where the rule is no plain product (up to a relu). They allow balancing.
+            where the rule is no plain product (up to a relu). They allow balancing, and SmoothQuant.
         output: whether the output gets `config.output_activation`.
         shares: inputs and output have the same scale and zero point (views, pooling, concatenation).
         carries: the operator computes nothing, so that the rule applies only where something quantized

@@ -17,6 +17,7 @@ from qompose.errors import ConfigError
 from qompose.factories import class_of, converts_itself
 from qompose.kinship import QUANTIZERS, acquaint, kin_of
 from qompose.numerics import FLOAT_ZERO_POINT, PER_CHANNEL, SYMMETRIC, quantized_range
+from qompose.repairs.words import checked_repairs
 
 if TYPE_CHECKING:
     from dataclasses import Field
@@ -251,8 +252,8 @@ class QuantizationConfig:
     """A specification per role of an operator. None leaves that role in float.
 
     `balance` lets channels of very different size get factors of their own at the border to float
-    operators (`qompose.balancing`); the report lists where that was done. `name` is how reports call the
-    configuration; it takes no part in comparisons.
+    operators (`qompose.balancing`); the report lists where that was done, and where the `repairs` of
+    `qompose.repairs.words` were made. `name` is what reports say; it takes no part in comparisons.
     """
 
     input_activation: QuantizationSpec | FixedQParamsQuantizationSpec | None
@@ -262,6 +263,11 @@ class QuantizationConfig:
     is_qat: bool = False
     balance: bool = False
     name: str = field(default="", compare=False)
+    repairs: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        asked = checked_repairs(self.repairs, self.mode, self.weight) if self.repairs else ()
+        object.__setattr__(self, "repairs", asked)
 
     def without(self, *roles: str) -> QuantizationConfig:
         """Return this configuration with roles left in float: "activation" (inputs and outputs), "weight".

@@ -24,6 +24,7 @@ from qompose.drafts import draft_of
 from qompose.errors import StatisticsError
 from qompose.facts import Channels, Facts
 from qompose.histogram import BINS, Histogram
+from qompose.repairs.means import Means
 from qompose.row_sample import RowSample
 from qompose.screening import Screen
 from qompose.sites import Site
@@ -46,7 +47,13 @@ class Entry:
     facts: Facts
 
 
-def write(path: Path, entries: Sequence[Entry], facts: Mapping[str, Any]) -> None:
+SiteMeans = tuple[tuple[Site, Means], ...]
+"""The means of the channels of some tensors, by their sites."""
+
+
+def write(
+    path: Path, entries: Sequence[Entry], facts: Mapping[str, Any], means: SiteMeans = ()
+) -> None:
     """Write a file of the kind that its name says; one that exists is replaced at once, or not at all.
 
     Raises:
@@ -70,6 +77,8 @@ def write(path: Path, entries: Sequence[Entry], facts: Mapping[str, Any]) -> Non
             for entry in entries
         ],
     }
+    if means:
+        data["means"] = [_means_to_data(site, found, put) for site, found in means]
     if kind == _BINARY:
         data["digest"] = _digest(tensors)
     text = json.dumps(data, allow_nan=False, indent=1 if kind == _TEXT else None)
@@ -84,7 +93,7 @@ def write(path: Path, entries: Sequence[Entry], facts: Mapping[str, Any]) -> Non
 
 
 def read(path: Path) -> tuple[tuple[Entry, ...], dict[str, Any]]:
-    """Return the entries of a file and the facts beside them.
+    """Return the entries of a file and the facts beside them, `means` among these.
 
     Raises:
         StatisticsError: it is no such file, damaged, or of a newer version.
@@ -104,6 +113,7 @@ def read(path: Path) -> tuple[tuple[Entry, ...], dict[str, Any]]:
             raise ValueError("its numbers are not those that were written")
         get: Get = torch.tensor if kind == _TEXT else tensors.__getitem__
         entries = tuple(_entry(item, get) for item in data.pop("entries"))
+        data["means"] = tuple(_means(item, get) for item in data.get("means", ()))
         _check_whole(entries, data)
     except (
         SafetensorError, ValueError, TypeError, LookupError, AttributeError, OverflowError,
@@ -211,6 +221,18 @@ def _channels_to_data(seen: Channels, put: Put) -> dict[str, Any]:
             "counts": put(found.counts[channels, bins]),
         }
     return data
+
+
+def _means_to_data(site: Site, found: Means, put: Put) -> dict[str, Any]:
+    largest = _number(found.largest)
+    return {"site": vars(site), "total": put(found.total), "count": found.count, "largest": largest}
+
+
+def _means(data: Mapping[str, Any], get: Get) -> tuple[Site, Means]:
+    total, count, largest = get(data["total"]), int(data["count"]), float(data["largest"])
+    if total.dim() != 1 or total.is_floating_point() or count < 1 or largest < 0:
+        raise ValueError("means have sums or counts that are none")
+    return Site(**data["site"]), Means(total.long(), count, largest)
 
 
 def _entry(data: Mapping[str, Any], get: Get) -> Entry:

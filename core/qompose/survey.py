@@ -46,7 +46,9 @@ def survey(
         name: i for i, claim in enumerate(composition.chosen) for name in claim.instead_of
     }
     split, produced = {}, {node.name: node for node in nodes_in(working)}
-    for rewrite in (rewrite for rewrite in rewrites if not rewrite.member):
+    for rewrite in (
+        r for r in rewrites if r.pieces and not r.member
+    ):  # others change parameters alone
         if set(rewrite.pieces) <= set(rewrite.nodes):  # merged: its operators have one claim
             first = rewrite.pieces[0]  # a quantizer's own change may stand in its place
             claim = claim_of[first] if first in claim_of else instead_of[first]

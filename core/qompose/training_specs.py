@@ -39,7 +39,7 @@ def training_config(
 
     Raises:
         ConfigError: there is no such word, or it would have no effect; ranges are asked for that are
-            searched.
+            searched, or repairs, which are for what is not trained.
     """
     if fake_quantize not in FAKE_QUANTIZERS:
         hint = near_names(str(fake_quantize), FAKE_QUANTIZERS)
@@ -49,6 +49,11 @@ def training_config(
         if learned:
             raise ConfigError("fake_quantize='learned' is for training: it needs is_qat=True")
         return config
+    if config.repairs:
+        raise ConfigError(
+            f"repairs={config.repairs} are for models that are not trained: training finds weights that "
+            "suit their integers"
+        )
     return replace(
         config,
         input_activation=_trained(config.input_activation, learned),

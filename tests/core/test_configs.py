@@ -50,7 +50,9 @@ CONFIGS = {
     "weight-only": WEIGHT_ONLY,
     "blocks": replace(WEIGHT_ONLY, weight=BLOCKS),
     "fixed output": replace(STATIC, output_activation=SIGMOID),
-    "qat": replace(STATIC, is_qat=True, balance=True, name="all set", bias=INT8),
+    "qat": replace(
+        STATIC, is_qat=True, balance=True, name="all set", bias=INT8, repairs=("equalization",)
+    ),
     "half": QuantizationConfig(
         None, None, QuantizationSpec(torch.float16, qompose.PlaceholderObserver)
     ),

@@ -42,6 +42,7 @@ def get_default_x86_inductor_quantization_config(
     range: str = "histogram",
     weight_range: str = "minmax",
     balance: bool = True,
+    repairs: tuple[str, ...] = (),
     fake_quantize: str = "moving_average",
 ) -> QuantizationConfig:
     """Return uint8 activations per tensor and symmetric int8 weights per output channel.
@@ -68,6 +69,8 @@ def get_default_x86_inductor_quantization_config(
             groups have "minmax" only.
         balance: let channels of very different size get factors of their own (`QuantizationConfig`);
             it takes effect with static activations, and not in training.
+        repairs: words for rewrites that mend what eight bits break: "equalization", "smooth_quant" and
+            "bias_correction" (`QuantizationConfig`). Not for training.
         fake_quantize: with `is_qat`, how scales are found: "moving_average" or "learned"
             (`qompose.training_config`).
 
@@ -100,6 +103,7 @@ def get_default_x86_inductor_quantization_config(
         ("range", range, range != "histogram"),
         ("weight range", weight_range, weight_range != "minmax"),
         ("balance", balance, not balance),
+        ("repairs", _listed(repairs), bool(repairs)),
     )
     config = QuantizationConfig(
         _activation(mode, 127 if reduce_range else 255, range, per_token),
@@ -108,8 +112,13 @@ def get_default_x86_inductor_quantization_config(
         None,
         balance=balance and mode == "static",
         name=_name(mode, words, choices),
+        repairs=repairs,
     )
     return training_config(config, fake_quantize, is_qat=is_qat)
+
+
+def _listed(words: object) -> str:
+    return " and ".join(map(str, words)) if isinstance(words, (tuple, list)) else str(words)
 
 
 def _name(mode: str, words: tuple[str, ...], choices: tuple[tuple[str, object, bool], ...]) -> str:

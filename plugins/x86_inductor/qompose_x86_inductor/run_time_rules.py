@@ -59,6 +59,7 @@ def _rule(
         anchor="linear",
         weight="weight",
         bias="bias",
+        channels=(-1, -1),
         output=False,
         modes=frozenset({"dynamic" if "activation" in accepts else "weight-only"}),
         accepts=accepts,

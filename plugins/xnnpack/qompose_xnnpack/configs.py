@@ -35,6 +35,7 @@ def get_symmetric_quantization_config(
     range: str = "histogram",
     weight_range: str = "minmax",
     balance: bool = True,
+    repairs: tuple[str, ...] = (),
     fake_quantize: str = "moving_average",
 ) -> QuantizationConfig:
     """Return a configuration of symmetric weights; its name says what it is.
@@ -58,6 +59,8 @@ def get_symmetric_quantization_config(
             groups have "minmax" only.
         balance: let channels of very different size get factors of their own (`QuantizationConfig`);
             it takes effect with static activations and per-channel weights, and not in training.
+        repairs: words for rewrites that mend what eight bits break: "equalization", "smooth_quant" and
+            "bias_correction" (`QuantizationConfig`). Not for training.
         fake_quantize: with `is_qat`, how scales are found: "moving_average" or "learned"
             (`qompose.training_config`).
 
@@ -76,11 +79,7 @@ def get_symmetric_quantization_config(
         weight_only=weight_only,
         lone_scale=not (per_token or is_dynamic),
     )
-    usual = _INT8 if group_size is None else _INT4
-    bounds = (
-        usual[0] if weight_qmin is None else weight_qmin,
-        usual[1] if weight_qmax is None else weight_qmax,
-    )
+    bounds = _bounds(_INT8 if group_size is None else _INT4, weight_qmin, weight_qmax)
     weight = weight_spec(
         *bounds, per_channel=is_per_channel, group_size=group_size, range=weight_range
     )
@@ -97,6 +96,7 @@ def get_symmetric_quantization_config(
         ("range", range, "histogram"),
         ("weight range", weight_range, "minmax"),
         ("balance", balance, True),
+        ("repairs", _listed(repairs), ""),
     )
     lone_scale = is_dynamic and not per_token
     per_token = per_token and is_dynamic
@@ -105,8 +105,18 @@ def get_symmetric_quantization_config(
     output = activation if static else None
     name = _name(words, ("one scale per tensor",) if lone_scale else (), choices)
     balance = balance and static
-    config = QuantizationConfig(activation, output, weight, balance=balance, name=name)
+    config = QuantizationConfig(
+        activation, output, weight, balance=balance, name=name, repairs=repairs
+    )
     return training_config(config, fake_quantize, is_qat=is_qat)
+
+
+def _bounds(usual: tuple[int, int], low: int | None, high: int | None) -> tuple[int, int]:
+    return usual[0] if low is None else low, usual[1] if high is None else high
+
+
+def _listed(words: object) -> str:
+    return " and ".join(map(str, words)) if isinstance(words, (tuple, list)) else str(words)
 
 
 def _name(

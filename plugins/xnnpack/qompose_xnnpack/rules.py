@@ -119,6 +119,7 @@ def _dynamic(operator: str, weight: TensorConstraint, *extra: Guard, name: str =
         anchor="op",
         weight="weight",
         bias="bias",
+        channels=(-1, -1) if operator == "linear" else None,
         output=False,
         modes=frozenset({"dynamic"}),
         layout={**layout, **_OUTPUT_CHANNELS_SECOND} if "transpose" in operator else layout,

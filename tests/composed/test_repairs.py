@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Repairs on the backends themselves: they help in the kernels, and change nothing where nobody asks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import qompose
+import torch
+from qompose import QuantizationConfig
+from qompose.testing.measures import sqnr
+from qompose_x86_inductor import (
+    X86InductorQuantizer,
+    get_default_x86_inductor_quantization_config,
+)
+from qompose_xnnpack import XNNPACKQuantizer, get_symmetric_quantization_config
+from torch import Tensor, nn
+
+from tests.zoo import by_name
+
+Make = Callable[..., QuantizationConfig]
+
+BACKENDS: dict[str, tuple[Any, Make]] = {
+    "xnnpack": (XNNPACKQuantizer, get_symmetric_quantization_config),
+    "x86_inductor": (X86InductorQuantizer, get_default_x86_inductor_quantization_config),
+}
+
+
+def lowered(
+    backend: str, model: nn.Module, batches: list[Tensor], *repairs: str, **options: Any
+) -> tuple[float, qompose.QuantizedModel]:
+    """The distance of the kernels from float on the first batch, in dB."""
+    quantizer, make = BACKENDS[backend]
+    config = make(repairs=repairs, **options)
+    result = qompose.quantize(
+        model, (batches[0],), backends=quantizer().set_global(config), calibration=batches
+    )
+    assert result.report.count("int8 kernel")
+    with torch.no_grad():
+        return sqnr(model(batches[0]), result.model(batches[0])), result
+
+
+def spread(one: Any, other: Any, seed: int) -> None:
+    """Make channels up to 2**5 times as large and as small between two layers; the function stays."""
+    exponents = torch.randint(
+        -5, 6, one.bias.shape, generator=torch.Generator().manual_seed(seed)
+    ).float()
+    with torch.no_grad():
+        one.weight.mul_(torch.exp2(exponents).view(-1, 1, 1, 1))
+        one.bias.mul_(torch.exp2(exponents))
+        shape = (-1, 1, 1, 1) if other.groups > 1 else (1, -1, 1, 1)
+        other.weight.div_(torch.exp2(exponents).view(shape))
+
+
+def uneven() -> nn.Module:
+    """Pointwise, depthwise, pointwise, as in MobileNet, with channels of very different size."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(8, 32, 1), nn.ReLU(), nn.Conv2d(32, 32, 3, padding=1, groups=32), nn.ReLU(),
+        nn.Conv2d(32, 16, 1),
+    ).eval()  # fmt: skip
+    spread(model[0], model[2], 0)
+    spread(model[2], model[4], 1)
+    return model
+
+
+def images(number: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(4, 8, 12, 12, generator=generator) for _ in range(number)]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_equalization(backend: str) -> None:
+    without, plain = lowered(backend, uneven(), images(2))
+    gained, result = lowered(backend, uneven(), images(2), "equalization")
+    assert gained > max(without + 10, 35)
+    assert sum("equalization: " in line for line in result.report.rewrites) == 2
+    assert not any("equalization" in line for line in (*plain.report.rewrites, *plain.report.notes))
+    with torch.no_grad():
+        assert sqnr(result.converted(images(1)[0]), result.model(images(1)[0])) > 40
+
+
+WIDTH, LOUD = 32, (3, 11, 20)
+
+
+class Block(nn.Module):
+    """Attention and two linears, behind layer norms that make three channels far larger than the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        loud = torch.tensor([60.0, 100.0, 80.0])
+        with torch.no_grad():
+            for norm in (self.first, self.second):
+                norm.weight[list(LOUD)] *= loud
+            for linear in (self.q, self.k, self.v, self.up):
+                linear.weight[:, list(LOUD)] /= loud
+            for linear in (self.out, self.down):
+                linear.weight *= 3
+        self.eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        scores = self.q(y) @ self.k(y).transpose(-1, -2) / WIDTH**0.5
+        x = x + self.out(scores.softmax(-1) @ self.v(y))
+        return x + self.down(nn.functional.gelu(self.up(self.second(x))))
+
+
+def tokens(number: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(8, 16, WIDTH, generator=generator) for _ in range(number)]
+
+
+@pytest.mark.parametrize(
+    ("backend", "options"),
+    [
+        ("xnnpack", {"balance": False}),
+        ("xnnpack", {"is_dynamic": True, "is_per_channel": True}),
+        ("x86_inductor", {"balance": False}),
+        ("x86_inductor", {"is_dynamic": True}),
+        ("x86_inductor", {"is_dynamic": True, "per_token": True}),
+    ],
+)
+def test_smooth_quant(backend: str, options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = Block()
+    without, plain = lowered(backend, model, tokens(4), **options)
+    gained, result = lowered(backend, model, tokens(4), "smooth_quant", **options)
+    assert gained > max(without + 10, 33)
+    (line, *_) = (line for line in result.report.rewrites if "smooth_quant" in line)
+    assert "by first.weight and first.bias" in line
+    assert not any("smooth_quant" in line for line in (*plain.report.rewrites, *plain.report.notes))
+    assert result.report.count("int8 kernel") == plain.report.count("int8 kernel")
+    with torch.no_grad():
+        assert sqnr(result.converted(tokens(1)[0]), result.model(tokens(1)[0])) > 35
+
+
+class Gate(nn.Module):
+    """Activations that are not zero on average."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(x) + 0.5
+
+
+def deep(*, images: bool) -> nn.Module:
+    torch.manual_seed(0)
+    if images:
+        layers = [part for _ in range(3) for part in (nn.Conv2d(8, 8, 3, padding=1), nn.ReLU())]
+        return nn.Sequential(*layers, nn.Conv2d(8, 8, 3, padding=1)).eval()
+    layers = [part for _ in range(4) for part in (nn.Linear(64, 64), Gate())]
+    return nn.Sequential(*layers, nn.Linear(64, 64)).eval()
+
+
+@pytest.mark.parametrize("images", [False, True], ids=["linears", "convolutions"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_bias_correction(backend: str, images: bool) -> None:
+    """With weights of four bits, whose rounding moves the means of outputs."""
+    shape = (8, 8, 12, 12) if images else (64, 64)
+    generator = torch.Generator().manual_seed(0)
+    batches = [torch.rand(shape, generator=generator) + 1 for _ in range(3)]
+    model, options = deep(images=images), {"weight_qmin": -8, "weight_qmax": 7}
+    without, plain = lowered(backend, model, batches, **options)
+    gained, result = lowered(backend, model, batches, "bias_correction", **options)
+    assert gained > without + 2
+    products = 4 if images else 5
+    assert sum("bias_correction of" in line for line in result.report.rewrites) == products
+    assert result.report.count("int8 kernel") == plain.report.count("int8 kernel")
+    with torch.no_grad():
+        assert sqnr(result.converted(batches[0]), result.model(batches[0])) > 35
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_nobody_asks_for_is_bit_by_bit_what_it_was(backend: str) -> None:
+    """A configuration without repairs beside one that has them all."""
+    quantizer, make = BACKENDS[backend]
+    torch.manual_seed(0)
+    model, batch = (
+        nn.Sequential(nn.Linear(64, 64), Gate(), nn.Linear(64, 8)).eval(),
+        torch.rand(64, 64),
+    )
+    all_of_them = make(repairs=("equalization", "smooth_quant", "bias_correction"))
+    partly = quantizer().set_global(make()).set_module_name("2", all_of_them)
+    found = [
+        qompose.quantize(
+            model, (batch,), backends=chosen, calibration=[batch]
+        ).converted.state_dict()
+        for chosen in (quantizer().set_global(make()), partly)
+    ]
+    first = [{k: v for k, v in state.items() if k.startswith("0.")} for state in found]
+    assert first[0].keys() == first[1].keys()
+    assert all(torch.equal(value, first[1][name]) for name, value in first[0].items())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_all_of_them_at_once(backend: str) -> None:
+    words = ("equalization", "smooth_quant", "bias_correction")
+    without, _ = lowered(backend, uneven(), images(2))
+    gained, result = lowered(backend, uneven(), images(2), *words)
+    assert gained > without + 10
+    assert (
+        ", repairs equalization and smooth_quant and bias_correction"
+        in result.report.rows[0].config
+    )
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["mobilenet_v2", "mobilenet_v3", "segformer", "conv_bn_relu", "weight_in_buffer",
+     "weight_low_rank", "inception"],
+)  # fmt: skip
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_networks(backend: str, name: str) -> None:
+    """With all of them a network computes what it did until it is converted, and kernels what that does."""
+    quantizer, make = BACKENDS[backend]
+    config = make(repairs=("equalization", "smooth_quant", "bias_correction"))
+    model, inputs = by_name(name), by_name(name).inputs()
+    prepared = qompose.prepare_pt2e(model.export(), quantizer().set_global(config))
+    with torch.no_grad():
+        expected, observed = model.build()(*inputs), prepared(*inputs)
+        assert sqnr(expected, observed) > 100
+        converted = qompose.convert_pt2e(prepared)
+        assert sqnr(expected, converted(*inputs)) > 25
+        assert sqnr(converted(*inputs), qompose.lower(converted)(*inputs)) > 35
+    assert any("bias_correction of" in line for line in qompose.report(converted).rewrites)
