@@ -88,14 +88,13 @@ def convert_observers(
     estimation = Estimation(model, plan)
     estimation.run(allow_uncalibrated=allow_uncalibrated)
     sides = [group.balance for group in plan.groups if group.balance is not None]
-    names = [name for side in sides for name in (*side.biases, *side.absorbers)]
-    estimation.factoring.store_constants(names)
+    estimation.factoring.store_constants([n for s in sides for n in (*s.biases, *s.absorbers)])
     corrected = correct_biases(model, plan, estimation)
     converter = _Converter(model, plan, estimation, fold_quantize=fold_quantize)
     findings = [*estimation.findings(), *corrected.refused]
     converter.replace_all()
-    beside = kept_in_float(model, converter.quantized) if fold_quantize else []
-    findings += [*converter.delegated, *beside]
+    findings += converter.delegated
+    findings += kept_in_float(model, converter.quantized) if fold_quantize else []
     made = [*estimation.factoring.described(), *corrected.made]
     return Conversion(estimation.dropped, made, findings, estimation.switches)
 
