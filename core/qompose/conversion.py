@@ -87,8 +87,7 @@ def convert_observers(
     """
     estimation = Estimation(model, plan)
     estimation.run(allow_uncalibrated=allow_uncalibrated)
-    sides = [group.balance for group in plan.groups if group.balance is not None]
-    estimation.factoring.store_constants([n for s in sides for n in (*s.biases, *s.absorbers)])
+    estimation.factoring.settle()
     corrected = correct_biases(model, plan, estimation)
     converter = _Converter(model, plan, estimation, fold_quantize=fold_quantize)
     findings = [*estimation.findings(), *corrected.refused]

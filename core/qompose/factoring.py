@@ -20,7 +20,7 @@ from qompose.balancing import (
     balance_input,
     balance_output,
 )
-from qompose.graph import constant_of, describe, owner_of, set_attribute
+from qompose.graph import FACTORS_TAG, constant_of, describe, owner_of, set_attribute, tag
 from qompose.numerics import DEFAULT_EPS, along, choose_qparams, fake_quantize, quantized_range
 from qompose.observing import BalancedObserver, eps_of, make_observer
 from qompose.plan import Group, Plan
@@ -207,6 +207,25 @@ class Factoring:
         scales, zero_points = zip(*found, strict=True)
         return torch.cat(scales), torch.cat(zero_points)
 
+    def settle(self) -> None:
+        """Note of each value with which factors it is held from now on, and store all but the weights so."""
+        for name, held in self._absorbed.items():
+            _note(self._nodes[name], [(dim, vector) for vector, dim in held])
+        for number, factors in self.factors.items():
+            group, balance = self.plan.groups[number], self.plan.groups[number].balance
+            if balance is not None and (balance.side == OUTPUT or balance.absorbers):
+                for node in self._held(group.points[0].source):
+                    _note(node, [(balance.dim, 1 / factors.values)])
+        sides = [group.balance for group in self.plan.groups if group.balance is not None]
+        self.store_constants([n for side in sides for n in (*side.biases, *side.absorbers)])
+
+    def _held(self, source: str) -> list[Node]:
+        """Return what gives a tensor: the operators of its claim, which come to it one by one."""
+        claims = (claim for claim in self.plan.claims if claim.output == source)
+        return [self._nodes[name] for claim in claims for name in claim.nodes] or [
+            self._nodes[source]
+        ]
+
     def absorbed(self, name: str) -> Absorbed:
         """Return the factors that a parameter took up; the model still holds it without them."""
         return self._absorbed.get(name, ())
@@ -260,3 +279,7 @@ def _needed(balance: Balance) -> float:
 
 def _is_per_channel(group: Group) -> bool:
     return axis_of(group.spec) == 0
+
+
+def _note(node: Node, factors: list[tuple[int, Tensor]]) -> None:
+    tag(node, **{FACTORS_TAG: [[dim, vector.tolist()] for dim, vector in factors]})

@@ -270,9 +270,13 @@ def tag_of(node: Node, fact: str) -> Any:
     return custom.get(CUSTOM_KEY, {}).get(fact)
 
 
-VALUE_TAG, INTEGERS_TAG = "value", "integers"
+VALUE_TAG, INTEGERS_TAG, FACTORS_TAG = "value", "integers", "factors"
 """Facts that tell which values of the exported program a node gives (`qompose.sites.identify`), and as which
-integers where it gives those: scale, zero point, least and largest."""
+integers where it gives those: scale, zero point, least and largest; and by which factors, with their
+dimensions, it is off the value itself where channels are balanced."""
+
+
+_OF_VALUES = (VALUE_TAG, INTEGERS_TAG, FACTORS_TAG)
 
 
 class Grid(Protocol):
@@ -306,6 +310,8 @@ def hand_over(old: Node, new: Node, grid: Grid | None = None) -> None:
     values = values_of(old)
     if values:
         tag(new, **{VALUE_TAG: [*(v for v in values_of(new) if v not in values), *values]})
+        if (factors := tag_of(old, FACTORS_TAG)) is not None:
+            tag(new, **{FACTORS_TAG: factors})
         if grid is not None:
             integers = [float(grid.scale), int(grid.zero_point), grid.low, grid.high]
             tag(new, **{INTEGERS_TAG: integers})
@@ -317,7 +323,7 @@ def provenance_of(node: Node) -> dict[str, Any]:
     if tag_of(node, VALUE_TAG) is not None:
         others = dict(meta["custom"])
         facts = others.pop(CUSTOM_KEY)
-        own = {k: v for k, v in facts.items() if k not in (VALUE_TAG, INTEGERS_TAG)}
+        own = {k: v for k, v in facts.items() if k not in _OF_VALUES}
         meta["custom"] = {**others, CUSTOM_KEY: own} if own else others
         if not meta["custom"]:
             del meta["custom"]

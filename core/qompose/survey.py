@@ -98,7 +98,7 @@ def _reads(
     last = {
         rewrite.pieces[-1]: rewrite.nodes[-1]
         for rewrite in rewrites
-        if not rewrite.member and set(rewrite.pieces) <= set(rewrite.nodes)
+        if rewrite.pieces and not rewrite.member and set(rewrite.pieces) <= set(rewrite.nodes)
     }
     now, before = ({n.name: n for n in nodes_in(program)} for program in (working, exported))
     flow_now, flow_before = Flow(working), Flow(exported)

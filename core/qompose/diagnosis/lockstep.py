@@ -115,8 +115,9 @@ def parameters_of(program: GraphModule) -> dict[str, Tensor]:
     instance = Instance.of(program)
     sink_constants(instance.graph)
     found = {
-        value: _evaluated(node, instance.call)
-        for value, node in _by_value(speakers_in(instance.graph)).items()
+        value: speaker.as_read(_evaluated(node, instance.call))
+        for node, speaker in speakers_in(instance.graph).items()
+        for value in speaker.values
         if value.endswith(PARAMETER)
     }
     return {

@@ -16,8 +16,9 @@ from qompose import decomposed
 from qompose.counting import KERNELS_TAG
 from qompose.diagnosis.sides import Instance
 from qompose.diagnosis.stepping import Given, Steps, steps
-from qompose.graph import INTEGERS_TAG, tag_of, values_of
+from qompose.graph import FACTORS_TAG, INTEGERS_TAG, tag_of, values_of
 from qompose.nested import nodes_in
+from qompose.numerics import along
 
 MISSING = object()
 """Stands for a value that a program does not compute: of a body that it does not run."""
@@ -63,12 +64,14 @@ class Grid:
 class Speaker:
     """A node that gives values: under which ids, on what grid its readers have them, and how it gives them.
 
+    `factors` are those that balanced channels are held with, by dimension.
     `passes_on` is one that may give the memory of what it reads; `kernel` one that stands for a region.
     """
 
     values: tuple[str, ...]
     grid: Grid | None
     integers: bool
+    factors: tuple[tuple[int, tuple[float, ...]], ...]
     passes_on: bool
     kernel: bool
 
@@ -79,9 +82,13 @@ class Speaker:
 
     def as_read(self, value: Any) -> Any:
         """Return a tensor as the operators behind it read it."""
-        if self.grid is None or not isinstance(value, Tensor):
+        if not isinstance(value, Tensor):
             return value
-        return self.grid.to_floats(value) if self.integers else self.grid.rounded(value)
+        if self.grid is not None:
+            value = self.grid.to_floats(value) if self.integers else self.grid.rounded(value)
+        for dim, factors in self.factors:
+            value = value / _along(value, dim, factors)
+        return value
 
     def like(self, own: Any, wanted: Any) -> Given | None:
         """Return another value in the form of the node's own, if it can take that."""
@@ -89,11 +96,17 @@ class Speaker:
             return None
         if own.shape != wanted.shape:
             return None
+        for dim, factors in self.factors:
+            wanted = wanted * _along(wanted, dim, factors)
         if self.integers and self.grid is not None:
             wanted = self.grid.to_integers(wanted)
         elif own.dtype is not wanted.dtype and not own.is_floating_point():
             return None
         return Given(torch.empty_like(own).copy_(wanted))
+
+
+def _along(value: Tensor, dim: int, factors: tuple[float, ...]) -> Tensor:
+    return along(torch.tensor(factors, dtype=value.dtype), dim % value.dim(), value.dim())
 
 
 def speakers_in(graph: GraphModule) -> dict[Node, Speaker]:
@@ -105,7 +118,8 @@ def speakers_in(graph: GraphModule) -> dict[Node, Speaker]:
 
 def _speaker(node: Node, values: tuple[str, ...]) -> Speaker:
     integers = tag_of(node, INTEGERS_TAG)
-    facts = (_passes_on(node), tag_of(node, KERNELS_TAG) is not None)
+    factors = tuple((dim, tuple(f)) for dim, f in tag_of(node, FACTORS_TAG) or ())
+    facts = (factors, _passes_on(node), tag_of(node, KERNELS_TAG) is not None)
     if integers is not None:
         return Speaker(values, Grid(*integers), True, *facts)
     users = list(node.users)

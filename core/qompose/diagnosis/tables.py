@@ -22,6 +22,7 @@ from qompose.graph import module_path, operator_name, values_of
 from qompose.ledger import SIMULATED, Row
 from qompose.nested import nodes_in
 from qompose.reporting import report
+from qompose.rewrites import is_rewrite
 from qompose.sites import PARAMETER
 
 
@@ -43,7 +44,9 @@ class ValueTable:
         self._lockstep = Lockstep(apart, two.graph, simulated)
         self._directly = two.stage == "lowered" and one.stage in ("converted", "reference")
         self._tallies = {
-            value: Tally(speaker.grid) for value, speaker in self._lockstep.speakers.items()
+            # Of balanced channels each has a range of its own.
+            value: Tally(None if speaker.factors else speaker.grid)
+            for value, speaker in self._lockstep.speakers.items()
         }
         # What one rewriting calls by a name is another value in the program before it.
         known = [folded, apart, two.graph, *([] if simulated is None else [simulated])]
@@ -59,7 +62,9 @@ class ValueTable:
     def _compare_parameters(
         self, wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]
     ) -> None:
-        for name in wanted.keys() & found.keys():
+        # Others are what they were, unless a repair changed them on purpose.
+        quantized = {self._ids.get(name) for name in self._annotated()}
+        for name in wanted.keys() & found.keys() & (quantized if self._record else found.keys()):
             if wanted[name].shape == found[name].shape:
                 tally = self._tallies[name] = Tally(None)
                 tally.add(wanted[name], found[name], self._metrics)
@@ -129,6 +134,13 @@ class ValueTable:
         notes = [
             f"{value} was not computed as often in one as in the other"
             for value in sorted(self._lockstep.apart)
+        ]
+        made = self._record.plan.rewrites if self._record and self._one.stage == FLOAT else ()
+        notes += [
+            f"{rewrite} was not made in the float program, so values there may differ by more than rounding: "
+            "take the prepared model as the reference"
+            for rewrite in made
+            if not is_rewrite(rewrite.name)
         ]
         if self._two.stage == "lowered" and self._simulated is None:
             notes.append("parameters inside kernels have no values that could be compared")
