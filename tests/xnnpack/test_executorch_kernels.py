@@ -10,7 +10,7 @@ import qompose
 import torch
 from qompose.testing.measures import sqnr
 from qompose_xnnpack import XNNPACKQuantizer, get_symmetric_quantization_config
-from torch import nn
+from torch import Tensor, nn
 from torch.export import Dim
 
 pytest.importorskip("executorch")
@@ -32,3 +32,30 @@ def test_a_linear_of_weights_alone(dynamic: tuple[int, ...], options: dict[str, 
         assert sqnr(converted(x).detach(), lowered.run(x)) > 100
     (row,) = qompose.report(lowered).rows
     assert row.state == "float kernel on integers"
+
+
+class Attends(nn.Module):
+    """A linear layer behind attention, whose result ExecuTorch has in other strides than export."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = x.view(x.shape[0], 6, 4, 16).transpose(1, 2)
+        mixed = nn.functional.scaled_dot_product_attention(heads, heads, heads)
+        out: Tensor = self.last(mixed.transpose(1, 2).reshape(x.shape[0], 6, 64))
+        return out
+
+
+@pytest.mark.parametrize("dynamic", [True, False], ids=["dynamic", "static"])
+def test_a_linear_of_weights_alone_behind_attention(dynamic: bool) -> None:
+    shapes = ({0: Dim("batch", min=1, max=8)},) if dynamic else None
+    program = torch.export.export(Attends().eval(), (torch.randn(4, 6, 64),), dynamic_shapes=shapes)
+    config = get_symmetric_quantization_config(is_per_channel=True, weight_only=True)
+    converted = qompose.convert_pt2e(
+        qompose.prepare_pt2e(program, XNNPACKQuantizer().set_global(config))
+    )
+    lowered = qompose.lower(converted, target="executorch")
+    x = torch.randn(3 if dynamic else 4, 6, 64)
+    assert sqnr(converted(x).detach(), lowered.run(x)) > 100

@@ -107,12 +107,24 @@ def mixed_linear(region: Region) -> Node:
     if not isinstance(scale, Node):
         scale = region.constant(f"{weight.node.target}_scale", weight.scales.expand(rows).clone())
     sizes = source.meta["val"].shape
-    flat = source if len(sizes) == 2 else region.step(aten.reshape.default, source, [-1, depth])
+    flat = source if len(sizes) == 2 else _as_rows(region, source, depth)
     product = region.step(_operator(), flat, weight.node, scale, None, None)
     if len(sizes) != 2:
         product = region.step(aten.reshape.default, product, [*_leading(region, source), rows])
     bias = region.argument("op", "bias")
     return product if bias is None else region.call(aten.add.Tensor, product, bias)
+
+
+def _as_rows(region: Region, source: Node, depth: int) -> Node:
+    """Return a tensor as a matrix. Where sizes are open, it is one of a copy.
+
+    Attention is taken apart behind this, and gives its result in other strides than it has now, of which
+    there may be no view (torch 2.13 copies where it knows all sizes).
+    """
+    if not all(isinstance(size, int) for size in source.meta["val"].shape):
+        source = region.step(aten.clone.default, source)
+        source.kwargs = {"memory_format": torch.contiguous_format}
+    return region.step(aten.reshape.default, source, [-1, depth])
 
 
 def _leading(region: Region, source: Node) -> list[Any]:
