@@ -122,6 +122,18 @@ class TestReasons:
         )
         assert f"portable: {operator}" in str(delegation)
 
+    def test_a_size_that_is_computed_is_no_type(self) -> None:
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.GELU(), nn.Flatten(), nn.Linear(64, 2)).eval()
+        batch, x = torch.export.Dim("batch", min=2, max=8), torch.randn(2, 3, 6, 6)
+        program = qompose.quantize(
+            torch.export.export(model, (x,), dynamic_shapes=({0: batch},)),
+            backends="xnnpack",
+            calibration=[x],
+            target="executorch",
+        ).model
+        reasons = {op.name.rpartition(".")[0]: op.reason for op in program.delegation.portable}
+        assert reasons["aten.view_copy"] == "a size that it is given is known only at run time"
+
     def test_collecting_them_leaves_logging_alone(self, logged: Listen) -> None:
         names = [n for n in logging.root.manager.loggerDict if "xnnpack" in n]
         before = [(n, logging.getLogger(n).level, logging.getLogger(n).handlers[:]) for n in names]

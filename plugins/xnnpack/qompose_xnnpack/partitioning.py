@@ -105,6 +105,8 @@ class Reader:
         if not self._knows(node):
             return NO_CONFIG
         heard = self._heard.get(node.name)
+        if heard and heard[0] == "invalid dtype" and _is_given_sizes(node):
+            return "a size that it is given is known only at run time"
         return WORDS.get(heard[0], heard[0]) if heard else SILENT
 
     def _is_int8(self, node: Node) -> bool:
@@ -221,3 +223,8 @@ def _is_boundary(node: Node, source: Node, readers: Sequence[Node], delegates: s
         return False
     ends = (source, *readers)
     return any(end.op in ("placeholder", "output") or is_outside(end) for end in ends)
+
+
+def _is_given_sizes(node: Node) -> bool:
+    """Whether a node reads numbers that are computed, which the partitioner takes for a type it lacks."""
+    return any(isinstance(n.meta.get("val"), torch.SymInt) for n in node.all_input_nodes)
