@@ -69,9 +69,15 @@ def repeatable(node: Node, times: int) -> Iterator[None]:
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         yield
         return
-    with torch.random.fork_rng(range(torch.cuda.device_count())):
-        name = "; ".join(values_of(node)) or node.name
-        torch.manual_seed(zlib.crc32(f"{name}, {times}".encode()))
+    name = "; ".join(values_of(node)) or node.name
+    seed = zlib.crc32(f"{name}, {times}".encode())
+    # A process that has not used a GPU is not made to: torch.manual_seed would seed it once it does.
+    used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    devices = range(torch.cuda.device_count() if used else 0)
+    with torch.random.fork_rng(devices, device_type="cuda"):
+        torch.default_generator.manual_seed(seed)
+        if used:
+            torch.cuda.manual_seed_all(seed)
         yield
 
 
