@@ -26,7 +26,7 @@ from qompose.graph import (
     tag_of,
 )
 from qompose.isolation import isolate, restore_written
-from qompose.nested import nodes_in
+from qompose.nested import name_apart, nodes_in
 from qompose.observing import GROUP_TAG
 from qompose.plan import Record
 from qompose.rewrites import Candidate, apply_rewrites, is_rewrite, splits
@@ -120,6 +120,7 @@ def _rewritten(graph: GraphModule, candidates: list[Candidate]) -> GraphModule:
     copied = copy_graph_module(graph)
     # A program that was exported otherwise than the one that was prepared may not have them.
     apply_rewrites(copied, [c for c in candidates if known.issuperset(c.nodes)])
+    name_apart(copied)  # as it was when it was prepared
     identify(copied)
     return copied
 
