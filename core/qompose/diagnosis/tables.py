@@ -136,6 +136,7 @@ class ValueTable:
             f"{value} was not computed as often in one as in the other"
             for value in sorted(self._lockstep.apart)
         ]
+        notes += [f"{value} is {told}" for value, told in sorted(self._lockstep.unlike.items())]
         if self._two.stage == "lowered" and self._simulated is None:
             notes.append("parameters inside kernels have no values that could be compared")
             if not self._directly:

@@ -10,8 +10,10 @@ import pytest
 import qompose
 import torch
 from qompose import MemberError, StageError, UserError
+from qompose.counting import KERNELS_TAG
 from qompose.diagnosis.comparison import KERNEL
 from qompose.errors import BatchError
+from qompose.graph import tag_of
 from torch import Tensor, nn
 
 from tests.core.toy import export, randn, seeded, toy
@@ -96,3 +98,14 @@ def test_outputs_without_floats() -> None:
 def test_a_batch_that_does_not_fit_is_still_said_to_be_that(linear: dict[str, Any]) -> None:
     with pytest.raises(BatchError, match="batch 2"):
         qompose.compare(linear["float"], linear["converted"], [BATCHES[0], randn(4, 5)])
+
+
+def test_a_kernel_that_returns_another_shape_is_named() -> None:
+    made = stages(seeded(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))))
+    kernel = next(n for n in made["lowered"].graph.nodes if tag_of(n, KERNELS_TAG) is not None)
+    whole = kernel.target
+    kernel.target = lambda *args: whole(*args)[:1]
+    found = qompose.compare(made["float"], made["lowered"], BATCHES)
+    (note,) = (note for note in found.notes if "0: aten.linear" in note)
+    assert note.startswith("0: aten.linear.default, output is float32[4, 6] in one and ")
+    assert note.endswith("[1, 6] in the other")
