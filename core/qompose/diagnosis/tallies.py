@@ -74,7 +74,7 @@ class Tally:
         self.noise += _power(error)
         for name, metric in metrics.items():
             with blaming(f"metric {name!r}"):
-                said = metric(reference, other)
+                said = metric(reference.clone(), other.clone())  # it may write to them
             said = number_of(said, f"metric {name!r} returned")
             self.metrics[name] = self.metrics.get(name, 0.0) + said
         if self.grid is not None and wanted.numel():

@@ -54,6 +54,19 @@ def test_an_error_of_a_metric_is_its_own(linear: dict[str, Any], metric: Any) ->
         qompose.compare(linear["float"], linear["converted"], BATCHES, metrics={"mine": metric})
 
 
+def test_a_metric_may_write_to_what_it_gets(linear: dict[str, Any]) -> None:
+    def largest(reference: Tensor, other: Tensor) -> float:
+        return float(other.sub_(reference).abs().max() + 0 * reference.zero_().sum())
+
+    programs = linear["float"], linear["converted"]
+    before = {name: value.clone() for name, value in linear["float"].state_dict.items()}
+    expected = qompose.compare(*programs, BATCHES)
+    found = qompose.compare(*programs, BATCHES, metrics={"largest": largest})
+    assert [row.sqnr for row in found] == [row.sqnr for row in expected]
+    for name, value in linear["float"].state_dict.items():
+        torch.testing.assert_close(value, before[name], rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("said", [None, "7", torch.zeros(2), math.nan])
 def test_a_metric_that_returns_no_number(linear: dict[str, Any], said: Any) -> None:
     with pytest.raises(UserError, match="metric 'mine' returned"):
