@@ -75,13 +75,12 @@ LAYERS = tuple(
         annotating planning preparation calibration conversion lowering representation membership
         reporting benchmarking packages late_operators
         compiling
-        diagnosis.stepping
+        diagnosis.costs diagnosis.stepping
         diagnosis.sides
         diagnosis.pairing
         diagnosis.tallies diagnosis.lockstep
         diagnosis.tables
         diagnosis.comparing
-        diagnosis.costs
         diagnosis.switching
         diagnosis.sensitivity
         values announcing

@@ -31,6 +31,18 @@ def iterated(batches: Iterable[Any], function: str) -> Iterator[Any]:
         ) from None
 
 
+def check_limit(limit: object) -> None:
+    """Make sure that a limit is None or a number of batches.
+
+    Raises:
+        UserError: it is neither.
+    """
+    if limit is None:
+        return
+    if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
+        raise UserError(f"limit={limit!r} is no number of batches, of which there is one at least")
+
+
 def run_batch(
     program: GraphModule | None,
     batch: Any,

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from qompose.batches import iterated, run_batch
+from qompose.batches import check_limit, iterated, run_batch
 from qompose.checkpoints import Kept
 from qompose.collecting import Statistics, order_dependent, prepared_record, statistics
 from qompose.errors import CalibrationError, QomposeWarning, UserError
@@ -106,11 +106,8 @@ def calibrate(
 
 
 def _check_limit(limit: object, sharded: bool) -> None:
-    if limit is None:
-        return
-    if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
-        raise UserError(f"limit={limit!r} is no number of batches, of which there is one at least")
-    if sharded:
+    check_limit(limit)
+    if limit is not None and sharded:
         raise UserError(
             "limit= counts batches over all processes, and with sharded=True each has its own: shorten "
             "what each is given"

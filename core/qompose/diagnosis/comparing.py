@@ -21,7 +21,7 @@ from qompose.diagnosis.comparison import Comparison
 from qompose.diagnosis.sides import Side, side_of
 from qompose.diagnosis.tables import OutputTable, ValueTable
 from qompose.diagnosis.tallies import Metric
-from qompose.errors import CalibrationError, UserError
+from qompose.errors import BatchError, CalibrationError, QomposeError, StageError, UserError
 from qompose.origins import source_of
 
 
@@ -61,14 +61,16 @@ def compare(
             number. The table has their means over all inputs.
 
     Raises:
-        UserError: a program is none, `inputs` cannot be iterated, or an option is none.
-        StageError: a program is in training.
+        UserError: a program is none, `inputs` cannot be iterated, an option is none, or a metric returned no
+            number; the programs have nothing in common, or `converted` is of another.
+        StageError: a program is in training, or `converted` is of another stage.
+        MemberError: a metric raised an error.
         CalibrationError: there was no input, or one does not fit the programs.
     """
     one, two = side_of(reference, "reference"), side_of(other, "other program")
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
         raise UserError(f"limit={limit!r} is no number of inputs, of which there is one at least")
-    own = {} if metrics is None else dict(metrics)
+    own = _metrics(metrics)
     table: _Table
     if one.graph is None or two.graph is None:
         table = OutputTable(one, two, own)
@@ -77,15 +79,56 @@ def compare(
     number, called = 0, next((side.graph for side in (one, two) if side.graph), None)
     with torch.no_grad():
         for number, batch in enumerate(islice(iterated(inputs, "compare"), limit), start=1):
-            run_batch(called, batch, transform, number, table.add)
+            _run(called, batch, transform, number, table)
     if not number:
         raise CalibrationError("compare got no inputs: the iterable was empty (or used up before)")
     return table.comparison(number)
+
+
+def _run(
+    called: GraphModule | None,
+    batch: Any,
+    transform: Callable[[Any], Any] | None,
+    number: int,
+    table: _Table,
+) -> None:
+    """Count a batch; what is no fault of its own, as an error of a metric, is not put down to it."""
+    try:
+        run_batch(called, batch, transform, number, table.add)
+    except BatchError as error:
+        cause = error.__cause__
+        if isinstance(cause, QomposeError) and not isinstance(cause, CalibrationError):
+            raise cause from cause.__cause__
+        raise
+
+
+def _metrics(given: Mapping[str, Metric] | None) -> dict[str, Metric]:
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping) or not all(map(callable, given.values())):
+        raise UserError(f"metrics={given!r} are no functions by name, as {{'largest': function}}")
+    return dict(given)
 
 
 def _converted(one: Side, two: Side, other: Any, given: GraphModule | None) -> GraphModule | None:
     """Return the converted model with whose regions kernels are compared; None if there is none to run."""
     if two.stage != "lowered" or one.stage in ("converted", "reference"):
         return None
-    found = source_of(other) if given is None else given
-    return None if found is None else side_of(found, "converted model").graph
+    if given is None:
+        found = source_of(other)
+        return None if found is None else side_of(found, "converted model").graph
+    side = side_of(given, "converted model")
+    if side.stage not in ("converted", "reference"):
+        raise StageError(
+            f"converted= is what convert_pt2e returned, beside which kernels are judged, and not a "
+            f"{side.stage} model"
+        )
+    if _fingerprint(side) != _fingerprint(two):
+        raise UserError(
+            "converted= is of another program, or one with other parameters: pass the model that was lowered"
+        )
+    return side.graph
+
+
+def _fingerprint(side: Side) -> str:
+    return "" if side.record is None else side.record.fingerprint

@@ -51,6 +51,8 @@ class Kept:
         try:
             data = json.loads(path.read_text("utf-8"))
             number, key, known = int(data["format"]), data["key"], dict(data["known"])
+            if number <= FORMAT and key == self._key:
+                _check(known)
         except (ValueError, TypeError, LookupError, RecursionError) as error:
             raise UserError(f"{path} holds no tuning on the way: {error}") from error
         if number > FORMAT:
@@ -74,6 +76,32 @@ class Kept:
         data = {"format": FORMAT, "key": self._key, "known": self._known}
         with draft_of(self._path) as draft:
             draft.write_text(json.dumps(data, indent=1) + "\n", "utf-8")
+
+
+def _check(known: Mapping[str, Any]) -> None:
+    """Make sure that what was read has the form of what is written, whoever changed it since.
+
+    Raises:
+        ValueError, TypeError, LookupError: it has not.
+    """
+    for name, value in known.items():
+        if name == "notes":
+            good = isinstance(value, list) and all(isinstance(note, str) for note in value)
+        elif name == "costs":
+            good = all(float(cost) >= 0 for cost in dict(value).values())
+        elif name == "float":
+            good = _is_number(value)
+        else:
+            good = set(value) == _SIZES and all(_is_number(value[size]) for size in _SIZES)
+        if not good:
+            raise ValueError(f"{name} is {value!r}")
+
+
+_SIZES = {"score", "float_macs", "quantized"}
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def setting_name(sites: tuple[str, ...]) -> str:

@@ -38,6 +38,7 @@ class Lockstep:
         speakers: by id, the nodes of the other program that give values which both programs have.
         reference: by id, the reference's nodes of those.
         apart: ids that one program computed more often than another: bodies of control flow.
+        unlike: by id, of floats of which the other program has none of that shape, what both have.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Lockstep:
         self.reference = {value: first[value] for value in common}
         self.speakers = {value: spoken[1][second[value]] for value in common}
         self.apart: set[str] = set()
+        self.unlike: dict[str, str] = {}
         # What is inside a kernel is computed in the simulation too, or the two would read other values.
         known = [{n: s for n, part in p.items() if (s := part.of(common))} for p in spoken]
         # Each is read here, and where it takes the place of another's.
@@ -88,6 +90,8 @@ class Lockstep:
                 wanted, other, own = found
                 fits = simulated is not None and _comparable(own, simulated)
                 yield Moment(key[0], wanted, other, own, simulated if fits else None)
+            elif _comparable(found[0]):
+                self.unlike[key[0]] = f"{_told(found[0])} in one and {_told(found[1])} in the other"
         for values, _ in self._all:  # to the end: they may write to their buffers there
             for key in values.walk():
                 self.apart.add(key[0])
@@ -108,6 +112,12 @@ def _comparable(*values: Any) -> bool:
     return isinstance(first, Tensor) and all(
         isinstance(v, Tensor) and v.is_floating_point() and v.shape == first.shape for v in values
     )
+
+
+def _told(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
 
 
 def parameters_of(program: GraphModule) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.progress import Progress
 from torch.fx import GraphModule
 
-from qompose.batches import binder, run_batch
+from qompose.batches import binder, check_limit, iterated, run_batch
 from qompose.collecting import prepared_record
 from qompose.diagnosis.costs import Cost, Metric, decibels, measure_of
 from qompose.diagnosis.switching import On, SwitchedProgram
@@ -183,13 +183,14 @@ def sensitivity(
     Raises:
         StageError: the model was not prepared.
         UncalibratedError: it was not calibrated.
-        UserError: there are no inputs, or the outputs have no floats and there is no `metric`, or that
-            returns no number.
+        UserError: there are no inputs, or `limit` is no number of them; the outputs have no floats and there
+            is no `metric`, or that returns no number.
         BatchError: a batch does not fit.
         MemberError: the metric raised an error.
     """
+    check_limit(limit)
     with progress_bar(on_terminal(progress)) as bar:
-        limited = inputs if limit is None else islice(inputs, limit)
+        limited = islice(iterated(inputs, "sensitivity"), limit)
         total = len(inputs) if isinstance(inputs, Sized) else limit
         total = total if total is None or limit is None else min(total, limit)
         options: dict[str, Any] = {"metric": metric, "transform": transform, "tensors": tensors}

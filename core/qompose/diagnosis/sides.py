@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,7 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
 from qompose.aliases import written_buffers
-from qompose.diagnosis.stepping import run_call
+from qompose.diagnosis.stepping import repeatable, run_call
 from qompose.errors import StageError, UserError
 from qompose.exported import as_graph_module, unlifted
 from qompose.graph import (
@@ -25,7 +26,7 @@ from qompose.graph import (
     tag_of,
 )
 from qompose.isolation import isolate, restore_written
-from qompose.nested import nodes_in
+from qompose.nested import name_apart, nodes_in
 from qompose.observing import GROUP_TAG
 from qompose.plan import Record
 from qompose.rewrites import Candidate, apply_rewrites, is_rewrite, splits
@@ -119,6 +120,7 @@ def _rewritten(graph: GraphModule, candidates: list[Candidate]) -> GraphModule:
     copied = copy_graph_module(graph)
     # A program that was exported otherwise than the one that was prepared may not have them.
     apply_rewrites(copied, [c for c in candidates if known.issuperset(c.nodes)])
+    name_apart(copied)  # as it was when it was prepared
     identify(copied)
     return copied
 
@@ -129,6 +131,7 @@ class Instance:
 
     graph: GraphModule
     _observers: dict[Node, nn.Module] = field(default_factory=dict)
+    _times: Counter[Node] = field(default_factory=Counter)
 
     @classmethod
     def of(cls, graph: GraphModule) -> Instance:
@@ -143,7 +146,9 @@ class Instance:
     def call(self, node: Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a node: observers let values pass, fake-quantizers round them, and neither looks at them."""
         if node.op != "call_module":
-            return run_call(node, args, dict(kwargs))
+            self._times[node] += 1
+            with repeatable(node, self._times[node]):
+                return run_call(node, args, dict(kwargs))
         if tag_of(node, GROUP_TAG) is None:
             return run_call(node, args, dict(kwargs))
         if node not in self._observers:

@@ -7,9 +7,10 @@ its operators still read. Bodies of control flow are stepped through as well, on
 
 from __future__ import annotations
 
+import zlib
 from collections import defaultdict
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -17,7 +18,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from qompose.graph import get_attribute, owner_of
+from qompose.graph import get_attribute, owner_of, values_of
 from qompose.nested import is_nested_call
 from qompose.running import STEPS
 
@@ -54,6 +55,30 @@ def run_call(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     assert callable(node.target)
     return node.target(*args, **kwargs)
+
+
+@contextmanager
+def repeatable(node: Node, times: int) -> Iterator[None]:
+    """Have an operator that draws random numbers draw the same ones in every program and run.
+
+    What is compared differs by no chance then, and nobody else's generators move.
+
+    Args:
+        times: how often it ran before.
+    """
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        yield
+        return
+    name = "; ".join(values_of(node)) or node.name
+    seed = zlib.crc32(f"{name}, {times}".encode())
+    # A process that has not used a GPU is not made to: torch.manual_seed would seed it once it does.
+    used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    devices = range(torch.cuda.device_count() if used else 0)
+    with torch.random.fork_rng(devices, device_type="cuda"):
+        torch.default_generator.manual_seed(seed)
+        if used:
+            torch.cuda.manual_seed_all(seed)
+        yield
 
 
 def steps(

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from qompose.aliases import written_values
 from qompose.conversion import Conversion, convert_observers
-from qompose.diagnosis.stepping import Given, run_call, steps
+from qompose.diagnosis.stepping import Given, repeatable, run_call, steps
 from qompose.graph import constant_of, copy_graph_module, holds, owner_of
 from qompose.isolation import restore_written
 from qompose.nested import graphs_in, nodes_in
@@ -140,7 +140,8 @@ class SwitchedProgram:
             known = run.calls.get(key)
             if known is not None and _same(known[:2], (args, kwargs)):
                 return known[2]
-            value = run_call(node, args, kwargs)
+            with repeatable(node, times[node]):
+                value = run_call(node, args, kwargs)
             if keep:
                 run.calls[key] = (args, kwargs, value)
             return value if known is None else _settled(value, known[2])

@@ -17,7 +17,7 @@ from qompose.diagnosis.lockstep import Lockstep, parameters_of, unread_in
 from qompose.diagnosis.pairing import Values
 from qompose.diagnosis.sides import FLOAT, Instance, Side, with_rewrites_of
 from qompose.diagnosis.tallies import Metric, Tally
-from qompose.errors import CalibrationError
+from qompose.errors import CalibrationError, UserError
 from qompose.graph import module_path, operator_name, values_of
 from qompose.ledger import SIMULATED, Row
 from qompose.nested import nodes_in
@@ -42,6 +42,12 @@ class ValueTable:
         self._record = two.record or one.record
         apart, folded = with_rewrites_of(one, self._record)
         self._lockstep = Lockstep(apart, two.graph, simulated)
+        if not any(node.op != "placeholder" for node in self._lockstep.reference.values()):
+            raise UserError(
+                f"no operator of the {one.stage} program gives a value that the {two.stage} one has: are "
+                "they of one model? To compare outputs alone, pass one as a function: "
+                "lambda *args: model(*args)"
+            )
         self._directly = two.stage == "lowered" and one.stage in ("converted", "reference")
         self._tallies = {
             # Of balanced channels each has a range of its own.
@@ -142,6 +148,7 @@ class ValueTable:
             for rewrite in made
             if not is_rewrite(rewrite.name)
         ]
+        notes += [f"{value} is {told}" for value, told in sorted(self._lockstep.unlike.items())]
         if self._two.stage == "lowered" and self._simulated is None:
             notes.append("parameters inside kernels have no values that could be compared")
             if not self._directly:
@@ -165,6 +172,8 @@ class OutputTable:
         if [v.shape for v in wanted] != [v.shape for v in found]:
             shapes = " and ".join(str([list(v.shape) for v in part]) for part in (wanted, found))
             raise CalibrationError(f"the programs return floats of the shapes {shapes}")
+        if not wanted:
+            raise UserError("the programs return no floats, which are what is compared")
         self._tallies = self._tallies or [Tally(None) for _ in wanted]
         for tally, reference, other in zip(self._tallies, wanted, found, strict=True):
             tally.add(reference, other, self._metrics)

@@ -20,7 +20,9 @@ from qompose.diagnosis.comparison import (
     KERNEL,
     ROUNDING,
 )
+from qompose.diagnosis.costs import number_of
 from qompose.diagnosis.pairing import Grid
+from qompose.errors import blaming
 
 Metric: TypeAlias = Callable[[Tensor, Tensor], float]
 """Takes a value of the reference and the other program's, and returns a number."""
@@ -71,7 +73,10 @@ class Tally:
         self.signal += _power(wanted)
         self.noise += _power(error)
         for name, metric in metrics.items():
-            self.metrics[name] = self.metrics.get(name, 0.0) + float(metric(reference, other))
+            with blaming(f"metric {name!r}"):
+                said = metric(reference.clone(), other.clone())  # it may write to them
+            said = number_of(said, f"metric {name!r} returned")
+            self.metrics[name] = self.metrics.get(name, 0.0) + said
         if self.grid is not None and wanted.numel():
             inside = wanted.clamp(self.grid.least, self.grid.most)
             self.outside += int((inside != wanted).sum())

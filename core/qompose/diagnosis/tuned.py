@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -129,16 +130,18 @@ class Tuning:
         return changed
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the tuning as JSON data."""
+        """Return the tuning as JSON data; a score that is infinite is a text."""
         data = {
             "format": FORMAT,
             "excluded": [_excluded_to_data(site) for site in self.excluded],
-            "attempts": [{**vars(a), "excluded": list(a.excluded)} for a in self.attempts],
+            "attempts": [
+                {**_to_data(vars(a), _SCORES), "excluded": list(a.excluded)} for a in self.attempts
+            ],
             "notes": list(self.notes),
             "quantizer": self.written,
-            **{name: getattr(self, name) for name in _NUMBERS},
+            **_to_data({name: getattr(self, name) for name in _NUMBERS}, _NUMBERS),
         }
-        copied: dict[str, Any] = json.loads(json.dumps(data))
+        copied: dict[str, Any] = json.loads(json.dumps(data, allow_nan=False))
         return copied
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -165,11 +168,12 @@ class Tuning:
             return cls(
                 excluded=tuple(_excluded_from_data(site) for site in data["excluded"]),
                 attempts=tuple(
-                    Attempt(**{**a, "excluded": tuple(a["excluded"])}) for a in data["attempts"]
+                    Attempt(**{**_from_data(a, _SCORES), "excluded": tuple(a["excluded"])})
+                    for a in data["attempts"]
                 ),
                 notes=tuple(data["notes"]),
                 written=data["quantizer"],
-                **{name: data[name] for name in _NUMBERS},
+                **_from_data({name: data[name] for name in _NUMBERS}, _NUMBERS),
             )
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             raise UserError(f"{path} holds no tuning: {type(error).__name__}: {error}") from error
@@ -210,6 +214,18 @@ class Tuning:
 
 
 _NUMBERS = ("score", "float_score", "quantized_score", "max_drop", "float_macs", "macs")
+_SCORES = ("score", "drop")
+
+
+def _to_data(numbers: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Return data in which those of some numbers that JSON cannot hold are texts."""
+    told = {n: v if math.isfinite(v) else str(v) for n, v in numbers.items() if n in names}
+    return {**numbers, **told}
+
+
+def _from_data(data: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    told = {n: float(v) for n, v in data.items() if n in names and isinstance(v, str)}
+    return {**data, **told}
 
 
 def _cells(site: Excluded) -> tuple[object, ...]:

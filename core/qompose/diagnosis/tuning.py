@@ -14,6 +14,7 @@ from rich.progress import Progress
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
+from qompose.batches import check_limit
 from qompose.diagnosis.evaluating import CannotExclude, Chosen, Evaluator, Task
 from qompose.diagnosis.exclusion import excluding, origin, territory, without_selectors
 from qompose.diagnosis.kept import Kept, key_of, setting_name
@@ -67,12 +68,15 @@ def tune(
 
     Raises:
         TuningError: no setting meets the target; its `tuning` is the best that was found.
-        UserError: `max_drop` is no number or negative; the metric returns none; `resume` is of another
-            tuning.
+        UserError: `max_drop` is no number or negative; `limit` or `ranking` is none, or of another model; the
+            metric returns no number; `resume` is of another tuning.
         MemberError: the metric raised an error.
         NotExportedError, SelectorError, CalibrationError: as the stages raise them.
     """
     allowed = _allowed(max_drop)
+    check_limit(limit)
+    if ranking is not None and not isinstance(ranking, Sensitivity):
+        raise UserError(f"ranking= is what sensitivity returned, and not {type(ranking).__name__}")
     quantizer = adapt(quantizer)
     batches = list(islice(data, limit)) if isinstance(data, Iterator) else data
     task = Task(model, quantizer, batches, metric, transform, limit, target)
@@ -101,6 +105,8 @@ def _ranked(
     costs = kept.get("costs")
     if ranking is not None:
         costs = {row.name: row.cost for row in ranking}
+        if evaluator.sites and costs.keys().isdisjoint(evaluator.sites):
+            raise UserError("ranking= has none of the sites of this model: it is of another one")
     elif costs is None:
         task = evaluator.task
         count = RANKING_BATCHES if task.limit is None else min(task.limit, RANKING_BATCHES)

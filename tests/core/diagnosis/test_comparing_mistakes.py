@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What cannot be compared is an error that says so, and is put down to whoever made it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import qompose
+import torch
+from qompose import MemberError, StageError, UserError
+from qompose.counting import KERNELS_TAG
+from qompose.diagnosis.comparison import KERNEL
+from qompose.errors import BatchError
+from qompose.graph import tag_of
+from torch import Tensor, nn
+
+from tests.core.toy import export, randn, seeded, toy
+
+BATCHES = [randn(4, 6, seed=n) for n in range(2)]
+
+
+def stages(model: nn.Module) -> dict[str, Any]:
+    program = export(model.eval(), BATCHES[0])
+    prepared = qompose.calibrate(qompose.prepare_pt2e(program, toy()), BATCHES)
+    converted = qompose.convert_pt2e(prepared)
+    return {
+        "float": program,
+        "prepared": prepared,
+        "converted": converted,
+        "lowered": qompose.lower(converted),
+    }
+
+
+@pytest.fixture(scope="module")
+def linear() -> dict[str, Any]:
+    return stages(seeded(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))))
+
+
+def _raises(reference: Tensor, other: Tensor) -> float:
+    raise ZeroDivisionError("nothing to divide")
+
+
+def _raises_later(reference: Tensor, other: Tensor) -> float:
+    if reference.shape == BATCHES[0].shape:
+        raise ZeroDivisionError("nothing to divide")
+    return 0.0
+
+
+@pytest.mark.parametrize("metric", [_raises, _raises_later])
+def test_an_error_of_a_metric_is_its_own(linear: dict[str, Any], metric: Any) -> None:
+    with pytest.raises(MemberError, match="metric 'mine' raised ZeroDivisionError: nothing"):
+        qompose.compare(linear["float"], linear["converted"], BATCHES, metrics={"mine": metric})
+
+
+def test_a_metric_may_write_to_what_it_gets(linear: dict[str, Any]) -> None:
+    def largest(reference: Tensor, other: Tensor) -> float:
+        return float(other.sub_(reference).abs().max() + 0 * reference.zero_().sum())
+
+    programs = linear["float"], linear["converted"]
+    before = {name: value.clone() for name, value in linear["float"].state_dict.items()}
+    expected = qompose.compare(*programs, BATCHES)
+    found = qompose.compare(*programs, BATCHES, metrics={"largest": largest})
+    assert [row.sqnr for row in found] == [row.sqnr for row in expected]
+    for name, value in linear["float"].state_dict.items():
+        torch.testing.assert_close(value, before[name], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("said", [None, "7", torch.zeros(2), math.nan])
+def test_a_metric_that_returns_no_number(linear: dict[str, Any], said: Any) -> None:
+    with pytest.raises(UserError, match="metric 'mine' returned"):
+        qompose.compare(
+            linear["float"], linear["converted"], BATCHES, metrics={"mine": lambda *_: said}
+        )
+
+
+@pytest.mark.parametrize("metrics", [[_raises], {"mine": 3}, "mine"])
+def test_metrics_are_functions_by_name(linear: dict[str, Any], metrics: Any) -> None:
+    with pytest.raises(UserError, match="are no functions by name"):
+        qompose.compare(linear["float"], linear["converted"], BATCHES, metrics=metrics)
+
+
+@pytest.mark.parametrize("stage", ["float", "prepared", "lowered"])
+def test_kernels_are_judged_beside_a_converted_model(linear: dict[str, Any], stage: str) -> None:
+    with pytest.raises(StageError, match=f"converted= is what convert_pt2e.* not a {stage}"):
+        qompose.compare(linear["float"], linear["lowered"], BATCHES, converted=linear[stage])
+
+
+def test_kernels_are_judged_beside_the_model_of_their_own(linear: dict[str, Any]) -> None:
+    other = stages(seeded(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3)), 5))
+    with pytest.raises(UserError, match="converted= is of another program"):
+        qompose.compare(linear["float"], linear["lowered"], BATCHES, converted=other["converted"])
+    found = qompose.compare(
+        linear["float"], linear["lowered"], BATCHES, converted=linear["converted"]
+    )
+    assert not found.of_cause(KERNEL)
+
+
+def test_programs_of_two_models(linear: dict[str, Any]) -> None:
+    other = export(nn.Sequential(nn.Sigmoid()), BATCHES[0])
+    with pytest.raises(UserError, match="are they of one model"):
+        qompose.compare(linear["float"], other, BATCHES)
+
+
+def test_outputs_without_floats() -> None:
+    with pytest.raises(UserError, match="return no floats"):
+        qompose.compare(lambda x: x.argmax(-1), lambda x: x.argmin(-1), BATCHES)
+
+
+def test_a_batch_that_does_not_fit_is_still_said_to_be_that(linear: dict[str, Any]) -> None:
+    with pytest.raises(BatchError, match="batch 2"):
+        qompose.compare(linear["float"], linear["converted"], [BATCHES[0], randn(4, 5)])
+
+
+def test_a_kernel_that_returns_another_shape_is_named() -> None:
+    made = stages(seeded(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))))
+    kernel = next(n for n in made["lowered"].graph.nodes if tag_of(n, KERNELS_TAG) is not None)
+    whole = kernel.target
+    kernel.target = lambda *args: whole(*args)[:1]
+    found = qompose.compare(made["float"], made["lowered"], BATCHES)
+    (note,) = (note for note in found.notes if "0: aten.linear" in note)
+    assert note.startswith("0: aten.linear.default, output is float32[4, 6] in one and ")
+    assert note.endswith("[1, 6] in the other")
