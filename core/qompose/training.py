@@ -302,4 +302,5 @@ def _stored(node: Node, path: str, value: Tensor) -> Node:
     set_attribute(owner_of(node), path, value)
     with node.graph.inserting_before(node):
         read = read_attribute(owner_of(node), path, node)
+    hand_over(node, read)
     return _take_place(node, read)

@@ -258,6 +258,18 @@ def test_a_trained_model_in_training_is_refused() -> None:
     assert min(row.sqnr for row in found) > 20
 
 
+def test_a_batch_norm_that_was_trained_leaves_nothing_unpaired() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+    program = export(seeded(net), randn(2, 3, 6, 6))
+    prepared = qompose.prepare_qat_pt2e(program, toy())
+    qompose.calibrate(prepared, [randn(2, 3, 6, 6)])
+    converted = qompose.convert_pt2e(prepared.eval())
+    for one, other in ((prepared, converted), (program, converted), (program, prepared)):
+        found = qompose.compare(one, other, [randn(2, 3, 6, 6)])
+        assert found.unpaired == ()
+        assert any(row.operator == "parameter" for row in found)
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
