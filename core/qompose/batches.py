@@ -79,7 +79,7 @@ def run_batch(
         raise BatchError(
             number,
             f"does not fit the model: {type(error).__name__}: {error}. "
-            f"The batch is {_describe(batch)}.",
+            f"The batch is {describe(batch)}.",
         ) from error
 
 
@@ -116,7 +116,7 @@ def _changed_constants(
         for node, value in zip(nodes, values, strict=True) if spec == own else ():
             if _is_another(value, node):
                 yield (
-                    f"its {node.target} is {_describe(value, True)}, and the model was exported with the "
+                    f"its {node.target} is {describe(value, True)}, and the model was exported with the "
                     f"constant {value_of(node)!r}: export it again for another"
                 )
 
@@ -141,16 +141,16 @@ def _holds(batch: Any) -> str:
     return ""
 
 
-def _describe(batch: Any, values: bool = False) -> str:
+def describe(batch: Any, values: bool = False) -> str:
     """Return a batch as types and sizes; with the values of what is no tensor where asked."""
     if values and not isinstance(batch, Tensor):
         return repr(batch)
     if isinstance(batch, Tensor):
         return f"{str(batch.dtype).removeprefix('torch.')}{list(batch.shape)}"
     if isinstance(batch, Mapping):
-        return "{" + ", ".join(f"{k}: {_describe(v)}" for k, v in batch.items()) + "}"
+        return "{" + ", ".join(f"{k}: {describe(v)}" for k, v in batch.items()) + "}"
     if isinstance(batch, (tuple, list)):
-        return "(" + ", ".join(map(_describe, batch)) + ")"
+        return "(" + ", ".join(map(describe, batch)) + ")"
     return type(batch).__name__
 
 

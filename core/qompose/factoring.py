@@ -35,7 +35,7 @@ _PER_TENSOR = {
 
 
 class Factoring:
-    """Decides on factors, and leaves the model as it is until `store_constants`.
+    """Decides on factors, and leaves the model as it is until `settle` and `store_constants`.
 
     Args:
         nodes: those of the prepared model, by name.

@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -279,42 +279,26 @@ dimensions, it is off the value itself where channels are balanced."""
 _OF_VALUES = (VALUE_TAG, INTEGERS_TAG, FACTORS_TAG)
 
 
-class Grid(Protocol):
-    """What the integers of a tensor mean, and their bounds."""
-
-    @property
-    def scale(self) -> Any:
-        """The size of a step."""
-
-    @property
-    def zero_point(self) -> Any:
-        """The integer that stands for zero."""
-
-    @property
-    def low(self) -> int:
-        """The least integer."""
-
-    @property
-    def high(self) -> int:
-        """The largest integer."""
-
-
 def values_of(node: Node) -> list[str]:
     """Return the ids of the values that a node gives: several where it stands for what passes them on."""
     found: list[str] = tag_of(node, VALUE_TAG) or []
     return found
 
 
-def hand_over(old: Node, new: Node, grid: Grid | None = None) -> None:
-    """Let a node in the place of another say that it gives the same values; as integers, on what grid."""
+def hand_over(old: Node, new: Node, grid: tuple[Any, ...] | None = None) -> None:
+    """Let a node in the place of another say that it gives the same values.
+
+    Args:
+        grid: scale, zero point, least and largest of the integers, if it gives those.
+    """
     values = values_of(old)
     if values:
         tag(new, **{VALUE_TAG: [*(v for v in values_of(new) if v not in values), *values]})
         if (factors := tag_of(old, FACTORS_TAG)) is not None:
             tag(new, **{FACTORS_TAG: factors})
         if grid is not None:
-            integers = [float(grid.scale), int(grid.zero_point), grid.low, grid.high]
-            tag(new, **{INTEGERS_TAG: integers})
+            scale, zero_point, *bounds = grid
+            tag(new, **{INTEGERS_TAG: [float(scale), int(zero_point), *bounds]})
 
 
 def provenance_of(node: Node) -> dict[str, Any]:

@@ -223,7 +223,8 @@ def _replace(
     if isinstance(value, Tensor) and isinstance(wanted, Tensor) and value.shape == wanted.shape:
         emitted.meta["val"] = wanted.to(value.dtype)  # as it was exported: see layouts
     region.replace(emitted)
-    hand_over(region.output_node, emitted, region.output)
+    grid = None if region.output is None else region.output.qparams[:4]
+    hand_over(region.output_node, emitted, grid)
     tag(emitted, **{KERNELS_TAG: [*before, number]})
     return True
 

@@ -12,7 +12,7 @@ from io import StringIO
 from typing import Any, TypeAlias
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table as RichTable
 from rich.text import Text
 
@@ -36,6 +36,27 @@ class Table:
 
 
 Block: TypeAlias = str | Table
+
+
+class Printable:
+    """What is told in blocks: as text, as Markdown, and by a rich console."""
+
+    def _blocks(self) -> Sequence[Block]:
+        raise NotImplementedError
+
+    def to_text(self, width: int = 120) -> str:
+        """Return it as text of at most `width` columns; nothing is cut off."""
+        return as_text(self._blocks(), width)
+
+    def to_markdown(self) -> str:
+        """Return it as Markdown."""
+        return as_markdown(self._blocks()).rstrip()
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield from as_rich(self._blocks())
+
+    def __str__(self) -> str:
+        return self.to_text()
 
 
 def as_rich(blocks: Sequence[Block]) -> Iterator[Any]:

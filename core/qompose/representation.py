@@ -292,7 +292,9 @@ class _Rewriter:
                 grid = grid_of(user)
                 if grid not in integers:
                     integers[grid] = _node(reference.to_integers(total, grid))
-                    hand_over(output, integers[grid], grid)
+                    hand_over(
+                        output, integers[grid], (grid.scale, grid.zero_point, grid.low, grid.high)
+                    )
                 user.replace_all_uses_with(integers[grid])
                 self._erase(user)
         for user in list(output.users):

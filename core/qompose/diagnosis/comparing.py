@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch.fx import GraphModule
 
-from qompose.batches import iterated, run_batch
+from qompose.batches import check_limit, iterated, run_batch
 from qompose.diagnosis.comparison import Comparison
 from qompose.diagnosis.sides import Side, side_of
 from qompose.diagnosis.tables import OutputTable, ValueTable
@@ -68,8 +68,7 @@ def compare(
         CalibrationError: there was no input, or one does not fit the programs.
     """
     one, two = side_of(reference, "reference"), side_of(other, "other program")
-    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
-        raise UserError(f"limit={limit!r} is no number of inputs, of which there is one at least")
+    check_limit(limit)
     own = _metrics(metrics)
     table: _Table
     if one.graph is None or two.graph is None:

@@ -9,10 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from rich.console import Console, ConsoleOptions, RenderResult
-
 from qompose.errors import UserError, near_names
-from qompose.rendering import Block, Table, as_markdown, as_rich, as_text
+from qompose.rendering import Block, Printable, Table
 
 EQUAL, INHERITED, ARITHMETIC = "equal", "inherited", "arithmetic"
 ROUNDING, CLIPPING, FALLBACK, KERNEL = "rounding", "clipping", "fallback", "kernel error"
@@ -64,7 +62,7 @@ class Compared:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Comparison(Printable):
     """The rows, those first whose operators add most, and what could not be compared.
 
     Attributes:
@@ -115,14 +113,6 @@ class Comparison:
         data: dict[str, Any] = json.loads(json.dumps(_finite(asdict(self)), allow_nan=False))
         return data
 
-    def to_text(self, width: int = 120) -> str:
-        """Return a table of all rows as text of at most `width` columns; nothing is cut off."""
-        return as_text(self._blocks(), width)
-
-    def to_markdown(self) -> str:
-        """Return the table as Markdown."""
-        return as_markdown(self._blocks()).rstrip()
-
     def _blocks(self) -> list[Block]:
         custom = list(dict.fromkeys(name for row in self.rows for name in row.metrics))
         cells = tuple(_cells(row, custom) for row in self.rows)
@@ -130,12 +120,6 @@ class Comparison:
         lines = [f"- not in both: {name}" for name in self.unpaired]
         table = Table((*_HEADER, *custom), cells)
         return [head, *([table] if cells else []), *lines, *(f"- {note}" for note in self.notes)]
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield from as_rich(self._blocks())
-
-    def __str__(self) -> str:
-        return self.to_text()
 
 
 _HEADER = ("value", "state", "cause", "SQNR", "own SQNR", "error", "clipped", "range used")

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from qompose.batches import binder
+from qompose.batches import binder, describe
 from qompose.diagnosis.pairing import MISSING, Key, Speaker, Values, speakers_in
 from qompose.diagnosis.sides import Instance
 from qompose.graph import get_attribute, owner_of
@@ -91,7 +91,9 @@ class Lockstep:
                 fits = simulated is not None and _comparable(own, simulated)
                 yield Moment(key[0], wanted, other, own, simulated if fits else None)
             elif _comparable(found[0]):
-                self.unlike[key[0]] = f"{_told(found[0])} in one and {_told(found[1])} in the other"
+                self.unlike[key[0]] = (
+                    f"{describe(found[0])} in one and {describe(found[1])} in the other"
+                )
         for values, _ in self._all:  # to the end: they may write to their buffers there
             for key in values.walk():
                 self.apart.add(key[0])
@@ -112,12 +114,6 @@ def _comparable(*values: Any) -> bool:
     return isinstance(first, Tensor) and all(
         isinstance(v, Tensor) and v.is_floating_point() and v.shape == first.shape for v in values
     )
-
-
-def _told(value: Any) -> str:
-    if not isinstance(value, Tensor):
-        return type(value).__name__
-    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
 
 
 def parameters_of(program: GraphModule) -> dict[str, Tensor]:

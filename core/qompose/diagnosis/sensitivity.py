@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
-from rich.console import Console, ConsoleOptions, RenderResult
 from rich.progress import Progress
 from torch.fx import GraphModule
 
@@ -21,7 +20,7 @@ from qompose.diagnosis.switching import On, SwitchedProgram
 from qompose.errors import UserError, near_names
 from qompose.plan import Plan
 from qompose.progress import on_terminal, progress_bar
-from qompose.rendering import Block, Table, as_markdown, as_rich, as_text
+from qompose.rendering import Block, Printable, Table
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ class SiteCost:
 
 
 @dataclass(frozen=True)
-class Sensitivity:
+class Sensitivity(Printable):
     """The sites, the costliest first.
 
     Attributes:
@@ -110,14 +109,6 @@ class Sensitivity:
         copied: dict[str, Any] = json.loads(json.dumps(data, allow_nan=False))
         return copied
 
-    def to_text(self, width: int = 120) -> str:
-        """Return a table of all rows as text of at most `width` columns; nothing is cut off."""
-        return as_text(self._blocks(), width)
-
-    def to_markdown(self) -> str:
-        """Return the table as Markdown."""
-        return as_markdown(self._blocks()).rstrip()
-
     def _blocks(self) -> list[Block]:
         of = f"{len(self.rows)} sites, {self.batches} inputs; all quantized: "
         head = of + (decibels(self.together) if self.relative else f"{self.together:.4g}")
@@ -137,12 +128,6 @@ class Sensitivity:
     def _shown(self, cost: float) -> tuple[str, ...]:
         number = f"{cost:.3g}"
         return (decibels(cost), number) if self.relative else (number,)
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield from as_rich(self._blocks())
-
-    def __str__(self) -> str:
-        return self.to_text()
 
 
 def _row_to_dict(row: SiteCost) -> dict[str, Any]:

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, ConsoleOptions, RenderResult
-
 from qompose.composing import quantizer_from_dict
 from qompose.configuring import selectors_from_data, selectors_to_data
 from qompose.diagnosis.exclusion import excluding
@@ -20,7 +18,7 @@ from qompose.drafts import draft_of
 from qompose.errors import ConfigError, UserError
 from qompose.interop import adapt
 from qompose.quantizer import Quantizer
-from qompose.rendering import Block, Table, as_markdown, as_rich, as_text
+from qompose.rendering import Block, Printable, Table
 from qompose.selectors import Selectors, Setting
 
 FORMAT = 1
@@ -67,7 +65,7 @@ class Attempt:
 
 
 @dataclass(frozen=True)
-class Tuning:
+class Tuning(Printable):
     """A configuration that meets a target, as selectors for any quantizer.
 
     Attributes:
@@ -178,14 +176,6 @@ class Tuning:
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             raise UserError(f"{path} holds no tuning: {type(error).__name__}: {error}") from error
 
-    def to_text(self, width: int = 120) -> str:
-        """Return what is left in float and what was tried as text of at most `width` columns."""
-        return as_text(self._blocks(), width)
-
-    def to_markdown(self) -> str:
-        """Return the same as Markdown."""
-        return as_markdown(self._blocks()).rstrip()
-
     def _blocks(self) -> list[Block]:
         share = self.float_macs / self.macs if self.macs else 0.0
         head = (
@@ -205,12 +195,6 @@ class Tuning:
             for a in self.attempts
         )
         yield Table(tried, rows)
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield from as_rich(self._blocks())
-
-    def __str__(self) -> str:
-        return self.to_text()
 
 
 _NUMBERS = ("score", "float_score", "quantized_score", "max_drop", "float_macs", "macs")
