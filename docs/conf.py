@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The site: Sphinx reads the Markdown pages of the repository as they stand.
 
-`python -m tox run -e docs` builds it. The root of the sources is the repository and not this folder, so that links from a page to README.md or
-to a result of a benchmark are the same on a code host and on the site.
+`python -m tox run -e docs` builds it. The root of the sources is the repository and not this folder, so
+that links from a page to README.md or to a result of a benchmark are the same on a code host and here.
 """
 
 from __future__ import annotations

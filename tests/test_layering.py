@@ -34,7 +34,7 @@ LAYERS = tuple(
         decomposed nested recording exported facts tensor_screening
         decompositions sources modes flow repairs.means
         specs observers rewrites evaluation balancing schemes reference guarding
-        histogram_observers fake_quantize
+        histogram_observers fake_quantize likeness
         learned schedules
         configs bounds roles usual_specs training_specs
         claims selectors observing soundness
@@ -47,7 +47,7 @@ LAYERS = tuple(
         diagnosis.page
         selection layouts calls
         rules
-        querying
+        querying quantized_tensors
         capability_row
         capabilities
         backend region matching

@@ -114,11 +114,11 @@ if TYPE_CHECKING:
     from qompose.plugins import BackendInfo as BackendInfo
     from qompose.plugins import backends as backends
     from qompose.plugins import load_backend as load_backend
+    from qompose.quantized_tensors import DynamicTensor as DynamicTensor
+    from qompose.quantized_tensors import QuantizedTensor as QuantizedTensor
     from qompose.quantizer import Quantizer as Quantizer
     from qompose.quantizing import QuantizedModel as QuantizedModel
     from qompose.quantizing import quantize as quantize
-    from qompose.region import DynamicTensor as DynamicTensor
-    from qompose.region import QuantizedTensor as QuantizedTensor
     from qompose.region import Region as Region
     from qompose.region import on_integers as on_integers
     from qompose.reporting import assert_lowered as assert_lowered
@@ -206,7 +206,8 @@ _MODULES = {
     "plugins": "BackendInfo backends load_backend",
     "quantizer": "Quantizer",
     "quantizing": "QuantizedModel quantize",
-    "region": "DynamicTensor QuantizedTensor Region on_integers",
+    "quantized_tensors": "DynamicTensor QuantizedTensor",
+    "region": "Region on_integers",
     "reporting": "assert_lowered assert_quantized report",
     "roles": (
         "ObserverOrFakeQuantize OperatorConfig OperatorPatternType annotate_input_qspec_map "

@@ -36,6 +36,7 @@ class Table:
 
 
 Block: TypeAlias = str | Table
+"""A piece of what is printed: a line of text, or a table."""
 
 
 class Printable:

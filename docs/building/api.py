@@ -11,9 +11,11 @@ A reference page lists names in blocks of its own, which a code host shows as th
 
 from __future__ import annotations
 
+import ast
 import functools
 import importlib
 import inspect
+import itertools
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,6 +90,18 @@ def entry(path: str) -> Entry:
     if inspect.isroutine(value) and getattr(value, "__name__", "") == name:
         return Entry(path, value.__module__, value, "function")
     return Entry(path, module, value, "data")
+
+
+def data_doc(found: Entry) -> str:
+    """Return the text behind the definition of a constant in its module, "" where there is none."""
+    module = importlib.import_module(found.module)
+    body = ast.parse(inspect.getsource(module)).body
+    for statement, following in itertools.pairwise(body):
+        targets = [*getattr(statement, "targets", ()), getattr(statement, "target", None)]
+        named = any(isinstance(each, ast.Name) and each.id == found.name for each in targets)
+        if named and isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
+            return str(following.value.value)
+    return ""
 
 
 @functools.cache

@@ -7,7 +7,7 @@ import functools
 import textwrap
 from typing import Any
 
-from docs.building import api
+from docs.building import api, docstrings
 
 # What signatures name from elsewhere: there is no copy of its documentation to link to without a network.
 ELSEWHERE = (
@@ -44,18 +44,11 @@ def documented(text: str, brief: bool = False) -> str:
 def _directive(path: str, brief: bool) -> str:
     found = api.entry(path)
     if found.kind == "data":
-        return f".. py:data:: {path}\n\n" + textwrap.indent(data_doc(found), "   ") + "\n"
+        told = docstrings.as_rst(api.data_doc(found), api.by_short_name())
+        return f".. py:data:: {path}\n\n{textwrap.indent(told, '   ')}\n"
     members = "" if brief else "   :members:\n"
     options = "" if found.kind == "function" else f"{members}   :show-inheritance:\n"
     return f".. auto{found.kind}:: {path}\n{options}"
-
-
-def data_doc(found: api.Entry) -> str:
-    """Return what stands behind the definition of a constant, in its module."""
-    from sphinx.pycode import ModuleAnalyzer
-
-    lines = ModuleAnalyzer.for_module(found.module).find_attr_docs().get(("", found.name), [])
-    return "\n".join(lines)
 
 
 def _resolve(app: Any, env: Any, node: Any, content: Any) -> Any:
