@@ -131,13 +131,13 @@ def _times(result: Result) -> Iterator[Block]:
         cells = [_cell(result, model, product) for product in (FLOAT, *products, OURS)]
         ours, theirs = result.best(model, (OURS,)), result.best(model, products)
         both = ours is not None and theirs is not None
-        cells += [_ratio(ours, theirs), verdict(ours, theirs)] if both else ["", ""]
+        cells += [f"{_ratio(ours, theirs)}, {verdict(ours, theirs)}"] if both else [""]
         rows.append((model, *cells))
     yield f"### {result.title}"
     yield ""
     whole = f"[The whole table](../benchmarks/results/{result.name}.md)."
     yield f"{result.conditions}. {_likeness(result)}{whole}"
-    header = ("model", f"float, {result.unit}", *products, OURS, "of the fastest peer", "")
+    header = ("model", f"float, {result.unit}", *products, OURS, "of the fastest peer")
     yield Table(header, tuple(rows))
 
 

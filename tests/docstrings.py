@@ -130,6 +130,14 @@ def says(text: str, error: type[BaseException]) -> bool:
     return any(cls.__name__ in named for cls in error.__mro__)
 
 
+def unreadable_entries(text: str) -> list[str]:
+    """Return the entries of a docstring's sections that do not have their names and a colon on one line."""
+    sections = re.findall(r"^(?:Args|Attributes|Raises):\n((?:[ ]+.*\n?|\n)*)", text, re.MULTILINE)
+    lines = [line for section in sections for line in section.splitlines()]
+    entries = [line.strip() for line in lines if re.match(r" {4}\S", line)]
+    return [entry for entry in entries if not re.match(r"[\w*]+(, [\w*]+)*: ", entry)]
+
+
 def takes_tensors(function: Callable[..., Any]) -> bool:
     """Tell whether a function takes or returns tensors, by its annotations."""
     return any(re.search(r"\bTensor\b", str(each)) for each in function.__annotations__.values())

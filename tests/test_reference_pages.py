@@ -55,6 +55,7 @@ def test_constants_say_what_they_are() -> None:
 def test_docstring(each: Documented) -> None:
     """It is there, says shapes where there are tensors, and names what is raised."""
     assert each.text
+    assert docstrings.unreadable_entries(each.text) == []
     assert not docstrings.takes_tensors(each.function) or docstrings.says_shapes(each.text)
     module = importlib.import_module(inspect.unwrap(each.function).__module__)
     raised = [] if each.path in NEVER else sorted(docstrings.raised(each.function))
@@ -71,6 +72,9 @@ def test_what_docstrings_lack_is_seen() -> None:
     assert not docstrings.says("Raises:\n    TypeError: never", ValueError)
     assert docstrings.says("Raises:\n    TypeError, ValueError: now", ValueError)
     assert not docstrings.says_shapes("Return a tensor.")
+    assert docstrings.unreadable_entries("Args:\n    a, b: both\n        of them\n    c,\n") == [
+        "c,"
+    ]
 
 
 def _refuse(x: object) -> None:

@@ -133,8 +133,8 @@ def prepare_qat_pt2e(
         a GraphModule with the signature of `model`, in the mode in which that was exported, to be trained.
 
     Raises:
-        NotExportedError, SelectorError, SharingError, AnnotationConflictError, NothingQuantizedError,
-            UserError, MemberError: as for `prepare_pt2e`.
+        NotExportedError, SelectorError, SharingError, AnnotationConflictError: as for `prepare_pt2e`.
+        NothingQuantizedError, UserError, MemberError: so too.
     """
     return _prepared(model, quantizer, inplace, strict, trains=True)
 

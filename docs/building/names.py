@@ -45,9 +45,13 @@ def _directive(path: str, brief: bool) -> str:
     found = api.entry(path)
     if found.kind == "data":
         told = docstrings.as_rst(api.data_doc(found), api.by_short_name())
-        return f".. py:data:: {path}\n\n{textwrap.indent(told, '   ')}\n"
+        package, _, name = path.rpartition(".")
+        return f".. py:data:: {name}\n   :module: {package}\n\n{textwrap.indent(told, '   ')}\n"
     members = "" if brief else "   :members:\n"
-    options = "" if found.kind == "function" else f"{members}   :show-inheritance:\n"
+    bases = getattr(found.value, "__bases__", ())
+    told = any(base.__module__ not in ("builtins", "abc", "typing") for base in bases)
+    inheritance = "   :show-inheritance:\n" if told or found.kind == "exception" else ""
+    options = "" if found.kind == "function" else f"{members}{inheritance}"
     return f".. auto{found.kind}:: {path}\n{options}"
 
 
