@@ -31,8 +31,9 @@ LAYERS = tuple(
         repairs.words
         aliases running operators offers faults kinship strides channel_histograms
         numerics graph screening functionals fbgemm encoding drafts factories row_sample range_search
-        decomposed nested recording exported facts tensor_screening
-        decompositions sources modes flow repairs.means
+        decomposed nested recording input_checks facts tensor_screening
+        decompositions sources modes flow calls repairs.means
+        exported
         specs observers rewrites evaluation balancing schemes reference guarding
         histogram_observers fake_quantize
         learned schedules
@@ -45,7 +46,7 @@ LAYERS = tuple(
         diagnosis.pictures
         diagnosis.charts
         diagnosis.page
-        selection layouts calls
+        selection layouts
         rules
         querying
         capability_row

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from qompose.errors import CompilationError as CompilationError
     from qompose.errors import ConfigError as ConfigError
     from qompose.errors import ExcludedBackendError as ExcludedBackendError
+    from qompose.errors import InputError as InputError
     from qompose.errors import InternalError as InternalError
     from qompose.errors import MemberError as MemberError
     from qompose.errors import MissingBackendError as MissingBackendError
@@ -180,9 +181,9 @@ _MODULES = {
     "diagnosis.tuning": "tune",
     "errors": (
         "AnnotationConflictError ArtefactError BackendNotFoundError CalibrationError CompilationError "
-        "ConfigError ExcludedBackendError InternalError MemberError MissingBackendError NotExportedError "
-        "NothingQuantizedError NotLoweredError PluginError ProjectError QomposeError QomposeWarning "
-        "RequirementError RequirementWarning SelectorError SharingError StageError "
+        "ConfigError ExcludedBackendError InputError InternalError MemberError MissingBackendError "
+        "NotExportedError NothingQuantizedError NotLoweredError PluginError ProjectError QomposeError "
+        "QomposeWarning RequirementError RequirementWarning SelectorError SharingError StageError "
         "StatisticsError TargetError TuningError UncalibratedError UserError"
     ),
     "histogram_observers": (

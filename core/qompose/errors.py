@@ -128,6 +128,17 @@ class BatchError(CalibrationError):
         super().__init__(f"calibration batch {number} {reason}")
 
 
+class InputError(UserError, ValueError):
+    """A program was called with an input that it was not exported for; `name` is that of its placeholder."""
+
+    def __init__(self, name: str, given: str, wanted: str) -> None:
+        self.name = name
+        super().__init__(
+            f"the input {name} is {given}, and the program was exported for {wanted}; export it with "
+            "dynamic_shapes that let sizes vary, or for another constant"
+        )
+
+
 class TargetError(UserError):
     """No kernels, or no runtime, for the requested target."""
 

@@ -200,7 +200,7 @@ def measured(
     task = bar.add_task("sites", total=None if batches is None else batches * len(places))
     bind, count = binder(prepared), 0
     for count, batch in enumerate(inputs, start=1):
-        given = run_batch(prepared, batch, transform, count, bind)
+        given = run_batch(bind, batch, transform, count)
         for key, outputs, floats in _outputs(program, given, places):
             measure.add(costs[key], outputs, floats)
             bar.advance(task)
