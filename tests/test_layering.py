@@ -41,7 +41,7 @@ LAYERS = tuple(
         apart patterns oversight orphans
         arbitration annotations tying counting rendering places constraints
         diagnosis diagnosis.comparison diagnosis.markup diagnosis.entries diagnosis.layout
-        diagnosis.colours
+        diagnosis.colours diagnosis.belonging
         diagnosis.pictures
         diagnosis.charts
         diagnosis.page

@@ -20,8 +20,9 @@ def iterated(batches: Iterable[Any], function: str) -> Iterator[Any]:
     """Return an iterator over batches.
 
     Raises:
-        UserError: they cannot be iterated.
+        UserError: they cannot be iterated, or are a single batch.
     """
+    check_several(batches, function)
     try:
         return iter(batches)
     except TypeError:
@@ -29,6 +30,20 @@ def iterated(batches: Iterable[Any], function: str) -> Iterator[Any]:
             f"{function} takes an iterable of batches, and got {type(batches).__name__}; for one batch "
             "pass [batch]"
         ) from None
+
+
+def check_several(batches: object, function: str) -> None:
+    """Make sure that batches are no single one: going through a tensor or a dict gives rows or names.
+
+    Raises:
+        UserError: they are.
+    """
+    if isinstance(batches, (Tensor, Mapping)):
+        rows = isinstance(batches, Tensor) and batches.dim() > 1
+        more = "; where its slices are the batches, list(tensor)" if rows else ""
+        raise UserError(
+            f"{function} takes several batches, and got a single one, {describe(batches)}: pass [batch]{more}"
+        )
 
 
 def check_limit(limit: object) -> None:
@@ -49,6 +64,7 @@ def run_batch(
     transform: Callable[[Any], Any] | None,
     number: int,
     call: Callable[..., Any] | None = None,
+    what: str = "calibration batch",
 ) -> Any:
     """Call a program, or what is to be called in its place, with the arguments that a batch stands for.
 
@@ -56,7 +72,7 @@ def run_batch(
         program: whose constants are checked; None: what is called has none that are known.
         batch: a tensor, a tuple of positional arguments or a dict of keyword arguments.
         transform: turns what was given into that.
-        number: of the batch, for messages.
+        number, what: of the batch, and what it is called, for messages.
 
     Raises:
         BatchError: it does not fit, or what was called raised an error.
@@ -65,7 +81,7 @@ def run_batch(
         batch = transform(batch) if transform else batch
     except Exception as error:
         told = f"{type(error).__name__}: {error}"
-        raise BatchError(number, f"cannot be used: transform raised {told}") from error
+        raise BatchError(number, f"cannot be used: transform raised {told}", what) from error
     try:
         args, kwargs = _arguments(batch)
         for objection in _changed_constants(program, args, kwargs) if program else ():
@@ -74,12 +90,13 @@ def run_batch(
         assert called is not None
         return called(*args, **kwargs)
     except CalibrationError as error:
-        raise BatchError(number, f"cannot be used: {error}{_holds(batch)}") from error
+        raise BatchError(number, f"cannot be used: {error}{_holds(batch)}", what) from error
     except Exception as error:
         raise BatchError(
             number,
             f"does not fit the model: {type(error).__name__}: {error}. "
             f"The batch is {describe(batch)}.",
+            what,
         ) from error
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from qompose.bounds import Bounds
+from qompose.repairs.words import Repair
 from qompose.specs import (
     DerivedQuantizationSpec,
     QuantizationSpecBase,
@@ -147,7 +148,7 @@ class Claim:
     product: Product | None = None
     bias: AddedBias | None = None
     instead_of: tuple[str, ...] = ()
-    repairs: tuple[str, ...] = ()
+    repairs: tuple[Repair, ...] = ()
 
     @property
     def territory(self) -> frozenset[str]:

@@ -93,7 +93,7 @@ def _run(
 ) -> None:
     """Count a batch; what is no fault of its own, as an error of a metric, is not put down to it."""
     try:
-        run_batch(called, batch, transform, number, table.add)
+        run_batch(called, batch, transform, number, table.add, "input")
     except BatchError as error:
         cause = error.__cause__
         if isinstance(cause, QomposeError) and not isinstance(cause, CalibrationError):

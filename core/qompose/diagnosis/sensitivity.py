@@ -15,12 +15,13 @@ from torch.fx import GraphModule
 
 from qompose.batches import binder, check_limit, iterated, run_batch
 from qompose.collecting import prepared_record
-from qompose.diagnosis.costs import Cost, Metric, decibels, measure_of
+from qompose.diagnosis.costs import Cost, Metric, measure_of
 from qompose.diagnosis.switching import On, SwitchedProgram
 from qompose.errors import UserError, near_names
+from qompose.numerics import decibels
 from qompose.plan import Plan
 from qompose.progress import on_terminal, progress_bar
-from qompose.rendering import Block, Printable, Table
+from qompose.rendering import Block, Printable, Table, as_decibels
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,9 @@ class Sensitivity(Printable):
 
     def _blocks(self) -> list[Block]:
         of = f"{len(self.rows)} sites, {self.batches} inputs; all quantized: "
-        head = of + (decibels(self.together) if self.relative else f"{self.together:.4g}")
+        head = of + (
+            as_decibels(decibels(1.0, self.together)) if self.relative else f"{self.together:.4g}"
+        )
         shown = ("SQNR alone", "cost") if self.relative else ("cost",)
         cells = tuple(cell for row in self.rows for cell in self._cells(row))
         header = ("operator", "module", *shown, "MACs", "owner, rule, config")
@@ -127,7 +130,7 @@ class Sensitivity(Printable):
 
     def _shown(self, cost: float) -> tuple[str, ...]:
         number = f"{cost:.3g}"
-        return (decibels(cost), number) if self.relative else (number,)
+        return (as_decibels(decibels(1.0, cost)), number) if self.relative else (number,)
 
 
 def _row_to_dict(row: SiteCost) -> dict[str, Any]:
@@ -200,7 +203,7 @@ def measured(
     task = bar.add_task("sites", total=None if batches is None else batches * len(places))
     bind, count = binder(prepared), 0
     for count, batch in enumerate(inputs, start=1):
-        given = run_batch(prepared, batch, transform, count, bind)
+        given = run_batch(prepared, batch, transform, count, bind, "batch")
         for key, outputs, floats in _outputs(program, given, places):
             measure.add(costs[key], outputs, floats)
             bar.advance(task)

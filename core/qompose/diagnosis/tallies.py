@@ -18,11 +18,13 @@ from qompose.diagnosis.comparison import (
     FALLBACK,
     INHERITED,
     KERNEL,
+    NOT_FINITE,
     ROUNDING,
 )
 from qompose.diagnosis.costs import number_of
 from qompose.diagnosis.pairing import Grid
 from qompose.errors import blaming
+from qompose.numerics import decibels
 
 Metric: TypeAlias = Callable[[Tensor, Tensor], float]
 """Takes a value of the reference and the other program's, and returns a number."""
@@ -138,6 +140,8 @@ class Tally:
         if not self.noise and not self.own:
             return EQUAL
         own = self.noise if self.own is None else self.own
+        if math.isinf(own):
+            return NOT_FINITE
         if own <= _ARITHMETIC * self.signal:
             return ARITHMETIC if self.noise <= _ARITHMETIC * self.signal else INHERITED
         if self.clipped > self.rounded and self.clipped > own / 2:
@@ -155,15 +159,6 @@ class Tally:
             "range_use": self.range_use,
             "metrics": {name: total / self.inputs for name, total in self.metrics.items()},
         }
-
-
-def decibels(signal: float, noise: float) -> float:
-    """Return a ratio of powers in dB; infinite where there is no noise."""
-    if math.isnan(noise) or math.isnan(signal):
-        return math.nan
-    if not noise:
-        return math.inf
-    return 10 * math.log10(signal / noise) if signal and math.isfinite(noise) else -math.inf
 
 
 def _finite(wanted: Tensor, found: Tensor) -> tuple[Tensor, Tensor]:

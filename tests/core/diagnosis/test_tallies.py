@@ -16,10 +16,11 @@ from qompose.diagnosis.comparison import (
     FALLBACK,
     INHERITED,
     KERNEL,
+    NOT_FINITE,
     ROUNDING,
 )
 from qompose.diagnosis.pairing import Grid
-from qompose.diagnosis.tallies import Tally, decibels
+from qompose.diagnosis.tallies import Tally
 from torch import Tensor
 
 GRID = Grid(0.1, 0, -128, 127)
@@ -100,8 +101,16 @@ def test_integers_come_back_from_what_they_stand_for(integers: list[int], zero: 
     assert torch.equal(grid.to_integers(grid.to_floats(given_)).to(torch.int8), given_)
 
 
-def test_decibels() -> None:
-    assert decibels(100.0, 1.0) == 20
-    assert decibels(1.0, 0.0) == math.inf
-    assert decibels(0.0, 1.0) == -math.inf
-    assert math.isnan(decibels(1.0, math.nan))
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("side", ["reference", "other"])
+def test_what_one_of_both_has_no_number_for_is_not_clipping(value: float, side: str) -> None:
+    x = torch.linspace(-9, 9, 50)
+    odd = torch.where(x > 8, value, x)
+    made = tally(*(odd, GRID.rounded(x), GRID.rounded(x)) if side == "reference" else (x, odd, odd))
+    assert made.cause(fallback=False) == NOT_FINITE
+    assert made.sqnr == made.own_sqnr == -math.inf
+
+
+def test_what_comes_behind_is_inherited_though_it_has_no_number() -> None:
+    x = torch.linspace(-9, 9, 50)
+    assert tally(x, torch.where(x > 8, math.nan, x), x).cause(fallback=False) == INHERITED
