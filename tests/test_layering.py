@@ -70,7 +70,7 @@ LAYERS = tuple(
         interop.splicing interop.settling
         interop.fence interop.constants interop.marks interop.alignment interop.sizes
         interop.asking
-        interop rule_quantizer composition
+        interop rule_quantizer composition restraining
         transforming
         annotating planning preparation calibration conversion lowering representation membership
         reporting benchmarking packages late_operators

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 from qompose.batches import binder, check_limit, iterated, run_batch
 from qompose.collecting import prepared_record
 from qompose.diagnosis.costs import Cost, Metric, measure_of
-from qompose.diagnosis.switching import On, SwitchedProgram
+from qompose.diagnosis.switching import FloatRun, On, SwitchedProgram
 from qompose.errors import UserError, near_names
 from qompose.numerics import decibels
 from qompose.plan import Plan
@@ -203,8 +203,10 @@ def measured(
     task = bar.add_task("sites", total=None if batches is None else batches * len(places))
     bind, count = binder(prepared), 0
     for count, batch in enumerate(inputs, start=1):
-        given = run_batch(prepared, batch, transform, count, bind, "batch")
-        for key, outputs, floats in _outputs(program, given, places):
+        run = run_batch(
+            prepared, batch, transform, count, lambda *a, **k: program.in_float(bind(*a, **k)), "batch"
+        )
+        for key, outputs, floats in _outputs(program, run, places):
             measure.add(costs[key], outputs, floats)
             bar.advance(task)
     if not count:
@@ -216,10 +218,9 @@ def measured(
 
 
 def _outputs(
-    program: SwitchedProgram, given: Sequence[Any], places: Mapping[Any, On]
+    program: SwitchedProgram, run: FloatRun, places: Mapping[Any, On]
 ) -> Iterator[tuple[Any, Any, Any]]:
     """Yield for each place a batch's outputs with that quantized, and those in float."""
-    run = program.in_float(given)
     for key, on in places.items():
         yield key, program.quantized(run, on), run.outputs
 
@@ -275,5 +276,7 @@ def _notes(program: SwitchedProgram, plan: Plan) -> Iterator[str]:
             yield f"{name} was not measured: {program.stuck[number]}"
         elif not program.parts.get(number):
             yield f"{name} was not measured: nothing that it quantizes is read as integers"
+        elif number not in program.reached:
+            yield f"{name} was not measured: no input reached it"
     if program.writes:
         yield "the program writes in place: each site ran all of it, not only what it changes"

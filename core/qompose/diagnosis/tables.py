@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import getitem
 from typing import Any
 
 from torch import Tensor
@@ -120,6 +121,10 @@ class ValueTable:
     def _row(
         self, value: str, tally: Tally, node: Node | None, told: Mapping[str, Row]
     ) -> Compared:
+        while node is not None and node.target is getitem and node.name not in told:
+            source = node.args[0]  # one of several results has the row of what computes them
+            assert isinstance(source, Node)
+            node = source
         row = None if node is None else told.get(node.name)
         fallback = self._two.stage == "lowered" and row is not None and row.state == SIMULATED
         place = value.removesuffix(f": {PARAMETER}")

@@ -116,16 +116,9 @@ class Tuning(Printable):
     def apply(self, quantizer: Quantizer) -> Quantizer:
         """Return a quantizer with the selectors set, on each member of a composition; it is left as it is.
 
-        Raises:
-            UserError: no member has selectors.
+        A member without selectors, of another engine or code, is not heard where they say float.
         """
-        adapted = adapt(quantizer)
-        changed = excluding(adapted, self.selectors)
-        if self.excluded and not any(
-            new is not old for new, old in zip(changed.members, adapted.members, strict=True)
-        ):
-            raise UserError(f"{adapted.name} has no selectors, so no operator can be left in float")
-        return changed
+        return excluding(adapt(quantizer), self.selectors)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the tuning as JSON data; a score that is infinite is a text."""

@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 
 from qompose.batches import check_limit, check_several
 from qompose.diagnosis.evaluating import CannotExclude, Chosen, Evaluator, Task
-from qompose.diagnosis.exclusion import excluding, origin, territory, without_selectors
+from qompose.diagnosis.exclusion import excluding, origin, territory
 from qompose.diagnosis.kept import Kept, key_of, setting_name
 from qompose.diagnosis.sensitivity import Sensitivity, SiteCost, measured
 from qompose.diagnosis.tuned import Attempt, Excluded, Tuning, named_or_nothing
@@ -193,13 +193,7 @@ class Search:
             TuningError: there are none.
         """
         self.costs = {site.name: site.cost for site in ranked}
-        deaf = set(without_selectors(self.evaluator.task.quantizer))
-        for site in ranked:
-            if site.owner in deaf:
-                self.notes.append(
-                    f"{site.label} cannot be left in float: {site.owner} has no selectors"
-                )
-        order = [site.name for site in ranked if site.owner not in deaf]
+        order = [site.name for site in ranked]
         size = self._enough(order)
         if size is not None:
             self._take_back(order[:size])
