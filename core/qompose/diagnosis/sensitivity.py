@@ -204,7 +204,12 @@ def measured(
     bind, count = binder(prepared), 0
     for count, batch in enumerate(inputs, start=1):
         run = run_batch(
-            prepared, batch, transform, count, lambda *a, **k: program.in_float(bind(*a, **k)), "batch"
+            prepared,
+            batch,
+            transform,
+            count,
+            lambda *a, **k: program.in_float(bind(*a, **k)),
+            "batch",
         )
         for key, outputs, floats in _outputs(program, run, places):
             measure.add(costs[key], outputs, floats)

@@ -84,7 +84,7 @@ class ValueTable:
             tally.add_own(moment.reference, moment.own)
             simulated = moment.reference if self._directly else moment.simulated
             if simulated is not None and self._lockstep.speakers[moment.value].kernel:
-                tally.add_kernel(simulated, moment.own)
+                tally.add_kernel(simulated, moment.own, moment.reference)
 
     def comparison(self, batches: int) -> Comparison:
         """Return the rows of what was computed, the worst first."""
