@@ -42,7 +42,7 @@ LAYERS = tuple(
         apart patterns oversight orphans
         arbitration annotations tying counting rendering places constraints
         diagnosis diagnosis.comparison diagnosis.markup diagnosis.entries diagnosis.layout
-        diagnosis.colours
+        diagnosis.colours diagnosis.belonging
         diagnosis.pictures
         diagnosis.charts
         diagnosis.page
@@ -71,7 +71,7 @@ LAYERS = tuple(
         interop.splicing interop.settling
         interop.fence interop.constants interop.marks interop.alignment interop.sizes
         interop.asking
-        interop rule_quantizer composition
+        interop rule_quantizer composition restraining
         transforming
         annotating planning preparation calibration conversion lowering representation membership
         reporting benchmarking packages late_operators

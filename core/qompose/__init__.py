@@ -122,6 +122,7 @@ if TYPE_CHECKING:
     from qompose.region import QuantizedTensor as QuantizedTensor
     from qompose.region import Region as Region
     from qompose.region import on_integers as on_integers
+    from qompose.repairs.words import SmoothQuant as SmoothQuant
     from qompose.reporting import assert_lowered as assert_lowered
     from qompose.reporting import assert_quantized as assert_quantized
     from qompose.reporting import report as report
@@ -208,6 +209,7 @@ _MODULES = {
     "quantizer": "Quantizer",
     "quantizing": "QuantizedModel quantize",
     "region": "DynamicTensor QuantizedTensor Region on_integers",
+    "repairs.words": "SmoothQuant",
     "reporting": "assert_lowered assert_quantized report",
     "roles": (
         "ObserverOrFakeQuantize OperatorConfig OperatorPatternType annotate_input_qspec_map "

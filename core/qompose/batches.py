@@ -18,8 +18,9 @@ def iterated(batches: Iterable[Any], function: str) -> Iterator[Any]:
     """Return an iterator over batches.
 
     Raises:
-        UserError: they cannot be iterated.
+        UserError: they cannot be iterated, or are a single batch.
     """
+    check_several(batches, function)
     try:
         return iter(batches)
     except TypeError:
@@ -27,6 +28,20 @@ def iterated(batches: Iterable[Any], function: str) -> Iterator[Any]:
             f"{function} takes an iterable of batches, and got {type(batches).__name__}; for one batch "
             "pass [batch]"
         ) from None
+
+
+def check_several(batches: object, function: str) -> None:
+    """Make sure that batches are no single one: going through a tensor or a dict gives rows or names.
+
+    Raises:
+        UserError: they are.
+    """
+    if isinstance(batches, (Tensor, Mapping)):
+        rows = isinstance(batches, Tensor) and batches.dim() > 1
+        more = "; where its slices are the batches, list(tensor)" if rows else ""
+        raise UserError(
+            f"{function} takes several batches, and got a single one, {describe(batches)}: pass [batch]{more}"
+        )
 
 
 def check_limit(limit: object) -> None:
@@ -46,13 +61,14 @@ def run_batch(
     batch: Any,
     transform: Callable[[Any], Any] | None,
     number: int,
+    what: str = "calibration batch",
 ) -> Any:
     """Call a program, or what takes its place, with the arguments that a batch stands for.
 
     Args:
         batch: a tensor, a tuple of positional arguments or a dict of keyword arguments.
         transform: turns what was given into that.
-        number: of the batch, for messages.
+        number, what: of the batch, and what it is called, for messages.
 
     Raises:
         BatchError: it does not fit, or what was called raised an error.
@@ -61,16 +77,16 @@ def run_batch(
         batch = transform(batch) if transform else batch
     except Exception as error:
         told = f"{type(error).__name__}: {error}"
-        raise BatchError(number, f"cannot be used: transform raised {told}") from error
+        raise BatchError(number, f"cannot be used: transform raised {told}", what) from error
     try:
         args, kwargs = _arguments(batch)
         return call(*args, **kwargs)
     except CalibrationError as error:
-        raise BatchError(number, f"cannot be used: {error}{_holds(batch)}") from error
+        raise BatchError(number, f"cannot be used: {error}{_holds(batch)}", what) from error
     except Exception as error:
         told = str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
         raise BatchError(
-            number, f"does not fit the model: {told}. The batch is {describe(batch)}."
+            number, f"does not fit the model: {told}. The batch is {describe(batch)}.", what
         ) from error
 
 

@@ -121,11 +121,11 @@ class StatisticsError(UserError, ValueError):
 
 
 class BatchError(CalibrationError):
-    """One of several batches cannot be used; `reason` says why, without its number."""
+    """One of several batches cannot be used; `reason` says why, without its number, `what` what it is for."""
 
-    def __init__(self, number: int, reason: str) -> None:
-        self.number, self.reason = number, reason
-        super().__init__(f"calibration batch {number} {reason}")
+    def __init__(self, number: int, reason: str, what: str = "calibration batch") -> None:
+        self.number, self.reason, self.what = number, reason, what
+        super().__init__(f"{what} {number} {reason}")
 
 
 class InputError(UserError, ValueError):

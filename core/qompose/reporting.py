@@ -49,6 +49,7 @@ def report(model: Any) -> Report:
         notes=(*plan.notes, *record.findings, *notes_on(record)),
         bytes_before=plan.float_bytes,
         bytes_after=record.bytes,
+        fingerprint=record.fingerprint,
     )
 
 

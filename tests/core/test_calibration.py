@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import qompose
 import torch
-from qompose import CalibrationError, checkpoints
+from qompose import CalibrationError, UserError, checkpoints
 from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.utils.data import DataLoader, TensorDataset
@@ -97,6 +97,21 @@ def test_the_result_does_not_depend_on_the_split() -> None:
 def test_no_batch_is_an_error(batches: Any) -> None:
     with pytest.raises(CalibrationError, match="no batches: the iterable was empty"):
         qompose.calibrate(prepared_pair(), batches)
+
+
+@pytest.mark.parametrize(
+    ("single", "message"),
+    [
+        (X, r"a single one, float32\[4, 3\]: pass \[batch\]; where its slices .* list\(tensor\)"),
+        (X[0], r"a single one, float32\[3\]: pass \[batch\]$"),
+        ({"x": X, "y": Y}, r"a single one, \{x: float32.*pass \[batch\]$"),
+        (3, r"got int; for one batch pass \[batch\]"),
+    ],
+    ids=["tensor", "row", "dict", "number"],
+)
+def test_a_single_batch_is_not_gone_through(single: Any, message: str) -> None:
+    with pytest.raises(UserError, match=f"calibrate takes .*{message}"):
+        qompose.calibrate(prepared_pair(), single)
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def compare(
 def _run(batch: Any, transform: Callable[[Any], Any] | None, number: int, table: _Table) -> None:
     """Count a batch; what is no fault of its own, as an error of a metric, is not put down to it."""
     try:
-        run_batch(table.add, batch, transform, number)
+        run_batch(table.add, batch, transform, number, "input")
     except BatchError as error:
         cause = error.__cause__
         of_the_batch = isinstance(cause, (CalibrationError, InputError))
