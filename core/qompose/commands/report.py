@@ -39,7 +39,15 @@ def run(options: Namespace, out: Output) -> int:
     from qompose.artefact import read
     from qompose.reporting import report
 
-    print_report(report(read(options.file)), options, out)
+    found = read(options.file)
+    if not isinstance(found, dict):
+        print_report(report(found), options, out)
+    elif options.json:
+        out.json({method: report(model).to_dict() for method, model in found.items()})
+    else:
+        for method, model in found.items():
+            out.text(f"method {method}:\n")
+            print_report(report(model), options, out)
     return 0
 
 
