@@ -27,7 +27,7 @@ PLUGINS = {
 LAYERS = tuple(
     line.split()
     for line in """
-        errors hookspecs histogram sampling fingerprints repeats progress switches repairs
+        errors hookspecs histogram sampling fingerprints repeats progress switches repairs conformity
         repairs.words
         aliases running operators offers faults kinship strides channel_histograms
         numerics graph screening functionals fbgemm encoding drafts factories row_sample range_search
@@ -52,7 +52,7 @@ LAYERS = tuple(
         capability_row
         capabilities
         backend region matching
-        plan origins signature plugins operands configuring covering ordering
+        plan signature plugins operands configuring covering ordering
         requirements sites ranks training restoring batches repairs.homogeneous repairs.products
         repairs.equalization repairs.smoothing
         statistics_files isolation
@@ -86,14 +86,15 @@ LAYERS = tuple(
         diagnosis.sensitivity
         values announcing
         symbols storages trees
-        programs records
-        artefact
+        programs records artefact_files manifest
         composing pipeline
+        artefact
         diagnosis.exclusion diagnosis.kept
         quantizing inquiry diagnosis.tuned
         diagnosis.evaluating
         diagnosis.tuning
-        commands commands.output commands.program_files
+        commands commands.output commands.program_archives
+        commands.program_files
         commands.checking commands.calibration_files commands.report
         commands.choosing
         commands.calibrate commands.backends commands.capabilities commands.quantize commands.new_backend

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.fx import GraphModule
 
 from qompose.backend import Backend
 from qompose.balancing import Balance
@@ -235,6 +236,8 @@ class Record:
     `state` has the exported values of the buffers that the program writes to, by path.
     `fingerprint` is of the exported program's parameters (`qompose.fingerprints`).
     `backends` are live objects, by the owners of claims.
+    `source` is what a lowered model was made of: the converted program as it was then. It shares the
+    tensors that kernels take as they are.
     """
 
     plan: Plan
@@ -250,14 +253,15 @@ class Record:
     bytes: int = 0
     state: Mapping[str, Tensor] = field(default_factory=dict)
     fingerprint: str = ""
+    source: GraphModule | None = field(default=None, repr=False, compare=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Record:
         """Return the record itself: nothing in it changes."""
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the live backends out of a pickle; they are loaded by name when they are needed."""
-        return {**self.__dict__, "backends": {}}
+        """Leave out of a pickle the live backends, which are loaded by name when needed, and the source."""
+        return {**self.__dict__, "backends": {}, "source": None}
 
 
 def record_of(module: object, *, stages: tuple[str, ...], function: str, remedy: str) -> Record:

@@ -24,8 +24,8 @@ SUMMARY = "quantize an exported program and save it"
 DESCRIPTION = """\
 Quantize a program that torch.export.save wrote, and print what happened to every operator.
 
-torch.export.load, which reads MODEL.pt2, unpickles: give it only files that you trust. Calibration files and
-what this command writes are read without running code.
+A MODEL.pt2 that could run code when it is read (pickles, custom objects, legacy files) is refused.
+Calibration files and what this command writes are read without running code.
 
 Calibration files are .safetensors files with a tensor for each input of the program, by its name or as arg0,
 arg1, ...; and .pt files of torch.save with a tensor, a dict of tensors by name, or a list of batches, each a
@@ -47,7 +47,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "model",
         type=Path,
         metavar="MODEL.pt2",
-        help="what torch.export.save wrote; it is unpickled",
+        help="what torch.export.save wrote",
     )
     add_quantizer(parser)
     add_data(parser)

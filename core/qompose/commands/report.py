@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,12 +48,27 @@ def run(options: Namespace, out: Output) -> int:
     from qompose.reporting import report
 
     check_page(options.html, [options.file.resolve()])
-    found = report(read(options.file))
+    found = read(options.file)
+    models = found if isinstance(found, dict) else {"": found}
+    reports = {method: report(model) for method, model in models.items()}
     if options.html is not None:
-        found.save(options.html)
-        say(f"wrote {options.html} ({options.html.stat().st_size:,} bytes)")
-    print_report(found, options, out)
+        _save_pages(reports, options.html)
+    if isinstance(found, dict) and options.json:
+        out.json({method: one.to_dict() for method, one in reports.items()})
+        return 0
+    for method, one in reports.items():
+        if method:
+            out.text(f"method {method}:\n")
+        print_report(one, options, out)
     return 0
+
+
+def _save_pages(reports: Mapping[str, Report], page: Path) -> None:
+    """Write the page of a model, or one for each of its methods, with the method in its name."""
+    for method, found in reports.items():
+        path = page.with_suffix(f".{method}{page.suffix}") if method else page
+        found.save(path)
+        say(f"wrote {path} ({path.stat().st_size:,} bytes)")
 
 
 def check_page(page: Path | None, read: Collection[Path]) -> None:

@@ -29,7 +29,6 @@ from qompose.errors import (
     StageError,
     UserError,
 )
-from qompose.origins import source_of
 
 
 class _Table(Protocol):
@@ -60,8 +59,8 @@ def compare(
         reference, other: an exported, prepared, converted or lowered program each. Of what can only be
             called, as a program of another runtime or a compiled one, the outputs are compared.
         inputs: tensors, tuples of positional arguments or dicts of keyword arguments, as for `calibrate`.
-        converted: what `other` was lowered from, to tell errors of kernels from those of rounding. If it is
-            left out, that model is taken as long as the caller keeps it.
+        converted: what `other` was lowered from, to tell errors of kernels from those of rounding. A lowered
+            model knows it, unless it was pickled.
         transform: turns what `inputs` yields into the program's inputs.
         limit: how many inputs to take at most.
         metrics: by name, functions of a value of the reference and the other program's, which return a
@@ -81,7 +80,7 @@ def compare(
     if one.graph is None or two.graph is None:
         table = OutputTable(one, two, own)
     else:
-        table = ValueTable(one, two, _converted(one, two, other, converted), own)
+        table = ValueTable(one, two, _converted(one, two, converted), own)
     number = 0
     with torch.no_grad():
         for number, batch in enumerate(islice(iterated(inputs, "compare"), limit), start=1):
@@ -111,13 +110,13 @@ def _metrics(given: Mapping[str, Metric] | None) -> dict[str, Metric]:
     return dict(given)
 
 
-def _converted(one: Side, two: Side, other: Any, given: GraphModule | None) -> GraphModule | None:
+def _converted(one: Side, two: Side, given: GraphModule | None) -> GraphModule | None:
     """Return the converted model with whose regions kernels are compared; None if there is none to run."""
     if two.stage != "lowered" or one.stage in ("converted", "reference"):
         return None
     if given is None:
-        found = source_of(other)
-        return None if found is None else side_of(found, "converted model").graph
+        source = None if two.record is None or two.graph is None else two.record.source
+        return None if source is None else side_of(source, "converted model").graph
     side = side_of(given, "converted model")
     if side.stage not in ("converted", "reference"):
         raise StageError(
