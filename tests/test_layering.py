@@ -31,7 +31,7 @@ LAYERS = tuple(
         repairs.words
         aliases running operators offers faults kinship strides channel_histograms
         numerics graph screening functionals fbgemm encoding drafts factories row_sample range_search
-        decomposed nested recording exported facts tensor_screening
+        decomposed nested recording exported facts tensor_screening processes
         decompositions sources modes flow repairs.means
         specs observers rewrites evaluation balancing schemes reference guarding
         histogram_observers fake_quantize
