@@ -31,7 +31,7 @@ LAYERS = tuple(
         repairs.words
         aliases running operators offers faults kinship strides channel_histograms
         numerics graph screening functionals fbgemm encoding drafts factories row_sample range_search
-        decomposed nested recording input_checks facts tensor_screening
+        decomposed nested recording input_checks facts tensor_screening processes
         decompositions sources modes flow calls repairs.means
         exported
         specs observers rewrites evaluation balancing schemes reference guarding
