@@ -54,7 +54,7 @@ LAYERS = tuple(
         plan origins signature plugins operands configuring covering ordering
         requirements sites ranks training restoring batches repairs.homogeneous repairs.products
         repairs.equalization repairs.smoothing
-        statistics_files isolation
+        statistics_files isolation exported_modes
         collecting
         checkpoints linting
         hosting
