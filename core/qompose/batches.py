@@ -79,8 +79,21 @@ def run_batch(
         raise BatchError(
             number,
             f"does not fit the model: {type(error).__name__}: {error}. "
-            f"The batch is {describe(batch)}.",
+            f"The batch is {describe(batch)}.{_surplus(program, batch)}",
         ) from error
+
+
+def _surplus(program: GraphModule | None, batch: Any) -> str:
+    """Say what to do where a batch has more in it than a program takes: labels, as a rule."""
+    info = getattr(program.graph._codegen, "pytree_info", None) if program else None
+    if info is None or not isinstance(batch, (tuple, list)) or len(batch) <= len(info.orig_args):
+        return ""
+    taken = info.orig_args
+    part = "batch[0]" if len(taken) == 1 else f"batch[:{len(taken)}]"
+    return (
+        f" The model takes {', '.join(taken) or 'no arguments'}: pass transform= to take that out of a "
+        f"batch, for example transform=lambda batch: {part}."
+    )
 
 
 def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
