@@ -55,7 +55,7 @@ LAYERS = tuple(
         plan signature plugins operands configuring covering ordering
         requirements sites ranks training restoring batches repairs.homogeneous repairs.products
         repairs.equalization repairs.smoothing
-        statistics_files isolation
+        statistics_files isolation exported_modes
         collecting
         checkpoints linting
         hosting

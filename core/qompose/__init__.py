@@ -74,6 +74,11 @@ if TYPE_CHECKING:
     from qompose.errors import TuningError as TuningError
     from qompose.errors import UncalibratedError as UncalibratedError
     from qompose.errors import UserError as UserError
+    from qompose.exported_modes import (
+        allow_exported_model_train_eval as allow_exported_model_train_eval,
+    )
+    from qompose.exported_modes import move_exported_model_to_eval as move_exported_model_to_eval
+    from qompose.exported_modes import move_exported_model_to_train as move_exported_model_to_train
     from qompose.fake_quantize import FakeQuantize as FakeQuantize
     from qompose.fake_quantize import FixedQParamsFakeQuantize as FixedQParamsFakeQuantize
     from qompose.fake_quantize import FusedMovingAvgObsFakeQuantize as FusedMovingAvgObsFakeQuantize
@@ -186,6 +191,9 @@ _MODULES = {
         "NotExportedError NothingQuantizedError NotLoweredError PluginError ProjectError QomposeError "
         "QomposeWarning RequirementError RequirementWarning SelectorError SharingError StageError "
         "StatisticsError TargetError TuningError UncalibratedError UserError"
+    ),
+    "exported_modes": (
+        "allow_exported_model_train_eval move_exported_model_to_eval move_exported_model_to_train"
     ),
     "histogram_observers": (
         "EntropyObserver HistogramObserver PerChannelHistogramObserver PercentileObserver "

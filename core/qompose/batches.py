@@ -86,8 +86,24 @@ def run_batch(
     except Exception as error:
         told = str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
         raise BatchError(
-            number, f"does not fit the model: {told}. The batch is {describe(batch)}.", what
+            number,
+            f"does not fit the model: {told}. The batch is {describe(batch)}.{_surplus(call, batch)}",
+            what,
         ) from error
+
+
+def _surplus(call: Callable[..., Any], batch: Any) -> str:
+    """Say what to do where a batch has more in it than a program takes: labels, as a rule."""
+    graph = getattr(call, "graph", None)
+    info = None if graph is None else getattr(graph._codegen, "pytree_info", None)
+    if info is None or not isinstance(batch, (tuple, list)) or len(batch) <= len(info.orig_args):
+        return ""
+    taken = info.orig_args
+    part = "batch[0]" if len(taken) == 1 else f"batch[:{len(taken)}]"
+    return (
+        f" The model takes {', '.join(taken) or 'no arguments'}: pass transform= to take that out of a "
+        f"batch, for example transform=lambda batch: {part}."
+    )
 
 
 def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

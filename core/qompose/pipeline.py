@@ -17,6 +17,7 @@ from qompose.annotations import clear_annotations, write_annotations
 from qompose.announcing import (
     log_stage,
     say_if_all_was_dropped,
+    say_if_modes_were_lost,
     say_if_nothing_was_quantized,
     say_what_fell_back,
 )
@@ -268,6 +269,7 @@ def convert_pt2e(
         function="convert_pt2e",
         remedy="Call prepare_pt2e and calibrate first.",
     )
+    say_if_modes_were_lost(prepared)
     with _without_collection():
         # One that was trained is folded first, which must not be left behind if anything fails.
         model = prepared if inplace and not is_trained(prepared) else copy_graph_module(prepared)

@@ -125,6 +125,11 @@ def test_a_single_batch_is_not_gone_through(single: Any, message: str) -> None:
             id="wrong shape",
         ),
         pytest.param({"x": X, "z": Y}, r"batch 3 does not fit.*\{x: float32", id="wrong name"),
+        pytest.param(
+            (X, Y, torch.arange(4)),
+            r"batch 3 .*The model takes x, y: pass transform= .* batch: batch\[:2\]",
+            id="labels",
+        ),
         pytest.param((X, "y"), r"batch 3 does not fit.*\(float32\[4, 3\], str\)", id="wrong type"),
         pytest.param("xy", "batch 3 cannot be used: it is a str.*transform=", id="no batch at all"),
         pytest.param(3, "batch 3 cannot be used: it is a int", id="a number"),

@@ -244,6 +244,13 @@ def test_a_configuration_that_no_rule_can_follow_is_refused_when_it_is_set() -> 
     toy(CONSTRAINED, RELU, config=STATIC)  # one rule that can is enough
     with pytest.raises(qompose.ConfigError, match="no dynamic form"):
         toy(STATIC_ONLY, config=DYNAMIC)
+    with pytest.raises(qompose.ConfigError) as caught:
+        again = dataclasses.replace(STATIC_ONLY, name="again")
+        picky = dataclasses.replace(CONSTRAINED, modes=frozenset({"dynamic"}))
+        toy(STATIC_ONLY, again, picky, config=DYNAMIC)
+    _, why, others = str(caught.value).splitlines()
+    assert "(rule constrained, " in why
+    assert others == "  - 2 other rules have no dynamic form"
 
 
 def test_without_a_selector_nothing_is_claimed_and_nothing_refused() -> None:
