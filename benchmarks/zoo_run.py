@@ -125,10 +125,13 @@ def _yardstick(
     with stages("export"):
         program = model.export()
     bodies = sum(1 for _ in program.graph_module.modules()) > 1
-    with stages("run"):
-        rounded = rounded_outputs(program.module(), calibration, held_out)
-    found = compared(reference, rounded, structure=False)
-    return {**found, "bodies": bodies, "operators": len(program.graph.nodes)}
+    facts = {"bodies": bodies, "operators": len(program.graph.nodes)}
+    try:
+        with stages("round"):
+            rounded = rounded_outputs(program.module(), calibration, held_out)
+            return {**compared(reference, rounded, structure=False), **facts}
+    except (WrongOutputError, RuntimeError, IndexError) as error:
+        return {"sqnr": None, "no_yardstick": f"{type(error).__name__}: {error}", **facts}
 
 
 def _ours(

@@ -46,7 +46,7 @@ def serve(zoo: str) -> None:
     os.dup2(2, 1)  # runtimes print; the channel is for answers alone
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
 
     def answer(value: Any) -> None:
         print(json.dumps(value, allow_nan=False), file=channel, flush=True)
@@ -57,7 +57,7 @@ def serve(zoo: str) -> None:
         answer({"row": run(zoo, task["model"], flow, lambda stage: answer({"stage": stage}))})
 
 
-def _end_with(parent: int) -> None:
+def end_with(parent: int) -> None:
     """End with the parent, even out of a run that hangs."""
     while os.getppid() == parent:
         time.sleep(0.5)
