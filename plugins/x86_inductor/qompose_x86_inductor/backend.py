@@ -28,6 +28,7 @@ class X86InductorBackend(Backend):
     name = "x86_inductor"
     api_version = 1
     rules = (*RULES, *RUN_TIME_RULES)
+    rewrites = ("split_cells", "unroll_recurrent")
 
     def __init__(self) -> None:
         self.configs = configs.named()
