@@ -35,7 +35,7 @@ LAYERS = tuple(
         decompositions sources modes flow calls repairs.means
         exported
         specs observers rewrites evaluation balancing schemes reference guarding
-        histogram_observers fake_quantize
+        histogram_observers fake_quantize likeness
         learned schedules
         configs bounds roles usual_specs training_specs
         claims selectors observing soundness
@@ -48,7 +48,7 @@ LAYERS = tuple(
         diagnosis.page
         selection layouts
         rules
-        querying
+        querying quantized_tensors
         capability_row
         capabilities
         backend region matching

@@ -120,11 +120,11 @@ if TYPE_CHECKING:
     from qompose.plugins import BackendInfo as BackendInfo
     from qompose.plugins import backends as backends
     from qompose.plugins import load_backend as load_backend
+    from qompose.quantized_tensors import DynamicTensor as DynamicTensor
+    from qompose.quantized_tensors import QuantizedTensor as QuantizedTensor
     from qompose.quantizer import Quantizer as Quantizer
     from qompose.quantizing import QuantizedModel as QuantizedModel
     from qompose.quantizing import quantize as quantize
-    from qompose.region import DynamicTensor as DynamicTensor
-    from qompose.region import QuantizedTensor as QuantizedTensor
     from qompose.region import Region as Region
     from qompose.region import on_integers as on_integers
     from qompose.repairs.words import SmoothQuant as SmoothQuant
@@ -216,7 +216,8 @@ _MODULES = {
     "plugins": "BackendInfo backends load_backend",
     "quantizer": "Quantizer",
     "quantizing": "QuantizedModel quantize",
-    "region": "DynamicTensor QuantizedTensor Region on_integers",
+    "quantized_tensors": "DynamicTensor QuantizedTensor",
+    "region": "Region on_integers",
     "repairs.words": "SmoothQuant",
     "reporting": "assert_lowered assert_quantized report",
     "roles": (

@@ -67,7 +67,7 @@ class LearnableFakeQuantize(FakeQuantize):
             self.scale.data, self.zero_point.data = torch.ones(channels), torch.zeros(channels)
 
     def observe(self, x: Tensor) -> None:
-        """Take the first values from the first tensor; watch for masks from then on."""
+        """Take the first values from the first tensor, of any shape; watch for masks from then on."""
         if self._started:
             if not self.constant:
                 self.activation_post_process.screen.clean(x, self.subject)
@@ -103,7 +103,7 @@ class LearnableFakeQuantize(FakeQuantize):
         return self.zero_point + (inside - self.zero_point).detach()
 
     def calculate_qparams(self) -> tuple[Tensor, Tensor]:
-        """Return the learned scale and the integer next to the learned zero point."""
+        """Return the learned scale and the integer next to the learned zero point, `()` or `(C,)`."""
         if not self._started:
             return super().calculate_qparams()
         scale = self.scale.detach().abs().clamp(min=self.eps)

@@ -103,6 +103,9 @@ def prepare_pt2e(
         NotExportedError: `model` was not exported.
         SelectorError, SharingError, AnnotationConflictError: the annotations cannot be followed.
         NothingQuantizedError: `strict`, and no operator was claimed.
+        UserError: `strict`, and a selector matches nothing; `inplace` with an ExportedProgram; or
+            `quantizer` is none.
+        MemberError: a hook of the quantizer raised an error of its own.
     """
     return _prepared(model, quantizer, inplace, strict, trains=False)
 
@@ -130,8 +133,8 @@ def prepare_qat_pt2e(
         a GraphModule with the signature of `model`, in the mode in which that was exported, to be trained.
 
     Raises:
-        NotExportedError, SelectorError, SharingError, AnnotationConflictError, NothingQuantizedError: as for
-            `prepare_pt2e`.
+        NotExportedError, SelectorError, SharingError, AnnotationConflictError: as for `prepare_pt2e`.
+        NothingQuantizedError, UserError, MemberError: so too.
     """
     return _prepared(model, quantizer, inplace, strict, trains=True)
 

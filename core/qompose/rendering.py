@@ -37,6 +37,7 @@ class Table:
 
 
 Block: TypeAlias = str | Table
+"""A piece of what is printed: a line of text, or a table."""
 
 
 def as_decibels(ratio: float | None) -> str:

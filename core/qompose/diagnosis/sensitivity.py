@@ -173,7 +173,7 @@ def sensitivity(
         UncalibratedError: it was not calibrated.
         UserError: there are no inputs, or `limit` is no number of them; the outputs have no floats and there
             is no `metric`, or that returns no number.
-        BatchError: a batch does not fit.
+        CalibrationError: a batch does not fit.
         MemberError: the metric raised an error.
     """
     check_limit(limit)
