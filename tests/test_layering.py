@@ -27,12 +27,13 @@ PLUGINS = {
 LAYERS = tuple(
     line.split()
     for line in """
-        errors hookspecs histogram sampling fingerprints repeats progress switches repairs
+        errors hookspecs histogram sampling fingerprints repeats progress switches repairs conformity
         repairs.words
         aliases running operators offers faults kinship strides channel_histograms
         numerics graph screening functionals fbgemm encoding drafts factories row_sample range_search
-        decomposed nested recording exported facts tensor_screening
-        decompositions sources modes flow repairs.means
+        decomposed nested recording input_checks facts tensor_screening processes
+        decompositions sources modes flow calls repairs.means
+        exported
         specs observers rewrites evaluation balancing schemes reference guarding
         histogram_observers fake_quantize likeness
         learned schedules
@@ -41,20 +42,20 @@ LAYERS = tuple(
         apart patterns oversight orphans
         arbitration annotations tying counting rendering places constraints
         diagnosis diagnosis.comparison diagnosis.markup diagnosis.entries diagnosis.layout
-        diagnosis.colours
+        diagnosis.colours diagnosis.belonging
         diagnosis.pictures
         diagnosis.charts
         diagnosis.page
-        selection layouts calls
+        selection layouts
         rules
         querying quantized_tensors
         capability_row
         capabilities
         backend region matching
-        plan origins signature plugins operands configuring covering ordering
+        plan signature plugins operands configuring covering ordering
         requirements sites ranks training restoring batches repairs.homogeneous repairs.products
         repairs.equalization repairs.smoothing
-        statistics_files isolation
+        statistics_files isolation exported_modes
         collecting
         checkpoints linting
         hosting
@@ -70,7 +71,7 @@ LAYERS = tuple(
         interop.splicing interop.settling
         interop.fence interop.constants interop.marks interop.alignment interop.sizes
         interop.asking
-        interop rule_quantizer composition
+        interop rule_quantizer composition restraining
         transforming
         annotating planning preparation calibration conversion lowering representation membership
         reporting benchmarking packages late_operators
@@ -85,14 +86,15 @@ LAYERS = tuple(
         diagnosis.sensitivity
         values announcing
         symbols storages trees
-        programs records
-        artefact
+        programs records artefact_files manifest
         composing pipeline
+        artefact
         diagnosis.exclusion diagnosis.kept
         quantizing inquiry diagnosis.tuned
         diagnosis.evaluating
         diagnosis.tuning
-        commands commands.output commands.program_files
+        commands commands.output commands.program_archives
+        commands.program_files
         commands.checking commands.calibration_files commands.report
         commands.choosing
         commands.calibrate commands.backends commands.capabilities commands.quantize commands.new_backend

@@ -1,100 +1,89 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Save and load: a converted model as one file of tensors and JSON, which runs no code when it is read.
+"""Save and load: quantized models as one file of tensors and JSON, which runs no code when it is read.
 
-The file is a safetensors file. Its header, checked when it is opened, can name no code; any tool of the
-field can list the tensors; and what a model consists of besides them is JSON text in its metadata. A SHA-256
-of that text, and in it one of each block of memory, tell a damaged file from a sound one. They are no
-signature: who may write the file may write them too.
+A lowered model is stored as the converted program that it was made of and the target, and is lowered again
+by `load`: what kernels need of memory and layout belongs to the machine on which they run.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import os
+import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
-from zipfile import is_zipfile
 
 import torch
-from importlib_metadata import version
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.fx import GraphModule
 
-from qompose.backend import Backend
-from qompose.drafts import destination, draft_of
+from qompose.artefact_files import read as read_file
+from qompose.artefact_files import write as write_file
+from qompose.conformity import check_fields
+from qompose.counting import Counts, count_nodes
+from qompose.drafts import destination
 from qompose.errors import (
     ArtefactError,
     BackendNotFoundError,
-    ExcludedBackendError,
-    MissingBackendError,
     PluginError,
+    QomposeWarning,
     RequirementError,
+    StageError,
     UserError,
 )
 from qompose.graph import copies_of
+from qompose.lowering import ONLY, check_methods, in_method
+from qompose.manifest import StoredBackends, checked_owners, manifest_of, missing_packages
+from qompose.pipeline import attach_records, with_kernels
 from qompose.plan import META_KEY, Record, attach, record_of
-from qompose.plugins import backends as installed_backends
 from qompose.plugins import load_backend
 from qompose.programs import ProgramReader, ProgramWriter, UnknownOperator
-from qompose.records import decode_record, encode_record
+from qompose.records import changes_of, decode_changed, decode_record, encode_record
+from qompose.reporting import report
 from qompose.requirements import objections, warn
-from qompose.storages import digest, pack, unpack
+from qompose.storages import pack, unpack
 from qompose.trees import UnknownType
 from qompose.values import NotStorable
 
-FORMAT_VERSION = 1
-_KEY = "qompose"
 
-
-def save(converted: GraphModule, path: str | os.PathLike[str]) -> None:
-    """Write a converted model to a file, from which `load` makes it again in another process.
+def save(model: Any, path: str | os.PathLike[str]) -> None:
+    """Write a model to a file, from which `load` makes it again in another process.
 
     Buffers that the program writes to are saved as they were exported. A file that exists is replaced at
     once, or left as it is where saving fails; a symbolic link stays, and its file is replaced.
 
+    Args:
+        model: what `convert_pt2e` or `lower` returned; or several of one kind by name, and a program of
+            several methods. What they share is stored once.
+
     Raises:
-        StageError: the model was not converted.
-        UserError: `path` is no path, or is a directory, a pipe or a device.
+        StageError: the model was neither converted nor lowered, or was lowered in another process.
+        UserError: `path` is no path, or is a directory, a pipe or a device; or names that no methods have.
         ArtefactError: it holds something that cannot be stored; the message names it.
         OSError: the file cannot be written.
     """
-    record = record_of(
-        converted,
-        stages=("converted", "reference"),
-        function="save",
-        remedy="Call convert_pt2e first.",
-    )
     path = _as_path(path, "save")
+    methods = _methods(model)
+    converted, lowered = {}, {}
+    for name, method in methods.items():
+        with in_method(name):
+            converted[name], lowered[name] = _parts(method)
+    counts = {
+        name: asdict(count_nodes(method)) if isinstance(method, GraphModule) else None
+        for name, method in methods.items()
+    }
+    targets = {record.target if record else "" for record in lowered.values()}
+    if len(targets) != 1:
+        raise UserError(f"save takes models of one stage and target, and got {sorted(targets)}")
     destination(path)  # refused before any work is done
     try:
-        writer = ProgramWriter()
-        program = writer.program(converted)
-        views, blocks = pack({**writer.tensors, **record.state})
-        body = {
-            "manifest": _manifest(record),
-            "program": program,
-            "record": encode_record(record),
-            "state": sorted(record.state),
-            "tensors": views,
-            "blocks": {name: digest(block) for name, block in blocks.items()},
-        }
+        body, blocks = _described(converted, lowered, counts)
     except NotStorable as reason:
         raise ArtefactError(f"The model cannot be saved, because it has {reason}.") from reason
-    description = {
-        "format_version": FORMAT_VERSION,
-        "written_by": f"qompose {version('qompose')}",
-        "sha256": hashlib.sha256(_text(body).encode()).hexdigest(),
-        "model": body,
-    }
-    # One entry, because safetensors writes several in any order: equal models make equal files.
-    metadata = {_KEY: _text(description)}
-    _write({name: block.cpu() for name, block in blocks.items()}, metadata, path)
+    write_file({**body, "target": targets.pop()}, blocks, path)
 
 
 def _as_path(path: object, function: str) -> Path:
@@ -103,181 +92,238 @@ def _as_path(path: object, function: str) -> Path:
     return Path(path)
 
 
-def _text(data: Any) -> str:
-    return json.dumps(data, allow_nan=False, separators=(",", ":"))
+def _methods(model: Any) -> Mapping[str, Any]:
+    """Return the methods of a model by name: of several in a mapping, or as an attribute of a program."""
+    if META_KEY in (getattr(model, "meta", None) or {}):
+        return {ONLY: model}
+    methods = model if isinstance(model, Mapping) else getattr(model, "methods", None)
+    if not isinstance(methods, Mapping):
+        return {ONLY: model}
+    check_methods(methods)
+    return methods
 
 
-def _write(blocks: dict[str, Tensor], metadata: dict[str, str], path: Path) -> None:
-    """Write to a file beside the wanted one, and put it in its place when it is complete."""
-    try:
-        with draft_of(path) as draft:
-            draft.touch(exist_ok=False)
-            mode = draft.stat().st_mode
-            save_file(blocks, draft, metadata)
-            draft.chmod(
-                mode
-            )  # safetensors lets nobody else read it; the process's own mask decides
-            with draft.open("rb") as file:
-                os.fsync(file.fileno())
-    except SafetensorError as error:  # what it makes of a full disk
-        raise OSError(f"{path} cannot be written: {error}") from error
+def _parts(model: Any) -> tuple[GraphModule, Record | None]:
+    """Return the converted form of a model, and its record if it is lowered."""
+    inner = getattr(model, "converted", None)  # of what quantize returns
+    remedy = "Call convert_pt2e first."
+    if isinstance(inner, GraphModule):
+        remedy = "Save its .model, which is lowered, or its .converted."
+    stages = ("converted", "reference", "lowered")
+    record = record_of(model, stages=stages, function="save", remedy=remedy)
+    if record.stage != "lowered":
+        return model, None
+    if record.source is None:
+        raise StageError(
+            "A lowered model is saved as the converted one that it was made of, and this one has lost it, as "
+            "pickled and copied ones do: save the converted model, and lower what load returns."
+        )
+    return record.source, record
 
 
-def _manifest(record: Record) -> dict[str, Any]:
-    """Return with what the model was made: versions, and the package of each owner of claims."""
-    known = {info.name: info for info in installed_backends()}
-    owners = {}
-    for label, backend in record.backends.items():
-        info = known.get(backend.name)
-        owners[label] = {
-            "backend": backend.name,
-            "distribution": info.distribution if info else "",
-            "version": info.version if info else "",
-            "api_version": backend.api_version,
-        }
-    return {"qompose": version("qompose"), "torch": torch.__version__, "owners": owners}
+def _described(
+    converted: Mapping[str, GraphModule],
+    lowered: Mapping[str, Record | None],
+    counts: Mapping[str, Mapping[str, int] | None],
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return what a file says of models, and their blocks of memory.
 
-
-class _Backends(Mapping[str, Backend]):
-    """The backends of a stored model, by owner, each loaded when it is asked for.
-
-    One that owns no claims and is not installed is left out: nothing is missing without it.
+    Raises:
+        NotStorable: they hold what has no such form.
     """
-
-    def __init__(self, owners: Mapping[str, Any], claiming: set[str]) -> None:
-        self._owners = {
-            label: dict(facts)
-            for label, facts in owners.items()
-            if label in claiming or _is_installed(facts["backend"])
+    records: dict[str, Record] = {name: model.meta[META_KEY] for name, model in converted.items()}
+    methods: dict[str, Any] = {}
+    tensors: dict[str, Tensor] = {}
+    operators: set[str] = set()
+    for name, model in converted.items():
+        writer, encoded, now = ProgramWriter(), encode_record(records[name]), lowered[name]
+        methods[name] = {
+            "program": writer.program(model),
+            "record": encoded,
+            "lowered": None if now is None else changes_of(encoded, encode_record(now)),
+            "counts": counts[name],
+            "state": sorted(records[name].state),
         }
-
-    def __getitem__(self, owner: str) -> Backend:
-        facts = self._owners[owner]
-        try:
-            return load_backend(facts["backend"])
-        except ExcludedBackendError:
-            raise
-        except BackendNotFoundError:
-            installed = [info.name for info in installed_backends()]
-            raise MissingBackendError(facts, installed) from None
-
-    def __contains__(self, owner: object) -> bool:
-        return owner in self._owners
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._owners)
-
-    def __len__(self) -> int:
-        return len(self._owners)
+        operators |= writer.operators
+        held = {**writer.tensors, **records[name].state}
+        tensors |= {f"{_prefix(name)}{path}": tensor for path, tensor in held.items()}
+    views, blocks = pack(tensors)
+    manifest = manifest_of(records, operators)
+    return {"manifest": manifest, "methods": methods, "tensors": views}, blocks
 
 
-def _is_installed(name: str) -> bool:
-    return any(info.name == name for info in installed_backends())
+def _prefix(method: str) -> str:
+    return "" if method == ONLY else f"{method}/"
 
 
-def load(path: str | os.PathLike[str], *, allow_mismatch: bool = False) -> GraphModule:
-    """Return the converted model that `save` wrote, as it was: it runs, and can be reported and lowered.
+@dataclass(frozen=True)
+class _Stored:
+    """What a file holds: converted models, what was recorded when they were lowered, and for which target."""
 
-    No pickle is read and no code of the file is run. Backends are imported when `lower` asks for them, or
-    here, where they recorded what the model asks of the machine.
+    path: Path
+    models: dict[str, GraphModule]
+    lowered: dict[str, Record]
+    counts: dict[str, Counts | None]
+    target: str
+
+    def of(self, parts: Mapping[str, Any]) -> Any:
+        """Return the one of `parts`, or all of them by name."""
+        return parts[ONLY] if set(parts) == {ONLY} else dict(parts)
+
+
+def load(
+    path: str | os.PathLike[str], *, allow_mismatch: bool = False, as_converted: bool = False
+) -> Any:
+    """Return the model that `save` wrote, as it was: it runs, and can be reported and lowered.
+
+    No pickle is read and no code of the file is run. Backends are imported where the model is lowered, here
+    or by `lower`, and where they recorded what it asks of the machine.
 
     Args:
         allow_mismatch: load a model that was made for another machine, with a warning. What it
             computes is the same, and not with the kernels that it was made for.
+        as_converted: do not lower again what was saved as a lowered model; no backend is needed for that.
+
+    Returns:
+        a GraphModule, or by name a dict of several; of a model that was lowered for another target, what
+        `lower` returns for that. Where kernels differ from those that it was saved with, a QomposeWarning
+        names them.
 
     Raises:
         RequirementError: a backend's requirements are not met here; the message has the remedies.
-        UserError: `path` is no path.
-        ArtefactError: the file is damaged, of another kind or of a newer qompose, or needs operators or
-            types that nobody registered in this process.
+        UserError: `path` is no path; or a kind of it that `lower` raises, if that was saved.
+        ArtefactError: the file is damaged, of another kind or of a newer qompose, or needs operators,
+            types or devices that are not there in this process.
         OSError: it cannot be read.
     """
-    model = read(path)
-    found = tuple(objections(model.meta[META_KEY]))
+    stored = _stored(_as_path(path, "load"))
+    found = _objections(stored, as_converted)
     if found and not allow_mismatch:
         lines = "".join(f"\n  - {line}" for line in found)
         raise RequirementError(
-            f"{path} was made for another machine:{lines}\n"
+            f"{stored.path} was made for another machine:{lines}\n"
             "Or load it with allow_mismatch=True: it runs without the kernels that it was made for."
         )
     warn(found, stacklevel=2)
-    return model
-
-
-def read(path: str | os.PathLike[str]) -> GraphModule:
-    """Return what `load` returns, whatever the model asks of the machine; its backends are not asked."""
-    path = _as_path(path, "load")
-    body, blocks = _read(path)
+    if not stored.lowered or as_converted:
+        return stored.of(stored.models)
     try:
-        return _model(body, blocks)
+        result, parts = with_kernels(stored.of(stored.models), stored.target)
+    except UserError as error:
+        remedy = (
+            "load(path, as_converted=True) gives the converted model, which runs without kernels."
+        )
+        error.args = (f"{stored.path} cannot be lowered again: {error} {remedy}",)
+        raise
+    except Exception as error:  # whatever a forged program makes of it
+        reason = f"{type(error).__name__}: {error}"
+        raise ArtefactError(f"{stored.path} cannot be lowered again: {reason}") from error
+    attach_records(parts)
+    changed = [
+        line
+        for name, (_, record) in parts.items()
+        for line in _changes(name, stored.lowered[name], record)
+    ]
+    if changed:
+        lines = "".join(f"\n  - {line}" for line in changed)
+        warnings.warn(
+            f"{path} was lowered again with other kernels than it was saved with:{lines}",
+            QomposeWarning,
+            stacklevel=2,
+        )
+    return result
+
+
+def _objections(stored: _Stored, as_converted: bool) -> tuple[str, ...]:
+    """Return why this machine is none for the models. Programs of other runtimes may be for another one."""
+    if stored.target not in ("", "torch") and not as_converted:
+        return ()
+    found = [line for model in stored.models.values() for line in objections(model.meta[META_KEY])]
+    return tuple(dict.fromkeys(found))
+
+
+def _changes(method: str, before: Record, now: Record) -> Iterator[str]:
+    """Yield a line for each region whose kernel is another one, or is gone, or is new."""
+    for number, claim in enumerate(now.plan.claims):
+        was, has = (record.kernels.get(number, "no kernel") for record in (before, now))
+        if was != has:
+            why = now.fallbacks.get(number)
+            where = f"{method}: {claim.anchor}" if method != ONLY else claim.anchor
+            yield (
+                f"{where} ({claim.owner}, rule {claim.rule}): "
+                f"{was} then, {has} now{f' ({why})' if why else ''}"
+            )
+
+
+def read(path: str | os.PathLike[str]) -> Any:
+    """Return what `report` takes for a file: what is recorded of the model, whatever it asks of the machine.
+
+    Of a converted model it is the model. Of a lowered one it is something that has its record alone, since
+    no kernel is needed to tell of them; several are in a dict.
+    """
+    stored = _stored(_as_path(path, "load"))
+    told = {
+        name: SimpleNamespace(meta={META_KEY: record}, counts=stored.counts[name])
+        for name, record in stored.lowered.items()
+    }
+    return stored.of(told or stored.models)
+
+
+def _stored(path: Path) -> _Stored:
+    body, blocks = read_file(path)
+    try:
+        return _models(path, body, blocks)
     except (UnknownOperator, UnknownType) as missing:
         made = body["manifest"]
+        packages = missing_packages(checked_owners(made))
         raise ArtefactError(
-            f"{path} cannot be loaded: {missing.args[0]}. Import the package that brings it first. The "
-            f"file was written with torch {made['torch']}; this is torch {torch.__version__}."
+            f"{path} cannot be loaded: {missing.args[0]}. Import the package that brings it first.{packages} "
+            f"The file was written with torch {made['torch']}; this is torch {torch.__version__}."
         ) from missing
+    except ArtefactError as error:
+        raise ArtefactError(f"{path} cannot be loaded: {error}") from error
     except Exception as error:  # whatever a forged file makes the readers stumble on
         reason = f"{type(error).__name__}: {error}"
         raise ArtefactError(f"{path} is no sound artefact: {reason}") from error
 
 
-def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return a file's JSON and its blocks of memory, both as they were written."""
-    with path.open("rb"):  # says of what is no file what it is; safetensors does not
-        pass
-    try:
-        with safe_open(path, framework="pt") as file:
-            body = _body(path, file.metadata() or {})
-            # Copies, because kernels may sum in another order where memory is not aligned to 64 bytes.
-            blocks = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        kind = " (it is a zip archive, as torch.save and torch.export.save write)"
-        raise ArtefactError(
-            f"{path} was not written by qompose.save{kind if is_zipfile(path) else ''}, or is incomplete: "
-            f"{error}"
-        ) from error
-    expected = body.get("blocks")
-    if expected != {name: digest(block) for name, block in blocks.items()}:
-        raise ArtefactError(f"{path} is damaged: its tensors are not those that were saved")
-    return body, blocks
-
-
-def _body(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
-    """Return the description of a model, checked to be one that this release can read."""
-    if _KEY not in metadata:
-        raise ArtefactError(f"{path} is a safetensors file that qompose.save did not write")
-    try:
-        found = json.loads(metadata[_KEY])
-        number, digests, body = int(found["format_version"]), found["sha256"], found.get("model")
-        author = str(found["written_by"])
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        raise ArtefactError(f"{path} is damaged: its description cannot be read") from error
-    if number > FORMAT_VERSION:
-        raise ArtefactError(
-            f"{path} has version {number} of the format, written by {author}; qompose "
-            f"{version('qompose')} reads up to version {FORMAT_VERSION}. Upgrade qompose."
-        )
-    if not isinstance(body, dict) or hashlib.sha256(_text(body).encode()).hexdigest() != digests:
-        raise ArtefactError(f"{path} is damaged: its description is not the one that was saved")
-    return body
-
-
-def _model(body: Mapping[str, Any], blocks: Mapping[str, Tensor]) -> GraphModule:
+def _models(path: Path, body: Mapping[str, Any], blocks: Mapping[str, Tensor]) -> _Stored:
+    owners = checked_owners(body["manifest"])
     tensors = dict(unpack(body["tensors"], blocks))
-    record = decode_record(body["record"])
-    owners = body["manifest"]["owners"]
+    models, lowered, counts = {}, {}, {}
+    target, methods = body["target"], body["methods"]
+    if set(methods) != {ONLY}:
+        check_methods(methods)
+    for name, part in methods.items():
+        prefix = _prefix(name)
+        own = {k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)}
+        record = decode_record(part["record"])
+        module = _program(part["program"], own, owners)
+        state = copies_of({path: own[path] for path in part["state"]})
+        backends = StoredBackends(owners, record.plan)
+        models[name] = attach(module, replace(record, backends=backends, state=state))
+        report(module)  # where the parts of a forged record do not fit, this does not work
+        if target:
+            lowered[name] = decode_changed(part["record"], part["lowered"])
+            counts[name] = None if part["counts"] is None else _counted(part["counts"])
+            if lowered[name].target != target:
+                raise ValueError(f"a model for {lowered[name].target!r} in a file of {target!r}")
+    return _Stored(path, models, lowered, counts, target)
+
+
+def _counted(data: Mapping[str, int]) -> Counts:
+    counts = Counts(**data)
+    check_fields(counts)
+    return counts
+
+
+def _program(
+    data: Mapping[str, Any], tensors: Mapping[str, Tensor], owners: Mapping[str, Any]
+) -> GraphModule:
     try:
-        module = ProgramReader(body["program"], tensors).program()
-    except UnknownOperator:
-        _import_backends(owners)  # they may register it
-        module = ProgramReader(body["program"], tensors).program()
-    backends = _Backends(owners, {claim.owner for claim in record.plan.claims})
-    state = copies_of({path: tensors[path] for path in body["state"]})
-    loaded: GraphModule = attach(module, replace(record, backends=backends, state=state))
-    return loaded
-
-
-def _import_backends(owners: Mapping[str, Any]) -> None:
-    for facts in owners.values():
-        with contextlib.suppress(BackendNotFoundError, PluginError):
-            load_backend(facts["backend"])
+        return ProgramReader(data, tensors).program()
+    except UnknownOperator:  # backends may register it
+        for facts in owners.values():
+            with contextlib.suppress(BackendNotFoundError, PluginError):
+                load_backend(facts["backend"])
+        return ProgramReader(data, tensors).program()

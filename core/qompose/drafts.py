@@ -20,6 +20,9 @@ _KINDS = (
     (stat.S_ISBLK, "a device"),
 )
 
+_LONGEST = 32
+"""Characters of the place's name that a draft's name has of it, before and behind its last dot each."""
+
 
 def destination(path: Path) -> Path:
     """Return the file to write for `path`: the path itself, or what it leads to as a symbolic link.
@@ -48,7 +51,10 @@ def draft_of(path: Path) -> Iterator[Path]:
         UserError: in that place is something else than a file.
     """
     place = destination(path)
-    draft = place.with_name(f".{place.stem}.{uuid4().hex}{place.suffix}")
+    stem = place.stem[
+        :_LONGEST
+    ]  # names of files have a limit, which this one must not be the first to meet
+    draft = place.with_name(f".{stem}.{uuid4().hex}{place.suffix[-_LONGEST:]}")
     try:
         yield draft
         draft.replace(place)

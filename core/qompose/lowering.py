@@ -57,10 +57,10 @@ class Step:
 
 def _in_process(module: GraphModule, signature: CallSignature) -> Finished:
     """Let a lowered graph run as it stands, in place."""
-    call_directly(module)
     for part in graphs_in(module):
         layouts.allow_any(part)
         part.recompile()
+    call_directly(module)
     return Finished(module)
 
 

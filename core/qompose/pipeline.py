@@ -17,6 +17,7 @@ from qompose.annotations import clear_annotations, write_annotations
 from qompose.announcing import (
     log_stage,
     say_if_all_was_dropped,
+    say_if_modes_were_lost,
     say_if_nothing_was_quantized,
     say_what_fell_back,
 )
@@ -55,7 +56,6 @@ from qompose.nested import (
     run_observed_in_python,
     sink_constants,
 )
-from qompose.origins import note_source
 from qompose.plan import Plan, Record, attach, record_of
 from qompose.planning import notes_on_ranges, plan_groups
 from qompose.preparation import insert_observers
@@ -273,6 +273,7 @@ def convert_pt2e(
         function="convert_pt2e",
         remedy="Call prepare_pt2e and calibrate first.",
     )
+    say_if_modes_were_lost(prepared)
     with _without_collection():
         # One that was trained is folded first, which must not be left behind if anything fails.
         model = prepared if inplace and not is_trained(prepared) else copy_graph_module(prepared)
@@ -336,6 +337,20 @@ def lower(
         NotLoweredError: `strict`, and a region found no kernel.
         UserError: models have names that methods cannot have.
     """
+    result, parts = with_kernels(converted, target)
+    for name, (_, record) in parts.items():
+        with in_method(name):
+            if record.target == TORCH_TARGET.name:  # other runtimes may be on other machines
+                warn(tuple(objections(record)), stacklevel=2)
+            say_what_fell_back(record, strict=strict)
+    attach_records(parts)
+    return result
+
+
+def with_kernels(
+    converted: GraphModule | Mapping[str, GraphModule], target: str
+) -> tuple[Any, dict[str, tuple[Any, Record]]]:
+    """Return what `lower` returns, and its methods with the records that they are to have; say nothing."""
     several = isinstance(converted, Mapping)
     models: Mapping[str, Any] = converted if several else {ONLY: converted}  # type: ignore[assignment]
     if several:
@@ -346,15 +361,17 @@ def lower(
             steps[name] = _with_kernels(model, target)
     with naming_fallbacks(steps):
         result, finished = finish(steps)
-    records = {name: lowered_record(steps[name], part) for name, part in finished.items()}
-    for name, record in records.items():
-        with in_method(name):
-            say_what_fell_back(record, strict=strict)
-    for name, record in records.items():
-        attach(finished[name].model, record)
-        note_source(finished[name].model, models[name])
-        log_stage(finished[name].model)
-    return result
+    parts = {}
+    for name, part in finished.items():
+        record = lowered_record(steps[name], part)
+        parts[name] = part.model, replace(record, source=copy_graph_module(models[name]))
+    return result, parts
+
+
+def attach_records(parts: Mapping[str, tuple[Any, Record]]) -> None:
+    """Let lowered models carry their records."""
+    for model, record in parts.values():
+        log_stage(attach(model, record))
 
 
 def _with_kernels(converted: GraphModule, target: str) -> Step:
@@ -367,9 +384,7 @@ def _with_kernels(converted: GraphModule, target: str) -> Step:
     )
     runtime = find_target(target, record)
     model = copy_graph_module(converted)
-    if runtime is TORCH_TARGET:  # other runtimes may be on other machines
-        warn(tuple(objections(record)), stacklevel=3)
-    else:  # in the process, nobody asks
+    if runtime is not TORCH_TARGET:  # in the process, nobody asks
         mark_operators(model, record.plan)
     sink_constants(model)
     fold_quantized_constants(model)

@@ -12,12 +12,14 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.fx import GraphModule
 
 from qompose.backend import Backend
 from qompose.balancing import Balance
 from qompose.claims import Claim, Conflict, Point
 from qompose.errors import StageError
 from qompose.graph import STAGE_KEY
+from qompose.observers import Observer
 from qompose.specs import QuantizationSpecBase, describe_spec, observer_name, spec_to_dict
 
 META_KEY = STAGE_KEY
@@ -235,6 +237,8 @@ class Record:
     `state` has the exported values of the buffers that the program writes to, by path.
     `fingerprint` is of the exported program's parameters (`qompose.fingerprints`).
     `backends` are live objects, by the owners of claims.
+    `source` is what a lowered model was made of: the converted program as it was then. It shares the
+    tensors that kernels take as they are.
     """
 
     plan: Plan
@@ -250,14 +254,15 @@ class Record:
     bytes: int = 0
     state: Mapping[str, Tensor] = field(default_factory=dict)
     fingerprint: str = ""
+    source: GraphModule | None = field(default=None, repr=False, compare=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Record:
         """Return the record itself: nothing in it changes."""
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the live backends out of a pickle; they are loaded by name when they are needed."""
-        return {**self.__dict__, "backends": {}}
+        """Leave out of a pickle the live backends, which are loaded by name when needed, and the source."""
+        return {**self.__dict__, "backends": {}, "source": None}
 
 
 def record_of(module: object, *, stages: tuple[str, ...], function: str, remedy: str) -> Record:
@@ -271,10 +276,27 @@ def record_of(module: object, *, stages: tuple[str, ...], function: str, remedy:
         found = (
             f"a {record.stage} model" if isinstance(record, Record) else repr(type(module).__name__)
         )
+        if record is None and _was_quantized(module):
+            remedy = f"{remedy} {_NO_PICKLES}"
         raise StageError(
             f"{function} takes a {' or '.join(stages)} model, and got {found}. {remedy}"
         )
     return record
+
+
+_NO_PICKLES = (
+    "A model that went through torch.save or pickle as a whole has lost its record: save the state_dict() "
+    "and load it into a model that is prepared in the same way, or a converted model by qompose.save"
+)
+
+
+def _was_quantized(module: object) -> bool:
+    """Tell whether a graph holds observers, or quantizes."""
+    if not isinstance(module, GraphModule):
+        return False
+    if any(isinstance(part, Observer) for part in module.modules()):
+        return True
+    return any("quantize_per" in str(node.target) for node in module.graph.nodes)
 
 
 def attach(module: Model, record: Record) -> Model:

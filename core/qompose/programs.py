@@ -13,7 +13,8 @@ import keyword
 import math
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,10 +22,12 @@ import torch._higher_order_ops  # registers the operators that take graphs
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
-from torch.fx.graph import CodeGen, _PyTreeCodeGen, _PyTreeInfo
+from torch.fx.graph import CodeGen, _PyTreeInfo
 
 from qompose import decomposed as _registers  # noqa: F401
+from qompose.calls import CheckedCalls
 from qompose.graph import CUSTOM_KEY, get_attribute
+from qompose.input_checks import input_checks, read_tree
 from qompose.symbols import Symbolic, SymbolReader, SymbolWriter
 from qompose.trees import decode_tree, encode_tree
 from qompose.values import NotStorable, decode, encode
@@ -47,9 +50,9 @@ _HIGHER_ORDER = (
     *("cond", "while_loop", "scan", "map_impl", "associative_scan", "invoke_subgraph"),
     *("strict_mode", "wrap_with_set_grad_enabled", "wrap_with_autocast"),
 )
-# These write to or read from files that their arguments name.
-_REFUSED = frozenset({("aten", "from_file")})
 _REFUSED_NAMESPACES = frozenset({"debugprims"})
+_OF_FILES = re.compile(r"file|path|dir|folder|url", re.IGNORECASE)
+"""Names of texts that say where to read from or write to."""
 
 _PART = re.compile(r"[A-Za-z_]\w*")
 
@@ -59,10 +62,11 @@ class UnknownOperator(LookupError):  # noqa: N818 - it says what the operator is
 
 
 class ProgramWriter:
-    """Turns GraphModules into data. `tensors` collects what they hold, by path."""
+    """Turns GraphModules into data. `tensors` collects what they hold, `operators` what they call."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
+        self.operators: set[str] = set()
         self.stacks: dict[str, int] = {}
         self._symbols = SymbolWriter()
 
@@ -122,6 +126,8 @@ class ProgramWriter:
                 data["example"] = encode(node.meta["val"], self._encode_example)
         except NotStorable as reason:
             raise NotStorable(f"{reason} (at {node.name}, {node.target})") from None
+        if node.op == "call_function":
+            self.operators.add(data["target"])
         if node.meta.get("nn_module_stack"):
             data["stack"] = self._stack(node.meta["nn_module_stack"])
         facts = (node.meta.get("custom") or {}).get(CUSTOM_KEY)
@@ -170,6 +176,8 @@ def _encode_target(node: Node) -> str:
     if node.op in ("placeholder", "get_attr", "output"):
         return str(target)
     if isinstance(target, torch._ops.OpOverload):
+        if _names_a_file(target):
+            raise NotStorable(f"a call of {target}, which takes the name of a file")
         return f"{target.namespace}::{target._opname}.{target._overloadname}"
     if isinstance(target, torch._ops.HigherOrderOperator) and target._name in _HIGHER_ORDER:
         return f"higher_order::{target._name}"
@@ -179,7 +187,13 @@ def _encode_target(node: Node) -> str:
     return name
 
 
-def _decode_target(name: str) -> Callable[..., Any]:
+def decode_target(name: str) -> Callable[..., Any]:
+    """Return what a file calls by this name: a registered operator, or a function of numbers.
+
+    Raises:
+        UnknownOperator: a file may not call it, or nobody registered it in this process.
+        LookupError: it is neither.
+    """
     if "::" not in name:
         return _FUNCTIONS[name]
     namespace, _, rest = name.partition("::")
@@ -189,8 +203,9 @@ def _decode_target(name: str) -> Callable[..., Any]:
         found: Any = getattr(torch.ops.higher_order, rest)
         return found  # type: ignore[no-any-return]
     operation, _, overload = rest.rpartition(".")
-    refused = (namespace, operation) in _REFUSED or namespace in _REFUSED_NAMESPACES
-    if refused or not all(_PART.fullmatch(part) for part in (namespace, operation, overload)):
+    if namespace in _REFUSED_NAMESPACES or not all(
+        _PART.fullmatch(part) for part in (namespace, operation, overload)
+    ):
         raise UnknownOperator(f"the operator {name} is not one that a file may call")
     try:
         found = getattr(getattr(getattr(torch.ops, namespace), operation), overload)
@@ -198,24 +213,33 @@ def _decode_target(name: str) -> Callable[..., Any]:
         found = None
     if not isinstance(found, torch._ops.OpOverload):
         raise UnknownOperator(f"the operator {name} is not registered in this process")
+    if _names_a_file(found):
+        raise UnknownOperator(f"the operator {name} is not one that a file may call")
     return found
+
+
+def _names_a_file(operator: torch._ops.OpOverload) -> bool:
+    """Tell whether an operator takes a text that, by its name, is one of a file."""
+    arguments = operator._schema.arguments
+    return any("str" in str(a.type) and _OF_FILES.search(a.name) for a in arguments)
 
 
 def _encode_call(graph: Graph) -> dict[str, Any] | None:
     codegen = graph._codegen
     if type(codegen) is CodeGen:
         return None
-    if type(codegen) is not _PyTreeCodeGen:
+    if not isinstance(codegen, CheckedCalls):
         raise NotStorable(f"a graph that is called by a {type(codegen).__name__}")
     names, in_spec, out_spec = codegen.pytree_info
     return {
         "names": list(names),
         "inputs": encode_tree(in_spec),
         "outputs": None if out_spec is None else encode_tree(out_spec),
+        "conditions": list(codegen.checks.conditions),
     }
 
 
-def _decode_call(data: Mapping[str, Any] | None) -> CodeGen:
+def _decode_call(data: Mapping[str, Any] | None, placeholders: Sequence[Node]) -> CodeGen:
     """Return what generates the signature. Names become Python source, so they must be names."""
     if data is None:
         return CodeGen()
@@ -228,7 +252,10 @@ def _decode_call(data: Mapping[str, Any] | None) -> CodeGen:
         _identifier(name)
     for name in keywords:
         _quotable(name)
-    return _PyTreeCodeGen(_PyTreeInfo(list(data["names"]), inputs, outputs))
+    # Not what export assumed of these examples: reading them may have added to that.
+    conditions = tuple(read_tree(tree, len(placeholders)) for tree in data["conditions"])
+    checks = replace(input_checks(placeholders), conditions=conditions)
+    return CheckedCalls(_PyTreeInfo(list(data["names"]), inputs, outputs), checks)
 
 
 def _identifier(name: object) -> str:
@@ -266,13 +293,14 @@ class ProgramReader:
     def _graph(self, data: Mapping[str, Any], prefix: str) -> GraphModule:
         root, graph = nn.Module(), Graph()
         nodes: dict[str, Node] = {}
-        graph._codegen = _decode_call(data["call"])
         for facts in data["nodes"]:
             if facts["op"] == "get_attr":
                 self._place(root, str(facts["target"]), prefix, data["inner"])
             node = self._node(graph, facts, nodes)
             nodes[node.name] = node
         graph.lint()
+        graph.set_codegen(_decode_call(data["call"], graph.find_nodes(op="placeholder")))
+        _check_arguments(graph)
         module = GraphModule(root, graph)
         return module.train(bool(data["training"]))
 
@@ -304,7 +332,7 @@ class ProgramReader:
         if op == "placeholder":
             _identifier(str(target).removeprefix("**").removeprefix("*"))
         if op == "call_function":
-            target = _decode_target(target)
+            target = decode_target(target)
         for key in kwargs:
             _identifier(key)
         node = graph.create_node(op, target, args, kwargs, name)
@@ -315,7 +343,10 @@ class ProgramReader:
         if "stack" in facts:
             node.meta["nn_module_stack"] = dict(self._stacks[facts["stack"]])
         if "facts" in facts:
-            node.meta["custom"] = {CUSTOM_KEY: decode(facts["facts"])}
+            custom = decode(facts["facts"])
+            if not isinstance(custom, dict) or not all(isinstance(key, str) for key in custom):
+                raise ValueError(f"what is known of {name} has no names")
+            node.meta["custom"] = {CUSTOM_KEY: custom}
         return node
 
     def _example(self, data: Any) -> Tensor:
@@ -324,6 +355,19 @@ class ProgramReader:
             return torch.empty_strided(
                 shape, stride, dtype=dtype, device=device, requires_grad=bool(data[4])
             )
+
+
+def _check_arguments(graph: Graph) -> None:
+    """Check that a graph takes as many values as its arguments have leaves, and returns as many as needed."""
+    info = getattr(graph._codegen, "pytree_info", None)
+    if info is None:
+        return
+    taken = sum(node.op == "placeholder" for node in graph.nodes)
+    given = graph.output_node().args[0]
+    returned = len(given) if isinstance(given, (list, tuple)) else 1
+    specs = ((info.in_spec, taken), (info.out_spec, returned))
+    if any(spec is not None and spec.num_leaves != number for spec, number in specs):
+        raise ValueError("its arguments or results are not those of its graph")
 
 
 def _quotable(text: object) -> str:

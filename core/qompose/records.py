@@ -14,6 +14,7 @@ from typing import Any
 from qompose.balancing import Balance
 from qompose.bounds import Bounds
 from qompose.claims import AddedBias, Claim, Conflict, Operand, Point, PointSpec, Product
+from qompose.conformity import check_fields
 from qompose.errors import UserError
 from qompose.plan import Group, Operator, Plan, Record, Rewrite
 from qompose.specs import (
@@ -34,7 +35,7 @@ _CLASSES: dict[str, Any] = {
         *(SharedQuantizationSpec, DerivedQuantizationSpec),
     )
 }
-_FACTS = tuple(f.name for f in fields(Record) if f.name not in ("backends", "state"))
+_FACTS = tuple(f.name for f in fields(Record) if f.name not in ("backends", "state", "source"))
 
 
 class _Spent:
@@ -81,23 +82,68 @@ def _encode(value: Any) -> Any:
 
 
 def _decoder(kind: str) -> Callable[[Any], Any]:
-    return lambda data: _CLASSES[kind](**{k: decode(v, _DECODERS) for k, v in data.items()})
+    def make(data: Any) -> Any:
+        made = _CLASSES[kind](**{k: decode(v, _DECODERS) for k, v in data.items()})
+        check_fields(made)
+        return made
+
+    return make
 
 
 _DECODERS: Decoders = {"callable": _Spent, **{kind: _decoder(kind) for kind in _CLASSES}}
 
 
-def decode_record(data: Mapping[str, Any]) -> Record:
+def changes_of(before: Any, after: Any) -> Any:
+    """Return what makes `after` of `before`, both by `encode_record`: fields that differ, and theirs."""
+    if not (isinstance(before, dict) and isinstance(after, dict) and set(before) == set(after)):
+        return {"is": after}
+    return {k: changes_of(before[k], after[k]) for k in after if before[k] != after[k]}
+
+
+def _changed(before: Any, changes: Any) -> Any:
+    if set(changes) == {"is"}:
+        return changes["is"]
+    return {**before, **{k: _changed(before[k], change) for k, change in changes.items()}}
+
+
+def decode_changed(before: Mapping[str, Any], changes: Any) -> Record:
+    """Return the record of a lowered model, from that of the converted one and `changes_of`.
+
+    Raises:
+        ValueError, TypeError, LookupError: the data is malformed.
+    """
+    return decode_record(_changed(before, changes), stages=("lowered",))
+
+
+def decode_record(
+    data: Mapping[str, Any], stages: tuple[str, ...] = ("converted", "reference")
+) -> Record:
     """Return the record that data stands for, without backends and state.
 
     Raises:
         ValueError, TypeError, LookupError: the data is malformed.
     """
     facts = {name: decode(data[name], _DECODERS) for name in _FACTS if name in data}
-    stored = facts.get("stage") in ("converted", "reference")
-    if not isinstance(facts.get("plan"), Plan) or not stored:
-        raise ValueError("it has no plan of a converted model")
-    asked = facts.get("requirements", {}).values()
-    if not all(isinstance(text, str) for a in asked for item in a.items() for text in item):
-        raise ValueError("what it requires of a machine is no text")
-    return Record(**facts)
+    if not isinstance(facts.get("plan"), Plan) or facts.get("stage") not in stages:
+        raise ValueError(f"it has no plan of a {' or '.join(stages)} model")
+    record = Record(**facts)
+    check_fields(record, only=_FACTS)
+    _check_references(record)
+    return record
+
+
+def _check_references(record: Record) -> None:
+    """Check that claims, groups and the groups of points are there where they are referred to."""
+    plan = record.plan
+    grouped = {point for group in plan.groups for point in group.points}
+    if not grouped >= {spec.point for claim in plan.claims for spec in claim.specs}:
+        raise ValueError("a point of a claim is in no group")
+    claims = {
+        *(*record.dropped, *record.kernels, *record.fallbacks),
+        *(number for group in plan.groups for number in group.claims),
+        *(operator.claim for operator in plan.operators if operator.claim is not None),
+    }
+    groups = {number for group in plan.groups for number in group.depends_on}
+    for name, found, number in (("claim", claims, plan.claims), ("group", groups, plan.groups)):
+        if not found <= set(range(len(number))):
+            raise ValueError(f"it refers to a {name} that it has not")

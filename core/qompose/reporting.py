@@ -49,6 +49,7 @@ def report(model: Any) -> Report:
         notes=(*plan.notes, *record.findings, *notes_on(record)),
         bytes_before=plan.float_bytes,
         bytes_after=record.bytes,
+        fingerprint=record.fingerprint,
     )
 
 
@@ -64,7 +65,8 @@ def _counts(model: Any, record: Record) -> Counts:
     """Count in the graph itself; of another runtime's program only what took the regions is known."""
     if isinstance(model, GraphModule):
         return count_nodes(model)
-    return Counts(kernels=len(record.kernels))
+    known = getattr(model, "counts", None)  # of what a file tells of a lowered model
+    return known if isinstance(known, Counts) else Counts(kernels=len(record.kernels))
 
 
 def _row(operator: Operator, record: Record) -> Row:

@@ -16,7 +16,7 @@ from qompose.errors import ConfigError
 from qompose.factories import converts_itself
 from qompose.kinship import QUANTIZERS, acquaint, kin_of
 from qompose.numerics import FLOAT_ZERO_POINT, PER_CHANNEL, SYMMETRIC, quantized_range
-from qompose.repairs.words import checked_repairs
+from qompose.repairs.words import Repair, checked_repairs
 
 if TYPE_CHECKING:
     from dataclasses import Field
@@ -277,7 +277,7 @@ class QuantizationConfig:
     is_qat: bool = False
     balance: bool = False
     name: str = field(default="", compare=False)
-    repairs: tuple[str, ...] = ()
+    repairs: tuple[Repair, ...] = ()
 
     def __post_init__(self) -> None:
         asked = checked_repairs(self.repairs, self.mode, self.weight) if self.repairs else ()

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qompose.errors import ArtefactError
 from qompose.graph import address_of
 from qompose.values import NotStorable, decode, encode
 
@@ -89,9 +90,9 @@ def _describe(tensor: Tensor) -> dict[str, Any]:
 
 
 def _extent(path: str, tensor: Tensor) -> _Extent:
-    reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    reach = _reach(list(tensor.shape), list(tensor.stride()))
     start = int(tensor.storage_offset()) * tensor.element_size()
-    return _Extent(path, tensor, start, start + int(reach) * tensor.element_size())
+    return _Extent(path, tensor, start, start + reach * tensor.element_size())
 
 
 def _block(extents: list[_Extent]) -> tuple[str, Tensor, int]:
@@ -117,8 +118,10 @@ def unpack(views: Mapping[str, Any], blocks: Mapping[str, Tensor]) -> Iterator[t
     """Yield (path, tensor) for each stored view, on the device it was on.
 
     Raises:
+        ArtefactError: a device is not there in this process.
         ValueError, TypeError, LookupError, RuntimeError: the data is not what `pack` made.
     """
+    _check_devices(views)
     made: dict[str, Tensor] = {}
     placed: dict[tuple[str, str], Tensor] = {}
     for path, view in views.items():
@@ -133,21 +136,54 @@ def unpack(views: Mapping[str, Any], blocks: Mapping[str, Tensor]) -> Iterator[t
                 placed[place] = blocks[view["block"]].reshape(-1).to(device)
             tensor = _view(placed[place], dtype, view)
         else:
-            tensor = torch.empty_strided(view["shape"], view["stride"], dtype=dtype, device=device)
-            if tensor.numel():
+            if _reach(view["shape"], view["stride"]):
                 raise ValueError(f"{path} has no memory")
+            tensor = torch.empty_strided(view["shape"], view["stride"], dtype=dtype, device=device)
         made[path] = tensor = _as_it_was(tensor, view)
         yield path, tensor
 
 
+def _check_devices(views: Mapping[str, Any]) -> None:
+    for device in sorted({str(view["device"]) for view in views.values() if "device" in view}):
+        try:
+            if torch.empty(0, device=device).is_meta:
+                raise ValueError("no tensor of it has memory")
+        except (
+            Exception
+        ) as error:  # each kind of device has its own way to say that it is not there
+            raise ArtefactError(
+                f"its tensors were on the device {device!r}, which this process cannot use ({error}). Export "
+                "and quantize the model on the CPU for a machine without it."
+            ) from error
+
+
 def _view(block: Tensor, dtype: torch.dtype, view: Mapping[str, Any]) -> Tensor:
-    """Return a view of a block; `as_strided` refuses to reach beyond it."""
+    """Return a view of a block, which it does not reach beyond."""
     if block.dtype is not dtype:
         size = torch.empty(0, dtype=dtype).element_size()
         flat = block.view(torch.uint8)
         block = flat[: len(flat) - len(flat) % size].view(dtype)
-    offset = int(block.storage_offset()) + view["offset"]
-    return block.as_strided(view["shape"], view["stride"], offset)
+    offset = view["offset"]
+    if not _is_size(offset) or offset + _reach(view["shape"], view["stride"]) > block.numel():
+        raise ValueError("a tensor reaches beyond its block")
+    return block.as_strided(view["shape"], view["stride"], block.storage_offset() + offset)
+
+
+def _reach(shape: Any, stride: Any) -> int:
+    """Return how many items of memory a tensor needs from its first one to its last.
+
+    Raises:
+        ValueError, TypeError: these are no sizes and strides.
+    """
+    if not all(map(_is_size, [*shape, *stride])) or len(shape) != len(stride):
+        raise ValueError(f"{str([shape, stride])[:80]} are no sizes and strides")
+    if 0 in shape:
+        return 0
+    return 1 + int(sum((n - 1) * s for n, s in zip(shape, stride, strict=True)))
+
+
+def _is_size(number: object) -> bool:
+    return type(number) is int and 0 <= number < 2**63
 
 
 def _as_it_was(tensor: Tensor, view: Mapping[str, Any]) -> Tensor:

@@ -28,6 +28,9 @@ _FUNCTIONS: dict[str, Any] = {
     **{name: getattr(sympy, name) for name in _FROM_SYMPY.split()},
     **{name: getattr(functions, name) for name in _FROM_TORCH.split()},
 }
+FUNCTION_NAMES = frozenset(_FUNCTIONS)
+"""What sizes may be computed with."""
+
 _RELATIONS = {  # sympy's classes are called otherwise than their constructors
     "Equality": "Eq",
     "Unequality": "Ne",
@@ -36,6 +39,9 @@ _RELATIONS = {  # sympy's classes are called otherwise than their constructors
     "StrictGreaterThan": "Gt",
     "GreaterThan": "Ge",
 }
+_BITS = 128
+"""Of the largest number in an expression: products of sizes, and no more."""
+
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _UNBACKED = {"u": "unbacked_symint_counter", "zuf": "unbacked_symfloat_counter"}
 Symbolic = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -130,7 +136,28 @@ class SymbolReader:
             return self._symbols[tree]
         if isinstance(tree, list):
             name, *arguments = tree
-            return _FUNCTIONS[name](*map(self._expression, arguments))
+            return self._computed(name, [self._expression(argument) for argument in arguments])
         if isinstance(tree, bool):
             return sympy.true if tree else sympy.false
         return sympy.Integer(tree) if isinstance(tree, int) else sympy.Float(tree)
+
+    def _computed(self, name: str, arguments: list[Any]) -> Any:
+        """Return a function of expressions; numbers stay as small as sizes are, and so do their hints.
+
+        Raises:
+            ValueError: they would not.
+        """
+        if "Pow" in name or "Shift" in name:
+            self._check_exponent(arguments[1])
+        found = _FUNCTIONS[name](*arguments)
+        if found.is_Pow:  # powers of powers become one
+            self._check_exponent(found.exp)
+        for number in (found, found.xreplace(self.env.backed_var_to_val)):
+            if number.is_Rational and max(abs(number.p), number.q).bit_length() > _BITS:
+                raise ValueError(f"a size of more than {_BITS} bits")
+        return found
+
+    def _check_exponent(self, exponent: Any) -> None:
+        value = exponent.xreplace(self.env.backed_var_to_val)
+        if value.is_number and not abs(value) <= _BITS:
+            raise ValueError(f"a power or shift by more than {_BITS}")

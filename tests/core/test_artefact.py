@@ -287,7 +287,8 @@ def test_a_fresh_process(path: Path, tmp_path: Path, offered: None) -> None:
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-plugin\nVersion: 1.2\n")
     (info / "entry_points.txt").write_text("[qompose]\ntoy = toy_plugin\n")
     (tmp_path / "toy_plugin.py").write_text(PLUGIN)
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    paths = [str(tmp_path), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     environment.pop("QOMPOSE_PLUGINS", None)
     done = subprocess.run(
         [sys.executable, "-c", FRESH, path, tmp_path / "given"],

@@ -6,21 +6,26 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import qompose
 import torch
-from qompose import artefact
+from qompose import artefact, artefact_files
+from qompose.errors import ArtefactError
 from qompose.graph import get_attribute
 from qompose.values import encode
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from tests.core.test_artefact import MLP, X, mlp, stored, unquantized
+from tests.core.test_artefact import MLP, ROOT, X, mlp, stored, unquantized
 from tests.core.toy import LINEAR, export, prepare, seeded, toy
 
 
@@ -40,13 +45,28 @@ def rewrite(path: Path, change: Callable[[Any], Any], **facts: Any) -> None:
 
 
 def nodes(body: Any) -> Any:
-    return body["program"]["graph"]["nodes"]
+    return model_in(body)["program"]["graph"]["nodes"]
+
+
+def model_in(body: Any) -> Any:
+    """What is said of the one model."""
+    return body["methods"][""]
 
 
 def set_in(part: Any, key: Any, value: Any) -> None:
     part[key] = value
 
 
+def plan_in(body: Any) -> Any:
+    """The fields of its plan."""
+    return model_in(body)["record"]["plan"]["Plan"]
+
+
+def _nested(depth: int) -> Any:
+    return [_nested(depth - 1)] if depth else []
+
+
+HINTED = {"hint": 2**40, "range": [0, None], "assumptions": {"integer": True, "positive": True}}
 COMMAND = "__import__('os').system('touch PWNED')"
 # fx writes a step of a path that is no identifier as getattr(..., "step").
 PATH = 'first.x", None) or getattr(__import__("os"), "system")("touch PWNED") or getattr(self, "y'
@@ -62,7 +82,7 @@ FORGERIES = {
     "code for a name": lambda b: set_in(nodes(b)[0], "name", f"x=({COMMAND})"),
     "code for an argument": lambda b: set_in(nodes(b)[0], "target", f"x=({COMMAND})"),
     "code for a signature": lambda b: set_in(
-        b["program"]["graph"]["call"], "names", [f"x=({COMMAND})"]
+        model_in(b)["program"]["graph"]["call"], "names", [f"x=({COMMAND})"]
     ),
     "code for a keyword": lambda b: set_in(
         nodes(b)[-2], "kwargs", {"dict": [[f"a=({COMMAND}),b", 1]]}
@@ -75,10 +95,12 @@ FORGERIES = {
         nodes(b)[0], "example", {"symbolic": ["int", ["eval", COMMAND]]}
     ),
     "code for a symbol": lambda b: set_in(
-        b["program"], "symbols", {COMMAND: {"hint": 1, "range": [0, 1], "assumptions": {}}}
+        model_in(b)["program"],
+        "symbols",
+        {COMMAND: {"hint": 1, "range": [0, 1], "assumptions": {}}},
     ),
     "a factory": lambda b: set_in(
-        b["program"]["graph"]["call"],
+        model_in(b)["program"]["graph"]["call"],
         "outputs",
         {
             "registered": "collections.defaultdict",
@@ -93,17 +115,89 @@ FORGERIES = {
             "children": ["*"],
         },
     ),
-    "a class": lambda b: set_in(b["record"], "plan", {"Popen": {}}),
-    "no plan": lambda b: b["record"].pop("plan"),
+    "a class": lambda b: set_in(model_in(b)["record"], "plan", {"Popen": {}}),
+    "no plan": lambda b: model_in(b)["record"].pop("plan"),
     "an attribute of torch": lambda b: set_in(nodes(b)[-2], "args", [{"dtype": "load"}]),
-    "no program": lambda b: b.pop("program"),
+    "no program": lambda b: model_in(b).pop("program"),
     "no manifest": lambda b: b.pop("manifest"),
     "a missing node": lambda b: nodes(b).pop(2),
     "a view beyond its block": lambda b: set_in(b["tensors"]["first.bias"], "shape", [10**9]),
     "a view before its block": lambda b: set_in(b["tensors"]["first.bias"], "offset", -1),
     "a view of nothing": lambda b: b["tensors"]["first.bias"].pop("block"),
+    "a view of huge strides": lambda b: set_in(b["tensors"]["first.bias"], "stride", [2**62]),
+    "a view of a huge shape": lambda b: b["tensors"]["first.bias"].update(
+        shape=[2**40], stride=[2**40]
+    ),
+    "a negative size": lambda b: set_in(b["tensors"]["first.bias"], "shape", [-1]),
+    "a negative stride": lambda b: set_in(b["tensors"]["first.bias"], "stride", [-1]),
+    "a size that is no number": lambda b: set_in(b["tensors"]["first.bias"], "shape", ["16"]),
+    "a size too many": lambda b: set_in(b["tensors"]["first.bias"], "shape", [4, 4]),
+    "memory that is not there": lambda b: (
+        b["tensors"]["first.bias"].update(shape=[2**40]),
+        b["tensors"]["first.bias"].pop("block"),
+    ),
+    "a tensor without memory": lambda b: set_in(b["tensors"]["first.bias"], "device", "meta"),
+    "itself": lambda b: set_in(b["tensors"], "first.bias", {"same": "first.bias"}),
+    "a power of numbers": lambda b: set_in(
+        nodes(b)[0], "example", {"symbolic": ["int", ["Pow", 10, 10**10]]}
+    ),
+    "a tower of powers": lambda b: set_in(
+        nodes(b)[0],
+        "example",
+        {"symbolic": ["int", ["Pow", ["Pow", ["Pow", ["Pow", 9, 99], 99], 99], 99]]},
+    ),
+    "a tower of a hint": lambda b: (
+        set_in(model_in(b)["program"], "symbols", {"s0": HINTED}),
+        set_in(nodes(b)[0], "example", {"symbolic": ["int", ["PowByNatural", 2, "s0"]]}),
+    ),
+    "an operator that writes a file": lambda b: set_in(
+        nodes(b)[-2], "target", "qompose_test::dump.default"
+    ),
+    "depth": lambda b: set_in(nodes(b)[-2], "args", _nested(600)),
+    "modules in modules": lambda b: set_in(
+        next(n for n in nodes(b) if n["target"] == "first.bias"), "target", "a." * 5000 + "b"
+    ),
+    "an argument too few": lambda b: model_in(b)["program"]["graph"]["call"]["inputs"][
+        "children"
+    ].pop(0),
+    "facts of no name": lambda b: set_in(nodes(b)[-2], "facts", ["claim", 1]),
+    "a claim of another type": lambda b: set_in(
+        plan_in(b)["claims"]["tuple"][0]["Claim"], "rule", 3
+    ),
+    "a claim that is not there": lambda b: set_in(
+        plan_in(b)["operators"]["tuple"][0]["Operator"], "claim", 99
+    ),
+    "no groups": lambda b: set_in(plan_in(b), "groups", {"tuple": []}),
+    "a package of another name": lambda b: set_in(
+        b["manifest"]["owners"],
+        "toy",
+        {"backend": "a", "distribution": 'x"; rm -rf', "version": "1"},
+    ),
+    "a method of no name": lambda b: set_in(b["methods"], "a b", b["methods"].pop("")),
+    "no methods": lambda b: b["methods"].clear(),
     "other blocks": lambda b: b["blocks"].pop("first.bias"),
 }
+
+
+HALFWAY = """
+import os, resource, signal, sys
+import qompose
+from qompose import artefact_files
+from tests.core.test_artefact import mlp
+model, write = mlp(), artefact_files.save_file
+def killed(blocks, draft, metadata):
+    draft.write_bytes(b"half")
+    os.kill(os.getpid(), signal.SIGKILL)
+if sys.argv[1] == "killed":
+    artefact_files.save_file = killed
+else:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+try:
+    qompose.save(model, sys.argv[2])
+except OSError as error:
+    os.write(1, str(error).encode())
+"""
 
 
 class TestFiles:
@@ -114,15 +208,17 @@ class TestFiles:
         qompose.save(mlp(), path)
         rewrite(path, FORGERIES[forgery])
         monkeypatch.chdir(path.parent)
-        with pytest.raises(artefact.ArtefactError, match=r"model\.qompose"):
-            qompose.load(path)
+        with torch.library._scoped_library("qompose_test", "FRAGMENT") as library:
+            library.define("dump(Tensor x, str path) -> Tensor")
+            with pytest.raises(ArtefactError, match=r"model\.qompose"):
+                qompose.load(path)
         assert not (path.parent / "PWNED").exists()
 
     @pytest.mark.parametrize("length", [0, 4, 8, 100, 3000, -1])
     def test_truncated(self, length: int, path: Path) -> None:
         qompose.save(mlp(), path)
         path.write_bytes(path.read_bytes()[:length])
-        with pytest.raises(artefact.ArtefactError, match=r"not written by qompose\.save|damaged"):
+        with pytest.raises(ArtefactError, match=r"not written by qompose\.save|damaged"):
             qompose.load(path)
 
     def test_every_flipped_byte_is_noticed(self, path: Path) -> None:
@@ -136,7 +232,7 @@ class TestFiles:
             path.write_bytes(damaged)
             try:
                 loaded = qompose.load(path)
-            except artefact.ArtefactError:
+            except ArtefactError:
                 continue
             # The writer's name, or a type in the header that the description tells too.
             assert torch.equal(loaded(X), saved(X))
@@ -156,13 +252,62 @@ class TestFiles:
             "text": "not written by",
             "safetensors": "did not write",
         }
-        with pytest.raises(artefact.ArtefactError, match=reason[kind]):
+        with pytest.raises(ArtefactError, match=reason[kind]):
+            qompose.load(path)
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda text: text.replace('"format_version":2', '"format_version":1e999'),
+            lambda text: text.replace('"format_version":2', '"format_version":true'),
+            lambda text: text.replace('"format_version":2', '"format_version":"2"'),
+            lambda text: text.replace('"format_version":2', '"format_version":0'),
+            lambda text: text.replace(
+                '"format_version":2', '"format_version":2,"format_version":2'
+            ),
+            lambda text: text.replace('"training":true', '"training":NaN', 1),
+            lambda text: text.replace('"training":true', '"training":1e999', 1),
+            lambda text: text.replace('"training":true', '"training":true,"training":true', 1),
+            lambda text: text[:-1] + ',"more":' + "[" * 200_000 + "]" * 200_000 + "}",
+            lambda text: text[:-1] + ',"more":' + "9" * 5000 + "}",
+            lambda text: "3",
+        ],
+    )
+    def test_descriptions_that_are_none(self, change: Callable[[str], str], path: Path) -> None:
+        """However the digest stands to them."""
+        qompose.save(mlp(), path)
+        with safe_open(path, framework="pt") as file:
+            text = file.metadata()["qompose"]
+        assert change(text) != text
+        save_file(load_file(path), path, {"qompose": change(text)})
+        with pytest.raises(ArtefactError, match="is damaged"):
+            qompose.load(path)
+
+    def test_older(self, path: Path) -> None:
+        qompose.save(mlp(), path)
+        rewrite(path, lambda body: None, format_version=1)
+        with pytest.raises(ArtefactError, match=r"version 1 .*Save the model again"):
+            qompose.load(path)
+
+    def test_a_device_that_is_not_here(self, path: Path) -> None:
+        if torch.cuda.is_available():
+            pytest.skip("it is here")
+        qompose.save(mlp(), path)
+        rewrite(
+            path,
+            lambda b: [
+                set_in(v, "device", "cuda:0") for v in b["tensors"].values() if "device" in v
+            ],
+        )
+        with pytest.raises(
+            ArtefactError, match=r"on the device 'cuda:0', which this process cannot use"
+        ):
             qompose.load(path)
 
     def test_newer(self, path: Path) -> None:
         qompose.save(mlp(), path)
         rewrite(path, lambda body: body.clear(), format_version=99, written_by="qompose 7.0")
-        with pytest.raises(artefact.ArtefactError, match=r"version 99 .*qompose 7\.0.*Upgrade"):
+        with pytest.raises(ArtefactError, match=r"version 99 .*qompose 7\.0.*Upgrade"):
             qompose.load(path)
 
     def test_absent(self, path: Path) -> None:
@@ -182,7 +327,7 @@ class TestFiles:
             assert torch.equal(loaded(X), X * 2)
         rewrite(path, lambda b: set_in(nodes(b)[1], "target", "qompose_test::thrice.default"))
         reason = r"qompose_test::thrice\.default is not registered.*Import the package"
-        with pytest.raises(artefact.ArtefactError, match=reason):
+        with pytest.raises(ArtefactError, match=reason):
             qompose.load(path)
 
     def test_a_failed_save_leaves_the_old_file(
@@ -195,11 +340,55 @@ class TestFiles:
             draft.write_bytes(b"half")
             raise OSError("no space left")
 
-        monkeypatch.setattr(artefact, "save_file", fail)
+        monkeypatch.setattr(artefact_files, "save_file", fail)
         with pytest.raises(OSError, match="no space left"):
             qompose.save(mlp(LINEAR), path)
         assert path.read_bytes() == before
         assert [file.name for file in path.parent.iterdir()] == [path.name]
+
+    def test_a_name_as_long_as_names_can_be(self, tmp_path: Path) -> None:
+        path = tmp_path / ("a" * 120 + "." + "b" * 134)
+        qompose.save(mlp(), path)
+        assert qompose.load(path).graph
+
+    def test_an_operator_on_files_is_not_saved(self, path: Path) -> None:
+        with torch.library._scoped_library("qompose_test", "FRAGMENT") as library:
+            library.define("dump(Tensor x, str path) -> Tensor")
+            library.impl("dump", lambda x, path: x.clone(), "CompositeExplicitAutograd")
+
+            class Dump(nn.Module):
+                def forward(self, x: Tensor) -> Tensor:
+                    return torch.ops.qompose_test.dump(x, "somewhere")
+
+            with pytest.raises(
+                ArtefactError, match=r"dump\.default, which takes the name of a file"
+            ):
+                qompose.save(unquantized(Dump(), X), path)
+        assert not path.exists()
+
+    @pytest.mark.parametrize("way", ["killed", "full"])
+    def test_a_process_that_ends_halfway_leaves_the_old_file(self, way: str, path: Path) -> None:
+        qompose.save(mlp(), path)
+        before = path.read_bytes()
+        done = subprocess.run(
+            [sys.executable, "-c", HALFWAY, way, path], capture_output=True, text=True, check=False,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
+        )  # fmt: skip
+        assert path.read_bytes() == before
+        if way == "killed":
+            assert done.returncode == -signal.SIGKILL, done.stderr
+        else:
+            assert "cannot be written" in done.stdout, done.stderr
+            assert list(path.parent.iterdir()) == [path]
+
+    def test_savers_at_once_leave_one_whole_file(self, path: Path) -> None:
+        models = [mlp(), mlp(LINEAR)]
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(lambda n: qompose.save(models[n % 2], path), range(12)))
+        assert list(path.parent.iterdir()) == [path]
+        assert torch.equal(qompose.load(path)(X), models[0](X)) or torch.equal(
+            qompose.load(path)(X), models[1](X)
+        )
 
     def test_a_link_stays_and_its_file_is_replaced(self, tmp_path: Path) -> None:
         real, link = tmp_path / "real", tmp_path / "link"
@@ -246,13 +435,14 @@ class TestFiles:
         assert torch.equal(tensors["first.weight_q"], get_attribute(saved, "first.weight_q"))
         assert "first.weight" not in tensors
 
-    @pytest.mark.parametrize("stage", ["prepared", "lowered", "exported"])
+    @pytest.mark.parametrize("stage", ["prepared", "exported"])
     def test_other_stages(self, stage: str, path: Path) -> None:
         program = export(seeded(MLP()), X)
         model: Any = {
             "prepared": lambda: prepare(program, toy(LINEAR)),
-            "lowered": lambda: qompose.lower(mlp(LINEAR)),
             "exported": lambda: program,
         }[stage]()
-        with pytest.raises(qompose.StageError, match="save takes a converted or reference model"):
+        with pytest.raises(
+            qompose.StageError, match="save takes a converted or reference or lowered model"
+        ):
             qompose.save(model, path)

@@ -48,7 +48,6 @@ def direct(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | Non
     assert isinstance(exported, GraphModule)
     graph = refresh(copy_graph_module(exported))
     call_directly(graph)
-    graph.recompile()
     return graph
 
 
@@ -109,6 +108,21 @@ def pickled(graph: GraphModule) -> Any:
 def test_copies(made: Callable[[GraphModule], Any]) -> None:
     graph = direct(Calls(lambda x, y: (x + y, x - y)), (X, Y))
     torch.testing.assert_close(made(graph)(X, Y), (X + Y, X - Y), rtol=0, atol=0)
+
+
+def test_hooks_and_tracebacks_are_those_of_any_module(capsys: pytest.CaptureFixture[str]) -> None:
+    graph = direct(Calls(lambda x, y: x @ y), (X, Y))
+    seen = []
+    graph.register_forward_hook(lambda module, args, result: seen.append(result))
+    graph(X, Y)
+    assert torch.equal(seen[0], X @ Y)
+    with pytest.raises(RuntimeError) as raised:
+        graph(X, Y.long())
+    code = [
+        str(entry.statement) for entry in raised.traceback if "eval_with_key" in str(entry.path)
+    ]
+    assert "torch.ops.aten.matmul.default(x, y)" in code[-1]
+    assert not capsys.readouterr().err
 
 
 def test_exported_and_compiled_again() -> None:

@@ -95,10 +95,13 @@ class TestUsage:
             _, *arguments = words[words.index("qompose") :]
             assert cli._parse(arguments).command is cli.COMMANDS[command]
 
-    def test_help_warns_of_files_that_are_unpickled(self, capsys: Capture) -> None:
+    def test_help_tells_which_files_are_refused(self, capsys: Capture) -> None:
         with pytest.raises(SystemExit):
             cli.main(["quantize", "--help"])
-        assert "unpickles: give it only files that you trust" in capsys.readouterr().out
+        assert (
+            "could run code when it is read (pickles, custom objects, legacy files) is refused"
+            in capsys.readouterr().out
+        )
 
     def test_version(self, capsys: Capture) -> None:
         with pytest.raises(SystemExit) as caught:

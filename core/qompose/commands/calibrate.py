@@ -22,7 +22,7 @@ or merge what several jobs wrote, exactly, in any order. `qompose quantize --sta
 for any backend and bit-width, without data.
 
 The file is of the kind that its name says: .safetensors, or .json, which an editor can change.
-torch.export.load, which reads MODEL.pt2, unpickles: give it only files that you trust."""
+A MODEL.pt2 that could run code when it is read (pickles, custom objects, legacy files) is refused."""
 EXAMPLES = """\
 qompose calibrate model.pt2 --backend my_cpu --calibration samples.safetensors --output seen.safetensors
 qompose calibrate --merge job1.safetensors job2.safetensors --output seen.safetensors

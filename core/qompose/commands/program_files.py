@@ -18,15 +18,16 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
+from qompose.commands.program_archives import RefusedArchive, checked
 from qompose.errors import UserError
 from qompose.faults import told
 
 
 def load_program(path: Path) -> ExportedProgram:
-    """Return the program in a file that torch.export.save wrote.
+    """Return the program in a file that torch.export.save wrote, if reading it runs no code.
 
     Raises:
-        UserError: it is of another kind; the message says which, where that can be seen.
+        UserError: it is of another kind, or refused; the message says which, where that can be seen.
         OSError: it cannot be read.
     """
     with path.open("rb"):
@@ -37,8 +38,15 @@ def load_program(path: Path) -> ExportedProgram:
         raise UserError(f"{path} is no archive of torch.export: {other}. {remedy}")
     with _logged_by("torch.export") as problems:
         try:
-            with path.open("rb") as file:
-                return torch.export.load(file)
+            with checked(path) as file:
+                program = torch.export.load(file)
+            program._guards_code = []  # source, which nothing here is to run
+            return program
+        except RefusedArchive as refusal:
+            raise UserError(
+                f"{path} is refused: {refusal}. Where you trust it, read it with torch.export.load in "
+                "Python, and pass the program to qompose.quantize."
+            ) from refusal
         except Exception as error:
             reason = told(problems[-1] if problems else error)
             raise UserError(f"{path} cannot be read by torch.export: {reason}. {remedy}") from error

@@ -21,8 +21,14 @@ from qompose.diagnosis.comparison import Comparison
 from qompose.diagnosis.sides import Side, side_of
 from qompose.diagnosis.tables import OutputTable, ValueTable
 from qompose.diagnosis.tallies import Metric
-from qompose.errors import BatchError, CalibrationError, QomposeError, StageError, UserError
-from qompose.origins import source_of
+from qompose.errors import (
+    BatchError,
+    CalibrationError,
+    InputError,
+    QomposeError,
+    StageError,
+    UserError,
+)
 
 
 class _Table(Protocol):
@@ -53,8 +59,8 @@ def compare(
         reference, other: an exported, prepared, converted or lowered program each. Of what can only be
             called, as a program of another runtime or a compiled one, the outputs are compared.
         inputs: tensors, tuples of positional arguments or dicts of keyword arguments, as for `calibrate`.
-        converted: what `other` was lowered from, to tell errors of kernels from those of rounding. If it is
-            left out, that model is taken as long as the caller keeps it.
+        converted: what `other` was lowered from, to tell errors of kernels from those of rounding. A lowered
+            model knows it, unless it was pickled.
         transform: turns what `inputs` yields into the program's inputs.
         limit: how many inputs to take at most.
         metrics: by name, functions of a value of the reference and the other program's, which return a
@@ -74,29 +80,24 @@ def compare(
     if one.graph is None or two.graph is None:
         table = OutputTable(one, two, own)
     else:
-        table = ValueTable(one, two, _converted(one, two, other, converted), own)
-    number, called = 0, next((side.graph for side in (one, two) if side.graph), None)
+        table = ValueTable(one, two, _converted(one, two, converted), own)
+    number = 0
     with torch.no_grad():
         for number, batch in enumerate(islice(iterated(inputs, "compare"), limit), start=1):
-            _run(called, batch, transform, number, table)
+            _run(batch, transform, number, table)
     if not number:
         raise CalibrationError("compare got no inputs: the iterable was empty (or used up before)")
     return table.comparison(number)
 
 
-def _run(
-    called: GraphModule | None,
-    batch: Any,
-    transform: Callable[[Any], Any] | None,
-    number: int,
-    table: _Table,
-) -> None:
+def _run(batch: Any, transform: Callable[[Any], Any] | None, number: int, table: _Table) -> None:
     """Count a batch; what is no fault of its own, as an error of a metric, is not put down to it."""
     try:
-        run_batch(called, batch, transform, number, table.add)
+        run_batch(table.add, batch, transform, number, "input")
     except BatchError as error:
         cause = error.__cause__
-        if isinstance(cause, QomposeError) and not isinstance(cause, CalibrationError):
+        of_the_batch = isinstance(cause, (CalibrationError, InputError))
+        if isinstance(cause, QomposeError) and not of_the_batch:
             raise cause from cause.__cause__
         raise
 
@@ -109,13 +110,13 @@ def _metrics(given: Mapping[str, Metric] | None) -> dict[str, Metric]:
     return dict(given)
 
 
-def _converted(one: Side, two: Side, other: Any, given: GraphModule | None) -> GraphModule | None:
+def _converted(one: Side, two: Side, given: GraphModule | None) -> GraphModule | None:
     """Return the converted model with whose regions kernels are compared; None if there is none to run."""
     if two.stage != "lowered" or one.stage in ("converted", "reference"):
         return None
     if given is None:
-        found = source_of(other)
-        return None if found is None else side_of(found, "converted model").graph
+        source = None if two.record is None or two.graph is None else two.record.source
+        return None if source is None else side_of(source, "converted model").graph
     side = side_of(given, "converted model")
     if side.stage not in ("converted", "reference"):
         raise StageError(

@@ -162,7 +162,8 @@ def _through_a_file(converted: GraphModule, subject: str) -> GraphModule:
         path = Path(folder) / "rows.qompose"
         try:
             save(converted, path)
-            return load(path)
+            loaded: GraphModule = load(path)
+            return loaded
         except Exception as error:
             raise ContractError(
                 subject,
