@@ -10,7 +10,8 @@ import pytest
 from docs.building import api, check, navigation, sources
 
 PAGE = """[code](../examples/demo.py), [a folder](../examples), [a page](other.md), [a part](#part),
-[elsewhere](https://example.org/x.py), [a picture](figures/flow.svg), [nothing](../gone.py)
+[elsewhere](https://example.org/x.py), [a picture](figures/flow.svg), [nothing](../gone.py),
+[outside](../../outside.py)
 
 ```text
 [code](../examples/demo.py)
@@ -22,7 +23,9 @@ PAGE = """[code](../examples/demo.py), [a folder](../examples), [a page](other.m
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    """A few files, as a repository may have them."""
+    """A few files, as a repository may have them, and one beside it."""
+    (tmp_path / "outside.py").write_text("x = 1\n", "utf-8")
+    tmp_path = tmp_path / "repository"
     for path in ("docs/index.md", "docs/other.md", "docs/b.md", "docs/tutorials/a.md", "README.md"):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text("# A page\n", "utf-8")
@@ -40,7 +43,8 @@ def test_links_to_files_lead_to_pages_that_show_them(repository: Path) -> None:
     assert text.count("](source:../source/examples/demo.py.html)") == 2
     assert text.count("](source:../source/examples.html)") == 1
     untouched = ["](other.md)", "](#part)", "](https://example.org/x.py)", "](figures/flow.svg)"]
-    for link in [*untouched, "](../gone.py)", "```text\n[code](../examples/demo.py)\n```"]:
+    untouched += ["](../gone.py)", "](../../outside.py)"]
+    for link in [*untouched, "```text\n[code](../examples/demo.py)\n```"]:
         assert link in text
 
 
