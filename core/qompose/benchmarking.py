@@ -26,7 +26,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Timings:
-    """One row per model, the float one first."""
+    """One row per model, the float one first; its fields are `name`, `seconds` and `ratio`, to the first."""
 
     rows: tuple[Timing, ...]
 

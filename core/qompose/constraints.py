@@ -37,8 +37,8 @@ class TensorConstraint:
     Attributes:
         quant_min_lower_bound, quant_max_upper_bound: between which the integers must lie.
         quant_range: the one range that they may have.
-        scale_min_lower_bound: the least scale. Observers never give one below their `eps`, so that must
-            not be less.
+        scale_min_lower_bound: the least scale, in units of the tensor for each step. Observers never give one
+            below their `eps`, so that must not be less.
         scale_max_upper_bound: the largest scale. Data decides on it: a region that exceeds it stays in
             float when the model is converted.
         scale_exact_match, zero_point_exact_match: the only ones; for kernels that have them built in.

@@ -37,7 +37,8 @@ from qompose.screening import Cleaned, Screen, slice_extremes
 class Observer(nn.Module):
     """Base of all observers: what is quantized, how far the statistics are, and the parameters they give.
 
-    `quant_min` and `quant_max` are the bounds that its parameters are for, None for a cast to float.
+    `quant_min` and `quant_max` are the bounds that its parameters are for, None for a cast to float; `eps` is
+    the least scale, in units of the tensor.
 
     Raises:
         ConfigError: the bounds do not fit the dtype, or the scheme is not one this observer estimates.

@@ -254,6 +254,7 @@ def convert_pt2e(
     """Replace observers by quantize and dequantize operators, and parameters by integers.
 
     Args:
+        prepared: what `prepare_pt2e` returned, calibrated, or `prepare_qat_pt2e`, trained. It is left alone.
         inplace: turn `prepared` itself into the result. Float parameters are let go of one by one as
             they are quantized, so that both forms are never held at once.
         allow_uncalibrated: leave regions in float whose observers saw nothing, rather than raise.
@@ -323,6 +324,8 @@ def lower(
 
     Args:
         converted: a converted model; or several, by name, that become the methods of one program.
+        target: the name of a runtime: "torch", or one that a backend brings.
+        strict: make an error of a region that stays without a kernel.
 
     Returns:
         for "torch" a GraphModule, and of several models a dict; for other targets what their runtime runs.

@@ -119,11 +119,16 @@ def quantize(
     """Export, prepare, calibrate, convert and lower a model, in one call.
 
     Args:
-        model: a module, which is exported in eval mode with `example_inputs` and `dynamic_shapes`; or an
-            ExportedProgram.
+        model: a module, which is exported in eval mode; or an ExportedProgram.
+        example_inputs: the arguments of one call. The shapes of their tensors are those of all calls, but
+            for the dimensions of `dynamic_shapes`.
         backends: names of installed backends or quantizers, in order of priority; or just one.
         calibration: batches for `calibrate`, or `Statistics` of an earlier calibration; not needed where
             nothing is quantized statically.
+        target: what to lower for, as for `lower`.
+        dynamic_shapes: which dimensions may vary, in the form that torch.export takes.
+        transform, progress: as for `calibrate`.
+        strict: make errors of "nothing was quantized" and "claimed, but without a kernel".
 
     Raises:
         UserError: `example_inputs` are missing; and whatever the stages raise.

@@ -84,7 +84,7 @@ def _outsiders() -> frozenset[str]:
         name for module in (collections.abc, typing, types, torch, torch.fx) for name in dir(module)
     }
     return frozenset(
-        found | {"nn.Module", "torch.dtype", "ExportedProgram", "OpOverload", "PathLike"}
+        found | {"nn.Module", "torch.dtype", "ExportedProgram", "OpOverload", "PathLike", "Self"}
     )
 
 

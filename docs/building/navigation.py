@@ -15,7 +15,24 @@ ROOT_PAGE = "docs/index"
 # (caption, pages or patterns). A pattern takes the pages, by name, that no line above it or below it names.
 MENU: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Start", ("README", "docs/concepts")),
-    ("Tutorials", ("docs/tutorials/index", "docs/tutorials/*")),
+    (
+        "Tutorials",
+        (
+            "docs/tutorials/index",
+            "docs/tutorials/static",
+            "docs/tutorials/dynamic",
+            "docs/tutorials/weight-only",
+            "docs/tutorials/qat",
+            "docs/tutorials/composing",
+            "docs/tutorials/write-a-quantizer",
+            "docs/tutorials/capabilities",
+            "docs/tutorials/debugging",
+            "docs/tutorials/distributed",
+            "docs/tutorials/first-backend",
+            "docs/tutorials/deploying",
+            "docs/tutorials/*",
+        ),
+    ),
     ("Moving to qompose", ("docs/migrating/index", "docs/migrating/*")),
     (
         "Guides",
@@ -30,6 +47,7 @@ MENU: tuple[tuple[str, tuple[str, ...]], ...] = (
             "docs/repairs",
             "docs/tuning",
             "docs/compiling",
+            "docs/artefacts",
             "docs/interop",
             "docs/command-line",
             "docs/write-a-backend",

@@ -218,13 +218,21 @@ class ExecutorchProgram:
     def load(self) -> None:
         """Load all methods into the runtime of this process; the first ``run`` of each does otherwise.
 
-        Raises ``ExecutorchTargetError`` where the runtime refuses one.
+        Raises:
+            ExecutorchTargetError: the runtime refuses one.
         """
         for method in self.methods.values():
             method.load()
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the one method on the runtime: see ``ExecutorchMethod.run``."""
+        """Run the one method on the runtime; it takes and returns what the exported module does.
+
+        Tensors have the shapes of the export; where a dimension may vary, up to its bound.
+
+        Raises:
+            ExecutorchTargetError: the runtime refuses the inputs; or there is not one method alone.
+            TypeError: an input has another type or size than the method takes, or is missing.
+        """
         return self._only().run(*args, **kwargs)
 
     __call__ = run
