@@ -32,7 +32,7 @@ LAYERS = tuple(
         aliases running operators offers faults kinship strides channel_histograms
         numerics graph screening functionals fbgemm encoding drafts factories row_sample range_search
         decomposed nested recording exported facts tensor_screening
-        decompositions sources modes flow repairs.means
+        decompositions sources modes flow repairs.means computed_weights
         specs observers rewrites evaluation balancing schemes reference guarding
         histogram_observers fake_quantize
         learned schedules

@@ -18,6 +18,16 @@ from torch.fx import Graph, GraphModule, Node
 from torch.nn.utils.fusion import fuse_conv_bn_weights, fuse_linear_bn_weights
 
 from qompose.aliases import written_buffers
+from qompose.computed_weights import (
+    drop,
+    fold_weight,
+    is_computed,
+    is_product,
+    obstacle_of_product,
+    obstacle_of_weight,
+    product_to_linear,
+    read_by,
+)
 from qompose.decompositions import DECOMPOSITIONS, decompose, obstacle_of
 from qompose.errors import UserError, near_names
 from qompose.graph import (
@@ -42,6 +52,11 @@ FOLD_BATCH_NORM = "fold_batch_norm"
 SCALAR_TO_TENSOR = "scalar_to_tensor"
 ADD_BIAS = "add_bias"
 """A product without a bias gets one of zeros, for repairs to change."""
+FOLD_WEIGHT = "fold_weight"
+PRODUCT_TO_LINEAR = "product_to_linear"
+_REPLACING = (FOLD_WEIGHT, PRODUCT_TO_LINEAR)
+FOR_EVALUATION = (ADD_BIAS, *_REPLACING)
+"""Those that put other parameters in the place of what is trained."""
 
 
 @dataclass(frozen=True)
@@ -85,11 +100,15 @@ def apply_rewrites(module: GraphModule, candidates: Iterable[Candidate]) -> list
         the names of each one's pieces: the operators that stand there afterwards.
     """
     nodes = {node.name: node for node in nodes_in(module)}
-    pieces = []
+    pieces: list[tuple[str, ...]] = []
+    replaced: list[Node] = []
     for candidate in candidates:
         _, apply = _REWRITES[candidate.rewrite]
         places = [nodes[name] for name in candidate.nodes]
+        if candidate.rewrite in _REPLACING:
+            replaced += read_by(places[0])
         pieces.append(apply(places[0].graph.owning_module, *places))
+    drop(replaced)  # at the end: other rewrites may be of what computes a weight
     return pieces
 
 
@@ -285,6 +304,18 @@ def _add_bias(module: GraphModule, node: Node) -> tuple[str, ...]:
     return (node.name,)
 
 
+def _find_computed_weight(node: Node, consumers: Consumers) -> Iterator[Candidate]:
+    if node.target in FOLDABLE and is_computed(node.args[1]):
+        weight = node.args[1]
+        assert isinstance(weight, Node)
+        yield Candidate(FOLD_WEIGHT, (node.name,), obstacle_of_weight(weight))
+
+
+def _find_product(node: Node, consumers: Consumers) -> Iterator[Candidate]:
+    if is_product(node):
+        yield Candidate(PRODUCT_TO_LINEAR, (node.name,), obstacle_of_product(node))
+
+
 def _split(name: str) -> tuple[Find, Apply]:
     def find(node: Node, consumers: Consumers) -> Iterator[Candidate]:
         if node.target in DECOMPOSITIONS[name]:
@@ -297,5 +328,7 @@ _REWRITES: dict[str, tuple[Find, Apply]] = {
     FOLD_BATCH_NORM: (_find_batch_norm, _fold_batch_norm),
     SCALAR_TO_TENSOR: (_find_scalar, _scalar_to_tensor),
     ADD_BIAS: (_find_no_bias, _add_bias),
+    FOLD_WEIGHT: (_find_computed_weight, fold_weight),
+    PRODUCT_TO_LINEAR: (_find_product, product_to_linear),
     **{name: _split(name) for name in DECOMPOSITIONS},
 }
