@@ -271,7 +271,7 @@ class TestComparing:
 def test_rounding_to_eight_bits_costs_a_linear_layer_what_it_should(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """256 steps over a range of 4 standard deviations to either side are 41 dB; input, weight and output cost."""
+    """256 steps over 4 standard deviations to either side are 41 dB; input, weight and output cost."""
     rounded = module("zoo_yardstick", monkeypatch)
     torch.manual_seed(0)
     linear, batches = torch.nn.Linear(64, 64), [(torch.randn(256, 64),) for _ in range(2)]
