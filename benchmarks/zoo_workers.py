@@ -96,6 +96,11 @@ class Worker:
             }
         return row
 
+    def interrupt(self) -> None:
+        """End what the process does now, from another thread: `run` then returns a row that says so."""
+        if (process := self._process) is not None:
+            process.kill()
+
     def close(self) -> None:
         """End the process, in whatever it does, for good."""
         self._end()
@@ -105,7 +110,6 @@ class Worker:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
-            # What a pipe still holds cannot be written any more.
             for pipe in (self._process.stdin, self._process.stdout):
                 assert pipe
                 with suppress(BrokenPipeError):
@@ -191,7 +195,8 @@ class Crew:
 
     def run(self, make: Callable[[], Worker], jobs: int) -> None:
         """Run all tasks, so many at a time. Raises what a thread or the user's interrupt raised."""
-        threads = [threading.Thread(target=self._work, args=(make(),)) for _ in range(jobs)]
+        workers = [make() for _ in range(jobs)]
+        threads = [threading.Thread(target=self._work, args=(worker,)) for worker in workers]
         for thread in threads:
             thread.start()
         try:
@@ -200,6 +205,8 @@ class Crew:
                 time.sleep(0.05)
         except KeyboardInterrupt as interrupt:
             self._faults.append(interrupt)
+            for worker in workers:
+                worker.interrupt()
         for thread in threads:
             thread.join()
         if self._faults:

@@ -7,7 +7,7 @@ whatever the inputs are, they come to the same values, and rules take such a wei
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from qompose.graph import (
     set_attribute,
     value_of,
 )
+from qompose.nested import nodes_in
 
 aten = torch.ops.aten
 
@@ -39,11 +40,17 @@ weight (inputs x outputs) and bias.
 """
 
 
-def is_computed(weight: object) -> bool:
-    """Tell whether a value is computed, and from nothing but parameters, buffers and numbers."""
-    return (
-        isinstance(weight, Node) and constant_of(weight) is None and _expression(weight) is not None
-    )
+def computed_values(module: GraphModule) -> frozenset[Node]:
+    """Return what a program and its bodies compute from nothing but parameters, buffers and numbers."""
+    found: set[Node] = set()
+    for node in nodes_in(module):
+        if _is_pure(node) and all(n in found or _is_constant(n) for n in node.all_input_nodes):
+            found.add(node)
+    return frozenset(found)
+
+
+def _is_constant(node: Node) -> bool:
+    return constant_of(node) is not None
 
 
 def _expression(value: Node) -> list[Node] | None:
@@ -54,7 +61,7 @@ def _expression(value: Node) -> list[Node] | None:
         node = waiting.pop()
         if node in found:
             continue
-        if constant_of(node) is None and not _is_pure(node):
+        if not _is_constant(node) and not _is_pure(node):
             return None
         found.add(node)
         waiting += node.all_input_nodes
@@ -113,7 +120,7 @@ def fold_weight(module: GraphModule, node: Node) -> tuple[str, ...]:
     """Let an operator read its weight, and its bias if that is computed too, as parameters of their own."""
     arguments = list(node.args)
     for position, argument in enumerate(arguments[1:3], 1):
-        if isinstance(argument, Node) and is_computed(argument):
+        if isinstance(argument, Node) and not _is_constant(argument) and _expression(argument):
             arguments[position] = _kept(module, node, evaluated(argument))
     node.args = tuple(arguments)
     return (node.name,)
@@ -128,12 +135,12 @@ def _kept(module: GraphModule, node: Node, value: Tensor) -> Node:
     return read
 
 
-def is_product(node: Node) -> bool:
-    """Tell whether a call multiplies rows by a matrix that comes from parameters alone."""
+def is_product(node: Node, computed: Container[Node]) -> bool:
+    """Tell whether a call multiplies rows by a matrix of parameters, or by one of `computed_values`."""
     if node.target not in PRODUCTS:
         return False
     x, weight, bias = _factors(node)
-    matrix = is_float_tensor(weight) and (constant_of(weight) is not None or is_computed(weight))
+    matrix = is_float_tensor(weight) and (_is_constant(weight) or weight in computed)
     if not matrix or value_of(weight).dim() != 2 or not is_float_tensor(x) or value_of(x).dim() < 2:
         return False
     return bias is None or value_of(bias).dim() == 1

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import qompose
 import torch
-from qompose.computed_weights import is_computed
+from qompose.computed_weights import computed_values
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
@@ -145,7 +145,18 @@ def test_in_training_the_parameters_stay_what_is_trained() -> None:
     assert "weight" in dict(prepared.named_parameters())
 
 
-def test_an_input_is_no_expression() -> None:
+def test_an_input_is_not_computed() -> None:
     program = export(net(FOLDED["rows"]), X).module()
     (linear,) = program.graph.find_nodes(op="call_function", target=aten.linear.default)
-    assert is_computed(linear.args[1]) and not is_computed(linear.args[0])
+    computed = computed_values(program)
+    assert linear.args[1] in computed
+    assert not computed & {linear, linear.args[0]}
+
+
+def test_nothing_of_the_expression_stays_in_the_state() -> None:
+    prepared = prepare(export(net(FOLDED["rows"]), X), toy(LINEAR, rewrites=REWRITES))
+    prepared(X)
+    state = qompose.convert_pt2e(prepared).state_dict()
+    assert {"weight", "bias"}.isdisjoint(state)
+    (weight,) = [tensor for tensor in state.values() if tensor.dim() == 2]
+    assert (weight.dtype, weight.shape) == (torch.int8, (4, 6))
