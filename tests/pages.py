@@ -10,6 +10,7 @@ import io
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import qompose
 
@@ -94,13 +95,21 @@ def unknown_names(page: str) -> list[str]:
 
 def _exists(path: list[str]) -> bool:
     if path[0] in qompose.__all__ or path[0] in ("__version__", "__all__"):
-        found = getattr(qompose, path[0])
+        found, rest = getattr(qompose, path[0]), path[1:]
     else:
-        try:
-            found = importlib.import_module(f"qompose.{path[0]}")
-        except ImportError:
+        found, rest = qompose, path
+        while rest and (module := _module(f"{found.__name__}.{rest[0]}")):
+            found, rest = module, rest[1:]
+        if found is qompose:
             return False
-    return all(hasattr(found, name) for name in path[1:2])
+    return all(hasattr(found, name) for name in rest[:1])
+
+
+def _module(name: str) -> ModuleType | None:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return None
 
 
 def unknown_commands(page: str) -> list[str]:

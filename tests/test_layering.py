@@ -31,30 +31,31 @@ LAYERS = tuple(
         repairs.words
         aliases running operators offers faults kinship strides channel_histograms
         numerics graph screening functionals fbgemm encoding drafts factories row_sample range_search
-        decomposed nested recording exported facts tensor_screening
-        decompositions sources modes flow repairs.means
+        decomposed nested recording input_checks facts tensor_screening processes
+        decompositions sources modes flow calls repairs.means
+        exported
         specs observers rewrites evaluation balancing schemes reference guarding
-        histogram_observers fake_quantize
+        histogram_observers fake_quantize likeness
         learned schedules
         configs bounds roles usual_specs training_specs
         claims selectors observing soundness
         apart patterns oversight orphans
         arbitration annotations tying counting rendering places constraints
         diagnosis diagnosis.comparison diagnosis.markup diagnosis.entries diagnosis.layout
-        diagnosis.colours
+        diagnosis.colours diagnosis.belonging
         diagnosis.pictures
         diagnosis.charts
         diagnosis.page
-        selection layouts calls
+        selection layouts
         rules
-        querying
+        querying quantized_tensors
         capability_row
         capabilities
         backend region matching
         plan signature plugins operands configuring covering ordering
         requirements sites ranks training restoring batches repairs.homogeneous repairs.products
         repairs.equalization repairs.smoothing
-        statistics_files isolation
+        statistics_files isolation exported_modes
         collecting
         checkpoints linting
         hosting
@@ -70,7 +71,7 @@ LAYERS = tuple(
         interop.splicing interop.settling
         interop.fence interop.constants interop.marks interop.alignment interop.sizes
         interop.asking
-        interop rule_quantizer composition
+        interop rule_quantizer composition restraining
         transforming
         annotating planning preparation calibration conversion lowering representation membership
         reporting benchmarking packages late_operators

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from qompose.errors import CompilationError as CompilationError
     from qompose.errors import ConfigError as ConfigError
     from qompose.errors import ExcludedBackendError as ExcludedBackendError
+    from qompose.errors import InputError as InputError
     from qompose.errors import InternalError as InternalError
     from qompose.errors import MemberError as MemberError
     from qompose.errors import MissingBackendError as MissingBackendError
@@ -73,6 +74,11 @@ if TYPE_CHECKING:
     from qompose.errors import TuningError as TuningError
     from qompose.errors import UncalibratedError as UncalibratedError
     from qompose.errors import UserError as UserError
+    from qompose.exported_modes import (
+        allow_exported_model_train_eval as allow_exported_model_train_eval,
+    )
+    from qompose.exported_modes import move_exported_model_to_eval as move_exported_model_to_eval
+    from qompose.exported_modes import move_exported_model_to_train as move_exported_model_to_train
     from qompose.fake_quantize import FakeQuantize as FakeQuantize
     from qompose.fake_quantize import FixedQParamsFakeQuantize as FixedQParamsFakeQuantize
     from qompose.fake_quantize import FusedMovingAvgObsFakeQuantize as FusedMovingAvgObsFakeQuantize
@@ -114,13 +120,14 @@ if TYPE_CHECKING:
     from qompose.plugins import BackendInfo as BackendInfo
     from qompose.plugins import backends as backends
     from qompose.plugins import load_backend as load_backend
+    from qompose.quantized_tensors import DynamicTensor as DynamicTensor
+    from qompose.quantized_tensors import QuantizedTensor as QuantizedTensor
     from qompose.quantizer import Quantizer as Quantizer
     from qompose.quantizing import QuantizedModel as QuantizedModel
     from qompose.quantizing import quantize as quantize
-    from qompose.region import DynamicTensor as DynamicTensor
-    from qompose.region import QuantizedTensor as QuantizedTensor
     from qompose.region import Region as Region
     from qompose.region import on_integers as on_integers
+    from qompose.repairs.words import SmoothQuant as SmoothQuant
     from qompose.reporting import assert_lowered as assert_lowered
     from qompose.reporting import assert_quantized as assert_quantized
     from qompose.reporting import report as report
@@ -180,10 +187,13 @@ _MODULES = {
     "diagnosis.tuning": "tune",
     "errors": (
         "AnnotationConflictError ArtefactError BackendNotFoundError CalibrationError CompilationError "
-        "ConfigError ExcludedBackendError InternalError MemberError MissingBackendError NotExportedError "
-        "NothingQuantizedError NotLoweredError PluginError ProjectError QomposeError QomposeWarning "
-        "RequirementError RequirementWarning SelectorError SharingError StageError "
+        "ConfigError ExcludedBackendError InputError InternalError MemberError MissingBackendError "
+        "NotExportedError NothingQuantizedError NotLoweredError PluginError ProjectError QomposeError "
+        "QomposeWarning RequirementError RequirementWarning SelectorError SharingError StageError "
         "StatisticsError TargetError TuningError UncalibratedError UserError"
+    ),
+    "exported_modes": (
+        "allow_exported_model_train_eval move_exported_model_to_eval move_exported_model_to_train"
     ),
     "histogram_observers": (
         "EntropyObserver HistogramObserver PerChannelHistogramObserver PercentileObserver "
@@ -206,7 +216,9 @@ _MODULES = {
     "plugins": "BackendInfo backends load_backend",
     "quantizer": "Quantizer",
     "quantizing": "QuantizedModel quantize",
-    "region": "DynamicTensor QuantizedTensor Region on_integers",
+    "quantized_tensors": "DynamicTensor QuantizedTensor",
+    "region": "Region on_integers",
+    "repairs.words": "SmoothQuant",
     "reporting": "assert_lowered assert_quantized report",
     "roles": (
         "ObserverOrFakeQuantize OperatorConfig OperatorPatternType annotate_input_qspec_map "

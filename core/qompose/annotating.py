@@ -20,6 +20,7 @@ from qompose.quantizer import Quantizer, labelled
 from qompose.repairs.equalization import equalize
 from qompose.repairs.words import not_in_training
 from qompose.rewrites import ADD_BIAS, FOLD_BATCH_NORM, Candidate, apply_rewrites, splits
+from qompose.survey import reasons_of
 from qompose.transforming import transformed
 from qompose.tying import one_table_each
 
@@ -38,6 +39,7 @@ def annotate_program(
         found = [candidate for candidate in found if candidate.rewrite != ADD_BIAS]
     folds = [c for c in found if c.rewrite == FOLD_BATCH_NORM and c.obstacle is None]
     folded, _ = _rewritten(exported, folds)
+    tried: list[tuple[Sequence[Candidate], _Attempt]] = []
 
     def attempt(candidates: Sequence[Candidate]) -> _Attempt:
         working, pieces = _rewritten(exported, candidates)
@@ -45,13 +47,17 @@ def annotate_program(
         called = _called(folds, candidates, pieces)
         composition = _composed(working, quantizer, folded, called)
         composition.notes += notes
-        return _Attempt(working, composition, pieces, (*own, *_made(composition)))
+        tried.append(
+            (candidates, _Attempt(working, composition, pieces, (*own, *_made(composition))))
+        )
+        return tried[-1][1]
 
     made, candidates, refused = covered_rewrites(
         exported, found, attempt, quantizer.objection_to_rewrite
     )
     composition = made.composition
     composition.obstacles = {(c.rewrite, c.nodes): c.obstacle or "" for c in refused}
+    composition.hindered = _hindered(composition, tried, candidates, refused)
     composition.notes += [_obstacle(candidate) for candidate in refused]
     composition.chosen, tied = one_table_each(
         made.working, composition.chosen, quantizer.objection_to_spec
@@ -75,6 +81,33 @@ class _Attempt:
     composition: Composition
     pieces: list[tuple[str, ...]]
     own: tuple[Rewrite, ...]
+
+
+def _hindered(
+    composition: Composition,
+    tried: Sequence[tuple[Sequence[Candidate], _Attempt]],
+    made: Sequence[Candidate],
+    refused: Sequence[Candidate],
+) -> dict[str, str]:
+    """Return by operators that rewrites would have brought to a rule what came between.
+
+    In the program as it is in the end no rule may have anything to say of them, or sees a number where a
+    rewrite would have put a tensor: what the rules said with all rewrites made is the reason then.
+    """
+    known, found = reasons_of(composition), dict[str, str]()
+    for candidates, attempt in tried:
+        said = reasons_of(attempt.composition)
+        for name, reason in said.items():
+            if name not in known:
+                found.setdefault(name, reason)
+        for candidate, pieces in zip(candidates, attempt.pieces, strict=True):
+            told = next((said[name] for name in (*candidate.nodes, *pieces) if name in said), None)
+            if told is not None and candidate not in (*made, *refused):
+                found.update(dict.fromkeys(candidate.nodes, told))
+    for candidate in refused:
+        why = f"{candidate.rewrite} was not made: {candidate.obstacle}"
+        found.update({name: why for name in candidate.nodes if name not in known})
+    return found
 
 
 def _rewritten(

@@ -61,6 +61,18 @@ def say_if_all_was_dropped(record: Record) -> None:
     )
 
 
+def say_if_modes_were_lost(prepared: GraphModule) -> None:
+    """Warn that torchao's functions for train and eval were called on a model that they do not change."""
+    if "_exported_training" in vars(prepared):
+        warnings.warn(
+            "torchao's move_exported_model_to_train, move_exported_model_to_eval or "
+            "allow_exported_model_train_eval was called on this model, and did nothing: it was trained and "
+            "evaluated in the mode of its export. Import these from qompose, or call train() and eval().",
+            QomposeWarning,
+            stacklevel=3,
+        )
+
+
 def say_what_fell_back(record: Record, *, strict: bool) -> None:
     """Warn of the regions that were claimed and have no kernel, those that conversion dropped included.
 

@@ -48,7 +48,8 @@ class Balance:
     """Which side of which products a group's tensor is on, and its channel dimension.
 
     `weights` and `biases` name the parameters, one for each product; "" is no bias. `repair` is the word by
-    which somebody asked for factors that pay in accuracy alone. `absorbers` name parameters of what makes
+    which somebody asked for factors that pay in accuracy alone, `alpha` the exponent asked for; None tries
+    several. `absorbers` name parameters of what makes
     the tensor that divide it in place of an operator.
     """
 
@@ -58,6 +59,7 @@ class Balance:
     biases: tuple[str, ...]
     repair: str = ""
     absorbers: tuple[str, ...] = ()
+    alpha: float | None = None
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,7 @@ def balance_input(
     scheme: Scheme,
     qparams: tuple[Tensor, Tensor] | None,
     needed: float | None = None,
+    alpha: float | None = None,
 ) -> Factors | None:
     """Return factors for the input of products, or None where none are worthwhile.
 
@@ -145,6 +148,7 @@ def balance_input(
         products: weights, shape `(out, C, ...)`, each with the way it is going to be quantized.
         qparams: scale and zero point without factors; None where they are chosen at run time.
         needed: how many times smaller the error has to become; None where it has to be worth its time.
+        alpha: the only exponent to try.
     """
     heaviest = torch.stack([w.abs().transpose(0, 1).flatten(1).amax(1) for w, _ in products]).amax(
         0
@@ -157,7 +161,8 @@ def balance_input(
         quantized = scheme.simulate(sample / factors, scale, zero_point)
         return sum(_product_error(sample, quantized, factors, *p) for p in products)
 
-    sizes = [partial(size, exponent=exponent) for exponent in _EXPONENTS]
+    exponents = _EXPONENTS if alpha is None else (alpha,)
+    sizes = [partial(size, exponent=exponent) for exponent in exponents]
     if needed is None:
         needed = _needed_gain(weight.numel() // weight.shape[1] for weight, _ in products)
     return _best(channels, sizes, scheme, qparams, error, needed)

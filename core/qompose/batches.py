@@ -7,21 +7,20 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from qompose.errors import BatchError, CalibrationError, UserError
-from qompose.graph import value_of
+from qompose.errors import BatchError, CalibrationError, InputError, UserError
 
 
 def iterated(batches: Iterable[Any], function: str) -> Iterator[Any]:
     """Return an iterator over batches.
 
     Raises:
-        UserError: they cannot be iterated.
+        UserError: they cannot be iterated, or are a single batch.
     """
+    check_several(batches, function)
     try:
         return iter(batches)
     except TypeError:
@@ -29,6 +28,20 @@ def iterated(batches: Iterable[Any], function: str) -> Iterator[Any]:
             f"{function} takes an iterable of batches, and got {type(batches).__name__}; for one batch "
             "pass [batch]"
         ) from None
+
+
+def check_several(batches: object, function: str) -> None:
+    """Make sure that batches are no single one: going through a tensor or a dict gives rows or names.
+
+    Raises:
+        UserError: they are.
+    """
+    if isinstance(batches, (Tensor, Mapping)):
+        rows = isinstance(batches, Tensor) and batches.dim() > 1
+        more = "; where its slices are the batches, list(tensor)" if rows else ""
+        raise UserError(
+            f"{function} takes several batches, and got a single one, {describe(batches)}: pass [batch]{more}"
+        )
 
 
 def check_limit(limit: object) -> None:
@@ -44,19 +57,18 @@ def check_limit(limit: object) -> None:
 
 
 def run_batch(
-    program: GraphModule | None,
+    call: Callable[..., Any],
     batch: Any,
     transform: Callable[[Any], Any] | None,
     number: int,
-    call: Callable[..., Any] | None = None,
+    what: str = "calibration batch",
 ) -> Any:
-    """Call a program, or what is to be called in its place, with the arguments that a batch stands for.
+    """Call a program, or what takes its place, with the arguments that a batch stands for.
 
     Args:
-        program: whose constants are checked; None: what is called has none that are known.
         batch: a tensor, a tuple of positional arguments or a dict of keyword arguments.
         transform: turns what was given into that.
-        number: of the batch, for messages.
+        number, what: of the batch, and what it is called, for messages.
 
     Raises:
         BatchError: it does not fit, or what was called raised an error.
@@ -65,22 +77,33 @@ def run_batch(
         batch = transform(batch) if transform else batch
     except Exception as error:
         told = f"{type(error).__name__}: {error}"
-        raise BatchError(number, f"cannot be used: transform raised {told}") from error
+        raise BatchError(number, f"cannot be used: transform raised {told}", what) from error
     try:
         args, kwargs = _arguments(batch)
-        for objection in _changed_constants(program, args, kwargs) if program else ():
-            raise CalibrationError(objection)
-        called = call or program
-        assert called is not None
-        return called(*args, **kwargs)
+        return call(*args, **kwargs)
     except CalibrationError as error:
-        raise BatchError(number, f"cannot be used: {error}{_holds(batch)}") from error
+        raise BatchError(number, f"cannot be used: {error}{_holds(batch)}", what) from error
     except Exception as error:
+        told = str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
         raise BatchError(
             number,
-            f"does not fit the model: {type(error).__name__}: {error}. "
-            f"The batch is {describe(batch)}.",
+            f"does not fit the model: {told}. The batch is {describe(batch)}.{_surplus(call, batch)}",
+            what,
         ) from error
+
+
+def _surplus(call: Callable[..., Any], batch: Any) -> str:
+    """Say what to do where a batch has more in it than a program takes: labels, as a rule."""
+    graph = getattr(call, "graph", None)
+    info = None if graph is None else getattr(graph._codegen, "pytree_info", None)
+    if info is None or not isinstance(batch, (tuple, list)) or len(batch) <= len(info.orig_args):
+        return ""
+    taken = info.orig_args
+    part = "batch[0]" if len(taken) == 1 else f"batch[:{len(taken)}]"
+    return (
+        f" The model takes {', '.join(taken) or 'no arguments'}: pass transform= to take that out of a "
+        f"batch, for example transform=lambda batch: {part}."
+    )
 
 
 def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -94,40 +117,6 @@ def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         f"it is a {type(batch).__name__}, not a tensor, tuple or dict; "
         "pass transform= to make one of it"
     )
-
-
-def _changed_constants(
-    program: GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Iterator[str]:
-    """Say which arguments are not the constants that they were when the model was exported.
-
-    The model computes with those, whatever it is given.
-    """
-    info = getattr(program.graph._codegen, "pytree_info", None)
-    if info is None or info.in_spec is None:
-        return
-    placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
-    positional, by_name = pytree.tree_unflatten(placeholders, info.in_spec)
-    wanted = {**dict(zip(info.orig_args, positional, strict=False)), **by_name}
-    given = {**dict(zip(info.orig_args, args, strict=False)), **kwargs}
-    for name in wanted.keys() & given.keys():
-        nodes, spec = pytree.tree_flatten(wanted[name])
-        values, own = pytree.tree_flatten(given[name])
-        for node, value in zip(nodes, values, strict=True) if spec == own else ():
-            if _is_another(value, node):
-                yield (
-                    f"its {node.target} is {describe(value, True)}, and the model was exported with the "
-                    f"constant {value_of(node)!r}: export it again for another"
-                )
-
-
-def _is_another(value: object, node: Node) -> bool:
-    wanted = value_of(node)
-    if "val" not in node.meta or isinstance(
-        wanted, (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
-    ):
-        return False
-    return isinstance(value, Tensor) or value != wanted
 
 
 def _holds(batch: Any) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a lowered graph is called: arguments that are tensors go straight to its placeholders.
+"""How graphs are called: inputs are checked, and those of lowered ones go straight to their placeholders.
 
 An exported graph flattens its arguments by their tree and builds its result by another, in Python, at
 each call: about twenty microseconds, several times what a small kernel takes. Where every argument and
@@ -12,17 +12,39 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.fx import GraphModule
-from torch.fx.graph import _PyTreeCodeGen
+from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
 from torch.utils._pytree import TreeSpec
 
+from qompose.input_checks import InputChecks, input_checks, require_input
 
-class DirectCalls(_PyTreeCodeGen):
-    """Code that walks no tree where there is none: flat arguments, and one result or a tuple of results."""
+
+class CheckedCalls(_PyTreeCodeGen):
+    """Code that refuses inputs for which the program was not exported."""
+
+    def __init__(self, pytree_info: _PyTreeInfo, checks: InputChecks) -> None:
+        super().__init__(pytree_info)
+        self.checks = checks
+
+    def additional_globals(self) -> list[tuple[str, Any]]:
+        return [*super().additional_globals(), ("require_input", require_input)]
 
     def gen_var_bindings(self, fn_args: list[str], free_vars: list[str], expanded_def: bool) -> str:
+        bindings = self.bindings(fn_args, free_vars, expanded_def)
+        names = [name for name in _names(free_vars) if name != "self"]
+        return "\n    ".join([bindings, *self.checks.lines(names)])
+
+    def bindings(self, fn_args: list[str], free_vars: list[str], expanded_def: bool) -> str:
+        """Return code that gives each placeholder its value."""
+        return super().gen_var_bindings(fn_args, free_vars, expanded_def)
+
+
+class DirectCalls(CheckedCalls):
+    """Code that walks no tree where there is none: flat arguments, and one result or a tuple of results."""
+
+    def bindings(self, fn_args: list[str], free_vars: list[str], expanded_def: bool) -> str:
         if not _flat_arguments(self.pytree_info.in_spec):
-            return super().gen_var_bindings(fn_args, free_vars, expanded_def)
-        placeholders = [variable.split(":")[0].split("#")[0] for variable in free_vars]
+            return super().bindings(fn_args, free_vars, expanded_def)
+        placeholders = _names(free_vars)
         annotations = self._format_annotations(free_vars, expanded_def)
         return f"{annotations}\n    {', '.join(placeholders)}, = {', '.join(self.pytree_info.orig_args)},"
 
@@ -41,6 +63,10 @@ class DirectCalls(_PyTreeCodeGen):
         return super().generate_output(output_args, descs=descs, repr_fn=repr_fn)
 
 
+def _names(free_vars: Sequence[str]) -> list[str]:
+    return [variable.split(":")[0].split("#")[0].strip() for variable in free_vars]
+
+
 def _leaves(spec: TreeSpec) -> bool:
     return all(child.is_leaf() for child in spec.children())
 
@@ -54,11 +80,23 @@ def _flat_arguments(spec: TreeSpec) -> bool:
     )
 
 
-def call_directly(module: GraphModule) -> None:
-    """Have a graph's code bind its arguments and return its results without their trees, where it may.
+def check_calls(module: GraphModule) -> GraphModule:
+    """Have a program's code check its inputs by the examples of its placeholders; return the program.
 
     The graph is not compiled anew: `GraphModule.recompile` is the caller's.
     """
     codegen = module.graph._codegen
     if type(codegen) is _PyTreeCodeGen and codegen.pytree_info.in_spec is not None:
-        module.graph.set_codegen(DirectCalls(codegen.pytree_info))
+        checks = input_checks(module.graph.find_nodes(op="placeholder"))
+        module.graph.set_codegen(CheckedCalls(codegen.pytree_info, checks))
+    return module
+
+
+def call_directly(module: GraphModule) -> None:
+    """Have a graph's code bind its arguments and return its results without their trees, where it may.
+
+    The graph is not compiled anew: `GraphModule.recompile` is the caller's.
+    """
+    codegen = check_calls(module).graph._codegen
+    if type(codegen) is CheckedCalls:
+        module.graph.set_codegen(DirectCalls(codegen.pytree_info, codegen.checks))

@@ -214,7 +214,11 @@ class Capabilities(Sequence[Capability]):
 
     @classmethod
     def from_json(cls, text: str) -> Capabilities:
-        """Return the rows of a JSON text; see `from_dict`."""
+        """Return the rows of a JSON text; see `from_dict`.
+
+        Raises:
+            ConfigError: the text is no JSON, or the data in it is malformed.
+        """
         try:
             data = json.loads(text)
         except ValueError as error:

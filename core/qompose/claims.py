@@ -11,6 +11,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from qompose.bounds import Bounds
+from qompose.repairs.words import Repair
 from qompose.specs import (
     DerivedQuantizationSpec,
     QuantizationSpecBase,
@@ -147,7 +148,7 @@ class Claim:
     product: Product | None = None
     bias: AddedBias | None = None
     instead_of: tuple[str, ...] = ()
-    repairs: tuple[str, ...] = ()
+    repairs: tuple[Repair, ...] = ()
 
     @property
     def territory(self) -> frozenset[str]:
@@ -239,8 +240,9 @@ class Proposal:
 class Composition:
     """The claims that were chosen, in order of priority, and what became of the others.
 
-    `obstacles` says why rewrites were not made, by their name and operators. `changes` are those that
-    chosen claims stand on, each with its quantizer.
+    `obstacles` says why rewrites were not made, by their name and operators; `hindered`, by operators that
+    only a rewrite brings to a rule, what the rule says of them with it. `changes` are those that chosen
+    claims stand on, each with its quantizer.
     """
 
     chosen: list[Claim] = field(default_factory=list)
@@ -248,4 +250,5 @@ class Composition:
     rejections: list[Rejection] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     obstacles: dict[tuple[str, tuple[str, ...]], str] = field(default_factory=dict)
+    hindered: dict[str, str] = field(default_factory=dict)
     changes: list[tuple[str, Change]] = field(default_factory=list)

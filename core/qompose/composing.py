@@ -82,7 +82,8 @@ def quantizer_from_json(text: str) -> Quantizer:
     """Return the quantizer that the text of `Quantizer.to_json` stands for; see `quantizer_from_dict`.
 
     Raises:
-        ConfigError: besides what `quantizer_from_dict` raises, for text that is no JSON.
+        ConfigError: the text is no JSON, or the data in it is malformed.
+        BackendNotFoundError, PluginError: a backend that it names cannot be had.
     """
     try:
         data = json.loads(text, object_pairs_hook=_distinct)

@@ -93,6 +93,12 @@ class ComposableQuantizer(Quantizer):
         return self._owner(claim).objection_to_spec(claim, spec)
 
     def transform_for_annotation(self, model: GraphModule) -> GraphModule:
+        """Make the members' rewrites in `model`, in their order, and return it.
+
+        Raises:
+            UserError: a member returned something else than a GraphModule.
+            MemberError: a member raised an error of its own.
+        """
         model = super().transform_for_annotation(model)
         for member in self.quantizers:
             if type(member).transform_for_annotation is Quantizer.transform_for_annotation:
@@ -127,6 +133,11 @@ class ComposableQuantizer(Quantizer):
     def propose(
         self, model: GraphModule, taken: Sequence[Claim], on_conflict: str = "error"
     ) -> Proposal:
+        """Refuse: claims are made by the members.
+
+        Raises:
+            UserError: always.
+        """
         raise UserError("a composition makes no claims of its own: ask its members")
 
     def to_dict(self) -> dict[str, Any]:

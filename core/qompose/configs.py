@@ -38,6 +38,7 @@ from qompose.encoding import (
 from qompose.errors import ConfigError, near_names
 from qompose.factories import ObserverFactory
 from qompose.observers import Observer
+from qompose.repairs.words import SMOOTH_QUANT, SmoothQuant
 from qompose.specs import (
     INTEGERS,
     FixedQParamsQuantizationSpec,
@@ -218,6 +219,23 @@ def _read_spec(data: Any, path: str) -> Any:
     return _SPECS[FixedQParamsQuantizationSpec if fixed else QuantizationSpec].read(data, path)
 
 
+_SMOOTH_QUANT = record(SmoothQuant, {"alpha": optional(NUMBER)})
+
+
+def _write_repair(repair: Any, path: str) -> Any:
+    """Return a repair as data: its word, or with options an object that has the word as its key."""
+    if not isinstance(repair, SmoothQuant):
+        return TEXT.write(repair, path)
+    return {SMOOTH_QUANT: _SMOOTH_QUANT.write(repair, path)}
+
+
+def _read_repair(data: Any, path: str) -> Any:
+    if not isinstance(data, Mapping):
+        return TEXT.read(data, path)
+    check_keys(data, (SMOOTH_QUANT,), path)
+    return _SMOOTH_QUANT.read(data.get(SMOOTH_QUANT), f"{path}.{SMOOTH_QUANT}")
+
+
 SPEC = optional(Codec(_write_spec, _read_spec))
 SETTINGS = record(
     QuantizationConfig,
@@ -225,7 +243,7 @@ SETTINGS = record(
         **dict.fromkeys(ROLES, SPEC),
         **dict.fromkeys(("is_qat", "balance"), BOOLEAN),
         "name": TEXT,
-        "repairs": sequence(TEXT),
+        "repairs": sequence(Codec(_write_repair, _read_repair)),
     },
 )
 CONFIG = optional(SETTINGS)

@@ -42,6 +42,9 @@ class TensorConstraint:
         scale_max_upper_bound: the largest scale. Data decides on it: a region that exceeds it stays in
             float when the model is converted.
         scale_exact_match, zero_point_exact_match: the only ones; for kernels that have them built in.
+
+    Raises:
+        ConfigError: a field has a value of another kind, or bounds that exclude each other.
     """
 
     dtypes: frozenset[torch.dtype]
@@ -58,11 +61,7 @@ class TensorConstraint:
     block_sizes: frozenset[tuple[int, ...]] | None = None
 
     def __post_init__(self) -> None:
-        """Refuse values that no specification could meet, or that would never be compared.
-
-        Raises:
-            ConfigError: a field has a value of another kind, or bounds that exclude each other.
-        """
+        """Refuse values that no specification could meet, or that would never be compared."""
         for name in ("dtypes", "qschemes"):
             given: Any = getattr(self, name)
             if not isinstance(given, (set, frozenset, tuple, list)) or not given:

@@ -121,11 +121,22 @@ class StatisticsError(UserError, ValueError):
 
 
 class BatchError(CalibrationError):
-    """One of several batches cannot be used; `reason` says why, without its number."""
+    """One of several batches cannot be used; `reason` says why, without its number, `what` what it is for."""
 
-    def __init__(self, number: int, reason: str) -> None:
-        self.number, self.reason = number, reason
-        super().__init__(f"calibration batch {number} {reason}")
+    def __init__(self, number: int, reason: str, what: str = "calibration batch") -> None:
+        self.number, self.reason, self.what = number, reason, what
+        super().__init__(f"{what} {number} {reason}")
+
+
+class InputError(UserError, ValueError):
+    """A program was called with an input that it was not exported for; `name` is that of its placeholder."""
+
+    def __init__(self, name: str, given: str, wanted: str) -> None:
+        self.name = name
+        super().__init__(
+            f"the input {name} is {given}, and the program was exported for {wanted}; export it with "
+            "dynamic_shapes that let sizes vary, or for another constant"
+        )
 
 
 class TargetError(UserError):

@@ -49,12 +49,14 @@ class Norm:
     """A batch norm with running statistics.
 
     `frozen` is one that was exported in evaluation, in a program that was in training. `counter` is the
-    path and the value of what counts its batches.
+    path and the value of what counts its batches. `synchronized` is one of an `nn.SyncBatchNorm`, which
+    torch exports as a batch norm like any other.
     """
 
     momentum: float
     frozen: bool
     counter: tuple[str, Tensor] | None
+    synchronized: bool = False
 
 
 def mode_of(node: Node) -> Switch | Norm | None:
@@ -75,7 +77,8 @@ def evaluation_form(program: GraphModule) -> bool:
         if _has_statistics(node):
             prefix = str(getattr(node.args[3], "target", "")).rpartition(".")[0]
             momentum, frozen = cast(float, node.args[6]), training and not _trains(node)
-            node.meta[MODE_KEY] = Norm(momentum, frozen, counters.get(prefix))
+            counter = counters.get(prefix)
+            node.meta[MODE_KEY] = Norm(momentum, frozen, counter, _is_synchronized(node))
             node.args = (*node.args[:5], False, *node.args[6:])
         elif (switch := _switch_of(node)) is not None and _trains(node) is training:
             given = _filled(node, switch.position)
@@ -87,6 +90,11 @@ def evaluation_form(program: GraphModule) -> bool:
 
 def _has_statistics(node: Node) -> bool:
     return node.target is aten.batch_norm.default and node.args[3] is not None
+
+
+def _is_synchronized(node: Node) -> bool:
+    kinds = [str(kind) for _, kind in node.meta.get("nn_module_stack", {}).values()]
+    return bool(kinds) and "SyncBatchNorm" in kinds[-1]
 
 
 def _trains(node: Node) -> bool:

@@ -16,6 +16,7 @@ from torch.export.graph_signature import (
 )
 from torch.fx import GraphModule
 
+from qompose.calls import check_calls
 from qompose.errors import NotExportedError, StageError
 from qompose.graph import (
     STAGE_KEY,
@@ -49,7 +50,7 @@ def as_graph_module(model: object, function: str) -> GraphModule:
     if isinstance(model, ExportedProgram):
         return unlifted(model)
     if isinstance(model, GraphModule) and any("val" in node.meta for node in model.graph.nodes):
-        return copy_graph_module(model)
+        return check_calls(copy_graph_module(model))
     raise NotExportedError(model, function)
 
 
@@ -74,7 +75,7 @@ def unlifted(program: ExportedProgram) -> GraphModule:
             node.target = originals[node.target]
             node._rename(node.target.replace(".", "_"))
     replace_nested(module, copy_graph_module)  # bodies are the program's own until here
-    return module
+    return check_calls(module)
 
 
 def _renamed(program: ExportedProgram, names: Mapping[str, str]) -> ExportedProgram:

@@ -122,7 +122,9 @@ class Factoring:
             self.factors[number] = factors
             self._absorb(balance, factors, [self._weight_group(name) for name in balance.weights])
         else:
-            self.refused.append(f"{balance.repair} of {self._where(number)} was not made: {reason}")
+            self.refused.append(
+                f"{_asked(balance)} of {self._where(number)} was not made: {reason}"
+            )
 
     def _smooth(self, number: int, balance: Balance, observer: BalancedObserver) -> Factors | None:
         dynamic = getattr(self.plan.groups[number].spec, "is_dynamic", False)
@@ -134,9 +136,8 @@ class Factoring:
             else:
                 products.append((weight, quantize))
         qparams = None if dynamic else observer.calculate_qparams()
-        return balance_input(
-            observer.channels, products, self._scheme(number), qparams, _needed(balance)
-        )
+        asked = (_needed(balance), balance.alpha)
+        return balance_input(observer.channels, products, self._scheme(number), qparams, *asked)
 
     def _where(self, number: int) -> str:
         """Name the tensor of a group, and those who read it with their modules."""
@@ -268,13 +269,18 @@ class Factoring:
             how = f"by {' and '.join(paths)}"
         moved, most = int((factors.values > 1).sum()), float(factors.values.max())
         return (
-            f"{balance.repair} of {self._where(number)}: {moved} of {len(factors.values)} channels divided "
+            f"{_asked(balance)} of {self._where(number)}: {moved} of {len(factors.values)} channels divided "
             f"by up to {most:g}, {how}; {gain}"
         )
 
 
 def _needed(balance: Balance) -> float:
     return _FOR_NOTHING if balance.absorbers else _FOR_A_PASS
+
+
+def _asked(balance: Balance) -> str:
+    strength = "" if balance.alpha is None else f" with alpha {balance.alpha:g}"
+    return f"{balance.repair}{strength}"
 
 
 def _is_per_channel(group: Group) -> bool:

@@ -29,6 +29,7 @@ from qompose.observers import (
     Observer,
     RangeObserver,
 )
+from qompose.processes import several_processes
 from qompose.screening import Screen
 from qompose.tensor_screening import TensorScreen
 
@@ -90,7 +91,7 @@ class FakeQuantize(Observer):
         if not isinstance(inner, RangeObserver):
             inner.observe(x)
             return
-        together = self.training and not self.constant and _several_processes()
+        together = self.training and not self.constant and several_processes()
         if isinstance(inner.screen, TensorScreen):
             inner.screen.together = together
         low, high = inner.extremes(x)
@@ -251,10 +252,6 @@ class FixedQParamsFakeQuantize(FakeQuantize):
         self, scale: float, zero_point: int, dtype: torch.dtype = torch.uint8, **arguments: Any
     ) -> None:
         super().__init__(FixedQParamsObserver(scale, zero_point, dtype=dtype, **arguments))
-
-
-def _several_processes() -> bool:
-    return distributed.is_available() and distributed.is_initialized()
 
 
 def _observer(given: Any, arguments: dict[str, Any]) -> Observer:

@@ -8,6 +8,7 @@ statistics merge. torch's class of that name is another, `torch.ao.quantization.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -42,6 +43,33 @@ class SearchingObserver(Observer):
 
     mergeable = True
 
+    def _counted(self) -> dict[str, Tensor]:
+        """Return what was counted, by the names that it has in a state dict."""
+        raise NotImplementedError
+
+    def _count_on(self, counted: dict[str, Tensor]) -> None:
+        """Go on from what was counted."""
+        raise NotImplementedError
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, tensor in self._counted().items():
+            destination[prefix + name] = tensor.clone()
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, metadata: Any, strict: bool,
+        missing_keys: list[str], *rest: Any,
+    ) -> None:  # fmt: skip
+        names = [*self._counted()]
+        missing = [prefix + name for name in names if prefix + name not in state_dict]
+        missing_keys += missing if strict else []
+        found = {name: state_dict.pop(prefix + name, None) for name in names}
+        if not missing:
+            self._count_on({name: tensor.cpu().clone() for name, tensor in found.items()})
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing_keys, *rest)
+
     def _levels(self) -> tuple[int, int | None]:
         """Return how many steps there are, and the lowest level where the scheme is symmetric."""
         low, high = quantized_range(self.dtype, *self._asked)
@@ -61,6 +89,18 @@ class _OfHistogram(SearchingObserver):
     def __init__(self, dtype: torch.dtype = torch.uint8, **arguments: Any) -> None:
         super().__init__(dtype, **arguments)
         self.histogram = Histogram()
+
+    def _counted(self) -> dict[str, Tensor]:
+        found = self.histogram
+        exponent = math.nan if found.exponent is None else found.exponent
+        ends = torch.tensor([exponent, found.minimum, found.maximum], dtype=torch.float64)
+        return {"counts": found.counts, "ends": ends}
+
+    def _count_on(self, counted: dict[str, Tensor]) -> None:
+        exponent, low, high = counted["ends"].tolist()
+        self.histogram = found = Histogram()
+        found.counts, found.minimum, found.maximum = counted["counts"], low, high
+        found.exponent = None if math.isnan(exponent) else int(exponent)
 
     def observe(self, x: Tensor) -> None:
         seen = self._screened(x)
@@ -176,6 +216,17 @@ class PerChannelHistogramObserver(SearchingObserver):
             raise ConfigError(f"{type(self).__name__} does not estimate {self.qscheme}")
         self.ch_axis, self.power = ch_axis, power
         self.histograms = ChannelHistograms()
+
+    def _counted(self) -> dict[str, Tensor]:
+        found = self.histograms
+        ends = {"low": found.low, "high": found.high, "values": torch.tensor(found.values)}
+        return {"counts": found.counts, "exponents": found.exponents, **ends}
+
+    def _count_on(self, counted: dict[str, Tensor]) -> None:
+        self.histograms = found = ChannelHistograms()
+        found.counts, found.exponents = counted["counts"], counted["exponents"]
+        found.low, found.high = counted["low"], counted["high"]
+        found.values = int(counted["values"])
 
     def observe(self, x: Tensor) -> None:
         values = self._screened(x).values.float()

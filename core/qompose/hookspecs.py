@@ -26,6 +26,7 @@ API_VERSION = 1
 
 hookspec = pluggy.HookspecMarker(GROUP)
 hookimpl = pluggy.HookimplMarker(GROUP)
+"""Marks a package's function `qompose_backend`, which takes nothing and returns its `Backend`."""
 
 
 @hookspec(firstresult=True)

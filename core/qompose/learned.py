@@ -67,9 +67,10 @@ class LearnableFakeQuantize(FakeQuantize):
             self.scale.data, self.zero_point.data = torch.ones(channels), torch.zeros(channels)
 
     def observe(self, x: Tensor) -> None:
-        """Take the first values from the first tensor; watch for masks from then on."""
+        """Take the first values from the first tensor, of any shape; watch for masks from then on."""
         if self._started:
-            self.activation_post_process.screen.clean(x, self.subject)
+            if not self.constant:
+                self.activation_post_process.screen.clean(x, self.subject)
             return
         super().observe(x)
         self.start()
@@ -87,14 +88,13 @@ class LearnableFakeQuantize(FakeQuantize):
     def _rounded(self, x: Tensor) -> Tensor:
         assert self.quant_min is not None and self.quant_max is not None
         factor = (x.numel() * self.quant_max) ** -0.5 if self.use_grad_scaling else 1.0
-        scale = _scaled_gradient(self.scale.abs().clamp(min=self.eps), factor)
-        zero_point = _scaled_gradient(self._middle(), factor)
+        scale, zero_point = self.scale.abs().clamp(min=self.eps), self._middle()
         if self.per_channel:
             axis = self.activation_post_process.ch_axis
             scale, zero_point = (along(v, axis, x.dim()) for v in (scale, zero_point))
-        steps = _rounded(x.float() * (1.0 / scale)) + _rounded(zero_point)
-        levels = steps.clamp(self.quant_min, self.quant_max)
-        return ((levels - _rounded(zero_point)) * scale).to(x.dtype)
+        bounds = self.quant_min, self.quant_max
+        rounded: Tensor = _LearnedSteps.apply(x.float(), scale, zero_point, *bounds, factor)
+        return rounded.to(x.dtype)
 
     def _middle(self) -> Tensor:
         """Return the zero point within the integers, passing gradients on where it is beyond them too."""
@@ -103,7 +103,7 @@ class LearnableFakeQuantize(FakeQuantize):
         return self.zero_point + (inside - self.zero_point).detach()
 
     def calculate_qparams(self) -> tuple[Tensor, Tensor]:
-        """Return the learned scale and the integer next to the learned zero point."""
+        """Return the learned scale and the integer next to the learned zero point, `()` or `(C,)`."""
         if not self._started:
             return super().calculate_qparams()
         scale = self.scale.detach().abs().clamp(min=self.eps)
@@ -126,11 +126,29 @@ class LearnableFakeQuantize(FakeQuantize):
         self._started = bool(self.started)
 
 
-def _rounded(x: Tensor) -> Tensor:
-    """Round, with the gradient of a straight line."""
-    return x + (x.round() - x).detach()
+class _LearnedSteps(torch.autograd.Function):
+    """Values of integers, with the gradients of `LearnableFakeQuantize`, in few passes over a tensor."""
 
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, scale: Tensor, zero_point: Tensor, low: int, high: int, factor: float
+    ) -> Tensor:
+        middle = zero_point.round()
+        steps = x * (1.0 / scale)
+        levels = (steps.round() + middle).clamp(low, high) - middle
+        ctx.save_for_backward(steps, levels, middle, scale)
+        ctx.bounds, ctx.factor = (low, high), factor
+        return levels * scale
 
-def _scaled_gradient(x: Tensor, factor: float) -> Tensor:
-    """Return `x`, whose gradient is going to be `factor` times what it is."""
-    return x * factor + (x - x * factor).detach()
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        steps, levels, middle, scale = ctx.saved_tensors
+        low, high = ctx.bounds
+        wanted = steps.round() + middle
+        inside = (wanted >= low) & (wanted <= high)
+        passed = torch.where(inside, gradient, 0.0)
+        of_scale = (gradient * levels - passed * steps).sum_to_size(scale.shape) * ctx.factor
+        of_zero_point = None
+        if ctx.needs_input_grad[2]:
+            of_zero_point = ((passed - gradient) * scale).sum_to_size(scale.shape) * ctx.factor
+        return passed, of_scale, of_zero_point, None, None, None

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from rich.console import Console, ConsoleOptions, RenderResult
 
 from qompose.counting import Counts
+from qompose.diagnosis.belonging import check_comparison
 from qompose.diagnosis.colours import DASHED, DOTTED, FULL
 from qompose.diagnosis.comparison import Comparison
 from qompose.diagnosis.page import page
@@ -86,6 +87,7 @@ class Report:
         requantizations: tensors on which two specifications meet.
         conflicts, rewrites, notes: who lost what to whom; what was rewritten; what else there is to say.
         bytes_before, bytes_after: of all parameters and buffers; of the program file for other runtimes.
+        fingerprint: of the exported program's parameters, by which a comparison is known to be of this model.
     """
 
     stage: str
@@ -98,6 +100,7 @@ class Report:
     notes: tuple[str, ...]
     bytes_before: int
     bytes_after: int
+    fingerprint: str = ""
 
     def count(self, state: str, owner: str | None = None) -> int:
         """Return how many operators ended in a state, of one owner or of all.
@@ -250,11 +253,15 @@ class Report:
             comparison: what `qompose.compare` found, for the error of each operator.
 
         Raises:
-            UserError: the suffix is none of these, or `.json` with a comparison, which is data of its own.
+            UserError: the suffix is none of these, or `.json` with a comparison, which is data of its own;
+                `comparison` is none, or of another model.
             OSError: the file cannot be written.
         """
         if not isinstance(path, (str, PathLike)):
             raise UserError(f"save takes the path of a file, and got {path!r}")
+        if comparison is not None:
+            operators = {row.name: row.operator for row in self.rows}
+            check_comparison(comparison, self.fingerprint, operators, self.stage)
         kind = Path(path).suffix.lower()
         if kind == ".html":
             text = self._page(comparison)

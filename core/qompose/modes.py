@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from qompose.numerics import along
+from qompose.processes import batch_norm_together, several_processes
 
 _VANISHING = 2.0**-12
 """A factor below it leaves nothing of a channel, neither here nor in integers: it is taken for 1 instead."""
@@ -58,15 +59,16 @@ class BatchNorm(nn.Module):
     Args:
         momentum: of the running statistics.
         eps: is added to the variance.
+        synchronized: whether statistics are those of the batches of all processes that train together.
     """
 
     frozen = False
     name: str | None = "aten.batch_norm.default"
     """Of the operator that it stands for; None where that is folded."""
 
-    def __init__(self, momentum: float, eps: float) -> None:
+    def __init__(self, momentum: float, eps: float, synchronized: bool = False) -> None:
         super().__init__()
-        self.momentum, self.eps = momentum, eps
+        self.momentum, self.eps, self.synchronized = momentum, eps, synchronized
 
     def forward(
         self,
@@ -82,13 +84,17 @@ class BatchNorm(nn.Module):
         if learning and tracked is not None:
             tracked.add_(1)
         batch = learning or mean is None
+        if batch and self.synchronized and several_processes():
+            return batch_norm_together(x, mean, variance, scale, shift, self.momentum, self.eps)
         return functional.batch_norm(
             x, mean, variance, scale, shift, batch, self.momentum, self.eps
         )
 
     def extra_repr(self) -> str:
         """Return what torch prints between the parentheses."""
-        return f"momentum={self.momentum}, eps={self.eps}, frozen={self.frozen}"
+        named = {"momentum": self.momentum, "eps": self.eps, "frozen": self.frozen}
+        named |= {"synchronized": True} if self.synchronized else {}
+        return ", ".join(f"{name}={value}" for name, value in named.items())
 
 
 class ChannelFactor(nn.Module):

@@ -7,6 +7,7 @@ given minimum and maximum is the scale that torch computes from them, bit for bi
 
 from __future__ import annotations
 
+import math
 from numbers import Integral
 
 import torch
@@ -200,3 +201,14 @@ def along(vector: Tensor, dim: int, rank: int) -> Tensor:
     shape = [1] * rank
     shape[dim] = -1
     return vector.reshape(shape)
+
+
+def decibels(signal: float, noise: float) -> float:
+    """Return a signal to noise ratio in dB, of powers.
+
+    Infinite where there is no noise. Minus infinity where there is noise and no signal, and where the noise
+    has no bound or is no number: nothing is left of the signal then, and no bound on the ratio is met.
+    """
+    if noise == 0:
+        return math.inf
+    return 10 * math.log10(signal / noise) if signal > 0 and math.isfinite(noise) else -math.inf

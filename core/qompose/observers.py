@@ -100,7 +100,7 @@ class Observer(nn.Module):
         return x
 
     def observe(self, x: Tensor) -> None:
-        """Update the statistics with a tensor of at least one element."""
+        """Update the statistics with a tensor of any shape that has at least one element."""
         raise NotImplementedError
 
     def facts(self) -> Facts:
@@ -352,13 +352,18 @@ class PlaceholderObserver(Observer):
         return None if self.block_size is None else _blocks(self.block_size)
 
     def observe(self, x: Tensor) -> None:
-        """Look at nothing."""
+        """Look at nothing, whatever the shape."""
 
     @property
     def calibrated(self) -> bool:
         return True
 
     def calculate_qparams(self) -> tuple[Tensor, Tensor]:
+        """Refuse: scale and zero point, of shape `()`, come from each tensor when the model runs.
+
+        Raises:
+            ConfigError: always.
+        """
         raise ConfigError("a PlaceholderObserver has no parameters: they are computed at run time")
 
 
@@ -377,7 +382,7 @@ class FixedQParamsObserver(Observer):
         self.register_buffer("zero_point", torch.tensor(int(zero_point)))
 
     def observe(self, x: Tensor) -> None:
-        """Look at nothing."""
+        """Look at nothing, whatever the shape."""
 
     @property
     def calibrated(self) -> bool:

@@ -24,8 +24,9 @@ from qompose.graph import (
     set_attribute,
     value_of,
 )
+from qompose.quantized_tensors import QuantizedTensor
 from qompose.reference import Grid, Integers, Real, Sum
-from qompose.region import QuantizedTensor, dequantized
+from qompose.region import dequantized
 from qompose.rules import NotLowerable
 
 aten = torch.ops.aten

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from qompose.claims import Claim, Point, PointSpec, reasons_of_dependents
-from qompose.specs import integers_asked
+from qompose.likeness import integers_asked
 
 
 def orphaned(chosen: Sequence[Claim], lost: Sequence[Claim]) -> dict[Point, str]:

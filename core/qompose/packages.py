@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from qompose.aliases import written_buffers
 from qompose.backend import CallSignature
+from qompose.batches import binder
 from qompose.counting import KERNELS_TAG
 from qompose.decomposed import IN_ATEN
 from qompose.drafts import draft_of
@@ -33,6 +34,9 @@ TORCH_NAMESPACES: Final = frozenset(
     {"aten", "prims", "inductor_prims", "quantized", "mkl", "mkldnn", "onednn"}
 )
 """Operators of these are there as soon as torch is imported."""
+
+# Where a process asks for checks (AOTI_RUNTIME_CHECK_INPUTS=1), a batch of one row is none too small.
+_CHECKING: Final = {"aot_inductor.check_lowerbound": False}
 
 
 def write_package(
@@ -67,14 +71,21 @@ def write_package(
     _check_operators(program, record, late)
     with draft_of(file) as draft, torch.no_grad(), _refusing():
         torch._inductor.aoti_compile_and_package(
-            program, package_path=str(draft), inductor_configs=dict(settings)
+            program, package_path=str(draft), inductor_configs={**_CHECKING, **settings}
         )
         run: Callable[..., Any] = torch._inductor.aoti_load_package(str(draft))
-    return partial(_call, run, signature)
+    return partial(_call, run, binder(graph), signature)
 
 
-def _call(run: Callable[..., Any], signature: CallSignature, *args: Any, **kwargs: Any) -> Any:
+def _call(
+    run: Callable[..., Any],
+    check: Callable[..., Any],
+    signature: CallSignature,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     """Run a package, which reads the memory of its inputs as if it were that of the examples."""
+    check(*args, **kwargs)
     if len(args) == len(signature.args):
         args = tuple(map(_as_exported, args, signature.args))
     known = signature.kwargs

@@ -17,6 +17,7 @@ from qompose.annotations import clear_annotations, write_annotations
 from qompose.announcing import (
     log_stage,
     say_if_all_was_dropped,
+    say_if_modes_were_lost,
     say_if_nothing_was_quantized,
     say_what_fell_back,
 )
@@ -102,6 +103,9 @@ def prepare_pt2e(
         NotExportedError: `model` was not exported.
         SelectorError, SharingError, AnnotationConflictError: the annotations cannot be followed.
         NothingQuantizedError: `strict`, and no operator was claimed.
+        UserError: `strict`, and a selector matches nothing; `inplace` with an ExportedProgram; or
+            `quantizer` is none.
+        MemberError: a hook of the quantizer raised an error of its own.
     """
     return _prepared(model, quantizer, inplace, strict, trains=False)
 
@@ -129,8 +133,8 @@ def prepare_qat_pt2e(
         a GraphModule with the signature of `model`, in the mode in which that was exported, to be trained.
 
     Raises:
-        NotExportedError, SelectorError, SharingError, AnnotationConflictError, NothingQuantizedError: as for
-            `prepare_pt2e`.
+        NotExportedError, SelectorError, SharingError, AnnotationConflictError: as for `prepare_pt2e`.
+        NothingQuantizedError, UserError, MemberError: so too.
     """
     return _prepared(model, quantizer, inplace, strict, trains=True)
 
@@ -268,6 +272,7 @@ def convert_pt2e(
         function="convert_pt2e",
         remedy="Call prepare_pt2e and calibrate first.",
     )
+    say_if_modes_were_lost(prepared)
     with _without_collection():
         # One that was trained is folded first, which must not be left behind if anything fails.
         model = prepared if inplace and not is_trained(prepared) else copy_graph_module(prepared)

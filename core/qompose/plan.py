@@ -19,6 +19,7 @@ from qompose.balancing import Balance
 from qompose.claims import Claim, Conflict, Point
 from qompose.errors import StageError
 from qompose.graph import STAGE_KEY
+from qompose.observers import Observer
 from qompose.specs import QuantizationSpecBase, describe_spec, observer_name, spec_to_dict
 
 META_KEY = STAGE_KEY
@@ -275,10 +276,27 @@ def record_of(module: object, *, stages: tuple[str, ...], function: str, remedy:
         found = (
             f"a {record.stage} model" if isinstance(record, Record) else repr(type(module).__name__)
         )
+        if record is None and _was_quantized(module):
+            remedy = f"{remedy} {_NO_PICKLES}"
         raise StageError(
             f"{function} takes a {' or '.join(stages)} model, and got {found}. {remedy}"
         )
     return record
+
+
+_NO_PICKLES = (
+    "A model that went through torch.save or pickle as a whole has lost its record: save the state_dict() "
+    "and load it into a model that is prepared in the same way, or a converted model by qompose.save"
+)
+
+
+def _was_quantized(module: object) -> bool:
+    """Tell whether a graph holds observers, or quantizes."""
+    if not isinstance(module, GraphModule):
+        return False
+    if any(isinstance(part, Observer) for part in module.modules()):
+        return True
+    return any("quantize_per" in str(node.target) for node in module.graph.nodes)
 
 
 def attach(module: Model, record: Record) -> Model:

@@ -21,11 +21,12 @@ from qompose.balancing import INPUT, OUTPUT, Balance
 from qompose.claims import Claim, Point, PointSpec
 from qompose.errors import ConfigError, SharingError
 from qompose.graph import address_of, constant_of, layout_of, value_of
+from qompose.likeness import integers_asked, likeness
 from qompose.nested import count_readers, nodes_in, same_tensors
 from qompose.numerics import PER_CHANNEL, full_blocks
 from qompose.operators import VALUE_PRESERVING
 from qompose.plan import Group
-from qompose.specs import describe_spec, integers_asked, likeness, observer_name
+from qompose.specs import describe_spec, observer_name
 
 
 def plan_groups(model: GraphModule, claims: Sequence[Claim]) -> tuple[Group, ...]:

@@ -13,7 +13,8 @@ import keyword
 import math
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,10 +22,12 @@ import torch._higher_order_ops  # registers the operators that take graphs
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
-from torch.fx.graph import CodeGen, _PyTreeCodeGen, _PyTreeInfo
+from torch.fx.graph import CodeGen, _PyTreeInfo
 
 from qompose import decomposed as _registers  # noqa: F401
+from qompose.calls import CheckedCalls
 from qompose.graph import CUSTOM_KEY, get_attribute
+from qompose.input_checks import input_checks, read_tree
 from qompose.symbols import Symbolic, SymbolReader, SymbolWriter
 from qompose.trees import decode_tree, encode_tree
 from qompose.values import NotStorable, decode, encode
@@ -225,17 +228,18 @@ def _encode_call(graph: Graph) -> dict[str, Any] | None:
     codegen = graph._codegen
     if type(codegen) is CodeGen:
         return None
-    if type(codegen) is not _PyTreeCodeGen:
+    if not isinstance(codegen, CheckedCalls):
         raise NotStorable(f"a graph that is called by a {type(codegen).__name__}")
     names, in_spec, out_spec = codegen.pytree_info
     return {
         "names": list(names),
         "inputs": encode_tree(in_spec),
         "outputs": None if out_spec is None else encode_tree(out_spec),
+        "conditions": list(codegen.checks.conditions),
     }
 
 
-def _decode_call(data: Mapping[str, Any] | None) -> CodeGen:
+def _decode_call(data: Mapping[str, Any] | None, placeholders: Sequence[Node]) -> CodeGen:
     """Return what generates the signature. Names become Python source, so they must be names."""
     if data is None:
         return CodeGen()
@@ -248,7 +252,10 @@ def _decode_call(data: Mapping[str, Any] | None) -> CodeGen:
         _identifier(name)
     for name in keywords:
         _quotable(name)
-    return _PyTreeCodeGen(_PyTreeInfo(list(data["names"]), inputs, outputs))
+    # Not what export assumed of these examples: reading them may have added to that.
+    conditions = tuple(read_tree(tree, len(placeholders)) for tree in data["conditions"])
+    checks = replace(input_checks(placeholders), conditions=conditions)
+    return CheckedCalls(_PyTreeInfo(list(data["names"]), inputs, outputs), checks)
 
 
 def _identifier(name: object) -> str:
@@ -286,13 +293,13 @@ class ProgramReader:
     def _graph(self, data: Mapping[str, Any], prefix: str) -> GraphModule:
         root, graph = nn.Module(), Graph()
         nodes: dict[str, Node] = {}
-        graph._codegen = _decode_call(data["call"])
         for facts in data["nodes"]:
             if facts["op"] == "get_attr":
                 self._place(root, str(facts["target"]), prefix, data["inner"])
             node = self._node(graph, facts, nodes)
             nodes[node.name] = node
         graph.lint()
+        graph.set_codegen(_decode_call(data["call"], graph.find_nodes(op="placeholder")))
         _check_arguments(graph)
         module = GraphModule(root, graph)
         return module.train(bool(data["training"]))

@@ -6,6 +6,7 @@ Nothing is cut off: what does not fit into a column goes on in the next line.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from io import StringIO
@@ -36,6 +37,14 @@ class Table:
 
 
 Block: TypeAlias = str | Table
+"""A piece of what is printed: a line of text, or a table."""
+
+
+def as_decibels(ratio: float | None) -> str:
+    """Return a signal to noise ratio in dB as text: of equal values it is infinite; nothing for None."""
+    if ratio is None:
+        return ""
+    return "equal" if ratio == math.inf else f"{ratio:.1f} dB"
 
 
 class Printable:

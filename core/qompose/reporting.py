@@ -49,6 +49,7 @@ def report(model: Any) -> Report:
         notes=(*plan.notes, *record.findings, *notes_on(record)),
         bytes_before=plan.float_bytes,
         bytes_after=record.bytes,
+        fingerprint=record.fingerprint,
     )
 
 
@@ -118,6 +119,8 @@ def assert_quantized(model: Any, min_fraction: float = 1.0) -> None:
 
     Raises:
         NothingQuantizedError: they did not; the message names the operators that stay in float.
+        StageError: the model was not even prepared.
+        UserError: `min_fraction` is no part from 0 to 1.
     """
     _check_fraction(min_fraction)
     found = report(model)
@@ -141,6 +144,8 @@ def assert_lowered(model: Any, min_fraction: float = 1.0) -> None:
 
     Raises:
         NotLoweredError: it does not; the message names the operators that stay behind.
+        StageError: the model was not lowered.
+        UserError: `min_fraction` is no part from 0 to 1.
     """
     _check_fraction(min_fraction)
     found = report(model)

@@ -20,6 +20,7 @@ from qompose.specs import (
 )
 
 RoleSpec: TypeAlias = "QuantizationSpec | FixedQParamsQuantizationSpec | None"
+"""What a configuration gives to a role; None leaves it in float."""
 
 OperatorPatternType: TypeAlias = list[Callable[..., Any]]
 """Module types and functions that are quantized together, such as `[nn.Conv2d, nn.ReLU]`."""

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -21,6 +21,7 @@ from qompose.matching import propose_rules
 from qompose.quantizer import Quantizer, labelled
 from qompose.repairs.words import BIAS_CORRECTION
 from qompose.rewrites import ADD_BIAS
+from qompose.rules import Rule
 from qompose.selection import Assignment
 from qompose.selectors import (
     ObjectType,
@@ -180,9 +181,9 @@ class RuleQuantizer(Quantizer):
                 f"{config!r} is no QuantizationConfig (None leaves operators in float)"
             )
         weighted = [rule for rule in self.backend.rules if rule.weight and config.weight]
-        objections = [rule.objection(config) for rule in weighted or self.backend.rules]
-        if all(objections):
-            reasons = "\n".join(f"  - {reason}" for reason in dict.fromkeys(map(str, objections)))
+        rules = weighted or self.backend.rules
+        if all(rule.objection(config) for rule in rules):
+            reasons = "\n".join(f"  - {reason}" for reason in _objections(rules, config))
             raise ConfigError(f"Backend {self.name!r} cannot follow {config}:\n{reasons}")
         return config
 
@@ -268,3 +269,12 @@ class RuleQuantizer(Quantizer):
 
     def quantization_capabilities(self) -> Capabilities:
         return capability_rows(self.backend, self._selectors.configs())
+
+
+def _objections(rules: Sequence[Rule], config: QuantizationConfig) -> Iterator[str]:
+    """Yield what the rules object to; those of another mode are counted where there are some of this one."""
+    fitting = [rule for rule in rules if rule.mode_for(config) in rule.modes]
+    yield from dict.fromkeys(str(rule.objection(config)) for rule in fitting or rules)
+    others = len(rules) - len(fitting)
+    if fitting and others:
+        yield f"{others} other rules have no {config.mode} form"

@@ -97,6 +97,9 @@ class Rule:
         guard: returns the reason why a match cannot be taken, or None; or several of that kind, of whose
             reasons the first counts.
         kernels: by target name.
+
+    Raises:
+        ConfigError: a field has a value of another kind, or speaks of names that the patterns have not.
     """
 
     name: str
@@ -119,11 +122,7 @@ class Rule:
     kernels: Mapping[str, Kernel] = field(default_factory=lambda: MappingProxyType({}))
 
     def __post_init__(self) -> None:
-        """Refuse what would never apply, or never be looked at.
-
-        Raises:
-            ConfigError: a field has a value of another kind, or speaks of names that the patterns have not.
-        """
+        """Refuse what would never apply, or never be looked at."""
         faults = [*_kind_faults(self)] or [*_word_faults(self), *_name_faults(self)]
         if faults:
             raise ConfigError(f"rule {self.name}: {'; '.join(faults)}")

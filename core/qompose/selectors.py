@@ -43,6 +43,7 @@ LEVELS = (GLOBAL, TYPE, REGEX, FILTER, NAME, SUBGRAPH, CALL)
 ObjectType: TypeAlias = (
     "type[nn.Module] | torch._ops.OpOverload | torch._ops.OpOverloadPacket | Callable[..., Any]"
 )
+"""What a selector by type takes: a module type, an aten operator, or a function of torch."""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from qompose.backend import CallSignature
 from qompose.graph import value_of
+from qompose.input_checks import as_linear
 
 
 def call_signature(module: GraphModule) -> CallSignature:
@@ -61,30 +62,13 @@ def _dynamic_dims(node: Node, dims: dict[str, Any]) -> Any:
 
 def _dim(size: torch.SymInt, dims: dict[str, Any]) -> Any:
     """Return one Dim per symbol, with its range, and a derived one for a linear function of a symbol."""
-    linear = _linear(size.node.expr)
+    linear = as_linear(size.node.expr)
     if linear is None:
         return Dim.AUTO
     symbol, factor, offset = linear
     root = _root(symbol, size.node.shape_env, dims)
     scaled = root if factor == 1 else factor * root
     return scaled if offset == 0 else scaled + offset
-
-
-def _linear(expression: Any) -> tuple[Any, int, int] | None:
-    """Return (symbol, factor, offset) of `factor * symbol + offset`, None for anything else.
-
-    torch derives dimensions by whole numbers, and only growing ones.
-    """
-    if len(expression.free_symbols) != 1:
-        return None
-    (symbol,) = expression.free_symbols
-    polynomial = expression.as_poly(symbol)
-    if polynomial is None or polynomial.degree() != 1:
-        return None
-    factor, offset = polynomial.all_coeffs()
-    if not (factor.is_Integer and offset.is_Integer and factor > 0):
-        return None
-    return symbol, int(factor), int(offset)
 
 
 def _root(symbol: Any, env: Any, dims: dict[str, Any]) -> Any:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -14,10 +13,10 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from qompose.errors import ConfigError
-from qompose.factories import class_of, converts_itself
+from qompose.factories import converts_itself
 from qompose.kinship import QUANTIZERS, acquaint, kin_of
 from qompose.numerics import FLOAT_ZERO_POINT, PER_CHANNEL, SYMMETRIC, quantized_range
-from qompose.repairs.words import checked_repairs
+from qompose.repairs.words import Repair, checked_repairs
 
 if TYPE_CHECKING:
     from dataclasses import Field
@@ -107,7 +106,14 @@ QuantizationSpec.__dataclass_fields__ = _FieldsInUse(QuantizationSpec.__dataclas
 @kin_of(QUANTIZERS, "FixedQParamsQuantizationSpec")
 @dataclass(frozen=True)
 class FixedQParamsQuantizationSpec(QuantizationSpecBase):
-    """A tensor whose scale and zero point are known beforehand, as for the output of a sigmoid."""
+    """A tensor whose scale and zero point are known beforehand, as for the output of a sigmoid.
+
+    `scale` is in units of the tensor for each step, `zero_point` one of the integers; both are per tensor.
+
+    Raises:
+        ConfigError: bounds outside `dtype`, a `zero_point` outside the bounds or no integer, a `scale` that
+            is not positive, a per-channel `qscheme`, or `is_dynamic`.
+    """
 
     dtype: torch.dtype
     scale: float
@@ -136,7 +142,11 @@ class FixedQParamsQuantizationSpec(QuantizationSpecBase):
 @kin_of(QUANTIZERS, "SharedQuantizationSpec")
 @dataclass(frozen=True)
 class SharedQuantizationSpec(QuantizationSpecBase):
-    """A tensor that has the quantization parameters of another edge or output."""
+    """A tensor that has the quantization parameters of another edge or output.
+
+    `edge_or_node` is quantized itself, or shares with something that is; `prepare_pt2e` raises SharingError
+    where it is not.
+    """
 
     edge_or_node: EdgeOrNode
 
@@ -146,7 +156,11 @@ class SharedQuantizationSpec(QuantizationSpecBase):
 class DerivedQuantizationSpec(QuantizationSpecBase):
     """A tensor whose parameters are computed from those of others, as a bias from activation and weight.
 
-    `derive_qparams_fn` takes the observers of `derived_from`, in order, and returns (scale, zero point).
+    `derive_qparams_fn` takes the observers of `derived_from`, in order, and returns (scale, zero point), of
+    shape `()` or `(1,)` per tensor and `(C,)` per channel.
+
+    Raises:
+        ConfigError: bounds outside `dtype`, a per-channel `qscheme` without `ch_axis`, or `is_dynamic`.
     """
 
     derived_from: list[EdgeOrNode]
@@ -263,7 +277,7 @@ class QuantizationConfig:
     is_qat: bool = False
     balance: bool = False
     name: str = field(default="", compare=False)
-    repairs: tuple[str, ...] = ()
+    repairs: tuple[Repair, ...] = ()
 
     def __post_init__(self) -> None:
         asked = checked_repairs(self.repairs, self.mode, self.weight) if self.repairs else ()
@@ -357,37 +371,9 @@ def _short(value: object) -> str | None:
     return None if value is None else str(value).removeprefix("torch.")
 
 
-def integers_asked(spec: QuantizationSpecBase) -> object:
-    """Return what must agree for two points to share: all but how the range is estimated."""
-    facts = {k: v for k, v in vars(spec).items() if k != "observer_or_fake_quant_ctr"}
-    factory = getattr(spec, "observer_or_fake_quant_ctr", None)
-    # What an observer makes that converts itself is read by those alone who asked for it.
-    own = class_of(factory) if converts_itself(factory) else None
-    return type(spec).__name__, tuple((key, str(value)) for key, value in facts.items()), own
-
-
-def likeness(spec: QuantizationSpecBase) -> object:
-    """Return what two specifications agree in that ask for the same, estimated in the same way."""
-    return integers_asked(spec), _factory_key(getattr(spec, "observer_or_fake_quant_ctr", None))
-
-
 def observer_name(spec: QuantizationSpecBase) -> str | None:
     """Return the name of the observer or fake-quantizer that a specification asks for."""
     return _observer_name(getattr(spec, "observer_or_fake_quant_ctr", None))
-
-
-def _factory_key(factory: object) -> object:
-    """Return what makes two observer factories the same; partial functions compare by identity only."""
-    partial = getattr(factory, "p", factory)  # torch.ao's PartialWrapper holds a functools.partial
-    if not isinstance(partial, functools.partial):
-        return factory
-    arguments = tuple((k, _factory_key(v)) for k, v in sorted(partial.keywords.items()))
-    key = partial.func, partial.args, arguments
-    try:
-        hash(key)
-    except TypeError:  # arguments of other packages need not be hashable
-        return partial.func, repr(partial.args), repr(arguments)
-    return key
 
 
 def _observer_name(factory: object) -> str | None:

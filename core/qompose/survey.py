@@ -56,7 +56,8 @@ def survey(
         else:
             pieces = [produced[name] for name in rewrite.pieces if name in produced]
             split[rewrite.nodes[0]] = pieces
-    reasons, own = _reasons(composition), [rewrite for rewrite in rewrites if rewrite.member]
+    reasons = {**reasons_of(composition), **composition.hindered}
+    own = [rewrite for rewrite in rewrites if rewrite.member]
     made = {name for rewrite in own for name in rewrite.pieces}
     passes = {**_passes(exported), **_passes(working)}
     listed = [
@@ -183,7 +184,7 @@ def _computes_floats(node: Node, made: Container[str]) -> bool:
     return any(isinstance(v, Tensor) and v.dtype.is_floating_point for v in values)
 
 
-def _reasons(composition: Composition) -> dict[str, str]:
+def reasons_of(composition: Composition) -> dict[str, str]:
     """Return the first telling reason that was given for each operator, in order of priority."""
     reasons: dict[str, str] = {}
     for rejection in most_telling(composition.rejections):

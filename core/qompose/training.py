@@ -136,7 +136,8 @@ def _without(node: Node, position: int) -> tuple[Any, ...]:
 def _norm(kind: type[Kind], norm: Node) -> Kind:
     """Return the module of a batch norm."""
     mode: Any = mode_of(norm)
-    made = kind(mode.momentum, norm.args[7])  # type: ignore[arg-type]
+    eps: Any = norm.args[7]
+    made = kind(mode.momentum, eps, mode.synchronized)
     made.frozen = mode.frozen
     return made
 

@@ -18,12 +18,12 @@ from torch.fx import GraphModule
 from qompose.claims import Claim, Point, PointSpec
 from qompose.factories import converts_itself
 from qompose.graph import constant_of, layout_of
+from qompose.likeness import likeness
 from qompose.nested import nodes_in
 from qompose.specs import (
     FixedQParamsQuantizationSpec,
     QuantizationSpec,
     describe_spec,
-    likeness,
     observer_name,
 )
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import qompose
@@ -97,6 +98,42 @@ def test_from_an_exported_program_to_int8_kernels_and_back(folder: Path) -> None
     with torch.no_grad():
         error = model(ids, weight=weight) - program(ids, weight=weight)
     assert error.abs().max() < 0.05
+
+
+def test_pages(folder: Path) -> None:
+    """Of what runs, beside what is saved, and of a saved model."""
+    done = run(
+        folder, "quantize", "mlp.pt2", "--backend", "xnnpack", "--calibration", "mlp.pt",
+        "--output", "paged.qompose", "--html", "lowered.html", "--json",
+    )  # fmt: skip
+    assert "qompose: wrote lowered.html (" in done.stderr
+    lowered = (folder / "lowered.html").read_text("utf-8")
+    assert lowered == as_page(json.loads(done.stdout), folder / "expected.html")
+    done = run(folder, "report", "paged.qompose", "--html", "saved.html", "--json")
+    assert "qompose: wrote saved.html (" in done.stderr
+    saved = (folder / "saved.html").read_text("utf-8")
+    assert saved == as_page(json.loads(done.stdout), folder / "expected.html") != lowered
+
+
+def as_page(data: Any, file: Path) -> str:
+    qompose.Report.from_dict(data).save(file)
+    return file.read_text("utf-8")
+
+
+def test_pages_that_cannot_be(folder: Path) -> None:
+    """Said before anything is written."""
+    arguments = ("quantize", "mlp.pt2", "--backend", "xnnpack", "--calibration", "mlp.pt")
+    saved = ("--output", "never.qompose")
+    for page, message in {
+        "never.json": "is no name of a page, which ends in .html",
+        "nowhere/never.html": "nowhere is no directory",
+    }.items():
+        done = run(folder, *arguments, *saved, "--html", page, code=1)
+        assert message in done.stderr
+        assert len(done.stderr.splitlines()) == 1
+    done = run(folder, *arguments, "--output", "a.html", "--html", "a.html", code=1)
+    assert "a.html is given for two files" in done.stderr
+    assert not [*folder.glob("never*"), *folder.glob("a.html")]
 
 
 def test_to_a_program_file_of_another_runtime(folder: Path) -> None:

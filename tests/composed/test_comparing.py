@@ -111,3 +111,31 @@ def test_a_program_of_another_runtime_is_compared_by_its_outputs() -> None:
     assert row.sqnr > 45
     (row,) = qompose.compare(net, program, batches)
     assert 25 < row.sqnr < 60
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-5, 3e-6, 1e-6, 1e-9])
+@pytest.mark.parametrize("per_token", [True, False])
+def test_inputs_below_the_least_scale_of_torch(size: float, per_token: bool) -> None:
+    """torch rounds them away, XNNPACK does not: its kernel is nearer to the float model, and not wrong."""
+    from qompose_xnnpack import XNNPACKQuantizer, get_symmetric_quantization_config
+
+    config = get_symmetric_quantization_config(
+        is_dynamic=True, is_per_channel=True, per_token=per_token
+    )
+    torch.manual_seed(0)
+    x, model = torch.randn(8, 16), torch.nn.Linear(16, 16, bias=False).eval()
+    program = torch.export.export(model, (x,))
+    converted = qompose.convert_pt2e(
+        qompose.prepare_pt2e(program, XNNPACKQuantizer().set_global(config))
+    )
+    lowered = qompose.lower(converted)
+    found = qompose.compare(program, lowered, [x * size], converted=converted)["linear"]
+    assert found.cause == "rounding"
+    assert found.own_sqnr > 35
+    kernel = next(node for node in lowered.graph.nodes if "qompose_xnnpack" in str(node.target))
+    right = kernel.target
+    kernel.target = lambda *args: right(*args) * 1.5
+    found = qompose.compare(program, lowered, [x * size], converted=converted)["linear"]
+    assert found.cause == (
+        "rounding" if size == 1e-9 else "kernel error"
+    )  # of 1e-9 Q/DQ keeps nothing

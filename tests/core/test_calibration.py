@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import qompose
 import torch
-from qompose import CalibrationError, checkpoints
+from qompose import CalibrationError, UserError, checkpoints
 from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.utils.data import DataLoader, TensorDataset
@@ -100,6 +100,21 @@ def test_no_batch_is_an_error(batches: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    ("single", "message"),
+    [
+        (X, r"a single one, float32\[4, 3\]: pass \[batch\]; where its slices .* list\(tensor\)"),
+        (X[0], r"a single one, float32\[3\]: pass \[batch\]$"),
+        ({"x": X, "y": Y}, r"a single one, \{x: float32.*pass \[batch\]$"),
+        (3, r"got int; for one batch pass \[batch\]"),
+    ],
+    ids=["tensor", "row", "dict", "number"],
+)
+def test_a_single_batch_is_not_gone_through(single: Any, message: str) -> None:
+    with pytest.raises(UserError, match=f"calibrate takes .*{message}"):
+        qompose.calibrate(prepared_pair(), single)
+
+
+@pytest.mark.parametrize(
     ("bad", "message"),
     [
         pytest.param(
@@ -110,6 +125,11 @@ def test_no_batch_is_an_error(batches: Any) -> None:
             id="wrong shape",
         ),
         pytest.param({"x": X, "z": Y}, r"batch 3 does not fit.*\{x: float32", id="wrong name"),
+        pytest.param(
+            (X, Y, torch.arange(4)),
+            r"batch 3 .*The model takes x, y: pass transform= .* batch: batch\[:2\]",
+            id="labels",
+        ),
         pytest.param((X, "y"), r"batch 3 does not fit.*\(float32\[4, 3\], str\)", id="wrong type"),
         pytest.param("xy", "batch 3 cannot be used: it is a str.*transform=", id="no batch at all"),
         pytest.param(3, "batch 3 cannot be used: it is a int", id="a number"),
@@ -175,10 +195,10 @@ class Scaled(nn.Module):
     ("changed", "said"),
     [
         ({}, None),
-        ({"n": 4}, "its n is 4, and the model was exported with the constant 3"),
-        ({"n": torch.tensor(3)}, r"its n is int64\[\], and the model was"),
+        ({"n": 4}, "the input n is 4, and the program was exported for 3"),
+        ({"n": torch.tensor(3)}, r"the input n is a tensor of shape \[\], and the program was"),
         ({"d": {"bias": randn(3)}}, None),
-        ({"n": None}, "its n is None, and the model was"),
+        ({"n": None}, "the input n is None, and the program was"),
     ],
     ids=["same", "number", "tensor for a number", "tensor", "none"],
 )
@@ -193,14 +213,18 @@ def test_a_constant_of_the_export_stays_what_it_was(
     if said is None:
         qompose.calibrate(prepared, [{**batch, **changed}])
         return
-    with pytest.raises(CalibrationError, match=f"calibration batch 2 cannot be used: {said}"):
+    with pytest.raises(
+        CalibrationError, match=f"calibration batch 2 does not fit the model: {said}"
+    ):
         qompose.calibrate(prepared, [batch, {**batch, **changed}])
 
 
 def test_what_was_absent_in_the_export_stays_absent() -> None:
     program = torch.export.export(Scaled(), (randn(2, 3),), {"n": 3, "d": {"bias": None}})
     prepared = prepare(program, toy(LINEAR))
-    with pytest.raises(CalibrationError, match=r"its d_bias is float32\[3\], .* the constant None"):
+    with pytest.raises(
+        CalibrationError, match=r"the input d_bias is a tensor .* exported for None"
+    ):
         qompose.calibrate(prepared, [{"x": randn(2, 3), "n": 3, "d": {"bias": randn(3)}}])
 
 

@@ -21,6 +21,7 @@ from qompose import (
     LearnableFakeQuantize,
     MinMaxObserver,
     PerBlockMinMaxObserver,
+    PerChannelHistogramObserver,
     PerChannelMinMaxObserver,
     PlaceholderObserver,
 )
@@ -402,6 +403,8 @@ class TestLearned:
         FusedMovingAvgObsFakeQuantize(ch_axis=1, **CHANNELS),
         LearnableFakeQuantize(ch_axis=1, **CHANNELS),
         LearnableFakeQuantize(HistogramObserver, **AFFINE),
+        FakeQuantize(HistogramObserver, **AFFINE),
+        FakeQuantize(PerChannelHistogramObserver, ch_axis=1, **CHANNELS),
     ],
     ids=lambda made: type(made).__name__,
 )
@@ -413,6 +416,27 @@ def test_a_state_is_loaded_into_one_that_saw_nothing(made: FakeQuantize) -> None
     for one, other in zip(made.calculate_qparams(), fresh.calculate_qparams(), strict=True):
         assert torch.equal(one, other)
     assert torch.equal(made(x), fresh(x))
+    y = 2 * randn(4, 5, seed=1)
+    assert torch.equal(made(y), fresh(y)), "and goes on as the first would have"
+    assert all(map(torch.equal, made.state_dict().values(), fresh.state_dict().values()))
+
+
+@pytest.mark.parametrize("observer", [HistogramObserver, PerChannelHistogramObserver])
+def test_a_state_without_counts_is_not_complete(observer: Any) -> None:
+    arguments = CHANNELS if observer is PerChannelHistogramObserver else AFFINE
+    made, fresh = (FakeQuantize(observer, **arguments) for _ in range(2))
+    made(randn(4, 5))
+    state = made.state_dict()
+    fresh.load_state_dict(state)
+    counts = "activation_post_process.counts"
+    kept = state[counts].clone()
+    for module in (made, fresh):
+        module(9 * randn(4, 5))
+    assert torch.equal(state[counts], kept), "neither goes on counting in a state"
+    del state[counts]
+    with pytest.raises(RuntimeError, match=r"Missing key.*activation_post_process\.counts"):
+        fresh.load_state_dict(state)
+    fresh.load_state_dict(state, strict=False)
 
 
 def test_statistics_go_from_calibration_to_training() -> None:

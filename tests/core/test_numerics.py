@@ -15,6 +15,7 @@ from qompose.numerics import (
     FLOAT_ZERO_POINT,
     PER_CHANNEL,
     choose_qparams,
+    decibels,
     quantized_range,
     stored_in,
 )
@@ -201,3 +202,18 @@ def test_integer_zero_points_stay_as_they_are() -> None:
     zeros = torch.tensor([3, -7])
     narrow, same = stored_in(torch.float16, torch.tensor([0.1, 0.2]), zeros)
     assert same is zeros and torch.equal(narrow, narrow.half().float())
+
+
+@pytest.mark.parametrize(
+    ("signal", "noise", "found"),
+    [
+        (100.0, 1.0, 20.0),
+        (1.0, 0.0, math.inf),
+        (0.0, 0.0, math.inf),
+        (0.0, 1.0, -math.inf),
+        (1.0, math.inf, -math.inf),
+        (1.0, math.nan, -math.inf),
+    ],
+)
+def test_decibels(signal: float, noise: float, found: float) -> None:
+    assert decibels(signal, noise) == found

@@ -323,8 +323,8 @@ class TestProblems:
         torch.save([{**batch, "times": 2}, {**batch, "times": 3}], "data.pt")
         assert quantize(*ALPHA, *DATA) == 1
         assert (
-            "data.pt, batch 2 cannot be used: its times is 3, and the model was exported with the "
-            "constant 2"
+            "data.pt, batch 2 does not fit the model: the input times is 3, and the program was "
+            "exported for 2"
         ) in capsys.readouterr().err
 
     def test_a_program_without_inputs_needs_no_data(self, capsys: Capture) -> None:

@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.core.toy import (
+    CONV,
     LINEAR,
     NullQuantizer,
     OperatorPattern,
@@ -270,3 +271,54 @@ def test_a_while_loop_counts_as_one_pass_and_a_condition_every_branch() -> None:
         program = export(Repeats(), randn(2, 8))
     plan = plan_of(prepare(program, NullQuantizer()))
     assert [o.macs for o in plan.operators if o.macs] == [2 * 64] * 3
+
+
+class Stem(nn.Module):
+    """A convolution with a batch norm, and a sum with a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.conv(x)).sigmoid()
+
+
+@pytest.mark.parametrize(
+    ("module", "expected"),
+    [
+        ("conv", "toy: left in float by module name conv"),
+        ("norm", "fold_batch_norm was not made: module name norm wants float for a part of it"),
+    ],
+)
+def test_a_batch_norm_that_is_not_folded_has_the_reason(module: str, expected: str) -> None:
+    """No rule takes a batch norm alone, which is not why it is float where a selector lets go of it."""
+    program = export(Stem().eval(), randn(1, 3, 6, 6))
+    plan = plan_of(prepare(program, toy(CONV).set_module_name(module, None)))
+    assert {o.name: o.reason for o in plan.operators if o.claim is None}["batch_norm"] == expected
+
+
+def test_a_batch_norm_behind_nothing_has_no_rule() -> None:
+    program = export(nn.BatchNorm2d(3).eval(), randn(1, 3, 6, 6))
+    plan = plan_of(prepare(program, toy(CONV)))
+    assert [o.reason for o in plan.operators] == ["no rule claims it"]
+
+
+class Numbers(nn.Module):
+    """A product of a float operator's value and a number."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sigmoid() * 2
+
+
+def test_a_number_that_would_be_a_tensor_is_not_the_reason() -> None:
+    """It was made one, and still the rule waited for integers."""
+    mul = rule(
+        "mul", OperatorPattern((aten.mul.Tensor,)), activations=("self", "other"), condition="all"
+    )
+    quantizer = toy(mul, rewrites=("scalar_to_tensor",))
+    plan = plan_of(prepare(export(Numbers(), randn(2, 3)), quantizer))
+    assert [o.reason for o in plan.operators] == [
+        "no rule claims it",
+        "toy: its input is not quantized",
+    ]

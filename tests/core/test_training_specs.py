@@ -22,7 +22,7 @@ from qompose import (
     weight_spec,
 )
 from qompose.factories import class_of
-from qompose.specs import integers_asked
+from qompose.likeness import integers_asked
 from torch import nn
 
 from tests.core.toy import DYNAMIC, LINEAR, STATIC, WEIGHT_ONLY, export, randn, seeded, toy

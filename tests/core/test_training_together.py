@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.core.test_ranks import together
@@ -27,13 +28,18 @@ def train(model, share):
 def made():
     torch.manual_seed(0)
     model = product_model("conv2d", "relu", bias=True)
+    if SYNCHRONIZED:
+        model.insert(len(model), torch.nn.BatchNorm2d(4, momentum=0.2))  # one that cannot be folded
+        model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
     dims = ({0: torch.export.Dim("batch", min=2)},)
-    program = torch.export.export(model.train(), (batch_for("conv2d"),), dynamic_shapes=dims)
-    prepared = qompose.prepare_qat_pt2e(program, product_quantizer())
-    prepared.apply(qompose.freeze_batch_norm)  # batch statistics are each process's own, as torch's are
+    # Among processes torch takes a SyncBatchNorm on a CPU in evaluation alone.
+    program = torch.export.export(model.eval(), (batch_for("conv2d"),), dynamic_shapes=dims)
+    prepared = qompose.prepare_qat_pt2e(program, product_quantizer()).train()
+    if not SYNCHRONIZED:  # batch statistics are each process's own, as torch's are
+        prepared.apply(qompose.freeze_batch_norm)
     return prepared
 
 prepared = made()
@@ -48,8 +54,10 @@ if rank == 0:
 """
 
 
-def test_two_give_what_one_gives(tmp_path: Path) -> None:
-    done = together(tmp_path, BODY, 2)
+@pytest.mark.parametrize("synchronized", [False, True], ids=["frozen", "synchronized"])
+def test_two_give_what_one_gives(tmp_path: Path, synchronized: bool) -> None:
+    """With batch norms that are frozen, or that were `SyncBatchNorm` before they were exported."""
+    done = together(tmp_path, f"SYNCHRONIZED = {synchronized}\n{BODY}", 2)
     assert [d.returncode for d in done] == [0, 0], done[0].stderr + done[1].stderr
     first, second, alone = (torch.load(tmp_path / f"{n}.pt") for n in ("0", "1", "alone"))
     assert first.keys() == alone.keys()

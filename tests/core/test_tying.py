@@ -12,7 +12,8 @@ import torch
 from qompose import QuantizationConfig
 from qompose.claims import Claim, Point, PointSpec
 from qompose.graph import copy_graph_module
-from qompose.specs import QuantizationSpec, likeness
+from qompose.likeness import likeness
+from qompose.specs import QuantizationSpec
 from qompose.tying import one_table_each
 from torch import Tensor, nn
 from torch.nn import functional as F

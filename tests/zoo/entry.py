@@ -7,7 +7,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Generator, Tensor, nn
@@ -28,18 +28,26 @@ Draw = Callable[[Generator], Any]
 """Makes one argument: a tensor, or tensors in tuples and dictionaries."""
 
 
+class Inputs(Protocol):
+    """Draws the arguments of a call."""
+
+    def __call__(self, draw: int = 0) -> tuple[Any, ...]:
+        """Arguments of the same shapes for every number, of other values for another one."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ZooModel:
     """A small architecture that exports in eval mode.
 
     `build()` gives a new module in eval mode, `inputs()` new arguments for it. Both depend on
-    `name` alone: two calls give equal weights and equal values. The caller's random state is
-    left as it was. `dynamic_shapes` is what `torch.export.export` takes, or `None`.
+    `name` alone, the arguments on the number of the draw too: two calls give equal weights and
+    equal values. The caller's random state is left as it was. `dynamic_shapes` is what
+    `torch.export.export` takes, or `None`.
     """
 
     name: str
     build: Callable[[], nn.Module]
-    inputs: Callable[[], tuple[Any, ...]]
+    inputs: Inputs
     tags: frozenset[str]
     dynamic_shapes: tuple[Any, ...] | None = None
 
@@ -70,7 +78,7 @@ def zoo_model(
     return ZooModel(
         name=name,
         build=lambda: _build(make, seed),
-        inputs=lambda: _draw(draws, seed),
+        inputs=lambda draw=0: _draw(draws, seed + draw),
         tags=frozenset(tags),
         dynamic_shapes=_batch_first(_draw(draws, seed)) if dynamic else None,
     )

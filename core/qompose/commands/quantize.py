@@ -4,17 +4,21 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qompose.commands.choosing import add_data, add_quantizer, chosen_quantizer, read_data, run_data
 from qompose.commands.output import Output, say
-from qompose.commands.report import add_format, print_report
+from qompose.commands.report import add_format, check_page, check_place, print_report
 from qompose.drafts import destination, draft_of
 from qompose.errors import CalibrationError, UncalibratedError, UserError
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
+
+    from qompose.ledger import Report
 
 SUMMARY = "quantize an exported program and save it"
 DESCRIPTION = """\
@@ -84,8 +88,9 @@ def run(options: Namespace, out: Output) -> int:
     except UncalibratedError as error:
         raise _uncalibrated(error, bool(batches)) from error
     lowered = lower(converted, options.target, strict=options.strict)
-    _write(converted, output, lowered, options.lowered)
-    print_report(report(lowered), options, out)
+    found = report(lowered)
+    _write(converted, output, lowered, found, options)
+    print_report(found, options, out)
     return 0
 
 
@@ -101,13 +106,12 @@ def _check_files(options: Namespace, output: Path) -> None:
     for path in (output, options.lowered):
         if path is None:
             continue
-        place = destination(path)
-        if not place.parent.is_dir():
-            raise UserError(f"{path} cannot be written: {place.parent} is no directory")
-        if place in read:
-            raise UserError(f"{path} would be overwritten, and is read: choose another --output")
+        check_place(path, read)
+    check_page(options.html, read)
     if options.lowered and destination(options.lowered) == destination(output):
         raise UserError(f"--output and --lowered are both {output}")
+    if options.html and destination(options.html) in map(destination, [output, *_lowered(options)]):
+        raise UserError(f"{options.html} is given for two files: choose another --html")
     if options.lowered and options.target == "torch":
         raise UserError(
             "The target 'torch' runs in process and has no program file: leave out --lowered, or name "
@@ -126,18 +130,24 @@ def _uncalibrated(error: UncalibratedError, calibrated: bool) -> UserError:
     )
 
 
-def _write(converted: GraphModule, output: Path, lowered: Any, program: Path | None) -> None:
-    """Write both files, or neither."""
+def _lowered(options: Namespace) -> list[Path]:
+    return [options.lowered] if options.lowered else []
+
+
+def _write(
+    converted: GraphModule, output: Path, lowered: Any, found: Report, options: Namespace
+) -> None:
+    """Write all files that are asked for, or none."""
     from qompose.artefact import save
 
-    if program is not None and not callable(getattr(lowered, "save", None)):
+    if options.lowered is not None and not callable(getattr(lowered, "save", None)):
         raise UserError(
             f"This target has no program file ({type(lowered).__name__}): leave out --lowered"
         )
-    with draft_of(output) as draft:
-        save(converted, draft)
-        if program is not None:
-            with draft_of(program) as other:
-                lowered.save(other)
-    for path in (output, *([program] if program else [])):
+    files = [(output, partial(save, converted)), *((p, lowered.save) for p in _lowered(options))]
+    files += [(options.html, found.save)] if options.html else []
+    with ExitStack() as drafts:
+        for path, write in files:
+            write(drafts.enter_context(draft_of(path)))
+    for path, _ in files:
         say(f"wrote {path} ({path.stat().st_size:,} bytes)")

@@ -4,10 +4,13 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qompose.commands.output import Output
+from qompose.commands.output import Output, say
+from qompose.drafts import destination
+from qompose.errors import UserError
 
 if TYPE_CHECKING:
     from qompose.ledger import Report
@@ -18,7 +21,8 @@ Show the report of a model that qompose.save or `qompose quantize` wrote: who to
 rest is float. No backend needs to be installed for that, and no code of the file is run."""
 EXAMPLES = """\
 qompose report model.qompose
-qompose report model.qompose --markdown > report.md"""
+qompose report model.qompose --markdown > report.md
+qompose report model.qompose --html report.html"""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -32,6 +36,10 @@ def add_format(parser: ArgumentParser) -> None:
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON")
     form.add_argument("--markdown", action="store_true", help="print Markdown")
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE.html",
+        help="write it as a page for browsers too: one file that loads nothing",
+    )  # fmt: skip
 
 
 def run(options: Namespace, out: Output) -> int:
@@ -39,16 +47,46 @@ def run(options: Namespace, out: Output) -> int:
     from qompose.artefact import read
     from qompose.reporting import report
 
+    check_page(options.html, [options.file.resolve()])
     found = read(options.file)
-    if not isinstance(found, dict):
-        print_report(report(found), options, out)
-    elif options.json:
-        out.json({method: report(model).to_dict() for method, model in found.items()})
-    else:
-        for method, model in found.items():
+    models = found if isinstance(found, dict) else {"": found}
+    reports = {method: report(model) for method, model in models.items()}
+    if options.html is not None:
+        _save_pages(reports, options.html)
+    if isinstance(found, dict) and options.json:
+        out.json({method: one.to_dict() for method, one in reports.items()})
+        return 0
+    for method, one in reports.items():
+        if method:
             out.text(f"method {method}:\n")
-            print_report(report(model), options, out)
+        print_report(one, options, out)
     return 0
+
+
+def _save_pages(reports: Mapping[str, Report], page: Path) -> None:
+    """Write the page of a model, or one for each of its methods, with the method in its name."""
+    for method, found in reports.items():
+        path = page.with_suffix(f".{method}{page.suffix}") if method else page
+        found.save(path)
+        say(f"wrote {path} ({path.stat().st_size:,} bytes)")
+
+
+def check_page(page: Path | None, read: Collection[Path]) -> None:
+    """Refuse a page that cannot be written, or would destroy a file that is read, before any work is done."""
+    if page is None:
+        return
+    if page.suffix.lower() != ".html":
+        raise UserError(f"--html {page} is no name of a page, which ends in .html")
+    check_place(page, read)
+
+
+def check_place(path: Path, read: Collection[Path]) -> None:
+    """Refuse a file that cannot be written where it is to be, or that is read."""
+    place = destination(path)
+    if not place.parent.is_dir():
+        raise UserError(f"{path} cannot be written: {place.parent} is no directory")
+    if place in read:
+        raise UserError(f"{path} would be overwritten, and is read: choose another --output")
 
 
 def print_report(found: Report, options: Namespace, out: Output) -> None:

@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from qompose.diagnosis.colours import DOTTED, owner_classes
-from qompose.diagnosis.entries import Entry, decibels
+from qompose.diagnosis.entries import Entry, number
 from qompose.diagnosis.layout import layers_of
 from qompose.diagnosis.markup import Markup, element, joined, table
 from qompose.diagnosis.pictures import edges_between
+from qompose.rendering import as_decibels
 
 _WORST = 12
 """How many operators are listed beside the chart."""
@@ -121,7 +122,7 @@ def _mark(row: int, entry: Entry, x: float, ends: tuple[int, int], own: bool) ->
     value = entry.own_sqnr if own else entry.sqnr
     if value is None:
         return Markup("")
-    words = f"{entry.name}: {'own SQNR ' if own else 'SQNR '}{decibels(value)}, {entry.cause}"
+    words = f"{entry.name}: {'own SQNR ' if own else 'SQNR '}{as_decibels(value)}, {entry.cause}"
     facts = {"data_row": row, "class_": "own" if own else "whole"}
     title, y = element("title", words), _height(value, ends)
     if own:  # a shape of its own as well as a colour
@@ -137,7 +138,7 @@ def _adding_most(comparison: Mapping[str, Any], entries: Sequence[Entry]) -> Mar
     for name in [name for name in named if name in by_name][:_WORST]:
         row, entry = by_name[name]
         link = element("a", name, href=f"#row{row}")
-        rows.append((link, entry.cause, decibels(entry.own_sqnr), decibels(entry.sqnr)))
+        rows.append((link, entry.cause, as_decibels(entry.own_sqnr), as_decibels(entry.sqnr)))
     header = ("operator", "cause", "own SQNR", "SQNR")
     return element("div", table(header, rows, "What adds most"), class_="scroll")
 
@@ -145,7 +146,12 @@ def _adding_most(comparison: Mapping[str, Any], entries: Sequence[Entry]) -> Mar
 def _others(rows: Sequence[Mapping[str, Any]]) -> Markup:
     """Return the values that belong to no operator of the report, such as parameters."""
     cells = [
-        (row["value"], row["operator"], row["cause"], _told(row["sqnr"]), _told(row["own_sqnr"]))
+        (
+            row["value"],
+            row["operator"],
+            row["cause"],
+            *(as_decibels(number(row[n])) for n in ("sqnr", "own_sqnr")),
+        )
         for row in rows
     ]
     header = ("value", "operator", "cause", "SQNR", "own SQNR")
@@ -156,7 +162,3 @@ def _others(rows: Sequence[Mapping[str, Any]]) -> Markup:
 
 def _inputs(batches: int) -> str:
     return f"{batches:,} input{'s' * (batches != 1)}"
-
-
-def _told(value: Any) -> str:
-    return "" if value is None else decibels(float(value))

@@ -10,7 +10,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from qompose.diagnosis.entries import NOBODY, Entry, decibels
+from qompose.diagnosis.entries import NOBODY, Entry
+from qompose.rendering import as_decibels
 
 _HUES = 7
 """How many colours the style sheet has for owners; more owners have them in turn."""
@@ -74,7 +75,7 @@ def looks(
             state_class(state, states),
             state if several[1] == 1 else f"{several[1]} states",
         ],
-        "sqnr": [step_class(sqnr), decibels(sqnr) or "not compared"],
-        "own": [step_class(own), decibels(own) or "not compared"],
+        "sqnr": [step_class(sqnr), as_decibels(sqnr) or "not compared"],
+        "own": [step_class(own), as_decibels(own) or "not compared"],
     }
     return found, states[state]

@@ -21,7 +21,14 @@ from qompose.diagnosis.comparison import Comparison
 from qompose.diagnosis.sides import Side, side_of
 from qompose.diagnosis.tables import OutputTable, ValueTable
 from qompose.diagnosis.tallies import Metric
-from qompose.errors import BatchError, CalibrationError, QomposeError, StageError, UserError
+from qompose.errors import (
+    BatchError,
+    CalibrationError,
+    InputError,
+    QomposeError,
+    StageError,
+    UserError,
+)
 
 
 class _Table(Protocol):
@@ -74,28 +81,23 @@ def compare(
         table = OutputTable(one, two, own)
     else:
         table = ValueTable(one, two, _converted(one, two, converted), own)
-    number, called = 0, next((side.graph for side in (one, two) if side.graph), None)
+    number = 0
     with torch.no_grad():
         for number, batch in enumerate(islice(iterated(inputs, "compare"), limit), start=1):
-            _run(called, batch, transform, number, table)
+            _run(batch, transform, number, table)
     if not number:
         raise CalibrationError("compare got no inputs: the iterable was empty (or used up before)")
     return table.comparison(number)
 
 
-def _run(
-    called: GraphModule | None,
-    batch: Any,
-    transform: Callable[[Any], Any] | None,
-    number: int,
-    table: _Table,
-) -> None:
+def _run(batch: Any, transform: Callable[[Any], Any] | None, number: int, table: _Table) -> None:
     """Count a batch; what is no fault of its own, as an error of a metric, is not put down to it."""
     try:
-        run_batch(called, batch, transform, number, table.add)
+        run_batch(table.add, batch, transform, number, "input")
     except BatchError as error:
         cause = error.__cause__
-        if isinstance(cause, QomposeError) and not isinstance(cause, CalibrationError):
+        of_the_batch = isinstance(cause, (CalibrationError, InputError))
+        if isinstance(cause, QomposeError) and not of_the_batch:
             raise cause from cause.__cause__
         raise
 

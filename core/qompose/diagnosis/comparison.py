@@ -10,16 +10,18 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from qompose.errors import UserError, near_names
-from qompose.rendering import Block, Printable, Table
+from qompose.rendering import Block, Printable, Table, as_decibels
 
 EQUAL, INHERITED, ARITHMETIC = "equal", "inherited", "arithmetic"
 ROUNDING, CLIPPING, FALLBACK, KERNEL = "rounding", "clipping", "fallback", "kernel error"
-CAUSES = (KERNEL, CLIPPING, FALLBACK, ROUNDING, ARITHMETIC, INHERITED, EQUAL)
+NOT_FINITE = "not finite"
+CAUSES = (KERNEL, NOT_FINITE, CLIPPING, FALLBACK, ROUNDING, ARITHMETIC, INHERITED, EQUAL)
 """Why a value differs, the most alarming first.
 
 A kernel error is what a kernel computes beyond one step off the same region in quantize and dequantize
-operators; a fallback, the rounding of a region that was to have a kernel and has none; arithmetic, what a
-rewriting does to floats; and inherited, what the operators before did.
+operators; not finite, that one program has NaN or infinity where the other has a number; a fallback, the
+rounding of a region that was to have a kernel and has none; arithmetic, what a rewriting does to floats; and
+inherited, what the operators before did.
 """
 
 
@@ -71,6 +73,7 @@ class Comparison(Printable):
         unpaired: values that the plan of the other program quantizes and that were not found in both.
         notes: what else there is to say.
         batches: how many inputs were compared.
+        fingerprint: of the exported program's parameters, where one of the programs was quantized by qompose.
     """
 
     reference: str
@@ -79,6 +82,7 @@ class Comparison(Printable):
     unpaired: tuple[str, ...]
     notes: tuple[str, ...]
     batches: int
+    fingerprint: str = ""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -130,17 +134,13 @@ def _cells(row: Compared, custom: list[str]) -> tuple[str, ...]:
         row.value,
         row.state,
         row.cause + (f" ({row.steps:.3g} steps)" if row.cause == KERNEL else ""),
-        _decibels(row.sqnr),
-        "" if row.own_sqnr is None else _decibels(row.own_sqnr),
+        as_decibels(row.sqnr),
+        as_decibels(row.own_sqnr),
         f"{row.relative_error:.2g}",
         "" if row.clipping is None else f"{row.clipping:.2%}",
         "" if row.range_use is None else f"{row.range_use:.0%}",
         *(f"{row.metrics[name]:.4g}" if name in row.metrics else "" for name in custom),
     )
-
-
-def _decibels(value: float) -> str:
-    return "equal" if math.isinf(value) and value > 0 else f"{value:.1f} dB"
 
 
 def _finite(value: Any) -> Any:

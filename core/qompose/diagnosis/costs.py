@@ -150,10 +150,3 @@ def number_of(said: Any, what: str) -> float:
     if math.isnan(number):
         raise UserError(f"{what} NaN, by which nothing can be compared")
     return number + 0.0  # no -0.0
-
-
-def decibels(cost: float) -> str:
-    """Return a power over another one as text: 20.0 dB for a hundredth."""
-    if cost <= 0:
-        return "equal"
-    return f"{-10 * math.log10(cost):.1f} dB" if math.isfinite(cost) else "no signal"

@@ -64,10 +64,3 @@ def number(value: Any) -> float | None:
     """Return a number of a comparison's data, where an infinite one is a text; None for none."""
     found = None if value is None else float(value)
     return None if found is None or math.isnan(found) else found
-
-
-def decibels(value: float | None) -> str:
-    """Return an SQNR as text; equal values have an infinite one."""
-    if value is None:
-        return ""
-    return "equal" if value == math.inf else f"{value:.1f} dB"

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 
 import torch
 from torch.fx import GraphModule
@@ -13,7 +13,8 @@ from qompose.composition import ComposableQuantizer
 from qompose.graph import module_path
 from qompose.places import Program, calls_of
 from qompose.plan import Operator, Plan
-from qompose.quantizer import Quantizer, labelled
+from qompose.quantizer import Quantizer
+from qompose.restraining import Restrained
 from qompose.rule_quantizer import RuleQuantizer
 from qompose.selectors import CALL, SUBGRAPH, Call, Setting, for_call, for_name, kind_of
 
@@ -71,26 +72,23 @@ def names_single_calls(quantizer: Quantizer) -> bool:
 
 
 def excluding(quantizer: Quantizer, settings: Iterable[Setting]) -> Quantizer:
-    """Return a quantizer with more settings, set on every member that has any; the quantizer stays as it is.
+    """Return a quantizer with more settings, set on every member; the quantizer stays as it is.
 
-    All members get them: what one leaves in float, the next would take.
+    All members get them: what one leaves in float, the next would take. One that has no selectors, because
+    it is code or of another engine, is not heard there (`qompose.restraining`).
     """
     listed = list(settings)
     if isinstance(quantizer, ComposableQuantizer):
         composed = copy.copy(quantizer)
         composed.quantizers = tuple(excluding(member, listed) for member in quantizer.quantizers)
         return composed
-    if not isinstance(quantizer, RuleQuantizer):
+    if not listed:
         return quantizer
+    if isinstance(quantizer, Restrained):
+        return quantizer.also(listed)
+    if not isinstance(quantizer, RuleQuantizer):
+        return Restrained(quantizer, listed)
     selectors = quantizer.selectors
     for setting in listed:
         selectors.set(setting)
     return quantizer.with_selectors(selectors)
-
-
-def without_selectors(quantizer: Quantizer) -> Iterator[str]:
-    """Yield the labels of the members that cannot be told to leave an operator in float."""
-    labels = [label for label, _ in labelled(quantizer)]
-    for label, member in zip(labels, quantizer.members, strict=True):
-        if not isinstance(member, RuleQuantizer):
-            yield label

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from qompose.drafts import draft_of
+from qompose.drafts import destination, draft_of
 from qompose.errors import ConfigError, UserError
 from qompose.plan import Record
 from qompose.quantizer import Quantizer
@@ -34,7 +34,7 @@ class Kept:
     """Numbers by name. With a path, each is written as soon as it is known; the file is always whole.
 
     Raises:
-        UserError: the file is none of a tuning, or of another one.
+        UserError: the file is none of a tuning, or of another one; it cannot be read or written.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None, key: str) -> None:
@@ -44,8 +44,12 @@ class Kept:
             return
         if not self._path.parent.is_dir():
             raise UserError(f"resume={str(path)!r}: there is no folder {self._path.parent}")
-        if self._path.exists():
-            self._known = self._read(self._path)
+        try:
+            if destination(self._path).exists():
+                self._known = self._read(self._path)
+            self._write()  # a score that took an hour is a bad time to find that it cannot be kept
+        except OSError as error:
+            raise UserError(f"resume={str(path)!r} cannot be used: {error.strerror}") from error
 
     def _read(self, path: Path) -> dict[str, Any]:
         try:
@@ -71,6 +75,9 @@ class Kept:
     def put(self, name: str, value: Any) -> None:
         """Keep JSON data under a name."""
         self._known[name] = value
+        self._write()
+
+    def _write(self) -> None:
         if self._path is None:
             return
         data = {"format": FORMAT, "key": self._key, "known": self._known}

@@ -16,9 +16,10 @@ from typing import Any
 
 from qompose.diagnosis.charts import coverage, errors
 from qompose.diagnosis.colours import owner_classes, state_class, step_class, step_legend
-from qompose.diagnosis.entries import Entry, decibels, entries_of
+from qompose.diagnosis.entries import Entry, entries_of
 from qompose.diagnosis.markup import Markup, breakable, element, embedded, joined
 from qompose.diagnosis.pictures import graph_of
+from qompose.rendering import as_decibels
 
 _TEMPLATES = Path(__file__).with_name("templates")
 
@@ -161,7 +162,7 @@ def _measured(sqnr: float | None) -> Markup:
     if sqnr is None:
         return element("td")
     return element(
-        "td", _swatch(step_class(sqnr)), decibels(sqnr), class_="n",
+        "td", _swatch(step_class(sqnr)), as_decibels(sqnr), class_="n",
         data_value=str(sqnr).replace("inf", "Infinity"),
     )  # fmt: skip
 

@@ -47,9 +47,9 @@ class Grid:
         return (self.high - self.zero_point) * self.scale
 
     def to_integers(self, values: Tensor) -> Tensor:
-        """Return the nearest integers, as floats."""
+        """Return the nearest integers, as floats; of NaN, which has none, the one that a cast gives."""
         steps_away = torch.round(values * (1.0 / self.scale)) + self.zero_point
-        return steps_away.clamp(self.low, self.high)
+        return steps_away.clamp(self.low, self.high).nan_to_num(0.0)
 
     def to_floats(self, integers: Tensor) -> Tensor:
         """Return what integers stand for."""

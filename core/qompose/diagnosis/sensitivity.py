@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -15,12 +15,13 @@ from torch.fx import GraphModule
 
 from qompose.batches import binder, check_limit, iterated, run_batch
 from qompose.collecting import prepared_record
-from qompose.diagnosis.costs import Cost, Metric, decibels, measure_of
-from qompose.diagnosis.switching import On, SwitchedProgram
+from qompose.diagnosis.costs import Cost, Metric, measure_of
+from qompose.diagnosis.switching import FloatRun, On, SwitchedProgram
 from qompose.errors import UserError, near_names
+from qompose.numerics import decibels
 from qompose.plan import Plan
 from qompose.progress import on_terminal, progress_bar
-from qompose.rendering import Block, Printable, Table
+from qompose.rendering import Block, Printable, Table, as_decibels
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,9 @@ class Sensitivity(Printable):
 
     def _blocks(self) -> list[Block]:
         of = f"{len(self.rows)} sites, {self.batches} inputs; all quantized: "
-        head = of + (decibels(self.together) if self.relative else f"{self.together:.4g}")
+        head = of + (
+            as_decibels(decibels(1.0, self.together)) if self.relative else f"{self.together:.4g}"
+        )
         shown = ("SQNR alone", "cost") if self.relative else ("cost",)
         cells = tuple(cell for row in self.rows for cell in self._cells(row))
         header = ("operator", "module", *shown, "MACs", "owner, rule, config")
@@ -127,7 +130,7 @@ class Sensitivity(Printable):
 
     def _shown(self, cost: float) -> tuple[str, ...]:
         number = f"{cost:.3g}"
-        return (decibels(cost), number) if self.relative else (number,)
+        return (as_decibels(decibels(1.0, cost)), number) if self.relative else (number,)
 
 
 def _row_to_dict(row: SiteCost) -> dict[str, Any]:
@@ -170,7 +173,7 @@ def sensitivity(
         UncalibratedError: it was not calibrated.
         UserError: there are no inputs, or `limit` is no number of them; the outputs have no floats and there
             is no `metric`, or that returns no number.
-        BatchError: a batch does not fit.
+        CalibrationError: a batch does not fit.
         MemberError: the metric raised an error.
     """
     check_limit(limit)
@@ -200,8 +203,10 @@ def measured(
     task = bar.add_task("sites", total=None if batches is None else batches * len(places))
     bind, count = binder(prepared), 0
     for count, batch in enumerate(inputs, start=1):
-        given = run_batch(prepared, batch, transform, count, bind)
-        for key, outputs, floats in _outputs(program, given, places):
+        run = run_batch(
+            lambda *a, **k: program.in_float(bind(*a, **k)), batch, transform, count, "batch"
+        )
+        for key, outputs, floats in _outputs(program, run, places):
             measure.add(costs[key], outputs, floats)
             bar.advance(task)
     if not count:
@@ -213,10 +218,9 @@ def measured(
 
 
 def _outputs(
-    program: SwitchedProgram, given: Sequence[Any], places: Mapping[Any, On]
+    program: SwitchedProgram, run: FloatRun, places: Mapping[Any, On]
 ) -> Iterator[tuple[Any, Any, Any]]:
     """Yield for each place a batch's outputs with that quantized, and those in float."""
-    run = program.in_float(given)
     for key, on in places.items():
         yield key, program.quantized(run, on), run.outputs
 
@@ -272,5 +276,7 @@ def _notes(program: SwitchedProgram, plan: Plan) -> Iterator[str]:
             yield f"{name} was not measured: {program.stuck[number]}"
         elif not program.parts.get(number):
             yield f"{name} was not measured: nothing that it quantizes is read as integers"
+        elif number not in program.reached:
+            yield f"{name} was not measured: no input reached it"
     if program.writes:
         yield "the program writes in place: each site ran all of it, not only what it changes"

@@ -60,6 +60,7 @@ class SwitchedProgram:
         parts: by number of a claim, the names of the tensors that can be switched for it.
         stuck: of claims that cannot be switched, or not apart from others, why.
         writes: whether it writes in place: it is then run as a whole each time.
+        reached: claims of which data has come by a tensor; in bodies that do not run there are others.
 
     Raises:
         UncalibratedError, CalibrationError, MemberError: as `convert_pt2e`.
@@ -74,6 +75,7 @@ class SwitchedProgram:
         self.stuck: dict[int, str] = {}
         self.parts: dict[int, list[str]] = defaultdict(list)
         self._reads: dict[Node, _Read] = {}
+        self.reached: set[int] = set()
         for switch in self.conversion.switches:
             self._add(switch)
         self._sources = {read.source for read in self._reads.values()}
@@ -163,6 +165,7 @@ class SwitchedProgram:
                 return end.value
             given = None
             if seen.node in off:
+                self.reached.update(claim for claim, _ in self._reads[seen.node].asked)
                 source = self._reads[seen.node].source
                 constant = constant_of(source)  # which may stand behind what was made of it
                 given = Given(floats[source] if constant is None else constant)

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
+from operator import getitem
 from typing import Any
 
 from torch import Tensor
@@ -84,19 +84,20 @@ class ValueTable:
             tally.add_own(moment.reference, moment.own)
             simulated = moment.reference if self._directly else moment.simulated
             if simulated is not None and self._lockstep.speakers[moment.value].kernel:
-                tally.add_kernel(simulated, moment.own)
+                tally.add_kernel(simulated, moment.own, moment.reference)
 
     def comparison(self, batches: int) -> Comparison:
         """Return the rows of what was computed, the worst first."""
-        told = {row.name: row for row in report_rows(self._two)}
+        listed = {row.name: row for row in report_rows(self._two)}
         rows = [
-            self._row(value, tally, self._lockstep.reference.get(value), told)
+            self._row(value, tally, self._lockstep.reference.get(value), listed)
             for value, tally in self._tallies.items()
             if tally.inputs and self._tells(value, tally)
         ]
         alone = sorted({self._ids.get(n, n) for n in self._annotated() if not self._is_paired(n)})
         stages, ordered = (self._one.stage, self._two.stage), sorted(rows, key=_badness)
-        return Comparison(*stages, tuple(ordered), tuple(alone), tuple(self._notes()), batches)
+        told, notes = "" if self._record is None else self._record.fingerprint, self._notes()
+        return Comparison(*stages, tuple(ordered), tuple(alone), tuple(notes), batches, told)
 
     def _annotated(self) -> set[str]:
         """Return the names of what the plan quantizes, but for parameters that neither program has."""
@@ -120,6 +121,10 @@ class ValueTable:
     def _row(
         self, value: str, tally: Tally, node: Node | None, told: Mapping[str, Row]
     ) -> Compared:
+        while node is not None and node.target is getitem and node.name not in told:
+            source = node.args[0]  # one of several results has the row of what computes them
+            assert isinstance(source, Node)
+            node = source
         row = None if node is None else told.get(node.name)
         fallback = self._two.stage == "lowered" and row is not None and row.state == SIMULATED
         place = value.removesuffix(f": {PARAMETER}")
@@ -193,6 +198,7 @@ class OutputTable:
             )
             for number, tally in enumerate(self._tallies)
         ]
+        records = [side.record for side in (self._two, self._one) if side.record is not None]
         opaque = [side.stage for side in (self._one, self._two) if side.graph is None]
         note = f"only outputs can be had of what is called ({', '.join(opaque)}), so only those are compared"
         return Comparison(
@@ -202,6 +208,7 @@ class OutputTable:
             (),
             (note,),
             batches,
+            records[0].fingerprint if records else "",
         )
 
 
@@ -241,5 +248,4 @@ def _kind(node: Node) -> str:
 def _badness(row: Compared) -> tuple[bool, float, float]:
     """Order rows: errors of kernels first, then what operators add, then what values end up as."""
     own = row.sqnr if row.own_sqnr is None else row.own_sqnr
-    order = [-math.inf if math.isnan(value) else value for value in (own, row.sqnr)]
-    return (row.cause != KERNEL, *order)  # type: ignore[return-value]
+    return row.cause != KERNEL, own, row.sqnr

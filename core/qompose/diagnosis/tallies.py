@@ -18,11 +18,13 @@ from qompose.diagnosis.comparison import (
     FALLBACK,
     INHERITED,
     KERNEL,
+    NOT_FINITE,
     ROUNDING,
 )
 from qompose.diagnosis.costs import number_of
 from qompose.diagnosis.pairing import Grid
 from qompose.errors import blaming
+from qompose.numerics import decibels
 
 Metric: TypeAlias = Callable[[Tensor, Tensor], float]
 """Takes a value of the reference and the other program's, and returns a number."""
@@ -48,7 +50,10 @@ class Tally:
         clipped, rounded: of what the grid does to the reference: beyond its ends, and between them.
         outside, values: how many of the reference's values are beyond the grid's ends, of how many.
         least, most: of the reference.
-        steps: see `Compared.steps`.
+        steps: see `Compared.steps`; None until a kernel was counted.
+        astray: the same, by which a kernel is wrong. Of one that returns floats, which may round less than
+            quantize and dequantize operators do, those values count that are further off the reference than
+            the region's, in steps of no less than the most that the region is off it.
         inputs, metrics: how many values were counted, and the sums of what the caller's metrics gave.
     """
 
@@ -63,6 +68,7 @@ class Tally:
     least: float = math.inf
     most: float = -math.inf
     steps: float | None = None
+    astray: float = 0.0
     inputs: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
 
@@ -91,15 +97,19 @@ class Tally:
         _, error = _finite(reference.double(), own.double())
         self.own = (self.own or 0.0) + _power(error)
 
-    def add_kernel(self, simulated: Tensor, own: Tensor) -> None:
-        """Count what a kernel gives beside the region that it replaced."""
+    def add_kernel(self, simulated: Tensor, own: Tensor, reference: Tensor) -> None:
+        """Count what a kernel gives beside the region that it replaced, both for the reference's values."""
         if not own.numel():
             return
         wanted, error = _finite(simulated.double(), own.double())
         step = self.grid.scale if self.grid else float(wanted.abs().amax()) / FLOAT_STEPS
-        apart = float(error.abs().amax())
-        steps = apart / step if step else math.inf * apart if apart else 0.0
-        self.steps = steps if self.steps is None else max(steps, self.steps)
+        self.steps = max(_steps(error, step), self.steps or 0.0)
+        if self.grid is None:
+            _, off = _finite(reference.double(), own.double())
+            _, rounded = _finite(reference.double(), simulated.double())
+            error = torch.where(off.abs() > rounded.abs(), error, 0.0)
+            step = max(step, float(rounded.abs().amax()))
+        self.astray = max(_steps(error, step), self.astray)
 
     @property
     def sqnr(self) -> float:
@@ -133,11 +143,13 @@ class Tally:
 
     def cause(self, fallback: bool) -> str:
         """Return why the value differs; `fallback`: its region was to have a kernel and has none."""
-        if self.steps is not None and not self.steps <= _MORE_THAN_A_STEP:
+        if self.astray > _MORE_THAN_A_STEP:
             return KERNEL
         if not self.noise and not self.own:
             return EQUAL
         own = self.noise if self.own is None else self.own
+        if math.isinf(own):
+            return NOT_FINITE
         if own <= _ARITHMETIC * self.signal:
             return ARITHMETIC if self.noise <= _ARITHMETIC * self.signal else INHERITED
         if self.clipped > self.rounded and self.clipped > own / 2:
@@ -157,15 +169,6 @@ class Tally:
         }
 
 
-def decibels(signal: float, noise: float) -> float:
-    """Return a ratio of powers in dB; infinite where there is no noise."""
-    if math.isnan(noise) or math.isnan(signal):
-        return math.nan
-    if not noise:
-        return math.inf
-    return 10 * math.log10(signal / noise) if signal and math.isfinite(noise) else -math.inf
-
-
 def _finite(wanted: Tensor, found: Tensor) -> tuple[Tensor, Tensor]:
     """Return a value without what is not finite, and what another is off it: none where they agree."""
     error = found - wanted
@@ -178,3 +181,9 @@ def _finite(wanted: Tensor, found: Tensor) -> tuple[Tensor, Tensor]:
 
 def _power(x: Tensor) -> float:
     return float(x.square().sum(dtype=torch.float64))
+
+
+def _steps(error: Tensor, step: float) -> float:
+    """Return the largest error in steps; without a step, any error is without bound."""
+    apart = float(error.abs().amax())
+    return apart / step if step else math.inf * apart if apart else 0.0

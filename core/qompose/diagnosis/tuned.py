@@ -116,16 +116,9 @@ class Tuning(Printable):
     def apply(self, quantizer: Quantizer) -> Quantizer:
         """Return a quantizer with the selectors set, on each member of a composition; it is left as it is.
 
-        Raises:
-            UserError: no member has selectors.
+        A member without selectors, of another engine or code, is not heard where they say float.
         """
-        adapted = adapt(quantizer)
-        changed = excluding(adapted, self.selectors)
-        if self.excluded and not any(
-            new is not old for new, old in zip(changed.members, adapted.members, strict=True)
-        ):
-            raise UserError(f"{adapted.name} has no selectors, so no operator can be left in float")
-        return changed
+        return excluding(adapt(quantizer), self.selectors)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the tuning as JSON data; a score that is infinite is a text."""
@@ -178,10 +171,11 @@ class Tuning(Printable):
 
     def _blocks(self) -> list[Block]:
         share = self.float_macs / self.macs if self.macs else 0.0
+        drop = self.float_score - self.score
+        below = f"{drop:.3g} below float" if math.isfinite(drop) else "without bound below float"
         head = (
-            f"score {self.score:.6g}, {self.float_score - self.score:.3g} below float "
-            f"({self.float_score:.6g}), with {share:.1%} of the multiply-accumulates in float; all "
-            f"quantized: {self.quantized_score:.6g}"
+            f"score {self.score:.6g}, {below} ({self.float_score:.6g}), with {share:.1%} of the "
+            f"multiply-accumulates in float; all quantized: {self.quantized_score:.6g}"
         )
         return [head, *self._tables(), *(f"- {note}" for note in self.notes)]
 
@@ -191,7 +185,7 @@ class Tuning(Printable):
             yield Table(header, tuple(map(_cells, self.excluded)))
         tried = ("tried: in float", "score", "below float", "MACs in float")
         rows = tuple(
-            (", ".join(a.excluded) or "nothing", f"{a.score:.6g}", f"{a.drop:.3g}", a.float_macs)
+            (named_or_nothing(a.excluded), f"{a.score:.6g}", f"{a.drop:.3g}", a.float_macs)
             for a in self.attempts
         )
         yield Table(tried, rows)
@@ -210,6 +204,11 @@ def _to_data(numbers: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]
 def _from_data(data: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     told = {n: float(v) for n, v in data.items() if n in names and isinstance(v, str)}
     return {**data, **told}
+
+
+def named_or_nothing(sites: Sequence[str]) -> str:
+    """Return the names of sites in a row, or a word for that there are none."""
+    return ", ".join(sites) or "nothing"
 
 
 def _cells(site: Excluded) -> tuple[object, ...]:

@@ -14,12 +14,12 @@ from rich.progress import Progress
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
-from qompose.batches import check_limit
+from qompose.batches import check_limit, check_several
 from qompose.diagnosis.evaluating import CannotExclude, Chosen, Evaluator, Task
-from qompose.diagnosis.exclusion import excluding, origin, territory, without_selectors
+from qompose.diagnosis.exclusion import excluding, origin, territory
 from qompose.diagnosis.kept import Kept, key_of, setting_name
 from qompose.diagnosis.sensitivity import Sensitivity, SiteCost, measured
-from qompose.diagnosis.tuned import Attempt, Excluded, Tuning
+from qompose.diagnosis.tuned import Attempt, Excluded, Tuning, named_or_nothing
 from qompose.errors import ConfigError, TuningError, UserError
 from qompose.interop import adapt
 from qompose.progress import on_terminal, progress_bar
@@ -77,6 +77,7 @@ def tune(
     check_limit(limit)
     if ranking is not None and not isinstance(ranking, Sensitivity):
         raise UserError(f"ranking= is what sensitivity returned, and not {type(ranking).__name__}")
+    check_several(data, "tune")
     quantizer = adapt(quantizer)
     batches = list(islice(data, limit)) if isinstance(data, Iterator) else data
     task = Task(model, quantizer, batches, metric, transform, limit, target)
@@ -192,13 +193,7 @@ class Search:
             TuningError: there are none.
         """
         self.costs = {site.name: site.cost for site in ranked}
-        deaf = set(without_selectors(self.evaluator.task.quantizer))
-        for site in ranked:
-            if site.owner in deaf:
-                self.notes.append(
-                    f"{site.label} cannot be left in float: {site.owner} has no selectors"
-                )
-        order = [site.name for site in ranked if site.owner not in deaf]
+        order = [site.name for site in ranked]
         size = self._enough(order)
         if size is not None:
             self._take_back(order[:size])
@@ -258,10 +253,13 @@ class Search:
         tried = [a for a in self.attempts.values() if a.quantized] or [self._known(())]
         best = max(tried, key=lambda attempt: attempt.score)
         every = f"{able} of {len(self.evaluator.sites)} sites can be left in float"
+        which = f"the best that was found has {best.score:.6g}, with "
+        which += f"{named_or_nothing(best.excluded)} in float"
+        if not math.isfinite(best.score):
+            which = f"metric has no number for any of the {len(tried)} that were tried, but {best.score}"
         raise TuningError(
             f"no setting in which anything is quantized is within {self.max_drop:g} of the float score "
-            f"{self.float_score:.6g}: the best that was found has {best.score:.6g}, with "
-            f"{', '.join(best.excluded) or 'nothing'} in float ({every})"
+            f"{self.float_score:.6g}: {which} ({every})"
             + "".join(f"\n  - {note}" for note in self.notes),
             self._tuning(best),
         )

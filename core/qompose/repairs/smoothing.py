@@ -26,7 +26,7 @@ from qompose.nested import count_readers, nodes_in
 from qompose.observers import MinMaxObserver, Observer
 from qompose.plan import Group
 from qompose.repairs.products import product_node
-from qompose.repairs.words import SMOOTH_QUANT
+from qompose.repairs.words import SMOOTH_QUANT, Repair, word_of
 from qompose.schemes import axis_of
 from qompose.specs import FixedQParamsQuantizationSpec, QuantizationSpec
 
@@ -65,7 +65,7 @@ def _inputs(claims: Sequence[Claim], nodes: Mapping[str, Node]) -> tuple[list[Po
     """Return the edges into products whose claims ask for it, and what is to be said of others that ask."""
     found: list[Point] = []
     notes: list[str] = []
-    for claim in (claim for claim in claims if SMOOTH_QUANT in claim.repairs):
+    for claim in (claim for claim in claims if _asked(claim) is not None):
         node = product_node(claim, nodes)
         points = {spec.point for spec in claim.specs}
         source = None if node is None else node.args[0]
@@ -108,7 +108,12 @@ class _Placing:
         weights, biases = (tuple(getattr(p, name) for p in products) for name in ("weight", "bias"))
         source = self.nodes[group.points[0].source]
         absorbers = self._absorbers(source, group, dims)
-        return Balance(INPUT, dims.pop(), weights, biases, SMOOTH_QUANT, absorbers)
+        strengths = {_asked(claim) for claim in claims}
+        if len(strengths) > 1:
+            told = " and ".join(sorted(map(str, strengths)))
+            raise _NotSmoothed(f"its readers ask for different strengths, {told}")
+        alpha = getattr(strengths.pop(), "alpha", None)
+        return Balance(INPUT, dims.pop(), weights, biases, SMOOTH_QUANT, absorbers, alpha)
 
     def _check_group(self, group: Group, asked: Sequence[Point]) -> None:
         source, spec = group.points[0].source, group.spec
@@ -166,6 +171,11 @@ class _Placing:
         values = [constant_of(node) for node in parameters]
         private = all(v is not None and self.readers.get(address_of(v), 0) == 1 for v in values)
         return tuple(node.name for node in parameters) if private else ()
+
+
+def _asked(claim: Claim) -> Repair | None:
+    """Return the SmoothQuant that a claim's configuration asks for, with its strength."""
+    return next((repair for repair in claim.repairs if word_of(repair) == SMOOTH_QUANT), None)
 
 
 def _is_ours(spec: QuantizationSpec) -> bool:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from qompose import decomposed
 from qompose.graph import constant_of
+from qompose.numerics import decibels
 
 ONE_STEP = 1.001
 """A step, and what float32 adds to it where integers up to 2**8 are scaled."""
@@ -33,10 +33,8 @@ def tensors_of(outputs: Any) -> list[Tensor]:
 def sqnr(reference: Tensor, actual: Tensor) -> float:
     """Return the signal to quantization noise ratio in decibels, infinite where both are equal."""
     reference, actual = reference.double(), actual.double()
-    noise, signal = float((reference - actual).square().sum()), float(reference.square().sum())
-    if noise == 0:
-        return math.inf
-    return 10 * math.log10(signal / noise) if signal > 0 and math.isfinite(noise) else -math.inf
+    noise = float((reference - actual).square().sum())
+    return decibels(float(reference.square().sum()), noise)
 
 
 def steps_of(converted: GraphModule) -> list[Tensor | None]:

@@ -60,6 +60,9 @@ class EmbeddingQuantizer(RuleQuantizer):
 
     Args:
         config: for all tables that no selector gives another; None: `embedding_byte`, eight bits a value.
+
+    Raises:
+        ConfigError: `config` is no configuration.
     """
 
     def __init__(self, config: QuantizationConfig | None = None) -> None:

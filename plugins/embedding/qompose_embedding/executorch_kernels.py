@@ -7,6 +7,7 @@ point for each row or group. ExecuTorch has no bags: those of one length are sum
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -101,7 +102,9 @@ def _same(one: Any, other: Any) -> bool:
 def _rows(region: Region, indices: Any) -> Node:
     """Emit a lookup of float32 rows."""
     try:
-        from executorch.exir.passes import _quant_patterns_and_replacements  # noqa: F401
+        with warnings.catch_warnings():  # about its own resource files, and what it imports
+            warnings.simplefilter("ignore")
+            from executorch.exir.passes import _quant_patterns_and_replacements  # noqa: F401
     except ImportError as error:
         raise NotLowerable(
             f"{error}; the operator comes with the package: pip install executorch"

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
-from qompose import Backend, LateOperators, RuleQuantizer, RuleUse
+from qompose import Backend, LateOperators, QuantizationConfig, RuleQuantizer, RuleUse
+from torch import nn
 from torch.fx import GraphModule
 
 from qompose_x86_inductor import configs, shielding, summing
@@ -16,6 +18,9 @@ from qompose_x86_inductor.requirements import asked_by, objection
 from qompose_x86_inductor.rules import RULES
 from qompose_x86_inductor.run_time_rules import RUN_TIME_RULES
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 
 class X86InductorBackend(Backend):
     """int8 convolution and linear on oneDNN, with fused activations and weights packed once."""
@@ -23,6 +28,7 @@ class X86InductorBackend(Backend):
     name = "x86_inductor"
     api_version = 1
     rules = (*RULES, *RUN_TIME_RULES)
+    rewrites = ("split_cells", "unroll_recurrent")
 
     def __init__(self) -> None:
         self.configs = configs.named()
@@ -54,3 +60,23 @@ class X86InductorQuantizer(RuleQuantizer):
 
     def __init__(self) -> None:
         super().__init__(X86InductorBackend())
+
+    # torchao's quantizer of this name has these methods, and scripts call them.
+
+    def set_module_name_qconfig(
+        self, module_name: str, quantization_config: QuantizationConfig | None
+    ) -> Self:
+        """Do what `set_module_name` does."""
+        return self.set_module_name(module_name, quantization_config)
+
+    def set_module_type_qconfig(
+        self, module_type: type[nn.Module], quantization_config: QuantizationConfig | None
+    ) -> Self:
+        """Do what `set_module_type` does: a functional of the same kind is not meant, as it is in torchao."""
+        return self.set_module_type(module_type, quantization_config)
+
+    def set_function_type_qconfig(
+        self, function_type: Callable[..., Any], quantization_config: QuantizationConfig | None
+    ) -> Self:
+        """Do what `set_operator_type` does."""
+        return self.set_operator_type(function_type, quantization_config)

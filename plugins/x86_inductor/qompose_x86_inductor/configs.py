@@ -9,6 +9,7 @@ from qompose import (
     PlaceholderObserver,
     QuantizationConfig,
     QuantizationSpec,
+    SmoothQuant,
     activation_spec,
     training_config,
     weight_spec,
@@ -42,7 +43,7 @@ def get_default_x86_inductor_quantization_config(
     range: str = "histogram",
     weight_range: str = "minmax",
     balance: bool = True,
-    repairs: tuple[str, ...] = (),
+    repairs: tuple[str | SmoothQuant, ...] = (),
     fake_quantize: str = "moving_average",
 ) -> QuantizationConfig:
     """Return uint8 activations per tensor and symmetric int8 weights per output channel.
@@ -70,7 +71,7 @@ def get_default_x86_inductor_quantization_config(
         balance: let channels of very different size get factors of their own (`QuantizationConfig`);
             it takes effect with static activations, and not in training.
         repairs: words for rewrites that mend what eight bits break: "equalization", "smooth_quant" and
-            "bias_correction" (`QuantizationConfig`). Not for training.
+            "bias_correction" (`QuantizationConfig`), or `SmoothQuant(alpha=...)`. Not for training.
         fake_quantize: with `is_qat`, how scales are found: "moving_average" or "learned"
             (`qompose.training_config`).
 

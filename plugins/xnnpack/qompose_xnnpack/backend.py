@@ -16,7 +16,7 @@ class XNNPACKBackend(Backend):
     name = "xnnpack"
     api_version = 1
     rules = RULES
-    rewrites = ("scalar_to_tensor",)
+    rewrites = ("scalar_to_tensor", "split_cells", "unroll_recurrent")
     targets = (Target("executorch", finish, missing, finish_methods),)
 
     def __init__(self) -> None:

@@ -10,6 +10,7 @@ import torch
 from qompose import (
     ConfigError,
     QuantizationConfig,
+    SmoothQuant,
     activation_spec,
     training_config,
     weight_spec,
@@ -35,7 +36,7 @@ def get_symmetric_quantization_config(
     range: str = "histogram",
     weight_range: str = "minmax",
     balance: bool = True,
-    repairs: tuple[str, ...] = (),
+    repairs: tuple[str | SmoothQuant, ...] = (),
     fake_quantize: str = "moving_average",
 ) -> QuantizationConfig:
     """Return a configuration of symmetric weights; its name says what it is.
@@ -60,7 +61,7 @@ def get_symmetric_quantization_config(
         balance: let channels of very different size get factors of their own (`QuantizationConfig`);
             it takes effect with static activations and per-channel weights, and not in training.
         repairs: words for rewrites that mend what eight bits break: "equalization", "smooth_quant" and
-            "bias_correction" (`QuantizationConfig`). Not for training.
+            "bias_correction" (`QuantizationConfig`), or `SmoothQuant(alpha=...)`. Not for training.
         fake_quantize: with `is_qat`, how scales are found: "moving_average" or "learned"
             (`qompose.training_config`).
 

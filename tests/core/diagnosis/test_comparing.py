@@ -280,7 +280,7 @@ def test_a_batch_norm_that_was_trained_leaves_nothing_unpaired() -> None:
         (("float", None, BATCHES), qompose.UserError, "other program"),
         (("float", "converted", []), qompose.CalibrationError, "no inputs"),
         (("float", "converted", 5), qompose.UserError, "iterable"),
-        (("float", "converted", [randn(2, 3)]), qompose.CalibrationError, "batch 1"),
+        (("float", "converted", [randn(2, 3)]), qompose.CalibrationError, "input 1"),
     ],
 )
 def test_what_cannot_be_compared(stages: Any, arguments: Any, error: Any, text: str) -> None:

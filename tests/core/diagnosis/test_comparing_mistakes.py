@@ -11,7 +11,7 @@ import qompose
 import torch
 from qompose import MemberError, StageError, UserError
 from qompose.counting import KERNELS_TAG
-from qompose.diagnosis.comparison import KERNEL
+from qompose.diagnosis.comparison import CLIPPING, KERNEL, NOT_FINITE
 from qompose.errors import BatchError
 from qompose.graph import tag_of
 from torch import Tensor, nn
@@ -109,7 +109,7 @@ def test_outputs_without_floats() -> None:
 
 
 def test_a_batch_that_does_not_fit_is_still_said_to_be_that(linear: dict[str, Any]) -> None:
-    with pytest.raises(BatchError, match="batch 2"):
+    with pytest.raises(BatchError, match=r"^input 2 does not fit the model"):
         qompose.compare(linear["float"], linear["converted"], [BATCHES[0], randn(4, 5)])
 
 
@@ -122,3 +122,18 @@ def test_a_kernel_that_returns_another_shape_is_named() -> None:
     (note,) = (note for note in found.notes if "0: aten.linear" in note)
     assert note.startswith("0: aten.linear.default, output is float32[4, 6] in one and ")
     assert note.endswith("[1, 6] in the other")
+
+
+def test_an_input_with_nan_is_said_to_be_that(linear: dict[str, Any]) -> None:
+    """Integers have no NaN, which is neither rounding nor clipping."""
+    odd = BATCHES[0].clone()
+    odd[0, 0] = math.nan
+    found = qompose.compare(linear["float"], linear["converted"], [odd])
+    (given,) = (row for row in found if row.operator == "input")
+    assert given.cause == NOT_FINITE
+    assert not found.of_cause(CLIPPING)
+
+
+def test_a_single_input_is_not_gone_through(linear: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=r"compare takes several batches.*pass \[batch\]"):
+        qompose.compare(linear["float"], linear["converted"], BATCHES[0])

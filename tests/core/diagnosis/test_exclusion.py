@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import qompose
 import torch
-from qompose import TuningError
+from qompose.diagnosis.exclusion import excluding
+from qompose.selectors import for_name
 from torch import Tensor, nn
 
 from tests.core.toy import (
@@ -137,15 +138,84 @@ def test_other_members_do_not_take_over() -> None:
         }
 
 
-def test_members_without_selectors_are_named() -> None:
+def annotator() -> Annotator:
+    """A quantizer that is code: it annotates one linear."""
+
     def linears(node: Any) -> None:
         if node.target is aten.linear.default and "layers.1" in str(node.meta["nn_module_stack"]):
             annotate(node, {node.args[0]: INT8}, INT8)
 
-    quantizer = qompose.compose(Annotator(linears), toy(config=PER_TENSOR))
-    with pytest.raises(TuningError, match=r"linear_1 .* cannot be left in float: annotator has no"):
-        tuned(quantizer, drop=0.5, metric=modules_in_float("layers.1"))
-    found = tuned(quantizer, drop=1.5, metric=modules_in_float("layers.1", "layers.3"))
-    assert {site.module for site in found.excluded} == {"layers.3"}
+    return Annotator(linears)
+
+
+def test_members_without_selectors_are_not_heard() -> None:
+    quantizer = qompose.compose(annotator(), toy(config=PER_TENSOR))
+    found = tuned(quantizer, drop=0.5, metric=modules_in_float("layers.1", "layers.3"))
+    assert {site.module for site in found.excluded} == {"layers.1", "layers.3"}
     assert found.written is None
-    assert found.apply(quantizer).members[0] is quantizer.members[0]
+    assert any("annotator is code, which cannot be written" in note for note in found.notes)
+    for chosen in (
+        found.quantizer,
+        found.apply(qompose.compose(annotator(), toy(config=PER_TENSOR))),
+    ):
+        report = qompose.report(prepare(PROGRAM, chosen))
+        (row,) = report.why("layers.1")
+        assert str(row).endswith("is float: annotator: left in float by module name layers.1")
+    before = qompose.report(prepare(PROGRAM, quantizer))  # which is left as it was
+    assert [row.owner for row in before.why("layers.1")] == ["annotator"]
+
+
+def test_more_settings_for_a_member_that_is_not_heard() -> None:
+    first = for_name("layers.1", None)
+    once = excluding(annotator(), [first])
+    again = excluding(once, [for_name("layers.2", None)])
+    assert again.settings == (first, for_name("layers.2", None))
+    assert once.settings == (first,)
+    assert excluding(again, []) is again
+
+
+def test_a_member_that_is_not_heard_keeps_all_else() -> None:
+    """Each method of the interface is the member's own, but for the claims."""
+    asked = []
+
+    class Talkative(Annotator):
+        rewrites = ("split_attention",)
+        on_conflict = "first"
+
+        def transform_for_annotation(self, model: Any) -> Any:
+            asked.append("transform_for_annotation")
+            return model
+
+        def validate(self, model: Any) -> None:
+            asked.append("validate")
+
+        def prepare_obs_or_fq_callback(self, model: Any, observers: Any) -> None:
+            asked.append("prepare_obs_or_fq_callback")
+
+        def check_program(self, exported: Any) -> list[str]:
+            asked.append("check_program")
+            return ["nothing"]
+
+        def objection_to_rewrite(self, claim: Any, nodes: Any) -> str:
+            return "a rewrite"
+
+        def objection_to_spec(self, claim: Any, spec: Any) -> str:
+            return "a specification"
+
+        def quantization_capabilities(self) -> Any:
+            return "capabilities"
+
+    member: Any = Talkative(lambda node: None)
+    held: Any = excluding(member, [for_name("layers.1", None)])
+    assert (held.name, held.rewrites, held.on_conflict) == ("annotator", member.rewrites, "first")
+    assert held.objection_to_rewrite(None, ()) == "a rewrite"
+    assert held.objection_to_spec(None, None) == "a specification"
+    assert held.quantization_capabilities() == "capabilities"
+    report = qompose.report(prepare(PROGRAM, held))
+    assert "nothing" in report.notes
+    assert {*asked} == {
+        "transform_for_annotation", "validate", "prepare_obs_or_fq_callback", "check_program",
+    }  # fmt: skip
+    interface = {name for name, value in vars(qompose.Quantizer).items() if callable(value)}
+    own = {name for name in vars(type(held)) if name in interface} - {"__init__"}
+    assert interface - own - {"__init__"} <= {"to_dict", "to_json"}  # which say that it is code

@@ -249,7 +249,9 @@ def test_errors() -> None:
     prepared = calibrated(make(), batches)
     with pytest.raises(UserError, match="got no inputs"):
         qompose.sensitivity(prepared, [])
-    with pytest.raises(BatchError, match="batch 2 does not fit"):
+    with pytest.raises(BatchError, match=r"^batch 1 does not fit the model: RuntimeError"):
+        qompose.sensitivity(prepared, [tuple(part[..., :-1] for part in batches[0])])
+    with pytest.raises(BatchError, match=r"^batch 2 does not fit"):
         qompose.sensitivity(prepared, [batches[0], (PIXELS, PIXELS)])
     with pytest.raises(StageError, match="sensitivity takes a prepared model"):
         qompose.sensitivity(qompose.convert_pt2e(prepared), batches)

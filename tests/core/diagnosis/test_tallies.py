@@ -16,10 +16,11 @@ from qompose.diagnosis.comparison import (
     FALLBACK,
     INHERITED,
     KERNEL,
+    NOT_FINITE,
     ROUNDING,
 )
 from qompose.diagnosis.pairing import Grid
-from qompose.diagnosis.tallies import Tally, decibels
+from qompose.diagnosis.tallies import Tally
 from torch import Tensor
 
 GRID = Grid(0.1, 0, -128, 127)
@@ -74,16 +75,16 @@ def test_cause(case: str, cause: str) -> None:
     own = {"equal": x, "inherited": x, "last digits": x * (1 + 1e-7)}.get(case, rounded)
     made = tally(x, x + 0.5 if case == "inherited" else own, own)
     if case.startswith("wrong"):
-        made.add_kernel(rounded, rounded + 0.25)
+        made.add_kernel(rounded, rounded + 0.25, x)
     if case.startswith("kernel"):
-        made.add_kernel(rounded, rounded + 0.1)
+        made.add_kernel(rounded, rounded + 0.1, x)
     assert made.cause(fallback=case == "no kernel") == cause
 
 
 def test_a_kernel_that_gives_nan_is_wrong() -> None:
     x = torch.ones(3)
     made = tally(x, x, x)
-    made.add_kernel(x, torch.tensor([1.0, 1.0, math.nan]))
+    made.add_kernel(x, torch.tensor([1.0, 1.0, math.nan]), x)
     assert made.cause(fallback=False) == KERNEL
 
 
@@ -100,8 +101,39 @@ def test_integers_come_back_from_what_they_stand_for(integers: list[int], zero: 
     assert torch.equal(grid.to_integers(grid.to_floats(given_)).to(torch.int8), given_)
 
 
-def test_decibels() -> None:
-    assert decibels(100.0, 1.0) == 20
-    assert decibels(1.0, 0.0) == math.inf
-    assert decibels(0.0, 1.0) == -math.inf
-    assert math.isnan(decibels(1.0, math.nan))
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("side", ["reference", "other"])
+def test_what_one_of_both_has_no_number_for_is_not_clipping(value: float, side: str) -> None:
+    x = torch.linspace(-9, 9, 50)
+    odd = torch.where(x > 8, value, x)
+    made = tally(*(odd, GRID.rounded(x), GRID.rounded(x)) if side == "reference" else (x, odd, odd))
+    assert made.cause(fallback=False) == NOT_FINITE
+    assert made.sqnr == made.own_sqnr == -math.inf
+
+
+def test_what_comes_behind_is_inherited_though_it_has_no_number() -> None:
+    x = torch.linspace(-9, 9, 50)
+    assert tally(x, torch.where(x > 8, math.nan, x), x).cause(fallback=False) == INHERITED
+
+
+def test_a_kernel_that_rounds_less_than_its_region_is_not_wrong() -> None:
+    """As one whose scales have no least value. Its distance is told, and a value that is worse is enough."""
+    x = torch.linspace(-1, 1, 51)
+    simulated = x + 0.1 * (-1.0) ** torch.arange(51)  # 25 steps of 1/255
+    for worst, cause in ((0.0, ROUNDING), (0.05, ROUNDING), (0.25, KERNEL), (-0.35, KERNEL)):
+        own = x * 1.001
+        own[20] = x[20] + worst
+        made = tally(x, own, own, None)
+        made.add_kernel(simulated, own, x)
+        assert made.cause(fallback=False) == cause, worst
+        assert made.steps is not None
+        assert made.steps > 20
+
+
+def test_a_kernel_that_returns_floats_is_one_step_from_floats_that_are_exact() -> None:
+    x = torch.linspace(-1, 1, 51)
+    for steps, cause in ((0.9, ROUNDING), (1.1, KERNEL)):
+        made = tally(x, x + steps / 255, x + steps / 255, None)
+        made.add_kernel(x, x + steps / 255, x)
+        assert made.cause(fallback=False) == cause
+        assert made.steps == pytest.approx(steps, rel=1e-3)

@@ -91,3 +91,36 @@ def test_scores_without_bound_are_written(tmp_path: Path) -> None:
     json.dumps(found.to_dict(), allow_nan=False)
     found.save(tmp_path / "tuned.json")
     assert qompose.Tuning.load(tmp_path / "tuned.json") == found
+
+
+def test_places_where_nothing_can_be_kept(tmp_path: Path) -> None:
+    """Said before the metric is asked, which may take an hour."""
+    asked: list[Any] = []
+    with pytest.raises(UserError, match="cannot be written: it is a directory"):
+        tuned(asked.append, resume=tmp_path)
+    with pytest.raises(
+        UserError, match=r"resume='/dev/null' cannot be|/dev/null cannot be written"
+    ):
+        tuned(asked.append, resume="/dev/null")
+    with pytest.raises(UserError, match=r"resume='/proc/tuning\.json' cannot be used: "):
+        tuned(asked.append, resume="/proc/tuning.json")
+    assert not asked
+
+
+def test_data_that_is_a_single_batch() -> None:
+    with pytest.raises(UserError, match="tune takes several batches"):
+        tuned(exact, data=X)
+
+
+def test_scores_without_bound_are_told_in_words() -> None:
+    asked: list[Any] = []
+
+    def metric(model: Any) -> float:
+        asked.append(model)
+        return 0.0 if len(asked) == 1 else -math.inf
+
+    with pytest.raises(qompose.TuningError) as caught:
+        tuned(metric)
+    told = str(caught.value)
+    assert "metric has no number for any of the 2 that were tried, but -inf" in told
+    assert "without bound below float" in str(caught.value.tuning)

@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 import qompose
 import torch
-from qompose import QuantizationConfig, QuantizationSpec, StatisticsError, UncalibratedError
+from qompose import (
+    QuantizationConfig,
+    QuantizationSpec,
+    SmoothQuant,
+    StatisticsError,
+    UncalibratedError,
+)
 from qompose.rules import Rule
 from torch import Tensor, nn
 
@@ -121,6 +127,25 @@ class TestGain:
         assert "by a product in the graph" in made[0]
         assert "by second.weight and second.bias" in made[-1]
 
+    @pytest.mark.parametrize("alpha", [0.25, 1.0])
+    def test_a_strength_of_ones_own(self, alpha: float) -> None:
+        """Factors are those of the formula: powers of two next to sizes over their median."""
+        model = block()
+        asked = replace(STATIC, repairs=(SmoothQuant(alpha),))
+        prepared = prepare(export(model, tokens()), toy(RULE, config=asked))
+        prepared(tokens())
+        converted = qompose.convert_pt2e(prepared)
+        made, _ = lines(converted)
+        assert f"smooth_quant with alpha {alpha:g} of layer_norm, the input of linear (" in made[0]
+        with torch.no_grad():
+            seen = model.first(tokens()).flatten(0, 1).abs().amax(0)
+        readers = torch.stack(
+            [linear.weight.abs().amax(0) for linear in (model.q, model.k, model.v)]
+        )
+        sizes = seen**alpha / readers.amax(0) ** (1 - alpha)
+        factors = torch.exp2(torch.log2(sizes / sizes.median()).round()).clamp(min=1)
+        assert torch.equal(converted.state_dict()["first.weight"], model.first.weight / factors)
+
     def test_the_layer_norm_does_it_at_no_cost(self) -> None:
         _, plain = quantized(block(), STATIC)
         _, converted = quantized(block(), replace(STATIC, repairs=SMOOTH))
@@ -167,6 +192,12 @@ class TestReasons:
         quantizer = toy(RULE, config=replace(STATIC, repairs=SMOOTH)).set_module_name("k", STATIC)
         notes = self.notes(block(), quantizer)
         assert "layer_norm -> linear_1 has the same integers, and nobody asks for it there" in notes
+
+    def test_two_readers_ask_for_different_strengths(self) -> None:
+        one, other = (replace(STATIC, repairs=(SmoothQuant(alpha),)) for alpha in (0.5, 0.75))
+        quantizer = toy(RULE, config=one).set_module_name("k", other)
+        told = "different strengths, smooth_quant with alpha 0.5 and smooth_quant with alpha 0.75"
+        assert told in self.notes(block(), quantizer)
 
     def test_integers_from_the_operator_before(self) -> None:
         config = QuantizationConfig(INT8, INT8, PER_TENSOR.weight, repairs=SMOOTH)

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What can be read of a public docstring: the errors that it names, and whether it says shapes."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import importlib
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from qompose import InternalError
+
+from docs.building import api
+
+_SHAPE = re.compile(r"shape|`\(|dimension|per tensor|scalar|any size|elements")
+
+
+@dataclass(frozen=True)
+class Documented:
+    """A public function, or a method of a public class.
+
+    Attributes:
+        path: its full name.
+        function: the function itself.
+        text: what is read of it: its docstring, one of a base, or the class's for what makes objects.
+    """
+
+    path: str
+    function: Callable[..., Any]
+    text: str
+
+
+def public() -> Iterator[Documented]:
+    """Yield what is called of the public names, each once."""
+    for path in sorted(api.public_names()):
+        found = api.entry(path)
+        if found.kind == "function":
+            yield Documented(path, found.value, inspect.getdoc(found.value) or "")
+        elif found.kind in ("class", "exception"):
+            yield from _methods(path, found.value)
+
+
+def _methods(path: str, cls: type) -> Iterator[Documented]:
+    for name, member in vars(cls).items():
+        function = _function(member)
+        if function is None or function.__module__ != cls.__module__:
+            continue  # what dataclasses write has no source
+        if name in getattr(cls, "__dataclass_fields__", {}):
+            continue  # a field whose default is a function; the class tells what it is
+        if name in ("__init__", "__post_init__", "__new__"):
+            yield Documented(path, function, inspect.getdoc(cls) or "")
+        elif not name.startswith("_"):
+            yield Documented(
+                f"{path}.{name}", function, inspect.getdoc(member) or _inherited(cls, name)
+            )
+
+
+def _inherited(cls: type, name: str) -> str:
+    texts = (inspect.getdoc(vars(base)[name]) for base in cls.__mro__ if name in vars(base))
+    return next((text for text in texts if text), "")
+
+
+def _function(member: Any) -> Callable[..., Any] | None:
+    if isinstance(member, property):
+        member = member.fget
+    if isinstance(member, (staticmethod, classmethod)):
+        member = member.__func__
+    return (
+        member
+        if inspect.isfunction(member) and "<string>" not in member.__code__.co_filename
+        else None
+    )
+
+
+def raised(function: Callable[..., Any]) -> set[str]:
+    """Return the names of the errors that a function raises itself, or by a helper of its module."""
+    return _raised(inspect.unwrap(function), set())
+
+
+def _raised(function: Callable[..., Any], seen: set[object]) -> set[str]:
+    if function in seen:
+        return set()
+    seen.add(function)
+    module = importlib.import_module(function.__module__)
+    names = set()
+    for node in _own_nodes(function):
+        if isinstance(node, ast.Raise) and node.exc is not None:
+            error = node.exc.func if isinstance(node.exc, ast.Call) else node.exc
+            names.add(ast.unparse(error).rpartition(".")[2])
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            helper = getattr(module, node.func.id, None)
+            if inspect.isfunction(helper) and helper.__module__ == module.__name__:
+                names |= _raised(inspect.unwrap(helper), seen)
+    return {name for name in names if _is_error(module, name)}
+
+
+def _own_nodes(function: Callable[..., Any]) -> Iterator[ast.AST]:
+    """Yield the nodes of a function's body, without those within `try` whose errors it may catch."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    todo: list[ast.AST] = [tree]
+    while todo:
+        node = todo.pop()
+        yield node
+        children = ast.iter_child_nodes(node)
+        if isinstance(node, ast.Try) and node.handlers:
+            children = iter([*node.handlers, *node.orelse, *node.finalbody])
+        todo += children
+
+
+def _is_error(module: Any, name: str) -> bool:
+    found = getattr(module, name, None) or getattr(builtins, name, None)
+    bug = (
+        InternalError,
+        NotImplementedError,
+    )  # what should never be seen, and what a subclass has to write
+    return (
+        inspect.isclass(found) and issubclass(found, BaseException) and not issubclass(found, bug)
+    )
+
+
+def says(text: str, error: type[BaseException]) -> bool:
+    """Tell whether the "Raises:" of a docstring names an error, or a kind of it that is no base of all."""
+    section = re.search(r"^Raises:\n((?:[ ]+.*\n?|\n)*)", text, re.MULTILINE)
+    named = re.findall(r"\w+(?:Error|Lowerable)", section[1]) if section else []
+    return any(cls.__name__ in named for cls in error.__mro__)
+
+
+def unreadable_entries(text: str) -> list[str]:
+    """Return the entries of a docstring's sections that do not have their names and a colon on one line."""
+    sections = re.findall(r"^(?:Args|Attributes|Raises):\n((?:[ ]+.*\n?|\n)*)", text, re.MULTILINE)
+    lines = [line for section in sections for line in section.splitlines()]
+    entries = [line.strip() for line in lines if re.match(r" {4}\S", line)]
+    return [entry for entry in entries if not re.match(r"[\w*]+(, [\w*]+)*: ", entry)]
+
+
+def takes_tensors(function: Callable[..., Any]) -> bool:
+    """Tell whether a function takes or returns tensors, by its annotations."""
+    return any(re.search(r"\bTensor\b", str(each)) for each in function.__annotations__.values())
+
+
+def says_shapes(text: str) -> bool:
+    """Tell whether a docstring says anything of shapes."""
+    return _SHAPE.search(text) is not None
