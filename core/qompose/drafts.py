@@ -46,11 +46,16 @@ def draft_of(path: Path) -> Iterator[Path]:
 
     Raises:
         UserError: in that place is something else than a file.
+        OSError: nothing can be written there; it names `path`, not the draft.
     """
     place = destination(path)
     draft = place.with_name(f".{place.stem}.{uuid4().hex}{place.suffix}")
     try:
         yield draft
         draft.replace(place)
+    except OSError as error:
+        if error.filename in (str(draft), draft):
+            error.filename, error.filename2 = str(path), None
+        raise
     finally:
         draft.unlink(missing_ok=True)
