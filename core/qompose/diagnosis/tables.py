@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from qompose.batches import binder
-from qompose.diagnosis.comparison import KERNEL, Compared, Comparison
+from qompose.diagnosis.comparison import KERNEL, ROUNDING, UNKNOWN, Compared, Comparison
 from qompose.diagnosis.lockstep import Lockstep, parameters_of, unread_in
 from qompose.diagnosis.pairing import Values
 from qompose.diagnosis.sides import FLOAT, Instance, Side, with_rewrites_of
@@ -212,7 +212,7 @@ class OutputTable:
                 name="",
                 state="",
                 owner="",
-                cause=tally.cause(fallback=False),
+                cause=UNKNOWN if (cause := tally.cause(fallback=False)) == ROUNDING else cause,
                 **tally.figures(),
             )
             for number, tally in enumerate(self._tallies)
