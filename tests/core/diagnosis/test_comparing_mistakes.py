@@ -90,6 +90,16 @@ def test_kernels_are_judged_beside_a_converted_model(linear: dict[str, Any], sta
         qompose.compare(linear["float"], linear["lowered"], BATCHES, converted=linear[stage])
 
 
+def test_kernels_are_not_judged_beside_what_is_called(linear: dict[str, Any]) -> None:
+    with pytest.raises(StageError, match="and not what can only be called"):
+        qompose.compare(
+            linear["float"],
+            linear["lowered"],
+            BATCHES,
+            converted=nn.Linear(6, 3),  # type: ignore[arg-type]
+        )
+
+
 def test_kernels_are_judged_beside_the_model_of_their_own(linear: dict[str, Any]) -> None:
     other = stages(seeded(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3)), 5))
     with pytest.raises(UserError, match="converted= is of another program"):
