@@ -167,7 +167,7 @@ def _measure(
             bar.update(task, description=f"{model}, {flow.name}")
 
         def done(model: str, flow: Flow, row: dict[str, Any]) -> None:
-            state.add(model, flow.name, {"kind": "peer" if flow.peer else "ours", **row})
+            state.add(model, flow.name, {**row, "kind": "peer" if flow.peer else "ours"})
             bar.advance(task)
             if not watched:
                 progress = bar.tasks[0]
@@ -177,7 +177,18 @@ def _measure(
                 print(f"{progress.completed:.0f}/{progress.total:.0f} {model}, {flow.name}: {said}",
                       file=sys.stderr, flush=True)  # fmt: skip
 
-        Crew(tasks, begun, done).run(lambda: Worker(command, limits), options.jobs)
+        def settled(model: str, flow: Flow) -> dict[str, Any] | None:
+            return _as_in_export(state, model, flow)
+
+        Crew(tasks, settled, begun, done).run(lambda: Worker(command, limits), options.jobs)
+
+
+def _as_in_export(state: State, model: str, flow: Flow) -> dict[str, Any] | None:
+    """The row of a model that no flow can have, since it is not even built or exported."""
+    export = state.rows.get((model, EXPORT))
+    if flow.name == EXPORT or export is None or export["works"]:
+        return None
+    return {**export, "error": f"as without any flow: {export['error']}", "seconds": {}}
 
 
 def _tasks(

@@ -10,7 +10,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -23,9 +22,11 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from zoo_flows import Flow
 from zoo_peers import PEERS
-from zoo_yardstick import rounded_outputs
+from zoo_yardstick import buffers_restored, rounded_outputs
 
 CALIBRATION, HELD_OUT, FIRST_HELD_OUT = 4, 2, 100
+MORE = 60
+"""Calibration inputs where the first ones have not taken every branch."""
 LONGEST_ERROR, MOST_REASONS = 600, 8
 EQUAL = 200.0
 """What stands for the decibels of outputs without any noise, which JSON has no number for."""
@@ -149,12 +150,9 @@ def _ours(
     with stages("calibrate"):
         qompose.calibrate(prepared, calibration, progress=False)
     with stages("convert"):
-        converted = qompose.convert_pt2e(prepared)
-    with stages("run"), torch.no_grad():
-        apart = deepcopy(
-            converted
-        )  # a run may write to buffers, and the lowered model is to begin anew
-        simulated = [pytree.tree_map(_kept, apart(*inputs)) for inputs in held_out]
+        converted, unseen = _converted(model, prepared)
+    with stages("run"), torch.no_grad(), buffers_restored(converted):
+        simulated = [pytree.tree_map(_kept, converted(*inputs)) for inputs in held_out]
     with stages("lower"):
         lowered = qompose.lower(converted, flow.target)
     report = qompose.report(lowered)
@@ -164,8 +162,22 @@ def _ours(
         **compared(reference, results),
         "simulated_sqnr": compared(reference, simulated)["sqnr"],
         **coverage(report),
+        "unseen": unseen,
         "bytes": [report.bytes_before, report.bytes_after],
     }
+
+
+def _converted(model: Any, prepared: Any) -> tuple[Any, bool]:
+    """The Q/DQ model, and whether parts of it stay float: branches that not even more inputs have taken."""
+    try:
+        return qompose.convert_pt2e(prepared), False
+    except qompose.UncalibratedError:
+        more = (model.inputs(number) for number in range(CALIBRATION, CALIBRATION + MORE))
+        qompose.calibrate(prepared, more, progress=False)
+    try:
+        return qompose.convert_pt2e(prepared), False
+    except qompose.UncalibratedError:
+        return qompose.convert_pt2e(prepared, allow_uncalibrated=True), True
 
 
 def _peer(

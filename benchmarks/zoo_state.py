@@ -97,7 +97,7 @@ class State:
 
     def add(self, model: str, flow: str, row: Row) -> Row:
         """Write a row, so that it outlasts this process."""
-        row = {"model": model, "flow": flow, **row, "on": self.on}
+        row = {**row, "model": model, "flow": flow, "on": self.on}
         self.rows[model, flow] = row
         self._file.write(json.dumps(row, allow_nan=False) + "\n")
         self._file.flush()

@@ -76,7 +76,7 @@ class Worker:
     def run(self, model: str, flow: Flow) -> dict[str, Any]:
         """The row of a run, whatever becomes of the process. Peers change their process: each has its own."""
         if self._runs >= MOST_RUNS or flow.peer != self._kind:
-            self.close()
+            self._end()
         self._runs, self._stage, self._kind = self._runs + 1, "start", flow.peer
         start = time.monotonic()
         process = self._started()
@@ -87,7 +87,7 @@ class Worker:
             process.stdin.flush()
         row, why = self._answer(process)
         if row is None:
-            self.close()
+            self._end()
             return {
                 "works": False,
                 "stage": self._stage,
@@ -96,8 +96,17 @@ class Worker:
             }
         return row
 
+    def interrupt(self) -> None:
+        """End what the process does now, from another thread: `run` then returns a row that says so."""
+        if (process := self._process) is not None:
+            process.kill()
+
     def close(self) -> None:
-        """End the process, in whatever it does."""
+        """End the process, in whatever it does, for good."""
+        self._end()
+        self._log.close()
+
+    def _end(self) -> None:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -164,23 +173,30 @@ def _held(pid: int) -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
+Settled = Callable[[str, Flow], dict[str, Any] | None]
 Begun = Callable[[str, Flow], None]
 Done = Callable[[str, Flow, dict[str, Any]], None]
 Tasks = list[tuple[str, list[Flow]]]
 
 
 class Crew:
-    """Threads with a worker each; a model's flows stay with one. What a thread raises ends them all."""
+    """Threads with a worker each; a model's flows stay with one. What a thread raises ends them all.
 
-    def __init__(self, tasks: Tasks, begun: Begun, done: Done) -> None:
+    Args:
+        settled: returns the row of a run that need not be made, else None.
+        begun, done: called before and after each run, one call at a time.
+    """
+
+    def __init__(self, tasks: Tasks, settled: Settled, begun: Begun, done: Done) -> None:
         self._waiting = [(model, flows) for model, flows in reversed(tasks)]
         self._lock = threading.Lock()
         self._faults: list[BaseException] = []
-        self._begun, self._done = begun, done
+        self._settled, self._begun, self._done = settled, begun, done
 
     def run(self, make: Callable[[], Worker], jobs: int) -> None:
         """Run all tasks, so many at a time. Raises what a thread or the user's interrupt raised."""
-        threads = [threading.Thread(target=self._work, args=(make(),)) for _ in range(jobs)]
+        workers = [make() for _ in range(jobs)]
+        threads = [threading.Thread(target=self._work, args=(worker,)) for worker in workers]
         for thread in threads:
             thread.start()
         try:
@@ -189,6 +205,8 @@ class Crew:
                 time.sleep(0.05)
         except KeyboardInterrupt as interrupt:
             self._faults.append(interrupt)
+            for worker in workers:
+                worker.interrupt()
         for thread in threads:
             thread.join()
         if self._faults:
@@ -213,6 +231,8 @@ class Crew:
             return
         with self._lock:
             self._begun(model, flow)
-        row = worker.run(model, flow)
+            row = self._settled(model, flow)
+        row = row or worker.run(model, flow)
         with self._lock:
-            self._done(model, flow, row)
+            if not self._faults:
+                self._done(model, flow, row)

@@ -6,12 +6,12 @@ It is what `zoo.py` judges error by, and uses nothing of qompose.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from copy import deepcopy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import GraphModule, Interpreter, Node
 
 STEPS = 255
@@ -62,9 +62,21 @@ def rounded_outputs(
     program: GraphModule, calibration: Sequence[tuple[Any, ...]], held_out: Sequence[Any]
 ) -> list[Any]:
     """The outputs on each of the held-out inputs, with ranges of the calibration inputs."""
-    first, runner = Rounded(deepcopy(program)), Rounded(program)  # runs may write to buffers
+    runner = Rounded(program)
     with torch.no_grad():
-        for inputs in calibration:
-            first.run(*inputs)
-        runner.ranges, runner.rounding = first.ranges, True
+        with buffers_restored(program):
+            for inputs in calibration:
+                runner.run(*inputs)
+        runner.rounding = True
         return [runner.run(*inputs) for inputs in held_out]
+
+
+@contextmanager
+def buffers_restored(program: nn.Module) -> Iterator[None]:
+    """Give a program the buffers again that it began with: a run may write to them."""
+    before = [(buffer, buffer.clone()) for buffer in program.buffers()]
+    try:
+        yield
+    finally:
+        for buffer, value in before:
+            buffer.copy_(value)

@@ -32,7 +32,7 @@ LAYERS = tuple(
         aliases running operators offers faults kinship strides channel_histograms
         numerics graph screening functionals fbgemm encoding drafts factories row_sample range_search
         decomposed nested recording input_checks facts tensor_screening processes
-        decompositions sources modes flow calls repairs.means
+        decompositions sources modes flow calls repairs.means computed_weights
         exported
         specs observers rewrites evaluation balancing schemes reference guarding
         histogram_observers fake_quantize likeness

@@ -19,7 +19,7 @@ from qompose.plan import TRANSFORM, Rewrite
 from qompose.quantizer import Quantizer, labelled
 from qompose.repairs.equalization import equalize
 from qompose.repairs.words import not_in_training
-from qompose.rewrites import ADD_BIAS, FOLD_BATCH_NORM, Candidate, apply_rewrites, splits
+from qompose.rewrites import FOLD_BATCH_NORM, FOR_EVALUATION, Candidate, apply_rewrites, splits
 from qompose.survey import reasons_of
 from qompose.transforming import transformed
 from qompose.tying import one_table_each
@@ -36,7 +36,7 @@ def annotate_program(
     """
     found = wanted_rewrites(exported, quantizer)
     if trains:
-        found = [candidate for candidate in found if candidate.rewrite != ADD_BIAS]
+        found = [candidate for candidate in found if candidate.rewrite not in FOR_EVALUATION]
     folds = [c for c in found if c.rewrite == FOLD_BATCH_NORM and c.obstacle is None]
     folded, _ = _rewritten(exported, folds)
     tried: list[tuple[Sequence[Candidate], _Attempt]] = []

@@ -49,6 +49,7 @@ def draft_of(path: Path) -> Iterator[Path]:
 
     Raises:
         UserError: in that place is something else than a file.
+        OSError: nothing can be written there; it names `path`, not the draft.
     """
     place = destination(path)
     stem = place.stem[
@@ -58,5 +59,9 @@ def draft_of(path: Path) -> Iterator[Path]:
     try:
         yield draft
         draft.replace(place)
+    except OSError as error:
+        if error.filename in (str(draft), draft):
+            error.filename, error.filename2 = str(path), None
+        raise
     finally:
         draft.unlink(missing_ok=True)

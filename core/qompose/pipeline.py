@@ -271,7 +271,7 @@ def convert_pt2e(
         prepared,
         stages=("prepared",),
         function="convert_pt2e",
-        remedy="Call prepare_pt2e and calibrate first.",
+        remedy="Call prepare_pt2e, which returns a new model, and calibrate that first.",
     )
     say_if_modes_were_lost(prepared)
     with _without_collection():

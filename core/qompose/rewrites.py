@@ -8,7 +8,7 @@ the plan lists each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +18,16 @@ from torch.fx import Graph, GraphModule, Node
 from torch.nn.utils.fusion import fuse_conv_bn_weights, fuse_linear_bn_weights
 
 from qompose.aliases import written_buffers
+from qompose.computed_weights import (
+    computed_values,
+    drop,
+    fold_weight,
+    is_product,
+    obstacle_of_product,
+    obstacle_of_weight,
+    product_to_linear,
+    read_by,
+)
 from qompose.decompositions import DECOMPOSITIONS, decompose, obstacle_of
 from qompose.errors import UserError, near_names
 from qompose.graph import (
@@ -42,6 +52,11 @@ FOLD_BATCH_NORM = "fold_batch_norm"
 SCALAR_TO_TENSOR = "scalar_to_tensor"
 ADD_BIAS = "add_bias"
 """A product without a bias gets one of zeros, for repairs to change."""
+FOLD_WEIGHT = "fold_weight"
+PRODUCT_TO_LINEAR = "product_to_linear"
+_REPLACING = (FOLD_WEIGHT, PRODUCT_TO_LINEAR)
+FOR_EVALUATION = (ADD_BIAS, *_REPLACING)
+"""Those that put other parameters in the place of what is trained."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +80,8 @@ def find_rewrites(module: GraphModule, wanted: Collection[str]) -> list[Candidat
     for name in wanted:
         if name not in _REWRITES:
             raise UserError(f"there is no rewrite {name!r}{near_names(name, _REWRITES)}")
-    consumers, cast = count_readers(module), _graphs_under_autocast(module)
+    cast = _graphs_under_autocast(module)
+    program = _Program(count_readers(module), computed_values(module))
     return [
         replace(candidate, obstacle=_AUTOCAST)
         if splits(candidate) and node.graph in cast
@@ -74,7 +90,7 @@ def find_rewrites(module: GraphModule, wanted: Collection[str]) -> list[Candidat
         if node.op == "call_function"
         for name, (find, _) in _REWRITES.items()
         if name in wanted
-        for candidate in find(node, consumers)
+        for candidate in find(node, program)
     ]
 
 
@@ -85,11 +101,15 @@ def apply_rewrites(module: GraphModule, candidates: Iterable[Candidate]) -> list
         the names of each one's pieces: the operators that stand there afterwards.
     """
     nodes = {node.name: node for node in nodes_in(module)}
-    pieces = []
+    pieces: list[tuple[str, ...]] = []
+    replaced: list[Node] = []
     for candidate in candidates:
         _, apply = _REWRITES[candidate.rewrite]
         places = [nodes[name] for name in candidate.nodes]
+        if candidate.rewrite in _REPLACING:
+            replaced += read_by(places[0])
         pieces.append(apply(places[0].graph.owning_module, *places))
+    drop(replaced)  # at the end: other rewrites may be of what computes a weight
     return pieces
 
 
@@ -116,8 +136,19 @@ def _graphs_under_autocast(module: GraphModule) -> set[Graph]:
     }
 
 
-Consumers = dict[int, int]
-Find = Callable[[Node, Consumers], Iterator[Candidate]]
+@dataclass(frozen=True)
+class _Program:
+    """What finding needs to know of all of a program.
+
+    `readers` are the numbers of operators that read a parameter, by its address; `computed` are the values
+    that come from parameters alone.
+    """
+
+    readers: dict[int, int]
+    computed: Container[Node]
+
+
+Find = Callable[[Node, _Program], Iterator[Candidate]]
 Apply = Callable[..., tuple[str, ...]]
 
 TRANSPOSED = {
@@ -145,16 +176,16 @@ _IMAGE_RANK: dict[Any, int] = {
 }
 
 
-def _find_batch_norm(node: Node, consumers: Consumers) -> Iterator[Candidate]:
+def _find_batch_norm(node: Node, program: _Program) -> Iterator[Candidate]:
     if node.target is not aten.batch_norm.default:
         return
     producer = node.args[0]
     if isinstance(producer, Node) and producer.target in FOLDABLE:
-        obstacle = _fold_obstacle(node, producer, consumers)
+        obstacle = _fold_obstacle(node, producer, program)
         yield Candidate(FOLD_BATCH_NORM, (producer.name, node.name), obstacle)
 
 
-def _fold_obstacle(norm: Node, producer: Node, consumers: Consumers) -> str | None:
+def _fold_obstacle(norm: Node, producer: Node, program: _Program) -> str | None:
     if norm.args[5]:
         return "the batch norm is in training mode"
     if any(argument is None for argument in norm.args[3:5]):
@@ -168,15 +199,15 @@ def _fold_obstacle(norm: Node, producer: Node, consumers: Consumers) -> str | No
     groups = producer.args[6] if len(producer.args) > 6 else 1
     if producer.target in TRANSPOSED and groups != 1:
         return "a grouped transposed convolution keeps its channels in another order"
-    return _parameter_obstacle(norm, producer, consumers)
+    return _parameter_obstacle(norm, producer, program)
 
 
-def _parameter_obstacle(norm: Node, producer: Node, consumers: Consumers) -> str | None:
+def _parameter_obstacle(norm: Node, producer: Node, program: _Program) -> str | None:
     weight, *others = (*producer.args[1:3], *norm.args[1:5])
     constant = constant_of(weight) if isinstance(weight, Node) else None
     if constant is None:
         return f"the weight of {describe(producer)} is computed"
-    if consumers[address_of(constant)] > 1:
+    if program.readers[address_of(constant)] > 1:
         return f"the weight of {describe(producer)} is shared"
     written = written_buffers(norm.graph)
     for node in (argument for argument in others if isinstance(argument, Node)):
@@ -239,7 +270,7 @@ def _constant_or_none(argument: object) -> Tensor | None:
 _ELEMENTWISE = {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor}
 
 
-def _find_scalar(node: Node, consumers: Consumers) -> Iterator[Candidate]:
+def _find_scalar(node: Node, program: _Program) -> Iterator[Candidate]:
     if node.target in _ELEMENTWISE and len(node.args) == 2:
         tensor, scalar = node.args
         if is_float_tensor(tensor) and isinstance(scalar, (int, float)):
@@ -259,7 +290,7 @@ def _scalar_to_tensor(module: GraphModule, node: Node) -> tuple[str, ...]:
     return (node.name,)
 
 
-def _find_no_bias(node: Node, consumers: Consumers) -> Iterator[Candidate]:
+def _find_no_bias(node: Node, program: _Program) -> Iterator[Candidate]:
     without = node.target in FOLDABLE and all(argument is None for argument in node.args[2:3])
     folds = any(user.target is aten.batch_norm.default for user in node.users)
     if without and "bias" not in node.kwargs and not folds:  # folding gives it one
@@ -285,8 +316,20 @@ def _add_bias(module: GraphModule, node: Node) -> tuple[str, ...]:
     return (node.name,)
 
 
+def _find_computed_weight(node: Node, program: _Program) -> Iterator[Candidate]:
+    if node.target in FOLDABLE and node.args[1] in program.computed:
+        weight = node.args[1]
+        assert isinstance(weight, Node)
+        yield Candidate(FOLD_WEIGHT, (node.name,), obstacle_of_weight(weight))
+
+
+def _find_product(node: Node, program: _Program) -> Iterator[Candidate]:
+    if is_product(node, program.computed):
+        yield Candidate(PRODUCT_TO_LINEAR, (node.name,), obstacle_of_product(node))
+
+
 def _split(name: str) -> tuple[Find, Apply]:
-    def find(node: Node, consumers: Consumers) -> Iterator[Candidate]:
+    def find(node: Node, program: _Program) -> Iterator[Candidate]:
         if node.target in DECOMPOSITIONS[name]:
             yield Candidate(name, (node.name,), obstacle_of(name, node))
 
@@ -297,5 +340,7 @@ _REWRITES: dict[str, tuple[Find, Apply]] = {
     FOLD_BATCH_NORM: (_find_batch_norm, _fold_batch_norm),
     SCALAR_TO_TENSOR: (_find_scalar, _scalar_to_tensor),
     ADD_BIAS: (_find_no_bias, _add_bias),
+    FOLD_WEIGHT: (_find_computed_weight, fold_weight),
+    PRODUCT_TO_LINEAR: (_find_product, product_to_linear),
     **{name: _split(name) for name in DECOMPOSITIONS},
 }

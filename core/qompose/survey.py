@@ -29,6 +29,8 @@ from qompose.plan import Operator, Rewrite
 
 aten = torch.ops.aten
 
+FOLDED = "parameters alone decide it: it is computed once, now, and no more when the model runs"
+
 
 def survey(
     exported: GraphModule,
@@ -39,7 +41,8 @@ def survey(
     """Return the operators of the program as it was exported.
 
     An operator that was taken apart is not listed, but its pieces in `working`, after its name; nor is one
-    that a quantizer's own transform removed or changed, but what that made, under names of its own.
+    that a quantizer's own transform removed or changed, but what that made, under names of its own. One
+    that was folded into a weight has no multiply-accumulates left.
     """
     claim_of = {name: i for i, claim in enumerate(composition.chosen) for name in claim.nodes}
     instead_of = {
@@ -65,13 +68,17 @@ def survey(
         for name, node in _with_own(_listed(exported, split, claim_of), working, own)
         if node.op == "call_function" and not is_nested_call(node) and _computes_floats(node, made)
     ]
+    folded = {
+        name for name in (node.name for _, node in listed) if name not in claim_of.keys() | produced
+    }
+    reasons |= dict.fromkeys(folded, FOLDED)
     read = _reads(exported, working, {node.name: name for name, node in listed}, rewrites)
     return tuple(
         Operator(
             name=name,
             operator=operator_name(node.target),
             module=module_path(node),
-            macs=macs(node) * passes[node.graph],
+            macs=0 if node.name in folded else macs(node) * passes[node.graph],
             claim=claim_of.get(node.name),
             reason="" if node.name in claim_of else reasons.get(node.name, _why_not(node)),
             inputs=read[name],

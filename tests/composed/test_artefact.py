@@ -117,6 +117,70 @@ def as_json(data: Any) -> Any:
     return json.loads(json.dumps(data))
 
 
+def exported_again(converted: GraphModule) -> torch.export.ExportedProgram:
+    """As a user would: the sizes are said once more."""
+    shapes = {"ids": {0: Dim("batch", min=2, max=64)}, "scale": None}
+    return torch.export.export(converted, (ids(6),), {"scale": SCALE}, dynamic_shapes=shapes)
+
+
+LOAD_WITH_TORCH = """
+import sys
+import torch
+import qompose.decomposed
+from safetensors.torch import load_file
+given = load_file(sys.argv[2])
+model = torch.export.load(sys.argv[1]).module()
+for batch in (3, 64):
+    scores = model(given[f"ids{batch}"], scale=given["scale"])["scores"]
+    assert torch.equal(scores, given[f"scores{batch}"])
+"""
+
+
+def test_a_converted_model_goes_through_files_of_torch(tmp_path: Path) -> None:
+    """Bit for bit, in a process that has nothing but the operators."""
+    converted = tagger("embedding", "x86_inductor")
+    torch.export.save(exported_again(converted), tmp_path / "converted.pt2")
+    given = {"scale": SCALE}
+    for batch in (3, 64):
+        scores = converted(ids(batch), scale=SCALE)["scores"]
+        given |= {f"ids{batch}": ids(batch), f"scores{batch}": scores.detach().contiguous()}
+    save_file(given, tmp_path / "given")
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD_WITH_TORCH, tmp_path / "converted.pt2", tmp_path / "given"],
+        capture_output=True, text=True, check=False, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("product", ["xnnpack", "x86_inductor"])
+@pytest.mark.filterwarnings("ignore")  # torch's own
+def test_a_converted_model_goes_into_packages_of_torch(product: str, tmp_path: Path) -> None:
+    converted = tagger("embedding", product)
+    package = torch._inductor.aoti_compile_and_package(
+        exported_again(converted), package_path=str(tmp_path / "converted.pt2")
+    )
+    run = torch._inductor.aoti_load_package(package)
+    with torch.no_grad():
+        for batch in (3, 64):
+            scores = run(ids(batch), scale=SCALE)["scores"]
+            assert torch.equal(scores, converted(ids(batch), scale=SCALE)["scores"])
+
+
+def test_a_model_of_weights_takes_a_quarter(tmp_path: Path) -> None:
+    model = nn.Sequential(
+        nn.Embedding(2000, 256), nn.Linear(256, 1024), nn.Linear(1024, 256)
+    ).eval()
+    state = sum(tensor.nbytes for tensor in model.state_dict().values())
+    batch = torch.arange(8)[None]
+    result = qompose.quantize(
+        model, (batch,), backends=["embedding", "xnnpack"], calibration=[(batch,)]
+    )
+    for name in ("converted", "model"):
+        qompose.save(getattr(result, name), tmp_path / name)
+        assert (tmp_path / name).stat().st_size <= 0.28 * state
+
+
 @pytest.mark.parametrize("product", ["xnnpack", "x86_inductor"])
 def test_a_fresh_process_runs_reports_and_lowers_alike(product: str, tmp_path: Path) -> None:
     saved = tagger("embedding", product)
@@ -173,11 +237,18 @@ def test_the_executorch_target(tmp_path: Path) -> None:
     prepared = qompose.prepare_pt2e(program, qompose.compose("xnnpack"))
     prepared(batches[6])
     saved = qompose.convert_pt2e(prepared)
-    qompose.save(saved, tmp_path / "model")
-    loaded = qompose.load(tmp_path / "model")
-    lowered = [qompose.lower(which, "executorch") for which in (saved, loaded)]
+    lowered = [qompose.lower(saved, "executorch")]
+    qompose.save(lowered[0], tmp_path / "model")  # which is lowered as a converted one is
+    lowered.append(qompose.load(tmp_path / "model"))
     records = [program.meta["qompose"] for program in lowered]
-    assert records[0].kernels == records[1].kernels and records[0].kernels
-    assert records[0].fallbacks == records[1].fallbacks
-    for x in batches.values():
-        assert torch.equal(lowered[0](x), lowered[1](x))
+    assert records[0].kernels
+    for again, record in zip(lowered[1:], records[1:], strict=True):
+        assert record.kernels == records[0].kernels
+        assert record.fallbacks == records[0].fallbacks
+        for x in batches.values():
+            assert torch.equal(lowered[0](x), again(x))
+    methods = qompose.lower({"one": saved, "two": saved}, "executorch")
+    qompose.save(methods, tmp_path / "methods")
+    again = qompose.load(tmp_path / "methods")
+    assert sorted(again.methods) == ["one", "two"]
+    assert torch.equal(again.methods["two"].run(batches[3]), lowered[0](batches[3]))

@@ -26,6 +26,12 @@ class TestDraft:
         assert path.read_text() == "new"
         assert list(tmp_path.iterdir()) == [path]
 
+    def test_a_place_that_cannot_be_written_is_named(self, tmp_path: Path) -> None:
+        path = tmp_path / "nowhere" / "model.pte"
+        with pytest.raises(FileNotFoundError) as caught, draft_of(path) as draft:
+            draft.write_text("new")
+        assert caught.value.filename == str(path)
+
     @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
     def test_a_failed_one_leaves_nothing(self, tmp_path: Path, error: type[BaseException]) -> None:
         path = tmp_path / "model.pte"

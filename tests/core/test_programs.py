@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections import namedtuple
+from collections import OrderedDict, namedtuple
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,27 @@ class TestCalls:
 
         with pytest.raises(qompose.UserError, match=r"Pair.*serialized_type_name"):
             qompose.save(unquantized(Named(), X), path)
+
+    def test_dataclasses_and_named_tuples(self, path: Path) -> None:
+        @dataclass
+        class Batch:
+            x: Tensor
+            weight: Tensor | None
+
+        Ends = namedtuple("Ends", "first last")
+        torch.export.register_dataclass(Batch, serialized_type_name="tests.Batch")
+        pytree._register_namedtuple(Ends, serialized_type_name="tests.Ends")
+
+        class Typed(nn.Module):
+            def forward(self, batch: Any, **named: Any) -> Any:
+                return Ends(batch.x + named["bias"]["b"], Batch(batch.x * 2, None))
+
+        batch, bias = Batch(X, None), OrderedDict(b=randn(8))
+        program = torch.export.export(Typed(), (batch,), {"bias": bias})
+        loaded = stored(qompose.convert_pt2e(prepare(program, NullQuantizer())), path)
+        result = loaded(batch, bias=bias)
+        assert torch.equal(result.first, X + bias["b"])
+        assert isinstance(result.last, Batch) and torch.equal(result.last.x, X * 2)
 
     def test_registered_types_are_looked_up(
         self, path: Path, monkeypatch: pytest.MonkeyPatch

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Networks of points, volumes, pairs of images and patches. They are in `EVERY` alone: no test runs them."""
+"""More networks of points, volumes, pairs of images. They are in `EVERY` alone: no test runs them."""
 
 from __future__ import annotations
 

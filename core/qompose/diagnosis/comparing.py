@@ -18,7 +18,7 @@ from torch.fx import GraphModule
 
 from qompose.batches import check_limit, iterated, run_batch
 from qompose.diagnosis.comparison import Comparison
-from qompose.diagnosis.sides import Side, side_of
+from qompose.diagnosis.sides import OUTPUTS, Side, side_of
 from qompose.diagnosis.tables import OutputTable, ValueTable
 from qompose.diagnosis.tallies import Metric
 from qompose.errors import (
@@ -119,9 +119,9 @@ def _converted(one: Side, two: Side, given: GraphModule | None) -> GraphModule |
         return None if source is None else side_of(source, "converted model").graph
     side = side_of(given, "converted model")
     if side.stage not in ("converted", "reference"):
+        what = f"a {side.stage} model" if side.stage != OUTPUTS else "what can only be called"
         raise StageError(
-            f"converted= is what convert_pt2e returned, beside which kernels are judged, and not a "
-            f"{side.stage} model"
+            f"converted= is what convert_pt2e returned, beside which kernels are judged, and not {what}"
         )
     if _fingerprint(side) != _fingerprint(two):
         raise UserError(

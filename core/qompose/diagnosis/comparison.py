@@ -14,14 +14,14 @@ from qompose.rendering import Block, Printable, Table, as_decibels
 
 EQUAL, INHERITED, ARITHMETIC = "equal", "inherited", "arithmetic"
 ROUNDING, CLIPPING, FALLBACK, KERNEL = "rounding", "clipping", "fallback", "kernel error"
-NOT_FINITE = "not finite"
-CAUSES = (KERNEL, NOT_FINITE, CLIPPING, FALLBACK, ROUNDING, ARITHMETIC, INHERITED, EQUAL)
+NOT_FINITE, UNKNOWN = "not finite", "unknown"
+CAUSES = (KERNEL, NOT_FINITE, CLIPPING, FALLBACK, ROUNDING, UNKNOWN, ARITHMETIC, INHERITED, EQUAL)
 """Why a value differs, the most alarming first.
 
 A kernel error is what a kernel computes beyond one step off the same region in quantize and dequantize
 operators; not finite, that one program has NaN or infinity where the other has a number; a fallback, the
 rounding of a region that was to have a kernel and has none; arithmetic, what a rewriting does to floats; and
-inherited, what the operators before did.
+inherited, what the operators before did. Of a program that can only be called the cause is unknown.
 """
 
 

@@ -97,6 +97,8 @@ class Lockstep:
         for values, _ in self._all:  # to the end: they may write to their buffers there
             for key in values.walk():
                 self.apart.add(key[0])
+        # One that looked for what it does not compute went to its end on the way.
+        self.apart.update(name for name, _ in self._free.unasked())
 
 
 def _computed(program: GraphModule) -> dict[Node, Speaker]:

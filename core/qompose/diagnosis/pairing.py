@@ -187,6 +187,10 @@ class Values:
         last = self._asked[key] >= self._wanted[key[0]]
         return self._kept.pop(key) if last else self._kept[key]
 
+    def unasked(self) -> set[Key]:
+        """Return the values that were computed on the way and nobody asked for."""
+        return {key for key in self._kept if not self._asked[key]}
+
     def _advance(self) -> list[Key]:
         """Step to the next node that gives values, and return which; at the end, none."""
         while self._steps is not None:

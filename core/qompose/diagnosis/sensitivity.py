@@ -209,6 +209,7 @@ def measured(
         for key, outputs, floats in _outputs(program, run, places):
             measure.add(costs[key], outputs, floats)
             bar.advance(task)
+        del run  # before the next batch is made
     if not count:
         raise UserError("sensitivity got no inputs: the iterable was empty (or used up before)")
     rows = (_row(plan, n, costs, count) for n in range(len(plan.claims)) if n in costs)

@@ -17,6 +17,7 @@ from qompose.aliases import written_buffers
 from qompose.diagnosis.stepping import repeatable, run_call
 from qompose.errors import StageError, UserError
 from qompose.exported import as_graph_module, unlifted
+from qompose.fingerprints import fingerprint
 from qompose.graph import (
     STAGE_KEY,
     copy_graph_module,
@@ -46,12 +47,14 @@ class Side:
         graph: where it can be stepped through.
         run: how it is called as a whole.
         record: what qompose knows of it.
+        fingerprint: of a float program's parameters.
     """
 
     stage: str
     graph: GraphModule | None
     run: Callable[..., Any]
     record: Record | None = None
+    fingerprint: str = ""
 
 
 def side_of(model: Any, argument: str) -> Side:
@@ -97,8 +100,10 @@ def _exported(model: ExportedProgram | GraphModule) -> Side:
         quantized = unlifted(model) if isinstance(model, ExportedProgram) else model
         return Side(EXPORTED, quantized, quantized)
     graph = as_graph_module(model, "compare")
+    # What writes to its buffers holds something else once it was run.
+    identity = "" if written_buffers(graph.graph) else fingerprint(graph)
     isolate(graph)
-    return Side(FLOAT, graph, graph)
+    return Side(FLOAT, graph, graph, fingerprint=identity)
 
 
 def with_rewrites_of(side: Side, record: Record | None) -> tuple[GraphModule, GraphModule]:

@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from qompose.batches import binder
-from qompose.diagnosis.comparison import KERNEL, Compared, Comparison
+from qompose.diagnosis.comparison import KERNEL, ROUNDING, UNKNOWN, Compared, Comparison
 from qompose.diagnosis.lockstep import Lockstep, parameters_of, unread_in
 from qompose.diagnosis.pairing import Values
 from qompose.diagnosis.sides import FLOAT, Instance, Side, with_rewrites_of
@@ -21,6 +21,7 @@ from qompose.errors import CalibrationError, UserError
 from qompose.graph import module_path, operator_name, values_of
 from qompose.ledger import SIMULATED, Row
 from qompose.nested import nodes_in
+from qompose.repairs.equalization import equalized_identity
 from qompose.reporting import report
 from qompose.rewrites import is_rewrite
 from qompose.sites import PARAMETER
@@ -63,7 +64,11 @@ class ValueTable:
             if (values := values_of(node))
         }
         self._unread = {node.name for node in unread_in(apart)}
+        self._lacks_parameters = False
         self._compare_parameters(parameters_of(folded), parameters_of(simulated or two.graph))
+        # Inside kernels and in integer references there are integers alone.
+        wanted = any(_is_parameter(self._ids.get(name, "")) for name in self._annotated())
+        self._lacks_parameters = wanted and not any(map(_is_parameter, self._tallies))
 
     def _compare_parameters(
         self, wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]
@@ -106,6 +111,8 @@ class ValueTable:
         names = {p.source for group in self._record.plan.groups for p in group.points}
         if "lowered" in (self._one.stage, self._two.stage):  # which leaves out what nobody reads
             names -= self._unread
+        if self._lacks_parameters:
+            names = {name for name in names if not _is_parameter(self._ids.get(name, ""))}
         # Without floats to start from, parameters have no names; what is computed has, at every stage.
         return names if self._one.stage in (FLOAT, "prepared") else names & self._ids.keys()
 
@@ -153,13 +160,25 @@ class ValueTable:
             for rewrite in made
             if not is_rewrite(rewrite.name)
         ]
+        if (
+            self._one.fingerprint
+            and self._record
+            and self._record.fingerprint
+            != equalized_identity(self._one.fingerprint, self._record.plan.rewrites)
+        ):
+            notes.append(
+                f"the float program has other parameters than the one that became the {self._two.stage} one: "
+                "differences are not of quantization alone"
+            )
         notes += [f"{value} is {told}" for value, told in sorted(self._lockstep.unlike.items())]
-        if self._two.stage == "lowered" and self._simulated is None:
-            notes.append("parameters inside kernels have no values that could be compared")
-            if not self._directly:
-                notes.append(
-                    "what kernels do is not told from rounding: pass the converted model as converted="
-                )
+        if self._lacks_parameters:
+            notes.append(
+                "parameters inside kernels and of integer references have no values that could be compared"
+            )
+        if self._two.stage == "lowered" and self._simulated is None and not self._directly:
+            notes.append(
+                "what kernels do is not told from rounding: pass the converted model as converted="
+            )
         return notes
 
 
@@ -193,7 +212,7 @@ class OutputTable:
                 name="",
                 state="",
                 owner="",
-                cause=tally.cause(fallback=False),
+                cause=UNKNOWN if (cause := tally.cause(fallback=False)) == ROUNDING else cause,
                 **tally.figures(),
             )
             for number, tally in enumerate(self._tallies)
@@ -237,6 +256,10 @@ class _Whole:
 def report_rows(side: Side) -> tuple[Row, ...]:
     """Return the report's rows of a program; of one without a report, none."""
     return () if side.record is None else report(side.run).rows
+
+
+def _is_parameter(value: str) -> bool:
+    return value.endswith(f": {PARAMETER}")
 
 
 def _kind(node: Node) -> str:

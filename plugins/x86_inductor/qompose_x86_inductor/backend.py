@@ -28,7 +28,7 @@ class X86InductorBackend(Backend):
     name = "x86_inductor"
     api_version = 1
     rules = (*RULES, *RUN_TIME_RULES)
-    rewrites = ("split_cells", "unroll_recurrent")
+    rewrites = ("split_cells", "unroll_recurrent", "fold_weight", "product_to_linear")
 
     def __init__(self) -> None:
         self.configs = configs.named()

@@ -16,7 +16,13 @@ class XNNPACKBackend(Backend):
     name = "xnnpack"
     api_version = 1
     rules = RULES
-    rewrites = ("scalar_to_tensor", "split_cells", "unroll_recurrent")
+    rewrites = (
+        "scalar_to_tensor",
+        "split_cells",
+        "unroll_recurrent",
+        "fold_weight",
+        "product_to_linear",
+    )
     targets = (Target("executorch", finish, missing, finish_methods),)
 
     def __init__(self) -> None:

@@ -13,7 +13,15 @@ from typing import Any
 import pytest
 import qompose
 import torch
-from qompose.diagnosis.comparison import CLIPPING, EQUAL, FALLBACK, INHERITED, KERNEL, ROUNDING
+from qompose.diagnosis.comparison import (
+    CLIPPING,
+    EQUAL,
+    FALLBACK,
+    INHERITED,
+    KERNEL,
+    ROUNDING,
+    UNKNOWN,
+)
 from qompose.graph import STAGE_KEY, values_of
 from qompose.plan import attach
 from torch import Tensor, nn
@@ -221,6 +229,9 @@ def test_what_can_only_be_called_is_compared_by_its_outputs(stages: Any) -> None
     found = qompose.compare(lambda image, bias: net(image, bias=bias), stages["lowered"], BATCHES)
     assert [row.operator for row in found] == ["output", "output"]
     assert "only outputs" in found.notes[0]
+    assert {row.cause for row in found} == {UNKNOWN}
+    again = qompose.compare(lambda image, bias: net(image, bias=bias), net, BATCHES)
+    assert {row.cause for row in again} == {EQUAL}
     wanted = of_sums(stages["lowered"], stages["float"])
     assert any(row.sqnr == pytest.approx(wanted, abs=0.01) for row in found)
 

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -87,6 +90,16 @@ def test_kernels_are_judged_beside_a_converted_model(linear: dict[str, Any], sta
         qompose.compare(linear["float"], linear["lowered"], BATCHES, converted=linear[stage])
 
 
+def test_kernels_are_not_judged_beside_what_is_called(linear: dict[str, Any]) -> None:
+    with pytest.raises(StageError, match="and not what can only be called"):
+        qompose.compare(
+            linear["float"],
+            linear["lowered"],
+            BATCHES,
+            converted=nn.Linear(6, 3),  # type: ignore[arg-type]
+        )
+
+
 def test_kernels_are_judged_beside_the_model_of_their_own(linear: dict[str, Any]) -> None:
     other = stages(seeded(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3)), 5))
     with pytest.raises(UserError, match="converted= is of another program"):
@@ -137,3 +150,74 @@ def test_an_input_with_nan_is_said_to_be_that(linear: dict[str, Any]) -> None:
 def test_a_single_input_is_not_gone_through(linear: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=r"compare takes several batches.*pass \[batch\]"):
         qompose.compare(linear["float"], linear["converted"], BATCHES[0])
+
+
+def test_a_program_with_other_parameters_is_said_to_be_one(linear: dict[str, Any]) -> None:
+    """Its structure is the same, so there are values to compare, which mean little."""
+    other = export(seeded(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3)), 5), BATCHES[0])
+    found = qompose.compare(other, linear["lowered"], BATCHES)
+    assert any("the float program has other parameters" in note for note in found.notes)
+    found = qompose.compare(linear["float"], linear["lowered"], BATCHES)
+    assert not any("other parameters" in note for note in found.notes)
+
+
+def test_what_holds_integers_alone_lacks_no_parameters() -> None:
+    made = stages(seeded(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))))
+    reference = qompose.convert_pt2e(made["prepared"], use_reference_representation=True)
+    del made["converted"]
+    gc.collect()
+    for other in (reference, made["lowered"]):
+        found = qompose.compare(made["float"], other, BATCHES)
+        assert found.unpaired == ()
+        assert any("parameters inside kernels and of integer references" in n for n in found.notes)
+
+
+class Parts(nn.Module):
+    """An operator of several results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(6, 6), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.one(x).split(3, -1)
+        return self.two(first) * second
+
+
+def test_one_of_several_results_has_the_row_of_its_operator() -> None:
+    made = stages(seeded(Parts()))
+    found = qompose.compare(made["float"], made["lowered"], BATCHES)
+    rows = [row for row in found if row.operator == "aten.split.Tensor"]
+    assert {row.value[-9:] for row in rows} == {"output[0]", "output[1]"}
+    assert {(row.name, row.state) for row in rows} == {("split", "float")}
+
+
+def test_a_comparison_of_another_model_is_not_drawn(linear: dict[str, Any], tmp_path: Path) -> None:
+    found = qompose.compare(linear["float"], linear["lowered"], BATCHES)
+    report, page = qompose.report(linear["lowered"]), tmp_path / "page.html"
+    for stage in ("prepared", "converted", "lowered"):
+        qompose.report(linear[stage]).save(page, found)
+    page.unlink()
+    same = stages(seeded(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3)), 5))
+    parts = stages(seeded(Parts()))
+    for made in (same, parts):
+        other = qompose.compare(made["float"], made["lowered"], BATCHES)
+        mark = qompose.report(made["lowered"]).fingerprint[:8]
+        with pytest.raises(UserError, match="the comparison is of another model") as caught:
+            report.save(page, other)
+        assert f"parameters {mark}; the report is of a lowered one with linear, " in str(
+            caught.value
+        )
+        assert report.fingerprint[:8] in str(caught.value)
+        with pytest.raises(
+            UserError, match="of another model"
+        ):  # of a report of an earlier release
+            replace(report, fingerprint="").save(page, other) if made is parts else report.save(
+                page.with_suffix(".md"), other
+            )
+    for none in (3, report, [found]):
+        with pytest.raises(
+            UserError, match=r"comparison= is what qompose\.compare returned, and not"
+        ):
+            report.save(page, none)  # type: ignore[arg-type]
+    assert not [*tmp_path.iterdir()]

@@ -250,7 +250,7 @@ def test_errors() -> None:
     with pytest.raises(UserError, match="got no inputs"):
         qompose.sensitivity(prepared, [])
     with pytest.raises(BatchError, match=r"^batch 1 does not fit the model: RuntimeError"):
-        qompose.sensitivity(prepared, [tuple(part[..., :-1] for part in batches[0])])
+        qompose.sensitivity(prepared, [tuple(part[:, :-1] for part in batches[0])])
     with pytest.raises(BatchError, match=r"^batch 2 does not fit"):
         qompose.sensitivity(prepared, [batches[0], (PIXELS, PIXELS)])
     with pytest.raises(StageError, match="sensitivity takes a prepared model"):
@@ -407,3 +407,15 @@ def test_told() -> None:
         assert f"| {', '.join(row.operators)} |" in table
     assert len(ranking) == len(ranking.rows)
     assert ranking["stem"] is ranking["conv2d"]
+
+
+def test_a_branch_that_no_input_reaches_is_named() -> None:
+    branches, x = Branches(), randn(3, 4).abs()
+    prepared = prepare(export(seeded(branches), x), toy())
+    for batch in (x, -x):
+        prepared(batch)
+    found = qompose.sensitivity(prepared, [x])
+    told = [note for note in found.notes if "no input reached it" in note]
+    assert len(told) == 1
+    assert "false_graph_0" in told[0]
+    assert not qompose.sensitivity(prepared, [x, -x]).notes

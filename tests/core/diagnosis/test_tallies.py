@@ -137,3 +137,34 @@ def test_a_kernel_that_returns_floats_is_one_step_from_floats_that_are_exact() -
         made.add_kernel(x, x + steps / 255, x)
         assert made.cause(fallback=False) == cause
         assert made.steps == pytest.approx(steps, rel=1e-3)
+
+
+def test_most_of_the_error_has_to_be_of_what_was_cut_off() -> None:
+    x = torch.cat([torch.linspace(-9, 9, 50), torch.tensor([14.0])])
+    cut = GRID.rounded(x)
+    assert tally(x, cut, cut).cause(fallback=False) == CLIPPING
+    worse = cut.clone()
+    worse[3] += 5.0  # something else adds more
+    assert tally(x, worse, worse).cause(fallback=False) == ROUNDING
+    slightly = torch.cat([torch.linspace(-9, 9, 50), torch.tensor([12.72])])  # the end is at 12.7
+    cut = GRID.rounded(slightly)
+    assert tally(slightly, cut, cut).cause(fallback=False) == ROUNDING
+    exact = slightly.clamp(max=12.7)  # rounded by nobody, though the grid would
+    assert tally(slightly, exact, exact).cause(fallback=False) == ROUNDING
+
+
+def test_one_input_on_which_a_kernel_is_wrong_is_enough() -> None:
+    x = torch.linspace(-9, 9, 50)
+    rounded = GRID.rounded(x)
+    made = tally(x, rounded, rounded)
+    for off in (0.25, 0.0):
+        made.add_kernel(rounded, rounded + off, x)
+    assert made.cause(fallback=False) == KERNEL
+    assert made.steps == pytest.approx(2.5)
+
+
+def test_the_range_is_that_of_all_inputs() -> None:
+    made = Tally(GRID)
+    for part in (torch.tensor([-6.0, 1.0]), torch.tensor([0.0, 2.0]), torch.tensor([1.0])):
+        made.add(part, part, {})
+    assert made.range_use == pytest.approx(8.0 / 25.5)

@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every performance table of this folder, one script after the other, into one folder of Markdown and JSON.
+
+A script that is through is not run again: the same command goes on where it was stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import machine
+
+HERE = Path(__file__).resolve().parent
+_ENGINES = ("qompose", "torch", "torchao", "executorch")
+_ON_X86 = (*_ENGINES, "onnxruntime", "onnx", "onnxscript", "openvino", "nncf")
+_SHORT = ("--rounds", "2", "--seconds", "0.05")
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A script of this folder.
+
+    Attributes:
+        name: of the script, without its suffix.
+        question: what its tables answer.
+        needs: packages that it measures.
+        quick: its arguments for a look, whose figures mean nothing.
+        options: its arguments in any case; {out} is the folder of the results.
+        figures: whether `--json FILE` makes it write every figure.
+    """
+
+    name: str
+    question: str
+    needs: Sequence[str]
+    quick: Sequence[str]
+    options: Sequence[str] = ()
+    figures: bool = True
+
+    @property
+    def script(self) -> Path:
+        return HERE / f"{self.name}.py"
+
+    def missing(self) -> list[str]:
+        """The packages that are not installed."""
+        return [name for name in self.needs if machine.release(name) is None]
+
+    def arguments(self, quick: bool, out: Path) -> list[str]:
+        """Its command line, behind the name of the script."""
+        given = [*self.options, *(self.quick if quick else ())]
+        return [argument.replace("{out}", str(out)) for argument in given]
+
+
+BENCHMARKS = (
+    Benchmark(
+        "prepare_convert",
+        "Do prepare and convert stay linear in the size of a program, and within the float model's memory?",
+        _ENGINES,
+        ("--sizes", "16", "32", "--repeats", "1", "--heavy", "4", "256", "512"),
+        figures=False,
+    ),
+    Benchmark(
+        "calibration",
+        "What does a batch of calibration cost beside the float forward?",
+        _ENGINES,
+        (*_SHORT, "--models", "minilm-16x64"),
+    ),
+    Benchmark(
+        "observers",
+        "How near to float does each word for a range leave a model?",
+        _ENGINES,
+        ("--tasks", "digits", "--seeds", "1"),
+        figures=False,
+    ),
+    Benchmark(
+        "embedding_lookup",
+        "How fast and how small are quantized tables?",
+        _ENGINES,
+        (*_SHORT, "--models", "lookup of 256, 100k rows"),
+    ),
+    Benchmark(
+        "x86_inference",
+        "How fast is int8 inference on x86, beside every engine there?",
+        _ON_X86,
+        (*_SHORT, "--models", "mlp-1"),
+    ),
+    Benchmark(
+        "xnnpack_runtime",
+        "How fast, small and true are programs for ExecuTorch's XNNPACK?",
+        (*_ENGINES, "transformers"),
+        ("--quick", "--models", "mlp", "digits"),
+    ),
+    Benchmark(
+        "zoo",
+        "Which models of the zoo work, how much of each, and how well, with each backend and scheme?",
+        _ENGINES,
+        ("--models", "lenet", "--first", "--peers"),
+        options=("--state", "{out}/zoo-state.jsonl"),
+    ),
+)
+
+
+@dataclass
+class Result:
+    """What a script printed, and everything it takes to judge that."""
+
+    name: str
+    command: list[str]
+    quick: bool
+    machine: dict[str, Any]
+    busy: float | None
+    seconds: float
+    status: int
+    text: str
+    figures: Any = field(default=None)
+
+    @classmethod
+    def read(cls, file: Path) -> Result | None:
+        """What a file has, if it has anything that can be read."""
+        try:
+            return cls(**json.loads(file.read_text("utf-8")))
+        except (OSError, ValueError, TypeError):
+            return None
+
+    def stands(self, command: Sequence[str], facts: dict[str, Any]) -> bool:
+        """Whether it is what the same command would measure now."""
+        return self.status == 0 and self.command == [*command] and self.machine == facts
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    add = parser.add_argument
+    present = {benchmark.name: benchmark for benchmark in BENCHMARKS if benchmark.script.is_file()}
+    add("--only", nargs="+", choices=[*present], default=[*present], metavar="NAME",
+        help=f"of {', '.join(present)} (all)")  # fmt: skip
+    add(
+        "--out",
+        type=Path,
+        metavar="FOLDER",
+        help="of the results (benchmark-results, -quick behind it)",
+    )
+    add("--quick", action="store_true", help="minutes, for a look: figures mean nothing")
+    add("--again", action="store_true", help="run what is through already, too")
+    add(
+        "--busy", action="store_true", help="measure though other processes are at work, and say so"
+    )
+    options = parser.parse_args()
+    out = options.out or Path(f"benchmark-results{'-quick' if options.quick else ''}")
+    out = out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    facts = machine.facts(sorted({name for b in present.values() for name in b.needs}))
+    say("\n".join(machine.lines(facts)))
+    failed = 0
+    for name in options.only:
+        result = _result(present[name], options, out, facts)
+        if result is None:
+            return 2
+        failed += result.status != 0
+        _summarize(out, [present[n] for n in present], facts)
+    say(f"written: {out / 'README.md'}, and {len(options.only)} files of JSON beside it")
+    return int(failed > 0)
+
+
+def _result(
+    benchmark: Benchmark, options: argparse.Namespace, out: Path, facts: dict[str, Any]
+) -> Result | None:
+    """The result of a script, measured now unless it is there; None where the machine is busy."""
+    file = out / f"{benchmark.name}.json"
+    arguments = benchmark.arguments(options.quick, out)
+    known = Result.read(file)
+    if known is not None and known.stands(arguments, facts) and not options.again:
+        say(f"\n{benchmark.name}: kept, from before (--again measures it anew)")
+        return known
+    busy = machine.busy()
+    if busy is not None and busy > machine.IDLE:
+        told = f"other processes use {busy:.0%} of this machine's cores"
+        if not (options.busy or options.quick):
+            say(
+                f"\n{benchmark.name}: refused, because {told}: what is measured beside them counts for "
+                "nothing. Stop them, or pass --busy, which every table then tells."
+            )
+            return None
+        say(f"\n{benchmark.name}: {told}, so its figures count for nothing")
+    result = _run(benchmark, arguments, options.quick, busy, facts)
+    draft = file.with_suffix(".draft")
+    draft.write_text(json.dumps(asdict(result), indent=1) + "\n", "utf-8")
+    draft.replace(file)
+    return result
+
+
+def _run(
+    benchmark: Benchmark,
+    arguments: list[str],
+    quick: bool,
+    busy: float | None,
+    facts: dict[str, Any],
+) -> Result:
+    """Run a script in a process of its own; what it prints is printed too, as it comes."""
+    result = Result(benchmark.name, arguments, quick, facts, busy, 0.0, 1, "")
+    say(f"\n== {benchmark.name}: {benchmark.question}")
+    missing = benchmark.missing()
+    if missing:
+        result.text = f"not run: {', '.join(missing)} is not installed; `python -m tox run -e benchmarks` has all"
+        say(result.text)
+        return result
+    with machine.scratch() as folder:
+        figures = folder / "figures.json"
+        extra = ["--json", str(figures)] if benchmark.figures else []
+        command = [sys.executable, str(benchmark.script), *arguments, *extra]
+        start, lines = time.monotonic(), []
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True, cwd=HERE.parent
+        ) as process:
+            assert process.stdout
+            for line in process.stdout:
+                print(line, end="", flush=True)
+                lines.append(line)
+        result.seconds, result.status = time.monotonic() - start, process.returncode
+        result.text = "".join(lines).strip("\n")
+        if figures.is_file():
+            result.figures = json.loads(figures.read_text("utf-8"))
+    return result
+
+
+def _summarize(out: Path, benchmarks: Sequence[Benchmark], facts: dict[str, Any]) -> None:
+    """Write the page of all that is measured so far on this machine."""
+    page = ["# Measurements", "", *machine.lines(facts), ""]
+    for benchmark in benchmarks:
+        result = Result.read(out / f"{benchmark.name}.json")
+        if result is None:
+            continue
+        command = " ".join(["python", f"benchmarks/{benchmark.name}.py", *result.command])
+        page += [f"## {benchmark.name}.py", "", benchmark.question, ""]
+        page += [
+            f"`{command}`, {result.seconds:.0f} s",
+            "",
+            *_doubts(result, facts),
+            result.text,
+            "",
+        ]
+    (out / "README.md").write_text("\n".join(page), "utf-8")
+
+
+def _doubts(result: Result, facts: dict[str, Any]) -> list[str]:
+    """Why figures count for less than they seem to, a line each, and an empty one behind them."""
+    doubts = []
+    if result.quick:
+        doubts.append("**A look only: few and short rounds. These figures mean nothing.**")
+    if result.busy is None:
+        doubts.append("**Whether other processes were at work is not known here.**")
+    elif result.busy > machine.IDLE:
+        doubts.append(f"**Other processes used {result.busy:.0%} of the cores.**")
+    if result.machine != facts:
+        doubts.append(
+            "**Measured with other versions, or on another machine; the JSON file has which.**"
+        )
+    if result.status:
+        doubts.append(f"**The script failed, with {result.status}.**")
+    return [line for doubt in doubts for line in (doubt, "")]
+
+
+def say(text: str) -> None:
+    """Print beside the tables, not among them."""
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
