@@ -21,9 +21,11 @@ from docs.building.measured import (
     LIKE,
     OURS,
     Result,
+    Shares,
     Time,
     duels,
     results,
+    shares,
     verdict,
 )
 
@@ -55,6 +57,7 @@ def page() -> str:
         "## Times, beside each peer",
         _tally(found),
         *(block for result in found for block in _times(result)),
+        *(block for table in shares(RESULTS) for block in _shares(table)),
         "## Quantizers of other packages",
         "",
         *_ecosystem(ECOSYSTEM.read_text("utf-8")),
@@ -139,6 +142,15 @@ def _times(result: Result) -> Iterator[Block]:
     yield f"{result.conditions}. {_likeness(result)}{whole}"
     header = ("model", f"float, {result.unit}", *products, OURS, "of the fastest peer")
     yield Table(header, tuple(rows))
+
+
+def _shares(table: Shares) -> Iterator[Block]:
+    """Yield a table of how many models go through each flow, as it was measured."""
+    yield f"## {table.title}"
+    yield ""
+    page = f"[The page](../benchmarks/results/{table.name}.md)"
+    yield f"{page} says how this was measured, and what is missing."
+    yield Table(table.header, table.rows)
 
 
 def _likeness(result: Result) -> str:

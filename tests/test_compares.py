@@ -79,6 +79,18 @@ def test_a_result_is_read() -> None:
     assert found == {("a", "torchao"): "ahead", ("a", "float"): "ahead", ("b", "openvino"): "even"}
 
 
+def test_shares_of_models_are_read() -> None:
+    """The table of flows alone, and as it stands."""
+    text = (
+        "# Zoo\n\n| model | x |\n|---|---|\n| a | 1 |\n\n| flow | models | work |\n|---|---|---|\n"
+    )
+    found = measured.shares_of("zoo", text + "| torchao | 2 | 50% |\n\n| other | t |\n|---|---|\n")
+    assert found is not None
+    assert (found.title, found.header) == ("Zoo", ("flow", "models", "work"))
+    assert found.rows == (("torchao", "2", "50%"),)
+    assert measured.shares_of("x", RESULT) is None
+
+
 def test_what_has_no_times_is_no_result() -> None:
     assert measured.result_of("x", "# Words\n\n| a | b |\n|---|---|\n| 1 | 2 |\n") is None
     with pytest.raises(ValueError, match="could not convert"):

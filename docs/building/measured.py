@@ -7,6 +7,7 @@ the ranges from the tenth to the ninetieth percentile do not touch.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -119,6 +120,41 @@ def result_of(name: str, text: str) -> Result | None:
         times,
         failed,
     )
+
+
+@dataclass(frozen=True)
+class Shares:
+    """A table of one line for each flow: how many models go through it, and how much of them.
+
+    Attributes:
+        name, title: of the page that has it.
+        header, rows: as they stand there.
+    """
+
+    name: str
+    title: str
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+def shares(folder: Path) -> list[Shares]:
+    """Return such tables of the pages in a folder, the first of each page."""
+    return [
+        found
+        for file in sorted(folder.glob("*.md"))
+        if (found := shares_of(file.stem, file.read_text("utf-8"))) is not None
+    ]
+
+
+def shares_of(name: str, text: str) -> Shares | None:
+    """Return such a table of one page, None where it has none."""
+    start = re.search(r"^\| *flow *\| *models *\| *work *\|", text, re.MULTILINE)
+    if start is None:
+        return None
+    lines = itertools.takewhile(lambda line: line[:1] == "|", text[start.start() :].splitlines())
+    header, _, *rows = (tuple(_cells(line)) for line in lines)
+    title = re.search(r"^# (.+)$", text, re.MULTILINE)
+    return Shares(name, title[1] if title else name, header, tuple(rows))
 
 
 def _cells(line: str) -> list[str]:
