@@ -93,7 +93,7 @@ WRONG: list[Any] = [
     pytest.param(
         lambda net: qompose.compose(toy(), object()),  # type: ignore[arg-type]
         UserError,
-        "object object at .*quantizer",
+        "object of builtins.object is no quantizer",
         id="a member of another kind",
     ),
     pytest.param(
