@@ -93,7 +93,7 @@ WRONG: list[Any] = [
     pytest.param(
         lambda net: qompose.compose(toy(), object()),  # type: ignore[arg-type]
         UserError,
-        "object object at .*quantizer",
+        "object of builtins.object is no quantizer",
         id="a member of another kind",
     ),
     pytest.param(
@@ -359,3 +359,13 @@ class TestReferenceRepresentation:
         for sign in (1, -1):
             signed = [sign * x for x in inputs]
             assert sqnr(simulated(*signed), spelled_out(*signed)) > 60
+
+
+def test_a_program_in_the_quantizers_place_is_not_printed() -> None:
+    program = export(nn.Linear(3, 4), randn(2, 3))
+    for swapped in (program, program.module()):
+        with pytest.raises(
+            UserError, match=r"the program comes first, then the quantizer$"
+        ) as caught:
+            qompose.prepare_pt2e(toy(), swapped)  # type: ignore[arg-type]
+        assert len(str(caught.value)) < 200

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
 from qompose.claims import Claim, Proposal
@@ -45,7 +46,13 @@ def adapt(quantizer: Any) -> Quantizer:
     if isinstance(quantizer, type):
         raise UserError(f"{quantizer.__name__} is a class, not a quantizer: call it")
     if not is_quantizer(quantizer):
-        raise UserError(f"{quantizer!r} is no quantizer: it has no annotate and validate methods")
+        kind = type(quantizer)
+        program = isinstance(quantizer, (nn.Module, ExportedProgram))
+        remedy = "; the program comes first, then the quantizer" if program else ""
+        raise UserError(
+            f"An object of {kind.__module__}.{kind.__qualname__} is no quantizer: it has no annotate and "
+            f"validate methods{remedy}"
+        )
     return AdaptedQuantizer(quantizer)
 
 
