@@ -207,7 +207,8 @@ def _run(
     say(f"\n== {benchmark.name}: {benchmark.question}")
     missing = benchmark.missing()
     if missing:
-        result.text = f"not run: {', '.join(missing)} is not installed; `python -m tox run -e benchmarks` has all"
+        names = ", ".join(missing)
+        result.text = f"not run: {names} not installed; `python -m tox run -e benchmarks` has it"
         say(result.text)
         return result
     with machine.scratch() as folder:

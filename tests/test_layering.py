@@ -256,6 +256,7 @@ PROSE = {("decomposed", "executorch"), ("decomposed", "inductor"), ("interop", "
 
 # What torch itself calls its compiler, and the operators that it calls.
 TORCHS_OWN = {
+    ("commands.program_archives", "inductor"),
     ("compiling", "inductor"),
     ("late_operators", "inductor"),
     ("packages", "inductor"),
