@@ -87,13 +87,10 @@ class FakeQuantize(Observer):
         return torch.where(passes, x, rounded)
 
     def observe(self, x: Tensor) -> None:
-        inner = self.activation_post_process
+        inner, together = self.activation_post_process, self._together()
         if not isinstance(inner, RangeObserver):
-            inner.observe(x)
+            (inner.observe_together if together else inner.observe)(x)
             return
-        together = self.training and not self.constant and several_processes()
-        if isinstance(inner.screen, TensorScreen):
-            inner.screen.together = together
         low, high = inner.extremes(x)
         if self.constant and inner.mergeable:  # what counts of a parameter is what it is now
             inner.minimum, inner.maximum = low, high
@@ -103,6 +100,14 @@ class FakeQuantize(Observer):
             distributed.all_reduce(ends, distributed.ReduceOp.MAX)
             low, high = -ends[0], ends[1]
         inner.widen(low, high)
+
+    def _together(self) -> bool:
+        """Return whether all processes observe now, and let the screen know."""
+        together = self.training and not self.constant and several_processes()
+        screen = self.activation_post_process.screen
+        if isinstance(screen, TensorScreen):
+            screen.together = together
+        return together
 
     def _rounded(self, x: Tensor) -> Tensor:
         inner = self.activation_post_process

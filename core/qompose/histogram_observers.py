@@ -27,6 +27,7 @@ from qompose.observers import (
     Observer,
     PerChannelMinMaxObserver,
 )
+from qompose.processes import gathered
 from qompose.range_search import (
     Cost,
     best_range,
@@ -106,6 +107,14 @@ class _OfHistogram(SearchingObserver):
         seen = self._screened(x)
         values, each = (seen.values, 1) if self.constant else sample_of(seen.values)
         self.histogram.add(values.float(), each=each, extremes=(seen.low, seen.high))
+
+    def observe_together(self, x: Tensor) -> None:
+        before, self.histogram = self.histogram, Histogram()
+        self.observe(x)
+        for counts, ends in zip(*map(gathered, self._counted().values()), strict=True):
+            self._count_on({"counts": counts, "ends": ends})
+            before.merge(self.histogram)
+        self.histogram = before
 
     def facts(self) -> Facts:
         found = self.histogram

@@ -32,7 +32,8 @@ class LearnableFakeQuantize(FakeQuantize):
         arguments: what the observer takes.
 
     Attributes:
-        scale, zero_point: parameters of shape `()`, or `(C,)` once the tensor's shape is known.
+        scale, zero_point: parameters of shape `()`, or `(C,)` once the tensor's shape is known; the zero
+            point of a symmetric scheme is a buffer.
         started: uint8 of shape `(1,)`: whether they have values of their own.
 
     Raises:
@@ -40,6 +41,7 @@ class LearnableFakeQuantize(FakeQuantize):
     """
 
     started: Tensor
+    zero_point: Tensor
 
     def __init__(
         self, observer: Any = None, *, use_grad_scaling: bool = True, **arguments: Any
@@ -56,7 +58,10 @@ class LearnableFakeQuantize(FakeQuantize):
             )
         self.use_grad_scaling = use_grad_scaling
         self.scale = nn.Parameter(torch.ones(()))
-        self.zero_point = nn.Parameter(torch.zeros(()), self.qscheme not in SYMMETRIC)
+        if self.qscheme in SYMMETRIC:  # nor could it be learned by who unfreezes all parameters
+            self.register_buffer("zero_point", torch.zeros(()))
+        else:
+            self.zero_point = nn.Parameter(torch.zeros(()))
         self.register_buffer("started", torch.zeros(1, dtype=torch.uint8))
         self._started = False
 
@@ -68,8 +73,9 @@ class LearnableFakeQuantize(FakeQuantize):
 
     def observe(self, x: Tensor) -> None:
         """Take the first values from the first tensor, of any shape; watch for masks from then on."""
-        if self._started:
+        if self._has_started():
             if not self.constant:
+                self._together()
                 self.activation_post_process.screen.clean(x, self.subject)
             return
         super().observe(x)
@@ -93,7 +99,8 @@ class LearnableFakeQuantize(FakeQuantize):
             axis = self.activation_post_process.ch_axis
             scale, zero_point = (along(v, axis, x.dim()) for v in (scale, zero_point))
         bounds = self.quant_min, self.quant_max
-        rounded: Tensor = _LearnedSteps.apply(x.float(), scale, zero_point, *bounds, factor)
+        arguments = x.float(), scale, zero_point, *bounds, factor
+        rounded: Tensor = _LearnedSteps.apply(*arguments)  # type: ignore[no-untyped-call]
         return rounded.to(x.dtype)
 
     def _middle(self) -> Tensor:
@@ -104,23 +111,30 @@ class LearnableFakeQuantize(FakeQuantize):
 
     def calculate_qparams(self) -> tuple[Tensor, Tensor]:
         """Return the learned scale and the integer next to the learned zero point, `()` or `(C,)`."""
-        if not self._started:
+        if not self._has_started():
             return super().calculate_qparams()
         scale = self.scale.detach().abs().clamp(min=self.eps)
         return scale, self._middle().detach().round().to(torch.int64)
 
     @property
     def calibrated(self) -> bool:
-        return self._started or super().calibrated
+        return self._has_started() or super().calibrated
+
+    def _has_started(self) -> bool:
+        if (
+            not self._started
+        ):  # averages of models copy buffers into a model that was not called itself
+            self._started = bool(self.started)
+        return self._started
 
     def take(self, facts: Any) -> None:
         super().take(facts)
         self.start()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        for name, own in self._parameters.items():
+        for name, own in (("scale", self.scale), ("zero_point", self.zero_point)):
             saved = state_dict.get(prefix + name)
-            if own is not None and isinstance(saved, Tensor) and saved.shape != own.shape:
+            if isinstance(saved, Tensor) and saved.shape != own.shape:
                 own.data = torch.empty_like(saved, device=own.device)
         super()._load_from_state_dict(state_dict, prefix, *rest)
         self._started = bool(self.started)
@@ -141,7 +155,7 @@ class _LearnedSteps(torch.autograd.Function):
         return levels * scale
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         steps, levels, middle, scale = ctx.saved_tensors
         low, high = ctx.bounds
         wanted = steps.round() + middle

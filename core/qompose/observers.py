@@ -104,6 +104,13 @@ class Observer(nn.Module):
         """Update the statistics with a tensor of any shape that has at least one element."""
         raise NotImplementedError
 
+    def observe_together(self, x: Tensor) -> None:
+        """Update the statistics with the tensors of all processes that train together, alike in each."""
+        raise ConfigError(
+            f"{type(self).__name__} of {self.subject} cannot observe what other processes have: train in "
+            'one process, or with range="minmax", "moving_average" or a histogram\'s'
+        )
+
     def facts(self) -> Facts:
         """Return what was seen, for other observers, processes and backends."""
         return Facts(screen=self.screen, set_range=self.set_range)

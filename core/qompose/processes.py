@@ -14,6 +14,15 @@ def several_processes() -> bool:
     return distributed.is_available() and distributed.is_initialized()
 
 
+def gathered(x: Tensor) -> list[Tensor]:
+    """Return what each process has of a tensor of one shape, on the CPU, by rank."""
+    on_gpu = distributed.get_backend() == "nccl"
+    own = x.to(torch.device("cuda", torch.cuda.current_device())) if on_gpu else x
+    parts = [torch.empty_like(own) for _ in range(distributed.get_world_size())]
+    distributed.all_gather(parts, own)
+    return [part.cpu() for part in parts]
+
+
 def batch_norm_together(
     x: Tensor,
     mean: Tensor | None,
@@ -47,10 +56,15 @@ def _statistics(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return mean and variance by channel, `(C,)`, and the number of values that they are of, `()`."""
     rest = [dim for dim in range(x.dim()) if dim != 1]
     own = torch.full((1,), x.numel() // x.shape[1], dtype=x.dtype, device=x.device)
-    total = _Sum.apply(torch.cat([x.sum(rest), own]))
+    total = _summed(torch.cat([x.sum(rest), own]))
     count = total[-1].detach()
     mean = total[:-1] / count
-    return mean, _Sum.apply((x - along(mean, 1, x.dim())).square().sum(rest)) / count, count
+    return mean, _summed((x - along(mean, 1, x.dim())).square().sum(rest)) / count, count
+
+
+def _summed(x: Tensor) -> Tensor:
+    total: Tensor = _Sum.apply(x)  # type: ignore[no-untyped-call]
+    return total
 
 
 class _Sum(torch.autograd.Function):
@@ -63,7 +77,7 @@ class _Sum(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(_: object, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(_: object, gradient: Tensor) -> Tensor:
         total = gradient.clone()
         distributed.all_reduce(total)
         return total

@@ -449,3 +449,16 @@ def test_statistics_go_from_calibration_to_training() -> None:
     learned = LearnableFakeQuantize(**AFFINE)
     learned.take(plain.facts())
     assert float(learned.scale.detach()) == float(plain.calculate_qparams()[0])
+
+
+def test_buffers_that_are_copied_into_it_count() -> None:
+    """As averages of models do, whose own is never called in training."""
+    made, average = (LearnableFakeQuantize(**AFFINE) for _ in range(2))
+    made(randn(50))
+    with torch.no_grad():
+        for own, other in zip(average.parameters(), made.parameters(), strict=True):
+            own.copy_(other)
+        average.started.copy_(made.started)
+    assert average.calibrated
+    assert torch.equal(average.eval()(9 * randn(50)), made(9 * randn(50)))
+    assert average.calculate_qparams() == made.calculate_qparams()

@@ -7,7 +7,6 @@ import copy
 import io
 import itertools
 import math
-from typing import Any
 
 import pytest
 import qompose
@@ -255,36 +254,6 @@ class TestLoop:
         assert steps(fresh, [x, x]) == on
         one, other = (qompose.convert_pt2e(p.eval()) for p in (prepared, fresh))
         assert torch.equal(one(x), other(x))
-
-    @DEEPCOPY
-    def test_a_whole_model_in_a_file_has_lost_its_record(self) -> None:
-        prepared, _ = self.trained()
-        for model, function in (
-            (prepared, qompose.convert_pt2e),
-            (qompose.convert_pt2e(prepared), qompose.lower),
-        ):
-            file = io.BytesIO()
-            torch.save(model, file)
-            file.seek(0)
-            with pytest.raises(qompose.StageError, match=r"torch.save .* save the state_dict\(\)"):
-                function(torch.load(file, weights_only=False))  # type: ignore[operator]
-
-    @pytest.mark.parametrize("resumed", ["plain", "compiled"])
-    def test_a_checkpoint_of_a_compiled_model(self, resumed: str) -> None:
-        """torch prefixes the names in a state dict of what it compiled; of the model itself it does not."""
-        prepared, x = self.trained()
-        compiled: Any = torch.compile(prepared, backend="eager")
-        steps(compiled, [x])
-        fresh = prepared_for(product_model("conv2d", "relu", bias=True).train(), x)
-        if resumed == "compiled":
-            torch.compile(fresh, backend="eager").load_state_dict(compiled.state_dict())
-        else:
-            fresh.load_state_dict(compiled._orig_mod.state_dict())
-        torch.manual_seed(1)
-        on = steps(compiled, [x, x])
-        torch.manual_seed(1)
-        assert steps(fresh, [x, x]) == pytest.approx(on, rel=1e-4)
-        assert sqnr(prepared.eval()(x), qompose.convert_pt2e(prepared)(x)) > 40
 
     def test_switches_are_part_of_the_state(self) -> None:
         prepared, x = self.trained()
