@@ -110,7 +110,9 @@ def test_pieces_of_an_operator_that_was_taken_apart_are_paired() -> None:
     converted = converted_of(program, toy(matmul, rewrites=("split_attention",)), x)
     found = qompose.compare(program, converted, [x])
     assert found.unpaired == ()
-    assert sum(row.operator == "aten.matmul" for row in found) == 2
+    rows = {row.name: row.state for row in qompose.report(converted).rows}
+    assert {row.name: row.state for row in found} == rows
+    assert list(rows.values()).count("simulated (Q/DQ)") == 2
 
 
 def test_a_program_without_what_was_folded_is_compared_all_the_same() -> None:
