@@ -32,7 +32,7 @@ def report(model: Any) -> Report:
     if not isinstance(record, Record):
         raise StageError(
             f"{type(model).__name__} carries no record of a quantization: pass what prepare_pt2e, "
-            f"convert_pt2e, lower or load returned{_one_of(model)}"
+            f"convert_pt2e, lower or load returned{one_of(model)}"
         )
     plan = record.plan
     return Report(
@@ -53,7 +53,7 @@ def report(model: Any) -> Report:
     )
 
 
-def _one_of(model: Any) -> str:
+def one_of(model: Any) -> str:
     """Say which methods there are, each with a record of its own, where a program of several was passed."""
     methods = model if isinstance(model, Mapping) else getattr(model, "methods", None)
     if not isinstance(methods, Mapping) or not methods:

@@ -251,6 +251,7 @@ def test_the_page_shows_what_is_printed(tmp_path: Path, monkeypatch: pytest.Monk
     assert len(json.loads(Path("rows.json").read_text())) > 1
     assert Path("report.md").read_text().count("|") > 20
     assert Path("tagger.pte").exists()
+    assert Path("report.html").read_text("utf-8").startswith("<!DOCTYPE html>")
     seen = qompose.Statistics.load("seen.json")
     assert {entry.facts.values for entry in seen} >= {256 * 16 * 64}, "of both jobs"
 

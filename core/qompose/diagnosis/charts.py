@@ -81,6 +81,8 @@ def _chart(entries: Sequence[Entry]) -> Markup:
     finite = [value for value in values if math.isfinite(value)] or [0.0]
     low, high = (10 * math.floor(min(finite) / 10), 10 * math.ceil(max(finite) / 10) or 10)
     high += 10 * (high <= low)
+    unbounded = -math.inf in values  # which has a line of its own below all
+    low -= 10 * unbounded
     marks = [
         _mark(row, entry, 100 * (depths[row] + 0.5) / (max(depths) + 1), (low, high), own)
         for own in (True, False)
@@ -88,7 +90,8 @@ def _chart(entries: Sequence[Entry]) -> Markup:
     ]
     lines = [(y, _height(y, (low, high))) for y in _ticks(low, high)]
     grid = [element("line", x1="0", x2="100%", y1=y, y2=y, class_="grid") for _, y in lines]
-    ticks = [element("text", f"{dB} dB", x="100%", y=y + 4) for dB, y in lines]
+    names = {low: "-inf dB"} if unbounded else {}
+    ticks = [element("text", names.get(dB, f"{dB} dB"), x="100%", y=y + 4) for dB, y in lines]
     ticks.append(element("text", "equal", x="100%", y=_height(math.inf, (low, high)) + 4))
     style = "plot many" if len(entries) > _MANY else "plot"
     plot = element(

@@ -30,6 +30,7 @@ from qompose.isolation import isolate, restore_written
 from qompose.nested import name_apart, nodes_in
 from qompose.observing import GROUP_TAG
 from qompose.plan import Record
+from qompose.reporting import one_of
 from qompose.rewrites import Candidate, apply_rewrites, is_rewrite, splits
 from qompose.sites import identify
 from qompose.training import is_trained
@@ -78,7 +79,7 @@ def side_of(model: Any, argument: str) -> Side:
     if not callable(model) or isinstance(model, type):
         raise UserError(
             f"the {argument} of a comparison is an exported, prepared, converted or lowered program, or "
-            f"something that is called as one, and not {type(model).__name__}"
+            f"something that is called as one, and not {type(model).__name__}{one_of(model)}"
         )
     stage = record.stage if isinstance(record, Record) else OUTPUTS
     return Side(stage, None, model, record if isinstance(record, Record) else None)

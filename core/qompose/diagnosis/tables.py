@@ -93,7 +93,8 @@ class ValueTable:
 
     def comparison(self, batches: int) -> Comparison:
         """Return the rows of what was computed, the worst first."""
-        listed = {row.name: row for row in report_rows(self._two)}
+        # A report calls pieces of an operator by its name and theirs behind a slash, which nodes have not.
+        listed = {row.name.replace("/", "_"): row for row in report_rows(self._two)}
         rows = [
             self._row(value, tally, self._lockstep.reference.get(value), listed)
             for value, tally in self._tallies.items()
@@ -141,7 +142,7 @@ class ValueTable:
             value=value,
             module=module,
             operator=kind,
-            name="" if node is None else node.name,
+            name=row.name if row is not None else "" if node is None else node.name,
             state="" if row is None else row.state,
             owner="" if row is None else row.owner,
             cause=tally.cause(fallback),

@@ -110,7 +110,9 @@ def test_pieces_of_an_operator_that_was_taken_apart_are_paired() -> None:
     converted = converted_of(program, toy(matmul, rewrites=("split_attention",)), x)
     found = qompose.compare(program, converted, [x])
     assert found.unpaired == ()
-    assert sum(row.operator == "aten.matmul" for row in found) == 2
+    rows = {row.name: row.state for row in qompose.report(converted).rows}
+    assert {row.name: row.state for row in found} == rows
+    assert list(rows.values()).count("simulated (Q/DQ)") == 2
 
 
 def test_a_program_without_what_was_folded_is_compared_all_the_same() -> None:
@@ -185,3 +187,21 @@ def test_an_operator_draws_other_numbers_each_time_it_runs() -> None:
             draws.append(torch.rand(4))
     assert torch.equal(draws[0], draws[2])
     assert not torch.equal(draws[0], draws[1])
+
+
+class Writes(Chooses):
+    """Takes a branch, and writes to what it computed afterwards."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        z = x.exp()
+        total = z * 2 + y
+        return z.add_(100) + total
+
+
+def test_a_program_that_is_ahead_shows_values_as_they_were_before_they_were_written() -> None:
+    """It went on to look for a branch that it does not take."""
+    low, high = (export(seeded(Writes(bound)), X.abs()) for bound in (0.0, 1e6))
+    found = qompose.compare(low, high, [X.abs()])
+    assert any("was not computed as often" in note for note in found.notes)
+    assert found["exp"].sqnr == math.inf

@@ -116,6 +116,14 @@ def test_programs_of_two_models(linear: dict[str, Any]) -> None:
         qompose.compare(linear["float"], other, BATCHES)
 
 
+def test_a_program_of_several_methods_is_compared_by_one_of_them(linear: dict[str, Any]) -> None:
+    both = {"one": linear["lowered"], "two": linear["lowered"]}
+    with pytest.raises(
+        UserError, match=r"not dict; of a program of several .* pass one .*: one, two"
+    ):
+        qompose.compare(linear["float"], both, BATCHES)
+
+
 def test_outputs_without_floats() -> None:
     with pytest.raises(UserError, match="return no floats"):
         qompose.compare(lambda x: x.argmax(-1), lambda x: x.argmin(-1), BATCHES)

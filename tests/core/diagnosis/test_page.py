@@ -6,6 +6,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -277,3 +278,17 @@ class TestForm:
         root = page_of(replace(report(), rows=()), comparison())
         assert "no float operators" in root.text
         assert len(cells(root.one("table", id="operators"))) == 1
+
+
+def test_a_ratio_without_bound_has_a_line_of_its_own() -> None:
+    """Below all that have a number: it is no 0 dB."""
+    found = comparison(compared("first", 45.0, 41.0), compared("second", -math.inf, -math.inf))
+    for against in (found, comparison(compared("second", -math.inf, -math.inf))):
+        part = section(page_of(report(), against), "errors")
+        axis = part.one("svg", class_="axis").all("text")
+        ends = {text.text: int(text.attributes["y"]) - 4 for text in axis}
+        marks = {m.attributes["data-row"]: int(m.attributes["cy"]) for m in part.all("circle")}
+        assert marks["1"] == ends["-inf dB"] == max(ends.values())
+        assert marks.get("0", 0) < ends["-inf dB"]
+    whole = section(page_of(report(), comparison()), "errors").one("svg", class_="axis")
+    assert "-inf" not in whole.text
