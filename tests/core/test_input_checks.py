@@ -139,7 +139,7 @@ def test_compare_and_calibrate_name_the_batch() -> None:
     ):
         qompose.calibrate(model, [INPUTS, WRONG["exported for x.shape[0] <= 9"]])
     with pytest.raises(
-        qompose.CalibrationError, match=r"batch 1 does not fit the model: the input x"
+        qompose.CalibrationError, match=r"input 1 does not fit the model: the input x"
     ):
         qompose.compare(program(), model, [WRONG["exported for x.shape[0] <= 9"]])
 
