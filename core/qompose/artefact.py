@@ -115,8 +115,9 @@ def _parts(model: Any) -> tuple[GraphModule, Record | None]:
         return model, None
     if record.source is None:
         raise StageError(
-            "A lowered model is saved as the converted one that it was made of, and this one has lost it, as "
-            "pickled and copied ones do: save the converted model, and lower what load returns."
+            "A lowered model is saved as the converted one that it was made of, and this one has none, as those "
+            "that load or pickle made: copy the file, or save the converted model or what lower made of it; "
+            "load(path, as_converted=True) returns that."
         )
     return record.source, record
 
@@ -218,6 +219,8 @@ def load(
     except Exception as error:  # whatever a forged program makes of it
         reason = f"{type(error).__name__}: {error}"
         raise ArtefactError(f"{stored.path} cannot be lowered again: {reason}") from error
+    # Who serves a model needs no second copy of its weights; the file has the converted one.
+    parts = {name: (part, replace(record, source=None)) for name, (part, record) in parts.items()}
     attach_records(parts)
     changed = [
         line

@@ -237,8 +237,8 @@ class Record:
     `state` has the exported values of the buffers that the program writes to, by path.
     `fingerprint` is of the exported program's parameters (`qompose.fingerprints`).
     `backends` are live objects, by the owners of claims.
-    `source` is what a lowered model was made of: the converted program as it was then. It shares the
-    tensors that kernels take as they are.
+    `source` is what a lowered model was made of, if `lower` made it here: the converted program as it was
+    then. It shares the tensors that kernels take as they are.
     """
 
     plan: Plan

@@ -115,7 +115,16 @@ class TestAgain:
     def test_saved_again_it_is_the_same_file(self, path: Path, offered: Offered) -> None:
         lowered_mlp(path)
         first = path.read_bytes()
-        qompose.save(qompose.load(path), path)
+        qompose.save(qompose.lower(qompose.load(path, as_converted=True)), path)
+        assert path.read_bytes() == first
+
+    def test_one_that_was_loaded_does_not_hold_its_weights_twice(
+        self, path: Path, offered: Offered
+    ) -> None:
+        lowered_mlp(path)
+        first = path.read_bytes()
+        with pytest.raises(qompose.StageError, match=r"copy the file.*as_converted=True"):
+            qompose.save(qompose.load(path), path)
         assert path.read_bytes() == first
 
     def test_a_buffer_starts_from_its_exported_state(self, path: Path, offered: Offered) -> None:
