@@ -220,7 +220,7 @@ def _print(
         "Errors to look at": zoo_table.suspects(rows),
     }
     for title, part in parts.items():
-        print(as_markdown([f"## {title}", part if part.rows else "None."]).rstrip(), end="\n\n")
+        print(as_markdown([f"## {title}", "", part if part.rows else "None."]).rstrip(), end="\n\n")
     print(json.dumps(on))
     if others := sum(row["on"] != on for row in rows):
         print(f"\n{others} of {len(rows)} rows were measured on other sources or versions.")
