@@ -271,7 +271,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = parser.parse_args(arguments)
     with Steps() as steps:
         results = measure(steps, asked.validate)
-    what = f"{task.TEST_IMAGES} test images; recipes were chosen by --validate, on training images alone"
+    what = f"{task.TEST_IMAGES} test images, which no recipe is chosen by: see --validate"
     if asked.validate:
         what = "each network on another part of the training images, and trained on the others"
     console = wide_console()
