@@ -115,8 +115,8 @@ def _parts(model: Any) -> tuple[GraphModule, Record | None]:
         return model, None
     if record.source is None:
         raise StageError(
-            "A lowered model is saved as the converted one that it was made of, and this one has none, as those "
-            "that load or pickle made: copy the file, or save the converted model or what lower made of it; "
+            "A lowered model is saved as the converted one that it was made of, which what load or a pickle "
+            "returned has not got: copy the file, or save the converted model or what lower made of it; "
             "load(path, as_converted=True) returns that."
         )
     return record.source, record
