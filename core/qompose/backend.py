@@ -95,6 +95,8 @@ class Backend:
         rules: the table, in order of priority.
         configs: named configurations; the first is the default.
         rewrites: tentative graph rewrites the rules want (`qompose.rewrites`).
+        left_in_float: by operator, why no rule takes it, for reports: that the hardware has no kernel, for
+            example. Where a rule says why it does not take a call, that counts.
         targets: the runtimes that this backend brings. "torch" is core's.
         quantizer_class: the quantizer that users construct; None for the generic one.
     """
@@ -104,6 +106,7 @@ class Backend:
     rules: tuple[Rule, ...] = ()
     configs: Mapping[str, QuantizationConfig] = MappingProxyType({})
     rewrites: tuple[str, ...] = ()
+    left_in_float: Mapping[OpOverload, str] = MappingProxyType({})
     targets: tuple[Target, ...] = ()
     quantizer_class: Callable[[], Any] | None = None
 

@@ -165,7 +165,7 @@ class Rejection:
     """A match that could not become a claim, and why.
 
     `distance` is 0 where the rule takes the configuration, 1 where it does not, 2 where it takes none of
-    that mode: what nearer rules say tells more.
+    that mode: what nearer rules say tells more. It is 3 where there is no rule, and `rule` is empty.
     """
 
     owner: str

@@ -315,7 +315,7 @@ class _Inquiry:
         nodes = {f"{base}_{piece}" if piece else base}
         for label in self.members:
             said = [
-                f"rule {r.rule}: {r.reason}"
+                f"rule {r.rule}: {r.reason}" if r.rule else r.reason
                 for r in most_telling(self.composition.rejections)
                 if r.owner == label and not nodes.isdisjoint(r.nodes)
             ]

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
+from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
 from qompose.aliases import unsafe_values
@@ -33,9 +35,17 @@ from qompose.specs import QuantizationConfig
 
 
 def propose_rules(
-    owner: str, rules: Iterable[Rule], selectors: Assignment, model: GraphModule
+    owner: str,
+    rules: Iterable[Rule],
+    selectors: Assignment,
+    model: GraphModule,
+    in_float: Mapping[OpOverload, str] = MappingProxyType({}),
 ) -> Proposal:
-    """Return the claims of a rule table, in the order of its rows."""
+    """Return the claims of a rule table, in the order of its rows.
+
+    Args:
+        in_float: why operators that no rule speaks of are left in float.
+    """
     proposal = Proposal()
     index, unsafe = OperatorIndex(model), unsafe_values(model.graph)
     rules = tuple(rules)
@@ -46,15 +56,41 @@ def propose_rules(
                 seen.add(match.nodes)
                 _propose_match(owner, rule, match, selectors, unsafe, proposal)
     proposal.rejections += _near_misses(owner, rules, index, proposal)
+    proposal.rejections += _left_in_float(owner, in_float, selectors, index, proposal)
     return proposal
+
+
+def _left_in_float(
+    owner: str,
+    reasons: Mapping[OpOverload, str],
+    selectors: Assignment,
+    index: OperatorIndex,
+    proposal: Proposal,
+) -> list[Rejection]:
+    """Return the operators of which a backend says why it has no rule for them, where it was to take them."""
+    answered = _answered(proposal)
+    found = []
+    for operator, reason in reasons.items():
+        for node in index.calls(operator):
+            selection = selectors.select(node)
+            if not selection.selected or node.name in answered:
+                continue
+            why = reason if selection.config else f"left in float by {selection.selector}"
+            found.append(Rejection(owner, "", (node.name,), why, _NO_RULE))
+    return found
+
+
+def _answered(proposal: Proposal) -> set[str]:
+    """Return the names of the operators that claims or rejections speak of."""
+    spoken_of: list[Claim | Rejection] = [*proposal.claims, *proposal.rejections]
+    return {name for found in spoken_of for name in found.nodes}
 
 
 def _near_misses(
     owner: str, rules: Sequence[Rule], index: OperatorIndex, proposal: Proposal
 ) -> list[Rejection]:
     """Return the operators that rules speak of and no pattern fits, with what they lead to instead."""
-    spoken_of: list[Claim | Rejection] = [*proposal.claims, *proposal.rejections]
-    answered = {name for found in spoken_of for name in found.nodes}
+    answered = _answered(proposal)
     candidates: dict[object, list[Rule]] = defaultdict(list)
     for rule in rules:
         for operator in _anchors(rule):
@@ -84,6 +120,7 @@ def _why_no_match(node: Node, rules: Sequence[Rule]) -> str:
     return f"no pattern of {known} fits here, where its value goes to {users}"
 
 
+_NO_RULE = 3  # distance: what a rule says tells more
 _UNSELECTED = "no selector gives it a configuration (set_global gives one to all)"
 
 

@@ -287,6 +287,8 @@ def _version_fault(info: BackendInfo, written_for: object) -> str:
 
 
 def _table_fault(backend: Backend) -> str | None:
+    from torch._ops import OpOverload
+
     from qompose.backend import Target
     from qompose.capabilities import naming_fault
     from qompose.rules import Rule
@@ -301,6 +303,9 @@ def _table_fault(backend: Backend) -> str | None:
         for entry in table:
             if not isinstance(entry, kind):
                 return f"its {name} contain {entry!r}, which is no qompose.{kind.__name__}"
+    for operator, reason in dict[Any, Any](backend.left_in_float).items():
+        if not isinstance(operator, OpOverload) or not isinstance(reason, str):
+            return f"its left_in_float has {operator!r}: {reason!r}, which is no operator with a reason"
     return naming_fault(backend.configs)
 
 

@@ -205,7 +205,8 @@ class RuleQuantizer(Quantizer):
     def propose(
         self, model: GraphModule, taken: Sequence[Claim], on_conflict: str = "error"
     ) -> Proposal:
-        return propose_rules(self.name, self.backend.rules, self._assigned(model), model)
+        backend, assigned = self.backend, self._assigned(model)
+        return propose_rules(self.name, backend.rules, assigned, model, backend.left_in_float)
 
     def check_program(self, exported: GraphModule) -> list[str]:
         """Return which selectors apply to nothing.

@@ -292,6 +292,52 @@ def test_an_operator_whose_patterns_do_not_fit_says_which_and_what_stands_there(
     assert "was not made" in note
 
 
+class Heads(nn.Module):
+    """A product of two activations behind a linear, and one in a part of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.part = nn.Linear(3, 3), nn.Softmax(-1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.part(self.linear(x)) @ x.t()
+
+
+LEFT = {torch.ops.aten.matmul.default: "no unit for it", torch.ops.aten.softmax.int: "no table"}
+
+
+@pytest.mark.parametrize(
+    ("choose", "softmax", "matmul"),
+    [
+        (lambda q: q, "toy: no table", "toy: no unit for it"),
+        (
+            lambda q: q.set_module_name("part", None),
+            "toy: left in float by module name part",
+            "toy: no unit for it",
+        ),
+        (
+            lambda q: q.set_global(None).set_module_name("linear", STATIC),
+            "toy: left in float by global",
+            "toy: left in float by global",
+        ),
+    ],
+    ids=["all", "but a part", "a part"],
+)
+def test_a_backend_says_why_operators_have_no_rule(choose: Any, softmax: str, matmul: str) -> None:
+    quantizer = choose(toy(LINEAR, left_in_float=LEFT))
+    program = export(Heads(), randn(2, 3))
+    reasons = {row.name: row.reason for row in qompose.report(prepare(program, quantizer)).rows}
+    assert (reasons["softmax"], reasons["matmul"]) == (softmax, matmul)
+    answer = qompose.can_quantize(program, "matmul", quantizer)
+    assert not answer and str(answer).endswith(f"no: {matmul}")
+
+
+def test_what_a_rule_says_tells_more_than_that_there_is_none() -> None:
+    quantizer = toy(GUARDED, left_in_float={torch.ops.aten.tanh.default: "never"})
+    (row,) = qompose.report(prepare(export(nn.Tanh(), randn(2, 3)), quantizer)).rows
+    assert row.reason == "toy: it is Tuesday"
+
+
 def test_a_missing_variant_is_named() -> None:
     """A layer without bias, and a rule that has only the pattern with one, anchored at its output."""
     biased = rule("linear", LINEAR_PATTERN, weight="weight")

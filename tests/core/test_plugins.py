@@ -305,6 +305,11 @@ FAULTS = [
         id="rules of another type",
     ),
     pytest.param(
+        {"bad": backend("bad", left_in_float={"aten.matmul": "no kernel"})},
+        "its left_in_float has 'aten.matmul': 'no kernel', which is no operator with a reason",
+        id="operators as text",
+    ),
+    pytest.param(
         {"bad": backend("bad", configs={"a": 3})},
         "its configs contain 3, which is no qompose.QuantizationConfig",
         id="configurations of another type",

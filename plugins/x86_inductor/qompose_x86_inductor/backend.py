@@ -14,6 +14,7 @@ from torch.fx import GraphModule
 
 from qompose_x86_inductor import configs, shielding, summing
 from qompose_x86_inductor.compiling import with_prepack_in_graph
+from qompose_x86_inductor.left_in_float import LEFT_IN_FLOAT
 from qompose_x86_inductor.requirements import asked_by, objection
 from qompose_x86_inductor.rules import RULES
 from qompose_x86_inductor.run_time_rules import RUN_TIME_RULES
@@ -28,9 +29,9 @@ class X86InductorBackend(Backend):
     name = "x86_inductor"
     api_version = 1
     rules = (*RULES, *RUN_TIME_RULES)
-    # Not unroll_recurrent: compiled, the int8 steps of an LSTM took one to four times as long as torch's
-    # float loop (128 and 256 wide, 32 steps, one row and 16).
+    # Not unroll_recurrent: see left_in_float.
     rewrites = ("split_cells", "fold_weight", "product_to_linear")
+    left_in_float = LEFT_IN_FLOAT
 
     def __init__(self) -> None:
         self.configs = configs.named()

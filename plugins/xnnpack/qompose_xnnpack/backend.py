@@ -7,6 +7,7 @@ from qompose import Backend, RuleQuantizer, Target
 
 from qompose_xnnpack.configs import CONFIGS
 from qompose_xnnpack.finishing import finish, finish_methods, missing
+from qompose_xnnpack.left_in_float import LEFT_IN_FLOAT
 from qompose_xnnpack.rules import RULES
 
 
@@ -23,6 +24,7 @@ class XNNPACKBackend(Backend):
         "fold_weight",
         "product_to_linear",
     )
+    left_in_float = LEFT_IN_FLOAT
     targets = (Target("executorch", finish, missing, finish_methods),)
 
     def __init__(self) -> None:
