@@ -112,6 +112,9 @@ def test_all_is_frozen_and_unfrozen() -> None:
 
 
 @DEEPCOPY
+@pytest.mark.filterwarnings(
+    "ignore:.*should not be instantiated:DeprecationWarning"
+)  # dynamo's own
 def test_learned_scales_compile_in_one_graph() -> None:
     x = batch_for("conv2d")
     model = product_model("conv2d", "relu", bias=True).train()

@@ -249,7 +249,7 @@ def test_errors() -> None:
     prepared = calibrated(make(), batches)
     with pytest.raises(UserError, match="got no inputs"):
         qompose.sensitivity(prepared, [])
-    with pytest.raises(BatchError, match=r"^batch 1 does not fit the model: RuntimeError"):
+    with pytest.raises(BatchError, match=r"^batch 1 does not fit the model: the input x is"):
         qompose.sensitivity(prepared, [tuple(part[:, :-1] for part in batches[0])])
     with pytest.raises(BatchError, match=r"^batch 2 does not fit"):
         qompose.sensitivity(prepared, [batches[0], (PIXELS, PIXELS)])
