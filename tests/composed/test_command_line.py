@@ -218,15 +218,17 @@ def test_an_interrupt(folder: Path, tmp_path: Path) -> None:
         [str(COMMAND), "quantize", "mlp.pt2", *arguments],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder, env=variables(),
     )  # fmt: skip
-    deadline = time.monotonic() + 120
+    deadline, writer = time.monotonic() + 120, None
     while process.poll() is None and time.monotonic() < deadline:
         try:
-            os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
+            writer = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)  # open, or its data would end
             break
         except OSError:  # nobody reads yet
             time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     printed, said = process.communicate(timeout=60)
+    assert writer is not None
+    os.close(writer)
     assert (process.returncode, printed) == (130, "")
     assert said.endswith("qompose: interrupted\n")
     assert "Traceback" not in said
