@@ -146,7 +146,10 @@ REFUSED: dict[str, tuple[Callable[..., Tensor], str]] = {
         lambda m, x: m.layer(x).mean((2, 3), dtype=torch.float64).float(),
         "float32, not torch.float64",
     ),
-    "matmul": (lambda m, x: m.layer(x) @ m.layer(x), "no rule"),
+    "matmul": (
+        lambda m, x: m.layer(x) @ m.layer(x),
+        "no int8 kernel for a product of two activations",
+    ),
 }
 
 
