@@ -151,13 +151,12 @@ def _ours(
         qompose.calibrate(prepared, calibration, progress=False)
     with stages("convert"):
         converted, unseen = _converted(model, prepared)
-    with stages("run"), torch.no_grad(), buffers_restored(converted):
-        simulated = [pytree.tree_map(_kept, converted(*inputs)) for inputs in held_out]
+    with buffers_restored(converted):
+        simulated = _outputs(converted, held_out, stages)
     with stages("lower"):
         lowered = qompose.lower(converted, flow.target)
     report = qompose.report(lowered)
-    with stages("run"), torch.no_grad():
-        results = [pytree.tree_map(_kept, lowered(*inputs)) for inputs in held_out]
+    results = _outputs(lowered, held_out, stages)
     return {
         **compared(reference, results),
         "simulated_sqnr": compared(reference, simulated)["sqnr"],
@@ -189,9 +188,13 @@ def _peer(
     stages: Stages,
 ) -> dict[str, Any]:
     runs = PEERS[flow.peer](model.build(), calibration, stages)
+    return compared(reference, _outputs(runs, held_out, stages), structure=False)
+
+
+def _outputs(model: Callable[..., Any], held_out: Inputs, stages: Stages) -> list[Any]:
+    """What a model returns for each of the inputs, apart from what it writes to later."""
     with stages("run"), torch.no_grad():
-        results = [pytree.tree_map(_kept, runs(*inputs)) for inputs in held_out]
-    return compared(reference, results, structure=False)
+        return [pytree.tree_map(_kept, model(*inputs)) for inputs in held_out]
 
 
 def coverage(report: Report) -> dict[str, Any]:

@@ -130,10 +130,8 @@ def _holds(batch: Any) -> str:
     return ""
 
 
-def describe(batch: Any, values: bool = False) -> str:
-    """Return a batch as types and sizes; with the values of what is no tensor where asked."""
-    if values and not isinstance(batch, Tensor):
-        return repr(batch)
+def describe(batch: Any) -> str:
+    """Return a batch as types and sizes."""
     if isinstance(batch, Tensor):
         return f"{str(batch.dtype).removeprefix('torch.')}{list(batch.shape)}"
     if isinstance(batch, Mapping):

@@ -65,8 +65,8 @@ class InputChecks:
             yield _statement(_on_constant(names[place], value), names[place], repr(value))
         for tree in self.conditions:
             (first, *_) = _inputs(tree)
-            told = source(tree, names)
-            yield _statement(source(tree, names), names[first], told[1:-1])
+            condition = source(tree, names)
+            yield _statement(condition, names[first], condition[1:-1])
 
 
 def _statement(condition: str, name: str, wanted: str) -> str:

@@ -59,7 +59,8 @@ def _in_process(module: GraphModule, signature: CallSignature) -> Finished:
     """Let a lowered graph run as it stands, in place."""
     for part in graphs_in(module):
         layouts.allow_any(part)
-        part.recompile()
+        if part is not module:
+            part.recompile()
     call_directly(module)
     return Finished(module)
 
