@@ -13,7 +13,7 @@ from side_by_side import Call
 from x86_workloads import Workload
 
 EAGER, FLOAT, STOCK = "eager", "compiled float", "torchao"
-OURS, PACKAGE = "qompose", "qompose package"
+OURS, PACKAGE, TUNED = "qompose", "qompose package", "qompose tuned package"
 
 
 def _eager(work: Workload) -> Call:
@@ -175,4 +175,5 @@ ENGINES: dict[str, Callable[[Workload], Call]] = {
     "executorch xnnpack": _executorch,
     OURS: lambda work: _qompose(work, "default"),
     PACKAGE: lambda work: _qompose(work, "package"),
+    TUNED: lambda work: _qompose(work, "package", options={"max_autotune": True}),
 }

@@ -147,6 +147,15 @@ class Backend:
         """
         return {}
 
+    def compiler_options(self, graph: GraphModule) -> Mapping[str, Any]:
+        """Return options of torch's compiler that this backend's operators in `graph` are faster with.
+
+        They are as `torch.compile` takes them, and say how code is made, never what it computes. `graph` is
+        the lowered one, before `for_compiler`, and is only looked at. What a user gives to
+        `qompose.compile_lowered` counts before them, and so does a backend whose name comes first.
+        """
+        return {}
+
     def quantization_capabilities(self) -> Capabilities:
         """Return what this backend can do, a row per pattern and named configuration."""
         return capability_rows(self)

@@ -124,7 +124,8 @@ def compile_lowered(
     Args:
         path: the file of a package, ending in ".pt2"; without it a temporary one is written. A file
             that exists is replaced at once, or left as it is where compiling fails.
-        options: of torch's compiler, by name, as `torch.compile` takes them.
+        options: of torch's compiler, by name, as `torch.compile` takes them; they count before those
+            that backends ask for (`Backend.compiler_options`).
 
     Raises:
         StageError: the model was not lowered.
@@ -137,9 +138,9 @@ def compile_lowered(
     """
     file = _destination(mode, path)
     record = _lowered_record(lowered)
-    settings = {"freezing": True, **_checked(options)}
-    _check_toolchain()
     backends = _taking_part(record)
+    settings = {"freezing": True, **_advised(lowered, backends), **_checked(options)}
+    _check_toolchain()
     graph = _for_compilers(lowered, backends)
     late = {k: v for backend in backends.values() for k, v in backend.late_operators().items()}
     settings = settings_with(late, settings)
@@ -231,6 +232,19 @@ def _taking_part(record: Record) -> dict[str, Backend]:
     """Return the backends that own claims in a model."""
     owners = {claim.owner for claim in record.plan.claims}
     return {owner: backend for owner, backend in record.backends.items() if owner in owners}
+
+
+def _advised(lowered: GraphModule, backends: Mapping[str, Backend]) -> dict[str, Any]:
+    """Return the options that backends want for their operators in a model."""
+    wanted: dict[str, Any] = {}
+    for owner in sorted(backends):
+        with blaming(f"backend {owner!r}: compiler_options"):
+            given = backends[owner].compiler_options(lowered)
+        try:
+            wanted = {**_checked(given), **wanted}
+        except UserError as error:
+            raise ConfigError(f"backend {owner!r}: compiler_options: {error}") from error
+    return wanted
 
 
 def _for_compilers(lowered: GraphModule, backends: Mapping[str, Backend]) -> GraphModule:

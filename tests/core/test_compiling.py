@@ -126,6 +126,34 @@ def test_a_backend_that_cannot_is_named(rewrite: Any, kind: Any, message: str) -
         qompose.compile_lowered(lowered_net(for_compiler=rewrite))
 
 
+def test_a_backend_asks_for_options_and_users_count_before_it() -> None:
+    ours: list[Any] = []
+    users: list[Any] = []
+    model = lowered_net(compiler_options=lambda graph: {"post-grad-custom-pre-pass": ours.append})
+    qompose.compile_lowered(model)
+    assert len(ours) == 1
+    qompose.compile_lowered(model, options={"post_grad_custom_pre_pass": users.append})
+    assert (len(ours), len(users)) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        (fail, MemberError, "backend 'toy': compiler_options raised RuntimeError: out of ideas"),
+        (
+            lambda graph: {"frezing": True},
+            ConfigError,
+            "backend 'toy': compiler_options: torch's compiler has no option 'frezing'",
+        ),
+        (lambda graph: 3, ConfigError, "backend 'toy': compiler_options: options are a mapping"),
+    ],
+    ids=["raises", "unknown", "no mapping"],
+)
+def test_options_of_a_backend_that_are_none(options: Any, kind: Any, message: str) -> None:
+    with pytest.raises(kind, match=message):
+        qompose.compile_lowered(lowered_net(compiler_options=options))
+
+
 def test_backends_without_claims_are_not_asked() -> None:
     quantizer = qompose.compose(toy(LINEAR), toy(LINEAR, name="idle", for_compiler=fail))
     model = qompose.lower(convert(export(seeded(nn.Linear(3, 4)), X), quantizer, X))

@@ -93,7 +93,11 @@ def linear_in_graph(
     *post: Any,
     zero_points: Tensor,
 ) -> Tensor:
-    """What stands for ``linear_dynamic``; ``zero_points`` are int32 zeros (out channels,)."""
+    """What stands for ``linear_dynamic``; ``zero_points`` are int32 zeros (out channels,).
+
+    What is passed on is computed from them and is no constant, so that Inductor leaves the product to
+    oneDNN: where scales are computed, its own template of int8 products gives wrong sums of two (torch 2.13).
+    """
     _checked("linear_dynamic", x, weight)
     out = Output(1.0, 0, None, *post).checked("linear")
     apart = out.post_op in _HIDES_NAN
@@ -104,7 +108,7 @@ def linear_in_graph(
         zero_point.to(torch.int32),
         packing.prepack_linear(weight),
         w_scale,
-        zero_points,
+        torch.zeros_like(zero_points),
         bias,
         *(FLOAT32 if apart else out).fused(),
     )
@@ -183,3 +187,4 @@ _LIBRARY: Final = register(
         "linear_dynamic_per_token": (_linear_per_token, _linear_per_token_fake),
     },
 )
+PER_TOKEN: Final = getattr(torch.ops, ops.NAMESPACE).linear_dynamic_per_token
