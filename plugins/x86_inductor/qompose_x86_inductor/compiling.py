@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, fx
 
-from qompose_x86_inductor import isa, ops, run_time_ops, shielding, weight_only_ops
+from qompose_x86_inductor import inlining, isa, ops, run_time_ops, shielding, weight_only_ops
 from qompose_x86_inductor.packing import (
     Geometry,
     Packed,
@@ -42,9 +42,10 @@ def with_prepack_in_graph(gm: fx.GraphModule) -> fx.GraphModule:
     """
     _register_prepack_fakes()
     result = _shallow_copy(gm)
+    apart = inlining.left_to_onednn(result)
     for node in result.graph.nodes:
         if _is_ours(node):
-            _expand(result, node)
+            _expand(result, node, apart=node in apart)
     result.graph.lint()
     result.recompile()
     return result
@@ -143,8 +144,8 @@ def _shallow_copy(gm: fx.GraphModule) -> fx.GraphModule:
     return result
 
 
-def _expand(gm: fx.GraphModule, node: fx.Node) -> None:
-    """Retargets one call of ours, in place."""
+def _expand(gm: fx.GraphModule, node: fx.Node, *, apart: bool) -> None:
+    """Retargets one call of ours, in place; `apart` from Inductor's own code of such products."""
     arguments, expansion = _arguments(node), _EXPANSIONS[node.target]
     wanted = inspect.signature(expansion).parameters
     extra: dict[str, Any] = {}
@@ -153,7 +154,10 @@ def _expand(gm: fx.GraphModule, node: fx.Node) -> None:
         if weight is None or not isa.admits(weight):
             return
         with gm.graph.inserting_before(node):
-            extra["zero_points"] = gm.graph.get_attr(_zero_points(gm, weight.shape[0]))
+            zeros = gm.graph.get_attr(_zero_points(gm, weight.shape[0]))
+            if apart:
+                zeros = gm.graph.call_function(inlining.no_constant, (zeros,))
+            extra["zero_points"] = zeros
     if "pack_shape" in wanted:
         extra["pack_shape"] = _pack_shape(arguments["x"])
     node.target, node.args, node.kwargs = expansion, (*arguments.values(),), extra

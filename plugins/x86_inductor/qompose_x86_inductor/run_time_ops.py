@@ -93,11 +93,7 @@ def linear_in_graph(
     *post: Any,
     zero_points: Tensor,
 ) -> Tensor:
-    """What stands for ``linear_dynamic``; ``zero_points`` are int32 zeros (out channels,).
-
-    What is passed on is computed from them and is no constant, so that Inductor leaves the product to
-    oneDNN: where scales are computed, its own template of int8 products gives wrong sums of two (torch 2.13).
-    """
+    """What stands for ``linear_dynamic``; ``zero_points`` are int32 zeros (out channels,)."""
     _checked("linear_dynamic", x, weight)
     out = Output(1.0, 0, None, *post).checked("linear")
     apart = out.post_op in _HIDES_NAN
@@ -108,7 +104,7 @@ def linear_in_graph(
         zero_point.to(torch.int32),
         packing.prepack_linear(weight),
         w_scale,
-        torch.zeros_like(zero_points),
+        zero_points,
         bias,
         *(FLOAT32 if apart else out).fused(),
     )

@@ -11,8 +11,8 @@ import qompose
 import torch
 from qompose_x86_inductor import (
     X86InductorQuantizer,
-    few_rows,
     get_default_x86_inductor_quantization_config,
+    inlining,
 )
 from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
@@ -65,6 +65,16 @@ class Similar(nn.Module):
         return torch.mm(y, y.t())
 
 
+class OneGelu(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(WIDTH, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.gelu(self.linear(x))
+
+
 def rows(count: int, seed: int = 1) -> Tensor:
     return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(seed))
 
@@ -90,12 +100,15 @@ def lowered(
     ("module", "x", "options", "advised"),
     [
         (perceptron(), rows(1), {}, True),
-        (perceptron(), rows(few_rows.MOST_ROWS), {}, True),
-        (perceptron(), rows(few_rows.MOST_ROWS + 1), {}, False),
+        (perceptron(), rows(inlining.MOST_ROWS), {}, True),
+        (perceptron(), rows(inlining.MOST_ROWS + 1), {}, False),
         (perceptron(), rows(60).reshape(3, 20, WIDTH), {}, True),
-        (perceptron(), rows(80).reshape(4, 20, WIDTH), {}, False),
-        (perceptron(nn.GELU), rows(2), {}, False),
-        (perceptron(), rows(4), {"dynamic_shapes": ({0: Dim("batch", max=8)},)}, False),
+        (perceptron(), rows(300).reshape(3, 100, WIDTH), {}, False),
+        (perceptron(nn.GELU), rows(64), {}, True),
+        (OneGelu(), rows(65), {}, False),
+        (perceptron(nn.GELU), rows(65), {}, True),
+        (perceptron(), rows(4), {"dynamic_shapes": ({0: Dim("batch", max=8)},)}, True),
+        (OneGelu(), rows(4), {"dynamic_shapes": ({0: Dim("batch", max=8)},)}, False),
         (image_net(), torch.randn(2, 3, 8, 8), {}, True),
         (nn.Conv2d(3, 4, 3), torch.randn(2, 3, 8, 8), {}, False),
         (Similar(), rows(3), {}, False),
@@ -104,14 +117,14 @@ def lowered(
         (perceptron(), rows(2), {"weight_only": True}, False),
     ],
     ids=[
-        "one row", "most rows", "more rows", "rows of rank 3", "more of rank 3", "gelu", "any rows",
-        "behind convolutions", "no linear", "a product in float", "dynamic", "per token",
-        "weight-only",
+        "one row", "most rows", "more rows", "rows of rank 3", "more of rank 3", "gelu", "more of gelu",
+        "one of two", "any rows", "any rows of gelu", "behind convolutions", "no linear", "a product in float",
+        "dynamic", "per token", "weight-only",
     ],
 )  # fmt: skip
 def test_who_is_advised(module: nn.Module, x: Tensor, options: Any, advised: bool) -> None:
-    expected = few_rows.ADVICE if advised else {}
-    assert few_rows.advice(lowered(module.eval(), x, **options)) == expected
+    expected = inlining.ADVICE if advised else {}
+    assert inlining.advice(lowered(module.eval(), x, **options)) == expected
 
 
 @pytest.mark.parametrize(
@@ -135,15 +148,31 @@ def test_the_compiled_code_calls_no_onednn_and_computes_the_same(
     model = lowered(module.eval(), x, **choices)
     expected = model(x)
     result, code = run_and_get_code(lambda: qompose.compile_lowered(model)(x))
-    assert few_rows.advice(model)
+    assert inlining.advice(model)
     assert CALL not in "".join(code)
     assert (result - expected).abs().max() < 0.01 * expected.abs().max()
+
+
+@pytest.mark.parametrize("activation", [nn.GELU, nn.Tanh])
+def test_what_onednn_does_faster_is_left_to_it(activation: Callable[[], nn.Module]) -> None:
+    x = rows(80)
+    model = lowered(perceptron(activation), x)
+    result, code = run_and_get_code(lambda: qompose.compile_lowered(model)(x))
+    assert "".join(code).count(CALL) == 1
+    assert (result - model(x)).abs().max() < 0.01 * model(x).abs().max()
+
+
+def test_one_program_for_any_number_of_rows() -> None:
+    model = lowered(perceptron(), rows(8), dynamic_shapes=({0: Dim("batch", max=512)},))
+    compiled = qompose.compile_lowered(model, "package")
+    for count in (1, 2, 17, 512):
+        torch.testing.assert_close(compiled(rows(count)), model(rows(count)), atol=0.02, rtol=0)
 
 
 def test_a_sum_of_two_products_with_scales_at_run_time() -> None:
     """Torch 2.13 computes it wrongly where the template is allowed."""
     model, x = lowered(Skip(), rows(7), is_dynamic=True), rows(7)
-    result = qompose.compile_lowered(model, options=few_rows.ADVICE)(x)
+    result = qompose.compile_lowered(model, options=inlining.ADVICE)(x)
     torch.testing.assert_close(result, model(x))
 
 
