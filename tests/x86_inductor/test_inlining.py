@@ -118,8 +118,8 @@ def lowered(
     ],
     ids=[
         "one row", "most rows", "more rows", "rows of rank 3", "more of rank 3", "gelu", "more of gelu",
-        "one of two", "any rows", "any rows of gelu", "behind convolutions", "no linear", "a product in float",
-        "dynamic", "per token", "weight-only",
+        "one of two", "any rows", "any rows of gelu", "behind convolutions", "no linear",
+        "a product in float", "dynamic", "per token", "weight-only",
     ],
 )  # fmt: skip
 def test_who_is_advised(module: nn.Module, x: Tensor, options: Any, advised: bool) -> None:
