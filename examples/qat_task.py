@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A network that suffers from few bits, and the one loop that trains it in float and quantized.
 
-Nothing here knows about quantization but that a model may have switches, which a schedule sets.
+Nothing here knows about quantization but that a model may have switches, which a schedule sets, and scales
+that are learned.
 """
 
 from __future__ import annotations
@@ -19,6 +20,10 @@ from torch.nn import functional
 TURN, SHIFT, ZOOM = 10.0, 0.1, 0.1
 """Degrees, and parts of an image's half: what a digit may be moved by and stay one."""
 TEMPERATURE, FROM_TEACHER = 2.0, 0.7
+SCALES = (".scale", ".zero_point")
+"""How names of learned scales end."""
+OF_SCALES = 0.2
+"""The part of the rate that these have: AdamW's steps are as large for what is small, as scales are."""
 
 
 class Inverted(nn.Module):
@@ -44,7 +49,7 @@ class Inverted(nn.Module):
 class MobileDigits(nn.Module):
     """A small MobileNetV3. `forward(images: (N, 1, 8, 8)) -> (N, 10)` logits."""
 
-    def __init__(self, width: int = 4) -> None:
+    def __init__(self, width: int = 6) -> None:
         super().__init__()
         layers: list[nn.Module] = [*convolution(1, width, 3), Inverted(width, width)]
         for stage in (2, 3):
@@ -91,9 +96,10 @@ def train(
     """
     torch.manual_seed(seed)
     steps = len(data) // recipe.batch
-    optimizer = torch.optim.AdamW(model.parameters(), recipe.rate, weight_decay=0.0)
+    highest = [recipe.rate, OF_SCALES * recipe.rate]
+    optimizer = torch.optim.AdamW(by_kind(model), weight_decay=0.0)
     rates = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, recipe.rate, recipe.epochs * steps, pct_start=0.1, cycle_momentum=False
+        optimizer, highest, recipe.epochs * steps, pct_start=0.1, cycle_momentum=False
     )
     for epoch in track(range(recipe.epochs)):
         model.train()
@@ -108,6 +114,14 @@ def train(
             rates.step()
         model.eval()
         after(epoch)
+
+
+def by_kind(model: nn.Module) -> list[dict[str, Any]]:
+    """Return groups for an optimizer: weights, and learned scales."""
+    groups: list[dict[str, Any]] = [{"params": []}, {"params": []}]
+    for name, parameter in model.named_parameters():
+        groups[name.endswith(SCALES)]["params"].append(parameter)
+    return groups
 
 
 def loss(logits: Tensor, labels: Tensor, taught: Tensor | None) -> Tensor:

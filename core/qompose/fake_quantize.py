@@ -98,7 +98,7 @@ class FakeQuantize(Observer):
         if together:
             ends = torch.stack([-low, high])
             distributed.all_reduce(ends, distributed.ReduceOp.MAX)
-            low, high = -ends[0], ends[1]
+            low, high = -ends[0], ends[1].clone()  # a view would keep both from being saved
         inner.widen(low, high)
 
     def _together(self) -> bool:

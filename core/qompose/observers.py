@@ -198,6 +198,9 @@ class RangeObserver(Observer):
 
     Scales are rounded to `scale_dtype`, for kernels that store them in fewer bits; they stay float32. So
     are offsets, where zero points are no integers (`stored_in`).
+
+    Before anything was seen the buffers have a shape that ranges never have, and are not empty: safetensors
+    leaves out all names but one of a tensor, and when it loads, takes empty ones for tensors of their own.
     """
 
     mergeable = True
@@ -215,8 +218,9 @@ class RangeObserver(Observer):
         if not scale_dtype.is_floating_point:
             raise ConfigError(f"scale_dtype={scale_dtype} is no float type")
         self.ch_axis, self.scale_dtype = ch_axis, scale_dtype
-        self.register_buffer("minimum", torch.tensor([]))
-        self.register_buffer("maximum", torch.tensor([]))
+        unseen = () if self.per_channel else (1,)
+        self.register_buffer("minimum", torch.zeros(unseen))
+        self.register_buffer("maximum", torch.zeros(unseen))
 
     def observe(self, x: Tensor) -> None:
         self.widen(*self.extremes(x))
@@ -227,7 +231,7 @@ class RangeObserver(Observer):
 
     def widen(self, low: Tensor, high: Tensor) -> None:
         """Update the statistics with the extremes of a batch, of the tensor or of each channel."""
-        if self.minimum.numel():
+        if self.calibrated:
             self.minimum, self.maximum = self.minimum.to(low.device), self.maximum.to(low.device)
             low, high = self._combine(low, high)
         self.minimum, self.maximum = low, high
@@ -266,7 +270,7 @@ class RangeObserver(Observer):
 
     @property
     def calibrated(self) -> bool:
-        return self.minimum.numel() > 0
+        return (self.minimum.dim() > 0) == self.per_channel
 
     def calculate_qparams(self) -> tuple[Tensor, Tensor]:
         self._check_calibrated()

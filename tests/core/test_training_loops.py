@@ -5,18 +5,20 @@ from __future__ import annotations
 
 import copy
 import io
+from pathlib import Path
 from typing import Any
 
 import pytest
 import qompose
 import torch
 from qompose import LearnableFakeQuantize, QuantizationSpec
-from torch import Tensor
+from safetensors.torch import load_model, save_model
+from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from tests.core.qat import batch_for, prepared_for, product_model, product_quantizer
 from tests.core.test_training import DEEPCOPY, steps, without_dropout
-from tests.core.toy import sqnr
+from tests.core.toy import STATIC, randn, seeded, sqnr, toy
 
 
 def learned(qscheme: torch.qscheme = torch.per_tensor_affine) -> QuantizationSpec:
@@ -60,6 +62,42 @@ def test_a_checkpoint_of_a_compiled_model(resumed: str) -> None:
     torch.manual_seed(1)
     assert steps(fresh, [x, x]) == pytest.approx(on, rel=1e-4)
     assert sqnr(prepared.eval()(x), qompose.convert_pt2e(prepared)(x)) > 40
+
+
+class Views(nn.Module):
+    """Two operators that leave integers as they are."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.view(-1, 4).view(-1, 8)
+
+
+@pytest.mark.parametrize("kind", ["moving_average", "learned"])
+def test_a_checkpoint_that_has_shared_tensors_once(kind: str, tmp_path: Path) -> None:
+    """As accelerate writes it, by safetensors: of a fake-quantizer in two places, one has a name in it."""
+    x = randn(4, 8)
+    model = seeded(nn.Sequential(nn.Linear(8, 8), Views(), nn.Linear(8, 4)))
+    config = qompose.training_config(STATIC, kind)
+    made = [prepared_for(model.train(), x, toy(config=config)) for _ in range(2)]
+    steps(made[0], [x])
+    names = [name for name, _ in made[0].named_modules(remove_duplicate=False)]
+    assert len(names) > len(list(made[0].named_modules()))
+    save_model(made[0], str(tmp_path / "model.safetensors"))
+    load_model(made[1], tmp_path / "model.safetensors")
+    one, other = (own.state_dict() for own in made)
+    assert list(one) == list(other) and all(torch.equal(one[name], other[name]) for name in one)
+    load_model(made[0], tmp_path / "model.safetensors")
+
+
+def test_ranges_of_several_processes_are_no_views(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Which safetensors would refuse, since all that a view is of would have to be saved."""
+    monkeypatch.setattr(qompose.fake_quantize, "several_processes", lambda: True)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_: None)
+    x = batch_for("conv2d")
+    prepared = prepared_for(product_model("conv2d", "relu", bias=True).train(), x)
+    prepared(x)
+    save_model(prepared, str(tmp_path / "model.safetensors"))
 
 
 @DEEPCOPY
