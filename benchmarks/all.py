@@ -86,6 +86,13 @@ BENCHMARKS = (
         (*_SHORT, "--models", "lookup of 256, 100k rows"),
     ),
     Benchmark(
+        "bag_limits",
+        "What keeps bags of fewer bits from being as much faster as they are smaller?",
+        _ENGINES,
+        ("--seconds", "0.05"),
+        figures=False,
+    ),
+    Benchmark(
         "x86_inference",
         "How fast is int8 inference on x86, beside every engine there?",
         _ON_X86,

@@ -103,9 +103,8 @@ def calling(run: Callable[..., Any], workload: Workload) -> Call:
     return lambda: run(next(inputs))
 
 
-def float_function(workload: Workload) -> Callable[[Tensor], Tensor]:
+def float_function(workload: Workload, weight: Tensor) -> Callable[[Tensor], Tensor]:
     """torch's function on the float table, with no module around it."""
-    weight = workload.model().weight
     if workload.bags:
         return lambda ids: F.embedding_bag(ids, weight, mode="sum")
     return lambda ids: F.embedding(ids, weight)
@@ -113,12 +112,10 @@ def float_function(workload: Workload) -> Callable[[Tensor], Tensor]:
 
 def made(engine: str, workload: Workload) -> tuple[Callable[..., Any], int]:
     """What an engine runs, and the bytes of its table."""
-    if engine == "float":
-        return float_function(workload), size_of(workload.model())
-    if engine == "float module":
-        return workload.model(), size_of(workload.model())
-    if engine == "compiled float":
-        return torch.compile(workload.model()), size_of(workload.model())
+    if "float" in engine:
+        model = workload.model()
+        runs = {"float": float_function(workload, model.weight), "float module": model}
+        return runs.get(engine) or torch.compile(model), size_of(model)
     if engine == "torchao":
         model = torchao(workload)
         return model, size_of(model)

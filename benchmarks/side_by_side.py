@@ -22,7 +22,9 @@ from typing import Any
 
 WARM_UP = 3
 FEWEST_RUNS = 3
-"""In a round, however slow the model is."""
+"""In a round; of a model whose single run takes longer than a round is to, one of each is enough."""
+SET_UP_TOGETHER = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+"""Processes that are set up at a time: nothing is measured meanwhile."""
 
 Call = Callable[[], Any]
 
@@ -44,6 +46,7 @@ def serve(make: Callable[[], tuple[Call, dict[str, Any]]], seconds: float) -> No
 
     try:
         run, found = make()
+        run()  # the first time, when compilers compile
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         answer({"error": reason, "traceback": traceback.format_exc()})
@@ -57,14 +60,19 @@ def serve(make: Callable[[], tuple[Call, dict[str, Any]]], seconds: float) -> No
 
 def _one_round(run: Call, seconds: float) -> list[float]:
     """Seconds of each run, for about so many seconds."""
-    for _ in range(WARM_UP):
-        run()
-    taken: list[float] = []
-    while len(taken) < FEWEST_RUNS or sum(taken) < seconds:
-        start = time.perf_counter()
-        run()
-        taken.append(time.perf_counter() - start)
+    slow = any(
+        _seconds_of(run) > seconds for _ in range(WARM_UP)
+    )  # and ends with the first that is
+    taken = [_seconds_of(run)]
+    while (len(taken) < FEWEST_RUNS and not slow) or sum(taken) < seconds:
+        taken.append(_seconds_of(run))
     return taken
+
+
+def _seconds_of(run: Call) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
 
 
 @dataclass
@@ -115,7 +123,10 @@ class Row:
 
 
 class Worker:
-    """The process of one engine, as seen from outside. Its failure ends up in `row.error`."""
+    """The process of one engine, as seen from outside. Its failure ends up in `row.error`.
+
+    It sets itself up from its start on; `ready` waits for that.
+    """
 
     def __init__(self, engine: str, model: str, arguments: Sequence[str]) -> None:
         self.row = Row(model, engine)
@@ -125,6 +136,9 @@ class Worker:
         self._process = subprocess.Popen(
             command, stdin=pipe, stdout=pipe, stderr=self._log, text=True
         )
+
+    def ready(self) -> None:
+        """Wait until there is something to measure, or a reason why there is not."""
         found = self._answer()
         self.row.error = self.row.error or found.pop("error", "")
         self.row.found = found
@@ -158,15 +172,19 @@ class Worker:
 
 
 def measure(model: str, engines: Iterable[str], rounds: int, arguments: Sequence[str]) -> list[Row]:
-    """Set the engines up one after the other, then run them in turn.
+    """Set the engines up, as many at a time as there are cores, then run them in turn.
 
     Args:
         arguments: the command line of this script, which the processes get too.
     """
-    workers = []
+    workers: list[Worker] = []
     for engine in engines:
+        if len(workers) >= SET_UP_TOGETHER:
+            workers[-SET_UP_TOGETHER].ready()
         print(f"{model}: {engine}", file=sys.stderr, flush=True)
         workers.append(Worker(engine, model, arguments))
+    for worker in workers[-SET_UP_TOGETHER:]:
+        worker.ready()
     for _ in range(rounds):
         for worker in workers:
             if not worker.row.error:

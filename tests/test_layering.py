@@ -27,7 +27,8 @@ PLUGINS = {
 LAYERS = tuple(
     line.split()
     for line in """
-        errors hookspecs histogram sampling fingerprints repeats progress switches repairs conformity
+        errors hookspecs histogram sampling shortcuts fingerprints repeats progress switches
+        repairs conformity
         repairs.words
         aliases running operators offers faults kinship strides channel_histograms
         numerics graph screening functionals fbgemm encoding drafts factories row_sample range_search

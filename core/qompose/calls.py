@@ -3,7 +3,7 @@
 
 An exported graph flattens its arguments by their tree and builds its result by another, in Python, at
 each call: about twenty microseconds, several times what a small kernel takes. Where every argument and
-every result stands for itself there is no tree to walk.
+every result stands for itself there is no tree to walk; its code goes by the shortcuts that there are.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from typing import Any
 
 from torch import nn
 from torch.fx import GraphModule
-from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
+from torch.fx.graph import PythonCode, _PyTreeCodeGen, _PyTreeInfo
 from torch.utils._pytree import TreeSpec
 
 from qompose.input_checks import InputChecks, input_checks, require_input
+from qompose.shortcuts import shorten
 
 
 class CheckedCalls(_PyTreeCodeGen):
@@ -48,6 +49,12 @@ class DirectCalls(CheckedCalls):
         placeholders = _names(free_vars)
         annotations = self._format_annotations(free_vars, expanded_def)
         return f"{annotations}\n    {', '.join(placeholders)}, = {', '.join(self.pytree_info.orig_args)},"
+
+    def _gen_python_code(
+        self, nodes: Any, root_module: str, *rest: Any, **options: Any
+    ) -> PythonCode:
+        code = super()._gen_python_code(nodes, root_module, *rest, **options)
+        return shorten(code, nodes.graph, root_module)
 
     def generate_output(
         self,

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from qompose import QuantizationConfig
 from qompose_embedding import EmbeddingQuantizer, get_embedding_quantization_config
+from qompose_embedding.backend import EmbeddingBackend
+from qompose_embedding.ops import packed_bag_in_graph
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -209,14 +212,55 @@ def test_the_packed_bags_error_names_the_index() -> None:
         model(torch.where(indices == 19, 20, indices), *rest)
 
 
+BAD_OFFSETS = [[1, 3, 3, 4], [0, 3, 3, 10]]
+"""Those that torch refuses."""
+DECREASING = [[0, 5, 3, 4], [0, 30, 3, 4], [0, -5, 3, 4]]
+"""Those that torch's kernels return memory for that nobody wrote, or read before the indices."""
+
+
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("offsets", [[1, 3, 3, 4], [0, 3, 3, 10]], ids=str)
+@pytest.mark.parametrize("offsets", BAD_OFFSETS, ids=str)
 def test_offsets_that_torch_refuses(form: str, offsets: list[int]) -> None:
     model, inputs = Bag(mode="mean"), ragged()
     lowered = qompose.lower(converted(model, inputs, FORMS[form][0]))
     for run in (model, lowered):
         with pytest.raises(RuntimeError, match="offsets"):
             run(inputs[0], torch.tensor(offsets), inputs[2])
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_offsets_that_decrease(form: str, mode: str) -> None:
+    inputs = ragged()
+    lowered = qompose.lower(converted(Bag(mode=mode), inputs, FORMS[form][0]))
+    for offsets in DECREASING:
+        with pytest.raises(RuntimeError, match="offsets begin with 0, do not decrease"):
+            lowered(inputs[0], torch.tensor(offsets), inputs[2])
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec")  # torch of itself
+@pytest.mark.parametrize("form", ["8 bits", "groups"])
+@pytest.mark.parametrize("include_last", [False, True])
+def test_compilers_look_at_offsets_that_callers_give(form: str, include_last: bool) -> None:
+    inputs = ragged(include_last)
+    model = Bag(mode="sum", include_last_offset=include_last)
+    lowered = qompose.lower(converted(model, inputs, FORMS[form][0]))
+    for_compiler = EmbeddingBackend().for_compiler(copy.deepcopy(lowered))
+    assert torch.equal(for_compiler(*inputs), lowered(*inputs))
+    for offsets in (*BAD_OFFSETS, *DECREASING):
+        last = [max(9, offsets[-1])] if include_last else []
+        with pytest.raises(RuntimeError, match="offsets begin with 0, do not decrease"):
+            for_compiler(inputs[0], torch.tensor([*offsets, *last]), inputs[2])
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec")  # torch of itself
+@pytest.mark.parametrize("sizes", [None, {0: torch.export.Dim("batch", max=9)}], ids=str)
+def test_compilers_do_not_look_at_offsets_of_a_matrix(sizes: Any) -> None:
+    model, ids = nn.EmbeddingBag(ROWS, 8, mode="sum").eval(), torch.randint(ROWS, (4, 6))
+    program = torch.export.export(model, (ids,), dynamic_shapes=(sizes,))
+    quantized = qompose.convert_pt2e(qompose.prepare_pt2e(program, EmbeddingQuantizer()))
+    for_compiler = EmbeddingBackend().for_compiler(copy.deepcopy(qompose.lower(quantized)))
+    assert packed_bag_in_graph in {node.target for node in for_compiler.graph.nodes}
 
 
 def test_a_program_that_reads_another_result_keeps_its_bag() -> None:
@@ -279,3 +323,5 @@ def test_compiled_and_packaged(form: str, mode: str) -> None:
         torch.testing.assert_close(compiled(*inputs), expected, rtol=1e-5, atol=1e-5)
         with pytest.raises(RuntimeError):
             compiled(torch.full_like(inputs[0], ROWS), *inputs[1:])
+        with pytest.raises(RuntimeError):
+            compiled(inputs[0], torch.tensor(DECREASING[0]), inputs[2])

@@ -126,6 +126,19 @@ def test_a_program_shrinks_with_the_bits() -> None:
     assert sizes[0] < 0.29 and sizes[1] < 0.17 and sizes[2] < 0.11
 
 
+@pytest.mark.parametrize("config", [FORMS[0], FORMS[5], FORMS[8]], ids=str)
+def test_an_index_out_of_range_is_an_error_of_the_program(config: QuantizationConfig) -> None:
+    """ExecuTorch's lookups of 8 bits end the process, and those of 4 and 2 bits read past the table."""
+    ids = torch.randint(ROWS, (3, 4))
+    batch = torch.export.Dim("batch", max=9)
+    quantized = converted(Both(mode="sum"), (ids,), config, dynamic_shapes=({0: batch},))
+    program = qompose.lower(quantized, "executorch")
+    for bad in (ROWS, -1, 2**40):
+        with pytest.raises(qompose.QomposeError, match="0x12"):  # "invalid argument"
+            program(torch.where(torch.arange(4) == 3, bad, ids))
+    torch.testing.assert_close(run(program, ids[:2]), quantized(ids[:2]), rtol=1e-5, atol=1e-5)
+
+
 def test_bags_of_several_lengths_are_refused_with_the_reason() -> None:
     model = nn.EmbeddingBag(ROWS, 8, mode="sum")
     inputs = torch.tensor([1, 2, 3]), torch.tensor([0, 2])

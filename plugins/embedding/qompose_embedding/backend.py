@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from qompose import Backend, ConfigError, QuantizationConfig, RuleQuantizer
 from torch.fx import GraphModule, Node
 
 from qompose_embedding.configs import CONFIGS, get_default_embedding_quantization_config
-from qompose_embedding.ops import IN_GRAPH, lookup_in_graph
+from qompose_embedding.kernels import step_of
+from qompose_embedding.ops import IN_GRAPH, Bags, lookup_in_graph
 from qompose_embedding.rows import UNPACK
 from qompose_embedding.rules import RULES
 
@@ -35,10 +38,19 @@ class EmbeddingBackend(Backend):
             if isinstance(part, GraphModule):
                 for node in list(part.graph.nodes):
                     if node.op == "call_function":
-                        node.target = IN_GRAPH.get(node.target, node.target)
+                        _bag_in_graph(node)
                         _look_up_as_bags(node)
                 part.recompile()
         return graph
+
+
+def _bag_in_graph(node: Node) -> None:
+    """Replace an operator for bags, in place; offsets that the graph makes itself need no look."""
+    if node.target in IN_GRAPH:
+        arguments: Any = node.args[-len(Bags._fields) :]
+        bags = Bags(*arguments)
+        known = step_of(bags.indices, bags.offsets, bags.include_last_offset) is not None
+        node.target = IN_GRAPH[node.target][0 if known else 1]
 
 
 def _look_up_as_bags(node: Node) -> None:

@@ -2,7 +2,8 @@
 """What replaces lookups and bags in an ExecuTorch program: `quantized_decomposed.embedding_*`.
 
 The operators read rows of signed integers (of bytes of either kind, at 8 bits) with a float scale and zero
-point for each row or group. ExecuTorch has no bags: those of one length are summed behind a lookup.
+point for each row or group. They do not check indices: another operator does before. ExecuTorch has no bags:
+those of one length are summed behind a lookup.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from torch import Tensor
 from torch.fx import Node
 
 from qompose_embedding.forms import Form, by_row, form_of, in_bytes, unsigned
-from qompose_embedding.kernels import as_wanted, bags_of
-from qompose_embedding.ops import MAX, MEAN
+from qompose_embedding.kernels import as_wanted, bags_of, step_of
+from qompose_embedding.ops import MAX, MEAN, Bags
 
 aten = torch.ops.aten
 
@@ -79,24 +80,15 @@ def _pooled(region: Region, rows: Node, kept: Node | None, mode: int) -> Node:
     return step(aten.div.Tensor, total, counts)
 
 
-def _length(bags: Any) -> int:
+def _length(bags: Bags) -> int:
     """Return how many indices each bag has."""
-    offsets, number = bags.offsets, _shape(bags.indices)[0]
-    if isinstance(offsets, Node) and offsets.target is aten.arange.start_step:
-        start, end, length = (*offsets.args, 1)[:3]
-        end = end.meta["val"] if isinstance(end, Node) else end
-        last = number + 1 if bags.include_last_offset else number
-        if start == 0 and isinstance(length, int) and _same(end, last):
-            return length
+    length = step_of(bags.indices, bags.offsets, bags.include_last_offset)
+    if isinstance(length, int):
+        return length
     raise NotLowerable(
         "ExecuTorch has no embedding bags: those of one length become a lookup and a sum, where their "
         "offsets are torch.arange(0, number of indices, length), as torch makes them of a matrix of indices"
     )
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Tell whether two sizes are the same whatever the input."""
-    return torch.fx.experimental.symbolic_shapes.statically_known_true(one == other)
 
 
 def _rows(region: Region, indices: Any) -> Node:
@@ -115,11 +107,24 @@ def _rows(region: Region, indices: Any) -> Node:
     operator = {8: known.embedding_byte, 4: known.embedding_4bit, 2: known.embedding_2bit}[
         form.bits
     ]
-    if form.bits == 8 and indices.meta["val"].dtype is not torch.int64:  # the runtime would abort
-        indices = region.step(aten.to.dtype, indices, torch.int64)
-    rows = region.step(operator.default, *_arguments(region, table, form), indices)
+    rows = region.step(
+        operator.default, *_arguments(region, table, form), _within(region, table, indices)
+    )
     filled = form.padding or form.width == 1
     return region.step(aten.slice.Tensor, rows, -1, 0, form.width) if filled else rows
+
+
+def _within(region: Region, table: QuantizedTensor, indices: Node) -> Node:
+    """Emit the indices once more, as int64, behind a check that the table has them.
+
+    The operators check nothing: of bytes they end the process, of fewer bits they read past the table. A
+    lookup of float rows does, and so does one of rows without any values, whose sums are zeros.
+    """
+    rows = torch.zeros(len(table.tensor), 0, dtype=torch.int64)
+    checked = region.constant(f"{table.node.target}_rows", rows)
+    nothing = region.step(aten.embedding.default, checked, indices)
+    zeros = region.step(aten.sum.dim_IntList, nothing, [-1])
+    return region.step(aten.add.Tensor, zeros, indices)
 
 
 def _arguments(region: Region, table: QuantizedTensor, form: Form) -> list[Any]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from qompose import NotLowerable, Region
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from qompose_embedding import ops, rows
 from qompose_embedding.forms import Form, form_of, in_bytes, packed_rows, parameters, unsigned
@@ -64,6 +65,20 @@ def bags_of(region: Region) -> ops.Bags:
     elif padding < 0 and overload is aten.embedding_bag.padding_idx:
         padding += len(region.quantized("weight").tensor)
     return ops.Bags(**values, padding_idx=padding)
+
+
+def step_of(indices: Any, offsets: Any, include_last_offset: bool) -> Any:
+    """Return how far apart offsets are, a number or a node, where the graph makes them so; None elsewhere.
+
+    torch makes them of a matrix of indices: they are in order, and end within the indices.
+    """
+    number = indices.meta["val"].shape[0]
+    if not isinstance(offsets, Node) or offsets.target is not aten.arange.start_step:
+        return None
+    start, end, step = (*offsets.args, 1)[:3]
+    end = end.meta["val"] if isinstance(end, Node) else end
+    last = number + 1 if include_last_offset else number
+    return step if start == 0 and statically_known_true(end == last) else None
 
 
 def _packed(region: Region) -> tuple[Form, Node]:

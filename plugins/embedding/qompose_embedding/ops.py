@@ -12,6 +12,10 @@ Both take, of `torch.nn.functional.embedding_bag`: ``indices`` (n,), ``offsets``
 ``include_last_offset``, ``mode`` (0 sum, 1 mean, 2 max), ``per_sample_weights`` (n,) and ``padding_idx``, -1
 for none. They return float32 (bags, width). An index out of range is an IndexError.
 
+Offsets begin with 0, never decrease and end within the indices; others are a RuntimeError. torch's kernels
+for packed rows check no more than the sum of lengths: behind offsets that decrease they return memory as it
+was, and before those below 0 they read it.
+
 Compilers get the same functions in operators of torch alone (`IN_GRAPH`); there, an index out of range is a
 RuntimeError, as torch's kernels raise it.
 """
@@ -46,6 +50,8 @@ SCHEMAS: Final = {
         f"(Tensor table, Tensor scale, Tensor? offset, int bits, int width, {_HOW}) -> Tensor"
     ),
 }
+
+_ORDER: Final = "offsets begin with 0, do not decrease, and end within the indices"
 
 
 class Bags(NamedTuple):
@@ -158,6 +164,25 @@ def plain_bag_in_graph(
     return bags.of_rows(from_plain(compute, form, table, scale, offset, bags.indices))
 
 
+def packed_bag_in_order(*arguments: Any) -> Tensor:
+    """What stands for ``packed_bag`` where offsets come from the caller: those out of order are refused."""
+    _require_order(Bags(*arguments[-len(Bags._fields) :]))
+    return packed_bag_in_graph(*arguments)
+
+
+def plain_bag_in_order(*arguments: Any) -> Tensor:
+    """What stands for ``plain_bag`` where offsets come from the caller: those out of order are refused."""
+    _require_order(Bags(*arguments[-len(Bags._fields) :]))
+    return plain_bag_in_graph(*arguments)
+
+
+def _require_order(bags: Bags) -> None:
+    """Have a graph raise a RuntimeError where offsets are out of order, when it runs."""
+    ends = bags.offsets.new_full((1,), bags.indices.shape[0])
+    growing = (torch.cat([bags.offsets, ends]).diff() >= 0).all()
+    torch.ops.aten._assert_async.msg(growing & (bags.offsets[:1] == 0).all(), _ORDER)
+
+
 def _packed_bag(rows: Tensor, bits: int, width: int, *how: Any) -> Tensor:
     bags = Bags(*how)
     _check(bags)
@@ -182,10 +207,9 @@ def _check(bags: Bags) -> None:
     if not len(bags.offsets):
         return
     first, last = int(bags.offsets[0]), int(bags.offsets[-1])
-    if first != 0 or last > len(bags.indices):
+    if first != 0 or last > len(bags.indices) or bool((bags.offsets.diff() < 0).any()):
         raise RuntimeError(
-            f"offsets begin with 0 and end within the {len(bags.indices)} indices; these begin with {first} "
-            f"and end with {last}"
+            f"{_ORDER}, of which there are {len(bags.indices)}; these are {bags.offsets}"
         )
 
 
@@ -198,17 +222,19 @@ def _fake(table: Tensor, *arguments: Any) -> Tensor:
 
 
 _OPS: Final = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
-_FUNCTIONS: Final = {
-    "packed_bag": (_packed_bag, "CPU", packed_bag_in_graph),
-    "plain_bag": (_plain_bag, "CompositeExplicitAutograd", plain_bag_in_graph),
-}
-for _name, (_function, _key, _) in _FUNCTIONS.items():
+_FUNCTIONS: Final[dict[str, tuple[Any, str, Any, Any]]] = {
+    "packed_bag": (_packed_bag, "CPU", packed_bag_in_graph, packed_bag_in_order),
+    "plain_bag": (
+        _plain_bag, "CompositeExplicitAutograd", plain_bag_in_graph, plain_bag_in_order,
+    ),
+}  # fmt: skip
+for _name, (_function, _key, *_) in _FUNCTIONS.items():
     _OPS.define(_name + SCHEMAS[_name], tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
     _OPS.impl(_name, _function, _key)  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake, lib=_OPS)
 
-IN_GRAPH: Final = {
-    getattr(getattr(torch.ops, NAMESPACE), name).default: in_graph
-    for name, (_, _, in_graph) in _FUNCTIONS.items()
+IN_GRAPH: Final[dict[Any, tuple[Any, Any]]] = {
+    getattr(getattr(torch.ops, NAMESPACE), name).default: (in_graph, in_order)
+    for name, (_, _, in_graph, in_order) in _FUNCTIONS.items()
 }
-"""By operator, the function that compilers are given for it."""
+"""By operator, what compilers are given for it: for offsets known to be in order, and for others."""
