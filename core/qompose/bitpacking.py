@@ -2,6 +2,7 @@
 """Integers of few values packed into bytes: torch has no tensors of four or two bits, and a file needs none.
 
 What fits is found from the values, not from a scheme, and comes back bit by bit: `value = field + low`.
+Zero points of groups fit too, which are as many as the scales, eight bytes each, and as a rule all zero.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ import torch
 from torch import Tensor
 
 _BITS = (2, 4)
-_TYPES = {"int8": torch.int8, "uint8": torch.uint8}
+_TYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
+}
 _WORTH = 1024
 """Bytes below which a block is left as it is, readable by other tools: there is little to save."""
 
@@ -43,7 +47,7 @@ def pack_bits(blocks: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, T
 
 
 def _packed(block: Tensor, low: int, bits: int) -> Tensor:
-    fields = (block.reshape(-1) - low).view(torch.uint8)
+    fields = (block.reshape(-1) - low).to(torch.uint8)
     each = 8 // bits
     fields = torch.nn.functional.pad(fields, (0, -len(fields) % each)).view(-1, each)
     packed = fields[:, 0].clone()
@@ -72,5 +76,5 @@ def _unpacked(block: Tensor, facts: Mapping[str, Any]) -> Tensor:
     if block.dtype is not torch.uint8 or block.dim() != 1 or len(block) != -(-count // each):
         raise ValueError(f"a packed block has not the bytes of {count} values")
     places = torch.arange(0, 8, bits, dtype=torch.uint8, device=block.device)
-    fields = (block[:, None] >> places) & ((1 << bits) - 1)
-    return (fields.reshape(-1)[:count].view(dtype) + low).reshape(shape)
+    fields: Tensor = (block[:, None] >> places) & ((1 << bits) - 1)
+    return (fields.reshape(-1)[:count].to(dtype) + low).reshape(shape)

@@ -37,7 +37,10 @@ def integers(low: int, high: int, *shape: int, dtype: torch.dtype = torch.int8) 
         (integers(-8, 8, 32, 64), 1),  # a value too many
         (integers(-127, 127, 32, 64), 1),
         (integers(-8, 7, 1023), 1),  # not worth it
-        (integers(-8, 7, 32, 64, dtype=torch.int32), 1),
+        (integers(-8, 7, 32, 64, dtype=torch.int32), 1 / 8),
+        (integers(2**62, 2**62 + 3, 1024, dtype=torch.int64), 1 / 32),
+        (integers(-(2**15), 15 - 2**15, 1024, dtype=torch.int16), 1 / 4),
+        (torch.tensor([-(2**63), 2**63 - 1]).repeat(600), 1),
         (torch.zeros(2000, dtype=torch.bool), 1),
         (torch.zeros(2000), 1),
     ],

@@ -220,7 +220,7 @@ def _is_norm_of_groups(node: Node) -> bool:
     if "aten_convolution" not in str(source.target).replace(".", "_"):
         return False
     transposed, groups = source.args[6], source.args[8]
-    return bool(transposed) and groups != 1
+    return bool(transposed and groups != 1)
 
 
 def untag_orphans(graph: Graph) -> None:
