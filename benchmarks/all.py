@@ -108,7 +108,7 @@ BENCHMARKS = (
         "zoo",
         "Which models of the zoo work, how much of each, and how well, with each backend and scheme?",
         _ENGINES,
-        ("--models", "lenet", "--first", "--peers"),
+        ("--models", "lenet", "--first", "--schemes", "static", "--peers"),
         options=("--state", "{out}/zoo-state.jsonl"),
     ),
 )

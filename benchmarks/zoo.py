@@ -110,12 +110,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--show", action="store_true", help="print what is measured so far, and measure nothing")
     add("--seconds", type=float, default=300, help="the most that a run may take (%(default)s)")
-    add(
-        "--memory",
-        type=int,
-        default=6144,
-        help="the most MiB that it may hold, on Linux (%(default)s)",
-    )
+    most = "the most MiB that it may hold, on Linux (%(default)s)"
+    add("--memory", type=int, default=6144, help=most)
     add("--jobs", type=int, default=1, help="runs at a time (%(default)s)")
     add(
         "--layout",

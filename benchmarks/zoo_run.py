@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -72,6 +73,23 @@ class WrongOutputError(Exception):
     """A result that is no result of the model: of another structure, shape or type, or not finite."""
 
 
+@dataclass(frozen=True)
+class _Task:
+    """A model on its way: the flow, the inputs, and what the float model makes of those held out."""
+
+    model: Any
+    flow: Flow
+    calibration: Inputs
+    held_out: Inputs
+    reference: list[Any]
+    stages: Stages
+
+    def outputs(self, model: Callable[..., Any]) -> list[Any]:
+        """What a form of the model returns for each of the inputs, apart from what it writes to later."""
+        with self.stages("run"), torch.no_grad():
+            return [pytree.tree_map(_kept, model(*inputs)) for inputs in self.held_out]
+
+
 def run(zoo: str, name: str, flow: Flow, tell: Callable[[str], None]) -> dict[str, Any]:
     """A row: whether the flow works on the model, and if so how well; if not, where it ended and why."""
     stages = Stages(tell)
@@ -80,12 +98,9 @@ def run(zoo: str, name: str, flow: Flow, tell: Callable[[str], None]) -> dict[st
             model = models(zoo)[name]
             calibration, held_out = _inputs(model, flow)
             reference = _float(model.build(), held_out)
-        if flow.peer:
-            found = _peer(model, flow, calibration, held_out, reference, stages)
-        elif flow.members:
-            found = _ours(model, flow, calibration, held_out, reference, stages)
-        else:
-            found = _yardstick(model, calibration, held_out, reference, stages)
+            task = _Task(model, flow, calibration, held_out, reference, stages)
+        go = _peer if flow.peer else _ours if flow.members else _yardstick
+        found = go(task)
     except Exception as error:  # whatever it is, it is this row's content
         text = f"{type(error).__name__}: {error}"
         trace = "".join(traceback.format_exception(error))[-4000:]
@@ -120,46 +135,38 @@ def _kept(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-def _yardstick(
-    model: Any, calibration: Inputs, held_out: Inputs, reference: list[Any], stages: Stages
-) -> dict[str, Any]:
-    with stages("export"):
-        program = model.export()
+def _yardstick(task: _Task) -> dict[str, Any]:
+    with task.stages("export"):
+        program = task.model.export()
     bodies = sum(1 for _ in program.graph_module.modules()) > 1
     facts = {"bodies": bodies, "operators": len(program.graph.nodes)}
     try:
-        with stages("round"):
-            rounded = rounded_outputs(program.module(), calibration, held_out)
-            return {**compared(reference, rounded, structure=False), **facts}
+        with task.stages("round"):
+            rounded = rounded_outputs(program.module(), task.calibration, task.held_out)
+            return {**compared(task.reference, rounded, structure=False), **facts}
     except (WrongOutputError, RuntimeError, IndexError) as error:
         return {"sqnr": None, "no_yardstick": f"{type(error).__name__}: {error}", **facts}
 
 
-def _ours(
-    model: Any,
-    flow: Flow,
-    calibration: Inputs,
-    held_out: Inputs,
-    reference: list[Any],
-    stages: Stages,
-) -> dict[str, Any]:
+def _ours(task: _Task) -> dict[str, Any]:
+    stages, flow = task.stages, task.flow
     with stages("export"):
-        program = model.export(dynamic=flow.dynamic)
+        program = task.model.export(dynamic=flow.dynamic)
     with stages("prepare"):
         prepared = qompose.prepare_pt2e(program, flow.quantizer())
     with stages("calibrate"):
-        qompose.calibrate(prepared, calibration, progress=False)
+        qompose.calibrate(prepared, task.calibration, progress=False)
     with stages("convert"):
-        converted, unseen = _converted(model, prepared)
+        converted, unseen = _converted(task.model, prepared)
     with buffers_restored(converted):
-        simulated = _outputs(converted, held_out, stages)
+        simulated = task.outputs(converted)
     with stages("lower"):
         lowered = qompose.lower(converted, flow.target)
     report = qompose.report(lowered)
-    results = _outputs(lowered, held_out, stages)
+    results = task.outputs(lowered)
     return {
-        **compared(reference, results),
-        "simulated_sqnr": compared(reference, simulated)["sqnr"],
+        **compared(task.reference, results),
+        "simulated_sqnr": compared(task.reference, simulated)["sqnr"],
         **coverage(report),
         "unseen": unseen,
         "bytes": [report.bytes_before, report.bytes_after],
@@ -179,22 +186,9 @@ def _converted(model: Any, prepared: Any) -> tuple[Any, bool]:
         return qompose.convert_pt2e(prepared, allow_uncalibrated=True), True
 
 
-def _peer(
-    model: Any,
-    flow: Flow,
-    calibration: Inputs,
-    held_out: Inputs,
-    reference: list[Any],
-    stages: Stages,
-) -> dict[str, Any]:
-    runs = PEERS[flow.peer](model.build(), calibration, stages)
-    return compared(reference, _outputs(runs, held_out, stages), structure=False)
-
-
-def _outputs(model: Callable[..., Any], held_out: Inputs, stages: Stages) -> list[Any]:
-    """What a model returns for each of the inputs, apart from what it writes to later."""
-    with stages("run"), torch.no_grad():
-        return [pytree.tree_map(_kept, model(*inputs)) for inputs in held_out]
+def _peer(task: _Task) -> dict[str, Any]:
+    runs = PEERS[task.flow.peer](task.model.build(), task.calibration, task.stages)
+    return compared(task.reference, task.outputs(runs), structure=False)
 
 
 def coverage(report: Report) -> dict[str, Any]:

@@ -133,9 +133,10 @@ def _times(result: Result) -> Iterator[Block]:
     for model in result.times:
         cells = [_cell(result, model, product) for product in (FLOAT, *products, OURS)]
         ours, theirs = result.best(model, (OURS,)), result.best(model, products)
-        both = ours is not None and theirs is not None
-        cells += [f"{_ratio(ours, theirs)}, {verdict(ours, theirs)}"] if both else [""]
-        rows.append((model, *cells))
+        beside = ""
+        if ours is not None and theirs is not None:
+            beside = f"{_ratio(ours, theirs)}, {verdict(ours, theirs)}"
+        rows.append((model, *cells, beside))
     yield f"### {result.title}"
     yield ""
     whole = f"[The whole table](../benchmarks/results/{result.name}.md)."

@@ -87,7 +87,7 @@ LAYERS = tuple(
         diagnosis.sensitivity
         values announcing
         symbols storages trees
-        programs records artefact_files manifest
+        programs records artefact_files manifest bitpacking
         composing pipeline
         artefact
         diagnosis.exclusion diagnosis.kept

@@ -22,6 +22,7 @@ from torch.fx import GraphModule
 
 from qompose.artefact_files import read as read_file
 from qompose.artefact_files import write as write_file
+from qompose.bitpacking import pack_bits, unpack_bits
 from qompose.conformity import check_fields
 from qompose.counting import Counts, count_nodes
 from qompose.drafts import destination
@@ -149,8 +150,9 @@ def _described(
         held = {**writer.tensors, **records[name].state}
         tensors |= {f"{_prefix(name)}{path}": tensor for path, tensor in held.items()}
     views, blocks = pack(tensors)
-    manifest = manifest_of(records, operators)
-    return {"manifest": manifest, "methods": methods, "tensors": views}, blocks
+    packed, stored = pack_bits(blocks)
+    body = {"manifest": manifest_of(records, operators), "methods": methods}
+    return {**body, "tensors": views, "packed": packed}, stored
 
 
 def _prefix(method: str) -> str:
@@ -222,18 +224,13 @@ def load(
     # Who serves a model needs no second copy of its weights; the file has the converted one.
     parts = {name: (part, replace(record, source=None)) for name, (part, record) in parts.items()}
     attach_records(parts)
-    changed = [
-        line
+    if changed := "".join(
+        f"\n  - {line}"
         for name, (_, record) in parts.items()
         for line in _changes(name, stored.lowered[name], record)
-    ]
-    if changed:
-        lines = "".join(f"\n  - {line}" for line in changed)
-        warnings.warn(
-            f"{path} was lowered again with other kernels than it was saved with:{lines}",
-            QomposeWarning,
-            stacklevel=2,
-        )
+    ):
+        told = f"{path} was lowered again with other kernels than it was saved with:{changed}"
+        warnings.warn(told, QomposeWarning, stacklevel=2)
     return result
 
 
@@ -292,7 +289,7 @@ def _stored(path: Path) -> _Stored:
 
 def _models(path: Path, body: Mapping[str, Any], blocks: Mapping[str, Tensor]) -> _Stored:
     owners = checked_owners(body["manifest"])
-    tensors = dict(unpack(body["tensors"], blocks))
+    tensors = dict(unpack(body["tensors"], unpack_bits(body["packed"], blocks)))
     models, lowered, counts = {}, {}, {}
     target, methods = body["target"], body["methods"]
     if set(methods) != {ONLY}:

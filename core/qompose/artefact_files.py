@@ -26,7 +26,7 @@ from qompose.drafts import draft_of
 from qompose.errors import ArtefactError
 from qompose.storages import digest
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 _KEY = "qompose"
 
 

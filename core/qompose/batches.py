@@ -12,6 +12,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from qompose.errors import BatchError, CalibrationError, InputError, UserError
+from qompose.graph import pytree_info
 
 
 def iterated(batches: Iterable[Any], function: str) -> Iterator[Any]:
@@ -95,7 +96,7 @@ def run_batch(
 def _surplus(call: Callable[..., Any], batch: Any) -> str:
     """Say what to do where a batch has more in it than a program takes: labels, as a rule."""
     graph = getattr(call, "graph", None)
-    info = None if graph is None else getattr(graph._codegen, "pytree_info", None)
+    info = None if graph is None else pytree_info(graph)
     if info is None or not isinstance(batch, (tuple, list)) or len(batch) <= len(info.orig_args):
         return ""
     taken = info.orig_args
@@ -149,7 +150,7 @@ def binder(program: GraphModule) -> Callable[..., list[Any]]:
     for node in program.graph.find_nodes(op="placeholder"):
         placeholders.append(graph.node_copy(node))
     graph.output(placeholders)
-    info = getattr(graph._codegen, "pytree_info", None)
+    info = pytree_info(graph)
     if info is not None:
         graph._codegen.pytree_info = info._replace(out_spec=None)  # type: ignore[attr-defined]
     bound: Callable[..., list[Any]] = GraphModule({}, graph)

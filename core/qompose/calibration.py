@@ -69,24 +69,12 @@ def calibrate(
         return batches.apply(prepared)
     _check_limit(limit, sharded)
     iterator = iterated(batches, "calibrate")
-    ranks = Ranks.here(timeout)
-    if ranks.count > 1 and (named := order_dependent(prepared)):
-        raise CalibrationError(
-            f"{ranks.count} processes cannot calibrate together what depends on the order of batches: "
-            f'{"; ".join(named)}. Use range="minmax" or range="histogram".'
-        )
-    kept = None if resume is None else Kept(Path(resume), ranks, prepared)
-    start = 0 if kept is None else kept.restore(prepared)
-    if ranks.count > 1 and not start and len(statistics(prepared)):
-        raise CalibrationError(
-            "these observers have statistics already, which each of the processes would add again: prepare "
-            "the model once more, and put what both calibrations saw together with Statistics.merged"
-        )
+    ranks = _ranks(prepared, timeout)
+    kept, start = _resumed(prepared, ranks, resume)
     share = _Share(1 if sharded else ranks.count, 0 if sharded else ranks.rank, start, limit)
-    shown = ranks.rank == 0 and on_terminal(progress)
     total = share.total(len(batches)) if isinstance(batches, Sized) else limit
     with (
-        progress_bar(shown) as bar,
+        progress_bar(ranks.rank == 0 and on_terminal(progress)) as bar,
         _looking(prepared),
         _all_or_none(prepared, ranks, start) as done,
     ):
@@ -112,6 +100,39 @@ def _check_limit(limit: object, sharded: bool) -> None:
             "limit= counts batches over all processes, and with sharded=True each has its own: shorten "
             "what each is given"
         )
+
+
+def _ranks(prepared: GraphModule, timeout: float) -> Ranks:
+    """Return which process this is, of those that calibrate.
+
+    Raises:
+        CalibrationError: there are several, and an observer depends on the order of batches.
+    """
+    ranks = Ranks.here(timeout)
+    if ranks.count > 1 and (named := order_dependent(prepared)):
+        raise CalibrationError(
+            f"{ranks.count} processes cannot calibrate together what depends on the order of batches: "
+            f'{"; ".join(named)}. Use range="minmax" or range="histogram".'
+        )
+    return ranks
+
+
+def _resumed(
+    prepared: GraphModule, ranks: Ranks, resume: str | os.PathLike[str] | None
+) -> tuple[Kept | None, int]:
+    """Return the file for what is seen, and how many batches this process has seen already.
+
+    Raises:
+        CalibrationError: there are several processes, and statistics that are from no such file.
+    """
+    kept = None if resume is None else Kept(Path(resume), ranks, prepared)
+    start = 0 if kept is None else kept.restore(prepared)
+    if ranks.count > 1 and not start and len(statistics(prepared)):
+        raise CalibrationError(
+            "these observers have statistics already, which each of the processes would add again: prepare "
+            "the model once more, and put what both calibrations saw together with Statistics.merged"
+        )
+    return kept, start
 
 
 @contextmanager

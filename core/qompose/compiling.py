@@ -39,6 +39,7 @@ from qompose.graph import (
     copies_of,
     copy_graph_module,
     get_attribute,
+    pytree_info,
     refresh,
     set_attribute,
     value_of,
@@ -334,7 +335,7 @@ def _quiet() -> Iterator[None]:
 
 def _keywords(lowered: GraphModule) -> frozenset[str]:
     """Return the names of the arguments that the program was exported with as keywords."""
-    info = getattr(lowered.graph._codegen, "pytree_info", None)
+    info = pytree_info(lowered.graph)
     if info is None or info.in_spec is None:
         return frozenset()
     _, kwargs = pytree.tree_unflatten(range(info.in_spec.num_leaves), info.in_spec)

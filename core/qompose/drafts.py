@@ -61,7 +61,7 @@ def draft_of(path: Path) -> Iterator[Path]:
         draft.replace(place)
     except OSError as error:
         if error.filename in (str(draft), draft):
-            error.filename, error.filename2 = str(path), None
+            raise OSError(error.errno, error.strerror, str(path)) from error  # of the same class
         raise
     finally:
         draft.unlink(missing_ok=True)

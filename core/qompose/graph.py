@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.fx._lazy_graph_module import _LazyGraphModule
+from torch.fx.graph import _PyTreeInfo
 
 STAGE_KEY = "qompose"
 """Key of the record in the `meta` of every GraphModule that qompose makes."""
@@ -194,6 +195,12 @@ def arguments_of(call: Node) -> dict[str, Any]:
     arguments = call.target._schema.arguments  # type: ignore[union-attr]
     given = {a.name: value for a, value in zip(arguments, call.args, strict=False)}
     return {a.name: {**given, **call.kwargs}.get(a.name, a.default_value) for a in arguments}
+
+
+def pytree_info(graph: Graph) -> _PyTreeInfo | None:
+    """Return the names and trees of a program's arguments and results; None of a graph without trees."""
+    info: _PyTreeInfo | None = getattr(graph._codegen, "pytree_info", None)
+    return info
 
 
 def value_of(node: Node) -> Any:

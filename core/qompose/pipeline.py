@@ -22,7 +22,7 @@ from qompose.announcing import (
     say_what_fell_back,
 )
 from qompose.backend import Backend
-from qompose.conversion import convert_observers, fold_quantized_constants
+from qompose.conversion import Conversion, convert_observers, fold_quantized_constants
 from qompose.errors import UserError, blaming
 from qompose.evaluation import evaluation_form
 from qompose.exported import as_graph_module
@@ -56,7 +56,7 @@ from qompose.nested import (
     run_observed_in_python,
     sink_constants,
 )
-from qompose.plan import Plan, Record, attach, record_of
+from qompose.plan import META_KEY, Plan, Record, attach, record_of
 from qompose.planning import notes_on_ranges, plan_groups
 from qompose.preparation import insert_observers
 from qompose.quantizer import Quantizer, labelled
@@ -228,11 +228,8 @@ def _planned(
 
 def _backends(quantizer: Quantizer) -> dict[str, Backend]:
     labels = [label for label, _ in labelled(quantizer)]
-    return {
-        label: member.backend
-        for label, member in zip(labels, quantizer.members, strict=True)
-        if isinstance(member, RuleQuantizer)
-    }
+    members = zip(labels, quantizer.members, strict=True)
+    return {label: m.backend for label, m in members if isinstance(m, RuleQuantizer)}
 
 
 def _into(model: Any, result: GraphModule) -> GraphModule:
@@ -244,23 +241,23 @@ def _into(model: Any, result: GraphModule) -> GraphModule:
 
 
 def convert_pt2e(
-    prepared: GraphModule,
+    model: GraphModule,
+    use_reference_representation: bool = False,
+    fold_quantize: bool = True,
     *,
     inplace: bool = False,
     allow_uncalibrated: bool = False,
-    fold_quantize: bool = True,
-    use_reference_representation: bool = False,
 ) -> GraphModule:
     """Replace observers by quantize and dequantize operators, and parameters by integers.
 
     Args:
-        prepared: what `prepare_pt2e` returned, calibrated, or `prepare_qat_pt2e`, trained. It is left alone.
-        inplace: turn `prepared` itself into the result. Float parameters are let go of one by one as
-            they are quantized, so that both forms are never held at once.
-        allow_uncalibrated: leave regions in float whose observers saw nothing, rather than raise.
-        fold_quantize: store the integers of parameters; False keeps floats and a quantize operator.
+        model: what `prepare_pt2e` returned, calibrated, or `prepare_qat_pt2e`, trained. It is left alone.
         use_reference_representation: spell out the integer arithmetic of every operator that has a
             reference, in aten operators (`qompose.representation`). Such a model is not for `lower`.
+        fold_quantize: store the integers of parameters; False keeps floats and a quantize operator.
+        inplace: turn `model` itself into the result. Float parameters are let go of one by one as they are
+            quantized, so that both forms are never held at once.
+        allow_uncalibrated: leave regions in float whose observers saw nothing, rather than raise.
 
     Raises:
         StageError: the model was not prepared.
@@ -268,44 +265,51 @@ def convert_pt2e(
         CalibrationError: a tensor's statistics give no usable scale.
     """
     record = record_of(
-        prepared,
+        model,
         stages=("prepared",),
         function="convert_pt2e",
         remedy="Call prepare_pt2e, which returns a new model, and calibrate that first.",
     )
-    say_if_modes_were_lost(prepared)
+    say_if_modes_were_lost(model)
     with _without_collection():
         # One that was trained is folded first, which must not be left behind if anything fails.
-        model = prepared if inplace and not is_trained(prepared) else copy_graph_module(prepared)
-        deployment_form(model)
+        working = model if inplace and not is_trained(model) else copy_graph_module(model)
+        deployment_form(working)
         conversion = convert_observers(
-            model, record.plan, allow_uncalibrated=allow_uncalibrated, fold_quantize=fold_quantize
+            working, record.plan, allow_uncalibrated=allow_uncalibrated, fold_quantize=fold_quantize
         )
-        clear_annotations(model)  # they refer to nodes of the prepared graph
-        run_as_exported(model)
-        stage, represented = "converted", Representation({}, {})
-        if use_reference_representation:
-            fold_quantized_constants(model)
-            stage, represented = "reference", represent(model)
-        hoist_constants(model)
-        name_apart(model)
-        converted = refresh(model)
-        restore_written(converted, record.state)
-        done = replace(
-            record,
-            stage=stage,
-            dropped=conversion.dropped,
-            balanced=tuple(conversion.balanced),
-            findings=tuple(conversion.findings),
-            requirements=requirements_of(record.plan, record.backends, conversion.dropped),
-            kernels=_by_claim(record.plan, represented.replaced),
-            fallbacks=_by_claim(record.plan, represented.left),
-            bytes=state_bytes(converted),
-        )
-        attach(converted, done)
-    say_if_all_was_dropped(done)
+        converted = _finished(working, record, conversion, reference=use_reference_representation)
+    say_if_all_was_dropped(converted.meta[META_KEY])
     log_stage(converted)
-    return _into(prepared, converted) if inplace else converted
+    return _into(model, converted) if inplace else converted
+
+
+def _finished(
+    model: GraphModule, record: Record, conversion: Conversion, *, reference: bool
+) -> GraphModule:
+    """Return a module of a graph whose observers are gone, with its record."""
+    clear_annotations(model)  # they refer to nodes of the prepared graph
+    run_as_exported(model)
+    represented = Representation({}, {})
+    if reference:
+        fold_quantized_constants(model)
+        represented = represent(model)
+    hoist_constants(model)
+    name_apart(model)
+    converted = refresh(model)
+    restore_written(converted, record.state)
+    done = replace(
+        record,
+        stage="reference" if reference else "converted",
+        dropped=conversion.dropped,
+        balanced=tuple(conversion.balanced),
+        findings=tuple(conversion.findings),
+        requirements=requirements_of(record.plan, record.backends, conversion.dropped),
+        kernels=_by_claim(record.plan, represented.replaced),
+        fallbacks=_by_claim(record.plan, represented.left),
+        bytes=state_bytes(converted),
+    )
+    return attach(converted, done)
 
 
 def _by_claim(plan: Plan, facts: Mapping[str, str]) -> dict[int, str]:

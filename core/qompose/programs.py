@@ -26,7 +26,7 @@ from torch.fx.graph import CodeGen, _PyTreeInfo
 
 from qompose import decomposed as _registers  # noqa: F401
 from qompose.calls import CheckedCalls
-from qompose.graph import CUSTOM_KEY, get_attribute
+from qompose.graph import CUSTOM_KEY, get_attribute, pytree_info
 from qompose.input_checks import input_checks, read_tree
 from qompose.symbols import Symbolic, SymbolReader, SymbolWriter
 from qompose.trees import decode_tree, encode_tree
@@ -359,7 +359,7 @@ class ProgramReader:
 
 def _check_arguments(graph: Graph) -> None:
     """Check that a graph takes as many values as its arguments have leaves, and returns as many as needed."""
-    info = getattr(graph._codegen, "pytree_info", None)
+    info = pytree_info(graph)
     if info is None:
         return
     taken = sum(node.op == "placeholder" for node in graph.nodes)

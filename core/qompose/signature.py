@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from qompose.backend import CallSignature
-from qompose.graph import value_of
+from qompose.graph import pytree_info, value_of
 from qompose.input_checks import as_linear
 
 
@@ -26,7 +26,7 @@ def call_signature(module: GraphModule) -> CallSignature:
     dims: dict[str, Any] = {}
     leaves = [_example(node) for node in placeholders]
     shapes = [_dynamic_dims(node, dims) for node in placeholders]
-    info = getattr(module.graph._codegen, "pytree_info", None)
+    info = pytree_info(module.graph)
     if info is None or info.in_spec is None:
         return CallSignature(tuple(leaves), {}, tuple(shapes) if any(shapes) else None)
     args, kwargs = pytree.tree_unflatten(leaves, info.in_spec)

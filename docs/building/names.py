@@ -49,8 +49,8 @@ def _directive(path: str, brief: bool) -> str:
         return f".. py:data:: {name}\n   :module: {package}\n\n{textwrap.indent(told, '   ')}\n"
     members = "" if brief else "   :members:\n"
     bases = getattr(found.value, "__bases__", ())
-    told = any(base.__module__ not in ("builtins", "abc", "typing") for base in bases)
-    inheritance = "   :show-inheritance:\n" if told or found.kind == "exception" else ""
+    own = any(base.__module__ not in ("builtins", "abc", "typing") for base in bases)
+    inheritance = "   :show-inheritance:\n" if own or found.kind == "exception" else ""
     options = "" if found.kind == "function" else f"{members}{inheritance}"
     return f".. auto{found.kind}:: {path}\n{options}"
 

@@ -259,12 +259,12 @@ class TestFiles:
     @pytest.mark.parametrize(
         "change",
         [
-            lambda text: text.replace('"format_version":2', '"format_version":1e999'),
-            lambda text: text.replace('"format_version":2', '"format_version":true'),
-            lambda text: text.replace('"format_version":2', '"format_version":"2"'),
-            lambda text: text.replace('"format_version":2', '"format_version":0'),
+            lambda text: text.replace('"format_version":3', '"format_version":1e999'),
+            lambda text: text.replace('"format_version":3', '"format_version":true'),
+            lambda text: text.replace('"format_version":3', '"format_version":"2"'),
+            lambda text: text.replace('"format_version":3', '"format_version":0'),
             lambda text: text.replace(
-                '"format_version":2', '"format_version":2,"format_version":2'
+                '"format_version":3', '"format_version":3,"format_version":3'
             ),
             lambda text: text.replace('"training":true', '"training":NaN', 1),
             lambda text: text.replace('"training":true', '"training":1e999', 1),
@@ -286,8 +286,8 @@ class TestFiles:
 
     def test_older(self, path: Path) -> None:
         qompose.save(mlp(), path)
-        rewrite(path, lambda body: None, format_version=1)
-        with pytest.raises(ArtefactError, match=r"version 1 .*Save the model again"):
+        rewrite(path, lambda body: None, format_version=2)
+        with pytest.raises(ArtefactError, match=r"version 2 .*Save the model again"):
             qompose.load(path)
 
     def test_a_device_that_is_not_here(self, path: Path) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import stat
@@ -31,6 +32,15 @@ class TestDraft:
         with pytest.raises(FileNotFoundError) as caught, draft_of(path) as draft:
             draft.write_text("new")
         assert caught.value.filename == str(path)
+        assert str(caught.value) == f"[Errno 2] No such file or directory: '{path}'"
+
+    def test_a_folder_that_only_may_be_read(self, tmp_path: Path) -> None:
+        """Root may write anywhere, so the system's words are simulated."""
+        path = tmp_path / "model.pte"
+        with pytest.raises(PermissionError) as caught, draft_of(path) as draft:
+            raise PermissionError(errno.EACCES, "Permission denied", str(draft))
+        assert str(caught.value) == f"[Errno {errno.EACCES}] Permission denied: '{path}'"
+        assert list(tmp_path.iterdir()) == []
 
     @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
     def test_a_failed_one_leaves_nothing(self, tmp_path: Path, error: type[BaseException]) -> None:

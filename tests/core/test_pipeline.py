@@ -303,6 +303,27 @@ def test_stages_do_not_change_what_they_were_given(net: nn.Module) -> None:
     assert torch.equal(converted(X), outputs[1])
 
 
+def test_options_of_convert_stand_where_torchao_has_them(net: nn.Module) -> None:
+    """A script written for it passes them by place, or the model by name."""
+    prepared = qompose.calibrate(prepare(export(net, X), toy(LINEAR)), [X])
+    stages = [
+        qompose.report(found).stage
+        for found in (
+            qompose.convert_pt2e(prepared, False),
+            qompose.convert_pt2e(model=prepared, use_reference_representation=True),
+        )
+    ]
+    assert stages == ["converted", "reference"]
+    folded, unfolded = (
+        {
+            name: t.dtype
+            for name, t in qompose.convert_pt2e(prepared, False, fold).state_dict().items()
+        }
+        for fold in (True, False)
+    )
+    assert torch.int8 in folded.values() and torch.int8 not in unfolded.values()
+
+
 def test_one_quantizer_may_serve_many_programs(net: nn.Module) -> None:
     """It keeps nothing of the programs it saw."""
     quantizer, other = toy(LINEAR), seeded(nn.Sequential(nn.Linear(3, 3)))

@@ -34,6 +34,23 @@ class Between(nn.Module):
         return x
 
 
+def test_a_batch_norm_behind_a_transposed_convolution_with_groups() -> None:
+    """Given to XNNPACK together, they end ExecuTorch's export: it takes the weight for one without groups."""
+    pytest.importorskip("executorch")
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        *(nn.ConvTranspose2d(4, 6, 3, groups=2), nn.BatchNorm2d(6)),
+        *(nn.ConvTranspose2d(6, 4, 3), nn.BatchNorm2d(4)),
+    ).eval()
+    for norm in (model[1], model[3]):
+        norm.running_mean.uniform_(-1, 1)
+    x = torch.randn(1, 4, 5, 5)
+    program = lower_to_executorch(torch.export.export(model, (x,)).module(), (x,))
+    torch.testing.assert_close(program.run(x), model(x), rtol=1e-4, atol=1e-5)
+    (left,) = program.delegation.portable
+    assert left.module == "1" and "a transposed convolution with groups" in left.reason
+
+
 @pytest.mark.parametrize(
     ("function", "expected"),
     [

@@ -15,6 +15,7 @@ from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
 from qompose.errors import UserError, blaming
+from qompose.graph import pytree_info
 
 Metric: TypeAlias = Callable[[Any, Any], Any]
 
@@ -108,7 +109,7 @@ class Said:
     """What a metric of the caller's says of each batch."""
 
     def __init__(self, program: GraphModule, metric: Metric) -> None:
-        info = getattr(program.graph._codegen, "pytree_info", None)
+        info = pytree_info(program.graph)
         self._spec = None if info is None else info.out_spec
         self._metric = metric
 

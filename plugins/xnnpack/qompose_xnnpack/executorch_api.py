@@ -86,7 +86,7 @@ def import_lowering() -> Lowering:
 
         def __init__(self) -> None:
             super().__init__()
-            keep_from_run_time_images(self.target_partitioner_configs, self._knows)
+            leave_what_breaks(self.target_partitioner_configs, self._knows)
 
         def partition(self, exported_program: Any) -> Any:
             with heard(partitioner_configs) as reasons:
@@ -170,25 +170,21 @@ def heard(package: ModuleType) -> Iterator[dict[str, list[str]]]:
                 why.logger = logger
 
 
-def keep_from_run_time_images(rules: Mapping[str, Any], knows: Callable[[Node], bool]) -> None:
-    """Change the partitioner's rules, in place, for what a convolution quantizes at run time.
+def leave_what_breaks(rules: Mapping[str, Any], knows: Callable[[Node], bool]) -> None:
+    """Change the partitioner's rules, in place, to leave what makes no program, or one that cannot run."""
 
-    In one delegate with it, padding, and what others outside read too, make a program that loads and
-    cannot run: its value is laid out channels last (executorch 1.5.1).
-    """
-
-    def is_harmed(node: Node) -> bool:
-        others = [user for user in node.users if "quantized_decomposed" not in str(user.target)]
-        if not any("choose_qparams.tensor" in str(user.target) for user in node.users):
-            return False
-        leaves = any(user.op == "output" or not knows(user) for user in others)
-        return leaves or "constant_pad_nd" in str(node.target)
+    def harm(node: Node) -> str | None:
+        if _is_image_of_run_time(node, knows):
+            return "XNNPACK cannot run it with the convolution that quantizes its result"
+        if _is_norm_of_groups(node):
+            return "ExecuTorch cannot fold it into a transposed convolution with groups"
+        return None
 
     def careful(takes: Callable[[Node, Any], bool], why: Any) -> Callable[[Node, Any], bool]:
         def check(node: Node, program: Any) -> bool:
-            if not is_harmed(node):
+            if (reason := harm(node)) is None:
                 return bool(takes(node, program))
-            why(node, reason="XNNPACK cannot run it with the convolution that quantizes its result")
+            why(node, reason=reason)
             return False
 
         return check
@@ -197,6 +193,34 @@ def keep_from_run_time_images(rules: Mapping[str, Any], knows: Callable[[Node], 
         why = getattr(sys.modules[type(rule).__module__], "why", None)
         if why is not None:  # the others are for quantize operators
             rule.check_constraints = careful(rule.check_constraints, why)
+
+
+def _is_image_of_run_time(node: Node, knows: Callable[[Node], bool]) -> bool:
+    """Whether a convolution quantizes the value at run time, and more is done with it, or it is padded.
+
+    In one delegate these make a program that loads and cannot run: the value is laid out channels last
+    (executorch 1.5.1).
+    """
+    others = [user for user in node.users if "quantized_decomposed" not in str(user.target)]
+    if not any("choose_qparams.tensor" in str(user.target) for user in node.users):
+        return False
+    leaves = any(user.op == "output" or not knows(user) for user in others)
+    return leaves or "constant_pad_nd" in str(node.target)
+
+
+def _is_norm_of_groups(node: Node) -> bool:
+    """Whether a batch norm reads a transposed convolution with groups.
+
+    Its delegate folds the one into the other, and takes the weight for one without groups: sizes that do
+    not fit end the export (executorch 1.5.1).
+    """
+    if "batch_norm" not in str(node.target):
+        return False
+    source = node.all_input_nodes[0]
+    if "aten_convolution" not in str(source.target).replace(".", "_"):
+        return False
+    transposed, groups = source.args[6], source.args[8]
+    return bool(transposed and groups != 1)
 
 
 def untag_orphans(graph: Graph) -> None:
