@@ -198,9 +198,6 @@ class RangeObserver(Observer):
 
     Scales are rounded to `scale_dtype`, for kernels that store them in fewer bits; they stay float32. So
     are offsets, where zero points are no integers (`stored_in`).
-
-    Before anything was seen the buffers have a shape that ranges never have, and are not empty: safetensors
-    leaves out all names but one of a tensor, and when it loads, takes empty ones for tensors of their own.
     """
 
     mergeable = True
@@ -218,9 +215,9 @@ class RangeObserver(Observer):
         if not scale_dtype.is_floating_point:
             raise ConfigError(f"scale_dtype={scale_dtype} is no float type")
         self.ch_axis, self.scale_dtype = ch_axis, scale_dtype
-        unseen = () if self.per_channel else (1,)
-        self.register_buffer("minimum", torch.zeros(unseen))
-        self.register_buffer("maximum", torch.zeros(unseen))
+        # A shape that ranges never have. Not empty ones, which safetensors, when it loads, never shares.
+        for name in ("minimum", "maximum"):
+            self.register_buffer(name, torch.zeros(() if self.per_channel else (1,)))
 
     def observe(self, x: Tensor) -> None:
         self.widen(*self.extremes(x))
@@ -294,10 +291,7 @@ class PerBlockMinMaxObserver(RangeObserver):
     per_channel = True
 
     def __init__(
-        self,
-        dtype: torch.dtype = torch.uint8,
-        block_size: tuple[int, ...] = (),
-        **arguments: Any,
+        self, dtype: torch.dtype = torch.uint8, block_size: tuple[int, ...] = (), **arguments: Any
     ) -> None:
         super().__init__(dtype, **arguments)
         self.block_size = block_size
@@ -371,7 +365,7 @@ class PlaceholderObserver(Observer):
         return True
 
     def calculate_qparams(self) -> tuple[Tensor, Tensor]:
-        """Refuse: scale and zero point, of shape `()`, come from each tensor when the model runs.
+        """Refuse: both, of shape `()`, come from each tensor when the model runs.
 
         Raises:
             ConfigError: always.
