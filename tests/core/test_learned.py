@@ -64,6 +64,21 @@ class TestLearned:
         for mine, other in zip(got, expected, strict=True):
             torch.testing.assert_close(mine, other.reshape(mine.shape), rtol=1e-4, atol=1e-5)
 
+    def test_a_zero_point_beyond_the_integers_finds_its_way_back(self) -> None:
+        """It counts as the last integer, and has the gradients that it would have there."""
+        made, x = self.made(qscheme=torch.per_tensor_affine), randn(200)
+        made(x)
+        gradients = []
+        for point in (7.0, 9.0):
+            with torch.no_grad():
+                made.zero_point.fill_(point)
+            made.zero_point.grad = None
+            made(x).sum().backward()
+            assert int(made.calculate_qparams()[1]) == 7
+            assert made.zero_point.grad is not None
+            gradients.append(made.zero_point.grad)
+        assert bool(gradients[0]) and torch.equal(*gradients)
+
     def test_parameters_are_there_from_the_start_and_an_optimizer_keeps_them(self) -> None:
         made = self.made(qscheme=torch.per_channel_symmetric, ch_axis=0)
         made.size_for(torch.Size([3, 20]))
