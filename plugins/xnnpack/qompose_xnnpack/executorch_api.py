@@ -29,6 +29,10 @@ QUIET: tuple[tuple[str, type[Warning], str], ...] = (
     ("`isinstance\\(treespec, LeafSpec\\)` is deprecated", FutureWarning, "copies export specs"),
 )
 
+# loggers whose warnings are of the same kind: torchao tells of libraries for other machines that it cannot
+# load, and torch of how torchao registers its types (seen with torchao 0.18)
+QUIET_LOGGERS = ("torchao", "torch.utils._pytree")
+
 
 class MissingExecutorchError(TargetError, ImportError):
     """ExecuTorch, which the ``executorch`` target needs, cannot be imported."""
@@ -137,15 +141,20 @@ def import_runtime() -> Any:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Hide the warnings of ``QUIET`` and undo ExecuTorch's ``logging.basicConfig`` on import."""
+    """Hide what ``QUIET`` and ``QUIET_LOGGERS`` name, and undo ExecuTorch's ``logging.basicConfig``."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
+    levels = {logger: logger.level for logger in map(logging.getLogger, QUIET_LOGGERS)}
+    for logger, own in levels.items():
+        logger.setLevel(max(own, logging.ERROR))
     try:
         with warnings.catch_warnings():
             for message, category, _ in QUIET:
                 warnings.filterwarnings("ignore", message=message, category=category)
             yield
     finally:
+        for logger, own in levels.items():
+            logger.setLevel(own)
         root.handlers[:] = handlers
         root.setLevel(level)
 
