@@ -217,3 +217,25 @@ def test_a_convolution_has_no_dynamic_form_and_the_report_says_so() -> None:
     (row,) = [r for r in qompose.report(lowered).rows if r.operator == "aten.conv2d"]
     assert row.state == "float"
     assert "rule conv2d has no dynamic form" in row.reason
+
+
+class Autocast(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.linear(x)
+
+
+@pytest.mark.parametrize("group_size", [None, 32])
+def test_weights_alone_stay_where_autocast_decides_the_type(group_size: int | None) -> None:
+    """The kernels give the type of their input, which autocast makes another one."""
+    x = torch.randn(4, 64)
+    config = CONFIG(weight_only=True, group_size=group_size)
+    with pytest.warns(qompose.QomposeWarning, match="Nothing was quantized"):
+        _, lowered = quantized(Autocast().eval(), config, x)
+    assert lowered(x).dtype is torch.bfloat16
+    (row,) = (row for row in qompose.report(lowered).rows if row.operator == "aten.linear")
+    assert "the type of its input, not torch.bfloat16" in row.reason

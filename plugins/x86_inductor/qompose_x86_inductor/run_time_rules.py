@@ -39,7 +39,10 @@ PER_TOKEN = TensorConstraint(
 
 
 def _floats(match: Match) -> str | None:
-    dtype = match.output.meta["val"].dtype
+    dtype, source = match.output.meta["val"].dtype, match.node("input")
+    given = dtype if source is None else source.meta["val"].dtype
+    if dtype is not given:  # under autocast
+        return f"the kernel gives {given}, the type of its input, not {dtype}"
     return None if dtype in FLOATS else f"the kernel has no form for {dtype}"
 
 
