@@ -181,8 +181,12 @@ class TestDynamic:
 
     def test_a_table_of_another_plugin_stands_beside(self, sentences: Any) -> None:
         program, _ = sentences
-        (lookup,) = program.delegation.portable
+        *check, lookup = program.delegation.portable
         assert lookup.name == "quantized_decomposed.embedding_byte.default" and lookup.int8
+        # What looks whether the indices are in the table.
+        assert [o.name for o in check] == [
+            "aten.embedding.default", "aten.sum.dim_IntList", "aten.add.Tensor"
+        ]  # fmt: skip
         assert program.delegation.whole
         rows = {row.operator: row for row in qompose.report(program).rows}
         assert rows["aten.embedding"].state == rows["aten.linear"].state == "int8 kernel"
