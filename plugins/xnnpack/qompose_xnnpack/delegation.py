@@ -96,9 +96,12 @@ class Delegation:
         """Whether the quantized part is whole: no strays, and every claimed operator computes on int8.
 
         An int8 kernel of another plugin, such as one that looks words up in a table, need not be in a
-        delegate for that.
+        delegate for that, and may have operators beside it, such as a check of indices.
         """
-        return not self.strays and all(op.int8 for op in self.operators if op.claim is not None)
+        claimed = {(op.claim, op.source) for op in self.operators if op.claim is not None}
+        return not self.strays and claimed == {
+            (op.claim, op.source) for op in self.operators if op.claim is not None and op.int8
+        }
 
     def remarks(self) -> dict[str, str]:
         """Return what operators of the exported program became, by name; of those that are known."""
