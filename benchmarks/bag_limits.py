@@ -13,6 +13,7 @@ import mmap
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -33,8 +34,7 @@ def kernel(bits: int) -> Bag:
     offsets = torch.arange(0, BAGS * LENGTH, LENGTH)
     if bits == 32:
         return lambda table, ids: F.embedding_bag(ids, table, offsets, mode="sum")
-    name = "byte" if bits == 8 else f"{bits}bit"
-    run = getattr(torch.ops.quantized, f"embedding_bag_{name}_rowwise_offsets").default
+    run = _operator(bits, "rowwise_offsets").default
     return lambda table, ids: run(table, ids, offsets, False, 0, False, None, None, False)
 
 
@@ -42,9 +42,14 @@ def table(bits: int, floats: Tensor) -> Tensor:
     """The table in so many bits."""
     if bits == 32:
         return floats
-    name = "byte" if bits == 8 else f"{bits}bit"
-    packed: Tensor = getattr(torch.ops.quantized, f"embedding_bag_{name}_prepack")(floats)
+    packed: Tensor = _operator(bits, "prepack")(floats)
     return packed
+
+
+def _operator(bits: int, what: str) -> Any:
+    """torch's operator of this kind for rows of 8, 4 or 2 bits."""
+    name = "byte" if bits == 8 else f"{bits}bit"
+    return getattr(torch.ops.quantized, f"embedding_bag_{name}_{what}")
 
 
 def in_pages(source: Tensor, huge: bool) -> Tensor:

@@ -22,6 +22,7 @@ RuntimeError, as torch's kernels raise it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -164,16 +165,14 @@ def plain_bag_in_graph(
     return bags.of_rows(from_plain(compute, form, table, scale, offset, bags.indices))
 
 
-def packed_bag_in_order(*arguments: Any) -> Tensor:
-    """What stands for ``packed_bag`` where offsets come from the caller: those out of order are refused."""
-    _require_order(Bags(*arguments[-len(Bags._fields) :]))
-    return packed_bag_in_graph(*arguments)
+def _in_order(in_graph: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return what stands for an operator where offsets come from a caller: those out of order are refused."""
 
+    def checked(*arguments: Any) -> Tensor:
+        _require_order(Bags(*arguments[-len(Bags._fields) :]))
+        return in_graph(*arguments)
 
-def plain_bag_in_order(*arguments: Any) -> Tensor:
-    """What stands for ``plain_bag`` where offsets come from the caller: those out of order are refused."""
-    _require_order(Bags(*arguments[-len(Bags._fields) :]))
-    return plain_bag_in_graph(*arguments)
+    return checked
 
 
 def _require_order(bags: Bags) -> None:
@@ -222,19 +221,17 @@ def _fake(table: Tensor, *arguments: Any) -> Tensor:
 
 
 _OPS: Final = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
-_FUNCTIONS: Final[dict[str, tuple[Any, str, Any, Any]]] = {
-    "packed_bag": (_packed_bag, "CPU", packed_bag_in_graph, packed_bag_in_order),
-    "plain_bag": (
-        _plain_bag, "CompositeExplicitAutograd", plain_bag_in_graph, plain_bag_in_order,
-    ),
-}  # fmt: skip
-for _name, (_function, _key, *_) in _FUNCTIONS.items():
+_FUNCTIONS: Final[dict[str, tuple[Any, str, Any]]] = {
+    "packed_bag": (_packed_bag, "CPU", packed_bag_in_graph),
+    "plain_bag": (_plain_bag, "CompositeExplicitAutograd", plain_bag_in_graph),
+}
+for _name, (_function, _key, _) in _FUNCTIONS.items():
     _OPS.define(_name + SCHEMAS[_name], tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
     _OPS.impl(_name, _function, _key)  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake, lib=_OPS)
 
 IN_GRAPH: Final[dict[Any, tuple[Any, Any]]] = {
-    getattr(getattr(torch.ops, NAMESPACE), name).default: (in_graph, in_order)
-    for name, (_, _, in_graph, in_order) in _FUNCTIONS.items()
+    getattr(getattr(torch.ops, NAMESPACE), name).default: (in_graph, _in_order(in_graph))
+    for name, (_, _, in_graph) in _FUNCTIONS.items()
 }
 """By operator, what compilers are given for it: for offsets known to be in order, and for others."""

@@ -98,10 +98,9 @@ class Delegation:
         An int8 kernel of another plugin, such as one that looks words up in a table, need not be in a
         delegate for that, and may have operators beside it, such as a check of indices.
         """
+        on_int8 = {(op.claim, op.source) for op in self.operators if op.int8}
         claimed = {(op.claim, op.source) for op in self.operators if op.claim is not None}
-        return not self.strays and claimed == {
-            (op.claim, op.source) for op in self.operators if op.claim is not None and op.int8
-        }
+        return not self.strays and claimed <= on_int8
 
     def remarks(self) -> dict[str, str]:
         """Return what operators of the exported program became, by name; of those that are known."""
