@@ -144,18 +144,19 @@ def compile_lowered(
     _check_toolchain()
     graph = _for_compilers(lowered, backends)
     late = {k: v for backend in backends.values() for k, v in backend.late_operators().items()}
+    known = {*late, *settings.get("aot_inductor.custom_ops_to_c_shims", ())}
     settings = settings_with(late, settings)
     with _quiet():
         if mode != PACKAGE:
             return CompiledModel(lowered, mode, _compiled(lowered, graph, mode, settings))
         signature = call_signature(lowered)
         if file is not None:
-            run = write_package(graph, signature, record, file, settings, late)
+            run = write_package(graph, signature, record, file, settings, known)
             return CompiledModel(lowered, mode, run, file)
         folder = tempfile.mkdtemp(prefix="qompose-")
         try:
             file = Path(folder) / f"model{SUFFIX}"
-            run = write_package(graph, signature, record, file, settings, late)
+            run = write_package(graph, signature, record, file, settings, known)
         except BaseException:
             shutil.rmtree(folder)
             raise

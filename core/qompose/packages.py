@@ -45,12 +45,12 @@ def write_package(
     record: Record,
     file: Path,
     settings: Mapping[str, Any],
-    late: Collection[object],
+    known: Collection[object],
 ) -> Callable[..., Any]:
     """Write a package that is called as `signature` says, and return what runs it.
 
     Args:
-        late: operators that the settings' passes replace.
+        known: operators that the settings' passes replace, or come with code for.
 
     Raises:
         CompilationError: the program writes to buffers; an operator would remain that torch alone does
@@ -68,7 +68,7 @@ def write_package(
         if any(node.target in IN_ATEN for node in nodes_in(program.graph_module)):
             program = program.run_decompositions(dict(IN_ATEN))
     _check_outputs(program)
-    _check_operators(program, record, late)
+    _check_operators(program, record, known)
     with draft_of(file) as draft, torch.no_grad(), _refusing():
         torch._inductor.aoti_compile_and_package(
             program, package_path=str(draft), inductor_configs={**_CHECKING, **settings}
@@ -140,7 +140,7 @@ def _check_outputs(program: ExportedProgram) -> None:
         )
 
 
-def _check_operators(program: ExportedProgram, record: Record, late: Collection[object]) -> None:
+def _check_operators(program: ExportedProgram, record: Record, known: Collection[object]) -> None:
     """Raise CompilationError where a package would need an operator that torch alone does not know."""
     from torch._inductor.decomposition import decompositions
     from torch._inductor.lowering import fallbacks, lowerings
@@ -150,7 +150,7 @@ def _check_operators(program: ExportedProgram, record: Record, late: Collection[
         for node in nodes_in(program.graph_module)
         if isinstance(node.target, torch._ops.OpOverload)
         and node.target.namespace not in TORCH_NAMESPACES
-        and node.target not in late
+        and node.target not in known
         and node.target not in decompositions
         and (node.target not in lowerings or node.target in fallbacks)
     ]

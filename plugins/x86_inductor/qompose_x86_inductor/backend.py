@@ -12,7 +12,7 @@ from qompose import Backend, LateOperators, QuantizationConfig, RuleQuantizer, R
 from torch import nn
 from torch.fx import GraphModule
 
-from qompose_x86_inductor import configs, inlining, shielding, summing
+from qompose_x86_inductor import configs, inlining, shielding, summing, vnni
 from qompose_x86_inductor.compiling import with_prepack_in_graph
 from qompose_x86_inductor.left_in_float import LEFT_IN_FLOAT
 from qompose_x86_inductor.requirements import asked_by, objection
@@ -44,7 +44,7 @@ class X86InductorBackend(Backend):
         return {summing.OPERATOR: summing.in_place, shielding.OPERATOR: shielding.remove}
 
     def compiler_options(self, graph: GraphModule) -> Mapping[str, Any]:
-        return inlining.advice(graph)
+        return {**inlining.advice(graph), **vnni.options(graph)}
 
     def requirements(self, uses: Sequence[RuleUse]) -> Mapping[str, str]:
         return asked_by(uses)

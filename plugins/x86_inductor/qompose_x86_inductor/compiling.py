@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, fx
 
-from qompose_x86_inductor import inlining, isa, ops, run_time_ops, shielding, weight_only_ops
+from qompose_x86_inductor import inlining, isa, ops, run_time_ops, shielding, vnni, weight_only_ops
 from qompose_x86_inductor.packing import (
     Geometry,
     Packed,
@@ -147,6 +147,8 @@ def _shallow_copy(gm: fx.GraphModule) -> fx.GraphModule:
 def _expand(gm: fx.GraphModule, node: fx.Node, *, apart: bool) -> None:
     """Retargets one call of ours, in place; `apart` from Inductor's own code of such products."""
     arguments, expansion = _arguments(node), _EXPANSIONS[node.target]
+    if _is_by_vnni(gm, node, arguments):
+        return
     wanted = inspect.signature(expansion).parameters
     extra: dict[str, Any] = {}
     if "zero_points" in wanted:  # it multiplies integers
@@ -163,6 +165,17 @@ def _expand(gm: fx.GraphModule, node: fx.Node, *, apart: bool) -> None:
     node.target, node.args, node.kwargs = expansion, (*arguments.values(),), extra
     if "zero_points" in wanted and shielding.needed(arguments):
         shielding.put_behind(node)
+
+
+def _is_by_vnni(gm: fx.GraphModule, node: fx.Node, arguments: dict[str, Any]) -> bool:
+    """Whether code of our own computes a call, which then calls that."""
+    weight, w_scale, bias = (_attribute(gm, arguments.get(k)) for k in ("weight", "w_scale", "bias"))
+    if weight is None or w_scale is None or (bias is None) != (arguments["bias"] is None):
+        return False
+    if not vnni.taken(node, arguments, weight):
+        return False
+    vnni.put(node, arguments, weight, w_scale, bias)
+    return True
 
 
 def _arguments(node: fx.Node) -> dict[str, Any]:

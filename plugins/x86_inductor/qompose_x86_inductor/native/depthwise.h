@@ -1,0 +1,153 @@
+// SPDX-License-Identifier: Apache-2.0
+// Convolutions of each channel by itself, on AVX-512 VNNI: four taps of 16 channels in one instruction.
+#pragma once
+
+#include <omp.h>
+
+#include "finish.h"
+#include "windows.h"
+
+namespace qompose_x86 {
+
+// 64 channels. Bytes of four taps are interleaved as unpack instructions do it, within 128 bits: vector v has
+// in lane l the channels 16 l + 4 v .. + 3. Weights, scales and biases are stored in that order, and packing
+// the sums to bytes undoes it.
+constexpr int CHANNELS = 64;
+
+template <Function F>
+QOMPOSE_INLINE void finish_pixel(const Finish& f, const __m512i* sums, int64_t channel, int64_t at, __mmask64 mask, void* out) {
+  __m512i steps[4];
+  for (int v = 0; v < 4; ++v) {
+    const __m512 scale = _mm512_loadu_ps(f.scale + channel + 16 * v), bias = _mm512_loadu_ps(f.bias + channel + 16 * v);
+    const __m512 value = bounded<F>(f, _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[v]), scale, bias));
+    if (f.kind == FLOAT32) {
+      const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 32, 33, 34, 35, 48, 49, 50, 51);
+      const __m512i index = _mm512_add_epi32(lane, _mm512_set1_epi32(4 * v));
+      const int left = static_cast<int>(std::min<int64_t>(f.channels - channel, CHANNELS));
+      const __mmask16 kept = _mm512_cmplt_epi32_mask(index, _mm512_set1_epi32(left));
+      _mm512_mask_i32scatter_ps(static_cast<float*>(out) + at, kept, index, value, 4);
+    }
+    steps[v] = steps_of(f, value);
+  }
+  if (f.kind == FLOAT32) return;
+  const __m512i low = _mm512_packs_epi32(steps[0], steps[1]), high = _mm512_packs_epi32(steps[2], steps[3]);
+  const __m512i bytes = f.kind == UINT8 ? _mm512_packus_epi16(low, high) : _mm512_packs_epi16(low, high);
+  if (mask == ~0ull) _mm512_storeu_si512(static_cast<char*>(out) + at, bytes);
+  else _mm512_mask_storeu_epi8(static_cast<char*>(out) + at, mask, bytes);
+}
+
+QOMPOSE_INLINE void add_four(const __m512i* x, const int8_t* weights, __m512i* sums) {
+  const __m512i low01 = _mm512_unpacklo_epi8(x[0], x[1]), high01 = _mm512_unpackhi_epi8(x[0], x[1]);
+  const __m512i low23 = _mm512_unpacklo_epi8(x[2], x[3]), high23 = _mm512_unpackhi_epi8(x[2], x[3]);
+  const __m512i quads[4] = {
+      _mm512_unpacklo_epi16(low01, low23), _mm512_unpackhi_epi16(low01, low23),
+      _mm512_unpacklo_epi16(high01, high23), _mm512_unpackhi_epi16(high01, high23)};
+#pragma GCC unroll 4
+  for (int v = 0; v < 4; ++v)
+    sums[v] = _mm512_dpbusd_epi32(sums[v], quads[v], _mm512_loadu_si512(weights + 64 * v));
+}
+
+// 64 channels of one line of the result.
+struct Line {
+  const Image& g;
+  const int8_t* weights;
+  const Finish& f;
+  int64_t channel, at;  // `at`: where the first pixel goes
+  const Bytes* rows;         // the lines of the image that windows read, or a line of zero points
+  Bytes blank;
+  void* out;
+};
+
+// A pixel whose window is in the image, SIDE x SIDE taps, all unrolled.
+template <Function F, int SIDE>
+QOMPOSE_INLINE void inner_pixel(const Line& l, const Finish& f, int64_t column, __mmask64 mask) {
+  constexpr int TAPS = SIDE * SIDE;
+  const int64_t from = (column * l.g.sw - l.g.pw) * l.g.c + l.channel, gap = l.g.dw * l.g.c;
+  __m512i sums[4];
+#pragma GCC unroll 4
+  for (int v = 0; v < 4; ++v) sums[v] = _mm512_loadu_si512(f.start + l.channel + 16 * v);
+#pragma GCC unroll 8
+  for (int first = 0; first < TAPS; first += 4) {
+    __m512i x[4];
+#pragma GCC unroll 4
+    for (int t = 0; t < 4; ++t) {
+      const int tap = first + t;
+      x[t] = tap < TAPS ? _mm512_maskz_loadu_epi8(mask, l.rows[tap / SIDE] + from + tap % SIDE * gap) : _mm512_setzero_si512();
+    }
+    add_four(x, l.weights + 64 * first, sums);
+  }
+  finish_pixel<F>(f, sums, l.channel, l.at + column * f.channels, mask, l.out);
+}
+
+template <Function F>
+void any_pixel(const Line& l, const Finish& f, int64_t column, __mmask64 mask) {
+  const Image& g = l.g;
+  const int64_t from = column * g.sw - g.pw, taps = g.kh * g.kw;
+  __m512i sums[4];
+  for (int v = 0; v < 4; ++v) sums[v] = _mm512_loadu_si512(f.start + l.channel + 16 * v);
+  for (int64_t first = 0; first < taps; first += 4) {
+    __m512i x[4];
+    for (int64_t t = 0; t < 4; ++t) {
+      const int64_t tap = first + t, z = from + tap % g.kw * g.dw;
+      const bool inside = tap < taps && z >= 0 && z < g.w;
+      x[t] = _mm512_maskz_loadu_epi8(mask, inside ? l.rows[tap / g.kw] + z * g.c + l.channel : l.blank);
+    }
+    add_four(x, l.weights + 64 * first, sums);
+  }
+  finish_pixel<F>(f, sums, l.channel, l.at + column * f.channels, mask, l.out);
+}
+
+template <Function F>
+void depthwise_line(const Line& l) {
+  const Image& g = l.g;
+  const Finish f = l.f;  // a copy that writing to the result cannot change, so that it stays in registers
+  const int64_t left = f.channels - l.channel, span = (g.kw - 1) * g.dw;
+  const __mmask64 mask = left >= CHANNELS ? ~0ull : (1ull << left) - 1;
+  const int64_t side = g.kh == g.kw ? g.kh : 0;
+  for (int64_t column = 0; column < g.ow; ++column) {
+    const int64_t from = column * g.sw - g.pw;
+    const bool inner = from >= 0 && from + span < g.w;
+    if (inner && side == 3) inner_pixel<F, 3>(l, f, column, mask);
+    else if (inner && side == 5) inner_pixel<F, 5>(l, f, column, mask);
+    else any_pixel<F>(l, f, column, mask);
+  }
+}
+
+using DepthwiseLine = void (*)(const Line&);
+
+inline DepthwiseLine depthwise_of(Function function) {
+  switch (function) {
+    case HARDSWISH: return depthwise_line<HARDSWISH>;
+    case SWISH: return depthwise_line<SWISH>;
+    case GELU_ERF: return depthwise_line<GELU_ERF>;
+    case GELU_TANH: return depthwise_line<GELU_TANH>;
+    case TANH: return depthwise_line<TANH>;
+    case LEAKY_RELU: return depthwise_line<LEAKY_RELU>;
+    default: return depthwise_line<NONE>;
+  }
+}
+
+// Weights: [64 channels][four taps][vector][channel][tap].
+inline void depthwise(const Image& g, const int8_t* weights, const Finish& f, void* out) {
+  const int64_t lines = g.n * g.oh, blocks = (f.channels + CHANNELS - 1) / CHANNELS;
+  const int64_t block_bytes = (g.kh * g.kw + 3) / 4 * 4 * CHANNELS;
+  const DepthwiseLine one = depthwise_of(f.function);
+#pragma omp parallel
+  {
+    const std::vector<uint8_t> blank(g.w * g.c, g.x_zp);
+    std::vector<Bytes> rows(g.kh);
+#pragma omp for schedule(static)
+    for (int64_t line = 0; line < lines; ++line) {
+      const int64_t top = line % g.oh * g.sh - g.ph;
+      for (int64_t i = 0; i < g.kh; ++i) {
+        const int64_t y = top + i * g.dh;
+        rows[i] = y >= 0 && y < g.h ? g.x + (line / g.oh * g.h + y) * g.w * g.c : blank.data();
+      }
+      for (int64_t block = 0; block < blocks; ++block)
+        one({g, weights + block * block_bytes, f, block * CHANNELS, line * g.ow * f.channels + block * CHANNELS,
+             rows.data(), blank.data(), out});
+    }
+  }
+}
+
+}  // namespace qompose_x86

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Products that code of ours makes in compiled programs, in the place of oneDNN.
+
+Through torch, a call of oneDNN takes about 17 microseconds before any arithmetic, in packages too: torch makes
+descriptors, attributes and memory objects anew in every call, and keeps oneDNN's own interface to itself. The
+C++ in ``native/`` takes none of them, and computes at the same rate. It is for AVX-512 with VNNI; with AMX,
+oneDNN multiplies faster than it could, and without VNNI sums need care that oneDNN takes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor, fx
+
+from qompose_x86_inductor import isa, vnni_ops
+from qompose_x86_inductor.arguments import NAMESPACE, flip_sign_bit
+from qompose_x86_inductor.vnni_ops import FUNCTIONS, KINDS, Ends, Sizes
+
+LINEAR, LINEAR_ADD, CONV2D, CONV2D_ADD = "linear", "linear_add", "conv2d", "conv2d_add"
+KERNELS: Final = (LINEAR, LINEAR_ADD, CONV2D, CONV2D_ADD)
+
+
+@functools.cache
+def available() -> bool:
+    """Whether code of ours is compiled on this machine: it has AVX-512 and VNNI, may use them, and no AMX."""
+    from torch._inductor.cpu_vec_isa import VecAVX512, pick_vec_isa
+
+    features = ("avx512_f", "avx512_bw", "avx512_dq", "avx512_vl", "avx512_vnni")
+    known = torch.cpu.get_capabilities()
+    return (
+        all(known.get(feature, False) for feature in features)
+        and not known.get("amx_int8", False)
+        and isinstance(pick_vec_isa(), VecAVX512)
+        and isa.vnni_exact()
+    )
+
+
+def taken(node: fx.Node, arguments: Mapping[str, Any], weight: Tensor) -> bool:
+    """Whether code of ours computes a call of an operator of ours, with arguments by name, by a weight."""
+    x, other = (arguments.get(name) for name in ("x", "other"))
+    dtypes = [_dtype(value) for value in (x, other) if value is not None]
+    if _name(node) not in KERNELS or not available() or None in dtypes:
+        return False
+    groups = arguments.get("groups", 1)
+    return groups == 1 or (_is_depthwise(arguments, weight) and other is None)
+
+
+def put(node: fx.Node, arguments: Mapping[str, Any], weight: Tensor, w_scale: Tensor, bias: Tensor | None) -> None:
+    """Let a call that is `taken` compute the same with an operator of `vnni_ops`, in place.
+
+    What the operator reads of weight, scales and bias is made now, and becomes buffers of the graph's module.
+    """
+    gm, depthwise = node.graph.owning_module, _is_depthwise(arguments, weight)
+    assert gm is not None
+    function, sizes, ends = _described(arguments, weight)
+    kernel = weight if weight.dim() == 4 else weight[:, :, None, None]
+    scale, shift = _linear_part(arguments, w_scale, bias, in_steps=function == 0)
+    start = -sizes.x_zp * kernel.sum((1, 2, 3), dtype=torch.int32)
+    constants = [vnni_ops.pack(kernel, sizes, depthwise=depthwise)]
+    constants += [vnni_ops.per_channel(v, depthwise=depthwise) for v in (start, scale, shift)]
+    with node.graph.inserting_before(node):
+        buffers = [node.graph.get_attr(_registered(gm, value)) for value in constants]
+    node.target = _matrix if weight.dim() == 2 else _image
+    operator = vnni_ops.DEPTHWISE if depthwise else vnni_ops.PRODUCT
+    node.args = (operator, arguments["x"], *buffers, arguments.get("other"), sizes.flat(), [*ends])
+    node.kwargs = {}
+
+
+def options(graph: fx.GraphModule) -> Mapping[str, Any]:
+    """Return options of Inductor that compile the operators of `vnni_ops`, where a graph may get some."""
+    products = any(_name(node) in KERNELS for node in graph.graph.nodes)
+    if not products or not available():
+        return {}
+    return {"cpp_wrapper": True, "aot_inductor.custom_ops_to_c_shims": vnni_ops.shims()}
+
+
+def _matrix(operator: Any, x: Tensor, *arguments: Any) -> Tensor:
+    """Compute rows (..., in) by a weight."""
+    *constants, other, sizes, ends = arguments
+    rows = _unsigned(x).reshape(1, 1, -1, x.shape[-1])
+    summand = None if other is None else other.reshape(1, 1, -1, other.shape[-1])
+    result: Tensor = operator(rows.contiguous(), *constants, summand, sizes, ends)
+    return result.reshape(*x.shape[:-1], result.shape[-1])
+
+
+def _image(operator: Any, x: Tensor, *arguments: Any) -> Tensor:
+    """Compute an image (N, in, H, W) by a weight; the result is channels_last."""
+    *constants, other, sizes, ends = arguments
+    summand = None if other is None else _channels_last(other)
+    result: Tensor = operator(_channels_last(_unsigned(x)), *constants, summand, sizes, ends)
+    return result.permute(0, 3, 1, 2)
+
+
+def _channels_last(image: Tensor) -> Tensor:
+    """Return (N, C, H, W) as (N, H, W, C)."""
+    return image.permute(0, 2, 3, 1).contiguous()
+
+
+def _unsigned(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.uint8 else flip_sign_bit(x)
+
+
+def _described(arguments: Mapping[str, Any], weight: Tensor) -> tuple[int, Sizes, Ends]:
+    """Return the number of the function behind the sums, and what the operators are told."""
+    name, args = arguments["post_op"], arguments.get("post_op_args") or []
+    algorithm = arguments.get("algorithm", "none") if name == "gelu" else "none"
+    function = FUNCTIONS.index((name, algorithm)) if (name, algorithm) in FUNCTIONS else 0
+    out_dtype = arguments["out_dtype"] or torch.float32
+    step, zero_point = arguments["out_scale"], arguments["out_zp"]
+    least, most = (0.0, torch.inf) if name == "relu" else args if name == "hardtanh" else (-torch.inf, torch.inf)
+    low, high = least / step, most / step
+    if out_dtype != torch.float32:
+        bounds = torch.iinfo(out_dtype)
+        first, last = bounds.min - zero_point, bounds.max - zero_point
+        low, high = (float(min(max(bound, first), last)) for bound in (low, high))
+    pairs = (
+        tuple(arguments.get(key, (default, default)))
+        for key, default in (("stride", 1), ("padding", 0), ("dilation", 1))
+    )
+    x_zp = arguments["x_zp"] + (128 if _dtype(arguments["x"]) == torch.int8 else 0)
+    sizes = Sizes(
+        weight.shape[0], tuple(weight.shape[2:]) or (1, 1), *pairs, x_zp, function, zero_point,
+        KINDS.index(out_dtype),
+    )  # fmt: skip
+    other_step = 1.0 if function else step
+    ends = Ends(
+        other_scale=arguments.get("other_scale", 1.0) / other_step,
+        other_zp=float(arguments.get("other_zp", 0)),
+        slope=float(args[0]) if name == "leaky_relu" else 0.0,
+        per_step=1.0 / step,
+        low=low,
+        high=high,
+    )
+    return function, sizes, ends
+
+
+def _linear_part(
+    arguments: Mapping[str, Any], w_scale: Tensor, bias: Tensor | None, *, in_steps: bool
+) -> tuple[Tensor, Tensor]:
+    """Return what sums are multiplied by, and what is added, for each channel, in units or steps of the result."""
+    step = arguments["out_scale"] if in_steps else 1.0
+    scale = w_scale.double() * arguments["x_scale"] / step
+    shift = torch.zeros_like(scale) if bias is None else bias.double() / step
+    return scale.float(), shift.float()
+
+
+def _is_depthwise(arguments: Mapping[str, Any], weight: Tensor) -> bool:
+    groups: int = arguments.get("groups", 1)
+    return groups > 1 and groups == weight.shape[0] and weight.shape[1] == 1
+
+
+def _registered(gm: fx.GraphModule, value: Tensor) -> str:
+    """Return the name of a new buffer."""
+    name = f"_qompose_x86_vnni_{sum(1 for _ in gm.buffers())}"
+    gm.register_buffer(name, value, persistent=False)
+    return name
+
+
+def _name(node: fx.Node) -> str:
+    """Return the name of an operator of ours that a node calls, or nothing."""
+    target = node.target
+    ours = isinstance(target, torch._ops.OpOverload) and target.namespace == NAMESPACE
+    return target._opname if ours else ""
+
+
+def _dtype(value: Any) -> torch.dtype | None:
+    found = value.meta.get("val") if isinstance(value, fx.Node) else None
+    return found.dtype if isinstance(found, Tensor) else None

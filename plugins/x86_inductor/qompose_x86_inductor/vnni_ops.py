@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operators ``qompose_x86::vnni_product`` and ``vnni_depthwise``, which compiled programs hold.
+
+A compiled program has C++ of ours for them (``native/``), made a part of it. Here is what they compute, in
+operators of torch: slow, exact, and for whoever runs a graph that holds them without compiling it.
+
+* ``x`` is uint8 (N, H, W, C), contiguous, and so is the result (N, H', W', out), of any of three types;
+* ``weight`` is int8 as `pack` leaves it, in whole vectors of 16 (a depthwise one: blocks of 64) channels;
+* ``start``, int32, is what sums begin with; ``scale`` and ``bias``, float32, what becomes of them; all three
+  have a place for each of those channels;
+* ``other``, of the result's shape, is added; ``sizes`` and ``ends`` are a `Sizes` and an `Ends`.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from qompose_x86_inductor.arguments import NAMESPACE
+from qompose_x86_inductor.ops import POST_OPS
+from qompose_x86_inductor.registration import register
+
+VECTOR, PANEL, FOUR = 16, 64, 4
+KINDS: Final = (torch.uint8, torch.int8, torch.float32)
+
+# Names and algorithms of post-ops, in the order of `enum Function` in native/finish.h.
+FUNCTIONS: Final = (
+    ("none", "none"), ("hardswish", "none"), ("swish", "none"), ("gelu", "none"), ("gelu", "tanh"),
+    ("tanh", "none"), ("leaky_relu", "none"),
+)  # fmt: skip
+
+
+class Sizes(NamedTuple):
+    """In the order of `enum Size` in native/shims.h; pairs are of height and width."""
+
+    channels: int
+    kernel: tuple[int, int]
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    dilation: tuple[int, int]
+    x_zp: int
+    function: int
+    zero_point: int
+    kind: int
+
+    def flat(self) -> list[int]:
+        """Return them as the operators take them."""
+        return [n for value in self for n in (value if isinstance(value, tuple) else (value,))]
+
+    @classmethod
+    def read(cls, flat: list[int]) -> Sizes:
+        """Return what `flat` wrote."""
+        pairs = [(flat[at], flat[at + 1]) for at in range(1, 9, 2)]
+        return cls(flat[0], *pairs, *flat[9:])
+
+    def shape(self, x: Tensor) -> list[int]:
+        """Return the result's, (N, H', W', out), symbolic where the image is."""
+        sides = zip(x.shape[1:3], *self[1:5], strict=True)
+        spatial = [(i + 2 * p - d * (k - 1) - 1) // s + 1 for i, k, s, p, d in sides]
+        return [x.shape[0], *spatial, self.channels]
+
+
+class Ends(NamedTuple):
+    """In the order of `enum End` there. Bounds and scales are in steps of the result, of floats in units."""
+
+    other_scale: float
+    other_zp: float
+    slope: float
+    per_step: float
+    low: float
+    high: float
+
+
+def pack(weight: Tensor, sizes: Sizes, *, depthwise: bool) -> Tensor:
+    """Return an int8 weight (out, in, kh, kw) as the C++ reads it, flat."""
+    taps = weight.permute(0, 2, 3, 1)
+    if depthwise:
+        return _pack_depthwise(taps.flatten(1))
+    joined = sizes.dilation[1] == 1 or sizes.kernel[1] == 1
+    runs = taps.flatten(2) if joined else taps.flatten(1, 2)
+    runs = _filled(_filled(runs, 2, FOUR), 0, VECTOR)
+    return torch.cat([
+        panel.unflatten(2, (-1, FOUR)).permute(1, 2, 0, 3).flatten() for panel in runs.split(PANEL)
+    ])  # fmt: skip
+
+
+def unpack(packed: Tensor, sizes: Sizes, depth: int, *, depthwise: bool) -> Tensor:
+    """Return the weight (out, in, kh, kw) that `pack` was given; ``depth`` is its number of inputs."""
+    (height, width), channels = sizes.kernel, sizes.channels
+    if depthwise:
+        blocks = packed.reshape(-1, packed.numel() // _blocked(channels) // FOUR, PANEL, FOUR)
+        taps = torch.cat([_natural(block.permute(1, 0, 2).flatten(1), 0) for block in blocks])
+        return taps[:channels, : height * width].reshape(channels, 1, height, width)
+    joined = sizes.dilation[1] == 1 or width == 1
+    count, length = (height, width * depth) if joined else (height * width, depth)
+    quads, filled = -(-length // FOUR), -(-channels // VECTOR) * VECTOR
+    panels, at = [], 0
+    while at < filled:
+        rows = min(PANEL, filled - at)
+        part = packed[at * count * quads * FOUR :][: rows * count * quads * FOUR]
+        panels.append(part.reshape(count, quads, rows, FOUR).permute(2, 0, 1, 3).flatten(2))
+        at += rows
+    runs = torch.cat(panels)[:channels, :, :length]
+    return runs.reshape(channels, height, width, depth).permute(0, 3, 1, 2)
+
+
+def per_channel(values: Tensor, *, depthwise: bool) -> Tensor:
+    """Return a vector (out,) with zeros up to whole vectors, in the order of packed weights."""
+    if not depthwise:
+        return _filled(values, 0, VECTOR)
+    return _interleaved(_filled(values, 0, PANEL), 0)
+
+
+def _pack_depthwise(taps: Tensor) -> Tensor:
+    """Pack (out, taps)."""
+    blocks = _interleaved(_filled(_filled(taps, 1, FOUR), 0, PANEL), 0).split(PANEL)
+    return torch.cat([
+        block.unflatten(1, (-1, FOUR)).permute(1, 0, 2).flatten() for block in blocks
+    ])  # fmt: skip
+
+
+def _interleaved(values: Tensor, dim: int) -> Tensor:
+    """Return blocks of 64 channels in the order that native/depthwise.h unpacks images to."""
+    return values.unflatten(dim, (-1, 4, 4, 4)).transpose(dim + 1, dim + 2).flatten(dim, dim + 3)
+
+
+_natural = _interleaved  # the order is its own inverse
+
+
+def _filled(values: Tensor, dim: int, multiple: int) -> Tensor:
+    """Return values with zeros behind them along an axis, up to a multiple."""
+    missing = -values.shape[dim] % multiple
+    return F.pad(values, [0, 0] * (values.dim() - 1 - dim) + [0, missing])
+
+
+def _blocked(channels: int) -> int:
+    return -(-channels // PANEL) * PANEL
+
+
+def _reference(*arguments: Any, depthwise: bool) -> Tensor:
+    x, packed, start, scale, bias, other, flat, given_ends = arguments
+    sizes, ends = Sizes.read(flat), Ends(*given_ends)
+    weight = unpack(packed, sizes, x.shape[3], depthwise=depthwise)
+    order = _natural if depthwise else lambda values, dim: values
+    start, scale, bias = (order(v, 0)[: sizes.channels].double() for v in (start, scale, bias))
+    real = (_raw_sums(x, weight, sizes) + start) * scale + bias
+    if other is not None:
+        shift = 0.0 if other.dtype == torch.float32 else ends.other_zp
+        real = real + (other.double() - shift) * ends.other_scale
+    name, algorithm = FUNCTIONS[sizes.function]
+    if name != "none":
+        real = POST_OPS[name].compute(real, [ends.slope], algorithm) * ends.per_step
+    real, kind = real.clamp(ends.low, ends.high), KINDS[sizes.kind]
+    steps = real if kind == torch.float32 else torch.round(real) + sizes.zero_point
+    return steps.to(kind).contiguous()
+
+
+def _raw_sums(x: Tensor, weight: Tensor, sizes: Sizes) -> Tensor:
+    """Return float64 sums (N, H', W', out) of the integers as they are, beside the zero point around them."""
+    (above, beside), groups = sizes.padding, x.shape[3] // weight.shape[1]
+    image = F.pad(x.permute(0, 3, 1, 2).double(), [beside, beside, above, above], value=sizes.x_zp)
+    sums = F.conv2d(image, weight.double(), None, sizes.stride, 0, sizes.dilation, groups)
+    return sums.permute(0, 2, 3, 1)
+
+
+def _fake(x: Tensor, *arguments: Any) -> Tensor:
+    sizes = Sizes.read(arguments[-2])
+    return x.new_empty(sizes.shape(x), dtype=KINDS[sizes.kind])
+
+
+_SCHEMA: Final = (
+    "(Tensor x, Tensor weight, Tensor start, Tensor scale, Tensor bias, Tensor? other, int[] sizes,"
+    " float[] ends) -> Tensor"
+)
+_NAMES: Final = ("vnni_product", "vnni_depthwise")
+_LIBRARY: Final = register(
+    NAMESPACE,
+    dict.fromkeys(_NAMES, _SCHEMA),
+    {name: (partial(_reference, depthwise="depth" in name), _fake) for name in _NAMES},
+    torch.Tag.needs_contiguous_strides,
+)
+PRODUCT, DEPTHWISE = (getattr(getattr(torch.ops, NAMESPACE), name).default for name in _NAMES)
+
+_SHIM: Final = (
+    "AOTITorchError aoti_torch_cpu_{}(AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, AtenTensorHandle,"
+    " AtenTensorHandle, AtenTensorHandle*, const int64_t*, int64_t, const double*, int64_t, AtenTensorHandle*)"
+)
+_HEADER: Final = Path(__file__).with_name("native") / "shims.h"
+
+
+def shims() -> dict[Any, list[str]]:
+    """Return what torch's option ``aot_inductor.custom_ops_to_c_shims`` is given: the code, then declarations.
+
+    torch writes each text behind the word "extern", in a block of C; the code is C++ in it.
+    """
+    included = f'"C++" {{\n#include "{_HEADER}"\n}}'
+    return {PRODUCT: [included, _SHIM.format(_NAMES[0])], DEPTHWISE: [_SHIM.format(_NAMES[1])]}
