@@ -9,3 +9,8 @@ extern "C" void run(bool by_channel, const uint8_t* x, const int64_t* dims, cons
   run(by_channel, image_of(x, dims, sizes), {weight, start, scale, bias}, other, static_cast<Kind>(other_kind), sizes,
       ends, out);
 }
+
+extern "C" void quantize(const float* x, int64_t images, int64_t channels, int64_t pixels, float inverse, int zp, int low,
+                         int high, uint8_t* out) {
+  qompose_x86::quantize_planes({x, images, channels, pixels, inverse, zp, low, high}, out);
+}

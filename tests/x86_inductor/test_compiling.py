@@ -123,6 +123,7 @@ def test_torch_compile_of_the_plain_operators(
     assert_same(torch.compile(lowered, dynamic=dynamic, fullgraph=True), lowered)
 
 
+@pytest.mark.usefixtures("by_onednn")
 @pytest.mark.parametrize("dynamic", [None, True], ids=["automatic", "dynamic"])
 def test_torch_compile_with_the_packing_in_the_graph(
     lowered: fx.GraphModule, dynamic: bool | None
@@ -132,6 +133,7 @@ def test_torch_compile_with_the_packing_in_the_graph(
         assert_same(compiled, lowered)
 
 
+@pytest.mark.usefixtures("by_onednn")
 def test_prepack_in_graph_resolves_into_onednn_operators(lowered: fx.GraphModule) -> None:
     before = lowered.code
     prepacked = compiling.with_prepack_in_graph(lowered)
@@ -169,6 +171,7 @@ BEHIND: dict[str, tuple[list[nn.Module], Tensor, bool]] = {
 }
 
 
+@pytest.mark.usefixtures("by_onednn")
 @pytest.mark.parametrize("mode", ["default", "package"])
 @pytest.mark.parametrize("case", BEHIND)
 def test_what_the_compilers_own_patterns_would_fuse(case: str, mode: str) -> None:
@@ -184,6 +187,7 @@ def test_what_the_compilers_own_patterns_would_fuse(case: str, mode: str) -> Non
     assert got.stride() == expected.stride()
 
 
+@pytest.mark.usefixtures("by_onednn")
 def test_inexact_weights_stay_with_their_operator(
     monkeypatch: pytest.MonkeyPatch, lowered: fx.GraphModule
 ) -> None:
@@ -253,6 +257,7 @@ def test_package_runs_on_torch_alone(result: qompose.QuantizedModel, tmp_path: P
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.usefixtures("by_onednn")
 def test_inexact_weights_are_not_packaged(
     monkeypatch: pytest.MonkeyPatch, result: qompose.QuantizedModel, tmp_path: Path
 ) -> None:

@@ -22,6 +22,7 @@ from torch.fx import GraphModule
 WIDTH = 48
 CALL = "= torch.ops.onednn.qlinear_pointwise"
 pytestmark = [
+    pytest.mark.usefixtures("by_onednn"),
     pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning"),
 ]

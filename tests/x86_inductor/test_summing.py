@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, Node
 
 pytestmark = [
+    pytest.mark.usefixtures("by_onednn"),
     pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
     pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled"),
     pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning"),

@@ -28,14 +28,29 @@ Run = Callable[..., Tensor]
 
 
 @pytest.fixture(scope="module")
-def native(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Return what runs the C++ on the arguments of `vnni_ops.PRODUCT` or ``DEPTHWISE``."""
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """Compile the C++ once."""
     from torch._inductor.cpp_builder import get_cpp_compiler
 
-    library = tmp_path_factory.mktemp("native") / "kernels.so"
-    command = [get_cpp_compiler(), "-std=c++17", "-O1", "-march=native", "-fopenmp", "-shared", "-fPIC", f"-I{NATIVE}"]
-    subprocess.run([*command, str(ENTRY), "-o", str(library)], check=True)
-    function = ctypes.CDLL(str(library)).run
+    path = tmp_path_factory.mktemp("native") / "kernels.so"
+    command = [
+        get_cpp_compiler(),
+        "-std=c++17",
+        "-O1",
+        "-march=native",
+        "-fopenmp",
+        "-shared",
+        "-fPIC",
+        f"-I{NATIVE}",
+    ]
+    subprocess.run([*command, str(ENTRY), "-o", str(path)], check=True)
+    return ctypes.CDLL(str(path))
+
+
+@pytest.fixture(scope="module")
+def native(library: ctypes.CDLL) -> Run:
+    """Return what runs the C++ on the arguments of `vnni_ops.PRODUCT` or ``DEPTHWISE``."""
+    function = library.run
 
     def run(operator: Any, *arguments: Any, x: int | None = None) -> Tensor:
         image, *constants, other, sizes, ends = arguments
@@ -68,16 +83,34 @@ def products(draw: st.DrawFn, *, depthwise: bool) -> tuple[Any, ...]:
     kernel = draw(square | pair(1, 4))
     dilation, stride = draw(st.just((1, 1)) | pair(1, 3)), draw(pair(1, 3))
     padding = draw(pair(0, 4))
-    least = [max(1, d * (k - 1) + 1 - 2 * p) for k, d, p in zip(kernel, dilation, padding, strict=True)]
+    least = [
+        max(1, d * (k - 1) + 1 - 2 * p) for k, d, p in zip(kernel, dilation, padding, strict=True)
+    ]
     height, width = (draw(st.integers(low, low + 9)) for low in least)
     kind, function = draw(st.integers(0, 2)), draw(st.integers(0, len(FUNCTIONS) - 1))
     bounds = [(0, 255), (-128, 127)][kind] if kind < 2 else None
     zero_point = draw(st.integers(*bounds)) if bounds else 0
-    sizes = Sizes(channels, kernel, stride, padding, dilation, draw(st.integers(0, 255)), function, zero_point, kind)
-    low, high = (float(b - zero_point) for b in bounds) if bounds else (draw(st.sampled_from([-MOST, 0.0])), MOST)
+    sizes = Sizes(
+        channels,
+        kernel,
+        stride,
+        padding,
+        dilation,
+        draw(st.integers(0, 255)),
+        function,
+        zero_point,
+        kind,
+    )
+    low, high = (
+        (float(b - zero_point) for b in bounds)
+        if bounds
+        else (draw(st.sampled_from([-MOST, 0.0])), MOST)
+    )
     torch.manual_seed(draw(st.integers(0, 99)))
     x = torch.randint(0, 256, (draw(st.integers(1, 3)), height, width, depth), dtype=torch.uint8)
-    weight = torch.randint(-128, 128, (channels, 1 if depthwise else depth, *kernel), dtype=torch.int8)
+    weight = torch.randint(
+        -128, 128, (channels, 1 if depthwise else depth, *kernel), dtype=torch.int8
+    )
     spread = 60.0 if kind < 2 and function == 0 else 2.0
     terms = weight[0].numel()
     scale = torch.rand(channels) * spread / (5000 * terms**0.5)
@@ -91,7 +124,9 @@ def products(draw: st.DrawFn, *, depthwise: bool) -> tuple[Any, ...]:
     return x, *constants, added, sizes.flat(), [*ends]
 
 
-def prepared(weight: Tensor, scale: Tensor, bias: Tensor, sizes: Sizes, *, depthwise: bool) -> list[Tensor]:
+def prepared(
+    weight: Tensor, scale: Tensor, bias: Tensor, sizes: Sizes, *, depthwise: bool
+) -> list[Tensor]:
     start = -sizes.x_zp * weight.sum((1, 2, 3), dtype=torch.int32)
     values = (vnni_ops.per_channel(v, depthwise=depthwise) for v in (start, scale, bias))
     return [vnni_ops.pack(weight, sizes, depthwise=depthwise), *values]
@@ -111,30 +146,56 @@ def agree(got: Tensor, wanted: Tensor) -> None:
 @given(products(depthwise=False))
 @settings(max_examples=250, deadline=None)
 def test_products(native: Run, arguments: tuple[Any, ...]) -> None:
-    agree(native(vnni_ops.PRODUCT, *arguments), vnni_ops.PRODUCT(*arguments))
+    agree(native(vnni_ops.PRODUCT, *arguments), vnni_ops.reference(*arguments, depthwise=False))
 
 
 @needs_vnni
 @given(products(depthwise=True))
 @settings(max_examples=150, deadline=None)
 def test_channels_by_themselves(native: Run, arguments: tuple[Any, ...]) -> None:
-    agree(native(vnni_ops.DEPTHWISE, *arguments), vnni_ops.DEPTHWISE(*arguments))
+    agree(native(vnni_ops.DEPTHWISE, *arguments), vnni_ops.reference(*arguments, depthwise=True))
+
+
+@needs_vnni
+@given(st.integers(1, 3), st.integers(2, 4), st.integers(1, 70), st.integers(0, 255), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_planes(
+    library: ctypes.CDLL, images: int, channels: int, pixels: int, zp: int, narrow: bool
+) -> None:
+    x = torch.randn(images, channels, 1, pixels) * 3
+    low, high = (10, 100) if narrow else (0, 255)
+    result = torch.full((images * pixels * channels + 64,), 77, dtype=torch.uint8)
+    library.quantize(
+        ctypes.c_void_p(x.data_ptr()), *map(ctypes.c_int64, (images, channels, pixels)),
+        ctypes.c_float(1 / 0.03), *map(ctypes.c_int, (zp, low, high)), ctypes.c_void_p(result.data_ptr()),
+    )  # fmt: skip
+    wanted = vnni_ops.reference_planes(x, 0.03, zp, low, high)
+    assert torch.equal(result[:-64], wanted.flatten())
+    assert bool((result[-64:] == 77).all())  # nothing is written behind it
 
 
 def exact(depth: int, channels: int, taps: int, *, depthwise: bool) -> tuple[Sizes, Ends]:
-    sizes = Sizes(channels, (taps, taps), (1, 1), (0, 0), (1, 1), 0, 0, 0, KINDS.index(torch.float32))
+    sizes = Sizes(
+        channels, (taps, taps), (1, 1), (0, 0), (1, 1), 0, 0, 0, KINDS.index(torch.float32)
+    )
     return sizes, Ends(1.0, 0.0, 0.0, 1.0, -MOST, MOST)
 
 
 @needs_vnni
 @pytest.mark.parametrize("value", [127, -128])
-@pytest.mark.parametrize(("depth", "channels", "taps"), [(4096, 65, 1), (64, 64, 3), (3, 16, 7), (64, 64, -3)])
-def test_the_largest_sums_are_exact(native: Run, value: int, depth: int, channels: int, taps: int) -> None:
+@pytest.mark.parametrize(
+    ("depth", "channels", "taps"), [(4096, 65, 1), (64, 64, 3), (3, 16, 7), (64, 64, -3)]
+)
+def test_the_largest_sums_are_exact(
+    native: Run, value: int, depth: int, channels: int, taps: int
+) -> None:
     depthwise, taps = taps < 0, abs(taps)
     sizes, ends = exact(depth, channels, taps, depthwise=depthwise)
     x = torch.full((1, 8, 9, depth), 255, dtype=torch.uint8)
     weight = torch.full((channels, 1 if depthwise else depth, taps, taps), value, dtype=torch.int8)
-    constants = prepared(weight, torch.ones(channels), torch.zeros(channels), sizes, depthwise=depthwise)
+    constants = prepared(
+        weight, torch.ones(channels), torch.zeros(channels), sizes, depthwise=depthwise
+    )
     operator = vnni_ops.DEPTHWISE if depthwise else vnni_ops.PRODUCT
     got = native(operator, x, *constants, None, sizes.flat(), [*ends])
     assert torch.equal(got, torch.full_like(got, 255.0 * value * weight[0].numel()))
@@ -177,19 +238,34 @@ def test_nothing_is_read_behind_an_image(
     sizes = Sizes(channels, kernel, (1, 1), (padding, padding), (1, 1), 3, 0, 0, 2)
     ends = Ends(1.0, 0.0, 0.0, 1.0, -MOST, MOST)
     x = torch.randint(0, 256, (2, 6, 7, depth), dtype=torch.uint8)
-    weight = torch.randint(-128, 128, (channels, 1 if depthwise else depth, *kernel), dtype=torch.int8)
-    constants = prepared(weight, torch.ones(channels), torch.zeros(channels), sizes, depthwise=depthwise)
+    weight = torch.randint(
+        -128, 128, (channels, 1 if depthwise else depth, *kernel), dtype=torch.int8
+    )
+    constants = prepared(
+        weight, torch.ones(channels), torch.zeros(channels), sizes, depthwise=depthwise
+    )
     operator = vnni_ops.DEPTHWISE if depthwise else vnni_ops.PRODUCT
     arguments = (x, *constants, None, sizes.flat(), [*ends])
     got = native(operator, *arguments, x=at_the_end_of_memory(x))
-    assert torch.equal(got, operator(*arguments))
+    assert torch.equal(got, vnni_ops.reference(*arguments, depthwise=depthwise))
 
 
-@given(st.integers(1, 90), st.integers(1, 150), st.integers(1, 4), st.integers(1, 4), st.integers(1, 2), st.booleans())
+@given(
+    st.integers(1, 90),
+    st.integers(1, 150),
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.integers(1, 2),
+    st.booleans(),
+)
 @settings(max_examples=60, deadline=None)
-def test_packing_loses_nothing(depth: int, channels: int, height: int, width: int, gap: int, depthwise: bool) -> None:
+def test_packing_loses_nothing(
+    depth: int, channels: int, height: int, width: int, gap: int, depthwise: bool
+) -> None:
     sizes = Sizes(channels, (height, width), (1, 1), (0, 0), (1, gap), 0, 0, 0, 0)
-    weight = torch.randint(-128, 128, (channels, 1 if depthwise else depth, height, width), dtype=torch.int8)
+    weight = torch.randint(
+        -128, 128, (channels, 1 if depthwise else depth, height, width), dtype=torch.int8
+    )
     packed = vnni_ops.pack(weight, sizes, depthwise=depthwise)
     assert torch.equal(vnni_ops.unpack(packed, sizes, depth, depthwise=depthwise), weight)
 
@@ -197,3 +273,13 @@ def test_packing_loses_nothing(depth: int, channels: int, height: int, width: in
 def test_what_sizes_write_they_read() -> None:
     sizes = Sizes(9, (1, 2), (3, 4), (5, 6), (7, 8), 10, 1, 11, 2)
     assert Sizes.read(sizes.flat()) == sizes
+
+
+def test_running_it_uncompiled_says_so() -> None:
+    sizes, ends = exact(3, 2, 1, depthwise=False)
+    weight = torch.ones(2, 3, 1, 1, dtype=torch.int8)
+    constants = prepared(weight, torch.ones(2), torch.zeros(2), sizes, depthwise=False)
+    x = torch.full((1, 1, 2, 3), 5, dtype=torch.uint8)
+    with pytest.warns(UserWarning, match="cpp_wrapper"):
+        result = vnni_ops.PRODUCT(x, *constants, None, sizes.flat(), [*ends])
+    assert torch.equal(result, torch.full((1, 1, 2, 2), 15.0))

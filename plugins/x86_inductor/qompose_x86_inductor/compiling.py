@@ -43,6 +43,7 @@ def with_prepack_in_graph(gm: fx.GraphModule) -> fx.GraphModule:
     _register_prepack_fakes()
     result = _shallow_copy(gm)
     apart = inlining.left_to_onednn(result)
+    vnni.read_planes(result)
     for node in result.graph.nodes:
         if _is_ours(node):
             _expand(result, node, apart=node in apart)
@@ -169,7 +170,9 @@ def _expand(gm: fx.GraphModule, node: fx.Node, *, apart: bool) -> None:
 
 def _is_by_vnni(gm: fx.GraphModule, node: fx.Node, arguments: dict[str, Any]) -> bool:
     """Whether code of our own computes a call, which then calls that."""
-    weight, w_scale, bias = (_attribute(gm, arguments.get(k)) for k in ("weight", "w_scale", "bias"))
+    weight, w_scale, bias = (
+        _attribute(gm, arguments.get(k)) for k in ("weight", "w_scale", "bias")
+    )
     if weight is None or w_scale is None or (bias is None) != (arguments["bias"] is None):
         return False
     if not vnni.taken(node, arguments, weight):

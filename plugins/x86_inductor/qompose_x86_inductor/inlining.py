@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from qompose_x86_inductor import ops, run_time_ops, weight_only_ops
+from qompose_x86_inductor import ops, run_time_ops, vnni, weight_only_ops
 
 MOST_ROWS: Final = 256
 SLOW_FUNCTIONS: Final = ("gelu", "tanh")
@@ -55,7 +55,8 @@ def advice(graph: GraphModule) -> Mapping[str, Any]:
     calls = [node for module in _graphs(graph) for node in module.graph.nodes]
     if any(_packet(node) in _OTHERS for node in calls):
         return {}
-    ours = (node for node in calls if _packet(node) in _OURS)
+    products = (run_time_ops.PER_TOKEN,) if vnni.available() else _OURS
+    ours = (node for node in calls if _packet(node) in products)
     return ADVICE if any(is_faster(node) for node in ours) else {}
 
 

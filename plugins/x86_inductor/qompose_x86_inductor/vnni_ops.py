@@ -1,18 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operators ``qompose_x86::vnni_product`` and ``vnni_depthwise``, which compiled programs hold.
+"""The operators ``vnni_product``, ``vnni_depthwise`` and ``quantize_planes``, which compiled programs hold.
 
-A compiled program has C++ of ours for them (``native/``), made a part of it. Here is what they compute, in
-operators of torch: slow, exact, and for whoever runs a graph that holds them without compiling it.
+A compiled program has C++ of ours for them (``native/``), made a part of it. `reference` is what they
+compute, in operators of torch.
+
+Of the two products:
 
 * ``x`` is uint8 (N, H, W, C), contiguous, and so is the result (N, H', W', out), of any of three types;
 * ``weight`` is int8 as `pack` leaves it, in whole vectors of 16 (a depthwise one: blocks of 64) channels;
 * ``start``, int32, is what sums begin with; ``scale`` and ``bias``, float32, what becomes of them; all three
   have a place for each of those channels;
 * ``other``, of the result's shape, is added; ``sizes`` and ``ends`` are a `Sizes` and an `Ends`.
+
+``quantize_planes`` quantizes a float32 image (N, C, H, W) of two to `MOST_PLANES` channels to uint8
+(N, H, W, C).
 """
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -25,7 +31,7 @@ from qompose_x86_inductor.arguments import NAMESPACE
 from qompose_x86_inductor.ops import POST_OPS
 from qompose_x86_inductor.registration import register
 
-VECTOR, PANEL, FOUR = 16, 64, 4
+VECTOR, PANEL, FOUR, MOST_PLANES = 16, 64, 4, 4
 KINDS: Final = (torch.uint8, torch.int8, torch.float32)
 
 # Names and algorithms of post-ops, in the order of `enum Function` in native/finish.h.
@@ -55,8 +61,8 @@ class Sizes(NamedTuple):
     @classmethod
     def read(cls, flat: list[int]) -> Sizes:
         """Return what `flat` wrote."""
-        pairs = [(flat[at], flat[at + 1]) for at in range(1, 9, 2)]
-        return cls(flat[0], *pairs, *flat[9:])
+        kernel, stride, padding, dilation = ((flat[at], flat[at + 1]) for at in range(1, 9, 2))
+        return cls(flat[0], kernel, stride, padding, dilation, *flat[9:])
 
     def shape(self, x: Tensor) -> list[int]:
         """Return the result's, (N, H', W', out), symbolic where the image is."""
@@ -84,9 +90,9 @@ def pack(weight: Tensor, sizes: Sizes, *, depthwise: bool) -> Tensor:
     joined = sizes.dilation[1] == 1 or sizes.kernel[1] == 1
     runs = taps.flatten(2) if joined else taps.flatten(1, 2)
     runs = _filled(_filled(runs, 2, FOUR), 0, VECTOR)
-    return torch.cat([
-        panel.unflatten(2, (-1, FOUR)).permute(1, 2, 0, 3).flatten() for panel in runs.split(PANEL)
-    ])  # fmt: skip
+    quads = runs.reshape(*runs.shape[:2], -1, FOUR)
+    panels = torch.split(quads, PANEL)
+    return torch.cat([panel.permute(1, 2, 0, 3).flatten() for panel in panels])
 
 
 def unpack(packed: Tensor, sizes: Sizes, depth: int, *, depthwise: bool) -> Tensor:
@@ -118,15 +124,17 @@ def per_channel(values: Tensor, *, depthwise: bool) -> Tensor:
 
 def _pack_depthwise(taps: Tensor) -> Tensor:
     """Pack (out, taps)."""
-    blocks = _interleaved(_filled(_filled(taps, 1, FOUR), 0, PANEL), 0).split(PANEL)
+    blocks = torch.split(_interleaved(_filled(_filled(taps, 1, FOUR), 0, PANEL), 0), PANEL)
     return torch.cat([
-        block.unflatten(1, (-1, FOUR)).permute(1, 0, 2).flatten() for block in blocks
+        block.reshape(PANEL, -1, FOUR).permute(1, 0, 2).flatten() for block in blocks
     ])  # fmt: skip
 
 
 def _interleaved(values: Tensor, dim: int) -> Tensor:
     """Return blocks of 64 channels in the order that native/depthwise.h unpacks images to."""
-    return values.unflatten(dim, (-1, 4, 4, 4)).transpose(dim + 1, dim + 2).flatten(dim, dim + 3)
+    before, behind = values.shape[:dim], values.shape[dim + 1 :]
+    blocks = values.reshape(*before, -1, 4, 4, 4, *behind)
+    return blocks.transpose(dim + 1, dim + 2).flatten(dim, dim + 3)
 
 
 _natural = _interleaved  # the order is its own inverse
@@ -142,7 +150,18 @@ def _blocked(channels: int) -> int:
     return -(-channels // PANEL) * PANEL
 
 
-def _reference(*arguments: Any, depthwise: bool) -> Tensor:
+def _uncompiled(*arguments: Any, depthwise: bool) -> Tensor:
+    """Compute an operator in a graph that was not compiled, or by a compiler without the C++."""
+    warnings.warn(
+        "An operator for compiled code runs in torch's own, which is slow and exact: leave the compiler's "
+        "option cpp_wrapper as qompose.compile_lowered sets it",
+        stacklevel=2,
+    )
+    return reference(*arguments, depthwise=depthwise)
+
+
+def reference(*arguments: Any, depthwise: bool) -> Tensor:
+    """Return what an operator means, of its arguments."""
     x, packed, start, scale, bias, other, flat, given_ends = arguments
     sizes, ends = Sizes.read(flat), Ends(*given_ends)
     weight = unpack(packed, sizes, x.shape[3], depthwise=depthwise)
@@ -168,6 +187,17 @@ def _raw_sums(x: Tensor, weight: Tensor, sizes: Sizes) -> Tensor:
     return sums.permute(0, 2, 3, 1)
 
 
+def reference_planes(x: Tensor, scale: float, zero_point: int, low: int, high: int) -> Tensor:
+    """Return what ``quantize_planes`` means."""
+    steps = torch.round(x * (1.0 / scale)) + zero_point
+    return steps.clamp(low, high).to(torch.uint8).permute(0, 2, 3, 1).contiguous()
+
+
+def _fake_planes(x: Tensor, *_: Any) -> Tensor:
+    batch, channels, height, width = x.shape
+    return x.new_empty((batch, height, width, channels), dtype=torch.uint8)
+
+
 def _fake(x: Tensor, *arguments: Any) -> Tensor:
     sizes = Sizes.read(arguments[-2])
     return x.new_empty(sizes.shape(x), dtype=KINDS[sizes.kind])
@@ -177,26 +207,43 @@ _SCHEMA: Final = (
     "(Tensor x, Tensor weight, Tensor start, Tensor scale, Tensor bias, Tensor? other, int[] sizes,"
     " float[] ends) -> Tensor"
 )
-_NAMES: Final = ("vnni_product", "vnni_depthwise")
+_SCHEMAS: Final = {
+    "vnni_product": _SCHEMA,
+    "vnni_depthwise": _SCHEMA,
+    "quantize_planes": "(Tensor x, float scale, int zero_point, int low, int high) -> Tensor",
+}
 _LIBRARY: Final = register(
     NAMESPACE,
-    dict.fromkeys(_NAMES, _SCHEMA),
-    {name: (partial(_reference, depthwise="depth" in name), _fake) for name in _NAMES},
+    _SCHEMAS,
+    {
+        "vnni_product": (partial(_uncompiled, depthwise=False), _fake),
+        "vnni_depthwise": (partial(_uncompiled, depthwise=True), _fake),
+        "quantize_planes": (reference_planes, _fake_planes),
+    },
     torch.Tag.needs_contiguous_strides,
 )
-PRODUCT, DEPTHWISE = (getattr(getattr(torch.ops, NAMESPACE), name).default for name in _NAMES)
-
-_SHIM: Final = (
-    "AOTITorchError aoti_torch_cpu_{}(AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, AtenTensorHandle,"
-    " AtenTensorHandle, AtenTensorHandle*, const int64_t*, int64_t, const double*, int64_t, AtenTensorHandle*)"
+PRODUCT, DEPTHWISE, PLANES = (
+    getattr(getattr(torch.ops, NAMESPACE), name).default for name in _SCHEMAS
 )
+
+_PRODUCT_SHIM: Final = (
+    f"({'AtenTensorHandle, ' * 5}AtenTensorHandle*, const int64_t*, int64_t, const double*, int64_t,"
+    " AtenTensorHandle*)"
+)
+_PLANES_SHIM: Final = "(AtenTensorHandle, double, int64_t, int64_t, int64_t, AtenTensorHandle*)"
 _HEADER: Final = Path(__file__).with_name("native") / "shims.h"
 
 
 def shims() -> dict[Any, list[str]]:
-    """Return what torch's option ``aot_inductor.custom_ops_to_c_shims`` is given: the code, then declarations.
+    """Return texts for torch's option ``aot_inductor.custom_ops_to_c_shims``: the code, then declarations.
 
     torch writes each text behind the word "extern", in a block of C; the code is C++ in it.
     """
     included = f'"C++" {{\n#include "{_HEADER}"\n}}'
-    return {PRODUCT: [included, _SHIM.format(_NAMES[0])], DEPTHWISE: [_SHIM.format(_NAMES[1])]}
+    declared = {PRODUCT: _PRODUCT_SHIM, DEPTHWISE: _PRODUCT_SHIM, PLANES: _PLANES_SHIM}
+    texts = {
+        operator: [f"AOTITorchError aoti_torch_cpu_{name}{arguments}"]
+        for name, (operator, arguments) in zip(_SCHEMAS, declared.items(), strict=True)
+    }
+    texts[PRODUCT].insert(0, included)
+    return texts

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "depthwise.h"
+#include "planes.h"
 #include "products.h"
 
 namespace qompose_x86 {

@@ -96,7 +96,8 @@ QOMPOSE_INLINE __m512 other_values(const Finish& f, __mmask16 mask, int64_t at) 
 template <Function F>
 QOMPOSE_INLINE __m512 bounded(const Finish& f, __m512 value) {
   if (F != NONE) value = _mm512_mul_ps(apply<F>(value, f.slope), _mm512_set1_ps(f.per_step));
-  return _mm512_min_ps(_mm512_max_ps(value, _mm512_set1_ps(f.low)), _mm512_set1_ps(f.high));
+  // Where one is no number, these give the second of their operands: NaN stays NaN.
+  return _mm512_min_ps(_mm512_set1_ps(f.high), _mm512_max_ps(_mm512_set1_ps(f.low), value));
 }
 
 QOMPOSE_INLINE __m512i steps_of(const Finish& f, __m512 value) {

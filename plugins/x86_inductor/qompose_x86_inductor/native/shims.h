@@ -62,6 +62,21 @@ inline AOTITorchError call(bool by_channel, AtenTensorHandle x, const Constants&
   }
 }
 
+inline AOTITorchError call_planes(AtenTensorHandle x, double scale, int zp, int low, int high, AtenTensorHandle* result) {
+  try {
+    const int64_t* from = sizes_of(x);
+    const int64_t channels = from[1], height = from[2], width = from[3];
+    const int64_t sizes[] = {from[0], height, width, channels};
+    const int64_t strides[] = {height * width * channels, width * channels, channels, 1};
+    check(aoti_torch_empty_strided(4, sizes, strides, aoti_torch_dtype_uint8(), aoti_torch_device_type_cpu(), 0, result));
+    const float inverse = static_cast<float>(1.0 / scale);
+    quantize_planes({data_of<float>(x), from[0], channels, height * width, inverse, zp, low, high}, data_of<uint8_t>(*result));
+    return AOTI_TORCH_SUCCESS;
+  } catch (...) {
+    return AOTI_TORCH_FAILURE;
+  }
+}
+
 }  // namespace qompose_x86
 
 #define QOMPOSE_SHIM(NAME, BY_CHANNEL)                                                                       \
@@ -77,3 +92,8 @@ inline AOTITorchError call(bool by_channel, AtenTensorHandle x, const Constants&
 
 QOMPOSE_SHIM(aoti_torch_cpu_vnni_product, false)
 QOMPOSE_SHIM(aoti_torch_cpu_vnni_depthwise, true)
+
+extern "C" inline AOTITorchError aoti_torch_cpu_quantize_planes(
+    AtenTensorHandle x, double scale, int64_t zp, int64_t low, int64_t high, AtenTensorHandle* result) {
+  return qompose_x86::call_planes(x, scale, static_cast<int>(zp), static_cast<int>(low), static_cast<int>(high), result);
+}
