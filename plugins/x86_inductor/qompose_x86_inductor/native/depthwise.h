@@ -36,15 +36,18 @@ QOMPOSE_INLINE void finish_pixel(const Finish& f, const __m512i* sums, int64_t c
   else _mm512_mask_storeu_epi8(static_cast<char*>(out) + at, mask, bytes);
 }
 
-QOMPOSE_INLINE void add_four(const __m512i* x, const int8_t* weights, __m512i* sums) {
+QOMPOSE_INLINE void add_four(const __m512i* x, const __m512i* weights, __m512i* sums) {
   const __m512i low01 = _mm512_unpacklo_epi8(x[0], x[1]), high01 = _mm512_unpackhi_epi8(x[0], x[1]);
   const __m512i low23 = _mm512_unpacklo_epi8(x[2], x[3]), high23 = _mm512_unpackhi_epi8(x[2], x[3]);
-  const __m512i quads[4] = {
-      _mm512_unpacklo_epi16(low01, low23), _mm512_unpackhi_epi16(low01, low23),
-      _mm512_unpacklo_epi16(high01, high23), _mm512_unpackhi_epi16(high01, high23)};
+  sums[0] = _mm512_dpbusd_epi32(sums[0], _mm512_unpacklo_epi16(low01, low23), weights[0]);
+  sums[1] = _mm512_dpbusd_epi32(sums[1], _mm512_unpackhi_epi16(low01, low23), weights[1]);
+  sums[2] = _mm512_dpbusd_epi32(sums[2], _mm512_unpacklo_epi16(high01, high23), weights[2]);
+  sums[3] = _mm512_dpbusd_epi32(sums[3], _mm512_unpackhi_epi16(high01, high23), weights[3]);
+}
+
+QOMPOSE_INLINE void load_four(const void* from, __m512i* vectors) {
 #pragma GCC unroll 4
-  for (int v = 0; v < 4; ++v)
-    sums[v] = _mm512_dpbusd_epi32(sums[v], quads[v], _mm512_loadu_si512(weights + 64 * v));
+  for (int v = 0; v < 4; ++v) vectors[v] = _mm512_loadu_si512(static_cast<const char*>(from) + 64 * v);
 }
 
 // 64 channels of one line of the result.
@@ -58,59 +61,70 @@ struct Line {
   void* out;
 };
 
-// A pixel whose window is in the image, SIDE x SIDE taps, all unrolled.
+// Pixels whose windows are in the image, SIDE x SIDE taps, all unrolled. Few weights stay in registers.
 template <Function F, int SIDE>
-QOMPOSE_INLINE void inner_pixel(const Line& l, const Finish& f, int64_t column, __mmask64 mask) {
-  constexpr int TAPS = SIDE * SIDE;
-  const int64_t from = (column * l.g.sw - l.g.pw) * l.g.c + l.channel, gap = l.g.dw * l.g.c;
-  __m512i sums[4];
-#pragma GCC unroll 4
-  for (int v = 0; v < 4; ++v) sums[v] = _mm512_loadu_si512(f.start + l.channel + 16 * v);
+void inner_pixels(const Line& l, const Finish& f, int64_t column, int64_t stop, __mmask64 mask) {
+  constexpr int TAPS = SIDE * SIDE, FOURS = (TAPS + 3) / 4, KEPT = FOURS <= 3 ? FOURS : 1;
+  const int64_t gap = l.g.dw * l.g.c, step = l.g.sw * l.g.c;
+  int64_t from = column * step - l.g.pw * l.g.c + l.channel, at = l.at + column * f.channels;
+  Bytes rows[SIDE];
+  for (int i = 0; i < SIDE; ++i) rows[i] = l.rows[i];
+  __m512i kept[4 * KEPT];
+  for (int four = 0; four < KEPT; ++four) load_four(l.weights + 256 * four, kept + 4 * four);
+  for (; column < stop; ++column, from += step, at += f.channels) {
+    __m512i sums[4];
+    load_four(f.start + l.channel, sums);
 #pragma GCC unroll 8
-  for (int first = 0; first < TAPS; first += 4) {
-    __m512i x[4];
+    for (int four = 0; four < FOURS; ++four) {
+      __m512i x[4], weights[4];
 #pragma GCC unroll 4
-    for (int t = 0; t < 4; ++t) {
-      const int tap = first + t;
-      x[t] = tap < TAPS ? _mm512_maskz_loadu_epi8(mask, l.rows[tap / SIDE] + from + tap % SIDE * gap) : _mm512_setzero_si512();
+      for (int t = 0; t < 4; ++t) {
+        const int tap = 4 * four + t;
+        x[t] = tap < TAPS ? _mm512_maskz_loadu_epi8(mask, rows[tap / SIDE] + from + tap % SIDE * gap) : _mm512_setzero_si512();
+      }
+      if (FOURS > KEPT) load_four(l.weights + 256 * four, weights);
+      add_four(x, FOURS > KEPT ? weights : kept + 4 * four, sums);
     }
-    add_four(x, l.weights + 64 * first, sums);
+    finish_pixel<F>(f, sums, l.channel, at, mask, l.out);
   }
-  finish_pixel<F>(f, sums, l.channel, l.at + column * f.channels, mask, l.out);
 }
 
 template <Function F>
-void any_pixel(const Line& l, const Finish& f, int64_t column, __mmask64 mask) {
+void any_pixels(const Line& l, const Finish& f, int64_t column, int64_t stop, __mmask64 mask) {
   const Image& g = l.g;
-  const int64_t from = column * g.sw - g.pw, taps = g.kh * g.kw;
-  __m512i sums[4];
-  for (int v = 0; v < 4; ++v) sums[v] = _mm512_loadu_si512(f.start + l.channel + 16 * v);
-  for (int64_t first = 0; first < taps; first += 4) {
-    __m512i x[4];
-    for (int64_t t = 0; t < 4; ++t) {
-      const int64_t tap = first + t, z = from + tap % g.kw * g.dw;
-      const bool inside = tap < taps && z >= 0 && z < g.w;
-      x[t] = _mm512_maskz_loadu_epi8(mask, inside ? l.rows[tap / g.kw] + z * g.c + l.channel : l.blank);
+  for (; column < stop; ++column) {
+    const int64_t from = column * g.sw - g.pw, taps = g.kh * g.kw;
+    __m512i sums[4], weights[4];
+    load_four(f.start + l.channel, sums);
+    for (int64_t first = 0; first < taps; first += 4) {
+      __m512i x[4];
+      for (int64_t t = 0; t < 4; ++t) {
+        const int64_t tap = first + t, z = from + tap % g.kw * g.dw;
+        const bool inside = tap < taps && z >= 0 && z < g.w;
+        x[t] = _mm512_maskz_loadu_epi8(mask, inside ? l.rows[tap / g.kw] + z * g.c + l.channel : l.blank);
+      }
+      load_four(l.weights + 64 * first, weights);
+      add_four(x, weights, sums);
     }
-    add_four(x, l.weights + 64 * first, sums);
+    finish_pixel<F>(f, sums, l.channel, l.at + column * f.channels, mask, l.out);
   }
-  finish_pixel<F>(f, sums, l.channel, l.at + column * f.channels, mask, l.out);
 }
 
 template <Function F>
 void depthwise_line(const Line& l) {
   const Image& g = l.g;
   const Finish f = l.f;  // a copy that writing to the result cannot change, so that it stays in registers
-  const int64_t left = f.channels - l.channel, span = (g.kw - 1) * g.dw;
+  const int64_t left = f.channels - l.channel;
   const __mmask64 mask = left >= CHANNELS ? ~0ull : (1ull << left) - 1;
-  const int64_t side = g.kh == g.kw ? g.kh : 0;
-  for (int64_t column = 0; column < g.ow; ++column) {
-    const int64_t from = column * g.sw - g.pw;
-    const bool inner = from >= 0 && from + span < g.w;
-    if (inner && side == 3) inner_pixel<F, 3>(l, f, column, mask);
-    else if (inner && side == 5) inner_pixel<F, 5>(l, f, column, mask);
-    else any_pixel<F>(l, f, column, mask);
-  }
+  // Columns of the result, from the first one whose window begins in the image to the last one that ends in it.
+  const int64_t room = g.w - 1 - (g.kw - 1) * g.dw + g.pw;
+  const int64_t first = std::min((g.pw + g.sw - 1) / g.sw, g.ow);
+  const int64_t last = std::max(first, room < 0 ? 0 : std::min(room / g.sw + 1, g.ow));
+  any_pixels<F>(l, f, 0, first, mask);
+  if (g.kh == 3 && g.kw == 3) inner_pixels<F, 3>(l, f, first, last, mask);
+  else if (g.kh == 5 && g.kw == 5) inner_pixels<F, 5>(l, f, first, last, mask);
+  else any_pixels<F>(l, f, first, last, mask);
+  any_pixels<F>(l, f, last, g.ow, mask);
 }
 
 using DepthwiseLine = void (*)(const Line&);
