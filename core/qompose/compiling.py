@@ -140,7 +140,7 @@ def compile_lowered(
     file = _destination(mode, path)
     record = _lowered_record(lowered)
     backends = _taking_part(record)
-    settings = {"freezing": True, **_advised(lowered, backends), **_checked(options)}
+    settings = {"freezing": True, **_together(_advised(lowered, backends), _checked(options))}
     _check_toolchain()
     graph = _for_compilers(lowered, backends)
     late = {k: v for backend in backends.values() for k, v in backend.late_operators().items()}
@@ -243,10 +243,16 @@ def _advised(lowered: GraphModule, backends: Mapping[str, Backend]) -> dict[str,
         with blaming(f"backend {owner!r}: compiler_options"):
             given = backends[owner].compiler_options(lowered)
         try:
-            wanted = {**_checked(given), **wanted}
+            wanted = _together(_checked(given), wanted)
         except UserError as error:
             raise ConfigError(f"backend {owner!r}: compiler_options: {error}") from error
     return wanted
+
+
+def _together(second: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options of two; of those that both give the first counts, but what maps names has all."""
+    shared = [name for name in first if isinstance(first[name], Mapping) and name in second]
+    return {**second, **first, **{name: {**second[name], **first[name]} for name in shared}}
 
 
 def _for_compilers(lowered: GraphModule, backends: Mapping[str, Backend]) -> GraphModule:

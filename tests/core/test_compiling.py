@@ -10,7 +10,15 @@ from typing import Any
 import pytest
 import qompose
 import torch
-from qompose import CompilationError, ConfigError, MemberError, StageError, TargetError, UserError
+from qompose import (
+    CompilationError,
+    ConfigError,
+    MemberError,
+    StageError,
+    TargetError,
+    UserError,
+    compiling,
+)
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.fx import GraphModule
@@ -134,6 +142,18 @@ def test_a_backend_asks_for_options_and_users_count_before_it() -> None:
     assert len(ours) == 1
     qompose.compile_lowered(model, options={"post_grad_custom_pre_pass": users.append})
     assert (len(ours), len(users)) == (1, 1)
+
+
+def test_options_that_map_operators_are_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that each of several backends can bring code of its operators, and users of theirs."""
+    name = "aot_inductor.custom_ops_to_c_shims"
+    first, second, third = torch.ops.aten.add, torch.ops.aten.mul, torch.ops.aten.sub
+    seen: list[Any] = []
+    monkeypatch.setattr(compiling, "_compiled", lambda *arguments: seen.append(arguments[-1]))
+    given = {name: {first: ["backend"], second: ["backend"]}}
+    model = lowered_net(compiler_options=lambda graph: given)
+    qompose.compile_lowered(model, options={name: {second: ["user"], third: ["user"]}})
+    assert seen[0][name] == {first: ["backend"], second: ["user"], third: ["user"]}
 
 
 @pytest.mark.parametrize(

@@ -283,3 +283,16 @@ def test_running_it_uncompiled_says_so() -> None:
     with pytest.warns(UserWarning, match="cpp_wrapper"):
         result = vnni_ops.PRODUCT(x, *constants, None, sizes.flat(), [*ends])
     assert torch.equal(result, torch.full((1, 1, 2, 2), 15.0))
+
+
+def test_another_version_of_the_code_is_another_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or torch would take what it compiled before from its caches."""
+    before = vnni_ops.shims()[vnni_ops.PRODUCT]
+    (tmp_path / "shims.h").write_text("// another")
+    monkeypatch.setattr(vnni_ops, "_HEADER", tmp_path / "shims.h")
+    after = vnni_ops.shims()[vnni_ops.PRODUCT]
+    digests = [texts[0].partition("\n")[0] for texts in (before, after)]
+    assert digests[0] != digests[1]
+    assert len(before) == len(after) == 2

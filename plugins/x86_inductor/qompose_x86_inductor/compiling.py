@@ -35,10 +35,11 @@ from qompose_x86_inductor.summing import conv2d_sum
 def with_prepack_in_graph(gm: fx.GraphModule) -> fx.GraphModule:
     """The same graph with ``onednn.*_prepack`` and ``onednn.*_pointwise`` for ``qompose_x86::*``.
 
-    Each call becomes one to a function of this module, which whoever traces the graph next (Dynamo,
-    ``torch.export``) resolves into those operators; run eagerly, it packs on every call. ``gm`` is
-    left alone and its tensors are shared. A call stays as it is where its weight is no attribute
-    of ``gm``, or oneDNN would not be exact for it on this machine (`isa`).
+    What `vnni` takes becomes a call of that, with its weight packed. Each other call becomes one to a
+    function of this module, which whoever traces the graph next (Dynamo, ``torch.export``) resolves into
+    those operators; run eagerly, it packs on every call. ``gm`` is left alone and its tensors are shared. A
+    call stays as it is where its weight is no attribute of ``gm``, or oneDNN would not be exact for it on
+    this machine (`isa`).
     """
     _register_prepack_fakes()
     result = _shallow_copy(gm)

@@ -13,7 +13,8 @@ rows          1     4    16    32   128   1024
 relu       0.42  0.73  0.72  0.91  0.95   1.03
 =========  ====  ====  ====  ====  ====  =====
 
-Of gelu and tanh Inductor's polynomials are slower: 0.72 at 16 rows of 768, 1.10 and 1.35 at 128.
+Of gelu and tanh Inductor's polynomials are slower: 0.72 at 16 rows of 768, 1.10 and 1.35 at 128. Where
+`vnni` has code of ours, only products that are quantized by row are left to ask for.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ Of the two products:
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from functools import partial
 from pathlib import Path
@@ -237,9 +238,10 @@ _HEADER: Final = Path(__file__).with_name("native") / "shims.h"
 def shims() -> dict[Any, list[str]]:
     """Return texts for torch's option ``aot_inductor.custom_ops_to_c_shims``: the code, then declarations.
 
-    torch writes each text behind the word "extern", in a block of C; the code is C++ in it.
+    torch writes each text behind the word "extern", in a block of C; the code is C++ in it. Its caches of
+    compiled code know a text, and not what that includes: hence the digest.
     """
-    included = f'"C++" {{\n#include "{_HEADER}"\n}}'
+    included = f'"C++" {{  // {_digest(_HEADER.parent)}\n#include "{_HEADER}"\n}}'
     declared = {PRODUCT: _PRODUCT_SHIM, DEPTHWISE: _PRODUCT_SHIM, PLANES: _PLANES_SHIM}
     texts = {
         operator: [f"AOTITorchError aoti_torch_cpu_{name}{arguments}"]
@@ -247,3 +249,9 @@ def shims() -> dict[Any, list[str]]:
     }
     texts[PRODUCT].insert(0, included)
     return texts
+
+
+def _digest(folder: Path) -> str:
+    """Return what changes when a file of the C++ does."""
+    contents = (path.read_bytes() for path in sorted(folder.glob("*.h")))
+    return hashlib.sha256(b"".join(contents)).hexdigest()[:16]

@@ -15,10 +15,12 @@ namespace qompose_x86 {
 constexpr int CHANNELS = 64;
 
 template <Function F>
-QOMPOSE_INLINE void finish_pixel(const Finish& f, const __m512i* sums, int64_t channel, int64_t at, __mmask64 mask, void* out) {
+QOMPOSE_INLINE void finish_pixel(const Finish& f, const __m512i* sums, int64_t channel, int64_t at,
+                                 __mmask64 mask, void* out) {
   __m512i steps[4];
   for (int v = 0; v < 4; ++v) {
-    const __m512 scale = _mm512_loadu_ps(f.scale + channel + 16 * v), bias = _mm512_loadu_ps(f.bias + channel + 16 * v);
+    const __m512 scale = _mm512_loadu_ps(f.scale + channel + 16 * v),
+                 bias = _mm512_loadu_ps(f.bias + channel + 16 * v);
     const __m512 value = bounded<F>(f, _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[v]), scale, bias));
     if (f.kind == FLOAT32) {
       const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 32, 33, 34, 35, 48, 49, 50, 51);
@@ -32,8 +34,10 @@ QOMPOSE_INLINE void finish_pixel(const Finish& f, const __m512i* sums, int64_t c
   if (f.kind == FLOAT32) return;
   const __m512i low = _mm512_packs_epi32(steps[0], steps[1]), high = _mm512_packs_epi32(steps[2], steps[3]);
   const __m512i bytes = f.kind == UINT8 ? _mm512_packus_epi16(low, high) : _mm512_packs_epi16(low, high);
-  if (mask == ~0ull) _mm512_storeu_si512(static_cast<char*>(out) + at, bytes);
-  else _mm512_mask_storeu_epi8(static_cast<char*>(out) + at, mask, bytes);
+  if (mask == ~0ull)
+    _mm512_storeu_si512(static_cast<char*>(out) + at, bytes);
+  else
+    _mm512_mask_storeu_epi8(static_cast<char*>(out) + at, mask, bytes);
 }
 
 QOMPOSE_INLINE void add_four(const __m512i* x, const __m512i* weights, __m512i* sums) {
@@ -56,7 +60,7 @@ struct Line {
   const int8_t* weights;
   const Finish& f;
   int64_t channel, at;  // `at`: where the first pixel goes
-  const Bytes* rows;         // the lines of the image that windows read, or a line of zero points
+  const Bytes* rows;    // the lines of the image that windows read, or a line of zero points
   Bytes blank;
   void* out;
 };
@@ -80,7 +84,8 @@ void inner_pixels(const Line& l, const Finish& f, int64_t column, int64_t stop, 
 #pragma GCC unroll 4
       for (int t = 0; t < 4; ++t) {
         const int tap = 4 * four + t;
-        x[t] = tap < TAPS ? _mm512_maskz_loadu_epi8(mask, rows[tap / SIDE] + from + tap % SIDE * gap) : _mm512_setzero_si512();
+        x[t] = tap < TAPS ? _mm512_maskz_loadu_epi8(mask, rows[tap / SIDE] + from + tap % SIDE * gap)
+                          : _mm512_setzero_si512();
       }
       if (FOURS > KEPT) load_four(l.weights + 256 * four, weights);
       add_four(x, FOURS > KEPT ? weights : kept + 4 * four, sums);
@@ -116,14 +121,18 @@ void depthwise_line(const Line& l) {
   const Finish f = l.f;  // a copy that writing to the result cannot change, so that it stays in registers
   const int64_t left = f.channels - l.channel;
   const __mmask64 mask = left >= CHANNELS ? ~0ull : (1ull << left) - 1;
-  // Columns of the result, from the first one whose window begins in the image to the last one that ends in it.
+  // Columns of the result, from the first one whose window begins in the image to the last one that ends in
+  // it.
   const int64_t room = g.w - 1 - (g.kw - 1) * g.dw + g.pw;
   const int64_t first = std::min((g.pw + g.sw - 1) / g.sw, g.ow);
   const int64_t last = std::max(first, room < 0 ? 0 : std::min(room / g.sw + 1, g.ow));
   any_pixels<F>(l, f, 0, first, mask);
-  if (g.kh == 3 && g.kw == 3) inner_pixels<F, 3>(l, f, first, last, mask);
-  else if (g.kh == 5 && g.kw == 5) inner_pixels<F, 5>(l, f, first, last, mask);
-  else any_pixels<F>(l, f, first, last, mask);
+  if (g.kh == 3 && g.kw == 3)
+    inner_pixels<F, 3>(l, f, first, last, mask);
+  else if (g.kh == 5 && g.kw == 5)
+    inner_pixels<F, 5>(l, f, first, last, mask);
+  else
+    any_pixels<F>(l, f, first, last, mask);
   any_pixels<F>(l, f, last, g.ow, mask);
 }
 
@@ -131,13 +140,20 @@ using DepthwiseLine = void (*)(const Line&);
 
 inline DepthwiseLine depthwise_of(Function function) {
   switch (function) {
-    case HARDSWISH: return depthwise_line<HARDSWISH>;
-    case SWISH: return depthwise_line<SWISH>;
-    case GELU_ERF: return depthwise_line<GELU_ERF>;
-    case GELU_TANH: return depthwise_line<GELU_TANH>;
-    case TANH: return depthwise_line<TANH>;
-    case LEAKY_RELU: return depthwise_line<LEAKY_RELU>;
-    default: return depthwise_line<NONE>;
+    case HARDSWISH:
+      return depthwise_line<HARDSWISH>;
+    case SWISH:
+      return depthwise_line<SWISH>;
+    case GELU_ERF:
+      return depthwise_line<GELU_ERF>;
+    case GELU_TANH:
+      return depthwise_line<GELU_TANH>;
+    case TANH:
+      return depthwise_line<TANH>;
+    case LEAKY_RELU:
+      return depthwise_line<LEAKY_RELU>;
+    default:
+      return depthwise_line<NONE>;
   }
 }
 
@@ -158,8 +174,8 @@ inline void depthwise(const Image& g, const int8_t* weights, const Finish& f, vo
         rows[i] = y >= 0 && y < g.h ? g.x + (line / g.oh * g.h + y) * g.w * g.c : blank.data();
       }
       for (int64_t block = 0; block < blocks; ++block)
-        one({g, weights + block * block_bytes, f, block * CHANNELS, line * g.ow * f.channels + block * CHANNELS,
-             rows.data(), blank.data(), out});
+        one({g, weights + block * block_bytes, f, block * CHANNELS,
+             line * g.ow * f.channels + block * CHANNELS, rows.data(), blank.data(), out});
     }
   }
 }

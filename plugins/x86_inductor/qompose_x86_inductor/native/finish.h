@@ -30,8 +30,8 @@ struct Finish {
 
 #define QOMPOSE_INLINE __attribute__((always_inline)) inline
 
-// 2 ** n * polynomial, by Taylor's series of 2 ** f on -0.5 .. 0.5: relative error below 3e-7. Arguments are kept
-// where it is a normal number; NaN stays NaN, as the second operand of these.
+// 2 ** n * polynomial, by Taylor's series of 2 ** f on -0.5 .. 0.5: relative error below 3e-7. Arguments are
+// kept where it is a normal number; NaN stays NaN, as the second operand of these.
 QOMPOSE_INLINE __m512 exponential(__m512 x) {
   x = _mm512_min_ps(_mm512_set1_ps(87), _mm512_max_ps(_mm512_set1_ps(-87), x));
   const __m512 powers = _mm512_mul_ps(x, _mm512_set1_ps(1.44269504f));
@@ -81,7 +81,8 @@ QOMPOSE_INLINE __m512 apply(__m512 x, float slope) {
       return _mm512_mul_ps(x, _mm512_fmadd_ps(share, half, half));
     }
     case GELU_TANH: {  // (1 + tanh(z)) / 2 is the logistic function of 2 z
-      const __m512 cube = _mm512_fmadd_ps(_mm512_mul_ps(x, x), _mm512_set1_ps(0.0713548163f), _mm512_set1_ps(1.59576912f));
+      const __m512 cube =
+          _mm512_fmadd_ps(_mm512_mul_ps(x, x), _mm512_set1_ps(0.0713548163f), _mm512_set1_ps(1.59576912f));
       return _mm512_mul_ps(x, logistic(_mm512_mul_ps(x, cube)));
     }
     case TANH:
@@ -112,7 +113,8 @@ QOMPOSE_INLINE __m512i steps_of(const Finish& f, __m512 value) {
 }
 
 template <Function F, bool ADD>
-QOMPOSE_INLINE __m512 value_of(const Finish& f, __m512i sum, __m512 scale, __m512 bias, __mmask16 mask, int64_t at) {
+QOMPOSE_INLINE __m512 value_of(const Finish& f, __m512i sum, __m512 scale, __m512 bias, __mmask16 mask,
+                               int64_t at) {
   __m512 value = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), scale, bias);
   if (ADD) value = _mm512_fmadd_ps(other_values(f, mask, at), _mm512_set1_ps(f.other_scale), value);
   return bounded<F>(f, value);
@@ -120,7 +122,8 @@ QOMPOSE_INLINE __m512 value_of(const Finish& f, __m512i sum, __m512 scale, __m51
 
 // 64 channels that become integers.
 template <Function F, bool ADD>
-void finish_whole(const Finish& f, const __m512i* sums, int rows, int64_t row, int64_t channel, uint8_t* out) {
+void finish_whole(const Finish& f, const __m512i* sums, int rows, int64_t row, int64_t channel,
+                  uint8_t* out) {
   // Packing works within 128 bits: this puts the four lanes of each vector side by side again.
   const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
   __m512 scale[4], bias[4];
@@ -142,7 +145,8 @@ void finish_whole(const Finish& f, const __m512i* sums, int rows, int64_t row, i
 
 // Sums of `rows` rows of `width` vectors, to rows of the result from `row` on, at `channel`.
 template <Function F, bool ADD, bool INTEGERS>
-void finish_tile(const Finish& shared, const __m512i* sums, int rows, int width, int64_t row, int64_t channel, void* out) {
+void finish_tile(const Finish& shared, const __m512i* sums, int rows, int width, int64_t row, int64_t channel,
+                 void* out) {
   const Finish f = shared;  // a copy that writing to `out` cannot change, so that it stays in registers
   if (INTEGERS && width == 4 && f.channels - channel >= 64)
     return finish_whole<F, ADD>(f, sums, rows, row, channel, static_cast<uint8_t*>(out));
@@ -154,10 +158,13 @@ void finish_tile(const Finish& shared, const __m512i* sums, int rows, int width,
     int64_t at = row * f.channels + channel;
     for (int r = 0; r < rows; ++r, at += f.channels) {
       const __m512 value = value_of<F, ADD>(f, sums[r * width + j], scale, bias, mask, at);
-      if (!INTEGERS && left >= 16) _mm512_storeu_ps(static_cast<float*>(out) + at, value);
-      else if (!INTEGERS) _mm512_mask_storeu_ps(static_cast<float*>(out) + at, mask, value);
+      if (!INTEGERS && left >= 16)
+        _mm512_storeu_ps(static_cast<float*>(out) + at, value);
+      else if (!INTEGERS)
+        _mm512_mask_storeu_ps(static_cast<float*>(out) + at, mask, value);
       else if (left >= 16)
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(static_cast<char*>(out) + at), _mm512_cvtepi32_epi8(steps_of(f, value)));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(static_cast<char*>(out) + at),
+                         _mm512_cvtepi32_epi8(steps_of(f, value)));
       else
         _mm_mask_storeu_epi8(static_cast<char*>(out) + at, mask, _mm512_cvtepi32_epi8(steps_of(f, value)));
     }
@@ -175,13 +182,20 @@ FinishTile finish_of(bool add, bool integers) {
 inline FinishTile finish_of(const Finish& f) {
   const bool add = f.other != nullptr, integers = f.kind != FLOAT32;
   switch (f.function) {
-    case HARDSWISH: return finish_of<HARDSWISH>(add, integers);
-    case SWISH: return finish_of<SWISH>(add, integers);
-    case GELU_ERF: return finish_of<GELU_ERF>(add, integers);
-    case GELU_TANH: return finish_of<GELU_TANH>(add, integers);
-    case TANH: return finish_of<TANH>(add, integers);
-    case LEAKY_RELU: return finish_of<LEAKY_RELU>(add, integers);
-    default: return finish_of<NONE>(add, integers);
+    case HARDSWISH:
+      return finish_of<HARDSWISH>(add, integers);
+    case SWISH:
+      return finish_of<SWISH>(add, integers);
+    case GELU_ERF:
+      return finish_of<GELU_ERF>(add, integers);
+    case GELU_TANH:
+      return finish_of<GELU_TANH>(add, integers);
+    case TANH:
+      return finish_of<TANH>(add, integers);
+    case LEAKY_RELU:
+      return finish_of<LEAKY_RELU>(add, integers);
+    default:
+      return finish_of<NONE>(add, integers);
   }
 }
 

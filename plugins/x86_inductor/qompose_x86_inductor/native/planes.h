@@ -38,7 +38,8 @@ class Gathering {
 };
 
 inline __m512i steps_of(const Planes& p, const float* x, __mmask16 mask) {
-  const __m512 low = _mm512_set1_ps(static_cast<float>(p.low - p.zp)), high = _mm512_set1_ps(static_cast<float>(p.high - p.zp));
+  const __m512 low = _mm512_set1_ps(static_cast<float>(p.low - p.zp)),
+               high = _mm512_set1_ps(static_cast<float>(p.high - p.zp));
   const __m512 value = _mm512_mul_ps(_mm512_maskz_loadu_ps(mask, x), _mm512_set1_ps(p.inverse_scale));
   const __m512 kept = _mm512_min_ps(high, _mm512_max_ps(value, low));
   return _mm512_add_epi32(_mm512_cvtps_epi32(kept), _mm512_set1_epi32(p.zp));

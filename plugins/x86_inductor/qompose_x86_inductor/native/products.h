@@ -9,13 +9,15 @@
 
 namespace qompose_x86 {
 
-constexpr int WIDEST = 4;                        // vectors of 16 channels that a tile has
-constexpr int MOST_ROWS[] = {0, 12, 12, 8, 6};   // by that width: at most 24 sums, so that all fit in registers
+constexpr int WIDEST = 4;  // vectors of 16 channels that a tile has
+constexpr int MOST_ROWS[] = {0, 12, 12, 8,
+                             6};  // by that width: at most 24 sums, so that all fit in registers
 constexpr int MOST_SUMS = 24;
 
 // Sums of ROWS windows for 16 * WIDTH channels. Weights: [run][quad][channel][4].
 template <int WIDTH, int ROWS>
-void sum_tile(const Bytes* where, int64_t runs, int64_t quads, const int8_t* weights, const int32_t* start, __m512i* sums) {
+void sum_tile(const Bytes* where, int64_t runs, int64_t quads, const int8_t* weights, const int32_t* start,
+              __m512i* sums) {
   __m512i acc[ROWS][WIDTH];
 #pragma GCC unroll 16
   for (int r = 0; r < ROWS; ++r)
@@ -49,16 +51,22 @@ using SumTile = void (*)(const Bytes*, int64_t, int64_t, const int8_t*, const in
 
 template <int WIDTH, int ROWS = MOST_ROWS[WIDTH]>
 SumTile sum_of(int rows) {
-  if constexpr (ROWS == 1) return sum_tile<WIDTH, 1>;
-  else return rows == ROWS ? sum_tile<WIDTH, ROWS> : sum_of<WIDTH, ROWS - 1>(rows);
+  if constexpr (ROWS == 1)
+    return sum_tile<WIDTH, 1>;
+  else
+    return rows == ROWS ? sum_tile<WIDTH, ROWS> : sum_of<WIDTH, ROWS - 1>(rows);
 }
 
 inline SumTile sum_of(int width, int rows) {
   switch (width) {
-    case 1: return sum_of<1>(rows);
-    case 2: return sum_of<2>(rows);
-    case 3: return sum_of<3>(rows);
-    default: return sum_of<4>(rows);
+    case 1:
+      return sum_of<1>(rows);
+    case 2:
+      return sum_of<2>(rows);
+    case 3:
+      return sum_of<3>(rows);
+    default:
+      return sum_of<4>(rows);
   }
 }
 
@@ -79,7 +87,8 @@ struct Panels {
   int width(int64_t panel) const { return panel + 1 == count ? last_width : WIDEST; }
 };
 
-inline void work_on(const Image& g, const Panels& p, const int8_t* weights, const Finish& f, int64_t from, int64_t to, void* out) {
+inline void work_on(const Image& g, const Panels& p, const int8_t* weights, const Finish& f, int64_t from,
+                    int64_t to, void* out) {
   const FinishTile finish = finish_of(f);
   Windows windows(g, MOST_ROWS[1]);
   std::vector<Bytes> where(MOST_ROWS[1] * g.runs());

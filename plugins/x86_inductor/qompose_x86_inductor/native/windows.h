@@ -31,10 +31,14 @@ struct Image {
 class Windows {
  public:
   Windows(const Image& image, int most_rows)
-      : g(image), end(g.x + g.n * g.h * g.w * g.c), padded(g.quads() * 4), blank(padded, g.x_zp),
+      : g(image),
+        end(g.x + g.n * g.h * g.w * g.c),
+        padded(g.quads() * 4),
+        blank(padded, g.x_zp),
         copies(g.plain() ? 0 : most_rows * g.runs() * padded) {
     for (int64_t i = 0; i < g.kh; ++i)
-      for (int64_t j = 0; j < (g.joined() ? 1 : g.kw); ++j) offsets.push_back((i * g.dh * g.w + j * g.dw) * g.c);
+      for (int64_t j = 0; j < (g.joined() ? 1 : g.kw); ++j)
+        offsets.push_back((i * g.dh * g.w + j * g.dw) * g.c);
   }
 
   // Fill where[run][row] for `rows` windows from number `pixel` on.
@@ -67,7 +71,8 @@ class Windows {
     uint8_t* copy = &copies[r * runs * padded];
     for (int64_t run = 0; run < runs; ++run, copy += padded) {
       const int64_t y = top + run / each * g.dh;
-      where[run * rows + r] = y < 0 || y >= g.h ? blank.data() : at_border(image, y, left + run % each * g.dw, wide, copy);
+      where[run * rows + r] =
+          y < 0 || y >= g.h ? blank.data() : at_border(image, y, left + run % each * g.dw, wide, copy);
     }
   }
 
