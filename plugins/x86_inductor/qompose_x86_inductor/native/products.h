@@ -70,51 +70,92 @@ inline SumTile sum_of(int width, int rows) {
   }
 }
 
-// A panel is 64 channels, the last one what is left; `tiles` cut its windows up.
-struct Panels {
-  int64_t pixels, count, tiles, last_tiles;
+// What there is to do, as tiles in an order that keeps what they read and write in the cache of a core:
+// blocks of windows that read so many bytes, in each all panels of 64 channels, the last with the channels
+// that are left.
+constexpr int64_t BLOCK_BYTES = 192 << 10;
+constexpr int64_t ROUND = 24;  // windows: whole tiles of any width
+
+struct Plan {
+  int64_t pixels, block, panels;
   int last_width;
 
-  Panels(const Image& g, int64_t channels) : pixels(g.pixels()) {
+  Plan(const Image& g, int64_t channels) : pixels(g.pixels()) {
     const int64_t vectors = (channels + 15) / 16;
-    count = (vectors + WIDEST - 1) / WIDEST;
-    last_width = static_cast<int>(vectors - (count - 1) * WIDEST);
-    tiles = cut(WIDEST);
-    last_tiles = cut(last_width);
+    panels = (vectors + WIDEST - 1) / WIDEST;
+    last_width = static_cast<int>(vectors - (panels - 1) * WIDEST);
+    const int64_t bytes_each = std::max<int64_t>(1, g.n * g.h * g.w * g.c / pixels);
+    block = std::max<int64_t>(1, BLOCK_BYTES / bytes_each / ROUND) * ROUND;
   }
-  int64_t cut(int width) const { return (pixels + MOST_ROWS[width] - 1) / MOST_ROWS[width]; }
-  int64_t work() const { return tiles * (count - 1) + last_tiles; }
-  int width(int64_t panel) const { return panel + 1 == count ? last_width : WIDEST; }
+  int width(int64_t panel) const { return panel + 1 == panels ? last_width : WIDEST; }
+  int64_t tiles(int64_t first, int64_t panel) const {
+    const int64_t most = MOST_ROWS[width(panel)], count = std::min(block, pixels - first);
+    return (count + most - 1) / most;
+  }
+  int64_t work() const {
+    int64_t sum = 0;
+    for (int64_t first = 0; first < pixels; first += block)
+      sum += (panels - 1) * tiles(first, 0) + tiles(first, panels - 1);
+    return sum;
+  }
 };
 
-inline void work_on(const Image& g, const Panels& p, const int8_t* weights, const Finish& f, int64_t from,
-                    int64_t to, void* out) {
-  const FinishTile finish = finish_of(f);
-  Windows windows(g, MOST_ROWS[1]);
-  std::vector<Bytes> where(MOST_ROWS[1] * g.runs());
-  alignas(64) __m512i sums[MOST_SUMS];
-  while (from < to) {
-    const int64_t panel = p.tiles == 0 ? 0 : std::min(from / p.tiles, p.count - 1);
-    const int64_t first = panel * p.tiles, stop = std::min(to, panel + 1 == p.count ? to : first + p.tiles);
-    const int width = p.width(panel), most = MOST_ROWS[width];
-    const int8_t* panel_weights = weights + panel * g.runs() * g.quads() * 64 * WIDEST;
-    for (; from < stop; ++from) {
-      const int64_t row = (from - first) * most;
-      const int rows = static_cast<int>(std::min<int64_t>(most, p.pixels - row));
-      windows.find(row, rows, where.data());
-      sum_of(width, rows)(where.data(), g.runs(), g.quads(), panel_weights, f.start + panel * 64, sums);
-      finish(f, sums, rows, width, row, panel * 64, out);
-    }
+class Worker {
+ public:
+  Worker(const Image& image, const Plan& plan, const int8_t* weights, const Finish& f, void* out)
+      : g(image),
+        plan(plan),
+        weights(weights),
+        f(f),
+        out(out),
+        finish(finish_of(f)),
+        runs(g.runs()),
+        quads(g.quads()),
+        windows(g, MOST_ROWS[1]),
+        where(MOST_ROWS[1] * runs) {}
+
+  // Tiles `from` to `to` of all.
+  void work(int64_t from, int64_t to) {
+    int64_t before = 0;
+    for (int64_t first = 0; first < plan.pixels && before < to; first += plan.block)
+      for (int64_t panel = 0; panel < plan.panels && before < to; ++panel) {
+        const int64_t count = plan.tiles(first, panel);
+        for (int64_t tile = std::max<int64_t>(0, from - before); tile < std::min(count, to - before); ++tile)
+          one(first, panel, tile);
+        before += count;
+      }
   }
-}
+
+ private:
+  void one(int64_t first, int64_t panel, int64_t tile) {
+    const int width = plan.width(panel), most = MOST_ROWS[width];
+    const int64_t row = first + tile * most, stop = std::min(first + plan.block, plan.pixels);
+    const int rows = static_cast<int>(std::min<int64_t>(most, stop - row));
+    const int8_t* panel_weights = weights + panel * runs * quads * 64 * WIDEST;
+    windows.find(row, rows, where.data());
+    sum_of(width, rows)(where.data(), runs, quads, panel_weights, f.start + panel * 64, sums);
+    finish(f, sums, rows, width, row, panel * 64, out);
+  }
+
+  const Image& g;
+  const Plan& plan;
+  const int8_t* weights;
+  const Finish& f;
+  void* out;
+  const FinishTile finish;
+  const int64_t runs, quads;
+  Windows windows;
+  std::vector<Bytes> where;
+  alignas(64) __m512i sums[MOST_SUMS];
+};
 
 inline void product(const Image& g, const int8_t* weights, const Finish& f, void* out) {
-  const Panels p(g, f.channels);
-  const int64_t work = p.work();
+  const Plan plan(g, f.channels);
+  const int64_t work = plan.work();
 #pragma omp parallel
   {
     const int64_t id = omp_get_thread_num(), count = omp_get_num_threads();
-    work_on(g, p, weights, f, work * id / count, work * (id + 1) / count, out);
+    Worker(g, plan, weights, f, out).work(work * id / count, work * (id + 1) / count);
   }
 }
 
