@@ -162,6 +162,20 @@ def test_nothing_is_asked_of_the_compiler_without_products() -> None:
     assert vnni.options(model) == {}
 
 
+def test_images_of_a_program_without_products_are_inductors(tmp_path: Path) -> None:
+    """The code for planes comes with that of products: a package without them could not hold it."""
+
+    class Pool(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.avg_pool2d(x, 2) * 0.5
+
+    model = lowered(Pool(), image)
+    assert "quantize_per_tensor" in model.code
+    path = tmp_path / "model.pt2"
+    assert_same(qompose.compile_lowered(model, "package", path=path), model, image)
+    assert "quantize_planes" not in source(path)
+
+
 def test_a_float_that_is_not_finite_stays_so() -> None:
     module = nn.Linear(6, 3)
     torch.nn.init.constant_(module.bias, float("nan"))

@@ -21,8 +21,7 @@ from qompose_x86_inductor import isa, vnni_ops
 from qompose_x86_inductor.arguments import NAMESPACE, flip_sign_bit
 from qompose_x86_inductor.vnni_ops import FUNCTIONS, KINDS, Ends, Sizes
 
-LINEAR, LINEAR_ADD, CONV2D, CONV2D_ADD = "linear", "linear_add", "conv2d", "conv2d_add"
-KERNELS: Final = (LINEAR, LINEAR_ADD, CONV2D, CONV2D_ADD)
+KERNELS: Final = ("linear", "linear_add", "conv2d", "conv2d_add")
 
 _QUANTIZE: Final = torch.ops.quantized_decomposed.quantize_per_tensor.default
 
@@ -84,7 +83,7 @@ def read_planes(gm: fx.GraphModule) -> None:
 
     Inductor's code reads such planes a value at a time, which is a tenth of MobileNet-V2.
     """
-    if not available():
+    if not options(gm):
         return
     for node in gm.graph.nodes:
         if node.target is _QUANTIZE and len(node.args) == 6 and _arrives_in_planes(node.args[0]):
