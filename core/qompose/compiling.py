@@ -277,7 +277,9 @@ def _compiled(
 ) -> Callable[..., Any]:
     """Let torch.compile have a graph, and compile it for all sizes that the program allows."""
     signature = call_signature(lowered)
-    run = torch.compile(graph, mode=None if mode == "default" else mode)
+    # With wrappers in C++ torch makes no CUDA graphs, and would say so for each program that asks for them.
+    tuned = f"{mode}-no-cudagraphs" if settings.get("cpp_wrapper") else mode
+    run = torch.compile(graph, mode=None if mode == "default" else tuned)
     # Made once: making one takes longer than a call of a small model.
     patched = torch._inductor.config.patch(dict(settings))
 

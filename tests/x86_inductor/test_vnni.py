@@ -16,9 +16,11 @@ import torch
 import torch.nn.functional as F
 from qompose_x86_inductor import (
     X86InductorQuantizer,
+    compiling,
     get_default_x86_inductor_quantization_config,
     isa,
     vnni,
+    vnni_ops,
 )
 from torch import Tensor, nn
 from torch.export import Dim
@@ -162,18 +164,32 @@ def test_nothing_is_asked_of_the_compiler_without_products() -> None:
     assert vnni.options(model) == {}
 
 
-def test_images_of_a_program_without_products_are_inductors(tmp_path: Path) -> None:
+def test_a_weight_that_is_used_twice_is_packed_once() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shared = nn.Linear(26, 26)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.shared(torch.relu(self.shared(x)))
+
+    model = compiling.with_prepack_in_graph(lowered(Twice(), image))
+    calls = [node for node in model.graph.nodes if vnni_ops.PRODUCT in node.args]
+    assert len(calls) == 2
+    assert len({node.args[2].target for node in calls}) == 1
+    assert len({node.args[4].target for node in calls}) == 2  # the scales of the two inputs differ
+
+
+def test_images_of_a_program_without_products_are_inductors() -> None:
     """The code for planes comes with that of products: a package without them could not hold it."""
 
-    class Pool(nn.Module):
+    class Quantized(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            return F.avg_pool2d(x, 2) * 0.5
+            quantize = torch.ops.quantized_decomposed.quantize_per_tensor
+            return quantize(x, 0.1, 128, 0, 255, torch.uint8)
 
-    model = lowered(Pool(), image)
-    assert "quantize_per_tensor" in model.code
-    path = tmp_path / "model.pt2"
-    assert_same(qompose.compile_lowered(model, "package", path=path), model, image)
-    assert "quantize_planes" not in source(path)
+    graph = torch.export.export(Quantized(), (image(2),)).module()
+    assert compiling.with_prepack_in_graph(graph).code == graph.code
 
 
 def test_a_float_that_is_not_finite_stays_so() -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, Final
 
 import torch
@@ -45,8 +45,9 @@ def with_prepack_in_graph(gm: fx.GraphModule) -> fx.GraphModule:
     result = _shallow_copy(gm)
     apart = inlining.left_to_onednn(result)
     vnni.read_planes(result)
+    packed: dict[Hashable, str] = {}
     for node in result.graph.nodes:
-        if _is_ours(node):
+        if _is_ours(node) and not _is_by_vnni(result, node, packed):
             _expand(result, node, apart=node in apart)
     result.graph.lint()
     result.recompile()
@@ -149,8 +150,6 @@ def _shallow_copy(gm: fx.GraphModule) -> fx.GraphModule:
 def _expand(gm: fx.GraphModule, node: fx.Node, *, apart: bool) -> None:
     """Retargets one call of ours, in place; `apart` from Inductor's own code of such products."""
     arguments, expansion = _arguments(node), _EXPANSIONS[node.target]
-    if _is_by_vnni(gm, node, arguments):
-        return
     wanted = inspect.signature(expansion).parameters
     extra: dict[str, Any] = {}
     if "zero_points" in wanted:  # it multiplies integers
@@ -169,8 +168,9 @@ def _expand(gm: fx.GraphModule, node: fx.Node, *, apart: bool) -> None:
         shielding.put_behind(node)
 
 
-def _is_by_vnni(gm: fx.GraphModule, node: fx.Node, arguments: dict[str, Any]) -> bool:
+def _is_by_vnni(gm: fx.GraphModule, node: fx.Node, packed: dict[Hashable, str]) -> bool:
     """Whether code of our own computes a call, which then calls that."""
+    arguments = _arguments(node)
     weight, w_scale, bias = (
         _attribute(gm, arguments.get(k)) for k in ("weight", "w_scale", "bias")
     )
@@ -178,7 +178,7 @@ def _is_by_vnni(gm: fx.GraphModule, node: fx.Node, arguments: dict[str, Any]) ->
         return False
     if not vnni.taken(node, arguments, weight):
         return False
-    vnni.put(node, arguments, weight, w_scale, bias)
+    vnni.put(node, arguments, weight, w_scale, bias, packed)
     return True
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -57,10 +57,15 @@ def put(
     weight: Tensor,
     w_scale: Tensor,
     bias: Tensor | None,
+    packed: dict[Hashable, str],
 ) -> None:
     """Let a call that is `taken` compute the same with an operator of `vnni_ops`, in place.
 
     What the operator reads of weight, scales and bias is made now, and becomes buffers of the graph's module.
+
+    Args:
+        packed: the names of packed weights that the module has already, by what was packed: calls that share
+            a weight share what was made of it.
     """
     gm, depthwise = node.graph.owning_module, _is_depthwise(arguments, weight)
     assert gm is not None
@@ -68,10 +73,13 @@ def put(
     kernel = weight if weight.dim() == 4 else weight[:, :, None, None]
     scale, shift = _linear_part(arguments, w_scale, bias, in_steps=function == 0)
     start = -sizes.x_zp * kernel.sum((1, 2, 3), dtype=torch.int32)
-    constants = [vnni_ops.pack(kernel, sizes, depthwise=depthwise)]
-    constants += [vnni_ops.per_channel(v, depthwise=depthwise) for v in (start, scale, shift)]
+    key = (id(weight), depthwise, sizes.joined)
+    if key not in packed:
+        packed[key] = _registered(gm, vnni_ops.pack(kernel, sizes, depthwise=depthwise))
+    others = (vnni_ops.per_channel(v, depthwise=depthwise) for v in (start, scale, shift))
     with node.graph.inserting_before(node):
-        buffers = [node.graph.get_attr(_registered(gm, value)) for value in constants]
+        names = (packed[key], *(_registered(gm, value) for value in others))
+        buffers = [node.graph.get_attr(name) for name in names]
     node.target = _matrix if weight.dim() == 2 else _image
     operator = vnni_ops.DEPTHWISE if depthwise else vnni_ops.PRODUCT
     node.args = (operator, arguments["x"], *buffers, arguments.get("other"), sizes.flat(), [*ends])

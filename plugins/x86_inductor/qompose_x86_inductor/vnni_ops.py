@@ -55,6 +55,11 @@ class Sizes(NamedTuple):
     zero_point: int
     kind: int
 
+    @property
+    def joined(self) -> bool:
+        """Whether the columns of a window lie side by side, so that a line of it is one run of bytes."""
+        return self.dilation[1] == 1 or self.kernel[1] == 1
+
     def flat(self) -> list[int]:
         """Return them as the operators take them."""
         return [n for value in self for n in (value if isinstance(value, tuple) else (value,))]
@@ -88,8 +93,7 @@ def pack(weight: Tensor, sizes: Sizes, *, depthwise: bool) -> Tensor:
     taps = weight.permute(0, 2, 3, 1)
     if depthwise:
         return _pack_depthwise(taps.flatten(1))
-    joined = sizes.dilation[1] == 1 or sizes.kernel[1] == 1
-    runs = taps.flatten(2) if joined else taps.flatten(1, 2)
+    runs = taps.flatten(2) if sizes.joined else taps.flatten(1, 2)
     runs = _filled(_filled(runs, 2, FOUR), 0, VECTOR)
     quads = runs.reshape(*runs.shape[:2], -1, FOUR)
     panels = torch.split(quads, PANEL)
@@ -103,8 +107,7 @@ def unpack(packed: Tensor, sizes: Sizes, depth: int, *, depthwise: bool) -> Tens
         blocks = packed.reshape(-1, packed.numel() // _blocked(channels) // FOUR, PANEL, FOUR)
         taps = torch.cat([_natural(block.permute(1, 0, 2).flatten(1), 0) for block in blocks])
         return taps[:channels, : height * width].reshape(channels, 1, height, width)
-    joined = sizes.dilation[1] == 1 or width == 1
-    count, length = (height, width * depth) if joined else (height * width, depth)
+    count, length = (height, width * depth) if sizes.joined else (height * width, depth)
     quads, filled = -(-length // FOUR), -(-channels // VECTOR) * VECTOR
     panels, at = [], 0
     while at < filled:
