@@ -153,8 +153,8 @@ class Backend:
         They are as `torch.compile` takes them, and say how code is made, never what it computes. `graph` is
         the lowered one, before `for_compiler`, and is only looked at. What a user gives to
         `qompose.compile_lowered` counts before them, and so does a backend whose name comes first; of options
-        that are mappings all are put together. One of those, ``aot_inductor.custom_ops_to_c_shims``, names
-        functions of C for operators of the backend, which may then be in packages.
+        that are mappings all are put together. One of those names functions of C for operators, which may
+        then be in packages (docs/compiling.md).
         """
         return {}
 
