@@ -168,6 +168,7 @@ def test_what_nobody_asked_is_not_objected_to(monkeypatch: pytest.MonkeyPatch) -
     assert "seven bits" in (requirements.objection({"isa": "vnni"}) or "")
 
 
+@pytest.mark.usefixtures("by_onednn")
 @pytest.mark.parametrize("is_dynamic", [False, True], ids=["static", "dynamic"])
 def test_weights_that_onednn_gets_wrong_have_a_kernel_of_another_name(
     is_dynamic: bool, monkeypatch: pytest.MonkeyPatch

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -200,21 +198,3 @@ def test_a_float_that_is_not_finite_stays_so() -> None:
     compiled = qompose.compile_lowered(model)
     assert model(make(2)).isnan().all()
     assert compiled(make(2)).isnan().all()
-
-
-def test_memory_of_results_is_kept_once_a_package_is_loaded(tmp_path: Path) -> None:
-    """Of the first 24 MB that a process frees; the next ones are not asked of the system page by page."""
-    model = lowered(nn.Linear(26, 4), image)
-    qompose.compile_lowered(model, "package", path=tmp_path / "model.pt2")
-    code = (
-        "import resource, sys, torch\n"
-        "faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
-        "model = torch._inductor.aoti_load_package(sys.argv[1])\n"
-        "torch.ones(24 << 20, dtype=torch.uint8)\n"
-        "before = faults()\n"
-        "torch.ones(24 << 20, dtype=torch.uint8)\n"
-        "print(faults() - before)"
-    )
-    command = [sys.executable, "-c", code, str(tmp_path / "model.pt2")]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert int(done.stdout) < 500  # of 6144 pages

@@ -4,7 +4,6 @@
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
-#include <cstdlib>
 #include <stdexcept>
 
 #pragma GCC push_options
@@ -13,16 +12,6 @@
 #pragma GCC pop_options
 
 namespace qompose_x86 {
-
-// glibc asks the system for the memory of each result beyond 128 KiB, page by page, and gives it back, until
-// a larger block was freed: from then on it keeps blocks up to that size (mallopt(3), M_MMAP_THRESHOLD; not
-// beyond 32 MiB). So one is freed as a program is loaded; nothing is written to it, so it costs no memory.
-inline bool let_malloc_keep_results() {
-  void* volatile block = std::malloc((32 << 20) - (64 << 10));  // or compilers would drop the pair
-  std::free(block);
-  return true;
-}
-inline const volatile bool results_are_kept = let_malloc_keep_results();
 
 inline void check(AOTITorchError error) {
   if (error != AOTI_TORCH_SUCCESS) throw std::runtime_error("torch refuses a tensor");
