@@ -34,7 +34,9 @@ def choose(x: Tensor, low: int, high: int, eps: float) -> tuple[Tensor, Tensor]:
     return torch.where(scale.isfinite(), scale, torch.nan), zero_point.nan_to_num(low)
 
 
-def quantize(x: Tensor, scale: Tensor, zero_point: Tensor, low: int, high: int) -> Tensor:
+def quantize(
+    x: Tensor, scale: Tensor | float, zero_point: Tensor | int, low: int, high: int
+) -> Tensor:
     """Integers, uint8, in any memory format that ``x`` has."""
     steps = torch.round(x * (1.0 / scale)) + zero_point
     return steps.clamp(low, high).to(torch.uint8)

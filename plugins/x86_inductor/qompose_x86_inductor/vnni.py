@@ -21,7 +21,10 @@ from qompose_x86_inductor import isa, vnni_ops
 from qompose_x86_inductor.arguments import NAMESPACE, flip_sign_bit
 from qompose_x86_inductor.vnni_ops import FUNCTIONS, KINDS, Ends, Sizes
 
-KERNELS: Final = ("linear", "linear_add", "conv2d", "conv2d_add")
+_OPS: Final = getattr(torch.ops, NAMESPACE)
+KERNELS: Final = tuple(
+    getattr(_OPS, name).default for name in ("linear", "linear_add", "conv2d", "conv2d_add")
+)
 
 _QUANTIZE: Final = torch.ops.quantized_decomposed.quantize_per_tensor.default
 
@@ -45,7 +48,7 @@ def taken(node: fx.Node, arguments: Mapping[str, Any], weight: Tensor) -> bool:
     """Whether code of ours computes a call of an operator of ours, with arguments by name, by a weight."""
     x, other = (arguments.get(name) for name in ("x", "other"))
     dtypes = [_dtype(value) for value in (x, other) if value is not None]
-    if _name(node) not in KERNELS or not available() or None in dtypes:
+    if node.target not in KERNELS or not available() or None in dtypes:
         return False
     groups = arguments.get("groups", 1)
     return groups == 1 or (_is_depthwise(arguments, weight) and other is None)
@@ -91,7 +94,7 @@ def read_planes(gm: fx.GraphModule) -> None:
 
     Inductor's code reads such planes a value at a time, which is a tenth of MobileNet-V2.
     """
-    if not options(gm):
+    if not _has_products(gm):
         return
     for node in gm.graph.nodes:
         if node.target is _QUANTIZE and len(node.args) == 6 and _arrives_in_planes(node.args[0]):
@@ -116,10 +119,14 @@ def _quantized_planes(x: Tensor, scale: float, zero_point: int, low: int, high: 
 
 def options(graph: fx.GraphModule) -> Mapping[str, Any]:
     """Return options of Inductor that compile the operators of `vnni_ops`, where a graph may get some."""
-    products = any(_name(node) in KERNELS for node in graph.graph.nodes)
-    if not products or not available():
+    if not _has_products(graph):
         return {}
     return {"cpp_wrapper": True, "aot_inductor.custom_ops_to_c_shims": vnni_ops.shims()}
+
+
+def _has_products(graph: fx.GraphModule) -> bool:
+    """Whether some of a graph's products may be computed by code of ours."""
+    return any(node.target in KERNELS for node in graph.graph.nodes) and available()
 
 
 def _matrix(operator: Any, x: Tensor, *arguments: Any) -> Tensor:
@@ -211,14 +218,6 @@ def _registered(gm: fx.GraphModule, value: Tensor) -> str:
     name = f"_qompose_x86_vnni_{sum(1 for _ in gm.buffers())}"
     gm.register_buffer(name, value, persistent=False)
     return name
-
-
-def _name(node: fx.Node) -> str:
-    """Return the name of an operator of ours that a node calls, or nothing."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace != NAMESPACE:
-        return ""
-    return str(target.overloadpacket.__name__)
 
 
 def _dtype(value: Any) -> torch.dtype | None:

@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qompose_x86_inductor.arguments import NAMESPACE
+from qompose_x86_inductor.choosing import quantize
 from qompose_x86_inductor.ops import POST_OPS
 from qompose_x86_inductor.registration import register
 
@@ -43,7 +44,7 @@ FUNCTIONS: Final = (
 
 
 class Sizes(NamedTuple):
-    """In the order of `enum Size` in native/shims.h; pairs are of height and width."""
+    """In the order of `enum Size` in native/arguments.h; pairs are of height and width."""
 
     channels: int
     kernel: tuple[int, int]
@@ -105,7 +106,7 @@ def unpack(packed: Tensor, sizes: Sizes, depth: int, *, depthwise: bool) -> Tens
     (height, width), channels = sizes.kernel, sizes.channels
     if depthwise:
         blocks = packed.reshape(-1, packed.numel() // _blocked(channels) // FOUR, PANEL, FOUR)
-        taps = torch.cat([_natural(block.permute(1, 0, 2).flatten(1), 0) for block in blocks])
+        taps = torch.cat([_interleaved(block.permute(1, 0, 2).flatten(1)) for block in blocks])
         return taps[:channels, : height * width].reshape(channels, 1, height, width)
     count, length = (height, width * depth) if sizes.joined else (height * width, depth)
     quads, filled = -(-length // FOUR), -(-channels // VECTOR) * VECTOR
@@ -123,25 +124,23 @@ def per_channel(values: Tensor, *, depthwise: bool) -> Tensor:
     """Return a vector (out,) with zeros up to whole vectors, in the order of packed weights."""
     if not depthwise:
         return _filled(values, 0, VECTOR)
-    return _interleaved(_filled(values, 0, PANEL), 0)
+    return _interleaved(_filled(values, 0, PANEL))
 
 
 def _pack_depthwise(taps: Tensor) -> Tensor:
     """Pack (out, taps)."""
-    blocks = torch.split(_interleaved(_filled(_filled(taps, 1, FOUR), 0, PANEL), 0), PANEL)
+    blocks = torch.split(_interleaved(_filled(_filled(taps, 1, FOUR), 0, PANEL)), PANEL)
     return torch.cat([
         block.reshape(PANEL, -1, FOUR).permute(1, 0, 2).flatten() for block in blocks
     ])  # fmt: skip
 
 
-def _interleaved(values: Tensor, dim: int) -> Tensor:
-    """Return blocks of 64 channels in the order that native/depthwise.h unpacks images to."""
-    before, behind = values.shape[:dim], values.shape[dim + 1 :]
-    blocks = values.reshape(*before, -1, 4, 4, 4, *behind)
-    return blocks.transpose(dim + 1, dim + 2).flatten(dim, dim + 3)
+def _interleaved(values: Tensor) -> Tensor:
+    """Return blocks of 64 channels, the first axis, in the order that native/depthwise.h unpacks images to.
 
-
-_natural = _interleaved  # the order is its own inverse
+    The order is its own inverse.
+    """
+    return values.reshape(-1, 4, 4, 4, *values.shape[1:]).transpose(1, 2).flatten(0, 3)
 
 
 def _filled(values: Tensor, dim: int, multiple: int) -> Tensor:
@@ -169,8 +168,9 @@ def reference(*arguments: Any, depthwise: bool) -> Tensor:
     x, packed, start, scale, bias, other, flat, given_ends = arguments
     sizes, ends = Sizes.read(flat), Ends(*given_ends)
     weight = unpack(packed, sizes, x.shape[3], depthwise=depthwise)
-    order = _natural if depthwise else lambda values, dim: values
-    start, scale, bias = (order(v, 0)[: sizes.channels].double() for v in (start, scale, bias))
+    if depthwise:
+        start, scale, bias = map(_interleaved, (start, scale, bias))
+    start, scale, bias = (v[: sizes.channels].double() for v in (start, scale, bias))
     real = (_raw_sums(x, weight, sizes) + start) * scale + bias
     if other is not None:
         shift = 0.0 if other.dtype == torch.float32 else ends.other_zp
@@ -193,8 +193,7 @@ def _raw_sums(x: Tensor, weight: Tensor, sizes: Sizes) -> Tensor:
 
 def reference_planes(x: Tensor, scale: float, zero_point: int, low: int, high: int) -> Tensor:
     """Return what ``quantize_planes`` means."""
-    steps = torch.round(x * (1.0 / scale)) + zero_point
-    return steps.clamp(low, high).to(torch.uint8).permute(0, 2, 3, 1).contiguous()
+    return quantize(x, scale, zero_point, low, high).permute(0, 2, 3, 1).contiguous()
 
 
 def _fake_planes(x: Tensor, *_: Any) -> Tensor:
