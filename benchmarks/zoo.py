@@ -20,8 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import zoo_table  # noqa: E402
-from qompose.progress import progress_bar  # noqa: E402
-from qompose.rendering import as_markdown  # noqa: E402
+from qompose.console import as_markdown, progress_bar  # noqa: E402
 from zoo_flows import EXPORT, Flow, flows, usable  # noqa: E402
 from zoo_peers import PEERS  # noqa: E402
 from zoo_run import models  # noqa: E402

@@ -9,10 +9,10 @@ from itertools import combinations
 from typing import Any
 
 import qompose
-from qompose.backend import Backend
-from qompose.composing import quantizer_of
-from qompose.plugins import USABLE, check_backend, load_backend
-from qompose.rule_quantizer import RuleQuantizer
+from qompose.backend.discovery import USABLE, check_backend, load_backend
+from qompose.backend.interface import Backend
+from qompose.quantizer.composition import quantizer_of
+from qompose.quantizer.rule_quantizer import RuleQuantizer
 
 TORCH = "torch"
 EXPORT = "export"

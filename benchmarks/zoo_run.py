@@ -18,7 +18,7 @@ from typing import Any
 
 import qompose
 import torch
-from qompose.ledger import FLOAT_KERNEL, KERNEL, Report
+from qompose.reporting.report_data import FLOAT_KERNEL, KERNEL, Report
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from zoo_flows import Flow
@@ -177,12 +177,12 @@ def _converted(model: Any, prepared: Any) -> tuple[Any, bool]:
     """The Q/DQ model, and whether parts of it stay float: branches that not even more inputs have taken."""
     try:
         return qompose.convert_pt2e(prepared), False
-    except qompose.UncalibratedError:
+    except qompose.errors.UncalibratedError:
         more = (model.inputs(number) for number in range(CALIBRATION, CALIBRATION + MORE))
         qompose.calibrate(prepared, more, progress=False)
     try:
         return qompose.convert_pt2e(prepared), False
-    except qompose.UncalibratedError:
+    except qompose.errors.UncalibratedError:
         return qompose.convert_pt2e(prepared, allow_uncalibrated=True), True
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from statistics import median
 from typing import Any
 
-from qompose.rendering import Table
+from qompose.console import Table
 from zoo_flows import EXPORT, Flow
 from zoo_run import EQUAL
 

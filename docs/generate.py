@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import qompose
-from qompose.rendering import Block, Table, as_markdown
+from qompose.console import Block, Table, as_markdown
 
 OWN = ("embedding", "x86_inductor", "xnnpack")
 FOLDER = Path(__file__).parent / "support"
@@ -21,7 +21,7 @@ FOLDER = Path(__file__).parent / "support"
 
 def page(name: str) -> str:
     """Return the page of an installed backend as Markdown."""
-    backend = qompose.load_backend(name)
+    backend = qompose.backend.load_backend(name)
     rows = backend.quantization_capabilities()
     configurations, patterns = (block for block in rows.blocks() if isinstance(block, Table))
     blocks: list[Block] = [

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from qompose.rendering import Block, Table, as_markdown
+from qompose.console import Block, Table, as_markdown
 
 from docs.building.features import FEATURES, MARKS, PEERS, Feature
 from docs.building.measured import (

@@ -11,7 +11,7 @@ import argparse
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from qompose.rendering import Block, Table, as_markdown
+from qompose.console import Block, Table, as_markdown
 
 from tests.ecosystem.catalogue import (
     BY_NAME,

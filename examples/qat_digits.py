@@ -55,14 +55,14 @@ Ranges = tuple[str, str]
 """How ranges are estimated: of activations, of weights."""
 
 
-class FourBits(qompose.Backend):
+class FourBits(qompose.backend.Backend):
     """XNNPACK's rules without its kernels, which take eight bits."""
 
     name = "four_bits"
     api_version = 1
     rules = tuple(
         replace(rule, accepts={}, kernels={}, integer_bias=False)
-        for rule in qompose.load_backend("xnnpack").rules
+        for rule in qompose.backend.load_backend("xnnpack").rules
     )
 
 
@@ -125,13 +125,15 @@ def trained(
     prepared = qompose.prepare_qat_pt2e(exported, quantizer(bits, STARTS[bits], trains=True))
     learned = 1 if bits == 4 else None  # where scales are learned, observers but look for masks
     frozen = round(FREEZE_FROM * recipe.epochs)
-    schedule = qompose.QATSchedule(observers_until=learned, batch_norm_until=frozen)
+    schedule = qompose.training.QATSchedule(observers_until=learned, batch_norm_until=frozen)
 
     def before(epoch: int) -> None:
         schedule.apply(prepared, epoch)
 
     def after(epoch: int) -> None:
-        prepared.apply(qompose.disable_observer)  # to look at test images is not to learn from them
+        prepared.apply(
+            qompose.training.disable_observer
+        )  # to look at test images is not to learn from them
         curve.append(task.accuracy(prepared, test))
 
     teacher = exported.module()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import qompose
-from qompose.ledger import FLOAT, KERNEL, OBSERVED, SIMULATED
+from qompose.reporting.report_data import FLOAT, KERNEL, OBSERVED, SIMULATED
 from torch.fx import GraphModule, Node
 
 from tests.zoo import ZOO, ZooModel

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from qompose import InternalError
+from qompose.errors import InternalError
 
 from docs.building import api
 

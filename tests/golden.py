@@ -14,7 +14,7 @@ FOLDER = Path(__file__).parent / "plans"
 def assert_golden(name: str, model: GraphModule, *, regen: bool) -> None:
     """The plan of a prepared model is the one that is on file under `name`."""
     plan = model.meta["qompose"].plan
-    assert isinstance(plan, qompose.Plan)
+    assert isinstance(plan, qompose.plan.Plan)
     path, text = FOLDER / f"{name}.txt", f"{plan}\n"
     if regen:
         FOLDER.mkdir(exist_ok=True)

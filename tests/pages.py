@@ -131,7 +131,7 @@ def unknown_commands(page: str) -> list[str]:
 @functools.cache
 def help_of(subcommand: str) -> str:
     """The help of a subcommand, "" where there is none of that name."""
-    from qompose.cli import main
+    from qompose.cli.main import main
 
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()):

@@ -22,7 +22,7 @@ import warnings
 from pathlib import Path
 
 import pytest
-from qompose import plugins
+from qompose.backend import discovery
 
 from tests.pages import ROOT, Block, blocks, fenced, text
 
@@ -174,7 +174,7 @@ def start_anew(folder: Path) -> None:
         if file is not None and Path(file).is_relative_to(folder):
             del sys.modules[name]
     importlib.invalidate_caches()
-    plugins._load.cache_clear()
+    discovery._load.cache_clear()
 
 
 def follow(page: str, regen: bool = False) -> None:

@@ -10,6 +10,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -22,115 +23,39 @@ PLUGINS = {
     "qompose_embedding": ROOT / "plugins" / "embedding",
 }
 
-# Lowest first. A module imports only from lines above its own, never from its own line: so the
-# stages, which share a line, never import one another. A new module needs a place here.
-LAYERS = tuple(
+# Lowest first. A package imports only from floors below its own, never from its own, so the stages never
+# import one another. Modules at the top of core stand on floors like packages.
+FLOORS = tuple(
     line.split()
     for line in """
-        errors hookspecs histogram sampling shortcuts fingerprints repeats progress switches
-        repairs conformity
-        repairs.words
-        aliases running operators offers faults kinship strides channel_histograms
-        numerics graph screening functionals fbgemm encoding drafts factories row_sample range_search
-        decomposed nested recording input_checks facts tensor_screening processes
-        decompositions sources modes flow calls repairs.means computed_weights
-        exported
-        specs observers rewrites evaluation balancing schemes reference guarding
-        histogram_observers fake_quantize likeness
-        learned schedules
-        configs bounds roles usual_specs training_specs
-        claims selectors observing soundness
-        apart patterns oversight orphans
-        arbitration annotations tying counting rendering places constraints
-        diagnosis diagnosis.comparison diagnosis.markup diagnosis.entries diagnosis.layout
-        diagnosis.colours diagnosis.belonging
-        diagnosis.pictures
-        diagnosis.charts
-        diagnosis.page
-        selection layouts
-        rules
-        querying quantized_tensors
-        capability_row
-        capabilities
-        backend region matching
-        plan signature plugins operands configuring covering ordering
-        requirements sites ranks training restoring batches repairs.homogeneous repairs.products
-        repairs.equalization repairs.smoothing
-        statistics_files isolation exported_modes
-        collecting
-        checkpoints linting
-        hosting
-        subjects factoring delegation adding leftovers
-        survey quantizer estimation ledger scaffolding
-        repairs.correction
-        interop.process interop.output
-        interop.comparing interop.references
-        interop.examples interop.execution
-        interop.correspondence
-        interop.regions interop.pairing
-        interop.equivalence interop.naming interop.bodies
-        interop.splicing interop.settling
-        interop.fence interop.constants interop.marks interop.alignment interop.sizes
-        interop.asking
-        interop rule_quantizer composition restraining
-        transforming
-        annotating planning preparation calibration conversion lowering representation membership
-        reporting benchmarking packages late_operators
-        compiling
-        diagnosis.costs diagnosis.stepping
-        diagnosis.sides
-        diagnosis.pairing
-        diagnosis.tallies diagnosis.lockstep
-        diagnosis.tables
-        diagnosis.comparing
-        diagnosis.switching
-        diagnosis.sensitivity
-        values announcing
-        symbols storages trees
-        programs records artefact_files manifest bitpacking
-        composing pipeline
-        artefact
-        diagnosis.exclusion diagnosis.kept
-        quantizing inquiry diagnosis.tuned
-        diagnosis.evaluating
-        diagnosis.tuning
-        commands commands.output commands.program_archives
-        commands.program_files
-        commands.checking commands.calibration_files commands.report
-        commands.choosing
-        commands.calibrate commands.backends commands.capabilities commands.quantize commands.new_backend
-        cli
-        __init__ __main__
-        testing.failures testing.data testing.measures testing.examples testing.models testing.limits
-        testing.building
-        testing.trials
-        testing.suite testing.varying
-        testing.whole testing.sources
-        testing.rows
-        testing.agreeing
-        testing.accepting testing.training testing.behaviour testing.effects testing.precedence
-        testing.together
-        testing.parameters
-        testing.contract
-        testing
+        errors console
+        program files json_codec
+        spec
+        observers
+        backend
+        quantizer plan
+        algorithms
+        training reporting
+        preparation lowering
+        calibration conversion storage
+        diagnosis quantized_model
+        __init__
+        cli testing
+        __main__
     """.strip().splitlines()
 )
-LAYER = {module: number for number, line in enumerate(LAYERS) for module in line}
-
-# (importer, imported): names that only type checkers import, so that nothing depends upwards at run time.
-FOR_TYPES_ONLY = {("hookspecs", "backend"), ("rules", "region")}
+FLOOR = {name: number for number, line in enumerate(FLOORS) for name in line}
 
 # What the modules that must be quick to import may import besides the standard library.
 QUICK = {
+    "__init__": {"lazy_loader"},
     "errors": set(),
-    "hookspecs": {"pluggy"},
-    "offers": {"importlib_metadata"},
-    "faults": {"pluggy", "importlib_metadata"},
-    "plugins": {"pluggy", "importlib_metadata"},
-    "scaffolding": {"importlib_metadata"},
+    "backend": {"lazy_loader"},
+    "backend.discovery": {"pluggy", "importlib_metadata"},
+    "cli.new_backend": {"importlib_metadata"},
 }
 
-MAX_FILE_LINES = 400
+MAX_CORE_MODULES, MAX_TOP_FILES, MAX_PUBLIC_NAMES = 140, 9, 40
 MAX_FUNCTION_LINES = 60
 
 
@@ -180,21 +105,50 @@ def core_imports(module: str) -> Iterator[tuple[str, bool]]:
     """Yield the core modules that a core module imports, and whether only for type checkers."""
     for source, name, for_types in imports(tree(MODULES[module])):
         assert not source.startswith("."), f"{module}: relative import of {source}"
-        if source == "qompose":
-            yield (name if name in LAYER else "__init__"), for_types
-        elif source.startswith("qompose."):
-            yield source.removeprefix("qompose."), for_types
+        if source == "qompose" or source.startswith("qompose."):
+            base = source.removeprefix("qompose").lstrip(".")
+            inner = f"{base}.{name}".lstrip(".")
+            yield (inner if inner in MODULES else base or "__init__"), for_types
 
 
-def public_names() -> dict[str, str]:
-    """Return the module of each public name, read from `_MODULES` without running it."""
-    for node in tree(MODULES["__init__"]).body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_MODULES":
-            table: dict[str, str] = ast.literal_eval(node.value)
-            pairs = [(name, module) for module, names in table.items() for name in names.split()]
-            assert len(dict(pairs)) == len(pairs), "a name is listed twice"
-            return dict(pairs)
-    raise AssertionError("core/qompose/__init__.py has no table _MODULES")
+def room(module: str) -> str:
+    """Return the package of a core module, or its own name at the top."""
+    return module.partition(".")[0]
+
+
+def exported(path: Path) -> set[str]:
+    """Return the names that a stub or a module imports to be seen, or lists in `__all__`."""
+    return {
+        name
+        for node in tree(path).body
+        if isinstance(node, ast.ImportFrom)
+        for name in (alias.asname for alias in node.names)
+        if name
+    }
+
+
+def public_names() -> dict[str, set[str]]:
+    """Return the public names of core's face and of each public submodule, read without running them."""
+    submodules = {
+        alias.name
+        for node in tree(CORE / "__init__.pyi").body
+        if isinstance(node, ast.ImportFrom) and node.module is None
+        for alias in node.names
+    }
+    found = {"qompose": exported(CORE / "__init__.pyi") - submodules}
+    for name in sorted(submodules):
+        stub = CORE / name / "__init__.pyi"
+        found[f"qompose.{name}"] = exported(stub) if stub.exists() else listed(name)
+    return found
+
+
+def listed(submodule: str) -> set[str]:
+    """Return what `__all__` of a submodule lists, or the classes of a plain module."""
+    module = tree(MODULES[submodule])
+    for node in module.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return set(ast.literal_eval(node.value))
+    return {node.name for node in module.body if isinstance(node, ast.ClassDef)}
 
 
 def python(code: str) -> str:
@@ -205,31 +159,35 @@ def python(code: str) -> str:
 
 
 class TestCore:
-    """The layers of core."""
+    """The floors of core."""
 
-    def test_every_module_has_one_layer(self) -> None:
-        listed = [module for line in LAYERS for module in line]
-        assert sorted(listed) == sorted(MODULES)
+    def test_every_room_has_one_floor(self) -> None:
+        placed = [name for line in FLOORS for name in line]
+        assert sorted(placed) == sorted({room(module) for module in MODULES})
 
     @pytest.mark.parametrize("module", MODULES)
     def test_imports_point_downwards(self, module: str) -> None:
         wrong = {
             imported
-            for imported, for_types in core_imports(module)
-            if LAYER.get(imported, len(LAYERS)) >= LAYER.get(module, -1)
-            and not (for_types and (module, imported) in FOR_TYPES_ONLY)
-            and not (for_types and module == "__init__")
+            for imported, _ in core_imports(module)
+            if room(imported) != room(module) and FLOOR[room(imported)] >= FLOOR[room(module)]
         }
-        assert not wrong, f"{module} imports {', '.join(sorted(wrong))} from its own layer or above"
+        assert not wrong, f"{module} imports {', '.join(sorted(wrong))} from its own floor or above"
 
-    def test_allowances_are_used(self) -> None:
-        used = {
-            (module, imported)
-            for module in MODULES
-            for imported, for_types in core_imports(module)
-            if for_types
-        }
-        assert used >= FOR_TYPES_ONLY
+    def test_no_module_imports_itself_through_others(self) -> None:
+        order = TopologicalSorter(
+            {
+                module: {imported for imported, for_types in core_imports(module) if not for_types}
+                - {room(module)}  # a package runs before its modules, and shows them
+                for module in MODULES
+            }
+        )
+        order.prepare()
+
+    def test_no_room_is_called_like_a_public_function(self) -> None:
+        """A submodule of that name would shadow the function as soon as anything imports it."""
+        functions = {name for name in public_names()["qompose"] if name.islower()}
+        assert not functions & {room(module) for module in MODULES}
 
     @pytest.mark.parametrize("module", sorted(QUICK))
     def test_modules_that_list_plugins_are_quick(self, module: str) -> None:
@@ -243,25 +201,28 @@ class TestCore:
         assert outside - sys.stdlib_module_names - {"qompose"} <= QUICK[module]
 
     def test_quantized_decomposed_is_named_in_one_module(self) -> None:
-        """Prose may name the operators; code takes them from `decomposed`."""
+        """Prose may name the operators; code takes them from `spec.qdq`."""
         naming = {name for name, path in MODULES.items() if "quantized_decomposed" in code(path)}
-        assert naming == {"decomposed"}
+        assert naming == {"spec.qdq"}
 
 
 # The names of plugins and of what they wrap, in lower case. "embedding" alone is also torch's word for
 # a layer, so core may use it; "executorch" and "inductor" are runtimes that plugins bring.
 FOREIGN = ("xnnpack", "x86", "inductor", "executorch", "qompose_embedding", "onednn")
 # (module, name): in prose only. These say who else knows an operator set, and whose quantizers are adapted.
-PROSE = {("decomposed", "executorch"), ("decomposed", "inductor"), ("interop", "executorch")}
+PROSE = {
+    ("spec.qdq", "executorch"),
+    ("spec.qdq", "inductor"),
+    ("quantizer.interop.foreign_quantizer", "executorch"),
+}
 
 
 # What torch itself calls its compiler, and the operators that it calls.
 TORCHS_OWN = {
-    ("commands.program_archives", "inductor"),
-    ("compiling", "inductor"),
-    ("late_operators", "inductor"),
-    ("packages", "inductor"),
-    ("packages", "onednn"),
+    ("storage.export_archive", "inductor"),
+    ("lowering.compilation", "inductor"),
+    ("lowering.aoti_package", "inductor"),
+    ("lowering.aoti_package", "onednn"),
 }
 
 
@@ -298,29 +259,34 @@ class TestNames:
 
     @pytest.mark.parametrize("plugin", PLUGINS)
     def test_plugins_import_public_names(self, plugin: str) -> None:
-        public = {*public_names(), "__version__"}
+        public = public_names()
+        public["qompose"] |= {"__version__", *(name.partition(".")[2] for name in public)}
         wrong = [
             f"{path.name}: {source} {name}".strip()
             for path in sorted((PLUGINS[plugin] / plugin).rglob("*.py"))
             for source, name, _ in imports(tree(path))
-            if source.startswith("qompose.")
-            or (source == "qompose" and name and name not in public)
+            if (source.startswith("qompose.") or (source == "qompose" and name))
+            and name not in public.get(source, ())
         ]
         assert not wrong
 
     @pytest.mark.parametrize("plugin", PLUGINS)
     def test_plugins_use_public_attributes(self, plugin: str) -> None:
-        """`import qompose` and then `qompose.name`."""
-        public = {*public_names(), "__version__"}
+        """`import qompose` and then `qompose.name` or `qompose.submodule.name`."""
+        public = {f"{module}.{name}" for module, names in public_names().items() for name in names}
         used = {
-            node.attr
+            ast.unparse(node)
             for path in (PLUGINS[plugin] / plugin).rglob("*.py")
             for node in ast.walk(tree(path))
-            if isinstance(node, ast.Attribute)
-            and isinstance(node.value, ast.Name)
-            and node.value.id == "qompose"
+            if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("qompose.")
         }
-        assert used <= public
+        submodules = set(public_names())
+        wrong = {
+            path
+            for path in used - submodules
+            if not any(path == name or path.startswith(f"{name}.") for name in public)
+        }
+        assert not wrong
 
     @pytest.mark.parametrize("plugin", PLUGINS)
     def test_plugins_do_not_know_one_another(self, plugin: str) -> None:
@@ -336,32 +302,31 @@ class TestNames:
 class TestPublicNames:
     """`import qompose`."""
 
-    def test_all_resolve(self) -> None:
-        names = sorted(public_names())
-        check = (
-            "import qompose, sys\n"
-            f"assert qompose.__all__ == {names!r}, qompose.__all__\n"
-            "for name in qompose.__all__: getattr(qompose, name)\n"
-            "assert set(qompose.__all__) <= set(dir(qompose))\n"
-            "print(qompose.__version__)"
-        )
-        assert python(check).strip()
+    def test_there_are_few(self) -> None:
+        assert len(public_names()["qompose"]) <= MAX_PUBLIC_NAMES
 
-    def test_type_checkers_see_the_same_names(self) -> None:
-        seen = {
-            name: source.removeprefix("qompose.")
-            for source, name, for_types in imports(tree(MODULES["__init__"]))
-            if for_types
-        }
-        assert seen == public_names()
+    @pytest.mark.parametrize("module", public_names())
+    def test_all_resolve(self, module: str) -> None:
+        names = sorted(public_names()[module])
+        check = (
+            f"import {module} as face\n"
+            f"names = sorted(getattr(face, '__all__', {names!r}))\n"
+            f"assert names == {names!r}, names\n"
+            "for name in names: getattr(face, name)\n"
+            "assert set(names) <= set(dir(face))\n"
+        )
+        python(check)
+
+    def test_version(self) -> None:
+        assert python("import qompose; print(qompose.__version__)").strip()
 
     @pytest.mark.parametrize(
         "statement",
         [
             "import qompose; dir(qompose); qompose.backends()",
-            "import qompose.plugins as plugins; plugins.backends()",
-            "import qompose.cli; qompose.cli.main(['backends', '--json'])",
-            "from qompose import hookimpl, PluginError, API_VERSION",
+            "import qompose.backend as backend; dir(backend); backend.backends()",
+            "from qompose.cli.main import main; main(['backends', '--json'])",
+            "from qompose.backend import hookimpl, API_VERSION; from qompose.errors import PluginError",
         ],
     )
     def test_torch_is_not_imported(self, statement: str) -> None:
@@ -371,13 +336,23 @@ class TestPublicNames:
 
 
 class TestSizes:
-    """Small files, small functions."""
+    """A house that can be seen, and small functions."""
 
-    def test_files(self) -> None:
-        sizes = {
-            str(p.relative_to(ROOT)): len(p.read_text("utf-8").splitlines()) for p in sources()
-        }
-        assert {name: size for name, size in sizes.items() if size > MAX_FILE_LINES} == {}
+    def test_core(self, capsys: pytest.CaptureFixture[str]) -> None:
+        """The house at a glance; `-s` prints it."""
+        own = [name for name, path in MODULES.items() if path.name != "__init__.py"]
+        top = [path for path in CORE.iterdir() if path.suffix in (".py", ".typed")]
+        rooms = {room(name) for name in own if "." in name}
+        lines = sum(path.read_text("utf-8").count("\n") for path in MODULES.values())
+        tests = sum(p.read_text("utf-8").count("\n") for p in (ROOT / "tests").rglob("*.py"))
+        with capsys.disabled():
+            print(
+                f"\ncore: {len(own)} modules, {len(top)} files at its top, {len(rooms)} packages on "
+                f"{len(FLOORS)} floors, {lines} lines; {len(public_names()['qompose'])} public names; "
+                f"tests: {tests} lines"
+            )
+        assert len(own) <= MAX_CORE_MODULES
+        assert len(top) <= MAX_TOP_FILES
 
     def test_functions(self) -> None:
         """Lines of a function without its docstring."""

@@ -292,14 +292,14 @@ class TestComingAndGoing:
         site = make_site(BACKENDS[name])
         (row,) = site.qompose("backends")
         assert row["name"] == name
-        site.script("import sys, qompose; qompose.load_backend(sys.argv[1])", name)
+        site.script("import sys, qompose; qompose.backend.load_backend(sys.argv[1])", name)
 
     def test_uninstalled(self, make_site: Any) -> None:
         site = make_site(*FOLDERS)
         site.pip("uninstall", "--quiet", "--yes", "qompose-xnnpack")
         assert [row["name"] for row in site.qompose("backends")] == ["embedding", "x86_inductor"]
         assert json.loads(site.script(QUANTIZE, "embedding")) == ["embedding"]
-        site.script("import qompose; qompose.load_backend('x86_inductor')")
+        site.script("import qompose; qompose.backend.load_backend('x86_inductor')")
         done = run([site.python, "-c", "import qompose; qompose.compose('xnnpack')"])
         assert "BackendNotFoundError" in done.stderr
         site.pip("check")
@@ -308,12 +308,12 @@ class TestComingAndGoing:
 BACKEND = """
 import qompose
 
-class B(qompose.Backend):
+class B(qompose.backend.Backend):
     name = "{name}"
     api_version = 1
     {attributes}
 
-@qompose.hookimpl
+@qompose.backend.hookimpl
 def qompose_backend({arguments}):
     return {result}
 """
@@ -406,10 +406,10 @@ reasons = {}
 for name in sys.argv[1:]:
     try:
         qompose.compose(name)
-    except qompose.PluginError as error:
+    except qompose.errors.PluginError as error:
         assert error.name == name and name in str(error)
         reasons[name] = error.reason
-assert qompose.load_backend("embedding").name == "embedding"
+assert qompose.backend.load_backend("embedding").name == "embedding"
 print(json.dumps(reasons))
 """
         reasons = json.loads(faulty_site.script(code, *(faulty.name for faulty in asked)))
@@ -431,10 +431,10 @@ print(json.dumps(reasons))
         assert "example-rival" in problems["embedding", "qompose-embedding"]
         assert "qompose-embedding" in problems["embedding", "example-rival"]
         assert problems["other", "example-other"] is None
-        done = run([site.python, "-c", "import qompose; qompose.load_backend('embedding')"])
+        done = run([site.python, "-c", "import qompose; qompose.backend.load_backend('embedding')"])
         assert "PluginError" in done.stderr
         assert "example-rival" in done.stderr
-        site.script("import qompose; qompose.load_backend('other')")
+        site.script("import qompose; qompose.backend.load_backend('other')")
 
 
 PROJECT = """
@@ -483,7 +483,9 @@ BROKEN = (
         "qompose",
     ),
     Broken(
-        "returning", plugin("returning", result="[B()]"), "returned list, not a qompose.Backend"
+        "returning",
+        plugin("returning", result="[B()]"),
+        "returned list, not a qompose.backend.Backend",
     ),
     Broken(
         "lacking",
@@ -549,7 +551,7 @@ import sys, qompose
 for name in sys.argv[1:]:
     try:
         qompose.compose(name)
-    except qompose.PluginError as error:
+    except qompose.errors.PluginError as error:
         print(error.name)
 print(*(member.name for member in qompose.compose("good").members))
 """

@@ -41,8 +41,8 @@ def test_other_names_are_types_that_exist() -> None:
     others = [name for name in api.documented() if name not in api.public_names()]
     for name in others:
         assert api.entry(name).name == name.rpartition(".")[2]
-    bases = {"qompose.observers.Observer", "qompose.observers.RangeObserver"}
-    bases.add("qompose.histogram_observers.SearchingObserver")
+    bases = {"qompose.observers.min_max.Observer", "qompose.observers.min_max.RangeObserver"}
+    bases.add("qompose.observers.histogram_observers.SearchingObserver")
     assert {*others} - {*_on("types.md")} == bases
 
 

@@ -10,7 +10,7 @@ import sys
 def main() -> int:
     """Run the command line of this process, which then ends, and return its exit code."""
     try:
-        from qompose.cli import main as run  # here, because an interrupt may come meanwhile
+        from qompose.cli.main import main as run  # here, because an interrupt may come meanwhile
 
         return run()
     except KeyboardInterrupt:

@@ -114,7 +114,7 @@ def documented() -> tuple[str, ...]:
 
 @functools.cache
 def by_place() -> dict[str, str]:
-    """Return the documented name of each place that defines one: of `qompose.specs.EdgeOrNode`."""
+    """Return the documented name of each place that defines one, `qompose.spec.claim.Claim`."""
     entries = [entry(path) for path in documented()]
     return {f"{found.module}.{found.name}": found.path for found in entries}
 

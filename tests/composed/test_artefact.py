@@ -126,7 +126,7 @@ def exported_again(converted: GraphModule) -> torch.export.ExportedProgram:
 LOAD_WITH_TORCH = """
 import sys
 import torch
-import qompose.decomposed
+import qompose.spec.qdq
 from safetensors.torch import load_file
 given = load_file(sys.argv[2])
 model = torch.export.load(sys.argv[1]).module()

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import qompose
 import torch
-from qompose import Capabilities, Capability, can_quantize, load_backend
+from qompose import Capabilities, can_quantize
+from qompose.backend import Capability, load_backend
 from torch import nn
 
 from tests.zoo import by_name

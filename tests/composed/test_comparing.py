@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import qompose
 import torch
-from qompose.diagnosis.comparison import KERNEL
-from qompose.graph import values_of
+from qompose.program.meta import values_of
+from qompose.reporting.comparison_data import KERNEL
 from qompose_x86_inductor import (
     X86InductorQuantizer,
     get_default_x86_inductor_quantization_config,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import qompose
 import torch
-from qompose import decomposed
+from qompose.spec import qdq
 from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
@@ -119,7 +119,7 @@ def test_where_int8_meets_uint8_the_tensor_is_requantized_and_counted(order: int
     requantized = [
         node
         for node in converted.graph.nodes
-        if decomposed.is_quantize(node) and decomposed.is_dequantize(node.args[0])
+        if qdq.is_quantize(node) and qdq.is_dequantize(node.args[0])
     ]
     assert len(requantized) == 1
     (node,) = requantized
@@ -136,7 +136,7 @@ def test_a_border_without_an_output_specification_needs_no_requantization() -> N
     (head,) = (n for n in converted.graph.nodes if n.name == "linear_2")
     quantize = head.args[0].args[0]
     assert quantize.args[5] is torch.int8
-    assert not decomposed.is_dequantize(quantize.args[0])
+    assert not qdq.is_dequantize(quantize.args[0])
 
 
 def test_priority_between_two_that_want_everything() -> None:

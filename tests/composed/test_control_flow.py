@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import qompose
 import torch
-from qompose.nested import graphs_in, nodes_in
+from qompose.program.control_flow import graphs_in, nodes_in
 from torch.utils import _pytree as pytree
 
 from tests.core.toy import sqnr

@@ -10,7 +10,7 @@ import pytest
 import qompose
 import torch
 from qompose import QuantizationConfig
-from qompose.testing.measures import sqnr
+from qompose.testing.fixtures import sqnr
 from qompose_x86_inductor import (
     X86InductorQuantizer,
     get_default_x86_inductor_quantization_config,

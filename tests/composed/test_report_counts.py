@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import qompose
 import torch
-from qompose.ledger import KERNEL
+from qompose.reporting.report_data import KERNEL
 
 from tests.counting import check, first_of_every_tag
 from tests.zoo import ZooModel, by_name

@@ -178,7 +178,7 @@ def test_a_rule_claims_lowers_and_agrees(case: Case) -> None:
     torch.manual_seed(sum(map(ord, str(case))))
     model = case.build().eval()
     inputs = tuple(torch.randn(shape) for shape in case.shapes)
-    backend = qompose.load_backend(case.backend)
+    backend = qompose.backend.load_backend(case.backend)
     config = backend.configs[case.config] if case.config else backend.default_config
     quantizer = qompose.quantizer_of(case.backend).set_global(config)
     result = qompose.quantize(model, inputs, backends=quantizer, calibration=[inputs], strict=True)
@@ -208,6 +208,6 @@ def test_every_rule_has_a_case() -> None:
         backend: {case.rule for case in CASES if case.backend == backend}
         for backend in ("x86_inductor", "xnnpack")
     }
-    rules = {b: {rule.name for rule in qompose.load_backend(b).rules} for b in of_a_case}
+    rules = {b: {rule.name for rule in qompose.backend.load_backend(b).rules} for b in of_a_case}
     assert of_a_case["xnnpack"] == rules["xnnpack"]
     assert of_a_case["x86_inductor"] < rules["x86_inductor"]

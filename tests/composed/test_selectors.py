@@ -63,13 +63,13 @@ def part_of(backend: str) -> str:
 
 
 def named(backend: str, name: str) -> QuantizationConfig:
-    config = qompose.load_backend(backend).default_config
+    config = qompose.backend.load_backend(backend).default_config
     assert config is not None
     return dataclasses.replace(config, name=name)
 
 
 def quantizer(backend: str) -> RuleQuantizer:
-    return RuleQuantizer(qompose.load_backend(backend))
+    return RuleQuantizer(qompose.backend.load_backend(backend))
 
 
 def configs(quantizer: RuleQuantizer) -> dict[str, str]:
@@ -137,6 +137,6 @@ def test_settings_survive_json(backend: str) -> None:
     for level, setting in LEVELS.items():
         if level != "filter":  # code
             setting(made, part, named(backend, level))
-    again: Any = qompose.quantizer_from_json(made.to_json())
+    again: Any = qompose.quantizer.quantizer_from_json(made.to_json())
     assert again.selectors == made.selectors
     assert configs(again) == configs(made)

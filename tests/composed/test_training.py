@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import qompose
 import torch
-from qompose import LearnableFakeQuantize
+from qompose.observers import LearnableFakeQuantize
 from qompose_embedding import EmbeddingQuantizer
 from qompose_x86_inductor import (
     X86InductorQuantizer,
@@ -95,7 +95,7 @@ def trained(model: nn.Module, batch: Tensor, quantizer: Any, steps: int = 40) ->
     for name, parameter in prepared.named_parameters():
         if parameter.requires_grad and not name.endswith("zero_point"):
             assert parameter.grad is not None, name
-    prepared.eval().apply(qompose.disable_observer)
+    prepared.eval().apply(qompose.training.disable_observer)
     return prepared, losses
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import qompose
 import torch
-from qompose import quantizer_from_json
+from qompose.quantizer import quantizer_from_json
 from torch import nn
 from torch.export import Dim, ExportedProgram, export
 
@@ -111,7 +111,7 @@ def test_planted_channel_is_ranked_first_and_restored(
     assert found.float_macs < 0.2 * found.macs
 
     found.save(tmp_path / "tuned.json")
-    loaded = qompose.Tuning.load(tmp_path / "tuned.json")
+    loaded = qompose.diagnosis.Tuning.load(tmp_path / "tuned.json")
     again = quantizer_from_json(loaded.quantizer.to_json())
     assert quantized_score(program, again, batches, metric) == found.score
     assert quantized_score(program, loaded.apply(quantizer), batches, metric) == found.score

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from qompose.testing import BackendContract
+from qompose.testing.contract import BackendContract
 
 
 class TestX86Inductor(BackendContract):

@@ -12,20 +12,20 @@ from typing import Any
 import pytest
 import qompose
 from importlib_metadata import EntryPoint
-from qompose import Backend, plugins
+from qompose.backend import Backend, discovery
 
 
 @contextlib.contextmanager
 def offered_by_a_package(make: Callable[[], Backend]) -> Iterator[None]:
     """Let `toy-package` offer a backend, and no other package one."""
     module: Any = ModuleType("fake_toy")
-    module.qompose_backend = qompose.hookimpl(lambda: make(), specname="qompose_backend")
+    module.qompose_backend = qompose.backend.hookimpl(lambda: make(), specname="qompose_backend")
     point = EntryPoint("toy", "fake_toy", "qompose")
     vars(point).update(dist=SimpleNamespace(name="toy-package", version="1.2"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "fake_toy", module)
         patch.delenv("QOMPOSE_PLUGINS", raising=False)
-        patch.setattr(plugins, "entry_points", lambda group: [point])
-        plugins._load.cache_clear()
+        patch.setattr(discovery, "entry_points", lambda group: [point])
+        discovery._load.cache_clear()
         yield
-    plugins._load.cache_clear()
+    discovery._load.cache_clear()

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import qompose.graph  # noqa: F401 - this is what is wrong with it
+import qompose.program.graph  # noqa: F401 - this is what is wrong with it
 
 from tests.core.sound_backend import SoundBackend
 

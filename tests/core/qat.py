@@ -7,8 +7,9 @@ from typing import Any
 
 import qompose
 import torch
-from qompose import FakeQuantize, FusedMovingAvgObsFakeQuantize, QuantizationSpec
-from qompose.observers import PerChannelMinMaxObserver
+from qompose import QuantizationSpec
+from qompose.observers import FakeQuantize, FusedMovingAvgObsFakeQuantize
+from qompose.observers.min_max import PerChannelMinMaxObserver
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 

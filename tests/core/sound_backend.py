@@ -8,23 +8,20 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from qompose import (
+from qompose import QuantizationConfig, QuantizationSpec
+from qompose.backend import (
     Backend,
     Kernel,
     Match,
-    MinMaxObserver,
     OperatorPattern,
     Pattern,
-    PerChannelMinMaxObserver,
-    PlaceholderObserver,
-    QuantizationConfig,
-    QuantizationSpec,
     QuantizedTensor,
     Region,
     Rule,
     TensorConstraint,
     on_integers,
 )
+from qompose.observers import MinMaxObserver, PerChannelMinMaxObserver, PlaceholderObserver
 from torch import Tensor
 from torch.fx import Node
 

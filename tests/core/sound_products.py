@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from qompose import Kernel, OperatorPattern, Pattern, Region, Rule
+from qompose.backend import Kernel, OperatorPattern, Pattern, Region, Rule
 from torch import Tensor
 from torch.fx import Node
 

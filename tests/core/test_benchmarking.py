@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 import qompose
 import torch
-from qompose import benchmarking
+from qompose import quantized_model
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def test_the_median_of_the_rounds_after_the_warm_up_counts(clock: list[float]) -
         "float": lasting(clock, 50.0, 4.0, 2.0, 9.0),
         "int8": lasting(clock, 50.0, 1.0, 8.0, 2.0),
     }
-    timings = qompose.bench(models, torch.zeros(1), rounds=3, warmup=1)
+    timings = qompose.quantized_model.bench(models, torch.zeros(1), rounds=3, warmup=1)
     assert [(row.name, row.seconds, row.ratio) for row in timings.rows] == [
         ("float", 4.0, 1.0),
         ("int8", 2.0, 0.5),
@@ -47,14 +47,14 @@ def test_the_median_of_the_rounds_after_the_warm_up_counts(clock: list[float]) -
 def test_slower_than_float_is_said_with_the_name_and_the_factor(clock: list[float]) -> None:
     models = {"float": lasting(clock, 1.0, 1.0), "int8": lasting(clock, 3.0, 3.0)}
     with pytest.warns(qompose.QomposeWarning, match=r"slower than float: int8 \(3.00 times\)"):
-        qompose.bench(models, rounds=1, warmup=1)
+        qompose.quantized_model.bench(models, rounds=1, warmup=1)
 
 
 def test_as_fast_as_float_is_no_warning(clock: list[float]) -> None:
     models = {"float": lasting(clock, 1.0, 1.0), "int8": lasting(clock, 1.0, 1.0)}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        qompose.bench(models, rounds=1, warmup=1)
+        qompose.quantized_model.bench(models, rounds=1, warmup=1)
 
 
 @pytest.mark.parametrize(
@@ -70,12 +70,12 @@ def test_nothing_to_time_is_refused(
     models: dict[str, object], options: dict[str, int], found: str
 ) -> None:
     with pytest.raises(qompose.UserError, match="bench needs a model, a round") as raised:
-        benchmarking.bench(models, **options)  # type: ignore[arg-type]
+        quantized_model.bench(models, **options)  # type: ignore[arg-type]
     assert found in str(raised.value)
 
 
 def test_models_run_without_gradients() -> None:
     seen = []
     models = {"float": lambda x: seen.append((x * 2).requires_grad)}
-    qompose.bench(models, torch.ones(1, requires_grad=True), rounds=1)
+    qompose.quantized_model.bench(models, torch.ones(1, requires_grad=True), rounds=1)
     assert seen == [False] * 3

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from qompose import UserError
-from qompose.drafts import destination, draft_of
+from qompose.files import destination, draft_of
 
 
 class TestDraft:

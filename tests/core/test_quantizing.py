@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import qompose
 import torch
-from qompose import QuantizedModel, TargetError, UserError
+from qompose import QuantizedModel, UserError
+from qompose.errors import TargetError
 from torch import Tensor, nn
 
 from tests.core.toy import LINEAR, export, randn, seeded, toy

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import pytest
-from qompose.rendering import Table, as_markdown, as_text
+from qompose.console import Table, as_markdown, as_text
 
 LONG = "encoder.layers.11.attention.self.query.projection.with.a.name.that.is.very.long.indeed"
 TABLE = Table(

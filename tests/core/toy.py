@@ -11,24 +11,11 @@ from typing import Any
 
 import qompose
 import torch
-from qompose import (
-    Backend,
-    Kernel,
-    MinMaxObserver,
-    OperatorPattern,
-    Pattern,
-    PerChannelMinMaxObserver,
-    PlaceholderObserver,
-    QuantizationAnnotation,
-    QuantizationConfig,
-    QuantizationSpec,
-    Quantizer,
-    Region,
-    Rule,
-    RuleQuantizer,
-    on_integers,
-)
-from qompose.specs import ANNOTATION_KEY
+from qompose import QuantizationConfig, QuantizationSpec, Quantizer, RuleQuantizer
+from qompose.backend import Backend, Kernel, OperatorPattern, Pattern, Region, Rule, on_integers
+from qompose.observers import MinMaxObserver, PerChannelMinMaxObserver, PlaceholderObserver
+from qompose.program.meta import ANNOTATION_KEY
+from qompose.spec import QuantizationAnnotation
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
@@ -214,7 +201,7 @@ def convert(program: Any, quantizer: Quantizer, *inputs: Tensor, **options: Any)
         return qompose.convert_pt2e(prepared, **options)
 
 
-def plan_of(module: GraphModule) -> qompose.Plan:
+def plan_of(module: GraphModule) -> qompose.plan.Plan:
     return module.meta["qompose"].plan
 
 

@@ -8,16 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from qompose import (
-    Backend,
-    Kernel,
-    NotLowerable,
-    OperatorPattern,
-    QuantizationConfig,
-    Region,
-    Rule,
-    RuleQuantizer,
-)
+from qompose import QuantizationConfig, RuleQuantizer
+from qompose.backend import Backend, Kernel, NotLowerable, OperatorPattern, Region, Rule
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
@@ -362,7 +354,7 @@ WRONG = {
     "private imports": Wrong(
         lambda: PrivateBackend([LINEAR]),
         ("test_imports_public_names",),
-        "import qompose.graph",
+        "import qompose.program.graph",
     ),
     "printing": Wrong(
         linear(kernels=emitting(noisily)), ("test_works_cleanly",), "it prints 'lowering a linear"

@@ -15,7 +15,7 @@ from typing import Any
 
 import qompose
 import torch
-from qompose.quantizer import labelled
+from qompose.quantizer.base import labelled
 from torch import Tensor
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node

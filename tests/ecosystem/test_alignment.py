@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from qompose.interop.fence import fenced
+from qompose.quantizer.interop.process_state import fenced
 from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.nn import functional as F
 
-from tests.core.interop.aligning import aligned, applied, check, run
+from tests.core.quantizer.interop.aligning import aligned, applied, check, run
 from tests.ecosystem.catalogue import BY_NAME
 from tests.ecosystem.models import Convolutional, Embedded, Encoder
 

@@ -91,7 +91,7 @@ class TestOpenVINO:
         prepared = qompose.prepare_pt2e(this.export(), openvino("INT4WO_SYM", group_size=48))
         prepared(*this.batches[0])
         names = set(prepared.state_dict())
-        with pytest.raises(qompose.MemberError) as caught:
+        with pytest.raises(qompose.errors.MemberError) as caught:
             qompose.convert_pt2e(prepared)
         message = str(caught.value)
         assert "convert of INT4WeightObserver, which observes" in message
@@ -106,7 +106,9 @@ class TestOpenVINO:
         again = torch.export.export(ours.model, x)
         assert torch.equal(again.module()(*x), ours.outputs[0])
         assert all("FakeTensor" in type(n.meta["val"]).__name__ for n in observers_of(ours.model))
-        with pytest.raises(qompose.ArtefactError, match="call_module of asymmetric_weights_decomp"):
+        with pytest.raises(
+            qompose.errors.ArtefactError, match="call_module of asymmetric_weights_decomp"
+        ):
             qompose.save(ours.model, tmp_path / "model.qompose")
 
     @pytest.mark.parametrize("first", [True, False], ids=["first", "second"])

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import qompose
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from qompose import QuantizationConfig
 from qompose_embedding import EmbeddingQuantizer, get_embedding_quantization_config
 from qompose_embedding.backend import EmbeddingBackend
@@ -104,7 +103,7 @@ def test_fewer_weights_than_indices_are_refused(form: str) -> None:
     prepared = qompose.prepare_pt2e(program, EmbeddingQuantizer(FORMS[form][0]))
     lowered = qompose.lower(qompose.convert_pt2e(prepared))
     with pytest.raises(
-        qompose.InputError, match=r"exported for \w+\.shape\[0\] == indices\.shape\[0\]"
+        qompose.errors.InputError, match=r"exported for \w+\.shape\[0\] == indices\.shape\[0\]"
     ):
         lowered(indices, offsets, weights[:1])
 

@@ -100,12 +100,12 @@ def test_below_eight_bits_scales_and_offsets_are_float16(bits: int, group_size: 
     ids=str,
 )
 def test_wrong_arguments(arguments: Any, message: str) -> None:
-    with pytest.raises(qompose.ConfigError, match=message):
+    with pytest.raises(qompose.errors.ConfigError, match=message):
         get_embedding_quantization_config(**arguments)
 
 
 def test_a_quantizer_takes_a_configuration_or_nothing() -> None:
-    with pytest.raises(qompose.ConfigError, match="'int4' is no QuantizationConfig"):
+    with pytest.raises(qompose.errors.ConfigError, match="'int4' is no QuantizationConfig"):
         EmbeddingQuantizer("int4")  # type: ignore[arg-type]
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import qompose
 import torch
-from qompose import QuantizationConfig, QuantizationSpec, decomposed
+from qompose import QuantizationConfig, QuantizationSpec
+from qompose.spec import qdq
 from qompose_embedding import (
     EmbeddingBackend,
     EmbeddingQuantizer,
@@ -84,7 +85,7 @@ def test_the_kernel_is_the_simulated_model() -> None:
 
 def test_a_lookup_dequantizes_its_rows_and_no_table() -> None:
     lowered = qompose.lower(convert(text(), IDS))
-    assert not [n for n in lowered.graph.nodes if decomposed.is_dequantize(n)]
+    assert not [n for n in lowered.graph.nodes if qdq.is_dequantize(n)]
     for node in lowered.graph.nodes:
         value = node.meta.get("val")
         if node.op == "call_function" and isinstance(value, Tensor) and value.dim() >= 2:
@@ -213,7 +214,7 @@ def test_other_schemes_are_refused_when_they_are_set(change: Any, message: str) 
     spec = get_default_embedding_quantization_config().weight
     assert spec is not None
     other = QuantizationSpec(**{**vars(spec), **change})
-    with pytest.raises(qompose.ConfigError, match=message):
+    with pytest.raises(qompose.errors.ConfigError, match=message):
         EmbeddingQuantizer().set_global(QuantizationConfig(None, None, other))
 
 
@@ -263,5 +264,5 @@ def test_compiled() -> None:
 
 def test_without_a_runtime_the_target_is_refused() -> None:
     """The backend has kernels for it, and brings no runtime."""
-    with pytest.raises(qompose.TargetError, match="executorch"):
+    with pytest.raises(qompose.errors.TargetError, match="executorch"):
         qompose.lower(convert(text(), IDS), "executorch")

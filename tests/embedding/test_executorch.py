@@ -145,5 +145,5 @@ def test_bags_of_several_lengths_are_refused_with_the_reason() -> None:
     wanted = (
         r"(?s)have no kernel.*embedding_bag \(embedding, rule embedding_bag\): ExecuTorch has no"
     )
-    with pytest.raises(qompose.TargetError, match=wanted):
+    with pytest.raises(qompose.errors.TargetError, match=wanted):
         qompose.lower(converted(model, inputs, FORMS[0]), "executorch")

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from qompose_embedding.executorch_kernels import signed_bytes
 from qompose_embedding.forms import Form, in_bytes
 from qompose_embedding.rows import compute, from_packed, from_plain

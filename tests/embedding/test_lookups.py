@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import qompose
 import torch
-from qompose import QuantizationConfig, decomposed
+from qompose import QuantizationConfig
+from qompose.spec import qdq
 from qompose_embedding import EmbeddingQuantizer, get_embedding_quantization_config
 from qompose_embedding.backend import EmbeddingBackend
 from qompose_embedding.ops import lookup_in_graph
@@ -49,7 +50,7 @@ def test_indices_of_any_shape(form: str, shape: tuple[int, ...]) -> None:
     quantized = converted(table(), (ids,), config)
     lowered = qompose.lower(quantized, strict=True)
     assert [row.kernel for row in qompose.report(lowered).rows] == [kernel]
-    assert not [n for n in lowered.graph.nodes if decomposed.is_dequantize(n)]
+    assert not [n for n in lowered.graph.nodes if qdq.is_dequantize(n)]
     result = lowered(ids)
     assert result.shape == (*shape, 12) and result.is_contiguous()
     torch.testing.assert_close(result, quantized(ids), rtol=1e-5, atol=1e-5)

@@ -23,8 +23,10 @@ with warnings.catch_warnings():
         XNNPACKQuantizer,
         get_symmetric_quantization_config,
     )
-    from torchao.quantization.pt2e import observer as torchao_observer
-    from torchao.quantization.pt2e import quantize_pt2e as torchao_engine
+    from torchao.quantization.pt2e import (
+        observer as torchao_observer,
+        quantize_pt2e as torchao_engine,
+    )
     from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import (
         X86InductorQuantizer,
         get_default_x86_inductor_quantization_config,

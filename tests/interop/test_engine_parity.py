@@ -27,8 +27,8 @@ from tests.interop.peers import (
     by_qompose,
     by_torchao,
     torchao_observer,
+    torchao_quantizer as ao,
 )
-from tests.interop.peers import torchao_quantizer as ao
 from tests.sampling import one_of
 from tests.zoo import by_name
 

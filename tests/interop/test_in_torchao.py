@@ -107,7 +107,7 @@ ROUNDED = 25.0
 @pytest.fixture
 def biases_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in torchao's engine: ours makes those integers that a kernel adds as integers."""
-    monkeypatch.setattr("qompose.conversion.integer_biases", lambda *_: iter(()))
+    monkeypatch.setattr("qompose.conversion.integer_bias.integer_biases", lambda *_: iter(()))
 
 
 @pytest.mark.usefixtures("biases_left_alone")
@@ -228,7 +228,7 @@ class TestConfigurations:
     def test_dynamic(self) -> None:
         """A range that is taken at run time: a placeholder, and the operators of both engines."""
         at_run_time = qompose.QuantizationSpec(
-            torch.int8, qompose.PlaceholderObserver, -128, 127, torch.per_tensor_affine,
+            torch.int8, qompose.observers.PlaceholderObserver, -128, 127, torch.per_tensor_affine,
             is_dynamic=True,
         )  # fmt: skip
 
@@ -248,13 +248,13 @@ class TestConfigurations:
         [
             (
                 qompose.QuantizationSpec(
-                    torch.int8, qompose.PerBlockMinMaxObserver, -127, 127,
+                    torch.int8, qompose.observers.PerBlockMinMaxObserver, -127, 127,
                     torch.per_channel_symmetric, block_size=(3,),
                 ),
                 r"weight -> linear has block_size=\(3,\), for which this engine has no operators",
             ),
             (
-                qompose.QuantizationSpec(torch.bfloat16, qompose.PlaceholderObserver),
+                qompose.QuantizationSpec(torch.bfloat16, qompose.observers.PlaceholderObserver),
                 "weight -> linear is to be bfloat16, to which this engine has no cast",
             ),
         ],
@@ -284,7 +284,7 @@ class TestConfigurations:
 
     def test_per_token_is_refused(self) -> None:
         per_token = qompose.QuantizationSpec(
-            torch.int8, qompose.PlaceholderObserver, -128, 127, torch.per_channel_symmetric,
+            torch.int8, qompose.observers.PlaceholderObserver, -128, 127, torch.per_channel_symmetric,
             is_dynamic=True, block_size=(-1,),
         )  # fmt: skip
 
@@ -295,7 +295,7 @@ class TestConfigurations:
         program = export(seeded(nn.Linear(6, 3)), randn(4, 6)).module()
         prepared = torchao_engine.prepare_pt2e(program, Annotator(linear))
         prepared(randn(4, 6))
-        with pytest.raises(qompose.ConfigError, match=r"block_size=\(-1,\), for which"):
+        with pytest.raises(qompose.errors.ConfigError, match=r"block_size=\(-1,\), for which"):
             torchao_engine.convert_pt2e(prepared)
 
     def test_a_mask_stays_in_float(self) -> None:
@@ -322,7 +322,7 @@ class TestConfigurations:
 
     def test_observers_that_saw_nothing_are_named(self) -> None:
         prepared = torchao_engine.prepare_pt2e(by_name("mlp").export().module(), xnnpack())
-        with pytest.raises(qompose.UncalibratedError, match=r"weight -> linear in 0"):
+        with pytest.raises(qompose.errors.UncalibratedError, match=r"weight -> linear in 0"):
             torchao_engine.convert_pt2e(prepared)
 
 
@@ -348,17 +348,17 @@ class TestWrittenByUsers:
 
         if node.target is aten.linear.default:
             x, weight, bias = node.args
-            derived = qompose.DerivedQuantizationSpec(
+            derived = qompose.spec.DerivedQuantizationSpec(
                 [(x, node), (weight, node)], bias_scale, torch.int32,
                 qscheme=torch.per_channel_symmetric, ch_axis=0,
             )  # fmt: skip
             annotate(node, {x: INT8, weight: WEIGHT, bias: derived}, INT8)
         elif node.target is aten.cat.default:
             first, second = node.args[0]
-            shared = qompose.SharedQuantizationSpec((first, node))
+            shared = qompose.spec.SharedQuantizationSpec((first, node))
             annotate(node, {first: INT8, second: shared}, shared)
         elif node.target is aten.sigmoid.default:
-            fixed = qompose.FixedQParamsQuantizationSpec(torch.uint8, 1 / 256, 0)
+            fixed = qompose.spec.FixedQParamsQuantizationSpec(torch.uint8, 1 / 256, 0)
             annotate(node, {node.args[0]: INT8}, fixed)
 
     def test_all_kinds_of_specifications(self) -> None:
@@ -395,10 +395,10 @@ class TestWrittenByUsers:
         """The engine asks for a name to know whether an observer takes `ch_axis`."""
         ao = torchao_quantizer
         weight = ao.QuantizationSpec(
-            torch.int8, qompose.PerChannelMinMaxObserver.with_args(eps=2**-12), -127, 127,
+            torch.int8, qompose.observers.PerChannelMinMaxObserver.with_args(eps=2**-12), -127, 127,
             torch.per_channel_symmetric, ch_axis=0,
         )  # fmt: skip
-        activation = ao.QuantizationSpec(torch.uint8, qompose.MinMaxObserver, ch_axis=3)
+        activation = ao.QuantizationSpec(torch.uint8, qompose.observers.MinMaxObserver, ch_axis=3)
 
         def linear(node: Node) -> None:
             if node.target is aten.linear.default:
@@ -461,10 +461,10 @@ class TestKinship:
     """Which classes count as torchao's, and when."""
 
     SPECS = (
-        qompose.QuantizationSpec(torch.int8, qompose.MinMaxObserver),
-        qompose.FixedQParamsQuantizationSpec(torch.int8, 1.0, 0),
-        qompose.SharedQuantizationSpec(None),  # type: ignore[arg-type]
-        qompose.DerivedQuantizationSpec([], lambda _: None, torch.int8),  # type: ignore[arg-type, return-value]
+        qompose.QuantizationSpec(torch.int8, qompose.observers.MinMaxObserver),
+        qompose.spec.FixedQParamsQuantizationSpec(torch.int8, 1.0, 0),
+        qompose.spec.SharedQuantizationSpec(None),  # type: ignore[arg-type]
+        qompose.spec.DerivedQuantizationSpec([], lambda _: None, torch.int8),  # type: ignore[arg-type, return-value]
     )
 
     @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: type(spec).__name__)
@@ -479,7 +479,7 @@ class TestKinship:
         theirs = torchao_quantizer.QuantizationSpec(torch.int8, torchao_observer.MinMaxObserver)
         assert not isinstance(theirs, qompose.QuantizationSpec)
         assert not isinstance(torchao_x86(), qompose.Quantizer)
-        assert not isinstance(torchao_observer.MinMaxObserver(), qompose.MinMaxObserver)
+        assert not isinstance(torchao_observer.MinMaxObserver(), qompose.observers.MinMaxObserver)
 
     @pytest.mark.parametrize("make", [xnnpack, lambda: qompose.compose(xnnpack())])
     def test_quantizers(self, make: Callable[[], Any]) -> None:
@@ -493,8 +493,12 @@ def test_executorch_recipes() -> None:
         import executorch.kernels.quantized  # noqa: F401
         from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
         from executorch.exir import ExecutorchBackendConfig
-        from executorch.export import ExportRecipe, LoweringRecipe, QuantizationRecipe
-        from executorch.export import export as session_of
+        from executorch.export import (
+            ExportRecipe,
+            LoweringRecipe,
+            QuantizationRecipe,
+            export as session_of,
+        )
 
         model = by_name("embedding_mlp")
         recipe = ExportRecipe(

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import qompose
 import torch
+from qompose.errors import MemberError, TargetError
 from torch import Tensor, nn
 
 with warnings.catch_warnings():
@@ -121,9 +122,7 @@ def test_mixed_with_our_own(ours: str, model, inputs) -> None:
 
 def test_lowering_says_that_a_foreign_owner_brings_no_kernels(model, inputs) -> None:
     result = converted(model, inputs, xnnpack())
-    with pytest.raises(
-        qompose.TargetError, match=r"executorch\.XNNPACKQuantizer has kernels for none"
-    ):
+    with pytest.raises(TargetError, match=r"executorch\.XNNPACKQuantizer has kernels for none"):
         qompose.lower(result, "torch")
 
 
@@ -135,7 +134,7 @@ def test_what_is_no_quantizer_is_refused() -> None:
 @pytest.mark.parametrize(
     ("result", "error", "message"),
     [
-        (ValueError("tr"), qompose.MemberError, "Broken: transform_for_annotation raised ValueError: tr"),
+        (ValueError("tr"), MemberError, "Broken: transform_for_annotation raised ValueError: tr"),
         (None, qompose.UserError, "Broken: transform_for_annotation returned None"),
     ],
 )  # fmt: skip

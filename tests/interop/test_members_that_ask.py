@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from qompose.sources import with_sources
+from qompose.program.aten_operators import with_sources
 from torch.fx import GraphModule
 
 from tests.interop.peers import (

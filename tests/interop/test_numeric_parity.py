@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scales, zero points and integers against torch's own and torchao's: the same bits, or a stated difference.
 
-`tests/core/test_numerics.py` compares the formula with torch's observers over all ranges of floats; here
+`tests/core/spec/test_numerics.py` compares the formula with torch's observers over all ranges of floats; here
 all that feeds or follows the formula is compared, and with both peers.
 """
 
@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import qompose
 import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
-from qompose import decomposed
-from qompose.numerics import (
+from hypothesis import example, given, settings, strategies as st
+from qompose.spec import qdq
+from qompose.spec.qdq import QParams, integers_of, static_pair
+from qompose.spec.qparams import (
     DEFAULT_EPS,
     along,
     choose_qparams,
@@ -28,7 +28,6 @@ from qompose.numerics import (
     quantize_blocks,
     quantize_float_zero_point,
 )
-from qompose.schemes import QParams, integers_of, static_pair
 from torch import Tensor
 from torch.ao.quantization import observer as torch_observer
 
@@ -38,8 +37,10 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torchao warns about itself while it is imported
     from torchao.quantization import quant_primitives as affine
     from torchao.quantization.granularity import PerGroup
-    from torchao.quantization.pt2e import _affine_quantization as affine_observers
-    from torchao.quantization.pt2e import observer as torchao_observer
+    from torchao.quantization.pt2e import (
+        _affine_quantization as affine_observers,
+        observer as torchao_observer,
+    )
 
 # Quantized tensors are on their way out of torch; until then they are its own word on the arithmetic.
 pytestmark = pytest.mark.filterwarnings(
@@ -142,7 +143,7 @@ def test_fixed_parameters(scale: float, zero_point: int, peer: str) -> None:
 def test_observers_of_groups(mapping: str, scheme: Any, bounds: str, group: int) -> None:
     """torchao's affine observers."""
     dtype, low, high = RANGES[bounds]
-    ours = qompose.PerBlockMinMaxObserver(
+    ours = qompose.observers.PerBlockMinMaxObserver(
         dtype=dtype, quant_min=low, quant_max=high, block_size=(group,), eps=2**-12, qscheme=scheme
     )
     theirs = affine_observers.AffineQuantizedMinMaxObserver(
@@ -163,10 +164,10 @@ def test_parameters_chosen_at_run_time(bounds: str, x: Tensor, eps: float) -> No
     dtype, low, high = RANGES[bounds]
     facts: dict[str, Any] = {"dtype": dtype, "quant_min": low, "quant_max": high, "eps": eps}
     ours = choose_qparams(*torch.aminmax(x), qscheme=torch.per_tensor_affine, **facts)
-    assert_same(ours, decomposed.choose_qparams(x, low, high, eps, dtype))
+    assert_same(ours, qdq.choose_qparams(x, low, high, eps, dtype))
     if dtype is torch.int8:
         ours = choose_qparams(*torch.aminmax(x), qscheme=torch.per_tensor_symmetric, **facts)
-        assert_same(ours, decomposed.choose_qparams_symmetric(x, low, high, eps, dtype))
+        assert_same(ours, qdq.choose_qparams_symmetric(x, low, high, eps, dtype))
 
 
 @examples
@@ -178,7 +179,7 @@ def test_integers_per_tensor(x: Tensor, scale: float, zero_point: int) -> None:
     ours = integers_of(x, QParams(step, zero, -128, 127, torch.int8))
     assert torch.equal(ours, affine.quantize_affine(x, x.shape, step, zero, torch.int8, -128, 127))
     arguments = float(step), zero_point, -128, 127
-    restored = decomposed.dequantize_per_tensor(ours, *arguments, torch.int8)
+    restored = qdq.dequantize_per_tensor(ours, *arguments, torch.int8)
     assert torch.equal(restored, affine.dequantize_affine(ours, x.shape, step, zero, torch.int8))
     assert torch.equal(restored, torch.fake_quantize_per_tensor_affine(x, *arguments))
     assert torch.equal(restored, fake_quantize(x, step, zero, -128, 127))
@@ -217,9 +218,7 @@ def test_integers_per_channel(axis: int, rows: Any) -> None:
     one, other, steps, zeros = (torch.tensor(column) for column in zip(*rows, strict=True))
     x = torch.stack([one, other], 1 - axis)
     ours = integers_of(x, QParams(steps, zeros, -128, 127, torch.int8, axis=axis))
-    assert torch.equal(
-        ours, decomposed.quantize_per_channel(x, steps, zeros, axis, -128, 127, torch.int8)
-    )
+    assert torch.equal(ours, qdq.quantize_per_channel(x, steps, zeros, axis, -128, 127, torch.int8))
     block = tuple(2 if dim != axis else 1 for dim in range(2))
     assert torch.equal(ours, affine.quantize_affine(x, block, steps, zeros, torch.int8))
     bounds = (axis, -128, 127)
@@ -227,7 +226,7 @@ def test_integers_per_channel(axis: int, rows: Any) -> None:
     assert torch.equal(
         fake_quantize(x, along(steps, axis, 2), along(zeros, axis, 2), -128, 127), fake
     )
-    restored = decomposed.dequantize_per_channel(ours, steps, zeros, *bounds, torch.int8)
+    restored = qdq.dequantize_per_channel(ours, steps, zeros, *bounds, torch.int8)
     assert torch.equal(restored, fake)
 
 
@@ -273,22 +272,18 @@ def test_integers_per_token(symmetric: bool) -> None:
     """A token's parameters are those of a block of its own; the operator's least scale is its own."""
     x = randn(3, 5, 16) * torch.logspace(-2, 2, 15).reshape(3, 5, 1)
     choose: Callable[..., Any] = (
-        decomposed.choose_qparams_per_token_symmetric
-        if symmetric
-        else decomposed.choose_qparams_per_token
+        qdq.choose_qparams_per_token_symmetric if symmetric else qdq.choose_qparams_per_token
     )
     steps, zeros = choose(x, torch.int8)
     steps, zeros = steps.float(), zeros.long()
-    q = decomposed.quantize_per_token(x, steps, zeros, -128, 127, torch.int8)
+    q = qdq.quantize_per_token(x, steps, zeros, -128, 127, torch.int8)
     block = (1, 1, 16)
     assert torch.equal(q, affine.quantize_affine(x, block, steps, zeros, torch.int8))
-    restored = decomposed.dequantize_per_token(
-        q, steps, zeros, -128, 127, torch.int8, torch.float32
-    )
+    restored = qdq.dequantize_per_token(q, steps, zeros, -128, 127, torch.int8, torch.float32)
     assert torch.equal(restored, dequantize_blocks(q, steps, zeros, torch.float32))
     bounds = (-127, 127) if symmetric else (-128, 127)
     scheme = torch.per_channel_symmetric if symmetric else torch.per_channel_affine
-    ours = qompose.PerBlockMinMaxObserver(
+    ours = qompose.observers.PerBlockMinMaxObserver(
         torch.int8, (-1,), qscheme=scheme, quant_min=bounds[0], quant_max=bounds[1]
     )
     ours(x)
@@ -301,7 +296,7 @@ def test_integers_per_token(symmetric: bool) -> None:
 def test_float_zero_points_are_added_before_rounding(axis: int) -> None:
     """As `torch.quantize_per_channel` does; the decomposed operator truncates the sum instead."""
     x = randn(6, 64).add(0.3) if axis == 0 else randn(64, 6).add(0.3)
-    observer = qompose.PerChannelMinMaxObserver(
+    observer = qompose.observers.PerChannelMinMaxObserver(
         torch.uint8, axis, qscheme=torch.per_channel_affine_float_qparams
     )
     observer(x)
@@ -309,7 +304,7 @@ def test_float_zero_points_are_added_before_rounding(axis: int) -> None:
     ours = quantize_float_zero_point(x, steps, zeros, axis, 0, 255, torch.uint8)
     real = torch.quantize_per_channel(x, steps, zeros, axis, torch.quint8)
     assert torch.equal(ours, real.int_repr())
-    truncated = decomposed.quantize_per_channel(x, steps, zeros, axis, 0, 255, torch.uint8)
+    truncated = qdq.quantize_per_channel(x, steps, zeros, axis, 0, 255, torch.uint8)
     wide, offset = along(steps, axis, 2), along(zeros, axis, 2)
     worst = [float((((q - offset) * wide - x).abs() / wide).max()) for q in (ours, truncated)]
     assert worst[0] < 0.5001 < 0.9 < worst[1]
@@ -347,10 +342,10 @@ def test_histogram_ranges(peer: str, shape: str, bounds: str, scheme: Any) -> No
     more than 0.01 dB to the whole range.
     """
     x = SHAPES[shape]
-    squared = observed_sqnr(qompose.HistogramObserver, x, bounds, scheme, power=2.0)
-    default = observed_sqnr(qompose.HistogramObserver, x, bounds, scheme)
+    squared = observed_sqnr(qompose.observers.HistogramObserver, x, bounds, scheme, power=2.0)
+    default = observed_sqnr(qompose.observers.HistogramObserver, x, bounds, scheme)
     theirs = observed_sqnr(PEERS[peer].HistogramObserver, x, bounds, scheme)
-    whole = observed_sqnr(qompose.MinMaxObserver, x, bounds, scheme)
+    whole = observed_sqnr(qompose.observers.MinMaxObserver, x, bounds, scheme)
     assert squared >= theirs - 0.02
     assert default >= max(theirs - 1.0, whole - 0.01)
 
@@ -360,6 +355,6 @@ def test_histogram_ranges(peer: str, shape: str, bounds: str, scheme: Any) -> No
 def test_histogram_of_four_bits_knows_its_bounds(peer: str, shape: str) -> None:
     """The peers search with all 256 levels of the type and clip next to nothing."""
     x, bounds, scheme = SHAPES[shape], "4 bits in int8", torch.per_tensor_affine
-    ours = observed_sqnr(qompose.HistogramObserver, x, bounds, scheme)
+    ours = observed_sqnr(qompose.observers.HistogramObserver, x, bounds, scheme)
     theirs = observed_sqnr(PEERS[peer].HistogramObserver, x, bounds, scheme)
     assert ours > theirs + 2.0

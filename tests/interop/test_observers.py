@@ -13,9 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torchao.quantization import observer as eager_observer
-from torchao.quantization.pt2e import _affine_quantization as affine
-from torchao.quantization.pt2e import fake_quantize
-from torchao.quantization.pt2e import observer as ao
+from torchao.quantization.pt2e import _affine_quantization as affine, fake_quantize, observer as ao
 
 from tests.core.toy import Annotator, annotate, export, randn, seeded, sqnr
 from tests.interop.peers import (
@@ -24,8 +22,8 @@ from tests.interop.peers import (
     by_qompose,
     by_torchao,
     torchao_engine,
+    torchao_quantizer as quantizers,
 )
-from tests.interop.peers import torchao_quantizer as quantizers
 
 pytestmark = pytest.mark.filterwarnings(
     *THEIR_WARNINGS, "ignore:Please use quant_min and quant_max:UserWarning"
@@ -314,7 +312,7 @@ def test_a_circle_of_references_is_an_error_with_a_name() -> None:
         return ({first: share((second, node)), second: share((first, node))} if first else {}), None
 
     x = randn(3, 4)
-    with pytest.raises(qompose.SharingError, match="none has any: add -> cat"):
+    with pytest.raises(qompose.errors.SharingError, match="none has any: add -> cat"):
         qompose.prepare_pt2e(export(Sums(), x, x), shared(circle))
 
 
@@ -325,7 +323,7 @@ def test_converted_affine_models_are_copied_and_exported_but_not_saved(tmp_path:
     assert torch.equal(twin(*BATCHES[-1]), ours.outputs[0])
     again = torch.export.export(ours.model, BATCHES[-1])
     assert torch.equal(again.module()(*BATCHES[-1]), ours.outputs[0])
-    with pytest.raises(qompose.ArtefactError, match=r"torchao.*(de)?quantize_affine"):
+    with pytest.raises(qompose.errors.ArtefactError, match=r"torchao.*(de)?quantize_affine"):
         qompose.save(ours.model, tmp_path / "model.qompose")
 
 
@@ -365,7 +363,9 @@ def test_observers_of_the_eager_flow_are_refused_by_name() -> None:
     maker = eager_observer.AffineQuantizedMinMaxObserver.with_args(
         mapping_type=ao.MappingType.SYMMETRIC, target_dtype=torch.int8, granularity=ao.PerTensor()
     )
-    with pytest.raises(qompose.ConfigError, match=r"input_1 -> linear in 0.*unexpected keyword"):
+    with pytest.raises(
+        qompose.errors.ConfigError, match=r"input_1 -> linear in 0.*unexpected keyword"
+    ):
         qompose.prepare_pt2e(export(model(), *BATCHES[0]), member(spec(maker)))
 
 

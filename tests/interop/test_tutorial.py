@@ -153,7 +153,7 @@ class TestCommonOperators:
         assert quality(ours, model, X, Y) > 35
 
     def test_torchao_finds_functions_in_strictly_exported_programs_alone(self) -> None:
-        """Why `qompose.sources` exists: without a word, nothing is quantized."""
+        """Why `qompose.program.aten_operators` exists: without a word, nothing is quantized."""
         model = Apply(SUMS["+"])
         for strict, found in ((True, 3), (False, 0)):
             program = export(model, (X, Y), strict)
@@ -335,7 +335,7 @@ class TestResNet18:
         plan = ours.model.meta["qompose"].plan
         anchors = {node for claim in plan.claims for node in claim.nodes}
         inside = [
-            n for n in RESNET.export().graph.nodes if qompose.get_module_name_filter(BLOCK)(n)
+            n for n in RESNET.export().graph.nodes if qompose.spec.get_module_name_filter(BLOCK)(n)
         ]
         wanted = {n.name for n in inside if n.target in (aten.conv2d.default, aten.add.Tensor)}
         assert len(wanted) == 4

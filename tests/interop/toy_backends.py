@@ -12,17 +12,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from qompose import (
+from qompose import QuantizationConfig, QuantizationSpec, Quantizer
+from qompose.observers import (
     HistogramObserver,
     MinMaxObserver,
-    OperatorConfig,
-    OperatorPatternType,
     PerChannelMinMaxObserver,
     PlaceholderObserver,
+)
+from qompose.spec import (
+    OperatorConfig,
+    OperatorPatternType,
     QuantizationAnnotation,
-    QuantizationConfig,
-    QuantizationSpec,
-    Quantizer,
     SharedQuantizationSpec,
     get_bias_qspec,
     get_input_act_qspec,

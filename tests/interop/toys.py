@@ -9,15 +9,13 @@ from __future__ import annotations
 import operator
 
 import torch
-from qompose import (
+from qompose import QuantizationSpec, Quantizer
+from qompose.observers import MinMaxObserver, PerChannelMinMaxObserver
+from qompose.spec import (
     DerivedQuantizationSpec,
     FixedQParamsQuantizationSpec,
-    MinMaxObserver,
     ObserverOrFakeQuantize,
-    PerChannelMinMaxObserver,
     QuantizationAnnotation,
-    QuantizationSpec,
-    Quantizer,
     SharedQuantizationSpec,
     annotate_input_qspec_map,
     annotate_output_qspec,

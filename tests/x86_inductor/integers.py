@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from hypothesis import settings
-from hypothesis import strategies as st
+from hypothesis import settings, strategies as st
 from qompose_x86_inductor import ops
 from torch import Tensor
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import qompose
 import torch
-from qompose.strides import same_layout
+from qompose.program.decompositions import same_layout
 from qompose_x86_inductor import X86InductorQuantizer, get_default_x86_inductor_quantization_config
 from torch import Tensor, nn
 from torch.fx import GraphModule

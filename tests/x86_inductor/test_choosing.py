@@ -10,8 +10,7 @@ import torch
 
 # Registers the quantized_decomposed operators.
 import torch.ao.quantization.fx._decomposed
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from qompose_x86_inductor import choosing
 from torch import Tensor
 

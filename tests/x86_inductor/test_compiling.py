@@ -263,7 +263,8 @@ def test_inexact_weights_are_not_packaged(
 ) -> None:
     monkeypatch.setattr(isa, "admits", lambda weight: weight.dim() == 4)
     with pytest.raises(
-        qompose.CompilationError, match=r"linear in head: qompose_x86\.linear\.default, of x86_ind"
+        qompose.errors.CompilationError,
+        match=r"linear in head: qompose_x86\.linear\.default, of x86_ind",
     ):
         result.compile("package", path=tmp_path / "model.pt2")
     assert not any(tmp_path.iterdir())

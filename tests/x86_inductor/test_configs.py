@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import qompose
 import torch
-from qompose import ConfigError
+from qompose.errors import ConfigError
 from qompose_x86_inductor import (
     X86InductorQuantizer,
     get_default_x86_inductor_quantization_config,
@@ -70,7 +70,7 @@ class TestNames:
     @pytest.mark.parametrize("word", ["minmax", "mse", "histogram"])
     def test_the_range_of_weights(self, word: str) -> None:
         """Static, dynamic and weights alone; and all of it is data."""
-        expected = qompose.weight_observer_for_range(word).with_args(eps=2**-12)
+        expected = qompose.observers.weight_observer_for_range(word).with_args(eps=2**-12)
         for options in (
             {},
             {"is_dynamic": True},
@@ -78,7 +78,10 @@ class TestNames:
             WEIGHT_ONLY,
         ):
             config = CONFIG(**options, weight_range=word)
-            assert qompose.config_from_json(qompose.config_to_json(config)) == config
+            assert (
+                qompose.observers.config_from_json(qompose.observers.config_to_json(config))
+                == config
+            )
             assert isinstance(config.weight, qompose.QuantizationSpec)
             assert config.weight.observer_or_fake_quant_ctr == expected
 
@@ -88,7 +91,7 @@ class TestNames:
 
 class TestNamed:
     def test_those_of_the_backend_are_made_by_the_function(self) -> None:
-        configs = qompose.load_backend("x86_inductor").configs
+        configs = qompose.backend.load_backend("x86_inductor").configs
         assert all(str(config) == name for name, config in configs.items())
         assert list(configs) == [
             "static", "static, activations [0, 127]", "dynamic", "dynamic per token",
@@ -98,8 +101,11 @@ class TestNamed:
         assert {config.mode for config in configs.values()} == {"static", "dynamic", "weight-only"}
 
     def test_all_of_them_are_data(self) -> None:
-        for config in qompose.load_backend("x86_inductor").configs.values():
-            assert qompose.config_from_json(qompose.config_to_json(config)) == config
+        for config in qompose.backend.load_backend("x86_inductor").configs.values():
+            assert (
+                qompose.observers.config_from_json(qompose.observers.config_to_json(config))
+                == config
+            )
 
     @pytest.mark.parametrize(
         ("config", "rules"),

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from qompose_x86_inductor import isa, ops
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from qompose_x86_inductor.arguments import Geometry, Product
 from qompose_x86_inductor.placing import placed
 from torch import Tensor

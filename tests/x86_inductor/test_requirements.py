@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import qompose
 import torch
-from qompose import QuantizationSpec, RuleUse
+from qompose import QuantizationSpec
+from qompose.backend import RuleUse
 from qompose_x86_inductor import (
     X86InductorQuantizer,
     get_default_x86_inductor_quantization_config,
@@ -136,7 +137,7 @@ def test_eight_bits_run_exactly_where_the_mismatch_is_allowed(tmp_path: Path) ->
 
 def use(mode: str = "static", **weight: Any) -> RuleUse:
     spec = QuantizationSpec(
-        torch.int8, qompose.MinMaxObserver, qscheme=torch.per_tensor_symmetric, **weight
+        torch.int8, qompose.observers.MinMaxObserver, qscheme=torch.per_tensor_symmetric, **weight
     )
     return RuleUse("linear", mode, {"weight": spec})
 
@@ -182,7 +183,7 @@ def test_weights_that_onednn_gets_wrong_have_a_kernel_of_another_name(
         exported = torch.export.export(nn.Linear(8, 4), (x,))
         model = qompose.prepare_pt2e(exported, X86InductorQuantizer().set_global(config))
         model(x)
-        with pytest.warns(qompose.RequirementWarning) if name == "vnni" else nullcontext():
+        with pytest.warns(qompose.errors.RequirementWarning) if name == "vnni" else nullcontext():
             lowered = qompose.lower(qompose.convert_pt2e(model))
         (row,) = qompose.report(lowered).rows
         states[name] = (row.state, row.kernel)
@@ -191,5 +192,5 @@ def test_weights_that_onednn_gets_wrong_have_a_kernel_of_another_name(
         "avx2": ("int8 kernel", operator),
         "vnni": ("float kernel on integers", f"{operator} in float64"),
     }
-    with pytest.raises(qompose.CompilationError, match=f"{operator} in float64"):
+    with pytest.raises(qompose.errors.CompilationError, match=f"{operator} in float64"):
         qompose.compile_lowered(lowered, "package")

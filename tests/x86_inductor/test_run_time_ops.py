@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from qompose_x86_inductor import isa, ops, packing
 from qompose_x86_inductor.choosing import choose, choose_rows, quantize, quantize_rows
 from qompose_x86_inductor.run_time_ops import linear_in_graph, linear_per_token_in_graph

@@ -9,7 +9,8 @@ import pytest
 import qompose
 import torch
 import torch.nn.functional as F
-from qompose import PlaceholderObserver, QuantizationConfig, QuantizationSpec
+from qompose import QuantizationConfig, QuantizationSpec
+from qompose.observers import PlaceholderObserver
 from qompose_x86_inductor import (
     X86InductorQuantizer,
     get_default_x86_inductor_quantization_config,

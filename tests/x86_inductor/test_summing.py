@@ -65,7 +65,7 @@ def a_view_is_read_later(layers: nn.ModuleList, x: Tensor) -> Tensor:
 
 def compiled_graphs(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[bool, bool]]]:
     """For every graph that is compiled, of each sum in it: whether it adds in place, or to a copy."""
-    from qompose.late_operators import LateReplacement
+    from qompose.lowering.compilation import LateReplacement
 
     seen: list[list[tuple[bool, bool]]] = []
     replace = LateReplacement.__call__

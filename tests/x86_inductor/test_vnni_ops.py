@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import qompose_x86_inductor
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from qompose_x86_inductor import vnni, vnni_ops
 from qompose_x86_inductor.vnni_ops import FUNCTIONS, KINDS, Ends, Sizes
 from torch import Tensor

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import qompose
 import torch
-from qompose import ConfigError
+from qompose.errors import ConfigError
 from qompose_xnnpack import XNNPACKQuantizer, get_symmetric_quantization_config
 from torch import Tensor, nn
 
@@ -49,7 +49,7 @@ class TestNames:
         assert str(CONFIG(**options)) == name
 
     def test_those_of_the_backend_are_made_by_the_function(self) -> None:
-        configs = qompose.load_backend("xnnpack").configs
+        configs = qompose.backend.load_backend("xnnpack").configs
         assert all(str(config) == name for name, config in configs.items())
         assert configs["dynamic per-channel"] == CONFIG(True, is_dynamic=True)
         assert {config.mode for config in configs.values()} == {"static", "dynamic", "weight-only"}
@@ -62,9 +62,12 @@ class TestNames:
             {"is_per_channel": True, "weight_only": True}, {},
         ):  # fmt: skip
             config = CONFIG(**options, weight_range=word)
-            assert qompose.config_from_json(qompose.config_to_json(config)) == config
+            assert (
+                qompose.observers.config_from_json(qompose.observers.config_to_json(config))
+                == config
+            )
             assert isinstance(config.weight, qompose.QuantizationSpec)
-            maker = qompose.weight_observer_for_range(word, per_channel=bool(options))
+            maker = qompose.observers.weight_observer_for_range(word, per_channel=bool(options))
             expected = maker.with_args(eps=2**-12)
             assert config.weight.observer_or_fake_quant_ctr == expected
 
@@ -72,8 +75,11 @@ class TestNames:
         assert CONFIG(True, False, True, -128, 127, -127, 127) == CONFIG(True, is_dynamic=True)
 
     def test_all_of_them_are_data(self) -> None:
-        for config in qompose.load_backend("xnnpack").configs.values():
-            assert qompose.config_from_json(qompose.config_to_json(config)) == config
+        for config in qompose.backend.load_backend("xnnpack").configs.values():
+            assert (
+                qompose.observers.config_from_json(qompose.observers.config_to_json(config))
+                == config
+            )
 
 
 class TestWhatExcludesWhat:

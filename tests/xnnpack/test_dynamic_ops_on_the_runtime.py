@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 from torch import Tensor
 from torch.nn import functional
 
 pytest.importorskip("executorch")
 
-from qompose import Match
+from qompose.backend import Match
 from qompose_xnnpack import guards
 from qompose_xnnpack.executorch_api import ExecutorchTargetError
 from qompose_xnnpack.executorch_target import ExecutorchProgram, lower_to_executorch

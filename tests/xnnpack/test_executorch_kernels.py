@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import qompose
 import torch
-from qompose.testing.measures import sqnr
+from qompose.testing.fixtures import sqnr
 from qompose_xnnpack import XNNPACKQuantizer, get_symmetric_quantization_config
 from torch import Tensor, nn
 from torch.export import Dim

@@ -21,11 +21,9 @@ from typing import Any
 import pytest
 import qompose
 import torch
-from qompose.counting import KERNELS_TAG
-from qompose.decomposed import quantize_per_tensor
-from qompose.graph import tag_of
-from qompose.plan import META_KEY
-from qompose.testing.measures import sqnr
+from qompose.program.meta import KERNELS_TAG, META_KEY, tag_of
+from qompose.spec.qdq import quantize_per_tensor
+from qompose.testing.fixtures import sqnr
 from qompose_xnnpack import ExecutorchProgram, XNNPACKQuantizer, get_symmetric_quantization_config
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram

@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 import qompose
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from qompose_xnnpack import ExecutorchProgram
 from qompose_xnnpack.executorch_api import ExecutorchInputError, ExecutorchTargetError
 from qompose_xnnpack.executorch_target import lower_to_executorch
@@ -291,7 +290,7 @@ class TestFiles:
         close(again.run(*ODD_ARGS, **ODD_KWARGS), graph(*ODD_ARGS, **ODD_KWARGS))
         with pytest.raises(ExecutorchInputError, match="input 'times'"):
             again.run(ODD_ARGS[0], 4, *ODD_ARGS[2:], **ODD_KWARGS)
-        with pytest.raises(qompose.StageError, match="carries no record"):
+        with pytest.raises(qompose.errors.StageError, match="carries no record"):
             qompose.report(again)
 
     def test_in_a_fresh_process(self, odd: Any, tmp_path: Path) -> None:

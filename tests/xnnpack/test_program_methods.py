@@ -99,7 +99,7 @@ class TestTogether:
         for use in (lambda: program.run(X), lambda: program.delegation):
             with pytest.raises(ExecutorchTargetError, match=r"encode, decode: use one of them"):
                 use()
-        with pytest.raises(qompose.StageError, match="pass one of them: encode, decode"):
+        with pytest.raises(qompose.errors.StageError, match="pass one of them: encode, decode"):
             qompose.report(program)
 
     def test_copies_and_files_have_all_methods(self, program: Any, tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ class TestErrors:
     ) -> None:
         monkeypatch.setattr("qompose_xnnpack.finishing.find_spec", lambda name: None)
         with pytest.raises(
-            qompose.TargetError, match=r'pip install "qompose-xnnpack\[executorch\]"'
+            qompose.errors.TargetError, match=r'pip install "qompose-xnnpack\[executorch\]"'
         ):
             qompose.lower(parts["encode"], "executorch")
         lowered = qompose.lower(parts, "torch")

@@ -87,7 +87,7 @@ def test_a_refusal_says_what_and_where_and_the_remedy(name: str) -> None:
     prepared = qompose.prepare_pt2e(exported, qompose.compose("xnnpack"))
     qompose.calibrate(prepared, [(batch,) for batch in batches])
     converted = qompose.convert_pt2e(prepared)
-    with pytest.raises(qompose.TargetError, match=message) as caught:
+    with pytest.raises(qompose.errors.TargetError, match=message) as caught:
         qompose.lower(converted, "executorch")
     assert "Lower the model for the target 'torch' instead" in str(caught.value)
     assert caught.value.__cause__ is not None
@@ -102,7 +102,7 @@ def test_a_convolution_of_two_sizes_known_at_run_time(kind: type[nn.Module]) -> 
     )
     prepared = qompose.prepare_pt2e(exported, qompose.compose("xnnpack"))
     prepared(x)
-    with pytest.raises(qompose.TargetError) as caught:
+    with pytest.raises(qompose.errors.TargetError) as caught:
         qompose.lower(qompose.convert_pt2e(prepared), "executorch")
     said = str(caught.value)
     assert re.search(r"because of conv\w+ \(aten.conv\w+ in 0\): XNNPACK reshapes", said)
@@ -124,6 +124,6 @@ def test_a_sentence_that_breaks_off_is_left_out_and_others_are_not() -> None:
 def test_what_the_runtime_refuses_names_the_operators_that_are_not_int8() -> None:
     graph = torch.export.export(Rounding(), (ROWS,)).module()
     with pytest.raises(
-        qompose.TargetError, match=r"cannot load .*kernels: .*aten.relu.default in inner"
+        qompose.errors.TargetError, match=r"cannot load .*kernels: .*aten.relu.default in inner"
     ):
         lower_to_executorch(graph, (ROWS,))

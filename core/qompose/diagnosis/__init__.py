@@ -1,2 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Diagnosis: where two forms of a program differ, which operator costs most, and what to leave in float."""
+"""Questions to a model: can it be quantized, where does it differ, what does each operator cost."""
+
+from qompose.diagnosis.operator_sensitivity import Sensitivity, SiteCost, sensitivity
+from qompose.diagnosis.support_query import NodeSupport, can_quantize
+from qompose.diagnosis.tuning_search import tune
+from qompose.diagnosis.tuning_trials import Tuning
+from qompose.diagnosis.value_comparison import compare
+from qompose.reporting.comparison_data import Compared, Comparison
+
+__all__ = [
+    "Compared",
+    "Comparison",
+    "NodeSupport",
+    "Sensitivity",
+    "SiteCost",
+    "Tuning",
+    "can_quantize",
+    "compare",
+    "sensitivity",
+    "tune",
+]

@@ -12,13 +12,13 @@
 from __future__ import annotations
 
 try:
-    import pytest as _pytest  # noqa: F401
+    import pytest as _pytest
 except ImportError as error:  # pragma: no cover - the tests of this package need it
     raise ImportError(
         'qompose.testing needs pytest, which comes with an extra: pip install "qompose[testing]"'
     ) from error
 
 from qompose.testing.contract import BackendContract
-from qompose.testing.failures import ContractError
+from qompose.testing.fixtures import ContractError
 
 __all__ = ["BackendContract", "ContractError"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is tried of a backend: its rows under its configurations, on the targets that exist here."""
+"""The cases of a backend, from its rule table."""
 
 from __future__ import annotations
 
@@ -9,25 +9,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeAlias
 
-from qompose import (
-    Backend,
-    PluginError,
-    QomposeError,
-    QuantizationConfig,
-    Quantizer,
-    Rule,
-    RuleQuantizer,
-    Target,
-    backends,
-    load_backend,
-)
-from qompose.lowering import TORCH_TARGET
-from qompose.numerics import quantized_range
-from qompose.rules import DYNAMIC
-from qompose.testing.building import Terms
-from qompose.testing.examples import Example, covering_forms, examples_of
-from qompose.testing.failures import Blocked, ContractError
-from qompose.testing.trials import Trial
+from qompose import QomposeError, QuantizationConfig, Quantizer, RuleQuantizer, backends
+from qompose.backend import Backend, Rule, Target, load_backend
+from qompose.backend.rule import DYNAMIC
+from qompose.errors import PluginError
+from qompose.lowering.lower_regions import TORCH_TARGET
+from qompose.spec.qparams import quantized_range
+from qompose.testing.fixtures import Blocked, ContractError
+from qompose.testing.trial import Example, Terms, Trial, covering_forms, examples_of
 
 BackendSource: TypeAlias = "str | Backend | Callable[[], Backend]"
 """The name of an installed backend, a backend, or what makes one."""
@@ -83,7 +72,7 @@ class Suite:
         if not isinstance(made, Backend):
             raise ContractError(
                 f"backend {self.source!r}",
-                expected="a qompose.Backend",
+                expected="a qompose.backend.Backend",
                 found=repr(made),
                 remedy='set `backend` to an entry point\'s name, a Backend or what makes one',
             )  # fmt: skip

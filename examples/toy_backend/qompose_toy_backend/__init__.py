@@ -7,12 +7,17 @@ from torch import Tensor
 from torch.nn import functional
 
 INT8 = qompose.QuantizationSpec(
-    torch.int8, qompose.HistogramObserver, -128, 127, torch.per_tensor_affine
+    torch.int8, qompose.observers.HistogramObserver, -128, 127, torch.per_tensor_affine
 )
 ROWS = qompose.QuantizationSpec(
-    torch.int8, qompose.PerChannelMinMaxObserver, -127, 127, torch.per_channel_symmetric, ch_axis=0
+    torch.int8,
+    qompose.observers.PerChannelMinMaxObserver,
+    -127,
+    127,
+    torch.per_channel_symmetric,
+    ch_axis=0,
 )
-ACTIVATION, WEIGHT = (qompose.TensorConstraint.like(spec) for spec in (INT8, ROWS))
+ACTIVATION, WEIGHT = (qompose.backend.TensorConstraint.like(spec) for spec in (INT8, ROWS))
 
 
 @torch.library.custom_op("qompose_toy_backend::linear", mutates_args=())
@@ -43,32 +48,32 @@ def linear_pattern(input, weight, bias=None):
 
 
 SHAPES, OPERATORS = ((2, 3), (4, 3), (4,)), (("linear", torch.ops.aten.linear.default),)
-LINEAR = qompose.Rule(
+LINEAR = qompose.backend.Rule(
     name="linear",
-    patterns=tuple(qompose.Pattern(linear_pattern, SHAPES[:n], OPERATORS) for n in (3, 2)),
+    patterns=tuple(qompose.backend.Pattern(linear_pattern, SHAPES[:n], OPERATORS) for n in (3, 2)),
     weight="weight",
     bias="bias",
     accepts={"activation": ACTIVATION, "weight": WEIGHT, "output": ACTIVATION},
-    kernels={"torch": qompose.Kernel("int8 linear", emit_linear)},
+    kernels={"torch": qompose.backend.Kernel("int8 linear", emit_linear)},
 )
-RELU = qompose.Rule(
+RELU = qompose.backend.Rule(
     name="relu",
-    patterns=(qompose.OperatorPattern((torch.ops.aten.relu.default,)),),
+    patterns=(qompose.backend.OperatorPattern((torch.ops.aten.relu.default,)),),
     activations=("self",),
     shares=True,  # input and output have one scale and zero point
     condition="all",  # it applies where the input is quantized already
     accepts={"activation": ACTIVATION},
-    kernels={"torch": qompose.Kernel("relu on integers", qompose.on_integers)},
+    kernels={"torch": qompose.backend.Kernel("relu on integers", qompose.backend.on_integers)},
 )
 
 
-class ToyBackend(qompose.Backend):
+class ToyBackend(qompose.backend.Backend):
     name = "toy_backend"
     api_version = 1
     rules = (LINEAR, RELU)  # in order of priority: longer fusions first
     configs = {"static": qompose.QuantizationConfig(INT8, INT8, ROWS, name="static")}
 
 
-@qompose.hookimpl
+@qompose.backend.hookimpl
 def qompose_backend():
     return ToyBackend()

@@ -6,7 +6,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from qompose import Backend, ConfigError, QuantizationConfig, RuleQuantizer
+from qompose import QuantizationConfig, RuleQuantizer
+from qompose.backend import Backend
+from qompose.errors import ConfigError
 from torch.fx import GraphModule, Node
 
 from qompose_embedding.configs import CONFIGS, get_default_embedding_quantization_config

@@ -7,13 +7,9 @@ from types import MappingProxyType
 from typing import Any, Final
 
 import torch
-from qompose import (
-    ConfigError,
-    PerBlockMinMaxObserver,
-    PerChannelMinMaxObserver,
-    QuantizationConfig,
-    QuantizationSpec,
-)
+from qompose import QuantizationConfig, QuantizationSpec
+from qompose.errors import ConfigError
+from qompose.observers import PerBlockMinMaxObserver, PerChannelMinMaxObserver
 
 BITS: Final = (8, 4, 2)
 

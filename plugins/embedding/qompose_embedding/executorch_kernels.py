@@ -12,7 +12,7 @@ import warnings
 from typing import Any
 
 import torch
-from qompose import NotLowerable, QuantizedTensor, Region
+from qompose.backend import NotLowerable, QuantizedTensor, Region
 from torch import Tensor
 from torch.fx import Node
 

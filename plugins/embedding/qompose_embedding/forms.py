@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from qompose import NotLowerable, QuantizedTensor
+from qompose.backend import NotLowerable, QuantizedTensor
 from torch import Tensor
 
 

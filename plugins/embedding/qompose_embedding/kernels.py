@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from qompose import NotLowerable, Region
+from qompose.backend import NotLowerable, Region
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import torch
-from qompose import Kernel, OperatorPattern, Region, Rule, TensorConstraint
+from qompose.backend import Kernel, OperatorPattern, Region, Rule, TensorConstraint
 from torch import Tensor
 from torch.fx import Node
 

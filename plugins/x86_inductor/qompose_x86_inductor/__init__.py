@@ -20,7 +20,7 @@ __all__ = [
 ]
 
 
-@qompose.hookimpl
-def qompose_backend() -> qompose.Backend:
+@qompose.backend.hookimpl
+def qompose_backend() -> qompose.backend.Backend:
     """Return the backend that the entry point `x86_inductor` names."""
     return X86InductorBackend()

@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from qompose import Backend, LateOperators, QuantizationConfig, RuleQuantizer, RuleUse
+from qompose import QuantizationConfig, RuleQuantizer
+from qompose.backend import Backend, LateOperators, RuleUse
 from torch import nn
 from torch.fx import GraphModule
 

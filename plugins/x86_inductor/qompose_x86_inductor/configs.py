@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import torch
 from qompose import (
-    ConfigError,
-    PlaceholderObserver,
     QuantizationConfig,
     QuantizationSpec,
     SmoothQuant,
@@ -14,6 +12,8 @@ from qompose import (
     training_config,
     weight_spec,
 )
+from qompose.errors import ConfigError
+from qompose.observers import PlaceholderObserver
 
 from qompose_x86_inductor import isa as machine
 from qompose_x86_inductor.weight_only_ops import GROUP_SIZES
@@ -64,10 +64,10 @@ def get_default_x86_inductor_quantization_config(
         isa: the processor that the model will run on: "avx2" or "avx512" (without VNNI), "vnni" or
             "amx". None: this machine.
         range: how a static activation's range is estimated: "histogram", "mse", "percentile", "entropy",
-            "minmax", "moving_average" or "torch_histogram" (`qompose.observer_for_range`).
+            "minmax", "moving_average" or "torch_histogram" (`qompose.observers.observer_for_range`).
         weight_range: how a weight's range is estimated: "minmax", "mse" or "histogram"
-            (`qompose.weight_observer_for_range`). The last two clip, more with four bits than with eight;
-            groups have "minmax" only.
+            (`qompose.observers.weight_observer_for_range`). The last two clip, more with four bits than
+            with eight; groups have "minmax" only.
         balance: let channels of very different size get factors of their own (`QuantizationConfig`);
             it takes effect with static activations, and not in training.
         repairs: words for rewrites that mend what eight bits break: "equalization", "smooth_quant" and

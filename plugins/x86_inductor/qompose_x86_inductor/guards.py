@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from qompose import Guard, Match
+from qompose.backend import Guard, Match
 from torch.fx import Node
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from qompose import Kernel, NotLowerable, QuantizedTensor, Region
+from qompose.backend import Kernel, NotLowerable, QuantizedTensor, Region
 from torch.fx import Node
 
 from qompose_x86_inductor import isa, ops
@@ -45,7 +45,7 @@ class Product:
         self.activation, self.add = activation, add
 
     def __call__(self, region: Region) -> Node:
-        """Insert the call; see `qompose.Kernel`.
+        """Insert the call; see `qompose.backend.Kernel`.
 
         Raises:
             NotLowerable: an input arrives in float, or consumers want integers oneDNN does not make.
@@ -116,7 +116,7 @@ class Unary:
         self.operator, self.names = operator, names
 
     def __call__(self, region: Region) -> Node:
-        """Insert the call; see `qompose.Kernel`."""
+        """Insert the call; see `qompose.backend.Kernel`."""
         literals = {name: region.argument("output", name) for name in self.names}
         if "stride" in literals:
             literals["stride"] = literals["stride"] or literals["kernel_size"]

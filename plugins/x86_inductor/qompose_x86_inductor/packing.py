@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 
 from qompose_x86_inductor import isa
-from qompose_x86_inductor.arguments import QUANTIZED as QUANTIZED
-from qompose_x86_inductor.arguments import Geometry as Geometry
-from qompose_x86_inductor.arguments import Product as Product
-from qompose_x86_inductor.arguments import dequantize as dequantize
-from qompose_x86_inductor.arguments import flip_sign_bit as flip_sign_bit
-from qompose_x86_inductor.arguments import image_shape as image_shape
-from qompose_x86_inductor.arguments import summand as summand
+from qompose_x86_inductor.arguments import (
+    QUANTIZED as QUANTIZED,
+    Geometry as Geometry,
+    Product as Product,
+    dequantize as dequantize,
+    flip_sign_bit as flip_sign_bit,
+    image_shape as image_shape,
+    summand as summand,
+)
 from qompose_x86_inductor.derived import derived
 from qompose_x86_inductor.placing import placed
 

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
-from qompose import Pattern
+from qompose.backend import Pattern
 from torch import Tensor
 
 aten = torch.ops.aten

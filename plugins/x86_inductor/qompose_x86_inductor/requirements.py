@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from qompose import QuantizationSpecBase, RuleUse
+from qompose.backend import RuleUse
+from qompose.spec import QuantizationSpecBase
 
 from qompose_x86_inductor import isa
 

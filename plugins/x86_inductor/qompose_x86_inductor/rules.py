@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from qompose import Guard, Kernel, OperatorPattern, Rule, TensorConstraint, on_integers
+from qompose.backend import Guard, Kernel, OperatorPattern, Rule, TensorConstraint, on_integers
 
 from qompose_x86_inductor import guards
 from qompose_x86_inductor.kernels import (

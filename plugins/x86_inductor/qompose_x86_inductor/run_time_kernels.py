@@ -6,12 +6,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from qompose import DynamicTensor, NotLowerable, Region
+from qompose.backend import DynamicTensor, NotLowerable, Region
 from torch.fx import Node
 
-from qompose_x86_inductor import ops
-from qompose_x86_inductor import run_time_ops as _run_time_ops  # noqa: F401 - registers
-from qompose_x86_inductor import weight_only_ops as _weight_only_ops  # noqa: F401 - registers
+from qompose_x86_inductor import (
+    ops,
+    run_time_ops as _run_time_ops,  # noqa: F401 - registers
+    weight_only_ops as _weight_only_ops,  # noqa: F401 - registers
+)
 from qompose_x86_inductor.kernels import Product, channel_scales
 from qompose_x86_inductor.patterns import Activation
 
@@ -25,7 +27,7 @@ class PerTensor(Product):
         super().__init__("linear", activation, add=False)
 
     def __call__(self, region: Region) -> Node:
-        """Insert the call; see `qompose.Kernel`.
+        """Insert the call; see `qompose.backend.Kernel`.
 
         Raises:
             NotLowerable: the input is not quantized to uint8 with one scale.

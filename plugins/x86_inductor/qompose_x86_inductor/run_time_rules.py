@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
-from qompose import Guard, Kernel, Match, Pattern, Region, Rule, TensorConstraint
+from qompose.backend import Guard, Kernel, Match, Pattern, Region, Rule, TensorConstraint
 from torch.fx import Node
 
 from qompose_x86_inductor import guards

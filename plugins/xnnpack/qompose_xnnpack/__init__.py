@@ -18,7 +18,7 @@ __all__ = [
 ]
 
 
-@qompose.hookimpl
-def qompose_backend() -> qompose.Backend:
+@qompose.backend.hookimpl
+def qompose_backend() -> qompose.backend.Backend:
     """Return the backend that the entry point `xnnpack` names."""
     return XNNPACKBackend()

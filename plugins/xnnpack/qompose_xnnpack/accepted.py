@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
-from qompose import TensorConstraint
+from qompose.backend import TensorConstraint
 
 GROUP_SIZES = (32, 64, 128, 256)
 """Sizes of int4 groups: XNNPACK packs multiples of 32 (executorch 1.5.1)."""

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from qompose import Backend, RuleQuantizer, Target
+from qompose import RuleQuantizer
+from qompose.backend import Backend, Target
 
 from qompose_xnnpack.configs import CONFIGS
 from qompose_xnnpack.finishing import finish, finish_methods, missing

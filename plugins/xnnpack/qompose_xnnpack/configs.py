@@ -7,14 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from qompose import (
-    ConfigError,
-    QuantizationConfig,
-    SmoothQuant,
-    activation_spec,
-    training_config,
-    weight_spec,
-)
+from qompose import QuantizationConfig, SmoothQuant, activation_spec, training_config, weight_spec
+from qompose.errors import ConfigError
 
 from qompose_xnnpack.accepted import GROUP_SIZES
 
@@ -54,10 +48,10 @@ def get_symmetric_quantization_config(
             itself does nothing else; in process, linears can have one for the whole tensor.
         weight_only: quantize weights alone; they are stored as integers and computed with as floats.
         range: how a static activation's range is estimated: "histogram", "mse", "percentile", "entropy",
-            "minmax", "moving_average" or "torch_histogram" (`qompose.observer_for_range`).
+            "minmax", "moving_average" or "torch_histogram" (`qompose.observers.observer_for_range`).
         weight_range: how a weight's range is estimated: "minmax", "mse" or "histogram"
-            (`qompose.weight_observer_for_range`). The last two clip, more with four bits than with eight;
-            groups have "minmax" only.
+            (`qompose.observers.weight_observer_for_range`). The last two clip, more with four bits than
+            with eight; groups have "minmax" only.
         balance: let channels of very different size get factors of their own (`QuantizationConfig`);
             it takes effect with static activations and per-channel weights, and not in training.
         repairs: words for rewrites that mend what eight bits break: "equalization", "smooth_quant" and

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from qompose import TargetError
+from qompose.errors import TargetError
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
@@ -72,8 +72,7 @@ def import_lowering() -> Lowering:
     try:
         # Registers the out variants of quantized_decomposed, also for the running process.
         import executorch.kernels.quantized  # noqa: F401
-        from executorch.backends.xnnpack.partition import config as partitioner_configs
-        from executorch.backends.xnnpack.partition import xnnpack_partitioner
+        from executorch.backends.xnnpack.partition import config as configs, xnnpack_partitioner
         from executorch.backends.xnnpack.utils.quant_utils import is_tagged_as_implicit_q_dq
         from executorch.exir import ExecutorchBackendConfig, to_edge_transform_and_lower
         from executorch.exir.backend.canonical_partitioners.config_partitioner import (
@@ -93,7 +92,7 @@ def import_lowering() -> Lowering:
             leave_what_breaks(self.target_partitioner_configs, self._knows)
 
         def partition(self, exported_program: Any) -> Any:
-            with heard(partitioner_configs) as reasons:
+            with heard(configs) as reasons:
                 result = super().partition(exported_program)
             tagged = result.tagged_exported_program
             untag_orphans(tagged.graph)

@@ -11,19 +11,28 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from qompose import CallSignature
+from qompose.backend import CallSignature
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
 from qompose_xnnpack.edge_passes import without_idle_expands
-from qompose_xnnpack.executorch_api import ExecutorchTargetError, Lowering, import_lowering
-from qompose_xnnpack.executorch_api import import_runtime as import_runtime
-from qompose_xnnpack.executorch_api import quiet as quiet
+from qompose_xnnpack.executorch_api import (
+    ExecutorchTargetError,
+    Lowering,
+    import_lowering,
+    import_runtime as import_runtime,
+    quiet as quiet,
+)
 from qompose_xnnpack.exporting import export
 from qompose_xnnpack.interface import interface_of
-from qompose_xnnpack.program import FORWARD as FORWARD
-from qompose_xnnpack.program import INTERFACE, Parts, method_names, packed
-from qompose_xnnpack.program import ExecutorchProgram as ExecutorchProgram
+from qompose_xnnpack.program import (
+    FORWARD as FORWARD,
+    INTERFACE,
+    ExecutorchProgram as ExecutorchProgram,
+    Parts,
+    method_names,
+    packed,
+)
 from qompose_xnnpack.refusals import cannot_lower
 
 

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from qompose import CallSignature, Finished
+from qompose.backend import CallSignature, Finished
 from torch.fx import Graph, GraphModule, Node
 
 from qompose_xnnpack.delegation import Delegation

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from qompose import NotLowerable, QuantizedTensor, Region
+from qompose.backend import NotLowerable, QuantizedTensor, Region
 from torch.fx import Node
 
 from qompose_xnnpack import ops
@@ -27,7 +27,7 @@ class Weighted:
         self.operator = operator
 
     def __call__(self, region: Region) -> Node:
-        """Insert the call; see `qompose.Kernel`."""
+        """Insert the call; see `qompose.backend.Kernel`."""
         source, weight = region.quantized("input"), region.quantized("weight")
         output = region.quantized("output")
         integers, geometry = placed(region, self.operator, source, weight)
@@ -51,7 +51,7 @@ class Pairwise:
         self.operator = operator
 
     def __call__(self, region: Region) -> Node:
-        """Insert the call; see `qompose.Kernel`."""
+        """Insert the call; see `qompose.backend.Kernel`."""
         output = region.quantized("output")
         left, right = region.quantized_inputs("self")[0], region.quantized_inputs("other")[-1]
         return region.call(
@@ -74,7 +74,7 @@ class Reduction:
         self.operator, self.names = operator, names
 
     def __call__(self, region: Region) -> Node:
-        """Insert the call; see `qompose.Kernel`."""
+        """Insert the call; see `qompose.backend.Kernel`."""
         (source,), output = region.quantized_inputs("self"), region.quantized("output")
         literals = {name: region.argument("output", name) for name in self.names}
         if "stride" in literals:

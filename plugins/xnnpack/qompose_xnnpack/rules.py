@@ -9,7 +9,7 @@ from itertools import product
 from typing import Any
 
 import torch
-from qompose import (
+from qompose.backend import (
     Guard,
     Kernel,
     OperatorPattern,
@@ -20,8 +20,7 @@ from qompose import (
 )
 from torch.fx import Node
 
-from qompose_xnnpack import executorch_kernels as portable
-from qompose_xnnpack import guards
+from qompose_xnnpack import executorch_kernels as portable, guards
 from qompose_xnnpack.accepted import GROUPS, PER_CHANNEL, PER_TENSOR, WEIGHT, at_run_time, static
 from qompose_xnnpack.kernels import Pairwise, Reduction, Weighted, clamp, unmoved
 from qompose_xnnpack.patterns import PAIRWISE, WEIGHTED, pairwise, weighted

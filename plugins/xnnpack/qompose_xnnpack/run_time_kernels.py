@@ -8,7 +8,7 @@ import operator
 from typing import Any
 
 import torch
-from qompose import DynamicTensor, NotLowerable, QuantizedTensor, Region
+from qompose.backend import DynamicTensor, NotLowerable, QuantizedTensor, Region
 from torch.fx import Node
 
 from qompose_xnnpack import ops
@@ -25,7 +25,7 @@ class Dynamic:
         self.operator = operator
 
     def __call__(self, region: Region) -> Node:
-        """Insert the call; see `qompose.Kernel`."""
+        """Insert the call; see `qompose.backend.Kernel`."""
         source, weight = _checked(region.dynamic("input")), region.quantized("weight")
         suffix = "_per_tensor" if source.dims is None else ""
         values, geometry = source.node, list[Any]()

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import qompose
 import torch
-from qompose import conversion
-from qompose.estimation import Estimation
+from qompose.conversion import convert
+from qompose.conversion.qparams_solver import Estimation
 from torch import Tensor
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
@@ -24,14 +24,14 @@ def alone(prepared: GraphModule, claims: Iterable[int]) -> GraphModule:
     kept = set(claims)
 
     class Only(Estimation):
-        def __init__(self, model: GraphModule, plan: qompose.Plan) -> None:
+        def __init__(self, model: GraphModule, plan: qompose.plan.Plan) -> None:
             super().__init__(model, plan)
             others = set(range(len(plan.claims))) - kept
             self.dropped.update(dict.fromkeys(others, "switched off"))
 
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore", qompose.QomposeWarning)
-        patch.setattr(conversion, "Estimation", Only)
+        patch.setattr(convert, "Estimation", Only)
         return qompose.convert_pt2e(prepared)
 
 
@@ -64,5 +64,5 @@ def expected_costs(
     return found
 
 
-def observed_costs(ranking: qompose.Sensitivity) -> dict[tuple[str, ...], float]:
+def observed_costs(ranking: qompose.diagnosis.Sensitivity) -> dict[tuple[str, ...], float]:
     return {row.operators: row.cost for row in ranking}

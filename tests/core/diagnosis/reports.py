@@ -6,9 +6,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from qompose.counting import Counts
-from qompose.diagnosis.comparison import Compared, Comparison
-from qompose.ledger import FLOAT, KERNEL, SIMULATED, Report, Row
+from qompose.reporting.comparison_data import Compared, Comparison
+from qompose.reporting.report_data import FLOAT, KERNEL, SIMULATED, Counts, Report, Row
 
 EVIL = "</script><script>alert(1)</script><!-- <b> & \" '"
 

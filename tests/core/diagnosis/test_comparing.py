@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 import qompose
 import torch
-from qompose.diagnosis.comparison import (
+from qompose.plan.plan import attach
+from qompose.program.meta import STAGE_KEY, values_of
+from qompose.reporting.comparison_data import (
     CLIPPING,
     EQUAL,
     FALLBACK,
@@ -22,8 +24,6 @@ from qompose.diagnosis.comparison import (
     ROUNDING,
     UNKNOWN,
 )
-from qompose.graph import STAGE_KEY, values_of
-from qompose.plan import attach
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
@@ -264,7 +264,7 @@ def test_a_trained_model_in_training_is_refused() -> None:
     program = export(seeded(net), randn(2, 4))
     prepared = qompose.prepare_qat_pt2e(program, toy())
     prepared.train()
-    with pytest.raises(qompose.StageError, match=r"eval\(\)"):
+    with pytest.raises(qompose.errors.StageError, match=r"eval\(\)"):
         qompose.compare(program, prepared, [randn(2, 4)])
     qompose.calibrate(prepared.eval(), [randn(2, 4)])
     found = qompose.compare(program, prepared, [randn(2, 4)])
@@ -289,9 +289,9 @@ def test_a_batch_norm_that_was_trained_leaves_nothing_unpaired() -> None:
     [
         ((1, "converted", BATCHES), qompose.UserError, "reference"),
         (("float", None, BATCHES), qompose.UserError, "other program"),
-        (("float", "converted", []), qompose.CalibrationError, "no inputs"),
+        (("float", "converted", []), qompose.errors.CalibrationError, "no inputs"),
         (("float", "converted", 5), qompose.UserError, "iterable"),
-        (("float", "converted", [randn(2, 3)]), qompose.CalibrationError, "input 1"),
+        (("float", "converted", [randn(2, 3)]), qompose.errors.CalibrationError, "input 1"),
     ],
 )
 def test_what_cannot_be_compared(stages: Any, arguments: Any, error: Any, text: str) -> None:

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import qompose
 import torch
-from qompose import OperatorPattern, QuantizationConfig
-from qompose.diagnosis.comparison import ROUNDING
-from qompose.diagnosis.lockstep import unread_in
-from qompose.diagnosis.stepping import repeatable
+from qompose import QuantizationConfig
+from qompose.backend import OperatorPattern
+from qompose.diagnosis.replay import repeatable
+from qompose.diagnosis.value_comparison import unread_in
+from qompose.reporting.comparison_data import ROUNDING
 from torch import Tensor, nn
 from torch.nn import functional as F
 

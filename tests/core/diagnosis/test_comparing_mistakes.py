@@ -11,12 +11,10 @@ from typing import Any
 import pytest
 import qompose
 import torch
-from qompose import MemberError, StageError, UserError
-from qompose.counting import KERNELS_TAG
-from qompose.diagnosis.comparison import CLIPPING, KERNEL, NOT_FINITE
-from qompose.errors import BatchError
-from qompose.graph import tag_of
-from qompose.plan import META_KEY
+from qompose import UserError
+from qompose.errors import BatchError, MemberError, StageError
+from qompose.program.meta import KERNELS_TAG, META_KEY, tag_of
+from qompose.reporting.comparison_data import CLIPPING, KERNEL, NOT_FINITE
 from torch import Tensor, nn
 
 from tests.core.toy import export, randn, seeded, toy

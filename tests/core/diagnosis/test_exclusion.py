@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import qompose
 import torch
-from qompose.diagnosis.exclusion import excluding
-from qompose.selectors import for_name
+from qompose.diagnosis.tuning_trials import excluding
+from qompose.spec.selectors import for_name
 from torch import Tensor, nn
 
 from tests.core.toy import (
@@ -52,7 +52,7 @@ X = randn(8, 4)
 PROGRAM = export(seeded(Chain()), X)
 
 
-def tuned(quantizer: Any, drop: float, metric: Callable[[Any], float]) -> qompose.Tuning:
+def tuned(quantizer: Any, drop: float, metric: Callable[[Any], float]) -> qompose.diagnosis.Tuning:
     return qompose.tune(PROGRAM, quantizer, [(X,)], metric, drop, progress=False)
 
 

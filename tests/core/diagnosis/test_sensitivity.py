@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 import qompose
 import torch
-from qompose import MemberError, StageError, UserError
-from qompose.diagnosis import switching
-from qompose.diagnosis.stepping import run_call
-from qompose.diagnosis.switching import SwitchedProgram
-from qompose.errors import BatchError
+from qompose import UserError
+from qompose.diagnosis import operator_sensitivity
+from qompose.diagnosis.operator_sensitivity import SwitchedProgram
+from qompose.diagnosis.replay import run_call
+from qompose.errors import BatchError, MemberError, StageError
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from tests.core.diagnosis.brute import cost, expected_costs, observed_costs
-from tests.core.test_delegation import member as compressing
+from tests.core.observers.test_delegation import member as compressing
 from tests.core.toy import (
     DYNAMIC,
     PER_TENSOR,
@@ -152,7 +152,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         ran.extend([node.name] if "linear" in str(node.target) else [])
         return run_call(node, *args)
 
-    monkeypatch.setattr(switching, "run_call", counted)
+    monkeypatch.setattr(operator_sensitivity, "run_call", counted)
     return ran
 
 
@@ -255,7 +255,7 @@ def test_errors() -> None:
         qompose.sensitivity(prepared, [batches[0], (PIXELS, PIXELS)])
     with pytest.raises(StageError, match="sensitivity takes a prepared model"):
         qompose.sensitivity(qompose.convert_pt2e(prepared), batches)
-    with pytest.raises(qompose.UncalibratedError):
+    with pytest.raises(qompose.errors.UncalibratedError):
         qompose.sensitivity(prepare(export(seeded(make()), PIXELS), toy()), batches)
     with pytest.raises(UserError, match=r"no site 'conv' was measured \(did you mean 'conv2d'"):
         qompose.sensitivity(prepared, batches)["conv"]
@@ -353,7 +353,7 @@ def test_what_cannot_be_switched_apart_is_named() -> None:
     def linears(node: Node) -> None:
         if node.target is aten.linear.default:
             first = next(user for user in node.args[0].users if user.target is node.target)
-            shared = qompose.SharedQuantizationSpec((node.args[0], first))
+            shared = qompose.spec.SharedQuantizationSpec((node.args[0], first))
             annotate(node, {node.args[0]: halves if node is first else shared})
 
     batches = [(randn(3, 4),)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import qompose
 import torch
-from qompose.rewrites import SCALAR_TO_TENSOR
+from qompose.program.rewrites import SCALAR_TO_TENSOR
 from torch import Tensor, nn
 
 from tests.core.toy import ADD, LINEAR, export, randn, seeded, toy

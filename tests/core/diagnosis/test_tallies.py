@@ -7,9 +7,10 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from qompose.diagnosis.comparison import (
+from hypothesis import given, strategies as st
+from qompose.diagnosis.error_measures import Tally
+from qompose.diagnosis.replay import Grid
+from qompose.reporting.comparison_data import (
     ARITHMETIC,
     CLIPPING,
     EQUAL,
@@ -19,8 +20,6 @@ from qompose.diagnosis.comparison import (
     NOT_FINITE,
     ROUNDING,
 )
-from qompose.diagnosis.pairing import Grid
-from qompose.diagnosis.tallies import Tally
 from torch import Tensor
 
 GRID = Grid(0.1, 0, -128, 127)

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import qompose
 import torch
-from qompose import MemberError, TuningError, UserError
+from qompose import UserError
+from qompose.errors import MemberError, TuningError
 from torch import Tensor, nn
 
 from tests.core.toy import (
@@ -242,7 +243,7 @@ def test_files_of_other_tunings_are_refused(tmp_path: Path) -> None:
 def test_saved_and_read(tmp_path: Path, scores: dict[frozenset[str], float]) -> None:
     found = tuned(drop=-0.2 * scores[frozenset()])
     found.save(tmp_path / "tuned.json")
-    loaded = qompose.Tuning.load(tmp_path / "tuned.json")
+    loaded = qompose.diagnosis.Tuning.load(tmp_path / "tuned.json")
     assert loaded == found
     assert loaded.to_text() == found.to_text()
     assert loaded.to_markdown() == found.to_markdown()
@@ -257,10 +258,10 @@ def test_files_that_hold_no_tuning(tmp_path: Path) -> None:
     for text in ("", "{}", "[1]", '{"format": 1, "excluded": [{}]}'):
         file.write_text(text, "utf-8")
         with pytest.raises(UserError, match="holds no tuning"):
-            qompose.Tuning.load(file)
+            qompose.diagnosis.Tuning.load(file)
     file.write_text('{"format": 99}', "utf-8")
     with pytest.raises(UserError, match="newer release"):
-        qompose.Tuning.load(file)
+        qompose.diagnosis.Tuning.load(file)
 
 
 def test_data_that_can_be_gone_through_once(scores: dict[frozenset[str], float]) -> None:

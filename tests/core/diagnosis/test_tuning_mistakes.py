@@ -19,7 +19,7 @@ X = randn(16, 4)
 PROGRAM = export(seeded(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))), X)
 
 
-def tuned(metric: Any, drop: float = 0.0, **options: Any) -> qompose.Tuning:
+def tuned(metric: Any, drop: float = 0.0, **options: Any) -> qompose.diagnosis.Tuning:
     data = options.pop("data", [X])
     return qompose.tune(PROGRAM, toy(), data, metric, drop, progress=False, **options)
 
@@ -90,7 +90,7 @@ def test_scores_without_bound_are_written(tmp_path: Path) -> None:
     assert found.attempts[0].drop == math.inf
     json.dumps(found.to_dict(), allow_nan=False)
     found.save(tmp_path / "tuned.json")
-    assert qompose.Tuning.load(tmp_path / "tuned.json") == found
+    assert qompose.diagnosis.Tuning.load(tmp_path / "tuned.json") == found
 
 
 def test_places_where_nothing_can_be_kept(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_scores_without_bound_are_told_in_words() -> None:
         asked.append(model)
         return 0.0 if len(asked) == 1 else -math.inf
 
-    with pytest.raises(qompose.TuningError) as caught:
+    with pytest.raises(qompose.errors.TuningError) as caught:
         tuned(metric)
     told = str(caught.value)
     assert "metric has no number for any of the 2 that were tried, but -inf" in told

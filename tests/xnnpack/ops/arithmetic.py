@@ -6,8 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from hypothesis import settings
-from hypothesis import strategies as st
+from hypothesis import settings, strategies as st
 from qompose_xnnpack import ops
 from torch import Tensor
 

@@ -7,8 +7,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from qompose_xnnpack import convolution, integer
 from torch import Tensor
 from torch.nn import functional

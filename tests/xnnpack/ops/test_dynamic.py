@@ -12,8 +12,7 @@ import torch
 
 # Registers the quantized_decomposed operators.
 import torch.ao.quantization.fx._decomposed
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from qompose_xnnpack.ops import dynamic
 from torch import Tensor
 from torch.nn import functional

@@ -6,8 +6,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from qompose_xnnpack.ops import quantized_bound
 
 from tests.xnnpack.ops.arithmetic import examples, scales, zero_points

@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bias correction: the mean error of rounded weights taken off the bias.
+
+Rounding a weight by E moves the mean of a product's outputs by `E[E x] = E E[x]`, which the means of the
+input's channels tell (Nagel et al., "Data-Free Quantization Through Weight Equalization and Bias
+Correction", 2019). Of a convolution that is computed by itself, on an image of means, so that padding,
+strides and groups count as they do. The rounding of activations is without bias, and is left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from qompose.algorithms.channel_scaling import Factoring
+from qompose.algorithms.products import product_node
+from qompose.observers.tensor_statistics import mean_observers
+from qompose.plan.plan import Plan
+from qompose.program.aliasing import written_buffers
+from qompose.program.control_flow import count_readers, graphs_in, nodes_in
+from qompose.program.graph import (
+    address_of,
+    constant_of,
+    describe,
+    owner_of,
+    set_attribute,
+    value_of,
+)
+from qompose.spec.algorithm_options import BIAS_CORRECTION
+from qompose.spec.claim import Claim, Point
+from qompose.spec.qdq import QParams, integers_of, static_pair
+
+
+class _NotCorrected(Exception):  # noqa: N818 - it says what the product is
+    """Raised with the reason why a bias stays as it is."""
+
+
+class Solved(Protocol):
+    """What the statistics were found to give.
+
+    Attributes:
+        dropped: claims that cannot be followed, with the reason.
+        qparams: the scale and zero point of each sharing group.
+        factoring: the factors of channels, and the parameters that take them up.
+    """
+
+    dropped: dict[int, str]
+    qparams: dict[int, QParams]
+    factoring: Factoring
+
+
+@dataclass
+class Corrected:
+    """What reports say: of biases that were corrected, and of those that were asked for and were not."""
+
+    made: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Operands:
+    """What a product of a prepared program reads, behind the observers."""
+
+    node: Node
+    source: Node
+    weight: Node
+    bias: Node | None
+
+    @classmethod
+    def of(cls, node: Node) -> _Operands:
+        bias = node.args[2] if len(node.args) > 2 else None
+        return cls(
+            node,
+            _behind(node.args[0]),
+            _behind(node.args[1]),
+            None if bias is None else _behind(bias),
+        )
+
+    @property
+    def channel_dim(self) -> int:
+        """Return the dimension that has the channels of its input, and of its output."""
+        rank, linear = (
+            value_of(self.source).dim(),
+            self.node.target is torch.ops.aten.linear.default,
+        )
+        weight = constant_of(self.weight)
+        assert weight is not None
+        return int(rank - 1 if linear else rank - (weight.dim() - 1))
+
+
+def _behind(argument: Any) -> Node:
+    while argument.op == "call_module":
+        argument = argument.args[0]
+    assert isinstance(argument, Node)
+    return argument
+
+
+def wanted_means(claims: Sequence[Claim], nodes: Mapping[str, Node]) -> Iterator[tuple[Node, int]]:
+    """Yield the inputs whose means are needed, each with the dimension of its channels."""
+    for claim in claims:
+        node = product_node(claim, nodes) if BIAS_CORRECTION in claim.repairs else None
+        if node is not None:
+            operands = _Operands.of(node)
+            yield operands.source, operands.channel_dim
+
+
+def correct_biases(model: GraphModule, plan: Plan, estimation: Solved) -> Corrected:
+    """Correct the biases of products whose claims ask for it, in place, before weights become integers."""
+    done = Corrected()
+    asking = [(n, c) for n, c in enumerate(plan.claims) if BIAS_CORRECTION in c.repairs]
+    if not asking:
+        return done
+    nodes = {node.name: node for node in nodes_in(model)}
+    means = {value: observer.means().values() for _, value, observer in mean_observers(model)}
+    correcting = _Correcting(model, plan, estimation, means)
+    for number, claim in asking:
+        node = product_node(claim, nodes)
+        try:
+            if node is None:
+                raise _NotCorrected("it is neither a linear nor a convolution")
+            if number in estimation.dropped:
+                raise _NotCorrected(f"it stays in float, since {estimation.dropped[number]}")
+            done.made.append(correcting.correct(claim, node))
+        except _NotCorrected as reason:
+            where = describe(nodes[claim.anchor] if node is None else node)
+            done.refused.append(f"{BIAS_CORRECTION} of {where} was not made: {reason}")
+    for node, _, _ in mean_observers(model):
+        node.graph.erase_node(node)
+    return done
+
+
+class _Correcting:
+    def __init__(
+        self,
+        model: GraphModule,
+        plan: Plan,
+        estimation: Solved,
+        means: Mapping[Node, Tensor | str],
+    ) -> None:
+        self._estimation, self._means = estimation, means
+        self._readers = count_readers(model)
+        self._written = {p for part in graphs_in(model) for p in written_buffers(part.graph)}
+        self._groups = {p: n for n, group in enumerate(plan.groups) for p in group.points}
+
+    def correct(self, claim: Claim, node: Node) -> str:
+        """Correct a bias, and return how much that was.
+
+        Raises:
+            _NotCorrected: it stays as it is.
+        """
+        product = _Operands.of(node)
+        if product.bias is None:
+            raise _NotCorrected("it has no bias, and its kernel was chosen without one")
+        bias = constant_of(product.bias)
+        if bias is None:
+            raise _NotCorrected(f"{product.bias.name}, which it adds, is computed")
+        if self._readers.get(address_of(bias), 0) > 1:
+            raise _NotCorrected(f"{product.bias.target} is read by other operators too")
+        if str(product.bias.target) in self._written:
+            raise _NotCorrected(f"the program writes to {product.bias.target}")
+        mean = self._mean(product)
+        moved = _moved(product, self._rounding(product, node), mean)
+        corrected = (bias.detach().double() + moved.to(bias.device)).to(bias.dtype)
+        if isinstance(bias, torch.nn.Parameter):
+            corrected = torch.nn.Parameter(corrected, bias.requires_grad)
+        set_attribute(owner_of(product.bias), str(product.bias.target), corrected)
+        most, usual = float(moved.abs().amax()), float(moved.square().mean().sqrt())
+        return (
+            f"{BIAS_CORRECTION} of {describe(node)}: the means of its outputs were off by up to {most:.3g}, "
+            f"{usual:.3g} in the root mean square"
+        )
+
+    def _mean(self, product: _Operands) -> Tensor:
+        """Return the means of the input as the weight sees it: with the factors of its channels."""
+        found = self._means.get(product.source, "nobody could keep them")
+        if isinstance(found, str):
+            raise _NotCorrected(f"of the means of {product.source.name}: {found}")
+        for vector, dim in self._estimation.factoring.absorbed(product.weight.name):
+            found = found / vector.double().cpu() if dim == 1 else found
+        return found
+
+    def _rounding(self, product: _Operands, node: Node) -> Tensor:
+        """Return what rounding takes from the weight."""
+        number = self._groups.get(Point(product.weight.name, node.name))
+        q = None if number is None else self._estimation.qparams.get(number)
+        if q is None:
+            raise _NotCorrected(f"{product.weight.target} has no integers that are known here")
+        weight = self._estimation.factoring.constant(product.weight.name)
+        return weight.double() - _as_rounded(weight, q).double()
+
+
+def _as_rounded(weight: Tensor, q: QParams) -> Tensor:
+    scale, zero_point = q.scale.to(weight.device), q.zero_point.to(weight.device)
+    given: tuple[Any, Any] = (
+        (float(scale), int(zero_point)) if q.per_tensor else (scale, zero_point)
+    )
+    pair = static_pair(q, tuple(weight.shape), *given)
+    arguments, keywords = pair.to_float(torch.float32)
+    rounded: Tensor = pair.dequantize(integers_of(weight, q), *arguments, **keywords)
+    return rounded
+
+
+def _moved(product: _Operands, rounding: Tensor, mean: Tensor) -> Tensor:
+    """Return the mean of what a product gives for a weight, by output channel, on an image of means."""
+    shape = [_size(size) for size in value_of(product.source).shape]
+    dim = product.channel_dim
+    shape[:dim] = [1] * dim
+    image = mean.view(-1, *[1] * (len(shape) - dim - 1)).expand(shape)
+    operator: Any = product.node.target
+    rest = product.node.args[3:]
+    result: Tensor = operator(image, rounding.cpu(), None, *rest, **product.node.kwargs)
+    return result.mean([d for d in range(result.dim()) if d != dim])
+
+
+def _size(size: Any) -> int:
+    """Return a size; of one that is open, that of the example."""
+    hint = size if isinstance(size, int) else size.node.hint
+    if hint is None:
+        raise _NotCorrected("the size of its input is open")
+    return int(hint)

@@ -1,0 +1,503 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Channel scaling: factors (powers of two) that even out channels, searched and applied.
+
+Balancing: channels of very different size get a scale each, by powers of two moved into weights.
+
+A tensor quantized per tensor has one step for all channels, so one large channel drowns the others. For
+a product `y = W x + b` and positive vectors d, e::
+
+    W x = (W diag(d)) (x / d)          y = e * ((diag(1/e) W) x + b / e)
+
+so the input is divided by d before it is quantized, or the output multiplied by e after it was, and
+the weight takes up the rest. With powers of two this is exact in floating point, up to overflow. It is
+done only at the border to float operators, where the extra product meets a float tensor, and only where
+it is worth its time: where it halves the squared error at least, and saves more the smaller the product is
+that it serves (`_needed_gain`). That is measured on rows of the calibration data from which the factors
+were not made: a range of each channel takes many more rows to find than one for all of them, and from a
+few rows it is too narrow for the next.
+
+Factors are at least 1: they shrink large channels and leave quiet ones their headroom, so that a channel
+which happened to be silent during calibration is not cut off when it speaks.
+
+Which tensors have channels with factors of their own, and which parameters take those factors up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from qompose.observers.channel_ranges import OUTPUT, Balance, BalancedObserver, Channels
+from qompose.observers.clipping_range_search import best_range, power_error
+from qompose.observers.histogram import Histogram
+from qompose.observers.make_observer import eps_of, make_observer
+from qompose.plan.plan import Group, Plan
+from qompose.program.graph import constant_of, describe, owner_of, set_attribute
+from qompose.program.meta import FACTORS_TAG, tag
+from qompose.spec.qdq import Absorbed, axis_of, in_rows
+from qompose.spec.qparams import DEFAULT_EPS, along, choose_qparams, fake_quantize, quantized_range
+
+_LEAST_GAIN, _PLENTY_OF_WORK = 2.0, 256
+_EXPONENTS = (0.25, 0.5, 0.75, 1.0)
+_LARGEST_FACTOR = 2.0**8
+_POWER = 3.0
+FakeQuantize = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Factors:
+    """What a side is divided by before quantization, shape `(C,)`, and the parameters it then has.
+
+    Parameters that are chosen at run time are not those that it has here.
+    `gain` is the error without factors over the one with them, both measured on rows held back.
+    """
+
+    values: Tensor
+    scale: Tensor
+    zero_point: Tensor
+    gain: float
+
+
+Choose = Callable[[Tensor, Tensor], "tuple[Tensor, Tensor]"]
+"""From minimum and maximum to scale and zero point, in the scheme of the group."""
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How a group is quantized: its integers, and the formula for its parameters.
+
+    `per_row` tells that they are chosen at run time, from each row.
+    """
+
+    low: int
+    high: int
+    choose: Choose
+    per_row: bool = False
+
+    def simulate(self, x: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
+        """Quantize rows, `(N, C)`, and dequantize them."""
+        if self.per_row:
+            scale, zero_point = self.choose(x.amin(1, keepdim=True), x.amax(1, keepdim=True))
+        return fake_quantize(x, scale, zero_point, self.low, self.high)
+
+
+def balance_input(
+    channels: Channels,
+    products: Sequence[tuple[Tensor, FakeQuantize]],
+    scheme: Scheme,
+    qparams: tuple[Tensor, Tensor] | None,
+    needed: float | None = None,
+    alpha: float | None = None,
+) -> Factors | None:
+    """Return factors for the input of products, or None where none are worthwhile.
+
+    Candidates are `(largest input / largest weight) ** exponent` per channel, as in SmoothQuant (Xiao et
+    al. 2022), for several exponents. The error is that of the products on the sample.
+
+    Args:
+        products: weights, shape `(out, C, ...)`, each with the way it is going to be quantized.
+        qparams: scale and zero point without factors; None where they are chosen at run time.
+        needed: how many times smaller the error has to become; None where it has to be worth its time.
+        alpha: the only exponent to try.
+    """
+    heaviest = torch.stack([w.abs().transpose(0, 1).flatten(1).amax(1) for w, _ in products]).amax(
+        0
+    )
+
+    def size(seen: Channels, exponent: float) -> Tensor:
+        return seen.largest**exponent / heaviest.clamp(min=1e-30) ** (1 - exponent)
+
+    def error(sample: Tensor, factors: Tensor, scale: Tensor, zero_point: Tensor) -> float:
+        quantized = scheme.simulate(sample / factors, scale, zero_point)
+        return sum(_product_error(sample, quantized, factors, *p) for p in products)
+
+    exponents = _EXPONENTS if alpha is None else (alpha,)
+    sizes = [partial(size, exponent=exponent) for exponent in exponents]
+    if needed is None:
+        needed = _needed_gain(weight.numel() // weight.shape[1] for weight, _ in products)
+    return _best(channels, sizes, scheme, qparams, error, needed)
+
+
+def _needed_gain(work: Iterable[int]) -> float:
+    """Return how many times smaller the squared error has to become for factors to be worth their time.
+
+    Factors at run time are a pass over the tensor in float. Beside hundreds of multiply-accumulates for
+    each of its elements that is nothing. Beside the few dozen of a pointwise convolution it is not:
+    fourteen such passes cost MobileNet-V3 a twelfth of its time on a processor with int8 kernels.
+
+    Args:
+        work: of each product, the multiply-accumulates for one element of the tensor with factors.
+    """
+    return _LEAST_GAIN * math.sqrt(max(1.0, _PLENTY_OF_WORK / max(sum(work), 1)))
+
+
+def _product_error(
+    sample: Tensor, quantized: Tensor, factors: Tensor, weight: Tensor, quantize: FakeQuantize
+) -> float:
+    """Return the squared error of a product; the taps of a convolution count as products of their own."""
+    exact = sample @ _taps(weight).T
+    scaled = quantize(weight * along(factors, 1, weight.dim()))
+    return float(((quantized @ _taps(scaled).T - exact) ** 2).sum())
+
+
+def _taps(weight: Tensor) -> Tensor:
+    return weight.transpose(0, 1).flatten(1).T
+
+
+def balance_output(
+    channels: Channels, weight: Tensor, scheme: Scheme, qparams: tuple[Tensor, Tensor]
+) -> Factors | None:
+    """Return factors for a product's output, or None where none are worthwhile; see `balance_input`."""
+
+    def error(sample: Tensor, factors: Tensor, scale: Tensor, zero_point: Tensor) -> float:
+        quantized = fake_quantize(sample / factors, scale, zero_point, scheme.low, scheme.high)
+        return float(((quantized * factors - sample) ** 2).sum())
+
+    needed = _needed_gain([weight.numel() // weight.shape[0]])
+    return _best(channels, [lambda seen: seen.largest], scheme, qparams, error, needed)
+
+
+def _best(
+    channels: Channels,
+    sizes: Sequence[Callable[[Channels], Tensor]],
+    scheme: Scheme,
+    qparams: tuple[Tensor, Tensor] | None,
+    error: Callable[[Tensor, Tensor, Tensor, Tensor], float],
+    needed: float,
+) -> Factors | None:
+    """Return the factors by those of `sizes` that have the least error on rows they are not made from.
+
+    None where that is not `needed` times smaller than without factors.
+    """
+    trials = channels.trials()
+
+    def chosen(seen: Channels, factors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return factors, *scheme.choose(*_divided_range(seen, factors, scheme, qparams))
+
+    def held_back_error(factors_of: Callable[[Channels], Tensor]) -> float:
+        return sum(error(held.sample, *chosen(seen, factors_of(seen))) for seen, held in trials)
+
+    if not trials:
+        return None
+    before, gains = held_back_error(lambda seen: torch.ones_like(seen.low)), list[float]()
+    for size in sizes:
+        after = held_back_error(lambda seen, size=size: _powers_of_two(size(seen)))  # type: ignore[misc]
+        gains.append(before / max(after, 1e-30))
+    gain, best = max(gains), sizes[gains.index(max(gains))]
+    if gain < needed:
+        return None
+    return Factors(*chosen(channels, _powers_of_two(best(channels))), gain)
+
+
+def _powers_of_two(sizes: Tensor) -> Tensor:
+    """Return the powers of two next to the sizes over their median; channels that say nothing have 1."""
+    alive = sizes > 0
+    if not bool(alive.any()):
+        return torch.ones_like(sizes)
+    ratios = sizes.clamp(min=1e-30) / sizes[alive].median()
+    return torch.exp2(torch.log2(ratios).round()).clamp(1.0, _LARGEST_FACTOR)
+
+
+def _divided_range(
+    channels: Channels, factors: Tensor, scheme: Scheme, qparams: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, Tensor]:
+    """Search the range of the divided tensor on the sample, within the range that was seen.
+
+    A sample misses the rarest extremes, so no more of the range is cut off than all of the data allowed
+    for the undivided tensor, whose parameters are `qparams`. At run time nothing is cut off.
+    """
+    if qparams is None:
+        return (channels.low / factors).amin(), (channels.high / factors).amax()
+    histogram = Histogram()
+    histogram.add(channels.sample / factors)
+    histogram.minimum = float((channels.low / factors).amin())
+    histogram.maximum = float((channels.high / factors).amax())
+    low, high = best_range(histogram, steps=scheme.high - scheme.low, cost=power_error(_POWER))
+    kept_low, kept_high = _kept(channels, scheme, *qparams)
+    return (
+        torch.minimum(low, kept_low * histogram.minimum),
+        torch.maximum(high, kept_high * histogram.maximum),
+    )
+
+
+def _kept(
+    channels: Channels, scheme: Scheme, scale: Tensor, zero_point: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return how much of the range below and above zero the undivided tensor's parameters keep."""
+    seen = torch.stack([channels.low.amin().clamp(max=0), channels.high.amax().clamp(min=0)])
+    ends = (torch.tensor([scheme.low, scheme.high]) - zero_point) * scale
+    kept = torch.where(seen == 0, 0.0, ends / torch.where(seen == 0, 1.0, seen)).clamp(0.0, 1.0)
+    return kept[0], kept[1]
+
+
+_FOR_NOTHING, _FOR_A_PASS = 1.05, 1.25
+"""How many times smaller an error has to become by a repair: where parameters do all of it, and where not."""
+_PER_TENSOR = {
+    torch.per_channel_affine: torch.per_tensor_affine,
+    torch.per_channel_symmetric: torch.per_tensor_symmetric,
+}
+
+
+class Factoring:
+    """Decides on factors, and leaves the model as it is until `settle` and `store_constants`.
+
+    Args:
+        nodes: those of the prepared model, by name.
+        observers: those of the plan's groups.
+        group_of_value: the group that a value belongs to first.
+
+    Attributes:
+        factors: by group, what its channels are divided by before they are quantized.
+        refused: what was asked for by word and has no factors, with the reason.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        nodes: Mapping[str, Node],
+        observers: Mapping[int, Any],
+        group_of_value: Mapping[Any, int],
+    ) -> None:
+        self.plan, self._nodes = plan, nodes
+        self._observers, self._group_of_value = observers, group_of_value
+        self.factors: dict[int, Factors] = {}
+        self.refused: list[str] = []
+        self._weights: dict[int, str] = {}  # by group
+        self._absorbed: dict[str, list[tuple[Tensor, int]]] = defaultdict(list)
+
+    def decide(self, alive: Iterable[int], dropped: Collection[int]) -> None:
+        """Decide anew.
+
+        Args:
+            alive: groups that any claim still wants.
+            dropped: claims that are not followed.
+        """
+        for computed in (self.factors, self.refused, self._weights, self._absorbed):
+            computed.clear()
+        for number in alive:
+            balance = self.plan.groups[number].balance
+            if balance is not None and balance.repair:
+                self._repair(number, balance, dropped)
+            elif balance is not None:
+                self._balance(number, balance, dropped)
+
+    def _balance(self, number: int, balance: Balance, dropped: Collection[int]) -> None:
+        """Decide on a group's factors and move them into the parameters behind or before it."""
+        group, observer = self.plan.groups[number], self._observers[number]
+        groups = [self._weight_group(name) for name in balance.weights]
+        per_channel = all(_is_per_channel(self.plan.groups[n]) for n in groups)
+        whole = not any(claim in dropped for claim in group.claims)
+        if not isinstance(observer, BalancedObserver) or not per_channel or not whole:
+            return  # a replaced observer; a weight that cannot take up factors; a reader left in float
+        channels = observer.channels
+        scheme = self._scheme(number)
+        weights = [self.constant(name) for name in balance.weights]
+        if balance.side == OUTPUT:
+            factors = balance_output(channels, weights[0], scheme, observer.calculate_qparams())
+        elif any(weight.shape[1] != channels.low.numel() for weight in weights):
+            return  # a grouped convolution
+        else:
+            quantizers = [self._weight_quantizer(n) for n in groups]
+            products = [
+                (rows, quantize)
+                for weight, quantize in zip(weights, quantizers, strict=True)
+                for _, _, rows in in_rows(weight)
+            ]
+            factors = balance_input(channels, products, scheme, observer.calculate_qparams())
+        if factors is not None:
+            self.factors[number] = factors
+            self._absorb(balance, factors, groups)
+
+    def _repair(self, number: int, balance: Balance, dropped: Collection[int]) -> None:
+        """Decide on the factors that somebody asked for; say where there are none, and why."""
+        group, observer = self.plan.groups[number], self._observers[number]
+        reason, factors = None, None
+        if not isinstance(observer, BalancedObserver):
+            reason = "its observer was replaced"
+        elif any(claim in dropped for claim in group.claims):
+            reason = "one of its readers stays in float"
+        else:
+            factors = self._smooth(number, balance, observer)
+            reason = (
+                f"on calibration data held back no factors make the squared error {_needed(balance)} times "
+                "smaller, or there are fewer than 32 rows of it"
+            )
+        if factors is not None:
+            self.factors[number] = factors
+            self._absorb(balance, factors, [self._weight_group(name) for name in balance.weights])
+        else:
+            self.refused.append(
+                f"{_asked(balance)} of {self._where(number)} was not made: {reason}"
+            )
+
+    def _smooth(self, number: int, balance: Balance, observer: BalancedObserver) -> Factors | None:
+        dynamic = getattr(self.plan.groups[number].spec, "is_dynamic", False)
+        products = []
+        for name in balance.weights:
+            quantize, weight = self._weight_quantizer(self._weight_group(name)), self.constant(name)
+            if _is_per_channel(self.plan.groups[self._weight_group(name)]):
+                products += [(rows, quantize) for _, _, rows in in_rows(weight)]
+            else:
+                products.append((weight, quantize))
+        qparams = None if dynamic else observer.calculate_qparams()
+        asked = (_needed(balance), balance.alpha)
+        return balance_input(observer.channels, products, self._scheme(number), qparams, *asked)
+
+    def _where(self, number: int) -> str:
+        """Name the tensor of a group, and those who read it with their modules."""
+        points = self.plan.groups[number].points
+        users = ", ".join(describe(self._nodes[point.user]) for point in points if point.user)
+        return f"{points[0].source}, the input of {users}"
+
+    def _scheme(self, number: int) -> Scheme:
+        spec: Any = self.plan.groups[number].spec
+        low, high = quantized_range(spec.dtype, spec.quant_min, spec.quant_max)
+        eps = eps_of(self._observers[number])
+
+        def choose(minimum: Tensor, maximum: Tensor) -> tuple[Tensor, Tensor]:
+            return choose_qparams(
+                minimum,
+                maximum,
+                dtype=spec.dtype,
+                quant_min=spec.quant_min,
+                quant_max=spec.quant_max,
+                qscheme=_PER_TENSOR.get(spec.qscheme, spec.qscheme),
+                eps=DEFAULT_EPS if eps is None else eps,
+            )
+
+        return Scheme(low, high, choose, per_row=getattr(spec, "block_size", None) is not None)
+
+    def _weight_quantizer(self, number: int) -> FakeQuantize:
+        """Return what a weight of a group is going to be once it is quantized, per row."""
+        spec: Any = self.plan.groups[number].spec
+        low, high = quantized_range(spec.dtype, spec.quant_min, spec.quant_max)
+
+        def quantize(weight: Tensor) -> Tensor:
+            observer: Any = make_observer(spec)
+            observer(weight)
+            scale, zero_point = (along(v, 0, weight.dim()) for v in observer.calculate_qparams())
+            return fake_quantize(weight, scale, zero_point, low, high)
+
+        return quantize
+
+    def _absorb(self, balance: Balance, factors: Factors, weight_groups: list[int]) -> None:
+        outward = balance.side == OUTPUT
+        vector, dim = (1 / factors.values, 0) if outward else (factors.values, 1)
+        for name in balance.weights:
+            self._absorbed[name].append((vector, dim))
+        for name in filter(None, balance.biases if outward else ()):
+            self._absorbed[name].append((vector, 0))
+        for name in balance.absorbers:
+            self._absorbed[name].append((1 / factors.values, 0))
+        self._weights.update(zip(weight_groups, balance.weights, strict=True))
+
+    def rows_qparams(self, number: int) -> tuple[Tensor, Tensor] | None:
+        """Return scales and zero points of a weight that took up factors: its observer saw it without them.
+
+        Of any other group, None.
+        """
+        name = self._weights.get(number)
+        constant = None if name is None else constant_of(self._nodes[name])
+        if name is None or constant is None:
+            return None
+        found = []
+        whole: Any = make_observer(self.plan.groups[number].spec)
+        per_channel = _is_per_channel(self.plan.groups[number])
+        for _, _, rows in in_rows(constant, self.absorbed(name)):
+            observer: Any = make_observer(self.plan.groups[number].spec) if per_channel else whole
+            observer(rows)
+            found.append(observer.calculate_qparams())
+        if not per_channel:
+            return whole.calculate_qparams()  # type: ignore[no-any-return]
+        scales, zero_points = zip(*found, strict=True)
+        return torch.cat(scales), torch.cat(zero_points)
+
+    def settle(self) -> None:
+        """Note of each value with which factors it is held from now on, and store all but the weights so."""
+        for name, held in self._absorbed.items():
+            _note(self._nodes[name], [(dim, vector) for vector, dim in held])
+        for number, factors in self.factors.items():
+            group, balance = self.plan.groups[number], self.plan.groups[number].balance
+            if balance is not None and (balance.side == OUTPUT or balance.absorbers):
+                for node in self._held(group.points[0].source):
+                    _note(node, [(balance.dim, 1 / factors.values)])
+        sides = [group.balance for group in self.plan.groups if group.balance is not None]
+        self.store_constants([n for side in sides for n in (*side.biases, *side.absorbers)])
+
+    def _held(self, source: str) -> list[Node]:
+        """Return what gives a tensor: the operators of its claim, which come to it one by one."""
+        claims = (claim for claim in self.plan.claims if claim.output == source)
+        return [self._nodes[name] for claim in claims for name in claim.nodes] or [
+            self._nodes[source]
+        ]
+
+    def absorbed(self, name: str) -> Absorbed:
+        """Return the factors that a parameter took up; the model still holds it without them."""
+        return self._absorbed.get(name, ())
+
+    def constant(self, name: str) -> Tensor:
+        """Return a parameter with the factors that it took up.
+
+        It is computed anew each time, so that no second copy of all parameters is ever held.
+        """
+        constant = constant_of(self._nodes[name])
+        assert constant is not None
+        absorbed = self.absorbed(name)
+        if not absorbed:
+            return constant.detach()
+        return torch.cat([rows for _, _, rows in in_rows(constant, absorbed)])
+
+    def store_constants(self, names: Iterable[str]) -> None:
+        """Write parameters that took up factors into the model, in place, where they are among `names`."""
+        for name in names:
+            if name in self._absorbed:
+                node = self._nodes[name]
+                set_attribute(owner_of(node), str(node.target), self.constant(name))
+                del self._absorbed[name]
+
+    def _weight_group(self, name: str) -> int:
+        return self._group_of_value[self._nodes[name]]
+
+    def described(self) -> list[str]:
+        """Describe the tensors whose channels got factors."""
+        return [self._described(number, factors) for number, factors in self.factors.items()]
+
+    def _described(self, number: int, factors: Factors) -> str:
+        gain = f"squared error on calibration data held back {factors.gain:.1f} times smaller"
+        balance = self.plan.groups[number].balance
+        if balance is None or not balance.repair:
+            return f"channels of {self.plan.groups[number].points[0]} were balanced: {gain}"
+        how = "by a product in the graph"
+        if balance.absorbers:
+            paths = (str(self._nodes[name].target) for name in balance.absorbers)
+            how = f"by {' and '.join(paths)}"
+        moved, most = int((factors.values > 1).sum()), float(factors.values.max())
+        return (
+            f"{_asked(balance)} of {self._where(number)}: {moved} of {len(factors.values)} channels divided "
+            f"by up to {most:g}, {how}; {gain}"
+        )
+
+
+def _needed(balance: Balance) -> float:
+    return _FOR_NOTHING if balance.absorbers else _FOR_A_PASS
+
+
+def _asked(balance: Balance) -> str:
+    strength = "" if balance.alpha is None else f" with alpha {balance.alpha:g}"
+    return f"{balance.repair}{strength}"
+
+
+def _is_per_channel(group: Group) -> bool:
+    return axis_of(group.spec) == 0
+
+
+def _note(node: Node, factors: list[tuple[int, Tensor]]) -> None:
+    tag(node, **{FACTORS_TAG: [[dim, vector.tolist()] for dim, vector in factors]})

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The linears and convolutions of a program as algorithms see them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from qompose.program.batch_norm_folding import FOLDABLE, TRANSPOSED
+from qompose.program.graph import address_of, constant_of, describe, value_of
+from qompose.spec.claim import Claim
+from qompose.spec.qparams import along
+
+_LINEAR = torch.ops.aten.linear.default
+_GROUPS = "groups"
+
+
+@dataclass(frozen=True)
+class Product:
+    """A linear or a convolution of constants, whose parameters nothing else reads.
+
+    Attributes:
+        node: the operator.
+        weight, bias: the nodes that read its parameters; a bias there need not be.
+        groups: of a convolution.
+    """
+
+    node: Node
+    weight: Node
+    bias: Node | None
+    groups: int
+
+    @property
+    def source(self) -> Node:
+        """Return the value that is multiplied."""
+        source = self.node.args[0]
+        assert isinstance(source, Node)
+        return source
+
+    def taps(self, weight: Tensor) -> Tensor:
+        """Return a view of a weight as `(groups, outputs of each, inputs of each, taps)`."""
+        flat = weight.flatten(2) if weight.dim() > 2 else weight.unsqueeze(2)
+        grouped = flat.view(self.groups, -1, *flat.shape[1:])
+        return grouped.transpose(1, 2) if self.node.target in TRANSPOSED else grouped
+
+    def scaled(self, weight: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+        """Return a weight whose output and input channels are multiplied by a number each, in its type."""
+        result = weight.detach().double().clone(memory_format=torch.contiguous_format)
+        taps = self.taps(result)
+        taps *= rows.view(self.groups, -1, 1, 1) * columns.view(self.groups, 1, -1, 1)
+        return result.to(weight.dtype)
+
+    @property
+    def channel_dim(self) -> int:
+        """Return the dimension that has the channels of its output, and of its input."""
+        rank, weight = value_of(self.node).dim(), constant_of(self.weight)
+        assert weight is not None
+        return int(rank - 1 if self.node.target is _LINEAR else rank - (weight.dim() - 1))
+
+
+def product_node(claim: Claim, nodes: Mapping[str, Node]) -> Node | None:
+    """Return the one linear or convolution of a claim, None where it has none or several."""
+    found = [nodes[name] for name in claim.nodes if nodes[name].target in FOLDABLE]
+    return found[0] if len(found) == 1 else None
+
+
+def product_of(node: Node, readers: Mapping[int, int], written: Iterable[str]) -> Product | str:
+    """Return a product whose parameters may be changed, or the reason why they must not be.
+
+    Args:
+        readers: of each parameter, by address (`count_readers`).
+        written: paths of the buffers that the program writes to.
+    """
+    weight, bias = node.args[1], node.args[2] if len(node.args) > 2 else None
+    if not isinstance(weight, Node) or constant_of(weight) is None:
+        return f"the weight of {describe(node)} is computed"
+    for parameter in filter(None, (weight, bias)):
+        assert isinstance(parameter, Node)
+        constant = constant_of(parameter)
+        if constant is None:
+            return f"{describe(parameter)}, which {node.name} adds, is computed"
+        if readers.get(address_of(constant), 0) > 1:
+            return f"{parameter.target} is read by other operators too"
+        if str(parameter.target) in written:
+            return f"the program writes to {parameter.target}"
+    groups = 1
+    if node.target is not _LINEAR:
+        names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+        place = names.index(_GROUPS)
+        given = node.args[place] if len(node.args) > place else node.kwargs.get(_GROUPS, 1)
+        assert isinstance(given, int)
+        groups = given
+    return Product(node, weight, bias if isinstance(bias, Node) else None, groups)
+
+
+def times(value: Tensor, vector: Tensor) -> Tensor:
+    """Return a parameter whose first dimension is multiplied by a number for each index, in its type."""
+    return (value.detach().double() * along(vector, 0, value.dim())).to(value.dtype)

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SmoothQuant: large channels of activations moved into weights.
+
+It is the channel scaling of `qompose.algorithms.channel_scaling` for inputs alone, and goes further, because
+somebody asked for it: weights may have one scale, activations may be dynamic, and a gain need not pay for
+a pass over the tensor.
+Where a layer norm makes the input, and nothing else reads it, its own parameters take up the division, and
+nothing is left to do at run time (Xiao et al., "SmoothQuant", 2022).
+
+Factors are powers of two of at least 1, decided at conversion from the ranges of the channels.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from qompose.algorithms.products import product_node
+from qompose.observers.channel_ranges import INPUT, Balance
+from qompose.observers.min_max import MinMaxObserver, Observer
+from qompose.plan.plan import Group
+from qompose.program.control_flow import count_readers, nodes_in
+from qompose.program.graph import address_of, constant_of, describe, value_of
+from qompose.spec.algorithm_options import SMOOTH_QUANT, Repair, word_of
+from qompose.spec.claim import Claim, Point
+from qompose.spec.qdq import axis_of
+from qompose.spec.quantization_spec import FixedQParamsQuantizationSpec, QuantizationSpec
+
+aten = torch.ops.aten
+
+
+class _NotSmoothed(Exception):  # noqa: N818 - it says what the input is
+    """Raised with the reason why the channels of an input cannot have factors."""
+
+
+def smoothed(
+    model: GraphModule, claims: Sequence[Claim], groups: Sequence[Group]
+) -> tuple[tuple[Group, ...], list[str]]:
+    """Return the groups, those of inputs whose claims ask for it with a balance; and why others have none."""
+    nodes = {node.name: node for node in nodes_in(model)}
+    asked, notes = _inputs(claims, nodes)
+    if not asked:
+        return tuple(groups), notes
+    placing, result = _Placing(model, claims, groups, nodes), list(groups)
+    number_of = {point: number for number, group in enumerate(groups) for point in group.points}
+    together: dict[int, list[Point]] = defaultdict(list)
+    for point in asked:
+        together[number_of[point]].append(point)
+    for number, points in together.items():
+        try:
+            result[number] = replace(
+                groups[number], balance=placing.balance(groups[number], points)
+            )
+        except _NotSmoothed as reason:
+            users = ", ".join(describe(nodes[point.user or ""]) for point in points)
+            notes.append(f"{SMOOTH_QUANT} of the input of {users} was not made: {reason}")
+    return tuple(result), notes
+
+
+def _inputs(claims: Sequence[Claim], nodes: Mapping[str, Node]) -> tuple[list[Point], list[str]]:
+    """Return the edges into products whose claims ask for it, and what is to be said of others that ask."""
+    found: list[Point] = []
+    notes: list[str] = []
+    for claim in (claim for claim in claims if _asked(claim) is not None):
+        node = product_node(claim, nodes)
+        points = {spec.point for spec in claim.specs}
+        source = None if node is None else node.args[0]
+        edge = Point(source.name, node.name) if node and isinstance(source, Node) else None
+        if edge in points and edge is not None:
+            found.append(edge)
+        else:
+            where = describe(nodes[claim.anchor])
+            reason = "it is no linear or convolution whose input is quantized there"
+            notes.append(f"{SMOOTH_QUANT} of {where} was not made: {reason}")
+    return found, notes
+
+
+class _Placing:
+    def __init__(
+        self,
+        model: GraphModule,
+        claims: Sequence[Claim],
+        groups: Sequence[Group],
+        nodes: Mapping[str, Node],
+    ) -> None:
+        self.claims, self.nodes = claims, nodes
+        self.readers = count_readers(model)
+        self.group_of = {point: group for group in groups for point in group.points}
+
+    def balance(self, group: Group, asked: Sequence[Point]) -> Balance:
+        """Return what may be done to a group.
+
+        Raises:
+            _NotSmoothed: nothing.
+        """
+        self._check_group(group, asked)
+        claims = [self.claims[number] for number in group.claims]
+        for claim in claims:
+            self._check_weight(claim)
+        products = [claim.product for claim in claims if claim.product is not None]
+        dims = {product.input_dim for product in products}
+        if len(dims) > 1:
+            raise _NotSmoothed("its readers have their channels in different dimensions")
+        weights, biases = (tuple(getattr(p, name) for p in products) for name in ("weight", "bias"))
+        source = self.nodes[group.points[0].source]
+        absorbers = self._absorbers(source, group, dims)
+        strengths = {_asked(claim) for claim in claims}
+        if len(strengths) > 1:
+            told = " and ".join(sorted(map(str, strengths)))
+            raise _NotSmoothed(f"its readers ask for different strengths, {told}")
+        alpha = getattr(strengths.pop(), "alpha", None)
+        return Balance(INPUT, dims.pop(), weights, biases, SMOOTH_QUANT, absorbers, alpha)
+
+    def _check_group(self, group: Group, asked: Sequence[Point]) -> None:
+        source, spec = group.points[0].source, group.spec
+        others = [point for point in group.points if point.source != source]
+        if Point(source) in self.group_of:
+            raise _NotSmoothed(
+                f"{source} is integers already where it is computed, with one scale; equalization is for "
+                "the channels between two products"
+            )
+        if others:
+            raise _NotSmoothed(f"it has its range together with {others[0]}")
+        if constant_of(self.nodes[source]) is not None:
+            raise _NotSmoothed("it is a parameter")
+        silent = [point for point in group.points if point not in asked]
+        if silent:
+            raise _NotSmoothed(f"{silent[0]} has the same integers, and nobody asks for it there")
+        if isinstance(spec, FixedQParamsQuantizationSpec) or not isinstance(spec, QuantizationSpec):
+            raise _NotSmoothed("its scale does not come from its values")
+        if spec.dtype.is_floating_point or not _is_ours(spec):
+            raise _NotSmoothed("it is not estimated by an observer of qompose")
+        if spec.block_size not in (None, (-1,)):
+            raise _NotSmoothed("it has a scale for each image, which rows of it do not tell")
+
+    def _check_weight(self, claim: Claim) -> None:
+        product = claim.product
+        node = product_node(claim, self.nodes)
+        if product is None or node is None:
+            raise _NotSmoothed(f"rule {claim.rule} is no plain product of channels")
+        weight = self.nodes[product.weight]
+        constant = constant_of(weight)
+        if constant is None or self.readers.get(address_of(constant), 0) != 1:
+            raise _NotSmoothed(f"{weight.target} is read by other operators too")
+        source = node.args[0]
+        assert isinstance(source, Node)
+        channels = value_of(source).shape[product.input_dim]
+        if constant.dim() < 2 or constant.shape[1] != channels:
+            raise _NotSmoothed(f"{describe(node)} is a convolution in groups")
+        spec = self.group_of[Point(weight.name, node.name)].spec
+        if not isinstance(spec, QuantizationSpec) or spec.dtype.is_floating_point:
+            raise _NotSmoothed(f"{weight.target} is not quantized to integers by an observer")
+        if spec.block_size is not None or axis_of(spec) not in (None, 0) or not _is_ours(spec):
+            raise _NotSmoothed(f"{weight.target} has scales for something else than its outputs")
+
+    def _absorbers(self, source: Node, group: Group, dims: set[int]) -> tuple[str, ...]:
+        """Return the parameters of the layer norm that makes the input, if they may take up the division."""
+        if source.target is not aten.layer_norm.default or len(source.args) < 3:
+            return ()
+        shape, given = source.args[1], [a for a in source.args[2:4] if a is not None]
+        last = value_of(source).dim() - 1
+        parameters = [node for node in given if isinstance(node, Node)]
+        if {point.user for point in group.points} != {user.name for user in source.users}:
+            return ()
+        if not isinstance(source.args[2], Node) or len(shape) != 1 or dims != {last}:  # type: ignore[arg-type]
+            return ()
+        values = [constant_of(node) for node in parameters]
+        private = all(v is not None and self.readers.get(address_of(v), 0) == 1 for v in values)
+        return tuple(node.name for node in parameters) if private else ()
+
+
+def _asked(claim: Claim) -> Repair | None:
+    """Return the SmoothQuant that a claim's configuration asks for, with its strength."""
+    return next((repair for repair in claim.repairs if word_of(repair) == SMOOTH_QUANT), None)
+
+
+def _is_ours(spec: QuantizationSpec) -> bool:
+    """Tell whether an observer of qompose estimates a tensor: others go by rules of their own."""
+    kind: Any = spec.observer_or_fake_quant_ctr
+    kind = getattr(kind, "observer", kind)
+    return isinstance(kind, type) and issubclass(kind, Observer)
+
+
+def watching(observer: Any) -> MinMaxObserver:
+    """Return an observer of a tensor whose scale is chosen at run time: factors need to know its values.
+
+    It stands for the placeholder in all that is asked of it, but for parameters, which nobody asks for.
+    """
+    return MinMaxObserver(
+        dtype=observer.dtype,
+        quant_min=observer.quant_min,
+        quant_max=observer.quant_max,
+        eps=observer.eps,
+    )

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+# The public names: read at run time by lazy_loader, and by type checkers.
+
+from .capabilities import Capabilities as Capabilities, Capability as Capability, Support as Support
+from .constraints import TensorConstraint as TensorConstraint
+from .discovery import (
+    API_VERSION as API_VERSION,
+    BackendInfo as BackendInfo,
+    backends as backends,
+    hookimpl as hookimpl,
+    load_backend as load_backend,
+)
+from .interface import (
+    Backend as Backend,
+    CallSignature as CallSignature,
+    Finished as Finished,
+    LateOperators as LateOperators,
+    RuleUse as RuleUse,
+    Target as Target,
+)
+from .kernel import (
+    ORDER_PRESERVING as ORDER_PRESERVING,
+    SCALE_PRESERVING as SCALE_PRESERVING,
+    VALUE_PRESERVING as VALUE_PRESERVING,
+    DynamicTensor as DynamicTensor,
+    Kernel as Kernel,
+    NotLowerable as NotLowerable,
+    QuantizedTensor as QuantizedTensor,
+    Region as Region,
+    on_integers as on_integers,
+)
+from .pattern import Match as Match, OperatorPattern as OperatorPattern, Pattern as Pattern
+from .rule import Guard as Guard, Rule as Rule

@@ -1,0 +1,530 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Installed backends, found by entry point and loaded by name; imports no torch.
+
+The plugin host: finds backends by entry point, loads the one asked for, and keeps faults apart.
+
+Finding reads package metadata alone. Loading imports one module; what goes wrong with it is that
+plugin's error and nobody else's, and is the same error each time: a second attempt in one process would
+meet what the first left behind (half-imported packages, operators registered twice).
+
+The plugin contract. Imports pluggy alone, so that listing plugins never imports torch.
+
+A plugin is a distribution with an entry point in the group `qompose`::
+
+    [project.entry-points.qompose]
+    mybackend = "qompose_mybackend"
+
+whose module implements the hook below.
+
+What the metadata of installed packages offers under an entry-point group, read one package at a time.
+
+importlib.metadata's own `entry_points` parses every package's file at once, so that one malformed line in
+one package hides the entry points of all.
+
+Why a plugin could not be imported: the error, where it was raised, and the remedy.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from threading import RLock
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import importlib_metadata
+import pluggy
+from importlib_metadata import Distribution, EntryPoint, PackageNotFoundError, requires
+
+from qompose.errors import BackendNotFoundError, ExcludedBackendError, MemberError, PluginError
+
+if TYPE_CHECKING:
+    from qompose.backend.interface import Backend, Target
+
+
+RESTRICT_VARIABLE = "QOMPOSE_PLUGINS"
+TRACE_VARIABLE = "QOMPOSE_TRACE"
+USABLE, BROKEN, UNAVAILABLE = "usable", "broken", "unavailable here"
+_REFERENCE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*\s*(:\s*[^\W\d]\w*(\.[^\W\d]\w*)*\s*)?(\[.*\])?")
+
+
+@dataclass(frozen=True)
+class BackendInfo:
+    """An installed backend as its package's metadata tells it, unloaded."""
+
+    name: str
+    module: str
+    distribution: str
+    version: str
+    problem: str | None = None
+
+    @property
+    def source(self) -> str:
+        """Return distribution, version and module in one phrase."""
+        return f"{self.distribution} {self.version}, module {self.module}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the facts as JSON data."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Health:
+    """What loading a backend shows: whether it is usable, broken or unavailable here, and why.
+
+    `targets` has the runtimes that it brings, each with why it cannot be used here, or None.
+    """
+
+    status: str
+    problem: str | None = None
+    targets: Mapping[str, str | None] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the facts as JSON data."""
+        return {**self.__dict__, "targets": dict(self.targets)}
+
+
+def backends() -> list[BackendInfo]:
+    """Return the installed backends in order of name, from package metadata alone.
+
+    Two distributions that offer one name are both listed, each with that as its problem.
+    `QOMPOSE_PLUGINS=a,b` restricts the list.
+    """
+    allowed = _allowed()
+    return [info for info in _installed() if allowed is None or info.name in allowed]
+
+
+def names_nobody_offers() -> list[str]:
+    """Return the names in QOMPOSE_PLUGINS that no installed distribution offers."""
+    return sorted((_allowed() or frozenset()) - {info.name for info in _installed()})
+
+
+def why_none() -> str:
+    """Return what to tell where no backend can be listed: none is installed, or QOMPOSE_PLUGINS hides all."""
+    hidden = sorted({info.name for info in _installed()})
+    if not hidden:
+        return "No backend is installed. Backends are pip packages, such as qompose-NAME."
+    listed = os.environ.get(RESTRICT_VARIABLE, "")
+    return (
+        f"{RESTRICT_VARIABLE}={listed!r} hides all backends that are installed ({', '.join(hidden)}); "
+        "unset it to see them."
+    )
+
+
+def _allowed() -> frozenset[str] | None:
+    listed = os.environ.get(RESTRICT_VARIABLE)
+    if listed is None:
+        return None
+    return frozenset(name.strip() for name in listed.split(",") if name.strip())
+
+
+def _installed() -> list[BackendInfo]:
+    """Return all, whatever QOMPOSE_PLUGINS says."""
+    found = sorted(
+        {_info(offer) for offer in entry_points(group=GROUP)},
+        key=lambda info: (info.name, info.distribution, info.module),
+    )
+    return [_with_clash(info, found) for info in found]
+
+
+def _info(offer: Offer) -> BackendInfo:
+    name, version = (fact(offer.dist, about) for about in ("name", "version"))
+    problem = None
+    if not _REFERENCE.fullmatch(offer.value):
+        problem = (
+            f"its entry point is {f'{offer.name} = {offer.value}'.strip(' =')!r}, and not "
+            f"'name = module'; the author of {name} must repair that"
+        )
+    return BackendInfo(offer.name, offer.value, name, version, problem)
+
+
+def _with_clash(info: BackendInfo, found: list[BackendInfo]) -> BackendInfo:
+    rivals = [other for other in found if other.name == info.name and other != info]
+    others = sorted({f"{o.distribution} {o.version}" for o in rivals} - {_release(info)})
+    if not rivals:
+        return info
+    if not others:
+        return replace(info, problem="its own package offers the name more than once")
+    offer = "offers" if len(others) == 1 else "offer"
+    problem = f"{' and '.join(others)} {offer} the same name; uninstall all but one"
+    return replace(info, problem=problem)
+
+
+def _release(info: BackendInfo) -> str:
+    return f"{info.distribution} {info.version}"
+
+
+def load_backend(name: str) -> Backend:
+    """Import a backend's plugin, once per process, and return the backend.
+
+    Raises:
+        BackendNotFoundError: no installed distribution offers it.
+        ExcludedBackendError: QOMPOSE_PLUGINS excludes it.
+        PluginError: its import fails, it lacks a dependency, or it does not keep the contract.
+    """
+    installed = _installed()
+    for info in installed:
+        if info.name == name:
+            allowed = _allowed()
+            if allowed is not None and name not in allowed:
+                raise ExcludedBackendError(name, info.source, RESTRICT_VARIABLE, allowed)
+            return _loaded(info)
+    raise BackendNotFoundError(name, [info.name for info in installed])
+
+
+_lock = RLock()
+_loading: set[BackendInfo] = set()
+
+
+def _loaded(info: BackendInfo) -> Backend:
+    with _lock:
+        if info in _loading:
+            reason = "its module asks for its own backend while it is being imported"
+            raise PluginError(info.name, info.source, reason)
+        outcome = _load(info)
+    if isinstance(outcome, PluginError):  # an error of its own for each, with the one cause
+        raise PluginError(info.name, info.source, outcome.reason) from outcome.__cause__
+    return outcome
+
+
+@cache
+def _load(info: BackendInfo) -> Backend | PluginError:
+    """Load a backend, once; the outcome may be an error."""
+    if info.problem is not None:
+        return PluginError(info.name, info.source, info.problem)
+    _loading.add(info)
+    try:
+        return _checked(info, _call(info))
+    except PluginError as error:
+        return error
+    finally:
+        _loading.discard(info)
+
+
+_NO_HOOK = object()
+
+
+def _call(info: BackendInfo) -> object:
+    """Import a plugin's module and return what its hook returns, or _NO_HOOK.
+
+    Raises:
+        PluginError: either fails. A plugin that exits must not end its host, so only an interrupt passes.
+    """
+    manager = pluggy.PluginManager(GROUP)
+    manager.add_hookspecs(sys.modules[__name__])
+    try:
+        with _Traced(info, f"import {info.module}"):
+            plugin = EntryPoint(info.name, info.module, GROUP).load()
+        manager.register(plugin, info.name)
+        manager.check_pending()
+        if not manager.hook.qompose_backend.get_hookimpls():
+            return _NO_HOOK
+        with _Traced(info, "call qompose_backend"):
+            return manager.hook.qompose_backend()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        reason = import_fault(error, info.module, info.distribution)
+        raise PluginError(info.name, info.source, reason) from error
+
+
+class _Traced:
+    """Tell standard error of a step with a plugin, its result and its time, where QOMPOSE_TRACE is set."""
+
+    def __init__(self, info: BackendInfo, step: str) -> None:
+        self.text = f"qompose: {info.name} ({_release(info)}): {step}"
+        self.on = os.environ.get(TRACE_VARIABLE, "0") not in ("", "0")
+
+    def __enter__(self) -> None:
+        self.start = perf_counter()
+        if self.on:
+            print(self.text, file=sys.stderr)
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if self.on:
+            end = f"raised {kind.__name__}" if kind else "done"
+            print(f"{self.text}: {end} in {perf_counter() - self.start:.3f} s", file=sys.stderr)
+
+
+def _checked(info: BackendInfo, backend: Any) -> Backend:
+    """Return what a hook returned if it is a backend of this interface.
+
+    Raises:
+        PluginError: it is not.
+    """
+    try:
+        fault = _fault(info, backend)
+    except Exception as error:  # a property of the backend
+        raise PluginError(info.name, info.source, told(error)) from error
+    if fault is not None:
+        raise PluginError(info.name, info.source, fault)
+    checked: Backend = backend
+    return checked
+
+
+def _fault(info: BackendInfo, backend: Any) -> str | None:
+    from qompose.backend.interface import Backend
+
+    if backend is _NO_HOOK:
+        return "it does not implement the hook qompose_backend (with @qompose.backend.hookimpl)"
+    if backend is None:
+        return "its hook qompose_backend returned None, not a qompose.backend.Backend"
+    if isinstance(backend, type) and issubclass(backend, Backend):
+        name = backend.__qualname__
+        return f"qompose_backend returned the class {name}, not an object of it: {name}()"
+    if not isinstance(backend, Backend):
+        return (
+            f"qompose_backend returned {type(backend).__qualname__}, not a qompose.backend.Backend"
+        )
+    if backend.api_version != API_VERSION:
+        return _version_fault(info, backend.api_version)
+    if backend.name != info.name:
+        return f"its backend calls itself {backend.name!r}, and its entry point {info.name!r}"
+    return _table_fault(backend)
+
+
+def _version_fault(info: BackendInfo, written_for: object) -> str:
+    """Say who must upgrade."""
+    here = API_VERSION
+    if written_for == 0 or isinstance(written_for, bool) or not isinstance(written_for, int):
+        return (
+            f"it does not say for which version of the backend interface it was written "
+            f"(api_version is {written_for!r}); this qompose has version {here}"
+        )
+    old = written_for < here
+    remedy = f"upgrade {info.distribution}" if old else "upgrade qompose"
+    return (
+        f"it was written for version {written_for} of the backend interface, and this qompose has "
+        f"version {here}: {remedy}"
+    )
+
+
+def _table_fault(backend: Backend) -> str | None:
+    from torch._ops import OpOverload
+
+    from qompose.backend.capabilities import naming_fault
+    from qompose.backend.interface import Target
+    from qompose.backend.rule import Rule
+    from qompose.spec.quantization_spec import QuantizationConfig
+
+    tables: tuple[tuple[str, Any, type], ...] = (
+        ("rules", backend.rules, Rule),
+        ("configs", dict(backend.configs).values(), QuantizationConfig),
+        ("targets", backend.targets, Target),
+    )
+    for name, table, kind in tables:
+        for entry in table:
+            if not isinstance(entry, kind):
+                return f"its {name} contain {entry!r}, which is no qompose.{kind.__name__}"
+    for operator, reason in dict[Any, Any](backend.left_in_float).items():
+        if not isinstance(operator, OpOverload) or not isinstance(reason, str):
+            return f"its left_in_float has {operator!r}: {reason!r}, which is no operator with a reason"
+    return naming_fault(backend.configs)
+
+
+def check_backend(info: BackendInfo) -> Health:
+    """Load a listed backend and return whether it can be used here."""
+    try:
+        backend = _loaded(info)
+        problem = obstacle(backend, info.name)
+        targets = {t.name: obstacle(t, f"{info.name}, target {t.name}") for t in backend.targets}
+    except PluginError as error:
+        return Health(BROKEN, error.reason)
+    except MemberError as error:
+        return Health(BROKEN, str(error))
+    return Health(UNAVAILABLE if problem else USABLE, problem, targets)
+
+
+def obstacle(asked: Backend | Target, who: str) -> str | None:
+    """Return why a backend or a target cannot be used here, or None: what its `availability` says.
+
+    Raises:
+        MemberError: it raises, exits, or returns neither a text nor None; `who` is named.
+    """
+    try:
+        answer: object = asked.availability()
+    except (Exception, SystemExit) as error:  # exiting must not end the host
+        raise MemberError(
+            f"{who}: asked whether it is available, it raised {told(error)}"
+        ) from error
+    if answer is None or isinstance(answer, str):
+        return answer or None
+    raise MemberError(f"{who}: availability() returned {answer!r}, and not a text or None")
+
+
+GROUP = "qompose"
+"""The entry-point group, and pluggy's project name."""
+API_VERSION = 1
+"""Version of the interface between core and backends. A backend of another version is not loaded."""
+hookspec = pluggy.HookspecMarker(GROUP)
+hookimpl = pluggy.HookimplMarker(GROUP)
+"""Marks a package's function `qompose_backend`, which takes nothing and returns its `Backend`."""
+
+
+@hookspec(firstresult=True)
+def qompose_backend() -> Backend:  # type: ignore[empty-body]
+    """Return the backend of this plugin.
+
+    Called once per process, when the backend is first asked for by name or by one of its quantizers.
+    The hook is called on the one plugin that was asked for; the order of discovery decides nothing.
+
+    Returns:
+        an object of a subclass of `qompose.backend.Backend`, whose `name` is the entry point's name.
+    """
+
+
+UNKNOWN = "unknown"
+
+
+class Offer(NamedTuple):
+    """A line of a package's `entry_points.txt`. `value` is empty where the line is no `name = value`."""
+
+    name: str
+    value: str
+    dist: Distribution
+
+
+def entry_points(group: str) -> Iterator[Offer]:
+    """Yield what installed packages offer under `group`; of two copies of a package, the one Python finds."""
+    seen = set()
+    for distribution in Distribution.discover():
+        if not _lines(distribution, group):
+            continue
+        found = _found_by_name(distribution)
+        key = str(found.locate_file("")), fact(found, "name")
+        if key not in seen:
+            seen.add(key)
+            yield from (_offer(line, found) for line in _lines(found, group))
+
+
+def unreadable_packages() -> list[str]:
+    """Return the folders of packages whose `entry_points.txt` has something else in it than groups."""
+    found = set()
+    for distribution in Distribution.discover():
+        lines = _content(distribution)
+        if lines and not _is_heading(lines[0]):
+            # Its metadata may be gone too, and then only the folder tells which package it is.
+            found.add(str(getattr(distribution, "_path", distribution.locate_file(""))))
+    return sorted(found)
+
+
+def fact(distribution: Distribution, name: str) -> str:
+    """Return the `name` or `version` of a package, "unknown" where its metadata lack it."""
+    found = _attempt(lambda: getattr(distribution, name))
+    return str(found) if found else UNKNOWN
+
+
+def _attempt(read: Callable[[], object]) -> object:
+    try:
+        return read()
+    except Exception:  # metadata may be missing, undecodable or half removed, each in its own way
+        return None
+
+
+def _lines(distribution: Distribution, group: str) -> list[str]:
+    """Return the lines of a group, without comments."""
+    lines, inside = [], False
+    for line in _content(distribution):
+        if _is_heading(line):
+            inside = line == f"[{group}]"
+        elif inside:
+            lines.append(line)
+    return lines
+
+
+def _content(distribution: Distribution) -> list[str]:
+    """Return the lines of a package's file without blank ones and comments."""
+    text = _attempt(lambda: _text(distribution))
+    lines = map(str.strip, text.splitlines()) if isinstance(text, str) else ()
+    return [line for line in lines if line and not line.startswith(("#", ";"))]
+
+
+def _is_heading(line: str) -> bool:
+    return line.startswith("[") and line.endswith("]")
+
+
+def _text(distribution: Distribution) -> str | None:
+    try:
+        return distribution.read_text("entry_points.txt")
+    except UnicodeDecodeError as error:  # what can be read of it says whom to blame
+        return error.object.decode(error.encoding, errors="replace")
+
+
+def _found_by_name(distribution: Distribution) -> Distribution:
+    """Return the copy of a package that comes first on `sys.path`: the one whose modules are imported."""
+    name = fact(distribution, "name")
+    if name == UNKNOWN:
+        return distribution
+    try:
+        found: Distribution = Distribution.from_name(name)
+    except PackageNotFoundError:  # its folder has another name: what an interrupted removal leaves
+        return distribution
+    return found
+
+
+def _offer(line: str, distribution: Distribution) -> Offer:
+    name, _, value = line.partition("=")
+    return Offer(name.strip(), value.strip(), distribution)
+
+
+_HOST = tuple(
+    f"{Path(file).parent}{os.sep}"
+    for file in (__file__, importlib.__file__, importlib_metadata.__file__, pluggy.__file__)
+)
+
+
+def told(error: BaseException) -> str:
+    """Return an error's type and message, and the line of code that raised it."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return (
+            f"{type(error).__name__}: {error.msg} ({_short(error.filename)}, line {error.lineno})"
+        )
+    text = "".join(traceback.format_exception_only(type(error), error)).strip()
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if _is_plugin(frame.filename)]
+    return f"{text} ({_short(own[-1].filename)}, line {own[-1].lineno})" if own else text
+
+
+def _is_plugin(filename: str) -> bool:
+    """Whether a file belongs neither to the host nor to what it imports plugins with."""
+    return not filename.startswith(("<frozen ", *_HOST))
+
+
+def _short(filename: str) -> str:
+    return "/".join(Path(filename).parts[-2:])
+
+
+def import_fault(error: BaseException, module: str, distribution: str) -> str:
+    """Return why importing `module` of `distribution` failed, with the remedy where it is known."""
+    if not isinstance(error, ModuleNotFoundError) or not error.name:
+        return told(error)
+    missing = error.name
+    home = module.partition(":")[0].strip()
+    if home == missing or home.startswith(f"{missing}."):
+        return (
+            f"its package says that it has a module {missing!r}, and there is none: reinstall or "
+            f"uninstall {distribution}"
+        )
+    return f"{told(error)}: {_remedy(missing, distribution)}"
+
+
+def _remedy(missing: str, distribution: str) -> str:
+    """Say what to install; by the name that the plugin itself requires, where that is recognisable."""
+    top = missing.partition(".")[0]
+    try:
+        wanted = requires(distribution) or []
+    except (PackageNotFoundError, ValueError):
+        wanted = []
+    for requirement in wanted:
+        specifier = requirement.partition(";")[0].strip()
+        name = re.split(r"[^\w.-]", specifier, maxsplit=1)[0]
+        if re.sub(r"[-_.]+", "_", name).lower() == top.lower():
+            return f'pip install "{specifier}"'
+    return f"install the package that has the module {top!r}"

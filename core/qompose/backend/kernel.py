@@ -1,0 +1,453 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a kernel sees of the region it replaces.
+
+What a kernel sees of the region it replaces: integers in, integers out, literals, and a place to write.
+
+What kernels are told of a tensor: the node that holds it, and what its integers mean.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from qompose.errors import ConfigError, InternalError
+from qompose.program.aten_operators import (
+    NOT_ON_INTEGERS,
+    ORDER_PRESERVING as ORDER_PRESERVING,  # public here
+    SCALE_PRESERVING as SCALE_PRESERVING,
+    VALUE_PRESERVING as VALUE_PRESERVING,
+)
+from qompose.program.graph import (
+    arguments_of,
+    call,
+    constant_of,
+    free_attribute,
+    layout_of,
+    read_attribute,
+    set_attribute,
+    value_of,
+)
+from qompose.spec import qdq
+from qompose.spec.claim import Claim, Operand
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What replaces a claimed region on one target.
+
+    `emit` inserts the call and returns its node; it raises `NotLowerable` where the kernel does not fit.
+    Without `emit`, or where it returns None, the region stays as it is, for the target's last step to
+    take whole. A kernel with
+    `float_output` gives floats even where consumers want integers; those quantize for themselves.
+    One with `float_arithmetic` reads integers and computes in float: reports do not count it as int8.
+    Where `emit` finds that it does not fit, the kernel `otherwise` is tried.
+    """
+
+    name: str
+    emit: Callable[[Region], Node | None] | None = None
+    float_output: bool = False
+    float_arithmetic: bool = False
+    otherwise: Kernel | None = None
+
+    @property
+    def chain(self) -> tuple[Kernel, ...]:
+        """Return this kernel and those that are tried after it."""
+        return (self, *(self.otherwise.chain if self.otherwise is not None else ()))
+
+    @property
+    def promise(self) -> str:
+        """Return the names of the chain, in order."""
+        return ", else ".join(kernel.name for kernel in self.chain)
+
+
+class NotLowerable(Exception):  # noqa: N818 - it says what the region is
+    """Raised by a kernel's `emit` with the reason why a region must stay as it is."""
+
+
+aten = torch.ops.aten
+Readers: TypeAlias = "Mapping[tuple[object, ...], tuple[Claim, ...]]"
+"""By `layout_of` a parameter, the claims whose regions read it."""
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What the regions of a model have in common: who reads its parameters; by path, what kernels stored."""
+
+    readers: Readers = field(default_factory=dict)
+    stored: dict[str, list[Tensor]] = field(default_factory=dict)
+
+
+_STORED = "qompose_stored_by_kernel"
+"""Key in the meta of nodes that read what a kernel stored: the path that it asked for."""
+
+
+class Region:
+    """One claimed region of a converted graph.
+
+    Names are those of the rule's pattern. Kernels read what they need, call `call` for each operator
+    they insert and return the last one; where `output` is not None that one must give its integers.
+    `inserted` has the calls so far.
+    """
+
+    def __init__(
+        self,
+        module: GraphModule,
+        claim: Claim,
+        nodes: Sequence[Node],
+        *,
+        float_output: bool = False,
+        shared: Shared | None = None,
+    ) -> None:
+        self.module, self.claim = module, claim
+        self._shared = shared or Shared()
+        self.inserted: list[Node] = []
+        self._nodes = {node.name: node for node in nodes}
+        self._captures = dict(claim.captures)
+        if claim.output not in self._nodes:
+            raise InternalError(
+                f"the region of rule {claim.rule} at {claim.anchor} lost {claim.output}"
+            )
+        self.output_node = self._nodes[claim.output]
+        self.output = None if float_output else self._output()
+
+    def node(self, name: str) -> Node:
+        """Return an operator of the region.
+
+        Raises:
+            ConfigError: the name is none of the pattern's, or stands for no operator of the region.
+        """
+        found = self._nodes.get(self._captures.get(name, ""))
+        if found is None:
+            names = sorted(name for name, node in self._captures.items() if node in self._nodes)
+            raise self._fault(f"no operator {name!r}; the operators are {', '.join(names)}")
+        return found
+
+    def has(self, name: str) -> bool:
+        """Tell whether the match has a node for a name."""
+        return name in self._captures
+
+    def inputs(self, role: str) -> list[Node]:
+        """Return what the region reads for a role, one node for each place, in order.
+
+        Raises:
+            ConfigError: the rule has no such role.
+        """
+        found = [self._argument(o) for o in self.claim.operands if o.role == role]
+        if not found:
+            roles = ", ".join(dict.fromkeys(o.role for o in self.claim.operands))
+            raise self._fault(f"no tensor {role!r}; it reads {roles}, and makes output")
+        return found
+
+    def quantized_inputs(self, role: str) -> list[QuantizedTensor]:
+        """Return the integers that the region reads for a role.
+
+        Raises:
+            NotLowerable: one of them arrives in float.
+        """
+        return [dequantized(node) for node in self.inputs(role)]
+
+    def quantized(self, role: str) -> QuantizedTensor:
+        """Return the integers of the first input of a role, or those that "output" must give.
+
+        Raises:
+            NotLowerable: the input arrives in float; the output is wanted in float.
+        """
+        if role != "output":
+            return self.quantized_inputs(role)[0]
+        if self.output is None:
+            raise NotLowerable("its output is not quantized, or to several scales")
+        return self.output
+
+    def dynamic(self, role: str) -> DynamicTensor:
+        """Return how the first input of a role is quantized when the model runs.
+
+        Raises:
+            NotLowerable: it arrives in float, or its scale is known beforehand.
+        """
+        return quantized_at_run_time(self.inputs(role)[0])
+
+    def readers(self, role: str) -> tuple[Claim, ...]:
+        """Return the claims whose regions read the same parameter as this one does for a role.
+
+        This region's own is among them. They are those of the converted model, whichever have their kernels
+        by now: a kernel that keeps the parameter in a form of its own sees who would need another copy.
+        """
+        constant = constant_of(self.quantized(role).node)
+        known = () if constant is None else self._shared.readers.get(layout_of(constant), ())
+        return known or (self.claim,)
+
+    def argument(self, name: str, argument: str) -> Any:
+        """Return an argument of an operator by its name in the schema, its default if left out.
+
+        Raises:
+            ConfigError: there is no such operator, or it has no such argument.
+        """
+        node = self.node(name)
+        known = arguments_of(node)
+        if argument not in known:
+            raise self._fault(f"no argument {argument!r}: {node.target._schema}")  # type: ignore[union-attr]
+        return known[argument]
+
+    def _fault(self, missing: str) -> ConfigError:
+        """Return the error of a kernel that asks for what its rule does not have."""
+        claim = self.claim
+        return ConfigError(
+            f"The kernel of {claim.owner}, rule {claim.rule}, at {claim.anchor} asks for what its "
+            f"region has not: {missing}"
+        )
+
+    def _argument(self, operand: Operand) -> Node:
+        user = self._nodes[operand.user]
+        first, *rest = operand.position
+        found: Any = user.args[first] if isinstance(first, int) else user.kwargs[first]
+        for index in rest:
+            found = found[index]
+        assert isinstance(found, Node)
+        return found
+
+    def _output(self) -> QuantizedTensor | None:
+        """Return the integers that consumers want, if all want the same ones."""
+        users = list(self.output_node.users)
+        if not users or not all(user.target is qdq.quantize_per_tensor for user in users):
+            return None
+        if any(user.args[1:] != users[0].args[1:] for user in users):
+            return None
+        return quantized_by(users[0])
+
+    def call(
+        self, target: Callable[..., Any], *args: Any, dtype: torch.dtype | None = None
+    ) -> Node:
+        """Insert a call at the region's place. `dtype` is that of its value, where not the float output's.
+
+        `target` is an operator, or a function that torch.library.custom_op made one.
+        """
+        example = value_of(self.output_node)
+        return self._insert(target, args, example if dtype is None else example.to(dtype))
+
+    def step(self, target: Callable[..., Any], *args: Any) -> Node:
+        """Insert a call whose value is only a step to the output: its shape and type follow from `args`."""
+        examples: Any = torch.fx.node.map_arg(args, value_of)
+        return self._insert(target, args, target(*examples))
+
+    def _insert(self, target: Callable[..., Any], args: tuple[Any, ...], value: Any) -> Node:
+        target = getattr(target, "_opoverload", target)  # a graph of anything else cannot be saved
+        with self.module.graph.inserting_before(self.output_node):
+            node = call(self.module.graph, target, args, self.output_node, value)
+        self.inserted.append(node)
+        return node
+
+    def constant(self, path: str, value: Tensor) -> Node:
+        """Store a buffer of any shape, and insert a node that reads it; a `path` that is taken gets a number.
+
+        What a kernel stored before under this path is read again where it is equal.
+        """
+        value = self._known(path, value)
+        target = self._target_of(path, value)
+        if target is None:
+            target = free_attribute(self.module, path)
+            set_attribute(self.module, target, value)
+        with self.module.graph.inserting_before(self.output_node):
+            node = read_attribute(self.module, target, self.output_node)
+        node.meta[_STORED] = path
+        return node
+
+    def _known(self, path: str, value: Tensor) -> Tensor:
+        """Return what was stored under a path before, in any graph of the model, where it is equal."""
+        before = self._shared.stored.setdefault(path, [])
+        for other in before:
+            if other.dtype is value.dtype and torch.equal(other, value):
+                return other
+        before.append(value)
+        return value
+
+    def _target_of(self, path: str, value: Tensor) -> str | None:
+        """Return where this graph has a value that was stored under a path."""
+        for node in self.module.graph.find_nodes(op="get_attr", sort=False):
+            if node.meta.get(_STORED) == path and constant_of(node) is value:
+                return str(node.target)
+        return None
+
+    def replace(self, replacement: Node) -> None:
+        """Put a kernel's node in the place of the region's output, quantize operators included."""
+        if self.output is None:
+            self.output_node.replace_all_uses_with(replacement)
+            return
+        for user in list(self.output_node.users):
+            user.replace_all_uses_with(replacement)
+            self.module.graph.erase_node(user)
+
+
+def readers_in(regions: Mapping[int, Sequence[Node]], claims: Sequence[Claim]) -> Readers:
+    """Return the claims that read each quantized parameter, in their order; `regions` are by claim."""
+    found: dict[tuple[object, ...], dict[int, Claim]] = defaultdict(dict)
+    for number, nodes in sorted(regions.items()):
+        for source in (source for node in nodes for source in node.all_input_nodes):
+            holder = source.args[0] if qdq.is_dequantize(source) else None
+            constant = constant_of(holder) if isinstance(holder, Node) else None
+            if constant is not None:
+                found[layout_of(constant)][number] = claims[number]
+    return {layout: tuple(of_one.values()) for layout, of_one in found.items()}
+
+
+def dequantized(node: Node) -> QuantizedTensor:
+    """Return the integers behind a dequantize operator.
+
+    Raises:
+        NotLowerable: the node is something else.
+    """
+    if not qdq.is_dequantize(node):
+        raise NotLowerable(f"its input {node.name} arrives in float")
+    if node.target is qdq.dequantize_per_channel:
+        source, scale, zero_point, axis, low, high, dtype = node.args[:7]
+        return QuantizedTensor(source, scale, zero_point, low, high, dtype, axis)  # type: ignore[arg-type]
+    if node.target is qdq.dequantize_per_group:
+        return replace(quantized_by(node), group=node.args[6])  # type: ignore[arg-type]
+    return quantized_by(node)
+
+
+def quantized_at_run_time(node: Node) -> DynamicTensor:
+    """Return how the tensor behind a dequantize operator is quantized, whose scale the graph computes.
+
+    Raises:
+        NotLowerable: the node is something else.
+    """
+    shaped = node.target is aten.view_as.default
+    read = node.all_input_nodes[0] if shaped else node
+    tensor = dequantized(read)
+    chosen = tensor.scale.args[0] if isinstance(tensor.scale, Node) and tensor.scale.args else None
+    choose: Any = getattr(chosen, "target", None)
+    if not isinstance(chosen, Node) or choose not in qdq.CHOOSE:
+        raise NotLowerable(f"the scale of its input {node.name} is known beforehand")
+    source = chosen.all_input_nodes[0]
+    by_token = choose in qdq.CHOOSE_PER_TOKEN
+    dims: int | None = 1 if by_token else None
+    if shaped:
+        source, whole = source.all_input_nodes[0], source
+        dims = value_of(source).dim() - value_of(whole).dim() + 1
+    symmetric = choose in qdq.CHOOSE_SYMMETRIC
+    eps = arguments_of(chosen).get("eps")
+    return DynamicTensor(source, dims, symmetric, tensor.low, tensor.high, tensor.dtype, eps)
+
+
+def quantized_by(node: Node) -> QuantizedTensor:
+    """Return what a per-tensor quantize (its own value) or dequantize operator (its input) is about."""
+    source, scale, zero_point, low, high, dtype = node.args[:6]
+    holder = node if qdq.is_quantize(node) else source
+    return QuantizedTensor(holder, scale, zero_point, low, high, dtype)  # type: ignore[arg-type]
+
+
+_RELU = {aten.relu.default, aten.relu_.default}
+
+
+def on_integers(region: Region) -> Node:
+    """Kernel for operators that move values without changing them: the same operator, on the integers.
+
+    Raises:
+        NotLowerable: the region's inputs and output do not have one scale and zero point; or the
+            operator is not in `SCALE_PRESERVING`.
+    """
+    output = region.output
+    node = region.output_node
+    if node.target not in SCALE_PRESERVING:
+        raise NotLowerable(f"{node.target} makes values that its inputs have not")
+    if output is None:
+        raise NotLowerable("its output is not quantized")
+    if output.dtype in NOT_ON_INTEGERS.get(node.target, ()):
+        raise NotLowerable(f"torch has no {node.target} for {output.dtype}")
+    sources = {a: dequantized(a) for a in node.all_input_nodes if qdq.is_dequantize(a)}
+    if not sources or any(source.qparams != output.qparams for source in sources.values()):
+        raise NotLowerable("inputs and output differ in scale or zero point")
+    if node.target in _RELU:  # zero is where the zero point is
+        (source,) = sources.values()
+        return region.call(
+            aten.clamp_min.default, source.node, source.zero_point, dtype=output.dtype
+        )
+    args = torch.fx.node.map_arg(node.args, lambda a: sources[a].node if a in sources else a)
+    call_node = region.call(node.target, *args, dtype=output.dtype)  # type: ignore[arg-type]
+    call_node.kwargs = node.kwargs
+    return call_node
+
+
+@dataclass(frozen=True)
+class QuantizedTensor:
+    """A quantized tensor: the node that holds its integers, and what they mean.
+
+    `value = (integer - zero_point) * scale`. Per tensor, `scale` is a float and `zero_point` an int; per
+    channel they are nodes of shape `(C,)`, along dimension `axis`; in groups of `group` integers within the
+    rows of a matrix, of shape `(rows, groups)`. `low` and `high` bound the integers.
+    """
+
+    node: Node
+    scale: Any
+    zero_point: Any
+    low: int
+    high: int
+    dtype: torch.dtype
+    axis: int | None = None
+    group: int | None = None
+
+    @property
+    def tensor(self) -> Tensor:
+        """Return the integers of a parameter, in its shape.
+
+        Raises:
+            NotLowerable: the tensor is computed when the model runs.
+        """
+        return _constant(self.node)
+
+    @property
+    def scales(self) -> Tensor:
+        """Return the scale as a float32 tensor, `(C,)` per channel and `(1,)` per tensor; see `group`.
+
+        Raises:
+            NotLowerable: it is computed when the model runs.
+        """
+        return _constant(self.scale) if isinstance(self.scale, Node) else torch.tensor([self.scale])
+
+    @property
+    def zero_points(self) -> Tensor:
+        """Return the zero point as a tensor, `(C,)` per channel and `(1,)` per tensor; see `group`.
+
+        Raises:
+            NotLowerable: it is computed when the model runs.
+        """
+        if isinstance(self.zero_point, Node):
+            return _constant(self.zero_point)
+        return torch.tensor([self.zero_point])
+
+    @property
+    def qparams(self) -> tuple[Any, ...]:
+        """Return all but the node: equal for tensors that may be exchanged."""
+        return (self.scale, self.zero_point, self.low, self.high, self.dtype, self.axis, self.group)
+
+
+@dataclass(frozen=True)
+class DynamicTensor:
+    """A tensor that is quantized when the model runs: the node that holds its floats, and how it is.
+
+    One scale is for all of its last `dims` dimensions, None: for the whole tensor. The zero point is 0 where
+    `symmetric`. `low` and `high` bound the integers, and `eps` the scale, from below; None: only that it is
+    above 0, in the way of the operator that chooses it.
+    """
+
+    node: Node
+    dims: int | None
+    symmetric: bool
+    low: int
+    high: int
+    dtype: torch.dtype
+    eps: float | None = None
+
+
+def _constant(node: Node) -> Tensor:
+    constant = constant_of(node)
+    if constant is None:
+        raise NotLowerable(f"{node.name} is computed, not a parameter")
+    return constant

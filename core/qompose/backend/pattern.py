@@ -1,0 +1,318 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Patterns captured by the exporter and found with SubgraphMatcher.
+
+A captured pattern follows aten wherever the exporter takes it. Captures are made once per process, and
+only when the program holds the operators that the pattern says it needs.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+from torch.fx.passes.utils.matcher_utils import InternalMatch
+from torch.fx.passes.utils.matcher_with_name_node_map_utils import SubgraphMatcherWithNameNodeMap
+
+from qompose.errors import ConfigError
+from qompose.program.graph import arguments_of
+from qompose.spec.claim import Operand
+
+Capture: TypeAlias = "Node | tuple[Any, ...] | object"
+"""What a name of a pattern stands for in a match: a node, a list of nodes, or a literal argument."""
+Shape: TypeAlias = "tuple[int, ...] | Callable[[], Tensor]"
+"""An example tensor: its shape, or a function that makes it where numbers from a range will not do."""
+
+
+@dataclass(frozen=True)
+class Match:
+    """One occurrence of a pattern: its operators in graph order, and what its names stand for."""
+
+    nodes: tuple[Node, ...]
+    output: Node
+    captures: Mapping[str, Capture]
+
+    def node(self, name: str) -> Node | None:
+        """Return the node that a name stands for, None where it is absent or no node."""
+        captured = self.captures.get(name)
+        return captured if isinstance(captured, Node) else None
+
+    def tensors(self, name: str) -> tuple[Node, ...]:
+        """Return the nodes that a name stands for, several for a list argument."""
+        captured = self.captures.get(name)
+        items = captured if isinstance(captured, (tuple, list)) else (captured,)
+        return tuple(item for item in items if isinstance(item, Node))
+
+    def argument(self, name: str, argument: str) -> Any:
+        """Return an argument of an operator by its name in the schema, its default if left out.
+
+        Raises:
+            ConfigError: no operator of the match has this name, or it has no such argument.
+        """
+        node = self.node(name)
+        if node is None or node not in self.nodes:
+            raise ConfigError(f"no operator of this match is called {name!r}: {self.nodes}")
+        known = arguments_of(node)
+        if argument not in known:
+            raise ConfigError(f"{node.name} has no argument {argument!r}; it has {[*known]}")
+        return known[argument]
+
+    def operands(self, role: str) -> list[Operand]:
+        """Return every place where the region reads what `role` stands for."""
+        wanted = set(self.tensors(role))
+        return [
+            Operand(role, node.name, position)
+            for node in self.nodes
+            for position, argument in _arguments(node)
+            if argument in wanted
+        ]
+
+
+def _arguments(node: Node) -> Iterator[tuple[tuple[int | str, ...], object]]:
+    places: list[tuple[int | str, Any]] = [*enumerate(node.args), *node.kwargs.items()]
+    for key, argument in places:
+        if isinstance(argument, (tuple, list)):
+            for index, item in enumerate(argument):
+                yield (key, index), item
+        else:
+            yield (key,), argument
+
+
+class OperatorIndex:
+    """The nodes of a graph by the operator they call, built once per graph."""
+
+    def __init__(self, module: GraphModule) -> None:
+        self.module = module
+        self.position = {node: i for i, node in enumerate(module.graph.nodes)}
+        self._by_target: dict[object, list[Node]] = defaultdict(list)
+        for node in module.graph.nodes:
+            if node.op == "call_function":
+                self._by_target[node.target].append(node)
+
+    def calls(self, target: object) -> Sequence[Node]:
+        """Return the calls of an operator, in graph order."""
+        return self._by_target.get(target, ())
+
+
+@dataclass(frozen=True)
+class OperatorPattern:
+    """One aten operator, in any of several overloads whose arguments have the same names.
+
+    Names of a match are the operator's schema arguments, and "output".
+
+    Args:
+        targets: the overloads. Matching reads this and `result`; the rest is for tests of the rule
+            (`qompose.testing`), and is not needed where every required argument is a tensor.
+        example: a function of tensors that calls the first of `targets`, with the literals it needs:
+            `lambda self: F.max_pool2d(self, 2)`. A parameter with the name of the rule's weight or bias
+            is a parameter of the tested model, any other is an input.
+        shapes: for each parameter of `example` (or, without it, for each tensor argument of the operator).
+        result: of operators with several results, which one leaves the region; a program that reads
+            another one does not match. "output" is that result then, and "op" the operator.
+    """
+
+    targets: tuple[torch._ops.OpOverload, ...]
+    example: Callable[..., Tensor] | None = None
+    shapes: tuple[Shape, ...] = ()
+    result: int | None = None
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Return the names that every match has: the arguments that all the operators have, and "output"."""
+        arguments = [{a.name for a in target._schema.arguments} for target in self.targets]
+        own = {"output"} if self.result is None else {"output", "op"}
+        return frozenset(own.union(set.intersection(*arguments) if arguments else ()))
+
+    def find(self, index: OperatorIndex) -> Iterator[Match]:
+        """Yield every call of the operators, in graph order."""
+        calls = [node for target in self.targets for node in index.calls(target)]
+        for node in sorted(calls, key=index.position.__getitem__):
+            arguments = _schema_arguments(node)
+            if self.result is None:
+                yield Match((node,), node, {**arguments, "output": node})
+            elif (output := self._only_result(node)) is not None:
+                yield Match((node, output), output, {**arguments, "op": node, "output": output})
+
+    def _only_result(self, node: Node) -> Node | None:
+        """Return the call that takes the result, None where something reads another one too."""
+        read = [user for user in node.users if user.users or user.target is not operator.getitem]
+        taken = len(read) == 1 and read[0].target is operator.getitem
+        return read[0] if taken and read[0].args[1] == self.result else None
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A torch function to be found in a program.
+
+    Args:
+        function: takes tensors and returns the output, the only value that leaves the region.
+        shapes: an example shape for each parameter (or a function that makes the tensor, such as one of
+            indices); only ranks matter to matching, since literals are ignored. Tests of the rule
+            (`qompose.testing`) call the function with such tensors, and with larger ones.
+            Fewer shapes than parameters make a variant that leaves the last ones at their defaults.
+        operators: names for operators that the function calls, as (name, operator); one that is called
+            several times is named in the order of the calls. Programs without them are not searched.
+
+    The names of a match are those of the parameters and of the operators, and "output".
+    """
+
+    function: Callable[..., Tensor]
+    shapes: tuple[Shape, ...]
+    operators: tuple[tuple[str, torch._ops.OpOverload], ...]
+
+    def find(self, index: OperatorIndex) -> Iterator[Match]:
+        """Yield every occurrence, overlapping ones too, in graph order of their outputs."""
+        if not all(index.calls(target) for _, target in self.operators):
+            return
+        matcher = _matcher(self)
+        for candidate in index.calls(matcher.sink.target):
+            found = matcher.match_at(candidate)
+            if found is not None:
+                yield self._as_match(found, matcher, index)
+
+    def _as_match(self, found: InternalMatch, matcher: _Matcher, index: OperatorIndex) -> Match:
+        captures: dict[str, Capture] = {
+            name: found.nodes_map[node] for name, node in matcher.named.items()
+        }
+        captures["output"] = found.nodes_map[matcher.sink]
+        for name, placeholder in zip(
+            self.parameters, matcher.pattern_placeholder_nodes, strict=True
+        ):
+            captures[name] = found.nodes_map[placeholder]
+        nodes = [n for p, n in found.nodes_map.items() if p.op == "call_function"]
+        return Match(
+            tuple(sorted(nodes, key=index.position.__getitem__)),
+            found.nodes_map[matcher.sink],
+            captures,
+        )
+
+    def calls(self) -> tuple[torch._ops.OpOverload, ...]:
+        """Return the operators that the function calls, in their order. The pattern is captured for it."""
+        nodes = _matcher(self).pattern.nodes
+        return tuple(node.target for node in nodes if node.op == "call_function")
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Return the names that every match has."""
+        return frozenset({*self.parameters, *(name for name, _ in self.operators), "output"})
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Return the names of the function's parameters, as many as there are shapes."""
+        return tuple(inspect.signature(self.function).parameters)[: len(self.shapes)]
+
+
+class _Matcher(SubgraphMatcherWithNameNodeMap):
+    """torch's matcher, asked about one candidate at a time.
+
+    Its own `match` looks for cycles by walking the whole graph behind every match. A region out of which
+    only its last value leads cannot be part of a cycle, and `_is_contained` ensures just that.
+
+    Where literals are ignored, it lets a tensor stand for a literal and a literal for a tensor: a linear
+    without bias for one with, `x + 2` for `x + y`. Such matches are refused here.
+    """
+
+    named: dict[str, Node]
+
+    @cached_property
+    def sink(self) -> Node:
+        """Return the pattern's last operator."""
+        return self.pattern_anchors[0]
+
+    def _match_nodes(
+        self, pn: Node, gn: Node, match: InternalMatch, node_name_match: str = ""
+    ) -> bool:
+        """Let one value stand for several parameters of the pattern, as in `x + x` or `conv(x) + x`."""
+        if pn.op == "placeholder" and pn not in match.nodes_map and isinstance(gn, Node):
+            others = [p for p, n in match.nodes_map.items() if n is gn]
+            if all(other.op == "placeholder" for other in others):
+                match.nodes_map[pn] = gn
+                return True
+        return super()._match_nodes(pn, gn, match, node_name_match)
+
+    def match_at(self, node: Node) -> InternalMatch | None:
+        """Return the match whose last operator is `node`."""
+        match = InternalMatch(anchors=self.pattern_anchors)
+        if not self._match_nodes(self.sink, node, match) or not self._is_contained(match.nodes_map):
+            return None
+        pairs = [(p, n) for p, n in match.nodes_map.items() if p.op == "call_function"]
+        return match if all(_same_tensors(*pair) for pair in pairs) else None
+
+
+def _same_tensors(pattern: Node, node: Node) -> bool:
+    """Tell whether two calls take tensors in the same places."""
+    ours, theirs = _schema_arguments(pattern), _schema_arguments(node)
+    return all(_is_tensor(ours[name]) == _is_tensor(theirs[name]) for name in ours)
+
+
+def _is_tensor(argument: object) -> bool:
+    """Tell a tensor (or a list of them) from a literal; a symbolic size is a literal."""
+    if isinstance(argument, (tuple, list)):
+        return any(_is_tensor(item) for item in argument)
+    return isinstance(argument, Node) and not isinstance(
+        argument.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool, int, float)
+    )
+
+
+def _schema_arguments(node: Node) -> dict[str, object]:
+    """Return all arguments of a call by name, defaults included."""
+    return {
+        argument.name: node.args[i]
+        if i < len(node.args)
+        else node.kwargs.get(argument.name, argument.default_value)
+        for i, argument in enumerate(node.target._schema.arguments)  # type: ignore[union-attr]
+    }
+
+
+class _Captured(nn.Module):
+    """Gives a pattern function the form that the matcher wants: (output, {name: value})."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        output = self.function(*inputs)
+        return output, {"output": output}
+
+
+@cache
+def _matcher(pattern: Pattern) -> _Matcher:
+    example = tuple(s() if callable(s) else torch.zeros(s) for s in pattern.shapes)
+    with torch.no_grad():
+        module = torch.export.export(_Captured(pattern.function), example).module(
+            check_guards=False
+        )
+    assert isinstance(module, GraphModule)
+    module.graph.eliminate_dead_code()
+    named = _named(pattern, module)
+    matcher = _Matcher(module, ignore_literals=True)
+    if len(matcher.pattern_anchors) != 1:
+        raise ConfigError(
+            f"pattern {pattern.function.__qualname__} must end in one operator whose value is the output"
+        )
+    matcher.named = named
+    return matcher
+
+
+def _named(pattern: Pattern, module: GraphModule) -> dict[str, Node]:
+    """Find the operators that a pattern names.
+
+    Names are given by operator, not by value: a value that is changed in place is another node after.
+    """
+    calls: dict[object, list[Node]] = defaultdict(list)
+    for node in module.graph.nodes:
+        calls[node.target].append(node)
+    named = {}
+    for name, target in pattern.operators:
+        if not calls[target]:
+            raise ConfigError(f"pattern {pattern.function.__qualname__} never calls {target}")
+        named[name] = calls[target].pop(0)
+    return named

@@ -1,0 +1,438 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`calibrate`: batches through a prepared model, on one process or several, resumable.
+
+Calibrate: run batches through a prepared model, so that its observers see the data.
+
+Processes that calibrate together: which of them this is, and an exchange that nobody waits for forever.
+
+A calibration's statistics on the way, in a file, so that one that was stopped can go on.
+
+What observers have seen, set aside so that a calibration that fails leaves nothing behind.
+
+What looks wrong after calibration, before anything is converted: by tensor, module and who wants it.
+
+What is looked at are the statistics themselves, and the parameters of foreign observers not at all, so a
+look costs nothing beside a batch.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sized
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from itertools import islice
+from pathlib import Path
+from statistics import median
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.fx import GraphModule
+
+from qompose.calibration.statistics_data import (
+    Statistics,
+    order_dependent,
+    prepared_record,
+    statistics,
+    watched,
+)
+from qompose.calibration.statistics_file import check_kind
+from qompose.console import on_terminal, progress_bar
+from qompose.errors import CalibrationError, QomposeWarning, StatisticsError, UserError
+from qompose.observers.channel_ranges import screen_of, unbalanced
+from qompose.observers.foreign_observer import guard_of
+from qompose.observers.make_observer import DerivedObserver, observer_nodes, observers_of
+from qompose.observers.min_max import Observer
+from qompose.observers.tensor_statistics import mean_observers
+from qompose.observers.value_screening import FAR_FROM_TYPICAL, Screen
+from qompose.program.batches import check_limit, iterated, run_batch
+from qompose.training.qat_conv_bn import is_trained
+
+
+def calibrate(
+    prepared: GraphModule,
+    batches: Iterable[Any] | Statistics,
+    *,
+    transform: Callable[[Any], Any] | None = None,
+    limit: int | None = None,
+    progress: bool | None = None,
+    resume: str | os.PathLike[str] | None = None,
+    sharded: bool = False,
+    timeout: float = 600.0,
+) -> GraphModule:
+    """Run batches through a prepared model, without gradients, and return the model.
+
+    Where `torch.distributed` is initialised, each process runs its share of the batches, every so many-th
+    of them, and all end with the statistics of all: bit by bit those that one process would have.
+
+    Args:
+        batches: tensors, tuples of positional arguments or dicts of keyword arguments; a DataLoader fits.
+            Or `Statistics` of an earlier calibration, which take the place of data.
+        transform: turns what `batches` yields into the model's inputs, as `lambda batch: batch[0]`.
+        limit: how many batches to take at most, over all processes; not with `sharded`.
+        progress: whether to show a progress bar; None shows it on a terminal.
+        resume: a file in which statistics are kept on the way (`Statistics.save`): a calibration that
+            was stopped goes on behind the batches that it has, which have to come in the same order.
+        sharded: each process was given batches of its own.
+        timeout: seconds after which a process that does not answer is an error.
+
+    Raises:
+        StageError: the model was not prepared.
+        UserError: `batches` cannot be iterated, or an option is none, or is for batches and these are
+            statistics.
+        CalibrationError: there was no batch, or one does not fit the model (its number is named), or has
+            another value than the one with which the model was exported for what is no tensor; another
+            process failed or died; there are several, and an observer depends on the order of batches, or
+            has statistics already. Observers are then as they were before.
+        StatisticsError: statistics do not fit the model, or a file of them cannot be read.
+    """
+    prepared_record(prepared, "calibrate")
+    if isinstance(batches, Statistics):
+        _check_unused(transform=transform, limit=limit, resume=resume, sharded=sharded or None)
+        return batches.apply(prepared)
+    _check_limit(limit, sharded)
+    iterator = iterated(batches, "calibrate")
+    ranks = _ranks(prepared, timeout)
+    kept, start = _resumed(prepared, ranks, resume)
+    share = _Share(1 if sharded else ranks.count, 0 if sharded else ranks.rank, start, limit)
+    total = share.total(len(batches)) if isinstance(batches, Sized) else limit
+    with (
+        progress_bar(ranks.rank == 0 and on_terminal(progress)) as bar,
+        _looking(prepared),
+        _all_or_none(prepared, ranks, start) as done,
+    ):
+        task = bar.add_task("calibrating", total=total)
+        for number, batch in share.of(iterator):
+            run_batch(prepared, batch, transform, number)
+            done.append(number)
+            bar.update(task, completed=number)
+            if kept is not None:
+                kept.note(prepared, number)
+        if kept is not None:
+            kept.close(prepared)  # what this process saw alone
+    if ranks.rank == 0 and (found := lint(prepared)):
+        lines = "".join(f"\n  - {line}" for line in found)
+        warnings.warn(f"After calibration these look wrong:{lines}", QomposeWarning, stacklevel=2)
+    return prepared
+
+
+def _check_limit(limit: object, sharded: bool) -> None:
+    check_limit(limit)
+    if limit is not None and sharded:
+        raise UserError(
+            "limit= counts batches over all processes, and with sharded=True each has its own: shorten "
+            "what each is given"
+        )
+
+
+def _ranks(prepared: GraphModule, timeout: float) -> Ranks:
+    """Return which process this is, of those that calibrate.
+
+    Raises:
+        CalibrationError: there are several, and an observer depends on the order of batches.
+    """
+    ranks = Ranks.here(timeout)
+    if ranks.count > 1 and (named := order_dependent(prepared)):
+        raise CalibrationError(
+            f"{ranks.count} processes cannot calibrate together what depends on the order of batches: "
+            f'{"; ".join(named)}. Use range="minmax" or range="histogram".'
+        )
+    return ranks
+
+
+def _resumed(
+    prepared: GraphModule, ranks: Ranks, resume: str | os.PathLike[str] | None
+) -> tuple[Kept | None, int]:
+    """Return the file for what is seen, and how many batches this process has seen already.
+
+    Raises:
+        CalibrationError: there are several processes, and statistics that are from no such file.
+    """
+    kept = None if resume is None else Kept(Path(resume), ranks, prepared)
+    start = 0 if kept is None else kept.restore(prepared)
+    if ranks.count > 1 and not start and len(statistics(prepared)):
+        raise CalibrationError(
+            "these observers have statistics already, which each of the processes would add again: prepare "
+            "the model once more, and put what both calibrations saw together with Statistics.merged"
+        )
+    return kept, start
+
+
+@contextmanager
+def _looking(prepared: GraphModule) -> Iterator[None]:
+    """Run a model without gradients and, if it is one to be trained, without training batch norms.
+
+    Whatever is raised, observers are then as they were before.
+    """
+    training, before = prepared.training, states_of(prepared)
+    if is_trained(prepared):
+        prepared.eval()
+    try:
+        with torch.no_grad():
+            yield
+    except Exception:
+        restore(before)
+        raise
+    finally:
+        prepared.train(training)
+
+
+def _check_unused(**options: object) -> None:
+    """Refuse what says how to take batches where there are none."""
+    given = [f"{name}=" for name, value in options.items() if value is not None]
+    if given:
+        raise UserError(
+            f"{', '.join(given)} is for batches, and calibrate was given the statistics of an earlier "
+            "calibration: leave it out"
+        )
+
+
+@dataclass(frozen=True)
+class _Share:
+    """Which batches are run here: one of `count`, from that number `start` on, of at most `limit`."""
+
+    count: int
+    rank: int
+    start: int
+    limit: int | None
+
+    def total(self, length: int) -> int:
+        return length if self.limit is None else min(length, self.limit)
+
+    def of(self, iterator: Iterator[Any]) -> Iterator[tuple[int, Any]]:
+        """Yield the batches with their numbers, from 1 on, in the whole of them."""
+        for number, batch in enumerate(islice(iterator, self.limit), start=1):
+            if number > self.start and (number - 1) % self.count == self.rank:
+                yield number, batch
+
+
+@contextmanager
+def _all_or_none(prepared: GraphModule, ranks: Ranks, start: int) -> Iterator[list[int]]:
+    """Put the statistics of all processes together, or fail in all of them, whichever failed.
+
+    Yields a list for the numbers of the batches that were run here.
+    """
+    done: list[int] = []
+    try:
+        yield done
+    except Exception as error:
+        # The others may have failed too; this is the error to show.
+        with suppress(CalibrationError):
+            ranks.exchange(f"{type(error).__name__}: {error}")
+        raise
+    parts = ranks.exchange((start + len(done), statistics(prepared) if ranks.count > 1 else None))
+    failed = [f"rank {rank}: {part}" for rank, part in enumerate(parts) if isinstance(part, str)]
+    if failed:
+        raise CalibrationError(f"another process failed: {'; '.join(failed)}")
+    if not any(count for count, _ in parts):
+        raise CalibrationError(
+            "calibrate got no batches: the iterable was empty (or used up before)"
+        )
+    if ranks.count > 1:
+        first, *others = (found for _, found in parts)
+        first.merged(*others).apply(prepared, partial=True)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The processes of `torch.distributed`, or this one alone.
+
+    Attributes:
+        rank, count: the number of this process, and how many there are.
+    """
+
+    rank: int = 0
+    count: int = 1
+    _group: Any = None
+    _timeout: float = 0.0
+
+    @classmethod
+    def here(cls, timeout: float) -> Ranks:
+        """Return the processes that were initialised, all of which have to call this.
+
+        Statistics are small and on the CPU, so they go by gloo, whatever the processes use else.
+
+        Args:
+            timeout: seconds after which a process that does not answer is an error.
+
+        Raises:
+            CalibrationError: one did not come here in time.
+        """
+        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+            return cls()
+        limit = timedelta(seconds=timeout)
+        try:
+            group = dist.new_group(backend="gloo", timeout=limit)
+        except RuntimeError as error:
+            raise CalibrationError(_lost(timeout, error)) from error
+        return cls(dist.get_rank(), dist.get_world_size(), group, timeout)
+
+    def exchange(self, part: Any) -> list[Any]:
+        """Return what each process gave, by rank. Only processes of one group send it to one another.
+
+        Raises:
+            CalibrationError: one did not answer in time, or has died.
+        """
+        if self.count == 1:
+            return [part]
+        parts: list[Any] = [None] * self.count
+        try:
+            dist.monitored_barrier(self._group, timedelta(seconds=self._timeout))
+            dist.all_gather_object(parts, part, self._group)
+        except RuntimeError as error:  # torch's DistBackendError is one
+            raise CalibrationError(_lost(self._timeout, error)) from error
+        return parts
+
+
+def _lost(timeout: float, error: Exception) -> str:
+    first = str(error).strip().partition("\n")[0]
+    return (
+        f"a process that calibrates together with this one died, or did not answer within {timeout:g} "
+        f"seconds ({first}). See what it printed; where a rank is only slow, pass a longer timeout="
+    )
+
+
+EVERY = 30.0
+"""Seconds between two writes: what is lost at most."""
+
+
+class Kept:
+    """The file of one process; with several, each has its own, with its rank in the name.
+
+    Raises:
+        StatisticsError: there can be no such file, or observers cannot be given what it holds.
+
+    """
+
+    def __init__(self, path: Path, ranks: Ranks, prepared: GraphModule) -> None:
+        left_out = statistics(prepared).left_out
+        if left_out:
+            raise StatisticsError(
+                f"resume= needs observers that give their statistics away, and {'; '.join(left_out)} are of "
+                "other packages"
+            )
+        check_kind(path)
+        if not path.parent.is_dir():
+            raise StatisticsError(f"resume={str(path)!r}: there is no folder {path.parent}")
+        if ranks.count > 1:
+            path = path.with_name(f"{path.stem}.rank{ranks.rank}of{ranks.count}{path.suffix}")
+        self.path = path
+        self._last, self._written = 0, time.monotonic()
+
+    def restore(self, prepared: GraphModule) -> int:
+        """Give the observers what the file has, and return how many batches that was; 0 without a file.
+
+        Raises:
+            StatisticsError: it is not of this model and its observers, or not of a calibration on the way.
+        """
+        if not self.path.exists():
+            return 0
+        found = Statistics.load(self.path)
+        if not found.batches:
+            raise StatisticsError(
+                f"{self.path} holds no calibration on the way; to use its statistics, pass them for batches"
+            )
+        found.apply(prepared)
+        self._last = found.batches
+        return found.batches
+
+    def note(self, prepared: GraphModule, number: int) -> None:
+        """Remember that a batch was run, and write the file when it is time."""
+        self._last = number
+        if time.monotonic() - self._written >= EVERY:
+            self.close(prepared)
+
+    def close(self, prepared: GraphModule) -> None:
+        """Write the file."""
+        replace(statistics(prepared), batches=self._last).save(self.path)
+        self._written = time.monotonic()
+
+
+State: TypeAlias = "tuple[Any, dict[str, Any], Screen | None]"
+
+
+def states_of(model: GraphModule) -> list[State]:
+    """Return a copy of all that the observers of a prepared model have seen; `restore` puts it back."""
+    kept = []
+    observers = [*observers_of(observer_nodes(model)).values()]
+    observers += [observer for _, _, observer in mean_observers(model)]
+    for observer in {id(o): o for o in observers}.values():
+        if not isinstance(observer, DerivedObserver):  # which has seen nothing, and knows others
+            guard = guard_of(observer)
+            state = {k: copy.deepcopy(v) for k, v in vars(observer).items() if k != "forward"}
+            kept.append((observer, state, None if guard is None else copy.deepcopy(guard.screen)))
+    return kept
+
+
+def restore(states: Iterable[State]) -> None:
+    """Let observers be what they were."""
+    for observer, state, screen in states:
+        observer.__dict__.update(state)
+        guard = guard_of(observer)
+        if guard is not None and screen is not None:
+            guard.screen = screen
+
+
+def lint(prepared: GraphModule) -> list[str]:
+    """Return a line for each tensor whose statistics look wrong; none where all is well.
+
+    Those are: tensors that no batch came to, with mask values, with a single value throughout, or whose
+    largest magnitude is a thousand times the median one.
+
+    Raises:
+        StageError: the model was not prepared.
+    """
+    record = prepared_record(prepared, "lint")
+    seen = [
+        (observer, screen)
+        for observer, _ in watched(prepared, record)
+        if (screen := screen_of(observer))
+    ]
+    known = [size for _, screen in seen if (size := _magnitude(screen)) > 0]
+    typical = median(known) if known else 0.0
+    return [
+        f"{_subject(observer)} {problem}"
+        for observer, screen in seen
+        for problem in _problems(observer, screen, typical)
+    ]
+
+
+def _problems(observer: nn.Module, screen: Screen, typical: float) -> Iterator[str]:
+    size = _magnitude(screen)
+    if not screen.values:
+        yield "never saw data: no batch came there"
+    elif screen.mask is not None:
+        yield f"holds {screen.mask}; it stays in float"
+    elif (value := _only_value(observer)) is not None:
+        yield f"was {value:g} throughout"
+    elif size > FAR_FROM_TYPICAL * typical:
+        yield f"reaches {size:g}, and the median of all tensors is {typical:g}: an outlier or a mask?"
+
+
+def _magnitude(screen: Screen) -> float:
+    """Return the largest magnitude that was seen, as far as a screen knows it."""
+    return max(screen.bulk, -screen.far if screen.far > -math.inf else 0.0)
+
+
+def _only_value(observer: nn.Module) -> float | None:
+    inner = unbalanced(observer)
+    if not isinstance(inner, Observer):
+        return None
+    facts = inner.facts()
+    several = facts.values > 1 and facts.minimum is not None and facts.minimum == facts.maximum
+    return facts.minimum if several else None
+
+
+def _subject(observer: nn.Module) -> str:
+    inner = unbalanced(observer)
+    guard = guard_of(inner)
+    return (
+        guard.subject if guard is not None else str(getattr(inner, "subject", type(inner).__name__))
+    )

@@ -1,0 +1,360 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What calibration saw, as a value that merges.
+
+They are kept by the tensors' places in the model (`qompose.plan.operator_ids`), not by those of one
+quantizer's observers, so that one calibration serves several backends and bit-widths.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.fx import GraphModule
+
+from qompose.calibration.statistics_file import Entry, SiteMeans, range_of, read, same, write
+from qompose.errors import StatisticsError, near_names
+from qompose.observers.channel_ranges import unbalanced
+from qompose.observers.make_observer import observer_nodes, observers_of
+from qompose.observers.min_max import Observer
+from qompose.observers.tensor_statistics import Facts, MeanObserver, Means, mean_observers
+from qompose.plan.operator_ids import Site, sites_of
+from qompose.plan.plan import Record, record_of
+from qompose.program.control_flow import nodes_in
+from qompose.program.graph import constant_of
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What two statistics say of one tensor; "" is nothing."""
+
+    site: Site
+    one: str
+    other: str
+
+    def __str__(self) -> str:
+        return f"{self.site}: {self.one or 'nothing'} and {self.other or 'nothing'}"
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What calibration found, by tensor; a value, which no method changes.
+
+    Attributes:
+        entries: the tensors that share a range, and what was seen of them.
+        fingerprint: of the model (`qompose.plan.operator_ids`).
+        batches: how many of them a calibration that can be resumed has seen, else 0.
+        left_out: the tensors whose observers are of other packages, which give no statistics away.
+        means: of the channels of inputs that bias correction goes by, by site.
+    """
+
+    entries: tuple[Entry, ...]
+    fingerprint: str = ""
+    batches: int = 0
+    left_out: tuple[str, ...] = ()
+    means: SiteMeans = ()
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self.entries)
+
+    def __str__(self) -> str:
+        lines = [f"{entry.sites[0]}: {described(entry.facts)}" for entry in self.entries]
+        return "\n".join([*lines, *(f"left out: {name}" for name in self.left_out)])
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a `.safetensors` file, or a `.json` file, which is larger and can be edited.
+
+        Raises:
+            StatisticsError: the path ends in neither.
+            OSError: it cannot be written.
+        """
+        facts = {"fingerprint": self.fingerprint, "batches": self.batches}
+        write(Path(path), self.entries, {**facts, "left_out": list(self.left_out)}, self.means)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Statistics:
+        """Read what `save` wrote. Nothing in the file is run.
+
+        Raises:
+            StatisticsError: it is no such file, damaged, or of a newer version.
+            OSError: it cannot be read.
+        """
+        entries, facts = read(Path(path))
+        return cls(
+            entries,
+            str(facts.get("fingerprint", "")),
+            facts.get("batches", 0),
+            tuple(facts.get("left_out", ())),
+            facts["means"],
+        )
+
+    def merged(self, *others: Statistics) -> Statistics:
+        """Return the statistics of all data together: exact, in whatever order and groups.
+
+        Raises:
+            StatisticsError: they are of different models, or of observers that depend on the order.
+        """
+        result = self
+        for other in others:
+            result = result._merged(other)
+        return result
+
+    def _merged(self, other: Statistics) -> Statistics:
+        self._check_model(other.fingerprint, "the others are")
+        found = {entry.sites: entry.facts for entry in self.entries}
+        groups = {site: entry.sites for entry in self.entries for site in entry.sites}
+        for entry in other.entries:
+            for site in entry.sites:
+                if groups.get(site, entry.sites) != entry.sites:
+                    raise StatisticsError(
+                        f"{site} shares its range with other tensors in the one than in the other, so they "
+                        "were not seen by the same quantizer: calibrate both parts with one of them"
+                    )
+            mine = found.get(entry.sites)
+            try:
+                found[entry.sites] = entry.facts if mine is None else mine.merged(entry.facts)
+            except StatisticsError as error:
+                raise StatisticsError(f"{entry.sites[0]}: {error}") from error
+        return Statistics(
+            _ordered(found),
+            self.fingerprint,
+            self.batches + other.batches,
+            tuple(dict.fromkeys([*self.left_out, *other.left_out])),
+            self._merged_means(other),
+        )
+
+    def _merged_means(self, other: Statistics) -> SiteMeans:
+        """Return the means of all data; those of a tensor that one of both saw without them are lost."""
+        mine, theirs = dict(self.means), dict(other.means)
+        seen = self._by_site().keys(), other._by_site().keys()
+        found = {}
+        for site in sorted({*mine, *theirs}):
+            if site in mine and site in theirs:
+                found[site] = mine[site].merged(theirs[site])
+            elif site not in seen[site in mine]:
+                found[site] = (mine if site in mine else theirs)[site]
+        return tuple(found.items())
+
+    def _check_model(self, fingerprint: str, whose: str) -> None:
+        if self.fingerprint != fingerprint:
+            raise StatisticsError(
+                f"these statistics are of a model with the hash {self.fingerprint[:12]}, and {whose} of one "
+                f"with {fingerprint[:12]}: its parameters differ"
+            )
+
+    def diff(self, other: Statistics) -> tuple[Difference, ...]:
+        """Return the tensors of which the two do not say the same."""
+        mine, theirs = self._by_site(), other._by_site()
+        means, others = dict(self.means), dict(other.means)
+        apart = [s for s in means if s in others and not means[s].same(others[s])]
+        said = (
+            Difference(site, *(described(m[site]) if site in m else "" for m in (mine, theirs)))
+            for site in sorted({*mine, *theirs})
+            if not (site in mine and site in theirs and same(mine[site], theirs[site]))
+            or site in apart
+        )
+        return tuple(
+            difference
+            if difference.one != difference.other
+            else replace(difference, other=f"{difference.other}, but not the same ones")
+            for difference in said
+        )
+
+    def _by_site(self) -> dict[Site, Facts]:
+        return {site: entry.facts for entry in self.entries for site in entry.sites}
+
+    def with_range(self, site: Site | str, low: float, high: float) -> Statistics:
+        """Return statistics in which a tensor has bounds of your own, whatever was seen of it.
+
+        Args:
+            site: the tensor, as it is printed; or the path of a module with one tensor.
+
+        Raises:
+            StatisticsError: there is no such tensor, or several; or the bounds are none.
+        """
+        chosen = range_of(low, high)
+        known = {str(one): one for entry in self.entries for one in entry.sites}
+        named = [o for text, o in known.items() if str(site) in (text, o.module)]
+        if len(named) != 1:
+            found = "; ".join(map(str, named)) or f"none{near_names(str(site), known)}"
+            raise StatisticsError(f"{str(site)!r} is not the name of one tensor, but of {found}")
+        entries = tuple(
+            replace(e, facts=replace(e.facts, set_range=chosen)) if named[0] in e.sites else e
+            for e in self.entries
+        )
+        return replace(self, entries=entries)
+
+    def apply(
+        self, prepared: GraphModule, *, partial: bool = False, another_model: bool = False
+    ) -> GraphModule:
+        """Let the observers of a prepared model go by these statistics, in place, and return the model.
+
+        Args:
+            partial: leave observers as they are that want what is not here.
+            another_model: do not mind that the parameters are not those of the calibrated model.
+
+        Raises:
+            StageError: the model was not prepared.
+            StatisticsError: the model is another one; an observer wants what is not here. Then no
+                observer has changed.
+        """
+        record = prepared_record(prepared, "Statistics.apply")
+        if not another_model:
+            self._check_model(record.fingerprint, "this one is")
+        found, lacking = self._matched(prepared, record)
+        means = self._matched_means(prepared, lacking)
+        if lacking and not partial:
+            raise StatisticsError(
+                "these statistics lack what observers need:\n"
+                + "\n".join(f"  - {line}" for line in lacking)
+                + "\nCalibrate with data, or pass partial=True to leave those observers as they are."
+            )
+        for observer, facts in found:
+            _take(observer, facts)
+        for watching, seen in means:
+            watching.take(seen)
+        return prepared
+
+    def _matched_means(
+        self, prepared: GraphModule, lacking: list[str]
+    ) -> list[tuple[MeanObserver, Means]]:
+        """Return each observer of means with what it is to go by; add what is lacking to the others."""
+        known, found = dict(self.means), []
+        for site, observer in _watching_means(prepared):
+            if site not in known:
+                lacking.append(f"{site}: no means of its channels, by which biases are corrected")
+            elif known[site].total.shape != observer.total.shape:
+                lacking.append(f"{site}: means of other channels")
+            else:
+                found.append((observer, known[site]))
+        return found
+
+    def _matched(
+        self, prepared: GraphModule, record: Record
+    ) -> tuple[list[tuple[nn.Module, Facts]], list[str]]:
+        """Return each observer with what it is to go by, and what is lacking; on copies, nothing changes."""
+        known = {site: entry for entry in self.entries for site in entry.sites}
+        found, lacking = [], []
+        for observer, sites in watched(prepared, record):
+            entries = {id(known[site]): known[site] for site in sites if site in known}
+            absent = [str(site) for site in sites if site not in known]
+            if absent:
+                lacking.append(f"{'; '.join(absent)}: not in these statistics")
+                continue
+            try:
+                facts = _together([entry.facts for entry in entries.values()])
+                _take(copy.deepcopy(observer), facts)
+                found.append((observer, facts))
+            except StatisticsError as error:
+                kind = type(unbalanced(observer)).__name__
+                lacking.append(f"{sites[0]}: {kind} finds {error} there")
+        return found, lacking
+
+
+def statistics(prepared: GraphModule) -> Statistics:
+    """Return what the observers of a prepared model have seen.
+
+    Raises:
+        StageError: the model was not prepared.
+    """
+    record = prepared_record(prepared, "statistics")
+    entries, left_out = {}, []
+    for observer, sites in watched(prepared, record):
+        if not isinstance(unbalanced(observer), Observer):
+            left_out.append(f"{sites[0]} ({type(unbalanced(observer)).__name__})")
+            continue
+        facts: Facts = observer.facts()
+        if facts.values or facts.set_range is not None:
+            entries[sites] = copy.deepcopy(facts)  # the observers may go on
+    means = {site: seen for site, o in _watching_means(prepared) if (seen := o.means()).count}
+    ordered = tuple((site, means[site]) for site in sorted(means))
+    return Statistics(_ordered(entries), record.fingerprint, 0, tuple(left_out), ordered)
+
+
+def _watching_means(prepared: GraphModule) -> Iterator[tuple[Site, MeanObserver]]:
+    sites = sites_of(prepared)
+    for _, value, observer in mean_observers(prepared):
+        if value in sites:
+            yield sites[value], observer
+
+
+def order_dependent(prepared: GraphModule) -> list[str]:
+    """Name the tensors whose observers give statistics that cannot be merged, with the observers' classes."""
+    record = prepared_record(prepared, "calibrate")
+    return [
+        f"{sites[0]} ({type(unbalanced(observer)).__name__})"
+        for observer, sites in watched(prepared, record)
+        if not getattr(unbalanced(observer), "mergeable", False)
+    ]
+
+
+def described(facts: Facts) -> str:
+    """Return the range of a tensor and how many values were seen, for people."""
+    if facts.set_range is not None:
+        return f"[{facts.set_range[0]:g}, {facts.set_range[1]:g}], set by hand"
+    low, high = facts.minimum, facts.maximum
+    if facts.channels is not None and (low is None or high is None):
+        low, high = float(facts.channels.low.min()), float(facts.channels.high.max())
+    span = "no range" if low is None or high is None else f"[{low:g}, {high:g}]"
+    return f"{span} of {facts.values} values"
+
+
+def _ordered(facts: Mapping[tuple[Site, ...], Facts]) -> tuple[Entry, ...]:
+    """Return entries in an order that does not depend on who saw what first."""
+    return tuple(Entry(sites, facts[sites]) for sites in sorted(facts))
+
+
+def prepared_record(model: GraphModule, function: str) -> Record:
+    """Return the record of a prepared model.
+
+    Raises:
+        StageError: it was not prepared.
+    """
+    return record_of(
+        model,
+        stages=("prepared",),
+        function=function,
+        remedy="Call qompose.prepare_pt2e first.",
+    )
+
+
+def watched(prepared: GraphModule, record: Record) -> Iterator[tuple[Any, tuple[Site, ...]]]:
+    """Yield each observer that estimates what is computed, and the sites of what it observes."""
+    sites, by_name = sites_of(prepared), {node.name: node for node in nodes_in(prepared)}
+    observers = observers_of(observer_nodes(prepared))
+    for number, group in enumerate(record.plan.groups):
+        observer = observers.get(number)
+        sources = dict.fromkeys(by_name[point.source] for point in group.points)
+        computed = [node for node in sources if constant_of(node) is None and node in sites]
+        if observer is not None and computed and _estimates(observer):
+            yield observer, tuple(sites[node] for node in computed)
+
+
+def _estimates(observer: nn.Module) -> bool:
+    """Tell whether an observer keeps statistics: not if parameters are known, derived, or of run time."""
+    inner = unbalanced(observer)
+    if isinstance(inner, Observer):
+        return inner.estimates and not inner.is_dynamic
+    return not getattr(inner, "is_dynamic", False)
+
+
+def _take(observer: Any, facts: Facts) -> None:
+    if not isinstance(unbalanced(observer), Observer):
+        raise StatisticsError("no way to be given statistics")
+    observer.take(facts)
+
+
+def _together(facts: Sequence[Facts]) -> Facts:
+    """Return what was seen of tensors that one observer sees together."""
+    first, *others = facts
+    for other in others:
+        first = first.merged(other)
+    return first

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`qompose new-backend`: a project for a backend, from templates.
+
+`qompose new-backend`: write the project of a new backend.
+
+A project for a new backend: two rules and a kernel that work, to be changed into what its author wants.
+"""
+
+from __future__ import annotations
+
+import keyword
+import re
+import tempfile
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+from string import Template
+
+from importlib_metadata import version
+
+from qompose.backend.discovery import API_VERSION, GROUP, entry_points, fact
+from qompose.cli.output import Output
+from qompose.errors import ProjectError
+
+SUMMARY = "write the project of a new backend"
+DESCRIPTION = """\
+Write a pip package with a small backend that works, and its tests: one entry point, one rule table, its
+kernels. It installs and passes its tests as it is; change it rule by rule."""
+EXAMPLES = """\
+qompose new-backend my_chip
+qompose new-backend my_chip --directory ~/projects"""
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.add_argument("name", metavar="NAME", help="what users will call the backend")
+    parser.add_argument(
+        "--directory", type=Path, default=Path(), metavar="DIR",
+        help="where the project's folder is made (default: here)",
+    )  # fmt: skip
+
+
+def run(options: Namespace, out: Output) -> int:
+    """Write the project and print where it is."""
+    out.text(str(new_backend(options.name, options.directory)))
+    return 0
+
+
+PREFIX = "qompose"
+"""What the names of a backend's distribution and package begin with."""
+_TEMPLATES = Path(__file__).with_name("templates") / "backend"
+_SUFFIX = ".template"
+_NAME = re.compile(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*")
+
+
+def new_backend(name: str, parent: Path) -> Path:
+    """Write the project of a backend into a new folder of `parent`, and return the folder.
+
+    The project is complete: it installs, quantizes linear layers, and passes the contract suite. For the
+    name `my-npu` the backend is called `my_npu`, the distribution and the folder `qompose-my-npu`, and
+    the package `qompose_my_npu`.
+
+    Raises:
+        ProjectError: the name is none for a backend, or taken by an installed one; `parent` is no folder
+            that can be written to; the folder is there and not empty. Nothing is written then.
+    """
+    facts = _facts(name)
+    target = Path(parent) / facts["distribution"]
+    if not Path(parent).is_dir():
+        raise ProjectError(f"{parent} is no folder, and the project shall be written into it")
+    try:
+        if target.is_symlink() or (target.exists() and not _is_empty(target)):
+            raise ProjectError(f"{target} is there already: choose another name, or move it away")
+        with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=parent) as scratch:
+            draft = Path(scratch) / target.name
+            for path, text in _rendered(facts).items():
+                file = draft / path
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text(text, encoding="utf-8")
+            if target.exists():
+                target.rmdir()
+            draft.rename(target)
+    except OSError as error:
+        raise ProjectError(f"{target} cannot be written: {error}") from error
+    return target
+
+
+def _is_empty(target: Path) -> bool:
+    return target.is_dir() and not any(target.iterdir())
+
+
+def _facts(name: str) -> dict[str, str]:
+    """Return what the templates need to know of a backend of this name."""
+    _check(name)
+    words = re.split("[-_]", name)
+    major, minor = map(int, version(PREFIX).split(".")[:2])
+    camel = "".join(word.capitalize() for word in words)
+    return {
+        "name": "_".join(words),
+        "distribution": "-".join((PREFIX, *words)),
+        "package": "_".join((PREFIX, *words)),
+        "class_name": camel if words[-1] == "backend" else f"{camel}Backend",
+        "requirement": f"{PREFIX}>={major}.{minor},<{major}.{minor + 1}",
+        "api_version": str(API_VERSION),
+    }
+
+
+def _check(name: str) -> None:
+    """Refuse a name that cannot be one, or is taken."""
+    if not _NAME.fullmatch(name):
+        raise ProjectError(
+            f"{name!r} cannot be the name of a backend: it starts with a lower-case letter, and has "
+            "lower-case letters and digits, in words between single hyphens or underscores"
+        )
+    if keyword.iskeyword(name):
+        raise ProjectError(f"{name!r} is a keyword of Python: choose another name")
+    if re.split("[-_]", name)[0] == PREFIX:
+        raise ProjectError(
+            f"{name!r} cannot be the name of a backend: leave {PREFIX!r} out, the distribution's name "
+            "gets it in front"
+        )
+    for point in entry_points(group=GROUP):
+        if point.name.replace("-", "_") == name.replace("-", "_"):
+            raise ProjectError(
+                f"A backend {point.name!r} is installed, by {fact(point.dist, 'name')}, and names are "
+                "unique: choose another one, or uninstall it"
+            )
+
+
+def _rendered(facts: dict[str, str]) -> dict[str, str]:
+    """Return the text of each file by its path in the project."""
+    return {
+        _path(file, facts): Template(file.read_text(encoding="utf-8")).substitute(facts)
+        for file in sorted(_TEMPLATES.rglob(f"*{_SUFFIX}"))
+    }
+
+
+def _path(file: Path, facts: dict[str, str]) -> str:
+    """Return where a template's text goes; `gitignore` is stored without its dot, to be a plain file."""
+    first, *rest = file.relative_to(_TEMPLATES).as_posix().removesuffix(_SUFFIX).split("/")
+    names = {"package": facts["package"], "gitignore": ".gitignore"}
+    return "/".join((names.get(first, first), *rest))

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Biases rounded to the int32 grid that integer kernels add.
+
+A kernel whose products are int32 adds a bias in steps of input scale times weight scale. A simulation that
+adds the bias itself is off by up to half such a step in every output, which deep models amplify.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, MutableMapping
+from dataclasses import replace
+from typing import Final
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from qompose.plan.plan import Plan
+from qompose.program.control_flow import nodes_in
+from qompose.program.graph import constant_of
+from qompose.spec.claim import AddedBias, Point
+from qompose.spec.qdq import QParams
+
+LARGEST_BIAS: Final = 2**29
+"""In steps. Products are added to it in the same 32 bits, and balancing may scale it later."""
+
+
+def integer_biases(
+    model: GraphModule, plan: Plan, qparams: Mapping[int, QParams], dropped: Collection[int]
+) -> Iterator[tuple[Node, Node, Tensor]]:
+    """Yield the biases of a converted model that kernels add as integers.
+
+    Args:
+        qparams: by number of a group.
+        dropped: numbers of claims that conversion gives up.
+
+    Returns:
+        the node that reads the bias, the operator that adds it, and the values its integers stand for.
+    """
+    nodes = {node.name: node for node in nodes_in(model)}
+    groups = _groups(plan)
+    for number, bias, value, step in _added(plan, groups, nodes, qparams, dropped):
+        rounded = (torch.round(value.float() * (1.0 / step)) * step).to(value.dtype)
+        node = nodes[bias.name]
+        for reader in [user for user in node.users if user.name in plan.claims[number].nodes]:
+            yield node, reader, rounded
+
+
+def make_room(
+    plan: Plan,
+    nodes: Mapping[str, Node],
+    qparams: MutableMapping[int, QParams],
+    dropped: Collection[int],
+) -> dict[int, float]:
+    """Widen the scales of weights, in place, until the biases behind them fit into 32 bits.
+
+    Where inputs are tiny and a bias is not, its integer overflows: the kernel would add something else. A
+    wider step of the weight costs nothing that the output shows, whose own step such a bias makes far larger.
+
+    Returns:
+        by group, how many times the scale is what it was, at most.
+    """
+    widened: dict[int, float] = {}
+    groups = _groups(plan)
+    for _, bias, value, step in _added(plan, groups, nodes, qparams, dropped):
+        source, number = qparams[groups[bias.input]], groups[bias.weight]
+        weight = qparams[number]
+        least = value.abs().double() / LARGEST_BIAS
+        least = (least if step.shape else least.amax()) / source.scale.double()
+        factor = float((least / weight.scale.double()).max())
+        if factor > 1 and not weight.zero_point.any():
+            scale = torch.maximum(weight.scale, least.to(weight.scale.dtype))
+            qparams[number] = replace(weight, scale=scale)
+            widened[number] = factor
+    return widened
+
+
+def _added(
+    plan: Plan,
+    groups: Mapping[Point, int],
+    nodes: Mapping[str, Node],
+    qparams: Mapping[int, QParams],
+    dropped: Collection[int],
+) -> Iterator[tuple[int, AddedBias, Tensor, Tensor]]:
+    """Yield (number of a claim, its bias, that one's values, their step) where the step is known."""
+    for number, claim in enumerate(plan.claims):
+        bias = claim.bias
+        node = nodes.get(bias.name) if bias is not None else None
+        value = constant_of(node) if node is not None else None
+        if bias is None or value is None or number in dropped:
+            continue
+        step = _step(bias, groups, qparams)
+        if step is not None and step.shape in ((), value.shape):
+            yield number, bias, value.detach(), step
+
+
+def _groups(plan: Plan) -> dict[Point, int]:
+    return {point: number for number, group in enumerate(plan.groups) for point in group.points}
+
+
+def _step(
+    bias: AddedBias, groups: Mapping[Point, int], qparams: Mapping[int, QParams]
+) -> Tensor | None:
+    """Return the step, `()` or `(C,)`; None where a scale is not known."""
+    source, weight = (qparams.get(groups.get(point, -1)) for point in (bias.input, bias.weight))
+    if source is None or weight is None or not source.per_tensor or weight.blocks:
+        return None
+    return weight.scale.float() * source.scale.float()

@@ -1,0 +1,458 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From statistics to the scale and zero point of each group.
+
+From what observers saw to quantization parameters: which groups live, and with which numbers.
+
+What is wrong with the parameters that calibration gave: unusable ones, and suspicious statistics.
+
+Where a converted program reads what was quantized, and what it would read in float.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from qompose.algorithms.channel_scaling import Factoring
+from qompose.conversion.integer_bias import make_room
+from qompose.errors import CalibrationError, ConfigError, StageError, UncalibratedError, blaming
+from qompose.observers.channel_ranges import BalancedObserver, screen_of, unbalanced
+from qompose.observers.fake_quantize import FakeQuantize
+from qompose.observers.foreign_observer import can_stand
+from qompose.observers.make_observer import (
+    channel_axis,
+    check_observer,
+    eps_of,
+    has_data,
+    integer_bounds,
+    least_scale,
+    observer_nodes,
+    observers_of,
+    was_fed,
+)
+from qompose.observers.value_screening import FAR_FROM_TYPICAL, Screen
+from qompose.plan.plan import Group, Plan, subject_of
+from qompose.program.control_flow import RUNNERS, bodies_of, body_labels, is_nested_call, nodes_in
+from qompose.program.graph import constant_of, module_path, value_of
+from qompose.program.meta import GROUP_TAG, RAN_KEY, tag_of
+from qompose.spec.claim import Point
+from qompose.spec.observer_factory import converts_itself
+from qompose.spec.qdq import QParams
+from qompose.spec.qparams import FLOAT_ZERO_POINT, Bounds
+from qompose.spec.quantization_spec import QuantizationSpec
+
+
+class Estimation:
+    """Reads the observers of a prepared model, and leaves it as it is.
+
+    Attributes:
+        dropped: claims that cannot be followed, with the reason.
+        factoring: which channels get factors, and which parameters take them up.
+        qparams: by group that lives, is not dynamic and is not left to its observer to convert.
+        sites: the observer nodes, each with the number of its group.
+        switches: what readers of them were given, for as far as conversion got.
+
+    Raises:
+        StageError: observers that prepare inserted are not in the model any more.
+    """
+
+    def __init__(self, model: GraphModule, plan: Plan) -> None:
+        self.model, self.plan = model, plan
+        self.dropped: dict[int, str] = {}
+        self.qparams: dict[int, QParams] = {}
+        self._widened: dict[int, float] = {}
+        self.switches: list[Switch] = []
+        self.sites = observer_nodes(model)
+        self._observers = observers_of(self.sites)
+        self._observed = {node: _observed(node) for node, _ in self.sites}
+        self._claim_of = {
+            spec.point: number for number, claim in enumerate(plan.claims) for spec in claim.specs
+        }
+        self._group_of = {
+            point: number for number, group in enumerate(plan.groups) for point in group.points
+        }
+        self._nodes = {node.name: node for node in nodes_in(model)}
+        self._labels = body_labels(model)
+        group_of_value = {node.args[0]: number for node, number in reversed(self.sites)}
+        self.factoring = Factoring(plan, self._nodes, self._observers, group_of_value)
+        self._check_complete()
+
+    def _check_complete(self) -> None:
+        gone = [n for n in range(len(self.plan.groups)) if n not in self._observers]
+        if gone:
+            raise StageError(
+                f"the prepared model has lost observers: {', '.join(map(self.describe, gone))}. Convert the "
+                "module that prepare_pt2e returned, or a deep copy of it, not one that was traced again."
+            )
+
+    def run(self, *, allow_uncalibrated: bool) -> None:
+        """Fill the attributes.
+
+        Raises:
+            UncalibratedError: an observer saw nothing, and `allow_uncalibrated` is False.
+            CalibrationError: a tensor's statistics give no usable scale.
+        """
+        self._observe_constants()
+        self._drop_masked()
+        self._check_calibrated(allow_uncalibrated)
+        self._drop_what_cannot_stand()
+        self._estimate()
+        while self._drop_out_of_bounds():  # others may have been balanced with what is dropped now
+            self._estimate()
+
+    def _estimate(self) -> None:
+        """Balance and compute parameters, of what is not dropped."""
+        self._drop_underived()
+        self.qparams.clear()
+        groups = range(len(self.plan.groups))
+        self.factoring.decide(filter(self.alive, groups), self.dropped)
+        for number, group in enumerate(self.plan.groups):
+            known = not getattr(group.spec, "is_dynamic", False)
+            if known and self._needs_data(number) and not self.converts_itself(number):
+                self.qparams[number] = self._calculate(number, group)
+        self._widened = make_room(self.plan, self._nodes, self.qparams, self.dropped)
+
+    def alive(self, number: int) -> bool:
+        """Tell whether any claim still wants a group."""
+        return any(claim not in self.dropped for claim in self.plan.groups[number].claims)
+
+    def converts_itself(self, number: int) -> bool:
+        """Tell whether a group's observer replaces its own nodes."""
+        return converts_itself(self.observer(number))
+
+    def _needs_data(self, number: int) -> bool:
+        """Tell whether an observer must have seen data: not if a group is dynamic, or only a cast.
+
+        One that converts itself may take at least the size of its blocks from data.
+        """
+        spec: Any = self.plan.groups[number].spec
+        without = spec.dtype.is_floating_point or getattr(spec, "is_dynamic", False)
+        watched = isinstance(self.observer(number), BalancedObserver)  # factors come from data
+        return self.alive(number) and (not without or watched or self.converts_itself(number))
+
+    def reads_quantized(self, node: Node, user: Node, number: int) -> bool:
+        """Tell whether a reader of an observer node wants integers: not if its claim was dropped."""
+        return bool(self._askers(node, user, number))
+
+    def _askers(self, node: Node, user: Node, number: int) -> frozenset[int]:
+        """Return the claims for whose sake a reader of an observer node reads integers."""
+        value = self._observed[node]
+        asking = (
+            self._claim_of[point]
+            for point in (Point(value), Point(value, user.name))
+            if self._group_of.get(point) == number
+        )
+        return frozenset(claim for claim in asking if claim not in self.dropped)
+
+    def note(self, node: Node, user: Node, read: Node, source: Node) -> None:
+        """Note what a reader of an observer node reads now, and in place of what."""
+        askers = self._askers(node, user, tag_of(node, GROUP_TAG))
+        self.switches.append(Switch(read, source, askers, self._observed[node]))
+
+    def note_bias(self, user: Node, read: Node, source: Node) -> None:
+        """Note what an operator adds now, and in place of what."""
+        self.switches.append(Switch(read, source, frozenset({tag_of(user, "claim")}), source.name))
+
+    def observer(self, number: int) -> Any:
+        """Return the observer of a group."""
+        return self._observers[number]
+
+    def describe(self, number: int) -> str:
+        """Name a group's first tensor with its module and who wants it, for messages."""
+        return subject_of(self.plan.groups[number], self.plan.claims, self._nodes, self._labels)
+
+    def _observe_constants(self) -> None:
+        """Let observers of parameters see them: those need no calibration data."""
+        fed = {number for number, observer in self._observers.items() if was_fed(observer)}
+        idle = set(_never_run(self.model))
+        with torch.no_grad():
+            for node, number in self.sites:
+                value = node.args[0]
+                constant = constant_of(value) if isinstance(value, Node) else None
+                if constant is not None and (number not in fed or node.graph in idle):
+                    if isinstance(
+                        self.observer(number), FakeQuantize
+                    ):  # the model may be trained on
+                        self._observers[number] = copy.deepcopy(self.observer(number))
+                    with blaming(f"the observer of {self.describe(number)}"):
+                        self.observer(number)(constant)
+
+    def _drop_masked(self) -> None:
+        for number, group in enumerate(self.plan.groups):
+            screen = screen_of(self.observer(number))
+            if screen is not None and screen.mask:
+                reason = f"{group.points[0]} holds {screen.mask}"
+                self.dropped.update(dict.fromkeys(group.claims, reason))
+
+    def _check_calibrated(self, allow_uncalibrated: bool) -> None:
+        missing = [
+            number
+            for number in range(len(self.plan.groups))
+            if self._needs_data(number) and not has_data(self.observer(number))
+        ]
+        idle = self._idle_points(missing)
+        if (missing or idle) and not allow_uncalibrated:
+            raise UncalibratedError([*map(self.describe, missing), *idle.values()])
+        for number in missing:
+            group = self.plan.groups[number]
+            reason = f"{group.points[0]} never saw calibration data"
+            self.dropped.update(dict.fromkeys(group.claims, reason))
+        for point in idle:
+            reason = f"{point} never saw calibration data"
+            self.dropped.setdefault(self._claim_of[point], reason)
+
+    def _idle_points(self, missing: list[int]) -> dict[Point, str]:
+        """Name the tensors in bodies that never ran, whose groups have data from elsewhere only."""
+        graphs, labels = set(_never_run(self.model)), self._labels
+        return {
+            point: f"{point} in {module_path(anchor) or 'the program'} in {labels[anchor.graph]} "
+            f"({claim.owner}, rule {claim.rule})"
+            for claim in self.plan.claims
+            if (anchor := self._nodes[claim.anchor]).graph in graphs
+            for point in (spec.point for spec in claim.specs)
+            if constant_of(self._nodes[point.source]) is None
+            and (number := self._group_of[point]) not in missing
+            and self._needs_data(number)
+        }
+
+    def _drop_what_cannot_stand(self) -> None:
+        """Drop the claims in bodies whose observers would put what cannot be run there."""
+        for node, number in self.sites:
+            if node.graph is self.model.graph or not node.users or not self.alive(number):
+                continue
+            if self.converts_itself(number) and not can_stand(node, self.describe(number)):
+                kind = type(self.observer(number)).__name__
+                reason = (
+                    f"{kind} makes a module of {self._observed[node]}, which {self._labels[node.graph]} "
+                    "cannot hold"
+                )
+                self.dropped.update(dict.fromkeys(self.plan.groups[number].claims, reason))
+
+    def _drop_underived(self) -> None:
+        """Drop the claims whose parameters would be derived from tensors that stay in float."""
+        for group in self.plan.groups:
+            for source in group.depends_on:
+                if not self.alive(source):
+                    reason = f"{self.plan.groups[source].points[0]} stays in float"
+                    self.dropped.update(dict.fromkeys(group.claims, reason))
+
+    def _drop_out_of_bounds(self) -> bool:
+        """Drop the claims whose kernels do not take a tensor's parameters; tell whether there are any."""
+        found = {
+            number: f"{spec.point} has {objections[0]}"
+            for number, claim in enumerate(self.plan.claims)
+            if number not in self.dropped
+            for spec in claim.specs
+            if spec.bounds is not None
+            and (objections := self._out_of_bounds(self._group_of[spec.point], spec.bounds))
+        }
+        self.dropped.update(found)
+        return bool(found)
+
+    def _out_of_bounds(self, number: int, bounds: Bounds) -> list[str]:
+        spec: Any = self.plan.groups[number].spec
+        if q := self.qparams.get(number):
+            return bounds.objections(q.scale, q.zero_point)
+        least = None if spec.dtype.is_floating_point else least_scale(spec, self.observer(number))
+        return [] if least is None else bounds.lowest.objections(least, 0)
+
+    def _calculate(self, number: int, group: Group) -> QParams:
+        spec: Any = group.spec
+        observer, factors = self.observer(number), self.factoring.factors.get(number)
+        low, high = self._bounds(number, spec)
+        axis = channel_axis(spec, observer)
+        if factors is not None:
+            scale, zero_point = factors.scale, factors.zero_point
+        elif (rows := self.factoring.rows_qparams(number)) is not None:
+            scale, zero_point = rows
+        else:
+            with blaming(f"calculate_qparams of the observer of {self.describe(number)}"):
+                scale, zero_point = map(torch.as_tensor, observer.calculate_qparams())
+        scale, zero_point = scale.detach(), self._integral(number, zero_point.detach())
+        blocks = getattr(spec, "block_size", None) is not None
+        if axis is not None:
+            scale, zero_point = scale.reshape(-1), zero_point.reshape(-1)
+        q = QParams(scale, zero_point, low, high, spec.dtype, axis, blocks)
+        for problem in unusable(q, tuple(value_of(self._value(number)).shape)):
+            raise CalibrationError(f"{self.describe(number)} {problem}; its observer gave that")
+        return q
+
+    def _bounds(self, number: int, spec: Any) -> tuple[int, int]:
+        """Return a group's integers; users of other engines may have put another observer in since."""
+        observer = unbalanced(self.observer(number))
+        try:
+            if isinstance(spec, QuantizationSpec):
+                check_observer(observer, spec)
+            return integer_bounds(spec, observer)
+        except ConfigError as error:
+            raise ConfigError(f"{self.describe(number)}: {error}") from error
+
+    def _integral(self, number: int, zero_point: Tensor) -> Tensor:
+        """Return zero points as integers, except in the scheme whose zero points are none."""
+        scheme = getattr(self.plan.groups[number].spec, "qscheme", None)
+        if not zero_point.is_floating_point() or scheme in FLOAT_ZERO_POINT:
+            return zero_point
+        if not torch.equal(zero_point, zero_point.round()):  # NaN is not equal to itself
+            raise CalibrationError(
+                f"{self.describe(number)} has the zero point {zero_point.tolist()}, and {scheme} has "
+                "integers; its observer gave that"
+            )
+        return zero_point.to(torch.int64)
+
+    def _value(self, number: int) -> Node:
+        return self._nodes[self.plan.groups[number].points[0].source]
+
+    def findings(self) -> list[str]:
+        """Describe the tensors whose statistics look wrong, though parameters can be computed of them."""
+        parameters = {name for name, node in self._nodes.items() if constant_of(node) is not None}
+        activations = {
+            number: float(q.scale)
+            for number, q in self.qparams.items()
+            if q.per_tensor and self.plan.groups[number].points[0].source not in parameters
+        }
+        typical = median(activations.values()) if activations else 0.0
+        found = []
+        for number, scale in activations.items():
+            observer = self.observer(number)
+            for problem in suspicious(scale, typical, screen_of(observer), eps_of(observer) or 0.0):
+                found.append(f"{self.describe(number)} {problem}")
+        found += [
+            f"{self.describe(number)}: its scale is up to {factor:.3g} times what its values ask for, so "
+            "that the bias behind it fits into the 32 bits that kernels add it in"
+            for number, factor in self._widened.items()
+        ]
+        return [*found, *self.factoring.refused, *self._coarse(), *self._lost_in_casts()]
+
+    def _coarse(self) -> Iterator[str]:
+        """Describe the tensors whose channels have few steps because of an observer's eps."""
+        for number, q in self.qparams.items():
+            observer: Any = unbalanced(self.observer(number))
+            names = (
+                ("minimum", "maximum") if hasattr(observer, "minimum") else ("min_val", "max_val")
+            )
+            least, most = (getattr(observer, name, None) for name in names)
+            if isinstance(least, Tensor) and isinstance(most, Tensor):
+                problem = coarse(q, least, most, eps_of(observer) or 0.0)
+                if problem:
+                    yield f"{self.describe(number)}: {problem}"
+
+    def _lost_in_casts(self) -> Iterator[str]:
+        """Describe the parameters of which a smaller float type cannot hold every value."""
+        for number, group in enumerate(self.plan.groups):
+            constant, spec = constant_of(self._nodes[group.points[0].source]), cast(Any, group.spec)
+            if constant is None or not spec.dtype.is_floating_point or not self.alive(number):
+                continue
+            held = constant.detach().to(spec.dtype)
+            lost = int((constant.isfinite() & ~held.isfinite()).sum())
+            if lost:
+                yield (
+                    f"{self.describe(number)}: {lost} of {constant.numel()} values are beyond the largest of "
+                    f"{held.dtype} ({torch.finfo(held.dtype).max:g}) and become infinite or NaN; use "
+                    "torch.bfloat16, or leave its operator in float"
+                )
+
+
+def _never_run(part: GraphModule, ran: bool = True) -> Iterator[Graph]:
+    """Yield the bodies that calibration never came to, with those inside them."""
+    if not ran:
+        yield part.graph
+    for call in filter(is_nested_call, part.graph.nodes):
+        noted = call.target in RUNNERS.values()
+        for body in bodies_of(call):
+            yield from _never_run(body, ran and (RAN_KEY in body.meta or not noted))
+
+
+def _observed(node: Node) -> str:
+    """Return the name of the value that an observer node sees, behind other observers."""
+    while tag_of(node, GROUP_TAG) is not None:
+        source = node.args[0]
+        assert isinstance(source, Node)
+        node = source
+    return node.name
+
+
+_FEW_VALUES = 64
+
+
+def unusable(q: QParams, shape: tuple[int, ...]) -> Iterator[str]:
+    """Yield what makes parameters unusable for a tensor of a shape."""
+    wanted = 1 if q.per_tensor else None if q.axis is None else shape[q.axis]
+    if wanted is not None and not q.scale.numel() == q.zero_point.numel() == wanted:
+        yield f"has {q.scale.numel()} scales and {q.zero_point.numel()} zero points, not {wanted}"
+    elif wrong := _those(q.scale, torch.isfinite(q.scale) & (q.scale > 0)):
+        yield f"has the scale {wrong}, which is not positive and finite"
+    elif wrong := _those(q.zero_point, torch.isfinite(q.zero_point.double())):
+        yield f"has the zero point {wrong}"
+    elif not q.zero_point.is_floating_point() and (
+        wrong := _those(q.zero_point, (q.zero_point >= q.low) & (q.zero_point <= q.high))
+    ):
+        yield f"has the zero point {wrong}, outside [{q.low}, {q.high}]"
+
+
+def _those(values: Tensor, good: Tensor) -> str:
+    """Return the first of the values that are not good, and of how many; "" where all are."""
+    bad = values[~good].flatten().tolist()
+    return (
+        f"{bad[0]:g}{f' ({len(bad)} of {values.numel()})' if values.numel() > 1 else ''}"
+        if bad
+        else ""
+    )
+
+
+def coarse(q: QParams, minimum: Tensor, maximum: Tensor, eps: float) -> str:
+    """Return how many channels take up few of the integers, because of `eps`; "" where none does.
+
+    Where zero points are no integers, a channel takes up all of them unless its scale would be below `eps`.
+    Other engines' observers then take the scale 1, and leave one integer.
+    """
+    if not q.zero_point.is_floating_point() or q.per_tensor:
+        return ""
+    spread, steps = maximum - minimum, q.high - q.low
+    few = int(((spread > 0) & (spread < q.scale * steps / 4)).sum())
+    if not few:
+        return ""
+    return (
+        f"{few} of {spread.numel()} channels take up less than a quarter of the {steps + 1} integers, since "
+        f"{eps:g}, the eps of their observer, is more than their scale would be: give it a smaller eps"
+    )
+
+
+def suspicious(scale: float, typical: float, screen: Screen | None, eps: float) -> Iterator[str]:
+    """Yield what looks wrong with an activation's statistics, though its scale can be used."""
+    if screen is not None and screen.values:
+        if screen.bulk == 0 and screen.mask is None and screen.far == -math.inf:
+            yield "was zero throughout calibration"
+        elif scale == eps and screen.bulk < eps * 127:
+            yield f"has values of at most {screen.bulk:g}, and its scale was raised to the eps {eps:g}"
+        if screen.values < _FEW_VALUES:
+            yield f"was calibrated with {screen.values} values"
+    if scale > FAR_FROM_TYPICAL * typical:
+        yield f"has the scale {scale:g}, the typical one is {typical:g}: an outlier or a mask?"
+
+
+@dataclass(frozen=True)
+class Switch:
+    """A node that gives one reader a tensor as quantization leaves it.
+
+    Whoever gives that reader the value of `source` instead has switched the tensor's quantization off.
+
+    Attributes:
+        node: what is read.
+        source: what was quantized: a parameter, or a value that stands before `node`. It is there in a model
+            that keeps its float parameters.
+        claims: numbers of the claims for whose sake it is read.
+        tensor: name of the value in the prepared program.
+    """
+
+    node: Node
+    source: Node
+    claims: frozenset[int]
+    tensor: str

@@ -1,0 +1,361 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`can_quantize`: what a quantizer would take of a model, before anything is calibrated.
+
+The answer, with the reasons of a no, comes from the stages that `prepare_pt2e` runs: it is what it would do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from torch.export import ExportedProgram
+from torch.fx import GraphModule, Node
+
+from qompose.backend.capabilities import kernels_of
+from qompose.backend.discovery import obstacle
+from qompose.backend.interface import Backend
+from qompose.errors import ConfigError, near_names
+from qompose.lowering.lower_regions import TORCH_TARGET
+from qompose.plan.float_operators import survey
+from qompose.plan.operator_ids import isolate
+from qompose.plan.plan import Operator
+from qompose.plan.shared_qparams import plan_groups
+from qompose.preparation.annotate import annotate_program
+from qompose.program.control_flow import body_of, is_nested_call, nodes_in, references_of
+from qompose.program.exported_program import as_graph_module
+from qompose.program.graph import module_path, operator_name
+from qompose.program.rewrites import FOLD_BATCH_NORM, Candidate, find_rewrites
+from qompose.quantizer.base import Quantizer, labelled
+from qompose.quantizer.composition import ComposableQuantizer, compose
+from qompose.quantizer.interop.foreign_quantizer import adapt
+from qompose.quantizer.rule_quantizer import RuleQuantizer
+from qompose.spec.claim import Claim, most_telling
+from qompose.spec.quantization_spec import QuantizationConfig
+from qompose.spec.selectors import Selectors, for_everything
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeSupport:
+    """The answer for one operator; it is true where the operator would be quantized.
+
+    Attributes:
+        node, operator, module: its name, what it calls, and where.
+        owner, rule, config, mode, selector: who takes it, by which rule, and what gave it which
+            configuration.
+        nodes: the operators of the region that the rule takes.
+        kernels: (target, kernel name) pairs of the rule. A kernel may still decline a region when the
+            model is lowered, which the report of the lowered model says.
+        unavailable: why kernels cannot be used here (a package, a processor, a runtime).
+        rewrites: what is done to the operator before it is matched, such as the folding of a batch norm.
+        reasons: (member, reason) pairs of a no: what each member of the composition says.
+    """
+
+    node: str
+    operator: str
+    module: str
+    supported: bool
+    owner: str = ""
+    rule: str = ""
+    config: str = ""
+    mode: str = ""
+    selector: str = ""
+    nodes: tuple[str, ...] = ()
+    kernels: tuple[tuple[str, str], ...] = ()
+    unavailable: tuple[str, ...] = ()
+    rewrites: tuple[str, ...] = ()
+    reasons: tuple[tuple[str, str], ...] = ()
+
+    def __bool__(self) -> bool:
+        return self.supported
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the answer as JSON data."""
+        return {**asdict(self), "kernels": dict(self.kernels)}
+
+    @property
+    def reason(self) -> str:
+        """Return why not, in one line; nothing where the answer is yes."""
+        return "; ".join(f"{member}: {reason}" for member, reason in self.reasons)
+
+    def __str__(self) -> str:
+        where = f"{self.node} ({self.operator}{f' in {self.module}' if self.module else ''})"
+        if not self.supported:
+            return "; ".join((f"{where}: no: {self.reason}", *self.rewrites))
+        kernels = ", ".join(f"{target}: {kernel}" for target, kernel in self.kernels)
+        by = f"{self.owner}, rule {self.rule}, config {self.config} ({kernels or 'no kernel'})"
+        return "; ".join((f"{where}: yes: {by}", *self.rewrites, *self.unavailable))
+
+
+def can_quantize(
+    program: ExportedProgram | GraphModule,
+    node: str | Node,
+    quantizer: str | Quantizer | Any,
+    config: QuantizationConfig | None = None,
+) -> NodeSupport:
+    """Answer whether an operator of a program would be quantized.
+
+    Args:
+        program: what torch.export made; it is left alone.
+        node: the operator, or its name in the graph or in reports.
+        quantizer: the name of an installed backend, a quantizer of any engine, a sequence of these in
+            order of priority, or a composition.
+        config: ask with this configuration, instead of what the quantizer's own selectors give.
+
+    Raises:
+        ConfigError: the program has no such node, or `config` is no configuration.
+        SelectorError, SharingError: `prepare_pt2e` would raise the same.
+    """
+    if config is not None and not isinstance(config, QuantizationConfig):
+        raise ConfigError(f"{config!r} is no QuantizationConfig")
+    exported = as_graph_module(program, "can_quantize")
+    isolate(exported)
+    name = _name_of(node, program, exported)
+    asked, refusals = _configured(_as_quantizer(quantizer), config)
+    if asked is None:
+        found = _described(exported, name)
+        return NodeSupport(**found, supported=False, reasons=tuple(refusals.items()))
+    return _Inquiry(exported, asked, refusals).answer(name)
+
+
+def _as_quantizer(quantizer: Any) -> Quantizer:
+    if isinstance(quantizer, (str, list, tuple)):
+        return compose(*([quantizer] if isinstance(quantizer, str) else quantizer))
+    return adapt(quantizer)
+
+
+def _configured(
+    quantizer: Quantizer, config: QuantizationConfig | None
+) -> tuple[Quantizer | None, dict[str, str]]:
+    """Return the quantizer with a configuration in place of its selectors, and which members refuse it."""
+    if config is None:
+        return quantizer, {}
+    members: list[Quantizer] = []
+    refusals: dict[str, str] = {}
+    selectors = Selectors()
+    selectors.set(for_everything(config))
+    for (label, _), member in zip(labelled(quantizer), quantizer.members, strict=True):
+        if not isinstance(member, RuleQuantizer):
+            refusals[label] = "it has no rule table, and takes no configuration"
+            continue
+        try:
+            members.append(member.with_selectors(selectors))
+        except ConfigError as error:
+            refusals[label] = str(error)
+    if not members:
+        return None, refusals
+    return ComposableQuantizer(members, quantizer.on_conflict), refusals
+
+
+def _name_of(
+    node: str | Node, program: ExportedProgram | GraphModule, exported: GraphModule
+) -> str:
+    """Return the name that a node of the caller's program has in reports."""
+    known = {found.name for found in nodes_in(exported)}
+    if isinstance(node, str):
+        base = node.partition("/")[0]  # reports name the pieces of an operator behind it
+        if base in known:
+            return node
+        found = _places(program, lambda other: other.name == node)
+        if not found:
+            return node  # a quantizer's own transform may make it
+        said = repr(node)
+    else:
+        found = _places(program, lambda other: other is node)
+        said = f"node {getattr(node, 'name', node)!r}"
+    placed, found = found, [name for name in found if name in known]
+    if placed and not found:
+        raise ConfigError(
+            f"{said} hands a parameter or another value to a graph, and is no operator: ask about one "
+            "that reads it"
+        )
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise ConfigError(f"{said} is in several bodies of the program: {', '.join(found)}")
+    raise ConfigError(f"the program has no {said}")
+
+
+def _places(program: ExportedProgram | GraphModule, wanted: Callable[[Node], bool]) -> list[str]:
+    """Return the names that reports give to nodes: those in bodies have the paths of the bodies in front."""
+    root = program.graph_module if isinstance(program, ExportedProgram) else program
+    found: list[str] = []
+
+    def walk(part: GraphModule, prefix: str) -> None:
+        for node in part.graph.nodes:
+            name = node.name if node.name.startswith(prefix) else f"{prefix}{node.name}"
+            found.extend([name] if wanted(node) else [])
+            for reference in references_of(node):
+                walk(body_of(reference), f"{prefix}{str(reference.target).replace('.', '_')}_")
+
+    walk(root, "")
+    return found
+
+
+def _described(
+    exported: GraphModule, name: str, operators: Sequence[Operator] = ()
+) -> dict[str, Any]:
+    nodes, made = {n.name: n for n in nodes_in(exported)}, {op.name: op for op in operators}
+    node = nodes.get(name.partition("/")[0])
+    if node is None:
+        if name not in made:
+            raise ConfigError(f"the program has no {name!r}{near_names(name, {*nodes, *made})}")
+        return {"node": name, "operator": made[name].operator, "module": made[name].module}
+    called = operator_name(node.target) if node.op == "call_function" else node.op
+    return {"node": name, "operator": called, "module": module_path(node)}
+
+
+class _Inquiry:
+    """A program that was annotated, and what its composition says of each operator."""
+
+    def __init__(
+        self, exported: GraphModule, quantizer: Quantizer, refusals: Mapping[str, str]
+    ) -> None:
+        self.exported, self.refusals = exported, refusals
+        self.quantizer = quantizer.bound(exported)
+        self.quantizer.check_program(exported)
+        working, self.composition, self.rewrites = annotate_program(exported, self.quantizer)
+        plan_groups(working, self.composition.chosen)  # prepare would raise what this raises
+        self.operators = survey(exported, working, self.composition, self.rewrites)
+        labels = (label for label, _ in labelled(self.quantizer))
+        self.members = dict(zip(labels, self.quantizer.members, strict=True))
+
+    def answer(self, name: str) -> NodeSupport:
+        """Answer for an operator by its name; for one that was taken apart, for its pieces together."""
+        facts = _described(self.exported, name, self.operators)
+        rows = [op for op in self.operators if op.name == name or op.name.startswith(f"{name}/")]
+        claims = [self.composition.chosen[n] for n in _numbers(rows)]
+        left = [row for row in rows if row.claim is None]
+        if not rows:
+            reasons = [("program", self._no_operator(name))]
+        else:
+            reasons = [reason for row in left for reason in self._reasons(row, len(rows) > 1)]
+        return NodeSupport(
+            **facts,
+            supported=bool(claims),
+            **{
+                key: _joined(claims, key) for key in ("owner", "rule", "config", "mode", "selector")
+            },
+            nodes=tuple(dict.fromkeys(node for claim in claims for node in claim.nodes)),
+            kernels=tuple(dict.fromkeys(pair for claim in claims for pair in self._kernels(claim))),
+            unavailable=tuple(dict.fromkeys(p for claim in claims for p in self._problems(claim))),
+            rewrites=tuple(self._rewritten(name)),
+            reasons=tuple(dict.fromkeys(reasons)),
+        )
+
+    def _no_operator(self, name: str) -> str:
+        own = next((r for r in self.rewrites if r.member and name in r.nodes), None)
+        if own is not None:
+            made = [piece for piece in own.pieces if piece in {op.name for op in self.operators}]
+            return _gone(own.member, made)
+        node = next((n for n in nodes_in(self.exported) if n.name == name), None)
+        if node is None:
+            base, _, piece = name.partition("/")
+            known = [op.name for op in self.operators if op.name.startswith(f"{base}/")]
+            raise ConfigError(f"{base} has no piece {piece!r}{near_names(name, known)}")
+        if is_nested_call(node):
+            return (
+                "it calls bodies: ask about the operators in them, by the names that reports give"
+            )
+        return "it computes no floats, or is an input, a parameter or an output of the program"
+
+    def _kernels(self, claim: Claim) -> tuple[tuple[str, str], ...]:
+        backend = self._backend(claim)
+        rule = backend.rule(claim.rule) if backend else None
+        return kernels_of(rule) if rule else ()
+
+    def _backend(self, claim: Claim) -> Backend | None:
+        member = self.members[claim.owner]
+        return member.backend if isinstance(member, RuleQuantizer) else None
+
+    def _problems(self, claim: Claim) -> Iterator[str]:
+        """Say why the kernels of a claim cannot be used here."""
+        backend = self._backend(claim)
+        if backend is None:
+            yield f"{claim.owner} annotates only: it has no kernels here"
+            return
+        if not self._kernels(claim):
+            yield f"{claim.owner} has no kernel for rule {claim.rule}: its regions are simulated"
+        problem = obstacle(backend, f"backend {claim.owner!r}")
+        if problem:
+            yield f"{claim.owner}: {problem}"
+        brought = {t.name: t for other in self._backends() for t in other.targets}
+        brought[TORCH_TARGET.name] = TORCH_TARGET
+        for target, _ in self._kernels(claim):
+            missing = "no member brings this runtime"
+            known = brought.get(target)
+            problem = obstacle(known, f"target {target!r}") if known else missing
+            if problem:
+                yield f"target {target}: {problem}"
+
+    def _backends(self) -> Iterator[Backend]:
+        for member in self.members.values():
+            if isinstance(member, RuleQuantizer):
+                yield member.backend
+
+    def _rewritten(self, name: str) -> Iterator[str]:
+        for rewrite in self.rewrites:
+            of_member = bool(rewrite.member) and name in rewrite.pieces
+            if of_member or name.partition("/")[0] in rewrite.nodes:
+                if rewrite.member:
+                    yield f"rewritten by {rewrite}"
+                    continue
+                joined = set(rewrite.pieces) <= set(rewrite.nodes)
+                into = "" if joined else f" into {', '.join(rewrite.pieces)}"
+                yield f"rewritten by {rewrite.name}: {', '.join(rewrite.nodes)}{into}"
+
+    def _reasons(self, row: Operator, prefix: bool) -> Iterator[tuple[str, str]]:
+        """Yield what each member says of an operator that nobody takes."""
+        where = f"{row.name}: " if prefix else ""
+        candidates = [c for c in self._candidates() if row.name.partition("/")[0] in c.nodes]
+        base, _, piece = row.name.partition("/")
+        nodes = {f"{base}_{piece}" if piece else base}
+        for label in self.members:
+            said = [
+                f"rule {r.rule}: {r.reason}" if r.rule else r.reason
+                for r in most_telling(self.composition.rejections)
+                if r.owner == label and not nodes.isdisjoint(r.nodes)
+            ]
+            for reason in dict.fromkeys(said) or [self._silence(label, row)]:
+                yield label, where + reason
+        for label, reason in self.refusals.items():
+            yield label, where + reason
+        for candidate in candidates:
+            others = ", ".join(n for n in candidate.nodes if n != base)
+            obstacle = candidate.obstacle or f"nobody takes {others or base}"
+            yield "program", f"{where}{candidate.rewrite} was not made: {obstacle}"
+
+    def _silence(self, label: str, row: Operator) -> str:
+        if isinstance(self.members[label], RuleQuantizer):
+            return f"none of its rules matches {row.operator} here"
+        return "it does not annotate it"
+
+    def _candidates(self) -> list[Candidate]:
+        """Return the rewrites that were not made."""
+        wanted = {FOLD_BATCH_NORM}.union(*(m.rewrites for m in self.members.values()))
+        made = {(rewrite.name, rewrite.nodes) for rewrite in self.rewrites}
+        obstacles = self.composition.obstacles
+        return [
+            replace(candidate, obstacle=obstacles.get((candidate.rewrite, candidate.nodes)))
+            for candidate in find_rewrites(self.exported, wanted)
+            if (candidate.rewrite, candidate.nodes) not in made
+        ]
+
+
+def _gone(member: str, made: Sequence[str]) -> str:
+    """Say of an operator that a quantizer rewrote it, and what to ask about instead."""
+    rest = f" and {len(made) - _MOST} more" if len(made) > _MOST else ""
+    instead = f"ask about what it made: {', '.join(made[:_MOST])}{rest}" if made else "it is gone"
+    return f"{member} rewrote it by its transform_for_annotation; {instead}"
+
+
+_MOST = 8
+
+
+def _numbers(rows: Iterable[Operator]) -> list[int]:
+    return list(dict.fromkeys(row.claim for row in rows if row.claim is not None))
+
+
+def _joined(claims: Sequence[Claim], key: str) -> str:
+    return ", ".join(dict.fromkeys(getattr(claim, key) for claim in claims))

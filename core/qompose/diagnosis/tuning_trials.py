@@ -1,0 +1,554 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One trial of tuning: a setting, its score.
+
+What tuning found: the selectors, what each leaves in float, and every setting that was tried.
+
+Selectors that leave exactly some operators in float, found for one program, set on any quantizer.
+
+A setting tried: some sites left in float, by the real pipeline from selectors to the caller's metric.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import os
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+from torch.fx import GraphModule
+
+from qompose.calibration.calibrator import calibrate
+from qompose.calibration.statistics_data import Statistics, prepared_record, statistics, watched
+from qompose.calibration.statistics_file import Entry
+from qompose.console import Block, Printable, Table
+from qompose.conversion.convert import convert_pt2e
+from qompose.diagnosis.error_measures import number_of
+from qompose.diagnosis.operator_sensitivity import SiteCost, site_of
+from qompose.errors import ConfigError, QomposeWarning, StatisticsError, UserError, blaming
+from qompose.files import draft_of
+from qompose.lowering.lower_regions import lower
+from qompose.observers.channel_ranges import unbalanced
+from qompose.observers.make_observer import observer_nodes, observers_of
+from qompose.observers.min_max import Observer
+from qompose.plan.operator_ids import Site, isolate
+from qompose.plan.plan import Operator, Plan, Record
+from qompose.preparation.prepare import prepare_pt2e
+from qompose.program.control_flow import hoist_constants
+from qompose.program.exported_program import as_graph_module
+from qompose.program.graph import module_path, refresh
+from qompose.program.meta import META_KEY
+from qompose.quantizer.base import Quantizer
+from qompose.quantizer.composition import ComposableQuantizer, Restrained, quantizer_from_dict
+from qompose.quantizer.interop.foreign_quantizer import adapt
+from qompose.quantizer.rule_quantizer import RuleQuantizer, selectors_from_data, selectors_to_data
+from qompose.quantizer.selector_matching import Program, calls_of
+from qompose.spec.selectors import (
+    CALL,
+    SUBGRAPH,
+    Call,
+    Selectors,
+    Setting,
+    for_call,
+    for_name,
+    kind_of,
+)
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Excluded:
+    """A site that stays in float.
+
+    Attributes:
+        name, operator, module, macs: as in the ranking.
+        cost: what its quantization alone costs (`qompose.sensitivity`).
+        settings: the selectors that leave it in float.
+        others: operators that are quantized otherwise, and stay in float because this one does.
+    """
+
+    name: str
+    operator: str
+    module: str
+    macs: int
+    cost: float
+    settings: tuple[Setting, ...]
+    others: tuple[str, ...] = ()
+
+    @property
+    def selectors(self) -> tuple[str, ...]:
+        """Return the selectors as reports call them."""
+        return tuple(setting.label for setting in self.settings)
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A setting that was tried: the sites in float, the score, and how far that is below the float one.
+
+    `float_macs` are the multiply-accumulates in float then, `quantized` counts the sites that are not.
+    """
+
+    excluded: tuple[str, ...]
+    score: float
+    drop: float
+    float_macs: int
+    quantized: int
+    met: bool
+
+
+@dataclass(frozen=True)
+class Tuning(Printable):
+    """A configuration that meets a target, as selectors for any quantizer.
+
+    Attributes:
+        excluded: the sites that stay in float, those with the most multiply-accumulates first.
+        score: of the model with these in float.
+        float_score, quantized_score: of the float model, and with nothing left in float.
+        max_drop: what was asked for.
+        float_macs, macs: multiply-accumulates in float, whoever left them there, and of the whole model.
+        attempts: all settings that were tried, in order.
+        notes: what else there is to say.
+        written: the quantizer with the selectors set as data; None where it cannot be written.
+    """
+
+    excluded: tuple[Excluded, ...]
+    score: float
+    float_score: float
+    quantized_score: float
+    max_drop: float
+    float_macs: int
+    macs: int
+    attempts: tuple[Attempt, ...]
+    notes: tuple[str, ...] = ()
+    written: Mapping[str, Any] | None = None
+    _quantizer: Quantizer | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def quantizer(self) -> Quantizer:
+        """Return the quantizer with the selectors set; of a file, one that is made of its data.
+
+        Raises:
+            ConfigError: it could not be written; `apply` sets the selectors on yours.
+            BackendNotFoundError, PluginError: a backend of its cannot be had.
+        """
+        if self._quantizer is not None:
+            return self._quantizer
+        if self.written is None:
+            raise ConfigError(
+                "the quantizer that was tuned is code and not in the file: make it anew, and let apply() set "
+                "the selectors on it"
+            )
+        return quantizer_from_dict(self.written)
+
+    @property
+    def selectors(self) -> tuple[Setting, ...]:
+        """Return the settings of all sites, each once."""
+        return tuple(dict.fromkeys(s for site in self.excluded for s in site.settings))
+
+    def apply(self, quantizer: Quantizer) -> Quantizer:
+        """Return a quantizer with the selectors set, on each member of a composition; it is left as it is.
+
+        A member without selectors, of another engine or code, is not heard where they say float.
+        """
+        return excluding(adapt(quantizer), self.selectors)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the tuning as JSON data; a score that is infinite is a text."""
+        data = {
+            "format": FORMAT,
+            "excluded": [_excluded_to_data(site) for site in self.excluded],
+            "attempts": [
+                {**_to_data(vars(a), _SCORES), "excluded": list(a.excluded)} for a in self.attempts
+            ],
+            "notes": list(self.notes),
+            "quantizer": self.written,
+            **_to_data({name: getattr(self, name) for name in _NUMBERS}, _NUMBERS),
+        }
+        copied: dict[str, Any] = json.loads(json.dumps(data, allow_nan=False))
+        return copied
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a JSON file, which `load` reads, and people too.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        with draft_of(Path(path)) as draft:
+            draft.write_text(json.dumps(self.to_dict(), indent=2) + "\n", "utf-8")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Tuning:
+        """Read what `save` wrote.
+
+        Raises:
+            UserError: it is no such file, or of a newer version.
+            OSError: it cannot be read.
+        """
+        try:
+            data = json.loads(Path(path).read_text("utf-8"))
+            if data["format"] > FORMAT:
+                raise UserError(f"{path} was written by a newer release of qompose: upgrade")
+            return cls(
+                excluded=tuple(_excluded_from_data(site) for site in data["excluded"]),
+                attempts=tuple(
+                    Attempt(**{**_from_data(a, _SCORES), "excluded": tuple(a["excluded"])})
+                    for a in data["attempts"]
+                ),
+                notes=tuple(data["notes"]),
+                written=data["quantizer"],
+                **_from_data({name: data[name] for name in _NUMBERS}, _NUMBERS),
+            )
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+            raise UserError(f"{path} holds no tuning: {type(error).__name__}: {error}") from error
+
+    def _blocks(self) -> list[Block]:
+        share = self.float_macs / self.macs if self.macs else 0.0
+        drop = self.float_score - self.score
+        below = f"{drop:.3g} below float" if math.isfinite(drop) else "without bound below float"
+        head = (
+            f"score {self.score:.6g}, {below} ({self.float_score:.6g}), with {share:.1%} of the "
+            f"multiply-accumulates in float; all quantized: {self.quantized_score:.6g}"
+        )
+        return [head, *self._tables(), *(f"- {note}" for note in self.notes)]
+
+    def _tables(self) -> Iterator[Block]:
+        if self.excluded:
+            header = ("in float", "selectors", "MACs", "cost", "with it")
+            yield Table(header, tuple(map(_cells, self.excluded)))
+        tried = ("tried: in float", "score", "below float", "MACs in float")
+        rows = tuple(
+            (named_or_nothing(a.excluded), f"{a.score:.6g}", f"{a.drop:.3g}", a.float_macs)
+            for a in self.attempts
+        )
+        yield Table(tried, rows)
+
+
+_NUMBERS = ("score", "float_score", "quantized_score", "max_drop", "float_macs", "macs")
+_SCORES = ("score", "drop")
+
+
+def _to_data(numbers: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Return data in which those of some numbers that JSON cannot hold are texts."""
+    told = {n: v if math.isfinite(v) else str(v) for n, v in numbers.items() if n in names}
+    return {**numbers, **told}
+
+
+def _from_data(data: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    told = {n: float(v) for n, v in data.items() if n in names and isinstance(v, str)}
+    return {**data, **told}
+
+
+def named_or_nothing(sites: Sequence[str]) -> str:
+    """Return the names of sites in a row, or a word for that there are none."""
+    return ", ".join(sites) or "nothing"
+
+
+def _cells(site: Excluded) -> tuple[object, ...]:
+    where = f"{site.name} ({site.operator}{f' in {site.module}' if site.module else ''})"
+    others = ", ".join(site.others)
+    return (where, "; ".join(site.selectors), site.macs, f"{site.cost:.3g}", others)
+
+
+def _excluded_to_data(site: Excluded) -> dict[str, Any]:
+    settings = selectors_to_data(Selectors(list(site.settings)), {})
+    cost = site.cost if site.cost != float("inf") else "inf"
+    return {**vars(site), "settings": settings, "others": list(site.others), "cost": cost}
+
+
+def _excluded_from_data(data: Mapping[str, Any]) -> Excluded:
+    settings = selectors_from_data(data["settings"], {}, data["name"]).settings
+    cost, others = float(data["cost"]), tuple(data["others"])
+    return Excluded(**{**data, "settings": tuple(settings), "others": others, "cost": cost})
+
+
+def origin(operator: Operator) -> str:
+    """Return the exported operator's name of what reports list, also of a piece of one."""
+    return operator.name.partition("/")[0]
+
+
+def territory(plan: Plan, claims: Collection[int]) -> set[str]:
+    """Return the names of the exported operators that claims cover."""
+    return {origin(operator) for operator in plan.operators if operator.claim in claims}
+
+
+class Picker:
+    """Finds the setting that picks one operator of a program and none that anybody else quantizes.
+
+    Args:
+        exported: the program, as it is when quantizers are asked.
+        plan: what they made of it.
+        by_call: name single calls, because a module's name would not win over the settings there are.
+    """
+
+    def __init__(self, exported: GraphModule, plan: Plan, *, by_call: bool) -> None:
+        self._program, self._by_call = Program(exported), by_call
+        self._claimed = {origin(o) for o in plan.operators if o.claim is not None}
+
+    def setting(self, name: str, wanted: Collection[str]) -> Setting | None:
+        """Return the setting for an operator; None where the program has none of that name.
+
+        Args:
+            wanted: all operators that are to stay in float: a module that holds no others is named.
+        """
+        node = self._program.by_name.get(name)
+        if node is None or not isinstance(node.target, torch._ops.OpOverload):
+            return None
+        path = module_path(node)
+        inside = self._program.inside.get(path, [])
+        others = {n.name for n in inside if n.name in self._claimed}.difference(wanted)
+        if path and not others and not self._by_call:
+            return for_name(path, None)
+        kind = kind_of(node.target)
+        calls = calls_of(Call(path, kind, 0), inside)
+        return for_call(path, kind, calls.index([node]), None)
+
+
+def names_single_calls(quantizer: Quantizer) -> bool:
+    """Tell whether a quantizer has settings that win over those of modules."""
+    return any(
+        setting.level in (SUBGRAPH, CALL)
+        for member in quantizer.members
+        if isinstance(member, RuleQuantizer)
+        for setting in member.selectors.settings
+    )
+
+
+def excluding(quantizer: Quantizer, settings: Iterable[Setting]) -> Quantizer:
+    """Return a quantizer with more settings, set on every member; the quantizer stays as it is.
+
+    All members get them: what one leaves in float, the next would take. One that has no selectors, because
+    it is code or of another engine, is not heard there (`qompose.quantizer.composition`).
+    """
+    listed = list(settings)
+    if isinstance(quantizer, ComposableQuantizer):
+        composed = copy.copy(quantizer)
+        composed.quantizers = tuple(excluding(member, listed) for member in quantizer.quantizers)
+        return composed
+    if not listed:
+        return quantizer
+    if isinstance(quantizer, Restrained):
+        return quantizer.also(listed)
+    if not isinstance(quantizer, RuleQuantizer):
+        return Restrained(quantizer, listed)
+    selectors = quantizer.selectors
+    for setting in listed:
+        selectors.set(setting)
+    return quantizer.with_selectors(selectors)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is tuned.
+
+    Attributes:
+        model: the exported program.
+        batches: calibration data, which can be gone through again and again.
+        metric: says how good a model is, which is called as the program is; higher is better.
+        target: what models are lowered for before they are measured; None measures converted ones.
+    """
+
+    model: ExportedProgram | GraphModule
+    quantizer: Quantizer
+    batches: Iterable[Any]
+    metric: Callable[[Any], Any]
+    transform: Callable[[Any], Any] | None
+    limit: int | None
+    target: str | None
+
+    def score(self, model: Any, what: str) -> float:
+        """Return what the metric says of a model.
+
+        Raises:
+            MemberError: the metric raised an error.
+            UserError: it returned no number, or NaN.
+        """
+        with torch.no_grad(), blaming(f"metric, asked about the model with {what},"):
+            said = self.metric(model)
+        return number_of(said, f"metric, asked about the model with {what}, returned")
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A prepared model in which some sites are in float, and by which settings each of them is."""
+
+    prepared: GraphModule
+    settings: Mapping[str, tuple[Setting, ...]]
+
+    @property
+    def plan(self) -> Plan:
+        """Return what its quantizers made of the rest."""
+        return prepared_record(self.prepared, "tune").plan
+
+
+class CannotExclude(Exception):  # noqa: N818 - it says who stands in the way, and is always caught
+    """Raised where a site stays quantized whatever is set."""
+
+    def __init__(self, site: str, why: str) -> None:
+        self.site, self.why = site, why
+        super().__init__(f"{site}: {why}")
+
+
+class Evaluator:
+    """Tries settings of one task; ranges are estimated once for each set of tensors that share one.
+
+    Attributes:
+        base: the model in which nothing is left in float.
+        sites: what can be left in float, by name.
+    """
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self._entries: dict[tuple[Site, ...], Entry] = {}
+        self._exported = as_graph_module(task.model, "tune")
+        self._floats = as_graph_module(task.model, "tune")
+        for program in (self._exported, self._floats):
+            isolate(program)  # it may write to its buffers, which are the caller's
+        hoist_constants(self._floats)
+        self._floats = refresh(self._floats)
+        self.base = prepare_pt2e(task.model, task.quantizer)
+        self.plan = Chosen(self.base, {}).plan
+        by_call = names_single_calls(task.quantizer)
+        self._picker = Picker(self._exported, self.plan, by_call=by_call)
+        rows = (site_of(self.plan, number) for number in range(len(self.plan.claims)))
+        self.sites: dict[str, SiteCost] = {row.name: row for row in rows if row.operators}
+        self._base_is_calibrated = False
+
+    @property
+    def record(self) -> Record:
+        """Return the record of the base."""
+        return prepared_record(self.base, "tune")
+
+    def float_score(self) -> float:
+        """Return the score of the program itself."""
+        return self.task.score(self._floats, "nothing quantized")
+
+    def calibrated(self, prepared: GraphModule) -> GraphModule:
+        """Give observers what was seen of their tensors before; where that is not known, run the data."""
+        record = prepared_record(prepared, "tune")
+        wanted = [sites for _, sites in watched(prepared, record)]
+        known = [self._entries[sites] for sites in wanted if sites in self._entries]
+        own = all(
+            isinstance(unbalanced(observer), Observer)
+            for observer in observers_of(observer_nodes(prepared)).values()
+        )
+        if not (own and len(known) == len(wanted) and _taken(known, prepared, record)):
+            task = self.task
+            calibrate(
+                prepared, task.batches, transform=task.transform, limit=task.limit, progress=False
+            )
+            for entry in statistics(prepared):
+                self._entries.setdefault(entry.sites, entry)
+        return prepared
+
+    def base_calibrated(self) -> GraphModule:
+        """Return the base with its ranges estimated."""
+        if not self._base_is_calibrated:
+            self.calibrated(self.base)
+            self._base_is_calibrated = True
+        return self.base
+
+    def chosen(self, names: Collection[str]) -> Chosen:
+        """Prepare the program with some sites in float.
+
+        Where a fused operator is let go of, shorter rules and other members take its parts: each of those
+        gets a setting too, until none of its operators is quantized.
+
+        Raises:
+            CannotExclude: one of them stays quantized.
+        """
+        claims = {name: self.sites[name].claim for name in names}
+        lands = {name: territory(self.plan, {claim}) for name, claim in claims.items()}
+        wanted = set().union(*lands.values())
+        asked = {name: [self._first(name)] for name in names}
+        while True:
+            settings = {name: self._settings(name, asked[name], wanted) for name in names}
+            listed = dict.fromkeys(s for some in settings.values() for s in some)
+            with _quiet():
+                quantizer = excluding(self.task.quantizer, listed)
+                chosen = Chosen(prepare_pt2e(self.task.model, quantizer), settings)
+            left = {origin(o): o.claim for o in chosen.plan.operators if o.claim is not None}
+            stuck = {name: sorted(land & left.keys()) for name, land in lands.items()}
+            stuck = {name: land for name, land in stuck.items() if land}
+            if not stuck:
+                return chosen
+            for name, land in stuck.items():
+                self._ask_for(name, land, asked[name], chosen.plan, left)
+
+    def _first(self, name: str) -> str:
+        """Return the operator whose configuration decides about a site."""
+        return self.sites[name].name.partition("/")[0]
+
+    def _settings(self, name: str, operators: list[str], wanted: set[str]) -> tuple[Setting, ...]:
+        found = [self._picker.setting(operator, wanted) for operator in operators]
+        lacking = [o for o, setting in zip(operators, found, strict=True) if setting is None]
+        if lacking:
+            raise CannotExclude(
+                name, f"{', '.join(lacking)} is not in the exported program: a rewrite made it"
+            )
+        return tuple(dict.fromkeys(setting for setting in found if setting is not None))
+
+    def _ask_for(
+        self,
+        name: str,
+        land: list[str],
+        asked: list[str],
+        plan: Plan,
+        left: Mapping[str, int | None],
+    ) -> None:
+        """Name one more operator of a site, or say who holds it whatever is asked."""
+        new = [operator for operator in land if operator not in asked]
+        if not new:
+            owner = plan.claims[left[land[0]] or 0].owner
+            raise CannotExclude(
+                name,
+                f"{land[0]} is quantized by {owner}, and none of its selectors reaches it",
+            )
+        anchors = {plan.claims[left[operator] or 0].anchor for operator in new}
+        asked.append(next((operator for operator in new if operator in anchors), new[0]))
+
+    def model(self, names: Collection[str]) -> tuple[Any, dict[str, int]]:
+        """Return the model with some sites in float, and the sizes that `Attempt` has of it.
+
+        Raises:
+            CannotExclude: one of the sites stays quantized.
+        """
+        with _quiet():
+            chosen = self.chosen(names) if names else Chosen(self.base, {})
+            prepared = self.calibrated(chosen.prepared) if names else self.base_calibrated()
+            converted = convert_pt2e(prepared)
+            facts = _sizes(converted.meta[META_KEY])
+            if self.task.target is None:
+                return converted, facts
+            return lower(converted, target=self.task.target), facts
+
+
+def _sizes(record: Record) -> dict[str, int]:
+    """Return the multiply-accumulates that no claim covers, or a dropped one, and how many claims stand."""
+    plan, dropped = record.plan, record.dropped
+    in_float = [o.macs for o in plan.operators if o.claim is None or o.claim in dropped]
+    return {"float_macs": sum(in_float), "quantized": len(plan.claims) - len(dropped)}
+
+
+def _taken(entries: list[Entry], prepared: GraphModule, record: Record) -> bool:
+    """Let observers go by entries; return whether these hold what they want."""
+    try:
+        Statistics(tuple(entries), record.fingerprint).apply(prepared)
+    except StatisticsError:  # of other specifications: they have to see the data themselves
+        return False
+    return True
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep what is tried from warning of what was tried: the setting that is chosen will say it again."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", QomposeWarning)
+        yield

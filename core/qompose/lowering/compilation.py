@@ -1,0 +1,391 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`compile_lowered`: a lowered model through torch.compile.
+
+Compile a model that was lowered for this process: in the process, or to a package that needs torch alone.
+
+Parameters become constants of the compiled code ("freezing"), and no gradients are computed. Both hold
+for the duration of a call and, as torch's configuration is, for its thread only: nothing global changes.
+
+Operators that stay in a graph until the compiler's own passes are through, and are replaced then.
+
+Before, a graph is functional: it cannot say that an operator overwrites a tensor which nobody reads any more.
+Behind those passes it can, and the order in which tensors are read is known.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import shutil
+import tempfile
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from os import PathLike
+from pathlib import Path
+from typing import Any, Final, final
+
+import torch._inductor
+from torch import Tensor
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_custom_graph_passes
+from torch.fx import Graph, GraphModule
+from torch.utils import _pytree as pytree
+
+from qompose.backend.interface import Backend, LateOperators
+from qompose.errors import (
+    CompilationError,
+    ConfigError,
+    TargetError,
+    UserError,
+    blaming,
+    near_names,
+)
+from qompose.files import destination
+from qompose.lowering.aoti_package import SUFFIX, first_line, refused, write_package
+from qompose.plan.plan import Record, record_of
+from qompose.program.aliasing import written_buffers
+from qompose.program.call_signature import CallSignature, call_signature
+from qompose.program.graph import (
+    copies_of,
+    copy_graph_module,
+    get_attribute,
+    pytree_info,
+    refresh,
+    set_attribute,
+    value_of,
+)
+
+PACKAGE: Final = "package"
+MODES: Final = ("default", "max-autotune", PACKAGE)
+_ABOUT_ITSELF: Final = (
+    ".*LeafSpec",
+    ".*torch.jit.script_method",
+    "bf16 and fp16 are mixed in the scheduler node",
+)
+"""What torch 2.13 says of itself while it exports, freezes and compiles: deprecations, and that code with two
+small float types is not the fastest.
+"""
+
+
+@final
+class CompiledModel:
+    """A compiled model. It is called as the lowered one is, with the same names of arguments.
+
+    Attributes:
+        mode: one of "default", "max-autotune" and "package".
+        path: the file of a package, None for the other modes. A temporary one goes with this object.
+    """
+
+    def __init__(
+        self,
+        lowered: GraphModule,
+        mode: str,
+        run: Callable[..., Any],
+        path: Path | None = None,
+    ) -> None:
+        self.mode, self.path = mode, path
+        self.__signature__ = inspect.signature(lowered.forward)
+        self._run = run
+        self._keywords = _keywords(lowered)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the lowered model returns, up to the rounding of float arithmetic.
+
+        Raises:
+            TypeError: the arguments are not those of the model.
+        """
+        positional = len(self.__signature__.parameters) - len(self._keywords)
+        if len(args) != positional or kwargs.keys() != self._keywords:
+            given = self.__signature__.bind(*args, **kwargs).arguments
+            kwargs = {name: given.pop(name) for name in list(given) if name in self._keywords}
+            args = tuple(given.values())
+        return self._run(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        where = f", {str(self.path)!r}" if self.path else ""
+        return f"<CompiledModel {self.mode!r}{where}>"
+
+
+def compile_lowered(
+    lowered: GraphModule,
+    mode: str = "default",
+    *,
+    path: str | PathLike[str] | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> CompiledModel:
+    """Compile what `lower` made for the target "torch", now, with the shapes that the program records.
+
+    =================  =======================================================================
+    mode               what it does
+    =================  =======================================================================
+    "default"          `torch.compile`; another size of a dynamic dimension needs no compiling
+    "max-autotune"     the same with that mode of `torch.compile`, which tries kernels out
+    "package"          writes a package, which `torch._inductor.aoti_load_package` loads in a
+                       process that imports torch alone; the result runs that package
+    =================  =======================================================================
+
+    The compiled model has copies of the buffers that the program writes to, and begins with the values
+    that they have now. Where the program cannot run on zeros, the first two modes compile on the first call.
+
+    Args:
+        path: the file of a package, ending in ".pt2"; without it a temporary one is written. A file
+            that exists is replaced at once, or left as it is where compiling fails.
+        options: of torch's compiler, by name, as `torch.compile` takes them; they count before those
+            that backends ask for (`Backend.compiler_options`).
+
+    Raises:
+        StageError: the model was not lowered.
+        UserError: an unknown mode or option, or a path that is none or is given for another mode.
+        TargetError: the model was lowered for another target, or is several methods.
+        CompilationError: there is no C++ compiler; an operator would remain in a package that torch alone
+            does not know; or torch cannot compile the program.
+        MemberError: a backend cannot rewrite its operators for compilers.
+        OSError: the file of the package cannot be written.
+    """
+    file = _destination(mode, path)
+    record = _lowered_record(lowered)
+    backends = _taking_part(record)
+    settings = {"freezing": True, **_together(_advised(lowered, backends), _checked(options))}
+    _check_toolchain()
+    graph = _for_compilers(lowered, backends)
+    late = {k: v for backend in backends.values() for k, v in backend.late_operators().items()}
+    known = {*late, *settings.get("aot_inductor.custom_ops_to_c_shims", ())}
+    settings = settings_with(late, settings)
+    with _quiet():
+        if mode != PACKAGE:
+            return CompiledModel(lowered, mode, _compiled(lowered, graph, mode, settings))
+        signature = call_signature(lowered)
+        if file is not None:
+            run = write_package(graph, signature, record, file, settings, known)
+            return CompiledModel(lowered, mode, run, file)
+        folder = tempfile.mkdtemp(prefix="qompose-")
+        try:
+            file = Path(folder) / f"model{SUFFIX}"
+            run = write_package(graph, signature, record, file, settings, known)
+        except BaseException:
+            shutil.rmtree(folder)
+            raise
+        result = CompiledModel(lowered, mode, run, file)
+        weakref.finalize(result, shutil.rmtree, folder, ignore_errors=True)
+        return result
+
+
+def _destination(mode: str, path: object) -> Path | None:
+    """Return the file that a package is wanted in, after all that can be known to be wrong with it."""
+    if mode not in MODES:
+        close = near_names(str(mode), MODES)
+        raise UserError(f"{mode!r} is no mode{close}; modes: {', '.join(MODES)}")
+    if path is None:
+        return None
+    if mode != PACKAGE:
+        raise UserError(f'mode {mode!r} writes no file: leave path out, or ask for mode="package"')
+    if not isinstance(path, (str, PathLike)):
+        raise UserError(f"path is the name of a file, and not {path!r}")
+    file = Path(path)
+    if file.suffix != SUFFIX:
+        raise UserError(f"torch loads packages from files that end in {SUFFIX}, and not {file}")
+    if not destination(file).parent.is_dir():
+        raise UserError(f"{file} cannot be written: there is no directory {file.parent}")
+    return file
+
+
+def _lowered_record(lowered: object) -> Record:
+    if isinstance(lowered, Mapping):
+        raise TargetError(
+            f"The methods {', '.join(map(str, lowered))} are programs of their own in this process: "
+            "compile each by itself."
+        )
+    record = record_of(lowered, stages=("lowered",), function="compile", remedy="Call lower first.")
+    if record.target != "torch" or not isinstance(lowered, GraphModule):
+        raise TargetError(
+            f"This model was lowered for {record.target!r}, whose runtime runs it as it is; what torch "
+            'compiles is lowered for target="torch".'
+        )
+    return record
+
+
+def _checked(options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return options by the names that torch has for them."""
+    if not isinstance(options or {}, Mapping) or not all(isinstance(o, str) for o in options or ()):
+        raise UserError(f"options are a mapping of names to values, and not {options!r}")
+    given = {name.replace("-", "_"): value for name, value in (options or {}).items()}
+    known = torch._inductor.config.get_config_copy()
+    unknown = [name for name in given if name not in known]
+    if unknown:
+        close = near_names(unknown[0], known)
+        raise UserError(f"torch's compiler has no option {unknown[0]!r}{close}")
+    if not given.get("freezing", True):
+        raise UserError(
+            'options={"freezing": False}: weights would be packed anew in every call. Leave it out.'
+        )
+    return given
+
+
+def _check_toolchain() -> None:
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except (InvalidCxxCompiler, RuntimeError) as error:
+        raise CompilationError(
+            f"torch finds no C++ compiler, with which it compiles models: {first_line(error)} "
+            "Install one (g++ or clang++), or name it in the environment variable CXX. "
+            "The lowered model runs without."
+        ) from error
+
+
+def _taking_part(record: Record) -> dict[str, Backend]:
+    """Return the backends that own claims in a model."""
+    owners = {claim.owner for claim in record.plan.claims}
+    return {owner: backend for owner, backend in record.backends.items() if owner in owners}
+
+
+def _advised(lowered: GraphModule, backends: Mapping[str, Backend]) -> dict[str, Any]:
+    """Return the options that backends want for their operators in a model."""
+    wanted: dict[str, Any] = {}
+    for owner in sorted(backends):
+        with blaming(f"backend {owner!r}: compiler_options"):
+            given = backends[owner].compiler_options(lowered)
+        try:
+            wanted = _together(_checked(given), wanted)
+        except UserError as error:
+            raise ConfigError(f"backend {owner!r}: compiler_options: {error}") from error
+    return wanted
+
+
+def _together(second: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options of two; of those that both give the first counts, but what maps names has all."""
+    shared = [name for name in first if isinstance(first[name], Mapping) and name in second]
+    return {**second, **first, **{name: {**second[name], **first[name]} for name in shared}}
+
+
+def _for_compilers(lowered: GraphModule, backends: Mapping[str, Backend]) -> GraphModule:
+    """Return a copy whose operators compilers know, as far as their backends can say them so.
+
+    Buffers that the program writes to are copies too; all else is shared with `lowered`.
+    """
+    graph = copy_graph_module(lowered)
+    for owner, backend in backends.items():
+        with blaming(f"backend {owner!r}: for_compiler"):
+            graph = backend.for_compiler(graph)
+        if not isinstance(graph, GraphModule):
+            raise ConfigError(f"backend {owner!r}: for_compiler gave {graph!r}, and no GraphModule")
+    paths = sorted(written_buffers(graph.graph))
+    for path, value in copies_of({path: get_attribute(graph, path) for path in paths}).items():
+        set_attribute(graph, path, value)
+    return refresh(graph)
+
+
+def _compiled(
+    lowered: GraphModule, graph: GraphModule, mode: str, settings: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """Let torch.compile have a graph, and compile it for all sizes that the program allows."""
+    signature = call_signature(lowered)
+    # With wrappers in C++ torch makes no CUDA graphs, and would say so for each program that asks for them.
+    tuned = f"{mode}-no-cudagraphs" if settings.get("cpp_wrapper") else mode
+    run = torch.compile(graph, mode=None if mode == "default" else tuned)
+    # Made once: making one takes longer than a call of a small model.
+    patched = torch._inductor.config.patch(dict(settings))
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        # Dynamo asks for freezing when it traces, which may be on any call; options that are given to
+        # torch.compile reach only what comes behind it (torch 2.13).
+        with torch.no_grad(), patched:
+            return run(*args, **kwargs)
+
+    _mark_dynamic(lowered, signature)
+    with _state_kept(graph):
+        try:
+            call(*signature.args, **signature.kwargs)
+        except Exception as error:
+            if _runs(graph, signature):
+                raise refused(error) from error
+    return call
+
+
+def _mark_dynamic(lowered: GraphModule, signature: CallSignature) -> None:
+    """Tell torch.compile which sizes of the example inputs vary, so that it compiles once for all."""
+    inputs = [node for node in lowered.graph.nodes if node.op == "placeholder"]
+    leaves = pytree.tree_leaves((signature.args, dict(signature.kwargs)))
+    for node, leaf in zip(inputs, leaves, strict=True):
+        if not isinstance(leaf, Tensor):
+            continue
+        for dimension, size in enumerate(value_of(node).shape):
+            if isinstance(size, torch.SymInt):
+                torch._dynamo.maybe_mark_dynamic(leaf, dimension)
+
+
+@contextmanager
+def _state_kept(graph: GraphModule) -> Iterator[None]:
+    """Undo what a call writes to buffers, in place."""
+    paths = written_buffers(graph.graph)
+    before = copies_of({path: get_attribute(graph, path) for path in paths})
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for path, value in before.items():
+                get_attribute(graph, path).copy_(value)
+
+
+def _runs(graph: GraphModule, signature: CallSignature) -> bool:
+    """Tell whether a program can run on its example inputs at all: their values mean nothing."""
+    try:
+        with torch.no_grad():
+            graph(*signature.args, **signature.kwargs)
+    except Exception:  # whatever operators say to zeros
+        return False
+    return True
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        for message in _ABOUT_ITSELF:
+            warnings.filterwarnings("ignore", message)
+        yield
+
+
+def _keywords(lowered: GraphModule) -> frozenset[str]:
+    """Return the names of the arguments that the program was exported with as keywords."""
+    info = pytree_info(lowered.graph)
+    if info is None or info.in_spec is None:
+        return frozenset()
+    _, kwargs = pytree.tree_unflatten(range(info.in_spec.num_leaves), info.in_spec)
+    return frozenset(kwargs)
+
+
+_PASSES: Final = "post_grad_custom_post_pass"
+
+
+class LateReplacement(CustomGraphPass):
+    """A graph pass of torch's compiler that replaces late operators, in the order of the graph."""
+
+    def __init__(self, operators: LateOperators) -> None:
+        self._operators = dict(operators)
+
+    def __call__(self, graph: Graph) -> None:
+        """Change a graph in place."""
+        for node in list(graph.nodes):
+            replace = self._operators.get(node.target)
+            if replace is not None:
+                replace(node)
+
+    def uuid(self) -> Any:
+        """Return what tells code that was compiled with these functions from other code."""
+        parts = (
+            f"{name} {function.__qualname__}\n{inspect.getsource(inspect.getmodule(function) or function)}"
+            for name, function in self._operators.items()
+        )
+        return hashlib.sha256("\n".join(sorted(parts)).encode()).hexdigest()
+
+
+def settings_with(operators: LateOperators, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings of the compiler that also replace operators, behind a user's own passes."""
+    if not operators:
+        return dict(settings)
+    users = settings.get(_PASSES, getattr(torch._inductor.config, _PASSES))
+    passes = (*get_custom_graph_passes(users), LateReplacement(operators))
+    return {**settings, _PASSES: passes}

@@ -1,0 +1,592 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`lower`: quantized regions replaced by the kernels of their backends.
+
+Lower: each claimed region of a converted model is replaced by its owner's kernel for a target.
+
+Layouts in a lowered graph: a kernel may give its result another one than the operators it replaced.
+
+Most operators ask for values alone, and views may take any layout. These depend on more: what a graph gives
+back, whose strides its caller knows; `as_strided`, which counts elements in memory; and writes in place
+through views, since a view that has to copy takes the write with it. For those, a tensor that a kernel has
+touched gets the layout that it was exported with. Where it has that already, this costs nothing but a look.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.fx.node import map_arg
+
+from qompose.backend.discovery import obstacle
+from qompose.backend.interface import Backend, Finished, Methods, Target
+from qompose.backend.kernel import Kernel, NotLowerable, Region, Shared, readers_in
+from qompose.errors import ConfigError, QomposeError, TargetError, UserError, blaming, near_names
+from qompose.plan.float_operators import state_bytes
+from qompose.plan.machine_requirements import objections, warn
+from qompose.plan.plan import UNREAD, Plan, Record, attach, record_of
+from qompose.program import meta
+from qompose.program.aliasing import aliased, written_values
+from qompose.program.call_signature import CallSignature, call_directly, call_signature
+from qompose.program.control_flow import graphs_in, hoist_constants, nodes_in, sink_constants
+from qompose.program.decompositions import laid_out, order_of, same_layout
+from qompose.program.graph import (
+    call,
+    copy_graph_module,
+    freeze,
+    owner_of,
+    refresh,
+    remove_dead,
+    value_of,
+    without_readers,
+)
+from qompose.program.meta import KERNELS_TAG, MADE, hand_over, tag, tag_of
+from qompose.reporting.build_report import log_stage, say_what_fell_back
+from qompose.spec.claim import Claim
+from qompose.spec.qdq import fold_quantized_constants
+
+
+def lower(
+    converted: GraphModule | Mapping[str, GraphModule],
+    target: str = "torch",
+    *,
+    strict: bool = False,
+) -> Any:
+    """Replace each quantized region by its owner's kernel for `target`, and take the target's last step.
+
+    Args:
+        converted: a converted model; or several, by name, that become the methods of one program.
+        target: the name of a runtime: "torch", or one that a backend brings.
+        strict: make an error of a region that stays without a kernel.
+
+    Returns:
+        for "torch" a GraphModule, and of several models a dict; for other targets what their runtime runs.
+
+    Raises:
+        StageError: the model was not converted.
+        TargetError: a member has no kernels for the target, or its runtime is missing, or has no programs
+            of several methods.
+        NotLoweredError: `strict`, and a region found no kernel.
+        UserError: models have names that methods cannot have.
+    """
+    result, parts = with_kernels(converted, target)
+    for name, (_, record) in parts.items():
+        with in_method(name):
+            if record.target == TORCH_TARGET.name:  # other runtimes may be on other machines
+                warn(tuple(objections(record)), stacklevel=2)
+            say_what_fell_back(record, strict=strict)
+    attach_records(parts)
+    return result
+
+
+def with_kernels(
+    converted: GraphModule | Mapping[str, GraphModule], target: str
+) -> tuple[Any, dict[str, tuple[Any, Record]]]:
+    """Return what `lower` returns, and its methods with the records that they are to have; say nothing."""
+    several = isinstance(converted, Mapping)
+    models: Mapping[str, Any] = converted if several else {ONLY: converted}  # type: ignore[assignment]
+    if several:
+        check_methods(models)
+    steps = {}
+    for name, model in models.items():
+        with in_method(name):
+            steps[name] = _with_kernels(model, target)
+    with naming_fallbacks(steps):
+        result, finished = finish(steps)
+    parts = {}
+    for name, part in finished.items():
+        record = lowered_record(steps[name], part)
+        parts[name] = part.model, replace(record, source=copy_graph_module(models[name]))
+    return result, parts
+
+
+def attach_records(parts: Mapping[str, tuple[Any, Record]]) -> None:
+    """Let lowered models carry their records."""
+    for model, record in parts.values():
+        log_stage(attach(model, record))
+
+
+def _with_kernels(converted: GraphModule, target: str) -> Step:
+    """Return a copy of a converted model whose regions have their kernels, and what became of each."""
+    record = record_of(
+        converted,
+        stages=("converted",),
+        function="lower",
+        remedy="Call convert_pt2e first, without use_reference_representation.",
+    )
+    runtime = find_target(target, record)
+    model = copy_graph_module(converted)
+    if runtime is not TORCH_TARGET:  # in the process, nobody asks
+        mark_operators(model, record.plan)
+    sink_constants(model)
+    fold_quantized_constants(model)
+    done, fallbacks, left = replace_regions(model, record, target)
+    hoist_constants(model)
+    model = refresh(model)
+    freeze(model)  # integer kernels have no gradients
+    return Step(model, record, runtime, done, fallbacks, left)
+
+
+ONLY = ""
+"""What a model is called that is lowered by itself, where those of several methods have names."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A model whose regions have their kernels: its record, the target, and `replace_regions`' results."""
+
+    model: GraphModule
+    record: Record
+    target: Target
+    done: Mapping[int, str]
+    fallbacks: Mapping[int, str]
+    left: Mapping[int, str]
+
+
+def _in_process(module: GraphModule, signature: CallSignature) -> Finished:
+    """Let a lowered graph run as it stands, in place."""
+    for part in graphs_in(module):
+        allow_any(part)
+        if part is not module:
+            part.recompile()
+    call_directly(module)
+    return Finished(module)
+
+
+def _each_in_process(methods: Methods) -> tuple[Any, Mapping[str, Finished]]:
+    finished = {name: _in_process(*method) for name, method in methods.items()}
+    return {name: part.model for name, part in finished.items()}, finished
+
+
+TORCH_TARGET = Target("torch", _in_process, finish_methods=_each_in_process)
+"""The process itself."""
+
+
+def find_target(name: str, record: Record) -> Target:
+    """Return the target that the owners of a model's claims share.
+
+    Raises:
+        TargetError: an owner has no kernels for it, or cannot run here; nobody brings the runtime, or
+            it is missing here.
+        MemberError: a backend or a target fails when it is asked whether it can run here.
+    """
+    known = {TORCH_TARGET.name: TORCH_TARGET}
+    for backend in record.backends.values():
+        known.update({target.name: target for target in backend.targets})
+    owners = {claim.owner for claim in record.plan.claims}
+    tables = [backend for owner, backend in record.backends.items() if owner in owners]
+    if name not in {*known}.union(*map(_targets, tables)):
+        close = near_names(str(name), known)
+        raise TargetError(
+            f"No member of this composition knows a target {name!r}{close}. Known: {_list({*known})}. "
+            "A runtime of another backend takes part where that backend is a member."
+        )
+    lacking = [
+        f"{owner} has kernels for {_list(_targets(record.backends.get(owner)))}"
+        f"{'' if owner in record.backends else ' (it annotates only: run the converted model)'}"
+        for owner in sorted(owners)
+        if name not in _targets(record.backends.get(owner))
+    ]
+    if name not in known or lacking:
+        lacks = "; ".join(lacking) or f"no member brings the runtime {name!r}"
+        raise TargetError(
+            f"This composition cannot be lowered to {name!r}: {lacks}. "
+            f"Targets that all members share: {_list(_shared(record, owners, known))}."
+        )
+    problem = obstacle(known[name], f"target {name!r} of {_bringer(known[name], record)}")
+    if problem:
+        raise TargetError(f"The target {name!r} cannot be used here: {problem}")
+    for owner in sorted(owners):
+        problem = obstacle(record.backends[owner], f"backend {owner!r}")
+        if problem:
+            raise TargetError(f"The kernels of {owner!r} cannot be used here: {problem}")
+    return known[name]
+
+
+def _bringer(target: Target, record: Record) -> str:
+    return next((b.name for b in record.backends.values() if target in b.targets), "qompose")
+
+
+def _targets(backend: Backend | None) -> set[str]:
+    if backend is None:
+        return set()
+    return {target for rule in backend.rules for target in rule.kernels}
+
+
+def _shared(record: Record, owners: set[str], known: Mapping[str, Target]) -> set[str]:
+    sets = [_targets(record.backends.get(owner)) for owner in owners]
+    return set(known).intersection(*sets)
+
+
+def _list(names: set[str]) -> str:
+    return ", ".join(sorted(names)) or "none"
+
+
+def replace_regions(
+    model: GraphModule, record: Record, target: str
+) -> tuple[dict[int, str], dict[int, str], dict[int, str]]:
+    """Replace the regions of all claims, in place, as far as there are kernels.
+
+    Returns:
+        by claim: the kernels in place; the reasons where there is none; and the kernels that the
+        target's last step is expected to supply.
+    """
+    regions = _regions(model)
+    shared = Shared(readers_in(regions, record.plan.claims))
+    kept = {node for part in graphs_in(model) for node in without_readers(part)}
+    done: dict[int, str] = {}
+    fallbacks: dict[int, str] = {}
+    left: dict[int, str] = {}
+    for number, claim in enumerate(record.plan.claims):
+        if number in record.dropped:
+            continue
+        rule = record.backends[claim.owner].rule(claim.rule)
+        kernel = rule.kernels.get(target) if rule else None
+        if _is_dead(regions[number]):
+            fallbacks[number] = UNREAD
+            kept.difference_update(regions[number])
+            continue
+        if kernel is None:
+            fallbacks[number] = f"rule {claim.rule} has no kernel for {target}"
+            continue
+        try:
+            used, replaced = _first_that_fits(number, claim, regions[number], kernel, shared)
+        except NotLowerable as reason:
+            fallbacks[number] = str(reason)
+            continue
+        (done if replaced else left)[number] = used.name
+        if replaced:
+            _remove([node for node in regions[number] if node not in kept])
+    for part in graphs_in(model):
+        remove_dead(part.graph, kept)
+    return done, fallbacks, left
+
+
+def _is_dead(region: Sequence[Node]) -> bool:
+    """Whether a region only computes what nobody reads."""
+    inside = set(region)
+    return not any(node.is_impure() or not inside.issuperset(node.users) for node in region)
+
+
+def _first_that_fits(
+    number: int, claim: Claim, nodes: Sequence[Node], kernel: Kernel, shared: Shared
+) -> tuple[Kernel, bool]:
+    """Return the first kernel of a chain that fits a region, and whether it replaced it; see `_replace`.
+
+    Raises:
+        NotLowerable: none does; the reason is that of the first.
+    """
+    reasons: list[NotLowerable] = []
+    for candidate in kernel.chain:
+        try:
+            return candidate, _replace(number, claim, nodes, candidate, shared)
+        except NotLowerable as reason:
+            reasons.append(reason)
+    raise reasons[0]
+
+
+def _replace(
+    number: int, claim: Claim, nodes: Sequence[Node], kernel: Kernel, shared: Shared
+) -> bool:
+    """Put a kernel in the place of a region; return False where it leaves that to the target.
+
+    The node that stands for the region then says so, beside those it stood for before.
+    """
+    if kernel.emit is None:
+        return False
+    region = Region(
+        owner_of(nodes[0]), claim, nodes, float_output=kernel.float_output, shared=shared
+    )
+    who = f"kernel {kernel.name!r} of {claim.owner}, rule {claim.rule}, at {claim.anchor}"
+    with blaming(who, NotLowerable):
+        emitted = kernel.emit(region)
+    if emitted is None:
+        return False
+    if not isinstance(emitted, Node) or emitted.graph is not nodes[0].graph:
+        raise ConfigError(f"{who}, gave {emitted!r}, and not a node that it inserted")
+    gone = [] if region.output is None else list(region.output_node.users)
+    before = [n for node in (emitted, *gone) for n in tag_of(node, KERNELS_TAG) or ()]
+    for node in region.inserted:
+        node.meta[meta.MADE] = True
+    value, wanted = value_of(emitted), value_of(region.output_node)
+    if isinstance(value, Tensor) and isinstance(wanted, Tensor) and value.shape == wanted.shape:
+        emitted.meta["val"] = wanted.to(value.dtype)  # as it was exported: see layouts
+    region.replace(emitted)
+    grid = None if region.output is None else region.output.qparams[:4]
+    hand_over(region.output_node, emitted, grid)
+    tag(emitted, **{KERNELS_TAG: [*before, number]})
+    return True
+
+
+def _remove(region: Sequence[Node]) -> None:
+    """Remove a region that a kernel replaced, last operator first: in-place ones write to its own values."""
+    for node in reversed(region):
+        if not node.users:
+            node.graph.erase_node(node)
+
+
+def _regions(model: GraphModule) -> dict[int, list[Node]]:
+    regions: dict[int, list[Node]] = defaultdict(list)
+    for node in nodes_in(model):
+        claim = tag_of(node, "claim")
+        if claim is not None:
+            regions[claim].append(node)
+    return regions
+
+
+@contextmanager
+def in_method(name: str) -> Iterator[None]:
+    """Let qompose's own errors begin with the name of a method, if the model is one of several."""
+    try:
+        yield
+    except QomposeError as error:
+        if name != ONLY:
+            error.args = (f"method {name!r}: {error}",)
+        raise
+
+
+@contextmanager
+def naming_fallbacks(steps: Mapping[str, Step]) -> Iterator[None]:
+    """Let a target's error end with the regions that have no kernel: they may be what it cannot take."""
+    try:
+        yield
+    except TargetError as error:
+        told = "".join(
+            f"\n- {claim.anchor} ({claim.owner}, rule {claim.rule}): {step.fallbacks[number]}"
+            for step in steps.values()
+            for number, claim in enumerate(step.record.plan.claims)
+            if number in step.fallbacks and step.fallbacks[number] != UNREAD
+        )
+        if told:
+            error.args = (f"{error}\nThese regions have no kernel and stayed as they were:{told}",)
+        raise
+
+
+def check_methods(methods: Mapping[str, GraphModule]) -> None:
+    """Raise UserError unless models have names that a program's methods can have."""
+    wrong = [name for name in methods if not (isinstance(name, str) and name.isidentifier())]
+    if wrong or not methods:
+        raise UserError(
+            "lower takes a converted model, or several by the names of the methods that they are to be: "
+            + (f"{wrong[0]!r} is no identifier" if wrong else "this mapping is empty")
+        )
+
+
+def mark_operators(model: GraphModule, plan: Plan) -> None:
+    """Let every node say which operator of the report it is, in place."""
+    names = {operator.name for operator in plan.operators}
+    pieces = {piece: name for name in names for piece in _piece_names(name)}
+    for node in nodes_in(model):
+        name = node.name if node.name in names else pieces.get(node.name)
+        if name is not None:
+            tag(node, operator=name)
+
+
+def _piece_names(name: str) -> tuple[str, ...]:
+    """Return what the node may be called that a report lists as a piece of another: `sdpa/matmul`."""
+    whole, _, piece = name.partition("/")
+    return (f"{whole}_{piece}", piece) if piece else ()
+
+
+def finish(steps: Mapping[str, Step]) -> tuple[Any, Mapping[str, Finished]]:
+    """Take the last step of the target that models share; return what it makes, and of each what became.
+
+    Raises:
+        TargetError: the target has no programs of several methods, or methods have different targets.
+        ConfigError: the target did not finish the methods that it was given.
+    """
+    target = next(iter(steps.values())).target
+    if set(steps) == {ONLY}:
+        model = steps[ONLY].model
+        finished = target.finish(model, call_signature(model))
+        return finished.model, {ONLY: finished}
+    other = next((name for name, step in steps.items() if step.target != target), None)
+    if other is not None:
+        raise TargetError(
+            f"method {other!r}: its target {target.name!r} is of another backend than that of "
+            f"{next(iter(steps))!r}, and one program has one runtime"
+        )
+    if target.finish_methods is None:
+        raise TargetError(
+            f"A program of the target {target.name!r} has one method, and {len(steps)} are asked for "
+            f"({', '.join(steps)}): lower each model by itself."
+        )
+    program, parts = target.finish_methods(
+        {name: (step.model, call_signature(step.model)) for name, step in steps.items()}
+    )
+    if set(parts) != set(steps):
+        raise ConfigError(
+            f"target {target.name!r} finished the methods {sorted(parts)}, and was given {sorted(steps)}"
+        )
+    return program, parts
+
+
+def lowered_record(step: Step, finished: Finished) -> Record:
+    """Return the record of a lowered model.
+
+    Raises:
+        ConfigError: the target remarks on what is no operator of the program.
+    """
+    record, remarks = step.record, finished.remarks
+    unknown = set(remarks) - {operator.name for operator in record.plan.operators}
+    if unknown:
+        raise ConfigError(
+            f"target {step.target.name!r} remarks on {_list(unknown)}, and the program has no such operator"
+        )
+    kernels, fallbacks = _settled(step, finished)
+    operators = tuple(
+        replace(o, reason=_joined(o.reason, remarks.get(o.name, ""))) if o.claim is None else o
+        for o in record.plan.operators
+    )
+    notes = (*record.plan.notes, *finished.notes)
+    return replace(
+        record,
+        plan=replace(record.plan, operators=operators, notes=notes),
+        stage="lowered",
+        target=step.target.name,
+        dropped={
+            number: _joined(reason, _remark(number, record.plan, remarks))
+            for number, reason in record.dropped.items()
+        },
+        kernels=kernels,
+        fallbacks=fallbacks,
+        bytes=_bytes_of(finished.model),
+    )
+
+
+def _settled(step: Step, finished: Finished) -> tuple[dict[int, str], dict[int, str]]:
+    """Combine what kernels replaced with what the target's last step says of the rest."""
+    done = step.done
+    kernels = {**done, **{n: k for n, k in finished.kernels.items() if n not in done}}
+    reasons = {
+        number: finished.fallbacks.get(number)
+        or _remark(number, step.record.plan, finished.remarks)
+        or f"the target took no {name}"
+        for number, name in step.left.items()
+    }
+    both = {**step.fallbacks, **reasons}
+    return kernels, {number: reason for number, reason in both.items() if number not in kernels}
+
+
+def _remark(claim: int, plan: Plan, remarks: Mapping[str, str]) -> str:
+    """Return what a target remarks on the operators of a claim."""
+    names = [operator.name for operator in plan.operators if operator.claim == claim]
+    return "; ".join(dict.fromkeys(remarks[name] for name in names if name in remarks))
+
+
+def _joined(reason: str, remark: str) -> str:
+    return "; ".join(part for part in (reason, remark) if part)
+
+
+def _bytes_of(model: Any) -> int:
+    return state_bytes(model) if isinstance(model, nn.Module) else int(getattr(model, "nbytes", 0))
+
+
+aten = torch.ops.aten
+_OF_ANY_LAYOUT = {
+    aten.view.default: aten.reshape.default,
+    aten.view_as.default: aten.reshape_as.default,
+}
+_OF_MEMORY = {aten.as_strided.default, aten.as_strided_.default, aten.view.dtype}
+"""Operators that see a tensor as it lies in memory."""
+
+
+def allow_any(module: GraphModule) -> None:
+    """Let a lowered graph compute the exported values in the exported layouts, in place."""
+    for node in module.graph.nodes:
+        if node.op == "call_function":
+            node.target = _OF_ANY_LAYOUT.get(node.target, node.target)
+    made = _made(module.graph)
+    roots = {root: None for node in _sensitive(module.graph) for root in _roots(node)}
+    for root in roots:
+        if root in made and not _as_exported(root, made[root]):
+            _restore(root)
+
+
+def _made(graph: Graph) -> dict[Node, Any]:
+    """Return examples of what kernels make and of what is computed from it: layouts spread.
+
+    None where there is none to be had.
+    """
+    made: dict[Node, Any] = {}
+    for node in graph.nodes:
+        by_kernel = tag_of(node, KERNELS_TAG) is not None or MADE in node.meta
+        if by_kernel or not made.keys().isdisjoint(node.all_input_nodes):
+            made[node] = _example(node, made)
+    return made
+
+
+def _example(node: Node, made: Mapping[Node, Any]) -> Any:
+    """Run a call on examples of its arguments."""
+    values = {other: made.get(other, value_of(other)) for other in node.all_input_nodes}
+    mode = next((v.fake_mode for v in values.values() if hasattr(v, "fake_mode")), None)
+    known = all(value is not None for value in values.values())
+    if node.op != "call_function" or not known or mode is None:
+        return None
+    args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
+    try:
+        with mode, torch.no_grad():
+            return node.target(*args, **kwargs)  # type: ignore[operator]
+    except Exception:  # a stranger's operator that cannot run on examples: its layout stays unknown
+        return None
+
+
+def _as_exported(node: Node, made: Any) -> bool:
+    """Whether a value has the layout that it was exported with, as far as that is known."""
+    value = value_of(node)
+    if (
+        not isinstance(value, Tensor)
+        or not isinstance(made, Tensor)
+        or free_unbacked_symbols(value)
+    ):
+        return False
+    return value.shape == made.shape and same_layout(value, made)
+
+
+def _sensitive(graph: Graph) -> Iterator[Node]:
+    """Yield the values whose layout is seen from elsewhere."""
+    written = written_values(graph)
+    for node in graph.nodes:
+        if node.op == "output" or node.target in _OF_MEMORY:
+            yield from node.all_input_nodes
+        if node.name in written:
+            yield node
+
+
+def _roots(node: Node) -> list[Node]:
+    """Return the tensors of whose memory a value is, before any view of the program's own."""
+    if tag_of(node, KERNELS_TAG) is not None:
+        return [node]
+    above = [root for other in aliased(node) for root in _roots(other)]
+    return [root for root in above if isinstance(value_of(root), Tensor)] or [node]
+
+
+def _restore(node: Node) -> None:
+    """Let the readers of a tensor have it in the layout that it was exported with."""
+    value = value_of(node)
+    if not isinstance(value, Tensor) or value.dim() < 2 or value.layout is not torch.strided:
+        return
+    order = order_of(value)
+    if order is None:
+        return
+    users = list(node.users)
+    last = node
+
+    def insert(operator: Any, *args: Any) -> Node:
+        nonlocal last
+        with node.graph.inserting_after(last):
+            example = operator(*map_arg(args, value_of))
+            last = call(node.graph, operator, args, node, example)
+        last.meta.pop("custom", None)  # it is no part of what the tags of `node` are about
+        return last
+
+    restored = laid_out(insert, node, order)
+    for user in users:
+        user.replace_input_with(node, restored)

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Modules that watch tensors and choose ranges, fake quantize modules, and the usual specifications."""
+
+from qompose.observers.config_json import (
+    config_from_json,
+    config_to_json,
+    spec_from_json,
+    spec_to_json,
+)
+from qompose.observers.default_specs import activation_spec, training_config, weight_spec
+from qompose.observers.fake_quantize import (
+    FakeQuantize,
+    FixedQParamsFakeQuantize,
+    FusedMovingAvgObsFakeQuantize,
+    LearnableFakeQuantize,
+)
+from qompose.observers.histogram_observers import (
+    EntropyObserver,
+    HistogramObserver,
+    PercentileObserver,
+    PerChannelHistogramObserver,
+    observer_for_range,
+    weight_observer_for_range,
+)
+from qompose.observers.min_max import (
+    FixedQParamsObserver,
+    MinMaxObserver,
+    MovingAverageMinMaxObserver,
+    MovingAveragePerChannelMinMaxObserver,
+    PerBlockMinMaxObserver,
+    PerChannelMinMaxObserver,
+    PlaceholderObserver,
+)
+
+__all__ = [
+    "EntropyObserver",
+    "FakeQuantize",
+    "FixedQParamsFakeQuantize",
+    "FixedQParamsObserver",
+    "FusedMovingAvgObsFakeQuantize",
+    "HistogramObserver",
+    "LearnableFakeQuantize",
+    "MinMaxObserver",
+    "MovingAverageMinMaxObserver",
+    "MovingAveragePerChannelMinMaxObserver",
+    "PerBlockMinMaxObserver",
+    "PerChannelHistogramObserver",
+    "PerChannelMinMaxObserver",
+    "PercentileObserver",
+    "PlaceholderObserver",
+    "activation_spec",
+    "config_from_json",
+    "config_to_json",
+    "observer_for_range",
+    "spec_from_json",
+    "spec_to_json",
+    "training_config",
+    "weight_observer_for_range",
+    "weight_spec",
+]

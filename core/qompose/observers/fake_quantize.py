@@ -1,0 +1,512 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fake quantize modules for training, with observed or learned parameters.
+
+Fake-quantizers: a tensor becomes what its integers will stand for, and gradients pass as if it had not.
+
+The gradient is that of the straight-through estimator: `dx = dy` where the value is within the range, else 0.
+Scale and zero point come from the observer inside, by the function that conversion calls too, so what
+is trained is what is deployed.
+
+A fake-quantizer whose scale is learned with the weights.
+
+Esser et al., "Learned Step Size Quantization", 2020; the zero point too where the scheme is affine
+(Bhalgat et al., "LSQ+", 2020).
+
+The quantization parameters that torch's fused fake-quantizer trains with, for those who compare with it.
+
+The formula is that of `ChooseQuantizationParams` in ATen/native/quantized/cpu/QuantUtils.h, in its types.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+
+from qompose.errors import ConfigError, StatisticsError
+from qompose.observers.min_max import (
+    FixedQParamsObserver,
+    MinMaxObserver,
+    MovingAverageMinMaxObserver,
+    MovingAveragePerChannelMinMaxObserver,
+    Observer,
+    PerChannelMinMaxObserver,
+    RangeObserver,
+    several_processes,
+)
+from qompose.observers.tensor_statistics import Facts
+from qompose.observers.value_screening import Screen, TensorScreen
+from qompose.spec.observer_factory import made_by
+from qompose.spec.qparams import PER_CHANNEL, SYMMETRIC, along, full_blocks, in_blocks
+from qompose.spec.torchao_compat import kin_of
+
+
+@kin_of("torchao.quantization.pt2e.fake_quantize", "FakeQuantizeBase")
+@kin_of("torch.ao.quantization.fake_quantize", "FakeQuantizeBase")
+class FakeQuantize(Observer):
+    """Rounds and clips as the integers will, with an observer inside.
+
+    A tensor that holds an attention mask passes unchanged, because conversion leaves it in float.
+    Where `torch.distributed` is initialised, ranges in training are those of all processes' batches together.
+
+    Args:
+        observer: the observer, its class, or a factory of it; moving averages where there is none.
+        arguments: what that takes.
+
+    Attributes:
+        activation_post_process: the observer inside, under the name that this field knows.
+        observer_enabled, fake_quant_enabled: uint8 of shape `(1,)`, for the state dict; set by methods.
+
+    Raises:
+        ConfigError: `observer` gives none of qompose's.
+    """
+
+    looks = False
+    activation_post_process: Any
+    observer_enabled: Tensor
+    fake_quant_enabled: Tensor
+
+    def __init__(self, observer: Any = None, **arguments: Any) -> None:
+        inner = _observer(observer, arguments)
+        super().__init__(inner.dtype, inner.qscheme, *inner._asked, inner.eps, inner.is_dynamic)
+        self.activation_post_process = inner
+        self.per_channel, self.estimates = inner.per_channel, inner.estimates
+        self.mergeable = inner.mergeable
+        if inner.estimates:
+            _give_screen(inner, Screen())
+        self.register_buffer("observer_enabled", torch.ones(1, dtype=torch.uint8))
+        self.register_buffer("fake_quant_enabled", torch.ones(1, dtype=torch.uint8))
+        self._observing = self._simulating = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Observe `x`, of any shape, and return it with the values of its integers, in its own dtype."""
+        if not x.numel():
+            return x
+        if self._observing and self.estimates:
+            self.observe(x.detach())
+        if not (self._simulating and self.calibrated):
+            return x
+        rounded = self._rounded(x)
+        if self.constant or not self.estimates:
+            return rounded
+        # NaN and infinities pass, or the loss would not show them.
+        passes = self.activation_post_process.screen.holds_mask() | ~torch.isfinite(x)
+        return torch.where(passes, x, rounded)
+
+    def observe(self, x: Tensor) -> None:
+        inner, together = self.activation_post_process, self._together()
+        if not isinstance(inner, RangeObserver):
+            (inner.observe_together if together else inner.observe)(x)
+            return
+        low, high = inner.extremes(x)
+        if self.constant and inner.mergeable:  # what counts of a parameter is what it is now
+            inner.minimum, inner.maximum = low, high
+            return
+        if together:
+            ends = torch.stack([-low, high])
+            distributed.all_reduce(ends, distributed.ReduceOp.MAX)
+            low, high = -ends[0], ends[1].clone()  # a view would keep both from being saved
+        inner.widen(low, high)
+
+    def _together(self) -> bool:
+        """Return whether all processes observe now, and let the screen know."""
+        together = self.training and not self.constant and several_processes()
+        screen = self.activation_post_process.screen
+        if isinstance(screen, TensorScreen):
+            screen.together = together
+        return together
+
+    def _rounded(self, x: Tensor) -> Tensor:
+        inner = self.activation_post_process
+        if self.dtype.is_floating_point:
+            return x.to(self.dtype).to(x.dtype)
+        blocks = getattr(inner, "block_size", None)
+        if blocks is not None:
+            return _in_rows(x, blocks, lambda rows: self._simulated(rows, *self._of_rows(rows), 0))
+        qparams = self._of_batch(x.detach()) if self.is_dynamic else self._in_training()
+        return self._simulated(x, *qparams, inner.ch_axis if self.per_channel else None)
+
+    def _simulated(self, x: Tensor, scale: Tensor, zero_point: Tensor, axis: int | None) -> Tensor:
+        assert self.quant_min is not None and self.quant_max is not None
+        return simulate(x, scale, zero_point, self.quant_min, self.quant_max, axis)
+
+    def _of_rows(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        if self.is_dynamic:
+            low, high = torch.aminmax(rows.detach().float(), dim=1)
+            return self._qparams(low, high)
+        scale, zero_point = self.calculate_qparams()
+        return scale.reshape(-1), zero_point.reshape(-1)
+
+    def _of_batch(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        low, high = torch.aminmax(x.float())
+        return self._qparams(low, high)
+
+    def _in_training(self) -> tuple[Tensor, Tensor]:
+        """Return the parameters that are simulated."""
+        return self.calculate_qparams()
+
+    def enable_observer(self, enabled: bool = True) -> None:
+        """Go on estimating the range, or keep it as it is."""
+        self.observer_enabled.fill_(enabled)
+        self._observing = enabled
+
+    def disable_observer(self) -> None:
+        """Keep the range as it is."""
+        self.enable_observer(False)
+
+    def enable_fake_quant(self, enabled: bool = True) -> None:
+        """Round and clip, or let tensors pass unchanged."""
+        self.fake_quant_enabled.fill_(enabled)
+        self._simulating = enabled
+
+    def disable_fake_quant(self) -> None:
+        """Let tensors pass unchanged."""
+        self.enable_fake_quant(False)
+
+    def _load_from_state_dict(self, *arguments: Any) -> None:
+        super()._load_from_state_dict(*arguments)
+        self._observing, self._simulating = (
+            bool(self.observer_enabled),
+            bool(self.fake_quant_enabled),
+        )
+
+    def facts(self) -> Facts:
+        inner = self.activation_post_process
+        found: Facts = inner.facts()
+        return replace(found, screen=self.screen)
+
+    def take(self, facts: Facts) -> None:
+        inner = self.activation_post_process
+        kept = inner.screen
+        del inner.screen  # a module's place takes nothing but modules
+        try:
+            inner.take(facts)
+        except StatisticsError:
+            inner.screen = kept
+            raise
+        _give_screen(inner, inner.screen)
+
+    @property
+    def settled(self) -> bool:
+        """Tell whether a last look at a parameter would change what was trained."""
+        return self.calibrated and not (self._observing and self.mergeable)
+
+    def calculate_qparams(self) -> tuple[Tensor, Tensor]:
+        """Return scale and zero point, shape `()` per tensor and `(C,)` per channel."""
+        found: tuple[Tensor, Tensor] = self.activation_post_process.calculate_qparams()
+        return found
+
+    @property
+    def screen(self) -> Screen:
+        """Return what the observer inside saw of mask values."""
+        screen = self.activation_post_process.screen
+        return screen.snapshot() if isinstance(screen, TensorScreen) else screen
+
+    @screen.setter
+    def screen(self, screen: Screen) -> None:
+        """Leave the observer's own in place of the one that every observer starts with."""
+
+    @property
+    def subject(self) -> str:
+        """Return which tensor is observed, for messages."""
+        return str(self.activation_post_process.subject)
+
+    @subject.setter
+    def subject(self, subject: str) -> None:
+        self.activation_post_process.subject = subject
+
+    @property
+    def calibrated(self) -> bool:
+        return self.is_dynamic or bool(self.activation_post_process.calibrated)
+
+
+class FusedMovingAvgObsFakeQuantize(FakeQuantize):
+    """A fake-quantizer with moving averages, under the name that recipes of this field have for it.
+
+    Args:
+        observer: `MovingAverageMinMaxObserver` or its form per channel; by the scheme where there is none.
+        fbgemm_qparams: simulate with the parameters of torch's fused operator instead, which are not
+            quite those that conversion computes: symmetric ones are up to 0.4 % smaller.
+        arguments: what the observer takes.
+
+    Raises:
+        ConfigError: the observer has no moving averages.
+    """
+
+    def __init__(
+        self, observer: Any = None, *, fbgemm_qparams: bool = False, **arguments: Any
+    ) -> None:
+        super().__init__(observer, **arguments)
+        inner = self.activation_post_process
+        if not isinstance(inner, MovingAverageMinMaxObserver):
+            raise ConfigError(f"{type(inner).__name__} has no moving averages: use FakeQuantize")
+        self.fbgemm_qparams = fbgemm_qparams
+
+    def _in_training(self) -> tuple[Tensor, Tensor]:
+        if not self.fbgemm_qparams:
+            return super()._in_training()
+        assert self.quant_min is not None and self.quant_max is not None
+        inner = self.activation_post_process
+        symmetric = self.qscheme in SYMMETRIC
+        return fbgemm_qparams(
+            inner.minimum, inner.maximum, self.quant_min, self.quant_max, symmetric=symmetric
+        )
+
+
+class FixedQParamsFakeQuantize(FakeQuantize):
+    """A fake-quantizer whose scale and zero point are known beforehand.
+
+    Args:
+        arguments: `quant_min`, `quant_max` and `qscheme`.
+    """
+
+    def __init__(
+        self, scale: float, zero_point: int, dtype: torch.dtype = torch.uint8, **arguments: Any
+    ) -> None:
+        super().__init__(FixedQParamsObserver(scale, zero_point, dtype=dtype, **arguments))
+
+
+def _observer(given: Any, arguments: dict[str, Any]) -> Observer:
+    if isinstance(given, Observer):
+        return given
+    if given is None:
+        per_channel = arguments.get("qscheme") in PER_CHANNEL
+        given = (
+            MovingAveragePerChannelMinMaxObserver if per_channel else MovingAverageMinMaxObserver
+        )
+    made = made_by(given, arguments)
+    if not isinstance(made, Observer) or isinstance(made, FakeQuantize):
+        raise ConfigError(
+            f"observer={given!r} gives a {type(made).__name__}: a fake-quantizer of qompose takes one of "
+            "qompose's observers"
+        )
+    return made
+
+
+def _give_screen(observer: Any, seen: Screen) -> None:
+    """Let an observer screen in tensors, going by what was seen."""
+    observer.screen = TensorScreen()
+    observer.screen.take(seen)
+
+
+def simulate(
+    x: Tensor, scale: Tensor, zero_point: Tensor, low: int, high: int, axis: int | None = None
+) -> Tensor:
+    """Return `(clamp(round(x / scale) + zero_point, low, high) - zero_point) * scale`, in the dtype of `x`.
+
+    Args:
+        scale, zero_point: shape `()`, or `(C,)` along dimension `axis` of `x`.
+    """
+    scale = scale.to(x.device)
+    whole = zero_point if zero_point.is_floating_point() else zero_point.to(torch.int32)
+    whole = whole.to(x.device)
+    if axis is None:
+        return torch.fake_quantize_per_tensor_affine(x, scale, whole, low, high)
+    return torch.fake_quantize_per_channel_affine(x, scale, whole, axis % x.dim(), low, high)
+
+
+def _in_rows(
+    x: Tensor, block_size: tuple[int, ...], function: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Return what a function makes of a tensor with one block in each row, back in the tensor's shape."""
+    blocks = in_blocks(x, full_blocks(tuple(x.shape), block_size))
+    order = [*range(0, blocks.dim(), 2), *range(1, blocks.dim(), 2)]
+    together = blocks.permute(order)
+    rows = together.reshape(math.prod(together.shape[: x.dim()]), -1)
+    back = sorted(range(len(order)), key=order.__getitem__)
+    return function(rows).reshape(together.shape).permute(back).reshape(x.shape)
+
+
+class LearnableFakeQuantize(FakeQuantize):
+    """A fake-quantizer whose scale, and zero point where it is not symmetric, are parameters.
+
+    They are there from the start, so an optimizer made before the first step has them, and take their
+    first values from the first tensor that is seen. With `q` the integer, the gradient of the scale is
+    `q - zero_point - x / scale` within the range and `q - zero_point` beyond, that of the zero point 0 and
+    `-scale`, each times `1 / sqrt(numel * quant_max)`.
+
+    Args:
+        observer: gives the first values; by default the extremes.
+        use_grad_scaling: False leaves that last factor out.
+        arguments: what the observer takes.
+
+    Attributes:
+        scale, zero_point: parameters of shape `()`, or `(C,)` once the tensor's shape is known; the zero
+            point of a symmetric scheme is a buffer.
+        started: uint8 of shape `(1,)`: whether they have values of their own.
+
+    Raises:
+        ConfigError: there is nothing to learn: dynamic, in blocks, or no integers.
+    """
+
+    started: Tensor
+    zero_point: Tensor
+
+    def __init__(
+        self, observer: Any = None, *, use_grad_scaling: bool = True, **arguments: Any
+    ) -> None:
+        if observer is None:
+            per_channel = arguments.get("qscheme") in PER_CHANNEL
+            observer = PerChannelMinMaxObserver if per_channel else MinMaxObserver
+        super().__init__(observer, **arguments)
+        blocks = getattr(self.activation_post_process, "block_size", None) is not None
+        if self.is_dynamic or blocks or self.quant_max is None or not self.estimates:
+            raise ConfigError(
+                f"LearnableFakeQuantize learns the scale of integers per tensor or per channel, and this is "
+                f"{'dynamic' if self.is_dynamic else 'in blocks' if blocks else str(self.dtype)}"
+            )
+        self.use_grad_scaling = use_grad_scaling
+        self.scale = nn.Parameter(torch.ones(()))
+        if self.qscheme in SYMMETRIC:  # nor could it be learned by who unfreezes all parameters
+            self.register_buffer("zero_point", torch.zeros(()))
+        else:
+            self.zero_point = nn.Parameter(torch.zeros(()))
+        self.register_buffer("started", torch.zeros(1, dtype=torch.uint8))
+        self._started = False
+
+    def size_for(self, shape: torch.Size) -> None:
+        """Give the parameters the size of a tensor's channels."""
+        if self.per_channel:
+            channels = shape[self.activation_post_process.ch_axis]
+            self.scale.data, self.zero_point.data = torch.ones(channels), torch.zeros(channels)
+
+    def observe(self, x: Tensor) -> None:
+        """Take the first values from the first tensor, of any shape; watch for masks from then on."""
+        if self._has_started():
+            if not self.constant:
+                self._together()
+                self.activation_post_process.screen.clean(x, self.subject)
+            return
+        super().observe(x)
+        self.start()
+
+    def start(self) -> None:
+        """Give the parameters the values that the observer computes."""
+        scale, zero_point = super().calculate_qparams()
+        for parameter, value in ((self.scale, scale), (self.zero_point, zero_point)):
+            parameter.data = value.to(
+                parameter.device, torch.float32, copy=True
+            )  # an optimizer may have it
+        self.started.fill_(1)
+        self._started = True
+
+    def _rounded(self, x: Tensor) -> Tensor:
+        assert self.quant_min is not None and self.quant_max is not None
+        factor = (x.numel() * self.quant_max) ** -0.5 if self.use_grad_scaling else 1.0
+        scale, zero_point = self.scale.abs().clamp(min=self.eps), self._middle()
+        if self.per_channel:
+            axis = self.activation_post_process.ch_axis
+            scale, zero_point = (along(v, axis, x.dim()) for v in (scale, zero_point))
+        bounds = self.quant_min, self.quant_max
+        arguments = x.float(), scale, zero_point, *bounds, factor
+        rounded: Tensor = _LearnedSteps.apply(*arguments)  # type: ignore[no-untyped-call]
+        return rounded.to(x.dtype)
+
+    def _middle(self) -> Tensor:
+        """Return the zero point within the integers, passing gradients on where it is beyond them too."""
+        assert self.quant_min is not None and self.quant_max is not None
+        inside = self.zero_point.clamp(self.quant_min, self.quant_max)
+        return self.zero_point + (inside - self.zero_point).detach()
+
+    def calculate_qparams(self) -> tuple[Tensor, Tensor]:
+        """Return the learned scale and the integer next to the learned zero point, `()` or `(C,)`."""
+        if not self._has_started():
+            return super().calculate_qparams()
+        scale = self.scale.detach().abs().clamp(min=self.eps)
+        return scale, self._middle().detach().round().to(torch.int64)
+
+    @property
+    def calibrated(self) -> bool:
+        return self._has_started() or super().calibrated
+
+    def _has_started(self) -> bool:
+        if (
+            not self._started
+        ):  # averages of models copy buffers into a model that was not called itself
+            self._started = bool(self.started)
+        return self._started
+
+    def take(self, facts: Any) -> None:
+        super().take(facts)
+        self.start()
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        for name, own in (("scale", self.scale), ("zero_point", self.zero_point)):
+            saved = state_dict.get(prefix + name)
+            if isinstance(saved, Tensor) and saved.shape != own.shape:
+                own.data = torch.empty_like(saved, device=own.device)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        self._started = bool(self.started)
+
+
+class _LearnedSteps(torch.autograd.Function):
+    """Values of integers, with the gradients of `LearnableFakeQuantize`, in few passes over a tensor."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, scale: Tensor, zero_point: Tensor, low: int, high: int, factor: float
+    ) -> Tensor:
+        middle = zero_point.round()
+        steps = x * (1.0 / scale)
+        levels = (steps.round() + middle).clamp(low, high) - middle
+        ctx.save_for_backward(steps, levels, middle, scale)
+        ctx.bounds, ctx.factor = (low, high), factor
+        return levels * scale
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        steps, levels, middle, scale = ctx.saved_tensors
+        low, high = ctx.bounds
+        wanted = steps.round() + middle
+        inside = (wanted >= low) & (wanted <= high)
+        passed = torch.where(inside, gradient, 0.0)
+        of_scale = (gradient * levels - passed * steps).sum_to_size(scale.shape) * ctx.factor
+        of_zero_point = None
+        if ctx.needs_input_grad[2]:
+            of_zero_point = ((passed - gradient) * scale).sum_to_size(scale.shape) * ctx.factor
+        return passed, of_scale, of_zero_point, None, None, None
+
+
+_LEAST_SCALE = 6.1e-5
+
+
+def fbgemm_qparams(
+    minimum: Tensor, maximum: Tensor, low: int, high: int, *, symmetric: bool
+) -> tuple[Tensor, Tensor]:
+    """Return scale, float32, and zero point, int64, for ranges of shape `()` or `(C,)`.
+
+    With `n = high - low`, a symmetric range that has both signs is stretched to `-(n // 2 + 1)` and `n // 2`
+    steps, and its zero point is the middle; one of a single sign is treated as affine. Scales are at least
+    6.1e-5, and 6.1e-5 times 127 or so is the least range; a range of zero has the scale 0.1.
+    """
+    steps = high - low
+    both = (minimum < 0) & (maximum > 0) & symmetric
+    down, up = -(steps // 2 + 1), steps // 2
+    step = torch.maximum((minimum / down).abs(), (maximum / up).abs()).double()
+    minimum = torch.where(both, (step * down).float(), minimum).clamp(max=0.0).double()
+    maximum = torch.where(both, (step * up).float(), maximum).clamp(min=0.0).double()
+    scale = (maximum - minimum) / steps
+    none = (scale.float() == 0) | torch.isinf(1.0 / scale.float())
+    scale = torch.where(none, 0.1, scale)
+    minimum, maximum, scale = _widened(minimum, maximum, scale, steps)
+    below, above = minimum / scale, maximum / scale
+    from_below = abs(low) - below.abs() < abs(high) - above.abs()
+    zero_point = torch.where(from_below, low - below, high - above)
+    zero_point = torch.where(both, (low + high) / 2, zero_point)
+    return scale.float(), zero_point.clamp(low, high).round().to(torch.int64)
+
+
+def _widened(
+    minimum: Tensor, maximum: Tensor, scale: Tensor, steps: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return range and scale, the range stretched where the scale was too small; an end at zero stays."""
+    small = scale < _LEAST_SCALE
+    factor = torch.where(small, (_LEAST_SCALE / scale.float()).double(), 1.0)
+    span = torch.full_like(scale, _LEAST_SCALE * steps)
+    lower = torch.where(small & (minimum != 0) & (maximum == 0), -span, minimum * factor)
+    upper = torch.where(small & (minimum == 0), span, maximum * factor)
+    return lower.float().double(), upper.float().double(), torch.where(small, _LEAST_SCALE, scale)

@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a specification to the module that observes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+
+from qompose.errors import ConfigError, blaming
+from qompose.observers.channel_ranges import unbalanced
+from qompose.observers.fake_quantize import FakeQuantize
+from qompose.observers.foreign_observer import Rebinding, guard_of
+from qompose.observers.min_max import FixedQParamsObserver, Observer, PlaceholderObserver
+from qompose.program.control_flow import nodes_in
+from qompose.program.graph import get_attribute, owner_of
+from qompose.program.meta import GROUP_TAG, tag_of
+from qompose.spec.observer_factory import class_of, converts_itself, made_by, takes_axis
+from qompose.spec.qdq import axis_of
+from qompose.spec.qparams import DEFAULT_EPS, PER_CHANNEL, SYMMETRIC, quantized_range
+from qompose.spec.quantization_spec import (
+    DerivedQuantizationSpec,
+    FixedQParamsQuantizationSpec,
+    QuantizationSpec,
+    QuantizationSpecBase,
+    describe_spec,
+)
+
+
+def observer_nodes(model: GraphModule) -> list[tuple[Node, int]]:
+    """Return the nodes of a prepared model that call observers, each with the number of its group."""
+    return [
+        (node, number)
+        for node in nodes_in(model)
+        if (number := tag_of(node, GROUP_TAG)) is not None
+    ]
+
+
+def observers_of(nodes: Iterable[tuple[Node, int]]) -> dict[int, Any]:
+    """Return the observer of each group that has one among the nodes."""
+    return {number: get_attribute(owner_of(node), str(node.target)) for node, number in nodes}
+
+
+def make_observer(
+    spec: QuantizationSpecBase, rebind: Rebinding | None = None, *, simulate: bool = False
+) -> nn.Module:
+    """Make the observer or fake-quantizer of a specification.
+
+    The specification's fields, None included, take the place of the factory's own arguments; that is
+    the convention of this field.
+
+    Args:
+        rebind: replaces what a foreign factory holds of another graph; None leaves it as it is.
+        simulate: make a fake-quantizer around an observer of qompose's.
+
+    Raises:
+        ConfigError: the factory does not take them, or what it makes is no observer of the specification.
+    """
+    if isinstance(spec, DerivedQuantizationSpec):
+        return DerivedObserver(spec)
+    made = _made(spec, rebind)
+    wraps = simulate and isinstance(made, Observer) and not isinstance(made, FakeQuantize)
+    return FakeQuantize(made) if wraps else made
+
+
+def _made(spec: QuantizationSpecBase, rebind: Rebinding | None) -> nn.Module:
+    if isinstance(spec, FixedQParamsQuantizationSpec):
+        arguments = {k: v for k, v in spec.__dict__.items() if v is not None}
+        return FixedQParamsObserver(**arguments)
+    assert isinstance(spec, QuantizationSpec)
+    factory: Any = spec.observer_or_fake_quant_ctr
+    try:
+        factory = factory if rebind is None else rebind(factory)
+        observer = made_by(factory, _arguments(spec))
+    except TypeError as error:
+        raise ConfigError(f"no observer can be made for {describe_spec(spec)}: {error}") from error
+    check_observer(observer, spec)
+    return observer  # type: ignore[no-any-return]
+
+
+def _arguments(spec: QuantizationSpec) -> dict[str, Any]:
+    """Return what the factory of a specification is called with."""
+    factory = spec.observer_or_fake_quant_ctr
+    arguments = {k: v for k, v in vars(spec).items() if k != "observer_or_fake_quant_ctr"}
+    kind = class_of(factory)
+    channels = spec.qscheme in PER_CHANNEL and spec.block_size is None
+    if not (isinstance(kind, type) and issubclass(kind, Observer)):
+        channels = takes_axis(factory, channels)
+    if not channels:
+        del arguments["ch_axis"]
+    if spec.block_size is None or spec.is_dynamic:
+        del arguments["block_size"]
+    return arguments
+
+
+def check_observer(observer: Any, spec: QuantizationSpec) -> None:
+    """Check that something is an observer of what a specification says.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    kind = type(observer).__name__
+    if not isinstance(observer, nn.Module):
+        raise ConfigError(f"its observer is {observer!r}, which is no torch.nn.Module")
+    if converts_itself(observer):
+        return
+    if not callable(getattr(observer, "calculate_qparams", None)):
+        raise ConfigError(f"its observer is a {kind}, which has no calculate_qparams")
+    if isinstance(observer, Observer):
+        if observer.per_channel and spec.qscheme not in PER_CHANNEL:
+            raise ConfigError(f"{kind} does not estimate {describe_spec(spec)}")
+        return
+    dtype = getattr(observer, "dtype", spec.dtype)
+    if _UNDERLYING.get(dtype, dtype) != spec.dtype:
+        raise ConfigError(f"its observer is a {kind} of {dtype}, and it is {describe_spec(spec)}")
+
+
+_UNDERLYING = {torch.qint8: torch.int8, torch.quint8: torch.uint8, torch.qint32: torch.int32}
+
+
+class DerivedObserver(PlaceholderObserver):
+    """Looks at nothing: its parameters are computed from those of other observers."""
+
+    def __init__(self, spec: DerivedQuantizationSpec) -> None:
+        super().__init__(dtype=spec.dtype, quant_min=spec.quant_min, quant_max=spec.quant_max)
+        self._axis = spec.ch_axis if spec.qscheme in PER_CHANNEL else None
+        self._shape: tuple[int, ...] = ()
+        self.derive_qparams_fn = spec.derive_qparams_fn
+        self._sources: tuple[nn.Module, ...] = ()
+
+    def derive_from(self, sources: Sequence[nn.Module]) -> None:
+        """Name the observers that the parameters are computed from, in the specification's order."""
+        self._sources = tuple(sources)  # in a tuple they are no submodules: others own them
+
+    def observe(self, x: Tensor) -> None:
+        self._shape = tuple(x.shape)
+
+    def calculate_qparams(self) -> tuple[Tensor, Tensor]:
+        """Return scale and zero point as the specification's function computes them.
+
+        Raises:
+            ConfigError: it returns no parameters that the specification allows.
+        """
+        with blaming(f"derive_qparams_fn of {self.subject}"):
+            derived: Any = self.derive_qparams_fn([unbalanced(s) for s in self._sources])
+        try:
+            scale, zero_point = (torch.as_tensor(value) for value in derived)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{self._says(derived)}: that is no scale and zero point") from error
+        if scale.numel() == zero_point.numel() == 1 and self._wants_one_number():
+            shape = self._expected(scale)
+            scale, zero_point = (value.reshape(()).expand(shape) for value in (scale, zero_point))
+        for value, name in ((scale, "scale"), (zero_point, "zero point")):
+            if value.shape != self._expected(value):
+                wanted = tuple(self._expected(value))
+                raise ConfigError(
+                    f"{self._says(derived)}: the {name} has shape {tuple(value.shape)}, not {wanted}"
+                )
+        low, high = quantized_range(self.dtype, self.quant_min, self.quant_max)
+        if not bool(((scale > 0) & torch.isfinite(scale)).all()):
+            raise ConfigError(f"{self._says(derived)}: a scale is positive and finite")
+        if not bool(((zero_point >= low) & (zero_point <= high)).all()):
+            raise ConfigError(f"{self._says(derived)}: the zero point is outside [{low}, {high}]")
+        return scale.float(), zero_point
+
+    def _wants_one_number(self) -> bool:
+        """Tell whether one scale is what there is: also for channels, of what has one for all of them."""
+        if self._axis is None:
+            return True
+        return bool(self._sources) and all(map(_has_one_number, self._sources))
+
+    def _expected(self, value: Tensor) -> torch.Size:
+        """Return the shape of a parameter: one number, or one for each channel of what was seen."""
+        if self._axis is None:
+            return torch.Size(())
+        return torch.Size((self._shape[self._axis] if self._shape else value.numel(),))
+
+    def _says(self, derived: object) -> str:
+        return f"derive_qparams_fn returned {derived!r} for {self.subject}"
+
+
+def _has_one_number(observer: nn.Module) -> bool:
+    if isinstance(observer, DerivedObserver):
+        return observer._axis is None
+    return getattr(unbalanced(observer), "qscheme", None) not in {None, *PER_CHANNEL}
+
+
+def was_fed(observer: nn.Module) -> bool:
+    """Tell whether calibration has shown an observer its parameters too, and once is enough.
+
+    A second look could change what it estimates. One of qompose's own knows that it is a second look, but
+    for a fake-quantizer: what is deployed is what was trained.
+    """
+    if isinstance(observer, FakeQuantize):
+        return observer.settled
+    guard = guard_of(observer)
+    return guard is not None and guard.screen.values > 0
+
+
+def has_data(observer: Any) -> bool:
+    """Tell whether an observer saw anything, as far as it says so.
+
+    Those of other packages keep bounds that are empty or infinite until then, or do not know the size of
+    their blocks.
+    """
+    observer = getattr(observer, "activation_post_process", observer)  # of a fake-quantizer
+    if hasattr(observer, "calibrated"):
+        return bool(observer.calibrated)
+    if getattr(observer, "block_size", observer) is None:
+        return False
+    bound = getattr(observer, "min_val", None)
+    if not isinstance(bound, Tensor):
+        return True
+    return bound.numel() > 0 and bool(torch.isfinite(bound).all())
+
+
+def integer_bounds(spec: Any, observer: nn.Module) -> tuple[int, int]:
+    """Return the least and the largest integer of a tensor.
+
+    Observers of other engines fill in what a specification leaves open, and may take fewer steps.
+
+    Raises:
+        ConfigError: they are no range of the specification's type.
+    """
+    observer, low, high = unbalanced(observer), spec.quant_min, spec.quant_max
+    if not isinstance(observer, Observer):
+        least, most = getattr(observer, "quant_min", None), getattr(observer, "quant_max", None)
+        low, high = low if least is None else int(least), high if most is None else int(most)
+    return quantized_range(spec.dtype, low, high)
+
+
+def channel_axis(spec: Any, observer: nn.Module) -> int | None:
+    """Return the dimension along which a tensor has a scale for each channel, None where it has not.
+
+    Observers of other engines have the last word: they may not have been given the specification's.
+    """
+    observer = unbalanced(observer)
+    scheme = None if isinstance(observer, Observer) else getattr(observer, "qscheme", None)
+    if scheme is None:
+        return axis_of(spec)
+    axis = getattr(observer, "ch_axis", spec.ch_axis)
+    return int(axis) if scheme in PER_CHANNEL else None
+
+
+_PER_TOKEN_EPS = 1e-5 / 127
+"""The least scale of torch's symmetric operator per token, which takes no eps; the affine one has torch's."""
+
+
+def least_scale(spec: Any, observer: Any) -> float | None:
+    """Return the least scale that a tensor can get, None where its observer does not say.
+
+    Args:
+        spec: of the tensor, whose scale at run time an operator computes where it is dynamic.
+        observer: what was made for it.
+    """
+    if spec.is_dynamic and getattr(spec, "block_size", None) is not None:
+        return _PER_TOKEN_EPS if spec.qscheme in SYMMETRIC else DEFAULT_EPS
+    return eps_of(observer)
+
+
+def eps_of(observer: Any) -> float | None:
+    """Return an observer's least scale, None where it does not say."""
+    observer = unbalanced(observer)
+    inner = getattr(observer, "activation_post_process", observer)  # of a fake-quantizer
+    eps = getattr(inner, "eps", None)
+    return None if eps is None else float(eps)
+
+
+def fixed_parameters(observer: object) -> tuple[Any, Any] | None:
+    """Return scale and zero point that are known before any data, None where an observer estimates them.
+
+    Those of other engines are known by their name: they are no subclasses of one another.
+    """
+    if isinstance(observer, nn.Module):
+        observer = unbalanced(observer)
+    inner = getattr(observer, "activation_post_process", observer)
+    names = {kind.__name__ for kind in type(inner).__mro__}
+    if FixedQParamsObserver.__name__ not in names:
+        return None
+    return inner.scale, inner.zero_point  # type: ignore[attr-defined]

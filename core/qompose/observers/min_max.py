@@ -1,0 +1,459 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The observer interface and the observers of minimum and maximum.
+
+Observers: modules that pass a tensor through unchanged and estimate its range.
+
+Each observer declares dtype, integer bounds and scheme, and gives `calculate_qparams()`. An observer
+that saw nothing says so by `calibrated`. Mask values never widen a range (`value_screening`).
+
+Whether a tensor is another view of the one seen last, whose values need no second look.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.fx import GraphModule, Node
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from qompose.errors import ConfigError, QomposeWarning, StatisticsError, UncalibratedError
+from qompose.observers.tensor_statistics import Channels, Facts
+from qompose.observers.value_screening import Cleaned, Screen, slice_extremes
+from qompose.spec.observer_factory import ObserverFactory
+from qompose.spec.qparams import (
+    DEFAULT_EPS,
+    PER_CHANNEL,
+    choose_qparams,
+    full_blocks,
+    in_blocks,
+    quantized_range,
+    stored_in,
+)
+from qompose.spec.torchao_compat import OBSERVERS, acquaint, kin_of
+
+
+@kin_of(OBSERVERS, "ObserverBase")
+class Observer(nn.Module):
+    """Base of all observers: what is quantized, how far the statistics are, and the parameters they give.
+
+    `quant_min` and `quant_max` are the bounds that its parameters are for, None for a cast to float; `eps` is
+    the least scale, in units of the tensor.
+
+    Raises:
+        ConfigError: the bounds do not fit the dtype, or the scheme is not one this observer estimates.
+    """
+
+    per_channel = False
+    looks = True
+    """Whether it keeps statistics, and so has to know the scheme."""
+    estimates = True
+    """Whether its parameters come from what it has seen."""
+    mergeable = False
+    """Whether its statistics do not depend on the order of batches, so that parts can be put together."""
+    constant = False
+    """Set by prepare on observers of parameters: a value is looked at again only after it changed."""
+    shared = False
+    """Set by prepare on observers of several values, some of which may be views of others."""
+    subject = "the observed tensor"
+    """Set by prepare: which tensor is observed, for messages."""
+    ends: tuple[Tensor, Tensor] | None = None
+    """The least and the largest value of the tensor that is coming, where somebody has looked already."""
+
+    def __init__(
+        self,
+        dtype: torch.dtype = torch.uint8,
+        qscheme: torch.qscheme | None = None,
+        quant_min: int | None = None,
+        quant_max: int | None = None,
+        eps: float = DEFAULT_EPS,
+        is_dynamic: bool = False,
+    ) -> None:
+        super().__init__()
+        acquaint()
+        self.dtype, self.eps, self.is_dynamic = dtype, eps, is_dynamic
+        default = torch.per_channel_affine if self.per_channel else torch.per_tensor_affine
+        self.qscheme = default if qscheme is None else qscheme
+        self._asked = quant_min, quant_max
+        self.quant_min, self.quant_max = quant_min, quant_max
+        if not dtype.is_floating_point:
+            self.quant_min, self.quant_max = quantized_range(dtype, quant_min, quant_max)
+        if self.looks and (self.qscheme in PER_CHANNEL) != self.per_channel:
+            raise ConfigError(f"{type(self).__name__} does not estimate {self.qscheme}")
+        self.screen = Screen()
+        self.set_range: tuple[float, float] | None = None
+        self._seen: tuple[int, int] | None = None
+        self._last = LastSeen()
+
+    @classmethod
+    def with_args(cls, **arguments: Any) -> ObserverFactory:
+        """Return a factory that makes this observer with `arguments`."""
+        return ObserverFactory(cls, tuple(arguments.items()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Observe `x`, of any shape, and return it unchanged."""
+        if self.shared and self._last.again(x.detach()):
+            return x
+        stamp = (x.data_ptr(), x._version) if self.constant else None
+        if x.numel() and (stamp is None or stamp != self._seen):
+            self._seen = stamp
+            self.observe(x.detach())
+        return x
+
+    def observe(self, x: Tensor) -> None:
+        """Update the statistics with a tensor of any shape that has at least one element."""
+        raise NotImplementedError
+
+    def observe_together(self, x: Tensor) -> None:
+        """Update the statistics with the tensors of all processes that train together, alike in each."""
+        raise ConfigError(
+            f"{type(self).__name__} of {self.subject} cannot observe what other processes have: train in "
+            'one process, or with range="minmax", "moving_average" or a histogram\'s'
+        )
+
+    def facts(self) -> Facts:
+        """Return what was seen, for other observers, processes and backends."""
+        return Facts(screen=self.screen, set_range=self.set_range)
+
+    def take(self, facts: Facts) -> None:
+        """Go by what another observer has seen, in place of what this one has.
+
+        Raises:
+            StatisticsError: it did not keep what this one needs.
+        """
+        self.screen = Screen()
+        if facts.screen is not None:
+            self.screen.merge(facts.screen)
+        self.set_range = facts.set_range
+
+    @property
+    def calibrated(self) -> bool:
+        """Tell whether `calculate_qparams` has something to go by."""
+        raise NotImplementedError
+
+    def calculate_qparams(self) -> tuple[Tensor, Tensor]:
+        """Return scale and zero point, shape `()` per tensor and `(C,)` per channel."""
+        raise NotImplementedError
+
+    def _qparams(self, minimum: Tensor, maximum: Tensor) -> tuple[Tensor, Tensor]:
+        return choose_qparams(
+            minimum,
+            maximum,
+            dtype=self.dtype,
+            quant_min=self._asked[0],
+            quant_max=self._asked[1],
+            qscheme=self.qscheme,
+            eps=self.eps,
+        )
+
+    def _check_calibrated(self) -> None:
+        if not self.calibrated:
+            raise UncalibratedError([self.subject])
+
+    def _screened(self, x: Tensor) -> Cleaned:
+        return self.screen.clean(x, self.subject, self.ends)
+
+    def _only_here(self) -> str | None:
+        """Return why other engines cannot quantize the tensor as qompose's would, None where they can."""
+        return self.screen.mask and f"holds {self.screen.mask}"
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """Load statistics, which have the size of what was seen, into an observer that saw nothing."""
+        for name, own in self._buffers.items():
+            saved = state_dict.get(prefix + name)
+            if own is not None and isinstance(saved, Tensor) and saved.shape != own.shape:
+                self._buffers[name] = torch.empty_like(saved, dtype=own.dtype, device=own.device)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    @property
+    def convert(self) -> Callable[[GraphModule, Node], None]:
+        """Return what torchao's engine is to do with this observer, where its own conversion would be wrong.
+
+        That engine asks whether there is such an attribute, and there is none as a rule.
+        """
+        reason = self._only_here()
+        if reason is None:
+            raise AttributeError("this observer is converted like any other")
+
+        def leave_in_float(model: GraphModule, node: Node) -> None:
+            source = node.args[0]
+            assert isinstance(source, Node)
+            if self.is_dynamic:  # torchao looks for the operator that chooses the parameters
+                raise ConfigError(f"{self.subject} {reason}")
+            warnings.warn(
+                f"{self.subject} {reason}: it stays in float", QomposeWarning, stacklevel=2
+            )
+            node.replace_all_uses_with(source)
+            model.graph.erase_node(node)
+
+        return leave_in_float
+
+    def extra_repr(self) -> str:
+        """Return what torch prints between the parentheses."""
+        return f"dtype={self.dtype}, qscheme={self.qscheme}, range=({self.quant_min}, {self.quant_max})"
+
+
+class RangeObserver(Observer):
+    """An observer whose statistics are one minimum and one maximum, per tensor or per channel.
+
+    Scales are rounded to `scale_dtype`, for kernels that store them in fewer bits; they stay float32. So
+    are offsets, where zero points are no integers (`stored_in`).
+    """
+
+    mergeable = True
+    minimum: Tensor
+    maximum: Tensor
+
+    def __init__(
+        self,
+        dtype: torch.dtype = torch.uint8,
+        ch_axis: int = 0,
+        scale_dtype: torch.dtype = torch.float32,
+        **arguments: Any,
+    ) -> None:
+        super().__init__(dtype, **arguments)
+        if not scale_dtype.is_floating_point:
+            raise ConfigError(f"scale_dtype={scale_dtype} is no float type")
+        self.ch_axis, self.scale_dtype = ch_axis, scale_dtype
+        # A shape that ranges never have. Not empty ones, which safetensors, when it loads, never shares.
+        for name in ("minimum", "maximum"):
+            self.register_buffer(name, torch.zeros(() if self.per_channel else (1,)))
+
+    def observe(self, x: Tensor) -> None:
+        self.widen(*self.extremes(x))
+
+    def extremes(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the least and the largest value of a batch, or of its slices, without mask values."""
+        return self._extremes(self._screened(x))
+
+    def widen(self, low: Tensor, high: Tensor) -> None:
+        """Update the statistics with the extremes of a batch, of the tensor or of each channel."""
+        if self.calibrated:
+            self.minimum, self.maximum = self.minimum.to(low.device), self.maximum.to(low.device)
+            low, high = self._combine(low, high)
+        self.minimum, self.maximum = low, high
+
+    def _extremes(self, seen: Cleaned) -> tuple[Tensor, Tensor]:
+        if not self.per_channel:
+            return seen.low, seen.high
+        return slice_extremes(seen.values, self.ch_axis)
+
+    def _combine(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.minimum(self.minimum, low), torch.maximum(self.maximum, high)
+
+    def facts(self) -> Facts:
+        if not self.calibrated:
+            return super().facts()
+        low, high = self.minimum.cpu(), self.maximum.cpu()
+        if self.per_channel:
+            return replace(super().facts(), channels=Channels(self.ch_axis, low, high))
+        return replace(super().facts(), minimum=float(low), maximum=float(high))
+
+    def take(self, facts: Facts) -> None:
+        low, high = self._taken(facts)
+        super().take(facts)
+        self.minimum, self.maximum = low, high
+
+    def _taken(self, facts: Facts) -> tuple[Tensor, Tensor]:
+        if self.per_channel:
+            return facts.channel_ranges(self.ch_axis)
+        if facts.set_range is not None:
+            low, high = facts.set_range
+        elif facts.minimum is None or facts.maximum is None:
+            raise StatisticsError("no range of the whole tensor")
+        else:
+            low, high = facts.minimum, facts.maximum
+        return torch.tensor(low), torch.tensor(high)
+
+    @property
+    def calibrated(self) -> bool:
+        return (self.minimum.dim() > 0) == self.per_channel
+
+    def calculate_qparams(self) -> tuple[Tensor, Tensor]:
+        self._check_calibrated()
+        found = self._qparams(self.minimum, self.maximum)
+        return found if self.scale_dtype is torch.float32 else stored_in(self.scale_dtype, *found)
+
+
+class MinMaxObserver(RangeObserver):
+    """The exact minimum and maximum of all that was seen."""
+
+
+class PerChannelMinMaxObserver(MinMaxObserver):
+    """The exact minimum and maximum of each slice along `ch_axis`."""
+
+    per_channel = True
+
+
+class PerBlockMinMaxObserver(RangeObserver):
+    """The exact minimum and maximum of each block: `block_size` as in `QuantizationSpec`."""
+
+    per_channel = True
+
+    def __init__(
+        self, dtype: torch.dtype = torch.uint8, block_size: tuple[int, ...] = (), **arguments: Any
+    ) -> None:
+        super().__init__(dtype, **arguments)
+        self.block_size = block_size
+
+    def _only_here(self) -> str | None:
+        return _blocks(self.block_size)
+
+    def _extremes(self, seen: Cleaned) -> tuple[Tensor, Tensor]:
+        x = seen.values.float()
+        blocks = in_blocks(x, full_blocks(tuple(x.shape), self.block_size))
+        inner = tuple(range(1, blocks.dim(), 2))
+        return blocks.amin(inner), blocks.amax(inner)
+
+
+def _blocks(block_size: tuple[int, ...]) -> str:
+    return f"has block_size={block_size}, for which this engine has no operators"
+
+
+class MovingAverageMinMaxObserver(RangeObserver):
+    """Exponential averages of each batch's minimum and maximum: `m += averaging_constant * (batch - m)`."""
+
+    mergeable = False
+
+    def __init__(
+        self, dtype: torch.dtype = torch.uint8, averaging_constant: float = 0.01, **arguments: Any
+    ) -> None:
+        super().__init__(dtype, **arguments)
+        self.averaging_constant = averaging_constant
+
+    def facts(self) -> Facts:
+        return replace(super().facts(), averaged=type(self).__name__)
+
+    def _combine(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+        rate = self.averaging_constant
+        return (
+            self.minimum + rate * (low - self.minimum),
+            self.maximum + rate * (high - self.maximum),
+        )
+
+
+class MovingAveragePerChannelMinMaxObserver(MovingAverageMinMaxObserver):
+    """`MovingAverageMinMaxObserver` for each slice along `ch_axis`."""
+
+    per_channel = True
+
+
+class PlaceholderObserver(Observer):
+    """Keeps no statistics: for dynamic quantization, whose parameters come from each tensor."""
+
+    looks = estimates = False
+
+    def __init__(
+        self,
+        dtype: torch.dtype = torch.float16,
+        block_size: tuple[int, ...] | None = None,
+        **arguments: Any,
+    ) -> None:
+        super().__init__(dtype, **arguments)
+        self.block_size = block_size
+
+    def _only_here(self) -> str | None:
+        if self.dtype is torch.bfloat16:
+            return "is to be bfloat16, to which this engine has no cast"
+        return None if self.block_size is None else _blocks(self.block_size)
+
+    def observe(self, x: Tensor) -> None:
+        """Look at nothing, whatever the shape."""
+
+    @property
+    def calibrated(self) -> bool:
+        return True
+
+    def calculate_qparams(self) -> tuple[Tensor, Tensor]:
+        """Refuse: both, of shape `()`, come from each tensor when the model runs.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError("a PlaceholderObserver has no parameters: they are computed at run time")
+
+
+class FixedQParamsObserver(Observer):
+    """Scale and zero point that are known beforehand."""
+
+    estimates = False
+
+    def __init__(
+        self, scale: float, zero_point: int, dtype: torch.dtype = torch.uint8, **arguments: Any
+    ) -> None:
+        super().__init__(dtype, **arguments)
+        self.scale: Tensor
+        self.zero_point: Tensor
+        self.register_buffer("scale", torch.tensor(float(scale)))
+        self.register_buffer("zero_point", torch.tensor(int(zero_point)))
+
+    def observe(self, x: Tensor) -> None:
+        """Look at nothing, whatever the shape."""
+
+    @property
+    def calibrated(self) -> bool:
+        return True
+
+    def calculate_qparams(self) -> tuple[Tensor, Tensor]:
+        return self.scale, self.zero_point
+
+
+class LastSeen:
+    """Remembers which values of which storage were seen last, and keeps none of them alive.
+
+    The address alone would not do: the next tensor may stand where this one was. While there is a weak
+    reference to a storage, no other storage has its identity. Copies remember nothing.
+    """
+
+    def __init__(self) -> None:
+        self._storage: Any = None
+        self._part: tuple[int, ...] | None = None
+
+    def again(self, x: Tensor) -> bool:
+        """Tell whether `x` holds just the values that were seen last, in whatever order, and remember it."""
+        part = _part_of(x)
+        storage = None if part is None else _weakly(x)
+        last, self._storage = self._storage, storage
+        before, self._part = self._part, part
+        if last is None or storage is None:
+            return False
+        return bool(last.cdata == storage.cdata and not last.expired() and before == part)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LastSeen:
+        return LastSeen()
+
+    def __reduce__(self) -> tuple[type[LastSeen], tuple[()]]:
+        return LastSeen, ()
+
+
+def _weakly(x: Tensor) -> Any:
+    return StorageWeakRef(x.untyped_storage())  # type: ignore[no-untyped-call]
+
+
+def _part_of(x: Tensor) -> tuple[int, ...] | None:
+    """Return which part of its storage a tensor covers, and the version; None where it leaves gaps."""
+    if x.numel() == 0 or type(x) is not Tensor:
+        return None
+    span = 1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
+    repeated = any(step == 0 and size > 1 for size, step in zip(x.shape, x.stride(), strict=True))
+    if span != x.numel() or repeated:
+        return None
+    return int(x.storage_offset()), x.numel(), x._version
+
+
+def several_processes() -> bool:
+    """Tell whether `torch.distributed` is initialised."""
+    return distributed.is_available() and distributed.is_initialized()
+
+
+def gathered(x: Tensor) -> list[Tensor]:
+    """Return what each process has of a tensor of one shape, on the CPU, by rank."""
+    on_gpu = distributed.get_backend() == "nccl"
+    own = x.to(torch.device("cuda", torch.cuda.current_device())) if on_gpu else x
+    parts = [torch.empty_like(own) for _ in range(distributed.get_world_size())]
+    distributed.all_gather(parts, own)
+    return [part.cpu() for part in parts]

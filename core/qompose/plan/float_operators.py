@@ -1,0 +1,408 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every float operator of a program: what reads it, its multiply-accumulates, why it stays float.
+
+Survey: every float operator of an exported program, its size, and what the composition made of it.
+
+Flow: which values an operator reads, past nodes that only hand them on, and across borders of bodies.
+
+What one pass of a loop leaves to the next is not followed: without it, nothing reads its own result.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from operator import getitem
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule, Node
+
+from qompose.plan.plan import Operator, Rewrite
+from qompose.program.control_flow import (
+    LAYOUTS,
+    bodies_of,
+    graphs_in,
+    is_nested_call,
+    nodes_in,
+    operands_of,
+)
+from qompose.program.graph import (
+    address_of,
+    constant_of,
+    get_attribute,
+    module_path,
+    operator_name,
+    value_of,
+)
+from qompose.spec.claim import Claim, Composition, most_telling
+
+aten = torch.ops.aten
+FOLDED = "parameters alone decide it: it is computed once, now, and no more when the model runs"
+
+
+def survey(
+    exported: GraphModule,
+    working: GraphModule,
+    composition: Composition,
+    rewrites: Sequence[Rewrite],
+) -> tuple[Operator, ...]:
+    """Return the operators of the program as it was exported.
+
+    An operator that was taken apart is not listed, but its pieces in `working`, after its name; nor is one
+    that a quantizer's own transform removed or changed, but what that made, under names of its own. One
+    that was folded into a weight has no multiply-accumulates left.
+    """
+    claim_of = {name: i for i, claim in enumerate(composition.chosen) for name in claim.nodes}
+    instead_of = {
+        name: i for i, claim in enumerate(composition.chosen) for name in claim.instead_of
+    }
+    split, produced = {}, {node.name: node for node in nodes_in(working)}
+    for rewrite in (
+        r for r in rewrites if r.pieces and not r.member
+    ):  # others change parameters alone
+        if set(rewrite.pieces) <= set(rewrite.nodes):  # merged: its operators have one claim
+            first = rewrite.pieces[0]  # a quantizer's own change may stand in its place
+            claim = claim_of[first] if first in claim_of else instead_of[first]
+            claim_of.update(dict.fromkeys(rewrite.nodes, claim))
+        else:
+            pieces = [produced[name] for name in rewrite.pieces if name in produced]
+            split[rewrite.nodes[0]] = pieces
+    reasons = {**reasons_of(composition), **composition.hindered}
+    own = [rewrite for rewrite in rewrites if rewrite.member]
+    made = {name for rewrite in own for name in rewrite.pieces}
+    passes = {**_passes(exported), **_passes(working)}
+    listed = [
+        (name, node)
+        for name, node in _with_own(_listed(exported, split, claim_of), working, own)
+        if node.op == "call_function" and not is_nested_call(node) and _computes_floats(node, made)
+    ]
+    folded = {
+        name for name in (node.name for _, node in listed) if name not in claim_of.keys() | produced
+    }
+    reasons |= dict.fromkeys(folded, FOLDED)
+    read = _reads(exported, working, {node.name: name for name, node in listed}, rewrites)
+    return tuple(
+        Operator(
+            name=name,
+            operator=operator_name(node.target),
+            module=module_path(node),
+            macs=0 if node.name in folded else macs(node) * passes[node.graph],
+            claim=claim_of.get(node.name),
+            reason="" if node.name in claim_of else reasons.get(node.name, _why_not(node)),
+            inputs=read[name],
+        )
+        for name, node in listed
+    )
+
+
+def _reads(
+    exported: GraphModule,
+    working: GraphModule,
+    listed: Mapping[str, str],
+    rewrites: Sequence[Rewrite],
+) -> dict[str, tuple[str, ...]]:
+    """Return, by the name of each operator in the list, the names of those whose results it reads.
+
+    The program as it was rewritten says so, but for operators that it lacks because they were merged into
+    others. What stands there for several has the value of the last of them.
+
+    Args:
+        exported, working: the program as it was exported, and with its rewrites.
+        listed: by the names of nodes, what the list calls them.
+        rewrites: how one became the other.
+    """
+    last = {
+        rewrite.pieces[-1]: rewrite.nodes[-1]
+        for rewrite in rewrites
+        if rewrite.pieces and not rewrite.member and set(rewrite.pieces) <= set(rewrite.nodes)
+    }
+    now, before = ({n.name: n for n in nodes_in(program)} for program in (working, exported))
+    flow_now, flow_before = Flow(working), Flow(exported)
+
+    def is_listed(node: Node) -> bool:
+        return node.name in listed
+
+    def read_by(name: str) -> list[str]:
+        if name not in now:
+            return [listed[n.name] for n in flow_before.producers(before[name], is_listed)]
+        found = [node.name for node in flow_now.producers(now[name], is_listed)]
+        return [listed[last[n] if last.get(n) in listed else n] for n in found]
+
+    return {row: tuple(dict.fromkeys(read_by(name))) for name, row in listed.items()}
+
+
+def _with_own(
+    listed: Iterable[tuple[str, Node]], working: GraphModule, rewrites: Sequence[Rewrite]
+) -> Iterator[tuple[str, Node]]:
+    """Yield what is listed but for what quantizers rewrote themselves; what they made, where it stands."""
+    gone = {name for rewrite in rewrites for name in rewrite.nodes}
+    made = {name for rewrite in rewrites for name in rewrite.pieces}
+    standing = {node.name: node for node in nodes_in(working)} if rewrites else {}
+    rows = list(listed)
+    known, behind, last = {node.name for _, node in rows}, defaultdict(list), ""
+    for name, node in standing.items():
+        if name in known:
+            last = name
+        elif name in made:
+            behind[last].append((name, node))
+    yield from behind[""]
+    for name, node in rows:
+        if node.name not in gone:
+            yield name, node
+        elif (
+            node.name in made and node.name in standing
+        ):  # it kept its name, and does something else
+            yield node.name, standing[node.name]
+        yield from behind[node.name]
+
+
+def claims_elsewhere(claims: Sequence[Claim], operators: Sequence[Operator]) -> list[str]:
+    """Describe the claims on no float operator: on inputs, parameters or outputs of the program."""
+    listed = {operator.claim for operator in operators}
+    return [
+        f"{claim.owner} quantizes {', '.join(str(s.point) for s in claim.specs)}, at no float operator"
+        for number, claim in enumerate(claims)
+        if number not in listed
+    ]
+
+
+def _listed(
+    exported: GraphModule, split: Mapping[str, Sequence[Node]], claim_of: Mapping[str, int]
+) -> Iterator[tuple[str, Node]]:
+    """Yield the program's nodes with their names, the pieces of one in its place.
+
+    Taking one of several results computes nothing; it is listed only where a claim covers it alone.
+    """
+    for node in nodes_in(exported):
+        if node.name in split:
+            for piece in split[node.name]:
+                yield f"{node.name}/{piece.name.removeprefix(f'{node.name}_')}", piece
+        elif node.target is not getitem or _claimed_alone(node, claim_of):
+            yield node.name, node
+
+
+def _claimed_alone(taken: Node, claim_of: Mapping[str, int]) -> bool:
+    """Tell whether a claim covers the taking of a result, and not the operator that it is a result of."""
+    claim, source = claim_of.get(taken.name), cast(Node, taken.args[0])
+    return claim is not None and claim != claim_of.get(source.name)
+
+
+def _why_not(node: Node) -> str:
+    return "what is inside it is not visited" if _nested(node) else "no rule claims it"
+
+
+def _computes_floats(node: Node, made: Container[str]) -> bool:
+    if node.name in made and "val" not in node.meta:  # its maker did not say what it computes
+        return True
+    value = value_of(node)
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    return any(isinstance(v, Tensor) and v.dtype.is_floating_point for v in values)
+
+
+def reasons_of(composition: Composition) -> dict[str, str]:
+    """Return the first telling reason that was given for each operator, in order of priority."""
+    reasons: dict[str, str] = {}
+    for rejection in most_telling(composition.rejections):
+        for node in rejection.nodes:
+            reasons.setdefault(node, f"{rejection.owner}: {rejection.reason}")
+    return reasons
+
+
+def macs(node: Node) -> int:
+    """Return the multiply-accumulates of one call: products, convolutions, attention, recurrence; else 0.
+
+    A control-flow operator counts what is inside it: every branch, and a loop once for each of its steps.
+    """
+    count = _MACS.get(node.target)
+    if count is None:
+        inside = sum(macs(inner) for graph in _nested(node) for inner in graph.nodes)
+        return inside * steps_of(node)
+    return int(count(node)) if all(map(_is_known, (node, *node.all_input_nodes))) else 0
+
+
+def _is_known(node: Node) -> bool:
+    """Tell whether a value's shape is known: a quantizer's transform may have recorded none."""
+    return value_of(node) is not None or constant_of(node) is not None
+
+
+def steps_of(call: Node) -> int:
+    """Return how often a call runs its bodies: along the first dimension of what it cuts into slices.
+
+    A while_loop runs as often as its data say; it counts as one pass.
+    """
+    place = LAYOUTS[call.target].slices if is_nested_call(call) else None
+    sliced: Any = () if place is None else call.args[place]
+    return max((_shape(operand)[0] for operand in sliced), default=1)
+
+
+def _passes(program: GraphModule) -> dict[Graph, int]:
+    """Return how often one call of a program runs each of its graphs."""
+    passes = {program.graph: 1}
+    for part in graphs_in(program):
+        for node in filter(is_nested_call, part.graph.nodes):
+            for body in bodies_of(node):
+                passes[body.graph] = passes[part.graph] * steps_of(node)
+    return passes
+
+
+def _nested(node: Node) -> list[Graph]:
+    """Return the graphs that a control-flow operator calls."""
+    module = node.graph.owning_module
+    targets = [str(a.target) for a in node.all_input_nodes if a.op == "get_attr"]
+    found = [get_attribute(module, target) for target in targets] if module is not None else []
+    return [value.graph for value in found if isinstance(value, GraphModule)]
+
+
+def _shape(node: Any) -> list[int]:
+    value = value_of(node)
+    value = constant_of(node) if value is None else value
+    sizes: list[Any] = list(getattr(value, "shape", ()))
+    # A size that depends on data, as of nonzero, has no example: it counts as one.
+    return [(s.node.hint or 1) if isinstance(s, torch.SymInt) else int(s) for s in sizes]
+
+
+def _linear(node: Node) -> int:
+    return math.prod(_shape(node)) * _shape(node.args[1])[1]
+
+
+def _convolution(node: Node) -> int:
+    return math.prod(_shape(node)) * math.prod(_shape(node.args[1])[1:])
+
+
+def _transposed(node: Node) -> int:
+    return math.prod(_shape(node.args[0])) * math.prod(_shape(node.args[1])[1:])
+
+
+def _product(node: Node) -> int:
+    return math.prod(_shape(node)) * _shape(node.args[0])[-1]
+
+
+def _addmm(node: Node) -> int:
+    return math.prod(_shape(node)) * _shape(node.args[1])[-1]
+
+
+def _attention(node: Node) -> int:
+    *batch, queries, values = _shape(node)
+    keys, width = _shape(node.args[1])[-2:]
+    return math.prod(batch) * queries * keys * (width + values)
+
+
+def _recurrent(node: Node) -> int:
+    """Every step of every sequence multiplies by each matrix once."""
+    listed = node.args[2]  # those of a cell are arguments of their own
+    sizes = [_shape(p) for p in (listed if isinstance(listed, (tuple, list)) else node.args[2:4])]
+    positions = math.prod(_shape(node.args[0])[:-1])
+    return positions * sum(math.prod(size) for size in sizes if len(size) == 2)
+
+
+_MACS: dict[Any, Callable[[Node], int]] = {
+    aten.linear.default: _linear,
+    **dict.fromkeys(
+        [
+            getattr(packet, overload)
+            for packet in (aten.conv1d, aten.conv2d, aten.conv3d)
+            for overload in ("default", "padding")
+        ],
+        _convolution,
+    ),
+    aten.conv_transpose1d.default: _transposed,
+    aten.conv_transpose2d.input: _transposed,
+    aten.conv_transpose3d.input: _transposed,
+    aten.matmul.default: _product,
+    aten.mm.default: _product,
+    aten.bmm.default: _product,
+    aten.addmm.default: _addmm,
+    aten.scaled_dot_product_attention.default: _attention,
+    **dict.fromkeys(
+        [
+            operator
+            for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu")
+            for operator in (getattr(aten, kind).input, getattr(aten, f"{kind}_cell").default)
+        ],
+        _recurrent,
+    ),
+}
+
+
+def state_bytes(module: nn.Module) -> int:
+    """Return the bytes of all parameters and buffers, tied ones counted once."""
+    seen: dict[tuple[int, int], int] = {}
+    for tensor in [*module.parameters(), *module.buffers()]:
+        seen[(address_of(tensor), int(tensor.storage_offset()))] = (
+            tensor.numel() * tensor.element_size()
+        )
+    return sum(seen.values())
+
+
+_SIZES = {
+    aten.sym_size.int,
+    aten.sym_stride.int,
+    aten.sym_numel.default,
+    aten.sym_storage_offset.default,
+}
+"""What reads the shape of a value, and none of its numbers."""
+
+
+class Flow:
+    """The values that the nodes of one program read."""
+
+    def __init__(self, program: GraphModule) -> None:
+        self._callers = {
+            body.graph: call
+            for call in nodes_in(program)
+            if is_nested_call(call)
+            for body in bodies_of(call)
+        }
+
+    def producers(self, reader: Node, ends: Callable[[Node], bool]) -> list[Node]:
+        """Return the nodes nearest behind a reader for which `ends` holds, in the order of its arguments."""
+        found: dict[Node, None] = {}
+        seen: set[Node] = set()
+        waiting = self._sources(reader)[::-1]
+        while waiting:
+            node = waiting.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            if ends(node):
+                found[node] = None
+            else:
+                waiting += reversed(self._sources(node))
+        return list(found)
+
+    def _sources(self, node: Node) -> list[Node]:
+        """Return the nodes whose values a node takes its own from."""
+        if node.op == "placeholder":
+            return self._operand(node)
+        if is_nested_call(node):
+            return _results(node, slice(None))
+        source = node.args[0] if node.target is getitem else None
+        if isinstance(source, Node) and is_nested_call(source):
+            index: Any = node.args[1]
+            return _results(source, slice(index, index + 1))
+        return [] if node.target in _SIZES else node.all_input_nodes
+
+    def _operand(self, placeholder: Node) -> list[Node]:
+        """Return what the caller of a body passes for one of its placeholders."""
+        call = self._callers.get(placeholder.graph)
+        if call is None:
+            return []
+        operands = operands_of(call)
+        flat = [*operands["carried"], *operands["slices"], *operands["whole"]]
+        names = [node for node in placeholder.graph.nodes if node.op == "placeholder"]
+        operand = flat[names.index(placeholder)]
+        return [operand] if isinstance(operand, Node) else []
+
+
+def _results(call: Node, which: slice) -> list[Node]:
+    """Return what the bodies of a call, any of which may run, give for some of its results."""
+    bodies = bodies_of(call)
+    found: dict[Node, None] = {}
+    for number in LAYOUTS[call.target].results:
+        (outputs,) = bodies[number].graph.output_node().args
+        listed = list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
+        found.update((node, None) for node in listed[which] if isinstance(node, Node))
+    return list(found)

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names and ids of operators that survive the stages, and the fingerprint of a program.
+
+What a tensor of a program is called in every plan of it: by module, operator and port.
+
+Names of nodes change with what a backend rewrites; these stay wherever the operator does.
+
+A program of its own: names and ids that nothing else has, and buffers that it may write to.
+
+A hash of a model, by which statistics know for whose tensors they are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import chain, count
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from qompose.program.aliasing import written_buffers
+from qompose.program.control_flow import body_labels, name_apart, nodes_in, sink_constants
+from qompose.program.graph import (
+    constant_of,
+    copies_of,
+    get_attribute,
+    module_path,
+    owner_of,
+    set_attribute,
+)
+from qompose.program.meta import GROUP_TAG, VALUE_TAG, tag, tag_of, values_of
+
+PARAMETER = "parameter"
+"""How the ids of parameters end, where those of computed values have operator and port."""
+
+
+@dataclass(frozen=True, order=True)
+class Site:
+    """Where a tensor comes from.
+
+    Attributes:
+        module: path of the module whose operator computes it, "" for the root.
+        operator: name of the operator, as `aten.linear.default`; "input" for an argument.
+        port: "output", with a number from the second operator of that name in that module on, and an
+            index where the operator returns several; the name of an argument.
+    """
+
+    module: str
+    operator: str
+    port: str = "output"
+
+    def __str__(self) -> str:
+        return f"{self.module or 'the program'}: {self.operator}, {self.port}"
+
+
+def sites_of(model: GraphModule) -> dict[Node, Site]:
+    """Return the site of each node of a program and its bodies that is no observer."""
+    bodies, seen = body_labels(model), Counter[tuple[str, str]]()
+    found: dict[Node, Site] = {}
+    for node in nodes_in(model):
+        if tag_of(node, GROUP_TAG) is not None:
+            continue
+        inside = bodies.get(node.graph, "")
+        if node.op == "placeholder":
+            found[node] = Site(inside, "input", str(node.target))
+        elif node.target is operator.getitem and node.args[0] in found:
+            source = found[node.args[0]]  # type: ignore[index]
+            found[node] = Site(source.module, source.operator, f"{source.port}[{node.args[1]}]")
+        elif (operator_called := _operator(node)) is not None:
+            path = ", ".join(part for part in (module_path(node), inside) if part)
+            seen[path, operator_called] += 1
+            number = seen[path, operator_called]
+            port = "output" if number == 1 else f"output {number}"
+            found[node] = Site(path, operator_called, port)
+    return found
+
+
+def _operator(node: Node) -> str | None:
+    """Return the name of the operator that a node calls, in training too; None where it calls none."""
+    if node.op == "call_module":
+        module = get_attribute(owner_of(node), str(node.target))
+        name: str | None = getattr(
+            module, "operator_name", None
+        )  # of modules that stand for one in training
+        return name
+    return str(node.target) if node.op == "call_function" else None
+
+
+def identify(program: GraphModule) -> None:
+    """Give each value of a program, in place, an id that stays with it through all later stages.
+
+    It is the value's site in the exported program, or the path of a parameter. Nodes that have one keep it,
+    but of several with the same one only the last: the others are steps on the way to it.
+    """
+    found, bodies = sites_of(program), body_labels(program)
+    holders = {name: node for node in found for name in values_of(node)}
+    taken = set(holders)
+    for node in nodes_in(program):
+        own = [name for name in values_of(node) if holders.get(name) is node]
+        if constant_of(node) is not None:
+            place = ", ".join(part for part in (str(node.target), bodies.get(node.graph)) if part)
+            tag(node, **{VALUE_TAG: [f"{place}: {PARAMETER}"]})
+        elif node in found:
+            tag(node, **{VALUE_TAG: own or [_free(str(found[node]), taken)]})
+
+
+def _free(name: str, taken: set[str]) -> str:
+    """Return a name, with a number behind it where it is taken, which then is taken."""
+    free = next(n for i in count(1) if (n := name if i == 1 else f"{name} ({i})") not in taken)
+    taken.add(free)
+    return free
+
+
+def isolate(exported: GraphModule) -> dict[str, Tensor]:
+    """Make a program ready to be annotated, in place: names and ids of its own, and buffers to write to.
+
+    Returns:
+        the exported values of the buffers that the program writes to, by path.
+    """
+    sink_constants(exported)
+    name_apart(exported)
+    written = sorted(written_buffers(exported.graph))
+    state = copies_of({path: get_attribute(exported, path) for path in written})
+    restore_written(exported, state)
+    identify(exported)
+    return state
+
+
+def restore_written(model: GraphModule, state: Mapping[str, Tensor]) -> None:
+    """Give buffers that the program writes to their exported values, in copies of the model's own.
+
+    So neither the caller's model nor a converted one keeps what calibration wrote.
+    """
+    for path, value in copies_of(state).items():
+        set_attribute(model, path, value)
+
+
+_VALUES = 64
+"""How many values of a tensor are hashed: a look at each must not cost what a forward pass costs."""
+
+
+def fingerprint(module: GraphModule) -> str:
+    """Return a hash of the names, types, shapes and some values of a program's parameters and buffers.
+
+    It does not depend on how the model was exported: for other sizes, or with dimensions left open.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in sorted(chain(module.named_parameters(), module.named_buffers())):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(_some_bytes(tensor))
+    return digest.hexdigest()
+
+
+def _some_bytes(tensor: Tensor) -> bytes:
+    if not tensor.numel() or tensor.is_meta or type(tensor) not in (Tensor, torch.nn.Parameter):
+        return b""
+    flat = tensor.detach().flatten()[:: max(1, tensor.numel() // _VALUES)][:_VALUES]
+    return bytes(flat.cpu().contiguous().view(torch.uint8).numpy())

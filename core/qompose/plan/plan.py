@@ -1,0 +1,334 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Plan: what is decided for a program, as plain data that all later stages read.
+
+The Plan: plain data that says what is quantized, how, by whom, and why the rest is not.
+
+It is made once, travels in the `meta` of every later GraphModule, and is all that later stages read.
+
+How messages call a tensor that is quantized: by its name, its module and body, and who wants it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from qompose.backend.interface import Backend
+from qompose.errors import StageError
+from qompose.observers.channel_ranges import Balance
+from qompose.observers.min_max import Observer
+from qompose.program.graph import module_path
+from qompose.program.meta import META_KEY
+from qompose.spec.claim import Claim, Conflict, Point
+from qompose.spec.quantization_spec import (
+    QuantizationSpecBase,
+    describe_spec,
+    observer_name,
+    spec_to_dict,
+)
+
+_FLOATS = {torch.float32, torch.float16, torch.bfloat16}
+Model = TypeVar("Model")
+
+
+@dataclass(frozen=True)
+class Group:
+    """Points that have one scale and zero point, and the one specification they share.
+
+    `depends_on` are the groups from whose observers a derived specification is computed. `balance` is
+    set where channels may get factors of their own (`qompose.algorithms.channel_scaling`).
+    """
+
+    points: tuple[Point, ...]
+    spec: QuantizationSpecBase
+    claims: tuple[int, ...]
+    depends_on: tuple[int, ...] = ()
+    balance: Balance | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the group as JSON data."""
+        return {
+            "points": [str(point) for point in self.points],
+            "spec": spec_to_dict(self.spec),
+            "claims": list(self.claims),
+            "depends_on": list(self.depends_on),
+        }
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One operator of the exported program, and what the plan made of it.
+
+    `claim` is the number of the claim that covers it; where there is none, `reason` says why.
+    `macs` counts multiply-accumulates for one call with the example shapes. `inputs` are the names of the
+    operators whose results it reads.
+    """
+
+    name: str
+    operator: str
+    module: str
+    macs: int
+    claim: int | None
+    reason: str = ""
+    inputs: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the operator as JSON data."""
+        return dict(self.__dict__)
+
+
+TRANSFORM = ": transform_for_annotation"
+"""How the names of the rewrites end that a quantizer made itself, behind its label."""
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    """A rewrite: the program differs from the exported one there, if only by rounding.
+
+    `nodes` are the operators that were removed or changed, `pieces` those that stand in their place. A
+    claim holds one of them, unless a quantizer's own transform made them: that stands in any case. There
+    are none where parameters alone were changed. `effect` says how much that was.
+    """
+
+    name: str
+    nodes: tuple[str, ...]
+    pieces: tuple[str, ...]
+    effect: str = ""
+
+    @property
+    def member(self) -> str:
+        """Return the label of the quantizer whose own transform it is; of the engine's own rewrites, ""."""
+        return self.name.removesuffix(TRANSFORM) if self.name.endswith(TRANSFORM) else ""
+
+    def __str__(self) -> str:
+        if not self.member:
+            effect = f"; {self.effect}" if self.effect else ""
+            return f"{self.name}: {', '.join(self.nodes)}{effect}"
+        made = ", ".join(self.pieces) or "nothing"
+        return f"{self.name}: {', '.join(self.nodes) or 'nothing'} became {made}"
+
+
+@dataclass(frozen=True)
+class Requantized:
+    """A tensor that goes on with other quantization parameters than those it was made with.
+
+    `from_owner` quantized it as `from_spec`; `to_owner` wants `to_spec` where `readers` read it.
+    """
+
+    tensor: str
+    from_owner: str
+    from_spec: str
+    to_owner: str
+    to_spec: str
+    readers: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return (
+            f"{self.tensor} is requantized for {', '.join(self.readers)}: {self.from_spec} of "
+            f"{self.from_owner} becomes {self.to_spec} for {self.to_owner}"
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who takes which region, which tensors share parameters, and what happened to every operator."""
+
+    claims: tuple[Claim, ...]
+    groups: tuple[Group, ...]
+    operators: tuple[Operator, ...]
+    conflicts: tuple[Conflict, ...] = ()
+    rewrites: tuple[Rewrite, ...] = ()
+    notes: tuple[str, ...] = ()
+    float_bytes: int = 0
+
+    def requantizations(self, dropped: Collection[int] = ()) -> tuple[Requantized, ...]:
+        """Return the quantized outputs that go on with other quantization parameters, one per new group.
+
+        In a converted graph each is a quantize operator behind a dequantize operator.
+
+        Args:
+            dropped: claims that were not followed.
+        """
+        owner_of = {
+            spec.point: claim.owner
+            for number, claim in reversed(list(enumerate(self.claims)))
+            if number not in dropped
+            for spec in claim.specs
+        }
+        group_of = {point: i for i, g in enumerate(self.groups) for point in g.points}
+        meetings: dict[tuple[Point, int], list[Point]] = {}
+        for point in owner_of:
+            output = Point(point.source)
+            apart = point.user is not None and group_of.get(output) != group_of[point]
+            if apart and output in owner_of:
+                meetings.setdefault((output, group_of[point]), []).append(point)
+        return tuple(
+            self._requantized(output, self.groups[number], sorted(points), owner_of)
+            for (output, number), points in sorted(meetings.items())
+            if not {self._dtype(group_of[output]), self._dtype(number)} & _FLOATS
+        )
+
+    def _dtype(self, group: int) -> object:
+        return getattr(self.groups[group].spec, "dtype", None)
+
+    def _requantized(
+        self, output: Point, group: Group, readers: list[Point], owner_of: Mapping[Point, str]
+    ) -> Requantized:
+        (before,) = (g.spec for g in self.groups if output in g.points)
+        one, other = describe_spec(before), describe_spec(group.spec)
+        if one == other:  # one of them may not share, and they differ in what was seen
+            one, other = (
+                f"{text}, range by {observer_name(spec)},"
+                for text, spec in ((one, before), (other, group.spec))
+            )
+        return Requantized(
+            tensor=output.source,
+            from_owner=owner_of[output],
+            from_spec=one,
+            to_owner=", ".join(dict.fromkeys(owner_of[point] for point in readers)),
+            to_spec=other,
+            readers=tuple(str(point.user) for point in readers),
+        )
+
+    def __str__(self) -> str:
+        group_of = {point: i for i, g in enumerate(self.groups) for point in g.points}
+        module_of = {operator.name: operator.module for operator in self.operators}
+        lines = []
+        for claim in self.claims:
+            where = module_of.get(claim.anchor)
+            lines.append(
+                f"{claim.owner}, rule {claim.rule}: {' -> '.join(claim.nodes)}"
+                f"{f' in {where}' if where else ''}, {claim.mode}"
+            )
+            for spec in claim.specs:
+                shared = f"as {spec.references[0]}" if spec.shared else describe_spec(spec.spec)
+                lines.append(f"    {spec.point}: {shared}, group {group_of[spec.point]}")
+        lines += [
+            f"float: {o.name} ({o.operator}{f' in {o.module}' if o.module else ''}): {o.reason}"
+            for o in self.operators
+            if o.claim is None
+        ]
+        lines += [f"rewritten by {rewrite}" for rewrite in self.rewrites]
+        return "\n".join([*lines, *self.notes])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as JSON data."""
+        return {
+            "claims": [_claim_to_dict(claim) for claim in self.claims],
+            "groups": [group.to_dict() for group in self.groups],
+            "operators": [operator.to_dict() for operator in self.operators],
+            "conflicts": [dict(conflict.__dict__) for conflict in self.conflicts],
+            "rewrites": [dict(rewrite.__dict__) for rewrite in self.rewrites],
+            "notes": list(self.notes),
+            "float_bytes": self.float_bytes,
+        }
+
+
+def _claim_to_dict(claim: Claim) -> dict[str, Any]:
+    keys = ("owner", "rule", "anchor", "nodes", "output", "config", "selector", "mode")
+    return {key: getattr(claim, key) for key in keys}
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a GraphModule of any stage carries: the plan, how far it got, and what happened since.
+
+    `dropped` are claims that calibration showed to be impossible, with the reason; `kernels` and
+    `fallbacks` are by claim, once lowered; `balanced` describes the tensors whose channels got factors,
+    `findings` those whose statistics look wrong.
+    `requirements` is what owners ask of the machine that is to run the model.
+    `state` has the exported values of the buffers that the program writes to, by path.
+    `fingerprint` is of the exported program's parameters (`qompose.plan.operator_ids`).
+    `backends` are live objects, by the owners of claims.
+    `source` is what a lowered model was made of, if `lower` made it here: the converted program as it was
+    then. It shares the tensors that kernels take as they are.
+    """
+
+    plan: Plan
+    stage: str
+    backends: Mapping[str, Backend] = field(default_factory=dict)
+    dropped: Mapping[int, str] = field(default_factory=dict)
+    kernels: Mapping[int, str] = field(default_factory=dict)
+    fallbacks: Mapping[int, str] = field(default_factory=dict)
+    balanced: tuple[str, ...] = ()
+    findings: tuple[str, ...] = ()
+    requirements: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    target: str = ""
+    bytes: int = 0
+    state: Mapping[str, Tensor] = field(default_factory=dict)
+    fingerprint: str = ""
+    source: GraphModule | None = field(default=None, repr=False, compare=False)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Record:
+        """Return the record itself: nothing in it changes."""
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out of a pickle the live backends, which are loaded by name when needed, and the source."""
+        return {**self.__dict__, "backends": {}, "source": None}
+
+
+def record_of(module: object, *, stages: tuple[str, ...], function: str, remedy: str) -> Record:
+    """Return the record in `module.meta`, checking that the module comes from one of `stages`.
+
+    Raises:
+        StageError: it does not.
+    """
+    record = getattr(module, "meta", {}).get(META_KEY)
+    if not isinstance(record, Record) or record.stage not in stages:
+        found = (
+            f"a {record.stage} model" if isinstance(record, Record) else repr(type(module).__name__)
+        )
+        if record is None and _was_quantized(module):
+            remedy = f"{remedy} {_NO_PICKLES}"
+        raise StageError(
+            f"{function} takes a {' or '.join(stages)} model, and got {found}. {remedy}"
+        )
+    return record
+
+
+_NO_PICKLES = (
+    "A model that went through torch.save or pickle as a whole has lost its record: save the state_dict() "
+    "and load it into a model that is prepared in the same way, or a converted model by qompose.save"
+)
+
+
+def _was_quantized(module: object) -> bool:
+    """Tell whether a graph holds observers, or quantizes."""
+    if not isinstance(module, GraphModule):
+        return False
+    if any(isinstance(part, Observer) for part in module.modules()):
+        return True
+    return any("quantize_per" in str(node.target) for node in module.graph.nodes)
+
+
+def attach(module: Model, record: Record) -> Model:
+    """Put a record into a module's meta and return the module."""
+    holder: Any = module
+    holder.meta = {**getattr(module, "meta", {}), META_KEY: record}
+    return module
+
+
+def subject_of(
+    group: Group, claims: Sequence[Claim], nodes: Mapping[str, Node], bodies: Mapping[Graph, str]
+) -> str:
+    """Name a group's first tensor, its module and body, and who wants it.
+
+    Args:
+        nodes: those of the program and its bodies, by name.
+        bodies: what messages call each body.
+    """
+    claim = claims[group.claims[0]]
+    anchor = nodes[claim.anchor]
+    places = [module_path(anchor), bodies.get(anchor.graph, "")]
+    where = "".join(f" in {place}" for place in places if place)
+    return f"{group.points[0]}{where} ({claim.owner}, rule {claim.rule})"
+
+
+UNREAD = "nothing reads what it computes: it is left out"
+"""Why a region has no kernel that needs none."""

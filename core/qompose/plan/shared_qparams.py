@@ -1,0 +1,318 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tensors share a scale and zero point (union-find), with one specification per group.
+
+A group is a set of points with one scale and zero point. Points are joined by shared specifications and,
+where annotations allow it, implicitly: an edge with its producer's output, and edges from one producer,
+whose specifications ask for the same integers. The producer's observer, else the first reader's, then
+estimates the range for all.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch.fx import GraphModule, Node
+
+from qompose.errors import ConfigError, SharingError
+from qompose.observers.channel_ranges import INPUT, OUTPUT, Balance
+from qompose.plan.plan import Group
+from qompose.program.aten_operators import VALUE_PRESERVING
+from qompose.program.control_flow import count_readers, nodes_in, same_tensors
+from qompose.program.graph import address_of, constant_of, layout_of, value_of
+from qompose.spec.claim import Claim, Point, PointSpec
+from qompose.spec.qparams import PER_CHANNEL, full_blocks
+from qompose.spec.quantization_spec import describe_spec, integers_asked, likeness, observer_name
+
+
+def plan_groups(model: GraphModule, claims: Sequence[Claim]) -> tuple[Group, ...]:
+    """Return the sharing groups, those that others are derived from before them.
+
+    Raises:
+        SharingError: a shared specification leads nowhere or only to others, two different ones meet in
+            a group, or derived ones form a circle; tensors of one group differ in channels or blocks.
+        ConfigError: a tensor has not the dimension that a specification gives the channels to, or cannot
+            be divided into its blocks.
+    """
+    nodes = {node.name: node for node in nodes_in(model)}
+    position = {name: i for i, name in enumerate(nodes)}
+    solver = _Solver(claims, _tensors(model, nodes))
+    solver.join_shared()
+    solver.join_implicitly(position)
+    solver.join_moves(nodes)
+    groups = solver.groups(position)
+    for group in groups:
+        _check_scales(group, solver, nodes)
+    if any(claim.product for claim in claims):
+        readers = count_readers(model)
+        groups = [replace(g, balance=_balance(g, solver, nodes, readers)) for g in groups]
+    return _in_order_of_dependency(groups, solver)
+
+
+def notes_on_ranges(claims: Sequence[Claim], groups: Sequence[Group]) -> list[str]:
+    """Describe the points whose range is estimated by another observer than was asked for there."""
+    asked = {spec.point: (spec.spec, claim) for claim in claims for spec in claim.specs}
+    notes = []
+    for group in groups:
+        given = [point for point in group.points if asked[point][0] is group.spec]
+        if not given:
+            continue
+        giver, by = asked[given[0]][1], observer_name(group.spec)
+        for point in group.points:
+            spec, claim = asked[point]
+            other = observer_name(spec)
+            elsewhere = (claim.owner, claim.config) != (giver.owner, giver.config)
+            if elsewhere and other not in (None, by):
+                notes.append(
+                    f"{point} has the range of {given[0]}, estimated by {by} for {giver.owner}; "
+                    f"{claim.owner} asked for {other} there"
+                )
+    return notes
+
+
+def _check_scales(group: Group, solver: _Solver, nodes: Mapping[str, Node]) -> None:
+    """Check that every tensor of a group has as many scales as the others, and can have them at all."""
+    counts: dict[Point, tuple[int, ...]] = {}
+    for point in group.points:
+        shape = _shape_of(nodes.get(point.source))
+        if shape is not None:
+            try:
+                counts[point] = _scales(group.spec, shape)
+            except ConfigError as error:
+                raise ConfigError(f"{solver.who(point)}: {error}") from None
+    for point, count in counts.items():
+        first = next(iter(counts))
+        if count != counts[first]:
+            raise SharingError(
+                f"{solver.who(first)} and {solver.who(point)} share parameters, which are "
+                f"{describe_spec(group.spec)}: one has {counts[first]} of them, the other {count}"
+            )
+
+
+def _shape_of(node: Node | None) -> tuple[int, ...] | None:
+    shape = None if node is None else getattr(value_of(node), "shape", None)
+    return None if shape is None else tuple(shape)
+
+
+def _scales(spec: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return how many scales a static tensor has, along each of its dimensions."""
+    if getattr(spec, "is_dynamic", False) or spec.dtype.is_floating_point:
+        return ()
+    if getattr(spec, "block_size", None) is not None:
+        blocks = full_blocks(shape, spec.block_size)
+        return tuple(dim // size for dim, size in zip(shape, blocks, strict=True))
+    if spec.qscheme not in PER_CHANNEL:
+        return ()
+    if not -len(shape) <= spec.ch_axis < len(shape):
+        raise ConfigError(f"a tensor of shape {shape} has no dimension {spec.ch_axis} for channels")
+    return (shape[spec.ch_axis],)
+
+
+def _balance(
+    group: Group, solver: _Solver, nodes: dict[str, Node], readers: dict[int, int]
+) -> Balance | None:
+    """Return how a group's channels may be balanced: at the border to float, on one side of products."""
+    products = [solver.claims[number].product for number in group.claims]
+    source = group.points[0].source
+    balanced = all(product is not None and product.balanced for product in products)
+    balanced = balanced and not getattr(group.spec, "is_dynamic", False)
+    if not balanced or any(point.source != source for point in group.points):
+        return None
+    known = [product for product in products if product is not None]
+    parameters = [name for p in known for name in (p.weight, p.bias) if name]
+    if not all(_is_private(nodes[name], readers) for name in parameters):
+        return None
+    sides = {point.user is None for point in group.points}
+    if sides == {True} and solver.count(source) == 1:
+        side, dims = OUTPUT, {product.output_dim for product in known}
+    elif sides == {False} and source not in solver.produced and constant_of(nodes[source]) is None:
+        side, dims = INPUT, {product.input_dim for product in known}
+        if len(group.points) != len(known) or solver.count(source) != len(known):
+            return None
+    else:
+        return None
+    weights, biases = tuple(p.weight for p in known), tuple(p.bias for p in known)
+    return Balance(side, dims.pop(), weights, biases) if len(dims) == 1 else None
+
+
+def _is_private(node: Node, readers: dict[int, int]) -> bool:
+    """Tell whether a parameter is read in one place of the program, under no other name either."""
+    constant = constant_of(node)
+    return constant is not None and readers.get(address_of(constant), 0) == 1
+
+
+def _tensors(model: GraphModule, nodes: dict[str, Node]) -> dict[str, str]:
+    """Name the tensor behind each value that has several names: tied parameters, values across borders."""
+    names = same_tensors(model)
+    first: dict[object, str] = {}
+    for name, node in nodes.items():
+        constant = constant_of(node)
+        if constant is not None and constant.numel():
+            names[name] = first.setdefault(layout_of(constant), name)
+    return names
+
+
+def _place(position: Mapping[str, int], point: Point) -> tuple[int, int, Point]:
+    """Order by producer; its output comes before its edges, those in order of the users."""
+    return position.get(point.source, -1), position.get(point.user or "", -1), point
+
+
+class _Solver:
+    def __init__(self, claims: Sequence[Claim], tensors: Mapping[str, str]) -> None:
+        self.claims, self.tensors = claims, tensors
+        self.specs: dict[Point, PointSpec] = {}
+        self.claim_of: dict[Point, int] = {}
+        for number, claim in enumerate(claims):
+            for spec in claim.specs:
+                self._add(spec, number)
+        self.parent = {point: point for point in self.specs}
+        self.concrete = {point: spec for point, spec in self.specs.items() if not spec.shared}
+        self.produced = {claim.output for claim in claims}
+        self._points = Counter(point.source for point in self.specs)
+
+    def _add(self, spec: PointSpec, number: int) -> None:
+        earlier = self.specs.get(spec.point)
+        if earlier is not None and likeness(earlier.spec) != likeness(spec.spec):
+            raise SharingError(
+                f"{self.who(spec.point)} is {describe_spec(earlier.spec)}, and "
+                f"{self.claims[number].owner}, rule {self.claims[number].rule}, wants "
+                f"{describe_spec(spec.spec)} for it. Give one of them a config of None there."
+            )
+        if earlier is None:
+            self.specs[spec.point], self.claim_of[spec.point] = spec, number
+
+    def find(self, point: Point) -> Point:
+        root = point
+        while self.parent[root] != root:
+            root = self.parent[root]
+        while self.parent[point] != root:
+            self.parent[point], point = root, self.parent[point]
+        return root
+
+    def join(self, one: Point, other: Point) -> None:
+        """Put two points into one group; its specification is that of either."""
+        one, other = self.find(one), self.find(other)
+        if one != other:
+            self.parent[one] = other
+            spec = self.concrete.pop(one, None)
+            if spec is not None:
+                self.concrete.setdefault(other, spec)
+
+    def count(self, source: str) -> int:
+        """Return how many points a value has."""
+        return self._points[source]
+
+    def who(self, point: Point) -> str:
+        """Name a point with its owner and rule, for messages."""
+        claim = self.claims[self.claim_of[point]]
+        return f"{point} ({claim.owner}, rule {claim.rule})"
+
+    def join_shared(self) -> None:
+        """Join every point whose specification is that of another with the other."""
+        for point, spec in self.specs.items():
+            if spec.shared:
+                (target,) = spec.references
+                if target not in self.parent:
+                    raise SharingError(
+                        f"{self.who(point)} shares the parameters of {target}, which no quantizer "
+                        "annotates. Annotate it too, or give the point a specification of its own."
+                    )
+                self.join(point, target)
+
+    def join_implicitly(self, position: Mapping[str, int]) -> None:
+        """Join points of one tensor whose groups have the same integers, to the first of them."""
+        by_source: dict[str, list[Point]] = defaultdict(list)
+        for point in sorted(self.specs, key=partial(_place, position)):
+            by_source[self.tensors.get(point.source, point.source)].append(point)
+        for points in by_source.values():
+            first_of: dict[object, Point] = {}
+            for point in points:
+                alike = self._likeness(point)
+                if alike is not None:
+                    self.join(point, first_of.setdefault(alike, point))
+
+    def _likeness(self, point: Point) -> object | None:
+        """Return what a point must agree in to share implicitly, None where it may not share."""
+        spec = self.concrete.get(self.find(point))
+        if spec is None or spec.derived or not self.specs[point].allow_implicit_sharing:
+            return None
+        return integers_asked(spec.spec)
+
+    def join_moves(self, nodes: Mapping[str, Node]) -> None:
+        """Join the input and output of operators that only move values, where their specs are alike.
+
+        Backends refuse a slice or a transpose whose two sides differ in scale.
+        """
+        for point in [point for point in self.specs if point.user is not None]:
+            user = nodes[point.user or ""]
+            output = Point(user.name)
+            one_scale = self._one_scale(point)  # moves change what is a channel, and what a block
+            if user.target in VALUE_PRESERVING and output in self.specs and one_scale:
+                alike = self._likeness(point)
+                if alike is not None and alike == self._likeness(output):
+                    inner, outer = (self.concrete[self.find(p)].spec for p in (point, output))
+                    if likeness(inner) == likeness(outer):  # estimated in the same way, too
+                        self.join(point, output)
+
+    def _one_scale(self, point: Point) -> bool:
+        spec = self.concrete.get(self.find(point))
+        return getattr(spec and spec.spec, "qscheme", None) not in PER_CHANNEL
+
+    def groups(self, position: Mapping[str, int]) -> list[Group]:
+        members: dict[Point, list[Point]] = defaultdict(list)
+        for point in self.specs:
+            members[self.find(point)].append(point)
+
+        place = partial(_place, position)
+        ordered = [sorted(points, key=place) for points in members.values()]
+        ordered.sort(key=lambda points: place(points[0]))
+        return [self._group(points) for points in ordered]
+
+    def _group(self, points: list[Point]) -> Group:
+        spec = self.concrete.get(self.find(points[0]))
+        if spec is None:
+            chain = ", ".join(self.who(point) for point in points)
+            raise SharingError(f"These share parameters with one another and none has any: {chain}")
+        claims = tuple(sorted({self.claim_of[point] for point in points}))
+        return Group(tuple(points), spec.spec, claims)
+
+    def references(self, group: Group) -> list[Point]:
+        """Return the points from whose observers a group's parameters are derived."""
+        derived = [point for point in group.points if self.specs[point].derived]
+        return [p for point in derived for p in self.specs[point].references]
+
+
+def _in_order_of_dependency(groups: list[Group], solver: _Solver) -> tuple[Group, ...]:
+    number_of = {solver.find(group.points[0]): i for i, group in enumerate(groups)}
+    needs: list[tuple[int, ...]] = []
+    for group in groups:
+        for point in solver.references(group):
+            if point not in solver.parent:
+                raise SharingError(
+                    f"{solver.who(group.points[0])} is derived from {point}, "
+                    "which no quantizer annotates"
+                )
+        needs.append(tuple(number_of[solver.find(p)] for p in solver.references(group)))
+    order = _topological(needs, [solver.who(group.points[0]) for group in groups])
+    renumbered = {old: new for new, old in enumerate(order)}
+    return tuple(
+        replace(groups[old], depends_on=tuple(renumbered[n] for n in needs[old])) for old in order
+    )
+
+
+def _topological(needs: list[tuple[int, ...]], names: list[str]) -> list[int]:
+    order: list[int] = []
+    done: set[int] = set()
+    remaining = list(range(len(needs)))
+    while remaining:
+        ready = [i for i in remaining if done.issuperset(needs[i])]
+        if not ready:
+            circle = ", ".join(names[i] for i in remaining)
+            raise SharingError(f"Derived parameters depend on one another in a circle: {circle}")
+        order += ready
+        done.update(ready)
+        remaining = [i for i in remaining if i not in done]
+    return order

@@ -1,0 +1,403 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`prepare_pt2e` and `prepare_qat_pt2e`: annotate, plan, insert observers.
+
+What users call: the stages, one after the other.
+
+Prepare: a program and its Plan in, the same program with one observer per sharing group out.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from torch.fx import Graph, GraphModule, Node
+
+from qompose.algorithms.bias_correction import wanted_means
+from qompose.algorithms.equalization import equalized_identity
+from qompose.algorithms.smooth_quant import smoothed, watching
+from qompose.backend.interface import Backend
+from qompose.errors import ConfigError, UserError, blaming
+from qompose.observers.channel_ranges import BalancedObserver
+from qompose.observers.fake_quantize import FakeQuantize, LearnableFakeQuantize
+from qompose.observers.foreign_observer import Rebinding, guard
+from qompose.observers.make_observer import DerivedObserver, fixed_parameters, make_observer
+from qompose.observers.min_max import Observer
+from qompose.observers.tensor_statistics import watch_means
+from qompose.plan.float_operators import claims_elsewhere, state_bytes, survey
+from qompose.plan.operator_ids import fingerprint, identify, isolate
+from qompose.plan.plan import Group, Plan, Record, attach, subject_of
+from qompose.plan.shared_qparams import notes_on_ranges, plan_groups
+from qompose.preparation.annotate import annotate_program
+from qompose.program.control_flow import body_labels, name_apart, nodes_in, run_observed_in_python
+from qompose.program.exported_program import as_graph_module
+from qompose.program.graph import (
+    constant_of,
+    give_own_parameters,
+    holds,
+    owner_of,
+    paused_collection,
+    refresh,
+    replace_in_place,
+    value_of,
+)
+from qompose.program.meta import GROUP_TAG, OBSERVER_PREFIX, tag
+from qompose.quantizer.annotations import write_annotations
+from qompose.quantizer.base import Quantizer, labelled
+from qompose.quantizer.composition import notes_on_members
+from qompose.quantizer.interop.foreign_quantizer import adapt
+from qompose.quantizer.interop.sandbox import overseen
+from qompose.quantizer.rule_quantizer import RuleQuantizer
+from qompose.reporting.build_report import log_stage, say_if_nothing_was_quantized
+from qompose.spec.claim import Claim, Point, clear_annotations
+from qompose.spec.quantization_spec import EdgeOrNode
+from qompose.training.qat_conv_bn import training_form
+from qompose.training.train_eval import evaluation_form
+
+
+def prepare_pt2e(
+    model: ExportedProgram | GraphModule,
+    quantizer: Quantizer,
+    *,
+    inplace: bool = False,
+    strict: bool = False,
+) -> GraphModule:
+    """Insert observers where a quantizer wants them.
+
+    Args:
+        model: what torch.export made. It is left alone; parameters are shared, not copied.
+        inplace: edit `model`, a GraphModule, itself.
+        strict: make "nothing was quantized" and selectors that match nothing errors.
+
+    Returns:
+        a GraphModule with the signature of `model`, and the same outputs, to be calibrated.
+
+    Raises:
+        NotExportedError: `model` was not exported.
+        SelectorError, SharingError, AnnotationConflictError: the annotations cannot be followed.
+        NothingQuantizedError: `strict`, and no operator was claimed.
+        UserError: `strict`, and a selector matches nothing; `inplace` with an ExportedProgram; or
+            `quantizer` is none.
+        MemberError: a hook of the quantizer raised an error of its own.
+    """
+    return _prepared(model, quantizer, inplace, strict, trains=False)
+
+
+def prepare_qat_pt2e(
+    model: ExportedProgram | GraphModule,
+    quantizer: Quantizer,
+    *,
+    inplace: bool = False,
+    strict: bool = False,
+) -> GraphModule:
+    """Insert fake-quantizers where a quantizer wants observers, to train a model as it will be quantized.
+
+    Batch norms that conversion folds stay and are trained; their weights are fake-quantized as they will be
+    once folded. `train()` and `eval()` switch batch norms and dropouts, wherever the model was exported in.
+    What the model's own code does in training alone stays as it was exported.
+
+    Args:
+        model: what torch.export made, in training or in evaluation. It is left alone; the result has
+            copies of its parameters.
+        inplace: edit `model`, a GraphModule, itself, and train its own parameters.
+        strict: make "nothing was quantized" and selectors that match nothing errors.
+
+    Returns:
+        a GraphModule with the signature of `model`, in the mode in which that was exported, to be trained.
+
+    Raises:
+        NotExportedError, SelectorError, SharingError, AnnotationConflictError: as for `prepare_pt2e`.
+        NothingQuantizedError, UserError, MemberError: so too.
+    """
+    return _prepared(model, quantizer, inplace, strict, trains=True)
+
+
+def _prepared(
+    model: ExportedProgram | GraphModule,
+    quantizer: Quantizer,
+    inplace: bool,
+    strict: bool,
+    *,
+    trains: bool,
+) -> GraphModule:
+    quantizer = adapt(quantizer)
+    if inplace and not isinstance(model, GraphModule):
+        raise UserError("inplace=True needs a GraphModule: an ExportedProgram is never edited")
+    with paused_collection():
+        exported = as_graph_module(model, "prepare_qat_pt2e" if trains else "prepare_pt2e")
+        identity = fingerprint(exported)
+        if trains and not inplace:
+            give_own_parameters(exported)
+        training = evaluation_form(exported) if trains else None
+        state = isolate(exported)
+        quantizer = quantizer.bound(exported)
+        working, record = _planned(exported, quantizer, strict, trains)
+    say_if_nothing_was_quantized(record.plan, working, strict=strict)
+    with paused_collection():
+        clear_annotations(working)
+        write_annotations(working, record.plan.claims)
+        with blaming(f"{quantizer.name}: validate"):
+            quantizer.validate(working)
+        identity = equalized_identity(identity, record.plan.rewrites)
+        record = replace(record, state=state, fingerprint=identity)
+        notes = _observe(working, exported, record, quantizer, trains=trains)
+        plan = replace(record.plan, notes=(*record.plan.notes, *notes))
+        prepared = attach(refresh(working), replace(record, plan=plan))
+        if training is not None:
+            prepared.train(training)
+    log_stage(prepared)
+    return replace_in_place(model, prepared) if inplace else prepared
+
+
+def _observe(
+    working: GraphModule,
+    exported: GraphModule,
+    record: Record,
+    quantizer: Quantizer,
+    *,
+    trains: bool,
+) -> list[str]:
+    """Insert observers, in place, or fake-quantizers and what is trained with them; return notes on it."""
+    plan, callback = record.plan, quantizer.prepare_obs_or_fq_callback
+    groups = plan.groups
+    if trains:  # factors would be decided once and for all, and weights find their own way
+        groups = tuple(replace(group, balance=None) for group in groups)
+    insert_observers(working, plan.claims, groups, callback, simulate=trains)
+    notes = training_form(working, exported, plan.rewrites) if trains else []
+    run_observed_in_python(working)
+    name_apart(working)
+    return notes
+
+
+def _planned(
+    exported: GraphModule, quantizer: Quantizer, strict: bool, trains: bool
+) -> tuple[GraphModule, Record]:
+    """Return the program with its rewrites, and the record of what is going to be done to it."""
+    working, composition, rewrites = annotate_program(exported, quantizer, trains=trains)
+    identify(working)
+    unmatched = quantizer.check_program(exported)
+    if strict and unmatched:
+        raise UserError("strict=True:\n" + "\n".join(f"  - {note}" for note in unmatched))
+    claims = tuple(composition.chosen)
+    groups, unsmoothed = smoothed(working, claims, plan_groups(working, claims))
+    operators = survey(exported, working, composition, rewrites)
+    plan = Plan(
+        claims=claims,
+        groups=groups,
+        operators=operators,
+        conflicts=tuple(composition.conflicts),
+        rewrites=rewrites,
+        notes=(
+            *unmatched,
+            *composition.notes,
+            *claims_elsewhere(claims, operators),
+            *(*notes_on_ranges(claims, groups), *unsmoothed),
+            *notes_on_members(quantizer, composition),
+        ),
+        float_bytes=state_bytes(exported),
+    )
+    return working, Record(plan, "prepared", _backends(quantizer))
+
+
+def _backends(quantizer: Quantizer) -> dict[str, Backend]:
+    labels = [label for label, _ in labelled(quantizer)]
+    members = zip(labels, quantizer.members, strict=True)
+    return {label: m.backend for label, m in members if isinstance(m, RuleQuantizer)}
+
+
+Callback = Callable[[GraphModule, dict[EdgeOrNode, nn.Module]], None]
+
+
+def insert_observers(
+    model: GraphModule,
+    claims: Sequence[Claim],
+    groups: Sequence[Group],
+    callback: Callback,
+    *,
+    simulate: bool = False,
+) -> None:
+    """Insert the observers of all groups, in place, and tag the nodes of claims with their numbers.
+
+    `callback` sees {edge or node: observer} first, and may replace observers. With `simulate`, they are
+    fake-quantizers.
+    """
+    nodes = {node.name: node for node in nodes_in(model)}
+    for number, claim in enumerate(claims):
+        for name in claim.nodes:
+            tag(nodes[name], claim=number)
+    bodies = body_labels(model)
+    subjects = [subject_of(group, claims, nodes, bodies) for group in groups]
+    observers = _observers(model, groups, subjects, nodes, callback, simulate)
+    values: dict[str, dict[int, list[Point]]] = defaultdict(lambda: defaultdict(list))
+    for number, group in enumerate(groups):
+        for point in group.points:
+            values[point.source][number].append(point)
+    inserter = _Inserter(nodes, observers)
+    for name, wanted in values.items():
+        inserter.observe_value(nodes[name], wanted)
+    if not simulate:
+        watch_means(wanted_means(claims, nodes))
+
+
+def _observers(
+    model: GraphModule,
+    groups: Sequence[Group],
+    subjects: Sequence[str],
+    nodes: dict[str, Node],
+    callback: Callback,
+    simulate: bool,
+) -> list[nn.Module]:
+    rebind = Rebinding(model, nodes)
+    named = zip(groups, subjects, strict=True)
+    made = [_observer(group, subject, nodes, rebind, simulate) for group, subject in named]
+    places: dict[EdgeOrNode, nn.Module] = {}
+    numbers: dict[EdgeOrNode, int] = {}
+    for number, group in enumerate(groups):
+        for point in group.points:
+            place: EdgeOrNode = nodes[point.source]
+            if point.user is not None:
+                place = (nodes[point.source], nodes[point.user])
+            places[place], numbers[place] = made[number], number
+    original = dict(places)
+    with blaming("prepare_obs_or_fq_callback"), overseen(_name_of(callback), model, places):
+        callback(model, places)
+    if places.keys() != numbers.keys():
+        odd = ", ".join(str(place) for place in places.keys() ^ numbers.keys())
+        raise ConfigError(f"prepare_obs_or_fq_callback added or removed observers at {odd}")
+    for place, observer in places.items():
+        if observer is not original[place]:
+            number = numbers[place]
+            _check_replacement(observer, groups[number], subjects[number])
+            made[number] = observer
+    for observer, group, subject in zip(made, groups, subjects, strict=True):
+        _set_subject(observer, subject)
+        if isinstance(observer, Observer):
+            observer.shared = len({point.source for point in group.points}) > 1
+        _place(observer, nodes[group.points[0].source])
+        if isinstance(observer, DerivedObserver):
+            observer.derive_from([made[number] for number in group.depends_on])
+    return made
+
+
+def _name_of(callback: Callback) -> str:
+    return getattr(getattr(callback, "__self__", None), "name", "the quantizer")
+
+
+def _place(observer: nn.Module, value: Node) -> None:
+    """Let an observer of another engine, and parameters, be where their tensor is, and of its size."""
+    example = constant_of(value) if value_of(value) is None else value_of(value)
+    if not isinstance(example, Tensor):
+        return
+    if isinstance(observer, LearnableFakeQuantize):
+        observer.size_for(example.shape)
+    if isinstance(observer, FakeQuantize) or not isinstance(observer, Observer):
+        observer.to(example.device)
+
+
+def _check_replacement(observer: object, group: Group, subject: str) -> None:
+    """Check that an observer that a callback put in estimates what the group's specification says."""
+    where = f"prepare_obs_or_fq_callback replaced the observer of {subject}"
+    if not isinstance(observer, nn.Module) or not hasattr(observer, "calculate_qparams"):
+        raise ConfigError(f"{where} by {observer!r}, which has no calculate_qparams")
+    for name in ("dtype", "quant_min", "quant_max", "qscheme"):
+        wanted, found = getattr(group.spec, name, None), getattr(observer, name, None)
+        if wanted is not None and found is not None and wanted != found:
+            raise ConfigError(f"{where}: its {name} is {found}, and the specification's {wanted}")
+
+
+def _observer(
+    group: Group, subject: str, nodes: dict[str, Node], rebind: Rebinding, simulate: bool
+) -> nn.Module:
+    blocks = getattr(group.spec, "block_size", None)
+    if blocks is not None and not getattr(group.spec, "is_dynamic", False):
+        computed = [p for p in group.points if constant_of(nodes[p.source]) is None]
+        if computed:
+            raise ConfigError(
+                f"{computed[0]} has block_size={blocks}, which is for parameters: what is computed has "
+                "blocks only with is_dynamic=True"
+            )
+    try:
+        with blaming(f"the observer factory of {subject}"):
+            observer = make_observer(group.spec, rebind, simulate=simulate)
+    except ConfigError as error:
+        raise ConfigError(f"{subject}: {error}") from error
+    if group.balance is None or fixed_parameters(observer) is not None:
+        return observer
+    inner = watching(observer) if getattr(group.spec, "is_dynamic", False) else observer
+    return BalancedObserver(inner, group.balance.dim)
+
+
+def _set_subject(observer: nn.Module, subject: str) -> None:
+    """Tell an observer which tensor it observes; those of other engines are guarded from masks."""
+    if isinstance(observer, BalancedObserver):
+        observer.channel_observer.subject = subject
+        _set_subject(observer.tensor_observer, subject)
+    elif isinstance(observer, Observer):
+        observer.subject = subject
+    else:
+        guard(observer, subject)
+
+
+class _Inserter:
+    """Puts observers into a graph, each as a call of a module of the call's own name.
+
+    Observers of other engines look for one another by that name. One that observes several values has
+    several names.
+    """
+
+    def __init__(self, nodes: dict[str, Node], observers: Sequence[nn.Module]) -> None:
+        self.nodes, self.observers = nodes, observers
+        self._next: dict[Graph, int] = defaultdict(lambda: len(observers))
+
+    def observe_value(self, value: Node, wanted: dict[int, list[Point]]) -> None:
+        """Insert the observer of a value's output first, then those of edges that want another one."""
+        users = list(value.users)
+        observed = value
+        output = next((g for g, points in wanted.items() if Point(value.name) in points), None)
+        if output is not None:
+            observed = self._insert(output, value, after=value)
+            for user in users:
+                user.replace_input_with(value, observed)
+        after = observed
+        for number, points in wanted.items():
+            if number == output:
+                continue
+            after = self._insert(number, observed, after=after)
+            for point in points:
+                assert point.user is not None
+                self.nodes[point.user].replace_input_with(observed, after)
+
+    def _insert(self, number: int, value: Node, after: Node) -> Node:
+        graph, observer = value.graph, self.observers[number]
+        place = after
+        if value.op == "placeholder" and after is value:
+            place = _last_placeholder(graph)
+        with graph.inserting_after(place):
+            node = self._call(number, value)
+        owner_of(value).add_module(node.name, observer)
+        node.meta["val"] = value_of(value)
+        node.meta["nn_module_stack"] = value.meta.get("nn_module_stack", {})
+        tag(node, **{GROUP_TAG: number})
+        if constant_of(value) is not None and isinstance(observer, Observer):
+            observer.constant = True
+        return node
+
+    def _call(self, number: int, value: Node) -> Node:
+        """Insert a call whose name is free in graph and module: with the group's number, if that one is."""
+        graph, name = value.graph, f"{OBSERVER_PREFIX}{number}"
+        while True:
+            if not holds(owner_of(value), name):
+                node = graph.create_node("call_module", name, (value,), {}, name)
+                if node.name == name:
+                    return node
+                graph.erase_node(node)
+            name = f"{OBSERVER_PREFIX}{self._next[graph]}"
+            self._next[graph] += 1
+
+
+def _last_placeholder(graph: Graph) -> Node:
+    placeholders: list[Node] = [node for node in graph.nodes if node.op == "placeholder"]
+    return placeholders[-1]

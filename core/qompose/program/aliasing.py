@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which values of a graph share memory, so that an in-place write to one changes the others.
+
+A quantized tensor reaches its readers through copies, so a write to one of its names would be lost on the
+others. `y.relu_()` whose result is read is harmless; `y[:, :2] = 0` with a later read of `y` is not, and
+neither is a write to an input or a buffer. Bodies of `no_grad` and autocast regions write to the operands
+of their calls; some operators write without saying so in their schema.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+aten = torch.ops.aten
+_RUNNING_STATISTICS = (3, 4, 5)
+"""Where normalisations have what they update, and the argument that says that they do."""
+_UNSAID = {aten.batch_norm.default, aten.instance_norm.default}
+
+
+def unsafe_values(graph: Graph) -> frozenset[str]:
+    """Return the names of values that share memory with one that is written and then read elsewhere."""
+    memory = _Memory(graph)
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    unsafe: set[str] = set()
+    for root, writers in memory.writers.items():
+        members = memory.members[root]
+        stale = any(_reads_stale(writer, members, position) for writer in writers)
+        if stale or any(node.op in ("placeholder", "get_attr") for node in members):
+            unsafe.update(node.name for node in members)
+    return frozenset(unsafe)
+
+
+def written_buffers(graph: Graph) -> frozenset[str]:
+    """Return the attribute paths of the buffers that a program writes to, under any of their names."""
+    memory = _Memory(graph)
+    return frozenset(
+        str(node.target)
+        for root in memory.writers
+        for node in memory.members[root]
+        if node.op == "get_attr"
+    )
+
+
+def written_values(graph: Graph) -> frozenset[str]:
+    """Return the names of the values in whose memory something is written."""
+    memory = _Memory(graph)
+    return frozenset(node.name for root in memory.writers for node in memory.members[root])
+
+
+class _Memory:
+    """The values of a graph grouped by the memory they share, and what writes to each group.
+
+    Attributes:
+        members: by one value of each group, all of it in graph order.
+        writers: by the same value, the calls that write; groups that nothing writes to are left out.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self._parent: dict[Node, Node] = {node: node for node in graph.nodes}
+        storages: dict[int, Node] = {}
+        for node in graph.nodes:
+            for other in aliased(node):
+                self._join(node, other)
+            storage = _storage(node)
+            if storage is not None:
+                self._join(node, storages.setdefault(storage, node))
+        self.members: dict[Node, list[Node]] = defaultdict(list)
+        self.writers: dict[Node, list[Node]] = defaultdict(list)
+        for node in graph.nodes:
+            self.members[self.find(node)].append(node)
+            for root in dict.fromkeys(self.find(written) for written in _written(node)):
+                self.writers[root].append(node)
+
+    def find(self, node: Node) -> Node:
+        """Return the value that stands for a value's group."""
+        while self._parent[node] is not node:
+            self._parent[node] = self._parent[self._parent[node]]
+            node = self._parent[node]
+        return node
+
+    def _join(self, one: Node, other: Node) -> None:
+        self._parent[self.find(one)] = self.find(other)
+
+
+def _storage(node: Node) -> int | None:
+    """Return the address of what a get_attr node reads, None for other nodes and for empty tensors."""
+    value = _attribute(node)
+    return value.untyped_storage().data_ptr() or None if isinstance(value, Tensor) else None
+
+
+def _attribute(node: Node) -> Any:
+    value: Any = node.graph.owning_module if node.op == "get_attr" else None
+    for name in str(node.target).split(".") if value is not None else ():
+        value = getattr(value, name, None)
+    return value
+
+
+def _arguments(node: Node) -> Iterator[tuple[Any, Node]]:
+    """Yield (alias facts of the schema, argument) of a call."""
+    schema = getattr(node.target, "_schema", None)
+    if node.op != "call_function" or schema is None:
+        return
+    for i, argument in enumerate(schema.arguments):
+        value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+        for item in value if isinstance(value, (list, tuple)) else (value,):
+            if argument.alias_info is not None and isinstance(item, Node):
+                yield argument.alias_info, item
+
+
+def aliased(node: Node) -> Iterator[Node]:
+    """Yield the arguments whose memory a call's value shares, or to which the call writes."""
+    for _, value in _arguments(node):
+        yield value
+    if getattr(node.target, "__name__", "") == "getitem" and isinstance(node.args[0], Node):
+        yield node.args[0]
+    for operand, _ in _touched_by_body(node):
+        yield operand
+
+
+def _written(node: Node) -> Iterator[Node]:
+    """Yield the arguments to whose memory a call writes."""
+    for alias, value in _arguments(node):
+        if alias.is_write:
+            yield value
+    unsaid = node.op == "call_function" and node.target in _UNSAID
+    first, second, flag = _RUNNING_STATISTICS
+    if unsaid and node.args[flag] is True:
+        yield from (a for a in (node.args[first], node.args[second]) if isinstance(a, Node))
+    for operand, written in _touched_by_body(node):
+        if written:
+            yield operand
+
+
+def _touched_by_body(node: Node) -> Iterator[tuple[Node, bool]]:
+    """Yield the operands that a region's body writes to or gives back, and whether it writes.
+
+    Those are `no_grad` and autocast regions, which take the body and then its operands one by one. Bodies of
+    control flow do neither: torch refuses them.
+    """
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.HigherOrderOperator):
+        return
+    bodies = [i for i, argument in enumerate(node.args) if _is_body(argument)]
+    if len(bodies) != 1:
+        return
+    body = _attribute(node.args[bodies[0]])  # type: ignore[arg-type]
+    memory = _Memory(body.graph)
+    placeholders = [n for n in body.graph.nodes if n.op == "placeholder"]
+    returned = {memory.find(n) for n in next(iter(reversed(body.graph.nodes))).all_input_nodes}
+    operands = node.args[bodies[0] + 1 :]
+    for operand, placeholder in zip(operands, placeholders, strict=False):
+        root = memory.find(placeholder)
+        if isinstance(operand, Node) and (root in memory.writers or root in returned):
+            yield operand, root in memory.writers
+
+
+def _is_body(argument: Any) -> bool:
+    return isinstance(argument, Node) and isinstance(_attribute(argument), GraphModule)
+
+
+def _reads_stale(writer: Node, members: list[Node], position: dict[Node, int]) -> bool:
+    """Tell whether a value from before a write is read after it, other than by the write itself."""
+    before = [node for node in members if position[node] < position[writer]]
+    return any(position[user] > position[writer] for node in before for user in node.users)

@@ -1,0 +1,326 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Helpers for reading and editing an fx graph."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import operator
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule, Node
+from torch.fx._lazy_graph_module import _LazyGraphModule
+from torch.fx.graph import _PyTreeInfo
+
+from qompose.program.meta import provenance_of
+
+
+def copy_graph_module(module: GraphModule) -> GraphModule:
+    """Copy the graph, those inside it, and their meta; share parameters; drop guards and dead state.
+
+    The copy is a draft: code is generated for it only if it is run. `refresh` makes the final module.
+    """
+    graph = Graph()  # without the exporter's tracer, which cannot be unpickled
+    # Not deepcopy: that copies the argument tree through a deprecated class of torch 2.13.
+    graph._codegen = copy.copy(module.graph._codegen)
+    copies: dict[Node, Node] = {}
+    result = graph.graph_copy(module.graph, copies)
+    graph.output(result).meta = dict(next(iter(reversed(module.graph.nodes))).meta)
+    for node in list(graph.nodes):
+        if node.op == "call_module" and str(node.target).rpartition(".")[2] == "_guards_fn":
+            graph.erase_node(node)
+    clean = _LazyGraphModule(module, graph, "GraphModule")
+    replace_nested(clean, copy_graph_module)
+    clean.meta = dict(module.meta)
+    clean.train(module.training)
+    return clean
+
+
+def replace_nested(module: GraphModule, function: Callable[[GraphModule], GraphModule]) -> None:
+    """Replace every graph module that a program reads as an attribute, a body, by `function` of it."""
+    targets = {str(node.target) for node in module.graph.nodes if node.op == "get_attr"}
+    for target in sorted(targets):
+        body = get_attribute(module, target)
+        if isinstance(body, GraphModule):
+            set_attribute(module, target, function(body))
+
+
+def refresh(module: GraphModule) -> GraphModule:
+    """Regenerate the code of a module whose graph was edited, dropping state that nothing reads."""
+    for node in list(module.graph.nodes):
+        if node.op == "get_attr" and not node.users:
+            module.graph.erase_node(node)
+    clean = GraphModule(module, module.graph, "GraphModule")
+    replace_nested(clean, refresh)
+    clean.meta = module.meta
+    clean.train(module.training)
+    return clean
+
+
+def freeze(module: GraphModule) -> None:
+    """Replace parameters by ones that need no gradient, in place. They share their values."""
+    frozen: dict[int, nn.Parameter] = {}
+    for path, parameter in list(module.named_parameters(remove_duplicate=False)):
+        if id(parameter) not in frozen:
+            frozen[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=False)
+        set_attribute(module, path, frozen[id(parameter)])
+
+
+def get_attribute(module: nn.Module, target: str) -> Any:
+    """Follow a dotted path from `module`."""
+    for name in target.split("."):
+        module = getattr(module, name)
+    return module
+
+
+def set_attribute(module: nn.Module, target: str, value: Tensor | nn.Module) -> None:
+    """Store a buffer, parameter or module at a dotted path, making the modules on the way."""
+    *path, last = target.split(".")
+    for name in path:
+        if not hasattr(module, name):
+            module.add_module(name, nn.Module())
+        module = getattr(module, name)
+    if last in module._parameters or last in module._buffers or last in module._modules:
+        delattr(module, last)
+    if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+        module.register_buffer(last, value)
+    else:
+        setattr(module, last, value)
+
+
+def copies_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return copies of tensors. Those that share memory share it in their copies too."""
+    memo: dict[int, Any] = {}
+    return {name: copy.deepcopy(tensor.detach(), memo) for name, tensor in tensors.items()}
+
+
+def give_own_parameters(module: GraphModule) -> None:
+    """Replace all parameters and buffers by copies, in place; what is one tensor stays one."""
+    copies: dict[int, Tensor] = {}
+    state = [*module.named_parameters(remove_duplicate=False)]
+    for path, value in [*state, *module.named_buffers(remove_duplicate=False)]:
+        if id(value) not in copies:
+            copied = value.detach().clone()
+            trained = isinstance(value, nn.Parameter)
+            copies[id(value)] = nn.Parameter(copied, value.requires_grad) if trained else copied
+        set_attribute(module, path, copies[id(value)])
+
+
+def remove_dead(graph: Graph, kept: Collection[Node]) -> None:
+    """Remove what nothing reads, except `kept`: calls that had no readers before are there for their effect.
+
+    Torch's own notion of effects does not know bodies that write, operators without results, and vmap's.
+    """
+    for node in reversed(list(graph.nodes)):
+        live = node.users or node in kept or node.op in ("placeholder", "output")
+        if not live and not node.is_impure():
+            graph.erase_node(node)
+
+
+def without_readers(module: GraphModule) -> set[Node]:
+    """Return the nodes of a graph that nothing reads, and that may have an effect all the same.
+
+    Taking one of several results has none; exported graphs take those that nobody wants as well.
+    """
+    nodes = module.graph.nodes
+    return {node for node in nodes if not node.users and node.target is not operator.getitem}
+
+
+def drop_attribute(module: nn.Module, target: str) -> None:
+    """Remove what stands at a dotted path; the modules on the way stay."""
+    path, _, last = target.rpartition(".")
+    delattr(get_attribute(module, path) if path else module, last)
+
+
+def owner_of(node: Node) -> GraphModule:
+    """Return the module to whose graph a node belongs: the program, or a body inside it."""
+    module = node.graph.owning_module
+    assert module is not None
+    return module
+
+
+def free_attribute(module: nn.Module, target: str) -> str:
+    """Return `target`, or `target_1`, `target_2`, ... : the first path that holds nothing."""
+    candidate, number = target, 0
+    while holds(module, candidate):
+        number += 1
+        candidate = f"{target}_{number}"
+    return candidate
+
+
+def holds(module: nn.Module, target: str) -> bool:
+    """Tell whether anything stands at a dotted path."""
+    for name in target.split("."):
+        if not hasattr(module, name):
+            return False
+        module = getattr(module, name)
+    return True
+
+
+def constant_of(node: Node) -> Tensor | None:
+    """Return the parameter or buffer that a get_attr node reads, None for any other node."""
+    if node.op != "get_attr":
+        return None
+    module = node.graph.owning_module
+    assert module is not None
+    value = get_attribute(module, str(node.target))
+    return value if isinstance(value, Tensor) else None
+
+
+def address_of(constant: Tensor) -> int:
+    """Return the address of a tensor's storage."""
+    return constant.untyped_storage().data_ptr()
+
+
+def layout_of(constant: Tensor) -> tuple[object, ...]:
+    """Return what tied parameters have in common, and no others: memory, place in it, shape, strides."""
+    return (
+        address_of(constant),
+        constant.storage_offset(),
+        tuple(constant.shape),
+        constant.stride(),
+        constant.dtype,
+    )
+
+
+def arguments_of(call: Node) -> dict[str, Any]:
+    """Return the arguments of an operator's call by their names in its schema, defaults included."""
+    arguments = call.target._schema.arguments  # type: ignore[union-attr]
+    given = {a.name: value for a, value in zip(arguments, call.args, strict=False)}
+    return {a.name: {**given, **call.kwargs}.get(a.name, a.default_value) for a in arguments}
+
+
+def pytree_info(graph: Graph) -> _PyTreeInfo | None:
+    """Return the names and trees of a program's arguments and results; None of a graph without trees."""
+    info: _PyTreeInfo | None = getattr(graph._codegen, "pytree_info", None)
+    return info
+
+
+def value_of(node: Node) -> Any:
+    """Return the example value (a fake tensor, as a rule) that export recorded for a node."""
+    return node.meta.get("val")
+
+
+def dtype_of(node: object) -> torch.dtype | None:
+    """Return the dtype of a node's value, None where it is not one tensor."""
+    if not isinstance(node, Node):
+        return None
+    value = value_of(node)
+    if value is None:
+        value = constant_of(node)
+    return value.dtype if isinstance(value, Tensor) else None
+
+
+def is_float_tensor(node: object) -> bool:
+    """Tell whether a node's value is one floating point tensor."""
+    dtype = dtype_of(node)
+    return dtype is not None and dtype.is_floating_point
+
+
+def is_quantizable(node: object) -> bool:
+    """Tell whether a node's value is a tensor of a type that quantize operators take."""
+    return dtype_of(node) in (torch.float32, torch.float16, torch.bfloat16)
+
+
+def module_path(node: Node) -> str:
+    """Return the dotted path of the module that called the operator, "" for the root."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return ""
+    path, _ = list(stack.values())[-1]
+    return _without_prefix(path)
+
+
+def module_stack(node: Node) -> Iterator[tuple[str, str]]:
+    """Yield (module path, qualified type name) of the modules around a node, outermost first."""
+    for path, kind in (node.meta.get("nn_module_stack") or {}).values():
+        name = kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}"
+        yield _without_prefix(path), name
+
+
+def _without_prefix(path: str) -> str:
+    """Strict export writes paths as `L['self'].layer`, the default one as `layer`."""
+    return path.removeprefix("L['self']").removeprefix(".")
+
+
+def operator_name(target: object) -> str:
+    """Return `aten.linear` for the overload aten.linear.default, the qualified name of any other callable."""
+    if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return str(target).removesuffix(".default")
+    return getattr(target, "__name__", str(target))
+
+
+def describe(node: Node) -> str:
+    """Return a node's name with its operator and module path, for messages."""
+    where = module_path(node)
+    what = operator_name(node.target) if node.op == "call_function" else node.op
+    return f"{node.name} ({what}{f' in {where}' if where else ''})"
+
+
+def call(
+    graph: Graph, target: Callable[..., Any], args: tuple[Any, ...], like: Node, value: Any
+) -> Node:
+    """Insert a call at the insertion point, with `like`'s provenance and `value` as its example."""
+    node = graph.call_function(target, args)
+    node.meta = provenance_of(like)
+    node.meta["val"] = value
+    return node
+
+
+def read_attribute(module: GraphModule, target: str, like: Node) -> Node:
+    """Insert a get_attr node at the insertion point, with the example value of a fake tensor."""
+    node = module.graph.get_attr(target)
+    node.meta = provenance_of(like)
+    node.meta["val"] = example_of(get_attribute(module, target), like)
+    return node
+
+
+_EXAMPLES: WeakKeyDictionary[Any, dict[tuple[Any, ...], Any]] = WeakKeyDictionary()
+
+
+def example_of(constant: Tensor, like: Node) -> Any:
+    """Return a fake tensor of `constant` in the fake mode of a neighbouring node, where it has one."""
+    mode = getattr(value_of(like), "fake_mode", None)
+    if mode is None:
+        return constant
+    key = (tuple(constant.shape), constant.dtype, constant.device)
+    known = _EXAMPLES.setdefault(mode, {})
+    if key not in known:  # making one takes longer than all else that is done for a parameter
+        known[key] = value_of(like).new_empty(key[0], dtype=key[1], device=key[2])
+    return known[key]
+
+
+def first_user(node: Node) -> Node:
+    """Return the first operator behind an observer node, other observers skipped; else the node."""
+    waiting = list(node.users)
+    while waiting:
+        user = waiting.pop(0)
+        if user.op == "call_function":
+            return user
+        waiting += [] if user.op == "output" else list(user.users)
+    return node
+
+
+@contextmanager
+def paused_collection() -> Iterator[None]:
+    """Keep Python's cycle collector from walking a growing graph over and over: a third of all time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def replace_in_place(model: Any, result: GraphModule) -> GraphModule:
+    """Make `model` itself the result, for `inplace=True`."""
+    model.__dict__ = result.__dict__
+    model.__class__ = result.__class__
+    same: GraphModule = model
+    return same

@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Conditions that the inputs of an exported program must meet, checked at each call.
+
+`torch.export` writes sizes into a program: a mean over 16 rows is a sum divided by 16. The module that
+torch makes of the program refuses other sizes; a graph that was rewritten must do so itself, or it would
+compute something else without a word.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]
+import torch
+from torch import Tensor
+from torch.fx import Node, Proxy
+
+from qompose.errors import InputError
+from qompose.program.graph import value_of
+
+Tree = Any
+"""A whole number, ["size", input, dimension], ["value", input], or [operator, *trees]."""
+_OPERATORS = {
+    "Add": " + ",
+    "Mul": " * ",
+    "FloorDiv": " // ",
+    "Mod": " % ",
+    "PythonMod": " % ",
+    "Equality": " == ",
+    "Unequality": " != ",
+    "StrictLessThan": " < ",
+    "LessThan": " <= ",
+    "StrictGreaterThan": " > ",
+    "GreaterThan": " >= ",
+}
+_PLAIN = (int, float, str, bool, type(None))
+_LARGEST = 2**62  # torch's bound for a dimension that has none
+
+
+@dataclass(frozen=True)
+class InputChecks:
+    """What is checked of each call of a program.
+
+    Attributes:
+        shapes: of each input that is a tensor, its sizes, None for one that may vary.
+        constants: each input that is a number, a text or None, by its place: it was compiled in.
+        conditions: between sizes that vary.
+    """
+
+    shapes: Mapping[int, tuple[int | None, ...]]
+    constants: Mapping[int, Any]
+    conditions: tuple[Tree, ...] = ()
+
+    def lines(self, names: Sequence[str]) -> Iterator[str]:
+        """Yield Python statements that check the inputs of these names."""
+        for place, sizes in self.shapes.items():
+            wanted = ", ".join("any" if size is None else str(size) for size in sizes)
+            for condition in _on_sizes(names[place], sizes):
+                yield _statement(condition, names[place], f"[{wanted}]")
+        for place, value in self.constants.items():
+            yield _statement(_on_constant(names[place], value), names[place], repr(value))
+        for tree in self.conditions:
+            (first, *_) = _inputs(tree)
+            condition = source(tree, names)
+            yield _statement(condition, names[first], condition[1:-1])
+
+
+def _statement(condition: str, name: str, wanted: str) -> str:
+    return f"require_input({condition}, {name}, {name!r}, {wanted!r})"
+
+
+def _on_sizes(name: str, sizes: Sequence[int | None]) -> Iterator[str]:
+    """Yield conditions on the sizes that are fixed, and on how many there are.
+
+    Slices, because they raise no error where a tensor has too few dimensions.
+    """
+    if None not in sizes:
+        yield f"{name}.shape == {tuple(sizes)!r}"
+        return
+    start = len(sizes)
+    while start and sizes[start - 1] is not None:
+        start -= 1
+    tail = tuple(sizes[start:])
+    yield f"{name}.shape[{start}:] == {tail!r}" if tail else f"{name}.dim() == {len(sizes)}"
+    for place, size in enumerate(sizes[:start]):
+        if size is not None:
+            yield f"{name}.shape[{place}:{place + 1}] == ({size},)"
+
+
+def _on_constant(name: str, value: Any) -> str:
+    if value is None:
+        return f"{name} is None"
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"repr({name}) == {str(value)!r}"
+    return f"{name} == {value!r}"
+
+
+def source(tree: Tree, names: Sequence[str]) -> str:
+    """Return a condition as Python, with these names for the inputs."""
+    if isinstance(tree, int):
+        return str(tree)
+    kind, *parts = tree
+    if kind == "size":
+        return f"{names[parts[0]]}.shape[{parts[1]}]"
+    if kind == "value":
+        return str(names[parts[0]])
+    return "(" + _OPERATORS[kind].join(source(part, names) for part in parts) + ")"
+
+
+def read_tree(data: Any, inputs: int) -> Tree:
+    """Return a condition out of a file, which becomes source, if it is one over so many inputs.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if type(data) is int:
+        return data
+    if isinstance(data, list) and len(data) > 1:
+        kind, *parts = data
+        of_input = {"size": 2, "value": 1}.get(kind) == len(parts)
+        if (
+            of_input
+            and all(type(part) is int and part >= 0 for part in parts)
+            and parts[0] < inputs
+        ):
+            return data
+        if kind in _OPERATORS:
+            return [kind, *(read_tree(part, inputs) for part in parts)]
+    raise ValueError(f"{data!r} is no condition on {inputs} inputs")
+
+
+def _inputs(tree: Tree) -> Iterator[int]:
+    if isinstance(tree, list):
+        kind, *parts = tree
+        if kind in ("size", "value"):
+            yield parts[0]
+        else:
+            for part in parts:
+                yield from _inputs(part)
+
+
+def require_input(holds: Any, value: object, name: str, wanted: str) -> None:
+    """Raise an error where a condition on an input does not hold.
+
+    Called by the code of programs, many times a second: what holds costs a comparison. Symbolic tracing,
+    which knows no sizes, passes.
+
+    Raises:
+        InputError: it does not hold.
+    """
+    if holds is True or isinstance(value, Proxy) or isinstance(holds, Proxy):
+        return
+    if (
+        isinstance(holds, Tensor) or not holds
+    ):  # a tensor where a number was compared element by element
+        raise InputError(name, _described(value), wanted)
+
+
+def _described(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {list(value.shape)}"
+    return repr(value)
+
+
+def input_checks(placeholders: Sequence[Node]) -> InputChecks:
+    """Return what a program was exported for, by the examples of its placeholders.
+
+    Like torch, it lets a dimension be 0 or 1 that was said to be 2 at least: export says so of each one.
+    What export assumed by functions that Python has no operator for is left to the operators themselves.
+    """
+    values = {place: value_of(n) for place, n in enumerate(placeholders) if "val" in n.meta}
+    shapes, constants = {}, {}
+    varying: list[tuple[Tree, torch.SymInt]] = []
+    for place, value in values.items():
+        if isinstance(value, Tensor):
+            shapes[place] = tuple(s if isinstance(s, int) else None for s in value.shape)
+            sizes: list[Any] = list(value.shape)
+            varying += [(["size", place, d], s) for d, s in enumerate(sizes) if type(s) is not int]
+        elif isinstance(value, torch.SymInt):
+            varying.append((["value", place], value))
+        elif isinstance(value, _PLAIN):
+            constants[place] = value
+    return InputChecks(shapes, constants, tuple(_conditions(varying)))
+
+
+def _conditions(varying: Sequence[tuple[Tree, torch.SymInt]]) -> list[Tree]:
+    """Return which sizes are equal or computed from others, their bounds, and what export assumed."""
+    environments = {id(size.node.shape_env): size.node.shape_env for _, size in varying}
+    known = _symbols(varying)
+    found = []
+    for tree, size in varying:
+        expected = _as_tree(size.node.expr, known)
+        if expected is not None and expected != tree:
+            found.append(["Equality", tree, expected])
+    for environment in environments.values():
+        for symbol, tree in known.items():
+            found += _bounds(tree, environment.var_to_range.get(symbol))
+        guards = (
+            _as_tree(g.expr, known) for g in environment.guards if not _of_zero_or_one(g.expr)
+        )
+        found += [guard for guard in guards if guard is not None]
+    return [tree for place, tree in enumerate(found) if tree not in found[:place]]
+
+
+def _symbols(varying: Sequence[tuple[Tree, torch.SymInt]]) -> dict[Any, Tree]:
+    """Return what each symbol is, by the first size that is the symbol, or else is linear in it."""
+    known: dict[Any, Tree] = {}
+    for plain in (True, False):
+        for tree, size in varying:
+            found = as_linear(size.node.expr)
+            if found is None or found[0] in known or plain is not (found[1:] == (1, 0)):
+                continue
+            symbol, factor, offset = found
+            shifted = ["Add", tree, -offset] if offset else tree
+            known[symbol] = shifted if factor == 1 else ["FloorDiv", shifted, factor]
+    return known
+
+
+def as_linear(expression: Any) -> tuple[Any, int, int] | None:
+    """Return (symbol, factor, offset) of `factor * symbol + offset`, None for anything else.
+
+    torch derives dimensions by whole numbers, and only growing ones.
+    """
+    if len(expression.free_symbols) != 1:
+        return None
+    (symbol,) = expression.free_symbols
+    polynomial = expression.as_poly(symbol)
+    if polynomial is None or polynomial.degree() != 1:
+        return None
+    factor, offset = polynomial.all_coeffs()
+    if not (factor.is_Integer and offset.is_Integer and factor > 0):
+        return None
+    return symbol, int(factor), int(offset)
+
+
+def _bounds(tree: Tree, bounds: Any) -> Iterator[Tree]:
+    if bounds is None:
+        return
+    if bounds.lower.is_Integer and bounds.lower > 2:
+        yield ["GreaterThan", tree, int(bounds.lower)]
+    if bounds.upper.is_Integer and bounds.upper < _LARGEST:
+        yield ["LessThan", tree, int(bounds.upper)]
+
+
+def _as_tree(expression: Any, known: Mapping[Any, Tree]) -> Tree | None:
+    """Return an expression as a tree, if it is made of sizes of inputs and of Python's operators."""
+    if expression.is_Integer:
+        return int(expression)
+    if expression.is_Symbol:
+        return known.get(expression)
+    parts = [_as_tree(argument, known) for argument in expression.args]
+    name = type(expression).__name__
+    return [name, *parts] if name in _OPERATORS and None not in parts else None
+
+
+def _of_zero_or_one(expression: Any) -> bool:
+    """Whether a guard says no more than that something is not 0 or 1, as export assumes of every size."""
+    if isinstance(expression, sympy.Ne):
+        return bool(expression.rhs in (0, 1))
+    return isinstance(expression, sympy.Ge) and bool(expression.rhs in (1, 2))

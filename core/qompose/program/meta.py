@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every key that qompose writes to `node.meta` or `module.meta`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch.fx import Node
+
+STAGE_KEY = "qompose"
+"""Key of the record in the `meta` of every GraphModule that qompose makes."""
+CUSTOM_KEY = "qompose"
+"""Key inside `node.meta["custom"]`, the one part of a node's meta that torch.export.save keeps."""
+
+
+def tag(node: Node, **facts: object) -> None:
+    """Record facts under the key of `node.meta` that survives torch.export.save."""
+    custom = dict(node.meta.get("custom") or {})
+    custom[CUSTOM_KEY] = {**custom.get(CUSTOM_KEY, {}), **facts}
+    node.meta["custom"] = custom
+
+
+def tag_of(node: Node, fact: str) -> Any:
+    """Return a fact that `tag` recorded, None where there is none."""
+    custom = node.meta.get("custom") or {}
+    return custom.get(CUSTOM_KEY, {}).get(fact)
+
+
+VALUE_TAG, INTEGERS_TAG, FACTORS_TAG = "value", "integers", "factors"
+"""Facts that tell which values of the exported program a node gives (`plan.operator_ids.identify`), and
+as which integers where it gives those: scale, zero point, least and largest; and by which factors, with their
+dimensions, it is off the value itself where channels are balanced."""
+_OF_VALUES = (VALUE_TAG, INTEGERS_TAG, FACTORS_TAG)
+
+
+def values_of(node: Node) -> list[str]:
+    """Return the ids of the values that a node gives: several where it stands for what passes them on."""
+    found: list[str] = tag_of(node, VALUE_TAG) or []
+    return found
+
+
+def hand_over(old: Node, new: Node, grid: tuple[Any, ...] | None = None) -> None:
+    """Let a node in the place of another say that it gives the same values.
+
+    Args:
+        grid: scale, zero point, least and largest of the integers, if it gives those.
+    """
+    values = values_of(old)
+    if values:
+        tag(new, **{VALUE_TAG: [*(v for v in values_of(new) if v not in values), *values]})
+        if (factors := tag_of(old, FACTORS_TAG)) is not None:
+            tag(new, **{FACTORS_TAG: factors})
+        if grid is not None:
+            scale, zero_point, *bounds = grid
+            tag(new, **{INTEGERS_TAG: [float(scale), int(zero_point), *bounds]})
+
+
+def provenance_of(node: Node) -> dict[str, Any]:
+    """Return the part of a node's meta for nodes that are made for it; they give other values."""
+    meta = {key: node.meta[key] for key in PROVENANCE if key in node.meta}
+    if tag_of(node, VALUE_TAG) is not None:
+        others = dict(meta["custom"])
+        facts = others.pop(CUSTOM_KEY)
+        own = {k: v for k, v in facts.items() if k not in _OF_VALUES}
+        meta["custom"] = {**others, CUSTOM_KEY: own} if own else others
+        if not meta["custom"]:
+            del meta["custom"]
+    return meta
+
+
+def mark(node: Node, entries: Mapping[str, Any]) -> None:
+    """Add entries to a node's meta; those under "custom" beside what is there."""
+    custom = {**(node.meta.get("custom") or {}), **(entries.get("custom") or {})}
+    node.meta.update(entries)
+    if custom:
+        node.meta["custom"] = custom
+
+
+PROVENANCE = (
+    "nn_module_stack",
+    "stack_trace",
+    "source_fn_stack",
+    "torch_fn",
+    "from_node",
+    "custom",
+)
+
+
+RAN_KEY = "qompose_ran"
+"""Key in the `meta` of a body that ran: the observers inside one that did not saw nothing."""
+
+
+ANNOTATION_KEY = "quantization_annotation"
+"""Key of a node's QuantizationAnnotation in `node.meta`."""
+
+
+OBSERVER_PREFIX = "activation_post_process_"
+GROUP_TAG = "group"
+"""Fact of the nodes that call observers: the number of the group."""
+
+
+META_KEY = STAGE_KEY
+
+
+CAST_TAG, KERNELS_TAG = "cast", "kernels"
+"""Facts of nodes: one converts a float type for a specification; one stands for these claims' regions."""
+
+
+MODE_KEY = "qompose_mode"
+"""Where an operator notes what it does in training: its name changes when bodies are told apart."""
+
+
+MADE = "qompose_made_by_kernel"
+"""Key in the meta of the calls that kernels insert: their example values have the exported layout."""

@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`quantize(...)`, the whole flow in one call, with the model it returns.
+
+The one call that runs all stages, from a module to integer kernels.
+
+How long a quantized model takes beside the float one. Slower than float is said out loud.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from os import PathLike
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+from torch.fx import GraphModule
+
+from qompose.calibration.calibrator import calibrate
+from qompose.calibration.statistics_data import Statistics
+from qompose.conversion.convert import convert_pt2e
+from qompose.errors import QomposeWarning, TargetError, UserError
+from qompose.lowering.compilation import CompiledModel, compile_lowered
+from qompose.lowering.lower_regions import lower
+from qompose.preparation.prepare import prepare_pt2e
+from qompose.quantizer.base import Quantizer
+from qompose.quantizer.composition import compose
+from qompose.reporting.build_report import report
+from qompose.reporting.report_data import Report
+
+
+@dataclass(frozen=True)
+class QuantizedModel:
+    """What `quantize` made: the float program, the Q/DQ model, and the one that runs integer kernels."""
+
+    exported: ExportedProgram
+    converted: GraphModule
+    model: Any
+    quantizer: Quantizer
+    compiled: dict[str, CompiledModel] = field(default_factory=dict, repr=False, compare=False)
+    """What `compile` made, by mode."""
+
+    @property
+    def report(self) -> Report:
+        """Return what happened to every float operator."""
+        return report(self.model)
+
+    def compile(
+        self,
+        mode: str = "default",
+        *,
+        path: str | PathLike[str] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> CompiledModel:
+        """Compile the lowered model, in this process or to a package: `compile_lowered` of `model`.
+
+        Raises:
+            UserError: and its kinds, as `compile_lowered` raises them.
+        """
+        self.compiled[mode] = compile_lowered(self.model, mode, path=path, options=options)
+        return self.compiled[mode]
+
+    def benchmark(
+        self,
+        *inputs: Any,
+        keywords: Mapping[str, Any] | None = None,
+        rounds: int = 10,
+        warmup: int = 2,
+    ) -> Timings:
+        """Time the float program, the lowered one and what `compile` made, in turns; see `bench`.
+
+        What is slower than the float program is in a QomposeWarning.
+
+        Args:
+            inputs, keywords: those of one call; without any, the ones that the float program was exported
+                with.
+
+        Raises:
+            UserError: no rounds, or the program was exported without inputs and none are given.
+            TargetError: the model was lowered to what cannot be called.
+        """
+        if not callable(self.model):
+            raise TargetError(
+                f"A {type(self.model).__name__} cannot be called beside the float program: time it in its "
+                'runtime, or quantize with target="torch".'
+            )
+        if not inputs and not keywords:
+            inputs, keywords = self._example()
+        models = {
+            "float": self.exported.module(),
+            "lowered": self.model,
+            **{f"compiled, {mode}": model for mode, model in self.compiled.items()},
+        }
+        return bench(
+            {name: partial(model, **(keywords or {})) for name, model in models.items()},
+            *inputs,
+            rounds=rounds,
+            warmup=warmup,
+            stacklevel=2,
+        )
+
+    def _example(self) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+        example = self.exported.example_inputs
+        if example is None:
+            raise UserError("benchmark needs inputs: the program was exported without any")
+        args, kwargs = example
+        return args, kwargs
+
+
+def quantize(
+    model: nn.Module | ExportedProgram,
+    example_inputs: tuple[Any, ...] | None = None,
+    *,
+    backends: str | Quantizer | Sequence[str | Quantizer],
+    calibration: Iterable[Any] | Statistics | None = None,
+    target: str = "torch",
+    dynamic_shapes: Any = None,
+    transform: Callable[[Any], Any] | None = None,
+    progress: bool | None = None,
+    strict: bool = False,
+) -> QuantizedModel:
+    """Export, prepare, calibrate, convert and lower a model, in one call.
+
+    Args:
+        model: a module, which is exported in eval mode; or an ExportedProgram.
+        example_inputs: the arguments of one call. The shapes of their tensors are those of all calls, but
+            for the dimensions of `dynamic_shapes`.
+        backends: names of installed backends or quantizers, in order of priority; or just one.
+        calibration: batches for `calibrate`, or `Statistics` of an earlier calibration; not needed where
+            nothing is quantized statically.
+        target: what to lower for, as for `lower`.
+        dynamic_shapes: which dimensions may vary, in the form that torch.export takes.
+        transform, progress: as for `calibrate`.
+        strict: make errors of "nothing was quantized" and "claimed, but without a kernel".
+
+    Raises:
+        UserError: `example_inputs` are missing; and whatever the stages raise.
+    """
+    if backends is None:
+        raise UserError(
+            "quantize needs backends: names of installed ones, quantizers, or a list of both"
+        )
+    single = isinstance(backends, (str, Quantizer))
+    quantizer = compose(*([backends] if single else backends))  # type: ignore[misc]
+    exported = (
+        model
+        if isinstance(model, ExportedProgram)
+        else _export(model, example_inputs, dynamic_shapes)
+    )
+    prepared = prepare_pt2e(exported, quantizer, strict=strict)
+    if calibration is not None:
+        calibrate(prepared, calibration, transform=transform, progress=progress)
+    converted = convert_pt2e(prepared)
+    return QuantizedModel(exported, converted, lower(converted, target, strict=strict), quantizer)
+
+
+def _export(model: nn.Module, example_inputs: Any, dynamic_shapes: Any) -> ExportedProgram:
+    if isinstance(model, GraphModule) or not isinstance(model, nn.Module):
+        raise UserError(
+            "quantize takes a torch.nn.Module or an ExportedProgram; for a GraphModule call "
+            "prepare_pt2e, calibrate, convert_pt2e and lower"
+        )
+    if not isinstance(example_inputs, tuple):
+        raise UserError(
+            "quantize needs example_inputs, a tuple of positional arguments, to export the model"
+        )
+    training = {module: module.training for module in model.modules()}
+    try:
+        with torch.no_grad():
+            return torch.export.export(model.eval(), example_inputs, dynamic_shapes=dynamic_shapes)
+    finally:
+        for module, mode in training.items():
+            module.training = mode
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The median time of one call of a model, in seconds, and that over the float model's."""
+
+    name: str
+    seconds: float
+    ratio: float
+
+
+@dataclass(frozen=True)
+class Timings:
+    """One row per model, the float one first; its fields are `name`, `seconds` and `ratio`, to the first."""
+
+    rows: tuple[Timing, ...]
+
+    def to_dict(self) -> list[dict[str, Any]]:
+        """Return the rows as JSON data."""
+        return [dict(row.__dict__) for row in self.rows]
+
+    def __str__(self) -> str:
+        width = max(len(row.name) for row in self.rows)
+        return "\n".join(
+            f"{row.name:{width}} {row.seconds * 1e3:10.3f} ms  {row.ratio:6.2f} of float"
+            for row in self.rows
+        )
+
+
+def bench(
+    models: Mapping[str, Callable[..., Any]],
+    *inputs: Any,
+    rounds: int = 10,
+    warmup: int = 2,
+    stacklevel: int = 1,
+) -> Timings:
+    """Time models side by side, in turns, without gradients; warn of those slower than the first.
+
+    Args:
+        models: name -> what is called with `inputs`; the float model comes first.
+        rounds: how often each is called; the median counts.
+        warmup: how often each is called before, which does not count.
+        stacklevel: whose line the warning names: 1 is the caller's, as in `warnings.warn`.
+
+    Raises:
+        UserError: there are no models, no rounds, or fewer than no calls to warm up.
+    """
+    if not models or rounds < 1 or warmup < 0:
+        raise UserError(
+            f"bench needs a model, a round and warmup >= 0, not {len(models)} models, rounds={rounds}, "
+            f"warmup={warmup}"
+        )
+    seconds: dict[str, list[float]] = {name: [] for name in models}
+    with torch.no_grad():
+        for number in range(warmup + rounds):
+            for name, model in models.items():
+                start = time.perf_counter()
+                model(*inputs)
+                elapsed = time.perf_counter() - start
+                if number >= warmup:
+                    seconds[name].append(elapsed)
+    first = median(next(iter(seconds.values())))
+    rows = tuple(Timing(name, median(s), median(s) / first) for name, s in seconds.items())
+    slower = [f"{row.name} ({row.ratio:.2f} times)" for row in rows if row.ratio > 1]
+    if slower:
+        message = f"slower than {rows[0].name}: {', '.join(slower)}"
+        warnings.warn(message, QomposeWarning, stacklevel=stacklevel + 1)
+    return Timings(rows)

@@ -1,0 +1,390 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Annotations in `node.meta` turned into claims, and claims written as annotations.
+
+Quantizers of this field annotate: they write to `node.meta`. Here they do so on a snapshot; what they
+wrote is compared by content with what was there, grouped into fused regions, and becomes claims.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from operator import getitem
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from qompose.errors import AnnotationConflictError, ConfigError, UserError, blaming
+from qompose.program.aliasing import unsafe_values
+from qompose.program.aten_operators import with_sources
+from qompose.program.control_flow import nodes_in
+from qompose.program.graph import constant_of, copy_graph_module, dtype_of, is_quantizable
+from qompose.program.meta import ANNOTATION_KEY
+from qompose.spec.claim import (
+    Claim,
+    Operand,
+    Point,
+    PointSpec,
+    Proposal,
+    Rejection,
+    clear_annotations,
+    node_annotation,
+    reasons_of_dependents,
+    shared_with,
+)
+from qompose.spec.qparams import PER_CHANNEL
+from qompose.spec.quantization_spec import (
+    DerivedQuantizationSpec,
+    EdgeOrNode,
+    FixedQParamsQuantizationSpec,
+    QuantizationAnnotation,
+    QuantizationSpec,
+    QuantizationSpecBase,
+    SharedQuantizationSpec,
+)
+
+RULE = "annotation"
+"""The rule name of claims that come from a quantizer that annotates."""
+
+
+def propose_annotations(
+    owner: str,
+    annotate: Callable[[GraphModule], Any],
+    model: GraphModule,
+    taken: Sequence[Claim],
+    on_conflict: str = "error",
+) -> Proposal:
+    """Let a quantizer annotate a snapshot that shows what earlier members took, and return its claims.
+
+    Raises:
+        AnnotationConflictError: it changed an earlier member's annotation, and on_conflict is "error".
+        ConfigError: an annotation is not made of specifications.
+    """
+    snapshot = copy_graph_module(model)
+    clear_annotations(snapshot)
+    with_sources(snapshot)
+    write_annotations(snapshot, taken)
+    before = {
+        node.name: point_specs(node) for node in snapshot.graph.nodes if node_annotation(node)
+    }
+    owners = {node: claim.owner for claim in taken for node in _touched(claim)}
+    known = {node.name: bool(node.users) for node in snapshot.graph.nodes}
+    calls = _calls(snapshot)
+    with blaming(f"{owner}: annotate"):
+        returned = annotate(snapshot)
+    if returned is not None and returned is not snapshot:
+        raise UserError(
+            f"{owner}: annotate returned another {type(returned).__name__} than it was given; what it wrote "
+            "there would be lost. Annotate the given program in place, and return it or nothing."
+        )
+    left = {node.name for node in snapshot.graph.nodes}
+    gone = {name for name, used in known.items() if used} - left  # some remove what nothing reads
+    edited = {name for name, call in _calls(snapshot).items() if calls.get(name) != call}
+    if gone | edited:
+        raise UserError(
+            f"{owner} changed the program in annotate ({', '.join(sorted(gone | edited))}), which may only "
+            "annotate it; transform_for_annotation is for changes"
+        )
+    proposal = Proposal()
+    annotated = []
+    for node in snapshot.graph.nodes:
+        if node_annotation(node) is None and node.name not in before:
+            continue
+        if node.name not in before:
+            annotated.append(node)
+        elif point_specs(node) != before[node.name]:
+            _changed(proposal, owners[node.name], owner, node, on_conflict)
+    proposal.claims = claims_of(owner, annotated, proposal)
+    return proposal
+
+
+def _calls(model: GraphModule) -> dict[str, tuple[object, ...]]:
+    """Return what each node does, as values that compare."""
+    return {n.name: (n.op, n.target, str(n.args), str(n.kwargs)) for n in model.graph.nodes}
+
+
+def _touched(claim: Claim) -> Iterable[str]:
+    yield from claim.nodes
+    yield from (spec.point.user or spec.point.source for spec in claim.specs)
+
+
+def _changed(proposal: Proposal, earlier: str, later: str, node: Node, on_conflict: str) -> None:
+    change = "removed" if node_annotation(node) is None else "changed"
+    if on_conflict == "error":
+        raise AnnotationConflictError(earlier, later, node.name, change)
+    done = f"{change} the annotation of {earlier}, which was undone"
+    proposal.notes.append(f"{node.name}: {later} {done}")
+    proposal.rejections.append(Rejection(later, RULE, (node.name,), f"it {done}"))
+
+
+def point_specs(node: Node) -> list[PointSpec]:
+    """Return what a node's annotation says, as values that compare by content."""
+    annotation = node_annotation(node)
+    if annotation is None:
+        return []
+    edges = getattr(annotation, "input_qspec_map", None)
+    if not isinstance(edges, Mapping) or not all(isinstance(key, Node) for key in edges):
+        raise ConfigError(
+            f"the annotation of {node.name} is {annotation!r}, and not a QuantizationAnnotation whose "
+            "input_qspec_map goes from nodes to specifications"
+        )
+    implicit = bool(getattr(annotation, "allow_implicit_sharing", True))
+    places = [(Point(source.name, node.name), spec) for source, spec in edges.items()]
+    places.append((Point(node.name), getattr(annotation, "output_qspec", None)))
+    return [_point_spec(point, spec, implicit) for point, spec in places if not _leaves_float(spec)]
+
+
+def _leaves_float(spec: Any) -> bool:
+    """Tell whether a specification asks for nothing: torchao's for biases has the type that they have."""
+    return spec is None or getattr(spec, "dtype", None) is torch.float32
+
+
+def _point_spec(point: Point, spec: Any, implicit: bool) -> PointSpec:
+    """Return a specification as a value: what it refers to are points, not nodes of some graph."""
+    try:
+        native, references = native_spec(spec), _references(spec)
+    except ConfigError as error:
+        raise ConfigError(f"the specification of {point}: {error}") from error
+    if isinstance(native, SharedQuantizationSpec):
+        return shared_with(point, references[0], implicit=implicit)
+    if isinstance(native, DerivedQuantizationSpec):
+        native = replace(native, derived_from=list(references))  # type: ignore[arg-type]
+    return PointSpec(point, native, references, implicit)
+
+
+def native_spec(spec: Any) -> QuantizationSpecBase:
+    """Return a specification as one of core's own, recognised by its attributes.
+
+    Raises:
+        ConfigError: it is none of the four kinds.
+    """
+    if isinstance(spec, QuantizationSpecBase):
+        return spec
+    if hasattr(spec, "edge_or_node"):
+        return SharedQuantizationSpec(spec.edge_or_node)
+    common: dict[str, Any] = {
+        name: getattr(spec, name, None) for name in ("dtype", "quant_min", "quant_max", "qscheme")
+    }
+    dynamic = bool(getattr(spec, "is_dynamic", False))
+    if hasattr(spec, "derived_from"):
+        return DerivedQuantizationSpec(
+            list(spec.derived_from),
+            spec.derive_qparams_fn,
+            ch_axis=_channel_axis(spec, None),
+            is_dynamic=dynamic,
+            **common,
+        )
+    factory = getattr(spec, "observer_or_fake_quant_ctr", None)
+    if factory is not None:
+        return QuantizationSpec(
+            observer_or_fake_quant_ctr=factory,
+            ch_axis=_channel_axis(spec, factory),
+            is_dynamic=dynamic,
+            **common,
+        )
+    if hasattr(spec, "scale") and hasattr(spec, "zero_point"):
+        return FixedQParamsQuantizationSpec(
+            scale=spec.scale, zero_point=spec.zero_point, is_dynamic=dynamic, **common
+        )
+    raise ConfigError(f"{spec!r} is not a quantization specification")
+
+
+def _channel_axis(spec: Any, factory: Any) -> int | None:
+    """Return the channel dimension: where the specification says none, that of its observer.
+
+    Observers per channel have 0 as their default, and some quantizers rely on that.
+    """
+    axis: int | None = getattr(spec, "ch_axis", None)
+    if axis is not None or spec.qscheme not in PER_CHANNEL:
+        return axis
+    arguments = getattr(getattr(factory, "p", factory), "keywords", {})
+    return int(arguments.get("ch_axis") or 0)
+
+
+def _references(spec: Any) -> tuple[Point, ...]:
+    if hasattr(spec, "edge_or_node"):
+        return (_as_point(spec.edge_or_node),)
+    return tuple(_as_point(item) for item in getattr(spec, "derived_from", ()))
+
+
+def _as_point(edge_or_node: EdgeOrNode) -> Point:
+    if isinstance(edge_or_node, Node):
+        return Point(edge_or_node.name)
+    match edge_or_node:
+        case (Node() as source, Node() as user):
+            return Point(source.name, user.name)
+    raise ConfigError(f"{edge_or_node!r} is neither a node nor an edge (producer, consumer)")
+
+
+def annotated_nodes(model: GraphModule) -> list[Node]:
+    """Return the nodes of a program, without its bodies, that have an annotation, in graph order."""
+    return [node for node in model.graph.nodes if node_annotation(node) is not None]
+
+
+def claims_of(owner: str, nodes: Sequence[Node], proposal: Proposal) -> list[Claim]:
+    """Group annotated nodes into fused regions, a claim each.
+
+    Specifications on integers, and on values that are written in place under another name, are refused.
+
+    Raises:
+        ConfigError: an edge is annotated on a node that does not read its tensor.
+    """
+    regions = [(region, list(_region_specs(owner, region))) for region in _regions(nodes)]
+    reasons = _objections(owner, regions)
+    claims = []
+    for region, specs in regions:
+        followed = [spec for spec in specs if spec.point not in reasons]
+        dropped = [(spec.point, reasons[spec.point]) for spec in specs if spec.point in reasons]
+        if followed:
+            claims.append(_claim(owner, region, followed))
+        _say_dropped(owner, region, dropped, proposal, claimed=bool(followed))
+    return claims
+
+
+def _objections(
+    owner: str, regions: Sequence[tuple[list[Node], list[PointSpec]]]
+) -> dict[Point, str]:
+    """Return why points cannot be quantized; some take their parameters from others that cannot."""
+    unsafe = unsafe_values(regions[0][0][0].graph) if regions else frozenset()
+    reasons: dict[Point, str] = {}
+    for region, specs in regions:
+        known = {n.name: n for node in region for n in (node, *node.all_input_nodes)}
+        for point in (spec.point for spec in specs):
+            if point.source not in known:
+                raise ConfigError(f"{owner} annotates {point}, which {point.user} does not read")
+            if (reason := _objection(point, known[point.source], unsafe)) is not None:
+                reasons[point] = reason
+    return reasons_of_dependents([spec for _, specs in regions for spec in specs], reasons)
+
+
+def _region_specs(owner: str, region: Sequence[Node]) -> Iterator[PointSpec]:
+    for node in region:
+        try:
+            yield from point_specs(node)
+        except ConfigError as error:
+            raise ConfigError(f"{owner}: {error}") from error
+
+
+def _say_dropped(
+    owner: str,
+    region: Sequence[Node],
+    dropped: Sequence[tuple[Point, str]],
+    proposal: Proposal,
+    *,
+    claimed: bool,
+) -> None:
+    """List what cannot be followed: at the operator if nobody claims it and reports list it, or in notes."""
+    listed = region[-1].op == "call_function" and region[-1].target is not getitem
+    for point, reason in dropped:
+        if listed and not claimed:
+            proposal.rejections.append(Rejection(owner, RULE, (region[-1].name,), reason))
+        else:
+            idle = region[-1].op != "call_function" and point.user is None
+            what = point.source if idle else point
+            proposal.notes.append(f"{owner} annotates {what}, which was not followed: {reason}")
+
+
+def _objection(point: Point, source: Node, unsafe: Collection[str]) -> str | None:
+    """Return why a tensor cannot be quantized, None where it can."""
+    if source.op == "output":
+        return (
+            "it is where the program ends and makes no tensor; annotate the operator that it returns, "
+            "or the edge from that to it"
+        )
+    if source.name in unsafe:
+        return f"{source.name} is written in place and read under another name"
+    return None if is_quantizable(source) else f"{point} is {dtype_of(source) or 'no tensor'}"
+
+
+def _claim(owner: str, region: list[Node], specs: list[PointSpec]) -> Claim:
+    operators = [node for node in region if node.op == "call_function"] or region
+    anchor = next(
+        (n for n in operators if any(constant_of(i) is not None for i in n.all_input_nodes)),
+        operators[0],
+    )
+    plain = next((s.spec for s in specs if hasattr(s.spec, "is_dynamic")), None)
+    edges = [spec.point for spec in specs if spec.point.user is not None]
+    static = any(not getattr(spec.spec, "is_dynamic", False) for spec in specs)
+    return Claim(
+        owner=owner,
+        rule=RULE,
+        anchor=anchor.name,
+        nodes=tuple(node.name for node in operators),
+        output=operators[-1].name,
+        specs=tuple(specs),
+        operands=tuple(Operand(edge.source, str(edge.user), ()) for edge in edges),
+        config="annotation" if plain is None else str(getattr(plain, "dtype", "")),
+        mode="static" if static else "dynamic",
+    )
+
+
+def _regions(nodes: Sequence[Node]) -> list[list[Node]]:
+    """Join a producer with its only consumer where neither says anything of the tensor between them.
+
+    Two operators that both have weights are never one region.
+    """
+    region_of: dict[Node, list[Node]] = {}
+    for node in nodes:  # in graph order
+        region = [node]
+        for source in node.all_input_nodes:
+            earlier = region_of.get(source)
+            if earlier is not None and _fused(source, node) and not _two_weights(earlier, region):
+                region = earlier if region == [node] else region
+                if region is earlier:
+                    region.append(node)
+        region_of[node] = region
+    unique: dict[int, list[Node]] = defaultdict(list)
+    for region in region_of.values():
+        unique[id(region)] = region
+    return list(unique.values())
+
+
+def _fused(source: Node, user: Node) -> bool:
+    above, below = node_annotation(source), node_annotation(user)
+    says_nothing = above.output_qspec is None and below.input_qspec_map.get(source) is None
+    operators = source.op == user.op == "call_function"
+    return says_nothing and operators and len(source.users) == 1
+
+
+def _two_weights(region: Sequence[Node], other: Sequence[Node]) -> bool:
+    return all(
+        any(constant_of(argument) is not None for node in part for argument in node.all_input_nodes)
+        for part in (region, other)
+    )
+
+
+def write_annotations(model: GraphModule, claims: Iterable[Claim]) -> None:
+    """Write claims to `node.meta`, as annotations that other tools of this field read."""
+    nodes = {node.name: node for node in nodes_in(model)}
+    for claim in claims:
+        for name in claim.nodes:
+            _annotation(nodes[name])._annotated = True
+        for spec in claim.specs:
+            holder = _annotation(nodes[spec.point.user or spec.point.source])
+            holder.allow_implicit_sharing = spec.allow_implicit_sharing
+            written = _with_nodes(spec, nodes)
+            if spec.point.user is None:
+                holder.output_qspec = written
+            else:
+                holder.input_qspec_map[nodes[spec.point.source]] = written
+
+
+def _annotation(node: Node) -> Any:
+    """Return a node's annotation, one of another engine's too, making one where there is none."""
+    return node.meta.setdefault(ANNOTATION_KEY, QuantizationAnnotation())
+
+
+def _with_nodes(spec: PointSpec, nodes: dict[str, Node]) -> QuantizationSpecBase:
+    """Return a specification whose references are nodes of this graph."""
+    places: list[EdgeOrNode] = [
+        nodes[p.source] if p.user is None else (nodes[p.source], nodes[p.user])
+        for p in spec.references
+    ]
+    if isinstance(spec.spec, SharedQuantizationSpec):
+        return SharedQuantizationSpec(places[0])
+    if isinstance(spec.spec, DerivedQuantizationSpec):
+        facts = {k: v for k, v in spec.spec.__dict__.items() if k != "derived_from"}
+        return DerivedQuantizationSpec(derived_from=places, **facts)
+    return spec.spec

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Quantizer interface and the labels of members."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from itertools import count
+from typing import Any
+
+from torch import nn
+from torch.fx import GraphModule, Node
+
+from qompose.backend.capabilities import Capabilities
+from qompose.errors import ConfigError
+from qompose.quantizer.annotations import propose_annotations
+from qompose.quantizer.interop.torchao_engine import transform_for_host
+from qompose.spec.claim import Claim, Proposal
+from qompose.spec.quantization_spec import EdgeOrNode, QuantizationSpec
+from qompose.spec.torchao_compat import QUANTIZERS, acquaint, kin_of
+
+
+@kin_of(QUANTIZERS, "Quantizer")
+class Quantizer(ABC):
+    """Says which operators of an exported program are quantized, and how.
+
+    Subclasses annotate: `annotate` puts a QuantizationAnnotation into `node.meta` of the nodes it wants.
+    A quantizer keeps no state of the programs it saw. torchao's `prepare_pt2e` takes it too
+    (`qompose.quantizer.interop.torchao_engine`).
+    """
+
+    rewrites: tuple[str, ...] = ()
+    """Names of the tentative rewrites (`qompose.program.rewrites`) that this quantizer asks for."""
+    on_conflict: str = "error"
+    """What happens when a member changes an earlier one's annotation; a composition may say "first"."""
+    works_apart = False
+    """Whether it is asked about a copy that no other member changes, with every batch norm folded."""
+    _is_bound = False  # of copies that `bound` makes, which only qompose's engine has, it is True
+
+    def __init__(self) -> None:
+        acquaint()
+
+    @property
+    def name(self) -> str:
+        """Return what reports call this quantizer."""
+        return type(self).__name__
+
+    @property
+    def members(self) -> tuple[Quantizer, ...]:
+        """Return the quantizers that make claims: this one, or those of a composition."""
+        return (self,)
+
+    def bound(self, exported: GraphModule) -> Quantizer:
+        """Return this quantizer with its settings applied to one program, before any rewrite.
+
+        The copy is asked about that program and let go of; the quantizer itself keeps nothing of it.
+
+        Raises:
+            SelectorError: a setting names something exactly that is not in the program.
+        """
+        return self
+
+    def transform_for_annotation(self, model: GraphModule) -> GraphModule:
+        """Rewrite a copy of the program before it is annotated.
+
+        As it stands, this is for other engines: it makes the `rewrites` that claims cover. qompose's own
+        engine makes those itself, and calls what overrides this.
+        """
+        return model if self._is_bound else transform_for_host(model, self, labelled)
+
+    @abstractmethod
+    def annotate(self, model: GraphModule) -> GraphModule:
+        """Annotate the nodes of `model` in place and return it."""
+
+    def validate(self, model: GraphModule) -> None:
+        """Raise where the annotated program cannot run on the backend."""
+
+    def prepare_obs_or_fq_callback(
+        self, model: GraphModule, edge_or_node_to_obs_or_fq: dict[EdgeOrNode, nn.Module]
+    ) -> None:
+        """Look at, or replace, the observers before they are inserted."""
+
+    def check_program(self, exported: GraphModule) -> list[str]:
+        """Return what of the settings applies to nothing; asked once the program was annotated."""
+        return []
+
+    def objection_to_rewrite(self, claim: Claim, nodes: Sequence[Node]) -> str | None:
+        """Return why operators of the exported program must not be merged for one of its claims, or None."""
+        return None
+
+    def objection_to_spec(self, claim: Claim, spec: QuantizationSpec) -> str | None:
+        """Return why the parameter of one of this quantizer's claims cannot have `spec`, or None.
+
+        It is asked where the parameter is tied to one that another claim wants otherwise.
+        """
+        return "its quantizer annotates, and says nothing of other specifications"
+
+    def propose(
+        self, model: GraphModule, taken: Sequence[Claim], on_conflict: str = "error"
+    ) -> Proposal:
+        """Return claims on `model`, given those of earlier members. `model` is left as it is."""
+        return propose_annotations(self.name, self.annotate, model, taken, on_conflict)
+
+    def quantization_capabilities(self) -> Capabilities:
+        """Return what this quantizer can do, a row per pattern and configuration."""
+        return Capabilities((), silent=(self.name,))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the settings as JSON data, which `qompose.quantizer.quantizer_from_dict` reads.
+
+        Raises:
+            ConfigError: they hold what data cannot name, such as a function.
+        """
+        raise ConfigError(f"{self.name} is code, which cannot be written as data: make it anew")
+
+    def to_json(self) -> str:
+        """Return the settings as JSON text; see `to_dict`."""
+        return json.dumps(self.to_dict(), indent=2)
+
+
+def labelled(quantizer: Quantizer) -> list[tuple[str, Any]]:
+    """Return (label, propose) of each member; a name that occurs again gets a number."""
+    names = [member.name for member in quantizer.members]
+    labels: list[str] = []
+    for name in names:
+        numbered = (f"{name}#{number}" for number in count(2))
+        taken = {*labels, *names}  # a member may be called "x#2" itself
+        labels.append(name if name not in labels else next(n for n in numbered if n not in taken))
+    proposals = [member.propose for member in quantizer.members]
+    return list(zip(labels, proposals, strict=True))

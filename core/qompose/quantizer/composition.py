@@ -1,0 +1,420 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ComposableQuantizer and `compose`: several quantizers as one, in order of priority.
+
+The quantizer that is made of several.
+
+Compose: names of installed backends, quantizers of any engine, or data in; one quantizer out.
+
+What a composition's members came to: of each that took nothing, why; of two alike, which is which.
+
+A quantizer without selectors of its own, told to leave some operators in float.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.fx import GraphModule, Node
+
+from qompose.backend.capabilities import Capabilities
+from qompose.backend.discovery import load_backend
+from qompose.errors import ConfigError, PluginError, UserError, blaming
+from qompose.program.control_flow import nodes_in
+from qompose.quantizer.base import Quantizer, labelled
+from qompose.quantizer.interop.foreign_quantizer import adapt
+from qompose.quantizer.interop.sandbox import overseen
+from qompose.quantizer.interop.torchao_engine import annotate_for_host, name_observers
+from qompose.quantizer.rule_quantizer import RuleQuantizer, check_keys, selectors_from_data
+from qompose.quantizer.selector_matching import Assignment
+from qompose.spec.claim import (
+    Claim,
+    Composition,
+    Proposal,
+    Rejection,
+    is_loss,
+    most_telling,
+    standing_on,
+)
+from qompose.spec.quantization_spec import EdgeOrNode, QuantizationSpec
+from qompose.spec.selectors import Selectors, Setting
+
+if TYPE_CHECKING:
+    from typing_extensions import Self  # in typing from Python 3.11 on
+
+
+class ComposableQuantizer(Quantizer):
+    """Several quantizers as one; their order is their priority.
+
+    Args:
+        quantizers: the members; a composition among them is taken apart into its own members, which keep
+            their order and come under this one's `on_conflict`.
+        on_conflict: "error" raises AnnotationConflictError when a member changes what an earlier one
+            annotated; "first" undoes the change and lists it.
+
+    Raises:
+        UserError: there are no members, or one is not a quantizer.
+        ConfigError: a composition among them has another `on_conflict`.
+    """
+
+    def __init__(self, quantizers: Sequence[Quantizer], on_conflict: str = "error") -> None:
+        super().__init__()
+        if on_conflict not in ("error", "first"):
+            raise ConfigError(f'on_conflict={on_conflict!r} is neither "error" nor "first"')
+        if not quantizers:
+            raise UserError(
+                "A composition needs at least one quantizer, or the name of an installed backend. "
+                "`qompose backends` lists what is installed."
+            )
+        for quantizer in quantizers:
+            if not isinstance(quantizer, Quantizer):
+                raise UserError(
+                    f"{quantizer!r} is not a qompose.Quantizer; qompose.compose wraps quantizers of "
+                    "other engines"
+                )
+            nested = isinstance(quantizer, ComposableQuantizer)
+            if nested and quantizer.on_conflict != on_conflict:
+                raise ConfigError(
+                    f"{quantizer.name} is a composition with on_conflict={quantizer.on_conflict!r}, and it "
+                    f"would be taken apart into one with on_conflict={on_conflict!r}, which is for all "
+                    "members. Give both the same one."
+                )
+        self.quantizers = tuple(quantizers)
+        self.on_conflict = on_conflict
+
+    @property
+    def members(self) -> tuple[Quantizer, ...]:
+        return tuple(member for quantizer in self.quantizers for member in quantizer.members)
+
+    @property
+    def name(self) -> str:
+        return "+".join(member.name for member in self.members)
+
+    def bound(self, exported: GraphModule) -> Self:
+        copied = copy.copy(self)
+        once: dict[int, Quantizer] = {}  # a member that occurs again asks its predicates once
+        for member in self.quantizers:
+            if id(member) not in once:
+                once[id(member)] = member.bound(exported)
+        copied.quantizers = tuple(once[id(member)] for member in self.quantizers)
+        copied._is_bound = True
+        return copied
+
+    def check_program(self, exported: GraphModule) -> list[str]:
+        return [note for member in self.quantizers for note in member.check_program(exported)]
+
+    def _owner(self, claim: Claim) -> Quantizer:
+        labels = [label for label, _ in labelled(self)]
+        return self.members[labels.index(claim.owner)]
+
+    def objection_to_rewrite(self, claim: Claim, nodes: Sequence[Node]) -> str | None:
+        return self._owner(claim).objection_to_rewrite(claim, nodes)
+
+    def objection_to_spec(self, claim: Claim, spec: QuantizationSpec) -> str | None:
+        return self._owner(claim).objection_to_spec(claim, spec)
+
+    def transform_for_annotation(self, model: GraphModule) -> GraphModule:
+        """Make the members' rewrites in `model`, in their order, and return it.
+
+        Raises:
+            UserError: a member returned something else than a GraphModule.
+            MemberError: a member raised an error of its own.
+        """
+        model = super().transform_for_annotation(model)
+        for member in self.quantizers:
+            if type(member).transform_for_annotation is Quantizer.transform_for_annotation:
+                continue  # its rewrites are made: those of all members at once
+            with blaming(f"{member.name}: transform_for_annotation"):
+                model = member.transform_for_annotation(model)
+            if not isinstance(model, GraphModule):
+                raise UserError(
+                    f"{member.name}: transform_for_annotation returned {model!r}, not a GraphModule"
+                )
+        return model
+
+    def annotate(self, model: GraphModule) -> GraphModule:
+        return annotate_for_host(model, self, labelled)
+
+    def validate(self, model: GraphModule) -> None:
+        for member in self.quantizers:
+            with blaming(f"{member.name}: validate"):
+                member.validate(model)
+
+    def prepare_obs_or_fq_callback(
+        self, model: GraphModule, edge_or_node_to_obs_or_fq: dict[EdgeOrNode, nn.Module]
+    ) -> None:
+        for member in self.quantizers:
+            with (
+                blaming(f"{member.name}: prepare_obs_or_fq_callback"),
+                overseen(member.name, model, edge_or_node_to_obs_or_fq),
+            ):
+                member.prepare_obs_or_fq_callback(model, edge_or_node_to_obs_or_fq)
+        name_observers(edge_or_node_to_obs_or_fq)
+
+    def propose(
+        self, model: GraphModule, taken: Sequence[Claim], on_conflict: str = "error"
+    ) -> Proposal:
+        """Refuse: claims are made by the members.
+
+        Raises:
+            UserError: always.
+        """
+        raise UserError("a composition makes no claims of its own: ask its members")
+
+    def to_dict(self) -> dict[str, Any]:
+        if type(self) is not ComposableQuantizer:
+            return super().to_dict()
+        return {
+            "on_conflict": self.on_conflict,
+            "members": [quantizer.to_dict() for quantizer in self.quantizers],
+        }
+
+    def quantization_capabilities(self) -> Capabilities:
+        result = Capabilities(())
+        for member in self.members:
+            result += member.quantization_capabilities()
+        return result
+
+
+def compose(*members: str | Quantizer, on_conflict: str = "error") -> ComposableQuantizer:
+    """Compose quantizers, in order of priority. A string is an installed backend with its default config.
+
+    Raises:
+        BackendNotFoundError: no such backend is installed.
+        PluginError: it is, and cannot be loaded.
+        UserError: no members.
+    """
+    return ComposableQuantizer([_as_quantizer(member) for member in members], on_conflict)
+
+
+def _as_quantizer(member: str | Quantizer) -> Quantizer:
+    return quantizer_of(member) if isinstance(member, str) else adapt(member)
+
+
+def quantizer_of(name: str) -> Quantizer:
+    """Return the quantizer of an installed backend, with its default configuration, to be given selectors.
+
+    Raises:
+        BackendNotFoundError: no such backend is installed.
+        PluginError: it is, and cannot be loaded.
+    """
+    backend = load_backend(name)
+    make: Callable[[], Any] = backend.quantizer_class or (lambda: RuleQuantizer(backend))
+    quantizer = make()
+    if isinstance(quantizer, RuleQuantizer):
+        quantizer.set_global(backend.default_config)
+    if not isinstance(quantizer, Quantizer):
+        reason = f"its quantizer_class made {quantizer!r}, which is no qompose.Quantizer"
+        raise PluginError(name, type(backend).__module__, reason)
+    return quantizer
+
+
+def quantizer_from_dict(data: Mapping[str, Any]) -> Quantizer:
+    """Return the quantizer that the data of `Quantizer.to_dict` stands for.
+
+    Args:
+        data: `{"backend": name, "selectors": [...]}`, or `{"members": [...], "on_conflict": "error"}`.
+
+    Raises:
+        ConfigError, SelectorError: the data is malformed, has unknown keys, or asks for what the backend
+            cannot do; the message says where.
+        BackendNotFoundError, PluginError: a backend that it names cannot be had.
+    """
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"{data!r} is no object with the keys backend and selectors, or members")
+    if "members" in data:
+        check_keys({"on_conflict": "error", **data}, ("members", "on_conflict"))
+        if not isinstance(data["members"], list):
+            raise ConfigError(f"members={data['members']!r} is no list")
+        members = [quantizer_from_dict(member) for member in data["members"]]
+        return ComposableQuantizer(members, data.get("on_conflict", "error"))
+    check_keys(data, ("backend", "selectors"))
+    if not isinstance(data["backend"], str):
+        raise ConfigError(f"backend={data['backend']!r} is no name")
+    quantizer = quantizer_of(data["backend"])
+    if not isinstance(quantizer, RuleQuantizer):
+        raise ConfigError(f"the quantizer of {data['backend']!r} has no selectors to be set")
+    named, owner = quantizer.backend.configs, quantizer.name
+    return quantizer.with_selectors(selectors_from_data(data["selectors"], named, owner))
+
+
+def quantizer_from_json(text: str) -> Quantizer:
+    """Return the quantizer that the text of `Quantizer.to_json` stands for; see `quantizer_from_dict`.
+
+    Raises:
+        ConfigError: the text is no JSON, or the data in it is malformed.
+        BackendNotFoundError, PluginError: a backend that it names cannot be had.
+    """
+    try:
+        data = json.loads(text, object_pairs_hook=_distinct)
+    except (ValueError, TypeError, RecursionError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"this is no JSON: {error}") from None
+    return quantizer_from_dict(data)
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON; a key that stands twice would silently lose its first value."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ConfigError(f"the key {next(k for k in keys if keys.count(k) > 1)!r} stands twice")
+    return found
+
+
+def notes_on_members(quantizer: Quantizer, composition: Composition) -> list[str]:
+    """Describe the members of a composition that have no claim.
+
+    Of a quantizer with rules that is alone, the operators of the report say all that there is to say.
+    """
+    members = dict(zip((label for label, _ in labelled(quantizer)), quantizer.members, strict=True))
+    if len(members) == 1 and isinstance(quantizer.members[0], RuleQuantizer):
+        return []
+    claiming = {claim.owner for claim in composition.chosen}
+    return [
+        f"{label} claims nothing: {_why(label, members, composition)}"
+        for label in members
+        if label not in claiming
+    ]
+
+
+def _why(label: str, members: dict[str, Quantizer], composition: Composition) -> str:
+    reasons = [*_losses(label, composition), *_refusals(label, composition)]
+    twin = _twin(label, members)
+    if twin is not None:
+        reasons.append(f"its settings are those of {twin}, which comes first, so it can never win")
+    if reasons:
+        return "; ".join(reasons)
+    if isinstance(members[label], RuleQuantizer):
+        return "no operator of its rules occurs in the program"
+    return "it annotates nothing in this program"
+
+
+def _losses(label: str, composition: Composition) -> Iterator[str]:
+    """Say to whom the regions went that a member wanted."""
+    wanted = {(r.rule, r.nodes) for r in composition.rejections if r.owner == label and is_loss(r)}
+    if wanted:
+        winners = dict.fromkeys(c.winner for c in composition.conflicts if c.loser == label)
+        regions = "the only region" if len(wanted) == 1 else f"all {len(wanted)} regions"
+        yield f"{regions} that it wanted went to {', '.join(winners)}"
+
+
+def _refusals(label: str, composition: Composition) -> Iterator[str]:
+    """Say why regions that a member's rules match became no claims, the commonest reason first."""
+    reasons = Counter(
+        r.reason
+        for r in dict.fromkeys(most_telling(composition.rejections))
+        if r.owner == label and not is_loss(r)
+    )
+    for reason, number in reasons.most_common(_MOST):
+        yield f"of {number} region{'s' * (number > 1)}: {reason}"
+    if len(reasons) > _MOST:
+        yield f"and {len(reasons) - _MOST} other reasons, at the operators"
+
+
+_MOST = 3
+
+
+def _twin(label: str, members: dict[str, Quantizer]) -> str | None:
+    """Return an earlier member with the same rules and settings, None where there is none."""
+    for earlier, other in members.items():
+        if earlier == label:
+            return None
+        if _settings(other) is not None and _settings(other) == _settings(members[label]):
+            return earlier
+    return None
+
+
+def _settings(member: Quantizer) -> object | None:
+    """Return what a member is set to as data, None where it cannot be compared."""
+    if not isinstance(member, RuleQuantizer):
+        return None
+    try:
+        return member.to_dict()
+    except ConfigError:  # a function decides, and functions cannot be compared
+        return None
+
+
+class Restrained(Quantizer):
+    """A quantizer whose claims are not heard where settings say float; all else is its own.
+
+    Args:
+        member: any quantizer that annotates: of another engine, or code.
+        settings: selectors that leave operators in float.
+    """
+
+    def __init__(self, member: Quantizer, settings: Iterable[Setting]) -> None:
+        super().__init__()
+        self.member, self.settings = member, tuple(settings)
+        self.rewrites, self.on_conflict = member.rewrites, member.on_conflict
+        self.works_apart = member.works_apart
+        self._assignment: Assignment | None = None
+
+    @property
+    def name(self) -> str:
+        return self.member.name
+
+    def also(self, settings: Iterable[Setting]) -> Restrained:
+        """Return a quantizer with more settings."""
+        return Restrained(self.member, (*self.settings, *settings))
+
+    def bound(self, exported: GraphModule) -> Self:
+        copied = copy.copy(self)
+        copied.member, copied._is_bound = self.member.bound(exported), True
+        copied._assignment = Assignment(Selectors(list(self.settings)), exported)
+        return copied
+
+    def propose(
+        self, model: GraphModule, taken: Sequence[Claim], on_conflict: str = "error"
+    ) -> Proposal:
+        """Return the member's claims but for those that cover an operator which a setting leaves in float."""
+        assignment = self._assignment or self.bound(model)._assignment
+        assert assignment is not None
+        proposal = self.member.propose(model, taken, on_conflict)
+        nodes = {node.name: node for node in nodes_in(model)}
+        kept, refused = [], list(proposal.rejections)
+        for claim in proposal.claims:
+            covered = standing_on(claim, proposal.changes).territory
+            chosen = (assignment.select(nodes[name]) for name in covered if name in nodes)
+            by = next((selection.selector for selection in chosen if selection.selected), None)
+            if by is None:
+                kept.append(claim)
+            else:
+                refused.append(
+                    Rejection(claim.owner, claim.rule, claim.nodes, f"left in float by {by}")
+                )
+        return replace(proposal, claims=kept, rejections=refused)
+
+    def transform_for_annotation(self, model: GraphModule) -> GraphModule:
+        if type(self.member).transform_for_annotation is Quantizer.transform_for_annotation:
+            return super().transform_for_annotation(model)
+        return self.member.transform_for_annotation(model)
+
+    def annotate(self, model: GraphModule) -> GraphModule:
+        return annotate_for_host(model, self, labelled)
+
+    def validate(self, model: GraphModule) -> None:
+        self.member.validate(model)
+
+    def prepare_obs_or_fq_callback(
+        self, model: GraphModule, edge_or_node_to_obs_or_fq: dict[EdgeOrNode, nn.Module]
+    ) -> None:
+        self.member.prepare_obs_or_fq_callback(model, edge_or_node_to_obs_or_fq)
+
+    def check_program(self, exported: GraphModule) -> list[str]:
+        return self.member.check_program(exported)
+
+    def objection_to_rewrite(self, claim: Claim, nodes: Sequence[Node]) -> str | None:
+        return self.member.objection_to_rewrite(claim, nodes)
+
+    def objection_to_spec(self, claim: Claim, spec: QuantizationSpec) -> str | None:
+        return self.member.objection_to_spec(claim, spec)
+
+    def quantization_capabilities(self) -> Capabilities:
+        return self.member.quantization_capabilities()

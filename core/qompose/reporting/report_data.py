@@ -1,0 +1,448 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The report as data.
+
+The report as data: a row for every float operator, what the graph holds, and how both are told.
+
+Whether a comparison is of the model that a report is of: drawn together, two models would be a fiction.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from os import PathLike
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rich.console import Console, ConsoleOptions, RenderResult
+
+from qompose.console import Block, Table, as_markdown, as_rich, as_text
+from qompose.errors import ConfigError, UserError, near_names
+from qompose.files import draft_of
+from qompose.plan.plan import Requantized
+from qompose.reporting.comparison_data import Comparison
+from qompose.reporting.graph_drawing import DASHED, DOTTED, FULL
+from qompose.reporting.html_page import page
+
+KERNEL, SIMULATED, FLOAT = "int8 kernel", "simulated (Q/DQ)", "float"
+OBSERVED, REFERENCE = "observed", "integer reference"
+FLOAT_KERNEL = "float kernel on integers"
+STATES = (KERNEL, REFERENCE, FLOAT_KERNEL, SIMULATED, OBSERVED, FLOAT)
+"""Where an operator may end, in the order in which reports list them."""
+_BORDERS = dict(zip(STATES, (FULL, FULL, FULL, DASHED, DASHED, DOTTED), strict=True))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One operator of the exported program: where it ended, who took it by which rule, and why (not).
+
+    `macs` counts multiply-accumulates for one call with the example shapes. `reason` says why an operator
+    is float or has no kernel. `inputs` are the names of the rows whose results the operator reads, past what
+    has no row, and into and out of bodies of control flow; what a loop hands on to its next pass is not
+    among them.
+    """
+
+    name: str
+    operator: str
+    module: str
+    macs: int
+    state: str
+    owner: str = ""
+    rule: str = ""
+    config: str = ""
+    mode: str = ""
+    selector: str = ""
+    kernel: str = ""
+    reason: str = ""
+    inputs: tuple[str, ...] = ()
+
+    @property
+    def explanation(self) -> str:
+        """Return what runs the operator, or why no kernel does, with who says so."""
+        if self.state in (KERNEL, REFERENCE, FLOAT_KERNEL):
+            return f"{self.owner}: {self.kernel}"
+        if self.owner and self.reason:
+            return f"{self.owner}: {self.reason}"
+        return f"{self.owner}: rule {self.rule}, {self.config}" if self.owner else self.reason
+
+    def __str__(self) -> str:
+        """Return the row as a sentence: `linear (aten.linear in head) is float: no rule claims it`."""
+        where = f"{self.name} ({self.operator}{f' in {self.module}' if self.module else ''})"
+        if not self.owner:
+            return f"{where} is {self.state}: {self.reason}"
+        by = f"{self.owner}, rule {self.rule}, config {self.config}"
+        by += f" (from {self.selector})" if self.selector else ""
+        what = self.kernel or self.reason
+        return f"{where} is {self.state}{f': {what}' if what else ''}; {by}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What happened to every float operator at one stage, and what else the plan has to say.
+
+    Attributes:
+        stage, target: "prepared", "converted", "reference" or "lowered", and what for.
+        rows: all float operators, in the order of the exported program.
+        counts: what the graph holds; for a program of another runtime, its kernels alone.
+        requantizations: tensors on which two specifications meet.
+        conflicts, rewrites, notes: who lost what to whom; what was rewritten; what else there is to say.
+        bytes_before, bytes_after: of all parameters and buffers; of the program file for other runtimes.
+        fingerprint: of the exported program's parameters, by which a comparison is known to be of this model.
+    """
+
+    stage: str
+    target: str
+    rows: tuple[Row, ...]
+    counts: Counts
+    requantizations: tuple[Requantized, ...]
+    conflicts: tuple[str, ...]
+    rewrites: tuple[str, ...]
+    notes: tuple[str, ...]
+    bytes_before: int
+    bytes_after: int
+    fingerprint: str = ""
+
+    def count(self, state: str, owner: str | None = None) -> int:
+        """Return how many operators ended in a state, of one owner or of all.
+
+        Raises:
+            UserError: there is no such state; others own operators, and that one is not known.
+        """
+        _check_state(state)
+        owners = {row.owner for row in self.rows} - {""}
+        idle = any(note.startswith(f"{owner} claims nothing: ") for note in self.notes)
+        if owner is not None and owners and owner not in owners and not idle:
+            raise UserError(
+                f"nobody who owns operators is called {owner!r}{near_names(str(owner), owners)}; "
+                f"owners: {', '.join(sorted(owners))}"
+            )
+        return sum(row.state == state and owner in (None, row.owner) for row in self.rows)
+
+    def coverage(self, state: str = KERNEL, operator: str | None = None) -> float:
+        """Return the part of all multiply-accumulates (of one operator) that ended in a state.
+
+        Raises:
+            UserError: there is no such state, or the model has no such operator.
+        """
+        _check_state(state)
+        known = {row.operator for row in self.rows}
+        if operator is not None and operator not in known:
+            raise UserError(
+                f"{operator!r} does not occur in the model{near_names(str(operator), known)}"
+            )
+        rows = [row for row in self.rows if operator in (None, row.operator)]
+        total = sum(row.macs for row in rows)
+        return sum(row.macs for row in rows if row.state == state) / total if total else 0.0
+
+    @property
+    def quantized_part(self) -> float:
+        """Return the part of all multiply-accumulates that is not float."""
+        return sum(self.coverage(state) for state in STATES if state != FLOAT)
+
+    def why(self, name: str) -> tuple[Row, ...]:
+        r"""Return the rows of an operator, by its name; of all in a module, by its path; or of a kind.
+
+        `print(*report.why("encoder.layers.0"), sep="\n")` tells what became of a part of the model.
+
+        Raises:
+            UserError: no float operator has that name; the message has near names.
+        """
+        if not isinstance(name, str):
+            raise UserError(
+                f"why takes the name of an operator, a module path or a kind of operators, not {name!r}"
+            )
+        asked: tuple[Callable[[Row], bool], ...] = (
+            lambda row: row.name == name,
+            lambda row: row.module == name or row.module.startswith(f"{name}."),
+            lambda row: row.operator == name,
+        )
+        for matches in asked:
+            found = tuple(row for row in self.rows if matches(row))
+            if found:
+                return found
+        known = {part for row in self.rows for part in (row.name, row.module, row.operator)} - {""}
+        raise UserError(
+            f"{name!r} is no float operator of the model, no module that has one, and no kind of them"
+            f"{near_names(name, known)}"
+        )
+
+    def summary(self) -> list[tuple[str, str, str, str, int, int]]:
+        """Return (operator, state, owner, kernel or reason, operators, multiply-accumulates) in groups."""
+        return _grouped(
+            self.rows, lambda row: (row.operator, row.state, row.owner, row.kernel or row.reason)
+        )
+
+    def by_owner(self) -> list[tuple[str, str, str, str, int, int]]:
+        """Return (owner, state, config, selector, operators, multiply-accumulates) in groups.
+
+        It tells two quantizers of one backend apart: each has configurations and selectors of its own.
+        """
+        owned = [row for row in self.rows if row.owner]
+        return _grouped(owned, lambda row: (row.owner, row.state, row.config, row.selector))
+
+    def headline(self) -> str:
+        """Return one line: the stage, who took how many operators, and how much of the work that is."""
+        taken = [row for row in self.rows if row.state != FLOAT]
+        owners = Counter(row.owner for row in taken)
+        who = f" ({', '.join(f'{owner} {n}' for owner, n in sorted(owners.items()))})" * bool(taken)
+        states = ", ".join(
+            f"{self.count(state)} {state}"
+            for state in STATES
+            if self.count(state) and state != FLOAT
+        )
+        text = f"{self.stage}{f' for {self.target}' if self.target else ''}: "
+        text += f"{states or 'nothing quantized'} of {len(self.rows)} float operators{who}, "
+        return f"{text}{self.quantized_part:.1%} of multiply-accumulates; graph: {self.counts}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as JSON data."""
+        data: dict[str, Any] = json.loads(json.dumps(asdict(self), allow_nan=False))
+        return data
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Report:
+        """Return the report that `to_dict` turned into data.
+
+        Raises:
+            ConfigError: the data has other fields than a report of this release, or values that no
+                report has there.
+        """
+        try:
+            facts = dict(data)
+            facts["rows"] = tuple(_read(Row, row) for row in facts["rows"])
+            facts["counts"] = _read(Counts, facts["counts"])
+            facts["requantizations"] = tuple(
+                _read(Requantized, item) for item in facts["requantizations"]
+            )
+            report = _read(cls, facts)
+            if report.stage not in _STAGES or not {row.state for row in report.rows} <= {*STATES}:
+                raise ValueError("it has a stage, or rows have a state, that there is not")
+            return report
+        except (TypeError, KeyError, ValueError) as error:
+            wanted = ", ".join(field.name for field in fields(cls))
+            raise ConfigError(f"this is no report ({error}); a report has {wanted}") from error
+
+    def to_json(self, indent: int | None = 2) -> str:
+        """Return the report as JSON text."""
+        return json.dumps(self.to_dict(), indent=indent, allow_nan=False)
+
+    def to_text(self, width: int = 100) -> str:
+        """Return the report as text of at most `width` columns; nothing is cut off."""
+        return as_text(self._blocks(), width)
+
+    def details(self, width: int = 100) -> str:
+        """Return a line for every operator, in the order of the program, with its module and reason."""
+        rows = [(r.name, r.module, r.state, r.explanation) for r in self.rows]
+        header = ("operator", "module", "state", "kernel, rule or reason")
+        return as_text([Table(header, tuple(rows))], width)
+
+    def to_markdown(self) -> str:
+        """Return totals, the summary and the owners as Markdown tables, and what else there is to say."""
+        blocks: list[Block] = [f"{line}  " for line in self._totals()]
+        blocks.append(Table(_HEADER, tuple(self.summary())))
+        blocks += [Table(_OWNERS, tuple(self.by_owner()))] if self.by_owner() else []
+        return as_markdown([*blocks, *self._remarks()]).rstrip()
+
+    def save(self, path: str | PathLike[str], comparison: Comparison | None = None) -> None:
+        """Write the report to a file: a page for browsers (`.html`), data (`.json`) or Markdown (`.md`).
+
+        The page is one file that loads nothing. A file that exists is replaced at once, or not at all.
+
+        Args:
+            path: of the file; its suffix says the kind.
+            comparison: what `qompose.compare` found, for the error of each operator.
+
+        Raises:
+            UserError: the suffix is none of these, or `.json` with a comparison, which is data of its own;
+                `comparison` is none, or of another model.
+            OSError: the file cannot be written.
+        """
+        if not isinstance(path, (str, PathLike)):
+            raise UserError(f"save takes the path of a file, and got {path!r}")
+        if comparison is not None:
+            operators = {row.name: row.operator for row in self.rows}
+            check_comparison(comparison, self.fingerprint, operators, self.stage)
+        kind = Path(path).suffix.lower()
+        if kind == ".html":
+            text = self._page(comparison)
+        elif kind == ".md":
+            more = [] if comparison is None else [comparison.to_markdown()]
+            text = "\n\n".join([self.to_markdown(), *more])
+        elif kind == ".json" and comparison is None:
+            text = self.to_json()
+        elif kind == ".json":
+            raise UserError(
+                f"{path} would hold the report alone: save a comparison with it as .html or .md, or write "
+                "its to_dict() to a file of its own"
+            )
+        else:
+            raise UserError(
+                f"{path} has none of the suffixes .html, .json and .md, which say its kind"
+            )
+        with draft_of(Path(path)) as draft:
+            draft.write_bytes(f"{text.rstrip()}\n".encode())
+
+    def _page(self, comparison: Comparison | None) -> str:
+        return page(
+            self.to_dict(),
+            None if comparison is None else comparison.to_dict(),
+            totals=self._totals(),
+            remarks={
+                "Requantizations": [*map(str, self.requantizations)],
+                "Conflicts": self.conflicts,
+                "Rewrites": self.rewrites,
+                "Notes": self.notes,
+            },
+            states=_BORDERS,
+        )
+
+    def _totals(self) -> list[str]:
+        states = [state for state in STATES if self.count(state)]
+        parts = ", ".join(f"{self.count(state)} {state}" for state in states)
+        total = sum(row.macs for row in self.rows)
+        shares = [(self.coverage(state), state) for state in states]
+        share = ", ".join(f"{part:.1%} {state}" for part, state in shares if part)
+        stage = f"{self.stage}{f' for {self.target}' if self.target else ''}"
+        lines = [f"{stage}: {parts or 'no float operators'}"]
+        lines += [f"multiply-accumulates: {total:,}: {share}"] if total else []
+        if self.bytes_after and self.bytes_before:
+            ratio = self.bytes_after / self.bytes_before
+            lines.append(
+                f"model bytes: {self.bytes_before:,} -> {self.bytes_after:,} ({ratio:.1%})"
+            )
+        lines.append(f"in the graph: {self.counts}")
+        if self.requantizations:
+            number = len(self.requantizations)
+            lines.append(f"{number} requantization{'s' * (number > 1)} where specifications meet")
+        return lines
+
+    def _remarks(self) -> list[str]:
+        meetings = map(str, self.requantizations)
+        remarks = (*meetings, *self.conflicts, *self.rewrites, *self.notes)
+        return [f"- {line}" for line in remarks]
+
+    def _blocks(self) -> list[Block]:
+        """Return the totals, a table with a part for each state, one of owners, and the remarks."""
+        rows: list[tuple[object, ...]] = []
+        for state in STATES:
+            groups = _grouped(
+                (row for row in self.rows if row.state == state),
+                lambda row: (row.operator, row.explanation),
+            )
+            rows += [(state,), *((f"  {name}", *rest) for name, *rest in groups)] if groups else []
+        table = Table(("operator", "kernel, rule or reason", "operators", "MACs"), tuple(rows))
+        owners = [Table(_OWNERS, tuple(self.by_owner()))] if self._settings() > 1 else []
+        return [*self._totals(), *([table] if rows else []), *owners, *self._remarks()]
+
+    def _settings(self) -> int:
+        """Return how many owners, or configurations and selectors of theirs, there are to tell apart."""
+        return len({(row.owner, row.config, row.selector) for row in self.rows if row.owner})
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield from as_rich(self._blocks())
+
+    def __str__(self) -> str:
+        return self.to_text()
+
+
+_STAGES = ("prepared", "converted", "reference", "lowered")
+Data = TypeVar("Data")
+
+
+def _check_state(state: object) -> None:
+    if state not in STATES:
+        close = near_names(str(state), STATES)
+        raise UserError(f"{state!r} is no state{close}; states: {', '.join(STATES)}")
+
+
+def _read(kind: type[Data], facts: Mapping[str, Any]) -> Data:
+    """Return an object of a dataclass whose numbers, texts and lists of texts are read from data."""
+    read = dict(facts)
+    for name, wanted in ((f.name, f.type) for f in fields(kind) if f.name in read):  # type: ignore[arg-type]
+        value = read[name]
+        if wanted == "tuple[str, ...]":
+            good = isinstance(value, (list, tuple)) and all(isinstance(v, str) for v in value)
+            read[name] = tuple(value) if good else value
+        elif wanted == "int":
+            good = type(value) is int and value >= 0
+        else:
+            good = wanted != "str" or isinstance(value, str)
+        if not good:
+            raise TypeError(f"{name} of {kind.__name__} cannot be {value!r}")
+    return kind(**read)
+
+
+_HEADER = ("operator", "state", "owner", "kernel or reason", "operators", "MACs")
+_OWNERS = ("owner", "state", "config", "selector", "operators", "MACs")
+
+
+def _grouped(rows: Iterable[Row], key: Callable[[Row], tuple[str, ...]]) -> list[Any]:
+    """Count rows and their multiply-accumulates by key, the most work first."""
+    operators: Counter[tuple[str, ...]] = Counter()
+    work: Counter[tuple[str, ...]] = Counter()
+    for row in rows:
+        operators[key(row)] += 1
+        work[key(row)] += row.macs
+    ordered = sorted(operators, key=lambda key: (-work[key], key))
+    return [(*key, operators[key], work[key]) for key in ordered]
+
+
+_NAMED = 3
+"""How many operators tell a model in a message."""
+
+
+def check_comparison(
+    comparison: object, fingerprint: str, operators: Mapping[str, str], stage: str
+) -> None:
+    """Make sure that something is a comparison of a report's model.
+
+    Args:
+        fingerprint: of the report's model; "" of a report that an earlier release wrote.
+        operators: by the names of the report's rows, what operators they are.
+        stage: of the report.
+
+    Raises:
+        UserError: it is none, or one of another model; the message names both.
+    """
+    if not isinstance(comparison, Comparison):
+        raise UserError(
+            f"comparison= is what qompose.compare returned, and not {type(comparison).__name__}"
+        )
+    told = {row.name: row.operator for row in comparison if row.name and row.state}
+    known = bool(fingerprint and comparison.fingerprint)
+    same = fingerprint == comparison.fingerprint if known else told.items() <= operators.items()
+    if not same:
+        raise UserError(
+            f"the comparison is of another model: it is of a {comparison.reference} and a {comparison.other} "
+            f"program with {_some(told)}, parameters {comparison.fingerprint[:8] or 'unknown'}; the report "
+            f"is of a {stage} one with {_some(operators)}, parameters {fingerprint[:8] or 'unknown'}"
+        )
+
+
+def _some(operators: Iterable[str]) -> str:
+    """Return the first of a model's operators, by which people know it."""
+    names = list(operators)
+    more = f" and {len(names) - _NAMED:,} more" if len(names) > _NAMED else ""
+    return (", ".join(names[:_NAMED]) or "no operators that have a row") + more
+
+
+@dataclass(frozen=True)
+class Counts:
+    """How many of each stand in a graph and in the bodies inside it.
+
+    `cast` are conversions between float types that a specification asked for; `kernels` counts the regions
+    that a kernel replaced, not the operators it consists of.
+    """
+
+    observers: int = 0
+    quantize: int = 0
+    dequantize: int = 0
+    choose_qparams: int = 0
+    cast: int = 0
+    kernels: int = 0
+
+    def __str__(self) -> str:
+        """Return the counts that are not zero in one line, "nothing" where all are."""
+        return ", ".join(f"{n} {name}" for name, n in self.__dict__.items() if n) or "nothing"

@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A claim of a quantizer on a region of the program, as a value."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch.fx import GraphModule, Node
+
+from qompose.program.control_flow import nodes_in
+from qompose.program.meta import ANNOTATION_KEY
+from qompose.spec.algorithm_options import Repair
+from qompose.spec.qparams import Bounds
+from qompose.spec.quantization_spec import (
+    DerivedQuantizationSpec,
+    QuantizationSpecBase,
+    SharedQuantizationSpec,
+)
+
+
+@dataclass(frozen=True)
+class Point:
+    """A place where a tensor is quantized: the output of `source`, or its edge into `user`."""
+
+    source: str
+    user: str | None = None
+
+    def __lt__(self, other: Point) -> bool:
+        """Order by names; an output comes before the edges."""
+        return (self.source, self.user or "") < (other.source, other.user or "")
+
+    def __str__(self) -> str:
+        return f"output of {self.source}" if self.user is None else f"{self.source} -> {self.user}"
+
+
+@dataclass(frozen=True)
+class PointSpec:
+    """A specification at a point. References of shared and derived specifications are points too.
+
+    `bounds` is what the claim's kernel asks of scale and zero point, once they are known.
+    """
+
+    point: Point
+    spec: QuantizationSpecBase
+    references: tuple[Point, ...] = ()
+    allow_implicit_sharing: bool = True
+    bounds: Bounds | None = None
+
+    @property
+    def shared(self) -> bool:
+        """Tell whether the specification is that of another point."""
+        return isinstance(self.spec, SharedQuantizationSpec)
+
+    @property
+    def derived(self) -> bool:
+        """Tell whether the parameters are computed from those of other points."""
+        return isinstance(self.spec, DerivedQuantizationSpec)
+
+
+def shared_with(point: Point, other: Point, *, implicit: bool = True) -> PointSpec:
+    """Return the specification of a point that has the parameters of another. It holds no nodes."""
+    return PointSpec(point, SharedQuantizationSpec(other), (other,), implicit)  # type: ignore[arg-type]
+
+
+def reasons_of_dependents(
+    specs: Iterable[PointSpec], reasons: Mapping[Point, str]
+) -> dict[Point, str]:
+    """Return why points cannot be quantized, with those whose parameters are taken from such points."""
+    found = dict(reasons)
+    dependents: dict[Point, list[PointSpec]] = defaultdict(list)
+    for spec in specs:
+        for reference in spec.references:
+            dependents[reference].append(spec)
+    waiting = list(found)
+    while waiting:
+        reference = waiting.pop(0)
+        for spec in dependents[reference]:
+            if spec.point not in found:
+                how = "shares the parameters of" if spec.shared else "is derived from"
+                found[spec.point] = f"it {how} {reference}, and {found[reference]}"
+                waiting.append(spec.point)
+    return found
+
+
+@dataclass(frozen=True)
+class Operand:
+    """Where a region reads a captured tensor: the argument of `user` at `position`.
+
+    The first item of `position` is an argument's index or keyword; the rest index nested lists.
+    """
+
+    role: str
+    user: str
+    position: tuple[int | str, ...]
+
+
+@dataclass(frozen=True)
+class AddedBias:
+    """A bias that a kernel adds as an integer: its name, and the edges whose scales make up its step."""
+
+    name: str
+    input: Point
+    weight: Point
+
+
+@dataclass(frozen=True)
+class Product:
+    """The parameters of a claimed product, and which dimensions of its tensors its channels are.
+
+    `balanced` tells whether its configuration lets them be balanced (`qompose.algorithms.channel_scaling`).
+    """
+
+    weight: str
+    bias: str
+    input_dim: int
+    output_dim: int
+    balanced: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """One admissible annotation of one region, and who asks for it.
+
+    `nodes` are the operators of the region in graph order, `output` the one whose value leaves it.
+    `needs_quantized` names producers: the claim stands only where every one of them (`needs_all`), or at
+    least one, gives a tensor that is quantized already. With `needs_reader` it stands only where another
+    claim reads its output as integers. `mode` is "static", "dynamic" or "weight-only".
+    `instead_of` are operators of the program in whose place its nodes stand, where a `Change` made these.
+    `product` is set where the claim's configuration lets its channels have factors, `bias` where its kernel
+    adds a bias as an integer. `repairs` are those that the configuration asks for, of a rule with a weight.
+    """
+
+    owner: str
+    rule: str
+    anchor: str
+    nodes: tuple[str, ...]
+    output: str
+    specs: tuple[PointSpec, ...]
+    operands: tuple[Operand, ...] = ()
+    captures: tuple[tuple[str, str], ...] = ()
+    config: str = ""
+    selector: str = ""
+    mode: str = "static"
+    needs_quantized: tuple[str, ...] = ()
+    needs_all: bool = True
+    needs_reader: bool = False
+    product: Product | None = None
+    bias: AddedBias | None = None
+    instead_of: tuple[str, ...] = ()
+    repairs: tuple[Repair, ...] = ()
+
+    @property
+    def territory(self) -> frozenset[str]:
+        """Return its operators, and those in whose place they stand."""
+        return frozenset((*self.nodes, *self.instead_of))
+
+    def owned_by(self, owner: str) -> Claim:
+        """Return the same claim in another owner's name."""
+        return replace(self, owner=owner)
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """A match that could not become a claim, and why.
+
+    `distance` is 0 where the rule takes the configuration, 1 where it does not, 2 where it takes none of
+    that mode: what nearer rules say tells more. It is 3 where there is no rule, and `rule` is empty.
+    """
+
+    owner: str
+    rule: str
+    nodes: tuple[str, ...]
+    reason: str
+    distance: int = 0
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """A claim that lost nodes to an earlier one."""
+
+    winner: str
+    winner_rule: str
+    loser: str
+    loser_rule: str
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Change:
+    """A place where a quantizer's claims are on a program of its own, and what is different there.
+
+    `nodes` are the program's operators that are gone or differ, `pieces` those that stand in their place.
+    `brought` are the values that the program has not got without it: constants, and some of the pieces.
+    """
+
+    nodes: tuple[str, ...]
+    pieces: tuple[str, ...]
+    brought: tuple[str, ...] = field(default=(), compare=False)
+
+    def carries(self, claim: Claim) -> bool:
+        """Tell whether a claim cannot stand without it."""
+        held = {*claim.nodes}
+        read = {spec.point.source for spec in claim.specs}
+        return not (held.isdisjoint(self.pieces) and (held | read).isdisjoint(self.brought))
+
+
+def standing_on(claim: Claim, changes: Iterable[Change]) -> Claim:
+    """Return a claim with the operators in whose place changes put its own."""
+    needed = [change for change in changes if change.carries(claim)]
+    instead = dict.fromkeys(name for change in needed for name in change.nodes)
+    return replace(claim, instead_of=tuple(instead)) if needed else claim
+
+
+Apply = Callable[[GraphModule, Collection[Change], Mapping[str, str]], None]
+"""Makes changes in a program; the last argument is how that calls values that the changes name otherwise."""
+
+
+def _keep(program: GraphModule, changes: Collection[Change], called: Mapping[str, str]) -> None:
+    """Make no changes: there are none."""
+
+
+@dataclass
+class Proposal:
+    """All that one quantizer says of one program.
+
+    `changes` are what its claims may stand on; `apply` makes some of them, in place. `marks` are entries
+    of nodes' meta that the quantizer wrote for later tools, by node; they go with its claims.
+    """
+
+    claims: list[Claim] = field(default_factory=list)
+    rejections: list[Rejection] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    changes: tuple[Change, ...] = ()
+    apply: Apply = _keep
+    marks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+@dataclass
+class Composition:
+    """The claims that were chosen, in order of priority, and what became of the others.
+
+    `obstacles` says why rewrites were not made, by their name and operators; `hindered`, by operators that
+    only a rewrite brings to a rule, what the rule says of them with it. `changes` are those that chosen
+    claims stand on, each with its quantizer.
+    """
+
+    chosen: list[Claim] = field(default_factory=list)
+    conflicts: list[Conflict] = field(default_factory=list)
+    rejections: list[Rejection] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    obstacles: dict[tuple[str, tuple[str, ...]], str] = field(default_factory=dict)
+    hindered: dict[str, str] = field(default_factory=dict)
+    changes: list[tuple[str, Change]] = field(default_factory=list)
+
+
+def node_annotation(node: Node) -> Any:
+    """Return a node's annotation, ours or one of the same shape, or None."""
+    return node.meta.get(ANNOTATION_KEY)
+
+
+def clear_annotations(model: GraphModule) -> None:
+    """Remove the annotations of all nodes, those in bodies included."""
+    for node in nodes_in(model):
+        node.meta.pop(ANNOTATION_KEY, None)
+
+
+LOSS = "its rule {} lost "
+WAITED = "its input is not quantized"
+
+
+def is_loss(rejection: Rejection) -> bool:
+    """Tell whether a claim was admissible, and another member had taken its nodes."""
+    return rejection.reason.startswith(LOSS.format(rejection.rule))
+
+
+def most_telling(rejections: Iterable[Rejection]) -> list[Rejection]:
+    """Leave out what a member's rules refuse at once where another of them got further with the same nodes.
+
+    What that one waited for, or lost, is what is missing there. What rules for other configurations say
+    comes last.
+    """
+    listed = sorted(rejections, key=lambda rejection: rejection.distance)
+    further = {(r.owner, r.nodes) for r in listed if _was_admissible(r)}
+    return [r for r in listed if _was_admissible(r) or (r.owner, r.nodes) not in further]
+
+
+def _was_admissible(rejection: Rejection) -> bool:
+    return is_loss(rejection) or rejection.reason == WAITED

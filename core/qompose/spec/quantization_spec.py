@@ -1,0 +1,417 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The specifications of PT2E: how one tensor is quantized, and which specifications are equal.
+
+The annotation vocabulary of PyTorch 2 export quantization: specifications, annotations, configurations.
+
+Which specifications ask for the same, and so may share an observer.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Node
+
+from qompose.errors import ConfigError
+from qompose.spec.algorithm_options import Repair, checked_repairs
+from qompose.spec.observer_factory import class_of, converts_itself
+from qompose.spec.qparams import FLOAT_ZERO_POINT, PER_CHANNEL, SYMMETRIC, quantized_range
+from qompose.spec.torchao_compat import QUANTIZERS, acquaint, kin_of
+
+if TYPE_CHECKING:
+    from dataclasses import Field
+
+
+EdgeOrNode: TypeAlias = "tuple[Node, Node] | Node"
+"""An edge (producer, consumer), or a node standing for its output."""
+INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32)
+"""The integer types of torch's quantize operators."""
+
+
+@kin_of(QUANTIZERS, "QuantizationSpecBase")
+class QuantizationSpecBase:
+    """Base of the four kinds of specification."""
+
+    def __post_init__(self) -> None:
+        acquaint()
+
+
+@kin_of(QUANTIZERS, "QuantizationSpec")
+@dataclass(frozen=True)
+class QuantizationSpec(QuantizationSpecBase):
+    """How one tensor is quantized, and which observer or fake-quantizer estimates its parameters.
+
+    A `dtype` of float16 or bfloat16 is a cast: it has no parameters. float32, which the field's tutorials
+    give biases, leaves the tensor as it is.
+
+    `quant_min` and `quant_max` bound the integers, in quantized units (None: the whole dtype);
+    `ch_axis` is the channel dimension of a per-channel `qscheme`; `is_dynamic` means that scale and
+    zero point are computed from each tensor when the model runs.
+
+    `block_size` gives blocks of a tensor a scale of their own: their sizes along the last dimensions, -1
+    for a whole one; along the others, a block is one wide. With it, `qscheme` is a per-channel one and
+    `ch_axis` does not count. `(32,)` is groups of 32 in each row of a weight, `(16, 16)` squares; with
+    `is_dynamic`, `(-1,)` is one scale per token and `(-1, -1, -1)` one for each image of a batch.
+
+    Raises:
+        ConfigError: bounds outside `dtype`; a per-channel scheme without `ch_axis` or `block_size`;
+            blocks that are no positive sizes; a dynamic scheme other than per tensor, token or item.
+    """
+
+    dtype: torch.dtype
+    observer_or_fake_quant_ctr: Callable[..., nn.Module]
+    quant_min: int | None = None
+    quant_max: int | None = None
+    qscheme: torch.qscheme | None = None
+    ch_axis: int | None = None
+    is_dynamic: bool = False
+    block_size: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if converts_itself(self.observer_or_fake_quant_ctr):  # it alone knows what the bounds mean
+            _check_axis(self.qscheme, self.ch_axis)
+            return
+        low, high = _check_range(self.dtype, self.quant_min, self.quant_max)
+        if self.block_size is not None:
+            _check_blocks(self.block_size, self.qscheme)
+            object.__setattr__(self, "block_size", tuple(self.block_size))
+        else:
+            _check_axis(self.qscheme, self.ch_axis)
+        if self.is_dynamic and not self.dtype.is_floating_point:
+            _check_dynamic(self, low, high)
+
+
+class _FieldsInUse:
+    """The fields of a specification, as `dataclasses` asks for them: without blocks where there are none.
+
+    Other engines make the observer from `dataclasses.asdict` of the specification, and their observers do
+    not take `block_size`.
+    """
+
+    def __init__(self, fields: dict[str, Field[Any]]) -> None:
+        self.all = fields
+        self.common = {name: fields[name] for name in fields if name != "block_size"}
+
+    def __get__(self, spec: QuantizationSpec | None, owner: type) -> dict[str, Field[Any]]:
+        return self.common if spec is not None and spec.block_size is None else self.all
+
+
+QuantizationSpec.__dataclass_fields__ = _FieldsInUse(QuantizationSpec.__dataclass_fields__)  # type: ignore[assignment]
+
+
+@kin_of(QUANTIZERS, "FixedQParamsQuantizationSpec")
+@dataclass(frozen=True)
+class FixedQParamsQuantizationSpec(QuantizationSpecBase):
+    """A tensor whose scale and zero point are known beforehand, as for the output of a sigmoid.
+
+    `scale` is in units of the tensor for each step, `zero_point` one of the integers; both are per tensor.
+
+    Raises:
+        ConfigError: bounds outside `dtype`, a `zero_point` outside the bounds or no integer, a `scale` that
+            is not positive, a per-channel `qscheme`, or `is_dynamic`.
+    """
+
+    dtype: torch.dtype
+    scale: float
+    zero_point: int
+    quant_min: int | None = None
+    quant_max: int | None = None
+    qscheme: torch.qscheme | None = None
+    is_dynamic: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        low, high = _check_range(self.dtype, self.quant_min, self.quant_max)
+        if not 0 < self.scale < math.inf:
+            raise ConfigError(f"scale must be positive, and is {self.scale}")
+        if not low <= self.zero_point <= high:
+            raise ConfigError(f"zero_point={self.zero_point} is outside [{low}, {high}]")
+        if self.zero_point != int(self.zero_point):
+            raise ConfigError(f"zero_point={self.zero_point} is no integer")
+        if self.qscheme in PER_CHANNEL:
+            raise ConfigError(f"fixed parameters are per tensor, not {self.qscheme}")
+        if self.is_dynamic:
+            raise ConfigError("parameters that are fixed cannot be dynamic")
+        _fill_range(self, low, high)
+
+
+@kin_of(QUANTIZERS, "SharedQuantizationSpec")
+@dataclass(frozen=True)
+class SharedQuantizationSpec(QuantizationSpecBase):
+    """A tensor that has the quantization parameters of another edge or output.
+
+    `edge_or_node` is quantized itself, or shares with something that is; `prepare_pt2e` raises SharingError
+    where it is not.
+    """
+
+    edge_or_node: EdgeOrNode
+
+
+@kin_of(QUANTIZERS, "DerivedQuantizationSpec")
+@dataclass(frozen=True)
+class DerivedQuantizationSpec(QuantizationSpecBase):
+    """A tensor whose parameters are computed from those of others, as a bias from activation and weight.
+
+    `derive_qparams_fn` takes the observers of `derived_from`, in order, and returns (scale, zero point), of
+    shape `()` or `(1,)` per tensor and `(C,)` per channel.
+
+    Raises:
+        ConfigError: bounds outside `dtype`, a per-channel `qscheme` without `ch_axis`, or `is_dynamic`.
+    """
+
+    derived_from: list[EdgeOrNode]
+    derive_qparams_fn: Callable[[list[nn.Module]], tuple[Tensor, Tensor]]
+    dtype: torch.dtype
+    quant_min: int | None = None
+    quant_max: int | None = None
+    qscheme: torch.qscheme | None = None
+    ch_axis: int | None = None
+    is_dynamic: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        low, high = _check_range(self.dtype, self.quant_min, self.quant_max)
+        _check_axis(self.qscheme, self.ch_axis)
+        if self.is_dynamic:
+            raise ConfigError("parameters that are derived from others cannot be dynamic")
+        _fill_range(self, low, high)
+
+
+def _check_axis(qscheme: torch.qscheme | None, ch_axis: int | None) -> None:
+    if qscheme in PER_CHANNEL and ch_axis is None:
+        raise ConfigError(f"{qscheme} needs ch_axis, the dimension that has the channels")
+
+
+def _check_blocks(block_size: tuple[int, ...], qscheme: torch.qscheme | None) -> None:
+    sizes = block_size if isinstance(block_size, (tuple, list)) else ()
+    if not sizes or any(type(n) is not int or (n < 1 and n != -1) for n in sizes):
+        raise ConfigError(
+            f"block_size={block_size} is not a tuple of positive sizes (-1: a whole dimension)"
+        )
+    if qscheme not in PER_CHANNEL:
+        raise ConfigError(f"block_size needs a per-channel qscheme, not {qscheme}")
+
+
+def _check_dynamic(spec: QuantizationSpec, low: int, high: int) -> None:
+    if spec.qscheme in SYMMETRIC and low == 0 and (spec.dtype, high) != (torch.uint8, 255):
+        raise ConfigError(
+            f"dynamic symmetric quantization to [{low}, {high}] would have its zero point outside: "
+            "torch's operator knows the whole of uint8 only. Take an affine qscheme, or int8."
+        )
+    if spec.qscheme in FLOAT_ZERO_POINT:
+        raise ConfigError(f"{spec.qscheme} is for parameters: zero points at run time are integers")
+    if spec.block_size is None and spec.qscheme not in PER_CHANNEL:
+        return
+    if spec.block_size is None or set(spec.block_size) != {-1}:
+        raise ConfigError(
+            "dynamic quantization is per tensor, or has one scale for all of the last dimensions: "
+            "block_size=(-1,) per token, (-1, -1, -1) per image"
+        )
+    if (spec.dtype, low, high) != (torch.int8, -128, 127):
+        raise ConfigError(
+            f"dynamic quantization per {'token' if spec.block_size == (-1,) else 'item'} is int8 "
+            f"[-128, 127], not {spec.dtype} [{low}, {high}]"
+        )
+
+
+def _check_range(dtype: object, low: int | None, high: int | None) -> tuple[int, int]:
+    if not isinstance(dtype, torch.dtype):
+        raise ConfigError(f"dtype={dtype!r} is no torch.dtype, such as torch.int8")
+    if dtype.is_floating_point:
+        if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            raise ConfigError(
+                f"{dtype} is neither an integer type nor float32, float16 or bfloat16"
+            )
+        if low is not None or high is not None:
+            raise ConfigError(f"quant_min and quant_max do not apply to {dtype}")
+        return 0, 0
+    if dtype not in INTEGERS:
+        names = ", ".join(str(_short(integer)) for integer in INTEGERS)
+        raise ConfigError(
+            f"{dtype} is none of {names}; fewer bits are int8 with quant_min and quant_max"
+        )
+    return quantized_range(dtype, low, high)
+
+
+def _fill_range(spec: Any, low: int, high: int) -> None:
+    """Write out the bounds of parameters that no observer estimates: other engines do not fill them in."""
+    if not spec.dtype.is_floating_point:
+        object.__setattr__(spec, "quant_min", low)
+        object.__setattr__(spec, "quant_max", high)
+
+
+@dataclass
+class QuantizationAnnotation:
+    """What a quantizer asks of one node: a specification per input edge and one for the output.
+
+    `allow_implicit_sharing` lets an edge share the observer of its producer's output, or of another
+    edge from that producer, where both specifications are alike.
+    """
+
+    input_qspec_map: dict[Node, QuantizationSpecBase | None] = field(default_factory=dict)
+    output_qspec: QuantizationSpecBase | None = None
+    allow_implicit_sharing: bool = True
+    _annotated: bool = False
+
+    def __post_init__(self) -> None:
+        acquaint()
+
+
+@dataclass(frozen=True)
+class QuantizationConfig:
+    """A specification per role of an operator. None leaves that role in float.
+
+    `balance` lets channels of very different size get factors of their own at the border to float
+    operators (`algorithms.channel_scaling`); the report lists where that was done, and where the `repairs` of
+    `algorithm_options` were made. `name` is what reports say; it takes no part in comparisons.
+    """
+
+    input_activation: QuantizationSpec | FixedQParamsQuantizationSpec | None
+    output_activation: QuantizationSpec | FixedQParamsQuantizationSpec | None
+    weight: QuantizationSpec | FixedQParamsQuantizationSpec | None
+    bias: QuantizationSpec | FixedQParamsQuantizationSpec | None = None
+    is_qat: bool = False
+    balance: bool = False
+    name: str = field(default="", compare=False)
+    repairs: tuple[Repair, ...] = ()
+
+    def __post_init__(self) -> None:
+        asked = checked_repairs(self.repairs, self.mode, self.weight) if self.repairs else ()
+        object.__setattr__(self, "repairs", asked)
+
+    def without(self, *roles: str) -> QuantizationConfig:
+        """Return this configuration with roles left in float: "activation" (inputs and outputs), "weight".
+
+        `without("activation")` quantizes weights alone, `without("weight")` activations alone.
+
+        Raises:
+            ConfigError: there is no such role.
+        """
+        parts = {
+            "activation": ("input_activation", "output_activation"),
+            "weight": ("weight", "bias"),
+        }
+        for role in roles:
+            if not isinstance(role, str) or role not in parts:
+                raise ConfigError(f"{role!r} is neither 'activation' nor 'weight'")
+        left = {name: None for role in roles for name in parts[role]}
+        changes = any(getattr(self, name) is not None for name in left)
+        name = f"{self.name} without {' and '.join(roles)}" if self.name and changes else self.name
+        return replace(self, **left, name=name)  # type: ignore[arg-type]
+
+    @property
+    def mode(self) -> str:
+        """Return "static", "dynamic" or "weight-only"."""
+        if self.input_activation is None:
+            return "weight-only"
+        return "dynamic" if self.input_activation.is_dynamic else "static"
+
+    def __str__(self) -> str:
+        return self.name or f"{self.mode} {granularity(self.weight)}".strip()
+
+
+def granularity(spec: QuantizationSpecBase | None) -> str:
+    """Return "per-tensor", "per-channel", "per-block (32,)", or "" for a role left in float.
+
+    What is dynamic may be "per-token", or "per-item" where the scale is that of several last dimensions.
+    """
+    if spec is None:
+        return ""
+    blocks = getattr(spec, "block_size", None)
+    if blocks is not None and getattr(spec, "is_dynamic", False):
+        return "per-token" if len(blocks) == 1 else "per-item"
+    if blocks is not None:
+        return f"per-block {blocks}"
+    return "per-channel" if getattr(spec, "qscheme", None) in PER_CHANNEL else "per-tensor"
+
+
+def spec_to_dict(spec: QuantizationSpecBase | None) -> dict[str, Any] | None:
+    """Return a specification as JSON data: names of dtype, scheme and observer, and the bounds."""
+    if spec is None:
+        return None
+    fields = {
+        "dtype": _short(getattr(spec, "dtype", None)),
+        "qscheme": _short(getattr(spec, "qscheme", None)),
+        "quant_min": getattr(spec, "quant_min", None),
+        "quant_max": getattr(spec, "quant_max", None),
+        "ch_axis": getattr(spec, "ch_axis", None),
+        "is_dynamic": getattr(spec, "is_dynamic", None),
+        "block_size": getattr(spec, "block_size", None),
+        "scale": getattr(spec, "scale", None),
+        "zero_point": getattr(spec, "zero_point", None),
+        "observer": observer_name(spec),
+    }
+    return {key: value for key, value in fields.items() if value is not None}
+
+
+def describe_spec(spec: QuantizationSpecBase | None) -> str:
+    """Return a specification in one line: `int8 [-127, 127] per_channel_symmetric axis 0`."""
+    facts = spec_to_dict(spec)
+    if facts is None:
+        return "float"
+    words = [facts.get("dtype", type(spec).__name__)]
+    if "quant_min" in facts and "quant_max" in facts:
+        words.append(f"[{facts['quant_min']}, {facts['quant_max']}]")
+    words += [facts["qscheme"]] if "qscheme" in facts else []
+    if "block_size" in facts:
+        words.append(granularity(spec))
+    elif facts.get("qscheme", "").startswith("per_channel"):
+        words.append(f"axis {facts['ch_axis']}")
+    words += ["dynamic"] if facts.get("is_dynamic") else []
+    if "scale" in facts:
+        words.append(f"scale {facts['scale']} zero point {facts['zero_point']}")
+    return " ".join(words)
+
+
+def _short(value: object) -> str | None:
+    return None if value is None else str(value).removeprefix("torch.")
+
+
+def observer_name(spec: QuantizationSpecBase) -> str | None:
+    """Return the name of the observer or fake-quantizer that a specification asks for."""
+    return _observer_name(getattr(spec, "observer_or_fake_quant_ctr", None))
+
+
+def _observer_name(factory: object) -> str | None:
+    if factory is None:
+        return None
+    for attribute in ("observer", "p"):  # ours, torch.ao's PartialWrapper
+        inner = getattr(factory, attribute, None)
+        if inner is not None and not isinstance(factory, type):
+            return _observer_name(getattr(inner, "func", inner))
+    return getattr(factory, "__name__", str(factory))
+
+
+def integers_asked(spec: QuantizationSpecBase) -> object:
+    """Return what must agree for two points to share: all but how the range is estimated."""
+    facts = {k: v for k, v in vars(spec).items() if k != "observer_or_fake_quant_ctr"}
+    factory = getattr(spec, "observer_or_fake_quant_ctr", None)
+    # What an observer makes that converts itself is read by those alone who asked for it.
+    own = class_of(factory) if converts_itself(factory) else None
+    return type(spec).__name__, tuple((key, str(value)) for key, value in facts.items()), own
+
+
+def likeness(spec: QuantizationSpecBase) -> object:
+    """Return what two specifications agree in that ask for the same, estimated in the same way."""
+    return integers_asked(spec), _factory_key(getattr(spec, "observer_or_fake_quant_ctr", None))
+
+
+def _factory_key(factory: object) -> object:
+    """Return what makes two observer factories the same; partial functions compare by identity only."""
+    partial = getattr(factory, "p", factory)  # torch.ao's PartialWrapper holds a functools.partial
+    if not isinstance(partial, functools.partial):
+        return factory
+    arguments = tuple((k, _factory_key(v)) for k, v in sorted(partial.keywords.items()))
+    key = partial.func, partial.args, arguments
+    try:
+        hash(key)
+    except TypeError:  # arguments of other packages need not be hashable
+        return partial.func, repr(partial.args), repr(arguments)
+    return key

@@ -1,0 +1,489 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`save` and `load`.
+
+Save and load: quantized models as one file of tensors and JSON, which runs no code when it is read.
+
+A lowered model is stored as the converted program that it was made of and the target, and is lowered again
+by `load`: what kernels need of memory and layout belongs to the machine on which they run.
+
+With what a saved model was made: versions, owners and their packages, operators, schemes, processor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import re
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from importlib_metadata import version
+from torch import Tensor
+from torch.fx import GraphModule
+
+from qompose.backend.discovery import backends as installed_backends, load_backend
+from qompose.backend.interface import Backend
+from qompose.errors import (
+    ArtefactError,
+    BackendNotFoundError,
+    ExcludedBackendError,
+    MissingBackendError,
+    PluginError,
+    QomposeWarning,
+    RequirementError,
+    StageError,
+    UserError,
+)
+from qompose.files import destination
+from qompose.lowering.lower_regions import (
+    ONLY,
+    attach_records,
+    check_methods,
+    in_method,
+    with_kernels,
+)
+from qompose.plan.machine_requirements import objections, warn
+from qompose.plan.plan import Plan, Record, attach, record_of
+from qompose.program.graph import copies_of
+from qompose.program.meta import META_KEY
+from qompose.reporting.build_report import count_nodes, report
+from qompose.reporting.report_data import Counts
+from qompose.storage.artifact_file import (
+    pack,
+    pack_bits,
+    read as read_file,
+    unpack,
+    unpack_bits,
+    write as write_file,
+)
+from qompose.storage.json_values import NotStorable, UnknownType, check_fields
+from qompose.storage.program_json import (
+    ProgramReader,
+    ProgramWriter,
+    UnknownOperator,
+    changes_of,
+    decode_changed,
+    decode_record,
+    encode_record,
+)
+
+
+def save(model: Any, path: str | os.PathLike[str]) -> None:
+    """Write a model to a file, from which `load` makes it again in another process.
+
+    Buffers that the program writes to are saved as they were exported. A file that exists is replaced at
+    once, or left as it is where saving fails; a symbolic link stays, and its file is replaced.
+
+    Args:
+        model: what `convert_pt2e` or `lower` returned; or several of one kind by name, and a program of
+            several methods. What they share is stored once.
+
+    Raises:
+        StageError: the model was neither converted nor lowered, or was lowered in another process.
+        UserError: `path` is no path, or is a directory, a pipe or a device; or names that no methods have.
+        ArtefactError: it holds something that cannot be stored; the message names it.
+        OSError: the file cannot be written.
+    """
+    path = _as_path(path, "save")
+    methods = _methods(model)
+    converted, lowered = {}, {}
+    for name, method in methods.items():
+        with in_method(name):
+            converted[name], lowered[name] = _parts(method)
+    counts = {
+        name: asdict(count_nodes(method)) if isinstance(method, GraphModule) else None
+        for name, method in methods.items()
+    }
+    targets = {record.target if record else "" for record in lowered.values()}
+    if len(targets) != 1:
+        raise UserError(f"save takes models of one stage and target, and got {sorted(targets)}")
+    destination(path)  # refused before any work is done
+    try:
+        body, blocks = _described(converted, lowered, counts)
+    except NotStorable as reason:
+        raise ArtefactError(f"The model cannot be saved, because it has {reason}.") from reason
+    write_file({**body, "target": targets.pop()}, blocks, path)
+
+
+def _as_path(path: object, function: str) -> Path:
+    if not isinstance(path, (str, os.PathLike)):
+        raise UserError(f"{function} takes the path of a file, and got {path!r}")
+    return Path(path)
+
+
+def _methods(model: Any) -> Mapping[str, Any]:
+    """Return the methods of a model by name: of several in a mapping, or as an attribute of a program."""
+    if META_KEY in (getattr(model, "meta", None) or {}):
+        return {ONLY: model}
+    methods = model if isinstance(model, Mapping) else getattr(model, "methods", None)
+    if not isinstance(methods, Mapping):
+        return {ONLY: model}
+    check_methods(methods)
+    return methods
+
+
+def _parts(model: Any) -> tuple[GraphModule, Record | None]:
+    """Return the converted form of a model, and its record if it is lowered."""
+    inner = getattr(model, "converted", None)  # of what quantize returns
+    remedy = "Call convert_pt2e first."
+    if isinstance(inner, GraphModule):
+        remedy = "Save its .model, which is lowered, or its .converted."
+    stages = ("converted", "reference", "lowered")
+    record = record_of(model, stages=stages, function="save", remedy=remedy)
+    if record.stage != "lowered":
+        return model, None
+    if record.source is None:
+        raise StageError(
+            "A lowered model is saved as the converted one that it was made of, which what load or a pickle "
+            "returned has not got: copy the file, or save the converted model or what lower made of it; "
+            "load(path, as_converted=True) returns that."
+        )
+    return record.source, record
+
+
+def _described(
+    converted: Mapping[str, GraphModule],
+    lowered: Mapping[str, Record | None],
+    counts: Mapping[str, Mapping[str, int] | None],
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return what a file says of models, and their blocks of memory.
+
+    Raises:
+        NotStorable: they hold what has no such form.
+    """
+    records: dict[str, Record] = {name: model.meta[META_KEY] for name, model in converted.items()}
+    methods: dict[str, Any] = {}
+    tensors: dict[str, Tensor] = {}
+    operators: set[str] = set()
+    for name, model in converted.items():
+        writer, encoded, now = ProgramWriter(), encode_record(records[name]), lowered[name]
+        methods[name] = {
+            "program": writer.program(model),
+            "record": encoded,
+            "lowered": None if now is None else changes_of(encoded, encode_record(now)),
+            "counts": counts[name],
+            "state": sorted(records[name].state),
+        }
+        operators |= writer.operators
+        held = {**writer.tensors, **records[name].state}
+        tensors |= {f"{_prefix(name)}{path}": tensor for path, tensor in held.items()}
+    views, blocks = pack(tensors)
+    packed, stored = pack_bits(blocks)
+    body = {"manifest": manifest_of(records, operators), "methods": methods}
+    return {**body, "tensors": views, "packed": packed}, stored
+
+
+def _prefix(method: str) -> str:
+    return "" if method == ONLY else f"{method}/"
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """What a file holds: converted models, what was recorded when they were lowered, and for which target."""
+
+    path: Path
+    models: dict[str, GraphModule]
+    lowered: dict[str, Record]
+    counts: dict[str, Counts | None]
+    target: str
+
+    def of(self, parts: Mapping[str, Any]) -> Any:
+        """Return the one of `parts`, or all of them by name."""
+        return parts[ONLY] if set(parts) == {ONLY} else dict(parts)
+
+
+def load(
+    path: str | os.PathLike[str], *, allow_mismatch: bool = False, as_converted: bool = False
+) -> Any:
+    """Return the model that `save` wrote, as it was: it runs, and can be reported and lowered.
+
+    No pickle is read and no code of the file is run. Backends are imported where the model is lowered, here
+    or by `lower`, and where they recorded what it asks of the machine.
+
+    Args:
+        allow_mismatch: load a model that was made for another machine, with a warning. What it
+            computes is the same, and not with the kernels that it was made for.
+        as_converted: do not lower again what was saved as a lowered model; no backend is needed for that.
+
+    Returns:
+        a GraphModule, or by name a dict of several; of a model that was lowered for another target, what
+        `lower` returns for that. Where kernels differ from those that it was saved with, a QomposeWarning
+        names them.
+
+    Raises:
+        RequirementError: a backend's requirements are not met here; the message has the remedies.
+        UserError: `path` is no path; or a kind of it that `lower` raises, if that was saved.
+        ArtefactError: the file is damaged, of another kind or of a newer qompose, or needs operators,
+            types or devices that are not there in this process.
+        OSError: it cannot be read.
+    """
+    stored = _stored(_as_path(path, "load"))
+    found = _objections(stored, as_converted)
+    if found and not allow_mismatch:
+        lines = "".join(f"\n  - {line}" for line in found)
+        raise RequirementError(
+            f"{stored.path} was made for another machine:{lines}\n"
+            "Or load it with allow_mismatch=True: it runs without the kernels that it was made for."
+        )
+    warn(found, stacklevel=2)
+    if not stored.lowered or as_converted:
+        return stored.of(stored.models)
+    try:
+        result, parts = with_kernels(stored.of(stored.models), stored.target)
+    except UserError as error:
+        remedy = (
+            "load(path, as_converted=True) gives the converted model, which runs without kernels."
+        )
+        error.args = (f"{stored.path} cannot be lowered again: {error} {remedy}",)
+        raise
+    except Exception as error:  # whatever a forged program makes of it
+        reason = f"{type(error).__name__}: {error}"
+        raise ArtefactError(f"{stored.path} cannot be lowered again: {reason}") from error
+    # Who serves a model needs no second copy of its weights; the file has the converted one.
+    parts = {name: (part, replace(record, source=None)) for name, (part, record) in parts.items()}
+    attach_records(parts)
+    if changed := "".join(
+        f"\n  - {line}"
+        for name, (_, record) in parts.items()
+        for line in _changes(name, stored.lowered[name], record)
+    ):
+        told = f"{path} was lowered again with other kernels than it was saved with:{changed}"
+        warnings.warn(told, QomposeWarning, stacklevel=2)
+    return result
+
+
+def _objections(stored: _Stored, as_converted: bool) -> tuple[str, ...]:
+    """Return why this machine is none for the models. Programs of other runtimes may be for another one."""
+    if stored.target not in ("", "torch") and not as_converted:
+        return ()
+    found = [line for model in stored.models.values() for line in objections(model.meta[META_KEY])]
+    return tuple(dict.fromkeys(found))
+
+
+def _changes(method: str, before: Record, now: Record) -> Iterator[str]:
+    """Yield a line for each region whose kernel is another one, or is gone, or is new."""
+    for number, claim in enumerate(now.plan.claims):
+        was, has = (record.kernels.get(number, "no kernel") for record in (before, now))
+        if was != has:
+            why = now.fallbacks.get(number)
+            where = f"{method}: {claim.anchor}" if method != ONLY else claim.anchor
+            yield (
+                f"{where} ({claim.owner}, rule {claim.rule}): "
+                f"{was} then, {has} now{f' ({why})' if why else ''}"
+            )
+
+
+def read(path: str | os.PathLike[str]) -> Any:
+    """Return what `report` takes for a file: what is recorded of the model, whatever it asks of the machine.
+
+    Of a converted model it is the model. Of a lowered one it is something that has its record alone, since
+    no kernel is needed to tell of them; several are in a dict.
+    """
+    stored = _stored(_as_path(path, "load"))
+    told = {
+        name: SimpleNamespace(meta={META_KEY: record}, counts=stored.counts[name])
+        for name, record in stored.lowered.items()
+    }
+    return stored.of(told or stored.models)
+
+
+def _stored(path: Path) -> _Stored:
+    body, blocks = read_file(path)
+    try:
+        return _models(path, body, blocks)
+    except (UnknownOperator, UnknownType) as missing:
+        made = body["manifest"]
+        packages = missing_packages(checked_owners(made))
+        raise ArtefactError(
+            f"{path} cannot be loaded: {missing.args[0]}. Import the package that brings it first.{packages} "
+            f"The file was written with torch {made['torch']}; this is torch {torch.__version__}."
+        ) from missing
+    except ArtefactError as error:
+        raise ArtefactError(f"{path} cannot be loaded: {error}") from error
+    except Exception as error:  # whatever a forged file makes the readers stumble on
+        reason = f"{type(error).__name__}: {error}"
+        raise ArtefactError(f"{path} is no sound artefact: {reason}") from error
+
+
+def _models(path: Path, body: Mapping[str, Any], blocks: Mapping[str, Tensor]) -> _Stored:
+    owners = checked_owners(body["manifest"])
+    tensors = dict(unpack(body["tensors"], unpack_bits(body["packed"], blocks)))
+    models, lowered, counts = {}, {}, {}
+    target, methods = body["target"], body["methods"]
+    if set(methods) != {ONLY}:
+        check_methods(methods)
+    for name, part in methods.items():
+        prefix = _prefix(name)
+        own = {k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)}
+        record = decode_record(part["record"])
+        module = _program(part["program"], own, owners)
+        state = copies_of({path: own[path] for path in part["state"]})
+        backends = StoredBackends(owners, record.plan)
+        models[name] = attach(module, replace(record, backends=backends, state=state))
+        report(module)  # where the parts of a forged record do not fit, this does not work
+        if target:
+            lowered[name] = decode_changed(part["record"], part["lowered"])
+            counts[name] = None if part["counts"] is None else _counted(part["counts"])
+            if lowered[name].target != target:
+                raise ValueError(f"a model for {lowered[name].target!r} in a file of {target!r}")
+    return _Stored(path, models, lowered, counts, target)
+
+
+def _counted(data: Mapping[str, int]) -> Counts:
+    counts = Counts(**data)
+    check_fields(counts)
+    return counts
+
+
+def _program(
+    data: Mapping[str, Any], tensors: Mapping[str, Tensor], owners: Mapping[str, Any]
+) -> GraphModule:
+    try:
+        return ProgramReader(data, tensors).program()
+    except UnknownOperator:  # backends may register it
+        for facts in owners.values():
+            with contextlib.suppress(BackendNotFoundError, PluginError):
+                load_backend(facts["backend"])
+        return ProgramReader(data, tensors).program()
+
+
+_PLAIN = re.compile(r"[\w.+!-]*")
+
+
+def manifest_of(records: Mapping[str, Record], operators: Iterable[str]) -> dict[str, Any]:
+    """Return with what models were made, for whoever reads the file, and for `StoredBackends`.
+
+    Args:
+        records: of converted models, by the names of the methods.
+        operators: the names of all operators that they call, `namespace::name.overload`.
+    """
+    known = {info.name: info for info in installed_backends()}
+    owners = {}
+    for record in records.values():
+        for label, backend in record.backends.items():
+            info = known.get(backend.name)
+            owners[label] = {
+                "backend": backend.name,
+                "distribution": info.distribution if info else "",
+                "version": info.version if info else "",
+                "api_version": backend.api_version,
+            }
+    return {
+        "qompose": version("qompose"),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": {
+            "architecture": platform.machine(),
+            "cpu": torch.backends.cpu.get_cpu_capability(),
+        },
+        "owners": owners,
+        "namespaces": sorted({name.partition("::")[0] for name in operators if "::" in name}),
+        "schemes": _schemes(records.values()),
+    }
+
+
+def checked_owners(manifest: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
+    """Return the owners in a manifest; their names and versions, which messages repeat, are plain ones.
+
+    Raises:
+        ValueError, TypeError, LookupError: they are not.
+    """
+    owners: Mapping[str, Mapping[str, Any]] = manifest["owners"]
+    for label, facts in owners.items():
+        texts = [facts[key] for key in ("backend", "distribution", "version")]
+        if not all(isinstance(text, str) and _PLAIN.fullmatch(text) for text in texts):
+            raise ValueError(f"the package of {label!r} has no plain name and version")
+    if not all(isinstance(manifest[key], str) for key in ("qompose", "torch")):
+        raise ValueError("its versions are no text")
+    return owners
+
+
+def _schemes(records: Iterable[Record]) -> dict[str, list[str]]:
+    """Return by owner the modes and configurations of the claims that were followed."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for record in records:
+        for number, claim in enumerate(record.plan.claims):
+            if number not in record.dropped:
+                found[claim.owner].add(f"{claim.mode}: {claim.config or 'as annotated'}")
+    return {owner: sorted(schemes) for owner, schemes in sorted(found.items())}
+
+
+class StoredBackends(Mapping[str, Backend]):
+    """The backends of a stored model, by owner, each loaded when it is asked for.
+
+    One that owns no claims and is not installed is left out: nothing is missing without it.
+
+    Asking for one raises MissingBackendError where it is not installed, and PluginError where what is
+    installed cannot be used with the model; both name the package, and the version it was made with.
+    """
+
+    def __init__(self, owners: Mapping[str, Any], plan: Plan) -> None:
+        self._rules: dict[str, set[str]] = defaultdict(set)
+        for claim in plan.claims:
+            self._rules[claim.owner].add(claim.rule)
+        self._owners = {
+            label: dict(facts)
+            for label, facts in owners.items()
+            if label in self._rules or _is_installed(facts["backend"])
+        }
+
+    def __getitem__(self, owner: str) -> Backend:
+        facts = self._owners[owner]
+        try:
+            backend = load_backend(facts["backend"])
+        except ExcludedBackendError:
+            raise
+        except BackendNotFoundError:
+            installed = [info.name for info in installed_backends()]
+            raise MissingBackendError(facts, installed) from None
+        except PluginError as error:
+            raise PluginError(
+                error.name, error.source, f"{error.reason}{_made_with(facts)}"
+            ) from error
+        lacking = sorted(self._rules[owner] - {rule.name for rule in backend.rules})
+        if lacking:
+            reason = f"it has no rule {', '.join(lacking)} any more, or not yet{_made_with(facts)}"
+            raise PluginError(backend.name, _source(backend.name), reason)
+        return backend
+
+    def __contains__(self, owner: object) -> bool:
+        return owner in self._owners
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._owners)
+
+    def __len__(self) -> int:
+        return len(self._owners)
+
+
+def _made_with(facts: Mapping[str, Any]) -> str:
+    if not facts["distribution"]:
+        return ". The model was made with a backend of no package"
+    made = f"{facts['distribution']} {facts['version']}"
+    return f'. The model was made with {made}: pip install "{made.replace(" ", "==")}"'
+
+
+def _is_installed(name: str) -> bool:
+    return any(info.name == name for info in installed_backends())
+
+
+def _source(name: str) -> str:
+    return next((i.source for i in installed_backends() if i.name == name), "of no package")
+
+
+def missing_packages(owners: Mapping[str, Any]) -> str:
+    """Return a sentence that names the packages of a model that are not installed, "" where all are."""
+    missing = {
+        f"{facts['distribution']}=={facts['version']}"
+        for facts in owners.values()
+        if facts["distribution"] and not _is_installed(facts["backend"])
+    }
+    remedies = " ".join(f'"{name}"' for name in sorted(missing))
+    return f" Its backends are not all installed: pip install {remedies}." if missing else ""

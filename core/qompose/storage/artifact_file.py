@@ -1,0 +1,409 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The file of an artifact: blocks of memory and JSON.
+
+The file of a saved model: blocks of memory and one description in JSON, written whole and read strictly.
+
+It is a safetensors file. Its header, checked when it is opened, can name no code; any tool of the field can
+list the tensors; and what a model consists of besides them is JSON text in its metadata. A SHA-256 of that
+text, and in it one of each block of memory, tell a damaged file from a sound one. They are no signature: who
+may write the file may write them too.
+
+Tensors as blocks of memory and views of them: what shares memory is stored once, and shares it again.
+
+Integers of few values packed into bytes: torch has no tensors of four or two bits, and a file needs none.
+
+What fits is found from the values, not from a scheme, and comes back bit by bit: `value = field + low`.
+Zero points of groups fit too, which are as many as the scales, eight bytes each, and as a rule all zero.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import os
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from zipfile import is_zipfile
+
+import torch
+from importlib_metadata import version
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from qompose.errors import ArtefactError
+from qompose.files import draft_of
+from qompose.program.graph import address_of
+from qompose.storage.json_values import NotStorable, decode, encode
+
+FORMAT_VERSION = 3
+_KEY = "qompose"
+
+
+def write(body: Mapping[str, Any], blocks: Mapping[str, Tensor], path: Path) -> None:
+    """Write to a file beside the wanted one, and put it in its place when it is complete.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    whole = {**body, "blocks": {name: digest(block) for name, block in blocks.items()}}
+    description = {
+        "format_version": FORMAT_VERSION,
+        "written_by": f"qompose {version('qompose')}",
+        "sha256": _hash(whole),
+        "model": whole,
+    }
+    # One entry, because safetensors writes several in any order: equal models make equal files.
+    metadata = {_KEY: _text(description)}
+    try:
+        with draft_of(path) as draft:
+            draft.touch(exist_ok=False)
+            mode = draft.stat().st_mode
+            save_file({name: block.cpu() for name, block in blocks.items()}, draft, metadata)
+            # safetensors lets nobody else read it; the process's own mask decides
+            draft.chmod(mode)
+            with draft.open("rb") as file:
+                os.fsync(file.fileno())
+    except SafetensorError as error:  # what it makes of a full disk
+        raise OSError(f"{path} cannot be written: {error}") from error
+
+
+def _text(data: Any) -> str:
+    return json.dumps(data, allow_nan=False, separators=(",", ":"))
+
+
+def _hash(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(_text(body).encode()).hexdigest()
+
+
+def read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return a file's description of a model and its blocks of memory, both as they were written.
+
+    Raises:
+        ArtefactError: it was not written by `write`, is damaged, or of a newer qompose.
+        OSError: it cannot be read.
+    """
+    with path.open("rb"):  # says of what is no file what it is; safetensors does not
+        pass
+    try:
+        with safe_open(path, framework="pt") as file:
+            body = _body(path, file.metadata() or {})
+            # Copies, because kernels may sum in another order where memory is not aligned to 64 bytes.
+            blocks = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+    except (ArtefactError, OSError):
+        raise
+    except (
+        Exception
+    ) as error:  # of a forged header: types that torch has not, sizes that it cannot have
+        kind = " (it is a zip archive, as torch.save and torch.export.save write)"
+        raise ArtefactError(
+            f"{path} was not written by qompose.save{kind if is_zipfile(path) else ''}, or is incomplete: "
+            f"{error}"
+        ) from error
+    expected = body.get("blocks")
+    if expected != {name: digest(block) for name, block in blocks.items()}:
+        raise ArtefactError(f"{path} is damaged: its tensors are not those that were saved")
+    return body, blocks
+
+
+def _body(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
+    """Return the description of a model, checked to be one that this release can read."""
+    if _KEY not in metadata:
+        raise ArtefactError(f"{path} is a safetensors file that qompose.save did not write")
+    try:
+        found = _parsed(metadata[_KEY])
+        number, digests, body = found["format_version"], found["sha256"], found.get("model")
+        author = str(found["written_by"])
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise ArtefactError(f"{path} is damaged: its description cannot be read") from error
+    if type(number) is not int or number < 1:
+        raise ArtefactError(f"{path} is damaged: {str(number)[:20]!r} is no version of the format")
+    if number != FORMAT_VERSION:
+        remedy = (
+            "Upgrade qompose"
+            if number > FORMAT_VERSION
+            else "Save the model again, or install the qompose that wrote it"
+        )
+        raise ArtefactError(
+            f"{path} has version {number} of the format, written by {author[:80]}; qompose "
+            f"{version('qompose')} reads version {FORMAT_VERSION}. {remedy}."
+        )
+    if not isinstance(body, dict) or _hash(body) != digests:
+        raise ArtefactError(f"{path} is damaged: its description is not the one that was saved")
+    return body
+
+
+def _parsed(text: str) -> Any:
+    """Return JSON data that means one thing: no name occurs twice, and every number is one.
+
+    Raises:
+        ValueError, RecursionError: the text is no such JSON.
+    """
+    data = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_number)
+    _text(data)  # 1e999 is read as infinity
+    return data
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name occurs twice")
+    return found
+
+
+def _no_number(name: str) -> Any:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+# A block is stored in the shape and type of a tensor that fills it, so that other tools can read it; these
+# are the types that safetensors has had from the start. Others are stored as bytes.
+_NATURAL = frozenset(
+    (
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8),
+    )
+)
+_ALIGNMENT = 16  # a multiple of every item size
+
+
+@dataclass(frozen=True)
+class _Extent:
+    """The bytes of its storage that a tensor reaches."""
+
+    path: str
+    tensor: Tensor
+    start: int
+    end: int
+
+
+def pack(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return how each tensor is a view of a block, and the blocks, by the path of one of their tensors.
+
+    Of a storage the bytes from the first to the last that any tensor reaches are kept.
+
+    Raises:
+        NotStorable: a tensor that is not plain memory.
+    """
+    groups: dict[Any, list[_Extent]] = defaultdict(list)
+    views: dict[str, Any] = {}
+    first: dict[int, str] = {}
+    for path, tensor in tensors.items():
+        _check(path, tensor)
+        if id(tensor) in first:
+            views[path] = {"same": first[id(tensor)]}
+            continue
+        first[id(tensor)] = path
+        views[path] = _describe(tensor)
+        if tensor.numel():
+            groups[tensor.device, address_of(tensor)].append(_extent(path, tensor))
+    blocks = {}
+    for extents in groups.values():
+        name, block, low = _block(extents)
+        blocks[name] = block
+        for extent in extents:
+            offset = (extent.start - low) // extent.tensor.element_size()
+            views[extent.path] |= {"block": name, "offset": offset}
+    return views, blocks
+
+
+def _check(path: str, tensor: Tensor) -> None:
+    if type(tensor) not in (Tensor, nn.Parameter):
+        raise NotStorable(f"{path} is a {type(tensor).__module__}.{type(tensor).__qualname__}")
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+        kind = "quantized" if tensor.is_quantized else "meta" if tensor.is_meta else tensor.layout
+        raise NotStorable(f"{path} is a tensor without plain memory ({kind})")
+    if tensor.is_conj() or tensor.is_neg():
+        raise NotStorable(f"{path} is a lazy conjugate or negative: call resolve_conj, resolve_neg")
+
+
+def _describe(tensor: Tensor) -> dict[str, Any]:
+    return {
+        "dtype": encode(tensor.dtype),
+        "device": str(tensor.device),
+        "shape": list(tensor.shape),
+        "stride": list(tensor.stride()),
+        "parameter": isinstance(tensor, nn.Parameter),
+        "requires_grad": tensor.requires_grad,
+    }
+
+
+def _extent(path: str, tensor: Tensor) -> _Extent:
+    reach = _reach(list(tensor.shape), list(tensor.stride()))
+    start = int(tensor.storage_offset()) * tensor.element_size()
+    return _Extent(path, tensor, start, start + reach * tensor.element_size())
+
+
+def _block(extents: list[_Extent]) -> tuple[str, Tensor, int]:
+    """Return a name, the block, and the byte of the storage where it begins."""
+    low, high = min(e.start for e in extents), max(e.end for e in extents)
+    for extent in extents:
+        tensor = extent.tensor
+        whole = (extent.start, extent.end) == (low, high) and tensor.is_contiguous()
+        if whole and tensor.dtype in _NATURAL and _same_size(extents):
+            return extent.path, tensor.detach(), low
+    low -= low % _ALIGNMENT
+    storage = extents[0].tensor.untyped_storage()
+    empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return extents[0].path, empty.set_(storage, low, (high - low,), (1,)), low
+
+
+def _same_size(extents: list[_Extent]) -> bool:
+    """Tell whether all tensors have items of one size, so that offsets are whole numbers of them."""
+    return len({extent.tensor.element_size() for extent in extents}) == 1
+
+
+def unpack(views: Mapping[str, Any], blocks: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield (path, tensor) for each stored view, on the device it was on.
+
+    Raises:
+        ArtefactError: a device is not there in this process.
+        ValueError, TypeError, LookupError, RuntimeError: the data is not what `pack` made.
+    """
+    _check_devices(views)
+    made: dict[str, Tensor] = {}
+    placed: dict[tuple[str, str], Tensor] = {}
+    for path, view in views.items():
+        if "same" in view:
+            made[path] = made[view["same"]]
+            yield path, made[path]
+            continue
+        dtype, device = decode(view["dtype"]), str(view["device"])
+        if "block" in view:
+            place = (view["block"], device)
+            if place not in placed:
+                placed[place] = blocks[view["block"]].reshape(-1).to(device)
+            tensor = _view(placed[place], dtype, view)
+        else:
+            if _reach(view["shape"], view["stride"]):
+                raise ValueError(f"{path} has no memory")
+            tensor = torch.empty_strided(view["shape"], view["stride"], dtype=dtype, device=device)
+        made[path] = tensor = _as_it_was(tensor, view)
+        yield path, tensor
+
+
+def _check_devices(views: Mapping[str, Any]) -> None:
+    for device in sorted({str(view["device"]) for view in views.values() if "device" in view}):
+        try:
+            if torch.empty(0, device=device).is_meta:
+                raise ValueError("no tensor of it has memory")
+        except (
+            Exception
+        ) as error:  # each kind of device has its own way to say that it is not there
+            raise ArtefactError(
+                f"its tensors were on the device {device!r}, which this process cannot use ({error}). Export "
+                "and quantize the model on the CPU for a machine without it."
+            ) from error
+
+
+def _view(block: Tensor, dtype: torch.dtype, view: Mapping[str, Any]) -> Tensor:
+    """Return a view of a block, which it does not reach beyond."""
+    if block.dtype is not dtype:
+        size = torch.empty(0, dtype=dtype).element_size()
+        flat = block.view(torch.uint8)
+        block = flat[: len(flat) - len(flat) % size].view(dtype)
+    offset = view["offset"]
+    if not _is_size(offset) or offset + _reach(view["shape"], view["stride"]) > block.numel():
+        raise ValueError("a tensor reaches beyond its block")
+    return block.as_strided(view["shape"], view["stride"], block.storage_offset() + offset)
+
+
+def _reach(shape: Any, stride: Any) -> int:
+    """Return how many items of memory a tensor needs from its first one to its last.
+
+    Raises:
+        ValueError, TypeError: these are no sizes and strides.
+    """
+    if not all(map(_is_size, [*shape, *stride])) or len(shape) != len(stride):
+        raise ValueError(f"{str([shape, stride])[:80]} are no sizes and strides")
+    if 0 in shape:
+        return 0
+    return 1 + int(sum((n - 1) * s for n, s in zip(shape, stride, strict=True)))
+
+
+def _is_size(number: object) -> bool:
+    return type(number) is int and 0 <= number < 2**63
+
+
+def _as_it_was(tensor: Tensor, view: Mapping[str, Any]) -> Tensor:
+    if view["parameter"]:
+        return nn.Parameter(tensor, requires_grad=bool(view["requires_grad"]))
+    return tensor.requires_grad_(bool(view["requires_grad"]))
+
+
+def digest(block: Tensor) -> str:
+    """Return the SHA-256 of a block's bytes, in hexadecimal."""
+    block = block.detach().cpu().contiguous()
+    size = block.numel() * block.element_size()
+    memory = (ctypes.c_char * size).from_address(block.data_ptr()) if size else b""
+    return hashlib.sha256(memory).hexdigest()
+
+
+_BITS = (2, 4)
+_TYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
+}
+_WORTH = 1024
+"""Bytes below which a block is left as it is, readable by other tools: there is little to save."""
+
+
+def pack_bits(blocks: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return how blocks were packed, by name, and the blocks: those that fit as bytes, others as they are.
+
+    The first value of a byte is in its lowest bits.
+    """
+    found: dict[str, Any] = {}
+    stored = dict(blocks)
+    names = {dtype: name for name, dtype in _TYPES.items()}
+    for name, block in blocks.items():
+        if block.dtype not in names or block.numel() < _WORTH:
+            continue
+        low, high = (int(bound) for bound in block.aminmax())
+        bits = next((bits for bits in _BITS if high - low < 1 << bits), None)
+        if bits is not None:
+            found[name] = {
+                "bits": bits,
+                "low": low,
+                "dtype": names[block.dtype],
+                "shape": [*block.shape],
+            }
+            stored[name] = _packed(block, low, bits)
+    return found, stored
+
+
+def _packed(block: Tensor, low: int, bits: int) -> Tensor:
+    fields = (block.reshape(-1) - low).to(torch.uint8)
+    each = 8 // bits
+    fields = torch.nn.functional.pad(fields, (0, -len(fields) % each)).view(-1, each)
+    packed = fields[:, 0].clone()
+    for place in range(1, each):
+        packed |= fields[:, place] << (bits * place)
+    return packed
+
+
+def unpack_bits(packed: Mapping[str, Any], stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the blocks that `pack_bits` was given.
+
+    Raises:
+        ValueError, TypeError, LookupError: this is nothing that it returned.
+    """
+    return {**stored, **{name: _unpacked(stored[name], facts) for name, facts in packed.items()}}
+
+
+def _unpacked(block: Tensor, facts: Mapping[str, Any]) -> Tensor:
+    bits, low, dtype, shape = facts["bits"], facts["low"], _TYPES[facts["dtype"]], facts["shape"]
+    if bits not in _BITS or not all(type(size) is int and size >= 0 for size in (bits, *shape)):
+        raise ValueError(f"{str(facts)[:80]} is no way to pack integers")
+    range_ = torch.iinfo(dtype)
+    if type(low) is not int or not range_.min <= low <= range_.max:
+        raise ValueError(f"{str(low)[:20]} is no value of {dtype}")
+    count, each = torch.Size(shape).numel(), 8 // bits
+    if block.dtype is not torch.uint8 or block.dim() != 1 or len(block) != -(-count // each):
+        raise ValueError(f"a packed block has not the bytes of {count} values")
+    places = torch.arange(0, 8, bits, dtype=torch.uint8, device=block.device)
+    fields: Tensor = (block[:, None] >> places) & ((1 << bits) - 1)
+    return (fields.reshape(-1)[:count].to(dtype) + low).reshape(shape)

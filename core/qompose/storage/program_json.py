@@ -1,0 +1,530 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A graph and its record as JSON.
+
+A graph of operators as JSON and back: nodes with their names, examples and tags, and how it is called.
+
+Not torch's serializer, for three reasons. It stores exported programs, so a converted graph would have to
+be traced again, which renames nodes and paths. It reads shapes with `eval`, guards with `exec`, and any
+attribute of `torch` as an operator, so a file could run code. And `torch.export.load` unpickles. Here a
+file can name registered operators and the functions listed below, and nothing else.
+
+The record of a converted model as JSON and back: all that `report` and `lower` read, without live objects.
+
+Callables of specifications (observer factories, functions that derive parameters) have done their work
+when a model is converted. They are stored by name; what comes back has that name, and raises when called.
+"""
+
+from __future__ import annotations
+
+import keyword
+import math
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+import torch._higher_order_ops  # registers the operators that take graphs
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.graph import CodeGen, _PyTreeInfo
+
+from qompose.errors import UserError
+from qompose.observers.channel_ranges import Balance
+from qompose.plan.plan import Group, Operator, Plan, Record, Rewrite
+from qompose.program.call_signature import CheckedCalls
+from qompose.program.graph import get_attribute, pytree_info
+from qompose.program.input_guards import input_checks, read_tree
+from qompose.program.meta import CUSTOM_KEY
+from qompose.spec import qdq as _registers  # noqa: F401 - registers the operators
+from qompose.spec.claim import AddedBias, Claim, Conflict, Operand, Point, PointSpec, Product
+from qompose.spec.qparams import Bounds
+from qompose.spec.quantization_spec import (
+    DerivedQuantizationSpec,
+    FixedQParamsQuantizationSpec,
+    QuantizationSpec,
+    SharedQuantizationSpec,
+    spec_to_dict,
+)
+from qompose.storage.json_values import (
+    Decoders,
+    NotStorable,
+    Symbolic,
+    SymbolReader,
+    SymbolWriter,
+    check_fields,
+    decode,
+    decode_tree,
+    encode,
+    encode_tree,
+)
+
+# Functions that take numbers, as exported programs call them on sizes.
+_OPERATOR = (
+    "getitem add sub mul floordiv truediv mod pow neg pos eq ne lt le gt ge and_ or_ not_ lshift "
+    "rshift"
+)
+_TORCH = "sym_int sym_float sym_max sym_min sym_not sym_ite sym_sum sym_sqrt"
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    **{f"operator.{name}": getattr(operator, name) for name in _OPERATOR.split()},
+    **{f"math.{name}": getattr(math, name) for name in ("ceil", "floor", "trunc")},
+    **{f"torch.{name}": getattr(torch, name) for name in _TORCH.split()},
+}
+_NAME_OF = {function: name for name, function in _FUNCTIONS.items()}
+# Operators that take graphs, all of which run nothing but those graphs.
+_HIGHER_ORDER = (
+    *("cond", "while_loop", "scan", "map_impl", "associative_scan", "invoke_subgraph"),
+    *("strict_mode", "wrap_with_set_grad_enabled", "wrap_with_autocast"),
+)
+_REFUSED_NAMESPACES = frozenset({"debugprims"})
+_OF_FILES = re.compile(r"file|path|dir|folder|url", re.IGNORECASE)
+"""Names of texts that say where to read from or write to."""
+_PART = re.compile(r"[A-Za-z_]\w*")
+
+
+class UnknownOperator(LookupError):  # noqa: N818 - it says what the operator is
+    """A stored operator is not registered in this process."""
+
+
+class ProgramWriter:
+    """Turns GraphModules into data. `tensors` collects what they hold, `operators` what they call."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self.operators: set[str] = set()
+        self.stacks: dict[str, int] = {}
+        self._symbols = SymbolWriter()
+
+    def program(self, module: GraphModule) -> dict[str, Any]:
+        """Return a whole program as data.
+
+        Raises:
+            NotStorable: it holds or calls what cannot be stored; the message names the node.
+        """
+        graph = self._graph(module, "")
+        return {
+            "graph": graph,
+            "symbols": self._symbols.symbols,
+            "stacks": list(self.stacks),
+        }
+
+    def _graph(self, module: GraphModule, prefix: str) -> dict[str, Any]:
+        inner: dict[str, Any] = {}
+        for node in module.graph.nodes:
+            if node.op == "get_attr" and node.target not in inner:
+                self._attribute(module, str(node.target), prefix, inner)
+        return {
+            "training": module.training,
+            "nodes": [self._node(node) for node in module.graph.nodes],
+            "call": _encode_call(module.graph),
+            "inner": inner,
+        }
+
+    def _attribute(
+        self, module: GraphModule, target: str, prefix: str, inner: dict[str, Any]
+    ) -> None:
+        try:
+            value = get_attribute(module, _quotable(target))
+        except ValueError as reason:
+            raise NotStorable(
+                f"a parameter or buffer whose name cannot be stored: {reason}"
+            ) from None
+        if isinstance(value, GraphModule):
+            inner[target] = self._graph(value, f"{prefix}{target}.")
+        elif isinstance(value, Tensor):
+            self.tensors[f"{prefix}{target}"] = value
+        else:
+            raise NotStorable(
+                f"{prefix}{target}, a {type(value).__module__}.{type(value).__name__}"
+            )
+
+    def _node(self, node: Node) -> dict[str, Any]:
+        try:
+            data: dict[str, Any] = {
+                "op": node.op,
+                "name": node.name,
+                "target": _encode_target(node),
+                "args": encode(node.args, _encode_node),
+                "kwargs": encode(dict(node.kwargs), _encode_node),
+            }
+            if "val" in node.meta:
+                data["example"] = encode(node.meta["val"], self._encode_example)
+        except NotStorable as reason:
+            raise NotStorable(f"{reason} (at {node.name}, {node.target})") from None
+        if node.op == "call_function":
+            self.operators.add(data["target"])
+        if node.meta.get("nn_module_stack"):
+            data["stack"] = self._stack(node.meta["nn_module_stack"])
+        facts = (node.meta.get("custom") or {}).get(CUSTOM_KEY)
+        if facts:
+            data["facts"] = encode(facts)
+        return data
+
+    def _encode_example(self, value: Any) -> Any:
+        if isinstance(value, Symbolic):
+            return {"symbolic": self._symbols.encode(value)}
+        if not isinstance(value, Tensor) or value.layout is not torch.strided:
+            raise NotStorable(f"an example of type {type(value).__qualname__}")
+        parts = (value.dtype, value.device, list(value.shape), list(value.stride()))
+        encoded = [encode(part, self._encode_example) for part in parts]
+        return {"tensor": [*encoded, value.requires_grad]}
+
+    def _stack(self, stack: Mapping[str, Any]) -> int:
+        """Return the number of a stack of modules in the table: many nodes have the same."""
+        rows = [
+            [key, path, kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}"]
+            for key, (path, kind) in stack.items()
+        ]
+        return self.stacks.setdefault(_joined(rows), len(self.stacks))
+
+
+_ROW, _CELL = "\x1e", "\x1f"  # ASCII's own separators
+
+
+def _joined(rows: list[list[str]]) -> str:
+    return _ROW.join(_CELL.join(row) for row in rows)
+
+
+def _split(stack: str) -> dict[str, tuple[str, str]]:
+    rows = [row.split(_CELL) for row in stack.split(_ROW)]
+    return {key: (path, kind) for key, path, kind in rows}
+
+
+def _encode_node(value: Any) -> Any:
+    if isinstance(value, Node):
+        return {"node": value.name}
+    raise NotStorable(f"an argument of type {type(value).__module__}.{type(value).__qualname__}")
+
+
+def _encode_target(node: Node) -> str:
+    target = node.target
+    if node.op in ("placeholder", "get_attr", "output"):
+        return str(target)
+    if isinstance(target, torch._ops.OpOverload):
+        if _names_a_file(target):
+            raise NotStorable(f"a call of {target}, which takes the name of a file")
+        return f"{target.namespace}::{target._opname}.{target._overloadname}"
+    if isinstance(target, torch._ops.HigherOrderOperator) and target._name in _HIGHER_ORDER:
+        return f"higher_order::{target._name}"
+    name = None if isinstance(target, str) else _NAME_OF.get(target)
+    if node.op != "call_function" or name is None:
+        raise NotStorable(f"the {node.op} of {target}")
+    return name
+
+
+def decode_target(name: str) -> Callable[..., Any]:
+    """Return what a file calls by this name: a registered operator, or a function of numbers.
+
+    Raises:
+        UnknownOperator: a file may not call it, or nobody registered it in this process.
+        LookupError: it is neither.
+    """
+    if "::" not in name:
+        return _FUNCTIONS[name]
+    namespace, _, rest = name.partition("::")
+    if namespace == "higher_order":
+        if rest not in _HIGHER_ORDER:
+            raise UnknownOperator(f"the operator {name} is not one that a file may call")
+        found: Any = getattr(torch.ops.higher_order, rest)
+        return found  # type: ignore[no-any-return]
+    operation, _, overload = rest.rpartition(".")
+    if namespace in _REFUSED_NAMESPACES or not all(
+        _PART.fullmatch(part) for part in (namespace, operation, overload)
+    ):
+        raise UnknownOperator(f"the operator {name} is not one that a file may call")
+    try:
+        found = getattr(getattr(getattr(torch.ops, namespace), operation), overload)
+    except AttributeError:
+        found = None
+    if not isinstance(found, torch._ops.OpOverload):
+        raise UnknownOperator(f"the operator {name} is not registered in this process")
+    if _names_a_file(found):
+        raise UnknownOperator(f"the operator {name} is not one that a file may call")
+    return found
+
+
+def _names_a_file(operator: torch._ops.OpOverload) -> bool:
+    """Tell whether an operator takes a text that, by its name, is one of a file."""
+    arguments = operator._schema.arguments
+    return any("str" in str(a.type) and _OF_FILES.search(a.name) for a in arguments)
+
+
+def _encode_call(graph: Graph) -> dict[str, Any] | None:
+    codegen = graph._codegen
+    if type(codegen) is CodeGen:
+        return None
+    if not isinstance(codegen, CheckedCalls):
+        raise NotStorable(f"a graph that is called by a {type(codegen).__name__}")
+    names, in_spec, out_spec = codegen.pytree_info
+    return {
+        "names": list(names),
+        "inputs": encode_tree(in_spec),
+        "outputs": None if out_spec is None else encode_tree(out_spec),
+        "conditions": list(codegen.checks.conditions),
+    }
+
+
+def _decode_call(data: Mapping[str, Any] | None, placeholders: Sequence[Node]) -> CodeGen:
+    """Return what generates the signature. Names become Python source, so they must be names."""
+    if data is None:
+        return CodeGen()
+    inputs = decode_tree(data["inputs"])
+    outputs = None if data["outputs"] is None else decode_tree(data["outputs"])
+    keywords: list[Any] = []
+    if inputs.type is tuple and inputs.num_children == 2 and inputs.child(1).type is dict:
+        keywords = inputs.child(1).context
+    for name in data["names"]:
+        _identifier(name)
+    for name in keywords:
+        _quotable(name)
+    # Not what export assumed of these examples: reading them may have added to that.
+    conditions = tuple(read_tree(tree, len(placeholders)) for tree in data["conditions"])
+    checks = replace(input_checks(placeholders), conditions=conditions)
+    return CheckedCalls(_PyTreeInfo(list(data["names"]), inputs, outputs), checks)
+
+
+def _identifier(name: object) -> str:
+    """Return `name`, which goes into generated source, if it can do no more there than name something.
+
+    Raises:
+        ValueError: it is no identifier.
+    """
+    if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
+        raise ValueError(f"{name!r} is no name of a value")
+    return name
+
+
+class ProgramReader:
+    """Makes GraphModules of data and of the tensors that they hold, by path."""
+
+    def __init__(self, data: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        self._data, self._tensors = data, tensors
+        self._stacks = [_split(stack) for stack in data["stacks"]]
+        self._symbols = SymbolReader(data["symbols"])
+        self._mode = FakeTensorMode(
+            allow_non_fake_inputs=True, shape_env=self._symbols.env, allow_fallback_kernels=False
+        )
+        self._examples = {"symbolic": self._symbols.decode, "tensor": self._example}
+
+    def program(self) -> GraphModule:
+        """Return the program.
+
+        Raises:
+            UnknownOperator: it calls an operator that nobody registered in this process.
+            ValueError, TypeError, LookupError, RuntimeError, AttributeError: the data is malformed.
+        """
+        return self._graph(self._data["graph"], "")
+
+    def _graph(self, data: Mapping[str, Any], prefix: str) -> GraphModule:
+        root, graph = nn.Module(), Graph()
+        nodes: dict[str, Node] = {}
+        for facts in data["nodes"]:
+            if facts["op"] == "get_attr":
+                self._place(root, str(facts["target"]), prefix, data["inner"])
+            node = self._node(graph, facts, nodes)
+            nodes[node.name] = node
+        graph.lint()
+        graph.set_codegen(_decode_call(data["call"], graph.find_nodes(op="placeholder")))
+        _check_arguments(graph)
+        module = GraphModule(root, graph)
+        return module.train(bool(data["training"]))
+
+    def _place(self, root: nn.Module, target: str, prefix: str, inner: Mapping[str, Any]) -> None:
+        """Put a tensor or an inner graph at its path, where the graph will look for it."""
+        *path, last = _quotable(target).split(".")
+        owner = root
+        for part in path:
+            if part not in owner._modules:
+                owner.add_module(part, nn.Module())
+            owner = owner.get_submodule(part)
+        if last in owner._parameters or last in owner._buffers or last in owner._modules:
+            return
+        if target in inner:
+            owner.add_module(last, self._graph(inner[target], f"{prefix}{target}."))
+            return
+        value = self._tensors[f"{prefix}{target}"]
+        if isinstance(value, nn.Parameter):
+            owner.register_parameter(last, value)
+        else:
+            owner.register_buffer(last, value)
+
+    def _node(self, graph: Graph, facts: Mapping[str, Any], nodes: Mapping[str, Node]) -> Node:
+        op, name, target = facts["op"], _identifier(facts["name"]), facts["target"]
+        if op not in ("placeholder", "get_attr", "call_function", "output") or name in nodes:
+            raise ValueError(f"{name!r} is no node")
+        others = {"node": nodes.__getitem__}
+        args, kwargs = decode(facts["args"], others), decode(facts["kwargs"], others)
+        if op == "placeholder":
+            _identifier(str(target).removeprefix("**").removeprefix("*"))
+        if op == "call_function":
+            target = decode_target(target)
+        for key in kwargs:
+            _identifier(key)
+        node = graph.create_node(op, target, args, kwargs, name)
+        # Claims know nodes by name, and fx may have found another one better.
+        node.name = name
+        if "example" in facts:
+            node.meta["val"] = decode(facts["example"], self._examples)
+        if "stack" in facts:
+            node.meta["nn_module_stack"] = dict(self._stacks[facts["stack"]])
+        if "facts" in facts:
+            custom = decode(facts["facts"])
+            if not isinstance(custom, dict) or not all(isinstance(key, str) for key in custom):
+                raise ValueError(f"what is known of {name} has no names")
+            node.meta["custom"] = {CUSTOM_KEY: custom}
+        return node
+
+    def _example(self, data: Any) -> Tensor:
+        dtype, device, shape, stride = (decode(part, self._examples) for part in data[:4])
+        with self._mode:
+            return torch.empty_strided(
+                shape, stride, dtype=dtype, device=device, requires_grad=bool(data[4])
+            )
+
+
+def _check_arguments(graph: Graph) -> None:
+    """Check that a graph takes as many values as its arguments have leaves, and returns as many as needed."""
+    info = pytree_info(graph)
+    if info is None:
+        return
+    taken = sum(node.op == "placeholder" for node in graph.nodes)
+    given = graph.output_node().args[0]
+    returned = len(given) if isinstance(given, (list, tuple)) else 1
+    specs = ((info.in_spec, taken), (info.out_spec, returned))
+    if any(spec is not None and spec.num_leaves != number for spec, number in specs):
+        raise ValueError("its arguments or results are not those of its graph")
+
+
+def _quotable(text: object) -> str:
+    """Return `text`, which goes into generated source between quotes, if it cannot end them.
+
+    Raises:
+        ValueError: it can.
+    """
+    if not isinstance(text, str) or not text.isprintable() or set(text) & set("\"'\\"):
+        raise ValueError(f"{text!r} is no key or step of a path")
+    return text
+
+
+_CLASSES: dict[str, Any] = {
+    kind.__name__: kind
+    for kind in (
+        *(Plan, Claim, Point, PointSpec, Bounds, Operand, AddedBias, Product, Conflict),
+        *(Group, Balance, Operator, Rewrite),
+        *(QuantizationSpec, FixedQParamsQuantizationSpec),
+        *(SharedQuantizationSpec, DerivedQuantizationSpec),
+    )
+}
+_FACTS = tuple(f.name for f in fields(Record) if f.name not in ("backends", "state", "source"))
+
+
+class _Spent:
+    """Stands for a callable that a stored specification had."""
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise UserError(
+            f"{self.__name__} is not stored with a converted model; prepare the float program again"
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Spent) and other.__name__ == self.__name__
+
+    def __hash__(self) -> int:
+        return hash(self.__name__)
+
+
+def encode_record(record: Record) -> Any:
+    """Return the lasting part of a converted model's record as data.
+
+    Raises:
+        NotStorable: a specification of a class that core does not know.
+    """
+    return {name: encode(getattr(record, name), _encode) for name in _FACTS}
+
+
+def _encode(value: Any) -> Any:
+    kind = type(value).__name__
+    if _CLASSES.get(kind) is type(value):
+        data = {f.name: encode(getattr(value, f.name), _encode) for f in fields(value)}
+        if isinstance(value, QuantizationSpec):  # it may be wrapped, with its arguments
+            data["observer_or_fake_quant_ctr"] = {
+                "callable": (spec_to_dict(value) or {})["observer"]
+            }
+        return {kind: data}
+    if isinstance(value, Mapping):  # of another class than dict
+        return encode(dict(value), _encode)
+    if callable(value):
+        return {"callable": getattr(value, "__name__", type(value).__name__)}
+    raise NotStorable(f"a {type(value).__module__}.{type(value).__qualname__} in the record")
+
+
+def _decoder(kind: str) -> Callable[[Any], Any]:
+    def make(data: Any) -> Any:
+        made = _CLASSES[kind](**{k: decode(v, _DECODERS) for k, v in data.items()})
+        check_fields(made)
+        return made
+
+    return make
+
+
+_DECODERS: Decoders = {"callable": _Spent, **{kind: _decoder(kind) for kind in _CLASSES}}
+
+
+def changes_of(before: Any, after: Any) -> Any:
+    """Return what makes `after` of `before`, both by `encode_record`: fields that differ, and theirs."""
+    if not (isinstance(before, dict) and isinstance(after, dict) and set(before) == set(after)):
+        return {"is": after}
+    return {k: changes_of(before[k], after[k]) for k in after if before[k] != after[k]}
+
+
+def _changed(before: Any, changes: Any) -> Any:
+    if set(changes) == {"is"}:
+        return changes["is"]
+    return {**before, **{k: _changed(before[k], change) for k, change in changes.items()}}
+
+
+def decode_changed(before: Mapping[str, Any], changes: Any) -> Record:
+    """Return the record of a lowered model, from that of the converted one and `changes_of`.
+
+    Raises:
+        ValueError, TypeError, LookupError: the data is malformed.
+    """
+    return decode_record(_changed(before, changes), stages=("lowered",))
+
+
+def decode_record(
+    data: Mapping[str, Any], stages: tuple[str, ...] = ("converted", "reference")
+) -> Record:
+    """Return the record that data stands for, without backends and state.
+
+    Raises:
+        ValueError, TypeError, LookupError: the data is malformed.
+    """
+    facts = {name: decode(data[name], _DECODERS) for name in _FACTS if name in data}
+    if not isinstance(facts.get("plan"), Plan) or facts.get("stage") not in stages:
+        raise ValueError(f"it has no plan of a {' or '.join(stages)} model")
+    record = Record(**facts)
+    check_fields(record, only=_FACTS)
+    _check_references(record)
+    return record
+
+
+def _check_references(record: Record) -> None:
+    """Check that claims, groups and the groups of points are there where they are referred to."""
+    plan = record.plan
+    grouped = {point for group in plan.groups for point in group.points}
+    if not grouped >= {spec.point for claim in plan.claims for spec in claim.specs}:
+        raise ValueError("a point of a claim is in no group")
+    claims = {
+        *(*record.dropped, *record.kernels, *record.fallbacks),
+        *(number for group in plan.groups for number in group.claims),
+        *(operator.claim for operator in plan.operators if operator.claim is not None),
+    }
+    groups = {number for group in plan.groups for number in group.depends_on}
+    for name, found, number in (("claim", claims, plan.claims), ("group", groups, plan.groups)):
+        if not found <= set(range(len(number))):
+            raise ValueError(f"it refers to a {name} that it has not")

@@ -1,0 +1,415 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of side effects, copies and training.
+
+The checks of what a lowered model does besides giving the right numbers.
+
+What a backend must leave alone: the state of the process it is imported into and used in.
+
+The check that a row is trained as it is deployed.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import logging
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import GraphModule, Interpreter, Node
+
+from qompose import QomposeWarning, convert_pt2e, prepare_qat_pt2e, training_config
+from qompose.lowering.lower_regions import TORCH_TARGET
+from qompose.observers.default_specs import why_not_trained
+from qompose.program.graph import operator_name, value_of
+from qompose.testing.checks_kernel import matches_reference
+from qompose.testing.checks_rule import converts
+from qompose.testing.fixtures import (
+    Blocked,
+    ContractError,
+    NotApplicable,
+    first_difference,
+    sqnr,
+    steps_of,
+    tensors_of,
+)
+from qompose.testing.suite import Suite
+from qompose.testing.trial import Inputs, Trial, copies, outputs, quantizer_for
+from qompose.training.schedule import disable_observer
+
+
+def behaves(suite: Suite, trial: Trial, target: str) -> None:
+    """Results are the same each time, copies work, and shapes are known without computing."""
+    suite.require(matches_reference, trial, target)
+    lowered, (_, batch) = trial.lowered(target), trial.all_inputs[0]
+    first = [x.clone() for x in outputs(lowered, batch)]
+    _expect_same(
+        trial, target, "the same outputs each time", outputs(lowered, batch), first,
+        "let the kernel start from its arguments alone, and not keep what it computed",
+    )  # fmt: skip
+    if isinstance(lowered, nn.Module):
+        _expect_same(
+            trial, target, "the same outputs from a deep copy", outputs(_copy(trial, target), batch), first,
+            "keep packed weights in a side table, not in the model (DESIGN, targets)",
+        )  # fmt: skip
+        _check_fake(trial, target, batch, first)
+    if isinstance(lowered, GraphModule):
+        _check_calls(trial, target, batch)
+
+
+def _copy(trial: Trial, target: str) -> Any:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 copies argument trees so
+            return copy.deepcopy(trial.lowered(target))
+    except Exception as error:
+        raise ContractError(
+            f"{trial}, target {target!r}",
+            expected="copy.deepcopy to copy the lowered model",
+            found=f"{type(error).__name__}: {error}",
+            remedy="keep in the model only tensors; pack weights on first use, in a side table",
+        ) from error
+
+
+def _expect_same(
+    trial: Trial,
+    target: str,
+    what: str,
+    actual: Sequence[Tensor],
+    wanted: Sequence[Tensor],
+    remedy: str,
+) -> None:
+    same = len(actual) == len(wanted) and all(map(torch.equal, actual, wanted))
+    if not same:
+        raise ContractError(
+            f"{trial}, target {target!r}",
+            expected=what,
+            found=first_difference(wanted, actual, [None] * len(wanted), 1e-12) or "others",
+            remedy=remedy,
+        )
+
+
+def _check_fake(trial: Trial, target: str, batch: Inputs, wanted: Sequence[Tensor]) -> None:
+    """Check that shapes and types are known without computing, as torch.export and torch.compile need."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    expected = "shapes and dtypes of the outputs from fake tensors"
+    remedy = "register a fake (torch.library.register_fake) that gives the shape and dtype of each operator"
+    try:
+        with mode, torch.no_grad():
+            fake = tensors_of(trial.lowered(target)(*(mode.from_tensor(x) for x in batch)))
+    except Exception as error:
+        found = f"{type(error).__name__}: {error}"
+        raise ContractError(
+            f"{trial}, target {target!r}", expected=expected, found=found, remedy=remedy
+        ) from error
+    kinds = [[(tuple(x.shape), x.dtype) for x in values] for values in (wanted, fake)]
+    if kinds[0] != kinds[1]:
+        raise ContractError(
+            f"{trial}, target {target!r}",
+            expected=f"{expected}: {kinds[0]}",
+            found=str(kinds[1]),
+            remedy=remedy,
+        )
+
+
+class _Kinds(Interpreter):
+    """Runs a program, and keeps the shape, the type and the strides of what each of its calls gives."""
+
+    def __init__(self, module: GraphModule) -> None:
+        super().__init__(module)
+        self.found: dict[Node, str] = {}
+
+    def run_node(self, n: Node) -> Any:
+        """Run one node."""
+        result = super().run_node(n)
+        if n.op == "call_function" and isinstance(result, Tensor):
+            self.found[n] = _kind(result, strides=_is_custom(n))
+        return result
+
+
+def _is_custom(node: Node) -> bool:
+    return getattr(node.target, "namespace", "aten") not in ("aten", "prims")
+
+
+def _kind(x: Tensor, *, strides: bool) -> str:
+    # The stride of a dimension of size 1 is of no consequence.
+    steps = [stride for stride, size in zip(x.stride(), x.shape, strict=True) if size != 1]
+    laid = f", strides {steps}" if strides and x.numel() else ""
+    return f"{x.dtype}, shape {list(x.shape)}{laid}"
+
+
+def _check_calls(trial: Trial, target: str, batch: Inputs) -> None:
+    """Check that each call gives what its fake kernel gives, and what the program says of it."""
+    lowered, mode = trial.lowered(target), FakeTensorMode(allow_non_fake_inputs=True)
+    real, fake = _Kinds(lowered), _Kinds(lowered)
+    with torch.no_grad():
+        real.run(*copies(batch))
+        with mode:
+            fake.run(*(mode.from_tensor(x) for x in batch))
+    for node, found in real.found.items():
+        value = value_of(node)
+        said = str(value.dtype) if isinstance(value, Tensor) else None
+        told = [
+            f"{fake.found[node]} from its fake kernel" if fake.found[node] != found else "",
+            f"{said} in meta['val']" if said is not None and not found.startswith(said) else "",
+        ]
+        if any(told):
+            raise ContractError(
+                f"{trial}, target {target!r}",
+                expected=f"fake tensors to tell what {node.name} ({operator_name(node.target)}) gives: "
+                f"{found}",
+                found=" and ".join(filter(None, told)),
+                remedy="let the fake kernel and the dtype given to Region.call say what the kernel gives",
+            )
+
+
+def leaves_inputs_alone(suite: Suite, trial: Trial, target: str) -> None:
+    """Who reads the row's inputs after the kernel finds them unchanged."""
+    suite.require(matches_reference, suite.plain(trial), target)
+    lowered, (_, batch) = trial.lowered(target), trial.all_inputs[0]
+    remedy = "write to nothing that the kernel is given; copy first"
+    given = copies(batch)
+    with torch.no_grad():
+        _, *after = tensors_of(lowered(*given))
+    _, *wanted = outputs(trial.converted, batch)
+    _expect_same(trial, target, "inputs of the model as they were", given, batch, remedy)
+    _expect_same(trial, target, "integers that the kernel read as they were", after, wanted, remedy)
+
+
+def takes_any_batch(suite: Suite, trial: Trial, target: str) -> None:
+    """A program for batches of any size stays one."""
+    suite.require(matches_reference, suite.plain(trial), target)
+    try:
+        trial.built  # noqa: B018 - no such program: the check does not apply
+        trial.converted  # noqa: B018
+    except Exception as error:
+        raise Blocked("test_annotates or test_converts", str(trial)) from error
+    subject = f"{trial}, target {target!r}"
+    try:
+        lowered = trial.lowered(target)
+    except Exception as error:
+        raise ContractError(
+            subject,
+            expected="a model for batches of any size",
+            found=f"{type(error).__name__}: {error}",
+            remedy="take sizes from the tensors, not from the example's shapes",
+        ) from error
+    steps, (_, example) = steps_of(trial.converted), trial.all_inputs[0]
+    for size in (2, 7, 13):
+        batch = resized(example, size)
+        wanted = outputs(trial.converted, batch)
+        try:
+            actual = outputs(lowered, batch)
+            found = first_difference(wanted, actual, steps, suite.tolerance(trial))
+        except Exception as error:
+            found = f"{type(error).__name__}: {error}"
+        if found is not None:
+            raise ContractError(
+                subject,
+                expected=f"what the simulated (Q/DQ) model gives for a batch of {size}",
+                found=found,
+                remedy="take sizes from the tensors, not from the example's shapes",
+            )
+
+
+def resized(batch: Inputs, size: int) -> Inputs:
+    """Return inputs with another first dimension."""
+    return tuple(x[torch.arange(size) % len(x)] if x.dim() else x for x in batch)
+
+
+def state() -> dict[str, str]:
+    """Return what is global in a process and must not be changed in passing, as text."""
+    return {
+        "torch's default dtype": str(torch.get_default_dtype()),
+        "torch's default device": str(torch.get_default_device()),
+        "grad mode": str(torch.is_grad_enabled()),
+        "deterministic algorithms": str(torch.are_deterministic_algorithms_enabled()),
+        "precision of float32 products": torch.get_float32_matmul_precision(),
+        "number of threads": str(torch.get_num_threads()),
+        "quantized engine": str(torch.backends.quantized.engine),
+        "torch.backends.mkldnn": str(torch.backends.mkldnn.enabled),
+        "random numbers": str(torch.random.get_rng_state().sum().item()),
+        "warnings filters": str([(f[0], str(f[1]), str(f[2])) for f in warnings.filters]),
+        "handlers and level of the root logger": f"{logging.root.handlers} {logging.root.level}",
+        "working directory": str(os.getcwd()),  # noqa: PTH109 - as it is, not resolved
+        "environment": str(sorted(os.environ.items())),
+    }
+
+
+def changes(action: Callable[[], object]) -> list[str]:
+    """Return what an action changes of the process's state, and what it prints, as sentences."""
+    before, printed = state(), io.StringIO()
+    with redirect_stdout(printed):
+        action()
+    after = state()
+    found = [
+        f"{name} was {_cut(before[name])} and is {_cut(after[name])}"
+        for name in before
+        if before[name] != after[name]
+    ]
+    return [*found, *([f"it prints {_cut(printed.getvalue())!r}"] if printed.getvalue() else [])]
+
+
+def _cut(text: str) -> str:
+    return text if len(text) < 200 else f"{text[:200]}..."
+
+
+_IMPORT = """
+import json, sys
+import torch, qompose
+from qompose import *
+from qompose.testing.checks_behavior import changes
+print(json.dumps(changes(lambda: qompose.backend.load_backend(sys.argv[1]))))
+"""
+
+
+def imports_cleanly(suite: Suite) -> None:
+    """Importing the backend changes nothing in the process."""
+    source = suite.source
+    assert isinstance(source, str)
+    done = subprocess.run(
+        [sys.executable, "-c", _IMPORT, source], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise Blocked("test_loads", f"backend {source!r} in a process of its own: {done.stderr}")
+    _expect_nothing(f"backend {source!r}, when it is imported", json.loads(done.stdout))
+
+
+@contextmanager
+def _defaults() -> Iterator[None]:
+    """Set what torch starts with, so that a setting which was made before is seen to be made again."""
+    before = (
+        torch.get_default_dtype(),
+        torch.is_grad_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+    )
+    _set(torch.float32, True, False, "highest")
+    try:
+        yield
+    finally:
+        _set(*before)
+
+
+def _set(dtype: torch.dtype, grad: bool, deterministic: bool, precision: str) -> None:
+    torch.set_default_dtype(dtype)
+    torch.set_grad_enabled(grad)
+    torch.use_deterministic_algorithms(deterministic)
+    torch.set_float32_matmul_precision(precision)
+
+
+def works_cleanly(suite: Suite) -> None:
+    """Preparing, converting, lowering and running a model changes nothing in the process."""
+    rows = list(_sound_rows(suite))
+    if not rows:
+        raise NotApplicable("no row lowers")
+
+    def use() -> None:
+        for trial, target in rows:
+            fresh = Trial(trial.terms)
+            outputs(fresh.lowered(target), fresh.batches("calibration", 1)[0])
+
+    use()  # what is only loaded when it is first used is loaded
+    with _defaults():
+        found = changes(use)
+    _expect_nothing(f"backend {suite.backend.name!r}, when it is used", found)
+
+
+def _sound_rows(suite: Suite) -> Iterator[tuple[Trial, str]]:
+    """Yield every row in process, and one on each other target, of those that work."""
+    seen: set[str] = set()
+    for case in suite.modes():
+        for target in suite.rule(case.rule).kernels:
+            if suite.why_not(target) or target in seen:
+                continue
+            try:
+                suite.require(matches_reference, suite.trial(case), target)
+            except NotApplicable:
+                continue
+            seen.update({target} - {TORCH_TARGET.name})
+            yield suite.trial(case), target
+
+
+def _expect_nothing(subject: str, found: list[str]) -> None:
+    if found:
+        raise ContractError(
+            subject,
+            expected="no change of what is global in the process, and nothing printed",
+            found="; ".join(found),
+            remedy="set such things with a context manager, while you need them, and print nothing",
+        )
+
+
+LEAST_SQNR = 40.0
+"""Between what was trained and what is deployed, in decibels."""
+
+
+def trains(suite: Suite, trial: Trial) -> None:
+    """The row is claimed in training too, passes gradients on, and is deployed as it was trained."""
+    suite.require(converts, trial)
+    reason = why_not_trained(trial.terms.config)
+    if reason is not None:
+        raise NotApplicable(reason)
+    config = training_config(trial.terms.config)
+    terms = replace(trial.terms, config=config)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", QomposeWarning)
+            prepared = prepare_qat_pt2e(trial.built.program, quantizer_for(terms, trial.model))
+            if not terms.claims_in(prepared):
+                raise _failure(trial, "the rule to claim its example", "nothing is claimed")
+            _train(trial, prepared)
+            simulated = [outputs(prepared, batch) for batch in trial.batches("calibration")]
+            converted = convert_pt2e(prepared)
+    except ContractError:
+        raise
+    except Exception as error:
+        found = f"{type(error).__name__}: {error}"
+        raise _failure(trial, "prepare_qat_pt2e, a step and convert_pt2e", found) from error
+    deployed = [outputs(converted, batch) for batch in trial.batches("calibration")]
+    least = min(
+        sqnr(one, other)
+        for ones, others in zip(simulated, deployed, strict=True)
+        for one, other in zip(ones, others, strict=True)
+    )
+    if least < LEAST_SQNR:
+        wanted = f"{LEAST_SQNR:g} dB between the fake-quantized and the converted model"
+        raise _failure(trial, f"at least {wanted}", f"{least:.1f} dB")
+
+
+def _train(trial: Trial, prepared: GraphModule) -> None:
+    """Take gradients of each batch, and leave the model in evaluation, with its ranges as they are."""
+    for batch in trial.batches("calibration"):
+        results = [x for x in tensors_of(prepared(*copies(batch))) if x.requires_grad]
+        if results:
+            sum(x.float().square().mean() for x in results).backward()  # type: ignore[union-attr]
+    lost = [name for name, gradient in _gradients(prepared) if not torch.isfinite(gradient).all()]
+    if lost:
+        raise _failure(trial, "finite gradients", f"those of {', '.join(lost)} are not")
+    prepared.eval().apply(disable_observer)
+
+
+def _gradients(model: GraphModule) -> Iterator[tuple[str, Tensor]]:
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            yield name, parameter.grad
+
+
+def _failure(trial: Trial, expected: str, found: str) -> ContractError:
+    return ContractError(
+        f"{trial}, in training",
+        expected=expected,
+        found=found,
+        remedy="see that the rule's specifications can be fake-quantized, and that its guard takes the "
+        "configuration of `training_config`",
+    )

@@ -1,0 +1,321 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks that kernels agree with the integer reference, and refuse what they must.
+
+The checks of what a kernel computes: it agrees with the integer reference, whatever it is given.
+
+The checks of what a row takes and refuses: its constraints are enforced, and kept at their edges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qompose import QomposeError, UserError, report
+from qompose.errors import ConfigError
+from qompose.reporting.report_data import KERNEL
+from qompose.spec.quantization_spec import describe_spec
+from qompose.testing.checks_rule import annotates, keeps_parameters, lowers
+from qompose.testing.fixtures import (
+    MOST_OFF,
+    Blocked,
+    ContractError,
+    NotApplicable,
+    first_difference,
+    other_layouts,
+    rounding_fault,
+    sqnr,
+    steps_of,
+    tensors_of,
+)
+from qompose.testing.suite import Case, Suite
+from qompose.testing.trial import RANDOM, Trial, outputs
+from qompose.testing.variations import (
+    Limit,
+    Variation,
+    beyond,
+    covering,
+    limits,
+    of_literals,
+    of_shapes,
+)
+
+
+def matches_reference(suite: Suite, trial: Trial, target: str) -> None:
+    """The kernel agrees with the integer arithmetic to one step, on random data and on extremes."""
+    suite.require(keeps_parameters, trial, target)
+    reference, what = trial.reference
+    lowered, steps = trial.lowered(target), steps_of(trial.converted)
+    random: list[tuple[list[Tensor], list[Tensor]]] = []
+    for kind, batch in trial.all_inputs:
+        wanted = outputs(reference, batch)
+        actual = run_on(trial, target, kind, partial(outputs, lowered, batch))
+        expect_close(suite, trial, target, f"{what} on {kind}", (wanted, actual, steps))
+        if kind == RANDOM:
+            random.append((wanted, actual))
+    _check_rounding(trial, target, what, random, steps)
+    if isinstance(lowered, nn.Module):
+        _check_layouts(suite, trial, target, (random[0][1], steps))
+
+
+def run_on(trial: Trial, target: str, kind: str, run: Callable[[], Any]) -> Any:
+    """Return what a kernel gives; that it raises is a failure. `kind` says of what inputs."""
+    try:
+        return run()
+    except Exception as error:
+        raise ContractError(
+            f"{trial}, target {target!r}",
+            expected=f"the kernel to run on {kind}",
+            found=f"{type(error).__name__}: {error}",
+            remedy="mend the kernel",
+        ) from error
+
+
+def expect_close(
+    suite: Suite,
+    trial: Trial,
+    target: str,
+    what: str,
+    results: tuple[list[Tensor], list[Tensor], list[Tensor | None]],
+    remedy: str = "see zero points, the rounding (half to even, once), saturation of sums, and the "
+    "clamp to [quant_min, quant_max]",
+) -> None:
+    """Compare the kernel's outputs with others; `results` are those, the kernel's, and their steps."""
+    bound = suite.tolerance(trial)
+    found = first_difference(*results, bound)
+    if found is not None:
+        raise ContractError(
+            f"{trial}, target {target!r}",
+            expected=f"the kernel to agree with {what}, to one step of the output (float outputs to "
+            f"{bound:g} of the largest value)",
+            found=found,
+            remedy=remedy,
+        )
+
+
+def _check_rounding(
+    trial: Trial,
+    target: str,
+    what: str,
+    runs: Sequence[tuple[list[Tensor], list[Tensor]]],
+    steps: Sequence[Tensor | None],
+) -> None:
+    """Check that few values are off by a step."""
+    for place, step in enumerate(steps):
+        if step is None:
+            continue
+        found = rounding_fault([w[place] for w, _ in runs], [a[place] for _, a in runs], step)
+        if found is not None:
+            raise ContractError(
+                f"{trial}, target {target!r}",
+                expected=f"at most {MOST_OFF:.0%} of the values a step off {what}",
+                found=found,
+                remedy="round once, to the nearest integer, half to even; do not truncate",
+            )
+
+
+def _check_layouts(
+    suite: Suite, trial: Trial, target: str, known: tuple[list[Tensor], list[Tensor | None]]
+) -> None:
+    """Check that equal inputs which lie otherwise in memory give equal outputs."""
+    lowered = trial.lowered(target)
+    kind = "inputs that are not contiguous in memory"
+    for batch in other_layouts(trial.all_inputs[0][1]):
+        with torch.no_grad():
+            try:
+                trial.converted(*batch)
+            except RuntimeError:  # such as a view, which goes by strides itself
+                continue
+            actual = tensors_of(run_on(trial, target, kind, partial(lowered, *batch)))
+        expect_close(
+            suite, trial, target, f"itself on {kind}", (known[0], actual, known[1]),
+            "go by the strides of the tensors that the kernel is given, or call contiguous() first",
+        )  # fmt: skip
+
+
+def matches_for_integers(suite: Suite, trial: Trial, target: str) -> None:
+    """The same, where a consumer behind the row wants integers."""
+    suite.require(matches_reference, suite.plain(trial), target)
+    matches_reference(suite, trial, target)
+
+
+def takes_other_shapes(suite: Suite, trial: Trial, target: str) -> None:
+    """What the rule claims with another batch, rank or depth, the kernel computes rightly."""
+    suite.require(matches_reference, trial, target)
+    _check_variations(
+        suite, trial, target, of_shapes(trial),
+        "go by the shapes of the tensors and sum in int32 or wider, or refuse the shape in the guard",
+    )  # fmt: skip
+
+
+def takes_other_literals(suite: Suite, trial: Trial, target: str) -> None:
+    """What the rule claims with other literal arguments, the kernel computes rightly."""
+    suite.require(matches_reference, trial, target)
+    _check_variations(
+        suite, trial, target, of_literals(trial),
+        "a pattern takes any literal: read them with Region.argument (what is padded has the zero point), "
+        "or refuse others in the guard",
+    )  # fmt: skip
+
+
+def _check_variations(
+    suite: Suite, trial: Trial, target: str, variations: Iterable[Variation], remedy: str
+) -> None:
+    for variation in variations:
+        terms = replace(trial.terms, example=variation.example, variation=variation.label)
+        varied = Trial(terms)
+        try:
+            if not varied.claims:
+                continue
+        except QomposeError as error:
+            raise _broken(
+                varied, target, error, "let patterns and guards take any graph"
+            ) from error
+        except Exception:
+            continue
+        try:
+            lowered, (reference, what) = varied.lowered(target), varied.reference
+            runs = [(k, outputs(reference, b), outputs(lowered, b)) for k, b in varied.all_inputs]
+        except Exception as error:
+            raise _broken(varied, target, error, remedy) from error
+        for kind, wanted, actual in runs:
+            results = (wanted, actual, steps_of(varied.converted))
+            expect_close(suite, varied, target, f"{what} on {kind}", results, remedy)
+
+
+def _broken(trial: Trial, target: str, error: Exception, remedy: str) -> ContractError:
+    return ContractError(
+        f"{trial}, target {target!r}",
+        expected="a refusal with a reason, or a model that runs",
+        found=f"{type(error).__name__}: {error}",
+        remedy=remedy,
+    )
+
+
+def accepted_limits(suite: Suite, case: Case) -> list[Limit]:
+    """Return configurations at the edges of what a row takes, few that cover all."""
+    rule, config = suite.rule(case.rule), suite.backend.configs[case.config]
+    taken = [limit for limit in limits(rule, config) if rule.objection(limit.config) is None]
+    known = {role: describe_spec(spec) for role, spec in rule.specs_for(config).items()}
+    return [limit for limit in covering(taken) if describe_spec(limit.spec) != known[limit.role]]
+
+
+def refuses(suite: Suite, case: Case) -> None:
+    """What a constraint excludes is refused with a reason, and when it is set if no rule takes it."""
+    rule, config = suite.rule(case.rule), suite.backend.configs[case.config]
+    for limit in limits(rule, config):
+        subject = f"backend {suite.backend.name!r}, rule {rule.name!r}, {limit}"
+        objection, constraint = rule.objection(limit.config), rule.accepts.get(limit.role)
+        broken = beyond(constraint, limit.spec) if constraint is not None else None
+        if objection is not None and not (isinstance(objection, str) and objection.strip()):
+            raise ContractError(
+                subject,
+                expected="None, or the reason of a refusal as text",
+                found=repr(objection),
+                remedy="say in the objection what is asked for and what the kernel takes",
+            )
+        if objection is None and broken is not None:
+            raise ContractError(
+                subject,
+                expected=f"a refusal, since `accepts` says {broken}",
+                found="the rule takes it",
+                remedy="leave Rule.objection and TensorConstraint.objection as they are, or call them",
+            )
+        if all(isinstance(other.objection(limit.config), str) for other in suite.backend.rules):
+            _check_set(suite, limit, subject)
+
+
+def _check_set(suite: Suite, limit: Limit, subject: str) -> None:
+    try:
+        suite.quantizer(limit.config)
+    except ConfigError:
+        return
+    raise ContractError(
+        subject,
+        expected="set_global to raise ConfigError, since every rule refuses the configuration",
+        found="it is taken, and nothing would be quantized",
+        remedy="let the quantizer's set_ methods be those of qompose.RuleQuantizer",
+    )
+
+
+def accepts(suite: Suite, case: Case, limit: Limit, target: str) -> None:
+    """What a constraint takes at its edges lowers and gives the right numbers."""
+    suite.require(matches_reference, suite.trial(case), target)
+    trial = suite.trial(case, name=str(limit), config=limit.config)
+    for check in (lowers, matches_reference):
+        try:
+            suite.require(annotates, trial)
+            suite.judge(check, trial, target)
+        except (ContractError, Blocked) as reason:
+            failure = reason if isinstance(reason, ContractError) else reason.__cause__
+            if not isinstance(failure, ContractError):
+                raise
+            raise ContractError(
+                f"backend {suite.backend.name!r}, rule {case.rule!r}, target {target!r}",
+                expected=f"{limit}, which `accepts` allows, to work: {failure.expected}",
+                found=failure.found,
+                remedy=f"narrow accepts[{limit.role!r}] (a missing constraint allows everything), or mend "
+                "the kernel",
+            ) from reason
+
+
+def half_precision(suite: Suite, trial: Trial) -> None:
+    """A float16 or bfloat16 model is refused with a reason, or quantized with the right type."""
+    terms = trial.terms
+    try:
+        trial.built  # noqa: B018
+    except Exception as error:
+        raise NotApplicable(f"no example in {terms.dtype}: {error}") from error
+    if not trial.claims:
+        silent = [o for o in trial.operators if o.claim is None and not o.reason.strip()]
+        if silent:
+            raise ContractError(
+                str(trial),
+                expected="a reason why the model's operators stay in float",
+                found=f"none for {silent[0].name} ({silent[0].operator})",
+                remedy="let the guard return the reason as text",
+            )
+        return
+    for target in terms.rule.kernels:
+        if suite.why_not(target) is None:
+            _check_dtype(suite, trial, target)
+
+
+def _check_dtype(suite: Suite, trial: Trial, target: str) -> None:
+    batch = trial.batches("calibration", 1)[0]
+    remedy = "refuse other types than float32 in the guard, or give the type of the region's output"
+    try:
+        lowered = trial.lowered(target)
+        wanted, actual = outputs(trial.model, batch), outputs(lowered, batch)
+    except UserError:
+        return  # the target refuses it, and says why
+    except Exception as error:
+        raise ContractError(
+            f"{trial}, target {target!r}",
+            expected="a refusal with a reason, or a model that runs",
+            found=f"{type(error).__name__}: {error}",
+            remedy=remedy,
+        ) from error
+    if any(
+        r.state != KERNEL and r.reason for r in report(lowered).rows if r.owner == trial.terms.label
+    ):
+        return
+    kinds = [[(x.dtype, tuple(x.shape)) for x in values] for values in (wanted, actual)]
+    found = min(map(sqnr, wanted, actual)) if kinds[0] == kinds[1] else 0.0
+    least = suite.least_sqnr(trial.terms.config)
+    if kinds[0] != kinds[1] or found < least:
+        raise ContractError(
+            f"{trial}, target {target!r}",
+            expected=f"outputs of {_said(kinds[0])}, with at least {least:.3g} dB",
+            found=f"{_said(kinds[1])}, with {found:.1f} dB",
+            remedy=remedy,
+        )
+
+
+def _said(kinds: list[tuple[torch.dtype, tuple[int, ...]]]) -> str:
+    return ", ".join(f"{dtype} {list(shape)}" for dtype, shape in kinds)

@@ -1,0 +1,411 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The form of convolution and batch norm that QAT trains, and the way back to the folded one.
+
+Training: a prepared program to be trained, out of one to be calibrated, and back before it is converted.
+
+A program is prepared in the form it has in evaluation, with batch norms folded, so every rule that
+quantizes a model also trains it. Then each fold is taken apart again: the weight is scaled by its batch norm
+before it is fake-quantized, and the batch norm stands behind the product. Nothing else differs, and
+conversion goes the same way back with the parameters that were learned.
+
+Modules of a program that is trained: operators that differ in training, and fused batch norms.
+
+They have no state: parameters and buffers stay where the model has them and come as arguments, so a state
+dict has the model's own names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+
+from qompose.observers.fake_quantize import FakeQuantize
+from qompose.observers.foreign_observer import guard_of
+from qompose.observers.make_observer import DerivedObserver, observer_nodes
+from qompose.plan.plan import Rewrite
+from qompose.program.batch_norm_folding import TRANSPOSED
+from qompose.program.control_flow import nodes_in
+from qompose.program.graph import (
+    call,
+    constant_of,
+    describe,
+    free_attribute,
+    get_attribute,
+    holds,
+    owner_of,
+    read_attribute,
+    set_attribute,
+    value_of,
+)
+from qompose.program.meta import hand_over
+from qompose.program.rewrites import FOLD_BATCH_NORM
+from qompose.spec.qparams import along
+from qompose.training.train_eval import BatchNorm, Norm, Switch, SwitchedOperator, mode_of
+
+aten = torch.ops.aten
+Kind = TypeVar("Kind", bound=BatchNorm)
+
+
+def training_form(
+    prepared: GraphModule, exported: GraphModule, rewrites: Iterable[Rewrite]
+) -> list[str]:
+    """Take folded batch norms apart and let operators follow `train()` and `eval()`, in place.
+
+    Args:
+        exported: the program before it was rewritten, in its evaluation form.
+        rewrites: what was made of it.
+
+    Returns:
+        a line for each operator that differs in training, and does not now.
+    """
+    original = {node.name: node for node in nodes_in(exported)}
+    here = {node.name: node for node in nodes_in(prepared)}
+    for rewrite in rewrites:
+        if rewrite.name == FOLD_BATCH_NORM:
+            producer, norm = rewrite.nodes
+            _unfold(here[producer], original[producer], original[norm])
+    for node in list(nodes_in(prepared)):
+        mode = mode_of(node)
+        if isinstance(mode, Switch):
+            _replace(
+                node, SwitchedOperator(node.target, **vars(mode)), _without(node, mode.position)
+            )
+        elif isinstance(mode, Norm):
+            _replace(node, _norm(BatchNorm, node), (*node.args[:5], _counter_before(node, node)))
+        elif node.target is aten.copy_.default:
+            _cut(node)
+    return [*_not_simulated(prepared), *_lost(original.values(), here)]
+
+
+def _cut(write: Node) -> None:
+    """Let a buffer take values without gradients, in place: else the next step would go back to this one."""
+    buffer, value, *rest = write.args
+    if isinstance(buffer, Node) and buffer.op == "get_attr" and isinstance(value, Node):
+        with write.graph.inserting_before(write):
+            cut = call(write.graph, aten.detach.default, (value,), value, value_of(value))
+        write.args = (buffer, cut, *rest)
+
+
+def _lost(original: Iterable[Node], here: Collection[str]) -> Iterator[str]:
+    """Name the operators that differ in training, and do not now."""
+    for node in original:
+        mode = mode_of(node)
+        if isinstance(mode, Switch) and node.name not in here:
+            yield (
+                f"{describe(node)} is the same in training as in evaluation: it was rewritten, and its "
+                "pieces drop nothing"
+            )
+        elif isinstance(mode, Norm) and mode.frozen:
+            yield (
+                f"{describe(node)} keeps its running statistics in training: it was exported in evaluation, "
+                "beside operators in training; qompose.training.unfreeze_batch_norm changes that"
+            )
+        elif isinstance(mode, Norm) and mode.momentum == 0.0:
+            yield (
+                f"{describe(node)} keeps its running statistics in training: it was exported with a momentum "
+                "of 0, as one with momentum=None is in evaluation"
+            )
+
+
+def _not_simulated(prepared: GraphModule) -> Iterator[str]:
+    """Name the tensors whose observers are of other packages, and round nothing."""
+    for node, _ in observer_nodes(prepared):
+        observer = get_attribute(owner_of(node), str(node.target))
+        if isinstance(observer, (FakeQuantize, DerivedObserver)) or hasattr(
+            observer, "fake_quant_enabled"
+        ):
+            continue
+        guard = guard_of(observer)
+        yield (
+            f"{node.args[0] if guard is None else guard.subject} is not fake-quantized in training: its "
+            f"{type(observer).__name__} is an observer of another package"
+        )
+
+
+def _without(node: Node, position: int) -> tuple[Any, ...]:
+    return (*node.args[:position], *node.args[position + 1 :])
+
+
+def _norm(kind: type[Kind], norm: Node) -> Kind:
+    """Return the module of a batch norm."""
+    mode: Any = mode_of(norm)
+    eps: Any = norm.args[7]
+    made = kind(mode.momentum, eps, mode.synchronized)
+    made.frozen = mode.frozen
+    return made
+
+
+def _counter_before(value: Node, norm: Node) -> Node | None:
+    """Read what counts a batch norm's batches in front of a node, None where nothing does."""
+    mode = mode_of(norm)
+    if not isinstance(mode, Norm) or mode.counter is None:
+        return None
+    path, counter = mode.counter
+    if not holds(owner_of(value), path):
+        set_attribute(owner_of(value), path, counter)
+    with value.graph.inserting_before(value):
+        return read_attribute(owner_of(value), path, value)
+
+
+def _read_before(value: Node, argument: Any) -> Node | None:
+    """Read a parameter of another graph, or of this one, in front of a node."""
+    if not isinstance(argument, Node):
+        return None
+    if argument.graph is value.graph:
+        return argument
+    constant = constant_of(argument)
+    assert constant is not None
+    owner, path = owner_of(value), str(argument.target)
+    set_attribute(owner, path, constant)
+    with value.graph.inserting_before(value):
+        return read_attribute(owner, path, value)
+
+
+def _unfold(producer: Node, before: Node, norm: Node) -> None:
+    """Take one fold apart: `before` and `norm` are what it was made of."""
+    weight, bias = (_behind_observers(argument) for argument in producer.args[1:3])
+    raw_bias = _read_before(weight, before.args[2] if len(before.args) > 2 else None)
+    scale, shift, mean, variance = (_read_before(weight, argument) for argument in norm.args[1:5])
+    raw, counted = _read_before(weight, before.args[1]), _counter_before(weight, norm)
+    eps: Any = norm.args[7]
+    with weight.graph.inserting_before(weight):
+        factor = _call(weight, ChannelFactor(eps), (scale, variance), weight)
+    observed = None if producer.args[2] is bias else producer.args[2]
+    if observed is not None:
+        _replace(bias, FoldedBias(), (raw_bias, factor, shift, mean))
+    _replace(weight, ScaledWeight(1 if producer.target in TRANSPOSED else 0), (raw, factor))
+    producer.args = (*producer.args[:2], None, *producer.args[3:])
+    with producer.graph.inserting_after(producer):
+        behind = _call(producer, _norm(FusedBatchNorm, norm), (), producer)
+    producer.replace_all_uses_with(behind)
+    operands = (producer, factor, raw_bias, scale, shift, mean, variance, counted, observed)
+    behind.args = operands
+
+
+def _behind_observers(argument: Any) -> Node:
+    node: Node = argument
+    while node.op == "call_module":
+        source = node.args[0]
+        assert isinstance(source, Node)
+        node = source
+    return node
+
+
+def _call(at: Node, module: nn.Module, args: tuple[Any, ...], like: Node) -> Node:
+    """Call a module at the insertion point of a node's graph."""
+    owner = owner_of(at)
+    path = free_attribute(owner, "training_0")
+    owner.add_module(path, module)
+    called = at.graph.create_node("call_module", path, args)
+    called.meta = dict(like.meta)
+    return called
+
+
+def _replace(node: Node, module: nn.Module, args: tuple[Any, ...]) -> Node:
+    """Put the call of a module in a node's place, under its name."""
+    with node.graph.inserting_before(node):
+        called = _call(node, module, args, node)
+    return _take_place(node, called)
+
+
+def _take_place(node: Node, other: Node) -> Node:
+    name = node.name
+    node.replace_all_uses_with(other)
+    node.graph.erase_node(node)
+    other.name = name
+    return other
+
+
+def is_trained(model: GraphModule) -> bool:
+    """Tell whether a program has a form to be trained in, which differs from the one to be deployed."""
+    kinds = (FusedBatchNorm, BatchNorm, SwitchedOperator)
+    return any(isinstance(module, kinds) for module in model.modules())
+
+
+def deployment_form(model: GraphModule) -> None:
+    """Undo `training_form` with the parameters as they are now, in place; other programs stay as they are."""
+    calls: Mapping[Node, Any] = {
+        node: get_attribute(owner_of(node), str(node.target))
+        for node in nodes_in(model)
+        if node.op == "call_module"
+    }
+    with torch.no_grad():
+        for node, module in calls.items():
+            if isinstance(module, FusedBatchNorm):
+                _fold(node, module)
+        for node, module in calls.items():
+            if isinstance(module, SwitchedOperator):
+                at = module.position
+                args = (*node.args[:at], module.in_evaluation, *node.args[at:])
+                _restore(node, module.operator, args)
+            elif type(module) is BatchNorm:
+                args = (*node.args[:5], False, module.momentum, module.eps, False)
+                _restore(node, aten.batch_norm.default, args)
+
+
+def _restore(node: Node, operator: Any, args: tuple[Any, ...]) -> None:
+    with node.graph.inserting_before(node):
+        called = node.graph.call_function(operator, args, node.kwargs)
+    called.meta = dict(node.meta)
+    _take_place(node, called)
+
+
+def _fold(behind: Node, module: FusedBatchNorm) -> None:
+    """Fold a batch norm into the product before it."""
+    producer: Any = behind.args[0]
+    values = [constant_of(a) if isinstance(a, Node) else None for a in behind.args[2:7]]
+    bias, scale, shift, mean, variance = values
+    assert mean is not None and variance is not None
+    factor = channel_factor(scale, variance, module.eps)
+    scaled = _until(producer.args[1], ScaledWeight)
+    raw: Any = scaled.args[0]
+    weight = constant_of(raw)
+    assert weight is not None
+    axis = 1 if producer.target in TRANSPOSED else 0
+    folded = weight * along(factor, axis, weight.dim())
+    path = str(raw.target)
+    scaled = _stored(scaled, path, folded)
+    left, observed = folded_bias(bias, shift, mean, factor), behind.args[8]
+    path = free_attribute(owner_of(producer), f"{path.rpartition('.')[0]}.bias".lstrip("."))
+    if isinstance(observed, Node):
+        _stored(_until(observed, FoldedBias), path, left)
+    else:
+        set_attribute(owner_of(producer), path, left)
+        with producer.graph.inserting_before(scaled):
+            observed = read_attribute(owner_of(producer), path, scaled)
+    producer.args = (*producer.args[:2], observed, *producer.args[3:])
+    behind.replace_all_uses_with(producer)
+    hand_over(behind, producer)
+    shared: Any = behind.args[1]
+    behind.graph.erase_node(behind)
+    shared.graph.erase_node(shared)  # the factor, which nothing reads any more
+
+
+def _until(argument: Any, kind: type[nn.Module]) -> Node:
+    """Return the node that calls a module of a kind, behind observers."""
+    node: Node = argument
+    while not isinstance(get_attribute(owner_of(node), str(node.target)), kind):
+        source = node.args[0]
+        assert isinstance(source, Node)
+        node = source
+    return node
+
+
+def _stored(node: Node, path: str, value: Tensor) -> Node:
+    """Store a tensor and read it in a node's place, under its name."""
+    set_attribute(owner_of(node), path, value)
+    with node.graph.inserting_before(node):
+        read = read_attribute(owner_of(node), path, node)
+    hand_over(node, read)
+    return _take_place(node, read)
+
+
+_VANISHING = 2.0**-12
+"""A factor below it leaves nothing of a channel, neither here nor in integers: it is taken for 1 instead."""
+
+
+class ChannelFactor(nn.Module):
+    """What a batch norm multiplies each channel by; computed once, since its variance changes on the way.
+
+    Args:
+        eps: of the batch norm.
+    """
+
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, scale: Tensor | None, variance: Tensor) -> Tensor:
+        """Return `scale / sqrt(variance + eps)`, shape `(C,)`."""
+        return channel_factor(scale, variance, self.eps)
+
+
+class ScaledWeight(nn.Module):
+    """The weight that the batch norm behind makes of it once it is folded: what is quantized.
+
+    Args:
+        axis: the dimension of the weight's output channels.
+    """
+
+    def __init__(self, axis: int) -> None:
+        super().__init__()
+        self.axis = axis
+
+    def forward(self, weight: Tensor, factor: Tensor) -> Tensor:
+        """Return the weight times the factor, along its output channels."""
+        kept = _kept_from_zero(factor)
+        return weight * along(kept, self.axis, weight.dim()).to(weight.dtype)
+
+
+class FusedBatchNorm(BatchNorm):
+    """The batch norm behind a product with a scaled weight.
+
+    With batch statistics the product is divided by the factor again, so that they are those of the float
+    model's; with running ones what is left of the batch norm is its bias, as once it is folded. The
+    formula is that of B. Jacob et al., "Quantization and Training of Neural Networks for Efficient
+    Integer-Arithmetic-Only Inference", 2018, with one product for their two.
+    """
+
+    operator_name = None
+
+    def forward(  # type: ignore[override]
+        self,
+        product: Tensor,
+        true: Tensor,
+        bias: Tensor | None,
+        scale: Tensor | None,
+        shift: Tensor | None,
+        mean: Tensor,
+        variance: Tensor,
+        tracked: Tensor | None,
+        observed: Tensor | None = None,
+    ) -> Tensor:
+        """Normalise `product + bias`, shape `(N, C, ...)`, whose weight was scaled by `true`.
+
+        `observed` is the folded bias as its observer returns it, where it has one.
+        """
+        factor = _kept_from_zero(true)
+        if not self.training or self.frozen:
+            left = folded_bias(bias, shift, mean, true) if observed is None else observed
+            rest = true / factor  # 1 but for channels that vanish
+            rest, left = (along(v, 1, product.dim()).to(product.dtype) for v in (rest, left))
+            return product * rest + left
+        plain = product / along(factor, 1, product.dim()).to(product.dtype)
+        if bias is not None:
+            plain = plain + along(bias, 1, plain.dim()).to(plain.dtype)
+        return super().forward(plain, scale, shift, mean, variance, tracked)
+
+
+class FoldedBias(nn.Module):
+    """The bias that is left of a batch norm once it is folded, for an observer to look at."""
+
+    def forward(
+        self, bias: Tensor | None, factor: Tensor, shift: Tensor | None, mean: Tensor
+    ) -> Tensor:
+        """Return `shift + (bias - mean) * factor`, shape `(C,)`."""
+        return folded_bias(bias, shift, mean, factor)
+
+
+def channel_factor(scale: Tensor | None, variance: Tensor, eps: float) -> Tensor:
+    """Return `scale / sqrt(variance + eps)`, shape `(C,)`."""
+    factor = torch.rsqrt(variance + eps)
+    return factor if scale is None else factor * scale
+
+
+def _kept_from_zero(factor: Tensor) -> Tensor:
+    """Return 1 where a factor vanishes, and the factor elsewhere.
+
+    A channel whose scale starts at zero, as that of the last batch norm of a residual block often does,
+    could not be divided by it again, and would never learn another scale.
+    """
+    return torch.where(factor.abs() < _VANISHING, 1.0, factor)
+
+
+def folded_bias(bias: Tensor | None, shift: Tensor | None, mean: Tensor, factor: Tensor) -> Tensor:
+    """Return `shift + (bias - mean) * factor`, shape `(C,)`."""
+    centred = -mean if bias is None else bias - mean
+    return centred * factor if shift is None else centred * factor + shift

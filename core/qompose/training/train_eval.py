@@ -1,0 +1,355 @@
+# SPDX-License-Identifier: Apache-2.0
+"""train() and eval() of a prepared program.
+
+The evaluation form of a program, whatever mode it was exported in, and what training does differently.
+
+Train and eval under the names that torchao has for them, for scripts that were written with those.
+
+Prepared models have `train()` and `eval()` of their own. torchao's functions look for patterns in the graph
+that are not in qompose's, and change nothing.
+
+Batch norms of several processes that train together: with statistics of all their batches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.fx import GraphModule, Node
+from torch.nn import functional
+
+from qompose.errors import StageError
+from qompose.observers.min_max import several_processes
+from qompose.program.control_flow import nodes_in
+from qompose.program.graph import constant_of
+from qompose.program.meta import META_KEY, MODE_KEY
+from qompose.spec.qparams import along
+
+
+class SwitchedOperator(nn.Module):
+    """An operator with an argument that is another one in training: of a dropout, whether it drops.
+
+    Args:
+        operator: an `OpOverload`.
+        position: which positional argument it is.
+        in_training, in_evaluation: the argument.
+    """
+
+    def __init__(self, operator: Any, position: int, in_training: Any, in_evaluation: Any) -> None:
+        super().__init__()
+        self.operator_name, self.position = str(operator), position
+        self.in_training, self.in_evaluation = in_training, in_evaluation
+
+    @property
+    def operator(self) -> Any:
+        """Return the operator; the module has its name, which can be pickled."""
+        namespace, packet, overload = self.operator_name.split(".")
+        return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        """Call the operator with the arguments before and behind the one that it has itself."""
+        own = self.in_training if self.training else self.in_evaluation
+        before, behind = arguments[: self.position], arguments[self.position :]
+        return self.operator(*before, own, *behind, **keywords)
+
+    def extra_repr(self) -> str:
+        """Return what torch prints between the parentheses."""
+        return (
+            f"{self.operator}, argument {self.position}: {self.in_training} or {self.in_evaluation}"
+        )
+
+
+class BatchNorm(nn.Module):
+    """A batch norm by itself; `frozen` keeps its running statistics, and takes them in training too.
+
+    Args:
+        momentum: of the running statistics.
+        eps: is added to the variance.
+        synchronized: whether statistics are those of the batches of all processes that train together.
+    """
+
+    frozen = False
+    operator_name: str | None = "aten.batch_norm.default"
+    """Of the operator that it stands for; None where that is folded."""
+
+    def __init__(self, momentum: float, eps: float, synchronized: bool = False) -> None:
+        super().__init__()
+        self.momentum, self.eps, self.synchronized = momentum, eps, synchronized
+
+    def forward(
+        self,
+        x: Tensor,
+        scale: Tensor | None,
+        shift: Tensor | None,
+        mean: Tensor | None,
+        variance: Tensor | None,
+        tracked: Tensor | None,
+    ) -> Tensor:
+        """Normalise `x`, shape `(N, C, ...)`; `tracked` counts batches, the others have shape `(C,)`."""
+        learning = self.training and not self.frozen
+        if learning and tracked is not None:
+            tracked.add_(1)
+        batch = learning or mean is None
+        if batch and self.synchronized and several_processes():
+            return batch_norm_together(x, mean, variance, scale, shift, self.momentum, self.eps)
+        return functional.batch_norm(
+            x, mean, variance, scale, shift, batch, self.momentum, self.eps
+        )
+
+    def extra_repr(self) -> str:
+        """Return what torch prints between the parentheses."""
+        named = {"momentum": self.momentum, "eps": self.eps, "frozen": self.frozen}
+        named |= {"synchronized": True} if self.synchronized else {}
+        return ", ".join(f"{name}={value}" for name, value in named.items())
+
+
+aten = torch.ops.aten
+_DROPOUTS = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
+_FLAGS: dict[Any, int] = {
+    **{getattr(aten, name).default: 2 for name in _DROPOUTS},
+    **{getattr(aten, f"{name}_").default: 2 for name in _DROPOUTS},
+    aten.rrelu.default: 3,
+    aten.rrelu_.default: 3,
+    aten.instance_norm.default: 5,
+    **{getattr(aten, name).input: 6 for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
+    **{getattr(aten, name).data: 7 for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
+}
+"""The operators that are told whether they are in training, and by which argument."""
+_ATTENTION, _DROPPED = aten.scaled_dot_product_attention.default, 4
+_NORM_FLAG = 5
+_TRACKED = "num_batches_tracked"
+
+
+@dataclass(frozen=True)
+class Switch:
+    """An argument that is another one in training, by its position."""
+
+    position: int
+    in_training: Any
+    in_evaluation: Any
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A batch norm with running statistics.
+
+    `frozen` is one that was exported in evaluation, in a program that was in training. `counter` is the
+    path and the value of what counts its batches. `synchronized` is one of an `nn.SyncBatchNorm`, which
+    torch exports as a batch norm like any other.
+    """
+
+    momentum: float
+    frozen: bool
+    counter: tuple[str, Tensor] | None
+    synchronized: bool = False
+
+
+def mode_of(node: Node) -> Switch | Norm | None:
+    """Return what an operator does in training that it does not do now."""
+    found: Switch | Norm | None = node.meta.get(MODE_KEY)
+    return found
+
+
+def evaluation_form(program: GraphModule) -> bool:
+    """Let all operators of a program be those of evaluation, in place, with a note of what they were.
+
+    Returns:
+        whether the program was exported in training, as far as its operators tell.
+    """
+    counters, nodes = _take_counters(program), list(nodes_in(program))
+    training = any(_trains(node) for node in nodes)
+    for node in nodes:
+        if _has_statistics(node):
+            prefix = str(getattr(node.args[3], "target", "")).rpartition(".")[0]
+            momentum, frozen = cast(float, node.args[6]), training and not _trains(node)
+            counter = counters.get(prefix)
+            node.meta[MODE_KEY] = Norm(momentum, frozen, counter, _is_synchronized(node))
+            node.args = (*node.args[:5], False, *node.args[6:])
+        elif (switch := _switch_of(node)) is not None and _trains(node) is training:
+            given = _filled(node, switch.position)
+            node.meta[MODE_KEY] = switch
+            behind = given[switch.position + 1 :]
+            node.args = (*given[: switch.position], switch.in_evaluation, *behind)
+    return training
+
+
+def _has_statistics(node: Node) -> bool:
+    return node.target is aten.batch_norm.default and node.args[3] is not None
+
+
+def _is_synchronized(node: Node) -> bool:
+    kinds = [str(kind) for _, kind in node.meta.get("nn_module_stack", {}).values()]
+    return bool(kinds) and "SyncBatchNorm" in kinds[-1]
+
+
+def _trains(node: Node) -> bool:
+    """Tell whether an operator was exported in training."""
+    if _has_statistics(node):
+        return bool(node.args[_NORM_FLAG])
+    switch = _switch_of(node)
+    return switch is not None and _filled(node, switch.position)[switch.position] != (
+        switch.in_evaluation
+    )
+
+
+def _take_counters(program: GraphModule) -> dict[str, tuple[str, Tensor]]:
+    """Remove what counts the batches of batch norms, and return path and value by the module's path."""
+    found = {}
+    for node in list(nodes_in(program)):
+        if node.target is aten.add_.Tensor and not node.users and isinstance(node.args[0], Node):
+            counter = constant_of(node.args[0])
+            prefix, _, name = str(node.args[0].target).rpartition(".")
+            if counter is not None and name == _TRACKED:
+                found[prefix] = (str(node.args[0].target), counter)
+                node.graph.erase_node(node)
+    return found
+
+
+def _switch_of(node: Node) -> Switch | None:
+    """Return which argument differs in training."""
+    if node.target is aten.instance_norm.default and node.args[3] is None:
+        return None  # without running statistics it is the same in both
+    if node.target in _FLAGS:
+        return Switch(_FLAGS[node.target], True, False)
+    if node.target is _ATTENTION and (probability := _filled(node, _DROPPED)[_DROPPED]):
+        return Switch(_DROPPED, probability, 0.0)
+    return None
+
+
+def _filled(node: Node, position: int) -> tuple[Any, ...]:
+    """Return positional arguments up to one that may have been left at its default."""
+    schema: Any = node.target
+    rest = schema._schema.arguments[len(node.args) : position + 1]
+    return (*node.args, *(argument.default_value for argument in rest))
+
+
+_PREPARED = "prepare_qat_pt2e takes programs that were exported in either mode."
+
+
+def move_exported_model_to_eval(model: GraphModule) -> GraphModule:
+    """Put a model of any stage into evaluation, in place, or an exported one that is not prepared yet.
+
+    Returns:
+        `model`.
+
+    Raises:
+        StageError: `model` is neither.
+    """
+    if _stage(model) is not None:
+        return model.eval()
+    if not (isinstance(model, GraphModule) and any("val" in n.meta for n in model.graph.nodes)):
+        raise StageError(
+            "move_exported_model_to_eval takes the GraphModule of an exported program, or of a later "
+            f"stage, and got {type(model).__name__!r}. Export it in evaluation: "
+            "torch.export.export(model.eval(), ...)"
+        )
+    evaluation_form(model)
+    for node in nodes_in(model):
+        node.meta.pop(MODE_KEY, None)  # it is not going to be trained again
+    for module in model.modules():
+        if isinstance(module, GraphModule):
+            module.recompile()
+    return model
+
+
+def move_exported_model_to_train(model: GraphModule) -> GraphModule:
+    """Put a prepared model into training, in place.
+
+    Returns:
+        `model`.
+
+    Raises:
+        StageError: `model` was not prepared, or was converted.
+    """
+    if _stage(model) == "prepared":
+        return model.train()
+    raise StageError(
+        f"move_exported_model_to_train takes a prepared model, and got {_said(model)}. {_PREPARED}"
+    )
+
+
+def allow_exported_model_train_eval(model: GraphModule) -> GraphModule:
+    """Return `model`, which is prepared, converted or lowered: `train()` and `eval()` work without this.
+
+    Raises:
+        StageError: `model` was not prepared: it stays in the mode of its export.
+    """
+    if _stage(model) is not None:
+        return model
+    raise StageError(
+        f"allow_exported_model_train_eval takes a prepared model, and got {_said(model)}, which stays in "
+        f"the mode of its export. {_PREPARED}"
+    )
+
+
+def _stage(model: Any) -> Any:
+    """Return the stage that a model of qompose's is of, None of any other."""
+    return getattr(getattr(model, "meta", {}).get(META_KEY), "stage", None)
+
+
+def _said(model: Any) -> str:
+    stage = _stage(model)
+    return f"a {stage} one" if stage else f"{type(model).__name__!r}"
+
+
+def batch_norm_together(
+    x: Tensor,
+    mean: Tensor | None,
+    variance: Tensor | None,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    momentum: float,
+    eps: float,
+) -> Tensor:
+    """Normalise `x`, shape `(N, C, ...)`, as `functional.batch_norm` would all processes' batches at once.
+
+    Running statistics are updated in place, and gradients are those of the sum of all processes' losses,
+    as with `nn.SyncBatchNorm`. Batches may be of different size. Every process has to call this.
+    """
+    found, spread, count = _statistics(x.float())
+    if mean is not None and variance is not None:
+        with torch.no_grad():
+            mean.lerp_(found.to(mean.dtype), momentum)
+            unbiased = spread * (count / (count - 1))
+            variance.lerp_(unbiased.to(variance.dtype), momentum)
+    factor = torch.rsqrt(spread + eps)
+    if scale is not None:
+        factor = factor * scale
+    out = (x.float() - along(found, 1, x.dim())) * along(factor, 1, x.dim())
+    if shift is not None:
+        out = out + along(shift, 1, x.dim())
+    return out.to(x.dtype)
+
+
+def _statistics(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return mean and variance by channel, `(C,)`, and the number of values that they are of, `()`."""
+    rest = [dim for dim in range(x.dim()) if dim != 1]
+    own = torch.full((1,), x.numel() // x.shape[1], dtype=x.dtype, device=x.device)
+    total = _summed(torch.cat([x.sum(rest), own]))
+    count = total[-1].detach()
+    mean = total[:-1] / count
+    return mean, _summed((x - along(mean, 1, x.dim())).square().sum(rest)) / count, count
+
+
+def _summed(x: Tensor) -> Tensor:
+    total: Tensor = _Sum.apply(x)  # type: ignore[no-untyped-call]
+    return total
+
+
+class _Sum(torch.autograd.Function):
+    """A sum over processes, through which the gradients of all of them pass."""
+
+    @staticmethod
+    def forward(_: object, x: Tensor) -> Tensor:
+        total = x.clone()
+        distributed.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(_: object, gradient: Tensor) -> Tensor:
+        total = gradient.clone()
+        distributed.all_reduce(total)
+        return total

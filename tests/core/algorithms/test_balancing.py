@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Balancing helps where one channel drowns the others, and harms nothing else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import qompose
+import torch
+from qompose import QuantizationConfig
+from qompose.backend.rule import Rule
+from qompose.observers.histogram_observers import ACTIVATION_RANGES, OF_TORCH
+from torch import Tensor, nn
+
+from tests.core import toy as toys
+from tests.core.toy import LINEAR, STATIC as PLAIN, export, prepare, toy
+
+BALANCED = replace(PLAIN, balance=True, weight=replace(
+    PLAIN.weight, qscheme=torch.per_channel_symmetric, ch_axis=0,
+    observer_or_fake_quant_ctr=qompose.observers.PerChannelMinMaxObserver.with_args(),
+))  # fmt: skip
+PER_CHANNEL = replace(BALANCED, balance=False)
+RULE: Rule = replace(LINEAR, bias="bias", channels=(-1, -1))
+
+
+def sqnr(model: nn.Module, x: Tensor, config: QuantizationConfig) -> tuple[float, qompose.Report]:
+    prepared = prepare(export(model, x), toy(RULE, config=config))
+    prepared(x)
+    converted = qompose.convert_pt2e(prepared)
+    expected, actual = model(x).detach(), converted(x).detach()
+    noise = float((expected - actual).norm())
+    ratio = 20 * math.log10(float(expected.norm()) / noise) if noise else math.inf
+    return ratio, qompose.report(converted)
+
+
+def data(
+    change: Callable[[Tensor], object] = lambda x: None, width: int = 32, rows: int = 256
+) -> Tensor:
+    x = torch.randn(rows, width, generator=torch.Generator().manual_seed(0))
+    change(x)
+    return x
+
+
+def layer(change: Callable[[nn.Linear], object] = lambda m: None, width: int = 32) -> nn.Module:
+    torch.manual_seed(0)
+    linear = nn.Linear(width, 24)
+    with torch.no_grad():
+        change(linear)
+    return nn.Sequential(linear, nn.Sigmoid()).eval()
+
+
+def test_an_outlier_channel_of_the_input() -> None:
+    x = data(lambda x: x[:, 3].mul_(100))
+    model = layer(lambda m: m.weight[:, 3].div_(100))
+    with_factors, report = sqnr(model, x, BALANCED)
+    without, _ = sqnr(model, x, PER_CHANNEL)
+    assert with_factors > without + 10
+    assert any("channels of input_1 -> linear were balanced" in line for line in report.rewrites)
+
+
+@pytest.mark.parametrize("word", [*ACTIVATION_RANGES, OF_TORCH])
+def test_whatever_the_range_is_estimated_by(word: str) -> None:
+    """Torch's own observer has a tensor for its eps."""
+    x = data(lambda x: x[:, 3].mul_(100))
+    model = layer(lambda m: m.weight[:, 3].div_(100))
+    one = replace(
+        BALANCED.input_activation,
+        observer_or_fake_quant_ctr=qompose.observers.observer_for_range(word),
+    )
+    balanced = replace(BALANCED, input_activation=one, output_activation=one)
+    with_factors, report = sqnr(model, x, balanced)
+    without, _ = sqnr(model, x, replace(balanced, balance=False))
+    assert with_factors > without + 10
+    assert any("channels of input_1 -> linear were balanced" in line for line in report.rewrites)
+
+
+def test_an_outlier_channel_of_the_output() -> None:
+    """It is worth a pass over the output where the product is large beside that.
+
+    In few rows the gain depends on which half of them has the largest value.
+    """
+    found = {}
+    for width in (32, 512):
+        loud = layer(lambda m: m.weight[5].mul_(3), width)[0]
+        model = nn.Sequential(loud, nn.LayerNorm(24)).eval()
+        lines = sqnr(model, data(width=width, rows=4096), BALANCED)[1].rewrites
+        found[width] = any("channels of output of linear were balanced" in line for line in lines)
+    assert found == {32: False, 512: True}
+
+
+@pytest.mark.parametrize("rows", [1, 4, 16, 40, 64])
+def test_few_rows_do_not_decide_for_all(rows: int) -> None:
+    """Whatever channels look like in a few rows, other inputs lose nothing that the plain scheme keeps."""
+    model, batch = layer(), {0: torch.export.Dim("batch")}
+    some = torch.randn(rows, 32, generator=torch.Generator().manual_seed(7))
+    ratios = []
+    for config in (BALANCED, PER_CHANNEL):
+        program = export(model, data(), dynamic_shapes=(batch,))
+        prepared = prepare(program, toy(RULE, config=config))
+        prepared(some)
+        converted = qompose.convert_pt2e(prepared)
+        ratios.append(toys.sqnr(model(data()), converted(data())))
+    assert ratios[0] > ratios[1] - 1
+
+
+def kill(x: Tensor) -> None:
+    x[:, :20] = 0
+
+
+def hush(x: Tensor) -> None:
+    x[:, :16] *= 1e-6
+
+
+def heavy(x: Tensor) -> None:
+    torch.manual_seed(1)
+    x.copy_(torch.distributions.StudentT(torch.tensor(2.0)).sample(x.shape))
+
+
+@pytest.mark.parametrize("change", [lambda x: None, kill, hush, heavy],
+                         ids=["plain", "dead channels", "quiet channels", "heavy tails"])  # fmt: skip
+def test_nothing_else_is_harmed(change: Callable[[Tensor], None]) -> None:
+    x = data(change)
+    with_factors, _ = sqnr(layer(), x, BALANCED)
+    without, _ = sqnr(layer(), x, PER_CHANNEL)
+    assert with_factors > without - 1.5
+
+
+def test_a_channel_that_was_silent_in_calibration_may_speak_later() -> None:
+    model = layer()
+    prepared = prepare(export(model, data()), toy(RULE, config=BALANCED))
+    prepared(data(kill))
+    converted = qompose.convert_pt2e(prepared)
+    x = data()
+    assert (converted(x) - model(x)).norm() < 0.05 * model(x).norm()
+
+
+def test_a_shared_bias_is_left_alone() -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+            self.b.bias = self.a.bias
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.a(x).sigmoid(), torch.sin(self.a.bias)
+
+    torch.manual_seed(0)
+    model = Shared().eval()
+    with torch.no_grad():
+        model.a.weight[0] *= 50
+    x = torch.randn(64, 8)
+    prepared = prepare(export(model, x), toy(RULE, config=BALANCED))
+    prepared(x)
+    assert torch.equal(qompose.convert_pt2e(prepared)(x)[1], model(x)[1])
+
+
+def test_a_group_with_a_reader_left_in_float_is_not_balanced() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.a(x), self.b(x)
+
+    torch.manual_seed(0)
+    model = Two().eval()
+    with torch.no_grad():
+        model.b.bias[2] = -math.inf
+        for part in (model.a, model.b):
+            part.weight[:, 1] /= 100
+    x = torch.randn(16, 8)
+    x[:, 1] *= 100
+    prepared = prepare(export(model, x), toy(RULE, config=BALANCED))
+    prepared(x)
+    converted = qompose.convert_pt2e(prepared)
+    assert torch.equal(converted(x)[1], model(x)[1]), "its output held infinities: it stays float"

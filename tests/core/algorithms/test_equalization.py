@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Equalization gives channels between products one size, changes nothing else, and says what it did."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import qompose
+import torch
+from qompose import QuantizationConfig
+from qompose.backend import OperatorPattern
+from qompose.errors import StatisticsError
+from torch import Tensor, nn
+
+from tests.core import toy as toys
+from tests.core.toy import PER_TENSOR, STATIC, export, prepare, randn, seeded, toy
+
+aten = torch.ops.aten
+ASKING = replace(PER_TENSOR, repairs=("equalization",))
+PRODUCTS = (
+    toys.LINEAR,
+    toys.rule("conv", OperatorPattern((aten.conv2d.default,)), activations=("input",), weight="weight"),
+    toys.rule("up", OperatorPattern((aten.conv_transpose2d.input,)),
+              activations=("input",), weight="weight"),
+)  # fmt: skip
+
+
+def chain(activation: nn.Module | None = None) -> nn.Sequential:
+    """Pointwise, depthwise, pointwise, as in MobileNet, and a classifier."""
+    torch.manual_seed(0)
+    between = activation or nn.ReLU()
+    return nn.Sequential(
+        nn.Conv2d(8, 32, 1), between, nn.Conv2d(32, 32, 3, padding=1, groups=32), between,
+        nn.Conv2d(32, 16, 1), between, nn.AdaptiveAvgPool2d(2), nn.Flatten(1), nn.Linear(64, 10),
+    ).eval()  # fmt: skip
+
+
+def spread(model: nn.Sequential, first: int, second: int, inner: int = 1) -> None:
+    """Make channels between two layers up to 2**5 times as large and as small; the function stays."""
+    one, other = model[first], model[second]
+    channels = one.weight.shape[0]
+    exponents = torch.randint(-5, 6, (channels,), generator=torch.Generator().manual_seed(first))
+    factors = torch.exp2(exponents.float())
+    with torch.no_grad():
+        one.weight.mul_(factors.view(-1, *[1] * (one.weight.dim() - 1)))
+        one.bias.mul_(factors)
+        grouped = getattr(other, "groups", 1) > 1
+        shape = (-1, 1, 1, 1) if grouped else (1, -1, *[1] * (other.weight.dim() - 2))
+        other.weight.div_(factors.repeat_interleave(inner).view(shape))
+
+
+def uneven() -> nn.Sequential:
+    model = chain()
+    spread(model, 0, 2)
+    spread(model, 2, 4)
+    spread(model, 4, 8, inner=4)
+    return model
+
+
+def quantized(
+    model: nn.Module, x: Tensor, config: QuantizationConfig
+) -> tuple[float, qompose.Report]:
+    prepared = prepare(export(model, x), toy(*PRODUCTS, config=config))
+    prepared(x)
+    converted = qompose.convert_pt2e(prepared)
+    return toys.sqnr(model(x), converted(x)), qompose.report(converted)
+
+
+IMAGES = randn(8, 8, 12, 12)
+
+
+class TestGain:
+    def test_a_depthwise_chain_with_uneven_channels(self) -> None:
+        model = uneven()
+        without, plain = quantized(model, IMAGES, PER_TENSOR)
+        gained, report = quantized(model, IMAGES, ASKING)
+        assert gained > without + 10
+        assert gained > 40
+        lines = [line for line in report.rewrites if line.startswith("equalization: ")]
+        assert len(lines) == 3
+        assert lines[0].startswith("equalization: conv2d, conv2d_1; in 0, 2; largest over")
+        assert not any(
+            "equalization" in line for line in (*plain.rewrites, *plain.notes, *report.notes)
+        )
+
+    def test_the_program_computes_the_same(self) -> None:
+        model = uneven()
+        prepared = prepare(export(model, IMAGES), toy(*PRODUCTS, config=ASKING))
+        assert toys.sqnr(model(IMAGES), prepared(IMAGES)) > 110
+        assert not torch.equal(prepared.get_parameter("0.weight"), model[0].weight)
+
+    def test_the_caller_s_model_is_left_alone(self) -> None:
+        model = uneven()
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        quantized(model, IMAGES, ASKING)
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+    def test_channels_have_one_size_afterwards(self) -> None:
+        model = chain()
+        spread(model, 0, 2)
+        prepared = prepare(export(model, IMAGES), toy(*PRODUCTS, config=ASKING))
+        first, second = (prepared.get_parameter(f"{n}.weight").detach() for n in (0, 2))
+        one, other = (w.abs().flatten(1).amax(1) for w in (first, second))
+        assert torch.allclose(one, other, rtol=1e-2)
+
+    @pytest.mark.parametrize("grouped", [1, 4])
+    @pytest.mark.parametrize("up", [False, True])
+    def test_groups_and_transposed_convolutions(self, grouped: int, up: bool) -> None:
+        kind = nn.ConvTranspose2d if up else nn.Conv2d
+        torch.manual_seed(3)
+        model = nn.Sequential(
+            kind(8, 16, 3, groups=grouped), nn.LeakyReLU(0.1), nn.MaxPool2d(2),
+            kind(16, 12, 2, groups=grouped, bias=False),
+        ).eval()  # fmt: skip
+        with torch.no_grad():
+            model[0].weight[..., 0, 0] *= 20
+        prepared = prepare(export(model, IMAGES), toy(*PRODUCTS, config=ASKING))
+        assert any("equalization" in line for line in qompose.report(prepared).rewrites)
+        assert toys.sqnr(model(IMAGES), prepared(IMAGES)) > 110
+
+
+class Branches(nn.Module):
+    """A value that two products read, and one that also goes into a sum."""
+
+    def __init__(self, *, residual: bool = False) -> None:
+        super().__init__()
+        self.first, self.left, self.right = (nn.Linear(16, 16) for _ in range(3))
+        self.residual = residual
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x).relu()
+        sum_ = self.left(y) + self.right(y)
+        return sum_ + y if self.residual else sum_
+
+
+ROWS = randn(64, 16)
+
+
+class TestReasons:
+    """What is asked for and cannot be done is in the report, with the reason."""
+
+    def notes(self, model: nn.Module, x: Tensor, config: QuantizationConfig = ASKING) -> str:
+        prepared = prepare(export(model, x), toy(*PRODUCTS, config=config))
+        report = qompose.report(prepared)
+        assert toys.sqnr(model(x), prepared(x)) > 110
+        return "\n".join(n for n in report.notes if n.startswith("equalization of "))
+
+    @pytest.mark.parametrize("activation", [nn.ReLU6(), nn.Hardtanh()])
+    def test_what_cuts_off(self, activation: nn.Module) -> None:
+        notes = self.notes(chain(activation), IMAGES)
+        assert "equalization of conv2d (aten.conv2d in 0) was not made: hardtanh" in notes
+        assert "cuts values off at a number" in notes
+
+    def test_a_chain_that_ends_at_one(self) -> None:
+        model = uneven()
+        model[3] = nn.ReLU6()
+        notes = self.notes(model, IMAGES)
+        assert "conv2d_1 (aten.conv2d in 2) with what reads it was not made: hardtanh" in notes
+
+    def test_what_is_not_homogeneous(self) -> None:
+        assert "gelu (aten.gelu in 1) reads it" in self.notes(chain(nn.GELU()), IMAGES)
+
+    def test_all_readers_take_up_the_factors(self) -> None:
+        model = seeded(Branches())
+        with torch.no_grad():
+            model.first.weight[3] *= 50
+        prepared = prepare(export(model, ROWS), toy(*PRODUCTS, config=ASKING))
+        (line,) = [r for r in qompose.report(prepared).rewrites if r.startswith("equalization")]
+        assert "linear_1" in line
+        assert "linear_2" in line
+        assert toys.sqnr(model(ROWS), prepared(ROWS)) > 110
+
+    def test_a_sum_reads_it_too(self) -> None:
+        assert "add" in self.notes(seeded(Branches(residual=True)), ROWS)
+
+    def test_a_shared_weight(self) -> None:
+        model = seeded(Branches())
+        model.right.weight = model.left.weight
+        assert "right.weight is read by other operators too" in self.notes(model, ROWS)
+
+    def test_one_of_a_pair_does_not_ask(self) -> None:
+        model = uneven()
+        quantizer = toy(*PRODUCTS, config=ASKING).set_module_name("2", PER_TENSOR)
+        prepared = prepare(export(model, IMAGES), quantizer)
+        report = qompose.report(prepared)
+        assert any(
+            note.startswith("equalization of conv2d (") and "nobody asks" in note
+            for note in report.notes
+        )
+        assert torch.equal(prepared.get_parameter("2.weight"), model[2].weight)
+        assert any("conv2d_2" in line for line in report.rewrites), "the last pair asks"
+
+    def test_even_channels(self) -> None:
+        model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)).eval()
+        with torch.no_grad():
+            model[0].weight.fill_(0.5)
+            model[2].weight.fill_(0.5)
+        notes = self.notes(model, ROWS)
+        assert "its channels are even" in notes
+        prepared = prepare(export(model, ROWS), toy(*PRODUCTS, config=ASKING))
+        assert torch.equal(prepared(ROWS), model(ROWS))
+
+    def test_a_large_bias_does_not_grow(self) -> None:
+        model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)).eval()
+        with torch.no_grad():
+            model[0].weight[0] *= 1e-6
+        most = float(model[0].bias.detach().abs().amax())
+        prepared = prepare(export(model, ROWS), toy(*PRODUCTS, config=ASKING))
+        assert float(prepared.get_parameter("0.bias").detach().abs().amax()) <= most * 1.001
+
+
+class TestStages:
+    def test_statistics_of_the_model_as_it_was_are_refused(self) -> None:
+        model = uneven()
+        plain = prepare(export(model, IMAGES), toy(*PRODUCTS, config=PER_TENSOR))
+        plain(IMAGES)
+        equalized = prepare(export(model, IMAGES), toy(*PRODUCTS, config=ASKING))
+        with pytest.raises(StatisticsError, match="its parameters differ"):
+            qompose.statistics(plain).apply(equalized)
+        equalized(IMAGES)
+        again = prepare(export(model, IMAGES), toy(*PRODUCTS, config=ASKING))
+        qompose.statistics(equalized).apply(again)
+        assert torch.equal(
+            qompose.convert_pt2e(again)(IMAGES), qompose.convert_pt2e(equalized)(IMAGES)
+        )
+
+    def test_in_a_body(self) -> None:
+        class Choice(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.body = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+
+            def forward(self, x: Tensor) -> Tensor:
+                return torch.cond(x.sum() > 0, self.body, lambda x: x[:, :4] * 2, (x,))
+
+        model = Choice().eval()
+        with torch.no_grad():
+            model.body[0].weight[3] *= 50
+        x = ROWS.abs()
+        prepared = prepare(export(model, x), toy(*PRODUCTS, config=ASKING))
+        assert any("equalization" in line for line in qompose.report(prepared).rewrites)
+        assert toys.sqnr(model(x), prepared(x)) > 110
+
+    def test_training_does_without_and_says_so(self) -> None:
+        program = export(uneven(), IMAGES)
+        prepared = qompose.prepare_qat_pt2e(program, toy(*PRODUCTS, config=ASKING))
+        assert any(
+            "equalization of 4 products was not made" in n for n in qompose.report(prepared).notes
+        )
+
+    def test_a_folded_batch_norm(self) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Conv2d(8, 16, 3, bias=False), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 4, 1)
+        ).eval()
+        with torch.no_grad():
+            model[1].weight.copy_(torch.exp2(torch.linspace(-5, 5, 16)))
+            model[3].weight.div_(model[1].weight.view(1, -1, 1, 1))
+        without, _ = quantized(model, IMAGES, PER_TENSOR)
+        gained, report = quantized(model, IMAGES, ASKING)
+        assert any(line.startswith("equalization: conv2d, conv2d_1") for line in report.rewrites)
+        assert gained > without + 10
+
+    def test_saved_and_loaded(self, tmp_path) -> None:  # type: ignore[no-untyped-def]
+        model = uneven()
+        prepared = prepare(export(model, IMAGES), toy(*PRODUCTS, config=ASKING))
+        prepared(IMAGES)
+        converted = qompose.convert_pt2e(prepared)
+        qompose.save(converted, tmp_path / "model.qompose")
+        loaded = qompose.load(tmp_path / "model.qompose")
+        assert torch.equal(loaded(IMAGES), converted(IMAGES))
+        assert qompose.report(loaded).rewrites == qompose.report(converted).rewrites
+
+
+def test_per_channel_weights_gain_too() -> None:
+    """There the tensor between the products has one scale for all channels."""
+    model = uneven()
+    without, _ = quantized(model, IMAGES, STATIC)
+    gained, _ = quantized(model, IMAGES, replace(STATIC, repairs=("equalization",)))
+    assert gained > without + 5

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Repairs in bodies, with open dimensions, of several quantizers, and where another engine asks."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import qompose
+import torch
+from qompose import QuantizationConfig
+from qompose.backend import OperatorPattern
+from qompose.spec.algorithm_options import REPAIRS
+from torch import Tensor, nn
+from torch.export import Dim
+
+from tests.core import toy as toys
+from tests.core.toy import INT8, WEIGHT_PER_TENSOR, export, prepare, toy
+
+CONV = toys.rule(
+    "conv", OperatorPattern((torch.ops.aten.conv2d.default,)),
+    activations=("input",), weight="weight", bias="bias", channels=(1, 1),
+)  # fmt: skip
+LINEAR = replace(toys.LINEAR, bias="bias", channels=(-1, -1))
+PLAIN = QuantizationConfig(INT8, None, WEIGHT_PER_TENSOR)
+ALL = replace(PLAIN, repairs=REPAIRS)
+
+
+def tail() -> nn.Sequential:
+    """Uneven channels between two linears, and large ones in front of the first."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 8)).eval()
+    sizes = torch.logspace(-5, 5, 32, base=2)
+    with torch.no_grad():
+        model[0].weight.mul_(sizes.view(-1, 1))
+        model[0].bias.mul_(sizes)
+        model[2].weight.div_(sizes)
+        model[0].weight[:, 3] /= 100
+    return model
+
+
+def rows(number: int = 256, seed: int = 0) -> Tensor:
+    x = torch.rand(number, 32, generator=torch.Generator().manual_seed(seed))
+    x[:, 3] *= 100
+    return x
+
+
+def repaired(model: nn.Module, x: Tensor, quantizer: Any, **options: Any) -> torch.fx.GraphModule:
+    prepared = prepare(export(model, x, **options), quantizer)
+    prepared(x)
+    return qompose.convert_pt2e(prepared)
+
+
+def made(model: torch.fx.GraphModule) -> list[str]:
+    lines = qompose.report(model).rewrites
+    return [word for word in REPAIRS for line in lines if line.startswith(word)]
+
+
+def test_in_a_body() -> None:
+    class Choice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tail = tail()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cond(x.sum() > 0, self.tail, lambda x: x[:, :8] * 2, (x,))
+
+    model = Choice().eval()
+    plain, mended = (repaired(model, rows(), toy(LINEAR, config=c)) for c in (PLAIN, ALL))
+    assert set(made(mended)) == set(REPAIRS)
+    expected = model(rows())
+    assert toys.sqnr(expected, mended(rows())) > toys.sqnr(expected, plain(rows())) + 10
+
+
+def test_open_dimensions() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.second = nn.Conv2d(4, 32, 3, padding=1), nn.Conv2d(32, 32, 1)
+            self.tail = tail()
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.second(self.first(x).relu()).mean((2, 3))
+            return self.tail(y)
+
+    x = torch.rand(32, 4, 8, 8)
+    open_ = ({0: Dim("batch", min=2), 2: Dim("height", min=4), 3: Dim("width", min=4)},)
+    quantizer = toy(CONV, LINEAR, config=ALL)
+    converted = repaired(Both().eval(), x, quantizer, dynamic_shapes=open_)
+    fixed = repaired(Both().eval(), x, quantizer)
+    assert toys.sqnr(fixed(x), converted(x)) > 100
+    other = torch.rand(3, 4, 12, 10)
+    assert toys.sqnr(Both().eval()(other), converted(other)) > 25
+    assert set(made(converted)) >= {"equalization", "bias_correction"}
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_two_quantizers(order: tuple[int, int]) -> None:
+    """A pair may belong to two of them, if both ask."""
+    ones = [
+        toy(LINEAR, config=None, name=name).set_module_name(path, ALL)
+        for name, path in (("one", "0"), ("other", "2"))
+    ]
+    both = qompose.compose(*(ones[number] for number in order))
+    mended = repaired(tail(), rows(), both)
+    alone = repaired(tail(), rows(), toy(LINEAR, config=ALL))
+    assert made(mended) == made(alone)
+    assert torch.equal(mended(rows()), alone(rows()))
+
+
+@pytest.mark.parametrize("word", REPAIRS)
+def test_each_alone(word: str) -> None:
+    mended = repaired(tail(), rows(), toy(LINEAR, config=replace(PLAIN, repairs=(word,))))
+    assert set(made(mended)) == {word}
+
+
+def test_other_engines_are_told() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        toy(LINEAR, config=ALL).annotate(export(tail(), rows()).module())
+    text = "\n".join(str(w.message) for w in caught)
+    for word in REPAIRS:
+        assert f"{word} of 2 products is not made" in text
+    assert "not balanced" not in text
+
+
+def test_resumed_and_shared_calibration(tmp_path: Any) -> None:
+    program, batches = export(tail(), rows()), [(rows(seed=seed),) for seed in range(4)]
+    whole = prepare(program, toy(LINEAR, config=ALL))
+    qompose.calibrate(whole, batches)
+    resumed, again = (prepare(program, toy(LINEAR, config=ALL)) for _ in range(2))
+    qompose.calibrate(resumed, batches[:2], resume=tmp_path / "kept.safetensors")
+    qompose.calibrate(again, batches, resume=tmp_path / "kept.safetensors")
+    assert qompose.statistics(again).diff(qompose.statistics(whole)) == ()
+    assert qompose.statistics(again).means
+    one, other = (qompose.convert_pt2e(model) for model in (whole, again))
+    assert torch.equal(one(rows()), other(rows()))
+
+
+def test_in_place() -> None:
+    prepared = prepare(export(tail(), rows()), toy(LINEAR, config=ALL))
+    prepared(rows())
+    apart = qompose.convert_pt2e(prepared)
+    assert torch.equal(qompose.convert_pt2e(prepared, inplace=True)(rows()), apart(rows()))
+
+
+def test_capabilities_know_them() -> None:
+    quantizer = toy(LINEAR, config=replace(ALL, name="mended"))
+    listed = quantizer.quantization_capabilities()
+    again = type(listed).from_json(listed.to_json())
+    assert [row.settings.repairs for row in again if row.config == "mended"] == [REPAIRS]
+    assert listed.supports("linear", ALL)
+    assert again.supports("linear", replace(ALL, repairs=()))

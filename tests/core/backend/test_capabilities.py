@@ -1,0 +1,462 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Capability rows are values and data; `supports` answers from the table, with the reason of a no."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import FrozenInstanceError, replace
+from io import StringIO
+from typing import Any
+
+import pytest
+import qompose
+import torch
+from qompose import Capabilities, QuantizationConfig, QuantizationSpec
+from qompose.backend import Capability, TensorConstraint
+from qompose.backend.capabilities import capability_rows
+from qompose.backend.capability_query import MODULES
+from qompose.errors import ConfigError
+from qompose.observers.config_json import Elsewhere
+from rich.console import Console
+from torch import nn
+from torch.ao.quantization.observer import MinMaxObserver as TorchMinMaxObserver
+from torch.nn import functional as F
+
+from tests.core.toy import (
+    CAT,
+    CONV,
+    CONV_ADD_RELU,
+    CONV_RELU,
+    DYNAMIC,
+    INT8,
+    LINEAR,
+    LINEAR_RELU,
+    PER_TENSOR,
+    RELU,
+    SIGMOID,
+    STATIC,
+    STATIC_UINT8,
+    VIEW,
+    Annotator,
+    NullQuantizer,
+    ToyBackend,
+    toy,
+)
+
+aten = torch.ops.aten
+INT8_ONLY = TensorConstraint(
+    dtypes=frozenset({torch.int8}), qschemes=frozenset({torch.per_tensor_affine}),
+    scale_min_lower_bound=None, quant_min_lower_bound=-128,
+)  # fmt: skip
+BOUNDED = replace(LINEAR, accepts={"activation": INT8_ONLY}, drawing="linear, exactly")
+
+
+def rows_of(
+    *rules: qompose.backend.Rule, config: QuantizationConfig | None = STATIC
+) -> Capabilities:
+    return toy(*rules, config=config).quantization_capabilities()
+
+
+class TestRows:
+    def test_a_row_says_all_that_the_table_says(self) -> None:
+        row, *_ = rows_of(BOUNDED)
+        assert (row.backend, row.pattern, row.drawing) == ("toy", "linear", "linear, exactly")
+        assert row.operators == (("aten.linear.default",),)
+        assert (row.config, row.mode, row.granularity, row.qat) == (
+            "static", "static", "per-channel", True
+        )  # fmt: skip
+        assert (row.settings, row.activation, row.output) == (STATIC, INT8, INT8)
+        assert row.kernels == (("torch", "toy linear"),)
+        assert row.targets == ("torch",)
+        assert dict(row.constraints) == {"activation": INT8_ONLY}
+        assert row.notes == ("activation: int8, quant_min at least -128, per_tensor_affine",)
+
+    def test_sharing_and_conditions_are_told(self) -> None:
+        view, cat = (rows_of(rule)[0] for rule in (VIEW, CAT))
+        assert view.shares
+        assert view.output is None
+        assert view.notes == (
+            "output has the scale of the inputs", "only where all inputs are quantized"
+        )  # fmt: skip
+        assert cat.notes[1] == "only where an input is quantized"
+
+    def test_every_variant_of_a_fused_pattern_is_there(self) -> None:
+        row, *_ = rows_of(CONV_ADD_RELU)
+        assert row.operators == (("aten.conv2d.default", "aten.add.Tensor", "aten.relu.default"),)
+
+    def test_configurations_of_selectors_have_rows_beside_the_named_ones(self) -> None:
+        quantizer = toy(LINEAR, config=STATIC_UINT8).set_module_name("head", PER_TENSOR)
+        quantizer.set_object_type(nn.Linear, DYNAMIC)  # which has a name
+        rows = quantizer.quantization_capabilities()
+        assert [row.config for row in rows] == [
+            "static", "dynamic", "weight-only", "static uint8", "per tensor"
+        ]  # fmt: skip
+        assert rows[3].settings == STATIC_UINT8
+
+    def test_another_configuration_of_the_same_name_gets_a_number(self) -> None:
+        other = replace(STATIC_UINT8, name="static")
+        rows = toy(LINEAR, config=other).quantization_capabilities()
+        assert [row.config for row in rows] == ["static", "dynamic", "weight-only", "static (2)"]
+
+    def test_a_row_is_there_only_where_the_configuration_fits_the_rule(self) -> None:
+        rows = rows_of(BOUNDED, config=None)
+        assert all(BOUNDED.objection(row.settings) is None for row in rows)
+        assert {row.config for row in rows_of(SIGMOID)} == {"static", "dynamic"}
+
+    def test_a_backend_says_the_same(self) -> None:
+        backend = ToyBackend((LINEAR,))
+        assert list(backend.quantization_capabilities()) == list(capability_rows(backend))
+
+    @pytest.mark.parametrize("name", ["other", ""])
+    def test_a_configuration_has_one_name_in_rows_and_reports(self, name: str) -> None:
+        backend = ToyBackend((LINEAR,))
+        backend.configs = {"mine": replace(STATIC, name=name)}
+        reported = name or "static per-channel"
+        with pytest.raises(ConfigError, match=f"list 'mine', which calls itself '{reported}'"):
+            capability_rows(backend)
+
+    def test_rows_are_frozen(self) -> None:
+        with pytest.raises(FrozenInstanceError):
+            rows_of(LINEAR)[0].backend = "mine"  # type: ignore[misc]
+
+
+class TestCompositions:
+    def test_the_same_backend_twice_is_listed_once(self) -> None:
+        composed = qompose.compose(toy(LINEAR), toy(LINEAR).set_module_name("head", DYNAMIC))
+        assert list(composed.quantization_capabilities()) == list(rows_of(LINEAR))
+
+    def test_unless_its_members_have_configurations_of_their_own(self) -> None:
+        composed = qompose.compose(toy(LINEAR), toy(LINEAR, config=PER_TENSOR))
+        assert [row.config for row in composed.quantization_capabilities()] == [
+            "static", "dynamic", "weight-only", "per tensor"
+        ]  # fmt: skip
+
+    def test_any_member_may_answer(self) -> None:
+        rows = qompose.compose(toy(SIGMOID, name="A"), toy(LINEAR, name="B"))
+        answer = rows.quantization_capabilities().supports(nn.Linear, STATIC)
+        assert answer.by == "B, rule linear"
+
+    def test_who_lists_nothing_is_named(self) -> None:
+        composed = qompose.compose(toy(LINEAR), Annotator(print, "theirs"), NullQuantizer())
+        rows = composed.quantization_capabilities()
+        assert rows.silent == ("theirs", "NullQuantizer")
+        assert "theirs, NullQuantizer lists nothing" in rows.supports(nn.Conv2d, STATIC).reason
+        assert "theirs" in str(rows)
+
+    def test_conditions_of_one_side_do_not_bind_the_other(self) -> None:
+        static = toy(LINEAR, name="A").quantization_capabilities().filter(mode="static")
+        both = static + toy(LINEAR, name="B").quantization_capabilities()
+        assert both.supports("linear", DYNAMIC).backend == "B"
+
+
+class TestFilter:
+    rows = toy(LINEAR, SIGMOID, VIEW).quantization_capabilities()
+
+    @pytest.mark.parametrize(
+        ("facts", "left"),
+        [
+            pytest.param({"mode": "dynamic"}, 3, id="mode"),
+            pytest.param({"pattern": "linear"}, 3, id="pattern"),
+            pytest.param({"pattern": "linear", "mode": "static"}, 1, id="two"),
+            pytest.param({"target": "torch"}, 5, id="target"),
+            pytest.param({"target": "nowhere"}, 0, id="no target"),
+            pytest.param({"shares": True}, 2, id="sharing"),
+            pytest.param({"weight": None}, 4, id="a role left alone"),
+            pytest.param({"granularity": "per-channel"}, 3, id="granularity"),
+        ],
+    )
+    def test_by_facts(self, facts: dict[str, Any], left: int) -> None:
+        found = self.rows.filter(**facts)
+        assert isinstance(found, Capabilities)
+        assert len(found) == left
+
+    def test_by_a_predicate(self) -> None:
+        assert len(self.rows.filter(lambda row: row.kernels, mode="static")) == 2
+
+    def test_an_unknown_fact_is_an_error_with_near_names(self) -> None:
+        with pytest.raises(ConfigError, match=r"no 'modes' \(did you mean 'mode'"):
+            self.rows.filter(modes="static")
+
+    def test_questions_are_about_what_is_left(self) -> None:
+        static = self.rows.filter(mode="static", target="torch")
+        assert static.supports("linear", STATIC_UINT8)
+        assert "excluded by mode='static'" in static.supports("linear", DYNAMIC).reason
+        assert "excluded by target='torch'" in static.supports("sigmoid", STATIC).reason
+
+
+FUSED = toy(CONV_ADD_RELU, CONV_RELU, LINEAR_RELU, LINEAR, SIGMOID).quantization_capabilities()
+YES: dict[str, tuple[Any, str]] = {
+    "a rule's name": ("conv_relu", "conv_relu"),
+    "operators in a drawing": ("conv2d -> relu", "conv_relu"),
+    "spaces in a drawing": (" conv2d  ->relu ", "conv_relu"),
+    "modules": ((nn.Conv2d, nn.ReLU), "conv_relu"),
+    "a list": ([nn.Conv2d, nn.ReLU], "conv_relu"),
+    "functionals": ((F.conv2d, F.relu), "conv_relu"),
+    "packets": ((aten.conv2d, aten.relu), "conv_relu"),
+    "overloads": ((aten.conv2d.default, aten.relu.default), "conv_relu"),
+    "all kinds": ((nn.Conv2d, torch.add, aten.relu), "conv_add_relu"),
+    "one module": (nn.Linear, "linear"),
+    "one function": (torch.sigmoid, "sigmoid"),
+    "one operator": (aten.linear.default, "linear"),
+    "an operator's name": ("aten.linear", "linear"),
+    "a batch norm between": ((nn.Conv2d, nn.BatchNorm2d, nn.ReLU), "conv_relu"),
+    "a batch norm between functionals": ((F.conv2d, F.batch_norm, F.relu), "conv_relu"),
+    "a batch norm behind": ((nn.Linear, nn.BatchNorm1d), "linear"),
+    "a batch norm in a drawing": ("conv2d -> batch_norm -> relu", "conv_relu"),
+}
+NO: dict[str, tuple[Any, str]] = {
+    "no such rule": ("conv_rel", r"no backend has a rule 'conv_rel' \(did you mean 'conv_relu'"),
+    "no such operator": (nn.Hardswish, "no rule takes Hardswish; no rule has Hardswish"),
+    "a part of a fusion": (
+        nn.Conv2d, "no rule takes Conv2d; only as a part of conv_add_relu of toy, conv_relu of toy$"
+    ),
+    "a second batch norm": (
+        (nn.Conv2d, nn.BatchNorm2d, nn.BatchNorm2d, nn.ReLU),
+        "no rule takes Conv2d -> BatchNorm2d -> ReLU as one",
+    ),
+    "an operator too many": (
+        (nn.Linear, nn.ReLU, nn.Dropout),
+        "no rule takes Linear -> ReLU -> Dropout as one; no rule has Dropout; nearest: linear_relu of toy",
+    ),
+    "the wrong order": ((nn.ReLU, nn.Linear), "as one; nearest: linear of toy"),
+    "a batch norm before": (
+        (nn.BatchNorm2d, nn.Conv2d, nn.ReLU), "no rule has BatchNorm2d; nearest: conv_relu of toy"
+    ),
+    "a batch norm too many": (
+        (nn.Conv2d, nn.BatchNorm2d, nn.Sigmoid),
+        r"no rule takes Conv2d -> Sigmoid as one; nearest: sigmoid of toy; batch norms are folded",
+    ),
+    "another overload": ((aten.conv2d.padding, aten.relu.default), "no rule has aten.conv2d.padding"),
+    "several operators": (nn.MultiheadAttention, "MultiheadAttention is none of the modules"),
+    "a module of one's own": (
+        type("Conv2", (nn.Conv2d,), {}), r"Conv2 is none of the modules.*did you mean 'Conv2d'"
+    ),
+    "the batch norm of an image behind rows": (
+        (nn.Linear, nn.BatchNorm2d, nn.ReLU),
+        "no rule takes Linear -> BatchNorm2d -> ReLU as one; no rule has BatchNorm2d",
+    ),
+    "the batch norm of rows behind an image": (
+        (nn.Conv2d, nn.BatchNorm1d, nn.ReLU), "no rule has BatchNorm1d$"
+    ),
+    "a function of several operators": (F.multi_head_attention_forward, "no one aten operator stands for"),
+}  # fmt: skip
+
+
+class TestSupports:
+    @pytest.mark.parametrize(("pattern", "rule"), YES.values(), ids=YES)
+    def test_yes(self, pattern: Any, rule: str) -> None:
+        answer = FUSED.supports(pattern, STATIC)
+        assert answer
+        assert answer.by == f"toy, rule {rule}"
+        assert answer.reason == ""
+
+    @pytest.mark.parametrize(("pattern", "reason"), NO.values(), ids=NO)
+    def test_no(self, pattern: Any, reason: str) -> None:
+        answer = FUSED.supports(pattern, STATIC)
+        assert not answer
+        assert (answer.by, answer.kernels) == ("", ())
+        with pytest.raises(AssertionError, match=reason):
+            raise AssertionError(answer.reason)
+
+    def test_a_yes_names_the_kernels(self) -> None:
+        answer = FUSED.supports(nn.Linear, STATIC)
+        assert answer.kernels == (("torch", "toy linear"),)
+        assert str(answer) == "yes: toy, rule linear (torch: toy linear)"
+        assert str(FUSED.supports("sigmoid", STATIC)) == "yes: toy, rule sigmoid (no kernel)"
+
+    def test_a_yes_that_depends_on_folding_says_so(self) -> None:
+        answer = FUSED.supports((nn.Conv2d, nn.BatchNorm2d, nn.ReLU), STATIC)
+        assert answer.notes == (
+            "batch norms are folded into what they follow, unless that is read or shared elsewhere, "
+            "which leaves Conv2d -> ReLU",
+        )
+
+    def test_a_yes_that_depends_on_the_operator_says_so(self) -> None:
+        guarded = replace(LINEAR, guard=lambda match: "never")
+        (note,) = rows_of(guarded).supports(nn.Linear, STATIC).notes
+        assert "qompose.can_quantize" in note
+
+    def test_in_training_the_same_is_folded(self) -> None:
+        training = qompose.training_config(STATIC)
+        answer = FUSED.supports((nn.Conv2d, nn.BatchNorm2d, nn.ReLU), training)
+        assert answer and answer.rule == "conv_relu"
+        assert "folded" in answer.notes[0]
+
+    def test_without_the_convolution_the_answer_says_what_is_missing(self) -> None:
+        """As BackendConfig's users met it: conv-relu declared, conv-bn-relu in the model."""
+        asked = (nn.Conv2d, nn.BatchNorm2d, nn.ReLU)
+        neither = rows_of(LINEAR).supports(asked, STATIC)
+        assert "no rule has Conv2d or ReLU" in neither.reason
+        alone = rows_of(CONV).supports(asked, STATIC)
+        assert "no rule has ReLU; nearest: conv of toy" in alone.reason
+        apart = rows_of(CONV, RELU).supports(asked, STATIC)
+        assert "as one; nearest: conv of toy, relu of toy" in apart.reason
+        assert all("which leaves Conv2d -> ReLU" in a.reason for a in (neither, alone, apart))
+
+    def test_the_reason_of_a_configuration_is_the_rules(self) -> None:
+        answer = rows_of(BOUNDED).supports(nn.Linear, STATIC_UINT8)
+        assert "toy: activation is torch.uint8, and the kernel takes torch.int8" in answer.reason
+
+    def test_every_rule_is_asked_before_a_no(self) -> None:
+        rows = rows_of(BOUNDED, replace(LINEAR, name="any"))
+        assert rows.supports(nn.Linear, STATIC_UINT8).rule == "any"
+
+    @pytest.mark.parametrize(
+        "pattern", [3, None, torch.int8, (), (nn.Linear, 3), dict, "", "conv2d ->"]
+    )
+    def test_what_is_no_question(self, pattern: Any) -> None:
+        with pytest.raises(ConfigError, match=r"is neither the name|empty pattern"):
+            FUSED.supports(pattern, STATIC)
+
+    @pytest.mark.parametrize("config", [None, "static"])
+    def test_what_is_no_configuration(self, config: Any) -> None:
+        with pytest.raises(ConfigError, match="is no QuantizationConfig"):
+            FUSED.supports(nn.Linear, config)
+
+    def test_nothing_supports_nothing(self) -> None:
+        assert "known: none" in Capabilities(()).supports("linear", STATIC).reason
+
+
+class TestData:
+    rows = toy(BOUNDED, SIGMOID, VIEW, CAT, config=PER_TENSOR).quantization_capabilities()
+
+    def test_rows_go_through_text_and_come_back_equal(self) -> None:
+        found = Capabilities.from_json(self.rows.to_json())
+        assert found.rows == self.rows.rows
+        assert found.to_json() == self.rows.to_json()
+        assert Capability.from_dict(self.rows[0].to_dict()) == self.rows[0]
+
+    def test_data_has_the_notes_in_words(self) -> None:
+        assert self.rows.to_dict()[0]["notes"] == list(self.rows[0].notes)
+        assert json.loads(self.rows.to_json())[0]["kernels"] == {"torch": "toy linear"}
+
+    @pytest.mark.parametrize(
+        ("change", "complaint"),
+        [
+            pytest.param(lambda row: row.pop("mode"), "row needs mode", id="missing"),
+            pytest.param(
+                lambda row: row.update(patern=""), "'patern' .did you mean 'pattern'", id="unknown"
+            ),
+            pytest.param(
+                lambda row: row["weight"].update(dtype="int9"), r"row\.weight\.dtype is 'int9'",
+                id="a specification",
+            ),
+            pytest.param(
+                lambda row: row["constraints"]["activation"].update(dtypes="int8"),
+                r"row\.constraints\.activation\.dtypes is 'int8', and has to be a list", id="no list",
+            ),
+            pytest.param(
+                lambda row: row.update(settings=None), r"row\.settings is None", id="no settings"
+            ),
+            pytest.param(
+                lambda row: row["operators"].append(["aten.relu", 3]), r"operators\[1\]\[1\] is 3",
+                id="no operator",
+            ),
+        ],
+    )  # fmt: skip
+    def test_malformed_rows_are_refused(
+        self, change: Callable[[dict[str, Any]], Any], complaint: str
+    ) -> None:
+        row = json.loads(self.rows.to_json())[0]
+        change(row)
+        with pytest.raises(ConfigError, match=complaint):
+            Capabilities.from_dict([row])
+
+    def test_text_that_is_no_data(self) -> None:
+        with pytest.raises(ConfigError, match="no JSON"):
+            Capabilities.from_json("{")
+
+    @pytest.mark.parametrize("text", ["null", "NaN", "3", "true"])
+    def test_text_that_is_no_list(self, text: str) -> None:
+        with pytest.raises(ConfigError, match="list of rows"):
+            Capabilities.from_json(text)
+
+    @pytest.mark.parametrize("data", ["[]", b"[]", {"rows": []}, None])
+    def test_what_is_no_list_of_rows(self, data: Any) -> None:
+        with pytest.raises(ConfigError, match="list of rows"):
+            Capabilities.from_dict(data)
+
+    def test_rows_without_rules_answer_for_what_they_list(self) -> None:
+        found = Capabilities.from_json(rows_of(LINEAR, CONV_RELU).to_json())
+        assert found.supports(nn.Linear, STATIC).by == "toy, rule linear"
+        assert found.supports((nn.Conv2d, nn.BatchNorm2d, nn.ReLU), STATIC).rule == "conv_relu"
+        other = found.supports(nn.Linear, STATIC_UINT8)
+        assert "no rules to ask: Linear is there under static, dynamic, weight-only" in other.reason
+        assert "none has Sigmoid" in found.supports(nn.Sigmoid, STATIC).reason
+
+    @pytest.mark.parametrize(
+        "rule",
+        [LINEAR, VIEW, replace(LINEAR, guard=lambda match: "never")],
+        ids=["none", "condition", "guard"],
+    )
+    def test_rows_without_rules_are_as_careful_as_those_with(
+        self, rule: qompose.backend.Rule
+    ) -> None:
+        live = rows_of(rule)
+        found = Capabilities.from_json(live.to_json())
+        for rows in (live, found):
+            answer = rows.supports(rule.name, STATIC)
+            assert answer
+            assert ("can_quantize" in "".join(answer.notes)) is (rule is not LINEAR)
+
+    def test_balancing_and_names_take_no_part_in_support(self) -> None:
+        found = Capabilities.from_json(rows_of(LINEAR).to_json())
+        assert found.supports(nn.Linear, replace(STATIC, balance=True, name="another"))
+
+    def test_observers_of_other_packages_are_known_by_name(self) -> None:
+        """One plugin with torch's observers must not keep the rows of all the others from being data."""
+        theirs = replace(INT8, observer_or_fake_quant_ctr=TorchMinMaxObserver.with_args(eps=1.0))
+        rows = toy(LINEAR, config=replace(STATIC, input_activation=theirs))
+        found = Capabilities.from_json(rows.quantization_capabilities().to_json())
+        spec = found[-1].activation
+        assert isinstance(spec, QuantizationSpec)
+        name = "torch.ao.quantization.observer.MinMaxObserver"
+        assert spec.observer_or_fake_quant_ctr == Elsewhere(name)
+        assert found.to_json() == rows.quantization_capabilities().to_json()
+        with pytest.raises(ConfigError, match=f"{name} is an observer of another package"):
+            spec.observer_or_fake_quant_ctr()
+        assert found[0].activation == INT8
+        assert found.supports(nn.Linear, replace(STATIC, input_activation=theirs))
+
+
+class TestTables:
+    def test_text(self) -> None:
+        text = str(toy(LINEAR, SIGMOID).quantization_capabilities())
+        assert "static, dynamic" in text
+        assert "toy linear" in text
+        assert max(map(len, text.splitlines())) <= 110
+
+    def test_rich(self) -> None:
+        file = StringIO()
+        Console(width=90, file=file).print(toy(LINEAR).quantization_capabilities())
+        assert "toy linear" in file.getvalue()
+
+
+_INPUTS: dict[str, tuple[Any, tuple[int, ...]]] = {
+    "Linear": ((4, 4), (2, 4)), "Bilinear": ((4, 4, 3), (2, 4)),
+    **{f"{kind}{n}d": ((4, 4, 3), (2, 4, *[8] * n)) for kind in ("Conv", "ConvTranspose") for n in (1, 2, 3)},
+    **{f"{kind}{n}d": ((4,), (2, 4, *[8] * n)) for kind in ("BatchNorm", "InstanceNorm") for n in (1, 2, 3)},
+    **{f"{kind}Pool{n}d": ((2,), (2, 4, *[8] * n)) for kind in ("Max", "Avg") for n in (1, 2, 3)},
+    **{f"AdaptiveAvgPool{n}d": ((1,), (2, 4, *[8] * n)) for n in (1, 2, 3)},
+    "LayerNorm": ((4,), (2, 4)), "RMSNorm": ((4,), (2, 4)), "GroupNorm": ((2, 4), (2, 4, 8)),
+    "Threshold": ((0.1, 2.0), (2, 4)), "Unflatten": ((1, (2, 2)), (2, 4)),
+    "PixelShuffle": ((2,), (2, 4, 8, 8)), "PixelUnshuffle": ((2,), (2, 4, 8, 8)),
+    "ChannelShuffle": ((2,), (2, 4, 8, 8)), "ZeroPad2d": ((1,), (2, 4, 8, 8)),
+    "ConstantPad2d": ((1, 0.0), (2, 4, 8, 8)), "ReflectionPad2d": ((1,), (2, 4, 8, 8)),
+    "ReplicationPad2d": ((1,), (2, 4, 8, 8)), "Unfold": ((2,), (2, 4, 8, 8)),
+    "Fold": (((8, 8), (2, 2)), (2, 16, 49)), "Softmax": ((-1,), (2, 4)), "LogSoftmax": ((-1,), (2, 4)),
+    "UpsamplingNearest2d": ((None, 2), (2, 4, 8, 8)), "UpsamplingBilinear2d": ((None, 2), (2, 4, 8, 8)),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:.*:FutureWarning")
+@pytest.mark.parametrize("kind", MODULES, ids=lambda kind: kind.__name__)
+def test_every_module_of_the_table_is_exported_as_its_operator(kind: Any) -> None:
+    arguments, shape = _INPUTS.get(kind.__name__, ((), (2, 4)))
+    inputs = [torch.zeros(shape)] * (2 if kind is nn.Bilinear else 1)
+    if kind is nn.Embedding:
+        arguments, inputs = (3, 4), [torch.zeros(2, dtype=torch.int64)]
+    program = torch.export.export(kind(*arguments).eval(), tuple(inputs))
+    called = [str(n.target) for n in program.graph.nodes if n.op == "call_function"]
+    assert [target.rpartition(".")[0] for target in called] == [MODULES[kind]]

@@ -1,0 +1,525 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Constraints with the meaning of PyTorch's BackendConfig: what breaks one is refused, and never silently."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import qompose
+import torch
+from qompose import QuantizationConfig, QuantizationSpec
+from qompose.backend import TensorConstraint
+from qompose.backend.constraints import CONSTRAINT
+from qompose.errors import ConfigError
+from qompose.observers import (
+    FixedQParamsObserver,
+    HistogramObserver,
+    MinMaxObserver,
+    PerChannelMinMaxObserver,
+    PlaceholderObserver,
+)
+from qompose.quantizer.arbitration import reanchored
+from qompose.spec import FixedQParamsQuantizationSpec
+from qompose.spec.claim import Claim, Point, PointSpec, shared_with
+from qompose.spec.qparams import Bounds
+from qompose.storage.program_json import decode_record, encode_record
+from torch import nn
+from torch.ao.quantization.fake_quantize import FakeQuantize
+from torch.ao.quantization.observer import MinMaxObserver as TorchMinMaxObserver
+
+from tests.core.toy import (
+    ADD,
+    DYNAMIC,
+    INT8,
+    LINEAR,
+    SIGMOID,
+    STATIC,
+    VIEW,
+    WEIGHT,
+    convert,
+    export,
+    plan_of,
+    prepare,
+    randn,
+    seeded,
+    sqnr,
+    toy,
+)  # fmt: skip
+
+X = randn(3, 3)
+SCHEMES = frozenset(
+    {torch.per_tensor_affine, torch.per_tensor_symmetric, torch.per_channel_symmetric}
+)
+
+
+def constraint(*dtypes: torch.dtype, **facts: Any) -> TensorConstraint:
+    return TensorConstraint(dtypes=frozenset(dtypes or {torch.int8}), qschemes=SCHEMES, **facts)
+
+
+class TestTheTutorial:
+    """PyTorch's BackendConfig tutorial: integers up to 127 and scales from 2**-12 on.
+
+    There, the default configuration breaks both bounds, and prepare quietly quantizes nothing.
+    """
+
+    activation = constraint(
+        torch.uint8,
+        quant_min_lower_bound=0,
+        quant_max_upper_bound=127,
+        scale_min_lower_bound=2**-12,
+    )
+    weight = constraint(
+        torch.int8,
+        quant_min_lower_bound=-128,
+        quant_max_upper_bound=127,
+        scale_min_lower_bound=2**-12,
+    )
+    rule = replace(
+        LINEAR, accepts={"activation": activation, "output": activation, "weight": weight}
+    )
+    default = QuantizationConfig(
+        QuantizationSpec(torch.uint8, HistogramObserver, 0, 255, torch.per_tensor_affine),
+        QuantizationSpec(torch.uint8, HistogramObserver, 0, 255, torch.per_tensor_affine),
+        WEIGHT,
+        name="default",
+    )
+    within = QuantizationConfig(
+        QuantizationSpec(
+            torch.uint8, HistogramObserver.with_args(eps=2**-12), 0, 127, torch.per_tensor_affine
+        ),
+        QuantizationSpec(
+            torch.uint8, HistogramObserver.with_args(eps=2**-12), 0, 127, torch.per_tensor_affine
+        ),
+        replace(WEIGHT, observer_or_fake_quant_ctr=PerChannelMinMaxObserver.with_args(eps=2**-12)),
+        name="within the bounds",
+    )
+
+    def test_the_default_is_refused_when_it_is_set_with_bound_and_value(self) -> None:
+        with pytest.raises(ConfigError) as refusal:
+            toy(self.rule, config=self.default)
+        assert "quant_max=255, above the bound 127 (quant_max_upper_bound)" in str(refusal.value)
+        assert "the scale 1.19209e-07 (the eps of HistogramObserver), below the bound " in str(
+            refusal.value
+        )
+        assert "0.000244141 (scale_min_lower_bound): give the observer eps=" in str(refusal.value)
+
+    @pytest.mark.parametrize("role", ["input_activation", "output_activation", "weight"])
+    def test_one_role_that_breaks_a_bound_is_enough(self, role: str) -> None:
+        config = replace(self.within, **{role: getattr(self.default, role)})
+        with pytest.raises(ConfigError, match=r"the scale 1\.19209e-07"):
+            toy(self.rule, config=config)
+
+    def test_what_respects_the_bounds_quantizes(self) -> None:
+        model = seeded(nn.Linear(3, 4))
+        converted = convert(export(model, X), toy(self.rule, config=self.within), X)
+        assert qompose.report(converted).count("simulated (Q/DQ)") == 1
+        assert sqnr(model(X), converted(X)) > 25
+
+
+EPS_OF_TORCH = {
+    "ours, by default": (MinMaxObserver, "1.19209e-07 .the eps of MinMaxObserver"),
+    "ours, with args": (MinMaxObserver.with_args(eps=1e-3), None),
+    "torch's, by default": (TorchMinMaxObserver, "1.19209e-07 .the eps of MinMaxObserver"),
+    "torch's, with args": (TorchMinMaxObserver.with_args(eps=1e-3), None),
+    "torch's fake-quantizer": (
+        FakeQuantize.with_args(observer=TorchMinMaxObserver.with_args(eps=1e-3)), None
+    ),
+    "torch's fake-quantizer, by default": (
+        FakeQuantize.with_args(observer=TorchMinMaxObserver), "1.19209e-07"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("factory", "complaint"), EPS_OF_TORCH.values(), ids=EPS_OF_TORCH)
+def test_the_least_scale_is_read_from_the_observer_that_is_made(
+    factory: Any, complaint: str | None
+) -> None:
+    row = replace(LINEAR, accepts={"activation": constraint(scale_min_lower_bound=2**-12)})
+    config = replace(STATIC, input_activation=replace(INT8, observer_or_fake_quant_ctr=factory))
+    if complaint is None:
+        assert row.objection(config) is None
+    else:
+        assert complaint.partition(" .")[0] in str(row.objection(config))
+
+
+class Nameless(nn.Module):
+    """An observer that does not say its least scale."""
+
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+
+    def calculate_qparams(self) -> Any:
+        return torch.tensor(1.0), torch.tensor(0)
+
+
+STATIC_OBJECTIONS = {
+    "an unknown least scale": (
+        {"scale_min_lower_bound": 2**-12},
+        replace(INT8, observer_or_fake_quant_ctr=Nameless),
+        "observer Nameless, which does not say its least scale",
+    ),
+    "a scale from data": (
+        {"scale_exact_match": 1 / 256}, INT8, "gets a scale from its data, and the kernel takes exactly"
+    ),
+    "a zero point from data": (
+        {"zero_point_exact_match": 0}, INT8,
+        "gets a zero point from its data, and the kernel takes exactly 0 .zero_point_exact_match",
+    ),
+    "another symmetric zero point": (
+        {"zero_point_exact_match": 128},
+        replace(INT8, qscheme=torch.per_tensor_symmetric),
+        "the zero point 0, and the kernel takes exactly 128 .zero_point_exact_match",
+    ),
+    "another fixed scale": (
+        {"scale_exact_match": 1 / 256},
+        FixedQParamsQuantizationSpec(torch.int8, 1 / 128, 0),
+        "the scale 0.0078125, and the kernel takes exactly 0.00390625 .scale_exact_match",
+    ),
+    "another fixed zero point": (
+        {"zero_point_exact_match": -128},
+        FixedQParamsQuantizationSpec(torch.int8, 1 / 256, 0),
+        "the zero point 0, and the kernel takes exactly -128",
+    ),
+    "a fixed scale below": (
+        {"scale_min_lower_bound": 0.5},
+        FixedQParamsQuantizationSpec(torch.int8, 1 / 256, 0),
+        "the scale 0.00390625, below the bound 0.5",
+    ),
+    "a fixed scale above": (
+        {"scale_max_upper_bound": 0.5},
+        FixedQParamsQuantizationSpec(torch.int8, 0.75, 0),
+        "the scale 0.75, above the bound 0.5",
+    ),
+    "a fixed scale outside, from an observer": (
+        {"scale_max_upper_bound": 0.5},
+        replace(
+            INT8, observer_or_fake_quant_ctr=FixedQParamsObserver.with_args(scale=0.75, zero_point=0)
+        ),
+        "the scale 0.75, above the bound 0.5",
+    ),
+    "a largest scale at run time": (
+        {"scale_max_upper_bound": 0.5}, DYNAMIC.input_activation, "gets its scale when the model runs"
+    ),
+    "the least scale at run time": (
+        {"scale_min_lower_bound": 2**-12}, DYNAMIC.input_activation, "the eps of PlaceholderObserver"
+    ),
+    "the least scale per token": (
+        {"scale_min_lower_bound": 2**-12},
+        QuantizationSpec(
+            torch.int8, PlaceholderObserver.with_args(eps=1.0), -128, 127,
+            torch.per_channel_symmetric, is_dynamic=True, block_size=(-1,),
+        ),
+        "may get the scale 7.87402e-08",
+    ),
+    "another type, fixed": (
+        {}, FixedQParamsQuantizationSpec(torch.uint8, 1 / 256, 0), "activation is torch.uint8"
+    ),
+    "another range, fixed": (
+        {"quant_min_lower_bound": -127}, FixedQParamsQuantizationSpec(torch.int8, 1 / 256, 0),
+        "quant_min=-128, below the bound -127",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("facts", "spec", "complaint"), STATIC_OBJECTIONS.values(), ids=STATIC_OBJECTIONS
+)
+def test_what_is_known_before_calibration_is_refused_when_it_is_set(
+    facts: dict[str, Any], spec: Any, complaint: str
+) -> None:
+    row = replace(LINEAR, accepts={"activation": constraint(blocks=True, **facts)})
+    with pytest.raises(ConfigError, match=complaint):
+        toy(row, config=replace(STATIC, input_activation=spec))
+
+
+@pytest.mark.parametrize(
+    ("facts", "spec"),
+    [
+        pytest.param(
+            {"scale_exact_match": 1 / 256, "zero_point_exact_match": -128},
+            FixedQParamsQuantizationSpec(torch.int8, 1 / 256, -128),
+            id="exact",
+        ),
+        pytest.param(
+            {"scale_exact_match": 0.1, "zero_point_exact_match": 0},
+            FixedQParamsQuantizationSpec(torch.int8, 0.1, 0),
+            id="exact as float32",
+        ),
+        pytest.param(
+            {"zero_point_exact_match": 0},
+            replace(INT8, qscheme=torch.per_tensor_symmetric),
+            id="symmetric",
+        ),
+        pytest.param({"scale_max_upper_bound": 0.5}, INT8, id="what only data tells"),
+        pytest.param(
+            {"scale_min_lower_bound": 1e-5},
+            replace(INT8, observer_or_fake_quant_ctr=MinMaxObserver.with_args(eps=1e-5)),
+            id="the bound itself, which float32 does not hold",
+        ),
+    ],
+)
+def test_what_keeps_to_the_bounds_is_taken(facts: dict[str, Any], spec: Any) -> None:
+    row = replace(LINEAR, accepts={"activation": constraint(**facts)})
+    assert row.objection(replace(STATIC, input_activation=spec)) is None
+
+
+def test_a_cast_has_no_scale_to_be_bounded() -> None:
+    half = QuantizationSpec(torch.float16, PlaceholderObserver)
+    takes = TensorConstraint(
+        dtypes=frozenset({torch.float16}), qschemes=frozenset({None}), scale_max_upper_bound=1e-9
+    )
+    assert takes.objection("weight", half) is None
+
+
+def test_the_output_of_a_rule_that_shares_is_held_to_its_constraint() -> None:
+    row = replace(VIEW, condition=None, accepts={"output": constraint(quant_min_lower_bound=0)})
+    assert "output has quant_min=-128" in str(row.objection(STATIC))
+
+
+class Two(nn.Module):
+    """A small first product and a large second one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.small, self.large = nn.Linear(3, 4), nn.Linear(4, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.large(self.small(x) * 100.0)
+
+
+class TestAtConvert:
+    """What only data tells: the region stays in float, and the report says which bound was broken."""
+
+    def converted(self, **facts: Any) -> Any:
+        row = replace(LINEAR, accepts={"output": constraint(**facts)})
+        return convert(export(seeded(Two()), X), toy(row), X)
+
+    def test_a_scale_above_its_bound(self) -> None:
+        converted = self.converted(scale_max_upper_bound=1.0)
+        small, large = (r for r in qompose.report(converted).rows if r.operator == "aten.linear")
+        assert small.state == "simulated (Q/DQ)"
+        assert large.state == "float"
+        assert "output of linear_1 has the scale" in large.reason
+        assert "above the bound 1 (scale_max_upper_bound)" in large.reason
+        with pytest.warns(qompose.QomposeWarning, match="linear_1 in large.*above the bound 1"):
+            lowered = qompose.lower(converted)
+        assert qompose.report(lowered).count("int8 kernel") == 1
+        assert sqnr(seeded(Two())(X), lowered(X)) > 25
+
+    def test_the_bound_itself_is_allowed(self) -> None:
+        prepared = prepare(export(seeded(Two()), X), toy(LINEAR))
+        prepared(X)
+        scales = [float(group["scale"]) for group in _parameters(qompose.convert_pt2e(prepared))]
+        assert not self.converted(scale_max_upper_bound=max(scales)).meta["qompose"].dropped
+        assert self.converted(scale_max_upper_bound=0.999 * max(scales)).meta["qompose"].dropped
+
+    def test_a_channel_of_a_weight_counts(self) -> None:
+        model = seeded(nn.Linear(3, 2))
+        with torch.no_grad():
+            model.weight[1] *= 1000
+        row = replace(LINEAR, accepts={"weight": constraint(scale_max_upper_bound=0.5)})
+        converted = convert(export(model, X), toy(row), X)
+        (reason,) = converted.meta["qompose"].dropped.values()
+        assert "p_weight" in reason or "weight -> linear has the scale" in reason
+
+    def test_observers_that_a_callback_put_in_are_held_to_the_bound(self) -> None:
+        """When the configuration was set, the least scale was that of its own observer."""
+
+        class Swapping(qompose.RuleQuantizer):
+            def prepare_obs_or_fq_callback(self, model: Any, observers: Any) -> None:
+                for place, observer in list(observers.items()):
+                    if observer.qscheme == torch.per_tensor_affine:
+                        observers[place] = MinMaxObserver(
+                            torch.int8, quant_min=-128, quant_max=127, qscheme=observer.qscheme
+                        )
+
+        bounded = constraint(scale_min_lower_bound=1e-3)
+        spec = replace(INT8, observer_or_fake_quant_ctr=MinMaxObserver.with_args(eps=1e-3))
+        row = replace(LINEAR, accepts={"activation": bounded})
+        config = replace(STATIC, input_activation=spec, output_activation=None)
+        quantizer = Swapping(toy(row, config=None).backend).set_global(config)
+        converted = convert(export(seeded(nn.Linear(3, 4)), X * 1e-4), quantizer, X * 1e-4)
+        (reason,) = converted.meta["qompose"].dropped.values()
+        assert "below the bound 0.001 (scale_min_lower_bound)" in reason
+
+    def test_bounds_survive_saving(self, tmp_path: Any) -> None:
+        converted = self.converted(scale_max_upper_bound=1.0)
+        qompose.save(converted, tmp_path / "model.qompose")
+        loaded = qompose.load(tmp_path / "model.qompose")
+        assert loaded.meta["qompose"].dropped == converted.meta["qompose"].dropped
+        bounds = [[s.bounds for s in c.specs] for c in plan_of(converted).claims]
+        assert [[s.bounds for s in c.specs] for c in plan_of(loaded).claims] == bounds
+        assert bounds[0][-1] == Bounds(scale_max_upper_bound=1.0)
+
+
+def test_records_of_files_without_bounds_are_read() -> None:
+    converted = convert(export(seeded(nn.Linear(3, 4)), X), toy(LINEAR), X)
+    record = encode_record(converted.meta["qompose"])
+    older = json.loads(json.dumps(record).replace(', "bounds": null', ""))
+    assert older != json.loads(json.dumps(record))
+    (claim,) = decode_record(older).plan.claims
+    assert [spec.bounds for spec in claim.specs] == [None, None, None]
+
+
+def _parameters(converted: Any) -> list[dict[str, Any]]:
+    return [
+        {"scale": node.args[1]}
+        for node in converted.graph.nodes
+        if "quantize_per_tensor" in str(node.target) and "dequantize" not in str(node.target)
+    ]
+
+
+class TestFixedParameters:
+    """A configuration may give a role parameters that are known beforehand."""
+
+    spec = FixedQParamsQuantizationSpec(
+        torch.int8, 1 / 256, -128, -128, 127, torch.per_tensor_affine
+    )
+    rule = replace(
+        SIGMOID,
+        accepts={"output": constraint(scale_exact_match=1 / 256, zero_point_exact_match=-128)},
+    )
+
+    def test_an_operator_that_has_them_built_in(self) -> None:
+        config = replace(STATIC, output_activation=self.spec)
+        converted = convert(export(nn.Sigmoid(), X), toy(self.rule, config=config), X)
+        (output,) = (p for p in _parameters(converted)[1:])
+        assert output["scale"] == 1 / 256
+        assert sqnr(X.sigmoid(), converted(X)) > 35
+
+    def test_they_take_no_part_in_balancing(self) -> None:
+        """Factors would change the scale that is fixed."""
+        rule = replace(LINEAR, bias="bias", channels=(-1, -1))
+        spread = torch.tensor([1.0, 1000.0, 1e-3])
+        config = replace(
+            STATIC,
+            input_activation=FixedQParamsQuantizationSpec(torch.int8, 4.0, 0),
+            output_activation=None,
+            balance=True,
+        )
+        model = seeded(nn.Linear(3, 4))
+        converted = convert(export(model, X * spread), toy(rule, config=config), X * spread)
+        assert [p["scale"] for p in _parameters(converted)] == [4.0]
+        assert converted.meta["qompose"].balanced == ()
+
+
+def test_dropping_a_claim_undoes_the_balancing_that_it_took_part_in() -> None:
+    """Another reader of a balanced tensor reads it in float now, and must see it as it was."""
+
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = nn.Linear(3, 64), nn.Linear(3, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.cat([self.one(x), self.other(x) * 1.0], -1)
+
+    spread = torch.tensor([1.0, 300.0, 1e-2])
+    x = randn(64, 3) * spread
+    model = seeded(Branches())
+    with torch.no_grad():
+        for part in (model.one, model.other):
+            part.weight /= spread
+        model.other.weight *= 1e4
+    rule = replace(
+        LINEAR, bias="bias", channels=(-1, -1),
+        accepts={"weight": constraint(scale_max_upper_bound=10.0)},
+    )  # fmt: skip
+    config = replace(STATIC, output_activation=None, balance=True)
+    free = convert(export(model, x), toy(replace(rule, accepts={}), config=config), x)
+    assert free.meta["qompose"].balanced
+    converted = convert(export(model, x), toy(rule, config=config), x)
+    assert len(converted.meta["qompose"].dropped) == 1
+    assert converted.meta["qompose"].balanced == ()
+    exact, found = model(x), converted(x)
+    assert torch.equal(found[:, 64:], exact[:, 64:])
+    assert sqnr(exact[:, :64], found[:, :64]) > 0
+
+
+def test_two_consumers_of_a_tensor_are_judged_apart() -> None:
+    """One kernel takes the scale of the shared tensor, the other does not."""
+
+    class Fork(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x) + x
+
+    bounded = replace(ADD, accepts={"activation": constraint(scale_max_upper_bound=1e-6)})
+    converted = convert(export(seeded(Fork()), X), toy(LINEAR, bounded), X)
+    states = {row.rule: row.state for row in qompose.report(converted).rows}
+    assert states == {"linear": "simulated (Q/DQ)", "add": "float"}
+
+
+def test_constraints_are_data() -> None:
+    for facts in (
+        {},
+        {"quant_range": (-128, 127), "ch_axis": 0, "blocks": True},
+        {"scale_min_lower_bound": 2**-12, "scale_max_upper_bound": 1.0},
+        {"scale_exact_match": 1 / 256, "zero_point_exact_match": 0},
+    ):
+        value = constraint(torch.int8, torch.uint8, **facts)
+        assert CONSTRAINT.read(CONSTRAINT.write(value, "here"), "here") == value
+
+
+def test_constraints_in_words() -> None:
+    value = constraint(quant_min_lower_bound=-127, scale_min_lower_bound=0.5, ch_axis=0)
+    assert value.describe() == (
+        "int8, quant_min at least -127, per_channel_symmetric or per_tensor_affine or per_tensor_symmetric, "
+        "channels along 0, scale_min_lower_bound=0.5"
+    )
+
+
+def test_no_bound_is_no_bound() -> None:
+    assert constraint().bounds is None
+    assert Bounds().objections(torch.tensor([0.1, 1e9]), torch.tensor([0, 3])) == []
+
+
+def test_who_inherits_a_specification_keeps_the_bounds_of_its_own_kernel() -> None:
+    lost, kept = Point("x", "a"), Point("a", "b")
+    bounds = Bounds(scale_max_upper_bound=0.5)
+    loser = Claim(
+        owner="A", rule="r", anchor="a", nodes=("a",), output="a", specs=(PointSpec(lost, INT8),)
+    )
+    heir = replace(shared_with(kept, lost), bounds=bounds)
+    standing = replace(loser, nodes=("b",), output="b", specs=(heir,))
+
+    (claim,) = reanchored([standing], [loser])
+
+    assert claim.specs == (PointSpec(kept, INT8, bounds=bounds),)
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "a dtype alone": ({"dtypes": torch.int8}, "dtypes=torch.int8 is no set"),
+    "no scheme": ({"qschemes": ()}, "is no set of qschemes"),
+    "bounds that cross": (
+        {"quant_min_lower_bound": 5, "quant_max_upper_bound": 4}, "quant_min_lower_bound=5 is above"),
+    "scales that cross": (
+        {"scale_min_lower_bound": 1.0, "scale_max_upper_bound": 0.5}, "scale_min_lower_bound=1.0 is above"),
+    "no number": ({"scale_max_upper_bound": float("nan")}, "scale_max_upper_bound=nan is no positive"),
+    "a scale of zero": ({"scale_exact_match": 0.0}, "is no positive number"),
+    "an axis in text": ({"ch_axis": "0"}, "ch_axis='0' is no whole number"),
+    "a range of one": ({"quant_range": (3,)}, "is no pair"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("facts", "told"), WRONG.values(), ids=WRONG)
+def test_a_constraint_that_nothing_meets_is_refused(facts: dict[str, Any], told: str) -> None:
+    base = {"dtypes": {torch.int8}, "qschemes": {torch.per_tensor_affine}}
+    with pytest.raises(ConfigError, match=told):
+        qompose.backend.TensorConstraint(**{**base, **facts})
+
+
+def test_sets_and_ranges_of_other_kinds_are_taken_for_what_they_are() -> None:
+    made = qompose.backend.TensorConstraint(
+        dtypes=[torch.int8],  # type: ignore[arg-type]
+        qschemes={torch.per_tensor_affine},  # type: ignore[arg-type]
+        quant_range=[-128, 127],  # type: ignore[arg-type]
+    )
+    assert (made.dtypes, made.quant_range) == (frozenset({torch.int8}), (-128, 127))
+    assert made.objection("activation", INT8) is None

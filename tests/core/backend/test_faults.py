@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Why a plugin could not be imported: what, where, and what to do."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+from qompose.backend.discovery import import_fault, told
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder on sys.path with a distribution in it that requires two others."""
+    info = tmp_path / "wanting-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(
+        "Name: wanting\nVersion: 1.0\nRequires-Dist: Not-There>=2 ; python_version > '3'\n"
+        "Requires-Dist: another[extra]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+def fault(site: Path, source: str, module: str = "wanting_module") -> str:
+    (site / "wanting_module.py").write_text(source)
+    with pytest.raises(BaseException) as caught:
+        importlib.import_module(module)
+    return import_fault(caught.value, module, "wanting")
+
+
+CASES = [
+    pytest.param(
+        "import not_there.inner",
+        """ModuleNotFoundError: No module named 'not_there' (HERE, line 1): pip install "Not-There>=2\"""",
+        id="a module of a requirement",
+    ),
+    pytest.param("import another", 'pip install "another[extra]"', id="a requirement with an extra"),
+    pytest.param(
+        "\nimport elsewhere_only", "install the package that has the module 'elsewhere_only'",
+        id="a module of nothing that is required",
+    ),
+    pytest.param("def (:", "SyntaxError: invalid syntax (HERE, line 1)", id="syntax"),
+    pytest.param("\n\nraise OSError('gone')", "OSError: gone (HERE, line 3)", id="any error"),
+    pytest.param("raise SystemExit(3)", "SystemExit: 3 (HERE, line 1)", id="an exit"),
+    pytest.param(
+        "from json import not_a_name", "ImportError: cannot import name 'not_a_name'", id="a name"
+    ),
+    pytest.param(
+        "class E(Exception):\n  def __str__(self): 1 / 0\nraise E()", "E: <exception str() failed>",
+        id="an error that cannot be told",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("source", "expected"), CASES)
+def test_error_place_and_remedy(site: Path, source: str, expected: str) -> None:
+    here = f"{site.name}/wanting_module.py"
+    assert expected.replace("HERE", here) in fault(site, source)
+
+
+@pytest.mark.parametrize("module", ["never_was_there", "wanting_module.inner"])
+def test_a_module_that_its_own_package_lacks(site: Path, module: str) -> None:
+    assert fault(site, "", module) == (
+        f"its package says that it has a module {module!r}, and there is none: reinstall or uninstall wanting"
+    )
+
+
+def test_an_error_that_was_never_raised_has_no_place() -> None:
+    assert told(ValueError("x")) == "ValueError: x"

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Entry points from metadata as it is found: stale, half removed, malformed, of two versions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from qompose.backend.discovery import entry_points, fact, unreadable_packages
+
+GROUP = "qompose.test"
+Package = Callable[..., Path]
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Package:
+    """`package("dist", "name = module")` in a folder on sys.path; the folder asked for last comes first."""
+
+    def add(
+        name: str,
+        *lines: str,
+        version: str = "1.0",
+        site: str = "site",
+        folder: str = "",
+        metadata: str | None = None,
+        text: str | None = None,
+    ) -> Path:
+        info = tmp_path / site / (folder or f"{name}-{version}.dist-info")
+        info.mkdir(parents=True)
+        if metadata is None:
+            metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        (info / "METADATA").write_text(metadata)
+        content = text if text is not None else "\n".join([f"[{GROUP}]", *lines])
+        (info / "entry_points.txt").write_text(content)
+        monkeypatch.syspath_prepend(info.parent)
+        return info
+
+    return add
+
+
+def offered() -> dict[str, tuple[str, str, str]]:
+    return {
+        offer.name: (offer.value, fact(offer.dist, "name"), fact(offer.dist, "version"))
+        for offer in entry_points(GROUP)
+    }
+
+
+def test_name_and_module_with_their_package(package: Package) -> None:
+    package("one", "a = module_a", "b=module_b:thing")
+    package("two", "c = module_c", version="2.1")
+    assert offered() == {
+        "a": ("module_a", "one", "1.0"),
+        "b": ("module_b:thing", "one", "1.0"),
+        "c": ("module_c", "two", "2.1"),
+    }
+
+
+def test_other_groups_comments_and_blank_lines_are_passed_over(package: Package) -> None:
+    text = f"# a comment\n[other]\nx = y\n\n  [{GROUP}]  \n# c = d\n; e = f\n\n  a = b  \n[last]\nz = z\n"
+    package("one", text=text)
+    assert offered() == {"a": ("b", "one", "1.0")}
+
+
+def test_a_malformed_line_of_one_package_hides_nothing_of_another(package: Package) -> None:
+    """importlib.metadata raises TypeError for all of them."""
+    package("stranger", text="[console_scripts]\nno equals sign\n")
+    package("bad", "nothing but words")
+    package("good", "a = module_a")
+    assert offered() == {
+        "nothing but words": ("", "bad", "1.0"),
+        "a": ("module_a", "good", "1.0"),
+    }
+
+
+def test_of_two_versions_the_one_that_is_imported_counts(package: Package) -> None:
+    package("dist", "old = module", version="1.0", site="behind")
+    package("dist", "new = module", version="2.0", site="before")
+    assert offered() == {"new": ("module", "dist", "2.0")}
+
+
+def test_an_old_version_behind_one_without_the_entry_point_is_not_offered(package: Package) -> None:
+    package("dist", "old = module", version="1.0", site="behind")
+    package("dist", version="2.0", site="before", text="[other]\na = b\n")
+    assert offered() == {}
+
+
+def test_what_an_interrupted_removal_left_is_not_a_rival(package: Package) -> None:
+    package("dist", "a = module", version="2.0")
+    package(
+        "dist", "a = module", folder="~ist-1.0.dist-info", metadata="Name: dist\nVersion: 1.0\n"
+    )
+    assert [offer.dist.version for offer in entry_points(GROUP)] == ["2.0"]
+
+
+@pytest.mark.parametrize(
+    ("metadata", "expected"),
+    [
+        pytest.param("Name: dist\n", ("module", "dist", "unknown"), id="no version"),
+        pytest.param("Version: 1.0\n", ("module", "unknown", "1.0"), id="no name"),
+        pytest.param("", ("module", "unknown", "unknown"), id="empty"),
+    ],
+)
+def test_metadata_may_lack_facts(
+    package: Package, metadata: str, expected: tuple[str, str, str]
+) -> None:
+    package("dist", "a = module", metadata=metadata)
+    assert offered() == {"a": expected}
+
+
+def test_metadata_may_be_missing(package: Package) -> None:
+    (package("dist", "a = module") / "METADATA").unlink()
+    assert offered() == {"a": ("module", "unknown", "unknown")}
+
+
+def test_a_file_that_is_no_text_is_read_as_far_as_it_can_be(package: Package) -> None:
+    (package("bad") / "entry_points.txt").write_bytes(b"[qompose.test]\na = m\xff\n")
+    (package("stranger") / "entry_points.txt").write_bytes(b"[other]\na = m\xff\n")
+    package("good", "b = module")
+    assert offered() == {"a": ("m\ufffd", "bad", "1.0"), "b": ("module", "good", "1.0")}
+
+
+@pytest.mark.parametrize(
+    ("text", "damaged"),
+    [
+        ("this is [not ini\n===\n", True),
+        ("a = b\n[qompose]\n", True),
+        ("\x00\x00", True),
+        ("", False),
+        ("# a comment\n; another\n\n", False),
+        ("# a comment\n [group]\n a = b\n", False),
+    ],
+    ids=["words", "before a group", "zeros", "empty", "comments", "sound"],
+)
+def test_damaged_files_are_listed(package: Package, text: str, damaged: bool) -> None:
+    info = package("odd", text=text)
+    package("good", "a = module_a")
+    found = [folder for folder in unreadable_packages() if folder.startswith(str(info.parent))]
+    assert found == [str(info)] * damaged

@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Patterns find what they say, wherever it is, and nothing that only looks like it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from qompose.backend import OperatorPattern, Pattern
+from qompose.backend.pattern import OperatorIndex
+from qompose.errors import ConfigError
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.core.toy import (
+    LINEAR_NO_BIAS_PATTERN,
+    LINEAR_PATTERN,
+    LINEAR_RELU_PATTERN,
+    export,
+    randn,
+)
+
+aten = torch.ops.aten
+ADD = OperatorPattern((aten.add.Tensor, aten.add_.Tensor))
+CAT = OperatorPattern((aten.cat.default,))
+
+
+def _sum(first: Tensor, second: Tensor) -> Tensor:
+    return first + second
+
+
+def _sum_relu(first: Tensor, second: Tensor) -> Tensor:
+    return (first + second).relu()
+
+
+def _sums(first: Tensor, second: Tensor) -> Tensor:
+    return (first + second) + second
+
+
+_ADD = (("op", aten.add.Tensor),)
+SUM = Pattern(_sum, ((2, 3), (2, 3)), _ADD)
+SUM_RELU = Pattern(_sum_relu, ((2, 3), (2, 3)), _ADD)
+SUMS = Pattern(_sums, ((2, 3), (2, 3)), (("inner", aten.add.Tensor), ("outer", aten.add.Tensor)))
+
+
+class Function(nn.Module):
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+        self.linear = nn.Linear(3, 3)
+        self.plain = nn.Linear(3, 3, bias=False)
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        return self.function(self, x, y)
+
+
+def find(pattern: Any, function: Any) -> list[tuple[str, ...]]:
+    """The names of the operators of each match in the program of `function(module, x, y)`."""
+    module = export(Function(function), randn(2, 3), randn(2, 3, seed=1)).module(check_guards=False)
+    return [
+        tuple(node.name for node in match.nodes) for match in pattern.find(OperatorIndex(module))
+    ]
+
+
+CASES = [
+    pytest.param(ADD, lambda m, x, y: x + y, [("add",)], id="an operator"),
+    pytest.param(
+        ADD, lambda m, x, y: x.clone().add_(y) + x, [("add_",), ("add",)], id="both overloads"
+    ),
+    pytest.param(ADD, lambda m, x, y: x + x, [("add",)], id="an operator with itself"),
+    pytest.param(ADD, lambda m, x, y: x + 2, [("add",)], id="an operator with a number"),
+    pytest.param(SUM, lambda m, x, y: x + y, [("add",)], id="a sum"),
+    pytest.param(SUM, lambda m, x, y: x + 2, [], id="no sum with a number"),
+    pytest.param(SUM, lambda m, x, y: (x + y) + y, [("add",), ("add_1",)], id="in a chain"),
+    pytest.param(SUM, lambda m, x, y: x * y, [], id="no such operator"),
+    pytest.param(SUM_RELU, lambda m, x, y: (x + y).relu(), [("add", "relu")], id="two operators"),
+    pytest.param(
+        SUM_RELU, lambda m, x, y: [(z := x + y).relu(), z], [], id="a value in the middle leaks"
+    ),
+    pytest.param(
+        SUM_RELU,
+        lambda m, x, y: ((x + y).relu() + (x - y)).relu(),
+        [("add", "relu"), ("add_1", "relu_1")],
+        id="one behind the other",
+    ),
+    pytest.param(LINEAR_PATTERN, lambda m, x, y: m.linear(x), [("linear",)], id="with bias"),
+    pytest.param(LINEAR_PATTERN, lambda m, x, y: m.plain(x), [], id="bias wanted, none there"),
+    pytest.param(LINEAR_NO_BIAS_PATTERN, lambda m, x, y: m.plain(x), [("linear",)], id="no bias"),
+    pytest.param(
+        LINEAR_NO_BIAS_PATTERN, lambda m, x, y: m.linear(x), [], id="none wanted, a bias there"
+    ),
+    pytest.param(
+        LINEAR_PATTERN,
+        lambda m, x, y: F.linear(x, y, y[0][:2]),
+        [("linear",)],
+        id="computed parameters: guards decide on those",
+    ),
+    pytest.param(
+        LINEAR_RELU_PATTERN,
+        lambda m, x, y: m.linear(x).relu() + m.linear(y).relu(),
+        [("linear", "relu"), ("linear_1", "relu_1")],
+        id="one module twice",
+    ),
+    pytest.param(
+        LINEAR_RELU_PATTERN,
+        lambda m, x, y: [m.linear(x).relu(), m.linear(x)],
+        [("linear", "relu")],
+        id="a second call is another value",
+    ),
+]
+
+
+@pytest.mark.parametrize(("pattern", "function", "expected"), CASES)
+def test_matches(pattern: Any, function: Any, expected: Any) -> None:
+    assert find(pattern, function) == expected
+
+
+def test_overlapping_matches_are_all_given() -> None:
+    """Deciding between them is not the pattern's business."""
+
+    def program(m: Any, x: Tensor, y: Tensor) -> Tensor:
+        return ((x + y).relu() + y).relu()
+
+    assert len(find(SUM, program)) + len(find(SUM_RELU, program)) == 4
+
+
+def index(function: Any) -> OperatorIndex:
+    return OperatorIndex(
+        export(Function(function), randn(2, 3), randn(2, 3, seed=1)).module(check_guards=False)
+    )
+
+
+def test_names_stand_for_nodes_and_arguments() -> None:
+    (match,) = LINEAR_RELU_PATTERN.find(index(lambda m, x, y: m.linear(x).relu()))
+    names = {name: getattr(node, "name", node) for name, node in match.captures.items()}
+    assert names == {
+        "input": "x", "weight": "linear_weight", "bias": "linear_bias", "op": "linear", "relu": "relu",
+        "output": "relu",
+    }  # fmt: skip
+    (match,) = ADD.find(index(lambda m, x, y: torch.add(x, y, alpha=3)))
+    assert (match.captures["alpha"], match.node("alpha")) == (3, None)
+    (match,) = ADD.find(index(lambda m, x, y: x + y))
+    assert match.captures["alpha"] == 1, "the schema's default"
+
+
+def test_list_arguments_give_all_their_tensors_and_places() -> None:
+    (match,) = CAT.find(index(lambda m, x, y: torch.cat([x, y, x])))
+    assert [node.name for node in match.tensors("tensors")] == ["x", "y", "x"]
+    assert [operand.position for operand in match.operands("tensors")] == [(0, 0), (0, 1), (0, 2)]
+
+
+def test_an_operand_is_every_place_where_it_is_read() -> None:
+    (match,) = ADD.find(index(lambda m, x, y: x + x))
+    assert [o.position for o in match.operands("self")] == [(0,), (1,)]
+
+
+def test_a_pattern_is_captured_only_where_its_operators_occur() -> None:
+    calls = []
+
+    def counting(first: Tensor, second: Tensor) -> Tensor:
+        calls.append(1)
+        return first - second
+
+    pattern = Pattern(counting, ((2, 3), (2, 3)), (("op", aten.sub.Tensor),))
+    assert list(pattern.find(index(lambda m, x, y: x + y))) == []
+    assert calls == []
+    for _ in range(3):
+        assert len(list(pattern.find(index(lambda m, x, y: x - y)))) == 1
+    assert len(calls) == 1, "captured once per process"
+
+
+def test_a_name_for_an_operator_that_is_not_called_is_an_error() -> None:
+    pattern = Pattern(_sum, ((2, 3), (2, 3)), (("op", aten.mul.Tensor),))
+    with pytest.raises(ConfigError, match=r"_sum never calls aten.mul"):
+        list(pattern.find(index(lambda m, x, y: x * y + x)))
+
+
+def test_an_operator_that_is_called_twice_is_named_in_order() -> None:
+    (match,) = SUMS.find(index(lambda m, x, y: (x + y) + y))
+    assert [getattr(match.node(name), "name", None) for name in ("inner", "outer", "output")] == [
+        "add", "add_1", "add_1",
+    ]  # fmt: skip
+
+
+def test_in_place_operators_are_found() -> None:
+    """`functional.relu(inplace=True)` is another operator of aten."""
+    relu = OperatorPattern((aten.relu.default, aten.relu_.default))
+    assert find(relu, lambda m, x, y: F.relu((x + y), inplace=True)) == [("relu_",)]
+
+
+def _linear_or_with_bias(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return F.linear(input, weight, bias)
+
+
+def test_a_variant_without_the_last_parameters() -> None:
+    """Fewer shapes than parameters leave the last ones at their defaults."""
+    op, shapes = (("op", aten.linear.default),), ((2, 3), (4, 3), (4,))
+    full, short = (Pattern(_linear_or_with_bias, shapes[:n], op) for n in (3, 2))
+    assert full.names - short.names == {"bias"}
+    both = lambda m, x, y: m.linear(x) + m.plain(y)  # noqa: E731
+    assert find(full, both) == [("linear",)]
+    assert find(short, both) == [("linear_1",)]
+
+
+TOPK = OperatorPattern((aten.topk.default,), lambda self: torch.topk(self, 2)[0], ((4,),), result=0)
+
+
+@pytest.mark.parametrize(
+    ("function", "found"),
+    [
+        (lambda m, x, y: torch.topk(x[0], 2)[0] + 1, True),
+        (lambda m, x, y: torch.topk(x[0], 2)[1] + 1, False),
+        (lambda m, x, y: [*torch.topk(x[0], 2)], False),
+    ],
+    ids=["the first", "the second", "both"],
+)
+def test_one_of_several_results(function: Any, found: bool) -> None:
+    module = export(Function(function), randn(2, 3), randn(2, 3)).module(check_guards=False)
+    matches = [*TOPK.find(OperatorIndex(module))]
+    assert len(matches) == found
+    for match in matches:
+        operator, taken = match.nodes
+        assert operator.target is aten.topk.default and match.node("op") is operator
+        assert match.output is taken and taken.args[1] == 0
+        assert match.argument("op", "k") == 2
+    assert {"op", "output", "self", "k"} <= TOPK.names

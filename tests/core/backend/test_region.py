@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a kernel may ask of its region, and what it is told where it asks for something else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import qompose
+import torch
+from qompose.backend import Kernel, Region
+from qompose.errors import ConfigError
+from torch import Tensor, nn
+from torch.fx import Node
+
+from tests.core.toy import (
+    LINEAR_NO_BIAS_PATTERN,
+    LINEAR_PATTERN,
+    convert,
+    export,
+    nodes_calling,
+    randn,
+    rule,
+    seeded,
+    toy,
+)
+
+X = randn(4, 8)
+
+
+def lowered(emit: Callable[[Region], Node], *, bias: bool = True, output: bool = True) -> Any:
+    """A linear, lowered with the kernel; and the Q/DQ model."""
+    linear = rule(
+        "linear", LINEAR_PATTERN, LINEAR_NO_BIAS_PATTERN, anchor="op", weight="weight",
+        output=output, kernels={"torch": Kernel("kernel", emit)},
+    )  # fmt: skip
+    model = seeded(nn.Sequential(nn.Linear(8, 4, bias=bias), nn.Sigmoid()))
+    converted = convert(export(model, X), toy(linear), X)
+    return qompose.lower(converted), converted
+
+
+@torch.library.custom_op("qompose_region_tests::linear", mutates_args=())
+def linear(
+    x: Tensor, scale: float, zero: int, weight: Tensor, scales: Tensor, bias: Tensor | None,
+    out_scale: float, out_zero: int, low: int, high: int,
+) -> Tensor:  # fmt: skip
+    total = nn.functional.linear(x.long() - zero, weight.long()) * (scales * scale)
+    total = total if bias is None else total + bias
+    return (torch.round(total / out_scale) + out_zero).clamp(low, high).to(torch.int8)
+
+
+@linear.register_fake
+def _(x, scale, zero, weight, *rest) -> Tensor:  # type: ignore[no-untyped-def]
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+def emit_linear(region: Region) -> Node:
+    x, weight, y = (region.quantized(role) for role in ("input", "weight", "output"))
+    return region.call(
+        linear, x.node, x.scale, x.zero_point, weight.node, weight.scale,
+        region.argument("op", "bias"), y.scale, y.zero_point, y.low, y.high, dtype=y.dtype,
+    )  # fmt: skip
+
+
+class TestWhatThereIs:
+    @pytest.mark.parametrize("bias", [True, False])
+    def test_inputs_weight_and_output_by_name(self, bias: bool) -> None:
+        result, converted = lowered(emit_linear, bias=bias)
+        assert torch.equal(result(X), converted(X))
+
+    def test_an_operator_made_from_a_function(self) -> None:
+        """The graph gets the operator, which can be exported, and not the function around it."""
+        result, _ = lowered(emit_linear)
+        (node,) = nodes_calling(result, "linear")
+        assert node.target is torch.ops.qompose_region_tests.linear.default
+        again = torch.export.export(result, (X,)).module()
+        assert torch.equal(again(X), result(X))
+
+    def test_output_that_is_wanted_in_float(self) -> None:
+        """The region stays as it is, and the report says why."""
+        with pytest.warns(qompose.QomposeWarning, match="linear"):
+            result, _ = lowered(emit_linear, output=False)
+        reasons = [row.reason for row in qompose.report(result).rows if "linear" in row.operator]
+        assert reasons == ["its output is not quantized, or to several scales"]
+
+
+# (what the kernel asks for, what it is told)
+WRONG: tuple[tuple[Callable[[Region], Any], str], ...] = (
+    (
+        lambda region: region.quantized("x"),
+        r"no tensor 'x'; it reads input, weight, and makes output",
+    ),
+    (lambda region: region.quantized_inputs("self"), r"no tensor 'self'; it reads input, weight"),
+    (lambda region: region.inputs("bias"), r"no tensor 'bias'; it reads input, weight"),
+    (lambda region: region.node("linear"), r"no operator 'linear'; the operators are op, output"),
+    (lambda region: region.node("input"), r"no operator 'input'; the operators are op, output"),
+    (
+        lambda region: region.argument("act", "dim"),
+        r"no operator 'act'; the operators are op, output",
+    ),
+    (lambda region: region.argument("op", "stride"), r"no argument 'stride': aten::linear\("),
+)
+
+
+@pytest.mark.parametrize(("ask", "told"), WRONG, ids=[row[1][:22] for row in WRONG])
+def test_what_there_is_not(ask: Callable[[Region], Any], told: str) -> None:
+    """The message says whose kernel asked, where, and what there is instead."""
+    with pytest.raises(ConfigError, match=rf"of toy, rule linear, at linear asks .*{told}"):
+        lowered(ask)
+
+
+class Twice(nn.Module):
+    """Two linears with one weight, and a third with its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other, self.last = (nn.Linear(8, 8) for _ in range(3))
+        self.other.weight = self.one.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.other(self.one(x).sigmoid()).sigmoid()).sigmoid()
+
+
+def lowered_twice(emit: Callable[[Region], Node]) -> Any:
+    linear = rule(
+        "linear",
+        LINEAR_PATTERN,
+        anchor="op",
+        weight="weight",
+        kernels={"torch": Kernel("kernel", emit)},
+    )
+    return qompose.lower(convert(export(seeded(Twice()), X), toy(linear), X))
+
+
+def test_who_reads_a_parameter() -> None:
+    """The claims of the converted model, also of regions that have their kernels already."""
+    found: list[tuple[str, ...]] = []
+
+    def emit(region: Region) -> Node:
+        found.append(tuple(claim.anchor for claim in region.readers("weight")))
+        return emit_linear(region)
+
+    lowered_twice(emit)
+    assert found == [("linear", "linear_1"), ("linear", "linear_1"), ("linear_2",)]
+
+
+def test_equal_constants_under_one_path_are_stored_once() -> None:
+    values = iter([torch.ones(3), torch.ones(3), torch.zeros(3)])
+    targets = []
+
+    def emit(region: Region) -> Node:
+        targets.append(str(region.constant("shared.values", next(values)).target))
+        return emit_linear(region)
+
+    lowered_twice(emit)
+    assert targets == ["shared.values", "shared.values", "shared.values_1"]
+
+
+def test_a_constant_is_never_a_buffer_of_the_model() -> None:
+    """Equal values, but the program may write to its own."""
+
+    def emit(region: Region) -> Node:
+        path = str(region.quantized("weight").node.target)
+        assert str(region.constant(path, region.quantized("weight").tensor.clone()).target) != path
+        return emit_linear(region)
+
+    lowered(emit)

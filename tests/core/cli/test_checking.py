@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`backends --check` in processes of their own, of plugins that end, crash, hang and print."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+NOISY = """
+import atexit, os, warnings, qompose
+print('{"status": "usable"}')
+os.write(1, b'[]')
+warnings.warn('at import')
+atexit.register(print, 'at exit')
+
+class B(qompose.backend.Backend):
+    name = "noisy"
+    api_version = 1
+
+@qompose.backend.hookimpl
+def qompose_backend():
+    return B()
+"""
+
+
+@dataclass(frozen=True)
+class Plugin:
+    """The source of a plugin's module, and what its row says."""
+
+    name: str
+    source: str
+    status: str
+    problem: str
+
+
+PLUGINS = (
+    Plugin("aborts", "import os; os.abort()", "broken", "by signal SIGABRT"),
+    Plugin("crashes", "import os; os._exit(3)", "broken", "ended the process with code 3"),
+    Plugin("exits", "import sys; sys.exit('goodbye')", "broken", "SystemExit: goodbye ("),
+    Plugin("hangs", "import time; time.sleep(600)", "broken", "did not end within 3 s"),
+    Plugin("asks", "input('continue? ')", "broken", "EOFError"),
+    Plugin(
+        "forks",  # a child that keeps the pipes open
+        "import pathlib, subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "pathlib.Path(__file__).with_name('child').write_text(str(child.pid))\n"
+        "time.sleep(600)",
+        "broken",
+        "did not end within 3 s",
+    ),
+)
+
+
+def environment(folder: Path) -> dict[str, str]:
+    for plugin in (*PLUGINS, Plugin("noisy", NOISY, "usable", "")):
+        (folder / f"plug_{plugin.name}.py").write_text(plugin.source)
+        info = folder / f"plug_{plugin.name}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Name: plug-{plugin.name}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[qompose]\n{plugin.name} = plug_{plugin.name}\n")
+    names = ",".join(plugin.name for plugin in PLUGINS)
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("QOMPOSE")}
+    paths = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+    return {**kept, "PYTHONPATH": paths, "QOMPOSE_PLUGINS": names}
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "qompose", "backends", "--check", "--json", *arguments]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("site")
+
+
+@pytest.fixture(scope="module")
+def checked(site: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command("--timeout", "3"),
+        capture_output=True, text=True, check=False, env=environment(site),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("plugin", PLUGINS, ids=lambda plugin: plugin.name)
+def test_each_has_its_row(checked: subprocess.CompletedProcess[str], plugin: Plugin) -> None:
+    rows = {row["name"]: row for row in json.loads(checked.stdout)}
+    assert list(rows) == sorted(p.name for p in PLUGINS)
+    row = rows[plugin.name]
+    assert row["distribution"] == f"plug-{plugin.name}"
+    assert row["status"] == plugin.status
+    assert plugin.problem in (row["problem"] or "")
+
+
+def test_what_a_plugin_prints_is_not_taken_for_its_row(tmp_path: Path) -> None:
+    """Nor does a warning at import make it a broken one."""
+    variables = {**environment(tmp_path), "QOMPOSE_PLUGINS": "noisy"}
+    done = subprocess.run(command(), capture_output=True, text=True, check=False, env=variables)
+    (row,) = json.loads(done.stdout)
+    assert (row["status"], row["problem"], done.returncode) == ("usable", None, 0)
+
+
+@pytest.mark.usefixtures("checked")
+def test_what_a_plugin_started_is_ended_with_it(site: Path) -> None:
+    assert is_gone(int((site / "child").read_text()))
+
+
+def is_gone(process: int) -> bool:
+    """Whether a process has ended; one that nobody waits for may still be listed, as a zombie."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        try:
+            state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        if state == "Z":
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_a_problem_is_exit_code_1(checked: subprocess.CompletedProcess[str]) -> None:
+    assert checked.returncode == 1
+
+
+def test_an_interrupt_ends_the_checks_too(tmp_path: Path) -> None:
+    """They are in sessions of their own, which the terminal's interrupt does not reach."""
+    variables = {**environment(tmp_path), "QOMPOSE_PLUGINS": "hangs"}
+    started = tmp_path / "started"
+    (tmp_path / "plug_hangs.py").write_text(
+        f"import os, time\nopen({str(started)!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)"
+    )
+    process = subprocess.Popen(
+        command(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=variables
+    )
+    deadline = time.monotonic() + 60
+    while not (started.exists() and started.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    printed, said = process.communicate(timeout=60)
+    assert (process.returncode, printed, said) == (130, "", "qompose: interrupted\n")
+    assert is_gone(int(started.read_text()))

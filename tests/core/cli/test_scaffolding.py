@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `new_backend` writes, what it refuses, and that the example of the repository is what it writes."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import qompose
+from qompose.cli.new_backend import new_backend
+from qompose.errors import ProjectError
+
+ROOT = Path(__file__).parents[3]
+EXAMPLE = ROOT / "examples" / "toy_backend"
+HEADER = "# SPDX-License-Identifier: Apache-2.0\n"
+MAX_EXAMPLE_LINES = 80
+
+# (name given, backend, folder, package, class)
+NAMES = (
+    ("npu", "npu", "qompose-npu", "qompose_npu", "NpuBackend"),
+    ("my-npu", "my_npu", "qompose-my-npu", "qompose_my_npu", "MyNpuBackend"),
+    ("my_npu", "my_npu", "qompose-my-npu", "qompose_my_npu", "MyNpuBackend"),
+    ("dsp2-v10", "dsp2_v10", "qompose-dsp2-v10", "qompose_dsp2_v10", "Dsp2V10Backend"),
+    ("toy_backend", "toy_backend", "qompose-toy-backend", "qompose_toy_backend", "ToyBackend"),
+)
+
+# (name, a word of the reason)
+REFUSED = (
+    ("", "lower-case"),
+    ("NPU", "lower-case"),
+    ("2npu", "starts with"),
+    ("-npu", "starts with"),
+    ("npu-", "single hyphens"),
+    ("my--npu", "single hyphens"),
+    ("my__npu", "single hyphens"),
+    ("my npu", "lower-case"),
+    ("my.npu", "lower-case"),
+    ("../npu", "lower-case"),
+    ("npu\n", "lower-case"),
+    ("naïve", "lower-case"),
+    ("class", "keyword"),
+    ("qompose", "leave 'qompose' out"),
+    ("qompose-npu", "leave 'qompose' out"),
+)
+
+
+def content(folder: Path) -> dict[str, str]:
+    """The text of every file of a project that its author keeps."""
+    return {
+        path.relative_to(folder).as_posix(): path.read_text("utf-8").removeprefix(HEADER)
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and not {"__pycache__", ".pytest_cache"} & {*path.parts}
+        if ".egg-info" not in str(path)
+    }
+
+
+class TestWritten:
+    """The project."""
+
+    @pytest.mark.parametrize(
+        ("given", "name", "folder", "package", "kind"), NAMES, ids=[row[0] for row in NAMES]
+    )
+    def test_names(
+        self, tmp_path: Path, given: str, name: str, folder: str, package: str, kind: str
+    ) -> None:
+        written = new_backend(given, tmp_path)
+        assert written == tmp_path / folder
+        texts = content(written)
+        module = f"{package}/__init__.py"
+        assert {*texts} == {
+            "pyproject.toml",
+            "README.md",
+            ".gitignore",
+            module,
+            "tests/test_contract.py",
+        }
+        assert f'name = "{folder}"' in texts["pyproject.toml"]
+        assert f'[project.entry-points.qompose]\n{name} = "{package}"' in texts["pyproject.toml"]
+        assert f'backend = "{name}"' in texts["tests/test_contract.py"]
+        classes = [n for n in ast.parse(texts[module]).body if isinstance(n, ast.ClassDef)]
+        assert [found.name for found in classes] == [kind]
+        assert f'"{package}::linear"' in texts[module]
+        assert not [path for path, text in texts.items() if "$" in text]
+
+    def test_versions_are_those_of_this_release(self, tmp_path: Path) -> None:
+        texts = content(new_backend("npu", tmp_path))
+        major, minor = qompose.__version__.split(".")[:2]
+        assert f'"qompose>={major}.{minor},<{major}.{int(minor) + 1}"' in texts["pyproject.toml"]
+        assert f"api_version = {qompose.backend.API_VERSION}\n" in texts["qompose_npu/__init__.py"]
+
+    def test_into_an_empty_folder(self, tmp_path: Path) -> None:
+        (tmp_path / "qompose-npu").mkdir()
+        assert content(new_backend("npu", tmp_path))
+
+    def test_nothing_else_is_left(self, tmp_path: Path) -> None:
+        written = new_backend("npu", tmp_path)
+        assert [*tmp_path.iterdir()] == [written]
+        assert written.stat().st_mode == tmp_path.joinpath("qompose-npu/tests").stat().st_mode
+
+    def test_names_no_torch(self, tmp_path: Path) -> None:
+        """Writing takes no second: torch is not imported."""
+        code = (
+            "import sys, pathlib\nfrom qompose.cli.new_backend import new_backend\n"
+            "new_backend('npu', pathlib.Path(sys.argv[1])); assert 'torch' not in sys.modules"
+        )
+        subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
+
+
+class TestRefused:
+    """Nothing is written."""
+
+    @pytest.mark.parametrize(("name", "reason"), REFUSED, ids=[repr(row[0]) for row in REFUSED])
+    def test_name(self, tmp_path: Path, name: str, reason: str) -> None:
+        with pytest.raises(ProjectError, match=reason):
+            new_backend(name, tmp_path)
+        assert not [*tmp_path.iterdir()]
+
+    @pytest.mark.parametrize("name", ["acme-npu", "acme_npu"])
+    @pytest.mark.parametrize("offered", ["acme-npu", "acme_npu"])
+    def test_name_of_an_installed_backend(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, offered: str
+    ) -> None:
+        """Also of one that QOMPOSE_PLUGINS hides."""
+        info = tmp_path / "site" / "acme-1.0.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[qompose]\n{offered} = acme\n")
+        monkeypatch.syspath_prepend(info.parent)
+        monkeypatch.setenv("QOMPOSE_PLUGINS", "")
+        with pytest.raises(ProjectError, match=f"'{offered}' is installed, by acme"):
+            new_backend(name, tmp_path)
+
+    def test_folder_with_something_in_it(self, tmp_path: Path) -> None:
+        mine = tmp_path / "qompose-npu" / "mine.txt"
+        mine.parent.mkdir()
+        mine.write_text("mine")
+        with pytest.raises(ProjectError, match="qompose-npu is there already"):
+            new_backend("npu", tmp_path)
+        assert [*tmp_path.rglob("*")] == [mine.parent, mine]
+
+    def test_file_of_that_name(self, tmp_path: Path) -> None:
+        (tmp_path / "qompose-npu").write_text("mine")
+        with pytest.raises(ProjectError, match="qompose-npu is there already"):
+            new_backend("npu", tmp_path)
+
+    def test_link_that_leads_nowhere(self, tmp_path: Path) -> None:
+        (tmp_path / "qompose-npu").symlink_to(tmp_path / "gone")
+        with pytest.raises(ProjectError, match="qompose-npu is there already"):
+            new_backend("npu", tmp_path)
+
+    def test_no_folder_to_write_into(self, tmp_path: Path) -> None:
+        with pytest.raises(ProjectError, match="gone is no folder"):
+            new_backend("npu", tmp_path / "gone")
+
+    @pytest.mark.parametrize("number", range(5))
+    def test_disk_that_is_full(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+    ) -> None:
+        """Whichever file cannot be written."""
+        (tmp_path / "qompose-npu").mkdir()
+        write, written = Path.write_text, []
+
+        def failing(path: Path, *args: Any, **options: Any) -> int:
+            if len(written) == number:
+                raise OSError(28, os.strerror(28))
+            written.append(path)
+            return write(path, *args, **options)
+
+        monkeypatch.setattr(Path, "write_text", failing)
+        with pytest.raises(ProjectError, match="No space left"):
+            new_backend("npu", tmp_path)
+        assert [*tmp_path.rglob("*")] == [tmp_path / "qompose-npu"]
+
+
+class TestExample:
+    """`examples/toy_backend` is what `new_backend` writes, with the licence line of this repository."""
+
+    def test_is_what_is_written(self, tmp_path: Path, regen: bool) -> None:
+        if regen:
+            for path, text in new_backend._rendered(new_backend._facts("toy_backend")).items():
+                header = HEADER if path.endswith(".py") else ""
+                EXAMPLE.joinpath(path).parent.mkdir(parents=True, exist_ok=True)
+                EXAMPLE.joinpath(path).write_text(header + text, "utf-8")
+        assert content(EXAMPLE) == content(new_backend("toy_backend", tmp_path))
+
+    def test_is_small(self) -> None:
+        """Blank lines and comments count."""
+        lines = [
+            line for path in EXAMPLE.rglob("*.py") for line in path.read_text("utf-8").splitlines()
+        ]
+        assert 0 < len(lines) <= MAX_EXAMPLE_LINES
+
+    def test_uses_public_names(self) -> None:
+        """Beside `qompose.testing`, what `qompose` lists and nothing below it."""
+        for path in EXAMPLE.rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+                if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("qompose"):
+                    assert node.module == "qompose.testing"
+                if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "qompose":
+                    assert node.attr in qompose.__all__

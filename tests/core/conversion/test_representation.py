@@ -1,0 +1,834 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The reference representation equals the Q/DQ model within a step, operator by operator, in aten alone."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import qompose
+import torch
+from hypothesis import given, settings, strategies as st
+from qompose import QuantizationSpec
+from qompose.conversion import integer_arithmetic
+from qompose.conversion.reference_representation import REFERENCES, Representation, represent
+from qompose.observers import MinMaxObserver, PerChannelMinMaxObserver
+from qompose.spec import FixedQParamsQuantizationSpec, qdq
+from torch import Tensor, nn
+from torch.fx import GraphModule, Interpreter, Node
+
+from tests.core.toy import (
+    CONV,
+    CONV_ADD_RELU,
+    DYNAMIC,
+    LINEAR,
+    LINEAR_RELU,
+    WEIGHT_ONLY,
+    Annotator,
+    annotate,
+    convert,
+    export,
+    nodes_calling,
+    randn,
+    seeded,
+    toy,
+)
+
+aten, functional = torch.ops.aten, nn.functional
+FEW = settings(max_examples=8, deadline=None)
+RANGES = [
+    (torch.int8, -128, 127), (torch.int8, -127, 127), (torch.int8, -8, 7), (torch.uint8, 0, 255),
+    (torch.uint8, 0, 127), (torch.int16, -32768, 32767),
+]  # fmt: skip
+
+
+class Calls(nn.Module):
+    """Calls a function with its inputs and parameters."""
+
+    def __init__(self, function: Callable[..., Any], *parameters: Tensor | None) -> None:
+        super().__init__()
+        self.function = function
+        self.names = [f"p{i}" for i, p in enumerate(parameters) if p is not None]
+        for name, parameter in zip(
+            self.names, (p for p in parameters if p is not None), strict=True
+        ):
+            self.register_parameter(name, nn.Parameter(parameter))
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return self.function(*inputs, *(getattr(self, name) for name in self.names))
+
+
+def fixed(bounds: Any, scale: float, zero_point: int) -> FixedQParamsQuantizationSpec:
+    dtype, low, high = bounds
+    return FixedQParamsQuantizationSpec(
+        dtype, scale, zero_point, low, high, torch.per_tensor_affine
+    )
+
+
+def weight_spec(bounds: Any, scheme: torch.qscheme, axis: int = 0) -> QuantizationSpec:
+    dtype, low, high = bounds
+    per_channel = scheme in (torch.per_channel_affine, torch.per_channel_symmetric)
+    observer = PerChannelMinMaxObserver if per_channel else MinMaxObserver
+    return QuantizationSpec(
+        dtype,
+        observer.with_args(eps=1e-30),
+        low,
+        high,
+        scheme,
+        ch_axis=axis if per_channel else None,
+    )
+
+
+def annotator(specs: list[Any], output: Any = None, target: str | None = None) -> Annotator:
+    """Quantizes the inputs of operators that have a reference, by position, and their output."""
+
+    def visit(node: Node) -> None:
+        if node.op != "call_function" or node.target not in REFERENCES:
+            return
+        if target is None or f".{target}." in f"{node.target}.":
+            pairs = zip(node.all_input_nodes, specs, strict=False)
+            annotate(node, {source: spec for source, spec in pairs if spec is not None}, output)
+
+    return Annotator(visit)
+
+
+class Recorded(Interpreter):
+    """Collects the nodes whose recorded example is not what they compute, in type or shape."""
+
+    wrong: list[str]
+
+    def run_node(self, n: Node) -> Any:
+        result, recorded = super().run_node(n), n.meta.get("val")
+        if isinstance(result, Tensor) and n.op != "placeholder":
+            same = recorded.dtype is result.dtype and len(recorded.shape) == result.dim()
+            fixed_sizes = [
+                (a, b)
+                for a, b in zip(recorded.shape, result.shape, strict=False)
+                if isinstance(a, int)
+            ]
+            if not same or any(a != b for a, b in fixed_sizes):
+                self.wrong.append(f"{n.format_node()}: {recorded}")
+        return result
+
+
+def represented(converted: GraphModule) -> tuple[GraphModule, Representation]:
+    model = qompose.program.graph.copy_graph_module(converted)
+    result = represent(model)
+    model.graph.lint()
+    return qompose.program.graph.refresh(model), result
+
+
+def check_graph(model: GraphModule, *inputs: Tensor) -> None:
+    """All calls are aten's, and know what they give."""
+    calls = [node for node in model.graph.nodes if node.op == "call_function"]
+    assert not [node for node in calls if getattr(node.target, "namespace", "aten") != "aten"]
+    assert all("val" in node.meta for node in calls)
+    interpreter = Recorded(model)
+    interpreter.wrong = []
+    interpreter.run(*inputs)
+    assert interpreter.wrong == []
+
+
+def spread(x: Tensor, bounds: Any, scale: float, zero_point: int, generator: Any) -> Tensor:
+    """Values over the whole range of a grid and a little beyond, with many at its ends."""
+    _, low, high = bounds
+    width = high - low
+    integers = torch.randint(
+        low - width // 8 - 1, high + width // 8 + 2, x.shape, generator=generator
+    )
+    return ((integers - zero_point) * scale).to(x.dtype)
+
+
+LIN, CONV1, CONV2, CONV3 = (
+    functional.linear,
+    functional.conv1d,
+    functional.conv2d,
+    functional.conv3d,
+)
+T1, T2, T3 = (
+    functional.conv_transpose1d, functional.conv_transpose2d, functional.conv_transpose3d
+)  # fmt: skip
+
+
+def with_options(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    return lambda x, w, b=None: function(x, w, b, **options)
+
+
+# function, shape of the input, of the weight, length of the bias, weight's channel axis
+PRODUCTS = {
+    "linear": (LIN, (3, 2, 5), (4, 5), 4, 0),
+    "linear without bias": (LIN, (3, 5), (4, 5), None, 0),
+    "linear of a vector": (LIN, (5,), (4, 5), 4, 0),
+    "linear, relu": (lambda x, w, b: LIN(x, w, b).relu(), (3, 5), (4, 5), 4, 0),
+    "linear, relu6": (lambda x, w, b: functional.relu6(LIN(x, w, b)), (3, 5), (4, 5), 4, 0),
+    "linear, hardtanh": (
+        lambda x, w: functional.hardtanh(LIN(x, w), -0.5, 1.5, inplace=True), (3, 5), (4, 5), None, 0,
+    ),
+    "conv1d": (with_options(CONV1, stride=2, padding=1), (2, 3, 9), (4, 3, 3), 4, 0),
+    "conv1d same": (with_options(CONV1, padding="same"), (2, 3, 6), (4, 3, 4), 4, 0),
+    "conv2d": (with_options(CONV2, stride=(2, 1), padding=2, dilation=2), (2, 3, 7, 6), (4, 3, 3, 2), 4, 0),
+    "conv2d grouped": (with_options(CONV2, groups=2), (2, 4, 5, 5), (6, 2, 3, 3), 6, 0),
+    "conv2d depthwise, relu": (
+        lambda x, w, b: CONV2(x, w, b, padding=1, groups=4).relu_(), (2, 4, 5, 5), (4, 1, 3, 3), 4, 0,
+    ),
+    "conv2d same": (with_options(CONV2, padding="same", dilation=2), (1, 2, 6, 6), (3, 2, 3, 3), None, 0),
+    "conv2d valid": (with_options(CONV2, padding="valid"), (1, 2, 6, 6), (3, 2, 3, 3), 3, 0),
+    "conv2d of one image": (with_options(CONV2, padding=1), (2, 6, 6), (3, 2, 3, 3), 3, 0),
+    "conv3d": (with_options(CONV3, padding=1), (1, 2, 4, 4, 4), (3, 2, 3, 3, 3), 3, 0),
+    "conv3d same": (with_options(CONV3, padding="same"), (1, 2, 4, 4, 4), (3, 2, 3, 3, 3), 3, 0),
+    "conv_transpose1d": (with_options(T1, stride=2, output_padding=1), (2, 3, 5), (3, 4, 3), 4, 1),
+    "conv_transpose2d": (with_options(T2, stride=2, padding=1), (2, 3, 4, 4), (3, 4, 3, 3), 4, 1),
+    "conv_transpose2d grouped": (with_options(T2, groups=2, dilation=2), (2, 4, 4, 4), (4, 3, 3, 3), 6, 1),
+    "conv_transpose2d depthwise": (with_options(T2, groups=3), (2, 3, 4, 4), (3, 2, 3, 3), 6, 0),
+    "conv_transpose3d": (with_options(T3), (1, 2, 3, 3, 3), (2, 3, 2, 2, 2), 3, 1),
+}  # fmt: skip
+
+SCHEMES = [
+    torch.per_channel_symmetric, torch.per_channel_affine,
+    torch.per_tensor_symmetric, torch.per_tensor_affine,
+]  # fmt: skip
+
+
+@st.composite
+def grid(draw: st.DrawFn, low_exponent: int = -8, high_exponent: int = 6) -> tuple[Any, float, int]:
+    bounds = draw(st.sampled_from(RANGES))
+    zero_point = draw(st.integers(bounds[1], bounds[2]) | st.sampled_from(bounds[1:]))
+    scale = 10.0 ** draw(st.floats(low_exponent, high_exponent))
+    return bounds, scale, zero_point
+
+
+def output_spec(y: Tensor, bounds: Any, factor: float, zero_point: int) -> tuple[Any, float]:
+    """A grid about as wide as the values are, times a factor."""
+    scale = max(float(y.abs().max()), 1e-30) / (bounds[2] - bounds[1]) * factor
+    return fixed(bounds, scale, zero_point), scale
+
+
+def float_bound(depth: int, x_spec: Any, w: Tensor, y: Tensor) -> float:
+    """What float32 may lose in a sum of products, with values at the ends of their ranges."""
+    width = (x_spec[0][2] - x_spec[0][1]) * x_spec[1]
+    return depth * 2.0**-24 * (depth * width * float(w.abs().max()) * 1.2 + float(y.abs().max()))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is drawn for a product."""
+
+    seed: int
+    x: tuple[Any, float, int]
+    weight_bounds: Any
+    weight_scale: float
+    weight_shift: float
+    scheme: torch.qscheme
+    out: tuple[Any, float, int]
+    factor: float
+    quantized: bool
+
+
+CHOICES = st.builds(
+    Choice,
+    st.integers(0, 999),
+    grid(),
+    st.sampled_from([bounds for bounds in RANGES if bounds[0] is not torch.int16]),
+    st.floats(-6, 4).map(lambda e: 10.0**e),
+    st.sampled_from([0.0, 1.0]),
+    st.sampled_from(SCHEMES),
+    grid(),
+    st.sampled_from([0.25, 1.0, 8.0]),
+    st.booleans(),
+)
+
+
+def compare_product(case: str, choice: Choice) -> None:
+    function, shape, weight_shape, bias_length, axis = PRODUCTS[case]
+    generator = torch.Generator().manual_seed(choice.seed)
+    weight = (
+        torch.randn(weight_shape, generator=generator) + choice.weight_shift
+    ) * choice.weight_scale
+    x = spread(torch.empty(shape), *choice.x, generator)
+    parameters = [weight]
+    if bias_length is not None:
+        largest = float(x.abs().max() * weight.abs().max())
+        parameters.append(torch.randn(bias_length, generator=generator) * largest)
+    module = Calls(function, *parameters).eval()
+    y = module(x).detach()
+    output, scale = output_spec(y, choice.out[0], choice.factor, choice.out[2])
+    specs = [fixed(*choice.x), weight_spec(choice.weight_bounds, choice.scheme, axis)]
+    fused = case.partition(", ")[2]
+
+    def visit(node: Node) -> None:
+        if node.target not in REFERENCES:
+            return
+        last = all(user.op == "output" for user in node.users)
+        inputs = dict(zip(node.all_input_nodes, specs, strict=False))
+        annotate(
+            node, {} if fused and last else inputs, output if last and choice.quantized else None
+        )
+
+    converted = convert(export(module, x), Annotator(visit), x)
+    model, result = represented(converted)
+    assert result.left == {}
+    name = case.split()[0].rstrip(",")
+    assert list(result.replaced.values()).count(name) == (2 if fused else 1)
+    check_graph(model, x)
+    depth = weight[0].numel() if axis == 0 else weight[:, 0].numel()
+    error = float_bound(depth + 1, choice.x, weight, y)
+    assert_close(converted(x), model(x), error, scale if choice.quantized else None)
+
+
+def assert_close(want: Tensor, got: Tensor, error: float, scale: float | None) -> None:
+    """Within a step; float32 itself may lose `error`, which counts where it is not small beside a step."""
+    assert got.dtype is want.dtype
+    difference = float((want.detach().double() - got.detach().double()).abs().max())
+    if scale is None:
+        assert difference <= 2 * error
+    else:
+        assert difference / scale <= 1.001 + (0 if error < scale / 4 else 2 * error / scale)
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
+@pytest.mark.parametrize("case", PRODUCTS)
+@FEW
+@given(choice=CHOICES)
+def test_products(case: str, choice: Choice) -> None:
+    compare_product(case, choice)
+
+
+@pytest.mark.parametrize("formula", ["centred", "bias", "rounding"])
+def test_a_wrong_formula_is_seen(formula: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison above fails when zero points or biases are forgotten, or integers cut off."""
+    choice = Choice(
+        0, (RANGES[0], 0.1, 17), RANGES[1], 0.5, 0.0, torch.per_channel_symmetric,
+        (RANGES[0], 0.0, -3), 1.0, True,
+    )  # fmt: skip
+    compare_product("linear", choice)
+    if formula == "centred":
+        monkeypatch.setattr(
+            integer_arithmetic.Integers, "centred", lambda x: x.values.to(torch.int64)
+        )
+    elif formula == "bias":
+        monkeypatch.setattr(
+            integer_arithmetic, "_with_integer_bias", lambda x, step: replace(x, offset=None)
+        )
+    else:
+        monkeypatch.setattr(
+            integer_arithmetic,
+            "round_half_even",
+            lambda x: aten.ceil.default(aten.add.Scalar(x, 1)),
+        )
+    with pytest.raises(AssertionError):
+        compare_product("linear", choice)
+
+
+# function, shapes
+ELEMENTWISE: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {
+    "add": (lambda a, b: a + b, ((2, 3, 4), (3, 1))),
+    "add, alpha": (lambda a, b: torch.add(a, b, alpha=-3), ((2, 3), (2, 3))),
+    "add in place": (lambda a, b: a.mul(1.0).add_(b), ((2, 3), (2, 3))),
+    "add, relu": (lambda a, b: (a + b).relu(), ((2, 3), (2, 3))),
+    "sub": (lambda a, b: a - b, ((4,), (2, 4))),
+    "mul": (lambda a, b: a * b, ((2, 3), (3,))),
+    "mul, relu6": (lambda a, b: functional.relu6(a * b), ((2, 3), (3,))),
+    "add to itself": (lambda a: a + a, ((2, 3),)),
+    "mul by itself": (lambda a: a * a, ((2, 3),)),
+    "matmul": (torch.matmul, ((2, 3, 4), (4, 5))),
+    "matmul of heads": (torch.matmul, ((2, 3, 4, 5), (2, 3, 5, 2))),
+    "matmul of vectors": (torch.matmul, ((5,), (5,))),
+    "bmm": (torch.bmm, ((2, 3, 4), (2, 4, 5))),
+    "mm": (torch.mm, ((3, 4), (4, 5))),
+    "max_pool1d": (lambda a: functional.max_pool1d(a, 2), ((1, 3, 8),)),
+    "max_pool2d": (lambda a: functional.max_pool2d(a, 3, 2, 1), ((1, 3, 8, 8),)),
+    "max_pool3d": (lambda a: functional.max_pool3d(a, 2, ceil_mode=True), ((1, 2, 5, 5, 5),)),
+    "relu": (torch.relu, ((2, 3),)),
+    "clamp": (lambda a: a.clamp(max=0.5), ((2, 3),)),
+    "move": (lambda a: a.permute(2, 0, 1).reshape(4, -1), ((2, 3, 4),)),
+}
+
+
+@pytest.mark.parametrize("case", ELEMENTWISE)
+@FEW
+@given(data=st.data())
+def test_operators_without_parameters(case: str, data: st.DataObject) -> None:
+    function, shapes = ELEMENTWISE[case]
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    grids = [data.draw(grid(-3, 2)) for _ in shapes]
+    inputs = [spread(torch.empty(s), *g, generator) for s, g in zip(shapes, grids, strict=True)]
+    out_bounds, _, zero_point = data.draw(grid())
+    module = Calls(function).eval()
+    y = module(*inputs).detach()
+    output, scale = output_spec(y, out_bounds, data.draw(st.sampled_from([0.5, 4.0])), zero_point)
+    quantized = data.draw(st.booleans())
+
+    def visit(node: Node) -> None:
+        if node.target in REFERENCES:
+            last = all(user.op == "output" for user in node.users)
+            sources = dict.fromkeys(a for a in node.all_input_nodes if a.op == "placeholder")
+            specs = {s: fixed(*grids[int(i)]) for i, s in enumerate(sources)}
+            annotate(node, specs, output if last and quantized else None)
+
+    converted = convert(export(module, *inputs), Annotator(visit), *inputs)
+    model, result = represented(converted)
+    check_graph(model, *inputs)
+    if "in place" not in case:
+        assert result.left == {}
+    peaks = [float(x.abs().max()) * 1.2 for x in (*inputs, *inputs)][: max(2, len(inputs))]
+    product = case.startswith(("mul", "mat")) or "mm" in case
+    error = 2.0**-22 * (8 * math.prod(peaks) if product else 4 * sum(peaks))
+    assert_close(converted(*inputs), model(*inputs), error, scale if quantized else None)
+
+
+def int32_bias(generator: Any) -> tuple[nn.Module, Tensor]:
+    x, weight = spread(torch.empty(4, 6), RANGES[0], 0.05, 9, generator), torch.randn(3, 6) * 0.1
+    return Calls(LIN, weight, torch.randn(3)).eval(), x
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_quantized_bias(exact: bool) -> None:
+    """Bias integers join the accumulator as they are where their unit is its own."""
+    module, x = int32_bias(torch.Generator().manual_seed(0))
+    bound = (torch.int32, -(2**31), 2**31 - 1)
+    w_scale, bias_scale = 2.0**-9, (2.0**-14 if exact else 0.0003)
+    specs = [
+        fixed(RANGES[0], 2.0**-5, 9),
+        fixed(RANGES[1], w_scale, 0),
+        fixed(bound, bias_scale, 0),
+    ]
+    output, scale = output_spec(module(x).detach(), RANGES[0], 1.0, 5)
+    converted = convert(export(module, x), annotator(specs, output), x)
+    model, result = represented(converted)
+    assert result.left == {}
+    check_graph(model, x)
+    assert_close(converted(x), model(x), 0.0, scale)
+    (added,) = [b for n, b in model.named_buffers() if n.endswith("_integer")]
+    integers = dict(converted.named_buffers())["p1_q"]
+    if exact:
+        assert torch.equal(added, integers.long())
+    else:
+        unit = 2.0**-14
+        assert torch.equal(added, torch.round(integers.double() * bias_scale / unit).long())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("quantized", [True, False])
+def test_half_precision(dtype: torch.dtype, quantized: bool) -> None:
+    """Floats keep their type. The Q/DQ model rounds its operands to it, so the truth is float64's."""
+    generator = torch.Generator().manual_seed(3)
+    weight, bias = torch.randn(8, 32, generator=generator), torch.randn(8, generator=generator)
+    x = spread(torch.empty(16, 32), RANGES[0], 2.0**-5, 11, generator).to(dtype)
+    module = Calls(LIN, weight.to(dtype), bias.to(dtype)).eval()
+    output, scale = output_spec(module(x).detach().float(), RANGES[0], 1.0, 5)
+    specs = [fixed(RANGES[0], 2.0**-5, 11), weight_spec(RANGES[1], torch.per_tensor_symmetric)]
+    converted = convert(export(module, x), annotator(specs, output if quantized else None), x)
+    model, result = represented(converted)
+    assert result.left == {}
+    check_graph(model, x)
+    want, got = converted(x), model(x)
+    assert got.dtype is want.dtype is dtype
+    (w,) = [n.args for n in converted.graph.nodes if "p0_q" in str(n.args)]
+    integers = torch.round(x.double() * 32 + 11).clamp(-128, 127) - 11
+    w_q = dict(converted.named_buffers())["p0_q"].double()
+    y = functional.linear(integers / 32, w_q * w[1], bias.to(dtype).double())
+    if quantized:
+        y = (torch.round(y / scale) + 5).clamp(-128, 127).sub(5) * scale
+        assert float((got.double() - y).abs().max()) <= 1.02 * scale
+    else:
+        torch.testing.assert_close(got, y.to(dtype), rtol=0, atol=0)
+
+
+def test_a_dynamic_linear() -> None:
+    module, x = seeded(nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 4))), randn(5, 8)
+    converted = convert(export(module, x), toy(LINEAR, config=DYNAMIC), x)
+    model, result = represented(converted)
+    assert result.left == {}
+    assert sorted(result.replaced.values()) == [
+        "choose_qparams", "choose_qparams", "linear", "linear", "linear", "quantize", "quantize",
+    ]  # fmt: skip
+    for scale in (1e-6, 1.0, 1e5):
+        check_graph(model, x * scale)
+        torch.testing.assert_close(model(x * scale), converted(x * scale), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scheme", "axis"),
+    [
+        (torch.int8, torch.per_channel_symmetric, 0),
+        (torch.int8, torch.per_channel_affine, 0),
+        (torch.uint8, torch.per_channel_affine_float_qparams, 0),
+        (torch.int8, torch.per_channel_affine, 1),
+        (torch.uint8, torch.per_tensor_affine, None),
+    ],
+)
+@pytest.mark.parametrize("quantized", [True, False])
+def test_embedding(
+    dtype: torch.dtype, scheme: torch.qscheme, axis: int | None, quantized: bool
+) -> None:
+    """Rows are gathered as integers; the table is never dequantized whole."""
+    table, ids = randn(10, 4) + 0.5, torch.tensor([[1, 9, 1], [0, 3, 5]])
+    module = Calls(lambda i, w: functional.embedding(i, w, padding_idx=3), table).eval()
+    observer = MinMaxObserver if axis is None else PerChannelMinMaxObserver
+    spec = QuantizationSpec(dtype, observer, None, None, scheme, ch_axis=axis)
+    output, scale = output_spec(table, RANGES[0], 1.0, 5)
+    specs = annotator([spec], output if quantized else None)
+    # all_input_nodes: the table, then the indices
+    converted = convert(export(module, ids), specs, ids)
+    model, result = represented(converted)
+    assert result.left == {}
+    assert "embedding" in result.replaced.values()
+    check_graph(model, ids)
+    calls = [node.meta["val"] for node in model.graph.nodes if node.op == "call_function"]
+    assert (10, 4) not in {tuple(value.shape) for value in calls}
+    assert_close(converted(ids), model(ids), 1e-6, scale if quantized else None)
+
+
+def test_readers_of_every_kind() -> None:
+    """One accumulator serves two quantized readers alike, one on another grid, and one in float."""
+
+    def forward(x: Tensor, w: Tensor, b: Tensor) -> Any:
+        y = LIN(x, w, b)
+        return y + y, y * y, y.tanh(), y.shape[0] * y
+
+    module = Calls(forward, randn(3, 5, seed=1), randn(3, seed=2)).eval()
+    x = randn(4, 5)
+    grids = {
+        "linear": [fixed(RANGES[0], 0.03, 4), weight_spec(RANGES[1], torch.per_channel_symmetric)],
+        "add": [fixed(RANGES[0], 0.05, 4)],
+        "mul": [fixed(RANGES[3], 0.07, 100)],
+    }
+
+    def visit(node: Node) -> None:
+        for name, specs in grids.items():
+            if (
+                f".{name}." in f"{node.target}."
+                and len(node.args) > 1
+                and isinstance(node.args[1], Node)
+            ):
+                annotate(node, dict(zip(node.all_input_nodes, specs, strict=False)))
+
+    converted = convert(
+        export(module, x, dynamic_shapes={"inputs": ({0: torch.export.Dim.AUTO},)}),
+        Annotator(visit),
+        x,
+    )
+    model, result = represented(converted)
+    check_graph(model, x)
+    assert len(nodes_calling(model, "linear")) == 1
+    (size,) = nodes_calling(model, "sym_size")
+    assert result.left == {"mul_1": f"its operand {size.name} is a number"}
+    assert {"linear", "add", "mul"} <= set(result.replaced)
+    for inputs in (x, randn(9, 5, seed=5)):
+        want, got = converted(inputs), model(inputs)
+        for a, b, atol in zip(want, got, (0.101, 1.5, 1e-6, 1e-5), strict=True):
+            torch.testing.assert_close(b, a, rtol=0, atol=atol)
+
+
+def nodes_ending(model: GraphModule) -> Any:
+    """What the model returns, first."""
+    return next(n for n in model.graph.nodes if n.op == "output").args[0][0]
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 1)
+        self.skip = nn.Conv2d(3, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.skip(x)
+        return (self.second(self.first(x).relu()) + y).relu()
+
+
+def test_a_product_goes_into_a_sum_without_a_float_in_between() -> None:
+    module, x = seeded(Residual()), randn(2, 3, 6, 6)
+    quantizer = toy(CONV_ADD_RELU, CONV, LINEAR_RELU)
+    dim = torch.export.Dim("batch", min=1, max=64)
+    converted = convert(export(module, x, dynamic_shapes=({0: dim},)), quantizer, x)
+    model, result = represented(converted)
+    assert not [reason for name, reason in result.left.items() if "conv" in name or "add" in name]
+    check_graph(model, x)
+    output = nodes_ending(converted)
+    for inputs in (x, randn(5, 3, 6, 6, seed=1)):
+        assert_close(converted(inputs), model(inputs), 0.0, float(output.args[1]))
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.out = nn.Linear(6, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.hidden(x).relu())
+
+
+def test_export_compiles_and_keeps_dynamic_shapes() -> None:
+    module = seeded(Layers())
+    x, dim = randn(3, 6), torch.export.Dim("rows", min=2, max=100)
+    converted = convert(export(module, x, dynamic_shapes=({0: dim},)), toy(), x)
+    model, _ = represented(converted)
+    again = torch.export.export(model, (x,), dynamic_shapes=({0: dim},))
+    assert not [
+        n for n in again.graph.nodes if n.op == "call_function" and n.target.namespace != "aten"
+    ]
+    more = randn(50, 6, seed=4)
+    assert torch.equal(again.module()(more), model(more))
+    assert {str(p) for p in (again.range_constraints or {}).values()} == {"VR[2, 100]"}
+
+
+def test_moves_share_integers() -> None:
+    """Operators that move values hand integers on where the grid stays, and dequantize nothing."""
+
+    def forward(x: Tensor, y: Tensor) -> Tensor:
+        return torch.cat([x.view(4, 3), y.transpose(0, 1)])[1:].unsqueeze(0).clone()
+
+    module, inputs = Calls(forward).eval(), (randn(3, 4), randn(3, 5))
+    spec = fixed(RANGES[0], 0.05, 3)
+
+    def visit(node: Node) -> None:
+        if node.op == "call_function":
+            annotate(node, dict.fromkeys(node.all_input_nodes, spec), spec)
+
+    converted = convert(export(module, *inputs), Annotator(visit), *inputs)
+    model, result = represented(converted)
+    assert result.left == {}
+    check_graph(model, *inputs)
+    assert torch.equal(model(*inputs), converted(*inputs))
+    floats = [
+        n
+        for n in model.graph.nodes
+        if n.op == "call_function" and n.meta["val"].is_floating_point()
+    ]
+    assert {n.target for n in floats} <= {
+        aten.mul.Tensor, aten.round.default, aten.add.Tensor, aten.clamp.default, aten.to.dtype,
+        aten.sub.Tensor,
+    }  # fmt: skip
+    assert {n.meta["val"].dtype for n in nodes_calling(model, "cat")} == {torch.int8}
+
+
+def left_of(
+    function: Callable[..., Any],
+    specs: list[Any],
+    *inputs: Tensor,
+    output: Any = None,
+    parameters: tuple[Tensor, ...] = (),
+) -> dict[str, str]:
+    def visit(node: Node) -> None:
+        if node.op == "call_function":
+            pairs = zip(node.all_input_nodes, specs, strict=False)
+            annotate(node, {s: spec for s, spec in pairs if spec is not None}, output)
+
+    module = Calls(function, *parameters).eval()
+    converted = convert(export(module, *inputs), Annotator(visit), *inputs)
+    model, result = represented(converted)
+    check_graph(model, *inputs)
+    torch.testing.assert_close(model(*inputs), converted(*inputs), rtol=0, atol=0)
+    return result.left
+
+
+ACT = fixed(RANGES[0], 0.05, 3)
+OTHER = fixed(RANGES[0], 0.25, 3)
+
+
+@pytest.mark.parametrize(
+    ("function", "specs", "output", "reason"),
+    [
+        (lambda x, w: x.softmax(-1), [ACT], ACT, "aten.softmax.int has no integer reference"),
+        (lambda x, w: x.relu(), [], ACT, "its input x arrives in float"),
+        (lambda x, w: LIN(x, w), [None, weight_spec(RANGES[1], torch.per_channel_symmetric)], None,
+         "weight-only: the activation is float"),
+        (lambda x, w: LIN(x, w), [ACT], None, "its input p0 arrives in float"),
+        (lambda x, w: LIN(x, w), [ACT, weight_spec(RANGES[1], torch.per_channel_symmetric, 1)], None,
+         "its sum runs over dimension 1, and each has a scale"),
+        (lambda x, w: x + w, [ACT], None, "its input p0 arrives in float"),
+        (lambda x, w: torch.cat([x, w]), [ACT, OTHER], None, "its inputs differ in scale or zero point"),
+        (lambda x, w: torch.maximum(x, w), [ACT], ACT, "aten.maximum has no integer reference"),
+        (lambda x, w: x + 1.0, [ACT], None, "its operand 1.0 is a number"),
+    ],
+)  # fmt: skip
+def test_what_is_left_is_named(function: Any, specs: list[Any], output: Any, reason: str) -> None:
+    """And simulated in aten, bit for bit."""
+    left = left_of(function, specs, randn(2, 5), output=output, parameters=(randn(1, 5),))
+    assert len(left) == 1
+    (found,) = left.values()
+    placeholder = "inputs_0"
+    assert found.replace(placeholder, "x") == reason
+
+
+def test_too_long_a_sum_is_left() -> None:
+    wide = fixed(RANGES[5], 1e-4, -32768)
+    weight = randn(1, 2**21 + 1)
+    left = left_of(
+        LIN, [wide, fixed(RANGES[5], 1e-4, 32767)], randn(1, 2**21 + 1), parameters=(weight,)
+    )
+    assert left == {}  # int64 holds it
+    weight, x = weight.unsqueeze(-1), randn(1, 2**21 + 1, 1)
+    weight, x = (torch.cat([t, t[:, :200]], 1) for t in (weight, x))
+    left = left_of(CONV1, [wide, fixed(RANGES[5], 1e-4, 32767)], x, parameters=(weight,))
+    assert "torch.float64 is exact below" in left["conv1d"]
+
+
+def test_a_weight_that_is_moved_keeps_its_integers() -> None:
+    module, x = Calls(lambda x, w: x.matmul(w.t()), randn(4, 5)).eval(), randn(2, 5)
+    converted = convert(export(module, x), annotator([ACT]), x)
+    model, result = represented(converted)
+    assert result.left == {}
+    assert {result.replaced["t"], result.replaced["matmul"]} == {"move", "matmul"}
+    check_graph(model, x)
+    assert_close(converted(x), model(x), 1e-6, None)
+
+
+class ByHand(nn.Module):
+    """A linear operator between Q/DQ operators that its builder writes."""
+
+    def __init__(
+        self, activation: Callable[[Tensor], Tensor], weight: Callable[..., Tensor]
+    ) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.register_buffer(
+            "w", torch.randint(-127, 128, (6, 8), dtype=torch.int8, generator=generator)
+        )
+        self.register_buffer("scale", torch.rand(6, generator=generator) + 0.01)
+        self.register_buffer("zero_point", torch.zeros(6, dtype=torch.int64))
+        self.register_buffer("scales", torch.rand(6, 2, generator=generator) + 0.01)
+        self.register_buffer("zero_points", torch.randint(-9, 9, (6, 2), generator=generator))
+        self.activation, self.weight = activation, weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(self.activation(x), self.weight(self))
+
+
+def by_token(choose: Callable[..., Any]) -> Callable[[Tensor], Tensor]:
+    def activation(x: Tensor) -> Tensor:
+        scale, zero_point = choose(x, torch.int8)
+        rest = (scale, zero_point, -128, 127, torch.int8)
+        return qdq.dequantize_per_token(qdq.quantize_per_token(x, *rest), *rest, torch.float32)
+
+    return activation
+
+
+ROWS = (-128, 127, torch.int8)
+
+
+def per_channel(m: Any) -> Tensor:
+    return qdq.dequantize_per_channel(m.w, m.scale, m.zero_point, 0, *ROWS)
+
+
+def per_group(m: Any) -> Tensor:
+    return qdq.dequantize_per_group(m.w, m.scales, m.zero_points, *ROWS, 4, torch.float32)
+
+
+def per_block(m: Any) -> Tensor:
+    return qdq.dequantize_per_block(
+        m.w, m.scales[::3], m.zero_points[::3], -128, 127, torch.float32
+    )
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("weight", [per_channel, per_group, per_block])
+def test_scales_of_tokens_and_blocks(symmetric: bool, weight: Callable[..., Tensor]) -> None:
+    """Tokens have a reference; weights in blocks are simulated, in aten."""
+    choose = qdq.choose_qparams_per_token_symmetric if symmetric else qdq.choose_qparams_per_token
+    x, dim = randn(2, 3, 8), torch.export.Dim("batch", min=1, max=9)
+    program = export(ByHand(by_token(choose), weight), x, dynamic_shapes=({0: dim},))
+    simulated: Any = program.module(check_guards=False)
+    model, result = represented(simulated)
+    check_graph(model, x)
+    if weight is per_channel:
+        assert result.left == {}
+        assert result.replaced["linear"] == "linear"
+    else:
+        assert result.left == {
+            "linear": "its operand b_w is quantized in blocks"
+        } or result.left == {"linear": "its operand w is quantized in blocks"}
+    for inputs in (x, randn(5, 3, 8, seed=1) * 100):
+        torch.testing.assert_close(model(inputs), simulated(inputs), rtol=1e-5, atol=1e-3)
+
+
+def test_a_write_in_place_that_others_read_is_left() -> None:
+    def forward(x: Tensor, y: Tensor) -> Tensor:
+        z = x * 2.0
+        z += y
+        return z * z
+
+    module, inputs = Calls(forward).eval(), (randn(2, 3), randn(2, 3))
+    converted = convert(export(module, *inputs), annotator([ACT, ACT], target="mul"), *inputs)
+    model, result = represented(converted)
+    check_graph(model, *inputs)
+    torch.testing.assert_close(model(*inputs), converted(*inputs))
+    assert "mul_1" in result.replaced
+
+
+@pytest.mark.parametrize("depth", [64, 4096])
+def test_extremes_do_not_saturate(depth: int) -> None:
+    """All integers at their bounds, sums of up to 2**26."""
+    x, weight = torch.full((1, depth), -12.8), torch.full((2, depth), 12.7)
+    weight[1] = -12.7
+    peak = 12.8 * 12.7 * depth
+    specs = [fixed(RANGES[0], 0.1, 0), fixed(RANGES[0], 0.1, 0)]
+    module = Calls(LIN, weight).eval()
+    converted = convert(export(module, x), annotator(specs, fixed(RANGES[0], peak / 100, 0)), x)
+    model, _ = represented(converted)
+    assert torch.equal(model(x), converted(x))
+    assert torch.allclose(model(x), torch.tensor([[-peak, peak]]))
+    image, kernel = x.reshape(1, depth, 1, 1), weight.reshape(2, depth, 1, 1)
+    specs = [fixed(RANGES[0], 0.1, 0), fixed(RANGES[0], 0.1, 0)]
+    module = Calls(CONV2, kernel).eval()
+    converted = convert(export(module, image), annotator(specs), image)
+    model, _ = represented(converted)
+    assert torch.allclose(model(image).flatten(), torch.tensor([-peak, peak]), rtol=1e-7)
+
+
+def test_requantizing_takes_no_float() -> None:
+    specs = {"relu": ACT, "neg": OTHER}
+
+    def visit(node: Node) -> None:
+        for name, spec in specs.items():
+            if f".{name}." in f"{node.target}.":
+                annotate(node, {node.args[0]: spec}, ACT if name == "relu" else None)  # type: ignore[dict-item]
+
+    module, x = Calls(lambda x: -(x.relu())).eval(), randn(3, 4)
+    converted = convert(export(module, x), Annotator(visit), x)
+    model, result = represented(converted)
+    check_graph(model, x)
+    assert "requantize" in result.replaced.values()
+    assert_close(converted(x), model(x), 0.0, 0.25)
+
+
+def test_weight_only_is_left_in_aten() -> None:
+    module, x = seeded(nn.Linear(4, 3)), randn(2, 4)
+    converted = convert(export(module, x), toy(LINEAR, config=WEIGHT_ONLY), x)
+    model, result = represented(converted)
+    check_graph(model, x)
+    assert result.left == {"linear": "weight-only: the activation is float"}
+    assert torch.equal(model(x), converted(x))
+
+
+def test_every_node_says_where_it_comes_from() -> None:
+    module, x = seeded(nn.Sequential(nn.Linear(4, 3), nn.Tanh())), randn(2, 4)
+    model, _ = represented(convert(export(module, x), toy(), x))
+    (product,) = nodes_calling(model, "linear")
+    assert qompose.program.graph.module_path(product) == "0"
+    state = model.state_dict()
+    assert {name: value.dtype for name, value in state.items()} == {
+        "0.weight_q": torch.int8, "0.weight_real": torch.float64, "0.weight_integer": torch.int64,
+    }  # fmt: skip
+    assert not any(buffer.requires_grad for buffer in model.buffers())
+
+
+def test_cost_is_linear() -> None:
+    """500 layers take seconds, and twice as many about twice as long."""
+
+    def seconds(layers: int) -> float:
+        x = randn(1, 4)
+        deep = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
+        converted = convert(export(deep, x), toy(LINEAR), x)
+        start = time.perf_counter()
+        result = represent(converted)
+        assert list(result.replaced.values()).count("linear") == layers
+        return time.perf_counter() - start
+
+    few, many = seconds(125), seconds(500)
+    assert many < 15
+    assert many < 8 * few

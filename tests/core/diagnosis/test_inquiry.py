@@ -1,0 +1,444 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One operator of one program: quantized or not, by whom, and why; the answer is what prepare does."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import qompose
+import torch
+from qompose import QuantizationConfig, can_quantize
+from qompose.backend import Target
+from qompose.diagnosis import NodeSupport
+from qompose.errors import ConfigError, SelectorError, SharingError, StageError
+from torch import Tensor, nn
+
+from tests.core.toy import (
+    ADD,
+    CONV,
+    CONV_RELU,
+    DYNAMIC,
+    INT8,
+    LINEAR,
+    LINEAR_RELU,
+    RELU,
+    SIGMOID,
+    STATIC,
+    STATIC_UINT8,
+    VIEW,
+    Annotator,
+    ToyBackend,
+    annotate,
+    aten,
+    convert,
+    export,
+    graph_text,
+    plan_of,
+    prepare,
+    randn,
+    seeded,
+    toy,
+)
+
+IMAGE, ROWS = randn(1, 2, 6, 6), randn(2, 3)
+
+
+class Mixed(nn.Module):
+    """A convolution with its batch norm, and what follows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.relu = nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU()
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.relu(self.norm(self.conv(x))).mean((2, 3))
+        return self.head(y).tanh()
+
+
+MIXED = export(seeded(Mixed()), IMAGE)
+TABLE = (CONV_RELU, LINEAR)
+
+
+class TestYes:
+    def test_who_and_by_what(self) -> None:
+        answer = can_quantize(MIXED, "linear", toy(*TABLE))
+        assert answer
+        assert answer == NodeSupport(
+            node="linear", operator="aten.linear", module="head", supported=True, owner="toy",
+            rule="linear", config="static", mode="static", selector="global", nodes=("linear",),
+            kernels=(("torch", "toy linear"),),
+        )  # fmt: skip
+        assert answer.reason == ""
+        assert json.loads(json.dumps(answer.to_dict()))["kernels"] == {"torch": "toy linear"}
+        assert "yes: toy, rule linear, config static (torch: toy linear)" in str(answer)
+
+    @pytest.mark.parametrize("node", ["conv2d", "batch_norm", "relu"])
+    def test_every_operator_of_a_region_and_what_is_folded_into_it(self, node: str) -> None:
+        answer = can_quantize(MIXED, node, toy(*TABLE))
+        assert (answer.rule, answer.nodes) == ("conv_relu", ("conv2d", "relu"))
+        folded = ("rewritten by fold_batch_norm: conv2d, batch_norm",)
+        assert answer.rewrites == (() if node == "relu" else folded)
+
+    def test_a_rule_without_kernel_says_so(self) -> None:
+        answer = can_quantize(MIXED, "relu", toy(*TABLE))
+        assert answer.kernels == ()
+        assert answer.unavailable == (
+            "toy has no kernel for rule conv_relu: its regions are simulated",
+        )
+
+    def test_a_node_stands_for_itself(self) -> None:
+        (node,) = (n for n in MIXED.graph.nodes if n.name == "linear")
+        assert can_quantize(MIXED, node, toy(*TABLE)).node == "linear"
+
+    def test_a_graph_module_is_a_program_too(self) -> None:
+        assert can_quantize(MIXED.module(), "linear", toy(*TABLE))
+
+    def test_selectors_decide(self) -> None:
+        quantizer = toy(*TABLE).set_module_name("head", DYNAMIC)
+        answer = can_quantize(MIXED, "linear", quantizer)
+        assert (answer.config, answer.mode) == ("dynamic", "dynamic")
+        assert "head" in answer.selector
+        assert not can_quantize(MIXED, "linear", quantizer.set_module_name("head", None))
+
+    def test_the_first_member_wins(self) -> None:
+        composed = qompose.compose(toy(LINEAR, name="A"), toy(*TABLE, name="B"))
+        assert can_quantize(MIXED, "linear", composed).owner == "A"
+        assert (
+            can_quantize(MIXED, "relu", [toy(LINEAR, name="A"), toy(*TABLE, name="B")]).owner == "B"
+        )
+
+    def test_a_quantizer_that_annotates(self) -> None:
+        def mark(node: Any) -> None:
+            if node.target is aten.linear.default:
+                annotate(node, {node.args[0]: INT8}, INT8)
+
+        answer = can_quantize(MIXED, "linear", [toy(CONV), Annotator(mark, "theirs")])
+        assert answer.owner == "theirs"
+        assert answer.kernels == ()
+        assert answer.unavailable == ("theirs annotates only: it has no kernels here",)
+
+
+class TestNo:
+    def test_no_rule(self) -> None:
+        answer = can_quantize(MIXED, "tanh", toy(*TABLE))
+        assert not answer
+        assert answer.reasons == (("toy", "none of its rules matches aten.tanh here"),)
+        assert str(answer) == "tanh (aten.tanh): no: toy: none of its rules matches aten.tanh here"
+
+    def test_each_member_gives_its_reasons(self) -> None:
+        picky = replace(LINEAR, guard=lambda match: "too small to be worth it")
+        composed = qompose.compose(
+            toy(picky, name="A"), toy(SIGMOID, name="B"), Annotator(lambda node: None, "theirs")
+        )
+        assert can_quantize(MIXED, "linear", composed).reasons == (
+            ("A", "rule linear: too small to be worth it"),
+            ("B", "none of its rules matches aten.linear here"),
+            ("theirs", "it does not annotate it"),
+        )
+
+    @pytest.mark.parametrize("kind", [tuple, list])
+    def test_of_several_guards_the_first_that_objects_gives_the_reason(self, kind: Any) -> None:
+        guards = kind((lambda m: None, lambda m: "too small", lambda m: "too large"))
+        answer = can_quantize(MIXED, "linear", toy(replace(LINEAR, guard=guards)))
+        assert answer.reasons == (("toy", "rule linear: too small"),)
+        assert can_quantize(MIXED, "linear", toy(replace(LINEAR, guard=kind(guards[:1]))))
+        assert can_quantize(MIXED, "linear", toy(replace(LINEAR, guard=kind(()))))
+
+    def test_reasons_are_about_the_operator_and_no_other(self) -> None:
+        picky = replace(LINEAR, guard=lambda match: "too small to be worth it")
+        answer = can_quantize(MIXED, "tanh", toy(picky))
+        assert answer.reasons == (("toy", "none of its rules matches aten.tanh here"),)
+
+    def test_selectors_speak_of_the_program_as_it_was_exported(self) -> None:
+        """The batch norm is gone where it is folded; its module is a name all the same."""
+        answer = can_quantize(MIXED, "batch_norm", toy(*TABLE).set_module_name("norm", None))
+        assert not answer
+        assert any(
+            "fold_batch_norm was not made" in reason and "norm" in reason
+            for member, reason in answer.reasons
+            if member == "program"
+        )
+        assert "wants float for a part of it" in answer.reason
+
+    def test_no_selector(self) -> None:
+        answer = can_quantize(MIXED, "linear", toy(*TABLE, config=None))
+        assert "left in float by global" in answer.reason
+
+    def test_a_condition_on_the_inputs(self) -> None:
+        program = export(nn.Flatten(), IMAGE)
+        answer = can_quantize(program, "flatten", toy(replace(VIEW, patterns=(
+            qompose.backend.OperatorPattern((aten.flatten.using_ints,)),
+        ))))  # fmt: skip
+        assert answer.reasons == (("toy", "rule view: its input is not quantized"),)
+
+    def test_a_batch_norm_that_is_not_folded_says_why(self) -> None:
+        class Skip(Mixed):
+            def forward(self, x: Tensor) -> Tensor:
+                y = self.conv(x)
+                return self.norm(y) + y
+
+        answer = can_quantize(export(seeded(Skip()), IMAGE), "batch_norm", toy(CONV))
+        assert ("toy", "none of its rules matches aten.batch_norm here") in answer.reasons
+        assert any("fold_batch_norm was not made: conv2d" in reason for _, reason in answer.reasons)
+
+    def test_a_batch_norm_whose_convolution_nobody_takes(self) -> None:
+        answer = can_quantize(MIXED, "batch_norm", toy(LINEAR))
+        assert ("program", "fold_batch_norm was not made: nobody takes conv2d") in answer.reasons
+        assert answer.rewrites == ()
+
+    @pytest.mark.parametrize("node", ["x", "conv_weight", "output"])
+    def test_what_is_no_operator(self, node: str) -> None:
+        answer = can_quantize(MIXED, node, toy(*TABLE))
+        assert not answer
+        assert "it computes no floats, or is an input" in answer.reason
+
+
+class TestWithAConfiguration:
+    def test_it_takes_the_place_of_the_selectors(self) -> None:
+        quantizer = toy(*TABLE, config=None)
+        assert not can_quantize(MIXED, "linear", quantizer)
+        answer = can_quantize(MIXED, "linear", quantizer, STATIC_UINT8)
+        assert (answer.owner, answer.config) == ("toy", "static uint8")
+        assert quantizer.selectors.configs() == []
+
+    def test_a_member_that_refuses_it_says_why_and_others_are_asked(self) -> None:
+        narrow = replace(SIGMOID, modes=frozenset({"dynamic"}))
+        composed = qompose.compose(toy(narrow, name="A", config=None), toy(*TABLE, name="B"))
+        assert can_quantize(MIXED, "linear", composed, STATIC).owner == "B"
+        reasons = dict(can_quantize(MIXED, "tanh", composed, STATIC).reasons)
+        assert "rule sigmoid has no static form" in reasons["A"]
+        assert reasons["B"] == "none of its rules matches aten.tanh here"
+
+    def test_all_refuse_it(self) -> None:
+        biased = replace(STATIC, bias=STATIC.input_activation)
+        answer = can_quantize(MIXED, "linear", toy(*TABLE), biased)
+        assert (answer.node, answer.operator, answer.module) == ("linear", "aten.linear", "head")
+        assert "leaves biases in float" in dict(answer.reasons)["toy"]
+
+    def test_one_that_annotates_has_none(self) -> None:
+        answer = can_quantize(MIXED, "linear", [Annotator(print, "theirs")], STATIC)
+        assert answer.reasons == (("theirs", "it has no rule table, and takes no configuration"),)
+
+    def test_what_is_no_configuration(self) -> None:
+        with pytest.raises(ConfigError, match="is no QuantizationConfig"):
+            can_quantize(MIXED, "linear", toy(), "static")  # type: ignore[arg-type]
+
+    def test_a_subclass_keeps_its_ways(self) -> None:
+        class Mine(qompose.RuleQuantizer):
+            name = "mine"
+
+        answer = can_quantize(MIXED, "linear", Mine(ToyBackend(TABLE)), STATIC)
+        assert answer.owner == "mine"
+
+
+class TestAvailability:
+    def backend(self, **facts: Any) -> ToyBackend:
+        kernels = {**LINEAR.kernels, "chip": qompose.backend.Kernel("chip linear")}
+        backend = ToyBackend((replace(LINEAR, kernels=kernels),))
+        backend.__dict__.update(facts)
+        return backend
+
+    def test_what_keeps_kernels_from_running_here(self) -> None:
+        chip = Target("chip", lambda *_: None, lambda: "no chip here: buy one")  # type: ignore[arg-type,return-value]
+        backend = self.backend(targets=(chip,), availability=lambda: "needs another processor")
+        answer = can_quantize(MIXED, "linear", qompose.RuleQuantizer(backend).set_global(STATIC))
+        assert answer
+        assert answer.unavailable == (
+            "toy: needs another processor", "target chip: no chip here: buy one"
+        )  # fmt: skip
+
+    def test_a_runtime_that_nobody_brings(self) -> None:
+        quantizer = qompose.RuleQuantizer(self.backend()).set_global(STATIC)
+        answer = can_quantize(MIXED, "linear", quantizer)
+        assert answer.unavailable == ("target chip: no member brings this runtime",)
+
+
+class Branches(nn.Module):
+    """Operators in both bodies of a cond, of the same names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = torch.cond(x.sum() > 0, self.one, lambda x: self.other(x).relu(), (x,))
+        with torch.no_grad():
+            return y.sigmoid()
+
+
+class TestBodies:
+    program = export(seeded(Branches()), ROWS)
+
+    def names(self) -> list[str]:
+        return [o.name for o in plan_of(prepare(self.program, toy())).operators]
+
+    def test_operators_in_bodies_by_the_names_of_reports(self) -> None:
+        inside = [name for name in self.names() if "linear" in name]
+        assert len(inside) == 2
+        for name in inside:
+            assert can_quantize(self.program, name, toy(LINEAR, SIGMOID)).nodes == (name,)
+
+    def test_a_node_of_a_body(self) -> None:
+        body = self.program.graph_module.true_graph_0
+        assert isinstance(body, torch.fx.GraphModule)
+        (node,) = (n for n in body.graph.nodes if n.target is aten.linear.default)
+        answer = can_quantize(self.program, node, toy(LINEAR))
+        assert answer.node.startswith("true_graph_0")
+        assert answer
+
+    def test_a_parameter_is_no_operator(self) -> None:
+        inputs = {
+            node.name
+            for part in self.program.graph_module.modules()
+            if isinstance(part, torch.fx.GraphModule)
+            for node in part.graph.nodes
+            if node.op == "placeholder" and node.name.startswith("p_")
+        }
+        assert inputs
+        for name in inputs:
+            with pytest.raises(ConfigError, match=f"'{name}' hands a parameter .* is no operator"):
+                can_quantize(self.program, name, toy(LINEAR))
+
+    def test_a_name_that_several_bodies_have(self) -> None:
+        with pytest.raises(
+            ConfigError, match=r"'linear' is in several bodies.*true_graph_0_linear"
+        ):
+            can_quantize(self.program, "linear", toy(LINEAR))
+
+    def test_a_name_that_one_body_has(self) -> None:
+        answer = can_quantize(self.program, "relu", toy(LINEAR, RELU))
+        assert answer.node == "false_graph_0_relu"
+        assert answer
+
+    def test_a_module_that_is_in_one_body_alone(self) -> None:
+        quantizer = toy(LINEAR).set_module_name("one", None)
+        answers = [can_quantize(self.program, n, quantizer) for n in self.names() if "linear" in n]
+        assert sorted(map(bool, answers)) == [False, True]
+
+    def test_what_no_grad_wraps(self) -> None:
+        (name,) = (name for name in self.names() if "sigmoid" in name)
+        assert can_quantize(self.program, name, toy(SIGMOID)).rule == "sigmoid"
+
+    def test_the_call_itself(self) -> None:
+        answer = can_quantize(self.program, "cond", toy(LINEAR))
+        assert "it calls bodies: ask about the operators in them" in answer.reason
+
+
+class Attention(nn.Module):
+    def forward(self, q: Tensor) -> Tensor:
+        return nn.functional.scaled_dot_product_attention(q, q, q)
+
+
+class TestTakenApart:
+    """An operator that a rewrite splits is answered for as a whole, and piece by piece."""
+
+    program = export(Attention(), randn(1, 2, 4, 8))
+    softmax = replace(SIGMOID, name="softmax", patterns=(
+        qompose.backend.OperatorPattern((aten.softmax.int,)),
+    ))  # fmt: skip
+    node = "scaled_dot_product_attention"
+
+    def quantizer(self) -> qompose.RuleQuantizer:
+        return toy(self.softmax, rewrites=("split_attention",))
+
+    def test_the_whole(self) -> None:
+        answer = can_quantize(self.program, self.node, self.quantizer())
+        assert answer.rule == "softmax"
+        assert any("rewritten by split_attention" in line for line in answer.rewrites)
+        assert any("matmul" in reason for _, reason in answer.reasons)
+
+    def test_the_pieces(self) -> None:
+        pieces = [o.name for o in plan_of(prepare(self.program, self.quantizer())).operators]
+        answers = {
+            name: bool(can_quantize(self.program, name, self.quantizer())) for name in pieces
+        }
+        assert sum(answers.values()) == 1
+        assert len(answers) > 2
+
+    def test_no_such_piece(self) -> None:
+        with pytest.raises(ConfigError, match="has no piece 'sofmax'"):
+            can_quantize(self.program, f"{self.node}/sofmax", self.quantizer())
+
+
+class TestMistakes:
+    @pytest.mark.parametrize(
+        ("node", "complaint"),
+        [
+            pytest.param("lineer", r"no 'lineer' \(did you mean 'linear'", id="a typing error"),
+            pytest.param("", "no ''", id="nothing"),
+            pytest.param(3, "no node 3", id="a number"),
+        ],
+    )
+    def test_no_such_node(self, node: Any, complaint: str) -> None:
+        with pytest.raises(ConfigError, match=complaint):
+            can_quantize(MIXED, node, toy(*TABLE))
+
+    def test_a_node_of_another_program(self) -> None:
+        other = export(seeded(Mixed()), IMAGE)
+        (node,) = (n for n in other.graph.nodes if n.name == "linear")
+        with pytest.raises(ConfigError, match="no node 'linear'"):
+            can_quantize(MIXED, node, toy(*TABLE))
+
+    def test_a_selector_that_names_no_module(self) -> None:
+        with pytest.raises(SelectorError, match="hed"):
+            can_quantize(MIXED, "linear", toy(*TABLE).set_module_name("hed", None))
+
+    def test_annotations_that_prepare_would_refuse(self) -> None:
+        def mark(node: Any) -> None:
+            if node.target is aten.linear.default:
+                shared = qompose.spec.SharedQuantizationSpec(node.args[0])
+                annotate(node, {node.args[1]: shared})
+
+        with pytest.raises(SharingError, match="no quantizer annotates"):
+            can_quantize(MIXED, "tanh", Annotator(mark))
+
+    def test_a_model_that_went_through_prepare(self) -> None:
+        with pytest.raises(StageError, match="can_quantize takes an exported program"):
+            can_quantize(prepare(MIXED, toy(*TABLE)), "linear", toy(*TABLE))
+
+
+def test_the_program_is_left_alone() -> None:
+    module = MIXED.module()
+    before = graph_text(module), {k: v.clone() for k, v in module.state_dict().items()}
+    can_quantize(module, "conv2d", toy(*TABLE))
+    assert graph_text(module) == before[0]
+    assert all(torch.equal(v, before[1][k]) for k, v in module.state_dict().items())
+    converted = convert(module, toy(*TABLE), IMAGE)
+    assert qompose.report(converted).count("simulated (Q/DQ)") == 4
+
+
+CASES: dict[str, tuple[Any, tuple[Tensor, ...]]] = {
+    "batch norm": (Mixed(), (IMAGE,)),
+    "bodies": (Branches(), (ROWS,)),
+    "attention": (Attention(), (randn(1, 2, 4, 8),)),
+}
+
+
+@pytest.mark.parametrize("config", [None, STATIC, DYNAMIC], ids=["selectors", "static", "dynamic"])
+@pytest.mark.parametrize(("model", "inputs"), CASES.values(), ids=CASES)
+def test_the_answer_is_what_prepare_does(
+    model: nn.Module, inputs: tuple[Tensor, ...], config: QuantizationConfig | None
+) -> None:
+    program = export(seeded(model), *inputs)
+    table = (CONV_RELU, LINEAR_RELU, LINEAR, SIGMOID, ADD, TestTakenApart.softmax)
+    quantizer = toy(*table, rewrites=("split_attention",))
+    told = (
+        quantizer if config is None else toy(*table, config=config, rewrites=("split_attention",))
+    )
+    plan = plan_of(prepare(program, told))
+    for operator in plan.operators:
+        answer = can_quantize(program, operator.name, quantizer, config)
+        assert bool(answer) == (operator.claim is not None), str(answer)
+        if operator.claim is None:
+            assert answer.reasons
+        else:
+            claim = plan.claims[operator.claim]
+            assert (answer.owner, answer.rule, answer.nodes) == (
+                claim.owner,
+                claim.rule,
+                claim.nodes,
+            )

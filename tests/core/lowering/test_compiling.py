@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiling lowered models in this process: what is kept, what is refused, what is left as it was."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import qompose
+import torch
+from qompose import UserError
+from qompose.errors import CompilationError, ConfigError, MemberError, StageError, TargetError
+from qompose.lowering import compilation
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.fx import GraphModule
+
+from tests.core.called_net import X, lowered_net
+from tests.core.toy import LINEAR, convert, export, randn, seeded, toy
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 4)
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        self.calls.add_(1)
+        return self.linear(x), self.calls.clone()
+
+
+class Picky(nn.Module):
+    """Cannot run on zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.linalg.cholesky(self.linear(x) * 0 + x)
+
+
+def lowered(module: nn.Module, x: Tensor = X) -> GraphModule:
+    result: GraphModule = qompose.lower(convert(export(seeded(module), x), toy(LINEAR), x))
+    return result
+
+
+@pytest.fixture(autouse=True)
+def nothing_global_changes() -> Iterator[None]:
+    before = copy.deepcopy(torch._inductor.config.get_config_copy())
+    gradients = torch.is_grad_enabled()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+    assert torch._inductor.config.get_config_copy() == before
+    assert torch.is_grad_enabled() == gradients
+
+
+def test_names_keywords_and_sizes_are_those_of_the_model_and_compile_once() -> None:
+    model = lowered_net()
+    compiled = qompose.compile_lowered(model)
+    assert compiled.mode == "default" and compiled.path is None
+    graphs = counters["stats"]["unique_graphs"]
+    for rows in (6, 2, 33):
+        x, factor = randn(rows, 3, seed=rows), torch.tensor(3.0)
+        expected = model(x, factor=factor)["y"]
+        for result in (compiled(x, factor=factor), compiled(factor=factor, x=x)):
+            torch.testing.assert_close(result["y"], expected)
+        assert not result["y"].requires_grad
+    assert counters["stats"]["unique_graphs"] == graphs == 1
+    with pytest.raises(TypeError, match="factor"):
+        compiled(X)
+    with pytest.raises(TypeError, match="scale"):
+        compiled(X, factor=factor, scale=1)
+
+
+def test_max_autotune() -> None:
+    model = lowered(nn.Linear(3, 4))
+    torch.testing.assert_close(qompose.compile_lowered(model, "max-autotune")(X), model(X))
+
+
+def test_state_begins_where_the_lowered_model_is_and_is_apart_from_it() -> None:
+    model = lowered(Counting())
+    model(X)
+    compiled = qompose.compile_lowered(model)
+    assert [float(compiled(X)[1]) for _ in range(2)] == [2.0, 3.0]
+    assert [float(model(X)[1]) for _ in range(2)] == [2.0, 3.0]
+
+
+def test_a_program_that_cannot_run_on_zeros_is_compiled_on_the_first_call() -> None:
+    model = lowered(Picky(), torch.eye(3))
+    compiled = qompose.compile_lowered(model)
+    torch.testing.assert_close(compiled(torch.eye(3) * 4), torch.eye(3) * 2)
+
+
+def test_a_backend_rewrites_its_operators_in_a_copy() -> None:
+    model = lowered_net(for_compiler=zeros_for_sigmoid)
+    before = model.code
+    result = qompose.compile_lowered(model)(X, factor=torch.tensor(1.0))["y"]
+    assert (result - model.second.bias).abs().max() < 1e-2
+    assert model.code == before
+
+
+def zeros_for_sigmoid(graph: GraphModule) -> GraphModule:
+    for node in graph.graph.nodes:
+        if node.target is torch.ops.aten.sigmoid.default:
+            node.target = torch.ops.aten.zeros_like.default
+    return graph
+
+
+def fail(graph: GraphModule) -> GraphModule:
+    raise RuntimeError("out of ideas")
+
+
+@pytest.mark.parametrize(
+    ("rewrite", "kind", "message"),
+    [
+        (fail, MemberError, "backend 'toy': for_compiler raised RuntimeError: out of ideas"),
+        (lambda graph: None, ConfigError, "backend 'toy': for_compiler gave None"),
+    ],
+    ids=["raises", "no graph"],
+)
+def test_a_backend_that_cannot_is_named(rewrite: Any, kind: Any, message: str) -> None:
+    with pytest.raises(kind, match=message):
+        qompose.compile_lowered(lowered_net(for_compiler=rewrite))
+
+
+def test_a_backend_asks_for_options_and_users_count_before_it() -> None:
+    ours: list[Any] = []
+    users: list[Any] = []
+    model = lowered_net(compiler_options=lambda graph: {"post-grad-custom-pre-pass": ours.append})
+    qompose.compile_lowered(model)
+    assert len(ours) == 1
+    qompose.compile_lowered(model, options={"post_grad_custom_pre_pass": users.append})
+    assert (len(ours), len(users)) == (1, 1)
+
+
+def test_options_that_map_operators_are_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that each of several backends can bring code of its operators, and users of theirs."""
+    name = "aot_inductor.custom_ops_to_c_shims"
+    first, second, third = torch.ops.aten.add, torch.ops.aten.mul, torch.ops.aten.sub
+    seen: list[Any] = []
+    monkeypatch.setattr(compilation, "_compiled", lambda *arguments: seen.append(arguments[-1]))
+    given = {name: {first: ["backend"], second: ["backend"]}}
+    model = lowered_net(compiler_options=lambda graph: given)
+    qompose.compile_lowered(model, options={name: {second: ["user"], third: ["user"]}})
+    assert seen[0][name] == {first: ["backend"], second: ["user"], third: ["user"]}
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        (fail, MemberError, "backend 'toy': compiler_options raised RuntimeError: out of ideas"),
+        (
+            lambda graph: {"frezing": True},
+            ConfigError,
+            "backend 'toy': compiler_options: torch's compiler has no option 'frezing'",
+        ),
+        (lambda graph: 3, ConfigError, "backend 'toy': compiler_options: options are a mapping"),
+    ],
+    ids=["raises", "unknown", "no mapping"],
+)
+def test_options_of_a_backend_that_are_none(options: Any, kind: Any, message: str) -> None:
+    with pytest.raises(kind, match=message):
+        qompose.compile_lowered(lowered_net(compiler_options=options))
+
+
+def test_backends_without_claims_are_not_asked() -> None:
+    quantizer = qompose.compose(toy(LINEAR), toy(LINEAR, name="idle", for_compiler=fail))
+    model = qompose.lower(convert(export(seeded(nn.Linear(3, 4)), X), quantizer, X))
+    torch.testing.assert_close(qompose.compile_lowered(model)(X), model(X))
+
+
+class TestRefusals:
+    """Each before any work is done."""
+
+    def test_not_lowered(self) -> None:
+        with pytest.raises(StageError, match=r"compile takes a lowered model, .* Call lower first"):
+            qompose.compile_lowered(convert(export(seeded(nn.Linear(3, 4)), X), toy(LINEAR), X))
+
+    def test_another_target(self) -> None:
+        kernels = {"chip": LINEAR.kernels["torch"]}
+        chip = qompose.backend.Target(
+            "chip", lambda model, signature: qompose.backend.Finished(model)
+        )
+        rule = qompose.backend.Rule(**{**LINEAR.__dict__, "kernels": kernels})
+        converted = convert(export(seeded(nn.Linear(3, 4)), X), toy(rule, targets=(chip,)), X)
+        with pytest.raises(TargetError, match="lowered for 'chip'"):
+            qompose.compile_lowered(qompose.lower(converted, "chip"))
+
+    def test_methods(self) -> None:
+        model = lowered(nn.Linear(3, 4))
+        with pytest.raises(TargetError, match="The methods one, two are programs"):
+            qompose.compile_lowered({"one": model, "two": model})  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ({"mode": "max-autotunes"}, r"no mode \(did you mean 'max-autotune'\?\)"),
+            ({"mode": None}, "None is no mode"),
+            ({"path": "model.pt2"}, 'ask for mode="package"'),
+            (
+                {"options": ["max_autotune"]},
+                r"a mapping of names to values, and not \['max_autotune'\]",
+            ),
+            ({"options": {1: 2}}, "a mapping of names to values, and not {1: 2}"),
+            ({"options": {"freezing": False}}, "packed anew in every call"),
+            ({"options": {"max_autotun": True}}, r"no option 'max_autotun' \(did you mean"),
+        ],
+    )
+    def test_arguments(self, arguments: dict[str, Any], message: str) -> None:
+        with pytest.raises(UserError, match=message):
+            qompose.compile_lowered(lowered(nn.Linear(3, 4)), **arguments)
+
+    @pytest.mark.parametrize("mode", ["default", "package"])
+    def test_no_compiler(self, mode: str) -> None:
+        model = lowered(nn.Linear(3, 4))
+        missing = torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)})
+        with missing, pytest.raises(CompilationError, match=r"no C\+\+ compiler.*CXX"):
+            qompose.compile_lowered(model, mode)
+
+    def test_what_torch_cannot_compile(self) -> None:
+        model = lowered(nn.Linear(3, 4))
+        wrong = {"post_grad_custom_pre_pass": fail}
+        with pytest.raises(CompilationError, match="RuntimeError: out of ideas"):
+            qompose.compile_lowered(model, options=wrong)
+
+
+def test_options_reach_the_compiler() -> None:
+    seen = []
+    model = lowered(nn.Linear(3, 4))
+    qompose.compile_lowered(model, options={"post_grad_custom_pre_pass": seen.append})
+    assert seen

@@ -1,0 +1,357 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lowering: each region becomes its owner's kernel, or stays simulated with a reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import qompose
+import torch
+from qompose import QomposeWarning
+from qompose.backend import (
+    CallSignature,
+    Finished,
+    Kernel,
+    NotLowerable,
+    OperatorPattern,
+    Region,
+    Target,
+    on_integers,
+)
+from qompose.errors import MemberError, NotLoweredError, TargetError
+from qompose.spec import qdq
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+
+from tests.core.toy import (
+    CAT,
+    LINEAR,
+    LINEAR_PATTERN,
+    SIGMOID,
+    STATIC,
+    STATIC_UINT8,
+    VIEW,
+    aten,
+    convert,
+    emit_linear,
+    export,
+    nodes_calling,
+    operators,
+    randn,
+    rule,
+    seeded,
+    sqnr,
+    toy,
+)
+
+X = randn(6, 3)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 2, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).view(-1, 4))
+
+
+PROGRAM = export(seeded(Net()), X)
+
+
+def linear_for(**kernels: Kernel) -> Any:
+    return rule("linear", *LINEAR.patterns, anchor="op", weight="weight", kernels=kernels)
+
+
+def refuse(region: Region) -> Node:
+    raise NotLowerable(f"the moon is full over {region.output_node.name}")
+
+
+def test_a_fully_lowered_model_has_no_float_operator_but_at_its_borders() -> None:
+    converted = convert(PROGRAM, toy(LINEAR, VIEW), X)
+    lowered = qompose.lower(converted, strict=True)
+    calls = {str(n.target) for n in lowered.graph.nodes if n.op == "call_function"}
+    assert calls == {
+        "quantized_decomposed.quantize_per_tensor.default", "qompose_toy.linear.default",
+        "aten.reshape.default", "quantized_decomposed.dequantize_per_tensor.default",
+    }  # fmt: skip
+    assert operators(lowered)["linear"] == 2
+    assert nodes_calling(lowered, "reshape")[0].meta["val"].dtype is torch.int8
+    assert sqnr(converted(X), lowered(X)) > 35
+
+
+def test_dead_parameters_are_gone() -> None:
+    lowered = qompose.lower(convert(PROGRAM, toy(LINEAR, VIEW), X))
+    names = set(lowered.state_dict())
+    assert {"first.weight_q", "second.weight_q", "first.bias"} <= names
+    assert not any("weight_scale" in name or "zero_point" in name for name in names)
+
+
+def test_a_kernel_is_given_its_region() -> None:
+    seen: dict[str, Any] = {}
+
+    def look(region: Region) -> Node:
+        x, weight = region.quantized("input"), region.quantized("weight")
+        seen[region.claim.anchor] = {
+            "input": (x.low, x.high, x.dtype, x.axis),
+            "weight": tuple(weight.tensor.shape),
+            "scales": tuple(weight.scales.shape),
+            "axis": weight.axis,
+            "zero points": bool(weight.zero_points.any()),
+            "bias": region.argument("op", "bias"),
+            "output": region.output is not None,
+            "node": region.node("op").name,
+        }
+        return emit_linear(region)
+
+    converted = convert(PROGRAM, toy(linear_for(torch=Kernel("look", look)), VIEW), X)
+    qompose.lower(converted)
+    assert seen["linear_1"] == {
+        "input": (-128, 127, torch.int8, None), "weight": (2, 4), "scales": (2,), "axis": 0,
+        "zero points": False, "bias": None, "output": True, "node": "linear_1",
+    }  # fmt: skip
+    assert isinstance(seen["linear"]["bias"], Node)
+
+
+@pytest.mark.parametrize(
+    ("kernels", "reason"),
+    [
+        pytest.param({"torch": Kernel("refuses", refuse)}, "the moon is full over", id="refused"),
+        pytest.param({"elsewhere": Kernel("k", refuse)}, "no kernel for torch", id="not there"),
+    ],
+)
+def test_what_cannot_be_lowered_stays_simulated_and_is_named(kernels: Any, reason: str) -> None:
+    quantizer = toy(linear_for(**kernels), VIEW)
+    converted = convert(PROGRAM, quantizer, X)
+    with pytest.warns(QomposeWarning) as caught:
+        lowered = qompose.lower(converted)
+    text = str(caught[0].message)
+    assert len(caught) == 1
+    assert "linear in first (toy, rule linear): " in text
+    assert "linear_1 in second (toy, rule linear): " in text
+    assert reason in text
+    assert torch.equal(lowered(X), converted(X))
+    rows = {row.name: row for row in qompose.report(lowered).rows}
+    assert rows["linear"].state == "simulated (Q/DQ)"
+    assert reason in rows["linear"].reason
+    with pytest.raises(NotLoweredError, match=reason):
+        qompose.lower(converted, strict=True)
+
+
+def test_a_programming_error_in_a_kernel_is_not_a_fallback() -> None:
+    def broken(region: Region) -> Node:
+        raise ZeroDivisionError
+
+    converted = convert(PROGRAM, toy(linear_for(torch=Kernel("broken", broken))), X)
+    with pytest.raises(
+        qompose.errors.MemberError, match=r"'broken' of toy, .* raised ZeroDivisionError"
+    ) as e:
+        qompose.lower(converted)
+    assert isinstance(e.value.__cause__, ZeroDivisionError)
+
+
+def test_a_kernel_with_float_output_leaves_quantizing_to_its_readers() -> None:
+    kernel = Kernel("toy linear", emit_linear, float_output=True)
+    converted = convert(PROGRAM, toy(linear_for(torch=kernel)), X)
+    lowered = qompose.lower(converted)
+    (kernel_node, _) = nodes_calling(lowered, "linear")
+    assert kernel_node.meta["val"].dtype is torch.float32
+    assert torch.allclose(lowered(X), converted(X), atol=1e-5)
+
+
+class TwoReaders(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.left, self.right = (nn.Linear(3, 3) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        return self.left(y) + self.right(y)
+
+
+def test_a_kernel_whose_readers_want_different_integers_gives_floats() -> None:
+    """Without a specification of its own output, it requantizes only where all readers agree."""
+    row = rule("linear", *LINEAR.patterns, anchor="op", weight="weight", output=False,
+               kernels=LINEAR.kernels)  # fmt: skip
+    program = export(seeded(TwoReaders()), X)
+    kinds = []
+    for right in (STATIC, STATIC_UINT8):
+        converted = convert(program, toy(row).set_module_name("right", right), X)
+        lowered = qompose.lower(converted, strict=True)
+        assert sqnr(converted(X), lowered(X)) > 35
+        first = next(n for n in lowered.graph.nodes if "qompose_toy" in str(n.target))
+        kinds.append(first.meta["val"].dtype)
+    assert kinds == [torch.int8, torch.float32]
+
+
+class Views(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x).view(-1, 2, 2).permute(0, 2, 1)
+        return torch.cat([y, y], dim=1)
+
+
+def test_operators_that_move_values_run_on_integers() -> None:
+    converted = convert(export(seeded(Views()), X), toy(LINEAR, VIEW, CAT), X)
+    lowered = qompose.lower(converted, strict=True)
+    for name in ("reshape", "permute", "cat"):
+        (node,) = nodes_calling(lowered, name)
+        assert node.meta["val"].dtype is torch.int8
+    assert torch.equal(lowered(X), converted(X))
+
+
+FINISHED: list[Any] = []
+
+
+def device(finish: Any = None, availability: Any = lambda: None) -> Target:
+    def keep(module: GraphModule, signature: CallSignature) -> Finished:
+        FINISHED.append((module, signature))
+        return Finished(module)
+
+    return Target("device", finish or keep, availability)
+
+
+def test_a_target_takes_the_last_step_with_the_way_to_call() -> None:
+    FINISHED.clear()
+    on_device = linear_for(device=Kernel("toy linear", emit_linear))
+    view = rule("view", *VIEW.patterns, activations=("self",), shares=True, condition="all",
+                kernels={"device": VIEW.kernels["torch"]})  # fmt: skip
+    converted = convert(PROGRAM, toy(on_device, view, targets=(device(),)), X)
+    lowered = qompose.lower(converted, "device", strict=True)
+    ((module, signature),) = FINISHED
+    assert lowered is module
+    assert [tuple(a.shape) for a in signature.args] == [(6, 3)]
+    assert qompose.report(lowered).target == "device"
+
+
+def test_regions_without_an_emission_are_the_targets_own() -> None:
+    """It says which of them it took; the others stay simulated, with its reason."""
+
+    def finish(module: GraphModule, signature: CallSignature) -> Finished:
+        return Finished(module, {0: "delegate"}, {1: "too small for the delegate"})
+
+    left = linear_for(device=Kernel("delegate"))
+    converted = convert(PROGRAM, toy(left, targets=(device(finish),)), X)
+    with pytest.warns(QomposeWarning, match=r"linear_1 .*: too small for the delegate"):
+        lowered = qompose.lower(converted, "device")
+    rows = {row.name: (row.state, row.kernel) for row in qompose.report(lowered).rows}
+    assert rows["linear"] == ("int8 kernel", "delegate")
+    assert rows["linear_1"] == ("simulated (Q/DQ)", "")
+
+
+def test_a_target_that_is_not_available_says_why() -> None:
+    missing = device(availability=lambda: "the package device-runtime is missing: pip install it")
+    quantizer = toy(linear_for(device=Kernel("delegate")), targets=(missing,))
+    with pytest.raises(TargetError, match="'device' cannot be used here: the package device-run"):
+        qompose.lower(convert(PROGRAM, quantizer, X), "device")
+
+
+def leave() -> None:
+    raise SystemExit("gone")
+
+
+ANSWERS = [
+    pytest.param(lambda: 1 / 0, "it raised ZeroDivisionError: division by zero", id="raises"),
+    pytest.param(leave, "it raised SystemExit: gone", id="exits"),
+    pytest.param(lambda: True, r"availability\(\) returned True, and not a text", id="no text"),
+    pytest.param(lambda: 0, r"availability\(\) returned 0, and not a text", id="false"),
+]
+
+
+@pytest.mark.parametrize(("answer", "said"), ANSWERS)
+def test_a_target_that_cannot_say_whether_it_is_available_is_named(answer: Any, said: str) -> None:
+    target = device(availability=answer)
+    quantizer = toy(linear_for(device=Kernel("delegate")), targets=(target,), name="mine")
+    with pytest.raises(MemberError, match=f"target 'device' of mine: .*{said}"):
+        qompose.lower(convert(PROGRAM, quantizer, X), "device")
+
+
+@pytest.mark.parametrize(("answer", "said"), ANSWERS)
+def test_a_backend_that_cannot_say_whether_it_is_available_is_named(answer: Any, said: str) -> None:
+    quantizer = toy(LINEAR, name="mine", availability=answer)
+    with pytest.raises(MemberError, match=f"backend 'mine': .*{said}"):
+        qompose.lower(convert(PROGRAM, quantizer, X))
+
+
+def test_members_that_share_no_target_are_told_apart() -> None:
+    first = toy(LINEAR, name="first").set_module_name("second", None)
+    second = toy(linear_for(device=Kernel("delegate")), name="second", targets=(device(),))
+    converted = convert(PROGRAM, qompose.compose(first, second), X)
+    for target in ("torch", "device"):
+        with pytest.raises(TargetError) as caught:
+            qompose.lower(converted, target)
+        text = str(caught.value)
+        other = (
+            "second has kernels for device" if target == "torch" else "first has kernels for torch"
+        )
+        assert other in text
+        assert "all members share: none" in text
+
+
+def test_a_model_without_claims_lowers_to_itself() -> None:
+    converted = convert(PROGRAM, toy(SIGMOID), X)
+    assert torch.equal(qompose.lower(converted, strict=True)(X), PROGRAM.module()(X))
+
+
+def test_a_lowered_model_can_be_compiled_and_exported_again() -> None:
+    lowered = qompose.lower(convert(PROGRAM, toy(LINEAR, VIEW), X))
+    again = torch.export.export(lowered, (X,)).module()
+    assert torch.equal(again(X), lowered(X))
+    compiled = torch.compile(lowered, backend="aot_eager")
+    assert torch.equal(compiled(X), lowered(X))
+
+
+def test_a_bias_free_pattern_is_not_taken_for_one_with_bias() -> None:
+    with_bias = rule("linear", LINEAR_PATTERN, anchor="op", weight="weight", kernels=LINEAR.kernels)
+    converted = convert(PROGRAM, toy(with_bias), X)
+    first, second = nodes_calling(converted, "linear")
+    assert qdq.is_dequantize(first.args[0])
+    assert second.args[1].op == "get_attr"
+
+
+def test_relu_on_integers_clamps_at_the_zero_point() -> None:
+    relu = rule(
+        "relu",
+        OperatorPattern((aten.relu.default,)),
+        activations=("self",),
+        shares=True,
+        kernels={"torch": Kernel("integers", on_integers)},
+    )
+    model = seeded(Shifted())
+    converted = convert(export(model, X), toy(LINEAR, relu), X)
+    lowered = qompose.lower(converted)
+    assert "relu" not in operators(lowered)
+    assert torch.equal(lowered(X), converted(X))
+
+
+class Shifted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x).relu()
+
+
+def test_what_nobody_reads_is_left_out_and_said_so() -> None:
+    class Aside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.main, self.aside = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.aside(x)
+            return self.main(x)
+
+    x = randn(4, 8)
+    lowered = qompose.lower(convert(export(Aside(), x), toy(LINEAR), x))
+    aside, main = qompose.report(lowered).rows
+    assert main.state == "int8 kernel"
+    assert (aside.state, aside.module) == ("simulated (Q/DQ)", "aside")
+    assert "nothing reads what it computes" in aside.reason
+    assert operators(lowered)["linear"] == 1
+    assert "aside.weight_q" not in dict(lowered.named_buffers())

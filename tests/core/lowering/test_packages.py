@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packages: they run on torch alone, as the model is called, and are whole or not there."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import qompose
+import torch
+from qompose import UserError
+from qompose.errors import CompilationError
+from qompose.lowering.aoti_package import TORCH_NAMESPACES, _as_exported
+from qompose.spec import qdq
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from tests.core.called_net import X, lowered_net
+from tests.core.toy import LINEAR, convert, export, randn, seeded, toy
+
+
+def in_aten(graph: GraphModule) -> GraphModule:
+    """The toy's linears as those of torch, on the same integers."""
+    for node in graph.graph.nodes:
+        if node.target is torch.ops.qompose_toy.linear.default:
+            node.target = plain_linear
+    return graph
+
+
+def plain_linear(
+    x: Tensor, scale: float, zero: int, weight: Tensor, scales: Tensor, bias: Tensor | None,
+    quantize: bool, out_scale: float, out_zero: int, low: int, high: int,
+) -> Tensor:  # fmt: skip
+    y = nn.functional.linear((x.float() - zero) * scale, weight * scales[:, None], bias)
+    steps = torch.round(y / out_scale) + out_zero if quantize else y
+    return steps.clamp(low, high).to(torch.int8) if quantize else y
+
+
+def run_alone(path: Path, cases: Path) -> subprocess.CompletedProcess[str]:
+    code = (
+        "import sys, torch\n"
+        "model = torch._inductor.aoti_load_package(sys.argv[1])\n"
+        "for (args, kwargs), y in torch.load(sys.argv[2]):\n"
+        "    torch.testing.assert_close(model(*args, **kwargs), y)\n"
+        "assert 'qompose' not in sys.modules"
+    )
+    command = [sys.executable, "-I", "-c", code, str(path), str(cases)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_a_package_is_called_as_the_model_is_and_runs_on_torch_alone(tmp_path: Path) -> None:
+    model = lowered_net(for_compiler=in_aten)
+    path = tmp_path / "model.pt2"
+    compiled = qompose.compile_lowered(model, "package", path=path)
+    assert (compiled.mode, compiled.path) == ("package", path)
+    factor = torch.tensor(3.0)
+    cases = []
+    for rows in (6, 2, 33):
+        x = randn(rows, 3, seed=rows)
+        expected = model(x, factor=factor)
+        torch.testing.assert_close(compiled(factor=factor, x=x), expected)
+        cases.append((((x,), {"factor": factor}), expected))
+    torch.save(cases, tmp_path / "cases.pt")
+    done = run_alone(path, tmp_path / "cases.pt")
+    assert done.returncode == 0, done.stderr
+    assert {file.name for file in tmp_path.iterdir()} == {"model.pt2", "cases.pt"}
+
+
+def test_inputs_of_another_layout_or_type() -> None:
+    """The code of a package looks at neither: it would read memory as it is not."""
+    compiled = qompose.compile_lowered(model := lowered_net(for_compiler=in_aten), "package")
+    factor = torch.tensor(3.0)
+    for x in (X.t().contiguous().t(), torch.cat([X, X], 1)[:, :3], X.expand(6, 3)):
+        torch.testing.assert_close(compiled(x, factor=factor), model(X, factor=factor))
+    with pytest.raises(UserError, match=r"takes torch\.float32 where it got torch\.float64"):
+        compiled(X.double(), factor=factor)
+    with pytest.raises(UserError, match=r"torch\.int64, of shape \(\)"):
+        compiled(X, factor=torch.tensor(3))
+
+
+def test_layouts_of_inputs_within_containers() -> None:
+    """Those of examples that are no plain tensors, or lie in another order themselves."""
+    image = torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
+    example = {"a": [image, torch.zeros(3)], "b": 5}
+    given = {"a": [image.contiguous(), torch.zeros(6)[::2]], "b": 5}
+    placed = _as_exported(given, example)
+    assert torch.equal(placed["a"][0], image) and placed["a"][0].stride() == image.stride()
+    assert placed["a"][1].is_contiguous() and placed["b"] == 5
+    assert _as_exported([image], example) == [image], "torch refuses it, and says how"
+
+
+def test_a_temporary_package_goes_with_what_runs_it() -> None:
+    model = lowered_net(for_compiler=in_aten)
+    compiled = qompose.compile_lowered(model, "package")
+    path = compiled.path
+    assert path is not None and path.exists()
+    factor = torch.tensor(1.0)
+    torch.testing.assert_close(compiled(X, factor=factor), model(X, factor=factor))
+    del compiled
+    assert not path.parent.exists()
+
+
+def test_a_temporary_package_that_cannot_be_made_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(CompilationError):
+        qompose.compile_lowered(lowered_net(), "package")
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith("qompose-")]
+
+
+class TestRefusals:
+    """A file that was there stays, and none is left half-written."""
+
+    def test_operators_of_a_plugin(self, tmp_path: Path) -> None:
+        path = tmp_path / "model.pt2"
+        path.write_text("before")
+        with pytest.raises(CompilationError) as raised:
+            qompose.compile_lowered(lowered_net(), "package", path=path)
+        assert (
+            "linear_1 in second: qompose_toy.linear.default, of toy, rule linear (toy linear)\n"
+            in str(raised.value)
+        )
+        assert [(p, p.read_text()) for p in tmp_path.iterdir()] == [(path, "before")]
+
+    def test_operators_that_were_compiled_before_in_this_process(self, tmp_path: Path) -> None:
+        model = lowered_net()
+        qompose.compile_lowered(model, options={"fx-graph-cache": False})  # torch does all of it
+        with pytest.raises(CompilationError, match=r"qompose_toy\.linear"):
+            qompose.compile_lowered(model, "package", path=tmp_path / "model.pt2")
+        torch._dynamo.reset()
+
+    def test_state(self, tmp_path: Path) -> None:
+        class Counting(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.linear = nn.Linear(3, 4)
+                self.register_buffer("calls", torch.zeros(1))
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.linear(x) + self.calls.add_(1)
+
+        program = export(seeded(Counting()), X)
+        model = qompose.lower(convert(program, toy(LINEAR, for_compiler=in_aten), X))
+        with pytest.raises(CompilationError, match=r"to its buffers, here to calls\."):
+            qompose.compile_lowered(model, "package", path=tmp_path / "model.pt2")
+        assert not any(tmp_path.iterdir())
+
+    def test_a_package_that_cannot_be_loaded(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail(path: str) -> None:
+            assert Path(path).exists()
+            raise RuntimeError("not today")
+
+        monkeypatch.setattr(torch._inductor, "aoti_load_package", fail)
+        path = tmp_path / "model.pt2"
+        path.write_text("before")
+        with pytest.raises(CompilationError, match="not today"):
+            qompose.compile_lowered(lowered_net(for_compiler=in_aten), "package", path=path)
+        assert [(p, p.read_text()) for p in tmp_path.iterdir()] == [(path, "before")]
+
+    def test_results_that_are_none(self, tmp_path: Path) -> None:
+        class Optional(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.linear = nn.Linear(3, 4)
+
+            def forward(self, x: Tensor) -> tuple[Tensor, None]:
+                return self.linear(x), None
+
+        program = export(seeded(Optional()), X)
+        model = qompose.lower(convert(program, toy(LINEAR, for_compiler=in_aten), X))
+        with pytest.raises(CompilationError, match=r"number 1, counted from 0, is None"):
+            qompose.compile_lowered(model, "package", path=tmp_path / "model.pt2")
+
+    def test_what_torch_cannot_compile(self, tmp_path: Path) -> None:
+        def fail(graph: object) -> None:
+            raise RuntimeError("out of ideas")
+
+        path = tmp_path / "model.pt2"
+        with pytest.raises(CompilationError, match=r"RuntimeError: out of ideas\. The lowered"):
+            qompose.compile_lowered(
+                lowered_net(for_compiler=in_aten),
+                "package",
+                path=path,
+                options={"post_grad_custom_pre_pass": fail},
+            )
+        assert not any(tmp_path.iterdir())
+
+    @pytest.mark.parametrize(
+        ("path", "message"),
+        [
+            ("model.bin", "files that end in .pt2, and not model.bin"),
+            ("nowhere/model.pt2", "no directory nowhere"),
+            ("folder.pt2", "it is a directory"),
+            (7, "the name of a file, and not 7"),
+        ],
+    )
+    def test_paths(
+        self, path: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "folder.pt2").mkdir()
+        with pytest.raises(UserError, match=message):
+            qompose.compile_lowered(lowered_net(), "package", path=path)
+
+
+def test_a_simulated_region_needs_no_operator_of_its_own(tmp_path: Path) -> None:
+    """Blocks have operators of qompose, which are taken apart for the package."""
+    weight = qompose.QuantizationSpec(
+        torch.int8,
+        qompose.observers.PerBlockMinMaxObserver,
+        -127,
+        127,
+        torch.per_channel_symmetric,
+        block_size=(2, 2),
+    )
+    config = qompose.QuantizationConfig(None, None, weight, name="blocks")
+    program = export(seeded(nn.Linear(4, 2)), randn(3, 4))
+    converted = convert(program, toy(LINEAR, config=config), randn(3, 4))
+    with pytest.warns(qompose.QomposeWarning):
+        model = qompose.lower(converted)
+    assert {n.target for n in model.graph.nodes} & qdq.IN_ATEN.keys()
+    compiled = qompose.compile_lowered(model, "package", path=tmp_path / "model.pt2")
+    torch.testing.assert_close(compiled(randn(3, 4)), model(randn(3, 4)))
+
+
+ROWS = randn(4, 8)
+INTEGERS = torch.arange(-16, 16, dtype=torch.int8).reshape(4, 8)
+SCALE, ZERO = randn(4, 2).abs() + 0.1, torch.tensor([[1, 0], [2, -3], [0, 0], [5, 1]])
+PER_TOKEN = (SCALE[:, :1], ZERO[:, :1])
+CASES: dict[Any, tuple[Any, ...]] = {
+    qdq.quantize_per_group: (ROWS, SCALE, ZERO, -8, 7, torch.int8, 4),
+    qdq.dequantize_per_group: (INTEGERS, SCALE, ZERO, -8, 7, torch.int8, 4, torch.float32),
+    qdq.quantize_per_token: (ROWS, *PER_TOKEN, -128, 127, torch.int8),
+    qdq.dequantize_per_token: (INTEGERS, *PER_TOKEN, -8, 7, torch.int8, torch.float32),
+    qdq.choose_qparams_per_token: (ROWS, torch.int8),
+    qdq.choose_qparams_per_token_symmetric: (ROWS, torch.int8),
+    qdq.quantize_per_block: (ROWS, SCALE, ZERO, -8, 7, torch.int8),
+    qdq.dequantize_per_block: (INTEGERS, SCALE, ZERO, -8, 7, torch.float32),
+    qdq.quantize_per_channel_float: (
+        *(ROWS, SCALE[:, 0], ZERO[:, 0] + 0.5, 0, 0, 255, torch.uint8),
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch 2.13, about itself
+@pytest.mark.parametrize("operator", qdq.IN_ATEN, ids=str)
+def test_what_stands_for_an_operator_gives_the_same_bits(operator: Any) -> None:
+    first, *rest = CASES[operator]
+
+    class Calls(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return operator(x, *rest)
+
+    program = torch.export.export(Calls(), (first,)).run_decompositions(qdq.IN_ATEN)
+    assert {n.target.namespace for n in program.graph.nodes if n.op == "call_function"} == {"aten"}
+    expected, actual = operator(first, *rest), program.module()(first)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+def test_torch_alone_knows_the_operators_that_are_let_through() -> None:
+    code = "import torch; print(*torch._C._dispatch_get_all_op_names())"
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", code], capture_output=True, text=True, check=True
+    )
+    assert {name.partition("::")[0] for name in done.stdout.split()} >= TORCH_NAMESPACES

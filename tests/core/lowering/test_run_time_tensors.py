@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is quantized when the model runs: per tensor, token or item, and how kernels are told of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import qompose
+import torch
+from qompose.backend import DynamicTensor, Kernel, NotLowerable, Pattern, Region
+from qompose.errors import ConfigError
+from qompose.observers import PerBlockMinMaxObserver
+from qompose.spec.quantization_spec import granularity
+from torch import Tensor, nn
+from torch.fx import Node
+from torch.nn import functional
+
+from tests.core.toy import (
+    DYNAMIC,
+    LINEAR_PATTERN,
+    RUN_TIME,
+    STATIC,
+    WEIGHT,
+    aten,
+    convert,
+    export,
+    randn,
+    rule,
+    seeded,
+    sqnr,
+    toy,
+)
+
+PER_TOKEN = replace(RUN_TIME, qscheme=torch.per_channel_affine, block_size=(-1,))
+PER_IMAGE = replace(PER_TOKEN, block_size=(-1, -1, -1))
+TOKENS = replace(DYNAMIC, input_activation=PER_TOKEN, name="per token")
+GROUPS = replace(
+    WEIGHT, quant_min=-8, quant_max=7, block_size=(4,), ch_axis=None,
+    observer_or_fake_quant_ctr=PerBlockMinMaxObserver,
+)  # fmt: skip
+IMAGES = {"activation": {"block_size": (-1, -1, -1)}}
+CONV = Pattern(
+    lambda input, weight, bias: functional.conv2d(input, weight, bias),
+    ((1, 2, 5, 5), (2, 2, 3, 3), (2,)),
+    (("op", aten.conv2d.default),),
+)
+TRANSPOSED = Pattern(
+    lambda input, weight, bias: functional.conv_transpose2d(input, weight, bias),
+    ((1, 2, 5, 5), (2, 2, 3, 3), (2,)),
+    (("op", aten.conv_transpose2d.input),),
+)
+
+
+def product(name: str, pattern: Pattern, kernel: Any, **facts: Any) -> Any:
+    return rule(
+        name, pattern, anchor="op", weight="weight", output=False, modes=frozenset({"dynamic"}),
+        kernels={"torch": Kernel("kernel", kernel, float_output=True)}, **facts,
+    )  # fmt: skip
+
+
+def seen_by_kernel(model: nn.Module, row: Any, config: Any, x: Tensor, role: str = "input") -> Any:
+    """What the kernel of a row is told of a role's tensor; the kernel leaves its region alone."""
+    told: list[Any] = []
+
+    def kernel(region: Region) -> Node:
+        dynamic = role == "input"
+        told.append(region.dynamic(role) if dynamic else region.quantized(role))
+        raise NotLowerable("it only looks")
+
+    converted = convert(export(model, x), toy(replace_kernel(row, kernel), config=config), x)
+    with pytest.warns(qompose.QomposeWarning, match="it only looks"):
+        qompose.lower(converted)
+    return told[0]
+
+
+def replace_kernel(row: Any, kernel: Any) -> Any:
+    return replace(row, kernels={"torch": Kernel("kernel", kernel, float_output=True)})
+
+
+LINEAR = product("linear", LINEAR_PATTERN, None)
+IMAGE_CONV = product("conv2d", CONV, None, layout=IMAGES)
+
+
+class TestItems:
+    def test_one_scale_for_each_image(self) -> None:
+        """What is quantized of an image does not depend on the images beside it."""
+        model = seeded(nn.Conv2d(2, 3, 3))
+        images = randn(3, 2, 6, 6) * torch.tensor([1.0, 100.0, 0.01]).view(3, 1, 1, 1)
+        batch = {0: torch.export.Dim("batch")}
+        program = export(model, images, dynamic_shapes=(batch,))
+        converted = convert(program, toy(IMAGE_CONV, config=TOKENS), images)
+        alone = torch.cat([converted(image[None]) for image in images])
+        for one, other in zip(converted(images).detach(), alone.detach(), strict=True):
+            # A batch may be added up in another order than an image.
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-5 * float(other.abs().max()))
+        assert min(sqnr(model(x[None]), y[None]) for x, y in zip(images, alone, strict=True)) > 30
+
+    def test_an_image_without_a_batch(self) -> None:
+        model, image = seeded(nn.Conv2d(2, 3, 3)), randn(2, 6, 6)
+        converted = convert(export(model, image), toy(IMAGE_CONV, config=TOKENS), image)
+        assert sqnr(model(image), converted(image)) > 30
+
+    @pytest.mark.parametrize("blocks", [(2,), (-1, 4), (1, -1)])
+    def test_other_blocks_are_refused(self, blocks: tuple[int, ...]) -> None:
+        with pytest.raises(ConfigError, match=r"\(-1,\) per token, \(-1, -1, -1\) per image"):
+            replace(PER_TOKEN, block_size=blocks)
+
+    def test_their_granularity_has_a_name(self) -> None:
+        assert [granularity(s) for s in (RUN_TIME, PER_TOKEN, PER_IMAGE, GROUPS)] == [
+            "per-tensor", "per-token", "per-item", "per-block (4,)"
+        ]  # fmt: skip
+
+
+class TestWhatKernelsSee:
+    @pytest.mark.parametrize(
+        ("config", "dims", "symmetric"),
+        [
+            (DYNAMIC, None, False),
+            (TOKENS, 1, False),
+            (replace(TOKENS, input_activation=replace(
+                PER_TOKEN, qscheme=torch.per_channel_symmetric)), 1, True),
+        ],
+        ids=["per tensor", "per token", "per token, symmetric"],
+    )  # fmt: skip
+    def test_floats_and_what_shares_a_scale(self, config: Any, dims: Any, symmetric: bool) -> None:
+        tensor = seen_by_kernel(seeded(nn.Linear(8, 4)), LINEAR, config, randn(3, 8))
+        eps = torch.finfo(torch.float32).eps if dims is None else None
+        expected = DynamicTensor(tensor.node, dims, symmetric, -128, 127, torch.int8, eps)
+        assert tensor == expected
+        assert tensor.node.op == "placeholder"
+
+    def test_images(self) -> None:
+        model = seeded(nn.Sequential(nn.Sigmoid(), nn.Conv2d(2, 3, 3)))
+        tensor = seen_by_kernel(model, IMAGE_CONV, TOKENS, randn(3, 2, 6, 6))
+        assert (tensor.node.target, tensor.dims) == (aten.sigmoid.default, 3)
+
+    def test_groups_of_a_weight(self) -> None:
+        model = seeded(nn.Linear(8, 4))
+        config = replace(TOKENS, weight=GROUPS)
+        weight = seen_by_kernel(model, LINEAR, config, randn(3, 8), "weight")
+        assert (weight.group, weight.axis, weight.scales.shape) == (4, None, (4, 2))
+        assert (weight.low, weight.high) == (-8, 7)
+
+    def test_a_tensor_whose_scale_is_known_is_not_dynamic(self) -> None:
+        refused: list[str] = []
+
+        def kernel(region: Region) -> Node:
+            try:
+                region.dynamic("input")
+            except NotLowerable as reason:
+                refused.append(str(reason))
+            raise NotLowerable("it only looks")
+
+        static = rule("linear", LINEAR_PATTERN, anchor="op", weight="weight",
+                      kernels={"torch": Kernel("kernel", kernel)})  # fmt: skip
+        x = randn(3, 8)
+        converted = convert(export(seeded(nn.Linear(8, 4)), x), toy(static, config=STATIC), x)
+        with pytest.warns(qompose.QomposeWarning, match="it only looks"):
+            qompose.lower(converted)
+        assert "is known beforehand" in refused[0]
+
+
+class TestLayout:
+    def test_a_configuration_is_laid_out_for_the_operator(self) -> None:
+        """Output channels of a transposed convolution are along dimension 1 of its weight."""
+        row = product("transposed", TRANSPOSED, None, layout={"weight": {"ch_axis": 1}, **IMAGES})
+        model = seeded(nn.ConvTranspose2d(2, 5, 3))
+        weight = seen_by_kernel(model, row, TOKENS, randn(3, 2, 6, 6), "weight")
+        assert (weight.axis, weight.scales.shape) == (1, (5,))
+
+    def test_only_what_a_specification_has_is_laid_out(self) -> None:
+        row = product("transposed", TRANSPOSED, None, layout={"weight": {"ch_axis": 1}, **IMAGES})
+        specs = row.specs_for(replace(DYNAMIC, weight=replace(
+            WEIGHT, qscheme=torch.per_tensor_symmetric, ch_axis=None)))  # fmt: skip
+        assert (specs["activation"].block_size, specs["weight"].ch_axis) == (None, None)
+
+    def test_words_that_nothing_reads_are_refused(self) -> None:
+        with pytest.raises(ConfigError, match="layout has 'axis', and there are ch_axis"):
+            product("linear", LINEAR_PATTERN, None, layout={"weight": {"axis": 1}})
+
+
+def test_scales_in_fewer_bits() -> None:
+    spec = replace(GROUPS, observer_or_fake_quant_ctr=PerBlockMinMaxObserver.with_args(
+        scale_dtype=torch.bfloat16))  # fmt: skip
+    config, model, x = replace(TOKENS, weight=spec), seeded(nn.Linear(8, 4)), randn(3, 8)
+    converted = convert(export(model, x), toy(LINEAR, config=config), x)
+    scales = dict(converted.named_buffers())["weight_scale"]
+    assert scales.dtype is torch.float32
+    assert torch.equal(scales, scales.bfloat16().float())
+    assert qompose.observers.spec_from_json(qompose.observers.spec_to_json(spec)) == spec
+    with pytest.raises(ConfigError, match=r"scale_dtype=torch\.int8 is no float type"):
+        PerBlockMinMaxObserver(torch.int8, (4,), scale_dtype=torch.int8)
+
+
+def test_the_only_block_sizes() -> None:
+    constraint = qompose.backend.TensorConstraint(
+        dtypes={torch.int8}, qschemes={torch.per_channel_symmetric}, block_sizes={(32,), (4,)}
+    )
+    assert constraint.objection("weight", GROUPS) is None
+    for wrong, has in ((WEIGHT, "no blocks"), (replace(GROUPS, block_size=(8,)), "blocks of (8,)")):
+        refusal = f"weight has {has}, and the kernel takes blocks of (4,) or (32,)"
+        assert constraint.objection("weight", wrong) == refusal
+    assert "blocks of (4,) or (32,)" in constraint.describe()

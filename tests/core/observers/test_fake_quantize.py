@@ -1,0 +1,371 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fake-quantizers: values, gradients and parameters are those of torch, or of the paper."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import qompose
+import torch
+from hypothesis import given, settings, strategies as st
+from qompose.errors import ConfigError
+from qompose.observers import (
+    FakeQuantize,
+    FixedQParamsFakeQuantize,
+    FusedMovingAvgObsFakeQuantize,
+    HistogramObserver,
+    LearnableFakeQuantize,
+    MinMaxObserver,
+    PerBlockMinMaxObserver,
+    PerChannelHistogramObserver,
+    PerChannelMinMaxObserver,
+    PlaceholderObserver,
+)
+from qompose.observers.fake_quantize import fbgemm_qparams, simulate
+from torch import Tensor, nn
+from torch.ao.quantization import FusedMovingAvgObsFakeQuantize as OfTorch
+
+from tests.core.toy import randn
+
+AFFINE: dict[str, Any] = {"dtype": torch.int8, "qscheme": torch.per_tensor_affine}
+SYMMETRIC: dict[str, Any] = {"dtype": torch.int8, "qscheme": torch.per_tensor_symmetric}
+CHANNELS: dict[str, Any] = {"dtype": torch.int8, "qscheme": torch.per_channel_symmetric}
+
+
+def by_definition(x: Tensor, scale: Tensor, zero: Tensor, low: int, high: int) -> Tensor:
+    steps = torch.round(x * (1.0 / scale)) + zero
+    return (steps.clamp(low, high) - zero) * scale
+
+
+def gradient_of(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    x = x.clone().requires_grad_()
+    out = module(x)
+    upstream = torch.linspace(-1, 1, out.numel()).reshape(out.shape)
+    return out.detach(), torch.autograd.grad(out, x, upstream)[0]
+
+
+class TestValues:
+    @settings(max_examples=40, deadline=None)
+    @given(
+        scale=st.floats(1e-4, 10),
+        zero=st.integers(-128, 127),
+        bounds=st.sampled_from([(-128, 127), (-8, 7), (-127, 127), (0, 127)]),
+        seed=st.integers(0, 99),
+    )
+    def test_they_are_those_that_the_integers_stand_for(
+        self, scale: float, zero: int, bounds: tuple[int, int], seed: int
+    ) -> None:
+        zero = max(bounds[0], min(bounds[1], zero))
+        x, s, z = 5 * randn(50, seed=seed), torch.tensor(scale), torch.tensor(zero)
+        made = FixedQParamsFakeQuantize(
+            scale, zero, torch.int8, quant_min=bounds[0], quant_max=bounds[1]
+        )
+        assert torch.equal(made(x), by_definition(x, s, z, *bounds))
+        assert made.calculate_qparams() == (s, z)
+
+    @pytest.mark.parametrize("axis", [0, 1, 2, -1])
+    def test_along_any_axis(self, axis: int) -> None:
+        x = randn(4, 5, 6)
+        made = FakeQuantize(PerChannelMinMaxObserver, ch_axis=axis, **CHANNELS)
+        out = made(x)
+        for part, exact in zip(out.unbind(axis), x.unbind(axis), strict=True):
+            single = FakeQuantize(MinMaxObserver, **SYMMETRIC)
+            assert torch.equal(part, single(exact))
+
+    def test_float_zero_points(self) -> None:
+        made = FakeQuantize(
+            PerChannelMinMaxObserver,
+            dtype=torch.uint8,
+            qscheme=torch.per_channel_affine_float_qparams,
+            ch_axis=0,
+        )
+        x = randn(4, 64)
+        scale, zero = (v.unsqueeze(1) for v in parameters_of(made))
+        steps = torch.round(x * (1.0 / scale) + zero)
+        expected = (steps.clamp(0, 255) - zero) * scale
+        torch.testing.assert_close(made(x), expected, rtol=1e-5, atol=1e-6)
+
+    @pytest.mark.parametrize("block", [(4,), (2, 4), (-1,)])
+    def test_in_blocks(self, block: tuple[int, ...]) -> None:
+        x = randn(4, 8)
+        observer = PerBlockMinMaxObserver(block_size=block, **CHANNELS)
+        out = FakeQuantize(observer)(x)
+        rows, columns = (1, *block)[-2:]
+        columns = 8 if columns == -1 else columns
+        for i in range(0, 4, rows):
+            for j in range(0, 8, columns):
+                part = (slice(i, i + rows), slice(j, j + columns))
+                assert torch.equal(out[part], FakeQuantize(MinMaxObserver, **SYMMETRIC)(x[part]))
+
+    def test_at_run_time_each_batch_has_its_own(self) -> None:
+        made = FakeQuantize(PlaceholderObserver, is_dynamic=True, **AFFINE)
+        for size in (1.0, 100.0):
+            x = size * randn(32)
+            assert torch.equal(made(x), FakeQuantize(MinMaxObserver, **AFFINE)(x))
+
+    def test_at_run_time_each_token_has_its_own(self) -> None:
+        made = FakeQuantize(
+            PlaceholderObserver(
+                torch.int8, (-1,), qscheme=torch.per_channel_affine, is_dynamic=True
+            )
+        )
+        x = randn(2, 3, 16) * torch.tensor([1.0, 10.0, 100.0]).reshape(1, 3, 1)
+        for token, out in zip(x.flatten(0, 1), made(x).flatten(0, 1), strict=True):
+            assert torch.equal(out, FakeQuantize(MinMaxObserver, **AFFINE)(token))
+
+    def test_a_cast(self) -> None:
+        x = randn(8) * 1e-3
+        assert torch.equal(FakeQuantize(PlaceholderObserver(torch.float16))(x), x.half().float())
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_a_smaller_float_type_stays_what_it_is(self, dtype: torch.dtype) -> None:
+        x = randn(4, 6).to(dtype)
+        for made in (FakeQuantize(**AFFINE), LearnableFakeQuantize(**AFFINE)):
+            out = made(x)
+            assert out.dtype is dtype
+            torch.testing.assert_close(out.float(), x.float(), rtol=0, atol=0.05)
+
+    def test_nothing(self) -> None:
+        made = FakeQuantize(**AFFINE)
+        assert made(torch.empty(0, 3)).shape == (0, 3)
+        assert not made.calibrated
+
+
+def parameters_of(made: FakeQuantize) -> tuple[Tensor, Tensor]:
+    made(randn(4, 64))
+    return made.calculate_qparams()
+
+
+class TestGradients:
+    @pytest.mark.parametrize("axis", [None, 0, 1, 2])
+    def test_are_torchs(self, axis: int | None) -> None:
+        """Given the same scale and zero point, with a part of the values beyond the range."""
+        x = 3 * randn(4, 5, 6)
+        shape = () if axis is None else (x.shape[axis],)
+        scale = torch.rand(shape, generator=torch.Generator().manual_seed(1)) * 0.02 + 0.005
+        zero = torch.full(shape, 5, dtype=torch.int32)
+        ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+        out = simulate(ours, scale, zero.long(), -128, 127, axis)
+        if axis is None:
+            expected = torch.fake_quantize_per_tensor_affine(theirs, scale, zero, -128, 127)
+        else:
+            expected = torch.fake_quantize_per_channel_affine(theirs, scale, zero, axis, -128, 127)
+        assert torch.equal(out, expected)
+        upstream = randn(4, 5, 6, seed=2)
+        got = torch.autograd.grad(out, ours, upstream)[0]
+        assert torch.equal(got, torch.autograd.grad(expected, theirs, upstream)[0])
+        assert 0 < int((got == 0).sum()) < got.numel(), "some are clipped"
+
+    def test_pass_within_the_range_alone(self) -> None:
+        made = FixedQParamsFakeQuantize(0.1, 0, torch.int8, quant_min=-8, quant_max=7)
+        x = torch.tensor([-0.9, -0.84, -0.1, 0.0, 0.74, 0.76])
+        _, gradient = gradient_of(made, x)
+        assert (gradient != 0).tolist() == [False, True, True, True, True, False]
+
+    def test_through_blocks(self) -> None:
+        observer = PerBlockMinMaxObserver(
+            block_size=(4,), quant_min=-127, quant_max=127, **CHANNELS
+        )
+        _, gradient = gradient_of(FakeQuantize(observer), randn(4, 8))
+        assert torch.equal(gradient, torch.linspace(-1, 1, 32).reshape(4, 8))
+
+    def test_through_tokens(self) -> None:
+        scheme = {"qscheme": torch.per_channel_affine, "is_dynamic": True}
+        made = FakeQuantize(PlaceholderObserver(torch.int8, (-1,), **scheme))
+        x = randn(4, 8).requires_grad_()
+        for row, whole in zip(x, torch.autograd.grad(made(x).sum(), x)[0], strict=True):
+            single = FakeQuantize(PlaceholderObserver(**AFFINE, is_dynamic=True))
+            assert torch.equal(torch.autograd.grad(single(row).sum(), row)[0], whole)
+
+
+class TestObserving:
+    def test_moving_averages(self) -> None:
+        made = FusedMovingAvgObsFakeQuantize(averaging_constant=0.5, **AFFINE)
+        for size in (1.0, 3.0):
+            made(torch.tensor([-size, 2 * size]))
+        assert float(made.activation_post_process.minimum) == -2.0
+        assert float(made.activation_post_process.maximum) == 4.0
+
+    def test_what_counts_of_a_parameter_is_what_it_is_now(self) -> None:
+        made = FakeQuantize(MinMaxObserver, **SYMMETRIC)
+        made.constant = True
+        made(torch.tensor([10.0, -3.0]))
+        made(torch.tensor([1.0, -2.0]))
+        assert float(made.activation_post_process.minimum) == -2.0
+        assert float(made.activation_post_process.maximum) == 1.0
+
+    def test_switches(self) -> None:
+        made, x = FakeQuantize(**AFFINE), randn(16)
+        made.disable_fake_quant()
+        assert torch.equal(made(x), x)
+        made.enable_fake_quant()
+        made.disable_observer()
+        before = made.calculate_qparams()
+        assert not torch.equal(made(9 * x), 9 * x)
+        assert made.calculate_qparams() == before
+        made.enable_observer()
+        made(9 * x)
+        assert made.calculate_qparams() != before
+
+    def test_torchs_own_helpers_know_them(self) -> None:
+        model = nn.Sequential(FakeQuantize(**AFFINE), nn.ReLU())
+        model(randn(4))
+        model.apply(torch.ao.quantization.disable_observer)
+        model.apply(torch.ao.quantization.disable_fake_quant)
+        assert not model[0].observer_enabled.item()
+        assert torch.equal(model[0](randn(4)), randn(4))
+
+    def test_any_observer(self) -> None:
+        made = FakeQuantize(HistogramObserver, **AFFINE)
+        x = randn(1000)
+        plain = HistogramObserver(**AFFINE)
+        made(x), plain(x)
+        assert made.calculate_qparams() == plain.calculate_qparams()
+
+    def test_without_data_nothing_is_rounded(self) -> None:
+        made = FakeQuantize(**AFFINE)
+        made.disable_observer()
+        assert torch.equal(made(randn(4)), randn(4))
+
+    @pytest.mark.parametrize("mask", [-math.inf, torch.finfo(torch.float32).min, -10000.0], ids=str)
+    def test_a_mask_passes(self, mask: float) -> None:
+        made = FakeQuantize(**AFFINE)
+        made.subject = "scores"
+        x = randn(8).masked_fill(torch.arange(8) > 5, mask)
+        assert torch.equal(made(x), x)
+        assert made.screen.mask is not None
+        assert made.screen.values == 8
+
+    def test_nan_does_not_reach_the_range(self) -> None:
+        made = FakeQuantize(**AFFINE)
+        made(torch.tensor([1.0, math.nan, -1.0]))
+        assert float(made.activation_post_process.maximum) == 1.0
+
+    @pytest.mark.parametrize("bad", [nn.ReLU, FakeQuantize, lambda **_: 3])
+    def test_what_is_no_observer(self, bad: Any) -> None:
+        with pytest.raises((ConfigError, TypeError)):
+            FakeQuantize(bad, **AFFINE) if bad is not nn.ReLU else FakeQuantize(
+                lambda **_: nn.ReLU()
+            )
+
+    def test_what_has_no_averages(self) -> None:
+        with pytest.raises(ConfigError, match="MinMaxObserver has no moving averages"):
+            FusedMovingAvgObsFakeQuantize(MinMaxObserver, **AFFINE)
+
+
+RANGES = [(-1.0, 0.5), (0.0, 1.0), (-3.0, 0.0), (0.5, 2.0), (-1e-6, 1e-6), (0.0, 0.0), (-1e-7, 3e-6),
+          (-2.0, -1.0), (0.0, 1e-5), (-1e-5, 0.0), (-1e-39, 1e-39)]  # fmt: skip
+
+
+class TestCompatibility:
+    @pytest.mark.parametrize("low, high", [(-128, 127), (-127, 127), (-8, 7), (0, 255), (0, 127)])
+    @pytest.mark.parametrize("symmetric", [True, False])
+    def test_fbgemms_parameters_are_torchs(self, low: int, high: int, symmetric: bool) -> None:
+        for minimum, maximum in RANGES:
+            scale, zero = torch.ones(1), torch.zeros(1, dtype=torch.int32)
+            torch.fused_moving_avg_obs_fake_quant(
+                torch.zeros(2), torch.ones(1, dtype=torch.int64) * 0, torch.ones(1, dtype=torch.int64),
+                torch.tensor([minimum]), torch.tensor([maximum]), scale, zero, 0.01, low, high, -1,
+                False, symmetric,
+            )  # fmt: skip
+            torch.fused_moving_avg_obs_fake_quant(
+                torch.tensor([minimum, maximum]), torch.ones(1, dtype=torch.int64),
+                torch.ones(1, dtype=torch.int64), torch.tensor([math.inf]), torch.tensor([-math.inf]),
+                scale, zero, 1.0, low, high, -1, False, symmetric,
+            )  # fmt: skip
+            got = fbgemm_qparams(
+                torch.tensor(minimum), torch.tensor(maximum), low, high, symmetric=symmetric
+            )
+            assert (float(got[0]), int(got[1])) == (float(scale), int(zero)), (minimum, maximum)
+
+    @pytest.mark.parametrize("qscheme", [torch.per_tensor_affine, torch.per_tensor_symmetric])
+    def test_the_compatible_mode_trains_as_torchs(self, qscheme: torch.qscheme) -> None:
+        bounds: dict[str, Any] = {"quant_min": -127, "quant_max": 127, "dtype": torch.int8}
+        theirs = OfTorch(qscheme=qscheme, **{**bounds, "dtype": torch.qint8})
+        ours = FusedMovingAvgObsFakeQuantize(fbgemm_qparams=True, qscheme=qscheme, **bounds)
+        for seed in range(5):
+            x = randn(64, seed=seed) + 0.2
+            mine, other = gradient_of(ours, x), gradient_of(theirs, x)
+            assert torch.equal(mine[0], other[0])
+            assert torch.equal(mine[1], other[1])
+
+    def test_else_train_time_and_deployed_parameters_agree(self) -> None:
+        made = FusedMovingAvgObsFakeQuantize(quant_min=-127, quant_max=127, **SYMMETRIC)
+        x = torch.tensor([-1.0, 0.5])
+        scale, zero = (
+            made.calculate_qparams() if made.calibrated else (made(x), made)[1].calculate_qparams()
+        )
+        assert torch.equal(made(x), by_definition(x, scale, zero, -127, 127))
+        assert float(scale) == pytest.approx(1 / 127)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        FakeQuantize(**AFFINE),
+        FakeQuantize(PerChannelMinMaxObserver, ch_axis=1, **CHANNELS),
+        FusedMovingAvgObsFakeQuantize(ch_axis=1, **CHANNELS),
+        LearnableFakeQuantize(ch_axis=1, **CHANNELS),
+        LearnableFakeQuantize(HistogramObserver, **AFFINE),
+        FakeQuantize(HistogramObserver, **AFFINE),
+        FakeQuantize(PerChannelHistogramObserver, ch_axis=1, **CHANNELS),
+    ],
+    ids=lambda made: type(made).__name__,
+)
+def test_a_state_is_loaded_into_one_that_saw_nothing(made: FakeQuantize) -> None:
+    fresh = copy.deepcopy(made)
+    x = randn(4, 5)
+    made(x)
+    fresh.load_state_dict(made.state_dict())
+    for one, other in zip(made.calculate_qparams(), fresh.calculate_qparams(), strict=True):
+        assert torch.equal(one, other)
+    assert torch.equal(made(x), fresh(x))
+    y = 2 * randn(4, 5, seed=1)
+    assert torch.equal(made(y), fresh(y)), "and goes on as the first would have"
+    assert all(map(torch.equal, made.state_dict().values(), fresh.state_dict().values()))
+
+
+@pytest.mark.parametrize("observer", [HistogramObserver, PerChannelHistogramObserver])
+def test_a_state_without_counts_is_not_complete(observer: Any) -> None:
+    arguments = CHANNELS if observer is PerChannelHistogramObserver else AFFINE
+    made, fresh = (FakeQuantize(observer, **arguments) for _ in range(2))
+    made(randn(4, 5))
+    state = made.state_dict()
+    fresh.load_state_dict(state)
+    counts = "activation_post_process.counts"
+    kept = state[counts].clone()
+    for module in (made, fresh):
+        module(9 * randn(4, 5))
+    assert torch.equal(state[counts], kept), "neither goes on counting in a state"
+    del state[counts]
+    with pytest.raises(RuntimeError, match=r"Missing key.*activation_post_process\.counts"):
+        fresh.load_state_dict(state)
+    fresh.load_state_dict(state, strict=False)
+
+
+def test_statistics_go_from_calibration_to_training() -> None:
+    plain, made = MinMaxObserver(**AFFINE), FakeQuantize(MinMaxObserver, **AFFINE)
+    plain(randn(100))
+    made.take(plain.facts())
+    assert made.calculate_qparams() == plain.calculate_qparams()
+    with pytest.raises(qompose.errors.StatisticsError):
+        FakeQuantize(HistogramObserver, **AFFINE).take(plain.facts())
+    learned = LearnableFakeQuantize(**AFFINE)
+    learned.take(plain.facts())
+    assert float(learned.scale.detach()) == float(plain.calculate_qparams()[0])
+
+
+def test_buffers_that_are_copied_into_it_count() -> None:
+    """As averages of models do, whose own is never called in training."""
+    made, average = (LearnableFakeQuantize(**AFFINE) for _ in range(2))
+    made(randn(50))
+    with torch.no_grad():
+        for own, other in zip(average.parameters(), made.parameters(), strict=True):
+            own.copy_(other)
+        average.started.copy_(made.started)
+    assert average.calibrated
+    assert torch.equal(average.eval()(9 * randn(50)), made(9 * randn(50)))
+    assert average.calculate_qparams() == made.calculate_qparams()

@@ -1,0 +1,456 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Observers of other engines, by their shape alone: what they are made of, shown, asked and blamed for."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import qompose
+import torch
+from qompose.errors import CalibrationError, ConfigError, MemberError, StageError, UncalibratedError
+from qompose.observers.foreign_observer import guard, guard_of
+from qompose.program.meta import GROUP_TAG, tag_of
+from torch import Tensor, nn
+from torch.ao.quantization import fake_quantize, observer
+from torch.ao.quantization.observer import MinMaxObserver, PerChannelMinMaxObserver
+from torch.fx import GraphModule, Node
+
+from tests.core.quantizer.interop.foreign import (
+    INT8,
+    By,
+    Derived,
+    Spec,
+    aten,
+    calls,
+    named,
+    put,
+)
+from tests.core.toy import (
+    WEIGHT_ONLY,
+    convert,
+    export,
+    nodes_calling,
+    observers_of,
+    prepare,
+    randn,
+    seeded,
+    sqnr,
+    toy,
+)
+
+X = randn(8, 6)
+AFFINE, SYMMETRIC = torch.per_tensor_affine, torch.per_tensor_symmetric
+CHANNELS = torch.per_channel_symmetric
+LINEAR = aten.linear.default
+
+
+class Duck(nn.Module):
+    """An observer with no base class, of the range [-1, 1]; it keeps what it was made of and shown."""
+
+    result: Any = (torch.tensor(1 / 127), torch.tensor(0))
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__()
+        self.arguments, self.seen = arguments, []  # type: ignore[var-annotated]
+
+    def forward(self, x: Tensor) -> Any:
+        self.seen.append(x.clone())
+        return x
+
+    def calculate_qparams(self) -> Any:
+        return self.result
+
+
+def spec(maker: Any = Duck, **facts: Any) -> Spec:
+    facts = {"dtype": torch.int8, "quant_min": -128, "quant_max": 127, "qscheme": AFFINE, **facts}
+    return Spec(observer_or_fake_quant_ctr=maker, **facts)
+
+
+def member(x: Any = None, weight: Any = None, bias: Any = None, output: Any = None) -> Any:
+    """A foreign quantizer of all linears; `bias` may be a function of the node."""
+
+    def write(model: GraphModule) -> None:
+        for node in calls(model, LINEAR):
+            made = bias(node) if callable(bias) and not isinstance(bias, Spec) else bias
+            asked = zip(node.args, (x, weight, made), strict=False)
+            put(node, {source: each for source, each in asked if each is not None}, output)
+
+    return qompose.compose(By(write))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+def model() -> Any:
+    return seeded(Model())
+
+
+def observed(module: GraphModule, number: int = 0) -> Any:
+    return module.get_submodule(str(observers_of(module)[number].target))
+
+
+class TestMaking:
+    """The conventions of this field, and who is named where they cannot be followed."""
+
+    def test_a_duck_gets_every_field(self) -> None:
+        prepared = prepare(export(model(), X), member(spec(quant_min=None, qscheme=None)))
+        given = {"dtype": torch.int8, "quant_min": None, "quant_max": 127, "qscheme": None}
+        assert observed(prepared).arguments == {**given, "is_dynamic": False}
+
+    def test_it_is_moved_to_where_its_tensor_is(self) -> None:
+        moved: list[Any] = []
+
+        class Moving(Duck):
+            def to(self, *args: Any, **options: Any) -> Any:
+                moved.append(args)
+                return super().to(*args, **options)
+
+        prepare(export(model(), X), member(spec(Moving)))
+        assert moved == [(X.device,)]
+
+    def test_the_observer_has_the_last_word_on_the_axis(self) -> None:
+        """It cannot be told of axis 1, and estimates along its own."""
+
+        class Rows(PerChannelMinMaxObserver):
+            def __init__(self, dtype: Any, qscheme: Any, is_dynamic: Any, **bounds: Any) -> None:
+                super().__init__(0, dtype, qscheme, is_dynamic=is_dynamic, **bounds)
+
+        made = lambda dtype, qscheme, quant_min, quant_max, is_dynamic: Rows(  # noqa: E731
+            dtype, qscheme, is_dynamic, quant_min=quant_min, quant_max=quant_max
+        )
+        weight = spec(made, qscheme=CHANNELS, ch_axis=1)
+        converted = convert(export(model(), X), member(weight=weight), X)
+        (node,) = nodes_calling(converted, "dequantize_per_channel")
+        assert node.args[3] == 0
+        assert converted.get_buffer("inner.weight_scale").shape == (4,)
+        assert sqnr(model()(X), converted(X)) > 30
+
+    def test_the_axis_counts_inside_a_fake_quantizer(self) -> None:
+        maker = fake_quantize.FakeQuantize.with_args(observer=PerChannelMinMaxObserver)
+        weight = spec(maker, qscheme=CHANNELS, ch_axis=1)
+        converted = convert(export(model(), X), member(weight=weight), X)
+        (node,) = nodes_calling(converted, "dequantize_per_channel")
+        assert node.args[3] == 1
+        assert converted.get_buffer("inner.weight_scale").shape == (6,)
+
+    def test_the_observer_may_take_fewer_steps(self) -> None:
+        maker = MinMaxObserver.with_args(reduce_range=True)
+        asked = spec(maker, dtype=torch.uint8, quant_min=None, quant_max=None)
+        with pytest.warns(UserWarning, match="reduce_range"):
+            converted = convert(export(model(), X), member(asked), X)
+        (node,) = nodes_calling(converted, "quantize_per_tensor")
+        assert node.args[3:5] == (0, 127)
+
+    @pytest.mark.parametrize(
+        ("maker", "error", "message"),
+        [
+            pytest.param(lambda **_: 3, ConfigError, "is 3, which is no torch.nn.Module", id="3"),
+            pytest.param(lambda **_: nn.Identity(), ConfigError, "no calculate_qparams", id="no"),
+            pytest.param(lambda: Duck(), ConfigError, "unexpected keyword", id="arguments"),
+            pytest.param(lambda **_: 1 / 0, MemberError, "factory of .*ZeroDiv", id="fails"),
+            pytest.param(
+                lambda **_: MinMaxObserver(torch.qint32), ConfigError,
+                "is a MinMaxObserver of torch.qint32, and it is int8", id="another type",
+            ),
+            pytest.param(
+                lambda **_: MinMaxObserver(quant_min=0, quant_max=200, dtype=torch.qint8),
+                ConfigError, r"quant_max=200 is not a range within torch.int8", id="range",
+            ),
+        ],
+    )  # fmt: skip
+    def test_who_is_blamed(self, maker: Any, error: type[Exception], message: str) -> None:
+        """Tensor, module path, owner and rule; wherever the fault shows."""
+
+        with pytest.raises(error, match=message) as caught:
+            convert(export(model(), X), member(spec(maker)), X)
+        assert "x -> linear in inner (tests.By, rule annotation)" in str(caught.value)
+
+    def test_integers_outside_the_type_are_refused(self) -> None:
+        with pytest.raises(ConfigError, match=r"x -> linear.*quant_max=255.*torch.int8"):
+            prepare(export(model(), X), member(spec(quant_min=0, quant_max=255)))
+
+
+class TestGuard:
+    """What an observer is shown, and what becomes of what it returns."""
+
+    def calibrated(self, kind: Callable[..., nn.Module], x: Tensor = X, **facts: Any) -> Any:
+        prepared = prepare(export(model(), X), member(spec(kind, **facts)))
+        prepared(x)
+        return observed(prepared)
+
+    def test_it_is_the_very_module_that_was_made(self) -> None:
+        made: list[nn.Module] = []
+        maker = lambda **arguments: made.append(Duck(**arguments)) or made[-1]  # type: ignore[func-returns-value]  # noqa: E731
+        assert self.calibrated(maker) is made[0]
+        assert torch.equal(made[0].seen[0], X)  # type: ignore[union-attr, index]
+
+    def test_masks_and_nan_do_not_come_to_it(self) -> None:
+        masked = X.clone()
+        masked[0, 0] = -torch.inf
+        assert torch.isfinite(self.calibrated(Duck, masked).seen[0]).all()
+        with pytest.raises(CalibrationError, match=r"x -> linear .*holds NaN"):
+            self.calibrated(Duck, X / 0 * 0)
+
+    @pytest.mark.parametrize("result", [None, 3, torch.ones(2)])
+    def test_what_it_returns_is_a_tensor_of_that_size(self, result: Any) -> None:
+        class Returning(Duck):
+            def forward(self, x: Tensor) -> Any:
+                return result
+
+        with pytest.raises(MemberError, match=r"Returning, .*x -> linear.*returned .*\(8, 6\)"):
+            self.calibrated(Returning)
+
+    def test_what_it_raises_names_the_tensor(self) -> None:
+        class Raising(Duck):
+            def forward(self, x: Tensor) -> Any:
+                raise IndexError("out")
+
+        with pytest.raises(MemberError, match=r"Raising, .*x -> linear.*IndexError: out"):
+            self.calibrated(Raising)
+
+    def test_a_guard_stands_once_and_is_copied_with_its_observer(self) -> None:
+        first = guard(Duck(), "a")
+        assert guard(first, "b") is first
+        assert guard_of(first).subject == "a"  # type: ignore[union-attr]
+        twin: Any = copy.deepcopy(first)
+        twin(X)
+        assert len(twin.seen) == 1
+        assert first.seen == []
+        assert guard_of(twin).screen.values == X.numel()  # type: ignore[union-attr]
+        assert guard_of(first).screen.values == 0  # type: ignore[union-attr]
+
+    @pytest.mark.parametrize(
+        ("maker", "axis"),
+        [
+            (PerChannelMinMaxObserver, 0),
+            (PerChannelMinMaxObserver, -1),
+            (observer.MovingAveragePerChannelMinMaxObserver, 0),
+            (observer.MovingAveragePerChannelMinMaxObserver, -1),
+            (fake_quantize.FakeQuantize.with_args(observer=PerChannelMinMaxObserver), 0),
+        ],
+    )
+    def test_a_vector_of_channels_can_be_observed(self, maker: Any, axis: int) -> None:
+        """Torch's observers flatten all dimensions but the first, of which a bias has no other."""
+        asked = spec(maker, qscheme=CHANNELS, quant_min=-127, ch_axis=axis)
+        converted = convert(export(model(), X), member(bias=asked), X)
+        bias = model().inner.bias
+        assert torch.equal(converted.get_buffer("inner.bias_scale"), (bias.abs() / 127).detach())
+        assert torch.equal(
+            converted.get_buffer("inner.bias_q").abs(), torch.full((4,), 127, dtype=torch.int8)
+        )
+        assert sqnr(model()(X), converted(X)) > 100
+
+
+class TestParameters:
+    """Nonsense from `calculate_qparams` is refused by name, and what can be read is read."""
+
+    @pytest.mark.parametrize(
+        ("result", "error", "message"),
+        [
+            (None, MemberError, "TypeError"),
+            ((torch.tensor(1.0),), MemberError, "not enough values"),
+            ((torch.tensor(1.0), None), MemberError, "calculate_qparams of the observer"),
+            (("a", "b"), MemberError, "calculate_qparams of the observer"),
+            ((torch.tensor(0.0), torch.tensor(0)), CalibrationError, "not positive and finite"),
+            ((torch.tensor(float("nan")), torch.tensor(0)), CalibrationError, "not positive"),
+            ((torch.ones(3), torch.zeros(3)), CalibrationError, "3 scales and 3 zero points, not 1"),
+            ((torch.tensor(1.0), torch.tensor(200)), CalibrationError, r"outside \[-128, 127\]"),
+            ((torch.tensor(1.0), torch.tensor(0.5)), CalibrationError, "has integers"),
+            ((torch.tensor(1.0), torch.tensor(float("nan"))), CalibrationError, "zero point nan"),
+        ],
+    )  # fmt: skip
+    def test_nonsense(self, result: Any, error: type[Exception], message: str) -> None:
+        class Nonsense(Duck):
+            pass
+
+        Nonsense.result = result
+        prepared = prepare(export(model(), X), member(spec(Nonsense)))
+        prepared(X)
+        with pytest.raises(error, match=message) as caught:
+            qompose.convert_pt2e(prepared)
+        assert "x -> linear in inner (tests.By, rule annotation)" in str(caught.value)
+        assert observers_of(prepared), "it is as it was"
+
+    @pytest.mark.parametrize(
+        "result", [(0.25, 3), (torch.tensor([0.25]), torch.tensor([3.0])), [0.25, torch.tensor(3)]]
+    )
+    def test_numbers_in_any_form(self, result: Any) -> None:
+        class Fixed(Duck):
+            pass
+
+        Fixed.result = result
+        converted = convert(export(model(), X), member(spec(Fixed)), X)
+        (node,) = nodes_calling(converted, "quantize_per_tensor")
+        assert node.args[1:3] == (0.25, 3)
+        assert isinstance(node.args[2], int)
+
+    def test_channels_in_a_column(self) -> None:
+        class PerChannelColumn(Duck):
+            qscheme, ch_axis = CHANNELS, 0
+            result = torch.full((4, 1), 0.5), torch.zeros(4, 1, dtype=torch.int64)
+
+        weight = spec(PerChannelColumn, qscheme=CHANNELS, ch_axis=0)
+        converted = convert(export(model(), X), member(weight=weight), X)
+        assert torch.equal(converted.get_buffer("inner.weight_scale"), torch.full((4,), 0.5))
+        assert torch.equal(
+            converted.get_buffer("inner.weight_q"),
+            torch.round(model().inner.weight * 2).to(torch.int8),
+        )
+
+    @pytest.mark.parametrize("calibrate", [False, True], ids=["never run", "run twice"])
+    def test_parameters_are_shown_once_for_each_run(self, calibrate: bool) -> None:
+        """Where nothing ran, conversion shows them: weights need no data."""
+        prepared = prepare(export(model(), X), member(weight=spec(Duck)))
+        for _ in range(2 if calibrate else 0):
+            prepared(X)
+        qompose.convert_pt2e(prepared)
+        assert len(observed(prepared).seen) == (2 if calibrate else 1)
+
+    @pytest.mark.parametrize(
+        "maker",
+        [
+            MinMaxObserver, observer.HistogramObserver, observer.MovingAverageMinMaxObserver,
+            fake_quantize.FakeQuantize.with_args(observer=MinMaxObserver),
+            fake_quantize.FusedMovingAvgObsFakeQuantize,
+        ],
+    )  # fmt: skip
+    def test_what_saw_no_data_is_named(self, maker: Any) -> None:
+        prepared = prepare(export(model(), X), member(spec(maker)))
+        with pytest.raises(UncalibratedError, match=r"x -> linear in inner \(tests.By, rule annot"):
+            qompose.convert_pt2e(prepared)
+
+    def test_derived_parameters_see_the_very_observers(self) -> None:
+        seen: list[list[Any]] = []
+
+        def derive(observers: list[Any]) -> tuple[Tensor, Tensor]:
+            seen.append(observers)
+            scales = [o.calculate_qparams()[0] for o in observers]
+            return scales[0] * scales[1], torch.zeros(1)
+
+        def bias(node: Node) -> Derived:
+            edges = tuple((source, node) for source in node.args[:2])
+            return Derived(edges, derive, torch.int32, -(2**31), 2**31 - 1)
+
+        weight = spec(MinMaxObserver, qscheme=SYMMETRIC)
+
+        class Derivable(MinMaxObserver):
+            pass
+
+        prepared = prepare(export(model(), X), member(spec(Derivable), weight, bias))
+        prepared(X)
+        converted = qompose.convert_pt2e(prepared)
+        assert [type(o) for o in seen[0]] == [Derivable, MinMaxObserver]
+        assert all(any(o is other for other in prepared.modules()) for o in seen[0])
+        assert converted.get_buffer("inner.bias_q").dtype is torch.int32
+        assert sqnr(model()(X), converted(X)) > 25
+
+
+class Looking(Duck):
+    """Like one of the field: it keeps the graph it was annotated on, and looks observers up in it."""
+
+    def __init__(self, graph: Any, node_name: str, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.graph, self.node_name = graph, node_name
+        next(n for n in graph.nodes if n.name == node_name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        (cat,) = (n for n in self.graph.nodes if n.name == self.node_name)
+        for node in cat.args[0]:
+            getattr(node.graph.owning_module, node.name).width = float(x.abs().max())
+        return x
+
+
+class Cat(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([torch.tanh(x), torch.sin(x)]).cos()
+
+
+class TestNames:
+    """Observers find one another in the prepared program."""
+
+    def quantizer(self) -> Any:
+        def write(model: GraphModule) -> None:
+            cat = named(model, "cat")
+            maker = observer._with_args(Looking, graph=model.graph, node_name="cat")
+            put(cat, dict.fromkeys(cat.all_input_nodes, spec()), spec(maker, quant_max=126))
+
+        return qompose.compose(By(write))
+
+    def test_an_observer_that_keeps_the_annotated_graph(self) -> None:
+        prepared = prepare(export(Cat(), X), self.quantizer())
+        prepared(X)
+        found = [getattr(observed(prepared, n), "width", None) for n in range(3)]
+        assert found == [float(X.tanh().abs().max().maximum(X.sin().abs().max()))] * 2 + [None]
+        assert observed(prepared, 2).graph is prepared.graph
+        assert prepared.graph.owning_module is prepared
+        assert sqnr(Cat()(X), qompose.convert_pt2e(prepared)(X)) > 15
+
+    @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
+    def test_a_copy_of_the_program_has_observers_of_its_own(self) -> None:
+        prepared = prepare(export(Cat(), X), self.quantizer())
+        twin = copy.deepcopy(prepared)
+        twin(X)
+        assert hasattr(observed(twin), "width")
+        assert not hasattr(observed(prepared), "width")
+
+    def test_every_call_has_the_name_of_its_module_at_the_root(self) -> None:
+        """One observer for several tensors has several names."""
+
+        def write(model: GraphModule) -> None:
+            for node in calls(model, aten.tanh.default, aten.sin.default):
+                put(node, output=INT8)
+            cat = named(model, "cat")
+            put(cat, dict.fromkeys(cat.all_input_nodes, INT8), INT8)
+
+        prepared = prepare(export(Cat(), X), qompose.compose(By(write)))
+        nodes = observers_of(prepared)
+        assert [node.name for node in nodes] == [node.target for node in nodes]
+        assert {node.name for node in nodes} == {f"activation_post_process_{n}" for n in range(3)}
+        assert prepared.graph.owning_module is prepared
+        shared = {tag_of(node, GROUP_TAG): prepared.get_submodule(node.name) for node in nodes}
+        for node in nodes:
+            assert prepared.get_submodule(node.name) is shared[tag_of(node, GROUP_TAG)]
+
+    def test_names_that_the_program_has_already_are_left_to_it(self) -> None:
+        class Taken(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.activation_post_process_0 = nn.Linear(6, 4)
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.activation_post_process_0(x)
+
+        float_model = seeded(Taken())
+        prepared = prepare(export(float_model, X), member(spec(), spec(MinMaxObserver)))
+        assert torch.equal(prepared(X), float_model(X))
+        assert isinstance(observed(prepared, 1), Duck)
+
+    def test_observers_that_are_gone_are_named(self) -> None:
+        prepared = prepare(export(model(), X), toy(config=WEIGHT_ONLY))
+        (node,) = observers_of(prepared)
+        node.replace_all_uses_with(node.args[0])
+        prepared.graph.erase_node(node)
+        with pytest.raises(StageError, match="lost observers: inner_weight -> linear"):
+            qompose.convert_pt2e(prepared)
+
+    def test_an_observer_that_a_user_puts_in_its_place(self) -> None:
+        """Tools of this field replace observers of a prepared program by name."""
+        prepared = prepare(export(model(), X), member(spec(MinMaxObserver)))
+        (node,) = observers_of(prepared)
+        other = observer.FixedQParamsObserver(0.125, 42, torch.int8, AFFINE, -128, 127)
+        setattr(prepared, node.name, other)
+        prepared(X)
+        (quantize,) = nodes_calling(qompose.convert_pt2e(prepared), "quantize_per_tensor")
+        assert quantize.args[1:3] == (0.125, 42)
+        setattr(prepared, node.name, observer.FixedQParamsObserver(0.125, 42, torch.uint8))
+        with pytest.raises(ConfigError, match=r"x -> linear in inner.*of torch.uint8, and"):
+            qompose.convert_pt2e(prepared)

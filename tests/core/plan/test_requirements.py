@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model asks of the machine: asked once, kept with the model, and held against every machine."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import qompose
+import torch
+from qompose import QomposeWarning
+from qompose.backend import RuleUse, discovery
+from qompose.errors import (
+    ArtefactError,
+    ConfigError,
+    MemberError,
+    RequirementError,
+    RequirementWarning,
+)
+from qompose.storage.program_json import decode_record, encode_record
+from torch import nn
+from torch.fx import GraphModule
+
+from tests.core.offering import offered_by_a_package
+from tests.core.toy import (
+    INT8,
+    LINEAR,
+    VIEW,
+    WEIGHT,
+    ToyBackend,
+    convert,
+    export,
+    randn,
+    seeded,
+    toy,
+)
+
+X = randn(6, 8)
+BITS = {"bits": "many"}
+
+
+class Here:
+    """A machine, and the toy backend's opinion of it."""
+
+    def __init__(self) -> None:
+        self.uses: list[Sequence[RuleUse]] = []
+        self.reason: str | None = None
+        self.answer: Any = BITS
+
+    def requirements(self, uses: Sequence[RuleUse]) -> Any:
+        self.uses.append(uses)
+        return self.answer
+
+    def objection(self, requirements: Mapping[str, str]) -> str | None:
+        assert requirements == BITS
+        return self.reason
+
+    @property
+    def facts(self) -> dict[str, Callable[..., Any]]:
+        return {"requirements": self.requirements, "objection": self.objection}
+
+
+@pytest.fixture
+def here() -> Iterator[Here]:
+    """The toy backend as installed, here."""
+    machine = Here()
+    with offered_by_a_package(lambda: ToyBackend(**machine.facts)):
+        yield machine
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).view(-1, 16))
+
+
+def converted(**facts: Any) -> GraphModule:
+    return convert(export(seeded(MLP()), X), toy(LINEAR, VIEW, **facts), X)
+
+
+def test_a_backend_is_asked_once_with_the_specification_of_each_role(here: Here) -> None:
+    model = converted(**here.facts)
+    (uses,) = here.uses
+    linears = {"input": INT8, "weight": WEIGHT, "output": INT8}
+    assert [(use.rule, use.mode, dict(use.specs)) for use in uses] == [
+        ("linear", "static", linears),
+        ("linear", "static", linears),
+        ("view", "static", {"self": INT8, "output": INT8}),
+    ]
+    assert "toy requires bits many" in qompose.report(model).notes
+    assert "toy requires bits many" in qompose.report(qompose.lower(model)).notes
+
+
+def test_claims_that_were_not_followed_ask_for_nothing(here: Here) -> None:
+    prepared = qompose.prepare_pt2e(export(seeded(MLP()), X), toy(LINEAR, **here.facts))
+    with pytest.warns(QomposeWarning, match="followed none of all claims"):
+        model = qompose.convert_pt2e(prepared, allow_uncalibrated=True)
+    assert here.uses == []
+    assert "requires" not in str(qompose.report(model))
+
+
+def test_who_asks_for_nothing_is_not_noted() -> None:
+    assert "requires" not in str(qompose.report(converted()))
+
+
+@pytest.mark.parametrize("answer", [None, {"bits": 8}, {8: "bits"}, ["bits"]], ids=str)
+def test_an_answer_that_cannot_be_stored(here: Here, answer: Any) -> None:
+    here.answer = answer
+    with pytest.raises(ConfigError, match="backend 'toy': requirements gave"):
+        converted(**here.facts)
+
+
+def test_a_backend_that_fails_is_named() -> None:
+    def fail(*_: object) -> Any:
+        raise RuntimeError("no idea")
+
+    with pytest.raises(
+        MemberError, match="backend 'toy': requirements raised RuntimeError: no idea"
+    ):
+        converted(requirements=fail)
+    model = converted(requirements=lambda uses: BITS, objection=fail)
+    with pytest.raises(MemberError, match="backend 'toy': objection raised RuntimeError: no idea"):
+        qompose.lower(model)
+
+
+def test_a_machine_that_has_it_is_told_nothing(here: Here, tmp_path: Path) -> None:
+    qompose.save(converted(**here.facts), tmp_path / "model")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loaded = qompose.load(tmp_path / "model")
+        qompose.lower(loaded)
+    assert "toy requires bits many" in qompose.report(loaded).notes
+
+
+class TestAnotherMachine:
+    """The model says `bits many`, and there are few."""
+
+    def saved(self, here: Here, path: Path) -> GraphModule:
+        model = converted(**here.facts)
+        qompose.save(model, path)
+        here.reason = "there are few; buy some"
+        return model
+
+    def test_refuses_to_load(self, here: Here, tmp_path: Path) -> None:
+        path = tmp_path / "model"
+        self.saved(here, path)
+        with pytest.raises(RequirementError) as raised:
+            qompose.load(path)
+        assert isinstance(raised.value, ArtefactError)
+        message = str(raised.value)
+        assert message.startswith(f"{path} was made for another machine:")
+        assert "toy requires bits many: there are few; buy some" in message
+        assert "allow_mismatch=True" in message
+
+    def test_loads_what_is_asked_for_all_the_same(self, here: Here, tmp_path: Path) -> None:
+        model = self.saved(here, tmp_path / "model")
+        with pytest.warns(
+            RequirementWarning, match="toy requires bits many: there are few"
+        ) as said:
+            loaded = qompose.load(tmp_path / "model", allow_mismatch=True)
+        assert [Path(w.filename).name for w in said] == ["test_requirements.py"]
+        with pytest.warns(RequirementWarning, match="toy requires bits many: there are few"):
+            lowered = qompose.lower(loaded)
+        assert torch.equal(loaded(X), model(X))
+        assert qompose.report(lowered).count("int8 kernel") == 3
+
+    def test_is_said_where_the_model_is_lowered(self, here: Here) -> None:
+        model = converted(**here.facts)
+        here.reason = "there are few"
+        with pytest.warns(RequirementWarning, match="for another machine") as said:
+            qompose.lower(model)
+        assert [Path(w.filename).name for w in said] == ["test_requirements.py"]
+
+    def test_is_no_matter_for_another_runtime(self, here: Here) -> None:
+        chip = qompose.backend.Target(
+            "chip", lambda model, signature: qompose.backend.Finished(model)
+        )
+        kernels = {"chip": LINEAR.kernels["torch"]}
+        rule = qompose.backend.Rule(**{**LINEAR.__dict__, "kernels": kernels})
+        here.reason = "there are few"
+        program = export(seeded(nn.Linear(8, 4)), X)
+        model = convert(program, toy(rule, targets=(chip,), **here.facts), X)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            qompose.lower(model, "chip")
+
+    def test_can_be_reported(
+        self, here: Here, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        from qompose.cli.main import main
+
+        self.saved(here, tmp_path / "model")
+        assert main(["report", str(tmp_path / "model"), "--json"]) == 0
+        assert "toy requires bits many" in json.loads(capsys.readouterr().out)["notes"]
+
+
+def test_without_its_backend_a_model_loads_as_before(
+    here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    qompose.save(converted(**here.facts), tmp_path / "model")
+    monkeypatch.setattr(discovery, "entry_points", lambda group: [])
+    assert torch.equal(qompose.load(tmp_path / "model")(X), converted()(X))
+
+
+def test_files_of_earlier_releases_ask_for_nothing() -> None:
+    data = encode_record(converted(requirements=lambda uses: BITS).meta["qompose"])
+    assert decode_record(data).requirements == {"toy": BITS}
+    del data["requirements"]
+    assert decode_record(data).requirements == {}
+
+
+def test_forged_requirements_are_refused() -> None:
+    data = encode_record(converted(requirements=lambda uses: BITS).meta["qompose"])
+    forged = json.loads(json.dumps(data["requirements"]).replace('"many"', "7"))
+    with pytest.raises(TypeError, match=r"Record\.requirements is"):
+        decode_record({**data, "requirements": forged})

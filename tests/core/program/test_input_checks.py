@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""No stage computes on inputs that the program was not exported for."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import qompose
+import torch
+from hypothesis import given, strategies as st
+from qompose.errors import InputError
+from qompose.program.input_guards import input_checks, read_tree, source
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+from torch.fx import GraphModule
+
+from tests.core.toy import LINEAR, export, prepare, randn, seeded, toy
+
+
+class Mean(nn.Module):
+    """Divides by a size, which export takes for a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 4)
+
+    def forward(self, x: Tensor, factors: dict[str, Tensor], times: int, base: float) -> Tensor:
+        return self.linear(x).sum(1) / x.shape[1] * factors["a"] * times + base
+
+
+class Sizes(nn.Module):
+    """Takes another way by the sizes of its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        total = self.linear(x).sum(0)
+        return total + y.sum() if 2 * x.shape[0] > y.shape[0] + 1 else total - y.sum()
+
+
+class Loose(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return x.sum() + y.sum()
+
+
+X, A = randn(4, 2, 3), randn(4, 4)
+INPUTS = (X, {"a": A}, 3, 0.5)
+ROWS = Dim("rows", min=3, max=9)
+
+
+def program() -> ExportedProgram:
+    shapes = ({0: ROWS}, {"a": {0: ROWS}}, None, None)
+    return torch.export.export(seeded(Mean()), INPUTS, dynamic_shapes=shapes)
+
+
+def prepared(exported: ExportedProgram | GraphModule) -> GraphModule:
+    return prepare(exported, toy(LINEAR))
+
+
+def converted(exported: ExportedProgram | GraphModule, **options: Any) -> GraphModule:
+    model = prepared(exported)
+    model(*INPUTS)
+    return qompose.convert_pt2e(model, **options)
+
+
+def loaded(exported: ExportedProgram, folder: Path) -> GraphModule:
+    qompose.save(converted(exported), folder / "m.qompose")
+    return qompose.load(folder / "m.qompose")
+
+
+def copied(model: GraphModule) -> GraphModule:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of torch, about its own trees
+        return copy.deepcopy(model)
+
+
+STAGES: dict[str, Callable[[ExportedProgram, Path], Any]] = {
+    "prepared": lambda p, _: prepared(p),
+    "prepared from the module": lambda p, _: prepared(p.module()),
+    "prepared for training": lambda p, _: qompose.prepare_qat_pt2e(p, toy(LINEAR)),
+    "converted": lambda p, _: converted(p),
+    "reference": lambda p, _: converted(p, use_reference_representation=True),
+    "loaded": loaded,
+    "lowered": lambda p, _: qompose.lower(converted(p)),
+    "copied": lambda p, _: copied(qompose.lower(converted(p))),
+    "compiled": lambda p, _: torch.compile(converted(p), backend="eager"),
+    "compiled for any size": lambda p, _: torch.compile(
+        qompose.lower(converted(p)), backend="eager", dynamic=True
+    ),
+}
+WRONG = {
+    "x is a tensor of shape [4, 3, 3], and the program was exported for [any, 2, 3]": (
+        randn(4, 3, 3),
+        *INPUTS[1:],
+    ),
+    "x is a tensor of shape [4, 2], and": (randn(4, 2), *INPUTS[1:]),
+    "factors_a is a tensor of shape [4], and": (X, {"a": randn(4)}, 3, 0.5),
+    "exported for factors_a.shape[0] == x.shape[0]": (X, {"a": randn(1, 4)}, 3, 0.5),
+    "exported for x.shape[0] <= 9": (randn(10, 2, 3), {"a": randn(10, 4)}, 3, 0.5),
+    "exported for x.shape[0] >= 3": (randn(2, 2, 3), {"a": randn(2, 4)}, 3, 0.5),
+    "times is 4, and the program was exported for 3": (X, {"a": A}, 4, 0.5),
+    "times is None, and": (X, {"a": A}, None, 0.5),
+    "times is a tensor of shape [], and": (X, {"a": A}, torch.tensor(3), 0.5),
+    "base is nan, and the program was exported for 0.5": (X, {"a": A}, 3, float("nan")),
+}
+
+
+@pytest.fixture(scope="module", params=STAGES)
+def stage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return STAGES[request.param](program(), tmp_path_factory.mktemp("files"))
+
+
+@pytest.mark.parametrize("said", WRONG)
+def test_other_inputs_are_refused_at_every_stage(stage: Any, said: str) -> None:
+    with pytest.raises(InputError) as refused:
+        stage(*WRONG[said])
+    assert f"the input {said}" in str(refused.value) or said in str(refused.value)
+    assert "dynamic_shapes" in str(refused.value)
+
+
+@pytest.mark.parametrize("rows", [3, 9])
+def test_sizes_that_may_vary_do(stage: Any, rows: int) -> None:
+    x, a = randn(rows, 2, 3), randn(rows, 4)
+    assert stage(x, {"a": a}, 3, 0.5).shape == (rows, 4)
+
+
+def test_compare_and_calibrate_name_the_batch() -> None:
+    model = prepared(program())
+    with pytest.raises(
+        qompose.errors.CalibrationError, match=r"batch 2 does not fit the model: the input x"
+    ):
+        qompose.calibrate(model, [INPUTS, WRONG["exported for x.shape[0] <= 9"]])
+    with pytest.raises(
+        qompose.errors.CalibrationError, match=r"input 1 does not fit the model: the input x"
+    ):
+        qompose.compare(program(), model, [WRONG["exported for x.shape[0] <= 9"]])
+
+
+def accepted(model: Any, *inputs: Any) -> bool:
+    try:
+        model(*inputs)
+    except (InputError, AssertionError):
+        return False
+    return True
+
+
+DYNAMIC = {0: Dim.DYNAMIC}
+DERIVED = {
+    "sizes that choose a way": (Sizes(), (DYNAMIC, DYNAMIC)),
+    "one that is twice another, and one": (Loose(), ({0: ROWS}, {0: 2 * ROWS + 1})),
+    "two that are computed from one": (Loose(), ({0: 2 * ROWS}, {0: 3 * ROWS + 2})),
+    "equal ones": (Loose(), ({0: ROWS}, {0: ROWS})),
+}
+
+
+@pytest.fixture(scope="module", params=DERIVED)
+def both(request: pytest.FixtureRequest) -> tuple[Any, Any]:
+    model, shapes = DERIVED[request.param]
+    sizes = {"sizes that choose a way": (8, 8), "equal ones": (8, 8)}.get(request.param)
+    first, second = sizes or ((4, 9) if "twice" in request.param else (8, 14))
+    program = export(seeded(model), randn(first, 3), randn(second, 3), dynamic_shapes=shapes)
+    return program.module(), prepared(program)
+
+
+@given(rows=st.integers(2, 24), others=st.integers(2, 30))
+def test_what_torch_refuses_is_refused_and_nothing_else(
+    both: tuple[Any, Any], rows: int, others: int
+) -> None:
+    inputs = randn(rows, 3), randn(others, 3)
+    exported, model = both
+    assert accepted(model, *inputs) == accepted(exported, *inputs)
+
+
+class Halves(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.view(-1, 2, 3).sum(1)
+
+
+@pytest.mark.parametrize(("rows", "fits"), [(2, True), (4, True), (6, True), (3, False)])
+def test_what_export_assumes_of_zero_and_one_is_no_condition(rows: int, fits: bool) -> None:
+    """torch refuses two rows here, because half of them is one."""
+    model = prepared(export(Halves(), randn(8, 3), dynamic_shapes=({0: Dim.DYNAMIC},)))
+    assert accepted(model, randn(rows, 3)) == fits
+
+
+def test_a_number_that_varies() -> None:
+    class Counted(nn.Module):
+        def forward(self, x: Tensor, count: int) -> Tensor:
+            return x + torch.arange(count).sum()
+
+    program = torch.export.export(Counted(), (X, 5), dynamic_shapes=(None, Dim.DYNAMIC))
+    assert torch.equal(prepared(program)(X, 7), X + 21)
+
+
+class TestFiles:
+    @pytest.mark.parametrize("tree", [3, ["size", 1, 2], ["value", 0], ["Mod", ["size", 0, 0], 2]])
+    def test_conditions(self, tree: Any) -> None:
+        assert read_tree(tree, 2) == tree
+
+    @pytest.mark.parametrize(
+        "data",
+        [
+            *("x", None, True, 1.5, [], ["size"], {"size": 0}, ["Pow", 1, 2], ["Add", "x"]),
+            *(["size", 2, 0], ["size", -1, 0], ["size", 0, "0"], ["size", 0, True], ["size", 0]),
+            *(["value", 0, 0], ["Equality", ["size", 0, 0], ["__import__", "os"]]),
+        ],
+    )
+    def test_what_is_no_condition_never_becomes_source(self, data: Any) -> None:
+        with pytest.raises(ValueError, match="is no condition on 2 inputs"):
+            read_tree(data, 2)
+
+    def test_source(self) -> None:
+        tree = ["Equality", ["Mod", ["Add", ["size", 0, 1], 2], 3], ["value", 1]]
+        assert source(tree, ["x", "n"]) == "(((x.shape[1] + 2) % 3) == n)"
+
+
+def test_symbolic_tracing_passes() -> None:
+    traced = torch.fx.symbolic_trace(converted(program()), concrete_args=None)
+    assert traced(*INPUTS).shape == (4, 4)
+
+
+def test_placeholders_without_examples_are_not_checked() -> None:
+    graph = torch.fx.symbolic_trace(nn.Linear(3, 4)).graph
+    assert not list(input_checks(graph.find_nodes(op="placeholder")).lines(["x"]))

@@ -1,0 +1,484 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tentative rewrites: made where they change rounding alone and a claim covers them, and nowhere else."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from typing import Any
+
+import pytest
+import qompose
+import torch
+from qompose.plan.plan import Rewrite
+from qompose.program.graph import copy_graph_module
+from qompose.program.rewrites import (
+    FOLD_BATCH_NORM,
+    SCALAR_TO_TENSOR,
+    apply_rewrites,
+    find_rewrites,
+)
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
+
+from tests.core.toy import (
+    ADD,
+    CONV,
+    CONV_RELU,
+    LINEAR,
+    NullQuantizer,
+    OperatorPattern,
+    Pattern,
+    export,
+    operators,
+    plan_of,
+    prepare,
+    randn,
+    rule,
+    seeded,
+    sqnr,
+    toy,
+)
+from tests.zoo import ZooModel, by_name, tagged
+
+aten = torch.ops.aten
+
+EXPECTED = {
+    "bn_conv_two_norms": ["(aten.conv2d in conv) is shared"] * 2,
+    "bn_conv_output_two_norms": ["has other consumers"] * 2,
+    "bn_conv_with_and_without": ["weight of conv2d (aten.conv2d in normed) is shared"],
+    "bn_conv_skip": ["conv2d (aten.conv2d in conv) has other consumers"],
+    "bn_linear_skip": ["linear (aten.linear in linear) has other consumers"],
+    "bn_linear_tied": ["weight of linear (aten.linear in linear) is shared"],
+}
+"""Why each batch norm of the zoo's `fold` models must stay."""
+
+
+def test_all_fold_models_of_the_zoo_are_listed_here() -> None:
+    assert {model.name for model in tagged("fold")} == set(EXPECTED)
+
+
+@pytest.mark.parametrize("quantizer", [toy(CONV, LINEAR), NullQuantizer()], ids=["toy", "null"])
+@pytest.mark.parametrize("model", tagged("fold"), ids=str)
+def test_obstacles_are_reported_and_nothing_is_folded(
+    model: ZooModel, quantizer: qompose.Quantizer
+) -> None:
+    program, inputs = model.export(), model.inputs()
+    prepared = prepare(program, quantizer)
+    assert plan_of(prepared).rewrites == ()
+    obstacles = [note for note in plan_of(prepared).notes if FOLD_BATCH_NORM in note]
+    assert len(obstacles) == len(EXPECTED[model.name])
+    for note, expected in zip(obstacles, EXPECTED[model.name], strict=True):
+        assert expected in note
+    with torch.no_grad():
+        assert torch.equal(prepared(*inputs), program.module()(*inputs))
+
+
+@pytest.mark.parametrize(
+    ("name", "folded"), [("conv_bn_relu", 2), ("mlp_bn", 2), ("resnet18", 8), ("shared_conv", 0)]
+)
+def test_benign_batch_norms_are_folded_and_listed(name: str, folded: int) -> None:
+    model = by_name(name)
+    program, inputs = model.export(), model.inputs()
+    prepared = prepare(program, toy(CONV_RELU, CONV, LINEAR))
+    rewrites = plan_of(prepared).rewrites
+    before = operators(program.graph_module)["batch_norm"]
+    assert len(rewrites) >= folded
+    assert operators(prepared)["batch_norm"] == before - len(rewrites)
+    with torch.no_grad():
+        assert sqnr(program.module()(*inputs), prepared(*inputs)) > 100
+    listed = qompose.report(prepared).rewrites
+    assert all("fold_batch_norm: " in line and "batch_norm" in line for line in listed)
+    assert len(listed) == len(rewrites)
+    claim_of = {operator.name: operator.claim for operator in plan_of(prepared).operators}
+    for rewrite in rewrites:
+        (piece,) = rewrite.pieces
+        assert {claim_of[name] for name in rewrite.nodes} == {claim_of[piece]} != {None}
+    untouched = prepare(program, NullQuantizer())
+    assert plan_of(untouched).rewrites == ()
+    with torch.no_grad():
+        assert torch.equal(untouched(*inputs), program.module()(*inputs))
+
+
+def test_folding_is_undone_where_no_claim_covers_it() -> None:
+    model = by_name("conv_bn_relu")
+    program, inputs = model.export(), model.inputs()
+    path = plan_of(prepare(program, toy(CONV))).operators[0].module
+    some = prepare(program, toy(CONV).set_module_name(path, None))
+    everything = plan_of(prepare(program, toy(CONV))).rewrites
+    assert len(plan_of(some).rewrites) == len(everything) - 1
+    none = prepare(program, NullQuantizer())
+    with torch.no_grad():
+        assert torch.equal(none(*inputs), program.module()(*inputs))
+
+
+class ConvNorm(nn.Module):
+    """A convolution or linear layer under a batch norm whose statistics are not trivial."""
+
+    def __init__(self, layer: nn.Module, norm: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.norm = layer, norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.layer(x))
+
+
+def trained(layer: nn.Module, norm: nn.Module) -> nn.Module:
+    model = seeded(ConvNorm(layer, norm))
+    if norm.running_mean is not None:
+        norm.running_mean.copy_(randn(norm.num_features, seed=1))
+        norm.running_var.copy_(randn(norm.num_features, seed=2).square() + 0.5)
+    return model
+
+
+FOLDS = [
+    pytest.param(nn.Conv1d(2, 4, 3), nn.BatchNorm1d(4), (3, 2, 8), id="conv1d"),
+    pytest.param(nn.Conv2d(2, 4, 3, bias=False), nn.BatchNorm2d(4), (3, 2, 8, 8), id="no bias"),
+    pytest.param(nn.Conv2d(4, 4, 3, groups=2), nn.BatchNorm2d(4), (3, 4, 8, 8), id="grouped"),
+    pytest.param(
+        nn.Conv2d(2, 4, 3, padding="same"), nn.BatchNorm2d(4), (3, 2, 8, 8), id="padding same"
+    ),
+    pytest.param(nn.Conv3d(2, 4, 2), nn.BatchNorm3d(4), (2, 2, 4, 4, 4), id="conv3d"),
+    pytest.param(nn.ConvTranspose2d(2, 4, 3), nn.BatchNorm2d(4), (3, 2, 5, 5), id="transposed"),
+    pytest.param(nn.Linear(3, 4), nn.BatchNorm1d(4), (5, 3), id="linear"),
+    pytest.param(nn.Linear(3, 4, bias=False), nn.BatchNorm1d(4, affine=False), (5, 3), id="plain"),
+    pytest.param(nn.Conv2d(2, 4, 1), nn.BatchNorm2d(4, eps=0.3), (3, 2, 4, 4), id="large eps"),
+]
+OBSTACLES = [
+    pytest.param(nn.Linear(3, 4), nn.BatchNorm1d(5), (2, 5, 3), "features", id="linear over rows"),
+    pytest.param(
+        nn.ConvTranspose2d(4, 4, 3, groups=2), nn.BatchNorm2d(4), (3, 4, 5, 5), "grouped",
+        id="grouped transposed",
+    ),
+    pytest.param(
+        nn.Conv2d(2, 4, 1), nn.BatchNorm2d(4, track_running_stats=False), (3, 2, 4, 4),
+        "training mode|running statistics", id="no statistics",
+    ),
+    pytest.param(
+        nn.Conv1d(4, 4, 3, padding=1), nn.BatchNorm1d(4), (4, 4), "", id="unbatched convolution"
+    ),
+]  # fmt: skip
+
+
+def candidates(model: nn.Module, x: Tensor, wanted: str) -> Any:
+    module = copy_graph_module(export(model, x).module(check_guards=False))
+    return module, find_rewrites(module, {wanted})
+
+
+@pytest.mark.parametrize(("layer", "norm", "shape"), FOLDS)
+def test_a_fold_changes_rounding_alone(
+    layer: nn.Module, norm: nn.Module, shape: tuple[int, ...]
+) -> None:
+    model, x = trained(layer, norm), randn(*shape)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    module, (candidate,) = candidates(model, x, FOLD_BATCH_NORM)
+    assert candidate.obstacle is None
+    apply_rewrites(module, [candidate])
+    module.graph.lint()
+    module.recompile()
+    assert not operators(module)["batch_norm"]
+    assert sqnr(model(x), module(x)) > 100
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize(("layer", "norm", "shape", "reason"), OBSTACLES)
+def test_what_would_change_more_is_not_folded(
+    layer: nn.Module, norm: nn.Module, shape: tuple[int, ...], reason: str
+) -> None:
+    _, (candidate,) = candidates(trained(layer, norm), randn(*shape), FOLD_BATCH_NORM)
+    assert candidate.obstacle
+    assert re.search(reason, candidate.obstacle)
+
+
+class Computed(nn.Module):
+    """A convolution under a batch norm, one of whose parameters the program computes or writes."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.conv, self.norm = kind, nn.Conv2d(2, 4, 1), nn.BatchNorm2d(4)
+        self.register_buffer("mean", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias, scale = self.conv.bias, self.norm.weight
+        assert bias is not None
+        if self.kind == "bias":
+            bias = bias * 2
+        if self.kind == "scale":
+            scale = scale * 2
+        y = F.conv2d(x, self.conv.weight, bias)
+        y = F.batch_norm(y, self.mean, self.norm.running_var, scale, self.norm.bias)
+        if self.kind == "mean":
+            self.mean.add_(1)
+        return y
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [("bias", "mul .*is computed"), ("scale", "mul .*is computed"), ("mean", "writes to mean")],
+)
+def test_computed_and_written_parameters_are_not_folded(kind: str, reason: str) -> None:
+    x = randn(2, 2, 3, 3)
+    _, (candidate,) = candidates(seeded(Computed(kind)), x, FOLD_BATCH_NORM)
+    assert re.search(reason, candidate.obstacle)
+    _, (plain,) = candidates(seeded(Computed("")), x, FOLD_BATCH_NORM)
+    assert plain.obstacle is None
+
+
+def _transposed(input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.conv_transpose2d(input, weight, bias)
+
+
+def test_a_folded_transposed_convolution_is_quantized_along_its_own_channels() -> None:
+    model, x = trained(nn.ConvTranspose2d(2, 4, 3), nn.BatchNorm2d(4)), randn(3, 2, 5, 5)
+    shapes = ((1, 2, 4, 4), (2, 3, 1, 1), (3,))
+    transposed = rule(
+        "t", Pattern(_transposed, shapes, (("op", aten.conv_transpose2d.input),)), weight="weight"
+    )
+    prepared = prepare(export(model, x), toy(transposed))
+    assert [r.name for r in plan_of(prepared).rewrites] == [FOLD_BATCH_NORM]
+    assert sqnr(model(x), prepared(x)) > 100
+
+
+class ScalarSum(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + 2.5) * 3
+
+
+def test_scalars_become_tensors_where_a_claim_wants_them() -> None:
+    x = randn(4, 4)
+    program = export(ScalarSum(), x)
+    plain = prepare(program, toy(ADD))
+    assert plan_of(plain).claims == ()
+    assert "number" in next(o.reason for o in plan_of(plain).operators if o.name == "add")
+    wanting = toy(ADD, rewrites=(SCALAR_TO_TENSOR,))
+    prepared = prepare(program, wanting)
+    assert plan_of(prepared).rewrites == (Rewrite(SCALAR_TO_TENSOR, ("add",), ("add",)),)
+    assert torch.equal(prepared(x), ScalarSum()(x))
+    (mul,) = (n for n in prepared.graph.nodes if n.target is aten.mul.Tensor)
+    assert mul.args[1] == 3, "nobody claims the product"
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_scalars_beside_integers_stay(dtype: torch.dtype) -> None:
+    x = torch.arange(4, dtype=dtype)
+    _, found = candidates(ScalarSum(), x.float(), SCALAR_TO_TENSOR)
+    assert len(found) == 2
+    every = rule("any", OperatorPattern((aten.add.Tensor,)), activations=("self", "other"))
+
+    class Shift(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + 2
+
+    prepared = prepare(export(Shift(), x), toy(every, rewrites=(SCALAR_TO_TENSOR,)))
+    assert prepared(x).dtype is dtype
+    assert torch.equal(prepared(x), x + 2)
+
+
+def test_an_unknown_rewrite_is_an_error() -> None:
+    program = export(ScalarSum(), randn(4, 4))
+    with pytest.raises(qompose.UserError, match=r"split_atention.*split_attention"):
+        prepare(program, toy(ADD, rewrites=("split_atention",)))
+
+
+MATMUL = rule("matmul", OperatorPattern((aten.matmul.default,)), activations=("self", "other"))
+MUL = rule("mul", OperatorPattern((aten.mul.Tensor,)), activations=("self", "other"))
+WIDTH, HEADS = 16, 4
+
+
+class Attention(nn.Module):
+    """Multi-head attention as models write it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            part.unflatten(-1, (HEADS, WIDTH // HEADS)).transpose(1, 2)
+            for part in self.project(x).chunk(3, dim=-1)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    """A transformer's block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Attention()
+        self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.first(x))
+        return x + self.down(F.gelu(self.up(self.second(x))))
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = Block(), Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(self.one(x))
+
+
+def moderate(model: nn.Module) -> nn.Module:
+    """Weights that keep values of about one."""
+    seeded(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(WIDTH**-0.5)
+    return model
+
+
+def splitting(*rules: Any, name: str = "split_attention") -> qompose.RuleQuantizer:
+    return toy(*rules, rewrites=(name,))
+
+
+def covered(prepared: Any) -> float:
+    operators = plan_of(prepared).operators
+    return sum(o.macs for o in operators if o.claim is not None) / sum(o.macs for o in operators)
+
+
+def check_untouched(program: Any, prepared: Any, *inputs: Tensor) -> None:
+    """The prepared program has the operators of the exported one and, with no observers, its results."""
+    assert plan_of(prepared).rewrites == ()
+    assert operators(prepared) == operators(program.graph_module)
+    with torch.no_grad():
+        references = tree_leaves(program.module()(*inputs))
+        for reference, actual in zip(references, tree_leaves(prepared(*inputs)), strict=True):
+            assert torch.equal(reference, actual)
+
+
+def test_most_of_a_transformer_block_is_annotated() -> None:
+    x = randn(2, 12, WIDTH)
+    program = export(moderate(Block()), x)
+    assert covered(prepare(program, toy(LINEAR, MATMUL, ADD))) < 0.9
+    prepared = prepare(program, splitting(LINEAR, MATMUL, ADD))
+    assert covered(prepared) >= 0.9
+    (rewrite,) = plan_of(prepared).rewrites
+    assert rewrite.nodes == ("scaled_dot_product_attention",)
+    assert "scaled_dot_product_attention_matmul" in rewrite.pieces
+    with torch.no_grad():
+        assert sqnr(program.module()(x), prepared(x)) > 100
+    converted = qompose.convert_pt2e(prepared)
+    assert sqnr(program.module()(x), converted(x)) > 20
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "shape"),
+    [
+        ("split_attention", Block(), (2, 5, WIDTH)),
+        ("split_layer_norm", Block(), (2, 5, WIDTH)),
+        ("split_hardswish", nn.Sequential(nn.Linear(3, 3), nn.Hardswish()), (2, 3)),
+        ("split_cells", nn.Sequential(nn.Linear(3, 3), nn.GRUCell(3, 3)), (2, 3)),
+        ("unroll_recurrent", nn.Sequential(nn.Linear(3, 3), nn.LSTM(3, 3)), (2, 2, 3)),
+    ],
+)
+def test_without_a_claimant_operators_stay_as_exported(
+    name: str, model: nn.Module, shape: tuple[int, ...]
+) -> None:
+    x = randn(*shape)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The tensor attributes .*_flat_weights")
+        program = export(seeded(model), x)
+
+    class Asking(NullQuantizer):
+        rewrites = (name,)
+
+    check_untouched(program, prepare(program, Asking()), x)
+    check_untouched(program, prepare(program, splitting(CONV, name=name)), x)
+
+
+def test_claims_on_other_operators_keep_nothing() -> None:
+    x = randn(2, 5, WIDTH)
+    program = export(moderate(Block()), x)
+    prepared = prepare(program, splitting(LINEAR, ADD))
+    assert plan_of(prepared).claims
+    assert operators(prepared)["scaled_dot_product_attention"] == 1
+    check_untouched_but_observed(program, prepared, x)
+
+
+def check_untouched_but_observed(program: Any, prepared: Any, x: Tensor) -> None:
+    assert plan_of(prepared).rewrites == ()
+    with torch.no_grad():
+        assert torch.equal(program.module()(x), prepared(x))
+
+
+def test_each_site_is_kept_or_rolled_back_by_itself() -> None:
+    x = randn(2, 5, WIDTH)
+    program = export(moderate(Blocks()), x)
+    quantizer = splitting(MATMUL).set_module_name("one", None)
+    prepared = prepare(program, quantizer)
+    assert [r.nodes for r in plan_of(prepared).rewrites] == [("scaled_dot_product_attention_1",)]
+    assert operators(prepared)["scaled_dot_product_attention"] == 1
+    assert {c.anchor for c in plan_of(prepared).claims} == {
+        "scaled_dot_product_attention_1_matmul",
+        "scaled_dot_product_attention_1_matmul_1",
+    }
+
+
+def test_what_a_claim_takes_whole_is_not_taken_apart() -> None:
+    x = randn(2, 5, WIDTH)
+    whole = rule(
+        "whole", OperatorPattern((aten.scaled_dot_product_attention.default,)),
+        activations=("query", "key", "value"),
+    )  # fmt: skip
+    program = export(moderate(Block()), x)
+    last = qompose.compose(splitting(MATMUL), toy(whole, name="second"))
+    prepared = prepare(program, last)
+    assert plan_of(prepared).rewrites == ()
+    assert [claim.rule for claim in plan_of(prepared).claims] == ["whole"]
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "shape", "rules", "pieces"),
+    [
+        ("split_layer_norm", nn.LayerNorm(8), (4, 8), (MUL,), {"mul": 3}),
+        ("split_hardswish", nn.Hardswish(), (4, 8), (MUL,), {"mul": 1, "hardsigmoid": 1}),
+        ("split_cells", nn.LSTMCell(8, 4), (4, 8), (LINEAR,), {"linear": 2, "tanh": 2}),
+        ("unroll_recurrent", nn.GRU(8, 4, 2), (3, 4, 8), (LINEAR,), {"linear": 8}),
+    ],
+)
+def test_pieces_are_claimed_and_quantized(
+    name: str, model: nn.Module, shape: tuple[int, ...], rules: Any, pieces: dict[str, int]
+) -> None:
+    x = randn(*shape)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The tensor attributes .*_flat_weights")
+        program = export(moderate(model), x)
+    prepared = prepare(program, splitting(*rules, name=name))
+    assert [r.name for r in plan_of(prepared).rewrites] == [name]
+    assert pieces.items() <= operators(prepared).items()
+    with torch.no_grad():
+        prepared(x)
+        converted = qompose.convert_pt2e(prepared)
+        references, actuals = (tree_leaves(f(x)) for f in (program.module(), converted))
+    for reference, actual in zip(references, actuals, strict=True):
+        assert sqnr(reference, actual) > 25
+
+
+class Cells(nn.Module):
+    """A cell inside a branch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cond(x.sum() > 0, lambda y: self.cell(y), lambda y: y * 2, (x,))
+
+
+@pytest.mark.parametrize("rules", [(LINEAR,), (CONV,)], ids=["claimed", "rolled back"])
+def test_pieces_inside_a_body(rules: Any) -> None:
+    x = randn(4, 8).abs()
+    program = export(moderate(Cells()), x)
+    prepared = prepare(program, splitting(*rules, name="split_cells"))
+    listed = [o for o in plan_of(prepared).operators if o.operator == "aten.linear"]
+    assert len(listed) == (2 if rules == (LINEAR,) else 0)
+    assert all(o.claim is not None and o.module == "cell" for o in listed)
+    with torch.no_grad():
+        assert sqnr(program.module()(x), prepared(x)) > 100

@@ -1,0 +1,405 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What members change besides annotations: operators, constants and meta, made where their claims stand."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import qompose
+import torch
+from qompose import QomposeError, UserError
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+
+from tests.core.quantizer.interop.foreign import Foreign, aten, calls, like, names, rebuilt, replace
+from tests.core.quantizer.interop.gallery import (
+    EXPECTED,
+    GALLERY,
+    LINEAR,
+    MUL,
+    PROGRAM,
+    SILU,
+    TANH,
+    Decomposing,
+    Marking,
+    Net,
+    Rebuilding,
+    RebuildingInPieces,
+    X,
+    is_named,
+)
+from tests.core.toy import graph_text, plan_of, prepare, randn, seeded
+
+Silu = type("Silu", (Foreign,), {"targets": (SILU,)})
+Linears = type("Linears", (Foreign,), {"targets": (LINEAR,)})
+
+
+def targets(module: GraphModule) -> list[Any]:
+    return [node.target for node in calls(module)]
+
+
+def unchanged(prepared: GraphModule) -> bool:
+    """Whether a prepared model computes what was exported, bit for bit, by the same operators."""
+    return torch.equal(prepared(X), EXPECTED) and targets(prepared) == targets(PROGRAM.module())
+
+
+class TestTransforms:
+    """Operators that a transform makes."""
+
+    @pytest.mark.parametrize("kind", [Decomposing, RebuildingInPieces])
+    def test_they_are_made_where_they_are_claimed(self, kind: Any) -> None:
+        prepared = prepare(PROGRAM, qompose.compose(kind(), Linears()))
+        assert SILU not in targets(prepared) and MUL in targets(prepared)
+        (rewrite,) = plan_of(prepared).rewrites
+        assert rewrite.member == f"tests.{kind.__name__}" and rewrite.nodes == ("silu",)
+        owners = {c.owner for c in plan_of(prepared).claims if set(c.nodes) & set(rewrite.pieces)}
+        assert owners == {f"tests.{kind.__name__}"}
+        torch.testing.assert_close(prepared(X), EXPECTED)
+        meta = [n.meta for n in calls(prepared) if n.name in rewrite.pieces]
+        assert all(m["val"].shape == (6, 4) for m in meta), "as operators that were exported have"
+
+    @pytest.mark.parametrize("kind", [Decomposing, RebuildingInPieces])
+    def test_who_is_before_keeps_the_operator_whole(self, kind: Any) -> None:
+        prepared = prepare(PROGRAM, qompose.compose(Silu(), kind()))
+        assert unchanged(prepared) and not plan_of(prepared).rewrites
+        (conflict,) = plan_of(prepared).conflicts
+        assert (conflict.winner, conflict.loser) == ("tests.Silu", f"tests.{kind.__name__}")
+        assert "silu" in conflict.nodes
+        behind = prepare(PROGRAM, qompose.compose(kind(), Silu()))
+        assert SILU not in targets(behind)
+        assert is_named(plan_of(behind), f"tests.{kind.__name__}", "tests.Silu")
+
+    @pytest.mark.parametrize("kind", [Decomposing, RebuildingInPieces, Rebuilding])
+    def test_who_claims_nothing_changes_nothing(self, kind: Any) -> None:
+        idle = type("Idle", (kind,), {"targets": (aten.exp.default,), "wanted": _none})
+        for members in ([idle()], [idle(), Linears()], [Linears(), idle()]):
+            prepared = prepare(PROGRAM, qompose.compose(*members))
+            assert unchanged(prepared) and not plan_of(prepared).rewrites
+            without = [member for member in members if isinstance(member, Linears)]
+            if without:
+                expected = prepare(PROGRAM, qompose.compose(*without))
+                assert graph_text(prepared) == graph_text(expected)
+
+    def test_names_that_a_new_module_gives_do_not_matter(self) -> None:
+        class Plain(Foreign):
+            targets = (LINEAR, SILU)
+
+        renamed = prepare(PROGRAM, qompose.compose(Rebuilding()))
+        plain = prepare(PROGRAM, qompose.compose(Plain()))
+        assert graph_text(renamed) == graph_text(plain)
+        assert [c.nodes for c in plan_of(renamed).claims] == [
+            c.nodes for c in plan_of(plain).claims
+        ]
+        assert plan_of(renamed).groups == plan_of(plain).groups
+        assert not plan_of(renamed).rewrites
+        assert renamed.state_dict().keys() == plain.state_dict().keys()
+
+    def test_some_are_made_and_others_not(self) -> None:
+        """Of two places that a member rewrites, another has taken the first."""
+
+        class TwoSilus(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                return nn.functional.silu(nn.functional.silu(x).tanh())
+
+        class TakesFirst(Foreign):
+            def wanted(self, model: GraphModule) -> list[Node]:
+                return calls(model, SILU)[:1]
+
+        program = torch.export.export(TwoSilus(), (X,))
+        prepared = prepare(program, qompose.compose(TakesFirst(), Decomposing()))
+        assert targets(prepared) == [SILU, TANH, aten.sigmoid.default, MUL]
+        (rewrite,) = plan_of(prepared).rewrites
+        assert rewrite.nodes == ("silu_1",)
+
+    @pytest.mark.parametrize("harm", ["an input is gone", "another output", "two outputs"])
+    def test_a_program_of_another_signature_is_refused(self, harm: str) -> None:
+        class Harming(Foreign):
+            def transform_for_annotation(self, model: GraphModule) -> GraphModule:
+                (end,) = model.graph.find_nodes(op="output")
+                (x,) = model.graph.find_nodes(op="placeholder")
+                if harm == "an input is gone":
+                    (weight, *_) = model.graph.find_nodes(op="get_attr")
+                    x.replace_all_uses_with(weight)
+                    model.graph.erase_node(x)
+                else:
+                    (result,) = end.args[0]
+                    with model.graph.inserting_before(end):
+                        first = model.graph.call_function(aten.slice.Tensor, (result, 0, 0, 1))
+                    end.args = ((first,) if harm == "another output" else (result, first),)
+                model.recompile()
+                return model
+
+        for members in ([Harming()], [Silu(), Harming()]):
+            try:
+                prepared = prepare(PROGRAM, qompose.compose(*members))
+            except QomposeError as error:
+                assert "tests.Harming" in str(error) and "transform_for_annotation" in str(error)
+            else:  # it was asked once more, about the program as it is
+                assert unchanged(prepared)
+                (note,) = (n for n in plan_of(prepared).notes if "was refused" in n)
+                assert note.startswith("tests.Harming: transform_for_annotation was refused: ")
+
+
+def _none(self: Any, model: GraphModule) -> list[Node]:
+    return []
+
+
+class TestConstants:
+    """Values that a member writes: the user's own are never touched."""
+
+    class Finite(Foreign):
+        """Puts a finite number for every -inf, as one does whose device has no infinities."""
+
+        targets = (aten.add.Tensor,)
+
+        def annotate(self, model: GraphModule) -> None:
+            for name, buffer in list(model.named_buffers()):
+                setattr(model, name, buffer.masked_fill(buffer.isinf(), -255.0))
+            super().annotate(model)
+
+    class InPlace(Finite):
+        """Writes to the tensor itself."""
+
+        def annotate(self, model: GraphModule) -> None:
+            for buffer in model.buffers():
+                buffer.masked_fill_(buffer.isinf(), -255.0)
+            Foreign.annotate(self, model)
+
+    @pytest.mark.parametrize("kind", [Finite, InPlace])
+    def test_the_users_are_left_alone(self, kind: Any) -> None:
+        program = torch.export.export(PROGRAM.module(check_guards=False), (X,))
+        before = {k: v.clone() for k, v in program.state_dict.items()}
+        for members in ([kind()], [Linears(), kind()]):
+            prepare(program, qompose.compose(*members))
+            for name, value in program.state_dict.items():
+                assert torch.equal(value, before[name]), name
+
+    @pytest.mark.parametrize("hook", ["transform_for_annotation", "annotate", "validate"])
+    def test_a_write_to_a_parameter_is_an_error_that_names_it(self, hook: str) -> None:
+        """Copies of parameters would cost the memory of the model: they are watched instead."""
+
+        def write(self: Any, model: GraphModule) -> GraphModule:
+            with torch.no_grad():
+                model.get_parameter("b.weight").mul_(2)
+            return model
+
+        kind = type("Scaling", (Foreign,), {hook: write})
+        program = torch.export.export(seeded(Net()), (X,))
+        with pytest.raises(UserError, match=r"tests\.Scaling wrote to parameters .*: b\.weight\b"):
+            prepare(program, qompose.compose(Linears(), kind()))
+
+    def test_a_write_is_told_of_where_the_hook_fails_behind_it(self) -> None:
+        class Failing(Foreign):
+            def annotate(self, model: GraphModule) -> None:
+                with torch.no_grad():
+                    model.get_parameter("b.weight").mul_(2)
+                raise ValueError("why")
+
+        program = torch.export.export(seeded(Net()), (X,))
+        with pytest.raises(UserError, match=r"tests\.Failing") as caught:
+            prepare(program, qompose.compose(Failing()))
+        chain = f"{caught.value} {caught.value.__cause__} {caught.value.__context__}"
+        assert "b.weight" in str(caught.value) and "ValueError: why" in chain
+
+    def test_a_new_tensor_for_a_parameter_is_no_write(self) -> None:
+        class Scaling(Foreign):
+            def annotate(self, model: GraphModule) -> None:
+                model.b.weight = nn.Parameter(model.b.weight * 2)
+                super().annotate(model)
+
+        program = torch.export.export(seeded(Net()), (X,))
+        before = {k: v.clone() for k, v in program.state_dict.items()}
+        prepare(program, qompose.compose(Scaling()))
+        assert all(torch.equal(value, before[name]) for name, value in program.state_dict.items())
+
+    @pytest.mark.parametrize("kind", [Finite, InPlace])
+    def test_who_claims_nothing_changes_none(self, kind: Any) -> None:
+        idle = type("Idle", (kind,), {"wanted": _none})
+        for members in ([idle()], [idle(), Linears()], [Linears(), idle()]):
+            assert unchanged(prepare(PROGRAM, qompose.compose(*members)))
+
+    def test_for_who_claims_the_reader_it_is_as_it_wants_it(self) -> None:
+        prepared = prepare(PROGRAM, qompose.compose(self.Finite()))
+        torch.testing.assert_close(prepared(X), EXPECTED)
+        assert qompose.convert_pt2e(prepared)(X).isfinite().all()
+
+
+class TestErasing:
+    """Operators that a member takes out in annotate."""
+
+    class Program(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = x.clone()
+            return self.a(y).contiguous().clone().tanh()
+
+    class Erasing(Foreign):
+        def annotate(self, model: GraphModule) -> None:
+            for node in calls(model, aten.clone.default):
+                node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+                model.graph.erase_node(node)
+            super().annotate(model)
+
+    def test_what_is_read_stays_where_nothing_stands_on_its_removal(self) -> None:
+        program = torch.export.export(seeded(self.Program()), (X,))
+        for members in ([self.Erasing()], [Silu(), self.Erasing()]):
+            prepared = prepare(program, qompose.compose(*members))
+            assert torch.equal(prepared(X), program.module()(X))
+            (claim,) = plan_of(prepared).claims
+            assert [n.target for n in calls(prepared) if n.name in claim.nodes] == [LINEAR]
+            left = sum(node.target is aten.clone.default for node in calls(prepared))
+            rewrites = plan_of(prepared).rewrites
+            assert left == 2 or "clone" in {name for rewrite in rewrites for name in rewrite.nodes}
+
+    def test_what_nothing_reads_may_go(self) -> None:
+        class Cleaning(Foreign):
+            def annotate(self, model: GraphModule) -> None:
+                model.graph.eliminate_dead_code()
+                model.recompile()
+                super().annotate(model)
+
+        expected = prepare(PROGRAM, qompose.compose(Linears()))
+        for members in ([Cleaning()], [Silu(), Cleaning()]):
+            prepared = prepare(PROGRAM, qompose.compose(*members))
+            assert torch.equal(prepared(X), EXPECTED)
+        assert groups_text(prepare(PROGRAM, qompose.compose(Cleaning()))) == groups_text(expected)
+
+
+def groups_text(module: GraphModule) -> list[list[str]]:
+    return [sorted(map(str, group.points)) for group in plan_of(module).groups]
+
+
+class TestMarks:
+    """Entries of meta, for tools that come later."""
+
+    KEY = "_arm_annotation_info"
+
+    def marked(self, module: GraphModule) -> list[str]:
+        return names(n for n in calls(module) if self.KEY in (n.meta.get("custom") or {}))
+
+    @pytest.mark.parametrize("order", [0, 1], ids=["alone", "behind another"])
+    def test_they_stay_on_what_it_owns_and_only_there(self, order: int) -> None:
+        members = [Linears()] * order + [Marking()]
+        prepared = prepare(PROGRAM, qompose.compose(*members))
+        owned = [
+            name for c in plan_of(prepared).claims for name in c.nodes if c.owner == "tests.Marking"
+        ]
+        assert sorted(self.marked(prepared)) == sorted(owned)
+        assert owned == (["silu"] if order else ["linear", "silu", "linear_1"])
+        matched = names(n for n in prepared.graph.nodes if "quantizer_matched" in n.meta)
+        assert sorted(matched) == sorted(owned)
+        others = [n for n in prepared.graph.nodes if n.op != "call_function"]
+        assert not [n.name for n in others if self.KEY in (n.meta.get("custom") or {})]
+
+    def test_they_outlast_conversion_and_saving(self, tmp_path: Any) -> None:
+        prepared = prepare(PROGRAM, qompose.compose(Linears(), Marking()))
+        prepared(X)
+        converted = qompose.convert_pt2e(prepared)
+        is_operator = {n.name for n in calls(converted) if "quantize_per" not in n.name}
+        assert is_operator.intersection(self.marked(converted)) == {"silu"}
+        torch.export.save(torch.export.export(converted, (X,)), tmp_path / "model.pt2")
+        loaded = torch.export.load(tmp_path / "model.pt2")
+        kept = [n for n in loaded.graph.nodes if self.KEY in (n.meta.get("custom") or {})]
+        assert [n.target for n in kept if "quantize_per" not in n.name] == [SILU]
+
+    def test_two_members_marks_are_each_on_their_own(self) -> None:
+        class Second(Marking):
+            targets = (SILU, TANH)
+
+        for first, second in itertools.permutations((Marking, Second)):
+            prepared = prepare(PROGRAM, qompose.compose(first(), second()))
+            owners = {n: c.owner for c in plan_of(prepared).claims for n in c.nodes}
+            assert sorted(self.marked(prepared)) == sorted(owners)
+
+    def test_the_users_marks_stay_for_everybody(self) -> None:
+        module = PROGRAM.module(check_guards=False)
+        for node in calls(module):
+            node.meta["custom"] = {"mine": node.name}
+        prepared = prepare(module, qompose.compose(Linears(), Marking()))
+        for node in calls(prepared):
+            if "activation_post_process" not in node.name:
+                assert node.meta["custom"]["mine"] == node.name
+        assert self.marked(prepared) == ["silu"]
+
+    @pytest.mark.parametrize("kind", [RebuildingInPieces, Decomposing])
+    def test_they_stay_on_what_a_transform_made(self, kind: Any) -> None:
+        class Both(kind):  # type: ignore[misc, valid-type]
+            def annotate(self, model: GraphModule) -> Any:
+                for node in calls(model, MUL):
+                    node.meta["custom"] = {TestMarks.KEY: "product"}
+                return super().annotate(model)
+
+        prepared = prepare(PROGRAM, qompose.compose(Both(), Linears()))
+        (product,) = calls(prepared, MUL)
+        assert self.marked(prepared) == [product.name]
+
+    def test_marks_that_hold_the_program_are_not_kept(self) -> None:
+        """They would keep the copy alive that the member saw, and name nodes that are in no other."""
+
+        class Holding(Foreign):
+            def annotate(self, model: GraphModule) -> None:
+                for node in self.wanted(model):
+                    node.meta["custom"] = {"nodes": [node], "number": 3}
+                    node.meta["node"] = node
+                    node.meta["graph"] = {"of": model.graph}
+                super().annotate(model)
+
+        prepared = prepare(PROGRAM, qompose.compose(Holding()))
+        for node in calls(prepared, LINEAR):
+            assert not {"node", "graph"} & node.meta.keys()
+            assert node.meta["custom"].keys() & {"nodes", "number"} == {"number"}
+
+
+@pytest.mark.parametrize("name", GALLERY)
+def test_what_nobody_claims_is_what_was_exported(name: str) -> None:
+    """Operators outside of claims keep target, arguments and provenance."""
+    prepared = prepare(PROGRAM, qompose.compose(GALLERY[name]()))
+    claimed = {n for claim in plan_of(prepared).claims for n in claim.territory}
+    found = {node.name: node for node in calls(prepared)}
+    for node in calls(PROGRAM.module(check_guards=False)):
+        if node.name not in claimed:
+            assert found[node.name].target is node.target
+            assert found[node.name].meta["nn_module_stack"] == node.meta["nn_module_stack"]
+            assert "source_fn_stack" not in found[node.name].meta
+
+
+def test_a_replaced_operator_that_is_claimed_as_another() -> None:
+    """relu6 for hardtanh, say: the claim is on what now stands there."""
+
+    class Renaming(Foreign):
+        targets = (aten.sigmoid.default,)
+
+        def transform_for_annotation(self, model: GraphModule) -> GraphModule:
+            for node in calls(model, TANH):  # tanh(x) = 2 sigmoid(2 x) - 1
+                replace(model, node, lambda node=node: _as_sigmoid(node))
+            return rebuilt(model)
+
+    prepared = prepare(PROGRAM, qompose.compose(Linears(), Renaming()))
+    assert TANH not in targets(prepared)
+    torch.testing.assert_close(prepared(X), EXPECTED)
+    reversed_ = prepare(PROGRAM, qompose.compose(GALLERY["Uncopyable"](), Renaming()))
+    assert TANH in targets(reversed_) and torch.equal(reversed_(X), EXPECTED)
+
+
+def _as_sigmoid(node: Node) -> Node:
+    doubled = like(node, MUL, node.args[0], 2)
+    twice = like(node, MUL, like(node, aten.sigmoid.default, doubled), 2)
+    return like(node, aten.sub.Tensor, twice, 1)
+
+
+def test_numbers_do_not_depend_on_the_batch_that_was_exported() -> None:
+    prepared = prepare(
+        torch.export.export(
+            PROGRAM.module(check_guards=False),
+            (X,),
+            dynamic_shapes=[{0: torch.export.Dim("batch")}],
+        ),
+        qompose.compose(RebuildingInPieces(), Linears()),
+    )
+    other = randn(3, 4, seed=5)
+    torch.testing.assert_close(prepared(other), seeded(Net())(other))

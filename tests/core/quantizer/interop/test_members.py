@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A gallery of quantizers that qompose does not know, alone, in pairs and in triples, in every order."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+import pytest
+import qompose
+import torch
+from qompose import QomposeWarning, Quantizer
+from qompose.plan.plan import Plan
+from torch.fx import GraphModule
+
+from tests.core.quantizer.interop.gallery import (
+    EXPECTED,
+    GALLERY,
+    PROGRAM,
+    Modest,
+    Net,
+    X,
+    is_named,
+)
+from tests.core.toy import export, graph_text, plan_of, prepare, randn, seeded, sqnr
+
+EXPORTED = {node.name for node in PROGRAM.graph.nodes}
+
+
+def composed(*members: str) -> Quantizer:
+    return qompose.compose(*(GALLERY[name]() for name in members))
+
+
+@functools.cache
+def alone(member: str) -> Plan:
+    return plan_of(prepare(PROGRAM, composed(member)))
+
+
+def labels(*members: str) -> list[str]:
+    return [f"tests.{name}" for name in members]
+
+
+def owners(plan: Plan) -> dict[str, str]:
+    """Operator of the exported program -> who has it."""
+    return {name: claim.owner for claim in plan.claims for name in claim.territory}
+
+
+def check_numbers(prepared: GraphModule) -> None:
+    """Observers compute nothing: what differs from the program is what was rewritten, by rounding."""
+    found = prepared(X)
+    if plan_of(prepared).rewrites:
+        torch.testing.assert_close(found, EXPECTED)
+    else:
+        assert torch.equal(found, EXPECTED)
+    if plan_of(prepared).claims:
+        assert sqnr(EXPECTED, qompose.convert_pt2e(prepared)(X)) > 20
+
+
+def check_priorities(plan: Plan, members: tuple[str, ...]) -> None:
+    """What a member claims alone is its own, unless one before it has taken some of that region."""
+    expected: dict[str, str] = {}
+    for label, member in zip(labels(*members), members, strict=True):
+        for claim in alone(member).claims:
+            if expected.keys().isdisjoint(claim.territory):
+                expected.update(dict.fromkeys(EXPORTED & claim.territory, label))
+    found = {name: owner for name, owner in owners(plan).items() if name in EXPORTED}
+    assert found == expected
+
+
+def check_nothing_is_silent(plan: Plan, members: tuple[str, ...]) -> None:
+    """Who has nothing is named with a reason; what went to another member is listed with both names."""
+    holding = set(owners(plan).values())
+    for label in labels(*members):
+        said = [note for note in plan.notes if note.startswith(f"{label} claims nothing: ")]
+        assert len(said) == (label not in holding)
+    for earlier, later in itertools.combinations(members, 2):
+        first, second = owners(alone(earlier)), owners(alone(later))
+        meeting = [n for n in first if n in second and owners(plan)[n] in labels(earlier)]
+        assert not meeting or is_named(plan, *labels(earlier, later))
+
+
+@pytest.mark.parametrize("member", GALLERY)
+def test_alone_it_gives_a_correct_model(member: str) -> None:
+    prepared = prepare(PROGRAM, composed(member))
+    check_numbers(prepared)
+    assert bool(plan_of(prepared).claims) == (member != "Idle")
+    assert set(owners(plan_of(prepared)).values()) <= set(labels(member))
+
+
+@pytest.mark.parametrize("members", list(itertools.permutations(GALLERY, 2)), ids=" then ".join)
+def test_pairs(members: tuple[str, ...]) -> None:
+    prepared = prepare(PROGRAM, composed(*members))
+    check_priorities(plan_of(prepared), members)
+    check_nothing_is_silent(plan_of(prepared), members)
+    check_numbers(prepared)
+
+
+TRIPLES = ("Overwriting", "Modest", "Nominal", "RebuildingInPieces", "Uncopyable", "Unspecific")
+
+
+@pytest.mark.parametrize("members", list(itertools.permutations(TRIPLES, 3)), ids=" then ".join)
+def test_triples(members: tuple[str, ...]) -> None:
+    prepared = prepare(PROGRAM, composed(*members))
+    check_priorities(plan_of(prepared), members)
+    check_nothing_is_silent(plan_of(prepared), members)
+    check_numbers(prepared)
+
+
+def test_who_shares_no_operator_gives_the_same_graph_in_any_order() -> None:
+    disjoint = ("Overwriting", "Uncopyable", "Decomposing", "Idle")
+    graphs = {
+        graph_text(prepare(PROGRAM, composed(*order))) for order in itertools.permutations(disjoint)
+    }
+    assert len(graphs) == 1
+
+
+def test_a_member_that_does_nothing_leaves_no_trace() -> None:
+    both = prepare(PROGRAM, composed("Modest", "Idle"))
+    assert graph_text(both) == graph_text(prepare(PROGRAM, composed("Modest")))
+    with pytest.warns(QomposeWarning, match="Nothing was quantized"):
+        nothing = qompose.prepare_pt2e(PROGRAM, composed("Idle"))
+    assert [n.format_node() for n in nothing.graph.nodes] == [
+        n.format_node() for n in PROGRAM.module(check_guards=False).graph.nodes
+    ]
+
+
+@pytest.mark.parametrize("member", GALLERY)
+def test_one_instance_serves_any_number_of_programs(member: str) -> None:
+    """Names of the second program's operators are those of the first: who remembers them shows it."""
+    quantizer = GALLERY[member]()
+    first = prepare(PROGRAM, qompose.compose(quantizer))
+    between = prepare(export(seeded(Net(), seed=1), randn(2, 4)), qompose.compose(quantizer))
+    again = prepare(PROGRAM, qompose.compose(quantizer))
+    assert graph_text(first) == graph_text(again) == graph_text(prepare(PROGRAM, composed(member)))
+    assert plan_of(first).groups == plan_of(again).groups
+    assert len(plan_of(between).claims) == len(plan_of(first).claims)
+
+
+@pytest.mark.parametrize("member", sorted(GALLERY.keys() - {"Uncopyable"}))
+def test_it_is_left_as_it_was(member: str) -> None:
+    quantizer = GALLERY[member]()
+    before = {name: repr(value) for name, value in vars(quantizer).items()}
+    prepare(PROGRAM, qompose.compose(quantizer))
+    assert {name: repr(value) for name, value in vars(quantizer).items()} == before
+
+
+def test_one_that_cannot_be_copied_is_used_itself_and_what_it_keeps_is_said() -> None:
+    quantizer = GALLERY["Uncopyable"]()
+    plan = plan_of(prepare(PROGRAM, qompose.compose(quantizer)))
+    (note,) = (note for note in plan.notes if "cannot be copied" in note)
+    assert note.startswith("tests.Uncopyable") and "programs_seen" in note and "keys" not in note
+
+
+@pytest.mark.parametrize("error", [RuntimeError, RecursionError, NotImplementedError, KeyError])
+def test_whatever_way_it_refuses_to_be_copied(error: type[Exception]) -> None:
+    class Refusing(Modest):
+        def __deepcopy__(self, memo: Any) -> None:
+            raise error("no")
+
+    plan = plan_of(prepare(PROGRAM, qompose.compose(Refusing())))
+    assert len(plan.claims) == 3
+
+
+def test_one_without_a_dictionary_that_cannot_be_copied() -> None:
+    class Slotted(Modest):
+        __slots__ = ("keys",)
+
+        def __init__(self) -> None:
+            self.keys = {}.keys()
+
+    class Bare:
+        """Has nothing but slots."""
+
+        __slots__ = ("keys",)
+
+        def __init__(self) -> None:
+            self.keys = {}.keys()
+
+        def annotate(self, model: GraphModule) -> None:
+            Modest().annotate(model)
+
+        def validate(self, model: GraphModule) -> None:
+            """Accept everything."""
+
+    for kind in (Slotted, Bare):
+        assert len(plan_of(prepare(PROGRAM, qompose.compose(kind()))).claims) == 3
+
+
+def test_one_instance_twice_has_two_labels() -> None:
+    quantizer = GALLERY["Modest"]()
+    plan = plan_of(prepare(PROGRAM, qompose.compose(quantizer, quantizer)))
+    assert set(owners(plan).values()) == {"tests.Modest"}
+    assert any(note.startswith("tests.Modest#2 claims nothing: ") for note in plan.notes)
+
+
+def test_the_users_program_is_left_alone() -> None:
+    module = PROGRAM.module(check_guards=False)
+    before = graph_text(module), [sorted(map(str, node.meta)) for node in module.graph.nodes]
+    prepare(module, composed(*GALLERY))
+    after = graph_text(module), [sorted(map(str, node.meta)) for node in module.graph.nodes]
+    assert after == before
+    assert torch.equal(module(X), EXPECTED)
+
+
+def test_everybody_at_once() -> None:
+    """All of them, in the order of the gallery and in the reverse."""
+    for members in (tuple(GALLERY), tuple(reversed(GALLERY))):
+        prepared = prepare(PROGRAM, composed(*members))
+        check_priorities(plan_of(prepared), members)
+        check_numbers(prepared)

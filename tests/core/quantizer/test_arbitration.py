@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who gets which region: order is priority, shorter rules keep what is left, conditions are awaited."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from qompose import compose
+from qompose.quantizer.arbitration import compose_claims
+from qompose.spec.claim import Claim, Composition, Conflict, Point, PointSpec, Proposal
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from tests.core.toy import (
+    ADD,
+    CAT,
+    CONV,
+    CONV_ADD_RELU,
+    CONV_RELU,
+    INT8,
+    LINEAR,
+    RELU,
+    VIEW,
+    claimed,
+    export,
+    plan_of,
+    prepare,
+    randn,
+    seeded,
+    toy,
+)
+
+
+class Line(nn.Module):
+    """Six sigmoids in a row: sigmoid, sigmoid_1, ... sigmoid_5."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(6):
+            x = torch.sigmoid(x)
+        return x
+
+
+@pytest.fixture(scope="module")
+def model() -> GraphModule:
+    return export(Line(), randn(2, 3)).module(check_guards=False)
+
+
+NAMES = ("sigmoid", *(f"sigmoid_{i}" for i in range(1, 6)))
+
+
+def claim(
+    rule: str, *nodes: int, needs: Sequence[int] = (), all_of: bool = True, **facts: Any
+) -> Claim:
+    """A claim on some of the nodes; its last one's output is quantized."""
+    names = tuple(NAMES[node] for node in nodes)
+    specs = (PointSpec(Point(names[-1]), INT8),) if facts.pop("output", True) else ()
+    return Claim(
+        owner="", rule=rule, anchor=names[0], nodes=names, output=names[-1], specs=specs,
+        needs_quantized=tuple(NAMES[i] for i in needs), needs_all=all_of, **facts,
+    )  # fmt: skip
+
+
+def member(name: str, *claims: Claim) -> tuple[str, Callable[..., Proposal]]:
+    return name, lambda model, taken, on_conflict: Proposal(list(claims))
+
+
+def chosen(composition: Composition) -> list[str]:
+    return [f"{claim.owner}.{claim.rule}" for claim in composition.chosen]
+
+
+def test_earlier_members_win_and_the_loss_is_listed(model: GraphModule) -> None:
+    first = member("first", claim("one", 0, 1))
+    second = member("second", claim("two", 1, 2), claim("three", 2))
+    result = compose_claims(model, [first, second])
+    assert chosen(result) == ["first.one", "second.three"]
+    assert result.conflicts == [Conflict("first", "one", "second", "two", ("sigmoid_1",))]
+    result = compose_claims(model, [second, first])
+    assert chosen(result) == ["second.two"]
+    assert result.conflicts == [Conflict("second", "two", "first", "one", ("sigmoid_1",))]
+
+
+def test_a_member_does_not_conflict_with_itself(model: GraphModule) -> None:
+    result = compose_claims(model, [member("a", claim("long", 0, 1, 2), claim("short", 1))])
+    assert chosen(result) == ["a.long"]
+    assert result.conflicts == []
+
+
+def test_one_claim_may_lose_to_several(model: GraphModule) -> None:
+    members = [
+        member("a", claim("x", 0)),
+        member("b", claim("y", 1)),
+        member("c", claim("z", 0, 1)),
+    ]
+    result = compose_claims(model, members)
+    assert chosen(result) == ["a.x", "b.y"]
+    assert {(c.winner, c.nodes) for c in result.conflicts} == {
+        ("a", ("sigmoid",)), ("b", ("sigmoid_1",)),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("needs", "all_of", "stands"),
+    [
+        pytest.param((0,), True, True, id="its one input"),
+        pytest.param((0, 1), True, True, id="all of two"),
+        pytest.param((0, 2), True, False, id="all, and one is float"),
+        pytest.param((0, 2), False, True, id="any, and one is float"),
+        pytest.param((2, 4), False, False, id="any, and all are float"),
+        pytest.param((2,), True, False, id="its one input is float"),
+    ],
+)
+def test_conditions(model: GraphModule, needs: tuple[int, ...], all_of: bool, stands: bool) -> None:
+    conditional = claim("conditional", 5, needs=needs, all_of=all_of)
+    result = compose_claims(model, [member("a", conditional, claim("x", 0), claim("y", 1))])
+    assert chosen(result) == ["a.x", "a.y", *(["a.conditional"] if stands else [])]
+    reasons = [(r.rule, r.nodes, r.reason) for r in result.rejections]
+    expected = ("conditional", ("sigmoid_5",), "its input is not quantized")
+    assert reasons == ([] if stands else [expected])
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(4))), ids=str)
+def test_a_chain_of_conditional_claims_is_settled_in_graph_order(
+    model: GraphModule, order: tuple[int, ...]
+) -> None:
+    chain = [claim("start", 0), *(claim(f"view{i}", i, needs=[i - 1]) for i in (1, 2, 3))]
+    result = compose_claims(model, [member("a", *(chain[i] for i in order))])
+    assert chosen(result) == ["a.start", "a.view1", "a.view2", "a.view3"]
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["views first", "views last"])
+def test_a_condition_may_come_true_through_another_member(
+    model: GraphModule, order: tuple[int, int]
+) -> None:
+    members = [member("views", claim("view", 1, needs=[0])), member("products", claim("p", 0))]
+    result = compose_claims(model, [members[i] for i in order])
+    assert set(chosen(result)) == {"views.view", "products.p"}
+
+
+@pytest.mark.parametrize(("owner", "stands"), [("a", True), ("b", False)])
+def test_an_output_without_a_specification_is_quantized_for_its_owner_alone(
+    model: GraphModule, owner: str, stands: bool
+) -> None:
+    """Its kernel may requantize, but nobody else can ask it to."""
+    product = claim("product", 0, output=False)
+    view = claim("view", 1, needs=[0])
+    members = (
+        [member("a", product, view)] if owner == "a" else [member("a", product), member("b", view)]
+    )
+    assert (f"{owner}.view" in chosen(compose_claims(model, members))) is stands
+
+
+@pytest.mark.parametrize("mode", ["dynamic", "weight-only"])
+def test_only_static_claims_quantize_their_output(model: GraphModule, mode: str) -> None:
+    product = claim("product", 0, output=False, mode=mode)
+    result = compose_claims(model, [member("a", product, claim("view", 1, needs=[0]))])
+    assert chosen(result) == ["a.product"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    owners=st.lists(st.integers(0, 2), min_size=6, max_size=6),
+    conditional=st.lists(st.booleans(), min_size=6, max_size=6),
+)
+def test_the_order_of_disjoint_members_does_not_matter(
+    model: GraphModule, owners: list[int], conditional: list[bool]
+) -> None:
+    """Each node belongs to one member; a conditional claim needs the node before it."""
+    claims = [claim(f"rule{i}", i, needs=[i - 1] if i and conditional[i] else []) for i in range(6)]
+    members = [
+        member(f"m{owner}", *(c for c, o in zip(claims, owners, strict=True) if o == owner))
+        for owner in range(3)
+    ]
+    results = [compose_claims(model, order) for order in itertools.permutations(members)]
+    assert len({frozenset(chosen(result)) for result in results}) == 1
+    assert all(not result.conflicts for result in results)
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.conv(torch.tanh(x)) + x)
+
+
+CONV_RULES = (CONV_ADD_RELU, CONV_RELU, CONV)
+
+
+@pytest.mark.parametrize(
+    ("members", "expected"),
+    [
+        pytest.param(
+            [toy(*CONV_RULES)], {"conv_add_relu": ("conv2d", "add", "relu")}, id="the longest"
+        ),
+        pytest.param(
+            [toy(ADD, name="sums"), toy(*CONV_RULES)],
+            {"add": ("add",), "conv": ("conv2d",)},
+            id="a shorter one where the add is taken",
+        ),
+        pytest.param(
+            [toy(RELU, name="relus"), toy(*CONV_RULES)],
+            {"relu": ("relu",), "conv": ("conv2d",)},
+            id="a shorter one where the relu is taken",
+        ),
+        pytest.param(
+            [toy(*CONV_RULES), toy(ADD, RELU, name="sums")],
+            {"conv_add_relu": ("conv2d", "add", "relu")},
+            id="nothing is left for the second",
+        ),
+    ],
+)
+def test_what_remains_goes_to_a_shorter_rule(members: Any, expected: Any) -> None:
+    program = export(seeded(Residual()), randn(1, 3, 4, 4))
+    assert claimed(prepare(program, compose(*members))) == expected
+
+
+def test_the_lost_fusion_is_in_the_plan() -> None:
+    program = export(seeded(Residual()), randn(1, 3, 4, 4))
+    plan = plan_of(prepare(program, compose(toy(ADD, name="sums"), toy(*CONV_RULES))))
+    assert [(c.winner, c.loser, c.loser_rule, c.nodes) for c in plan.conflicts] == [
+        ("sums", "toy", "conv_add_relu", ("add",))
+    ]
+
+
+class Views(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x).view(-1, 2, 3).permute(0, 2, 1).reshape(-1, 6)
+        return torch.cat([y, x.view(-1, 4)], dim=1)
+
+
+def test_views_follow_a_quantized_tensor_and_only_that() -> None:
+    program = export(seeded(Views()), randn(5, 4))
+    assert set(claimed(prepare(program, toy(VIEW, CAT)))) == set()
+    prepared = prepare(program, toy(VIEW, CAT, LINEAR))
+    assert claimed(prepared) == {
+        "linear": ("linear",), "view": ("view",), "view'": ("permute",), "view''": ("reshape",),
+        "cat": ("cat",),
+    }  # fmt: skip
+    reasons = {o.name: o.reason for o in plan_of(prepared).operators}
+    assert "its input is not quantized" in reasons["view_1"]

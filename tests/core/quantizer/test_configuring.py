@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings as JSON: what is read back selects the same, and nothing unknown is read."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import qompose
+import torch
+import torch.nn.functional as F
+from qompose import QomposeError, RuleQuantizer
+from qompose.errors import ConfigError, SelectorError
+from torch import nn
+
+from tests.core.backend.test_plugins import backend, install
+from tests.core.places import CALLS, Caller, configs
+from tests.core.toy import (
+    DYNAMIC,
+    LINEAR,
+    PER_TENSOR,
+    STATIC,
+    WEIGHT_ONLY,
+    NullQuantizer,
+    ToyBackend,
+    plan_of,
+    prepare,
+    toy,
+)
+
+__all__ = ["install"]  # a fixture
+
+aten = torch.ops.aten
+
+
+@pytest.fixture
+def installed(install: Any) -> None:
+    install(alpha=backend("alpha"), beta=backend("beta"))
+
+
+def alpha(name: str = "alpha") -> RuleQuantizer:
+    return RuleQuantizer(ToyBackend(name=name))
+
+
+SETTINGS: dict[str, Callable[[RuleQuantizer], Any]] = {
+    "global": lambda q: q.set_global(STATIC),
+    "module type": lambda q: q.set_module_type(nn.Linear, DYNAMIC),
+    "operator": lambda q: q.set_operator_type(aten.linear.default, WEIGHT_ONLY),
+    "packet": lambda q: q.set_operator_type(aten.linear, None),
+    "function": lambda q: q.set_operator_type(F.relu, PER_TENSOR),
+    "regex": lambda q: q.set_module_name_regex("in.*", DYNAMIC),
+    "name": lambda q: q.set_module_name("inner.fc", None),
+    "subgraph": lambda q: q.set_subgraph(["linear_3"], ["linear_4"], STATIC),
+    "call": lambda q: q.set_module_name_object_type_order("inner", F.linear, 1, None),
+    "class of a test": lambda q: q.set_module_type(Caller.Inner, DYNAMIC),
+}
+
+
+@pytest.mark.usefixtures("installed")
+class TestRoundTrip:
+    """`to_dict`, `to_json`, `quantizer_from_dict`, `quantizer_from_json`."""
+
+    @pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
+    def test_each_setting(self, setting: Callable[[RuleQuantizer], Any]) -> None:
+        quantizer = alpha()
+        setting(quantizer)
+        again = qompose.quantizer.quantizer_from_json(quantizer.to_json())
+        assert isinstance(again, RuleQuantizer)
+        assert again.selectors == quantizer.selectors
+        assert again.to_dict() == quantizer.to_dict()
+
+    def test_all_of_them_select_the_same(self) -> None:
+        quantizer = alpha()
+        for name, setting in SETTINGS.items():
+            if name not in ("function", "regex", "packet"):
+                setting(quantizer)
+        again: Any = qompose.quantizer.quantizer_from_json(quantizer.to_json())
+        assert configs(CALLS, again) == configs(CALLS, quantizer)
+        assert len(set(configs(CALLS, again).values())) > 2
+
+    def test_compositions(self) -> None:
+        inner = qompose.compose(alpha("beta").set_global(None), on_conflict="first")
+        composed = qompose.compose(alpha().set_global(STATIC), inner, on_conflict="first")
+        again = qompose.quantizer.quantizer_from_json(composed.to_json())
+        assert again.to_dict() == composed.to_dict()
+        assert [member.name for member in again.members] == ["alpha", "beta"]
+
+    def test_configurations_of_the_backend_are_written_by_name(self) -> None:
+        quantizer = alpha().set_global(STATIC).set_module_name("inner", PER_TENSOR)
+        static, other = (entry["config"] for entry in quantizer.to_dict()["selectors"])
+        assert static == "static"
+        assert other["weight"]["qscheme"] == "per_tensor_symmetric"
+
+    def test_the_defaults_of_a_backend_are_replaced(self) -> None:
+        again: Any = qompose.quantizer.quantizer_from_dict({"backend": "alpha", "selectors": []})
+        assert again.selectors.settings == []
+
+
+def test_names_as_people_write_them(install: Any) -> None:
+    install(alpha=backend("alpha"))
+    data = {"select": "object type", "module type": "torch.nn.Linear", "config": "static"}
+    again: Any = qompose.quantizer.quantizer_from_dict({"backend": "alpha", "selectors": [data]})
+    assert again.selectors == alpha().set_module_type(nn.Linear, STATIC).selectors
+
+
+GOOD = {
+    "on_conflict": "error",
+    "members": [
+        {
+            "backend": "alpha",
+            "selectors": [{"select": "module name", "name": "inner", "config": "static"}],
+        }
+    ],
+}
+ENTRY = ("members", 0, "selectors", 0)
+BAD: list[tuple[str, tuple[Any, ...], Any, str]] = [
+    ("unknown key at the top", ("on_conflicts",), "error", "'on_conflicts'.*did you mean 'on_conflict'"),
+    ("unknown policy", ("on_conflict",), "last", "neither"),
+    ("no list", ("members",), {}, "is no list"),
+    ("no members", ("members",), [], "at least one"),
+    ("no object", ("members", 0), 3, "no object"),
+    ("unknown key of a member", ("members", 0, "target"), "torch", "unknown keys 'target'"),
+    ("unknown backend", ("members", 0, "backend"), "alpho", "did you mean 'alpha'"),
+    ("selectors of another kind", ("members", 0, "selectors"), "all", "a list of settings"),
+    ("an entry of another kind", ENTRY, "all", "alpha, selector 0: 'all' is not an object"),
+    ("unknown level", (*ENTRY, "select"), "module names", "did you mean 'module name'"),
+    ("unknown key of a setting", (*ENTRY, "recursive"), True, "unknown keys 'recursive'"),
+    ("a number for a name", (*ENTRY, "name"), 3, "name=3 is no str"),
+    ("a level that is no text", (*ENTRY, "select"), [], "is none of"),
+    ("a backend that is no text", ("members", 0, "backend"), None, "is no name"),
+    ("an empty name", (*ENTRY, "name"), "", "no module path"),
+    ("unknown configuration", (*ENTRY, "config"), "statik", "did you mean 'static'"),
+    ("malformed configuration", (*ENTRY, "config"), {"wait": 1}, "wait"),
+]  # fmt: skip
+
+
+@pytest.mark.usefixtures("installed")
+class TestErrors:
+    """What cannot be written, or read."""
+
+    @pytest.mark.parametrize(
+        ("path", "value", "message"), [row[1:] for row in BAD], ids=[row[0] for row in BAD]
+    )
+    def test_bad_data(self, path: tuple[Any, ...], value: Any, message: str) -> None:
+        data: Any = copy.deepcopy(GOOD)
+        assert qompose.quantizer.quantizer_from_dict(data)
+        *parents, last = path
+        place = data
+        for key in parents:
+            place = place[key]
+        place[last] = value
+        with pytest.raises(QomposeError, match=message):
+            qompose.quantizer.quantizer_from_dict(data)
+
+    @pytest.mark.parametrize("missing", ["select", "name", "config"])
+    def test_missing_keys(self, missing: str) -> None:
+        data: Any = copy.deepcopy(GOOD)
+        del data["members"][0]["selectors"][0][missing]
+        with pytest.raises(ConfigError, match=missing):
+            qompose.quantizer.quantizer_from_dict(data)
+
+    @pytest.mark.parametrize(
+        ("key", "name", "message"),
+        [
+            ("operator", "linear", "no operator 'linear'"),
+            ("operator", "aten.linaer", "no operator 'aten.linaer'"),
+            ("operator", "aten.add.Tenser", "no operator"),
+            ("operator", "mylib.op", "once that is imported"),
+            ("operator", ["aten.add", 3], "neither a name nor a list"),
+            ("operator", [], "neither a name nor a list"),
+            ("module type", "Linear", "no name such as"),
+            ("module type", 3, "no name such as"),
+            ("module type", "torch.nn.Linaer", "did you mean 'Linear'"),
+            ("module type", "torch.nn.functional.linear", "no module type"),
+            ("module type", "torch.onnx.Foo", "no module type"),
+            ("type", "torch.nn.Linear", "'module type' and 'operator'"),
+        ],
+    )
+    def test_types_that_are_none(self, key: str, name: Any, message: str) -> None:
+        entry = {"select": "object type", key: name, "config": None}
+        imported = set(sys.modules)
+        with pytest.raises((SelectorError, ConfigError), match=message):
+            qompose.quantizer.quantizer_from_dict({"backend": "alpha", "selectors": [entry]})
+        assert set(sys.modules) == imported, "reading data imports nothing"
+
+    def test_a_class_that_is_not_imported_yet_is_known_by_its_name(self) -> None:
+        entry = {"select": "object type", "module type": "some.model.Block", "config": None}
+        again: Any = qompose.quantizer.quantizer_from_dict(
+            {"backend": "alpha", "selectors": [entry]}
+        )
+        assert again.to_dict()["selectors"] == [entry]
+        (note,) = plan_of(prepare(CALLS, again.set_global(STATIC))).notes
+        assert "some.model.Block occurs nowhere" in note
+
+    def test_a_subclass_is_code(self) -> None:
+        class Own(RuleQuantizer):
+            pass
+
+        class Composed(qompose.ComposableQuantizer):
+            pass
+
+        for quantizer in (Own(ToyBackend(name="alpha")), Composed([alpha()])):
+            with pytest.raises(ConfigError, match="is code"):
+                quantizer.to_dict()
+
+    def test_a_configuration_that_the_backend_cannot_follow(self, install: Any) -> None:
+        static = dataclasses.replace(LINEAR, modes=frozenset({"static"}))
+        install(gamma=backend("gamma", rules=(static,)))
+        data = toy(LINEAR, config=DYNAMIC, name="gamma").to_dict()
+        with pytest.raises(ConfigError, match="no dynamic form"):
+            qompose.quantizer.quantizer_from_dict(data)
+
+    @pytest.mark.parametrize(
+        ("quantizer", "message"),
+        [
+            pytest.param(alpha().set_filter(len, STATIC), "filter len is code", id="filter"),
+            pytest.param(
+                alpha().set_filter_function(bool), "filter function is code", id="narrowed"
+            ),
+            pytest.param(NullQuantizer(), "NullQuantizer is code", id="annotating"),
+        ],
+    )
+    def test_code_cannot_be_written(self, quantizer: Any, message: str) -> None:
+        with pytest.raises(ConfigError, match=message):
+            qompose.compose(quantizer).to_json()
+
+    @pytest.mark.parametrize(
+        "text",
+        ["", "{", "[1]", "null", None, "[" * 100_000, '{"backend": "alpha", "backend": "b"}'],
+    )
+    def test_text_that_is_no_configuration(self, text: str) -> None:
+        with pytest.raises(ConfigError):
+            qompose.quantizer.quantizer_from_json(text)
+
+
+@pytest.mark.usefixtures("installed")
+def test_the_text_is_plain_json() -> None:
+    text = qompose.compose("alpha", "beta").to_json()
+    assert json.loads(text)["members"][0] == {
+        "backend": "alpha",
+        "selectors": [{"select": "global", "config": "static"}],
+    }

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Branches and loops that calibration never came to, though their tensors share scales with others."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import qompose
+import torch
+from torch import Tensor, nn
+
+from tests.core.toy import LINEAR, export, prepare, randn, seeded, sqnr, toy
+from tests.zoo import by_name
+
+X = randn(6, 4).abs()
+
+
+class Branches(nn.Module):
+    """Both branches read one tensor and give one: all scales of `yes` are scales of `no`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.yes, self.no = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cond(x.sum() > 0, self.yes, self.no, (x,))
+
+
+def loud() -> nn.Module:
+    model = seeded(Branches())
+    with torch.no_grad():
+        model.yes.weight.mul_(100)
+    return model
+
+
+def test_a_branch_that_never_ran_is_named_though_the_other_saw_its_tensors() -> None:
+    prepared = prepare(export(loud(), X), toy(LINEAR))
+    qompose.calibrate(prepared, [-X])
+    with pytest.raises(qompose.errors.UncalibratedError) as caught:
+        qompose.convert_pt2e(prepared)
+    assert caught.value.tensors == (
+        "true_graph_0_x -> true_graph_0_linear in yes in true_graph_0 of cond (toy, rule linear)",
+        "output of true_graph_0_linear in yes in true_graph_0 of cond (toy, rule linear)",
+    )
+    qompose.calibrate(prepared, [X])
+    assert sqnr(loud()(X), qompose.convert_pt2e(prepared)(X)) > 30
+
+
+def test_it_may_stay_in_float() -> None:
+    model = loud()
+    prepared = prepare(export(model, X), toy(LINEAR))
+    qompose.calibrate(prepared, [-X])
+    converted = qompose.convert_pt2e(prepared, allow_uncalibrated=True)
+    rows = {r.module: r for r in qompose.report(converted).rows if r.operator == "aten.linear"}
+    assert (rows["yes"].state, rows["no"].state) == ("float", "simulated (Q/DQ)")
+    assert "never saw calibration data" in rows["yes"].reason
+    assert torch.equal(converted(X), model(X))
+    assert sqnr(model(-X), converted(-X)) > 30
+
+
+# torch 2.13 copies the argument tree of any exported module through a class that it deprecates
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
+def test_copies_know_what_ran() -> None:
+    prepared = prepare(export(loud(), X), toy(LINEAR))
+    prepared(X)
+    twin = copy.deepcopy(prepared)
+    twin(-X)
+    qompose.convert_pt2e(twin)
+    with pytest.raises(qompose.errors.UncalibratedError, match="in no in false_graph_0 of cond"):
+        qompose.convert_pt2e(prepared)
+
+
+def test_regions_inside_an_idle_branch_are_idle() -> None:
+    model = by_name("mixed_regions")
+    prepared = prepare(model.export(), toy(LINEAR))
+    prepared(*model.inputs())
+    with pytest.raises(qompose.errors.UncalibratedError) as caught:
+        qompose.convert_pt2e(prepared)
+    named = {tensor.split(" in ")[1] for tensor in caught.value.tensors}
+    assert named == {"frozen.before", "frozen.head", "frozen.frozen.first", "frozen.frozen.second"}
+    assert all("true_graph_0_" in tensor for tensor in caught.value.tensors)
+
+
+def test_a_loop_without_an_iteration_is_idle() -> None:
+    """The value before the loop has a layer's scale, which is also that of the body's input."""
+    model = by_name("loop")
+    prepared = prepare(model.export(), toy(LINEAR))
+    x, times = model.inputs()
+    prepared(x, torch.full_like(times, -1))
+    with pytest.raises(qompose.errors.UncalibratedError) as caught:
+        qompose.convert_pt2e(prepared)
+    assert len(caught.value.tensors) == 2
+    assert all("in body in while_loop_body_graph_0" in tensor for tensor in caught.value.tensors)
+    prepared(x, times.clamp(min=1))
+    qompose.convert_pt2e(prepared)

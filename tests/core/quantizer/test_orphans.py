@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Claims that refer to what another member would annotate, and does not because it lost."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import qompose
+import torch
+from qompose.errors import SharingError
+from qompose.quantizer.arbitration import orphaned
+from qompose.spec.claim import Claim, Point, PointSpec, shared_with
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+
+from tests.core.quantizer.interop.foreign import (
+    INT8 as ACTIVATION,
+    Annotation,
+    Derived,
+    Foreign,
+    aten,
+    calls,
+    put,
+)
+from tests.core.toy import INT8, export, graph_text, plan_of, prepare, randn, seeded
+
+X = randn(6, 4)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.a(x))
+
+
+PROGRAM = export(seeded(Net()), X)
+
+
+def product(observers: list[Any]) -> tuple[Tensor, Tensor]:
+    (first, _), (second, _) = (observer.calculate_qparams() for observer in observers)
+    return first * second, torch.zeros_like(second, dtype=torch.int32)
+
+
+class Biases(Foreign):
+    """Annotates biases alone, by what others say of what is multiplied."""
+
+    output: Any = None
+
+    def asked(self, node: Node) -> Any:
+        x, weight, bias = node.args
+        spec = Derived(
+            [(x, node), (weight, node)], product, torch.int32, -(2**31), 2**31 - 1,
+            torch.per_channel_symmetric, 0,
+        )  # fmt: skip
+        return Annotation({bias: spec}, self.output)
+
+
+class AndOutputs(Biases):
+    """The output as well, which needs nobody."""
+
+    output = ACTIVATION
+
+
+class Linears(Foreign):
+    """Annotates inputs of the program too."""
+
+    def annotate(self, model: GraphModule) -> None:
+        super().annotate(model)
+        for node in model.graph.nodes:
+            if node.op == "placeholder":
+                put(node, output=ACTIVATION)
+
+
+class Tanhs(Foreign):
+    targets = (aten.tanh.default,)
+
+
+def claims(prepared: GraphModule) -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for claim in plan_of(prepared).claims:
+        found.setdefault(claim.owner, set()).update(str(spec.point) for spec in claim.specs)
+    return found
+
+
+LINEARS = {"x -> linear", "a_weight -> linear", "output of linear", "output of x"}
+
+
+@pytest.mark.parametrize("others", list(itertools.permutations([Linears, Tanhs])))
+def test_what_cannot_stand_alone_takes_nothing(others: Any) -> None:
+    """The member whose claim it needs has its place, wherever it stands; both are named."""
+    members = [kind() for kind in others]
+    expected = prepare(PROGRAM, qompose.compose(*members))
+    prepared = prepare(PROGRAM, qompose.compose(Biases(), *members))
+    assert graph_text(prepared) == graph_text(expected)
+    assert claims(prepared) == claims(expected)
+    assert claims(prepared)["tests.Linears"] == LINEARS
+    (note,) = [n for n in plan_of(prepared).notes if "was not followed" in n]
+    assert "tests.Biases annotates a_bias -> linear" in note and "tests.Linears" in note
+    (idle,) = [n for n in plan_of(prepared).notes if "tests.Biases claims nothing" in n]
+    assert "went to tests.Linears" in idle
+    lost = {(c.winner, c.loser) for c in plan_of(prepared).conflicts}
+    assert lost == {("tests.Linears", "tests.Biases")}
+    assert not any("lost" in row.reason for row in qompose.report(prepared).rows if row.owner)
+
+
+def test_what_can_keeps_its_place_without_it() -> None:
+    prepared = prepare(PROGRAM, qompose.compose(AndOutputs(), Linears()))
+    assert claims(prepared)["tests.AndOutputs"] == {"output of linear"}
+    (note,) = [n for n in plan_of(prepared).notes if "a_bias -> linear" in n]
+    assert "tests.AndOutputs" in note and "tests.Linears" in note
+    assert ("tests.AndOutputs", "tests.Linears") in {
+        (c.winner, c.loser) for c in plan_of(prepared).conflicts
+    }
+    prepared(X)
+    qompose.convert_pt2e(prepared)
+
+
+class Changed(Foreign):
+    """Its claim stands on a change of the operator, which is made when it is asked, or not at all."""
+
+    def transform_for_annotation(self, model: GraphModule) -> GraphModule:
+        for node in calls(model, aten.linear.default):
+            model.register_buffer("_twice", torch.zeros(4, 4))
+            with model.graph.inserting_before(node):
+                node.update_arg(1, model.graph.get_attr("_twice"))
+        model.recompile()
+        return model
+
+    def asked(self, node: Node) -> Any:
+        return Annotation({}, ACTIVATION)
+
+
+def test_what_comes_too_late_leaves_the_operator_to_nobody() -> None:
+    class ByOutput(Biases):
+        def asked(self, node: Node) -> Any:
+            spec = Derived([node], lambda o: o[0].calculate_qparams(), torch.int8)
+            return Annotation({node.args[2]: spec})
+
+    prepared = prepare(PROGRAM, qompose.compose(ByOutput(), Changed(), Tanhs()))
+    assert claims(prepared).keys() == {"tests.Tanhs"}
+    (row,) = [row for row in qompose.report(prepared).rows if row.name == "linear"]
+    assert row.reason == "tests.Changed: its rule annotation lost linear to tests.ByOutput"
+    followed, idle = (n for n in plan_of(prepared).notes if n.startswith("tests.ByOutput"))
+    assert "a_bias -> linear" in followed and "tests.Changed" in followed
+    assert "claims nothing" in idle and "it is derived from output of linear" in idle
+
+
+def test_what_nobody_annotates_is_an_error() -> None:
+    with pytest.raises(
+        SharingError, match=r"a_bias -> linear \(tests\.Biases.*x -> linear, which no"
+    ):
+        prepare(PROGRAM, qompose.compose(Biases(), Tanhs()))
+
+
+def test_what_an_earlier_member_annotates_elsewhere_is_used() -> None:
+    """A claim that refers to another region's points, of a member before it, is none of these."""
+
+    class Cosines(Tanhs):
+        def asked(self, node: Node) -> Any:
+            source = node.args[0]
+            spec = Derived(
+                [source], lambda o: o[0].calculate_qparams(), torch.int8, -128, 127,
+                torch.per_tensor_affine,
+            )  # fmt: skip
+            return Annotation({}, spec)
+
+    for members in ([Linears(), Cosines()], [Cosines(), Linears()]):
+        prepared = prepare(PROGRAM, qompose.compose(*members))
+        assert claims(prepared)["tests.Cosines"] == {"output of tanh"}
+        assert claims(prepared)["tests.Linears"] == LINEARS
+
+
+def claim(owner: str, node: str, *specs: PointSpec) -> Claim:
+    return Claim(owner=owner, rule="r", anchor=node, nodes=(node,), output=node, specs=specs)
+
+
+class TestOrphaned:
+    """Claims by hand."""
+
+    derived = qompose.spec.DerivedQuantizationSpec([], product, torch.int8)
+    a, b, c = (Point(name) for name in "abc")
+    needy = claim("one", "b", PointSpec(b, derived, (a,)))
+
+    def test_a_reason_names_place_loser_and_winner(self) -> None:
+        winner, loser = (
+            claim("two", "x", PointSpec(Point("x"), INT8)),
+            claim("three", "x", PointSpec(self.a, INT8)),
+        )
+        (reason,) = orphaned([self.needy, winner], [loser]).values()
+        assert all(word in reason for word in ("output of a", "three", "x to two"))
+
+    def test_a_loser_without_a_winner_is_named(self) -> None:
+        loser = claim("three", "a", PointSpec(self.a, INT8))
+        (reason,) = orphaned([self.needy], [loser]).values()
+        assert "three wanted to annotate" in reason
+
+    def test_what_shares_with_it_goes_too(self) -> None:
+        follower = claim("one", "c", shared_with(self.c, self.b))
+        loser = claim("three", "a", PointSpec(self.a, INT8))
+        assert orphaned([self.needy, follower], [loser]).keys() == {self.b, self.c}
+
+    def test_what_stands_or_is_nobodys_is_no_reason(self) -> None:
+        standing = claim("two", "a", PointSpec(self.a, INT8))
+        loser = claim("three", "a", PointSpec(self.a, INT8))
+        assert orphaned([self.needy, standing], [loser]) == orphaned([self.needy], []) == {}

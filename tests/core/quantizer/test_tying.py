@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tied parameters: one table of integers for all that read it, or a note that says why not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import qompose
+import torch
+from qompose import QuantizationConfig
+from qompose.program.graph import copy_graph_module
+from qompose.quantizer.tied_weights import one_table_each
+from qompose.spec.claim import Claim, Point, PointSpec
+from qompose.spec.quantization_spec import QuantizationSpec, likeness
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.core.toy import (
+    CONV,
+    INT8,
+    LINEAR,
+    PER_TENSOR,
+    STATIC,
+    WEIGHT,
+    WEIGHT_PER_TENSOR,
+    Annotator,
+    annotate,
+    convert,
+    export,
+    plan_of,
+    randn,
+    seeded,
+    sqnr,
+    toy,
+)
+from tests.zoo import by_name
+
+aten = torch.ops.aten
+NARROW = replace(WEIGHT, quant_min=-64, quant_max=63)
+ROWS = replace(WEIGHT, ch_axis=1)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.body = nn.Embedding(12, 8), nn.Linear(8, 8)
+        self.head = nn.Linear(8, 12, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.body(self.tokens(ids)).relu())
+
+
+IDS = torch.arange(12).reshape(2, 6)
+
+
+def wants(operator: Any, weight: QuantizationSpec, position: int, name: str) -> Annotator:
+    """Wants the parameter at an argument's position of every call of an operator."""
+
+    def annotate_node(node: Any) -> None:
+        if node.target is operator:
+            annotate(node, {node.args[position]: weight})
+
+    return Annotator(annotate_node, name)
+
+
+def tables(module: Any) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of all matrices."""
+    return {name: tuple(t.shape) for name, t in module.state_dict().items() if t.dim() > 1}
+
+
+@pytest.mark.parametrize("order", [1, -1], ids=["in order", "reversed"])
+def test_the_first_scheme_that_suits_all_is_taken(order: int) -> None:
+    """An annotation says nothing of other specifications; the rule of the head takes any."""
+    members = [wants(aten.embedding.default, NARROW, 0, "tables"), toy(LINEAR)][::order]
+    model = seeded(Tied())
+    converted = convert(export(model, IDS), qompose.compose(*members), IDS)
+    (note,) = (note for note in qompose.report(converted).notes if "table" in note)
+    assert note.startswith("head.weight becomes one table for ")
+    assert note.endswith(": int8 [-64, 63] per_channel_symmetric axis 0")
+    for reader in ("embedding (tables, rule annotation)", "linear_1 (toy, rule linear)"):
+        assert reader in note
+    assert tables(converted) == {"body.weight_q": (8, 8), "head.weight_q": (12, 8)}
+    assert int(converted.state_dict()["head.weight_q"].abs().amax()) <= 64
+    assert sqnr(model(IDS), converted(IDS)) > 28
+
+
+def test_two_tables_are_said_to_be_two() -> None:
+    tokens = wants(aten.embedding.default, NARROW, 0, "tables")
+    head = wants(aten.linear.default, WEIGHT, 1, "heads")
+    model = seeded(Tied())
+    converted = convert(export(model, IDS), qompose.compose(tokens, head), IDS)
+    (note,) = (note for note in qompose.report(converted).notes if "table" in note)
+    assert "head.weight becomes more than one table of integers: " in note
+    assert "its quantizer annotates, and says nothing of other specifications" in note
+    assert sorted(tables(converted).values()) == [(8, 8), (12, 8), (12, 8)]
+    assert sqnr(model(IDS), converted(IDS)) > 28
+
+
+def reads(owner: str, parameter: str, user: str, spec: QuantizationSpec) -> Claim:
+    return Claim(
+        owner=owner, rule="r", anchor=user, nodes=(user,), output=user,
+        specs=(PointSpec(Point(parameter, user), spec),),
+    )  # fmt: skip
+
+
+def tied_program() -> tuple[Any, str, list[str]]:
+    module = copy_graph_module(export(seeded(Tied()), IDS).module(check_guards=False))
+    readers = ["embedding", "linear_1"]
+    parameter = next(n for n in module.graph.nodes if n.name == "linear_1").args[1]
+    return module, parameter.name, readers
+
+
+TAKES_ALL = lambda claim, spec: None  # noqa: E731
+
+
+@pytest.mark.parametrize("order", [1, -1], ids=["in order", "reversed"])
+def test_claims_get_one_specification(order: int) -> None:
+    module, parameter, (embedding, linear) = tied_program()
+    claims = [
+        reads("a", parameter, embedding, NARROW), reads("b", parameter, linear, WEIGHT),
+    ][::order]  # fmt: skip
+    changed, notes = one_table_each(module, claims, TAKES_ALL)
+    first = claims[0].specs[0].spec
+    assert [claim.specs[0].spec for claim in changed] == [first, first]
+    (note,) = notes
+    assert "becomes one table for" in note
+    assert "a, rule r" in note and "b, rule r" in note
+    assert [claim.anchor for claim in changed] == [claim.anchor for claim in claims]
+
+
+def test_a_rule_that_refuses_leaves_the_choice_to_the_other() -> None:
+    module, parameter, (embedding, linear) = tied_program()
+    claims = [
+        reads("a", parameter, embedding, NARROW), reads("b", parameter, linear, WEIGHT),
+    ]  # fmt: skip
+
+    def b_refuses(claim: Claim, spec: QuantizationSpec) -> str | None:
+        return "its kernel wants 8 bits" if claim.owner == "b" else None
+
+    changed, _ = one_table_each(module, claims, b_refuses)
+    assert [claim.specs[0].spec for claim in changed] == [WEIGHT, WEIGHT]
+
+
+REFUSALS: dict[str, tuple[QuantizationSpec, QuantizationSpec, list[str]]] = {
+    "other dimension": (ROWS, WEIGHT, ["its channels are dimension 1, not 0",
+                                       "its channels are dimension 0, not 1"]),
+    "neither takes the other's": (NARROW, WEIGHT, ["embedding (a, rule r) cannot take int8 [-127, 127]",
+                                                   "linear_1 (b, rule r) cannot take int8 [-64, 63]"]),
+    "per tensor": (WEIGHT_PER_TENSOR, WEIGHT, ["(a, rule r)", "(b, rule r)"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("one", "other", "reasons"), REFUSALS.values(), ids=REFUSALS)
+def test_where_no_scheme_suits_every_objection_is_named(
+    one: QuantizationSpec, other: QuantizationSpec, reasons: list[str]
+) -> None:
+    module, parameter, (embedding, linear) = tied_program()
+    claims = [reads("a", parameter, embedding, one), reads("b", parameter, linear, other)]
+    changed, (note,) = one_table_each(module, claims, lambda claim, spec: "it says so")
+    assert changed == claims
+    assert "weight becomes more than one table of integers: " in note
+    for reason in reasons:
+        assert reason in note
+
+
+def test_like_specifications_need_no_note() -> None:
+    module, parameter, (embedding, linear) = tied_program()
+    alike = replace(WEIGHT)
+    assert likeness(alike) == likeness(WEIGHT)
+    claims = [reads("a", parameter, embedding, alike), reads("b", parameter, linear, WEIGHT)]
+    assert one_table_each(module, claims, lambda c, s: "no") == (claims, [])
+
+
+class Halves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        both = torch.randn(8, 4)
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.first.weight, self.second.weight = (nn.Parameter(half) for half in both.chunk(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+def test_parts_of_one_storage_are_not_tied() -> None:
+    module = copy_graph_module(export(Halves().eval(), randn(2, 4)).module(check_guards=False))
+    nodes = {node.name: node for node in module.graph.nodes}
+    claims = [
+        reads("a", nodes["linear"].args[1].name, "linear", NARROW),
+        reads("b", nodes["linear_1"].args[1].name, "linear_1", WEIGHT),
+    ]
+    assert one_table_each(module, claims, TAKES_ALL) == (claims, [])
+
+
+class Siamese(nn.Module):
+    """One weight read by two layers, at tensors of very different scales."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.right.weight = self.left.weight
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cosine_similarity(self.left(x), self.right(y * 100), dim=-1)
+
+
+class Pyramid(nn.Module):
+    """A shared head at several scales, as in detectors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Conv2d(3, 4, 3, padding=1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(self.head(F.avg_pool2d(x, size)) for size in (1, 2, 4))
+
+
+SHARED: dict[str, tuple[nn.Module, tuple[Tensor, ...], str, float]] = {
+    "siamese": (Siamese(), (randn(5, 8), randn(5, 8, seed=1)), "weight", 28),
+    "pyramid": (Pyramid(), (randn(2, 3, 8, 8),), "head.weight", 30),
+    "two names": (
+        by_name("weight_of_two_names").build(), by_name("weight_of_two_names").inputs(), "weight", 25
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("config", [STATIC, PER_TENSOR], ids=str)
+@pytest.mark.parametrize(("model", "inputs", "name", "bound"), SHARED.values(), ids=SHARED)
+def test_a_shared_parameter_is_stored_once(
+    model: nn.Module,
+    inputs: tuple[Tensor, ...],
+    name: str,
+    bound: float,
+    config: QuantizationConfig,
+) -> None:
+    model = seeded(model)
+    converted = convert(export(model, *inputs), toy(LINEAR, CONV, config=config), *inputs)
+    state = converted.state_dict()
+    matrices = {n: t for n, t in state.items() if t.dim() > 1}
+    assert len({t.data_ptr() for t in matrices.values()}) == 1
+    assert all(t.dtype is torch.int8 for t in matrices.values())
+    expected, actual = model(*inputs), converted(*inputs)
+    pairs = (
+        zip(expected, actual, strict=True) if isinstance(expected, tuple) else [(expected, actual)]
+    )
+    assert all(sqnr(one, other) > bound for one, other in pairs)
+    groups, claims = plan_of(converted).groups, plan_of(converted).claims
+    assert len(groups) > len(claims), "activations keep scales of their own"
+
+
+def test_what_stays_in_float_beside_the_integers_is_named() -> None:
+    model = seeded(Tied())
+    converted = convert(export(model, IDS), toy(LINEAR), IDS)
+    (note,) = (n for n in qompose.report(converted).notes if "beside its integers" in n)
+    assert "weight stays in float" in note
+    assert "linear_1" in note and "embedding is not quantized" in note
+    assert {tables(converted)[n] for n in tables(converted)} == {(12, 8), (8, 8)}
+
+
+def test_a_parameter_that_only_one_reads_needs_no_word() -> None:
+    converted = convert(export(seeded(nn.Linear(3, 4)), randn(2, 3)), toy(LINEAR), randn(2, 3))
+    assert not [n for n in qompose.report(converted).notes if "float" in n or "table" in n]
+    assert INT8 in [group.spec for group in plan_of(converted).groups]

@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stages say one line each in the log, and warn by name; wrong arguments are said to be wrong."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import qompose
+import torch
+from qompose import QomposeWarning, UserError
+from qompose.errors import NothingQuantizedError, NotLoweredError, TargetError
+from torch import Tensor, nn
+
+from tests.core.toy import (
+    CONV,
+    INT8,
+    LINEAR,
+    SIGMOID,
+    Annotator,
+    annotate,
+    aten,
+    convert,
+    export,
+    plan_of,
+    prepare,
+    randn,
+    seeded,
+    toy,
+)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(torch.sigmoid(self.b(self.a(x))))
+
+
+X = randn(6, 3)
+PROGRAM = export(seeded(Net()), X)
+
+
+class TestLog:
+    """`logging.getLogger("qompose")`."""
+
+    def lines(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+        """What the stages log, whoever logs it."""
+        records: list[logging.LogRecord] = []
+        handler = logging.Handler()
+        monkeypatch.setattr(handler, "emit", records.append)
+        root = logging.getLogger()
+        monkeypatch.setattr(root, "handlers", [handler])
+        monkeypatch.setattr(root, "level", logging.DEBUG)
+        logging.getLogger("qompose").manager._clear_cache()  # of who is enabled
+        quantizer = qompose.compose(
+            toy(LINEAR, name="first").set_module_name("b", None), toy(LINEAR, name="second")
+        )
+        qompose.lower(convert(PROGRAM, quantizer, X))
+        mine = [record for record in records if record.name.startswith("qompose")]
+        assert {(record.name, record.levelname) for record in mine} == {("qompose", "INFO")}
+        return [record.getMessage() for record in mine]
+
+    def test_one_line_for_each_stage(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        whole = "100.0% of multiply-accumulates; graph: "
+        who = "of 4 float operators (first 1, second 1), "
+        assert self.lines(monkeypatch) == [
+            f"prepared: 2 observed {who}{whole}5 observers",
+            f"converted: 2 simulated (Q/DQ) {who}{whole}3 quantize, 5 dequantize",
+            f"lowered for torch: 2 int8 kernel {who}{whole}1 quantize, 1 dequantize, 2 kernels",
+        ]
+
+    def test_nothing_is_printed_and_no_handler_is_added(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        qompose.lower(convert(PROGRAM, toy(LINEAR), X))
+        assert capsys.readouterr() == ("", "")
+        assert logging.getLogger("qompose").handlers == []
+
+
+class TestWarnings:
+    """What was asked and not done."""
+
+    def test_nothing_quantized_names_operators_and_counts_the_rest(self) -> None:
+        class Deep(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                for _ in range(25):
+                    x = torch.tanh(x)
+                return x
+
+        with pytest.warns(QomposeWarning) as caught:
+            qompose.prepare_pt2e(export(Deep(), X), toy(LINEAR))
+        text = str(caught[0].message)
+        assert "any of 25 operators" in text
+        assert "  - tanh (aten.tanh): no rule claims it" in text
+        assert text.endswith("and 5 more")
+
+    def test_a_program_without_float_operators_is_named_by_what_it_calls(self) -> None:
+        class Integers(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                return x + 1
+
+        program = export(Integers(), torch.arange(3))
+        with pytest.warns(QomposeWarning, match=r"calls add \(aten.add.Tensor\)"):
+            qompose.prepare_pt2e(program, toy(LINEAR))
+        with pytest.raises(NothingQuantizedError, match=r"aten.add.Tensor"):
+            qompose.prepare_pt2e(program, toy(LINEAR), strict=True)
+
+    def test_what_conversion_dropped_was_not_lowered_either(self) -> None:
+        """One input holds masks, so the claim on what reads it is not followed."""
+
+        class Gated(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.linear = nn.Linear(3, 3)
+
+            def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+                return self.linear(x) + torch.sigmoid(mask)
+
+        prepared = prepare(export(seeded(Gated()), X, X.clone()), toy(LINEAR, SIGMOID))
+        prepared(X, torch.full_like(X, -torch.inf))
+        converted = qompose.convert_pt2e(prepared)
+        with pytest.warns(QomposeWarning) as caught:
+            qompose.lower(converted)
+        assert str(caught[0].message).splitlines() == [
+            "1 quantized region has no int8 kernel on torch:",
+            "  - sigmoid (toy, rule sigmoid): left in float: mask -> sigmoid holds 18 mask values "
+            "(infinite, or near the largest float)",
+        ]
+        with pytest.raises(NotLoweredError, match="left in float: mask -> sigmoid"):
+            qompose.lower(converted, strict=True)
+
+    def test_conversion_that_follows_no_claim_says_so_once(self) -> None:
+        class Masked(nn.Module):
+            def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+                return torch.sigmoid(mask) + torch.sigmoid(mask + x)
+
+        prepared = prepare(export(Masked(), X, X.clone()), toy(SIGMOID))
+        prepared(X, torch.full_like(X, -torch.inf))
+        with pytest.warns(QomposeWarning) as caught:
+            qompose.convert_pt2e(prepared)
+        (warning,) = caught
+        first, *lines = str(warning.message).splitlines()
+        assert first == "Nothing was quantized: conversion followed none of all claims (2):"
+        assert [line.partition(":")[0] for line in lines] == [
+            f"  - {name} (toy, rule sigmoid)" for name in ("sigmoid", "sigmoid_1")
+        ]
+        assert all("mask values" in line for line in lines)
+        assert warning.filename == __file__
+
+    def test_nothing_is_said_where_all_went_well(self) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            qompose.lower(convert(PROGRAM, toy(LINEAR), X), strict=True)
+
+
+class TestTargets:
+    """A name that nobody knows is said to be one before anything else."""
+
+    @pytest.mark.parametrize(
+        ("name", "text"),
+        [
+            ("cuda", "knows a target 'cuda'. Known: torch."),
+            ("troch", r"knows a target 'troch' \(did you mean 'torch'\?\)"),
+            (None, "knows a target None"),
+        ],
+    )
+    def test_an_unknown_one(self, name: Any, text: str) -> None:
+        with pytest.raises(TargetError, match=text):
+            qompose.lower(convert(PROGRAM, toy(LINEAR), X), name)
+
+    def test_the_members_are_not_blamed_for_a_misspelling(self) -> None:
+        member = Annotator(
+            lambda node: (
+                annotate(node, {node.args[0]: INT8}, INT8)
+                if node.target is aten.tanh.default
+                else None
+            )
+        )
+        converted = convert(PROGRAM, qompose.compose(toy(LINEAR), member), X)
+        with pytest.raises(TargetError, match=r"No member .* knows a target 'cuda'"):
+            qompose.lower(converted, "cuda")
+        with pytest.raises(TargetError, match=r"annotator has kernels for none .it annotates only"):
+            qompose.lower(converted)
+
+
+def steps() -> dict[str, Any]:
+    prepared = prepare(PROGRAM, toy(LINEAR))
+    prepared(X)
+    converted = qompose.convert_pt2e(prepared)
+    return {
+        "prepare_pt2e": lambda: qompose.prepare_pt2e(None, toy(LINEAR)),
+        "prepare_pt2e without a quantizer": lambda: qompose.prepare_pt2e(PROGRAM, None),
+        "calibrate": lambda: qompose.calibrate(None, [X]),
+        "calibrate without batches": lambda: qompose.calibrate(prepared, None),
+        "calibrate with None as a batch": lambda: qompose.calibrate(prepared, [None]),
+        "convert_pt2e": lambda: qompose.convert_pt2e(None),
+        "lower": lambda: qompose.lower(None),
+        "lower without a target": lambda: qompose.lower(converted, None),
+        "save": lambda: qompose.save(None, "model"),
+        "save without a path": lambda: qompose.save(converted, None),
+        "load": lambda: qompose.load(None),
+        "report": lambda: qompose.report(None),
+        "assert_lowered": lambda: qompose.assert_lowered(None),
+        "assert_quantized": lambda: qompose.assert_quantized(None),
+        "assert_quantized without a part": lambda: qompose.assert_quantized(converted, None),
+        "quantize": lambda: qompose.quantize(None, (X,), backends=toy(LINEAR)),
+        "quantize without backends": lambda: qompose.quantize(PROGRAM, backends=None),
+        "quantize with None as a backend": lambda: qompose.quantize(PROGRAM, backends=[None]),
+        "quantize for no target": lambda: qompose.quantize(
+            PROGRAM, backends=toy(LINEAR), calibration=[X], target=None
+        ),
+        "compose": lambda: qompose.compose(None),
+        "compose with a policy of None": lambda: qompose.compose(toy(LINEAR), on_conflict=None),
+    }
+
+
+@pytest.mark.parametrize("step", steps())
+def test_none_is_refused_with_a_message(step: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r".{20}"):
+        steps()[step]()
+
+
+def test_an_annotation_of_the_output_node_itself_is_named() -> None:
+    """It has inputs, and makes no tensor: what is said of its output concerns nothing."""
+
+    def both(node: Any) -> None:
+        if node.op == "output":
+            (result,) = node.args[0]
+            annotate(node, {result: INT8}, INT8)
+
+    prepared = prepare(PROGRAM, Annotator(both))
+    (claim,) = plan_of(prepared).claims
+    assert [str(spec.point) for spec in claim.specs] == ["tanh -> output"]
+    (note,) = (note for note in plan_of(prepared).notes if "not followed" in note)
+    assert note.startswith("annotator annotates output, which was not followed: ")
+    assert "annotate the operator that it returns" in note
+    with pytest.warns(QomposeWarning):
+        alone = qompose.prepare_pt2e(
+            PROGRAM, Annotator(lambda n: annotate(n, {}, INT8) if n.op == "output" else None)
+        )
+    assert any("not followed" in note for note in qompose.report(alone).notes)
+
+
+def test_an_annotation_of_an_integer_input_is_named() -> None:
+    class Lookup(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(5, 3)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.table(ids)
+
+    program = export(seeded(Lookup()), torch.tensor([1, 2]))
+    member = Annotator(lambda n: annotate(n, {}, INT8) if n.op == "placeholder" else None)
+    prepared = prepare(program, qompose.compose(member, toy(CONV)))
+    assert (
+        "annotator annotates ids, which was not followed: output of ids is torch.int64"
+        in plan_of(prepared).notes
+    )

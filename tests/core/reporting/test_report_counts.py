@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What reports count is what graphs hold, at every stage and in every body, over many kinds of programs."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import qompose
+import torch
+from qompose import QuantizationConfig, QuantizationSpec
+from qompose.backend import Kernel, OperatorPattern, Region
+from qompose.observers import PlaceholderObserver
+from qompose.reporting.report_data import KERNEL, REFERENCE, Counts
+from torch import Tensor, nn
+
+from tests.core.toy import (
+    DYNAMIC,
+    LINEAR,
+    LINEAR_RELU,
+    RELU,
+    RULES,
+    STATIC_UINT8,
+    Annotator,
+    annotate,
+    aten,
+    convert,
+    export,
+    graph_text,
+    nodes_calling,
+    prepare,
+    randn,
+    rule,
+    seeded,
+    toy,
+)
+from tests.counting import check, first_of_every_tag
+from tests.zoo import ZooModel, by_name, tagged
+
+BODIES = tagged("control_flow", without="transformers")
+NAMES = {model.name for model in (*first_of_every_tag(), *BODIES)}
+MODELS = [by_name(name) for name in sorted(NAMES)]
+
+
+def unsigned_sigmoids() -> qompose.Quantizer:
+    """Two members that want different integers, so that boundaries are requantized."""
+    unsigned: Any = toy(*RULES, RELU, config=None, name="unsigned")
+    for kind in (aten.sigmoid.default, aten.relu.default, aten.add.Tensor):
+        unsigned.set_object_type(kind, STATIC_UINT8)
+    return qompose.compose(unsigned, toy())
+
+
+def dynamic_linears() -> qompose.Quantizer:
+    return qompose.compose(toy(LINEAR, LINEAR_RELU, config=DYNAMIC, name="dynamic"), toy())
+
+
+@pytest.mark.parametrize("quantizer", [unsigned_sigmoids, dynamic_linears])
+@pytest.mark.parametrize("model", MODELS, ids=str)
+def test_reports_say_what_graphs_hold(model: ZooModel, quantizer: Any, tmp_path: Path) -> None:
+    prepared = prepare(model.export(), quantizer())
+    check(prepared)
+    with torch.no_grad(), warnings.catch_warnings():
+        prepared(*model.inputs())
+        warnings.simplefilter("ignore", qompose.QomposeWarning)
+        converted = qompose.convert_pt2e(prepared, allow_uncalibrated=True)
+        lowered = qompose.lower(converted)
+    report = check(converted)
+    check(lowered)
+    qompose.save(converted, tmp_path / "model")
+    assert check(qompose.load(tmp_path / "model")) == report
+
+
+class Chain(nn.Module):
+    """A product, then an operator that a kernel may leave out, then another product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).clone())
+
+
+def skip(region: Region) -> Any:
+    """Give the integers that come in."""
+    return region.quantized("self").node
+
+
+SKIPPED = rule(
+    "skipped", OperatorPattern((aten.clone.default,)), activations=("self",), shares=True,
+    kernels={"torch": Kernel("nothing", skip)},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("table", [(LINEAR, SKIPPED), (SKIPPED, LINEAR)], ids=["last", "first"])
+def test_a_kernel_that_inserts_nothing_is_counted(table: Any) -> None:
+    """The node that stands for its region stands for another one too, and may be replaced later."""
+    x = randn(6, 3)
+    lowered = qompose.lower(convert(export(seeded(Chain()), x), toy(*table), x), strict=True)
+    report = check(lowered)
+    assert (report.counts.kernels, report.counts.quantize, report.counts.dequantize) == (3, 1, 1)
+    assert report.count(KERNEL) == 3
+
+
+def test_casts_are_counted_and_those_of_the_program_are_not() -> None:
+    class Casting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x).to(torch.float64).to(torch.float32)
+
+    half = QuantizationSpec(torch.float16, PlaceholderObserver.with_args(dtype=torch.float16))
+    x = randn(6, 3)
+    config = QuantizationConfig(half, None, half, name="half")
+    member = Annotator(
+        lambda node: (
+            annotate(node, {node.args[0]: config.input_activation, node.args[1]: config.weight})
+            if node.target is aten.linear.default
+            else None
+        )
+    )
+    prepared = prepare(export(seeded(Casting()), x), member)
+    prepared(x)
+    converted = qompose.convert_pt2e(prepared)
+    assert len(nodes_calling(converted, "to")) == 5
+    assert check(converted).counts == Counts(cast=3)  # the input twice, the stored weight once
+    assert str(check(converted).counts) == "3 cast"
+
+
+@pytest.mark.parametrize("name", ["conv_bn_relu", "scan_cell", "cond_shared_weight"])
+def test_a_reference_model_reports_the_same_when_it_is_loaded(name: str, tmp_path: Path) -> None:
+    model = by_name(name)
+    prepared = prepare(model.export(), unsigned_sigmoids())
+    with torch.no_grad():
+        prepared(*model.inputs())
+        reference = qompose.convert_pt2e(
+            prepared, allow_uncalibrated=True, use_reference_representation=True
+        )
+    report = check(reference)
+    assert report.stage == "reference"
+    assert report.counts == Counts()
+    assert report.count(REFERENCE)
+    qompose.save(reference, tmp_path / "model")
+    loaded = qompose.load(tmp_path / "model")
+    assert check(loaded) == report
+    assert graph_text(loaded) == graph_text(reference)

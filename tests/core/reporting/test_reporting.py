@@ -1,0 +1,404 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reports count what is in the graph, stage by stage, and are data first."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import qompose
+import torch
+from qompose.reporting.report_data import FLOAT, KERNEL, OBSERVED, SIMULATED
+from qompose.spec import qdq
+from torch import Tensor, nn
+
+from tests.core.toy import (
+    ADD,
+    CONV,
+    INT8,
+    LINEAR,
+    SIGMOID,
+    STATIC,
+    STATIC_UINT8,
+    VIEW,
+    convert,
+    export,
+    nodes_calling,
+    prepare,
+    randn,
+    seeded,
+    toy,
+)
+
+X = randn(6, 3)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(torch.sigmoid(self.b(self.a(x)))).sum(1)
+
+
+PROGRAM = export(seeded(Net()), X)
+
+
+def stages() -> dict[str, qompose.Report]:
+    quantizer = toy(LINEAR, SIGMOID)
+    prepared = prepare(PROGRAM, quantizer)
+    prepared(X)
+    converted = qompose.convert_pt2e(prepared)
+    with pytest.warns(qompose.QomposeWarning, match=r"sigmoid \(toy, rule sigmoid\)"):
+        lowered = qompose.lower(converted)
+    modules = {"prepared": prepared, "converted": converted, "lowered": lowered}
+    return {stage: qompose.report(module) for stage, module in modules.items()}
+
+
+def test_states_at_every_stage() -> None:
+    states = {
+        stage: {row.name: row.state for row in report.rows} for stage, report in stages().items()
+    }
+    left = {"tanh": FLOAT, "sum_1": FLOAT}
+    assert states == {
+        "prepared": {"linear": OBSERVED, "linear_1": OBSERVED, "sigmoid": OBSERVED, **left},
+        "converted": {"linear": SIMULATED, "linear_1": SIMULATED, "sigmoid": SIMULATED, **left},
+        "lowered": {"linear": KERNEL, "linear_1": KERNEL, "sigmoid": SIMULATED, **left},
+    }
+
+
+def test_counts_are_those_of_the_graph() -> None:
+    converted = convert(PROGRAM, toy(LINEAR), X)
+    report = qompose.report(converted)
+    behind = [
+        node
+        for node in nodes_calling(converted, "linear")
+        if any(qdq.is_dequantize(source) for source in node.all_input_nodes)
+    ]
+    assert report.count(SIMULATED) == report.count(SIMULATED, "toy") == len(behind) == 2
+    lowered = qompose.lower(converted)
+    kernels = [n for n in lowered.graph.nodes if "qompose_toy" in str(n.target)]
+    assert qompose.report(lowered).count(KERNEL) == len(kernels) == 2
+
+
+def test_coverage_is_by_multiply_accumulates() -> None:
+    quantizer = toy(LINEAR).set_module_name("b", None)
+    report = qompose.report(qompose.lower(convert(PROGRAM, quantizer, X)))
+    assert report.coverage() == pytest.approx(12 / 28)
+    assert report.coverage(FLOAT) == pytest.approx(16 / 28)
+    assert report.coverage(operator="aten.linear") == pytest.approx(12 / 28)
+    assert report.coverage(operator="aten.tanh") == 0.0
+    assert qompose.report(prepare(PROGRAM, quantizer)).coverage(OBSERVED) == pytest.approx(12 / 28)
+
+
+def test_every_float_operator_has_exactly_one_row_and_a_reason_or_an_owner() -> None:
+    for report in stages().values():
+        assert [row.name for row in report.rows] == [
+            "linear",
+            "linear_1",
+            "sigmoid",
+            "tanh",
+            "sum_1",
+        ]
+        for row in report.rows:
+            assert row.reason if row.state == FLOAT else row.owner == "toy"
+
+
+def test_a_fallback_has_its_reason_and_a_kernel_its_name() -> None:
+    rows = {row.name: row for row in stages()["lowered"].rows}
+    assert rows["sigmoid"].reason == "rule sigmoid has no kernel for torch"
+    assert rows["linear"].kernel == "toy linear"
+    assert rows["linear"].module == "a"
+    assert rows["linear"].selector == "global"
+
+
+def test_two_owners_and_the_requantization_between_them() -> None:
+    first = toy(LINEAR, name="first").set_global(None)
+    second = toy(LINEAR, name="second", config=STATIC_UINT8)
+    first.set_module_name("a", toy().backend.configs["static"])
+    second.set_module_name("a", None)
+    report = qompose.report(convert(PROGRAM, qompose.compose(first, second), X))
+    assert {row.name: row.owner for row in report.rows if row.owner} == {
+        "linear": "first", "linear_1": "second",
+    }  # fmt: skip
+    (meeting,) = report.requantizations
+    assert str(meeting) == (
+        "linear is requantized for linear_1: int8 [-128, 127] per_tensor_affine of first becomes "
+        "uint8 [0, 255] per_tensor_affine for second"
+    )
+    for text in (report.to_markdown(), report.to_text(200)):
+        assert "1 requantization where" in text
+        assert str(meeting) in text
+
+
+def test_conflicts_are_told() -> None:
+    both = qompose.compose(toy(LINEAR, name="first"), toy(LINEAR, ADD, name="second"))
+    report = qompose.report(prepare(PROGRAM, both))
+    assert "second rule linear lost linear to first rule linear" in report.conflicts
+
+
+def test_bytes_before_and_after() -> None:
+    reports = stages()
+    assert reports["converted"].bytes_before == 4 * (3 * 4 + 4 + 4 * 4 + 4)
+    assert reports["lowered"].bytes_after < reports["lowered"].bytes_before
+
+
+def test_json_data_is_complete() -> None:
+    for report in stages().values():
+        data = json.loads(json.dumps(report.to_dict()))
+        assert [row["name"] for row in data["rows"]] == [row.name for row in report.rows]
+        assert data["stage"] == report.stage
+        assert data["bytes_before"] == report.bytes_before
+
+
+def test_the_plan_is_json_data_too() -> None:
+    converted = convert(PROGRAM, toy(LINEAR), X)
+    data = json.loads(json.dumps(converted.meta["qompose"].plan.to_dict()))
+    assert [claim["rule"] for claim in data["claims"]] == ["linear", "linear"]
+    assert data["groups"][0]["spec"]["dtype"] in ("int8", "uint8")
+
+
+def test_markdown_is_a_table_with_totals() -> None:
+    text = stages()["lowered"].to_markdown()
+    lines = text.splitlines()
+    assert "lowered for torch: 2 int8 kernel" in lines[0]
+    assert "multiply-accumulates: 168: 100.0% int8 kernel" in text
+    table, owners = (
+        [line for line in part.splitlines() if line.startswith("|")]
+        for part in (text[: text.index("| owner | state")], text[text.index("| owner | state") :])
+    )
+    assert [row.split("|")[1].strip() for row in owners[2:]] == ["toy", "toy"]
+    widths = {line.count("|") for line in table}
+    assert widths == {7}
+    assert sum(int(row.split("|")[-3]) for row in table[2:]) == 5
+
+
+def test_text_names_every_operator_and_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    text = str(stages()["lowered"])
+    assert all(name in text for name in ("aten.linear", "aten.sigmoid", "aten.tanh", "toy linear"))
+    assert capsys.readouterr() == ("", "")
+
+
+def test_enough_is_lowered() -> None:
+    lowered = stages()["lowered"]
+    assert lowered.coverage() == 1.0
+    model = qompose.lower(convert(PROGRAM, toy(LINEAR), X))
+    qompose.assert_lowered(model)
+    qompose.assert_lowered(model, min_fraction=0.9)
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.9], ids=["all", "nine tenths"])
+def test_what_was_not_lowered_is_named(fraction: float) -> None:
+    """The second linear stays in float."""
+    quantizer = toy(LINEAR).set_module_name("b", None)
+    model = qompose.lower(convert(PROGRAM, quantizer, X))
+    with pytest.raises(
+        qompose.errors.NotLoweredError, match=r"linear_1 \(aten.linear in b\), 96 MACs: float"
+    ):
+        qompose.assert_lowered(model, min_fraction=fraction)
+    qompose.assert_lowered(model, min_fraction=0.4)
+
+
+def test_a_region_without_a_kernel_is_named_even_where_it_has_no_macs() -> None:
+    with pytest.warns(qompose.QomposeWarning):
+        model = qompose.lower(convert(PROGRAM, toy(LINEAR, SIGMOID), X))
+    with pytest.raises(
+        qompose.errors.NotLoweredError, match=r"sigmoid .*simulated.*has no kernel for torch"
+    ):
+        qompose.assert_lowered(model)
+    qompose.assert_lowered(model, min_fraction=0.99)
+
+
+def test_why_finds_operators_modules_and_kinds() -> None:
+    report = stages()["lowered"]
+    (row,) = report.why("linear_1")
+    assert str(row) == (
+        "linear_1 (aten.linear in b) is int8 kernel: toy linear; toy, rule linear, config static "
+        "(from global)"
+    )
+    assert report.why("b") == (row,)
+    assert [row.name for row in report.why("aten.linear")] == ["linear", "linear_1"]
+    assert str(report.why("tanh")[0]) == "tanh (aten.tanh) is float: no rule claims it"
+    assert str(report.why("sigmoid")[0]).startswith(
+        "sigmoid (aten.sigmoid) is simulated (Q/DQ): rule sigmoid has no kernel for torch; toy, rule"
+    )
+    with pytest.raises(qompose.UserError, match="did you mean 'linear_1' or 'linear'"):
+        report.why("linear_11")
+
+
+def test_why_of_a_module_covers_what_is_inside_it() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4)), nn.Linear(4, 4))
+    report = qompose.report(prepare(export(seeded(model), X), toy(LINEAR)))
+    assert [row.module for row in report.why("0")] == ["0.0", "0.1"]
+    assert [row.module for row in report.why("0.1")] == ["0.1"]
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_text_and_details_name_all_and_keep_to_their_width(width: int) -> None:
+    for report in stages().values():
+        text, details = report.to_text(width), report.details(width)
+        assert max(map(len, f"{text}\n{details}".splitlines())) <= width
+        squeezed = "".join(details.split())
+        for row in report.rows:
+            assert "".join((row.name + row.module + row.state).split()) in squeezed
+
+
+def test_data_becomes_a_report_again() -> None:
+    for report in stages().values():
+        assert qompose.Report.from_dict(json.loads(report.to_json())) == report
+        assert report.to_dict() == json.loads(report.to_json())
+    data = report.to_dict()
+    for wrong in (
+        {},
+        {**data, "more": 1},
+        {**data, "rows": [{"name": "x"}]},
+        {**data, "counts": 3},
+    ):
+        with pytest.raises(qompose.UserError, match="is no report"):
+            qompose.Report.from_dict(wrong)
+
+
+def test_a_report_of_two_owners_becomes_one_again() -> None:
+    first = toy(LINEAR, name="first").set_module_name("b", None)
+    both = qompose.compose(first, toy(LINEAR, name="second", config=STATIC_UINT8))
+    report = qompose.report(convert(PROGRAM, both, X))
+    assert len(report.requantizations) == 1
+    assert qompose.Report.from_dict(report.to_dict()) == report
+
+
+def test_one_range_for_two_owners_is_told() -> None:
+    moving = replace(INT8, observer_or_fake_quant_ctr=qompose.observers.MovingAverageMinMaxObserver)
+    config = replace(STATIC, input_activation=moving, output_activation=moving, name="moving")
+    both = qompose.compose(
+        toy(LINEAR, name="a").set_module_name("b", None), toy(LINEAR, name="b", config=config)
+    )
+    report = qompose.report(convert(PROGRAM, both, X))
+    assert report.requantizations == ()
+    assert any("b asked for MovingAverageMinMaxObserver there" in note for note in report.notes)
+
+
+class TestEnoughIsQuantized:
+    """`assert_quantized`, at every stage."""
+
+    def test_all(self) -> None:
+        prepared = prepare(PROGRAM, toy(LINEAR))
+        prepared(X)
+        converted = qompose.convert_pt2e(prepared)
+        for model in (prepared, converted, qompose.lower(converted)):
+            qompose.assert_quantized(model)
+
+    def test_a_part(self) -> None:
+        converted = convert(PROGRAM, toy(LINEAR).set_module_name("b", None), X)
+        qompose.assert_quantized(converted, min_fraction=0.4)
+        with pytest.raises(
+            qompose.errors.NothingQuantizedError,
+            match=r"42.9% of all multiply-acc.*\n.*linear_1 .*in b",
+        ):
+            qompose.assert_quantized(converted, min_fraction=0.5)
+
+    def test_nothing(self) -> None:
+        prepared = prepare(PROGRAM, toy(CONV))
+        with pytest.raises(qompose.errors.NothingQuantizedError, match=r"0.0% .*\n.*linear_1 "):
+            qompose.assert_quantized(prepared, min_fraction=0.01)
+        qompose.assert_quantized(prepared, min_fraction=0.0)
+        qompose.assert_lowered(qompose.lower(qompose.convert_pt2e(prepared)), min_fraction=0.0)
+
+    def test_a_program_without_float_operators_is_said_to_be_one(self) -> None:
+        class Adds(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                return x + 1
+
+        prepared = prepare(export(Adds(), torch.arange(3)), toy(CONV))
+        with pytest.raises(
+            qompose.errors.NothingQuantizedError, match=r"no operator that computes float"
+        ):
+            qompose.assert_quantized(prepared)
+        lowered = qompose.lower(qompose.convert_pt2e(prepared))
+        with pytest.raises(
+            qompose.errors.NotLoweredError, match=r"no operator that computes floats"
+        ):
+            qompose.assert_lowered(lowered)
+        qompose.assert_quantized(lowered, 0.0)
+        qompose.assert_lowered(lowered, 0.0)
+
+    def test_models_without_products_go_by_operators(self) -> None:
+        class Gates(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                return torch.tanh(torch.sigmoid(x))
+
+        program = export(Gates(), X)
+        converted = convert(program, toy(SIGMOID, VIEW), X)
+        qompose.assert_quantized(converted, min_fraction=0.5)
+        with pytest.raises(
+            qompose.errors.NothingQuantizedError, match=r"50.0% of all float operators"
+        ):
+            qompose.assert_quantized(converted)
+        with pytest.warns(qompose.QomposeWarning):
+            lowered = qompose.lower(converted)
+        with pytest.raises(
+            qompose.errors.NotLoweredError, match=r"0.0% of all quantized operators"
+        ):
+            qompose.assert_lowered(lowered)
+
+    def test_a_stage_without_kernels_is_sent_on(self) -> None:
+        with pytest.raises(qompose.errors.StageError, match="assert_quantized checks it"):
+            qompose.assert_lowered(convert(PROGRAM, toy(LINEAR), X))
+
+
+class TestWrongQuestions:
+    """A question about what is not there is an error, and not a zero."""
+
+    REPORT = qompose.report(convert(PROGRAM, toy(LINEAR), X))
+
+    def test_states(self) -> None:
+        for ask in (self.REPORT.count, self.REPORT.coverage):
+            with pytest.raises(
+                qompose.UserError, match=r"'Float' is no state .*did you mean 'float'"
+            ):
+                ask("Float")
+            with pytest.raises(qompose.UserError, match=r"None is no state; states: int8 kernel"):
+                ask(None)  # type: ignore[arg-type]
+
+    def test_owners(self) -> None:
+        with pytest.raises(
+            qompose.UserError, match=r"called 'tyo' \(did you mean 'toy'.*owners: toy"
+        ):
+            self.REPORT.count(SIMULATED, "tyo")
+        assert self.REPORT.count(KERNEL, "toy") == 0
+
+    def test_a_member_that_claims_nothing_owns_none(self) -> None:
+        both = qompose.compose(toy(LINEAR), toy(LINEAR, name="late"))
+        assert qompose.report(prepare(PROGRAM, both)).count(OBSERVED, "late") == 0
+        assert qompose.report(prepare(PROGRAM, toy(CONV))).count(OBSERVED, "toy") == 0
+
+    @pytest.mark.parametrize("name", [None, 3, nn.Linear], ids=str)
+    def test_why_of_no_text(self, name: object) -> None:
+        with pytest.raises(qompose.UserError, match="why takes the name of an operator"):
+            self.REPORT.why(name)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        ("macs", "many"), ("macs", -1), ("macs", True), ("macs", 1.5), ("state", "bogus"),
+        ("reason", None), ("notes", "abc"), ("notes", [3]), ("notes", None), ("stage", 5),
+        ("stage", "finished"), ("bytes_after", "1"), ("counts", {"observers": "two"}),
+        ("requantizations", [{**dict.fromkeys(
+            ("tensor", "from_owner", "from_spec", "to_owner", "to_spec"), "x"), "readers": "abc"}]),
+    ],
+)  # fmt: skip
+def test_data_with_wrong_values_is_no_report(place: str, value: object) -> None:
+    data = TestWrongQuestions.REPORT.to_dict()
+    if place in data:
+        data[place] = value
+    else:
+        data["rows"][0][place] = value
+    with pytest.raises(qompose.errors.ConfigError, match=r"is no report \(.*; a report has stage"):
+        qompose.Report.from_dict(data)
+
+
+def test_line_breaks_and_tags_in_notes_stay_in_their_line_of_markdown() -> None:
+    noted = replace(TestWrongQuestions.REPORT, notes=("one\ntwo", "a <lambda>"))
+    assert noted.to_markdown().splitlines()[-2:] == ["- one<br>two", r"- a \<lambda>"]

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Classes are registered once the other package is there, wholly, and not before."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from abc import ABC
+from collections.abc import Callable, Iterator
+from types import ModuleType
+
+import pytest
+import torch
+from qompose import ComposableQuantizer, QuantizationSpec
+from qompose.observers import MinMaxObserver
+from qompose.spec import (
+    DerivedQuantizationSpec,
+    FixedQParamsQuantizationSpec,
+    QuantizationAnnotation,
+    SharedQuantizationSpec,
+    torchao_compat,
+)
+from qompose.spec.torchao_compat import acquaint, kin_of
+
+from tests.core.toy import LINEAR, NullQuantizer, export, toy
+
+NAME = "a_package_that_tests_of_kinship_make_up"
+
+
+@pytest.fixture
+def other() -> Iterator[ModuleType]:
+    """A module that is being imported: it is known, and has no classes yet."""
+    sys.modules[NAME] = module = ModuleType(NAME)
+    yield module
+    del sys.modules[NAME]
+    for key in [key for key in torchao_compat._strangers if key[0] == NAME]:
+        del torchao_compat._strangers[key]
+
+
+@pytest.fixture
+def ours() -> type:
+    return kin_of(NAME, "Base")(type("Ours", (), {}))
+
+
+def base() -> type:
+    """An abstract base class of the other package."""
+    return type("Base", (ABC,), {})
+
+
+def test_nothing_happens_before_the_other_is_imported(ours: type) -> None:
+    acquaint()
+    assert (NAME, "Base") in torchao_compat._strangers
+    assert NAME not in sys.modules
+    del torchao_compat._strangers[NAME, "Base"]
+
+
+def test_a_module_may_be_half_imported_and_come_to_its_class_later(
+    ours: type, other: ModuleType
+) -> None:
+    acquaint()
+    other.Base = base()  # type: ignore[attr-defined]
+    assert not isinstance(ours(), other.Base)
+    acquaint()
+    assert isinstance(ours(), other.Base)
+    assert isinstance(type("Derived", (ours,), {})(), other.Base)
+    assert not isinstance(object(), other.Base)
+
+
+def test_it_is_done_once(ours: type, other: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    other.Base = base()  # type: ignore[attr-defined]
+    acquaint()
+    monkeypatch.setattr(other.Base, "register", None)
+    acquaint()
+    assert (NAME, "Base") not in torchao_compat._strangers
+
+
+MOMENTS: dict[str, Callable[[], object]] = {
+    "a specification": lambda: QuantizationSpec(torch.int8, MinMaxObserver),
+    "a fixed one": lambda: FixedQParamsQuantizationSpec(torch.int8, 1.0, 0),
+    "a shared one": lambda: SharedQuantizationSpec(None),  # type: ignore[arg-type]
+    "a derived one": lambda: DerivedQuantizationSpec([], print, torch.int8),  # type: ignore[arg-type]
+    "an annotation": QuantizationAnnotation,
+    "an observer": MinMaxObserver,
+    "a quantizer": NullQuantizer,
+    "a quantizer of rules": toy,
+    "a composition": lambda: ComposableQuantizer([QUANTIZER]),
+    "a program that is transformed": lambda: QUANTIZER.transform_for_annotation(PROGRAM),
+}
+QUANTIZER = toy(LINEAR)
+PROGRAM = export(torch.nn.Linear(2, 2), torch.randn(1, 2)).module()
+
+
+@pytest.mark.parametrize("make", MOMENTS.values(), ids=MOMENTS)
+def test_what_is_made_makes_them_kin(
+    make: Callable[[], object], ours: type, other: ModuleType
+) -> None:
+    other.Base = base()  # type: ignore[attr-defined]
+    assert not issubclass(ours, other.Base)
+    make()
+    assert issubclass(ours, other.Base)
+
+
+def test_a_class_that_is_not_abstract_is_left_alone(ours: type, other: ModuleType) -> None:
+    other.Base = type("Base", (), {})  # type: ignore[attr-defined]
+    acquaint()
+    assert not isinstance(ours(), other.Base)
+
+
+KIN = """
+import sys
+import qompose
+from qompose import kinship
+qompose.Quantizer, qompose.QuantizationSpec, qompose.observers.MinMaxObserver
+assert not [name for name in sys.modules if name.startswith("torchao")]
+for (module, name), cls in sorted(kinship._strangers.items()):
+    print(module.partition(".")[0], module.rpartition(".")[2], name, cls.__name__)
+"""
+
+
+def test_what_is_kin_of_what() -> None:
+    """In a process of its own, where nobody imported torchao: all of it is still to be done."""
+    done = subprocess.run([sys.executable, "-c", KIN], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "torch fake_quantize FakeQuantizeBase FakeQuantize",
+        "torchao fake_quantize FakeQuantizeBase FakeQuantize",
+        "torchao observer ObserverBase Observer",
+        "torchao quantizer DerivedQuantizationSpec DerivedQuantizationSpec",
+        "torchao quantizer FixedQParamsQuantizationSpec FixedQParamsQuantizationSpec",
+        "torchao quantizer QuantizationSpec QuantizationSpec",
+        "torchao quantizer QuantizationSpecBase QuantizationSpecBase",
+        "torchao quantizer Quantizer Quantizer",
+        "torchao quantizer SharedQuantizationSpec SharedQuantizationSpec",
+    ]

@@ -1,0 +1,344 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A lowered model is saved as the converted one and its target, and is lowered again by whoever loads it."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import qompose
+import torch
+from qompose import QomposeWarning, UserError
+from qompose.backend import Rule, discovery
+from qompose.errors import (
+    ArtefactError,
+    MissingBackendError,
+    PluginError,
+    RequirementError,
+    RequirementWarning,
+    StageError,
+)
+from qompose.plan.plan import attach
+from qompose.storage.artifact import read
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from tests.core.offering import offered_by_a_package
+from tests.core.storage.test_artefact import MLP, X, assert_same_model, mlp
+from tests.core.toy import LINEAR, VIEW, ToyBackend, convert, export, graph_text, randn, seeded, toy
+
+BITS = {"bits": "many"}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "model.qompose"
+
+
+class Offered:
+    """The toy backend as a package offers it, and what a test makes of it."""
+
+    def __init__(self) -> None:
+        self.facts: dict[str, Any] = {}
+        self.reason: str | None = None
+        self.rules: tuple[Rule, ...] | None = None
+
+    def make(self) -> ToyBackend:
+        backend = ToyBackend(**self.facts)
+        if self.rules is not None:
+            backend.rules = self.rules
+        return backend
+
+    def forget(self) -> None:
+        """Load it anew, as another process would."""
+        discovery._load.cache_clear()
+
+
+@pytest.fixture
+def offered() -> Iterator[Offered]:
+    found = Offered()
+    with offered_by_a_package(found.make):
+        yield found
+
+
+def described(path: Path) -> Any:
+    with safe_open(path, framework="pt") as file:
+        return json.loads(file.metadata()["qompose"])["model"]
+
+
+def lowered_mlp(path: Path, **facts: Any) -> GraphModule:
+    model: GraphModule = qompose.lower(
+        convert(export(seeded(MLP()), X), toy(LINEAR, VIEW, **facts), X)
+    )
+    qompose.save(model, path)
+    return model
+
+
+class TestAgain:
+    def test_bits_graph_and_report(self, path: Path, offered: Offered) -> None:
+        saved = lowered_mlp(path)
+        loaded = qompose.load(path)
+        assert graph_text(loaded) == graph_text(saved)
+        assert torch.equal(loaded(X), saved(X))
+        assert qompose.report(loaded) == qompose.report(saved)
+        assert qompose.report(loaded).count("int8 kernel") == 3
+
+    @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch 2.13 copies trees so
+    def test_the_caller_need_not_keep_the_converted_model(
+        self, path: Path, offered: Offered
+    ) -> None:
+        converted = mlp()
+        lowered = qompose.lower(converted)
+        for node in list(converted.graph.nodes):  # nor leave it as it was
+            if node.name == "linear_1":
+                node.replace_all_uses_with(node.args[0])
+        converted.recompile()
+        del converted
+        qompose.save(copy.deepcopy(lowered), path)
+        assert torch.equal(qompose.load(path)(X), lowered(X))
+
+    def test_as_it_was_before(self, path: Path, offered: Offered) -> None:
+        lowered_mlp(path)
+        loaded = qompose.load(path, as_converted=True)
+        assert discovery._load.cache_info().currsize == 0
+        assert_same_model(loaded, mlp())
+
+    def test_saved_again_it_is_the_same_file(self, path: Path, offered: Offered) -> None:
+        lowered_mlp(path)
+        first = path.read_bytes()
+        qompose.save(qompose.lower(qompose.load(path, as_converted=True)), path)
+        assert path.read_bytes() == first
+
+    def test_one_that_was_loaded_does_not_hold_its_weights_twice(
+        self, path: Path, offered: Offered
+    ) -> None:
+        lowered_mlp(path)
+        first = path.read_bytes()
+        with pytest.raises(qompose.errors.StageError, match=r"copy the file.*as_converted=True"):
+            qompose.save(qompose.load(path), path)
+        assert path.read_bytes() == first
+
+    def test_a_buffer_starts_from_its_exported_state(self, path: Path, offered: Offered) -> None:
+        class Counts(MLP):
+            def __init__(self) -> None:
+                super().__init__()
+                self.register_buffer("seen", torch.zeros(()))
+
+            def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+                self.seen.add_(1)
+                return super().forward(x) + self.seen
+
+        saved = qompose.lower(convert(export(seeded(Counts()), X), toy(LINEAR), X))
+        first, second = saved(X), saved(X)
+        qompose.save(saved, path)
+        loaded = qompose.load(path)
+        assert torch.equal(loaded(X), first) and torch.equal(loaded(X), second)
+
+    def test_what_fell_back_was_said_when_it_was_lowered(
+        self, path: Path, offered: Offered
+    ) -> None:
+        rule = Rule(**{**LINEAR.__dict__, "kernels": {}})
+        offered.rules = (rule, VIEW)
+        converted = convert(export(seeded(MLP()), X), toy(rule, VIEW), X)
+        with pytest.warns(QomposeWarning, match="no int8 kernel"):
+            saved = qompose.lower(converted)
+        qompose.save(saved, path)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            loaded = qompose.load(path)
+        assert qompose.report(loaded) == qompose.report(saved)
+
+    def test_other_kernels_are_named(self, path: Path, offered: Offered) -> None:
+        saved = lowered_mlp(path)
+        offered.rules = tuple(
+            Rule(**{**r.__dict__, "kernels": {}}) if r.name == "view" else r for r in saved_rules()
+        )
+        offered.forget()
+        with pytest.warns(
+            QomposeWarning, match="with other kernels than it was saved with"
+        ) as said:
+            loaded = qompose.load(path)
+        (message,) = (str(w.message) for w in said)
+        assert [Path(w.filename).name for w in said] == ["test_lowered_artefact.py"]
+        assert (
+            "view (toy, rule view): integers then, no kernel now (rule view has no kernel"
+            in message
+        )
+        assert "linear" not in message
+        assert torch.allclose(loaded(X), saved(X), atol=0.1)
+
+    def test_the_report_needs_no_backend(
+        self, path: Path, offered: Offered, monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:  # fmt: skip
+        from qompose.cli.main import main
+
+        saved = lowered_mlp(path)
+        monkeypatch.setattr(discovery, "entry_points", lambda group: [])
+        assert qompose.report(read(path)) == qompose.report(saved)
+        assert main(["report", str(path), "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["stage"] == "lowered"
+
+
+def saved_rules() -> tuple[Rule, ...]:
+    return tuple(ToyBackend().rules)
+
+
+class TestBackends:
+    def test_a_missing_one(
+        self, path: Path, offered: Offered, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        lowered_mlp(path)
+        monkeypatch.setattr(discovery, "entry_points", lambda group: [])
+        with pytest.raises(MissingBackendError) as caught:
+            qompose.load(path)
+        for part in (
+            "cannot be lowered again",
+            'pip install "toy-package==1.2"',
+            "as_converted=True",
+        ):
+            assert part in str(caught.value)
+        assert torch.equal(qompose.load(path, as_converted=True)(X), mlp()(X))
+
+    def test_one_without_the_rules(self, path: Path, offered: Offered) -> None:
+        lowered_mlp(path)
+        offered.rules = tuple(rule for rule in saved_rules() if rule.name != "view")
+        offered.forget()
+        with pytest.raises(PluginError) as caught:
+            qompose.load(path)
+        for part in (
+            "'toy'",
+            "no rule view",
+            "made with toy-package 1.2",
+            'install "toy-package==1.2"',
+        ):
+            assert part in str(caught.value)
+
+    def test_one_of_another_interface(self, path: Path, offered: Offered) -> None:
+        lowered_mlp(path)
+        offered.facts = {"api_version": 99}
+        offered.forget()
+        with pytest.raises(
+            PluginError, match=r'99.*made with toy-package 1\.2: pip install "toy-package'
+        ):
+            qompose.load(path)
+
+
+class TestAnotherMachine:
+    def saved(self, path: Path, offered: Offered) -> GraphModule:
+        offered.facts = {
+            "requirements": lambda uses: BITS,
+            "objection": lambda asked: offered.reason,
+        }
+        model = lowered_mlp(path, **offered.facts)
+        offered.reason = "there are few"
+        return model
+
+    def test_refuses(self, path: Path, offered: Offered) -> None:
+        self.saved(path, offered)
+        with pytest.raises(RequirementError, match="toy requires bits many: there are few"):
+            qompose.load(path)
+
+    def test_lowers_again_with_one_warning(self, path: Path, offered: Offered) -> None:
+        model = self.saved(path, offered)
+        with pytest.warns(RequirementWarning, match="there are few") as said:
+            loaded = qompose.load(path, allow_mismatch=True)
+        assert len(said) == 1
+        assert torch.equal(loaded(X), model(X))
+
+
+class TestSeveral:
+    """Models by name, of one kind, in one file."""
+
+    def models(self) -> dict[str, GraphModule]:
+        net = seeded(MLP())
+        programs = {"one": export(net, X), "two": export(net, randn(3, 8))}
+        return {
+            name: convert(p, toy(LINEAR), p.example_inputs[0][0]) for name, p in programs.items()
+        }
+
+    def test_converted_and_lowered(self, path: Path, offered: Offered) -> None:
+        converted = self.models()
+        for saved in (converted, qompose.lower(converted)):
+            qompose.save(saved, path)
+            loaded = qompose.load(path)
+            assert list(loaded) == ["one", "two"]
+            for name, x in (("one", X), ("two", randn(3, 8))):
+                assert torch.equal(loaded[name](x), saved[name](x))
+                assert qompose.report(loaded[name]) == qompose.report(saved[name])
+                assert qompose.report(read(path)[name]) == qompose.report(saved[name])
+
+    def test_what_they_share_is_stored_once(self, path: Path) -> None:
+        model = convert(
+            export(nn.Linear(512, 512).eval(), randn(2, 512)), toy(LINEAR), randn(2, 512)
+        )
+        qompose.save(model, path)
+        alone = path.stat().st_size
+        qompose.save({"a": model, "b": model}, path)
+        assert path.stat().st_size < 1.1 * alone
+        loaded = qompose.load(path)
+        assert loaded["a"].weight_q.data_ptr() == loaded["b"].weight_q.data_ptr()
+
+    def test_what_is_no_set_of_methods(self, path: Path, offered: Offered) -> None:
+        converted = self.models()
+        with pytest.raises(UserError, match="one stage and target"):
+            qompose.save({"a": converted["one"], "b": qompose.lower(converted["two"])}, path)
+        with pytest.raises(UserError, match="'a b' is no identifier"):
+            qompose.save({"a b": converted["one"]}, path)
+        with pytest.raises(StageError, match="method 'a': save takes a converted"):
+            qompose.save({"a": X}, path)
+        assert not path.exists()
+
+    def test_the_command_reports_each(self, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        from qompose.cli.main import main
+
+        qompose.save(self.models(), path)
+        assert main(["report", str(path)]) == 0
+        text = capsys.readouterr().out
+        assert "method one:" in text and "method two:" in text
+        assert main(["report", str(path), "--json"]) == 0
+        assert sorted(json.loads(capsys.readouterr().out)) == ["one", "two"]
+
+
+class TestWhatCannotBeSaved:
+    def test_a_pickled_one_has_lost_its_source(self, path: Path, offered: Offered) -> None:
+        lowered = qompose.lower(mlp())
+        attach(lowered, pickle.loads(pickle.dumps(lowered.meta["qompose"])))
+        with pytest.raises(StageError, match="save the converted model or what lower made of it"):
+            qompose.save(lowered, path)
+
+    def test_the_result_of_quantize_has_both(self, path: Path, offered: Offered) -> None:
+        result = qompose.quantize(seeded(MLP()), (X,), backends=toy(LINEAR), calibration=[(X,)])
+        with pytest.raises(
+            StageError, match=r"Save its \.model, which is lowered, or its \.converted"
+        ):
+            qompose.save(result, path)
+
+
+def test_the_manifest_tells_with_what_it_was_made(path: Path, offered: Offered) -> None:
+    lowered_mlp(path)
+    body = described(path)
+    manifest = body["manifest"]
+    assert manifest["torch"] == torch.__version__
+    assert manifest["owners"]["toy"]["distribution"] == "toy-package"
+    assert manifest["schemes"] == {"toy": ["static: static"]}
+    assert set(manifest["namespaces"]) == {"aten", "quantized_decomposed"}
+    assert manifest["machine"]["cpu"] == torch.backends.cpu.get_cpu_capability()
+    assert body["target"] == "torch"
+    assert body["methods"][""]["lowered"]["kernels"]
+
+
+def test_a_file_that_says_another_target_than_its_record(path: Path, offered: Offered) -> None:
+    from tests.core.storage.test_artefact_files import rewrite, set_in
+
+    lowered_mlp(path)
+    rewrite(path, lambda body: set_in(body, "target", "executorch"))
+    with pytest.raises(ArtefactError, match="a model for 'torch' in a file of 'executorch'"):
+        qompose.load(path)

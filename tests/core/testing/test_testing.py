@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The contract suite: a sound backend passes it, and each wrong one fails the check that names the fault."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from qompose.backend import OperatorPattern, Rule, RuleUse
+from qompose.backend.discovery import RESTRICT_VARIABLE
+from qompose.testing.contract import BackendContract, parameters
+from qompose.testing.fixtures import difference, sizes
+from qompose.testing.trial import Example, examples_of
+from qompose.testing.variations import limits
+
+from tests.core.sound_backend import INT8, LINEAR, RULES, STATIC, SoundBackend
+from tests.core.sound_products import conv, matmul
+from tests.core.wrong_backends import WRONG, Wrong
+
+pytest_plugins = ["pytester"]
+aten = torch.ops.aten
+
+
+class TestSound(BackendContract):
+    """A backend that keeps the contract, made for these tests."""
+
+    backend = staticmethod(lambda: SoundBackend([*RULES, matmul(), conv()]))
+
+
+def failures(contract: type[BackendContract]) -> dict[str, list[str]]:
+    """Test -> the messages of its failures, for each test of a contract as pytest would call it."""
+    found = defaultdict(list)
+    for test in (name for name in vars(BackendContract) if name.startswith("test_")):
+        names, rows, _ = parameters(contract.suite(), test) or ((), [()], [""])
+        for row in rows:
+            try:
+                getattr(contract(), test)(**dict(zip(names, row, strict=True)))
+            except pytest.skip.Exception:
+                continue
+            except pytest.fail.Exception as failure:
+                found[test].append(str(failure))
+    return dict(found)
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is installed beside, these tests are about one backend."""
+    monkeypatch.setenv(RESTRICT_VARIABLE, "")
+
+
+@pytest.fixture
+def settings() -> Iterator[None]:
+    """Put back what a wrong backend set."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    yield
+    torch.use_deterministic_algorithms(deterministic)
+
+
+@pytest.mark.usefixtures("settings")
+@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
+def test_a_wrong_backend_fails_the_check_that_names_the_fault(wrong: Wrong) -> None:
+    found = failures(type("Contract", (BackendContract,), {"backend": staticmethod(wrong.make)}))
+
+    assert tuple(found) == wrong.failing, found
+    for messages in found.values():
+        assert any(wrong.message in message for message in messages), messages
+        for message in messages:
+            first, *rest = message.splitlines()
+            assert first.startswith("backend ")
+            assert [line.split(":")[0].strip() for line in rest[:1]] == ["expected"]
+            assert "\n  found:    " in message and "\n  remedy:   " in message
+
+
+def test_edges_that_this_machine_runs_slowly_are_no_faults() -> None:
+    """The model asks for a machine that takes them, and lower says that this one does not."""
+
+    def requirements(uses: Sequence[RuleUse]) -> dict[str, str]:
+        weights = [use.specs["weight"] for use in uses if "weight" in use.specs]
+        usual = all(weight.quant_min == STATIC.weight.quant_min for weight in weights)
+        return {} if usual else {"weights": "wide"}
+
+    asked: list[Any] = []
+    backend = SoundBackend(
+        [LINEAR], requirements=requirements, objection=lambda a: asked.append(a) or "it is old"
+    )
+    contract = type("Contract", (BackendContract,), {"backend": staticmethod(lambda: backend)})
+    assert failures(contract) == {}
+    assert {"weights": "wide"} in asked
+
+
+class TestOverrides:
+    """Tests of the contract are overridden with a reason, or the contract says so."""
+
+    def changed(self, **tests: Any) -> str:
+        contract = type("Contract", (BackendContract,), {"backend": SoundBackend, **tests})
+        with pytest.raises(pytest.fail.Exception) as failure:
+            contract().test_contract_is_whole()
+        return str(failure.value)
+
+    def test_an_override_is_named(self) -> None:
+        assert "overrides or deletes test_lowers\n" in self.changed(test_lowers=lambda self: None)
+
+    def test_a_deletion_is_named(self) -> None:
+        assert "overrides or deletes test_saves\n" in self.changed(test_saves=None)
+
+    def test_an_expected_failure_needs_a_reason(self) -> None:
+        @pytest.mark.xfail
+        def test_saves(self: Any, config: str) -> None:
+            pass
+
+        assert "test_saves" in self.changed(test_saves=test_saves)
+
+    def test_an_expected_failure_with_a_reason_is_kept(self) -> None:
+        @pytest.mark.xfail(reason="kernels hold state until release 2")
+        def test_saves(self: Any, config: str) -> None:
+            pass
+
+        facts = {"backend": SoundBackend, "test_saves": test_saves}
+        type("Contract", (BackendContract,), facts)().test_contract_is_whole()
+
+    def test_a_test_of_ones_own_is_no_override(self) -> None:
+        facts = {"backend": SoundBackend, "test_speed": lambda self: None}
+        type("Contract", (BackendContract,), facts)().test_contract_is_whole()
+
+    def test_who_watches_the_watch(self) -> None:
+        with pytest.raises(TypeError, match="overrides test_contract_is_whole"):
+            type("Contract", (BackendContract,), {"test_contract_is_whole": lambda self: None})
+
+
+AUTHOR = """
+    import sys
+    sys.path.insert(0, {root!r})
+    from qompose.testing import BackendContract
+    from tests.core.wrong_backends import WRONG
+
+    class TestMine(BackendContract):
+        backend = staticmethod(WRONG["a version of the future"].make)
+
+    class TestMissing(BackendContract):
+        backend = "nowhere"
+"""
+
+
+def test_pytest_runs_what_an_author_writes(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(AUTHOR.format(root=str(Path(__file__).parents[3])))
+    result = pytester.runpytest("-k", "loads or refuses or has_configs or annotates", "-rs")
+
+    result.stdout.fnmatch_lines(
+        [
+            "*TestMine.test_loads*",
+            "backend 'sound'",
+            "  expected: api_version = 1, which this release of qompose speaks",
+            "  found:    api_version = 99",
+            "*TestMissing.test_loads*",
+            "backend 'nowhere'",
+            "  expected: that it is installed and loads",
+        ]
+    )
+    result.assert_outcomes(passed=4, failed=2, skipped=3)
+
+
+def test_without_pytest_the_extra_is_named() -> None:
+    code = "import sys; sys.modules['pytest'] = None; import qompose.testing"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert 'pip install "qompose[testing]"' in done.stderr
+
+
+class TestExamples:
+    """What examples are made of patterns."""
+
+    def of(self, *patterns: OperatorPattern) -> list[Example]:
+        return examples_of(Rule(name="rule", patterns=patterns, activations=()))
+
+    def test_every_overload_of_tensors_is_one(self) -> None:
+        found = self.of(OperatorPattern((aten.add.Tensor, aten.add_.Tensor)))
+        assert [(e.names, e.operators, e.problem) for e in found] == [
+            (("self", "other"), (aten.add.Tensor,), ""),
+            (("self", "other"), (aten.add_.Tensor,), ""),
+        ]
+
+    def test_a_list_of_tensors_has_two(self) -> None:
+        (found,) = self.of(OperatorPattern((aten.cat.default,)))
+        assert found.names == ("tensors_0", "tensors_1")
+        assert found.function(torch.ones(1, 2), torch.ones(3, 2)).shape == (4, 2)
+
+    def test_the_authors_own_is_for_the_first_operator(self) -> None:
+        pattern = OperatorPattern(
+            (aten.view.default, aten.reshape.default), lambda self: self.view(-1), ((2, 3),)
+        )
+        first, second = self.of(pattern)
+        assert (first.names, first.shapes, first.problem) == (("self",), ((2, 3),), "")
+        assert "aten.reshape needs shape besides tensors" in second.problem
+
+
+class TestSizes:
+    """Larger sizes come first, and the author's last."""
+
+    def test_parameters_have_no_batch(self) -> None:
+        found = list(sizes(((1, 3), (4, 3), (4,)), (False, True, True)))
+        assert found[0] == ((4, 12), (16, 12), (16,))
+        assert found[-1] == ((1, 3), (4, 3), (4,))
+
+    def test_what_makes_a_tensor_stays(self) -> None:
+        def indices() -> torch.Tensor:
+            return torch.tensor([1])
+
+        assert {shapes[1] for shapes in sizes(((8, 4), indices), (True, False))} == {indices}
+
+    def test_large_ones_grow_no_further(self) -> None:
+        assert all(shapes[0][1] < 4096 for shapes in sizes(((2, 3000),), (False,)))
+
+
+class TestDifference:
+    """How outputs are compared."""
+
+    ONES = torch.ones(2, 2)
+
+    def test_one_step_is_allowed(self) -> None:
+        assert difference(self.ONES, self.ONES + 0.1, torch.tensor(0.1), 0) is None
+
+    def test_two_steps_are_named_with_the_place(self) -> None:
+        other = self.ONES.clone()
+        other[1, 0] += 0.2
+        found = difference(self.ONES, other, torch.tensor(0.1), 0)
+        assert found is not None and "up to 2 steps of the output (at [1, 0]: 1.2 for 1)" in found
+
+    def test_floats_are_measured_against_the_largest(self) -> None:
+        assert difference(self.ONES * 100, self.ONES * 100 + 0.009, None, 1e-4) is None
+        assert difference(self.ONES * 100, self.ONES * 100 + 0.02, None, 1e-4) is not None
+
+    def test_what_is_no_number_is_a_difference(self) -> None:
+        assert difference(self.ONES, self.ONES * torch.nan, torch.tensor(1e9), 0) is not None
+
+    @pytest.mark.parametrize("other", [torch.ones(4), torch.ones(2, 2).double()])
+    def test_shapes_and_types_count(self, other: torch.Tensor) -> None:
+        assert difference(self.ONES, other, torch.tensor(1e9), 1e9) is not None
+
+
+def test_edges_cover_every_type_with_every_scheme() -> None:
+    found = {(limit.role, limit.spec.dtype, limit.spec.qscheme) for limit in limits(LINEAR, STATIC)}
+    for role in ("activation", "weight", "output"):
+        pairs = {(dtype, scheme) for r, dtype, scheme in found if r == role}
+        assert {dtype for dtype, _ in pairs} == {torch.int8, torch.uint8, torch.int16}
+        assert (torch.int8, torch.per_channel_symmetric) in pairs
+    assert all(limit.config != STATIC or limit.spec == INT8 for limit in limits(LINEAR, STATIC))
