@@ -13,7 +13,7 @@ from typing import Any
 import lazy_loader
 
 _load, __dir__, _names = lazy_loader.attach_stub(__name__, __file__)
-_submodules = {module.name for module in iter_modules(__path__)}
+_submodules = {module.name for module in iter_modules(__path__)} & {*_names}
 
 __all__ = [name for name in _names if name not in _submodules]
 

@@ -11,6 +11,37 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+__all__ = [
+    "AnnotationConflictError",
+    "ArtefactError",
+    "BackendNotFoundError",
+    "CalibrationError",
+    "CompilationError",
+    "ConfigError",
+    "ExcludedBackendError",
+    "InputError",
+    "InternalError",
+    "MemberError",
+    "MissingBackendError",
+    "NotExportedError",
+    "NotLoweredError",
+    "NothingQuantizedError",
+    "PluginError",
+    "ProjectError",
+    "QomposeError",
+    "QomposeWarning",
+    "RequirementError",
+    "RequirementWarning",
+    "SelectorError",
+    "SharingError",
+    "StageError",
+    "StatisticsError",
+    "TargetError",
+    "TuningError",
+    "UncalibratedError",
+    "UserError",
+]
+
 
 class QomposeError(Exception):
     """Base of every error that qompose raises on purpose."""

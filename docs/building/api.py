@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import qompose
+
 ROOT = Path(__file__).parents[2]
 PAGES = ROOT / "docs" / "reference"
 BLOCK = re.compile(
@@ -31,16 +33,18 @@ BLOCK = re.compile(
 def packages() -> tuple[str, ...]:
     """Return the packages of this repository with public names: core's, and that of each plugin."""
     plugins = sorted(path.parent.name for path in ROOT.glob("plugins/*/*/__init__.py"))
-    return ("qompose", "qompose.testing", *plugins)
+    submodules = sorted(f"qompose.{name}" for name in qompose._submodules)
+    return ("qompose", *submodules, "qompose.testing", *plugins)
 
 
 def public_names() -> set[str]:
-    """Return every public name behind the name of its package."""
-    return {
-        f"{package}.{name}"
-        for package in packages()
-        for name in importlib.import_module(package).__all__
-    }
+    """Return every public name behind the name of its package; of two packages, the first that has it."""
+    found: dict[int, str] = {}
+    for package in packages():
+        module = importlib.import_module(package)
+        for name in module.__all__:
+            found.setdefault(id(getattr(module, name)), f"{package}.{name}")
+    return set(found.values())
 
 
 def listed(text: str) -> list[str]:
@@ -83,13 +87,23 @@ def entry(path: str) -> Entry:
     package, _, name = path.rpartition(".")
     home = importlib.import_module(package)
     value = getattr(home, name)
-    module = f"qompose.{home._HOME[name]}" if package == "qompose" else package
     if inspect.isclass(value) and value.__name__ == name:
         kind = "exception" if issubclass(value, BaseException) else "class"
         return Entry(path, value.__module__, value, kind)
     if inspect.isroutine(value) and getattr(value, "__name__", "") == name:
         return Entry(path, value.__module__, value, "function")
-    return Entry(path, module, value, "data")
+    return Entry(path, _defining(package, name), value, "data")
+
+
+def _defining(module: str, name: str) -> str:
+    """Return the module whose code assigns a name, behind those that import it from there."""
+    file = Path(str(importlib.import_module(module).__file__))
+    stub = file.with_suffix(".pyi")
+    for node in ast.parse((stub if stub.exists() else file).read_text("utf-8")).body:
+        if isinstance(node, ast.ImportFrom) and name in {a.asname or a.name for a in node.names}:
+            source = f"{module}.{node.module}" if node.level else str(node.module)
+            return _defining(source, name)
+    return module
 
 
 def data_doc(found: Entry) -> str:

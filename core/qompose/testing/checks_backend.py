@@ -17,6 +17,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 from importlib.util import find_spec
 from itertools import combinations
 from pathlib import Path
@@ -26,7 +27,6 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-import qompose
 from qompose import (
     ComposableQuantizer,
     QomposeWarning,
@@ -34,6 +34,7 @@ from qompose import (
     Quantizer,
     Report,
     RuleQuantizer,
+    _submodules,
     convert_pt2e,
     load,
     lower,
@@ -392,7 +393,11 @@ def _operator(
     return operator
 
 
-PUBLIC_MODULES = ("qompose", "qompose.testing")
+PUBLIC_MODULES = (
+    "qompose",
+    *(f"qompose.{name}" for name in sorted(_submodules)),
+    "qompose.testing",
+)
 
 
 def imports_public_names(suite: Suite) -> None:
@@ -402,9 +407,9 @@ def imports_public_names(suite: Suite) -> None:
         for line, name in sorted(_private(tree)):
             raise ContractError(
                 f"backend {suite.backend.name!r}, {path.name}, line {line}",
-                expected="imports of public names only, `from qompose import ...`",
+                expected="imports of public names only",
                 found=name,
-                remedy="use what `qompose.__all__` lists, or ask for the name to be made public",
+                remedy="use what qompose or a public submodule lists in `__all__`, or ask for more",
             )
 
 
@@ -423,23 +428,21 @@ def _files(suite: Suite) -> list[Path]:
 
 def _private(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Yield (line, what) for each use of a name of qompose that is not public."""
-    public = {*qompose.__all__, "__version__", "testing"}
+    faces = {module: {*import_module(module).__all__} for module in PUBLIC_MODULES}
+    faces["qompose"] |= {"__version__", *(name.partition(".")[2] for name in PUBLIC_MODULES)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                if alias.name.startswith("qompose.") and alias.name not in PUBLIC_MODULES:
+                if alias.name.startswith("qompose.") and alias.name not in faces:
                     yield node.lineno, f"import {alias.name}"
         elif isinstance(node, ast.ImportFrom) and not node.level:
             module = node.module or ""
-            if module.startswith("qompose.") and module not in PUBLIC_MODULES:
+            if module.startswith("qompose.") and module not in faces:
                 yield node.lineno, f"from {module} import ..."
-            if module == "qompose":
-                names = [a.name for a in node.names if a.name not in public and a.name != "*"]
-                yield from ((node.lineno, f"from qompose import {name}") for name in names)
-        elif (
-            isinstance(node, ast.Attribute)
-            and isinstance(node.value, ast.Name)
-            and node.value.id == "qompose"
-            and node.attr not in public
-        ):
-            yield node.lineno, f"qompose.{node.attr}"
+            if module in faces:
+                names = [a.name for a in node.names if a.name not in {*faces[module], "*"}]
+                yield from ((node.lineno, f"from {module} import {name}") for name in names)
+        elif isinstance(node, ast.Attribute):
+            face = ast.unparse(node.value)
+            if face in faces and node.attr not in faces[face]:
+                yield node.lineno, f"{face}.{node.attr}"
