@@ -17,6 +17,9 @@ from .interface import (
     LateOperators as LateOperators,
     RuleUse as RuleUse,
     Target as Target,
+    claim_of as claim_of,
+    clear_origin as clear_origin,
+    operator_of as operator_of,
 )
 from .kernel import (
     ORDER_PRESERVING as ORDER_PRESERVING,

@@ -14,6 +14,11 @@ from torch.fx import GraphModule, Node
 from qompose.backend.capabilities import Capabilities, capability_rows
 from qompose.backend.rule import Rule
 from qompose.program.call_signature import CallSignature as CallSignature  # public here
+from qompose.program.meta import (  # public here
+    claim_of as claim_of,
+    clear_origin as clear_origin,
+    operator_of as operator_of,
+)
 from qompose.spec.quantization_spec import QuantizationConfig, QuantizationSpecBase
 
 LateOperators: TypeAlias = Mapping[OpOverload, Callable[[Node], None]]
@@ -29,8 +34,8 @@ class Finished:
     operators that no kernel runs: what they end as in the runtime. Reports put them behind the reason why
     the operator is float. `notes` are lines about the whole program, and stand among those of reports.
 
-    The graph that a last step gets says of each node what it comes from, in `node.meta["custom"]["qompose"]`:
-    `"claim"` is the claim's number, `"operator"` the operator's name. Both outlast another export.
+    Of each node of the graph that a last step gets, `claim_of` returns the claim's number and `operator_of`
+    the operator's name. Both survive another export.
     """
 
     model: Any

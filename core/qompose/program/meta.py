@@ -27,6 +27,36 @@ def tag_of(node: Node, fact: str) -> Any:
     return custom.get(CUSTOM_KEY, {}).get(fact)
 
 
+CLAIM_TAG, OPERATOR_TAG = "claim", "operator"
+"""Facts that tell what a node of a lowered graph comes from: the number of its claim, and the name of its
+operator in the exported program."""
+
+
+def claim_of(node: Node) -> int | None:
+    """Return the number of the claim that a node of a lowered graph belongs to, or None if it has none.
+
+    The number survives another `torch.export.export` and the passes behind it.
+    """
+    claim: int | None = tag_of(node, CLAIM_TAG)
+    return claim
+
+
+def operator_of(node: Node) -> str | None:
+    """Return the name of the operator, in the exported program, that a node of a lowered graph comes from.
+
+    None if the node was inserted for no operator. The name survives another `torch.export.export`.
+    """
+    operator: str | None = tag_of(node, OPERATOR_TAG)
+    return operator
+
+
+def clear_origin(node: Node) -> None:
+    """Let a node belong to no claim and come from no operator, as for a step that a kernel inserts."""
+    custom = {k: v for k, v in (node.meta.pop("custom", None) or {}).items() if k != CUSTOM_KEY}
+    if custom:
+        node.meta["custom"] = custom
+
+
 VALUE_TAG, INTEGERS_TAG, FACTORS_TAG = "value", "integers", "factors"
 """Facts that tell which values of the exported program a node gives (`plan.operator_ids.identify`), and
 as which integers where it gives those: scale, zero point, least and largest; and by which factors, with their

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from qompose.backend import CallSignature, Finished
+from qompose.backend import CallSignature, Finished, claim_of, operator_of
 from torch.fx import Graph, GraphModule, Node
 
 from qompose_xnnpack.delegation import Delegation
@@ -83,7 +83,7 @@ def _stored_twice(module: GraphModule, delegation: Delegation) -> Iterator[str]:
         if not isinstance(value, torch.Tensor) or value.dim() < 2:
             continue
         readers = [reader for user in node.users for reader in _reading(user)]
-        inside = [reader for reader in readers if _claim_of(reader) in delegation.delegated_claims]
+        inside = [reader for reader in readers if claim_of(reader) in delegation.delegated_claims]
         outside = [reader for reader in readers if reader not in inside]
         if inside and outside:
             yield (
@@ -97,11 +97,6 @@ def _reading(user: Node) -> list[Node]:
     return list(user.users) if "dequantize" in str(user.target) else [user]
 
 
-def _claim_of(node: Node) -> int | None:
-    claim: int | None = (node.meta.get("custom") or {}).get("qompose", {}).get("claim")
-    return claim
-
-
 def _named(nodes: list[Node]) -> str:
     return ", ".join(dict.fromkeys(node.name for node in nodes))
 
@@ -109,8 +104,7 @@ def _named(nodes: list[Node]) -> str:
 def _operators(module: GraphModule) -> list[str]:
     """Return the operators of the exported program that a graph has something of, by name."""
     parts = [part for part in module.modules() if isinstance(part, GraphModule)]
-    facts = (node.meta.get("custom") or {} for part in parts for node in part.graph.nodes)
-    names = (fact.get("qompose", {}).get("operator") for fact in facts)
+    names = (operator_of(node) for part in parts for node in part.graph.nodes)
     return [name for name in names if name]
 
 

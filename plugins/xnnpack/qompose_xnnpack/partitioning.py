@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from qompose.backend import claim_of, operator_of
 from torch.fx import Graph, GraphModule, Node
 
 from qompose_xnnpack.delegation import Delegation, Operator, Stray
@@ -90,13 +91,12 @@ class Reader:
         )
 
     def _operator(self, node: Node, int8: bool, reason: str) -> Operator:
-        facts = (node.meta.get("custom") or {}).get("qompose", {})
         return Operator(
             name=name_of(node),
-            claim=facts.get("claim"),
+            claim=claim_of(node),
             int8=int8,
             module=module_of(node),
-            source=facts.get("operator") or "",
+            source=operator_of(node) or "",
             reason=reason,
         )
 

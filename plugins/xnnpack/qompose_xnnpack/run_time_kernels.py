@@ -8,7 +8,7 @@ import operator
 from typing import Any
 
 import torch
-from qompose.backend import DynamicTensor, NotLowerable, QuantizedTensor, Region
+from qompose.backend import DynamicTensor, NotLowerable, QuantizedTensor, Region, clear_origin
 from torch.fx import Node
 
 from qompose_xnnpack import ops
@@ -74,10 +74,10 @@ def as_runtime_reads(region: Region) -> None:
     quantized = region.step(decomposed.quantize_per_tensor.tensor, floats, *parameters)
     values = region.step(decomposed.dequantize_per_tensor.tensor, quantized, *parameters)
     for node in (chosen, scale, zero_point, quantized, values):
-        node.meta.pop("custom", None)  # none of them is an operator of the region
+        clear_origin(node)  # none of them is an operator of the region
     convolution.replace_input_with(read, values)
     if floats is not source.node:  # padding that has no number becomes numbers
-        floats.meta.pop("custom", None)
+        clear_origin(floats)
         convolution.target = torch.ops.aten.conv2d.default
         arguments = (values, convolution.args[1], region.argument("op", "bias"), *geometry)
         convolution.args, convolution.kwargs = arguments, {}

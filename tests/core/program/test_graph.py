@@ -22,8 +22,8 @@ from qompose.program.graph import (
     refresh,
     set_attribute,
 )
-from qompose.program.meta import tag, tag_of
-from torch import Tensor, nn
+from qompose.program.meta import claim_of, clear_origin, operator_of, tag, tag_of
+from torch import Tensor, fx, nn
 
 from tests.core.toy import export, graph_text, randn, seeded
 
@@ -169,6 +169,19 @@ def test_tags_add_up_and_survive_a_save(program: Any) -> None:
     loaded = torch.export.load(file)
     (linear,) = (n for n in loaded.graph.nodes if n.target is aten.linear.default)
     assert tag_of(linear, "claim") == 3
+
+
+def test_the_origin_of_a_node() -> None:
+    node = fx.Graph().placeholder("x")
+    assert claim_of(node) is None and operator_of(node) is None
+    clear_origin(node)
+    assert "custom" not in node.meta
+    node.meta["custom"] = {"theirs": 1}
+    tag(node, claim=0, operator="linear")
+    assert claim_of(node) == 0 and operator_of(node) == "linear"
+    clear_origin(node)
+    assert claim_of(node) is None and operator_of(node) is None
+    assert node.meta["custom"] == {"theirs": 1}
 
 
 def test_an_exported_program_gives_its_module(program: Any) -> None:
