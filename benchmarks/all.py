@@ -67,6 +67,13 @@ BENCHMARKS = (
         figures=False,
     ),
     Benchmark(
+        "path_of_quantize",
+        "Through how many files of core does one quantize lead, and how often back?",
+        ("qompose",),
+        (),
+        figures=False,
+    ),
+    Benchmark(
         "calibration",
         "What does a batch of calibration cost beside the float forward?",
         _ENGINES,

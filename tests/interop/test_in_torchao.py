@@ -107,7 +107,7 @@ ROUNDED = 25.0
 @pytest.fixture
 def biases_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in torchao's engine: ours makes those integers that a kernel adds as integers."""
-    monkeypatch.setattr("qompose.conversion.integer_bias.integer_biases", lambda *_: iter(()))
+    monkeypatch.setattr("qompose.conversion.qparams_solver.rounded_biases", lambda *_: {})
 
 
 @pytest.mark.usefixtures("biases_left_alone")

@@ -11,26 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from qompose.algorithms.channel_scaling import Factoring
-from qompose.algorithms.products import product_node
+from qompose.algorithms.channel_scaling import ChannelFactors
+from qompose.algorithms.products import channel_dim, product_node
 from qompose.observers.tensor_statistics import mean_observers
 from qompose.plan.plan import Plan
 from qompose.program.aliasing import written_buffers
 from qompose.program.control_flow import count_readers, graphs_in, nodes_in
-from qompose.program.graph import (
-    address_of,
-    constant_of,
-    describe,
-    owner_of,
-    set_attribute,
-    value_of,
-)
+from qompose.program.graph import address_of, constant_of, describe, value_of
 from qompose.spec.algorithm_options import BIAS_CORRECTION
 from qompose.spec.claim import Claim, Point
 from qompose.spec.qdq import QParams, integers_of, static_pair
@@ -40,24 +33,16 @@ class _NotCorrected(Exception):  # noqa: N818 - it says what the product is
     """Raised with the reason why a bias stays as it is."""
 
 
-class Solved(Protocol):
-    """What the statistics were found to give.
-
-    Attributes:
-        dropped: claims that cannot be followed, with the reason.
-        qparams: the scale and zero point of each sharing group.
-        factoring: the factors of channels, and the parameters that take them up.
-    """
-
-    dropped: dict[int, str]
-    qparams: dict[int, QParams]
-    factoring: Factoring
-
-
 @dataclass
 class Corrected:
-    """What reports say: of biases that were corrected, and of those that were asked for and were not."""
+    """Biases with their corrections, and what reports say of these.
 
+    Attributes:
+        biases: by name of the parameter.
+        made, refused: a line for each that was asked for.
+    """
+
+    biases: dict[str, Tensor] = field(default_factory=dict)
     made: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
 
@@ -81,17 +66,6 @@ class _Operands:
             None if bias is None else _behind(bias),
         )
 
-    @property
-    def channel_dim(self) -> int:
-        """Return the dimension that has the channels of its input, and of its output."""
-        rank, linear = (
-            value_of(self.source).dim(),
-            self.node.target is torch.ops.aten.linear.default,
-        )
-        weight = constant_of(self.weight)
-        assert weight is not None
-        return int(rank - 1 if linear else rank - (weight.dim() - 1))
-
 
 def _behind(argument: Any) -> Node:
     while argument.op == "call_module":
@@ -106,49 +80,63 @@ def wanted_means(claims: Sequence[Claim], nodes: Mapping[str, Node]) -> Iterator
         node = product_node(claim, nodes) if BIAS_CORRECTION in claim.repairs else None
         if node is not None:
             operands = _Operands.of(node)
-            yield operands.source, operands.channel_dim
+            yield operands.source, channel_dim(node, operands.weight)
 
 
-def correct_biases(model: GraphModule, plan: Plan, estimation: Solved) -> Corrected:
-    """Correct the biases of products whose claims ask for it, in place, before weights become integers."""
+def correct_biases(
+    model: GraphModule,
+    plan: Plan,
+    qparams: Mapping[int, QParams],
+    factors: ChannelFactors,
+    dropped: Mapping[int, str],
+) -> Corrected:
+    """Correct the biases of products whose claims ask for it; the model is left as it is.
+
+    Args:
+        model: prepared and calibrated.
+        qparams: by group.
+        factors: those of channels.
+        dropped: claims that are not followed, with the reason.
+    """
     done = Corrected()
     asking = [(n, c) for n, c in enumerate(plan.claims) if BIAS_CORRECTION in c.repairs]
     if not asking:
         return done
     nodes = {node.name: node for node in nodes_in(model)}
-    means = {value: observer.means().values() for _, value, observer in mean_observers(model)}
-    correcting = _Correcting(model, plan, estimation, means)
+    correction = _Correction(model, plan, qparams, factors)
     for number, claim in asking:
         node = product_node(claim, nodes)
         try:
             if node is None:
                 raise _NotCorrected("it is neither a linear nor a convolution")
-            if number in estimation.dropped:
-                raise _NotCorrected(f"it stays in float, since {estimation.dropped[number]}")
-            done.made.append(correcting.correct(claim, node))
+            if number in dropped:
+                raise _NotCorrected(f"it stays in float, since {dropped[number]}")
+            name, bias, effect = correction.of(node)
         except _NotCorrected as reason:
             where = describe(nodes[claim.anchor] if node is None else node)
             done.refused.append(f"{BIAS_CORRECTION} of {where} was not made: {reason}")
-    for node, _, _ in mean_observers(model):
-        node.graph.erase_node(node)
+        else:
+            done.biases[name] = bias
+            done.made.append(f"{BIAS_CORRECTION} of {describe(node)}: {effect}")
     return done
 
 
-class _Correcting:
+class _Correction:
     def __init__(
         self,
         model: GraphModule,
         plan: Plan,
-        estimation: Solved,
-        means: Mapping[Node, Tensor | str],
+        qparams: Mapping[int, QParams],
+        factors: ChannelFactors,
     ) -> None:
-        self._estimation, self._means = estimation, means
+        self._qparams, self._factors = qparams, factors
+        self._means = {v: observer.means().values() for _, v, observer in mean_observers(model)}
         self._readers = count_readers(model)
         self._written = {p for part in graphs_in(model) for p in written_buffers(part.graph)}
         self._groups = {p: n for n, group in enumerate(plan.groups) for p in group.points}
 
-    def correct(self, claim: Claim, node: Node) -> str:
-        """Correct a bias, and return how much that was.
+    def of(self, node: Node) -> tuple[str, Tensor, str]:
+        """Return the name of a product's bias, the corrected bias, and how much the correction is.
 
         Raises:
             _NotCorrected: it stays as it is.
@@ -156,23 +144,25 @@ class _Correcting:
         product = _Operands.of(node)
         if product.bias is None:
             raise _NotCorrected("it has no bias, and its kernel was chosen without one")
-        bias = constant_of(product.bias)
+        bias, name = constant_of(product.bias), product.bias.name
         if bias is None:
-            raise _NotCorrected(f"{product.bias.name}, which it adds, is computed")
-        if self._readers.get(address_of(bias), 0) > 1:
+            raise _NotCorrected(f"{name}, which it adds, is computed")
+        own = bool(self._factors.absorbed(name))  # it gets a tensor of its own to take them up
+        if not own and self._readers.get(address_of(bias), 0) > 1:
             raise _NotCorrected(f"{product.bias.target} is read by other operators too")
         if str(product.bias.target) in self._written:
             raise _NotCorrected(f"the program writes to {product.bias.target}")
         mean = self._mean(product)
-        moved = _moved(product, self._rounding(product, node), mean)
-        corrected = (bias.detach().double() + moved.to(bias.device)).to(bias.dtype)
-        if isinstance(bias, torch.nn.Parameter):
+        moved = _moved(product, self._rounding(product), mean)
+        value = self._factors.constant(name)
+        corrected = (value.double() + moved.to(value.device)).to(value.dtype)
+        if isinstance(bias, torch.nn.Parameter) and not own:
             corrected = torch.nn.Parameter(corrected, bias.requires_grad)
-        set_attribute(owner_of(product.bias), str(product.bias.target), corrected)
         most, usual = float(moved.abs().amax()), float(moved.square().mean().sqrt())
         return (
-            f"{BIAS_CORRECTION} of {describe(node)}: the means of its outputs were off by up to {most:.3g}, "
-            f"{usual:.3g} in the root mean square"
+            name,
+            corrected,
+            f"the means of its outputs were off by up to {most:.3g}, {usual:.3g} in the root mean square",
         )
 
     def _mean(self, product: _Operands) -> Tensor:
@@ -180,17 +170,17 @@ class _Correcting:
         found = self._means.get(product.source, "nobody could keep them")
         if isinstance(found, str):
             raise _NotCorrected(f"of the means of {product.source.name}: {found}")
-        for vector, dim in self._estimation.factoring.absorbed(product.weight.name):
+        for vector, dim in self._factors.absorbed(product.weight.name):
             found = found / vector.double().cpu() if dim == 1 else found
         return found
 
-    def _rounding(self, product: _Operands, node: Node) -> Tensor:
+    def _rounding(self, product: _Operands) -> Tensor:
         """Return what rounding takes from the weight."""
-        number = self._groups.get(Point(product.weight.name, node.name))
-        q = None if number is None else self._estimation.qparams.get(number)
+        number = self._groups.get(Point(product.weight.name, product.node.name))
+        q = None if number is None else self._qparams.get(number)
         if q is None:
             raise _NotCorrected(f"{product.weight.target} has no integers that are known here")
-        weight = self._estimation.factoring.constant(product.weight.name)
+        weight = self._factors.constant(product.weight.name)
         return weight.double() - _as_rounded(weight, q).double()
 
 
@@ -208,7 +198,7 @@ def _as_rounded(weight: Tensor, q: QParams) -> Tensor:
 def _moved(product: _Operands, rounding: Tensor, mean: Tensor) -> Tensor:
     """Return the mean of what a product gives for a weight, by output channel, on an image of means."""
     shape = [_size(size) for size in value_of(product.source).shape]
-    dim = product.channel_dim
+    dim = channel_dim(product.node, product.weight)
     shape[:dim] = [1] * dim
     image = mean.view(-1, *[1] * (len(shape) - dim - 1)).expand(shape)
     operator: Any = product.node.target

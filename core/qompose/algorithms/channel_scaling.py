@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Channel scaling: factors (powers of two) that even out channels, searched and applied.
 
-Balancing: channels of very different size get a scale each, by powers of two moved into weights.
-
 A tensor quantized per tensor has one step for all channels, so one large channel drowns the others. For
 a product `y = W x + b` and positive vectors d, e::
 
@@ -18,16 +16,13 @@ few rows it is too narrow for the next.
 
 Factors are at least 1: they shrink large channels and leave quiet ones their headroom, so that a channel
 which happened to be silent during calibration is not cut off when it speaks.
-
-Which tensors have channels with factors of their own, and which parameters take those factors up.
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -40,8 +35,9 @@ from qompose.observers.clipping_range_search import best_range, power_error
 from qompose.observers.histogram import Histogram
 from qompose.observers.make_observer import eps_of, make_observer
 from qompose.plan.plan import Group, Plan
-from qompose.program.graph import constant_of, describe, owner_of, set_attribute
+from qompose.program.graph import constant_of, describe
 from qompose.program.meta import FACTORS_TAG, tag
+from qompose.spec.claim import Claim
 from qompose.spec.qdq import Absorbed, axis_of, in_rows
 from qompose.spec.qparams import DEFAULT_EPS, along, choose_qparams, fake_quantize, quantized_range
 
@@ -246,17 +242,116 @@ _PER_TENSOR = {
 }
 
 
-class Factoring:
-    """Decides on factors, and leaves the model as it is until `settle` and `store_constants`.
+@dataclass(frozen=True)
+class ChannelFactors:
+    """The factors that were decided on, and the parameters that are going to take them up.
+
+    The model still holds those without them.
+
+    Attributes:
+        plan: the plan of the model.
+        nodes: those of the prepared model, by name.
+        factors: by group, what its channels are divided by before they are quantized.
+        refused: what was asked for by word and has no factors, with the reason.
+        weights: by group of a weight that takes up factors, its name.
+        taken_up: by name of a parameter, vectors and the dimensions along which they multiply it.
+    """
+
+    plan: Plan
+    nodes: Mapping[str, Node]
+    factors: dict[int, Factors] = field(default_factory=dict)
+    refused: list[str] = field(default_factory=list)
+    weights: dict[int, str] = field(default_factory=dict)
+    taken_up: dict[str, list[tuple[Tensor, int]]] = field(default_factory=dict)
+
+    def absorbed(self, name: str) -> Absorbed:
+        """Return the factors that a parameter is going to take up."""
+        return self.taken_up.get(name, ())
+
+    def constant(self, name: str) -> Tensor:
+        """Return a parameter with its factors.
+
+        It is computed anew each time, so that no second copy of all parameters is ever held.
+        """
+        constant = constant_of(self.nodes[name])
+        assert constant is not None
+        absorbed = self.absorbed(name)
+        if not absorbed:
+            return constant.detach()
+        return torch.cat([rows for _, _, rows in in_rows(constant, absorbed)])
+
+    def beside_weights(self) -> dict[str, Tensor]:
+        """Return all other parameters that take up factors, with those: biases, and what makes an input."""
+        sides = [group.balance for group in self.plan.groups if group.balance is not None]
+        names = (name for side in sides for name in (*side.biases, *side.absorbers))
+        return {name: self.constant(name) for name in names if name in self.taken_up}
+
+    def qparams_of_rows(self, number: int) -> tuple[Tensor, Tensor] | None:
+        """Return scales and zero points of a weight that takes up factors: its observer saw it without them.
+
+        Of any other group, None.
+        """
+        name = self.weights.get(number)
+        constant = None if name is None else constant_of(self.nodes[name])
+        if name is None or constant is None:
+            return None
+        found = []
+        whole: Any = make_observer(self.plan.groups[number].spec)
+        per_channel = _is_per_channel(self.plan.groups[number])
+        for _, _, rows in in_rows(constant, self.absorbed(name)):
+            observer: Any = make_observer(self.plan.groups[number].spec) if per_channel else whole
+            observer(rows)
+            found.append(observer.calculate_qparams())
+        if not per_channel:
+            return whole.calculate_qparams()  # type: ignore[no-any-return]
+        scales, zero_points = zip(*found, strict=True)
+        return torch.cat(scales), torch.cat(zero_points)
+
+    def described(self) -> list[str]:
+        """Describe the tensors whose channels got factors."""
+        return [self._described(number, factors) for number, factors in self.factors.items()]
+
+    def _described(self, number: int, factors: Factors) -> str:
+        gain = f"squared error on calibration data held back {factors.gain:.1f} times smaller"
+        group, balance = self.plan.groups[number], self.plan.groups[number].balance
+        if balance is None or not balance.repair:
+            return f"channels of {group.points[0]} were balanced: {gain}"
+        how = "by a product in the graph"
+        if balance.absorbers:
+            paths = (str(self.nodes[name].target) for name in balance.absorbers)
+            how = f"by {' and '.join(paths)}"
+        moved, most = int((factors.values > 1).sum()), float(factors.values.max())
+        return (
+            f"{_asked(balance)} of {_where(group, self.nodes)}: {moved} of {len(factors.values)} channels "
+            f"divided by up to {most:g}, {how}; {gain}"
+        )
+
+
+def commit_factors(found: ChannelFactors) -> None:
+    """Tag every value of the model, in place, with the factors that it is held with from now on."""
+    for name, absorbed in found.taken_up.items():
+        _tag_factors(found.nodes[name], [(dim, vector) for vector, dim in absorbed])
+    for number, factors in found.factors.items():
+        group, balance = found.plan.groups[number], found.plan.groups[number].balance
+        if balance is not None and (balance.side == OUTPUT or balance.absorbers):
+            for name in _given_by(group.points[0].source, found.plan.claims):
+                _tag_factors(found.nodes[name], [(balance.dim, 1 / factors.values)])
+
+
+def _given_by(source: str, claims: Iterable[Claim]) -> list[str]:
+    """Return what gives a tensor: the operators of its claim, which come to it one by one."""
+    names = (name for claim in claims if claim.output == source for name in claim.nodes)
+    return [*names] or [source]
+
+
+class FactorSearch:
+    """Decides which tensors' channels get factors, and leaves the model as it is.
 
     Args:
         nodes: those of the prepared model, by name.
         observers: those of the plan's groups.
         group_of_value: the group that a value belongs to first.
-
-    Attributes:
-        factors: by group, what its channels are divided by before they are quantized.
-        refused: what was asked for by word and has no factors, with the reason.
+        dropped: claims that are not followed.
     """
 
     def __init__(
@@ -265,41 +360,37 @@ class Factoring:
         nodes: Mapping[str, Node],
         observers: Mapping[int, Any],
         group_of_value: Mapping[Any, int],
+        dropped: Collection[int],
     ) -> None:
-        self.plan, self._nodes = plan, nodes
-        self._observers, self._group_of_value = observers, group_of_value
-        self.factors: dict[int, Factors] = {}
-        self.refused: list[str] = []
-        self._weights: dict[int, str] = {}  # by group
-        self._absorbed: dict[str, list[tuple[Tensor, int]]] = defaultdict(list)
+        self._groups, self._nodes, self._observers = plan.groups, nodes, observers
+        self._group_of_value, self._dropped = group_of_value, dropped
+        self._found = ChannelFactors(plan, nodes)
 
-    def decide(self, alive: Iterable[int], dropped: Collection[int]) -> None:
-        """Decide anew.
+    def run(self, alive: Iterable[int]) -> ChannelFactors:
+        """Decide group by group: a weight takes up the factors of one before the next is looked at.
 
         Args:
             alive: groups that any claim still wants.
-            dropped: claims that are not followed.
         """
-        for computed in (self.factors, self.refused, self._weights, self._absorbed):
-            computed.clear()
         for number in alive:
-            balance = self.plan.groups[number].balance
+            balance = self._groups[number].balance
             if balance is not None and balance.repair:
-                self._repair(number, balance, dropped)
+                self._repair(number, balance)
             elif balance is not None:
-                self._balance(number, balance, dropped)
+                self._balance(number, balance)
+        return self._found
 
-    def _balance(self, number: int, balance: Balance, dropped: Collection[int]) -> None:
+    def _balance(self, number: int, balance: Balance) -> None:
         """Decide on a group's factors and move them into the parameters behind or before it."""
-        group, observer = self.plan.groups[number], self._observers[number]
+        observer = self._observers[number]
         groups = [self._weight_group(name) for name in balance.weights]
-        per_channel = all(_is_per_channel(self.plan.groups[n]) for n in groups)
-        whole = not any(claim in dropped for claim in group.claims)
+        per_channel = all(_is_per_channel(self._groups[n]) for n in groups)
+        whole = self._dropped_none(number)
         if not isinstance(observer, BalancedObserver) or not per_channel or not whole:
             return  # a replaced observer; a weight that cannot take up factors; a reader left in float
         channels = observer.channels
         scheme = self._scheme(number)
-        weights = [self.constant(name) for name in balance.weights]
+        weights = [self._found.constant(name) for name in balance.weights]
         if balance.side == OUTPUT:
             factors = balance_output(channels, weights[0], scheme, observer.calculate_qparams())
         elif any(weight.shape[1] != channels.low.numel() for weight in weights):
@@ -313,16 +404,17 @@ class Factoring:
             ]
             factors = balance_input(channels, products, scheme, observer.calculate_qparams())
         if factors is not None:
-            self.factors[number] = factors
-            self._absorb(balance, factors, groups)
+            self._take(number, balance, factors)
 
-    def _repair(self, number: int, balance: Balance, dropped: Collection[int]) -> None:
+    def _dropped_none(self, number: int) -> bool:
+        return not any(claim in self._dropped for claim in self._groups[number].claims)
+
+    def _repair(self, number: int, balance: Balance) -> None:
         """Decide on the factors that somebody asked for; say where there are none, and why."""
-        group, observer = self.plan.groups[number], self._observers[number]
-        reason, factors = None, None
+        observer, factors = self._observers[number], None
         if not isinstance(observer, BalancedObserver):
             reason = "its observer was replaced"
-        elif any(claim in dropped for claim in group.claims):
+        elif not self._dropped_none(number):
             reason = "one of its readers stays in float"
         else:
             factors = self._smooth(number, balance, observer)
@@ -331,19 +423,18 @@ class Factoring:
                 "smaller, or there are fewer than 32 rows of it"
             )
         if factors is not None:
-            self.factors[number] = factors
-            self._absorb(balance, factors, [self._weight_group(name) for name in balance.weights])
+            self._take(number, balance, factors)
         else:
-            self.refused.append(
-                f"{_asked(balance)} of {self._where(number)} was not made: {reason}"
-            )
+            where = _where(self._groups[number], self._nodes)
+            self._found.refused.append(f"{_asked(balance)} of {where} was not made: {reason}")
 
     def _smooth(self, number: int, balance: Balance, observer: BalancedObserver) -> Factors | None:
-        dynamic = getattr(self.plan.groups[number].spec, "is_dynamic", False)
+        dynamic = getattr(self._groups[number].spec, "is_dynamic", False)
         products = []
         for name in balance.weights:
-            quantize, weight = self._weight_quantizer(self._weight_group(name)), self.constant(name)
-            if _is_per_channel(self.plan.groups[self._weight_group(name)]):
+            weight_group, weight = self._weight_group(name), self._found.constant(name)
+            quantize = self._weight_quantizer(weight_group)
+            if _is_per_channel(self._groups[weight_group]):
                 products += [(rows, quantize) for _, _, rows in in_rows(weight)]
             else:
                 products.append((weight, quantize))
@@ -351,14 +442,8 @@ class Factoring:
         asked = (_needed(balance), balance.alpha)
         return balance_input(observer.channels, products, self._scheme(number), qparams, *asked)
 
-    def _where(self, number: int) -> str:
-        """Name the tensor of a group, and those who read it with their modules."""
-        points = self.plan.groups[number].points
-        users = ", ".join(describe(self._nodes[point.user]) for point in points if point.user)
-        return f"{points[0].source}, the input of {users}"
-
     def _scheme(self, number: int) -> Scheme:
-        spec: Any = self.plan.groups[number].spec
+        spec: Any = self._groups[number].spec
         low, high = quantized_range(spec.dtype, spec.quant_min, spec.quant_max)
         eps = eps_of(self._observers[number])
 
@@ -377,7 +462,7 @@ class Factoring:
 
     def _weight_quantizer(self, number: int) -> FakeQuantize:
         """Return what a weight of a group is going to be once it is quantized, per row."""
-        spec: Any = self.plan.groups[number].spec
+        spec: Any = self._groups[number].spec
         low, high = quantized_range(spec.dtype, spec.quant_min, spec.quant_max)
 
         def quantize(weight: Tensor) -> Tensor:
@@ -388,102 +473,20 @@ class Factoring:
 
         return quantize
 
-    def _absorb(self, balance: Balance, factors: Factors, weight_groups: list[int]) -> None:
-        outward = balance.side == OUTPUT
+    def _take(self, number: int, balance: Balance, factors: Factors) -> None:
+        """Give a group factors, and the parameters behind or before it what evens them out."""
+        found, outward = self._found, balance.side == OUTPUT
         vector, dim = (1 / factors.values, 0) if outward else (factors.values, 1)
-        for name in balance.weights:
-            self._absorbed[name].append((vector, dim))
-        for name in filter(None, balance.biases if outward else ()):
-            self._absorbed[name].append((vector, 0))
-        for name in balance.absorbers:
-            self._absorbed[name].append((1 / factors.values, 0))
-        self._weights.update(zip(weight_groups, balance.weights, strict=True))
-
-    def rows_qparams(self, number: int) -> tuple[Tensor, Tensor] | None:
-        """Return scales and zero points of a weight that took up factors: its observer saw it without them.
-
-        Of any other group, None.
-        """
-        name = self._weights.get(number)
-        constant = None if name is None else constant_of(self._nodes[name])
-        if name is None or constant is None:
-            return None
-        found = []
-        whole: Any = make_observer(self.plan.groups[number].spec)
-        per_channel = _is_per_channel(self.plan.groups[number])
-        for _, _, rows in in_rows(constant, self.absorbed(name)):
-            observer: Any = make_observer(self.plan.groups[number].spec) if per_channel else whole
-            observer(rows)
-            found.append(observer.calculate_qparams())
-        if not per_channel:
-            return whole.calculate_qparams()  # type: ignore[no-any-return]
-        scales, zero_points = zip(*found, strict=True)
-        return torch.cat(scales), torch.cat(zero_points)
-
-    def settle(self) -> None:
-        """Note of each value with which factors it is held from now on, and store all but the weights so."""
-        for name, held in self._absorbed.items():
-            _note(self._nodes[name], [(dim, vector) for vector, dim in held])
-        for number, factors in self.factors.items():
-            group, balance = self.plan.groups[number], self.plan.groups[number].balance
-            if balance is not None and (balance.side == OUTPUT or balance.absorbers):
-                for node in self._held(group.points[0].source):
-                    _note(node, [(balance.dim, 1 / factors.values)])
-        sides = [group.balance for group in self.plan.groups if group.balance is not None]
-        self.store_constants([n for side in sides for n in (*side.biases, *side.absorbers)])
-
-    def _held(self, source: str) -> list[Node]:
-        """Return what gives a tensor: the operators of its claim, which come to it one by one."""
-        claims = (claim for claim in self.plan.claims if claim.output == source)
-        return [self._nodes[name] for claim in claims for name in claim.nodes] or [
-            self._nodes[source]
-        ]
-
-    def absorbed(self, name: str) -> Absorbed:
-        """Return the factors that a parameter took up; the model still holds it without them."""
-        return self._absorbed.get(name, ())
-
-    def constant(self, name: str) -> Tensor:
-        """Return a parameter with the factors that it took up.
-
-        It is computed anew each time, so that no second copy of all parameters is ever held.
-        """
-        constant = constant_of(self._nodes[name])
-        assert constant is not None
-        absorbed = self.absorbed(name)
-        if not absorbed:
-            return constant.detach()
-        return torch.cat([rows for _, _, rows in in_rows(constant, absorbed)])
-
-    def store_constants(self, names: Iterable[str]) -> None:
-        """Write parameters that took up factors into the model, in place, where they are among `names`."""
-        for name in names:
-            if name in self._absorbed:
-                node = self._nodes[name]
-                set_attribute(owner_of(node), str(node.target), self.constant(name))
-                del self._absorbed[name]
+        absorbed = [(name, (vector, dim)) for name in balance.weights]
+        absorbed += [(name, (vector, 0)) for name in balance.biases if name and outward]
+        absorbed += [(name, (1 / factors.values, 0)) for name in balance.absorbers]
+        for name, factor in absorbed:
+            found.taken_up.setdefault(name, []).append(factor)
+        found.factors[number] = factors
+        found.weights.update((self._weight_group(name), name) for name in balance.weights)
 
     def _weight_group(self, name: str) -> int:
         return self._group_of_value[self._nodes[name]]
-
-    def described(self) -> list[str]:
-        """Describe the tensors whose channels got factors."""
-        return [self._described(number, factors) for number, factors in self.factors.items()]
-
-    def _described(self, number: int, factors: Factors) -> str:
-        gain = f"squared error on calibration data held back {factors.gain:.1f} times smaller"
-        balance = self.plan.groups[number].balance
-        if balance is None or not balance.repair:
-            return f"channels of {self.plan.groups[number].points[0]} were balanced: {gain}"
-        how = "by a product in the graph"
-        if balance.absorbers:
-            paths = (str(self._nodes[name].target) for name in balance.absorbers)
-            how = f"by {' and '.join(paths)}"
-        moved, most = int((factors.values > 1).sum()), float(factors.values.max())
-        return (
-            f"{_asked(balance)} of {self._where(number)}: {moved} of {len(factors.values)} channels divided "
-            f"by up to {most:g}, {how}; {gain}"
-        )
 
 
 def _needed(balance: Balance) -> float:
@@ -499,5 +502,11 @@ def _is_per_channel(group: Group) -> bool:
     return axis_of(group.spec) == 0
 
 
-def _note(node: Node, factors: list[tuple[int, Tensor]]) -> None:
+def _where(group: Group, nodes: Mapping[str, Node]) -> str:
+    """Name the tensor of a group, and those who read it with their modules."""
+    users = ", ".join(describe(nodes[point.user]) for point in group.points if point.user)
+    return f"{group.points[0].source}, the input of {users}"
+
+
+def _tag_factors(node: Node, factors: list[tuple[int, Tensor]]) -> None:
     tag(node, **{FACTORS_TAG: [[dim, vector.tolist()] for dim, vector in factors]})

@@ -57,9 +57,14 @@ class Product:
     @property
     def channel_dim(self) -> int:
         """Return the dimension that has the channels of its output, and of its input."""
-        rank, weight = value_of(self.node).dim(), constant_of(self.weight)
-        assert weight is not None
-        return int(rank - 1 if self.node.target is _LINEAR else rank - (weight.dim() - 1))
+        return channel_dim(self.node, self.weight)
+
+
+def channel_dim(product: Node, weight: Node) -> int:
+    """Return the dimension that has the channels of a product's output, and of its input."""
+    rank, constant = value_of(product).dim(), constant_of(weight)
+    assert constant is not None
+    return int(rank - 1 if product.target is _LINEAR else rank - (constant.dim() - 1))
 
 
 def product_node(claim: Claim, nodes: Mapping[str, Node]) -> Node | None:

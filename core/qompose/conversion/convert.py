@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`convert_pt2e`: observers become quantize and dequantize, parameters become integers.
-
-Convert: observers become quantize and dequantize operators; parameters become integers.
+"""`convert_pt2e`: observers become quantize and dequantize operators, parameters become integers.
 
 Every consumer of a quantized tensor reads a dequantize of its own, so that a later partitioner can take
 one region without splitting another's. A quantize operator says that it belongs to the module that made
 the tensor, a dequantize operator to the one that reads it.
-
-What stays behind in a converted model beside its integers.
 """
 
 from __future__ import annotations
@@ -22,13 +18,13 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from qompose.algorithms.bias_correction import correct_biases
-from qompose.conversion.integer_bias import integer_biases
-from qompose.conversion.qparams_solver import Estimation, Switch
+from qompose.algorithms.channel_scaling import Factors, commit_factors
+from qompose.conversion.qparams_solver import Observed, Solution, solve
 from qompose.conversion.reference_representation import Representation, represent
 from qompose.observers.channel_ranges import INPUT, OUTPUT, unbalanced
 from qompose.observers.foreign_observer import Delegate, check_graph, is_quantize_affine
 from qompose.observers.make_observer import integer_bounds
+from qompose.observers.tensor_statistics import mean_observers
 from qompose.plan.float_operators import state_bytes
 from qompose.plan.machine_requirements import requirements_of
 from qompose.plan.operator_ids import restore_written
@@ -42,9 +38,9 @@ from qompose.program.graph import (
     first_user,
     layout_of,
     owner_of,
-    paused_collection,
     refresh,
     replace_in_place,
+    set_attribute,
     value_of,
 )
 from qompose.program.meta import CAST_TAG, CUSTOM_KEY, META_KEY, hand_over, tag
@@ -98,40 +94,37 @@ def convert_pt2e(
         remedy="Call prepare_pt2e, which returns a new model, and calibrate that first.",
     )
     say_if_modes_were_lost(model)
-    with paused_collection():
-        # One that was trained is folded first, which must not be left behind if anything fails.
-        working = model if inplace and not is_trained(model) else copy_graph_module(model)
-        deployment_form(working)
-        conversion = convert_observers(
-            working, record.plan, allow_uncalibrated=allow_uncalibrated, fold_quantize=fold_quantize
-        )
-        converted = _finished(working, record, conversion, reference=use_reference_representation)
+    # A model that was trained is folded first, which must not be left behind if anything fails.
+    working = model if inplace and not is_trained(model) else copy_graph_module(model)
+    deployment_form(working)
+    solution = solve(working, record.plan, allow_uncalibrated=allow_uncalibrated)
+    inserted = insert_qdq(working, record.plan, solution, fold_quantize=fold_quantize)
+    findings = (*solution.findings, *inserted.findings)
+    solved = replace(
+        record, dropped=solution.dropped, balanced=tuple(solution.made), findings=findings
+    )
+    converted = _finished(working, solved, reference=use_reference_representation)
     say_if_all_was_dropped(converted.meta[META_KEY])
     log_stage(converted)
     return replace_in_place(model, converted) if inplace else converted
 
 
-def _finished(
-    model: GraphModule, record: Record, conversion: Conversion, *, reference: bool
-) -> GraphModule:
-    """Return a module of a graph whose observers are gone, with its record."""
+def _finished(model: GraphModule, record: Record, *, reference: bool) -> GraphModule:
+    """Return the module of a graph whose observers are gone, with its record."""
     clear_annotations(model)  # they refer to nodes of the prepared graph
     run_as_exported(model)
     represented = Representation({}, {})
     if reference:
         fold_quantized_constants(model)
         represented = represent(model)
-    hoist_constants(model)
-    name_apart(model)
-    converted = refresh(model)
+    hoist_constants(model)  # the one form of bodies that torch saves and exports
+    name_apart(model)  # what was inserted into a body has a name that may be another body's too
+    converted = refresh(model)  # the code of the new graph, without the state that nothing reads
     restore_written(converted, record.state)
     done = replace(
         record,
         stage="reference" if reference else "converted",
-        dropped=conversion.dropped,
-        balanced=tuple(conversion.balanced),
-        findings=tuple(conversion.findings),
-        requirements=requirements_of(record.plan, record.backends, conversion.dropped),
+        requirements=requirements_of(record.plan, record.backends, record.dropped),
         kernels=_by_claim(record.plan, represented.replaced),
         fallbacks=_by_claim(record.plan, represented.left),
         bytes=state_bytes(converted),
@@ -146,45 +139,49 @@ def _by_claim(plan: Plan, facts: Mapping[str, str]) -> dict[int, str]:
 
 
 @dataclass(frozen=True)
-class Conversion:
-    """What reports say of a conversion.
+class FloatAlternative:
+    """A node that gives one reader a tensor as quantization leaves it, and what it would read in float.
 
-    `dropped` are claims that were not followed, with the reason; `balanced` describes tensors whose
-    channels got factors; `findings` are tensors whose statistics look wrong, and parameters that stay in
-    float beside their integers. `switches` are for those who asked for no folding.
+    Giving that reader the value of `source` instead switches the tensor's quantization off.
+
+    Attributes:
+        node: what is read.
+        source: what was quantized: a parameter, or a value that stands before `node`. It is there in a model
+            that keeps its float parameters.
+        claims: numbers of the claims for whose sake `node` is read.
+        tensor: name of the value in the prepared program.
     """
 
-    dropped: dict[int, str]
-    balanced: list[str]
-    findings: list[str]
-    switches: list[Switch]
+    node: Node
+    source: Node
+    claims: frozenset[int]
+    tensor: str
 
 
-def convert_observers(
-    model: GraphModule, plan: Plan, *, allow_uncalibrated: bool, fold_quantize: bool = True
-) -> Conversion:
-    """Replace all observers of a prepared model, in place; until nothing can fail, leave it alone.
+@dataclass(frozen=True)
+class Inserted:
+    """What became of a graph: lines for the report, and what could be read in float again."""
 
-    What other packages' observers do that convert themselves can fail in the middle. A claim
-    whose tensor held mask values (infinities, or values near the dtype's largest) is dropped: its region
-    stays in float.
+    findings: tuple[str, ...]
+    alternatives: tuple[FloatAlternative, ...]
+
+
+def insert_qdq(
+    model: GraphModule, plan: Plan, solution: Solution, *, fold_quantize: bool
+) -> Inserted:
+    """Replace all observers of a prepared model by what they stand for, in place.
 
     Raises:
-        UncalibratedError: an observer saw nothing, and `allow_uncalibrated` is False.
-        CalibrationError: a tensor's statistics give no usable scale.
-        MemberError: an observer raised an error, or left a program that cannot run.
+        MemberError: an observer that converts itself raised an error, or left a program that cannot run.
     """
-    estimation = Estimation(model, plan)
-    estimation.run(allow_uncalibrated=allow_uncalibrated)
-    estimation.factoring.settle()
-    corrected = correct_biases(model, plan, estimation)
-    converter = _Converter(model, plan, estimation, fold_quantize=fold_quantize)
-    findings = [*estimation.findings(), *corrected.refused]
-    converter.replace_all()
-    findings += converter.delegated
-    findings += kept_in_float(model, converter.quantized) if fold_quantize else []
-    made = [*estimation.factoring.described(), *corrected.made]
-    return Conversion(estimation.dropped, made, findings, estimation.switches)
+    inserter = _QDQInserter(plan, solution, model, fold_quantize=fold_quantize)
+    inserter.give_parameters_factors()
+    for node, _, _ in mean_observers(model):
+        node.graph.erase_node(node)
+    inserter.replace_observers()
+    inserter.round_biases()
+    copies = float_copies(model, inserter.quantized) if fold_quantize else []
+    return Inserted((*inserter.delegated, *copies), tuple(inserter.alternatives))
 
 
 _to = torch.ops.aten.to.dtype
@@ -193,67 +190,105 @@ _EXACT = {torch.float16: 2**11, torch.bfloat16: 2**8}
 """How many integers in a row a type holds: where there are more, they are read as float32 first."""
 
 
-class _Converter:
+class _QDQInserter:
+    """Puts quantize and dequantize operators in the place of observers, in place.
+
+    Attributes:
+        quantized: parameters that have integers now, each with one of their readers.
+        delegated: what there is to say of observers that converted themselves.
+        alternatives: what readers were given, and in place of what.
+    """
+
     def __init__(
-        self, model: GraphModule, plan: Plan, estimation: Estimation, *, fold_quantize: bool
+        self, plan: Plan, solution: Solution, model: GraphModule, *, fold_quantize: bool
     ) -> None:
-        self.model, self.plan, self.estimation = model, plan, estimation
+        self.model, self.plan, self.solution = model, plan, solution
         self.fold_quantize = fold_quantize
-        self.zeros: dict[tuple[int, ...], Tensor] = {}
-        self.integers: dict[tuple[Any, ...], Tensor] = {}
-        self.paths: dict[tuple[int, int], str] = {}  # (module, tensor) -> where it stands
-        self.readers = Counter(
+        self.quantized: dict[str, str] = {}
+        self.delegated: list[str] = []
+        self.alternatives: list[FloatAlternative] = []
+        self._zeros: dict[tuple[int, ...], Tensor] = {}
+        self._integers: dict[tuple[Any, ...], Tensor] = {}
+        self._paths: dict[tuple[int, int], str] = {}  # (module, tensor) -> where it stands
+        self._readers = Counter(
             (id(owner_of(n)), n.target) for n in nodes_in(model) if n.op == "get_attr"
         )
-        self.quantized: dict[str, str] = {}  # parameters that have integers now -> one reader
-        self.delegated: list[str] = []  # what observers did that converted themselves
 
-    def replace_all(self) -> None:
+    def give_parameters_factors(self) -> None:
+        """Store the parameters that have other values now; weights take up factors as they are folded."""
+        factors = self.solution.factors
+        commit_factors(factors)
+        changed = dict(self.solution.parameters)
+        if not self.fold_quantize:
+            changed.update({n: factors.constant(n) for n in factors.taken_up if n not in changed})
+        for name, value in changed.items():
+            node = factors.nodes[name]
+            set_attribute(owner_of(node), str(node.target), value)
+
+    def replace_observers(self) -> None:
         """Replace every observer node."""
         kinds: dict[Graph, list[str]] = defaultdict(list)
-        for node, number in self.estimation.sites:
+        for observed in self.solution.observed:
+            node, number = observed.node, observed.group
             if node._erased:  # an observer that converts itself removed what nothing reads
                 continue
             (value,) = node.all_input_nodes
             for user in list(node.users):
-                if not self.estimation.reads_quantized(node, user, number):
+                if not self.solution.claims_reading(observed, user):
                     user.replace_input_with(node, value)
-            if node.users and self.estimation.converts_itself(number):
-                kinds[node.graph].append(type(self.estimation.observer(number)).__name__)
-                self._delegate(node, number)
+            if node.users and number in self.solution.delegated:
+                kinds[node.graph].append(type(self.solution.observers[number]).__name__)
+                self._delegate(observed)
             else:
-                self._replace(node, value, number)
+                self._replace(observed, value)
                 node.graph.erase_node(node)
             self._release(value)
         for graph, names in kinds.items():
             check_graph(graph, names)
-        for node, reader, rounded in integer_biases(
-            self.model, self.plan, self.estimation.qparams, self.estimation.dropped
-        ):
-            with node.graph.inserting_before(node):
-                own = self._buffer(f"{node.target}_rounded", rounded, reader)
-            reader.replace_input_with(node, own)
-            self.estimation.note_bias(reader, own, node)
-            self._release(node)
 
-    def _replace(self, node: Node, value: Node, number: int) -> None:
-        spec: Any = self.plan.groups[number].spec
-        if node.users and spec.dtype.is_floating_point:
-            self._cast(node, value, spec.dtype)
-        elif node.users and getattr(spec, "is_dynamic", False):
-            self._dynamic(node, value, number, spec)
-        elif node.users:
-            self._static(node, value, number)
+    def round_biases(self) -> None:
+        """Let every operator whose kernel adds integers add what those stand for."""
+        nodes = {node.name: node for node in nodes_in(self.model)}
+        for number, rounded in self.solution.biases.items():
+            claim = self.plan.claims[number]
+            node = nodes.get(claim.bias.name) if claim.bias is not None else None
+            if node is None:  # an observer that converts itself removed it
+                continue
+            readers = [user for user in node.users if user.name in claim.nodes]
+            for reader in readers:
+                with node.graph.inserting_before(node):
+                    own = self._buffer(f"{node.target}_rounded", rounded, reader)
+                reader.replace_input_with(node, own)
+                alternative = FloatAlternative(own, node, frozenset({number}), node.name)
+                self.alternatives.append(alternative)
+            if readers:
+                self._release(node)
 
-    def _delegate(self, node: Node, number: int) -> None:
+    def _note(self, observed: Observed, user: Node, read: Node, source: Node) -> None:
+        claims = self.solution.claims_reading(observed, user)
+        self.alternatives.append(FloatAlternative(read, source, claims, observed.tensor))
+
+    def _replace(self, observed: Observed, value: Node) -> None:
+        spec: Any = self.plan.groups[observed.group].spec
+        if not observed.node.users:
+            return
+        if spec.dtype.is_floating_point:
+            self._cast(observed, value, spec.dtype)
+        elif getattr(spec, "is_dynamic", False):
+            self._dynamic(observed, value, spec)
+        else:
+            self._static(observed, value)
+
+    def _delegate(self, observed: Observed) -> None:
         """Leave a node to its observer."""
-        delegate = Delegate(node, self.estimation.describe(number))
+        node, number = observed.node, observed.group
+        delegate = Delegate(node, self.solution.delegated[number])
         isolated = delegate.isolate()
         value, reader, readers = delegate.value, first_user(node).name, list(node.users)
-        self.readers[id(owner_of(value)), value.target] += isolated
+        self._readers[id(owner_of(value)), value.target] += isolated
         made = delegate.convert()
         for user, read in ((u, m) for m in made for u in readers if m in u.all_input_nodes):
-            self.estimation.note(node, user, read, value)
+            self._note(observed, user, read, value)
         if value.op == "get_attr" and delegate.followed:
             self.quantized[str(value.target)] = reader
         for new in made:
@@ -268,29 +303,29 @@ class _Converter:
         constant, integers = constant_of(value), evaluated(node)
         if constant is None or integers is None:
             return
-        integers = self.integers.setdefault((layout_of(constant), number, "delegated"), integers)
+        integers = self._integers.setdefault((layout_of(constant), number, "delegated"), integers)
         with node.graph.inserting_before(node):
             read = self._buffer(f"{value.target}_q", integers, first_user(node))
         node.replace_all_uses_with(read)
         node.graph.erase_node(node)
 
-    def _static(self, node: Node, value: Node, number: int) -> None:
-        factoring = self.estimation.factoring
-        balance, factors = self.plan.groups[number].balance, factoring.factors.get(number)
-        q, constant = self.estimation.qparams[number], constant_of(value)
+    def _static(self, observed: Observed, value: Node) -> None:
+        node, number = observed.node, observed.group
+        balance, factors = self.plan.groups[number].balance, self._factors_of(number)
+        q, constant = self.solution.qparams[number], constant_of(value)
         pair = self._pair(node, value, q)
         if constant is not None and self.fold_quantize:
             quantized = self._folded(node, value, constant, number)
-        elif constant is not None:
-            factoring.store_constants([value.name])
-            quantized = self._quantized(node, value, pair)
         else:
-            value = self._divided(value, number, before=node)
+            value = value if constant is not None else self._divided(value, number, before=node)
             quantized = self._quantized(node, value, pair)
         rescale = None
         if factors is not None and balance is not None and balance.side == OUTPUT:
             rescale = (factors.values, balance.dim)
-        self._dequantize_for_each_user(node, quantized, pair, value, rescale)
+        self._dequantize_for_each_user(observed, quantized, pair, value, rescale)
+
+    def _factors_of(self, number: int) -> Factors | None:
+        return self.solution.factors.factors.get(number)
 
     def _pair(self, node: Node, value: Node, q: QParams) -> OperatorPair:
         shape = tuple(value_of(value).shape)
@@ -308,16 +343,16 @@ class _Converter:
     def _zero(self, like_values: Tensor, like: Node) -> Node:
         """Read the one zero tensor of a shape: symmetric weights need one, and it is always the same."""
         shape = tuple(like_values.shape)
-        zeros = self.zeros.setdefault(shape, torch.zeros(shape, dtype=torch.int64))
+        zeros = self._zeros.setdefault(shape, torch.zeros(shape, dtype=torch.int64))
         return self._buffer("zero_point_" + "x".join(map(str, shape)), zeros, like)
 
     def _buffer(self, path: str, value: Tensor, like: Node) -> Node:
         """Read a buffer; one that the module holds already is not stored again."""
         key = (id(owner_of(like)), id(value))
-        if key in self.paths:
-            return read_buffer(self.paths[key], like)
+        if key in self._paths:
+            return read_buffer(self._paths[key], like)
         read = add_buffer(path, value, like)
-        self.paths[key] = str(read.target)
+        self._paths[key] = str(read.target)
         return read
 
     def _quantized(self, node: Node, value: Node, pair: OperatorPair) -> Node:
@@ -332,17 +367,17 @@ class _Converter:
         A table that is read in several places, under whatever names, is stored once.
         """
         key = (layout_of(constant), number)
-        if key not in self.integers:
+        if key not in self._integers:
             with torch.no_grad():
-                self.integers[key] = integers_of(
+                self._integers[key] = integers_of(
                     constant,
-                    self.estimation.qparams[number],
-                    self.estimation.factoring.absorbed(value.name),
+                    self.solution.qparams[number],
+                    self.solution.absorbed(value.name),
                 )
         reader = first_user(node)
         self.quantized[str(value.target)] = reader.name
         with node.graph.inserting_before(node):
-            return self._buffer(f"{value.target}_q", self.integers[key], reader)
+            return self._buffer(f"{value.target}_q", self._integers[key], reader)
 
     def _release(self, value: Node) -> None:
         """Let go of a parameter that nothing reads any more: peak memory is not to hold both forms."""
@@ -351,14 +386,13 @@ class _Converter:
         owner, target = owner_of(value), str(value.target)
         if not value._erased:
             value.graph.erase_node(value)
-        self.readers[id(owner), target] -= 1
-        if not self.readers[id(owner), target]:
+        self._readers[id(owner), target] -= 1
+        if not self._readers[id(owner), target]:
             drop_attribute(owner, target)
 
     def _divided(self, value: Node, number: int, *, before: Node) -> Node:
         """Divide an input by the factors of its channels, where what makes it has not done so."""
-        balance = self.plan.groups[number].balance
-        factors = self.estimation.factoring.factors.get(number)
+        balance, factors = self.plan.groups[number].balance, self._factors_of(number)
         if factors is None or balance is None or balance.side != INPUT or balance.absorbers:
             return value
         return self._scaled(value, 1 / factors.values, balance.dim, before=before)
@@ -371,8 +405,9 @@ class _Converter:
             factors = add_buffer(f"{_base(value)}_factors", vector, before)
             return _call(torch.ops.aten.mul.Tensor, (value, factors), before, example)
 
-    def _dynamic(self, node: Node, value: Node, number: int, spec: Any) -> None:
-        observer = self.estimation.observer(number)
+    def _dynamic(self, observed: Observed, value: Node, spec: Any) -> None:
+        node, number = observed.node, observed.group
+        observer = self.solution.observers[number]
         low, high = integer_bounds(spec, observer)
         eps = float(getattr(unbalanced(observer), "eps", DEFAULT_EPS))
         value = self._divided(value, number, before=node)
@@ -391,10 +426,11 @@ class _Converter:
             )
         pair = dynamic_pair(spec, low, high, scale, zero_point)
         quantized = self._quantized(node, value, pair)
-        self._dequantize_for_each_user(node, quantized, pair, value, None, shaped)
+        self._dequantize_for_each_user(observed, quantized, pair, value, None, shaped)
 
-    def _cast(self, node: Node, value: Node, dtype: torch.dtype) -> None:
+    def _cast(self, observed: Observed, value: Node, dtype: torch.dtype) -> None:
         """Store or compute a tensor in a smaller float type, and read it in its own."""
+        node = observed.node
         example, constant, reader = value_of(value), constant_of(value), first_user(node)
         with node.graph.inserting_before(node):
             if constant is not None and self.fold_quantize:
@@ -407,19 +443,19 @@ class _Converter:
                 read = _cast_to(small, example.dtype, reader, example)
             if value.op == "get_attr":
                 hand_over(value, read)
-            self.estimation.note(node, user, read, value)
+            self._note(observed, user, read, value)
             user.replace_input_with(node, read)
 
     def _dequantize_for_each_user(
         self,
-        node: Node,
+        observed: Observed,
         quantized: Node,
         pair: OperatorPair,
         value: Node,
         rescale: tuple[Tensor, int] | None,
         shaped: Node | None = None,
     ) -> None:
-        example = value_of(value)
+        node, example = observed.node, value_of(value)
         exact = pair.steps <= _EXACT.get(example.dtype, 2**24)
         arguments, keywords = pair.to_float(example.dtype if exact else torch.float32)
         for user in list(node.users):
@@ -427,7 +463,7 @@ class _Converter:
             with node.graph.inserting_before(user):
                 read = _call(pair.dequantize, (quantized, *arguments), reader, example)
             read.kwargs = keywords
-            self.estimation.note(node, user, read, value)
+            self._note(observed, user, read, value)
             if not exact and example.dtype is not torch.float32:
                 read.meta["val"] = example.to(torch.float32)
                 with node.graph.inserting_before(user):
@@ -464,7 +500,7 @@ def _base(node: Node) -> str:
     return str(node.target) if node.op == "get_attr" else node.name
 
 
-def kept_in_float(model: GraphModule, quantized: Mapping[str, str]) -> list[str]:
+def float_copies(model: GraphModule, quantized: Mapping[str, str]) -> list[str]:
     """Name the parameters that are stored as floats beside their integers, and who reads those.
 
     Args:

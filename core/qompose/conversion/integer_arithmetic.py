@@ -65,7 +65,7 @@ class Integers:
     grid: Grid
 
     def centred(self) -> Tensor:
-        """Return `values - zero_point` in int64 (float64, for zero points that are no integers)."""
+        """Return `values - zero_point` in int64 (float64, for zero points that are not integers)."""
         wide, zero_point = _to(self.values, torch.int64), self.grid.zero_point
         if isinstance(zero_point, int) and zero_point == 0:
             return wide
@@ -277,7 +277,7 @@ def _rescaled(x: Sum, step: float) -> Tensor:
 
 
 def times(x: Real, y: Real) -> Real:
-    """Return a product of numbers, or of a tensor and whatever."""
+    """Return the product of two numbers, of two tensors, or of one of each."""
     if isinstance(x, float) and isinstance(y, float):
         return x * y
     return _call(aten.mul.Tensor, *((y, x) if isinstance(x, float) else (x, y)))

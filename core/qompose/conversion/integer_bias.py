@@ -13,40 +13,38 @@ from typing import Final
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from qompose.plan.plan import Plan
-from qompose.program.control_flow import nodes_in
 from qompose.program.graph import constant_of
 from qompose.spec.claim import AddedBias, Point
 from qompose.spec.qdq import QParams
 
 LARGEST_BIAS: Final = 2**29
-"""In steps. Products are added to it in the same 32 bits, and balancing may scale it later."""
+"""In steps. Products are added to it in the same 32 bits, and channel scaling may multiply it later."""
 
 
-def integer_biases(
-    model: GraphModule, plan: Plan, qparams: Mapping[int, QParams], dropped: Collection[int]
-) -> Iterator[tuple[Node, Node, Tensor]]:
-    """Yield the biases of a converted model that kernels add as integers.
+def rounded_biases(
+    plan: Plan,
+    nodes: Mapping[str, Node],
+    qparams: Mapping[int, QParams],
+    dropped: Collection[int],
+    changed: Mapping[str, Tensor],
+) -> dict[int, Tensor]:
+    """Return, by claim, the bias that its kernel adds as integers: the values these stand for.
 
     Args:
-        qparams: by number of a group.
-        dropped: numbers of claims that conversion gives up.
-
-    Returns:
-        the node that reads the bias, the operator that adds it, and the values its integers stand for.
+        qparams: by group.
+        dropped: claims that conversion gives up.
+        changed: the parameters that algorithms give other values, by name.
     """
-    nodes = {node.name: node for node in nodes_in(model)}
-    groups = _groups(plan)
-    for number, bias, value, step in _added(plan, groups, nodes, qparams, dropped):
-        rounded = (torch.round(value.float() * (1.0 / step)) * step).to(value.dtype)
-        node = nodes[bias.name]
-        for reader in [user for user in node.users if user.name in plan.claims[number].nodes]:
-            yield node, reader, rounded
+    return {
+        number: (torch.round(value.float() * (1.0 / step)) * step).to(value.dtype)
+        for number, _, value, step in _added(plan, nodes, qparams, dropped, changed)
+    }
 
 
-def make_room(
+def widen_scales_for_int32(
     plan: Plan,
     nodes: Mapping[str, Node],
     qparams: MutableMapping[int, QParams],
@@ -58,11 +56,11 @@ def make_room(
     wider step of the weight costs nothing that the output shows, whose own step such a bias makes far larger.
 
     Returns:
-        by group, how many times the scale is what it was, at most.
+        by group, how many times larger its scale has become, at most.
     """
     widened: dict[int, float] = {}
     groups = _groups(plan)
-    for _, bias, value, step in _added(plan, groups, nodes, qparams, dropped):
+    for _, bias, value, step in _added(plan, nodes, qparams, dropped, {}):
         source, number = qparams[groups[bias.input]], groups[bias.weight]
         weight = qparams[number]
         least = value.abs().double() / LARGEST_BIAS
@@ -77,21 +75,23 @@ def make_room(
 
 def _added(
     plan: Plan,
-    groups: Mapping[Point, int],
     nodes: Mapping[str, Node],
     qparams: Mapping[int, QParams],
     dropped: Collection[int],
+    changed: Mapping[str, Tensor],
 ) -> Iterator[tuple[int, AddedBias, Tensor, Tensor]]:
-    """Yield (number of a claim, its bias, that one's values, their step) where the step is known."""
+    """Yield (number of a claim, its bias, the values of that, their step) where the step is known."""
+    groups = _groups(plan)
     for number, claim in enumerate(plan.claims):
         bias = claim.bias
         node = nodes.get(bias.name) if bias is not None else None
         value = constant_of(node) if node is not None else None
         if bias is None or value is None or number in dropped:
             continue
+        value = changed.get(bias.name, value).detach()
         step = _step(bias, groups, qparams)
         if step is not None and step.shape in ((), value.shape):
-            yield number, bias, value.detach(), step
+            yield number, bias, value, step
 
 
 def _groups(plan: Plan) -> dict[Point, int]:

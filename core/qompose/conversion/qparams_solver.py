@@ -1,18 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From statistics to the scale and zero point of each group.
-
-From what observers saw to quantization parameters: which groups live, and with which numbers.
-
-What is wrong with the parameters that calibration gave: unusable ones, and suspicious statistics.
-
-Where a converted program reads what was quantized, and what it would read in float.
-"""
+"""From the statistics of a prepared model to its quantization parameters: the Solution."""
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, cast
@@ -21,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from qompose.algorithms.channel_scaling import Factoring
-from qompose.conversion.integer_bias import make_room
+from qompose.algorithms.bias_correction import correct_biases
+from qompose.algorithms.channel_scaling import ChannelFactors, FactorSearch
+from qompose.conversion.integer_bias import rounded_biases, widen_scales_for_int32
 from qompose.errors import CalibrationError, ConfigError, StageError, UncalibratedError, blaming
 from qompose.observers.channel_ranges import BalancedObserver, screen_of, unbalanced
 from qompose.observers.fake_quantize import FakeQuantize
@@ -45,20 +39,83 @@ from qompose.program.graph import constant_of, module_path, value_of
 from qompose.program.meta import GROUP_TAG, RAN_KEY, tag_of
 from qompose.spec.claim import Point
 from qompose.spec.observer_factory import converts_itself
-from qompose.spec.qdq import QParams
+from qompose.spec.qdq import Absorbed, QParams
 from qompose.spec.qparams import FLOAT_ZERO_POINT, Bounds
 from qompose.spec.quantization_spec import QuantizationSpec
 
 
-class Estimation:
-    """Reads the observers of a prepared model, and leaves it as it is.
+@dataclass(frozen=True)
+class Observed:
+    """A node that calls an observer, the number of its group, and the name of the tensor it sees."""
+
+    node: Node
+    group: int
+    tensor: str
+
+
+@dataclass(frozen=True)
+class Solution:
+    """What a prepared model's statistics give; whatever is done with it changes neither.
+
+    Attributes:
+        observed: the observer nodes, in the order of the program.
+        observers: by group.
+        delegated: groups whose observers replace their own nodes, by number; how messages name their tensors.
+        qparams: by group that lives, is not dynamic and is not delegated.
+        factors: which channels get factors, and which parameters take them up.
+        parameters: by name, the parameters that get other values before they are read: biases with factors
+            or corrections, and what divides the input of a product.
+        biases: by claim, the bias that its kernel adds as integers.
+        dropped: claims that cannot be followed, with the reason.
+        askers: the claims that ask for a point in a group, which are not dropped.
+        made: a line for each change of channels and biases.
+        findings: a line for each tensor whose statistics look wrong.
+    """
+
+    observed: Sequence[Observed]
+    observers: Mapping[int, Any]
+    delegated: Mapping[int, str]
+    qparams: Mapping[int, QParams]
+    factors: ChannelFactors
+    parameters: Mapping[str, Tensor]
+    biases: Mapping[int, Tensor]
+    dropped: Mapping[int, str]
+    askers: Mapping[tuple[Point, int], int]
+    made: Sequence[str]
+    findings: Sequence[str]
+
+    def absorbed(self, name: str) -> Absorbed:
+        """Return the factors that a parameter takes up as it becomes integers."""
+        return () if name in self.parameters else self.factors.absorbed(name)
+
+    def claims_reading(self, observed: Observed, reader: Node) -> frozenset[int]:
+        """Return the claims for whose sake a reader of an observer node reads integers; of floats, none."""
+        points = (Point(observed.tensor), Point(observed.tensor, reader.name))
+        asked = ((point, observed.group) for point in points)
+        return frozenset(self.askers[point] for point in asked if point in self.askers)
+
+
+def solve(model: GraphModule, plan: Plan, *, allow_uncalibrated: bool) -> Solution:
+    """Return the quantization parameters of a prepared model, which is left as it is.
+
+    A claim whose tensor held mask values (infinities, or values near the dtype's largest) is dropped: its
+    region stays in float.
+
+    Raises:
+        StageError: observers that prepare inserted are not in the model any more.
+        UncalibratedError: an observer saw nothing, and `allow_uncalibrated` is False.
+        CalibrationError: a tensor's statistics give no usable scale.
+    """
+    return QParamsSolver(model, plan).solve(allow_uncalibrated=allow_uncalibrated)
+
+
+class QParamsSolver:
+    """Finds out which groups of a prepared model live, and with which numbers.
 
     Attributes:
         dropped: claims that cannot be followed, with the reason.
-        factoring: which channels get factors, and which parameters take them up.
         qparams: by group that lives, is not dynamic and is not left to its observer to convert.
-        sites: the observer nodes, each with the number of its group.
-        switches: what readers of them were given, for as far as conversion got.
+        factors: which channels get factors, and which parameters take them up.
 
     Raises:
         StageError: observers that prepare inserted are not in the model any more.
@@ -69,20 +126,19 @@ class Estimation:
         self.dropped: dict[int, str] = {}
         self.qparams: dict[int, QParams] = {}
         self._widened: dict[int, float] = {}
-        self.switches: list[Switch] = []
-        self.sites = observer_nodes(model)
-        self._observers = observers_of(self.sites)
-        self._observed = {node: _observed(node) for node, _ in self.sites}
+        self._nodes = {node.name: node for node in nodes_in(model)}
+        self.factors = ChannelFactors(plan, self._nodes)
+        calls = observer_nodes(model)
+        self._observed = [Observed(node, number, _seen_by(node)) for node, number in calls]
+        self._observers = observers_of(calls)
+        self._group_of_value = {node.args[0]: number for node, number in reversed(calls)}
         self._claim_of = {
             spec.point: number for number, claim in enumerate(plan.claims) for spec in claim.specs
         }
         self._group_of = {
             point: number for number, group in enumerate(plan.groups) for point in group.points
         }
-        self._nodes = {node.name: node for node in nodes_in(model)}
         self._labels = body_labels(model)
-        group_of_value = {node.args[0]: number for node, number in reversed(self.sites)}
-        self.factoring = Factoring(plan, self._nodes, self._observers, group_of_value)
         self._check_complete()
 
     def _check_complete(self) -> None:
@@ -93,8 +149,8 @@ class Estimation:
                 "module that prepare_pt2e returned, or a deep copy of it, not one that was traced again."
             )
 
-    def run(self, *, allow_uncalibrated: bool) -> None:
-        """Fill the attributes.
+    def solve(self, *, allow_uncalibrated: bool) -> Solution:
+        """Return what the statistics give.
 
         Raises:
             UncalibratedError: an observer saw nothing, and `allow_uncalibrated` is False.
@@ -105,20 +161,44 @@ class Estimation:
         self._check_calibrated(allow_uncalibrated)
         self._drop_what_cannot_stand()
         self._estimate()
-        while self._drop_out_of_bounds():  # others may have been balanced with what is dropped now
+        while self._drop_out_of_bounds():  # others may have been scaled with what is dropped now
             self._estimate()
+        return self._solution()
 
     def _estimate(self) -> None:
-        """Balance and compute parameters, of what is not dropped."""
+        """Decide on factors and compute parameters, of what is not dropped."""
         self._drop_underived()
         self.qparams.clear()
-        groups = range(len(self.plan.groups))
-        self.factoring.decide(filter(self.alive, groups), self.dropped)
+        search = FactorSearch(
+            self.plan, self._nodes, self._observers, self._group_of_value, self.dropped
+        )
+        self.factors = search.run(filter(self.alive, range(len(self.plan.groups))))
         for number, group in enumerate(self.plan.groups):
             known = not getattr(group.spec, "is_dynamic", False)
             if known and self._needs_data(number) and not self.converts_itself(number):
                 self.qparams[number] = self._calculate(number, group)
-        self._widened = make_room(self.plan, self._nodes, self.qparams, self.dropped)
+        self._widened = widen_scales_for_int32(self.plan, self._nodes, self.qparams, self.dropped)
+
+    def _solution(self) -> Solution:
+        corrected = correct_biases(self.model, self.plan, self.qparams, self.factors, self.dropped)
+        parameters = {**self.factors.beside_weights(), **corrected.biases}
+        return Solution(
+            observed=self._observed,
+            observers=self._observers,
+            delegated={n: self.describe(n) for n in self._observers if self.converts_itself(n)},
+            qparams=self.qparams,
+            factors=self.factors,
+            parameters=parameters,
+            biases=rounded_biases(self.plan, self._nodes, self.qparams, self.dropped, parameters),
+            dropped=self.dropped,
+            askers={
+                (point, number): claim
+                for point, claim in self._claim_of.items()
+                if claim not in self.dropped and (number := self._group_of.get(point)) is not None
+            },
+            made=[*self.factors.described(), *corrected.made],
+            findings=[*self._findings(parameters), *corrected.refused],
+        )
 
     def alive(self, number: int) -> bool:
         """Tell whether any claim still wants a group."""
@@ -138,29 +218,6 @@ class Estimation:
         watched = isinstance(self.observer(number), BalancedObserver)  # factors come from data
         return self.alive(number) and (not without or watched or self.converts_itself(number))
 
-    def reads_quantized(self, node: Node, user: Node, number: int) -> bool:
-        """Tell whether a reader of an observer node wants integers: not if its claim was dropped."""
-        return bool(self._askers(node, user, number))
-
-    def _askers(self, node: Node, user: Node, number: int) -> frozenset[int]:
-        """Return the claims for whose sake a reader of an observer node reads integers."""
-        value = self._observed[node]
-        asking = (
-            self._claim_of[point]
-            for point in (Point(value), Point(value, user.name))
-            if self._group_of.get(point) == number
-        )
-        return frozenset(claim for claim in asking if claim not in self.dropped)
-
-    def note(self, node: Node, user: Node, read: Node, source: Node) -> None:
-        """Note what a reader of an observer node reads now, and in place of what."""
-        askers = self._askers(node, user, tag_of(node, GROUP_TAG))
-        self.switches.append(Switch(read, source, askers, self._observed[node]))
-
-    def note_bias(self, user: Node, read: Node, source: Node) -> None:
-        """Note what an operator adds now, and in place of what."""
-        self.switches.append(Switch(read, source, frozenset({tag_of(user, "claim")}), source.name))
-
     def observer(self, number: int) -> Any:
         """Return the observer of a group."""
         return self._observers[number]
@@ -170,18 +227,17 @@ class Estimation:
         return subject_of(self.plan.groups[number], self.plan.claims, self._nodes, self._labels)
 
     def _observe_constants(self) -> None:
-        """Let observers of parameters see them: those need no calibration data."""
+        """Let observers of parameters see them, since those need no calibration data."""
         fed = {number for number, observer in self._observers.items() if was_fed(observer)}
         idle = set(_never_run(self.model))
         with torch.no_grad():
-            for node, number in self.sites:
+            for node, number in ((each.node, each.group) for each in self._observed):
                 value = node.args[0]
                 constant = constant_of(value) if isinstance(value, Node) else None
                 if constant is not None and (number not in fed or node.graph in idle):
-                    if isinstance(
-                        self.observer(number), FakeQuantize
-                    ):  # the model may be trained on
-                        self._observers[number] = copy.deepcopy(self.observer(number))
+                    observer = self.observer(number)
+                    if isinstance(observer, FakeQuantize):  # the model may be trained on
+                        self._observers[number] = copy.deepcopy(observer)
                     with blaming(f"the observer of {self.describe(number)}"):
                         self.observer(number)(constant)
 
@@ -225,13 +281,14 @@ class Estimation:
 
     def _drop_what_cannot_stand(self) -> None:
         """Drop the claims in bodies whose observers would put what cannot be run there."""
-        for node, number in self.sites:
+        for each in self._observed:
+            node, number = each.node, each.group
             if node.graph is self.model.graph or not node.users or not self.alive(number):
                 continue
             if self.converts_itself(number) and not can_stand(node, self.describe(number)):
                 kind = type(self.observer(number)).__name__
                 reason = (
-                    f"{kind} makes a module of {self._observed[node]}, which {self._labels[node.graph]} "
+                    f"{kind} makes a module of {each.tensor}, which {self._labels[node.graph]} "
                     "cannot hold"
                 )
                 self.dropped.update(dict.fromkeys(self.plan.groups[number].claims, reason))
@@ -245,7 +302,7 @@ class Estimation:
                     self.dropped.update(dict.fromkeys(group.claims, reason))
 
     def _drop_out_of_bounds(self) -> bool:
-        """Drop the claims whose kernels do not take a tensor's parameters; tell whether there are any."""
+        """Drop the claims whose kernels do not support a tensor's parameters; tell whether there are any."""
         found = {
             number: f"{spec.point} has {objections[0]}"
             for number, claim in enumerate(self.plan.claims)
@@ -266,12 +323,12 @@ class Estimation:
 
     def _calculate(self, number: int, group: Group) -> QParams:
         spec: Any = group.spec
-        observer, factors = self.observer(number), self.factoring.factors.get(number)
+        observer, factors = self.observer(number), self.factors.factors.get(number)
         low, high = self._bounds(number, spec)
         axis = channel_axis(spec, observer)
         if factors is not None:
             scale, zero_point = factors.scale, factors.zero_point
-        elif (rows := self.factoring.rows_qparams(number)) is not None:
+        elif (rows := self.factors.qparams_of_rows(number)) is not None:
             scale, zero_point = rows
         else:
             with blaming(f"calculate_qparams of the observer of {self.describe(number)}"):
@@ -281,12 +338,12 @@ class Estimation:
         if axis is not None:
             scale, zero_point = scale.reshape(-1), zero_point.reshape(-1)
         q = QParams(scale, zero_point, low, high, spec.dtype, axis, blocks)
-        for problem in unusable(q, tuple(value_of(self._value(number)).shape)):
-            raise CalibrationError(f"{self.describe(number)} {problem}; its observer gave that")
+        for problem in invalid(q, tuple(value_of(self._value(number)).shape)):
+            raise CalibrationError(f"{self.describe(number)} {problem}, according to its observer")
         return q
 
     def _bounds(self, number: int, spec: Any) -> tuple[int, int]:
-        """Return a group's integers; users of other engines may have put another observer in since."""
+        """Return the range of a group's integers; users may have replaced its observer since."""
         observer = unbalanced(self.observer(number))
         try:
             if isinstance(spec, QuantizationSpec):
@@ -296,21 +353,21 @@ class Estimation:
             raise ConfigError(f"{self.describe(number)}: {error}") from error
 
     def _integral(self, number: int, zero_point: Tensor) -> Tensor:
-        """Return zero points as integers, except in the scheme whose zero points are none."""
+        """Return zero points as integers, except in the scheme whose zero points are floats."""
         scheme = getattr(self.plan.groups[number].spec, "qscheme", None)
         if not zero_point.is_floating_point() or scheme in FLOAT_ZERO_POINT:
             return zero_point
         if not torch.equal(zero_point, zero_point.round()):  # NaN is not equal to itself
             raise CalibrationError(
-                f"{self.describe(number)} has the zero point {zero_point.tolist()}, and {scheme} has "
-                "integers; its observer gave that"
+                f"{self.describe(number)} has the zero point {zero_point.tolist()} from its observer, but "
+                f"{scheme} needs integers"
             )
         return zero_point.to(torch.int64)
 
     def _value(self, number: int) -> Node:
         return self._nodes[self.plan.groups[number].points[0].source]
 
-    def findings(self) -> list[str]:
+    def _findings(self, changed: Mapping[str, Tensor]) -> list[str]:
         """Describe the tensors whose statistics look wrong, though parameters can be computed of them."""
         parameters = {name for name, node in self._nodes.items() if constant_of(node) is not None}
         activations = {
@@ -322,16 +379,16 @@ class Estimation:
         found = []
         for number, scale in activations.items():
             observer = self.observer(number)
-            for problem in suspicious(scale, typical, screen_of(observer), eps_of(observer) or 0.0):
+            for problem in outliers(scale, typical, screen_of(observer), eps_of(observer) or 0.0):
                 found.append(f"{self.describe(number)} {problem}")
         found += [
             f"{self.describe(number)}: its scale is up to {factor:.3g} times what its values ask for, so "
             "that the bias behind it fits into the 32 bits that kernels add it in"
             for number, factor in self._widened.items()
         ]
-        return [*found, *self.factoring.refused, *self._coarse(), *self._lost_in_casts()]
+        return [*found, *self.factors.refused, *self._few_levels(), *self._lost_in_casts(changed)]
 
-    def _coarse(self) -> Iterator[str]:
+    def _few_levels(self) -> Iterator[str]:
         """Describe the tensors whose channels have few steps because of an observer's eps."""
         for number, q in self.qparams.items():
             observer: Any = unbalanced(self.observer(number))
@@ -340,14 +397,15 @@ class Estimation:
             )
             least, most = (getattr(observer, name, None) for name in names)
             if isinstance(least, Tensor) and isinstance(most, Tensor):
-                problem = coarse(q, least, most, eps_of(observer) or 0.0)
+                problem = few_levels(q, least, most, eps_of(observer) or 0.0)
                 if problem:
                     yield f"{self.describe(number)}: {problem}"
 
-    def _lost_in_casts(self) -> Iterator[str]:
+    def _lost_in_casts(self, changed: Mapping[str, Tensor]) -> Iterator[str]:
         """Describe the parameters of which a smaller float type cannot hold every value."""
         for number, group in enumerate(self.plan.groups):
-            constant, spec = constant_of(self._nodes[group.points[0].source]), cast(Any, group.spec)
+            source, spec = group.points[0].source, cast(Any, group.spec)
+            constant = changed.get(source, constant_of(self._nodes[source]))
             if constant is None or not spec.dtype.is_floating_point or not self.alive(number):
                 continue
             held = constant.detach().to(spec.dtype)
@@ -370,8 +428,8 @@ def _never_run(part: GraphModule, ran: bool = True) -> Iterator[Graph]:
             yield from _never_run(body, ran and (RAN_KEY in body.meta or not noted))
 
 
-def _observed(node: Node) -> str:
-    """Return the name of the value that an observer node sees, behind other observers."""
+def _seen_by(node: Node) -> str:
+    """Return the name of the tensor that an observer node sees, behind other observers."""
     while tag_of(node, GROUP_TAG) is not None:
         source = node.args[0]
         assert isinstance(source, Node)
@@ -382,7 +440,7 @@ def _observed(node: Node) -> str:
 _FEW_VALUES = 64
 
 
-def unusable(q: QParams, shape: tuple[int, ...]) -> Iterator[str]:
+def invalid(q: QParams, shape: tuple[int, ...]) -> Iterator[str]:
     """Yield what makes parameters unusable for a tensor of a shape."""
     wanted = 1 if q.per_tensor else None if q.axis is None else shape[q.axis]
     if wanted is not None and not q.scale.numel() == q.zero_point.numel() == wanted:
@@ -407,10 +465,10 @@ def _those(values: Tensor, good: Tensor) -> str:
     )
 
 
-def coarse(q: QParams, minimum: Tensor, maximum: Tensor, eps: float) -> str:
+def few_levels(q: QParams, minimum: Tensor, maximum: Tensor, eps: float) -> str:
     """Return how many channels take up few of the integers, because of `eps`; "" where none does.
 
-    Where zero points are no integers, a channel takes up all of them unless its scale would be below `eps`.
+    Where zero points are not integers, a channel takes up all of them unless its scale would be below `eps`.
     Other engines' observers then take the scale 1, and leave one integer.
     """
     if not q.zero_point.is_floating_point() or q.per_tensor:
@@ -425,7 +483,7 @@ def coarse(q: QParams, minimum: Tensor, maximum: Tensor, eps: float) -> str:
     )
 
 
-def suspicious(scale: float, typical: float, screen: Screen | None, eps: float) -> Iterator[str]:
+def outliers(scale: float, typical: float, screen: Screen | None, eps: float) -> Iterator[str]:
     """Yield what looks wrong with an activation's statistics, though its scale can be used."""
     if screen is not None and screen.values:
         if screen.bulk == 0 and screen.mask is None and screen.far == -math.inf:
@@ -436,23 +494,3 @@ def suspicious(scale: float, typical: float, screen: Screen | None, eps: float) 
             yield f"was calibrated with {screen.values} values"
     if scale > FAR_FROM_TYPICAL * typical:
         yield f"has the scale {scale:g}, the typical one is {typical:g}: an outlier or a mask?"
-
-
-@dataclass(frozen=True)
-class Switch:
-    """A node that gives one reader a tensor as quantization leaves it.
-
-    Whoever gives that reader the value of `source` instead has switched the tensor's quantization off.
-
-    Attributes:
-        node: what is read.
-        source: what was quantized: a parameter, or a value that stands before `node`. It is there in a model
-            that keeps its float parameters.
-        claims: numbers of the claims for whose sake it is read.
-        tensor: name of the value in the prepared program.
-    """
-
-    node: Node
-    source: Node
-    claims: frozenset[int]
-    tensor: str

@@ -1,15 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reference representation: regions spelled out in integer arithmetic.
-
-The reference representation: a converted model whose quantized operators compute with integers, in aten.
+"""The reference representation: a converted model whose quantized operators compute with integers, in aten.
 
 Every operator that reads dequantized tensors, or whose output is quantized, is replaced by the arithmetic
 of `qompose.conversion.integer_arithmetic`: those functions are called with fx proxies, so what runs in the
-graph is what tests call with tensors. Quantize and dequantize operators that remain,
-where floats enter and leave and around operators without a reference, become the float arithmetic that
-they stand for.
-
-Between a graph and those functions: proxies in, nodes out, operands as integers.
+graph is what tests call with tensors. Quantize and dequantize operators that remain, where floats enter and
+leave and around operators without a reference, become the float arithmetic that they stand for.
 """
 
 from __future__ import annotations
@@ -190,7 +185,7 @@ def _bounds(node: Node) -> tuple[float | None, float | None]:
     """Return the bounds of a clamping operator.
 
     Raises:
-        NotLowerable: they are no numbers.
+        NotLowerable: they are computed.
     """
     read = arguments_of(node)
     fixed = _FIXED_BOUNDS.get(node.target)
@@ -246,7 +241,7 @@ class Site:
 
         Raises:
             NotLowerable: it arrives in float, has a scale for each term of a sum, or zero points that are
-                no integers.
+                not integers.
         """
         tensor = quantized(argument)
         if argument.target is not qdq.dequantize_per_channel:
@@ -260,7 +255,7 @@ class Site:
         if scale is None:
             raise NotLowerable(f"its sum runs over dimension {axis}, and each has a scale")
         if _has_float_zero_points(tensor):
-            raise NotLowerable("its weight has zero points that are no integers")
+            raise NotLowerable("its weight has zero points that are not integers")
         return self._holding(tensor, scale, _zero_point(tensor, _along(axis, len(shape))))
 
     def table(self, argument: Any) -> tuple[Integers, bool]:
@@ -620,7 +615,7 @@ def grid_of(node: Node) -> Grid:
 
 
 def _real(number: Any) -> Any:
-    """Return a float for any number, and what is no number as it is."""
+    """Return an int as a float, and anything else as it is."""
     return float(number) if isinstance(number, int) else number
 
 
@@ -638,7 +633,7 @@ def border_grid(node: Node, emitter: Emitter) -> tuple[Grid, list[int] | None, b
     if target in (qdq.quantize_per_channel, qdq.dequantize_per_channel):
         _, scale, zero_point, axis, low, high, dtype = cast(Any, node.args[:7])
         grid, late = Grid(scale, zero_point or 0, low, high, dtype), False
-        views = [-1 if dim == axis % source.dim() else 1 for dim in range(source.dim())]
+        views = _along(axis % source.dim(), source.dim())
     elif target in (qdq.quantize_per_group, qdq.dequantize_per_group):
         shape, views = [-1, min(cast(int, node.args[6]), source.shape[-1])], [-1, 1]
     elif target in (qdq.quantize_per_block, qdq.dequantize_per_block):

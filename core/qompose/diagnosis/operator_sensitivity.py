@@ -36,8 +36,8 @@ from torch.utils import _pytree as pytree
 
 from qompose.calibration.statistics_data import prepared_record
 from qompose.console import Block, Printable, Table, as_decibels, on_terminal, progress_bar
-from qompose.conversion.convert import Conversion, convert_observers
-from qompose.conversion.qparams_solver import Switch
+from qompose.conversion.convert import FloatAlternative, insert_qdq
+from qompose.conversion.qparams_solver import solve
 from qompose.diagnosis.error_measures import Cost, CostMetric, measure_of
 from qompose.diagnosis.replay import Given, repeatable, run_call, steps
 from qompose.errors import UserError, near_names
@@ -298,8 +298,8 @@ def _notes(program: SwitchedProgram, plan: Plan) -> Iterator[str]:
     """Name the claims that were not measured, and say why."""
     for number, claim in enumerate(plan.claims):
         name = f"{site_of(plan, number).label} of {claim.owner}, rule {claim.rule},"
-        if number in program.conversion.dropped:
-            yield f"{name} stays in float: {program.conversion.dropped[number]}"
+        if number in program.dropped:
+            yield f"{name} stays in float: {program.dropped[number]}"
         elif number in program.stuck:
             yield f"{name} was not measured: {program.stuck[number]}"
         elif not program.parts.get(number):
@@ -339,7 +339,7 @@ class SwitchedProgram:
     """A calibrated program with explicit quantize operators for all claims, all of which are off at first.
 
     Attributes:
-        conversion: what became of the claims.
+        dropped: claims that are not followed, with the reason.
         parts: by number of a claim, the names of the tensors that can be switched for it.
         stuck: of claims that cannot be switched, or not apart from others, why.
         writes: whether it writes in place: it is then run as a whole each time.
@@ -352,36 +352,34 @@ class SwitchedProgram:
     def __init__(self, prepared: GraphModule, record: Record) -> None:
         self._model, self._state = copy_graph_module(prepared), record.state
         deployment_form(self._model)
-        self.conversion: Conversion = convert_observers(
-            self._model, record.plan, allow_uncalibrated=False, fold_quantize=False
-        )
+        solution = solve(self._model, record.plan, allow_uncalibrated=False)
+        inserted = insert_qdq(self._model, record.plan, solution, fold_quantize=False)
+        self.dropped = solution.dropped
         self.stuck: dict[int, str] = {}
         self.parts: dict[int, list[str]] = defaultdict(list)
         self._reads: dict[Node, _Read] = {}
         self.reached: set[int] = set()
-        for switch in self.conversion.switches:
-            self._add(switch)
+        for alternative in inserted.alternatives:
+            self._add(alternative)
         self._sources = {read.source for read in self._reads.values()}
         self._spare = set(self._only_for_reads())
         self.writes = any(written_values(part.graph) for part in graphs_in(self._model))
 
-    def _add(self, switch: Switch) -> None:
-        known = self._reads.get(switch.node)
-        asked = {(claim, switch.tensor) for claim in switch.claims}
-        if not _is_there(switch.source):
-            why = f"its observer took {switch.tensor} away, so there is nothing to go back to"
-            self.stuck.update(dict.fromkeys(switch.claims, why))
+    def _add(self, alternative: FloatAlternative) -> None:
+        known = self._reads.get(alternative.node)
+        asked = {(claim, alternative.tensor) for claim in alternative.claims}
+        if not _is_there(alternative.source):
+            why = f"its observer took {alternative.tensor} away, so there is nothing to go back to"
+            self.stuck.update(dict.fromkeys(alternative.claims, why))
             return
         if known is not None and known.asked != asked:
             others = {claim for claim, _ in known.asked | asked}
-            why = (
-                f"{switch.tensor} is read by several through one node, which are quantized together"
-            )
+            why = f"{alternative.tensor} is read by several through one node, which are quantized together"
             self.stuck.update(dict.fromkeys(others, why))
-        self._reads.setdefault(switch.node, _Read(switch.source, set())).asked |= asked
-        for claim in switch.claims:
-            if switch.tensor not in self.parts[claim]:
-                self.parts[claim].append(switch.tensor)
+        self._reads.setdefault(alternative.node, _Read(alternative.source, set())).asked |= asked
+        for claim in alternative.claims:
+            if alternative.tensor not in self.parts[claim]:
+                self.parts[claim].append(alternative.tensor)
 
     def _only_for_reads(self) -> Iterable[Node]:
         """Yield what is computed only for reads that may be off: quantize operators, their parameters."""

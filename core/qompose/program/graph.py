@@ -308,7 +308,11 @@ def first_user(node: Node) -> Node:
 
 @contextmanager
 def paused_collection() -> Iterator[None]:
-    """Keep Python's cycle collector from walking a growing graph over and over: a third of all time."""
+    """Keep Python's cycle collector from walking a growing graph over and over.
+
+    Measured on chains of linear and relu: `prepare_pt2e` takes 0.74 s with it and 0.96 s without for 500 of
+    them, 4.2 s and 5.6 s for 2,000. `convert_pt2e` would gain 2 to 3 % and does not use it.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:

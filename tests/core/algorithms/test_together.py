@@ -12,6 +12,8 @@ import qompose
 import torch
 from qompose import QuantizationConfig
 from qompose.backend import OperatorPattern
+from qompose.conversion.convert import insert_qdq
+from qompose.conversion.qparams_solver import solve
 from qompose.spec.algorithm_options import REPAIRS
 from torch import Tensor, nn
 from torch.export import Dim
@@ -154,3 +156,26 @@ def test_capabilities_know_them() -> None:
     assert [row.settings.repairs for row in again if row.config == "mended"] == [REPAIRS]
     assert listed.supports("linear", ALL)
     assert again.supports("linear", replace(ALL, repairs=()))
+
+
+@pytest.mark.parametrize("fold_quantize", [True, False])
+def test_solving_changes_no_model_and_inserting_no_solution(fold_quantize: bool) -> None:
+    rule = replace(LINEAR, integer_bias=True)
+    prepared = prepare(export(tail(), rows()), toy(rule, config=ALL))
+    prepared(rows())
+    plan, state = toys.plan_of(prepared), dict(prepared.named_parameters())
+    graph, values = str(prepared.graph), {name: v.clone() for name, v in state.items()}
+    metas = [dict(node.meta) for node in prepared.graph.nodes]
+    solution = solve(prepared, plan, allow_uncalibrated=False)
+    assert str(prepared.graph) == graph
+    assert [node.meta for node in prepared.graph.nodes] == metas
+    assert all(torch.equal(v, values[name]) for name, v in prepared.named_parameters())
+    found = (solution.qparams, solution.parameters, solution.biases, solution.askers)
+    assert all(found) and solution.factors.factors and solution.made and not solution.dropped
+    before = [dict(part) for part in found]
+    tensors = [t.clone() for t in (*solution.parameters.values(), *solution.biases.values())]
+    insert_qdq(prepared, plan, solution, fold_quantize=fold_quantize)
+    assert [dict(part) for part in found] == before and not solution.dropped
+    after = (*solution.parameters.values(), *solution.biases.values())
+    assert all(torch.equal(one, other) for one, other in zip(after, tensors, strict=True))
+    assert str(prepared.graph) != graph

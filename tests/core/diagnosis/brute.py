@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import qompose
 import torch
-from qompose.conversion import convert
-from qompose.conversion.qparams_solver import Estimation
+from qompose.conversion import qparams_solver
 from torch import Tensor
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
@@ -23,7 +22,7 @@ def alone(prepared: GraphModule, claims: Iterable[int]) -> GraphModule:
     """The converted model in which some claims are followed, and all others are dropped."""
     kept = set(claims)
 
-    class Only(Estimation):
+    class Only(qparams_solver.QParamsSolver):
         def __init__(self, model: GraphModule, plan: qompose.plan.Plan) -> None:
             super().__init__(model, plan)
             others = set(range(len(plan.claims))) - kept
@@ -31,7 +30,7 @@ def alone(prepared: GraphModule, claims: Iterable[int]) -> GraphModule:
 
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore", qompose.QomposeWarning)
-        patch.setattr(convert, "Estimation", Only)
+        patch.setattr(qparams_solver, "QParamsSolver", Only)
         return qompose.convert_pt2e(prepared)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from qompose.conversion.qparams_solver import coarse, unusable
+from qompose.conversion.qparams_solver import few_levels, invalid
 from qompose.spec.qdq import QParams
 from qompose.spec.qparams import choose_qparams
 
@@ -33,15 +33,15 @@ def of_channels(scale: float = 1.0, zero_point: Any = 0) -> QParams:
     ],
     ids=str,
 )
-def test_unusable_parameters(parameters: Any, message: str) -> None:
-    (found,) = unusable(of_channels(**parameters), (CHANNELS, 4))
+def test_invalid_parameters(parameters: Any, message: str) -> None:
+    (found,) = invalid(of_channels(**parameters), (CHANNELS, 4))
     assert message in found
 
 
-def test_usable_parameters() -> None:
-    assert not [*unusable(of_channels(), (CHANNELS, 4))]
-    assert not [*unusable(of_channels(zero_point=100.5), (CHANNELS, 4))]
-    assert [*unusable(of_channels(), (7, 4))] == [
+def test_valid_parameters() -> None:
+    assert not [*invalid(of_channels(), (CHANNELS, 4))]
+    assert not [*invalid(of_channels(zero_point=100.5), (CHANNELS, 4))]
+    assert [*invalid(of_channels(), (7, 4))] == [
         f"has {CHANNELS} scales and {CHANNELS} zero points, not 7"
     ]
 
@@ -54,10 +54,10 @@ def test_channels_that_eps_leaves_few_integers() -> None:
     )  # fmt: skip
     q = QParams(*found, 0, 255, torch.uint8, 0)
     told = "1 of 4 channels take up less than a quarter of the 256 integers, since 0.001, the eps"
-    assert coarse(q, least, most, 1e-3).startswith(told)
+    assert few_levels(q, least, most, 1e-3).startswith(told)
     as_torch = replace(q, scale=torch.where(q.scale > 1e-3, q.scale, 1.0))
-    assert coarse(as_torch, least, most, 1e-3).startswith(told)
+    assert few_levels(as_torch, least, most, 1e-3).startswith(told)
     fine = replace(q, scale=(most - least) / 255)
-    assert coarse(fine, least, most, 1e-6) == ""
+    assert few_levels(fine, least, most, 1e-6) == ""
     whole = replace(q, zero_point=q.zero_point.round().long())
-    assert coarse(whole, least, most, 1e-3) == ""
+    assert few_levels(whole, least, most, 1e-3) == ""
