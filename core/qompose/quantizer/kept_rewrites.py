@@ -78,13 +78,13 @@ def _holding(composition: Composition, candidate: Candidate, pieces: Sequence[st
     return [
         claim
         for claim in composition.chosen
-        if not claim.territory.isdisjoint(pieces)
+        if not {*claim.nodes}.isdisjoint(pieces)
         and (candidate.rewrite != ADD_BIAS or BIAS_CORRECTION in claim.repairs)
     ]
 
 
 def _claimed(composition: Composition) -> frozenset[str]:
-    return frozenset(name for claim in composition.chosen for name in claim.territory)
+    return frozenset(name for claim in composition.chosen for name in claim.nodes)
 
 
 def _with_objection(

@@ -49,10 +49,10 @@ PROGRAM = export(seeded(Net()), X)
 
 # What a composition answers for itself, and why that is no hook of a member.
 OWN = {
-    "rewrites": "annotate_program joins those of all members",
+    "rewrites": "annotate joins those of all members",
+    "labelled_members": "labels are for the members together",
     "on_conflict": "the policy is the composition's",
     "to_json": "written with to_dict",
-    "works_apart": "compose_claims asks each member",
 }
 
 
