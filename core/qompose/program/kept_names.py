@@ -20,7 +20,13 @@ from torch.utils import _pytree as pytree
 
 from qompose.program.changes import identity_of
 from qompose.program.control_flow import body_of, nodes_in, references_of
-from qompose.program.graph import get_attribute, operator_name, set_attribute
+from qompose.program.graph import (
+    example_of,
+    get_attribute,
+    operator_name,
+    set_attribute,
+    value_of,
+)
 from qompose.program.meta import NAME_TAG, tag, tag_of, untag
 
 
@@ -106,6 +112,7 @@ class KeptNames:
         reads = [node for node in result.graph.nodes if node.op in ("get_attr", "call_module")]
         read = {node: get_attribute(result, str(node.target)) for node in reads}
         known = _Reads(part.reads, read.values())
+        like = next((n for n in result.graph.nodes if value_of(n) is not None), None)
         values: dict[str, Any] = {}
         nodes: dict[str, Node] = {}
         for node, value in read.items():
@@ -126,6 +133,8 @@ class KeptNames:
             if not path or values.get(path, value) is not value:
                 path = self._free_path(str(node.target))
             node.target, values[path] = path, value
+            if isinstance(value, Tensor) and value_of(node) is None and like is not None:
+                node.meta["val"] = example_of(value, like)
         return values
 
     def _free_path(self, path: str) -> str:

@@ -109,7 +109,7 @@ for _name in METHODS:
 # of a member where there is cause: about a rewrite, a tied weight, its capabilities, its settings.
 CALLED = {
     "bound": 1, "check_program": 1, "propose": 1, "validate": 1, "prepare_obs_or_fq_callback": 1,
-    "transform_for_annotation": 1,
+    "start": 1, "transform_for_annotation": 1,
 }  # fmt: skip
 ON_DEMAND = {"objection_to_rewrite", "objection_to_spec", "quantization_capabilities"}
 

@@ -21,7 +21,6 @@ from tests.core.quantizer.interop.foreign import (
     Derived,
     Foreign,
     aten,
-    calls,
     put,
 )
 from tests.core.toy import INT8, export, graph_text, plan_of, prepare, randn, seeded
@@ -118,36 +117,6 @@ def test_what_can_keeps_its_place_without_it() -> None:
     }
     prepared(X)
     qompose.convert_pt2e(prepared)
-
-
-class Changed(Foreign):
-    """Its claim stands on a change of the operator, which is made when it is asked, or not at all."""
-
-    def transform_for_annotation(self, model: GraphModule) -> GraphModule:
-        for node in calls(model, aten.linear.default):
-            model.register_buffer("_twice", torch.zeros(4, 4))
-            with model.graph.inserting_before(node):
-                node.update_arg(1, model.graph.get_attr("_twice"))
-        model.recompile()
-        return model
-
-    def asked(self, node: Node) -> Any:
-        return Annotation({}, ACTIVATION)
-
-
-def test_what_comes_too_late_leaves_the_operator_to_nobody() -> None:
-    class ByOutput(Biases):
-        def asked(self, node: Node) -> Any:
-            spec = Derived([node], lambda o: o[0].calculate_qparams(), torch.int8)
-            return Annotation({node.args[2]: spec})
-
-    prepared = prepare(PROGRAM, qompose.compose(ByOutput(), Changed(), Tanhs()))
-    assert claims(prepared).keys() == {"tests.Tanhs"}
-    (row,) = [row for row in qompose.report(prepared).rows if row.name == "linear"]
-    assert row.reason == "tests.Changed: its rule annotation lost linear to tests.ByOutput"
-    followed, idle = (n for n in plan_of(prepared).notes if n.startswith("tests.ByOutput"))
-    assert "a_bias -> linear" in followed and "tests.Changed" in followed
-    assert "claims nothing" in idle and "it is derived from output of linear" in idle
 
 
 def test_what_nobody_annotates_is_an_error() -> None:

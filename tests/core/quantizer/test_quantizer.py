@@ -71,6 +71,7 @@ def test_this_file_knows_the_whole_interface() -> None:
     methods = {name for name, _ in inspect.getmembers(Quantizer, inspect.isfunction)}
     public = {name for name in methods if not name.startswith("_")}
     assert public == HOOKS | {
+        "start",
         "propose",
         "quantization_capabilities",
         "check_program",

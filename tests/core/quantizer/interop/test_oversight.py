@@ -138,7 +138,7 @@ def test_what_is_changed_is_named_and_by_whom(name: str, kind: str) -> None:
     program = net()
     before, expected = graph_text(program.module()), program.module()(X)
     with pytest.raises(
-        UserError, match=f"Acting: prepare_obs_or_fq_callback changed (.*, )?{what}"
+        UserError, match=f"Acting: prepare_obs_or_fq_callback changed (.*[;,] )?{what}"
     ):
         prepare(program, qompose.compose(Foreign(), KINDS[kind](act)))
     assert graph_text(program.module()) == before
