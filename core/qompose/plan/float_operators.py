@@ -70,7 +70,7 @@ def survey(
         else:
             pieces = [produced[name] for name in rewrite.pieces if name in produced]
             split[rewrite.nodes[0]] = pieces
-    reasons = {**reasons_of(composition), **composition.hindered}
+    reasons = {**reasons_of(composition), **composition.blocked}
     made = {name for rewrite in own for name in rewrite.pieces}
     passes = {**_passes(exported), **_passes(working)}
     listed = [

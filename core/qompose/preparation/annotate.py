@@ -27,7 +27,7 @@ from qompose.quantizer.base import Quantizer
 from qompose.quantizer.composition import ComposableQuantizer
 from qompose.quantizer.interop.hook_guard import checksums, forbid_writes
 from qompose.quantizer.kept_rewrites import covered_rewrites, wanted_rewrites
-from qompose.quantizer.tied_weights import one_table_each
+from qompose.quantizer.tied_weights import unify_specs
 from qompose.spec.algorithm_options import not_in_training
 from qompose.spec.claim import Claim, Composition, Proposal, Rejection, clear_annotations
 
@@ -66,11 +66,9 @@ def annotate(exported: GraphModule, quantizer: Quantizer, *, trains: bool = Fals
     )
     composition, working = made.composition, made.working
     composition.obstacles = {(c.rewrite, c.nodes): c.obstacle or "" for c in refused}
-    composition.hindered = _hindered(composition, tried, candidates, refused)
+    composition.blocked = _blocked_by_rewrite(composition, tried, candidates, refused)
     composition.notes += [_obstacle(candidate) for candidate in refused]
-    composition.chosen, tied = one_table_each(
-        working, composition.chosen, quantizer.objection_to_spec
-    )
+    composition.chosen, tied = unify_specs(working, composition.chosen, quantizer.objection_to_spec)
     composition.notes += tied
     if trains:
         composition.notes += not_in_training(composition.chosen)
@@ -122,7 +120,7 @@ def _standing(pieces: tuple[str, ...], own: Iterable[Rewrite]) -> tuple[str, ...
     return pieces
 
 
-def _hindered(
+def _blocked_by_rewrite(
     composition: Composition,
     tried: Sequence[tuple[Sequence[Candidate], _Attempt]],
     made: Sequence[Candidate],

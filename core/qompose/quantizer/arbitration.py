@@ -52,7 +52,7 @@ def compose_claims(
     arbiter.refuse_what_waits()
     arbiter.refuse_what_nobody_reads()
     arbiter.drop_orphans()
-    arbiter.result.chosen = reanchored(arbiter.result.chosen, arbiter.lost)
+    arbiter.result.chosen = inherit_specs(arbiter.result.chosen, arbiter.lost)
     arbiter.drop_orphans()  # what was inherited may be derived, too
     return arbiter.result
 
@@ -208,7 +208,7 @@ class _Arbiter:
 
         A claim that has nothing left falls, and those that lost to it are decided about again.
         """
-        reasons = orphaned(self.result.chosen, self.lost)
+        reasons = unresolved(self.result.chosen, self.lost)
         fallen = []
         for number, claim in enumerate(self.result.chosen if reasons else ()):
             specs = tuple(spec for spec in claim.specs if spec.point not in reasons)
@@ -267,7 +267,7 @@ class _Arbiter:
         return owners
 
 
-def orphaned(chosen: Sequence[Claim], lost: Sequence[Claim]) -> dict[Point, str]:
+def unresolved(chosen: Sequence[Claim], lost: Sequence[Claim]) -> dict[Point, str]:
     """Return the points that are derived from what only losing claims annotate, with the reason.
 
     What nobody annotates at all is left to planning, which says so.
@@ -294,7 +294,7 @@ def _why(loser: Claim, chosen: Sequence[Claim]) -> str:
     return f"which only {loser.owner} annotates, in a claim that loses {lost}"
 
 
-def reanchored(chosen: Sequence[Claim], lost: Sequence[Claim]) -> list[Claim]:
+def inherit_specs(chosen: Sequence[Claim], lost: Sequence[Claim]) -> list[Claim]:
     """Give claims that shared the parameters of a losing claim's tensor a specification of their own.
 
     The first point that referred to a lost one takes over what that one had; the others share with it.

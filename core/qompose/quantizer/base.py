@@ -15,13 +15,13 @@ from torch.fx import GraphModule, Node
 from qompose.backend.capabilities import Capabilities
 from qompose.errors import ConfigError
 from qompose.quantizer.annotations import propose_annotations
-from qompose.quantizer.interop.torchao_engine import transform_for_host
+from qompose.quantizer.interop.torchao_engine import transform_for_torchao
 from qompose.spec.claim import Claim, Proposal
 from qompose.spec.quantization_spec import EdgeOrNode, QuantizationSpec
-from qompose.spec.torchao_compat import QUANTIZERS, acquaint, kin_of
+from qompose.spec.torchao_compat import QUANTIZERS, register_virtual_subclasses, virtual_subclass_of
 
 
-@kin_of(QUANTIZERS, "Quantizer")
+@virtual_subclass_of(QUANTIZERS, "Quantizer")
 class Quantizer(ABC):
     """Says which operators of an exported program are quantized, and how.
 
@@ -39,7 +39,7 @@ class Quantizer(ABC):
     _is_bound = False  # of copies that `bound` makes, which only qompose's engine has, it is True
 
     def __init__(self) -> None:
-        acquaint()
+        register_virtual_subclasses()
 
     @property
     def name(self) -> str:
@@ -82,7 +82,7 @@ class Quantizer(ABC):
         As it stands, this is for other engines: it makes the `rewrites` that claims cover. qompose's own
         engine makes those itself, and calls what overrides this.
         """
-        return model if self._is_bound else transform_for_host(model, self)
+        return model if self._is_bound else transform_for_torchao(model, self)
 
     @abstractmethod
     def annotate(self, model: GraphModule) -> GraphModule:

@@ -20,7 +20,7 @@ from qompose.program.control_flow import nodes_in
 from qompose.quantizer.base import Quantizer
 from qompose.quantizer.interop.foreign_quantizer import adapt
 from qompose.quantizer.interop.hook_guard import forbid_changes, forbid_observer_edits
-from qompose.quantizer.interop.torchao_engine import annotate_for_host, name_observers
+from qompose.quantizer.interop.torchao_engine import annotate_for_torchao, name_observers
 from qompose.quantizer.rule_quantizer import RuleQuantizer, check_keys, selectors_from_data
 from qompose.quantizer.selector_matching import Assignment
 from qompose.spec.claim import (
@@ -131,7 +131,7 @@ class ComposableQuantizer(Quantizer):
         return model
 
     def annotate(self, model: GraphModule) -> GraphModule:
-        return annotate_for_host(model, self)
+        return annotate_for_torchao(model, self)
 
     def validate(self, model: GraphModule) -> None:
         for member in self.quantizers:
@@ -393,7 +393,7 @@ class Restrained(Quantizer):
         return self.member.transform_for_annotation(model)
 
     def annotate(self, model: GraphModule) -> GraphModule:
-        return annotate_for_host(model, self)
+        return annotate_for_torchao(model, self)
 
     def validate(self, model: GraphModule) -> None:
         self.member.validate(model)

@@ -65,7 +65,7 @@ def covered_rewrites(
         covered = [
             _with_objection(candidate, claims, nodes, objection)
             for candidate, pieces in zip(candidates, made.pieces, strict=True)
-            if (claims := _holding(made.composition, candidate, pieces))
+            if (claims := _claims_using(made.composition, candidate, pieces))
         ]
         if covered == candidates:
             return made, candidates, refused
@@ -73,7 +73,9 @@ def covered_rewrites(
         candidates = [candidate for candidate in covered if candidate.obstacle is None]
 
 
-def _holding(composition: Composition, candidate: Candidate, pieces: Sequence[str]) -> list[Claim]:
+def _claims_using(
+    composition: Composition, candidate: Candidate, pieces: Sequence[str]
+) -> list[Claim]:
     """Return the claims that hold a piece of a rewrite; of one for a repair, those that ask for that."""
     return [
         claim

@@ -209,7 +209,7 @@ class Proposal:
 class Composition:
     """The claims that were chosen, in order of priority, and what became of the others.
 
-    `obstacles` says why rewrites were not made, by their name and operators; `hindered`, by operators that
+    `obstacles` says why rewrites were not made, by their name and operators; `blocked`, by operators that
     only a rewrite brings to a rule, what the rule says of them with it.
     """
 
@@ -218,7 +218,7 @@ class Composition:
     rejections: list[Rejection] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     obstacles: dict[tuple[str, tuple[str, ...]], str] = field(default_factory=dict)
-    hindered: dict[str, str] = field(default_factory=dict)
+    blocked: dict[str, str] = field(default_factory=dict)
 
 
 def node_annotation(node: Node) -> Any:

@@ -50,6 +50,7 @@ PROGRAM = export(seeded(Net()), X)
 # What a composition answers for itself, and why that is no hook of a member.
 OWN = {
     "rewrites": "annotate joins those of all members",
+    "expects_folded": "each member has its own",
     "labelled_members": "labels are for the members together",
     "on_conflict": "the policy is the composition's",
     "to_json": "written with to_dict",

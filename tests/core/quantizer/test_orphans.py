@@ -10,7 +10,7 @@ import pytest
 import qompose
 import torch
 from qompose.errors import SharingError
-from qompose.quantizer.arbitration import orphaned
+from qompose.quantizer.arbitration import unresolved
 from qompose.spec.claim import Claim, Point, PointSpec, shared_with
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
@@ -160,20 +160,20 @@ class TestOrphaned:
             claim("two", "x", PointSpec(Point("x"), INT8)),
             claim("three", "x", PointSpec(self.a, INT8)),
         )
-        (reason,) = orphaned([self.needy, winner], [loser]).values()
+        (reason,) = unresolved([self.needy, winner], [loser]).values()
         assert all(word in reason for word in ("output of a", "three", "x to two"))
 
     def test_a_loser_without_a_winner_is_named(self) -> None:
         loser = claim("three", "a", PointSpec(self.a, INT8))
-        (reason,) = orphaned([self.needy], [loser]).values()
+        (reason,) = unresolved([self.needy], [loser]).values()
         assert "three wanted to annotate" in reason
 
     def test_what_shares_with_it_goes_too(self) -> None:
         follower = claim("one", "c", shared_with(self.c, self.b))
         loser = claim("three", "a", PointSpec(self.a, INT8))
-        assert orphaned([self.needy, follower], [loser]).keys() == {self.b, self.c}
+        assert unresolved([self.needy, follower], [loser]).keys() == {self.b, self.c}
 
     def test_what_stands_or_is_nobodys_is_no_reason(self) -> None:
         standing = claim("two", "a", PointSpec(self.a, INT8))
         loser = claim("three", "a", PointSpec(self.a, INT8))
-        assert orphaned([self.needy, standing], [loser]) == orphaned([self.needy], []) == {}
+        assert unresolved([self.needy, standing], [loser]) == unresolved([self.needy], []) == {}

@@ -24,7 +24,7 @@ from qompose.program.meta import ANNOTATION_KEY, CUSTOM_KEY, PROVENANCE
 from qompose.quantizer.annotations import propose_annotations
 from qompose.quantizer.base import Quantizer
 from qompose.quantizer.interop.hook_guard import forbid_changes, restore_process
-from qompose.quantizer.interop.torchao_engine import annotate_for_host
+from qompose.quantizer.interop.torchao_engine import annotate_for_torchao
 from qompose.spec.claim import Claim, Proposal, node_annotation
 from qompose.spec.quantization_spec import EdgeOrNode
 
@@ -97,7 +97,7 @@ class AdaptedQuantizer(Quantizer):
 
     def annotate(self, model: GraphModule) -> GraphModule:
         """Annotate for another engine."""
-        return annotate_for_host(model, self)
+        return annotate_for_torchao(model, self)
 
     def propose(
         self, model: GraphModule, taken: Sequence[Claim], on_conflict: str = "error"

@@ -28,7 +28,7 @@ from qompose.program.rewrites import Candidate, apply_rewrites
 from qompose.quantizer.annotations import write_annotations
 from qompose.quantizer.arbitration import compose_claims
 from qompose.quantizer.kept_rewrites import covered_rewrites, wanted_rewrites
-from qompose.quantizer.tied_weights import one_table_each
+from qompose.quantizer.tied_weights import unify_specs
 from qompose.spec.claim import (
     Claim,
     Composition,
@@ -40,7 +40,7 @@ from qompose.spec.claim import (
     node_annotation,
 )
 from qompose.spec.quantization_spec import EdgeOrNode, QuantizationSpecBase, describe_spec
-from qompose.spec.torchao_compat import acquaint
+from qompose.spec.torchao_compat import register_virtual_subclasses
 
 _ASKED = "qompose_asked"
 """Key in a program's meta of what is known between a host's calls: {id of a quantizer: _Asked}."""
@@ -60,9 +60,9 @@ class _Asked:
     about_body: bool = False
 
 
-def transform_for_host(model: GraphModule, quantizer: Any) -> GraphModule:
+def transform_for_torchao(model: GraphModule, quantizer: Any) -> GraphModule:
     """Return a program with the rewrites that a quantizer's claims cover, or `model` itself."""
-    acquaint()
+    register_virtual_subclasses()
     found = wanted_rewrites(model, quantizer)
     if all(candidate.obstacle for candidate in found):
         return model
@@ -119,7 +119,7 @@ def _attempting(model: GraphModule, bound: Any) -> Callable[[Sequence[Candidate]
     return attempt
 
 
-def annotate_for_host(model: GraphModule, quantizer: Any) -> GraphModule:
+def annotate_for_torchao(model: GraphModule, quantizer: Any) -> GraphModule:
     """Annotate a program, without its bodies, in place and return it; what is annotated already stands.
 
     What the host is not going to do of what was asked is said in a QomposeWarning; notes are logged.
@@ -132,7 +132,7 @@ def annotate_for_host(model: GraphModule, quantizer: Any) -> GraphModule:
     asked = _asked(model, quantizer)
     standing = frozenset(node.name for node in model.graph.nodes if _is_taken(node))
     composition = _composed(model, asked.bound)
-    claims, _ = one_table_each(model, _own(composition), asked.bound.objection_to_spec)
+    claims, _ = unify_specs(model, _own(composition), asked.bound.objection_to_spec)
     _check_operators(claims)
     write_annotations(model, in_order_of_reading(model, claims, standing))
     undone = [*_undone(claims)]
