@@ -15,7 +15,7 @@ from typing import Any
 
 import qompose
 import torch
-from qompose.quantizer.base import labelled
+from qompose.plan import Plan
 from torch import Tensor
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
@@ -44,6 +44,10 @@ class Result:
     labels: tuple[str, ...]
 
     @property
+    def plan(self) -> Plan:
+        return self.model.meta["qompose"].plan  # type: ignore[no-any-return]
+
+    @property
     def owners(self) -> dict[str, str]:
         """Who claims each operator that is claimed, pieces that a transform made included."""
         return {row.name: row.owner for row in self.report.rows if row.owner}
@@ -66,7 +70,7 @@ def composed(kind: str, *names: str) -> Result:
         model = qompose.convert_pt2e(prepared)
         output = model(*given.held_out)
     found = sqnr_of(given.expected, output)
-    labels = tuple(label for label, _ in labelled(quantizer))
+    labels = tuple(label for label, _ in quantizer.labelled_members)
     return Result(model, qompose.report(model), output, found, labels)
 
 
@@ -130,14 +134,19 @@ def _wrong_with_result(result: Result, kind: str, names: tuple[str, str]) -> Ite
 def _unclaimed(
     result: Result, kind: str, parts: list[Result | qompose.QomposeError]
 ) -> Iterator[str]:
-    """Operators that only one member wants and that it does not have, unless their row says who took them."""
+    """Operators that only one member wants and does not have, of which nothing says who took them."""
     exported = {node.name for node in program(kind).graph.nodes}
     wanted = [exported & set(part.owners) if isinstance(part, Result) else set() for part in parts]
     rows = {row.name: row for row in result.report.rows}
+    rewrites = result.plan.rewrites
     pairs = zip(result.labels, reversed(result.labels), wanted, reversed(wanted), strict=True)
     for label, winner, own, other in pairs:
-        for name in sorted(own - other):
-            row = rows[name]
+        changed = {name for r in rewrites if r.member == winner for name in r.nodes}
+        for name in sorted(own - other - changed):
+            row = rows.get(name)
+            if row is None:
+                yield f"{name}, which only {label} wants, is gone, and no rewrite lists it"
+                continue
             lost = not row.owner and label in row.reason and winner in row.reason
             if row.owner != label and not lost:
                 yield f"{name}, which only {label} wants, is {row.owner or 'float'}: {row.reason}"

@@ -22,12 +22,12 @@ from qompose.plan.float_operators import survey
 from qompose.plan.operator_ids import isolate
 from qompose.plan.plan import Operator
 from qompose.plan.shared_qparams import plan_groups
-from qompose.preparation.annotate import annotate_program
+from qompose.preparation.annotate import annotate
 from qompose.program.control_flow import body_of, is_nested_call, nodes_in, references_of
 from qompose.program.exported_program import as_graph_module
 from qompose.program.graph import module_path, operator_name
 from qompose.program.rewrites import FOLD_BATCH_NORM, Candidate, find_rewrites
-from qompose.quantizer.base import Quantizer, labelled
+from qompose.quantizer.base import Quantizer
 from qompose.quantizer.composition import ComposableQuantizer, compose
 from qompose.quantizer.interop.foreign_quantizer import adapt
 from qompose.quantizer.rule_quantizer import RuleQuantizer
@@ -135,7 +135,7 @@ def _configured(
     refusals: dict[str, str] = {}
     selectors = Selectors()
     selectors.set(for_everything(config))
-    for (label, _), member in zip(labelled(quantizer), quantizer.members, strict=True):
+    for label, member in quantizer.labelled_members:
         if not isinstance(member, RuleQuantizer):
             refusals[label] = "it has no rule table, and takes no configuration"
             continue
@@ -215,11 +215,12 @@ class _Inquiry:
         self.exported, self.refusals = exported, refusals
         self.quantizer = quantizer.bound(exported)
         self.quantizer.check_program(exported)
-        working, self.composition, self.rewrites = annotate_program(exported, self.quantizer)
+        annotated = annotate(exported, self.quantizer)
+        working, self.composition = annotated.program, annotated.composition
+        self.rewrites = annotated.rewrites
         plan_groups(working, self.composition.chosen)  # prepare would raise what this raises
         self.operators = survey(exported, working, self.composition, self.rewrites)
-        labels = (label for label, _ in labelled(self.quantizer))
-        self.members = dict(zip(labels, self.quantizer.members, strict=True))
+        self.members = dict(self.quantizer.labelled_members)
 
     def answer(self, name: str) -> NodeSupport:
         """Answer for an operator by its name; for one that was taken apart, for its pieces together."""

@@ -42,11 +42,11 @@ from qompose.observers.tensor_statistics import Facts
 from qompose.observers.value_screening import Screen, TensorScreen
 from qompose.spec.observer_factory import made_by
 from qompose.spec.qparams import PER_CHANNEL, SYMMETRIC, along, full_blocks, in_blocks
-from qompose.spec.torchao_compat import kin_of
+from qompose.spec.torchao_compat import virtual_subclass_of
 
 
-@kin_of("torchao.quantization.pt2e.fake_quantize", "FakeQuantizeBase")
-@kin_of("torch.ao.quantization.fake_quantize", "FakeQuantizeBase")
+@virtual_subclass_of("torchao.quantization.pt2e.fake_quantize", "FakeQuantizeBase")
+@virtual_subclass_of("torch.ao.quantization.fake_quantize", "FakeQuantizeBase")
 class FakeQuantize(Observer):
     """Rounds and clips as the integers will, with an observer inside.
 

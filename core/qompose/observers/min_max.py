@@ -34,10 +34,10 @@ from qompose.spec.qparams import (
     quantized_range,
     stored_in,
 )
-from qompose.spec.torchao_compat import OBSERVERS, acquaint, kin_of
+from qompose.spec.torchao_compat import OBSERVERS, register_virtual_subclasses, virtual_subclass_of
 
 
-@kin_of(OBSERVERS, "ObserverBase")
+@virtual_subclass_of(OBSERVERS, "ObserverBase")
 class Observer(nn.Module):
     """Base of all observers: what is quantized, how far the statistics are, and the parameters they give.
 
@@ -74,7 +74,7 @@ class Observer(nn.Module):
         is_dynamic: bool = False,
     ) -> None:
         super().__init__()
-        acquaint()
+        register_virtual_subclasses()
         self.dtype, self.eps, self.is_dynamic = dtype, eps, is_dynamic
         default = torch.per_channel_affine if self.per_channel else torch.per_tensor_affine
         self.qscheme = default if qscheme is None else qscheme

@@ -56,27 +56,26 @@ def survey(
     that was folded into a weight has no multiply-accumulates left.
     """
     claim_of = {name: i for i, claim in enumerate(composition.chosen) for name in claim.nodes}
-    instead_of = {
-        name: i for i, claim in enumerate(composition.chosen) for name in claim.instead_of
-    }
     split, produced = {}, {node.name: node for node in nodes_in(working)}
+    own = [rewrite for rewrite in rewrites if rewrite.member]
+    gone = {name for rewrite in own for name in rewrite.nodes}
     for rewrite in (
         r for r in rewrites if r.pieces and not r.member
     ):  # others change parameters alone
         if set(rewrite.pieces) <= set(rewrite.nodes):  # merged: its operators have one claim
-            first = rewrite.pieces[0]  # a quantizer's own change may stand in its place
-            claim = claim_of[first] if first in claim_of else instead_of[first]
-            claim_of.update(dict.fromkeys(rewrite.nodes, claim))
+            if (claim := claim_of.get(rewrite.pieces[0])) is not None:
+                claim_of.update(dict.fromkeys(rewrite.nodes, claim))
+            elif not gone.isdisjoint(rewrite.pieces):  # a quantizer rewrote what they became
+                gone.update(rewrite.nodes)
         else:
             pieces = [produced[name] for name in rewrite.pieces if name in produced]
             split[rewrite.nodes[0]] = pieces
-    reasons = {**reasons_of(composition), **composition.hindered}
-    own = [rewrite for rewrite in rewrites if rewrite.member]
+    reasons = {**reasons_of(composition), **composition.blocked}
     made = {name for rewrite in own for name in rewrite.pieces}
     passes = {**_passes(exported), **_passes(working)}
     listed = [
         (name, node)
-        for name, node in _with_own(_listed(exported, split, claim_of), working, own)
+        for name, node in _with_own(_listed(exported, split, claim_of), working, own, gone)
         if node.op == "call_function" and not is_nested_call(node) and _computes_floats(node, made)
     ]
     folded = {
@@ -135,10 +134,12 @@ def _reads(
 
 
 def _with_own(
-    listed: Iterable[tuple[str, Node]], working: GraphModule, rewrites: Sequence[Rewrite]
+    listed: Iterable[tuple[str, Node]],
+    working: GraphModule,
+    rewrites: Sequence[Rewrite],
+    gone: Container[str],
 ) -> Iterator[tuple[str, Node]]:
     """Yield what is listed but for what quantizers rewrote themselves; what they made, where it stands."""
-    gone = {name for rewrite in rewrites for name in rewrite.nodes}
     made = {name for rewrite in rewrites for name in rewrite.pieces}
     standing = {node.name: node for node in nodes_in(working)} if rewrites else {}
     rows = list(listed)

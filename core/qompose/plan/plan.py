@@ -82,28 +82,21 @@ class Operator:
         return dict(self.__dict__)
 
 
-TRANSFORM = ": transform_for_annotation"
-"""How the names of the rewrites end that a quantizer made itself, behind its label."""
-
-
 @dataclass(frozen=True)
 class Rewrite:
     """A rewrite: the program differs from the exported one there, if only by rounding.
 
     `nodes` are the operators that were removed or changed, `pieces` those that stand in their place. A
     claim holds one of them, unless a quantizer's own transform made them: that stands in any case. There
-    are none where parameters alone were changed. `effect` says how much that was.
+    are none where parameters alone were changed. `effect` says how much that was. `member` is the label of
+    the quantizer whose own transform it is; of the engine's own rewrites, "".
     """
 
     name: str
     nodes: tuple[str, ...]
     pieces: tuple[str, ...]
     effect: str = ""
-
-    @property
-    def member(self) -> str:
-        """Return the label of the quantizer whose own transform it is; of the engine's own rewrites, ""."""
-        return self.name.removesuffix(TRANSFORM) if self.name.endswith(TRANSFORM) else ""
+    member: str = ""
 
     def __str__(self) -> str:
         if not self.member:
@@ -136,7 +129,10 @@ class Requantized:
 
 @dataclass(frozen=True)
 class Plan:
-    """Who takes which region, which tensors share parameters, and what happened to every operator."""
+    """Who takes which region, which tensors share parameters, and what happened to every operator.
+
+    `idle` are the labels of the members that claim nothing.
+    """
 
     claims: tuple[Claim, ...]
     groups: tuple[Group, ...]
@@ -145,6 +141,7 @@ class Plan:
     rewrites: tuple[Rewrite, ...] = ()
     notes: tuple[str, ...] = ()
     float_bytes: int = 0
+    idle: tuple[str, ...] = ()
 
     def requantizations(self, dropped: Collection[int] = ()) -> tuple[Requantized, ...]:
         """Return the quantized outputs that go on with other quantization parameters, one per new group.
@@ -226,6 +223,7 @@ class Plan:
             "rewrites": [dict(rewrite.__dict__) for rewrite in self.rewrites],
             "notes": list(self.notes),
             "float_bytes": self.float_bytes,
+            "idle": list(self.idle),
         }
 
 

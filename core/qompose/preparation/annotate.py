@@ -1,46 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A program with its rewrites, and the claims that stand on it.
-
-Annotate: a program and a quantizer in; claims out, and the program with the rewrites that claims cover.
-
-Run every member's `transform_for_annotation`, and tell from the program what each did.
-"""
+"""Annotate: a program and a quantizer in; claims out, and the program with the rewrites that they cover."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
-from torch.fx import GraphModule, Node
-from torch.fx.node import map_arg
+from torch.fx import GraphModule
 
 from qompose.algorithms.equalization import equalize
 from qompose.errors import UserError, blaming, locating
 from qompose.plan.float_operators import reasons_of
-from qompose.plan.plan import TRANSFORM, Rewrite
+from qompose.plan.plan import Rewrite
+from qompose.program.changes import calls_of, changes
 from qompose.program.control_flow import body_labels, graphs_in, name_apart, nodes_in
 from qompose.program.graph import copy_graph_module, refresh, replace_nested
+from qompose.program.kept_names import KeptNames, SignatureError
 from qompose.program.rewrites import (
     FOLD_BATCH_NORM,
     FOR_EVALUATION,
     Candidate,
     apply_rewrites,
-    splits,
 )
-from qompose.quantizer.arbitration import compose_claims
-from qompose.quantizer.base import Quantizer, labelled
+from qompose.quantizer.arbitration import Propose, compose_claims
+from qompose.quantizer.base import Quantizer
 from qompose.quantizer.composition import ComposableQuantizer
-from qompose.quantizer.interop.isolated_view import Apart
+from qompose.quantizer.interop.hook_guard import checksums, forbid_writes
 from qompose.quantizer.kept_rewrites import covered_rewrites, wanted_rewrites
-from qompose.quantizer.tied_weights import one_table_each
+from qompose.quantizer.tied_weights import unify_specs
 from qompose.spec.algorithm_options import not_in_training
-from qompose.spec.claim import Composition
+from qompose.spec.claim import Claim, Composition, Proposal, Rejection, clear_annotations
+
+TRANSFORM = "transform_for_annotation"
 
 
-def annotate_program(
-    exported: GraphModule, quantizer: Quantizer, *, trains: bool = False
-) -> tuple[GraphModule, Composition, tuple[Rewrite, ...]]:
+@dataclass(frozen=True)
+class Annotated:
+    """A program with its rewrites, the claims on it, and what the rewrites were."""
+
+    program: GraphModule
+    composition: Composition
+    rewrites: tuple[Rewrite, ...]
+
+
+def annotate(exported: GraphModule, quantizer: Quantizer, *, trains: bool = False) -> Annotated:
     """Propose and compose on a copy with all rewrites, then with those that turned out to be covered.
 
     Args:
@@ -51,52 +54,73 @@ def annotate_program(
     if trains:
         found = [candidate for candidate in found if candidate.rewrite not in FOR_EVALUATION]
     folds = [c for c in found if c.rewrite == FOLD_BATCH_NORM and c.obstacle is None]
-    folded, _ = _rewritten(exported, folds)
     tried: list[tuple[Sequence[Candidate], _Attempt]] = []
 
     def attempt(candidates: Sequence[Candidate]) -> _Attempt:
-        working, pieces = _rewritten(exported, candidates)
-        working, own, notes = transformed(working, quantizer)
-        called = _called(folds, candidates, pieces)
-        composition = _composed(working, quantizer, folded, called)
-        composition.notes += notes
-        tried.append(
-            (candidates, _Attempt(working, composition, pieces, (*own, *_made(composition))))
-        )
+        unfolded = {name for c in folds if c not in candidates for name in c.nodes}
+        tried.append((candidates, _attempt(exported, quantizer, candidates, unfolded)))
         return tried[-1][1]
 
     made, candidates, refused = covered_rewrites(
         exported, found, attempt, quantizer.objection_to_rewrite
     )
-    composition = made.composition
+    composition, working = made.composition, made.working
     composition.obstacles = {(c.rewrite, c.nodes): c.obstacle or "" for c in refused}
-    composition.hindered = _hindered(composition, tried, candidates, refused)
+    composition.blocked = _blocked_by_rewrite(composition, tried, candidates, refused)
     composition.notes += [_obstacle(candidate) for candidate in refused]
-    composition.chosen, tied = one_table_each(
-        made.working, composition.chosen, quantizer.objection_to_spec
-    )
+    composition.chosen, tied = unify_specs(working, composition.chosen, quantizer.objection_to_spec)
     composition.notes += tied
-    named = zip(candidates, made.pieces, strict=True)
-    covering = [Rewrite(c.rewrite, c.nodes, p) for c, p in named]
     if trains:
         composition.notes += not_in_training(composition.chosen)
-        return made.working, composition, (*covering, *made.own)
-    equalized, impossible = equalize(made.working, composition.chosen)
+        return Annotated(working, composition, made.rewrites)
+    equalized, impossible = equalize(working, composition.chosen)
     composition.notes += impossible
-    return made.working, composition, (*covering, *made.own, *equalized)
+    return Annotated(working, composition, (*made.rewrites, *equalized))
 
 
 @dataclass(frozen=True)
 class _Attempt:
-    """A program with rewrites, the claims on it, the pieces of each rewrite, and the members' own ones."""
+    """A program with rewrites, and the claims on it.
+
+    `pieces` are the operators that stand for each of the engine's rewrites, after the members' own ones.
+    """
 
     working: GraphModule
     composition: Composition
     pieces: list[tuple[str, ...]]
-    own: tuple[Rewrite, ...]
+    rewrites: tuple[Rewrite, ...]
 
 
-def _hindered(
+def _attempt(
+    exported: GraphModule,
+    quantizer: Quantizer,
+    candidates: Sequence[Candidate],
+    unfolded: Collection[str],
+) -> _Attempt:
+    quantizer.start()
+    working = copy_graph_module(exported)
+    clear_annotations(working)
+    pieces = apply_rewrites(working, candidates)
+    if candidates:
+        working = refresh(working)
+    working, own, notes = transformed(working, quantizer)
+    composition = _composed(working, quantizer, unfolded)
+    composition.notes += notes
+    named = zip(candidates, pieces, strict=True)
+    engines = tuple(Rewrite(c.rewrite, c.nodes, p) for c, p in named)
+    standing = [_standing(names, own) for names in pieces]
+    return _Attempt(working, composition, standing, (*engines, *own))
+
+
+def _standing(pieces: tuple[str, ...], own: Iterable[Rewrite]) -> tuple[str, ...]:
+    """Return pieces of a rewrite with what members put in their place."""
+    for rewrite in own:
+        if not set(pieces).isdisjoint(rewrite.nodes):
+            pieces = (*pieces, *rewrite.pieces)
+    return pieces
+
+
+def _blocked_by_rewrite(
     composition: Composition,
     tried: Sequence[tuple[Sequence[Candidate], _Attempt]],
     made: Sequence[Candidate],
@@ -123,50 +147,45 @@ def _hindered(
     return found
 
 
-def _rewritten(
-    exported: GraphModule, candidates: Sequence[Candidate]
-) -> tuple[GraphModule, list[tuple[str, ...]]]:
-    copied = copy_graph_module(exported)
-    pieces = apply_rewrites(copied, candidates)
-    return (refresh(copied) if candidates else copied), pieces
+def _composed(model: GraphModule, quantizer: Quantizer, unfolded: Collection[str]) -> Composition:
+    """Compose a program and each of its bodies.
 
-
-def _called(
-    folds: Sequence[Candidate], made: Sequence[Candidate], pieces: Sequence[tuple[str, ...]]
-) -> dict[str, str]:
-    """Return how the program with some rewrites calls values of the one with all batch norms folded."""
-    unfolded = {c.nodes[0]: c.nodes[-1] for c in folds if c not in made}
-    taken_apart = {
-        c.nodes[0]: names[-1] for c, names in zip(made, pieces, strict=True) if splits(c) and names
-    }
-    return {**unfolded, **taken_apart}
-
-
-def _made(composition: Composition) -> tuple[Rewrite, ...]:
-    """Return the changes that claims stand on as rewrites of the quantizers that wanted them."""
-    return tuple(
-        Rewrite(f"{label}{TRANSFORM}", c.nodes, c.pieces) for label, c in composition.changes
-    )
-
-
-def _composed(
-    model: GraphModule, quantizer: Quantizer, folded: GraphModule, called: Mapping[str, str]
-) -> Composition:
-    """Compose a program and each of its bodies."""
+    Args:
+        unfolded: operators into which nothing was folded, because nobody wanted it.
+    """
     result = Composition()
     bodies = body_labels(model)
-    # All are listed first: members' changes, which are made on the way, may put calls in another order.
-    for part, shown in list(zip(graphs_in(model), graphs_in(folded), strict=True)):
+    members = [
+        (label, _folded_only(member, unfolded) if member.expects_folded else member.propose)
+        for label, member in quantizer.labelled_members
+    ]
+    for part in graphs_in(model):
         with locating(bodies.get(part.graph, "")):
-            composition = compose_claims(
-                part, labelled(quantizer), quantizer.on_conflict, Apart(shown, called)
-            )
+            composition = compose_claims(part, members, quantizer.on_conflict)
         result.chosen += composition.chosen
         result.conflicts += composition.conflicts
         result.rejections += composition.rejections
-        result.changes += composition.changes
         result.notes += [note for note in composition.notes if note not in result.notes]
     return result
+
+
+def _folded_only(member: Quantizer, unfolded: Collection[str]) -> Propose:
+    """Return a member's `propose` without claims on what it had not wanted with its batch norm folded."""
+
+    def propose(model: GraphModule, taken: Sequence[Claim], on_conflict: str = "error") -> Proposal:
+        proposal = member.propose(model, taken, on_conflict)
+        refused = [claim for claim in proposal.claims if not {*claim.nodes}.isdisjoint(unfolded)]
+        reason = "it does not want it with the batch norm folded, as its engine would show it"
+        return replace(
+            proposal,
+            claims=[claim for claim in proposal.claims if claim not in refused],
+            rejections=[
+                *proposal.rejections,
+                *(Rejection(c.owner, c.rule, c.nodes, reason) for c in refused),
+            ],
+        )
+
+    return propose
 
 
 def _obstacle(candidate: Candidate) -> str:
@@ -184,29 +203,32 @@ def transformed(
 
     Raises:
         MemberError: a transform raised; the message names the member.
-        UserError: a transform returned no program.
+        UserError: a transform returned no program, or one of other inputs or outputs, or wrote to tensors.
     """
     rewrites, notes = [], []
     name_apart(model)
+    known = {node.name for node in nodes_in(model)}
     for label, member in _steps(quantizer):
         if type(member).transform_for_annotation is Quantizer.transform_for_annotation:
             continue
-        before = _calls(model)
-        model = _run(label, member, model)
+        before = calls_of(model)
+        with forbid_writes(label, TRANSFORM, model, state=checksums):
+            model = _run(label, member, model, known)
         name_apart(model)
-        after = _calls(model)
-        if _alike(before, after):
+        known.update(node.name for node in nodes_in(model))
+        found = changes(before, calls_of(model))
+        if not found:
             continue
-        notes.append(f"{label}: transform_for_annotation rewrote the program")
-        changed, made = _differences(before, after)
-        if changed or made:
-            rewrites.append(Rewrite(f"{label}{TRANSFORM}", changed, made))
+        notes.append(f"{label}: {TRANSFORM} rewrote the program")
+        if found.removed or found.made:
+            name = f"{label}: {TRANSFORM}"
+            rewrites.append(Rewrite(name, found.removed, found.made, member=label))
     return model, tuple(rewrites), tuple(notes)
 
 
 def _steps(quantizer: Quantizer) -> Iterator[tuple[str, Quantizer]]:
     """Yield (label, member); a kind of composition that has a transform of its own is one step."""
-    labels = iter([label for label, _ in labelled(quantizer)])
+    labels = iter([label for label, _ in quantizer.labelled_members])
 
     def walk(part: Quantizer) -> Iterator[tuple[str, Quantizer]]:
         if isinstance(part, ComposableQuantizer) and _forwards(part):
@@ -223,83 +245,25 @@ def _forwards(composition: ComposableQuantizer) -> bool:
     return own is ComposableQuantizer.transform_for_annotation
 
 
-def _run(label: str, member: Quantizer, model: GraphModule) -> GraphModule:
+def _run(label: str, member: Quantizer, model: GraphModule, known: set[str]) -> GraphModule:
     """Let one member rewrite a program, bodies first."""
+    bodies = body_labels(model)
 
     def transform(part: GraphModule) -> GraphModule:
-        with blaming(f"{label}: transform_for_annotation"):
-            result = member.transform_for_annotation(part)
-        if not isinstance(result, GraphModule):
-            raise UserError(
-                f"{label}: transform_for_annotation returned {result!r}, not a GraphModule"
-            )
-        return result
+        names = KeptNames(part)
+        with locating(bodies.get(part.graph, "")):
+            with blaming(f"{label}: {TRANSFORM}"):
+                result = member.transform_for_annotation(part)
+            if not isinstance(result, GraphModule):
+                raise UserError(f"{label}: {TRANSFORM} returned {result!r}, not a GraphModule")
+            try:
+                return names.restored(result, known)
+            except SignatureError as error:
+                raise UserError(
+                    f"{label}: {TRANSFORM} changed what the program takes or returns: {error}. It may "
+                    "rewrite operators between the inputs and the outputs."
+                ) from error
 
     for part in graphs_in(model):
         replace_nested(part, transform)
     return transform(model)
-
-
-@dataclass(frozen=True)
-class _Reference:
-    """An argument that is a node, by its name."""
-
-    name: str
-
-
-@dataclass(frozen=True)
-class _Call:
-    """What a node does, as values that compare across graphs."""
-
-    op: str
-    target: object
-    arguments: Any
-
-
-def _calls(model: GraphModule) -> dict[str, _Call]:
-    return {node.name: _Call(node.op, node.target, _arguments(node)) for node in nodes_in(model)}
-
-
-def _arguments(node: Node) -> Any:
-    return map_arg((node.args, dict(node.kwargs)), lambda argument: _Reference(argument.name))  # type: ignore[arg-type, return-value]
-
-
-def _differences(
-    before: Mapping[str, _Call], after: Mapping[str, _Call]
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the operators that are gone or differ, and those that are new or differ, in graph order.
-
-    An operator that reads something else where it read one that is gone does not differ by that.
-    """
-    gone = before.keys() - after.keys()
-    differing = {
-        name
-        for name, call in before.items()
-        if name in after and not _same_call(call, after[name], gone)
-    }
-    changed = [n for n, c in before.items() if n in gone | differing and c.op == "call_function"]
-    new = (after.keys() - before.keys()) | differing
-    made = [n for n, c in after.items() if n in new and c.op == "call_function"]
-    return tuple(changed), tuple(made)
-
-
-def _alike(before: Mapping[str, _Call], after: Mapping[str, _Call]) -> bool:
-    same_names = before.keys() == after.keys()
-    return same_names and all(_same_call(c, after[n], set()) for n, c in before.items())
-
-
-def _same_call(before: _Call, after: _Call, gone: set[str]) -> bool:
-    same = (before.op, before.target) == (after.op, after.target)
-    return same and _same(before.arguments, after.arguments, gone)
-
-
-def _same(before: Any, after: Any, gone: set[str]) -> bool:
-    if isinstance(before, _Reference):
-        return before.name in gone or before == after
-    if isinstance(before, (tuple, list)):
-        alike = isinstance(after, (tuple, list)) and len(before) == len(after)
-        return alike and all(_same(b, a, gone) for b, a in zip(before, after, strict=True))
-    if isinstance(before, Mapping):
-        alike = isinstance(after, Mapping) and before.keys() == after.keys()
-        return alike and all(_same(before[key], after[key], gone) for key in before)
-    return repr(before) == repr(after)

@@ -1,15 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`prepare_pt2e` and `prepare_qat_pt2e`: annotate, plan, insert observers.
-
-What users call: the stages, one after the other.
-
-Prepare: a program and its Plan in, the same program with one observer per sharing group out.
-"""
+"""`prepare_pt2e` and `prepare_qat_pt2e`: annotate, plan, insert observers."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import Tensor, nn
@@ -31,7 +26,7 @@ from qompose.plan.float_operators import claims_elsewhere, state_bytes, survey
 from qompose.plan.operator_ids import fingerprint, identify, isolate
 from qompose.plan.plan import Group, Plan, Record, attach, subject_of
 from qompose.plan.shared_qparams import notes_on_ranges, plan_groups
-from qompose.preparation.annotate import annotate_program
+from qompose.preparation.annotate import annotate
 from qompose.program.control_flow import body_labels, name_apart, nodes_in, run_observed_in_python
 from qompose.program.exported_program import as_graph_module
 from qompose.program.graph import (
@@ -46,10 +41,10 @@ from qompose.program.graph import (
 )
 from qompose.program.meta import GROUP_TAG, OBSERVER_PREFIX, tag
 from qompose.quantizer.annotations import write_annotations
-from qompose.quantizer.base import Quantizer, labelled
-from qompose.quantizer.composition import notes_on_members
+from qompose.quantizer.base import Quantizer
+from qompose.quantizer.composition import idle_members
 from qompose.quantizer.interop.foreign_quantizer import adapt
-from qompose.quantizer.interop.sandbox import overseen
+from qompose.quantizer.interop.hook_guard import forbid_changes, forbid_observer_edits
 from qompose.quantizer.rule_quantizer import RuleQuantizer
 from qompose.reporting.build_report import log_stage, say_if_nothing_was_quantized
 from qompose.spec.claim import Claim, Point, clear_annotations
@@ -139,7 +134,10 @@ def _prepared(
     with paused_collection():
         clear_annotations(working)
         write_annotations(working, record.plan.claims)
-        with blaming(f"{quantizer.name}: validate"):
+        with (
+            forbid_changes(quantizer.name, "validate", working),
+            blaming(f"{quantizer.name}: validate"),
+        ):
             quantizer.validate(working)
         identity = equalized_identity(identity, record.plan.rewrites)
         record = replace(record, state=state, fingerprint=identity)
@@ -161,11 +159,11 @@ def _observe(
     trains: bool,
 ) -> list[str]:
     """Insert observers, in place, or fake-quantizers and what is trained with them; return notes on it."""
-    plan, callback = record.plan, quantizer.prepare_obs_or_fq_callback
+    plan = record.plan
     groups = plan.groups
     if trains:  # factors would be decided once and for all, and weights find their own way
         groups = tuple(replace(group, balance=None) for group in groups)
-    insert_observers(working, plan.claims, groups, callback, simulate=trains)
+    insert_observers(working, plan.claims, groups, quantizer, simulate=trains)
     notes = training_form(working, exported, plan.rewrites) if trains else []
     run_observed_in_python(working)
     name_apart(working)
@@ -176,7 +174,8 @@ def _planned(
     exported: GraphModule, quantizer: Quantizer, strict: bool, trains: bool
 ) -> tuple[GraphModule, Record]:
     """Return the program with its rewrites, and the record of what is going to be done to it."""
-    working, composition, rewrites = annotate_program(exported, quantizer, trains=trains)
+    annotated = annotate(exported, quantizer, trains=trains)
+    working, composition, rewrites = annotated.program, annotated.composition, annotated.rewrites
     identify(working)
     unmatched = quantizer.check_program(exported)
     if strict and unmatched:
@@ -184,6 +183,7 @@ def _planned(
     claims = tuple(composition.chosen)
     groups, unsmoothed = smoothed(working, claims, plan_groups(working, claims))
     operators = survey(exported, working, composition, rewrites)
+    idle = idle_members(quantizer, composition)
     plan = Plan(
         claims=claims,
         groups=groups,
@@ -195,33 +195,30 @@ def _planned(
             *composition.notes,
             *claims_elsewhere(claims, operators),
             *(*notes_on_ranges(claims, groups), *unsmoothed),
-            *notes_on_members(quantizer, composition),
+            *(f"{label} claims nothing: {why}" for label, why in idle.items()),
         ),
         float_bytes=state_bytes(exported),
+        idle=tuple(idle),
     )
     return working, Record(plan, "prepared", _backends(quantizer))
 
 
 def _backends(quantizer: Quantizer) -> dict[str, Backend]:
-    labels = [label for label, _ in labelled(quantizer)]
-    members = zip(labels, quantizer.members, strict=True)
+    members = quantizer.labelled_members
     return {label: m.backend for label, m in members if isinstance(m, RuleQuantizer)}
-
-
-Callback = Callable[[GraphModule, dict[EdgeOrNode, nn.Module]], None]
 
 
 def insert_observers(
     model: GraphModule,
     claims: Sequence[Claim],
     groups: Sequence[Group],
-    callback: Callback,
+    quantizer: Quantizer,
     *,
     simulate: bool = False,
 ) -> None:
     """Insert the observers of all groups, in place, and tag the nodes of claims with their numbers.
 
-    `callback` sees {edge or node: observer} first, and may replace observers. With `simulate`, they are
+    `quantizer` sees {edge or node: observer} first, and may replace observers. With `simulate`, they are
     fake-quantizers.
     """
     nodes = {node.name: node for node in nodes_in(model)}
@@ -230,7 +227,7 @@ def insert_observers(
             tag(nodes[name], claim=number)
     bodies = body_labels(model)
     subjects = [subject_of(group, claims, nodes, bodies) for group in groups]
-    observers = _observers(model, groups, subjects, nodes, callback, simulate)
+    observers = _observers(model, groups, subjects, nodes, quantizer, simulate)
     values: dict[str, dict[int, list[Point]]] = defaultdict(lambda: defaultdict(list))
     for number, group in enumerate(groups):
         for point in group.points:
@@ -247,7 +244,7 @@ def _observers(
     groups: Sequence[Group],
     subjects: Sequence[str],
     nodes: dict[str, Node],
-    callback: Callback,
+    quantizer: Quantizer,
     simulate: bool,
 ) -> list[nn.Module]:
     rebind = Rebinding(model, nodes)
@@ -262,8 +259,13 @@ def _observers(
                 place = (nodes[point.source], nodes[point.user])
             places[place], numbers[place] = made[number], number
     original = dict(places)
-    with blaming("prepare_obs_or_fq_callback"), overseen(_name_of(callback), model, places):
-        callback(model, places)
+    hook = "prepare_obs_or_fq_callback"
+    with (
+        forbid_changes(quantizer.name, hook, model),
+        forbid_observer_edits(quantizer.name, places),
+        blaming(f"{quantizer.name}: {hook}"),
+    ):
+        quantizer.prepare_obs_or_fq_callback(model, places)
     if places.keys() != numbers.keys():
         odd = ", ".join(str(place) for place in places.keys() ^ numbers.keys())
         raise ConfigError(f"prepare_obs_or_fq_callback added or removed observers at {odd}")
@@ -280,10 +282,6 @@ def _observers(
         if isinstance(observer, DerivedObserver):
             observer.derive_from([made[number] for number in group.depends_on])
     return made
-
-
-def _name_of(callback: Callback) -> str:
-    return getattr(getattr(callback, "__self__", None), "name", "the quantizer")
 
 
 def _place(observer: nn.Module, value: Node) -> None:

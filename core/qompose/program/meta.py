@@ -57,6 +57,18 @@ def clear_origin(node: Node) -> None:
         node.meta["custom"] = custom
 
 
+def untag(node: Node, fact: str) -> None:
+    """Remove a fact that `tag` recorded, if there is one."""
+    custom = dict(node.meta.get("custom") or {})
+    facts = {name: value for name, value in custom.pop(CUSTOM_KEY, {}).items() if name != fact}
+    if facts:
+        custom[CUSTOM_KEY] = facts
+    if custom:
+        node.meta["custom"] = custom
+    else:
+        node.meta.pop("custom", None)
+
+
 VALUE_TAG, INTEGERS_TAG, FACTORS_TAG = "value", "integers", "factors"
 """Facts that tell which values of the exported program a node gives (`plan.operator_ids.identify`), and
 as which integers where it gives those: scale, zero point, least and largest; and by which factors, with their
@@ -135,6 +147,10 @@ META_KEY = STAGE_KEY
 
 CAST_TAG, KERNELS_TAG = "cast", "kernels"
 """Facts of nodes: one converts a float type for a specification; one stands for these claims' regions."""
+
+
+NAME_TAG = "name"
+"""Fact of nodes while a quantizer rewrites their program: what they are called."""
 
 
 MODE_KEY = "qompose_mode"

@@ -22,6 +22,7 @@ from qompose.program.aten_operators import with_sources
 from qompose.program.control_flow import nodes_in
 from qompose.program.graph import constant_of, copy_graph_module, dtype_of, is_quantizable
 from qompose.program.meta import ANNOTATION_KEY
+from qompose.quantizer.interop.hook_guard import checksums, forbid_changes, own_buffers
 from qompose.spec.claim import (
     Claim,
     Operand,
@@ -61,6 +62,7 @@ def propose_annotations(
     Raises:
         AnnotationConflictError: it changed an earlier member's annotation, and on_conflict is "error".
         ConfigError: an annotation is not made of specifications.
+        UserError: it changed the program, or wrote to its tensors.
     """
     snapshot = copy_graph_module(model)
     clear_annotations(snapshot)
@@ -70,24 +72,25 @@ def propose_annotations(
         node.name: point_specs(node) for node in snapshot.graph.nodes if node_annotation(node)
     }
     owners = {node: claim.owner for claim in taken for node in _touched(claim)}
-    known = {node.name: bool(node.users) for node in snapshot.graph.nodes}
-    calls = _calls(snapshot)
-    with blaming(f"{owner}: annotate"):
+    own_buffers(snapshot)
+    buffers = dict(snapshot.named_buffers(remove_duplicate=False))
+    numbers = checksums(buffers)
+    hook = "annotate"
+    with (
+        forbid_changes(owner, hook, snapshot, buffers=False, state=checksums),
+        blaming(f"{owner}: {hook}"),
+    ):
         returned = annotate(snapshot)
     if returned is not None and returned is not snapshot:
         raise UserError(
             f"{owner}: annotate returned another {type(returned).__name__} than it was given; what it wrote "
             "there would be lost. Annotate the given program in place, and return it or nothing."
         )
-    left = {node.name for node in snapshot.graph.nodes}
-    gone = {name for name, used in known.items() if used} - left  # some remove what nothing reads
-    edited = {name for name, call in _calls(snapshot).items() if calls.get(name) != call}
-    if gone | edited:
-        raise UserError(
-            f"{owner} changed the program in annotate ({', '.join(sorted(gone | edited))}), which may only "
-            "annotate it; transform_for_annotation is for changes"
-        )
     proposal = Proposal()
+    if written := [name for name, found in checksums(buffers).items() if found != numbers[name]]:
+        proposal.notes.append(
+            f"{owner}: annotate wrote to its copies of {', '.join(written)}, which was not followed"
+        )
     annotated = []
     for node in snapshot.graph.nodes:
         if node_annotation(node) is None and node.name not in before:
@@ -98,11 +101,6 @@ def propose_annotations(
             _changed(proposal, owners[node.name], owner, node, on_conflict)
     proposal.claims = claims_of(owner, annotated, proposal)
     return proposal
-
-
-def _calls(model: GraphModule) -> dict[str, tuple[object, ...]]:
-    """Return what each node does, as values that compare."""
-    return {n.name: (n.op, n.target, str(n.args), str(n.kwargs)) for n in model.graph.nodes}
 
 
 def _touched(claim: Claim) -> Iterable[str]:
@@ -216,11 +214,6 @@ def _as_point(edge_or_node: EdgeOrNode) -> Point:
         case (Node() as source, Node() as user):
             return Point(source.name, user.name)
     raise ConfigError(f"{edge_or_node!r} is neither a node nor an edge (producer, consumer)")
-
-
-def annotated_nodes(model: GraphModule) -> list[Node]:
-    """Return the nodes of a program, without its bodies, that have an annotation, in graph order."""
-    return [node for node in model.graph.nodes if node_annotation(node) is not None]
 
 
 def claims_of(owner: str, nodes: Sequence[Node], proposal: Proposal) -> list[Claim]:

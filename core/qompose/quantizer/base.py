@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Quantizer interface and the labels of members."""
+"""The Quantizer interface, which all quantizers of qompose have."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from torch.fx import GraphModule, Node
 from qompose.backend.capabilities import Capabilities
 from qompose.errors import ConfigError
 from qompose.quantizer.annotations import propose_annotations
-from qompose.quantizer.interop.torchao_engine import transform_for_host
+from qompose.quantizer.interop.torchao_engine import transform_for_torchao
 from qompose.spec.claim import Claim, Proposal
 from qompose.spec.quantization_spec import EdgeOrNode, QuantizationSpec
-from qompose.spec.torchao_compat import QUANTIZERS, acquaint, kin_of
+from qompose.spec.torchao_compat import QUANTIZERS, register_virtual_subclasses, virtual_subclass_of
 
 
-@kin_of(QUANTIZERS, "Quantizer")
+@virtual_subclass_of(QUANTIZERS, "Quantizer")
 class Quantizer(ABC):
     """Says which operators of an exported program are quantized, and how.
 
@@ -34,12 +34,12 @@ class Quantizer(ABC):
     """Names of the tentative rewrites (`qompose.program.rewrites`) that this quantizer asks for."""
     on_conflict: str = "error"
     """What happens when a member changes an earlier one's annotation; a composition may say "first"."""
-    works_apart = False
-    """Whether it is asked about a copy that no other member changes, with every batch norm folded."""
+    expects_folded = False
+    """Whether its engine folds every batch norm before it asks: what it wants without is not meant."""
     _is_bound = False  # of copies that `bound` makes, which only qompose's engine has, it is True
 
     def __init__(self) -> None:
-        acquaint()
+        register_virtual_subclasses()
 
     @property
     def name(self) -> str:
@@ -51,6 +51,18 @@ class Quantizer(ABC):
         """Return the quantizers that make claims: this one, or those of a composition."""
         return (self,)
 
+    @property
+    def labelled_members(self) -> list[tuple[str, Quantizer]]:
+        """Return (label, member) of each member; a name that occurs again gets a number."""
+        names = [member.name for member in self.members]
+        labels: list[str] = []
+        for name in names:
+            numbered = (f"{name}#{number}" for number in count(2))
+            taken = {*labels, *names}  # a member may be called "x#2" itself
+            free = next(n for n in numbered if n not in taken) if name in labels else name
+            labels.append(free)
+        return list(zip(labels, self.members, strict=True))
+
     def bound(self, exported: GraphModule) -> Quantizer:
         """Return this quantizer with its settings applied to one program, before any rewrite.
 
@@ -61,13 +73,16 @@ class Quantizer(ABC):
         """
         return self
 
+    def start(self) -> None:
+        """Forget what hooks remember of one another; the engine is going to call them from the first on."""
+
     def transform_for_annotation(self, model: GraphModule) -> GraphModule:
         """Rewrite a copy of the program before it is annotated.
 
         As it stands, this is for other engines: it makes the `rewrites` that claims cover. qompose's own
         engine makes those itself, and calls what overrides this.
         """
-        return model if self._is_bound else transform_for_host(model, self, labelled)
+        return model if self._is_bound else transform_for_torchao(model, self)
 
     @abstractmethod
     def annotate(self, model: GraphModule) -> GraphModule:
@@ -117,15 +132,3 @@ class Quantizer(ABC):
     def to_json(self) -> str:
         """Return the settings as JSON text; see `to_dict`."""
         return json.dumps(self.to_dict(), indent=2)
-
-
-def labelled(quantizer: Quantizer) -> list[tuple[str, Any]]:
-    """Return (label, propose) of each member; a name that occurs again gets a number."""
-    names = [member.name for member in quantizer.members]
-    labels: list[str] = []
-    for name in names:
-        numbered = (f"{name}#{number}" for number in count(2))
-        taken = {*labels, *names}  # a member may be called "x#2" itself
-        labels.append(name if name not in labels else next(n for n in numbered if n not in taken))
-    proposals = [member.propose for member in quantizer.members]
-    return list(zip(labels, proposals, strict=True))

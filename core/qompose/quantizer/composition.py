@@ -1,14 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ComposableQuantizer and `compose`: several quantizers as one, in order of priority.
-
-The quantizer that is made of several.
-
-Compose: names of installed backends, quantizers of any engine, or data in; one quantizer out.
-
-What a composition's members came to: of each that took nothing, why; of two alike, which is which.
-
-A quantizer without selectors of its own, told to leave some operators in float.
-"""
+"""`compose` and ComposableQuantizer: several quantizers as one, in order of priority."""
 
 from __future__ import annotations
 
@@ -26,10 +17,10 @@ from qompose.backend.capabilities import Capabilities
 from qompose.backend.discovery import load_backend
 from qompose.errors import ConfigError, PluginError, UserError, blaming
 from qompose.program.control_flow import nodes_in
-from qompose.quantizer.base import Quantizer, labelled
+from qompose.quantizer.base import Quantizer
 from qompose.quantizer.interop.foreign_quantizer import adapt
-from qompose.quantizer.interop.sandbox import overseen
-from qompose.quantizer.interop.torchao_engine import annotate_for_host, name_observers
+from qompose.quantizer.interop.hook_guard import forbid_changes, forbid_observer_edits
+from qompose.quantizer.interop.torchao_engine import annotate_for_torchao, name_observers
 from qompose.quantizer.rule_quantizer import RuleQuantizer, check_keys, selectors_from_data
 from qompose.quantizer.selector_matching import Assignment
 from qompose.spec.claim import (
@@ -39,7 +30,6 @@ from qompose.spec.claim import (
     Rejection,
     is_loss,
     most_telling,
-    standing_on,
 )
 from qompose.spec.quantization_spec import EdgeOrNode, QuantizationSpec
 from qompose.spec.selectors import Selectors, Setting
@@ -105,12 +95,15 @@ class ComposableQuantizer(Quantizer):
         copied._is_bound = True
         return copied
 
+    def start(self) -> None:
+        for member in self.quantizers:
+            member.start()
+
     def check_program(self, exported: GraphModule) -> list[str]:
         return [note for member in self.quantizers for note in member.check_program(exported)]
 
     def _owner(self, claim: Claim) -> Quantizer:
-        labels = [label for label, _ in labelled(self)]
-        return self.members[labels.index(claim.owner)]
+        return dict(self.labelled_members)[claim.owner]
 
     def objection_to_rewrite(self, claim: Claim, nodes: Sequence[Node]) -> str | None:
         return self._owner(claim).objection_to_rewrite(claim, nodes)
@@ -138,20 +131,25 @@ class ComposableQuantizer(Quantizer):
         return model
 
     def annotate(self, model: GraphModule) -> GraphModule:
-        return annotate_for_host(model, self, labelled)
+        return annotate_for_torchao(model, self)
 
     def validate(self, model: GraphModule) -> None:
         for member in self.quantizers:
-            with blaming(f"{member.name}: validate"):
+            with (
+                forbid_changes(member.name, "validate", model),
+                blaming(f"{member.name}: validate"),
+            ):
                 member.validate(model)
 
     def prepare_obs_or_fq_callback(
         self, model: GraphModule, edge_or_node_to_obs_or_fq: dict[EdgeOrNode, nn.Module]
     ) -> None:
         for member in self.quantizers:
+            hook = "prepare_obs_or_fq_callback"
             with (
-                blaming(f"{member.name}: prepare_obs_or_fq_callback"),
-                overseen(member.name, model, edge_or_node_to_obs_or_fq),
+                forbid_changes(member.name, hook, model),
+                forbid_observer_edits(member.name, edge_or_node_to_obs_or_fq),
+                blaming(f"{member.name}: {hook}"),
             ):
                 member.prepare_obs_or_fq_callback(model, edge_or_node_to_obs_or_fq)
         name_observers(edge_or_node_to_obs_or_fq)
@@ -268,20 +266,16 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def notes_on_members(quantizer: Quantizer, composition: Composition) -> list[str]:
-    """Describe the members of a composition that have no claim.
+def idle_members(quantizer: Quantizer, composition: Composition) -> dict[str, str]:
+    """Return the members of a composition that have no claim, and why.
 
     Of a quantizer with rules that is alone, the operators of the report say all that there is to say.
     """
-    members = dict(zip((label for label, _ in labelled(quantizer)), quantizer.members, strict=True))
+    members = dict(quantizer.labelled_members)
     if len(members) == 1 and isinstance(quantizer.members[0], RuleQuantizer):
-        return []
+        return {}
     claiming = {claim.owner for claim in composition.chosen}
-    return [
-        f"{label} claims nothing: {_why(label, members, composition)}"
-        for label in members
-        if label not in claiming
-    ]
+    return {label: _why(label, members, composition) for label in members if label not in claiming}
 
 
 def _why(label: str, members: dict[str, Quantizer], composition: Composition) -> str:
@@ -353,7 +347,7 @@ class Restrained(Quantizer):
         super().__init__()
         self.member, self.settings = member, tuple(settings)
         self.rewrites, self.on_conflict = member.rewrites, member.on_conflict
-        self.works_apart = member.works_apart
+        self.expects_folded = member.expects_folded
         self._assignment: Assignment | None = None
 
     @property
@@ -370,6 +364,9 @@ class Restrained(Quantizer):
         copied._assignment = Assignment(Selectors(list(self.settings)), exported)
         return copied
 
+    def start(self) -> None:
+        self.member.start()
+
     def propose(
         self, model: GraphModule, taken: Sequence[Claim], on_conflict: str = "error"
     ) -> Proposal:
@@ -380,8 +377,7 @@ class Restrained(Quantizer):
         nodes = {node.name: node for node in nodes_in(model)}
         kept, refused = [], list(proposal.rejections)
         for claim in proposal.claims:
-            covered = standing_on(claim, proposal.changes).territory
-            chosen = (assignment.select(nodes[name]) for name in covered if name in nodes)
+            chosen = (assignment.select(nodes[name]) for name in claim.nodes)
             by = next((selection.selector for selection in chosen if selection.selected), None)
             if by is None:
                 kept.append(claim)
@@ -397,7 +393,7 @@ class Restrained(Quantizer):
         return self.member.transform_for_annotation(model)
 
     def annotate(self, model: GraphModule) -> GraphModule:
-        return annotate_for_host(model, self, labelled)
+        return annotate_for_torchao(model, self)
 
     def validate(self, model: GraphModule) -> None:
         self.member.validate(model)

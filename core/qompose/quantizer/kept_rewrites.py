@@ -65,7 +65,7 @@ def covered_rewrites(
         covered = [
             _with_objection(candidate, claims, nodes, objection)
             for candidate, pieces in zip(candidates, made.pieces, strict=True)
-            if (claims := _holding(made.composition, candidate, pieces))
+            if (claims := _claims_using(made.composition, candidate, pieces))
         ]
         if covered == candidates:
             return made, candidates, refused
@@ -73,18 +73,20 @@ def covered_rewrites(
         candidates = [candidate for candidate in covered if candidate.obstacle is None]
 
 
-def _holding(composition: Composition, candidate: Candidate, pieces: Sequence[str]) -> list[Claim]:
+def _claims_using(
+    composition: Composition, candidate: Candidate, pieces: Sequence[str]
+) -> list[Claim]:
     """Return the claims that hold a piece of a rewrite; of one for a repair, those that ask for that."""
     return [
         claim
         for claim in composition.chosen
-        if not claim.territory.isdisjoint(pieces)
+        if not {*claim.nodes}.isdisjoint(pieces)
         and (candidate.rewrite != ADD_BIAS or BIAS_CORRECTION in claim.repairs)
     ]
 
 
 def _claimed(composition: Composition) -> frozenset[str]:
-    return frozenset(name for claim in composition.chosen for name in claim.territory)
+    return frozenset(name for claim in composition.chosen for name in claim.nodes)
 
 
 def _with_objection(

@@ -33,8 +33,8 @@ from qompose.errors import ConfigError, SelectorError, UserError, near_names
 from qompose.observers.config_json import config_from_json, config_to_json
 from qompose.program.graph import owner_of
 from qompose.program.rewrites import ADD_BIAS
-from qompose.quantizer.base import Quantizer, labelled
-from qompose.quantizer.interop.torchao_engine import annotate_for_host, name_observers
+from qompose.quantizer.base import Quantizer
+from qompose.quantizer.interop.torchao_engine import annotate_for_torchao, name_observers
 from qompose.quantizer.rule_matching import propose_rules
 from qompose.quantizer.selector_matching import Assignment
 from qompose.spec.algorithm_options import BIAS_CORRECTION
@@ -263,7 +263,7 @@ class RuleQuantizer(Quantizer):
 
     def annotate(self, model: GraphModule) -> GraphModule:
         """Annotate what nobody annotated before; for engines that read annotations (`torchao_engine`)."""
-        return annotate_for_host(model, self, labelled)
+        return annotate_for_torchao(model, self)
 
     def prepare_obs_or_fq_callback(
         self, model: GraphModule, edge_or_node_to_obs_or_fq: dict[EdgeOrNode, nn.Module]

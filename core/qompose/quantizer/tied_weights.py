@@ -34,7 +34,7 @@ _OWN = (QuantizationSpec, FixedQParamsQuantizationSpec)
 """Specifications that do not refer to other points."""
 
 
-def one_table_each(
+def unify_specs(
     model: GraphModule, claims: Sequence[Claim], objection: Objection
 ) -> tuple[list[Claim], list[str]]:
     """Return the claims with one specification for each parameter, as far as they can have one.

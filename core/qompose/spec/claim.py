@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import Any
 
 from torch.fx import GraphModule, Node
@@ -128,7 +129,6 @@ class Claim:
     `needs_quantized` names producers: the claim stands only where every one of them (`needs_all`), or at
     least one, gives a tensor that is quantized already. With `needs_reader` it stands only where another
     claim reads its output as integers. `mode` is "static", "dynamic" or "weight-only".
-    `instead_of` are operators of the program in whose place its nodes stand, where a `Change` made these.
     `product` is set where the claim's configuration lets its channels have factors, `bias` where its kernel
     adds a bias as an integer. `repairs` are those that the configuration asks for, of a rule with a weight.
     """
@@ -149,17 +149,19 @@ class Claim:
     needs_reader: bool = False
     product: Product | None = None
     bias: AddedBias | None = None
-    instead_of: tuple[str, ...] = ()
     repairs: tuple[Repair, ...] = ()
-
-    @property
-    def territory(self) -> frozenset[str]:
-        """Return its operators, and those in whose place they stand."""
-        return frozenset((*self.nodes, *self.instead_of))
 
     def owned_by(self, owner: str) -> Claim:
         """Return the same claim in another owner's name."""
         return replace(self, owner=owner)
+
+
+class Kind(Enum):
+    """What became of a match that is no claim: refused, or admissible and without its condition, or lost."""
+
+    REFUSED = "refused"
+    WAITED = "waited"
+    LOST = "lost"
 
 
 @dataclass(frozen=True)
@@ -175,6 +177,7 @@ class Rejection:
     nodes: tuple[str, ...]
     reason: str
     distance: int = 0
+    kind: Kind = Kind.REFUSED
 
 
 @dataclass(frozen=True)
@@ -188,53 +191,17 @@ class Conflict:
     nodes: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Change:
-    """A place where a quantizer's claims are on a program of its own, and what is different there.
-
-    `nodes` are the program's operators that are gone or differ, `pieces` those that stand in their place.
-    `brought` are the values that the program has not got without it: constants, and some of the pieces.
-    """
-
-    nodes: tuple[str, ...]
-    pieces: tuple[str, ...]
-    brought: tuple[str, ...] = field(default=(), compare=False)
-
-    def carries(self, claim: Claim) -> bool:
-        """Tell whether a claim cannot stand without it."""
-        held = {*claim.nodes}
-        read = {spec.point.source for spec in claim.specs}
-        return not (held.isdisjoint(self.pieces) and (held | read).isdisjoint(self.brought))
-
-
-def standing_on(claim: Claim, changes: Iterable[Change]) -> Claim:
-    """Return a claim with the operators in whose place changes put its own."""
-    needed = [change for change in changes if change.carries(claim)]
-    instead = dict.fromkeys(name for change in needed for name in change.nodes)
-    return replace(claim, instead_of=tuple(instead)) if needed else claim
-
-
-Apply = Callable[[GraphModule, Collection[Change], Mapping[str, str]], None]
-"""Makes changes in a program; the last argument is how that calls values that the changes name otherwise."""
-
-
-def _keep(program: GraphModule, changes: Collection[Change], called: Mapping[str, str]) -> None:
-    """Make no changes: there are none."""
-
-
 @dataclass
 class Proposal:
     """All that one quantizer says of one program.
 
-    `changes` are what its claims may stand on; `apply` makes some of them, in place. `marks` are entries
-    of nodes' meta that the quantizer wrote for later tools, by node; they go with its claims.
+    `marks` are entries of nodes' meta that the quantizer wrote for later tools, by node; they go with its
+    claims.
     """
 
     claims: list[Claim] = field(default_factory=list)
     rejections: list[Rejection] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    changes: tuple[Change, ...] = ()
-    apply: Apply = _keep
     marks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
@@ -242,9 +209,8 @@ class Proposal:
 class Composition:
     """The claims that were chosen, in order of priority, and what became of the others.
 
-    `obstacles` says why rewrites were not made, by their name and operators; `hindered`, by operators that
-    only a rewrite brings to a rule, what the rule says of them with it. `changes` are those that chosen
-    claims stand on, each with its quantizer.
+    `obstacles` says why rewrites were not made, by their name and operators; `blocked`, by operators that
+    only a rewrite brings to a rule, what the rule says of them with it.
     """
 
     chosen: list[Claim] = field(default_factory=list)
@@ -252,8 +218,7 @@ class Composition:
     rejections: list[Rejection] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     obstacles: dict[tuple[str, tuple[str, ...]], str] = field(default_factory=dict)
-    hindered: dict[str, str] = field(default_factory=dict)
-    changes: list[tuple[str, Change]] = field(default_factory=list)
+    blocked: dict[str, str] = field(default_factory=dict)
 
 
 def node_annotation(node: Node) -> Any:
@@ -267,13 +232,9 @@ def clear_annotations(model: GraphModule) -> None:
         node.meta.pop(ANNOTATION_KEY, None)
 
 
-LOSS = "its rule {} lost "
-WAITED = "its input is not quantized"
-
-
 def is_loss(rejection: Rejection) -> bool:
     """Tell whether a claim was admissible, and another member had taken its nodes."""
-    return rejection.reason.startswith(LOSS.format(rejection.rule))
+    return rejection.kind is Kind.LOST
 
 
 def most_telling(rejections: Iterable[Rejection]) -> list[Rejection]:
@@ -283,9 +244,5 @@ def most_telling(rejections: Iterable[Rejection]) -> list[Rejection]:
     comes last.
     """
     listed = sorted(rejections, key=lambda rejection: rejection.distance)
-    further = {(r.owner, r.nodes) for r in listed if _was_admissible(r)}
-    return [r for r in listed if _was_admissible(r) or (r.owner, r.nodes) not in further]
-
-
-def _was_admissible(rejection: Rejection) -> bool:
-    return is_loss(rejection) or rejection.reason == WAITED
+    further = {(r.owner, r.nodes) for r in listed if r.kind is not Kind.REFUSED}
+    return [r for r in listed if r.kind is not Kind.REFUSED or (r.owner, r.nodes) not in further]

@@ -22,7 +22,7 @@ from qompose.errors import ConfigError
 from qompose.spec.algorithm_options import Repair, checked_repairs
 from qompose.spec.observer_factory import class_of, converts_itself
 from qompose.spec.qparams import FLOAT_ZERO_POINT, PER_CHANNEL, SYMMETRIC, quantized_range
-from qompose.spec.torchao_compat import QUANTIZERS, acquaint, kin_of
+from qompose.spec.torchao_compat import QUANTIZERS, register_virtual_subclasses, virtual_subclass_of
 
 if TYPE_CHECKING:
     from dataclasses import Field
@@ -34,15 +34,15 @@ INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32)
 """The integer types of torch's quantize operators."""
 
 
-@kin_of(QUANTIZERS, "QuantizationSpecBase")
+@virtual_subclass_of(QUANTIZERS, "QuantizationSpecBase")
 class QuantizationSpecBase:
     """Base of the four kinds of specification."""
 
     def __post_init__(self) -> None:
-        acquaint()
+        register_virtual_subclasses()
 
 
-@kin_of(QUANTIZERS, "QuantizationSpec")
+@virtual_subclass_of(QUANTIZERS, "QuantizationSpec")
 @dataclass(frozen=True)
 class QuantizationSpec(QuantizationSpecBase):
     """How one tensor is quantized, and which observer or fake-quantizer estimates its parameters.
@@ -106,7 +106,7 @@ class _FieldsInUse:
 QuantizationSpec.__dataclass_fields__ = _FieldsInUse(QuantizationSpec.__dataclass_fields__)  # type: ignore[assignment]
 
 
-@kin_of(QUANTIZERS, "FixedQParamsQuantizationSpec")
+@virtual_subclass_of(QUANTIZERS, "FixedQParamsQuantizationSpec")
 @dataclass(frozen=True)
 class FixedQParamsQuantizationSpec(QuantizationSpecBase):
     """A tensor whose scale and zero point are known beforehand, as for the output of a sigmoid.
@@ -142,7 +142,7 @@ class FixedQParamsQuantizationSpec(QuantizationSpecBase):
         _fill_range(self, low, high)
 
 
-@kin_of(QUANTIZERS, "SharedQuantizationSpec")
+@virtual_subclass_of(QUANTIZERS, "SharedQuantizationSpec")
 @dataclass(frozen=True)
 class SharedQuantizationSpec(QuantizationSpecBase):
     """A tensor that has the quantization parameters of another edge or output.
@@ -154,7 +154,7 @@ class SharedQuantizationSpec(QuantizationSpecBase):
     edge_or_node: EdgeOrNode
 
 
-@kin_of(QUANTIZERS, "DerivedQuantizationSpec")
+@virtual_subclass_of(QUANTIZERS, "DerivedQuantizationSpec")
 @dataclass(frozen=True)
 class DerivedQuantizationSpec(QuantizationSpecBase):
     """A tensor whose parameters are computed from those of others, as a bias from activation and weight.
@@ -261,7 +261,7 @@ class QuantizationAnnotation:
     _annotated: bool = False
 
     def __post_init__(self) -> None:
-        acquaint()
+        register_virtual_subclasses()
 
 
 @dataclass(frozen=True)

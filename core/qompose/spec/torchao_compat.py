@@ -17,11 +17,11 @@ Class = TypeVar("Class", bound=type)
 _PT2E = "torchao.quantization.pt2e"
 QUANTIZERS, OBSERVERS = f"{_PT2E}.quantizer.quantizer", f"{_PT2E}.observer"
 """The modules of the other package that define quantizers with their vocabulary, and observers."""
-_strangers: dict[tuple[str, str], type] = {}
+_unregistered: dict[tuple[str, str], type] = {}
 """qompose's classes that are not registered yet, by module and name of the class that each goes with."""
 
 
-def kin_of(module: str, name: str) -> Callable[[Class], Class]:
+def virtual_subclass_of(module: str, name: str) -> Callable[[Class], Class]:
     """Return a class decorator: objects of the class count as ones of the class `name` of another package.
 
     Args:
@@ -29,16 +29,16 @@ def kin_of(module: str, name: str) -> Callable[[Class], Class]:
     """
 
     def note(cls: Class) -> Class:
-        _strangers[module, name] = cls
+        _unregistered[module, name] = cls
         return cls
 
     return note
 
 
-def acquaint() -> None:
+def register_virtual_subclasses() -> None:
     """Register qompose's classes with those of other packages that were imported since the last call."""
-    for (module, name), cls in list(_strangers.items()):
+    for (module, name), cls in list(_unregistered.items()):
         other = getattr(sys.modules.get(module), name, None)  # none while it is being imported
         if isinstance(other, ABCMeta):
             other.register(cls)
-            _strangers.pop((module, name), None)
+            _unregistered.pop((module, name), None)

@@ -10,7 +10,7 @@ import qompose
 import torch
 from qompose import Quantizer
 from qompose.backend import OperatorPattern
-from qompose.preparation.annotate import annotate_program as annotate_bound_program
+from qompose.preparation.annotate import annotate as annotate_bound_program
 from qompose.program.control_flow import graphs_in, name_apart, nodes_in, sink_constants
 from qompose.program.graph import copy_graph_module
 from torch import Tensor, nn
@@ -47,7 +47,8 @@ X = randn(4, 4)
 
 def annotate_program(exported: GraphModule, quantizer: Quantizer) -> Any:
     """As prepare calls it: with the quantizer bound to the program."""
-    return annotate_bound_program(exported, quantizer.bound(exported))
+    annotated = annotate_bound_program(exported, quantizer.bound(exported))
+    return annotated.program, annotated.composition, annotated.rewrites
 
 
 def ready(program: Any) -> GraphModule:

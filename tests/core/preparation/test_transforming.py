@@ -31,6 +31,7 @@ from tests.core.toy import (
 
 aten = torch.ops.aten
 X = randn(4, 4)
+TRANSFORM = ": transform_for_annotation"
 
 
 def replaced(target: Any, build: Callable[[GraphModule, Node], Node]) -> type[Quantizer]:
@@ -104,8 +105,8 @@ def test_what_was_made_is_listed_where_it_stands_and_what_is_gone_is_not() -> No
 def test_each_member_has_a_rewrite_and_a_note_of_its_own() -> None:
     plan = plan_of(prepare(PROGRAM, qompose.compose(Split(), toy(*RULES), Silu(), NullQuantizer())))
     assert plan.rewrites == (
-        Rewrite("Split: transform_for_annotation", ("linear",), ("linear_default", "add_tensor")),
-        Rewrite("Silu: transform_for_annotation", ("silu",), ("sigmoid_default", "mul_tensor")),
+        Rewrite(f"Split{TRANSFORM}", ("linear",), ("linear_default", "add_tensor"), member="Split"),
+        Rewrite(f"Silu{TRANSFORM}", ("silu",), ("sigmoid_default", "mul_tensor"), member="Silu"),
     )
     assert [note for note in plan.notes if "rewrote" in note] == [
         f"{name}: transform_for_annotation rewrote the program" for name in ("Split", "Silu")
@@ -146,7 +147,9 @@ def test_an_operator_that_kept_its_name_is_listed_as_what_it_is_now() -> None:
             return model
 
     plan = plan_of(prepare(PROGRAM, qompose.compose(Retarget(), toy(SIGMOID))))
-    assert plan.rewrites == (Rewrite("Retarget: transform_for_annotation", ("tanh",), ("tanh",)),)
+    assert plan.rewrites == (
+        Rewrite(f"Retarget{TRANSFORM}", ("tanh",), ("tanh",), member="Retarget"),
+    )
     (operator,) = (o for o in plan.operators if o.name == "tanh")
     assert (operator.operator, operator.claim) == ("aten.sigmoid", 0)
 

@@ -164,10 +164,12 @@ def _scale(node: Node) -> None:
 
 @pytest.mark.parametrize(
     ("edit", "named"),
-    [(_retarget, r"\(linear, linear_1\)"), (_rewire, r"\(add\)"), (_scale, r"\(add\)")],
+    [(_retarget, "linear, linear_1"), (_rewire, "add"), (_scale, "add")],
 )
 def test_an_edit_that_keeps_the_names_of_nodes_is_no_annotation(
     program: torch.export.ExportedProgram, edit: Callable[[Node], None], named: str
 ) -> None:
-    with pytest.raises(qompose.UserError, match=rf"editor changed the program in annotate {named}"):
+    with pytest.raises(
+        qompose.UserError, match=rf"editor: annotate changed the program at {named}"
+    ):
         prepare(program, qompose.compose(toy(LINEAR), Annotator(edit, "editor")))

@@ -284,7 +284,7 @@ def _remove(model: GraphModule) -> None:
 @pytest.mark.parametrize("change", [_add, _remove], ids=["add", "remove"])
 def test_annotate_may_not_change_the_program(change: Callable[[GraphModule], object]) -> None:
     program = export(nn.Sequential(nn.Linear(3, 3)), randn(2, 3))
-    with pytest.raises(qompose.UserError, match="Changing changed the program in annotate"):
+    with pytest.raises(qompose.UserError, match="Changing: annotate changed the program"):
         prepare(program, Changing(change))
 
 

@@ -49,10 +49,11 @@ PROGRAM = export(seeded(Net()), X)
 
 # What a composition answers for itself, and why that is no hook of a member.
 OWN = {
-    "rewrites": "annotate_program joins those of all members",
+    "rewrites": "annotate joins those of all members",
+    "expects_folded": "each member has its own",
+    "labelled_members": "labels are for the members together",
     "on_conflict": "the policy is the composition's",
     "to_json": "written with to_dict",
-    "works_apart": "compose_claims asks each member",
 }
 
 
@@ -109,7 +110,7 @@ for _name in METHODS:
 # of a member where there is cause: about a rewrite, a tied weight, its capabilities, its settings.
 CALLED = {
     "bound": 1, "check_program": 1, "propose": 1, "validate": 1, "prepare_obs_or_fq_callback": 1,
-    "transform_for_annotation": 1,
+    "start": 1, "transform_for_annotation": 1,
 }  # fmt: skip
 ON_DEMAND = {"objection_to_rewrite", "objection_to_spec", "quantization_capabilities"}
 

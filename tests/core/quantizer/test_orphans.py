@@ -10,7 +10,7 @@ import pytest
 import qompose
 import torch
 from qompose.errors import SharingError
-from qompose.quantizer.arbitration import orphaned
+from qompose.quantizer.arbitration import unresolved
 from qompose.spec.claim import Claim, Point, PointSpec, shared_with
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
@@ -21,7 +21,6 @@ from tests.core.quantizer.interop.foreign import (
     Derived,
     Foreign,
     aten,
-    calls,
     put,
 )
 from tests.core.toy import INT8, export, graph_text, plan_of, prepare, randn, seeded
@@ -120,36 +119,6 @@ def test_what_can_keeps_its_place_without_it() -> None:
     qompose.convert_pt2e(prepared)
 
 
-class Changed(Foreign):
-    """Its claim stands on a change of the operator, which is made when it is asked, or not at all."""
-
-    def transform_for_annotation(self, model: GraphModule) -> GraphModule:
-        for node in calls(model, aten.linear.default):
-            model.register_buffer("_twice", torch.zeros(4, 4))
-            with model.graph.inserting_before(node):
-                node.update_arg(1, model.graph.get_attr("_twice"))
-        model.recompile()
-        return model
-
-    def asked(self, node: Node) -> Any:
-        return Annotation({}, ACTIVATION)
-
-
-def test_what_comes_too_late_leaves_the_operator_to_nobody() -> None:
-    class ByOutput(Biases):
-        def asked(self, node: Node) -> Any:
-            spec = Derived([node], lambda o: o[0].calculate_qparams(), torch.int8)
-            return Annotation({node.args[2]: spec})
-
-    prepared = prepare(PROGRAM, qompose.compose(ByOutput(), Changed(), Tanhs()))
-    assert claims(prepared).keys() == {"tests.Tanhs"}
-    (row,) = [row for row in qompose.report(prepared).rows if row.name == "linear"]
-    assert row.reason == "tests.Changed: its rule annotation lost linear to tests.ByOutput"
-    followed, idle = (n for n in plan_of(prepared).notes if n.startswith("tests.ByOutput"))
-    assert "a_bias -> linear" in followed and "tests.Changed" in followed
-    assert "claims nothing" in idle and "it is derived from output of linear" in idle
-
-
 def test_what_nobody_annotates_is_an_error() -> None:
     with pytest.raises(
         SharingError, match=r"a_bias -> linear \(tests\.Biases.*x -> linear, which no"
@@ -191,20 +160,20 @@ class TestOrphaned:
             claim("two", "x", PointSpec(Point("x"), INT8)),
             claim("three", "x", PointSpec(self.a, INT8)),
         )
-        (reason,) = orphaned([self.needy, winner], [loser]).values()
+        (reason,) = unresolved([self.needy, winner], [loser]).values()
         assert all(word in reason for word in ("output of a", "three", "x to two"))
 
     def test_a_loser_without_a_winner_is_named(self) -> None:
         loser = claim("three", "a", PointSpec(self.a, INT8))
-        (reason,) = orphaned([self.needy], [loser]).values()
+        (reason,) = unresolved([self.needy], [loser]).values()
         assert "three wanted to annotate" in reason
 
     def test_what_shares_with_it_goes_too(self) -> None:
         follower = claim("one", "c", shared_with(self.c, self.b))
         loser = claim("three", "a", PointSpec(self.a, INT8))
-        assert orphaned([self.needy, follower], [loser]).keys() == {self.b, self.c}
+        assert unresolved([self.needy, follower], [loser]).keys() == {self.b, self.c}
 
     def test_what_stands_or_is_nobodys_is_no_reason(self) -> None:
         standing = claim("two", "a", PointSpec(self.a, INT8))
         loser = claim("three", "a", PointSpec(self.a, INT8))
-        assert orphaned([self.needy, standing], [loser]) == orphaned([self.needy], []) == {}
+        assert unresolved([self.needy, standing], [loser]) == unresolved([self.needy], []) == {}

@@ -12,7 +12,6 @@ import qompose
 import torch
 from qompose import ComposableQuantizer, Quantizer, UserError
 from qompose.errors import ConfigError
-from qompose.quantizer.base import labelled
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
@@ -72,6 +71,7 @@ def test_this_file_knows_the_whole_interface() -> None:
     methods = {name for name, _ in inspect.getmembers(Quantizer, inspect.isfunction)}
     public = {name for name in methods if not name.startswith("_")}
     assert public == HOOKS | {
+        "start",
         "propose",
         "quantization_capabilities",
         "check_program",
@@ -224,4 +224,4 @@ def test_a_composition_is_not_asked_for_claims_of_its_own() -> None:
 )
 def test_no_two_members_have_one_label(names: list[str], labels: list[str]) -> None:
     composed = qompose.compose(*(Recorder(name) for name in names))
-    assert [label for label, _ in labelled(composed)] == labels
+    assert [label for label, _ in composed.labelled_members] == labels

@@ -11,7 +11,7 @@ import qompose
 import torch
 from qompose import QuantizationConfig
 from qompose.program.graph import copy_graph_module
-from qompose.quantizer.tied_weights import one_table_each
+from qompose.quantizer.tied_weights import unify_specs
 from qompose.spec.claim import Claim, Point, PointSpec
 from qompose.spec.quantization_spec import QuantizationSpec, likeness
 from torch import Tensor, nn
@@ -122,7 +122,7 @@ def test_claims_get_one_specification(order: int) -> None:
     claims = [
         reads("a", parameter, embedding, NARROW), reads("b", parameter, linear, WEIGHT),
     ][::order]  # fmt: skip
-    changed, notes = one_table_each(module, claims, TAKES_ALL)
+    changed, notes = unify_specs(module, claims, TAKES_ALL)
     first = claims[0].specs[0].spec
     assert [claim.specs[0].spec for claim in changed] == [first, first]
     (note,) = notes
@@ -140,7 +140,7 @@ def test_a_rule_that_refuses_leaves_the_choice_to_the_other() -> None:
     def b_refuses(claim: Claim, spec: QuantizationSpec) -> str | None:
         return "its kernel wants 8 bits" if claim.owner == "b" else None
 
-    changed, _ = one_table_each(module, claims, b_refuses)
+    changed, _ = unify_specs(module, claims, b_refuses)
     assert [claim.specs[0].spec for claim in changed] == [WEIGHT, WEIGHT]
 
 
@@ -159,7 +159,7 @@ def test_where_no_scheme_suits_every_objection_is_named(
 ) -> None:
     module, parameter, (embedding, linear) = tied_program()
     claims = [reads("a", parameter, embedding, one), reads("b", parameter, linear, other)]
-    changed, (note,) = one_table_each(module, claims, lambda claim, spec: "it says so")
+    changed, (note,) = unify_specs(module, claims, lambda claim, spec: "it says so")
     assert changed == claims
     assert "weight becomes more than one table of integers: " in note
     for reason in reasons:
@@ -171,7 +171,7 @@ def test_like_specifications_need_no_note() -> None:
     alike = replace(WEIGHT)
     assert likeness(alike) == likeness(WEIGHT)
     claims = [reads("a", parameter, embedding, alike), reads("b", parameter, linear, WEIGHT)]
-    assert one_table_each(module, claims, lambda c, s: "no") == (claims, [])
+    assert unify_specs(module, claims, lambda c, s: "no") == (claims, [])
 
 
 class Halves(nn.Module):
@@ -192,7 +192,7 @@ def test_parts_of_one_storage_are_not_tied() -> None:
         reads("a", nodes["linear"].args[1].name, "linear", NARROW),
         reads("b", nodes["linear_1"].args[1].name, "linear_1", WEIGHT),
     ]
-    assert one_table_each(module, claims, TAKES_ALL) == (claims, [])
+    assert unify_specs(module, claims, TAKES_ALL) == (claims, [])
 
 
 class Siamese(nn.Module):

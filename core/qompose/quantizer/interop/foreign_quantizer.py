@@ -1,27 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantizers of torchao and ExecuTorch, unmodified, as members of a composition.
+"""Quantizers of torchao and ExecuTorch, unmodified, as members of a composition: recognised by shape.
 
-Quantizers written for torchao or ExecuTorch as members of a composition, recognised by shape.
-
-Such a quantizer rewrites and annotates a copy of the program that is its own: it sees nothing of other
-members, and they see nothing of it. What it wrote becomes claims, arbitrated like any other. What it
-rewrote is found by comparing the copy with the program (`alignment`), and made in the program only where
-one of its claims stands.
-
-Asking a foreign quantizer about a program: its hooks, in the order that engines of this field call them.
-
-It works on copies of itself and of the program, behind a fence. What it did shows in the copy.
-
-What a quantizer writes into nodes' meta besides annotations, for tools that come later.
-
-Partitioners of several backends look for such entries on the operators that their quantizer annotated.
+Such a quantizer rewrites the common program in its turn, and annotates a copy of it that shows nothing of
+what other members annotated. What it wrote there becomes claims, arbitrated like any other.
 """
 
 from __future__ import annotations
 
 import copy
-import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -29,25 +17,15 @@ from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from qompose.errors import QomposeWarning, UserError, blaming
+from qompose.errors import UserError, blaming
 from qompose.program.aten_operators import with_sources, without_sources
 from qompose.program.control_flow import nodes_in
-from qompose.program.graph import copy_graph_module
 from qompose.program.meta import ANNOTATION_KEY, CUSTOM_KEY, PROVENANCE
-from qompose.quantizer.annotations import annotated_nodes, claims_of
-from qompose.quantizer.base import Quantizer, labelled
-from qompose.quantizer.interop.alignment import Alignment, align
-from qompose.quantizer.interop.correspondence import stamp
-from qompose.quantizer.interop.process_state import USED_RANDOM_NUMBERS, fenced
-from qompose.quantizer.interop.sandbox import (
-    edited,
-    own_constants,
-    program_of,
-    sizes_kept,
-    tensors_kept,
-)
-from qompose.quantizer.interop.torchao_engine import annotate_for_host
-from qompose.spec.claim import Apply, Change, Claim, Proposal, clear_annotations, node_annotation
+from qompose.quantizer.annotations import propose_annotations
+from qompose.quantizer.base import Quantizer
+from qompose.quantizer.interop.hook_guard import forbid_changes, restore_process
+from qompose.quantizer.interop.torchao_engine import annotate_for_torchao
+from qompose.spec.claim import Claim, Proposal, node_annotation
 from qompose.spec.quantization_spec import EdgeOrNode
 
 if TYPE_CHECKING:
@@ -80,15 +58,17 @@ def adapt(quantizer: Any) -> Quantizer:
 
 
 class AdaptedQuantizer(Quantizer):
-    """A quantizer of another engine, asked on a copy of itself and of the program."""
+    """A quantizer of another engine. A copy of it is asked about each program, from its first hook on."""
 
-    works_apart = True
+    expects_folded = True
 
     def __init__(self, quantizer: Any) -> None:
         super().__init__()
         self.quantizer = quantizer
-        self._asking: Asking | None = None  # as it was asked last: hooks may build on one another
-        self._heard: dict[str, Proposal] | None = None
+        self._asked: Any = quantizer
+        self._before: Mapping[str, str] | None = (
+            None  # of one that cannot be copied, its attributes
+        )
 
     @property
     def name(self) -> str:
@@ -98,216 +78,56 @@ class AdaptedQuantizer(Quantizer):
     def bound(self, exported: GraphModule) -> Self:
         bound = copy.copy(self)
         bound._is_bound = True
-        bound._heard = {}  # a program that occurs again in one prepare is annotated once
+        bound.start()
         return bound
 
+    def start(self) -> None:
+        self._asked, copied = _copied(self.name, self.quantizer)
+        self._before = None if copied else _state(self.quantizer)
+
+    def transform_for_annotation(self, model: GraphModule) -> GraphModule:
+        """Let the quantizer rewrite a program, which may become another object."""
+        if not hasattr(self._asked, TRANSFORM):
+            return model
+        with_sources(model)
+        result = self._call(TRANSFORM, model)
+        if isinstance(result, GraphModule):
+            without_sources(result)
+        return result  # type: ignore[no-any-return]
+
     def annotate(self, model: GraphModule) -> GraphModule:
-        """Annotate for another engine; rewrite `model` in place where the quantizer's claims need it."""
-        return annotate_for_host(model, self, labelled)
+        """Annotate for another engine."""
+        return annotate_for_torchao(model, self)
 
     def propose(
         self, model: GraphModule, taken: Sequence[Claim], on_conflict: str = "error"
     ) -> Proposal:
         """Return its claims on the program; those of other members are hidden from it."""
-        if self._heard is None:
-            return self._ask(model)
-        program = str(model.graph)
-        if program not in self._heard:
-            self._heard[program] = self._ask(model)
-        return self._heard[program]
+        notes: list[str] = []
+        marks: dict[str, dict[str, Any]] = {}
 
-    def _ask(self, model: GraphModule) -> Proposal:
-        self._asking = Asking(self.name, self.quantizer)
-        return self._asking.about(model)
+        def annotate(own: GraphModule) -> Any:
+            result = self._call(ANNOTATE, own)
+            with forbid_changes(self.name, VALIDATE, own, buffers=False):
+                answer = self._call(VALIDATE, own)
+            if answer is False:
+                notes.append(f"{self.name}: validate returned False")
+            marks.update(marks_between(model, own))
+            notes.extend(self._astray(own))
+            return result
+
+        proposal = propose_annotations(self.name, annotate, model, (), on_conflict)
+        return replace(proposal, notes=[*proposal.notes, *notes, *self._kept()], marks=marks)
 
     def prepare_obs_or_fq_callback(
         self, model: GraphModule, edge_or_node_to_obs_or_fq: dict[EdgeOrNode, nn.Module]
     ) -> None:
-        asking = self._asking or Asking(self.name, self.quantizer)
-        said = Proposal()
-        hook = "prepare_obs_or_fq_callback"
-        if not hasattr(asking.member, hook):
-            return
-        with (
-            sizes_kept(model) as assumed,
-            tensors_kept(model, self.name, buffers=True),
-        ):  # the common program
-            asking.call(said, hook, model, edge_or_node_to_obs_or_fq)
-        if assumed:
-            said.notes.append(
-                f"{self.name}: {hook} let torch assume {', '.join(assumed)}, which was undone"
-            )
-        for note in said.notes:  # the plan is made already
-            warnings.warn(note, QomposeWarning, stacklevel=2)
+        if hasattr(self._asked, CALLBACK):
+            self._call(CALLBACK, model, edge_or_node_to_obs_or_fq)
 
-
-ANNOTATE, VALIDATE = "annotate", "validate"
-
-
-class Asking:
-    """One foreign quantizer, asked about one program.
-
-    Args:
-        name: what messages call it.
-        quantizer: is copied; where that is impossible it is asked itself, and what it keeps is noted.
-    """
-
-    def __init__(self, name: str, quantizer: Any) -> None:
-        self.name, self.quantizer = name, quantizer
-        self._transforms = hasattr(quantizer, "transform_for_annotation")
-        self.member, copied = _copied(name, quantizer)
-        self._before = None if copied else _state(quantizer)
-
-    def about(self, model: GraphModule) -> Proposal:
-        """Let it transform, annotate and validate a copy of `model`, and return what it claims.
-
-        Raises:
-            MemberError: one of its hooks raised.
-            UserError: what it returned or did is nothing that claims can be made of; the message names it.
-        """
-        proposal, own = Proposal(), _own_copy(model)
-        with sizes_kept(own) as assumed, tensors_kept(own, self.name):
-            own = self._transformed(proposal, own)
-            with_sources(own)  # anew: operators that it made have copies of others' entries
-            edits = self._annotated(proposal, own)
-        without_sources(own)  # what it made may become part of the program, which can be saved
-        try:
-            with sizes_kept(own):
-                alignment = align(model, own)
-        except UserError as error:
-            if not self._transforms:
-                raise UserError(
-                    f"{self.name}: {' and '.join(edits) or ANNOTATE}: {error}"
-                ) from error
-            return self._refused(model, str(error))
-        proposal.notes += self._checked(edits, alignment, model)
-        proposal.changes = alignment.changes
-        proposal.apply, unproven = self._on_trust(alignment)
-        proposal.marks = marks_between(model, own)
-        proposal.claims = claims_of(self.name, annotated_nodes(own), proposal)
-        proposal.notes += [
-            *unproven,
-            *self._assumptions(assumed),
-            *self._astray(own),
-            *self._kept(),
-        ]
-        return proposal
-
-    def _annotated(self, proposal: Proposal, own: GraphModule) -> dict[str, list[str]]:
-        """Let it annotate and validate; return the operators that it changed there, by hook."""
-        before = program_of(own)
-        self._annotate(proposal, own)
-        annotated = program_of(own)
-        answer = self.call(proposal, VALIDATE, own)
-        if answer is False:
-            proposal.notes.append(f"{self.name}: validate returned False")
-        edits = {
-            ANNOTATE: edited(before, annotated),
-            VALIDATE: edited(annotated, program_of(own)),
-        }
-        return {hook: names for hook, names in edits.items() if names}
-
-    def _checked(
-        self, edits: Mapping[str, Sequence[str]], alignment: Alignment, model: GraphModule
-    ) -> list[str]:
-        """Describe changes that were made elsewhere than in the transform.
-
-        Raises:
-            UserError: they are not shown to compute the same.
-        """
-        wrong = [*alignment.unproven] if edits else []
-        if wrong and self._transforms:
-            by_transform = {change.nodes for change in self._unproven_of_transform(model)}
-            wrong = [change for change in wrong if change.nodes not in by_transform]
-        listed = [f"{hook} ({', '.join(names)})" for hook, names in edits.items()]
-        if wrong:
-            places = ", ".join(name for change in wrong for name in change.nodes or change.pieces)
-            raise UserError(
-                f"{self.name} changed the program in {' and in '.join(listed)}, and what it makes of "
-                f"{places} could not be shown to compute the same: annotate may only annotate, and validate "
-                "only look; transform_for_annotation is for changes"
-            )
-        return [
-            f"{self.name} changed the program in {where}; that computes the same, and is done where a "
-            "claim stands on it"
-            for where in listed
-        ]
-
-    def _unproven_of_transform(self, model: GraphModule) -> Sequence[Change]:
-        """Return what its transform alone makes that cannot be shown to compute the same."""
-        again, own = Asking(self.name, self.quantizer), _own_copy(model)
-        with sizes_kept(own), tensors_kept(own, self.name):
-            own = again._transformed(Proposal(), own)
-            without_sources(own)
-            try:
-                return align(model, own).unproven
-            except UserError:
-                return ()
-
-    def _on_trust(self, alignment: Alignment) -> tuple[Apply, list[str]]:
-        """Return what makes the changes, and warns of those that are unproven, and notes of these."""
-        notes = {
-            change: f"{self.name}: what its transform_for_annotation makes of {', '.join(change.nodes)} "
-            "could not be shown to compute the same, and is taken on trust where a claim stands on it"
-            for change in alignment.unproven
-        }
-        silent = dict(notes)
-
-        def apply(
-            working: GraphModule, changes: Collection[Change], called: Mapping[str, str]
-        ) -> None:
-            for change in changes:
-                if change in silent:  # once, however often the program is made
-                    warnings.warn(silent.pop(change), QomposeWarning, stacklevel=2)
-            alignment.apply(working, changes, called)
-
-        return apply, [*notes.values()]
-
-    def _assumptions(self, assumed: Sequence[str]) -> list[str]:
-        if not assumed:
-            return []
-        return [
-            f"{self.name} lets torch assume {', '.join(dict.fromkeys(assumed))} of the program's sizes. That "
-            "was undone, so the program takes the inputs that it took; where a claim stands on what "
-            "its transform_for_annotation made under that assumption, it may fail for others"
-        ]
-
-    def call(self, proposal: Proposal, hook: str, *arguments: Any) -> Any:
-        """Call a hook behind a fence, if there is one; what it did to the process becomes notes."""
-        if not hasattr(self.member, hook):
-            return None
-        with blaming(f"{self.name}: {hook}"), fenced() as effects:
-            result = getattr(self.member, hook)(*arguments)
-        said = [effect for effect in effects if not effect.startswith(USED_RANDOM_NUMBERS)]
-        proposal.notes += [f"{self.name}: {hook} {effect}" for effect in said]
-        return result
-
-    def _transformed(self, proposal: Proposal, own: GraphModule) -> GraphModule:
-        if not self._transforms:
-            return own
-        result = self.call(proposal, "transform_for_annotation", own)
-        if not isinstance(result, GraphModule):
-            raise UserError(
-                f"{self.name}: transform_for_annotation returned {result!r}, not a GraphModule"
-            )
-        return result
-
-    def _refused(self, model: GraphModule, reason: str) -> Proposal:
-        """Ask once more, about the program as it is: what the transform did to it cannot be followed."""
-        again = Asking(self.name, self.quantizer)
-        again._transforms = False
-        proposal = again.about(model)
-        proposal.notes.append(f"{self.name}: transform_for_annotation was refused: {reason}")
-        self.member = again.member
-        return proposal
-
-    def _annotate(self, proposal: Proposal, own: GraphModule) -> None:
-        result = self.call(proposal, ANNOTATE, own)
-        if result is not None and result is not own:
-            raise UserError(
-                f"{self.name}: annotate returned another {type(result).__name__} than it was given; what it "
-                "wrote there would be lost. It annotates the given program in place."
-            )
+    def _call(self, hook: str, *arguments: Any) -> Any:
+        with blaming(f"{self.name}: {hook}"), restore_process():
+            return getattr(self._asked, hook)(*arguments)
 
     def _astray(self, own: GraphModule) -> list[str]:
         """Describe annotations in bodies, about which it is asked one by one."""
@@ -327,7 +147,7 @@ class Asking:
         """Describe what a quantizer that cannot be copied keeps of the program."""
         if self._before is None:
             return []
-        now = _state(self.member)
+        now = _state(self._asked)
         changed = [
             name
             for name in now.keys() | self._before.keys()
@@ -340,13 +160,8 @@ class Asking:
         ]
 
 
-def _own_copy(model: GraphModule) -> GraphModule:
-    own = copy_graph_module(model)
-    own_constants(own)
-    clear_annotations(own)
-    stamp(own)
-    with_sources(own)
-    return own
+TRANSFORM, ANNOTATE, VALIDATE = "transform_for_annotation", "annotate", "validate"
+CALLBACK = "prepare_obs_or_fq_callback"
 
 
 def is_quantizer(candidate: object) -> bool:

@@ -1,14 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""qompose's quantizers in torchao's prepare_pt2e.
-
-What a quantizer of qompose does where another engine asks it, torchao's or one that works like it.
+"""qompose's quantizers in torchao's prepare_pt2e, or another engine that works like it.
 
 Such a host calls `transform_for_annotation` and `annotate` in turn, on a program in which other quantizers
 may have annotated already, and then reads annotations, in graph order, and nothing else. So rewrites are
 made in the first call, as far as claims cover them; specifications come before those that refer to them;
 and what only qompose's own engine does is an error, or a warning that names it.
-
-Claims in the order in which other engines read their annotations: what is referred to comes first.
 """
 
 from __future__ import annotations
@@ -30,9 +26,9 @@ from qompose.program.control_flow import bodies_of, name_apart
 from qompose.program.graph import copy_graph_module, module_path, refresh
 from qompose.program.rewrites import Candidate, apply_rewrites
 from qompose.quantizer.annotations import write_annotations
-from qompose.quantizer.arbitration import Propose, compose_claims
+from qompose.quantizer.arbitration import compose_claims
 from qompose.quantizer.kept_rewrites import covered_rewrites, wanted_rewrites
-from qompose.quantizer.tied_weights import one_table_each
+from qompose.quantizer.tied_weights import unify_specs
 from qompose.spec.claim import (
     Claim,
     Composition,
@@ -44,10 +40,8 @@ from qompose.spec.claim import (
     node_annotation,
 )
 from qompose.spec.quantization_spec import EdgeOrNode, QuantizationSpecBase, describe_spec
-from qompose.spec.torchao_compat import acquaint
+from qompose.spec.torchao_compat import register_virtual_subclasses
 
-Labelled = Callable[[Any], Sequence[tuple[str, Propose]]]
-"""From a quantizer to (label, propose) of each of its members."""
 _ASKED = "qompose_asked"
 """Key in a program's meta of what is known between a host's calls: {id of a quantizer: _Asked}."""
 _REPEATED = (torch.ops.higher_order.scan, torch.ops.higher_order.while_loop)
@@ -66,14 +60,14 @@ class _Asked:
     about_body: bool = False
 
 
-def transform_for_host(model: GraphModule, quantizer: Any, labelled: Labelled) -> GraphModule:
+def transform_for_torchao(model: GraphModule, quantizer: Any) -> GraphModule:
     """Return a program with the rewrites that a quantizer's claims cover, or `model` itself."""
-    acquaint()
+    register_virtual_subclasses()
     found = wanted_rewrites(model, quantizer)
     if all(candidate.obstacle for candidate in found):
         return model
     bound = _asked(model, quantizer).bound
-    attempt = _attempting(model, bound, labelled)
+    attempt = _attempting(model, bound)
     _, covered, _ = covered_rewrites(model, found, attempt, bound.objection_to_rewrite)
     if not covered:
         return model
@@ -113,21 +107,19 @@ class _Attempt:
     pieces: Sequence[tuple[str, ...]]
 
 
-def _attempting(
-    model: GraphModule, bound: Any, labelled: Labelled
-) -> Callable[[Sequence[Candidate]], _Attempt]:
+def _attempting(model: GraphModule, bound: Any) -> Callable[[Sequence[Candidate]], _Attempt]:
     def attempt(candidates: Sequence[Candidate]) -> _Attempt:
         working = copy_graph_module(model)
         pieces = apply_rewrites(working, candidates)
         working = refresh(working) if candidates else working
-        composition = _composed(working, bound, labelled)
+        composition = _composed(working, bound)
         composition.chosen = _own(composition)
         return _Attempt(composition, pieces)
 
     return attempt
 
 
-def annotate_for_host(model: GraphModule, quantizer: Any, labelled: Labelled) -> GraphModule:
+def annotate_for_torchao(model: GraphModule, quantizer: Any) -> GraphModule:
     """Annotate a program, without its bodies, in place and return it; what is annotated already stands.
 
     What the host is not going to do of what was asked is said in a QomposeWarning; notes are logged.
@@ -139,8 +131,8 @@ def annotate_for_host(model: GraphModule, quantizer: Any, labelled: Labelled) ->
     """
     asked = _asked(model, quantizer)
     standing = frozenset(node.name for node in model.graph.nodes if _is_taken(node))
-    composition = _composed(model, asked.bound, labelled)
-    claims, _ = one_table_each(model, _own(composition), asked.bound.objection_to_spec)
+    composition = _composed(model, asked.bound)
+    claims, _ = unify_specs(model, _own(composition), asked.bound.objection_to_spec)
     _check_operators(claims)
     write_annotations(model, in_order_of_reading(model, claims, standing))
     undone = [*_undone(claims)]
@@ -160,9 +152,9 @@ def annotate_for_host(model: GraphModule, quantizer: Any, labelled: Labelled) ->
     return model
 
 
-def _composed(model: GraphModule, bound: Any, labelled: Labelled) -> Composition:
-    members = [(_EARLIER, _standing), *labelled(bound)]
-    return compose_claims(model, members, bound.on_conflict)
+def _composed(model: GraphModule, bound: Any) -> Composition:
+    members = [(label, member.propose) for label, member in bound.labelled_members]
+    return compose_claims(model, [(_EARLIER, _standing), *members], bound.on_conflict)
 
 
 def _own(composition: Composition) -> list[Claim]:

@@ -128,31 +128,6 @@ class Marking(Foreign):
         return super().annotate(model)
 
 
-class Disturbing(Foreign):
-    """Prints, and changes settings of the process, in each hook."""
-
-    targets = (TANH,)
-
-    def transform_for_annotation(self, model: GraphModule) -> GraphModule:
-        self.disturb("transforming")
-        return model
-
-    def annotate(self, model: GraphModule) -> GraphModule:
-        self.disturb("annotating")
-        return super().annotate(model)
-
-    def validate(self, model: GraphModule) -> bool:
-        self.disturb("validating")
-        return True
-
-    def prepare_obs_or_fq_callback(self, model: GraphModule, observers: dict[Any, Any]) -> None:
-        self.disturb("called back")
-
-    def disturb(self, text: str) -> None:
-        print(text)
-        torch.backends.mkldnn.enabled = False
-
-
 class Decomposing(Foreign):
     """Takes silu apart in place, and annotates the product."""
 
@@ -202,7 +177,7 @@ class Idle(Foreign):
 GALLERY: dict[str, Any] = {
     kind.__name__: kind
     for kind in (
-        Modest, Overwriting, Editing, Alone, Nominal, Remembering, Uncopyable, Marking, Disturbing,
+        Modest, Overwriting, Editing, Alone, Nominal, Remembering, Uncopyable, Marking,
         Decomposing, Rebuilding, RebuildingInPieces, Unspecific, Idle,
     )
 }  # fmt: skip

@@ -1,18 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every hook of every member is called; what one raises, returns and does to the process is named."""
+"""Every hook of every member is called; what one raises or returns is named, and the process is as it was."""
 
 from __future__ import annotations
 
-import logging
-import os
-import sys
 import warnings
 from typing import Any
 
 import pytest
 import qompose
 import torch
-from qompose import QomposeWarning, UserError
+from qompose import UserError
 from qompose.errors import MemberError
 from torch import nn
 from torch.fx import GraphModule
@@ -22,8 +19,6 @@ from tests.core.quantizer.interop.gallery import GALLERY, PROGRAM, X
 from tests.core.toy import graph_text, plan_of, prepare
 
 HOOKS = ("transform_for_annotation", "annotate", "validate", "prepare_obs_or_fq_callback")
-ASKED = HOOKS[:3]
-"""Hooks that are called while the plan is made: what they do to the process is in its notes."""
 
 
 class Acting(Foreign):
@@ -250,56 +245,25 @@ class TestCalls:
         assert taken == ["linear", "linear_1", "tanh"]
 
 
-def _nothing() -> None:
-    """Change nothing."""
-
-
 class TestProcess:
-    """What a hook does to the process is undone and told."""
+    """Torch's random numbers, default dtype and grad mode are put back after each hook."""
 
     def settings(self) -> tuple[Any, ...]:
-        return (
-            torch.backends.mkldnn.enabled, torch.get_default_dtype(), dict(os.environ), os.getcwd(),  # noqa: PTH109
-            list(logging.root.handlers), list(warnings.filters), torch.get_rng_state().sum().item(),
-            sys.stdout, sys.stderr, list(sys.path),
-        )  # fmt: skip
+        state = torch.get_rng_state().sum().item()
+        return torch.get_default_dtype(), torch.is_grad_enabled(), state
 
     def disturb(self) -> None:
-        torch.backends.mkldnn.enabled = False
         torch.set_default_dtype(torch.float64)
-        os.environ["A_VARIABLE"] = "1"
-        os.chdir("/")
-        logging.root.addHandler(logging.NullHandler())
-        warnings.simplefilter("ignore")
+        torch.set_grad_enabled(False)
         torch.manual_seed(3)
-        sys.path.insert(0, "/nowhere")
-        print("hello")
 
-    @pytest.mark.parametrize("hook", ASKED)
-    def test_of_hooks_that_make_the_plan_the_notes_tell(self, hook: str, capsys: Any) -> None:
+    @pytest.mark.parametrize("hook", HOOKS)
+    def test_of_every_hook(self, hook: str) -> None:
         before = self.settings()
         for chosen in arrangements(Acting(hook, self.disturb)):
-            plan = plan_of(prepare(PROGRAM, qompose.compose(*chosen)))
+            prepared = prepare(PROGRAM, qompose.compose(*chosen))
             assert self.settings() == before
-            for what in ("set torch.backends.mkldnn.enabled to False, which was undone",
-                         "set the environment variable A_VARIABLE, which was undone",
-                         "wrote 1 line to stdout: hello"):  # fmt: skip
-                noted = [note for note in plan.notes if note == f"tests.Acting: {hook} {what}"]
-                assert len(noted) == 1, "once, however often it was asked"
-        assert capsys.readouterr().out == ""
-
-    def test_of_the_callback_a_warning_tells(self, capsys: Any) -> None:
-        before = self.settings()
-        quantizer = qompose.compose(Acting(HOOKS[3], self.disturb))
-        with pytest.warns(QomposeWarning) as caught:
-            prepared = qompose.prepare_pt2e(PROGRAM, quantizer)
-        told = [str(w.message) for w in caught]
-        assert any(
-            t.startswith("tests.Acting: prepare_obs_or_fq_callback") and "mkldnn" in t for t in told
-        )
-        assert self.settings() == before
-        assert capsys.readouterr().out == ""
-        assert prepared(X).dtype is torch.float32
+            assert prepared(X).dtype is torch.float32
 
     @pytest.mark.parametrize("hook", HOOKS)
     def test_where_it_fails_too(self, hook: str) -> None:
@@ -311,8 +275,3 @@ class TestProcess:
         with pytest.raises(MemberError):
             prepare(PROGRAM, qompose.compose(Other(), Acting(hook, act)))
         assert self.settings() == before
-
-    @pytest.mark.parametrize("hook", HOOKS)
-    def test_who_does_nothing_has_nothing_told_of_it(self, hook: str) -> None:
-        notes = plan_of(prepare(PROGRAM, qompose.compose(Acting(hook, _nothing)))).notes
-        assert not [note for note in notes if "undone" in note or "wrote" in note]

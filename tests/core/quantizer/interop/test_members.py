@@ -43,7 +43,7 @@ def labels(*members: str) -> list[str]:
 
 def owners(plan: Plan) -> dict[str, str]:
     """Operator of the exported program -> who has it."""
-    return {name: claim.owner for claim in plan.claims for name in claim.territory}
+    return {name: claim.owner for claim in plan.claims for name in claim.nodes}
 
 
 def check_numbers(prepared: GraphModule) -> None:
@@ -58,12 +58,14 @@ def check_numbers(prepared: GraphModule) -> None:
 
 
 def check_priorities(plan: Plan, members: tuple[str, ...]) -> None:
-    """What a member claims alone is its own, unless one before it has taken some of that region."""
+    """What a member claims alone is its own, unless one before it has it, or another one rewrote it."""
     expected: dict[str, str] = {}
     for label, member in zip(labels(*members), members, strict=True):
+        rewritten = {name for r in plan.rewrites if r.member != label for name in r.nodes}
         for claim in alone(member).claims:
-            if expected.keys().isdisjoint(claim.territory):
-                expected.update(dict.fromkeys(EXPORTED & claim.territory, label))
+            nodes = {*claim.nodes}
+            if expected.keys().isdisjoint(nodes) and rewritten.isdisjoint(nodes):
+                expected.update(dict.fromkeys(EXPORTED & nodes, label))
     found = {name: owner for name, owner in owners(plan).items() if name in EXPORTED}
     assert found == expected
 
@@ -76,7 +78,8 @@ def check_nothing_is_silent(plan: Plan, members: tuple[str, ...]) -> None:
         assert len(said) == (label not in holding)
     for earlier, later in itertools.combinations(members, 2):
         first, second = owners(alone(earlier)), owners(alone(later))
-        meeting = [n for n in first if n in second and owners(plan)[n] in labels(earlier)]
+        has = owners(plan)
+        meeting = [n for n in first if n in second and has.get(n) in labels(earlier)]
         assert not meeting or is_named(plan, *labels(earlier, later))
 
 

@@ -9,9 +9,8 @@ import pytest
 import qompose
 import torch
 from qompose.program.graph import get_attribute
-from qompose.quantizer.interop.references import Redirected, follow_references
 from torch import Tensor, nn
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 from torch.nn import functional as F
 
 from tests.core.quantizer.interop.foreign import (
@@ -141,40 +140,3 @@ def test_what_is_said_of_a_read_stays_said() -> None:
         for point in group.points
     }
     assert {"output of b_weight", "b_weight -> linear", "b_weight -> linear_1"} <= points
-
-
-def place(graph: Graph, name: str) -> Node:
-    return graph.placeholder(name)
-
-
-class TestFollowing:
-    """Annotations of one graph, with what nodes are redirected to."""
-
-    @pytest.mark.parametrize("as_output", [True, False])
-    @pytest.mark.parametrize("kind", [tuple, list])
-    def test_references_change_and_specifications_do_not(self, as_output: bool, kind: type) -> None:
-        graph = Graph()
-        old, new, user = (place(graph, name) for name in ("old", "new", "user"))
-        derived = Derived((kind((old, user)), old), bias_scale, torch.int32)
-        shared = Shared(kind((old, user)))
-        redirected: Redirected = {(old, user): (new, user), old: new}
-        for spec, name, expected in (
-            (derived, "derived_from", ((new, user), new)),
-            (shared, "edge_or_node", (new, user)),
-        ):
-            user.meta[KEY] = Annotation({}, spec) if as_output else Annotation({new: spec})
-            follow_references(graph, redirected)
-            annotation = user.meta[KEY]
-            now = annotation.output_qspec if as_output else annotation.input_qspec_map[new]
-            assert getattr(now, name) == expected
-            assert old in derived.derived_from and shared.edge_or_node[0] is old
-
-    def test_what_is_not_redirected_stays_the_same_object(self) -> None:
-        graph = Graph()
-        old, new, user = (place(graph, name) for name in ("old", "new", "user"))
-        specs = [Shared((new, user)), Shared(new), Derived([(new, user)], bias_scale, torch.int32)]
-        for spec in (*specs, INT8, Shared("text"), None):
-            user.meta[KEY] = Annotation({new: spec}, spec)
-            follow_references(graph, {old: new})
-            assert user.meta[KEY].output_qspec is spec
-            assert user.meta[KEY].input_qspec_map[new] is spec

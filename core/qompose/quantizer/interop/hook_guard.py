@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a quantizer's hook may not change: who did is named, with what was changed."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+
+from qompose.errors import UserError
+from qompose.observers.make_observer import fixed_parameters
+from qompose.program.changes import calls_of, changes
+from qompose.program.control_flow import nodes_in
+from qompose.program.graph import constant_of, owner_of, set_attribute
+from qompose.spec.quantization_spec import EdgeOrNode
+
+_FACTS = ("dtype", "quant_min", "quant_max", "qscheme", "ch_axis", "eps")
+"""What of an observer follows from its specification, and decides the integers."""
+
+
+@contextmanager
+def restore_process() -> Iterator[None]:
+    """Put back torch's random numbers, default dtype and grad mode after code of another package."""
+    dtype = torch.get_default_dtype()
+    with torch.random.fork_rng(devices=[]), torch.set_grad_enabled(torch.is_grad_enabled()):
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(dtype)
+
+
+def versions(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return how often torch counted a write to each tensor."""
+    return {name: 0 if t.is_inference() else t._version for name, t in tensors.items()}
+
+
+def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return a checksum of the numbers in each tensor.
+
+    It tells what counts do not: some quantizers write what stands there already, others past torch.
+    """
+    return {name: _checksum(tensor) for name, tensor in tensors.items()}
+
+
+def _checksum(tensor: Tensor) -> int:
+    if tensor.is_meta or tensor.layout is not torch.strided or tensor.device.type != "cpu":
+        return 0 if tensor.is_inference() else tensor._version
+    return zlib.crc32(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+State = Callable[[Mapping[str, Tensor]], Mapping[str, int]]
+
+
+@contextmanager
+def forbid_writes(
+    who: str, hook: str, model: GraphModule, *, buffers: bool = True, state: State = versions
+) -> Iterator[None]:
+    """Check that a hook writes to no parameter, and no buffer, which are those of the user's model.
+
+    Args:
+        buffers: whether they are shared; a copy of a program may have its own (`own_buffers`).
+        state: by what a write shows.
+
+    Raises:
+        UserError: it did. What stood there is lost.
+    """
+    tensors = dict(model.named_parameters(remove_duplicate=False))
+    if buffers:
+        tensors |= dict(model.named_buffers(remove_duplicate=False))
+    before = state(tensors)
+    raised: Exception | None = None
+    try:
+        yield
+    except Exception as error:  # the quantizer's; what it wrote before matters more
+        raised = error
+    after = state(tensors)
+    written = [name for name in before if after[name] != before[name]]
+    if written:
+        raise UserError(
+            f"{who}: {hook} wrote to tensors of the model in place: {', '.join(written)}. Their values are "
+            "lost: load the model again. A quantizer may only put new tensors into the program, in "
+            f"transform_for_annotation{f'. Then it failed: {raised}' if raised else ''}"
+        ) from raised
+    if raised is not None:
+        raise raised
+
+
+def own_buffers(model: GraphModule) -> None:
+    """Give a copy of a program its own buffers and constants, in place, which are small as a rule."""
+    copies: dict[int, Tensor] = {}
+    for node in nodes_in(model):
+        value = constant_of(node)
+        own = any(value is copied for copied in copies.values())
+        if value is not None and not own and not isinstance(value, nn.Parameter):
+            copied = copies.setdefault(id(value), value.clone())
+            set_attribute(owner_of(node), str(node.target), copied)
+
+
+@contextmanager
+def forbid_changes(
+    who: str, hook: str, model: GraphModule, *, buffers: bool = True, state: State = versions
+) -> Iterator[None]:
+    """Check that a hook changes no operator of a program, and writes to none of its tensors.
+
+    What nothing reads may go.
+
+    Raises:
+        UserError: it did.
+    """
+    before = calls_of(model)
+    with forbid_writes(who, hook, model, buffers=buffers, state=state):
+        yield
+    after = calls_of(model)
+    found = changes(before, after)
+    names = [name for name in found.names if name in after or before[name].used]
+    if names:
+        raise UserError(
+            f"{who}: {hook} changed the program at {', '.join(names)}. It may annotate or look; "
+            "transform_for_annotation is for changes of the program."
+        )
+
+
+@contextmanager
+def forbid_observer_edits(who: str, observers: Mapping[EdgeOrNode, nn.Module]) -> Iterator[None]:
+    """Check that a `prepare_obs_or_fq_callback` edits no observer: it may put others into the dictionary.
+
+    Raises:
+        UserError: something of an observer differs that follows from its specification.
+    """
+    facts = {observer: (place, _facts(observer)) for place, observer in observers.items()}
+    yield
+    found = []
+    for observer, (place, before) in facts.items():
+        after = _facts(observer)
+        names = [
+            name for name in before.keys() | after.keys() if before.get(name) != after.get(name)
+        ]
+        if names:
+            found.append(f"{', '.join(sorted(names))} of the observer of {_described(place)}")
+    if found:
+        raise UserError(
+            f"{who}: prepare_obs_or_fq_callback changed {'; '.join(found)}. It may look, and put other "
+            "observers into the dictionary that it is given; annotate is for specifications."
+        )
+
+
+def _facts(observer: nn.Module) -> dict[str, object]:
+    """Return the facts of an observer and of those inside it, as values that compare."""
+    parts = list(observer.modules())
+    found: dict[str, object] = {
+        name: [_plain(getattr(part, name, None)) for part in parts] for name in _FACTS
+    }
+    fixed = [_plain(value) for part in parts for value in fixed_parameters(part) or ()]
+    return {**found, "fixed scale and zero point": fixed}
+
+
+def _plain(value: object) -> object:
+    return value.tolist() if isinstance(value, Tensor) else value
+
+
+def _described(place: EdgeOrNode) -> str:
+    if isinstance(place, Node):
+        return f"the output of {place.name}"
+    source, user = place
+    return f"{source.name} -> {user.name}"
