@@ -24,7 +24,6 @@ from qompose.files import draft_of
 from qompose.plan.plan import Requantized
 from qompose.reporting.comparison_data import Comparison
 from qompose.reporting.graph_drawing import DASHED, DOTTED, FULL
-from qompose.reporting.html_page import page
 
 KERNEL, SIMULATED, FLOAT = "int8 kernel", "simulated (Q/DQ)", "float"
 OBSERVED, REFERENCE = "observed", "integer reference"
@@ -285,6 +284,8 @@ class Report:
             draft.write_bytes(f"{text.rstrip()}\n".encode())
 
     def _page(self, comparison: Comparison | None) -> str:
+        from qompose.reporting.html_page import page  # here: jinja2 takes a tenth of a second
+
         return page(
             self.to_dict(),
             None if comparison is None else comparison.to_dict(),
