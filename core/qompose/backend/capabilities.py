@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Capability rows, generated from rule tables.
+"""What backends can do: rows generated from the rule tables that annotate and lower.
 
-Capabilities: what backends can do, as rows generated from the table that annotates and lowers.
-
-A row of capabilities: one pattern under one configuration of a backend, as a value and as data.
+A question to the rows, `supports`, names a rule, or operators in their order:
+`(nn.Conv2d, nn.BatchNorm2d, nn.ReLU)`. A rule answers where the operators of one of its patterns are these
+alone.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Protocol, TypeAlias, TypeVar, overload
+from typing import Any, Protocol, TypeAlias, overload
 
+import torch
 from rich.console import Console, ConsoleOptions, RenderResult
+from torch import nn
 
-from qompose.backend.capability_query import Question, question, sequences, what_is_missing
 from qompose.backend.constraints import CONSTRAINT, TensorConstraint
+from qompose.backend.pattern import OperatorPattern, Pattern
 from qompose.backend.rule import Rule
 from qompose.console import Block, Table, as_rich, as_text
 from qompose.errors import ConfigError, SelectorError, near_names
@@ -24,25 +26,24 @@ from qompose.json_codec import (
     BOOLEAN,
     TEXT,
     Codec,
-    check_mapping,
     pairs,
-    read_fields,
     record,
     sequence,
 )
-from qompose.observers.config_json import SETTINGS, SPEC, with_stand_ins
+from qompose.observers.config_json import LISTED_SETTINGS, LISTED_SPEC
 from qompose.observers.default_specs import why_not_trained
+from qompose.program.batch_norm_folding import FOLDABLE
 from qompose.spec.quantization_spec import (
     QuantizationConfig,
     QuantizationSpecBase,
     describe_spec,
     granularity,
 )
+from qompose.spec.selectors import kind_of, names_of
 
 Condition: TypeAlias = "tuple[str, Callable[[Capability], object]]"
 """What `filter` asked for: in words, and as a predicate."""
 _WIDTH = 110
-_Found = TypeVar("_Found")
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,8 @@ class Support:
 
 
 @dataclass(frozen=True)
-class Source:
-    """The rule table that rows come from, and what `filter` asked of its rows."""
+class RuleTable:
+    """The rules of a backend, from which rows come, and what `filter` asked of these rows."""
 
     backend: str
     rules: tuple[Rule, ...]
@@ -139,31 +140,16 @@ class Capability:
         data: dict[str, Any] = _ROW.write(self, "row")
         return {**data, "notes": list(self.notes)}
 
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Capability:
-        """Return the row that data stands for, equal to the one it was written from.
-
-        Raises:
-            ConfigError: the data is malformed; the message says where.
-        """
-        check_mapping(data, "row")
-        known = {
-            key: value for key, value in data.items() if key != "notes"
-        }  # follows from the rest
-        row: Capability = read_fields(known, cls, _FIELDS, "row")
-        return row
-
 
 @dataclass(frozen=True)
 class Capabilities(Sequence[Capability]):
     """Rows, with the tables they come from. An immutable sequence.
 
-    Rows that were read from data have no `sources`. `silent` names quantizers that have no rule table, and
-    so no rows.
+    `silent` names quantizers that have no rule table, and so no rows.
     """
 
     rows: tuple[Capability, ...]
-    sources: tuple[Source, ...] = field(default=(), compare=False, repr=False)
+    sources: tuple[RuleTable, ...] = field(default=(), compare=False, repr=False)
     silent: tuple[str, ...] = ()
 
     @overload
@@ -224,18 +210,10 @@ class Capabilities(Sequence[Capability]):
             asked = question(pattern)
         except SelectorError as error:
             return Support(False, str(error))
-        known_by_rows_alone = bool(self.rows) and not self.sources
-        return (
-            self._from_rows(asked, config)
-            if known_by_rows_alone
-            else self._from_rules(asked, config)
-        )
+        return self._answer(asked, config)
 
-    def _from_rules(self, asked: Question, config: QuantizationConfig) -> Support:
-        def find(asked: Question) -> list[tuple[Source, Rule]]:
-            return [(s, rule) for s in self.sources for rule in s.rules if _is_rule(asked, rule)]
-
-        asked, found, notes = _unfolded(asked, config, find)
+    def _answer(self, asked: Question, config: QuantizationConfig) -> Support:
+        asked, found, notes = self._rules_for(asked)
         if not found:
             tables = [(source.backend, source.rules) for source in self.sources]
             reasons = [what_is_missing(asked, tables)]
@@ -244,12 +222,28 @@ class Capabilities(Sequence[Capability]):
         for source, rule in found:
             reason = rule.objection(config) or self._excluded(source, rule, config)
             if reason is None:
-                told = (*notes, *_doubts(rule.guards or rule.condition))
-                return Support(True, "", source.backend, rule.name, kernels_of(rule), told)
+                if rule.guards or rule.condition:
+                    notes = (*notes, _LOOKS_AT_EACH)
+                return Support(True, "", source.backend, rule.name, kernels_of(rule), notes)
             reasons.append(f"{source.backend}: {reason}")
         return Support(False, "; ".join((*dict.fromkeys(reasons), *notes, *self._about_silent())))
 
-    def _excluded(self, source: Source, rule: Rule, config: QuantizationConfig) -> str | None:
+    def _rules_for(
+        self, asked: Question
+    ) -> tuple[Question, list[tuple[RuleTable, Rule]], tuple[str, ...]]:
+        """Return the rules that answer a question, or else those that do once batch norms are folded."""
+        found = [(s, rule) for s in self.sources for rule in s.rules if asked.is_about(rule)]
+        folded = asked.without_batch_norm()
+        if found or folded == asked:
+            return asked, found, ()
+        note = (
+            "batch norms are folded into what they follow, unless that is read or shared elsewhere, "
+            f"which leaves {folded.label}"
+        )
+        found = [(s, rule) for s in self.sources for rule in s.rules if folded.is_about(rule)]
+        return folded, found, (note,)
+
+    def _excluded(self, source: RuleTable, rule: Rule, config: QuantizationConfig) -> str | None:
         """Return which condition of `filter` the rule's row under this configuration would not meet."""
         if not source.conditions:
             return None
@@ -259,24 +253,6 @@ class Capabilities(Sequence[Capability]):
         row = row_of(source.backend, rule, names[0] if names else str(config), config)
         failed = [words for words, check in source.conditions if not check(row)]
         return f"rule {rule.name} is excluded by {failed[0]}" if failed else None
-
-    def _from_rows(self, asked: Question, config: QuantizationConfig) -> Support:
-        def find(asked: Question) -> list[Capability]:
-            return [r for r in self.rows if asked.is_about(r.pattern, r.drawing, r.operators)]
-
-        asked, found, notes = _unfolded(asked, config, find)
-        written = with_stand_ins(
-            config
-        )  # as in the data; balancing and repairs are no matter of support
-        for row in found:
-            theirs = row.settings
-            if theirs == replace(written, balance=theirs.balance, repairs=theirs.repairs):
-                told = (*notes, *_doubts(row.guarded or row.condition))
-                return Support(True, "", row.backend, row.pattern, row.kernels, told)
-        listed = ", ".join(dict.fromkeys(row.config for row in found))
-        what = f"{asked.label} is there under {listed}" if found else f"none has {asked.label}"
-        reason = f"these rows were read from data, which has no rules to ask: {what}"
-        return Support(False, "; ".join((reason, *notes)))
 
     def _about_silent(self) -> tuple[str, ...]:
         if not self.silent:
@@ -291,30 +267,6 @@ class Capabilities(Sequence[Capability]):
     def to_json(self) -> str:
         """Return the rows as JSON text."""
         return json.dumps(self.to_dict(), indent=1, allow_nan=False)
-
-    @classmethod
-    def from_dict(cls, data: Iterable[Mapping[str, Any]]) -> Capabilities:
-        """Return the rows that data stands for.
-
-        Raises:
-            ConfigError: the data is malformed; the message says where.
-        """
-        if isinstance(data, (str, bytes, Mapping)) or not isinstance(data, Iterable):
-            raise ConfigError(f"the data of capabilities is a list of rows, and not {data!r:.80}")
-        return cls(tuple(Capability.from_dict(row) for row in data))
-
-    @classmethod
-    def from_json(cls, text: str) -> Capabilities:
-        """Return the rows of a JSON text; see `from_dict`.
-
-        Raises:
-            ConfigError: the text is no JSON, or the data in it is malformed.
-        """
-        try:
-            data = json.loads(text)
-        except ValueError as error:
-            raise ConfigError(f"the text is no JSON: {error}") from None
-        return cls.from_dict(data)
 
     def blocks(self) -> list[Block]:
         """Return the rows as tables: for each backend its configurations, and its patterns."""
@@ -361,7 +313,7 @@ def capability_rows(backend: HasRules, configs: Iterable[QuantizationConfig] = (
         for name, config in named
         if rule.objection(config) is None
     )
-    return Capabilities(rows, (Source(backend.name, tuple(backend.rules)),))
+    return Capabilities(rows, (RuleTable(backend.name, tuple(backend.rules)),))
 
 
 def naming_fault(configs: Mapping[str, QuantizationConfig]) -> str | None:
@@ -392,29 +344,7 @@ def _condition(name: str, value: Any) -> Condition:
     return f"{name}={value!r}", lambda row: getattr(row, name) == value
 
 
-def _is_rule(asked: Question, rule: Rule) -> bool:
-    return asked.is_about(rule.name, rule.drawing, sequences(rule))
-
-
-def _unfolded(
-    asked: Question, config: QuantizationConfig, find: Callable[[Question], list[_Found]]
-) -> tuple[Question, list[_Found], tuple[str, ...]]:
-    """Return what answers a question; where nothing does, what answers it once batch norms are folded."""
-    found = find(asked)
-    folded = asked.without_batch_norm()
-    if found or folded == asked:
-        return asked, found, ()
-    note = (
-        "batch norms are folded into what they follow, unless that is read or shared elsewhere, which "
-        f"leaves {folded.label}"
-    )
-    return folded, find(folded), (note,)
-
-
-def _doubts(depends: object) -> tuple[str, ...]:
-    if not depends:
-        return ()
-    return ("the rule also looks at each operator: qompose.can_quantize asks about one",)
+_LOOKS_AT_EACH = "the rule also looks at each operator: qompose.can_quantize asks about one"
 
 
 def _configurations(rows: Sequence[Capability]) -> Table:
@@ -474,18 +404,13 @@ _CONDITIONS = {
 }
 
 
-def _with_stand_ins(codec: Codec) -> Codec:
-    """Return the codec of what may hold observers of other packages: of those, the names are written."""
-    return Codec(lambda value, path: codec.write(with_stand_ins(value), path), codec.read)
-
-
 _FIELDS: dict[str, Codec] = {
     **dict.fromkeys(("backend", "pattern", "drawing"), TEXT),
     "operators": sequence(sequence(TEXT)),
     "config": TEXT,
-    "settings": _with_stand_ins(SETTINGS),
+    "settings": LISTED_SETTINGS,
     "mode": TEXT,
-    **dict.fromkeys(("activation", "weight", "output"), _with_stand_ins(SPEC)),
+    **dict.fromkeys(("activation", "weight", "output"), LISTED_SPEC),
     "granularity": TEXT,
     "qat": BOOLEAN,
     "kernels": pairs(TEXT),
@@ -526,3 +451,203 @@ def row_of(backend: str, rule: Rule, name: str, config: QuantizationConfig) -> C
 def kernels_of(rule: Rule) -> tuple[tuple[str, str], ...]:
     """Return the (target, kernel name) pairs of a rule."""
     return tuple((target, kernel.promise) for target, kernel in rule.kernels.items())
+
+
+_BATCH_NORM = "aten.batch_norm"
+_OF_MODULES: dict[str, str] = {
+    "Linear": "linear", "Bilinear": "bilinear", "Embedding": "embedding",
+    "Conv1d": "conv1d", "Conv2d": "conv2d", "Conv3d": "conv3d",
+    "ConvTranspose1d": "conv_transpose1d", "ConvTranspose2d": "conv_transpose2d",
+    "ConvTranspose3d": "conv_transpose3d",
+    "BatchNorm1d": "batch_norm", "BatchNorm2d": "batch_norm", "BatchNorm3d": "batch_norm",
+    "LayerNorm": "layer_norm", "GroupNorm": "group_norm", "RMSNorm": "rms_norm",
+    "InstanceNorm1d": "instance_norm", "InstanceNorm2d": "instance_norm",
+    "InstanceNorm3d": "instance_norm",
+    "ReLU": "relu", "ReLU6": "hardtanh", "Hardtanh": "hardtanh", "Hardswish": "hardswish",
+    "Hardsigmoid": "hardsigmoid", "SiLU": "silu", "GELU": "gelu", "Sigmoid": "sigmoid",
+    "Tanh": "tanh", "ELU": "elu", "CELU": "celu", "SELU": "selu", "LeakyReLU": "leaky_relu",
+    "PReLU": "prelu", "Mish": "mish", "Softplus": "softplus", "Softmax": "softmax",
+    "LogSoftmax": "log_softmax", "LogSigmoid": "log_sigmoid", "GLU": "glu",
+    "Threshold": "threshold", "Softshrink": "softshrink", "Hardshrink": "hardshrink",
+    "MaxPool1d": "max_pool1d", "MaxPool2d": "max_pool2d", "MaxPool3d": "max_pool3d",
+    "AvgPool1d": "avg_pool1d", "AvgPool2d": "avg_pool2d", "AvgPool3d": "avg_pool3d",
+    "AdaptiveAvgPool1d": "adaptive_avg_pool1d", "AdaptiveAvgPool2d": "adaptive_avg_pool2d",
+    "AdaptiveAvgPool3d": "adaptive_avg_pool3d", "Dropout": "dropout",
+    "Flatten": "flatten", "Unflatten": "unflatten", "PixelShuffle": "pixel_shuffle",
+    "PixelUnshuffle": "pixel_unshuffle", "ChannelShuffle": "channel_shuffle",
+    "ZeroPad2d": "pad", "ConstantPad2d": "pad", "ReflectionPad2d": "pad",
+    "ReplicationPad2d": "pad", "UpsamplingNearest2d": "upsample_nearest2d",
+    "UpsamplingBilinear2d": "upsample_bilinear2d", "Unfold": "im2col", "Fold": "col2im",
+}  # fmt: skip
+MODULES: dict[type[nn.Module], str] = {
+    getattr(nn, module): f"aten.{operator}" for module, operator in _OF_MODULES.items()
+}
+"""The modules of torch.nn that are exported as one operator, and which."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One operator of a question: the names it may have, with overloads or without, and what it is called.
+
+    A batch norm that is a module type has `after`: the operators whose results have its dimensions.
+    """
+
+    operators: frozenset[str]
+    label: str
+    after: frozenset[str] | None = None
+
+    def is_one_of(self, operators: Iterable[str]) -> bool:
+        """Tell whether any of some operators (names without overloads) is meant."""
+        return not self.operators.isdisjoint(operators)
+
+    def folds_into(self, earlier: Part | None) -> bool:
+        """Tell whether this is a batch norm that can be folded into the operator before it."""
+        if earlier is None or not self.is_one_of((_BATCH_NORM,)):
+            return False
+        return earlier.is_one_of(_FOLDABLE if self.after is None else self.after & _FOLDABLE)
+
+    def takes(self, target: str) -> bool:
+        """Tell whether an operator of a pattern, `aten.relu.default`, is meant."""
+        return self.is_one_of(names_of(target))
+
+
+@dataclass(frozen=True)
+class Question:
+    """What `supports` is asked about: a rule by its name or drawing, or operators in their order."""
+
+    text: str
+    parts: tuple[Part, ...] = ()
+
+    @property
+    def label(self) -> str:
+        """Return the question in one line."""
+        return " -> ".join(part.label for part in self.parts) or repr(self.text)
+
+    def is_about(self, rule: Rule) -> bool:
+        """Tell whether a rule is meant: by its name, its drawing, or the operators of a variant."""
+        if self.text and self.text in (rule.name, rule.drawing):
+            return True
+        return any(
+            len(calls) == len(self.parts) and all(map(Part.takes, self.parts, calls))
+            for calls in sequences(rule)
+        )
+
+    def without_batch_norm(self) -> Question:
+        """Return the question as it is once batch norms are folded into the operators before them.
+
+        One that follows another batch norm stays: there is nothing left that it could be folded into.
+        """
+        before = (None, *self.parts)
+        kept = [
+            part
+            for part, earlier in zip(self.parts, before, strict=False)
+            if not part.folds_into(earlier)
+        ]
+        return Question(self.text, tuple(kept))
+
+
+_FOLDABLE = frozenset(str(target.overloadpacket) for target in FOLDABLE)
+_AFTER: dict[type[nn.Module], frozenset[str]] = {
+    norm: frozenset(f"aten.{name}" for name in (f"conv{n}d", f"conv_transpose{n}d", *others))
+    for n, norm, others in (
+        (1, nn.BatchNorm1d, ("linear",)),
+        (2, nn.BatchNorm2d, ()),
+        (3, nn.BatchNorm3d, ()),
+    )
+}
+"""By type of batch norm: the operators that give what it takes."""
+
+
+def question(pattern: object) -> Question:
+    """Return what is asked about: see `Capabilities.supports`.
+
+    Raises:
+        SelectorError: a module or function that is more than one operator, or none that is known.
+        ConfigError: `pattern` is nothing that one can ask about.
+    """
+    if isinstance(pattern, str):
+        text = " ".join(pattern.split())
+        names = [name.strip() for name in text.split("->")]
+        if not all(names):
+            raise ConfigError(f"{pattern!r} is neither the name nor the drawing of a rule")
+        return Question(text, tuple(map(_by_name, names)))
+    items: Sequence[Any] = pattern if isinstance(pattern, (tuple, list)) else (pattern,)
+    if not items:
+        raise ConfigError("an empty pattern is no question")
+    return Question("", tuple(map(_part, items)))
+
+
+def _part(item: object) -> Part:
+    if isinstance(item, str):
+        return _by_name(item)
+    if isinstance(item, type) and issubclass(item, nn.Module):
+        if item not in MODULES:
+            raise SelectorError(
+                f"{item.__qualname__} is none of the modules of torch.nn that are exported as one operator"
+                f"{near_names(item.__qualname__, _OF_MODULES)}: ask about the operators that it calls"
+            )
+        return Part(_with_in_place(MODULES[item]), item.__qualname__, _AFTER.get(item))
+    if isinstance(item, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return Part(frozenset({str(item)}), str(item))
+    if not callable(item) or isinstance(item, type):
+        raise ConfigError(
+            f"{item!r} is neither the name or drawing of a rule, nor an operator, function or module "
+            "of torch"
+        )
+    return Part(kind_of(item).operators, getattr(item, "__name__", str(item)))
+
+
+def _by_name(name: str) -> Part:
+    base = name.removeprefix("aten.")
+    return Part(_with_in_place(f"aten.{base}"), name)
+
+
+def _with_in_place(operator: str) -> frozenset[str]:
+    return frozenset({operator, f"{operator}_"})
+
+
+def sequences(rule: Rule) -> tuple[tuple[str, ...], ...]:
+    """Return the operators that a rule's patterns call, in their order, for each variant."""
+    found = (calls for pattern in rule.patterns for calls in _calls(pattern))
+    return tuple(dict.fromkeys(tuple(map(str, calls)) for calls in found))
+
+
+def _calls(pattern: Pattern | OperatorPattern) -> Sequence[Sequence[object]]:
+    if isinstance(pattern, OperatorPattern):
+        return [(target,) for target in pattern.targets]
+    return [pattern.calls()]
+
+
+_MOST = 3
+"""How many rules a reason names for each operator."""
+
+
+def what_is_missing(asked: Question, tables: Iterable[tuple[str, Sequence[Rule]]]) -> str:
+    """Say why no rule answers a question: which of its operators have rules, and which have none."""
+    tables = list(tables)
+    if asked.text and len(asked.parts) == 1:
+        known = sorted({rule.name for _, rules in tables for rule in rules})
+        return (
+            f"no backend has a rule {asked.text!r}{near_names(asked.text, known)}; "
+            f"known: {', '.join(known) or 'none'}"
+        )
+    found = {part.label: _rules_with(part, tables) for part in asked.parts}
+    without = [label for label, rules in found.items() if not rules]
+    reasons = [f"no rule takes {asked.label}{' as one' if len(asked.parts) > 1 else ''}"]
+    if without:
+        reasons.append(f"no rule has {' or '.join(without)}")
+    inside = dict.fromkeys(rule for rules in found.values() for rule in rules[:_MOST])
+    if inside:
+        reasons.append(f"a part of it is in {', '.join(inside)}")
+    return "; ".join(reasons)
+
+
+def _rules_with(part: Part, tables: Iterable[tuple[str, Sequence[Rule]]]) -> list[str]:
+    """Return the rules that have an operator, those of the shortest patterns first."""
+    lengths: dict[str, int] = {}
+    for backend, rules in tables:
+        for rule in rules:
+            having = [calls for calls in sequences(rule) if any(map(part.takes, calls))]
+            if having:
+                lengths[f"{rule.name} of {backend}"] = min(map(len, having))
+    return sorted(lengths, key=lambda name: lengths[name])
