@@ -17,9 +17,8 @@ import torch
 from rich.console import Console, ConsoleOptions, RenderResult
 from torch import nn
 
-from qompose.backend.constraints import CONSTRAINT, TensorConstraint
 from qompose.backend.pattern import OperatorPattern, Pattern
-from qompose.backend.rule import Rule
+from qompose.backend.rule import CONSTRAINT, Rule, TensorConstraint
 from qompose.console import Block, Table, as_rich, as_text
 from qompose.errors import ConfigError, SelectorError, near_names
 from qompose.json_codec import (

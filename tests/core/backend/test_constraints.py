@@ -12,7 +12,7 @@ import qompose
 import torch
 from qompose import QuantizationConfig, QuantizationSpec
 from qompose.backend import TensorConstraint
-from qompose.backend.constraints import CONSTRAINT
+from qompose.backend.rule import CONSTRAINT
 from qompose.errors import ConfigError
 from qompose.observers import (
     FixedQParamsObserver,
