@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from qompose.cli.output import say
+from qompose.cli.command import say
 from qompose.errors import CalibrationError, near_names
 from qompose.storage.export_archive import Input, Inputs, shown, without_values
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-import qompose
 import torch
 from qompose.backend import Kernel, OperatorPattern, Region
 from torch import Tensor, nn
