@@ -136,7 +136,10 @@ class Requantized:
 
 @dataclass(frozen=True)
 class Plan:
-    """Who takes which region, which tensors share parameters, and what happened to every operator."""
+    """Who takes which region, which tensors share parameters, and what happened to every operator.
+
+    `idle_owners` are the members of the composition that claim nothing; `notes` say why.
+    """
 
     claims: tuple[Claim, ...]
     groups: tuple[Group, ...]
@@ -145,6 +148,7 @@ class Plan:
     rewrites: tuple[Rewrite, ...] = ()
     notes: tuple[str, ...] = ()
     float_bytes: int = 0
+    idle_owners: tuple[str, ...] = ()
 
     def requantizations(self, dropped: Collection[int] = ()) -> tuple[Requantized, ...]:
         """Return the quantized outputs that go on with other quantization parameters, one per new group.

@@ -47,7 +47,7 @@ from qompose.program.graph import (
 from qompose.program.meta import GROUP_TAG, OBSERVER_PREFIX, tag
 from qompose.quantizer.annotations import write_annotations
 from qompose.quantizer.base import Quantizer, labelled
-from qompose.quantizer.composition import notes_on_members
+from qompose.quantizer.composition import idle_members
 from qompose.quantizer.interop.foreign_quantizer import adapt
 from qompose.quantizer.interop.sandbox import overseen
 from qompose.quantizer.rule_quantizer import RuleQuantizer
@@ -184,6 +184,7 @@ def _planned(
     claims = tuple(composition.chosen)
     groups, unsmoothed = smoothed(working, claims, plan_groups(working, claims))
     operators = survey(exported, working, composition, rewrites)
+    idle = idle_members(quantizer, composition)
     plan = Plan(
         claims=claims,
         groups=groups,
@@ -195,9 +196,10 @@ def _planned(
             *composition.notes,
             *claims_elsewhere(claims, operators),
             *(*notes_on_ranges(claims, groups), *unsmoothed),
-            *notes_on_members(quantizer, composition),
+            *(f"{label} claims nothing: {reason}" for label, reason in idle.items()),
         ),
         float_bytes=state_bytes(exported),
+        idle_owners=tuple(idle),
     )
     return working, Record(plan, "prepared", _backends(quantizer))
 

@@ -268,20 +268,16 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def notes_on_members(quantizer: Quantizer, composition: Composition) -> list[str]:
-    """Describe the members of a composition that have no claim.
+def idle_members(quantizer: Quantizer, composition: Composition) -> dict[str, str]:
+    """Return why members of a composition have no claim, by their labels.
 
     Of a quantizer with rules that is alone, the operators of the report say all that there is to say.
     """
     members = dict(zip((label for label, _ in labelled(quantizer)), quantizer.members, strict=True))
     if len(members) == 1 and isinstance(quantizer.members[0], RuleQuantizer):
-        return []
+        return {}
     claiming = {claim.owner for claim in composition.chosen}
-    return [
-        f"{label} claims nothing: {_why(label, members, composition)}"
-        for label in members
-        if label not in claiming
-    ]
+    return {label: _why(label, members, composition) for label in members if label not in claiming}
 
 
 def _why(label: str, members: dict[str, Quantizer], composition: Composition) -> str:

@@ -72,6 +72,7 @@ def report(model: Any) -> Report:
         bytes_before=plan.float_bytes,
         bytes_after=record.bytes,
         fingerprint=record.fingerprint,
+        idle_owners=plan.idle_owners,
     )
 
 
