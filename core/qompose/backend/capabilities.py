@@ -204,7 +204,7 @@ class Capabilities(Sequence[Capability]):
             ConfigError: `pattern` is nothing that one can ask about, or `config` no configuration.
         """
         if not isinstance(config, QuantizationConfig):
-            raise ConfigError(f"{config!r} is no QuantizationConfig")
+            raise ConfigError(f"expected a QuantizationConfig, got {config!r}")
         try:
             asked = question(pattern)
         except SelectorError as error:
@@ -496,17 +496,17 @@ class Part:
     after: frozenset[str] | None = None
 
     def is_one_of(self, operators: Iterable[str]) -> bool:
-        """Tell whether any of some operators (names without overloads) is meant."""
+        """Return whether any of some operators (names without overloads) is meant."""
         return not self.operators.isdisjoint(operators)
 
     def folds_into(self, earlier: Part | None) -> bool:
-        """Tell whether this is a batch norm that can be folded into the operator before it."""
+        """Return whether this is a batch norm that can be folded into the operator before it."""
         if earlier is None or not self.is_one_of((_BATCH_NORM,)):
             return False
         return earlier.is_one_of(_FOLDABLE if self.after is None else self.after & _FOLDABLE)
 
     def takes(self, target: str) -> bool:
-        """Tell whether an operator of a pattern, `aten.relu.default`, is meant."""
+        """Return whether an operator of a pattern, `aten.relu.default`, is meant."""
         return self.is_one_of(names_of(target))
 
 
@@ -523,7 +523,7 @@ class Question:
         return " -> ".join(part.label for part in self.parts) or repr(self.text)
 
     def is_about(self, rule: Rule) -> bool:
-        """Tell whether a rule is meant: by its name, its drawing, or the operators of a variant."""
+        """Return whether a rule is meant: by its name, its drawing, or the operators of a variant."""
         if self.text and self.text in (rule.name, rule.drawing):
             return True
         return any(
@@ -568,11 +568,11 @@ def question(pattern: object) -> Question:
         text = " ".join(pattern.split())
         names = [name.strip() for name in text.split("->")]
         if not all(names):
-            raise ConfigError(f"{pattern!r} is neither the name nor the drawing of a rule")
+            raise ConfigError(f"expected the name or the drawing of a rule, got {pattern!r}")
         return Question(text, tuple(map(_by_name, names)))
     items: Sequence[Any] = pattern if isinstance(pattern, (tuple, list)) else (pattern,)
     if not items:
-        raise ConfigError("an empty pattern is no question")
+        raise ConfigError("expected a pattern, got an empty one")
     return Question("", tuple(map(_part, items)))
 
 
@@ -582,7 +582,7 @@ def _part(item: object) -> Part:
     if isinstance(item, type) and issubclass(item, nn.Module):
         if item not in MODULES:
             raise SelectorError(
-                f"{item.__qualname__} is none of the modules of torch.nn that are exported as one operator"
+                f"{item.__qualname__} is not a module of torch.nn that is exported as one operator"
                 f"{near_names(item.__qualname__, _OF_MODULES)}: ask about the operators that it calls"
             )
         return Part(_with_in_place(MODULES[item]), item.__qualname__, _AFTER.get(item))
@@ -590,8 +590,8 @@ def _part(item: object) -> Part:
         return Part(frozenset({str(item)}), str(item))
     if not callable(item) or isinstance(item, type):
         raise ConfigError(
-            f"{item!r} is neither the name or drawing of a rule, nor an operator, function or module "
-            "of torch"
+            "expected the name or drawing of a rule, or an operator, function or module of torch, got "
+            f"{item!r}"
         )
     return Part(kind_of(item).operators, getattr(item, "__name__", str(item)))
 

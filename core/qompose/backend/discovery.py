@@ -71,7 +71,7 @@ def qompose_backend() -> Backend:  # type: ignore[empty-body]
 
 @dataclass(frozen=True)
 class BackendInfo:
-    """An installed backend as its package's metadata tells it, unloaded."""
+    """An installed backend as its package's metadata describes it, not loaded."""
 
     name: str
     module: str
@@ -407,14 +407,14 @@ def check_backend(info: BackendInfo) -> Health:
     return Health(UNAVAILABLE if problem else USABLE, problem, targets)
 
 
-def obstacle(asked: Backend | Target, who: str) -> str | None:
+def obstacle(subject: Backend | Target, who: str) -> str | None:
     """Return why a backend or a target cannot be used here, or None: what its `availability` says.
 
     Raises:
         MemberError: it raises, exits, or returns neither a text nor None; `who` is named.
     """
     try:
-        answer: object = asked.availability()
+        answer: object = subject.availability()
     except (Exception, SystemExit) as error:  # exiting must not end the host
         raise MemberError(
             f"{who}: asked whether it is available, it raised {describe_error(error)}"
@@ -472,10 +472,10 @@ def _remedy(missing: str, distribution: str) -> str:
     """Say what to install; by the name that the plugin itself requires, where that is recognisable."""
     top = missing.partition(".")[0]
     try:
-        wanted = requires(distribution) or []
+        requirements = requires(distribution) or []
     except (PackageNotFoundError, ValueError):
-        wanted = []
-    for requirement in wanted:
+        requirements = []
+    for requirement in requirements:
         specifier = requirement.partition(";")[0].strip()
         name = re.split(r"[^\w.-]", specifier, maxsplit=1)[0]
         if re.sub(r"[-_.]+", "_", name).lower() == top.lower():

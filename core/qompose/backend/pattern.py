@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patterns captured by the exporter and found with SubgraphMatcher.
+"""Patterns of operators, captured by the exporter and found with SubgraphMatcher.
 
 A captured pattern follows aten wherever the exporter takes it. Captures are made once per process, and
 only when the program holds the operators that the pattern says it needs.
@@ -58,7 +58,7 @@ class Match:
         """
         node = self.node(name)
         if node is None or node not in self.nodes:
-            raise ConfigError(f"no operator of this match is called {name!r}: {self.nodes}")
+            raise ConfigError(f"this match has no operator {name!r}: {self.nodes}")
         known = arguments_of(node)
         if argument not in known:
             raise ConfigError(f"{node.name} has no argument {argument!r}; it has {[*known]}")
@@ -247,13 +247,13 @@ class _Matcher(SubgraphMatcherWithNameNodeMap):
 
 
 def _same_tensors(pattern: Node, node: Node) -> bool:
-    """Tell whether two calls take tensors in the same places."""
+    """Return whether two calls take tensors in the same places."""
     ours, theirs = _schema_arguments(pattern), _schema_arguments(node)
     return all(_is_tensor(ours[name]) == _is_tensor(theirs[name]) for name in ours)
 
 
 def _is_tensor(argument: object) -> bool:
-    """Tell a tensor (or a list of them) from a literal; a symbolic size is a literal."""
+    """Return whether an argument is a tensor or a list of tensors; a symbolic size is a literal."""
     if isinstance(argument, (tuple, list)):
         return any(_is_tensor(item) for item in argument)
     return isinstance(argument, Node) and not isinstance(

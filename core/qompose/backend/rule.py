@@ -2,8 +2,8 @@
 """One row of a backend's rule table: patterns, roles, and what each role may be.
 
 The names of `TensorConstraint` and their meaning are those of PyTorch's BackendConfig. What breaks one is
-refused with the bound and the value. A bound on what only calibration tells is checked when a model is
-converted.
+refused with the bound and the value. A bound that only calibration can check is checked when a model
+is converted.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class TensorConstraint:
         scale_exact_match, zero_point_exact_match: the only ones; for kernels that have them built in.
 
     Raises:
-        ConfigError: a field has a value of another kind, or bounds that exclude each other.
+        ConfigError: a field has a value of the wrong type, or bounds exclude each other.
     """
 
     dtypes: frozenset[torch.dtype]
@@ -88,7 +88,7 @@ class TensorConstraint:
         for name in ("dtypes", "qschemes"):
             given: Any = getattr(self, name)
             if not isinstance(given, (set, frozenset, tuple, list)) or not given:
-                raise ConfigError(f"{name}={given!r} is no set of {name}")
+                raise ConfigError(f"{name} must be a set of {name}, got {given!r}")
             object.__setattr__(self, name, frozenset(given))
         if self.block_sizes is not None:
             object.__setattr__(self, "block_sizes", frozenset(map(tuple, self.block_sizes)))
@@ -274,14 +274,14 @@ def _wrong_numbers(constraint: TensorConstraint) -> Iterator[str]:
     ):
         value = getattr(constraint, name)
         if value is not None and type(value) is not int:
-            yield f"{name}={value!r} is no whole number"
+            yield f"{name} must be an integer, got {value!r}"
     for name in ("scale_min_lower_bound", "scale_max_upper_bound", "scale_exact_match"):
         value = getattr(constraint, name)
         if value is not None and not (isinstance(value, (int, float)) and 0 < value < math.inf):
-            yield f"{name}={value!r} is no positive number"
+            yield f"{name} must be a positive number, got {value!r}"
     integers = constraint.quant_range
     if integers is not None and (len(integers) != 2 or any(type(n) is not int for n in integers)):
-        yield f"quant_range={integers!r} is no pair of whole numbers"
+        yield f"quant_range must be a pair of integers, got {integers!r}"
 
 
 def _crossed(constraint: TensorConstraint) -> Iterator[str]:
@@ -310,7 +310,7 @@ class Rule:
         integer_bias: the kernel adds the bias as an integer, in steps of input scale times weight scale;
             the converted model adds what that integer stands for.
         channels: the (input, output) dimensions that belong to dimensions 1 and 0 of the weight; None
-            where the rule is no plain product (up to a relu). They allow balancing, and SmoothQuant.
+            where the rule is not a plain product (up to a relu). They allow balancing, and SmoothQuant.
         output: whether the output gets `config.output_activation`.
         shares: inputs and output have the same scale and zero point (views, pooling, concatenation).
         carries: the operator computes nothing, so that the rule applies only where something quantized
@@ -329,7 +329,7 @@ class Rule:
         kernels: by target name.
 
     Raises:
-        ConfigError: a field has a value of another kind, or speaks of names that the patterns have not.
+        ConfigError: a field has a value of the wrong type, or names what the patterns do not have.
     """
 
     name: str
@@ -425,27 +425,27 @@ class Rule:
 
 
 def _kind_faults(rule: Any) -> Iterator[str]:
-    """Yield what is of another kind than it has to be."""
+    """Yield the fields that have values of the wrong type."""
     if not isinstance(rule.patterns, tuple) or not rule.patterns:
-        yield f"patterns={rule.patterns!r} is no tuple of patterns"
+        yield f"patterns must be a tuple of patterns, got {rule.patterns!r}"
         return
     for pattern in rule.patterns:
         if not isinstance(pattern, (Pattern, OperatorPattern)):
-            yield f"{pattern!r} is neither a Pattern nor an OperatorPattern"
+            yield f"expected a Pattern or an OperatorPattern, got {pattern!r}"
     for role, constraint in rule.accepts.items():
         if not isinstance(constraint, TensorConstraint):
-            yield f"accepts[{role!r}]={constraint!r} is no TensorConstraint"
+            yield f"accepts[{role!r}] must be a TensorConstraint, got {constraint!r}"
     for target, kernel in rule.kernels.items():
         if not isinstance(kernel, Kernel):
-            yield f"kernels[{target!r}]={kernel!r} is no Kernel: wrap it as Kernel(name, function)"
+            yield f"kernels[{target!r}] must be a Kernel(name, function), got {kernel!r}"
     if isinstance(rule.activations, str):
-        yield f"activations={rule.activations!r} is a string, not a tuple of names"
+        yield f"activations must be a tuple of names, got the string {rule.activations!r}"
     if isinstance(rule.guard, str) or not all(map(callable, rule.guards)):
-        yield f"guard={rule.guard!r} is no function of a match"
+        yield f"guard must be a function of a match, got {rule.guard!r}"
 
 
 def _word_faults(rule: Rule) -> Iterator[str]:
-    """Yield the words that are none of those there are."""
+    """Yield the words that are not among those a field may have."""
     given: tuple[tuple[str, Iterable[object], tuple[str | None, ...]], ...] = (
         ("condition", (rule.condition,), CONDITIONS),
         ("modes", rule.modes, MODES),
@@ -458,21 +458,21 @@ def _word_faults(rule: Rule) -> Iterator[str]:
             if word not in known:
                 names = [name for name in known if name]
                 yield (
-                    f"{field_name} has {word!r}, and there are {', '.join(names)}"
+                    f"{field_name} must be one of {', '.join(names)}, got {word!r}"
                     f"{near_names(str(word), names)}"
                 )
 
 
 def _name_faults(rule: Rule) -> Iterator[str]:
-    """Yield the names that a pattern has not. A bias occurs in some variants alone."""
+    """Yield the names that a pattern does not have. A bias may occur in some variants only."""
     named = {rule.anchor, *rule.activations, *([rule.weight] if rule.weight else [])}
     for pattern in rule.patterns:
         unknown = sorted(named - pattern.names)
         if unknown:
             hints = "".join(near_names(name, pattern.names) for name in unknown)
             known = ", ".join(sorted(pattern.names))
-            yield f"it speaks of {', '.join(unknown)}{hints}, and its pattern has {known}"
+            yield f"unknown name {', '.join(unknown)}{hints}; its pattern has {known}"
             return
     if rule.bias and not any(rule.bias in pattern.names for pattern in rule.patterns):
         known = ", ".join(sorted(rule.patterns[0].names))
-        yield f"it speaks of the bias {rule.bias}, which no pattern has; the first has {known}"
+        yield f"no pattern has the bias {rule.bias}; the first has {known}"

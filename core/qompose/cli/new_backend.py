@@ -59,13 +59,13 @@ def new_backend(name: str, parent: Path) -> Path:
     the package `qompose_my_npu`.
 
     Raises:
-        ProjectError: the name is none for a backend, or taken by an installed one; `parent` is no folder
-            that can be written to; the folder is there and not empty. Nothing is written then.
+        ProjectError: the name is not valid for a backend, or an installed one has it; `parent` is not a
+            directory that can be written to; the folder exists and is not empty. Nothing is written then.
     """
     facts = _facts(name)
     target = Path(parent) / facts["distribution"]
     if not Path(parent).is_dir():
-        raise ProjectError(f"{parent} is no folder, and the project shall be written into it")
+        raise ProjectError(f"{parent} is not a directory")
     try:
         if target.is_symlink() or (target.exists() and not _is_empty(target)):
             raise ProjectError(f"{target} is there already: choose another name, or move it away")

@@ -65,7 +65,7 @@ def chosen_quantizer(options: Namespace) -> Quantizer:
     """Return the quantizer of the options.
 
     Raises:
-        UserError: there is none, or it is not as they say.
+        UserError: it does not exist, or is not what they say.
     """
     if options.config is None:
         from qompose.quantizer.composition import compose
@@ -157,7 +157,7 @@ def check_page(page: Path | None, read: Collection[Path]) -> None:
     if page is None:
         return
     if page.suffix.lower() != ".html":
-        raise UserError(f"--html {page} is no name of a page, which ends in .html")
+        raise UserError(f"--html must name a file that ends in .html, got {page}")
     check_place(page, read)
 
 
@@ -165,7 +165,7 @@ def check_place(path: Path, read: Collection[Path]) -> None:
     """Refuse a file that cannot be written where it is to be, or that is read."""
     place = destination(path)
     if not place.parent.is_dir():
-        raise UserError(f"{path} cannot be written: {place.parent} is no directory")
+        raise UserError(f"{path} cannot be written: {place.parent} is not a directory")
     if place in read:
         raise UserError(f"{path} would be overwritten, and is read: choose another --output")
 

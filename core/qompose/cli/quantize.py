@@ -115,9 +115,9 @@ def _uncalibrated(error: UncalibratedError, calibrated: bool) -> UserError:
         return error
     listed = "\n".join(f"  - {tensor}" for tensor in error.tensors)
     return CalibrationError(
-        f"{len(error.tensors)} tensors are quantized statically, and there is no data to take their ranges "
-        f"from:\n{listed}\nName files of samples with --calibration FILE, or choose a dynamic or weight-only "
-        "configuration."
+        f"{len(error.tensors)} tensors are quantized statically, and there is no data to estimate their "
+        f"ranges from:\n{listed}\nName files of samples with --calibration FILE, or choose a dynamic or "
+        "weight-only configuration."
     )
 
 
@@ -186,7 +186,7 @@ def _calibrate(options: Namespace, results: Results) -> int:
 
     output: Path = options.output
     if not destination(output).parent.is_dir():
-        raise UserError(f"{output} cannot be written: {output.parent} is no directory")
+        raise UserError(f"{output} cannot be written: {output.parent} is not a directory")
     if options.merge:
         if options.model or options.backend or options.config or options.calibration:
             raise UserError("--merge takes files of statistics alone: no program, backend or data")

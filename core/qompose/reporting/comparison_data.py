@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The result of compare() as data."""
+"""The result of `compare` as data."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Compared:
         value: its id (`qompose.provenance`).
         module, operator, name: where it comes from, and what the report calls the operator; a parameter's
             operator is "parameter".
-        state, owner: what the report says of the operator; "" where there is no report.
+        state, owner: as in the report of the operator; "" where there is no report.
         sqnr: of the whole run, in dB: how the other program's value differs from the reference's.
         relative_error: the same as norm of the difference / norm of the reference's value.
         own_sqnr: in dB, of what the operator itself adds where it reads the reference's values; None where
@@ -106,10 +106,10 @@ class Comparison(Printable):
         """Return the rows with a cause.
 
         Raises:
-            UserError: it is none of `CAUSES`.
+            UserError: it is not one of `CAUSES`.
         """
         if cause not in CAUSES:
-            raise UserError(f"{cause!r} is no cause; causes: {', '.join(CAUSES)}")
+            raise UserError(f"unknown cause {cause!r}; causes: {', '.join(CAUSES)}")
         return tuple(row for row in self.rows if row.cause == cause)
 
     def to_dict(self) -> dict[str, Any]:

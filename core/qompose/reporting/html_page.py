@@ -23,11 +23,11 @@ from markupsafe import Markup
 from qompose.console import as_decibels
 from qompose.reporting.graph_drawing import (
     DOTTED,
-    Entry,
+    MeasuredRow,
     edges_between,
-    entries_of,
     graph_of,
     layers_of,
+    measured_rows,
     number,
     owner_classes,
     state_class,
@@ -56,7 +56,7 @@ def page(
         remarks: lines by their heading.
         states: where operators may end, in the order in which they are listed, and the border of each.
     """
-    entries = entries_of(report, comparison)
+    entries = measured_rows(report, comparison)
     owners = owner_classes(entries)
     listed_states = [state for state in states if any(entry.state == state for entry in entries)]
     state_classes = {state: state_class(state, states) for state in listed_states}
@@ -129,7 +129,7 @@ class _Group:
 
 
 def _coverage(
-    entries: Sequence[Entry], owners: Mapping[str, str], states: Mapping[str, str]
+    entries: Sequence[MeasuredRow], owners: Mapping[str, str], states: Mapping[str, str]
 ) -> Iterator[_Group]:
     total = max(1, sum(entry.macs for entry in entries))
     for owner, owner_style in owners.items():
@@ -150,7 +150,7 @@ _HEIGHT, _TOP, _BOTTOM = 260, 18, 12
 """Of the chart, in pixels: all, and what stays free."""
 
 
-def _errors(entries: Sequence[Entry], comparison: Mapping[str, Any]) -> dict[str, Any]:
+def _errors(entries: Sequence[MeasuredRow], comparison: Mapping[str, Any]) -> dict[str, Any]:
     """Return what the template shows of a comparison: the chart, and which operators add most."""
     measured = [entry for entry in entries if entry.sqnr is not None or entry.own_sqnr is not None]
     by_name = {entry.name: (row, entry) for row, entry in enumerate(entries)}
@@ -186,7 +186,7 @@ class _Chart:
     height: int = _HEIGHT
 
 
-def _chart(entries: Sequence[Entry]) -> _Chart:
+def _chart(entries: Sequence[MeasuredRow]) -> _Chart:
     runs = [range(i, i + 1) for i in range(len(entries))]
     depths = layers_of(len(entries), edges_between(runs, entries))
     values = [v for e in entries for v in (e.sqnr, e.own_sqnr) if v is not None]
@@ -225,7 +225,7 @@ def _height(value: float, scale: tuple[int, int]) -> int:
 
 
 def _marks(
-    entries: Sequence[Entry], depths: Sequence[int], scale: tuple[int, int], own: bool
+    entries: Sequence[MeasuredRow], depths: Sequence[int], scale: tuple[int, int], own: bool
 ) -> Iterator[_Mark]:
     for row, entry in enumerate(entries):
         value = entry.own_sqnr if own else entry.sqnr

@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report as data.
-
-The report as data: a row for every float operator, what the graph holds, and how both are told.
-
-Whether a comparison is of the model that a report is of: drawn together, two models would be a fiction.
-"""
+"""The report as data: a row for every float operator, what the graph holds, and how it is printed."""
 
 from __future__ import annotations
 
@@ -109,13 +104,13 @@ class Report:
         """Return how many operators ended in a state, of one owner or of all.
 
         Raises:
-            UserError: there is no such state; others own operators, and that one is not known.
+            UserError: the state is unknown, or the owner is where others own operators.
         """
         _check_state(state)
         owners = {row.owner for row in self.rows} - {""}
         if owner is not None and owners and owner not in owners.union(self.idle_owners):
             raise UserError(
-                f"nobody who owns operators is called {owner!r}{near_names(str(owner), owners)}; "
+                f"unknown owner {owner!r}{near_names(str(owner), owners)}; "
                 f"owners: {', '.join(sorted(owners))}"
             )
         return sum(row.state == state and owner in (None, row.owner) for row in self.rows)
@@ -144,27 +139,27 @@ class Report:
     def why(self, name: str) -> tuple[Row, ...]:
         r"""Return the rows of an operator, by its name; of all in a module, by its path; or of a kind.
 
-        `print(*report.why("encoder.layers.0"), sep="\n")` tells what became of a part of the model.
+        `print(*report.why("encoder.layers.0"), sep="\n")` shows what became of a part of the model.
 
         Raises:
             UserError: no float operator has that name; the message has near names.
         """
         if not isinstance(name, str):
             raise UserError(
-                f"why takes the name of an operator, a module path or a kind of operators, not {name!r}"
+                f"why expects the name of an operator, a module path or a kind of operators, got {name!r}"
             )
-        asked: tuple[Callable[[Row], bool], ...] = (
+        ways: tuple[Callable[[Row], bool], ...] = (
             lambda row: row.name == name,
             lambda row: row.module == name or row.module.startswith(f"{name}."),
             lambda row: row.operator == name,
         )
-        for matches in asked:
+        for matches in ways:
             found = tuple(row for row in self.rows if matches(row))
             if found:
                 return found
         known = {part for row in self.rows for part in (row.name, row.module, row.operator)} - {""}
         raise UserError(
-            f"{name!r} is no float operator of the model, no module that has one, and no kind of them"
+            f"{name!r} is not a float operator of the model, a module that has one, or a kind of them"
             f"{near_names(name, known)}"
         )
 
@@ -177,7 +172,7 @@ class Report:
     def by_owner(self) -> list[tuple[str, str, str, str, int, int]]:
         """Return (owner, state, config, selector, operators, multiply-accumulates) in groups.
 
-        It tells two quantizers of one backend apart: each has configurations and selectors of its own.
+        It distinguishes two quantizers of one backend: each has configurations and selectors of its own.
         """
         owned = [row for row in self.rows if row.owner]
         return _grouped(owned, lambda row: (row.owner, row.state, row.config, row.selector))
@@ -221,8 +216,8 @@ class Report:
                 raise ValueError("it has a stage, or rows have a state, that there is not")
             return report
         except (TypeError, KeyError, ValueError) as error:
-            wanted = ", ".join(field.name for field in fields(cls))
-            raise ConfigError(f"this is no report ({error}); a report has {wanted}") from error
+            expected = ", ".join(field.name for field in fields(cls))
+            raise ConfigError(f"this is not a report ({error}); a report has {expected}") from error
 
     def to_json(self, indent: int | None = 2) -> str:
         """Return the report as JSON text."""
@@ -260,7 +255,7 @@ class Report:
             OSError: the file cannot be written.
         """
         if not isinstance(path, (str, PathLike)):
-            raise UserError(f"save takes the path of a file, and got {path!r}")
+            raise UserError(f"save expects the path of a file, got {path!r}")
         if comparison is not None:
             operators = {row.name: row.operator for row in self.rows}
             check_comparison(comparison, self.fingerprint, operators, self.stage)
@@ -278,9 +273,7 @@ class Report:
                 "its to_dict() to a file of its own"
             )
         else:
-            raise UserError(
-                f"{path} has none of the suffixes .html, .json and .md, which say its kind"
-            )
+            raise UserError(f"the suffix of {path} must be .html, .json or .md")
         with draft_of(Path(path)) as draft:
             draft.write_bytes(f"{text.rstrip()}\n".encode())
 
@@ -356,21 +349,21 @@ Data = TypeVar("Data")
 def _check_state(state: object) -> None:
     if state not in STATES:
         close = near_names(str(state), STATES)
-        raise UserError(f"{state!r} is no state{close}; states: {', '.join(STATES)}")
+        raise UserError(f"unknown state {state!r}{close}; states: {', '.join(STATES)}")
 
 
 def _read(kind: type[Data], facts: Mapping[str, Any]) -> Data:
     """Return an object of a dataclass whose numbers, texts and lists of texts are read from data."""
     read = dict(facts)
-    for name, wanted in ((f.name, f.type) for f in fields(kind) if f.name in read):  # type: ignore[arg-type]
+    for name, kind_of_field in ((f.name, f.type) for f in fields(kind) if f.name in read):  # type: ignore[arg-type]
         value = read[name]
-        if wanted == "tuple[str, ...]":
+        if kind_of_field == "tuple[str, ...]":
             good = isinstance(value, (list, tuple)) and all(isinstance(v, str) for v in value)
             read[name] = tuple(value) if good else value
-        elif wanted == "int":
+        elif kind_of_field == "int":
             good = type(value) is int and value >= 0
         else:
-            good = wanted != "str" or isinstance(value, str)
+            good = kind_of_field != "str" or isinstance(value, str)
         if not good:
             raise TypeError(f"{name} of {kind.__name__} cannot be {value!r}")
     return kind(**read)
@@ -410,16 +403,16 @@ def check_comparison(
     """
     if not isinstance(comparison, Comparison):
         raise UserError(
-            f"comparison= is what qompose.compare returned, and not {type(comparison).__name__}"
+            f"comparison must be what qompose.compare returned, got {type(comparison).__name__}"
         )
-    told = {row.name: row.operator for row in comparison if row.name and row.state}
+    compared = {row.name: row.operator for row in comparison if row.name and row.state}
     known = bool(fingerprint and comparison.fingerprint)
-    same = fingerprint == comparison.fingerprint if known else told.items() <= operators.items()
+    same = fingerprint == comparison.fingerprint if known else compared.items() <= operators.items()
     if not same:
         raise UserError(
             f"the comparison is of another model: it is of a {comparison.reference} and a {comparison.other} "
-            f"program with {_some(told)}, parameters {comparison.fingerprint[:8] or 'unknown'}; the report "
-            f"is of a {stage} one with {_some(operators)}, parameters {fingerprint[:8] or 'unknown'}"
+            f"program with {_some(compared)}, parameters {comparison.fingerprint[:8] or 'unknown'}; the "
+            f"report is of a {stage} one with {_some(operators)}, parameters {fingerprint[:8] or 'unknown'}"
         )
 
 
