@@ -177,7 +177,7 @@ class Pattern:
             if found is not None:
                 yield self._as_match(found, matcher, index)
 
-    def _as_match(self, found: InternalMatch, matcher: _Matcher, index: OperatorIndex) -> Match:
+    def _as_match(self, found: InternalMatch, matcher: _CandidateMatcher, index: OperatorIndex) -> Match:
         captures: dict[str, Capture] = {
             name: found.nodes_map[node] for name, node in matcher.named.items()
         }
@@ -209,7 +209,7 @@ class Pattern:
         return tuple(inspect.signature(self.function).parameters)[: len(self.shapes)]
 
 
-class _Matcher(SubgraphMatcherWithNameNodeMap):
+class _CandidateMatcher(SubgraphMatcherWithNameNodeMap):
     """torch's matcher, asked about one candidate at a time.
 
     Its own `match` looks for cycles by walking the whole graph behind every match. A region out of which
@@ -284,7 +284,7 @@ class _Captured(nn.Module):
 
 
 @cache
-def _matcher(pattern: Pattern) -> _Matcher:
+def _matcher(pattern: Pattern) -> _CandidateMatcher:
     example = tuple(s() if callable(s) else torch.zeros(s) for s in pattern.shapes)
     with torch.no_grad():
         module = torch.export.export(_Captured(pattern.function), example).module(
@@ -293,7 +293,7 @@ def _matcher(pattern: Pattern) -> _Matcher:
     assert isinstance(module, GraphModule)
     module.graph.eliminate_dead_code()
     named = _named(pattern, module)
-    matcher = _Matcher(module, ignore_literals=True)
+    matcher = _CandidateMatcher(module, ignore_literals=True)
     if len(matcher.pattern_anchors) != 1:
         raise ConfigError(
             f"pattern {pattern.function.__qualname__} must end in one operator whose value is the output"

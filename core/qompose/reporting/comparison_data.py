@@ -13,9 +13,19 @@ from qompose.console import Block, Printable, Table, as_decibels
 from qompose.errors import UserError, near_names
 
 EQUAL, INHERITED, ARITHMETIC = "equal", "inherited", "arithmetic"
-ROUNDING, CLIPPING, FALLBACK, KERNEL = "rounding", "clipping", "fallback", "kernel error"
+ROUNDING, CLIPPING, FALLBACK, KERNEL_ERROR = "rounding", "clipping", "fallback", "kernel error"
 NOT_FINITE, UNKNOWN = "not finite", "unknown"
-CAUSES = (KERNEL, NOT_FINITE, CLIPPING, FALLBACK, ROUNDING, UNKNOWN, ARITHMETIC, INHERITED, EQUAL)
+CAUSES = (
+    KERNEL_ERROR,
+    NOT_FINITE,
+    CLIPPING,
+    FALLBACK,
+    ROUNDING,
+    UNKNOWN,
+    ARITHMETIC,
+    INHERITED,
+    EQUAL,
+)
 """Why a value differs, the most alarming first.
 
 A kernel error is what a kernel computes beyond one step off the same region in quantize and dequantize
@@ -133,7 +143,7 @@ def _cells(row: Compared, custom: list[str]) -> tuple[str, ...]:
     return (
         row.value,
         row.state,
-        row.cause + (f" ({row.steps:.3g} steps)" if row.cause == KERNEL else ""),
+        row.cause + (f" ({row.steps:.3g} steps)" if row.cause == KERNEL_ERROR else ""),
         as_decibels(row.sqnr),
         as_decibels(row.own_sqnr),
         f"{row.relative_error:.2g}",

@@ -161,8 +161,8 @@ class TestProcess:
     def test_listing_imports_little(self, arguments: list[str]) -> None:
         """Rather than a time: what takes time is importing."""
         code = (
-            "import sys; before = {*sys.modules}; from qompose.cli.main import main\n"
-            "try: main(sys.argv[1:])\n"
+            "import sys; before = {*sys.modules}; from qompose.cli import main as cli\n"
+            "try: cli.main(sys.argv[1:])\n"
             "except SystemExit: pass\n"
             "print(*set(sys.modules) - before, file=sys.stderr)"
         )
@@ -495,8 +495,8 @@ class TestNewBackend:
 
     def test_needs_no_torch(self, tmp_path: Path) -> None:
         code = (
-            "import sys; from qompose.cli.main import main\n"
-            "main(['new-backend', 'my_chip', '--directory', sys.argv[1]])\n"
+            "import sys; from qompose.cli import main as cli\n"
+            "cli.main(['new-backend', 'my_chip', '--directory', sys.argv[1]])\n"
             "assert 'torch' not in sys.modules"
         )
         subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, capture_output=True)
