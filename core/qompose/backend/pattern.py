@@ -177,7 +177,9 @@ class Pattern:
             if found is not None:
                 yield self._as_match(found, matcher, index)
 
-    def _as_match(self, found: InternalMatch, matcher: _CandidateMatcher, index: OperatorIndex) -> Match:
+    def _as_match(
+        self, found: InternalMatch, matcher: _CandidateMatcher, index: OperatorIndex
+    ) -> Match:
         captures: dict[str, Capture] = {
             name: found.nodes_map[node] for name, node in matcher.named.items()
         }

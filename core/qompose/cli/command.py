@@ -61,6 +61,21 @@ class Results:
         self.text(json.dumps(data, indent=2, allow_nan=False))
 
 
+def own_standard_output() -> TextIO | None:
+    """Return standard output for results alone; what others print goes to standard error from now on.
+
+    Plugins and runtimes print as they like, some of them from C, or when the process ends.
+    """
+    if sys.stdout is None:
+        return None
+    other = sys.stderr.fileno() if sys.stderr else os.open(os.devnull, os.O_WRONLY)
+    kept = os.fdopen(
+        os.dup(sys.stdout.fileno()), "w", encoding=sys.stdout.encoding, errors="replace"
+    )
+    os.dup2(other, sys.stdout.fileno())
+    return kept
+
+
 def say(text: str) -> None:
     """Print a message to the user, which is not a result, on standard error."""
     print(f"qompose: {printable(text)}", file=sys.stderr)

@@ -25,7 +25,7 @@ from qompose.backend.discovery import (
     names_nobody_offers,
     why_none,
 )
-from qompose.cli.command import Command, Results, printable, say
+from qompose.cli.command import Command, Results, own_standard_output, printable, say
 from qompose.cli.options import add_report_form, check_page, print_report
 from qompose.errors import PluginError, UserError, near_names
 
@@ -126,11 +126,10 @@ def _how(code: int) -> str:
 
 def answer(name: str, distribution: str, module: str) -> None:
     """Print the health of one backend as JSON, and what the backend itself prints on standard error."""
-    with os.fdopen(os.dup(1), "w") as answers:
-        os.dup2(2, 1)
-        key = (name, distribution, module)
-        (info,) = (i for i in backends() if (i.name, i.distribution, i.module) == key)
-        json.dump(check_backend(info).to_dict(), answers)
+    results = Results(own_standard_output())
+    key = (name, distribution, module)
+    (info,) = (i for i in backends() if (i.name, i.distribution, i.module) == key)
+    results.json(check_backend(info).to_dict())
 
 
 BACKENDS = Command(

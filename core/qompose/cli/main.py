@@ -9,14 +9,14 @@ import traceback
 import warnings
 from argparse import SUPPRESS, ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
 from importlib_metadata import version
 
 from qompose.backend.discovery import describe_error
 from qompose.cli import inspection, new_backend, quantize
-from qompose.cli.command import Command, Results, say
+from qompose.cli.command import Command, Results, own_standard_output, say
 from qompose.errors import InternalError, QomposeError, QomposeWarning
 
 COMMANDS: dict[str, Command] = {
@@ -46,9 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     try:
         options = _parser().parse_args(arguments)
-        results = Results(sys.stdout)
-        with suppress(AttributeError):  # closed, or replaced by an object
-            sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
+        results = Results(own_standard_output() if arguments is None else sys.stdout)
         with redirect_stdout(sys.stderr), _warnings_as_messages():
             return _run(options, results)
     except KeyboardInterrupt:

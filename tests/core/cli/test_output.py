@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -46,6 +47,21 @@ def test_what_others_print_goes_to_standard_error(
     assert main.main(["backends"]) == 0
     print("afterwards")
     assert capsys.readouterr() == ('{\n  "a": 1\n}\nafterwards\n', "noise\n")
+
+
+def test_in_a_process_that_goes_for_c_and_for_what_is_printed_at_its_end_too() -> None:
+    body = (
+        "import atexit, os\n"
+        "atexit.register(print, 'at exit')\n"
+        "print('from python')\n"
+        "os.write(1, b'from C')\n"
+        "os.system('echo from a child')\n"
+        "results.json({'a': 1})"
+    )
+    done = subprocess.run(source(body), capture_output=True, text=True, check=False)
+    assert json.loads(done.stdout) == {"a": 1}
+    for words in ("from python", "from C", "from a child", "at exit"):
+        assert words in done.stderr
 
 
 @pytest.mark.parametrize("closed", ["1", "2", "1 2"])
