@@ -30,15 +30,9 @@ from typing import TYPE_CHECKING, Any
 
 import importlib_metadata
 import pluggy
-from importlib_metadata import (
-    Distribution,
-    EntryPoint,
-    EntryPoints,
-    PackageNotFoundError,
-    distributions,
-    requires,
-)
+from importlib_metadata import Distribution, EntryPoint, EntryPoints, PackageNotFoundError, requires
 
+from qompose import errors
 from qompose.errors import BackendNotFoundError, ExcludedBackendError, MemberError, PluginError
 
 if TYPE_CHECKING:
@@ -170,7 +164,7 @@ def damaged_packages() -> list[str]:
 
 def _offers(group: str) -> Iterator[tuple[Distribution, EntryPoints | None]]:
     """Yield each distribution with its entry points of a group, None where they cannot be read."""
-    for distribution in distributions():
+    for distribution in Distribution.discover():
         try:
             points = distribution.entry_points.select(group=group)
         except Exception:  # a malformed line, or bytes that are not text
@@ -425,11 +419,8 @@ def obstacle(subject: Backend | Target, who: str) -> str | None:
 
 
 _HOST = tuple(
-    f"{folder}{os.sep}"
-    for folder in (
-        Path(__file__).parents[1],
-        *(Path(package.__file__).parent for package in (importlib, importlib_metadata, pluggy)),
-    )
+    f"{Path(file).parent}{os.sep}"
+    for file in (errors.__file__, importlib.__file__, importlib_metadata.__file__, pluggy.__file__)
 )
 
 
