@@ -18,17 +18,9 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from torch import nn
 
 from qompose.backend.pattern import OperatorPattern, Pattern
-from qompose.backend.rule import CONSTRAINT, Rule, TensorConstraint
+from qompose.backend.rule import Rule, TensorConstraint
 from qompose.console import Block, Table, as_rich, as_text
 from qompose.errors import ConfigError, SelectorError, near_names
-from qompose.json_codec import (
-    BOOLEAN,
-    TEXT,
-    Codec,
-    pairs,
-    record,
-    sequence,
-)
 from qompose.observers.config_json import LISTED_SETTINGS, LISTED_SPEC
 from qompose.observers.default_specs import why_not_trained
 from qompose.program.batch_norm_folding import FOLDABLE
@@ -136,8 +128,16 @@ class Capability:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the row as JSON data; of an observer of another package it has the name."""
-        data: dict[str, Any] = _ROW.write(self, "row")
-        return {**data, "notes": list(self.notes)}
+        data = {field.name: getattr(self, field.name) for field in fields(self)}
+        data |= {
+            "operators": [list(calls) for calls in self.operators],
+            "settings": LISTED_SETTINGS.write(self.settings, "row.settings"),
+            "kernels": dict(self.kernels),
+            "constraints": {role: constraint.to_dict() for role, constraint in self.constraints},
+            "notes": list(self.notes),
+        }
+        specs = ("activation", "weight", "output")
+        return data | {name: LISTED_SPEC.write(data[name], f"row.{name}") for name in specs}
 
 
 @dataclass(frozen=True)
@@ -401,25 +401,6 @@ _CONDITIONS = {
     "any": "only where an input is quantized",
     "no_float": "only where no input comes from a float operator",
 }
-
-
-_FIELDS: dict[str, Codec] = {
-    **dict.fromkeys(("backend", "pattern", "drawing"), TEXT),
-    "operators": sequence(sequence(TEXT)),
-    "config": TEXT,
-    "settings": LISTED_SETTINGS,
-    "mode": TEXT,
-    **dict.fromkeys(("activation", "weight", "output"), LISTED_SPEC),
-    "granularity": TEXT,
-    "qat": BOOLEAN,
-    "kernels": pairs(TEXT),
-    "constraints": pairs(CONSTRAINT),
-    "shares": BOOLEAN,
-    "condition": TEXT,
-    "guarded": BOOLEAN,
-    "carries": BOOLEAN,
-}
-_ROW = record(Capability, _FIELDS, defaults=True)
 
 
 def row_of(backend: str, rule: Rule, name: str, config: QuantizationConfig) -> Capability:

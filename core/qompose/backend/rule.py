@@ -19,8 +19,6 @@ import torch
 from qompose.backend.kernel import Kernel
 from qompose.backend.pattern import Match, OperatorPattern, Pattern
 from qompose.errors import ConfigError, blaming, near_names
-from qompose.json_codec import BOOLEAN, INTEGER, NUMBER, QSCHEMES, named, optional, record, sequence
-from qompose.observers.config_json import CODECS
 from qompose.observers.make_observer import fixed_parameters, least_scale, make_observer
 from qompose.spec.qparams import (
     PER_CHANNEL,
@@ -150,6 +148,19 @@ class TensorConstraint:
         words += [f"{name}={value:g}" for name, value in asked.items() if value is not None]
         return ", ".join(words)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return what is constrained as JSON data."""
+        data = {field.name: getattr(self, field.name) for field in fields(self)}
+        for name in ("dtypes", "qschemes"):  # a cast has no scheme
+            names = (None if v is None else str(v).removeprefix("torch.") for v in data[name])
+            data[name] = sorted(names, key=str)
+        if self.quant_range is not None:
+            data["quant_range"] = list(self.quant_range)
+        if self.block_sizes is not None:
+            data["block_sizes"] = sorted(map(list, self.block_sizes), key=str)
+        standard = {field.name: field.default for field in fields(self)}
+        return {name: value for name, value in data.items() if value != standard[name]}
+
     def _kind_objection(self, spec: RoleSpec) -> str | None:
         """Check type, scheme and granularity."""
         scheme = spec.qscheme
@@ -244,25 +255,6 @@ def _sizes(block_sizes: Iterable[tuple[int, ...]]) -> str:
 
 def _or(values: frozenset[Any]) -> str:
     return _names(values).replace("torch.", "")
-
-
-CONSTRAINT = record(
-    TensorConstraint,
-    {
-        "dtypes": sequence(CODECS["dtype"], frozenset),
-        "qschemes": sequence(optional(named(QSCHEMES, "a scheme")), frozenset),
-        **dict.fromkeys(("quant_min_lower_bound", "quant_max_upper_bound"), optional(INTEGER)),
-        "quant_range": optional(sequence(INTEGER)),
-        **dict.fromkeys(
-            ("scale_min_lower_bound", "scale_max_upper_bound", "scale_exact_match"),
-            optional(NUMBER),
-        ),
-        **dict.fromkeys(("zero_point_exact_match", "ch_axis"), optional(INTEGER)),
-        "blocks": BOOLEAN,
-        "block_sizes": optional(sequence(sequence(INTEGER), frozenset)),
-    },
-)
-"""How constraints are written as data."""
 
 
 def _wrong_numbers(constraint: TensorConstraint) -> Iterator[str]:

@@ -12,7 +12,6 @@ import qompose
 import torch
 from qompose import QuantizationConfig, QuantizationSpec
 from qompose.backend import TensorConstraint
-from qompose.backend.rule import CONSTRAINT
 from qompose.errors import ConfigError
 from qompose.observers import (
     FixedQParamsObserver,
@@ -457,14 +456,17 @@ def test_two_consumers_of_a_tensor_are_judged_apart() -> None:
 
 
 def test_constraints_are_data() -> None:
-    for facts in (
-        {},
-        {"quant_range": (-128, 127), "ch_axis": 0, "blocks": True},
-        {"scale_min_lower_bound": 2**-12, "scale_max_upper_bound": 1.0},
-        {"scale_exact_match": 1 / 256, "zero_point_exact_match": 0},
-    ):
-        value = constraint(torch.int8, torch.uint8, **facts)
-        assert CONSTRAINT.read(CONSTRAINT.write(value, "here"), "here") == value
+    bounds = {"scale_min_lower_bound": 2**-12, "zero_point_exact_match": 0, "ch_axis": 0}
+    value = constraint(
+        torch.int8, torch.uint8, quant_range=(-128, 127), block_sizes={(2, 1)}, **bounds
+    )
+    data = value.to_dict()
+    assert json.loads(json.dumps(data)) == data
+    schemes = ["per_channel_symmetric", "per_tensor_affine", "per_tensor_symmetric"]
+    assert data == {
+        "dtypes": ["int8", "uint8"], "qschemes": schemes, "quant_range": [-128, 127],
+        **bounds, "blocks": True, "block_sizes": [[2, 1]],
+    }  # fmt: skip
 
 
 def test_constraints_in_words() -> None:
