@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from io import StringIO
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -53,12 +53,14 @@ def as_decibels(ratio: float | None) -> str:
 class Printable:
     """What consists of blocks: printed as text, as Markdown, and by a rich console."""
 
+    _columns: ClassVar[int] = 120
+
     def _blocks(self) -> Sequence[Block]:
         raise NotImplementedError
 
-    def to_text(self, width: int = 120) -> str:
-        """Return it as text of at most `width` columns; nothing is cut off."""
-        return as_text(self._blocks(), width)
+    def to_text(self, width: int | None = None) -> str:
+        """Return it as text of at most `width` columns, or as `print` shows it; nothing is cut off."""
+        return as_text(self._blocks(), width or self._columns)
 
     def to_markdown(self) -> str:
         """Return it as Markdown."""

@@ -11,15 +11,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Protocol, TypeAlias, overload
+from typing import Any, ClassVar, Protocol, TypeAlias, overload
 
 import torch
-from rich.console import Console, ConsoleOptions, RenderResult
 from torch import nn
 
 from qompose.backend.pattern import OperatorPattern, Pattern
 from qompose.backend.rule import Rule, TensorConstraint
-from qompose.console import Block, Table, as_rich, as_text
+from qompose.console import Block, Printable, Table
 from qompose.errors import ConfigError, SelectorError, near_names
 from qompose.observers.config_json import LISTED_SETTINGS, LISTED_SPEC
 from qompose.observers.default_specs import why_not_trained
@@ -34,7 +33,6 @@ from qompose.spec.selectors import kind_of, names_of
 
 Condition: TypeAlias = "tuple[str, Callable[[Capability], object]]"
 """What `filter` asked for: in words, and as a predicate."""
-_WIDTH = 110
 
 
 @dataclass(frozen=True)
@@ -141,7 +139,7 @@ class Capability:
 
 
 @dataclass(frozen=True)
-class Capabilities(Sequence[Capability]):
+class Capabilities(Printable, Sequence[Capability]):
     """Rows, with the tables they come from. An immutable sequence.
 
     `silent` names quantizers that have no rule table, and so no rows.
@@ -150,6 +148,7 @@ class Capabilities(Sequence[Capability]):
     rows: tuple[Capability, ...]
     sources: tuple[RuleTable, ...] = field(default=(), compare=False, repr=False)
     silent: tuple[str, ...] = ()
+    _columns: ClassVar[int] = 110
 
     @overload
     def __getitem__(self, index: int) -> Capability: ...
@@ -267,19 +266,13 @@ class Capabilities(Sequence[Capability]):
         """Return the rows as JSON text."""
         return json.dumps(self.to_dict(), indent=1, allow_nan=False)
 
-    def blocks(self) -> list[Block]:
+    def _blocks(self) -> list[Block]:
         """Return the rows as tables: for each backend its configurations, and its patterns."""
         result: list[Block] = []
         for backend in dict.fromkeys(row.backend for row in self.rows):
             rows = [row for row in self.rows if row.backend == backend]
             result += [backend, _configurations(rows), _patterns(rows)]
         return [*result, *self._about_silent()]
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield from as_rich(self.blocks())
-
-    def __str__(self) -> str:
-        return as_text(self.blocks(), _WIDTH)
 
 
 class HasRules(Protocol):

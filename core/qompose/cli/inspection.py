@@ -198,13 +198,10 @@ def _check_choice(choice: str, value: str | None, known: set[str]) -> None:
 
 
 def _print_capabilities(rows: Capabilities, options: Namespace, results: Results) -> None:
-    from qompose.console import as_markdown, as_text
-
     if not rows:
         results.text("No row.")
         return
-    blocks = rows.blocks()
-    text = as_markdown(blocks) if options.markdown else as_text(blocks, results.width)
+    text = rows.to_markdown() if options.markdown else rows.to_text(results.width)
     results.text(text.strip("\n"))
 
 

@@ -9,11 +9,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from os import PathLike
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
-from rich.console import Console, ConsoleOptions, RenderResult
-
-from qompose.console import Block, Table, as_markdown, as_rich, as_text
+from qompose.console import Block, Printable, Table, as_markdown, as_text
 from qompose.errors import ConfigError, UserError, near_names
 from qompose.files import draft_of
 from qompose.plan.plan import Requantized
@@ -73,7 +71,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Report:
+class Report(Printable):
     """What happened to every float operator at one stage, and what else the plan has to say.
 
     Attributes:
@@ -99,6 +97,7 @@ class Report:
     bytes_after: int
     fingerprint: str = ""
     idle_owners: tuple[str, ...] = ()
+    _columns: ClassVar[int] = 100
 
     def count(self, state: str, owner: str | None = None) -> int:
         """Return how many operators ended in a state, of one owner or of all.
@@ -223,10 +222,6 @@ class Report:
         """Return the report as JSON text."""
         return json.dumps(self.to_dict(), indent=indent, allow_nan=False)
 
-    def to_text(self, width: int = 100) -> str:
-        """Return the report as text of at most `width` columns; nothing is cut off."""
-        return as_text(self._blocks(), width)
-
     def details(self, width: int = 100) -> str:
         """Return a line for every operator, in the order of the program, with its module and reason."""
         rows = [(r.name, r.module, r.state, r.explanation) for r in self.rows]
@@ -334,12 +329,6 @@ class Report:
     def _settings(self) -> int:
         """Return how many owners, or configurations and selectors of theirs, there are to tell apart."""
         return len({(row.owner, row.config, row.selector) for row in self.rows if row.owner})
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield from as_rich(self._blocks())
-
-    def __str__(self) -> str:
-        return self.to_text()
 
 
 _STAGES = ("prepared", "converted", "reference", "lowered")
