@@ -497,16 +497,16 @@ def test_who_inherits_a_specification_keeps_the_bounds_of_its_own_kernel() -> No
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "a dtype alone": ({"dtypes": torch.int8}, "dtypes=torch.int8 is no set"),
+    "a dtype alone": ({"dtypes": torch.int8}, "dtypes must be a set of dtypes, got torch.int8"),
     "no scheme": ({"qschemes": ()}, "must be a set of qschemes"),
     "bounds that cross": (
         {"quant_min_lower_bound": 5, "quant_max_upper_bound": 4}, "quant_min_lower_bound=5 is above"),
     "scales that cross": (
         {"scale_min_lower_bound": 1.0, "scale_max_upper_bound": 0.5}, "scale_min_lower_bound=1.0 is above"),
-    "no number": ({"scale_max_upper_bound": float("nan")}, "scale_max_upper_bound=nan is no positive"),
+    "no number": ({"scale_max_upper_bound": float("nan")}, "must be a positive number, got nan"),
     "a scale of zero": ({"scale_exact_match": 0.0}, "must be a positive number"),
     "an axis in text": ({"ch_axis": "0"}, "ch_axis must be an integer, got '0'"),
-    "a range of one": ({"quant_range": (3,)}, "is no pair"),
+    "a range of one": ({"quant_range": (3,)}, "must be a pair of integers"),
 }  # fmt: skip
 
 

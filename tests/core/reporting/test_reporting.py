@@ -363,7 +363,7 @@ class TestWrongQuestions:
 
     def test_owners(self) -> None:
         with pytest.raises(
-            qompose.UserError, match=r"called 'tyo' \(did you mean 'toy'.*owners: toy"
+            qompose.UserError, match=r"unknown owner 'tyo' \(did you mean 'toy'.*owners: toy"
         ):
             self.REPORT.count(SIMULATED, "tyo")
         assert self.REPORT.count(KERNEL, "toy") == 0
