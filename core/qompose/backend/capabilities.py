@@ -205,16 +205,16 @@ class Capabilities(Printable, Sequence[Capability]):
         if not isinstance(config, QuantizationConfig):
             raise ConfigError(f"expected a QuantizationConfig, got {config!r}")
         try:
-            asked = question(pattern)
+            question = question_of(pattern)
         except SelectorError as error:
             return Support(False, str(error))
-        return self._answer(asked, config)
+        return self._answer(question, config)
 
-    def _answer(self, asked: Question, config: QuantizationConfig) -> Support:
-        asked, found, notes = self._rules_for(asked)
+    def _answer(self, question: Question, config: QuantizationConfig) -> Support:
+        question, found, notes = self._rules_for(question)
         if not found:
             tables = [(source.backend, source.rules) for source in self.sources]
-            reasons = [what_is_missing(asked, tables)]
+            reasons = [what_is_missing(question, tables)]
         else:
             reasons = []
         for source, rule in found:
@@ -227,13 +227,13 @@ class Capabilities(Printable, Sequence[Capability]):
         return Support(False, "; ".join((*dict.fromkeys(reasons), *notes, *self._about_silent())))
 
     def _rules_for(
-        self, asked: Question
+        self, question: Question
     ) -> tuple[Question, list[tuple[RuleTable, Rule]], tuple[str, ...]]:
         """Return the rules that answer a question, or else those that do once batch norms are folded."""
-        found = [(s, rule) for s in self.sources for rule in s.rules if asked.is_about(rule)]
-        folded = asked.without_batch_norm()
-        if found or folded == asked:
-            return asked, found, ()
+        found = [(s, rule) for s in self.sources for rule in s.rules if question.is_about(rule)]
+        folded = question.without_batch_norm()
+        if found or folded == question:
+            return question, found, ()
         note = (
             "batch norms are folded into what they follow, unless that is read or shared elsewhere, "
             f"which leaves {folded.label}"
@@ -531,7 +531,7 @@ _AFTER: dict[type[nn.Module], frozenset[str]] = {
 """By type of batch norm: the operators that give what it takes."""
 
 
-def question(pattern: object) -> Question:
+def question_of(pattern: object) -> Question:
     """Return what is asked about: see `Capabilities.supports`.
 
     Raises:
@@ -595,18 +595,18 @@ _MOST = 3
 """How many rules a reason names for each operator."""
 
 
-def what_is_missing(asked: Question, tables: Iterable[tuple[str, Sequence[Rule]]]) -> str:
+def what_is_missing(question: Question, tables: Iterable[tuple[str, Sequence[Rule]]]) -> str:
     """Say why no rule answers a question: which of its operators have rules, and which have none."""
     tables = list(tables)
-    if asked.text and len(asked.parts) == 1:
+    if question.text and len(question.parts) == 1:
         known = sorted({rule.name for _, rules in tables for rule in rules})
         return (
-            f"no backend has a rule {asked.text!r}{near_names(asked.text, known)}; "
+            f"no backend has a rule {question.text!r}{near_names(question.text, known)}; "
             f"known: {', '.join(known) or 'none'}"
         )
-    found = {part.label: _rules_with(part, tables) for part in asked.parts}
+    found = {part.label: _rules_with(part, tables) for part in question.parts}
     without = [label for label, rules in found.items() if not rules]
-    reasons = [f"no rule takes {asked.label}{' as one' if len(asked.parts) > 1 else ''}"]
+    reasons = [f"no rule takes {question.label}{' as one' if len(question.parts) > 1 else ''}"]
     if without:
         reasons.append(f"no rule has {' or '.join(without)}")
     inside = dict.fromkeys(rule for rules in found.values() for rule in rules[:_MOST])
