@@ -23,7 +23,7 @@ def page(name: str) -> str:
     """Return the page of an installed backend as Markdown."""
     backend = qompose.backend.load_backend(name)
     rows = backend.quantization_capabilities()
-    configurations, patterns = (block for block in rows.blocks() if isinstance(block, Table))
+    configurations, patterns = (block for block in rows._blocks() if isinstance(block, Table))
     blocks: list[Block] = [
         f"# What `{name}` supports",
         "",

@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables and the progress bar as printed in a terminal.
+"""What is printed: tables as text of a given width, as Markdown and for rich, with the progress bar.
 
-Blocks of lines and tables, as text of a given width, as Markdown, and for rich.
-
-Nothing is cut off: what does not fit into a column goes on in the next line.
-
-The progress bar of everything that takes long: on stderr, so that what a program prints stays its own.
+Nothing is cut off: what does not fit into a column goes on in the next line. The bar is on stderr, so that
+what a program prints stays its own.
 """
 
 from __future__ import annotations
@@ -15,7 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from io import StringIO
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -33,11 +30,11 @@ class Table:
 
     @property
     def full_rows(self) -> list[tuple[object, ...]]:
-        """Return the rows that are no headings."""
+        """Return the rows that are not headings."""
         return [row for row in self.rows if len(row) > 1]
 
     def is_numeric(self, column: int) -> bool:
-        """Tell whether every cell of a column is a number."""
+        """Return whether every cell of a column is a number."""
         cells = [row[column] for row in self.full_rows]
         return bool(cells) and all(isinstance(cell, (int, float)) for cell in cells)
 
@@ -54,14 +51,16 @@ def as_decibels(ratio: float | None) -> str:
 
 
 class Printable:
-    """What is told in blocks: as text, as Markdown, and by a rich console."""
+    """What consists of blocks: printed as text, as Markdown, and by a rich console."""
+
+    _columns: ClassVar[int] = 120
 
     def _blocks(self) -> Sequence[Block]:
         raise NotImplementedError
 
-    def to_text(self, width: int = 120) -> str:
-        """Return it as text of at most `width` columns; nothing is cut off."""
-        return as_text(self._blocks(), width)
+    def to_text(self, width: int | None = None) -> str:
+        """Return it as text of at most `width` columns, or as `print` shows it; nothing is cut off."""
+        return as_text(self._blocks(), width or self._columns)
 
     def to_markdown(self) -> str:
         """Return it as Markdown."""

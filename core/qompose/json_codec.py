@@ -97,30 +97,15 @@ def sequence(codec: Codec, kind: Any = tuple) -> Codec:
     return Codec(write, read)
 
 
-def pairs(codec: Codec) -> Codec:
-    """Return the codec of a tuple of (name, value) pairs, which is an object in the data."""
-
-    def write(values: Any, path: str) -> dict[str, Any]:
-        return {name: codec.write(value, f"{path}.{name}") for name, value in values}
-
-    def read(data: Any, path: str) -> tuple[tuple[str, Any], ...]:
-        check_mapping(data, path)
-        return tuple((name, codec.read(item, f"{path}.{name}")) for name, item in data.items())
-
-    return Codec(write, read)
-
-
-def record(kind: Any, codecs: Mapping[str, Codec], *, defaults: bool = False) -> Codec:
-    """Return the codec of a dataclass; `defaults` writes the fields that have their default values too."""
+def record(kind: Any, codecs: Mapping[str, Codec]) -> Codec:
+    """Return the codec of a dataclass; fields that have their default values are not written."""
     return Codec(
-        lambda value, path: write_fields(value, kind, codecs, path, defaults=defaults),
+        lambda value, path: write_fields(value, kind, codecs, path),
         lambda data, path: read_fields(data, kind, codecs, path),
     )
 
 
-def write_fields(
-    value: Any, kind: Any, codecs: Mapping[str, Codec], path: str, *, defaults: bool = False
-) -> dict[str, Any]:
+def write_fields(value: Any, kind: Any, codecs: Mapping[str, Codec], path: str) -> dict[str, Any]:
     """Return the fields of a dataclass as data.
 
     Raises:
@@ -133,7 +118,7 @@ def write_fields(
     for name, codec in codecs.items():
         key, held = _SHORT.get(name, name), getattr(value, name)
         data = codec.write(held, f"{path}.{key}")
-        if defaults or standard[name] is MISSING or held != standard[name]:
+        if standard[name] is MISSING or held != standard[name]:
             found[key] = data
     return found
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import qompose
 import torch
-from qompose import Capabilities, can_quantize
+from qompose import can_quantize
 from qompose.backend import Capability, load_backend
 from torch import nn
 
@@ -41,15 +41,6 @@ def test_every_row_is_supported_however_it_is_asked_for(row: Capability) -> None
 def test_every_named_configuration_has_rows(backend: str) -> None:
     table = load_backend(backend).quantization_capabilities()
     assert {row.config for row in table} == {*load_backend(backend).configs}
-
-
-def test_rows_go_through_text_and_come_back_equal() -> None:
-    table = qompose.compose(*BACKENDS).quantization_capabilities()
-    found = Capabilities.from_json(table.to_json())
-    assert found.rows == table.rows
-    assert found.to_json() == table.to_json()
-    for row in table:
-        assert found.supports(row.pattern, row.settings)
 
 
 MODELS = ("lenet", "mobilenet_v2", "tied_language_model", "cond_conv")

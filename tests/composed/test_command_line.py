@@ -125,8 +125,8 @@ def test_pages_that_cannot_be(folder: Path) -> None:
     arguments = ("quantize", "mlp.pt2", "--backend", "xnnpack", "--calibration", "mlp.pt")
     saved = ("--output", "never.qompose")
     for page, message in {
-        "never.json": "is no name of a page, which ends in .html",
-        "nowhere/never.html": "nowhere is no directory",
+        "never.json": "must name a file that ends in .html",
+        "nowhere/never.html": "nowhere is not a directory",
     }.items():
         done = run(folder, *arguments, *saved, "--html", page, code=1)
         assert message in done.stderr

@@ -9,7 +9,7 @@ import pytest
 import qompose
 import torch
 from qompose.program.meta import values_of
-from qompose.reporting.comparison_data import KERNEL
+from qompose.reporting.comparison_data import KERNEL_ERROR
 from qompose_x86_inductor import (
     X86InductorQuantizer,
     get_default_x86_inductor_quantization_config,
@@ -68,7 +68,7 @@ def test_all_that_is_quantized_is_paired_and_no_kernel_is_wrong(name: str, quant
     for one, other in (("float", "converted"), ("float", "lowered"), ("converted", "lowered")):
         found = qompose.compare(made[one], made[other], data)
         assert found.unpaired == (), (one, other)
-        assert found.of_cause(KERNEL) == (), (one, other)
+        assert found.of_cause(KERNEL_ERROR) == (), (one, other)
     assert min(row.sqnr for row in qompose.compare(made["float"], made["prepared"], data)) > 90
 
 
@@ -81,9 +81,9 @@ def test_a_wrong_kernel_of_a_transformer_is_the_first_row(quantizer: str) -> Non
     real: Any = broken.target
     broken.target = lambda *args: _off(real(*args))
     found = qompose.compare(made["float"], made["lowered"], [model.inputs()])
-    assert found.rows[0].cause == KERNEL
+    assert found.rows[0].cause == KERNEL_ERROR
     assert found.rows[0].module.endswith("layer.0.attention.self.value")
-    assert len(found.of_cause(KERNEL)) == 1
+    assert len(found.of_cause(KERNEL_ERROR)) == 1
 
 
 def _kernel(lowered: GraphModule, module: str) -> Node:

@@ -2,7 +2,6 @@
 # The public names: read at run time by lazy_loader, and by type checkers.
 
 from .capabilities import Capabilities as Capabilities, Capability as Capability, Support as Support
-from .constraints import TensorConstraint as TensorConstraint
 from .discovery import (
     API_VERSION as API_VERSION,
     BackendInfo as BackendInfo,
@@ -33,4 +32,4 @@ from .kernel import (
     on_integers as on_integers,
 )
 from .pattern import Match as Match, OperatorPattern as OperatorPattern, Pattern as Pattern
-from .rule import Guard as Guard, Rule as Rule
+from .rule import Guard as Guard, Rule as Rule, TensorConstraint as TensorConstraint

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Capability rows, generated from rule tables.
+"""What backends can do: rows generated from the rule tables that annotate and lower.
 
-Capabilities: what backends can do, as rows generated from the table that annotates and lowers.
-
-A row of capabilities: one pattern under one configuration of a backend, as a value and as data.
+A question to the rows, `supports`, names a rule, or operators in their order:
+`(nn.Conv2d, nn.BatchNorm2d, nn.ReLU)`. A rule answers where the operators of one of its patterns are these
+alone.
 """
 
 from __future__ import annotations
@@ -11,38 +11,28 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Protocol, TypeAlias, TypeVar, overload
+from typing import Any, ClassVar, Protocol, TypeAlias, overload
 
-from rich.console import Console, ConsoleOptions, RenderResult
+import torch
+from torch import nn
 
-from qompose.backend.capability_query import Question, question, sequences, what_is_missing
-from qompose.backend.constraints import CONSTRAINT, TensorConstraint
-from qompose.backend.rule import Rule
-from qompose.console import Block, Table, as_rich, as_text
+from qompose.backend.pattern import OperatorPattern, Pattern
+from qompose.backend.rule import Rule, TensorConstraint
+from qompose.console import Block, Printable, Table
 from qompose.errors import ConfigError, SelectorError, near_names
-from qompose.json_codec import (
-    BOOLEAN,
-    TEXT,
-    Codec,
-    check_mapping,
-    pairs,
-    read_fields,
-    record,
-    sequence,
-)
-from qompose.observers.config_json import SETTINGS, SPEC, with_stand_ins
+from qompose.observers.config_json import LISTED_SETTINGS, LISTED_SPEC
 from qompose.observers.default_specs import why_not_trained
+from qompose.program.batch_norm_folding import FOLDABLE
 from qompose.spec.quantization_spec import (
     QuantizationConfig,
     QuantizationSpecBase,
     describe_spec,
     granularity,
 )
+from qompose.spec.selectors import kind_of, names_of
 
 Condition: TypeAlias = "tuple[str, Callable[[Capability], object]]"
 """What `filter` asked for: in words, and as a predicate."""
-_WIDTH = 110
-_Found = TypeVar("_Found")
 
 
 @dataclass(frozen=True)
@@ -75,8 +65,8 @@ class Support:
 
 
 @dataclass(frozen=True)
-class Source:
-    """The rule table that rows come from, and what `filter` asked of its rows."""
+class RuleTable:
+    """The rules of a backend, from which rows come, and what `filter` asked of these rows."""
 
     backend: str
     rules: tuple[Rule, ...]
@@ -136,35 +126,29 @@ class Capability:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the row as JSON data; of an observer of another package it has the name."""
-        data: dict[str, Any] = _ROW.write(self, "row")
-        return {**data, "notes": list(self.notes)}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Capability:
-        """Return the row that data stands for, equal to the one it was written from.
-
-        Raises:
-            ConfigError: the data is malformed; the message says where.
-        """
-        check_mapping(data, "row")
-        known = {
-            key: value for key, value in data.items() if key != "notes"
-        }  # follows from the rest
-        row: Capability = read_fields(known, cls, _FIELDS, "row")
-        return row
+        data = {field.name: getattr(self, field.name) for field in fields(self)}
+        data |= {
+            "operators": [list(calls) for calls in self.operators],
+            "settings": LISTED_SETTINGS.write(self.settings, "row.settings"),
+            "kernels": dict(self.kernels),
+            "constraints": {role: constraint.to_dict() for role, constraint in self.constraints},
+            "notes": list(self.notes),
+        }
+        specs = ("activation", "weight", "output")
+        return data | {name: LISTED_SPEC.write(data[name], f"row.{name}") for name in specs}
 
 
 @dataclass(frozen=True)
-class Capabilities(Sequence[Capability]):
+class Capabilities(Printable, Sequence[Capability]):
     """Rows, with the tables they come from. An immutable sequence.
 
-    Rows that were read from data have no `sources`. `silent` names quantizers that have no rule table, and
-    so no rows.
+    `silent` names quantizers that have no rule table, and so no rows.
     """
 
     rows: tuple[Capability, ...]
-    sources: tuple[Source, ...] = field(default=(), compare=False, repr=False)
+    sources: tuple[RuleTable, ...] = field(default=(), compare=False, repr=False)
     silent: tuple[str, ...] = ()
+    _columns: ClassVar[int] = 110
 
     @overload
     def __getitem__(self, index: int) -> Capability: ...
@@ -219,37 +203,45 @@ class Capabilities(Sequence[Capability]):
             ConfigError: `pattern` is nothing that one can ask about, or `config` no configuration.
         """
         if not isinstance(config, QuantizationConfig):
-            raise ConfigError(f"{config!r} is no QuantizationConfig")
+            raise ConfigError(f"expected a QuantizationConfig, got {config!r}")
         try:
-            asked = question(pattern)
+            question = question_of(pattern)
         except SelectorError as error:
             return Support(False, str(error))
-        known_by_rows_alone = bool(self.rows) and not self.sources
-        return (
-            self._from_rows(asked, config)
-            if known_by_rows_alone
-            else self._from_rules(asked, config)
-        )
+        return self._answer(question, config)
 
-    def _from_rules(self, asked: Question, config: QuantizationConfig) -> Support:
-        def find(asked: Question) -> list[tuple[Source, Rule]]:
-            return [(s, rule) for s in self.sources for rule in s.rules if _is_rule(asked, rule)]
-
-        asked, found, notes = _unfolded(asked, config, find)
+    def _answer(self, question: Question, config: QuantizationConfig) -> Support:
+        question, found, notes = self._rules_for(question)
         if not found:
             tables = [(source.backend, source.rules) for source in self.sources]
-            reasons = [what_is_missing(asked, tables)]
+            reasons = [what_is_missing(question, tables)]
         else:
             reasons = []
         for source, rule in found:
             reason = rule.objection(config) or self._excluded(source, rule, config)
             if reason is None:
-                told = (*notes, *_doubts(rule.guards or rule.condition))
-                return Support(True, "", source.backend, rule.name, kernels_of(rule), told)
+                if rule.guards or rule.condition:
+                    notes = (*notes, _LOOKS_AT_EACH)
+                return Support(True, "", source.backend, rule.name, kernels_of(rule), notes)
             reasons.append(f"{source.backend}: {reason}")
         return Support(False, "; ".join((*dict.fromkeys(reasons), *notes, *self._about_silent())))
 
-    def _excluded(self, source: Source, rule: Rule, config: QuantizationConfig) -> str | None:
+    def _rules_for(
+        self, question: Question
+    ) -> tuple[Question, list[tuple[RuleTable, Rule]], tuple[str, ...]]:
+        """Return the rules that answer a question, or else those that do once batch norms are folded."""
+        found = [(s, rule) for s in self.sources for rule in s.rules if question.is_about(rule)]
+        folded = question.without_batch_norm()
+        if found or folded == question:
+            return question, found, ()
+        note = (
+            "batch norms are folded into what they follow, unless that is read or shared elsewhere, "
+            f"which leaves {folded.label}"
+        )
+        found = [(s, rule) for s in self.sources for rule in s.rules if folded.is_about(rule)]
+        return folded, found, (note,)
+
+    def _excluded(self, source: RuleTable, rule: Rule, config: QuantizationConfig) -> str | None:
         """Return which condition of `filter` the rule's row under this configuration would not meet."""
         if not source.conditions:
             return None
@@ -259,24 +251,6 @@ class Capabilities(Sequence[Capability]):
         row = row_of(source.backend, rule, names[0] if names else str(config), config)
         failed = [words for words, check in source.conditions if not check(row)]
         return f"rule {rule.name} is excluded by {failed[0]}" if failed else None
-
-    def _from_rows(self, asked: Question, config: QuantizationConfig) -> Support:
-        def find(asked: Question) -> list[Capability]:
-            return [r for r in self.rows if asked.is_about(r.pattern, r.drawing, r.operators)]
-
-        asked, found, notes = _unfolded(asked, config, find)
-        written = with_stand_ins(
-            config
-        )  # as in the data; balancing and repairs are no matter of support
-        for row in found:
-            theirs = row.settings
-            if theirs == replace(written, balance=theirs.balance, repairs=theirs.repairs):
-                told = (*notes, *_doubts(row.guarded or row.condition))
-                return Support(True, "", row.backend, row.pattern, row.kernels, told)
-        listed = ", ".join(dict.fromkeys(row.config for row in found))
-        what = f"{asked.label} is there under {listed}" if found else f"none has {asked.label}"
-        reason = f"these rows were read from data, which has no rules to ask: {what}"
-        return Support(False, "; ".join((reason, *notes)))
 
     def _about_silent(self) -> tuple[str, ...]:
         if not self.silent:
@@ -292,43 +266,13 @@ class Capabilities(Sequence[Capability]):
         """Return the rows as JSON text."""
         return json.dumps(self.to_dict(), indent=1, allow_nan=False)
 
-    @classmethod
-    def from_dict(cls, data: Iterable[Mapping[str, Any]]) -> Capabilities:
-        """Return the rows that data stands for.
-
-        Raises:
-            ConfigError: the data is malformed; the message says where.
-        """
-        if isinstance(data, (str, bytes, Mapping)) or not isinstance(data, Iterable):
-            raise ConfigError(f"the data of capabilities is a list of rows, and not {data!r:.80}")
-        return cls(tuple(Capability.from_dict(row) for row in data))
-
-    @classmethod
-    def from_json(cls, text: str) -> Capabilities:
-        """Return the rows of a JSON text; see `from_dict`.
-
-        Raises:
-            ConfigError: the text is no JSON, or the data in it is malformed.
-        """
-        try:
-            data = json.loads(text)
-        except ValueError as error:
-            raise ConfigError(f"the text is no JSON: {error}") from None
-        return cls.from_dict(data)
-
-    def blocks(self) -> list[Block]:
+    def _blocks(self) -> list[Block]:
         """Return the rows as tables: for each backend its configurations, and its patterns."""
         result: list[Block] = []
         for backend in dict.fromkeys(row.backend for row in self.rows):
             rows = [row for row in self.rows if row.backend == backend]
             result += [backend, _configurations(rows), _patterns(rows)]
         return [*result, *self._about_silent()]
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield from as_rich(self.blocks())
-
-    def __str__(self) -> str:
-        return as_text(self.blocks(), _WIDTH)
 
 
 class HasRules(Protocol):
@@ -361,7 +305,7 @@ def capability_rows(backend: HasRules, configs: Iterable[QuantizationConfig] = (
         for name, config in named
         if rule.objection(config) is None
     )
-    return Capabilities(rows, (Source(backend.name, tuple(backend.rules)),))
+    return Capabilities(rows, (RuleTable(backend.name, tuple(backend.rules)),))
 
 
 def naming_fault(configs: Mapping[str, QuantizationConfig]) -> str | None:
@@ -392,29 +336,7 @@ def _condition(name: str, value: Any) -> Condition:
     return f"{name}={value!r}", lambda row: getattr(row, name) == value
 
 
-def _is_rule(asked: Question, rule: Rule) -> bool:
-    return asked.is_about(rule.name, rule.drawing, sequences(rule))
-
-
-def _unfolded(
-    asked: Question, config: QuantizationConfig, find: Callable[[Question], list[_Found]]
-) -> tuple[Question, list[_Found], tuple[str, ...]]:
-    """Return what answers a question; where nothing does, what answers it once batch norms are folded."""
-    found = find(asked)
-    folded = asked.without_batch_norm()
-    if found or folded == asked:
-        return asked, found, ()
-    note = (
-        "batch norms are folded into what they follow, unless that is read or shared elsewhere, which "
-        f"leaves {folded.label}"
-    )
-    return folded, find(folded), (note,)
-
-
-def _doubts(depends: object) -> tuple[str, ...]:
-    if not depends:
-        return ()
-    return ("the rule also looks at each operator: qompose.can_quantize asks about one",)
+_LOOKS_AT_EACH = "the rule also looks at each operator: qompose.can_quantize asks about one"
 
 
 def _configurations(rows: Sequence[Capability]) -> Table:
@@ -474,30 +396,6 @@ _CONDITIONS = {
 }
 
 
-def _with_stand_ins(codec: Codec) -> Codec:
-    """Return the codec of what may hold observers of other packages: of those, the names are written."""
-    return Codec(lambda value, path: codec.write(with_stand_ins(value), path), codec.read)
-
-
-_FIELDS: dict[str, Codec] = {
-    **dict.fromkeys(("backend", "pattern", "drawing"), TEXT),
-    "operators": sequence(sequence(TEXT)),
-    "config": TEXT,
-    "settings": _with_stand_ins(SETTINGS),
-    "mode": TEXT,
-    **dict.fromkeys(("activation", "weight", "output"), _with_stand_ins(SPEC)),
-    "granularity": TEXT,
-    "qat": BOOLEAN,
-    "kernels": pairs(TEXT),
-    "constraints": pairs(CONSTRAINT),
-    "shares": BOOLEAN,
-    "condition": TEXT,
-    "guarded": BOOLEAN,
-    "carries": BOOLEAN,
-}
-_ROW = record(Capability, _FIELDS, defaults=True)
-
-
 def row_of(backend: str, rule: Rule, name: str, config: QuantizationConfig) -> Capability:
     """Return the row of a rule of a backend under a configuration that fits it."""
     specs = rule.specs_for(config)
@@ -526,3 +424,203 @@ def row_of(backend: str, rule: Rule, name: str, config: QuantizationConfig) -> C
 def kernels_of(rule: Rule) -> tuple[tuple[str, str], ...]:
     """Return the (target, kernel name) pairs of a rule."""
     return tuple((target, kernel.promise) for target, kernel in rule.kernels.items())
+
+
+_BATCH_NORM = "aten.batch_norm"
+_OF_MODULES: dict[str, str] = {
+    "Linear": "linear", "Bilinear": "bilinear", "Embedding": "embedding",
+    "Conv1d": "conv1d", "Conv2d": "conv2d", "Conv3d": "conv3d",
+    "ConvTranspose1d": "conv_transpose1d", "ConvTranspose2d": "conv_transpose2d",
+    "ConvTranspose3d": "conv_transpose3d",
+    "BatchNorm1d": "batch_norm", "BatchNorm2d": "batch_norm", "BatchNorm3d": "batch_norm",
+    "LayerNorm": "layer_norm", "GroupNorm": "group_norm", "RMSNorm": "rms_norm",
+    "InstanceNorm1d": "instance_norm", "InstanceNorm2d": "instance_norm",
+    "InstanceNorm3d": "instance_norm",
+    "ReLU": "relu", "ReLU6": "hardtanh", "Hardtanh": "hardtanh", "Hardswish": "hardswish",
+    "Hardsigmoid": "hardsigmoid", "SiLU": "silu", "GELU": "gelu", "Sigmoid": "sigmoid",
+    "Tanh": "tanh", "ELU": "elu", "CELU": "celu", "SELU": "selu", "LeakyReLU": "leaky_relu",
+    "PReLU": "prelu", "Mish": "mish", "Softplus": "softplus", "Softmax": "softmax",
+    "LogSoftmax": "log_softmax", "LogSigmoid": "log_sigmoid", "GLU": "glu",
+    "Threshold": "threshold", "Softshrink": "softshrink", "Hardshrink": "hardshrink",
+    "MaxPool1d": "max_pool1d", "MaxPool2d": "max_pool2d", "MaxPool3d": "max_pool3d",
+    "AvgPool1d": "avg_pool1d", "AvgPool2d": "avg_pool2d", "AvgPool3d": "avg_pool3d",
+    "AdaptiveAvgPool1d": "adaptive_avg_pool1d", "AdaptiveAvgPool2d": "adaptive_avg_pool2d",
+    "AdaptiveAvgPool3d": "adaptive_avg_pool3d", "Dropout": "dropout",
+    "Flatten": "flatten", "Unflatten": "unflatten", "PixelShuffle": "pixel_shuffle",
+    "PixelUnshuffle": "pixel_unshuffle", "ChannelShuffle": "channel_shuffle",
+    "ZeroPad2d": "pad", "ConstantPad2d": "pad", "ReflectionPad2d": "pad",
+    "ReplicationPad2d": "pad", "UpsamplingNearest2d": "upsample_nearest2d",
+    "UpsamplingBilinear2d": "upsample_bilinear2d", "Unfold": "im2col", "Fold": "col2im",
+}  # fmt: skip
+MODULES: dict[type[nn.Module], str] = {
+    getattr(nn, module): f"aten.{operator}" for module, operator in _OF_MODULES.items()
+}
+"""The modules of torch.nn that are exported as one operator, and which."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One operator of a question: the names it may have, with overloads or without, and what it is called.
+
+    A batch norm that is a module type has `after`: the operators whose results have its dimensions.
+    """
+
+    operators: frozenset[str]
+    label: str
+    after: frozenset[str] | None = None
+
+    def is_one_of(self, operators: Iterable[str]) -> bool:
+        """Return whether any of some operators (names without overloads) is meant."""
+        return not self.operators.isdisjoint(operators)
+
+    def folds_into(self, earlier: Part | None) -> bool:
+        """Return whether this is a batch norm that can be folded into the operator before it."""
+        if earlier is None or not self.is_one_of((_BATCH_NORM,)):
+            return False
+        return earlier.is_one_of(_FOLDABLE if self.after is None else self.after & _FOLDABLE)
+
+    def takes(self, target: str) -> bool:
+        """Return whether an operator of a pattern, `aten.relu.default`, is meant."""
+        return self.is_one_of(names_of(target))
+
+
+@dataclass(frozen=True)
+class Question:
+    """What `supports` is asked about: a rule by its name or drawing, or operators in their order."""
+
+    text: str
+    parts: tuple[Part, ...] = ()
+
+    @property
+    def label(self) -> str:
+        """Return the question in one line."""
+        return " -> ".join(part.label for part in self.parts) or repr(self.text)
+
+    def is_about(self, rule: Rule) -> bool:
+        """Return whether a rule is meant: by its name, its drawing, or the operators of a variant."""
+        if self.text and self.text in (rule.name, rule.drawing):
+            return True
+        return any(
+            len(calls) == len(self.parts) and all(map(Part.takes, self.parts, calls))
+            for calls in sequences(rule)
+        )
+
+    def without_batch_norm(self) -> Question:
+        """Return the question as it is once batch norms are folded into the operators before them.
+
+        One that follows another batch norm stays: there is nothing left that it could be folded into.
+        """
+        before = (None, *self.parts)
+        kept = [
+            part
+            for part, earlier in zip(self.parts, before, strict=False)
+            if not part.folds_into(earlier)
+        ]
+        return Question(self.text, tuple(kept))
+
+
+_FOLDABLE = frozenset(str(target.overloadpacket) for target in FOLDABLE)
+_AFTER: dict[type[nn.Module], frozenset[str]] = {
+    norm: frozenset(f"aten.{name}" for name in (f"conv{n}d", f"conv_transpose{n}d", *others))
+    for n, norm, others in (
+        (1, nn.BatchNorm1d, ("linear",)),
+        (2, nn.BatchNorm2d, ()),
+        (3, nn.BatchNorm3d, ()),
+    )
+}
+"""By type of batch norm: the operators that give what it takes."""
+
+
+def question_of(pattern: object) -> Question:
+    """Return what is asked about: see `Capabilities.supports`.
+
+    Raises:
+        SelectorError: a module or function that is more than one operator, or none that is known.
+        ConfigError: `pattern` is nothing that one can ask about.
+    """
+    if isinstance(pattern, str):
+        text = " ".join(pattern.split())
+        names = [name.strip() for name in text.split("->")]
+        if not all(names):
+            raise ConfigError(f"expected the name or the drawing of a rule, got {pattern!r}")
+        return Question(text, tuple(map(_by_name, names)))
+    items: Sequence[Any] = pattern if isinstance(pattern, (tuple, list)) else (pattern,)
+    if not items:
+        raise ConfigError("expected a pattern, got an empty one")
+    return Question("", tuple(map(_part, items)))
+
+
+def _part(item: object) -> Part:
+    if isinstance(item, str):
+        return _by_name(item)
+    if isinstance(item, type) and issubclass(item, nn.Module):
+        if item not in MODULES:
+            raise SelectorError(
+                f"{item.__qualname__} is not a module of torch.nn that is exported as one operator"
+                f"{near_names(item.__qualname__, _OF_MODULES)}: ask about the operators that it calls"
+            )
+        return Part(_with_in_place(MODULES[item]), item.__qualname__, _AFTER.get(item))
+    if isinstance(item, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return Part(frozenset({str(item)}), str(item))
+    if not callable(item) or isinstance(item, type):
+        raise ConfigError(
+            "expected the name or drawing of a rule, or an operator, function or module of torch, got "
+            f"{item!r}"
+        )
+    return Part(kind_of(item).operators, getattr(item, "__name__", str(item)))
+
+
+def _by_name(name: str) -> Part:
+    base = name.removeprefix("aten.")
+    return Part(_with_in_place(f"aten.{base}"), name)
+
+
+def _with_in_place(operator: str) -> frozenset[str]:
+    return frozenset({operator, f"{operator}_"})
+
+
+def sequences(rule: Rule) -> tuple[tuple[str, ...], ...]:
+    """Return the operators that a rule's patterns call, in their order, for each variant."""
+    found = (calls for pattern in rule.patterns for calls in _calls(pattern))
+    return tuple(dict.fromkeys(tuple(map(str, calls)) for calls in found))
+
+
+def _calls(pattern: Pattern | OperatorPattern) -> Sequence[Sequence[object]]:
+    if isinstance(pattern, OperatorPattern):
+        return [(target,) for target in pattern.targets]
+    return [pattern.calls()]
+
+
+_MOST = 3
+"""How many rules a reason names for each operator."""
+
+
+def what_is_missing(question: Question, tables: Iterable[tuple[str, Sequence[Rule]]]) -> str:
+    """Say why no rule answers a question: which of its operators have rules, and which have none."""
+    tables = list(tables)
+    if question.text and len(question.parts) == 1:
+        known = sorted({rule.name for _, rules in tables for rule in rules})
+        return (
+            f"no backend has a rule {question.text!r}{near_names(question.text, known)}; "
+            f"known: {', '.join(known) or 'none'}"
+        )
+    found = {part.label: _rules_with(part, tables) for part in question.parts}
+    without = [label for label, rules in found.items() if not rules]
+    reasons = [f"no rule takes {question.label}{' as one' if len(question.parts) > 1 else ''}"]
+    if without:
+        reasons.append(f"no rule has {' or '.join(without)}")
+    inside = dict.fromkeys(rule for rules in found.values() for rule in rules[:_MOST])
+    if inside:
+        reasons.append(f"a part of it is in {', '.join(inside)}")
+    return "; ".join(reasons)
+
+
+def _rules_with(part: Part, tables: Iterable[tuple[str, Sequence[Rule]]]) -> list[str]:
+    """Return the rules that have an operator, those of the shortest patterns first."""
+    lengths: dict[str, int] = {}
+    for backend, rules in tables:
+        for rule in rules:
+            having = [calls for calls in sequences(rule) if any(map(part.takes, calls))]
+            if having:
+                lengths[f"{rule.name} of {backend}"] = min(map(len, having))
+    return sorted(lengths, key=lambda name: lengths[name])

@@ -1,27 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Installed backends, found by entry point and loaded by name; imports no torch.
-
-The plugin host: finds backends by entry point, loads the one asked for, and keeps faults apart.
-
-Finding reads package metadata alone. Loading imports one module; what goes wrong with it is that
-plugin's error and nobody else's, and is the same error each time: a second attempt in one process would
-meet what the first left behind (half-imported packages, operators registered twice).
-
-The plugin contract. Imports pluggy alone, so that listing plugins never imports torch.
+"""Installed backends: found by entry point, loaded by name, each fault kept apart; imports no torch.
 
 A plugin is a distribution with an entry point in the group `qompose`::
 
     [project.entry-points.qompose]
     mybackend = "qompose_mybackend"
 
-whose module implements the hook below.
-
-What the metadata of installed packages offers under an entry-point group, read one package at a time.
-
-importlib.metadata's own `entry_points` parses every package's file at once, so that one malformed line in
-one package hides the entry points of all.
-
-Why a plugin could not be imported: the error, where it was raised, and the remedy.
+whose module implements the hook `qompose_backend`. Finding plugins reads package metadata alone. Loading one
+imports one module; what goes wrong with it is that plugin's error and nobody else's, and is the same error
+each time: a second attempt in one process would meet what the first left behind (half-imported packages,
+operators registered twice).
 """
 
 from __future__ import annotations
@@ -31,33 +19,53 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from threading import RLock
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import importlib_metadata
 import pluggy
-from importlib_metadata import Distribution, EntryPoint, PackageNotFoundError, requires
+from importlib_metadata import Distribution, EntryPoint, EntryPoints, PackageNotFoundError, requires
 
+from qompose import errors
 from qompose.errors import BackendNotFoundError, ExcludedBackendError, MemberError, PluginError
 
 if TYPE_CHECKING:
     from qompose.backend.interface import Backend, Target
 
 
+GROUP = "qompose"
+"""The entry-point group, and pluggy's project name."""
+API_VERSION = 1
+"""Version of the interface between core and backends. A backend of another version is not loaded."""
+hookspec = pluggy.HookspecMarker(GROUP)
+hookimpl = pluggy.HookimplMarker(GROUP)
+"""Marks a package's function `qompose_backend`, which takes nothing and returns its `Backend`."""
 RESTRICT_VARIABLE = "QOMPOSE_PLUGINS"
 TRACE_VARIABLE = "QOMPOSE_TRACE"
 USABLE, BROKEN, UNAVAILABLE = "usable", "broken", "unavailable here"
-_REFERENCE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*\s*(:\s*[^\W\d]\w*(\.[^\W\d]\w*)*\s*)?(\[.*\])?")
+
+
+@hookspec(firstresult=True)
+def qompose_backend() -> Backend:  # type: ignore[empty-body]
+    """Return the backend of this plugin.
+
+    Called once per process, when the backend is first asked for by name or by one of its quantizers.
+    The hook is called on the one plugin that was asked for; the order of discovery decides nothing.
+
+    Returns:
+        an object of a subclass of `qompose.backend.Backend`, whose `name` is the entry point's name.
+    """
 
 
 @dataclass(frozen=True)
 class BackendInfo:
-    """An installed backend as its package's metadata tells it, unloaded."""
+    """An installed backend as its package's metadata describes it, not loaded."""
 
     name: str
     module: str
@@ -126,23 +134,71 @@ def _allowed() -> frozenset[str] | None:
 
 
 def _installed() -> list[BackendInfo]:
-    """Return all, whatever QOMPOSE_PLUGINS says."""
+    """Return all installed backends, whatever QOMPOSE_PLUGINS says."""
     found = sorted(
-        {_info(offer) for offer in entry_points(group=GROUP)},
+        {_info(point) for point in entry_points(group=GROUP)},
         key=lambda info: (info.name, info.distribution, info.module),
     )
     return [_with_clash(info, found) for info in found]
 
 
-def _info(offer: Offer) -> BackendInfo:
-    name, version = (fact(offer.dist, about) for about in ("name", "version"))
+def entry_points(group: str) -> list[EntryPoint]:
+    """Return the entry points of a group; of two copies of a package, those of the one Python imports.
+
+    Packages are read one at a time: `importlib_metadata.entry_points` parses all of them at once, so that
+    one malformed line would hide the entry points of every package.
+    """
+    found: list[EntryPoint] = []
+    for distribution, points in _offers(group):
+        if points:
+            found += _imported_copy(distribution).entry_points.select(group=group)
+    return found
+
+
+def damaged_packages() -> list[str]:
+    """Return the folders of packages whose entry points cannot be read."""
+    damaged = (distribution for distribution, points in _offers(GROUP) if points is None)
+    # Its metadata may be gone too, and then only the folder says which package it is.
+    return sorted(str(getattr(d, "_path", d.locate_file(""))) for d in damaged)
+
+
+def _offers(group: str) -> Iterator[tuple[Distribution, EntryPoints | None]]:
+    """Yield each distribution with its entry points of a group, None where they cannot be read."""
+    for distribution in Distribution.discover():
+        try:
+            points = distribution.entry_points.select(group=group)
+        except Exception:  # a malformed line, or bytes that are not text
+            points = None
+        yield distribution, points
+
+
+def _imported_copy(distribution: Distribution) -> Distribution:
+    """Return the copy of a package that comes first on `sys.path`."""
+    try:
+        found: Distribution = Distribution.from_name(distribution.name)
+        found.entry_points  # noqa: B018 - raises if it cannot be read
+    except Exception:  # no metadata, or a folder of another name, from an interrupted removal
+        return distribution
+    return found
+
+
+def metadata_field(distribution: object, name: str) -> str:
+    """Return the `name` or `version` of a package, "unknown" where its metadata lack it."""
+    try:
+        return str(getattr(distribution, name) or "unknown")
+    except Exception:  # metadata may be missing, undecodable or half removed, each in its own way
+        return "unknown"
+
+
+def _info(point: EntryPoint) -> BackendInfo:
+    name, version = (metadata_field(point.dist, name) for name in ("name", "version"))
     problem = None
-    if not _REFERENCE.fullmatch(offer.value):
+    if not point.pattern.match(point.value):
         problem = (
-            f"its entry point is {f'{offer.name} = {offer.value}'.strip(' =')!r}, and not "
-            f"'name = module'; the author of {name} must repair that"
+            f"its entry point is {f'{point.name} = {point.value}'!r}, not 'name = module'; the author of "
+            f"{name} must repair that"
         )
-    return BackendInfo(offer.name, offer.value, name, version, problem)
+    return BackendInfo(point.name, point.value, name, version, problem)
 
 
 def _with_clash(info: BackendInfo, found: list[BackendInfo]) -> BackendInfo:
@@ -217,16 +273,17 @@ def _call(info: BackendInfo) -> object:
     Raises:
         PluginError: either fails. A plugin that exits must not end its host, so only an interrupt passes.
     """
+    # Not load_setuptools_entrypoints: that looks through all packages, and one malformed line stops it.
     manager = pluggy.PluginManager(GROUP)
     manager.add_hookspecs(sys.modules[__name__])
     try:
-        with _Traced(info, f"import {info.module}"):
+        with _traced(info, f"import {info.module}"):
             plugin = EntryPoint(info.name, info.module, GROUP).load()
         manager.register(plugin, info.name)
         manager.check_pending()
         if not manager.hook.qompose_backend.get_hookimpls():
             return _NO_HOOK
-        with _Traced(info, "call qompose_backend"):
+        with _traced(info, "call qompose_backend"):
             return manager.hook.qompose_backend()
     except KeyboardInterrupt:
         raise
@@ -235,22 +292,22 @@ def _call(info: BackendInfo) -> object:
         raise PluginError(info.name, info.source, reason) from error
 
 
-class _Traced:
-    """Tell standard error of a step with a plugin, its result and its time, where QOMPOSE_TRACE is set."""
-
-    def __init__(self, info: BackendInfo, step: str) -> None:
-        self.text = f"qompose: {info.name} ({_release(info)}): {step}"
-        self.on = os.environ.get(TRACE_VARIABLE, "0") not in ("", "0")
-
-    def __enter__(self) -> None:
-        self.start = perf_counter()
-        if self.on:
-            print(self.text, file=sys.stderr)
-
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        if self.on:
-            end = f"raised {kind.__name__}" if kind else "done"
-            print(f"{self.text}: {end} in {perf_counter() - self.start:.3f} s", file=sys.stderr)
+@contextmanager
+def _traced(info: BackendInfo, step: str) -> Iterator[None]:
+    """Report a step with a plugin, its result and its time on standard error, if QOMPOSE_TRACE is set."""
+    if os.environ.get(TRACE_VARIABLE, "0") in ("", "0"):
+        yield
+        return
+    text = f"qompose: {info.name} ({_release(info)}): {step}"
+    start, outcome = perf_counter(), "done"
+    print(text, file=sys.stderr)
+    try:
+        yield
+    except BaseException as error:
+        outcome = f"raised {type(error).__name__}"
+        raise
+    finally:
+        print(f"{text}: {outcome} in {perf_counter() - start:.3f} s", file=sys.stderr)
 
 
 def _checked(info: BackendInfo, backend: Any) -> Backend:
@@ -262,7 +319,7 @@ def _checked(info: BackendInfo, backend: Any) -> Backend:
     try:
         fault = _fault(info, backend)
     except Exception as error:  # a property of the backend
-        raise PluginError(info.name, info.source, told(error)) from error
+        raise PluginError(info.name, info.source, describe_error(error)) from error
     if fault is not None:
         raise PluginError(info.name, info.source, fault)
     checked: Backend = backend
@@ -286,7 +343,7 @@ def _fault(info: BackendInfo, backend: Any) -> str | None:
     if backend.api_version != API_VERSION:
         return _version_fault(info, backend.api_version)
     if backend.name != info.name:
-        return f"its backend calls itself {backend.name!r}, and its entry point {info.name!r}"
+        return f"its backend calls itself {backend.name!r}, but its entry point is {info.name!r}"
     return _table_fault(backend)
 
 
@@ -314,18 +371,20 @@ def _table_fault(backend: Backend) -> str | None:
     from qompose.backend.rule import Rule
     from qompose.spec.quantization_spec import QuantizationConfig
 
-    tables: tuple[tuple[str, Any, type], ...] = (
-        ("rules", backend.rules, Rule),
-        ("configs", dict(backend.configs).values(), QuantizationConfig),
-        ("targets", backend.targets, Target),
+    tables: tuple[tuple[str, Any, type, str], ...] = (
+        ("rules", backend.rules, Rule, "qompose.backend.Rule"),
+        ("configs", dict(backend.configs).values(), QuantizationConfig, "QuantizationConfig"),
+        ("targets", backend.targets, Target, "qompose.backend.Target"),
     )
-    for name, table, kind in tables:
+    for name, table, kind, expected in tables:
         for entry in table:
             if not isinstance(entry, kind):
-                return f"its {name} contain {entry!r}, which is no qompose.{kind.__name__}"
+                return f"its {name} contain {entry!r}; expected a {expected}"
     for operator, reason in dict[Any, Any](backend.left_in_float).items():
         if not isinstance(operator, OpOverload) or not isinstance(reason, str):
-            return f"its left_in_float has {operator!r}: {reason!r}, which is no operator with a reason"
+            return (
+                f"its left_in_float has {operator!r}: {reason!r}; expected an operator and a reason"
+            )
     return naming_fault(backend.configs)
 
 
@@ -342,145 +401,30 @@ def check_backend(info: BackendInfo) -> Health:
     return Health(UNAVAILABLE if problem else USABLE, problem, targets)
 
 
-def obstacle(asked: Backend | Target, who: str) -> str | None:
+def obstacle(subject: Backend | Target, who: str) -> str | None:
     """Return why a backend or a target cannot be used here, or None: what its `availability` says.
 
     Raises:
         MemberError: it raises, exits, or returns neither a text nor None; `who` is named.
     """
     try:
-        answer: object = asked.availability()
+        answer: object = subject.availability()
     except (Exception, SystemExit) as error:  # exiting must not end the host
         raise MemberError(
-            f"{who}: asked whether it is available, it raised {told(error)}"
+            f"{who}: asked whether it is available, it raised {describe_error(error)}"
         ) from error
     if answer is None or isinstance(answer, str):
         return answer or None
-    raise MemberError(f"{who}: availability() returned {answer!r}, and not a text or None")
-
-
-GROUP = "qompose"
-"""The entry-point group, and pluggy's project name."""
-API_VERSION = 1
-"""Version of the interface between core and backends. A backend of another version is not loaded."""
-hookspec = pluggy.HookspecMarker(GROUP)
-hookimpl = pluggy.HookimplMarker(GROUP)
-"""Marks a package's function `qompose_backend`, which takes nothing and returns its `Backend`."""
-
-
-@hookspec(firstresult=True)
-def qompose_backend() -> Backend:  # type: ignore[empty-body]
-    """Return the backend of this plugin.
-
-    Called once per process, when the backend is first asked for by name or by one of its quantizers.
-    The hook is called on the one plugin that was asked for; the order of discovery decides nothing.
-
-    Returns:
-        an object of a subclass of `qompose.backend.Backend`, whose `name` is the entry point's name.
-    """
-
-
-UNKNOWN = "unknown"
-
-
-class Offer(NamedTuple):
-    """A line of a package's `entry_points.txt`. `value` is empty where the line is no `name = value`."""
-
-    name: str
-    value: str
-    dist: Distribution
-
-
-def entry_points(group: str) -> Iterator[Offer]:
-    """Yield what installed packages offer under `group`; of two copies of a package, the one Python finds."""
-    seen = set()
-    for distribution in Distribution.discover():
-        if not _lines(distribution, group):
-            continue
-        found = _found_by_name(distribution)
-        key = str(found.locate_file("")), fact(found, "name")
-        if key not in seen:
-            seen.add(key)
-            yield from (_offer(line, found) for line in _lines(found, group))
-
-
-def unreadable_packages() -> list[str]:
-    """Return the folders of packages whose `entry_points.txt` has something else in it than groups."""
-    found = set()
-    for distribution in Distribution.discover():
-        lines = _content(distribution)
-        if lines and not _is_heading(lines[0]):
-            # Its metadata may be gone too, and then only the folder tells which package it is.
-            found.add(str(getattr(distribution, "_path", distribution.locate_file(""))))
-    return sorted(found)
-
-
-def fact(distribution: Distribution, name: str) -> str:
-    """Return the `name` or `version` of a package, "unknown" where its metadata lack it."""
-    found = _attempt(lambda: getattr(distribution, name))
-    return str(found) if found else UNKNOWN
-
-
-def _attempt(read: Callable[[], object]) -> object:
-    try:
-        return read()
-    except Exception:  # metadata may be missing, undecodable or half removed, each in its own way
-        return None
-
-
-def _lines(distribution: Distribution, group: str) -> list[str]:
-    """Return the lines of a group, without comments."""
-    lines, inside = [], False
-    for line in _content(distribution):
-        if _is_heading(line):
-            inside = line == f"[{group}]"
-        elif inside:
-            lines.append(line)
-    return lines
-
-
-def _content(distribution: Distribution) -> list[str]:
-    """Return the lines of a package's file without blank ones and comments."""
-    text = _attempt(lambda: _text(distribution))
-    lines = map(str.strip, text.splitlines()) if isinstance(text, str) else ()
-    return [line for line in lines if line and not line.startswith(("#", ";"))]
-
-
-def _is_heading(line: str) -> bool:
-    return line.startswith("[") and line.endswith("]")
-
-
-def _text(distribution: Distribution) -> str | None:
-    try:
-        return distribution.read_text("entry_points.txt")
-    except UnicodeDecodeError as error:  # what can be read of it says whom to blame
-        return error.object.decode(error.encoding, errors="replace")
-
-
-def _found_by_name(distribution: Distribution) -> Distribution:
-    """Return the copy of a package that comes first on `sys.path`: the one whose modules are imported."""
-    name = fact(distribution, "name")
-    if name == UNKNOWN:
-        return distribution
-    try:
-        found: Distribution = Distribution.from_name(name)
-    except PackageNotFoundError:  # its folder has another name: what an interrupted removal leaves
-        return distribution
-    return found
-
-
-def _offer(line: str, distribution: Distribution) -> Offer:
-    name, _, value = line.partition("=")
-    return Offer(name.strip(), value.strip(), distribution)
+    raise MemberError(f"{who}: availability() returned {answer!r}; expected a string or None")
 
 
 _HOST = tuple(
     f"{Path(file).parent}{os.sep}"
-    for file in (__file__, importlib.__file__, importlib_metadata.__file__, pluggy.__file__)
+    for file in (errors.__file__, importlib.__file__, importlib_metadata.__file__, pluggy.__file__)
 )
 
 
-def told(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Return an error's type and message, and the line of code that raised it."""
     if isinstance(error, SyntaxError) and error.filename:
         return (
@@ -493,7 +437,7 @@ def told(error: BaseException) -> str:
 
 
 def _is_plugin(filename: str) -> bool:
-    """Whether a file belongs neither to the host nor to what it imports plugins with."""
+    """Return whether a file belongs neither to the host nor to what it imports plugins with."""
     return not filename.startswith(("<frozen ", *_HOST))
 
 
@@ -504,25 +448,25 @@ def _short(filename: str) -> str:
 def import_fault(error: BaseException, module: str, distribution: str) -> str:
     """Return why importing `module` of `distribution` failed, with the remedy where it is known."""
     if not isinstance(error, ModuleNotFoundError) or not error.name:
-        return told(error)
+        return describe_error(error)
     missing = error.name
     home = module.partition(":")[0].strip()
     if home == missing or home.startswith(f"{missing}."):
         return (
-            f"its package says that it has a module {missing!r}, and there is none: reinstall or "
-            f"uninstall {distribution}"
+            f"its package declares the module {missing!r}, which does not exist: reinstall or uninstall "
+            f"{distribution}"
         )
-    return f"{told(error)}: {_remedy(missing, distribution)}"
+    return f"{describe_error(error)}: {_remedy(missing, distribution)}"
 
 
 def _remedy(missing: str, distribution: str) -> str:
     """Say what to install; by the name that the plugin itself requires, where that is recognisable."""
     top = missing.partition(".")[0]
     try:
-        wanted = requires(distribution) or []
+        requirements = requires(distribution) or []
     except (PackageNotFoundError, ValueError):
-        wanted = []
-    for requirement in wanted:
+        requirements = []
+    for requirement in requirements:
         specifier = requirement.partition(";")[0].strip()
         name = re.split(r"[^\w.-]", specifier, maxsplit=1)[0]
         if re.sub(r"[-_.]+", "_", name).lower() == top.lower():

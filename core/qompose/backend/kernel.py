@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a kernel sees of the region it replaces.
-
-What a kernel sees of the region it replaces: integers in, integers out, literals, and a place to write.
-
-What kernels are told of a tensor: the node that holds it, and what its integers mean.
-"""
+"""What a kernel sees of the region it replaces: integers in, integers out, literals, and a place to write."""
 
 from __future__ import annotations
 
@@ -121,7 +116,7 @@ class Region:
         """Return an operator of the region.
 
         Raises:
-            ConfigError: the name is none of the pattern's, or stands for no operator of the region.
+            ConfigError: the pattern does not have the name, or it is not an operator of the region.
         """
         found = self._nodes.get(self._captures.get(name, ""))
         if found is None:
@@ -130,7 +125,7 @@ class Region:
         return found
 
     def has(self, name: str) -> bool:
-        """Tell whether the match has a node for a name."""
+        """Return whether the match has a node for a name."""
         return name in self._captures
 
     def inputs(self, role: str) -> list[Node]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patterns captured by the exporter and found with SubgraphMatcher.
+"""Patterns of operators, captured by the exporter and found with SubgraphMatcher.
 
 A captured pattern follows aten wherever the exporter takes it. Captures are made once per process, and
 only when the program holds the operators that the pattern says it needs.
@@ -58,7 +58,7 @@ class Match:
         """
         node = self.node(name)
         if node is None or node not in self.nodes:
-            raise ConfigError(f"no operator of this match is called {name!r}: {self.nodes}")
+            raise ConfigError(f"this match has no operator {name!r}: {self.nodes}")
         known = arguments_of(node)
         if argument not in known:
             raise ConfigError(f"{node.name} has no argument {argument!r}; it has {[*known]}")
@@ -177,7 +177,9 @@ class Pattern:
             if found is not None:
                 yield self._as_match(found, matcher, index)
 
-    def _as_match(self, found: InternalMatch, matcher: _Matcher, index: OperatorIndex) -> Match:
+    def _as_match(
+        self, found: InternalMatch, matcher: _CandidateMatcher, index: OperatorIndex
+    ) -> Match:
         captures: dict[str, Capture] = {
             name: found.nodes_map[node] for name, node in matcher.named.items()
         }
@@ -209,7 +211,7 @@ class Pattern:
         return tuple(inspect.signature(self.function).parameters)[: len(self.shapes)]
 
 
-class _Matcher(SubgraphMatcherWithNameNodeMap):
+class _CandidateMatcher(SubgraphMatcherWithNameNodeMap):
     """torch's matcher, asked about one candidate at a time.
 
     Its own `match` looks for cycles by walking the whole graph behind every match. A region out of which
@@ -247,13 +249,13 @@ class _Matcher(SubgraphMatcherWithNameNodeMap):
 
 
 def _same_tensors(pattern: Node, node: Node) -> bool:
-    """Tell whether two calls take tensors in the same places."""
+    """Return whether two calls take tensors in the same places."""
     ours, theirs = _schema_arguments(pattern), _schema_arguments(node)
     return all(_is_tensor(ours[name]) == _is_tensor(theirs[name]) for name in ours)
 
 
 def _is_tensor(argument: object) -> bool:
-    """Tell a tensor (or a list of them) from a literal; a symbolic size is a literal."""
+    """Return whether an argument is a tensor or a list of tensors; a symbolic size is a literal."""
     if isinstance(argument, (tuple, list)):
         return any(_is_tensor(item) for item in argument)
     return isinstance(argument, Node) and not isinstance(
@@ -284,7 +286,7 @@ class _Captured(nn.Module):
 
 
 @cache
-def _matcher(pattern: Pattern) -> _Matcher:
+def _matcher(pattern: Pattern) -> _CandidateMatcher:
     example = tuple(s() if callable(s) else torch.zeros(s) for s in pattern.shapes)
     with torch.no_grad():
         module = torch.export.export(_Captured(pattern.function), example).module(
@@ -293,7 +295,7 @@ def _matcher(pattern: Pattern) -> _Matcher:
     assert isinstance(module, GraphModule)
     module.graph.eliminate_dead_code()
     named = _named(pattern, module)
-    matcher = _Matcher(module, ignore_literals=True)
+    matcher = _CandidateMatcher(module, ignore_literals=True)
     if len(matcher.pattern_anchors) != 1:
         raise ConfigError(
             f"pattern {pattern.function.__qualname__} must end in one operator whose value is the output"

@@ -1,19 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One row of a rule table: pattern, roles, specs, guard and kernels."""
+"""One row of a backend's rule table: patterns, roles, and what each role may be.
+
+The names of `TensorConstraint` and their meaning are those of PyTorch's BackendConfig. What breaks one is
+refused with the bound and the value. A bound that only calibration can check is checked when a model
+is converted.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
-from qompose.backend.constraints import RoleSpec, TensorConstraint
+import torch
+
 from qompose.backend.kernel import Kernel
 from qompose.backend.pattern import Match, OperatorPattern, Pattern
-from qompose.errors import ConfigError, near_names
-from qompose.spec.qparams import Bounds
-from qompose.spec.quantization_spec import QuantizationConfig, QuantizationSpec, describe_spec
+from qompose.errors import ConfigError, blaming, near_names
+from qompose.observers.make_observer import fixed_parameters, least_scale, make_observer
+from qompose.spec.qparams import (
+    PER_CHANNEL,
+    SYMMETRIC,
+    Bounds,
+    quantized_range,
+    symmetric_zero_point,
+)
+from qompose.spec.quantization_spec import (
+    FixedQParamsQuantizationSpec,
+    QuantizationConfig,
+    QuantizationSpec,
+    describe_spec,
+)
 
 Guard: TypeAlias = Callable[[Match], "str | None"]
 """Returns why a rule cannot take a match, None where it can."""
@@ -24,6 +43,249 @@ CONDITIONS = (None, "all", "any", "no_float")
 ROLES = ("activation", "weight", "output")
 MODES = (STATIC, DYNAMIC, WEIGHT_ONLY, ACTIVATION_ONLY)
 LAYOUT = ("ch_axis", "block_size")
+RoleSpec: TypeAlias = "QuantizationSpec | FixedQParamsQuantizationSpec"
+"""What a configuration gives to a role."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorConstraint:
+    """What one role of a rule may be. Bounds of the integers are in quantized units; all are inclusive.
+
+    `ch_axis` is the only dimension that may have the channels, None any. `blocks` allows a `block_size`,
+    and with `block_sizes` there has to be one, one of these.
+    A cast to a smaller float has no scheme: its `qschemes` hold None.
+
+    Attributes:
+        quant_min_lower_bound, quant_max_upper_bound: between which the integers must lie.
+        quant_range: the one range that they may have.
+        scale_min_lower_bound: the least scale, in units of the tensor for each step. Observers never give one
+            below their `eps`, so that must not be less.
+        scale_max_upper_bound: the largest scale. Data decides on it: a region that exceeds it stays in
+            float when the model is converted.
+        scale_exact_match, zero_point_exact_match: the only ones; for kernels that have them built in.
+
+    Raises:
+        ConfigError: a field has a value of the wrong type, or bounds exclude each other.
+    """
+
+    dtypes: frozenset[torch.dtype]
+    qschemes: frozenset[torch.qscheme | None]
+    quant_min_lower_bound: int | None = None
+    quant_max_upper_bound: int | None = None
+    quant_range: tuple[int, int] | None = None
+    scale_min_lower_bound: float | None = None
+    scale_max_upper_bound: float | None = None
+    scale_exact_match: float | None = None
+    zero_point_exact_match: int | None = None
+    ch_axis: int | None = None
+    blocks: bool = False
+    block_sizes: frozenset[tuple[int, ...]] | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse values that no specification could meet, or that would never be compared."""
+        for name in ("dtypes", "qschemes"):
+            given: Any = getattr(self, name)
+            if not isinstance(given, (set, frozenset, tuple, list)) or not given:
+                raise ConfigError(f"{name} must be a set of {name}, got {given!r}")
+            object.__setattr__(self, name, frozenset(given))
+        if self.block_sizes is not None:
+            object.__setattr__(self, "block_sizes", frozenset(map(tuple, self.block_sizes)))
+            object.__setattr__(self, "blocks", True)
+        if self.quant_range is not None:
+            object.__setattr__(self, "quant_range", tuple(self.quant_range))
+        faults = [*_wrong_numbers(self), *_crossed(self)]
+        if faults:
+            raise ConfigError(f"this constraint can never be met: {'; '.join(faults)}")
+
+    @classmethod
+    def like(cls, spec: QuantizationSpec) -> TensorConstraint:
+        """Return the constraint that takes what is quantized as `spec` is, in its range or a part of it."""
+        scheme: Any = spec.qscheme  # None for a cast, which has no scheme
+        integers = not spec.dtype.is_floating_point
+        low, high = (
+            quantized_range(spec.dtype, spec.quant_min, spec.quant_max)
+            if integers
+            else (None, None)
+        )
+        return cls(
+            dtypes=frozenset({spec.dtype}),
+            qschemes=frozenset({scheme}),
+            quant_min_lower_bound=low,
+            quant_max_upper_bound=high,
+            ch_axis=spec.ch_axis,
+            blocks=spec.block_size is not None,
+        )
+
+    @property
+    def bounds(self) -> Bounds | None:
+        """Return what is asked of scale and zero point, None where nothing is."""
+        asked = {field.name: getattr(self, field.name) for field in fields(Bounds)}
+        return Bounds(**asked) if any(value is not None for value in asked.values()) else None
+
+    def objection(self, role: str, spec: RoleSpec) -> str | None:
+        """Return why `spec` is not allowed, with every bound that it breaks; None where it is."""
+        kind = self._kind_objection(spec)
+        if kind is not None or spec.dtype.is_floating_point:
+            return kind and f"{role} {kind}"
+        found = [*self._range_objections(spec), *self._parameter_objections(spec)]
+        return "; ".join(f"{role} {objection}" for objection in found) or None
+
+    def describe(self) -> str:
+        """Return the constraint in one line: `int8, quant_min at least -127, per_channel_symmetric`."""
+        least, most = self.quant_min_lower_bound, self.quant_max_upper_bound
+        words = [_or(self.dtypes)]
+        words += [f"exactly {list(self.quant_range)}"] if self.quant_range else []
+        words += [f"quant_min at least {least}"] if least is not None else []
+        words += [f"quant_max at most {most}"] if most is not None else []
+        schemes = self.qschemes - {None}  # a cast has none
+        words += [_or(schemes)] if schemes else []
+        words += [f"channels along {self.ch_axis}"] if self.ch_axis is not None else []
+        if self.block_sizes is not None:
+            words += [f"blocks of {_sizes(self.block_sizes)}"]
+        elif self.blocks:
+            words += ["blocks"]
+        asked = {} if self.bounds is None else vars(self.bounds)
+        words += [f"{name}={value:g}" for name, value in asked.items() if value is not None]
+        return ", ".join(words)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what is constrained as JSON data."""
+        data = {field.name: getattr(self, field.name) for field in fields(self)}
+        for name in ("dtypes", "qschemes"):  # a cast has no scheme
+            names = (None if v is None else str(v).removeprefix("torch.") for v in data[name])
+            data[name] = sorted(names, key=str)
+        if self.quant_range is not None:
+            data["quant_range"] = list(self.quant_range)
+        if self.block_sizes is not None:
+            data["block_sizes"] = sorted(map(list, self.block_sizes), key=str)
+        standard = {field.name: field.default for field in fields(self)}
+        return {name: value for name, value in data.items() if value != standard[name]}
+
+    def _kind_objection(self, spec: RoleSpec) -> str | None:
+        """Check type, scheme and granularity."""
+        scheme = spec.qscheme
+        if scheme is None and isinstance(spec, FixedQParamsQuantizationSpec):
+            scheme = torch.per_tensor_affine
+        blocks, axis = getattr(spec, "block_size", None), getattr(spec, "ch_axis", None)
+        if spec.dtype not in self.dtypes:
+            return f"is {spec.dtype}, and the kernel takes {_names(self.dtypes)}"
+        if scheme not in self.qschemes:
+            return f"is {scheme}, and the kernel takes {_names(self.qschemes)}"
+        if blocks is not None and not self.blocks:
+            return f"has blocks of {blocks}, and the kernel takes none"
+        if self.block_sizes is not None and blocks not in self.block_sizes:
+            has = f"blocks of {blocks}" if blocks else "no blocks"
+            return f"has {has}, and the kernel takes blocks of {_sizes(self.block_sizes)}"
+        if scheme in PER_CHANNEL and blocks is None and self.ch_axis not in (None, axis):
+            return f"has channels along {axis}, and the kernel takes {self.ch_axis}"
+        return None
+
+    def _range_objections(self, spec: RoleSpec) -> Iterator[str]:
+        low, high = quantized_range(spec.dtype, spec.quant_min, spec.quant_max)
+        least, most = self.quant_min_lower_bound, self.quant_max_upper_bound
+        if least is not None and low < least:
+            yield f"has quant_min={low}, below the bound {least} (quant_min_lower_bound)"
+        if most is not None and high > most:
+            yield f"has quant_max={high}, above the bound {most} (quant_max_upper_bound)"
+        if self.quant_range not in (None, (low, high)):
+            yield f"has the range [{low}, {high}], and the kernel takes {self.quant_range}"
+
+    def _parameter_objections(self, spec: RoleSpec) -> Iterator[str]:
+        """Check what is known of scale and zero point before data is seen."""
+        bounds = self.bounds
+        if bounds is None:
+            return
+        with blaming(f"the observer of {describe_spec(spec)}"):
+            observer = make_observer(spec)
+        fixed = fixed_parameters(observer)
+        if fixed is not None:
+            yield from (f"has {objection}" for objection in bounds.objections(*fixed))
+            return
+        yield from _scale_objections(bounds, spec, observer)
+        wanted, known = bounds.zero_point_exact_match, _known_zero_point(spec)
+        if wanted is not None and known is None:
+            yield (
+                f"gets a zero point from its data, and the kernel takes exactly {wanted} "
+                "(zero_point_exact_match): a symmetric qscheme has a known one, and so has a "
+                "FixedQParamsQuantizationSpec"
+            )
+        elif known is not None:
+            found = Bounds(zero_point_exact_match=wanted).objections(1.0, known)
+            yield from (f"has {objection}" for objection in found)
+
+
+def _scale_objections(bounds: Bounds, spec: RoleSpec, observer: Any) -> Iterator[str]:
+    least, bound = least_scale(spec, observer), bounds.scale_min_lower_bound
+    name = type(observer).__name__
+    if bounds.scale_exact_match is not None:
+        yield (
+            f"gets a scale from its data, and the kernel takes exactly {bounds.scale_exact_match:g} "
+            "(scale_exact_match): use a FixedQParamsQuantizationSpec"
+        )
+    if bound is not None and least is None:
+        yield (
+            f"has the observer {name}, which does not say its least scale (eps), and the bound is "
+            f"{bound:g} (scale_min_lower_bound)"
+        )
+    elif bound is not None and bounds.lowest.objections(least, 0):
+        yield (
+            f"may get the scale {least:g} (the eps of {name}), below the bound {bound:g} "
+            f"(scale_min_lower_bound): give the observer eps={bound:g}"
+        )
+    if bounds.scale_max_upper_bound is not None and spec.is_dynamic:
+        yield (
+            "gets its scale when the model runs, where nothing keeps it within the bound "
+            f"{bounds.scale_max_upper_bound:g} (scale_max_upper_bound)"
+        )
+
+
+def _known_zero_point(spec: RoleSpec) -> int | None:
+    if spec.qscheme not in SYMMETRIC:
+        return None
+    return symmetric_zero_point(spec.dtype, spec.quant_min, spec.quant_max)
+
+
+def _names(values: frozenset[Any]) -> str:
+    return " or ".join(sorted(str(value) for value in values))
+
+
+def _sizes(block_sizes: Iterable[tuple[int, ...]]) -> str:
+    return " or ".join(map(str, sorted(block_sizes)))
+
+
+def _or(values: frozenset[Any]) -> str:
+    return _names(values).replace("torch.", "")
+
+
+def _wrong_numbers(constraint: TensorConstraint) -> Iterator[str]:
+    for name in (
+        "quant_min_lower_bound",
+        "quant_max_upper_bound",
+        "zero_point_exact_match",
+        "ch_axis",
+    ):
+        value = getattr(constraint, name)
+        if value is not None and type(value) is not int:
+            yield f"{name} must be an integer, got {value!r}"
+    for name in ("scale_min_lower_bound", "scale_max_upper_bound", "scale_exact_match"):
+        value = getattr(constraint, name)
+        if value is not None and not (isinstance(value, (int, float)) and 0 < value < math.inf):
+            yield f"{name} must be a positive number, got {value!r}"
+    integers = constraint.quant_range
+    if integers is not None and (len(integers) != 2 or any(type(n) is not int for n in integers)):
+        yield f"quant_range must be a pair of integers, got {integers!r}"
+
+
+def _crossed(constraint: TensorConstraint) -> Iterator[str]:
+    pairs = (
+        ("quant_min_lower_bound", "quant_max_upper_bound"),
+        ("scale_min_lower_bound", "scale_max_upper_bound"),
+    )
+    for low, high in pairs:
+        least, most = getattr(constraint, low), getattr(constraint, high)
+        numbers = isinstance(least, (int, float)) and isinstance(most, (int, float))
+        if numbers and least > most:
+            yield f"{low}={least} is above {high}={most}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +302,7 @@ class Rule:
         integer_bias: the kernel adds the bias as an integer, in steps of input scale times weight scale;
             the converted model adds what that integer stands for.
         channels: the (input, output) dimensions that belong to dimensions 1 and 0 of the weight; None
-            where the rule is no plain product (up to a relu). They allow balancing, and SmoothQuant.
+            where the rule is not a plain product (up to a relu). They allow balancing, and SmoothQuant.
         output: whether the output gets `config.output_activation`.
         shares: inputs and output have the same scale and zero point (views, pooling, concatenation).
         carries: the operator computes nothing, so that the rule applies only where something quantized
@@ -59,7 +321,7 @@ class Rule:
         kernels: by target name.
 
     Raises:
-        ConfigError: a field has a value of another kind, or speaks of names that the patterns have not.
+        ConfigError: a field has a value of the wrong type, or names what the patterns do not have.
     """
 
     name: str
@@ -155,27 +417,27 @@ class Rule:
 
 
 def _kind_faults(rule: Any) -> Iterator[str]:
-    """Yield what is of another kind than it has to be."""
+    """Yield the fields that have values of the wrong type."""
     if not isinstance(rule.patterns, tuple) or not rule.patterns:
-        yield f"patterns={rule.patterns!r} is no tuple of patterns"
+        yield f"patterns must be a tuple of patterns, got {rule.patterns!r}"
         return
     for pattern in rule.patterns:
         if not isinstance(pattern, (Pattern, OperatorPattern)):
-            yield f"{pattern!r} is neither a Pattern nor an OperatorPattern"
+            yield f"expected a Pattern or an OperatorPattern, got {pattern!r}"
     for role, constraint in rule.accepts.items():
         if not isinstance(constraint, TensorConstraint):
-            yield f"accepts[{role!r}]={constraint!r} is no TensorConstraint"
+            yield f"accepts[{role!r}] must be a TensorConstraint, got {constraint!r}"
     for target, kernel in rule.kernels.items():
         if not isinstance(kernel, Kernel):
-            yield f"kernels[{target!r}]={kernel!r} is no Kernel: wrap it as Kernel(name, function)"
+            yield f"kernels[{target!r}] must be a Kernel(name, function), got {kernel!r}"
     if isinstance(rule.activations, str):
-        yield f"activations={rule.activations!r} is a string, not a tuple of names"
+        yield f"activations must be a tuple of names, got the string {rule.activations!r}"
     if isinstance(rule.guard, str) or not all(map(callable, rule.guards)):
-        yield f"guard={rule.guard!r} is no function of a match"
+        yield f"guard must be a function of a match, got {rule.guard!r}"
 
 
 def _word_faults(rule: Rule) -> Iterator[str]:
-    """Yield the words that are none of those there are."""
+    """Yield the words that are not among those a field may have."""
     given: tuple[tuple[str, Iterable[object], tuple[str | None, ...]], ...] = (
         ("condition", (rule.condition,), CONDITIONS),
         ("modes", rule.modes, MODES),
@@ -188,21 +450,21 @@ def _word_faults(rule: Rule) -> Iterator[str]:
             if word not in known:
                 names = [name for name in known if name]
                 yield (
-                    f"{field_name} has {word!r}, and there are {', '.join(names)}"
+                    f"{field_name} must be one of {', '.join(names)}, got {word!r}"
                     f"{near_names(str(word), names)}"
                 )
 
 
 def _name_faults(rule: Rule) -> Iterator[str]:
-    """Yield the names that a pattern has not. A bias occurs in some variants alone."""
+    """Yield the names that a pattern does not have. A bias may occur in some variants only."""
     named = {rule.anchor, *rule.activations, *([rule.weight] if rule.weight else [])}
     for pattern in rule.patterns:
         unknown = sorted(named - pattern.names)
         if unknown:
             hints = "".join(near_names(name, pattern.names) for name in unknown)
             known = ", ".join(sorted(pattern.names))
-            yield f"it speaks of {', '.join(unknown)}{hints}, and its pattern has {known}"
+            yield f"unknown name {', '.join(unknown)}{hints}; its pattern has {known}"
             return
     if rule.bias and not any(rule.bias in pattern.names for pattern in rule.patterns):
         known = ", ".join(sorted(rule.patterns[0].names))
-        yield f"it speaks of the bias {rule.bias}, which no pattern has; the first has {known}"
+        yield f"no pattern has the bias {rule.bias}; the first has {known}"

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from qompose.cli.output import say
+from qompose.cli.command import say
 from qompose.errors import CalibrationError, near_names
 from qompose.storage.export_archive import Input, Inputs, shown, without_values
 
@@ -68,15 +68,13 @@ def _batches(path: Path, inputs: Inputs, batch_size: int | None) -> Iterator[lis
 def _read(path: Path) -> Any:
     reader = _READERS.get(path.suffix.lower())
     if reader is None:
-        raise CalibrationError(
-            f"{path} is of no kind that is read, which are {', '.join(_READERS)}"
-        )
+        raise CalibrationError(f"{path} must be one of {', '.join(_READERS)}")
     with path.open("rb"):
         pass
     try:
         return reader(path)
     except SafetensorError as error:
-        raise CalibrationError(f"{path} is no sound safetensors file: {error}") from error
+        raise CalibrationError(f"{path} is not a valid safetensors file: {error}") from error
     except Exception as error:  # a damaged pickle fails in any way
         raise CalibrationError(
             f"{path} cannot be read as a file of torch.save with weights_only=True ({type(error).__name__}); "
@@ -110,7 +108,7 @@ def _samples(path: Path, data: Any, inputs: Inputs) -> dict[str, Tensor]:
         data = dict.fromkeys(known, data)
     if not isinstance(data, Mapping):
         raise CalibrationError(
-            f"{path} holds {type(data).__name__}, and not a tensor, a list of batches or a dict of tensors"
+            f"{path} must hold a tensor, a list of batches or a dict of tensors, got {type(data).__name__}"
         )
     named = _named(path, data, inputs)
     for name, value in named.items():
@@ -147,7 +145,7 @@ def _check_sample(path: Path, name: str, value: Any, inputs: Inputs) -> None:
     objection = (
         without_values(value)
         if isinstance(value, Tensor)
-        else f"is {type(value).__name__}, and not a tensor of samples"
+        else f"is a {type(value).__name__}; expected a tensor of samples"
     )
     if objection:
         raise CalibrationError(f"{path}, input {name}: it {objection}")

@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`qompose new-backend`: a project for a backend, from templates.
-
-`qompose new-backend`: write the project of a new backend.
-
-A project for a new backend: two rules and a kernel that work, to be changed into what its author wants.
-"""
+"""`qompose new-backend`: write the project of a small backend that works, for its author to change."""
 
 from __future__ import annotations
 
@@ -17,21 +12,12 @@ from string import Template
 
 from importlib_metadata import version
 
-from qompose.backend.discovery import API_VERSION, GROUP, entry_points, fact
-from qompose.cli.output import Output
+from qompose.backend.discovery import API_VERSION, GROUP, entry_points, metadata_field
+from qompose.cli.command import Command, Results
 from qompose.errors import ProjectError
 
-SUMMARY = "write the project of a new backend"
-DESCRIPTION = """\
-Write a pip package with a small backend that works, and its tests: one entry point, one rule table, its
-kernels. It installs and passes its tests as it is; change it rule by rule."""
-EXAMPLES = """\
-qompose new-backend my_chip
-qompose new-backend my_chip --directory ~/projects"""
 
-
-def add_arguments(parser: ArgumentParser) -> None:
-    """Add the arguments of the command."""
+def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("name", metavar="NAME", help="what users will call the backend")
     parser.add_argument(
         "--directory", type=Path, default=Path(), metavar="DIR",
@@ -39,10 +25,23 @@ def add_arguments(parser: ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def run(options: Namespace, out: Output) -> int:
+def _run(options: Namespace, results: Results) -> int:
     """Write the project and print where it is."""
-    out.text(str(new_backend(options.name, options.directory)))
+    results.text(str(new_backend(options.name, options.directory)))
     return 0
+
+
+NEW_BACKEND = Command(
+    summary="write the project of a new backend",
+    description="""\
+Write a pip package with a small backend that works, and its tests: one entry point, one rule table, its
+kernels. It installs and passes its tests as it is; change it rule by rule.""",
+    examples="""\
+qompose new-backend my_chip
+qompose new-backend my_chip --directory ~/projects""",
+    add_arguments=_add_arguments,
+    run=_run,
+)
 
 
 PREFIX = "qompose"
@@ -60,13 +59,13 @@ def new_backend(name: str, parent: Path) -> Path:
     the package `qompose_my_npu`.
 
     Raises:
-        ProjectError: the name is none for a backend, or taken by an installed one; `parent` is no folder
-            that can be written to; the folder is there and not empty. Nothing is written then.
+        ProjectError: the name is not valid for a backend, or an installed one has it; `parent` is not a
+            directory that can be written to; the folder exists and is not empty. Nothing is written then.
     """
     facts = _facts(name)
     target = Path(parent) / facts["distribution"]
     if not Path(parent).is_dir():
-        raise ProjectError(f"{parent} is no folder, and the project shall be written into it")
+        raise ProjectError(f"{parent} is not a directory")
     try:
         if target.is_symlink() or (target.exists() and not _is_empty(target)):
             raise ProjectError(f"{target} is there already: choose another name, or move it away")
@@ -121,8 +120,8 @@ def _check(name: str) -> None:
     for point in entry_points(group=GROUP):
         if point.name.replace("-", "_") == name.replace("-", "_"):
             raise ProjectError(
-                f"A backend {point.name!r} is installed, by {fact(point.dist, 'name')}, and names are "
-                "unique: choose another one, or uninstall it"
+                f"A backend {point.name!r} is installed, by {metadata_field(point.dist, 'name')}, and "
+                "names are unique: choose another one, or uninstall it"
             )
 
 

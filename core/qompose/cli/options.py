@@ -1,26 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options that several commands share."""
+"""Options that several commands share, with what they ask for."""
 
 from __future__ import annotations
 
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qompose.cli.command import Results
 from qompose.errors import BatchError, CalibrationError, ConfigError, UserError, near_names
+from qompose.files import destination
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
 
     from qompose.cli.calibration_data import Batch
     from qompose.quantizer.base import Quantizer
+    from qompose.reporting.report_data import Report
     from qompose.storage.export_archive import Inputs
 
 
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
-        raise ArgumentTypeError(f"{text!r} is no positive number")
+        raise ArgumentTypeError(f"expected a positive number, got {text!r}")
     return int(text)
 
 
@@ -62,7 +65,7 @@ def chosen_quantizer(options: Namespace) -> Quantizer:
     """Return the quantizer of the options.
 
     Raises:
-        UserError: there is none, or it is not as they say.
+        UserError: it does not exist, or is not what they say.
     """
     if options.config is None:
         from qompose.quantizer.composition import compose
@@ -136,3 +139,40 @@ def run_data(
     except BatchError as error:
         (batch,) = running
         raise CalibrationError(f"{batch.file}, batch {batch.number} {error.reason}") from error
+
+
+def add_report_form(parser: ArgumentParser) -> None:
+    """Add the choice of how a report is printed."""
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print JSON")
+    form.add_argument("--markdown", action="store_true", help="print Markdown")
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE.html",
+        help="write it as a page for browsers too: one file that loads nothing",
+    )  # fmt: skip
+
+
+def check_page(page: Path | None, read: Collection[Path]) -> None:
+    """Refuse a page that cannot be written, or would destroy a file that is read, before any work is done."""
+    if page is None:
+        return
+    if page.suffix.lower() != ".html":
+        raise UserError(f"--html must name a file that ends in .html, got {page}")
+    check_place(page, read)
+
+
+def check_place(path: Path, read: Collection[Path]) -> None:
+    """Refuse a file that cannot be written where it is to be, or that is read."""
+    place = destination(path)
+    if not place.parent.is_dir():
+        raise UserError(f"{path} cannot be written: {place.parent} is not a directory")
+    if place in read:
+        raise UserError(f"{path} would be overwritten, and is read: choose another --output")
+
+
+def print_report(found: Report, options: Namespace, results: Results) -> None:
+    """Print a report in the form that was asked for."""
+    if options.json:
+        results.json(found.to_dict())
+    else:
+        results.text(found.to_markdown() if options.markdown else found.to_text(results.width))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`qompose quantize`."""
+"""The commands that run data through an exported program: `qompose quantize`, `qompose calibrate`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,18 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qompose.cli.options import add_data, add_quantizer, chosen_quantizer, read_data, run_data
-from qompose.cli.output import Output, say
-from qompose.cli.report import add_format, check_page, check_place, print_report
+from qompose.cli.command import Command, Results, say
+from qompose.cli.options import (
+    add_data,
+    add_quantizer,
+    add_report_form,
+    check_page,
+    check_place,
+    chosen_quantizer,
+    print_report,
+    read_data,
+    run_data,
+)
 from qompose.errors import CalibrationError, UncalibratedError, UserError
 from qompose.files import destination, draft_of
 
@@ -21,28 +30,7 @@ if TYPE_CHECKING:
     from qompose.reporting.report_data import Report
 
 
-SUMMARY = "quantize an exported program and save it"
-DESCRIPTION = """\
-Quantize a program that torch.export.save wrote, and print what happened to every operator.
-
-A MODEL.pt2 that could run code when it is read (pickles, custom objects, legacy files) is refused.
-Calibration files and what this command writes are read without running code.
-
-Calibration files are .safetensors files with a tensor for each input of the program, by its name or as arg0,
-arg1, ...; and .pt files of torch.save with a tensor, a dict of tensors by name, or a list of batches, each a
-tensor, a tuple of positional arguments or a dict of keyword arguments. The first dimension of a tensor counts
-samples, which are cut into batches; lists are taken as they are. Data is needed only where something is
-quantized statically."""
-EXAMPLES = """\
-qompose quantize model.pt2 --backend my_cpu --calibration samples.safetensors
-qompose quantize model.pt2 --backend my_chip --backend my_cpu --calibration a.pt b.pt --batches 20
-qompose quantize model.pt2 --backend "my_cpu:static per-tensor" --calibration data.pt --output small.qompose
-qompose quantize model.pt2 --backend my_chip --calibration data.pt --target my_runtime --lowered model.bin
-qompose quantize model.pt2 --config quantizer.json --calibration data.pt --strict --json > report.json"""
-
-
-def add_arguments(parser: ArgumentParser) -> None:
-    """Add the arguments of the command."""
+def _add_quantize_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "model",
@@ -64,10 +52,10 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--statistics", type=Path, metavar="FILE",
         help="what `qompose calibrate` or Statistics.save wrote, in place of --calibration",
     )  # fmt: skip
-    add_format(parser)
+    add_report_form(parser)
 
 
-def run(options: Namespace, out: Output) -> int:
+def _quantize(options: Namespace, results: Results) -> int:
     """Quantize, write the files and print the report."""
     from qompose.calibration.statistics_data import Statistics
     from qompose.conversion.convert import convert_pt2e
@@ -93,7 +81,7 @@ def run(options: Namespace, out: Output) -> int:
     lowered = lower(converted, options.target, strict=options.strict)
     found = report(lowered)
     _write(converted, output, lowered, found, options)
-    print_report(found, options, out)
+    print_report(found, options, results)
     return 0
 
 
@@ -127,9 +115,9 @@ def _uncalibrated(error: UncalibratedError, calibrated: bool) -> UserError:
         return error
     listed = "\n".join(f"  - {tensor}" for tensor in error.tensors)
     return CalibrationError(
-        f"{len(error.tensors)} tensors are quantized statically, and there is no data to take their ranges "
-        f"from:\n{listed}\nName files of samples with --calibration FILE, or choose a dynamic or weight-only "
-        "configuration."
+        f"{len(error.tensors)} tensors are quantized statically, and there is no data to estimate their "
+        f"ranges from:\n{listed}\nName files of samples with --calibration FILE, or choose a dynamic or "
+        "weight-only configuration."
     )
 
 
@@ -154,3 +142,95 @@ def _write(
             write(drafts.enter_context(draft_of(path)))
     for path, _ in files:
         say(f"wrote {path} ({path.stat().st_size:,} bytes)")
+
+
+QUANTIZE = Command(
+    summary="quantize an exported program and save it",
+    description="""\
+Quantize a program that torch.export.save wrote, and print what happened to every operator.
+
+A MODEL.pt2 that could run code when it is read (pickles, custom objects, legacy files) is refused.
+Calibration files and what this command writes are read without running code.
+
+Calibration files are .safetensors files with a tensor for each input of the program, by its name or as arg0,
+arg1, ...; and .pt files of torch.save with a tensor, a dict of tensors by name, or a list of batches, each a
+tensor, a tuple of positional arguments or a dict of keyword arguments. The first dimension of a tensor counts
+samples, which are cut into batches; lists are taken as they are. Data is needed only where something is
+quantized statically.""",
+    examples="""\
+qompose quantize model.pt2 --backend my_cpu --calibration samples.safetensors
+qompose quantize model.pt2 --backend my_chip --backend my_cpu --calibration a.pt b.pt --batches 20
+qompose quantize model.pt2 --backend "my_cpu:static per-tensor" --calibration data.pt --output small.qompose
+qompose quantize model.pt2 --backend my_chip --calibration data.pt --target my_runtime --lowered model.bin
+qompose quantize model.pt2 --config quantizer.json --calibration data.pt --strict --json > report.json""",
+    add_arguments=_add_quantize_arguments,
+    run=_quantize,
+)
+
+
+def _add_calibrate_arguments(parser: ArgumentParser) -> None:
+    add = parser.add_argument
+    add("model", type=Path, nargs="?", metavar="MODEL.pt2", help="what torch.export.save wrote")
+    add_quantizer(parser, required=False)
+    add_data(parser)
+    add(
+        "--merge", type=Path, nargs="+", action="extend", default=[], metavar="FILE",
+        help="files of statistics, in place of a program",
+    )  # fmt: skip
+    add("--output", type=Path, required=True, metavar="FILE", help="the statistics")
+
+
+def _calibrate(options: Namespace, results: Results) -> int:
+    """Calibrate or merge, and write the file."""
+    from qompose.calibration.statistics_data import Statistics, statistics
+
+    output: Path = options.output
+    if not destination(output).parent.is_dir():
+        raise UserError(f"{output} cannot be written: {output.parent} is not a directory")
+    if options.merge:
+        if options.model or options.backend or options.config or options.calibration:
+            raise UserError("--merge takes files of statistics alone: no program, backend or data")
+        first, *others = map(Statistics.load, options.merge)
+        found = first.merged(*others)
+    else:
+        found = statistics(_calibrated(options))
+    found.save(output)
+    for name in found.left_out:
+        say(f"warning: no statistics of {name}, whose observer is of another package")
+    say(f"wrote {output} ({len(found)} tensors, {output.stat().st_size:,} bytes)")
+    return 0
+
+
+def _calibrated(options: Namespace) -> GraphModule:
+    from qompose.preparation.prepare import prepare_pt2e
+    from qompose.storage.export_archive import load_program, program_inputs
+
+    if options.model is None or not (options.backend or options.config):
+        raise UserError("name a program and --backend or --config; or files to --merge")
+    if not options.calibration:
+        raise UserError("name files of samples with --calibration")
+    quantizer = chosen_quantizer(options)
+    program = load_program(options.model)
+    inputs = program_inputs(program)
+    batches = read_data(options, inputs)
+    prepared = prepare_pt2e(program, quantizer)
+    run_data(prepared, batches, inputs, options)
+    return prepared
+
+
+CALIBRATE = Command(
+    summary="collect the statistics of a program, or merge those of several jobs",
+    description="""\
+Run calibration data through a program that torch.export.save wrote, and write what was seen of each tensor;
+or merge what several jobs wrote, exactly, in any order. `qompose quantize --statistics FILE` goes by it,
+for any backend and bit-width, without data.
+
+The file is of the kind that its name says: .safetensors, or .json, which an editor can change.
+A MODEL.pt2 that could run code when it is read (pickles, custom objects, legacy files) is refused.""",
+    examples="""\
+qompose calibrate model.pt2 --backend my_cpu --calibration samples.safetensors --output seen.safetensors
+qompose calibrate --merge job1.safetensors job2.safetensors --output seen.safetensors
+qompose calibrate --merge seen.safetensors --output seen.json""",
+    add_arguments=_add_calibrate_arguments,
+    run=_calibrate,
+)

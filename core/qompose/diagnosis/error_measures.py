@@ -28,7 +28,7 @@ from qompose.reporting.comparison_data import (
     EQUAL,
     FALLBACK,
     INHERITED,
-    KERNEL,
+    KERNEL_ERROR,
     NOT_FINITE,
     ROUNDING,
 )
@@ -149,7 +149,7 @@ class Tally:
     def cause(self, fallback: bool) -> str:
         """Return why the value differs; `fallback`: its region was to have a kernel and has none."""
         if self.astray > _MORE_THAN_A_STEP:
-            return KERNEL
+            return KERNEL_ERROR
         if not self.noise and not self.own:
             return EQUAL
         own = self.noise if self.own is None else self.own

@@ -58,7 +58,7 @@ from qompose.program.graph import get_attribute, module_path, operator_name, own
 from qompose.program.meta import values_of
 from qompose.program.rewrites import is_rewrite
 from qompose.reporting.build_report import report
-from qompose.reporting.comparison_data import KERNEL, ROUNDING, UNKNOWN, Compared, Comparison
+from qompose.reporting.comparison_data import KERNEL_ERROR, ROUNDING, UNKNOWN, Compared, Comparison
 from qompose.reporting.report_data import SIMULATED, Row
 
 
@@ -410,7 +410,7 @@ def _kind(node: Node) -> str:
 def _badness(row: Compared) -> tuple[bool, float, float]:
     """Order rows: errors of kernels first, then what operators add, then what values end up as."""
     own = row.sqnr if row.own_sqnr is None else row.own_sqnr
-    return row.cause != KERNEL, own, row.sqnr
+    return row.cause != KERNEL_ERROR, own, row.sqnr
 
 
 @dataclass(frozen=True)

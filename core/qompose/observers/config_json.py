@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import cache
 from typing import Any
 
@@ -94,43 +94,12 @@ def spec_from_json(data: Mapping[str, Any] | None) -> Any:
     return SPEC.read(data, "spec")
 
 
-@dataclass(frozen=True)
-class Elsewhere:
-    """Stands for an observer of another package, in data that only lists what backends can do."""
-
-    name: str
-
-    def __call__(self, **arguments: Any) -> nn.Module:
-        raise ConfigError(f"{self.name} is an observer of another package: data has its name alone")
-
-
-def with_stand_ins(value: Any) -> Any:
-    """Return a specification or configuration that can be written: of foreign observers, the names."""
-    if isinstance(value, QuantizationConfig):
-        return replace(value, **{role: with_stand_ins(getattr(value, role)) for role in ROLES})
-    factory = getattr(value, "observer_or_fake_quant_ctr", None)
-    if factory is None or _is_ours(factory):
-        return value
-    return replace(value, observer_or_fake_quant_ctr=_stand_in(factory))
-
-
-def _stand_in(factory: Any) -> Elsewhere:
-    if isinstance(factory, Elsewhere):
-        return factory
-    inner = getattr(factory, "p", factory)  # torch.ao's PartialWrapper
-    inner = getattr(inner, "func", inner)
-    name = getattr(inner, "__qualname__", type(inner).__qualname__)
-    return Elsewhere(f"{inner.__module__}.{name}")
-
-
 def _is_ours(factory: Any) -> bool:
     kind = factory.observer if isinstance(factory, ObserverFactory) else factory
     return OBSERVERS.get(getattr(kind, "__name__", "")) is kind
 
 
 def _write_observer(factory: Any, path: str) -> dict[str, Any]:
-    if isinstance(factory, Elsewhere):
-        return {"elsewhere": factory.name}
     if not _is_ours(factory):
         raise ConfigError(
             f"{path} is {factory!r}, which is none of qompose's observers "
@@ -149,8 +118,6 @@ def _write_observer(factory: Any, path: str) -> dict[str, Any]:
 
 def _read_observer(data: Any, path: str) -> Any:
     check_mapping(data, path)
-    if set(data) == {"elsewhere"}:
-        return Elsewhere(TEXT.read(data["elsewhere"], f"{path}.elsewhere"))
     check_keys(data, ("observer", "args"), path)
     name = data.get("observer")
     if not isinstance(name, str) or name not in OBSERVERS:
@@ -234,14 +201,30 @@ def _read_repair(data: Any, path: str) -> Any:
     return _SMOOTH_QUANT.read(data.get(SMOOTH_QUANT), f"{path}.{SMOOTH_QUANT}")
 
 
-SPEC = optional(Codec(_write_spec, _read_spec))
-SETTINGS = record(
-    QuantizationConfig,
-    {
-        **dict.fromkeys(ROLES, SPEC),
+def _write_listed_spec(spec: Any, path: str) -> Any:
+    """Return a specification as data; of an observer of another package, it has the name."""
+    factory = getattr(spec, "observer_or_fake_quant_ctr", None)
+    if factory is None or _is_ours(factory):
+        return _write_spec(spec, path)
+    inner = getattr(factory, "p", factory)  # torch.ao's PartialWrapper
+    inner = getattr(inner, "func", inner)
+    name = getattr(inner, "__qualname__", type(inner).__qualname__)
+    data = _write_spec(replace(spec, observer_or_fake_quant_ctr=min_max.MinMaxObserver), path)
+    return {**data, "observer": {"elsewhere": f"{inner.__module__}.{name}"}}
+
+
+def _settings(spec: Codec) -> Codec:
+    fields_of_config = {
+        **dict.fromkeys(ROLES, spec),
         **dict.fromkeys(("is_qat", "balance"), BOOLEAN),
         "name": TEXT,
         "repairs": sequence(Codec(_write_repair, _read_repair)),
-    },
-)
-CONFIG = optional(SETTINGS)
+    }
+    return record(QuantizationConfig, fields_of_config)
+
+
+SPEC = optional(Codec(_write_spec, _read_spec))
+CONFIG = optional(_settings(SPEC))
+LISTED_SPEC = optional(Codec(_write_listed_spec, _read_spec))
+LISTED_SETTINGS = _settings(LISTED_SPEC)
+"""Configurations in data that only lists what backends can do, which is not read back."""

@@ -131,7 +131,7 @@ class Requantized:
 class Plan:
     """Who takes which region, which tensors share parameters, and what happened to every operator.
 
-    `idle` are the labels of the members that claim nothing.
+    `idle_owners` are the members of the composition that claim nothing; `notes` say why.
     """
 
     claims: tuple[Claim, ...]
@@ -141,7 +141,7 @@ class Plan:
     rewrites: tuple[Rewrite, ...] = ()
     notes: tuple[str, ...] = ()
     float_bytes: int = 0
-    idle: tuple[str, ...] = ()
+    idle_owners: tuple[str, ...] = ()
 
     def requantizations(self, dropped: Collection[int] = ()) -> tuple[Requantized, ...]:
         """Return the quantized outputs that go on with other quantization parameters, one per new group.

@@ -195,10 +195,10 @@ def _planned(
             *composition.notes,
             *claims_elsewhere(claims, operators),
             *(*notes_on_ranges(claims, groups), *unsmoothed),
-            *(f"{label} claims nothing: {why}" for label, why in idle.items()),
+            *(f"{label} claims nothing: {reason}" for label, reason in idle.items()),
         ),
         float_bytes=state_bytes(exported),
-        idle=tuple(idle),
+        idle_owners=tuple(idle),
     )
     return working, Record(plan, "prepared", _backends(quantizer))
 

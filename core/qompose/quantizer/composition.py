@@ -267,7 +267,7 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def idle_members(quantizer: Quantizer, composition: Composition) -> dict[str, str]:
-    """Return the members of a composition that have no claim, and why.
+    """Return why members of a composition have no claim, by their labels.
 
     Of a quantizer with rules that is alone, the operators of the report say all that there is to say.
     """

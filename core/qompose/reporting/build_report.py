@@ -1,11 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`report(model)` and the assertions on it, from the plan and the graph.
+"""What becomes of every float operator, reported from the record and the graph of a stage's model.
 
-Report: what happened to every float operator, read from the record that each stage's model carries.
-
-Count what quantization put into a graph: observers, quantize operators and their kin, kernels.
-
-What the stages say of themselves: one line at INFO each, and what was asked and not done, by name.
+Stages log it in one line at INFO, and warn of what was requested and not done, by name.
 """
 
 from __future__ import annotations
@@ -72,7 +68,7 @@ def report(model: Any) -> Report:
         bytes_before=plan.float_bytes,
         bytes_after=record.bytes,
         fingerprint=record.fingerprint,
-        idle_owners=plan.idle,
+        idle_owners=plan.idle_owners,
     )
 
 
@@ -88,7 +84,7 @@ def _counts(model: Any, record: Record) -> Counts:
     """Count in the graph itself; of another runtime's program only what took the regions is known."""
     if isinstance(model, GraphModule):
         return count_nodes(model)
-    known = getattr(model, "counts", None)  # of what a file tells of a lowered model
+    known = getattr(model, "counts", None)  # of a lowered model that a file describes
     return known if isinstance(known, Counts) else Counts(kernels=len(record.kernels))
 
 
@@ -143,7 +139,7 @@ def assert_quantized(model: Any, min_fraction: float = 1.0) -> None:
     Raises:
         NothingQuantizedError: they did not; the message names the operators that stay in float.
         StageError: the model was not even prepared.
-        UserError: `min_fraction` is no part from 0 to 1.
+        UserError: `min_fraction` is not a number from 0 to 1.
     """
     _check_fraction(min_fraction)
     found = report(model)
@@ -153,7 +149,7 @@ def assert_quantized(model: Any, min_fraction: float = 1.0) -> None:
         return
     left = [row for row in found.rows if row.state == FLOAT and (row.macs or part == 0)]
     raise NothingQuantizedError(
-        f"{part:.1%} of all {what} are quantized, and {min_fraction:.1%} are asked for:\n{_listed(left)}"
+        f"{part:.1%} of all {what} are quantized, expected {min_fraction:.1%}:\n{_listed(left)}"
     )
 
 
@@ -168,14 +164,14 @@ def assert_lowered(model: Any, min_fraction: float = 1.0) -> None:
     Raises:
         NotLoweredError: it does not; the message names the operators that stay behind.
         StageError: the model was not lowered.
-        UserError: `min_fraction` is no part from 0 to 1.
+        UserError: `min_fraction` is not a number from 0 to 1.
     """
     _check_fraction(min_fraction)
     found = report(model)
     if found.stage != "lowered":
         raise StageError(
-            f"assert_lowered takes what lower returned, and got a {found.stage} model, which has no "
-            "kernels yet; assert_quantized checks it"
+            f"assert_lowered expects what lower returned, got a {found.stage} model, which has no kernels "
+            "yet; assert_quantized checks it"
         )
     claimed = [row for row in found.rows if row.owner]
     done = [row for row in claimed if row.state in (KERNEL, FLOAT_KERNEL)]
@@ -184,8 +180,8 @@ def assert_lowered(model: Any, min_fraction: float = 1.0) -> None:
     if part >= min_fraction and not (min_fraction == 1.0 and behind):
         return
     raise NotLoweredError(
-        f"{part:.1%} of all {what} run on int8 kernels, and "
-        f"{min_fraction:.1%} are asked for:\n{_listed(behind or [*found.rows])}"
+        f"{part:.1%} of all {what} run on int8 kernels, expected "
+        f"{min_fraction:.1%}:\n{_listed(behind or [*found.rows])}"
     )
 
 
@@ -201,7 +197,7 @@ def _part(
 
 def _check_fraction(min_fraction: object) -> None:
     if not isinstance(min_fraction, (int, float)) or not 0 <= min_fraction <= 1:
-        raise UserError(f"min_fraction={min_fraction!r} is not a part from 0 to 1")
+        raise UserError(f"min_fraction must be a number from 0 to 1, got {min_fraction!r}")
 
 
 def _listed(rows: list[Row]) -> str:

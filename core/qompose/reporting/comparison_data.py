@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The result of compare() as data."""
+"""The result of `compare` as data."""
 
 from __future__ import annotations
 
@@ -13,9 +13,19 @@ from qompose.console import Block, Printable, Table, as_decibels
 from qompose.errors import UserError, near_names
 
 EQUAL, INHERITED, ARITHMETIC = "equal", "inherited", "arithmetic"
-ROUNDING, CLIPPING, FALLBACK, KERNEL = "rounding", "clipping", "fallback", "kernel error"
+ROUNDING, CLIPPING, FALLBACK, KERNEL_ERROR = "rounding", "clipping", "fallback", "kernel error"
 NOT_FINITE, UNKNOWN = "not finite", "unknown"
-CAUSES = (KERNEL, NOT_FINITE, CLIPPING, FALLBACK, ROUNDING, UNKNOWN, ARITHMETIC, INHERITED, EQUAL)
+CAUSES = (
+    KERNEL_ERROR,
+    NOT_FINITE,
+    CLIPPING,
+    FALLBACK,
+    ROUNDING,
+    UNKNOWN,
+    ARITHMETIC,
+    INHERITED,
+    EQUAL,
+)
 """Why a value differs, the most alarming first.
 
 A kernel error is what a kernel computes beyond one step off the same region in quantize and dequantize
@@ -33,7 +43,7 @@ class Compared:
         value: its id (`qompose.provenance`).
         module, operator, name: where it comes from, and what the report calls the operator; a parameter's
             operator is "parameter".
-        state, owner: what the report says of the operator; "" where there is no report.
+        state, owner: as in the report of the operator; "" where there is no report.
         sqnr: of the whole run, in dB: how the other program's value differs from the reference's.
         relative_error: the same as norm of the difference / norm of the reference's value.
         own_sqnr: in dB, of what the operator itself adds where it reads the reference's values; None where
@@ -106,10 +116,10 @@ class Comparison(Printable):
         """Return the rows with a cause.
 
         Raises:
-            UserError: it is none of `CAUSES`.
+            UserError: it is not one of `CAUSES`.
         """
         if cause not in CAUSES:
-            raise UserError(f"{cause!r} is no cause; causes: {', '.join(CAUSES)}")
+            raise UserError(f"unknown cause {cause!r}; causes: {', '.join(CAUSES)}")
         return tuple(row for row in self.rows if row.cause == cause)
 
     def to_dict(self) -> dict[str, Any]:
@@ -133,7 +143,7 @@ def _cells(row: Compared, custom: list[str]) -> tuple[str, ...]:
     return (
         row.value,
         row.state,
-        row.cause + (f" ({row.steps:.3g} steps)" if row.cause == KERNEL else ""),
+        row.cause + (f" ({row.steps:.3g} steps)" if row.cause == KERNEL_ERROR else ""),
         as_decibels(row.sqnr),
         as_decibels(row.own_sqnr),
         f"{row.relative_error:.2g}",

@@ -1,19 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The graph of a report drawn in layers, as SVG.
-
-A drawing of a directed graph in layers: what reads a value stands below what makes it.
+"""The graph of a report, drawn in layers: what reads a value stands below what makes it.
 
 The steps are those of Sugiyama, Tagawa and Toda (1981): layers by the longest way from a source, lanes for
 edges that pass layers, an order within each layer by the mean of the neighbours, and then positions: those
 nearest to the neighbours' that keep the order and the gaps, which is a regression on monotone values.
 
-The graph of a report as a page draws it: all operators, and those of modules drawn as one.
-
-Which class of the page's style sheet an operator has, by owner, by state and by error.
-
-Colours never stand alone: whatever has one says the same in words.
-
-What a page says of one operator: its row of a report, and what a comparison found of it.
+A page has a drawing of all operators, and drawings with those of a module as one. Colours, by owner, by state
+and by error, are classes of the page's style sheet; whatever has one says the same in words.
 """
 
 from __future__ import annotations
@@ -234,7 +227,7 @@ Run = range
 """Operators that are drawn as one: they stand one behind the other in the program."""
 
 
-def graph_of(entries: Sequence[Entry], states: Mapping[str, str]) -> dict[str, Any]:
+def graph_of(entries: Sequence[MeasuredRow], states: Mapping[str, str]) -> dict[str, Any]:
     """Return the drawings of a program, the coarsest first, as data, and the number of the first shown."""
     levels = [
         *_module_levels(entries),
@@ -248,7 +241,7 @@ def graph_of(entries: Sequence[Entry], states: Mapping[str, str]) -> dict[str, A
     }
 
 
-def _module_levels(entries: Sequence[Entry]) -> Iterator[tuple[str, list[Run]]]:
+def _module_levels(entries: Sequence[MeasuredRow]) -> Iterator[tuple[str, list[Run]]]:
     """Yield the depths of modules at which something is drawn as one, and something apart."""
     deepest, last = max((_depth(e.module) for e in entries), default=0), 1
     for depth in range(1, deepest + 1):
@@ -275,7 +268,7 @@ def _runs(keys: Sequence[str]) -> Iterator[Run]:
 
 
 def _level(
-    title: str, runs: Sequence[Run], entries: Sequence[Entry], states: Mapping[str, str]
+    title: str, runs: Sequence[Run], entries: Sequence[MeasuredRow], states: Mapping[str, str]
 ) -> dict[str, Any]:
     edges, owners = edges_between(runs, entries), owner_classes(entries)
     drawing = drawn(len(runs), edges)
@@ -302,7 +295,7 @@ def _level(
     }
 
 
-def _label(run: Run, entries: Sequence[Entry]) -> str:
+def _label(run: Run, entries: Sequence[MeasuredRow]) -> str:
     """Return the name of an operator, or the module that those of a run have in common."""
     if len(run) == 1:
         return entries[run.start].name
@@ -313,7 +306,7 @@ def _label(run: Run, entries: Sequence[Entry]) -> str:
     return ".".join(paths[0][:common]) or "outside of modules"
 
 
-def edges_between(runs: Sequence[Run], entries: Sequence[Entry]) -> list[tuple[int, int]]:
+def edges_between(runs: Sequence[Run], entries: Sequence[MeasuredRow]) -> list[tuple[int, int]]:
     """Return (producer, reader) by the numbers of runs, each once, in the order of the program."""
     run_of = {entries[i].name: number for number, run in enumerate(runs) for i in run}
     edges = {
@@ -335,7 +328,7 @@ FULL, DASHED, DOTTED = "full", "dashed", "dotted"
 """Borders of boxes: of operators that run on kernels for integers, that are about to, and of floats."""
 
 
-def owner_classes(entries: Sequence[Entry]) -> dict[str, str]:
+def owner_classes(entries: Sequence[MeasuredRow]) -> dict[str, str]:
     """Return the class of each owner, the one of most operators first; that of nobody is grey."""
     counted = Counter(entry.owner for entry in entries if entry.owner)
     owners = sorted(counted, key=lambda owner: (-counted[owner], owner))
@@ -363,14 +356,14 @@ def step_legend() -> list[tuple[str, str]]:
     return [*((f"step{i}", text) for i, text in enumerate(words)), ("none", "not compared")]
 
 
-def worst(entries: Sequence[Entry], own: bool) -> float | None:
+def worst(entries: Sequence[MeasuredRow], own: bool) -> float | None:
     """Return the least SQNR of operators, None where none of them has one."""
     values = [entry.own_sqnr if own else entry.sqnr for entry in entries]
     return min((value for value in values if value is not None), default=None)
 
 
 def looks(
-    entries: Sequence[Entry], owners: Mapping[str, str], states: Mapping[str, str]
+    entries: Sequence[MeasuredRow], owners: Mapping[str, str], states: Mapping[str, str]
 ) -> tuple[dict[str, list[str]], str]:
     """Return, of operators that are drawn as one, the class and the words for each of `MODES`; the border."""
     work = Counter[tuple[str, str]]()
@@ -392,7 +385,7 @@ def looks(
 
 
 @dataclass(frozen=True)
-class Entry:
+class MeasuredRow:
     """A row of a report with the numbers of a comparison; None where that has none."""
 
     name: str
@@ -414,16 +407,16 @@ class Entry:
 
     @property
     def who(self) -> str:
-        """Return the owner, or a word for that there is none."""
+        """Return the owner, or `NOBODY`."""
         return self.owner or NOBODY
 
 
 NOBODY = "nobody"
 
 
-def entries_of(
+def measured_rows(
     report: Mapping[str, Any], comparison: Mapping[str, Any] | None
-) -> tuple[Entry, ...]:
+) -> tuple[MeasuredRow, ...]:
     """Return an entry for each row of a report, of both as data.
 
     Where a comparison has several values of one operator, its first is the one that says most.
@@ -432,7 +425,7 @@ def entries_of(
     for row in (comparison or {}).get("rows", ()):
         found.setdefault(row["name"], row)
     return tuple(
-        Entry(
+        MeasuredRow(
             **{**row, "inputs": tuple(row["inputs"])},
             sqnr=number(found.get(row["name"], {}).get("sqnr")),
             own_sqnr=number(found.get(row["name"], {}).get("own_sqnr")),

@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report as data.
-
-The report as data: a row for every float operator, what the graph holds, and how both are told.
-
-Whether a comparison is of the model that a report is of: drawn together, two models would be a fiction.
-"""
+"""The report as data: a row for every float operator, what the graph holds, and how it is printed."""
 
 from __future__ import annotations
 
@@ -14,17 +9,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from os import PathLike
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
-from rich.console import Console, ConsoleOptions, RenderResult
-
-from qompose.console import Block, Table, as_markdown, as_rich, as_text
+from qompose.console import Block, Printable, Table, as_markdown, as_text
 from qompose.errors import ConfigError, UserError, near_names
 from qompose.files import draft_of
 from qompose.plan.plan import Requantized
 from qompose.reporting.comparison_data import Comparison
 from qompose.reporting.graph_drawing import DASHED, DOTTED, FULL
-from qompose.reporting.html_page import page
 
 KERNEL, SIMULATED, FLOAT = "int8 kernel", "simulated (Q/DQ)", "float"
 OBSERVED, REFERENCE = "observed", "integer reference"
@@ -79,7 +71,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Report:
+class Report(Printable):
     """What happened to every float operator at one stage, and what else the plan has to say.
 
     Attributes:
@@ -89,8 +81,8 @@ class Report:
         requantizations: tensors on which two specifications meet.
         conflicts, rewrites, notes: who lost what to whom; what was rewritten; what else there is to say.
         bytes_before, bytes_after: of all parameters and buffers; of the program file for other runtimes.
-        idle_owners: the members that claim nothing.
         fingerprint: of the exported program's parameters, by which a comparison is known to be of this model.
+        idle_owners: quantizers that took part and own no operator; `notes` say why.
     """
 
     stage: str
@@ -105,18 +97,19 @@ class Report:
     bytes_after: int
     fingerprint: str = ""
     idle_owners: tuple[str, ...] = ()
+    _columns: ClassVar[int] = 100
 
     def count(self, state: str, owner: str | None = None) -> int:
         """Return how many operators ended in a state, of one owner or of all.
 
         Raises:
-            UserError: there is no such state; others own operators, and that one is not known.
+            UserError: the state is unknown, or the owner is where others own operators.
         """
         _check_state(state)
         owners = {row.owner for row in self.rows} - {""}
         if owner is not None and owners and owner not in owners.union(self.idle_owners):
             raise UserError(
-                f"nobody who owns operators is called {owner!r}{near_names(str(owner), owners)}; "
+                f"unknown owner {owner!r}{near_names(str(owner), owners)}; "
                 f"owners: {', '.join(sorted(owners))}"
             )
         return sum(row.state == state and owner in (None, row.owner) for row in self.rows)
@@ -145,27 +138,27 @@ class Report:
     def why(self, name: str) -> tuple[Row, ...]:
         r"""Return the rows of an operator, by its name; of all in a module, by its path; or of a kind.
 
-        `print(*report.why("encoder.layers.0"), sep="\n")` tells what became of a part of the model.
+        `print(*report.why("encoder.layers.0"), sep="\n")` shows what became of a part of the model.
 
         Raises:
             UserError: no float operator has that name; the message has near names.
         """
         if not isinstance(name, str):
             raise UserError(
-                f"why takes the name of an operator, a module path or a kind of operators, not {name!r}"
+                f"why expects the name of an operator, a module path or a kind of operators, got {name!r}"
             )
-        asked: tuple[Callable[[Row], bool], ...] = (
+        ways: tuple[Callable[[Row], bool], ...] = (
             lambda row: row.name == name,
             lambda row: row.module == name or row.module.startswith(f"{name}."),
             lambda row: row.operator == name,
         )
-        for matches in asked:
+        for matches in ways:
             found = tuple(row for row in self.rows if matches(row))
             if found:
                 return found
         known = {part for row in self.rows for part in (row.name, row.module, row.operator)} - {""}
         raise UserError(
-            f"{name!r} is no float operator of the model, no module that has one, and no kind of them"
+            f"{name!r} is not a float operator of the model, a module that has one, or a kind of them"
             f"{near_names(name, known)}"
         )
 
@@ -178,7 +171,7 @@ class Report:
     def by_owner(self) -> list[tuple[str, str, str, str, int, int]]:
         """Return (owner, state, config, selector, operators, multiply-accumulates) in groups.
 
-        It tells two quantizers of one backend apart: each has configurations and selectors of its own.
+        It distinguishes two quantizers of one backend: each has configurations and selectors of its own.
         """
         owned = [row for row in self.rows if row.owner]
         return _grouped(owned, lambda row: (row.owner, row.state, row.config, row.selector))
@@ -222,16 +215,12 @@ class Report:
                 raise ValueError("it has a stage, or rows have a state, that there is not")
             return report
         except (TypeError, KeyError, ValueError) as error:
-            wanted = ", ".join(field.name for field in fields(cls))
-            raise ConfigError(f"this is no report ({error}); a report has {wanted}") from error
+            expected = ", ".join(field.name for field in fields(cls))
+            raise ConfigError(f"this is not a report ({error}); a report has {expected}") from error
 
     def to_json(self, indent: int | None = 2) -> str:
         """Return the report as JSON text."""
         return json.dumps(self.to_dict(), indent=indent, allow_nan=False)
-
-    def to_text(self, width: int = 100) -> str:
-        """Return the report as text of at most `width` columns; nothing is cut off."""
-        return as_text(self._blocks(), width)
 
     def details(self, width: int = 100) -> str:
         """Return a line for every operator, in the order of the program, with its module and reason."""
@@ -261,7 +250,7 @@ class Report:
             OSError: the file cannot be written.
         """
         if not isinstance(path, (str, PathLike)):
-            raise UserError(f"save takes the path of a file, and got {path!r}")
+            raise UserError(f"save expects the path of a file, got {path!r}")
         if comparison is not None:
             operators = {row.name: row.operator for row in self.rows}
             check_comparison(comparison, self.fingerprint, operators, self.stage)
@@ -279,13 +268,13 @@ class Report:
                 "its to_dict() to a file of its own"
             )
         else:
-            raise UserError(
-                f"{path} has none of the suffixes .html, .json and .md, which say its kind"
-            )
+            raise UserError(f"the suffix of {path} must be .html, .json or .md")
         with draft_of(Path(path)) as draft:
             draft.write_bytes(f"{text.rstrip()}\n".encode())
 
     def _page(self, comparison: Comparison | None) -> str:
+        from qompose.reporting.html_page import page  # here: jinja2 takes a tenth of a second
+
         return page(
             self.to_dict(),
             None if comparison is None else comparison.to_dict(),
@@ -341,12 +330,6 @@ class Report:
         """Return how many owners, or configurations and selectors of theirs, there are to tell apart."""
         return len({(row.owner, row.config, row.selector) for row in self.rows if row.owner})
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield from as_rich(self._blocks())
-
-    def __str__(self) -> str:
-        return self.to_text()
-
 
 _STAGES = ("prepared", "converted", "reference", "lowered")
 Data = TypeVar("Data")
@@ -355,21 +338,21 @@ Data = TypeVar("Data")
 def _check_state(state: object) -> None:
     if state not in STATES:
         close = near_names(str(state), STATES)
-        raise UserError(f"{state!r} is no state{close}; states: {', '.join(STATES)}")
+        raise UserError(f"unknown state {state!r}{close}; states: {', '.join(STATES)}")
 
 
 def _read(kind: type[Data], facts: Mapping[str, Any]) -> Data:
     """Return an object of a dataclass whose numbers, texts and lists of texts are read from data."""
     read = dict(facts)
-    for name, wanted in ((f.name, f.type) for f in fields(kind) if f.name in read):  # type: ignore[arg-type]
+    for name, kind_of_field in ((f.name, f.type) for f in fields(kind) if f.name in read):  # type: ignore[arg-type]
         value = read[name]
-        if wanted == "tuple[str, ...]":
+        if kind_of_field == "tuple[str, ...]":
             good = isinstance(value, (list, tuple)) and all(isinstance(v, str) for v in value)
             read[name] = tuple(value) if good else value
-        elif wanted == "int":
+        elif kind_of_field == "int":
             good = type(value) is int and value >= 0
         else:
-            good = wanted != "str" or isinstance(value, str)
+            good = kind_of_field != "str" or isinstance(value, str)
         if not good:
             raise TypeError(f"{name} of {kind.__name__} cannot be {value!r}")
     return kind(**read)
@@ -409,16 +392,16 @@ def check_comparison(
     """
     if not isinstance(comparison, Comparison):
         raise UserError(
-            f"comparison= is what qompose.compare returned, and not {type(comparison).__name__}"
+            f"comparison must be what qompose.compare returned, got {type(comparison).__name__}"
         )
-    told = {row.name: row.operator for row in comparison if row.name and row.state}
+    compared = {row.name: row.operator for row in comparison if row.name and row.state}
     known = bool(fingerprint and comparison.fingerprint)
-    same = fingerprint == comparison.fingerprint if known else told.items() <= operators.items()
+    same = fingerprint == comparison.fingerprint if known else compared.items() <= operators.items()
     if not same:
         raise UserError(
             f"the comparison is of another model: it is of a {comparison.reference} and a {comparison.other} "
-            f"program with {_some(told)}, parameters {comparison.fingerprint[:8] or 'unknown'}; the report "
-            f"is of a {stage} one with {_some(operators)}, parameters {fingerprint[:8] or 'unknown'}"
+            f"program with {_some(compared)}, parameters {comparison.fingerprint[:8] or 'unknown'}; the "
+            f"report is of a {stage} one with {_some(operators)}, parameters {fingerprint[:8] or 'unknown'}"
         )
 
 

@@ -34,7 +34,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
-from qompose.backend.discovery import told
+from qompose.backend.discovery import describe_error
 from qompose.errors import UserError
 from qompose.storage.json_values import FUNCTION_NAMES
 from qompose.storage.program_json import UnknownOperator, decode_target
@@ -291,7 +291,7 @@ def load_program(path: Path) -> ExportedProgram:
                 "Python, and pass the program to qompose.quantize."
             ) from refusal
         except Exception as error:
-            reason = told(problems[-1] if problems else error)
+            reason = describe_error(problems[-1] if problems else error)
             raise UserError(f"{path} cannot be read by torch.export: {reason}. {remedy}") from error
 
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import FrozenInstanceError, replace
 from io import StringIO
 from typing import Any
@@ -12,12 +11,10 @@ from typing import Any
 import pytest
 import qompose
 import torch
-from qompose import Capabilities, QuantizationConfig, QuantizationSpec
-from qompose.backend import Capability, TensorConstraint
-from qompose.backend.capabilities import capability_rows
-from qompose.backend.capability_query import MODULES
+from qompose import Capabilities, QuantizationConfig
+from qompose.backend import TensorConstraint
+from qompose.backend.capabilities import MODULES, capability_rows
 from qompose.errors import ConfigError
-from qompose.observers.config_json import Elsewhere
 from rich.console import Console
 from torch import nn
 from torch.ao.quantization.observer import MinMaxObserver as TorchMinMaxObserver
@@ -209,7 +206,7 @@ NO: dict[str, tuple[Any, str]] = {
     "no such rule": ("conv_rel", r"no backend has a rule 'conv_rel' \(did you mean 'conv_relu'"),
     "no such operator": (nn.Hardswish, "no rule takes Hardswish; no rule has Hardswish"),
     "a part of a fusion": (
-        nn.Conv2d, "no rule takes Conv2d; only as a part of conv_add_relu of toy, conv_relu of toy$"
+        nn.Conv2d, "no rule takes Conv2d; a part of it is in conv_relu of toy, conv_add_relu of toy$"
     ),
     "a second batch norm": (
         (nn.Conv2d, nn.BatchNorm2d, nn.BatchNorm2d, nn.ReLU),
@@ -217,27 +214,27 @@ NO: dict[str, tuple[Any, str]] = {
     ),
     "an operator too many": (
         (nn.Linear, nn.ReLU, nn.Dropout),
-        "no rule takes Linear -> ReLU -> Dropout as one; no rule has Dropout; nearest: linear_relu of toy",
+        "no rule takes Linear -> ReLU -> Dropout as one; no rule has Dropout",
     ),
-    "the wrong order": ((nn.ReLU, nn.Linear), "as one; nearest: linear of toy"),
+    "the wrong order": ((nn.ReLU, nn.Linear), "as one; a part of it is in .*linear of toy"),
     "a batch norm before": (
-        (nn.BatchNorm2d, nn.Conv2d, nn.ReLU), "no rule has BatchNorm2d; nearest: conv_relu of toy"
+        (nn.BatchNorm2d, nn.Conv2d, nn.ReLU), "no rule has BatchNorm2d; a part of it is in .*conv_relu of toy"
     ),
     "a batch norm too many": (
         (nn.Conv2d, nn.BatchNorm2d, nn.Sigmoid),
-        r"no rule takes Conv2d -> Sigmoid as one; nearest: sigmoid of toy; batch norms are folded",
+        r"no rule takes Conv2d -> Sigmoid as one; .*sigmoid of toy; batch norms are folded",
     ),
     "another overload": ((aten.conv2d.padding, aten.relu.default), "no rule has aten.conv2d.padding"),
-    "several operators": (nn.MultiheadAttention, "MultiheadAttention is none of the modules"),
+    "several operators": (nn.MultiheadAttention, "MultiheadAttention is not a module"),
     "a module of one's own": (
-        type("Conv2", (nn.Conv2d,), {}), r"Conv2 is none of the modules.*did you mean 'Conv2d'"
+        type("Conv2", (nn.Conv2d,), {}), r"Conv2 is not a module.*did you mean 'Conv2d'"
     ),
     "the batch norm of an image behind rows": (
         (nn.Linear, nn.BatchNorm2d, nn.ReLU),
         "no rule takes Linear -> BatchNorm2d -> ReLU as one; no rule has BatchNorm2d",
     ),
     "the batch norm of rows behind an image": (
-        (nn.Conv2d, nn.BatchNorm1d, nn.ReLU), "no rule has BatchNorm1d$"
+        (nn.Conv2d, nn.BatchNorm1d, nn.ReLU), "no rule has BatchNorm1d; "
     ),
     "a function of several operators": (F.multi_head_attention_forward, "no one aten operator stands for"),
 }  # fmt: skip
@@ -289,9 +286,9 @@ class TestSupports:
         neither = rows_of(LINEAR).supports(asked, STATIC)
         assert "no rule has Conv2d or ReLU" in neither.reason
         alone = rows_of(CONV).supports(asked, STATIC)
-        assert "no rule has ReLU; nearest: conv of toy" in alone.reason
+        assert "no rule has ReLU; a part of it is in conv of toy" in alone.reason
         apart = rows_of(CONV, RELU).supports(asked, STATIC)
-        assert "as one; nearest: conv of toy, relu of toy" in apart.reason
+        assert "as one; a part of it is in conv of toy, relu of toy" in apart.reason
         assert all("which leaves Conv2d -> ReLU" in a.reason for a in (neither, alone, apart))
 
     def test_the_reason_of_a_configuration_is_the_rules(self) -> None:
@@ -306,12 +303,12 @@ class TestSupports:
         "pattern", [3, None, torch.int8, (), (nn.Linear, 3), dict, "", "conv2d ->"]
     )
     def test_what_is_no_question(self, pattern: Any) -> None:
-        with pytest.raises(ConfigError, match=r"is neither the name|empty pattern"):
+        with pytest.raises(ConfigError, match=r"expected (the name|a pattern)"):
             FUSED.supports(pattern, STATIC)
 
     @pytest.mark.parametrize("config", [None, "static"])
     def test_what_is_no_configuration(self, config: Any) -> None:
-        with pytest.raises(ConfigError, match="is no QuantizationConfig"):
+        with pytest.raises(ConfigError, match="expected a QuantizationConfig"):
             FUSED.supports(nn.Linear, config)
 
     def test_nothing_supports_nothing(self) -> None:
@@ -321,103 +318,22 @@ class TestSupports:
 class TestData:
     rows = toy(BOUNDED, SIGMOID, VIEW, CAT, config=PER_TENSOR).quantization_capabilities()
 
-    def test_rows_go_through_text_and_come_back_equal(self) -> None:
-        found = Capabilities.from_json(self.rows.to_json())
-        assert found.rows == self.rows.rows
-        assert found.to_json() == self.rows.to_json()
-        assert Capability.from_dict(self.rows[0].to_dict()) == self.rows[0]
+    def test_text_has_the_data_of_every_row(self) -> None:
+        assert json.loads(self.rows.to_json()) == [row.to_dict() for row in self.rows]
+        assert [row["pattern"] for row in self.rows.to_dict()] == [row.pattern for row in self.rows]
 
     def test_data_has_the_notes_in_words(self) -> None:
         assert self.rows.to_dict()[0]["notes"] == list(self.rows[0].notes)
         assert json.loads(self.rows.to_json())[0]["kernels"] == {"torch": "toy linear"}
 
-    @pytest.mark.parametrize(
-        ("change", "complaint"),
-        [
-            pytest.param(lambda row: row.pop("mode"), "row needs mode", id="missing"),
-            pytest.param(
-                lambda row: row.update(patern=""), "'patern' .did you mean 'pattern'", id="unknown"
-            ),
-            pytest.param(
-                lambda row: row["weight"].update(dtype="int9"), r"row\.weight\.dtype is 'int9'",
-                id="a specification",
-            ),
-            pytest.param(
-                lambda row: row["constraints"]["activation"].update(dtypes="int8"),
-                r"row\.constraints\.activation\.dtypes is 'int8', and has to be a list", id="no list",
-            ),
-            pytest.param(
-                lambda row: row.update(settings=None), r"row\.settings is None", id="no settings"
-            ),
-            pytest.param(
-                lambda row: row["operators"].append(["aten.relu", 3]), r"operators\[1\]\[1\] is 3",
-                id="no operator",
-            ),
-        ],
-    )  # fmt: skip
-    def test_malformed_rows_are_refused(
-        self, change: Callable[[dict[str, Any]], Any], complaint: str
-    ) -> None:
-        row = json.loads(self.rows.to_json())[0]
-        change(row)
-        with pytest.raises(ConfigError, match=complaint):
-            Capabilities.from_dict([row])
-
-    def test_text_that_is_no_data(self) -> None:
-        with pytest.raises(ConfigError, match="no JSON"):
-            Capabilities.from_json("{")
-
-    @pytest.mark.parametrize("text", ["null", "NaN", "3", "true"])
-    def test_text_that_is_no_list(self, text: str) -> None:
-        with pytest.raises(ConfigError, match="list of rows"):
-            Capabilities.from_json(text)
-
-    @pytest.mark.parametrize("data", ["[]", b"[]", {"rows": []}, None])
-    def test_what_is_no_list_of_rows(self, data: Any) -> None:
-        with pytest.raises(ConfigError, match="list of rows"):
-            Capabilities.from_dict(data)
-
-    def test_rows_without_rules_answer_for_what_they_list(self) -> None:
-        found = Capabilities.from_json(rows_of(LINEAR, CONV_RELU).to_json())
-        assert found.supports(nn.Linear, STATIC).by == "toy, rule linear"
-        assert found.supports((nn.Conv2d, nn.BatchNorm2d, nn.ReLU), STATIC).rule == "conv_relu"
-        other = found.supports(nn.Linear, STATIC_UINT8)
-        assert "no rules to ask: Linear is there under static, dynamic, weight-only" in other.reason
-        assert "none has Sigmoid" in found.supports(nn.Sigmoid, STATIC).reason
-
-    @pytest.mark.parametrize(
-        "rule",
-        [LINEAR, VIEW, replace(LINEAR, guard=lambda match: "never")],
-        ids=["none", "condition", "guard"],
-    )
-    def test_rows_without_rules_are_as_careful_as_those_with(
-        self, rule: qompose.backend.Rule
-    ) -> None:
-        live = rows_of(rule)
-        found = Capabilities.from_json(live.to_json())
-        for rows in (live, found):
-            answer = rows.supports(rule.name, STATIC)
-            assert answer
-            assert ("can_quantize" in "".join(answer.notes)) is (rule is not LINEAR)
-
-    def test_balancing_and_names_take_no_part_in_support(self) -> None:
-        found = Capabilities.from_json(rows_of(LINEAR).to_json())
-        assert found.supports(nn.Linear, replace(STATIC, balance=True, name="another"))
-
     def test_observers_of_other_packages_are_known_by_name(self) -> None:
         """One plugin with torch's observers must not keep the rows of all the others from being data."""
         theirs = replace(INT8, observer_or_fake_quant_ctr=TorchMinMaxObserver.with_args(eps=1.0))
         rows = toy(LINEAR, config=replace(STATIC, input_activation=theirs))
-        found = Capabilities.from_json(rows.quantization_capabilities().to_json())
-        spec = found[-1].activation
-        assert isinstance(spec, QuantizationSpec)
+        *_, last = json.loads(rows.quantization_capabilities().to_json())
         name = "torch.ao.quantization.observer.MinMaxObserver"
-        assert spec.observer_or_fake_quant_ctr == Elsewhere(name)
-        assert found.to_json() == rows.quantization_capabilities().to_json()
-        with pytest.raises(ConfigError, match=f"{name} is an observer of another package"):
-            spec.observer_or_fake_quant_ctr()
-        assert found[0].activation == INT8
-        assert found.supports(nn.Linear, replace(STATIC, input_activation=theirs))
+        assert last["activation"]["observer"] == {"elsewhere": name}
+        assert last["settings"]["input_activation"]["observer"] == {"elsewhere": name}
 
 
 class TestTables:

@@ -12,7 +12,6 @@ import qompose
 import torch
 from qompose import QuantizationConfig, QuantizationSpec
 from qompose.backend import TensorConstraint
-from qompose.backend.constraints import CONSTRAINT
 from qompose.errors import ConfigError
 from qompose.observers import (
     FixedQParamsObserver,
@@ -457,14 +456,17 @@ def test_two_consumers_of_a_tensor_are_judged_apart() -> None:
 
 
 def test_constraints_are_data() -> None:
-    for facts in (
-        {},
-        {"quant_range": (-128, 127), "ch_axis": 0, "blocks": True},
-        {"scale_min_lower_bound": 2**-12, "scale_max_upper_bound": 1.0},
-        {"scale_exact_match": 1 / 256, "zero_point_exact_match": 0},
-    ):
-        value = constraint(torch.int8, torch.uint8, **facts)
-        assert CONSTRAINT.read(CONSTRAINT.write(value, "here"), "here") == value
+    bounds = {"scale_min_lower_bound": 2**-12, "zero_point_exact_match": 0, "ch_axis": 0}
+    value = constraint(
+        torch.int8, torch.uint8, quant_range=(-128, 127), block_sizes={(2, 1)}, **bounds
+    )
+    data = value.to_dict()
+    assert json.loads(json.dumps(data)) == data
+    schemes = ["per_channel_symmetric", "per_tensor_affine", "per_tensor_symmetric"]
+    assert data == {
+        "dtypes": ["int8", "uint8"], "qschemes": schemes, "quant_range": [-128, 127],
+        **bounds, "blocks": True, "block_sizes": [[2, 1]],
+    }  # fmt: skip
 
 
 def test_constraints_in_words() -> None:
@@ -495,16 +497,16 @@ def test_who_inherits_a_specification_keeps_the_bounds_of_its_own_kernel() -> No
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "a dtype alone": ({"dtypes": torch.int8}, "dtypes=torch.int8 is no set"),
-    "no scheme": ({"qschemes": ()}, "is no set of qschemes"),
+    "a dtype alone": ({"dtypes": torch.int8}, "dtypes must be a set of dtypes, got torch.int8"),
+    "no scheme": ({"qschemes": ()}, "must be a set of qschemes"),
     "bounds that cross": (
         {"quant_min_lower_bound": 5, "quant_max_upper_bound": 4}, "quant_min_lower_bound=5 is above"),
     "scales that cross": (
         {"scale_min_lower_bound": 1.0, "scale_max_upper_bound": 0.5}, "scale_min_lower_bound=1.0 is above"),
-    "no number": ({"scale_max_upper_bound": float("nan")}, "scale_max_upper_bound=nan is no positive"),
-    "a scale of zero": ({"scale_exact_match": 0.0}, "is no positive number"),
-    "an axis in text": ({"ch_axis": "0"}, "ch_axis='0' is no whole number"),
-    "a range of one": ({"quant_range": (3,)}, "is no pair"),
+    "no number": ({"scale_max_upper_bound": float("nan")}, "must be a positive number, got nan"),
+    "a scale of zero": ({"scale_exact_match": 0.0}, "must be a positive number"),
+    "an axis in text": ({"ch_axis": "0"}, "ch_axis must be an integer, got '0'"),
+    "a range of one": ({"quant_range": (3,)}, "must be a pair of integers"),
 }  # fmt: skip
 
 

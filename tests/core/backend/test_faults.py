@@ -7,7 +7,7 @@ import importlib
 from pathlib import Path
 
 import pytest
-from qompose.backend.discovery import import_fault, told
+from qompose.backend.discovery import describe_error, import_fault
 
 
 @pytest.fixture
@@ -62,10 +62,9 @@ def test_error_place_and_remedy(site: Path, source: str, expected: str) -> None:
 
 @pytest.mark.parametrize("module", ["never_was_there", "wanting_module.inner"])
 def test_a_module_that_its_own_package_lacks(site: Path, module: str) -> None:
-    assert fault(site, "", module) == (
-        f"its package says that it has a module {module!r}, and there is none: reinstall or uninstall wanting"
-    )
+    expected = f"the module {module!r}, which does not exist: reinstall or uninstall wanting"
+    assert expected in fault(site, "", module)
 
 
 def test_an_error_that_was_never_raised_has_no_place() -> None:
-    assert told(ValueError("x")) == "ValueError: x"
+    assert describe_error(ValueError("x")) == "ValueError: x"

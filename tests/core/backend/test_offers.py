@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from qompose.backend.discovery import entry_points, fact, unreadable_packages
+from qompose.backend.discovery import damaged_packages, entry_points, metadata_field
 
 GROUP = "qompose.test"
 Package = Callable[..., Path]
@@ -41,8 +41,12 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Package:
 
 def offered() -> dict[str, tuple[str, str, str]]:
     return {
-        offer.name: (offer.value, fact(offer.dist, "name"), fact(offer.dist, "version"))
-        for offer in entry_points(GROUP)
+        point.name: (
+            point.value,
+            metadata_field(point.dist, "name"),
+            metadata_field(point.dist, "version"),
+        )
+        for point in entry_points(GROUP)
     }
 
 
@@ -57,20 +61,35 @@ def test_name_and_module_with_their_package(package: Package) -> None:
 
 
 def test_other_groups_comments_and_blank_lines_are_passed_over(package: Package) -> None:
-    text = f"# a comment\n[other]\nx = y\n\n  [{GROUP}]  \n# c = d\n; e = f\n\n  a = b  \n[last]\nz = z\n"
+    text = f"# a comment\n[other]\nx = y\n\n  [{GROUP}]  \n# c = d\n\n  a = b  \n[last]\nz = z\n"
     package("one", text=text)
     assert offered() == {"a": ("b", "one", "1.0")}
 
 
-def test_a_malformed_line_of_one_package_hides_nothing_of_another(package: Package) -> None:
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"[console_scripts]\nno equals sign\n",
+        b"[qompose.test]\nnothing but words\n",
+        b"[x]\na = \xff\n",
+    ],
+    ids=["another group", "the group", "no text"],
+)
+def test_a_damaged_package_hides_nothing_of_another_and_is_listed(
+    package: Package, content: bytes
+) -> None:
     """importlib.metadata raises TypeError for all of them."""
-    package("stranger", text="[console_scripts]\nno equals sign\n")
-    package("bad", "nothing but words")
+    info = package("bad")
+    (info / "entry_points.txt").write_bytes(content)
     package("good", "a = module_a")
-    assert offered() == {
-        "nothing but words": ("", "bad", "1.0"),
-        "a": ("module_a", "good", "1.0"),
-    }
+    assert offered() == {"a": ("module_a", "good", "1.0")}
+    assert str(info) in damaged_packages()
+
+
+@pytest.mark.parametrize("text", ["", "# a comment\n\n", "# a comment\n [group]\n a = b\n"])
+def test_a_sound_package_is_not_listed_as_damaged(package: Package, text: str) -> None:
+    info = package("odd", text=text)
+    assert str(info) not in damaged_packages()
 
 
 def test_of_two_versions_the_one_that_is_imported_counts(package: Package) -> None:
@@ -90,7 +109,7 @@ def test_what_an_interrupted_removal_left_is_not_a_rival(package: Package) -> No
     package(
         "dist", "a = module", folder="~ist-1.0.dist-info", metadata="Name: dist\nVersion: 1.0\n"
     )
-    assert [offer.dist.version for offer in entry_points(GROUP)] == ["2.0"]
+    assert {point.dist.version for point in entry_points(GROUP)} == {"2.0"}
 
 
 @pytest.mark.parametrize(
@@ -111,29 +130,3 @@ def test_metadata_may_lack_facts(
 def test_metadata_may_be_missing(package: Package) -> None:
     (package("dist", "a = module") / "METADATA").unlink()
     assert offered() == {"a": ("module", "unknown", "unknown")}
-
-
-def test_a_file_that_is_no_text_is_read_as_far_as_it_can_be(package: Package) -> None:
-    (package("bad") / "entry_points.txt").write_bytes(b"[qompose.test]\na = m\xff\n")
-    (package("stranger") / "entry_points.txt").write_bytes(b"[other]\na = m\xff\n")
-    package("good", "b = module")
-    assert offered() == {"a": ("m\ufffd", "bad", "1.0"), "b": ("module", "good", "1.0")}
-
-
-@pytest.mark.parametrize(
-    ("text", "damaged"),
-    [
-        ("this is [not ini\n===\n", True),
-        ("a = b\n[qompose]\n", True),
-        ("\x00\x00", True),
-        ("", False),
-        ("# a comment\n; another\n\n", False),
-        ("# a comment\n [group]\n a = b\n", False),
-    ],
-    ids=["words", "before a group", "zeros", "empty", "comments", "sound"],
-)
-def test_damaged_files_are_listed(package: Package, text: str, damaged: bool) -> None:
-    info = package("odd", text=text)
-    package("good", "a = module_a")
-    found = [folder for folder in unreadable_packages() if folder.startswith(str(info.parent))]
-    assert found == [str(info)] * damaged

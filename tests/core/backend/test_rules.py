@@ -86,21 +86,21 @@ def test_a_constraint_like_a_specification_takes_it(name: str) -> None:
 
 # (the fields that are wrong, what is said of them)
 TYPOS: dict[str, tuple[dict[str, Any], str]] = {
-    "a condition": ({"condition": "al"}, "condition has 'al', and there are all, any, no_float .*'all'"),
-    "a mode": ({"modes": frozenset({"statik"})}, "modes has 'statik'.*did you mean 'static'"),
-    "a role": ({"accepts": {"activaton": INT8}}, "accepts has 'activaton'.*'activation'"),
-    "no role": ({"accepts": {"bias": INT8}}, "accepts has 'bias', and there are activation, weight"),
-    "a weight": ({"weight": "wieght"}, "speaks of wieght .did you mean 'weight'.., and its pattern"),
-    "an activation": ({"activations": ("inputs",)}, "speaks of inputs"),
-    "an anchor": ({"anchor": "opp"}, "speaks of opp"),
-    "a bias": ({"bias": "bais"}, "the bias bais, which no pattern has"),
-    "one activation": ({"activations": "input"}, "is a string, not a tuple"),
-    "a bare function": ({"kernels": {"torch": len}}, "is no Kernel: wrap it"),
-    "a constraint of another kind": ({"accepts": {"weight": torch.int8}}, "is no TensorConstraint"),
-    "no patterns": ({"patterns": ()}, "is no tuple of patterns"),
-    "a pattern of another kind": ({"patterns": (len,)}, "neither a Pattern nor"),
-    "a guard of another kind": ({"guard": "never"}, "guard='never' is no function of a match"),
-    "guards of another kind": ({"guard": (len, 5)}, "5. is no function of a match"),
+    "a condition": ({"condition": "al"}, "condition must be one of all, any, no_float, got 'al' .*'all'"),
+    "a mode": ({"modes": frozenset({"statik"})}, "modes must be one of .*'statik'.*did you mean 'static'"),
+    "a role": ({"accepts": {"activaton": INT8}}, "accepts must be one of .* got 'activaton'.*'activation'"),
+    "no role": ({"accepts": {"bias": INT8}}, "accepts must be one of activation, weight, output, got 'bias'"),
+    "a weight": ({"weight": "wieght"}, "unknown name wieght .did you mean 'weight'..; its pattern"),
+    "an activation": ({"activations": ("inputs",)}, "unknown name inputs"),
+    "an anchor": ({"anchor": "opp"}, "unknown name opp"),
+    "a bias": ({"bias": "bais"}, "no pattern has the bias bais"),
+    "one activation": ({"activations": "input"}, "must be a tuple of names, got the string"),
+    "a bare function": ({"kernels": {"torch": len}}, "must be a Kernel"),
+    "a constraint of another kind": ({"accepts": {"weight": torch.int8}}, "must be a TensorConstraint"),
+    "no patterns": ({"patterns": ()}, "must be a tuple of patterns"),
+    "a pattern of another kind": ({"patterns": (len,)}, "expected a Pattern or an OperatorPattern"),
+    "a guard of another kind": ({"guard": "never"}, "guard must be a function of a match, got 'never'"),
+    "guards of another kind": ({"guard": (len, 5)}, "guard must be a function of a match, got .*5"),
 }  # fmt: skip
 
 

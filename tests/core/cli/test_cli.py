@@ -11,14 +11,15 @@ import sys
 import warnings
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import qompose
 from qompose.backend import discovery
-from qompose.backend.discovery import Health
-from qompose.cli import backends, main
+from qompose.backend.discovery import BackendInfo, Health
+from qompose.cli import inspection, main
 
 from tests.core.backend.test_plugins import Install, backend, install, point
 
@@ -34,6 +35,18 @@ def installed(install: Install) -> None:
     install(point("broken", "no_such_module"), alpha=backend("alpha"), beta=backend("beta"))
 
 
+def check_finds(monkeypatch: pytest.MonkeyPatch, healths: list[Health]) -> list[float]:
+    """Let checks find backends in the given health, and return the limits of time that they get."""
+    left, limits = iter(healths), []
+
+    def check(info: BackendInfo, timeout: float) -> Health:
+        limits.append(timeout)
+        return next(left)
+
+    monkeypatch.setattr(inspection, "check_apart", check)
+    return limits
+
+
 def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "qompose", *arguments]
     return subprocess.run(
@@ -47,24 +60,30 @@ class TestUsage:
     @pytest.mark.parametrize(
         ("arguments", "said"),
         [
-            ([], "usage: qompose"),
-            (["--traceback"], "a command is missing"),
-            (["bakends"], "there is no command 'bakends' (did you mean 'backends'"),
-            (["backends", "--chekc"], "there is no argument '--chekc' (did you mean --check?)"),
-            (["--what", "backends"], "there is no argument '--what'"),
-            (["backends", "extra"], "there is no argument 'extra'"),
-            (["backends", "--js"], "there is no argument '--js'"),
+            ([], "the following arguments are required: COMMAND"),
+            (["--traceback"], "the following arguments are required: COMMAND"),
+            (["bakends"], "invalid choice: 'bakends'"),
+            (["backends", "--chekc"], "unrecognized arguments: --chekc"),
+            (["--what", "backends"], "unrecognized arguments: --what"),
+            (["backends", "extra"], "unrecognized arguments: extra"),
+            (["backends", "--js"], "unrecognized arguments: --js"),
             (["report"], "the following arguments are required: FILE"),
             (["report", "f", "--json", "--markdown"], "not allowed with argument --json"),
             (["quantize", "m.pt2"], "one of the arguments --backend --config is required"),
             (["quantize", "m.pt2", "--backend", "a", "--config", "b"], "not allowed with argument"),
-            (["quantize", "m", "--backend", "a", "--batches", "0"], "'0' is no positive number"),
+            (
+                ["quantize", "m", "--backend", "a", "--batches", "0"],
+                "expected a positive number, got '0'",
+            ),
             (["quantize", "m", "--backend", "a", "--on-conflict", "x"], "invalid choice: 'x'"),
             (["capabilities", "--mode", "fast"], "invalid choice: 'fast'"),
-            (["backends", "--timeout", "0"], "'0' is no positive number of seconds"),
-            (["backends", "--timeout=-1"], "'-1' is no positive number of seconds"),
-            (["backends", "--timeout", "nan"], "'nan' is no positive number of seconds"),
-            (["backends", "--timeout", "soon"], "'soon' is no positive number of seconds"),
+            (["backends", "--timeout", "0"], "expected a positive number of seconds, got '0'"),
+            (["backends", "--timeout=-1"], "expected a positive number of seconds, got '-1'"),
+            (["backends", "--timeout", "nan"], "expected a positive number of seconds, got 'nan'"),
+            (
+                ["backends", "--timeout", "soon"],
+                "expected a positive number of seconds, got 'soon'",
+            ),
         ],
         ids=lambda value: " ".join(value) or "none" if isinstance(value, list) else "",
     )
@@ -90,10 +109,10 @@ class TestUsage:
     @pytest.mark.parametrize("command", main.COMMANDS)
     def test_examples_are_right(self, command: str) -> None:
         """Every example can be parsed."""
-        for line in main.COMMANDS[command].EXAMPLES.splitlines():
+        for line in main.COMMANDS[command].examples.splitlines():
             words = shlex.split(line.partition(" > ")[0])
             _, *arguments = words[words.index("qompose") :]
-            assert main._parse(arguments).command is main.COMMANDS[command]
+            assert main._parser().parse_args(arguments).command is main.COMMANDS[command]
 
     def test_help_tells_which_files_are_refused(self, capsys: Capture) -> None:
         with pytest.raises(SystemExit):
@@ -126,12 +145,11 @@ class TestProcess:
             ("No backend is installed.", "QOMPOSE_PLUGINS='' hides all backends")
         )
 
-    @pytest.mark.parametrize("arguments", [["--help"], ["backends"]], ids=" ".join)
-    def test_a_reader_that_goes_away(self, arguments: list[str]) -> None:
+    def test_a_reader_that_goes_away(self) -> None:
         reader, writer = os.pipe()
         os.close(reader)
         done = subprocess.run(
-            [sys.executable, "-m", "qompose", *arguments],
+            [sys.executable, "-m", "qompose", "backends"],
             stdout=writer, stderr=subprocess.PIPE, text=True, check=False, env=ALONE,
         )  # fmt: skip
         os.close(writer)
@@ -191,10 +209,10 @@ class TestInterrupts:
     def test_while_arguments_are_read(
         self, monkeypatch: pytest.MonkeyPatch, capsys: Capture
     ) -> None:
-        def interrupt(arguments: object) -> None:
+        def interrupt() -> None:
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(main, "_parse", interrupt)
+        monkeypatch.setattr(main, "_parser", interrupt)
         assert main.main(["backends"]) == 130
         assert capsys.readouterr() == ("", "qompose: interrupted\n")
 
@@ -206,7 +224,7 @@ class TestProblems:
         def run(options: Namespace, out: object) -> int:
             raise error
 
-        monkeypatch.setattr(main.COMMANDS["backends"], "run", run)
+        monkeypatch.setitem(main.COMMANDS, "backends", replace(main.COMMANDS["backends"], run=run))
 
     @pytest.mark.parametrize(
         ("error", "said"),
@@ -260,7 +278,7 @@ class TestProblems:
             return 0
 
         monkeypatch.setattr(warnings, "showwarning", lambda message, *_: others.append(message))
-        monkeypatch.setattr(main.COMMANDS["backends"], "run", run)
+        monkeypatch.setitem(main.COMMANDS, "backends", replace(main.COMMANDS["backends"], run=run))
         assert main.main(["backends"]) == 0
         assert capsys.readouterr().err == "qompose: warning: two operators\n"
         assert [str(message) for message in others] == ["from elsewhere"]
@@ -300,7 +318,7 @@ class TestBackends:
             Health("unavailable here", " ".join(words)),
             Health("broken", "x" * 200),
         ]
-        monkeypatch.setattr(backends, "check_all", lambda found, timeout: healths)
+        check_finds(monkeypatch, healths)
         monkeypatch.setenv("COLUMNS", columns)
         assert main.main(["backends", "--check"]) == 1
         text = capsys.readouterr().out
@@ -316,10 +334,7 @@ class TestBackends:
             Health("usable"),
             Health("broken", "why"),
         ]
-        seen: list[float] = []
-        monkeypatch.setattr(
-            backends, "check_all", lambda found, timeout: seen.append(timeout) or healths
-        )
+        seen = check_finds(monkeypatch, healths)
         assert main.main(["backends", "--check", "--json", "--timeout", "7"]) == 1
         rows = json.loads(capsys.readouterr().out)
         assert [(row["status"], row["problem"]) for row in rows] == [
@@ -328,7 +343,7 @@ class TestBackends:
             ("broken", "why"),
         ]
         assert rows[0]["targets"] == {"there": "install it"}
-        assert seen == [7.0]
+        assert seen == [7.0] * 3
 
     def test_a_target_that_cannot_be_used_is_said_and_is_no_problem(
         self, monkeypatch: pytest.MonkeyPatch, capsys: Capture
@@ -338,7 +353,7 @@ class TestBackends:
             Health("usable"),
             Health("usable"),
         ]
-        monkeypatch.setattr(backends, "check_all", lambda found, timeout: healths)
+        check_finds(monkeypatch, healths)
         assert main.main(["backends", "--check"]) == 0
         assert "alpha: target there cannot be used here: install it" in capsys.readouterr().out
 
@@ -379,7 +394,7 @@ class TestBackends:
         info = tmp_path / "odd-1.0.dist-info"
         info.mkdir()
         (info / "METADATA").write_text("Name: odd\nVersion: 1.0\n")
-        (info / "entry_points.txt").write_text("this is [not ini\n===\n")
+        (info / "entry_points.txt").write_text("[group]\nthis is no entry point\n")
         monkeypatch.syspath_prepend(tmp_path)
         assert main.main(["backends"]) == 0
         said = capsys.readouterr().err
@@ -389,7 +404,7 @@ class TestBackends:
         self, monkeypatch: pytest.MonkeyPatch, capsys: Capture
     ) -> None:
         healths = [Health("usable"), Health("usable"), Health("broken", "a\x1b[31mred")]
-        monkeypatch.setattr(backends, "check_all", lambda found, timeout: healths)
+        check_finds(monkeypatch, healths)
         assert main.main(["backends", "--check"]) == 1
         assert "a\\x1b[31mred" in capsys.readouterr().out
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results apart from everything else, readers that go away, and files that are whole or not there."""
+"""Results on standard output, all else on standard error, and readers that go away."""
 
 from __future__ import annotations
 
@@ -7,118 +7,109 @@ import json
 import os
 import subprocess
 import sys
+from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from qompose.cli.output import printable, results_apart, say
+from qompose.cli import main
+from qompose.cli.command import Results, printable, say
+
+START = """
+import sys
+from dataclasses import replace
+from qompose.cli import main
+def run(options, results):
+{body}
+    return 5
+main.COMMANDS["backends"] = replace(main.COMMANDS["backends"], run=run)
+sys.argv[1:] = ["backends"]
+sys.exit(main.main())
+"""
 
 
-def run(code: str, **options: object) -> subprocess.CompletedProcess[str]:
-    source = f"import os, sys\nfrom qompose.cli.output import results_apart\n{code}"
-    return subprocess.run(
-        [sys.executable, "-c", source], capture_output=True, text=True, check=False, **options
-    )  # type: ignore[call-overload,no-any-return]
+def source(body: str) -> list[str]:
+    """Return a process in which `qompose backends` does something else."""
+    lines = "".join(f"    {line}\n" for line in body.splitlines())
+    return [sys.executable, "-c", START.format(body=lines)]
 
 
-def test_what_others_print_goes_to_standard_error() -> None:
-    done = run(
-        "with results_apart() as out:\n"
-        "    print('from python')\n"
-        "    os.write(1, b'from C\\n')\n"
-        "    os.system('echo from a child')\n"
-        "    out.json({'a': 1})\n"
-        "print('afterwards')"
-    )
-    result, afterwards = done.stdout.split("\n}")
-    assert json.loads(result + "}") == {"a": 1}
-    assert afterwards.strip() == "afterwards"
-    for words in ("from python", "from C", "from a child"):
-        assert words in done.stderr
-
-
-def test_what_is_printed_when_the_process_ends_is_no_result_either() -> None:
-    done = run(
-        "import atexit\n"
-        "atexit.register(print, 'at exit')\n"
-        "with results_apart(for_good=True) as out: out.text('result')\n"
-        "print('afterwards')"
-    )
-    assert done.stdout == "result\n"
-    assert done.stderr == "afterwards\nat exit\n"
-
-
-def test_inside_another_program_too(capsys: pytest.CaptureFixture[str]) -> None:
-    """Standard output is an object there, without a file descriptor."""
-    with results_apart() as out:
+def test_what_others_print_goes_to_standard_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(options: Namespace, results: Results) -> int:
         print("noise")
-        out.text("result")
+        results.json({"a": 1})
+        return 0
+
+    backends = replace(main.COMMANDS["backends"], run=run)
+    monkeypatch.setitem(main.COMMANDS, "backends", backends)
+    assert main.main(["backends"]) == 0
     print("afterwards")
-    assert capsys.readouterr() == ("result\nafterwards\n", "noise\n")
+    assert capsys.readouterr() == ('{\n  "a": 1\n}\nafterwards\n', "noise\n")
+
+
+def test_in_a_process_that_goes_for_c_and_for_what_is_printed_at_its_end_too() -> None:
+    body = (
+        "import atexit, os\n"
+        "atexit.register(print, 'at exit')\n"
+        "print('from python')\n"
+        "os.write(1, b'from C')\n"
+        "os.system('echo from a child')\n"
+        "results.json({'a': 1})"
+    )
+    done = subprocess.run(source(body), capture_output=True, text=True, check=False)
+    assert json.loads(done.stdout) == {"a": 1}
+    for words in ("from python", "from C", "from a child", "at exit"):
+        assert words in done.stderr
 
 
 @pytest.mark.parametrize("closed", ["1", "2", "1 2"])
 def test_closed_streams(closed: str) -> None:
     descriptors = " ".join(f"{number}>&-" for number in closed.split())
-    code = "from qompose.cli.output import results_apart\n"
-    code += "with results_apart() as out: print('x'); out.text('y')"
     done = subprocess.run(
-        ["sh", "-c", f'"$0" -c "$1" {descriptors}', sys.executable, code],
+        ["sh", "-c", f'"$0" "$1" "$2" {descriptors}', *source("print('x'); results.text('y')")],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 5, done.stderr
     assert done.stdout == ("" if "1" in closed else "y\n")
 
 
 def test_a_reader_that_goes_away_is_no_error() -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    code = (
-        "with results_apart() as out:\n    for _ in range(3): out.text('x' * 100_000)\nsys.exit(5)"
-    )
-    source = f"import sys\nfrom qompose.cli.output import results_apart\n{code}"
-    done = subprocess.run(
-        [sys.executable, "-c", source],
-        stdout=writer,
-        stderr=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
+    command = source("for _ in range(3): results.text('x' * 100_000)")
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
     os.close(writer)
     assert (done.returncode, done.stderr) == (5, "")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-@pytest.mark.parametrize("argument", ["backends", "--help"])
-def test_a_full_disk_is_an_error_and_said_once(argument: str) -> None:
+def test_a_full_disk_is_an_error_and_said_once() -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
-            [sys.executable, "-m", "qompose", argument],
+            [sys.executable, "-m", "qompose", "backends"],
             stdout=full, stderr=subprocess.PIPE, text=True, check=False,
         )  # fmt: skip
     assert done.returncode == 1
     assert done.stderr.strip().splitlines() == [
-        "qompose: standard output cannot be written: No space left on device"
+        "qompose: cannot write to standard output: No space left on device"
     ]
 
 
 def test_text_that_the_terminal_cannot_show_is_replaced() -> None:
-    done = run(
-        "with results_apart() as out: out.text('a \\u2500 b')",
+    done = subprocess.run(
+        source("results.text('a \\u2500 b')"), capture_output=True, text=True, check=False,
         env={**os.environ, "PYTHONIOENCODING": "ascii"},
-    )
+    )  # fmt: skip
     assert done.stdout == "a ? b\n"
 
 
 @pytest.mark.parametrize(("columns", "expected"), [("40", 40), ("", 100_000), ("no", 100_000)])
-def test_width(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    columns: str,
-    expected: int,
-) -> None:
+def test_width(monkeypatch: pytest.MonkeyPatch, columns: str, expected: int) -> None:
     monkeypatch.setenv("COLUMNS", columns)
-    with results_apart() as out:
-        assert out.width == expected
+    monkeypatch.setattr(sys, "__stdout__", None)  # as where nobody looks on
+    assert Results(None).width == expected
 
 
 @pytest.mark.parametrize(
@@ -135,7 +126,6 @@ def test_what_a_terminal_would_obey_is_written_out(
     text: str, expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert printable(text) == expected
-    with results_apart() as out:
-        out.text(text)
+    Results(sys.stdout).text(text)
     say(text)
     assert capsys.readouterr() == (f"{expected}\n", f"qompose: {expected}\n")

@@ -212,7 +212,7 @@ class TestProblems:
              "the quantizer of 'delta' takes no configuration: leave out ':static'"),
             ((*ALPHA, *DATA, "--target", "moon"), "a target 'moon'"),
             ((*ALPHA, *DATA, "--lowered", "m.bin"), "The target 'torch' runs in process"),
-            ((*ALPHA, *DATA, "--output", "no/m.qompose"), "no is no directory"),
+            ((*ALPHA, *DATA, "--output", "no/m.qompose"), "no is not a directory"),
             ((*ALPHA, *DATA, "--output", "m.pt2"), "m.pt2 would be overwritten, and is read"),
             ((*ALPHA, *DATA, "--output", "data.pt"), "data.pt would be overwritten, and is read"),
             ((*ALPHA, *DATA, "--output", "."), "it is a directory"),

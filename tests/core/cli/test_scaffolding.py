@@ -155,7 +155,7 @@ class TestRefused:
             new_backend("npu", tmp_path)
 
     def test_no_folder_to_write_into(self, tmp_path: Path) -> None:
-        with pytest.raises(ProjectError, match="gone is no folder"):
+        with pytest.raises(ProjectError, match="gone is not a directory"):
             new_backend("npu", tmp_path / "gone")
 
     @pytest.mark.parametrize("number", range(5))

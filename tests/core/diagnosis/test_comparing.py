@@ -20,7 +20,7 @@ from qompose.reporting.comparison_data import (
     EQUAL,
     FALLBACK,
     INHERITED,
-    KERNEL,
+    KERNEL_ERROR,
     ROUNDING,
     UNKNOWN,
 )
@@ -129,7 +129,7 @@ def test_a_region_without_a_kernel_is_a_fallback(stages: Any) -> None:
     found = qompose.compare(stages["float"], stages["lowered"], BATCHES)
     assert found["relu"].cause == FALLBACK
     assert found["linear"].cause == ROUNDING
-    assert found.of_cause(KERNEL) == ()
+    assert found.of_cause(KERNEL_ERROR) == ()
 
 
 def test_values_beyond_the_range_are_clipping(stages: Any) -> None:
@@ -157,10 +157,10 @@ def test_a_wrong_kernel_is_the_first_row(stages: Any, given: bool, reference: st
     found = qompose.compare(
         stages[reference], lowered, BATCHES, converted=converted if given else None
     )
-    assert found.rows[0].cause == KERNEL
+    assert found.rows[0].cause == KERNEL_ERROR
     assert found.rows[0].name == "linear"
     assert found.rows[0].steps > 2
-    assert [row.name for row in found.of_cause(KERNEL)] == ["linear"]
+    assert [row.name for row in found.of_cause(KERNEL_ERROR)] == ["linear"]
     assert "kernel error" in str(found)
 
 

@@ -14,7 +14,7 @@ import torch
 from qompose import UserError
 from qompose.errors import BatchError, MemberError, StageError
 from qompose.program.meta import KERNELS_TAG, META_KEY, tag_of
-from qompose.reporting.comparison_data import CLIPPING, KERNEL, NOT_FINITE
+from qompose.reporting.comparison_data import CLIPPING, KERNEL_ERROR, NOT_FINITE
 from torch import Tensor, nn
 
 from tests.core.toy import export, randn, seeded, toy
@@ -105,7 +105,7 @@ def test_kernels_are_judged_beside_the_model_of_their_own(linear: dict[str, Any]
     found = qompose.compare(
         linear["float"], linear["lowered"], BATCHES, converted=linear["converted"]
     )
-    assert not found.of_cause(KERNEL)
+    assert not found.of_cause(KERNEL_ERROR)
 
 
 def test_programs_of_two_models(linear: dict[str, Any]) -> None:
@@ -222,8 +222,6 @@ def test_a_comparison_of_another_model_is_not_drawn(linear: dict[str, Any], tmp_
                 page.with_suffix(".md"), other
             )
     for none in (3, report, [found]):
-        with pytest.raises(
-            UserError, match=r"comparison= is what qompose\.compare returned, and not"
-        ):
+        with pytest.raises(UserError, match=r"comparison must be what qompose\.compare returned"):
             report.save(page, none)  # type: ignore[arg-type]
     assert not [*tmp_path.iterdir()]

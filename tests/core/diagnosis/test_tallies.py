@@ -16,7 +16,7 @@ from qompose.reporting.comparison_data import (
     EQUAL,
     FALLBACK,
     INHERITED,
-    KERNEL,
+    KERNEL_ERROR,
     NOT_FINITE,
     ROUNDING,
 )
@@ -63,7 +63,7 @@ def test_clipping_and_range_use_are_those_of_the_reference() -> None:
         ("rounded", ROUNDING),
         ("clipped", CLIPPING),
         ("no kernel", FALLBACK),
-        ("wrong kernel", KERNEL),
+        ("wrong kernel", KERNEL_ERROR),
         ("kernel off by a step", ROUNDING),
     ],
 )
@@ -84,7 +84,7 @@ def test_a_kernel_that_gives_nan_is_wrong() -> None:
     x = torch.ones(3)
     made = tally(x, x, x)
     made.add_kernel(x, torch.tensor([1.0, 1.0, math.nan]), x)
-    assert made.cause(fallback=False) == KERNEL
+    assert made.cause(fallback=False) == KERNEL_ERROR
 
 
 def test_masks_are_equal_to_themselves() -> None:
@@ -119,7 +119,12 @@ def test_a_kernel_that_rounds_less_than_its_region_is_not_wrong() -> None:
     """As one whose scales have no least value. Its distance is told, and a value that is worse is enough."""
     x = torch.linspace(-1, 1, 51)
     simulated = x + 0.1 * (-1.0) ** torch.arange(51)  # 25 steps of 1/255
-    for worst, cause in ((0.0, ROUNDING), (0.05, ROUNDING), (0.25, KERNEL), (-0.35, KERNEL)):
+    for worst, cause in (
+        (0.0, ROUNDING),
+        (0.05, ROUNDING),
+        (0.25, KERNEL_ERROR),
+        (-0.35, KERNEL_ERROR),
+    ):
         own = x * 1.001
         own[20] = x[20] + worst
         made = tally(x, own, own, None)
@@ -131,7 +136,7 @@ def test_a_kernel_that_rounds_less_than_its_region_is_not_wrong() -> None:
 
 def test_a_kernel_that_returns_floats_is_one_step_from_floats_that_are_exact() -> None:
     x = torch.linspace(-1, 1, 51)
-    for steps, cause in ((0.9, ROUNDING), (1.1, KERNEL)):
+    for steps, cause in ((0.9, ROUNDING), (1.1, KERNEL_ERROR)):
         made = tally(x, x + steps / 255, x + steps / 255, None)
         made.add_kernel(x, x + steps / 255, x)
         assert made.cause(fallback=False) == cause
@@ -158,7 +163,7 @@ def test_one_input_on_which_a_kernel_is_wrong_is_enough() -> None:
     made = tally(x, rounded, rounded)
     for off in (0.25, 0.0):
         made.add_kernel(rounded, rounded + off, x)
-    assert made.cause(fallback=False) == KERNEL
+    assert made.cause(fallback=False) == KERNEL_ERROR
     assert made.steps == pytest.approx(2.5)
 
 

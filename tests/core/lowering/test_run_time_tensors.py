@@ -177,7 +177,9 @@ class TestLayout:
         assert (specs["activation"].block_size, specs["weight"].ch_axis) == (None, None)
 
     def test_words_that_nothing_reads_are_refused(self) -> None:
-        with pytest.raises(ConfigError, match="layout has 'axis', and there are ch_axis"):
+        with pytest.raises(
+            ConfigError, match="layout must be one of ch_axis, block_size, got 'axis'"
+        ):
             product("linear", LINEAR_PATTERN, None, layout={"weight": {"axis": 1}})
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from qompose.reporting.comparison_data import Comparison
-from qompose.reporting.graph_drawing import DASHED, DOTTED, FULL, entries_of, graph_of
+from qompose.reporting.graph_drawing import DASHED, DOTTED, FULL, graph_of, measured_rows
 from qompose.reporting.report_data import STATES, Report, Row
 
 from tests.core.diagnosis.reports import comparison, in_float, report, row
@@ -16,7 +16,7 @@ BORDERS = dict(zip(STATES, (FULL, FULL, FULL, DASHED, DASHED, DOTTED), strict=Tr
 
 def graph(*rows: Row, compared: Comparison | None = None) -> dict[str, Any]:
     made: Report = report(*rows)
-    entries = entries_of(made.to_dict(), compared.to_dict() if compared else None)
+    entries = measured_rows(made.to_dict(), compared.to_dict() if compared else None)
     return graph_of(entries, BORDERS)
 
 
@@ -112,5 +112,5 @@ def test_strange_inputs_do_no_harm() -> None:
 
 def test_no_operators() -> None:
     data = {**report().to_dict(), "rows": []}
-    found = graph_of(entries_of(data, None), BORDERS)
+    found = graph_of(measured_rows(data, None), BORDERS)
     assert [level["nodes"] for level in found["levels"]] == [[]]

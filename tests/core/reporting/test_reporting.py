@@ -256,7 +256,7 @@ def test_data_becomes_a_report_again() -> None:
         {**data, "rows": [{"name": "x"}]},
         {**data, "counts": 3},
     ):
-        with pytest.raises(qompose.UserError, match="is no report"):
+        with pytest.raises(qompose.UserError, match="is not a report"):
             qompose.Report.from_dict(wrong)
 
 
@@ -355,15 +355,15 @@ class TestWrongQuestions:
     def test_states(self) -> None:
         for ask in (self.REPORT.count, self.REPORT.coverage):
             with pytest.raises(
-                qompose.UserError, match=r"'Float' is no state .*did you mean 'float'"
+                qompose.UserError, match=r"unknown state 'Float' .*did you mean 'float'"
             ):
                 ask("Float")
-            with pytest.raises(qompose.UserError, match=r"None is no state; states: int8 kernel"):
+            with pytest.raises(qompose.UserError, match=r"unknown state None; states: int8 kernel"):
                 ask(None)  # type: ignore[arg-type]
 
     def test_owners(self) -> None:
         with pytest.raises(
-            qompose.UserError, match=r"called 'tyo' \(did you mean 'toy'.*owners: toy"
+            qompose.UserError, match=r"unknown owner 'tyo' \(did you mean 'toy'.*owners: toy"
         ):
             self.REPORT.count(SIMULATED, "tyo")
         assert self.REPORT.count(KERNEL, "toy") == 0
@@ -375,7 +375,7 @@ class TestWrongQuestions:
 
     @pytest.mark.parametrize("name", [None, 3, nn.Linear], ids=str)
     def test_why_of_no_text(self, name: object) -> None:
-        with pytest.raises(qompose.UserError, match="why takes the name of an operator"):
+        with pytest.raises(qompose.UserError, match="why expects the name of an operator"):
             self.REPORT.why(name)  # type: ignore[arg-type]
 
 
@@ -395,7 +395,9 @@ def test_data_with_wrong_values_is_no_report(place: str, value: object) -> None:
         data[place] = value
     else:
         data["rows"][0][place] = value
-    with pytest.raises(qompose.errors.ConfigError, match=r"is no report \(.*; a report has stage"):
+    with pytest.raises(
+        qompose.errors.ConfigError, match=r"is not a report \(.*; a report has stage"
+    ):
         qompose.Report.from_dict(data)
 
 

@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The commands that only look: `qompose backends`, `qompose capabilities`, `qompose report`."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qompose.backend.discovery import (
+    BROKEN,
+    BackendInfo,
+    Health,
+    backends,
+    check_backend,
+    damaged_packages,
+    load_backend,
+    names_nobody_offers,
+    why_none,
+)
+from qompose.cli.command import Command, Results, own_standard_output, printable, say
+from qompose.cli.options import add_report_form, check_page, print_report
+from qompose.errors import PluginError, UserError, near_names
+
+if TYPE_CHECKING:
+    from qompose.backend.capabilities import Capabilities
+    from qompose.reporting.report_data import Report
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise ArgumentTypeError(f"expected a positive number of seconds, got {text!r}")
+    return seconds
+
+
+def _add_backends_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--check", action="store_true", help="load each in a process of its own")
+    parser.add_argument(
+        "--timeout", type=_seconds, default=120.0, metavar="SECONDS",
+        help="with --check: how long loading one may take (default: %(default)g)",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _list_backends(options: Namespace, results: Results) -> int:
+    """Print the table; return 1 where something is wrong with a backend."""
+    rows = []
+    for info in backends():
+        health = check_apart(info, options.timeout).to_dict() if options.check else {}
+        rows.append({**info.to_dict(), **health})
+    for name in names_nobody_offers():
+        say(f"QOMPOSE_PLUGINS names {name!r}, which no installed package offers")
+    for package in damaged_packages():
+        say(f"{package}: its entry_points.txt is damaged, so that what it offers is not known")
+    if options.json:
+        results.json(rows)
+    elif rows:
+        _print_backends(rows, results)
+    else:
+        results.text(why_none())
+    return int(any(row["problem"] for row in rows))
+
+
+def _print_backends(rows: list[dict[str, Any]], results: Results) -> None:
+    from qompose.console import Table, as_text
+
+    columns = ["name", "distribution", "version", "module"]
+    columns += [c for c in ("status", "problem") if any(row.get(c) for row in rows)]
+    cells = tuple(tuple(printable(row.get(column) or "") for column in columns) for row in rows)
+    results.text(as_text([Table(tuple(columns), cells)], results.width).strip("\n"))
+    for row in rows:
+        for target, problem in row.get("targets", {}).items():
+            if problem:
+                results.text(f"{row['name']}: target {target} cannot be used here: {problem}")
+
+
+# The process finds modules where this one does; -c alone would put the working directory first.
+_CHILD = (
+    "import os, sys; sys.path[:] = sys.argv[1].split(os.pathsep); "
+    "from qompose.cli.inspection import answer; answer(*sys.argv[2:])"
+)
+
+
+def check_apart(info: BackendInfo, timeout: float) -> Health:
+    """Load a backend in a process of its own, which it may end, crash or keep busy; return its health."""
+    if info.problem is not None:
+        return Health(BROKEN, info.problem)
+    key = (info.name, info.distribution, info.module)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _CHILD, os.pathsep.join(sys.path), *key],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return Health(BROKEN, f"loading it did not end within {timeout:g} s")
+    try:
+        return Health(**json.loads(done.stdout))
+    except (ValueError, TypeError):
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        return Health(BROKEN, f"loading it ended the process {_how(done.returncode)}: {last}")
+
+
+def _how(code: int) -> str:
+    """Return how a process ended, in words."""
+    if code >= 0:
+        return f"with code {code}"
+    names = {number.value: number.name for number in signal.Signals}
+    return f"by signal {names.get(-code, -code)}"
+
+
+def answer(name: str, distribution: str, module: str) -> None:
+    """Print the health of one backend as JSON, and what the backend itself prints on standard error."""
+    results = Results(own_standard_output())
+    key = (name, distribution, module)
+    (info,) = (i for i in backends() if (i.name, i.distribution, i.module) == key)
+    results.json(check_backend(info).to_dict())
+
+
+BACKENDS = Command(
+    summary="list the installed backends",
+    description="""\
+List the installed backends from package metadata alone, without importing one.
+
+With --check, load each in a process of its own and say what is wrong: "broken" means that the package is
+at fault, "unavailable here" that this machine lacks something. Either makes the exit code 1.""",
+    examples="""\
+qompose backends
+qompose backends --check
+QOMPOSE_PLUGINS=my_chip,my_cpu qompose backends --json""",
+    add_arguments=_add_backends_arguments,
+    run=_list_backends,
+)
+
+
+def _add_capabilities_arguments(parser: ArgumentParser) -> None:
+    add = parser.add_argument
+    add("backend", nargs="*", metavar="BACKEND", help="names (default: all installed backends)")
+    add("--target", help="only what has a kernel on this target")
+    add("--mode", choices=("static", "dynamic", "weight-only"), help="only this mode")
+    add("--config", help="only this configuration")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print JSON")
+    form.add_argument("--markdown", action="store_true", help="print Markdown")
+
+
+def _list_capabilities(options: Namespace, results: Results) -> int:
+    """Print the rows; return 1 where a backend could not be asked."""
+    from qompose.backend.capabilities import Capabilities, capability_rows
+
+    found, problems = Capabilities(()), []
+    names = options.backend or sorted({info.name for info in backends()})
+    if not names:
+        say(why_none())
+    for name in dict.fromkeys(names):
+        try:
+            found += capability_rows(load_backend(name))
+        except PluginError as error:
+            problems.append(error)
+    for choice, known in (
+        ("target", {target for row in found for target in row.targets}),
+        ("config", {row.config for row in found}),
+    ):
+        _check_choice(choice, getattr(options, choice), known)
+    facts = {choice: getattr(options, choice) for choice in ("target", "mode", "config")}
+    rows = found.filter(**{choice: value for choice, value in facts.items() if value is not None})
+    if options.json:
+        results.json(rows.to_dict())
+    else:
+        _print_capabilities(rows, options, results)
+    for problem in problems:
+        say(str(problem))
+    return int(bool(problems))
+
+
+def _check_choice(choice: str, value: str | None, known: set[str]) -> None:
+    """Refuse a name that no row has: the answer would be an empty table."""
+    if value is not None and value not in known:
+        raise UserError(
+            f"no row has the {choice} {value!r}{near_names(value, known)}; there are "
+            f"{', '.join(sorted(known)) or 'none'}"
+        )
+
+
+def _print_capabilities(rows: Capabilities, options: Namespace, results: Results) -> None:
+    if not rows:
+        results.text("No row.")
+        return
+    text = rows.to_markdown() if options.markdown else rows.to_text(results.width)
+    results.text(text.strip("\n"))
+
+
+CAPABILITIES = Command(
+    summary="list what backends can do",
+    description="""\
+List the patterns that backends quantize: a row for each of a backend's rules under each of its
+configurations, with the kernel that runs it on each target. The rows come from the tables that quantize and
+lower.""",
+    examples="""\
+qompose capabilities
+qompose capabilities my_chip --target torch --mode static
+qompose capabilities my_chip my_cpu --markdown
+qompose capabilities --json""",
+    add_arguments=_add_capabilities_arguments,
+    run=_list_capabilities,
+)
+
+
+def _add_report_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("file", type=Path, metavar="FILE", help="the saved model")
+    add_report_form(parser)
+
+
+def _show_report(options: Namespace, results: Results) -> int:
+    from qompose.reporting.build_report import report
+    from qompose.storage.artifact import read
+
+    check_page(options.html, [options.file.resolve()])
+    found = read(options.file)
+    models = found if isinstance(found, dict) else {"": found}
+    reports = {method: report(model) for method, model in models.items()}
+    if options.html is not None:
+        _save_pages(reports, options.html)
+    if isinstance(found, dict) and options.json:
+        results.json({method: one.to_dict() for method, one in reports.items()})
+        return 0
+    for method, one in reports.items():
+        if method:
+            results.text(f"method {method}:\n")
+        print_report(one, options, results)
+    return 0
+
+
+def _save_pages(reports: Mapping[str, Report], page: Path) -> None:
+    """Write the page of a model, or one for each of its methods, with the method in its name."""
+    for method, found in reports.items():
+        path = page.with_suffix(f".{method}{page.suffix}") if method else page
+        found.save(path)
+        say(f"wrote {path} ({path.stat().st_size:,} bytes)")
+
+
+REPORT = Command(
+    summary="show what happened to every operator of a saved model",
+    description="""\
+Show the report of a model that qompose.save or `qompose quantize` wrote: who took which operator, and why the
+rest is float. No backend needs to be installed for that, and no code of the file is run.""",
+    examples="""\
+qompose report model.qompose
+qompose report model.qompose --markdown > report.md
+qompose report model.qompose --html report.html""",
+    add_arguments=_add_report_arguments,
+    run=_show_report,
+)
