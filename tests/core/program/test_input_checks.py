@@ -14,7 +14,7 @@ import qompose
 import torch
 from hypothesis import given, strategies as st
 from qompose.errors import InputError
-from qompose.program.input_guards import input_checks, read_tree, source
+from qompose.program.call_signature import input_checks, read_tree, source
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule
