@@ -31,9 +31,9 @@ from qompose.program.graph import (
     set_attribute,
     value_of,
 )
-from qompose.spec.algorithm_options import BIAS_CORRECTION
 from qompose.spec.claim import Claim, Point
 from qompose.spec.qdq import QParams, integers_of, static_pair
+from qompose.spec.quantization_spec import BIAS_CORRECTION
 
 
 class _NotCorrected(Exception):  # noqa: N818 - it says what the product is

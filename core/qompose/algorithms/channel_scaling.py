@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from qompose.observers.channel_ranges import OUTPUT, Balance, BalancedObserver, Channels
+from qompose.observers.channel_ranges import OUTPUT, Balance, ChannelSample, PerChannelRangeObserver
 from qompose.observers.clipping_range_search import best_range, power_error
 from qompose.observers.histogram import Histogram
 from qompose.observers.make_observer import eps_of, make_observer
@@ -90,7 +90,7 @@ class Scheme:
 
 
 def balance_input(
-    channels: Channels,
+    channels: ChannelSample,
     products: Sequence[tuple[Tensor, FakeQuantize]],
     scheme: Scheme,
     qparams: tuple[Tensor, Tensor] | None,
@@ -112,7 +112,7 @@ def balance_input(
         0
     )
 
-    def size(seen: Channels, exponent: float) -> Tensor:
+    def size(seen: ChannelSample, exponent: float) -> Tensor:
         return seen.largest**exponent / heaviest.clamp(min=1e-30) ** (1 - exponent)
 
     def error(sample: Tensor, factors: Tensor, scale: Tensor, zero_point: Tensor) -> float:
@@ -153,7 +153,7 @@ def _taps(weight: Tensor) -> Tensor:
 
 
 def balance_output(
-    channels: Channels, weight: Tensor, scheme: Scheme, qparams: tuple[Tensor, Tensor]
+    channels: ChannelSample, weight: Tensor, scheme: Scheme, qparams: tuple[Tensor, Tensor]
 ) -> Factors | None:
     """Return factors for a product's output, or None where none are worthwhile; see `balance_input`."""
 
@@ -166,8 +166,8 @@ def balance_output(
 
 
 def _best(
-    channels: Channels,
-    sizes: Sequence[Callable[[Channels], Tensor]],
+    channels: ChannelSample,
+    sizes: Sequence[Callable[[ChannelSample], Tensor]],
     scheme: Scheme,
     qparams: tuple[Tensor, Tensor] | None,
     error: Callable[[Tensor, Tensor, Tensor, Tensor], float],
@@ -179,10 +179,10 @@ def _best(
     """
     trials = channels.trials()
 
-    def chosen(seen: Channels, factors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def chosen(seen: ChannelSample, factors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return factors, *scheme.choose(*_divided_range(seen, factors, scheme, qparams))
 
-    def held_back_error(factors_of: Callable[[Channels], Tensor]) -> float:
+    def held_back_error(factors_of: Callable[[ChannelSample], Tensor]) -> float:
         return sum(error(held.sample, *chosen(seen, factors_of(seen))) for seen, held in trials)
 
     if not trials:
@@ -207,7 +207,7 @@ def _powers_of_two(sizes: Tensor) -> Tensor:
 
 
 def _divided_range(
-    channels: Channels, factors: Tensor, scheme: Scheme, qparams: tuple[Tensor, Tensor] | None
+    channels: ChannelSample, factors: Tensor, scheme: Scheme, qparams: tuple[Tensor, Tensor] | None
 ) -> tuple[Tensor, Tensor]:
     """Search the range of the divided tensor on the sample, within the range that was seen.
 
@@ -229,7 +229,7 @@ def _divided_range(
 
 
 def _kept(
-    channels: Channels, scheme: Scheme, scale: Tensor, zero_point: Tensor
+    channels: ChannelSample, scheme: Scheme, scale: Tensor, zero_point: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return how much of the range below and above zero the undivided tensor's parameters keep."""
     seen = torch.stack([channels.low.amin().clamp(max=0), channels.high.amax().clamp(min=0)])
@@ -295,7 +295,7 @@ class Factoring:
         groups = [self._weight_group(name) for name in balance.weights]
         per_channel = all(_is_per_channel(self.plan.groups[n]) for n in groups)
         whole = not any(claim in dropped for claim in group.claims)
-        if not isinstance(observer, BalancedObserver) or not per_channel or not whole:
+        if not isinstance(observer, PerChannelRangeObserver) or not per_channel or not whole:
             return  # a replaced observer; a weight that cannot take up factors; a reader left in float
         channels = observer.channels
         scheme = self._scheme(number)
@@ -320,7 +320,7 @@ class Factoring:
         """Decide on the factors that somebody asked for; say where there are none, and why."""
         group, observer = self.plan.groups[number], self._observers[number]
         reason, factors = None, None
-        if not isinstance(observer, BalancedObserver):
+        if not isinstance(observer, PerChannelRangeObserver):
             reason = "its observer was replaced"
         elif any(claim in dropped for claim in group.claims):
             reason = "one of its readers stays in float"
@@ -338,7 +338,9 @@ class Factoring:
                 f"{_asked(balance)} of {self._where(number)} was not made: {reason}"
             )
 
-    def _smooth(self, number: int, balance: Balance, observer: BalancedObserver) -> Factors | None:
+    def _smooth(
+        self, number: int, balance: Balance, observer: PerChannelRangeObserver
+    ) -> Factors | None:
         dynamic = getattr(self.plan.groups[number].spec, "is_dynamic", False)
         products = []
         for name in balance.weights:

@@ -32,13 +32,13 @@ from qompose.calibration.statistics_data import (
 from qompose.calibration.statistics_file import check_kind
 from qompose.console import on_terminal, progress_bar
 from qompose.errors import CalibrationError, QomposeWarning, StatisticsError, UserError
-from qompose.observers.channel_ranges import screen_of, unbalanced
+from qompose.observers.channel_ranges import base_observer, screen_of
 from qompose.observers.foreign_observer import guard_of
 from qompose.observers.make_observer import DerivedObserver, observer_nodes, observers_of
 from qompose.observers.min_max import Observer
 from qompose.observers.tensor_statistics import mean_observers
 from qompose.observers.value_screening import FAR_FROM_TYPICAL, Screen
-from qompose.program.batches import check_limit, iterated, run_batch
+from qompose.program.user_input import check_limit, iterated, run_batch
 from qompose.training.qat_conv_bn import is_trained
 
 
@@ -95,18 +95,34 @@ def calibrate(
         _all_or_none(prepared, ranks, start) as done,
     ):
         task = bar.add_task("calibrating", total=total)
-        for number, batch in share.of(iterator):
-            run_batch(prepared, batch, transform, number)
+        for number in _ran(prepared, share.of(iterator), transform, kept):
             done.append(number)
             bar.update(task, completed=number)
-            if kept is not None:
-                kept.note(prepared, number)
-        if kept is not None:
-            kept.write(prepared)  # what this process saw alone
-    if ranks.rank == 0 and (found := lint(prepared)):
-        lines = "".join(f"\n  - {line}" for line in found)
-        warnings.warn(f"After calibration these look wrong:{lines}", QomposeWarning, stacklevel=2)
+    if ranks.rank == 0:
+        _warn_of_what_looks_wrong(prepared)
     return prepared
+
+
+def _ran(
+    prepared: GraphModule,
+    batches: Iterable[tuple[int, Any]],
+    transform: Callable[[Any], Any] | None,
+    kept: _ResumeFile | None,
+) -> Iterator[int]:
+    """Run numbered batches, and yield the number of each that went through."""
+    for number, batch in batches:
+        run_batch(prepared, batch, transform, number)
+        yield number
+        if kept is not None:
+            kept.note(prepared, number)
+    if kept is not None:
+        kept.write(prepared)  # what this process saw alone
+
+
+def _warn_of_what_looks_wrong(prepared: GraphModule) -> None:
+    if found := lint(prepared):
+        lines = "".join(f"\n  - {line}" for line in found)
+        warnings.warn(f"After calibration these look wrong:{lines}", QomposeWarning, stacklevel=3)
 
 
 def _check_limit(limit: object, sharded: bool) -> None:
@@ -405,7 +421,7 @@ def _magnitude(screen: Screen) -> float:
 
 
 def _only_value(observer: nn.Module) -> float | None:
-    inner = unbalanced(observer)
+    inner = base_observer(observer)
     if not isinstance(inner, Observer):
         return None
     facts = inner.facts()
@@ -414,7 +430,7 @@ def _only_value(observer: nn.Module) -> float | None:
 
 
 def _subject(observer: nn.Module) -> str:
-    inner = unbalanced(observer)
+    inner = base_observer(observer)
     guard = guard_of(inner)
     return (
         guard.subject if guard is not None else str(getattr(inner, "subject", type(inner).__name__))

@@ -26,7 +26,7 @@ from qompose.algorithms.bias_correction import correct_biases
 from qompose.conversion.integer_bias import integer_biases
 from qompose.conversion.qparams_solver import Estimation, Switch
 from qompose.conversion.reference_representation import Representation, represent
-from qompose.observers.channel_ranges import INPUT, OUTPUT, unbalanced
+from qompose.observers.channel_ranges import INPUT, OUTPUT, base_observer
 from qompose.observers.foreign_observer import Delegate, check_graph, is_quantize_affine
 from qompose.observers.make_observer import integer_bounds
 from qompose.plan.float_operators import state_bytes
@@ -374,7 +374,7 @@ class _Converter:
     def _dynamic(self, node: Node, value: Node, number: int, spec: Any) -> None:
         observer = self.estimation.observer(number)
         low, high = integer_bounds(spec, observer)
-        eps = float(getattr(unbalanced(observer), "eps", DEFAULT_EPS))
+        eps = float(getattr(base_observer(observer), "eps", DEFAULT_EPS))
         value = self._divided(value, number, before=node)
         choose, arguments = choosing_operator(spec, low, high, eps)
         reader, shaped = first_user(node), None

@@ -24,7 +24,7 @@ from torch.fx import Graph, GraphModule, Node
 from qompose.algorithms.channel_scaling import Factoring
 from qompose.conversion.integer_bias import make_room
 from qompose.errors import CalibrationError, ConfigError, StageError, UncalibratedError, blaming
-from qompose.observers.channel_ranges import BalancedObserver, screen_of, unbalanced
+from qompose.observers.channel_ranges import PerChannelRangeObserver, base_observer, screen_of
 from qompose.observers.fake_quantize import FakeQuantize
 from qompose.observers.foreign_observer import can_stand
 from qompose.observers.make_observer import (
@@ -135,7 +135,9 @@ class Estimation:
         """
         spec: Any = self.plan.groups[number].spec
         without = spec.dtype.is_floating_point or getattr(spec, "is_dynamic", False)
-        watched = isinstance(self.observer(number), BalancedObserver)  # factors come from data
+        watched = isinstance(
+            self.observer(number), PerChannelRangeObserver
+        )  # factors come from data
         return self.alive(number) and (not without or watched or self.converts_itself(number))
 
     def reads_quantized(self, node: Node, user: Node, number: int) -> bool:
@@ -287,7 +289,7 @@ class Estimation:
 
     def _bounds(self, number: int, spec: Any) -> tuple[int, int]:
         """Return a group's integers; users of other engines may have put another observer in since."""
-        observer = unbalanced(self.observer(number))
+        observer = base_observer(self.observer(number))
         try:
             if isinstance(spec, QuantizationSpec):
                 check_observer(observer, spec)
@@ -334,7 +336,7 @@ class Estimation:
     def _coarse(self) -> Iterator[str]:
         """Describe the tensors whose channels have few steps because of an observer's eps."""
         for number, q in self.qparams.items():
-            observer: Any = unbalanced(self.observer(number))
+            observer: Any = base_observer(self.observer(number))
             names = (
                 ("minimum", "maximum") if hasattr(observer, "minimum") else ("min_val", "max_val")
             )

@@ -29,7 +29,7 @@ from qompose.diagnosis.tuning_trials import (
     territory,
 )
 from qompose.errors import ConfigError, TuningError, UserError
-from qompose.program.batches import check_limit, check_several
+from qompose.program.user_input import check_limit, check_several
 from qompose.quantizer.base import Quantizer
 from qompose.quantizer.interop.foreign_quantizer import adapt
 
@@ -96,9 +96,9 @@ def tune(
 
 def _allowed(max_drop: object) -> float:
     if isinstance(max_drop, bool) or not isinstance(max_drop, (int, float)):
-        raise UserError(f"max_drop={max_drop!r} is no number")
+        raise UserError(f"max_drop must be a number, got {max_drop!r}")
     if not (math.isfinite(max_drop) and max_drop >= 0):
-        raise UserError(f"max_drop={max_drop!r} is no finite number from 0 on")
+        raise UserError(f"max_drop must be finite and not negative, got {max_drop!r}")
     return float(max_drop)
 
 

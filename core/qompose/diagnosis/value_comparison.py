@@ -1,16 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`compare`: where a quantized model differs from its float model.
-
-Compare: two forms of a program run side by side, value by value, and a table of where they differ.
+"""`compare`: a table of where a quantized model differs from its float model, value by value.
 
 The other program runs twice beside the reference: by itself, for what its values end up as, and with the
 reference's values in the place of its own, for what each operator adds. A lowered one is compared with its
 converted model in the same way, which tells what a kernel does from what quantization does. All are stepped
 through a value at a time (`qompose.diagnosis.replay`), and nothing but sums is kept.
-
-What is counted of two programs on one input after the other, and the rows that come of it.
-
-Programs stepped through side by side on the same inputs, and what each has for a value.
 """
 
 from __future__ import annotations
@@ -52,11 +46,11 @@ from qompose.errors import (
     UserError,
 )
 from qompose.plan.operator_ids import PARAMETER
-from qompose.program.batches import binder, check_limit, describe, iterated, run_batch
 from qompose.program.control_flow import nodes_in, sink_constants
 from qompose.program.graph import get_attribute, module_path, operator_name, owner_of
 from qompose.program.meta import values_of
 from qompose.program.rewrites import is_rewrite
+from qompose.program.user_input import binder, check_limit, describe, iterated, run_batch
 from qompose.reporting.build_report import report
 from qompose.reporting.comparison_data import KERNEL, ROUNDING, UNKNOWN, Compared, Comparison
 from qompose.reporting.report_data import SIMULATED, Row
@@ -137,7 +131,9 @@ def _metrics(given: Mapping[str, Metric] | None) -> dict[str, Metric]:
     if given is None:
         return {}
     if not isinstance(given, Mapping) or not all(map(callable, given.values())):
-        raise UserError(f"metrics={given!r} are no functions by name, as {{'largest': function}}")
+        raise UserError(
+            f"metrics must be functions by name, as {{'largest': function}}, got {given!r}"
+        )
     return dict(given)
 
 

@@ -19,11 +19,11 @@ from qompose.errors import CompilationError, UserError
 from qompose.files import draft_of
 from qompose.plan.plan import Record
 from qompose.program.aliasing import written_buffers
-from qompose.program.batches import binder
 from qompose.program.call_signature import CallSignature
 from qompose.program.control_flow import nodes_in
 from qompose.program.decompositions import laid_out, order_of
 from qompose.program.meta import KERNELS_TAG, tag_of
+from qompose.program.user_input import binder
 from qompose.spec.qdq import IN_ATEN
 
 SUFFIX: Final = ".pt2"

@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The observer interface and the observers of minimum and maximum.
+"""The observer interface, with the observers that estimate a range by least and largest values.
 
-Observers: modules that pass a tensor through unchanged and estimate its range.
-
-Each observer declares dtype, integer bounds and scheme, and gives `calculate_qparams()`. An observer
-that saw nothing says so by `calibrated`. Mask values never widen a range (`value_screening`).
-
-Whether a tensor is another view of the one seen last, whose values need no second look.
+Observers are modules that pass a tensor through unchanged. Each declares dtype, integer bounds and scheme,
+and gives `calculate_qparams()`. One that saw nothing says so by `calibrated`. Mask values never widen a
+range (`value_screening`).
 """
 
 from __future__ import annotations
@@ -34,10 +31,14 @@ from qompose.spec.qparams import (
     quantized_range,
     stored_in,
 )
-from qompose.spec.torchao_compat import OBSERVERS, acquaint, kin_of
+from qompose.spec.quantization_spec import (
+    OBSERVERS,
+    register_virtual_subclasses,
+    virtual_subclass_of,
+)
 
 
-@kin_of(OBSERVERS, "ObserverBase")
+@virtual_subclass_of(OBSERVERS, "ObserverBase")
 class Observer(nn.Module):
     """Base of all observers: what is quantized, how far the statistics are, and the parameters they give.
 
@@ -74,7 +75,7 @@ class Observer(nn.Module):
         is_dynamic: bool = False,
     ) -> None:
         super().__init__()
-        acquaint()
+        register_virtual_subclasses()
         self.dtype, self.eps, self.is_dynamic = dtype, eps, is_dynamic
         default = torch.per_channel_affine if self.per_channel else torch.per_tensor_affine
         self.qscheme = default if qscheme is None else qscheme
@@ -217,7 +218,7 @@ class RangeObserver(Observer):
     ) -> None:
         super().__init__(dtype, **arguments)
         if not scale_dtype.is_floating_point:
-            raise ConfigError(f"scale_dtype={scale_dtype} is no float type")
+            raise ConfigError(f"scale_dtype must be a float dtype, got {scale_dtype}")
         self.ch_axis, self.scale_dtype = ch_axis, scale_dtype
         # A shape that ranges never have. Not empty ones, which safetensors, when it loads, never shares.
         for name in ("minimum", "maximum"):

@@ -34,8 +34,8 @@ from qompose.quantizer.composition import ComposableQuantizer
 from qompose.quantizer.interop.isolated_view import Apart
 from qompose.quantizer.kept_rewrites import covered_rewrites, wanted_rewrites
 from qompose.quantizer.tied_weights import one_table_each
-from qompose.spec.algorithm_options import not_in_training
 from qompose.spec.claim import Composition
+from qompose.spec.quantization_spec import not_in_training
 
 
 def annotate_program(

@@ -236,7 +236,7 @@ def read_tree(data: Any, inputs: int) -> Tree:
             return data
         if kind in _OPERATORS:
             return [kind, *(read_tree(part, inputs) for part in parts)]
-    raise ValueError(f"{data!r} is no condition on {inputs} inputs")
+    raise ValueError(f"expected a condition on {inputs} inputs, got {data!r}")
 
 
 def _inputs(tree: Tree) -> Iterator[int]:

@@ -17,11 +17,16 @@ from qompose.errors import ConfigError
 from qompose.quantizer.annotations import propose_annotations
 from qompose.quantizer.interop.torchao_engine import transform_for_host
 from qompose.spec.claim import Claim, Proposal
-from qompose.spec.quantization_spec import EdgeOrNode, QuantizationSpec
-from qompose.spec.torchao_compat import QUANTIZERS, acquaint, kin_of
+from qompose.spec.quantization_spec import (
+    QUANTIZERS,
+    EdgeOrNode,
+    QuantizationSpec,
+    register_virtual_subclasses,
+    virtual_subclass_of,
+)
 
 
-@kin_of(QUANTIZERS, "Quantizer")
+@virtual_subclass_of(QUANTIZERS, "Quantizer")
 class Quantizer(ABC):
     """Says which operators of an exported program are quantized, and how.
 
@@ -39,7 +44,7 @@ class Quantizer(ABC):
     _is_bound = False  # of copies that `bound` makes, which only qompose's engine has, it is True
 
     def __init__(self) -> None:
-        acquaint()
+        register_virtual_subclasses()
 
     @property
     def name(self) -> str:

@@ -12,7 +12,7 @@ import qompose
 import torch
 from qompose import QuantizationConfig
 from qompose.backend import OperatorPattern
-from qompose.spec.algorithm_options import REPAIRS
+from qompose.spec.quantization_spec import REPAIRS
 from torch import Tensor, nn
 from torch.export import Dim
 

@@ -33,9 +33,9 @@ def exact(model: Any) -> float:
 def test_limits_that_are_none(limit: Any) -> None:
     prepared = prepare(PROGRAM, toy())
     prepared(X)
-    with pytest.raises(UserError, match="no number of batches"):
+    with pytest.raises(UserError, match="limit must be a number of batches"):
         qompose.sensitivity(prepared, [X], limit=limit)
-    with pytest.raises(UserError, match="no number of batches"):
+    with pytest.raises(UserError, match="limit must be a number of batches"):
         tuned(exact, data=iter([X]), limit=limit)
 
 

@@ -213,7 +213,7 @@ class TestFiles:
         ],
     )
     def test_what_is_no_condition_never_becomes_source(self, data: Any) -> None:
-        with pytest.raises(ValueError, match="is no condition on 2 inputs"):
+        with pytest.raises(ValueError, match="expected a condition on 2 inputs"):
             read_tree(data, 2)
 
     def test_source(self) -> None:

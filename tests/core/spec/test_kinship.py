@@ -18,9 +18,9 @@ from qompose.spec import (
     FixedQParamsQuantizationSpec,
     QuantizationAnnotation,
     SharedQuantizationSpec,
-    torchao_compat,
+    quantization_spec,
 )
-from qompose.spec.torchao_compat import acquaint, kin_of
+from qompose.spec.quantization_spec import register_virtual_subclasses, virtual_subclass_of
 
 from tests.core.toy import LINEAR, NullQuantizer, export, toy
 
@@ -33,13 +33,13 @@ def other() -> Iterator[ModuleType]:
     sys.modules[NAME] = module = ModuleType(NAME)
     yield module
     del sys.modules[NAME]
-    for key in [key for key in torchao_compat._strangers if key[0] == NAME]:
-        del torchao_compat._strangers[key]
+    for key in [key for key in quantization_spec._unregistered if key[0] == NAME]:
+        del quantization_spec._unregistered[key]
 
 
 @pytest.fixture
 def ours() -> type:
-    return kin_of(NAME, "Base")(type("Ours", (), {}))
+    return virtual_subclass_of(NAME, "Base")(type("Ours", (), {}))
 
 
 def base() -> type:
@@ -48,19 +48,19 @@ def base() -> type:
 
 
 def test_nothing_happens_before_the_other_is_imported(ours: type) -> None:
-    acquaint()
-    assert (NAME, "Base") in torchao_compat._strangers
+    register_virtual_subclasses()
+    assert (NAME, "Base") in quantization_spec._unregistered
     assert NAME not in sys.modules
-    del torchao_compat._strangers[NAME, "Base"]
+    del quantization_spec._unregistered[NAME, "Base"]
 
 
 def test_a_module_may_be_half_imported_and_come_to_its_class_later(
     ours: type, other: ModuleType
 ) -> None:
-    acquaint()
+    register_virtual_subclasses()
     other.Base = base()  # type: ignore[attr-defined]
     assert not isinstance(ours(), other.Base)
-    acquaint()
+    register_virtual_subclasses()
     assert isinstance(ours(), other.Base)
     assert isinstance(type("Derived", (ours,), {})(), other.Base)
     assert not isinstance(object(), other.Base)
@@ -68,10 +68,10 @@ def test_a_module_may_be_half_imported_and_come_to_its_class_later(
 
 def test_it_is_done_once(ours: type, other: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     other.Base = base()  # type: ignore[attr-defined]
-    acquaint()
+    register_virtual_subclasses()
     monkeypatch.setattr(other.Base, "register", None)
-    acquaint()
-    assert (NAME, "Base") not in torchao_compat._strangers
+    register_virtual_subclasses()
+    assert (NAME, "Base") not in quantization_spec._unregistered
 
 
 MOMENTS: dict[str, Callable[[], object]] = {
@@ -102,17 +102,17 @@ def test_what_is_made_makes_them_kin(
 
 def test_a_class_that_is_not_abstract_is_left_alone(ours: type, other: ModuleType) -> None:
     other.Base = type("Base", (), {})  # type: ignore[attr-defined]
-    acquaint()
+    register_virtual_subclasses()
     assert not isinstance(ours(), other.Base)
 
 
 KIN = """
 import sys
 import qompose
-from qompose import kinship
+from qompose.spec import quantization_spec
 qompose.Quantizer, qompose.QuantizationSpec, qompose.observers.MinMaxObserver
 assert not [name for name in sys.modules if name.startswith("torchao")]
-for (module, name), cls in sorted(kinship._strangers.items()):
+for (module, name), cls in sorted(quantization_spec._unregistered.items()):
     print(module.partition(".")[0], module.rpartition(".")[2], name, cls.__name__)
 """
 

@@ -43,8 +43,12 @@ from qompose.spec.claim import (
     most_telling,
     node_annotation,
 )
-from qompose.spec.quantization_spec import EdgeOrNode, QuantizationSpecBase, describe_spec
-from qompose.spec.torchao_compat import acquaint
+from qompose.spec.quantization_spec import (
+    EdgeOrNode,
+    QuantizationSpecBase,
+    describe_spec,
+    register_virtual_subclasses,
+)
 
 Labelled = Callable[[Any], Sequence[tuple[str, Propose]]]
 """From a quantizer to (label, propose) of each of its members."""
@@ -68,7 +72,7 @@ class _Asked:
 
 def transform_for_host(model: GraphModule, quantizer: Any, labelled: Labelled) -> GraphModule:
     """Return a program with the rewrites that a quantizer's claims cover, or `model` itself."""
-    acquaint()
+    register_virtual_subclasses()
     found = wanted_rewrites(model, quantizer)
     if all(candidate.obstacle for candidate in found):
         return model
