@@ -270,8 +270,8 @@ class Search:
         listed = {setting for row in rows for setting in row.settings}
         quantizer = excluding(evaluator.task.quantizer, [s for r in rows for s in r.settings])
         quantizer = quantizer if listed else evaluator.task.quantizer
-        told = {name for row in rows for name in row.others}
-        more = sorted(set(_lost(evaluator, attempt.excluded, chosen)) - told)
+        listed_already = {name for row in rows for name in row.others}
+        more = sorted(set(_lost(evaluator, attempt.excluded, chosen)) - listed_already)
         notes += [f"{name} stays in float with these" for name in more]
         written = None
         try:

@@ -230,8 +230,8 @@ _SCORES = ("score", "drop")
 
 def _from_data(data: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """Return data in which some numbers that JSON cannot hold are numbers again."""
-    told = {n: float(v) for n, v in data.items() if n in names and isinstance(v, str)}
-    return {**data, **told}
+    numbers = {n: float(v) for n, v in data.items() if n in names and isinstance(v, str)}
+    return {**data, **numbers}
 
 
 def named_or_nothing(sites: Sequence[str]) -> str:

@@ -120,10 +120,10 @@ def iterated(batches: Iterable[Any], function: str) -> Iterator[Any]:
 
 
 def check_several(batches: object, function: str) -> None:
-    """Make sure that batches are no single one: going through a tensor or a dict gives rows or names.
+    """Refuse a single batch where several are expected: iterating a tensor or a dict gives rows or names.
 
     Raises:
-        UserError: they are.
+        UserError: it is a single one.
     """
     if isinstance(batches, (Tensor, Mapping)):
         rows = isinstance(batches, Tensor) and batches.dim() > 1
@@ -134,7 +134,7 @@ def check_several(batches: object, function: str) -> None:
 
 
 def check_limit(limit: object) -> None:
-    """Make sure that a limit is None or a number of batches.
+    """Check that a limit is None or a number of batches.
 
     Raises:
         UserError: it is neither.
@@ -165,18 +165,20 @@ def run_batch(
     try:
         batch = transform(batch) if transform else batch
     except Exception as error:
-        told = f"{type(error).__name__}: {error}"
-        raise BatchError(number, f"cannot be used: transform raised {told}", what) from error
+        described = f"{type(error).__name__}: {error}"
+        raise BatchError(number, f"cannot be used: transform raised {described}", what) from error
     try:
         args, kwargs = _arguments(batch)
         return call(*args, **kwargs)
     except CalibrationError as error:
         raise BatchError(number, f"cannot be used: {error}{_holds(batch)}", what) from error
     except Exception as error:
-        told = str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
+        described = (
+            str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
+        )
         raise BatchError(
             number,
-            f"does not fit the model: {told}. The batch is {describe(batch)}.{_surplus(call, batch)}",
+            f"does not fit the model: {described}. The batch is {describe(batch)}.{_surplus(call, batch)}",
             what,
         ) from error
 
