@@ -49,10 +49,10 @@ from .reporting.build_report import (
     report as report,
 )
 from .reporting.report_data import Report as Report
-from .spec.algorithm_options import SmoothQuant as SmoothQuant
 from .spec.quantization_spec import (
     QuantizationConfig as QuantizationConfig,
     QuantizationSpec as QuantizationSpec,
+    SmoothQuant as SmoothQuant,
 )
 from .storage.artifact import load as load, save as save
 

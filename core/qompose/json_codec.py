@@ -45,6 +45,15 @@ def is_number(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value)
 
 
+def jsonable(value: Any) -> Any:
+    """Return data in the form that JSON reads back: text for numbers that are not finite."""
+    if isinstance(value, Mapping):
+        return {key: jsonable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [jsonable(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
 INTEGER = plain("a whole number", is_integer)
 NUMBER = plain("a finite number", is_number)
 BOOLEAN = plain("true or false", lambda value: isinstance(value, bool))

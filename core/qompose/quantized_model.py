@@ -1,26 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`quantize(...)`, the whole flow in one call, with the model it returns.
-
-The one call that runs all stages, from a module to integer kernels.
-
-How long a quantized model takes beside the float one. Slower than float is said out loud.
-"""
+"""`quantize(...)`, which runs all stages in one call and returns the model in each of its forms."""
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from os import PathLike
-from statistics import median
 from typing import Any
 
 import torch
 from torch import nn
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
+from torch.utils.benchmark import Timer
 
 from qompose.calibration.calibrator import calibrate
 from qompose.calibration.statistics_data import Statistics
@@ -67,22 +61,19 @@ class QuantizedModel:
         return self.compiled[mode]
 
     def benchmark(
-        self,
-        *inputs: Any,
-        keywords: Mapping[str, Any] | None = None,
-        rounds: int = 10,
-        warmup: int = 2,
+        self, *inputs: Any, keywords: Mapping[str, Any] | None = None, seconds: float = 0.2
     ) -> Timings:
-        """Time the float program, the lowered one and what `compile` made, in turns; see `bench`.
+        """Time the float program, the lowered one and what `compile` made with `torch.utils.benchmark`.
 
         What is slower than the float program is in a QomposeWarning.
 
         Args:
             inputs, keywords: those of one call; without any, the ones that the float program was exported
                 with.
+            seconds: how long each is run at least; the median counts.
 
         Raises:
-            UserError: no rounds, or the program was exported without inputs and none are given.
+            UserError: the program was exported without inputs and none are given.
             TargetError: the model was lowered to what cannot be called.
         """
         if not callable(self.model):
@@ -97,13 +88,14 @@ class QuantizedModel:
             "lowered": self.model,
             **{f"compiled, {mode}": model for mode, model in self.compiled.items()},
         }
-        return bench(
-            {name: partial(model, **(keywords or {})) for name, model in models.items()},
-            *inputs,
-            rounds=rounds,
-            warmup=warmup,
-            stacklevel=2,
-        )
+        calls = {
+            name: partial(model, *inputs, **(keywords or {})) for name, model in models.items()
+        }
+        timings = _timed(calls, seconds)
+        slower = [f"{row.name} ({row.ratio:.2f} times)" for row in timings.rows if row.ratio > 1]
+        if slower:
+            warnings.warn(f"slower than float: {', '.join(slower)}", QomposeWarning, stacklevel=2)
+        return timings
 
     def _example(self) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
         example = self.exported.example_inputs
@@ -206,42 +198,13 @@ class Timings:
         )
 
 
-def bench(
-    models: Mapping[str, Callable[..., Any]],
-    *inputs: Any,
-    rounds: int = 10,
-    warmup: int = 2,
-    stacklevel: int = 1,
-) -> Timings:
-    """Time models side by side, in turns, without gradients; warn of those slower than the first.
-
-    Args:
-        models: name -> what is called with `inputs`; the float model comes first.
-        rounds: how often each is called; the median counts.
-        warmup: how often each is called before, which does not count.
-        stacklevel: whose line the warning names: 1 is the caller's, as in `warnings.warn`.
-
-    Raises:
-        UserError: there are no models, no rounds, or fewer than no calls to warm up.
-    """
-    if not models or rounds < 1 or warmup < 0:
-        raise UserError(
-            f"bench needs a model, a round and warmup >= 0, not {len(models)} models, rounds={rounds}, "
-            f"warmup={warmup}"
-        )
-    seconds: dict[str, list[float]] = {name: [] for name in models}
+def _timed(models: Mapping[str, Callable[[], Any]], seconds: float) -> Timings:
+    threads = torch.get_num_threads()
+    timers = {
+        name: Timer("call()", globals={"call": call}, num_threads=threads)
+        for name, call in models.items()
+    }
     with torch.no_grad():
-        for number in range(warmup + rounds):
-            for name, model in models.items():
-                start = time.perf_counter()
-                model(*inputs)
-                elapsed = time.perf_counter() - start
-                if number >= warmup:
-                    seconds[name].append(elapsed)
-    first = median(next(iter(seconds.values())))
-    rows = tuple(Timing(name, median(s), median(s) / first) for name, s in seconds.items())
-    slower = [f"{row.name} ({row.ratio:.2f} times)" for row in rows if row.ratio > 1]
-    if slower:
-        message = f"slower than {rows[0].name}: {', '.join(slower)}"
-        warnings.warn(message, QomposeWarning, stacklevel=stacklevel + 1)
-    return Timings(rows)
+        medians = {n: t.blocked_autorange(min_run_time=seconds).median for n, t in timers.items()}
+    first = next(iter(medians.values()))
+    return Timings(tuple(Timing(name, median, median / first) for name, median in medians.items()))

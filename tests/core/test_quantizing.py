@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from qompose import QuantizedModel, UserError
 from qompose.errors import TargetError
 from torch import Tensor, nn
+from torch.utils.benchmark import Measurement, Timer
 
 from tests.core.toy import LINEAR, export, randn, seeded, toy
 
@@ -39,33 +39,42 @@ def quantized(module: nn.Module, *args: Tensor, **kwargs: Tensor) -> QuantizedMo
 
 
 class Timed:
-    """A model that moves a clock, and remembers its inputs."""
+    """A model that is told how long it takes, and remembers how it was called."""
 
-    def __init__(self, clock: list[float], seconds: float) -> None:
-        self.clock, self.seconds = clock, seconds
-        self.calls: list[Any] = []
+    latest = 1.0
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.calls: list[tuple[Any, Any, bool]] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        self.calls.append((args, kwargs))
-        self.clock[0] += self.seconds
+        self.calls.append((args, kwargs, torch.is_grad_enabled()))
+        Timed.latest = self.seconds
 
 
-@pytest.fixture
-def timed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Timed]:
-    clock = [0.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
-    return lambda seconds: Timed(clock, seconds)
+@pytest.fixture(autouse=True)
+def told_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    def told(timer: Timer, min_run_time: float) -> Measurement:
+        timer._timer.timeit(1)
+        return Measurement(1, [Timed.latest], timer._task_spec)
+
+    monkeypatch.setattr(Timer, "blocked_autorange", told)
 
 
-def test_float_lowered_and_compiled_are_timed_in_turns(timed: Callable[[float], Timed]) -> None:
-    result = quantized(nn.Linear(3, 4), X)
-    slow, fast = timed(3.0), timed(1.0)
-    object.__setattr__(result, "model", slow)
-    result.compiled["max-autotune"] = fast  # type: ignore[assignment]
-    float_time = timed(2.0)
-    object.__setattr__(result.exported, "module", lambda: float_time)
+def with_models(seconds: float, *others: float) -> tuple[QuantizedModel, list[Timed]]:
+    """A result whose float program, lowered model and compiled one take so many seconds."""
+    result, models = quantized(nn.Linear(3, 4), X), [Timed(s) for s in (seconds, *others)]
+    object.__setattr__(result.exported, "module", lambda: models[0])
+    object.__setattr__(result, "model", models[1])
+    if len(models) > 2:
+        result.compiled["max-autotune"] = models[2]  # type: ignore[assignment]
+    return result, models
+
+
+def test_float_lowered_and_compiled_are_timed() -> None:
+    result, models = with_models(2.0, 3.0, 1.0)
     with pytest.warns(qompose.QomposeWarning, match=r"than float: lowered \(1.50 times\)$") as said:
-        timings = result.benchmark(X, rounds=2, warmup=1)
+        timings = result.benchmark(X, keywords={"factor": X})
     assert [Path(w.filename).name for w in said] == ["test_quantizing.py"]
     assert [(row.name, row.seconds, row.ratio) for row in timings.rows] == [
         ("float", 2.0, 1.0),
@@ -73,22 +82,20 @@ def test_float_lowered_and_compiled_are_timed_in_turns(timed: Callable[[float], 
         ("compiled, max-autotune", 1.0, 0.5),
     ]
     assert json.loads(json.dumps(timings.to_dict()))[2]["ratio"] == 0.5
-    assert [len(model.calls) for model in (float_time, slow, fast)] == [3, 3, 3]
+    assert all(model.calls == [((X,), {"factor": X}, False)] for model in models)
     assert "compiled, max-autotune   1000.000 ms" in str(timings)
 
 
-@pytest.mark.filterwarnings("ignore:slower than float:qompose.QomposeWarning")
+def test_as_fast_as_float_is_no_warning() -> None:
+    result, _ = with_models(1.0, 1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        result.benchmark(X)
+
+
 def test_without_inputs_the_example_inputs_are_those_of_export() -> None:
     result = quantized(Scaled(), X, factor=torch.tensor(2.0))
-    assert [row.name for row in result.benchmark(rounds=1).rows] == ["float", "lowered"]
-
-
-def test_keywords_of_a_call(timed: Callable[[float], Timed]) -> None:
-    result, model = quantized(Scaled(), X, factor=torch.tensor(2.0)), timed(1.0)
-    object.__setattr__(result, "model", model)
-    object.__setattr__(result.exported, "module", lambda: model)
-    result.benchmark(X, keywords={"factor": X}, rounds=1, warmup=0)
-    assert [kwargs for _, kwargs in model.calls] == [{"factor": X}] * 2
+    assert [row.name for row in result.benchmark().rows] == ["float", "lowered"]
 
 
 def test_a_program_without_example_inputs_needs_some() -> None:

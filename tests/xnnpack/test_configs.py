@@ -97,7 +97,7 @@ class TestWhatExcludesWhat:
             ({"is_per_channel": "no"}, "is_per_channel='no' is neither True nor False"),
             ({"balance": 0}, "balance=0 is neither True nor False"),
             ({"repairs": ("smoothquant",)}, "no repair 'smoothquant' .did you mean 'smooth_quant'"),
-            ({"repairs": 1}, "repairs=1 is no tuple of words"),
+            ({"repairs": 1}, "repairs must be a tuple of"),
             ({"repairs": ("bias_correction",), "weight_only": True}, "has no weight-only form"),
             ({"repairs": ("equalization",), "is_qat": True}, "training finds weights"),
             ({"per_token": False}, "per_token=False is for .* needs is_dynamic=True"),

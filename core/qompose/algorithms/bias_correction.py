@@ -23,10 +23,15 @@ from qompose.observers.tensor_statistics import mean_observers
 from qompose.plan.plan import Plan
 from qompose.program.aliasing import written_buffers
 from qompose.program.control_flow import count_readers, graphs_in, nodes_in
-from qompose.program.graph import address_of, constant_of, describe, value_of
-from qompose.spec.algorithm_options import BIAS_CORRECTION
+from qompose.program.graph import (
+    address_of,
+    constant_of,
+    describe,
+    value_of,
+)
 from qompose.spec.claim import Claim, Point
 from qompose.spec.qdq import QParams, integers_of, static_pair
+from qompose.spec.quantization_spec import BIAS_CORRECTION
 
 
 class _NotCorrected(Exception):  # noqa: N818 - it says what the product is

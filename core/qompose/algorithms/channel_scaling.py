@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from qompose.observers.channel_ranges import OUTPUT, Balance, BalancedObserver, Channels
+from qompose.observers.channel_ranges import OUTPUT, Balance, ChannelSample, PerChannelRangeObserver
 from qompose.observers.clipping_range_search import best_range, power_error
 from qompose.observers.histogram import Histogram
 from qompose.observers.make_observer import eps_of, make_observer
@@ -86,7 +86,7 @@ class Scheme:
 
 
 def balance_input(
-    channels: Channels,
+    channels: ChannelSample,
     products: Sequence[tuple[Tensor, FakeQuantize]],
     scheme: Scheme,
     qparams: tuple[Tensor, Tensor] | None,
@@ -108,7 +108,7 @@ def balance_input(
         0
     )
 
-    def size(seen: Channels, exponent: float) -> Tensor:
+    def size(seen: ChannelSample, exponent: float) -> Tensor:
         return seen.largest**exponent / heaviest.clamp(min=1e-30) ** (1 - exponent)
 
     def error(sample: Tensor, factors: Tensor, scale: Tensor, zero_point: Tensor) -> float:
@@ -149,7 +149,7 @@ def _taps(weight: Tensor) -> Tensor:
 
 
 def balance_output(
-    channels: Channels, weight: Tensor, scheme: Scheme, qparams: tuple[Tensor, Tensor]
+    channels: ChannelSample, weight: Tensor, scheme: Scheme, qparams: tuple[Tensor, Tensor]
 ) -> Factors | None:
     """Return factors for a product's output, or None where none are worthwhile; see `balance_input`."""
 
@@ -162,8 +162,8 @@ def balance_output(
 
 
 def _best(
-    channels: Channels,
-    sizes: Sequence[Callable[[Channels], Tensor]],
+    channels: ChannelSample,
+    sizes: Sequence[Callable[[ChannelSample], Tensor]],
     scheme: Scheme,
     qparams: tuple[Tensor, Tensor] | None,
     error: Callable[[Tensor, Tensor, Tensor, Tensor], float],
@@ -175,10 +175,10 @@ def _best(
     """
     trials = channels.trials()
 
-    def chosen(seen: Channels, factors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def chosen(seen: ChannelSample, factors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return factors, *scheme.choose(*_divided_range(seen, factors, scheme, qparams))
 
-    def held_back_error(factors_of: Callable[[Channels], Tensor]) -> float:
+    def held_back_error(factors_of: Callable[[ChannelSample], Tensor]) -> float:
         return sum(error(held.sample, *chosen(seen, factors_of(seen))) for seen, held in trials)
 
     if not trials:
@@ -203,7 +203,7 @@ def _powers_of_two(sizes: Tensor) -> Tensor:
 
 
 def _divided_range(
-    channels: Channels, factors: Tensor, scheme: Scheme, qparams: tuple[Tensor, Tensor] | None
+    channels: ChannelSample, factors: Tensor, scheme: Scheme, qparams: tuple[Tensor, Tensor] | None
 ) -> tuple[Tensor, Tensor]:
     """Search the range of the divided tensor on the sample, within the range that was seen.
 
@@ -225,7 +225,7 @@ def _divided_range(
 
 
 def _kept(
-    channels: Channels, scheme: Scheme, scale: Tensor, zero_point: Tensor
+    channels: ChannelSample, scheme: Scheme, scale: Tensor, zero_point: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return how much of the range below and above zero the undivided tensor's parameters keep."""
     seen = torch.stack([channels.low.amin().clamp(max=0), channels.high.amax().clamp(min=0)])
@@ -386,7 +386,7 @@ class FactorSearch:
         groups = [self._weight_group(name) for name in balance.weights]
         per_channel = all(_is_per_channel(self._groups[n]) for n in groups)
         whole = self._dropped_none(number)
-        if not isinstance(observer, BalancedObserver) or not per_channel or not whole:
+        if not isinstance(observer, PerChannelRangeObserver) or not per_channel or not whole:
             return  # a replaced observer; a weight that cannot take up factors; a reader left in float
         channels = observer.channels
         scheme = self._scheme(number)
@@ -412,7 +412,7 @@ class FactorSearch:
     def _repair(self, number: int, balance: Balance) -> None:
         """Decide on the factors that somebody asked for; say where there are none, and why."""
         observer, factors = self._observers[number], None
-        if not isinstance(observer, BalancedObserver):
+        if not isinstance(observer, PerChannelRangeObserver):
             reason = "its observer was replaced"
         elif not self._dropped_none(number):
             reason = "one of its readers stays in float"
@@ -428,7 +428,9 @@ class FactorSearch:
             where = _where(self._groups[number], self._nodes)
             self._found.refused.append(f"{_asked(balance)} of {where} was not made: {reason}")
 
-    def _smooth(self, number: int, balance: Balance, observer: BalancedObserver) -> Factors | None:
+    def _smooth(
+        self, number: int, balance: Balance, observer: PerChannelRangeObserver
+    ) -> Factors | None:
         dynamic = getattr(self._groups[number].spec, "is_dynamic", False)
         products = []
         for name in balance.weights:

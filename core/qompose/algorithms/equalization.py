@@ -49,8 +49,8 @@ from qompose.program.graph import (
     set_attribute,
     value_of,
 )
-from qompose.spec.algorithm_options import EQUALIZATION
 from qompose.spec.claim import Claim
+from qompose.spec.quantization_spec import EQUALIZATION
 
 _SWEEPS = 100
 _STILL = 1e-3

@@ -26,10 +26,15 @@ from qompose.observers.min_max import MinMaxObserver, Observer
 from qompose.plan.plan import Group
 from qompose.program.control_flow import count_readers, nodes_in
 from qompose.program.graph import address_of, constant_of, describe, value_of
-from qompose.spec.algorithm_options import SMOOTH_QUANT, Repair, word_of
 from qompose.spec.claim import Claim, Point
 from qompose.spec.qdq import axis_of
-from qompose.spec.quantization_spec import FixedQParamsQuantizationSpec, QuantizationSpec
+from qompose.spec.quantization_spec import (
+    SMOOTH_QUANT,
+    FixedQParamsQuantizationSpec,
+    QuantizationSpec,
+    Repair,
+    word_of,
+)
 
 aten = torch.ops.aten
 

@@ -134,7 +134,7 @@ class OperatorPattern:
         """Yield every call of the operators, in graph order."""
         calls = [node for target in self.targets for node in index.calls(target)]
         for node in sorted(calls, key=index.position.__getitem__):
-            arguments = _schema_arguments(node)
+            arguments = arguments_of(node)
             if self.result is None:
                 yield Match((node,), node, {**arguments, "output": node})
             elif (output := self._only_result(node)) is not None:
@@ -250,7 +250,7 @@ class _CandidateMatcher(SubgraphMatcherWithNameNodeMap):
 
 def _same_tensors(pattern: Node, node: Node) -> bool:
     """Return whether two calls take tensors in the same places."""
-    ours, theirs = _schema_arguments(pattern), _schema_arguments(node)
+    ours, theirs = arguments_of(pattern), arguments_of(node)
     return all(_is_tensor(ours[name]) == _is_tensor(theirs[name]) for name in ours)
 
 
@@ -261,16 +261,6 @@ def _is_tensor(argument: object) -> bool:
     return isinstance(argument, Node) and not isinstance(
         argument.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool, int, float)
     )
-
-
-def _schema_arguments(node: Node) -> dict[str, object]:
-    """Return all arguments of a call by name, defaults included."""
-    return {
-        argument.name: node.args[i]
-        if i < len(node.args)
-        else node.kwargs.get(argument.name, argument.default_value)
-        for i, argument in enumerate(node.target._schema.arguments)  # type: ignore[union-attr]
-    }
 
 
 class _Captured(nn.Module):

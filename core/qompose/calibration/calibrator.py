@@ -1,19 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`calibrate`: batches through a prepared model, on one process or several, resumable.
-
-Calibrate: run batches through a prepared model, so that its observers see the data.
-
-Processes that calibrate together: which of them this is, and an exchange that nobody waits for forever.
-
-A calibration's statistics on the way, in a file, so that one that was stopped can go on.
-
-What observers have seen, set aside so that a calibration that fails leaves nothing behind.
-
-What looks wrong after calibration, before anything is converted: by tensor, module and who wants it.
-
-What is looked at are the statistics themselves, and the parameters of foreign observers not at all, so a
-look costs nothing beside a batch.
-"""
+"""`calibrate`: batches through a prepared model, on one process or several, so that observers see data."""
 
 from __future__ import annotations
 
@@ -46,13 +32,13 @@ from qompose.calibration.statistics_data import (
 from qompose.calibration.statistics_file import check_kind
 from qompose.console import on_terminal, progress_bar
 from qompose.errors import CalibrationError, QomposeWarning, StatisticsError, UserError
-from qompose.observers.channel_ranges import screen_of, unbalanced
+from qompose.observers.channel_ranges import base_observer, screen_of
 from qompose.observers.foreign_observer import guard_of
 from qompose.observers.make_observer import DerivedObserver, observer_nodes, observers_of
 from qompose.observers.min_max import Observer
 from qompose.observers.tensor_statistics import mean_observers
 from qompose.observers.value_screening import FAR_FROM_TYPICAL, Screen
-from qompose.program.batches import check_limit, iterated, run_batch
+from qompose.program.user_input import check_limit, iterated, run_batch
 from qompose.training.qat_conv_bn import is_trained
 
 
@@ -109,18 +95,34 @@ def calibrate(
         _all_or_none(prepared, ranks, start) as done,
     ):
         task = bar.add_task("calibrating", total=total)
-        for number, batch in share.of(iterator):
-            run_batch(prepared, batch, transform, number)
+        for number in _ran(prepared, share.of(iterator), transform, kept):
             done.append(number)
             bar.update(task, completed=number)
-            if kept is not None:
-                kept.note(prepared, number)
-        if kept is not None:
-            kept.close(prepared)  # what this process saw alone
-    if ranks.rank == 0 and (found := lint(prepared)):
-        lines = "".join(f"\n  - {line}" for line in found)
-        warnings.warn(f"After calibration these look wrong:{lines}", QomposeWarning, stacklevel=2)
+    if ranks.rank == 0:
+        _warn_of_what_looks_wrong(prepared)
     return prepared
+
+
+def _ran(
+    prepared: GraphModule,
+    batches: Iterable[tuple[int, Any]],
+    transform: Callable[[Any], Any] | None,
+    kept: _ResumeFile | None,
+) -> Iterator[int]:
+    """Run numbered batches, and yield the number of each that went through."""
+    for number, batch in batches:
+        run_batch(prepared, batch, transform, number)
+        yield number
+        if kept is not None:
+            kept.note(prepared, number)
+    if kept is not None:
+        kept.write(prepared)  # what this process saw alone
+
+
+def _warn_of_what_looks_wrong(prepared: GraphModule) -> None:
+    if found := lint(prepared):
+        lines = "".join(f"\n  - {line}" for line in found)
+        warnings.warn(f"After calibration these look wrong:{lines}", QomposeWarning, stacklevel=3)
 
 
 def _check_limit(limit: object, sharded: bool) -> None:
@@ -149,13 +151,13 @@ def _ranks(prepared: GraphModule, timeout: float) -> Ranks:
 
 def _resumed(
     prepared: GraphModule, ranks: Ranks, resume: str | os.PathLike[str] | None
-) -> tuple[Kept | None, int]:
+) -> tuple[_ResumeFile | None, int]:
     """Return the file for what is seen, and how many batches this process has seen already.
 
     Raises:
         CalibrationError: there are several processes, and statistics that are from no such file.
     """
-    kept = None if resume is None else Kept(Path(resume), ranks, prepared)
+    kept = None if resume is None else _ResumeFile(Path(resume), ranks, prepared)
     start = 0 if kept is None else kept.restore(prepared)
     if ranks.count > 1 and not start and len(statistics(prepared)):
         raise CalibrationError(
@@ -303,17 +305,15 @@ EVERY = 30.0
 """Seconds between two writes: what is lost at most."""
 
 
-class Kept:
-    """The file of one process; with several, each has its own, with its rank in the name.
+class _ResumeFile:
+    """A file with the statistics of a calibration on the way; of several processes each has its own.
 
     Raises:
-        StatisticsError: there can be no such file, or observers cannot be given what it holds.
-
+        StatisticsError: there can be no such file, or observers keep their statistics to themselves.
     """
 
     def __init__(self, path: Path, ranks: Ranks, prepared: GraphModule) -> None:
-        left_out = statistics(prepared).left_out
-        if left_out:
+        if left_out := statistics(prepared).left_out:
             raise StatisticsError(
                 f"resume= needs observers that give their statistics away, and {'; '.join(left_out)} are of "
                 "other packages"
@@ -321,37 +321,36 @@ class Kept:
         check_kind(path)
         if not path.parent.is_dir():
             raise StatisticsError(f"resume={str(path)!r}: there is no folder {path.parent}")
-        if ranks.count > 1:
-            path = path.with_name(f"{path.stem}.rank{ranks.rank}of{ranks.count}{path.suffix}")
-        self.path = path
-        self._last, self._written = 0, time.monotonic()
+        rank = f".rank{ranks.rank}of{ranks.count}" if ranks.count > 1 else ""
+        self.path = path.with_name(f"{path.stem}{rank}{path.suffix}")
+        self._batches, self._written = 0, time.monotonic()
 
     def restore(self, prepared: GraphModule) -> int:
-        """Give the observers what the file has, and return how many batches that was; 0 without a file.
+        """Give the observers what the file has, and return of how many batches that is; 0 without a file.
 
         Raises:
-            StatisticsError: it is not of this model and its observers, or not of a calibration on the way.
+            StatisticsError: it is of another model or other observers, or of a whole calibration.
         """
-        if not self.path.exists():
-            return 0
-        found = Statistics.load(self.path)
-        if not found.batches:
-            raise StatisticsError(
-                f"{self.path} holds no calibration on the way; to use its statistics, pass them for batches"
-            )
-        found.apply(prepared)
-        self._last = found.batches
-        return found.batches
+        if self.path.exists():
+            found = Statistics.load(self.path)
+            if not found.batches:
+                raise StatisticsError(
+                    f"{self.path} holds no calibration on the way; to use its statistics, pass them for "
+                    "batches"
+                )
+            found.apply(prepared)
+            self._batches = found.batches
+        return self._batches
 
     def note(self, prepared: GraphModule, number: int) -> None:
         """Remember that a batch was run, and write the file when it is time."""
-        self._last = number
+        self._batches = number
         if time.monotonic() - self._written >= EVERY:
-            self.close(prepared)
+            self.write(prepared)
 
-    def close(self, prepared: GraphModule) -> None:
-        """Write the file."""
-        replace(statistics(prepared), batches=self._last).save(self.path)
+    def write(self, prepared: GraphModule) -> None:
+        """Write what this process has seen."""
+        replace(statistics(prepared), batches=self._batches).save(self.path)
         self._written = time.monotonic()
 
 
@@ -422,7 +421,7 @@ def _magnitude(screen: Screen) -> float:
 
 
 def _only_value(observer: nn.Module) -> float | None:
-    inner = unbalanced(observer)
+    inner = base_observer(observer)
     if not isinstance(inner, Observer):
         return None
     facts = inner.facts()
@@ -431,7 +430,7 @@ def _only_value(observer: nn.Module) -> float | None:
 
 
 def _subject(observer: nn.Module) -> str:
-    inner = unbalanced(observer)
+    inner = base_observer(observer)
     guard = guard_of(inner)
     return (
         guard.subject if guard is not None else str(getattr(inner, "subject", type(inner).__name__))

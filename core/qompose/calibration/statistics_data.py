@@ -19,7 +19,7 @@ from torch.fx import GraphModule
 
 from qompose.calibration.statistics_file import Entry, SiteMeans, range_of, read, same, write
 from qompose.errors import StatisticsError, near_names
-from qompose.observers.channel_ranges import unbalanced
+from qompose.observers.channel_ranges import base_observer
 from qompose.observers.make_observer import observer_nodes, observers_of
 from qompose.observers.min_max import Observer
 from qompose.observers.tensor_statistics import Facts, MeanObserver, Means, mean_observers
@@ -254,7 +254,7 @@ class Statistics:
                 _take(copy.deepcopy(observer), facts)
                 found.append((observer, facts))
             except StatisticsError as error:
-                kind = type(unbalanced(observer)).__name__
+                kind = type(base_observer(observer)).__name__
                 lacking.append(f"{sites[0]}: {kind} finds {error} there")
         return found, lacking
 
@@ -268,8 +268,8 @@ def statistics(prepared: GraphModule) -> Statistics:
     record = prepared_record(prepared, "statistics")
     entries, left_out = {}, []
     for observer, sites in watched(prepared, record):
-        if not isinstance(unbalanced(observer), Observer):
-            left_out.append(f"{sites[0]} ({type(unbalanced(observer)).__name__})")
+        if not isinstance(base_observer(observer), Observer):
+            left_out.append(f"{sites[0]} ({type(base_observer(observer)).__name__})")
             continue
         facts: Facts = observer.facts()
         if facts.values or facts.set_range is not None:
@@ -290,9 +290,9 @@ def order_dependent(prepared: GraphModule) -> list[str]:
     """Name the tensors whose observers give statistics that cannot be merged, with the observers' classes."""
     record = prepared_record(prepared, "calibrate")
     return [
-        f"{sites[0]} ({type(unbalanced(observer)).__name__})"
+        f"{sites[0]} ({type(base_observer(observer)).__name__})"
         for observer, sites in watched(prepared, record)
-        if not getattr(unbalanced(observer), "mergeable", False)
+        if not getattr(base_observer(observer), "mergeable", False)
     ]
 
 
@@ -340,14 +340,14 @@ def watched(prepared: GraphModule, record: Record) -> Iterator[tuple[Any, tuple[
 
 def _estimates(observer: nn.Module) -> bool:
     """Tell whether an observer keeps statistics: not if parameters are known, derived, or of run time."""
-    inner = unbalanced(observer)
+    inner = base_observer(observer)
     if isinstance(inner, Observer):
         return inner.estimates and not inner.is_dynamic
     return not getattr(inner, "is_dynamic", False)
 
 
 def _take(observer: Any, facts: Facts) -> None:
-    if not isinstance(unbalanced(observer), Observer):
+    if not isinstance(base_observer(observer), Observer):
         raise StatisticsError("no way to be given statistics")
     observer.take(facts)
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from qompose.errors import StatisticsError
 from qompose.files import draft_of
+from qompose.json_codec import jsonable
 from qompose.observers.histogram import BINS, CHANNEL_BINS, ChannelHistograms, Histogram
 from qompose.observers.tensor_statistics import Channels, Facts, Means, RowSample
 from qompose.observers.value_screening import Screen
@@ -176,15 +177,10 @@ def check_kind(path: Path) -> str:
     return path.suffix
 
 
-def _number(value: float | None) -> Any:
-    """Return a number as JSON has it: infinities as text."""
-    return value if value is None or math.isfinite(value) else str(value)
-
-
 def _facts_to_data(facts: Facts, put: Put) -> dict[str, Any]:
-    data: dict[str, Any] = {"minimum": _number(facts.minimum), "maximum": _number(facts.maximum)}
+    data: dict[str, Any] = {"minimum": jsonable(facts.minimum), "maximum": jsonable(facts.maximum)}
     if facts.set_range is not None:
-        data["set_range"] = list(map(_number, facts.set_range))
+        data["set_range"] = jsonable(facts.set_range)
     if facts.averaged:
         data["averaged"] = facts.averaged
     if facts.histogram is not None:
@@ -200,7 +196,7 @@ def _facts_to_data(facts: Facts, put: Put) -> dict[str, Any]:
         kept = facts.sample
         data["sample"] = {"seen": kept.seen, "rows": put(kept.rows), "order": put(kept.order)}
     if facts.screen is not None:
-        data["screen"] = {name: _number(value) for name, value in vars(facts.screen).items()}
+        data["screen"] = jsonable(vars(facts.screen))
     return data
 
 
@@ -220,7 +216,7 @@ def _channels_to_data(seen: Channels, put: Put) -> dict[str, Any]:
 
 
 def _means_to_data(site: Site, found: Means, put: Put) -> dict[str, Any]:
-    largest = _number(found.largest)
+    largest = jsonable(found.largest)
     return {"site": vars(site), "total": put(found.total), "count": found.count, "largest": largest}
 
 

@@ -21,7 +21,7 @@ from torch.fx import Graph, GraphModule, Node
 from qompose.algorithms.channel_scaling import Factors, commit_factors
 from qompose.conversion.qparams_solver import Observed, Solution, solve
 from qompose.conversion.reference_representation import Representation, represent
-from qompose.observers.channel_ranges import INPUT, OUTPUT, unbalanced
+from qompose.observers.channel_ranges import INPUT, OUTPUT, base_observer
 from qompose.observers.foreign_observer import Delegate, check_graph, is_quantize_affine
 from qompose.observers.make_observer import integer_bounds
 from qompose.observers.tensor_statistics import mean_observers
@@ -409,7 +409,7 @@ class _QDQInserter:
         node, number = observed.node, observed.group
         observer = self.solution.observers[number]
         low, high = integer_bounds(spec, observer)
-        eps = float(getattr(unbalanced(observer), "eps", DEFAULT_EPS))
+        eps = float(getattr(base_observer(observer), "eps", DEFAULT_EPS))
         value = self._divided(value, number, before=node)
         choose, arguments = choosing_operator(spec, low, high, eps)
         reader, shaped = first_user(node), None

@@ -18,7 +18,7 @@ from qompose.algorithms.bias_correction import correct_biases
 from qompose.algorithms.channel_scaling import ChannelFactors, FactorSearch
 from qompose.conversion.integer_bias import rounded_biases, widen_scales_for_int32
 from qompose.errors import CalibrationError, ConfigError, StageError, UncalibratedError, blaming
-from qompose.observers.channel_ranges import BalancedObserver, screen_of, unbalanced
+from qompose.observers.channel_ranges import PerChannelRangeObserver, base_observer, screen_of
 from qompose.observers.fake_quantize import FakeQuantize
 from qompose.observers.foreign_observer import can_stand
 from qompose.observers.make_observer import (
@@ -215,7 +215,9 @@ class QParamsSolver:
         """
         spec: Any = self.plan.groups[number].spec
         without = spec.dtype.is_floating_point or getattr(spec, "is_dynamic", False)
-        watched = isinstance(self.observer(number), BalancedObserver)  # factors come from data
+        watched = isinstance(
+            self.observer(number), PerChannelRangeObserver
+        )  # factors come from data
         return self.alive(number) and (not without or watched or self.converts_itself(number))
 
     def observer(self, number: int) -> Any:
@@ -344,7 +346,7 @@ class QParamsSolver:
 
     def _bounds(self, number: int, spec: Any) -> tuple[int, int]:
         """Return the range of a group's integers; users may have replaced its observer since."""
-        observer = unbalanced(self.observer(number))
+        observer = base_observer(self.observer(number))
         try:
             if isinstance(spec, QuantizationSpec):
                 check_observer(observer, spec)
@@ -391,7 +393,7 @@ class QParamsSolver:
     def _few_levels(self) -> Iterator[str]:
         """Describe the tensors whose channels have few steps because of an observer's eps."""
         for number, q in self.qparams.items():
-            observer: Any = unbalanced(self.observer(number))
+            observer: Any = base_observer(self.observer(number))
             names = (
                 ("minimum", "maximum") if hasattr(observer, "minimum") else ("min_val", "max_val")
             )

@@ -1,25 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors summed over inputs, and the causes they are put down to.
-
-What is summed up of one value over all inputs, and what the sums say of why it differs.
-
-How far outputs are from those in float: by the power of the error, or a metric of the caller's.
-"""
+"""How far values of one program are from those of another, summed over inputs, with the likely causes."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
-from qompose.diagnosis.replay import Grid
+from qompose.diagnosis.replay import ReaderGrid
 from qompose.errors import UserError, blaming
 from qompose.program.graph import pytree_info
 from qompose.reporting.comparison_data import (
@@ -62,7 +58,7 @@ class Tally:
         inputs, metrics: how many values were counted, and the sums of what the caller's metrics gave.
     """
 
-    grid: Grid | None
+    grid: ReaderGrid | None
     signal: float = 0.0
     noise: float = 0.0
     own: float | None = None
@@ -213,49 +209,38 @@ class Cost:
         return sum(ratios) / len(ratios) if ratios else 0.0
 
 
-class Measure(Protocol):
-    """Adds batches to costs."""
-
-    def start(self) -> Cost:
-        """Return a cost of nothing."""
-
-    def add(self, cost: Cost, outputs: Any, floats: Any) -> None:
-        """Add a batch's outputs, as the output node has them, and those in float."""
+Measure: TypeAlias = Callable[[Cost, Any, Any], None]
+"""Adds a batch's outputs, as the output node has them, and those in float to a cost."""
 
 
 def measure_of(program: GraphModule, metric: CostMetric | None) -> Measure:
-    """Return what measures the outputs of a program."""
-    return Powers() if metric is None else Said(program, metric)
+    """Return what measures the outputs of a program: by their error, or by a metric of the caller's.
+
+    The measure raises UserError where there is no output of floats, or the metric returns no number, and
+    MemberError where the metric fails.
+    """
+    if metric is None:
+        return _add_error
+    info = pytree_info(program.graph)
+    return partial(_add_metric, metric, None if info is None else info.out_spec)
 
 
-class Powers:
-    """The power of the error of each output over the output's own."""
-
-    def start(self) -> Cost:
-        return Cost()
-
-    def add(self, cost: Cost, outputs: Any, floats: Any) -> None:
-        """Add a batch.
-
-        Raises:
-            UserError: there is no output of floats.
-        """
-        pairs = list(_float_pairs(outputs, floats))
-        if not pairs:
-            raise UserError(
-                "the program returns no floats, of which an error could be taken: pass metric="
-            )
-        for number, value, reference in pairs:
-            noise, signal = _powers(value, reference)
-            cost.noise[number] += noise
-            cost.signal[number] += signal
-
-
-def _float_pairs(outputs: Any, floats: Any) -> Iterator[tuple[int, Tensor, Tensor]]:
+def _add_error(cost: Cost, outputs: Any, floats: Any) -> None:
+    """Add the power of the error of each output, and the output's own."""
     pairs = zip(pytree.tree_leaves(outputs), pytree.tree_leaves(floats), strict=True)
-    for number, (value, reference) in enumerate(pairs):
-        if isinstance(reference, Tensor) and reference.is_floating_point():
-            yield number, value, reference
+    found = [
+        (number, value, reference)
+        for number, (value, reference) in enumerate(pairs)
+        if isinstance(reference, Tensor) and reference.is_floating_point()
+    ]
+    if not found:
+        raise UserError(
+            "the program returns no floats that an error could be taken of: pass metric="
+        )
+    for number, value, reference in found:
+        noise, signal = _powers(value, reference)
+        cost.noise[number] += noise
+        cost.signal[number] += signal
 
 
 def _powers(value: Tensor, reference: Tensor) -> tuple[float, float]:
@@ -263,17 +248,10 @@ def _powers(value: Tensor, reference: Tensor) -> tuple[float, float]:
 
     What is infinite in float, such as a mask, has to be the same: anything else is an error without bound.
     """
-    if value is reference:
-        noise = 0.0
-    elif value.shape != reference.shape:
-        noise = math.inf
-    else:
-        same = (value == reference) | (value.isnan() & reference.isnan())
-        error = torch.where(same, 0.0, value.double() - reference.double())
-        noise = float(error.square().sum())
-        noise = math.inf if math.isnan(noise) else noise
-    finite = reference.double().nan_to_num(0.0, 0.0, 0.0)
-    return noise, float(finite.square().sum())
+    if value.shape != reference.shape:
+        return math.inf, _powers(reference, reference)[1]
+    finite, error = _finite(reference.double(), value.double())
+    return 0.0 if value is reference else _power(error), _power(finite)
 
 
 def _ratio(noise: float, signal: float) -> float:
@@ -282,34 +260,18 @@ def _ratio(noise: float, signal: float) -> float:
     return noise / signal if signal else math.inf
 
 
-class Said:
-    """What a metric of the caller's says of each batch."""
+def _add_metric(
+    metric: CostMetric, spec: pytree.TreeSpec | None, cost: Cost, outputs: Any, floats: Any
+) -> None:
+    """Add what a metric says of a batch, given outputs in the form in which the program returns them."""
 
-    def __init__(self, program: GraphModule, metric: CostMetric) -> None:
-        info = pytree_info(program.graph)
-        self._spec = None if info is None else info.out_spec
-        self._metric = metric
+    def as_returned(values: Any) -> Any:
+        flat = values if isinstance(values, (tuple, list)) else [values]
+        return values if spec is None else pytree.tree_unflatten(list(flat), spec)
 
-    def start(self) -> Cost:
-        return Cost()
-
-    def add(self, cost: Cost, outputs: Any, floats: Any) -> None:
-        """Add a batch.
-
-        Raises:
-            UserError: the metric returned no number.
-            MemberError: it raised an error.
-        """
-        with blaming("metric="):
-            said = self._metric(self._as_returned(outputs), self._as_returned(floats))
-        cost.said.append(number_of(said, "metric= returned"))
-
-    def _as_returned(self, outputs: Any) -> Any:
-        """Return outputs in the form in which the program returns them."""
-        if self._spec is None:
-            return outputs
-        flat: Sequence[Any] = outputs if isinstance(outputs, (tuple, list)) else [outputs]
-        return pytree.tree_unflatten(list(flat), self._spec)
+    with blaming("metric="):
+        said = metric(as_returned(outputs), as_returned(floats))
+    cost.said.append(number_of(said, "metric= returned"))
 
 
 def number_of(said: Any, what: str) -> float:
@@ -320,11 +282,11 @@ def number_of(said: Any, what: str) -> float:
     """
     single = isinstance(said, Tensor) and said.numel() == 1
     if isinstance(said, (bool, str, bytes)) or not (single or hasattr(said, "__float__")):
-        raise UserError(f"{what} {said!r}, which is no number")
+        raise UserError(f"{what} {said!r}, expected a number")
     try:
         number = float(said)
     except (TypeError, ValueError) as error:
-        raise UserError(f"{what} {said!r}, which is no number: {error}") from error
+        raise UserError(f"{what} {said!r}, expected a number: {error}") from error
     if math.isnan(number):
-        raise UserError(f"{what} NaN, by which nothing can be compared")
+        raise UserError(f"{what} NaN, with which nothing can be compared")
     return number + 0.0  # no -0.0

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sensitivity`: what quantizing each operator costs.
-
-Sensitivity: what the quantization of each operator costs the model's outputs, all others in float.
-
-A program whose quantization can be switched on claim by claim, run again only where that changes anything.
+"""`sensitivity`: what the quantization of each operator costs the outputs, with all others in float.
 
 One run in float keeps every value of a batch. With some claims on, an operator that reads the very values
 that it read in float is not run; nor is what stands behind one that gives the same values again.
@@ -11,8 +7,6 @@ that it read in float is not run; nor is what stands behind one that gives the s
 
 from __future__ import annotations
 
-import json
-import math
 from collections import Counter, defaultdict
 from collections.abc import (
     Callable,
@@ -41,12 +35,13 @@ from qompose.conversion.qparams_solver import solve
 from qompose.diagnosis.error_measures import Cost, CostMetric, measure_of
 from qompose.diagnosis.replay import Given, repeatable, run_call, steps
 from qompose.errors import UserError, near_names
+from qompose.json_codec import jsonable
 from qompose.plan.operator_ids import restore_written
 from qompose.plan.plan import Plan, Record
 from qompose.program.aliasing import written_values
-from qompose.program.batches import binder, check_limit, iterated, run_batch
 from qompose.program.control_flow import graphs_in, nodes_in
 from qompose.program.graph import constant_of, copy_graph_module, holds, owner_of
+from qompose.program.user_input import binder, check_limit, iterated, run_batch
 from qompose.spec.qparams import decibels
 from qompose.training.qat_conv_bn import deployment_form
 
@@ -127,15 +122,16 @@ class Sensitivity(Printable):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the ranking as JSON data; a cost that is no finite number is a text."""
-        data = {
-            "rows": [_row_to_dict(row) for row in self.rows],
-            "together": _finite(self.together),
-            "batches": self.batches,
-            "notes": list(self.notes),
-            "relative": self.relative,
-        }
-        copied: dict[str, Any] = json.loads(json.dumps(data, allow_nan=False))
-        return copied
+        data: dict[str, Any] = jsonable(
+            {
+                "rows": [{**vars(row), "tensors": dict(row.tensors)} for row in self.rows],
+                "together": self.together,
+                "batches": self.batches,
+                "notes": self.notes,
+                "relative": self.relative,
+            }
+        )
+        return data
 
     def _blocks(self) -> list[Block]:
         of = f"{len(self.rows)} sites, {self.batches} inputs; all quantized: "
@@ -158,15 +154,6 @@ class Sensitivity(Printable):
     def _shown(self, cost: float) -> tuple[str, ...]:
         number = f"{cost:.3g}"
         return (as_decibels(decibels(1.0, cost)), number) if self.relative else (number,)
-
-
-def _row_to_dict(row: SiteCost) -> dict[str, Any]:
-    tensors = {name: _finite(cost) for name, cost in row.tensors}
-    return {**vars(row), "cost": _finite(row.cost), "tensors": tensors}
-
-
-def _finite(number: float) -> float | str:
-    return number if math.isfinite(number) else str(number)
 
 
 def sensitivity(
@@ -226,7 +213,7 @@ def measured(
     record = prepared_record(prepared, "sensitivity")
     program, plan = SwitchedProgram(prepared, record), record.plan
     places, measure = _places(program, tensors), measure_of(prepared, metric)
-    costs: dict[Any, Cost] = {key: measure.start() for key in places}
+    costs: dict[Any, Cost] = {key: Cost() for key in places}
     task = bar.add_task("sites", total=None if batches is None else batches * len(places))
     bind, count = binder(prepared), 0
     for count, batch in enumerate(inputs, start=1):
@@ -234,7 +221,7 @@ def measured(
             lambda *a, **k: program.in_float(bind(*a, **k)), batch, transform, count, "batch"
         )
         for key, outputs, floats in _outputs(program, run, places):
-            measure.add(costs[key], outputs, floats)
+            measure(costs[key], outputs, floats)
             bar.advance(task)
         del run  # before the next batch is made
     if not count:

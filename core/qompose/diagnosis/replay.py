@@ -1,14 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two programs run node by node side by side, their values paired by operator.
+"""Programs run node by node, so that several run beside each other and share their values.
 
-A program run step by step: each value is shown when it is computed, and may be exchanged.
-
-Programs are generators, so that several run beside each other, a value at a time, and none holds more than
-its operators still read. Bodies of control flow are stepped through as well, once for each time they run.
-
-What `compare` is given, in the form in which it is run: a graph that can be stepped through, or a call.
-
-The values of programs that are stepped through side by side, each kept until those who want it have it.
+They are generators: each value is shown when it is computed, and may be exchanged, and none of them holds
+more than its operators still read. Bodies of control flow are stepped through as well, once for each run of
+them.
 """
 
 from __future__ import annotations
@@ -32,7 +27,6 @@ from qompose.plan.operator_ids import fingerprint, identify, isolate, restore_wr
 from qompose.plan.plan import Record
 from qompose.program.aliasing import written_buffers
 from qompose.program.control_flow import STEPS, is_nested_call, name_apart, nodes_in
-from qompose.program.exported_program import as_graph_module, unlifted
 from qompose.program.graph import copy_graph_module, get_attribute, owner_of, set_attribute
 from qompose.program.meta import (
     FACTORS_TAG,
@@ -44,6 +38,7 @@ from qompose.program.meta import (
     values_of,
 )
 from qompose.program.rewrites import Candidate, apply_rewrites, is_rewrite, splits
+from qompose.program.user_input import as_graph_module, unlifted
 from qompose.reporting.build_report import one_of
 from qompose.spec import qdq
 from qompose.spec.qparams import along
@@ -317,7 +312,7 @@ Key: TypeAlias = tuple[str, int]
 
 
 @dataclass(frozen=True)
-class Grid:
+class ReaderGrid:
     """What the integers of a tensor mean, and their bounds."""
 
     scale: float
@@ -358,7 +353,7 @@ class Speaker:
     """
 
     values: tuple[str, ...]
-    grid: Grid | None
+    grid: ReaderGrid | None
     integers: bool
     factors: tuple[tuple[int, tuple[float, ...]], ...]
     passes_on: bool
@@ -410,10 +405,10 @@ def _speaker(node: Node, values: tuple[str, ...]) -> Speaker:
     factors = tuple((dim, tuple(f)) for dim, f in tag_of(node, FACTORS_TAG) or ())
     facts = (factors, _passes_on(node), tag_of(node, KERNELS_TAG) is not None)
     if integers is not None:
-        return Speaker(values, Grid(*integers), True, *facts)
+        return Speaker(values, ReaderGrid(*integers), True, *facts)
     users = list(node.users)
     grids = {
-        Grid(*user.args[1:5])  # type: ignore[arg-type]
+        ReaderGrid(*user.args[1:5])  # type: ignore[arg-type]
         for user in users
         if user.target is qdq.quantize_per_tensor
     }

@@ -24,9 +24,9 @@ from qompose.plan.plan import Operator
 from qompose.plan.shared_qparams import plan_groups
 from qompose.preparation.annotate import annotate
 from qompose.program.control_flow import body_of, is_nested_call, nodes_in, references_of
-from qompose.program.exported_program import as_graph_module
 from qompose.program.graph import module_path, operator_name
 from qompose.program.rewrites import FOLD_BATCH_NORM, Candidate, find_rewrites
+from qompose.program.user_input import as_graph_module
 from qompose.quantizer.base import Quantizer
 from qompose.quantizer.composition import ComposableQuantizer, compose
 from qompose.quantizer.interop.foreign_quantizer import adapt
@@ -108,7 +108,7 @@ def can_quantize(
         SelectorError, SharingError: `prepare_pt2e` would raise the same.
     """
     if config is not None and not isinstance(config, QuantizationConfig):
-        raise ConfigError(f"{config!r} is no QuantizationConfig")
+        raise ConfigError(f"config must be a QuantizationConfig, got {config!r}")
     exported = as_graph_module(program, "can_quantize")
     isolate(exported)
     name = _name_of(node, program, exported)

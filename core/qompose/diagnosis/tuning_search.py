@@ -1,23 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`tune`: the search for what has to stay in float.
-
-Tune: leave the operators in float that cost most, and no more of them than a target asks for.
-
-What a tuning has found out on the way, in a file, so that one that was stopped does not ask again.
-
-Diagnosis: where two forms of a program differ, which operator costs most, and what to leave in float.
-"""
+"""`tune`: the search for the operators that have to stay in float to meet an accuracy target."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
-import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from pathlib import Path
 from typing import Any, NoReturn
 
 from rich.progress import Progress
@@ -40,9 +29,7 @@ from qompose.diagnosis.tuning_trials import (
     territory,
 )
 from qompose.errors import ConfigError, TuningError, UserError
-from qompose.files import destination, draft_of
-from qompose.plan.plan import Record
-from qompose.program.batches import check_limit, check_several
+from qompose.program.user_input import check_limit, check_several
 from qompose.quantizer.base import Quantizer
 from qompose.quantizer.interop.foreign_quantizer import adapt
 
@@ -64,7 +51,6 @@ def tune(
     transform: Callable[[Any], Any] | None = None,
     limit: int | None = None,
     progress: bool | None = None,
-    resume: str | os.PathLike[str] | None = None,
 ) -> Tuning:
     """Find selectors that leave as few multiply-accumulates in float as a target allows.
 
@@ -84,13 +70,11 @@ def tune(
         ranking: of an earlier `sensitivity` of this model and quantizer; None measures four batches.
         transform, limit: as for `calibrate`.
         progress: whether to show a progress bar; None shows it on a terminal.
-        resume: a JSON file in which scores are kept, so that a tuning that was stopped goes on without
-            asking for them again. Data and metric have to be the same, which the file cannot tell.
 
     Raises:
         TuningError: no setting meets the target; its `tuning` is the best that was found.
         UserError: `max_drop` is no number or negative; `limit` or `ranking` is none, or of another model; the
-            metric returns no number; `resume` is of another tuning.
+            metric returns no number.
         MemberError: the metric raised an error.
         NotExportedError, SelectorError, CalibrationError: as the stages raise them.
     """
@@ -103,43 +87,35 @@ def tune(
     batches = list(islice(data, limit)) if isinstance(data, Iterator) else data
     task = Task(model, quantizer, batches, metric, transform, limit, target)
     evaluator = Evaluator(task)
-    facts = {"target": target, "limit": limit}
-    kept = Kept(resume, key_of(evaluator.record, quantizer, facts))
     with progress_bar(on_terminal(progress)) as bar:
-        search = Search(evaluator, kept, allowed, bar)
+        search = Search(evaluator, allowed, bar)
         if not search.met(()):
-            search.run(_ranked(evaluator, kept, ranking, bar))
+            search.run(ranking)
         return search.result()
 
 
 def _allowed(max_drop: object) -> float:
     if isinstance(max_drop, bool) or not isinstance(max_drop, (int, float)):
-        raise UserError(f"max_drop={max_drop!r} is no number")
+        raise UserError(f"max_drop must be a number, got {max_drop!r}")
     if not (math.isfinite(max_drop) and max_drop >= 0):
-        raise UserError(f"max_drop={max_drop!r} is no finite number from 0 on")
+        raise UserError(f"max_drop must be finite and not negative, got {max_drop!r}")
     return float(max_drop)
 
 
-def _ranked(
-    evaluator: Evaluator, kept: Kept, ranking: Sensitivity | None, bar: Progress
-) -> list[SiteCost]:
+def _measured_ranking(evaluator: Evaluator, bar: Progress) -> Sensitivity:
+    """Return what each site costs, measured on a few batches."""
+    task = evaluator.task
+    count = RANKING_BATCHES if task.limit is None else min(task.limit, RANKING_BATCHES)
+    batches = islice(task.batches, count)
+    return measured(evaluator.base_calibrated(), batches, bar, transform=task.transform)
+
+
+def _ranked(evaluator: Evaluator, ranking: Sensitivity) -> list[SiteCost]:
     """Return the sites, those first that cost most for each multiply-accumulate."""
-    costs = kept.get("costs")
-    if ranking is not None:
-        costs = {row.name: row.cost for row in ranking}
-        if evaluator.sites and costs.keys().isdisjoint(evaluator.sites):
-            raise UserError("ranking= has none of the sites of this model: it is of another one")
-    elif costs is None:
-        task = evaluator.task
-        count = RANKING_BATCHES if task.limit is None else min(task.limit, RANKING_BATCHES)
-        batches = islice(task.batches, count)
-        found = measured(evaluator.base_calibrated(), batches, bar, transform=task.transform)
-        costs = {row.name: row.cost if math.isfinite(row.cost) else "inf" for row in found}
-        kept.put("notes", list(found.notes))
-        kept.put("costs", costs)
-    sites = [
-        replace(row, cost=float(costs.get(name, 0.0))) for name, row in evaluator.sites.items()
-    ]
+    costs = {row.name: row.cost for row in ranking}
+    if evaluator.sites and costs.keys().isdisjoint(evaluator.sites):
+        raise UserError("ranking= has none of the sites of this model: it is of another one")
+    sites = [replace(row, cost=costs.get(name, 0.0)) for name, row in evaluator.sites.items()]
     mean = sum(site.macs for site in sites) / max(len(sites), 1)
     least = max(_LEAST_SHARE * mean, 1.0)
     return sorted(sites, key=lambda site: (-site.cost / max(site.macs, least), -site.cost))
@@ -151,29 +127,27 @@ class Search:
 
     Attributes:
         found: the setting that meets the target with the fewest multiply-accumulates in float, so far.
-        notes: sites that cannot be left in float.
+        notes: which sites cannot be left in float.
+        ranking_notes: what a ranking that was measured here says beside its costs.
+        attempts: what was tried, by the sites in float, in alphabetical order.
     """
 
     evaluator: Evaluator
-    kept: Kept
     max_drop: float
     bar: Progress
     found: tuple[str, ...] | None = None
-    attempts: dict[str, Attempt] = field(default_factory=dict)
+    attempts: dict[tuple[str, ...], Attempt] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    ranking_notes: tuple[str, ...] = ()
     costs: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._task = self.bar.add_task("settings", total=None)
-        score = self.kept.get("float")
-        if score is None:
-            score = self.evaluator.float_score()
-            if not math.isfinite(score):
-                raise UserError(
-                    f"metric says {score} of the float model, by which nothing can be compared"
-                )
-            self.kept.put("float", score)
-        self.float_score: float = score
+        self.float_score = self.evaluator.float_score()
+        if not math.isfinite(self.float_score):
+            raise UserError(
+                f"metric returned {self.float_score} for the float model, with which nothing can be compared"
+            )
 
     def met(self, names: Collection[str]) -> bool:
         """Try a setting, unless it is known; tell whether it meets the target.
@@ -182,37 +156,32 @@ class Search:
             CannotExclude: one of the sites stays quantized.
         """
         attempt = self._attempt(tuple(sorted(names)))
-        better = self.found is None or attempt.float_macs <= self._known(self.found).float_macs
+        better = self.found is None or attempt.float_macs <= self.attempts[self.found].float_macs
         if attempt.met and better and (attempt.quantized or not names):
             self.found = attempt.excluded
         return attempt.met
 
-    def _known(self, names: tuple[str, ...]) -> Attempt:
-        return self.attempts[setting_name(names)]
-
     def _attempt(self, names: tuple[str, ...]) -> Attempt:
-        name = setting_name(names)
-        if name not in self.attempts:
-            told = self.kept.get(name)
-            if told is None:
-                told = self._measured(names)
-                self.kept.put(name, told)
-            drop = self.float_score - told["score"]
-            self.attempts[name] = Attempt(names, drop=drop, met=drop <= self.max_drop, **told)
+        if names not in self.attempts:
+            model, sizes = self.evaluator.model(names)
+            what = f"{', '.join(names)} in float" if names else "everything quantized"
+            score = self.evaluator.task.score(model, what)
+            drop = self.float_score - score
+            self.attempts[names] = Attempt(names, score, drop, met=drop <= self.max_drop, **sizes)
             self.bar.advance(self._task)
-        return self.attempts[name]
+        return self.attempts[names]
 
-    def _measured(self, names: tuple[str, ...]) -> dict[str, Any]:
-        model, facts = self.evaluator.model(names)
-        what = f"{', '.join(names)} in float" if names else "everything quantized"
-        return {"score": self.evaluator.task.score(model, what), **facts}
-
-    def run(self, ranked: Sequence[SiteCost]) -> None:
-        """Find sites to leave in float, if there are any that do.
+    def run(self, ranking: Sensitivity | None) -> None:
+        """Find sites to leave in float that meet the target.
 
         Raises:
+            UserError: the ranking is of another model.
             TuningError: there are none.
         """
+        if ranking is None:
+            ranking = _measured_ranking(self.evaluator, self.bar)
+            self.ranking_notes = tuple(ranking.notes)
+        ranked = _ranked(self.evaluator, ranking)
         self.costs = {site.name: site.cost for site in ranked}
         order = [site.name for site in ranked]
         size = self._enough(order)
@@ -271,7 +240,7 @@ class Search:
 
     def _fail(self, able: int) -> NoReturn:
         """Say that no setting meets the target, which is the best, and what stands in the way."""
-        tried = [a for a in self.attempts.values() if a.quantized] or [self._known(())]
+        tried = [a for a in self.attempts.values() if a.quantized] or [self.attempts[()]]
         best = max(tried, key=lambda attempt: attempt.score)
         every = f"{able} of {len(self.evaluator.sites)} sites can be left in float"
         which = f"the best that was found has {best.score:.6g}, with "
@@ -288,10 +257,10 @@ class Search:
     def result(self) -> Tuning:
         """Return what was found."""
         assert self.found is not None
-        return self._tuning(self._known(self.found))
+        return self._tuning(self.attempts[self.found])
 
     def _tuning(self, attempt: Attempt) -> Tuning:
-        evaluator, notes = self.evaluator, [*self.notes, *(self.kept.get("notes") or ())]
+        evaluator, notes = self.evaluator, [*self.notes, *self.ranking_notes]
         base = Chosen(evaluator.base, {})
         chosen = evaluator.chosen(attempt.excluded) if attempt.excluded else base
         rows = tuple(
@@ -301,8 +270,8 @@ class Search:
         listed = {setting for row in rows for setting in row.settings}
         quantizer = excluding(evaluator.task.quantizer, [s for r in rows for s in r.settings])
         quantizer = quantizer if listed else evaluator.task.quantizer
-        told = {name for row in rows for name in row.others}
-        more = sorted(set(_lost(evaluator, attempt.excluded, chosen)) - told)
+        listed_already = {name for row in rows for name in row.others}
+        more = sorted(set(_lost(evaluator, attempt.excluded, chosen)) - listed_already)
         notes += [f"{name} stays in float with these" for name in more]
         written = None
         try:
@@ -313,7 +282,7 @@ class Search:
             excluded=rows,
             score=attempt.score,
             float_score=self.float_score,
-            quantized_score=self._known(()).score,
+            quantized_score=self.attempts[()].score,
             max_drop=self.max_drop,
             float_macs=attempt.float_macs,
             macs=sum(operator.macs for operator in evaluator.plan.operators),
@@ -342,104 +311,3 @@ def _lost(evaluator: Evaluator, names: Sequence[str], chosen: Chosen) -> Iterato
     before = {origin(o) for o in evaluator.plan.operators if o.claim is not None}
     after = {origin(o) for o in chosen.plan.operators if o.claim is not None}
     yield from sorted(before - after - meant)
-
-
-FORMAT = 1
-
-
-def key_of(record: Record, quantizer: Quantizer, facts: Mapping[str, Any]) -> str:
-    """Return a hash of what scores depend on, as far as data can tell: not of the data and the metric."""
-    try:
-        written: Any = quantizer.to_dict()
-    except ConfigError:  # it is code; what it claims has to do
-        written = quantizer.name
-    claims = [(c.owner, c.rule, c.anchor, c.nodes, c.config, c.mode) for c in record.plan.claims]
-    operators = [operator.to_dict() for operator in record.plan.operators]
-    told = [record.fingerprint, written, claims, operators, dict(facts)]
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
-
-
-class Kept:
-    """Numbers by name. With a path, each is written as soon as it is known; the file is always whole.
-
-    Raises:
-        UserError: the file is none of a tuning, or of another one; it cannot be read or written.
-    """
-
-    def __init__(self, path: str | os.PathLike[str] | None, key: str) -> None:
-        self._path, self._key = None if path is None else Path(path), key
-        self._known: dict[str, Any] = {}
-        if self._path is None:
-            return
-        if not self._path.parent.is_dir():
-            raise UserError(f"resume={str(path)!r}: there is no folder {self._path.parent}")
-        try:
-            if destination(self._path).exists():
-                self._known = self._read(self._path)
-            self._write()  # a score that took an hour is a bad time to find that it cannot be kept
-        except OSError as error:
-            raise UserError(f"resume={str(path)!r} cannot be used: {error.strerror}") from error
-
-    def _read(self, path: Path) -> dict[str, Any]:
-        try:
-            data = json.loads(path.read_text("utf-8"))
-            number, key, known = int(data["format"]), data["key"], dict(data["known"])
-            if number <= FORMAT and key == self._key:
-                _check(known)
-        except (ValueError, TypeError, LookupError, RecursionError) as error:
-            raise UserError(f"{path} holds no tuning on the way: {error}") from error
-        if number > FORMAT:
-            raise UserError(f"{path} was written by a newer release of qompose: upgrade")
-        if key != self._key:
-            raise UserError(
-                f"{path} is of another tuning: of other parameters, or another quantizer, target or limit. "
-                "Name another file for this one, or remove it"
-            )
-        return known
-
-    def get(self, name: str) -> Any:
-        """Return what is known under a name, None if nothing."""
-        return self._known.get(name)
-
-    def put(self, name: str, value: Any) -> None:
-        """Keep JSON data under a name."""
-        self._known[name] = value
-        self._write()
-
-    def _write(self) -> None:
-        if self._path is None:
-            return
-        data = {"format": FORMAT, "key": self._key, "known": self._known}
-        with draft_of(self._path) as draft:
-            draft.write_text(json.dumps(data, indent=1) + "\n", "utf-8")
-
-
-def _check(known: Mapping[str, Any]) -> None:
-    """Make sure that what was read has the form of what is written, whoever changed it since.
-
-    Raises:
-        ValueError, TypeError, LookupError: it has not.
-    """
-    for name, value in known.items():
-        if name == "notes":
-            good = isinstance(value, list) and all(isinstance(note, str) for note in value)
-        elif name == "costs":
-            good = all(float(cost) >= 0 for cost in dict(value).values())
-        elif name == "float":
-            good = _is_number(value)
-        else:
-            good = set(value) == _SIZES and all(_is_number(value[size]) for size in _SIZES)
-        if not good:
-            raise ValueError(f"{name} is {value!r}")
-
-
-_SIZES = {"score", "float_macs", "quantized"}
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def setting_name(sites: tuple[str, ...]) -> str:
-    """Return the name of a setting: which sites are in float."""
-    return json.dumps(sorted(sites))

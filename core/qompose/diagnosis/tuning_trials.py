@@ -1,12 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One trial of tuning: a setting, its score.
-
-What tuning found: the selectors, what each leaves in float, and every setting that was tried.
-
-Selectors that leave exactly some operators in float, found for one program, set on any quantizer.
-
-A setting tried: some sites left in float, by the real pipeline from selectors to the caller's metric.
-"""
+"""One trial of tuning: some operators are left in float by selectors, and the result is scored."""
 
 from __future__ import annotations
 
@@ -34,17 +27,18 @@ from qompose.diagnosis.error_measures import number_of
 from qompose.diagnosis.operator_sensitivity import SiteCost, site_of
 from qompose.errors import ConfigError, QomposeWarning, StatisticsError, UserError, blaming
 from qompose.files import draft_of
+from qompose.json_codec import jsonable
 from qompose.lowering.lower_regions import lower
-from qompose.observers.channel_ranges import unbalanced
+from qompose.observers.channel_ranges import base_observer
 from qompose.observers.make_observer import observer_nodes, observers_of
 from qompose.observers.min_max import Observer
 from qompose.plan.operator_ids import Site, isolate
 from qompose.plan.plan import Operator, Plan, Record
 from qompose.preparation.prepare import prepare_pt2e
 from qompose.program.control_flow import hoist_constants
-from qompose.program.exported_program import as_graph_module
 from qompose.program.graph import module_path, refresh
 from qompose.program.meta import META_KEY
+from qompose.program.user_input import as_graph_module
 from qompose.quantizer.base import Quantizer
 from qompose.quantizer.composition import ComposableQuantizer, Restrained, quantizer_from_dict
 from qompose.quantizer.interop.foreign_quantizer import adapt
@@ -162,18 +156,17 @@ class Tuning(Printable):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the tuning as JSON data; a score that is infinite is a text."""
-        data = {
-            "format": FORMAT,
-            "excluded": [_excluded_to_data(site) for site in self.excluded],
-            "attempts": [
-                {**_to_data(vars(a), _SCORES), "excluded": list(a.excluded)} for a in self.attempts
-            ],
-            "notes": list(self.notes),
-            "quantizer": self.written,
-            **_to_data({name: getattr(self, name) for name in _NUMBERS}, _NUMBERS),
-        }
-        copied: dict[str, Any] = json.loads(json.dumps(data, allow_nan=False))
-        return copied
+        data: dict[str, Any] = jsonable(
+            {
+                "format": FORMAT,
+                "excluded": [_excluded_to_data(site) for site in self.excluded],
+                "attempts": [vars(attempt) for attempt in self.attempts],
+                "notes": self.notes,
+                "quantizer": self.written,
+                **{name: getattr(self, name) for name in _NUMBERS},
+            }
+        )
+        return data
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a JSON file, which `load` reads, and people too.
@@ -235,15 +228,10 @@ _NUMBERS = ("score", "float_score", "quantized_score", "max_drop", "float_macs",
 _SCORES = ("score", "drop")
 
 
-def _to_data(numbers: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Return data in which those of some numbers that JSON cannot hold are texts."""
-    told = {n: v if math.isfinite(v) else str(v) for n, v in numbers.items() if n in names}
-    return {**numbers, **told}
-
-
 def _from_data(data: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    told = {n: float(v) for n, v in data.items() if n in names and isinstance(v, str)}
-    return {**data, **told}
+    """Return data in which some numbers that JSON cannot hold are numbers again."""
+    numbers = {n: float(v) for n, v in data.items() if n in names and isinstance(v, str)}
+    return {**data, **numbers}
 
 
 def named_or_nothing(sites: Sequence[str]) -> str:
@@ -259,8 +247,7 @@ def _cells(site: Excluded) -> tuple[object, ...]:
 
 def _excluded_to_data(site: Excluded) -> dict[str, Any]:
     settings = selectors_to_data(Selectors(list(site.settings)), {})
-    cost = site.cost if site.cost != float("inf") else "inf"
-    return {**vars(site), "settings": settings, "others": list(site.others), "cost": cost}
+    return {**vars(site), "settings": settings}
 
 
 def _excluded_from_data(data: Mapping[str, Any]) -> Excluded:
@@ -436,7 +423,7 @@ class Evaluator:
         wanted = [sites for _, sites in watched(prepared, record)]
         known = [self._entries[sites] for sites in wanted if sites in self._entries]
         own = all(
-            isinstance(unbalanced(observer), Observer)
+            isinstance(base_observer(observer), Observer)
             for observer in observers_of(observer_nodes(prepared)).values()
         )
         if not (own and len(known) == len(wanted) and _taken(known, prepared, record)):

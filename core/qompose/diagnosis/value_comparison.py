@@ -1,16 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`compare`: where a quantized model differs from its float model.
-
-Compare: two forms of a program run side by side, value by value, and a table of where they differ.
+"""`compare`: a table of where a quantized model differs from its float model, value by value.
 
 The other program runs twice beside the reference: by itself, for what its values end up as, and with the
 reference's values in the place of its own, for what each operator adds. A lowered one is compared with its
 converted model in the same way, which tells what a kernel does from what quantization does. All are stepped
 through a value at a time (`qompose.diagnosis.replay`), and nothing but sums is kept.
-
-What is counted of two programs on one input after the other, and the rows that come of it.
-
-Programs stepped through side by side on the same inputs, and what each has for a value.
 """
 
 from __future__ import annotations
@@ -52,11 +46,11 @@ from qompose.errors import (
     UserError,
 )
 from qompose.plan.operator_ids import PARAMETER
-from qompose.program.batches import binder, check_limit, describe, iterated, run_batch
 from qompose.program.control_flow import nodes_in, sink_constants
 from qompose.program.graph import get_attribute, module_path, operator_name, owner_of
 from qompose.program.meta import values_of
 from qompose.program.rewrites import is_rewrite
+from qompose.program.user_input import binder, check_limit, describe, iterated, run_batch
 from qompose.reporting.build_report import report
 from qompose.reporting.comparison_data import KERNEL_ERROR, ROUNDING, UNKNOWN, Compared, Comparison
 from qompose.reporting.report_data import SIMULATED, Row
@@ -137,7 +131,9 @@ def _metrics(given: Mapping[str, Metric] | None) -> dict[str, Metric]:
     if given is None:
         return {}
     if not isinstance(given, Mapping) or not all(map(callable, given.values())):
-        raise UserError(f"metrics={given!r} are no functions by name, as {{'largest': function}}")
+        raise UserError(
+            f"metrics must be functions by name, as {{'largest': function}}, got {given!r}"
+        )
     return dict(given)
 
 
@@ -213,7 +209,8 @@ class ValueTable:
     ) -> None:
         # Others are what they were, unless a repair changed them on purpose.
         quantized = {self._ids.get(name) for name in self._annotated()}
-        for name in wanted.keys() & found.keys() & (quantized if self._record else found.keys()):
+        known = wanted.keys() & found.keys() & (quantized if self._record else found.keys())
+        for name in sorted(known):
             if wanted[name].shape == found[name].shape:
                 tally = self._tallies[name] = Tally(None)
                 tally.add(wanted[name], found[name], self._metrics)
@@ -240,8 +237,10 @@ class ValueTable:
         ]
         alone = sorted({self._ids.get(n, n) for n in self._annotated() if not self._is_paired(n)})
         stages, ordered = (self._one.stage, self._two.stage), sorted(rows, key=_badness)
-        told, notes = "" if self._record is None else self._record.fingerprint, self._notes()
-        return Comparison(*stages, tuple(ordered), tuple(alone), tuple(notes), batches, told)
+        fingerprint = "" if self._record is None else self._record.fingerprint
+        return Comparison(
+            *stages, tuple(ordered), tuple(alone), tuple(self._notes()), batches, fingerprint
+        )
 
     def _annotated(self) -> set[str]:
         """Return the names of what the plan quantizes, but for parameters that neither program has."""
@@ -265,13 +264,13 @@ class ValueTable:
         return node is None or node.op != "placeholder" or tally.grid is not None
 
     def _row(
-        self, value: str, tally: Tally, node: Node | None, told: Mapping[str, Row]
+        self, value: str, tally: Tally, node: Node | None, listed: Mapping[str, Row]
     ) -> Compared:
-        while node is not None and node.target is getitem and node.name not in told:
+        while node is not None and node.target is getitem and node.name not in listed:
             source = node.args[0]  # one of several results has the row of what computes them
             assert isinstance(source, Node)
             node = source
-        row = None if node is None else told.get(node.name)
+        row = None if node is None else listed.get(node.name)
         fallback = self._two.stage == "lowered" and row is not None and row.state == SIMULATED
         place = value.removesuffix(f": {PARAMETER}")
         module = place.rpartition(".")[0] if node is None else module_path(node)
@@ -309,7 +308,7 @@ class ValueTable:
                 f"the float program has other parameters than the one that became the {self._two.stage} one: "
                 "differences are not of quantization alone"
             )
-        notes += [f"{value} is {told}" for value, told in sorted(self._lockstep.unlike.items())]
+        notes += [f"{value} is {shapes}" for value, shapes in sorted(self._lockstep.unlike.items())]
         if self._lacks_parameters:
             notes.append(
                 "parameters inside kernels and of integer references have no values that could be compared"
@@ -442,8 +441,8 @@ class Lockstep:
         spoken = [_computed(instance.graph) for instance in copies]
         first, second = (_by_value(part) for part in spoken[:2])
         common = first.keys() & second.keys()
-        self.reference = {value: first[value] for value in common}
-        self.speakers = {value: spoken[1][second[value]] for value in common}
+        self.reference = {value: node for value, node in first.items() if value in common}
+        self.speakers = {v: spoken[1][node] for v, node in second.items() if v in common}
         self.apart: set[str] = set()
         self.unlike: dict[str, str] = {}
         # What is inside a kernel is computed in the simulation too, or the two would read other values.

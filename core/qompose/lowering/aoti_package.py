@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import torch._inductor
 from torch import Tensor
@@ -19,11 +19,11 @@ from qompose.errors import CompilationError, UserError
 from qompose.files import draft_of
 from qompose.plan.plan import Record
 from qompose.program.aliasing import written_buffers
-from qompose.program.batches import binder
 from qompose.program.call_signature import CallSignature
 from qompose.program.control_flow import nodes_in
 from qompose.program.decompositions import laid_out, order_of
 from qompose.program.meta import KERNELS_TAG, tag_of
+from qompose.program.user_input import binder
 from qompose.spec.qdq import IN_ATEN
 
 SUFFIX: Final = ".pt2"
@@ -70,24 +70,7 @@ def write_package(
             program, package_path=str(draft), inductor_configs={**_CHECKING, **settings}
         )
         run = torch._inductor.aoti_load_package(str(draft))
-    return partial(_call, _past_trees(run, signature), binder(graph), signature)
-
-
-def _past_trees(run: Any, signature: CallSignature) -> Callable[..., Any]:
-    """Return what runs a loaded package, without torch's search for tensors in arguments that are tensors.
-
-    For a program of few microseconds the search takes a fourth of the time (torch 2.13).
-    """
-    if signature.kwargs or not all(isinstance(value, Tensor) for value in signature.args):
-        return cast("Callable[..., Any]", run)
-    results = pytree.treespec_loads(run.loader.get_call_spec()[1])
-
-    def call(*args: Any) -> Any:
-        if not all(isinstance(value, Tensor) for value in args):
-            return run(*args)
-        return pytree.tree_unflatten(run.loader.boxed_run([*args]), results)
-
-    return call
+    return partial(_call, run, binder(graph), signature)
 
 
 def _call(

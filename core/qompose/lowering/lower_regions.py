@@ -34,7 +34,7 @@ from qompose.plan.machine_requirements import objections, warn
 from qompose.plan.plan import UNREAD, Plan, Record, attach, record_of
 from qompose.program import meta
 from qompose.program.aliasing import aliased, written_values
-from qompose.program.call_signature import CallSignature, call_directly, call_signature
+from qompose.program.call_signature import CallSignature, call_signature
 from qompose.program.control_flow import graphs_in, hoist_constants, nodes_in, sink_constants
 from qompose.program.decompositions import laid_out, order_of, same_layout
 from qompose.program.graph import (
@@ -154,9 +154,7 @@ def _in_process(module: GraphModule, signature: CallSignature) -> Finished:
     """Let a lowered graph run as it stands, in place."""
     for part in graphs_in(module):
         allow_any(part)
-        if part is not module:
-            part.recompile()
-    call_directly(module)
+        part.recompile()
     return Finished(module)
 
 

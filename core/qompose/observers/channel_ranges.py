@@ -16,7 +16,7 @@ from qompose.observers.tensor_statistics import Facts, RowSample
 from qompose.observers.value_screening import Screen, slice_extremes, unmasked
 
 
-class BalancedObserver(nn.Module):
+class PerChannelRangeObserver(nn.Module):
     """An observer of a whole tensor that also keeps the range of each of its channels, and some rows.
 
     Args:
@@ -63,10 +63,10 @@ class BalancedObserver(nn.Module):
         return self.tensor_observer.calculate_qparams()  # type: ignore[operator]
 
     @property
-    def channels(self) -> Channels:
+    def channels(self) -> ChannelSample:
         """Return the exact range of each channel, and some rows of what was seen."""
         observer = self.channel_observer
-        return Channels(observer.minimum, observer.maximum, self.sample.rows, self.sample.seen)
+        return ChannelSample(observer.minimum, observer.maximum, self.sample.rows, self.sample.seen)
 
     def facts(self) -> Facts:
         """Return what was seen of the whole tensor, its channels and some rows."""
@@ -104,9 +104,10 @@ def _masked_by(observer: nn.Module) -> int:
     return 0 if screen is None else screen.masked
 
 
-def unbalanced(observer: nn.Module) -> nn.Module:
-    """Return the observer that users and other engines know."""
-    return observer.tensor_observer if isinstance(observer, BalancedObserver) else observer
+def base_observer(observer: Any, *, inside_fake_quantize: bool = False) -> Any:
+    """Return the observer that users and other engines know, or that which estimates the range for it."""
+    known = observer.tensor_observer if isinstance(observer, PerChannelRangeObserver) else observer
+    return getattr(known, "activation_post_process", known) if inside_fake_quantize else known
 
 
 def screen_of(observer: nn.Module) -> Screen | None:
@@ -139,7 +140,7 @@ class Balance:
 
 
 @dataclass(frozen=True)
-class Channels:
+class ChannelSample:
     """What is known of a tensor: each channel's exact range, `(C,)`, over all `rows`; some rows, `(N, C)`."""
 
     low: Tensor
@@ -147,7 +148,7 @@ class Channels:
     sample: Tensor
     rows: int
 
-    def trials(self) -> tuple[tuple[Channels, Channels], ...]:
+    def trials(self) -> tuple[tuple[ChannelSample, ChannelSample], ...]:
         """Return pairs of what factors are made from and the rows that they are measured on.
 
         Where the sample is a small part of all rows, the ranges hardly depend on it. Else each half is
@@ -159,7 +160,7 @@ class Channels:
             return ()
         middle = len(self.sample) // 2
         first, second = (
-            Channels(part.amin(0), part.amax(0), part, len(part))
+            ChannelSample(part.amin(0), part.amax(0), part, len(part))
             for part in (self.sample[:middle], self.sample[middle:])
         )
         return (first, second), (second, first)

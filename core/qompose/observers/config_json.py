@@ -37,14 +37,15 @@ from qompose.json_codec import (
 )
 from qompose.observers import fake_quantize, histogram_observers, min_max
 from qompose.observers.min_max import Observer
-from qompose.spec.algorithm_options import SMOOTH_QUANT, SmoothQuant
 from qompose.spec.observer_factory import ObserverFactory
 from qompose.spec.quantization_spec import (
     INTEGERS,
+    SMOOTH_QUANT,
     FixedQParamsQuantizationSpec,
     QuantizationConfig,
     QuantizationSpec,
     QuantizationSpecBase,
+    SmoothQuant,
 )
 
 ROLES = ("input_activation", "output_activation", "weight", "bias")
@@ -122,8 +123,8 @@ def _read_observer(data: Any, path: str) -> Any:
     name = data.get("observer")
     if not isinstance(name, str) or name not in OBSERVERS:
         raise ConfigError(
-            f"{path}.observer is {name!r}, which is no observer of qompose"
-            f"{near_names(str(name), OBSERVERS)}: {', '.join(OBSERVERS)}"
+            f"{path}.observer must be an observer of qompose ({', '.join(OBSERVERS)}), got {name!r}"
+            f"{near_names(str(name), OBSERVERS)}"
         )
     if "args" not in data:
         return OBSERVERS[name]
@@ -157,7 +158,7 @@ CODECS: dict[str, Codec] = {
     **dict.fromkeys(("scale", "eps", "power", "percentile", "averaging_constant"), NUMBER),
     "is_dynamic": BOOLEAN,
     "block_size": optional(sequence(INTEGER)),
-    **dict.fromkeys(("fbgemm_qparams", "use_grad_scaling"), BOOLEAN),
+    "use_grad_scaling": BOOLEAN,
     "observer": optional(Codec(_write_observer, _read_observer)),
     "observer_or_fake_quant_ctr": Codec(_write_observer, _read_observer),
 }

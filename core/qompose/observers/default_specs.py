@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The usual specifications for activations and weights, and the form they take in training.
 
-The specifications that most integer kernels ask for, so that backends need not spell them out.
-
-From a configuration of calibration to the one of training: the same integers, from fake-quantizers.
+They are what most integer kernels ask for, so that backends need not spell them out.
 """
 
 from __future__ import annotations

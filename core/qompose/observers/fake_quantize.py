@@ -1,20 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fake quantize modules for training, with observed or learned parameters.
-
-Fake-quantizers: a tensor becomes what its integers will stand for, and gradients pass as if it had not.
+"""Fake quantize modules: in training a tensor becomes what its integers will stand for.
 
 The gradient is that of the straight-through estimator: `dx = dy` where the value is within the range, else 0.
 Scale and zero point come from the observer inside, by the function that conversion calls too, so what
-is trained is what is deployed.
-
-A fake-quantizer whose scale is learned with the weights.
-
-Esser et al., "Learned Step Size Quantization", 2020; the zero point too where the scheme is affine
-(Bhalgat et al., "LSQ+", 2020).
-
-The quantization parameters that torch's fused fake-quantizer trains with, for those who compare with it.
-
-The formula is that of `ChooseQuantizationParams` in ATen/native/quantized/cpu/QuantUtils.h, in its types.
+is trained is what is deployed. Scales may be learned with the weights (Esser et al., "Learned Step Size
+Quantization", 2020), zero points too where the scheme is affine (Bhalgat et al., "LSQ+", 2020).
 """
 
 from __future__ import annotations
@@ -42,7 +32,7 @@ from qompose.observers.tensor_statistics import Facts
 from qompose.observers.value_screening import Screen, TensorScreen
 from qompose.spec.observer_factory import made_by
 from qompose.spec.qparams import PER_CHANNEL, SYMMETRIC, along, full_blocks, in_blocks
-from qompose.spec.torchao_compat import virtual_subclass_of
+from qompose.spec.quantization_spec import virtual_subclass_of
 
 
 @virtual_subclass_of("torchao.quantization.pt2e.fake_quantize", "FakeQuantizeBase")
@@ -229,32 +219,17 @@ class FusedMovingAvgObsFakeQuantize(FakeQuantize):
 
     Args:
         observer: `MovingAverageMinMaxObserver` or its form per channel; by the scheme where there is none.
-        fbgemm_qparams: simulate with the parameters of torch's fused operator instead, which are not
-            quite those that conversion computes: symmetric ones are up to 0.4 % smaller.
         arguments: what the observer takes.
 
     Raises:
         ConfigError: the observer has no moving averages.
     """
 
-    def __init__(
-        self, observer: Any = None, *, fbgemm_qparams: bool = False, **arguments: Any
-    ) -> None:
+    def __init__(self, observer: Any = None, **arguments: Any) -> None:
         super().__init__(observer, **arguments)
         inner = self.activation_post_process
         if not isinstance(inner, MovingAverageMinMaxObserver):
             raise ConfigError(f"{type(inner).__name__} has no moving averages: use FakeQuantize")
-        self.fbgemm_qparams = fbgemm_qparams
-
-    def _in_training(self) -> tuple[Tensor, Tensor]:
-        if not self.fbgemm_qparams:
-            return super()._in_training()
-        assert self.quant_min is not None and self.quant_max is not None
-        inner = self.activation_post_process
-        symmetric = self.qscheme in SYMMETRIC
-        return fbgemm_qparams(
-            inner.minimum, inner.maximum, self.quant_min, self.quant_max, symmetric=symmetric
-        )
 
 
 class FixedQParamsFakeQuantize(FakeQuantize):
@@ -469,44 +444,3 @@ class _LearnedSteps(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             of_zero_point = ((passed - gradient) * scale).sum_to_size(scale.shape) * ctx.factor
         return passed, of_scale, of_zero_point, None, None, None
-
-
-_LEAST_SCALE = 6.1e-5
-
-
-def fbgemm_qparams(
-    minimum: Tensor, maximum: Tensor, low: int, high: int, *, symmetric: bool
-) -> tuple[Tensor, Tensor]:
-    """Return scale, float32, and zero point, int64, for ranges of shape `()` or `(C,)`.
-
-    With `n = high - low`, a symmetric range that has both signs is stretched to `-(n // 2 + 1)` and `n // 2`
-    steps, and its zero point is the middle; one of a single sign is treated as affine. Scales are at least
-    6.1e-5, and 6.1e-5 times 127 or so is the least range; a range of zero has the scale 0.1.
-    """
-    steps = high - low
-    both = (minimum < 0) & (maximum > 0) & symmetric
-    down, up = -(steps // 2 + 1), steps // 2
-    step = torch.maximum((minimum / down).abs(), (maximum / up).abs()).double()
-    minimum = torch.where(both, (step * down).float(), minimum).clamp(max=0.0).double()
-    maximum = torch.where(both, (step * up).float(), maximum).clamp(min=0.0).double()
-    scale = (maximum - minimum) / steps
-    none = (scale.float() == 0) | torch.isinf(1.0 / scale.float())
-    scale = torch.where(none, 0.1, scale)
-    minimum, maximum, scale = _widened(minimum, maximum, scale, steps)
-    below, above = minimum / scale, maximum / scale
-    from_below = abs(low) - below.abs() < abs(high) - above.abs()
-    zero_point = torch.where(from_below, low - below, high - above)
-    zero_point = torch.where(both, (low + high) / 2, zero_point)
-    return scale.float(), zero_point.clamp(low, high).round().to(torch.int64)
-
-
-def _widened(
-    minimum: Tensor, maximum: Tensor, scale: Tensor, steps: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return range and scale, the range stretched where the scale was too small; an end at zero stays."""
-    small = scale < _LEAST_SCALE
-    factor = torch.where(small, (_LEAST_SCALE / scale.float()).double(), 1.0)
-    span = torch.full_like(scale, _LEAST_SCALE * steps)
-    lower = torch.where(small & (minimum != 0) & (maximum == 0), -span, minimum * factor)
-    upper = torch.where(small & (minimum == 0), span, maximum * factor)
-    return lower.float().double(), upper.float().double(), torch.where(small, _LEAST_SCALE, scale)

@@ -1,14 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Observers of other packages: screened inputs, and conversion by their own `convert`.
+"""Observers of other packages, whose inputs are screened and whose own `convert` is called.
 
-What stands between a tensor and the observer of another engine: no NaN and no mask value comes to it.
-
-The observer stays what it is, the very module that the program calls, because other packages' code looks
-for it there. So it is not wrapped: its `forward` is.
-
-Observers that convert themselves: their `convert(program, node)` is called, checked and completed.
-
-What it puts in the place of the observer's node is kept: other operators than qompose's, or modules.
+Such an observer stays what it is, the very module that the program calls, because other packages' code looks
+for it there. So it is not wrapped: its `forward` is. Of one that converts itself, `convert(program, node)` is
+called, checked and completed; what it puts in place of its node is kept, operators and modules alike.
 """
 
 from __future__ import annotations

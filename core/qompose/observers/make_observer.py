@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a specification to the module that observes it."""
+"""The module that observes a tensor, made from the tensor's specification."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from qompose.errors import ConfigError, blaming
-from qompose.observers.channel_ranges import unbalanced
+from qompose.observers.channel_ranges import base_observer
 from qompose.observers.fake_quantize import FakeQuantize
 from qompose.observers.foreign_observer import Rebinding, guard_of
 from qompose.observers.min_max import FixedQParamsObserver, Observer, PlaceholderObserver
@@ -57,7 +57,7 @@ def make_observer(
         simulate: make a fake-quantizer around an observer of qompose's.
 
     Raises:
-        ConfigError: the factory does not take them, or what it makes is no observer of the specification.
+        ConfigError: the factory does not take them, or does not make an observer of the specification.
     """
     if isinstance(spec, DerivedQuantizationSpec):
         return DerivedObserver(spec)
@@ -104,7 +104,7 @@ def check_observer(observer: Any, spec: QuantizationSpec) -> None:
     """
     kind = type(observer).__name__
     if not isinstance(observer, nn.Module):
-        raise ConfigError(f"its observer is {observer!r}, which is no torch.nn.Module")
+        raise ConfigError(f"its observer must be a torch.nn.Module, got {observer!r}")
     if converts_itself(observer):
         return
     if not callable(getattr(observer, "calculate_qparams", None)):
@@ -145,12 +145,14 @@ class DerivedObserver(PlaceholderObserver):
             ConfigError: it returns no parameters that the specification allows.
         """
         with blaming(f"derive_qparams_fn of {self.subject}"):
-            derived: Any = self.derive_qparams_fn([unbalanced(s) for s in self._sources])
+            derived: Any = self.derive_qparams_fn([base_observer(s) for s in self._sources])
         try:
             scale, zero_point = (torch.as_tensor(value) for value in derived)
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"{self._says(derived)}: that is no scale and zero point") from error
-        if scale.numel() == zero_point.numel() == 1 and self._wants_one_number():
+            raise ConfigError(
+                f"{self._says(derived)}: expected a scale and a zero point"
+            ) from error
+        if scale.numel() == zero_point.numel() == 1 and self._has_one_scale():
             shape = self._expected(scale)
             scale, zero_point = (value.reshape(()).expand(shape) for value in (scale, zero_point))
         for value, name in ((scale, "scale"), (zero_point, "zero point")):
@@ -166,7 +168,7 @@ class DerivedObserver(PlaceholderObserver):
             raise ConfigError(f"{self._says(derived)}: the zero point is outside [{low}, {high}]")
         return scale.float(), zero_point
 
-    def _wants_one_number(self) -> bool:
+    def _has_one_scale(self) -> bool:
         """Tell whether one scale is what there is: also for channels, of what has one for all of them."""
         if self._axis is None:
             return True
@@ -185,7 +187,7 @@ class DerivedObserver(PlaceholderObserver):
 def _has_one_number(observer: nn.Module) -> bool:
     if isinstance(observer, DerivedObserver):
         return observer._axis is None
-    return getattr(unbalanced(observer), "qscheme", None) not in {None, *PER_CHANNEL}
+    return getattr(base_observer(observer), "qscheme", None) not in {None, *PER_CHANNEL}
 
 
 def was_fed(observer: nn.Module) -> bool:
@@ -206,7 +208,7 @@ def has_data(observer: Any) -> bool:
     Those of other packages keep bounds that are empty or infinite until then, or do not know the size of
     their blocks.
     """
-    observer = getattr(observer, "activation_post_process", observer)  # of a fake-quantizer
+    observer = getattr(observer, "activation_post_process", observer)
     if hasattr(observer, "calibrated"):
         return bool(observer.calibrated)
     if getattr(observer, "block_size", observer) is None:
@@ -223,9 +225,9 @@ def integer_bounds(spec: Any, observer: nn.Module) -> tuple[int, int]:
     Observers of other engines fill in what a specification leaves open, and may take fewer steps.
 
     Raises:
-        ConfigError: they are no range of the specification's type.
+        ConfigError: they do not fit the specification's type.
     """
-    observer, low, high = unbalanced(observer), spec.quant_min, spec.quant_max
+    observer, low, high = base_observer(observer), spec.quant_min, spec.quant_max
     if not isinstance(observer, Observer):
         least, most = getattr(observer, "quant_min", None), getattr(observer, "quant_max", None)
         low, high = low if least is None else int(least), high if most is None else int(most)
@@ -237,7 +239,7 @@ def channel_axis(spec: Any, observer: nn.Module) -> int | None:
 
     Observers of other engines have the last word: they may not have been given the specification's.
     """
-    observer = unbalanced(observer)
+    observer = base_observer(observer)
     scheme = None if isinstance(observer, Observer) else getattr(observer, "qscheme", None)
     if scheme is None:
         return axis_of(spec)
@@ -263,9 +265,7 @@ def least_scale(spec: Any, observer: Any) -> float | None:
 
 def eps_of(observer: Any) -> float | None:
     """Return an observer's least scale, None where it does not say."""
-    observer = unbalanced(observer)
-    inner = getattr(observer, "activation_post_process", observer)  # of a fake-quantizer
-    eps = getattr(inner, "eps", None)
+    eps = getattr(base_observer(observer, inside_fake_quantize=True), "eps", None)
     return None if eps is None else float(eps)
 
 
@@ -274,10 +274,8 @@ def fixed_parameters(observer: object) -> tuple[Any, Any] | None:
 
     Those of other engines are known by their name: they are no subclasses of one another.
     """
-    if isinstance(observer, nn.Module):
-        observer = unbalanced(observer)
-    inner = getattr(observer, "activation_post_process", observer)
+    inner = base_observer(observer, inside_fake_quantize=True)
     names = {kind.__name__ for kind in type(inner).__mro__}
     if FixedQParamsObserver.__name__ not in names:
         return None
-    return inner.scale, inner.zero_point  # type: ignore[attr-defined]
+    return inner.scale, inner.zero_point

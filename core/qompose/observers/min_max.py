@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The observer interface and the observers of minimum and maximum.
+"""The observer interface, with the observers that estimate a range by least and largest values.
 
-Observers: modules that pass a tensor through unchanged and estimate its range.
-
-Each observer declares dtype, integer bounds and scheme, and gives `calculate_qparams()`. An observer
-that saw nothing says so by `calibrated`. Mask values never widen a range (`value_screening`).
-
-Whether a tensor is another view of the one seen last, whose values need no second look.
+Observers are modules that pass a tensor through unchanged. Each declares dtype, integer bounds and scheme,
+and gives `calculate_qparams()`. One that saw nothing says so by `calibrated`. Mask values never widen a
+range (`value_screening`).
 """
 
 from __future__ import annotations
@@ -34,7 +31,11 @@ from qompose.spec.qparams import (
     quantized_range,
     stored_in,
 )
-from qompose.spec.torchao_compat import OBSERVERS, register_virtual_subclasses, virtual_subclass_of
+from qompose.spec.quantization_spec import (
+    OBSERVERS,
+    register_virtual_subclasses,
+    virtual_subclass_of,
+)
 
 
 @virtual_subclass_of(OBSERVERS, "ObserverBase")
@@ -217,7 +218,7 @@ class RangeObserver(Observer):
     ) -> None:
         super().__init__(dtype, **arguments)
         if not scale_dtype.is_floating_point:
-            raise ConfigError(f"scale_dtype={scale_dtype} is no float type")
+            raise ConfigError(f"scale_dtype must be a float dtype, got {scale_dtype}")
         self.ch_axis, self.scale_dtype = ch_axis, scale_dtype
         # A shape that ranges never have. Not empty ones, which safetensors, when it loads, never shares.
         for name in ("minimum", "maximum"):

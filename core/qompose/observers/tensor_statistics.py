@@ -1,22 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What calibration saw of one tensor, as data that merges.
-
-What calibration found of one tensor, as plain data that merges exactly and serves any observer.
+"""What was seen of one tensor, as data that merges exactly.
 
 An observer gives what it has seen (`Observer.facts`) and takes what it needs (`Observer.take`), which may
-come from another observer, another backend's or another process's.
+come from another observer, another backend's or another process's. Nothing depends on how the data was
+split, ordered or merged.
 
-Some rows of a tensor of channels: the same ones however the data was split, ordered, or merged.
+Rows of a tensor of channels are sampled so: a few positions of each example are candidates, and of all
+different candidates those whose examples have the least hash are kept. The least of a union are the least
+of what each part keeps. An example is hashed by some of its values, so that most of them cost hardly
+anything; where two have the same hash, their rows are told apart by hashes of their own.
 
-A few positions of each example are candidates, and of all different candidates those whose examples have
-the least hash are kept. The least of a union are the least of what each part keeps, so samples merge
-exactly. An example is hashed by some of its values, so that most of them cost hardly anything; where two
-have the same hash, their rows are told apart by hashes of their own.
-
-Means of channels that do not depend on how the data was split, ordered or merged.
-
-A sum of floats depends on the order. So values are rounded to a grid of 2**-24, and what is added are
-integers, in any order with the same result. The rounding averages out far below any quantization step.
+Means of channels are sums of integers, since a sum of floats depends on the order: values are rounded to a
+grid of 2**-24. The rounding averages out far below any quantization step.
 """
 
 from __future__ import annotations

@@ -1,17 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NaN and mask values, kept out of the statistics of calibration and training.
-
-Screening: what must not reach an observer's statistics. NaN is an error; mask values are set aside.
+"""NaN and mask values, which are kept out of the statistics of calibration and training.
 
 Attention masks are added as -inf, as the smallest float, or as a number like -10000. An observer that
 takes such a number for data spends all its steps on the distance to it, and every other value becomes one
-integer; one that skips it erases the mask. So the tensor is named instead, and stays in float.
+integer; one that skips it erases the mask. So the tensor is named instead, and stays in float. In calibration
+NaN is an error.
 
-Screening in training: the same, in tensors that stay where the model is.
-
-Numbers of Python would make a step wait for its device, break a compiled graph in two, and be missing in a
-state dict. NaN is no error here, since the loss shows it. It never reaches the statistics, and neither does
-an overflow, after which a loop goes on.
+In training the counts are tensors that stay where the model is: numbers of Python would make a step wait for
+its device, break a compiled graph in two, and be missing in a state dict. NaN is no error there, since the
+loss shows it. It never reaches the statistics, and neither does an overflow, after which a loop goes on.
 """
 
 from __future__ import annotations

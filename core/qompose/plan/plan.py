@@ -223,7 +223,7 @@ class Plan:
             "rewrites": [dict(rewrite.__dict__) for rewrite in self.rewrites],
             "notes": list(self.notes),
             "float_bytes": self.float_bytes,
-            "idle": list(self.idle),
+            "idle_owners": list(self.idle_owners),
         }
 
 

@@ -13,6 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
 from torch.fx import GraphModule, Node
@@ -20,12 +21,18 @@ from torch.fx import GraphModule, Node
 from qompose.errors import ConfigError, SharingError
 from qompose.observers.channel_ranges import INPUT, OUTPUT, Balance
 from qompose.plan.plan import Group
+from qompose.program.aliasing import DisjointSets
 from qompose.program.aten_operators import VALUE_PRESERVING
 from qompose.program.control_flow import count_readers, nodes_in, same_tensors
 from qompose.program.graph import address_of, constant_of, layout_of, value_of
 from qompose.spec.claim import Claim, Point, PointSpec
 from qompose.spec.qparams import PER_CHANNEL, full_blocks
-from qompose.spec.quantization_spec import describe_spec, integers_asked, likeness, observer_name
+from qompose.spec.quantization_spec import (
+    describe_spec,
+    integer_range_key,
+    observer_name,
+    sharing_key,
+)
 
 
 def plan_groups(model: GraphModule, claims: Sequence[Claim]) -> tuple[Group, ...]:
@@ -168,14 +175,15 @@ class _Solver:
         for number, claim in enumerate(claims):
             for spec in claim.specs:
                 self._add(spec, number)
-        self.parent = {point: point for point in self.specs}
+        self.sets = DisjointSets(self.specs)
+        self.find = self.sets.find
         self.concrete = {point: spec for point, spec in self.specs.items() if not spec.shared}
         self.produced = {claim.output for claim in claims}
         self._points = Counter(point.source for point in self.specs)
 
     def _add(self, spec: PointSpec, number: int) -> None:
         earlier = self.specs.get(spec.point)
-        if earlier is not None and likeness(earlier.spec) != likeness(spec.spec):
+        if earlier is not None and sharing_key(earlier.spec) != sharing_key(spec.spec):
             raise SharingError(
                 f"{self.who(spec.point)} is {describe_spec(earlier.spec)}, and "
                 f"{self.claims[number].owner}, rule {self.claims[number].rule}, wants "
@@ -184,19 +192,11 @@ class _Solver:
         if earlier is None:
             self.specs[spec.point], self.claim_of[spec.point] = spec, number
 
-    def find(self, point: Point) -> Point:
-        root = point
-        while self.parent[root] != root:
-            root = self.parent[root]
-        while self.parent[point] != root:
-            self.parent[point], point = root, self.parent[point]
-        return root
-
     def join(self, one: Point, other: Point) -> None:
         """Put two points into one group; its specification is that of either."""
         one, other = self.find(one), self.find(other)
         if one != other:
-            self.parent[one] = other
+            self.sets.join(one, other)
             spec = self.concrete.pop(one, None)
             if spec is not None:
                 self.concrete.setdefault(other, spec)
@@ -215,7 +215,7 @@ class _Solver:
         for point, spec in self.specs.items():
             if spec.shared:
                 (target,) = spec.references
-                if target not in self.parent:
+                if target not in self.sets:
                     raise SharingError(
                         f"{self.who(point)} shares the parameters of {target}, which no quantizer "
                         "annotates. Annotate it too, or give the point a specification of its own."
@@ -230,16 +230,16 @@ class _Solver:
         for points in by_source.values():
             first_of: dict[object, Point] = {}
             for point in points:
-                alike = self._likeness(point)
+                alike = self._implicit_key(point)
                 if alike is not None:
                     self.join(point, first_of.setdefault(alike, point))
 
-    def _likeness(self, point: Point) -> object | None:
+    def _implicit_key(self, point: Point) -> object | None:
         """Return what a point must agree in to share implicitly, None where it may not share."""
         spec = self.concrete.get(self.find(point))
         if spec is None or spec.derived or not self.specs[point].allow_implicit_sharing:
             return None
-        return integers_asked(spec.spec)
+        return integer_range_key(spec.spec)
 
     def join_moves(self, nodes: Mapping[str, Node]) -> None:
         """Join the input and output of operators that only move values, where their specs are alike.
@@ -251,10 +251,10 @@ class _Solver:
             output = Point(user.name)
             one_scale = self._one_scale(point)  # moves change what is a channel, and what a block
             if user.target in VALUE_PRESERVING and output in self.specs and one_scale:
-                alike = self._likeness(point)
-                if alike is not None and alike == self._likeness(output):
+                alike = self._implicit_key(point)
+                if alike is not None and alike == self._implicit_key(output):
                     inner, outer = (self.concrete[self.find(p)].spec for p in (point, output))
-                    if likeness(inner) == likeness(outer):  # estimated in the same way, too
+                    if sharing_key(inner) == sharing_key(outer):  # estimated in the same way, too
                         self.join(point, output)
 
     def _one_scale(self, point: Point) -> bool:
@@ -290,7 +290,7 @@ def _in_order_of_dependency(groups: list[Group], solver: _Solver) -> tuple[Group
     needs: list[tuple[int, ...]] = []
     for group in groups:
         for point in solver.references(group):
-            if point not in solver.parent:
+            if point not in solver.sets:
                 raise SharingError(
                     f"{solver.who(group.points[0])} is derived from {point}, "
                     "which no quantizer annotates"
@@ -304,15 +304,17 @@ def _in_order_of_dependency(groups: list[Group], solver: _Solver) -> tuple[Group
 
 
 def _topological(needs: list[tuple[int, ...]], names: list[str]) -> list[int]:
+    sorter = TopologicalSorter(dict(enumerate(needs)))
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        circle = ", ".join(names[number] for number in sorted(set(error.args[1])))
+        raise SharingError(
+            f"Derived parameters depend on one another in a circle: {circle}"
+        ) from error
     order: list[int] = []
-    done: set[int] = set()
-    remaining = list(range(len(needs)))
-    while remaining:
-        ready = [i for i in remaining if done.issuperset(needs[i])]
-        if not ready:
-            circle = ", ".join(names[i] for i in remaining)
-            raise SharingError(f"Derived parameters depend on one another in a circle: {circle}")
+    while sorter.is_active():
+        ready = sorted(sorter.get_ready())
         order += ready
-        done.update(ready)
-        remaining = [i for i in remaining if i not in done]
+        sorter.done(*ready)
     return order

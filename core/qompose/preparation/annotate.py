@@ -28,8 +28,8 @@ from qompose.quantizer.composition import ComposableQuantizer
 from qompose.quantizer.interop.hook_guard import checksums, forbid_writes
 from qompose.quantizer.kept_rewrites import covered_rewrites, wanted_rewrites
 from qompose.quantizer.tied_weights import unify_specs
-from qompose.spec.algorithm_options import not_in_training
 from qompose.spec.claim import Claim, Composition, Proposal, Rejection, clear_annotations
+from qompose.spec.quantization_spec import not_in_training
 
 TRANSFORM = "transform_for_annotation"
 

@@ -16,7 +16,7 @@ from qompose.algorithms.equalization import equalized_identity
 from qompose.algorithms.smooth_quant import smoothed, watching
 from qompose.backend.interface import Backend
 from qompose.errors import ConfigError, UserError, blaming
-from qompose.observers.channel_ranges import BalancedObserver
+from qompose.observers.channel_ranges import PerChannelRangeObserver
 from qompose.observers.fake_quantize import FakeQuantize, LearnableFakeQuantize
 from qompose.observers.foreign_observer import Rebinding, guard
 from qompose.observers.make_observer import DerivedObserver, fixed_parameters, make_observer
@@ -28,7 +28,6 @@ from qompose.plan.plan import Group, Plan, Record, attach, subject_of
 from qompose.plan.shared_qparams import notes_on_ranges, plan_groups
 from qompose.preparation.annotate import annotate
 from qompose.program.control_flow import body_labels, name_apart, nodes_in, run_observed_in_python
-from qompose.program.exported_program import as_graph_module
 from qompose.program.graph import (
     constant_of,
     give_own_parameters,
@@ -40,6 +39,7 @@ from qompose.program.graph import (
     value_of,
 )
 from qompose.program.meta import GROUP_TAG, OBSERVER_PREFIX, tag
+from qompose.program.user_input import as_graph_module
 from qompose.quantizer.annotations import write_annotations
 from qompose.quantizer.base import Quantizer
 from qompose.quantizer.composition import idle_members
@@ -325,12 +325,12 @@ def _observer(
     if group.balance is None or fixed_parameters(observer) is not None:
         return observer
     inner = watching(observer) if getattr(group.spec, "is_dynamic", False) else observer
-    return BalancedObserver(inner, group.balance.dim)
+    return PerChannelRangeObserver(inner, group.balance.dim)
 
 
 def _set_subject(observer: nn.Module, subject: str) -> None:
     """Tell an observer which tensor it observes; those of other engines are guarded from masks."""
-    if isinstance(observer, BalancedObserver):
+    if isinstance(observer, PerChannelRangeObserver):
         observer.channel_observer.subject = subject
         _set_subject(observer.tensor_observer, subject)
     elif isinstance(observer, Observer):

@@ -1,19 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What aten operators are: which preserve values, and which function or module they come from.
 
-What operators do to values, as far as quantization is concerned. Backends use the same table.
-
 Where an operator only moves values, `op(quantize(x)) == quantize(op(x))` for any parameters: input and
 output have one scale, and the operator may run on the integers. The same holds where it selects by
 order. Any other operator makes values that no input had, and its output has a scale of its own.
 
-Functionals: which aten operators an exported program has where a model calls a function of torch.
-
-Nearly always the operator has the function's name, with an underscore behind it where it works in place.
-`_NAMES` has the exceptions; a function that torch writes with several operators has none.
-
-Where an operator comes from, for quantizers that ask: `source_fn_stack`, as strict export writes it.
-
+An operator nearly always has the name of the torch function that it comes from, with an underscore behind it
+where it works in place; `_NAMES` has the exceptions, and a function that torch writes with several operators
+has none. Quantizers ask where an operator comes from by `source_fn_stack`, as strict export writes it.
 `get_source_partitions(graph, [nn.Conv2d, F.conv2d, operator.add])`, which quantizers and tutorials find
 operators with, reads this entry of a node's meta. The default, non-strict export does not write it, so
 that such quantizers silently find nothing, or modules only. `with_sources` writes it from what both
@@ -179,7 +173,7 @@ def aten_operators(function: Callable[..., Any]) -> frozenset[torch._ops.OpOverl
     """
     name = getattr(function, "__name__", "")
     if not callable(function) or not name or not _is_torchs(function):
-        raise SelectorError(f"{function!r} is no function of torch")
+        raise SelectorError(f"expected a function of torch, got {function!r}")
     names = _names_of(name, in_python=_home(function) in ("_operator", "operator"))
     found = {
         getattr(aten, candidate)

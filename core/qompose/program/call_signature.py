@@ -1,211 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a graph module is called: its signature, and the code that fx generates for it.
+"""How a program is called: the inputs for which it was exported, which its graph records.
 
-How graphs are called: inputs are checked, and those of lowered ones go straight to their placeholders.
-
-An exported graph flattens its arguments by their tree and builds its result by another, in Python, at
-each call: about twenty microseconds, several times what a small kernel takes. Where every argument and
-every result stands for itself there is no tree to walk; its code goes by the shortcuts that there are.
-
-Shorter ways to the same, in the source that graphs are run by.
-
-A module finds a tensor of its own by a failed look-up and a function in Python, half a microsecond each
-time, and torch calls an operator by its overload through a reader of schemas, where the function of the same
-name has its arguments compiled in. For a small kernel that is a third of its time.
-
-How a GraphModule is called, recovered from its own graph: argument tree, shapes, dynamic dimensions.
+`torch.export` writes sizes into a program: a mean over 16 rows is a sum divided by 16. The module that
+torch makes of the program refuses other sizes; a graph that was rewritten must do so itself, or it would
+compute something else without a word.
 """
 
 from __future__ import annotations
 
-import functools
-import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Final
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+import sympy  # type: ignore[import-untyped]
 import torch
-from torch import Tensor, nn
-from torch._ops import OpOverload
+from torch import Tensor
 from torch.export import Dim
-from torch.fx import Graph, GraphModule, Node
-from torch.fx.graph import PythonCode, _format_target, _PyTreeCodeGen, _PyTreeInfo
+from torch.fx import GraphModule, Node, Proxy
+from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
 from torch.utils import _pytree as pytree
-from torch.utils._pytree import TreeSpec
 
+from qompose.errors import InputError
 from qompose.program.graph import pytree_info, value_of
-from qompose.program.input_guards import InputChecks, as_linear, input_checks, require_input
 
 
-class CheckedCalls(_PyTreeCodeGen):
-    """Code that refuses inputs for which the program was not exported."""
-
-    def __init__(self, pytree_info: _PyTreeInfo, checks: InputChecks) -> None:
-        super().__init__(pytree_info)
-        self.checks = checks
-
-    def additional_globals(self) -> list[tuple[str, Any]]:
-        return [*super().additional_globals(), ("require_input", require_input)]
-
-    def gen_var_bindings(self, fn_args: list[str], free_vars: list[str], expanded_def: bool) -> str:
-        bindings = self.bindings(fn_args, free_vars, expanded_def)
-        names = [name for name in _names(free_vars) if name != "self"]
-        return "\n    ".join([bindings, *self.checks.lines(names)])
-
-    def bindings(self, fn_args: list[str], free_vars: list[str], expanded_def: bool) -> str:
-        """Return code that gives each placeholder its value."""
-        return super().gen_var_bindings(fn_args, free_vars, expanded_def)
-
-
-class DirectCalls(CheckedCalls):
-    """Code that walks no tree where there is none: flat arguments, and one result or a tuple of results."""
-
-    def bindings(self, fn_args: list[str], free_vars: list[str], expanded_def: bool) -> str:
-        if not _flat_arguments(self.pytree_info.in_spec):
-            return super().bindings(fn_args, free_vars, expanded_def)
-        placeholders = _names(free_vars)
-        annotations = self._format_annotations(free_vars, expanded_def)
-        return f"{annotations}\n    {', '.join(placeholders)}, = {', '.join(self.pytree_info.orig_args)},"
-
-    def _gen_python_code(
-        self, nodes: Any, root_module: str, *rest: Any, **options: Any
-    ) -> PythonCode:
-        code = super()._gen_python_code(nodes, root_module, *rest, **options)
-        return shorten(code, nodes.graph, root_module)
-
-    def generate_output(
-        self,
-        output_args: Any,
-        *,
-        descs: Sequence[str] | None = None,
-        repr_fn: Callable[[object], str] | None = None,
-    ) -> str:
-        spec, show = self.pytree_info.out_spec, repr_fn or repr
-        if descs is None and spec is not None and spec.is_leaf():
-            return f"return {show(output_args[0])}"
-        if descs is None and spec is not None and spec.type is tuple and _leaves(spec):
-            return f"return {show(tuple(output_args))}"
-        return super().generate_output(output_args, descs=descs, repr_fn=repr_fn)
-
-
-def _names(free_vars: Sequence[str]) -> list[str]:
-    return [variable.split(":")[0].split("#")[0].strip() for variable in free_vars]
-
-
-def _leaves(spec: TreeSpec) -> bool:
-    return all(child.is_leaf() for child in spec.children())
-
-
-def _flat_arguments(spec: TreeSpec) -> bool:
-    """Whether the arguments are tensors one by one, in order or by name."""
-    two = spec.type is tuple and spec.num_children == 2
-    return two and all(
-        part.type is kind and _leaves(part)
-        for part, kind in zip(spec.children(), (tuple, dict), strict=True)
-    )
-
-
-def check_calls(module: GraphModule) -> GraphModule:
-    """Have a program's code check its inputs by the examples of its placeholders; return the program.
-
-    The graph is not compiled anew: `GraphModule.recompile` is the caller's.
+@dataclass(frozen=True)
+class CallSignature:
+    """How a program is called: example inputs (of the right shapes; their values mean nothing), and
+    which dimensions may vary, in the form that torch.export takes.
     """
-    codegen = module.graph._codegen
-    if type(codegen) is _PyTreeCodeGen and codegen.pytree_info.in_spec is not None:
-        checks = input_checks(module.graph.find_nodes(op="placeholder"))
-        module.graph.set_codegen(CheckedCalls(codegen.pytree_info, checks))
-    return module
 
-
-def call_directly(module: GraphModule) -> None:
-    """Have a graph's code bind its arguments and return its results without their trees, where it may.
-
-    A GraphModule is called through a function that adds a line of its code to errors, which their tracebacks
-    have anyway, and takes a microsecond. Its class is its own, so that this goes without.
-    """
-    codegen = check_calls(module).graph._codegen
-    if type(codegen) is CheckedCalls:
-        module.graph.set_codegen(DirectCalls(codegen.pytree_info, codegen.checks))
-    module.recompile()
-    type(module).__call__ = nn.Module.__call__  # type: ignore[method-assign]
-
-
-_ASSIGNMENT: Final = re.compile(r"\s*(\w+)(?: : [^=]*)? = ")
-
-
-def shorten(code: PythonCode, graph: Graph, root: str) -> PythonCode:
-    """Return the code of a graph with shorter ways to its tensors and operators, line by line the same.
-
-    Args:
-        root: what the code calls the module of the graph.
-    """
-    ways = {node.name: way for node in graph.nodes if (way := _way(node, graph, root))}
-    lines = (_shortened(line, ways) for line in code.src.split("\n"))
-    return replace(code, src="\n".join(lines))
-
-
-def _shortened(line: str, ways: dict[str, tuple[str, str]]) -> str:
-    """Return a line that gives a node its value, by the way of that node if it has one."""
-    found = _ASSIGNMENT.match(line)
-    if found is None or found[1] not in ways:
-        return line
-    long, short = ways[found[1]]
-    start, rest = line[: found.end()], line[found.end() :]
-    return start + short + rest[len(long) :] if rest.startswith(long) else line
-
-
-def _way(node: Node, graph: Graph, root: str) -> tuple[str, str] | None:
-    """Return what stands for a node's tensor or operator in its line, and what may stand there."""
-    if node.op == "get_attr" and graph.owning_module is not None:
-        place = _place(graph.owning_module, str(node.target), root)
-        return None if place is None else (_format_target(root, str(node.target)), place)
-    if node.op == "call_function" and isinstance(node.target, OpOverload):
-        name = _function(node.target)
-        return None if name is None else (f"torch.ops.{node.target}(", f"torch.{name}(")
-    return None
-
-
-def _place(module: nn.Module, target: str, root: str) -> str | None:
-    """Return where a module keeps a parameter or buffer, None where the target is none."""
-    *path, last = target.split(".")
-    source = root
-    for name in path:
-        inner = module._modules.get(name)
-        if inner is None:
-            return None
-        module, source = inner, f"{source}._modules[{name!r}]"
-    kept = (place for place in ("_buffers", "_parameters") if last in getattr(module, place))
-    return next((f"{source}.{place}[{last!r}]" for place in kept), None)
-
-
-@functools.cache
-def _function(operator: OpOverload) -> str | None:
-    """Return the name of torch's compiled function that calls this operator, and no other.
-
-    That is one on a tensor that gives one tensor, with no other overload to choose from.
-    """
-    name = operator._opname
-    function = getattr(torch._C._VariableFunctions, name, None)
-    if operator.namespace != "aten" or function is None or getattr(torch, name, None) != function:
-        return None
-    schema = operator._schema
-    first, results = (
-        [str(a.type) for a in schema.arguments[:1]],
-        [str(r.type) for r in schema.returns],
-    )
-    alone = _overloads(operator) == [operator]
-    return name if alone and first == results == ["Tensor"] else None
-
-
-def _overloads(operator: OpOverload) -> list[OpOverload]:
-    """Return the overloads of an operator that neither write into a result nor know names of dimensions."""
-    packet = operator.overloadpacket
-    every = [getattr(packet, name) for name in packet.overloads()]
-    return [
-        one
-        for one in every
-        if not any(a.is_out or "Dimname" in str(a.type) for a in one._schema.arguments)
-    ]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    dynamic_shapes: Any
 
 
 def call_signature(module: GraphModule) -> CallSignature:
@@ -272,12 +100,271 @@ def _root(symbol: Any, env: Any, dims: dict[str, Any]) -> Any:
     return dims[name]
 
 
+class CheckedCalls(_PyTreeCodeGen):
+    """Code that refuses inputs for which the program was not exported."""
+
+    def __init__(self, pytree_info: _PyTreeInfo, checks: InputChecks) -> None:
+        super().__init__(pytree_info)
+        self.checks = checks
+
+    def additional_globals(self) -> list[tuple[str, Any]]:
+        return [*super().additional_globals(), ("require_input", require_input)]
+
+    def gen_var_bindings(self, fn_args: list[str], free_vars: list[str], expanded_def: bool) -> str:
+        bindings = super().gen_var_bindings(fn_args, free_vars, expanded_def)
+        names = [variable.split(":")[0].split("#")[0].strip() for variable in free_vars]
+        return "\n    ".join([bindings, *self.checks.lines([n for n in names if n != "self"])])
+
+
+def check_calls(module: GraphModule) -> GraphModule:
+    """Have a program's code check its inputs by the examples of its placeholders; return the program.
+
+    The graph is not compiled anew: `GraphModule.recompile` is the caller's.
+    """
+    codegen = module.graph._codegen
+    if type(codegen) is _PyTreeCodeGen and codegen.pytree_info.in_spec is not None:
+        checks = input_checks(module.graph.find_nodes(op="placeholder"))
+        module.graph.set_codegen(CheckedCalls(codegen.pytree_info, checks))
+    return module
+
+
+Tree = Any
+"""A whole number, ["size", input, dimension], ["value", input], or [operator, *trees]."""
+_OPERATORS = {
+    "Add": " + ",
+    "Mul": " * ",
+    "FloorDiv": " // ",
+    "Mod": " % ",
+    "PythonMod": " % ",
+    "Equality": " == ",
+    "Unequality": " != ",
+    "StrictLessThan": " < ",
+    "LessThan": " <= ",
+    "StrictGreaterThan": " > ",
+    "GreaterThan": " >= ",
+}
+_PLAIN = (int, float, str, bool, type(None))
+_LARGEST = 2**62  # torch's bound for a dimension that has none
+
+
 @dataclass(frozen=True)
-class CallSignature:
-    """How a program is called: example inputs (of the right shapes; their values mean nothing), and
-    which dimensions may vary, in the form that torch.export takes.
+class InputChecks:
+    """What is checked of each call of a program.
+
+    Attributes:
+        shapes: of each input that is a tensor, its sizes, None for one that may vary.
+        constants: each input that is a number, a text or None, by its place: it was compiled in.
+        conditions: between sizes that vary.
     """
 
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    dynamic_shapes: Any
+    shapes: Mapping[int, tuple[int | None, ...]]
+    constants: Mapping[int, Any]
+    conditions: tuple[Tree, ...] = ()
+
+    def lines(self, names: Sequence[str]) -> Iterator[str]:
+        """Yield Python statements that check the inputs of these names."""
+        for place, sizes in self.shapes.items():
+            wanted = ", ".join("any" if size is None else str(size) for size in sizes)
+            for condition in _on_sizes(names[place], sizes):
+                yield _statement(condition, names[place], f"[{wanted}]")
+        for place, value in self.constants.items():
+            yield _statement(_on_constant(names[place], value), names[place], repr(value))
+        for tree in self.conditions:
+            (first, *_) = _inputs(tree)
+            condition = source(tree, names)
+            yield _statement(condition, names[first], condition[1:-1])
+
+
+def _statement(condition: str, name: str, wanted: str) -> str:
+    return f"require_input({condition}, {name}, {name!r}, {wanted!r})"
+
+
+def _on_sizes(name: str, sizes: Sequence[int | None]) -> Iterator[str]:
+    """Yield conditions on the sizes that are fixed, and on how many there are.
+
+    Slices, because they raise no error where a tensor has too few dimensions.
+    """
+    if None not in sizes:
+        yield f"{name}.shape == {tuple(sizes)!r}"
+        return
+    start = len(sizes)
+    while start and sizes[start - 1] is not None:
+        start -= 1
+    tail = tuple(sizes[start:])
+    yield f"{name}.shape[{start}:] == {tail!r}" if tail else f"{name}.dim() == {len(sizes)}"
+    for place, size in enumerate(sizes[:start]):
+        if size is not None:
+            yield f"{name}.shape[{place}:{place + 1}] == ({size},)"
+
+
+def _on_constant(name: str, value: Any) -> str:
+    if value is None:
+        return f"{name} is None"
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"repr({name}) == {str(value)!r}"
+    return f"{name} == {value!r}"
+
+
+def source(tree: Tree, names: Sequence[str]) -> str:
+    """Return a condition as Python, with these names for the inputs."""
+    if isinstance(tree, int):
+        return str(tree)
+    kind, *parts = tree
+    if kind == "size":
+        return f"{names[parts[0]]}.shape[{parts[1]}]"
+    if kind == "value":
+        return str(names[parts[0]])
+    return "(" + _OPERATORS[kind].join(source(part, names) for part in parts) + ")"
+
+
+def read_tree(data: Any, inputs: int) -> Tree:
+    """Return a condition out of a file, which becomes source, if it is one over so many inputs.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if type(data) is int:
+        return data
+    if isinstance(data, list) and len(data) > 1:
+        kind, *parts = data
+        of_input = {"size": 2, "value": 1}.get(kind) == len(parts)
+        if (
+            of_input
+            and all(type(part) is int and part >= 0 for part in parts)
+            and parts[0] < inputs
+        ):
+            return data
+        if kind in _OPERATORS:
+            return [kind, *(read_tree(part, inputs) for part in parts)]
+    raise ValueError(f"expected a condition on {inputs} inputs, got {data!r}")
+
+
+def _inputs(tree: Tree) -> Iterator[int]:
+    if isinstance(tree, list):
+        kind, *parts = tree
+        if kind in ("size", "value"):
+            yield parts[0]
+        else:
+            for part in parts:
+                yield from _inputs(part)
+
+
+def require_input(holds: Any, value: object, name: str, wanted: str) -> None:
+    """Raise an error where a condition on an input does not hold.
+
+    Called by the code of programs, many times a second: what holds costs a comparison. Symbolic tracing,
+    which knows no sizes, passes.
+
+    Raises:
+        InputError: it does not hold.
+    """
+    if holds is True or isinstance(value, Proxy) or isinstance(holds, Proxy):
+        return
+    if (
+        isinstance(holds, Tensor) or not holds
+    ):  # a tensor where a number was compared element by element
+        raise InputError(name, _described(value), wanted)
+
+
+def _described(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {list(value.shape)}"
+    return repr(value)
+
+
+def input_checks(placeholders: Sequence[Node]) -> InputChecks:
+    """Return what a program was exported for, by the examples of its placeholders.
+
+    Like torch, it lets a dimension be 0 or 1 that was said to be 2 at least: export says so of each one.
+    What export assumed by functions that Python has no operator for is left to the operators themselves.
+    """
+    values = {place: value_of(n) for place, n in enumerate(placeholders) if "val" in n.meta}
+    shapes, constants = {}, {}
+    varying: list[tuple[Tree, torch.SymInt]] = []
+    for place, value in values.items():
+        if isinstance(value, Tensor):
+            shapes[place] = tuple(s if isinstance(s, int) else None for s in value.shape)
+            sizes: list[Any] = list(value.shape)
+            varying += [(["size", place, d], s) for d, s in enumerate(sizes) if type(s) is not int]
+        elif isinstance(value, torch.SymInt):
+            varying.append((["value", place], value))
+        elif isinstance(value, _PLAIN):
+            constants[place] = value
+    return InputChecks(shapes, constants, tuple(_conditions(varying)))
+
+
+def _conditions(varying: Sequence[tuple[Tree, torch.SymInt]]) -> list[Tree]:
+    """Return which sizes are equal or computed from others, their bounds, and what export assumed."""
+    environments = {id(size.node.shape_env): size.node.shape_env for _, size in varying}
+    known = _symbols(varying)
+    found = []
+    for tree, size in varying:
+        expected = _as_tree(size.node.expr, known)
+        if expected is not None and expected != tree:
+            found.append(["Equality", tree, expected])
+    for environment in environments.values():
+        for symbol, tree in known.items():
+            found += _bounds(tree, environment.var_to_range.get(symbol))
+        guards = (
+            _as_tree(g.expr, known) for g in environment.guards if not _of_zero_or_one(g.expr)
+        )
+        found += [guard for guard in guards if guard is not None]
+    return [tree for place, tree in enumerate(found) if tree not in found[:place]]
+
+
+def _symbols(varying: Sequence[tuple[Tree, torch.SymInt]]) -> dict[Any, Tree]:
+    """Return what each symbol is, by the first size that is the symbol, or else is linear in it."""
+    known: dict[Any, Tree] = {}
+    for plain in (True, False):
+        for tree, size in varying:
+            found = as_linear(size.node.expr)
+            if found is None or found[0] in known or plain is not (found[1:] == (1, 0)):
+                continue
+            symbol, factor, offset = found
+            shifted = ["Add", tree, -offset] if offset else tree
+            known[symbol] = shifted if factor == 1 else ["FloorDiv", shifted, factor]
+    return known
+
+
+def as_linear(expression: Any) -> tuple[Any, int, int] | None:
+    """Return (symbol, factor, offset) of `factor * symbol + offset`, None for anything else.
+
+    torch derives dimensions by whole numbers, and only growing ones.
+    """
+    if len(expression.free_symbols) != 1:
+        return None
+    (symbol,) = expression.free_symbols
+    polynomial = expression.as_poly(symbol)
+    if polynomial is None or polynomial.degree() != 1:
+        return None
+    factor, offset = polynomial.all_coeffs()
+    if not (factor.is_Integer and offset.is_Integer and factor > 0):
+        return None
+    return symbol, int(factor), int(offset)
+
+
+def _bounds(tree: Tree, bounds: Any) -> Iterator[Tree]:
+    if bounds is None:
+        return
+    if bounds.lower.is_Integer and bounds.lower > 2:
+        yield ["GreaterThan", tree, int(bounds.lower)]
+    if bounds.upper.is_Integer and bounds.upper < _LARGEST:
+        yield ["LessThan", tree, int(bounds.upper)]
+
+
+def _as_tree(expression: Any, known: Mapping[Any, Tree]) -> Tree | None:
+    """Return an expression as a tree, if it is made of sizes of inputs and of Python's operators."""
+    if expression.is_Integer:
+        return int(expression)
+    if expression.is_Symbol:
+        return known.get(expression)
+    parts = [_as_tree(argument, known) for argument in expression.args]
+    name = type(expression).__name__
+    return [name, *parts] if name in _OPERATORS and None not in parts else None
+
+
+def _of_zero_or_one(expression: Any) -> bool:
+    """Whether a guard says no more than that something is not 0 or 1, as export assumes of every size."""
+    if isinstance(expression, sympy.Ne):
+        return bool(expression.rhs in (0, 1))
+    return isinstance(expression, sympy.Ge) and bool(expression.rhs in (1, 2))

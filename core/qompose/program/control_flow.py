@@ -1,15 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bodies of cond, while_loop, scan and map: nested graphs, and how they run with observers inside.
-
-Graphs inside graphs: the bodies of control flow and of `no_grad` and autocast regions.
+"""The bodies of cond, while_loop, scan and map, of `no_grad` and of autocast regions.
 
 Export passes every parameter that a body reads as an operand. Rules look for parameters where they are
 read, so `sink_constants` moves them into the bodies, and `hoist_constants` back: torch can save and
-export again only the form that it exports.
-
-Control flow as plain Python, for bodies that hold observers.
-
-Torch's operators trace their bodies when gradients are recorded; an observer would then see fake tensors.
+export again only the form that it exports. Bodies that hold observers run as plain Python: torch's operators
+trace their bodies when gradients are recorded, and an observer would then see fake tensors.
 """
 
 from __future__ import annotations
@@ -23,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from qompose.program.aliasing import written_buffers
+from qompose.program.aliasing import DisjointSets, written_buffers
 from qompose.program.graph import (
     address_of,
     constant_of,
@@ -363,17 +358,11 @@ def same_tensors(module: GraphModule) -> dict[str, str]:
     Those are an operand and its placeholder, an output and the result of the call, and in loops the value
     that one iteration hands on to the next. Names that are not in the answer stand for themselves.
     """
-    parent: dict[str, str] = {}
-
-    def find(name: str) -> str:
-        while parent.get(name, name) != name:
-            name = parent[name]
-        return name
-
+    sets: DisjointSets[str] = DisjointSets()
     for call in (node for node in nodes_in(module) if is_nested_call(node)):
         for one, other in borders(call):
-            parent[find(other.name)] = find(one.name)
-    return {name: find(name) for name in parent}
+            sets.join(other.name, one.name)
+    return {name: sets.find(name) for name in sets}
 
 
 def borders(call: Node) -> Iterator[tuple[Node, Node]]:

@@ -1,17 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operators taken apart into those that rules know, such as attention and recurrent cells.
 
-Decompositions: one operator as several that more backends have, in the dialect that torch.export writes.
-
-Each is a function over a `Recorder`, and a row of `DECOMPOSITIONS`.
-
-Recording: a function that calls operators, written into a graph in place of one call.
-
-make_fx would take linear, matmul and softmax apart as well, and rules would not know the pieces. So the
-function calls a `Recorder`, which writes each operator as torch.export would, and runs it on example
-values, symbolic sizes included.
-
-The order in which the dimensions of a tensor lie in memory, and operators that bring it about.
+Each decomposition is a function over a `Recorder`, and a row of `DECOMPOSITIONS`. make_fx would take
+linear, matmul and softmax apart as well, and rules would not know the pieces. So the function calls a
+`Recorder`, which writes each operator as torch.export would, and runs it on example values, symbolic sizes
+included.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Helpers for reading and editing an fx graph."""
+"""Reading and editing an fx graph: attributes, values, arguments, copies."""
 
 from __future__ import annotations
 
@@ -190,9 +190,12 @@ def layout_of(constant: Tensor) -> tuple[object, ...]:
 
 def arguments_of(call: Node) -> dict[str, Any]:
     """Return the arguments of an operator's call by their names in its schema, defaults included."""
-    arguments = call.target._schema.arguments  # type: ignore[union-attr]
-    given = {a.name: value for a, value in zip(arguments, call.args, strict=False)}
-    return {a.name: {**given, **call.kwargs}.get(a.name, a.default_value) for a in arguments}
+    return {
+        argument.name: call.args[i]
+        if i < len(call.args)
+        else call.kwargs.get(argument.name, argument.default_value)
+        for i, argument in enumerate(call.target._schema.arguments)  # type: ignore[union-attr]
+    }
 
 
 def pytree_info(graph: Graph) -> _PyTreeInfo | None:

@@ -27,7 +27,7 @@ from qompose.spec.claim import (
     Rejection,
     reasons_of_dependents,
 )
-from qompose.spec.quantization_spec import integers_asked
+from qompose.spec.quantization_spec import integer_range_key
 
 Propose = Callable[[GraphModule, Sequence[Claim], str], Proposal]
 _UNREAD = "it computes nothing, and nothing quantized reads it"
@@ -349,7 +349,7 @@ class _Specs:
         wanted = self._end(point, lambda place: self.own.get((owner, place)))
         if given is None or wanted is None:
             return True
-        return integers_asked(given.spec) == integers_asked(wanted.spec)
+        return integer_range_key(given.spec) == integer_range_key(wanted.spec)
 
     def _end(self, point: Point, at: Callable[[Point], PointSpec | None]) -> PointSpec | None:
         """Follow shared specifications to one that is not, None where there is none."""

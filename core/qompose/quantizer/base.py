@@ -17,8 +17,13 @@ from qompose.errors import ConfigError
 from qompose.quantizer.annotations import propose_annotations
 from qompose.quantizer.interop.torchao_engine import transform_for_torchao
 from qompose.spec.claim import Claim, Proposal
-from qompose.spec.quantization_spec import EdgeOrNode, QuantizationSpec
-from qompose.spec.torchao_compat import QUANTIZERS, register_virtual_subclasses, virtual_subclass_of
+from qompose.spec.quantization_spec import (
+    QUANTIZERS,
+    EdgeOrNode,
+    QuantizationSpec,
+    register_virtual_subclasses,
+    virtual_subclass_of,
+)
 
 
 @virtual_subclass_of(QUANTIZERS, "Quantizer")

@@ -11,8 +11,8 @@ from torch.fx import GraphModule, Node
 
 from qompose.program.control_flow import nodes_in
 from qompose.program.rewrites import ADD_BIAS, FOLD_BATCH_NORM, Candidate, find_rewrites, splits
-from qompose.spec.algorithm_options import BIAS_CORRECTION
 from qompose.spec.claim import Claim, Composition
+from qompose.spec.quantization_spec import BIAS_CORRECTION
 
 Objection = Callable[[Claim, Sequence[Node]], "str | None"]
 """Why operators of the exported program must not be merged for a claim, None where they may be."""

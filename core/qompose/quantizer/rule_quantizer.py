@@ -37,9 +37,13 @@ from qompose.quantizer.base import Quantizer
 from qompose.quantizer.interop.torchao_engine import annotate_for_torchao, name_observers
 from qompose.quantizer.rule_matching import propose_rules
 from qompose.quantizer.selector_matching import Assignment
-from qompose.spec.algorithm_options import BIAS_CORRECTION
 from qompose.spec.claim import Claim, Proposal
-from qompose.spec.quantization_spec import EdgeOrNode, QuantizationConfig, QuantizationSpec
+from qompose.spec.quantization_spec import (
+    BIAS_CORRECTION,
+    EdgeOrNode,
+    QuantizationConfig,
+    QuantizationSpec,
+)
 from qompose.spec.selectors import (
     CALL,
     FILTER,

@@ -23,8 +23,8 @@ from qompose.spec.quantization_spec import (
     FixedQParamsQuantizationSpec,
     QuantizationSpec,
     describe_spec,
-    likeness,
     observer_name,
+    sharing_key,
 )
 
 Spec: TypeAlias = "QuantizationSpec | FixedQParamsQuantizationSpec"
@@ -77,7 +77,7 @@ def _tied(model: GraphModule, claims: Sequence[Claim]) -> list[tuple[str, list[R
     return [
         (names[layout], found)
         for layout, found in readers.items()
-        if len({likeness(spec) for _, _, spec in found}) > 1
+        if len({sharing_key(spec) for _, _, spec in found}) > 1
     ]
 
 
@@ -95,7 +95,7 @@ def _choose(readers: Sequence[Reader], objection: Objection) -> tuple[Spec | Non
 
 def _objection(reader: Reader, wanted: Spec, objection: Objection) -> str | None:
     claim, _, own = reader
-    if likeness(own) == likeness(wanted):
+    if sharing_key(own) == sharing_key(wanted):
         return None
     axis, other = (getattr(spec, "ch_axis", None) for spec in (own, wanted))
     if axis != other:

@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from qompose.console import Block, Printable, Table, as_decibels
 from qompose.errors import UserError, near_names
+from qompose.json_codec import jsonable
 
 EQUAL, INHERITED, ARITHMETIC = "equal", "inherited", "arithmetic"
 ROUNDING, CLIPPING, FALLBACK, KERNEL_ERROR = "rounding", "clipping", "fallback", "kernel error"
@@ -124,7 +123,7 @@ class Comparison(Printable):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the comparison as JSON data; an SQNR of equal values, which is infinite, is "inf"."""
-        data: dict[str, Any] = json.loads(json.dumps(_finite(asdict(self)), allow_nan=False))
+        data: dict[str, Any] = jsonable(asdict(self))
         return data
 
     def _blocks(self) -> list[Block]:
@@ -151,12 +150,3 @@ def _cells(row: Compared, custom: list[str]) -> tuple[str, ...]:
         "" if row.range_use is None else f"{row.range_use:.0%}",
         *(f"{row.metrics[name]:.4g}" if name in row.metrics else "" for name in custom),
     )
-
-
-def _finite(value: Any) -> Any:
-    """Return data in which numbers that JSON cannot hold are texts."""
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,15 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The quantize and dequantize operators, and which of them a scheme uses.
 
-The `quantized_decomposed` operators, taken from torch here and nowhere else, and three of our own.
-
-ExecuTorch and Inductor know a quantized model by these operators, so they are torch's own; importing
-the private module registers them. Torch's only operators for blocks are for groups within the rows of a
-matrix; `qompose::quantize_per_block` takes blocks of any shape and rank. Behind a zero point that is no
-integer, torch's operator rounds before it adds it and then truncates: `qompose::quantize_per_channel_float`
-rounds the sum.
-
-From a scheme to the pair of operators that stands for it in a graph, and to a parameter's integers.
+ExecuTorch and Inductor know a quantized model by the `quantized_decomposed` operators, so they are torch's
+own; importing the private module registers them. Three are qompose's. Torch's only operators for blocks are
+for groups within the rows of a matrix; `qompose::quantize_per_block` takes blocks of any shape and rank.
+Behind a zero point that is no integer, torch's operator rounds before it adds it and then truncates:
+`qompose::quantize_per_channel_float` rounds the sum.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Formulas for scale and zero point, and the bounds a backend may put on them.
-
-Quantization parameters: one set of formulas for observers, conversion and references.
+"""Scale and zero point: one set of formulas for them, and the bounds that a kernel puts on them.
 
 The formulas are those of torch's `UniformQuantizationObserverBase`, so a scale computed here from a
 given minimum and maximum is the scale that torch computes from them, bit for bit.
-
-Bounds on scale and zero point: what a kernel asks of parameters, whenever they are known.
 """
 
 from __future__ import annotations

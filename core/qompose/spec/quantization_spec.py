@@ -1,28 +1,154 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The specifications of PT2E: how one tensor is quantized, and which specifications are equal.
+"""Specifications of how one tensor is quantized, which annotations and configurations hold.
 
-The annotation vocabulary of PyTorch 2 export quantization: specifications, annotations, configurations.
-
-Which specifications ask for the same, and so may share an observer.
+torchao asks `isinstance` of classes of its own. Those are abstract base classes, so qompose's are registered
+as virtual subclasses: the answer changes for objects of qompose and for nothing else. It is done when such
+an object is made, and only where the other package was imported already: qompose imports none of it.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+import sys
+from abc import ABCMeta
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from qompose.errors import ConfigError
-from qompose.spec.algorithm_options import Repair, checked_repairs
+from qompose.errors import ConfigError, near_names
 from qompose.spec.observer_factory import class_of, converts_itself
 from qompose.spec.qparams import FLOAT_ZERO_POINT, PER_CHANNEL, SYMMETRIC, quantized_range
-from qompose.spec.torchao_compat import QUANTIZERS, register_virtual_subclasses, virtual_subclass_of
+
+Class = TypeVar("Class", bound=type)
+_PT2E = "torchao.quantization.pt2e"
+QUANTIZERS, OBSERVERS = f"{_PT2E}.quantizer.quantizer", f"{_PT2E}.observer"
+"""The modules of the other package that define quantizers with their vocabulary, and observers."""
+_unregistered: dict[tuple[str, str], type] = {}
+"""qompose's classes that are not registered yet, by module and name of the class that each goes with."""
+
+
+def virtual_subclass_of(module: str, name: str) -> Callable[[Class], Class]:
+    """Return a class decorator: objects of the class count as ones of the class `name` of another package.
+
+    Args:
+        module: the module that defines the other class. It is never imported from here.
+    """
+
+    def note(cls: Class) -> Class:
+        _unregistered[module, name] = cls
+        return cls
+
+    return note
+
+
+def register_virtual_subclasses() -> None:
+    """Register qompose's classes with those of other packages that were imported since the last call."""
+    for (module, name), cls in list(_unregistered.items()):
+        other = getattr(sys.modules.get(module), name, None)  # none while it is being imported
+        if isinstance(other, ABCMeta):
+            other.register(cls)
+            _unregistered.pop((module, name), None)
+
+
+EQUALIZATION, SMOOTH_QUANT, BIAS_CORRECTION = "equalization", "smooth_quant", "bias_correction"
+REPAIRS = (EQUALIZATION, SMOOTH_QUANT, BIAS_CORRECTION)
+
+
+@dataclass(frozen=True)
+class SmoothQuant:
+    """The repair "smooth_quant" with a migration strength of one's own, for `repairs=`.
+
+    `alpha`, from 0 to 1, says how much of the difficulty moves from the input into the weights (Xiao et al.,
+    "SmoothQuant", 2022). A channel's size is `largest input ** alpha / largest weight ** (1 - alpha)`, and
+    its factor the power of two next to that over the median of all sizes, at least 1. None is the word:
+    several strengths are tried on calibration data.
+
+    Raises:
+        ConfigError: `alpha` is no number from 0 to 1.
+    """
+
+    alpha: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.alpha is None:
+            return
+        given: object = self.alpha
+        number = isinstance(given, (int, float)) and not isinstance(given, bool)
+        if not number or not 0 <= self.alpha <= 1:
+            raise ConfigError(f"alpha of SmoothQuant must be a number from 0 to 1, got {given!r}")
+        object.__setattr__(self, "alpha", float(self.alpha))
+
+    def __str__(self) -> str:
+        return SMOOTH_QUANT if self.alpha is None else f"{SMOOTH_QUANT} with alpha {self.alpha:g}"
+
+
+Repair: TypeAlias = str | SmoothQuant
+"""What a configuration asks for: one of `REPAIRS`, or one with options of its own."""
+
+
+def word_of(repair: Any) -> Any:
+    """Return the word of a repair that has options; any other is its word."""
+    return SMOOTH_QUANT if isinstance(repair, SmoothQuant) else repair
+
+
+_MODES: Mapping[str, Mapping[str, str]] = {
+    SMOOTH_QUANT: {"weight-only": "it divides activations before they are rounded"},
+    BIAS_CORRECTION: dict.fromkeys(
+        ("weight-only", "dynamic"), "it goes by the means of inputs that are observed"
+    ),
+}
+"""By repair: the modes in which it has nothing to work on, and why."""
+
+
+def checked_repairs(repairs: object, mode: str, weight: Any) -> tuple[Repair, ...]:
+    """Return repairs that a configuration asks for in the order in which they are made, each once.
+
+    Args:
+        mode: that of the configuration.
+        weight: its specification of weights.
+
+    Raises:
+        ConfigError: they are no sequence of known words, the configuration leaves them nothing to do, or one
+            is asked for with different options.
+    """
+    if isinstance(repairs, str) or not isinstance(repairs, (tuple, list)):
+        raise ConfigError(f"repairs must be a tuple of {', '.join(REPAIRS)}, got {repairs!r}")
+    found: dict[str, Repair] = {}
+    for repair in repairs:
+        word = word_of(repair)
+        _check(word, mode, weight)
+        plain: Repair = word if repair == SmoothQuant() else repair
+        if found.setdefault(word, plain) != plain:
+            raise ConfigError(f"repairs asks for {found[word]} and for {plain}: leave one out")
+    return tuple(found[word] for word in REPAIRS if word in found)
+
+
+def _check(word: object, mode: str, weight: Any) -> None:
+    if not isinstance(word, str) or word not in REPAIRS:
+        hint = near_names(str(word), REPAIRS)
+        raise ConfigError(f"there is no repair {word!r}{hint}: {', '.join(REPAIRS)}")
+    if weight is None:
+        raise ConfigError(f"{word} changes weights, and this configuration leaves them in float")
+    reason = _MODES.get(word, {}).get(mode)
+    if reason is not None:
+        raise ConfigError(f"{word} has no {mode} form: {reason}. Leave it out of repairs")
+
+
+def not_in_training(claims: Iterable[Any]) -> list[str]:
+    """Say of which claims' repairs nothing is made in a program that is to be trained."""
+    asked = Counter((claim.owner, word) for claim in claims for word in claim.repairs)
+    return [
+        f"{owner}: {word} of {number} product{'s' * (number > 1)} was not made: the model is to be trained, "
+        "and training finds weights that suit their integers"
+        for (owner, word), number in asked.items()
+    ]
+
 
 if TYPE_CHECKING:
     from dataclasses import Field
@@ -130,11 +256,11 @@ class FixedQParamsQuantizationSpec(QuantizationSpecBase):
         super().__post_init__()
         low, high = _check_range(self.dtype, self.quant_min, self.quant_max)
         if not 0 < self.scale < math.inf:
-            raise ConfigError(f"scale must be positive, and is {self.scale}")
+            raise ConfigError(f"scale must be positive, got {self.scale}")
         if not low <= self.zero_point <= high:
             raise ConfigError(f"zero_point={self.zero_point} is outside [{low}, {high}]")
         if self.zero_point != int(self.zero_point):
-            raise ConfigError(f"zero_point={self.zero_point} is no integer")
+            raise ConfigError(f"zero_point must be an integer, got {self.zero_point}")
         if self.qscheme in PER_CHANNEL:
             raise ConfigError(f"fixed parameters are per tensor, not {self.qscheme}")
         if self.is_dynamic:
@@ -223,7 +349,7 @@ def _check_dynamic(spec: QuantizationSpec, low: int, high: int) -> None:
 
 def _check_range(dtype: object, low: int | None, high: int | None) -> tuple[int, int]:
     if not isinstance(dtype, torch.dtype):
-        raise ConfigError(f"dtype={dtype!r} is no torch.dtype, such as torch.int8")
+        raise ConfigError(f"dtype must be a torch.dtype such as torch.int8, got {dtype!r}")
     if dtype.is_floating_point:
         if dtype not in (torch.float32, torch.float16, torch.bfloat16):
             raise ConfigError(
@@ -235,7 +361,7 @@ def _check_range(dtype: object, low: int | None, high: int | None) -> tuple[int,
     if dtype not in INTEGERS:
         names = ", ".join(str(_short(integer)) for integer in INTEGERS)
         raise ConfigError(
-            f"{dtype} is none of {names}; fewer bits are int8 with quant_min and quant_max"
+            f"dtype must be one of {names}, got {dtype}; fewer bits are int8 with quant_min and quant_max"
         )
     return quantized_range(dtype, low, high)
 
@@ -270,7 +396,7 @@ class QuantizationConfig:
 
     `balance` lets channels of very different size get factors of their own at the border to float
     operators (`algorithms.channel_scaling`); the report lists where that was done, and where the `repairs` of
-    `algorithm_options` were made. `name` is what reports say; it takes no part in comparisons.
+    `REPAIRS` were made. `name` is what reports say; it takes no part in comparisons.
     """
 
     input_activation: QuantizationSpec | FixedQParamsQuantizationSpec | None
@@ -389,7 +515,7 @@ def _observer_name(factory: object) -> str | None:
     return getattr(factory, "__name__", str(factory))
 
 
-def integers_asked(spec: QuantizationSpecBase) -> object:
+def integer_range_key(spec: QuantizationSpecBase) -> object:
     """Return what must agree for two points to share: all but how the range is estimated."""
     facts = {k: v for k, v in vars(spec).items() if k != "observer_or_fake_quant_ctr"}
     factory = getattr(spec, "observer_or_fake_quant_ctr", None)
@@ -398,9 +524,9 @@ def integers_asked(spec: QuantizationSpecBase) -> object:
     return type(spec).__name__, tuple((key, str(value)) for key, value in facts.items()), own
 
 
-def likeness(spec: QuantizationSpecBase) -> object:
+def sharing_key(spec: QuantizationSpecBase) -> object:
     """Return what two specifications agree in that ask for the same, estimated in the same way."""
-    return integers_asked(spec), _factory_key(getattr(spec, "observer_or_fake_quant_ctr", None))
+    return integer_range_key(spec), _factory_key(getattr(spec, "observer_or_fake_quant_ctr", None))
 
 
 def _factory_key(factory: object) -> object:

@@ -189,7 +189,7 @@ def for_regex(regex: str, config: QuantizationConfig | None) -> Setting:
         SelectorError: it does not compile.
     """
     if not isinstance(regex, str):
-        raise SelectorError(f"{regex!r} is no regular expression: write it as a string")
+        raise SelectorError(f"expected a regular expression as a string, got {regex!r}")
     compiled(regex)
     return Setting(REGEX, regex, config, f"module name regex {regex}")
 
@@ -232,7 +232,7 @@ def for_filter(function: Callable[[Node], object], config: QuantizationConfig | 
 def check_predicate(function: object) -> None:
     """Raise SelectorError unless `function` can be called."""
     if not callable(function):
-        raise SelectorError(f"{function!r} is no function of a node")
+        raise SelectorError(f"expected a function of a node, got {function!r}")
 
 
 def for_name(name: str, config: QuantizationConfig | None) -> Setting:
@@ -243,7 +243,8 @@ def for_name(name: str, config: QuantizationConfig | None) -> Setting:
     """
     if not isinstance(name, str) or not name:
         raise SelectorError(
-            f"{name!r} is no module path such as 'encoder.layer.0'; set_global speaks of the whole model"
+            f"expected a module path such as 'encoder.layer.0', got {name!r}; "
+            "set_global is for the whole model"
         )
     return Setting(NAME, name, config, f"module name {name}")
 
@@ -277,7 +278,7 @@ def for_call(module: str, kind: Kind, index: int, config: QuantizationConfig | N
         SelectorError: the index is not 0, 1, 2, ..., or the module no path ("" is the whole model).
     """
     if not isinstance(module, str):
-        raise SelectorError(f"{module!r} is no module path")
+        raise SelectorError(f"expected a module path, got {module!r}")
     if type(index) is not int or index < 0:
         raise SelectorError(f"index={index!r} is not the number of a call: 0, 1, 2, ...")
     label = f"call {index} of {kind.label} in {module or 'the model'}"

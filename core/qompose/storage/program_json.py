@@ -33,9 +33,8 @@ from torch.fx.graph import CodeGen, _PyTreeInfo
 from qompose.errors import UserError
 from qompose.observers.channel_ranges import Balance
 from qompose.plan.plan import Group, Operator, Plan, Record, Rewrite
-from qompose.program.call_signature import CheckedCalls
+from qompose.program.call_signature import CheckedCalls, input_checks, read_tree
 from qompose.program.graph import get_attribute, pytree_info
-from qompose.program.input_guards import input_checks, read_tree
 from qompose.program.meta import CUSTOM_KEY
 from qompose.spec import qdq as _registers  # noqa: F401 - registers the operators
 from qompose.spec.claim import AddedBias, Claim, Conflict, Operand, Point, PointSpec, Product

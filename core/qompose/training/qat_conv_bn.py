@@ -1,16 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The form of convolution and batch norm that QAT trains, and the way back to the folded one.
 
-Training: a prepared program to be trained, out of one to be calibrated, and back before it is converted.
-
 A program is prepared in the form it has in evaluation, with batch norms folded, so every rule that
 quantizes a model also trains it. Then each fold is taken apart again: the weight is scaled by its batch norm
 before it is fake-quantized, and the batch norm stands behind the product. Nothing else differs, and
-conversion goes the same way back with the parameters that were learned.
-
-Modules of a program that is trained: operators that differ in training, and fused batch norms.
-
-They have no state: parameters and buffers stay where the model has them and come as arguments, so a state
+conversion goes the same way back with the parameters that were learned. The modules that differ in training
+have no state: parameters and buffers stay where the model has them and come as arguments, so a state
 dict has the model's own names.
 """
 
@@ -44,7 +39,7 @@ from qompose.program.graph import (
 from qompose.program.meta import hand_over
 from qompose.program.rewrites import FOLD_BATCH_NORM
 from qompose.spec.qparams import along
-from qompose.training.train_eval import BatchNorm, Norm, Switch, SwitchedOperator, mode_of
+from qompose.training.train_eval import BatchNorm, ModeArgument, Norm, SwitchedOperator, mode_of
 
 aten = torch.ops.aten
 Kind = TypeVar("Kind", bound=BatchNorm)
@@ -70,7 +65,7 @@ def training_form(
             _unfold(here[producer], original[producer], original[norm])
     for node in list(nodes_in(prepared)):
         mode = mode_of(node)
-        if isinstance(mode, Switch):
+        if isinstance(mode, ModeArgument):
             _replace(
                 node, SwitchedOperator(node.target, **vars(mode)), _without(node, mode.position)
             )
@@ -94,7 +89,7 @@ def _lost(original: Iterable[Node], here: Collection[str]) -> Iterator[str]:
     """Name the operators that differ in training, and do not now."""
     for node in original:
         mode = mode_of(node)
-        if isinstance(mode, Switch) and node.name not in here:
+        if isinstance(mode, ModeArgument) and node.name not in here:
             yield (
                 f"{describe(node)} is the same in training as in evaluation: it was rewritten, and its "
                 "pieces drop nothing"

@@ -68,7 +68,7 @@ class QATSchedule:
     def __post_init__(self) -> None:
         for name, number in vars(self).items():
             if number is not None and (isinstance(number, bool) or not number >= 0):
-                raise ConfigError(f"{name}={number!r} is no number of a step")
+                raise ConfigError(f"{name} must be the number of a step, got {number!r}")
         if self.observers_until == 0:
             raise ConfigError("observers_until=0: without a step there are no ranges to keep")
 

@@ -1,14 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""train() and eval() of a prepared program.
+"""train() and eval() of a prepared program, whatever mode it was exported in.
 
-The evaluation form of a program, whatever mode it was exported in, and what training does differently.
-
-Train and eval under the names that torchao has for them, for scripts that were written with those.
-
-Prepared models have `train()` and `eval()` of their own. torchao's functions look for patterns in the graph
-that are not in qompose's, and change nothing.
-
-Batch norms of several processes that train together: with statistics of all their batches.
+Prepared models have `train()` and `eval()` of their own. They are here under torchao's names too, for
+scripts that were written with those: torchao's functions look for patterns in the graph that are not in
+qompose's, and change nothing. Batch norms of several processes that train together have the statistics of
+all their batches.
 """
 
 from __future__ import annotations
@@ -124,7 +120,7 @@ _TRACKED = "num_batches_tracked"
 
 
 @dataclass(frozen=True)
-class Switch:
+class ModeArgument:
     """An argument that is another one in training, by its position."""
 
     position: int
@@ -147,9 +143,9 @@ class Norm:
     synchronized: bool = False
 
 
-def mode_of(node: Node) -> Switch | Norm | None:
+def mode_of(node: Node) -> ModeArgument | Norm | None:
     """Return what an operator does in training that it does not do now."""
-    found: Switch | Norm | None = node.meta.get(MODE_KEY)
+    found: ModeArgument | Norm | None = node.meta.get(MODE_KEY)
     return found
 
 
@@ -208,14 +204,14 @@ def _take_counters(program: GraphModule) -> dict[str, tuple[str, Tensor]]:
     return found
 
 
-def _switch_of(node: Node) -> Switch | None:
+def _switch_of(node: Node) -> ModeArgument | None:
     """Return which argument differs in training."""
     if node.target is aten.instance_norm.default and node.args[3] is None:
         return None  # without running statistics it is the same in both
     if node.target in _FLAGS:
-        return Switch(_FLAGS[node.target], True, False)
+        return ModeArgument(_FLAGS[node.target], True, False)
     if node.target is _ATTENTION and (probability := _filled(node, _DROPPED)[_DROPPED]):
-        return Switch(_DROPPED, probability, 0.0)
+        return ModeArgument(_DROPPED, probability, 0.0)
     return None
 
 

@@ -14,7 +14,7 @@ from qompose import QuantizationConfig
 from qompose.backend import OperatorPattern
 from qompose.conversion.convert import insert_qdq
 from qompose.conversion.qparams_solver import solve
-from qompose.spec.algorithm_options import REPAIRS
+from qompose.spec.quantization_spec import REPAIRS
 from torch import Tensor, nn
 from torch.export import Dim
 

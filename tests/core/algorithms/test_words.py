@@ -12,7 +12,7 @@ import pytest
 from qompose import QuantizationConfig, SmoothQuant, training_config
 from qompose.errors import ConfigError
 from qompose.observers import config_from_json, config_to_json
-from qompose.spec.algorithm_options import REPAIRS
+from qompose.spec.quantization_spec import REPAIRS
 
 from tests.core.toy import DYNAMIC, STATIC, WEIGHT_ONLY
 
@@ -21,8 +21,8 @@ from tests.core.toy import DYNAMIC, STATIC, WEIGHT_ONLY
     ("config", "repairs", "message"),
     [
         (STATIC, ("equalisation",), "did you mean 'equalization'"),
-        (STATIC, "equalization", "is no tuple of words"),
-        (STATIC, 3, "is no tuple of words"),
+        (STATIC, "equalization", "repairs must be a tuple of"),
+        (STATIC, 3, "repairs must be a tuple of"),
         (
             DYNAMIC,
             ("bias_correction",),
@@ -75,7 +75,7 @@ def test_without_a_strength_it_is_the_word() -> None:
 
 @pytest.mark.parametrize("alpha", [-0.1, 1.1, math.nan, math.inf, "0.5", True])
 def test_strengths_that_are_none(alpha: Any) -> None:
-    with pytest.raises(ConfigError, match=r"alpha=.* is no number from 0 to 1"):
+    with pytest.raises(ConfigError, match=r"alpha of SmoothQuant must be a number from 0 to 1"):
         SmoothQuant(alpha)
 
 
@@ -94,7 +94,7 @@ def test_two_strengths_at_once(repairs: Any) -> None:
     [
         ({"smoothquant": {"alpha": 0.5}}, "did you mean 'smooth_quant'"),
         ({"smooth_quant": {"beta": 0.5}}, "unknown key 'beta'"),
-        ({"smooth_quant": {"alpha": 2}}, r"repairs\[0\].smooth_quant: alpha=2"),
+        ({"smooth_quant": {"alpha": 2}}, r"repairs\[0\].smooth_quant: alpha of SmoothQuant"),
         ({"smooth_quant": {"alpha": "half"}}, "alpha"),
         ({}, "has to be an object with keys"),
         (3, "a text"),

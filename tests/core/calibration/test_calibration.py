@@ -237,7 +237,7 @@ class TestOptions:
         batches = [randn(4, 3, seed=seed) for seed in range(9)]
         seen = qompose.calibrate(prepared_single(), iter(batches), limit=4)
         assert scales(seen) == plain_loop(prepared_single(), *[(b,) for b in batches[:4]])
-        with pytest.raises(qompose.UserError, match="limit=0"):
+        with pytest.raises(qompose.UserError, match="at least 1, got 0"):
             qompose.calibrate(prepared_single(), batches, limit=0)
 
     def test_what_was_stopped_goes_on(

@@ -12,7 +12,7 @@ import qompose
 import torch
 from qompose import QuantizationConfig, RuleQuantizer, activation_spec, weight_spec
 from qompose.observers import HistogramObserver, PerChannelHistogramObserver
-from qompose.observers.channel_ranges import BalancedObserver
+from qompose.observers.channel_ranges import PerChannelRangeObserver
 from qompose.observers.histogram_observers import ACTIVATION_RANGES
 from qompose.observers.tensor_statistics import ROWS
 from torch import Tensor, nn
@@ -85,7 +85,9 @@ def test_the_most_memory_does_not_depend_on_the_number_of_batches(name: str) -> 
     counts = FEW, MOST.get(name, MANY)
     few, many = (peak(prepared(QUANTIZERS[name]), count) for count in counts)
     assert many <= 1.01 * few
-    balanced = [m for m in prepared(QUANTIZERS[name]).modules() if isinstance(m, BalancedObserver)]
+    balanced = [
+        m for m in prepared(QUANTIZERS[name]).modules() if isinstance(m, PerChannelRangeObserver)
+    ]
     assert bool(balanced) == (name == "balanced")
 
 

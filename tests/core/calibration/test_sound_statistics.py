@@ -157,7 +157,7 @@ class TestFailures:
 
 @pytest.mark.parametrize("limit", [0, 2.5, "3", True])
 def test_what_is_no_limit(limit: Any) -> None:
-    with pytest.raises(UserError, match="is no number of batches"):
+    with pytest.raises(UserError, match="limit must be a number of batches"):
         qompose.calibrate(prepared(), [DATA], limit=limit)
 
 

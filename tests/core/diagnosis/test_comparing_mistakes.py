@@ -78,7 +78,7 @@ def test_a_metric_that_returns_no_number(linear: dict[str, Any], said: Any) -> N
 
 @pytest.mark.parametrize("metrics", [[_raises], {"mine": 3}, "mine"])
 def test_metrics_are_functions_by_name(linear: dict[str, Any], metrics: Any) -> None:
-    with pytest.raises(UserError, match="are no functions by name"):
+    with pytest.raises(UserError, match="must be functions by name"):
         qompose.compare(linear["float"], linear["converted"], BATCHES, metrics=metrics)
 
 

@@ -224,7 +224,7 @@ class TestWithAConfiguration:
         assert answer.reasons == (("theirs", "it has no rule table, and takes no configuration"),)
 
     def test_what_is_no_configuration(self) -> None:
-        with pytest.raises(ConfigError, match="is no QuantizationConfig"):
+        with pytest.raises(ConfigError, match="must be a QuantizationConfig"):
             can_quantize(MIXED, "linear", toy(), "static")  # type: ignore[arg-type]
 
     def test_a_subclass_keeps_its_ways(self) -> None:

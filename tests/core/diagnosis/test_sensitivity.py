@@ -233,8 +233,8 @@ def test_metric_of_ones_own() -> None:
     ("metric", "error", "message"),
     [
         (lambda *_: math.nan, UserError, "metric= returned NaN"),
-        (lambda *_: "far", UserError, "metric= returned 'far', which is no number"),
-        (lambda *_: torch.ones(2), UserError, "which is no number"),
+        (lambda *_: "far", UserError, "metric= returned 'far', expected a number"),
+        (lambda *_: torch.ones(2), UserError, "expected a number"),
         (lambda *_: 1 / 0, MemberError, "metric= raised ZeroDivisionError"),
     ],
 )

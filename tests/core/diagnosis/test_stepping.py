@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from qompose.diagnosis.replay import Given, Seen, steps
-from qompose.program.batches import binder
+from qompose.program.user_input import binder
 from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree

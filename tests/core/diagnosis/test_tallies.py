@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 from qompose.diagnosis.error_measures import Tally
-from qompose.diagnosis.replay import Grid
+from qompose.diagnosis.replay import ReaderGrid
 from qompose.reporting.comparison_data import (
     ARITHMETIC,
     CLIPPING,
@@ -22,10 +22,10 @@ from qompose.reporting.comparison_data import (
 )
 from torch import Tensor
 
-GRID = Grid(0.1, 0, -128, 127)
+GRID = ReaderGrid(0.1, 0, -128, 127)
 
 
-def tally(reference: Tensor, other: Tensor, own: Tensor, grid: Grid | None = GRID) -> Tally:
+def tally(reference: Tensor, other: Tensor, own: Tensor, grid: ReaderGrid | None = GRID) -> Tally:
     made = Tally(grid)
     made.add(reference, other, {})
     made.add_own(reference, own)
@@ -95,7 +95,7 @@ def test_masks_are_equal_to_themselves() -> None:
 
 @given(st.lists(st.integers(-128, 127), min_size=1, max_size=20), st.integers(-5, 5))
 def test_integers_come_back_from_what_they_stand_for(integers: list[int], zero: int) -> None:
-    grid = Grid(0.03, zero, -128, 127)
+    grid = ReaderGrid(0.03, zero, -128, 127)
     given_ = torch.tensor(integers, dtype=torch.int8)
     assert torch.equal(grid.to_integers(grid.to_floats(given_)).to(torch.int8), given_)
 

@@ -192,7 +192,7 @@ def test_scales_in_fewer_bits() -> None:
     assert scales.dtype is torch.float32
     assert torch.equal(scales, scales.bfloat16().float())
     assert qompose.observers.spec_from_json(qompose.observers.spec_to_json(spec)) == spec
-    with pytest.raises(ConfigError, match=r"scale_dtype=torch\.int8 is no float type"):
+    with pytest.raises(ConfigError, match=r"scale_dtype must be a float dtype, got torch\.int8"):
         PerBlockMinMaxObserver(torch.int8, (4,), scale_dtype=torch.int8)
 
 

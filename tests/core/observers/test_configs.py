@@ -111,7 +111,7 @@ def test_every_argument_of_every_observer_can_be_written(name: str) -> None:
         "dtype": torch.int8, "qscheme": torch.per_tensor_affine, "quant_min": -8, "quant_max": 7,
         "eps": 2**-12, "is_dynamic": True, "ch_axis": 1, "block_size": (-1,), "power": 2.0,
         "averaging_constant": 0.5, "percentile": 99.0, "scale": 0.5, "zero_point": 3,
-        "scale_dtype": torch.bfloat16, "fbgemm_qparams": True, "use_grad_scaling": False,
+        "scale_dtype": torch.bfloat16, "use_grad_scaling": False,
         "observer": MinMaxObserver.with_args(eps=2**-12),
     }  # fmt: skip
     made = OBSERVERS[name].with_args()
@@ -168,7 +168,7 @@ IN_A_SPEC = {
     "an observer by name alone": ({"observer": "MinMaxObserver"}, "observer is 'MinMaxObserver', and"),
     "an unknown observer": (
         {"observer": {"observer": "MinMaxObserve"}},
-        r"observer.observer is 'MinMaxObserve', which is no observer of qompose \(did you mean 'MinMaxO",
+        r"observer.observer must be an observer.*got 'MinMaxObserve' \(did you mean 'MinMaxO",
     ),
     "an observer's unknown key": (
         {"observer": {"observer": "MinMaxObserver", "arg": {}}}, r"unknown key 'arg' \(did you mean"

@@ -24,9 +24,8 @@ from qompose.observers import (
     PerChannelMinMaxObserver,
     PlaceholderObserver,
 )
-from qompose.observers.fake_quantize import fbgemm_qparams, simulate
+from qompose.observers.fake_quantize import simulate
 from torch import Tensor, nn
-from torch.ao.quantization import FusedMovingAvgObsFakeQuantize as OfTorch
 
 from tests.core.toy import randn
 
@@ -256,50 +255,14 @@ class TestObserving:
             FusedMovingAvgObsFakeQuantize(MinMaxObserver, **AFFINE)
 
 
-RANGES = [(-1.0, 0.5), (0.0, 1.0), (-3.0, 0.0), (0.5, 2.0), (-1e-6, 1e-6), (0.0, 0.0), (-1e-7, 3e-6),
-          (-2.0, -1.0), (0.0, 1e-5), (-1e-5, 0.0), (-1e-39, 1e-39)]  # fmt: skip
-
-
-class TestCompatibility:
-    @pytest.mark.parametrize("low, high", [(-128, 127), (-127, 127), (-8, 7), (0, 255), (0, 127)])
-    @pytest.mark.parametrize("symmetric", [True, False])
-    def test_fbgemms_parameters_are_torchs(self, low: int, high: int, symmetric: bool) -> None:
-        for minimum, maximum in RANGES:
-            scale, zero = torch.ones(1), torch.zeros(1, dtype=torch.int32)
-            torch.fused_moving_avg_obs_fake_quant(
-                torch.zeros(2), torch.ones(1, dtype=torch.int64) * 0, torch.ones(1, dtype=torch.int64),
-                torch.tensor([minimum]), torch.tensor([maximum]), scale, zero, 0.01, low, high, -1,
-                False, symmetric,
-            )  # fmt: skip
-            torch.fused_moving_avg_obs_fake_quant(
-                torch.tensor([minimum, maximum]), torch.ones(1, dtype=torch.int64),
-                torch.ones(1, dtype=torch.int64), torch.tensor([math.inf]), torch.tensor([-math.inf]),
-                scale, zero, 1.0, low, high, -1, False, symmetric,
-            )  # fmt: skip
-            got = fbgemm_qparams(
-                torch.tensor(minimum), torch.tensor(maximum), low, high, symmetric=symmetric
-            )
-            assert (float(got[0]), int(got[1])) == (float(scale), int(zero)), (minimum, maximum)
-
-    @pytest.mark.parametrize("qscheme", [torch.per_tensor_affine, torch.per_tensor_symmetric])
-    def test_the_compatible_mode_trains_as_torchs(self, qscheme: torch.qscheme) -> None:
-        bounds: dict[str, Any] = {"quant_min": -127, "quant_max": 127, "dtype": torch.int8}
-        theirs = OfTorch(qscheme=qscheme, **{**bounds, "dtype": torch.qint8})
-        ours = FusedMovingAvgObsFakeQuantize(fbgemm_qparams=True, qscheme=qscheme, **bounds)
-        for seed in range(5):
-            x = randn(64, seed=seed) + 0.2
-            mine, other = gradient_of(ours, x), gradient_of(theirs, x)
-            assert torch.equal(mine[0], other[0])
-            assert torch.equal(mine[1], other[1])
-
-    def test_else_train_time_and_deployed_parameters_agree(self) -> None:
-        made = FusedMovingAvgObsFakeQuantize(quant_min=-127, quant_max=127, **SYMMETRIC)
-        x = torch.tensor([-1.0, 0.5])
-        scale, zero = (
-            made.calculate_qparams() if made.calibrated else (made(x), made)[1].calculate_qparams()
-        )
-        assert torch.equal(made(x), by_definition(x, scale, zero, -127, 127))
-        assert float(scale) == pytest.approx(1 / 127)
+def test_train_time_and_deployed_parameters_agree() -> None:
+    made = FusedMovingAvgObsFakeQuantize(quant_min=-127, quant_max=127, **SYMMETRIC)
+    x = torch.tensor([-1.0, 0.5])
+    scale, zero = (
+        made.calculate_qparams() if made.calibrated else (made(x), made)[1].calculate_qparams()
+    )
+    assert torch.equal(made(x), by_definition(x, scale, zero, -127, 127))
+    assert float(scale) == pytest.approx(1 / 127)
 
 
 @pytest.mark.parametrize(

@@ -153,7 +153,7 @@ class TestMaking:
     @pytest.mark.parametrize(
         ("maker", "error", "message"),
         [
-            pytest.param(lambda **_: 3, ConfigError, "is 3, which is no torch.nn.Module", id="3"),
+            pytest.param(lambda **_: 3, ConfigError, "must be a torch.nn.Module, got 3", id="3"),
             pytest.param(lambda **_: nn.Identity(), ConfigError, "no calculate_qparams", id="no"),
             pytest.param(lambda: Duck(), ConfigError, "unexpected keyword", id="arguments"),
             pytest.param(lambda **_: 1 / 0, MemberError, "factory of .*ZeroDiv", id="fails"),

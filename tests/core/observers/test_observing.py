@@ -21,7 +21,7 @@ from qompose.observers import (
     PerChannelMinMaxObserver,
     PlaceholderObserver,
 )
-from qompose.observers.channel_ranges import BalancedObserver, unbalanced
+from qompose.observers.channel_ranges import PerChannelRangeObserver, base_observer
 from qompose.observers.make_observer import DerivedObserver, make_observer
 from qompose.spec import DerivedQuantizationSpec, FixedQParamsQuantizationSpec
 from torch import Tensor, nn
@@ -191,9 +191,9 @@ def test_what_a_function_may_return(
 @pytest.mark.parametrize(
     ("result", "facts", "message"),
     [
-        pytest.param(None, {}, "None .*no scale and zero point", id="nothing"),
-        pytest.param((ONE,), {}, "no scale and zero point", id="one"),
-        pytest.param(("a", "b"), {}, "no scale and zero point", id="words"),
+        pytest.param(None, {}, "None .*expected a scale and a zero point", id="nothing"),
+        pytest.param((ONE,), {}, "expected a scale and a zero point", id="one"),
+        pytest.param(("a", "b"), {}, "expected a scale and a zero point", id="words"),
         pytest.param((ONE.expand(4), ZERO.expand(4)), {}, r"\(4,\), not \(\)", id="per tensor"),
         pytest.param((ONE, ZERO), CHANNELS, r"\(\), not \(4,\)", id="per channel"),
         pytest.param((ONE.expand(3), ZERO.expand(3)), CHANNELS, r"\(3,\), not", id="channels"),
@@ -250,8 +250,8 @@ def test_derived_observers_own_no_submodules() -> None:
 
 def test_functions_see_the_observers_that_users_know() -> None:
     plain = make_observer(INT8)
-    assert unbalanced(plain) is plain
-    assert unbalanced(BalancedObserver(plain, 1)) is plain
+    assert base_observer(plain) is plain
+    assert base_observer(PerChannelRangeObserver(plain, 1)) is plain
 
 
 BIAS = {"dtype": torch.int32, "quant_min": -(2**31), "quant_max": 2**31 - 1}

@@ -19,7 +19,7 @@ from qompose.observers import (
     LearnableFakeQuantize,
 )
 from qompose.spec.observer_factory import class_of
-from qompose.spec.quantization_spec import integers_asked
+from qompose.spec.quantization_spec import integer_range_key
 from torch import nn
 
 from tests.core.toy import DYNAMIC, LINEAR, STATIC, WEIGHT_ONLY, export, randn, seeded, toy
@@ -42,7 +42,7 @@ def test_the_integers_are_the_same(config: qompose.QuantizationConfig, word: str
     for role in ("input_activation", "output_activation", "weight"):
         one, other = getattr(config, role), getattr(trained, role)
         assert (one is None) == (other is None)
-        assert one is None or integers_asked(one) == integers_asked(other)
+        assert one is None or integer_range_key(one) == integer_range_key(other)
     assert qompose.observers.config_from_json(qompose.observers.config_to_json(trained)) == trained
 
 

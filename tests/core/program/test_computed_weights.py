@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import qompose
 import torch
-from qompose.program.weight_folding import computed_values
+from qompose.program.rewrites import computed_values
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations

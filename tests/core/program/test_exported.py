@@ -13,8 +13,8 @@ import pytest
 import qompose
 import torch
 from qompose.program.control_flow import graphs_in
-from qompose.program.exported_program import as_graph_module
 from qompose.program.graph import get_attribute, refresh
+from qompose.program.user_input import as_graph_module
 from torch import Tensor, nn
 from torch.fx import GraphModule
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from qompose.program.exported_program import as_graph_module
 from qompose.program.graph import (
     constant_of,
     copy_graph_module,
@@ -23,6 +22,7 @@ from qompose.program.graph import (
     set_attribute,
 )
 from qompose.program.meta import claim_of, clear_origin, operator_of, tag, tag_of
+from qompose.program.user_input import as_graph_module
 from torch import Tensor, fx, nn
 
 from tests.core.toy import export, graph_text, randn, seeded

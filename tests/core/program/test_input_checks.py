@@ -14,7 +14,7 @@ import qompose
 import torch
 from hypothesis import given, strategies as st
 from qompose.errors import InputError
-from qompose.program.input_guards import input_checks, read_tree, source
+from qompose.program.call_signature import input_checks, read_tree, source
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule
@@ -213,7 +213,7 @@ class TestFiles:
         ],
     )
     def test_what_is_no_condition_never_becomes_source(self, data: Any) -> None:
-        with pytest.raises(ValueError, match="is no condition on 2 inputs"):
+        with pytest.raises(ValueError, match="expected a condition on 2 inputs"):
             read_tree(data, 2)
 
     def test_source(self) -> None:

@@ -133,7 +133,7 @@ BAD: list[tuple[str, tuple[Any, ...], Any, str]] = [
     ("a number for a name", (*ENTRY, "name"), 3, "name=3 is no str"),
     ("a level that is no text", (*ENTRY, "select"), [], "is none of"),
     ("a backend that is no text", ("members", 0, "backend"), None, "is no name"),
-    ("an empty name", (*ENTRY, "name"), "", "no module path"),
+    ("an empty name", (*ENTRY, "name"), "", "expected a module path"),
     ("unknown configuration", (*ENTRY, "config"), "statik", "did you mean 'static'"),
     ("malformed configuration", (*ENTRY, "config"), {"wait": 1}, "wait"),
 ]  # fmt: skip

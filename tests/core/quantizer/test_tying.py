@@ -13,7 +13,7 @@ from qompose import QuantizationConfig
 from qompose.program.graph import copy_graph_module
 from qompose.quantizer.tied_weights import unify_specs
 from qompose.spec.claim import Claim, Point, PointSpec
-from qompose.spec.quantization_spec import QuantizationSpec, likeness
+from qompose.spec.quantization_spec import QuantizationSpec, sharing_key
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -169,7 +169,7 @@ def test_where_no_scheme_suits_every_objection_is_named(
 def test_like_specifications_need_no_note() -> None:
     module, parameter, (embedding, linear) = tied_program()
     alike = replace(WEIGHT)
-    assert likeness(alike) == likeness(WEIGHT)
+    assert sharing_key(alike) == sharing_key(WEIGHT)
     claims = [reads("a", parameter, embedding, alike), reads("b", parameter, linear, WEIGHT)]
     assert unify_specs(module, claims, lambda c, s: "no") == (claims, [])
 

@@ -18,9 +18,9 @@ from qompose.spec import (
     FixedQParamsQuantizationSpec,
     QuantizationAnnotation,
     SharedQuantizationSpec,
-    torchao_compat,
+    quantization_spec,
 )
-from qompose.spec.torchao_compat import register_virtual_subclasses, virtual_subclass_of
+from qompose.spec.quantization_spec import register_virtual_subclasses, virtual_subclass_of
 
 from tests.core.toy import LINEAR, NullQuantizer, export, toy
 
@@ -33,8 +33,8 @@ def other() -> Iterator[ModuleType]:
     sys.modules[NAME] = module = ModuleType(NAME)
     yield module
     del sys.modules[NAME]
-    for key in [key for key in torchao_compat._unregistered if key[0] == NAME]:
-        del torchao_compat._unregistered[key]
+    for key in [key for key in quantization_spec._unregistered if key[0] == NAME]:
+        del quantization_spec._unregistered[key]
 
 
 @pytest.fixture
@@ -49,9 +49,9 @@ def base() -> type:
 
 def test_nothing_happens_before_the_other_is_imported(ours: type) -> None:
     register_virtual_subclasses()
-    assert (NAME, "Base") in torchao_compat._unregistered
+    assert (NAME, "Base") in quantization_spec._unregistered
     assert NAME not in sys.modules
-    del torchao_compat._unregistered[NAME, "Base"]
+    del quantization_spec._unregistered[NAME, "Base"]
 
 
 def test_a_module_may_be_half_imported_and_come_to_its_class_later(
@@ -71,7 +71,7 @@ def test_it_is_done_once(ours: type, other: ModuleType, monkeypatch: pytest.Monk
     register_virtual_subclasses()
     monkeypatch.setattr(other.Base, "register", None)
     register_virtual_subclasses()
-    assert (NAME, "Base") not in torchao_compat._unregistered
+    assert (NAME, "Base") not in quantization_spec._unregistered
 
 
 MOMENTS: dict[str, Callable[[], object]] = {
@@ -109,10 +109,10 @@ def test_a_class_that_is_not_abstract_is_left_alone(ours: type, other: ModuleTyp
 KIN = """
 import sys
 import qompose
-from qompose.spec import torchao_compat
+from qompose.spec import quantization_spec
 qompose.Quantizer, qompose.QuantizationSpec, qompose.observers.MinMaxObserver
 assert not [name for name in sys.modules if name.startswith("torchao")]
-for (module, name), cls in sorted(torchao_compat._unregistered.items()):
+for (module, name), cls in sorted(quantization_spec._unregistered.items()):
     print(module.partition(".")[0], module.rpartition(".")[2], name, cls.__name__)
 """
 

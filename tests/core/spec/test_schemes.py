@@ -78,7 +78,7 @@ PER_TOKEN = QuantizationSpec(
         pytest.param(
             {"is_dynamic": True, "block_size": None, "ch_axis": 0}, "per tensor", id="dynamic channels"
         ),
-        pytest.param({"dtype": torch.int64}, "int64 is none of int8", id="a type torch refuses"),
+        pytest.param({"dtype": torch.int64}, "dtype must be one of int8", id="a type torch refuses"),
         pytest.param({"dtype": torch.int4}, "int8 with quant_min and quant_max", id="int4"),
     ],
 )  # fmt: skip

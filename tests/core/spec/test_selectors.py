@@ -301,7 +301,11 @@ def test_what_else_matches_nothing_is_a_note(setting: Any, note: str) -> None:
         pytest.param(lambda q: q.set_subgraph(3, "head", STATIC), "one at least", id="number"),
         pytest.param(lambda q: q.set_object_type("linear", STATIC), "neither", id="a string"),
         pytest.param(lambda q: q.set_object_type(int, STATIC), "neither", id="no module"),
-        pytest.param(lambda q: q.set_object_type(len, STATIC), "no function of", id="not torch's"),
+        pytest.param(
+            lambda q: q.set_object_type(len, STATIC),
+            "expected a function of torch",
+            id="not torch's",
+        ),
         pytest.param(
             lambda q: q.set_object_type(nn.functional.normalize, STATIC),
             "no one aten operator",
@@ -311,9 +315,11 @@ def test_what_else_matches_nothing_is_a_note(setting: Any, note: str) -> None:
             lambda q: q.set_module_type(aten.linear, STATIC), "no torch.nn.Module", id="op"
         ),
         pytest.param(lambda q: q.set_operator_type(nn.Linear, STATIC), "no operator", id="module"),
-        pytest.param(lambda q: q.set_module_name("", STATIC), "set_global speaks", id="empty name"),
-        pytest.param(lambda q: q.set_filter("linear", STATIC), "no function", id="filter"),
-        pytest.param(lambda q: q.set_filter_function(None), "no function", id="filter function"),
+        pytest.param(lambda q: q.set_module_name("", STATIC), "set_global is for", id="empty name"),
+        pytest.param(lambda q: q.set_filter("linear", STATIC), "a function of a node", id="filter"),
+        pytest.param(
+            lambda q: q.set_filter_function(None), "a function of a node", id="filter function"
+        ),
         pytest.param(lambda q: q.set_subgraph([], "head", STATIC), "one at least", id="subgraph"),
         pytest.param(
             lambda q: q.set_module_name_object_type_order("body", nn.Linear, -1, STATIC),

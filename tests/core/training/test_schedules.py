@@ -56,8 +56,8 @@ def test_by_itself_all_goes_on() -> None:
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"fake_quantize_from": -1}, "fake_quantize_from=-1 is no number of a step"),
-        ({"batch_norm_until": True}, "batch_norm_until=True is no number"),
+        ({"fake_quantize_from": -1}, "fake_quantize_from must be the number of a step, got -1"),
+        ({"batch_norm_until": True}, "batch_norm_until must be the number of a step"),
         ({"observers_until": 0}, "without a step there are no ranges to keep"),
     ],
 )

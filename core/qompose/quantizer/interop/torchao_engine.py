@@ -39,8 +39,12 @@ from qompose.spec.claim import (
     most_telling,
     node_annotation,
 )
-from qompose.spec.quantization_spec import EdgeOrNode, QuantizationSpecBase, describe_spec
-from qompose.spec.torchao_compat import register_virtual_subclasses
+from qompose.spec.quantization_spec import (
+    EdgeOrNode,
+    QuantizationSpecBase,
+    describe_spec,
+    register_virtual_subclasses,
+)
 
 _ASKED = "qompose_asked"
 """Key in a program's meta of what is known between a host's calls: {id of a quantizer: _Asked}."""

@@ -74,7 +74,7 @@ class TestTransforms:
         plan = plan_of(prepared)
         (rewrite,) = plan.rewrites
         assert (rewrite.member, rewrite.nodes) == (f"tests.{kind.__name__}", ("silu",))
-        assert plan.idle == ("tests.Silu",)
+        assert plan.idle_owners == ("tests.Silu",)
         assert qompose.report(prepared).count("observed", "tests.Silu") == 0
         assert "silu" not in [row.name for row in qompose.report(prepared).rows]
         torch.testing.assert_close(prepared(X), EXPECTED)

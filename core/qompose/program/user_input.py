@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What users hand in, an exported program or batches of inputs, brought into one form and checked."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from torch import Tensor
+from torch.export import ExportedProgram
+from torch.export.graph_signature import ExportGraphSignature, InputSpec, OutputKind, OutputSpec
+from torch.fx import Graph, GraphModule, Node
+from torch.utils import _pytree as pytree
+
+from qompose.errors import (
+    BatchError,
+    CalibrationError,
+    InputError,
+    NotExportedError,
+    StageError,
+    UserError,
+)
+from qompose.program.call_signature import check_calls
+from qompose.program.graph import copy_graph_module, pytree_info, replace_nested, set_attribute
+from qompose.program.meta import STAGE_KEY, tag_of
+
+Spec = TypeVar("Spec", InputSpec, OutputSpec)
+_WRITES = (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION)
+
+
+def as_graph_module(model: object, function: str) -> GraphModule:
+    """Return a copy of the GraphModule of an exported program, sharing its parameters.
+
+    Raises:
+        NotExportedError: `model` is neither an ExportedProgram nor a GraphModule of aten operators.
+        StageError: it went through qompose already.
+    """
+    if isinstance(model, GraphModule) and STAGE_KEY in model.meta:
+        stage = getattr(model.meta[STAGE_KEY], "stage", "quantized")
+        raise StageError(f"{function} takes an exported program, and got a {stage} model")
+    nodes = model.graph.nodes if isinstance(model, (ExportedProgram, GraphModule)) else ()
+    claimed = next((node.name for node in nodes if tag_of(node, "claim") is not None), None)
+    if claimed is not None:
+        raise StageError(
+            f"{function} takes a float program, and {claimed} was quantized before this was exported"
+        )
+    if isinstance(model, ExportedProgram):
+        return unlifted(model)
+    if isinstance(model, GraphModule) and any("val" in node.meta for node in model.graph.nodes):
+        return check_calls(copy_graph_module(model))
+    raise NotExportedError(model, function)
+
+
+def unlifted(program: ExportedProgram) -> GraphModule:
+    """Return `program.module()`, in a time that is linear in the number of parameters.
+
+    For every parameter, torch 2.13 looks through all modules that stand beside the parameter's own: 5 s
+    for a chain of 2,000. So it is given names without modules in them, which are put right afterwards.
+    """
+    targets = [spec.target for spec in program.graph_signature.input_specs if spec.target]
+    flat = {target: f"_qompose_{number}" for number, target in enumerate(dict.fromkeys(targets))}
+    module = _renamed(program, flat).module(check_guards=False)
+    assert isinstance(module, GraphModule)
+    originals = {short: target for target, short in flat.items()}
+    values = {short: getattr(module, short) for short in originals if hasattr(module, short)}
+    for short in values:  # all of them first: a model's own name may look like a short one
+        delattr(module, short)
+    for short, value in values.items():
+        set_attribute(module, originals[short], value)
+    for node in module.graph.nodes:
+        if node.op == "get_attr" and node.target in originals:
+            node.target = originals[node.target]
+            node._rename(node.target.replace(".", "_"))
+    replace_nested(module, copy_graph_module)  # bodies are the program's own until here
+    return check_calls(module)
+
+
+def _renamed(program: ExportedProgram, names: Mapping[str, str]) -> ExportedProgram:
+    """Return a program with other names for its parameters and buffers, sharing graph and tensors."""
+    signature = program.graph_signature
+    outputs = [_with_target(s, names) if s.kind in _WRITES else s for s in signature.output_specs]
+    return ExportedProgram(
+        root=program.graph_module,
+        graph=program.graph,
+        graph_signature=ExportGraphSignature(
+            [_with_target(spec, names) for spec in signature.input_specs], outputs
+        ),
+        state_dict=_rekeyed(program.state_dict, names),
+        range_constraints=program.range_constraints,
+        module_call_graph=program.module_call_graph,
+        constants=_rekeyed(program.constants, names),
+        verifiers=program.verifiers,
+    )
+
+
+def _with_target(spec: Spec, names: Mapping[str, str]) -> Spec:
+    return replace(spec, target=names.get(spec.target, spec.target)) if spec.target else spec
+
+
+def _rekeyed(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    return {names.get(key, key): value for key, value in values.items()}
+
+
+def iterated(batches: Iterable[Any], function: str) -> Iterator[Any]:
+    """Return an iterator over batches.
+
+    Raises:
+        UserError: they cannot be iterated, or are a single batch.
+    """
+    check_several(batches, function)
+    try:
+        return iter(batches)
+    except TypeError:
+        raise UserError(
+            f"{function} takes an iterable of batches, and got {type(batches).__name__}; for one batch "
+            "pass [batch]"
+        ) from None
+
+
+def check_several(batches: object, function: str) -> None:
+    """Refuse a single batch where several are expected: iterating a tensor or a dict gives rows or names.
+
+    Raises:
+        UserError: it is a single one.
+    """
+    if isinstance(batches, (Tensor, Mapping)):
+        rows = isinstance(batches, Tensor) and batches.dim() > 1
+        more = "; where its slices are the batches, list(tensor)" if rows else ""
+        raise UserError(
+            f"{function} takes several batches, and got a single one, {describe(batches)}: pass [batch]{more}"
+        )
+
+
+def check_limit(limit: object) -> None:
+    """Check that a limit is None or a number of batches.
+
+    Raises:
+        UserError: it is neither.
+    """
+    if limit is None:
+        return
+    if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
+        raise UserError(f"limit must be a number of batches, at least 1, got {limit!r}")
+
+
+def run_batch(
+    call: Callable[..., Any],
+    batch: Any,
+    transform: Callable[[Any], Any] | None,
+    number: int,
+    what: str = "calibration batch",
+) -> Any:
+    """Call a program, or what takes its place, with the arguments that a batch stands for.
+
+    Args:
+        batch: a tensor, a tuple of positional arguments or a dict of keyword arguments.
+        transform: turns what was given into that.
+        number, what: of the batch, and what it is called, for messages.
+
+    Raises:
+        BatchError: it does not fit, or what was called raised an error.
+    """
+    try:
+        batch = transform(batch) if transform else batch
+    except Exception as error:
+        described = f"{type(error).__name__}: {error}"
+        raise BatchError(number, f"cannot be used: transform raised {described}", what) from error
+    try:
+        args, kwargs = _arguments(batch)
+        return call(*args, **kwargs)
+    except CalibrationError as error:
+        raise BatchError(number, f"cannot be used: {error}{_holds(batch)}", what) from error
+    except Exception as error:
+        described = (
+            str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
+        )
+        raise BatchError(
+            number,
+            f"does not fit the model: {described}. The batch is {describe(batch)}.{_surplus(call, batch)}",
+            what,
+        ) from error
+
+
+def _surplus(call: Callable[..., Any], batch: Any) -> str:
+    """Say what to do where a batch has more in it than a program takes: labels, as a rule."""
+    graph = getattr(call, "graph", None)
+    info = None if graph is None else pytree_info(graph)
+    if info is None or not isinstance(batch, (tuple, list)) or len(batch) <= len(info.orig_args):
+        return ""
+    taken = info.orig_args
+    part = "batch[0]" if len(taken) == 1 else f"batch[:{len(taken)}]"
+    return (
+        f" The model takes {', '.join(taken) or 'no arguments'}: pass transform= to take that out of a "
+        f"batch, for example transform=lambda batch: {part}."
+    )
+
+
+def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(batch, Tensor):
+        return (batch,), {}
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    if isinstance(batch, (tuple, list)):
+        return tuple(batch), {}
+    raise CalibrationError(
+        f"it is a {type(batch).__name__}, not a tensor, tuple or dict; "
+        "pass transform= to make one of it"
+    )
+
+
+def _holds(batch: Any) -> str:
+    """Say whether a batch has NaN or infinite values, which may come out of a model as NaN."""
+    floats = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+    floats = [leaf for leaf in floats if leaf.is_floating_point()]
+    if any(bool(leaf.isnan().any()) for leaf in floats):
+        return "; the batch itself holds NaN"
+    if any(bool(leaf.isinf().any()) for leaf in floats):
+        return "; the batch itself holds infinite values"
+    return ""
+
+
+def describe(batch: Any) -> str:
+    """Return a batch as types and sizes."""
+    if isinstance(batch, Tensor):
+        return f"{str(batch.dtype).removeprefix('torch.')}{list(batch.shape)}"
+    if isinstance(batch, Mapping):
+        return "{" + ", ".join(f"{k}: {describe(v)}" for k, v in batch.items()) + "}"
+    if isinstance(batch, (tuple, list)):
+        return "(" + ", ".join(map(describe, batch)) + ")"
+    return type(batch).__name__
+
+
+def binder(program: GraphModule) -> Callable[..., list[Any]]:
+    """Return what takes a program's arguments and returns the value of each of its placeholders."""
+    graph = Graph()
+    graph._codegen = copy.copy(program.graph._codegen)
+    placeholders: list[Node] = []
+    for node in program.graph.find_nodes(op="placeholder"):
+        placeholders.append(graph.node_copy(node))
+    graph.output(placeholders)
+    info = pytree_info(graph)
+    if info is not None:
+        graph._codegen.pytree_info = info._replace(out_spec=None)  # type: ignore[attr-defined]
+    bound: Callable[..., list[Any]] = GraphModule({}, graph)
+    return bound
