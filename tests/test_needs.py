@@ -37,8 +37,8 @@ NEEDS = {
         "core/test_conversion_forms.py::test_a_conversion_that_fails_leaves_the_prepared_model_as_it_was",
     ),
     "6 other answers on another processor": (
-        "x86_inductor/test_ops.py::test_the_largest_possible_sums_are_exact",
-        "x86_inductor/test_isa.py::test_everything_again_without_vnni",
+        "x86_inductor/operators/test_products.py::test_the_largest_possible_sums_are_exact",
+        "x86_inductor/onednn/test_exactness.py::test_everything_again_without_vnni",
     ),
     "7 compositions that depend on order and drop hooks": (
         "core/test_composition_order.py::test_rules_divided_among_members",
