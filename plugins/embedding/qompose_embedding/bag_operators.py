@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operators ``qompose_embedding::*_bag``: rows of a quantized table, put together in bags.
+"""The operators ``qompose_embedding::*_bag``: rows of a quantized table, reduced in bags.
 
 ====================  ======================================================================
 operator              table
 ====================  ======================================================================
-packed_bag            uint8 (rows, bytes), scale and offset in each row (`forms`)
+packed_bag            uint8 (rows, bytes), scale and offset in each row (`table_format`)
 plain_bag             integers (rows, bytes), with `scale` and `offset` (rows, groups)
 ====================  ======================================================================
 
-Both take, of `torch.nn.functional.embedding_bag`: ``indices`` (n,), ``offsets`` (bags,), or (bags + 1,) with
+Both have, of `torch.nn.functional.embedding_bag`: ``indices`` (n,), ``offsets`` (bags,), or (bags + 1,) with
 ``include_last_offset``, ``mode`` (0 sum, 1 mean, 2 max), ``per_sample_weights`` (n,) and ``padding_idx``, -1
 for none. They return float32 (bags, width). An index out of range is an IndexError.
 
 Offsets begin with 0, never decrease and end within the indices; others are a RuntimeError. torch's kernels
-for packed rows check no more than the sum of lengths: behind offsets that decrease they return memory as it
-was, and before those below 0 they read it.
+for packed rows check only the sum of lengths: where offsets decrease they return uninitialized memory, and
+for those below 0 they read before the table.
 
 Compilers get the same functions in operators of torch alone (`IN_GRAPH`); there, an index out of range is a
 RuntimeError, as torch's kernels raise it.
@@ -28,8 +28,8 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from qompose_embedding.forms import Form
-from qompose_embedding.rows import compute, from_packed, from_plain
+from qompose_embedding.lookup import compute, from_packed, from_plain
+from qompose_embedding.table_format import TableFormat
 
 NAMESPACE: Final = "qompose_embedding"
 SUM, MEAN, MAX = range(3)
@@ -39,7 +39,7 @@ _SUMS: Final = {
     4: torch.ops.quantized.embedding_bag_4bit_rowwise_offsets.default,
     2: torch.ops.quantized.embedding_bag_2bit_rowwise_offsets.default,
 }
-"""By bits, what sums packed rows, whichever mode it is asked for (torch 2.13)."""
+"""By bits, the operator that sums packed rows, whatever its argument `mode` says (torch 2.13)."""
 
 _HOW: Final = (
     "Tensor indices, Tensor offsets, int mode, Tensor? per_sample_weights, bool include_last_offset, "
@@ -70,7 +70,7 @@ class Bags(NamedTuple):
         """Return bags that lie in order in memory, and float32 weights: torch's kernels read them so.
 
         Raises:
-            RuntimeError: there is not one weight for each index; torch's kernels do not look.
+            RuntimeError: there is not one weight for each index; torch's kernels do not check.
         """
         bags = cls(*arguments)
         weights = bags.per_sample_weights
@@ -125,8 +125,8 @@ class Bags(NamedTuple):
 
 
 def packed_bag_in_graph(rows: Tensor, bits: int, width: int, *how: Any) -> Tensor:
-    """What stands for ``packed_bag``."""
-    bags, form = Bags.of(*how), Form(bits, 0, width)
+    """Compute ``packed_bag``."""
+    bags, form = Bags.of(*how), TableFormat(bits, 0, width)
     if bags.mode == MAX:
         indices = bags.indices
         return bags.of_rows(from_packed(compute, form, rows, indices, indices.shape))
@@ -159,14 +159,14 @@ def lookup_in_graph(rows: Tensor, indices: Tensor, bits: int) -> Tensor:
 def plain_bag_in_graph(
     table: Tensor, scale: Tensor, offset: Tensor | None, bits: int, width: int, *how: Any
 ) -> Tensor:
-    """What stands for ``plain_bag``."""
+    """Compute ``plain_bag``."""
     bags = Bags.of(*how)
-    form = Form(bits, 0, width)
+    form = TableFormat(bits, 0, width)
     return bags.of_rows(from_plain(compute, form, table, scale, offset, bags.indices))
 
 
 def _in_order(in_graph: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return what stands for an operator where offsets come from a caller: those out of order are refused."""
+    """Return the function for offsets that come from a caller: those out of order are refused."""
 
     def checked(*arguments: Any) -> Tensor:
         _require_order(Bags(*arguments[-len(Bags._fields) :]))
@@ -176,7 +176,7 @@ def _in_order(in_graph: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _require_order(bags: Bags) -> None:
-    """Have a graph raise a RuntimeError where offsets are out of order, when it runs."""
+    """Insert a check that raises a RuntimeError where offsets are out of order."""
     ends = bags.offsets.new_full((1,), bags.indices.shape[0])
     growing = (torch.cat([bags.offsets, ends]).diff() >= 0).all()
     torch.ops.aten._assert_async.msg(growing & (bags.offsets[:1] == 0).all(), _ORDER)
@@ -202,7 +202,7 @@ def _plain_bag(table: Tensor, scale: Tensor, offset: Tensor | None, *rest: Any) 
 
 
 def _check(bags: Bags) -> None:
-    """Refuse bags that torch refuses, and its kernels for packed rows would take as they please."""
+    """Refuse bags that torch refuses, but its kernels for packed rows would misread."""
     if not len(bags.offsets):
         return
     first, last = int(bags.offsets[0]), int(bags.offsets[-1])
@@ -234,4 +234,4 @@ IN_GRAPH: Final[dict[Any, tuple[Any, Any]]] = {
     getattr(getattr(torch.ops, NAMESPACE), name).default: (in_graph, _in_order(in_graph))
     for name, (_, _, in_graph) in _FUNCTIONS.items()
 }
-"""By operator, what compilers are given for it: for offsets known to be in order, and for others."""
+"""By operator, its functions for compilers: for offsets known to be in order, and for others."""

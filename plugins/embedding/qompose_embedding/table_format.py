@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The forms in which tables are stored: integers beside their scales, or rows that carry theirs.
+"""The formats of stored tables: integers beside their scales, or rows that carry theirs.
 
 A row of `bits` bits holds the integers `u = q - base`, from 0 up. *Plain*, they are bytes (or, below 8
 bits, several to a byte, the first in the lowest bits), and scales and offsets are tensors of their own.
-*Packed* is the form of torch's `quantized::embedding_bag_*` kernels: bytes, and behind them, in the same
-row, scale and offset, with the value `u * scale + offset`: float32 at 8 bits, float16 below.
+*Packed* is the format of torch's `quantized::embedding_bag_*` kernels: bytes, followed in the same row by
+scale and offset, with the value `u * scale + offset`: float32 at 8 bits, float16 below.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Form:
+class TableFormat:
     """How to read the integers of a table: `bits` of each, the least of them, and how many a row has."""
 
     bits: int
@@ -31,23 +31,25 @@ class Form:
 
     @property
     def padding(self) -> int:
-        """Return how many integers are missing to fill the last byte of a row."""
+        """Return how many integers the last byte of a row lacks."""
         return -self.width % self.in_a_byte
 
 
-def form_of(table: QuantizedTensor) -> Form:
+def format_of(table: QuantizedTensor) -> TableFormat:
     """Return the form of a table of shape (rows, width).
 
     Raises:
-        NotLowerable: it is no table of integers of at most 8 bits.
+        NotLowerable: it is not a table of integers of at most 8 bits.
     """
     integers = table.tensor
     if table.dtype not in (torch.uint8, torch.int8) or integers.dim() != 2:
-        raise NotLowerable(f"{table.dtype} of shape {tuple(integers.shape)} is no table of bytes")
+        raise NotLowerable(
+            f"{table.dtype} of shape {tuple(integers.shape)} is not a table of bytes"
+        )
     for bits in (2, 4, 8):
         base = 0 if table.dtype is torch.uint8 else -(2 ** (bits - 1))
         if table.low >= base and table.high < base + 2**bits:
-            return Form(bits, base, integers.shape[1])
+            return TableFormat(bits, base, integers.shape[1])
     raise NotLowerable(f"[{table.low}, {table.high}] are not the integers of {table.dtype}")
 
 
@@ -65,14 +67,14 @@ def by_row(table: QuantizedTensor) -> tuple[Tensor, Tensor]:
     return tuple(v.float().reshape(rows, groups) for v in (table.scales, table.zero_points))  # type: ignore[return-value]
 
 
-def unsigned(integers: Tensor, form: Form) -> Tensor:
+def unsigned(integers: Tensor, form: TableFormat) -> Tensor:
     """Return the integers of a table counted from 0, as uint8."""
     if form.base == 0:
         return integers
     return (integers.to(torch.int16) - form.base).to(torch.uint8)
 
 
-def in_bytes(integers: Tensor, form: Form, *, first_highest: bool = False) -> Tensor:
+def in_bytes(integers: Tensor, form: TableFormat, *, first_highest: bool = False) -> Tensor:
     """Return integers counted from 0, uint8 (rows, width), several to a byte, the first lowest or highest."""
     if form.bits == 8:
         return integers
@@ -84,7 +86,7 @@ def in_bytes(integers: Tensor, form: Form, *, first_highest: bool = False) -> Te
     return packed
 
 
-def parameters(table: QuantizedTensor, form: Form, *, least: int) -> tuple[Tensor, Tensor]:
+def parameters(table: QuantizedTensor, form: TableFormat, *, least: int) -> tuple[Tensor, Tensor]:
     """Return scales and offsets, (rows, groups), with `value = (q - least) * scale + offset`.
 
     Below 8 bits they are float16 where that holds them, as it does those of this backend's configurations.
@@ -92,24 +94,24 @@ def parameters(table: QuantizedTensor, form: Form, *, least: int) -> tuple[Tenso
     scale, zero_point = by_row(table)
     exact = torch.stack([scale, (least - zero_point) * scale])
     held = exact.half()
-    # What an offset was rounded to before is found again up to the rounding of a product.
+    # An offset that was rounded before is recovered up to the rounding of a product.
     fits = form.bits < 8 and torch.allclose(held.float(), exact, rtol=2**-21, atol=0)
     scale, offset = held if fits else exact
-    return scale.clone(), offset.clone()  # each in memory of its own
+    return scale.clone(), offset.clone()  # each in its own memory
 
 
-def packed_rows(table: QuantizedTensor, form: Form) -> Tensor:
+def packed_rows(table: QuantizedTensor, form: TableFormat) -> Tensor:
     """Return a table in its packed form, uint8 (rows, bytes).
 
     Raises:
-        NotLowerable: rows are in groups, or need other scales and offsets than the form holds.
+        NotLowerable: rows are in groups, or need other scales and offsets than the format holds.
     """
     scale, offset = parameters(table, form, least=form.base)
     held = torch.float32 if form.bits == 8 else torch.float16
     if scale.shape[1] != 1:
         raise NotLowerable("packed rows have one scale each, and these have groups")
     if scale.dtype is not held:
-        raise NotLowerable(f"packed rows hold {held}, and its scales and offsets are none")
+        raise NotLowerable(f"packed rows hold {held}, and its scales and offsets are not")
     tail = torch.cat([scale, offset], 1).view(torch.uint8)
     integers = in_bytes(unsigned(table.tensor, form), form)
     return torch.cat([integers, tail], 1).contiguous()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What replaces lookups and bags in this process."""
+"""The calls that replace lookups and bags in torch, in this process."""
 
 from __future__ import annotations
 
@@ -10,19 +10,26 @@ from qompose.backend import NotLowerable, Region
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from qompose_embedding import ops, rows
-from qompose_embedding.forms import Form, form_of, in_bytes, packed_rows, parameters, unsigned
+from qompose_embedding import bag_operators, lookup
+from qompose_embedding.table_format import (
+    TableFormat,
+    format_of,
+    in_bytes,
+    packed_rows,
+    parameters,
+    unsigned,
+)
 
 aten = torch.ops.aten
-_OPS = getattr(torch.ops, ops.NAMESPACE)
+_OPS = getattr(torch.ops, bag_operators.NAMESPACE)
 
 
 def packed_lookup(region: Region) -> Node:
     """Emit a gathering of packed rows, and their unpacking."""
     form, table = _packed(region)
     indices = region.argument("output", "indices")
-    values = rows.from_packed(region.step, form, table, indices, _sizes(region, indices))
-    return as_wanted(region, values)
+    values = lookup.from_packed(region.step, form, table, indices, _sizes(region, indices))
+    return as_requested(region, values)
 
 
 def plain_lookup(region: Region) -> Node:
@@ -31,14 +38,14 @@ def plain_lookup(region: Region) -> Node:
     These are operators of torch alone, on whatever device the table is.
     """
     indices = region.argument("output", "indices")
-    return as_wanted(region, rows.from_plain(region.step, *_plain(region), indices))
+    return as_requested(region, lookup.from_plain(region.step, *_plain(region), indices))
 
 
 def packed_bag(region: Region) -> Node:
     """Emit a bag of packed rows."""
     form, table = _packed(region)
     how = bags_of(region)
-    return as_wanted(
+    return as_requested(
         region, region.step(_OPS.packed_bag.default, table, form.bits, form.width, *how)
     )
 
@@ -47,14 +54,14 @@ def plain_bag(region: Region) -> Node:
     """Emit a bag of rows that are dequantized first."""
     form, *table = _plain(region)
     how = bags_of(region)
-    return as_wanted(
+    return as_requested(
         region, region.step(_OPS.plain_bag.default, *table, form.bits, form.width, *how)
     )
 
 
-def bags_of(region: Region) -> ops.Bags:
-    """Return the arguments of a bag's operator; those for gradients do not count."""
-    names = [name for name in ops.Bags._fields if name != "padding_idx"]
+def bags_of(region: Region) -> bag_operators.Bags:
+    """Return the arguments of a bag's operator; those for gradients are left out."""
+    names = [name for name in bag_operators.Bags._fields if name != "padding_idx"]
     values = {name: region.argument("op", name) for name in names}
     overload = region.node("op").target
     padding = (
@@ -64,7 +71,7 @@ def bags_of(region: Region) -> ops.Bags:
         padding = -1
     elif padding < 0 and overload is aten.embedding_bag.padding_idx:
         padding += len(region.quantized("weight").tensor)
-    return ops.Bags(**values, padding_idx=padding)
+    return bag_operators.Bags(**values, padding_idx=padding)
 
 
 def step_of(indices: Any, offsets: Any, include_last_offset: bool) -> Any:
@@ -81,15 +88,15 @@ def step_of(indices: Any, offsets: Any, include_last_offset: bool) -> Any:
     return step if start == 0 and statically_known_true(end == last) else None
 
 
-def _packed(region: Region) -> tuple[Form, Node]:
-    """Return the form of a table, and the node that reads it packed.
+def _packed(region: Region) -> tuple[TableFormat, Node]:
+    """Return the format of a table, and the node that reads it packed.
 
     Raises:
-        NotLowerable: it is read by others too, who would need it in another form; or it is on a device that
-            torch has no kernels for packed rows on.
+        NotLowerable: it has other readers, which would need it in another format; or it is on a device for
+            which torch has no kernels for packed rows.
     """
     table = region.quantized("weight")
-    form, device = form_of(table), table.tensor.device
+    form, device = format_of(table), table.tensor.device
     if device.type != "cpu":
         raise NotLowerable(f"torch has kernels for packed rows on processors, and not on {device}")
     others = _others(region)
@@ -99,24 +106,24 @@ def _packed(region: Region) -> tuple[Form, Node]:
 
 
 def _others(region: Region) -> list[str]:
-    """Return who else reads the table and would not find it packed."""
+    """Return the other readers of the table, which would not find it packed."""
     own = region.claim.owner
     return [f"{c.anchor} ({c.owner})" for c in region.readers("weight") if c.owner != own]
 
 
-def _plain(region: Region) -> tuple[Form, Node, Node, Node | None]:
-    """Return the form of a table, and the nodes that read it, its scales and its offsets, None for 0.
+def _plain(region: Region) -> tuple[TableFormat, Node, Node, Node | None]:
+    """Return the format of a table, and the nodes that read it, its scales and its offsets, None for 0.
 
-    A table that others read too stays as it is, in bytes.
+    A table with other readers stays as it is, in bytes.
     """
     table = region.quantized("weight")
-    form, path, node = form_of(table), str(table.node.target), table.node
+    form, path, node = format_of(table), str(table.node.target), table.node
     in_place = form.bits == 8 or bool(_others(region))
     scale, offset = parameters(table, form, least=0 if in_place else form.base)
     if not in_place:
         node = region.constant(f"{path}_bits", in_bytes(unsigned(table.tensor, form), form))
     offsets = region.constant(f"{path}_offset", offset) if bool(offset.any()) else None
-    read = Form(8 if in_place else form.bits, 0, form.width)
+    read = TableFormat(8 if in_place else form.bits, 0, form.width)
     return read, node, region.constant(f"{path}_scale", scale), offsets
 
 
@@ -128,7 +135,7 @@ def _sizes(region: Region, indices: Any) -> list[Any]:
     ]
 
 
-def as_wanted(region: Region, values: Node) -> Node:
+def as_requested(region: Region, values: Node) -> Node:
     """Return float32 values in the type of the region's output."""
     dtype = region.output_node.meta["val"].dtype
     return values if dtype is torch.float32 else region.step(aten.to.dtype, values, dtype)
