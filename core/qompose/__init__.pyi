@@ -55,3 +55,5 @@ from .spec.quantization_spec import (
     QuantizationSpec as QuantizationSpec,
 )
 from .storage.artifact import load as load, save as save
+
+_submodules: set[str]  # those above that are modules

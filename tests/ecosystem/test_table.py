@@ -84,7 +84,9 @@ def test_our_engine_fails_in_its_own_words() -> None:
     """Whatever a member raises reaches the caller as an error of qompose."""
     ours = [row for row in table("Errors") if row[2] == "qompose"]
     kinds = {row[3].partition(":")[0] for row in ours}
-    assert all(issubclass(getattr(qompose, kind, object), qompose.QomposeError) for kind in kinds)
+    assert all(
+        issubclass(getattr(qompose.errors, kind, object), qompose.QomposeError) for kind in kinds
+    )
 
 
 NO_OPS = [

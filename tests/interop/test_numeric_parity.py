@@ -16,6 +16,7 @@ import pytest
 import qompose
 import torch
 from hypothesis import example, given, settings, strategies as st
+from qompose import observers
 from qompose.spec import qdq
 from qompose.spec.qdq import QParams, integers_of, static_pair
 from qompose.spec.qparams import (
@@ -98,7 +99,9 @@ def test_observers(peer: str, kind: str, scheme: Any, bounds: str, eps: float) -
     dtype, low, high = RANGES[bounds]
     facts = {"dtype": dtype, "quant_min": low, "quant_max": high, "qscheme": scheme, "eps": eps}
     for batches in (BATCHES, ZEROS, ONE_SIDED):
-        ours, theirs = (getattr(m, kind)(**facts, **KINDS[kind][1]) for m in (qompose, PEERS[peer]))
+        ours, theirs = (
+            getattr(m, kind)(**facts, **KINDS[kind][1]) for m in (observers, PEERS[peer])
+        )
         for batch in batches:
             ours(batch), theirs(batch)
         assert_same(ours.calculate_qparams(), theirs.calculate_qparams())
@@ -109,7 +112,7 @@ def test_observers(peer: str, kind: str, scheme: Any, bounds: str, eps: float) -
 def test_observers_with_float_zero_points(peer: str, axis: int) -> None:
     facts = {"dtype": torch.uint8, "quant_min": 0, "quant_max": 255, "ch_axis": axis}
     facts["qscheme"] = torch.per_channel_affine_float_qparams
-    ours, theirs = (m.PerChannelMinMaxObserver(**facts) for m in (qompose, PEERS[peer]))
+    ours, theirs = (m.PerChannelMinMaxObserver(**facts) for m in (observers, PEERS[peer]))
     for batch in (*BATCHES, *ONE_SIDED):
         ours(batch), theirs(batch)
     assert_same(ours.calculate_qparams(), theirs.calculate_qparams())
@@ -119,7 +122,7 @@ def test_observers_with_float_zero_points(peer: str, axis: int) -> None:
 @pytest.mark.parametrize("kind", ["MinMaxObserver", "PerChannelMinMaxObserver"])
 def test_without_an_eps_the_least_scale_is_torchs(kind: str, peer: str) -> None:
     """Recipes of backends take 2**-12; the default stays the peers' float32 epsilon."""
-    ours, theirs = (getattr(m, kind)(dtype=torch.int8) for m in (qompose, PEERS[peer]))
+    ours, theirs = (getattr(m, kind)(dtype=torch.int8) for m in (observers, PEERS[peer]))
     ours(ZEROS[0]), theirs(ZEROS[0])
     assert_same(ours.calculate_qparams(), theirs.calculate_qparams())
     assert float(ours.calculate_qparams()[0].max()) == torch.finfo(torch.float32).eps
@@ -130,7 +133,7 @@ def test_without_an_eps_the_least_scale_is_torchs(kind: str, peer: str) -> None:
 def test_fixed_parameters(scale: float, zero_point: int, peer: str) -> None:
     facts = {"dtype": torch.uint8, "quant_min": 0, "quant_max": 255}
     ours, theirs = (
-        m.FixedQParamsObserver(scale, zero_point, **facts) for m in (qompose, PEERS[peer])
+        m.FixedQParamsObserver(scale, zero_point, **facts) for m in (observers, PEERS[peer])
     )
     assert_same(ours.calculate_qparams(), theirs.calculate_qparams())
 

@@ -1,23 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The qompose backend toy_backend: linear in int8, and relu on integers."""
 
-import qompose
 import torch
+from qompose import QuantizationConfig, QuantizationSpec, backend
+from qompose.observers import HistogramObserver, PerChannelMinMaxObserver
 from torch import Tensor
 from torch.nn import functional
 
-INT8 = qompose.QuantizationSpec(
-    torch.int8, qompose.observers.HistogramObserver, -128, 127, torch.per_tensor_affine
+INT8 = QuantizationSpec(torch.int8, HistogramObserver, -128, 127, torch.per_tensor_affine)
+ROWS = QuantizationSpec(
+    torch.int8, PerChannelMinMaxObserver, -127, 127, torch.per_channel_symmetric, ch_axis=0
 )
-ROWS = qompose.QuantizationSpec(
-    torch.int8,
-    qompose.observers.PerChannelMinMaxObserver,
-    -127,
-    127,
-    torch.per_channel_symmetric,
-    ch_axis=0,
-)
-ACTIVATION, WEIGHT = (qompose.backend.TensorConstraint.like(spec) for spec in (INT8, ROWS))
+ACTIVATION, WEIGHT = (backend.TensorConstraint.like(spec) for spec in (INT8, ROWS))
 
 
 @torch.library.custom_op("qompose_toy_backend::linear", mutates_args=())
@@ -48,32 +42,32 @@ def linear_pattern(input, weight, bias=None):
 
 
 SHAPES, OPERATORS = ((2, 3), (4, 3), (4,)), (("linear", torch.ops.aten.linear.default),)
-LINEAR = qompose.backend.Rule(
+LINEAR = backend.Rule(
     name="linear",
-    patterns=tuple(qompose.backend.Pattern(linear_pattern, SHAPES[:n], OPERATORS) for n in (3, 2)),
+    patterns=tuple(backend.Pattern(linear_pattern, SHAPES[:n], OPERATORS) for n in (3, 2)),
     weight="weight",
     bias="bias",
     accepts={"activation": ACTIVATION, "weight": WEIGHT, "output": ACTIVATION},
-    kernels={"torch": qompose.backend.Kernel("int8 linear", emit_linear)},
+    kernels={"torch": backend.Kernel("int8 linear", emit_linear)},
 )
-RELU = qompose.backend.Rule(
+RELU = backend.Rule(
     name="relu",
-    patterns=(qompose.backend.OperatorPattern((torch.ops.aten.relu.default,)),),
+    patterns=(backend.OperatorPattern((torch.ops.aten.relu.default,)),),
     activations=("self",),
     shares=True,  # input and output have one scale and zero point
     condition="all",  # it applies where the input is quantized already
     accepts={"activation": ACTIVATION},
-    kernels={"torch": qompose.backend.Kernel("relu on integers", qompose.backend.on_integers)},
+    kernels={"torch": backend.Kernel("relu on integers", backend.on_integers)},
 )
 
 
-class ToyBackend(qompose.backend.Backend):
+class ToyBackend(backend.Backend):
     name = "toy_backend"
     api_version = 1
     rules = (LINEAR, RELU)  # in order of priority: longer fusions first
-    configs = {"static": qompose.QuantizationConfig(INT8, INT8, ROWS, name="static")}
+    configs = {"static": QuantizationConfig(INT8, INT8, ROWS, name="static")}
 
 
-@qompose.backend.hookimpl
+@backend.hookimpl
 def qompose_backend():
     return ToyBackend()

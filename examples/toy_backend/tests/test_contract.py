@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-from qompose.testing.contract import BackendContract
+from qompose.testing import BackendContract
 
 
 class TestContract(BackendContract):

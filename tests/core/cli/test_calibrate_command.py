@@ -9,7 +9,7 @@ import pytest
 import qompose
 import torch
 from qompose import Statistics
-from qompose.cli.main import main
+from qompose.cli import main
 
 from tests.core.backend.test_plugins import install
 from tests.core.cli.test_quantize_command import ALPHA, DATA, Capture, folder, quantize

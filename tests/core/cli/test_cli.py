@@ -18,7 +18,7 @@ import pytest
 import qompose
 from qompose.backend import discovery
 from qompose.backend.discovery import Health
-from qompose.cli.main import backends, main
+from qompose.cli import backends, main
 
 from tests.core.backend.test_plugins import Install, backend, install, point
 
@@ -143,7 +143,7 @@ class TestProcess:
     def test_listing_imports_little(self, arguments: list[str]) -> None:
         """Rather than a time: what takes time is importing."""
         code = (
-            "import sys; before = {*sys.modules}; from qompose import cli\n"
+            "import sys; before = {*sys.modules}; from qompose.cli import main as cli\n"
             "try: cli.main(sys.argv[1:])\n"
             "except SystemExit: pass\n"
             "print(*set(sys.modules) - before, file=sys.stderr)"
@@ -480,7 +480,7 @@ class TestNewBackend:
 
     def test_needs_no_torch(self, tmp_path: Path) -> None:
         code = (
-            "import sys; from qompose import cli\n"
+            "import sys; from qompose.cli import main as cli\n"
             "cli.main(['new-backend', 'my_chip', '--directory', sys.argv[1]])\n"
             "assert 'torch' not in sys.modules"
         )

@@ -12,7 +12,7 @@ import pytest
 import qompose
 import torch
 from qompose.backend import Finished, Kernel, Target
-from qompose.cli.main import main
+from qompose.cli import main
 from qompose.preparation import prepare
 from torch import Tensor, nn
 

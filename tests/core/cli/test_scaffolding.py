@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import qompose
+from qompose.cli import new_backend as scaffold
 from qompose.cli.new_backend import new_backend
 from qompose.errors import ProjectError
 
@@ -182,7 +183,7 @@ class TestExample:
 
     def test_is_what_is_written(self, tmp_path: Path, regen: bool) -> None:
         if regen:
-            for path, text in new_backend._rendered(new_backend._facts("toy_backend")).items():
+            for path, text in scaffold._rendered(scaffold._facts("toy_backend")).items():
                 header = HEADER if path.endswith(".py") else ""
                 EXAMPLE.joinpath(path).parent.mkdir(parents=True, exist_ok=True)
                 EXAMPLE.joinpath(path).write_text(header + text, "utf-8")
@@ -196,10 +197,12 @@ class TestExample:
         assert 0 < len(lines) <= MAX_EXAMPLE_LINES
 
     def test_uses_public_names(self) -> None:
-        """Beside `qompose.testing`, what `qompose` lists and nothing below it."""
+        """What `qompose` and its public submodules list, and `qompose.testing`."""
+        public = {name: getattr(qompose, name) for name in qompose._submodules}
+        listed = [f"qompose.{name}" for name in public]
         for path in EXAMPLE.rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text("utf-8"))):
                 if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("qompose"):
-                    assert node.module == "qompose.testing"
-                if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "qompose":
-                    assert node.attr in qompose.__all__
+                    assert node.module in ("qompose", "qompose.testing", *listed)
+                if isinstance(node, ast.Attribute) and ast.unparse(node.value) in public:
+                    assert node.attr in public[ast.unparse(node.value)].__all__

@@ -109,10 +109,10 @@ def test_a_class_that_is_not_abstract_is_left_alone(ours: type, other: ModuleTyp
 KIN = """
 import sys
 import qompose
-from qompose import kinship
+from qompose.spec import torchao_compat
 qompose.Quantizer, qompose.QuantizationSpec, qompose.observers.MinMaxObserver
 assert not [name for name in sys.modules if name.startswith("torchao")]
-for (module, name), cls in sorted(kinship._strangers.items()):
+for (module, name), cls in sorted(torchao_compat._strangers.items()):
     print(module.partition(".")[0], module.rpartition(".")[2], name, cls.__name__)
 """
 

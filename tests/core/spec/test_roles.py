@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 @pytest.mark.parametrize("role", ["input_act", "output_act", "weight", "bias"])
 def test_specification_of_a_role(role: str) -> None:
-    get = getattr(qompose, f"get_{role}_qspec")
+    get = getattr(qompose.spec, f"get_{role}_qspec")
     specs = {
         "input_act": INT8,
         "output_act": replace(INT8, quant_min=0),

@@ -182,7 +182,7 @@ FORGERIES = {
 HALFWAY = """
 import os, resource, signal, sys
 import qompose
-from qompose import artefact_files
+from qompose.storage import artifact_file
 from tests.core.storage.test_artefact import mlp
 model = mlp()
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -196,7 +196,7 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
 def killed(blocks, draft, metadata):
     draft.write_bytes(b"half")
     os.kill(os.getpid(), signal.SIGKILL)
-artefact_files.save_file = killed
+artifact_file.save_file = killed
 qompose.save(model, sys.argv[1])
 """
 

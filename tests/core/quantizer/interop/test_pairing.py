@@ -11,7 +11,7 @@ import torch
 from qompose.errors import UserError
 from qompose.program.graph import copy_graph_module, get_attribute
 from qompose.program.meta import tag_of
-from qompose.quantizer.base.interop import equivalence
+from qompose.quantizer.interop import equivalence
 from qompose.quantizer.interop.alignment import align
 from qompose.quantizer.interop.correspondence import stamp
 from qompose.spec.claim import Change

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from qompose.program.graph import value_of
-from qompose.quantizer.base.interop import equivalence, settling
+from qompose.quantizer.interop import equivalence, settling
 from qompose.spec.claim import Change
 from torch import Tensor, nn
 from torch.fx import GraphModule
