@@ -149,7 +149,7 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
             "weights alone, eight and four bits in groups",
             "Y",
             "P P Y Y P Y Y Y Y",
-            "x86_inductor/test_weight_only_ops.py::TestInt4",
+            "x86_inductor/operators/test_linear_weight_only.py::TestInt4",
             "by rounding; methods for large language models are below",
         ),
         Feature(

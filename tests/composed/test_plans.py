@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import qompose
-from qompose_x86_inductor import X86InductorQuantizer, isa
+from qompose_x86_inductor import X86InductorQuantizer
+from qompose_x86_inductor.onednn import exactness
 from qompose_xnnpack import XNNPACKQuantizer
 
 from tests.golden import FOLDER, assert_golden
@@ -20,7 +21,7 @@ MODELS = ("lenet", "mobilenet_v2", "tied_language_model", "vision_transformer", 
 @pytest.fixture
 def with_vnni(monkeypatch: pytest.MonkeyPatch) -> None:
     """The plans on file are those of weights of eight bits, whichever processor this is."""
-    monkeypatch.setattr(isa, "_arithmetic", lambda: isa._Arithmetic(isa.FULL, ""))
+    monkeypatch.setattr(exactness, "_arithmetic", lambda: exactness._Arithmetic(exactness.FULL, ""))
 
 
 @pytest.mark.usefixtures("with_vnni")

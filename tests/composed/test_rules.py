@@ -203,7 +203,7 @@ def _inside(lowered: torch.fx.GraphModule) -> list[torch.fx.Node]:
 
 
 def test_every_rule_has_a_case() -> None:
-    """Later ones of x86 are in `tests/x86_inductor/test_rules.py`, and all in its contract suite."""
+    """Later ones of x86 are in `tests/x86_inductor/rules/test_static.py`, and all in its contract suite."""
     of_a_case = {
         backend: {case.rule for case in CASES if case.backend == backend}
         for backend in ("x86_inductor", "xnnpack")

@@ -13,7 +13,7 @@ from hypothesis import given, strategies as st
 from qompose import QuantizationConfig
 from qompose_embedding import EmbeddingQuantizer, get_embedding_quantization_config
 from qompose_embedding.backend import EmbeddingBackend
-from qompose_embedding.ops import packed_bag_in_graph
+from qompose_embedding.bag_operators import packed_bag_in_graph
 from torch import Tensor, nn
 from torch.nn import functional as F
 

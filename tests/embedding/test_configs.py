@@ -87,15 +87,15 @@ def test_below_eight_bits_scales_and_offsets_are_float16(bits: int, group_size: 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"bits": 3}, "bits=3 is none of 8, 4, 2"),
-        ({"bits": True}, "bits=True"),
-        ({"bits": 8.0}, "bits=8.0"),
-        ({"eps": 1e300}, "eps=1e\\+300 is no positive number below"),
-        ({"symmetric": 1}, "symmetric=1"),
-        ({"group_size": 1}, "group_size=1"),
-        ({"group_size": 2.0}, "group_size=2.0"),
-        ({"eps": 0}, "eps=0 is no positive number"),
-        ({"eps": float("inf")}, "eps=inf"),
+        ({"bits": 3}, "bits must be .* got 3"),
+        ({"bits": True}, "bits must be .* got True"),
+        ({"bits": 8.0}, "bits must be .* got 8.0"),
+        ({"eps": 1e300}, "eps must be .* got 1e\\+300"),
+        ({"symmetric": 1}, "symmetric must be .* got 1"),
+        ({"group_size": 1}, "group_size must be .* got 1"),
+        ({"group_size": 2.0}, "group_size must be .* got 2.0"),
+        ({"eps": 0}, "eps must be .* got 0"),
+        ({"eps": float("inf")}, "eps must be .* got inf"),
     ],
     ids=str,
 )
@@ -105,7 +105,7 @@ def test_wrong_arguments(arguments: Any, message: str) -> None:
 
 
 def test_a_quantizer_takes_a_configuration_or_nothing() -> None:
-    with pytest.raises(qompose.errors.ConfigError, match="'int4' is no QuantizationConfig"):
+    with pytest.raises(qompose.errors.ConfigError, match=r"config must be .* got 'int4'"):
         EmbeddingQuantizer("int4")  # type: ignore[arg-type]
 
 

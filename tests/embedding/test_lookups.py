@@ -13,7 +13,7 @@ from qompose import QuantizationConfig
 from qompose.spec import qdq
 from qompose_embedding import EmbeddingQuantizer, get_embedding_quantization_config
 from qompose_embedding.backend import EmbeddingBackend
-from qompose_embedding.ops import lookup_in_graph
+from qompose_embedding.bag_operators import lookup_in_graph
 from torch import Tensor, nn
 
 ROWS = 20

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from hypothesis import settings, strategies as st
-from qompose_x86_inductor import ops
+from qompose_x86_inductor.onednn.post_ops import POST_OPS
 from torch import Tensor
 
 OPS = torch.ops.qompose_x86
@@ -26,7 +26,7 @@ LINEAR_POST_OPS = [
     ("tanh", [], "none"),
     ("leaky_relu", [0.1], "none"),
 ]
-CONV_POST_OPS = [row for row in LINEAR_POST_OPS if "conv2d" in ops.POST_OPS[row[0]].operators]
+CONV_POST_OPS = [row for row in LINEAR_POST_OPS if "conv2d" in POST_OPS[row[0]].operators]
 MODEST = settings(max_examples=40, deadline=None)
 
 

@@ -11,16 +11,16 @@ from qompose.backend import Backend
 from qompose.errors import ConfigError
 from torch.fx import GraphModule, Node
 
+from qompose_embedding.bag_operators import IN_GRAPH, Bags, lookup_in_graph
 from qompose_embedding.configs import CONFIGS, get_default_embedding_quantization_config
-from qompose_embedding.kernels import step_of
-from qompose_embedding.ops import IN_GRAPH, Bags, lookup_in_graph
-from qompose_embedding.rows import UNPACK
+from qompose_embedding.lookup import UNPACK
 from qompose_embedding.rules import RULES
+from qompose_embedding.torch_kernels import step_of
 
 aten = torch.ops.aten
 
-FEW = 32
-"""Of fewer rows than that, a compiler gathers the bytes sooner than it has called a kernel."""
+FEW_ROWS = 32
+"""Below this number of rows, compiled code gathers the bytes faster than it calls a kernel."""
 
 
 class EmbeddingBackend(Backend):
@@ -35,7 +35,7 @@ class EmbeddingBackend(Backend):
         self.quantizer_class = EmbeddingQuantizer
 
     def for_compiler(self, graph: GraphModule) -> GraphModule:
-        """Put functions of torch's own operators for bags, and for lookups of more than a few rows."""
+        """Replace bags, and lookups of more than a few rows, by functions of torch's own operators."""
         for part in graph.modules():  # with the branches of control flow
             if isinstance(part, GraphModule):
                 for node in list(part.graph.nodes):
@@ -47,7 +47,7 @@ class EmbeddingBackend(Backend):
 
 
 def _bag_in_graph(node: Node) -> None:
-    """Replace an operator for bags, in place; offsets that the graph makes itself need no look."""
+    """Replace an operator for bags, in place; offsets that the graph makes itself need no check."""
     if node.target in IN_GRAPH:
         arguments: Any = node.args[-len(Bags._fields) :]
         bags = Bags(*arguments)
@@ -56,7 +56,7 @@ def _bag_in_graph(node: Node) -> None:
 
 
 def _look_up_as_bags(node: Node) -> None:
-    """Replace a gathering of packed rows and their unpacking, in place, where it is worth it."""
+    """Replace a gathering of packed rows and their unpacking, in place, where it pays."""
     bits = next((bits for bits, unpack in UNPACK.items() if node.target is unpack), None)
     gathered = node.args[0] if bits is not None else None
     if not isinstance(gathered, Node) or gathered.target is not aten.index_select.default:
@@ -64,7 +64,7 @@ def _look_up_as_bags(node: Node) -> None:
     table, _, indices = gathered.args
     assert isinstance(indices, Node)
     number = indices.meta["val"].shape[0]
-    if len(gathered.users) == 1 and not (isinstance(number, int) and number < FEW):
+    if len(gathered.users) == 1 and not (isinstance(number, int) and number < FEW_ROWS):
         node.target, node.args = lookup_in_graph, (table, indices, bits)
         node.graph.erase_node(gathered)
 
@@ -73,14 +73,14 @@ class EmbeddingQuantizer(RuleQuantizer):
     """Quantizes every embedding table, unless selectors say otherwise.
 
     Args:
-        config: for all tables that no selector gives another; None: `embedding_byte`, eight bits a value.
+        config: for all tables without another from a selector; None: `embedding_byte`, eight bits a value.
 
     Raises:
-        ConfigError: `config` is no configuration.
+        ConfigError: `config` is not a configuration.
     """
 
     def __init__(self, config: QuantizationConfig | None = None) -> None:
         super().__init__(EmbeddingBackend())
         if config is not None and not isinstance(config, QuantizationConfig):
-            raise ConfigError(f"{config!r} is no QuantizationConfig")
+            raise ConfigError(f"config must be a QuantizationConfig, got {config!r}")
         self.set_global(get_default_embedding_quantization_config() if config is None else config)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How tables may be quantized: 8, 4 or 2 bits, symmetric or affine, per row or in groups within rows."""
+"""The configurations of tables: 8, 4 or 2 bits, symmetric or affine, per row or in groups within rows."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def get_embedding_quantization_config(
             coarser than it could be; the report names tables with affine rows of few steps.
 
     Raises:
-        ConfigError: no such number of bits, a group of less than 2, or an eps that is not positive.
+        ConfigError: bits, group_size or eps is out of range.
     """
     _check(bits, symmetric, group_size, eps)
     low, high = (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if symmetric else (0, 2**bits - 1)
@@ -76,13 +76,13 @@ def get_default_embedding_quantization_config() -> QuantizationConfig:
 
 def _check(bits: object, symmetric: object, group_size: object, eps: object) -> None:
     if type(bits) is not int or bits not in BITS:
-        raise ConfigError(f"bits={bits!r} is none of {', '.join(map(str, BITS))}")
+        raise ConfigError(f"bits must be one of {', '.join(map(str, BITS))}, got {bits!r}")
     if not isinstance(symmetric, bool):
-        raise ConfigError(f"symmetric={symmetric!r} is neither True nor False")
+        raise ConfigError(f"symmetric must be True or False, got {symmetric!r}")
     if group_size is not None and (type(group_size) is not int or group_size < 2):
-        raise ConfigError(f"group_size={group_size!r} is no number of values above 1, nor None")
+        raise ConfigError(f"group_size must be None or an integer above 1, got {group_size!r}")
     if isinstance(eps, bool) or not isinstance(eps, (int, float)) or not 0 < eps < MOST_EPS:
-        raise ConfigError(f"eps={eps!r} is no positive number below {MOST_EPS:g}")
+        raise ConfigError(f"eps must be a positive number below {MOST_EPS:g}, got {eps!r}")
 
 
 def _name(bits: int, symmetric: bool, group_size: int | None, eps: float) -> str:
@@ -103,4 +103,4 @@ CONFIGS: Final = MappingProxyType(
         )
     }
 )
-"""Those that the backend lists, by name; the first is the default. Any other is taken as well."""
+"""Those that the backend lists, by name; the first is the default. Any other is accepted as well."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What replaces lookups and bags in an ExecuTorch program: `quantized_decomposed.embedding_*`.
+"""The calls that replace lookups and bags in an ExecuTorch program: `quantized_decomposed.embedding_*`.
 
 The operators read rows of signed integers (of bytes of either kind, at 8 bits) with a float scale and zero
-point for each row or group. They do not check indices: another operator does before. ExecuTorch has no bags:
-those of one length are summed behind a lookup.
+point for each row or group. They do not check indices: another operator does so before. ExecuTorch has no
+bags: those of one length become a lookup and a sum.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from qompose.backend import NotLowerable, QuantizedTensor, Region
 from torch import Tensor
 from torch.fx import Node
 
-from qompose_embedding.forms import Form, by_row, form_of, in_bytes, unsigned
-from qompose_embedding.kernels import as_wanted, bags_of, step_of
-from qompose_embedding.ops import MAX, MEAN, Bags
+from qompose_embedding.bag_operators import MAX, MEAN, Bags
+from qompose_embedding.table_format import TableFormat, by_row, format_of, in_bytes, unsigned
+from qompose_embedding.torch_kernels import as_requested, bags_of, step_of
 
 aten = torch.ops.aten
 
@@ -29,14 +29,14 @@ def lookup(region: Region) -> Node:
     Raises:
         NotLowerable: the package executorch, which defines the operator, is not installed.
     """
-    return as_wanted(region, _rows(region, region.argument("output", "indices")))
+    return as_requested(region, _rows(region, region.argument("output", "indices")))
 
 
 def bag(region: Region) -> Node:
     """Emit a lookup, and operators that put its rows together in bags of one length.
 
     Raises:
-        NotLowerable: bags have several lengths, or lengths that are not known.
+        NotLowerable: bags have several lengths, or unknown ones.
     """
     bags = bags_of(region)
     length = _length(bags)
@@ -51,7 +51,7 @@ def bag(region: Region) -> Node:
     kept = None
     if bags.padding_idx >= 0:
         kept = beside(region.step(aten.ne.Scalar, bags.indices, bags.padding_idx))
-    return as_wanted(region, _pooled(region, together, kept, bags.mode))
+    return as_requested(region, _pooled(region, together, kept, bags.mode))
 
 
 def _pooled(region: Region, rows: Node, kept: Node | None, mode: int) -> Node:
@@ -102,7 +102,7 @@ def _rows(region: Region, indices: Any) -> Node:
             f"{error}; the operator comes with the package: pip install executorch"
         ) from error
     table = region.quantized("weight")
-    form = form_of(table)
+    form = format_of(table)
     known = torch.ops.quantized_decomposed
     operator = {8: known.embedding_byte, 4: known.embedding_4bit, 2: known.embedding_2bit}[
         form.bits
@@ -115,10 +115,10 @@ def _rows(region: Region, indices: Any) -> Node:
 
 
 def _within(region: Region, table: QuantizedTensor, indices: Node) -> Node:
-    """Emit the indices once more, as int64, behind a check that the table has them.
+    """Emit the indices once more, as int64, after a check that the table has them.
 
-    The operators check nothing: of bytes they end the process, of fewer bits they read past the table. A
-    lookup of float rows does, and so does one of rows without any values, whose sums are zeros.
+    The operators check nothing: those of bytes end the process, those of fewer bits read past the table. A
+    lookup of float rows checks, and so does one of rows without any values, whose sums are zeros.
     """
     rows = torch.zeros(len(table.tensor), 0, dtype=torch.int64)
     checked = region.constant(f"{table.node.target}_rows", rows)
@@ -127,15 +127,15 @@ def _within(region: Region, table: QuantizedTensor, indices: Node) -> Node:
     return region.step(aten.add.Tensor, zeros, indices)
 
 
-def _arguments(region: Region, table: QuantizedTensor, form: Form) -> list[Any]:
-    """Return what the operator takes before the indices."""
+def _arguments(region: Region, table: QuantizedTensor, form: TableFormat) -> list[Any]:
+    """Return the arguments of the operator that come before the indices."""
     scale, zero_point = by_row(table)
     node, low, high, path = table.node, table.low, table.high, str(table.node.target)
     if form.bits < 8:
         low, high = -(2 ** (form.bits - 1)), 2 ** (form.bits - 1) - 1
         zero_point = zero_point - (form.base - low)
         node = region.constant(f"{path}_signed", signed_bytes(unsigned(table.tensor, form), form))
-    elif form.width == 1:  # the operator takes groups of one value for none
+    elif form.width == 1:  # the operator mistakes groups of one value for none
         node = region.constant(f"{path}_doubled", torch.cat([table.tensor] * 2, 1))
     if form.padding and scale.shape[1] > 1:
         raise NotLowerable(f"groups of rows with {form.width} values do not fill whole bytes")
@@ -147,7 +147,7 @@ def _arguments(region: Region, table: QuantizedTensor, form: Form) -> list[Any]:
     return [node, region.constant(f"{path}_scale", scale.contiguous()), zero_points, low, high]
 
 
-def signed_bytes(integers: Tensor, form: Form) -> Tensor:
+def signed_bytes(integers: Tensor, form: TableFormat) -> Tensor:
     """Return integers counted from 0, uint8 (rows, width), several to a byte as ExecuTorch reads them.
 
     Of 4 bits, the first is the highest; of 2 bits, the lowest.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rule table: lookups and bags, with the same tables."""
+"""The rule table for lookups and bags."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from qompose.backend import Kernel, OperatorPattern, Region, Rule, TensorConstra
 from torch import Tensor
 from torch.fx import Node
 
-from qompose_embedding import executorch_kernels, kernels
-from qompose_embedding.ops import MEAN
+from qompose_embedding import executorch_kernels, torch_kernels
+from qompose_embedding.bag_operators import MEAN
 
 aten = torch.ops.aten
 
@@ -77,8 +77,8 @@ RULES: Final = (
         "output",
         torch=_kernel(
             "gather packed rows, unpack",
-            kernels.packed_lookup,
-            _kernel("gather rows, dequantize", kernels.plain_lookup),
+            torch_kernels.packed_lookup,
+            _kernel("gather rows, dequantize", torch_kernels.plain_lookup),
         ),
         executorch=_kernel("quantized_decomposed.embedding", executorch_kernels.lookup),
     ),
@@ -93,8 +93,8 @@ RULES: Final = (
         "op",
         torch=_kernel(
             "bag of packed rows",
-            kernels.packed_bag,
-            _kernel("gather rows, dequantize, bag", kernels.plain_bag),
+            torch_kernels.packed_bag,
+            _kernel("gather rows, dequantize, bag", torch_kernels.plain_bag),
         ),
         executorch=_kernel("quantized_decomposed.embedding, reduced", executorch_kernels.bag),
     ),

@@ -13,12 +13,12 @@ from qompose.backend import Backend, LateOperators, RuleUse
 from torch import nn
 from torch.fx import GraphModule
 
-from qompose_x86_inductor import configs, inlining, shielding, summing, vnni
-from qompose_x86_inductor.compiling import with_prepack_in_graph
-from qompose_x86_inductor.left_in_float import LEFT_IN_FLOAT
-from qompose_x86_inductor.requirements import asked_by, objection
+from qompose_x86_inductor import configs, machine_requirements
+from qompose_x86_inductor.inductor import gemm_template, native_calls
+from qompose_x86_inductor.inductor.decomposition import with_prepack_in_graph
+from qompose_x86_inductor.inductor.late_operators import LATE_OPERATORS
 from qompose_x86_inductor.rules import RULES
-from qompose_x86_inductor.run_time_rules import RUN_TIME_RULES
+from qompose_x86_inductor.rules.float_operators import LEFT_IN_FLOAT
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -29,8 +29,8 @@ class X86InductorBackend(Backend):
 
     name = "x86_inductor"
     api_version = 1
-    rules = (*RULES, *RUN_TIME_RULES)
-    # Not unroll_recurrent: see left_in_float.
+    rules = RULES
+    # Not unroll_recurrent: see rules.float_operators.
     rewrites = ("split_cells", "fold_weight", "product_to_linear")
     left_in_float = LEFT_IN_FLOAT
 
@@ -42,16 +42,16 @@ class X86InductorBackend(Backend):
         return with_prepack_in_graph(graph)
 
     def late_operators(self) -> LateOperators:
-        return {summing.OPERATOR: summing.in_place, shielding.OPERATOR: shielding.remove}
+        return LATE_OPERATORS
 
     def compiler_options(self, graph: GraphModule) -> Mapping[str, Any]:
-        return {**inlining.advice(graph), **vnni.options(graph)}
+        return {**gemm_template.options(graph), **native_calls.options(graph)}
 
     def requirements(self, uses: Sequence[RuleUse]) -> Mapping[str, str]:
-        return asked_by(uses)
+        return machine_requirements.requirements(uses)
 
     def objection(self, requirements: Mapping[str, str]) -> str | None:
-        return objection(requirements)
+        return machine_requirements.objection(requirements)
 
     def availability(self) -> str | None:
         """Return why oneDNN's int8 operators cannot be used in this process."""
@@ -79,7 +79,7 @@ class X86InductorQuantizer(RuleQuantizer):
     def set_module_type_qconfig(
         self, module_type: type[nn.Module], quantization_config: QuantizationConfig | None
     ) -> Self:
-        """Do what `set_module_type` does: a functional of the same kind is not meant, as it is in torchao."""
+        """Do what `set_module_type` does: unlike torchao, it leaves out functionals of that kind."""
         return self.set_module_type(module_type, quantization_config)
 
     def set_function_type_qconfig(

@@ -15,18 +15,18 @@ from qompose import (
 from qompose.errors import ConfigError
 from qompose.observers import PlaceholderObserver
 
-from qompose_x86_inductor import isa as machine
-from qompose_x86_inductor.weight_only_ops import GROUP_SIZES
+from qompose_x86_inductor.onednn import exactness
+from qompose_x86_inductor.operators.linear_weight_only import GROUP_SIZES
 
 _INT4 = (-8, 7)
 
 WEIGHT_RANGES = {
-    "avx2": machine.NARROW,
-    "avx512": machine.NARROW,
-    "vnni": machine.FULL,
-    "amx": machine.FULL,
+    "avx2": exactness.NARROW,
+    "avx512": exactness.NARROW,
+    "vnni": exactness.FULL,
+    "amx": exactness.FULL,
 }
-"""By instructions of the processor that a model will run on: the weights that it multiplies exactly."""
+"""By instruction set of the processor that a model will run on: the weights that it multiplies exactly."""
 
 
 def get_default_x86_inductor_quantization_config(
@@ -48,36 +48,36 @@ def get_default_x86_inductor_quantization_config(
 ) -> QuantizationConfig:
     """Return uint8 activations per tensor and symmetric int8 weights per output channel.
 
-    Its name says what was chosen otherwise. Where the processor's int8 products saturate (no VNNI),
-    weights have seven bits: two products of `255 * 64` fit into the 16 bits that it adds them in.
+    Its name lists the options that are not defaults. Where the processor's int8 products saturate (no
+    VNNI), weights have seven bits: two products of `255 * 64` fit into the 16 bits of their sum.
 
     Args:
         is_qat: for `qompose.prepare_qat_pt2e`: fake-quantizers in place of observers.
         is_dynamic: quantize activations when the model runs; outputs stay in float.
         reduce_range: use seven bits for activations, [0, 127].
-        weight_only: quantize weights alone; they are stored as integers and computed with as floats.
-        weight_qmin, weight_qmax: bounds of the weights' integers; with groups -8 and 7, elsewhere what
-            `isa` says, and -128 and 127 for weights alone.
+        weight_only: quantize weights alone; they are stored as integers, and the arithmetic is float.
+        weight_qmin, weight_qmax: bounds of the weights' integers. By default -8 and 7 with groups, -128 and
+            127 for other weights alone, else what `isa` multiplies exactly.
         group_size: give every `group_size` weights in a row a scale of their own, which is rounded to
             bfloat16. For linear, with weights alone.
         per_token: give each row of a dynamic activation a scale of its own, int8 [-128, 127]. For linear.
         isa: the processor that the model will run on: "avx2" or "avx512" (without VNNI), "vnni" or
-            "amx". None: this machine.
+            "amx". None: this exactness.
         range: how a static activation's range is estimated: "histogram", "mse", "percentile", "entropy",
             "minmax", "moving_average" or "torch_histogram" (`qompose.observers.observer_for_range`).
         weight_range: how a weight's range is estimated: "minmax", "mse" or "histogram"
             (`qompose.observers.weight_observer_for_range`). The last two clip, more with four bits than
             with eight; groups have "minmax" only.
-        balance: let channels of very different size get factors of their own (`QuantizationConfig`);
+        balance: give channels of very different size factors of their own (`QuantizationConfig`);
             it takes effect with static activations, and not in training.
-        repairs: words for rewrites that mend what eight bits break: "equalization", "smooth_quant" and
+        repairs: names of rewrites that repair what eight bits break: "equalization", "smooth_quant" and
             "bias_correction" (`QuantizationConfig`), or `SmoothQuant(alpha=...)`. Not for training.
         fake_quantize: with `is_qat`, how scales are found: "moving_average" or "learned"
             (`qompose.training_config`).
 
     Raises:
-        ConfigError: what is asked for excludes one another, or is not there; weights' bounds that
-            reach further to one side.
+        ConfigError: options that exclude one another, unknown ones, or weights' bounds that reach
+            further to one side.
     """
     _check_booleans(
         is_qat=is_qat,
@@ -123,15 +123,15 @@ def _listed(words: object) -> str:
 
 
 def _name(mode: str, words: tuple[str, ...], choices: tuple[tuple[str, object, bool], ...]) -> str:
-    """Return what was asked for in words, and behind commas the choices that are unusual."""
+    """Return the mode with its words, followed by the choices that are unusual."""
     unusual = (f"{what} {chosen}" for what, chosen, is_unusual in choices if is_unusual)
     return ", ".join((" ".join(filter(None, (mode, *words))), *unusual))
 
 
 def get_x86_inductor_linear_dynamic_fp16_config() -> QuantizationConfig:
-    """Return float16 weights, which are stored in half the bytes and computed with as float32.
+    """Return float16 weights, which are stored in half the bytes; the arithmetic is float32.
 
-    Nothing is quantized to integers, in spite of the name, which is the field's.
+    Nothing is quantized to integers, in spite of the name, which is torchao's.
     """
     weight = QuantizationSpec(dtype=torch.float16, observer_or_fake_quant_ctr=PlaceholderObserver)
     return QuantizationConfig(None, None, weight, None, name="weight-only float16")
@@ -140,7 +140,7 @@ def get_x86_inductor_linear_dynamic_fp16_config() -> QuantizationConfig:
 def _check_booleans(**options: object) -> None:
     for name, value in options.items():
         if not isinstance(value, bool):
-            raise ConfigError(f"{name}={value!r} is neither True nor False")
+            raise ConfigError(f"{name} must be True or False, got {value!r}")
 
 
 def _check(
@@ -151,46 +151,46 @@ def _check(
     per_token: bool,
     isa: str | None,
 ) -> None:
-    sizes = ", ".join(map(str, GROUP_SIZES))
-    faults = {
-        "weight_only=True leaves activations in float, and is_dynamic=True and reduce_range=True do "
-        "not": weight_only and (is_dynamic or reduce_range),
-        "per_token=True needs is_dynamic=True: scales that are known beforehand are per tensor": (
-            per_token and not is_dynamic
-        ),
-        "per_token=True quantizes to the whole of int8, and reduce_range=True does not": (
-            per_token and reduce_range
-        ),
-        f"group_size={group_size!r} needs weight_only=True: oneDNN's int8 products have one scale for an "
-        "output channel": group_size is not None and not weight_only,
-        f"group_size={group_size!r}: the sizes that torch's kernel takes are {sizes}": (
-            group_size is not None
-            and (type(group_size) is not int or group_size not in GROUP_SIZES)
-        ),
-        f"isa={isa!r} is none of {', '.join(WEIGHT_RANGES)} (None: this machine)": (
-            isa not in (None, *WEIGHT_RANGES)
-        ),
-    }
-    for message, wrong in faults.items():
-        if wrong:
-            raise ConfigError(message)
+    if weight_only and (is_dynamic or reduce_range):
+        raise ConfigError(
+            "weight_only=True leaves activations in float: it excludes is_dynamic=True and reduce_range=True"
+        )
+    if per_token and not is_dynamic:
+        raise ConfigError("per_token=True needs is_dynamic=True: static scales are per tensor")
+    if per_token and reduce_range:
+        raise ConfigError(
+            "per_token=True quantizes to the whole of int8: it excludes reduce_range=True"
+        )
+    if group_size is not None and not weight_only:
+        raise ConfigError(
+            f"group_size={group_size!r} needs weight_only=True: oneDNN's int8 products have one scale per "
+            "output channel"
+        )
+    if group_size is not None and (type(group_size) is not int or group_size not in GROUP_SIZES):
+        sizes = ", ".join(map(str, GROUP_SIZES))
+        raise ConfigError(
+            f"group_size must be one of {sizes}, which torch's kernel supports, got {group_size!r}"
+        )
+    if isa not in (None, *WEIGHT_RANGES):
+        known = ", ".join(WEIGHT_RANGES)
+        raise ConfigError(f"isa must be None (this machine) or one of {known}, got {isa!r}")
 
 
 def _usual_weights(weight_only: bool, group_size: int | None, isa: str | None) -> tuple[int, int]:
     if group_size is not None:
         return _INT4
     if weight_only:
-        return machine.FULL  # the arithmetic is float
-    return machine.recommended_weight_range() if isa is None else WEIGHT_RANGES[isa]
+        return exactness.FULL  # the arithmetic is float
+    return exactness.recommended_weight_range() if isa is None else WEIGHT_RANGES[isa]
 
 
 def _weight(low: int, high: int, group_size: int | None, range: str) -> QuantizationSpec:
-    """Its scale makes room on both sides of zero: what is to fit into less of one is cut off."""
+    """Return symmetric weights. Bounds that reach further to one side would clip the other."""
     spec = weight_spec(low, high, group_size=group_size, range=range)
     if high < 1 or -low not in (high, high + 1):
         raise ConfigError(
-            f"weights [{low}, {high}]: weight_qmin is -weight_qmax or one less, and weight_qmax at "
-            "least 1: weights are symmetric"
+            "weights are symmetric: weight_qmin must be -weight_qmax or one less, and weight_qmax at "
+            f"least 1, got [{low}, {high}]"
         )
     return spec
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products with what oneDNN fuses behind them, generated from a table of each."""
+"""Patterns of products with what oneDNN fuses into them, generated from a table of each."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ DROPOUT: Form = (lambda x: F.dropout(x, 0.5, training=False), aten.dropout.defau
 
 @dataclass(frozen=True)
 class Activation:
-    """A function behind a product: its name in rules, oneDNN's name for it, and its forms.
+    """A function that follows a product: its name in rules, oneDNN's name for it, and its forms.
 
-    `arguments` name the operator's schema arguments that oneDNN wants as numbers, `numbers` are those
-    that the operator has not; `algorithm` names the argument that chooses a variant.
+    `arguments` name the operator's schema arguments that oneDNN expects as numbers, `numbers` are those
+    that the operator lacks; `algorithm` names the argument that chooses a variant.
     """
 
     name: str
@@ -104,7 +104,7 @@ def fused(
     """Return the variants of a product (+ another tensor) (-> activation).
 
     Their names are "input", "weight", "bias", "other"; and `anchor_of`, "drop", "add", "act" of the
-    operators. A dropout, which does nothing once a model is trained, stands in transformers between a
+    operators. A dropout, which does nothing once a model is trained, comes in transformers between a
     linear and what is added to it.
     """
     return tuple(_fused(name, activation, add))
@@ -112,7 +112,7 @@ def fused(
 
 def _fused(name: str, activation: Activation | None, add: bool) -> Iterator[Pattern]:
     forms, shapes = PRODUCTS[name]
-    # `other` of a linear stays in float: to write to it in place would be to write to an input.
+    # `other` of a linear stays in float: writing to it in place would write to an input.
     written = ADDITIONS if name != "linear" else ADDITIONS[:3]
     additions = written if add else (None,)
     drops = (None, DROPOUT) if add and name == "linear" else (None,)

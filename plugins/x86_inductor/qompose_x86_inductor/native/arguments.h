@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What an operator is told in lists of numbers, in the order that vnni_ops.py gives them.
+// The lists of numbers that an operator reads, in the order in which vnni.py gives them.
 #pragma once
 
 #include "depthwise.h"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What stands behind the integer sums of a product: scale, bias, another tensor, a function, integers again.
+// What follows the integer sums of a product: scale, bias, another tensor, a function, integers again.
 #pragma once
 
 #include <immintrin.h>
@@ -43,7 +43,7 @@ QOMPOSE_INLINE __m512 exponential(__m512 x) {
   return _mm512_scalef_ps(sum, whole);
 }
 
-// 1 / x of finite numbers: a step of Newton's method behind 14 bits.
+// 1 / x of finite numbers: a step of Newton's method after 14 bits.
 QOMPOSE_INLINE __m512 reciprocal(__m512 x) {
   const __m512 guess = _mm512_rcp14_ps(x);
   return _mm512_mul_ps(guess, _mm512_fnmadd_ps(x, guess, _mm512_set1_ps(2)));
@@ -104,7 +104,7 @@ QOMPOSE_INLINE __m512 other_values(const Finish& f, __mmask16 mask, int64_t at) 
 template <Function F>
 QOMPOSE_INLINE __m512 bounded(const Finish& f, __m512 value) {
   if (F != NONE) value = _mm512_mul_ps(apply<F>(value, f.slope), _mm512_set1_ps(f.per_step));
-  // Where one is no number, these give the second of their operands: NaN stays NaN.
+  // Where one is NaN, these give the second of their operands: NaN stays NaN.
   return _mm512_min_ps(_mm512_set1_ps(f.high), _mm512_max_ps(_mm512_set1_ps(f.low), value));
 }
 

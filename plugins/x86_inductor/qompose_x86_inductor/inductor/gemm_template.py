@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The choice of products that Inductor's own int8 template computes, faster than a call of oneDNN.
+
+A call of ``onednn::qlinear_pointwise`` takes about 20 microseconds before any arithmetic (torch 2.13), twice
+as long as a product of one row by 1024 x 1024 weights. Inductor has a template of int8 products too, which
+becomes a part of the compiled code. It could try both out, some seconds for each shape; `is_faster` decides
+without, from what was measured on a processor with AVX-512 and VNNI, one thread, four layers in a package
+(time with the template, of that with oneDNN; 1024 inputs and outputs):
+
+=========  ====  ====  ====  ====  ====  =====
+rows          1     4    16    32   128   1024
+=========  ====  ====  ====  ====  ====  =====
+relu       0.42  0.73  0.72  0.91  0.95   1.03
+=========  ====  ====  ====  ====  ====  =====
+
+For gelu and tanh Inductor's polynomials are slower: 0.72 at 16 rows of 768, 1.10 and 1.35 at 128. Where
+our own C++ is used (`native.vnni`), this concerns only products that are quantized by row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from qompose_x86_inductor import operators as _operators  # noqa: F401 - registers
+from qompose_x86_inductor.native import vnni
+from qompose_x86_inductor.onednn.arguments import NAMESPACE
+from qompose_x86_inductor.operators import linear_weight_only
+
+MOST_ROWS: Final = 256
+SLOW_FUNCTIONS: Final = ("gelu", "tanh")
+MOST_ROWS_OF_THEM: Final = 64
+
+OPTIONS: Final[Mapping[str, Any]] = MappingProxyType(
+    {"max_autotune_gemm": True, "max_autotune_gemm_backends": "CPP"}
+)
+
+_OPS: Final = getattr(torch.ops, NAMESPACE)
+_PER_TOKEN: Final = _OPS.linear_dynamic_per_token
+_OURS: Final = (_OPS.linear, _OPS.linear_add, _PER_TOKEN)
+_WRONG: Final = _OPS.linear_dynamic
+_aten: Final = torch.ops.aten
+_OTHERS: Final = [
+    *(getattr(_OPS, name) for name in linear_weight_only.SCHEMAS),
+    _aten.linear, _aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.addbmm, _aten.matmul, _aten.mv,
+    _aten.addmv, _aten.dot, _aten.inner, _aten.tensordot, _aten.einsum, _aten.bilinear, _aten.chain_matmul,
+    _aten._weight_int8pack_mm, _aten._weight_int4pack_mm_for_cpu,
+]  # fmt: skip
+"""Other products that the same options of Inductor would change."""
+
+
+def options(graph: GraphModule) -> Mapping[str, Any]:
+    """Return options for a lowered graph: `OPTIONS` where a product gets faster and none in float changes."""
+    calls = [node for module in _graphs(graph) for node in module.graph.nodes]
+    if any(_packet(node) in _OTHERS for node in calls):
+        return {}
+    products = (_PER_TOKEN,) if vnni.available() else _OURS
+    ours = (node for node in calls if _packet(node) in products)
+    return OPTIONS if any(is_faster(node) for node in ours) else {}
+
+
+def is_faster(call: Node) -> bool:
+    """Return whether Inductor's code of a product by int8 weights is faster than oneDNN's, by its shapes.
+
+    Any number of rows counts as few: what one row gains is more than what thousands lose.
+    """
+    x = call.args[0]
+    value = x.meta.get("val") if isinstance(x, Node) else None
+    if not isinstance(value, Tensor):
+        return False
+    slow = any(name in (*call.args, *call.kwargs.values()) for name in SLOW_FUNCTIONS)
+    rows: Any = math.prod(value.shape[:-1])
+    if type(rows) is not int:
+        return not slow
+    return 0 < rows <= (MOST_ROWS_OF_THEM if slow else MOST_ROWS)
+
+
+def kept_from_template(graph: GraphModule) -> set[Node]:
+    """Return the products that must be kept from the template, in a graph before it is rewritten.
+
+    With a scale that is computed, the template gives wrong sums of two products (torch 2.13), whoever turns
+    it on. Others are slower with it, where `options` turns it on.
+    """
+    chosen = bool(options(graph))
+    return {
+        node
+        for node in graph.graph.nodes
+        if (packet := _packet(node)) is _WRONG
+        or (chosen and packet in _OURS and not is_faster(node))
+    }
+
+
+def computed_zeros(zero_points: Tensor) -> Tensor:
+    """Return the same zeros, computed: the template is for weights whose zero points are constants."""
+    return torch.zeros_like(zero_points)
+
+
+def _graphs(graph: GraphModule) -> Iterator[GraphModule]:
+    """Yield a graph and the bodies of its control flow."""
+    return (module for module in graph.modules() if isinstance(module, GraphModule))
+
+
+def _packet(node: Node) -> Any:
+    return getattr(node.target, "overloadpacket", None) if node.op == "call_function" else None

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The replacement of int8 products by calls of our own C++ (`native.vnni`), before Inductor compiles a graph.
+
+Through torch, a call of oneDNN takes about 17 microseconds before any arithmetic, in packages too: torch
+makes descriptors, attributes and memory objects anew each time, and does not expose oneDNN's own interface.
+The C++ in ``native/`` needs none of them, and sums at the same rate. It is for AVX-512 with VNNI; with AMX,
+oneDNN is faster than it could be, and without VNNI sums need care that only oneDNN takes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor, fx
+
+from qompose_x86_inductor import operators as _operators  # noqa: F401 - registers
+from qompose_x86_inductor.native import vnni
+from qompose_x86_inductor.native.vnni import FUNCTIONS, KINDS, Ends, Sizes
+from qompose_x86_inductor.onednn.arguments import (
+    NAMESPACE,
+    Output,
+    ProductCall,
+    flip_sign_bit,
+)
+
+_OPS: Final = getattr(torch.ops, NAMESPACE)
+PRODUCTS: Final = {
+    getattr(_OPS, name).default: name for name in ("linear", "linear_add", "conv2d", "conv2d_add")
+}
+"""By operator, the name of an int8 product."""
+
+_QUANTIZE: Final = torch.ops.quantized_decomposed.quantize_per_tensor.default
+
+
+def applies(call: ProductCall, weight: Tensor) -> bool:
+    """Return whether our C++ computes a product, whose arguments are nodes, by a weight."""
+    summand = call.summand
+    values = (call.product.x,) if summand is None else (call.product.x, summand.tensor)
+    if not vnni.available() or any(_dtype(value) is None for value in values):
+        return False
+    return call.geometry.groups == 1 or (_is_depthwise(call, weight) and summand is None)
+
+
+def replace(
+    node: fx.Node,
+    call: ProductCall,
+    weight: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    packed: dict[Hashable, str],
+) -> None:
+    """Let a call that `applies` compute the same with an operator of `vnni`, in place.
+
+    What the operator reads of weight, scales and bias is made now, and becomes buffers of the graph's module.
+
+    Args:
+        packed: the names of packed weights that the module has already, by what was packed: calls that share
+            a weight share what was made of it.
+    """
+    gm, depthwise = node.graph.owning_module, _is_depthwise(call, weight)
+    assert gm is not None
+    function, sizes, ends = _described(call, weight)
+    kernel = weight if weight.dim() == 4 else weight[:, :, None, None]
+    scale, shift = _linear_part(call, w_scale, bias, in_steps=function == 0)
+    start = -sizes.x_zp * kernel.sum((1, 2, 3), dtype=torch.int32)
+    key = (id(weight), depthwise, sizes.joined)
+    if key not in packed:
+        packed[key] = _registered(gm, vnni.pack(kernel, sizes, depthwise=depthwise))
+    others = (vnni.per_channel(v, depthwise=depthwise) for v in (start, scale, shift))
+    with node.graph.inserting_before(node):
+        names = (packed[key], *(_registered(gm, value) for value in others))
+        buffers = [node.graph.get_attr(name) for name in names]
+    node.target = _matrix if weight.dim() == 2 else _image
+    operator = vnni.DEPTHWISE if depthwise else vnni.PRODUCT
+    other: Any = None if call.summand is None else call.summand.tensor
+    x: Any = call.product.x
+    node.args = (operator, x, *buffers, other, sizes.flat(), [*ends])
+    node.kwargs = {}
+
+
+def quantize_planes(gm: fx.GraphModule) -> None:
+    """Let our C++ quantize images of few channels that arrive plane by plane, in place.
+
+    Inductor's code reads such planes a value at a time, which takes a tenth of MobileNet-V2's time.
+    """
+    if not _has_products(gm):
+        return
+    for node in gm.graph.nodes:
+        if node.target is _QUANTIZE and len(node.args) == 6 and _arrives_in_planes(node.args[0]):
+            x, scale, zero_point, low, high, dtype = node.args
+            if dtype is torch.uint8:
+                node.target, node.args = _quantized_planes, (x, scale, zero_point, low, high)
+
+
+def _arrives_in_planes(x: Any) -> bool:
+    value = x.meta.get("val") if isinstance(x, fx.Node) and x.op == "placeholder" else None
+    if not isinstance(value, Tensor) or value.dim() != 4 or value.dtype != torch.float32:
+        return False
+    channels = value.shape[1]
+    return type(channels) is int and 1 < channels <= vnni.MOST_PLANES and value.is_contiguous()
+
+
+def _quantized_planes(x: Tensor, scale: float, zero_point: int, low: int, high: int) -> Tensor:
+    """Quantize an image (N, C, H, W); the result is channels_last."""
+    quantized: Tensor = vnni.PLANES(x, scale, zero_point, low, high)
+    return quantized.permute(0, 3, 1, 2)
+
+
+def options(graph: fx.GraphModule) -> Mapping[str, Any]:
+    """Return options of Inductor that compile the operators of `vnni`, where a graph may get some."""
+    if not _has_products(graph):
+        return {}
+    return {"cpp_wrapper": True, "aot_inductor.custom_ops_to_c_shims": vnni.shims()}
+
+
+def _has_products(graph: fx.GraphModule) -> bool:
+    """Return whether some of a graph's products may be computed by our C++."""
+    return any(node.target in PRODUCTS for node in graph.graph.nodes) and vnni.available()
+
+
+def _matrix(operator: Any, x: Tensor, *arguments: Any) -> Tensor:
+    """Compute rows (..., in) by a weight."""
+    *constants, other, sizes, ends = arguments
+    rows = _unsigned(x).reshape(1, 1, -1, x.shape[-1])
+    summand = None if other is None else other.reshape(1, 1, -1, other.shape[-1])
+    result: Tensor = operator(rows.contiguous(), *constants, summand, sizes, ends)
+    return result.reshape(*x.shape[:-1], result.shape[-1])
+
+
+def _image(operator: Any, x: Tensor, *arguments: Any) -> Tensor:
+    """Compute an image (N, in, H, W) by a weight; the result is channels_last."""
+    *constants, other, sizes, ends = arguments
+    summand = None if other is None else _channels_last(other)
+    result: Tensor = operator(_channels_last(_unsigned(x)), *constants, summand, sizes, ends)
+    return result.permute(0, 3, 1, 2)
+
+
+def _channels_last(image: Tensor) -> Tensor:
+    """Return (N, C, H, W) as (N, H, W, C)."""
+    return image.permute(0, 2, 3, 1).contiguous()
+
+
+def _unsigned(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.uint8 else flip_sign_bit(x)
+
+
+def _described(call: ProductCall, weight: Tensor) -> tuple[int, Sizes, Ends]:
+    """Return the number of the post-op among `FUNCTIONS`, and the numbers that the operators read."""
+    out, summand = call.out, call.summand
+    algorithm = out.algorithm if out.post_op == "gelu" else "none"
+    known = (out.post_op, algorithm)
+    function = FUNCTIONS.index(known) if known in FUNCTIONS else 0
+    out_dtype = out.dtype or torch.float32
+    shift = 128 if _dtype(call.product.x) == torch.int8 else 0
+    sizes = Sizes(
+        weight.shape[0],
+        _pair(weight.shape[2:] or (1, 1)),
+        _pair(call.geometry.stride),
+        _pair(call.geometry.padding),
+        _pair(call.geometry.dilation),
+        x_zp=call.product.x_zp + shift,
+        function=function,
+        zero_point=out.zero_point,
+        kind=KINDS.index(out_dtype),
+    )
+    low, high = _bounds(out, out_dtype)
+    ends = Ends(
+        other_scale=(1.0 if summand is None else summand.scale) / (1.0 if function else out.scale),
+        other_zp=0.0 if summand is None else float(summand.zero_point),
+        slope=float(out.args[0]) if out.post_op == "leaky_relu" else 0.0,
+        per_step=1.0 / out.scale,
+        low=low,
+        high=high,
+    )
+    return function, sizes, ends
+
+
+def _pair(sizes: Any) -> tuple[int, int]:
+    height, width = sizes
+    return height, width
+
+
+def _bounds(out: Output, dtype: torch.dtype) -> tuple[float, float]:
+    """Return the bounds of values, in steps of the result: a function's bounds, then those of integers."""
+    bounds = (0.0, math.inf) if out.post_op == "relu" else (-math.inf, math.inf)
+    low, high = (bound / out.scale for bound in (out.args if out.post_op == "hardtanh" else bounds))
+    if dtype == torch.float32:
+        return low, high
+    limits = torch.iinfo(dtype)
+    first, last = float(limits.min - out.zero_point), float(limits.max - out.zero_point)
+    return min(max(low, first), last), min(max(high, first), last)
+
+
+def _linear_part(
+    call: ProductCall, w_scale: Tensor, bias: Tensor | None, *, in_steps: bool
+) -> tuple[Tensor, Tensor]:
+    """Return factor and shift of sums, by channel: in units or steps of the result."""
+    step = call.out.scale if in_steps else 1.0
+    scale = w_scale.double() * call.product.x_scale / step
+    shift = torch.zeros_like(scale) if bias is None else bias.double() / step
+    return scale.float(), shift.float()
+
+
+def _is_depthwise(call: ProductCall, weight: Tensor) -> bool:
+    groups = call.geometry.groups
+    return groups > 1 and groups == weight.shape[0] and weight.shape[1] == 1
+
+
+def _registered(gm: fx.GraphModule, value: Tensor) -> str:
+    """Return the name of a new buffer."""
+    name = f"_qompose_x86_vnni_{sum(1 for _ in gm.buffers())}"
+    gm.register_buffer(name, value, persistent=False)
+    return name
+
+
+def _dtype(value: Any) -> torch.dtype | None:
+    found = value.meta.get("val") if isinstance(value, fx.Node) else None
+    return found.dtype if isinstance(found, Tensor) else None

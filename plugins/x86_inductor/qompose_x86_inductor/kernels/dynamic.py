@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The calls that replace dynamically quantized linears."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from qompose.backend import DynamicTensor, NotLowerable, Region
+from torch.fx import Node
+
+from qompose_x86_inductor.kernels.static import ProductEmitter, channel_scales
+from qompose_x86_inductor.onednn.arguments import NAMESPACE
+from qompose_x86_inductor.patterns import Activation
+
+_OPS = getattr(torch.ops, NAMESPACE)
+
+
+class PerTensorEmitter(ProductEmitter):
+    """Emits a linear of floats that are dynamically quantized, with one scale for all of them."""
+
+    def __init__(self, activation: Activation | None = None) -> None:
+        super().__init__("linear", activation, add=False)
+
+    def __call__(self, region: Region) -> Node:
+        """Insert the call; see `qompose.backend.Kernel`.
+
+        Raises:
+            NotLowerable: the input is not quantized to uint8 with one scale.
+        """
+        source = region.dynamic("input")
+        if source.dims is not None or source.symmetric or source.dtype is not torch.uint8:
+            raise NotLowerable(f"{source.node.name} is not uint8, affine, with one scale")
+        return region.call(
+            _OPS.linear_dynamic.default,
+            *_constants(region, source),
+            source.low,
+            source.high,
+            source.eps,
+            *self.post_op(region),
+        )
+
+
+def per_token(region: Region) -> Node:
+    """Emit a linear of floats that are dynamically quantized, each row by itself.
+
+    Raises:
+        NotLowerable: the rows are not quantized to the whole of int8.
+    """
+    source = region.dynamic("input")
+    if source.dims != 1 or (source.low, source.high, source.dtype) != (-128, 127, torch.int8):
+        raise NotLowerable(f"{source.node.name} is not quantized to the whole of int8 by row")
+    operator = _OPS.linear_dynamic_per_token.default
+    return region.call(operator, *_constants(region, source), source.symmetric)
+
+
+def _constants(region: Region, source: DynamicTensor) -> list[Any]:
+    weight = region.quantized("weight")
+    scales = channel_scales(region, weight)
+    return [source.node, weight.node, scales, region.argument("linear", "bias")]

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The calls that replace linears whose weight alone is quantized."""
+
+from __future__ import annotations
+
+import torch
+from qompose.backend import NotLowerable, Region
+from torch.fx import Node
+
+from qompose_x86_inductor.kernels.static import channel_scales
+from qompose_x86_inductor.onednn.arguments import NAMESPACE
+
+_OPS = getattr(torch.ops, NAMESPACE)
+
+
+def int8_weight(region: Region) -> Node:
+    """Emit a linear of floats by an int8 weight with a scale for each output channel."""
+    weight = region.quantized("weight")
+    return _weight_only(region, "linear_int8_weight", weight.node, channel_scales(region, weight))
+
+
+def int4_weight(region: Region) -> Node:
+    """Emit a linear of floats by an int4 weight with a scale for each group of inputs."""
+    weight = region.quantized("weight")
+    return _weight_only(region, "linear_int4_weight", weight.node, weight.scale)
+
+
+def float16_weight(region: Region) -> Node:
+    """Emit a linear of floats by a weight that is stored as float16.
+
+    Raises:
+        NotLowerable: the weight is stored otherwise.
+    """
+    read = region.inputs("weight")[0]
+    stored = read.args[0] if read.target is torch.ops.aten.to.dtype else read
+    if not isinstance(stored, Node) or stored.meta["val"].dtype is not torch.float16:
+        raise NotLowerable(f"its weight {read.name} is not stored as float16")
+    return _weight_only(region, "linear_float16_weight", stored)
+
+
+def _weight_only(region: Region, operator: str, *weight: Node) -> Node:
+    (source,) = region.inputs("input")
+    target = getattr(_OPS, operator).default
+    return region.call(target, source, *weight, region.argument("linear", "bias"))

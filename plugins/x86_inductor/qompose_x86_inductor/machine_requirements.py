@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The processor that a quantized model requires: VNNI for weights of eight bits, AVX2 for seven.
+
+Without VNNI oneDNN's sums of int8 products saturate for weights beyond `exactness.NARROW`. Such weights are
+then multiplied exactly, which is slow, and which nobody would notice in the results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from qompose.backend import RuleUse
+from qompose.spec import QuantizationSpecBase
+
+from qompose_x86_inductor.onednn import exactness
+
+ISA: Final = "isa"
+EXACT: Final = "vnni"
+ANY: Final = "avx2"
+
+
+def requirements(uses: Sequence[RuleUse]) -> dict[str, str]:
+    """Return what `Backend.requirements` does: {"isa": "vnni"} or {"isa": "avx2"}, nothing without products.
+
+    Weight-only products are computed in float, so they require nothing.
+    """
+    weights = [
+        use.specs["weight"] for use in uses if use.mode != "weight-only" and "weight" in use.specs
+    ]
+    if not weights:
+        return {}
+    return {ISA: ANY if all(map(_is_narrow, weights)) else EXACT}
+
+
+def _is_narrow(weight: QuantizationSpecBase) -> bool:
+    low, high = getattr(weight, "quant_min", None), getattr(weight, "quant_max", None)
+    return (
+        low is not None
+        and high is not None
+        and exactness.NARROW[0] <= low
+        and high <= exactness.NARROW[1]
+    )
+
+
+def objection(required: Mapping[str, str]) -> str | None:
+    """Return what `Backend.objection` does: why this processor runs the model on slow operators, or None."""
+    if required.get(ISA) != EXACT or exactness.vnni_exact():
+        return None
+    return (
+        f"{exactness.reason()}. Run it on a processor with VNNI, or quantize again with weights of "
+        f'seven bits: get_default_x86_inductor_quantization_config(isa="{ANY}")'
+    )

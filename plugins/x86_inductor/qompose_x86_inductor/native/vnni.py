@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operators that compiled programs run in C++ of our own, for processors with AVX-512 and VNNI.
+
+They are ``vnni_product``, ``vnni_depthwise`` and ``quantize_planes``. Inductor compiles the headers beside
+this file into each program. `reference` is what the operators compute, in operators of torch.
+
+Of the two products:
+
+* ``x`` is uint8 (N, H, W, C), contiguous, and so is the result (N, H', W', out), of any of three types;
+* ``weight`` is int8 as `pack` leaves it, in whole vectors of 16 (a depthwise one: blocks of 64) channels;
+* ``start``, int32, is what sums begin with; ``scale`` and ``bias``, float32, are applied to them; all three
+  have a value for each of those channels;
+* ``other``, of the result's shape, is added; ``sizes`` and ``ends`` are a `Sizes` and an `Ends`.
+
+``quantize_planes`` quantizes a float32 image (N, C, H, W) of two to `MOST_PLANES` channels to uint8
+(N, H, W, C).
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import warnings
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from qompose_x86_inductor.onednn import exactness
+from qompose_x86_inductor.onednn.arguments import NAMESPACE
+from qompose_x86_inductor.onednn.post_ops import POST_OPS
+from qompose_x86_inductor.operators.choose_qparams import quantize
+from qompose_x86_inductor.operators.registration import register
+
+VECTOR, PANEL, FOUR, MOST_PLANES = 16, 64, 4, 4
+KINDS: Final = (torch.uint8, torch.int8, torch.float32)
+
+# Names and algorithms of post-ops, in the order of `enum Function` in finish.h.
+FUNCTIONS: Final = (
+    ("none", "none"), ("hardswish", "none"), ("swish", "none"), ("gelu", "none"), ("gelu", "tanh"),
+    ("tanh", "none"), ("leaky_relu", "none"),
+)  # fmt: skip
+
+
+@functools.cache
+def available() -> bool:
+    """Return whether the C++ is for this machine: it has AVX-512 and VNNI, may use them, and no AMX."""
+    from torch._inductor.cpu_vec_isa import VecAVX512, pick_vec_isa
+
+    features = ("avx512_f", "avx512_bw", "avx512_dq", "avx512_vl", "avx512_vnni")
+    known = torch.cpu.get_capabilities()
+    return (
+        all(known.get(feature, False) for feature in features)
+        and not known.get("amx_int8", False)
+        and isinstance(pick_vec_isa(), VecAVX512)
+        and exactness.vnni_exact()
+    )
+
+
+class Sizes(NamedTuple):
+    """The numbers of `enum Size` in arguments.h, in its order; pairs are of height and width."""
+
+    channels: int
+    kernel: tuple[int, int]
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    dilation: tuple[int, int]
+    x_zp: int
+    function: int
+    zero_point: int
+    kind: int
+
+    @property
+    def joined(self) -> bool:
+        """Return whether the columns of a window are adjacent, so that a line of it is one run of bytes."""
+        return self.dilation[1] == 1 or self.kernel[1] == 1
+
+    def flat(self) -> list[int]:
+        """Return them as the operators expect them."""
+        return [n for value in self for n in (value if isinstance(value, tuple) else (value,))]
+
+    @classmethod
+    def read(cls, flat: list[int]) -> Sizes:
+        """Return the sizes that `flat` wrote."""
+        kernel, stride, padding, dilation = ((flat[at], flat[at + 1]) for at in range(1, 9, 2))
+        return cls(flat[0], kernel, stride, padding, dilation, *flat[9:])
+
+    def shape(self, x: Tensor) -> list[int]:
+        """Return the shape of the result, (N, H', W', out), symbolic where the image is."""
+        sides = zip(x.shape[1:3], *self[1:5], strict=True)
+        spatial = [(i + 2 * p - d * (k - 1) - 1) // s + 1 for i, k, s, p, d in sides]
+        return [x.shape[0], *spatial, self.channels]
+
+
+class Ends(NamedTuple):
+    """The numbers of `enum End` there, in its order.
+
+    Bounds and scales are in steps of the result, of floats in units.
+    """
+
+    other_scale: float
+    other_zp: float
+    slope: float
+    per_step: float
+    low: float
+    high: float
+
+
+def pack(weight: Tensor, sizes: Sizes, *, depthwise: bool) -> Tensor:
+    """Return an int8 weight (out, in, kh, kw) as the C++ reads it, flat."""
+    taps = weight.permute(0, 2, 3, 1)
+    if depthwise:
+        return _pack_depthwise(taps.flatten(1))
+    runs = taps.flatten(2) if sizes.joined else taps.flatten(1, 2)
+    runs = _filled(_filled(runs, 2, FOUR), 0, VECTOR)
+    quads = runs.reshape(*runs.shape[:2], -1, FOUR)
+    panels = torch.split(quads, PANEL)
+    return torch.cat([panel.permute(1, 2, 0, 3).flatten() for panel in panels])
+
+
+def unpack(packed: Tensor, sizes: Sizes, depth: int, *, depthwise: bool) -> Tensor:
+    """Return the weight (out, in, kh, kw) that `pack` was given; ``depth`` is its number of inputs."""
+    (height, width), channels = sizes.kernel, sizes.channels
+    if depthwise:
+        blocks = packed.reshape(-1, packed.numel() // _blocked(channels) // FOUR, PANEL, FOUR)
+        taps = torch.cat([_interleaved(block.permute(1, 0, 2).flatten(1)) for block in blocks])
+        return taps[:channels, : height * width].reshape(channels, 1, height, width)
+    count, length = (height, width * depth) if sizes.joined else (height * width, depth)
+    quads, filled = -(-length // FOUR), -(-channels // VECTOR) * VECTOR
+    panels, at = [], 0
+    while at < filled:
+        rows = min(PANEL, filled - at)
+        part = packed[at * count * quads * FOUR :][: rows * count * quads * FOUR]
+        panels.append(part.reshape(count, quads, rows, FOUR).permute(2, 0, 1, 3).flatten(2))
+        at += rows
+    runs = torch.cat(panels)[:channels, :, :length]
+    return runs.reshape(channels, height, width, depth).permute(0, 3, 1, 2)
+
+
+def per_channel(values: Tensor, *, depthwise: bool) -> Tensor:
+    """Return a vector (out,) with zeros up to whole vectors, in the order of packed weights."""
+    if not depthwise:
+        return _filled(values, 0, VECTOR)
+    return _interleaved(_filled(values, 0, PANEL))
+
+
+def _pack_depthwise(taps: Tensor) -> Tensor:
+    """Pack (out, taps)."""
+    blocks = torch.split(_interleaved(_filled(_filled(taps, 1, FOUR), 0, PANEL)), PANEL)
+    return torch.cat([
+        block.reshape(PANEL, -1, FOUR).permute(1, 0, 2).flatten() for block in blocks
+    ])  # fmt: skip
+
+
+def _interleaved(values: Tensor) -> Tensor:
+    """Return blocks of 64 channels, the first axis, in the order that depthwise.h unpacks images to.
+
+    The order is its own inverse.
+    """
+    return values.reshape(-1, 4, 4, 4, *values.shape[1:]).transpose(1, 2).flatten(0, 3)
+
+
+def _filled(values: Tensor, dim: int, multiple: int) -> Tensor:
+    """Return values with zeros appended along an axis, up to a multiple."""
+    missing = -values.shape[dim] % multiple
+    return F.pad(values, [0, 0] * (values.dim() - 1 - dim) + [0, missing])
+
+
+def _blocked(channels: int) -> int:
+    return -(-channels // PANEL) * PANEL
+
+
+def _uncompiled(*arguments: Any, depthwise: bool) -> Tensor:
+    """Compute an operator in a graph that was not compiled, or compiled without the C++."""
+    warnings.warn(
+        "An operator for compiled code runs on torch's operators, which is exact but slow: leave the "
+        "compiler's option cpp_wrapper as qompose.compile_lowered sets it",
+        stacklevel=2,
+    )
+    return reference(*arguments, depthwise=depthwise)
+
+
+def reference(*arguments: Any, depthwise: bool) -> Tensor:
+    """Return what an operator computes from its arguments."""
+    x, packed, start, scale, bias, other, flat, given_ends = arguments
+    sizes, ends = Sizes.read(flat), Ends(*given_ends)
+    weight = unpack(packed, sizes, x.shape[3], depthwise=depthwise)
+    if depthwise:
+        start, scale, bias = map(_interleaved, (start, scale, bias))
+    start, scale, bias = (v[: sizes.channels].double() for v in (start, scale, bias))
+    real = (_raw_sums(x, weight, sizes) + start) * scale + bias
+    if other is not None:
+        shift = 0.0 if other.dtype == torch.float32 else ends.other_zp
+        real = real + (other.double() - shift) * ends.other_scale
+    name, algorithm = FUNCTIONS[sizes.function]
+    if name != "none":
+        real = POST_OPS[name].compute(real, [ends.slope], algorithm) * ends.per_step
+    real, kind = real.clamp(ends.low, ends.high), KINDS[sizes.kind]
+    steps = real if kind == torch.float32 else torch.round(real) + sizes.zero_point
+    return steps.to(kind).contiguous()
+
+
+def _raw_sums(x: Tensor, weight: Tensor, sizes: Sizes) -> Tensor:
+    """Return float64 sums (N, H', W', out) of the integers, padded with the zero point."""
+    (above, beside), groups = sizes.padding, x.shape[3] // weight.shape[1]
+    image = F.pad(x.permute(0, 3, 1, 2).double(), [beside, beside, above, above], value=sizes.x_zp)
+    sums = F.conv2d(image, weight.double(), None, sizes.stride, 0, sizes.dilation, groups)
+    return sums.permute(0, 2, 3, 1)
+
+
+def reference_planes(x: Tensor, scale: float, zero_point: int, low: int, high: int) -> Tensor:
+    """Return what ``quantize_planes`` computes."""
+    return quantize(x, scale, zero_point, low, high).permute(0, 2, 3, 1).contiguous()
+
+
+def _fake_planes(x: Tensor, *_: Any) -> Tensor:
+    batch, channels, height, width = x.shape
+    return x.new_empty((batch, height, width, channels), dtype=torch.uint8)
+
+
+def _fake(x: Tensor, *arguments: Any) -> Tensor:
+    sizes = Sizes.read(arguments[-2])
+    return x.new_empty(sizes.shape(x), dtype=KINDS[sizes.kind])
+
+
+_SCHEMA: Final = (
+    "(Tensor x, Tensor weight, Tensor start, Tensor scale, Tensor bias, Tensor? other, int[] sizes,"
+    " float[] ends) -> Tensor"
+)
+_SCHEMAS: Final = {
+    "vnni_product": _SCHEMA,
+    "vnni_depthwise": _SCHEMA,
+    "quantize_planes": "(Tensor x, float scale, int zero_point, int low, int high) -> Tensor",
+}
+_LIBRARY: Final = register(
+    NAMESPACE,
+    _SCHEMAS,
+    {
+        "vnni_product": (functools.partial(_uncompiled, depthwise=False), _fake),
+        "vnni_depthwise": (functools.partial(_uncompiled, depthwise=True), _fake),
+        "quantize_planes": (reference_planes, _fake_planes),
+    },
+    torch.Tag.needs_contiguous_strides,
+)
+PRODUCT, DEPTHWISE, PLANES = (
+    getattr(getattr(torch.ops, NAMESPACE), name).default for name in _SCHEMAS
+)
+
+_PRODUCT_SHIM: Final = (
+    f"({'AtenTensorHandle, ' * 5}AtenTensorHandle*, const int64_t*, int64_t, const double*, int64_t,"
+    " AtenTensorHandle*)"
+)
+_PLANES_SHIM: Final = "(AtenTensorHandle, double, int64_t, int64_t, int64_t, AtenTensorHandle*)"
+_HEADER: Final = Path(__file__).with_name("shims.h")
+
+
+def shims() -> dict[Any, list[str]]:
+    """Return texts for torch's option ``aot_inductor.custom_ops_to_c_shims``: the code, then declarations.
+
+    torch writes each text after the word "extern", in a block of C, in which the code declares itself C++.
+    Its caches of compiled code depend on the text, not on what that includes: hence the digest.
+    """
+    included = f'"C++" {{  // {_digest(_HEADER.parent)}\n#include "{_HEADER}"\n}}'
+    declared = {PRODUCT: _PRODUCT_SHIM, DEPTHWISE: _PRODUCT_SHIM, PLANES: _PLANES_SHIM}
+    texts = {
+        operator: [f"AOTITorchError aoti_torch_cpu_{name}{arguments}"]
+        for name, (operator, arguments) in zip(_SCHEMAS, declared.items(), strict=True)
+    }
+    texts[PRODUCT].insert(0, included)
+    return texts
+
+
+def _digest(folder: Path) -> str:
+    """Return a hash of the C++ headers."""
+    contents = (path.read_bytes() for path in sorted(folder.glob("*.h")))
+    return hashlib.sha256(b"".join(contents)).hexdigest()[:16]

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operators ``linear_*_weight``: floats multiplied by a weight that is stored in fewer bits.
+
+``x`` is (..., in), float32, bfloat16 or float16, and the result (..., out) has its dtype; the arithmetic
+is float32, by kernels of torch that read the weight as it is stored. (Those for bfloat16 read past the
+end of rows that are no multiple of 16 long, torch 2.13, and round scales.) The bias is a float (out,).
+
+=====================  ====================================  ==============================
+operator               weight                                w_scale
+=====================  ====================================  ==============================
+linear_int8_weight     int8 (out, in)                        float32 (out,)
+linear_int4_weight     int8 (out, in), values in -8 .. 7     float32 (out, in / group)
+linear_float16_weight  float16 (out, in); ``x`` float32      none
+=====================  ====================================  ==============================
+
+The functions ``*_in_graph`` compute the same in operators of torch alone, for compilers: the packing
+that they hold depends on the weight alone, so that freezing folds it. Its layout is that of this
+machine's vector instructions (``torch.backends.cpu.get_cpu_capability()``), and only right on them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from qompose_x86_inductor.onednn.arguments import NAMESPACE, check_matrices
+from qompose_x86_inductor.onednn.packed_weights import cached
+from qompose_x86_inductor.operators.registration import register
+
+GROUP_SIZES: Final = (32, 64, 128, 256)
+"""The group sizes of int4 weights that torch's kernel supports."""
+
+FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16)
+
+_ROWS: Final = 16
+"""The kernel takes int4 weights whose output channels are a multiple of this."""
+
+SCHEMAS: Final[dict[str, str]] = {
+    "linear_int8_weight": "(Tensor x, Tensor weight, Tensor w_scale, Tensor? bias) -> Tensor",
+    "linear_int4_weight": "(Tensor x, Tensor weight, Tensor w_scale, Tensor? bias) -> Tensor",
+    "linear_float16_weight": "(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
+}
+
+
+def int8_weight_in_graph(x: Tensor, weight: Tensor, w_scale: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute ``linear_int8_weight``, which needs no packing."""
+    _check("linear_int8_weight", x, weight, torch.int8)
+    _check_scales("linear_int8_weight", weight, w_scale, w_scale.shape == weight.shape[:1])
+    if weight.shape[1] == 0:
+        return _finish(x.new_zeros((*x.shape[:-1], weight.shape[0])), x, bias)
+    product = torch.ops.aten._weight_int8pack_mm.default
+    return _finish(product(_rows(x), weight.contiguous(), w_scale), x, bias)
+
+
+def int4_weight_in_graph(x: Tensor, weight: Tensor, w_scale: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute ``linear_int4_weight``."""
+    group = _check_groups(x, weight, w_scale)
+    return _int4(x, weight.shape[0], group, pack_int4(weight), pack_scales(w_scale), bias)
+
+
+def _int4_weight(x: Tensor, weight: Tensor, w_scale: Tensor, bias: Tensor | None) -> Tensor:
+    group = _check_groups(x, weight, w_scale)
+    packed = cached(weight, "int4", lambda: pack_int4(_in_four_bits(weight)))
+    scales = cached(w_scale, "int4", lambda: pack_scales(w_scale))
+    return _int4(x, weight.shape[0], group, packed, scales, bias)
+
+
+def pack_int4(weight: Tensor) -> Tensor:
+    """Return an int8 weight (out, in) with values in -8 .. 7 as torch's int4 kernel reads it: uint8."""
+    whole = _in_full_rows(weight).to(torch.int32) + 8
+    packed: Tensor = torch.ops.aten._convert_weight_to_int4pack_for_cpu.default(whole, 1)
+    return packed
+
+
+def pack_scales(w_scale: Tensor) -> Tensor:
+    """Return scales (out, groups) as that kernel reads them: float32 (groups, out, 2), with values of 8."""
+    return F.pad(_in_full_rows(w_scale).t().unsqueeze(-1), (0, 1)).contiguous()
+
+
+def _in_full_rows(constant: Tensor) -> Tensor:
+    """Repeat rows of a matrix up to a number that the kernel accepts; their results are cut off."""
+    rows = constant.shape[0]
+    lacking = -rows % _ROWS
+    whole, part = divmod(lacking, max(rows, 1))
+    return torch.cat([constant] * (1 + whole) + [constant[:part]]) if lacking else constant
+
+
+def _int4(
+    x: Tensor, channels: int, group: int, packed: Tensor, scales: Tensor, bias: Tensor | None
+) -> Tensor:
+    product = torch.ops.aten._weight_int4pack_mm_for_cpu.default
+    return _finish(product(_rows(x), packed, group, scales)[:, :channels], x, bias)
+
+
+def float16_weight_in_graph(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute ``linear_float16_weight``."""
+    _check("linear_float16_weight", x, weight, torch.float16)
+    return _float16(x, weight, _pack_float16(weight), bias)
+
+
+def _float16_weight(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    _check("linear_float16_weight", x, weight, torch.float16)
+    return _float16(x, weight, cached(weight, "float16", lambda: _pack_float16(weight)), bias)
+
+
+def _pack_float16(weight: Tensor) -> Tensor:
+    packed: Tensor = torch.ops.onednn.linear_prepack_fp16.default(weight.contiguous(), None)
+    return packed
+
+
+def _float16(x: Tensor, weight: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    product = torch.ops.onednn.linear_dynamic_fp16.default
+    result: Tensor = product(_rows(x), packed, bias)
+    return result.view(*x.shape[:-1], weight.shape[0])
+
+
+# -- in common ------------------------------------------------------------------
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1]).to(torch.float32).contiguous()
+
+
+def _finish(product: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
+    """Add the bias, and give the result the dtype and the leading sizes of ``x``."""
+    total = product if bias is None else product + bias
+    return total.to(x.dtype).reshape(*x.shape[:-1], total.shape[-1]).contiguous()
+
+
+def _check(operator: str, x: Tensor, weight: Tensor, dtype: torch.dtype) -> None:
+    floats = FLOATS if dtype == torch.int8 else (torch.float32,)
+    if x.dtype not in floats or weight.dtype != dtype:
+        given = f"{x.dtype} and {weight.dtype}"
+        raise ValueError(
+            f"{NAMESPACE}::{operator}: expected x in {floats} and weight {dtype}, got {given}"
+        )
+    check_matrices(operator, x, weight)
+
+
+def _check_scales(operator: str, weight: Tensor, w_scale: Tensor, fits: bool) -> None:
+    if w_scale.dtype != torch.float32 or not fits:
+        given = f"{w_scale.dtype} {tuple(w_scale.shape)} for a weight {tuple(weight.shape)}"
+        raise ValueError(f"{NAMESPACE}::{operator}: w_scale does not fit: {given}")
+
+
+def _check_groups(x: Tensor, weight: Tensor, w_scale: Tensor) -> int:
+    """Return the size of a weight's groups."""
+    _check("linear_int4_weight", x, weight, torch.int8)
+    depth, groups = weight.shape[1], w_scale.shape[-1]
+    size = depth // groups if groups else 0
+    fits = w_scale.shape == (weight.shape[0], groups) and size * groups == depth
+    _check_scales("linear_int4_weight", weight, w_scale, fits and size in GROUP_SIZES)
+    return size
+
+
+def _in_four_bits(weight: Tensor) -> Tensor:
+    low, high = (int(bound) for bound in torch.aminmax(weight))
+    if low < -8 or high > 7:
+        raise ValueError(
+            f"{NAMESPACE}::linear_int4_weight: expected values in -8 .. 7, got {low} .. {high}"
+        )
+    return weight
+
+
+def _like_x(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+_LIBRARY: Final = register(
+    NAMESPACE,
+    SCHEMAS,
+    {
+        "linear_int8_weight": (int8_weight_in_graph, _like_x),
+        "linear_int4_weight": (_int4_weight, _like_x),
+        "linear_float16_weight": (_float16_weight, _like_x),
+    },
+)

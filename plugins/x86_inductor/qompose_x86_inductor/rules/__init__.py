@@ -1,0 +1,10 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rule table of the x86 backend, in the order in which rules are tried."""
+
+from __future__ import annotations
+
+from qompose_x86_inductor.rules.dynamic import DYNAMIC_RULES
+from qompose_x86_inductor.rules.static import STATIC_RULES
+from qompose_x86_inductor.rules.weight_only import WEIGHT_ONLY_RULES
+
+RULES = (*STATIC_RULES, *DYNAMIC_RULES, *WEIGHT_ONLY_RULES)

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Products of few rows become a part of compiled code, and compute what the lowered model computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import qompose
+import torch
+from qompose_x86_inductor import X86InductorQuantizer, get_default_x86_inductor_quantization_config
+from qompose_x86_inductor.inductor import gemm_template
+from torch import Tensor, nn
+from torch._inductor.utils import run_and_get_code
+from torch.export import Dim
+from torch.fx import GraphModule
+
+WIDTH = 48
+CALL = "= torch.ops.onednn.qlinear_pointwise"
+pytestmark = [
+    pytest.mark.usefixtures("by_onednn"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_kept() -> Iterator[None]:
+    yield
+    torch._dynamo.reset()
+
+
+def perceptron(activation: Callable[[], nn.Module] = nn.ReLU) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, 32), activation(), nn.Linear(32, 16)).eval()
+
+
+def image_net() -> nn.Module:
+    torch.manual_seed(0)
+    features = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    return nn.Sequential(features, nn.Linear(16, 10)).eval()
+
+
+class Skip(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = perceptron(), nn.Linear(WIDTH, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.inner(x) + self.outer(x))
+
+
+class Similar(nn.Module):
+    """A product of weights, and one of two activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = perceptron()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        return torch.mm(y, y.t())
+
+
+class OneGelu(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(WIDTH, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.gelu(self.linear(x))
+
+
+def rows(count: int, seed: int = 1) -> Tensor:
+    return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def lowered(
+    module: nn.Module, x: Tensor, dynamic_shapes: Any = None, **choices: bool
+) -> GraphModule:
+    """Calibrated with its input; `choices` are those of the configuration."""
+    config = get_default_x86_inductor_quantization_config(**choices)
+    result = qompose.quantize(
+        module,
+        (x,),
+        backends=X86InductorQuantizer().set_global(config),
+        calibration=[(x,)],
+        progress=False,
+        dynamic_shapes=dynamic_shapes,
+    ).model
+    assert isinstance(result, GraphModule)
+    return result
+
+
+@pytest.mark.parametrize(
+    ("module", "x", "options", "advised"),
+    [
+        (perceptron(), rows(1), {}, True),
+        (perceptron(), rows(gemm_template.MOST_ROWS), {}, True),
+        (perceptron(), rows(gemm_template.MOST_ROWS + 1), {}, False),
+        (perceptron(), rows(60).reshape(3, 20, WIDTH), {}, True),
+        (perceptron(), rows(300).reshape(3, 100, WIDTH), {}, False),
+        (perceptron(nn.GELU), rows(64), {}, True),
+        (OneGelu(), rows(65), {}, False),
+        (perceptron(nn.GELU), rows(65), {}, True),
+        (perceptron(), rows(4), {"dynamic_shapes": ({0: Dim("batch", max=8)},)}, True),
+        (OneGelu(), rows(4), {"dynamic_shapes": ({0: Dim("batch", max=8)},)}, False),
+        (image_net(), torch.randn(2, 3, 8, 8), {}, True),
+        (nn.Conv2d(3, 4, 3), torch.randn(2, 3, 8, 8), {}, False),
+        (Similar(), rows(3), {}, False),
+        (perceptron(), rows(2), {"is_dynamic": True}, False),
+        (perceptron(), rows(2), {"is_dynamic": True, "per_token": True}, True),
+        (perceptron(), rows(2), {"weight_only": True}, False),
+    ],
+    ids=[
+        "one row", "most rows", "more rows", "rows of rank 3", "more of rank 3", "gelu", "more of gelu",
+        "one of two", "any rows", "any rows of gelu", "behind convolutions", "no linear",
+        "a product in float", "dynamic", "per token", "weight-only",
+    ],
+)  # fmt: skip
+def test_who_is_advised(module: nn.Module, x: Tensor, options: Any, advised: bool) -> None:
+    expected = gemm_template.OPTIONS if advised else {}
+    assert gemm_template.options(lowered(module.eval(), x, **options)) == expected
+
+
+@pytest.mark.parametrize(
+    ("module", "choices"),
+    [
+        (perceptron(), {}),
+        (perceptron(nn.Hardswish), {}),
+        (perceptron(nn.LeakyReLU), {}),
+        (perceptron(nn.ReLU6), {}),
+        (perceptron(nn.Tanh), {}),
+        (Skip(), {}),
+        (Skip(), {"is_dynamic": True, "per_token": True}),
+    ],
+    ids=["relu", "hardswish", "leaky_relu", "relu6", "tanh", "add", "per token"],
+)
+def test_the_compiled_code_calls_no_onednn_and_computes_the_same(
+    module: nn.Module, choices: dict[str, bool]
+) -> None:
+    """Within a step of the integers between the layers: the two round float arithmetic apart."""
+    x = rows(7)
+    model = lowered(module.eval(), x, **choices)
+    expected = model(x)
+    result, code = run_and_get_code(lambda: qompose.compile_lowered(model)(x))
+    assert gemm_template.options(model)
+    assert CALL not in "".join(code)
+    assert (result - expected).abs().max() < 0.01 * expected.abs().max()
+
+
+@pytest.mark.parametrize("activation", [nn.GELU, nn.Tanh])
+def test_what_onednn_does_faster_is_left_to_it(activation: Callable[[], nn.Module]) -> None:
+    x = rows(80)
+    model = lowered(perceptron(activation), x)
+    result, code = run_and_get_code(lambda: qompose.compile_lowered(model)(x))
+    assert "".join(code).count(CALL) == 1
+    assert (result - model(x)).abs().max() < 0.01 * model(x).abs().max()
+
+
+def test_one_program_for_any_number_of_rows() -> None:
+    model = lowered(perceptron(), rows(8), dynamic_shapes=({0: Dim("batch", max=512)},))
+    compiled = qompose.compile_lowered(model, "package")
+    for count in (1, 2, 17, 512):
+        torch.testing.assert_close(compiled(rows(count)), model(rows(count)), atol=0.02, rtol=0)
+
+
+def test_a_sum_of_two_products_with_scales_at_run_time() -> None:
+    """Torch 2.13 computes it wrongly where the template is allowed."""
+    model, x = lowered(Skip(), rows(7), is_dynamic=True), rows(7)
+    result = qompose.compile_lowered(model, options=gemm_template.OPTIONS)(x)
+    torch.testing.assert_close(result, model(x))
+
+
+def test_what_users_ask_for_counts() -> None:
+    model, x = lowered(perceptron(), rows(2)), rows(2)
+    options = {"max_autotune_gemm": False}
+    _, code = run_and_get_code(lambda: qompose.compile_lowered(model, options=options)(x))
+    assert CALL in "".join(code)
+
+
+@pytest.mark.parametrize("extreme", [0, 255])
+def test_the_largest_sums_are_exact(extreme: int) -> None:
+    """Weights of -127 and 127 beside one end of the inputs, by the integers themselves."""
+    module = nn.Sequential(nn.Linear(512, 16, bias=False)).eval()
+    with torch.no_grad():
+        module[0].weight.copy_(torch.tensor([1.0, -1.0]).repeat(8)[:, None].expand(16, 512))
+    calibration = torch.linspace(-1, 1, 512)[None]
+    model = lowered(module, calibration)
+    x = torch.full((1, 512), -1.0 if extreme == 0 else 1.0)
+    expected, result = model(x), qompose.compile_lowered(model)(x)
+    assert expected.abs().min() > 500
+    torch.testing.assert_close(result, expected, rtol=1e-6, atol=0)

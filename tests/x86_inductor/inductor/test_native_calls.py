@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiled programs hold products of our own, and compute what the lowered model computes."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import qompose
+import torch
+import torch.nn.functional as F
+from qompose_x86_inductor import X86InductorQuantizer, get_default_x86_inductor_quantization_config
+from qompose_x86_inductor.inductor import native_calls
+from qompose_x86_inductor.inductor.decomposition import with_prepack_in_graph
+from qompose_x86_inductor.native import vnni
+from qompose_x86_inductor.onednn import exactness
+from torch import Tensor, nn
+from torch.export import Dim
+from torch.fx import GraphModule
+
+pytestmark = [
+    pytest.mark.skipif(not vnni.available(), reason="no AVX-512 VNNI, or AMX beside it"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning"),
+]
+PRODUCT, DEPTHWISE, ONEDNN = "cpu_vnni_product(", "cpu_vnni_depthwise(", "cpu__q"
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_kept() -> Iterator[None]:
+    yield
+    torch._dynamo.reset()
+
+
+class Block(nn.Module):
+    """Every form of a convolution: of images and sequences, by channel, in groups, with a sum behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 20, 3, 2, 1), nn.BatchNorm2d(20), nn.ReLU6())
+        self.wide = nn.Sequential(nn.Conv2d(20, 20, 5, padding=2, groups=20), nn.Hardswish())
+        self.narrow, self.dilated = (
+            nn.Conv2d(20, 20, 1),
+            nn.Conv2d(20, 70, 3, padding=2, dilation=2),
+        )
+        self.last = nn.Conv2d(70, 6, (1, 3), stride=(2, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        x = torch.relu(x + self.narrow(self.wide(x)))
+        return self.last(F.silu(self.dilated(x)))
+
+
+class Sequence(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv1d(5, 19, 3, padding=1), nn.Conv1d(19, 19, 5, groups=19)
+        self.inner, self.outer = nn.Linear(19, 40), nn.Linear(40, 19)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.second(F.leaky_relu(self.first(x), 0.2)).transpose(1, 2)
+        return x + self.outer(F.gelu(self.inner(x)))
+
+
+def image(batch: int) -> Tensor:
+    return torch.randn(batch, 3, 21, 26, generator=torch.Generator().manual_seed(batch))
+
+
+def sequence(batch: int) -> Tensor:
+    return torch.randn(batch, 5, 17, generator=torch.Generator().manual_seed(batch))
+
+
+def lowered(module: nn.Module, make: Callable[[int], Tensor], **choices: Any) -> GraphModule:
+    """For any number of inputs."""
+    torch.manual_seed(0)
+    config = get_default_x86_inductor_quantization_config(**choices)
+    result = qompose.quantize(
+        module.eval(),
+        (make(4),),
+        backends=X86InductorQuantizer().set_global(config),
+        calibration=[(make(8),)],
+        dynamic_shapes=({0: Dim("batch", max=64)},),
+        progress=False,
+    ).model
+    assert isinstance(result, GraphModule)
+    return result
+
+
+def source(package: Path) -> str:
+    """The C++ of a package, without what it includes."""
+    with zipfile.ZipFile(package) as archive:
+        names = [name for name in archive.namelist() if name.endswith(".wrapper.cpp")]
+        return "".join(archive.read(name).decode() for name in names)
+
+
+def assert_same(
+    run: Callable[[Tensor], Tensor], model: GraphModule, make: Callable[[int], Tensor]
+) -> None:
+    """Up to a few integers that lie in the middle between two, and their share in what follows."""
+    for batch in (4, 1, 7):
+        expected = model(make(batch))
+        error = (run(make(batch)) - expected).norm() / expected.norm()
+        assert error < 0.01
+
+
+@pytest.mark.parametrize(
+    ("module", "make", "products", "by_channel"),
+    [(Block, image, 4, 1), (Sequence, sequence, 3, 1)],
+    ids=["images", "sequences"],
+)
+@pytest.mark.parametrize("mode", ["default", "package"])
+def test_models(
+    module: Any, make: Any, products: int, by_channel: int, mode: str, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    model = lowered(module(), make)
+    path = tmp_path / "model.pt2" if mode == "package" else None
+    compiled = qompose.compile_lowered(model, mode, path=path)
+    assert_same(compiled, model, make)
+    if path is not None:
+        code = source(path)
+        calls = [code.count(f"aoti_torch_{name}") for name in (PRODUCT, DEPTHWISE, ONEDNN)]
+        assert calls[:2] == [products + 1, by_channel + 1]  # and a declaration of each
+        assert calls[2] == 0
+        assert ("aoti_torch_cpu_quantize_planes(buf" in code or "quantize_planes(arg" in code) is (
+            module is Block
+        )
+
+
+def test_what_code_of_ours_is_not_for_is_onednns(tmp_path: Path) -> None:
+    """Groups of several channels; all products of a processor that has AMX, or no VNNI."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=2))
+    model = lowered(module, image)
+    path = tmp_path / "model.pt2"
+    assert_same(qompose.compile_lowered(model, "package", path=path), model, image)
+    code = source(path)
+    assert code.count(f"aoti_torch_{PRODUCT}") == 2
+    assert code.count("aoti_torch_cpu__qconv") == 1
+
+
+@pytest.mark.parametrize("features", [{"amx_int8": True}, {"avx512_vnni": False}])
+def test_processors(features: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {**torch.cpu.get_capabilities(), **features}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: known)
+    assert not vnni.available.__wrapped__()
+
+
+def test_where_onednn_may_not_use_vnni_nor_do_we(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exactness, "vnni_exact", lambda: False)
+    assert not vnni.available.__wrapped__()
+
+
+def test_nothing_is_asked_of_the_compiler_without_products() -> None:
+    model = lowered(nn.Linear(26, 4), image, weight_only=True)
+    assert native_calls.options(model) == {}
+
+
+def test_a_weight_that_is_used_twice_is_packed_once() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shared = nn.Linear(26, 26)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.shared(torch.relu(self.shared(x)))
+
+    model = with_prepack_in_graph(lowered(Twice(), image))
+    calls = [node for node in model.graph.nodes if vnni.PRODUCT in node.args]
+    assert len(calls) == 2
+    assert len({node.args[2].target for node in calls}) == 1
+    assert len({node.args[4].target for node in calls}) == 2  # the scales of the two inputs differ
+
+
+def test_images_of_a_program_without_products_are_inductors() -> None:
+    """The code for planes comes with that of products: a package without them could not hold it."""
+
+    class Quantized(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            quantize = torch.ops.quantized_decomposed.quantize_per_tensor
+            return quantize(x, 0.1, 128, 0, 255, torch.uint8)
+
+    graph = torch.export.export(Quantized(), (image(2),)).module()
+    assert with_prepack_in_graph(graph).code == graph.code
+
+
+def test_a_float_that_is_not_finite_stays_so() -> None:
+    module = nn.Linear(6, 3)
+    torch.nn.init.constant_(module.bias, float("nan"))
+    make = lambda batch: torch.randn(batch, 6)  # noqa: E731
+    model = lowered(module, make)
+    compiled = qompose.compile_lowered(model)
+    assert model(make(2)).isnan().all()
+    assert compiled(make(2)).isnan().all()

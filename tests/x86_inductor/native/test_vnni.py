@@ -1,0 +1,297 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The C++ of native/ computes what its operators mean in torch: random products, extremes, ends of memory."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import qompose_x86_inductor
+import torch
+from hypothesis import given, settings, strategies as st
+from qompose_x86_inductor.native import vnni
+from qompose_x86_inductor.native.vnni import FUNCTIONS, KINDS, Ends, Sizes
+from torch import Tensor
+
+NATIVE = Path(qompose_x86_inductor.__file__).with_name("native")
+ENTRY = Path(__file__).parent.with_name("native_entry.cpp")
+MOST = float("inf")
+needs_vnni = pytest.mark.skipif(not vnni.available(), reason="no AVX-512 VNNI, or AMX beside it")
+
+Run = Callable[..., Tensor]
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """Compile the C++ once."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    path = tmp_path_factory.mktemp("native") / "kernels.so"
+    command = [
+        get_cpp_compiler(),
+        "-std=c++17",
+        "-O1",
+        "-march=native",
+        "-fopenmp",
+        "-shared",
+        "-fPIC",
+        f"-I{NATIVE}",
+    ]
+    subprocess.run([*command, str(ENTRY), "-o", str(path)], check=True)
+    return ctypes.CDLL(str(path))
+
+
+@pytest.fixture(scope="module")
+def native(library: ctypes.CDLL) -> Run:
+    """Return what runs the C++ on the arguments of `vnni.PRODUCT` or ``DEPTHWISE``."""
+    function = library.run
+
+    def run(operator: Any, *arguments: Any, x: int | None = None) -> Tensor:
+        image, *constants, other, sizes, ends = arguments
+        result = torch.full(Sizes.read(sizes).shape(image), 77, dtype=KINDS[sizes[-1]])
+        kind = 2 if other is None else KINDS.index(other.dtype)
+        function(
+            ctypes.c_bool(operator is vnni.DEPTHWISE),
+            ctypes.c_void_p(image.data_ptr() if x is None else x),
+            (ctypes.c_int64 * 4)(*image.shape),
+            *(ctypes.c_void_p(tensor.data_ptr()) for tensor in constants),
+            None if other is None else ctypes.c_void_p(other.data_ptr()),
+            ctypes.c_int(kind),
+            (ctypes.c_int64 * len(sizes))(*sizes),
+            (ctypes.c_double * len(ends))(*ends),
+            ctypes.c_void_p(result.data_ptr()),
+        )
+        return result
+
+    return run
+
+
+@st.composite
+def products(draw: st.DrawFn, *, depthwise: bool) -> tuple[Any, ...]:
+    """Arguments of an operator, from all that `vnni` may ask of it."""
+    whole = draw(st.integers(1, 150)) if depthwise else 0
+    depth = whole or draw(st.integers(1, 70))
+    channels = whole or draw(st.integers(1, 200))
+    pair = lambda low, high: st.tuples(*[st.integers(low, high)] * 2)  # noqa: E731
+    square = st.sampled_from([(1, 1), (3, 3), (5, 5)])
+    kernel = draw(square | pair(1, 4))
+    dilation, stride = draw(st.just((1, 1)) | pair(1, 3)), draw(pair(1, 3))
+    padding = draw(pair(0, 4))
+    least = [
+        max(1, d * (k - 1) + 1 - 2 * p) for k, d, p in zip(kernel, dilation, padding, strict=True)
+    ]
+    height, width = (draw(st.integers(low, low + 9)) for low in least)
+    kind, function = draw(st.integers(0, 2)), draw(st.integers(0, len(FUNCTIONS) - 1))
+    bounds = [(0, 255), (-128, 127)][kind] if kind < 2 else None
+    zero_point = draw(st.integers(*bounds)) if bounds else 0
+    sizes = Sizes(
+        channels,
+        kernel,
+        stride,
+        padding,
+        dilation,
+        draw(st.integers(0, 255)),
+        function,
+        zero_point,
+        kind,
+    )
+    low, high = (
+        (float(b - zero_point) for b in bounds)
+        if bounds
+        else (draw(st.sampled_from([-MOST, 0.0])), MOST)
+    )
+    torch.manual_seed(draw(st.integers(0, 99)))
+    x = torch.randint(0, 256, (draw(st.integers(1, 3)), height, width, depth), dtype=torch.uint8)
+    weight = torch.randint(
+        -128, 128, (channels, 1 if depthwise else depth, *kernel), dtype=torch.int8
+    )
+    spread = 60.0 if kind < 2 and function == 0 else 2.0
+    terms = weight[0].numel()
+    scale = torch.rand(channels) * spread / (5000 * terms**0.5)
+    ends = Ends(
+        other_scale=0.3, other_zp=draw(st.integers(-5, 9)) * 1.0, slope=0.1,
+        per_step=30.0 if kind < 2 else 1.0, low=low, high=high,
+    )  # fmt: skip
+    other = None if depthwise else draw(st.sampled_from([None, *KINDS]))
+    constants = prepared(weight, scale, torch.randn(channels), sizes, depthwise=depthwise)
+    added = None if other is None else (torch.randn(sizes.shape(x)) * 9).to(other)
+    return x, *constants, added, sizes.flat(), [*ends]
+
+
+def prepared(
+    weight: Tensor, scale: Tensor, bias: Tensor, sizes: Sizes, *, depthwise: bool
+) -> list[Tensor]:
+    start = -sizes.x_zp * weight.sum((1, 2, 3), dtype=torch.int32)
+    values = (vnni.per_channel(v, depthwise=depthwise) for v in (start, scale, bias))
+    return [vnni.pack(weight, sizes, depthwise=depthwise), *values]
+
+
+def agree(got: Tensor, wanted: Tensor) -> None:
+    """Integers differ by a step where a value lies in the middle between two; floats by their rounding."""
+    if got.dtype == torch.float32:
+        torch.testing.assert_close(got, wanted, rtol=2e-5, atol=2e-5)
+        return
+    apart = (got.int() - wanted.int()).abs()
+    assert int(apart.max()) <= 1
+    assert float((apart > 0).double().mean()) <= max(0.002, 1.01 / got.numel())
+
+
+@needs_vnni
+@given(products(depthwise=False))
+@settings(max_examples=250, deadline=None)
+def test_products(native: Run, arguments: tuple[Any, ...]) -> None:
+    agree(native(vnni.PRODUCT, *arguments), vnni.reference(*arguments, depthwise=False))
+
+
+@needs_vnni
+@given(products(depthwise=True))
+@settings(max_examples=150, deadline=None)
+def test_channels_by_themselves(native: Run, arguments: tuple[Any, ...]) -> None:
+    agree(native(vnni.DEPTHWISE, *arguments), vnni.reference(*arguments, depthwise=True))
+
+
+@needs_vnni
+@given(st.integers(1, 3), st.integers(2, 4), st.integers(1, 70), st.integers(0, 255), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_planes(
+    library: ctypes.CDLL, images: int, channels: int, pixels: int, zp: int, narrow: bool
+) -> None:
+    x = torch.randn(images, channels, 1, pixels) * 3
+    low, high = (10, 100) if narrow else (0, 255)
+    result = torch.full((images * pixels * channels + 64,), 77, dtype=torch.uint8)
+    library.quantize(
+        ctypes.c_void_p(x.data_ptr()), *map(ctypes.c_int64, (images, channels, pixels)),
+        ctypes.c_float(1 / 0.03), *map(ctypes.c_int, (zp, low, high)), ctypes.c_void_p(result.data_ptr()),
+    )  # fmt: skip
+    wanted = vnni.reference_planes(x, 0.03, zp, low, high)
+    assert torch.equal(result[:-64], wanted.flatten())
+    assert bool((result[-64:] == 77).all())  # nothing is written behind it
+
+
+def exact(depth: int, channels: int, taps: int, *, depthwise: bool) -> tuple[Sizes, Ends]:
+    sizes = Sizes(
+        channels, (taps, taps), (1, 1), (0, 0), (1, 1), 0, 0, 0, KINDS.index(torch.float32)
+    )
+    return sizes, Ends(1.0, 0.0, 0.0, 1.0, -MOST, MOST)
+
+
+@needs_vnni
+@pytest.mark.parametrize("value", [127, -128])
+@pytest.mark.parametrize(
+    ("depth", "channels", "taps"), [(4096, 65, 1), (64, 64, 3), (3, 16, 7), (64, 64, -3)]
+)
+def test_the_largest_sums_are_exact(
+    native: Run, value: int, depth: int, channels: int, taps: int
+) -> None:
+    depthwise, taps = taps < 0, abs(taps)
+    sizes, ends = exact(depth, channels, taps, depthwise=depthwise)
+    x = torch.full((1, 8, 9, depth), 255, dtype=torch.uint8)
+    weight = torch.full((channels, 1 if depthwise else depth, taps, taps), value, dtype=torch.int8)
+    constants = prepared(
+        weight, torch.ones(channels), torch.zeros(channels), sizes, depthwise=depthwise
+    )
+    operator = vnni.DEPTHWISE if depthwise else vnni.PRODUCT
+    got = native(operator, x, *constants, None, sizes.flat(), [*ends])
+    assert torch.equal(got, torch.full_like(got, 255.0 * value * weight[0].numel()))
+
+
+@pytest.fixture
+def at_the_end_of_memory() -> Iterator[Callable[[Tensor], int]]:
+    """Return what puts bytes right before a page that nobody may read, and says where they begin."""
+    pages = []
+
+    def place(x: Tensor) -> int:
+        size = (x.numel() // mmap.PAGESIZE + 2) * mmap.PAGESIZE
+        memory = mmap.mmap(-1, size)
+        pages.append(memory)
+        start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        libc = ctypes.CDLL(None, use_errno=True)
+        assert libc.mprotect(ctypes.c_void_p(start + size - mmap.PAGESIZE), mmap.PAGESIZE, 0) == 0
+        begin = start + size - mmap.PAGESIZE - x.numel()
+        ctypes.memmove(begin, x.data_ptr(), x.numel())
+        return begin
+
+    yield place
+
+
+@needs_vnni
+@pytest.mark.parametrize("depthwise", [False, True])
+@pytest.mark.parametrize("kernel", [(1, 1), (3, 3), (1, 2), (5, 5)])
+@pytest.mark.parametrize("padding", [0, 2])
+@pytest.mark.parametrize("depth", [1, 3, 5, 67])
+def test_nothing_is_read_behind_an_image(
+    native: Run,
+    at_the_end_of_memory: Callable[[Tensor], int],
+    kernel: tuple[int, int],
+    padding: int,
+    depth: int,
+    depthwise: bool,
+) -> None:
+    channels = depth if depthwise else 5
+    torch.manual_seed(depth)
+    sizes = Sizes(channels, kernel, (1, 1), (padding, padding), (1, 1), 3, 0, 0, 2)
+    ends = Ends(1.0, 0.0, 0.0, 1.0, -MOST, MOST)
+    x = torch.randint(0, 256, (2, 6, 7, depth), dtype=torch.uint8)
+    weight = torch.randint(
+        -128, 128, (channels, 1 if depthwise else depth, *kernel), dtype=torch.int8
+    )
+    constants = prepared(
+        weight, torch.ones(channels), torch.zeros(channels), sizes, depthwise=depthwise
+    )
+    operator = vnni.DEPTHWISE if depthwise else vnni.PRODUCT
+    arguments = (x, *constants, None, sizes.flat(), [*ends])
+    got = native(operator, *arguments, x=at_the_end_of_memory(x))
+    assert torch.equal(got, vnni.reference(*arguments, depthwise=depthwise))
+
+
+@given(
+    st.integers(1, 90),
+    st.integers(1, 150),
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.integers(1, 2),
+    st.booleans(),
+)
+@settings(max_examples=60, deadline=None)
+def test_packing_loses_nothing(
+    depth: int, channels: int, height: int, width: int, gap: int, depthwise: bool
+) -> None:
+    sizes = Sizes(channels, (height, width), (1, 1), (0, 0), (1, gap), 0, 0, 0, 0)
+    weight = torch.randint(
+        -128, 128, (channels, 1 if depthwise else depth, height, width), dtype=torch.int8
+    )
+    packed = vnni.pack(weight, sizes, depthwise=depthwise)
+    assert torch.equal(vnni.unpack(packed, sizes, depth, depthwise=depthwise), weight)
+
+
+def test_what_sizes_write_they_read() -> None:
+    sizes = Sizes(9, (1, 2), (3, 4), (5, 6), (7, 8), 10, 1, 11, 2)
+    assert Sizes.read(sizes.flat()) == sizes
+
+
+def test_running_it_uncompiled_says_so() -> None:
+    sizes, ends = exact(3, 2, 1, depthwise=False)
+    weight = torch.ones(2, 3, 1, 1, dtype=torch.int8)
+    constants = prepared(weight, torch.ones(2), torch.zeros(2), sizes, depthwise=False)
+    x = torch.full((1, 1, 2, 3), 5, dtype=torch.uint8)
+    with pytest.warns(UserWarning, match="cpp_wrapper"):
+        result = vnni.PRODUCT(x, *constants, None, sizes.flat(), [*ends])
+    assert torch.equal(result, torch.full((1, 1, 2, 2), 15.0))
+
+
+def test_another_version_of_the_code_is_another_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or torch would take what it compiled before from its caches."""
+    before = vnni.shims()[vnni.PRODUCT]
+    (tmp_path / "shims.h").write_text("// another")
+    monkeypatch.setattr(vnni, "_HEADER", tmp_path / "shims.h")
+    after = vnni.shims()[vnni.PRODUCT]
+    digests = [texts[0].partition("\n")[0] for texts in (before, after)]
+    assert digests[0] != digests[1]
+    assert len(before) == len(after) == 2

@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linears of floats that are quantized when they run, against float64 and the Q/DQ operators."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings, strategies as st
+from qompose_x86_inductor.onednn import exactness, packed_weights
+from qompose_x86_inductor.onednn.post_ops import POST_OPS
+from qompose_x86_inductor.operators.choose_qparams import (
+    choose,
+    choose_rows,
+    quantize,
+    quantize_rows,
+)
+from qompose_x86_inductor.operators.linear_dynamic import linear_in_graph, linear_per_token_in_graph
+from torch import Tensor, nn
+
+OPS = torch.ops.qompose_x86
+EPS = torch.finfo(torch.float32).eps
+MODEST = settings(max_examples=40, deadline=None)
+WHOLE = (0, 255, EPS)
+POSTS: tuple[tuple[Any, ...], ...] = (
+    ("none",),
+    ("relu",),
+    ("gelu", [], "none"),
+    ("gelu", [], "tanh"),
+    ("swish",),
+    ("hardswish",),
+    ("hardtanh", [-0.5, 0.75]),
+    ("leaky_relu", [0.25]),
+    ("tanh",),
+)
+# Relative to the sum of magnitudes: float32 rounds each of a few additions and products.
+ROUNDING = 2.0**-21
+
+
+def operands(
+    seed: int, *x_shape: int, channels: int = 6, extreme: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Floats, an int8 weight, scales and a bias."""
+    torch.manual_seed(seed)
+    weight = torch.randint(-128, 128, (channels, x_shape[-1]), dtype=torch.int8)
+    weight = torch.where(weight < 0, -128, 127).to(torch.int8) if extreme else weight
+    scales = torch.rand(channels) * 0.02 + 1e-4
+    return torch.randn(x_shape), weight, scales, torch.randn(channels)
+
+
+def per_tensor_exactly(
+    x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, bounds: tuple[int, int]
+) -> tuple[Tensor, Tensor]:
+    """The real values, and the magnitudes whose rounding is allowed for: float64."""
+    scale, point = choose(x, *bounds, EPS)
+    shifted = quantize(x, scale, point, *bounds).double() - point.double()
+    unit = scales.double() * scale.double()
+    return scaled(shifted, weight, unit, bias)
+
+
+def per_token_exactly(
+    x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, symmetric: bool
+) -> tuple[Tensor, Tensor]:
+    rows = x.reshape(-1, x.shape[-1])
+    scale, point = choose_rows(rows, symmetric)
+    shifted = quantize_rows(rows, scale, point).double()
+    # The kernel sums the integers as they are, and the zero points apart.
+    size = (shifted.abs() + 128) @ weight.double().abs().T
+    shifted = shifted if point is None else shifted - point.double()
+    unit = scales.double() * scale.double()
+    exact, _ = scaled(shifted, weight, unit, bias)
+    size = size * unit + (0 if bias is None else bias.double().abs())
+    shape = (*x.shape[:-1], len(weight))
+    return exact.view(shape), size.view(shape)
+
+
+def scaled(
+    shifted: Tensor, weight: Tensor, unit: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    added = torch.zeros(1) if bias is None else bias.double()
+    exact = shifted @ weight.double().T * unit + added
+    return exact, shifted.abs() @ weight.double().abs().T * unit + added.abs()
+
+
+def assert_close(actual: Tensor, exact: Tensor, size: Tensor) -> None:
+    assert actual.dtype == torch.float32
+    assert actual.is_contiguous()
+    assert actual.shape == exact.shape
+    assert ((actual.double() - exact).abs() <= size * ROUNDING + 1e-37).all()
+
+
+PRODUCTS: dict[str, st.SearchStrategy[Any]] = {
+    "seed": st.integers(0, 2**16),
+    "shape": st.sampled_from([(1, 1), (5,), (3, 64), (2, 3, 70), (1, 2, 3, 17), (2, 4096)]),
+    "magnitude": st.sampled_from([1e-12, 1e-3, 1.0, 1e4, 1e12]),
+    "extreme": st.booleans(),
+    "with_bias": st.booleans(),
+}
+NOT_FINITE = (math.nan, math.inf, -math.inf)
+
+
+class TestPerTensor:
+    @MODEST
+    @given(**PRODUCTS, bounds=st.sampled_from([(0, 255), (0, 127)]), post=st.sampled_from(POSTS))
+    def test_is_the_scaled_integer_sum(
+        self,
+        seed: int,
+        shape: tuple[int, ...],
+        magnitude: float,
+        extreme: bool,
+        with_bias: bool,
+        bounds: tuple[int, int],
+        post: tuple[Any, ...],
+    ) -> None:
+        x, weight, scales, bias = operands(seed, *shape, extreme=extreme)
+        x, given_bias = x * magnitude, bias if with_bias else None
+        exact, size = per_tensor_exactly(x, weight, scales, given_bias, bounds)
+        name, args, algorithm = (*post, [], "none")[:3] if len(post) == 1 else (*post, "none")[:3]
+        wanted = POST_OPS[name].compute(exact, args, algorithm)
+        actual = OPS.linear_dynamic(x, weight, scales, given_bias, *bounds, EPS, *post)
+        # Curves have slopes up to 1.2, and float32 forms of their own.
+        assert_close(actual, wanted, 2 * size + (4 * wanted.abs() + 2 if name != "none" else 0))
+
+    @pytest.mark.parametrize("value", [*NOT_FINITE, 3.4e38])
+    @pytest.mark.parametrize("post", POSTS)
+    def test_what_is_not_finite_makes_all_of_it_nan(self, value: float, post: Any) -> None:
+        """As the Q/DQ operators do: the scale is not finite then, and there is one scale."""
+        x, weight, scales, bias = operands(0, 3, 8)
+        x[1, 2] = value
+        x[0, 0] = -3.4e38 if value == 3.4e38 else x[0, 0]  # a range beyond float32
+        assert OPS.linear_dynamic(x, weight, scales, bias, *WHOLE, *post).isnan().all()
+        traced = linear_in_graph(x, weight, scales, bias, *WHOLE, *post, zero_points=ZEROS)
+        assert traced.isnan().all()
+
+
+ZEROS = torch.zeros(6, dtype=torch.int32)
+
+
+class TestPerToken:
+    @MODEST
+    @given(**PRODUCTS, symmetric=st.booleans())
+    def test_is_the_scaled_integer_sum(
+        self,
+        seed: int,
+        shape: tuple[int, ...],
+        magnitude: float,
+        extreme: bool,
+        with_bias: bool,
+        symmetric: bool,
+    ) -> None:
+        x, weight, scales, bias = operands(seed, *shape, extreme=extreme)
+        offsets = torch.tensor([0.0, 3.0, -100.0])[torch.arange(x[..., :1].numel()) % 3]
+        x = (x + offsets.view(x[..., :1].shape)) * magnitude
+        given_bias = bias if with_bias else None
+        exact, size = per_token_exactly(x, weight, scales, given_bias, symmetric)
+        actual = OPS.linear_dynamic_per_token(x, weight, scales, given_bias, symmetric)
+        assert_close(actual, exact, size)
+
+    @pytest.mark.parametrize("symmetric", [True, False])
+    def test_rows_do_not_depend_on_each_other(self, symmetric: bool) -> None:
+        x, weight, scales, bias = operands(0, 4, 40)
+        x = x * torch.tensor([[1.0], [1e-20], [1e20], [0.0]])
+        whole = OPS.linear_dynamic_per_token(x, weight, scales, bias, symmetric)
+        rows = [OPS.linear_dynamic_per_token(row, weight, scales, bias, symmetric) for row in x]
+        assert torch.equal(whole, torch.stack(rows))
+
+    @pytest.mark.parametrize("symmetric", [True, False])
+    @pytest.mark.parametrize("value", NOT_FINITE)
+    def test_what_is_not_finite_shows_in_its_row_only(self, value: float, symmetric: bool) -> None:
+        x, weight, scales, bias = operands(0, 3, 8)
+        x[1, 2] = value
+        actual = OPS.linear_dynamic_per_token(x, weight, scales, bias, symmetric)
+        assert actual.isfinite().all(1).tolist() == [True, False, True]
+
+    def test_a_weight_that_was_written_to_has_other_sums(self) -> None:
+        x, weight, scales, bias = operands(0, 3, 8)
+        OPS.linear_dynamic_per_token(x, weight, scales, bias, False)
+        weight[0] = 100
+        actual = OPS.linear_dynamic_per_token(x, weight, scales, bias, False)
+        assert_close(actual, *per_token_exactly(x, weight, scales, bias, False))
+
+
+def per_tensor(*operands: Tensor) -> Tensor:
+    return OPS.linear_dynamic(*operands, *WHOLE)  # type: ignore[no-any-return]
+
+
+def per_token(*operands: Tensor) -> Tensor:
+    return OPS.linear_dynamic_per_token(*operands, False)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("operator", [per_tensor, per_token])
+class TestBoth:
+    def test_layouts_and_modes_change_nothing(self, operator: Callable[..., Tensor]) -> None:
+        x, *rest = operands(0, 2, 5, 16)
+        whole = operator(x, *rest)
+        spread = torch.randn(5, 2, 32)[..., ::2].transpose(0, 1).copy_(x)
+        assert not spread.is_contiguous()
+        assert torch.equal(operator(spread, *rest), whole)
+        with torch.inference_mode():
+            assert torch.equal(operator(x.clone(), *(t.clone() for t in rest)), whole)
+
+    def test_arguments_stay(self, operator: Callable[..., Tensor]) -> None:
+        given = operands(0, 3, 8)
+        before = [tensor.clone() for tensor in given]
+        operator(*given)
+        assert all(map(torch.equal, given, before))
+
+    @pytest.mark.parametrize("shape", [(0, 3, 8), (2, 0, 8), (3, 0)])
+    def test_what_is_empty_gives_the_bias(
+        self, operator: Callable[..., Tensor], shape: tuple[int, ...]
+    ) -> None:
+        x, weight, scales, bias = operands(0, *shape)
+        actual = operator(x, weight, scales, bias)
+        assert actual.shape == (*shape[:-1], 6)
+        assert torch.equal(actual, bias.expand(*shape[:-1], 6))
+
+    def test_where_onednn_would_not_be_exact_the_sums_still_are(
+        self, operator: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        given = operands(0, 3, 64, extreme=True)
+        wanted = operator(*given)
+        monkeypatch.setattr(exactness, "admits", lambda weight: False)
+        x, weight, *rest = given
+        again = weight.clone()
+        torch.testing.assert_close(operator(x, again, *rest), wanted, rtol=1e-6, atol=1e-5)
+        assert packed_weights.linear(again).weight is None
+
+    def test_other_inputs_are_named(self, operator: Callable[..., Tensor]) -> None:
+        x, *rest = operands(0, 3, 8)
+        with pytest.raises(ValueError, match=r"linear_dynamic.*expected x float32, got .*float16"):
+            operator(x.half(), *rest)
+        with pytest.raises(ValueError, match=r"got \(3, 7\) and \(6, 8\)"):
+            operator(x[:, :7], *rest)
+
+    def test_torch_knows_it(self, operator: Callable[..., Tensor]) -> None:
+        per = OPS.linear_dynamic if operator is per_tensor else OPS.linear_dynamic_per_token
+        rest = WHOLE if operator is per_tensor else (False,)
+        torch.library.opcheck(per.default, (*operands(0, 2, 3, 8), *rest))
+
+
+class Traced(nn.Module):
+    def __init__(self, function: Callable[..., Tensor], *rest: Any) -> None:
+        super().__init__()
+        self.function, self.rest = function, rest
+        self.x, weight, self.scales, self.bias = operands(1, 2, 3, 24)
+        self.weight = weight.clamp(*exactness.NARROW)  # graphs hold what oneDNN multiplies exactly
+
+    def forward(self, x: Tensor) -> Tensor:
+        constants = (self.weight, self.scales, self.bias)
+        return self.function(x, *constants, *self.rest, zero_points=torch.zeros_like(ZEROS))
+
+
+@pytest.mark.parametrize(
+    ("function", "operator", "rest"),
+    [
+        (linear_in_graph, OPS.linear_dynamic, (*WHOLE, "gelu", [], "tanh")),
+        (linear_in_graph, OPS.linear_dynamic, (0, 127, EPS, "relu")),
+        (linear_per_token_in_graph, OPS.linear_dynamic_per_token, (False,)),
+        (linear_per_token_in_graph, OPS.linear_dynamic_per_token, (True,)),
+    ],
+)
+def test_in_a_graph_it_is_the_same_without_our_operators(
+    function: Callable[..., Tensor], operator: Callable[..., Tensor], rest: tuple[Any, ...]
+) -> None:
+    module = Traced(function, *rest)
+    wanted = operator(module.x, module.weight, module.scales, module.bias, *rest)
+    assert torch.equal(module(module.x), wanted)
+
+
+def test_it_is_near_the_float_product() -> None:
+    x, weight, scales, bias = operands(0, 16, 256)
+    real = F.linear(x, weight * scales[:, None], bias)
+    for actual in (per_tensor(x, weight, scales, bias), per_token(x, weight, scales, bias)):
+        assert 20 * torch.log10(real.norm() / (actual - real).norm()) > 35

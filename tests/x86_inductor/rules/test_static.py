@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rule table on small models: what is claimed, what is refused and why, and what it becomes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from qompose_x86_inductor.rules.static import STATIC_RULES
+from torch import Tensor, nn
+
+from tests.x86_inductor.small_models import (
+    Calls,
+    assert_lowers_right,
+    calls,
+    converted,
+    normal,
+    reasons,
+    rules,
+)
+
+IMAGE, SEQUENCE, ROWS = normal(2, 4, 9, 8), normal(2, 4, 9), normal(2, 3, 8)
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "relu6": F.relu6,
+    "hardtanh": lambda x: F.hardtanh(x, -0.3, 0.4),
+    "hardswish": F.hardswish,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "leaky_relu": lambda x: F.leaky_relu(x, 0.2),
+}
+QUANTIZE, DEQUANTIZE = (f"quantized_decomposed.{d}quantize_per_tensor" for d in ("", "de"))
+
+
+def layers(kind: str, **options: Any) -> tuple[nn.Module, Tensor]:
+    made: dict[str, tuple[Callable[..., nn.Module], int, Tensor]] = {
+        "conv2d": (nn.Conv2d, 3, IMAGE),
+        "conv1d": (nn.Conv1d, 3, SEQUENCE),
+    }
+    if kind == "linear":
+        return nn.Linear(8, 8), ROWS
+    make, kernel, example = made[kind]
+    return make(4, 4, options.pop("kernel_size", kernel), **options), example
+
+
+BEHIND = [(kind, name) for kind in ("conv2d", "conv1d", "linear") for name in ACTIVATIONS]
+
+
+@pytest.mark.parametrize(("kind", "name"), [*BEHIND, ("linear", "tanh")])
+def test_a_function_behind_a_product_is_part_of_it(kind: str, name: str) -> None:
+    layer, x = layers(kind)
+    act = ACTIVATIONS.get(name, torch.tanh)
+    result = converted(
+        Calls(lambda m, x: m.second(act(m.first(x))), first=layer, second=layers(kind)[0]), x
+    )
+    assert f"{kind}_{name.split()[0]}" in rules(result).values()
+    lowered = assert_lowers_right(result, x)
+    # One quantize at the entry, and integers from one product to the next.
+    assert calls(lowered).count(QUANTIZE) == 1 and DEQUANTIZE not in calls(lowered)
+    assert set(calls(lowered)) <= {
+        QUANTIZE,
+        "aten.contiguous",
+        "aten.squeeze",
+        "aten.unsqueeze",
+        "qompose_x86.conv2d",
+        "qompose_x86.linear",
+    }
+
+
+@pytest.mark.parametrize("kind", ["conv2d", "conv1d", "linear"])
+@pytest.mark.parametrize("relu", [False, True], ids=["plain", "relu"])
+@pytest.mark.parametrize("swapped", [False, True], ids=["behind", "before"])
+def test_an_input_that_is_added_stays_whole(kind: str, relu: bool, swapped: bool) -> None:
+    layer, x = layers(kind, padding=1) if kind != "linear" else layers(kind)
+    act = F.relu if relu else (lambda x: x)
+
+    def function(m: Any, x: Tensor) -> Tensor:
+        result = m.layer(x if kind != "linear" else x.cos())
+        return act(x + result if swapped else result + x)
+
+    result = converted(Calls(function, layer=layer), x)
+    assert set(rules(result).values()) == {f"{kind}_add{'_relu' * relu}"}
+    assert_lowers_right(result, x)
+
+
+@pytest.mark.parametrize("swapped", [False, True], ids=["behind", "before"])
+def test_a_dropout_stands_between_a_linear_and_a_sum(swapped: bool) -> None:
+    def function(m: Any, x: Tensor) -> Tensor:
+        result: Tensor = m.dropout(m.layer(x.cos()))
+        return x + result if swapped else result + x
+
+    model = Calls(function, layer=nn.Linear(8, 8), dropout=nn.Dropout(0.5))
+    result = converted(model, ROWS)
+    assert set(rules(result).values()) == {"linear_add"}
+    assert calls(assert_lowers_right(result, ROWS)).count("aten.dropout") == 0
+
+
+def test_a_linear_of_what_is_added_to_it_leaves_that_in_float() -> None:
+    result = converted(Calls(lambda m, x: x + m.layer(x), layer=nn.Linear(8, 8)), ROWS)
+    assert rules(result) == {"linear": "linear"}
+    (add,) = [n for n in result.graph.nodes if n.target is torch.ops.aten.add.Tensor]
+    assert add.args[0].op == "placeholder"
+    assert_lowers_right(result, ROWS)
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning")
+@pytest.mark.parametrize("kind", ["conv2d", "conv1d"])
+@pytest.mark.parametrize(("padding", "kernel"), [("same", 3), ("same", 4), ("valid", 3)])
+def test_padding_in_words(kind: str, padding: str, kernel: int) -> None:
+    layer, x = layers(kind, kernel_size=kernel, padding=padding, dilation=1)
+    result = converted(Calls(lambda m, x: m.layer(x), layer=layer), x)
+    assert set(rules(result).values()) == {kind}
+    lowered = assert_lowers_right(result, x)
+    uneven = padding == "same" and kernel == 4
+    assert ("aten.constant_pad_nd" in calls(lowered)) == uneven
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning")
+def test_uneven_padding_of_one_axis_and_dilation() -> None:
+    layer = nn.Conv2d(4, 4, (2, 3), padding="same", dilation=(3, 2))
+    result = converted(Calls(lambda m, x: m.layer(x), layer=layer), IMAGE)
+    assert_lowers_right(result, IMAGE)
+
+
+def test_a_linear_adds_a_float() -> None:
+    """Eight bits for the sum of a transformer's layers would cost accuracy."""
+    model = Calls(
+        lambda m, x: x.sin() + m.down(F.gelu(m.up(x))), up=nn.Linear(8, 16), down=nn.Linear(16, 8)
+    )
+    lowered = assert_lowers_right(converted(model, ROWS), ROWS)
+    (call,) = [n for n in lowered.graph.nodes if "linear_add" in str(n.target)]
+    assert str(call.args[6].target) == "aten.sin.default"
+
+
+REFUSED: dict[str, tuple[Callable[..., Tensor], str]] = {
+    "broadcast": (lambda m, x: m.layer(x) + x[:, :, :1, :1], "the summand is broadcast"),
+    "scaled": (lambda m, x: torch.add(m.layer(x), x, alpha=2), "scaled by alpha=2"),
+    "rank": (lambda m, x: m.layer(m.layer(x)[0]), "input has 3 dimensions, and the kernel takes 4"),
+    "factor": (lambda m, x: m.layer(x) * m.factor, "a factor that is a number or a parameter"),
+    "whole mean": (lambda m, x: m.layer(x).mean((), True), "a mean over everything"),
+    "dtype of a mean": (
+        lambda m, x: m.layer(x).mean((2, 3), dtype=torch.float64).float(),
+        "float32, not torch.float64",
+    ),
+    "matmul": (
+        lambda m, x: m.layer(x) @ m.layer(x),
+        "no int8 kernel for a product of two activations",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_says_why(name: str) -> None:
+    function, reason = REFUSED[name]
+    model = Calls(function, layer=nn.Conv2d(4, 4, 3, padding=1))
+    model.factor = nn.Parameter(normal(4, 1, 1))
+    square = IMAGE[..., :8, :8].contiguous()
+    result = converted(model, square)
+    assert reason in reasons(result)
+    assert_lowers_right(result, square)
+
+
+def test_double_stays_in_float() -> None:
+    model = Calls(
+        lambda m, x: m.second(m.first(x.double()).float()),
+        first=nn.Conv2d(4, 4, 3).double(),
+        second=nn.Conv2d(4, 4, 3),
+    )
+    result = converted(model, IMAGE)
+    assert "input (to) is float64" in reasons(result)
+    assert_lowers_right(result, IMAGE)
+
+
+CHAINS: dict[str, Callable[[Tensor], Tensor]] = {
+    "max pool": lambda x: F.max_pool2d(x, 3, 2, 1),
+    "max pool of a sequence": lambda x: F.max_pool1d(x.flatten(2), 3, 2, 1).unsqueeze(2),
+    "average pool": lambda x: F.avg_pool2d(x, (3, 2), 2, 1, ceil_mode=True),
+    "average pool without a stride": lambda x: F.avg_pool2d(x, 2),
+    "average pool with a divisor": lambda x: F.avg_pool2d(x, 2, divisor_override=3),
+    "adaptive average pool": lambda x: F.adaptive_avg_pool2d(x, (3, 2)),
+    "adaptive average pool to one": lambda x: F.adaptive_avg_pool2d(x, 1),
+    "mean": lambda x: x.mean((2, 3), keepdim=True),
+    "mean of channels": lambda x: x.mean(-1).unsqueeze(3),
+    "views": lambda x: x.view(2, 2, 2, -1).reshape(2, 4, -1, 1).flatten(2).unsqueeze(-1),
+    "permutations": lambda x: x.permute(0, 1, 3, 2).transpose(2, 3).contiguous(),
+    "parts": lambda x: x[:, :, 1:4, ::2].select(2, 0).unsqueeze(2).squeeze(2).unsqueeze(3),
+    "copies": lambda x: F.dropout(x.clone().detach(), 0.5, False).expand(2, 4, *x.shape[2:]),
+    "relu": lambda x: torch.relu(x.flatten(2)).unsqueeze(3),
+    "clamps": lambda x: F.relu6(F.hardtanh(x.flatten(2), -0.2, 0.3)).clamp(max=0.1).unsqueeze(3),
+    "concatenation": lambda x: torch.cat([x, F.max_pool2d(x, 3, 1, 1)], 1)[:, 2:6],
+    "product": lambda x: x * F.max_pool2d(x, 3, 1, 1),
+    "broadcasting product": lambda x: x * x.mean((2, 3), keepdim=True),
+}
+
+
+@pytest.mark.parametrize("restricted", [False, True], ids=["8 bits", "7 bits"])
+@pytest.mark.parametrize("name", CHAINS)
+def test_integers_go_from_one_product_to_the_next(name: str, restricted: bool) -> None:
+    chain = CHAINS[name]
+    model = Calls(
+        lambda m, x: m.second(chain(m.first(x))),
+        first=nn.Conv2d(4, 4, 3, padding=1),
+        second=nn.Conv2d(4, 4, 1),
+    )
+    result = converted(model, IMAGE, reduce_range=restricted)
+    lowered = assert_lowers_right(result, IMAGE)
+    assert calls(lowered).count(QUANTIZE) == 1 and DEQUANTIZE not in calls(lowered)
+
+
+def test_attention_stays_in_float() -> None:
+    """What only moves values between a product and a float operator stays in float as well."""
+
+    def attend(m: Any, x: Tensor) -> Tensor:
+        q, k, v = (layer(x).view(2, 3, 2, 4).transpose(1, 2) for layer in (m.q, m.k, m.v))
+        mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(2, 3, 8)
+        result: Tensor = m.out(mixed)
+        return result
+
+    names = ("q", "k", "v", "out")
+    result = converted(Calls(attend, **{name: nn.Linear(8, 8) for name in names}), ROWS)
+    assert set(rules(result).values()) == {"linear"}
+    lowered = assert_lowers_right(result, ROWS)
+    assert DEQUANTIZE not in calls(lowered)
+
+
+def test_a_parameter_is_no_factor_in_eight_bits() -> None:
+    result = converted(Calls(lambda m, x: m.layer(x) * m.layer.bias, layer=nn.Linear(8, 8)), ROWS)
+    assert rules(result) == {"linear": "linear"}
+
+
+def test_weights_of_sequences_are_stored_once() -> None:
+    layer = nn.Conv1d(4, 4, 3)
+    lowered = assert_lowers_right(converted(layer, SEQUENCE), SEQUENCE)
+    stored = {b.untyped_storage().data_ptr() for b in lowered.buffers() if b.dtype == torch.int8}
+    assert len(stored) == 1
+
+
+def test_names_of_rules_are_their_own() -> None:
+    names = [rule.name for rule in STATIC_RULES]
+    assert len(names) == len(set(names))
+
+
+VIEWED: dict[str, Callable[..., Tensor]] = {
+    "to a linear": lambda m, x: m.head(F.relu(m.conv(x)).view(2, -1)),
+    "of what is float": lambda m, x: torch.sigmoid(m.conv(x)).view(2, -1),
+    "of the output": lambda m, x: m.conv(x).view(2, -1),
+    "like another": lambda m, x: m.conv(x).view_as(x.flatten(1)),
+    "after a copy": lambda m, x: m.conv(
+        m.conv(x).view(2, 2, 2, 9, 8).transpose(1, 2).contiguous().view(2, 4, 9, 8)
+    ),
+}
+
+
+@pytest.mark.parametrize("case", VIEWED)
+def test_views_of_images_in_any_layout(case: str) -> None:
+    """What oneDNN returns is laid out otherwise than the program's own images."""
+    model = Calls(VIEWED[case], conv=nn.Conv2d(4, 4, 3, padding=1), head=nn.Linear(288, 3))
+    assert_lowers_right(converted(model, IMAGE), IMAGE)
+
+
+def test_a_window_that_is_named_once_for_both_axes() -> None:
+    model = Calls(
+        lambda m, x: m.conv(torch.ops.aten.max_pool2d.default(m.conv(x), [2])),
+        conv=nn.Conv2d(4, 4, 3, padding=1),
+    )
+    assert_lowers_right(converted(model, IMAGE), IMAGE)
