@@ -323,7 +323,7 @@ class TestProgram:
             difference = program.run(*inputs)["int8"] - module(*inputs)["int8"]
             assert difference.abs().max().item() <= OUT[0] * 1.001
         with pytest.raises(
-            ExecutorchTargetError, match=r"input 'x' of 'forward'.* not .*\(33, 8, 9, 10\)"
+            ExecutorchTargetError, match=r"input 'x' of 'forward'.* got .*\(33, 8, 9, 10\)"
         ):
             program.run(*images(batch=33))
 
@@ -343,7 +343,7 @@ class TestProgram:
         assert (plain - module(x=x, y=y)).abs().max().item() <= OUT[0] * 1.001
         with pytest.raises(TypeError, match="inputs of structure"):
             program.run(x, y)
-        with pytest.raises(ExecutorchTargetError, match=r"input 'x' of 'forward'.* not a float64"):
+        with pytest.raises(ExecutorchTargetError, match=r"input 'x' of 'forward'.* got a float64"):
             program.run(x=x.double(), y=y)
 
     def test_outputs_are_not_overwritten(self) -> None:
