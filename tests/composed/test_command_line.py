@@ -137,7 +137,7 @@ def test_pages_that_cannot_be(folder: Path) -> None:
 
 
 def test_to_a_program_file_of_another_runtime(folder: Path) -> None:
-    executorch = pytest.importorskip("qompose_xnnpack.executorch_target")
+    executorch = pytest.importorskip("qompose_xnnpack.executorch_target.executorch_imports")
     done = run(
         folder, "quantize", "mlp.pt2", "--backend", "xnnpack", "--calibration", "mlp.pt",
         "--target", "executorch", "--output", "mlp.qompose", "--lowered", "mlp.pte", "--json",

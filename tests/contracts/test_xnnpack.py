@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from qompose.testing.contract import BackendContract
 
-from tests.xnnpack.delegates import floats_between, handed_over
+from tests.xnnpack.executorch_target.delegates import floats_between, handed_over
 
 
 class TestXNNPACK(BackendContract):

@@ -7,7 +7,7 @@ import qompose
 
 from qompose_xnnpack.backend import XNNPACKBackend, XNNPACKQuantizer
 from qompose_xnnpack.configs import get_symmetric_quantization_config
-from qompose_xnnpack.executorch_target import ExecutorchProgram
+from qompose_xnnpack.executorch_target.program import ExecutorchProgram
 
 __all__ = [
     "ExecutorchProgram",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The XNNPACK backend, its quantizer, and the target it brings."""
+"""The XNNPACK backend, with its quantizer."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from qompose import RuleQuantizer
 from qompose.backend import Backend, Target
 
 from qompose_xnnpack.configs import CONFIGS
-from qompose_xnnpack.finishing import finish, finish_methods, missing
-from qompose_xnnpack.left_in_float import LEFT_IN_FLOAT
-from qompose_xnnpack.rules import RULES
+from qompose_xnnpack.executorch_target.target import availability, finish, finish_methods
+from qompose_xnnpack.rules.left_in_float import LEFT_IN_FLOAT
+from qompose_xnnpack.rules.rule_table import RULES
 
 
 class XNNPACKBackend(Backend):
@@ -26,7 +26,7 @@ class XNNPACKBackend(Backend):
         "product_to_linear",
     )
     left_in_float = LEFT_IN_FLOAT
-    targets = (Target("executorch", finish, missing, finish_methods),)
+    targets = (Target("executorch", finish, availability, finish_methods),)
 
     def __init__(self) -> None:
         self.configs = CONFIGS

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The configurations of the XNNPACK backend: static, dynamic and weight-only, down to int4 in groups."""
+"""The configurations of the XNNPACK backend."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from qompose import QuantizationConfig, SmoothQuant, activation_spec, training_config, weight_spec
 from qompose.errors import ConfigError
 
-from qompose_xnnpack.accepted import GROUP_SIZES
+from qompose_xnnpack.rules.constraints import GROUP_SIZES
 
 _INT8, _INT4 = (-127, 127), (-8, 7)
 
@@ -33,34 +33,34 @@ def get_symmetric_quantization_config(
     repairs: tuple[str | SmoothQuant, ...] = (),
     fake_quantize: str = "moving_average",
 ) -> QuantizationConfig:
-    """Return a configuration of symmetric weights; its name says what it is.
+    """Return a configuration with symmetric weights, named after its choices.
 
     Args:
         is_per_channel: give every output channel of a weight its own scale.
         is_qat: for `qompose.prepare_qat_pt2e`: fake-quantizers in place of observers.
         is_dynamic: quantize activations when the model runs, each token (or image) by itself, as XNNPACK
-            does; outputs stay in float. XNNPACK wants weights per channel or in groups then.
-        act_qmin, act_qmax: bounds of the activations' integers. The kernels know -128 to 127 only.
+            does; outputs stay in float. XNNPACK then requires weights per channel or in groups.
+        act_qmin, act_qmax: bounds of the activations' integers. The kernels support -128 to 127 only.
         weight_qmin, weight_qmax: bounds of the weights' integers: -127 and 127, with groups -8 and 7.
         group_size: give every `group_size` weights in a row a scale of their own, which is rounded to the
             bfloat16 that XNNPACK stores. For linear, with dynamic activations or weights alone.
-        per_token: whether each token or image has a scale of its own where activations are dynamic. XNNPACK
-            itself does nothing else; in process, linears can have one for the whole tensor.
+        per_token: whether each token or image has its own scale if activations are dynamic. XNNPACK itself
+            supports nothing else; in process, linears can have one for the whole tensor.
         weight_only: quantize weights alone; they are stored as integers and computed with as floats.
         range: how a static activation's range is estimated: "histogram", "mse", "percentile", "entropy",
             "minmax", "moving_average" or "torch_histogram" (`qompose.observers.observer_for_range`).
         weight_range: how a weight's range is estimated: "minmax", "mse" or "histogram"
             (`qompose.observers.weight_observer_for_range`). The last two clip, more with four bits than
             with eight; groups have "minmax" only.
-        balance: let channels of very different size get factors of their own (`QuantizationConfig`);
+        balance: give channels of very different size factors of their own (`QuantizationConfig`);
             it takes effect with static activations and per-channel weights, and not in training.
-        repairs: words for rewrites that mend what eight bits break: "equalization", "smooth_quant" and
+        repairs: names of rewrites that reduce the error of eight bits: "equalization", "smooth_quant" and
             "bias_correction" (`QuantizationConfig`), or `SmoothQuant(alpha=...)`. Not for training.
         fake_quantize: with `is_qat`, how scales are found: "moving_average" or "learned"
             (`qompose.training_config`).
 
     Raises:
-        ConfigError: what is asked for excludes one another, or is not there.
+        ConfigError: arguments exclude one another, or an argument has a value that does not exist.
     """
     _check_kinds(
         {"is_per_channel": is_per_channel, "is_qat": is_qat, "is_dynamic": is_dynamic,
@@ -117,7 +117,7 @@ def _listed(words: object) -> str:
 def _name(
     words: tuple[str, ...], scale: tuple[str, ...], choices: tuple[tuple[str, object, object], ...]
 ) -> str:
-    """Return what was asked for in words, and behind commas the choices that are unusual."""
+    """Return the kind of a configuration in words, followed by its choices other than the defaults."""
     unusual = (f"{what} {chosen}" for what, chosen, usual in choices if chosen != usual)
     return ", ".join((" ".join(filter(None, words)), *scale, *unusual))
 
@@ -126,17 +126,17 @@ _ACTIVATION = {"act_qmin": -128, "act_qmax": 127, "range": "histogram"}
 
 
 def _check_kinds(flags: Mapping[str, object], numbers: Mapping[str, object]) -> None:
-    """Refuse what Python would take for true, or for a number equal to it, and what torch refuses late."""
+    """Reject flags other than bool and numbers other than int, which Python or torch would accept."""
     for name, flag in flags.items():
         if not isinstance(flag, bool):
-            raise ConfigError(f"{name}={flag!r} is neither True nor False")
+            raise ConfigError(f"{name} must be True or False, got {flag!r}")
     for name, number in numbers.items():
         if number is not None and (isinstance(number, bool) or not isinstance(number, int)):
-            raise ConfigError(f"{name}={number!r} is no integer")
+            raise ConfigError(f"{name} must be an integer, got {number!r}")
 
 
 def _check_of_use(given: Mapping[str, object], *, weight_only: bool, lone_scale: bool) -> None:
-    """Refuse what would be dropped without a word."""
+    """Reject arguments that would be ignored silently."""
     unused = [f"{name}={value!r}" for name, value in given.items() if value != _ACTIVATION[name]]
     if weight_only and unused:
         raise ConfigError(

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Graph passes for what XNNPACK would compute wrongly, fail at, or leave to portable kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx.passes.infra.pass_base import PassResult
+
+from qompose_xnnpack.executorch_target.nodes import (
+    DEQUANTIZE,
+    has_prefix,
+    is_computation,
+    operator_name,
+)
+
+aten = torch.ops.aten
+_DYNAMIC_DEQUANTIZE = torch.ops.quantized_decomposed.dequantize_per_tensor.tensor
+_EXPAND = "aten.expand_copy.default"
+
+
+def keep_per_tensor_scales(graph: Graph) -> None:
+    """Keep linears with one run-time scale for several rows from ExecuTorch's partitioner, in place.
+
+    It would take such a linear, and XNNPACK would quantize each row by itself (executorch 1.5.1). It leaves
+    the graph as it is if a view is between the operator that computes the scale and those that read it.
+    """
+    for node in list(graph.nodes):
+        if node.target is not aten.linear.default:
+            continue
+        read: Any = node.args[0]
+        if read.target is _DYNAMIC_DEQUANTIZE and any(
+            size != 1 for size in read.meta["val"].shape[:-1]
+        ):
+            scale = read.args[1]
+            with graph.inserting_before(read.args[0]):
+                view = graph.call_function(aten.view.default, (scale, [1]))
+            view.meta = {"val": scale.meta["val"].view(1)}  # it belongs to no module
+            scale.replace_all_uses_with(
+                view, delete_user_cb=lambda user, view=view: user is not view
+            )
+
+
+def _drop_aliases(graph: Graph) -> None:
+    """Let the readers of an alias read the tensor itself, in place.
+
+    The edge program has no aliases and would copy, with a portable kernel, in float, between two delegates.
+    Once the alias is gone, ExecuTorch drops the quantize operator behind it, if that restores the integers
+    that were dequantized before.
+    """
+    for node in list(graph.nodes):
+        if node.target in (aten.alias.default, aten.detach.default):
+            _replace(node, node.all_input_nodes[0])
+
+
+def _split_dequantize(graph: Graph) -> None:
+    """Give every user of a dequantized tensor a dequantize node of its own, in place.
+
+    XNNPACK's partitioner marks a dequantize node as folded for all its users as soon as one folds
+    it, and a float operator beside that one makes the program unloadable (executorch 1.5.1).
+    """
+    for node in list(graph.nodes):
+        if not has_prefix(node, DEQUANTIZE):
+            continue
+        for user in list(node.users)[1:]:
+            with graph.inserting_before(user):
+                user.replace_input_with(node, graph.node_copy(node))
+
+
+def _copy_views(graph: Graph) -> None:
+    """Make one copy of each reshape to a known size, which it becomes in the edge program anyway, in place.
+
+    Export makes two operators of a reshape behind a transpose, a clone and a view. The clone is between the
+    view and its dequantize operator, and XNNPACK would compute both in float.
+    """
+    if any(_writes(node) for node in graph.nodes):  # perhaps through a view, to its base
+        return
+    for node in graph.nodes:
+        sizes = list(getattr(node.meta.get("val"), "shape", ()))
+        if node.target in RESHAPES and all(isinstance(size, int) for size in sizes):
+            node.target, node.args, node.kwargs = aten.view_copy.default, (node.args[0], sizes), {}
+
+
+RESHAPES = frozenset({aten.reshape.default, aten.flatten.using_ints})
+
+
+def _writes(node: Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and bool(schema.is_mutable)
+
+
+def _widen_int4(graph: Graph) -> None:
+    """Declare 4-bit weights other than matrices as int8, in place; their integers stay the same.
+
+    XNNPACK packs two weights into a byte if they have a scale per channel and the bounds -8 and 7. It can do
+    so for linears alone and fails for a kernel of more dimensions (executorch 1.5.1).
+    """
+    for node in graph.nodes:
+        int4 = has_prefix(node, f"{DEQUANTIZE}per_channel") and node.args[4:6] == (-8, 7)
+        if int4 and node.meta["val"].ndim != 2:
+            node.args = (*node.args[:4], -128, 127, *node.args[6:])
+
+
+CLAMPS = frozenset(
+    {
+        aten.clamp.default,
+        aten.clamp_.default,
+        aten.clip.default,
+        aten.clip_.default,
+        aten.hardtanh.default,
+        aten.hardtanh_.default,
+    }
+)
+
+
+def _order_bounds(graph: Graph) -> None:
+    """Replace the lower bound of a clamp by the upper one if it is greater, in place.
+
+    torch then returns the upper bound everywhere, and XNNPACK either, depending on its vector instructions.
+    """
+    for node in graph.nodes:
+        low, high = node.args[1:3] if node.target in CLAMPS and len(node.args) > 2 else (None, None)
+        if isinstance(low, int | float) and isinstance(high, int | float) and low > high:
+            node.update_arg(1, high)
+
+
+PADS = frozenset({aten.pad.default, aten.constant_pad_nd.default})
+
+
+def _crop_by_slices(graph: Graph) -> None:
+    """Replace a padding that crops by slices and a padding of what they leave, in place.
+
+    XNNPACK leaves it to a portable kernel, which fails at run time (executorch 1.5.1).
+    """
+    for node in list(graph.nodes):
+        if node.target not in PADS or not _is_constant(node):
+            continue
+        pads: Any = node.args[1]
+        if all(isinstance(size, int) for size in pads) and any(size < 0 for size in pads):
+            _crop(node, pads)
+
+
+def _is_constant(pad: Node) -> bool:
+    return pad.target is aten.constant_pad_nd.default or [*pad.args[2:3]] in ([], ["constant"])
+
+
+def _crop(node: Node, pads: Sequence[int]) -> None:
+    source, crop = node.all_input_nodes[0], aten.slice.Tensor
+    value = source.meta["val"]
+    for cut in _cuts(value.shape, pads):
+        with node.graph.inserting_before(node):
+            source = node.graph.call_function(crop, (source, *cut))
+        with value.fake_mode:
+            value = crop(value, *cut)
+        source.meta = {**node.meta, "val": value}
+    node.args = (source, [max(0, size) for size in pads], *node.args[2:])
+
+
+def _cuts(shape: Sequence[Any], pads: Sequence[int]) -> Iterator[tuple[int, int, int | None]]:
+    """Yield dimension, start and end of each slice: sizes are given from the last dimension on."""
+    sides = zip(pads[::2], pads[1::2], strict=True)
+    for dim, (before, behind) in zip(reversed(range(len(shape))), sides, strict=False):
+        if min(before, behind) < 0:
+            known = shape[dim] if isinstance(shape[dim], int) else 0
+            yield dim, max(0, -before), known + behind if behind < 0 else None
+
+
+EXPORT_PASSES: tuple[Callable[[Graph], None], ...] = (
+    _widen_int4,
+    _order_bounds,
+    _crop_by_slices,
+    _copy_views,
+    _drop_aliases,
+    _split_dequantize,
+)
+
+
+def _replace(node: Node, source: Node) -> None:
+    """Let the readers of a node read another, except the output, which has names of its own."""
+    for user in list(node.users):
+        if user.op != "output":
+            user.replace_input_with(node, source)
+
+
+def remove_idle_expands(module: GraphModule) -> PassResult:
+    """Remove from an edge program, in place, the expands to the size that their input already has.
+
+    The decomposition of a matrix product leaves one at each operand. XNNPACK has no such operator, so it
+    would end a delegate at each product, to copy the operand with a portable kernel.
+    """
+    idle = [node for node in module.graph.nodes if _is_idle(node)]
+    for node in idle:
+        node.replace_all_uses_with(node.all_input_nodes[0])
+        module.graph.erase_node(node)
+    return PassResult(module, bool(idle))
+
+
+def _is_idle(node: Node) -> bool:
+    if not is_computation(node) or operator_name(node) != _EXPAND or _is_returned(node):
+        return False
+    before, after = node.all_input_nodes[0].meta["val"], node.meta["val"]
+    return before.dim() == after.dim() and all(
+        statically_known_true(old == new)
+        for old, new in zip(
+            (*before.shape, *before.stride()), (*after.shape, *after.stride()), strict=True
+        )
+    )
+
+
+def _is_returned(node: Node) -> bool:
+    """Whether a node is an output, which has a name of its own."""
+    return any(user.op == "output" for user in node.users)

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels of the rule table for the ``executorch`` target: regions in the form that it can run.
+
+Most regions stay as they are: XNNPACK's partitioner recognizes them between their Q/DQ operators.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from qompose.backend import Kernel, NotLowerable, Region, clear_origin
+from torch import Tensor
+from torch.fx import Node
+
+from qompose_xnnpack.executorch_target.executorch_imports import quiet
+from qompose_xnnpack.kernels.convolution_geometry import (
+    geometry_of,
+    padded_input,
+    with_padding_operator,
+)
+from qompose_xnnpack.kernels.in_process import full_range
+
+aten = torch.ops.aten
+quantized = torch.ops.quantized_decomposed
+
+DELEGATE = Kernel("XNNPACK delegate")
+"""Leaves a region as it is, for XNNPACK's partitioner to delegate."""
+
+
+def padded(region: Region) -> None:
+    """Merge the zeros that padding="same" adds into the padding operator before a convolution.
+
+    Two paddings in a row make a program that cannot be loaded (executorch 1.5.1).
+    """
+    geometry, zeros = geometry_of(region, region.quantized("weight").tensor.shape[2:])
+    if not any(zeros):
+        return
+    pad, convolution = region.node("pad"), region.node("op")
+    total = with_padding_operator(region, zeros)
+    bias = region.argument("op", "bias")
+    pad.target, pad.args = aten.constant_pad_nd.default, (pad.args[0], total)
+    plain = aten.conv1d.default if len(zeros) == 2 else aten.conv2d.default
+    convolution.target, convolution.args = plain, (*convolution.args[:2], bias, *geometry)
+    pad.kwargs = convolution.kwargs = {}
+
+
+def mean(region: Region) -> Node | None:
+    """Emit a mean over height and width as XNNPACK's, which keeps both dimensions, with a view behind it."""
+    if region.argument("output", "keepdim"):
+        return None
+    sizes = _unknown_as_rest(region.node("output"))
+    values = _dequantized(region, mean_of_window(region))
+    return _quantized(region, region.step(aten.view.default, values, sizes))
+
+
+def mean_of_window(region: Region) -> Node:
+    """Emit the int8 mean over height and width, in the form that XNNPACK's partitioner recognizes."""
+    return _quantized(region, region.step(aten.mean.dim, region.inputs("self")[0], [2, 3], True))
+
+
+def view(region: Region) -> None:
+    """Write the one unknown size of a view, reshape or flatten as -1, as XNNPACK requires."""
+    node = region.node("output")
+    sizes = _unknown_as_rest(node)
+    if -1 in sizes:
+        node.target, node.args, node.kwargs = aten.view.default, (node.args[0], sizes), {}
+
+
+def cat(region: Region) -> None:
+    """Leave a concatenation of different tensors as it is. Raises `NotLowerable` if there is only one."""
+    if len(set(region.inputs("tensors"))) < 2:
+        raise NotLowerable("XNNPACK concatenates two or more different tensors")
+
+
+def slice_of_known_size(region: Region) -> None:
+    """Leave a slice of known size without gaps as it is. Raises `NotLowerable` for another."""
+    sizes = (*region.inputs("self")[0].meta["val"].shape, *region.node("output").meta["val"].shape)
+    if region.argument("output", "step") != 1 or not all(isinstance(n, int) for n in sizes):
+        raise NotLowerable("XNNPACK slices tensors of known size, without gaps")
+
+
+def _unknown_as_rest(node: Node) -> list[int]:
+    """Return the sizes of a tensor, -1 for one that is known only at run time.
+
+    Raises:
+        NotLowerable: there are several, of which XNNPACK can infer only one.
+    """
+    sizes = [size if isinstance(size, int) else -1 for size in node.meta["val"].shape]
+    if sizes.count(-1) > 1:
+        raise NotLowerable("several of its sizes are known only at run time")
+    return sizes
+
+
+def _quantized(region: Region, value: Node) -> Node:
+    return region.step(quantized.quantize_per_tensor.default, value, *_parameters(region))
+
+
+def _dequantized(region: Region, integers: Node) -> Node:
+    return region.step(quantized.dequantize_per_tensor.default, integers, *_parameters(region))
+
+
+def _parameters(region: Region) -> tuple[Any, ...]:
+    output = region.quantized("output")
+    return output.scale, output.zero_point, output.low, output.high, output.dtype
+
+
+def dynamic_convolution(region: Region) -> None:
+    """Write the dynamic quantization of a convolution's input as XNNPACK's partitioner recognizes it.
+
+    That is per tensor, whatever the batch (executorch 1.5.1): the runtime then computes a scale for each
+    image, which is what the graph said before.
+    """
+    source, read = full_range(region.dynamic("input")), region.inputs("input")[0]
+    convolution, weight = region.node("op"), region.quantized("weight")
+    floats, geometry = padded_input(region, source.node, weight)
+    bounds, eps = (-128, 127), torch.finfo(torch.float32).eps
+    chosen = region.step(quantized.choose_qparams.tensor, floats, *bounds, eps, torch.int8)
+    scale, zero_point = (region.step(operator.getitem, chosen, place) for place in (0, 1))
+    parameters: tuple[Any, ...] = (scale, zero_point, *bounds, torch.int8)
+    integers = region.step(quantized.quantize_per_tensor.tensor, floats, *parameters)
+    values = region.step(quantized.dequantize_per_tensor.tensor, integers, *parameters)
+    for node in (chosen, scale, zero_point, integers, values):
+        clear_origin(node)  # none of them is an operator of the region
+    convolution.replace_input_with(read, values)
+    if floats is not source.node:  # padding="same" becomes numbers
+        clear_origin(floats)
+        convolution.target = aten.conv2d.default
+        arguments = (values, convolution.args[1], region.argument("op", "bias"), *geometry)
+        convolution.args, convolution.kwargs = arguments, {}
+
+
+def mixed_linear(region: Region) -> Node:
+    """Emit ExecuTorch's portable linear of floats by integer weights, and the bias behind it."""
+    weight, source = region.quantized("weight"), region.inputs("input")[0]
+    rows, depth = weight.tensor.shape
+    if weight.zero_points.any():
+        raise NotLowerable("ExecuTorch's mixed_linear takes no zero points")
+    scale: Any = weight.scale
+    if not isinstance(scale, Node):
+        scale = region.constant(f"{weight.node.target}_scale", weight.scales.expand(rows).clone())
+    sizes = source.meta["val"].shape
+    flat = source if len(sizes) == 2 else _as_rows(region, source, depth)
+    product = region.step(_mixed_linear(), flat, weight.node, scale, None, None)
+    if len(sizes) != 2:
+        product = region.step(aten.reshape.default, product, [*_leading(region, source), rows])
+    bias = region.argument("op", "bias")
+    return product if bias is None else region.call(aten.add.Tensor, product, bias)
+
+
+def _as_rows(region: Region, source: Node, depth: int) -> Node:
+    """Return a tensor as a matrix, after a copy if sizes are known only at run time.
+
+    Attention is decomposed later and then has a result of other strides than now, of which there may be no
+    view (torch 2.13 copies if it knows all sizes).
+    """
+    if not all(isinstance(size, int) for size in source.meta["val"].shape):
+        source = region.step(aten.clone.default, source)
+        source.kwargs = {"memory_format": torch.contiguous_format}
+    return region.step(aten.reshape.default, source, [-1, depth])
+
+
+def _leading(region: Region, source: Node) -> list[Any]:
+    """Return all sizes but the last, reading those known only at run time if there are several."""
+    sizes = list(source.meta["val"].shape[:-1])
+    unknown = [dim for dim, size in enumerate(sizes) if not isinstance(size, int)]
+    if len(unknown) == 1:
+        return [-1 if dim in unknown else size for dim, size in enumerate(sizes)]
+    read = aten.sym_size.int
+    return [region.step(read, source, d) if d in unknown else n for d, n in enumerate(sizes)]
+
+
+def _mixed_linear() -> Any:
+    """Return the operator. ExecuTorch (1.5.1) defines it without a function that gives its shapes."""
+    with quiet():
+        import executorch.exir  # noqa: F401
+
+    mixed = quantized.mixed_linear.default
+    name = "quantized_decomposed::mixed_linear"
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(name, "Meta"):
+        torch.library.register_fake(name, _mixed_linear_shape)
+    return mixed
+
+
+def _mixed_linear_shape(
+    input: Tensor, weight: Tensor, weight_scales: Tensor, weight_zero_points: Any, dtype: Any = None
+) -> Tensor:
+    return input.new_empty((input.shape[0], weight.shape[0]), dtype=dtype or input.dtype)

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kinds and names of the nodes of an exported program."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+QUANTIZE = "quantized_decomposed.quantize_"
+DEQUANTIZE = "quantized_decomposed.dequantize_"
+CHOOSE_QPARAMS = "quantized_decomposed.choose_qparams"
+
+
+def operator_name(node: Node) -> str:
+    """Return the name of a call's operator: ``aten.linear.default``."""
+    schema = node.target._schema  # type: ignore[union-attr]
+    return f"{schema.name.replace('::', '.')}.{schema.overload_name or 'default'}"
+
+
+def module_path(node: Node) -> str:
+    """Return the path of the module that an operator comes from, "" if it is not known."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    return str(stack[-1][0]).removeprefix("L['self'].").removeprefix("L['self']") if stack else ""
+
+
+def is_conversion(node: Node) -> bool:
+    """Whether a node quantizes or dequantizes."""
+    return hasattr(node.target, "_schema") and operator_name(node).startswith(
+        (QUANTIZE, DEQUANTIZE)
+    )
+
+
+def is_computation(node: Node) -> bool:
+    """Whether a node is an operator on tensors, rather than a conversion or bookkeeping."""
+    return (
+        node.op == "call_function"
+        and hasattr(node.target, "_schema")
+        and not operator_name(node).startswith((QUANTIZE, DEQUANTIZE, CHOOSE_QPARAMS))
+        and isinstance(node.meta.get("val"), torch.Tensor | tuple | list)
+    )
+
+
+def has_prefix(node: Node, prefix: str) -> bool:
+    """Whether the name of a node's operator starts with a prefix."""
+    return str(node.target).startswith(prefix)

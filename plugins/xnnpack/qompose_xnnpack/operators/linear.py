@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear with an int8 weight: of an int8 input, of a float one quantized at run time, or of a float one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qompose_xnnpack.operators.dynamic_quantization import quantize_rows
+from qompose_xnnpack.operators.integer_matmul import shifted_groups, shifted_matmul
+from qompose_xnnpack.operators.requantization import accumulator_unit, requantize_channels
+from qompose_xnnpack.operators.shapes import linear_shape, scaled_linear_shape
+
+# Float values of the weight held at once, 4 MiB in float32.
+BLOCK = 2**20
+
+
+def linear(
+    x: Tensor,
+    x_scale: float,
+    x_zp: int,
+    weight: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    *out: Any,
+) -> Tensor:
+    """Int8 ``x: (..., K)``, ``weight: (O, K)``, ``bias: (O,)`` -> int8 ``(..., O)``."""
+    shape = linear_shape(x, weight)
+    total = shifted_matmul(x.reshape(-1, weight.shape[1]), x_zp, weight)
+    unit = accumulator_unit(x_scale, w_scale)
+    return requantize_channels(total, unit, bias, weight.shape[1], out).view(shape)
+
+
+def linear_output(x: Tensor, x_scale: float, x_zp: int, weight: Tensor, *_: Any) -> list[int]:
+    """Return the shape of the output of ``linear``."""
+    return linear_shape(x, weight)
+
+
+def linear_dynamic(
+    x: Tensor,
+    weight: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    clamp_min: float,
+    clamp_max: float,
+) -> Tensor:
+    """Float ``x: (..., K)``, quantized per row; ``weight: (O, K)``, ``bias: (O,)`` -> ``(..., O)``.
+
+    ``w_scale``: ``(1,)``, ``(O,)``, or ``(O, G)`` for ``G`` groups of ``K / G`` neighbours in a row.
+    Formula: ``x_scale * sum over groups of (w_scale * exact integer sum) + bias``.
+    """
+    scaled_linear_shape(x, weight, w_scale)
+    rows = quantize_rows(x.reshape(-1, weight.shape[1]))
+    return _multiply_rows(x, rows, weight, w_scale, bias, clamp_min, clamp_max)
+
+
+def linear_dynamic_per_tensor(
+    x: Tensor,
+    weight: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    clamp_min: float,
+    clamp_max: float,
+) -> Tensor:
+    """The same with one scale and zero point for all of ``x``. XNNPACK has no such operator."""
+    scaled_linear_shape(x, weight, w_scale)
+    whole, x_scale, x_zp = quantize_rows(x.reshape(1, -1) if x.numel() else x.new_zeros(1, 1))
+    count = x.numel() // weight.shape[1]
+    rows = whole[:, : x.numel()].reshape(count, weight.shape[1])
+    quantized = rows, x_scale.expand(count, 1), x_zp.expand(count, 1)
+    return _multiply_rows(x, quantized, weight, w_scale, bias, clamp_min, clamp_max)
+
+
+def _multiply_rows(
+    x: Tensor,
+    quantized: tuple[Tensor, Tensor, Tensor],
+    weight: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    *clamp: float,
+) -> Tensor:
+    """Multiply the rows of ``x``, as ``quantize_rows`` returns them, by the weight."""
+    rows, x_scale, x_zp = quantized
+    scales = w_scale.to(torch.float32).unsqueeze(-1).flatten(1).t().contiguous()
+    total = torch.zeros((rows.shape[0], weight.shape[0]), dtype=torch.float32, device=x.device)
+    sums = shifted_groups(rows, x_zp, weight, weight.shape[1] // scales.shape[0])
+    for part, scale in zip(sums, scales, strict=True):
+        total.addcmul_(part, scale)
+    total.mul_(x_scale)
+    if bias is not None:
+        total.add_(bias)
+    return total.clamp_(*clamp).view(*x.shape[:-1], weight.shape[0])
+
+
+def linear_weight_only(x: Tensor, weight: Tensor, w_scale: Tensor, bias: Tensor | None) -> Tensor:
+    """Float ``x: (..., K)``, ``weight: (O, K)``, ``bias: (O,)`` -> ``(..., O)`` in the dtype of ``x``.
+
+    ``w_scale``: ``(1,)``, ``(O,)``, or ``(O, G)`` for ``G`` groups of ``K / G`` neighbours in a row.
+    The weight becomes float a block at a time.
+    """
+    shape = scaled_linear_shape(x, weight, w_scale)
+    outputs, depth = weight.shape
+    rows = x.reshape(-1, depth)
+    total = rows.new_empty((rows.shape[0], outputs))
+    scales = w_scale.unsqueeze(-1).flatten(1).expand(outputs, -1)
+    height = max(1, BLOCK // max(1, depth))
+    for start in range(0, outputs, height):
+        part = slice(start, start + height)
+        torch.mm(rows, _dequantize(weight[part], scales[part], x.dtype).t(), out=total[:, part])
+    if bias is not None:
+        total.add_(bias)
+    return total.view(shape)
+
+
+def _dequantize(weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``weight: int8 (o, K)`` times ``scales: (o, G)``, computed in float32."""
+    groups = weight.to(torch.float32).reshape(*scales.shape, -1)
+    return groups.mul_(scales.to(torch.float32).unsqueeze(-1)).flatten(1).to(dtype)
+
+
+def linear_float_output(x: Tensor, weight: Tensor, w_scale: Tensor, *_: Any) -> list[int]:
+    """Return the shape of the output of a linear whose input is float."""
+    return scaled_linear_shape(x, weight, w_scale)

@@ -1,0 +1,318 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What became of every operator, with reasons; what goes astray; and how reports tell it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import qompose
+import torch
+
+# Registers the quantized_decomposed operators.
+import torch.ao.quantization.fx._decomposed
+from qompose_xnnpack import ExecutorchProgram, XNNPACKQuantizer, get_symmetric_quantization_config
+from qompose_xnnpack.executorch_target.delegation import Delegation, Operator, Stray
+from qompose_xnnpack.executorch_target.lowering import lower_to_executorch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.nn import functional
+
+from tests.logs import Listen
+
+pytest.importorskip("executorch")
+
+QD = torch.ops.quantized_decomposed
+X, Y = torch.randn(2, 1, 4, 6, 6, generator=torch.Generator().manual_seed(0))
+A, B = (0.03, 3, -128, 127, torch.int8), (0.05, -2, -128, 127, torch.int8)
+UINT8 = (0.03, 128, 0, 255, torch.uint8)
+
+
+def q(x: Tensor, form: Any = A) -> Tensor:
+    return QD.quantize_per_tensor.default(x, *form)
+
+
+def dq(x: Tensor, form: Any = A) -> Tensor:
+    return QD.dequantize_per_tensor.default(x, *form)
+
+
+def through(x: Tensor, form: Any = A) -> Tensor:
+    return dq(q(x, form), form)
+
+
+class Of(nn.Module):
+    """A function of two images, with a convolution at hand whose weight is int8."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+        weight = torch.randint(-127, 128, (4, 4, 1, 1), generator=torch.Generator().manual_seed(1))
+        self.register_buffer("weight", weight.to(torch.int8))
+
+    def conv(self, x: Tensor) -> Tensor:
+        return functional.conv2d(
+            x, QD.dequantize_per_tensor.default(self.weight, 0.01, 0, -127, 127, torch.int8)
+        )
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        return self.function(self, x, y)
+
+
+def graph_of(function: Callable[..., Any]) -> GraphModule:
+    module = torch.export.export(Of(function), (X, Y)).module()
+    for node in module.graph.nodes:
+        if node.op == "call_function":
+            node.meta["custom"] = {"qompose": {"claim": 1, "operator": node.name}}
+    return module
+
+
+def program_of(function: Callable[..., Any]) -> ExecutorchProgram:
+    return lower_to_executorch(graph_of(function), (X, Y))
+
+
+def conv_of_float(m: Of, x: Tensor, y: Tensor) -> Tensor:
+    return m.conv(x) + y
+
+
+def conv_into_float(m: Of, x: Tensor, y: Tensor) -> Tensor:
+    return torch.sigmoid(m.conv(through(x))) + y
+
+
+def conv_read_twice(m: Of, x: Tensor, y: Tensor) -> Tensor:
+    result = m.conv(through(x))
+    return through(result, B) + through(torch.sigmoid(result)) + y
+
+
+def computed_weight(m: Of, x: Tensor, y: Tensor) -> Tensor:
+    return functional.conv2d(through(x), y[0, :, :1, :1].reshape(1, 4, 1, 1))
+
+
+def padded_average(m: Of, x: Tensor, y: Tensor) -> Tensor:
+    return through(functional.avg_pool2d(through(x), 3, 2, 1), B) + y[..., :3, :3]
+
+
+def branches(m: Of, x: Tensor, y: Tensor) -> Tensor:
+    return torch.cond(x.sum() > 0, lambda z: z.sigmoid(), lambda z: z + 1, (y,))
+
+
+REASONS: dict[str, tuple[Callable[..., Any], str, str]] = {
+    "no such operator": (lambda m, x, y: torch.erf(x) + y, "aten.erf", "XNNPACK has no such operator"),
+    "result is float": (conv_into_float, "aten.convolution", "its result is not quantized, its input is"),
+    "input is float": (conv_of_float, "aten.convolution", "its weight is quantized, its input is not"),
+    "several readers": (conv_read_twice, "aten.convolution", "several operators read its result before"),
+    "computed weight": (computed_weight, "aten.convolution", "its weight is computed, not a parameter"),
+    "in its own words": (padded_average, "aten.avg_pool2d", "zero-padding in the averaging"),
+    "types": (lambda m, x, y: (x > 0).int() + 1, "aten.add", "XNNPACK takes it on float tensors only"),
+    "in a body": (branches, "aten.sigmoid", "does not look into conditions and loops"),
+}  # fmt: skip
+
+
+class TestReasons:
+    @pytest.mark.parametrize("name", REASONS)
+    def test_portable_operators_have_one(self, name: str) -> None:
+        function, operator, reason = REASONS[name]
+        delegation = program_of(function).delegation
+        found = {op.name.rpartition(".")[0]: op.reason for op in delegation.portable}
+        assert reason in found[operator]
+        assert all(found.values()) and not any(
+            op.reason for ops in delegation.delegates for op in ops
+        )
+        assert f"portable: {operator}" in str(delegation)
+
+    def test_a_size_that_is_computed_is_no_type(self) -> None:
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.GELU(), nn.Flatten(), nn.Linear(64, 2)).eval()
+        batch, x = torch.export.Dim("batch", min=2, max=8), torch.randn(2, 3, 6, 6)
+        program = qompose.quantize(
+            torch.export.export(model, (x,), dynamic_shapes=({0: batch},)),
+            backends="xnnpack",
+            calibration=[x],
+            target="executorch",
+        ).model
+        reasons = {op.name.rpartition(".")[0]: op.reason for op in program.delegation.portable}
+        assert reasons["aten.view_copy"] == "a size that it is given is known only at run time"
+
+    def test_collecting_them_leaves_logging_alone(self, logged: Listen) -> None:
+        names = [n for n in logging.root.manager.loggerDict if "xnnpack" in n]
+        before = [(n, logging.getLogger(n).level, logging.getLogger(n).handlers[:]) for n in names]
+        heard = logged(logging.INFO)
+        program_of(conv_of_float)
+        assert not [record for record in heard.records if "xnnpack" in record.name]
+        after = [(n, logging.getLogger(n).level, logging.getLogger(n).handlers[:]) for n in names]
+        assert before == after
+        from executorch.backends.xnnpack.partition.config import gemm_configs
+
+        assert isinstance(gemm_configs.why.logger, logging.Logger)
+
+    def test_a_user_who_asks_executorch_still_hears_it(self, logged: Listen) -> None:
+        heard = logged(logging.DEBUG, "executorch.backends.xnnpack.partition.config")
+        program_of(conv_of_float)
+        assert "was not partitioned because" in heard.text
+
+
+def rounded_twice(m: Of, x: Tensor, y: Tensor) -> Tensor:
+    return torch.erf(through(torch.ops.aten.alias(through(torch.erf(x))))) + y
+
+
+def aliased(m: Of, x: Tensor, y: Tensor) -> Tensor:
+    z = through(through(x) + through(y), B)
+    return through(torch.ops.aten.alias(z) + through(y), B)
+
+
+# what stands beside delegates, the strays in it, and whether the quantized part is whole
+STRAYS: dict[str, tuple[Callable[..., Any], list[tuple[str, str]], bool]] = {
+    "input and output": (lambda m, x, y: through(through(x) + through(y), B), [], True),
+    "beside a portable operator": (
+        lambda m, x, y: through(through(torch.erf(x)) + through(y), B), [], False,
+    ),
+    "for a portable convolution, but not of its weight": (
+        conv_into_float, [("quantize", "x"), ("dequantize", "x")], False,
+    ),
+    "between two delegates": (
+        lambda m, x, y: through(x * y, UINT8) - y,
+        [("quantize", "aten_mul_tensor"), ("dequantize", "aten_mul_tensor")], False,
+    ),
+    "rounding between portable operators": (
+        lambda m, x, y: torch.erf(through(torch.erf(x))) + y,
+        [("quantize", "aten_erf_default"), ("dequantize", "aten_erf_default")], False,
+    ),
+    "inputs read by two delegates": (
+        lambda m, x, y: through(torch.erf(through(through(x) + through(y), B)), A) + through(x),
+        [],
+        False,
+    ),
+    "an alias between": (aliased, [], True),
+}  # fmt: skip
+
+
+class TestStrays:
+    @pytest.mark.parametrize("name", STRAYS)
+    def test_what_is_no_boundary_is_stray(self, name: str) -> None:
+        function, strays, whole = STRAYS[name]
+        program = program_of(function)
+        found = program.delegation.strays
+        assert [(s.name.split(".")[1].partition("_")[0], s.reads) for s in found] == strays
+        assert program.delegation.whole == whole
+        actual, expected = program.run(X, Y), graph_of(function)(X, Y)
+        leaves = torch.utils._pytree.tree_leaves
+        for one, other in zip(leaves(actual), leaves(expected), strict=True):
+            assert (one - other).abs().max().item() <= 1.001 * B[0]
+
+    def test_between_delegates_the_partitioner_says_why(self) -> None:
+        delegation = program_of(STRAYS["between two delegates"][0]).delegation
+        assert {stray.reason for stray in delegation.strays} == {"invalid dtype"}
+        assert "2 stray quantize" in str(delegation)
+        assert "from aten_mul_tensor to aten_sub_tensor: invalid dtype" in str(delegation)
+
+
+def stock_delegates(function: Callable[..., Any]) -> tuple[int, int]:
+    """Return the numbers of delegates and portable operators in ExecuTorch's own flow."""
+    from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+    from executorch.exir import to_edge_transform_and_lower
+    from qompose_xnnpack.executorch_target.executorch_imports import quiet
+
+    with quiet():
+        exported = torch.export.export(Of(function), (X, Y))
+        edge = to_edge_transform_and_lower(exported, partitioner=[XnnpackPartitioner()])
+    targets = [str(node.target) for node in edge.exported_program().graph.nodes]
+    return targets.count("executorch_call_delegate"), sum("aten" in target for target in targets)
+
+
+def reshaped(m: Of, x: Tensor, y: Tensor) -> Tensor:
+    z = through(through(x) + through(y), B)
+    z = through(z.transpose(1, 2), B)
+    return through(z.reshape(1, 6, 24), B)
+
+
+class TestMendings:
+    def test_an_alias_does_not_cut_a_delegate_in_two(self) -> None:
+        assert stock_delegates(aliased) == (2, 1)
+        delegation = program_of(aliased).delegation
+        assert len(delegation.delegates) == 1 and not delegation.portable
+
+    def test_a_reshape_behind_a_transpose_computes_on_integers(self) -> None:
+        delegation = program_of(reshaped).delegation
+        assert [op.name for op in delegation.operators if not op.int8] == []
+        assert delegation.int8_claims == {1}
+
+    def test_an_alias_between_equal_pairs_leaves_one(self) -> None:
+        program = program_of(rounded_twice)
+        assert len(program.delegation.strays) == 2  # they round, and are needed for that
+        assert torch.allclose(program.run(X, Y), graph_of(rounded_twice)(X, Y), atol=A[0] * 1.001)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head, self.norm = nn.Conv2d(4, 4, 3), nn.Linear(4, 4), nn.LayerNorm(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        pooled = functional.adaptive_avg_pool2d(self.conv(x).relu(), 1).flatten(1)
+        return self.norm(self.head(pooled).softmax(-1)) / 2
+
+
+@pytest.fixture(scope="module")
+def lowered() -> ExecutorchProgram:
+    torch.manual_seed(0)
+    exported = torch.export.export(Net().eval(), (X,))
+    prepared = qompose.prepare_pt2e(exported, qompose.compose("xnnpack"))
+    qompose.calibrate(prepared, [(X,), (Y,)])
+    program: ExecutorchProgram = qompose.lower(qompose.convert_pt2e(prepared), "executorch")
+    return program
+
+
+class TestReport:
+    def test_float_operators_say_what_they_became(self, lowered: ExecutorchProgram) -> None:
+        rows = {row.name: row for row in qompose.report(lowered).rows}
+        assert rows["softmax"].state == rows["layer_norm"].state == "float"
+        assert rows["softmax"].explanation.endswith("; float in delegate (XNNPACK)")
+        assert rows["layer_norm"].explanation.endswith(
+            "; float, ExecuTorch's portable kernel: aten.native_layer_norm.default: "
+            "XNNPACK has no such operator"
+        )
+        assert rows["conv2d"].state == "int8 kernel"
+        assert lowered.delegation.remarks()["conv2d"] == "int8 in delegate (XNNPACK)"
+
+    def test_every_operator_is_accounted_for(self, lowered: ExecutorchProgram) -> None:
+        known = lowered.delegation.remarks()
+        for row in qompose.report(lowered).rows:
+            assert row.name in known or "nothing of it is left in the program" in row.explanation
+
+    def test_what_follows_a_kernel_that_gives_floats_is_float(self) -> None:
+        torch.manual_seed(0)
+        model, x = nn.Sequential(nn.Linear(16, 16), nn.GELU()).eval(), torch.randn(3, 16)
+        config = get_symmetric_quantization_config(True, is_dynamic=True)
+        quantizer = XNNPACKQuantizer().set_global(config)
+        prepared = qompose.prepare_pt2e(torch.export.export(model, (x,)), quantizer)
+        program = qompose.lower(qompose.convert_pt2e(prepared), "executorch")
+        linear, gelu = qompose.report(program).rows
+        assert linear.state == "int8 kernel"
+        assert gelu.explanation.endswith("; float in delegate (XNNPACK)")
+        assert program.delegation.whole
+
+
+OPERATOR = Operator(
+    name="aten.erf.default", claim=None, int8=False, module="head", reason="of this"
+)
+
+
+class TestData:
+    @pytest.mark.parametrize("function", [conv_read_twice, STRAYS["between two delegates"][0]])
+    def test_json_and_back(self, function: Callable[..., Any]) -> None:
+        delegation = program_of(function).delegation
+        data = json.loads(json.dumps(delegation.to_dict()))
+        assert Delegation.from_dict(data) == delegation
+        assert data["whole"] is False
+
+    def test_text(self) -> None:
+        stray = Stray(name="q", module="m", reads="a", readers=("b", "c"))
+        delegation = Delegation(delegates=((),), portable=(OPERATOR,), strays=(stray,))
+        assert str(delegation).splitlines() == [
+            "1 XNNPACK delegate, 1 operators: 0 in int8, 1 in float; 1 with portable kernels; "
+            "1 stray quantize or dequantize operators",
+            "delegate 0: quantizes or dequantizes only",
+            "portable: aten.erf.default in head: of this",
+            "stray: q in m, from a to b, c",
+        ]

@@ -1,0 +1,325 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels that quantize at run time against the real ExecuTorch runtime."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings, strategies as st
+from torch import Tensor
+from torch.nn import functional
+
+pytest.importorskip("executorch")
+
+from qompose.backend import Match
+from qompose_xnnpack import ExecutorchProgram
+from qompose_xnnpack.executorch_target.errors import ExecutorchTargetError
+from qompose_xnnpack.executorch_target.lowering import lower_to_executorch
+from qompose_xnnpack.rules import guards
+
+from tests.xnnpack.executorch_target.runtime import (
+    QD,
+    Case,
+    Constants,
+    Together,
+    at_run_time,
+    compare,
+    lower,
+    normal,
+    per_channel,
+    per_token,
+    weight_constants,
+)
+from tests.xnnpack.operators.arithmetic import KERNELS
+
+# Relative to the largest value of the same case and row: both add a few float32 terms, in any order.
+ROUNDING = 2.0**-18
+ACTIVATIONS = {
+    "": (-math.inf, math.inf),
+    "relu": (0.0, math.inf),
+    "hardtanh": (-0.75, 1.25),
+}
+
+
+def activate(x: Tensor, activation: str) -> Tensor:
+    if activation == "hardtanh":
+        return functional.hardtanh(x, *ACTIVATIONS[activation])
+    return torch.relu(x) if activation else x
+
+
+def linear(
+    shape: tuple[int, ...], outputs: int, *, bias: bool = True, per_row: bool = True, then: str = ""
+) -> Case:
+    """Weights with a scale per output."""
+    constants = weight_constants(1, outputs, shape[-1], bias=bias)
+
+    def graph(c: Constants, x: Tensor) -> Tensor:
+        real = per_token(x) if per_row else at_run_time(x)
+        return activate(functional.linear(real, per_channel(c), c.get("bias")), then)
+
+    def here(c: Constants, x: Tensor) -> Tensor:
+        args = (c["weight"], c["scale"], c.get("bias"))
+        return KERNELS.linear_dynamic(x, *args, *ACTIVATIONS[then])
+
+    return Case(graph, here, (shape,), constants)
+
+
+def grouped(
+    shape: tuple[int, ...], outputs: int, group: int, *, bias: bool = True, then: str = ""
+) -> Case:
+    """Int4 weights with a scale per ``group`` inputs. XNNPACK keeps the scales in bfloat16."""
+    generator = torch.Generator().manual_seed(2)
+    size = (outputs, shape[-1] // group)
+    constants = {
+        "weight": torch.randint(-8, 8, (outputs, shape[-1]), generator=generator, dtype=torch.int8),
+        "scale": (torch.rand(size, generator=generator) * 0.1 + 0.01),
+        "zero": torch.zeros(size, dtype=torch.int64),
+    }
+    if bias:
+        constants["bias"] = normal(3, outputs)
+
+    def graph(c: Constants, x: Tensor) -> Tensor:
+        args = (c["weight"], c["scale"], c["zero"], -8, 7, torch.int8, group, torch.float32)
+        weight = QD.dequantize_per_channel_group.default(*args)
+        return activate(functional.linear(per_token(x), weight, c.get("bias")), then)
+
+    def here(c: Constants, x: Tensor) -> Tensor:
+        scale = c["scale"].bfloat16().float()
+        args = (c["weight"], scale, c.get("bias"), *ACTIVATIONS[then])
+        return KERNELS.linear_dynamic(x, *args)
+
+    return Case(graph, here, (shape,), constants)
+
+
+def conv(
+    shape: tuple[int, ...],
+    weight: tuple[int, ...],
+    *geometry: Any,
+    bias: bool = True,
+    then: str = "",
+) -> Case:
+    """``geometry``: stride, padding, dilation, for both axes or for each; groups."""
+    constants = weight_constants(4, *weight, bias=bias)
+
+    def graph(c: Constants, x: Tensor) -> Tensor:
+        real = at_run_time(x)
+        return activate(functional.conv2d(real, per_channel(c), c.get("bias"), *geometry), then)
+
+    def here(c: Constants, x: Tensor) -> Tensor:
+        *spatial, groups = geometry
+        lists = [[value] if isinstance(value, int) else [*value] for value in spatial]
+        args = (c["weight"], c["scale"], c.get("bias"), *lists, groups, *ACTIVATIONS[then])
+        return KERNELS.conv2d_dynamic(x, *args)
+
+    return Case(graph, here, (shape,), constants)
+
+
+def transposed(
+    shape: tuple[int, ...],
+    weight: tuple[int, ...],
+    *geometry: list[int],
+    bias: bool = True,
+    then: str = "",
+) -> Case:
+    """``geometry``: stride, padding, output_padding, dilation."""
+    constants = weight_constants(6, *weight, axis=1, bias=bias)
+    *spatial, dilation = geometry
+    args = (*spatial, 1, dilation)
+
+    def graph(c: Constants, x: Tensor) -> Tensor:
+        real = at_run_time(x)
+        y = functional.conv_transpose2d(real, per_channel(c, 1), c.get("bias"), *args)
+        return activate(y, then)
+
+    def here(c: Constants, x: Tensor) -> Tensor:
+        rest = (c["weight"], c["scale"], c.get("bias"), *args, *ACTIVATIONS[then])
+        return KERNELS.conv_transpose2d_dynamic(x, *rest)
+
+    return Case(graph, here, (shape,), constants)
+
+
+CASES: dict[str, Case] = {
+    "linear": linear((5, 40), 24),
+    "linear of a sequence, relu": linear((2, 3, 40), 7, bias=False, then="relu"),
+    "linear, one range in the graph": linear((5, 33), 24, per_row=False),
+    "linear of one row, hardtanh": linear((1, 300), 10, then="hardtanh"),
+    "groups of 32": grouped((5, 128), 16, 32),
+    "groups of 64, sequence": grouped((2, 3, 128), 9, 64, bias=False),
+    "one group, relu": grouped((5, 96), 16, 96, then="relu"),
+    "conv of one image": conv((1, 4, 9, 8), (8, 4, 3, 3), 1, 1, 1, 1),
+    "conv of three, stride, relu": conv((3, 4, 9, 8), (8, 4, 3, 3), 2, 1, 1, 1, then="relu"),
+    "grouped conv, dilated": conv((2, 8, 9, 8), (6, 4, 3, 3), 1, 2, 2, 2, bias=False),
+    "pointwise conv with stride": conv((2, 8, 5, 5), (6, 8, 1, 1), 2, 0, 1, 1),
+    "pointwise conv in groups": conv((2, 8, 5, 5), (6, 4, 1, 1), 1, 0, 1, 2),
+    "pointwise conv of a pixel": conv((2, 8, 1, 1), (6, 8, 1, 1), 1, 0, 1, 1, then="hardtanh"),
+    "conv by the whole image": conv((2, 8, 4, 4), (6, 8, 4, 4), 1, 0, 1, 1),
+    "transposed, relu": transposed(
+        (3, 4, 5, 4), (4, 6, 3, 3), [2, 2], [1, 1], [1, 1], [1, 1], then="relu"
+    ),
+    "transposed, each axis its own": transposed(
+        (2, 4, 5, 4), (4, 6, 3, 2), [1, 2], [1, 0], [0, 1], [2, 1], bias=False, then="hardtanh"
+    ),
+    "transposed pointwise": transposed((2, 8, 5, 4), (8, 6, 1, 1), [1], [0], [0], [1]),
+}
+
+
+@pytest.fixture(scope="module")
+def program() -> ExecutorchProgram:
+    return lower(list(CASES.values()))
+
+
+def inputs(seed: int, magnitude: float, offset: float) -> list[Tensor]:
+    """Rows and images of different ranges: each has a range of its own."""
+    result = []
+    for index, case in enumerate(CASES.values()):
+        for shape in case.shapes:
+            spread = torch.logspace(0, 2, shape[0]).view(-1, *(1,) * (len(shape) - 1))
+            result.append((normal(seed + index, *shape) + offset) * magnitude * spread)
+    return result
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.integers(0, 2**16),
+    st.sampled_from([1e-20, 1e-8, 1e-2, 1.0, 1e3, 1e15]),
+    st.sampled_from([0.0, 2.0, -50.0]),
+)
+@example(0, 0.0, 0.0)
+def test_as_on_the_runtime(
+    program: ExecutorchProgram, seed: int, magnitude: float, offset: float
+) -> None:
+    values = inputs(seed, magnitude, offset)
+    pairs = compare(list(CASES.values()), program, values)
+    apart = {name: worst(*pair) for name, pair in zip(CASES, pairs, strict=True)}
+    assert max(apart.values()) <= ROUNDING, apart
+
+
+def worst(there: Tensor, here: Tensor) -> float:
+    """Largest difference, relative to the largest value of the same image or row."""
+    size = there.abs().flatten(1).amax(1).clamp(min=1e-30)
+    return float(((there - here).abs().flatten(1).amax(1) / size).max())
+
+
+def test_scales_of_groups_are_rounded_to_bfloat16_by_the_runtime(
+    program: ExecutorchProgram,
+) -> None:
+    """Else the comparison above would prove nothing: with the scales as given, they differ."""
+    (index,) = (i for i, name in enumerate(CASES) if name == "groups of 32")
+    values = inputs(0, 1.0, 0.0)
+    there = program.run(*values)[index]
+    c = CASES["groups of 32"].constants
+    free = ACTIVATIONS[""]
+    rounded = c["scale"].bfloat16().float()
+    assert not torch.equal(rounded, c["scale"])
+    as_given = KERNELS.linear_dynamic(values[index], c["weight"], c["scale"], c["bias"], *free)
+    nearest = KERNELS.linear_dynamic(values[index], c["weight"], rounded, c["bias"], *free)
+    assert worst(there, nearest) <= ROUNDING
+    assert worst(there, as_given) > 100 * ROUNDING
+
+
+def matched(case: Case) -> Match:
+    """What the rule of a convolution sees of one."""
+    inputs = tuple(torch.ones(shape) for shape in case.shapes)
+    graph: Any = torch.export.export(Together([case]), inputs).graph
+    (node,) = (node for node in graph.nodes if "conv" in str(node.target))
+    captures = {"op": node, "input": node.args[0], "weight": node.args[1]}
+    return Match((node,), node, captures)
+
+
+ONE = (6, 8, 1, 1)
+POINTWISE: dict[str, tuple[Case, bool]] = {
+    "pointwise": (conv((2, 8, 5, 4), ONE, 1, 0, 1, 1), True),
+    "dilated": (conv((2, 8, 5, 4), ONE, 1, 0, 2, 1), True),
+    "a row": (conv((2, 8, 1, 4), ONE, 1, 0, 1, 1), True),
+    "a pixel": (conv((2, 8, 1, 1), ONE, 1, 0, 1, 1), False),
+    "stride": (conv((2, 8, 5, 4), ONE, 2, 0, 1, 1), False),
+    "stride of one axis": (conv((2, 8, 5, 4), ONE, (1, 2), 0, 1, 1), False),
+    "padding": (conv((2, 8, 5, 4), ONE, 1, 1, 1, 1), False),
+    "padding of one axis": (conv((2, 8, 5, 4), ONE, 1, (0, 1), 1, 1), False),
+    "groups": (conv((2, 8, 5, 4), (6, 4, 1, 1), 1, 0, 1, 2), False),
+    "kernel of a row": (conv((2, 8, 5, 4), (6, 8, 1, 3), 1, 0, 1, 1), False),
+    "kernel of the image": (conv((2, 8, 5, 4), (6, 8, 5, 4), 1, 0, 1, 1), False),
+}
+
+
+def test_what_the_runtime_quantizes_per_pixel_is_what_the_guard_refuses() -> None:
+    cases = [case for case, _ in POINTWISE.values()]
+    program = lower(cases)
+    # Pixels of an image have different ranges.
+    values = [
+        normal(9, *case.shapes[0]) * torch.logspace(0, 2, case.shapes[0][-1]) for case in cases
+    ]
+    apart = [worst(*pair) > 100 * ROUNDING for pair in compare(cases, program, values)]
+    expected = {name: differs for name, (_, differs) in POINTWISE.items()}
+    assert dict(zip(POINTWISE, apart, strict=True)) == expected
+    refused = [guards.not_pointwise(matched(case)) for case in cases]
+    assert [reason is not None for reason in refused] == apart
+    assert all(reason is None or "keep it static" in reason for reason in refused)
+
+
+def test_padding_in_words_is_no_padding_of_a_pixel() -> None:
+    weight = torch.ones(6, 8, 1, 1)
+
+    def words(_: Constants, x: Tensor) -> Tensor:
+        return functional.conv2d(x, weight, padding="same")
+
+    reason = guards.not_pointwise(matched(Case(words, words, ((2, 8, 5, 4),))))
+    assert reason is not None
+
+
+ONE_CHANNEL: dict[str, Case] = {
+    "in one group": conv((2, 1, 5, 4), (6, 1, 3, 3), 1, 0, 1, 1),
+    "in each group": conv((2, 4, 5, 4), (4, 1, 3, 3), 1, 0, 1, 4),
+    "transposed": transposed((2, 1, 5, 4), (1, 6, 3, 3), [1, 1], [0, 0], [0, 0], [1, 1]),
+}
+
+
+@pytest.mark.parametrize("name", list(ONE_CHANNEL))
+def test_one_channel_of_input_is_not_delegated_and_refused(name: str) -> None:
+    case = ONE_CHANNEL[name]
+    inputs = tuple(torch.ones(shape) for shape in case.shapes)
+    graph = torch.export.export(Together([case]), inputs).module()
+    assert lower_to_executorch(graph, inputs).delegation.portable != ()
+    assert guards.not_depthwise(matched(case)) is not None
+
+
+def test_two_channels_are_delegated_and_taken() -> None:
+    several = [
+        conv((2, 4, 5, 4), (4, 2, 3, 3), 1, 0, 1, 2),
+        transposed((2, 2, 5, 4), (2, 1, 3, 3), [1, 1], [0, 0], [0, 0], [1, 1]),
+    ]
+    lower(several)
+    assert [guards.not_depthwise(matched(case)) for case in several] == [None, None]
+
+
+@pytest.mark.parametrize("extra", [1, 2])
+def test_output_padding_of_a_stride_fails_on_the_runtime_and_is_refused(extra: int) -> None:
+    """Torch takes it below the dilation too."""
+    sizes = ((2, 4, 5, 4), (4, 6, 3, 3))
+    case = transposed(*sizes, [2, 2], [0, 0], [extra, extra], [3, 3])
+    program, reason = lower([case]), guards.output_padding_below_stride(matched(case))
+    if extra < 2:
+        (pair,) = compare([case], program, [normal(0, *sizes[0])])
+        assert worst(*pair) <= ROUNDING
+        assert reason is None
+    else:
+        with pytest.raises(ExecutorchTargetError, match="failed"):
+            program.run(normal(0, *sizes[0]))
+        assert reason is not None
+        assert "[2, 2]" in reason
+
+
+def test_narrow_rows_and_images_keep_their_precision(program: ExecutorchProgram) -> None:
+    """Torch's operators, and so the graph, round values below 2**-24 away."""
+    values = inputs(3, 1e-10, 0.0)
+    for (name, case), (there, here), x in zip(
+        CASES.items(), compare(list(CASES.values()), program, values), values, strict=True
+    ):
+        if case.constants.get("bias") is None:
+            simulated = case.graph(case.constants, x[:1] * 1e-2)
+            assert not simulated.any(), name
+            assert there.any(), name
+            assert worst(there, here) <= ROUNDING, name

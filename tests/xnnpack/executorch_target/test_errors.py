@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ExecuTorch refuses: the error names the operators, their modules, and what to do."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import qompose
+import torch
+
+# Registers the quantized_decomposed operators.
+import torch.ao.quantization.fx._decomposed
+from qompose_xnnpack.executorch_target.errors import lowering_error
+from qompose_xnnpack.executorch_target.lowering import lower_to_executorch
+from torch import Tensor, nn
+
+pytest.importorskip("executorch")
+
+QD = torch.ops.quantized_decomposed
+
+
+class Bags(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags, self.head = nn.EmbeddingBag(10, 4, mode="sum"), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.bags(x))
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.head = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        way = x.sum() > 0
+        return self.head(torch.cond(way, lambda y: self.one(y), lambda y: self.two(y), (x,)))
+
+
+class SharedWithABranch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.one(x)
+        return torch.cond(x.sum() > 0, lambda y: self.one(y), lambda y: y * 2, (y,))
+
+
+class Bytes(nn.Module):
+    """Rounds to uint8, which XNNPACK's partitioner takes around float operators; the runtime does not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for step in (torch.relu, torch.relu):
+            q = QD.quantize_per_tensor.default(x, 0.02, 128, 0, 255, torch.uint8)
+            x = step(QD.dequantize_per_tensor.default(q, 0.02, 128, 0, 255, torch.uint8))
+        return x
+
+
+class Rounding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Bytes()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) + x
+
+
+WORDS = torch.randint(10, (2, 3))
+ROWS = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+CASES = {
+    "no operator": (Bags, [WORDS], r"no such operator as embedding_bag \(aten.embedding_bag in bags\)"),
+    "in bodies": (
+        Branches, [ROWS, -ROWS], r"operator as linear \(aten.linear in one\), linear \(aten.linear in two\)\."
+    ),
+    "a constant": (SharedWithABranch, [ROWS, -ROWS], r"because of \S+\. Lower"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_refusal_says_what_and_where_and_the_remedy(name: str) -> None:
+    make, batches, message = CASES[name]
+    torch.manual_seed(0)
+    exported = torch.export.export(make().eval().requires_grad_(False), (batches[0],))
+    prepared = qompose.prepare_pt2e(exported, qompose.compose("xnnpack"))
+    qompose.calibrate(prepared, [(batch,) for batch in batches])
+    converted = qompose.convert_pt2e(prepared)
+    with pytest.raises(qompose.errors.TargetError, match=message) as caught:
+        qompose.lower(converted, "executorch")
+    assert "Lower the model for the target 'torch' instead" in str(caught.value)
+    assert caught.value.__cause__ is not None
+
+
+@pytest.mark.parametrize("kind", [nn.Conv1d, nn.ConvTranspose1d])
+def test_a_convolution_of_two_sizes_known_at_run_time(kind: type[nn.Module]) -> None:
+    sizes = {0: torch.export.Dim("batch", max=4), 2: torch.export.Dim("length", min=4, max=9)}
+    x = torch.randn(2, 3, 8)
+    exported = torch.export.export(
+        nn.Sequential(kind(3, 4, 3)).eval(), (x,), dynamic_shapes=(sizes,)
+    )
+    prepared = qompose.prepare_pt2e(exported, qompose.compose("xnnpack"))
+    prepared(x)
+    with pytest.raises(qompose.errors.TargetError) as caught:
+        qompose.lower(qompose.convert_pt2e(prepared), "executorch")
+    said = str(caught.value)
+    assert re.search(r"because of conv\w+ \(aten.conv\w+ in 0\): XNNPACK reshapes", said)
+    assert "Fix the batch or the length. Lower" in said
+    assert said.endswith("only supports 1 dynamic dimension.")
+
+
+def test_a_sentence_that_breaks_off_is_left_out_and_others_are_not() -> None:
+    for said, told in (
+        ("Only 1. This may occur when ", "Only 1."),
+        ("Only 1. Got 2", "Only 1. Got 2"),
+        ("Only when ", "Only when"),
+        ("First.\nSecond.\nThird when ", "First.\nSecond."),
+        ("First.\nSecond\n", "First.\nSecond"),
+    ):
+        assert str(lowering_error(RuntimeError(said), {})).endswith(f"RuntimeError: {told}")
+
+
+def test_what_the_runtime_refuses_names_the_operators_that_are_not_int8() -> None:
+    graph = torch.export.export(Rounding(), (ROWS,)).module()
+    with pytest.raises(
+        qompose.errors.TargetError, match=r"cannot load .*kernels: .*aten.relu.default in inner"
+    ):
+        lower_to_executorch(graph, (ROWS,))

@@ -1,0 +1,375 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A program: what it takes and refuses, what it returns, and that it outlives copies, files and threads."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import qompose
+import torch
+from hypothesis import given, settings, strategies as st
+from qompose_xnnpack import ExecutorchProgram
+from qompose_xnnpack.executorch_target.errors import ExecutorchInputError, ExecutorchTargetError
+from qompose_xnnpack.executorch_target.lowering import lower_to_executorch
+from torch import Tensor, nn
+from torch.export import Dim
+from torch.utils import _pytree as pytree
+
+pytest.importorskip("executorch")
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def words(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randint(50, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def converted(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None = None,
+    dynamic_shapes: Any = None,
+    backends: tuple[str, ...] = ("xnnpack",),
+) -> Any:
+    exported = torch.export.export(model, args, kwargs or {}, dynamic_shapes=dynamic_shapes)
+    prepared = qompose.prepare_pt2e(exported, qompose.compose(*backends))
+    prepared(*args, **(kwargs or {}))
+    return qompose.convert_pt2e(prepared)
+
+
+def close(actual: Any, expected: Any, step: float = 0.1) -> None:
+    """Assert equal structures, and tensors that differ by a few quantization steps at most."""
+    one, first = pytree.tree_flatten(actual)
+    other, second = pytree.tree_flatten(expected)
+    assert first == second
+    for x, y in zip(one, other, strict=True):
+        if isinstance(y, Tensor):
+            assert x.dtype == y.dtype and x.shape == y.shape
+            assert (x - y).abs().max().item() <= step
+        else:
+            assert x == y
+
+
+class Odd(nn.Module):
+    """Takes what is no tensor, and returns an input, a constant, None and a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("constant", torch.arange(3.0))
+
+    def forward(
+        self, x: Tensor, times: int, flag: bool, mask: Tensor | None = None, *, extra: Any
+    ) -> Any:
+        y = self.linear(x) * times if flag else x
+        return {"y": y, "same": x, "constant": self.constant, "none": mask, "pair": (y + 1, 7)}
+
+
+ODD_ARGS, ODD_KWARGS = (randn(2, 8), 3, True, None), {"extra": {"a": randn(1), "b": 1.5}}
+
+
+@pytest.fixture(scope="module")
+def odd() -> tuple[ExecutorchProgram, Any]:
+    torch.manual_seed(0)
+    graph = converted(Odd().eval(), ODD_ARGS, ODD_KWARGS)
+    return qompose.lower(graph, "executorch"), graph
+
+
+WRONG: dict[str, tuple[tuple[Any, ...], str]] = {
+    "type": ((randn(2, 8).double(), 3, True, None), r"input 'x'.* \(2, 8\), got a float64"),
+    "size": ((randn(3, 8), 3, True, None), r"input 'x'.* got a float32 tensor of \(3, 8\)"),
+    "rank": ((randn(8), 3, True, None), r"input 'x'.* got a float32 tensor of \(8,\)"),
+    "no tensor": ((5, 3, True, None), "input 'x' .* got 5"),
+    "layout": ((randn(2, 8).to_sparse(), 3, True, None), "input 'x' .*torch.sparse_coo"),
+    "device": ((randn(2, 8).to("meta"), 3, True, None), "input 'x' .* on meta"),
+    "number": ((randn(2, 8), 4, True, None), "input 'times'.* must be 3, got 4: the program was"),
+    "number for a truth": ((randn(2, 8), 3, 1, None), "input 'flag'.* must be True, got 1"),
+    "tensor for None": ((randn(2, 8), 3, True, randn(2)), r"input 'mask'.* None, got a float32"),
+    "missing": ((randn(2, 8), 3), r"takes x, times, flag, mask, .* got \(\(\*, \*\), \{'extra'"),
+}  # fmt: skip
+
+
+class TestOneOfAKind:
+    def test_results_have_the_structure_of_the_model(self, odd: Any) -> None:
+        program, graph = odd
+        args = (randn(2, 8, seed=1), *ODD_ARGS[1:])
+        close(program.run(*args, **ODD_KWARGS), graph(*args, **ODD_KWARGS))
+        assert torch.equal(program.run(*args, **ODD_KWARGS)["same"], args[0])
+
+    @pytest.mark.parametrize("name", WRONG)
+    def test_wrong_inputs_are_named(self, odd: Any, name: str) -> None:
+        args, message = WRONG[name]
+        with pytest.raises(ExecutorchInputError, match=message):
+            odd[0].run(*args, **ODD_KWARGS)
+        close(odd[0].run(*ODD_ARGS, **ODD_KWARGS), odd[1](*ODD_ARGS, **ODD_KWARGS))
+
+    def test_inputs_that_need_gradients_or_are_views(self, odd: Any) -> None:
+        x = randn(8, 2).t().requires_grad_()
+        expected = odd[0].run(x.detach().contiguous(), *ODD_ARGS[1:], **ODD_KWARGS)["y"]
+        actual = odd[0].run(x, *ODD_ARGS[1:], **ODD_KWARGS)["y"]
+        assert torch.equal(actual, expected) and not actual.requires_grad
+
+
+@pytest.mark.parametrize("what", ["text", "a number that may vary"])
+def test_inputs_that_the_runtime_cannot_take_are_refused_at_once(what: str) -> None:
+    class Scaled(nn.Module):
+        def forward(self, x: Tensor, how: Any) -> Tensor:
+            return x * (2 if isinstance(how, str) else how)
+
+    how, shapes = ("twice", None) if what == "text" else (5, ({}, Dim.DYNAMIC))
+    exported = torch.export.export(Scaled(), (randn(2, 8), how), dynamic_shapes=shapes)
+    with pytest.raises(ExecutorchInputError, match=f"input 'how' is {what}, which the runtime"):
+        lower_to_executorch(
+            exported.module(), (randn(2, 8), how), dynamic_shapes=shapes, load=False
+        )
+
+
+class Sentences(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.linear = nn.Embedding(50, 16), nn.Linear(16, 4)
+
+    def forward(self, tokens: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.linear(self.table(tokens) + x)
+        return y, y.softmax(-1)
+
+
+@pytest.fixture(scope="module")
+def sentences() -> tuple[ExecutorchProgram, Any]:
+    torch.manual_seed(0)
+    batch, length = Dim("batch", max=8), Dim("length", min=3, max=32)
+    shapes = ({0: batch, 1: length}, {0: batch, 1: length})
+    args = (words(2, 5), randn(2, 5, 16))
+    graph = converted(Sentences().eval(), args, None, shapes, ("embedding", "xnnpack"))
+    return qompose.lower(graph, "executorch"), graph
+
+
+class TestDynamic:
+    @settings(max_examples=12)
+    @given(batch=st.integers(1, 8), length=st.integers(3, 32), seed=st.integers(0, 99))
+    def test_any_size_within_the_bounds(
+        self, sentences: Any, batch: int, length: int, seed: int
+    ) -> None:
+        program, graph = sentences
+        args = (words(batch, length, seed=seed), randn(batch, length, 16, seed=seed))
+        close(program.run(*args), graph(*args))
+
+    @pytest.mark.parametrize(
+        ("sizes", "message"),
+        [
+            (((9, 5), (9, 5)), r"'tokens' .*\(0 to 8, 3 to 32\), got a int64 tensor of \(9, 5\)"),
+            (((2, 33), (2, 33)), r"'tokens' .* got a int64 tensor of \(2, 33\)"),
+            (((2, 2), (2, 2)), r"'tokens' .* got a int64 tensor of \(2, 2\)"),
+            (((2, 5), (2, 6)), "'x' .* has size 6 in dimension 1, .* must equal 5 of input 'tokens'"),
+        ],
+    )  # fmt: skip
+    def test_any_other_is_refused(self, sentences: Any, sizes: Any, message: str) -> None:
+        with pytest.raises(ExecutorchInputError, match=message):
+            sentences[0].run(words(*sizes[0]), randn(*sizes[1], 16))
+
+    def test_a_table_of_another_plugin_stands_beside(self, sentences: Any) -> None:
+        program, _ = sentences
+        *check, lookup = program.delegation.portable
+        assert lookup.name == "quantized_decomposed.embedding_byte.default" and lookup.int8
+        # What looks whether the indices are in the table.
+        assert [o.name for o in check] == [
+            "aten.embedding.default", "aten.sum.dim_IntList", "aten.add.Tensor"
+        ]  # fmt: skip
+        assert program.delegation.whole
+        rows = {row.operator: row for row in qompose.report(program).rows}
+        assert rows["aten.embedding"].state == rows["aten.linear"].state == "int8 kernel"
+
+
+class Means(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x).relu().mean([2, 3], True)
+
+
+def test_the_mean_of_growing_batches_runs_and_the_report_warns_other_runtimes() -> None:
+    torch.manual_seed(0)
+    graph = converted(Means().eval(), (randn(2, 3, 9, 9),), None, ({0: Dim("batch", max=64)},))
+    program = qompose.lower(graph, "executorch")
+    (note,) = (n for n in qompose.report(program).notes if "means" in n)
+    assert "'forward'" in note and "x (64, 3, 9, 9)" in note
+    for batch in (1, 64, 3):
+        x = randn(batch, 3, 9, 9, seed=batch)
+        close(pickle.loads(pickle.dumps(program)).run(x), graph(x))
+        close(program.run(x), graph(x))
+    fixed = qompose.lower(converted(Means().eval(), (randn(2, 3, 9, 9),)), "executorch")
+    assert not any("means" in note for note in qompose.report(fixed).notes)
+
+
+class TestLife:
+    def test_two_programs_at_once_and_after_their_makers(self, odd: Any, sentences: Any) -> None:
+        fresh = pickle.loads(pickle.dumps(odd[0]))
+        run, expected = fresh.run, odd[1](*ODD_ARGS, **ODD_KWARGS)
+        del fresh
+        gc.collect()
+        args = (words(2, 5), randn(2, 5, 16))
+        for _ in range(3):
+            close(run(*ODD_ARGS, **ODD_KWARGS), expected)
+            close(sentences[0].run(*args), sentences[1](*args))
+
+    def test_a_method_outlives_its_program(self, odd: Any) -> None:
+        method = pickle.loads(pickle.dumps(odd[0])).methods["forward"]
+        gc.collect()
+        close(method(*ODD_ARGS, **ODD_KWARGS), odd[1](*ODD_ARGS, **ODD_KWARGS))
+
+    def test_pickles_keep_the_report_and_copies_are_the_program(self, odd: Any) -> None:
+        twin = pickle.loads(pickle.dumps(odd[0]))
+        assert str(qompose.report(twin)) == str(qompose.report(odd[0]))
+        assert twin.delegation == odd[0].delegation and twin.buffer == odd[0].buffer
+        assert copy.deepcopy(odd[0]) is odd[0]
+        with pytest.raises(TypeError, match="pickle the program"):
+            pickle.dumps(odd[0].methods["forward"])
+
+    def test_threads_get_their_own_results(self, sentences: Any) -> None:
+        program, _ = sentences
+        batches = [(words(2, 5, seed=s), randn(2, 5, 16, seed=s)) for s in range(24)]
+        expected = [program.run(*batch) for batch in batches]
+        fresh = pickle.loads(pickle.dumps(program))
+        with ThreadPoolExecutor(4) as pool:
+            actual = list(pool.map(lambda batch: fresh.run(*batch), batches))
+        assert all(torch.equal(a[0], e[0]) for a, e in zip(actual, expected, strict=True))
+
+    def test_an_empty_batch_gives_an_empty_result(self, sentences: Any) -> None:
+        args = (words(0, 5), randn(0, 5, 16))
+        assert [tuple(y.shape) for y in sentences[0].run(*args)] == [(0, 5, 4)] * 2
+
+
+class Named:
+    """A class of the user's, which files know nothing about."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+class Wrapping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Named:
+        return Named(self.linear(x))
+
+
+@pytest.fixture
+def named() -> Iterator[None]:
+    pytree.register_pytree_node(
+        Named,
+        lambda named: ([named.value], None),
+        lambda values, _: Named(*values),
+        serialized_type_name="tests.Named",
+    )
+    yield
+    if Named in pytree.SUPPORTED_NODES:
+        pytree._deregister_pytree_node(Named)
+
+
+class TestFiles:
+    def test_a_file_is_read_again_with_all_it_knows(self, odd: Any, tmp_path: Path) -> None:
+        program, graph = odd
+        again = ExecutorchProgram.read(program.save(tmp_path / "odd.pte"))
+        assert again.delegation == program.delegation
+        assert again.methods["forward"].interface == program.methods["forward"].interface
+        close(again.run(*ODD_ARGS, **ODD_KWARGS), graph(*ODD_ARGS, **ODD_KWARGS))
+        with pytest.raises(ExecutorchInputError, match="input 'times'"):
+            again.run(ODD_ARGS[0], 4, *ODD_ARGS[2:], **ODD_KWARGS)
+        with pytest.raises(qompose.errors.StageError, match="carries no record"):
+            qompose.report(again)
+
+    def test_in_a_fresh_process(self, odd: Any, tmp_path: Path) -> None:
+        odd[0].save(tmp_path / "odd.pte")
+        result = odd[0].run(*ODD_ARGS, **ODD_KWARGS)["y"]
+        torch.save([ODD_ARGS[0], ODD_KWARGS["extra"]["a"], result], tmp_path / "tensors.pt")
+        code = (
+            "import torch, qompose_xnnpack\n"
+            "x, a, expected = torch.load('tensors.pt')\n"
+            "program = qompose_xnnpack.ExecutorchProgram.read('odd.pte')\n"
+            "results = program.run(x, 3, True, None, extra={'a': a, 'b': 1.5})\n"
+            "assert list(results) == ['y', 'same', 'constant', 'none', 'pair'], results\n"
+            "assert torch.equal(results['y'], expected) and results['pair'][1] == 7\n"
+        )
+        in_fresh_process(code, tmp_path)
+
+    @pytest.mark.parametrize("content", [b"", b"no program", b"\0" * 4096])
+    def test_other_files_are_refused(self, tmp_path: Path, content: bytes) -> None:
+        path = tmp_path / "other.pte"
+        path.write_bytes(content)
+        with pytest.raises(
+            ExecutorchTargetError, match=r"other\.pte is not a program that qompose"
+        ):
+            ExecutorchProgram.read(path)
+
+    def test_a_damaged_file_is_refused(self, odd: Any, tmp_path: Path) -> None:
+        path = tmp_path / "half.pte"
+        path.write_bytes(odd[0].buffer[: len(odd[0].buffer) // 2])
+        with pytest.raises(ExecutorchTargetError, match=r"half\.pte is not a program that qompose"):
+            ExecutorchProgram.read(path)
+
+    def test_saving_replaces_the_whole_file_or_nothing(
+        self, odd: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        path = tmp_path / "model.pte"
+        path.write_bytes(b"before")
+        monkeypatch.setattr(Path, "replace", fail)
+        with pytest.raises(OSError, match="disk is full"):
+            odd[0].save(path)
+        assert path.read_bytes() == b"before" and list(tmp_path.iterdir()) == [path]
+        monkeypatch.undo()
+        assert odd[0].save(str(path)) == path
+        assert path.read_bytes() == odd[0].buffer and list(tmp_path.iterdir()) == [path]
+        assert path.stat().st_mode & 0o444 == 0o444 & ~current_umask()
+
+    def test_a_folder_that_is_not_there(self, odd: Any, tmp_path: Path) -> None:
+        with pytest.raises(FileNotFoundError):
+            odd[0].save(tmp_path / "nowhere" / "model.pte")
+        assert not list(tmp_path.iterdir())
+
+    def test_trees_with_classes_of_the_user_are_flat_once_read(
+        self, named: None, tmp_path: Path
+    ) -> None:
+        program = qompose.lower(converted(Wrapping().eval(), (randn(2, 8),)), "executorch")
+        expected = program.run(randn(2, 8)).value
+        path = program.save(tmp_path / "n.pte")
+        assert torch.equal(ExecutorchProgram.read(path).run(randn(2, 8)).value, expected)
+        torch.save([randn(2, 8), expected], tmp_path / "tensors.pt")
+        in_fresh_process(
+            "import torch, qompose_xnnpack\n"
+            "x, expected = torch.load('tensors.pt')\n"
+            "(actual,) = qompose_xnnpack.ExecutorchProgram.read('n.pte').run(x)\n"
+            "assert torch.equal(actual, expected)\n",
+            tmp_path,
+        )
+
+
+def in_fresh_process(code: str, folder: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def fail(*args: Any) -> None:
+    raise OSError("the disk is full")
+
+
+def current_umask() -> int:
+    import os
+
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One program of several methods: constants are shared, each method has its own facts, errors name it."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import qompose
+import torch
+from qompose import QuantizationConfig
+from qompose_xnnpack import (
+    ExecutorchProgram,
+    XNNPACKQuantizer,
+    get_symmetric_quantization_config,
+)
+from qompose_xnnpack.executorch_target.errors import ExecutorchTargetError
+from qompose_xnnpack.executorch_target.lowering import lower_methods
+from qompose_xnnpack.executorch_target.program import INTERFACE
+from torch import Tensor, nn
+from torch.export import Dim
+
+pytest.importorskip("executorch")
+
+WIDTH = 192
+X = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(0))
+CONFIG: QuantizationConfig = get_symmetric_quantization_config(True, balance=False)
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(self.one(x).relu())
+
+
+class Decoder(nn.Module):
+    """The encoder and a head in float, whose constants ExecuTorch keeps itself."""
+
+    def __init__(self, encoder: Encoder) -> None:
+        super().__init__()
+        self.encoder, self.norm = encoder, nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        y = self.encoder(x)
+        return {"y": y, "norm": self.norm(y)}
+
+
+def converted(model: nn.Module, dynamic_shapes: Any = None) -> Any:
+    exported = torch.export.export(model.eval(), (X,), dynamic_shapes=dynamic_shapes)
+    prepared = qompose.prepare_pt2e(exported, XNNPACKQuantizer().set_global(CONFIG))
+    prepared(X)
+    return qompose.convert_pt2e(prepared)
+
+
+@pytest.fixture(scope="module")
+def parts() -> dict[str, Any]:
+    torch.manual_seed(0)
+    encoder = Encoder()
+    return {"encode": converted(encoder), "decode": converted(Decoder(encoder))}
+
+
+@pytest.fixture(scope="module")
+def program(parts: dict[str, Any]) -> ExecutorchProgram:
+    result: ExecutorchProgram = qompose.lower(parts, "executorch")
+    return result
+
+
+@pytest.fixture(scope="module")
+def alone(parts: dict[str, Any]) -> dict[str, ExecutorchProgram]:
+    return {name: qompose.lower(part, "executorch") for name, part in parts.items()}
+
+
+class TestTogether:
+    def test_each_method_is_what_it_is_alone(self, program: Any, alone: Any) -> None:
+        assert list(program.methods) == ["encode", "decode"]
+        assert torch.equal(program.methods["encode"].run(X), alone["encode"].run(X))
+        actual, expected = program.methods["decode"](X), alone["decode"](X)
+        assert list(actual) == ["y", "norm"]
+        assert all(torch.equal(actual[name], expected[name]) for name in expected)
+
+    def test_weights_are_in_the_file_once(self, program: Any, alone: Any) -> None:
+        weights = 2 * WIDTH * WIDTH
+        rest = sum(single.nbytes - weights for single in alone.values())
+        assert weights < program.nbytes < weights + rest
+
+    def test_facts_and_reports_are_the_methods(self, program: Any, alone: Any) -> None:
+        for name, method in program.methods.items():
+            assert method.delegation == alone[name].delegation
+            mine, other = qompose.report(method), qompose.report(alone[name])
+            assert mine.rows == other.rows and mine.bytes_after == program.nbytes
+        assert "encode: 1 XNNPACK delegate" in str(program)
+
+    def test_the_program_itself_says_to_name_one(self, program: Any) -> None:
+        for use in (lambda: program.run(X), lambda: program.delegation):
+            with pytest.raises(ExecutorchTargetError, match=r"encode, decode: use one of them"):
+                use()
+        with pytest.raises(qompose.errors.StageError, match="pass one of them: encode, decode"):
+            qompose.report(program)
+
+    def test_copies_and_files_have_all_methods(self, program: Any, tmp_path: Path) -> None:
+        expected = program.methods["encode"].run(X)
+        twin = pickle.loads(pickle.dumps(program))
+        again = ExecutorchProgram.read(program.save(tmp_path / "model.pte"))
+        for copy in (twin, again):
+            assert torch.equal(copy.methods["encode"].run(X), expected)
+            assert copy.methods["decode"].delegation == program.methods["decode"].delegation
+        assert qompose.report(twin.methods["encode"]).stage == "lowered"
+
+    def test_bounds_of_one_method_are_not_those_of_another(self) -> None:
+        torch.manual_seed(0)
+        models = {
+            name: converted(Encoder(), ({0: Dim("batch", max=most)},))
+            for name, most in (("few", 4), ("many", 40))
+        }
+        methods = qompose.lower(models, "executorch").methods
+        many = X[:1].repeat(40, 1)
+        assert methods["many"].run(many).shape == (40, WIDTH)
+        assert methods["few"].run(many[:4]).shape == (4, WIDTH)
+        with pytest.raises(ExecutorchTargetError, match=r"input 'x' of 'few'.*\(0 to 4, 192\)"):
+            methods["few"].run(many)
+
+
+class Bags(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags, self.head = nn.EmbeddingBag(10, 4, mode="sum"), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.bags(x))
+
+
+class TestErrors:
+    def test_what_executorch_lacks_is_named_with_its_method(self, parts: Any) -> None:
+        tokens = torch.randint(10, (2, 3))
+        prepared = qompose.prepare_pt2e(
+            torch.export.export(Bags().eval(), (tokens,)), XNNPACKQuantizer().set_global(CONFIG)
+        )
+        prepared(tokens)
+        bags = qompose.convert_pt2e(prepared)
+        with pytest.raises(
+            ExecutorchTargetError, match=r"embedding_bag in bags\) of method 'bags'"
+        ):
+            qompose.lower({"encode": parts["encode"], "bags": bags}, "executorch")
+
+    def test_a_size_without_a_bound_names_the_method(self, parts: Any) -> None:
+        free = converted(Encoder(), ({0: Dim("batch")},))
+        with pytest.raises(ExecutorchTargetError, match=r"method 'free': dynamic dimensions"):
+            qompose.lower({"encode": parts["encode"], "free": free}, "executorch")
+
+    def test_the_files_own_method_is_taken(self, parts: Any) -> None:
+        with pytest.raises(ExecutorchTargetError, match="cannot be called 'qompose_interface'"):
+            lower_methods({INTERFACE: (parts["encode"], None)})  # type: ignore[dict-item]
+
+    def test_without_executorch_the_torch_target_still_works(
+        self, parts: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("qompose_xnnpack.executorch_target.target.find_spec", lambda name: None)
+        with pytest.raises(
+            qompose.errors.TargetError, match=r'pip install "qompose-xnnpack\[executorch\]"'
+        ):
+            qompose.lower(parts["encode"], "executorch")
+        lowered = qompose.lower(parts, "torch")
+        assert set(lowered) == {"encode", "decode"}
+        assert (lowered["encode"](X) - parts["encode"](X)).abs().max().item() < 0.1

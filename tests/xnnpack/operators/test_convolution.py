@@ -1,0 +1,329 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Convolutions with int8 weights, static and dynamic, against float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from qompose_xnnpack.operators.dynamic_quantization import quantize_rows
+from torch import Tensor
+from torch.nn import functional
+
+from tests.xnnpack.operators.arithmetic import (
+    FULL,
+    KERNELS,
+    UNBOUNDED,
+    Out,
+    assert_close,
+    assert_step,
+    examples,
+    float_inputs,
+    grid,
+    int8,
+    normal,
+    outputs,
+    real,
+    sample,
+    seeds,
+    weights,
+    zero_points,
+)
+
+
+class TestStatic:
+    @examples
+    @given(
+        seeds, zero_points, outputs(), st.integers(1, 3), st.integers(0, 3), st.integers(1, 2),
+        st.sampled_from([(1, 4), (4, 4), (4, 8), (2, 6)]), st.sampled_from([1, 2, 3]),
+    )  # fmt: skip
+    def test_conv2d(
+        self,
+        seed: int,
+        x_zp: int,
+        out: Out,
+        stride: int,
+        padding: int,
+        dilation: int,
+        grouping: tuple[int, int],
+        kernel: int,
+    ) -> None:
+        groups, out_channels = grouping
+        x = int8(seed, 2, 4, 9, 11)
+        weight = weights(seed, out_channels, 4 // groups, kernel, kernel)
+        w_scale = torch.rand(out_channels) * 0.02 + 1e-4
+        # Whole units, since a bias is stored as an integer count of them.
+        bias = torch.randint(-5000, 5000, (out_channels,)) * 0.03 * w_scale
+        geometry = ([stride], [padding], [dilation], groups)
+        exact = functional.conv2d(
+            real(x, 0.03, x_zp),
+            weight.double() * w_scale.double()[:, None, None, None],
+            bias.double(),
+            *(part[0] if isinstance(part, list) else part for part in geometry),
+        )
+        actual = KERNELS.conv2d(x, 0.03, x_zp, weight, w_scale, bias, *geometry, *out)
+        assert_step(actual, grid(exact, out))
+        channels_last = x.to(memory_format=torch.channels_last)
+        again = KERNELS.conv2d(channels_last, 0.03, x_zp, weight, w_scale, bias, *geometry, *out)
+        assert torch.equal(again, actual)
+
+    def test_conv1d_is_conv2d_of_one_row(self) -> None:
+        x, weight = int8(0, 2, 4, 15), weights(0, 6, 2, 3)
+        rest = (torch.full((6,), 0.01), torch.randn(6))
+        out = (0.1, 3, *FULL)
+        line = KERNELS.conv1d(x, 0.03, 7, weight, *rest, [2], [1], [1], 2, *out)
+        row = KERNELS.conv2d(
+            x[:, :, None], 0.03, 7, weight[:, :, None], *rest, [1, 2], [0, 1], [1, 1], 2, *out
+        )
+        assert torch.equal(line, row[:, :, 0])
+
+    def test_an_empty_batch(self) -> None:
+        x, weight, one = int8(0, 0, 4, 5, 5), weights(0, 2, 4, 3, 3), torch.ones(1)
+        args = ([1], [1], [1], 1, 0.1, 0, *FULL)
+        assert KERNELS.conv2d(x, 0.1, 3, weight, one, None, *args).shape == (0, 2, 5, 5)
+
+
+@st.composite
+def transposed(draw: Any) -> tuple[list[int], list[int], list[int], int, list[int]]:
+    """Stride, padding, output padding, groups and dilation."""
+    stride, dilation = draw(st.integers(1, 3)), draw(st.integers(1, 2))
+    extra = min(draw(st.integers(0, 2)), max(stride, dilation) - 1)
+    groups = draw(st.sampled_from([1, 2, 4]))
+    return ([stride], [draw(st.integers(0, 2))], [extra], groups, [dilation])
+
+
+class TestStaticTransposed:
+    @examples
+    @given(seeds, zero_points, outputs(), transposed(), st.booleans(), st.booleans())
+    def test_conv_transpose2d(
+        self,
+        seed: int,
+        x_zp: int,
+        out: Out,
+        geometry: tuple[list[int], list[int], list[int], int, list[int]],
+        per_channel: bool,
+        extreme: bool,
+    ) -> None:
+        groups = geometry[3]
+        x, weight = int8(seed, 2, 4, 5, 6, extreme=extreme), weights(seed, 4, 3, 3, 2)
+        per_channel = per_channel and groups == 1
+        w_scale = torch.rand(3 if per_channel else 1) * 0.02 + 1e-4
+        # Whole units, since a bias is stored as an integer count of them.
+        bias = torch.randint(-5000, 5000, (3 * groups,)) * 0.03 * w_scale
+        exact = functional.conv_transpose2d(
+            real(x, 0.03, x_zp),
+            weight.double() * w_scale.double().view(-1, 1, 1),
+            bias.double(),
+            *(part[0] if isinstance(part, list) else part for part in geometry),
+        )
+        constants = (weight, w_scale, bias)
+        actual = KERNELS.conv_transpose2d(x, 0.03, x_zp, *constants, *geometry, *out)
+        assert_step(actual, grid(exact, out))
+
+    def test_conv_transpose1d_is_conv_transpose2d_of_one_row(self) -> None:
+        x, weight = int8(0, 2, 4, 15), weights(0, 4, 3, 3)
+        rest = (torch.full((1,), 0.01), torch.randn(6))
+        out = (0.1, 3, *FULL)
+        line = KERNELS.conv_transpose1d(x, 0.03, 7, weight, *rest, [2], [1], [1], 2, [1], *out)
+        row = KERNELS.conv_transpose2d(
+            x[:, :, None],
+            0.03,
+            7,
+            weight[:, :, None],
+            *rest,
+            [1, 2],
+            [0, 1],
+            [0, 1],
+            2,
+            [1, 1],
+            *out,
+        )
+        assert torch.equal(line, row[:, :, 0])
+
+    def test_an_absent_input_is_no_zero_point(self) -> None:
+        """With stride 3 and one tap two of three outputs have no input at all: they are the bias."""
+        x = torch.full((1, 1, 2, 2), 100, dtype=torch.int8)
+        weight = torch.ones((1, 1, 1, 1), dtype=torch.int8)
+        bias = torch.tensor([2.0])
+        args = ([3], [0], [2], 1, [1], 1.0, 0, *FULL)
+        actual = KERNELS.conv_transpose2d(x, 1.0, 90, weight, torch.ones(1), bias, *args)
+        expected = torch.full((6, 6), 2, dtype=torch.int8)
+        expected[::3, ::3] = 12
+        assert torch.equal(actual[0, 0], expected)
+
+    def test_an_empty_batch(self) -> None:
+        args = ([2], [0], [0], 1, [1], 0.1, 0, *FULL)
+        weight = weights(0, 4, 2, 3, 3)
+        actual = KERNELS.conv_transpose2d(
+            int8(0, 0, 4, 5, 5), 0.1, 3, weight, torch.ones(1), None, *args
+        )
+        assert actual.shape == (0, 2, 11, 11)
+
+    def test_what_does_not_fit_is_named(self) -> None:
+        x, weight, one = int8(0, 1, 4, 5, 5), weights(0, 4, 2, 3, 3), torch.ones(1)
+
+        def call(x: Tensor, w_scale: Tensor, extra: int, groups: int) -> None:
+            args = ([2], [0], [extra], groups, [1], 0.1, 0, *FULL)
+            KERNELS.conv_transpose2d(x, 0.1, 3, weight, w_scale, None, *args)
+
+        with pytest.raises(
+            ValueError, match=r"::conv_transpose2d: input \(1, 3, 5, 5\).*4 channels"
+        ):
+            call(x[:, :3], one, 0, 1)
+        with pytest.raises(ValueError, match=r"output_padding \[2, 2\] is not below stride"):
+            call(x, one, 2, 1)
+        with pytest.raises(ValueError, match=r"all channels share one scale"):
+            call(x, torch.ones(2), 0, 2)
+        with pytest.raises(ValueError, match=r"must be a batch of images"):
+            call(x[0], one, 0, 1)
+
+
+def by_image(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Integers less their zero point, and scales ``(N, 1, 1, 1)``."""
+    quantized, scale, zp = quantize_rows(x.flatten(1))
+    return (quantized.double() - zp).view(x.shape), scale.double().view(-1, 1, 1, 1)
+
+
+def scaled(
+    function: Callable[..., Tensor],
+    x: Tensor,
+    weight: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    geometry: Sequence[Any],
+) -> tuple[Tensor, Tensor]:
+    """What ``function`` makes of images that are quantized one by one, and the sum of magnitudes."""
+    shifted, scale = by_image(x)
+    unit = scale * w_scale.double().view(-1, 1, 1)
+    exact = function(shifted, weight.double(), None, *geometry) * unit
+    added = torch.zeros(1, 1, 1) if bias is None else bias.double().view(-1, 1, 1)
+    return exact + added, exact.abs() + added.abs()
+
+
+# Images of different ranges have different scales and zero points.
+RANGES = torch.tensor([1.0, 0.01, -30.0]).view(3, 1, 1, 1)
+
+
+class TestDynamic:
+    @examples
+    @given(
+        float_inputs(), st.integers(1, 2), st.integers(0, 2), st.integers(1, 2),
+        st.sampled_from([(1, 4), (4, 4), (2, 6)]), st.sampled_from([1, 3]), st.booleans(),
+        st.booleans(), st.sampled_from([UNBOUNDED, (0.0, 6.0)]),
+    )  # fmt: skip
+    def test_is_the_scaled_integer_sum(
+        self,
+        case: tuple[int, float, float],
+        stride: int,
+        padding: int,
+        dilation: int,
+        grouping: tuple[int, int],
+        kernel: int,
+        with_bias: bool,
+        shared: bool,
+        clamp: tuple[float, float],
+    ) -> None:
+        groups, channels = grouping
+        x, seed = sample(case, 3, 4, 7, 8) * RANGES, case[0]
+        weight = weights(seed, channels, 4 // groups, kernel, kernel)
+        w_scale = normal(seed, 1 if shared else channels).abs() * 0.02 + 1e-5
+        bias = normal(seed + 3, channels) * case[1] if with_bias else None
+        geometry = (stride, padding, dilation, groups)
+        exact, size = scaled(functional.conv2d, x, weight, w_scale, bias, geometry)
+        lists = ([stride], [padding], [dilation], groups)
+        actual = KERNELS.conv2d_dynamic(x, weight, w_scale, bias, *lists, *clamp)
+        assert_close(actual, exact.clamp(*clamp), size)
+        channels_last = x.to(memory_format=torch.channels_last)
+        again = KERNELS.conv2d_dynamic(channels_last, weight, w_scale, bias, *lists, *clamp)
+        assert torch.equal(again, actual)
+
+    def test_an_empty_batch(self) -> None:
+        args = ([1], [1], [1], 1, *UNBOUNDED)
+        x, weight = torch.zeros(0, 4, 5, 5), weights(0, 2, 4, 3, 3)
+        actual = KERNELS.conv2d_dynamic(x, weight, torch.ones(2), torch.ones(2), *args)
+        assert actual.shape == (0, 2, 5, 5)
+
+    def test_what_does_not_fit_is_named(self) -> None:
+        args = ([1], [1], [1], 1, *UNBOUNDED)
+        x, weight = normal(0, 1, 4, 5, 5), weights(0, 2, 4, 3, 3)
+        with pytest.raises(
+            ValueError, match=r"::conv2d_dynamic: weight .* the scales must be \(1,\)"
+        ):
+            KERNELS.conv2d_dynamic(x, weight, torch.ones(2, 1), None, *args)
+        with pytest.raises(ValueError, match=r"input \(1, 3, 5, 5\) .* 4 channels in 1 groups"):
+            KERNELS.conv2d_dynamic(x[:, :3], weight, torch.ones(2), None, *args)
+        with pytest.raises(ValueError, match="must be a batch of images"):
+            KERNELS.conv2d_dynamic(x[0], weight, torch.ones(2), None, *args)
+        with pytest.raises(TypeError, match="takes int8 for `weight`"):
+            KERNELS.conv2d_dynamic(x, weight.float(), torch.ones(2), None, *args)
+
+
+class TestDynamicTransposed:
+    @examples
+    @given(
+        float_inputs(), st.tuples(*[st.integers(1, 3)] * 2), st.tuples(*[st.integers(0, 1)] * 2),
+        st.tuples(*[st.integers(1, 2)] * 2), st.sampled_from([(1, 3), (4, 4), (2, 6)]),
+        st.tuples(*[st.integers(1, 3)] * 2), st.booleans(), st.booleans(),
+        st.sampled_from([UNBOUNDED, (0.0, 6.0)]),
+    )  # fmt: skip
+    def test_is_the_scaled_integer_sum(
+        self,
+        case: tuple[int, float, float],
+        stride: tuple[int, int],
+        padding: tuple[int, int],
+        dilation: tuple[int, int],
+        grouping: tuple[int, int],
+        kernel: tuple[int, int],
+        with_bias: bool,
+        shared: bool,
+        clamp: tuple[float, float],
+    ) -> None:
+        groups, channels = grouping
+        x, seed = sample(case, 3, 4, 5, 4) * RANGES, case[0]
+        weight = weights(seed, 4, channels // groups, *kernel)
+        w_scale = normal(seed, 1 if shared or groups > 1 else channels).abs() * 0.02 + 1e-5
+        bias = normal(seed + 3, channels) * case[1] if with_bias else None
+        extra = [step - 1 for step in stride]
+        geometry = (list(stride), list(padding), extra, groups, list(dilation))
+        transposed = functional.conv_transpose2d
+        exact, size = scaled(transposed, x, weight, w_scale, bias, geometry)
+        actual = KERNELS.conv_transpose2d_dynamic(x, weight, w_scale, bias, *geometry, *clamp)
+        assert_close(actual, exact.clamp(*clamp), size)
+        channels_last = x.to(memory_format=torch.channels_last)
+        args = (weight, w_scale, bias, *geometry, *clamp)
+        assert torch.equal(KERNELS.conv_transpose2d_dynamic(channels_last, *args), actual)
+
+    def test_one_number_stands_for_both_axes(self) -> None:
+        x, weight = normal(0, 2, 4, 5, 3), weights(0, 4, 3, 3, 3)
+        args = (x, weight, torch.full((3,), 0.01), None)
+        short = KERNELS.conv_transpose2d_dynamic(*args, [3], [1], [2], 1, [2], *UNBOUNDED)
+        both = ([3, 3], [1, 1], [2, 2], 1, [2, 2])
+        assert torch.equal(short, KERNELS.conv_transpose2d_dynamic(*args, *both, *UNBOUNDED))
+
+    def test_an_empty_batch(self) -> None:
+        x, weight = torch.zeros(0, 4, 5, 5), weights(0, 4, 2, 3, 3)
+        args = (weight, torch.ones(2), torch.ones(2), [2], [1], [1], 1, [1], *UNBOUNDED)
+        assert KERNELS.conv_transpose2d_dynamic(x, *args).shape == (0, 2, 10, 10)
+
+    def test_what_does_not_fit_is_named(self) -> None:
+        run, args = KERNELS.conv_transpose2d_dynamic, ([1], [1], [0], 1, [1], *UNBOUNDED)
+        x, weight = normal(0, 1, 4, 5, 5), weights(0, 4, 2, 3, 3)
+        with pytest.raises(
+            ValueError, match=r"2d_dynamic: weight .* scales must be \(1,\) or \(2,\)"
+        ):
+            run(x, weight, torch.ones(4), None, *args)
+        with pytest.raises(ValueError, match=r"input \(1, 3, 5, 5\) .* for 4 channels"):
+            run(x[:, :3], weight, torch.ones(2), None, *args)
+        with pytest.raises(ValueError, match="must be a batch of images"):
+            run(x[0], weight, torch.ones(2), None, *args)
+        with pytest.raises(ValueError, match=r"output_padding .* is not below stride"):
+            run(x, weight, torch.ones(2), None, [1], [1], [1], 1, [1], *UNBOUNDED)
+        with pytest.raises(ValueError, match="leaves an empty output"):
+            run(x, weight, torch.ones(2), None, [1], [4], [0], 1, [1], *UNBOUNDED)
+        with pytest.raises(ValueError, match="with groups, all channels share one scale"):
+            run(x, weight, torch.ones(4), None, [1], [1], [0], 2, [1], *UNBOUNDED)
+        with pytest.raises(TypeError, match="takes int8 for `weight`"):
+            run(x, weight.float(), torch.ones(2), None, *args)

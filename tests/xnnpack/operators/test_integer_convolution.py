@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exact integer convolutions, plain and transposed, against float64 and against plain loops."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from qompose_xnnpack.operators import integer_convolution, integer_matmul
+from torch import Tensor
+from torch.nn import functional
+
+from tests.collecting import kept
+from tests.xnnpack.operators.arithmetic import examples, int8, seeds, weights, zero_points
+
+
+class TestPlain:
+    @pytest.mark.parametrize(
+        ("groups", "channels", "kernel"), [(1, 6, 3), (6, 6, 3), (2, 8, 3), (2, 600, 1), (1, 4, 1)]
+    )
+    def test_is_exact(self, groups: int, channels: int, kernel: int) -> None:
+        x = int8(0, 2, channels, 9, 8, extreme=True)
+        weight = weights(0, 6, channels // groups, kernel, kernel, extreme=True)
+        args = ([2, 1], [1, 0], [1, 2], groups)
+        actual = integer_convolution.conv2d(x, -77, weight, *args)
+        exact = functional.conv2d(x.double() + 77, weight.double(), None, *args)
+        assert torch.equal(actual.double(), exact)
+
+    def test_deep_groups_do_not_go_through_float(self) -> None:
+        """All products of one sign: their sum is far beyond what float32 counts in ones."""
+        x, weight = int8(0, 1, 600, 4, 4).clamp(max=-100), weights(0, 6, 300, 2, 2).clamp(min=100)
+        args = ([1, 1], [0, 0], [1, 1], 2)
+        actual = integer_convolution.conv2d(x, 127, weight, *args)
+        exact = functional.conv2d(x.double() - 127, weight.double(), None, *args)
+        assert torch.equal(actual.double(), exact)
+
+    @pytest.mark.parametrize("groups", [1, 2, 6])
+    @pytest.mark.parametrize("padding", [0, 2])
+    def test_each_image_may_have_its_own_zero_point(self, groups: int, padding: int) -> None:
+        x, weight = int8(0, 3, 6, 7, 5), weights(0, 6, 6 // groups, 3, 2)
+        points = torch.tensor([-128, 0, 127], dtype=torch.int32).view(3, 1, 1, 1)
+        geometry = ([1, 2], [padding, padding], [1, 1], groups)
+        actual = integer_convolution.conv2d(x, points, weight, *geometry)
+        exact = functional.conv2d(x.double() - points, weight.double(), None, *geometry)
+        assert torch.equal(actual.double(), exact)
+
+    def test_autocast_and_lower_precision_change_nothing(self) -> None:
+        x, weight = int8(0, 7, 1500, extreme=True), weights(0, 9, 1500, extreme=True)
+        image, kernel = int8(1, 1, 4, 6, 6), weights(1, 4, 1, 3, 3)
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("medium")
+        try:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                product = integer_matmul._matmul_float(x, weight)
+                total = integer_convolution.conv2d(image, 9, kernel, [1, 1], [1, 1], [1, 1], 4)
+                spread = integer_convolution.conv_transpose2d(
+                    image, 9, kernel, [1, 1], [0, 0], [0, 0], 4, [1, 1]
+                )
+        finally:
+            torch.set_float32_matmul_precision(before)
+        assert torch.equal(product.long(), x.long() @ weight.long().t())
+        exact = functional.conv2d(image.double() - 9, kernel.double(), padding=1, groups=4)
+        assert torch.equal(total.double(), exact)
+        exact = functional.conv_transpose2d(image.double() - 9, kernel.double(), groups=4)
+        assert torch.equal(spread.double(), exact)
+
+    def test_a_batch_is_split_when_its_windows_are_large(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        x, weight = int8(0, 5, 3, 8, 8), weights(0, 4, 3, 3, 3)
+        points = torch.arange(5, dtype=torch.int32).view(5, 1, 1, 1)
+        args = ([1, 1], [1, 1], [1, 1], 1)
+        whole = integer_convolution.conv2d(x, 3, weight, *args)
+        each = integer_convolution.conv2d(x, points, weight, *args)
+        monkeypatch.setattr(integer_convolution, "_BLOCK_BYTES", 1)
+        assert torch.equal(integer_convolution.conv2d(x, 3, weight, *args), whole)
+        assert torch.equal(integer_convolution.conv2d(x, points, weight, *args), each)
+
+
+def spread_by_loops(
+    x: Tensor, weight: Tensor, stride: list[int], padding: list[int], output: list[int]
+) -> Tensor:
+    """Ungrouped transposed convolution of int64 ``x`` from its definition, pixel by pixel."""
+    batch, _, height, width = x.shape
+    total = torch.zeros((batch, weight.shape[1], *output), dtype=torch.int64)
+    taps = itertools.product(range(weight.shape[2]), range(weight.shape[3]))
+    for (row, column), (ky, kx) in itertools.product(
+        itertools.product(range(height), range(width)), list(taps)
+    ):
+        y, z = row * stride[0] + ky - padding[0], column * stride[1] + kx - padding[1]
+        if 0 <= y < output[0] and 0 <= z < output[1]:
+            total[:, :, y, z] += x[:, :, row, column] @ weight[:, :, ky, kx].long()
+    return total
+
+
+class TestTransposed:
+    @examples
+    @given(
+        seeds, zero_points, st.booleans(), st.sampled_from([(1, 3), (2, 4), (6, 6), (3, 9)]),
+        st.tuples(*[st.integers(1, 3)] * 2), st.tuples(*[st.integers(0, 2)] * 2),
+        st.tuples(*[st.integers(1, 2)] * 2), st.tuples(*[st.integers(1, 4)] * 2),
+        st.tuples(*[st.integers(0, 2)] * 2), st.booleans(),
+    )  # fmt: skip
+    def test_is_exact(
+        self,
+        seed: int,
+        point: int,
+        each: bool,
+        grouping: tuple[int, int],
+        stride: tuple[int, int],
+        padding: tuple[int, int],
+        dilation: tuple[int, int],
+        kernel: tuple[int, int],
+        extra: tuple[int, int],
+        extreme: bool,
+    ) -> None:
+        groups, channels = grouping
+        limits = [max(pair) - 1 for pair in zip(stride, dilation, strict=True)]
+        extra = tuple(min(pair) for pair in zip(extra, limits, strict=True))  # type: ignore[assignment]
+        zp = (
+            torch.tensor([point, -1 - point], dtype=torch.int32).view(2, 1, 1, 1) if each else point
+        )
+        x = int8(seed, 2, 6, 6, 5, extreme=extreme)
+        weight = weights(seed, 6, channels // groups, *kernel, extreme=extreme)
+        args = [list(stride), list(padding), list(extra), groups, list(dilation)]
+        actual = integer_convolution.conv_transpose2d(x, zp, weight, *args)  # type: ignore[arg-type]
+        exact = functional.conv_transpose2d(x.double() - zp, weight.double(), None, *args)
+        assert actual.dtype == torch.int32
+        assert torch.equal(actual.double(), exact)
+
+    @pytest.mark.parametrize("channels", [3, 9])
+    def test_is_what_the_definition_says(self, channels: int) -> None:
+        x, weight = int8(0, 2, 3, 4, 3), weights(0, 3, channels, 3, 2)
+        actual = integer_convolution.conv_transpose2d(
+            x, -128, weight, [2, 3], [1, 0], [1, 2], 1, [1, 1]
+        )
+        expected = spread_by_loops(x.long() + 128, weight, [2, 3], [1, 0], [8, 10])
+        assert torch.equal(actual.long(), expected)
+
+    def test_deep_groups_do_not_go_through_float(self) -> None:
+        x, weight = int8(0, 1, 600, 3, 3).clamp(max=-100), weights(0, 600, 2, 2, 2).clamp(min=100)
+        args = ([1, 1], [0, 0], [0, 0], 2, [1, 1])
+        actual = integer_convolution.conv_transpose2d(x, 127, weight, *args)
+        exact = functional.conv_transpose2d(x.double() - 127, weight.double(), None, *args)
+        assert torch.equal(actual.double(), exact)
+
+    def test_a_batch_is_split_when_its_products_are_large(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        x, weight = int8(0, 5, 3, 4, 4), weights(0, 3, 4, 3, 3)
+        args = ([2, 2], [1, 1], [1, 1], 1, [1, 1])
+        points = torch.arange(5, dtype=torch.int32).view(5, 1, 1, 1)
+        whole = integer_convolution.conv_transpose2d(x, 3, weight, *args)
+        each = integer_convolution.conv_transpose2d(x, points, weight, *args)
+        monkeypatch.setattr(integer_convolution, "_BLOCK_BYTES", 1)
+        assert torch.equal(integer_convolution.conv_transpose2d(x, 3, weight, *args), whole)
+        assert torch.equal(integer_convolution.conv_transpose2d(x, points, weight, *args), each)
+
+    def test_depth_beyond_int32_is_refused(self) -> None:
+        weight = torch.zeros((integer_matmul.MAX_DEPTH // 4 + 1, 1, 2, 2), dtype=torch.int8)
+        x = torch.zeros((1, weight.shape[0], 1, 1), dtype=torch.int8)
+        with pytest.raises(ValueError, match="int32 range"):
+            integer_convolution.conv_transpose2d(x, 0, weight, [1, 1], [0, 0], [0, 0], 1, [1, 1])
+
+    def test_what_is_kept_of_a_weight_goes_with_it(self) -> None:
+        before = integer_convolution._tap_order.owners()
+        weight = weights(0, 3, 4, 2, 2)
+        x, args = int8(0, 1, 3, 4, 4), ([1, 1], [0, 0], [0, 0], 1, [1, 1])
+        first = integer_convolution.conv_transpose2d(x, 3, weight, *args)
+        weight.neg_()
+        assert torch.equal(integer_convolution.conv_transpose2d(x, 3, weight, *args), -first)
+        assert len(integer_convolution._tap_order.owners() - before) == 1
+        del weight
+        assert not kept(integer_convolution._tap_order.owners, before)
