@@ -55,3 +55,4 @@ from .spec.quantization_spec import (
     QuantizationSpec as QuantizationSpec,
 )
 from .storage.artifact import load as load, save as save
+from .storage.pt2_archive import export_pt2 as export_pt2

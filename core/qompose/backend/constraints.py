@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 
 from qompose.errors import ConfigError, blaming
-from qompose.json_codec import BOOLEAN, INTEGER, NUMBER, QSCHEMES, named, optional, record, sequence
+from qompose.json_codec import QSCHEME, of_type
 from qompose.observers.config_json import CODECS
 from qompose.observers.make_observer import fixed_parameters, least_scale, make_observer
 from qompose.spec.qparams import (
@@ -232,22 +232,7 @@ def _or(values: frozenset[Any]) -> str:
     return _names(values).replace("torch.", "")
 
 
-CONSTRAINT = record(
-    TensorConstraint,
-    {
-        "dtypes": sequence(CODECS["dtype"], frozenset),
-        "qschemes": sequence(optional(named(QSCHEMES, "a scheme")), frozenset),
-        **dict.fromkeys(("quant_min_lower_bound", "quant_max_upper_bound"), optional(INTEGER)),
-        "quant_range": optional(sequence(INTEGER)),
-        **dict.fromkeys(
-            ("scale_min_lower_bound", "scale_max_upper_bound", "scale_exact_match"),
-            optional(NUMBER),
-        ),
-        **dict.fromkeys(("zero_point_exact_match", "ch_axis"), optional(INTEGER)),
-        "blocks": BOOLEAN,
-        "block_sizes": optional(sequence(sequence(INTEGER), frozenset)),
-    },
-)
+CONSTRAINT = of_type(TensorConstraint, {torch.dtype: CODECS["dtype"], torch.qscheme: QSCHEME})
 """How constraints are written as data."""
 
 

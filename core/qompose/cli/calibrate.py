@@ -65,8 +65,9 @@ def run(options: Namespace, out: Output) -> int:
 
 
 def _calibrated(options: Namespace) -> GraphModule:
+    from qompose.cli.calibration_data import program_inputs
     from qompose.preparation.prepare import prepare_pt2e
-    from qompose.storage.export_archive import load_program, program_inputs
+    from qompose.storage.pt2_archive import load_program
 
     if options.model is None or not (options.backend or options.config):
         raise UserError("name a program and --backend or --config; or files to --merge")

@@ -13,9 +13,8 @@ from qompose.errors import BatchError, CalibrationError, ConfigError, UserError,
 if TYPE_CHECKING:
     from torch.fx import GraphModule
 
-    from qompose.cli.calibration_data import Batch
+    from qompose.cli.calibration_data import Batch, Inputs
     from qompose.quantizer.base import Quantizer
-    from qompose.storage.export_archive import Inputs
 
 
 def _positive(text: str) -> int:

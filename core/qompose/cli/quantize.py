@@ -70,11 +70,12 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(options: Namespace, out: Output) -> int:
     """Quantize, write the files and print the report."""
     from qompose.calibration.statistics_data import Statistics
+    from qompose.cli.calibration_data import program_inputs
     from qompose.conversion.convert import convert_pt2e
     from qompose.lowering.lower_regions import lower
     from qompose.preparation.prepare import prepare_pt2e
     from qompose.reporting.build_report import report
-    from qompose.storage.export_archive import load_program, program_inputs
+    from qompose.storage.pt2_archive import load_program
 
     quantizer = chosen_quantizer(options)
     program = load_program(options.model)

@@ -25,7 +25,7 @@ from qompose.json_codec import (
     BOOLEAN,
     INTEGER,
     NUMBER,
-    QSCHEMES,
+    QSCHEME,
     TEXT,
     Codec,
     check_keys,
@@ -184,7 +184,7 @@ def _arguments(observer: str) -> dict[str, Codec]:
 CODECS: dict[str, Codec] = {
     "dtype": named((*INTEGERS, torch.float16, torch.bfloat16), "a dtype"),
     "scale_dtype": named((torch.float32, torch.float16, torch.bfloat16), "a float dtype"),
-    "qscheme": optional(named(QSCHEMES, "a scheme")),
+    "qscheme": optional(QSCHEME),
     **dict.fromkeys(("quant_min", "quant_max", "ch_axis"), optional(INTEGER)),
     "zero_point": INTEGER,
     **dict.fromkeys(("scale", "eps", "power", "percentile", "averaging_constant"), NUMBER),
@@ -235,13 +235,14 @@ def _read_repair(data: Any, path: str) -> Any:
 
 
 SPEC = optional(Codec(_write_spec, _read_spec))
+REPAIR = Codec(_write_repair, _read_repair)
 SETTINGS = record(
     QuantizationConfig,
     {
         **dict.fromkeys(ROLES, SPEC),
         **dict.fromkeys(("is_qat", "balance"), BOOLEAN),
         "name": TEXT,
-        "repairs": sequence(Codec(_write_repair, _read_repair)),
+        "repairs": sequence(REPAIR),
     },
 )
 CONFIG = optional(SETTINGS)

@@ -96,7 +96,7 @@ def test_two_strengths_at_once(repairs: Any) -> None:
         ({"smooth_quant": {"beta": 0.5}}, "unknown key 'beta'"),
         ({"smooth_quant": {"alpha": 2}}, r"repairs\[0\].smooth_quant: alpha=2"),
         ({"smooth_quant": {"alpha": "half"}}, "alpha"),
-        ({}, "has to be an object with keys"),
+        ({}, "must be an object with keys"),
         (3, "a text"),
     ],
 )

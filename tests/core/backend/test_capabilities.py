@@ -344,7 +344,7 @@ class TestData:
             ),
             pytest.param(
                 lambda row: row["constraints"]["activation"].update(dtypes="int8"),
-                r"row\.constraints\.activation\.dtypes is 'int8', and has to be a list", id="no list",
+                r"row\.constraints\.activation\.dtypes must be a list, got 'int8'", id="no list",
             ),
             pytest.param(
                 lambda row: row.update(settings=None), r"row\.settings is None", id="no settings"

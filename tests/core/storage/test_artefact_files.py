@@ -20,10 +20,10 @@ import torch
 from qompose.errors import ArtefactError
 from qompose.program.graph import get_attribute
 from qompose.storage import artifact, artifact_file
-from qompose.storage.json_values import encode
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from tests.core.storage.test_artefact import MLP, ROOT, X, mlp, stored, unquantized
 from tests.core.toy import LINEAR, export, prepare, seeded, toy
@@ -59,7 +59,7 @@ def set_in(part: Any, key: Any, value: Any) -> None:
 
 def plan_in(body: Any) -> Any:
     """The fields of its plan."""
-    return model_in(body)["record"]["plan"]["Plan"]
+    return model_in(body)["record"]["plan"]
 
 
 def _nested(depth: int) -> Any:
@@ -67,6 +67,9 @@ def _nested(depth: int) -> Any:
 
 
 HINTED = {"hint": 2**40, "range": [0, None], "assumptions": {"integer": True, "positive": True}}
+FACTORY = json.dumps(
+    {"default_factory_module": "os", "default_factory_name": "getcwd", "dict_context": []}
+)
 COMMAND = "__import__('os').system('touch PWNED')"
 # fx writes a step of a path that is no identifier as getattr(..., "step").
 PATH = 'first.x", None) or getattr(__import__("os"), "system")("touch PWNED") or getattr(self, "y'
@@ -91,9 +94,7 @@ FORGERIES = {
         [set_in(n, "target", PATH) for n in nodes(b) if n["target"] == "first.bias"]
         + [set_in(b["tensors"], PATH, b["tensors"]["first.bias"])]
     ),
-    "code for a size": lambda b: set_in(
-        nodes(b)[0], "example", {"symbolic": ["int", ["eval", COMMAND]]}
-    ),
+    "code for a size": lambda b: set_in(nodes(b)[0], "example", {"symbolic": ["int", COMMAND]}),
     "code for a symbol": lambda b: set_in(
         model_in(b)["program"],
         "symbols",
@@ -102,18 +103,9 @@ FORGERIES = {
     "a factory": lambda b: set_in(
         model_in(b)["program"]["graph"]["call"],
         "outputs",
-        {
-            "registered": "collections.defaultdict",
-            "module": "collections",
-            "context": encode(
-                {
-                    "default_factory_module": "os",
-                    "default_factory_name": "getcwd",
-                    "dict_context": ["y"],
-                }
-            ),
-            "children": ["*"],
-        },
+        json.dumps(
+            [1, {"type": "collections.defaultdict", "context": FACTORY, "children_spec": []}]
+        ),
     ),
     "a class": lambda b: set_in(model_in(b)["record"], "plan", {"Popen": {}}),
     "no plan": lambda b: model_in(b)["record"].pop("plan"),
@@ -137,18 +129,18 @@ FORGERIES = {
         b["tensors"]["first.bias"].pop("block"),
     ),
     "a tensor without memory": lambda b: set_in(b["tensors"]["first.bias"], "device", "meta"),
-    "itself": lambda b: set_in(b["tensors"], "first.bias", {"same": "first.bias"}),
+    "itself": lambda b: set_in(b["tensors"], "first.bias", "first.bias"),
     "a power of numbers": lambda b: set_in(
-        nodes(b)[0], "example", {"symbolic": ["int", ["Pow", 10, 10**10]]}
+        nodes(b)[0], "example", {"symbolic": ["int", "Pow(10, 10000000000)"]}
     ),
     "a tower of powers": lambda b: set_in(
         nodes(b)[0],
         "example",
-        {"symbolic": ["int", ["Pow", ["Pow", ["Pow", ["Pow", 9, 99], 99], 99], 99]]},
+        {"symbolic": ["int", "Pow(Pow(Pow(9, 99), 99), 99)"]},
     ),
     "a tower of a hint": lambda b: (
         set_in(model_in(b)["program"], "symbols", {"s0": HINTED}),
-        set_in(nodes(b)[0], "example", {"symbolic": ["int", ["PowByNatural", 2, "s0"]]}),
+        set_in(nodes(b)[0], "example", {"symbolic": ["int", "PowByNatural(2, s0)"]}),
     ),
     "an operator that writes a file": lambda b: set_in(
         nodes(b)[-2], "target", "qompose_test::dump.default"
@@ -157,17 +149,15 @@ FORGERIES = {
     "modules in modules": lambda b: set_in(
         next(n for n in nodes(b) if n["target"] == "first.bias"), "target", "a." * 5000 + "b"
     ),
-    "an argument too few": lambda b: model_in(b)["program"]["graph"]["call"]["inputs"][
-        "children"
-    ].pop(0),
+    "an argument too few": lambda b: set_in(
+        model_in(b)["program"]["graph"]["call"],
+        "inputs",
+        pytree.treespec_dumps(pytree.tree_structure(((), {}))),
+    ),
     "facts of no name": lambda b: set_in(nodes(b)[-2], "facts", ["claim", 1]),
-    "a claim of another type": lambda b: set_in(
-        plan_in(b)["claims"]["tuple"][0]["Claim"], "rule", 3
-    ),
-    "a claim that is not there": lambda b: set_in(
-        plan_in(b)["operators"]["tuple"][0]["Operator"], "claim", 99
-    ),
-    "no groups": lambda b: set_in(plan_in(b), "groups", {"tuple": []}),
+    "a claim of another type": lambda b: set_in(plan_in(b)["claims"][0], "rule", 3),
+    "a claim that is not there": lambda b: set_in(plan_in(b)["operators"][0], "claim", 99),
+    "no groups": lambda b: set_in(plan_in(b), "groups", []),
     "a package of another name": lambda b: set_in(
         b["manifest"]["owners"],
         "toy",
@@ -182,7 +172,7 @@ FORGERIES = {
 HALFWAY = """
 import os, resource, signal, sys
 import qompose
-from qompose import artefact_files
+from qompose.storage import artifact_file
 from tests.core.storage.test_artefact import mlp
 model = mlp()
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -196,7 +186,7 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
 def killed(blocks, draft, metadata):
     draft.write_bytes(b"half")
     os.kill(os.getpid(), signal.SIGKILL)
-artefact_files.save_file = killed
+artifact_file.save_file = killed
 qompose.save(model, sys.argv[1])
 """
 
@@ -214,13 +204,6 @@ class TestFiles:
             with pytest.raises(ArtefactError, match=r"model\.qompose"):
                 qompose.load(path)
         assert not (path.parent / "PWNED").exists()
-
-    @pytest.mark.parametrize("length", [0, 4, 8, 100, 3000, -1])
-    def test_truncated(self, length: int, path: Path) -> None:
-        qompose.save(mlp(), path)
-        path.write_bytes(path.read_bytes()[:length])
-        with pytest.raises(ArtefactError, match=r"not written by qompose\.save|damaged"):
-            qompose.load(path)
 
     def test_every_flipped_byte_is_noticed(self, path: Path) -> None:
         saved = mlp()
@@ -259,16 +242,12 @@ class TestFiles:
     @pytest.mark.parametrize(
         "change",
         [
-            lambda text: text.replace('"format_version":3', '"format_version":1e999'),
-            lambda text: text.replace('"format_version":3', '"format_version":true'),
-            lambda text: text.replace('"format_version":3', '"format_version":"2"'),
-            lambda text: text.replace('"format_version":3', '"format_version":0'),
-            lambda text: text.replace(
-                '"format_version":3', '"format_version":3,"format_version":3'
-            ),
+            lambda text: text.replace('"format_version":4', '"format_version":1e999'),
+            lambda text: text.replace('"format_version":4', '"format_version":true'),
+            lambda text: text.replace('"format_version":4', '"format_version":"2"'),
+            lambda text: text.replace('"format_version":4', '"format_version":0'),
             lambda text: text.replace('"training":true', '"training":NaN', 1),
             lambda text: text.replace('"training":true', '"training":1e999', 1),
-            lambda text: text.replace('"training":true', '"training":true,"training":true', 1),
             lambda text: text[:-1] + ',"more":' + "[" * 200_000 + "]" * 200_000 + "}",
             lambda text: text[:-1] + ',"more":' + "9" * 5000 + "}",
             lambda text: "3",
@@ -286,8 +265,8 @@ class TestFiles:
 
     def test_older(self, path: Path) -> None:
         qompose.save(mlp(), path)
-        rewrite(path, lambda body: None, format_version=2)
-        with pytest.raises(ArtefactError, match=r"version 2 .*Save the model again"):
+        rewrite(path, lambda body: None, format_version=3)
+        with pytest.raises(ArtefactError, match=r"version 3 .*Save the model again"):
             qompose.load(path)
 
     def test_a_device_that_is_not_here(self, path: Path) -> None:
@@ -391,14 +370,6 @@ class TestFiles:
             qompose.load(path)(X), models[1](X)
         )
 
-    def test_a_link_stays_and_its_file_is_replaced(self, tmp_path: Path) -> None:
-        real, link = tmp_path / "real", tmp_path / "link"
-        real.write_text("old")
-        link.symlink_to("real")
-        qompose.save(mlp(), link)
-        assert link.is_symlink()
-        assert torch.equal(qompose.load(real)(X), mlp()(X))
-
     def test_a_pipe_is_refused_before_any_work(
         self, path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -412,17 +383,6 @@ class TestFiles:
     def test_a_directory_is_no_file(self, tmp_path: Path) -> None:
         with pytest.raises(IsADirectoryError, match="directory"):
             qompose.load(tmp_path)
-
-    def test_who_reads_the_old_file_goes_on_reading_it(self, path: Path) -> None:
-        qompose.save(mlp(), path)
-        before = path.read_bytes()
-        with path.open("rb") as reader:
-            qompose.save(mlp(LINEAR), path)
-            assert reader.read() == before != path.read_bytes()
-
-    def test_a_folder_that_is_not_there(self, tmp_path: Path) -> None:
-        with pytest.raises(OSError, match="nowhere"):
-            qompose.save(mlp(), tmp_path / "nowhere" / "model")
 
     def test_files_have_the_permissions_of_the_process(self, path: Path) -> None:
         qompose.save(mlp(), path)
