@@ -131,7 +131,8 @@ def _body(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
         )
     if not sound:
         raise ArtefactError(f"{path} is damaged: its description is not the one that was saved")
-    return body
+    described: dict[str, Any] = body
+    return described
 
 
 # A block is stored in the shape and type of a tensor that fills it, so that other tools can read it; these

@@ -44,129 +44,98 @@ def rewrite(path: Path, change: Callable[[Any], Any], **facts: Any) -> None:
     save_file(load_file(path), path, {"qompose": json.dumps(known)})
 
 
-def nodes(body: Any) -> Any:
-    return model_in(body)["program"]["graph"]["nodes"]
+METHOD = ("methods", "")
+GRAPH = (*METHOD, "program", "graph")
+NODES, CALL = (*GRAPH, "nodes"), (*GRAPH, "call")
+SYMBOLS = (*METHOD, "program", "symbols")
+BIAS, INPUT, LAST = (*NODES, 3), (*NODES, 8), (*NODES, -2)
+"""The node that reads `first.bias`, the placeholder, and the last call."""
+PLAN = (*METHOD, "record", "plan")
+VIEW = ("tensors", "first.bias")
+GONE = object()
 
 
-def model_in(body: Any) -> Any:
-    """What is said of the one model."""
-    return body["methods"][""]
-
-
-def set_in(part: Any, key: Any, value: Any) -> None:
-    part[key] = value
-
-
-def plan_in(body: Any) -> Any:
-    """The fields of its plan."""
-    return model_in(body)["record"]["plan"]
+def forge(body: Any, *edits: tuple[tuple[Any, ...], Any]) -> None:
+    """Put values in the places that keys lead to, or take away what is there."""
+    for (*where, last), value in edits:
+        part = body
+        for key in where:
+            part = part[key]
+        if value is GONE:
+            del part[last]
+        else:
+            part[last] = value
 
 
 def _nested(depth: int) -> Any:
     return [_nested(depth - 1)] if depth else []
 
 
+def _size(text: str) -> Any:
+    return {"symbolic": ["int", text]}
+
+
 HINTED = {"hint": 2**40, "range": [0, None], "assumptions": {"integer": True, "positive": True}}
 FACTORY = json.dumps(
     {"default_factory_module": "os", "default_factory_name": "getcwd", "dict_context": []}
 )
+TREE = {"type": "collections.defaultdict", "context": FACTORY, "children_spec": []}
+NO_ARGUMENTS = pytree.treespec_dumps(pytree.tree_structure(((), {})))
 COMMAND = "__import__('os').system('touch PWNED')"
 # fx writes a step of a path that is no identifier as getattr(..., "step").
 PATH = 'first.x", None) or getattr(__import__("os"), "system")("touch PWNED") or getattr(self, "y'
-FORGERIES = {
-    "a function": lambda b: set_in(nodes(b)[-2], "target", "torch.os.system"),
-    "a function of a module": lambda b: set_in(nodes(b)[-2], "target", "os.system"),
-    "an unknown operator": lambda b: set_in(nodes(b)[-2], "target", "mylib::mine.default"),
-    "a method of torch.ops": lambda b: set_in(nodes(b)[-2], "target", "load_library::a.b"),
-    "an operator on files": lambda b: set_in(nodes(b)[-2], "target", "aten::from_file.default"),
-    "code in a higher-order name": lambda b: set_in(
-        nodes(b)[-2], "target", "higher_order::inductor_compiled_code"
-    ),
-    "code for a name": lambda b: set_in(nodes(b)[0], "name", f"x=({COMMAND})"),
-    "code for an argument": lambda b: set_in(nodes(b)[0], "target", f"x=({COMMAND})"),
-    "code for a signature": lambda b: set_in(
-        model_in(b)["program"]["graph"]["call"], "names", [f"x=({COMMAND})"]
-    ),
-    "code for a keyword": lambda b: set_in(
-        nodes(b)[-2], "kwargs", {"dict": [[f"a=({COMMAND}),b", 1]]}
-    ),
-    "code for a path": lambda b: (
-        [set_in(n, "target", PATH) for n in nodes(b) if n["target"] == "first.bias"]
-        + [set_in(b["tensors"], PATH, b["tensors"]["first.bias"])]
-    ),
-    "code for a size": lambda b: set_in(nodes(b)[0], "example", {"symbolic": ["int", COMMAND]}),
-    "code for a symbol": lambda b: set_in(
-        model_in(b)["program"],
-        "symbols",
-        {COMMAND: {"hint": 1, "range": [0, 1], "assumptions": {}}},
-    ),
-    "a factory": lambda b: set_in(
-        model_in(b)["program"]["graph"]["call"],
-        "outputs",
-        json.dumps(
-            [1, {"type": "collections.defaultdict", "context": FACTORY, "children_spec": []}]
-        ),
-    ),
-    "a class": lambda b: set_in(model_in(b)["record"], "plan", {"Popen": {}}),
-    "no plan": lambda b: model_in(b)["record"].pop("plan"),
-    "an attribute of torch": lambda b: set_in(nodes(b)[-2], "args", [{"dtype": "load"}]),
-    "no program": lambda b: model_in(b).pop("program"),
-    "no manifest": lambda b: b.pop("manifest"),
-    "a missing node": lambda b: nodes(b).pop(2),
-    "a view beyond its block": lambda b: set_in(b["tensors"]["first.bias"], "shape", [10**9]),
-    "a view before its block": lambda b: set_in(b["tensors"]["first.bias"], "offset", -1),
-    "a view of nothing": lambda b: b["tensors"]["first.bias"].pop("block"),
-    "a view of huge strides": lambda b: set_in(b["tensors"]["first.bias"], "stride", [2**62]),
-    "a view of a huge shape": lambda b: b["tensors"]["first.bias"].update(
-        shape=[2**40], stride=[2**40]
-    ),
-    "a negative size": lambda b: set_in(b["tensors"]["first.bias"], "shape", [-1]),
-    "a negative stride": lambda b: set_in(b["tensors"]["first.bias"], "stride", [-1]),
-    "a size that is no number": lambda b: set_in(b["tensors"]["first.bias"], "shape", ["16"]),
-    "a size too many": lambda b: set_in(b["tensors"]["first.bias"], "shape", [4, 4]),
-    "memory that is not there": lambda b: (
-        b["tensors"]["first.bias"].update(shape=[2**40]),
-        b["tensors"]["first.bias"].pop("block"),
-    ),
-    "a tensor without memory": lambda b: set_in(b["tensors"]["first.bias"], "device", "meta"),
-    "itself": lambda b: set_in(b["tensors"], "first.bias", "first.bias"),
-    "a power of numbers": lambda b: set_in(
-        nodes(b)[0], "example", {"symbolic": ["int", "Pow(10, 10000000000)"]}
-    ),
-    "a tower of powers": lambda b: set_in(
-        nodes(b)[0],
-        "example",
-        {"symbolic": ["int", "Pow(Pow(Pow(9, 99), 99), 99)"]},
-    ),
-    "a tower of a hint": lambda b: (
-        set_in(model_in(b)["program"], "symbols", {"s0": HINTED}),
-        set_in(nodes(b)[0], "example", {"symbolic": ["int", "PowByNatural(2, s0)"]}),
-    ),
-    "an operator that writes a file": lambda b: set_in(
-        nodes(b)[-2], "target", "qompose_test::dump.default"
-    ),
-    "depth": lambda b: set_in(nodes(b)[-2], "args", _nested(600)),
-    "modules in modules": lambda b: set_in(
-        next(n for n in nodes(b) if n["target"] == "first.bias"), "target", "a." * 5000 + "b"
-    ),
-    "an argument too few": lambda b: set_in(
-        model_in(b)["program"]["graph"]["call"],
-        "inputs",
-        pytree.treespec_dumps(pytree.tree_structure(((), {}))),
-    ),
-    "facts of no name": lambda b: set_in(nodes(b)[-2], "facts", ["claim", 1]),
-    "a claim of another type": lambda b: set_in(plan_in(b)["claims"][0], "rule", 3),
-    "a claim that is not there": lambda b: set_in(plan_in(b)["operators"][0], "claim", 99),
-    "no groups": lambda b: set_in(plan_in(b), "groups", []),
-    "a package of another name": lambda b: set_in(
-        b["manifest"]["owners"],
-        "toy",
-        {"backend": "a", "distribution": 'x"; rm -rf', "version": "1"},
-    ),
-    "a method of no name": lambda b: set_in(b["methods"], "a b", b["methods"].pop("")),
-    "no methods": lambda b: b["methods"].clear(),
-    "other blocks": lambda b: b["blocks"].pop("first.bias"),
-}
+PACKAGE = {"backend": "a", "distribution": 'x"; rm -rf', "version": "1"}
+FORGERIES: dict[str, list[tuple[tuple[Any, ...], Any]]] = {
+    "a function": [((*LAST, "target"), "torch.os.system")],
+    "a function of a module": [((*LAST, "target"), "os.system")],
+    "an unknown operator": [((*LAST, "target"), "mylib::mine.default")],
+    "a method of torch.ops": [((*LAST, "target"), "load_library::a.b")],
+    "an operator on files": [((*LAST, "target"), "aten::from_file.default")],
+    "an operator that writes a file": [((*LAST, "target"), "qompose_test::dump.default")],
+    "code in a higher-order name": [((*LAST, "target"), "higher_order::inductor_compiled_code")],
+    "code for a name": [((*INPUT, "name"), f"x=({COMMAND})")],
+    "code for an argument": [((*INPUT, "target"), f"x=({COMMAND})")],
+    "code for a signature": [((*CALL, "names"), [f"x=({COMMAND})"])],
+    "code for a keyword": [((*LAST, "kwargs"), {"dict": [[f"a=({COMMAND}),b", 1]]})],
+    "code for a path": [((*BIAS, "target"), PATH), (("tensors", PATH), "first.bias")],
+    "code for a size": [((*INPUT, "example"), _size(COMMAND))],
+    "code for a symbol": [(SYMBOLS, {COMMAND: {"hint": 1, "range": [0, 1], "assumptions": {}}})],
+    "a factory": [((*CALL, "outputs"), json.dumps([1, TREE]))],
+    "a class": [(PLAN, {"Popen": {}})],
+    "an attribute of torch": [((*LAST, "args"), [{"dtype": "load"}])],
+    "no plan": [(PLAN, GONE)],
+    "no program": [((*METHOD, "program"), GONE)],
+    "no manifest": [(("manifest",), GONE)],
+    "a missing node": [((*NODES, 2), GONE)],
+    "a view beyond its block": [((*VIEW, "shape"), [10**9])],
+    "a view before its block": [((*VIEW, "offset"), -1)],
+    "a view of nothing": [((*VIEW, "block"), GONE)],
+    "a view of huge strides": [((*VIEW, "stride"), [2**62])],
+    "a view of a huge shape": [((*VIEW, "shape"), [2**40]), ((*VIEW, "stride"), [2**40])],
+    "a negative size": [((*VIEW, "shape"), [-1])],
+    "a negative stride": [((*VIEW, "stride"), [-1])],
+    "a size that is no number": [((*VIEW, "shape"), ["16"])],
+    "a size too many": [((*VIEW, "shape"), [4, 4])],
+    "memory that is not there": [((*VIEW, "shape"), [2**40]), ((*VIEW, "block"), GONE)],
+    "a tensor without memory": [((*VIEW, "device"), "meta")],
+    "itself": [(VIEW, "first.bias")],
+    "a power of numbers": [((*INPUT, "example"), _size("Pow(10, 10000000000)"))],
+    "a tower of powers": [((*INPUT, "example"), _size("Pow(Pow(Pow(9, 99), 99), 99)"))],
+    "a tower of a hint": [
+        (SYMBOLS, {"s0": HINTED}), ((*INPUT, "example"), _size("PowByNatural(2, s0)")),
+    ],
+    "depth": [((*LAST, "args"), _nested(600))],
+    "modules in modules": [((*BIAS, "target"), "a." * 5000 + "b")],
+    "an argument too few": [((*CALL, "inputs"), NO_ARGUMENTS)],
+    "facts of no name": [((*LAST, "facts"), ["claim", 1])],
+    "a claim of another type": [((*PLAN, "claims", 0, "rule"), 3)],
+    "a claim that is not there": [((*PLAN, "operators", 0, "claim"), 99)],
+    "no groups": [((*PLAN, "groups"), [])],
+    "a package of another name": [(("manifest", "owners", "toy"), PACKAGE)],
+    "a method of no name": [(("methods", "a b"), {}), (METHOD, GONE)],
+    "no methods": [(("methods",), {})],
+    "other blocks": [(("blocks", "first.bias"), GONE)],
+}  # fmt: skip
 
 
 HALFWAY = """
@@ -197,7 +166,7 @@ class TestFiles:
     @pytest.mark.parametrize("forgery", FORGERIES)
     def test_forged(self, forgery: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         qompose.save(mlp(), path)
-        rewrite(path, FORGERIES[forgery])
+        rewrite(path, lambda body: forge(body, *FORGERIES[forgery]))
         monkeypatch.chdir(path.parent)
         with torch.library._scoped_library("qompose_test", "FRAGMENT") as library:
             library.define("dump(Tensor x, str path) -> Tensor")
@@ -273,12 +242,7 @@ class TestFiles:
         if torch.cuda.is_available():
             pytest.skip("it is here")
         qompose.save(mlp(), path)
-        rewrite(
-            path,
-            lambda b: [
-                set_in(v, "device", "cuda:0") for v in b["tensors"].values() if "device" in v
-            ],
-        )
+        rewrite(path, lambda body: forge(body, ((*VIEW, "device"), "cuda:0")))
         with pytest.raises(
             ArtefactError, match=r"on the device 'cuda:0', which this process cannot use"
         ):
@@ -305,7 +269,8 @@ class TestFiles:
 
             loaded = stored(unquantized(Custom(), X), path)
             assert torch.equal(loaded(X), X * 2)
-        rewrite(path, lambda b: set_in(nodes(b)[1], "target", "qompose_test::thrice.default"))
+        thrice = ((*NODES, 1, "target"), "qompose_test::thrice.default")
+        rewrite(path, lambda body: forge(body, thrice))
         reason = r"qompose_test::thrice\.default is not registered.*Import the package"
         with pytest.raises(ArtefactError, match=reason):
             qompose.load(path)
