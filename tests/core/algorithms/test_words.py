@@ -97,7 +97,7 @@ def test_two_strengths_at_once(repairs: Any) -> None:
         ({"smooth_quant": {"alpha": 2}}, r"repairs\[0\].smooth_quant: alpha=2"),
         ({"smooth_quant": {"alpha": "half"}}, "alpha"),
         ({}, "must be an object with keys"),
-        (3, "a text"),
+        (3, "must be a string, got 3"),
     ],
 )
 def test_a_wrong_strength_in_data_is_named(data: Any, message: str) -> None:

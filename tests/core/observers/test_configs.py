@@ -235,11 +235,11 @@ UNWRITABLE = {
         type("MinMaxObserver", (MinMaxObserver,), {}), "none of qompose's observers"
     ),
     "an argument that is no number": (
-        MinMaxObserver.with_args(eps=torch.tensor(1.0)), r"observer\.args\.eps is tensor\(1\.\)"
+        MinMaxObserver.with_args(eps=torch.tensor(1.0)), r"args\.eps must be a finite number, got tens"
     ),
     "blocks as a list": (
         qompose.observers.PerBlockMinMaxObserver.with_args(block_size=[32]),
-        "args.block_size is .32., and has"
+        "args.block_size must be a tuple, got .32."
     ),
 }  # fmt: skip
 

@@ -302,9 +302,7 @@ class TestLoad:
         ("part", "said"),
         [("model.json", "TypeError: "), ("archive_format", "AssertionError: ")],
     )
-    def test_a_damaged_one_says_why(
-        self, tmp_path: Path, caplog: pytest.LogCaptureFixture, part: str, said: str
-    ) -> None:
+    def test_a_damaged_one_says_why(self, tmp_path: Path, part: str, said: str) -> None:
         torch.export.save(linear(), tmp_path / "a.pt2")
         whole = zipfile.ZipFile(tmp_path / "a.pt2")
         with whole, zipfile.ZipFile(tmp_path / "b.pt2", "w") as archive:
@@ -313,7 +311,6 @@ class TestLoad:
         with pytest.raises(UserError) as caught:
             load_program(tmp_path / "b.pt2")
         assert f"b.pt2 cannot be read by torch.export: {said}" in str(caught.value)
-        assert caplog.records == []
 
     def test_a_missing_file_is_an_os_error(self, tmp_path: Path) -> None:
         with pytest.raises(FileNotFoundError):
