@@ -219,7 +219,6 @@ PROSE = {
 
 # What torch itself calls its compiler, and the operators that it calls.
 TORCHS_OWN = {
-    ("storage.export_archive", "inductor"),
     ("lowering.compilation", "inductor"),
     ("lowering.aoti_package", "inductor"),
     ("lowering.aoti_package", "onednn"),

@@ -55,5 +55,6 @@ from .spec.quantization_spec import (
     SmoothQuant as SmoothQuant,
 )
 from .storage.artifact import load as load, save as save
+from .storage.pt2_archive import export_pt2 as export_pt2
 
 _submodules: set[str]  # those above that are modules

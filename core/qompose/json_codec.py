@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dataclasses to JSON and back, with errors that name the field.
+"""Dataclasses as JSON, with errors that name the field.
 
 What is malformed is a ConfigError that names its place in the data: `config.weight.quant_min`.
 """
@@ -7,9 +7,11 @@ What is malformed is a ConfigError that names its place in the data: `config.wei
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import MISSING, dataclass, fields
-from typing import Any
+import types
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import partial
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import torch
 
@@ -29,19 +31,19 @@ def plain(words: str, accepts: Callable[[Any], bool]) -> Codec:
 
     def check(value: Any, path: str) -> Any:
         if not accepts(value):
-            raise ConfigError(f"{path} is {value!r}, and has to be {words}")
+            raise ConfigError(f"{path} must be {words}, got {value!r}")
         return value
 
     return Codec(check, check)
 
 
 def is_integer(value: Any) -> bool:
-    """Tell whether a value is a whole number; a flag is none."""
+    """Return whether a value is an integer; a bool is not one."""
     return type(value) is int
 
 
 def is_number(value: Any) -> bool:
-    """Tell whether a value is a finite number; a flag is none."""
+    """Return whether a value is a finite number; a bool is not one."""
     return type(value) in (int, float) and math.isfinite(value)
 
 
@@ -54,10 +56,21 @@ def jsonable(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-INTEGER = plain("a whole number", is_integer)
+INTEGER = plain("an integer", is_integer)
 NUMBER = plain("a finite number", is_number)
 BOOLEAN = plain("true or false", lambda value: isinstance(value, bool))
-TEXT = plain("a text", lambda value: isinstance(value, str))
+TEXT = plain("a string", lambda value: isinstance(value, str))
+
+
+def _read_float(data: Any, path: str) -> Any:
+    return float(data) if isinstance(data, str) else NUMBER.read(data, path)
+
+
+FLOAT = Codec(
+    lambda value, path: NUMBER.write(value, path) if math.isfinite(value) else str(value),
+    _read_float,
+)
+"""Any number: those that JSON has not got, infinities and NaN, are texts."""
 
 
 def named(values: Iterable[Any], words: str) -> Codec:
@@ -67,15 +80,13 @@ def named(values: Iterable[Any], words: str) -> Codec:
     def write(value: Any, path: str) -> str:
         name = str(value).removeprefix("torch.")
         if by_name.get(name) is not value:
-            raise ConfigError(f"{path} is {value!r}, which is none of {', '.join(by_name)}")
+            raise ConfigError(f"{path} must be one of {', '.join(by_name)}, got {value!r}")
         return name
 
     def read(name: Any, path: str) -> Any:
         if not isinstance(name, str) or name not in by_name:
             hint = near_names(str(name), by_name)
-            raise ConfigError(
-                f"{path} is {name!r}, and has to be {words}{hint}: {', '.join(by_name)}"
-            )
+            raise ConfigError(f"{path} must be {words} ({', '.join(by_name)}), got {name!r}{hint}")
         return by_name[name]
 
     return Codec(write, read)
@@ -94,40 +105,42 @@ def sequence(codec: Codec, kind: Any = tuple) -> Codec:
 
     def write(values: Any, path: str) -> list[Any]:
         if not isinstance(values, kind):
-            raise ConfigError(f"{path} is {values!r}, and has to be a {kind.__name__}")
+            raise ConfigError(f"{path} must be a {kind.__name__}, got {values!r}")
         data = [codec.write(value, f"{path}[{i}]") for i, value in enumerate(values)]
         return sorted(data, key=str) if kind is frozenset else data
 
     def read(data: Any, path: str) -> Any:
         if not isinstance(data, list):
-            raise ConfigError(f"{path} is {data!r}, and has to be a list")
+            raise ConfigError(f"{path} must be a list, got {data!r}")
         return kind(codec.read(item, f"{path}[{i}]") for i, item in enumerate(data))
 
     return Codec(write, read)
 
 
-def record(kind: Any, codecs: Mapping[str, Codec]) -> Codec:
-    """Return the codec of a dataclass; fields that have their default values are not written."""
+def record(kind: Any, codecs: Mapping[str, Codec], *, defaults: bool = False) -> Codec:
+    """Return the codec of a dataclass; `defaults` writes the fields that have their default values too."""
     return Codec(
-        lambda value, path: write_fields(value, kind, codecs, path),
+        lambda value, path: write_fields(value, kind, codecs, path, defaults=defaults),
         lambda data, path: read_fields(data, kind, codecs, path),
     )
 
 
-def write_fields(value: Any, kind: Any, codecs: Mapping[str, Codec], path: str) -> dict[str, Any]:
+def write_fields(
+    value: Any, kind: Any, codecs: Mapping[str, Codec], path: str, *, defaults: bool = False
+) -> dict[str, Any]:
     """Return the fields of a dataclass as data.
 
     Raises:
         ConfigError: `value` is none of `kind`, or a field holds what data cannot.
     """
     if type(value) is not kind:
-        raise ConfigError(f"{path} is {value!r}, which is no {kind.__name__}")
+        raise ConfigError(f"{path} must be a {kind.__name__}, got {value!r}")
     standard = {field.name: field.default for field in fields(kind)}
     found = {}
     for name, codec in codecs.items():
         key, held = _SHORT.get(name, name), getattr(value, name)
         data = codec.write(held, f"{path}.{key}")
-        if standard[name] is MISSING or held != standard[name]:
+        if defaults or standard[name] is MISSING or held != standard[name]:
             found[key] = data
     return found
 
@@ -158,10 +171,82 @@ _SHORT = {"observer_or_fake_quant_ctr": "observer"}
 """Keys of fields whose names are longer than what they say."""
 
 
+_JSON: dict[Any, Codec] = {int: INTEGER, float: NUMBER, bool: BOOLEAN, str: TEXT}
+"""Of the types that JSON has itself."""
+
+
+def of_type(hint: Any, others: Mapping[Any, Codec], *, defaults: bool = False) -> Codec:
+    """Return the codec of what a field of a dataclass is declared to hold.
+
+    Args:
+        hint: a type in `others`, one of JSON's own, or a dataclass; a tuple, list, frozenset or mapping
+            of these; or one of them or None.
+        others: codecs by type.
+        defaults: write the fields that have their default values too.
+    """
+    origin, parts = get_origin(hint), get_args(hint)
+    inner = partial(of_type, others=others, defaults=defaults)
+    for kind in (hint, origin):
+        if kind in others:
+            return others[kind]
+    if origin in (Union, types.UnionType):
+        (rest,) = (part for part in parts if part is not types.NoneType)
+        return optional(inner(rest))
+    if origin is tuple and parts[-1] is not ...:
+        return _fixed([inner(part) for part in parts])
+    if origin in (tuple, list, frozenset):
+        return sequence(inner(parts[0]), origin)
+    if origin is not None and issubclass(origin, Mapping):
+        return mapping(parts[0], inner(parts[1]))
+    if not is_dataclass(hint):
+        return _JSON[hint]
+    return record(hint, codecs_of(hint, others, defaults=defaults), defaults=defaults)
+
+
+def codecs_of(
+    kind: Any,
+    others: Mapping[Any, Codec],
+    leave_out: Collection[str] = (),
+    *,
+    defaults: bool = False,
+) -> dict[str, Codec]:
+    """Return the codecs of the fields of a dataclass, by name; see `of_type`."""
+    hints = get_type_hints(kind)
+    names = [field.name for field in fields(kind) if field.name not in leave_out]
+    return {name: of_type(hints[name], others, defaults=defaults) for name in names}
+
+
+def mapping(key: type, codec: Codec) -> Codec:
+    """Return the codec of a mapping whose keys are texts, or another type that is made of a text."""
+
+    def read(data: Any, path: str) -> dict[Any, Any]:
+        check_mapping(data, path)
+        return {key(name): codec.read(item, f"{path}.{name}") for name, item in data.items()}
+
+    return Codec(
+        lambda value, path: {str(k): codec.write(v, f"{path}.{k}") for k, v in value.items()}, read
+    )
+
+
+def _fixed(codecs: list[Codec]) -> Codec:
+    """Return the codec of a tuple that has one value for each of these."""
+
+    def each(method: str, kind: type) -> Callable[[Any, str], Any]:
+        def apply(values: Any, path: str) -> Any:
+            if not isinstance(values, (tuple, list)) or len(values) != len(codecs):
+                raise ConfigError(f"{path} must be a list of {len(codecs)}, got {values!r}")
+            parts = zip(codecs, values, strict=True)
+            return kind(getattr(c, method)(v, f"{path}[{i}]") for i, (c, v) in enumerate(parts))
+
+        return apply
+
+    return Codec(each("write", list), each("read", tuple))
+
+
 def check_mapping(data: object, path: str) -> None:
     """Raise ConfigError unless data is an object with keys."""
     if not isinstance(data, Mapping):
-        raise ConfigError(f"{path} is {data!r}, and has to be an object with keys")
+        raise ConfigError(f"{path} must be an object with keys, got {data!r}")
 
 
 def check_keys(data: Mapping[Any, Any], known: Iterable[str], path: str) -> None:
@@ -180,3 +265,7 @@ QSCHEMES = (
     *(torch.per_channel_affine, torch.per_channel_symmetric),
     torch.per_channel_affine_float_qparams,
 )
+DTYPE = named(
+    (value for value in vars(torch).values() if isinstance(value, torch.dtype)), "a dtype"
+)
+QSCHEME = named(QSCHEMES, "a scheme")

@@ -27,6 +27,7 @@ from qompose.quantizer.base import Quantizer
 from qompose.quantizer.composition import compose
 from qompose.reporting.build_report import report
 from qompose.reporting.report_data import Report
+from qompose.storage.pt2_archive import export_pt2
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,14 @@ class QuantizedModel:
         """
         self.compiled[mode] = compile_lowered(self.model, mode, path=path, options=options)
         return self.compiled[mode]
+
+    def export(self, path: str | PathLike[str]) -> None:
+        """Write the converted model for `torch.export.load`: `export_pt2` of `converted`.
+
+        Raises:
+            UserError: and its kinds, as `export_pt2` raises them.
+        """
+        export_pt2(self.converted, path)
 
     def benchmark(
         self, *inputs: Any, keywords: Mapping[str, Any] | None = None, seconds: float = 0.2

@@ -76,25 +76,17 @@ class Statistics:
             StatisticsError: the path ends in neither.
             OSError: it cannot be written.
         """
-        facts = {"fingerprint": self.fingerprint, "batches": self.batches}
-        write(Path(path), self.entries, {**facts, "left_out": list(self.left_out)}, self.means)
+        write(Path(path), self)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Statistics:
         """Read what `save` wrote. Nothing in the file is run.
 
         Raises:
-            StatisticsError: it is no such file, damaged, or of a newer version.
+            StatisticsError: it is no such file, damaged, or of another version.
             OSError: it cannot be read.
         """
-        entries, facts = read(Path(path))
-        return cls(
-            entries,
-            str(facts.get("fingerprint", "")),
-            facts.get("batches", 0),
-            tuple(facts.get("left_out", ())),
-            facts["means"],
-        )
+        return read(Path(path), cls)
 
     def merged(self, *others: Statistics) -> Statistics:
         """Return the statistics of all data together: exact, in whatever order and groups.

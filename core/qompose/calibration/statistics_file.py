@@ -1,18 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Statistics in files.
-
-Neither runs code when it is read. What is read is checked as a whole before any of it is returned.
-"""
+"""Statistics as files, of tensors or of text, which run no code and are checked as a whole."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,19 +18,20 @@ from torch import Tensor
 
 from qompose.errors import StatisticsError
 from qompose.files import draft_of
-from qompose.json_codec import jsonable
+from qompose.json_codec import FLOAT, INTEGER, Codec, check_keys, check_mapping, of_type
 from qompose.observers.histogram import BINS, CHANNEL_BINS, ChannelHistograms, Histogram
 from qompose.observers.tensor_statistics import Channels, Facts, Means, RowSample
 from qompose.observers.value_screening import Screen
 from qompose.plan.operator_ids import Site
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 _KEY = "qompose_statistics"
 _FARTHEST = 200
 """The exponent of a bin's width is between -112 and 118 in float32."""
 _BINARY, _TEXT = ".safetensors", ".json"
 Put = Callable[[Tensor], Any]
 Get = Callable[[Any], Tensor]
+Data = TypeVar("Data")
 
 
 @dataclass(frozen=True)
@@ -48,10 +46,11 @@ SiteMeans = tuple[tuple[Site, Means], ...]
 """The means of the channels of some tensors, by their sites."""
 
 
-def write(
-    path: Path, entries: Sequence[Entry], facts: Mapping[str, Any], means: SiteMeans = ()
-) -> None:
+def write(path: Path, statistics: Any) -> None:
     """Write a file of the kind that its name says; one that exists is replaced at once, or not at all.
+
+    Args:
+        statistics: a dataclass whose fields are entries, means and JSON's own types.
 
     Raises:
         StatisticsError: the name says no kind.
@@ -66,16 +65,8 @@ def write(
         tensors[str(len(tensors))] = tensor.detach().cpu().contiguous().clone()
         return str(len(tensors) - 1)
 
-    data = {
-        "format_version": FORMAT_VERSION,
-        **facts,
-        "entries": [
-            {"sites": [vars(site) for site in entry.sites], **_facts_to_data(entry.facts, put)}
-            for entry in entries
-        ],
-    }
-    if means:
-        data["means"] = [_means_to_data(site, found, put) for site, found in means]
+    described = of_type(type(statistics), _types(put, torch.tensor)).write(statistics, "statistics")
+    data = {"format_version": FORMAT_VERSION, **described}
     if kind == _BINARY:
         data["digest"] = _digest(tensors)
     text = json.dumps(data, allow_nan=False, indent=1 if kind == _TEXT else None)
@@ -89,37 +80,43 @@ def write(
             raise OSError(f"{path} cannot be written: {error}") from error
 
 
-def read(path: Path) -> tuple[tuple[Entry, ...], dict[str, Any]]:
-    """Return the entries of a file and the facts beside them, `means` among these.
+def read(path: Path, kind: type[Data]) -> Data:
+    """Return the statistics in a file, of the class that was written.
 
     Raises:
-        StatisticsError: it is no such file, damaged, or of a newer version.
+        StatisticsError: it is no such file, damaged, or of another version.
         OSError: it cannot be read.
     """
-    kind = check_kind(path)
+    suffix = check_kind(path)
     with path.open("rb"):
         pass  # says of what is no file what it is
     try:
-        text, tensors = (path.read_text("utf-8"), {}) if kind == _TEXT else _opened(path)
+        text, tensors = (path.read_text("utf-8"), {}) if suffix == _TEXT else _opened(path)
         data = json.loads(text)
-        if data["format_version"] > FORMAT_VERSION:
+        if (version := data.pop("format_version")) != FORMAT_VERSION:
             raise StatisticsError(
-                f"{path} is of format {data['format_version']}, and this qompose reads {FORMAT_VERSION}"
+                f"{path} is of format {version}, and this qompose reads {FORMAT_VERSION}"
             )
-        if kind == _BINARY and data.pop("digest") != _digest(tensors):
+        if suffix == _BINARY and data.pop("digest") != _digest(tensors):
             raise ValueError("its numbers are not those that were written")
-        get: Get = torch.tensor if kind == _TEXT else tensors.__getitem__
-        entries = tuple(_entry(item, get) for item in data.pop("entries"))
-        data["means"] = tuple(_means(item, get) for item in data.get("means", ()))
-        _check_whole(entries, data)
+        get: Get = torch.tensor if suffix == _TEXT else tensors.__getitem__
+        found: Any = of_type(kind, _types(torch.Tensor.tolist, get)).read(data, "statistics")
+        _check_whole(found.entries, found.batches)
     except (
         SafetensorError, ValueError, TypeError, LookupError, AttributeError, OverflowError,
-        RecursionError,
+        RecursionError, RuntimeError,
     ) as error:  # fmt: skip
         if isinstance(error, StatisticsError):
             raise
         raise StatisticsError(f"{path} holds no sound statistics of qompose: {error!r}") from error
-    return entries, data
+    made: Data = found
+    return made
+
+
+def _opened(path: Path) -> tuple[str, dict[str, Tensor]]:
+    with safe_open(path, "pt") as file:
+        names = list(file.keys())
+        return file.metadata()[_KEY], {name: file.get_tensor(name) for name in names}
 
 
 def _digest(tensors: Mapping[str, Tensor]) -> str:
@@ -127,41 +124,6 @@ def _digest(tensors: Mapping[str, Tensor]) -> str:
     for name in sorted(tensors):
         found.update(name.encode() + tensors[name].numpy().tobytes())
     return found.hexdigest()
-
-
-def _check_whole(entries: Sequence[Entry], facts: Mapping[str, Any]) -> None:
-    """Check what one entry does not show.
-
-    Raises:
-        ValueError: a tensor has two entries, or what stands beside them is not what `write` is given.
-    """
-    sites = [site for entry in entries for site in entry.sites]
-    if len(sites) != len(set(sites)):
-        raise ValueError("a tensor has two entries")
-    batches, left_out = facts.get("batches", 0), facts.get("left_out", [])
-    if isinstance(batches, bool) or not isinstance(batches, int) or batches < 0:
-        raise ValueError(f"batches is {batches!r}")
-    if not isinstance(left_out, list) or not all(isinstance(name, str) for name in left_out):
-        raise ValueError(f"left_out is {left_out!r}")
-
-
-def same(one: Facts, other: Facts) -> bool:
-    """Tell whether two facts are the same to the bit."""
-    return _equal(_facts_to_data(one, lambda t: t), _facts_to_data(other, lambda t: t))
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_equal(v, other[k]) for k, v in one.items())
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return torch.equal(one, other)
-    return bool(one == other)
-
-
-def _opened(path: Path) -> tuple[str, dict[str, Tensor]]:
-    with safe_open(path, "pt") as file:
-        names = list(file.keys())
-        return file.metadata()[_KEY], {name: file.get_tensor(name) for name in names}
 
 
 def check_kind(path: Path) -> str:
@@ -177,75 +139,82 @@ def check_kind(path: Path) -> str:
     return path.suffix
 
 
-def _facts_to_data(facts: Facts, put: Put) -> dict[str, Any]:
-    data: dict[str, Any] = {"minimum": jsonable(facts.minimum), "maximum": jsonable(facts.maximum)}
-    if facts.set_range is not None:
-        data["set_range"] = jsonable(facts.set_range)
-    if facts.averaged:
-        data["averaged"] = facts.averaged
-    if facts.histogram is not None:
-        bins = facts.histogram.counts.nonzero().flatten()
-        data["histogram"] = {
-            "exponent": facts.histogram.exponent,
-            "bins": put(bins),
-            "counts": put(facts.histogram.counts[bins]),
-        }
-    if facts.channels is not None:
-        data["channels"] = _channels_to_data(facts.channels, put)
-    if facts.sample is not None:
-        kept = facts.sample
-        data["sample"] = {"seen": kept.seen, "rows": put(kept.rows), "order": put(kept.order)}
-    if facts.screen is not None:
-        data["screen"] = jsonable(vars(facts.screen))
-    return data
+def same(one: Facts, other: Facts) -> bool:
+    """Tell whether two facts are the same to the bit."""
+    return _equal(_WITH_TENSORS.write(one, ""), _WITH_TENSORS.write(other, ""))
 
 
-def _channels_to_data(seen: Channels, put: Put) -> dict[str, Any]:
-    data: dict[str, Any] = {"axis": seen.axis, "low": put(seen.low), "high": put(seen.high)}
-    if seen.histograms is not None:
-        found = seen.histograms
-        channels, bins = found.counts.nonzero(as_tuple=True)
-        data["histograms"] = {
-            "exponents": put(found.exponents),
-            "values": found.values,
-            "channels": put(channels.to(torch.int32)),
-            "bins": put(bins.to(torch.int16)),
-            "counts": put(found.counts[channels, bins]),
-        }
-    return data
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_equal(v, other[k]) for k, v in one.items())
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return bool(one == other)
 
 
-def _means_to_data(site: Site, found: Means, put: Put) -> dict[str, Any]:
-    largest = jsonable(found.largest)
-    return {"site": vars(site), "total": put(found.total), "count": found.count, "largest": largest}
-
-
-def _means(data: Mapping[str, Any], get: Get) -> tuple[Site, Means]:
-    total, count, largest = get(data["total"]), int(data["count"]), float(data["largest"])
-    if total.dim() != 1 or total.is_floating_point() or count < 1 or largest < 0:
-        raise ValueError("means have sums or counts that are none")
-    return Site(**data["site"]), Means(total.long(), count, largest)
-
-
-def _entry(data: Mapping[str, Any], get: Get) -> Entry:
-    sites = tuple(Site(**site) for site in data["sites"])
-    if not sites:
-        raise ValueError("an entry has no site")
-    chosen = data.get("set_range")
-    minimum, maximum = _ends(data["minimum"], data["maximum"])
-    return Entry(
-        sites,
-        Facts(
-            minimum=minimum,
-            maximum=maximum,
-            histogram=_histogram(data, get) if "histogram" in data else None,
-            channels=_channels(data["channels"], get) if "channels" in data else None,
-            sample=_sample(data["sample"], get) if "sample" in data else None,
-            screen=_screen(data["screen"]) if "screen" in data else None,
-            averaged=str(data.get("averaged", "")),
-            set_range=None if chosen is None else range_of(*chosen),
-        ),
+def _types(put: Put, get: Get) -> dict[Any, Codec]:
+    """Return the codecs of what statistics consist of; what becomes of tensors is the caller's."""
+    tensor = Codec(lambda value, path: put(value), lambda data, path: get(data))
+    types: dict[Any, Codec] = {Tensor: tensor, float: FLOAT}
+    types[Screen] = _object(
+        {"masked": INTEGER, "values": INTEGER, "bulk": FLOAT, "far": FLOAT}, vars, _screen
     )
+    types[RowSample] = _object(
+        {"seen": INTEGER, "rows": tensor, "order": tensor},
+        lambda kept: {"seen": kept.seen, "rows": kept.rows, "order": kept.order},
+        _sample,
+    )
+    types[Histogram] = _object(
+        {"exponent": INTEGER, "bins": tensor, "counts": tensor}, _bins_of, _histogram
+    )
+    types[ChannelHistograms] = _object(
+        {"values": INTEGER, **dict.fromkeys(("exponents", "channels", "bins", "counts"), tensor)},
+        _channel_bins_of,
+        _channel_histograms,
+    )
+    types[Means] = _checked(of_type(Means, types), _check_means)
+    types[Facts] = _checked(of_type(Facts, types), _check_facts)
+    return types
+
+
+def _object(
+    codecs: Mapping[str, Codec],
+    parts: Callable[[Any], Mapping[str, Any]],
+    make: Callable[..., Any],
+) -> Codec:
+    """Return the codec of a value that is stored by its `parts`, of which `make` makes it again."""
+
+    def read(data: Any, path: str) -> Any:
+        check_mapping(data, path)
+        check_keys(data, codecs, path)
+        return make(**{name: codecs[name].read(item, path) for name, item in data.items()})
+
+    return Codec(
+        lambda value, path: {name: codecs[name].write(v, path) for name, v in parts(value).items()},
+        read,
+    )
+
+
+def _checked(codec: Codec, check: Callable[[Any], None]) -> Codec:
+    def read(data: Any, path: str) -> Any:
+        value = codec.read(data, path)
+        check(value)
+        return value
+
+    return Codec(codec.write, read)
+
+
+def _check_whole(entries: tuple[Entry, ...], batches: int) -> None:
+    """Check what one entry does not show.
+
+    Raises:
+        ValueError: a tensor has two entries, or an entry no tensor.
+    """
+    sites = [site for entry in entries for site in entry.sites]
+    if len(sites) != len(set(sites)) or not all(entry.sites for entry in entries):
+        raise ValueError("a tensor has two entries, or an entry no tensor")
+    if batches < 0:
+        raise ValueError(f"batches is {batches}")
 
 
 def range_of(low: Any, high: Any) -> tuple[float, float]:
@@ -260,18 +229,47 @@ def range_of(low: Any, high: Any) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def _ends(low: Any, high: Any) -> tuple[float | None, float | None]:
-    if low is None or high is None:
-        return None, None
-    low, high = float(low), float(high)
-    if not (math.isfinite(low) and math.isfinite(high) and low <= high):
-        raise ValueError(f"[{low}, {high}] is not the least and the largest of any values")
-    return low, high
+def _check_facts(facts: Facts) -> None:
+    """Check ranges, and give the histograms those that stand beside them."""
+    if facts.set_range is not None:
+        range_of(*facts.set_range)
+    low, high = facts.minimum, facts.maximum
+    if low is not None and high is not None:
+        if not (math.isfinite(low) and math.isfinite(high) and low <= high):
+            raise ValueError(f"[{low}, {high}] is not the least and the largest of any values")
+        if facts.histogram is not None:
+            facts.histogram.minimum, facts.histogram.maximum = low, high
+    if (low is None) is not (high is None):
+        raise ValueError("a tensor has one end of a range")
+    if facts.channels is not None:
+        _check_channels(facts.channels)
 
 
-def _histogram(data: Mapping[str, Any], get: Get) -> Histogram:
-    part, found = data["histogram"], Histogram()
-    bins, counts = get(part["bins"]), get(part["counts"])
+def _check_channels(seen: Channels) -> None:
+    if not (seen.low.is_floating_point() and seen.high.is_floating_point()):
+        raise ValueError("channels have ranges that are no floats")
+    if seen.low.shape != seen.high.shape or not bool(
+        (seen.low <= seen.high).all() & torch.isfinite(seen.high - seen.low).all()
+    ):
+        raise ValueError("channels have ranges that are none")
+    if seen.histograms is not None:
+        if seen.histograms.exponents.shape != seen.low.shape:
+            raise ValueError("not each channel has a range and an exponent")
+        seen.histograms.low, seen.histograms.high = seen.low, seen.high
+
+
+def _check_means(means: Means) -> None:
+    total = means.total
+    if total.dim() != 1 or total.is_floating_point() or means.count < 1 or means.largest < 0:
+        raise ValueError("means have sums or counts that are none")
+
+
+def _bins_of(histogram: Histogram) -> dict[str, Any]:
+    bins = histogram.counts.nonzero().flatten()
+    return {"exponent": histogram.exponent, "bins": bins, "counts": histogram.counts[bins]}
+
+
+def _histogram(exponent: int, bins: Tensor, counts: Tensor) -> Histogram:
     if bins.shape != counts.shape or bool(
         (bins < 0).any() | (bins >= BINS).any() | (counts < 0).any()
     ):
@@ -279,49 +277,50 @@ def _histogram(data: Mapping[str, Any], get: Get) -> Histogram:
     whole = not (counts.is_floating_point() or bins.is_floating_point())
     if len(bins) and not (whole and len(set(bins.tolist())) == len(bins)):
         raise ValueError("a histogram has a bin twice, or a part of a count")
-    if not -_FARTHEST <= int(part["exponent"]) <= _FARTHEST:
-        raise ValueError(f"a histogram has the exponent {part['exponent']}")
+    if not -_FARTHEST <= exponent <= _FARTHEST:
+        raise ValueError(f"a histogram has the exponent {exponent}")
+    found = Histogram()
     found.counts[bins.long()] = counts.long()
-    found.exponent = int(part["exponent"])
-    found.minimum, found.maximum = float(data["minimum"]), float(data["maximum"])
+    found.exponent = exponent
     return found
 
 
-def _channels(data: Mapping[str, Any], get: Get) -> Channels:
-    low, high = get(data["low"]).float(), get(data["high"]).float()
-    if low.shape != high.shape or not bool((low <= high).all() & torch.isfinite(high - low).all()):
-        raise ValueError("channels have ranges that are none")
-    part = data.get("histograms")
-    histograms = None if part is None else _histograms(part, low, high, get)
-    return Channels(int(data["axis"]), low, high, histograms)
+def _channel_bins_of(found: ChannelHistograms) -> dict[str, Any]:
+    channels, bins = found.counts.nonzero(as_tuple=True)
+    return {
+        "values": found.values,
+        "exponents": found.exponents,
+        "channels": channels.to(torch.int32),
+        "bins": bins.to(torch.int16),
+        "counts": found.counts[channels, bins],
+    }
 
 
-def _histograms(data: Mapping[str, Any], low: Tensor, high: Tensor, get: Get) -> ChannelHistograms:
+def _channel_histograms(
+    values: int, exponents: Tensor, channels: Tensor, bins: Tensor, counts: Tensor
+) -> ChannelHistograms:
     found = ChannelHistograms()
-    found.low, found.high, found.values = low, high, int(data["values"])
-    found.exponents = get(data["exponents"]).long()
-    where = get(data["channels"]).long(), get(data["bins"]).long()
-    dense = torch.zeros(len(low), CHANNEL_BINS, dtype=torch.int64)
-    dense.index_put_(where, get(data["counts"]).long())
-    if bool(
-        (torch.stack(where) < 0).any() | (dense < 0).any() | (dense.sum(1) != found.values).any()
-    ):
+    found.values, found.exponents = values, exponents.long()
+    where = channels.long(), bins.long()
+    dense = torch.zeros(len(exponents), CHANNEL_BINS, dtype=torch.int64)
+    dense.index_put_(where, counts.long())
+    if bool((torch.stack(where) < 0).any() | (dense < 0).any() | (dense.sum(1) != values).any()):
         raise ValueError("a channel's histogram has bins or counts that are none")
-    if not low.shape == high.shape == found.exponents.shape:
-        raise ValueError("not each channel has a range and an exponent")
     found.counts = dense.to(found.counts_dtype)
     return found
 
 
-def _sample(data: Mapping[str, Any], get: Get) -> RowSample:
-    rows, order = get(data["rows"]).float(), get(data["order"]).long()
+def _sample(seen: int, rows: Tensor, order: Tensor) -> RowSample:
     if rows.dim() != 2 or order.shape != (len(rows), 3):
         raise ValueError("a sample has rows without an order")
-    return RowSample(rows, order, int(data["seen"]))
+    return RowSample(rows.float(), order.long(), seen)
 
 
-def _screen(data: Mapping[str, Any]) -> Screen:
+def _screen(masked: int, values: int, bulk: float, far: float) -> Screen:
     screen = Screen()
-    screen.masked, screen.values = int(data["masked"]), int(data["values"])
-    screen.bulk, screen.far = float(data["bulk"]), float(data["far"])
+    screen.masked, screen.values, screen.bulk, screen.far = masked, values, bulk, far
     return screen
+
+
+_WITH_TENSORS = _types(lambda tensor: tensor, torch.tensor)[Facts]
+"""What `same` compares."""

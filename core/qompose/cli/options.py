@@ -15,10 +15,9 @@ from qompose.files import destination
 if TYPE_CHECKING:
     from torch.fx import GraphModule
 
-    from qompose.cli.calibration_data import Batch
+    from qompose.cli.calibration_data import Batch, Inputs
     from qompose.quantizer.base import Quantizer
     from qompose.reporting.report_data import Report
-    from qompose.storage.export_archive import Inputs
 
 
 def _positive(text: str) -> int:

@@ -58,11 +58,12 @@ def _add_quantize_arguments(parser: ArgumentParser) -> None:
 def _quantize(options: Namespace, results: Results) -> int:
     """Quantize, write the files and print the report."""
     from qompose.calibration.statistics_data import Statistics
+    from qompose.cli.calibration_data import program_inputs
     from qompose.conversion.convert import convert_pt2e
     from qompose.lowering.lower_regions import lower
     from qompose.preparation.prepare import prepare_pt2e
     from qompose.reporting.build_report import report
-    from qompose.storage.export_archive import load_program, program_inputs
+    from qompose.storage.pt2_archive import load_program
 
     quantizer = chosen_quantizer(options)
     program = load_program(options.model)
@@ -202,8 +203,9 @@ def _calibrate(options: Namespace, results: Results) -> int:
 
 
 def _calibrated(options: Namespace) -> GraphModule:
+    from qompose.cli.calibration_data import program_inputs
     from qompose.preparation.prepare import prepare_pt2e
-    from qompose.storage.export_archive import load_program, program_inputs
+    from qompose.storage.pt2_archive import load_program
 
     if options.model is None or not (options.backend or options.config):
         raise UserError("name a program and --backend or --config; or files to --merge")

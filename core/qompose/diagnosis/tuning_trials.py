@@ -27,7 +27,7 @@ from qompose.diagnosis.error_measures import number_of
 from qompose.diagnosis.operator_sensitivity import SiteCost, site_of
 from qompose.errors import ConfigError, QomposeWarning, StatisticsError, UserError, blaming
 from qompose.files import draft_of
-from qompose.json_codec import jsonable
+from qompose.json_codec import FLOAT, Codec, codecs_of, record
 from qompose.lowering.lower_regions import lower
 from qompose.observers.channel_ranges import base_observer
 from qompose.observers.make_observer import observer_nodes, observers_of
@@ -156,17 +156,8 @@ class Tuning(Printable):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the tuning as JSON data; a score that is infinite is a text."""
-        data: dict[str, Any] = jsonable(
-            {
-                "format": FORMAT,
-                "excluded": [_excluded_to_data(site) for site in self.excluded],
-                "attempts": [vars(attempt) for attempt in self.attempts],
-                "notes": self.notes,
-                "quantizer": self.written,
-                **{name: getattr(self, name) for name in _NUMBERS},
-            }
-        )
-        return data
+        data = _tuning().write(self, "tuning")
+        return {"format": FORMAT, "quantizer": data.pop("written"), **data}
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a JSON file, which `load` reads, and people too.
@@ -189,16 +180,9 @@ class Tuning(Printable):
             data = json.loads(Path(path).read_text("utf-8"))
             if data["format"] > FORMAT:
                 raise UserError(f"{path} was written by a newer release of qompose: upgrade")
-            return cls(
-                excluded=tuple(_excluded_from_data(site) for site in data["excluded"]),
-                attempts=tuple(
-                    Attempt(**{**_from_data(a, _SCORES), "excluded": tuple(a["excluded"])})
-                    for a in data["attempts"]
-                ),
-                notes=tuple(data["notes"]),
-                written=data["quantizer"],
-                **_from_data({name: data[name] for name in _NUMBERS}, _NUMBERS),
-            )
+            del data["format"]
+            tuning: Tuning = _tuning().read({"written": data.pop("quantizer"), **data}, "tuning")
+            return tuning
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             raise UserError(f"{path} holds no tuning: {type(error).__name__}: {error}") from error
 
@@ -224,14 +208,16 @@ class Tuning(Printable):
         yield Table(tried, rows)
 
 
-_NUMBERS = ("score", "float_score", "quantized_score", "max_drop", "float_macs", "macs")
-_SCORES = ("score", "drop")
-
-
-def _from_data(data: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Return data in which some numbers that JSON cannot hold are numbers again."""
-    numbers = {n: float(v) for n, v in data.items() if n in names and isinstance(v, str)}
-    return {**data, **numbers}
+def _tuning() -> Codec:
+    """Return how a tuning is written as data."""
+    setting = Codec(
+        lambda value, path: selectors_to_data(Selectors([value]), {})[0],
+        lambda data, path: selectors_from_data([data], {}, path).settings[0],
+    )
+    quantizer = Codec(lambda value, path: value, lambda data, path: data)
+    types = {float: FLOAT, Setting: setting, Mapping[str, Any]: quantizer}
+    codecs = codecs_of(Tuning, types, leave_out=("_quantizer",), defaults=True)
+    return record(Tuning, codecs, defaults=True)
 
 
 def named_or_nothing(sites: Sequence[str]) -> str:
@@ -243,17 +229,6 @@ def _cells(site: Excluded) -> tuple[object, ...]:
     where = f"{site.name} ({site.operator}{f' in {site.module}' if site.module else ''})"
     others = ", ".join(site.others)
     return (where, "; ".join(site.selectors), site.macs, f"{site.cost:.3g}", others)
-
-
-def _excluded_to_data(site: Excluded) -> dict[str, Any]:
-    settings = selectors_to_data(Selectors(list(site.settings)), {})
-    return {**vars(site), "settings": settings}
-
-
-def _excluded_from_data(data: Mapping[str, Any]) -> Excluded:
-    settings = selectors_from_data(data["settings"], {}, data["name"]).settings
-    cost, others = float(data["cost"]), tuple(data["others"])
-    return Excluded(**{**data, "settings": tuple(settings), "others": others, "cost": cost})
 
 
 def origin(operator: Operator) -> str:

@@ -25,7 +25,7 @@ from qompose.json_codec import (
     BOOLEAN,
     INTEGER,
     NUMBER,
-    QSCHEMES,
+    QSCHEME,
     TEXT,
     Codec,
     check_keys,
@@ -152,7 +152,7 @@ def _arguments(observer: str) -> dict[str, Codec]:
 CODECS: dict[str, Codec] = {
     "dtype": named((*INTEGERS, torch.float16, torch.bfloat16), "a dtype"),
     "scale_dtype": named((torch.float32, torch.float16, torch.bfloat16), "a float dtype"),
-    "qscheme": optional(named(QSCHEMES, "a scheme")),
+    "qscheme": optional(QSCHEME),
     **dict.fromkeys(("quant_min", "quant_max", "ch_axis"), optional(INTEGER)),
     "zero_point": INTEGER,
     **dict.fromkeys(("scale", "eps", "power", "percentile", "averaging_constant"), NUMBER),
@@ -214,12 +214,15 @@ def _write_listed_spec(spec: Any, path: str) -> Any:
     return {**data, "observer": {"elsewhere": f"{inner.__module__}.{name}"}}
 
 
+REPAIR = Codec(_write_repair, _read_repair)
+
+
 def _settings(spec: Codec) -> Codec:
     fields_of_config = {
         **dict.fromkeys(ROLES, spec),
         **dict.fromkeys(("is_qat", "balance"), BOOLEAN),
         "name": TEXT,
-        "repairs": sequence(Codec(_write_repair, _read_repair)),
+        "repairs": sequence(REPAIR),
     }
     return record(QuantizationConfig, fields_of_config)
 

@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from os import PathLike
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from qompose.console import Block, Printable, Table, as_markdown, as_text
 from qompose.errors import ConfigError, UserError, near_names
 from qompose.files import draft_of
+from qompose.json_codec import is_integer, of_type, plain
 from qompose.plan.plan import Requantized
 from qompose.reporting.comparison_data import Comparison
 from qompose.reporting.graph_drawing import DASHED, DOTTED, FULL
@@ -204,19 +205,13 @@ class Report(Printable):
                 report has there.
         """
         try:
-            facts = dict(data)
-            facts["rows"] = tuple(_read(Row, row) for row in facts["rows"])
-            facts["counts"] = _read(Counts, facts["counts"])
-            facts["requantizations"] = tuple(
-                _read(Requantized, item) for item in facts["requantizations"]
-            )
-            report = _read(cls, facts)
+            report: Report = _REPORT.read(data, "report")
             if report.stage not in _STAGES or not {row.state for row in report.rows} <= {*STATES}:
                 raise ValueError("it has a stage, or rows have a state, that there is not")
             return report
-        except (TypeError, KeyError, ValueError) as error:
-            expected = ", ".join(field.name for field in fields(cls))
-            raise ConfigError(f"this is not a report ({error}); a report has {expected}") from error
+        except ValueError as error:
+            wanted = ", ".join(field.name for field in fields(cls))
+            raise ConfigError(f"this is not a report ({error}); a report has {wanted}") from error
 
     def to_json(self, indent: int | None = 2) -> str:
         """Return the report as JSON text."""
@@ -332,30 +327,12 @@ class Report(Printable):
 
 
 _STAGES = ("prepared", "converted", "reference", "lowered")
-Data = TypeVar("Data")
 
 
 def _check_state(state: object) -> None:
     if state not in STATES:
         close = near_names(str(state), STATES)
         raise UserError(f"unknown state {state!r}{close}; states: {', '.join(STATES)}")
-
-
-def _read(kind: type[Data], facts: Mapping[str, Any]) -> Data:
-    """Return an object of a dataclass whose numbers, texts and lists of texts are read from data."""
-    read = dict(facts)
-    for name, kind_of_field in ((f.name, f.type) for f in fields(kind) if f.name in read):  # type: ignore[arg-type]
-        value = read[name]
-        if kind_of_field == "tuple[str, ...]":
-            good = isinstance(value, (list, tuple)) and all(isinstance(v, str) for v in value)
-            read[name] = tuple(value) if good else value
-        elif kind_of_field == "int":
-            good = type(value) is int and value >= 0
-        else:
-            good = kind_of_field != "str" or isinstance(value, str)
-        if not good:
-            raise TypeError(f"{name} of {kind.__name__} cannot be {value!r}")
-    return kind(**read)
 
 
 _HEADER = ("operator", "state", "owner", "kernel or reason", "operators", "MACs")
@@ -430,3 +407,7 @@ class Counts:
     def __str__(self) -> str:
         """Return the counts that are not zero in one line, "nothing" where all are."""
         return ", ".join(f"{n} {name}" for name, n in self.__dict__.items() if n) or "nothing"
+
+
+_COUNT = plain("an integer from 0 on", lambda value: is_integer(value) and value >= 0)
+_REPORT = of_type(Report, {int: _COUNT})

@@ -502,16 +502,17 @@ def _short(value: object) -> str | None:
 
 def observer_name(spec: QuantizationSpecBase) -> str | None:
     """Return the name of the observer or fake-quantizer that a specification asks for."""
-    return _observer_name(getattr(spec, "observer_or_fake_quant_ctr", None))
+    return factory_name(getattr(spec, "observer_or_fake_quant_ctr", None))
 
 
-def _observer_name(factory: object) -> str | None:
+def factory_name(factory: object) -> str | None:
+    """Return the name of what an observer factory makes; it may be wrapped, with its arguments."""
     if factory is None:
         return None
     for attribute in ("observer", "p"):  # ours, torch.ao's PartialWrapper
         inner = getattr(factory, attribute, None)
         if inner is not None and not isinstance(factory, type):
-            return _observer_name(getattr(inner, "func", inner))
+            return factory_name(getattr(inner, "func", inner))
     return getattr(factory, "__name__", str(factory))
 
 

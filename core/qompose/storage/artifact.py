@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`save` and `load`.
+"""`save` and `load`: quantized models as one file, which runs no code when it is read.
 
-Save and load: quantized models as one file of tensors and JSON, which runs no code when it is read.
-
-A lowered model is stored as the converted program that it was made of and the target, and is lowered again
-by `load`: what kernels need of memory and layout belongs to the machine on which they run.
-
-With what a saved model was made: versions, owners and their packages, operators, schemes, processor.
+A lowered model is stored as the converted program that it was made of with the target, and is lowered again
+by `load`: what kernels need of memory and layout belongs to the machine on which they run. A manifest has
+with what the model was made: versions, owners and their packages, operators, schemes, processor.
 """
 
 from __future__ import annotations
@@ -18,7 +15,7 @@ import re
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +30,7 @@ from qompose.backend.interface import Backend
 from qompose.errors import (
     ArtefactError,
     BackendNotFoundError,
+    ConfigError,
     ExcludedBackendError,
     MissingBackendError,
     PluginError,
@@ -42,6 +40,7 @@ from qompose.errors import (
     UserError,
 )
 from qompose.files import destination
+from qompose.json_codec import of_type, optional
 from qompose.lowering.lower_regions import (
     ONLY,
     attach_records,
@@ -63,15 +62,15 @@ from qompose.storage.artifact_file import (
     unpack_bits,
     write as write_file,
 )
-from qompose.storage.json_values import NotStorable, UnknownType, check_fields
+from qompose.storage.json_values import NotStorable, UnknownType
 from qompose.storage.program_json import (
     ProgramReader,
     ProgramWriter,
     UnknownOperator,
     changes_of,
-    decode_changed,
     decode_record,
     encode_record,
+    with_changes,
 )
 
 
@@ -98,7 +97,9 @@ def save(model: Any, path: str | os.PathLike[str]) -> None:
         with in_method(name):
             converted[name], lowered[name] = _parts(method)
     counts = {
-        name: asdict(count_nodes(method)) if isinstance(method, GraphModule) else None
+        name: _COUNTS.write(
+            count_nodes(method) if isinstance(method, GraphModule) else None, "counts"
+        )
         for name, method in methods.items()
     }
     targets = {record.target if record else "" for record in lowered.values()}
@@ -107,14 +108,14 @@ def save(model: Any, path: str | os.PathLike[str]) -> None:
     destination(path)  # refused before any work is done
     try:
         body, blocks = _described(converted, lowered, counts)
-    except NotStorable as reason:
+    except (NotStorable, ConfigError) as reason:
         raise ArtefactError(f"The model cannot be saved, because it has {reason}.") from reason
     write_file({**body, "target": targets.pop()}, blocks, path)
 
 
 def _as_path(path: object, function: str) -> Path:
     if not isinstance(path, (str, os.PathLike)):
-        raise UserError(f"{function} takes the path of a file, and got {path!r}")
+        raise UserError(f"{function} expects the path of a file, got {path!r}")
     return Path(path)
 
 
@@ -254,8 +255,8 @@ def load(
         for name, (_, record) in parts.items()
         for line in _changes(name, stored.lowered[name], record)
     ):
-        told = f"{path} was lowered again with other kernels than it was saved with:{changed}"
-        warnings.warn(told, QomposeWarning, stacklevel=2)
+        message = f"{path} was lowered again with other kernels than it was saved with:{changed}"
+        warnings.warn(message, QomposeWarning, stacklevel=2)
     return result
 
 
@@ -287,11 +288,11 @@ def read(path: str | os.PathLike[str]) -> Any:
     no kernel is needed to tell of them; several are in a dict.
     """
     stored = _stored(_as_path(path, "load"))
-    told = {
+    recorded = {
         name: SimpleNamespace(meta={META_KEY: record}, counts=stored.counts[name])
         for name, record in stored.lowered.items()
     }
-    return stored.of(told or stored.models)
+    return stored.of(recorded or stored.models)
 
 
 def _stored(path: Path) -> _Stored:
@@ -329,17 +330,16 @@ def _models(path: Path, body: Mapping[str, Any], blocks: Mapping[str, Tensor]) -
         models[name] = attach(module, replace(record, backends=backends, state=state))
         report(module)  # where the parts of a forged record do not fit, this does not work
         if target:
-            lowered[name] = decode_changed(part["record"], part["lowered"])
-            counts[name] = None if part["counts"] is None else _counted(part["counts"])
+            lowered[name] = decode_record(
+                with_changes(part["record"], part["lowered"]), stages=("lowered",)
+            )
+            counts[name] = _COUNTS.read(part["counts"], "counts")
             if lowered[name].target != target:
                 raise ValueError(f"a model for {lowered[name].target!r} in a file of {target!r}")
     return _Stored(path, models, lowered, counts, target)
 
 
-def _counted(data: Mapping[str, int]) -> Counts:
-    counts = Counts(**data)
-    check_fields(counts)
-    return counts
+_COUNTS = optional(of_type(Counts, {}))
 
 
 def _program(

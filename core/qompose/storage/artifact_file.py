@@ -1,19 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The file of an artifact: blocks of memory and JSON.
-
-The file of a saved model: blocks of memory and one description in JSON, written whole and read strictly.
+"""The file of a saved model: blocks of memory with one description in JSON.
 
 It is a safetensors file. Its header, checked when it is opened, can name no code; any tool of the field can
 list the tensors; and what a model consists of besides them is JSON text in its metadata. A SHA-256 of that
 text, and in it one of each block of memory, tell a damaged file from a sound one. They are no signature: who
 may write the file may write them too.
 
-Tensors as blocks of memory and views of them: what shares memory is stored once, and shares it again.
-
-Integers of few values packed into bytes: torch has no tensors of four or two bits, and a file needs none.
-
-What fits is found from the values, not from a scheme, and comes back bit by bit: `value = field + low`.
-Zero points of groups fit too, which are as many as the scales, eight bytes each, and as a rule all zero.
+Tensors are views of blocks: what shares memory is stored once, and shares it again. Integers of few values
+are packed into bytes: torch has no tensors of four or two bits, and a file needs none. What fits is found
+from the values, not from a scheme, and comes back bit by bit: `value = field + low`. Zero points of groups
+fit too, which are as many as the scales, eight bytes each, and as a rule all zero.
 """
 
 from __future__ import annotations
@@ -23,8 +19,8 @@ import hashlib
 import json
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from zipfile import is_zipfile
@@ -37,10 +33,11 @@ from torch import Tensor, nn
 
 from qompose.errors import ArtefactError
 from qompose.files import draft_of
+from qompose.json_codec import DTYPE, named, of_type, plain, sequence
 from qompose.program.graph import address_of
-from qompose.storage.json_values import NotStorable, decode, encode
+from qompose.storage.json_values import NotStorable
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 _KEY = "qompose"
 
 
@@ -115,9 +112,9 @@ def _body(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
     if _KEY not in metadata:
         raise ArtefactError(f"{path} is a safetensors file that qompose.save did not write")
     try:
-        found = _parsed(metadata[_KEY])
-        number, digests, body = found["format_version"], found["sha256"], found.get("model")
-        author = str(found["written_by"])
+        found = json.loads(metadata[_KEY])
+        number, author, body = found["format_version"], str(found["written_by"]), found.get("model")
+        sound = isinstance(body, dict) and _hash(body) == found["sha256"]
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise ArtefactError(f"{path} is damaged: its description cannot be read") from error
     if type(number) is not int or number < 1:
@@ -132,31 +129,10 @@ def _body(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
             f"{path} has version {number} of the format, written by {author[:80]}; qompose "
             f"{version('qompose')} reads version {FORMAT_VERSION}. {remedy}."
         )
-    if not isinstance(body, dict) or _hash(body) != digests:
+    if not sound:
         raise ArtefactError(f"{path} is damaged: its description is not the one that was saved")
-    return body
-
-
-def _parsed(text: str) -> Any:
-    """Return JSON data that means one thing: no name occurs twice, and every number is one.
-
-    Raises:
-        ValueError, RecursionError: the text is no such JSON.
-    """
-    data = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_number)
-    _text(data)  # 1e999 is read as infinity
-    return data
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a name occurs twice")
-    return found
-
-
-def _no_number(name: str) -> Any:
-    raise ValueError(f"{name} is no number of JSON")
+    described: dict[str, Any] = body
+    return described
 
 
 # A block is stored in the shape and type of a tensor that fills it, so that other tools can read it; these
@@ -171,19 +147,55 @@ _ALIGNMENT = 16  # a multiple of every item size
 
 
 @dataclass(frozen=True)
+class _View:
+    """Which part of a block a tensor is; of no block, one that has no values."""
+
+    dtype: torch.dtype
+    device: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    parameter: bool
+    requires_grad: bool
+    block: str | None = None
+    offset: int = 0
+
+    @property
+    def reach(self) -> int:
+        """How many items of memory the tensor needs from its first one to its last."""
+        if 0 in self.shape:
+            return 0
+        sizes = zip(self.shape, self.stride, strict=True)
+        return 1 + sum((size - 1) * stride for size, stride in sizes)
+
+
+_SIZE = plain("a size", lambda value: type(value) is int and 0 <= value < 2**63)
+_VIEW = of_type(_View, {torch.dtype: DTYPE, int: _SIZE})
+
+
+@dataclass(frozen=True)
 class _Extent:
     """The bytes of its storage that a tensor reaches."""
 
     path: str
     tensor: Tensor
-    start: int
-    end: int
+    view: _View
+
+    @property
+    def start(self) -> int:
+        """Return the first byte."""
+        return int(self.tensor.storage_offset()) * self.tensor.element_size()
+
+    @property
+    def end(self) -> int:
+        """Return the byte behind the last."""
+        return self.start + self.view.reach * self.tensor.element_size()
 
 
 def pack(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return how each tensor is a view of a block, and the blocks, by the path of one of their tensors.
 
-    Of a storage the bytes from the first to the last that any tensor reaches are kept.
+    Of a storage the bytes from the first to the last that any tensor reaches are kept. A tensor of two paths
+    has at the second one the first path.
 
     Raises:
         NotStorable: a tensor that is not plain memory.
@@ -193,20 +205,28 @@ def pack(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tenso
     first: dict[int, str] = {}
     for path, tensor in tensors.items():
         _check(path, tensor)
-        if id(tensor) in first:
-            views[path] = {"same": first[id(tensor)]}
+        if first.setdefault(id(tensor), path) != path:
+            views[path] = first[id(tensor)]
             continue
-        first[id(tensor)] = path
-        views[path] = _describe(tensor)
+        view = _View(
+            tensor.dtype,
+            str(tensor.device),
+            tuple(tensor.shape),
+            tensor.stride(),
+            isinstance(tensor, nn.Parameter),
+            tensor.requires_grad,
+        )
+        views[path] = _VIEW.write(view, path)
         if tensor.numel():
-            groups[tensor.device, address_of(tensor)].append(_extent(path, tensor))
+            groups[tensor.device, address_of(tensor)].append(_Extent(path, tensor, view))
     blocks = {}
     for extents in groups.values():
         name, block, low = _block(extents)
         blocks[name] = block
         for extent in extents:
             offset = (extent.start - low) // extent.tensor.element_size()
-            views[extent.path] |= {"block": name, "offset": offset}
+            placed = replace(extent.view, block=name, offset=offset)
+            views[extent.path] = _VIEW.write(placed, extent.path)
     return views, blocks
 
 
@@ -218,23 +238,6 @@ def _check(path: str, tensor: Tensor) -> None:
         raise NotStorable(f"{path} is a tensor without plain memory ({kind})")
     if tensor.is_conj() or tensor.is_neg():
         raise NotStorable(f"{path} is a lazy conjugate or negative: call resolve_conj, resolve_neg")
-
-
-def _describe(tensor: Tensor) -> dict[str, Any]:
-    return {
-        "dtype": encode(tensor.dtype),
-        "device": str(tensor.device),
-        "shape": list(tensor.shape),
-        "stride": list(tensor.stride()),
-        "parameter": isinstance(tensor, nn.Parameter),
-        "requires_grad": tensor.requires_grad,
-    }
-
-
-def _extent(path: str, tensor: Tensor) -> _Extent:
-    reach = _reach(list(tensor.shape), list(tensor.stride()))
-    start = int(tensor.storage_offset()) * tensor.element_size()
-    return _Extent(path, tensor, start, start + reach * tensor.element_size())
 
 
 def _block(extents: list[_Extent]) -> tuple[str, Tensor, int]:
@@ -263,30 +266,33 @@ def unpack(views: Mapping[str, Any], blocks: Mapping[str, Tensor]) -> Iterator[t
         ArtefactError: a device is not there in this process.
         ValueError, TypeError, LookupError, RuntimeError: the data is not what `pack` made.
     """
-    _check_devices(views)
+    read = {p: v if isinstance(v, str) else _VIEW.read(v, p) for p, v in views.items()}
+    _check_devices({view.device for view in read.values() if isinstance(view, _View)})
     made: dict[str, Tensor] = {}
     placed: dict[tuple[str, str], Tensor] = {}
-    for path, view in views.items():
-        if "same" in view:
-            made[path] = made[view["same"]]
+    for path, view in read.items():
+        if isinstance(view, str):
+            made[path] = made[view]
             yield path, made[path]
             continue
-        dtype, device = decode(view["dtype"]), str(view["device"])
-        if "block" in view:
-            place = (view["block"], device)
-            if place not in placed:
-                placed[place] = blocks[view["block"]].reshape(-1).to(device)
-            tensor = _view(placed[place], dtype, view)
-        else:
-            if _reach(view["shape"], view["stride"]):
+        if view.block is None:
+            if view.reach:
                 raise ValueError(f"{path} has no memory")
-            tensor = torch.empty_strided(view["shape"], view["stride"], dtype=dtype, device=device)
-        made[path] = tensor = _as_it_was(tensor, view)
-        yield path, tensor
+            tensor = torch.empty_strided(
+                view.shape, view.stride, dtype=view.dtype, device=view.device
+            )
+        else:
+            place = (view.block, view.device)
+            if place not in placed:
+                placed[place] = blocks[view.block].reshape(-1).to(view.device)
+            tensor = _part(placed[place], view)
+        tensor.requires_grad_(view.requires_grad)
+        made[path] = nn.Parameter(tensor, view.requires_grad) if view.parameter else tensor
+        yield path, made[path]
 
 
-def _check_devices(views: Mapping[str, Any]) -> None:
-    for device in sorted({str(view["device"]) for view in views.values() if "device" in view}):
+def _check_devices(devices: Collection[str]) -> None:
+    for device in sorted(devices):
         try:
             if torch.empty(0, device=device).is_meta:
                 raise ValueError("no tensor of it has memory")
@@ -299,39 +305,15 @@ def _check_devices(views: Mapping[str, Any]) -> None:
             ) from error
 
 
-def _view(block: Tensor, dtype: torch.dtype, view: Mapping[str, Any]) -> Tensor:
+def _part(block: Tensor, view: _View) -> Tensor:
     """Return a view of a block, which it does not reach beyond."""
-    if block.dtype is not dtype:
-        size = torch.empty(0, dtype=dtype).element_size()
+    if block.dtype is not view.dtype:
+        size = torch.empty(0, dtype=view.dtype).element_size()
         flat = block.view(torch.uint8)
-        block = flat[: len(flat) - len(flat) % size].view(dtype)
-    offset = view["offset"]
-    if not _is_size(offset) or offset + _reach(view["shape"], view["stride"]) > block.numel():
+        block = flat[: len(flat) - len(flat) % size].view(view.dtype)
+    if view.offset + view.reach > block.numel():
         raise ValueError("a tensor reaches beyond its block")
-    return block.as_strided(view["shape"], view["stride"], block.storage_offset() + offset)
-
-
-def _reach(shape: Any, stride: Any) -> int:
-    """Return how many items of memory a tensor needs from its first one to its last.
-
-    Raises:
-        ValueError, TypeError: these are no sizes and strides.
-    """
-    if not all(map(_is_size, [*shape, *stride])) or len(shape) != len(stride):
-        raise ValueError(f"{str([shape, stride])[:80]} are no sizes and strides")
-    if 0 in shape:
-        return 0
-    return 1 + int(sum((n - 1) * s for n, s in zip(shape, stride, strict=True)))
-
-
-def _is_size(number: object) -> bool:
-    return type(number) is int and 0 <= number < 2**63
-
-
-def _as_it_was(tensor: Tensor, view: Mapping[str, Any]) -> Tensor:
-    if view["parameter"]:
-        return nn.Parameter(tensor, requires_grad=bool(view["requires_grad"]))
-    return tensor.requires_grad_(bool(view["requires_grad"]))
+    return block.as_strided(view.shape, view.stride, block.storage_offset() + view.offset)
 
 
 def digest(block: Tensor) -> str:
@@ -343,10 +325,22 @@ def digest(block: Tensor) -> str:
 
 
 _BITS = (2, 4)
-_TYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
-}
+_INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
+
+
+@dataclass(frozen=True)
+class _Packing:
+    """How integers from `low` on became fields of `bits` in bytes."""
+
+    bits: int
+    low: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+_PACKING = of_type(
+    _Packing, {torch.dtype: named(_INTEGERS, "an integer type"), tuple[int, ...]: sequence(_SIZE)}
+)
 _WORTH = 1024
 """Bytes below which a block is left as it is, readable by other tools: there is little to save."""
 
@@ -358,19 +352,14 @@ def pack_bits(blocks: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, T
     """
     found: dict[str, Any] = {}
     stored = dict(blocks)
-    names = {dtype: name for name, dtype in _TYPES.items()}
     for name, block in blocks.items():
-        if block.dtype not in names or block.numel() < _WORTH:
+        if block.dtype not in _INTEGERS or block.numel() < _WORTH:
             continue
         low, high = (int(bound) for bound in block.aminmax())
         bits = next((bits for bits in _BITS if high - low < 1 << bits), None)
         if bits is not None:
-            found[name] = {
-                "bits": bits,
-                "low": low,
-                "dtype": names[block.dtype],
-                "shape": [*block.shape],
-            }
+            packing = _Packing(bits, low, block.dtype, tuple(block.shape))
+            found[name] = _PACKING.write(packing, name)
             stored[name] = _packed(block, low, bits)
     return found, stored
 
@@ -394,16 +383,15 @@ def unpack_bits(packed: Mapping[str, Any], stored: Mapping[str, Tensor]) -> dict
     return {**stored, **{name: _unpacked(stored[name], facts) for name, facts in packed.items()}}
 
 
-def _unpacked(block: Tensor, facts: Mapping[str, Any]) -> Tensor:
-    bits, low, dtype, shape = facts["bits"], facts["low"], _TYPES[facts["dtype"]], facts["shape"]
-    if bits not in _BITS or not all(type(size) is int and size >= 0 for size in (bits, *shape)):
-        raise ValueError(f"{str(facts)[:80]} is no way to pack integers")
-    range_ = torch.iinfo(dtype)
-    if type(low) is not int or not range_.min <= low <= range_.max:
-        raise ValueError(f"{str(low)[:20]} is no value of {dtype}")
-    count, each = torch.Size(shape).numel(), 8 // bits
+def _unpacked(block: Tensor, data: Any) -> Tensor:
+    packing: _Packing = _PACKING.read(data, "packed")
+    bits, low, dtype = packing.bits, packing.low, packing.dtype
+    bounds = torch.iinfo(dtype)
+    if bits not in _BITS or not bounds.min <= low <= bounds.max:
+        raise ValueError(f"{packing} is no way to pack integers")
+    count, each = torch.Size(packing.shape).numel(), 8 // bits
     if block.dtype is not torch.uint8 or block.dim() != 1 or len(block) != -(-count // each):
         raise ValueError(f"a packed block has not the bytes of {count} values")
     places = torch.arange(0, 8, bits, dtype=torch.uint8, device=block.device)
     fields: Tensor = (block[:, None] >> places) & ((1 << bits) - 1)
-    return (fields.reshape(-1)[:count].to(dtype) + low).reshape(shape)
+    return (fields.reshape(-1)[:count].to(dtype) + low).reshape(packing.shape)

@@ -1,39 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values, pytrees and symbolic sizes as JSON.
+"""What nodes of a graph hold, as JSON: arguments, argument trees, symbolic sizes.
 
-Values as JSON and back: what arguments of operators and fields of records are made of.
-
-JSON's own types stand for themselves. Everything else is an object with one key, its tag, so that a file
-can name nothing but what the tables of its reader list.
-
-Whether values have the types that a dataclass declares: what is read from a file may be anything.
-
-Argument trees as JSON and back.
-
-torch's own reader imports modules that the text names, for default factories and enumerations; this one
-makes containers, and types that somebody registered in this process under the stored name.
-
-Symbolic sizes as JSON and back: expressions as trees of names from a table, and a ShapeEnv of its own.
-
-torch's serializer stores expressions as text and reads them with `sympy.sympify`, which evaluates it as
-Python: a file could run anything. Here a tree is built from the functions listed below.
+A file is data: it can name nothing but what the tables here list. torch's own readers evaluate sizes as
+Python and import what argument trees name, so a size is read from its syntax tree, and a tree of arguments
+is checked before torch reads it. Archives of torch.export are checked by the same functions.
 """
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import json
 import math
 import re
-import types
-from collections import OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields
 from functools import cache
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any
 
 import sympy  # type: ignore[import-untyped]
 import torch
-from torch.fx import Node
+from sympy.printing.repr import ReprPrinter  # type: ignore[import-untyped]
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 from torch.utils._sympy import functions
@@ -116,174 +102,173 @@ def _constants(kind: str) -> dict[str, Any]:
     return {_short(v): v for v in vars(torch).values() if isinstance(v, kinds[kind])}
 
 
-def check_fields(made: Any, only: tuple[str, ...] | None = None) -> None:
-    """Check the fields of a dataclass, whose values were checked themselves where they are dataclasses.
-
-    Raises:
-        TypeError: a field has a value of another type than it declares.
-    """
-    kind: Any = type(made)
-    hints = _hints(kind)
-    for field in fields(made):
-        value = getattr(made, field.name)
-        if (only is None or field.name in only) and not conforms(value, hints[field.name]):
-            raise TypeError(f"{type(made).__name__}.{field.name} is {str(value)[:80]!r}")
-
-
-@cache
-def _hints(kind: Any) -> dict[str, Any]:
-    return get_type_hints(kind)
-
-
-def conforms(value: Any, hint: Any) -> bool:
-    """Tell whether a value is of a declared type. A bool is no number, and an int is a float."""
-    origin, parts = get_origin(hint), get_args(hint)
-    if origin in (Union, types.UnionType):
-        return any(conforms(value, part) for part in parts)
-    if origin is tuple and parts[-1:] == (...,):
-        return isinstance(value, tuple) and all(conforms(item, parts[0]) for item in value)
-    if origin is tuple:
-        fits = isinstance(value, tuple) and len(value) == len(parts)
-        return fits and all(map(conforms, value, parts))
-    if origin is list:
-        return isinstance(value, (list, tuple)) and all(conforms(item, parts[0]) for item in value)
-    if origin is not None and issubclass(origin, Mapping):
-        fits = isinstance(value, Mapping)
-        return fits and all(
-            conforms(k, parts[0]) and conforms(v, parts[1]) for k, v in value.items()
-        )
-    if origin is Callable:
-        return callable(value)
-    return _is(value, hint)
-
-
-def _is(value: Any, kind: Any) -> bool:
-    if kind is Any or kind is Node:  # a record names nodes, and says nothing else of them
-        return True
-    if kind in (int, float):
-        numbers = (int,) if kind is int else (int, float)
-        return isinstance(value, numbers) and not isinstance(value, bool)
-    return isinstance(value, kind)
-
-
-_LEAF = "*"
-_CONTAINERS: dict[str, type] = {
-    "tuple": tuple,
-    "list": list,
-    "dict": dict,
-    "OrderedDict": OrderedDict,
-    "deque": deque,
-}
-_NAMES = {kind: name for name, kind in _CONTAINERS.items()}
-
-
 class UnknownType(LookupError):  # noqa: N818 - it says what the type is
     """A stored type of arguments or results is not registered in this process."""
 
 
-def encode_tree(spec: Any) -> Any:
-    """Return a TreeSpec as data; a leaf is a star.
+def encode_tree(spec: pytree.TreeSpec) -> str:
+    """Return a TreeSpec as text, as torch writes it.
 
     Raises:
-        NotStorable: it has a type that nobody registered with a name for files.
+        NotStorable: it has a type without a name for files, or one that is code.
     """
-    if spec.is_leaf():
-        return _LEAF
-    children = [encode_tree(child) for child in spec.children()]
-    if spec.type is defaultdict:
-        raise NotStorable("a defaultdict among arguments or results: its factory is code")
-    if spec.type in _NAMES:
-        return {"type": _NAMES[spec.type], "context": encode(spec.context), "children": children}
-    named = spec.type is namedtuple  # of any class, which is the context
-    kind = spec.context if named else spec.type
-    definition = pytree.SUPPORTED_SERIALIZED_TYPES.get(kind)
-    name = getattr(definition, "serialized_type_name", pytree.NO_SERIALIZED_TYPE_NAME_FOUND)
-    if not isinstance(name, str) or name == pytree.NO_SERIALIZED_TYPE_NAME_FOUND:
-        raise NotStorable(
-            f"arguments or results of type {kind.__module__}.{kind.__qualname__}, which is registered "
-            "with no serialized_type_name: see torch.export.register_dataclass"
-        )
-    return {
-        "registered": name,
-        "module": kind.__module__,
-        "context": None if named else _dumpable(spec, definition),
-        "children": children,
-    }
-
-
-def _dumpable(spec: Any, definition: Any) -> Any:
-    if definition.to_dumpable_context is not None:
-        return encode(definition.to_dumpable_context(spec.context))
     try:
-        return json.loads(json.dumps(spec.context))
-    except TypeError:
-        kind = f"{spec.type.__module__}.{spec.type.__qualname__}"
-        raise NotStorable(f"the context of a {kind}: {spec.context!r}") from None
+        text = pytree.treespec_dumps(spec)
+        if decode_tree(text) != spec:
+            raise ValueError(f"{spec} is read as another one")
+    except (NotImplementedError, TypeError, ValueError) as error:
+        raise NotStorable(f"arguments or results that cannot be stored: {error}") from error
+    return text
 
 
-def decode_tree(data: Any) -> Any:
-    """Return the TreeSpec that data stands for.
+def decode_tree(text: str) -> pytree.TreeSpec:
+    """Return the TreeSpec that text stands for.
 
     Raises:
         UnknownType: it has a type that is not registered in this process.
-        ValueError, TypeError, LookupError: the data is malformed.
+        ValueError, TypeError, LookupError: it is malformed, or names code.
     """
-    if data == _LEAF:
-        return pytree.treespec_leaf()
-    children = [decode_tree(child) for child in data["children"]]
-    if "type" in data:
-        kind, context = _CONTAINERS[data["type"]], decode(data["context"])
-        _check(kind, context, len(children))
-        return pytree.TreeSpec(kind, context, children)
-    name = data["registered"]
-    found: Any = pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE.get(name)
-    if found is None or found in (defaultdict, namedtuple):
+    check_tree(text)
+    try:
+        return pytree.treespec_loads(text)
+    except NotImplementedError as error:
         raise UnknownType(
-            f"its arguments or results have the type {name}, which is not registered in this process: "
-            f"import {data['module']}, or what registers it, before"
+            f"its arguments or results have a type that is not registered in this process ({error})"
+        ) from error
+
+
+def check_tree(text: str) -> None:
+    """Check that an argument tree is of containers and registered types.
+
+    Raises:
+        ValueError: it is not: torch would import the factory or the enumeration that it names.
+    """
+    waiting = [json.loads(text)]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, dict):
+            if "__enum__" in part or "default_factory_module" in part:
+                raise ValueError("arguments of a type that torch would import code for")
+            if isinstance(part.get("context"), str):
+                with contextlib.suppress(ValueError):  # text that only a type's own reader reads
+                    waiting.append(json.loads(part["context"]))
+        waiting += (
+            part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
         )
-    if pytree.is_namedtuple_class(found):
-        return pytree.TreeSpec(namedtuple, found, children)
-    definition = pytree.SUPPORTED_SERIALIZED_TYPES[found]
-    context = data["context"]
-    if definition.from_dumpable_context is not None:
-        context = definition.from_dumpable_context(decode(context))
-    return pytree.TreeSpec(found, context, children)
 
 
-def _check(kind: type, context: Any, children: int) -> None:
-    """Check that a container's context is what its type wants: its keys, or its greatest length."""
-    keyed = kind in (dict, OrderedDict)
-    fits = len(context) == children if keyed else context is None or isinstance(context, int)
-    if not fits:
-        raise ValueError(f"{context!r} does not belong to a {kind.__name__} of {children}")
-
-
-_FROM_SYMPY = "Add Mul Pow Rational Eq Ne Lt Le Gt Ge And Or Not Abs"
+_FROM_SYMPY = (
+    "Integer Rational Add Mul Pow Eq Ne Lt Le Gt Ge And Or Not Abs Equality Unequality StrictLessThan "
+    "LessThan StrictGreaterThan GreaterThan"
+)
 _FROM_TORCH = (
     "FloorDiv ModularIndexing Where PythonMod Mod CleanDiv CeilToInt FloorToInt CeilDiv LShift RShift Max "
     "Min PowByNatural FloatPow FloatTrueDiv IntTrueDiv TruncToFloat TruncToInt RoundToInt RoundDecimal "
-    "ToFloat Identity"
+    "ToFloat Identity IsNonOverlappingAndDenseIndicator"
 )
 _FUNCTIONS: dict[str, Any] = {
     **{name: getattr(sympy, name) for name in _FROM_SYMPY.split()},
     **{name: getattr(functions, name) for name in _FROM_TORCH.split()},
 }
-FUNCTION_NAMES = frozenset(_FUNCTIONS)
 """What sizes may be computed with."""
-_RELATIONS = {  # sympy's classes are called otherwise than their constructors
-    "Equality": "Eq",
-    "Unequality": "Ne",
-    "StrictLessThan": "Lt",
-    "LessThan": "Le",
-    "StrictGreaterThan": "Gt",
-    "GreaterThan": "Ge",
-}
 _BITS = 128
 """Of the largest number in an expression: products of sizes, and no more."""
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _UNBACKED = {"u": "unbacked_symint_counter", "zuf": "unbacked_symfloat_counter"}
 Symbolic = (torch.SymInt, torch.SymFloat, torch.SymBool)
+Expression = Any
+"""Of sympy, which has no types."""
+
+
+class _Printer(ReprPrinter):  # type: ignore[misc]
+    """Writes an expression as calls of its functions on numbers and names of symbols."""
+
+    def _print_Symbol(self, expr: Expression) -> str:  # noqa: N802 - sympy's name
+        return str(expr.name)
+
+    def _print_Integer(self, expr: Expression) -> str:  # noqa: N802
+        return str(expr.p)
+
+    def _print_Float(self, expr: Expression) -> str:  # noqa: N802
+        return repr(float(expr))
+
+
+def expression(
+    text: str, symbols: Mapping[str, Expression], hints: Mapping[Expression, Expression]
+) -> Expression:
+    """Return the expression that a text stands for; it is built from its syntax tree, and not evaluated.
+
+    Args:
+        symbols: by name. A text of torch's declares symbols itself.
+        hints: the numbers that symbols have as examples, by symbol.
+
+    Raises:
+        ValueError: it is more than a computation with sizes, or has numbers larger than sizes are.
+        KeyError: there is no such symbol.
+    """
+    try:
+        tree = ast.parse(text, mode="eval")
+    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
+        raise ValueError(f"the size {text[:80]!r} cannot be read") from error
+    return _Builder(text, symbols, hints).build(tree.body)
+
+
+class _Builder:
+    """Builds an expression from a syntax tree."""
+
+    def __init__(
+        self, text: str, symbols: Mapping[str, Expression], hints: Mapping[Expression, Expression]
+    ) -> None:
+        self._text, self._symbols, self._hints = text, symbols, hints
+
+    def build(self, node: ast.AST) -> Expression:
+        match node:
+            case ast.Name(id="true" | "false" as name):
+                return sympy.true if name == "true" else sympy.false
+            case ast.Name(id=name):
+                return self._symbols[name]
+            case ast.Constant(value=int() | float() as number):
+                return self._small(sympy.sympify(number))
+            case ast.UnaryOp(op=ast.USub(), operand=ast.Constant() as operand):
+                return -self.build(operand)
+            case ast.Call(func=ast.Name(id="Float"), args=[ast.Constant(value=str(number))]):
+                return sympy.Float(float(number))
+            case ast.Call(func=ast.Name(id="Symbol"), args=[ast.Constant(value=str(name))]):
+                if _NAME.fullmatch(name):
+                    return sympy.Symbol(name, **self._assumptions(node.keywords))
+            case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]):
+                if name in _FUNCTIONS:
+                    return self._computed(name, [self.build(part) for part in arguments])
+        raise ValueError(f"the size {self._text[:80]!r} is more than a computation with sizes")
+
+    def _assumptions(self, keywords: list[ast.keyword]) -> dict[str, bool]:
+        return {str(k.arg): ast.literal_eval(k.value) is True for k in keywords}
+
+    def _computed(self, name: str, arguments: list[Expression]) -> Expression:
+        """Return a function of expressions; numbers stay as small as sizes are, and so do their hints."""
+        if "Pow" in name or "Shift" in name:
+            self._check_exponent(arguments[1])
+        found = _FUNCTIONS[name](*arguments)
+        if found.is_Pow:  # powers of powers become one
+            self._check_exponent(found.exp)
+        self._small(found.xreplace(self._hints))
+        return self._small(found)
+
+    def _small(self, number: Expression) -> Expression:
+        if number.is_Rational and max(abs(number.p), number.q).bit_length() > _BITS:
+            raise ValueError(
+                f"the size {self._text[:80]!r} is more than a computation with sizes: it has more than "
+                f"{_BITS} bits"
+            )
+        return number
+
+    def _check_exponent(self, exponent: Expression) -> None:
+        value = exponent.xreplace(self._hints)
+        if value.is_number and not abs(value) <= _BITS:
+            raise ValueError(
+                f"the size {self._text[:80]!r} is more than a computation with sizes: it has a power or "
+                f"shift by more than {_BITS}"
+            )
 
 
 class SymbolWriter:
@@ -291,6 +276,7 @@ class SymbolWriter:
 
     def __init__(self) -> None:
         self.symbols: dict[str, Any] = {}
+        self._texts: dict[Expression, str] = {}
 
     def encode(self, value: Any) -> Any:
         """Return a symbolic number as data.
@@ -299,25 +285,20 @@ class SymbolWriter:
             NotStorable: it is computed by a function that is not listed here.
         """
         kind = {torch.SymInt: "int", torch.SymFloat: "float", torch.SymBool: "bool"}[type(value)]
-        return [kind, self._tree(value.node.expr, value.node.shape_env)]
+        expr, env = value.node.expr, value.node.shape_env
+        if expr not in self._texts:  # the sizes of one batch occur at every node
+            self._texts[expr] = self._text(expr, env)
+        return [kind, self._texts[expr]]
 
-    def _tree(self, expr: Any, env: ShapeEnv) -> Any:
-        if expr.is_Symbol:
-            self._note(expr, env)
-            return str(expr)
-        if expr in (sympy.true, sympy.false):
-            return bool(expr)
-        if expr.is_Integer:
-            return int(expr)
-        if expr.is_Rational:
-            return ["Rational", int(expr.p), int(expr.q)]
-        if expr.is_Float:
-            return float(expr)
-        name = type(expr).__name__
-        name = _RELATIONS.get(name, name)
-        if name not in _FUNCTIONS:
-            raise NotStorable(f"the size {expr}, computed by {name}")
-        return [name, *(self._tree(argument, env) for argument in expr.args)]
+    def _text(self, expr: Expression, env: ShapeEnv) -> str:
+        for symbol in sorted(expr.free_symbols, key=str):
+            self._note(symbol, env)
+        text: str = _Printer().doprint(expr)
+        try:
+            expression(text, {symbol.name: symbol for symbol in expr.free_symbols}, {})
+        except ValueError as error:
+            raise NotStorable(f"the size {expr}: {error}") from error
+        return text
 
     def _note(self, symbol: Any, env: ShapeEnv) -> None:
         if str(symbol) in self.symbols:
@@ -338,7 +319,8 @@ class SymbolReader:
 
     def __init__(self, symbols: dict[str, Any]) -> None:
         self.env = ShapeEnv(assume_static_by_default=True)
-        self._symbols: dict[str, Any] = {}
+        self._symbols: dict[str, Expression] = {}
+        self._known: dict[str, Expression] = {}
         for name, facts in symbols.items():
             self._add(name, facts)
 
@@ -360,8 +342,10 @@ class SymbolReader:
 
     def decode(self, data: Any) -> Any:
         """Return the symbolic number that data stands for."""
-        kind, tree = data
-        expr = self._expression(tree)
+        kind, text = data
+        if text not in self._known:
+            self._known[text] = expression(text, self._symbols, self.env.backed_var_to_val)
+        expr = self._known[text]
         if kind == "bool":
             return self.env.create_symboolnode(expr)
         make = {"int": self.env.create_symintnode, "float": self.env.create_symfloatnode}[kind]
@@ -369,34 +353,3 @@ class SymbolReader:
         if not hint.is_number:
             return make(expr, hint=None)
         return make(expr, hint=int(hint) if kind == "int" else float(hint))
-
-    def _expression(self, tree: Any) -> Any:
-        if isinstance(tree, str):
-            return self._symbols[tree]
-        if isinstance(tree, list):
-            name, *arguments = tree
-            return self._computed(name, [self._expression(argument) for argument in arguments])
-        if isinstance(tree, bool):
-            return sympy.true if tree else sympy.false
-        return sympy.Integer(tree) if isinstance(tree, int) else sympy.Float(tree)
-
-    def _computed(self, name: str, arguments: list[Any]) -> Any:
-        """Return a function of expressions; numbers stay as small as sizes are, and so do their hints.
-
-        Raises:
-            ValueError: they would not.
-        """
-        if "Pow" in name or "Shift" in name:
-            self._check_exponent(arguments[1])
-        found = _FUNCTIONS[name](*arguments)
-        if found.is_Pow:  # powers of powers become one
-            self._check_exponent(found.exp)
-        for number in (found, found.xreplace(self.env.backed_var_to_val)):
-            if number.is_Rational and max(abs(number.p), number.q).bit_length() > _BITS:
-                raise ValueError(f"a size of more than {_BITS} bits")
-        return found
-
-    def _check_exponent(self, exponent: Any) -> None:
-        value = exponent.xreplace(self.env.backed_var_to_val)
-        if value.is_number and not abs(value) <= _BITS:
-            raise ValueError(f"a power or shift by more than {_BITS}")

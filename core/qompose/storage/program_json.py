@@ -1,27 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A graph and its record as JSON.
-
-A graph of operators as JSON and back: nodes with their names, examples and tags, and how it is called.
+"""A converted program as JSON: its graph with the record of how it was quantized.
 
 Not torch's serializer, for three reasons. It stores exported programs, so a converted graph would have to
 be traced again, which renames nodes and paths. It reads shapes with `eval`, guards with `exec`, and any
 attribute of `torch` as an operator, so a file could run code. And `torch.export.load` unpickles. Here a
 file can name registered operators and the functions listed below, and nothing else.
 
-The record of a converted model as JSON and back: all that `report` and `lower` read, without live objects.
-
-Callables of specifications (observer factories, functions that derive parameters) have done their work
-when a model is converted. They are stored by name; what comes back has that name, and raises when called.
+Of the record, all is stored that `report` and `lower` read, without live objects. Callables of
+specifications (observer factories, functions that derive parameters) have done their work when a model is
+converted. They are stored by name; what comes back has that name, and raises when called.
 """
 
 from __future__ import annotations
 
+import json
 import keyword
 import math
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import torch._higher_order_ops  # registers the operators that take graphs
@@ -30,29 +28,39 @@ from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.graph import CodeGen, _PyTreeInfo
 
-from qompose.errors import UserError
-from qompose.observers.channel_ranges import Balance
-from qompose.plan.plan import Group, Operator, Plan, Record, Rewrite
+from qompose.errors import ConfigError, UserError
+from qompose.json_codec import (
+    DTYPE,
+    QSCHEME,
+    TEXT,
+    Codec,
+    codecs_of,
+    of_type,
+    plain,
+    read_fields,
+    write_fields,
+)
+from qompose.observers.config_json import REPAIR
+from qompose.plan.plan import Record
 from qompose.program.call_signature import CheckedCalls, input_checks, read_tree
 from qompose.program.graph import get_attribute, pytree_info
 from qompose.program.meta import CUSTOM_KEY
 from qompose.spec import qdq as _registers  # noqa: F401 - registers the operators
-from qompose.spec.claim import AddedBias, Claim, Conflict, Operand, Point, PointSpec, Product
-from qompose.spec.qparams import Bounds
+from qompose.spec.claim import Point
 from qompose.spec.quantization_spec import (
     DerivedQuantizationSpec,
     FixedQParamsQuantizationSpec,
     QuantizationSpec,
+    QuantizationSpecBase,
+    Repair,
     SharedQuantizationSpec,
-    spec_to_dict,
+    factory_name,
 )
 from qompose.storage.json_values import (
-    Decoders,
     NotStorable,
     Symbolic,
     SymbolReader,
     SymbolWriter,
-    check_fields,
     decode,
     decode_tree,
     encode,
@@ -105,7 +113,7 @@ class ProgramWriter:
         return {
             "graph": graph,
             "symbols": self._symbols.symbols,
-            "stacks": list(self.stacks),
+            "stacks": list(map(json.loads, self.stacks)),
         }
 
     def _graph(self, module: GraphModule, prefix: str) -> dict[str, Any]:
@@ -175,19 +183,7 @@ class ProgramWriter:
             [key, path, kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}"]
             for key, (path, kind) in stack.items()
         ]
-        return self.stacks.setdefault(_joined(rows), len(self.stacks))
-
-
-_ROW, _CELL = "\x1e", "\x1f"  # ASCII's own separators
-
-
-def _joined(rows: list[list[str]]) -> str:
-    return _ROW.join(_CELL.join(row) for row in rows)
-
-
-def _split(stack: str) -> dict[str, tuple[str, str]]:
-    rows = [row.split(_CELL) for row in stack.split(_ROW)]
-    return {key: (path, kind) for key, path, kind in rows}
+        return self.stacks.setdefault(json.dumps(rows), len(self.stacks))
 
 
 def _encode_node(value: Any) -> Any:
@@ -220,6 +216,8 @@ def decode_target(name: str) -> Callable[..., Any]:
         LookupError: it is neither.
     """
     if "::" not in name:
+        if name not in _FUNCTIONS:
+            raise LookupError(f"{name[:80]!r} is no operator that a file may call")
         return _FUNCTIONS[name]
     namespace, _, rest = name.partition("::")
     if namespace == "higher_order":
@@ -299,7 +297,7 @@ class ProgramReader:
 
     def __init__(self, data: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         self._data, self._tensors = data, tensors
-        self._stacks = [_split(stack) for stack in data["stacks"]]
+        self._stacks = [{key: (path, kind) for key, path, kind in rows} for rows in data["stacks"]]
         self._symbols = SymbolReader(data["symbols"])
         self._mode = FakeTensorMode(
             allow_non_fake_inputs=True, shape_env=self._symbols.env, allow_fallback_kernels=False
@@ -406,18 +404,6 @@ def _quotable(text: object) -> str:
     return text
 
 
-_CLASSES: dict[str, Any] = {
-    kind.__name__: kind
-    for kind in (
-        *(Plan, Claim, Point, PointSpec, Bounds, Operand, AddedBias, Product, Conflict),
-        *(Group, Balance, Operator, Rewrite),
-        *(QuantizationSpec, FixedQParamsQuantizationSpec),
-        *(SharedQuantizationSpec, DerivedQuantizationSpec),
-    )
-}
-_FACTS = tuple(f.name for f in fields(Record) if f.name not in ("backends", "state", "source"))
-
-
 class _Spent:
     """Stands for a callable that a stored specification had."""
 
@@ -436,63 +422,52 @@ class _Spent:
         return hash(self.__name__)
 
 
+def _tagged(kinds: Mapping[str, Codec]) -> Codec:
+    """Return the codec of a value of one of several classes, with the name of its class."""
+
+    def write(value: Any, path: str) -> Any:
+        name = type(value).__name__
+        if name not in kinds:
+            raise ConfigError(f"{path} is a {name}, which is none of {', '.join(kinds)}")
+        return {name: kinds[name].write(value, path)}
+
+    def read(data: Any, path: str) -> Any:
+        ((name, inner),) = data.items()
+        return kinds[name].read(inner, path)
+
+    return Codec(write, read)
+
+
+_TYPES: dict[Any, Codec] = {
+    torch.dtype: DTYPE,
+    torch.qscheme: QSCHEME,
+    Callable: Codec(
+        lambda factory, path: factory_name(factory),
+        lambda name, path: _Spent(TEXT.read(name, path)),
+    ),
+    int | str: plain("an integer or a string", lambda value: type(value) in (int, str)),
+    Repair: REPAIR,
+}
+_TYPES[tuple[Node, Node] | Node] = of_type(Point, {})  # which stands for both in a plan
+_TYPES[QuantizationSpecBase] = _tagged(
+    {
+        kind.__name__: of_type(kind, _TYPES)
+        for kind in (
+            *(QuantizationSpec, FixedQParamsQuantizationSpec),
+            *(SharedQuantizationSpec, DerivedQuantizationSpec),
+        )
+    }
+)
+_FACTS = codecs_of(Record, _TYPES, leave_out=("backends", "state", "source"))
+
+
 def encode_record(record: Record) -> Any:
     """Return the lasting part of a converted model's record as data.
 
     Raises:
-        NotStorable: a specification of a class that core does not know.
+        ConfigError: a specification of a class that core does not know.
     """
-    return {name: encode(getattr(record, name), _encode) for name in _FACTS}
-
-
-def _encode(value: Any) -> Any:
-    kind = type(value).__name__
-    if _CLASSES.get(kind) is type(value):
-        data = {f.name: encode(getattr(value, f.name), _encode) for f in fields(value)}
-        if isinstance(value, QuantizationSpec):  # it may be wrapped, with its arguments
-            data["observer_or_fake_quant_ctr"] = {
-                "callable": (spec_to_dict(value) or {})["observer"]
-            }
-        return {kind: data}
-    if isinstance(value, Mapping):  # of another class than dict
-        return encode(dict(value), _encode)
-    if callable(value):
-        return {"callable": getattr(value, "__name__", type(value).__name__)}
-    raise NotStorable(f"a {type(value).__module__}.{type(value).__qualname__} in the record")
-
-
-def _decoder(kind: str) -> Callable[[Any], Any]:
-    def make(data: Any) -> Any:
-        made = _CLASSES[kind](**{k: decode(v, _DECODERS) for k, v in data.items()})
-        check_fields(made)
-        return made
-
-    return make
-
-
-_DECODERS: Decoders = {"callable": _Spent, **{kind: _decoder(kind) for kind in _CLASSES}}
-
-
-def changes_of(before: Any, after: Any) -> Any:
-    """Return what makes `after` of `before`, both by `encode_record`: fields that differ, and theirs."""
-    if not (isinstance(before, dict) and isinstance(after, dict) and set(before) == set(after)):
-        return {"is": after}
-    return {k: changes_of(before[k], after[k]) for k in after if before[k] != after[k]}
-
-
-def _changed(before: Any, changes: Any) -> Any:
-    if set(changes) == {"is"}:
-        return changes["is"]
-    return {**before, **{k: _changed(before[k], change) for k, change in changes.items()}}
-
-
-def decode_changed(before: Mapping[str, Any], changes: Any) -> Record:
-    """Return the record of a lowered model, from that of the converted one and `changes_of`.
-
-    Raises:
-        ValueError, TypeError, LookupError: the data is malformed.
-    """
-    return decode_record(_changed(before, changes), stages=("lowered",))
+    return write_fields(record, Record, _FACTS, "record", defaults=True)
 
 
 def decode_record(
@@ -503,13 +478,23 @@ def decode_record(
     Raises:
         ValueError, TypeError, LookupError: the data is malformed.
     """
-    facts = {name: decode(data[name], _DECODERS) for name in _FACTS if name in data}
-    if not isinstance(facts.get("plan"), Plan) or facts.get("stage") not in stages:
+    record: Record = read_fields(data, Record, _FACTS, "record")
+    if record.stage not in stages:
         raise ValueError(f"it has no plan of a {' or '.join(stages)} model")
-    record = Record(**facts)
-    check_fields(record, only=_FACTS)
     _check_references(record)
     return record
+
+
+def changes_of(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what makes the record `after` of `before`, both as data: fields that differ, and the plan's."""
+    changed = {key: value for key, value in after.items() if before.get(key) != value}
+    plan = {k: v for k, v in after["plan"].items() if before["plan"].get(k) != v}
+    return {**changed, "plan": plan}
+
+
+def with_changes(before: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the record, as data, of which `changes_of` returned the changes."""
+    return {**before, **changes, "plan": {**before["plan"], **changes["plan"]}}
 
 
 def _check_references(record: Record) -> None:

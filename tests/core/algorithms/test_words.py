@@ -96,8 +96,8 @@ def test_two_strengths_at_once(repairs: Any) -> None:
         ({"smooth_quant": {"beta": 0.5}}, "unknown key 'beta'"),
         ({"smooth_quant": {"alpha": 2}}, r"repairs\[0\].smooth_quant: alpha of SmoothQuant"),
         ({"smooth_quant": {"alpha": "half"}}, "alpha"),
-        ({}, "has to be an object with keys"),
-        (3, "a text"),
+        ({}, "must be an object with keys"),
+        (3, "must be a string, got 3"),
     ],
 )
 def test_a_wrong_strength_in_data_is_named(data: Any, message: str) -> None:

@@ -24,7 +24,6 @@ from qompose.quantizer.arbitration import reanchored
 from qompose.spec import FixedQParamsQuantizationSpec
 from qompose.spec.claim import Claim, Point, PointSpec, shared_with
 from qompose.spec.qparams import Bounds
-from qompose.storage.program_json import decode_record, encode_record
 from torch import nn
 from torch.ao.quantization.fake_quantize import FakeQuantize
 from torch.ao.quantization.observer import MinMaxObserver as TorchMinMaxObserver
@@ -352,15 +351,6 @@ class TestAtConvert:
         bounds = [[s.bounds for s in c.specs] for c in plan_of(converted).claims]
         assert [[s.bounds for s in c.specs] for c in plan_of(loaded).claims] == bounds
         assert bounds[0][-1] == Bounds(scale_max_upper_bound=1.0)
-
-
-def test_records_of_files_without_bounds_are_read() -> None:
-    converted = convert(export(seeded(nn.Linear(3, 4)), X), toy(LINEAR), X)
-    record = encode_record(converted.meta["qompose"])
-    older = json.loads(json.dumps(record).replace(', "bounds": null', ""))
-    assert older != json.loads(json.dumps(record))
-    (claim,) = decode_record(older).plan.claims
-    assert [spec.bounds for spec in claim.specs] == [None, None, None]
 
 
 def _parameters(converted: Any) -> list[dict[str, Any]]:

@@ -38,7 +38,7 @@ from tests.core.toy import export, prepare, toy
     ],
 )  # fmt: skip
 def test_ends_that_are_none(tmp_path: Path, name: str, value: Any) -> None:
-    refused_by_load(tmp_path, lambda data: data["entries"][0].__setitem__(name, value))
+    refused_by_load(tmp_path, lambda data: data["entries"][0]["facts"].__setitem__(name, value))
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_ends_that_are_none(tmp_path: Path, name: str, value: Any) -> None:
 )
 def test_histograms_that_are_none(tmp_path: Path, name: str, value: Any) -> None:
     def change(data: Any) -> None:
-        part = data["entries"][0]["histogram"]
+        part = data["entries"][0]["facts"]["histogram"]
         if name == "bins":
             part["bins"][1] = part["bins"][0]
         elif name == "counts":

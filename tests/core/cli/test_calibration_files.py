@@ -8,15 +8,30 @@ from typing import Any
 
 import pytest
 import torch
-from qompose.cli.calibration_data import Batch, read_batches
+from qompose.cli.calibration_data import Batch, Input, Inputs, program_inputs, read_batches
 from qompose.errors import CalibrationError
-from qompose.storage.export_archive import Inputs, program_inputs
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.export import Dim
+from torch.export import Dim, ExportedProgram
 
-from tests.core.storage.test_program_files import mixed
-from tests.core.toy import export, randn
+from tests.core.toy import export, randn, seeded
+
+
+class Mixed(nn.Module):
+    """Positional and keyword arguments, a nested one, and a number."""
+
+    def forward(self, x: Tensor, times: int, *, extra: dict[str, Tensor], ids: Tensor) -> Tensor:
+        return x * times + extra["a"] + ids.sum()
+
+
+def mixed() -> ExportedProgram:
+    batch = Dim("batch", min=2, max=64)
+    return torch.export.export(
+        Mixed(),
+        (randn(4, 3), 2),
+        {"extra": {"a": randn(3)}, "ids": torch.ones(4, dtype=torch.int64)},
+        dynamic_shapes={"x": {0: batch}, "times": None, "extra": {"a": None}, "ids": {0: batch}},
+    )
 
 
 class Two(nn.Module):
@@ -270,3 +285,54 @@ def test_a_batch_size_for_a_list_is_refused(tmp_path: Path) -> None:
 def test_a_batch_size_that_the_program_does_not_take_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CalibrationError, match="10 samples in batches of 2 are nothing"):
         read(write(tmp_path, SAMPLES), one(), size=2)
+
+
+class TestInputs:
+    """Names, types and sizes of the tensors; other values are those of the export."""
+
+    def test_as_text(self) -> None:
+        assert str(program_inputs(mixed())) == (
+            "x: float32[2..64, 3], extra_a: float32[3], ids: int64[2..64] "
+            "(in x: float32[2..64, 3], times: 2, extra: {'a': float32[3]}, ids: int64[2..64])"
+        )
+        assert (
+            str(program_inputs(export(seeded(nn.Linear(3, 4)), randn(2, 3))))
+            == "input: float32[2, 3]"
+        )
+
+    def test_other_leaves_have_their_value(self) -> None:
+        others = [leaf for leaf in program_inputs(mixed()).leaves if not isinstance(leaf, Input)]
+        assert others == [2]
+
+    def test_call(self) -> None:
+        """Values by name become arguments by name, in the structure of the program."""
+        inputs = program_inputs(mixed())
+        x, a, ids = randn(2, 3), randn(3), torch.ones(2, dtype=torch.int64)
+        leaves = inputs.filled({"x": x, "extra_a": a, "ids": ids})
+        call = inputs.call(leaves)
+        assert call == {"x": x, "times": 2, "extra": {"a": a}, "ids": ids}
+
+    @pytest.mark.parametrize(
+        ("value", "said"),
+        [
+            (randn(2, 3), None),
+            (randn(64, 3), None),
+            (randn(65, 3), "is float32[65, 3], and the program takes float32[2..64, 3]"),
+            (randn(1, 3), "is float32[1, 3]"),
+            (randn(2, 4), "is float32[2, 4]"),
+            (randn(2, 3, 1), "is float32[2, 3, 1]"),
+            (randn(2, 3).double(), "is float64[2, 3]"),
+            (3, "is int, and not a tensor"),
+        ],
+        ids=["least", "most", "too many", "too few", "other size", "other rank", "dtype", "type"],
+    )
+    def test_objection(self, value: object, said: str | None) -> None:
+        objection = program_inputs(mixed()).tensors[0].objection(value)
+        assert objection == said if said is None else said in (objection or "")
+
+    @pytest.mark.parametrize(("size", "taken"), [(1, False), (2, True), (64, True), (65, False)])
+    def test_batches(self, size: int, taken: bool) -> None:
+        x, a, _ = program_inputs(mixed()).tensors
+        assert x.takes_batch(size) is taken
+        assert x.example_batch == 4
+        assert a.takes_batch(3)

@@ -17,7 +17,7 @@ from qompose.preparation import prepare
 from torch import Tensor, nn
 
 from tests.core.backend.test_plugins import Install, install
-from tests.core.storage.test_program_files import mixed
+from tests.core.cli.test_calibration_files import mixed
 from tests.core.toy import (
     LINEAR,
     LINEAR_RELU,

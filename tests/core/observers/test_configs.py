@@ -141,31 +141,31 @@ assert SPEC is not None
 CONFIG = config_to_json(STATIC)
 assert CONFIG is not None
 MALFORMED = {
-    "no object": ([], "config is .*and has to be an object"),
+    "no object": ([], "config must be an object"),
     "an unknown key": (
         {**CONFIG, "wieght": None}, r"config has the unknown key 'wieght' \(did you mean 'weight'"
     ),
     "a role left out": (
         {k: v for k, v in CONFIG.items() if k != "weight"}, "config needs weight"
     ),
-    "a role of another type": ({**CONFIG, "weight": "int8"}, "config.weight is 'int8'"),
-    "a flag that is a number": ({**CONFIG, "is_qat": 1}, "config.is_qat is 1, and has to be true or"),
-    "a name that is a number": ({**CONFIG, "name": 3}, "config.name is 3, and has to be a text"),
+    "a role of another type": ({**CONFIG, "weight": "int8"}, "config.weight must be .*'int8'"),
+    "a flag that is a number": ({**CONFIG, "is_qat": 1}, "config.is_qat must be true or false, got 1"),
+    "a name that is a number": ({**CONFIG, "name": 3}, "config.name must be a string, got 3"),
 }  # fmt: skip
 IN_A_SPEC = {
     "an unknown key": ({"quant_mni": 0}, r"unknown key 'quant_mni' \(did you mean 'quant_min'"),
-    "an unknown dtype": ({"dtype": "int7"}, r"dtype is 'int7', and has to be a dtype \(did you mean"),
-    "no dtype": ({"dtype": None}, "dtype is None, and has to be a dtype"),
-    "torch's own name": ({"dtype": "torch.int8"}, "dtype is 'torch.int8'"),
+    "an unknown dtype": ({"dtype": "int7"}, r"dtype must be a dtype .*got 'int7' \(did you mean"),
+    "no dtype": ({"dtype": None}, "dtype must be a dtype .*got None"),
+    "torch's own name": ({"dtype": "torch.int8"}, "dtype must be .*'torch.int8'"),
     "an unknown scheme": (
-        {"qscheme": "per_channel"}, r"qscheme is 'per_channel', and has to be a scheme \(did you mean"
+        {"qscheme": "per_channel"}, r"qscheme must be a scheme .*got 'per_channel' \(did you mean"
     ),
-    "a bound that is a fraction": ({"quant_min": -1.5}, "quant_min is -1.5, and has to be a whole"),
-    "a bound that is a flag": ({"quant_max": True}, "quant_max is True, and has to be a whole"),
+    "a bound that is a fraction": ({"quant_min": -1.5}, "quant_min must be an integer, got -1.5"),
+    "a bound that is a flag": ({"quant_max": True}, "quant_max must be an integer, got True"),
     "a bound outside the dtype": ({"quant_max": 128}, r"weight: quant_min=-128, quant_max=128 is not"),
-    "blocks that are a number": ({"block_size": 32}, "block_size is 32, and has to be a list"),
+    "blocks that are a number": ({"block_size": 32}, "block_size must be a list, got 32"),
     "a channel scheme without axis": ({"qscheme": "per_channel_affine"}, "weight: .* needs ch_axis"),
-    "an observer by name alone": ({"observer": "MinMaxObserver"}, "observer is 'MinMaxObserver', and"),
+    "an observer by name alone": ({"observer": "MinMaxObserver"}, "observer must be .*'MinMaxObserver'"),
     "an unknown observer": (
         {"observer": {"observer": "MinMaxObserve"}},
         r"observer.observer must be an observer.*got 'MinMaxObserve' \(did you mean 'MinMaxO",
@@ -183,11 +183,11 @@ IN_A_SPEC = {
     ),
     "an argument of another type": (
         {"observer": {"observer": "MinMaxObserver", "args": {"eps": "small"}}},
-        "observer.args.eps is 'small', and has to be a finite number",
+        "observer.args.eps must be a finite number, got 'small'",
     ),
     "an argument that is not finite": (
         {"observer": {"observer": "MinMaxObserver", "args": {"eps": float("inf")}}},
-        "observer.args.eps is inf",
+        "observer.args.eps must be a finite number, got inf",
     ),
 }  # fmt: skip
 
@@ -218,7 +218,7 @@ assert FIXED is not None
             {k: v for k, v in FIXED.items() if k != "zero_point"}, "spec needs zero_point", id="half"
         ),
         pytest.param({**FIXED, "scale": -1}, "spec: scale must be positive", id="negative scale"),
-        pytest.param({**FIXED, "zero_point": 1.0}, "zero_point is 1.0, and has to be", id="float"),
+        pytest.param({**FIXED, "zero_point": 1.0}, "zero_point must be an integer, got 1.0", id="float"),
     ],
 )  # fmt: skip
 def test_fixed_parameters_need_both_of_them_and_no_observer(data: Any, complaint: str) -> None:
@@ -235,11 +235,11 @@ UNWRITABLE = {
         type("MinMaxObserver", (MinMaxObserver,), {}), "none of qompose's observers"
     ),
     "an argument that is no number": (
-        MinMaxObserver.with_args(eps=torch.tensor(1.0)), r"observer\.args\.eps is tensor\(1\.\)"
+        MinMaxObserver.with_args(eps=torch.tensor(1.0)), r"args\.eps must be a finite number, got tens"
     ),
     "blocks as a list": (
         qompose.observers.PerBlockMinMaxObserver.with_args(block_size=[32]),
-        "args.block_size is .32., and has"
+        "args.block_size must be a tuple, got .32."
     ),
 }  # fmt: skip
 
@@ -259,7 +259,7 @@ def test_callables_that_are_not_ours_are_refused_when_written(factory: Any, comp
             DerivedQuantizationSpec([], max, torch.int32), "DerivedQuantizationSpec", id="derived"
         ),
         pytest.param(
-            replace(INT8, is_dynamic=1), "spec.is_dynamic is 1, and has to be true or", id="flag"  # type: ignore[arg-type]
+            replace(INT8, is_dynamic=1), "spec.is_dynamic must be true or false, got 1", id="flag"  # type: ignore[arg-type]
         ),
     ],
 )  # fmt: skip
@@ -271,7 +271,7 @@ def test_what_a_graph_or_a_wrong_type_holds_is_refused_when_written(
 
 
 def test_what_is_no_configuration_is_refused() -> None:
-    with pytest.raises(ConfigError, match="'static', which is no QuantizationConfig"):
+    with pytest.raises(ConfigError, match="must be a QuantizationConfig, got 'static'"):
         config_to_json("static")  # type: ignore[arg-type]
 
 

@@ -209,15 +209,10 @@ def test_without_its_backend_a_model_loads_as_before(
     assert torch.equal(qompose.load(tmp_path / "model")(X), converted()(X))
 
 
-def test_files_of_earlier_releases_ask_for_nothing() -> None:
-    data = encode_record(converted(requirements=lambda uses: BITS).meta["qompose"])
-    assert decode_record(data).requirements == {"toy": BITS}
-    del data["requirements"]
-    assert decode_record(data).requirements == {}
-
-
 def test_forged_requirements_are_refused() -> None:
     data = encode_record(converted(requirements=lambda uses: BITS).meta["qompose"])
     forged = json.loads(json.dumps(data["requirements"]).replace('"many"', "7"))
-    with pytest.raises(TypeError, match=r"Record\.requirements is"):
+    with pytest.raises(
+        ConfigError, match=r"record\.requirements\.toy\.bits must be a string, got 7"
+    ):
         decode_record({**data, "requirements": forged})

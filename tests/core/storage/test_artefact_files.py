@@ -20,10 +20,10 @@ import torch
 from qompose.errors import ArtefactError
 from qompose.program.graph import get_attribute
 from qompose.storage import artifact, artifact_file
-from qompose.storage.json_values import encode
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from tests.core.storage.test_artefact import MLP, ROOT, X, mlp, stored, unquantized
 from tests.core.toy import LINEAR, export, prepare, seeded, toy
@@ -44,139 +44,98 @@ def rewrite(path: Path, change: Callable[[Any], Any], **facts: Any) -> None:
     save_file(load_file(path), path, {"qompose": json.dumps(known)})
 
 
-def nodes(body: Any) -> Any:
-    return model_in(body)["program"]["graph"]["nodes"]
+METHOD = ("methods", "")
+GRAPH = (*METHOD, "program", "graph")
+NODES, CALL = (*GRAPH, "nodes"), (*GRAPH, "call")
+SYMBOLS = (*METHOD, "program", "symbols")
+BIAS, INPUT, LAST = (*NODES, 3), (*NODES, 8), (*NODES, -2)
+"""The node that reads `first.bias`, the placeholder, and the last call."""
+PLAN = (*METHOD, "record", "plan")
+VIEW = ("tensors", "first.bias")
+GONE = object()
 
 
-def model_in(body: Any) -> Any:
-    """What is said of the one model."""
-    return body["methods"][""]
-
-
-def set_in(part: Any, key: Any, value: Any) -> None:
-    part[key] = value
-
-
-def plan_in(body: Any) -> Any:
-    """The fields of its plan."""
-    return model_in(body)["record"]["plan"]["Plan"]
+def forge(body: Any, *edits: tuple[tuple[Any, ...], Any]) -> None:
+    """Put values in the places that keys lead to, or take away what is there."""
+    for (*where, last), value in edits:
+        part = body
+        for key in where:
+            part = part[key]
+        if value is GONE:
+            del part[last]
+        else:
+            part[last] = value
 
 
 def _nested(depth: int) -> Any:
     return [_nested(depth - 1)] if depth else []
 
 
+def _size(text: str) -> Any:
+    return {"symbolic": ["int", text]}
+
+
 HINTED = {"hint": 2**40, "range": [0, None], "assumptions": {"integer": True, "positive": True}}
+FACTORY = json.dumps(
+    {"default_factory_module": "os", "default_factory_name": "getcwd", "dict_context": []}
+)
+TREE = {"type": "collections.defaultdict", "context": FACTORY, "children_spec": []}
+NO_ARGUMENTS = pytree.treespec_dumps(pytree.tree_structure(((), {})))
 COMMAND = "__import__('os').system('touch PWNED')"
 # fx writes a step of a path that is no identifier as getattr(..., "step").
 PATH = 'first.x", None) or getattr(__import__("os"), "system")("touch PWNED") or getattr(self, "y'
-FORGERIES = {
-    "a function": lambda b: set_in(nodes(b)[-2], "target", "torch.os.system"),
-    "a function of a module": lambda b: set_in(nodes(b)[-2], "target", "os.system"),
-    "an unknown operator": lambda b: set_in(nodes(b)[-2], "target", "mylib::mine.default"),
-    "a method of torch.ops": lambda b: set_in(nodes(b)[-2], "target", "load_library::a.b"),
-    "an operator on files": lambda b: set_in(nodes(b)[-2], "target", "aten::from_file.default"),
-    "code in a higher-order name": lambda b: set_in(
-        nodes(b)[-2], "target", "higher_order::inductor_compiled_code"
-    ),
-    "code for a name": lambda b: set_in(nodes(b)[0], "name", f"x=({COMMAND})"),
-    "code for an argument": lambda b: set_in(nodes(b)[0], "target", f"x=({COMMAND})"),
-    "code for a signature": lambda b: set_in(
-        model_in(b)["program"]["graph"]["call"], "names", [f"x=({COMMAND})"]
-    ),
-    "code for a keyword": lambda b: set_in(
-        nodes(b)[-2], "kwargs", {"dict": [[f"a=({COMMAND}),b", 1]]}
-    ),
-    "code for a path": lambda b: (
-        [set_in(n, "target", PATH) for n in nodes(b) if n["target"] == "first.bias"]
-        + [set_in(b["tensors"], PATH, b["tensors"]["first.bias"])]
-    ),
-    "code for a size": lambda b: set_in(
-        nodes(b)[0], "example", {"symbolic": ["int", ["eval", COMMAND]]}
-    ),
-    "code for a symbol": lambda b: set_in(
-        model_in(b)["program"],
-        "symbols",
-        {COMMAND: {"hint": 1, "range": [0, 1], "assumptions": {}}},
-    ),
-    "a factory": lambda b: set_in(
-        model_in(b)["program"]["graph"]["call"],
-        "outputs",
-        {
-            "registered": "collections.defaultdict",
-            "module": "collections",
-            "context": encode(
-                {
-                    "default_factory_module": "os",
-                    "default_factory_name": "getcwd",
-                    "dict_context": ["y"],
-                }
-            ),
-            "children": ["*"],
-        },
-    ),
-    "a class": lambda b: set_in(model_in(b)["record"], "plan", {"Popen": {}}),
-    "no plan": lambda b: model_in(b)["record"].pop("plan"),
-    "an attribute of torch": lambda b: set_in(nodes(b)[-2], "args", [{"dtype": "load"}]),
-    "no program": lambda b: model_in(b).pop("program"),
-    "no manifest": lambda b: b.pop("manifest"),
-    "a missing node": lambda b: nodes(b).pop(2),
-    "a view beyond its block": lambda b: set_in(b["tensors"]["first.bias"], "shape", [10**9]),
-    "a view before its block": lambda b: set_in(b["tensors"]["first.bias"], "offset", -1),
-    "a view of nothing": lambda b: b["tensors"]["first.bias"].pop("block"),
-    "a view of huge strides": lambda b: set_in(b["tensors"]["first.bias"], "stride", [2**62]),
-    "a view of a huge shape": lambda b: b["tensors"]["first.bias"].update(
-        shape=[2**40], stride=[2**40]
-    ),
-    "a negative size": lambda b: set_in(b["tensors"]["first.bias"], "shape", [-1]),
-    "a negative stride": lambda b: set_in(b["tensors"]["first.bias"], "stride", [-1]),
-    "a size that is no number": lambda b: set_in(b["tensors"]["first.bias"], "shape", ["16"]),
-    "a size too many": lambda b: set_in(b["tensors"]["first.bias"], "shape", [4, 4]),
-    "memory that is not there": lambda b: (
-        b["tensors"]["first.bias"].update(shape=[2**40]),
-        b["tensors"]["first.bias"].pop("block"),
-    ),
-    "a tensor without memory": lambda b: set_in(b["tensors"]["first.bias"], "device", "meta"),
-    "itself": lambda b: set_in(b["tensors"], "first.bias", {"same": "first.bias"}),
-    "a power of numbers": lambda b: set_in(
-        nodes(b)[0], "example", {"symbolic": ["int", ["Pow", 10, 10**10]]}
-    ),
-    "a tower of powers": lambda b: set_in(
-        nodes(b)[0],
-        "example",
-        {"symbolic": ["int", ["Pow", ["Pow", ["Pow", ["Pow", 9, 99], 99], 99], 99]]},
-    ),
-    "a tower of a hint": lambda b: (
-        set_in(model_in(b)["program"], "symbols", {"s0": HINTED}),
-        set_in(nodes(b)[0], "example", {"symbolic": ["int", ["PowByNatural", 2, "s0"]]}),
-    ),
-    "an operator that writes a file": lambda b: set_in(
-        nodes(b)[-2], "target", "qompose_test::dump.default"
-    ),
-    "depth": lambda b: set_in(nodes(b)[-2], "args", _nested(600)),
-    "modules in modules": lambda b: set_in(
-        next(n for n in nodes(b) if n["target"] == "first.bias"), "target", "a." * 5000 + "b"
-    ),
-    "an argument too few": lambda b: model_in(b)["program"]["graph"]["call"]["inputs"][
-        "children"
-    ].pop(0),
-    "facts of no name": lambda b: set_in(nodes(b)[-2], "facts", ["claim", 1]),
-    "a claim of another type": lambda b: set_in(
-        plan_in(b)["claims"]["tuple"][0]["Claim"], "rule", 3
-    ),
-    "a claim that is not there": lambda b: set_in(
-        plan_in(b)["operators"]["tuple"][0]["Operator"], "claim", 99
-    ),
-    "no groups": lambda b: set_in(plan_in(b), "groups", {"tuple": []}),
-    "a package of another name": lambda b: set_in(
-        b["manifest"]["owners"],
-        "toy",
-        {"backend": "a", "distribution": 'x"; rm -rf', "version": "1"},
-    ),
-    "a method of no name": lambda b: set_in(b["methods"], "a b", b["methods"].pop("")),
-    "no methods": lambda b: b["methods"].clear(),
-    "other blocks": lambda b: b["blocks"].pop("first.bias"),
-}
+PACKAGE = {"backend": "a", "distribution": 'x"; rm -rf', "version": "1"}
+FORGERIES: dict[str, list[tuple[tuple[Any, ...], Any]]] = {
+    "a function": [((*LAST, "target"), "torch.os.system")],
+    "a function of a module": [((*LAST, "target"), "os.system")],
+    "an unknown operator": [((*LAST, "target"), "mylib::mine.default")],
+    "a method of torch.ops": [((*LAST, "target"), "load_library::a.b")],
+    "an operator on files": [((*LAST, "target"), "aten::from_file.default")],
+    "an operator that writes a file": [((*LAST, "target"), "qompose_test::dump.default")],
+    "code in a higher-order name": [((*LAST, "target"), "higher_order::inductor_compiled_code")],
+    "code for a name": [((*INPUT, "name"), f"x=({COMMAND})")],
+    "code for an argument": [((*INPUT, "target"), f"x=({COMMAND})")],
+    "code for a signature": [((*CALL, "names"), [f"x=({COMMAND})"])],
+    "code for a keyword": [((*LAST, "kwargs"), {"dict": [[f"a=({COMMAND}),b", 1]]})],
+    "code for a path": [((*BIAS, "target"), PATH), (("tensors", PATH), "first.bias")],
+    "code for a size": [((*INPUT, "example"), _size(COMMAND))],
+    "code for a symbol": [(SYMBOLS, {COMMAND: {"hint": 1, "range": [0, 1], "assumptions": {}}})],
+    "a factory": [((*CALL, "outputs"), json.dumps([1, TREE]))],
+    "a class": [(PLAN, {"Popen": {}})],
+    "an attribute of torch": [((*LAST, "args"), [{"dtype": "load"}])],
+    "no plan": [(PLAN, GONE)],
+    "no program": [((*METHOD, "program"), GONE)],
+    "no manifest": [(("manifest",), GONE)],
+    "a missing node": [((*NODES, 2), GONE)],
+    "a view beyond its block": [((*VIEW, "shape"), [10**9])],
+    "a view before its block": [((*VIEW, "offset"), -1)],
+    "a view of nothing": [((*VIEW, "block"), GONE)],
+    "a view of huge strides": [((*VIEW, "stride"), [2**62])],
+    "a view of a huge shape": [((*VIEW, "shape"), [2**40]), ((*VIEW, "stride"), [2**40])],
+    "a negative size": [((*VIEW, "shape"), [-1])],
+    "a negative stride": [((*VIEW, "stride"), [-1])],
+    "a size that is no number": [((*VIEW, "shape"), ["16"])],
+    "a size too many": [((*VIEW, "shape"), [4, 4])],
+    "memory that is not there": [((*VIEW, "shape"), [2**40]), ((*VIEW, "block"), GONE)],
+    "a tensor without memory": [((*VIEW, "device"), "meta")],
+    "itself": [(VIEW, "first.bias")],
+    "a power of numbers": [((*INPUT, "example"), _size("Pow(10, 10000000000)"))],
+    "a tower of powers": [((*INPUT, "example"), _size("Pow(Pow(Pow(9, 99), 99), 99)"))],
+    "a tower of a hint": [
+        (SYMBOLS, {"s0": HINTED}), ((*INPUT, "example"), _size("PowByNatural(2, s0)")),
+    ],
+    "depth": [((*LAST, "args"), _nested(600))],
+    "modules in modules": [((*BIAS, "target"), "a." * 5000 + "b")],
+    "an argument too few": [((*CALL, "inputs"), NO_ARGUMENTS)],
+    "facts of no name": [((*LAST, "facts"), ["claim", 1])],
+    "a claim of another type": [((*PLAN, "claims", 0, "rule"), 3)],
+    "a claim that is not there": [((*PLAN, "operators", 0, "claim"), 99)],
+    "no groups": [((*PLAN, "groups"), [])],
+    "a package of another name": [(("manifest", "owners", "toy"), PACKAGE)],
+    "a method of no name": [(("methods", "a b"), {}), (METHOD, GONE)],
+    "no methods": [(("methods",), {})],
+    "other blocks": [(("blocks", "first.bias"), GONE)],
+}  # fmt: skip
 
 
 HALFWAY = """
@@ -207,20 +166,13 @@ class TestFiles:
     @pytest.mark.parametrize("forgery", FORGERIES)
     def test_forged(self, forgery: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         qompose.save(mlp(), path)
-        rewrite(path, FORGERIES[forgery])
+        rewrite(path, lambda body: forge(body, *FORGERIES[forgery]))
         monkeypatch.chdir(path.parent)
         with torch.library._scoped_library("qompose_test", "FRAGMENT") as library:
             library.define("dump(Tensor x, str path) -> Tensor")
             with pytest.raises(ArtefactError, match=r"model\.qompose"):
                 qompose.load(path)
         assert not (path.parent / "PWNED").exists()
-
-    @pytest.mark.parametrize("length", [0, 4, 8, 100, 3000, -1])
-    def test_truncated(self, length: int, path: Path) -> None:
-        qompose.save(mlp(), path)
-        path.write_bytes(path.read_bytes()[:length])
-        with pytest.raises(ArtefactError, match=r"not written by qompose\.save|damaged"):
-            qompose.load(path)
 
     def test_every_flipped_byte_is_noticed(self, path: Path) -> None:
         saved = mlp()
@@ -259,16 +211,12 @@ class TestFiles:
     @pytest.mark.parametrize(
         "change",
         [
-            lambda text: text.replace('"format_version":3', '"format_version":1e999'),
-            lambda text: text.replace('"format_version":3', '"format_version":true'),
-            lambda text: text.replace('"format_version":3', '"format_version":"2"'),
-            lambda text: text.replace('"format_version":3', '"format_version":0'),
-            lambda text: text.replace(
-                '"format_version":3', '"format_version":3,"format_version":3'
-            ),
+            lambda text: text.replace('"format_version":4', '"format_version":1e999'),
+            lambda text: text.replace('"format_version":4', '"format_version":true'),
+            lambda text: text.replace('"format_version":4', '"format_version":"2"'),
+            lambda text: text.replace('"format_version":4', '"format_version":0'),
             lambda text: text.replace('"training":true', '"training":NaN', 1),
             lambda text: text.replace('"training":true', '"training":1e999', 1),
-            lambda text: text.replace('"training":true', '"training":true,"training":true', 1),
             lambda text: text[:-1] + ',"more":' + "[" * 200_000 + "]" * 200_000 + "}",
             lambda text: text[:-1] + ',"more":' + "9" * 5000 + "}",
             lambda text: "3",
@@ -286,20 +234,15 @@ class TestFiles:
 
     def test_older(self, path: Path) -> None:
         qompose.save(mlp(), path)
-        rewrite(path, lambda body: None, format_version=2)
-        with pytest.raises(ArtefactError, match=r"version 2 .*Save the model again"):
+        rewrite(path, lambda body: None, format_version=3)
+        with pytest.raises(ArtefactError, match=r"version 3 .*Save the model again"):
             qompose.load(path)
 
     def test_a_device_that_is_not_here(self, path: Path) -> None:
         if torch.cuda.is_available():
             pytest.skip("it is here")
         qompose.save(mlp(), path)
-        rewrite(
-            path,
-            lambda b: [
-                set_in(v, "device", "cuda:0") for v in b["tensors"].values() if "device" in v
-            ],
-        )
+        rewrite(path, lambda body: forge(body, ((*VIEW, "device"), "cuda:0")))
         with pytest.raises(
             ArtefactError, match=r"on the device 'cuda:0', which this process cannot use"
         ):
@@ -326,7 +269,8 @@ class TestFiles:
 
             loaded = stored(unquantized(Custom(), X), path)
             assert torch.equal(loaded(X), X * 2)
-        rewrite(path, lambda b: set_in(nodes(b)[1], "target", "qompose_test::thrice.default"))
+        thrice = ((*NODES, 1, "target"), "qompose_test::thrice.default")
+        rewrite(path, lambda body: forge(body, thrice))
         reason = r"qompose_test::thrice\.default is not registered.*Import the package"
         with pytest.raises(ArtefactError, match=reason):
             qompose.load(path)
@@ -391,14 +335,6 @@ class TestFiles:
             qompose.load(path)(X), models[1](X)
         )
 
-    def test_a_link_stays_and_its_file_is_replaced(self, tmp_path: Path) -> None:
-        real, link = tmp_path / "real", tmp_path / "link"
-        real.write_text("old")
-        link.symlink_to("real")
-        qompose.save(mlp(), link)
-        assert link.is_symlink()
-        assert torch.equal(qompose.load(real)(X), mlp()(X))
-
     def test_a_pipe_is_refused_before_any_work(
         self, path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -412,17 +348,6 @@ class TestFiles:
     def test_a_directory_is_no_file(self, tmp_path: Path) -> None:
         with pytest.raises(IsADirectoryError, match="directory"):
             qompose.load(tmp_path)
-
-    def test_who_reads_the_old_file_goes_on_reading_it(self, path: Path) -> None:
-        qompose.save(mlp(), path)
-        before = path.read_bytes()
-        with path.open("rb") as reader:
-            qompose.save(mlp(LINEAR), path)
-            assert reader.read() == before != path.read_bytes()
-
-    def test_a_folder_that_is_not_there(self, tmp_path: Path) -> None:
-        with pytest.raises(OSError, match="nowhere"):
-            qompose.save(mlp(), tmp_path / "nowhere" / "model")
 
     def test_files_have_the_permissions_of_the_process(self, path: Path) -> None:
         qompose.save(mlp(), path)

@@ -336,9 +336,9 @@ def test_the_manifest_tells_with_what_it_was_made(path: Path, offered: Offered) 
 
 
 def test_a_file_that_says_another_target_than_its_record(path: Path, offered: Offered) -> None:
-    from tests.core.storage.test_artefact_files import rewrite, set_in
+    from tests.core.storage.test_artefact_files import forge, rewrite
 
     lowered_mlp(path)
-    rewrite(path, lambda body: set_in(body, "target", "executorch"))
+    rewrite(path, lambda body: forge(body, (("target",), "executorch")))
     with pytest.raises(ArtefactError, match="a model for 'torch' in a file of 'executorch'"):
         qompose.load(path)

@@ -136,7 +136,7 @@ class TestCalls:
             def forward(self, x: Tensor) -> Pair:
                 return Pair(x, x + 1)
 
-        with pytest.raises(qompose.UserError, match=r"Pair.*serialized_type_name"):
+        with pytest.raises(qompose.UserError, match=r"Pair.*serializated_type_name"):
             qompose.save(unquantized(Named(), X), path)
 
     def test_dataclasses_and_named_tuples(self, path: Path) -> None:
@@ -182,5 +182,6 @@ class TestCalls:
         result = loaded(X)
         assert result.label == "sum" and torch.equal(result.value, X + 1)
         monkeypatch.delitem(pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE, "tests.Box")
-        with pytest.raises(qompose.UserError, match=r"tests\.Box.*import .*test_programs"):
+        pytree.treespec_loads.cache_clear()  # another process has not read the tree before
+        with pytest.raises(qompose.UserError, match=r"not registered in this process .*tests\.Box"):
             qompose.load(path)

@@ -1,0 +1,400 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An archive of torch.export that could run code is refused, and torch alone opens what we write."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import qompose
+import torch
+from qompose import QuantizationConfig, QuantizationSpec, UserError
+from qompose.errors import StageError
+from qompose.observers import PerBlockMinMaxObserver
+from qompose.storage import pt2_archive
+from qompose.storage.pt2_archive import load_program
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+
+from tests.core.preparation.test_zoo import assert_same_outputs
+from tests.core.toy import LINEAR, convert, export, prepare, randn, seeded, toy
+from tests.sampling import one_of
+from tests.zoo import ZOO, ZooModel
+
+WEIGHTS, MODEL = "data/weights/model_weights_config.json", "models/model.json"
+EXAMPLES = "data/sample_inputs/model.pt"
+COMMAND = "__import__('os').system('touch PWNED')"
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, pair: dict[str, Tensor]) -> Tensor:
+        return torch.cat([self.linear(x)] * 2) + pair["y"][: 2 * x.shape[0]]
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The entries of an archive of a program with a dynamic size."""
+    batch = Dim("batch", min=2, max=9)
+    shapes = {"x": {0: batch}, "pair": {"y": {0: 2 * batch}}}
+    inputs = (randn(3, 4), {"y": randn(6, 4)})
+    path = tmp_path_factory.mktemp("sound") / "a.pt2"
+    torch.export.save(torch.export.export(seeded(Net()), inputs, dynamic_shapes=shapes), path)
+    with zipfile.ZipFile(path) as archive:
+        return {name.partition("/")[2]: archive.read(name) for name in archive.namelist()}
+
+
+def write(entries: dict[str, bytes], path: Path) -> None:
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in entries.items():
+            archive.writestr(f"a/{name}", content)
+
+
+class Evil:
+    """Runs a command when it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return os.system, ("touch PWNED",)
+
+
+def pickled(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def edited(name: str, change: Callable[[Any], Any]) -> Callable[[dict[str, bytes]], None]:
+    """Return what changes the JSON of an entry."""
+
+    def edit(entries: dict[str, bytes]) -> None:
+        data = json.loads(entries[name])
+        change(data)
+        entries[name] = json.dumps(data).encode()
+
+    return edit
+
+
+def graph(data: Any) -> Any:
+    return data["graph_module"]["graph"]
+
+
+def calling(target: str) -> Callable[[dict[str, bytes]], None]:
+    return edited(MODEL, lambda data: graph(data)["nodes"][-1].update(target=target))
+
+
+def as_size(text: str) -> Callable[[dict[str, bytes]], None]:
+    size = {"as_expr": {"expr_str": text, "hint": {"as_int": 3}}}
+
+    def change(data: Any) -> None:
+        graph(data)["tensor_values"]["x"]["sizes"][0] = size
+
+    return edited(MODEL, change)
+
+
+def as_weight(**facts: Any) -> Callable[[dict[str, bytes]], None]:
+    return edited(WEIGHTS, lambda d: d["config"]["linear.weight"].update(facts))
+
+
+def as_tree(context: Any) -> Callable[[dict[str, bytes]], None]:
+    """Change the context of the argument that is a dict; its text is escaped, and means the same."""
+    text = json.dumps(context).replace("__enum__", "\\u005f_enum__")
+
+    def change(data: Any) -> None:
+        signature = data["graph_module"]["module_call_graph"][0]["signature"]
+        version, tree = json.loads(signature["in_spec"])
+        tree["children_spec"][0]["children_spec"][1]["context"] = text
+        signature["in_spec"] = json.dumps([version, tree])
+
+    return edited(MODEL, change)
+
+
+def add(name: str, content: bytes = b"") -> Callable[[dict[str, bytes]], None]:
+    return lambda entries: entries.update({name: content})
+
+
+FORGERIES: dict[str, Callable[[dict[str, bytes]], None]] = {
+    "pickled weight": as_weight(use_pickle=True),
+    "weight elsewhere": as_weight(path_name="../../etc/passwd"),
+    "weight of no memory": lambda e: (
+        as_weight(path_name="weight_7")(e), add("data/weights/weight_7")(e))[0],
+    "weights as text": edited(WEIGHTS, lambda d: d.update(config=3)),
+    "custom object": add("data/constants/custom_obj_0", pickled(Evil())),
+    "opaque object": add("data/constants/opaque_obj_0", pickled(Evil())),
+    "legacy weights": add("data/weights/model.pt", pickled(Evil())),
+    "legacy archive": add("serialized_state_dict.pt", pickled(Evil())),
+    "compiled code": add("data/aotinductor/model/model.so", b"ELF"),
+    "second program": add("models/other.json", b"{}"),
+    "something": add("data/xl_weights/a"),
+    "examples": add(EXAMPLES, pickled(((Evil(),), {}))),
+    "damaged examples": add(EXAMPLES, b"hello"),
+    "attribute of torch": calling("torch.hub.load"),
+    "module of torch": calling("torch.os.system"),
+    "function": calling("_operator.methodcaller"),
+    "extension": calling("#a.b"),
+    "method of torch.ops": calling("torch.ops.load_library"),
+    "operator on files": calling("torch.ops.aten.from_file.default"),
+    "unknown operator": calling("torch.ops.mylib.mine.default"),
+    "operator as argument": edited(MODEL, lambda d: graph(d)["nodes"][-1]["inputs"].append(
+        {"name": "f", "arg": {"as_operator": "torch.hub.load"}, "kind": 1})),
+    "code for a size": as_size(COMMAND),
+    "attribute in a size": as_size("(1).__class__"),
+    "code in a text": as_size(f'Max("{COMMAND}", 1)'),
+    "code for a symbol": as_size(f'Symbol("{COMMAND}")'),
+    "other function": as_size("lambdify(x, y)"),
+    "lambda": as_size("(lambda: 3)()"),
+    "no expression": as_size("import os"),
+    "large power": as_size("Pow(10, 10000000000)"),
+    "tower": as_size("Pow(Pow(Pow(2, 60), 60), 60)"),
+    "large number": as_size("1" * 200),
+    "symbol": edited(MODEL, lambda d: d["range_constraints"].update(u10000000000={})),
+    "enumeration": as_tree([{"__enum__": True, "fqn": "os.system", "name": "x"}]),
+    "factory": as_tree(
+        {"default_factory_module": "os", "default_factory_name": "abort", "dict_context": ["y"]}),
+    "no tree": edited(
+        MODEL, lambda d: d["graph_module"]["module_call_graph"][0]["signature"].update(in_spec="[1")),
+    "no program": lambda entries: entries.pop(MODEL) and None,
+    "no JSON": add(MODEL, b"["),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("forgery", FORGERIES)
+def test_refused(
+    forgery: str, sound: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entries = dict(sound)
+    FORGERIES[forgery](entries)
+    assert entries != sound
+    write(entries, tmp_path / "b.pt2")
+    monkeypatch.chdir(tmp_path)
+
+    def seen(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("torch saw it")
+
+    monkeypatch.setattr(pt2_archive, "load_pt2", seen)
+    with pytest.raises(UserError, match=r"b\.pt2 is refused: .*torch\.export\.load in Python"):
+        load_program(tmp_path / "b.pt2")
+    assert not (tmp_path / "PWNED").exists()
+
+
+@pytest.mark.parametrize("kind", ["twice", "compressed", "two folders", "flipped", "cut"])
+def test_archives_that_torch_does_not_write(
+    kind: str, sound: dict[str, bytes], tmp_path: Path
+) -> None:
+    path = tmp_path / "b.pt2"
+    write(sound, path)
+    if kind == "flipped":
+        content = path.read_bytes()
+        place = content.index(sound["data/weights/weight_0"])
+        path.write_bytes(content[:place] + b"~" + content[place + 1 :])
+    elif kind == "cut":
+        path.write_bytes(path.read_bytes()[:-30])
+    else:
+        method = zipfile.ZIP_DEFLATED if kind == "compressed" else zipfile.ZIP_STORED
+        with zipfile.ZipFile(path, "a", method) as archive, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(zipfile.ZipFile, "_writecheck", lambda *_: None)
+            root = "b" if kind == "two folders" else "a"
+            name = MODEL if kind == "twice" else "extra/more"
+            archive.writestr(f"{root}/{name}", b"{}")
+    with pytest.raises(UserError, match=r"b\.pt2 (is refused|is no archive)"):
+        load_program(path)
+
+
+def test_nothing_but_what_was_checked_is_there(sound: dict[str, bytes], tmp_path: Path) -> None:
+    """What stands in a file before, between and behind its entries is not passed on."""
+    write(sound, tmp_path / "b.pt2")
+    hidden = b"hidden" * 100
+    (tmp_path / "c.pt2").write_bytes(hidden + (tmp_path / "b.pt2").read_bytes())
+    x, y = randn(4, 4), randn(8, 4)
+    one, other = (
+        load_program(tmp_path / name).module()(x, {"y": y}) for name in ("b.pt2", "c.pt2")
+    )
+    assert torch.equal(one, other)
+
+
+def test_guards_are_source_and_are_not_kept(sound: dict[str, bytes], tmp_path: Path) -> None:
+    entries = dict(sound)
+    edited(MODEL, lambda d: d.update(guards_code=[COMMAND]))(entries)
+    write(entries, tmp_path / "b.pt2")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        program = load_program(tmp_path / "b.pt2")
+        program.module()(randn(2, 4), {"y": randn(4, 4)})
+        assert not (tmp_path / "PWNED").exists()
+
+
+@pytest.mark.parametrize(
+    "model", one_of(20, [m for m in ZOO if "transformers" not in m.tags]), ids=str
+)
+def test_programs_are_read_as_they_were(model: ZooModel, tmp_path: Path) -> None:
+    program = model.export(dynamic=model.dynamic_shapes is not None)
+    torch.export.save(program, tmp_path / "a.pt2")
+    inputs = model.inputs()
+    with torch.no_grad():
+        loaded = load_program(tmp_path / "a.pt2").module()
+        assert_same_outputs(program.module()(*inputs), loaded(*inputs))
+
+
+def linear_module() -> nn.Module:
+    return seeded(nn.Linear(3, 4))
+
+
+def linear() -> ExportedProgram:
+    return export(linear_module(), randn(2, 3))
+
+
+class TestLoad:
+    """What torch.export.save wrote, and nothing else."""
+
+    def test_a_program_as_it_was(self, tmp_path: Path) -> None:
+        torch.export.save(linear(), tmp_path / "a.pt2")
+        loaded = load_program(tmp_path / "a.pt2")
+        x = randn(2, 3, seed=1)
+        assert torch.equal(loaded.module()(x), linear().module()(x))
+
+    def test_the_name_of_the_file_says_nothing(self, tmp_path: Path) -> None:
+        torch.export.save(linear(), tmp_path / "a.pt2")
+        (tmp_path / "a.pt2").rename(tmp_path / "a.export")
+        assert load_program(tmp_path / "a.export").graph
+
+    @pytest.mark.parametrize(
+        ("kind", "said"),
+        [
+            ("artefact", "it holds a model that is quantized already (`qompose report "),
+            ("safetensors", "it is a safetensors file"),
+            ("pickle", "torch.save wrote it"),
+            ("zip", "it is some other zip archive"),
+            ("text", "it is no zip archive"),
+            ("empty", "it is no zip archive"),
+        ],
+        ids=lambda value: value if " " not in value else "",
+    )
+    def test_other_files_are_named(self, tmp_path: Path, kind: str, said: str) -> None:
+        path = tmp_path / "file.pt2"
+        if kind == "artefact":
+            qompose.save(convert(linear(), toy(LINEAR), randn(2, 3)), path)
+        elif kind == "safetensors":
+            save_file({"a": randn(2)}, path)
+        elif kind == "pickle":
+            torch.save({"a": 1}, path)
+        elif kind == "zip":
+            with zipfile.ZipFile(path, "w") as archive:
+                archive.writestr("a.txt", "a")
+        else:
+            path.write_text("some words" * (kind == "text"))
+        with pytest.raises(UserError) as caught:
+            load_program(path)
+        assert f"{path} is no archive of torch.export: {said}" in str(caught.value)
+        assert "torch.export.save(torch.export.export(model, inputs)" in str(caught.value)
+
+    @pytest.mark.parametrize(
+        ("part", "said"),
+        [("model.json", "TypeError: "), ("archive_format", "AssertionError: ")],
+    )
+    def test_a_damaged_one_says_why(self, tmp_path: Path, part: str, said: str) -> None:
+        torch.export.save(linear(), tmp_path / "a.pt2")
+        whole = zipfile.ZipFile(tmp_path / "a.pt2")
+        with whole, zipfile.ZipFile(tmp_path / "b.pt2", "w") as archive:
+            for name in whole.namelist():
+                archive.writestr(name, b"{}" if name.endswith(part) else whole.read(name))
+        with pytest.raises(UserError) as caught:
+            load_program(tmp_path / "b.pt2")
+        assert f"b.pt2 cannot be read by torch.export: {said}" in str(caught.value)
+
+    def test_a_missing_file_is_an_os_error(self, tmp_path: Path) -> None:
+        with pytest.raises(FileNotFoundError):
+            load_program(tmp_path / "a.pt2")
+
+
+READER = """
+import sys
+sys.modules["qompose"] = None  # as if it was not installed
+import torch
+import torch.ao.quantization.fx._decomposed
+from safetensors.torch import load_file
+given = load_file(sys.argv[2])
+model = torch.export.load(sys.argv[1]).module()
+for name in sorted({key.rpartition(" ")[0] for key in given}):
+    args = [given[key] for key in sorted(given) if key.startswith(f"{name} x")]
+    assert torch.equal(model(*args), given[f"{name} y"]), name
+print("equal")
+"""
+
+
+class Branches(nn.Module):
+    """A body that only one of two values of an input runs, and a buffer that the program writes to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, flag: Tensor, x: Tensor) -> Tensor:
+        self.calls.add_(1)
+        y = torch.cond(flag, lambda x: self.one(x), lambda x: self.other(x), (x,))
+        return y + self.calls
+
+
+BLOCKS = QuantizationSpec(
+    torch.int8, PerBlockMinMaxObserver, -8, 7, torch.per_channel_symmetric, block_size=(4, 4)
+)
+
+
+class TestExport:
+    """torch alone opens what a converted model is written to, and computes the same with it."""
+
+    def opened(self, path: Path, model: Any, *calls: tuple[Tensor, ...]) -> None:
+        given = {f"{n} x{i}": x.clone() for n, call in enumerate(calls) for i, x in enumerate(call)}
+        given |= {f"{n} y": model(*call).detach().clone() for n, call in enumerate(calls)}
+        save_file(given, path.parent / "given")
+        command = [sys.executable, "-c", READER, str(path), str(path.parent / "given")]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.stdout.strip() == "equal", done.stderr
+
+    def test_any_batch(self, tmp_path: Path) -> None:
+        shapes = {"input": {0: Dim("batch", min=2, max=64)}}
+        program = torch.export.export(linear_module(), (randn(4, 3),), dynamic_shapes=shapes)
+        result = qompose.quantize(program, backends=toy(LINEAR), calibration=[randn(4, 3)])
+        result.export(tmp_path / "a.pt2")
+        self.opened(tmp_path / "a.pt2", result.converted, (randn(2, 3),), (randn(64, 3),))
+        assert load_program(tmp_path / "a.pt2").graph, "the command line reads it too"
+
+    def test_bodies_and_state(self, tmp_path: Path) -> None:
+        flag, x = torch.tensor(True), randn(2, 8)
+        prepared = prepare(export(seeded(Branches()), flag, x), toy(LINEAR))
+        for value in (flag, ~flag):
+            prepared(value, x)
+        converted = qompose.convert_pt2e(prepared)
+        converted(flag, x)  # what is written is the state that was exported
+        qompose.export_pt2(converted, tmp_path / "a.pt2")
+        converted.get_buffer("calls").zero_()
+        self.opened(tmp_path / "a.pt2", converted, (flag, x), (~flag, x))
+
+    @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch 2.13 copies trees so
+    def test_blocks_whose_operators_are_our_own(self, tmp_path: Path) -> None:
+        config = QuantizationConfig(None, None, BLOCKS, name="blocks")
+        program = export(seeded(nn.Linear(8, 8)), randn(2, 8))
+        converted = convert(program, toy(LINEAR, config=config), randn(2, 8))
+        assert "dequantize_per_block" in str(converted.graph)
+        qompose.export_pt2(converted, tmp_path / "a.pt2")
+        self.opened(tmp_path / "a.pt2", converted, (randn(2, 8, seed=1),))
+
+    def test_what_is_not_written(self, tmp_path: Path) -> None:
+        result = qompose.quantize(linear(), backends=toy(LINEAR), calibration=[randn(2, 3)])
+        with pytest.raises(StageError, match="export_pt2 takes a converted"):
+            qompose.export_pt2(result.model, tmp_path / "a.pt2")
+        for path in (tmp_path / "a.qompose", 3):
+            with pytest.raises(UserError, match=r"path of a \.pt2 file"):
+                qompose.export_pt2(result.converted, path)  # type: ignore[arg-type]
+        assert not list(tmp_path.iterdir())
