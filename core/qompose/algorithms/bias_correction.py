@@ -34,7 +34,7 @@ from qompose.spec.qdq import QParams, integers_of, static_pair
 from qompose.spec.quantization_spec import BIAS_CORRECTION
 
 
-class _NotCorrected(Exception):  # noqa: N818 - it says what the product is
+class _NotCorrected(Exception):  # noqa: N818 - a state, not a mistake
     """Raised with the reason why a bias stays as it is."""
 
 
@@ -172,7 +172,7 @@ class _Correction:
 
     def _mean(self, product: _Operands) -> Tensor:
         """Return the means of the input as the weight sees it: with the factors of its channels."""
-        found = self._means.get(product.source, "nobody could keep them")
+        found = self._means.get(product.source, "they were not kept")
         if isinstance(found, str):
             raise _NotCorrected(f"of the means of {product.source.name}: {found}")
         for vector, dim in self._factors.absorbed(product.weight.name):

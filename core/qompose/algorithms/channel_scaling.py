@@ -21,7 +21,7 @@ which happened to be silent during calibration is not cut off when it speaks.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -85,7 +85,7 @@ class Scheme:
         return fake_quantize(x, scale, zero_point, self.low, self.high)
 
 
-def balance_input(
+def input_factors(
     channels: ChannelSample,
     products: Sequence[tuple[Tensor, FakeQuantize]],
     scheme: Scheme,
@@ -148,10 +148,10 @@ def _taps(weight: Tensor) -> Tensor:
     return weight.transpose(0, 1).flatten(1).T
 
 
-def balance_output(
+def output_factors(
     channels: ChannelSample, weight: Tensor, scheme: Scheme, qparams: tuple[Tensor, Tensor]
 ) -> Factors | None:
-    """Return factors for a product's output, or None where none are worthwhile; see `balance_input`."""
+    """Return factors for a product's output, or None where none are worthwhile; see `input_factors`."""
 
     def error(sample: Tensor, factors: Tensor, scale: Tensor, zero_point: Tensor) -> float:
         quantized = fake_quantize(sample / factors, scale, zero_point, scheme.low, scheme.high)
@@ -273,9 +273,7 @@ class ChannelFactors:
 
         It is computed anew each time, so that no second copy of all parameters is ever held.
         """
-        constant = constant_of(self.nodes[name])
-        assert constant is not None
-        absorbed = self.absorbed(name)
+        constant, absorbed = _parameter(self.nodes[name]), self.absorbed(name)
         if not absorbed:
             return constant.detach()
         return torch.cat([rows for _, _, rows in in_rows(constant, absorbed)])
@@ -291,15 +289,13 @@ class ChannelFactors:
 
         Of any other group, None.
         """
-        name = self.weights.get(number)
-        constant = None if name is None else constant_of(self.nodes[name])
-        if name is None or constant is None:
+        if (name := self.weights.get(number)) is None:
             return None
-        found = []
-        whole: Any = make_observer(self.plan.groups[number].spec)
-        per_channel = _is_per_channel(self.plan.groups[number])
-        for _, _, rows in in_rows(constant, self.absorbed(name)):
-            observer: Any = make_observer(self.plan.groups[number].spec) if per_channel else whole
+        found, group = [], self.plan.groups[number]
+        whole: Any = make_observer(group.spec)
+        per_channel = _is_per_channel(group)
+        for _, _, rows in in_rows(_parameter(self.nodes[name]), self.absorbed(name)):
+            observer: Any = make_observer(group.spec) if per_channel else whole
             observer(rows)
             found.append(observer.calculate_qparams())
         if not per_channel:
@@ -382,29 +378,34 @@ class FactorSearch:
 
     def _balance(self, number: int, balance: Balance) -> None:
         """Decide on a group's factors and move them into the parameters behind or before it."""
-        observer = self._observers[number]
-        groups = [self._weight_group(name) for name in balance.weights]
-        per_channel = all(_is_per_channel(self._groups[n]) for n in groups)
+        observer, found = self._observers[number], self._found
+        weight_groups = [self._groups[self._weight_group(name)] for name in balance.weights]
+        per_channel = all(map(_is_per_channel, weight_groups))
         whole = self._dropped_none(number)
         if not isinstance(observer, PerChannelRangeObserver) or not per_channel or not whole:
             return  # a replaced observer; a weight that cannot take up factors; a reader left in float
-        channels = observer.channels
-        scheme = self._scheme(number)
-        weights = [self._found.constant(name) for name in balance.weights]
+        channels, scheme = observer.channels, self._scheme(number)
+        shapes = [_parameter(self._nodes[name]).shape for name in balance.weights]
         if balance.side == OUTPUT:
-            factors = balance_output(channels, weights[0], scheme, observer.calculate_qparams())
-        elif any(weight.shape[1] != channels.low.numel() for weight in weights):
+            weight = found.constant(balance.weights[0])
+            factors = output_factors(channels, weight, scheme, observer.calculate_qparams())
+        elif any(shape[1] != channels.low.numel() for shape in shapes):
             return  # a grouped convolution
         else:
-            quantizers = [self._weight_quantizer(n) for n in groups]
-            products = [
-                (rows, quantize)
-                for weight, quantize in zip(weights, quantizers, strict=True)
-                for _, _, rows in in_rows(weight)
-            ]
-            factors = balance_input(channels, products, scheme, observer.calculate_qparams())
+            products = [*self._products(balance)]
+            factors = input_factors(channels, products, scheme, observer.calculate_qparams())
         if factors is not None:
             self._take(number, balance, factors)
+
+    def _products(self, balance: Balance) -> Iterator[tuple[Tensor, FakeQuantize]]:
+        """Yield the weights that read a tensor, each with the way it is going to be quantized."""
+        for name in balance.weights:
+            weight_group, weight = self._weight_group(name), self._found.constant(name)
+            quantize = self._weight_quantizer(weight_group)
+            if _is_per_channel(self._groups[weight_group]):
+                yield from ((rows, quantize) for _, _, rows in in_rows(weight))
+            else:
+                yield weight, quantize
 
     def _dropped_none(self, number: int) -> bool:
         return not any(claim in self._dropped for claim in self._groups[number].claims)
@@ -432,17 +433,9 @@ class FactorSearch:
         self, number: int, balance: Balance, observer: PerChannelRangeObserver
     ) -> Factors | None:
         dynamic = getattr(self._groups[number].spec, "is_dynamic", False)
-        products = []
-        for name in balance.weights:
-            weight_group, weight = self._weight_group(name), self._found.constant(name)
-            quantize = self._weight_quantizer(weight_group)
-            if _is_per_channel(self._groups[weight_group]):
-                products += [(rows, quantize) for _, _, rows in in_rows(weight)]
-            else:
-                products.append((weight, quantize))
         qparams = None if dynamic else observer.calculate_qparams()
-        asked = (_needed(balance), balance.alpha)
-        return balance_input(observer.channels, products, self._scheme(number), qparams, *asked)
+        products, asked = [*self._products(balance)], (_needed(balance), balance.alpha)
+        return input_factors(observer.channels, products, self._scheme(number), qparams, *asked)
 
     def _scheme(self, number: int) -> Scheme:
         spec: Any = self._groups[number].spec
@@ -498,6 +491,12 @@ def _needed(balance: Balance) -> float:
 def _asked(balance: Balance) -> str:
     strength = "" if balance.alpha is None else f" with alpha {balance.alpha:g}"
     return f"{balance.repair}{strength}"
+
+
+def _parameter(node: Node) -> Tensor:
+    constant = constant_of(node)
+    assert constant is not None
+    return constant
 
 
 def _is_per_channel(group: Group) -> bool:

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cross-layer equalization.
-
-Cross-layer equalization: the channels between two products get weights of one size on both sides.
+"""Cross-layer equalization: the channels between two products get weights of one size on both sides.
 
 With a positively homogeneous f between them and positive factors s, one for each channel::
 
@@ -14,13 +12,9 @@ and Bias Correction", 2019). A chain of products is gone through until nothing m
 A channel of tiny weights and a large bias is left a little smaller than that: no bias may grow beyond the
 largest that the product had, or it alone would make up the range of what is between them.
 
-Which products read a product's channels, behind operators that a positive factor passes through.
-
 `f(s x) = s f(x)` for every s > 0 holds for relu and leaky relu, for pools and means, for what moves values
 and for padding by zeros. It does not hold for relu6 and hardtanh, which cut off at a number, nor for smooth
 activations.
-
-Repairs: rewrites that a configuration asks for by word, and that reports list one by one.
 """
 
 from __future__ import annotations
@@ -165,7 +159,7 @@ def equalize(
 
 
 def _note(node: Node, reason: str, paired: bool) -> str:
-    """Say why a product is not equalized with what reads it; nothing of one that ends a chain."""
+    """Say why a product is not equalized with what reads it; "" of one that ends a chain."""
     if paired and reason == LEAVES:
         return ""
     with_readers = " with what reads it" if paired else ""
@@ -199,11 +193,11 @@ def _read(
     """Return the side of a reader.
 
     Raises:
-        NotEqualizable: its parameters are not to be changed, or its channels are other ones.
+        NotEqualizable: its parameters must not be changed, or its channels are other ones.
     """
     other = sides.get(reader.node)
     if other is None:
-        why = reasons.get(reader.node, f"nobody asks for {EQUALIZATION} there")
+        why = reasons.get(reader.node, f"{EQUALIZATION} is not asked for there")
         raise NotEqualizable(f"{describe(reader.node)} reads it: {why}")
     if other.columns.numel() != side.rows.numel() * reader.inner:
         raise NotEqualizable(f"{describe(reader.node)} reads it with other channels")
@@ -261,7 +255,7 @@ def _rewrite(link: _Link, before: float) -> Rewrite:
 
 
 def equalized_identity(identity: str, rewrites: Sequence[Rewrite]) -> str:
-    """Return the hash of a model by which its statistics know it: others where channels have other sizes."""
+    """Return the hash by which statistics know a model: another one where its channels were rescaled."""
     moved = [rewrite.nodes for rewrite in rewrites if rewrite.name == EQUALIZATION]
     return sha256(f"{identity} {moved}".encode()).hexdigest() if moved else identity
 
@@ -270,7 +264,7 @@ aten = torch.ops.aten
 LEAVES = "its value leaves the program or the body that it is in"
 
 
-class NotEqualizable(Exception):  # noqa: N818 - it says what the pair is
+class NotEqualizable(Exception):  # noqa: N818 - a state, not a mistake
     """Raised with the reason why the channels of a product cannot be given factors."""
 
 
@@ -365,7 +359,7 @@ def _pad(user: Node, value: Node, dim: int, inner: int) -> Passed:
     given = arguments_of(user)
     zeros = given.get("mode", "constant") == "constant" and not given["value"]
     if not zeros or dim >= value_of(value).dim() - len(given["pad"]) // 2:
-        raise NotEqualizable(f"{describe(user)} reads it, and pads by something else than zeros")
+        raise NotEqualizable(f"{describe(user)} reads it, and pads with something other than zeros")
     return dim, inner
 
 

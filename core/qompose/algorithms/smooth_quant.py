@@ -2,10 +2,9 @@
 """SmoothQuant: large channels of activations moved into weights.
 
 It is the channel scaling of `qompose.algorithms.channel_scaling` for inputs alone, and goes further, because
-somebody asked for it: weights may have one scale, activations may be dynamic, and a gain need not pay for
-a pass over the tensor.
-Where a layer norm makes the input, and nothing else reads it, its own parameters take up the division, and
-nothing is left to do at run time (Xiao et al., "SmoothQuant", 2022).
+it is asked for: weights may have one scale, activations may be dynamic, and a gain need not pay for a pass
+over the tensor. Where a layer norm makes the input, and nothing else reads it, its own parameters take up
+the division, and nothing is left to do at run time (Xiao et al., "SmoothQuant", 2022).
 
 Factors are powers of two of at least 1, decided at conversion from the ranges of the channels.
 """
@@ -39,14 +38,14 @@ from qompose.spec.quantization_spec import (
 aten = torch.ops.aten
 
 
-class _NotSmoothed(Exception):  # noqa: N818 - it says what the input is
+class _NotSmoothed(Exception):  # noqa: N818 - a state, not a mistake
     """Raised with the reason why the channels of an input cannot have factors."""
 
 
 def smoothed(
     model: GraphModule, claims: Sequence[Claim], groups: Sequence[Group]
 ) -> tuple[tuple[Group, ...], list[str]]:
-    """Return the groups, those of inputs whose claims ask for it with a balance; and why others have none."""
+    """Return the groups, with a balance for inputs whose claims ask for it; and why others have none."""
     nodes = {node.name: node for node in nodes_in(model)}
     asked, notes = _inputs(claims, nodes)
     if not asked:
@@ -80,7 +79,7 @@ def _inputs(claims: Sequence[Claim], nodes: Mapping[str, Node]) -> tuple[list[Po
             found.append(edge)
         else:
             where = describe(nodes[claim.anchor])
-            reason = "it is no linear or convolution whose input is quantized there"
+            reason = "it is not a linear or convolution whose input is quantized there"
             notes.append(f"{SMOOTH_QUANT} of {where} was not made: {reason}")
     return found, notes
 
@@ -116,8 +115,8 @@ class _Placing:
         absorbers = self._absorbers(source, group, dims)
         strengths = {_asked(claim) for claim in claims}
         if len(strengths) > 1:
-            told = " and ".join(sorted(map(str, strengths)))
-            raise _NotSmoothed(f"its readers ask for different strengths, {told}")
+            listed = " and ".join(sorted(map(str, strengths)))
+            raise _NotSmoothed(f"its readers ask for different strengths, {listed}")
         alpha = getattr(strengths.pop(), "alpha", None)
         return Balance(INPUT, dims.pop(), weights, biases, SMOOTH_QUANT, absorbers, alpha)
 
@@ -135,19 +134,21 @@ class _Placing:
             raise _NotSmoothed("it is a parameter")
         silent = [point for point in group.points if point not in asked]
         if silent:
-            raise _NotSmoothed(f"{silent[0]} has the same integers, and nobody asks for it there")
+            raise _NotSmoothed(f"{silent[0]} has the same integers, and does not ask for it")
         if isinstance(spec, FixedQParamsQuantizationSpec) or not isinstance(spec, QuantizationSpec):
             raise _NotSmoothed("its scale does not come from its values")
         if spec.dtype.is_floating_point or not _is_ours(spec):
             raise _NotSmoothed("it is not estimated by an observer of qompose")
         if spec.block_size not in (None, (-1,)):
-            raise _NotSmoothed("it has a scale for each image, which rows of it do not tell")
+            raise _NotSmoothed(
+                "it has a scale for each image, which a sample of its rows cannot show"
+            )
 
     def _check_weight(self, claim: Claim) -> None:
         product = claim.product
         node = product_node(claim, self.nodes)
         if product is None or node is None:
-            raise _NotSmoothed(f"rule {claim.rule} is no plain product of channels")
+            raise _NotSmoothed(f"rule {claim.rule} is not a plain product of channels")
         weight = self.nodes[product.weight]
         constant = constant_of(weight)
         if constant is None or self.readers.get(address_of(constant), 0) != 1:
@@ -161,7 +162,9 @@ class _Placing:
         if not isinstance(spec, QuantizationSpec) or spec.dtype.is_floating_point:
             raise _NotSmoothed(f"{weight.target} is not quantized to integers by an observer")
         if spec.block_size is not None or axis_of(spec) not in (None, 0) or not _is_ours(spec):
-            raise _NotSmoothed(f"{weight.target} has scales for something else than its outputs")
+            raise _NotSmoothed(
+                f"{weight.target} has scales along another dimension than its outputs"
+            )
 
     def _absorbers(self, source: Node, group: Group, dims: set[int]) -> tuple[str, ...]:
         """Return the parameters of the layer norm that makes the input, if they may take up the division."""
@@ -192,9 +195,9 @@ def _is_ours(spec: QuantizationSpec) -> bool:
 
 
 def watching(observer: Any) -> MinMaxObserver:
-    """Return an observer of a tensor whose scale is chosen at run time: factors need to know its values.
+    """Return an observer of a tensor whose scale is chosen at run time: factors depend on its values.
 
-    It stands for the placeholder in all that is asked of it, but for parameters, which nobody asks for.
+    It stands for the placeholder in every way but for its quantization parameters, which nothing reads.
     """
     return MinMaxObserver(
         dtype=observer.dtype,

@@ -78,7 +78,7 @@ def convert_pt2e(
             reference, in aten operators (`qompose.conversion.reference_representation`). Such a
             model is not for `lower`.
         fold_quantize: store the integers of parameters; False keeps floats and a quantize operator.
-        inplace: turn `model` itself into the result. Float parameters are let go of one by one as they are
+        inplace: turn `model` itself into the result. Float parameters are dropped one by one as they are
             quantized, so that both forms are never held at once.
         allow_uncalibrated: leave regions in float whose observers saw nothing, rather than raise.
 
@@ -247,7 +247,7 @@ class _QDQInserter:
             check_graph(graph, names)
 
     def round_biases(self) -> None:
-        """Let every operator whose kernel adds integers add what those stand for."""
+        """Give every operator whose kernel adds an integer bias the values that those integers stand for."""
         nodes = {node.name: node for node in nodes_in(self.model)}
         for number, rounded in self.solution.biases.items():
             claim = self.plan.claims[number]
@@ -280,7 +280,7 @@ class _QDQInserter:
             self._static(observed, value)
 
     def _delegate(self, observed: Observed) -> None:
-        """Leave a node to its observer."""
+        """Let an observer convert its own node."""
         node, number = observed.node, observed.group
         delegate = Delegate(node, self.solution.delegated[number])
         isolated = delegate.isolate()
@@ -341,7 +341,7 @@ class _QDQInserter:
         return static_pair(q, shape, scale, zero_point)
 
     def _zero(self, like_values: Tensor, like: Node) -> Node:
-        """Read the one zero tensor of a shape: symmetric weights need one, and it is always the same."""
+        """Read the one zero tensor of a shape, which all symmetric weights of that shape share."""
         shape = tuple(like_values.shape)
         zeros = self._zeros.setdefault(shape, torch.zeros(shape, dtype=torch.int64))
         return self._buffer("zero_point_" + "x".join(map(str, shape)), zeros, like)
@@ -380,7 +380,7 @@ class _QDQInserter:
             return self._buffer(f"{value.target}_q", self._integers[key], reader)
 
     def _release(self, value: Node) -> None:
-        """Let go of a parameter that nothing reads any more: peak memory is not to hold both forms."""
+        """Drop a parameter that nothing reads any more, so that both forms are never held at once."""
         if value.op != "get_attr" or value.users or not self.fold_quantize:
             return
         owner, target = owner_of(value), str(value.target)
@@ -462,14 +462,12 @@ class _QDQInserter:
             reader = user if user.op == "call_function" else quantized
             with node.graph.inserting_before(user):
                 read = _call(pair.dequantize, (quantized, *arguments), reader, example)
-            read.kwargs = keywords
-            self._note(observed, user, read, value)
-            if not exact and example.dtype is not torch.float32:
-                read.meta["val"] = example.to(torch.float32)
-                with node.graph.inserting_before(user):
+                read.kwargs = keywords
+                self._note(observed, user, read, value)
+                if not exact and example.dtype is not torch.float32:
+                    read.meta["val"] = example.to(torch.float32)
                     read = _cast_to(read, example.dtype, reader, example)
-            if shaped is not None:
-                with node.graph.inserting_before(user):
+                if shaped is not None:
                     read = _call(_view_as, (read, shaped), reader, value_of(shaped))
             if rescale is not None:
                 read = self._scaled(read, *rescale, before=user)
@@ -489,7 +487,7 @@ def _call(target: Callable[..., Any], args: tuple[Any, ...], like: Node, value: 
 
 
 def _cast_to(value: Node, dtype: torch.dtype, like: Node, example: Any) -> Node:
-    """Insert a cast, which says of itself that it is none of the program's own."""
+    """Insert a cast, tagged as one that the program did not have."""
     cast = _call(_to, (value, dtype), like, example.to(dtype))
     tag(cast, **{CAST_TAG: True})
     return cast
@@ -501,7 +499,7 @@ def _base(node: Node) -> str:
 
 
 def float_copies(model: GraphModule, quantized: Mapping[str, str]) -> list[str]:
-    """Name the parameters that are stored as floats beside their integers, and who reads those.
+    """Describe the parameters that are stored as floats beside their integers, with the readers of those.
 
     Args:
         quantized: the parameters that have integers, each with a reader of these.

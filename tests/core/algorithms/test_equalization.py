@@ -185,7 +185,7 @@ class TestReasons:
         prepared = prepare(export(model, IMAGES), quantizer)
         report = qompose.report(prepared)
         assert any(
-            note.startswith("equalization of conv2d (") and "nobody asks" in note
+            note.startswith("equalization of conv2d (") and "is not asked for" in note
             for note in report.notes
         )
         assert torch.equal(prepared.get_parameter("2.weight"), model[2].weight)

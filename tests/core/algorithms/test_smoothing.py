@@ -186,7 +186,7 @@ class TestReasons:
     def test_one_reader_does_not_ask(self) -> None:
         quantizer = toy(RULE, config=replace(STATIC, repairs=SMOOTH)).set_module_name("k", STATIC)
         notes = self.notes(block(), quantizer)
-        assert "layer_norm -> linear_1 has the same integers, and nobody asks for it there" in notes
+        assert "layer_norm -> linear_1 has the same integers, and does not ask for it" in notes
 
     def test_two_readers_ask_for_different_strengths(self) -> None:
         one, other = (replace(STATIC, repairs=(SmoothQuant(alpha),)) for alpha in (0.5, 0.75))
