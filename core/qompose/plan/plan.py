@@ -1,11 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Plan: what is decided for a program, as plain data that all later stages read.
-
-The Plan: plain data that says what is quantized, how, by whom, and why the rest is not.
+"""The Plan: plain data that says what is quantized, how, by whom, and why the rest is not.
 
 It is made once, travels in the `meta` of every later GraphModule, and is all that later stages read.
-
-How messages call a tensor that is quantized: by its name, its module and body, and who wants it.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rule table + program -> every admissible claim."""
+"""Every admissible claim of a rule table on a program."""
 
 from __future__ import annotations
 

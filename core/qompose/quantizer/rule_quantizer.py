@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RuleQuantizer: a rule table with its configurations by selector.
+"""RuleQuantizer: the quantizer that works from a backend's rule table, configured by selectors.
 
-The quantizer that works from a backend's rule table and the user's selectors.
-
-Settings of a quantizer as JSON data, and back::
+Its settings as JSON data::
 
     [{"select": "global", "config": "static per-channel"},
      {"select": "object type", "module type": "torch.nn.Linear", "config": null},

@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Selectors applied to one program: the configuration of each node.
-
-Selection: the settings of a quantizer applied to one program, once, in the order of its operators.
-
-Places in an exported program, as selectors speak of them: by module, type, call and data flow.
-"""
+"""The selectors of a quantizer applied to one program: which of them decides for each operator."""
 
 from __future__ import annotations
 

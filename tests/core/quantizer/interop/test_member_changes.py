@@ -185,6 +185,79 @@ def _none(self: Any, model: GraphModule) -> list[Node]:
     return []
 
 
+class TestBodies:
+    """Bodies of control flow are rewritten before what calls them."""
+
+    class Branches(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.cond(x.sum() > 0, nn.functional.silu, torch.neg, (x,))
+            return nn.functional.silu(y)
+
+    @pytest.mark.parametrize("kind", [Decomposing, RebuildingInPieces])
+    def test_both_are_rewritten_and_claimed(self, kind: Any) -> None:
+        program = torch.export.export(self.Branches(), (X,))
+        prepared = prepare(program, qompose.compose(kind(), Linears()))
+        (rewrite,) = plan_of(prepared).rewrites
+        assert set(rewrite.nodes) == {"silu", "true_graph_0_silu"}
+        claimed = {n for claim in plan_of(prepared).claims for n in claim.nodes}
+        inside = [name for name in rewrite.pieces if name.startswith("true_graph_0")]
+        assert claimed & set(inside) and claimed & (set(rewrite.pieces) - set(inside))
+        for x in (X.abs(), -X.abs()):
+            torch.testing.assert_close(prepared(x), program.module()(x))
+
+    def test_an_error_names_the_body(self) -> None:
+        class Failing(Foreign):
+            def transform_for_annotation(self, model: GraphModule) -> GraphModule:
+                if calls(model, aten.neg.default):
+                    raise ValueError("no neg here")
+                return model
+
+        program = torch.export.export(self.Branches(), (X,))
+        wrong = r"tests\.Failing: transform_for_annotation raised .*in false_graph_0 of cond"
+        with pytest.raises(UserError, match=wrong):
+            prepare(program, qompose.compose(Failing()))
+
+
+class TestBatchNorms:
+    """Its engine shows every batch norm folded; here one stays that nobody wants folded."""
+
+    class Program(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.relu(self.norm(self.conv(x)))
+
+    class Convolutions(Foreign):
+        """Takes a convolution before `before`."""
+
+        before: Any = aten.relu.default
+
+        def wanted(self, model: GraphModule) -> list[Node]:
+            found = calls(model, aten.conv2d.default)
+            return [n for n in found if next(iter(n.users)).target is self.before]
+
+        def asked(self, node: Node) -> Any:
+            return self.annotation({}, self.spec, True, True)
+
+    def prepared(self, before: Any) -> GraphModule:
+        kind = type("Kind", (self.Convolutions,), {"before": before})
+        program = torch.export.export(seeded(self.Program()).eval(), (randn(1, 2, 4, 4),))
+        return prepare(program, qompose.compose(kind()))
+
+    def test_what_it_wants_folded_is_folded(self) -> None:
+        prepared = self.prepared(aten.relu.default)
+        assert [rewrite.name for rewrite in plan_of(prepared).rewrites] == ["fold_batch_norm"]
+        assert not calls(prepared, aten.batch_norm.default)
+
+    def test_what_it_wants_without_is_not_meant(self) -> None:
+        prepared = self.prepared(aten.batch_norm.default)
+        assert not plan_of(prepared).claims and calls(prepared, aten.batch_norm.default)
+        (row,) = [r for r in qompose.report(prepared).rows if r.operator == "aten.conv2d"]
+        assert "it does not want it with the batch norm folded" in row.reason
+
+
 class TestConstants:
     """Values that a member writes: the user's own are never touched."""
 
