@@ -1,12 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of a whole backend: saving, composing, selectors, imports.
-
-The checks on one model of all rows: it is saved and loaded, and shared by quantizers of two backends.
-
-The check that selectors mean on this backend what they mean on every one: the most specific wins.
-
-What a backend's source may import of qompose: its public names.
-"""
+"""The checks of a backend as a whole: loading, configurations, saving, composition, selectors, imports."""
 
 from __future__ import annotations
 
@@ -15,6 +8,7 @@ import inspect
 import sys
 import tempfile
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -42,6 +36,8 @@ from qompose import (
     report,
     save,
 )
+from qompose.backend import API_VERSION, Backend
+from qompose.backend.rule import ACTIVATION_ONLY
 from qompose.lowering.lower_regions import TORCH_TARGET
 from qompose.plan.plan import Operator, attach
 from qompose.program.control_flow import nodes_in
@@ -58,11 +54,149 @@ from qompose.testing.fixtures import (
     Model,
     NotApplicable,
     Row,
+    expect_equal,
+    expecting,
     sqnr,
     surroundings,
 )
-from qompose.testing.suite import Suite
+from qompose.testing.suite import Case, Suite
 from qompose.testing.trial import Inputs, Trial, copies, outputs
+
+
+def is_listed(suite: Suite, case: Case) -> None:
+    """The capability table has the row and supports it, and the row's kernels are for targets that exist."""
+    backend, rule = suite.backend, suite.rule(case.rule)
+    subject = f"backend {backend.name!r}, rule {case.rule!r}, config {case.config!r}"
+    try:
+        has_rules(suite)
+    except ContractError as error:
+        raise Blocked("test_has_rules", subject) from error
+    table = suite.bare_quantizer().quantization_capabilities()
+    rows = [row for row in table if (row.pattern, row.config) == (case.rule, case.config)]
+    answer = table.supports(case.rule, backend.configs[case.config])
+    if len(rows) != 1 or not answer or not rows[0].drawing:
+        raise ContractError(
+            subject,
+            expected="one row in the capability table, with a drawing, and `supports` to say yes",
+            found=f"{len(rows)} rows, and {answer.reason or 'yes'}",
+            remedy="give each rule a unique name and a drawing",
+        )
+    unknown = set(rule.kernels) - set(suite.known_targets)
+    if unknown or not rule.kernels:
+        raise ContractError(
+            subject,
+            expected=f"kernels for targets among {', '.join(sorted(suite.known_targets))}",
+            found=f"kernels for {', '.join(sorted(rule.kernels)) or 'no target'}",
+            remedy='name a target that an installed backend brings, or "torch"',
+        )
+
+
+def loads(suite: Suite) -> None:
+    """The backend loads by its name, and has the version of the interface that core has."""
+    backend = suite.backend
+    if not backend.name or not isinstance(backend.name, str):
+        raise ContractError(
+            f"backend {type(backend).__qualname__}",
+            expected="the name of its entry point",
+            found=repr(backend.name),
+            remedy="set the attribute `name`",
+        )
+    if backend.api_version != API_VERSION:
+        raise ContractError(
+            _subject(backend),
+            expected=f"api_version = {API_VERSION}, the version of this release of qompose",
+            found=f"api_version = {backend.api_version!r}",
+            remedy="write the number into the class, and see the changelog for the changes",
+        )
+    if suite.no_quantizer is not None:
+        raise ContractError(
+            _subject(backend),
+            expected="quantizer_class to make a qompose.Quantizer",
+            found=suite.no_quantizer,
+            remedy="name a subclass of qompose.RuleQuantizer, or leave quantizer_class out",
+        )
+
+
+def says_availability(suite: Suite) -> None:
+    """`availability` returns None, or the reason as text; so do the targets."""
+    backend = suite.backend
+    questions = {"availability()": backend.availability}
+    questions |= {f"target {t.name!r}, availability()": t.availability for t in backend.targets}
+    for name, ask in questions.items():
+        try:
+            answer: object = ask()
+        except Exception as error:
+            answer = error
+        if answer is not None and not (isinstance(answer, str) and answer.strip()):
+            raise ContractError(
+                f"{_subject(backend)}, {name}",
+                expected="None if it can be used here, else the reason as text",
+                found=repr(answer),
+                remedy='return None or a sentence such as "the package x is missing: pip install x"',
+            )
+
+
+def has_rules(suite: Suite) -> None:
+    """Every rule has a unique name."""
+    backend = suite.backend
+    counts = Counter(rule.name for rule in backend.rules)
+    twice = sorted(name for name, count in counts.items() if count > 1)
+    if twice or not counts or "" in counts:
+        raise ContractError(
+            _subject(backend),
+            expected="rules, each with a unique name",
+            found=f"several rules of one name: {', '.join(twice)}"
+            if twice
+            else f"rules {[*counts]}",
+            remedy="give each rule another name: reports and capability tables refer to it",
+        )
+
+
+def has_configs(suite: Suite) -> None:
+    """Every named configuration fits a rule and can be set; the first is the default."""
+    backend = suite.backend
+    if not backend.configs or backend.default_config is not next(iter(backend.configs.values())):
+        raise ContractError(
+            _subject(backend),
+            expected="named configurations, the first of which is the default",
+            found=f"{len(backend.configs)} configurations, and the default {backend.default_config}",
+            remedy="set the attribute `configs`, and leave default_config as it is",
+        )
+    for name, config in backend.configs.items():
+        subject = f"{_subject(backend)}, config {name!r}"
+        if not isinstance(config, QuantizationConfig):
+            raise ContractError(
+                subject,
+                expected="a qompose.QuantizationConfig",
+                found=repr(config),
+                remedy="give the configuration itself, not a function that returns it",
+            )
+        objections = [rule.objection(config) for rule in backend.rules]
+        if all(objections):
+            raise ContractError(
+                subject,
+                expected="a rule that can follow it",
+                found="; ".join(dict.fromkeys(map(str, objections))),
+                remedy="drop the configuration, or let a rule take it",
+            )
+        with expecting(
+            subject, "set_global to take it", "let the rules with a weight take it, or drop it"
+        ):
+            suite.quantizer(config)
+    for rule in backend.rules:
+        tried = {backend.configs[name].mode for name in suite.fitting(rule)}
+        if rule.modes - tried - {ACTIVATION_ONLY}:
+            lacking = ", ".join(sorted(rule.modes - tried - {ACTIVATION_ONLY}))
+            raise ContractError(
+                f"{_subject(backend)}, rule {rule.name!r}",
+                expected=f"a named configuration that the rule follows for each of its modes: {lacking}",
+                found=f"it follows {', '.join(suite.fitting(rule)) or 'none'}",
+                remedy="name such a configuration, so that the mode is tested, or drop the mode of the rule",
+            )
+
+
+def _subject(backend: Backend) -> str:
+    return f"backend {backend.name!r}"
 
 
 class _AllRows(nn.Module):
@@ -105,7 +239,7 @@ class Gathering:
             self.program = torch.export.export(self.model, copies(self.batches[0]))
 
     def _sound_trials(self) -> Any:
-        """Yield the trials of rows that work alone: what does not has a check of its own."""
+        """Yield the trials of rows that work alone; other checks report those that do not."""
         for case in self.suite.cases():
             if case.config == self.name:
                 trial: Trial = self.suite.trial(case)
@@ -122,7 +256,7 @@ class Gathering:
             self.suite.require(matches_reference, trial, TORCH_TARGET.name)
 
     def quantizer(self, *members: Quantizer) -> Quantizer:
-        """Return the quantizers of what stands around the rows, and others behind them."""
+        """Return the quantizers of the copies around the rows, followed by others."""
         models = dict(enumerate(trial.model for trial in self.trials))
         around = surroundings(
             self.suite.backend.configs[self.name],
@@ -133,7 +267,7 @@ class Gathering:
         return ComposableQuantizer([*around, *members])
 
     def converted(self, *members: Quantizer) -> GraphModule:
-        """Return the Q/DQ program that quantizers make of all rows."""
+        """Return the Q/DQ program of all rows under quantizers."""
         prepared = prepare_pt2e(self.program, self.quantizer(*members))
         with torch.no_grad():
             for batch in self.batches:
@@ -156,12 +290,12 @@ def saves(suite: Suite, name: str) -> None:
     )
     converted, batch = rows.converted(suite.quantizer(suite.backend.configs[name])), rows.batches[0]
     loaded = _through_a_file(converted, subject)
-    _expect_equal(
-        subject, "the loaded model", outputs(loaded, batch), outputs(converted, batch), remedy
-    )
+    wanted = outputs(converted, batch)
+    expected = "outputs of the loaded model that are equal bit for bit"
+    expect_equal(subject, expected, outputs(loaded, batch), wanted, remedy)
     if not suite.in_process:
         return
-    # A loaded model finds installed backends, and not what stands around the rows.
+    # A loaded model finds installed backends, but not that of the copies around the rows.
     backends = {**converted.meta[META_KEY].backends, suite.backend.name: suite.backend}
     attach(loaded, replace(loaded.meta[META_KEY], backends=backends))
     first, again = _lowered(converted), _lowered(loaded)
@@ -173,29 +307,21 @@ def saves(suite: Suite, name: str) -> None:
             found=str(next((a, b) for a, b in zip(*kernels, strict=True) if a != b)),
             remedy=remedy,
         )
-    _expect_equal(
-        subject,
-        "what the loaded model lowers to",
-        outputs(again, batch),
-        outputs(first, batch),
-        remedy,
-    )
+    wanted = outputs(first, batch)
+    expected = "outputs of what the loaded model lowers to that are equal bit for bit"
+    expect_equal(subject, expected, outputs(again, batch), wanted, remedy)
 
 
 def _through_a_file(converted: GraphModule, subject: str) -> GraphModule:
-    with tempfile.TemporaryDirectory() as folder:
+    remedy = "rewrite graphs with operators of torch and registered custom ones only"
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        expecting(subject, "save and load to take the converted model", remedy),
+    ):
         path = Path(folder) / "rows.qompose"
-        try:
-            save(converted, path)
-            loaded: GraphModule = load(path)
-            return loaded
-        except Exception as error:
-            raise ContractError(
-                subject,
-                expected="save and load to take the converted model",
-                found=f"{type(error).__name__}: {error}",
-                remedy="rewrite graphs with operators of torch and registered custom ones only",
-            ) from error
+        save(converted, path)
+        loaded: GraphModule = load(path)
+        return loaded
 
 
 def _lowered(model: GraphModule) -> Any:
@@ -204,23 +330,11 @@ def _lowered(model: GraphModule) -> Any:
         return lower(model, "torch")
 
 
-def _expect_equal(
-    subject: str, what: str, actual: list[Tensor], wanted: list[Tensor], remedy: str
-) -> None:
-    unequal = [
-        i for i, pair in enumerate(zip(actual, wanted, strict=True)) if not torch.equal(*pair)
-    ]
-    if unequal:
-        raise ContractError(
-            subject,
-            expected=f"outputs of {what} that are equal bit for bit",
-            found=f"other values in output {unequal[0]}",
-            remedy=remedy,
-        )
+_ALONE = "let no rule, guard, kernel or hook assume that it is of the only quantizer"
 
 
 def composes(suite: Suite, name: str, partner: str, first: bool) -> None:
-    """With another backend's quantizer, before it or behind it, all rows stay right and losers are named."""
+    """Before or behind another backend's quantizer, all rows stay right and conflicts are named."""
     rows = gathering(suite, name)
     own = suite.quantizer(suite.backend.configs[name])
     other = _partner(suite, rows, partner)
@@ -231,12 +345,12 @@ def composes(suite: Suite, name: str, partner: str, first: bool) -> None:
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", QomposeWarning)
-        converted = _tried(subject, "prepare and convert", lambda: rows.converted(*members))
-        lowered = (
-            _tried(subject, "lower to 'torch'", lambda: lower(converted, "torch"))
-            if suite.in_process
-            else converted
-        )
+        with expecting(subject, "a composition to prepare and convert", _ALONE):
+            converted = rows.converted(*members)
+        lowered: Any = converted
+        if suite.in_process:
+            with expecting(subject, "a composition to lower to 'torch'", _ALONE):
+                lowered = lower(converted, "torch")
     for stage in (converted, lowered):
         _check_quality(suite, rows, subject, stage)
     if suite.in_process:
@@ -255,18 +369,6 @@ def _partner(suite: Suite, rows: Gathering, partner: str) -> Quantizer:
     return half
 
 
-def _tried(subject: str, what: str, action: Callable[[], Any]) -> Any:
-    try:
-        return action()
-    except Exception as error:
-        raise ContractError(
-            subject,
-            expected=f"a composition to {what}",
-            found=f"{type(error).__name__}: {error}",
-            remedy="let no rule, guard, kernel or hook count on being the only quantizer",
-        ) from error
-
-
 def _check_quality(suite: Suite, rows: Gathering, subject: str, model: Any) -> None:
     batch = rows.batches[0]
     wanted, actual = outputs(rows.model, batch), outputs(model, batch)
@@ -277,12 +379,12 @@ def _check_quality(suite: Suite, rows: Gathering, subject: str, model: Any) -> N
             f"{subject}, {model.meta[META_KEY].stage}",
             expected=f"at least {least:.3g} dB on each row (min_sqnr)",
             found=f"{sqnr(wanted[worst], actual[worst]):.1f} dB in output {worst}",
-            remedy="see what specifications meet there, and whether the kernel reads those of its inputs",
+            remedy="see which specifications meet there, and whether the kernel reads those of its inputs",
         )
 
 
 def _check_report(subject: str, found: Report, members: set[str]) -> None:
-    """Check that every operator has an owner or a reason, and that what lost is named."""
+    """Check that every operator has an owner or a reason, and that conflicts are described."""
     for row in found.rows:
         owner = row.owner.partition("#")[0]
         known = owner in members or owner == "contract"
@@ -293,13 +395,13 @@ def _check_report(subject: str, found: Report, members: set[str]) -> None:
                 subject,
                 expected="an owner, or a reason, for every operator in the report",
                 found=str(row),
-                remedy="let kernels and guards say why they refuse",
+                remedy="let kernels and guards return the reason of a refusal",
             )
     for conflict in found.conflicts:
         if not str(conflict).strip():
             raise ContractError(
                 subject,
-                expected="conflicts that name who lost what to whom",
+                expected="conflicts that name the losing claim, its owner and the winner",
                 found=repr(conflict),
                 remedy="leave the claims of other members alone",
             )
@@ -316,18 +418,18 @@ LEVELS: dict[str, Setter] = {
         q.set_module_name_object_type_order(ROW, operator, 0, config)
     ),
 }
-"""What sets a configuration for a row's operator, the least specific first."""
+"""The setters of a configuration for a row's operator, the least specific first."""
 PAIRS = [
     pair for pair in combinations(LEVELS, 2) if pair != ("set_module_type", "set_operator_type")
 ]
-"""Pairs of a less and a more specific one. Types of modules and of operators are one level."""
+"""Pairs of a less and a more specific setter. Types of modules and of operators are one level."""
 
 
 def representative(suite: Suite) -> Trial:
     """Return the trial of a row of one operator that applies anywhere.
 
     Raises:
-        NotApplicable: there is none.
+        NotApplicable: there is no such row.
     """
     blocked: Blocked | None = None
     for case in suite.rows():
@@ -341,7 +443,9 @@ def representative(suite: Suite) -> Trial:
             continue
         if trial.model.front is None and len(trial.operators) == len(trial.claims) == 1:
             return trial
-    raise blocked or NotApplicable("no rule takes one operator that may stand anywhere")
+    raise blocked or NotApplicable(
+        "no rule takes a single operator without a condition on its surroundings"
+    )
 
 
 def most_specific_wins(suite: Suite, lower: str, higher: str) -> None:
@@ -354,7 +458,7 @@ def most_specific_wins(suite: Suite, lower: str, higher: str) -> None:
         if (operator.claim is not None) != (wanted is not None):
             raise ContractError(
                 subject,
-                expected=f"{higher} to decide, which is more specific",
+                expected=f"{higher} to decide, as it is more specific",
                 found=f"{operator.name} is "
                 + ("quantized" if operator.claim is not None else f"float: {operator.reason}"),
                 remedy="let the quantizer's set_ methods be those of qompose.RuleQuantizer",
@@ -375,19 +479,15 @@ def _operator(
     (claim,) = trial.claims
     target = next(n.target for n in nodes_in(trial.prepared) if n.name == claim.anchor)
     quantizer = suite.bare_quantizer()
-    try:
+    remedy = "let the quantizer be a qompose.RuleQuantizer"
+    with (
+        expecting(subject, "prepare_pt2e to follow selectors", remedy),
+        warnings.catch_warnings(),
+    ):
         for level, config in settings.items():
             LEVELS[level](quantizer, target, config)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", QomposeWarning)
-            prepared = prepare_pt2e(trial.built.program, quantizer)
-    except Exception as error:
-        raise ContractError(
-            subject,
-            expected="prepare_pt2e to follow selectors",
-            found=f"{type(error).__name__}: {error}",
-            remedy="let the quantizer be a qompose.RuleQuantizer",
-        ) from error
+        warnings.simplefilter("ignore", QomposeWarning)
+        prepared = prepare_pt2e(trial.built.program, quantizer)
     operator: Operator
     (operator,) = prepared.meta[META_KEY].plan.operators
     return operator
@@ -401,7 +501,7 @@ PUBLIC_MODULES = (
 
 
 def imports_public_names(suite: Suite) -> None:
-    """The backend's modules use nothing of qompose but its public names."""
+    """The backend's modules use only public names of qompose."""
     for path in _files(suite):
         tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
         for line, name in sorted(_private(tree)):
@@ -409,12 +509,12 @@ def imports_public_names(suite: Suite) -> None:
                 f"backend {suite.backend.name!r}, {path.name}, line {line}",
                 expected="imports of public names only",
                 found=name,
-                remedy="use what qompose or a public submodule lists in `__all__`, or ask for more",
+                remedy="use the names that qompose or a public submodule lists in `__all__`, or ask for more",
             )
 
 
 def _files(suite: Suite) -> list[Path]:
-    """Return the modules of the backend's package; of a backend that is not installed, its own one."""
+    """Return the modules of the backend's package, or its own module if it is not installed."""
     module = type(suite.backend).__module__
     if not isinstance(suite.source, str):
         file = inspect.getsourcefile(sys.modules[module])
@@ -427,7 +527,7 @@ def _files(suite: Suite) -> list[Path]:
 
 
 def _private(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Yield (line, what) for each use of a name of qompose that is not public."""
+    """Yield line and name for each use of a name of qompose that is not public."""
     faces = {module: {*import_module(module).__all__} for module in PUBLIC_MODULES}
     faces["qompose"] |= {"__version__", *(name.partition(".")[2] for name in PUBLIC_MODULES)}
     for node in ast.walk(tree):

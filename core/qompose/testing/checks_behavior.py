@@ -1,12 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of side effects, copies and training.
-
-The checks of what a lowered model does besides giving the right numbers.
-
-What a backend must leave alone: the state of the process it is imported into and used in.
-
-The check that a row is trained as it is deployed.
-"""
+"""The checks of what a backend does besides computing: copies, side effects, training."""
 
 from __future__ import annotations
 
@@ -38,7 +31,10 @@ from qompose.testing.fixtures import (
     Blocked,
     ContractError,
     NotApplicable,
+    expect_equal,
+    expecting,
     first_difference,
+    kinds_of,
     sqnr,
     steps_of,
     tensors_of,
@@ -49,18 +45,19 @@ from qompose.training.schedule import disable_observer
 
 
 def behaves(suite: Suite, trial: Trial, target: str) -> None:
-    """Results are the same each time, copies work, and shapes are known without computing."""
+    """Results are reproducible, copies work, and shapes are known without computing."""
     suite.require(matches_reference, trial, target)
     lowered, (_, batch) = trial.lowered(target), trial.all_inputs[0]
     first = [x.clone() for x in outputs(lowered, batch)]
-    _expect_same(
-        trial, target, "the same outputs each time", outputs(lowered, batch), first,
-        "let the kernel start from its arguments alone, and not keep what it computed",
+    expect_equal(
+        trial.on(target), "the same outputs each time", outputs(lowered, batch), first,
+        "let the kernel depend on its arguments alone, and keep no results",
     )  # fmt: skip
     if isinstance(lowered, nn.Module):
-        _expect_same(
-            trial, target, "the same outputs from a deep copy", outputs(_copy(trial, target), batch), first,
-            "keep packed weights in a side table, not in the model (DESIGN, targets)",
+        copied = outputs(_copy(trial, target), batch)
+        expect_equal(
+            trial.on(target), "the same outputs from a deep copy", copied, first,
+            "keep packed weights in a side table, not in the model",
         )  # fmt: skip
         _check_fake(trial, target, batch, first)
     if isinstance(lowered, GraphModule):
@@ -68,35 +65,13 @@ def behaves(suite: Suite, trial: Trial, target: str) -> None:
 
 
 def _copy(trial: Trial, target: str) -> Any:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 copies argument trees so
-            return copy.deepcopy(trial.lowered(target))
-    except Exception as error:
-        raise ContractError(
-            f"{trial}, target {target!r}",
-            expected="copy.deepcopy to copy the lowered model",
-            found=f"{type(error).__name__}: {error}",
-            remedy="keep in the model only tensors; pack weights on first use, in a side table",
-        ) from error
-
-
-def _expect_same(
-    trial: Trial,
-    target: str,
-    what: str,
-    actual: Sequence[Tensor],
-    wanted: Sequence[Tensor],
-    remedy: str,
-) -> None:
-    same = len(actual) == len(wanted) and all(map(torch.equal, actual, wanted))
-    if not same:
-        raise ContractError(
-            f"{trial}, target {target!r}",
-            expected=what,
-            found=first_difference(wanted, actual, [None] * len(wanted), 1e-12) or "others",
-            remedy=remedy,
-        )
+    remedy = "keep in the model only tensors; pack weights on first use, in a side table"
+    with (
+        expecting(trial.on(target), "copy.deepcopy to copy the lowered model", remedy),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 copies argument trees so
+        return copy.deepcopy(trial.lowered(target))
 
 
 def _check_fake(trial: Trial, target: str, batch: Inputs, wanted: Sequence[Tensor]) -> None:
@@ -104,26 +79,19 @@ def _check_fake(trial: Trial, target: str, batch: Inputs, wanted: Sequence[Tenso
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     expected = "shapes and dtypes of the outputs from fake tensors"
     remedy = "register a fake (torch.library.register_fake) that gives the shape and dtype of each operator"
-    try:
-        with mode, torch.no_grad():
-            fake = tensors_of(trial.lowered(target)(*(mode.from_tensor(x) for x in batch)))
-    except Exception as error:
-        found = f"{type(error).__name__}: {error}"
+    with expecting(trial.on(target), expected, remedy), mode, torch.no_grad():
+        fake = tensors_of(trial.lowered(target)(*(mode.from_tensor(x) for x in batch)))
+    if kinds_of(fake) != kinds_of(wanted):
         raise ContractError(
-            f"{trial}, target {target!r}", expected=expected, found=found, remedy=remedy
-        ) from error
-    kinds = [[(tuple(x.shape), x.dtype) for x in values] for values in (wanted, fake)]
-    if kinds[0] != kinds[1]:
-        raise ContractError(
-            f"{trial}, target {target!r}",
-            expected=f"{expected}: {kinds[0]}",
-            found=str(kinds[1]),
+            trial.on(target),
+            expected=f"{expected}: {kinds_of(wanted)}",
+            found=str(kinds_of(fake)),
             remedy=remedy,
         )
 
 
 class _Kinds(Interpreter):
-    """Runs a program, and keeps the shape, the type and the strides of what each of its calls gives."""
+    """Runs a program, and keeps the shape, dtype and strides of each call's result."""
 
     def __init__(self, module: GraphModule) -> None:
         super().__init__(module)
@@ -149,7 +117,7 @@ def _kind(x: Tensor, *, strides: bool) -> str:
 
 
 def _check_calls(trial: Trial, target: str, batch: Inputs) -> None:
-    """Check that each call gives what its fake kernel gives, and what the program says of it."""
+    """Check that each call's result agrees with its fake kernel and with its meta."""
     lowered, mode = trial.lowered(target), FakeTensorMode(allow_non_fake_inputs=True)
     real, fake = _Kinds(lowered), _Kinds(lowered)
     with torch.no_grad():
@@ -159,67 +127,55 @@ def _check_calls(trial: Trial, target: str, batch: Inputs) -> None:
     for node, found in real.found.items():
         value = value_of(node)
         said = str(value.dtype) if isinstance(value, Tensor) else None
-        told = [
+        others = [
             f"{fake.found[node]} from its fake kernel" if fake.found[node] != found else "",
             f"{said} in meta['val']" if said is not None and not found.startswith(said) else "",
         ]
-        if any(told):
+        if any(others):
             raise ContractError(
-                f"{trial}, target {target!r}",
-                expected=f"fake tensors to tell what {node.name} ({operator_name(node.target)}) gives: "
+                trial.on(target),
+                expected=f"fake tensors like what {node.name} ({operator_name(node.target)}) returns: "
                 f"{found}",
-                found=" and ".join(filter(None, told)),
-                remedy="let the fake kernel and the dtype given to Region.call say what the kernel gives",
+                found=" and ".join(filter(None, others)),
+                remedy="let the fake kernel and the dtype given to Region.call match the kernel's result",
             )
 
 
 def leaves_inputs_alone(suite: Suite, trial: Trial, target: str) -> None:
-    """Who reads the row's inputs after the kernel finds them unchanged."""
+    """The kernel leaves the row's inputs unchanged."""
     suite.require(matches_reference, suite.plain(trial), target)
     lowered, (_, batch) = trial.lowered(target), trial.all_inputs[0]
-    remedy = "write to nothing that the kernel is given; copy first"
+    remedy = "write to none of the kernel's arguments; copy first"
     given = copies(batch)
     with torch.no_grad():
         _, *after = tensors_of(lowered(*given))
     _, *wanted = outputs(trial.converted, batch)
-    _expect_same(trial, target, "inputs of the model as they were", given, batch, remedy)
-    _expect_same(trial, target, "integers that the kernel read as they were", after, wanted, remedy)
+    subject = trial.on(target)
+    expect_equal(subject, "inputs of the model as they were", given, batch, remedy)
+    expect_equal(subject, "integers that the kernel read as they were", after, wanted, remedy)
 
 
 def takes_any_batch(suite: Suite, trial: Trial, target: str) -> None:
     """A program for batches of any size stays one."""
     suite.require(matches_reference, suite.plain(trial), target)
     try:
-        trial.built  # noqa: B018 - no such program: the check does not apply
+        trial.built  # noqa: B018 - raises where the check does not apply
         trial.converted  # noqa: B018
     except Exception as error:
         raise Blocked("test_annotates or test_converts", str(trial)) from error
-    subject = f"{trial}, target {target!r}"
-    try:
+    remedy = "take sizes from the tensors, not from the example's shapes"
+    with expecting(trial.on(target), "a model for batches of any size", remedy):
         lowered = trial.lowered(target)
-    except Exception as error:
-        raise ContractError(
-            subject,
-            expected="a model for batches of any size",
-            found=f"{type(error).__name__}: {error}",
-            remedy="take sizes from the tensors, not from the example's shapes",
-        ) from error
     steps, (_, example) = steps_of(trial.converted), trial.all_inputs[0]
     for size in (2, 7, 13):
         batch = resized(example, size)
         wanted = outputs(trial.converted, batch)
-        try:
+        expected = f"what the simulated (Q/DQ) model gives for a batch of {size}"
+        with expecting(trial.on(target), expected, remedy):
             actual = outputs(lowered, batch)
-            found = first_difference(wanted, actual, steps, suite.tolerance(trial))
-        except Exception as error:
-            found = f"{type(error).__name__}: {error}"
+        found = first_difference(wanted, actual, steps, suite.tolerance(trial))
         if found is not None:
-            raise ContractError(
-                subject,
-                expected=f"what the simulated (Q/DQ) model gives for a batch of {size}",
-                found=found,
-                remedy="take sizes from the tensors, not from the example's shapes",
-            )
+            raise ContractError(trial.on(target), expected=expected, found=found, remedy=remedy)
 
 
 def resized(batch: Inputs, size: int) -> Inputs:
@@ -228,7 +184,7 @@ def resized(batch: Inputs, size: int) -> Inputs:
 
 
 def state() -> dict[str, str]:
-    """Return what is global in a process and must not be changed in passing, as text."""
+    """Return the global settings of a process that a backend must not change, as text."""
     return {
         "torch's default dtype": str(torch.get_default_dtype()),
         "torch's default device": str(torch.get_default_device()),
@@ -247,7 +203,7 @@ def state() -> dict[str, str]:
 
 
 def changes(action: Callable[[], object]) -> list[str]:
-    """Return what an action changes of the process's state, and what it prints, as sentences."""
+    """Return as sentences what an action changes in the process's state, and what it prints."""
     before, printed = state(), io.StringIO()
     with redirect_stdout(printed):
         action()
@@ -287,7 +243,7 @@ def imports_cleanly(suite: Suite) -> None:
 
 @contextmanager
 def _defaults() -> Iterator[None]:
-    """Set what torch starts with, so that a setting which was made before is seen to be made again."""
+    """Restore torch's initial settings, so that a setting made before is noticed when it is made again."""
     before = (
         torch.get_default_dtype(),
         torch.is_grad_enabled(),
@@ -319,7 +275,7 @@ def works_cleanly(suite: Suite) -> None:
             fresh = Trial(trial.terms)
             outputs(fresh.lowered(target), fresh.batches("calibration", 1)[0])
 
-    use()  # what is only loaded when it is first used is loaded
+    use()  # loads what is loaded at first use
     with _defaults():
         found = changes(use)
     _expect_nothing(f"backend {suite.backend.name!r}, when it is used", found)
@@ -344,14 +300,18 @@ def _expect_nothing(subject: str, found: list[str]) -> None:
     if found:
         raise ContractError(
             subject,
-            expected="no change of what is global in the process, and nothing printed",
+            expected="no change of global settings of the process, and nothing printed",
             found="; ".join(found),
-            remedy="set such things with a context manager, while you need them, and print nothing",
+            remedy="change such settings in a context manager, while they are needed, and print nothing",
         )
 
 
 LEAST_SQNR = 40.0
-"""Between what was trained and what is deployed, in decibels."""
+"""The least ratio between the trained and the deployed model, in decibels."""
+_TRAINABLE = (
+    "see that the rule's specifications can be fake-quantized, and that its guard takes the configuration of "
+    "`training_config`"
+)
 
 
 def trains(suite: Suite, trial: Trial) -> None:
@@ -362,20 +322,17 @@ def trains(suite: Suite, trial: Trial) -> None:
         raise NotApplicable(reason)
     config = training_config(trial.terms.config)
     terms = replace(trial.terms, config=config)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", QomposeWarning)
-            prepared = prepare_qat_pt2e(trial.built.program, quantizer_for(terms, trial.model))
-            if not terms.claims_in(prepared):
-                raise _failure(trial, "the rule to claim its example", "nothing is claimed")
-            _train(trial, prepared)
-            simulated = [outputs(prepared, batch) for batch in trial.batches("calibration")]
-            converted = convert_pt2e(prepared)
-    except ContractError:
-        raise
-    except Exception as error:
-        found = f"{type(error).__name__}: {error}"
-        raise _failure(trial, "prepare_qat_pt2e, a step and convert_pt2e", found) from error
+    with (
+        expecting(f"{trial}, in training", "prepare_qat_pt2e, a step and convert_pt2e", _TRAINABLE),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore", QomposeWarning)
+        prepared = prepare_qat_pt2e(trial.built.program, quantizer_for(terms, trial.model))
+        if not terms.claims_in(prepared):
+            raise _failure(trial, "the rule to claim its example", "nothing is claimed")
+        _train(trial, prepared)
+        simulated = [outputs(prepared, batch) for batch in trial.batches("calibration")]
+        converted = convert_pt2e(prepared)
     deployed = [outputs(converted, batch) for batch in trial.batches("calibration")]
     least = min(
         sqnr(one, other)
@@ -388,7 +345,7 @@ def trains(suite: Suite, trial: Trial) -> None:
 
 
 def _train(trial: Trial, prepared: GraphModule) -> None:
-    """Take gradients of each batch, and leave the model in evaluation, with its ranges as they are."""
+    """Take gradients of each batch, and leave the model in evaluation with fixed ranges."""
     for batch in trial.batches("calibration"):
         results = [x for x in tensors_of(prepared(*copies(batch))) if x.requires_grad]
         if results:
@@ -406,10 +363,5 @@ def _gradients(model: GraphModule) -> Iterator[tuple[str, Tensor]]:
 
 
 def _failure(trial: Trial, expected: str, found: str) -> ContractError:
-    return ContractError(
-        f"{trial}, in training",
-        expected=expected,
-        found=found,
-        remedy="see that the rule's specifications can be fake-quantized, and that its guard takes the "
-        "configuration of `training_config`",
-    )
+    subject = f"{trial}, in training"
+    return ContractError(subject, expected=expected, found=found, remedy=_TRAINABLE)

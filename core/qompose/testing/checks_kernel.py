@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that kernels agree with the integer reference, and refuse what they must.
-
-The checks of what a kernel computes: it agrees with the integer reference, whatever it is given.
-
-The checks of what a row takes and refuses: its constraints are enforced, and kept at their edges.
-"""
+"""The checks of what a kernel computes, wherever its rule applies."""
 
 from __future__ import annotations
 
@@ -26,7 +21,9 @@ from qompose.testing.fixtures import (
     Blocked,
     ContractError,
     NotApplicable,
+    expecting,
     first_difference,
+    kinds_of,
     other_layouts,
     rounding_fault,
     sqnr,
@@ -44,6 +41,8 @@ from qompose.testing.variations import (
     of_literals,
     of_shapes,
 )
+
+_RUNS = "a refusal with a reason, or a model that runs"
 
 
 def matches_reference(suite: Suite, trial: Trial, target: str) -> None:
@@ -64,16 +63,9 @@ def matches_reference(suite: Suite, trial: Trial, target: str) -> None:
 
 
 def run_on(trial: Trial, target: str, kind: str, run: Callable[[], Any]) -> Any:
-    """Return what a kernel gives; that it raises is a failure. `kind` says of what inputs."""
-    try:
+    """Return what a kernel returns on inputs of a `kind`; that it raises is a failure."""
+    with expecting(trial.on(target), f"the kernel to run on {kind}", "correct the kernel"):
         return run()
-    except Exception as error:
-        raise ContractError(
-            f"{trial}, target {target!r}",
-            expected=f"the kernel to run on {kind}",
-            found=f"{type(error).__name__}: {error}",
-            remedy="mend the kernel",
-        ) from error
 
 
 def expect_close(
@@ -85,12 +77,12 @@ def expect_close(
     remedy: str = "see zero points, the rounding (half to even, once), saturation of sums, and the "
     "clamp to [quant_min, quant_max]",
 ) -> None:
-    """Compare the kernel's outputs with others; `results` are those, the kernel's, and their steps."""
+    """Compare the kernel's outputs with a reference; `results`: the reference, the outputs, their steps."""
     bound = suite.tolerance(trial)
     found = first_difference(*results, bound)
     if found is not None:
         raise ContractError(
-            f"{trial}, target {target!r}",
+            trial.on(target),
             expected=f"the kernel to agree with {what}, to one step of the output (float outputs to "
             f"{bound:g} of the largest value)",
             found=found,
@@ -112,7 +104,7 @@ def _check_rounding(
         found = rounding_fault([w[place] for w, _ in runs], [a[place] for _, a in runs], step)
         if found is not None:
             raise ContractError(
-                f"{trial}, target {target!r}",
+                trial.on(target),
                 expected=f"at most {MOST_OFF:.0%} of the values a step off {what}",
                 found=found,
                 remedy="round once, to the nearest integer, half to even; do not truncate",
@@ -122,39 +114,39 @@ def _check_rounding(
 def _check_layouts(
     suite: Suite, trial: Trial, target: str, known: tuple[list[Tensor], list[Tensor | None]]
 ) -> None:
-    """Check that equal inputs which lie otherwise in memory give equal outputs."""
+    """Check that equal inputs in another memory layout give equal outputs."""
     lowered = trial.lowered(target)
     kind = "inputs that are not contiguous in memory"
     for batch in other_layouts(trial.all_inputs[0][1]):
         with torch.no_grad():
             try:
                 trial.converted(*batch)
-            except RuntimeError:  # such as a view, which goes by strides itself
+            except RuntimeError:  # such as a view, which depends on strides itself
                 continue
             actual = tensors_of(run_on(trial, target, kind, partial(lowered, *batch)))
         expect_close(
             suite, trial, target, f"itself on {kind}", (known[0], actual, known[1]),
-            "go by the strides of the tensors that the kernel is given, or call contiguous() first",
+            "use the strides of the tensors that the kernel receives, or call contiguous() first",
         )  # fmt: skip
 
 
 def matches_for_integers(suite: Suite, trial: Trial, target: str) -> None:
-    """The same, where a consumer behind the row wants integers."""
+    """The same, where a consumer behind the row reads integers."""
     suite.require(matches_reference, suite.plain(trial), target)
     matches_reference(suite, trial, target)
 
 
 def takes_other_shapes(suite: Suite, trial: Trial, target: str) -> None:
-    """What the rule claims with another batch, rank or depth, the kernel computes rightly."""
+    """The kernel computes correctly what the rule claims with another batch, rank or depth."""
     suite.require(matches_reference, trial, target)
     _check_variations(
         suite, trial, target, of_shapes(trial),
-        "go by the shapes of the tensors and sum in int32 or wider, or refuse the shape in the guard",
+        "use the shapes of the tensors and sum in int32 or wider, or refuse the shape in the guard",
     )  # fmt: skip
 
 
 def takes_other_literals(suite: Suite, trial: Trial, target: str) -> None:
-    """What the rule claims with other literal arguments, the kernel computes rightly."""
+    """The kernel computes correctly what the rule claims with other literal arguments."""
     suite.require(matches_reference, trial, target)
     _check_variations(
         suite, trial, target, of_literals(trial),
@@ -173,32 +165,24 @@ def _check_variations(
             if not varied.claims:
                 continue
         except QomposeError as error:
-            raise _broken(
-                varied, target, error, "let patterns and guards take any graph"
+            raise ContractError(
+                varied.on(target),
+                expected=_RUNS,
+                found=f"{type(error).__name__}: {error}",
+                remedy="let patterns and guards take any graph",
             ) from error
         except Exception:
             continue
-        try:
+        with expecting(varied.on(target), _RUNS, remedy):
             lowered, (reference, what) = varied.lowered(target), varied.reference
             runs = [(k, outputs(reference, b), outputs(lowered, b)) for k, b in varied.all_inputs]
-        except Exception as error:
-            raise _broken(varied, target, error, remedy) from error
         for kind, wanted, actual in runs:
             results = (wanted, actual, steps_of(varied.converted))
             expect_close(suite, varied, target, f"{what} on {kind}", results, remedy)
 
 
-def _broken(trial: Trial, target: str, error: Exception, remedy: str) -> ContractError:
-    return ContractError(
-        f"{trial}, target {target!r}",
-        expected="a refusal with a reason, or a model that runs",
-        found=f"{type(error).__name__}: {error}",
-        remedy=remedy,
-    )
-
-
 def accepted_limits(suite: Suite, case: Case) -> list[Limit]:
-    """Return configurations at the edges of what a row takes, few that cover all."""
+    """Return few configurations at the edges of what a row takes, which cover them all."""
     rule, config = suite.rule(case.rule), suite.backend.configs[case.config]
     taken = [limit for limit in limits(rule, config) if rule.objection(limit.config) is None]
     known = {role: describe_spec(spec) for role, spec in rule.specs_for(config).items()}
@@ -206,7 +190,7 @@ def accepted_limits(suite: Suite, case: Case) -> list[Limit]:
 
 
 def refuses(suite: Suite, case: Case) -> None:
-    """What a constraint excludes is refused with a reason, and when it is set if no rule takes it."""
+    """What a constraint excludes is refused with a reason, by the setter already if no rule takes it."""
     rule, config = suite.rule(case.rule), suite.backend.configs[case.config]
     for limit in limits(rule, config):
         subject = f"backend {suite.backend.name!r}, rule {rule.name!r}, {limit}"
@@ -217,12 +201,12 @@ def refuses(suite: Suite, case: Case) -> None:
                 subject,
                 expected="None, or the reason of a refusal as text",
                 found=repr(objection),
-                remedy="say in the objection what is asked for and what the kernel takes",
+                remedy="name in the objection what was requested and what the kernel takes",
             )
         if objection is None and broken is not None:
             raise ContractError(
                 subject,
-                expected=f"a refusal, since `accepts` says {broken}",
+                expected=f"a refusal, since `accepts` has {broken}",
                 found="the rule takes it",
                 remedy="leave Rule.objection and TensorConstraint.objection as they are, or call them",
             )
@@ -238,13 +222,13 @@ def _check_set(suite: Suite, limit: Limit, subject: str) -> None:
     raise ContractError(
         subject,
         expected="set_global to raise ConfigError, since every rule refuses the configuration",
-        found="it is taken, and nothing would be quantized",
+        found="it is accepted, and nothing would be quantized",
         remedy="let the quantizer's set_ methods be those of qompose.RuleQuantizer",
     )
 
 
 def accepts(suite: Suite, case: Case, limit: Limit, target: str) -> None:
-    """What a constraint takes at its edges lowers and gives the right numbers."""
+    """What a constraint accepts at its edges lowers and computes the right numbers."""
     suite.require(matches_reference, suite.trial(case), target)
     trial = suite.trial(case, name=str(limit), config=limit.config)
     for check in (lowers, matches_reference):
@@ -259,7 +243,7 @@ def accepts(suite: Suite, case: Case, limit: Limit, target: str) -> None:
                 f"backend {suite.backend.name!r}, rule {case.rule!r}, target {target!r}",
                 expected=f"{limit}, which `accepts` allows, to work: {failure.expected}",
                 found=failure.found,
-                remedy=f"narrow accepts[{limit.role!r}] (a missing constraint allows everything), or mend "
+                remedy=f"narrow accepts[{limit.role!r}] (a missing constraint allows everything), or correct "
                 "the kernel",
             ) from reason
 
@@ -290,32 +274,28 @@ def _check_dtype(suite: Suite, trial: Trial, target: str) -> None:
     batch = trial.batches("calibration", 1)[0]
     remedy = "refuse other types than float32 in the guard, or give the type of the region's output"
     try:
-        lowered = trial.lowered(target)
-        wanted, actual = outputs(trial.model, batch), outputs(lowered, batch)
-    except UserError:
-        return  # the target refuses it, and says why
-    except Exception as error:
-        raise ContractError(
-            f"{trial}, target {target!r}",
-            expected="a refusal with a reason, or a model that runs",
-            found=f"{type(error).__name__}: {error}",
-            remedy=remedy,
-        ) from error
+        with expecting(trial.on(target), _RUNS, remedy):
+            lowered = trial.lowered(target)
+            wanted, actual = outputs(trial.model, batch), outputs(lowered, batch)
+    except ContractError as failure:
+        if isinstance(failure.__cause__, UserError):
+            return  # the target refuses it, with a reason
+        raise
     if any(
         r.state != KERNEL and r.reason for r in report(lowered).rows if r.owner == trial.terms.label
     ):
         return
-    kinds = [[(x.dtype, tuple(x.shape)) for x in values] for values in (wanted, actual)]
-    found = min(map(sqnr, wanted, actual)) if kinds[0] == kinds[1] else 0.0
+    same = kinds_of(wanted) == kinds_of(actual)
+    found = min(map(sqnr, wanted, actual)) if same else 0.0
     least = suite.least_sqnr(trial.terms.config)
-    if kinds[0] != kinds[1] or found < least:
+    if not same or found < least:
         raise ContractError(
-            f"{trial}, target {target!r}",
-            expected=f"outputs of {_said(kinds[0])}, with at least {least:.3g} dB",
-            found=f"{_said(kinds[1])}, with {found:.1f} dB",
+            trial.on(target),
+            expected=f"outputs of {_described(wanted)}, with at least {least:.3g} dB",
+            found=f"{_described(actual)}, with {found:.1f} dB",
             remedy=remedy,
         )
 
 
-def _said(kinds: list[tuple[torch.dtype, tuple[int, ...]]]) -> str:
-    return ", ".join(f"{dtype} {list(shape)}" for dtype, shape in kinds)
+def _described(tensors: Sequence[Tensor]) -> str:
+    return ", ".join(f"{dtype} {list(shape)}" for shape, dtype in kinds_of(tensors))

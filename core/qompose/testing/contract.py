@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""BackendContract, the class that authors of backends subclass.
-
-The class that authors of backends subclass. pytest makes its tests from the backend's rule table.
-
-Which tests a check becomes: by row, configuration and target.
-"""
+"""BackendContract, whose tests pytest generates from the rule table of a backend."""
 
 from __future__ import annotations
 
@@ -21,9 +16,14 @@ from qompose.lowering.lower_regions import TORCH_TARGET
 from qompose.testing.checks_backend import (
     PAIRS,
     composes,
+    has_configs,
+    has_rules,
     imports_public_names,
+    is_listed,
+    loads,
     most_specific_wins,
     saves,
+    says_availability,
 )
 from qompose.testing.checks_behavior import (
     behaves,
@@ -46,13 +46,8 @@ from qompose.testing.checks_kernel import (
 from qompose.testing.checks_rule import (
     annotates,
     converts,
-    has_configs,
-    has_rules,
-    is_listed,
     keeps_parameters,
-    loads,
     lowers,
-    says_availability,
     shares,
 )
 from qompose.testing.fixtures import ContractError, NotApplicable
@@ -61,16 +56,16 @@ from qompose.testing.variations import Limit
 
 
 class BackendContract:
-    """What every backend promises. Subclass it, and name the backend.
+    """The promises of every backend. Subclass it, and name the backend.
 
     A test that cannot pass is overridden with a reason, `pytest.mark.xfail(reason=...)`; to override or
     delete one without is a failure.
 
     Attributes:
-        backend: the name of the backend's entry point; or, where it is not installed, a Backend or what
-            makes one.
+        backend: the name of the backend's entry point; or, if it is not installed, a Backend or a function
+            that returns one.
         min_sqnr: least signal to quantization noise ratio of a row against the float model, in decibels;
-            of weights with few bits, what those allow counts if it is less.
+            for weights of few bits, what they allow if that is less.
         max_float_error: how far the float outputs of a kernel may be off, as a part of the largest value.
     """
 
@@ -80,9 +75,9 @@ class BackendContract:
 
     @classmethod
     def suite(cls) -> Suite:
-        """Return what is tried of the backend; made once for each class."""
+        """Return the suite of the backend, made once for each class."""
         if "_suite" not in cls.__dict__:
-            found: Any = inspect.getattr_static(cls, "backend")  # a function is not to be bound
+            found: Any = inspect.getattr_static(cls, "backend")  # a function must not be bound
             bound = isinstance(found, (staticmethod, classmethod))
             source: Any = found.__func__ if bound else found
             made: Any = Suite(source, cls.min_sqnr, cls.max_float_error)
@@ -131,15 +126,15 @@ class BackendContract:
         self._check(matches_reference, case, target)
 
     def test_matches_reference_for_integers(self, case: Case, target: str) -> None:
-        """The same, where a consumer of the row wants integers."""
+        """The same, where a consumer of the row reads integers."""
         self._check(matches_for_integers, case, target, feeds=True)
 
     def test_behaves(self, case: Case, target: str) -> None:
-        """The lowered model repeats itself, can be copied, and knows shapes without computing."""
+        """The lowered model is reproducible, can be copied, and knows shapes without computing."""
         self._check(behaves, case, target)
 
     def test_leaves_inputs_alone(self, case: Case, target: str) -> None:
-        """The kernel writes to nothing that it is given, floats or integers."""
+        """The kernel writes to none of its inputs, floats or integers."""
         self._check(leaves_inputs_alone, case, target, witness=True)
 
     def test_takes_any_batch(self, case: Case, target: str) -> None:
@@ -155,7 +150,7 @@ class BackendContract:
         self._check(takes_other_literals, case, target)
 
     def test_shares(self, case: Case) -> None:
-        """Where the rule says so, inputs and output have one scale."""
+        """If the rule shares, inputs and output have one scale."""
         self._check(shares, case)
 
     def test_trains(self, case: Case) -> None:
@@ -163,7 +158,7 @@ class BackendContract:
         self._check(trains, case)
 
     def test_accepts(self, case: Case, limit: Limit, target: str) -> None:
-        """What the constraints allow at their edges works."""
+        """What the constraints accept at their edges works."""
         self._on(target)
         _report(lambda: accepts(self.suite(), case, limit, target))
 
@@ -190,7 +185,7 @@ class BackendContract:
         self._whole(says_availability)
 
     def test_has_rules(self) -> None:
-        """Rules have names of their own."""
+        """Rules have unique names."""
         self._whole(has_rules)
 
     def test_has_configs(self) -> None:
@@ -242,11 +237,11 @@ class BackendContract:
             )
 
     def _whole(self, check: Callable[..., None], *rest: Any) -> None:
-        """Run a check of the backend; where there is none, test_loads says so."""
+        """Run a check of the backend; skip it if there is none, which test_loads reports."""
         try:
             self.suite().backend  # noqa: B018
         except ContractError:
-            pytest.skip("test_loads fails: mend that first")
+            pytest.skip("test_loads fails: fix that first")
         _report(lambda: check(self.suite(), *rest))
 
     def _check(self, check: Callable[..., None], case: Case, *rest: Any, **facts: Any) -> None:
@@ -291,12 +286,12 @@ Found: TypeAlias = "tuple[tuple[str, ...], list[tuple[Any, ...]], list[str]]"
 
 
 def parameters(suite: Suite, test: str) -> Found | None:
-    """Return the arguments of a test, None where it has none."""
+    """Return the arguments of a test, None if it has none."""
     if test not in _TABLE:
         return None
     names, make = _TABLE[test]
     try:
-        suite.backend  # noqa: B018 - test_loads says what is wrong
+        suite.backend  # noqa: B018 - test_loads reports it
         values = list(make(suite))
     except ContractError:
         values = []
@@ -324,7 +319,7 @@ def _static(suite: Suite) -> list[Case]:
 
 
 def _feeding(suite: Suite) -> Iterable[tuple[Any, ...]]:
-    """Other runtimes than the process are tried where the row has no integers of its own to give."""
+    """Yield runtimes other than the process only for rows whose output is not integers anyway."""
     for case, target in _on_targets(_static)(suite):
         rule = suite.rule(case.rule)
         if target == TORCH_TARGET.name or not (rule.output or rule.shares):
@@ -397,4 +392,4 @@ _TABLE: dict[str, tuple[tuple[str, ...], Callable[[Suite], Iterable[tuple[Any, .
     "test_composes": (("config", "partner", "first"), _partners),
     "test_most_specific_wins": (("lower", "higher"), lambda suite: PAIRS),
 }
-"""By test: the names of its arguments, and what makes their values."""
+"""By test, the names of its arguments and the function that returns their values."""

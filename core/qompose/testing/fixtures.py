@@ -1,26 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors, data, small models and tolerances of the suite.
-
-How the checks of the contract suite fail: what was expected, what was found, and what to do.
-
-The numbers that rows are tried with: sizes, parameters, calibration data, extremes.
+"""What all checks share: failures, random data, small models, comparisons.
 
 Inputs are asymmetric about zero, so that affine zero points are not zero. The first two channels of a
 weight are as large, and as small, as quantization allows.
 
-The small models that rows are tried in, and the quantizer of what stands around the row.
-
-Some rows apply only behind quantized tensors, and kernels that give integers do so only where those are
-wanted. So copies of tensors (`clone`, which runs on integers unchanged) may stand in front of the row and
-behind it, and are quantized by a backend of the suite's own.
-
-How outputs are compared: in quantization steps, as a part of the largest value, or in decibels.
+Some rows apply only behind quantized tensors, and kernels return integers only where a consumer wants them.
+So copies of tensors (`clone`, which runs on integers unchanged) may surround the row, quantized by a backend
+of the suite's own.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -40,13 +33,13 @@ from qompose.spec.qparams import decibels
 
 
 class ContractError(AssertionError):
-    """A backend does not keep a promise of its rule table.
+    """A backend breaks a promise of its rule table.
 
     Args:
-        subject: the backend, and the row and configuration where it is about one.
-        expected: what the contract says.
+        subject: the backend, with the row and configuration if it is about one.
+        expected: what the contract demands.
         found: what happened.
-        remedy: what the author can do.
+        remedy: what its author can do.
     """
 
     def __init__(self, subject: str, *, expected: str, found: str, remedy: str) -> None:
@@ -56,21 +49,33 @@ class ContractError(AssertionError):
         )
 
 
-class NotApplicable(Exception):  # noqa: N818 - it says what the check is
+class NotApplicable(Exception):  # noqa: N818 - it is no error
     """A check has nothing to look at, with the reason."""
 
 
 class Blocked(NotApplicable):
-    """A check needs what another one found broken; that one fails, and this one is left out."""
+    """A check depends on another one that fails, and is skipped."""
 
     def __init__(self, check: str, subject: str) -> None:
-        super().__init__(f"{check} fails for {subject}: mend that first")
+        super().__init__(f"{check} fails for {subject}: fix that first")
+
+
+@contextmanager
+def expecting(subject: str, expected: str, remedy: str) -> Iterator[None]:
+    """Make a `ContractError` of an error that is raised inside, unless it is an outcome of a check."""
+    try:
+        yield
+    except (ContractError, NotApplicable):
+        raise
+    except Exception as error:
+        found = f"{type(error).__name__}: {error}"
+        raise ContractError(subject, expected=expected, found=found, remedy=remedy) from error
 
 
 RANGES = ((-1.0, 2.5), (-1.5, 0.5), (-0.5, 4.0), (-3.0, 2.0))
-"""By place: the range of a float input, in which calibration data are evenly spread.
+"""By place, the range of a float input, over which calibration data are evenly spread.
 
-No two inputs have one scale or one zero point, so that a kernel which confuses them is seen.
+No two inputs have the same scale or zero point, so that a kernel that confuses them is noticed.
 """
 BATCH = 4
 _FACTORS = (4, 2, 1)
@@ -155,7 +160,7 @@ def _alternating(x: Tensor, phase: int) -> Tensor:
 
 
 def other_layouts(inputs: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
-    """Return equal inputs that lie otherwise in memory: last dimension first, and every second element."""
+    """Return equal inputs in other memory layouts: last dimension first, and every second element."""
     return [tuple(relay(x) for x in inputs) for relay in (_reversed, _strided)]
 
 
@@ -173,7 +178,7 @@ FRONT, ROW, BEHIND = "front", "row", "behind"
 
 
 class Copies(nn.Module):
-    """Copies float tensors; what else it gets, it passes on."""
+    """Copies float tensors, and passes other inputs on."""
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Return copies."""
@@ -222,7 +227,7 @@ class Model(nn.Module):
         self.witness = witness
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Return the row's output, and what else was asked for."""
+        """Return the row's output, followed by the witnesses if requested."""
         values = self.front(*inputs) if self.front is not None else inputs
         output = self.row(*values)
         if self.behind is not None:
@@ -236,9 +241,9 @@ def surroundings(
     behinds: Sequence[str],
     targets: Iterable[str],
 ) -> list[RuleQuantizer]:
-    """Return the quantizer of the copies around rows, none where it has nothing to do.
+    """Return the quantizer of the copies around rows, in a list that is empty if it has nothing to do.
 
-    The copies have the row's own specifications, so that no requantization stands between.
+    The copies have the row's own specifications, so that no requantization is in between.
 
     Args:
         fronts, behinds: paths of the modules that copy.
@@ -281,23 +286,37 @@ class _Surroundings(Backend):
 
 
 ONE_STEP = 1.001
-"""A step, and what float32 adds to it where integers up to 2**8 are scaled."""
+"""A step, with the rounding that float32 adds when integers up to 2**8 are scaled."""
 MOST_OFF = 0.25
-"""The part of the values that may be a step off: ties and rounding twice move some, truncating half."""
+"""The part of the values that may be a step off: ties and double rounding move some, truncation half."""
 ENOUGH_VALUES = 32
-"""Below as many, a few ties decide how many values are off."""
+"""With fewer values, a few ties decide how many are off."""
 
 
 def tensors_of(outputs: Any) -> list[Tensor]:
-    """Return the tensors in what a model returned, in order."""
+    """Return the tensors in a model's outputs, in order."""
     return [x for x in pytree.tree_leaves(outputs) if isinstance(x, Tensor)]
 
 
 def sqnr(reference: Tensor, actual: Tensor) -> float:
-    """Return the signal to quantization noise ratio in decibels, infinite where both are equal."""
+    """Return the signal to quantization noise ratio in decibels, infinite if both are equal."""
     reference, actual = reference.double(), actual.double()
     noise = float((reference - actual).square().sum())
     return decibels(float(reference.square().sum()), noise)
+
+
+def kinds_of(tensors: Iterable[Tensor]) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Return the shape and dtype of each tensor."""
+    return [(tuple(x.shape), x.dtype) for x in tensors]
+
+
+def expect_equal(
+    subject: str, expected: str, actual: Sequence[Tensor], wanted: Sequence[Tensor], remedy: str
+) -> None:
+    """Raise `ContractError` unless two lists of outputs are equal bit for bit."""
+    if len(actual) != len(wanted) or not all(map(torch.equal, actual, wanted)):
+        found = first_difference(wanted, actual, [None] * len(wanted), 1e-12) or "other values"
+        raise ContractError(subject, expected=expected, found=found, remedy=remedy)
 
 
 def steps_of(converted: GraphModule) -> list[Tensor | None]:
@@ -325,7 +344,7 @@ def _step(node: Node) -> Tensor | None:
 
 
 def difference(reference: Tensor, actual: Tensor, step: Tensor | None, part: float) -> str | None:
-    """Return how an output differs too much from its reference, None where it does not.
+    """Return how an output differs too much from its reference, None if it does not.
 
     Args:
         step: one quantization step of the output, by which it may be off; None for floats.
@@ -358,7 +377,7 @@ def first_difference(
     steps: Sequence[Tensor | None],
     part: float,
 ) -> str | None:
-    """Return how the first of several outputs that differs too much does, None where none does."""
+    """Return the difference of the first of several outputs that differs too much, None if none does."""
     if len(references) != len(actuals):
         return f"{len(actuals)} outputs, and the reference has {len(references)}"
     for number, (reference, actual, step) in enumerate(
@@ -373,7 +392,7 @@ def first_difference(
 def rounding_fault(
     references: Sequence[Tensor], actuals: Sequence[Tensor], step: Tensor
 ) -> str | None:
-    """Return how the roundings of one output are wrong in sum, None where they are not.
+    """Return how the roundings of one output are wrong in sum, None if they are not.
 
     Values at the ends of the range are left out: a saturated value hides how it was rounded.
 

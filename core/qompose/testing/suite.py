@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cases of a backend, from its rule table."""
+"""The cases of a backend under test, from its rule table."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from qompose.backend.rule import DYNAMIC
 from qompose.errors import PluginError
 from qompose.lowering.lower_regions import TORCH_TARGET
 from qompose.spec.qparams import quantized_range
-from qompose.testing.fixtures import Blocked, ContractError
+from qompose.testing.fixtures import Blocked, ContractError, expecting
 from qompose.testing.trial import Example, Terms, Trial, covering_forms, examples_of
 
 BackendSource: TypeAlias = "str | Backend | Callable[[], Backend]"
-"""The name of an installed backend, a backend, or what makes one."""
+"""The name of an installed backend, a backend, or a function that returns one."""
 
 
 @dataclass(frozen=True)
@@ -59,22 +59,18 @@ class Suite:
         Raises:
             ContractError: there is none.
         """
-        try:
+        remedy = (
+            "correct its module, or the entry point in the group 'qompose' of its pyproject.toml"
+        )
+        with expecting(f"backend {self.source!r}", "that it is installed and loads", remedy):
             found = load_backend(self.source) if isinstance(self.source, str) else self.source
             made = found if isinstance(found, Backend) else found()
-        except Exception as error:
-            raise ContractError(
-                f"backend {self.source!r}",
-                expected="that it is installed and loads",
-                found=f"{type(error).__name__}: {error}",
-                remedy="mend its module, or the entry point in the group 'qompose' of its pyproject.toml",
-            ) from error
         if not isinstance(made, Backend):
             raise ContractError(
                 f"backend {self.source!r}",
                 expected="a qompose.backend.Backend",
                 found=repr(made),
-                remedy='set `backend` to an entry point\'s name, a Backend or what makes one',
+                remedy='set `backend` to an entry point\'s name, a Backend or a function that returns one',
             )  # fmt: skip
         return made
 
@@ -99,7 +95,7 @@ class Suite:
                     yield Case(rule.name, number, example.label, name)
 
     def covering(self) -> list[Case]:
-        """Return few of `cases`: of a rule's other forms, as many as have all that occurs in any of them."""
+        """Return few of `cases`: of a rule's other forms, as many as cover the operators in any of them."""
         chosen = {
             rule.name: covering_forms(self.examples[rule.name]) for rule in self.backend.rules
         }
@@ -112,7 +108,7 @@ class Suite:
     def least_sqnr(self, config: QuantizationConfig) -> float:
         """Return the least ratio of a row under a configuration: `min_sqnr`, or what its weights allow.
 
-        Weights of few bits are a choice; few steps of activations are a mistake, which the bound is for. A
+        Weights of few bits are a choice; few steps of activations are a mistake, which the bound finds. A
         uniform quantizer of b bits over three standard deviations of a normal distribution, either side,
         reaches 6.02 b + 4.77 - 20 log10(3) dB.
         """
@@ -140,11 +136,11 @@ class Suite:
         return self._trials[key]
 
     def plain(self, trial: Trial) -> Trial:
-        """Return the trial of the same row without what is special in this one."""
+        """Return the trial of the same row with default terms."""
         return self.trial(self._cases_of[id(trial)])
 
     def keep(self, key: Any, make: Callable[[], Any]) -> Any:
-        """Return what `make` returned the first time that it was asked for under a key."""
+        """Return what `make` returned for the first call with a key."""
         if key not in self._kept:
             self._kept[key] = make()
         return self._kept[key]
@@ -175,7 +171,7 @@ class Suite:
 
     @cached_property
     def no_quantizer(self) -> str | None:
-        """Why `quantizer_class` of the backend makes no quantizer, None where it does."""
+        """Why `quantizer_class` of the backend makes no quantizer, None if it does."""
         make: Any = self.backend.quantizer_class or (lambda: RuleQuantizer(self.backend))
         try:
             made = make()
@@ -194,7 +190,7 @@ class Suite:
                 other = load_backend(info.name)
                 usable = other.availability() is None
             except (PluginError, QomposeError):
-                continue  # its own suite says what is wrong with it
+                continue  # its own suite reports what is wrong with it
             if usable:
                 found[info.name] = other
         return found
@@ -218,7 +214,7 @@ class Suite:
         )
 
     def why_not(self, target: str) -> str | None:
-        """Return why a target cannot be used here, None where it can."""
+        """Return why a target cannot be used here, None if it can."""
         if target not in self.known_targets:
             return f"no installed backend brings the target {target!r}"
         for ask in (self.backend.availability, self.known_targets[target].availability):
@@ -227,7 +223,7 @@ class Suite:
             except Exception as error:
                 reason = error
             if reason is not None and not (isinstance(reason, str) and reason):
-                return "test_says_availability fails: mend that first"
+                return "test_says_availability fails: fix that first"
             if reason is not None:
                 return str(reason)
         return None
@@ -235,8 +231,7 @@ class Suite:
     def tolerance(self, trial: Trial) -> float:
         """Return how far float outputs of a trial may be off, as a part of the largest value.
 
-        Where quantization parameters are chosen at run time, an input that lies between two integers may
-        become either of them.
+        Where quantization parameters are chosen at run time, an input between two integers may become either.
         """
         return self.max_float_error if trial.terms.config.mode != DYNAMIC else 1e-2
 
@@ -248,7 +243,7 @@ class Suite:
         return has_kernels and self.why_not(torch_target) is None
 
     def judge(self, check: Callable[..., None], trial: Trial, *rest: Any) -> None:
-        """Run a check of a trial once, and raise its failure each time it is asked for."""
+        """Run a check of a trial once, and raise its failure in each call."""
         key = (check.__name__, id(trial), rest)
         if key not in self._verdicts:
             try:
@@ -261,7 +256,7 @@ class Suite:
             raise verdict
 
     def require(self, check: Callable[..., None], trial: Trial, *rest: Any) -> None:
-        """Raise `Blocked` where a check that another one builds on fails."""
+        """Raise `Blocked` if a check that another one depends on fails."""
         try:
             self.judge(check, trial, *rest)
         except ContractError as failure:

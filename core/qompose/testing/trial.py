@@ -1,16 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rule taken through all stages on a small model.
+"""A trial: one example of one rule under one configuration, taken through all stages once.
 
-Examples: from the patterns of a rule to functions of tensors in which the rule must apply.
-
-A captured pattern is an example itself. An operator is one too where every argument that it requires is
-a tensor; elsewhere the author gives one (`qompose.backend.OperatorPattern`).
-
-From an example of a rule to the largest prepared program in which the rule applies.
-
-A trial: one example of one rule under one configuration, taken through all stages once.
-
-Every stage is run when a check first asks for it, and kept; an error is kept as well and raised again.
+A captured pattern is an example itself. So is an operator whose required arguments are all tensors; for
+another the author gives one (`qompose.backend.OperatorPattern`). Every stage runs when a check first asks for
+it, and its result or its error is kept.
 """
 
 from __future__ import annotations
@@ -72,7 +65,7 @@ class Example:
     """One form of a rule's operation.
 
     Args:
-        label: tells it from the rule's other examples.
+        label: distinguishes it from the rule's other examples.
         function: takes a tensor for each of `names` and returns the output.
         shapes: of those tensors.
         operators: operators that the function must call.
@@ -192,7 +185,7 @@ class Terms:
         label: what reports call that quantizer.
         others: quantizers that claim nothing and bring a target.
         targets: names of all targets, for what stands around the row.
-        feeds: a consumer behind the row wants integers.
+        feeds: a consumer behind the row reads integers.
         witness: the row's inputs are quantized, and read again once it has run.
         any_batch: the program takes batches of any size.
         variation: how the example differs from that of the rule; its sizes are then taken as they are.
@@ -271,7 +264,7 @@ def build(terms: Terms) -> Built:
     Programs that take any batch are tried where the rule applies to no other.
 
     Raises:
-        NotApplicable: any batch is asked for, and the example has one size only.
+        NotApplicable: any batch is requested, and the example has one size only.
         Exception: no size of the example runs, exports and can be prepared; this is why.
     """
     example = terms.example
@@ -314,7 +307,7 @@ def _build(terms: Terms, shapes: tuple[Shape, ...], *, any_batch: bool) -> Built
     if not front and _writes_inputs(program):
         model = _model(terms, shapes, front=True)
         program = _export(model, inputs, any_batch=any_batch)
-    with warnings.catch_warnings():  # that nothing was quantized is told by a check
+    with warnings.catch_warnings():  # a check reports that nothing was quantized
         warnings.simplefilter("ignore", QomposeWarning)
         prepared = prepare_pt2e(program, quantizer_for(terms, model))
     return Built(model, shapes, program, prepared)
@@ -391,7 +384,7 @@ def copies(inputs: Sequence[Tensor]) -> Inputs:
 
 
 RANDOM = "random inputs"
-"""What the first batches of `Trial.all_inputs` are."""
+"""The kind of the first batches of `Trial.all_inputs`."""
 Value = TypeVar("Value")
 
 
@@ -409,7 +402,7 @@ class _Once(Generic[Value]):
 
 @dataclass
 class Trial:
-    """The stages of one example, see `Terms`. `warned` has what a stage said."""
+    """The stages of one example, see `Terms`. `warned` has the warnings of each stage."""
 
     terms: Terms
     warned: dict[str, list[str]] = field(default_factory=dict)
@@ -417,6 +410,10 @@ class Trial:
 
     def __str__(self) -> str:
         return str(self.terms)
+
+    def on(self, target: str) -> str:
+        """Return what failures on a target are about."""
+        return f"{self}, target {target!r}"
 
     def keep(self, name: str, make: Callable[[], Any]) -> Any:
         """Return what `make` returned, or raise what it raised, the first time."""
@@ -434,7 +431,7 @@ class Trial:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             result = make()
-        # Not those about the age of a library or about this machine, which the backend's author cannot help.
+        # Warnings about the age of a library or about this machine are not of the backend's author.
         kinds = (QomposeWarning, RuntimeWarning)
         self.warned[stage] = [
             f"{w.category.__name__}: {w.message}"
@@ -461,7 +458,7 @@ class Trial:
 
     @property
     def record(self) -> Record:
-        """What the prepared model carries."""
+        """The record of the prepared model."""
         record: Record = self.prepared.meta[META_KEY]
         return record
 
@@ -472,7 +469,7 @@ class Trial:
 
     @property
     def operators(self) -> list[Operator]:
-        """What the plan says of the operators of the row."""
+        """The operators of the row in the plan."""
         found = self.record.plan.operators
         return [o for o in found if o.module == ROW or o.module.startswith(f"{ROW}.")]
 
@@ -483,7 +480,7 @@ class Trial:
 
     @_Once
     def all_inputs(self) -> list[tuple[str, Inputs]]:
-        """Random inputs other than those of calibration, and extreme ones, with what they are."""
+        """Random inputs other than those of calibration, and extreme ones, each with its kind."""
         batches = self.batches("evaluation")
         return [
             *((RANDOM, batch) for batch in batches),
@@ -501,9 +498,9 @@ class Trial:
         return self.prepared
 
     def _show_negatives(self) -> None:
-        """Let the observers of the row's outputs see what is below zero, half as far as above.
+        """Show the observers of the row's outputs negative values, half as large as the positive ones.
 
-        A kernel that leaves out a relu is not seen where the least integer stands for zero.
+        If the least integer stood for zero, a kernel that leaves out a relu would not be noticed.
         """
         names = {claim.output for claim in self.claims}
         seen = [outputs(self.model, batch)[0] for batch in self.batches("calibration")]
@@ -520,12 +517,10 @@ class Trial:
 
     @_Once
     def reference(self) -> tuple[GraphModule, str]:
-        """The program whose row computes with integers, or else the Q/DQ program, and what that is."""
+        """The program whose row computes with integers, or else the Q/DQ program, with its description."""
         try:
             spelled_out = convert_pt2e(self.calibrated, use_reference_representation=True)
-        except (
-            Exception
-        ):  # of operators that core has no reference for; it is not the backend's fault
+        except Exception:  # core has no reference for some operators
             return self.converted, "the simulated (Q/DQ) model"
         rows = [row for row in report(spelled_out).rows if row.rule == self.terms.rule.name]
         if rows and all(row.state == REFERENCE for row in rows):
@@ -533,7 +528,7 @@ class Trial:
         return self.converted, "the simulated (Q/DQ) model"
 
     def lowered(self, target: str) -> Any:
-        """Return what runs on a target."""
+        """Return the model lowered for a target."""
         return self.keep(
             f"lowered {target}",
             lambda: self._listening(f"lower {target}", lambda: lower(self.converted, target)),
@@ -541,6 +536,6 @@ class Trial:
 
 
 def outputs(model: Callable[..., Any], batch: Inputs) -> list[Tensor]:
-    """Run a model of some stage on copies of the inputs, and return the tensors that it gives."""
+    """Run a model on copies of the inputs, and return the tensors that it returns."""
     with torch.no_grad():
         return tensors_of(model(*copies(batch)))

@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same rule with other shapes, literals and specifications.
-
-Variations of an example: other shapes, and other literals, for which a rule may or may not claim it.
+"""Variations of an example: other shapes, literals or specifications.
 
 A pattern says nothing of ranks and literals, so a rule claims more than its example. What it claims, its
-kernel must get right.
-
-The specifications around a constraint: those it takes, at their edges, and those it must refuse.
+kernel must compute correctly. Specifications vary at the edges of what a constraint accepts, and beyond.
 """
 
 from __future__ import annotations

@@ -155,7 +155,7 @@ def test_pytest_runs_what_an_author_writes(pytester: pytest.Pytester) -> None:
         [
             "*TestMine.test_loads*",
             "backend 'sound'",
-            "  expected: api_version = 1, which this release of qompose speaks",
+            "  expected: api_version = 1, the version of this release of qompose",
             "  found:    api_version = 99",
             "*TestMissing.test_loads*",
             "backend 'nowhere'",
