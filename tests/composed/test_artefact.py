@@ -60,10 +60,10 @@ def hook(event, arguments):
         raise SystemExit(f"{event} {arguments}")
 watching = True
 import qompose
-from qompose import plugins
+from qompose.backend import discovery
 from safetensors.torch import load_file
-offered = plugins.entry_points
-plugins.entry_points = lambda group: [p for p in offered(group) if p.name not in sys.argv[3:]]
+offered = discovery.entry_points
+discovery.entry_points = lambda group: [p for p in offered(group) if p.name not in sys.argv[3:]]
 given = load_file(sys.argv[2])
 hidden = {f"qompose_{owner}" for owner in sys.argv[3:]}
 sys.addaudithook(hook)

@@ -20,7 +20,7 @@ from qompose.observers import (
     PerChannelMinMaxObserver,
     PlaceholderObserver,
 )
-from qompose.quantizer.arbitration import reanchored
+from qompose.quantizer.arbitration import inherit_specs
 from qompose.spec import FixedQParamsQuantizationSpec
 from qompose.spec.claim import Claim, Point, PointSpec, shared_with
 from qompose.spec.qparams import Bounds
@@ -481,7 +481,7 @@ def test_who_inherits_a_specification_keeps_the_bounds_of_its_own_kernel() -> No
     heir = replace(shared_with(kept, lost), bounds=bounds)
     standing = replace(loser, nodes=("b",), output="b", specs=(heir,))
 
-    (claim,) = reanchored([standing], [loser])
+    (claim,) = inherit_specs([standing], [loser])
 
     assert claim.specs == (PointSpec(kept, INT8, bounds=bounds),)
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
 import warnings
@@ -299,3 +300,17 @@ def test_a_fresh_process(path: Path, tmp_path: Path, offered: None) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == qompose.report(saved).to_markdown().strip()
+
+
+def test_nothing_is_unpickled(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    qompose.save(mlp(), path)
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("a pickle was read")
+
+    for module, name in (
+        *((pickle, "load"), (pickle, "loads"), (pickle, "Unpickler"), (pickle, "_Unpickler")),
+        (torch, "load"),
+    ):
+        monkeypatch.setattr(module, name, refuse)
+    assert qompose.load(path)(X).shape == (6, 4)
