@@ -18,11 +18,10 @@ from qompose.backend.discovery import obstacle
 from qompose.backend.interface import Backend
 from qompose.errors import ConfigError, near_names
 from qompose.lowering.lower_regions import TORCH_TARGET
-from qompose.plan.float_operators import survey
 from qompose.plan.operator_ids import isolate
 from qompose.plan.plan import Operator
-from qompose.plan.shared_qparams import plan_groups
 from qompose.preparation.annotate import annotate
+from qompose.preparation.prepare import make_plan
 from qompose.program.control_flow import body_of, is_nested_call, nodes_in, references_of
 from qompose.program.graph import module_path, operator_name
 from qompose.program.rewrites import FOLD_BATCH_NORM, Candidate, find_rewrites
@@ -214,12 +213,9 @@ class _Inquiry:
     ) -> None:
         self.exported, self.refusals = exported, refusals
         self.quantizer = quantizer.bound(exported)
-        self.quantizer.check_program(exported)
         annotated = annotate(exported, self.quantizer)
-        working, self.composition = annotated.program, annotated.composition
-        self.rewrites = annotated.rewrites
-        plan_groups(working, self.composition.chosen)  # prepare would raise what this raises
-        self.operators = survey(exported, working, self.composition, self.rewrites)
+        self.composition, self.rewrites = annotated.composition, annotated.rewrites
+        self.operators = make_plan(exported, annotated, self.quantizer).operators
         self.members = dict(self.quantizer.labelled_members)
 
     def answer(self, name: str) -> NodeSupport:

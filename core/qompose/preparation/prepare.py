@@ -26,7 +26,7 @@ from qompose.plan.float_operators import claims_elsewhere, state_bytes, survey
 from qompose.plan.operator_ids import fingerprint, identify, isolate
 from qompose.plan.plan import Group, Plan, Record, attach, subject_of
 from qompose.plan.shared_qparams import notes_on_ranges, plan_groups
-from qompose.preparation.annotate import annotate
+from qompose.preparation.annotate import Annotated, annotate
 from qompose.program.control_flow import body_labels, name_apart, nodes_in, run_observed_in_python
 from qompose.program.graph import (
     constant_of,
@@ -129,67 +129,55 @@ def _prepared(
         training = evaluation_form(exported) if trains else None
         state = isolate(exported)
         quantizer = quantizer.bound(exported)
-        working, record = _planned(exported, quantizer, strict, trains)
-    say_if_nothing_was_quantized(record.plan, working, strict=strict)
+        annotated = annotate(exported, quantizer, trains=trains)
+        plan = make_plan(exported, annotated, quantizer, strict=strict)
+    working = annotated.program
+    say_if_nothing_was_quantized(plan, working, strict=strict)
     with paused_collection():
-        clear_annotations(working)
-        write_annotations(working, record.plan.claims)
-        with (
-            forbid_changes(quantizer.name, "validate", working),
-            blaming(f"{quantizer.name}: validate"),
-        ):
-            quantizer.validate(working)
-        identity = equalized_identity(identity, record.plan.rewrites)
-        record = replace(record, state=state, fingerprint=identity)
-        notes = _observe(working, exported, record, quantizer, trains=trains)
-        plan = replace(record.plan, notes=(*record.plan.notes, *notes))
-        prepared = attach(refresh(working), replace(record, plan=plan))
+        _validate(working, plan, quantizer)
+        plan = replace(
+            plan, notes=(*plan.notes, *_observe(working, exported, plan, quantizer, trains))
+        )
+        identity = equalized_identity(identity, plan.rewrites)
+        record = Record(plan, "prepared", _backends(quantizer), state=state, fingerprint=identity)
+        prepared = attach(refresh(working), record)
         if training is not None:
             prepared.train(training)
     log_stage(prepared)
     return replace_in_place(model, prepared) if inplace else prepared
 
 
-def _observe(
-    working: GraphModule,
-    exported: GraphModule,
-    record: Record,
-    quantizer: Quantizer,
-    *,
-    trains: bool,
-) -> list[str]:
-    """Insert observers, in place, or fake-quantizers and what is trained with them; return notes on it."""
-    plan = record.plan
-    groups = plan.groups
-    if trains:  # factors would be decided once and for all, and weights find their own way
-        groups = tuple(replace(group, balance=None) for group in groups)
-    insert_observers(working, plan.claims, groups, quantizer, simulate=trains)
-    notes = training_form(working, exported, plan.rewrites) if trains else []
-    run_observed_in_python(working)
-    name_apart(working)
-    return notes
+def make_plan(
+    exported: GraphModule, annotated: Annotated, quantizer: Quantizer, *, strict: bool = False
+) -> Plan:
+    """Return what is going to be done to a program: from the claims alone, before anything is inserted.
 
+    Values of the annotated program get their ids, in place: rewrites made new ones.
 
-def _planned(
-    exported: GraphModule, quantizer: Quantizer, strict: bool, trains: bool
-) -> tuple[GraphModule, Record]:
-    """Return the program with its rewrites, and the record of what is going to be done to it."""
-    annotated = annotate(exported, quantizer, trains=trains)
-    working, composition, rewrites = annotated.program, annotated.composition, annotated.rewrites
+    Args:
+        exported: the program as it was before rewrites.
+        quantizer: bound to the program (`Quantizer.bound`).
+        strict: selectors that match nothing are errors.
+
+    Raises:
+        SharingError: specifications cannot be followed together.
+        UserError: `strict`, and a selector matches nothing.
+    """
+    working, composition = annotated.program, annotated.composition
     identify(working)
     unmatched = quantizer.check_program(exported)
     if strict and unmatched:
         raise UserError("strict=True:\n" + "\n".join(f"  - {note}" for note in unmatched))
     claims = tuple(composition.chosen)
     groups, unsmoothed = smoothed(working, claims, plan_groups(working, claims))
-    operators = survey(exported, working, composition, rewrites)
+    operators = survey(exported, working, composition, annotated.rewrites)
     idle = idle_members(quantizer, composition)
-    plan = Plan(
+    return Plan(
         claims=claims,
         groups=groups,
         operators=operators,
         conflicts=tuple(composition.conflicts),
-        rewrites=rewrites,
+        rewrites=annotated.rewrites,
         notes=(
             *unmatched,
             *composition.notes,
@@ -200,7 +188,31 @@ def _planned(
         float_bytes=state_bytes(exported),
         idle_owners=tuple(idle),
     )
-    return working, Record(plan, "prepared", _backends(quantizer))
+
+
+def _validate(working: GraphModule, plan: Plan, quantizer: Quantizer) -> None:
+    """Show the claims that stand to a quantizer's `validate`, as annotations."""
+    clear_annotations(working)
+    write_annotations(working, plan.claims)
+    with (
+        forbid_changes(quantizer.name, "validate", working),
+        blaming(f"{quantizer.name}: validate"),
+    ):
+        quantizer.validate(working)
+
+
+def _observe(
+    working: GraphModule, exported: GraphModule, plan: Plan, quantizer: Quantizer, trains: bool
+) -> list[str]:
+    """Insert observers, in place, or fake-quantizers and what is trained with them; return notes on it."""
+    groups = plan.groups
+    if trains:  # factors would be decided once and for all, and weights find their own way
+        groups = tuple(replace(group, balance=None) for group in groups)
+    insert_observers(working, plan.claims, groups, quantizer, simulate=trains)
+    notes = training_form(working, exported, plan.rewrites) if trains else []
+    run_observed_in_python(working)
+    name_apart(working)  # observers were added, in bodies too
+    return notes
 
 
 def _backends(quantizer: Quantizer) -> dict[str, Backend]:
