@@ -57,7 +57,7 @@ def annotate(exported: GraphModule, quantizer: Quantizer, *, trains: bool = Fals
     tried: list[tuple[Sequence[Candidate], _Attempt]] = []
 
     def attempt(candidates: Sequence[Candidate]) -> _Attempt:
-        unfolded = {name for c in folds if c not in candidates for name in c.nodes}
+        unfolded = [candidate for candidate in folds if candidate not in candidates]
         tried.append((candidates, _attempt(exported, quantizer, candidates, unfolded)))
         return tried[-1][1]
 
@@ -95,7 +95,7 @@ def _attempt(
     exported: GraphModule,
     quantizer: Quantizer,
     candidates: Sequence[Candidate],
-    unfolded: Collection[str],
+    unfolded: Sequence[Candidate],
 ) -> _Attempt:
     quantizer.start()
     working = copy_graph_module(exported)
@@ -104,12 +104,14 @@ def _attempt(
     if candidates:
         working = refresh(working)
     working, own, notes = transformed(working, quantizer)
-    composition = _composed(working, quantizer, unfolded)
+    standing = {node.name for node in nodes_in(working)}  # a member may have folded one itself
+    names = {name for c in unfolded if c.nodes[-1] in standing for name in c.nodes}
+    composition = _composed(working, quantizer, names)
     composition.notes += notes
     named = zip(candidates, pieces, strict=True)
     engines = tuple(Rewrite(c.rewrite, c.nodes, p) for c, p in named)
-    standing = [_standing(names, own) for names in pieces]
-    return _Attempt(working, composition, standing, (*engines, *own))
+    covering = [_standing(made, own) for made in pieces]
+    return _Attempt(working, composition, covering, (*engines, *own))
 
 
 def _standing(pieces: tuple[str, ...], own: Iterable[Rewrite]) -> tuple[str, ...]:

@@ -69,7 +69,7 @@ def calls_of(model: GraphModule) -> dict[str, Call]:
 
 
 def _arguments(node: Node) -> Any:
-    return map_arg((node.args, dict(node.kwargs)), _reference)  # type: ignore[arg-type, return-value]
+    return map_arg((node.args, dict(node.kwargs)), _reference)  # type: ignore[arg-type]
 
 
 def _reference(node: Node) -> _Reference:

@@ -56,6 +56,7 @@ class KeptNames:
             str(node.target) for node in self._nodes if node.op in ("get_attr", "call_module")
         }
         self._main = _part(program)
+        self._taken: set[str] = set()
         for node, name in self._nodes.items():
             tag(node, **{NAME_TAG: name})
 
@@ -174,7 +175,8 @@ def _numbered(name: str) -> Iterator[str]:
 def _short_name(node: Node) -> str:
     """Return `mul` for aten.mul.Tensor."""
     if isinstance(node.target, torch._ops.OpOverload):
-        return node.target._schema.name.partition("::")[2]
+        name: str = node.target._schema.name
+        return name.partition("::")[2]
     return operator_name(node.target).rpartition(".")[2]
 
 
