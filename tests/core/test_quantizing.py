@@ -116,7 +116,7 @@ def test_compile_keeps_what_it_made_by_mode() -> None:
     compiled = result.compile()
     assert result.compiled == {"default": compiled}
     torch.testing.assert_close(compiled(X), result.model(X))
-    with pytest.raises(UserError, match="is no mode"):
+    with pytest.raises(UserError, match="mode must be one of"):
         result.compile("fast")
     assert [*result.compiled] == ["default"]
     torch._dynamo.reset()

@@ -106,7 +106,8 @@ def _as_exported(value: Any, example: Any) -> Any:
         return value
     if value.dtype is not example.dtype:
         raise UserError(
-            f"this package takes {example.dtype} where it got {value.dtype}, of shape {tuple(value.shape)}"
+            f"this package expects a tensor of {example.dtype}, got {value.dtype} of shape "
+            f"{tuple(value.shape)}"
         )
     if example.is_contiguous():
         return value.contiguous()
@@ -119,7 +120,7 @@ def _check_state(graph: GraphModule) -> None:
     written = sorted(written_buffers(graph.graph))
     if (
         written
-    ):  # it would compile, and give the results of a first call again and again (torch 2.13)
+    ):  # it would compile, and return the results of the first call ever after (torch 2.13)
         raise CompilationError(
             f"A package forgets what a program writes to its buffers, here to {', '.join(written)}. "
             'mode="default" keeps it; or pass the state in and out as arguments and results.'
@@ -151,7 +152,7 @@ def _check_operators(program: ExportedProgram, record: Record, known: Collection
         and (node.target not in lowerings or node.target in fallbacks)
     ]
     if left:
-        listed = "\n".join(f"  - {line}" for line in dict.fromkeys(_told(n, record) for n in left))
+        listed = "\n".join(f"  - {line}" for line in dict.fromkeys(_line(n, record) for n in left))
         raise CompilationError(
             f"A package cannot hold what a process that imports torch alone does not know:\n{listed}\n"
             'mode="default" compiles the model for this process, where these operators are; or leave '
@@ -159,8 +160,8 @@ def _check_operators(program: ExportedProgram, record: Record, known: Collection
         )
 
 
-def _told(node: Node, record: Record) -> str:
-    """Return an operator's name, the one that it stands for, where that is, and whose it is."""
+def _line(node: Node, record: Record) -> str:
+    """Name an operator, the one that it stands for, its module and its owner."""
     own = tag_of(node, "claim")
     claims: Sequence[int] = tag_of(node, KERNELS_TAG) or ([] if own is None else [own])
     if not claims:
@@ -186,11 +187,11 @@ def _refusing() -> Iterator[None]:
 
 
 def refused(error: Exception) -> CompilationError:
-    """Return what to raise for an error of torch's compiler."""
+    """Return the error to raise for one of torch's compiler."""
     inner = getattr(error, "inner_exception", None) or error
     return CompilationError(
         f"torch cannot compile this model: {type(inner).__name__}: {first_line(inner)} "
-        "The lowered model runs without."
+        "The lowered model runs without compilation."
     )
 
 

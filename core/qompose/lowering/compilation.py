@@ -1,15 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`compile_lowered`: a lowered model through torch.compile.
-
-Compile a model that was lowered for this process: in the process, or to a package that needs torch alone.
+"""`compile_lowered`: a lowered model compiled for this process, or to a package that needs torch alone.
 
 Parameters become constants of the compiled code ("freezing"), and no gradients are computed. Both hold
 for the duration of a call and, as torch's configuration is, for its thread only: nothing global changes.
-
-Operators that stay in a graph until the compiler's own passes are through, and are replaced then.
-
-Before, a graph is functional: it cannot say that an operator overwrites a tensor which nobody reads any more.
-Behind those passes it can, and the order in which tensors are read is known.
 """
 
 from __future__ import annotations
@@ -172,19 +165,19 @@ def compile_lowered(
 
 
 def _destination(mode: str, path: object) -> Path | None:
-    """Return the file that a package is wanted in, after all that can be known to be wrong with it."""
+    """Return the file of the package, None for a temporary one, after checking whatever can be checked."""
     if mode not in MODES:
         close = near_names(str(mode), MODES)
-        raise UserError(f"{mode!r} is no mode{close}; modes: {', '.join(MODES)}")
+        raise UserError(f"mode must be one of {', '.join(MODES)}, got {mode!r}{close}")
     if path is None:
         return None
     if mode != PACKAGE:
-        raise UserError(f'mode {mode!r} writes no file: leave path out, or ask for mode="package"')
+        raise UserError(f'path is for mode="package" only, got mode={mode!r}')
     if not isinstance(path, (str, PathLike)):
-        raise UserError(f"path is the name of a file, and not {path!r}")
+        raise UserError(f"path must be a str or os.PathLike, got {path!r}")
     file = Path(path)
     if file.suffix != SUFFIX:
-        raise UserError(f"torch loads packages from files that end in {SUFFIX}, and not {file}")
+        raise UserError(f"path must end in {SUFFIX}, as torch expects of packages, got {file}")
     if not destination(file).parent.is_dir():
         raise UserError(f"{file} cannot be written: there is no directory {file.parent}")
     return file
@@ -208,7 +201,7 @@ def _lowered_record(lowered: object) -> Record:
 def _checked(options: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return options by the names that torch has for them."""
     if not isinstance(options or {}, Mapping) or not all(isinstance(o, str) for o in options or ()):
-        raise UserError(f"options are a mapping of names to values, and not {options!r}")
+        raise UserError(f"options must be a mapping of names to values, got {options!r}")
     given = {name.replace("-", "_"): value for name, value in (options or {}).items()}
     known = torch._inductor.config.get_config_copy()
     unknown = [name for name in given if name not in known]
@@ -230,9 +223,9 @@ def _check_toolchain() -> None:
         get_cpp_compiler()
     except (InvalidCxxCompiler, RuntimeError) as error:
         raise CompilationError(
-            f"torch finds no C++ compiler, with which it compiles models: {first_line(error)} "
+            f"torch found no C++ compiler to compile the model with: {first_line(error)} "
             "Install one (g++ or clang++), or name it in the environment variable CXX. "
-            "The lowered model runs without."
+            "The lowered model runs without one."
         ) from error
 
 
@@ -243,7 +236,7 @@ def _taking_part(record: Record) -> dict[str, Backend]:
 
 
 def _advised(lowered: GraphModule, backends: Mapping[str, Backend]) -> dict[str, Any]:
-    """Return the options that backends want for their operators in a model."""
+    """Return the options that backends ask for, for their operators in a model."""
     wanted: dict[str, Any] = {}
     for owner in sorted(backends):
         with blaming(f"backend {owner!r}: compiler_options"):
@@ -256,22 +249,25 @@ def _advised(lowered: GraphModule, backends: Mapping[str, Backend]) -> dict[str,
 
 
 def _together(second: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options of two; of those that both give the first counts, but what maps names has all."""
+    """Merge options: where both have one, that of `first` counts; options that map names are merged too."""
     shared = [name for name in first if isinstance(first[name], Mapping) and name in second]
     return {**second, **first, **{name: {**second[name], **first[name]} for name in shared}}
 
 
 def _for_compilers(lowered: GraphModule, backends: Mapping[str, Backend]) -> GraphModule:
-    """Return a copy whose operators compilers know, as far as their backends can say them so.
+    """Return a copy whose operators compilers know, as far as their backends can rewrite them.
 
-    Buffers that the program writes to are copies too; all else is shared with `lowered`.
+    It is a copy because backends edit it. Buffers that the program writes to are copies too; all else is
+    shared with `lowered`.
     """
     graph = copy_graph_module(lowered)
     for owner, backend in backends.items():
         with blaming(f"backend {owner!r}: for_compiler"):
             graph = backend.for_compiler(graph)
         if not isinstance(graph, GraphModule):
-            raise ConfigError(f"backend {owner!r}: for_compiler gave {graph!r}, and no GraphModule")
+            raise ConfigError(
+                f"backend {owner!r}: for_compiler must return a GraphModule, got {graph!r}"
+            )
     paths = sorted(written_buffers(graph.graph))
     for path, value in copies_of({path: get_attribute(graph, path) for path in paths}).items():
         set_attribute(graph, path, value)
@@ -281,7 +277,7 @@ def _for_compilers(lowered: GraphModule, backends: Mapping[str, Backend]) -> Gra
 def _compiled(
     lowered: GraphModule, graph: GraphModule, mode: str, settings: Mapping[str, Any]
 ) -> Callable[..., Any]:
-    """Let torch.compile have a graph, and compile it for all sizes that the program allows."""
+    """Compile a graph with torch.compile, for all sizes that the program allows."""
     signature = call_signature(lowered)
     # With wrappers in C++ torch makes no CUDA graphs, and would say so for each program that asks for them.
     tuned = f"{mode}-no-cudagraphs" if settings.get("cpp_wrapper") else mode
@@ -361,7 +357,12 @@ _PASSES: Final = "post_grad_custom_post_pass"
 
 
 class LateReplacement(CustomGraphPass):
-    """A graph pass of torch's compiler that replaces late operators, in the order of the graph."""
+    """A graph pass of torch's compiler that replaces late operators, in the order of the graph.
+
+    They stay in a graph until the compiler's own passes are through. Until then a graph is functional: it
+    cannot say that an operator overwrites a tensor that nothing reads any more. Behind those passes it can,
+    and the order in which tensors are read is known.
+    """
 
     def __init__(self, operators: LateOperators) -> None:
         self._operators = dict(operators)

@@ -1,15 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`lower`: quantized regions replaced by the kernels of their backends.
-
-Lower: each claimed region of a converted model is replaced by its owner's kernel for a target.
-
-Layouts in a lowered graph: a kernel may give its result another one than the operators it replaced.
-
-Most operators ask for values alone, and views may take any layout. These depend on more: what a graph gives
-back, whose strides its caller knows; `as_strided`, which counts elements in memory; and writes in place
-through views, since a view that has to copy takes the write with it. For those, a tensor that a kernel has
-touched gets the layout that it was exported with. Where it has that already, this costs nothing but a look.
-"""
+"""`lower`: each claimed region of a converted model replaced by its owner's kernel for a target."""
 
 from __future__ import annotations
 
@@ -76,35 +66,44 @@ def lower(
         NotLoweredError: `strict`, and a region found no kernel.
         UserError: models have names that methods cannot have.
     """
+    models = _by_method(converted)
     result, parts = with_kernels(converted, target)
     for name, (_, record) in parts.items():
         with in_method(name):
             if record.target == TORCH_TARGET.name:  # other runtimes may be on other machines
                 warn(tuple(objections(record)), stacklevel=2)
             say_what_fell_back(record, strict=strict)
-    attach_records(parts)
+    # A second copy, beside the one that was lowered: `compare` needs the program as it is now, and its owner
+    # may go on to edit it.
+    kept = {name: copy_graph_module(model) for name, model in models.items()}
+    attach_records(
+        {name: (part, replace(r, source=kept[name])) for name, (part, r) in parts.items()}
+    )
     return result
 
 
 def with_kernels(
     converted: GraphModule | Mapping[str, GraphModule], target: str
 ) -> tuple[Any, dict[str, tuple[Any, Record]]]:
-    """Return what `lower` returns, and its methods with the records that they are to have; say nothing."""
-    several = isinstance(converted, Mapping)
-    models: Mapping[str, Any] = converted if several else {ONLY: converted}  # type: ignore[assignment]
-    if several:
-        check_methods(models)
+    """Return what `lower` returns, and its methods with the records that they are to have.
+
+    It warns of nothing, and the records have no source.
+    """
     steps = {}
-    for name, model in models.items():
+    for name, model in _by_method(converted).items():
         with in_method(name):
-            steps[name] = _with_kernels(model, target)
+            steps[name] = _replaced(model, target)
     with naming_fallbacks(steps):
         result, finished = finish(steps)
-    parts = {}
-    for name, part in finished.items():
-        record = lowered_record(steps[name], part)
-        parts[name] = part.model, replace(record, source=copy_graph_module(models[name]))
-    return result, parts
+    return result, {n: (part.model, lowered_record(steps[n], part)) for n, part in finished.items()}
+
+
+def _by_method(converted: Any) -> Mapping[str, Any]:
+    """Return models by the names of their methods."""
+    if not isinstance(converted, Mapping):
+        return {ONLY: converted}
+    check_methods(converted)
+    return converted
 
 
 def attach_records(parts: Mapping[str, tuple[Any, Record]]) -> None:
@@ -113,7 +112,7 @@ def attach_records(parts: Mapping[str, tuple[Any, Record]]) -> None:
         log_stage(attach(model, record))
 
 
-def _with_kernels(converted: GraphModule, target: str) -> Step:
+def _replaced(converted: GraphModule, target: str) -> Step:
     """Return a copy of a converted model whose regions have their kernels, and what became of each."""
     record = record_of(
         converted,
@@ -123,10 +122,10 @@ def _with_kernels(converted: GraphModule, target: str) -> Step:
     )
     runtime = find_target(target, record)
     model = copy_graph_module(converted)
-    if runtime is not TORCH_TARGET:  # in the process, nobody asks
+    if runtime is not TORCH_TARGET:  # in the process, nothing asks for it
         mark_operators(model, record.plan)
-    sink_constants(model)
-    fold_quantized_constants(model)
+    sink_constants(model)  # a converted model has the form that torch exports: see hoist_constants
+    fold_quantized_constants(model)  # those that fold_quantize=False left
     done, fallbacks, left = replace_regions(model, record, target)
     hoist_constants(model)
     model = refresh(model)
@@ -135,7 +134,7 @@ def _with_kernels(converted: GraphModule, target: str) -> Step:
 
 
 ONLY = ""
-"""What a model is called that is lowered by itself, where those of several methods have names."""
+"""The name of a model that is lowered by itself, where those of several methods have names."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +170,7 @@ def find_target(name: str, record: Record) -> Target:
     """Return the target that the owners of a model's claims share.
 
     Raises:
-        TargetError: an owner has no kernels for it, or cannot run here; nobody brings the runtime, or
+        TargetError: an owner has no kernels for it, or cannot run here; no member brings the runtime, or
             it is missing here.
         MemberError: a backend or a target fails when it is asked whether it can run here.
     """
@@ -268,7 +267,7 @@ def replace_regions(
 
 
 def _is_dead(region: Sequence[Node]) -> bool:
-    """Whether a region only computes what nobody reads."""
+    """Tell whether nothing reads what a region computes."""
     inside = set(region)
     return not any(node.is_impure() or not inside.issuperset(node.users) for node in region)
 
@@ -308,14 +307,14 @@ def _replace(
     if emitted is None:
         return False
     if not isinstance(emitted, Node) or emitted.graph is not nodes[0].graph:
-        raise ConfigError(f"{who}, gave {emitted!r}, and not a node that it inserted")
+        raise ConfigError(f"{who}, must return a node that it inserted, got {emitted!r}")
     gone = [] if region.output is None else list(region.output_node.users)
     before = [n for node in (emitted, *gone) for n in tag_of(node, KERNELS_TAG) or ()]
     for node in region.inserted:
         node.meta[meta.MADE] = True
     value, wanted = value_of(emitted), value_of(region.output_node)
     if isinstance(value, Tensor) and isinstance(wanted, Tensor) and value.shape == wanted.shape:
-        emitted.meta["val"] = wanted.to(value.dtype)  # as it was exported: see layouts
+        emitted.meta["val"] = wanted.to(value.dtype)  # as it was exported: see `allow_any`
     region.replace(emitted)
     grid = None if region.output is None else region.output.qparams[:4]
     hand_over(region.output_node, emitted, grid)
@@ -341,7 +340,7 @@ def _regions(model: GraphModule) -> dict[int, list[Node]]:
 
 @contextmanager
 def in_method(name: str) -> Iterator[None]:
-    """Let qompose's own errors begin with the name of a method, if the model is one of several."""
+    """Prefix qompose's own errors with the name of a method, if the model is one of several."""
     try:
         yield
     except QomposeError as error:
@@ -352,18 +351,18 @@ def in_method(name: str) -> Iterator[None]:
 
 @contextmanager
 def naming_fallbacks(steps: Mapping[str, Step]) -> Iterator[None]:
-    """Let a target's error end with the regions that have no kernel: they may be what it cannot take."""
+    """Append the regions without a kernel to a target's error: they may be what it cannot handle."""
     try:
         yield
     except TargetError as error:
-        told = "".join(
+        lines = "".join(
             f"\n- {claim.anchor} ({claim.owner}, rule {claim.rule}): {step.fallbacks[number]}"
             for step in steps.values()
             for number, claim in enumerate(step.record.plan.claims)
             if number in step.fallbacks and step.fallbacks[number] != UNREAD
         )
-        if told:
-            error.args = (f"{error}\nThese regions have no kernel and stayed as they were:{told}",)
+        if lines:
+            error.args = (f"{error}\nThese regions have no kernel and stayed as they were:{lines}",)
         raise
 
 
@@ -372,8 +371,8 @@ def check_methods(methods: Mapping[str, GraphModule]) -> None:
     wrong = [name for name in methods if not (isinstance(name, str) and name.isidentifier())]
     if wrong or not methods:
         raise UserError(
-            "lower takes a converted model, or several by the names of the methods that they are to be: "
-            + (f"{wrong[0]!r} is no identifier" if wrong else "this mapping is empty")
+            "lower takes a converted model, or a mapping of method names to converted models: "
+            + (f"{wrong[0]!r} is not an identifier" if wrong else "this mapping is empty")
         )
 
 
@@ -413,7 +412,7 @@ def finish(steps: Mapping[str, Step]) -> tuple[Any, Mapping[str, Finished]]:
         )
     if target.finish_methods is None:
         raise TargetError(
-            f"A program of the target {target.name!r} has one method, and {len(steps)} are asked for "
+            f"A program of the target {target.name!r} has one method, got {len(steps)} "
             f"({', '.join(steps)}): lower each model by itself."
         )
     program, parts = target.finish_methods(
@@ -421,7 +420,7 @@ def finish(steps: Mapping[str, Step]) -> tuple[Any, Mapping[str, Finished]]:
     )
     if set(parts) != set(steps):
         raise ConfigError(
-            f"target {target.name!r} finished the methods {sorted(parts)}, and was given {sorted(steps)}"
+            f"target {target.name!r} finished the methods {sorted(parts)}, expected {sorted(steps)}"
         )
     return program, parts
 
@@ -430,13 +429,13 @@ def lowered_record(step: Step, finished: Finished) -> Record:
     """Return the record of a lowered model.
 
     Raises:
-        ConfigError: the target remarks on what is no operator of the program.
+        ConfigError: the target remarks on an operator that the program does not have.
     """
     record, remarks = step.record, finished.remarks
     unknown = set(remarks) - {operator.name for operator in record.plan.operators}
     if unknown:
         raise ConfigError(
-            f"target {step.target.name!r} remarks on {_list(unknown)}, and the program has no such operator"
+            f"target {step.target.name!r} remarks on {_list(unknown)}, which the program does not have"
         )
     kernels, fallbacks = _settled(step, finished)
     operators = tuple(
@@ -497,7 +496,14 @@ _OF_MEMORY = {aten.as_strided.default, aten.as_strided_.default, aten.view.dtype
 
 
 def allow_any(module: GraphModule) -> None:
-    """Let a lowered graph compute the exported values in the exported layouts, in place."""
+    """Let a lowered graph compute the exported values in the exported layouts, in place.
+
+    A kernel may give its result another layout than the operators that it replaced. Most operators ask for
+    values alone, and views may take any layout. These depend on more: what a graph gives back, whose strides
+    its caller knows; `as_strided`, which counts elements in memory; and writes in place through views, since
+    a view that has to copy takes the write with it. For those, a tensor that a kernel has touched gets the
+    layout that it was exported with. Where it has that already, this costs nothing but a look.
+    """
     for node in module.graph.nodes:
         if node.op == "call_function":
             node.target = _OF_ANY_LAYOUT.get(node.target, node.target)
@@ -537,7 +543,7 @@ def _example(node: Node, made: Mapping[Node, Any]) -> Any:
 
 
 def _as_exported(node: Node, made: Any) -> bool:
-    """Whether a value has the layout that it was exported with, as far as that is known."""
+    """Tell whether a value has the layout that it was exported with, as far as that is known."""
     value = value_of(node)
     if (
         not isinstance(value, Tensor)

@@ -247,9 +247,7 @@ def load(
     except Exception as error:  # whatever a forged program makes of it
         reason = f"{type(error).__name__}: {error}"
         raise ArtefactError(f"{stored.path} cannot be lowered again: {reason}") from error
-    # Who serves a model needs no second copy of its weights; the file has the converted one.
-    parts = {name: (part, replace(record, source=None)) for name, (part, record) in parts.items()}
-    attach_records(parts)
+    attach_records(parts)  # without sources: the file has the converted model
     if changed := "".join(
         f"\n  - {line}"
         for name, (_, record) in parts.items()

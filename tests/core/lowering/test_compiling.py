@@ -119,7 +119,11 @@ def fail(graph: GraphModule) -> GraphModule:
     ("rewrite", "kind", "message"),
     [
         (fail, MemberError, "backend 'toy': for_compiler raised RuntimeError: out of ideas"),
-        (lambda graph: None, ConfigError, "backend 'toy': for_compiler gave None"),
+        (
+            lambda graph: None,
+            ConfigError,
+            "backend 'toy': for_compiler must return a GraphModule, got None",
+        ),
     ],
     ids=["raises", "no graph"],
 )
@@ -159,7 +163,11 @@ def test_options_that_map_operators_are_put_together(monkeypatch: pytest.MonkeyP
             ConfigError,
             "backend 'toy': compiler_options: torch's compiler has no option 'frezing'",
         ),
-        (lambda graph: 3, ConfigError, "backend 'toy': compiler_options: options are a mapping"),
+        (
+            lambda graph: 3,
+            ConfigError,
+            "backend 'toy': compiler_options: options must be a mapping",
+        ),
     ],
     ids=["raises", "unknown", "no mapping"],
 )
@@ -199,14 +207,14 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            ({"mode": "max-autotunes"}, r"no mode \(did you mean 'max-autotune'\?\)"),
-            ({"mode": None}, "None is no mode"),
-            ({"path": "model.pt2"}, 'ask for mode="package"'),
+            ({"mode": "max-autotunes"}, r"got 'max-autotunes' \(did you mean 'max-autotune'\?\)"),
+            ({"mode": None}, "got None"),
+            ({"path": "model.pt2"}, "only, got mode='default'"),
             (
                 {"options": ["max_autotune"]},
-                r"a mapping of names to values, and not \['max_autotune'\]",
+                r"a mapping of names to values, got \['max_autotune'\]",
             ),
-            ({"options": {1: 2}}, "a mapping of names to values, and not {1: 2}"),
+            ({"options": {1: 2}}, "a mapping of names to values, got {1: 2}"),
             ({"options": {"freezing": False}}, "packed anew in every call"),
             ({"options": {"max_autotun": True}}, r"no option 'max_autotun' \(did you mean"),
         ],

@@ -290,7 +290,7 @@ class TestSeveral:
         converted = self.models()
         with pytest.raises(UserError, match="one stage and target"):
             qompose.save({"a": converted["one"], "b": qompose.lower(converted["two"])}, path)
-        with pytest.raises(UserError, match="'a b' is no identifier"):
+        with pytest.raises(UserError, match="'a b' is not an identifier"):
             qompose.save({"a b": converted["one"]}, path)
         with pytest.raises(StageError, match="method 'a': save takes a converted"):
             qompose.save({"a": X}, path)
