@@ -382,13 +382,16 @@ class Trials:
         return next(filter(None, lines), set()) - self.wrong
 
     def choose(self, tests: set[str]) -> list[str]:
-        """The quickest tests that fit the budget, those of a file together."""
-        quick = sorted(tests, key=lambda test: (self.seconds[test], test))
-        total = itertools.accumulate(self.seconds[test] for test in quick)
+        """As many as fit the budget: each file's quickest, then each one's second; a file's together."""
+        ranked: dict[str, list[str]] = defaultdict(list)
+        for test in sorted(tests, key=lambda test: (self.seconds[test], test)):
+            ranked[test.partition("::")[0]].append(test)
+        rounds = itertools.zip_longest(*ranked.values())
+        order = [test for tests in rounds for test in tests if test is not None]
+        total = itertools.accumulate(self.seconds[test] for test in order)
         count = sum(seconds < self.budget for seconds in total)
-        chosen = quick[: max(count, 1)]
-        files = list(dict.fromkeys(test.partition("::")[0] for test in chosen))
-        return sorted(chosen, key=lambda test: files.index(test.partition("::")[0]))
+        files = list(ranked)
+        return sorted(order[: max(count, 1)], key=lambda t: files.index(t.partition("::")[0]))
 
     def attempt(self, fault: Fault) -> Result:
         """Make the fault, run the tests that cover it, mend it."""
