@@ -221,8 +221,9 @@ def faults_in(file: str, text: str) -> list[Fault]:
                     pair = row, row[:start] + new + row[end:]
                     before, after = (text.encode("latin-1").decode() for text in pair)
                     # A decorator is executed by an import: the last statement tells which tests call.
-                    decorated = isinstance(node, ast.FunctionDef) and place in node.decorator_list
-                    lines = (node.body[-1].lineno,) if decorated else (place.lineno, line)
+                    lines: tuple[int, ...] = (place.lineno, line)
+                    if isinstance(node, ast.FunctionDef) and place in node.decorator_list:
+                        lines = (node.body[-1].lineno,)
                     name = ".".join(names)
                     faults.append(Fault(kind, file, name, place.lineno, before, after, lines))
         for child in ast.iter_child_nodes(node):
@@ -275,8 +276,9 @@ class Copy:
         limited = ["timeout", "-s", "KILL", str(limit), sys.executable, "-m", "pytest", "@chosen"]
         command = [*limited, "-q", "-p", "faults_plugin", "--hypothesis-profile", "repeatable"]
         with (self.folder / "log").open("w") as log:
-            where = {"cwd": self.folder, "env": self.environment}
-            code = subprocess.call([*command, *options], stdout=log, stderr=log, **where)
+            code = subprocess.call(
+                [*command, *options], cwd=self.folder, env=self.environment, stdout=log, stderr=log
+            )
         return code, json.loads((self.folder / "notes.json").read_text())
 
 
@@ -330,7 +332,8 @@ class Map:
         now, recorded = sources(tree), self.known["sources"]
         same = [name for name, text in now.items() if recorded.get(name) == text]
         print(f"{len(now) - len(same)} of {len(now)} sources changed since the map was recorded")
-        of_file, covering = defaultdict(set), defaultdict(set)
+        of_file: dict[str, set[str]] = defaultdict(set)
+        covering: dict[tuple[str, int], set[str]] = defaultdict(set)
         for test, (_, outcome) in self.known["tests"].items():
             of_file[test.partition("::")[0]] |= {test} if outcome == "passed" else set()
         for path in sorted(self.folder.glob("*.coverage")):
@@ -379,13 +382,16 @@ class Trials:
         return next(filter(None, lines), set()) - self.wrong
 
     def choose(self, tests: set[str]) -> list[str]:
-        """The quickest tests that fit the budget, those of a file together."""
-        quick = sorted(tests, key=lambda test: (self.seconds[test], test))
-        total = itertools.accumulate(self.seconds[test] for test in quick)
+        """As many as fit the budget: each file's quickest, then each one's second; a file's together."""
+        ranked: dict[str, list[str]] = defaultdict(list)
+        for test in sorted(tests, key=lambda test: (self.seconds[test], test)):
+            ranked[test.partition("::")[0]].append(test)
+        rounds = itertools.zip_longest(*ranked.values())
+        order = [test for tests in rounds for test in tests if test is not None]
+        total = itertools.accumulate(self.seconds[test] for test in order)
         count = sum(seconds < self.budget for seconds in total)
-        chosen = quick[: max(count, 1)]
-        files = list(dict.fromkeys(test.partition("::")[0] for test in chosen))
-        return sorted(chosen, key=lambda test: files.index(test.partition("::")[0]))
+        files = list(ranked)
+        return sorted(order[: max(count, 1)], key=lambda t: files.index(t.partition("::")[0]))
 
     def attempt(self, fault: Fault) -> Result:
         """Make the fault, run the tests that cover it, mend it."""
