@@ -224,7 +224,8 @@ class _Reads:
             if same is not None:
                 self._gone.remove(same)
                 self._places[key] = same
-        return self._places.get(key, ("", "", value))
+        found: tuple[str, str, Any] = self._places.get(key, ("", "", value))
+        return found
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:

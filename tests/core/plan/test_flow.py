@@ -237,5 +237,5 @@ class TestOlderData:
     def test_other_data_is_refused(self, wrong: object) -> None:
         data = self.REPORT.to_dict()
         data["rows"][1]["inputs"] = wrong
-        with pytest.raises(qompose.errors.ConfigError, match="is no report"):
+        with pytest.raises(qompose.errors.ConfigError, match="not a report"):
             qompose.Report.from_dict(data)

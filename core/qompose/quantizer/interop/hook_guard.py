@@ -49,7 +49,8 @@ def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 def _checksum(tensor: Tensor) -> int:
     if tensor.is_meta or tensor.layout is not torch.strided or tensor.device.type != "cpu":
         return 0 if tensor.is_inference() else tensor._version
-    return zlib.crc32(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return zlib.crc32(flat.numpy().tobytes())
 
 
 State = Callable[[Mapping[str, Tensor]], Mapping[str, int]]
@@ -68,7 +69,7 @@ def forbid_writes(
     Raises:
         UserError: it did. What stood there is lost.
     """
-    tensors = dict(model.named_parameters(remove_duplicate=False))
+    tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     if buffers:
         tensors |= dict(model.named_buffers(remove_duplicate=False))
     before = state(tensors)
