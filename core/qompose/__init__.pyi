@@ -29,7 +29,7 @@ from .errors import (
 )
 from .lowering.compilation import compile_lowered as compile_lowered
 from .lowering.lower_regions import lower as lower
-from .observers.default_specs import (
+from .observers.config import (
     activation_spec as activation_spec,
     training_config as training_config,
     weight_spec as weight_spec,

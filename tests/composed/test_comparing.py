@@ -9,7 +9,7 @@ import pytest
 import qompose
 import torch
 from qompose.program.meta import values_of
-from qompose.reporting.comparison_data import KERNEL_ERROR
+from qompose.reporting.report_data import KERNEL_ERROR
 from qompose_x86_inductor import (
     X86InductorQuantizer,
     get_default_x86_inductor_quantization_config,

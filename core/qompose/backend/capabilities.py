@@ -20,8 +20,7 @@ from qompose.backend.pattern import OperatorPattern, Pattern
 from qompose.backend.rule import Rule, TensorConstraint
 from qompose.console import Block, Printable, Table
 from qompose.errors import ConfigError, SelectorError, near_names
-from qompose.observers.config_json import LISTED_SETTINGS, LISTED_SPEC
-from qompose.observers.default_specs import why_not_trained
+from qompose.observers.config import LISTED_SETTINGS, LISTED_SPEC, why_not_trained
 from qompose.program.batch_norm_folding import FOLDABLE
 from qompose.spec.quantization_spec import (
     QuantizationConfig,

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +17,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
-from qompose.cli.command import say
-from qompose.errors import CalibrationError, near_names
+from qompose.errors import CalibrationError, QomposeWarning, near_names
 
 
 @dataclass(frozen=True)
@@ -330,9 +330,11 @@ def _cut(
     for start in range(0, count, size):
         stop = min(start + size, count)
         if not _is_taken(stop - start, inputs):
-            say(
+            warnings.warn(
                 f"{path}: the last {stop - start} of {count} samples are left out, because they make no "
-                f"batch that the program takes ({inputs})"
+                f"batch that the program takes ({inputs})",
+                QomposeWarning,
+                stacklevel=2,
             )
             return
         leaves = inputs.filled({name: value[start:stop] for name, value in samples.items()})

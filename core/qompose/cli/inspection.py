@@ -25,8 +25,16 @@ from qompose.backend.discovery import (
     names_nobody_offers,
     why_none,
 )
-from qompose.cli.command import Command, Results, own_standard_output, printable, say
-from qompose.cli.options import add_report_form, check_page, print_report
+from qompose.cli.command import (
+    Command,
+    Results,
+    add_report_form,
+    check_page,
+    own_standard_output,
+    print_report,
+    printable,
+    say,
+)
 from qompose.errors import PluginError, UserError, near_names
 
 if TYPE_CHECKING:

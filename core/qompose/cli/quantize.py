@@ -9,8 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qompose.cli.command import Command, Results, say
-from qompose.cli.options import (
+from qompose.cli.command import (
+    Command,
+    Results,
     add_data,
     add_quantizer,
     add_report_form,
@@ -20,6 +21,7 @@ from qompose.cli.options import (
     print_report,
     read_data,
     run_data,
+    say,
 )
 from qompose.errors import CalibrationError, UncalibratedError, UserError
 from qompose.files import destination, draft_of

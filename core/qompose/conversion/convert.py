@@ -26,9 +26,8 @@ from qompose.observers.foreign_observer import Delegate, check_graph, is_quantiz
 from qompose.observers.make_observer import integer_bounds
 from qompose.observers.tensor_statistics import mean_observers
 from qompose.plan.float_operators import state_bytes
-from qompose.plan.machine_requirements import requirements_of
 from qompose.plan.operator_ids import restore_written
-from qompose.plan.plan import Plan, Record, attach, record_of
+from qompose.plan.plan import Plan, Record, attach, record_of, requirements_of
 from qompose.program.control_flow import hoist_constants, name_apart, nodes_in, run_as_exported
 from qompose.program.graph import (
     call,

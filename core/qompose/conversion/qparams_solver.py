@@ -38,10 +38,9 @@ from qompose.program.control_flow import RUNNERS, bodies_of, body_labels, is_nes
 from qompose.program.graph import constant_of, module_path, value_of
 from qompose.program.meta import GROUP_TAG, RAN_KEY, tag_of
 from qompose.spec.claim import Point
-from qompose.spec.observer_factory import converts_itself
 from qompose.spec.qdq import Absorbed, QParams
 from qompose.spec.qparams import FLOAT_ZERO_POINT, Bounds
-from qompose.spec.quantization_spec import QuantizationSpec
+from qompose.spec.quantization_spec import QuantizationSpec, converts_itself
 
 
 @dataclass(frozen=True)

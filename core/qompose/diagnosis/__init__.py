@@ -6,7 +6,7 @@ from qompose.diagnosis.support_query import NodeSupport, can_quantize
 from qompose.diagnosis.tuning_search import tune
 from qompose.diagnosis.tuning_trials import Tuning
 from qompose.diagnosis.value_comparison import compare
-from qompose.reporting.comparison_data import Compared, Comparison
+from qompose.reporting.report_data import Compared, Comparison
 
 __all__ = [
     "Compared",

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from qompose.diagnosis.replay import ReaderGrid
 from qompose.errors import UserError, blaming
 from qompose.program.graph import pytree_info
-from qompose.reporting.comparison_data import (
+from qompose.reporting.report_data import (
     ARITHMETIC,
     CLIPPING,
     EQUAL,

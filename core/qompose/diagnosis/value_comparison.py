@@ -52,8 +52,15 @@ from qompose.program.meta import values_of
 from qompose.program.rewrites import is_rewrite
 from qompose.program.user_input import binder, check_limit, describe, iterated, run_batch
 from qompose.reporting.build_report import report
-from qompose.reporting.comparison_data import KERNEL_ERROR, ROUNDING, UNKNOWN, Compared, Comparison
-from qompose.reporting.report_data import SIMULATED, Row
+from qompose.reporting.report_data import (
+    KERNEL_ERROR,
+    ROUNDING,
+    SIMULATED,
+    UNKNOWN,
+    Compared,
+    Comparison,
+    Row,
+)
 
 
 class _Table(Protocol):

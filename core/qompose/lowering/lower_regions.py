@@ -20,8 +20,7 @@ from qompose.backend.interface import Backend, Finished, Methods, Target
 from qompose.backend.kernel import Kernel, NotLowerable, Region, Shared, readers_in
 from qompose.errors import ConfigError, QomposeError, TargetError, UserError, blaming, near_names
 from qompose.plan.float_operators import state_bytes
-from qompose.plan.machine_requirements import objections, warn
-from qompose.plan.plan import UNREAD, Plan, Record, attach, record_of
+from qompose.plan.plan import UNREAD, Plan, Record, attach, objections, record_of, warn
 from qompose.program import meta
 from qompose.program.aliasing import aliased, written_values
 from qompose.program.call_signature import CallSignature, call_signature

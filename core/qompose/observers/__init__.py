@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Modules that watch tensors and choose ranges, fake quantize modules, and the usual specifications."""
 
-from qompose.observers.config_json import (
+from qompose.observers.config import (
+    activation_spec,
     config_from_json,
     config_to_json,
     spec_from_json,
     spec_to_json,
+    training_config,
+    weight_spec,
 )
-from qompose.observers.default_specs import activation_spec, training_config, weight_spec
 from qompose.observers.fake_quantize import (
     FakeQuantize,
     FixedQParamsFakeQuantize,

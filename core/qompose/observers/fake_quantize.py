@@ -30,9 +30,8 @@ from qompose.observers.min_max import (
 )
 from qompose.observers.tensor_statistics import Facts
 from qompose.observers.value_screening import Screen, TensorScreen
-from qompose.spec.observer_factory import made_by
 from qompose.spec.qparams import PER_CHANNEL, SYMMETRIC, along, full_blocks, in_blocks
-from qompose.spec.quantization_spec import virtual_subclass_of
+from qompose.spec.quantization_spec import made_by, virtual_subclass_of
 
 
 @virtual_subclass_of("torchao.quantization.pt2e.fake_quantize", "FakeQuantizeBase")

@@ -33,8 +33,8 @@ from qompose.observers.min_max import (
     gathered,
 )
 from qompose.observers.tensor_statistics import Channels, Facts
-from qompose.spec.observer_factory import ObserverFactory
 from qompose.spec.qparams import FLOAT_ZERO_POINT, SYMMETRIC, quantized_range, symmetric_zero_point
+from qompose.spec.quantization_spec import ObserverFactory
 
 
 class SearchingObserver(Observer):

@@ -18,7 +18,6 @@ from qompose.observers.min_max import FixedQParamsObserver, Observer, Placeholde
 from qompose.program.control_flow import nodes_in
 from qompose.program.graph import get_attribute, owner_of
 from qompose.program.meta import GROUP_TAG, tag_of
-from qompose.spec.observer_factory import class_of, converts_itself, made_by, takes_axis
 from qompose.spec.qdq import axis_of
 from qompose.spec.qparams import DEFAULT_EPS, PER_CHANNEL, SYMMETRIC, quantized_range
 from qompose.spec.quantization_spec import (
@@ -26,7 +25,11 @@ from qompose.spec.quantization_spec import (
     FixedQParamsQuantizationSpec,
     QuantizationSpec,
     QuantizationSpecBase,
+    class_of,
+    converts_itself,
     describe_spec,
+    made_by,
+    takes_axis,
 )
 
 

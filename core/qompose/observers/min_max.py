@@ -21,7 +21,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from qompose.errors import ConfigError, QomposeWarning, StatisticsError, UncalibratedError
 from qompose.observers.tensor_statistics import Channels, Facts
 from qompose.observers.value_screening import Cleaned, Screen, slice_extremes
-from qompose.spec.observer_factory import ObserverFactory
 from qompose.spec.qparams import (
     DEFAULT_EPS,
     PER_CHANNEL,
@@ -33,6 +32,7 @@ from qompose.spec.qparams import (
 )
 from qompose.spec.quantization_spec import (
     OBSERVERS,
+    ObserverFactory,
     register_virtual_subclasses,
     virtual_subclass_of,
 )

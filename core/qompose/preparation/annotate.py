@@ -12,21 +12,19 @@ from qompose.algorithms.equalization import equalize
 from qompose.errors import UserError, blaming, locating
 from qompose.plan.float_operators import reasons_of
 from qompose.plan.plan import Rewrite
-from qompose.program.changes import calls_of, changes
+from qompose.program.changes import KeptNames, SignatureError, calls_of, changes
 from qompose.program.control_flow import body_labels, graphs_in, name_apart, nodes_in
 from qompose.program.graph import copy_graph_module, refresh, replace_nested
-from qompose.program.kept_names import KeptNames, SignatureError
 from qompose.program.rewrites import (
     FOLD_BATCH_NORM,
     FOR_EVALUATION,
     Candidate,
     apply_rewrites,
 )
-from qompose.quantizer.arbitration import Propose, compose_claims
+from qompose.quantizer.arbitration import Propose, compose_claims, covered_rewrites, wanted_rewrites
 from qompose.quantizer.base import Quantizer
 from qompose.quantizer.composition import ComposableQuantizer
 from qompose.quantizer.interop.hook_guard import checksums, forbid_writes
-from qompose.quantizer.kept_rewrites import covered_rewrites, wanted_rewrites
 from qompose.quantizer.tied_weights import unify_specs
 from qompose.spec.claim import Claim, Composition, Proposal, Rejection, clear_annotations
 from qompose.spec.quantization_spec import not_in_training

@@ -8,7 +8,7 @@ Its settings as JSON data::
      {"select": "object type", "operator": "aten.add.Tensor", "config": null},
      {"select": "module name", "name": "head", "config": {"weight": {...}, ...}}]
 
-A configuration is a name that its backend gives it, or spelt out (`observers.config_json`), or null
+A configuration is a name that its backend gives it, or spelt out (`observers.config`), or null
 for float.
 """
 
@@ -28,7 +28,7 @@ from qompose.backend.capabilities import Capabilities, capability_rows
 from qompose.backend.interface import Backend
 from qompose.backend.rule import Rule
 from qompose.errors import ConfigError, SelectorError, UserError, near_names
-from qompose.observers.config_json import config_from_json, config_to_json
+from qompose.observers.config import config_from_json, config_to_json
 from qompose.program.graph import owner_of
 from qompose.program.rewrites import ADD_BIAS
 from qompose.quantizer.base import Quantizer

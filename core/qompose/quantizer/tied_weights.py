@@ -18,10 +18,10 @@ from torch.fx import GraphModule
 from qompose.program.control_flow import nodes_in
 from qompose.program.graph import constant_of, layout_of
 from qompose.spec.claim import Claim, Point, PointSpec
-from qompose.spec.observer_factory import converts_itself
 from qompose.spec.quantization_spec import (
     FixedQParamsQuantizationSpec,
     QuantizationSpec,
+    converts_itself,
     describe_spec,
     observer_name,
     sharing_key,

@@ -20,8 +20,7 @@ from qompose.errors import (
     StageError,
     UserError,
 )
-from qompose.plan.machine_requirements import notes_on
-from qompose.plan.plan import UNREAD, Operator, Plan, Record
+from qompose.plan.plan import UNREAD, Operator, Plan, Record, notes_on
 from qompose.program.control_flow import nodes_in
 from qompose.program.graph import describe
 from qompose.program.meta import CAST_TAG, KERNELS_TAG, META_KEY, OBSERVER_PREFIX, tag_of

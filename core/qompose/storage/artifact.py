@@ -48,8 +48,7 @@ from qompose.lowering.lower_regions import (
     in_method,
     with_kernels,
 )
-from qompose.plan.machine_requirements import objections, warn
-from qompose.plan.plan import Plan, Record, attach, record_of
+from qompose.plan.plan import Plan, Record, attach, objections, record_of, warn
 from qompose.program.graph import copies_of
 from qompose.program.meta import META_KEY
 from qompose.reporting.build_report import count_nodes, report

@@ -40,7 +40,7 @@ from qompose.json_codec import (
     read_fields,
     write_fields,
 )
-from qompose.observers.config_json import REPAIR
+from qompose.observers.config import REPAIR
 from qompose.plan.plan import Record
 from qompose.program.call_signature import CheckedCalls, input_checks, read_tree
 from qompose.program.graph import get_attribute, pytree_info

@@ -23,7 +23,7 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from qompose import QomposeWarning, convert_pt2e, prepare_qat_pt2e, training_config
 from qompose.lowering.lower_regions import TORCH_TARGET
-from qompose.observers.default_specs import why_not_trained
+from qompose.observers.config import why_not_trained
 from qompose.program.graph import operator_name, value_of
 from qompose.testing.checks_kernel import matches_reference
 from qompose.testing.checks_rule import converts
@@ -41,7 +41,7 @@ from qompose.testing.fixtures import (
 )
 from qompose.testing.suite import Suite
 from qompose.testing.trial import Inputs, Trial, copies, outputs, quantizer_for
-from qompose.training.schedule import disable_observer
+from qompose.training.train_eval import disable_observer
 
 
 def behaves(suite: Suite, trial: Trial, target: str) -> None:

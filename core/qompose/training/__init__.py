@@ -1,19 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantization-aware training: the trained form of a program, its modes and its schedule."""
 
-from qompose.training.schedule import (
+from qompose.training.train_eval import (
     QATSchedule,
+    allow_exported_model_train_eval,
     disable_fake_quant,
     disable_observer,
     enable_fake_quant,
     enable_observer,
     freeze_batch_norm,
-    unfreeze_batch_norm,
-)
-from qompose.training.train_eval import (
-    allow_exported_model_train_eval,
     move_exported_model_to_eval,
     move_exported_model_to_train,
+    unfreeze_batch_norm,
 )
 
 __all__ = [

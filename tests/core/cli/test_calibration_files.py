@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
+import qompose
 import torch
 from qompose.cli.calibration_data import Batch, Input, Inputs, program_inputs, read_batches
 from qompose.errors import CalibrationError
@@ -118,13 +120,15 @@ class TestSamples:
         ids=["fixed", "smaller last one", "last one too small", "greatest", "even"],
     )
     def test_cutting(
-        self, tmp_path: Path, dynamic: bool, size: int | None, expected: list[int], left_out: int,
-        capsys: pytest.CaptureFixture[str],
-    ) -> None:  # fmt: skip
+        self, tmp_path: Path, dynamic: bool, size: int | None, expected: list[int], left_out: int
+    ) -> None:
         path = write(tmp_path, SAMPLES)
-        assert sizes(read(path, one(dynamic=dynamic), size)) == expected
-        said = capsys.readouterr().err
-        assert (f"{path}: the last {left_out} of 10 samples are left out" in said) == bool(left_out)
+        with warnings.catch_warnings(record=True) as said:
+            assert sizes(read(path, one(dynamic=dynamic), size)) == expected
+        assert len(said) == bool(left_out)
+        for warning in said:
+            assert warning.category is qompose.QomposeWarning
+            assert f"{path}: the last {left_out} of 10 samples" in str(warning.message)
 
     def test_a_limit_over_several_files(self, tmp_path: Path) -> None:
         first, second = write(tmp_path, SAMPLES, "a.pt"), write(tmp_path, SAMPLES, "b.pt")

@@ -6,8 +6,16 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from qompose.reporting.comparison_data import Compared, Comparison
-from qompose.reporting.report_data import FLOAT, KERNEL, SIMULATED, Counts, Report, Row
+from qompose.reporting.report_data import (
+    FLOAT,
+    KERNEL,
+    SIMULATED,
+    Compared,
+    Comparison,
+    Counts,
+    Report,
+    Row,
+)
 
 EVIL = "</script><script>alert(1)</script><!-- <b> & \" '"
 

@@ -15,7 +15,7 @@ import qompose
 import torch
 from qompose.plan.plan import attach
 from qompose.program.meta import STAGE_KEY, values_of
-from qompose.reporting.comparison_data import (
+from qompose.reporting.report_data import (
     CLIPPING,
     EQUAL,
     FALLBACK,

@@ -14,7 +14,7 @@ from qompose import QuantizationConfig
 from qompose.backend import OperatorPattern
 from qompose.diagnosis.replay import repeatable
 from qompose.diagnosis.value_comparison import unread_in
-from qompose.reporting.comparison_data import ROUNDING
+from qompose.reporting.report_data import ROUNDING
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -14,7 +14,7 @@ import torch
 from qompose import UserError
 from qompose.errors import BatchError, MemberError, StageError
 from qompose.program.meta import KERNELS_TAG, META_KEY, tag_of
-from qompose.reporting.comparison_data import CLIPPING, KERNEL_ERROR, NOT_FINITE
+from qompose.reporting.report_data import CLIPPING, KERNEL_ERROR, NOT_FINITE
 from torch import Tensor, nn
 
 from tests.core.toy import export, randn, seeded, toy

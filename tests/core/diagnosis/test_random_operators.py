@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import qompose
 import torch
-from qompose.reporting.comparison_data import EQUAL
+from qompose.reporting.report_data import EQUAL
 from torch import Tensor, nn
 from torch.fx import GraphModule
 

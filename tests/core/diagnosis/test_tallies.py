@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, strategies as st
 from qompose.diagnosis.error_measures import Tally
 from qompose.diagnosis.replay import ReaderGrid
-from qompose.reporting.comparison_data import (
+from qompose.reporting.report_data import (
     ARITHMETIC,
     CLIPPING,
     EQUAL,

@@ -15,7 +15,7 @@ from hypothesis import given, strategies as st
 from qompose import QuantizationConfig, QuantizationSpec
 from qompose.errors import ConfigError
 from qompose.observers import HistogramObserver, MinMaxObserver
-from qompose.observers.config_json import (
+from qompose.observers.config import (
     OBSERVERS,
     ROLES,
     config_from_json,
@@ -29,7 +29,7 @@ from qompose.spec import (
     FixedQParamsQuantizationSpec,
     SharedQuantizationSpec,
 )
-from qompose.spec.observer_factory import ObserverFactory
+from qompose.spec.quantization_spec import ObserverFactory
 from torch.ao.quantization.observer import MinMaxObserver as TorchMinMaxObserver
 
 from tests.core.toy import DYNAMIC, INT8, STATIC, WEIGHT, WEIGHT_ONLY

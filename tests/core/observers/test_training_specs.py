@@ -18,8 +18,7 @@ from qompose.observers import (
     HistogramObserver,
     LearnableFakeQuantize,
 )
-from qompose.spec.observer_factory import class_of
-from qompose.spec.quantization_spec import integer_range_key
+from qompose.spec.quantization_spec import class_of, integer_range_key
 from torch import nn
 
 from tests.core.toy import DYNAMIC, LINEAR, STATIC, WEIGHT_ONLY, export, randn, seeded, toy

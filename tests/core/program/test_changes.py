@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from qompose.program.changes import Changes, calls_of, changes
+from qompose.program.changes import Changes, KeptNames, SignatureError, calls_of, changes
 from qompose.program.graph import copy_graph_module
-from qompose.program.kept_names import KeptNames, SignatureError
 from torch import Tensor, nn
 from torch.fx import GraphModule
 

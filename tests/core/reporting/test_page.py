@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 from qompose.plan.plan import Requantized
 from qompose.reporting import html_page as module
-from qompose.reporting.comparison_data import Comparison
-from qompose.reporting.report_data import Report
+from qompose.reporting.report_data import Comparison, Report
 
 from tests.core.diagnosis.parsed import Element, parsed
 from tests.core.diagnosis.reports import EVIL, ROWS, compared, comparison, in_float, report, row

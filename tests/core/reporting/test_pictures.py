@@ -5,9 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from qompose.reporting.comparison_data import Comparison
 from qompose.reporting.graph_drawing import DASHED, DOTTED, FULL, graph_of, measured_rows
-from qompose.reporting.report_data import STATES, Report, Row
+from qompose.reporting.report_data import STATES, Comparison, Report, Row
 
 from tests.core.diagnosis.reports import comparison, in_float, report, row
 

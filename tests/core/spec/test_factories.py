@@ -12,7 +12,7 @@ import qompose
 import torch
 from qompose.observers.foreign_observer import Rebinding
 from qompose.observers.min_max import MinMaxObserver, PerBlockMinMaxObserver
-from qompose.spec.observer_factory import (
+from qompose.spec.quantization_spec import (
     ObserverFactory,
     class_of,
     converts_itself,

@@ -26,8 +26,7 @@ from qompose.program.control_flow import bodies_of, name_apart
 from qompose.program.graph import copy_graph_module, module_path, refresh
 from qompose.program.rewrites import Candidate, apply_rewrites
 from qompose.quantizer.annotations import write_annotations
-from qompose.quantizer.arbitration import compose_claims
-from qompose.quantizer.kept_rewrites import covered_rewrites, wanted_rewrites
+from qompose.quantizer.arbitration import compose_claims, covered_rewrites, wanted_rewrites
 from qompose.quantizer.tied_weights import unify_specs
 from qompose.spec.claim import (
     Claim,
