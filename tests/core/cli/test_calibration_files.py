@@ -124,6 +124,7 @@ class TestSamples:
     ) -> None:
         path = write(tmp_path, SAMPLES)
         with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
             assert sizes(read(path, one(dynamic=dynamic), size)) == expected
         assert len(said) == bool(left_out)
         for warning in said:
