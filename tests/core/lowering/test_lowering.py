@@ -257,8 +257,8 @@ def leave() -> None:
 ANSWERS = [
     pytest.param(lambda: 1 / 0, "it raised ZeroDivisionError: division by zero", id="raises"),
     pytest.param(leave, "it raised SystemExit: gone", id="exits"),
-    pytest.param(lambda: True, r"availability\(\) returned True, and not a text", id="no text"),
-    pytest.param(lambda: 0, r"availability\(\) returned 0, and not a text", id="false"),
+    pytest.param(lambda: True, r"availability\(\) returned True; expected a string", id="no text"),
+    pytest.param(lambda: 0, r"availability\(\) returned 0; expected a string", id="false"),
 ]
 
 

@@ -163,7 +163,7 @@ class TestStatistics:
     )
     def test_damaged_files_are_told(self, tmp_path: Path, key: str, value: Any) -> None:
         data = saved(qompose.statistics(calibrated()), path := tmp_path / "seen.json")
-        part = data["entries"][0]["channels"]["histograms"]
+        part = data["entries"][0]["facts"]["channels"]["histograms"]
         part[key] = value if key in ("values", "exponents") else value + part[key][1:]
         path.write_text(json.dumps(data))
         with pytest.raises(StatisticsError, match="holds no sound statistics"):

@@ -264,7 +264,7 @@ class TestParameters:
             ((torch.tensor(float("nan")), torch.tensor(0)), CalibrationError, "not positive"),
             ((torch.ones(3), torch.zeros(3)), CalibrationError, "3 scales and 3 zero points, not 1"),
             ((torch.tensor(1.0), torch.tensor(200)), CalibrationError, r"outside \[-128, 127\]"),
-            ((torch.tensor(1.0), torch.tensor(0.5)), CalibrationError, "has integers"),
+            ((torch.tensor(1.0), torch.tensor(0.5)), CalibrationError, "needs integers"),
             ((torch.tensor(1.0), torch.tensor(float("nan"))), CalibrationError, "zero point nan"),
         ],
     )  # fmt: skip

@@ -99,7 +99,7 @@ def test_block_sizes_given_as_a_list_are_one_specification_with_those_of_a_tuple
         pytest.param({"qscheme": AFFINE}, "are per tensor", id="per channel"),
         pytest.param({"scale": float("inf")}, "scale must be positive", id="infinite"),
         pytest.param({"scale": float("nan")}, "scale must be positive", id="NaN"),
-        pytest.param({"zero_point": 1.5}, "no integer", id="between two integers"),
+        pytest.param({"zero_point": 1.5}, "must be an integer", id="between two integers"),
     ],
 )
 def test_impossible_fixed_parameters(change: dict[str, Any], message: str) -> None:
