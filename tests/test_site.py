@@ -71,7 +71,8 @@ def test_names_of_a_page() -> None:
     text = "# T\n\n```{api} qompose\nquantize\nsave\n```\n\n```text\nload\n```\n"
     assert api.listed(text) == ["qompose.quantize", "qompose.save"]
     kinds = {
-        path: api.entry(f"qompose.{path}").kind for path in ("save", "Row", "UserError", "Guard")
+        path: api.entry(f"qompose.{path}").kind
+        for path in ("save", "reporting.Row", "UserError", "backend.Guard")
     }
     assert [*kinds.values()] == ["function", "class", "exception", "data"]
 

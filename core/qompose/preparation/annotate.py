@@ -12,7 +12,14 @@ from qompose.algorithms.equalization import equalize
 from qompose.errors import UserError, blaming, locating
 from qompose.plan.float_operators import reasons_of
 from qompose.plan.plan import Rewrite
-from qompose.program.changes import KeptNames, SignatureError, calls_of, changes
+from qompose.program.changes import (
+    KeptNames,
+    SignatureError,
+    calls_of,
+    changes,
+    keep_dtypes,
+    operands_of,
+)
 from qompose.program.control_flow import body_labels, graphs_in, name_apart, nodes_in
 from qompose.program.graph import copy_graph_module, refresh, replace_nested
 from qompose.program.rewrites import (
@@ -211,10 +218,14 @@ def transformed(
     for label, member in _steps(quantizer):
         if type(member).transform_for_annotation is Quantizer.transform_for_annotation:
             continue
-        before = calls_of(model)
+        before, operands = calls_of(model), operands_of(model)
         with forbid_writes(label, TRANSFORM, model, state=checksums):
             model = _run(label, member, model, known)
         name_apart(model)
+        if kept := keep_dtypes(model, operands):
+            notes.append(
+                f"{label}: {TRANSFORM} would have given {', '.join(kept)} another dtype, which was undone"
+            )
         known.update(node.name for node in nodes_in(model))
         found = changes(before, calls_of(model))
         if not found:

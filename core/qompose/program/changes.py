@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from qompose.program.control_flow import body_of, nodes_in, references_of
 from qompose.program.graph import (
     constant_of,
+    dtype_of,
     example_of,
     get_attribute,
     layout_of,
@@ -120,6 +121,56 @@ def changes(before: Mapping[str, Call], after: Mapping[str, Call]) -> Changes:
             if call.op != "call_function" and name in gone | new
         ),
     )
+
+
+def operands_of(model: GraphModule) -> dict[str, tuple[Any, Any]]:
+    """Return what each call of a program and its bodies reads, by name, for `keep_dtypes`."""
+    calls = (node for node in nodes_in(model) if node.op == "call_function")
+    return {node.name: (node.args, node.kwargs) for node in calls}
+
+
+def keep_dtypes(model: GraphModule, before: Mapping[str, tuple[Any, Any]]) -> tuple[str, ...]:
+    """Give calls their former operands back, in place, where others make their results of another dtype.
+
+    Transforms of XNNPACK quantizers make a float tensor of each number, also of one that is added to
+    integers.
+
+    Args:
+        before: the program's `operands_of` before it was changed.
+
+    Returns:
+        the names of those calls.
+    """
+    nodes, kept = {node.name: node for node in nodes_in(model)}, []
+    for name, (args, kwargs) in before.items():
+        node = nodes.get(name)
+        if node is None or (node.args, node.kwargs) == (args, kwargs):
+            continue
+        known = all(nodes.get(read.name) is not None for read in _read(args, kwargs))
+        if known and dtype_of(node) is not None and _computed_dtype(node) != dtype_of(node):
+            node.args, node.kwargs = map_arg((args, kwargs), lambda read: nodes[read.name])
+            kept.append(name)
+    return tuple(kept)
+
+
+def _read(*operands: Any) -> list[Node]:
+    found: list[Node] = []
+    map_arg(operands, found.append)
+    return found
+
+
+def _computed_dtype(call: Node) -> torch.dtype | None:
+    """Return the dtype that a call gives for examples of what it reads, or its own where one has none."""
+
+    def example(read: Node) -> Any:
+        tensor = constant_of(read)
+        return value_of(read) if tensor is None else example_of(tensor, call)
+
+    if not callable(call.target) or any(example(read) is None for read in call.all_input_nodes):
+        return dtype_of(call)
+    args, kwargs = map_arg((call.args, dict(call.kwargs)), example)
+    result = call.target(*args, **kwargs)
+    return result.dtype if isinstance(result, Tensor) else dtype_of(call)
 
 
 def _same_call(before: Call, after: Call, gone: set[str]) -> bool:

@@ -125,5 +125,5 @@ def test_a_specification_without_a_dtype(dtype: Any) -> None:
             put(linear, {linear.args[0]: wrong})
 
     for members in ([Typeless()], [Foreign(), Typeless()]):
-        with pytest.raises(ConfigError, match=rf"tests\.Typeless: .*linear: dtype must be a torch.dtype.*{dtype!r}"):
+        with pytest.raises(ConfigError, match=rf"tests\.Typeless: .*linear: dtype must.*{dtype!r}"):
             prepare(PROGRAM, qompose.compose(*members))
