@@ -469,6 +469,9 @@ class QuantizationConfig:
     `balance` lets channels of very different size get factors of their own at the border to float
     operators (`algorithms.channel_scaling`); the report lists where that was done, and where the `repairs` of
     `REPAIRS` were made. `name` is what reports say; it takes no part in comparisons.
+
+    Raises:
+        ConfigError: `repairs` are no sequence of known words, or cannot be made with these specifications.
     """
 
     input_activation: QuantizationSpec | FixedQParamsQuantizationSpec | None
