@@ -132,8 +132,7 @@ def operands_of(model: GraphModule) -> dict[str, tuple[Any, Any]]:
 def keep_dtypes(model: GraphModule, before: Mapping[str, tuple[Any, Any]]) -> tuple[str, ...]:
     """Give calls their former operands back, in place, where others make their results of another dtype.
 
-    Transforms of XNNPACK quantizers make a float tensor of each number, also of one that is added to
-    integers.
+    Some transforms make a float tensor of each number, also of one that is added to integers.
 
     Args:
         before: the program's `operands_of` before it was changed.

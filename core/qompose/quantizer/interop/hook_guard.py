@@ -50,7 +50,7 @@ def _checksum(tensor: Tensor) -> int:
     if tensor.is_meta or tensor.layout is not torch.strided or tensor.device.type != "cpu":
         return 0 if tensor.is_inference() else tensor._version
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    return zlib.crc32(flat.numpy().tobytes())
+    return zlib.crc32(flat.numpy().data)
 
 
 State = Callable[[Mapping[str, Tensor]], Mapping[str, int]]
