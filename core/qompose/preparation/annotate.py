@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from torch.fx import GraphModule
@@ -15,10 +16,9 @@ from qompose.plan.plan import Rewrite
 from qompose.program.changes import (
     KeptNames,
     SignatureError,
+    Values,
     calls_of,
     changes,
-    keep_dtypes,
-    operands_of,
 )
 from qompose.program.control_flow import body_labels, graphs_in, name_apart, nodes_in
 from qompose.program.graph import copy_graph_module, refresh, replace_nested
@@ -218,11 +218,13 @@ def transformed(
     for label, member in _steps(quantizer):
         if type(member).transform_for_annotation is Quantizer.transform_for_annotation:
             continue
-        before, operands = calls_of(model), operands_of(model)
+        before, values = calls_of(model), Values(model)
         with forbid_writes(label, TRANSFORM, model, state=checksums):
             model = _run(label, member, model, known)
         name_apart(model)
-        if kept := keep_dtypes(model, operands):
+        with _keeping_signature(label):
+            kept = values.update(model)
+        if kept:
             notes.append(
                 f"{label}: {TRANSFORM} would have given {', '.join(kept)} another dtype, which was undone"
             )
@@ -256,6 +258,18 @@ def _forwards(composition: ComposableQuantizer) -> bool:
     return own is ComposableQuantizer.transform_for_annotation
 
 
+@contextmanager
+def _keeping_signature(label: str) -> Iterator[None]:
+    """Name the member whose transform changed what the program takes, holds or returns."""
+    try:
+        yield
+    except SignatureError as error:
+        raise UserError(
+            f"{label}: {TRANSFORM} changed what the program takes or returns: {error}. It may rewrite "
+            "operators between the inputs and the outputs."
+        ) from error
+
+
 def _run(label: str, member: Quantizer, model: GraphModule, known: set[str]) -> GraphModule:
     """Let one member rewrite a program, bodies first."""
     bodies = body_labels(model)
@@ -267,13 +281,8 @@ def _run(label: str, member: Quantizer, model: GraphModule, known: set[str]) -> 
                 result = member.transform_for_annotation(part)
             if not isinstance(result, GraphModule):
                 raise UserError(f"{label}: {TRANSFORM} returned {result!r}, not a GraphModule")
-            try:
+            with _keeping_signature(label):
                 return names.restored(result, known)
-            except SignatureError as error:
-                raise UserError(
-                    f"{label}: {TRANSFORM} changed what the program takes or returns: {error}. It may "
-                    "rewrite operators between the inputs and the outputs."
-                ) from error
 
     for part in graphs_in(model):
         replace_nested(part, transform)

@@ -8,6 +8,7 @@ names back, so that later stages find them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import chain, count
 from typing import Any
@@ -22,7 +23,6 @@ from torch.utils import _pytree as pytree
 from qompose.program.control_flow import body_of, nodes_in, references_of
 from qompose.program.graph import (
     constant_of,
-    dtype_of,
     example_of,
     get_attribute,
     layout_of,
@@ -43,12 +43,12 @@ class _Reference:
 
 @dataclass(frozen=True)
 class Call:
-    """What a node does, as values that compare across graphs; `used` tells whether anything reads it."""
+    """What a node does, as values that compare across graphs; `live` tells whether results depend on it."""
 
     op: str
     target: object
     arguments: Any
-    used: bool
+    live: bool
 
 
 @dataclass(frozen=True)
@@ -77,11 +77,21 @@ def calls_of(model: GraphModule) -> dict[str, Call]:
 
     Which tensor is read shows in the arguments of its readers.
     """
+    live = _live(model)
     return {
-        node.name: Call(node.op, node.target, _arguments(node), bool(node.users))
+        node.name: Call(node.op, node.target, _arguments(node), node in live)
         for node in nodes_in(model)
         if node.op != "get_attr"
     }
+
+
+def _live(model: GraphModule) -> set[Node]:
+    """Return the nodes on which outputs depend, or that have an effect."""
+    found: set[Node] = set()
+    for node in reversed(list(nodes_in(model))):
+        if node.op != "call_function" or node.is_impure() or not found.isdisjoint(node.users):
+            found.add(node)
+    return found
 
 
 def _arguments(node: Node) -> Any:
@@ -123,33 +133,104 @@ def changes(before: Mapping[str, Call], after: Mapping[str, Call]) -> Changes:
     )
 
 
-def operands_of(model: GraphModule) -> dict[str, tuple[Any, Any]]:
-    """Return what each call of a program and its bodies reads, by name, for `keep_dtypes`."""
-    calls = (node for node in nodes_in(model) if node.op == "call_function")
-    return {node.name: (node.args, node.kwargs) for node in calls}
+@dataclass(frozen=True)
+class _Former:
+    """What a node did before a transform, and an example of its value."""
+
+    target: Any
+    args: Any
+    kwargs: Any
+    value: Any
 
 
-def keep_dtypes(model: GraphModule, before: Mapping[str, tuple[Any, Any]]) -> tuple[str, ...]:
-    """Give calls their former operands back, in place, where others make their results of another dtype.
+class Values:
+    """Examples of a program's values, which a transform may not change.
 
-    Some transforms make a float tensor of each number, also of one that is added to integers.
-
-    Args:
-        before: the program's `operands_of` before it was changed.
-
-    Returns:
-        the names of those calls.
+    Later stages read shapes and dtypes from them, and callers know what the program returns.
     """
-    nodes, kept = {node.name: node for node in nodes_in(model)}, []
-    for name, (args, kwargs) in before.items():
-        node = nodes.get(name)
-        if node is None or (node.args, node.kwargs) == (args, kwargs):
-            continue
-        known = all(nodes.get(read.name) is not None for read in _read(args, kwargs))
-        if known and dtype_of(node) is not None and _computed_dtype(node) != dtype_of(node):
-            node.args, node.kwargs = map_arg((args, kwargs), lambda read: nodes[read.name])
-            kept.append(name)
-    return tuple(kept)
+
+    def __init__(self, model: GraphModule) -> None:
+        self._former = {
+            node.name: _Former(node.target, node.args, node.kwargs, value_of(node))
+            for node in nodes_in(model)
+        }
+        self._returned = [node.name for node in _returned(model)]
+
+    def update(self, model: GraphModule) -> tuple[str, ...]:
+        """Give new operators an example of their value, in place, and hold what is there to its own.
+
+        A call whose result would be of another dtype reads again what it read: some transforms make a float
+        tensor of each number, also of one that is added to integers.
+
+        Returns:
+            the names of those calls.
+
+        Raises:
+            SignatureError: the program returns others, or what it returns has another dtype or shape.
+        """
+        nodes = {node.name: node for node in nodes_in(model)}
+        kept = [n.name for n in nodes.values() if n.op == "call_function" and self._hold(n, nodes)]
+        self._check_returned(model, nodes)
+        return tuple(kept)
+
+    def _hold(self, node: Node, nodes: Mapping[str, Node]) -> bool:
+        """Give a call the example of its value, and tell whether it had to be put back for that."""
+        former = self._former.get(node.name)
+        if former is not None and _as_it_was(node, former):
+            return False
+        found = _computed(node)
+        if former is not None and not _alike(found, former.value):
+            if self._put_back(node, former, nodes):
+                return True
+            node.meta["val"] = found  # another operator that bears the name
+        elif value_of(node) is None and (found is not None or former is not None):
+            node.meta["val"] = found if former is None else former.value
+        return False
+
+    def _put_back(self, node: Node, former: _Former, nodes: Mapping[str, Node]) -> bool:
+        """Let a call be what it was, if all that it read is there, and gives its value again."""
+        if any(read.name not in nodes for read in _read(former.args, former.kwargs)):
+            return False
+        given = node.target, node.args, node.kwargs
+        node.target = former.target
+        node.args, node.kwargs = map_arg(
+            (former.args, former.kwargs), lambda read: nodes[read.name]
+        )
+        if _alike(_computed(node), former.value):
+            return True
+        node.target, node.args, node.kwargs = given
+        return False
+
+    def _check_returned(self, model: GraphModule, nodes: Mapping[str, Node]) -> None:
+        after = _returned(model)
+        if len(after) != len(self._returned):
+            raise SignatureError("it returns numbers for tensors, or tensors for numbers")
+        for number, (was, now) in enumerate(zip(self._returned, after, strict=True)):
+            moved = was in nodes and now.name != was and now.name in self._returned
+            if moved or not _alike(value_of(now), self._former[was].value):
+                raise SignatureError(f"it returns {now.name} as value {number}, and returned {was}")
+
+
+def _returned(model: GraphModule) -> list[Node]:
+    leaves = pytree.tree_leaves(model.graph.output_node().args[0])
+    return [leaf for leaf in leaves if isinstance(leaf, Node)]
+
+
+def _as_it_was(node: Node, former: _Former) -> bool:
+    return (node.target, node.args, node.kwargs) == (former.target, former.args, former.kwargs)
+
+
+def _alike(one: object, other: object) -> bool:
+    """Tell whether examples have the same dtype and sizes; where one is unknown, or a size is, they may."""
+    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+        return True
+    sizes = zip(one.shape, other.shape, strict=False)
+    known = [(a, b) for a, b in sizes if type(a) is int and type(b) is int]
+    return (one.dtype, one.dim()) == (other.dtype, other.dim()) and all(a == b for a, b in known)
+
+
+def _kind(value: Any) -> str:
+    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
 
 
 def _read(*operands: Any) -> list[Node]:
@@ -158,18 +239,26 @@ def _read(*operands: Any) -> list[Node]:
     return found
 
 
-def _computed_dtype(call: Node) -> torch.dtype | None:
-    """Return the dtype that a call gives for examples of what it reads, or its own where one has none."""
+def _computed(call: Node) -> Tensor | None:
+    """Return an example of the tensor that a call gives, or None where examples do not tell."""
+    target: Any = call.target
+    like: Node | None = next((n for n in call.graph.nodes if isinstance(value_of(n), Tensor)), None)
+    if like is None:
+        return None
 
     def example(read: Node) -> Any:
         tensor = constant_of(read)
-        return value_of(read) if tensor is None else example_of(tensor, call)
+        return value_of(read) if tensor is None else example_of(tensor, like)
 
-    if not callable(call.target) or any(example(read) is None for read in call.all_input_nodes):
-        return dtype_of(call)
+    if any(example(read) is None for read in call.all_input_nodes):
+        return None
     args, kwargs = map_arg((call.args, dict(call.kwargs)), example)
-    result = call.target(*args, **kwargs)
-    return result.dtype if isinstance(result, Tensor) else dtype_of(call)
+    try:
+        with getattr(value_of(like), "fake_mode", None) or nullcontext():
+            result = target(*args, **kwargs)
+    except Exception:  # an operator without a fake implementation says nothing
+        return None
+    return result if isinstance(result, Tensor) else None
 
 
 def _same_call(before: Call, after: Call, gone: set[str]) -> bool:

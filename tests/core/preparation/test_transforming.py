@@ -189,12 +189,14 @@ def test_bodies_are_compared_too() -> None:
     assert sum(o.macs for o in plan.operators) == 2 * 4 * 16
 
 
-def test_made_operators_without_an_example_are_listed_all_the_same() -> None:
+def test_made_operators_get_an_example_of_their_value() -> None:
+    """Which is what transforms leave out: rules and reports read shapes from it."""
+
     def build(model: GraphModule, node: Node) -> Node:
         return model.graph.call_function(aten.linear.default, node.args)
 
     plan = plan_of(prepare(PROGRAM, qompose.compose(replaced(aten.linear.default, build)())))
-    assert next((o.name, o.macs) for o in plan.operators) == ("linear_default", 0)
+    assert next((o.name, o.macs) for o in plan.operators) == ("linear_default", 64)
 
 
 def test_a_transform_that_changes_nothing_is_not_mentioned() -> None:
@@ -232,3 +234,90 @@ def test_can_quantize_knows_the_names_that_were_made() -> None:
         qompose.can_quantize(PROGRAM, "linear_defaul", [Split(), toy(LINEAR)])
     with pytest.raises(ConfigError, match="has no 'linear_default'"):
         qompose.can_quantize(PROGRAM, "linear_default", [toy(LINEAR)])
+
+
+class TwoValues(nn.Module):
+    """Two outputs of one shape, and integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.inner(x).relu(), self.inner(x).tanh(), k + 1
+
+
+def editing(edit: Callable[[GraphModule, dict[str, Node]], None]) -> Quantizer:
+    """A quantizer that edits the program in place, and annotates nothing."""
+
+    class Editing(NullQuantizer):
+        def transform_for_annotation(self, model: GraphModule) -> GraphModule:
+            edit(model, {node.name: node for node in model.graph.nodes})
+            model.recompile()
+            return model
+
+    return Editing()
+
+
+INPUTS = (randn(4, 4), torch.arange(4))
+
+
+def swap(model: GraphModule, nodes: dict[str, Node]) -> None:
+    first, second, third = nodes["output"].args[0]  # type: ignore[misc]
+    nodes["output"].args = ((second, first, third),)
+
+
+def widen(model: GraphModule, nodes: dict[str, Node]) -> None:
+    with model.graph.inserting_after(nodes["relu"]):
+        wide = model.graph.call_function(aten.to.dtype, (nodes["relu"], torch.float64))
+    _, second, third = nodes["output"].args[0]  # type: ignore[misc]
+    nodes["output"].args = ((wide, second, third),)
+
+
+@pytest.mark.parametrize("edit", [swap, widen])
+def test_a_transform_that_returns_other_values_is_refused(edit: Any) -> None:
+    with pytest.raises(qompose.UserError) as caught:
+        prepare(export(seeded(TwoValues()), *INPUTS), editing(edit))
+    assert "Editing: transform_for_annotation" in str(caught.value)
+
+
+def divide(model: GraphModule, nodes: dict[str, Node]) -> None:
+    nodes["add"].target, nodes["add"].args = aten.div.Tensor, (nodes["k"], 2)
+
+
+def cast_inside(model: GraphModule, nodes: dict[str, Node]) -> None:
+    with model.graph.inserting_before(nodes["relu"]):
+        wide = model.graph.call_function(aten.to.dtype, (nodes["linear"], torch.float64))
+    nodes["relu"].args = (wide,)
+
+
+@pytest.mark.parametrize(("edit", "name"), [(divide, "add"), (cast_inside, "relu")])
+def test_a_value_of_another_dtype_is_undone(edit: Any, name: str) -> None:
+    model = seeded(TwoValues())
+    prepared = prepare(export(model, *INPUTS), editing(edit))
+    for expected, actual in zip(model(*INPUTS), prepared(*INPUTS), strict=True):
+        assert torch.equal(expected, actual)
+    assert any(f"would have given {name} another dtype" in n for n in plan_of(prepared).notes)
+
+
+def test_annotate_may_remove_what_no_result_depends_on() -> None:
+    class Unused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.pooler = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            found = self.inner(x)
+            self.pooler(found).tanh()
+            return found.relu()
+
+    class Tidy:
+        def annotate(self, model: GraphModule) -> GraphModule:
+            model.graph.eliminate_dead_code()
+            return model
+
+        def validate(self, model: GraphModule) -> None: ...
+
+    model = seeded(Unused())
+    prepared = prepare(export(model, X), qompose.compose(Tidy(), toy(LINEAR)))
+    assert torch.equal(prepared(X), model(X))

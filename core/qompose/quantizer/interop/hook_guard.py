@@ -117,7 +117,7 @@ def forbid_changes(
         yield
     after = calls_of(model)
     found = changes(before, after)
-    names = [name for name in found.names if name in after or before[name].used]
+    names = [name for name in found.names if name in after or before[name].live]
     if names:
         raise UserError(
             f"{who}: {hook} changed the program at {', '.join(names)}. It may annotate or look; "
