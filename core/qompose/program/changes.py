@@ -163,15 +163,14 @@ class Values:
         tensor of each number, also of one that is added to integers.
 
         Returns:
-            the names of those calls.
+            the names of those calls, and of values that are returned as they were.
 
         Raises:
             SignatureError: the program returns others, or what it returns has another dtype or shape.
         """
         nodes = {node.name: node for node in nodes_in(model)}
         kept = [n.name for n in nodes.values() if n.op == "call_function" and self._hold(n, nodes)]
-        self._check_returned(model, nodes)
-        return tuple(kept)
+        return (*kept, *self._hold_returned(model, nodes))
 
     def _hold(self, node: Node, nodes: Mapping[str, Node]) -> bool:
         """Give a call the example of its value, and tell whether it had to be put back for that."""
@@ -201,14 +200,22 @@ class Values:
         node.target, node.args, node.kwargs = given
         return False
 
-    def _check_returned(self, model: GraphModule, nodes: Mapping[str, Node]) -> None:
-        after = _returned(model)
-        if len(after) != len(self._returned):
+    def _hold_returned(self, model: GraphModule, nodes: Mapping[str, Node]) -> Iterator[str]:
+        """Let the program return values of the dtypes and sizes that it returned, if they are still there."""
+        output = model.graph.output_node()
+        leaves, structure = pytree.tree_flatten(output.args[0])
+        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Node)]
+        if len(places) != len(self._returned):
             raise SignatureError("it returns numbers for tensors, or tensors for numbers")
-        for number, (was, now) in enumerate(zip(self._returned, after, strict=True)):
+        for number, (was, place) in enumerate(zip(self._returned, places, strict=True)):
+            now, alike = leaves[place], _alike(value_of(leaves[place]), self._former[was].value)
             moved = was in nodes and now.name != was and now.name in self._returned
-            if moved or not _alike(value_of(now), self._former[was].value):
+            if moved or not (alike or was in nodes):
                 raise SignatureError(f"it returns {now.name} as value {number}, and returned {was}")
+            if not alike:
+                leaves[place] = nodes[was]
+                yield f"{was} where it is returned"
+        output.args = (pytree.tree_unflatten(leaves, structure),)
 
 
 def _returned(model: GraphModule) -> list[Node]:

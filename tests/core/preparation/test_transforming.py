@@ -274,10 +274,9 @@ def widen(model: GraphModule, nodes: dict[str, Node]) -> None:
     nodes["output"].args = ((wide, second, third),)
 
 
-@pytest.mark.parametrize("edit", [swap, widen])
-def test_a_transform_that_returns_other_values_is_refused(edit: Any) -> None:
+def test_a_transform_that_returns_other_values_is_refused() -> None:
     with pytest.raises(qompose.UserError) as caught:
-        prepare(export(seeded(TwoValues()), *INPUTS), editing(edit))
+        prepare(export(seeded(TwoValues()), *INPUTS), editing(swap))
     assert "Editing: transform_for_annotation" in str(caught.value)
 
 
@@ -291,7 +290,9 @@ def cast_inside(model: GraphModule, nodes: dict[str, Node]) -> None:
     nodes["relu"].args = (wide,)
 
 
-@pytest.mark.parametrize(("edit", "name"), [(divide, "add"), (cast_inside, "relu")])
+@pytest.mark.parametrize(
+    ("edit", "name"), [(divide, "add"), (cast_inside, "relu"), (widen, "relu where it is returned")]
+)
 def test_a_value_of_another_dtype_is_undone(edit: Any, name: str) -> None:
     model = seeded(TwoValues())
     prepared = prepare(export(model, *INPUTS), editing(edit))
