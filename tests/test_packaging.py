@@ -208,7 +208,7 @@ class TestWheels:
         wanted = {
             f"{folder.name}/{path.relative_to(folder).as_posix()}"
             for path in folder.rglob("*")
-            if path.suffix in (".py", ".typed", ".template", ".html", ".css", ".js", ".h")
+            if path.suffix in (".py", ".pyi", ".typed", ".template", ".html", ".css", ".js", ".h")
         }
         with zipfile.ZipFile(wheels[name]) as archive:
             packed = {n for n in archive.namelist() if ".dist-info/" not in n}
