@@ -42,7 +42,7 @@ from qompose.program.graph import (
     set_attribute,
     value_of,
 )
-from qompose.program.meta import CAST_TAG, CUSTOM_KEY, META_KEY, hand_over, tag
+from qompose.program.meta import CAST_TAG, META_KEY, clear_origin, hand_over, tag
 from qompose.reporting.build_report import log_stage, say_if_all_was_dropped, say_if_modes_were_lost
 from qompose.spec.claim import clear_annotations
 from qompose.spec.qdq import (
@@ -478,10 +478,7 @@ class _QDQInserter:
 def _call(target: Callable[..., Any], args: tuple[Any, ...], like: Node, value: Any) -> Node:
     """Insert a call that belongs to `like`'s module; it is no part of `like`'s claim."""
     node = call(like.graph, target, args, like, value)
-    custom = {k: v for k, v in (node.meta.get("custom") or {}).items() if k != CUSTOM_KEY}
-    node.meta.pop("custom", None)
-    if custom:
-        node.meta["custom"] = custom
+    clear_origin(node)
     return node
 
 
