@@ -55,12 +55,38 @@ class ZooModel:
         return self.name
 
     def export(self, *, dynamic: bool = False) -> torch.export.ExportedProgram:
-        """The exported program; `dynamic` asks for the dynamic shapes, where there are any."""
+        """The exported program; `dynamic` asks for the dynamic shapes, where there are any.
+
+        One export serves all callers of a process: it takes longer than what most tests do with it.
+        A program whose weights or graph somebody changed is exported anew. Modules made of one
+        program share its tensors, so whoever runs one that writes to its state asks `fresh_export`.
+        """
+        shapes = self.dynamic_shapes if dynamic else None
+        key = (self.name, shapes is not None, torch.is_grad_enabled())
+        program, state = _EXPORTS.get(key, (None, None))
+        if program is None or _state(program) != state:
+            program = self.fresh_export(dynamic=dynamic)
+            _EXPORTS[key] = program, _state(program)
+        return program
+
+    def fresh_export(self, *, dynamic: bool = False) -> torch.export.ExportedProgram:
+        """The exported program, with tensors of its own."""
         shapes = self.dynamic_shapes if dynamic else None
         with warnings.catch_warnings():
             for message in _TORCHS_OWN_WARNINGS:
                 warnings.filterwarnings("ignore", message=message)
             return torch.export.export(self.build(), self.inputs(), dynamic_shapes=shapes)
+
+
+_EXPORTS: dict[tuple[str, bool, bool], tuple[torch.export.ExportedProgram, object]] = {}
+
+
+def _state(program: torch.export.ExportedProgram) -> object:
+    """What differs once somebody has changed a program: its graph, or the values of its tensors."""
+    tensors = {**program.state_dict, **program.constants}
+    versions = [(k, id(t), t._version) for k, t in tensors.items() if isinstance(t, Tensor)]
+    metas = [(node.name, str(node.target), len(node.meta)) for node in program.graph.nodes]
+    return versions, metas, program.graph_module.meta.keys()
 
 
 def zoo_model(
