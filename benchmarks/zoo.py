@@ -90,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add(
         "--zoo",
-        default="tests.zoo",
+        default="zoo_models",
         help="module or file with the models, in EVERY or ZOO (%(default)s)",
     )
     add(

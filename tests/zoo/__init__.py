@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one zoo of models that tests, benchmarks and documentation share.
+"""The zoo of models that tests, benchmarks and documentation share.
 
 `ZOO` holds every small model, names unique. Choose by tag, for example `tagged("bn", "shared")` or
-`tagged(without="transformers")` where that package is not installed. `EVERY` has more small models, which
-`benchmarks/zoo.py` takes too and no test does. `NETWORKS` holds the few of published size, which are no
-part of either; `network` gives one of another size or depth.
+`tagged(without="transformers")` where that package is not installed. `NETWORKS` holds the few of published size,
+which are no part of it; `network` gives one of another size or depth.
 """
 
 from __future__ import annotations
@@ -14,11 +13,6 @@ from . import (
     control_flow,
     convolutional,
     dense_prediction,
-    further_places,
-    further_rows,
-    further_tables,
-    further_transformers,
-    further_vision,
     sequence,
     signals,
     signatures,
@@ -33,7 +27,6 @@ from .networks import NETWORKS, network
 from .networks_scenes import images, tokens
 
 __all__ = [
-    "EVERY",
     "NETWORKS",
     "ZOO",
     "ZooModel",
@@ -57,15 +50,6 @@ ZOO: tuple[ZooModel, ...] = (
     *control_flow.MODELS,
     *transformers_family.MODELS,
     *transformers_signals.MODELS,
-)
-
-EVERY: tuple[ZooModel, ...] = (
-    *ZOO,
-    *further_vision.MODELS,
-    *further_places.MODELS,
-    *further_rows.MODELS,
-    *further_tables.MODELS,
-    *further_transformers.MODELS,
 )
 
 

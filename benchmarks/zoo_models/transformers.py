@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""More architectures of the `transformers` package. They are in `EVERY` alone: no test runs them."""
+"""More architectures of the `transformers` package."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
-from .entry import ZooModel, floats, ids, keep_mask, zoo_model
-from .transformers_family import HEADS, LAYERS, WIDTH, WORDS, TextModel, make
-from .transformers_signals import SIZE, SignalModel
+from tests.zoo.entry import ZooModel, floats, ids, keep_mask, zoo_model
+from tests.zoo.transformers_family import HEADS, LAYERS, WIDTH, WORDS, TextModel, make
+from tests.zoo.transformers_signals import SIZE, SignalModel
 
 LENGTH = 8
 

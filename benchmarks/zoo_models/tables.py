@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""More networks of series, graphs and tables. They are in `EVERY` alone: no test runs them."""
+"""More networks of series, graphs and tables."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .entry import ZooModel, floats, ids, zoo_model
+from tests.zoo.entry import ZooModel, floats, ids, zoo_model
 
 WIDTH = 16
 WORDS = 40

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""More networks of points, volumes, pairs of images. They are in `EVERY` alone: no test runs them."""
+"""More networks of points, volumes, pairs of images."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .convolutional import classifier, conv_bn
-from .entry import ZooModel, floats, zoo_model
+from tests.zoo.convolutional import classifier, conv_bn
+from tests.zoo.entry import ZooModel, floats, zoo_model
 
 WIDTH = 8
 
