@@ -38,7 +38,7 @@ INTRODUCTION = """# How qompose compares
 
 Written by `docs/generate_compares.py` from [results of benchmarks](../benchmarks/README.md), from the table
 of [other packages' quantizers](ecosystem.md), and from a list of features in which each of ours names the
-test that shows it.
+tests that show it.
 
 Times are medians of one call. An engine counts as ahead or behind only where the ranges from the tenth to
 the ninetieth percentile do not touch, and as even otherwise. Where a product has several engines, the
@@ -235,8 +235,8 @@ def _features() -> Iterator[Block]:
 
 
 def _shown(feature: Feature) -> str:
-    file, _, name = feature.test.partition("::")
-    return f"[{name or file}](../tests/{file})" if file else ""
+    file = feature.test
+    return f"[{file.removesuffix('.py')}](../tests/{file})" if file else ""
 
 
 def main() -> None:

@@ -8,10 +8,13 @@ import functools
 import importlib
 import io
 import re
+import subprocess
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
+import pytest
 import qompose
 
 ROOT = Path(__file__).parents[1]
@@ -29,6 +32,32 @@ class Block:
     text: str
     start: int
     line: int
+
+
+def by_branch(pages: Sequence[str]) -> Iterator[object]:
+    """The pages as parameters: what this branch changes against main for every run, the rest for `full`."""
+    changed = _changed()
+    for page in pages:
+        later = changed is not None and page not in changed
+        yield pytest.param(page, marks=[pytest.mark.full] if later else [])
+
+
+def _changed() -> set[str] | None:
+    """The files that differ from main, committed or not; `None` where git knows no main."""
+    for main in ("origin/main", "main"):
+        base = _git("merge-base", "HEAD", main)
+        if base:
+            new = _git("ls-files", "--others", "--exclude-standard")
+            return {*_git("diff", "--name-only", base).splitlines(), *new.splitlines()}
+    return None
+
+
+def _git(*arguments: str) -> str:
+    try:
+        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
+    except FileNotFoundError:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def text(page: str) -> str:

@@ -56,7 +56,7 @@ class TestOpenVINO:
     @pytest.mark.parametrize(
         ("mode", "kind"),
         [
-            (mode, kind)
+            pytest.param(mode, kind, marks=[] if kind == "mlp" else pytest.mark.full)
             for mode in WEIGHTS_ONLY
             for kind in ("cnn", "mlp", "encoder")
             if (mode[:4], kind) != ("INT4", "cnn")  # it has fewer channels than a group
@@ -155,7 +155,13 @@ class Concatenated(nn.Module):
 class TestQualcomm:
     """Observers that look for one another, per-block parameters, and what is derived from them."""
 
-    @pytest.mark.parametrize("dtype", ["use_8a8w", "use_16a16w", "use_16a4w"])
+    @pytest.mark.parametrize(
+        "dtype",
+        [
+            "use_8a8w",
+            *(pytest.param(d, marks=pytest.mark.full) for d in ("use_16a16w", "use_16a4w")),
+        ],
+    )
     @pytest.mark.parametrize("per_channel", [False, True], ids=["tensor", "channels"])
     def test_a_concatenation(self, dtype: str, per_channel: bool) -> None:
         """One observer sets the ranges of those before it, which it finds by name in the graph."""
@@ -170,7 +176,9 @@ class TestQualcomm:
         assert relu == product == behind
         assert sigmoid[0] in (1 / 256, 1 / 65536)
 
-    @pytest.mark.parametrize("kind", ["cnn", "mlp", "encoder"])
+    @pytest.mark.parametrize(
+        "kind", ["mlp", *(pytest.param(k, marks=pytest.mark.full) for k in ("cnn", "encoder"))]
+    )
     @pytest.mark.parametrize(
         "options", [{}, {"is_conv_per_channel": True, "is_linear_per_channel": True}]
     )

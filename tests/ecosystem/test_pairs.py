@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import combinations, product
 from typing import Any
 
@@ -24,14 +25,20 @@ LEAST = 30.0
 """dB of 8 bit weights and activations on these models; the worst has 34."""
 
 
-def _case(kind: str, *names: str, long: bool = False) -> object:
+def _case(kind: str, *names: str, tier: str = "") -> object:
     marks: list[Any] = [pytest.mark.xdist_group(SLOW)] if SLOW in names else []
-    marks += [pytest.mark.long] if long else []
+    tier = tier or ("full" if marks else "")
+    marks += [getattr(pytest.mark, tier)] if tier else []
     return pytest.param(kind, *names, marks=marks, id=f"{kind}: {' and '.join(names)}")
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"), [_case(kind, name) for name in MEMBERS for kind in KINDS]
+    ("kind", "name"),
+    [
+        _case(kind, name, tier="full" if (i + j) % len(KINDS) else "")
+        for i, name in enumerate(MEMBERS)
+        for j, kind in enumerate(KINDS)
+    ],
 )
 def test_alone(kind: str, name: str) -> None:
     """None is refused; so the only errors of pairs are those of two that cannot be together."""
@@ -40,13 +47,17 @@ def test_alone(kind: str, name: str) -> None:
     assert result.sqnr > LEAST
 
 
-@pytest.mark.parametrize(
-    ("kind", "first", "second"),
-    [
-        _case(kind, *pair, long=(number + number // len(KINDS)) % len(KINDS) != 0)
-        for number, (pair, kind) in enumerate(product(combinations(MEMBERS, 2), KINDS))
-    ],
-)
+def _pairs() -> Iterator[object]:
+    """Each pair with one of the models, in turn; every run has neighbours, the long one all models."""
+    for number, (pair, kind) in enumerate(product(combinations(MEMBERS, 2), KINDS)):
+        if (number + number // len(KINDS)) % len(KINDS):
+            tier = "long"
+        else:
+            first, second = map([*MEMBERS].index, pair)
+            tier = "" if second == first + 1 else "full"
+        yield _case(kind, *pair, tier=tier)
+
+
+@pytest.mark.parametrize(("kind", "first", "second"), _pairs())
 def test_both_orders(kind: str, first: str, second: str) -> None:
-    """Each pair is tried with one of the models, in turn, and with the others in the long run."""
     assert problems_of_orders(kind, first, second) == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -45,15 +46,18 @@ def compare(shown: str, found: Cell) -> None:
         assert abs(float(decibels) - found.sqnr) <= TOLERANCE
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(entry.name, marks=pytest.mark.xdist_group("CoreML"))
-        if entry.family == "CoreML"
-        else entry.name
-        for entry in CATALOGUE
-    ],
-)
+def _rows() -> Iterator[object]:
+    """Every run has the first of each family; CoreML's takes half a minute to import."""
+    families: set[str] = set()
+    for entry in CATALOGUE:
+        slow = entry.family == "CoreML"
+        marks = [pytest.mark.xdist_group("CoreML")] if slow else []
+        marks += [pytest.mark.full] if slow or entry.family in families else []
+        families.add(entry.family)
+        yield pytest.param(entry.name, marks=marks)
+
+
+@pytest.mark.parametrize("name", _rows())
 def test_a_row_is_what_is_computed_anew(name: str) -> None:
     with quietly():
         cells = cells_of(name)

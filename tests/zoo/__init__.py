@@ -2,8 +2,8 @@
 """The zoo of models that tests, benchmarks and documentation share.
 
 `ZOO` holds every small model, names unique. Choose by tag, for example `tagged("bn", "shared")` or
-`tagged(without="transformers")` where that package is not installed. `NETWORKS` holds the few of published size,
-which are no part of it; `network` gives one of another size or depth.
+`tagged(without="transformers")` where that package is not installed. `NETWORKS` holds the few of published
+size, which are no part of it; `network` gives one of another size or depth.
 """
 
 from __future__ import annotations
