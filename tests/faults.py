@@ -482,7 +482,7 @@ def main() -> None:
     parser.add_argument(
         "--record", action="store_true", help="record test files not in the map yet"
     )
-    parser.add_argument("--tests", nargs="+", default=["tests/core", "tests/embedding"])
+    parser.add_argument("--tests", nargs="+", default=["tests"])
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=60)
     parser.add_argument("--under", default="", help="only sources under this path, such as core")

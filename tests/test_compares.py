@@ -29,5 +29,3 @@ def test_every_result_with_peers_is_on_the_page() -> None:
 def test_verdicts(ours: tuple[float, float, float], verdict: str) -> None:
     """Times differ where the middle eight tenths do not touch."""
     assert measured.verdict(Time("qompose", *ours), Time("peer", 2.5, 2, 3)) == verdict
-
-

@@ -19,7 +19,7 @@ EXAMPLE = ROOT / "examples" / "toy_backend"
 HEADER = "# SPDX-License-Identifier: Apache-2.0\n"
 
 
-@pytest.mark.parametrize("page", pages.by_branch(PAGES))
+@pytest.mark.parametrize("page", [*pages.by_branch(PAGES)])
 def test_code_runs_and_prints_what_it_says(
     page: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, regen: bool
 ) -> None:

@@ -261,7 +261,10 @@ class TestInstalled:
 
     @pytest.mark.parametrize(
         "names",
-        [("embedding", "xnnpack"), pytest.param(("embedding", "x86_inductor"), marks=needs_x86)],
+        [
+            ("embedding", "xnnpack"),
+            pytest.param(("embedding", "x86_inductor"), marks=[needs_x86, pytest.mark.full]),
+        ],
         ids="+".join,
     )
     def test_work_together(self, full: Site, names: tuple[str, ...]) -> None:
@@ -286,6 +289,7 @@ class TestComingAndGoing:
         assert "BackendNotFoundError" in done.stderr
         assert "pip install qompose-xnnpack" in done.stderr
 
+    @pytest.mark.full
     @pytest.mark.parametrize("name", BACKENDS)
     def test_each_plugin_alone(self, make_site: Any, name: str) -> None:
         """It brings core, and needs no other plugin."""
@@ -325,19 +329,21 @@ def plugin(name: str, attributes: str = "pass", arguments: str = "", result: str
 
 @dataclass(frozen=True)
 class Faulty:
-    """A plugin with one fault, and what its reason must say."""
+    """A plugin with one fault, and what its reason must name."""
 
     name: str
     source: str | None
     reason: str
+    requires: str = ""
     kills: bool = False  # it ends the process that imports it
     loads: bool = False  # it can be loaded, and says itself that it cannot be used
 
 
 FAULTY = (
     Faulty("raises", "raise RuntimeError('out of luck')", "out of luck"),
-    Faulty("lacks", "import not_installed_anywhere", "not_installed_anywhere"),
-    Faulty("unparsable", "def (:", "SyntaxError"),
+    Faulty("imports", "from torch import this_was_removed", "'this_was_removed' from 'torch'"),
+    Faulty("lacks", "import a_chip.passes", 'pip install "A-Chip>=3"', requires="A-Chip>=3"),
+    Faulty("unparsable", "match = = 1", "site-packages/faulty_unparsable.py, line 1"),
     Faulty("moduleless", None, "faulty_moduleless"),
     Faulty("leaves", "import sys; sys.exit('goodbye')", "goodbye", kills=True),
     Faulty("crashes", "import os; os._exit(3)", "code 3", kills=True),
@@ -352,12 +358,15 @@ FAULTY = (
 )
 
 
-def install(site: Site, distribution_name: str, name: str, source: str | None) -> None:
+def install(
+    site: Site, distribution_name: str, name: str, source: str | None, requires: str = ""
+) -> None:
     """Write a distribution with one entry point and perhaps its module into an environment."""
     module = f"faulty_{name}"
     info = site.packages / f"{distribution_name.replace('-', '_')}-1.0.dist-info"
     info.mkdir()
     text = f"Metadata-Version: 2.1\nName: {distribution_name}\nVersion: 1.0\n"
+    text += f"Requires-Dist: {requires}\n" if requires else ""
     (info / "METADATA").write_text(text)
     (info / "entry_points.txt").write_text(f"[qompose]\n{name} = {module}\n")
     if source is not None:
@@ -369,7 +378,7 @@ def faulty_site(make_site: Any) -> Site:
     """One sound plugin, and every faulty one."""
     site: Site = make_site("qompose-embedding")
     for faulty in FAULTY:
-        install(site, f"example-{faulty.name}", faulty.name, faulty.source)
+        install(site, f"example-{faulty.name}", faulty.name, faulty.source, faulty.requires)
     return site
 
 
@@ -387,9 +396,23 @@ class TestFaultyPlugins:
         assert {row["name"] for row in rows} == {"embedding", *(f.name for f in FAULTY)}
         assert {row["problem"] for row in rows} == {None}
 
-    @pytest.mark.parametrize("faulty", FAULTY, ids=lambda faulty: faulty.name)
-    def test_reason(self, problems: dict[str, str | None], faulty: Faulty) -> None:
-        assert faulty.reason in (problems[faulty.name] or "")
+    def test_reasons(self, problems: dict[str, str | None]) -> None:
+        for faulty in FAULTY:
+            assert faulty.reason in (problems[faulty.name] or "")
+
+    def test_text_cuts_nothing_off(self, faulty_site: Site) -> None:
+        command = [faulty_site.path / "bin" / "qompose", "backends", "--check"]
+        narrow = run(command, COLUMNS="80")
+        assert (narrow.returncode, narrow.stderr) == (1, "")
+        printed = "".join(narrow.stdout.split())
+        for faulty in FAULTY:
+            assert "".join(faulty.reason.split()) in printed
+
+    def test_a_command_names_it(self, faulty_site: Site) -> None:
+        done = run([faulty_site.path / "bin" / "qompose", "capabilities", "lacks"])
+        assert done.returncode == 1
+        assert "'lacks' (example-lacks 1.0" in done.stderr
+        assert 'pip install "A-Chip>=3"' in done.stderr
 
     def test_the_sound_one_is_sound(
         self, faulty_site: Site, problems: dict[str, str | None]
@@ -435,125 +458,3 @@ print(json.dumps(reasons))
         assert "PluginError" in done.stderr
         assert "example-rival" in done.stderr
         site.script("import qompose; qompose.backend.load_backend('other')")
-
-
-PROJECT = """
-[build-system]
-requires = ["setuptools"]
-build-backend = "setuptools.build_meta"
-
-[project]
-name = "{distribution}"
-version = "1.0"
-dependencies = ["qompose", {dependency}]
-
-[project.entry-points.qompose]
-{name} = "{module}"
-
-[tool.setuptools]
-py-modules = ["{module}"]
-"""
-
-
-@dataclass(frozen=True)
-class Broken:
-    """A plugin of one of the five kinds that must be told apart, and its reason."""
-
-    name: str
-    source: str
-    reason: str
-    dependency: str = ""
-
-
-BROKEN = (
-    Broken(
-        "importing",
-        "from torch import this_was_removed",
-        "ImportError: cannot import name 'this_was_removed' from 'torch'",
-    ),
-    Broken(
-        "syntax",
-        "match = = 1",
-        "SyntaxError: invalid syntax (site-packages/broken_syntax.py, line 1)",
-    ),
-    Broken(
-        "version",
-        plugin("version", "api_version = 2"),
-        "it was written for version 2 of the backend interface, and this qompose has version 1: upgrade "
-        "qompose",
-    ),
-    Broken(
-        "returning",
-        plugin("returning", result="[B()]"),
-        "returned list, not a qompose.backend.Backend",
-    ),
-    Broken(
-        "lacking",
-        "import a_chip_compiler.passes",
-        'pip install "A-Chip-Compiler>=3"',
-        dependency='"A-Chip-Compiler>=3"',
-    ),
-)
-GOOD = Broken("good", plugin("good"), "")
-
-
-@pytest.fixture(scope="module")
-def broken_site(make_site: Any, tmp_path_factory: pytest.TempPathFactory) -> Site:
-    """Core, five broken plugins and a sound one, each built as a wheel and installed by pip."""
-    site: Site = make_site("qompose")
-    projects, folder = [], tmp_path_factory.mktemp("broken-wheels")
-    for broken in (*BROKEN, GOOD):
-        project = tmp_path_factory.mktemp(broken.name)
-        facts = {"name": broken.name, "module": f"broken_{broken.name}"}
-        facts.update(distribution=f"broken-{broken.name}", dependency=broken.dependency)
-        (project / "pyproject.toml").write_text(PROJECT.format(**facts))
-        (project / f"{facts['module']}.py").write_text(broken.source)
-        projects.append(project)
-    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
-    checked([*pip, "--wheel-dir", folder, *projects])
-    site.pip("install", "--quiet", "--no-index", "--no-deps", *folder.glob("*.whl"))
-    return site
-
-
-class TestBrokenWheels:
-    """Five kinds of faults, as users get them."""
-
-    def test_check_names_each_with_its_reason(self, broken_site: Site) -> None:
-        rows = {row["name"]: row for row in broken_site.qompose("backends", "--check", code=1)}
-        assert set(rows) == {GOOD.name, *(broken.name for broken in BROKEN)}
-        assert (rows[GOOD.name]["status"], rows[GOOD.name]["problem"]) == ("usable", None)
-        for broken in BROKEN:
-            assert rows[broken.name]["status"] == "broken"
-            assert broken.reason in rows[broken.name]["problem"]
-
-    def test_check_as_text_cuts_nothing_off(self, broken_site: Site) -> None:
-        command = [broken_site.path / "bin" / "qompose", "backends", "--check"]
-        done = run(command)
-        assert (done.returncode, done.stderr) == (1, "")
-        for broken in BROKEN:
-            assert broken.reason in done.stdout
-        narrow = "".join(run(command, COLUMNS="80").stdout.split())
-        assert "AChipCompiler" in narrow.replace("-", "")
-
-    def test_listing_is_not_concerned(self, broken_site: Site) -> None:
-        assert {row["problem"] for row in broken_site.qompose("backends")} == {None}
-
-    @pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.name)
-    def test_first_use_says_the_same(self, broken_site: Site, broken: Broken) -> None:
-        done = run([broken_site.path / "bin" / "qompose", "capabilities", broken.name])
-        assert done.returncode == 1
-        assert f"Backend {broken.name!r} (broken-{broken.name} 1.0" in done.stderr
-        assert broken.reason in done.stderr
-
-    def test_a_sound_one_works_beside_them(self, broken_site: Site) -> None:
-        code = """
-import sys, qompose
-for name in sys.argv[1:]:
-    try:
-        qompose.compose(name)
-    except qompose.errors.PluginError as error:
-        print(error.name)
-print(*(member.name for member in qompose.compose("good").members))
-"""
-        names = [broken.name for broken in BROKEN]
-        assert broken_site.script(code, *names).splitlines() == [*names, "good"]

@@ -48,16 +48,16 @@ def test_alone(kind: str, name: str) -> None:
 
 
 def _pairs() -> Iterator[object]:
-    """Each pair with one of the models, in turn; every run has neighbours, the long one all models."""
+    """Each pair with one of the models, in turn; every run has each member once, the long one all models."""
     for number, (pair, kind) in enumerate(product(combinations(MEMBERS, 2), KINDS)):
         if (number + number // len(KINDS)) % len(KINDS):
             tier = "long"
         else:
             first, second = map([*MEMBERS].index, pair)
-            tier = "" if second == first + 1 else "full"
+            tier = "" if second == first + 1 and first % 2 == 0 else "full"
         yield _case(kind, *pair, tier=tier)
 
 
-@pytest.mark.parametrize(("kind", "first", "second"), _pairs())
+@pytest.mark.parametrize(("kind", "first", "second"), [*_pairs()])
 def test_both_orders(kind: str, first: str, second: str) -> None:
     assert problems_of_orders(kind, first, second) == []
