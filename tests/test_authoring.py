@@ -126,6 +126,7 @@ def test_suite_passes_unedited(place: Place, backend: str) -> None:
     assert counts["passed"] > counts.get("skipped", 0) + 10, printed
 
 
+@pytest.mark.full
 def test_all_are_listed_and_sound(place: Place) -> None:
     problems = place.backends("--check")
     assert {name: problems[name] for name in BACKENDS} == dict.fromkeys(BACKENDS)

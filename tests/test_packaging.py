@@ -445,6 +445,7 @@ print(json.dumps(reasons))
         wanted = {f.name: "unavailable here" if f.loads else "broken" for f in FAULTY}
         assert {row["name"]: row["status"] for row in rows} == {**wanted, "embedding": "usable"}
 
+    @pytest.mark.full
     def test_duplicate_name(self, make_site: Any) -> None:
         site = make_site("qompose-embedding")
         install(site, "example-rival", "embedding", plugin("embedding"))
