@@ -62,11 +62,13 @@ class ZooModel:
         program share its tensors, so whoever runs one that writes to its state asks `fresh_export`.
         """
         shapes = self.dynamic_shapes if dynamic else None
-        key = (self.name, shapes is not None, torch.is_grad_enabled())
-        program, state = _EXPORTS.get(key, (None, None))
+        key = (self.build, shapes is not None, torch.is_grad_enabled())
+        program, state = _EXPORTS.pop(key, (None, None))
         if program is None or _state(program) != state:
             program = self.fresh_export(dynamic=dynamic)
-            _EXPORTS[key] = program, _state(program)
+        _EXPORTS[key] = program, _state(program)
+        if len(_EXPORTS) > _KEPT:
+            del _EXPORTS[next(iter(_EXPORTS))]
         return program
 
     def fresh_export(self, *, dynamic: bool = False) -> torch.export.ExportedProgram:
@@ -78,7 +80,9 @@ class ZooModel:
             return torch.export.export(self.build(), self.inputs(), dynamic_shapes=shapes)
 
 
-_EXPORTS: dict[tuple[str, bool, bool], tuple[torch.export.ExportedProgram, object]] = {}
+_EXPORTS: dict[tuple[object, bool, bool], tuple[torch.export.ExportedProgram, object]] = {}
+"""Programs, the last used last, by the function that builds their model: networks have sizes, not names."""
+_KEPT = 300
 
 
 def _state(program: torch.export.ExportedProgram) -> object:
