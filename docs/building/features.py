@@ -69,7 +69,7 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
             "conflicts between them named, with both sides",
             "Y",
             "P P N N P N Y N N",
-            "core/quantizer/test_annotation_conflicts.py::test_a_changed_annotation_is_an_error_that_names_both",
+            "core/quantizer/test_annotations.py::test_a_changed_annotation_is_an_error_or_undone",
         ),
         Feature(
             "kernels for GPUs and accelerators",
