@@ -1,0 +1,455 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Multiply-accumulates are half of the operations that torch counts; bytes are counted once."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import qompose
+import torch
+from qompose.plan.float_operators import macs, state_bytes
+from torch import Tensor, nn
+from torch._higher_order_ops.map import map as hop_map
+from torch._higher_order_ops.scan import scan
+from torch._higher_order_ops.while_loop import while_loop
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.core.preparation.test_zoo import of_each_kind
+from tests.core.toy import (
+    CONV,
+    LINEAR,
+    Annotator,
+    NullQuantizer,
+    OperatorPattern,
+    aten,
+    convert,
+    export,
+    plan_of,
+    prepare,
+    randn,
+    rule,
+    seeded,
+    toy,
+)
+from tests.zoo import ZooModel, tagged
+
+
+class Call(nn.Module):
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.function(*inputs)
+
+
+CASES = [
+    pytest.param(nn.Linear(3, 5), [(4, 3)], id="linear"),
+    pytest.param(nn.Linear(3, 5), [(2, 4, 3)], id="linear with a 3-D input"),
+    pytest.param(nn.Conv1d(4, 6, 3, stride=2), [(2, 4, 9)], id="conv1d"),
+    pytest.param(nn.Conv2d(4, 6, 3, padding=1), [(2, 4, 7, 7)], id="conv2d"),
+    pytest.param(nn.Conv2d(4, 8, 3, groups=2), [(2, 4, 7, 7)], id="grouped conv2d"),
+    pytest.param(nn.Conv2d(4, 4, 3, groups=4), [(2, 4, 7, 7)], id="depthwise conv2d"),
+    pytest.param(nn.Conv2d(4, 6, 3, padding="same"), [(2, 4, 7, 7)], id="conv2d padding same"),
+    pytest.param(nn.Conv3d(2, 3, 2), [(1, 2, 4, 4, 4)], id="conv3d"),
+    pytest.param(nn.ConvTranspose2d(4, 6, 3), [(2, 4, 5, 5)], id="transposed"),
+    pytest.param(Call(torch.matmul), [(4, 3), (3, 5)], id="matmul"),
+    pytest.param(Call(torch.matmul), [(2, 6, 4, 3), (2, 6, 3, 5)], id="batched matmul"),
+    pytest.param(Call(torch.mm), [(4, 3), (3, 5)], id="mm"),
+    pytest.param(Call(torch.bmm), [(7, 4, 3), (7, 3, 5)], id="bmm"),
+    pytest.param(Call(torch.addmm), [(5,), (4, 3), (3, 5)], id="addmm"),
+    pytest.param(Call(F.scaled_dot_product_attention), [(2, 4, 5, 8)] * 3, id="attention"),
+    pytest.param(
+        Call(F.scaled_dot_product_attention),
+        [(2, 4, 5, 8), (2, 4, 9, 8), (2, 4, 9, 8)],
+        id="cross attention",
+    ),
+]
+
+
+@pytest.mark.parametrize(("module", "shapes"), CASES)
+def test_macs_are_half_of_torchs_count(module: nn.Module, shapes: Any) -> None:
+    inputs = [randn(*shape, seed=i) for i, shape in enumerate(shapes)]
+    counter = FlopCounterMode(display=False)
+    with counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):  # it does not know the fused one
+        module(*inputs)
+    plan = plan_of(prepare(export(module, *inputs), NullQuantizer()))
+    assert sum(operator.macs for operator in plan.operators) * 2 == counter.get_total_flops() > 0
+
+
+STEPS, BATCH, IN, OUT = 5, 2, 3, 4
+
+
+@pytest.mark.parametrize(
+    ("module", "shape", "expected"),
+    [
+        pytest.param(nn.LSTM(IN, OUT), (STEPS, BATCH, IN), 4 * (IN + OUT), id="lstm"),
+        pytest.param(nn.GRU(IN, OUT, bias=False), (STEPS, BATCH, IN), 3 * (IN + OUT), id="gru"),
+        pytest.param(
+            nn.RNN(IN, OUT, 2, bidirectional=True, batch_first=True), (BATCH, STEPS, IN),
+            2 * (IN + OUT) + 2 * (2 * OUT + OUT), id="rnn of two layers, both ways",
+        ),
+        pytest.param(
+            nn.LSTM(IN, OUT, proj_size=2), (STEPS, BATCH, IN), 4 * (IN + 2) + 2, id="projected"
+        ),
+        pytest.param(nn.LSTMCell(IN, OUT), (STEPS * BATCH, IN), 4 * (IN + OUT), id="lstm cell"),
+        pytest.param(nn.GRUCell(IN, OUT), (STEPS * BATCH, IN), 3 * (IN + OUT), id="gru cell"),
+        pytest.param(nn.RNNCell(IN, OUT), (STEPS * BATCH, IN), IN + OUT, id="rnn cell"),
+    ],
+)  # fmt: skip
+def test_macs_of_recurrence(module: nn.Module, shape: tuple[int, ...], expected: int) -> None:
+    """`expected` is per position and feature of the output."""
+    plan = plan_of(prepare(_exported(module, randn(*shape)), NullQuantizer()))
+    assert sum(operator.macs for operator in plan.operators) == STEPS * BATCH * OUT * expected
+
+
+def _exported(module: nn.Module, x: Tensor) -> Any:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The tensor attributes .*_flat_weights")
+        return export(module, x)
+
+
+MATMUL = rule("matmul", OperatorPattern((aten.matmul.default,)), activations=("self", "other"))
+SPLIT = [
+    pytest.param(
+        Call(lambda x: F.scaled_dot_product_attention(x, x[:, :2], x[:, :2, :, :4], enable_gqa=True)),
+        (2, 4, 5, 8), "split_attention", id="attention",
+    ),
+    pytest.param(
+        nn.LSTM(IN, OUT, 2, bidirectional=True), (STEPS, BATCH, IN), "unroll_recurrent", id="lstm"
+    ),
+    pytest.param(nn.GRU(IN, OUT), (STEPS, BATCH, IN), "unroll_recurrent", id="gru"),
+    pytest.param(nn.LSTMCell(IN, OUT), (BATCH, IN), "split_cells", id="lstm cell"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("module", "shape", "rewrite"), SPLIT)
+def test_pieces_have_the_macs_of_the_whole(module: nn.Module, shape: Any, rewrite: str) -> None:
+    program = _exported(module, randn(*shape))
+    before = plan_of(prepare(program, NullQuantizer())).operators
+    plan = plan_of(prepare(program, toy(LINEAR, MATMUL, rewrites=(rewrite,))))
+    assert [r.name for r in plan.rewrites] == [rewrite]
+    assert sum(o.macs for o in plan.operators) == sum(o.macs for o in before) > 0
+    assert sum(o.macs for o in plan.operators if o.claim is None) == 0
+    assert len({o.name for o in plan.operators}) == len(plan.operators)
+    assert "getitem" not in {o.operator for o in plan.operators}, "they went with the whole"
+
+
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Call(lambda x: F.scaled_dot_product_attention(x, x, x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.attention(x))
+
+
+def test_pieces_are_listed_in_place_of_the_operator() -> None:
+    program = export(Heads(), randn(2, 5, 8))
+    quantizer = toy(MATMUL, rewrites=("split_attention",))
+    plan = plan_of(prepare(program, quantizer))
+    site = "scaled_dot_product_attention"
+    listed = [(o.name, o.operator, o.module, o.macs, o.claim, o.reason) for o in plan.operators]
+    nobody, path = "no rule claims it", "attention"
+    assert listed == [
+        (f"{site}/transpose", "aten.transpose.int", path, 0, None, nobody),
+        (f"{site}/matmul", "aten.matmul", path, 2 * 5 * 5 * 8, 0, ""),
+        (f"{site}/mul", "aten.mul.Tensor", path, 0, None, nobody),
+        (f"{site}/softmax", "aten.softmax.int", path, 0, None, nobody),
+        (f"{site}/matmul_1", "aten.matmul", path, 2 * 5 * 5 * 8, 1, ""),
+        ("tanh", "aten.tanh", "", 0, None, nobody),
+    ]
+
+
+def test_matrix_times_vector() -> None:
+    program = export(Call(torch.matmul), randn(4, 3), randn(3))
+    (node,) = (n for n in program.graph.nodes if n.op == "call_function")
+    assert macs(node) == 12
+
+
+def test_dynamic_shapes_count_with_the_example() -> None:
+    shapes = ({0: torch.export.Dim("batch")},)
+    program = export(nn.Linear(3, 5), randn(4, 3), dynamic_shapes=shapes)
+    (operator,) = plan_of(prepare(program, NullQuantizer())).operators
+    assert operator.macs == 4 * 3 * 5
+
+
+def test_only_operators_on_floats_are_listed() -> None:
+    program = export(Call(lambda x: (x + 1)[x > 0].sum() * 2.0), torch.arange(4))
+    names = [o.name for o in plan_of(prepare(program, NullQuantizer())).operators]
+    assert names == ["mul"]
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        self.b.weight = self.a.weight
+        self.register_buffer("halves", torch.zeros(8, dtype=torch.float16))
+
+
+def test_tied_parameters_are_counted_once() -> None:
+    assert state_bytes(Tied()) == 4 * 16 + 2 * 8
+
+
+def test_views_of_one_storage_are_counted_each() -> None:
+    base, module = torch.zeros(8), nn.Module()
+    module.register_buffer("first", base[:4])
+    module.register_buffer("second", base[4:])
+    assert state_bytes(module) == 32
+
+
+def test_a_quantized_model_is_smaller() -> None:
+    x = randn(2, 128)
+    model = nn.Sequential(nn.Linear(128, 128, bias=False), nn.Tanh(), nn.Linear(128, 128))
+    record = convert(export(model, x), toy(LINEAR), x).meta["qompose"]
+    assert record.plan.float_bytes == 4 * (2 * 128 * 128 + 128)
+    assert record.bytes <= 0.30 * record.plan.float_bytes
+
+
+class Looped(nn.Module):
+    """One layer in a body, and one like it outside that sees all rows at once."""
+
+    def __init__(self, loop: Any) -> None:
+        super().__init__()
+        self.inside, self.outside, self.loop = nn.Linear(8, 8), nn.Linear(8, 8), loop
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.loop(self.inside, x) + self.outside(x)
+
+
+def _mapped(layer: Any, x: Tensor) -> Tensor:
+    return hop_map(layer, x)
+
+
+def _scanned(layer: Any, x: Tensor) -> Tensor:
+    def step(carried: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
+        return carried + 1, layer(row) + carried
+
+    return scan(step, torch.zeros(8), x)[1]
+
+
+def _mapped_twice(layer: Any, x: Tensor) -> Tensor:
+    return hop_map(lambda rows: hop_map(layer, rows), x.reshape(5, 6, 8)).reshape(30, 8)
+
+
+@pytest.mark.parametrize("loop", [_mapped, _scanned, _mapped_twice])
+def test_what_a_loop_runs_for_every_slice_counts_as_often(loop: Any) -> None:
+    with torch.no_grad():  # with gradients, the export itself warns
+        program = export(Looped(loop), randn(30, 8))
+    plan = plan_of(prepare(program, NullQuantizer()))
+    counted = {o.module: o.macs for o in plan.operators if o.macs}
+    assert counted == {"inside": 30 * 64, "outside": 30 * 64}
+
+
+def test_a_while_loop_counts_as_one_pass_and_a_condition_every_branch() -> None:
+    class Repeats(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = (nn.Linear(8, 8) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.cond(x.sum() > 0, self.a, self.b, (x,))
+            (z,) = while_loop(lambda v: v.sum() < 3, lambda v: (self.c(v) + 1,), (y,))
+            return z
+
+    with torch.no_grad():
+        program = export(Repeats(), randn(2, 8))
+    plan = plan_of(prepare(program, NullQuantizer()))
+    assert [o.macs for o in plan.operators if o.macs] == [2 * 64] * 3
+
+
+X = randn(4, 4)
+
+
+class Layers(nn.Module):
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return self.function(self, *inputs)
+
+
+def read(module: nn.Module, *inputs: Tensor, quantizer: Any = None) -> dict[str, tuple[str, ...]]:
+    """By the name of each operator, those that it reads."""
+    prepared = prepare(export(seeded(module), *inputs), quantizer or NullQuantizer())
+    return {row.name: row.inputs for row in qompose.report(prepared).rows}
+
+
+class TestPlainPrograms:
+    """No bodies, no rewrites."""
+
+    def test_a_skip_connection(self) -> None:
+        def skip(self: Any, x: Tensor) -> Tensor:
+            y = self.a(x)
+            return y.relu() + y
+
+        assert read(Layers(skip), X) == {
+            "linear": (),
+            "relu": ("linear",),
+            "add": ("relu", "linear"),
+        }
+
+    def test_what_is_read_twice_stands_once(self) -> None:
+        found = read(Layers(lambda self, x: (y := self.a(x)) * y), X)
+        assert found["mul"] == ("linear",)
+
+    def test_past_operators_without_a_row(self) -> None:
+        """Taking one of several results; a comparison, whose result is no float."""
+
+        def masked(self: Any, x: Tensor) -> Tensor:
+            first, second = self.a(x).chunk(2)
+            return torch.where(self.b(x)[:2] > 0, first, second.relu())
+
+        found = read(Layers(masked), X)
+        assert found["relu"] == ("chunk",)
+        assert found["where"][1:] == ("chunk", "relu")
+        assert found["where"][0].startswith("slice")
+
+    def test_a_size_is_no_result(self) -> None:
+        def kept(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+            positive = self.a(x).flatten().masked_select(x.flatten() > 0)
+            return positive.sin(), x.new_zeros(positive.shape[0], 4)
+
+        found = read(Layers(kept), X)
+        assert found["sin"] == ("masked_select",)
+        assert found["new_zeros"] == ()
+
+
+class TestRewrites:
+    """What was merged or taken apart has its place in the graph all the same."""
+
+    def test_a_folded_batch_norm(self) -> None:
+        class Net(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.conv, self.norm = nn.Conv2d(2, 3, 1), nn.BatchNorm2d(3)
+
+            def forward(self, x: Tensor) -> Tensor:
+                y = self.norm(self.conv(x.relu()))
+                return y.tanh() + y
+
+        found = read(Net(), randn(1, 2, 4, 4), quantizer=toy(CONV))
+        assert found == {
+            "relu": (), "conv2d": ("relu",), "batch_norm": ("conv2d",), "tanh": ("batch_norm",),
+            "add": ("tanh", "batch_norm"),
+        }  # fmt: skip
+
+    def test_an_operator_that_was_taken_apart(self) -> None:
+        matmul = rule(
+            "matmul", OperatorPattern((aten.matmul.default,)), activations=("self", "other")
+        )
+
+        def attend(self: Any, x: Tensor) -> Tensor:
+            return nn.functional.scaled_dot_product_attention(self.a(x), x.sin(), self.b(x)).relu()
+
+        quantizer = toy(matmul, rewrites=("split_attention",))
+        found = read(Layers(attend), randn(1, 4, 4), quantizer=quantizer)
+        name = "scaled_dot_product_attention"
+        assert found["relu"] == (f"{name}/matmul_1",)
+        assert found[f"{name}/matmul"] == ("linear", f"{name}/transpose")
+        assert found[f"{name}/transpose"] == ("sin",)
+        assert found[f"{name}/matmul_1"] == (f"{name}/softmax", "linear_1")
+
+    def test_what_a_quantizer_made_itself(self) -> None:
+        class Doubles(Annotator):
+            def transform_for_annotation(self, model: Any) -> Any:
+                (relu,) = model.graph.find_nodes(op="call_function", target=aten.relu.default)
+                with model.graph.inserting_after(relu):
+                    made = model.graph.call_function(aten.tanh.default, (relu.args[0],))
+                made.meta = dict(relu.meta)
+                relu.replace_all_uses_with(made)
+                model.graph.erase_node(relu)
+                return model
+
+        found = read(
+            Layers(lambda self, x: self.b(self.a(x).relu())), X,
+            quantizer=Doubles(lambda node: None),
+        )  # fmt: skip
+        assert found == {"linear": (), "tanh_default": ("linear",), "linear_1": ("tanh_default",)}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a")  # torch's own
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
+class TestBodies:
+    """Edges go into bodies of control flow and out of them."""
+
+    def test_cond(self) -> None:
+        def branches(self: Any, x: Tensor) -> Tensor:
+            y = self.a(x)
+            return torch.cond(x.sum() > 0, lambda y: y.relu(), lambda y: y.sin(), (y,)).tanh()
+
+        found = read(Layers(branches), X)
+        inside = {name: inputs for name, inputs in found.items() if "graph" in name}
+        assert sorted(inputs for inputs in inside.values()) == [("linear",), ("linear",)]
+        assert found["tanh"] == tuple(inside)
+
+    def test_one_of_several_results(self) -> None:
+        def branches(self: Any, x: Tensor) -> Tensor:
+            one, two = torch.cond(
+                x.sum() > 0, lambda y: (y.relu(), y.sin()), lambda y: (y.cos(), y.exp()), (x,)
+            )
+            return one.tanh() + two
+
+        found = read(Layers(branches), X)
+        kinds = {name.rpartition("_graph_0_")[2].partition("_")[0] for name in found["tanh"]}
+        assert kinds == {"relu", "cos"}
+
+    def test_loops_read_what_comes_in_and_not_what_comes_round(self) -> None:
+        def loop(self: Any, x: Tensor) -> Tensor:
+            return while_loop(
+                lambda n, y: n < 3,
+                lambda n, y: (n + 1, y.relu().sin()),
+                (torch.tensor(0), self.a(x)),
+            )[1].tanh()
+
+        found = read(Layers(loop), X)
+        (relu,) = (name for name in found if "relu" in name)
+        (sin,) = (name for name in found if "sin" in name)
+        assert (found[relu], found[sin], found["tanh"]) == (("linear",), (relu,), (sin,))
+
+    def test_scan(self) -> None:
+        def run(self: Any, x: Tensor) -> Tensor:
+            last, every = scan(lambda h, e: ((h + e).relu(), h.sin()), self.b(x)[0], self.a(x))
+            return last.tanh() + every.cos()
+
+        found = read(Layers(run), X)
+        (total,) = (name for name in found if "_add" in name)
+        (relu,) = (name for name in found if "relu" in name)
+        (sin,) = (name for name in found if "sin" in name and "cos" not in name)
+        assert len(found[total]) == 2
+        assert "linear_1" in found[total]  # the slices
+        assert (found["tanh"], found["cos"]) == ((relu,), (sin,))
+
+
+@pytest.mark.parametrize("model", of_each_kind(tagged(without="transformers")), ids=str)
+def test_inputs_are_rows_and_never_their_own(model: ZooModel) -> None:
+    """Over the zoo: what is read is there, and without circles."""
+    rows = qompose.report(prepare(model.export(), toy(CONV, LINEAR))).rows
+    left = {row.name: set(row.inputs) for row in rows}
+    assert set().union(*left.values()) <= set(left)
+    while left:
+        done = {row for row, inputs in left.items() if not inputs & set(left)}
+        assert done, f"in a circle: {left}"
+        left = {row: inputs for row, inputs in left.items() if row not in done}
+
+
+class TestOlderData:
+    """What was written before rows had inputs has none."""
+
+    REPORT = qompose.report(
+        convert(export(seeded(nn.Sequential(nn.Linear(4, 4), nn.ReLU())), X), toy(), X)
+    )
+
+    def test_reports(self) -> None:
+        data = self.REPORT.to_dict()
+        assert [row["inputs"] for row in data["rows"]] == [[], ["linear"]]
+        for row in data["rows"]:
+            del row["inputs"]
+        assert [row.inputs for row in qompose.Report.from_dict(data).rows] == [(), ()]
