@@ -246,6 +246,17 @@ def test_derived_groups_come_after_what_they_are_derived_from(
     assert [group.depends_on for group in groups] == [(), (0,), (1, 0)]
 
 
+def test_two_specifications_of_one_tensor_are_an_error_that_names_both_owners(
+    model: GraphModule,
+) -> None:
+    first = claims(spec("sigmoid>relu", INT8), owner="first")
+    for other in (UINT8, "share"):
+        second = claims(spec("sigmoid>relu", other, *["x"] * (other == "share")), owner="second")
+        with pytest.raises(SharingError, match=r"sigmoid -> relu \(first.*second"):
+            plan_groups(model, [*first, *second])
+    assert len(plan_groups(model, [*first, *claims(spec("sigmoid>relu", INT8))])) == 1
+
+
 def test_a_long_chain_of_shared_points_needs_no_recursion(model: GraphModule) -> None:
     chain = [spec("n0", INT8), *(spec(f"n{i}", "share", f"n{i - 1}") for i in range(1, 1200))]
     assert len(plan_groups(model, claims(*chain))) == 1

@@ -111,6 +111,8 @@ def test_rewrites_are_kept_where_claims_cover_them_in_bodies_too(
     assert (len(rewrites), len(norms), len(composition.chosen)) == (folded, 3 - folded, folded)
     claimed = {name for claim in composition.chosen for name in claim.nodes}
     assert all(not claimed.isdisjoint(rewrite.pieces) for rewrite in rewrites)
+    for rewrite in rewrites:
+        assert "batch_norm" in rewrite.nodes[1] and "batch_norm" not in "".join(rewrite.pieces)
 
 
 def test_a_selector_on_half_of_a_rewrite_in_a_body_prevents_it_and_is_named() -> None:

@@ -14,7 +14,7 @@ import qompose
 import torch
 import torch.nn.functional as F
 from qompose import QomposeError, RuleQuantizer
-from qompose.errors import ConfigError, SelectorError
+from qompose.errors import ConfigError, PluginError, SelectorError
 from torch import nn
 
 from tests.core.backend.test_plugins import backend, install
@@ -98,6 +98,13 @@ class TestRoundTrip:
     def test_the_defaults_of_a_backend_are_replaced(self) -> None:
         again: Any = qompose.quantizer.quantizer_from_dict({"backend": "alpha", "selectors": []})
         assert again.selectors.settings == []
+
+
+def test_a_backend_that_makes_no_quantizer_is_named(install: Any) -> None:
+    install(alpha=backend("alpha", quantizer_class=int))
+    with pytest.raises(PluginError) as caught:
+        qompose.compose("alpha")
+    assert caught.value.name == "alpha" and "made 0" in caught.value.reason
 
 
 def test_names_as_people_write_them(install: Any) -> None:
