@@ -255,6 +255,12 @@ def test_unknown_policies(policy: Any) -> None:
         ComposableQuantizer([NullQuantizer()], policy)
 
 
+def test_members_that_are_no_quantizers_of_qompose() -> None:
+    """`compose` adapts those of other engines; the class does not."""
+    with pytest.raises(UserError, match="'text'"):
+        ComposableQuantizer([NullQuantizer(), "text"])  # type: ignore[list-item]
+
+
 def test_a_composition_is_not_asked_for_claims_of_its_own() -> None:
     with pytest.raises(UserError):
         qompose.compose(toy()).propose(PROGRAM.module(), ())
