@@ -69,7 +69,7 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
             "conflicts between them named, with both sides",
             "Y",
             "P P N N P N Y N N",
-            "core/quantizer/test_annotation_conflicts.py",
+            "core/quantizer/test_annotations.py",
         ),
         Feature(
             "kernels for GPUs and accelerators",

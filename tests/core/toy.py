@@ -161,6 +161,19 @@ def toy(
     return RuleQuantizer(ToyBackend(rules or RULES, name, **facts)).set_global(config)
 
 
+class Model(nn.Module):
+    """A model of the given layers, which computes `function(self, x)`."""
+
+    def __init__(self, function: Callable[[Any, Tensor], Any], **layers: nn.Module) -> None:
+        super().__init__()
+        self.function = function
+        for name, layer in layers.items():
+            self.add_module(name, layer)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self, x)
+
+
 class NullQuantizer(Quantizer):
     """Annotates nothing."""
 
@@ -218,6 +231,11 @@ def claimed(module: GraphModule) -> dict[str, tuple[str, ...]]:
 
 def groups_of(module: GraphModule) -> set[frozenset[str]]:
     return {frozenset(map(str, group.points)) for group in plan_of(module).groups}
+
+
+def points_of(module: GraphModule) -> set[str]:
+    """Every tensor, at its producer or at a reader, that gets parameters."""
+    return {str(point) for group in plan_of(module).groups for point in group.points}
 
 
 def operators(module: GraphModule) -> Counter[str]:

@@ -18,23 +18,19 @@ from tests.core.toy import DYNAMIC, STATIC, WEIGHT_ONLY
 
 
 @pytest.mark.parametrize(
-    ("config", "repairs", "message"),
+    ("config", "repairs", "named"),
     [
-        (STATIC, ("equalisation",), "did you mean 'equalization'"),
-        (STATIC, "equalization", "repairs must be a tuple of"),
-        (STATIC, 3, "repairs must be a tuple of"),
-        (
-            DYNAMIC,
-            ("bias_correction",),
-            "bias_correction has no dynamic form: it goes by the means",
-        ),
-        (WEIGHT_ONLY, ("bias_correction",), "has no weight-only form"),
-        (WEIGHT_ONLY, ("smooth_quant",), "smooth_quant has no weight-only form"),
-        (replace(STATIC, weight=None), ("equalization",), "leaves them in float"),
+        (STATIC, ("equalisation",), "'equalization'"),
+        (STATIC, "equalization", "repairs"),
+        (STATIC, 3, "repairs"),
+        (DYNAMIC, ("bias_correction",), "bias_correction .*dynamic"),
+        (WEIGHT_ONLY, ("bias_correction",), "bias_correction .*weight-only"),
+        (WEIGHT_ONLY, ("smooth_quant",), "smooth_quant .*weight-only"),
+        (replace(STATIC, weight=None), ("equalization",), "equalization"),
     ],
 )
-def test_what_cannot_be_asked_for(config: QuantizationConfig, repairs: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_what_cannot_be_asked_for(config: QuantizationConfig, repairs: Any, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
         replace(config, repairs=repairs)
 
 
@@ -75,7 +71,7 @@ def test_without_a_strength_it_is_the_word() -> None:
 
 @pytest.mark.parametrize("alpha", [-0.1, 1.1, math.nan, math.inf, "0.5", True])
 def test_strengths_that_are_none(alpha: Any) -> None:
-    with pytest.raises(ConfigError, match=r"alpha of SmoothQuant must be a number from 0 to 1"):
+    with pytest.raises(ConfigError, match="alpha of SmoothQuant"):
         SmoothQuant(alpha)
 
 
@@ -85,33 +81,28 @@ def test_strengths_that_are_none(alpha: Any) -> None:
      (SmoothQuant(0.6), "smooth_quant")],
 )  # fmt: skip
 def test_two_strengths_at_once(repairs: Any) -> None:
-    with pytest.raises(ConfigError, match=r"asks for smooth_quant.* and for smooth_quant.*one out"):
+    with pytest.raises(ConfigError, match=r"smooth_quant.*smooth_quant"):
         replace(STATIC, repairs=repairs)
 
 
 @pytest.mark.parametrize(
-    ("data", "message"),
+    ("data", "named"),
     [
-        ({"smoothquant": {"alpha": 0.5}}, "did you mean 'smooth_quant'"),
-        ({"smooth_quant": {"beta": 0.5}}, "unknown key 'beta'"),
-        ({"smooth_quant": {"alpha": 2}}, r"repairs\[0\].smooth_quant: alpha of SmoothQuant"),
+        ({"smoothquant": {"alpha": 0.5}}, "'smooth_quant'"),
+        ({"smooth_quant": {"beta": 0.5}}, "'beta'"),
+        ({"smooth_quant": {"alpha": 2}}, r"repairs\[0\].smooth_quant: alpha"),
         ({"smooth_quant": {"alpha": "half"}}, "alpha"),
-        ({}, "must be an object with keys"),
-        (3, "must be a string, got 3"),
+        ("smooth", "'smooth'.*smooth_quant"),
+        ({}, "repairs"),
+        (3, "repairs.*3"),
     ],
 )
-def test_a_wrong_strength_in_data_is_named(data: Any, message: str) -> None:
+def test_a_wrong_repair_in_data_is_named(data: Any, named: str) -> None:
     written = {**(config_to_json(STATIC) or {}), "repairs": [data]}
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=named):
         config_from_json(written)
 
 
-def test_a_wrong_word_in_data_is_named() -> None:
-    data = {**(config_to_json(STATIC) or {}), "repairs": ["smooth"]}
-    with pytest.raises(ConfigError, match=r"there is no repair 'smooth'.*smooth_quant"):
-        config_from_json(data)
-
-
 def test_not_for_training() -> None:
-    with pytest.raises(ConfigError, match="training finds weights"):
+    with pytest.raises(ConfigError, match="repairs"):
         training_config(replace(STATIC, repairs=REPAIRS[:1]))

@@ -10,18 +10,12 @@ from tests.golden import FOLDER, assert_golden
 from tests.zoo import by_name
 
 MODELS = (
-    "mlp",
     "conv_bn_relu",
-    "bn_conv_skip",
     "self_concatenation",
     "attention_finite_mask",
     "cond_shared_weight",
-    "loop_two_values",
     "scan_cell",
     "tied_language_model",
-    "weight_of_two_names",
-    "bfloat16_conv_bn",
-    "views",
 )
 
 

@@ -4,23 +4,45 @@
 from __future__ import annotations
 
 import itertools
+import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import qompose
 import torch
 from hypothesis import given, settings, strategies as st
-from qompose import QuantizationSpec
+from qompose import QuantizationSpec, Quantizer
 from qompose.errors import SharingError
-from qompose.observers.histogram_observers import HistogramObserver
+from qompose.observers import HistogramObserver, PerChannelMinMaxObserver, PlaceholderObserver
 from qompose.plan.plan import Group
 from qompose.plan.shared_qparams import notes_on_ranges, plan_groups
-from qompose.spec import DerivedQuantizationSpec, SharedQuantizationSpec
+from qompose.program.meta import ANNOTATION_KEY
+from qompose.spec import DerivedQuantizationSpec, QuantizationAnnotation, SharedQuantizationSpec
 from qompose.spec.claim import Claim, Point, PointSpec
 from torch import Tensor, nn
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
-from tests.core.toy import INT8, UINT8, export, randn
+from tests.core.toy import (
+    ADD,
+    CONV_ADD_RELU,
+    INT8,
+    UINT8,
+    WEIGHT,
+    claimed,
+    convert,
+    export,
+    groups_of,
+    nodes_calling,
+    observers_of,
+    plan_of,
+    prepare,
+    randn,
+    seeded,
+    sqnr,
+    toy,
+)
 
 
 class Chain(nn.Module):
@@ -120,26 +142,6 @@ SHARED = [
     ),
     pytest.param(
         [
-            spec("sigmoid>relu", "share", "cat>tanh"),
-            spec("relu", "share", "sigmoid>relu"),
-            spec("cat>tanh", INT8),
-        ],
-        [{"sigmoid>relu", "relu", "cat>tanh"}],
-        id="anchor later than its users",
-    ),
-    pytest.param(
-        [
-            spec("sigmoid>cat", INT8),
-            spec("relu>cat", "share", "sigmoid>cat"),
-            spec("cat", "share", "sigmoid>cat"),
-            spec("cat>tanh", INT8),
-            spec("sigmoid>relu", INT8),
-        ],
-        [{"sigmoid>cat", "relu>cat", "cat", "cat>tanh", "sigmoid>relu"}],
-        id="a concatenation and all around it",
-    ),
-    pytest.param(
-        [
             spec("sigmoid", INT8),
             spec("sigmoid>cat", "share", "relu>cat"),
             spec("relu>cat", UINT8),
@@ -152,8 +154,19 @@ SHARED = [
 
 
 @pytest.mark.parametrize(("specs", "expected"), SHARED)
-def test_groups(model: GraphModule, specs: list[PointSpec], expected: list[set[str]]) -> None:
-    assert points(plan_groups(model, claims(*specs))) == set(map(frozenset, expected))
+def test_groups_are_the_same_for_any_order_of_claims(
+    model: GraphModule, specs: list[PointSpec], expected: list[set[str]]
+) -> None:
+    """Not even their own order depends on it: it is that of the graph. Each has its claims."""
+    groups = plan_groups(model, claims(*specs))
+    assert points(groups) == set(map(frozenset, expected))
+    assert sum(len(group.points) for group in groups) == len(specs)
+    for group in groups:
+        assert group.claims == tuple(i for i, s in enumerate(specs) if s.point in group.points)
+        assert isinstance(group.spec, QuantizationSpec)
+    for order in itertools.permutations(specs):
+        found = plan_groups(model, claims(*order))
+        assert [group.points for group in found] == [group.points for group in groups]
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=str)
@@ -166,38 +179,16 @@ def test_the_producers_observer_estimates_for_all_and_the_others_are_listed(
     (group,) = plan_groups(model, ordered)
     assert group.spec is INT8
     (note,) = notes_on_ranges(ordered, [group])
-    assert note == (
-        "sigmoid -> relu has the range of output of sigmoid, estimated by MinMaxObserver for "
-        "a; b asked for HistogramObserver there"
+    said = (
+        "sigmoid -> relu",
+        "output of sigmoid",
+        "MinMaxObserver",
+        "HistogramObserver",
+        " a",
+        " b",
     )
+    assert all(name in note for name in said)
     assert notes_on_ranges(claims(*specs), plan_groups(model, claims(*specs))) == []
-
-
-@pytest.mark.parametrize(("specs", "expected"), SHARED)
-def test_groups_do_not_depend_on_the_order_of_claims(
-    model: GraphModule, specs: list[PointSpec], expected: list[set[str]]
-) -> None:
-    """Not even their own order does: it is that of the graph."""
-    results = {
-        tuple(group.points for group in plan_groups(model, claims(*order)))
-        for order in itertools.permutations(specs)
-    }
-    assert len(results) == 1
-    assert {frozenset(group) for group in next(iter(results))} == {
-        frozenset(map(at, group)) for group in expected
-    }
-
-
-@pytest.mark.parametrize("specs", [param.values[0] for param in SHARED], ids=lambda s: len(s))
-def test_every_point_is_in_one_group_with_its_claims(
-    model: GraphModule, specs: list[PointSpec]
-) -> None:
-    groups = plan_groups(model, claims(*specs))
-    listed = [point for group in groups for point in group.points]
-    assert sorted(map(str, listed)) == sorted(str(s.point) for s in specs)
-    for group in groups:
-        assert group.claims == tuple(i for i, s in enumerate(specs) if s.point in group.points)
-        assert isinstance(group.spec, QuantizationSpec)
 
 
 CYCLES = [
@@ -208,38 +199,29 @@ CYCLES = [
         id="two",
     ),
     pytest.param(
-        [
-            spec("x>sigmoid", "share", "cat>tanh"),
-            spec("sigmoid", "share", "x>sigmoid"),
-            spec("cat>tanh", "share", "sigmoid"),
-        ],
-        "x -> sigmoid.*output of sigmoid.*cat -> tanh",
-        id="three",
-    ),
-    pytest.param(
         [spec("sigmoid", "share", "relu")],
-        "output of sigmoid.*output of relu, which no quantizer annotates",
+        "output of sigmoid.*output of relu",
         id="leads nowhere",
     ),
     pytest.param(
         [spec("sigmoid", "derive", "relu")],
-        "output of sigmoid.*derived from output of relu",
+        "output of sigmoid.*output of relu",
         id="derived from nothing",
     ),
     pytest.param(
         [spec("sigmoid", "derive", "relu"), spec("relu", "derive", "sigmoid")],
-        "circle.*output of sigmoid.*output of relu",
+        "output of sigmoid.*output of relu",
         id="derived in a circle",
     ),
-    pytest.param([spec("relu", "derive", "relu")], "circle.*output of relu", id="of itself"),
+    pytest.param([spec("relu", "derive", "relu")], "output of relu", id="of itself"),
 ]
 
 
-@pytest.mark.parametrize(("specs", "message"), CYCLES)
+@pytest.mark.parametrize(("specs", "named"), CYCLES)
 def test_impossible_sharing_names_nodes_and_owners(
-    model: GraphModule, specs: list[PointSpec], message: str
+    model: GraphModule, specs: list[PointSpec], named: str
 ) -> None:
-    with pytest.raises(SharingError, match=message):
+    with pytest.raises(SharingError, match=named):
         plan_groups(model, claims(*specs))
     for order in itertools.permutations(specs):
         with pytest.raises(SharingError, match=r"owner1, rule rule\d") as caught:
@@ -262,6 +244,17 @@ def test_derived_groups_come_after_what_they_are_derived_from(
         ["cat", "tanh"], ["relu"], ["x"],
     ]  # fmt: skip
     assert [group.depends_on for group in groups] == [(), (0,), (1, 0)]
+
+
+def test_two_specifications_of_one_tensor_are_an_error_that_names_both_owners(
+    model: GraphModule,
+) -> None:
+    first = claims(spec("sigmoid>relu", INT8), owner="first")
+    for other in (UINT8, "share"):
+        second = claims(spec("sigmoid>relu", other, *["x"] * (other == "share")), owner="second")
+        with pytest.raises(SharingError, match=r"sigmoid -> relu \(first.*second"):
+            plan_groups(model, [*first, *second])
+    assert len(plan_groups(model, [*first, *claims(spec("sigmoid>relu", INT8))])) == 1
 
 
 def test_a_long_chain_of_shared_points_needs_no_recursion(model: GraphModule) -> None:
@@ -287,3 +280,280 @@ def test_the_groups_are_the_connected_components(
     random.shuffle(specs)
     groups = points(plan_groups(model, claims(*specs)))
     assert groups == {frozenset(f"n{i}" for i in range(8) if roots[i] == root) for root in roots}
+
+
+X = randn(4, 4)
+CHANNELS = QuantizationSpec(
+    torch.int8, PerChannelMinMaxObserver, -127, 127, torch.per_channel_symmetric, ch_axis=0
+)
+
+
+class Function(nn.Module):
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+        self.conv = nn.Conv2d(1, 1, 1)
+        self.lstm = nn.LSTM(4, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self, x)
+
+
+def program(function: Callable[..., Any], x: Tensor = X) -> torch.export.ExportedProgram:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The tensor attributes self.lstm")  # torch 2.13
+        return export(seeded(Function(function)), x)
+
+
+Writes = dict[str, Any]
+
+
+class Named(Quantizer):
+    """Annotates by name: `"a>b"` is the edge from a to b, `"b"` its output; a string is a shared place."""
+
+    def __init__(self, writes: Writes, implicit: bool = True, name: str = "named") -> None:
+        self.writes, self.implicit, self.label = writes, implicit, name
+
+    @property
+    def name(self) -> str:
+        return self.label
+
+    def annotate(self, model: GraphModule) -> GraphModule:
+        nodes = {node.name: node for node in model.graph.nodes}
+
+        def place(text: str) -> Any:
+            source, _, user = text.partition(">")
+            return (nodes[source], nodes[user]) if user else nodes[source]
+
+        for text, spec in self.writes.items():
+            where = place(text)
+            holder: Node = where[1] if isinstance(where, tuple) else where
+            annotation = holder.meta.setdefault(ANNOTATION_KEY, QuantizationAnnotation())
+            annotation.allow_implicit_sharing = self.implicit
+            written = SharedQuantizationSpec(place(spec)) if isinstance(spec, str) else spec
+            if isinstance(where, tuple):
+                annotation.input_qspec_map[where[0]] = written
+            else:
+                annotation.output_qspec = written
+        return model
+
+
+def groups(module: GraphModule) -> set[frozenset[str]]:
+    """As sets of "a>b" and "b"."""
+    return {
+        frozenset(f"{p.source}>{p.user}" if p.user else p.source for p in group.points)
+        for group in plan_of(module).groups
+    }
+
+
+def _cat_twice(m: Any, x: Tensor) -> Tensor:
+    y = torch.sin(x)
+    return torch.cat([y, y])
+
+
+def _views(m: Any, x: Tensor) -> Tensor:
+    return torch.sin(x.view(2, 8).transpose(0, 1).reshape(4, 4))
+
+
+def _split(m: Any, x: Tensor) -> Tensor:
+    one, other = x.split(2)
+    return torch.sin(one) + other
+
+
+def _maximum(m: Any, x: Tensor) -> Any:
+    values, indices = x.max(dim=1)
+    return torch.sin(values), indices
+
+
+def _lstm(m: Any, x: Tensor) -> Any:
+    out, (hidden, _) = m.lstm(x)
+    return torch.sin(out), hidden
+
+
+def _keyword(m: Any, x: Tensor) -> Tensor:
+    return torch.cat(tensors=[torch.sin(x), torch.cos(x)], dim=1)
+
+
+def _late(m: Any, x: Tensor) -> Tensor:
+    return torch.tanh(torch.relu(torch.sin(x)))
+
+
+PROGRAMS = [
+    pytest.param(
+        _cat_twice, {"sin>cat": INT8, "cat": "sin>cat"}, [{"sin>cat", "cat"}], id="cat([x, x])"
+    ),
+    pytest.param(
+        _views,
+        {"x>view": INT8, "view": "x>view", "view>transpose": "view", "transpose": "view>transpose",
+         "transpose>reshape": "transpose", "reshape": "transpose>reshape"},
+        [{"x>view", "view", "view>transpose", "transpose", "transpose>reshape", "reshape"}],
+        id="views from an input",
+    ),
+    pytest.param(
+        _views,
+        {"x>view": INT8, "view": INT8, "view>transpose": INT8, "transpose": INT8,
+         "transpose>reshape": INT8, "reshape": INT8},
+        [{"x>view", "view", "view>transpose", "transpose", "transpose>reshape", "reshape"}],
+        id="views that are alike",
+    ),
+    pytest.param(
+        _views,
+        {"x>view": CHANNELS, "view": CHANNELS},
+        [{"x>view"}, {"view"}],
+        id="not per channel, for a view changes the channels",
+    ),
+    pytest.param(
+        _split,
+        {"x>split": INT8, "getitem": "x>split", "getitem_1": "getitem"},
+        [{"x>split", "getitem", "getitem_1"}],
+        id="both parts of a split",
+    ),
+    pytest.param(_split, {"x>split": INT8, "split": INT8}, [{"x>split"}], id="not the split itself"),
+    pytest.param(
+        _split, {"getitem": INT8, "getitem_1": INT8}, [{"getitem"}, {"getitem_1"}], id="parts are two"
+    ),
+    pytest.param(
+        lambda m, x: sum(x.unbind(0)),
+        {"x>unbind": INT8, **{f"getitem{n}": "x>unbind" for n in ("", "_1", "_2", "_3")}},
+        [{"x>unbind", "getitem", "getitem_1", "getitem_2", "getitem_3"}],
+        id="unbind",
+    ),
+    pytest.param(
+        _maximum,
+        {"x>max_1": INT8, "getitem": "x>max_1", "getitem_1": INT8},
+        [{"x>max_1", "getitem"}],
+        id="max: indices are integers",
+    ),
+    pytest.param(
+        _lstm,
+        {"x>unsqueeze": INT8, "lstm_weight_ih_l0>lstm": WEIGHT, "getitem": INT8, "getitem_1": INT8},
+        [{"x>unsqueeze"}, {"lstm_weight_ih_l0>lstm"}, {"getitem"}, {"getitem_1"}],
+        id="lstm: a list of weights, three outputs",
+    ),
+    pytest.param(
+        _keyword,
+        {"sin>cat": INT8, "cos>cat": "sin>cat", "cat": "cos>cat"},
+        [{"sin>cat", "cos>cat", "cat"}],
+        id="list argument by keyword",
+    ),
+    pytest.param(
+        _late,
+        {"sin": "relu>tanh", "relu": "sin", "relu>tanh": INT8},
+        [{"sin", "relu", "relu>tanh"}],
+        id="the anchor comes last",
+    ),
+    pytest.param(
+        _late, {"sin": INT8, "sin>relu": HISTOGRAM}, [{"sin", "sin>relu"}], id="two observers, one tensor"
+    ),
+    pytest.param(
+        lambda m, x: x + x, {"x>add": INT8, "add": "x>add"}, [{"x>add", "add"}], id="x + x"
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("function", "writes", "expected"), PROGRAMS)
+def test_groups_have_one_scale_each(
+    function: Any, writes: Writes, expected: list[set[str]]
+) -> None:
+    """In the graph: one observer and one scale for each, and one quantize for each tensor in it."""
+    exported = program(function)
+    prepared = prepare(exported, Named(writes))
+    assert groups(prepared) == set(map(frozenset, expected))
+    observers = {prepared.get_submodule(str(node.target)) for node in observers_of(prepared)}
+    assert len(observers) == len(expected)
+    float_outputs = torch.utils._pytree.tree_leaves(exported.module()(X))
+    for one, other in zip(float_outputs, torch.utils._pytree.tree_leaves(prepared(X)), strict=True):
+        assert torch.equal(one, other)
+    converted = qompose.convert_pt2e(prepared)
+    quantizes = nodes_calling(converted, "quantize_per_tensor")
+    per_tensor = [g for g in plan_of(prepared).groups if g.spec.qscheme is INT8.qscheme]
+    assert len(quantizes) == sum(len({p.source for p in g.points}) for g in per_tensor)
+    assert len({node.args[1:6] for node in quantizes}) <= len(per_tensor)
+    outputs = torch.utils._pytree.tree_leaves(converted(X))
+    for one, other in zip(float_outputs, outputs, strict=True):
+        assert one.dtype is other.dtype
+        assert torch.equal(one, other) or sqnr(one, other) > 28
+
+
+def test_a_split_itself_is_no_tensor_and_the_report_says_so() -> None:
+    prepared = prepare(program(_split), Named({"split": INT8, "sin": INT8}))
+    rows = {row.name: row.reason for row in qompose.report(prepared).rows}
+    assert "output of split" in rows["split"]
+
+
+def test_dynamic_points_that_share_compute_their_own_parameters() -> None:
+    run_time = QuantizationSpec(
+        torch.int8, PlaceholderObserver, -128, 127, torch.per_tensor_affine, is_dynamic=True
+    )
+    writes = {"x>view": run_time, "view": "x>view", "transpose>reshape": "view"}
+    converted = convert(program(_views), Named(writes), X)
+    assert len(nodes_calling(converted, "choose_qparams")) == 3
+    assert sqnr(torch.sin(X.view(2, 8).t().reshape(4, 4)), converted(X)) > 30
+
+
+def test_channels_of_another_number_are_refused() -> None:
+    channels = Named({"sin>cat": CHANNELS, "cat": "sin>cat"})
+    exported = program(lambda m, x: torch.cat([torch.sin(x), torch.cos(x)]))
+    with pytest.raises(SharingError, match=r"sin -> cat \(named.*output of cat .*\(4,\).*\(8,\)"):
+        prepare(exported, channels)
+
+
+def test_what_shares_with_integers_is_dropped_with_them() -> None:
+    writes: Writes = {"x>max_1": INT8, "getitem": "getitem_1", "getitem_1": INT8}
+    prepared = prepare(program(_maximum), Named(writes))
+    assert groups(prepared) == {frozenset({"x>max_1"})}
+    said = [row.reason for row in qompose.report(prepared).rows if row.name == "getitem"]
+    said += [note for note in qompose.report(prepared).notes if "output of getitem," in note]
+    assert any("output of getitem_1" in text and "named" in text for text in said)
+
+
+def test_errors_name_both_owners() -> None:
+    """A later member may share with an earlier one's tensor: here it leads back."""
+    members = Named({"sin": "relu"}, name="one"), Named({"relu": "sin"}, name="other")
+    with pytest.raises(SharingError, match=r"output of sin \(one.*output of relu \(other"):
+        prepare(program(_late), qompose.compose(*members))
+
+
+def test_members_share_across_owners() -> None:
+    members = Named({"sin": "relu>tanh"}, name="one"), Named({"relu>tanh": UINT8}, name="other")
+    prepared = prepare(program(_late), qompose.compose(*members))
+    assert groups(prepared) == {frozenset({"sin", "relu>tanh"})}
+
+
+IMAGE = randn(1, 1, 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("function", "rules", "expected"),
+    [
+        pytest.param(lambda m, x: x + x, (ADD,), {"add": ("add",)}, id="x + x"),
+        pytest.param(
+            lambda m, x: (m.conv(x) + x).relu(),
+            (CONV_ADD_RELU,),
+            {"conv_add_relu": ("conv2d", "add", "relu")},
+            id="conv(x) + x",
+        ),
+        pytest.param(
+            lambda m, x: (x + m.conv(x)).relu(), (CONV_ADD_RELU,), {}, id="not the other way round"
+        ),
+    ],
+)
+def test_one_tensor_in_two_roles(function: Any, rules: Any, expected: Any) -> None:
+    exported = program(function, IMAGE)
+    prepared = prepare(exported, toy(*rules))
+    assert claimed(prepared) == expected
+    if not expected:
+        return
+    (claim,) = plan_of(prepared).claims
+    sources = {
+        (o.role, o.user, o.position) for o in claim.operands if o.role not in ("weight", "op")
+    }
+    roles = {role for role, _, _ in sources}
+    assert roles == ({"self", "other"} if "add" in expected else {"input", "other"})
+    assert len([g for g in groups_of(prepared) if any(p.startswith("x ->") for p in g)]) == 1
+    prepared(IMAGE)
+    converted = qompose.convert_pt2e(prepared)
+    quantizes = [n for n in converted.graph.nodes if str(n.args[:1]) == "(x,)"]
+    assert "quantize" in quantizes[0].name
+    assert len(quantizes) == 1, "the tensor is quantized once"
+    assert sqnr(exported.module()(IMAGE), converted(IMAGE)) > 30

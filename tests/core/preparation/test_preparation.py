@@ -15,12 +15,12 @@ from qompose.program.meta import tag_of
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
+from tests.core.preparation.test_zoo import of_each_kind
 from tests.core.toy import (
     LINEAR,
     ToyBackend,
     convert,
     export,
-    groups_of,
     observers_of,
     plan_of,
     prepare,
@@ -43,7 +43,7 @@ class Fork(nn.Module):
         return self.b(y) + self.c(y) + y
 
 
-@pytest.mark.parametrize("model", STATIC_MODELS, ids=str)
+@pytest.mark.parametrize("model", of_each_kind(STATIC_MODELS), ids=str)
 def test_outputs_stay_bit_identical(model: ZooModel) -> None:
     """With everything annotated that the toy rules match; the models have no batch norm to fold."""
     program, inputs = model.export(), model.inputs()
@@ -69,15 +69,6 @@ def test_each_group_has_one_observer_that_all_its_points_run_through() -> None:
         observed.setdefault(str(number), set()).add(source.name)
     for number, group in enumerate(groups):
         assert observed[str(number)] == {point.source for point in group.points}
-
-
-def test_a_tensor_is_observed_once_for_all_its_readers() -> None:
-    prepared = prepare(export(seeded(Fork()), randn(2, 3)), toy(LINEAR))
-    assert frozenset({"output of linear", "linear -> linear_1", "linear -> linear_2"}) in groups_of(
-        prepared
-    )
-    sources = [node.args[0].name for node in observers_of(prepared)]  # type: ignore[union-attr]
-    assert len(sources) == len(set(sources))
 
 
 def test_regions_are_tagged_with_their_claims() -> None:
@@ -106,10 +97,9 @@ def test_the_callback_sees_every_place_and_may_replace_observers() -> None:
     x = randn(2, 3)
     program = export(seeded(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))), x)
     converted = convert(program, quantizer, x)
-    assert sorted(places) == [
-        "_0_weight>linear", "_2_weight>linear_1", "input_1>linear", "linear", "linear>linear_1",
-        "linear_1",
-    ] or len(places) == 6  # fmt: skip
+    assert sorted(place.lstrip("_0123456789") for place in places) == [
+        "input_1>linear", "linear", "linear>linear_1", "linear_1", "weight>linear", "weight>linear_1",
+    ]  # fmt: skip
     arguments = [
         n.args[1:3] for n in converted.graph.nodes if ".quantize_per_tensor" in str(n.target)
     ]
@@ -122,9 +112,7 @@ def test_a_callback_may_not_add_observers() -> None:
             edges[next(iter(model.graph.nodes))] = MinMaxObserver()
 
     quantizer = Adding(ToyBackend([LINEAR])).set_global(ToyBackend().configs["static"])
-    with pytest.raises(
-        qompose.QomposeError, match="prepare_obs_or_fq_callback added or removed observers"
-    ):
+    with pytest.raises(qompose.QomposeError, match="prepare_obs_or_fq_callback"):
         prepare(export(nn.Linear(3, 4), randn(2, 3)), quantizer)
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from importlib.util import find_spec
 from typing import Any
 
@@ -13,11 +14,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 from tests.core.toy import NullQuantizer, graph_text, prepare
-from tests.sampling import one_of
 from tests.zoo import ZOO, ZooModel, by_name, tagged
 
 MODELS = [m for m in ZOO if "transformers" not in m.tags or find_spec("transformers")]
-MUTATION_FREE = [m for m in MODELS if "mutation" not in m.tags]
 
 
 def assert_same_outputs(expected: Any, actual: Any) -> None:
@@ -45,22 +44,6 @@ def fingerprint(program: torch.export.ExportedProgram) -> dict[str, Any]:
     return {"graph": digest.hexdigest(), "tensors": tensors, "constants": constants, "meta": meta}
 
 
-@pytest.mark.parametrize("model", one_of(3, MODELS), ids=str)
-def test_a_null_quantizer_changes_no_bit(model: ZooModel) -> None:
-    inputs = model.inputs()
-    # One model writes to a buffer of its own on every call.
-    export = model.fresh_export if "mutation" in model.tags else model.export
-    exported = export().module()
-    prepared = prepare(export(), NullQuantizer())
-    converted = qompose.convert_pt2e(prepare(export(), NullQuantizer()))
-    with (
-        torch.no_grad()
-    ):  # outside of the exports: under it, they hold no regions without gradients
-        expected = exported(*inputs)
-        assert_same_outputs(expected, prepared(*inputs))
-        assert_same_outputs(expected, converted(*inputs))
-
-
 def _operators(module: torch.fx.GraphModule) -> list[tuple[Any, Any]]:
     return [
         (node.target, getattr(node.meta.get("val"), "dtype", None))
@@ -69,16 +52,40 @@ def _operators(module: torch.fx.GraphModule) -> list[tuple[Any, Any]]:
     ]
 
 
-@pytest.mark.parametrize("model", one_of(3, MUTATION_FREE), ids=str)
-def test_the_program_is_left_alone_and_no_operator_or_type_changes(model: ZooModel) -> None:
-    program = model.export()
-    before, expected = fingerprint(program), _operators(program.module(check_guards=False))
+BODIES = {"cond_nested", "loop_two_values", "scan_two_values", "map_rows", "mixed_regions"}
+
+
+def of_each_kind(models: Iterable[ZooModel]) -> list[Any]:
+    """Models for every run: the first with each tag, and one with each kind of body; a third of the others
+    for the full run, and the rest for the long one."""
+    seen: set[str] = set()
+    cases = []
+    for number, model in enumerate(models):
+        new, later = model.tags - seen, pytest.mark.long if number % 3 else pytest.mark.full
+        marks = [] if new or model.name in BODIES else [later]
+        cases.append(pytest.param(model, marks=marks))
+        seen |= model.tags
+    return cases
+
+
+@pytest.mark.parametrize("model", of_each_kind(MODELS), ids=str)
+def test_a_null_quantizer_changes_no_bit_and_leaves_the_program_alone(model: ZooModel) -> None:
+    inputs, mutates = model.inputs(), "mutation" in model.tags
+    # One model writes to a buffer of its own on every call.
+    export = model.fresh_export if mutates else model.export
+    exported, program, again = export().module(), export(), export()
+    before, operators = fingerprint(program), _operators(program.module(check_guards=False))
     prepared = prepare(program, NullQuantizer())
-    with torch.no_grad():
-        prepared(*model.inputs())
-    converted = qompose.convert_pt2e(prepared)
-    assert fingerprint(program) == before
-    assert _operators(prepared) == _operators(converted) == expected
+    converted = qompose.convert_pt2e(prepare(again, NullQuantizer()) if mutates else prepared)
+    with (
+        torch.no_grad()
+    ):  # outside of the exports: under it, they hold no regions without gradients
+        expected = exported(*inputs)
+        assert_same_outputs(expected, prepared(*inputs))
+        assert_same_outputs(expected, converted(*inputs))
+    if not mutates:
+        assert fingerprint(program) == before
+        assert _operators(prepared) == _operators(converted) == operators
 
 
 def test_calibration_leaves_the_programs_own_state_alone() -> None:
@@ -103,7 +110,7 @@ def test_parameters_are_shared_and_not_copied() -> None:
 
 @pytest.mark.parametrize(
     "model",
-    one_of(3, [m for m in tagged(without="transformers") if m.dynamic_shapes]),
+    of_each_kind(m for m in tagged(without="transformers") if m.dynamic_shapes),
     ids=str,
 )
 def test_dynamic_dimensions_stay_dynamic(model: ZooModel) -> None:

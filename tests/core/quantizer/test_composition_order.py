@@ -110,7 +110,7 @@ def results(kind: type[nn.Module], members: list[Quantizer]) -> tuple[Any, ...]:
 PARTITIONS = st.lists(st.integers(0, 4), min_size=5, max_size=5)
 
 
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(parts=PARTITIONS, order=st.permutations(range(5)), kind=st.sampled_from([Mixed, Branches]))
 def test_rules_divided_among_members(
     parts: list[int], order: list[int], kind: type[nn.Module]
@@ -129,7 +129,7 @@ def test_rules_divided_among_members(
 CONFIGS = {"static": STATIC, "unsigned": STATIC_UINT8, "dynamic": DYNAMIC, "float": None}
 
 
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(
     words=st.lists(st.sampled_from(sorted(CONFIGS)), min_size=4, max_size=4),
     order=st.permutations(range(4)),

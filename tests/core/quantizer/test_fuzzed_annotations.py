@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import qompose
 import torch
 from hypothesis import HealthCheck, event, given, settings, strategies as st
@@ -276,27 +277,28 @@ def assert_like(expected: Any, actual: Any, *, exact: bool) -> None:
         assert torch.equal(one, other) if exact else bool(torch.isfinite(other).all())
 
 
-FEW = settings(
-    max_examples=100,
-    derandomize=True,
-    database=None,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-)
+pair = st.tuples(st.sampled_from(["error", "first"]), annotations)
 
 
-@FEW
-@given(steps, annotations)
-def test_any_annotations_are_followed_or_refused(
-    program: list[tuple[str, int, int]], writes: list[Write]
-) -> None:
-    follow(program, Scribbler(writes))
+def composed(one: list[Write], other: tuple[str, list[Write]] | None) -> Quantizer:
+    """One annotator alone, or with another."""
+    if other is None:
+        return Scribbler(one)
+    members = Scribbler(one, "one"), Scribbler(other[1], "other")
+    return qompose.compose(*members, on_conflict=other[0])
 
 
-@FEW
-@given(steps, annotations, annotations, st.sampled_from(["error", "first"]))
-def test_any_two_annotators_compose_or_are_refused(
-    program: list[tuple[str, int, int]], one: list[Write], other: list[Write], on_conflict: str
-) -> None:
-    members = Scribbler(one, "one"), Scribbler(other, "other")
-    follow(program, qompose.compose(*members, on_conflict=on_conflict))
+@pytest.mark.parametrize("examples", [40, pytest.param(200, marks=pytest.mark.full)])
+def test_any_annotations_are_followed_or_refused(examples: int) -> None:
+    @settings(
+        max_examples=examples,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(steps, annotations, st.one_of(st.none(), pair))
+    def check(program: Any, one: list[Write], other: tuple[str, list[Write]] | None) -> None:
+        follow(program, composed(one, other))
+
+    check()

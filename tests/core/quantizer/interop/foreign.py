@@ -83,6 +83,21 @@ WEIGHT = Spec(
 FIXED = Fixed(torch.uint8, 1 / 256, 0, 0, 255, torch.per_tensor_affine)
 
 
+def bias_scale(observers: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The product of the scales of what is multiplied, and zero."""
+    (first, _), (second, _) = (observer.calculate_qparams() for observer in observers)
+    return first * second, torch.zeros_like(second, dtype=torch.int32)
+
+
+def derived_bias(node: Node, kind: Any = Derived, sequence: Any = list) -> Any:
+    """A 32 bit bias of a linear layer, with scales computed from those of what is multiplied."""
+    x, weight = node.args[:2]
+    return kind(
+        sequence([(x, node), (weight, node)]), bias_scale, torch.int32,
+        -(2**31), 2**31 - 1, torch.per_channel_symmetric, ch_axis=0,
+    )  # fmt: skip
+
+
 class Foreign:
     """A quantizer by its methods: it annotates the operators of `targets`, whatever is there."""
 

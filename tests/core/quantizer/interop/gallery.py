@@ -71,25 +71,6 @@ class Alone(Foreign):
         super().annotate(model)
 
 
-class OwnAnnotation(Annotation):
-    """What `Nominal` expects to find."""
-
-    _is_output = False
-
-
-class Nominal(Foreign):
-    """Crashes on annotations of other classes than its own, on neighbours too."""
-
-    annotation = OwnAnnotation
-    spec = UINT8
-
-    def annotate(self, model: GraphModule) -> GraphModule:
-        for node in calls(model):
-            for near in (node, *node.all_input_nodes, *node.users):
-                assert near.meta.get("quantization_annotation", OwnAnnotation())._is_output is False
-        return super().annotate(model)
-
-
 class Remembering(Foreign):
     """Takes no operator of a name that it took before, in any program."""
 
@@ -177,7 +158,7 @@ class Idle(Foreign):
 GALLERY: dict[str, Any] = {
     kind.__name__: kind
     for kind in (
-        Modest, Overwriting, Editing, Alone, Nominal, Remembering, Uncopyable, Marking,
+        Modest, Overwriting, Editing, Alone, Remembering, Uncopyable, Marking,
         Decomposing, Rebuilding, RebuildingInPieces, Unspecific, Idle,
     )
 }  # fmt: skip

@@ -13,7 +13,7 @@ import qompose
 import torch
 from qompose import QomposeWarning, QuantizationConfig, QuantizationSpec
 from qompose.backend import OperatorPattern, TensorConstraint
-from qompose.errors import ConfigError, SharingError, UncalibratedError
+from qompose.errors import ConfigError
 from qompose.program.meta import ANNOTATION_KEY
 from qompose.spec import QuantizationAnnotation
 from torch import Tensor, nn
@@ -56,13 +56,16 @@ class Net(nn.Module):
         return torch.relu(self.head(self.body(x) + 2))
 
 
-class Attention(nn.Module):
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return nn.functional.scaled_dot_product_attention(q, k, v)
+PROGRAM = export(seeded(Net()), randn(3, 4))
 
 
-def net() -> GraphModule:
-    return export(seeded(Net()), randn(3, 4)).module()
+def net(name: str = "", annotation: QuantizationAnnotation | None = None) -> GraphModule:
+    """The program, with an annotation on one node."""
+    model = PROGRAM.module()
+    for node in model.graph.nodes:
+        if node.name == name:
+            node.meta[ANNOTATION_KEY] = annotation
+    return model
 
 
 def hosted(model: GraphModule, *quantizers: Any) -> GraphModule:
@@ -111,17 +114,12 @@ class TestRewrites:
         assert hosted(model, toy(LINEAR, rewrites=("scalar_to_tensor",))) is model
         assert "_scalar_0" not in {node.name for node in model.graph.nodes}
 
-    def test_batch_norm_is_folded_where_the_host_did_not(self) -> None:
-        result = hosted(by_name("mlp_bn").export().module(), toy(LINEAR, LINEAR_RELU))
-        assert operators(result)["batch_norm"] == 0
-
     def test_a_selector_of_a_part_keeps_it_from_being_joined(self) -> None:
-        program = by_name("mlp_bn").export().module()
-        norm = next(n for n in program.graph.nodes if n.target is aten.batch_norm.default)
-        path = list(norm.meta["nn_module_stack"].values())[-1][0].removeprefix("L['self'].")
-        quantizer = toy(LINEAR, LINEAR_RELU).set_module_name(_path(path), None)
-        result = hosted(program, quantizer)
-        assert operators(result)["batch_norm"] == 1
+        model = by_name("mlp_bn").export().module()
+        quantizer = toy(LINEAR, LINEAR_RELU)
+        assert operators(hosted(model, quantizer))["batch_norm"] == 0
+        quantizer.set_operator_type(aten.batch_norm.default, None)
+        assert operators(hosted(model, quantizer))["batch_norm"] == 2
 
     def test_selectors_speak_of_the_program_before(self) -> None:
         """What a rewrite puts there inherits from the operator it comes from, which is asked about once."""
@@ -136,39 +134,8 @@ class TestRewrites:
         assert list(annotated(result)) == ["add"]
         assert asked == ["linear", "add", "linear_1", "relu"]
 
-    @pytest.mark.parametrize("whole", [False, True], ids=["pieces are claimed", "taken whole"])
-    def test_attention_is_taken_apart_only_for_who_wants_its_pieces(self, whole: bool) -> None:
-        """That another member takes it whole counts too: the rewrites are those of the composition."""
-        attend = aten.scaled_dot_product_attention.default
-        names = ("query", "key", "value")
-        one = toy(rule("attention", OperatorPattern((attend,)), activations=names), name="whole")
-        two = toy(
-            rule("product", OperatorPattern((aten.matmul.default,)), activations=("self", "other")),
-            name="pieces",
-            rewrites=("split_attention",),
-        )
-        inputs = [randn(1, 2, 4, 8, seed=i) for i in range(3)]
-        model = hosted(
-            export(Attention(), *inputs).module(), qompose.compose(*([one] * whole), two)
-        )
-        assert operators(model)["scaled_dot_product_attention"] == int(whole)
-        (first, *_) = annotated(model)
-        assert (first == "scaled_dot_product_attention") == whole
-
-    def test_a_composition_rewrites_for_all_members_at_once(self) -> None:
-        scalars = ("scalar_to_tensor",)
-        one, two = (
-            toy(ADD, name="one", rewrites=scalars),
-            toy(LINEAR, ADD, name="two", rewrites=scalars),
-        )
-        result = hosted(net(), qompose.compose(one, two))
-        assert list(inputs_of(annotated(result)["add"])) == ["linear", "_scalar_0"]
-        assert {"linear", "linear_1"} < set(annotated(result))
-
     def test_what_is_annotated_already_is_not_rewritten(self) -> None:
-        model = net()
-        add = next(node for node in model.graph.nodes if node.name == "add")
-        add.meta[ANNOTATION_KEY] = QuantizationAnnotation(_annotated=True)
+        model = net("add", QuantizationAnnotation(_annotated=True))
         quantizer = qompose.compose(toy(LINEAR, ADD, rewrites=("scalar_to_tensor",)))
         assert hosted(model, quantizer) is model
 
@@ -195,10 +162,6 @@ class TestRewrites:
 
         result = hosted(net(), Additions(addition))
         assert list(inputs_of(annotated(result)["add"])) == ["linear", "_scalar_0"]
-
-
-def _path(path: str) -> str:
-    return path.replace("['", ".").replace("']", "")
 
 
 class Tied(nn.Module):
@@ -232,58 +195,25 @@ class TestStanding:
 
     @pytest.mark.parametrize("marked", [True, False], ids=["marked", "not marked"])
     def test_it_stays_and_a_shorter_rule_takes_what_is_left(self, marked: bool) -> None:
-        model = net()
-        linear = next(node for node in model.graph.nodes if node.name == "linear_1")
         note = QuantizationAnnotation({}, UINT8, _annotated=marked)
-        linear.meta[ANNOTATION_KEY] = note
-        hosted(model, toy(LINEAR_RELU, LINEAR, RELU))
-        assert annotated(model)["linear_1"] is note
+        notes = annotated(hosted(net("linear_1", note), toy(LINEAR_RELU, LINEAR, RELU)))
+        assert notes["linear_1"] is note
         assert (note.input_qspec_map, note.output_qspec) == ({}, UINT8)
-        assert inputs_of(annotated(model)["relu"]) == {"linear_1": INT8}
-        assert "linear" in annotated(model)
+        assert inputs_of(notes["relu"]) == {"linear_1": INT8}
+        assert "linear" in notes
 
-    def test_a_mark_alone_takes_a_node(self) -> None:
-        model = net()
-        linear = next(node for node in model.graph.nodes if node.name == "linear")
-        linear.meta[ANNOTATION_KEY] = QuantizationAnnotation(_annotated=True)
+    @pytest.mark.parametrize("marked", [True, False], ids=["a mark alone", "an empty annotation"])
+    def test_a_mark_takes_a_node_and_nothing_else_does(self, marked: bool) -> None:
+        model = net("linear", QuantizationAnnotation(_annotated=marked))
         hosted(model, toy(LINEAR))
-        assert annotated(model)["linear"].input_qspec_map == {}
-
-    def test_an_empty_annotation_takes_nothing(self) -> None:
-        model = net()
-        linear = next(node for node in model.graph.nodes if node.name == "linear")
-        linear.meta[ANNOTATION_KEY] = QuantizationAnnotation()
-        hosted(model, toy(LINEAR))
-        assert annotated(model)["linear"].input_qspec_map
+        assert (annotated(model)["linear"].input_qspec_map == {}) is marked
 
     def test_its_outputs_count_as_quantized(self) -> None:
         """A rule that applies behind quantized tensors applies behind theirs."""
         behind = rule("relu", OperatorPattern((aten.relu.default,)), activations=("self",),
                       condition="all")  # fmt: skip
-        model = net()
-        linear = next(node for node in model.graph.nodes if node.name == "linear_1")
-        linear.meta[ANNOTATION_KEY] = QuantizationAnnotation({}, INT8, _annotated=True)
-        hosted(model, toy(behind))
-        assert "relu" in annotated(model)
-
-    def test_users_members_do_not_see_it_as_free(self) -> None:
-        seen: list[str] = []
-
-        def look(node: Node) -> None:
-            if ANNOTATION_KEY in node.meta:
-                seen.append(node.name)
-
-        model = net()
-        linear = next(node for node in model.graph.nodes if node.name == "linear")
-        linear.meta[ANNOTATION_KEY] = QuantizationAnnotation({}, INT8, _annotated=True)
-        hosted(model, qompose.compose(Annotator(look)))
-        assert seen == ["linear"]
-
-    def test_two_of_ours_beside_one_another(self) -> None:
-        model = hosted(net(), toy(LINEAR, name="one"), toy(LINEAR_RELU, RELU, name="two"))
-        notes = annotated(model)
-        assert inputs_of(notes["linear_1"])["add"] == INT8
-        assert inputs_of(notes["relu"]) == {"linear_1": INT8}
+        model = net("linear_1", QuantizationAnnotation({}, INT8, _annotated=True))
+        assert "relu" in annotated(hosted(model, toy(behind)))
 
 
 BLOCKS = QuantizationSpec(
@@ -306,59 +236,44 @@ class TestWhatIsNotDone:
     """Errors and warnings that name it."""
 
     @pytest.mark.parametrize(
-        ("config", "message"),
+        ("config", "named"),
         [
-            (
-                replace(STATIC, weight=BLOCKS),
-                r"body_weight -> linear \(toy, rule linear\) is int8 .* per-block \(4,\), and only "
-                "qompose's own engine has operators for that.* without block_size",
-            ),
-            (replace(DYNAMIC, input_activation=PER_TOKEN), "x -> linear .*per-token.*block_size"),
-            (QuantizationConfig(None, None, BFLOAT16), "bfloat16, and only .* without bfloat16"),
+            (replace(STATIC, weight=BLOCKS), "body_weight -> linear .*toy.*block_size"),
+            (replace(DYNAMIC, input_activation=PER_TOKEN), "x -> linear .*block_size"),
+            (QuantizationConfig(None, None, BFLOAT16), "bfloat16"),
         ],
         ids=["blocks", "per token", "bfloat16"],
     )
-    def test_refused(self, config: QuantizationConfig, message: str) -> None:
-        with pytest.raises(ConfigError, match=f"(?s){message}"):
+    def test_refused(self, config: QuantizationConfig, named: str) -> None:
+        with pytest.raises(ConfigError, match=f"(?s){named}"):
             hosted(net(), toy(LINEAR, config=config))
 
     @pytest.mark.parametrize(
-        ("make", "message"),
+        ("make", "named"),
         [
             (
                 lambda: toy(
                     replace(LINEAR, channels=(-1, -1), bias="bias"),
                     config=replace(STATIC, balance=True),
                 ),
-                "toy: the channels of 2 products are not balanced; .* balance=False",
+                "toy: .*balance=False",
             ),
             (
                 lambda: toy(replace(RELU, accepts={"output": BOUNDED})),
-                r"toy, rule relu: nobody checks .* of output of relu",
+                "toy, rule relu: .*output of relu",
             ),
-            (lambda: toy(SIGMOID, LINEAR, config=None), "nothing is annotated; of 2 regions: "),
-            (lambda: toy(LINEAR).set_module_type(nn.Conv2d, None), "Conv2d.* occurs nowhere"),
+            (lambda: toy(SIGMOID, LINEAR, config=None), "2 regions"),
+            (lambda: toy(LINEAR).set_module_type(nn.Conv2d, None), "Conv2d"),
         ],
         ids=["balance", "bounds", "nothing", "a selector that matches nothing"],
     )  # fmt: skip
-    def test_warned_of(self, make: Callable[[], Any], message: str) -> None:
-        with pytest.warns(QomposeWarning, match=f"(?s)annotates for another engine.*{message}"):
+    def test_warned_of(self, make: Callable[[], Any], named: str) -> None:
+        with pytest.warns(QomposeWarning, match=f"(?s){named}"):
             hosted(net(), make())
 
-    def test_what_others_took_is_no_cause_for_a_warning(self) -> None:
+    def test_what_others_took_and_a_program_without_its_operators_are_no_cause(self) -> None:
         hosted(net(), toy(LINEAR), toy(LINEAR, name="again"))
-
-    def test_nor_is_a_program_without_its_operators(self) -> None:
         hosted(net(), toy(SIGMOID))
-
-    def test_shared_with_what_nobody_annotates(self) -> None:
-        def relu(node: Node) -> None:
-            if node.target is aten.relu.default:
-                (source,) = node.all_input_nodes
-                annotate(node, {source: qompose.spec.SharedQuantizationSpec(source)})
-
-        with pytest.raises(SharingError, match=r"linear_1 -> relu shares .* of output of linear_1"):
-            hosted(net(), qompose.compose(Annotator(relu)))
 
     def test_notes_are_logged(self, logged: Listen) -> None:
         def output(node: Node) -> None:
@@ -367,7 +282,7 @@ class TestWhatIsNotDone:
 
         heard = logged(logging.INFO, "qompose")
         hosted(net(), qompose.compose(Annotator(output)))
-        assert "annotates output, which was not followed" in heard.text
+        assert "annotates output" in heard.text
 
 
 class TestBodies:
@@ -375,7 +290,7 @@ class TestBodies:
 
     def test_exact_names_are_looked_up_in_the_whole_program(self) -> None:
         quantizer = toy(LINEAR).set_module_name("head", None)
-        with pytest.warns(QomposeWarning, match="left in float by module name head"):
+        with pytest.warns(QomposeWarning, match="head"):
             model = hosted(by_name("scan_cell").export().module(), quantizer)
         call = next(n for n in model.graph.nodes if n.target is torch.ops.higher_order.scan)
         body = getattr(model, str(call.args[0].target))  # type: ignore[union-attr]
@@ -426,13 +341,6 @@ class TestObservers:
             assert subjects == ["x -> linear in body", "output of relu"]
 
     @pytest.mark.parametrize(
-        "observer", [qompose.observers.MinMaxObserver, qompose.observers.HistogramObserver]
-    )
-    def test_without_data_there_are_no_parameters(self, observer: Any) -> None:
-        with pytest.raises(UncalibratedError, match="the observed tensor"):
-            observer().calculate_qparams()
-
-    @pytest.mark.parametrize(
         ("dtype", "asked", "bounds"),
         [
             (torch.uint8, (None, None), (0, 255)),
@@ -456,14 +364,3 @@ class TestObservers:
             )  # fmt: skip
             observer(randn(4))
             assert observer.calculate_qparams()[1] == zero_point
-
-    def test_the_name_of_a_factory_is_that_of_its_observer(self) -> None:
-        assert qompose.observers.PerChannelMinMaxObserver.with_args(eps=1.0).__name__ == (
-            "PerChannelMinMaxObserver"
-        )
-
-    @pytest.mark.parametrize("make", [INT8, WEIGHT], ids=["per tensor", "per channel"])
-    def test_most_have_no_conversion_of_their_own(self, make: QuantizationSpec) -> None:
-        observer = make.observer_or_fake_quant_ctr(qscheme=make.qscheme)
-        observer(randn(3, 3))
-        assert not hasattr(observer, "convert")

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from qompose import UserError
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from tests.core.quantizer.interop.foreign import Foreign, aten, calls, like, names, rebuilt, replace
+from tests.core.quantizer.interop.foreign import Foreign, aten, calls, names, rebuilt
 from tests.core.quantizer.interop.gallery import (
     EXPECTED,
     GALLERY,
@@ -21,7 +20,6 @@ from tests.core.quantizer.interop.gallery import (
     MUL,
     PROGRAM,
     SILU,
-    TANH,
     Decomposing,
     Marking,
     Net,
@@ -30,7 +28,7 @@ from tests.core.quantizer.interop.gallery import (
     X,
 )
 from tests.core.quantizer.interop.test_member_hooks import HOOKS
-from tests.core.toy import graph_text, plan_of, prepare, randn, seeded
+from tests.core.toy import Model, graph_text, plan_of, prepare, randn, seeded
 
 Silu = type("Silu", (Foreign,), {"targets": (SILU,)})
 Linears = type("Linears", (Foreign,), {"targets": (LINEAR,)})
@@ -40,103 +38,35 @@ def targets(module: GraphModule) -> list[Any]:
     return [node.target for node in calls(module)]
 
 
-def unchanged(prepared: GraphModule) -> bool:
-    """Whether a prepared model computes what was exported, bit for bit, by the same operators."""
-    return torch.equal(prepared(X), EXPECTED) and targets(prepared) == targets(PROGRAM.module())
-
-
 class TestTransforms:
     """Operators that a transform makes."""
 
     @pytest.mark.parametrize("kind", [Decomposing, RebuildingInPieces])
     @pytest.mark.parametrize("first", [True, False], ids=["first", "last"])
     def test_they_are_made_and_listed(self, kind: Any, first: bool) -> None:
-        members = [kind(), Linears()] if first else [Linears(), kind()]
+        """And who wanted what was rewritten has nothing."""
+        members = [kind(), Linears(), Silu()] if first else [Silu(), Linears(), kind()]
         prepared = prepare(PROGRAM, qompose.compose(*members))
         assert SILU not in targets(prepared) and MUL in targets(prepared)
-        (rewrite,) = plan_of(prepared).rewrites
+        plan = plan_of(prepared)
+        (rewrite,) = plan.rewrites
         assert rewrite.member == f"tests.{kind.__name__}" and rewrite.nodes == ("silu",)
-        owners = {c.owner for c in plan_of(prepared).claims if set(c.nodes) & set(rewrite.pieces)}
+        owners = {c.owner for c in plan.claims if set(c.nodes) & set(rewrite.pieces)}
         assert owners == {f"tests.{kind.__name__}"}
+        assert plan.idle_owners == ("tests.Silu",)
+        assert "silu" not in [row.name for row in qompose.report(prepared).rows]
         torch.testing.assert_close(prepared(X), EXPECTED)
         meta = [n.meta for n in calls(prepared) if n.name in rewrite.pieces]
         assert all(m["val"].shape == (6, 4) for m in meta), "as operators that were exported have"
-        (line,) = qompose.report(prepared).rewrites
-        assert line.startswith(f"tests.{kind.__name__}: transform_for_annotation: silu became ")
-
-    @pytest.mark.parametrize("kind", [Decomposing, RebuildingInPieces])
-    @pytest.mark.parametrize("first", [True, False], ids=["first", "last"])
-    def test_what_another_member_wanted_is_listed_as_rewritten(
-        self, kind: Any, first: bool
-    ) -> None:
-        members = [kind(), Silu()] if first else [Silu(), kind()]
-        prepared = prepare(PROGRAM, qompose.compose(*members))
-        plan = plan_of(prepared)
-        (rewrite,) = plan.rewrites
-        assert (rewrite.member, rewrite.nodes) == (f"tests.{kind.__name__}", ("silu",))
-        assert plan.idle_owners == ("tests.Silu",)
-        assert qompose.report(prepared).count("observed", "tests.Silu") == 0
-        assert "silu" not in [row.name for row in qompose.report(prepared).rows]
-        torch.testing.assert_close(prepared(X), EXPECTED)
 
     @pytest.mark.parametrize("kind", [Decomposing, RebuildingInPieces])
     def test_what_nobody_claims_is_listed_too(self, kind: Any) -> None:
-        idle = type("Idle", (kind,), {"wanted": _none})
-        for members in ([idle()], [idle(), Linears()], [Linears(), idle()]):
-            prepared = prepare(PROGRAM, qompose.compose(*members))
-            (rewrite,) = plan_of(prepared).rewrites
-            assert (rewrite.member, rewrite.nodes) == ("tests.Idle", ("silu",))
-            rows = {row.name: row for row in qompose.report(prepared).rows}
-            assert all(rows[name].state == "float" for name in rewrite.pieces)
-
-    def test_a_program_made_anew_that_is_the_same_is_no_rewrite(self) -> None:
-        idle = type("Idle", (Rebuilding,), {"wanted": _none})
-        prepared = prepare(PROGRAM, qompose.compose(idle()))
-        assert unchanged(prepared) and not plan_of(prepared).rewrites
-
-    def test_two_members_with_transforms_in_both_orders(self) -> None:
-        class Halving(Foreign):
-            """x + y as (x / 2 + y / 2) * 2 is not bit-identical: it is listed, whoever is first."""
-
-            targets = (aten.sub.Tensor,)
-
-            def transform_for_annotation(self, model: GraphModule) -> GraphModule:
-                for node in calls(model, aten.add.Tensor):
-                    replace(model, node, lambda node=node: _as_difference(node))
-                return rebuilt(model)
-
-        for members in ([RebuildingInPieces(), Halving()], [Halving(), RebuildingInPieces()]):
-            prepared = prepare(PROGRAM, qompose.compose(*members))
-            found = {r.member: r.nodes for r in plan_of(prepared).rewrites}
-            assert found == {"tests.RebuildingInPieces": ("silu",), "tests.Halving": ("add",)}
-            assert [r.member for r in plan_of(prepared).rewrites] == [
-                f"tests.{type(member).__name__}" for member in members
-            ]
-            claims = {c.owner for c in plan_of(prepared).claims}
-            assert claims == {"tests.RebuildingInPieces", "tests.Halving"}
-            torch.testing.assert_close(prepared(X), EXPECTED)
-            names = [node.name for node in prepared.graph.nodes]
-            assert len(names) == len(set(names))
-
-    def test_a_later_member_rewrites_what_an_earlier_one_made(self) -> None:
-        class Sigmoids(Foreign):
-            targets = (aten.neg.default,)
-
-            def transform_for_annotation(self, model: GraphModule) -> GraphModule:
-                for node in calls(model, aten.sigmoid.default):  # sigmoid(-(-x))
-                    x = node.args[0]
-                    inner = lambda node=node, x=x: like(  # noqa: E731
-                        node, aten.neg.default, like(node, aten.neg.default, x)
-                    )
-                    with model.graph.inserting_before(node):
-                        node.args = (inner(),)
-                model.recompile()
-                return model
-
-        prepared = prepare(PROGRAM, qompose.compose(Decomposing(), Sigmoids()))
-        first, second = plan_of(prepared).rewrites
-        assert first.nodes == ("silu",) and set(second.nodes) <= set(first.pieces)
-        torch.testing.assert_close(prepared(X), EXPECTED)
+        idle = type("Idle", (kind,), {"wanted": lambda self, model: []})
+        prepared = prepare(PROGRAM, qompose.compose(Linears(), idle()))
+        (rewrite,) = plan_of(prepared).rewrites
+        assert (rewrite.member, rewrite.nodes) == ("tests.Idle", ("silu",))
+        rows = {row.name: row for row in qompose.report(prepared).rows}
+        assert all(rows[name].state == "float" for name in rewrite.pieces)
 
     def test_names_that_a_new_module_gives_do_not_matter(self) -> None:
         class Plain(Foreign):
@@ -169,20 +99,8 @@ class TestTransforms:
                 return model
 
         for members in ([Harming()], [Silu(), Harming()]):
-            with pytest.raises(
-                UserError,
-                match=r"tests\.Harming: transform_for_annotation changed what the program",
-            ):
+            with pytest.raises(UserError, match=r"tests\.Harming: transform_for_annotation"):
                 prepare(PROGRAM, qompose.compose(*members))
-
-
-def _as_difference(node: Node) -> Node:
-    x, y = node.args
-    return like(node, aten.sub.Tensor, x, like(node, aten.neg.default, y))
-
-
-def _none(self: Any, model: GraphModule) -> list[Node]:
-    return []
 
 
 class TestBodies:
@@ -205,29 +123,9 @@ class TestBodies:
         for x in (X.abs(), -X.abs()):
             torch.testing.assert_close(prepared(x), program.module()(x))
 
-    def test_an_error_names_the_body(self) -> None:
-        class Failing(Foreign):
-            def transform_for_annotation(self, model: GraphModule) -> GraphModule:
-                if calls(model, aten.neg.default):
-                    raise ValueError("no neg here")
-                return model
-
-        program = torch.export.export(self.Branches(), (X,))
-        wrong = r"tests\.Failing: transform_for_annotation raised .*in false_graph_0 of cond"
-        with pytest.raises(UserError, match=wrong):
-            prepare(program, qompose.compose(Failing()))
-
 
 class TestBatchNorms:
     """Its engine shows every batch norm folded; here one stays that nobody wants folded."""
-
-    class Program(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv, self.norm = nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.relu(self.norm(self.conv(x)))
 
     class Convolutions(Foreign):
         """Takes a convolution before `before`."""
@@ -243,13 +141,17 @@ class TestBatchNorms:
 
     def prepared(self, before: Any) -> GraphModule:
         kind = type("Kind", (self.Convolutions,), {"before": before})
-        program = torch.export.export(seeded(self.Program()).eval(), (randn(1, 2, 4, 4),))
+        program = torch.export.export(
+            seeded(
+                Model(
+                    lambda m, x: torch.relu(m.norm(m.conv(x))),
+                    conv=nn.Conv2d(2, 2, 1),
+                    norm=nn.BatchNorm2d(2),
+                )
+            ).eval(),
+            (randn(1, 2, 4, 4),),
+        )
         return prepare(program, qompose.compose(kind()))
-
-    def test_what_it_wants_folded_is_folded(self) -> None:
-        prepared = self.prepared(aten.relu.default)
-        assert [rewrite.name for rewrite in plan_of(prepared).rewrites] == ["fold_batch_norm"]
-        assert not calls(prepared, aten.batch_norm.default)
 
     def test_what_it_wants_without_is_not_meant(self) -> None:
         prepared = self.prepared(aten.batch_norm.default)
@@ -284,17 +186,17 @@ class TestConstants:
         before = {k: v.clone() for k, v in program.state_dict.items()}
         for members in ([self.InPlace()], [Linears(), self.InPlace()]):
             prepared = prepare(program, qompose.compose(*members))
-            (note,) = (n for n in plan_of(prepared).notes if "its copies" in n)
-            assert note.startswith("tests.InPlace: annotate wrote to its copies of mask")
+            (note,) = (
+                n for n in plan_of(prepared).notes if n.startswith("tests.InPlace: annotate")
+            )
+            assert "mask" in note
             assert torch.equal(prepared(X), EXPECTED)
             for name, value in program.state_dict.items():
                 assert torch.equal(value, before[name]), name
 
     def test_another_tensor_in_annotate_is_an_error(self) -> None:
         for members in ([self.Finite()], [Linears(), self.Finite()]):
-            with pytest.raises(
-                UserError, match=r"tests\.Finite: annotate changed the program at add\b"
-            ):
+            with pytest.raises(UserError, match=r"tests\.Finite: annotate .*\badd\b"):
                 prepare(PROGRAM, qompose.compose(*members))
 
     @pytest.mark.parametrize("hook", HOOKS)
@@ -306,9 +208,7 @@ class TestConstants:
 
         kind = type("Scaling", (Foreign,), {hook: write})
         program = torch.export.export(seeded(Net()), (X,))
-        with pytest.raises(
-            UserError, match=rf"tests\.Scaling: {hook} wrote to tensors .*: b\.weight\b"
-        ):
+        with pytest.raises(UserError, match=rf"tests\.Scaling: {hook} .*b\.weight\b"):
             prepare(program, qompose.compose(Linears(), kind()))
 
     def test_so_is_one_to_a_buffer_in_the_transform(self) -> None:
@@ -318,7 +218,7 @@ class TestConstants:
                 return model
 
         program = torch.export.export(seeded(Net()), (X,))
-        with pytest.raises(UserError, match=r"tests\.Emptying: .* wrote to .*: mask\b"):
+        with pytest.raises(UserError, match=r"tests\.Emptying: .*\bmask\b"):
             prepare(program, qompose.compose(Linears(), Emptying()))
 
     def test_a_write_is_told_of_where_the_hook_fails_behind_it(self) -> None:
@@ -364,51 +264,6 @@ class TestConstants:
         assert graph_text(prepared) == graph_text(prepare(PROGRAM, qompose.compose(Foreign())))
 
 
-class TestErasing:
-    """Operators that a member takes out in annotate."""
-
-    class Program(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = x.clone()
-            return self.a(y).contiguous().clone().tanh()
-
-    class Erasing(Foreign):
-        def annotate(self, model: GraphModule) -> None:
-            for node in calls(model, aten.clone.default):
-                node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
-                model.graph.erase_node(node)
-            super().annotate(model)
-
-    def test_what_is_read_may_not_go(self) -> None:
-        program = torch.export.export(seeded(self.Program()), (X,))
-        for members in ([self.Erasing()], [Silu(), self.Erasing()]):
-            with pytest.raises(
-                UserError, match=r"tests\.Erasing: annotate changed the program at clone"
-            ):
-                prepare(program, qompose.compose(*members))
-
-    def test_what_nothing_reads_may_go(self) -> None:
-        class Cleaning(Foreign):
-            def annotate(self, model: GraphModule) -> None:
-                model.graph.eliminate_dead_code()
-                model.recompile()
-                super().annotate(model)
-
-        expected = prepare(PROGRAM, qompose.compose(Linears()))
-        for members in ([Cleaning()], [Silu(), Cleaning()]):
-            prepared = prepare(PROGRAM, qompose.compose(*members))
-            assert torch.equal(prepared(X), EXPECTED)
-        assert groups_text(prepare(PROGRAM, qompose.compose(Cleaning()))) == groups_text(expected)
-
-
-def groups_text(module: GraphModule) -> list[list[str]]:
-    return [sorted(map(str, group.points)) for group in plan_of(module).groups]
-
-
 class TestMarks:
     """Entries of meta, for tools that come later."""
 
@@ -441,15 +296,6 @@ class TestMarks:
         loaded = torch.export.load(tmp_path / "model.pt2")
         kept = [n for n in loaded.graph.nodes if self.KEY in (n.meta.get("custom") or {})]
         assert [n.target for n in kept if "quantize_per" not in n.name] == [SILU]
-
-    def test_two_members_marks_are_each_on_their_own(self) -> None:
-        class Second(Marking):
-            targets = (SILU, TANH)
-
-        for first, second in itertools.permutations((Marking, Second)):
-            prepared = prepare(PROGRAM, qompose.compose(first(), second()))
-            owners = {n: c.owner for c in plan_of(prepared).claims for n in c.nodes}
-            assert sorted(self.marked(prepared)) == sorted(owners)
 
     def test_the_users_marks_stay_for_everybody(self) -> None:
         module = PROGRAM.module(check_guards=False)
@@ -502,30 +348,6 @@ def test_what_nobody_claims_is_what_was_exported(name: str) -> None:
             assert found[node.name].target is node.target
             assert found[node.name].meta["nn_module_stack"] == node.meta["nn_module_stack"]
             assert "source_fn_stack" not in found[node.name].meta
-
-
-def test_a_replaced_operator_that_is_claimed_as_another() -> None:
-    """relu6 for hardtanh, say: the claim is on what now stands there."""
-
-    class Renaming(Foreign):
-        targets = (aten.sigmoid.default,)
-
-        def transform_for_annotation(self, model: GraphModule) -> GraphModule:
-            for node in calls(model, TANH):  # tanh(x) = 2 sigmoid(2 x) - 1
-                replace(model, node, lambda node=node: _as_sigmoid(node))
-            return rebuilt(model)
-
-    prepared = prepare(PROGRAM, qompose.compose(Linears(), Renaming()))
-    assert TANH not in targets(prepared)
-    torch.testing.assert_close(prepared(X), EXPECTED)
-    (rewrite,) = plan_of(prepared).rewrites
-    assert (rewrite.member, rewrite.nodes) == ("tests.Renaming", ("tanh",))
-
-
-def _as_sigmoid(node: Node) -> Node:
-    doubled = like(node, MUL, node.args[0], 2)
-    twice = like(node, MUL, like(node, aten.sigmoid.default, doubled), 2)
-    return like(node, aten.sub.Tensor, twice, 1)
 
 
 def test_numbers_do_not_depend_on_the_batch_that_was_exported() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from tests.core.quantizer.interop.gallery import (
 )
 from tests.core.toy import export, graph_text, plan_of, prepare, randn, seeded, sqnr
 
+GALLERY_NAMES = tuple(GALLERY)
 EXPORTED = {node.name for node in PROGRAM.graph.nodes}
 
 
@@ -74,8 +76,9 @@ def check_nothing_is_silent(plan: Plan, members: tuple[str, ...]) -> None:
     """Who has nothing is named with a reason; what went to another member is listed with both names."""
     holding = set(owners(plan).values())
     for label in labels(*members):
-        said = [note for note in plan.notes if note.startswith(f"{label} claims nothing: ")]
-        assert len(said) == (label not in holding)
+        assert (label in plan.idle_owners) is (label not in holding)
+        said = [note for note in plan.notes if note.startswith(f"{label} ")]
+        assert said or label in holding
     for earlier, later in itertools.combinations(members, 2):
         first, second = owners(alone(earlier)), owners(alone(later))
         has = owners(plan)
@@ -91,19 +94,32 @@ def test_alone_it_gives_a_correct_model(member: str) -> None:
     assert set(owners(plan_of(prepared)).values()) <= set(labels(member))
 
 
-@pytest.mark.parametrize("members", list(itertools.permutations(GALLERY, 2)), ids=" then ".join)
-def test_pairs(members: tuple[str, ...]) -> None:
-    prepared = prepare(PROGRAM, composed(*members))
-    check_priorities(plan_of(prepared), members)
-    check_nothing_is_silent(plan_of(prepared), members)
-    check_numbers(prepared)
+def spread(cases: Iterable[tuple[str, ...]], default: Callable[[int], bool]) -> list[Any]:
+    """The cases by number: some for every run, the others for the full one."""
+    return [
+        pytest.param(case, marks=[] if default(number) else [pytest.mark.full])
+        for number, case in enumerate(cases)
+    ]
 
 
-TRIPLES = ("Overwriting", "Modest", "Nominal", "RebuildingInPieces", "Uncopyable", "Unspecific")
+PAIRS = [
+    (GALLERY_NAMES[i], GALLERY_NAMES[(i + step) % len(GALLERY_NAMES)])
+    for step in range(1, len(GALLERY_NAMES))
+    for i in range(len(GALLERY_NAMES))
+]
+"""Rounds in which everybody is first once and second once, two of them for every run."""
+TRIPLES = ("Overwriting", "Modest", "Alone", "RebuildingInPieces", "Uncopyable", "Unspecific")
 
 
-@pytest.mark.parametrize("members", list(itertools.permutations(TRIPLES, 3)), ids=" then ".join)
-def test_triples(members: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "members",
+    [
+        *spread(PAIRS, lambda number: number // len(GALLERY) in (0, 7)),
+        *spread(itertools.permutations(TRIPLES, 3), lambda number: number % 15 == 0),
+    ],
+    ids=" then ".join,
+)
+def test_pairs_and_triples(members: tuple[str, ...]) -> None:
     prepared = prepare(PROGRAM, composed(*members))
     check_priorities(plan_of(prepared), members)
     check_nothing_is_silent(plan_of(prepared), members)
@@ -112,16 +128,14 @@ def test_triples(members: tuple[str, ...]) -> None:
 
 def test_who_shares_no_operator_gives_the_same_graph_in_any_order() -> None:
     disjoint = ("Overwriting", "Uncopyable", "Decomposing", "Idle")
-    graphs = {
-        graph_text(prepare(PROGRAM, composed(*order))) for order in itertools.permutations(disjoint)
-    }
-    assert len(graphs) == 1
+    orders = list(itertools.permutations(disjoint))[::5]
+    assert len({graph_text(prepare(PROGRAM, composed(*order))) for order in orders}) == 1
 
 
 def test_a_member_that_does_nothing_leaves_no_trace() -> None:
     both = prepare(PROGRAM, composed("Modest", "Idle"))
     assert graph_text(both) == graph_text(prepare(PROGRAM, composed("Modest")))
-    with pytest.warns(QomposeWarning, match="Nothing was quantized"):
+    with pytest.warns(QomposeWarning):
         nothing = qompose.prepare_pt2e(PROGRAM, composed("Idle"))
     assert [n.format_node() for n in nothing.graph.nodes] == [
         n.format_node() for n in PROGRAM.module(check_guards=False).graph.nodes
@@ -132,27 +146,22 @@ def test_a_member_that_does_nothing_leaves_no_trace() -> None:
 def test_one_instance_serves_any_number_of_programs(member: str) -> None:
     """Names of the second program's operators are those of the first: who remembers them shows it."""
     quantizer = GALLERY[member]()
+    before = {name: repr(value) for name, value in vars(quantizer).items()}
     first = prepare(PROGRAM, qompose.compose(quantizer))
     between = prepare(export(seeded(Net(), seed=1), randn(2, 4)), qompose.compose(quantizer))
     again = prepare(PROGRAM, qompose.compose(quantizer))
     assert graph_text(first) == graph_text(again) == graph_text(prepare(PROGRAM, composed(member)))
     assert plan_of(first).groups == plan_of(again).groups
     assert len(plan_of(between).claims) == len(plan_of(first).claims)
-
-
-@pytest.mark.parametrize("member", sorted(GALLERY.keys() - {"Uncopyable"}))
-def test_it_is_left_as_it_was(member: str) -> None:
-    quantizer = GALLERY[member]()
-    before = {name: repr(value) for name, value in vars(quantizer).items()}
-    prepare(PROGRAM, qompose.compose(quantizer))
-    assert {name: repr(value) for name, value in vars(quantizer).items()} == before
+    after = {name: repr(value) for name, value in vars(quantizer).items()}
+    assert after == before or member == "Uncopyable"
 
 
 def test_one_that_cannot_be_copied_is_used_itself_and_what_it_keeps_is_said() -> None:
     quantizer = GALLERY["Uncopyable"]()
     plan = plan_of(prepare(PROGRAM, qompose.compose(quantizer)))
-    (note,) = (note for note in plan.notes if "cannot be copied" in note)
-    assert note.startswith("tests.Uncopyable") and "programs_seen" in note and "keys" not in note
+    (note,) = (note for note in plan.notes if note.startswith("tests.Uncopyable"))
+    assert "programs_seen" in note and "keys" not in note
 
 
 @pytest.mark.parametrize("error", [RuntimeError, RecursionError, NotImplementedError, KeyError])
@@ -188,13 +197,6 @@ def test_one_without_a_dictionary_that_cannot_be_copied() -> None:
 
     for kind in (Slotted, Bare):
         assert len(plan_of(prepare(PROGRAM, qompose.compose(kind()))).claims) == 3
-
-
-def test_one_instance_twice_has_two_labels() -> None:
-    quantizer = GALLERY["Modest"]()
-    plan = plan_of(prepare(PROGRAM, qompose.compose(quantizer, quantizer)))
-    assert set(owners(plan).values()) == {"tests.Modest"}
-    assert any(note.startswith("tests.Modest#2 claims nothing: ") for note in plan.notes)
 
 
 def test_the_users_program_is_left_alone() -> None:

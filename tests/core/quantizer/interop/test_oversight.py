@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""In `prepare_obs_or_fq_callback` a member may look, and replace observers: all else is an error."""
+"""`transform_for_annotation` is for changes: made in another hook they are an error that names the hook.
+
+In `prepare_obs_or_fq_callback` a member may look, and replace observers.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from tests.core.quantizer.interop.foreign import FIXED, Foreign, aten, calls, edges
-from tests.core.toy import NullQuantizer, export, graph_text, prepare, randn, seeded
+from tests.core.toy import Model, NullQuantizer, export, graph_text, prepare, randn, seeded
 
 X = randn(6, 4)
 Act = Callable[[GraphModule, dict[Any, Any]], None]
@@ -31,13 +34,7 @@ class Net(nn.Module):
         return torch.relu(self.a(x)) + self.shift
 
 
-class Branches(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cond(x.sum() > 0, torch.relu, torch.neg, (x,))
-
-
-def net() -> torch.export.ExportedProgram:
-    return export(seeded(Net()), X)
+PROGRAM = export(seeded(Net()), X)
 
 
 def relu_of(model: GraphModule) -> torch.fx.Node:
@@ -67,12 +64,21 @@ def an_operator_that_nothing_reads(model: GraphModule, observers: Any) -> None:
         model.graph.call_function(aten.neg.default, (relu,))
 
 
-def a_buffer_in_place(model: GraphModule, observers: Any) -> None:
-    next(model.buffers()).zero_()
+def one_more_relu(model: GraphModule, observers: Any) -> None:
+    """Which computes the same."""
+    relu = relu_of(model)
+    with model.graph.inserting_before(relu):
+        made = model.graph.call_function(aten.relu.default, relu.args)
+    made.meta = dict(relu.meta)
+    relu.args = (made,)
 
 
 def another_parameter(model: GraphModule, observers: Any) -> None:
     model.a.weight = nn.Parameter(torch.zeros(4, 4))
+
+
+def a_buffer_in_place(model: GraphModule, observers: Any) -> None:
+    next(model.buffers()).zero_()
 
 
 def a_parameter_in_place(model: GraphModule, observers: Any) -> None:
@@ -80,35 +86,34 @@ def a_parameter_in_place(model: GraphModule, observers: Any) -> None:
         model.get_parameter("a.weight").zero_()
 
 
-def bounds(model: GraphModule, observers: Any) -> None:
-    for observer in observers.values():
-        observer.quant_min, observer.quant_max = 0, 3
+def of_every_observer(**facts: Any) -> Act:
+    def act(model: GraphModule, observers: Any) -> None:
+        for observer in observers.values():
+            vars(observer).update(facts)
+
+    return act
 
 
-def the_dtype(model: GraphModule, observers: Any) -> None:
-    for observer in observers.values():
-        observer.dtype = torch.uint8
-
-
-def the_least_scale(model: GraphModule, observers: Any) -> None:
-    for observer in observers.values():
-        observer.eps = torch.tensor(1.0)
-
-
+PROGRAM_HARM: dict[str, tuple[Act, str]] = {
+    "operator": (another_operator, "relu"),
+    "argument": (another_argument, "add"),
+    "erased": (an_erased_operator, "relu"),
+    "one more": (one_more_relu, "relu"),
+}
 HARM: dict[str, tuple[Act, str]] = {
-    "operator": (another_operator, "the program at relu"),
-    "argument": (another_argument, "the program at add"),
-    "erased": (an_erased_operator, "the program at relu"),
-    "added": (an_operator_that_nothing_reads, "the program at neg"),
-    "another parameter": (another_parameter, r"the program at linear"),
-    "bounds": (bounds, "quant_max, quant_min of the observer of (the output of linear|x -> linear)"),
-    "dtype": (the_dtype, "dtype of the observer of"),
-    "eps": (the_least_scale, "eps of the observer of"),
-}  # fmt: skip
-WRITES: dict[str, Act] = {"shift": a_buffer_in_place, "a.weight": a_parameter_in_place}
+    **PROGRAM_HARM,
+    "unread": (an_operator_that_nothing_reads, "neg"),
+    "another parameter": (another_parameter, "linear"),
+    "bounds": (of_every_observer(quant_min=0, quant_max=3), "quant_max, quant_min .*linear"),
+    "dtype": (of_every_observer(dtype=torch.uint8), "dtype"),
+    "eps": (of_every_observer(eps=torch.tensor(1.0)), "eps"),
+}
+CALLBACK = "prepare_obs_or_fq_callback"
 
 
 def own(act: Act) -> Any:
+    """A quantizer of qompose's class, that annotates nothing."""
+
     class Own(NullQuantizer):
         name = "Acting"
 
@@ -118,63 +123,72 @@ def own(act: Act) -> Any:
     return Own()
 
 
-def foreign(act: Act) -> Any:
-    class Acting(Foreign):
-        targets = (aten.add.Tensor,)
+def foreign(act: Act, hook: str = CALLBACK) -> Any:
+    """One by its methods, that annotates linear, add, relu and neg and does something else in a hook."""
 
-        def prepare_obs_or_fq_callback(self, model: GraphModule, observers: Any) -> None:
-            act(model, observers)
+    def hooked(self: Any, model: GraphModule, observers: Any = None) -> Any:
+        act(model, observers)
+        return None if hook == CALLBACK else getattr(Foreign, hook)(self, model)
 
-    return Acting()
-
-
-KINDS: dict[str, Callable[[Act], Any]] = {"own": own, "foreign": foreign}
+    targets = (aten.linear.default, aten.add.Tensor, aten.relu.default, aten.neg.default)
+    return type("Acting", (Foreign,), {"targets": targets, hook: hooked})()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+MEMBERS: dict[str, Callable[[Act], list[Any]]] = {
+    "own, behind another": lambda act: [Foreign(), own(act)],
+    "foreign, alone": lambda act: [foreign(act)],
+}
+
+
+@pytest.mark.parametrize("members", MEMBERS.values(), ids=MEMBERS)
 @pytest.mark.parametrize("name", HARM)
-def test_what_is_changed_is_named_and_by_whom(name: str, kind: str) -> None:
+def test_what_the_callback_changes_is_named_and_by_whom(name: str, members: Any) -> None:
     act, what = HARM[name]
-    program = net()
-    before, expected = graph_text(program.module()), program.module()(X)
-    with pytest.raises(
-        UserError, match=f"Acting: prepare_obs_or_fq_callback changed (.*[;,] )?{what}"
-    ):
-        prepare(program, qompose.compose(Foreign(), KINDS[kind](act)))
-    assert graph_text(program.module()) == before
-    assert torch.equal(program.module()(X), expected)
+    before, expected = graph_text(PROGRAM.module()), PROGRAM.module()(X)
+    with pytest.raises(UserError, match=f"Acting: {CALLBACK} .*{what}"):
+        prepare(PROGRAM, qompose.compose(*members(act)))
+    assert graph_text(PROGRAM.module()) == before
+    assert torch.equal(PROGRAM.module()(X), expected)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("tensor", WRITES)
-def test_a_write_to_a_tensor_is_noticed(tensor: str, kind: str) -> None:
+@pytest.mark.parametrize("hook", ["annotate", "validate"])
+@pytest.mark.parametrize("name", PROGRAM_HARM)
+def test_what_another_hook_changes_is_named_and_by_whom(name: str, hook: str) -> None:
+    act, what = PROGRAM_HARM[name]
+    for members in ([foreign(act, hook)], [Foreign(), foreign(act, hook)]):
+        with pytest.raises(UserError, match=rf"tests\.Acting: {hook} .*{what}"):
+            prepare(PROGRAM, qompose.compose(*members))
+    expected = seeded(Net())
+    expected.load_state_dict(PROGRAM.state_dict)
+    assert torch.equal(PROGRAM.module()(X), expected(X))
+
+
+@pytest.mark.parametrize("members", MEMBERS.values(), ids=MEMBERS)
+@pytest.mark.parametrize(
+    ("tensor", "act"), [("shift", a_buffer_in_place), ("a.weight", a_parameter_in_place)]
+)
+def test_a_write_to_a_tensor_is_noticed(tensor: str, act: Act, members: Any) -> None:
     with pytest.raises(UserError, match=f"Acting.*{tensor}"):
-        prepare(net(), qompose.compose(Foreign(), KINDS[kind](WRITES[tensor])))
+        prepare(export(seeded(Net()), X), qompose.compose(*members(act)))
 
 
-@pytest.mark.parametrize("name", HARM)
-def test_a_quantizer_that_is_alone(name: str) -> None:
-    act, what = HARM[name]
-
-    class Alone(Foreign):
-        def prepare_obs_or_fq_callback(self, model: GraphModule, observers: Any) -> None:
-            act(model, observers)
-
-    for quantizer in (Alone(), qompose.compose(Alone())):
-        with pytest.raises(UserError, match=f"tests.Alone: prepare_obs_or_fq_callback .*{what}"):
-            prepare(net(), quantizer)
+def test_a_quantizer_without_a_composition() -> None:
+    with pytest.raises(UserError, match=rf"tests\.Acting: {CALLBACK} .*relu"):
+        prepare(PROGRAM, foreign(another_operator))
 
 
 def test_in_a_body_too() -> None:
     def act(model: GraphModule, observers: Any) -> None:
-        (relu,) = calls(model.true_graph_0, aten.relu.default)
-        relu.target = aten.neg.default
+        another_operator(model.true_graph_0, observers)  # type: ignore[arg-type]
 
     class Bodies(Foreign):
         targets = (aten.relu.default,)
 
-    with pytest.raises(UserError, match="changed the program at true_graph_0_relu"):
-        prepare(export(Branches(), X), qompose.compose(Bodies(), own(act)))
+    with pytest.raises(UserError, match="true_graph_0_relu"):
+        prepare(
+            export(Model(lambda m, x: torch.cond(x.sum() > 0, torch.relu, torch.neg, (x,))), X),
+            qompose.compose(Bodies(), own(act)),
+        )
 
 
 def test_parameters_that_were_known() -> None:
@@ -190,8 +204,8 @@ def test_parameters_that_were_known() -> None:
         for observer in fixed:
             observer.scale = observer.scale * 2
 
-    with pytest.raises(UserError, match="fixed scale and zero point of the observer of the output"):
-        prepare(net(), qompose.compose(Sigmoid(), own(act)))
+    with pytest.raises(UserError, match=r"scale .*relu"):
+        prepare(PROGRAM, qompose.compose(Sigmoid(), own(act)))
 
 
 def test_what_a_member_may_do() -> None:
@@ -208,9 +222,9 @@ def test_what_a_member_may_do() -> None:
                 replaced.append(observers[place])
         model.recompile()
 
-    for kind in KINDS.values():
+    for kind in (own, foreign):
         replaced.clear()
-        prepared = prepare(net(), qompose.compose(Foreign(), kind(act)))
+        prepared = prepare(PROGRAM, qompose.compose(Foreign(), kind(act)))
         assert replaced and all(any(m is o for m in prepared.modules()) for o in replaced)
 
 
@@ -219,5 +233,6 @@ def test_an_error_of_the_callback_comes_first() -> None:
         another_operator(model, observers)
         raise ValueError("why")
 
-    with pytest.raises(QomposeError, match="raised ValueError: why"):
-        prepare(net(), qompose.compose(Foreign(), own(act)))
+    with pytest.raises(QomposeError, match="ValueError") as caught:
+        prepare(PROGRAM, qompose.compose(Foreign(), own(act)))
+    assert isinstance(caught.value.__cause__, ValueError)

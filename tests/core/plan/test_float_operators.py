@@ -7,6 +7,7 @@ import warnings
 from typing import Any
 
 import pytest
+import qompose
 import torch
 from qompose.plan.float_operators import macs, state_bytes
 from torch import Tensor, nn
@@ -17,21 +18,24 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.core.preparation.test_zoo import of_each_kind
 from tests.core.toy import (
     CONV,
     LINEAR,
+    Annotator,
     NullQuantizer,
     OperatorPattern,
+    aten,
     convert,
     export,
     plan_of,
     prepare,
     randn,
     rule,
+    seeded,
     toy,
 )
-
-aten = torch.ops.aten
+from tests.zoo import ZooModel, tagged
 
 
 class Call(nn.Module):
@@ -161,24 +165,10 @@ def test_pieces_are_listed_in_place_of_the_operator() -> None:
     ]
 
 
-def test_pieces_that_a_rule_refuses_have_its_reason() -> None:
-    add = rule("mul", OperatorPattern((aten.mul.Tensor,)), activations=("self", "other"))
-    program = export(Heads(), randn(2, 5, 8))
-    plan = plan_of(prepare(program, toy(MATMUL, add, rewrites=("split_attention",))))
-    (mul,) = (o for o in plan.operators if o.operator == "aten.mul.Tensor")
-    assert mul.reason == "toy: other is a number, not a tensor"
-
-
 def test_matrix_times_vector() -> None:
     program = export(Call(torch.matmul), randn(4, 3), randn(3))
     (node,) = (n for n in program.graph.nodes if n.op == "call_function")
     assert macs(node) == 12
-
-
-@pytest.mark.parametrize("function", [torch.tanh, torch.relu, lambda x: x.sum(0)])
-def test_everything_else_has_none(function: Any) -> None:
-    (operator,) = plan_of(prepare(export(Call(function), randn(4, 3)), NullQuantizer())).operators
-    assert operator.macs == 0
 
 
 def test_dynamic_shapes_count_with_the_example() -> None:
@@ -273,52 +263,193 @@ def test_a_while_loop_counts_as_one_pass_and_a_condition_every_branch() -> None:
     assert [o.macs for o in plan.operators if o.macs] == [2 * 64] * 3
 
 
-class Stem(nn.Module):
-    """A convolution with a batch norm, and a sum with a number."""
+X = randn(4, 4)
 
-    def __init__(self) -> None:
+
+class Layers(nn.Module):
+    def __init__(self, function: Any) -> None:
         super().__init__()
-        self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+        self.function = function
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.conv(x)).sigmoid()
-
-
-@pytest.mark.parametrize(
-    ("module", "expected"),
-    [
-        ("conv", "toy: left in float by module name conv"),
-        ("norm", "fold_batch_norm was not made: module name norm wants float for a part of it"),
-    ],
-)
-def test_a_batch_norm_that_is_not_folded_has_the_reason(module: str, expected: str) -> None:
-    """No rule takes a batch norm alone, which is not why it is float where a selector lets go of it."""
-    program = export(Stem().eval(), randn(1, 3, 6, 6))
-    plan = plan_of(prepare(program, toy(CONV).set_module_name(module, None)))
-    assert {o.name: o.reason for o in plan.operators if o.claim is None}["batch_norm"] == expected
+    def forward(self, *inputs: Tensor) -> Any:
+        return self.function(self, *inputs)
 
 
-def test_a_batch_norm_behind_nothing_has_no_rule() -> None:
-    program = export(nn.BatchNorm2d(3).eval(), randn(1, 3, 6, 6))
-    plan = plan_of(prepare(program, toy(CONV)))
-    assert [o.reason for o in plan.operators] == ["no rule claims it"]
+def read(module: nn.Module, *inputs: Tensor, quantizer: Any = None) -> dict[str, tuple[str, ...]]:
+    """By the name of each operator, those that it reads."""
+    prepared = prepare(export(seeded(module), *inputs), quantizer or NullQuantizer())
+    return {row.name: row.inputs for row in qompose.report(prepared).rows}
 
 
-class Numbers(nn.Module):
-    """A product of a float operator's value and a number."""
+class TestPlainPrograms:
+    """No bodies, no rewrites."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x.sigmoid() * 2
+    def test_a_skip_connection(self) -> None:
+        def skip(self: Any, x: Tensor) -> Tensor:
+            y = self.a(x)
+            return y.relu() + y
+
+        assert read(Layers(skip), X) == {
+            "linear": (),
+            "relu": ("linear",),
+            "add": ("relu", "linear"),
+        }
+
+    def test_what_is_read_twice_stands_once(self) -> None:
+        found = read(Layers(lambda self, x: (y := self.a(x)) * y), X)
+        assert found["mul"] == ("linear",)
+
+    def test_past_operators_without_a_row(self) -> None:
+        """Taking one of several results; a comparison, whose result is no float."""
+
+        def masked(self: Any, x: Tensor) -> Tensor:
+            first, second = self.a(x).chunk(2)
+            return torch.where(self.b(x)[:2] > 0, first, second.relu())
+
+        found = read(Layers(masked), X)
+        assert found["relu"] == ("chunk",)
+        assert found["where"][1:] == ("chunk", "relu")
+        assert found["where"][0].startswith("slice")
+
+    def test_a_size_is_no_result(self) -> None:
+        def kept(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+            positive = self.a(x).flatten().masked_select(x.flatten() > 0)
+            return positive.sin(), x.new_zeros(positive.shape[0], 4)
+
+        found = read(Layers(kept), X)
+        assert found["sin"] == ("masked_select",)
+        assert found["new_zeros"] == ()
 
 
-def test_a_number_that_would_be_a_tensor_is_not_the_reason() -> None:
-    """It was made one, and still the rule waited for integers."""
-    mul = rule(
-        "mul", OperatorPattern((aten.mul.Tensor,)), activations=("self", "other"), condition="all"
+class TestRewrites:
+    """What was merged or taken apart has its place in the graph all the same."""
+
+    def test_a_folded_batch_norm(self) -> None:
+        class Net(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.conv, self.norm = nn.Conv2d(2, 3, 1), nn.BatchNorm2d(3)
+
+            def forward(self, x: Tensor) -> Tensor:
+                y = self.norm(self.conv(x.relu()))
+                return y.tanh() + y
+
+        found = read(Net(), randn(1, 2, 4, 4), quantizer=toy(CONV))
+        assert found == {
+            "relu": (), "conv2d": ("relu",), "batch_norm": ("conv2d",), "tanh": ("batch_norm",),
+            "add": ("tanh", "batch_norm"),
+        }  # fmt: skip
+
+    def test_an_operator_that_was_taken_apart(self) -> None:
+        matmul = rule(
+            "matmul", OperatorPattern((aten.matmul.default,)), activations=("self", "other")
+        )
+
+        def attend(self: Any, x: Tensor) -> Tensor:
+            return nn.functional.scaled_dot_product_attention(self.a(x), x.sin(), self.b(x)).relu()
+
+        quantizer = toy(matmul, rewrites=("split_attention",))
+        found = read(Layers(attend), randn(1, 4, 4), quantizer=quantizer)
+        name = "scaled_dot_product_attention"
+        assert found["relu"] == (f"{name}/matmul_1",)
+        assert found[f"{name}/matmul"] == ("linear", f"{name}/transpose")
+        assert found[f"{name}/transpose"] == ("sin",)
+        assert found[f"{name}/matmul_1"] == (f"{name}/softmax", "linear_1")
+
+    def test_what_a_quantizer_made_itself(self) -> None:
+        class Doubles(Annotator):
+            def transform_for_annotation(self, model: Any) -> Any:
+                (relu,) = model.graph.find_nodes(op="call_function", target=aten.relu.default)
+                with model.graph.inserting_after(relu):
+                    made = model.graph.call_function(aten.tanh.default, (relu.args[0],))
+                made.meta = dict(relu.meta)
+                relu.replace_all_uses_with(made)
+                model.graph.erase_node(relu)
+                return model
+
+        found = read(
+            Layers(lambda self, x: self.b(self.a(x).relu())), X,
+            quantizer=Doubles(lambda node: None),
+        )  # fmt: skip
+        assert found == {"linear": (), "tanh_default": ("linear",), "linear_1": ("tanh_default",)}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a")  # torch's own
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
+class TestBodies:
+    """Edges go into bodies of control flow and out of them."""
+
+    def test_cond(self) -> None:
+        def branches(self: Any, x: Tensor) -> Tensor:
+            y = self.a(x)
+            return torch.cond(x.sum() > 0, lambda y: y.relu(), lambda y: y.sin(), (y,)).tanh()
+
+        found = read(Layers(branches), X)
+        inside = {name: inputs for name, inputs in found.items() if "graph" in name}
+        assert sorted(inputs for inputs in inside.values()) == [("linear",), ("linear",)]
+        assert found["tanh"] == tuple(inside)
+
+    def test_one_of_several_results(self) -> None:
+        def branches(self: Any, x: Tensor) -> Tensor:
+            one, two = torch.cond(
+                x.sum() > 0, lambda y: (y.relu(), y.sin()), lambda y: (y.cos(), y.exp()), (x,)
+            )
+            return one.tanh() + two
+
+        found = read(Layers(branches), X)
+        kinds = {name.rpartition("_graph_0_")[2].partition("_")[0] for name in found["tanh"]}
+        assert kinds == {"relu", "cos"}
+
+    def test_loops_read_what_comes_in_and_not_what_comes_round(self) -> None:
+        def loop(self: Any, x: Tensor) -> Tensor:
+            return while_loop(
+                lambda n, y: n < 3,
+                lambda n, y: (n + 1, y.relu().sin()),
+                (torch.tensor(0), self.a(x)),
+            )[1].tanh()
+
+        found = read(Layers(loop), X)
+        (relu,) = (name for name in found if "relu" in name)
+        (sin,) = (name for name in found if "sin" in name)
+        assert (found[relu], found[sin], found["tanh"]) == (("linear",), (relu,), (sin,))
+
+    def test_scan(self) -> None:
+        def run(self: Any, x: Tensor) -> Tensor:
+            last, every = scan(lambda h, e: ((h + e).relu(), h.sin()), self.b(x)[0], self.a(x))
+            return last.tanh() + every.cos()
+
+        found = read(Layers(run), X)
+        (total,) = (name for name in found if "_add" in name)
+        (relu,) = (name for name in found if "relu" in name)
+        (sin,) = (name for name in found if "sin" in name and "cos" not in name)
+        assert len(found[total]) == 2
+        assert "linear_1" in found[total]  # the slices
+        assert (found["tanh"], found["cos"]) == ((relu,), (sin,))
+
+
+@pytest.mark.parametrize("model", of_each_kind(tagged(without="transformers")), ids=str)
+def test_inputs_are_rows_and_never_their_own(model: ZooModel) -> None:
+    """Over the zoo: what is read is there, and without circles."""
+    rows = qompose.report(prepare(model.export(), toy(CONV, LINEAR))).rows
+    left = {row.name: set(row.inputs) for row in rows}
+    assert set().union(*left.values()) <= set(left)
+    while left:
+        done = {row for row, inputs in left.items() if not inputs & set(left)}
+        assert done, f"in a circle: {left}"
+        left = {row: inputs for row, inputs in left.items() if row not in done}
+
+
+class TestOlderData:
+    """What was written before rows had inputs has none."""
+
+    REPORT = qompose.report(
+        convert(export(seeded(nn.Sequential(nn.Linear(4, 4), nn.ReLU())), X), toy(), X)
     )
-    quantizer = toy(mul, rewrites=("scalar_to_tensor",))
-    plan = plan_of(prepare(export(Numbers(), randn(2, 3)), quantizer))
-    assert [o.reason for o in plan.operators] == [
-        "no rule claims it",
-        "toy: its input is not quantized",
-    ]
+
+    def test_reports(self) -> None:
+        data = self.REPORT.to_dict()
+        assert [row["inputs"] for row in data["rows"]] == [[], ["linear"]]
+        for row in data["rows"]:
+            del row["inputs"]
+        assert [row.inputs for row in qompose.Report.from_dict(data).rows] == [(), ()]

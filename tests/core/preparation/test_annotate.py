@@ -1,0 +1,390 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Annotate: claims on a program and its bodies, and only the rewrites that claims cover."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import qompose
+import torch
+from qompose import Quantizer
+from qompose.errors import ConfigError
+from qompose.plan.plan import Rewrite
+from qompose.preparation.annotate import annotate as annotate_bound_program
+from qompose.program.control_flow import graphs_in, name_apart, nodes_in, sink_constants
+from qompose.program.graph import copy_graph_module
+from qompose.quantizer.composition import ComposableQuantizer
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+
+from tests.core.preparation.test_zoo import of_each_kind
+from tests.core.quantizer.interop.foreign import calls, like, replace
+from tests.core.toy import (
+    CONV,
+    INT8,
+    LINEAR,
+    LINEAR_RELU,
+    SIGMOID,
+    STATIC,
+    WEIGHT,
+    Annotator,
+    Model,
+    NullQuantizer,
+    annotate,
+    convert,
+    export,
+    graph_text,
+    plan_of,
+    prepare,
+    randn,
+    seeded,
+    toy,
+)
+from tests.zoo import ZooModel, tagged
+
+aten = torch.ops.aten
+X = randn(4, 4)
+
+
+def annotate_program(exported: GraphModule, quantizer: Quantizer) -> Any:
+    """As prepare calls it: with the quantizer bound to the program."""
+    annotated = annotate_bound_program(exported, quantizer.bound(exported))
+    return annotated.program, annotated.composition, annotated.rewrites
+
+
+def ready(program: Any) -> GraphModule:
+    """A program as `prepare_pt2e` hands it over."""
+    module = copy_graph_module(program.module(check_guards=False))
+    sink_constants(module)
+    name_apart(module)
+    return module
+
+
+def texts(module: GraphModule) -> list[str]:
+    return [graph_text(part) for part in graphs_in(module)]
+
+
+@pytest.mark.parametrize("model", of_each_kind(tagged(without="transformers")[::4]), ids=str)
+def test_the_program_is_left_alone(model: ZooModel) -> None:
+    exported = ready(model.export())
+    before, meta = texts(exported), [sorted(map(str, node.meta)) for node in nodes_in(exported)]
+    working, composition, _ = annotate_program(exported, toy())
+    assert texts(exported) == before
+    assert [sorted(map(str, node.meta)) for node in nodes_in(exported)] == meta
+    names = {node.name for node in nodes_in(working)}
+    for claim in composition.chosen:
+        assert set(claim.nodes) <= names
+    taken = [name for claim in composition.chosen for name in claim.nodes]
+    assert len(taken) == len(set(taken)), "no operator has two claims"
+
+
+class BranchNorms(nn.Module):
+    """A batch norm in each branch and one outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outside, self.yes, self.no = (
+            nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)) for _ in range(3)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cond(x.sum() > 0, self.yes, self.no, (self.outside(x),))
+
+
+@pytest.mark.parametrize(
+    ("left", "folded"),
+    [((), 3), (("yes",), 2), (("yes", "no"), 1), (("outside", "no"), 1)],
+    ids=str,
+)
+def test_rewrites_are_kept_where_claims_cover_them_in_bodies_too(
+    left: tuple[str, ...], folded: int
+) -> None:
+    quantizer = toy(CONV)
+    for path in left:
+        quantizer.set_module_name(path, None)
+    with torch.no_grad():  # with gradients, the export itself warns
+        program = export(BranchNorms(), randn(1, 3, 4, 4))
+    working, composition, rewrites = annotate_program(ready(program), quantizer)
+    norms = [n for n in nodes_in(working) if n.target is aten.batch_norm.default]
+    assert (len(rewrites), len(norms), len(composition.chosen)) == (folded, 3 - folded, folded)
+    claimed = {name for claim in composition.chosen for name in claim.nodes}
+    assert all(not claimed.isdisjoint(rewrite.pieces) for rewrite in rewrites)
+    for rewrite in rewrites:
+        assert "batch_norm" in rewrite.nodes[1] and "batch_norm" not in "".join(rewrite.pieces)
+
+
+def test_a_selector_on_half_of_a_rewrite_in_a_body_prevents_it_and_is_named() -> None:
+    with torch.no_grad():
+        program = export(BranchNorms(), randn(1, 3, 4, 4))
+    quantizer = toy(CONV).set_module_name("yes.1", None)
+    _, composition, rewrites = annotate_program(ready(program), quantizer)
+    assert (len(rewrites), len(composition.chosen)) == (2, 3)
+    (note,) = (note for note in composition.notes if "fold_batch_norm" in note)
+    assert "true_graph_0_conv2d" in note
+
+
+class TwoLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.yes, self.no = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cond(x.sum() > 0, lambda x: self.yes(x).relu(), self.no, (x,))
+
+
+TWO_LAYERS = export(TwoLayers(), X)
+
+
+def wants_linear(node: Node) -> None:
+    if node.target is aten.linear.default:
+        annotate(node, {node.args[0]: INT8, node.args[1]: WEIGHT}, INT8)  # type: ignore[dict-item]
+
+
+def takes_all(node: Node) -> None:
+    """Annotates what is annotated already, in another way."""
+    if node.target is aten.linear.default:
+        annotate(node, {node.args[0]: INT8}, None)  # type: ignore[dict-item]
+
+
+def test_priority_is_that_of_the_members_in_bodies_too() -> None:
+    layers, pairs = toy(LINEAR, name="layers"), toy(LINEAR_RELU, LINEAR, name="pairs")
+    for members in ((layers, pairs), (pairs, layers)):
+        plan = plan_of(prepare(TWO_LAYERS, qompose.compose(*members)))
+        assert {claim.owner for claim in plan.claims} == {members[0].name}
+        first, second = (member.name for member in members)
+        assert all((c.winner, c.loser) == (first, second) for c in plan.conflicts)
+        assert len(plan.conflicts) >= 2, "one in each branch"
+        sizes = sorted(len(claim.nodes) for claim in plan.claims)
+        assert sizes == ([1, 1] if members[0] is layers else [1, 2])
+
+
+def test_an_overwritten_annotation_in_a_body_is_an_error_or_undone() -> None:
+    members = Annotator(wants_linear, "earlier"), Annotator(takes_all, "later")
+    with pytest.raises(qompose.errors.AnnotationConflictError) as caught:
+        prepare(TWO_LAYERS, qompose.compose(*members))
+    error = caught.value
+    assert (error.earlier, error.later) == ("earlier", "later") and "graph_0_linear" in error.node
+    plan = plan_of(prepare(TWO_LAYERS, qompose.compose(*members, on_conflict="first")))
+    assert [claim.owner for claim in plan.claims] == ["earlier", "earlier"]
+
+
+def test_what_is_said_of_every_body_is_listed_once() -> None:
+    quantizer = toy(LINEAR).set_object_type(nn.Conv3d, None).set_module_name_regex("none.*", STATIC)
+    notes = plan_of(prepare(TWO_LAYERS, quantizer)).notes
+    assert len(notes) == len(set(notes)) == 2
+
+
+def test_all_hooks_see_the_names_that_reports_use() -> None:
+    """`validate` gets the program with its bodies annotated, under the names of claims."""
+    names: set[str] = set()
+
+    class Looking(Annotator):
+        def validate(self, model: GraphModule) -> None:
+            names.update(n.name for n in nodes_in(model) if "quantization_annotation" in n.meta)
+
+    prepared = prepare(TWO_LAYERS, Looking(wants_linear, "looking"))
+    assert names == {claim.anchor for claim in plan_of(prepared).claims}
+    assert len(names) == 2
+
+
+TRANSFORM = ": transform_for_annotation"
+
+
+def replaced(target: Any, build: Callable[[Node], Node]) -> type[Quantizer]:
+    """A kind of quantizer that replaces the operators of a target, and annotates nothing."""
+
+    class Replacing(NullQuantizer):
+        def transform_for_annotation(self, model: GraphModule) -> GraphModule:
+            for node in calls(model, target):
+                replace(model, node, lambda node=node: build(node))
+            model.recompile()
+            return model
+
+    return Replacing
+
+
+def product_and_sum(node: Node) -> Node:
+    product = like(node, aten.linear.default, *node.args[:2])
+    return like(node, aten.add.Tensor, product, node.args[2])
+
+
+def sigmoid_times(node: Node) -> Node:
+    x = node.args[0]
+    sigmoid = like(node, aten.sigmoid.default, x)
+    return like(node, aten.mul.Tensor, x, sigmoid)
+
+
+Split = type("Split", (replaced(aten.linear.default, product_and_sum),), {})
+Silu = type("Silu", (replaced(aten.silu.default, sigmoid_times),), {})
+
+
+PROGRAM = export(
+    seeded(Model(lambda m, x: torch.tanh(nn.functional.silu(m.a(x))), a=nn.Linear(4, 4))), X
+)
+RULES = (LINEAR, SIGMOID)
+
+
+def test_what_was_made_is_listed_where_it_stands_and_what_is_gone_is_not() -> None:
+    lowered = qompose.lower(convert(PROGRAM, qompose.compose(Split(), toy(LINEAR)), X))
+    report = qompose.report(lowered)
+    assert [(r.name, r.operator, r.module, r.macs, r.owner) for r in report.rows] == [
+        ("linear_default", "aten.linear", "a", 64, "toy"),
+        ("add_tensor", "aten.add.Tensor", "a", 0, ""),
+        ("silu", "aten.silu", "", 0, ""),
+        ("tanh", "aten.tanh", "", 0, ""),
+    ]
+    assert report.coverage() == 1.0
+    qompose.assert_lowered(lowered)
+
+
+def test_each_member_has_a_rewrite_and_a_note_of_its_own() -> None:
+    plan = plan_of(prepare(PROGRAM, qompose.compose(Split(), toy(*RULES), Silu(), NullQuantizer())))
+    assert plan.rewrites == (
+        Rewrite(f"Split{TRANSFORM}", ("linear",), ("linear_default", "add_tensor"), member="Split"),
+        Rewrite(f"Silu{TRANSFORM}", ("silu",), ("sigmoid_default", "mul_tensor"), member="Silu"),
+    )
+    assert {o.name for o in plan.operators if o.claim is not None} == {
+        "linear_default", "sigmoid_default",
+    }  # fmt: skip
+
+
+def test_two_members_of_one_name_are_told_apart() -> None:
+    again = type(
+        "Split", (replaced(aten.add.Tensor, lambda n: like(n, aten.sub.Tensor, *n.args)),), {}
+    )
+    plan = plan_of(
+        prepare(PROGRAM, qompose.compose(Split(), qompose.compose(again()), toy(LINEAR)))
+    )
+    assert [(r.name, r.nodes) for r in plan.rewrites] == [
+        ("Split: transform_for_annotation", ("linear",)),
+        ("Split#2: transform_for_annotation", ("add_tensor",)),
+    ]
+    assert [o.name for o in plan.operators] == ["linear_default", "sub_tensor", "silu", "tanh"]
+
+
+def test_a_composition_with_a_transform_of_its_own_is_one_step() -> None:
+    class Own(ComposableQuantizer):
+        transform_for_annotation = Split.transform_for_annotation
+
+    plan = plan_of(prepare(PROGRAM, Own((Silu(), toy(LINEAR)))))
+    assert [r.name for r in plan.rewrites] == ["Silu+toy: transform_for_annotation"]
+
+
+def test_an_operator_that_kept_its_name_is_listed_as_what_it_is_now() -> None:
+    class Retarget(NullQuantizer):
+        def transform_for_annotation(self, model: GraphModule) -> GraphModule:
+            for node in model.graph.find_nodes(op="call_function", target=aten.tanh.default):
+                node.target = aten.sigmoid.default
+            return model
+
+    plan = plan_of(prepare(PROGRAM, qompose.compose(Retarget(), toy(SIGMOID))))
+    assert plan.rewrites == (
+        Rewrite(f"Retarget{TRANSFORM}", ("tanh",), ("tanh",), member="Retarget"),
+    )
+    (operator,) = (o for o in plan.operators if o.name == "tanh")
+    assert (operator.operator, operator.claim) == ("aten.sigmoid", 0)
+
+
+def test_can_quantize_answers_for_what_was_made_and_says_who_rewrote_what_is_gone() -> None:
+    members = [Split(), toy(LINEAR)]
+    made = ("Split", "linear_default", "add_tensor")
+    assert qompose.can_quantize(PROGRAM, "linear_default", members)
+    added = qompose.can_quantize(PROGRAM, "add_tensor", members)
+    assert not added and "toy" in [who for who, _ in added.reasons]
+    assert all(name in added.rewrites[0] for name in made)
+    gone = qompose.can_quantize(PROGRAM, "linear", members)
+    assert not gone and all(name in gone.reason for name in made)
+    assert not qompose.can_quantize(PROGRAM, "linear", [Split()])
+    assert qompose.can_quantize(PROGRAM, "linear", [toy(LINEAR)])
+    for name, asked in (("linear_defaul", members), ("linear_default", [toy(LINEAR)])):
+        with pytest.raises(ConfigError, match="linear_default"):
+            qompose.can_quantize(PROGRAM, name, asked)
+
+
+class TwoValues(nn.Module):
+    """Two outputs of one shape, and integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.inner(x).relu(), self.inner(x).tanh(), k + 1
+
+
+def editing(edit: Callable[[GraphModule, dict[str, Node]], None]) -> Quantizer:
+    """A quantizer that edits the program in place, and annotates nothing."""
+
+    class Editing(NullQuantizer):
+        def transform_for_annotation(self, model: GraphModule) -> GraphModule:
+            edit(model, {node.name: node for node in model.graph.nodes})
+            model.recompile()
+            return model
+
+    return Editing()
+
+
+INPUTS = (randn(4, 4), torch.arange(4))
+
+
+def swap(model: GraphModule, nodes: dict[str, Node]) -> None:
+    first, second, third = nodes["output"].args[0]  # type: ignore[misc]
+    nodes["output"].args = ((second, first, third),)
+
+
+def widen(model: GraphModule, nodes: dict[str, Node]) -> None:
+    with model.graph.inserting_after(nodes["relu"]):
+        wide = model.graph.call_function(aten.to.dtype, (nodes["relu"], torch.float64))
+    _, second, third = nodes["output"].args[0]  # type: ignore[misc]
+    nodes["output"].args = ((wide, second, third),)
+
+
+def test_a_transform_that_returns_other_values_is_refused() -> None:
+    with pytest.raises(qompose.UserError, match="Editing: transform_for_annotation"):
+        prepare(export(seeded(TwoValues()), *INPUTS), editing(swap))
+
+
+def divide(model: GraphModule, nodes: dict[str, Node]) -> None:
+    nodes["add"].target, nodes["add"].args = aten.div.Tensor, (nodes["k"], 2)
+
+
+def cast_inside(model: GraphModule, nodes: dict[str, Node]) -> None:
+    with model.graph.inserting_before(nodes["relu"]):
+        wide = model.graph.call_function(aten.to.dtype, (nodes["linear"], torch.float64))
+    nodes["relu"].args = (wide,)
+
+
+@pytest.mark.parametrize(
+    ("edit", "name"), [(divide, "add"), (cast_inside, "relu"), (widen, "relu")]
+)
+def test_a_value_of_another_dtype_is_undone(edit: Any, name: str) -> None:
+    model = seeded(TwoValues())
+    prepared = prepare(export(model, *INPUTS), editing(edit))
+    for expected, actual in zip(model(*INPUTS), prepared(*INPUTS), strict=True):
+        assert torch.equal(expected, actual)
+    assert any("Editing" in n and name in n for n in plan_of(prepared).notes)
+
+
+def test_annotate_may_remove_what_no_result_depends_on() -> None:
+    class Unused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.pooler = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            found = self.inner(x)
+            self.pooler(found).tanh()
+            return found.relu()
+
+    class Tidy:
+        def annotate(self, model: GraphModule) -> GraphModule:
+            model.graph.eliminate_dead_code()
+            return model
+
+        def validate(self, model: GraphModule) -> None: ...
+
+    model = seeded(Unused())
+    prepared = prepare(export(model, X), qompose.compose(Tidy(), toy(LINEAR)))
+    assert torch.equal(prepared(X), model(X))
