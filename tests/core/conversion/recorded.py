@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the examples that nodes have are what they compute."""
+"""What the nodes of a program compute, and whether the examples that they have are like it."""
 
 from __future__ import annotations
 
@@ -9,25 +9,31 @@ from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
 
-class _Recorded(Interpreter):
-    """Collects the nodes whose recorded example is not what they compute, in type or shape."""
-
+class _Watched(Interpreter):
     def __init__(self, module: GraphModule) -> None:
         super().__init__(module)
-        self.wrong: list[str] = []
+        self.seen: dict[Node, Any] = {}
 
     def run_node(self, n: Node) -> Any:
-        result, recorded = super().run_node(n), n.meta.get("val")
-        if isinstance(result, Tensor) and n.op != "placeholder":
-            same = recorded.dtype is result.dtype and len(recorded.shape) == result.dim()
-            sizes = zip(recorded.shape, result.shape, strict=False)
-            if not same or any(a != b for a, b in sizes if isinstance(a, int)):
-                self.wrong.append(f"{n.format_node()}: {recorded}")
-        return result
+        self.seen[n] = super().run_node(n)
+        return self.seen[n]
+
+
+def computed(model: GraphModule, *inputs: Tensor) -> dict[Node, Any]:
+    """By node, what it gives."""
+    watched = _Watched(model)
+    watched.run(*inputs)
+    return watched.seen
 
 
 def wrongly_recorded(model: GraphModule, *inputs: Tensor) -> list[str]:
-    """Each such node, with what is recorded for it."""
-    interpreter = _Recorded(model)
-    interpreter.run(*inputs)
-    return interpreter.wrong
+    """The nodes whose example has another type or shape than what they give."""
+    wrong = []
+    for node, result in computed(model, *inputs).items():
+        recorded = node.meta.get("val")
+        if isinstance(result, Tensor) and node.op != "placeholder":
+            same = recorded.dtype is result.dtype and len(recorded.shape) == result.dim()
+            sizes = zip(recorded.shape, result.shape, strict=False)
+            if not same or any(a != b for a, b in sizes if isinstance(a, int)):
+                wrong.append(f"{node.format_node()}: {recorded}")
+    return wrong

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import qompose
@@ -20,6 +19,7 @@ from qompose.spec import qdq
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
+from tests.core.conversion.recorded import computed, wrongly_recorded
 from tests.core.toy import (
     DYNAMIC,
     INT8,
@@ -300,14 +300,7 @@ def test_casts(dtype: torch.dtype, bound: float, fold: bool) -> None:
     by_hand = nn.functional.linear(
         X.to(dtype).float(), weight.to(dtype).float(), model.layers["static"].bias
     )
-    seen: list[Tensor] = []
-
-    class Watch(torch.fx.Interpreter):
-        def run_node(self, n: torch.fx.Node) -> Tensor:
-            seen.append(super().run_node(n))
-            return seen[-1]
-
-    Watch(converted).run(X)
+    seen = computed(converted, X).values()
     assert any(isinstance(value, Tensor) and torch.equal(value, by_hand) for value in seen)
 
 
@@ -382,17 +375,8 @@ def test_every_original_operator_keeps_its_type(
     before = {n.name: n.meta["val"].dtype for n in program.graph.nodes if n.op == "call_function"}
     after = {n.name: n.meta["val"] for n in converted.graph.nodes if n.op == "call_function"}
     assert {name: after[name].dtype for name in before} == before
-    seen: dict[str, Any] = {}
-
-    class Watch(torch.fx.Interpreter):
-        def run_node(self, n: Node) -> Any:
-            seen[n.name] = super().run_node(n)
-            return seen[n.name]
-
-    Watch(converted).run(x)
-    assert {name: seen[name].dtype for name in before} == before
-    least = 12 if config is INT4 else 24
-    assert sqnr(model(x), seen["output"][0]) > least
+    assert wrongly_recorded(converted, x) == []
+    assert sqnr(model(x), converted(x)) > (12 if config is INT4 else 24)
     for node in filter(qdq.is_dequantize, converted.graph.nodes):
         assert node.meta["val"].dtype is dtype
 
