@@ -323,9 +323,8 @@ CONFIGS = [STATIC, DYNAMIC, PER_TOKEN, WEIGHT_ONLY, INT4]
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_names_come_from_module_paths(config: QuantizationConfig) -> None:
-    program = export(small(Encoder()), X)
-    converted = convert(program, toy(LINEAR, config=config), X)
+def test_tensors_and_nodes_say_which_module_they_belong_to(config: QuantizationConfig) -> None:
+    converted = convert(export(small(Encoder()), X), toy(LINEAR, config=config), X)
     paths = ("encoder.layer0.query", "encoder.layer0.key", "head")
     expected = {f"{path}.weight{end}" for path in paths for end in ("_q", "_scale")}
     zero = "zero_point_8x2" if config is INT4 else "zero_point_8"
@@ -333,11 +332,6 @@ def test_names_come_from_module_paths(config: QuantizationConfig) -> None:
     assert set(converted.state_dict()) == expected
     read = {str(n.target) for n in converted.graph.nodes if n.op == "get_attr"}
     assert read == expected, "nothing is stored that nothing reads"
-
-
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_nodes_say_which_module_they_belong_to(config: QuantizationConfig) -> None:
-    converted = convert(export(small(Encoder()), X), toy(LINEAR, config=config), X)
     found = Counter()
     for node in converted.graph.nodes:
         if qdq.is_quantize(node):

@@ -76,12 +76,21 @@ def lowered_mlp(path: Path, **facts: Any) -> GraphModule:
 
 class TestAgain:
     def test_bits_graph_and_report(self, path: Path, offered: Offered) -> None:
+        """What is loaded as it was before can be saved again; what is lowered holds no weights for that."""
         saved = lowered_mlp(path)
+        first = path.read_bytes()
+        before = qompose.load(path, as_converted=True)
+        assert discovery._load.cache_info().currsize == 0
+        assert_same_model(before, mlp())
         loaded = qompose.load(path)
         assert graph_text(loaded) == graph_text(saved)
         assert torch.equal(loaded(X), saved(X))
         assert qompose.report(loaded) == qompose.report(saved)
         assert qompose.report(loaded).count("int8 kernel") == 3
+        with pytest.raises(StageError, match="as_converted=True"):
+            qompose.save(loaded, path)
+        qompose.save(qompose.lower(before), path)
+        assert path.read_bytes() == first
 
     @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch 2.13 copies trees so
     def test_the_caller_need_not_keep_the_converted_model(
@@ -96,27 +105,6 @@ class TestAgain:
         del converted
         qompose.save(copy.deepcopy(lowered), path)
         assert torch.equal(qompose.load(path)(X), lowered(X))
-
-    def test_as_it_was_before(self, path: Path, offered: Offered) -> None:
-        lowered_mlp(path)
-        loaded = qompose.load(path, as_converted=True)
-        assert discovery._load.cache_info().currsize == 0
-        assert_same_model(loaded, mlp())
-
-    def test_saved_again_it_is_the_same_file(self, path: Path, offered: Offered) -> None:
-        lowered_mlp(path)
-        first = path.read_bytes()
-        qompose.save(qompose.lower(qompose.load(path, as_converted=True)), path)
-        assert path.read_bytes() == first
-
-    def test_one_that_was_loaded_does_not_hold_its_weights_twice(
-        self, path: Path, offered: Offered
-    ) -> None:
-        lowered_mlp(path)
-        first = path.read_bytes()
-        with pytest.raises(qompose.errors.StageError, match="as_converted=True"):
-            qompose.save(qompose.load(path), path)
-        assert path.read_bytes() == first
 
     def test_a_buffer_starts_from_its_exported_state(self, path: Path, offered: Offered) -> None:
         class Counts(MLP):
