@@ -101,17 +101,15 @@ def test_a_program_equals_itself(stages: Any, stage: str) -> None:
     assert {row.sqnr for row in found} == {math.inf}
 
 
-def test_figures_are_those_of_the_values(stages: Any) -> None:
+def test_figures_are_those_of_the_values_and_own_ones_leave_out_what_came_before(
+    stages: Any,
+) -> None:
     found = qompose.compare(stages["float"], stages["converted"], BATCHES)
     row = found["add"]
     assert row.sqnr == pytest.approx(of_sums(stages["converted"], stages["float"]), abs=0.01)
     assert row.module == ""
     assert found["linear"].module == "one"
     assert found["linear"].operator == "aten.linear"
-
-
-def test_own_sqnr_leaves_out_what_came_before(stages: Any) -> None:
-    found = qompose.compare(stages["float"], stages["converted"], BATCHES)
     assert found["linear_1"].own_sqnr > found["linear_1"].sqnr + 1
     assert found["tanh"].cause == INHERITED
     assert found["tanh"].own_sqnr == math.inf
