@@ -126,16 +126,7 @@ def test_nan_is_named_with_its_batch_and_its_tensor() -> None:
     assert caught.value.number == 2
 
 
-def test_no_gradients_are_kept() -> None:
-    prepared = prepared_single()
-    modes = []
-    hook = prepared.register_forward_hook(lambda *_: modes.append(torch.is_grad_enabled()))
-    qompose.calibrate(prepared, [X])
-    hook.remove()
-    assert modes == [False]
-
-
-def test_batches_are_read_one_at_a_time() -> None:
+def test_batches_are_read_one_at_a_time_and_no_gradients_are_kept() -> None:
     prepared, alive = prepared_single(), []
 
     def batches() -> Iterator[Tensor]:
@@ -144,9 +135,9 @@ def test_batches_are_read_one_at_a_time() -> None:
             yield X
 
     calls = []
-    prepared.register_forward_hook(lambda *_: calls.append(len(alive)))
+    prepared.register_forward_hook(lambda *_: calls.append((len(alive), torch.is_grad_enabled())))
     qompose.calibrate(prepared, batches())
-    assert calls == [1, 2, 3]
+    assert calls == [(1, False), (2, False), (3, False)]
 
 
 def test_the_progress_bar_is_on_stderr_and_off_without_a_terminal(

@@ -139,7 +139,7 @@ def seen(kind: str = "histogram") -> Statistics:
 
 class TestMerging:
     @pytest.mark.parametrize("kind", KINDS)
-    @settings(max_examples=10, deadline=None)
+    @settings(max_examples=5, deadline=None)
     @given(
         cuts=st.lists(st.integers(1, 39), max_size=4).map(sorted),
         order=st.randoms(use_true_random=False),

@@ -167,15 +167,11 @@ class TestQuantize:
 
     def test_a_configuration(self, capsys: Capture) -> None:
         quantizer = qompose.compose("alpha")
-        Path("q.json").write_text(json.dumps(quantizer.to_dict()))
+        text = json.dumps(quantizer.to_dict())
+        Path("q.json").write_text(text, encoding="utf-8-sig")  # as editors of Windows save it
         assert quantize("--config", "q.json", *DATA, "--json") == 0
         (row,) = json.loads(capsys.readouterr().out)["rows"]
         assert (row["owner"], row["config"]) == ("alpha", "static")
-
-    def test_a_configuration_as_windows_editors_save_it(self) -> None:
-        text = json.dumps(qompose.compose("alpha").to_dict())
-        Path("q.json").write_text(text, encoding="utf-8-sig")
-        assert quantize("--config", "q.json", *DATA) == 0
 
     def test_batches_are_those_that_are_asked_for(self) -> None:
         torch.save(torch.cat([randn(2, 8), 1000 * randn(2, 8)]), "data.pt")

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -140,11 +139,6 @@ class TestWarnings:
         for name, line in zip(("sigmoid", "sigmoid_1"), lines, strict=True):
             assert f"{name} (toy, rule sigmoid)" in line and "mask values" in line
         assert warning.filename == __file__
-
-    def test_nothing_is_said_where_all_went_well(self) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            qompose.lower(convert(PROGRAM, toy(LINEAR), X), strict=True)
 
 
 class TestTargets:
