@@ -226,7 +226,7 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
             "schedules of observers and batch norms",
             "Y",
             "P P N N Y N Y P Y",
-            "core/training/test_schedules.py",
+            "core/training/test_train_eval.py",
         ),
     ),
     "Accuracy": (

@@ -11,6 +11,8 @@ from qompose import errors
 from qompose.errors import (
     AnnotationConflictError,
     BackendNotFoundError,
+    BatchError,
+    InputError,
     NotExportedError,
     PluginError,
     QomposeError,
@@ -51,54 +53,49 @@ def test_they_are_caught_as_pythons_own_too(kind: Any, builtin: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "facts", "words"),
+    ("error", "facts"),
     [
-        pytest.param(
+        (
             BackendNotFoundError("x86_inductr", ["x86_inductor", "xnnpack"]),
             {"name": "x86_inductr", "installed": ("x86_inductor", "xnnpack")},
-            ["did you mean 'x86_inductor'", "Installed: x86_inductor, xnnpack"],
-            id="backend",
         ),
-        pytest.param(
+        (
             PluginError("bad", "dist 1.0", "it raises"),
             {"name": "bad", "source": "dist 1.0", "reason": "it raises"},
-            ["'bad' (dist 1.0)", "it raises"],
-            id="plugin",
         ),
-        pytest.param(
+        (
             AnnotationConflictError("first", "second", "conv2d", "removed"),
-            {"earlier": "first", "later": "second", "node": "conv2d"},
-            ["'second' removed", "'first'", "'conv2d'", 'on_conflict="first"'],
-            id="conflict",
+            {"earlier": "first", "later": "second", "node": "conv2d", "change": "removed"},
         ),
-        pytest.param(
+        (
             UncalibratedError(["x -> linear in head", "output of linear"]),
             {"tensors": ("x -> linear in head", "output of linear")},
-            ["2 observed tensors", "- x -> linear in head", "calibrate(", "allow_uncalibrated=True"],
-            id="uncalibrated",
         ),
-        pytest.param(
-            NotExportedError(3, "prepare_pt2e"), {}, ["prepare_pt2e", "builtins.int", "export("],
-            id="not exported",
+        (
+            BatchError(3, "it raises", "input"),
+            {"number": 3, "reason": "it raises", "what": "input"},
         ),
+        (InputError("x", "int", "float"), {"name": "x"}),
     ],
-)  # fmt: skip
-def test_messages_and_attributes(error: Exception, facts: dict[str, Any], words: list[str]) -> None:
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+def test_attributes_are_in_the_message(error: Exception, facts: dict[str, Any]) -> None:
     assert {name: getattr(error, name) for name in facts} == facts
-    assert all(word in str(error) for word in words), str(error)
+    for fact in facts.values():
+        for word in fact if isinstance(fact, tuple) else (fact,):
+            assert str(word) in str(error)
 
 
 @pytest.mark.parametrize(
-    ("name", "known", "expected"),
+    ("name", "known", "near"),
     [
-        ("linaer", ["linear", "conv"], " (did you mean 'linear'?)"),
-        ("conv", ["conv1", "conv2"], " (did you mean 'conv2' or 'conv1'?)"),
-        ("q", ["linear"], ""),
-        ("x", [], ""),
+        ("linaer", ["linear", "conv"], {"linear"}),
+        ("conv", ["conv1", "conv2"], {"conv1", "conv2"}),
+        ("q", ["linear"], set()),
+        ("x", [], set()),
     ],
 )
-def test_near_names(name: str, known: list[str], expected: str) -> None:
-    assert near_names(name, known) in (
-        expected,
-        expected.replace("'conv2' or 'conv1'", "'conv1' or 'conv2'"),
-    )
+def test_near_names(name: str, known: list[str], near: set[str]) -> None:
+    told = near_names(name, known)
+    assert {word for word in known if repr(word) in told} == near
+    assert bool(told) == bool(near)

@@ -13,7 +13,7 @@ import qompose
 import torch
 from qompose import UserError
 from qompose.calibration import calibrator
-from qompose.errors import CalibrationError
+from qompose.errors import BatchError, CalibrationError
 from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.utils.data import DataLoader, TensorDataset
@@ -33,15 +33,17 @@ class TwoInputs(nn.Module):
 X, Y = randn(4, 3), randn(4, 3, seed=1)
 
 
+ROWS = {0: torch.export.Dim("batch")}
+PAIR = export(seeded(TwoInputs()), X, Y, dynamic_shapes=(ROWS, ROWS))
+SINGLE = export(seeded(nn.Linear(3, 4)), X, dynamic_shapes=(ROWS,))
+
+
 def prepared_pair() -> GraphModule:
-    batch = torch.export.Dim("batch")
-    program = export(seeded(TwoInputs()), X, Y, dynamic_shapes=({0: batch}, {0: batch}))
-    return prepare(program, toy(LINEAR))
+    return prepare(PAIR, toy(LINEAR))
 
 
 def prepared_single() -> GraphModule:
-    program = export(seeded(nn.Linear(3, 4)), X, dynamic_shapes=({0: torch.export.Dim("batch")},))
-    return prepare(program, toy(LINEAR))
+    return prepare(SINGLE, toy(LINEAR))
 
 
 def scales(prepared: GraphModule) -> list[float]:
@@ -83,83 +85,48 @@ def test_tensors_and_data_loaders() -> None:
     assert scales(calibrated) == expected
 
 
-def test_the_result_does_not_depend_on_the_split() -> None:
-    data = torch.round(randn(12, 3) * 64) / 64
-    results = []
-    for size in (1, 5, 12):
-        prepared = prepared_single()
-        with torch.no_grad():  # sums of few bits: matrix products of any batch size are equal then
-            for parameter in prepared.parameters():
-                parameter.copy_(torch.round(parameter * 64) / 64)
-        results.append(scales(qompose.calibrate(prepared, list(data.split(size)))))
-    assert results[0] == results[1] == results[2]
-
-
 @pytest.mark.parametrize("batches", [[], iter(()), (b for b in [])], ids=["list", "iter", "used"])
 def test_no_batch_is_an_error(batches: Any) -> None:
-    with pytest.raises(CalibrationError, match="no batches: the iterable was empty"):
+    with pytest.raises(CalibrationError):
         qompose.calibrate(prepared_pair(), batches)
 
 
 @pytest.mark.parametrize(
-    ("single", "message"),
-    [
-        (X, r"a single one, float32\[4, 3\]: pass \[batch\]; where its slices .* list\(tensor\)"),
-        (X[0], r"a single one, float32\[3\]: pass \[batch\]$"),
-        ({"x": X, "y": Y}, r"a single one, \{x: float32.*pass \[batch\]$"),
-        (3, r"got int; for one batch pass \[batch\]"),
-    ],
-    ids=["tensor", "row", "dict", "number"],
+    "single", [X, X[0], {"x": X, "y": Y}, 3], ids=["tensor", "row", "dict", "number"]
 )
-def test_a_single_batch_is_not_gone_through(single: Any, message: str) -> None:
-    with pytest.raises(UserError, match=f"calibrate takes .*{message}"):
+def test_a_single_batch_is_not_gone_through(single: Any) -> None:
+    with pytest.raises(UserError, match="calibrate"):
         qompose.calibrate(prepared_pair(), single)
 
 
 @pytest.mark.parametrize(
-    ("bad", "message"),
+    ("bad", "named"),
     [
-        pytest.param(
-            (X,), r"batch 3 does not fit.*The batch is \(float32\[4, 3\]\)", id="too few"
-        ),
-        pytest.param(
-            (X, randn(4, 5)), r"batch 3 does not fit.*\(float32\[4, 3\], float32\[4, 5\]\)",
-            id="wrong shape",
-        ),
-        pytest.param({"x": X, "z": Y}, r"batch 3 does not fit.*\{x: float32", id="wrong name"),
-        pytest.param(
-            (X, Y, torch.arange(4)),
-            r"batch 3 .*The model takes x, y: pass transform= .* batch: batch\[:2\]",
-            id="labels",
-        ),
-        pytest.param((X, "y"), r"batch 3 does not fit.*\(float32\[4, 3\], str\)", id="wrong type"),
-        pytest.param("xy", "batch 3 cannot be used: it is a str.*transform=", id="no batch at all"),
-        pytest.param(3, "batch 3 cannot be used: it is a int", id="a number"),
+        pytest.param((X,), r"\(float32\[4, 3\]\)", id="too few"),
+        pytest.param((X, randn(4, 5)), r"\(float32\[4, 3\], float32\[4, 5\]\)", id="wrong shape"),
+        pytest.param({"x": X, "z": Y}, r"\{x: float32", id="wrong name"),
+        pytest.param((X, Y, torch.arange(4)), r"x, y: .*batch\[:2\]", id="labels"),
+        pytest.param((X, "y"), r"\(float32\[4, 3\], str\)", id="wrong type"),
+        pytest.param("xy", "str.*transform=", id="no batch at all"),
+        pytest.param(3, "int", id="a number"),
     ],
-)  # fmt: skip
-def test_a_batch_that_does_not_fit_is_named_by_number(bad: Any, message: str) -> None:
-    with pytest.raises(CalibrationError, match=f"(?s)calibration {message}"):
+)
+def test_a_batch_that_does_not_fit_is_named_by_number(bad: Any, named: str) -> None:
+    with pytest.raises(CalibrationError, match=f"(?s){named}") as caught:
         qompose.calibrate(prepared_pair(), [(X, Y), (X, Y), bad, (X, Y)])
+    assert isinstance(caught.value, BatchError)
+    assert caught.value.number == 3
 
 
 def test_nan_is_named_with_its_batch_and_its_tensor() -> None:
     bad = X.clone()
     bad[0, 0] = math.nan
-    with pytest.raises(CalibrationError, match=r"(?s)batch 2 .*NaN") as caught:
+    with pytest.raises(BatchError, match="add") as caught:  # the observed tensor is the sum
         qompose.calibrate(prepared_pair(), [(X, Y), (bad, Y)])
-    assert "add" in str(caught.value), "the observed tensor is the sum"
+    assert caught.value.number == 2
 
 
-def test_no_gradients_are_kept() -> None:
-    prepared = prepared_single()
-    modes = []
-    hook = prepared.register_forward_hook(lambda *_: modes.append(torch.is_grad_enabled()))
-    qompose.calibrate(prepared, [X])
-    hook.remove()
-    assert modes == [False]
-
-
-def test_batches_are_read_one_at_a_time() -> None:
+def test_batches_are_read_one_at_a_time_and_no_gradients_are_kept() -> None:
     prepared, alive = prepared_single(), []
 
     def batches() -> Iterator[Tensor]:
@@ -168,9 +135,9 @@ def test_batches_are_read_one_at_a_time() -> None:
             yield X
 
     calls = []
-    prepared.register_forward_hook(lambda *_: calls.append(len(alive)))
+    prepared.register_forward_hook(lambda *_: calls.append((len(alive), torch.is_grad_enabled())))
     qompose.calibrate(prepared, batches())
-    assert calls == [1, 2, 3]
+    assert calls == [(1, False), (2, False), (3, False)]
 
 
 def test_the_progress_bar_is_on_stderr_and_off_without_a_terminal(
@@ -193,41 +160,35 @@ class Scaled(nn.Module):
         return x * n if bias is None else x * n + bias
 
 
+BIASED = {"n": 3, "d": {"bias": randn(3)}}
+
+
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("exported", "changed", "named"),
     [
-        ({}, None),
-        ({"n": 4}, "the input n is 4, and the program was exported for 3"),
-        ({"n": torch.tensor(3)}, r"the input n is a tensor of shape \[\], and the program was"),
-        ({"d": {"bias": randn(3)}}, None),
-        ({"n": None}, "the input n is None, and the program was"),
+        pytest.param(BIASED, {}, None, id="same"),
+        pytest.param(BIASED, {"d": {"bias": randn(3, seed=1)}}, None, id="tensor"),
+        pytest.param(BIASED, {"n": 4}, "input n is 4", id="number"),
+        pytest.param(BIASED, {"n": torch.tensor(3)}, "input n ", id="tensor for a number"),
+        pytest.param(BIASED, {"n": None}, "input n is None", id="none"),
+        pytest.param(
+            {"n": 3, "d": {"bias": None}}, {"d": {"bias": randn(3)}}, "input d_bias", id="absent"
+        ),
     ],
-    ids=["same", "number", "tensor for a number", "tensor", "none"],
 )
 def test_a_constant_of_the_export_stays_what_it_was(
-    changed: dict[str, Any], said: str | None
+    exported: dict[str, Any], changed: dict[str, Any], named: str | None
 ) -> None:
     """The program computes with the value of the export, whatever it is given."""
-    first = {"n": 3, "d": {"bias": randn(3)}}
-    program = torch.export.export(Scaled(), (randn(2, 3),), first)
+    program = torch.export.export(Scaled(), (randn(2, 3),), exported)
     prepared = prepare(program, toy(LINEAR))
-    batch = {"x": randn(2, 3), **first}
-    if said is None:
+    batch = {"x": randn(2, 3), **exported}
+    if named is None:
         qompose.calibrate(prepared, [{**batch, **changed}])
         return
-    with pytest.raises(
-        CalibrationError, match=f"calibration batch 2 does not fit the model: {said}"
-    ):
+    with pytest.raises(BatchError, match=named) as caught:
         qompose.calibrate(prepared, [batch, {**batch, **changed}])
-
-
-def test_what_was_absent_in_the_export_stays_absent() -> None:
-    program = torch.export.export(Scaled(), (randn(2, 3),), {"n": 3, "d": {"bias": None}})
-    prepared = prepare(program, toy(LINEAR))
-    with pytest.raises(
-        CalibrationError, match=r"the input d_bias is a tensor .* exported for None"
-    ):
-        qompose.calibrate(prepared, [{"x": randn(2, 3), "n": 3, "d": {"bias": randn(3)}}])
+    assert caught.value.number == 2
 
 
 class TestOptions:
@@ -237,8 +198,6 @@ class TestOptions:
         batches = [randn(4, 3, seed=seed) for seed in range(9)]
         seen = qompose.calibrate(prepared_single(), iter(batches), limit=4)
         assert scales(seen) == plain_loop(prepared_single(), *[(b,) for b in batches[:4]])
-        with pytest.raises(qompose.UserError, match="at least 1, got 0"):
-            qompose.calibrate(prepared_single(), batches, limit=0)
 
     def test_what_was_stopped_goes_on(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -279,12 +238,12 @@ class TestOptions:
         self, options: dict[str, Any], named: str
     ) -> None:
         seen = qompose.statistics(qompose.calibrate(prepared_single(), [X]))
-        with pytest.raises(qompose.UserError, match=f"^{named} is for batches"):
+        with pytest.raises(qompose.UserError, match=f"^{named} "):
             qompose.calibrate(prepared_single(), seen, **options)
         qompose.calibrate(prepared_single(), seen, progress=True)
 
     def test_statistics_of_a_whole_calibration_are_not_gone_on_with(self, tmp_path: Path) -> None:
         path = tmp_path / "seen.json"
         qompose.statistics(qompose.calibrate(prepared_single(), [X])).save(path)
-        with pytest.raises(qompose.errors.StatisticsError, match="no calibration on the way"):
+        with pytest.raises(qompose.errors.StatisticsError, match=r"seen.json"):
             qompose.calibrate(prepared_single(), [X], resume=path)

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -14,7 +16,7 @@ import pytest
 import qompose
 import torch
 from hypothesis import given, settings, strategies as st
-from qompose import QuantizationConfig, QuantizationSpec, RuleQuantizer, Statistics
+from qompose import QuantizationConfig, QuantizationSpec, RuleQuantizer, Statistics, UserError
 from qompose.errors import ConfigError, StatisticsError
 from qompose.observers import (
     EntropyObserver,
@@ -26,6 +28,7 @@ from torch import Tensor, nn
 from torch.ao.quantization import observer as peer
 from torch.fx import GraphModule
 
+from tests.core.qat import batch_for, product_model, product_quantizer
 from tests.core.toy import (
     INT8,
     LINEAR,
@@ -95,8 +98,13 @@ def exact(module: nn.Module, seed: int = 0) -> nn.Module:
     return module
 
 
+PROGRAM = export(exact(Net()), randn(4, 6), dynamic_shapes=(BATCH,))
+
+
 def prepared(chosen: RuleQuantizer | None = None, model: nn.Module | None = None) -> GraphModule:
-    program = export(model or exact(Net()), randn(4, 6), dynamic_shapes=(BATCH,))
+    if model is None:
+        return prepare(PROGRAM, chosen or quantizer())
+    program = export(model, randn(4, 6), dynamic_shapes=(BATCH,))
     return prepare(program, chosen or quantizer())
 
 
@@ -119,13 +127,19 @@ def saved(found: Statistics, path: Path) -> Any:
 
 
 @cache
-def in_one_go(kind: str) -> Any:
+def in_one_go(kind: str = "histogram") -> GraphModule:
+    """A model that no test changes."""
     return calibrated(KINDS[kind])
+
+
+@cache
+def seen(kind: str = "histogram") -> Statistics:
+    return qompose.statistics(in_one_go(kind))
 
 
 class TestMerging:
     @pytest.mark.parametrize("kind", KINDS)
-    @settings(max_examples=10, deadline=None)
+    @settings(max_examples=5, deadline=None)
     @given(
         cuts=st.lists(st.integers(1, 39), max_size=4).map(sorted),
         order=st.randoms(use_true_random=False),
@@ -144,26 +158,24 @@ class TestMerging:
         else:
             merged = found[0].merged(*found[1:])
         whole = in_one_go(kind)
-        assert saved(merged, path) == saved(qompose.statistics(whole), path)
+        assert saved(merged, path) == saved(seen(kind), path)
         given_to = merged.apply(prepared(quantizer(KINDS[kind])))
         assert parameters(given_to) == parameters(whole)
 
     def test_what_depends_on_the_order_is_refused_by_name(self) -> None:
         one = qompose.statistics(calibrated(config(MovingAverageMinMaxObserver)))
-        with pytest.raises(
-            StatisticsError, match=r"MovingAverageMinMaxObserver depends on the order"
-        ):
+        with pytest.raises(StatisticsError, match="MovingAverageMinMaxObserver"):
             one.merged(one)
 
     def test_other_models_are_refused(self) -> None:
-        one = qompose.statistics(calibrated())
+        one = seen()
         other = prepared(model=exact(Net(), seed=1))
         other(DATA)
-        with pytest.raises(StatisticsError, match="its parameters differ"):
+        with pytest.raises(StatisticsError, match="parameters"):
             one.merged(qompose.statistics(other))
 
     def test_a_tensor_that_one_part_never_saw_is_taken_from_the_other(self) -> None:
-        whole = qompose.statistics(calibrated())
+        whole = seen()
         part = replace(whole, entries=whole.entries[1:])
         assert len(part.merged(whole)) == len(whole)
 
@@ -172,23 +184,23 @@ class TestFiles:
     @pytest.mark.parametrize("kind", KINDS)
     @pytest.mark.parametrize("suffix", ["json", "safetensors"])
     def test_they_come_back_exactly(self, tmp_path: Path, kind: str, suffix: str) -> None:
-        found = qompose.statistics(calibrated(KINDS[kind]))
+        found = seen(kind)
         found.save(tmp_path / f"seen.{suffix}")
         loaded = Statistics.load(tmp_path / f"seen.{suffix}")
         assert saved(loaded, tmp_path / "a.json") == saved(found, tmp_path / "b.json")
         loaded.apply(again := prepared(quantizer(KINDS[kind])))
-        assert parameters(again) == parameters(calibrated(KINDS[kind]))
+        assert parameters(again) == parameters(in_one_go(kind))
 
     def test_other_names_are_refused(self, tmp_path: Path) -> None:
-        found = qompose.statistics(calibrated())
+        found = seen()
         for call in (found.save, Statistics.load):
-            with pytest.raises(StatisticsError, match=r"neither \.safetensors nor \.json"):
+            with pytest.raises(StatisticsError, match=r"seen.pt"):
                 call(tmp_path / "seen.pt")
 
     @pytest.mark.parametrize("suffix", ["json", "safetensors"])
     def test_damage_is_told(self, tmp_path: Path, suffix: str) -> None:
         path = tmp_path / f"seen.{suffix}"
-        qompose.statistics(calibrated()).save(path)
+        seen().save(path)
         whole = path.read_bytes()
         for part in (
             whole[: len(whole) // 2],
@@ -198,18 +210,18 @@ class TestFiles:
             whole.replace(b"counts", b"kounts"),
         ):
             path.write_bytes(part)
-            with pytest.raises(StatisticsError, match=f"{path.name} holds no sound statistics"):
+            with pytest.raises(StatisticsError, match=path.name):
                 Statistics.load(path)
         version = re.compile(rb'(format_version\\?": )2')
         path.write_bytes(version.sub(rb"\g<1>7", whole))
-        with pytest.raises(StatisticsError, match="of format 7, and this qompose reads 2"):
+        with pytest.raises(StatisticsError, match="format 7"):
             Statistics.load(path)
         with pytest.raises(FileNotFoundError):
             Statistics.load(tmp_path / f"absent.{suffix}")
 
     def test_a_failed_write_leaves_the_old_file(self, tmp_path: Path) -> None:
         path = tmp_path / "seen.json"
-        found = qompose.statistics(calibrated())
+        found = seen()
         found.save(path)
         before = path.read_bytes()
         broken = replace(found, left_out=(object(),))  # type: ignore[arg-type]
@@ -221,7 +233,7 @@ class TestFiles:
 
 class TestUse:
     @pytest.mark.parametrize("kind", [k for k in KINDS if k != "balanced"])
-    @pytest.mark.parametrize("bounds", [(-128, 127), (-64, 63), (-8, 7)], ids=str)
+    @pytest.mark.parametrize("bounds", [(-128, 127), (-8, 7)], ids=str)
     def test_one_histogram_serves_every_estimate_and_width(
         self, kind: str, bounds: tuple[int, int]
     ) -> None:
@@ -229,30 +241,28 @@ class TestUse:
         one = KINDS[kind].input_activation
         assert isinstance(one, QuantizationSpec)
         chosen = config(one.observer_or_fake_quant_ctr, *bounds)
-        source = qompose.statistics(calibrated(HISTOGRAM))
+        source = seen()
         other = prepared(quantizer(chosen))
         other.forward = None  # type: ignore[assignment]
         assert parameters(source.apply(other)) == parameters(calibrated(chosen))
 
     def test_other_rules_that_see_fewer_tensors(self) -> None:
-        source = qompose.statistics(calibrated())
+        source = seen()
         fewer = quantizer(HISTOGRAM, LINEAR)
         expected = prepared(fewer)
         expected(DATA)
         assert parameters(source.apply(prepared(fewer))) == parameters(expected)
 
     def test_calibrate_takes_them_for_data(self) -> None:
-        source = qompose.statistics(calibrated())
-        assert parameters(qompose.calibrate(prepared(), source)) == parameters(calibrated())
+        source = seen()
+        assert parameters(qompose.calibrate(prepared(), source)) == parameters(in_one_go())
 
     def test_what_is_lacking_is_named_and_nothing_changes(self) -> None:
         source = qompose.statistics(
             qompose.calibrate(prepared(quantizer(HISTOGRAM, LINEAR)), [DATA])
         )
         model = prepared(quantizer(HISTOGRAM, LINEAR, SIGMOID))
-        with pytest.raises(
-            StatisticsError, match=r"lack.*\n.*aten\.sigmoid\.default, output: not in"
-        ):
+        with pytest.raises(StatisticsError, match=r"aten\.sigmoid\.default, output"):
             source.apply(model)
         assert len(qompose.statistics(model)) == 0
         source.apply(model, partial=True)
@@ -260,17 +270,17 @@ class TestUse:
             qompose.convert_pt2e(model)
 
     def test_a_range_gives_no_histogram(self) -> None:
-        source = qompose.statistics(calibrated(STATIC))
-        with pytest.raises(StatisticsError, match="HistogramObserver finds no histogram there"):
+        source = seen("minmax")
+        with pytest.raises(StatisticsError, match="HistogramObserver"):
             source.apply(prepared())
         assert parameters(source.apply(prepared(quantizer(STATIC_UINT8))))
 
     def test_another_model_has_to_be_meant(self) -> None:
-        source, other = qompose.statistics(calibrated()), prepared(model=exact(Net(), seed=1))
-        with pytest.raises(StatisticsError, match=r"hash .*its parameters differ"):
+        source, other = seen(), prepared(model=exact(Net(), seed=1))
+        with pytest.raises(StatisticsError, match="parameters"):
             source.apply(other)
         source.apply(other, another_model=True)
-        assert parameters(other)[0] == parameters(calibrated())[0]
+        assert parameters(other)[0] == parameters(in_one_go())[0]
 
     def test_statistics_do_not_change_when_calibration_goes_on(self, tmp_path: Path) -> None:
         model = calibrated()
@@ -283,9 +293,9 @@ class TestUse:
         assert saved(found, tmp_path / "a.json") == before
 
     def test_an_export_for_other_sizes_is_the_same_model(self) -> None:
-        source = qompose.statistics(calibrated())
+        source = seen()
         fixed = prepare(export(exact(Net()), randn(3, 6)), quantizer())
-        assert parameters(source.apply(fixed)) == parameters(calibrated())
+        assert parameters(source.apply(fixed)) == parameters(in_one_go())
 
     def test_observers_of_other_packages_are_left_out_by_name(self) -> None:
         torchs = spec(peer.HistogramObserver)
@@ -293,7 +303,7 @@ class TestUse:
         model = prepared(quantizer(mixed, LINEAR))
         found = qompose.statistics(qompose.calibrate(model, [DATA]))
         assert any("HistogramObserver" in name for name in found.left_out)
-        with pytest.raises(StatisticsError, match=r"HistogramObserver finds no way|not in these"):
+        with pytest.raises(StatisticsError, match=r"HistogramObserver|not in these"):
             found.apply(model)
 
     def test_a_model_that_was_not_prepared(self) -> None:
@@ -303,7 +313,7 @@ class TestUse:
 
 class TestByHand:
     def test_a_range_of_ones_own(self, tmp_path: Path) -> None:
-        found = qompose.statistics(calibrated())
+        found = seen()
         site = next(site for e in found for site in e.sites if "sigmoid" in site.operator)
         changed = found.with_range(site, -0.5, 2.0)
         changed.save(tmp_path / "seen.json")
@@ -314,22 +324,189 @@ class TestByHand:
         assert "set by hand" in str(changed.diff(found)[0])
 
     def test_the_path_of_a_module_is_enough_where_it_has_one_tensor(self) -> None:
-        found = qompose.statistics(calibrated())
+        found = seen()
         assert found.with_range("second", -1.0, 1.0).diff(found)
-        with pytest.raises(
-            StatisticsError, match=r"'secnd' is not the name of one tensor, but of none"
-        ):
+        with pytest.raises(StatisticsError, match="'secnd'"):
             found.with_range("secnd", -1.0, 1.0)
-        with pytest.raises(StatisticsError, match="is no range"):
-            found.with_range("second", 1.0, -1.0)
 
     def test_equal_statistics_do_not_differ(self) -> None:
-        one, other = (qompose.statistics(calibrated()) for _ in range(2))
+        one, other = seen(), qompose.statistics(calibrated())
         assert one.diff(other) == ()
         wider = qompose.statistics(calibrated(HISTOGRAM, 2 * DATA))
         assert {str(d.site) for d in one.diff(wider)} >= {"the program: input, x"}
 
     def test_they_print_a_line_for_each_tensor(self) -> None:
-        found = qompose.statistics(calibrated())
+        found = seen()
         assert len(str(found).splitlines()) == len(found)
         assert "first: aten.linear.default, output: [" in str(found)
+
+
+def entry(name: str, value: Any) -> Callable[[Any], None]:
+    return lambda data: data["entries"][0]["facts"].__setitem__(name, value)
+
+
+def histogram(change: Callable[[Any], None]) -> Callable[[Any], None]:
+    return lambda data: change(data["entries"][0]["facts"]["histogram"])
+
+
+def beside(name: str, value: Any) -> Callable[[Any], None]:
+    return lambda data: data.__setitem__(name, value)
+
+
+UNSOUND = {
+    "infinite minimum": entry("minimum", math.inf),
+    "minimum above": entry("minimum", 1e9),
+    "no maximum": entry("maximum", "NaN"),
+    "range upside down": entry("set_range", [5, -5]),
+    "infinite range": entry("set_range", ["-inf", 1]),
+    "range beyond floats": entry("set_range", [0, 1e39]),
+    "large exponent": histogram(lambda part: part.update(exponent=5000)),
+    "infinite exponent": histogram(lambda part: part.update(exponent=math.inf)),
+    "a bin twice": histogram(lambda part: part["bins"].__setitem__(1, part["bins"][0])),
+    "half a count": histogram(lambda part: part["counts"].__setitem__(0, part["counts"][0] + 0.5)),
+    "batches in words": beside("batches", "x"),
+    "fewer batches than none": beside("batches", -5),
+    "no list of what was left out": beside("left_out", 5),
+    "no names of what was left out": beside("left_out", [5]),
+    "a tensor twice": lambda data: data["entries"].append(data["entries"][0]),
+}
+
+
+@pytest.mark.parametrize("change", UNSOUND.values(), ids=UNSOUND)
+def test_what_cannot_be_is_refused(tmp_path: Path, change: Callable[[Any], None]) -> None:
+    path = tmp_path / "seen.json"
+    seen().save(path)
+    data = json.loads(path.read_text())
+    change(data)
+    path.write_text(json.dumps(data))
+    with pytest.raises(StatisticsError):
+        Statistics.load(path)
+
+
+def test_nesting_without_end(tmp_path: Path) -> None:
+    path = tmp_path / "deep.json"
+    path.write_text("[" * 100_000)
+    with pytest.raises(StatisticsError, match=r"deep.json"):
+        Statistics.load(path)
+
+
+def test_a_bit_that_was_flipped(tmp_path: Path) -> None:
+    path = tmp_path / "seen.safetensors"
+    seen("balanced").save(path)
+    whole = bytearray(path.read_bytes())
+    start = 8 + int.from_bytes(whole[:8], "little")
+    for place in range(start, len(whole), max(1, (len(whole) - start) // 40)):
+        whole[place] ^= 4
+        path.write_bytes(whole)
+        with pytest.raises(StatisticsError, match=r"seen.safetensors"):
+            Statistics.load(path)
+        whole[place] ^= 4
+
+
+@pytest.mark.parametrize(
+    "bounds", [(-math.inf, 1.0), (0.0, 1e39), (1.0, 1.0), (math.nan, 1.0), (1.0, -1.0)]
+)
+def test_a_range_of_ones_own_that_is_none(bounds: tuple[float, float]) -> None:
+    with pytest.raises(StatisticsError):
+        seen().with_range(next(iter(seen())).sites[0], *bounds)
+
+
+def test_other_groups_are_not_merged() -> None:
+    """One quantizer shares what the other does not: neither has what the other saw."""
+    without_cat = toy(*(rule for rule in RULES if rule.name != "cat"), config=HISTOGRAM)
+    other = qompose.statistics(qompose.calibrate(prepared(without_cat), [DATA]))
+    with pytest.raises(StatisticsError, match="quantizer"):
+        seen().merged(other)
+
+
+def test_a_difference_that_ranges_do_not_show() -> None:
+    one, other = DATA.clone(), DATA.clone()
+    middle = DATA.abs().argmin()
+    other.view(-1)[middle] += 1 / 8
+    first, second = (qompose.statistics(qompose.calibrate(prepared(), [x])) for x in (one, other))
+    assert first.diff(second)
+    assert first.diff(first) == ()
+
+
+class TestFailures:
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_leave_observers_as_they_were(self, kind: str) -> None:
+        model = calibrated(KINDS[kind])
+        before = qompose.statistics(model)
+        bad = DATA.clone()
+        bad[3, 2] = math.inf
+        with pytest.raises(qompose.errors.CalibrationError):
+            qompose.calibrate(model, [DATA * 9, bad])
+        assert qompose.statistics(model).diff(before) == ()
+        assert len(qompose.convert_pt2e(model).state_dict())
+
+    def test_leave_foreign_observers_as_they_were(self) -> None:
+        model = prepared(quantizer(config(peer.MinMaxObserver)))
+        qompose.calibrate(model, [DATA])
+        x = DATA[:4]
+        out = qompose.convert_pt2e(model)(x)
+        with pytest.raises(qompose.errors.CalibrationError):
+            qompose.calibrate(model, [DATA * 9, DATA * math.nan])
+        assert torch.equal(qompose.convert_pt2e(model)(x), out)
+
+    def test_of_transform_have_the_number_of_the_batch(self) -> None:
+        def transform(batch: Any) -> Any:
+            return batch["x"] if batch is last else batch
+
+        last = DATA * 1
+        with pytest.raises(qompose.errors.CalibrationError, match=r"batch 2 .*transform"):
+            qompose.calibrate(prepared(), [DATA, last], transform=transform)
+
+
+@pytest.mark.parametrize("limit", [0, 2.5, "3", True])
+def test_what_is_no_limit(limit: Any) -> None:
+    with pytest.raises(UserError, match="limit"):
+        qompose.calibrate(prepared(), [DATA], limit=limit)
+
+
+def test_a_limit_of_each_process() -> None:
+    with pytest.raises(UserError, match=r"limit|sharded"):
+        qompose.calibrate(prepared(), [DATA], limit=1, sharded=True)
+
+
+class TestResuming:
+    @pytest.mark.parametrize(
+        ("name", "said"), [("x.pt", "neither"), ("absent/x.json", "no folder")]
+    )
+    def test_where_nothing_can_be_kept(self, tmp_path: Path, name: str, said: str) -> None:
+        with pytest.raises(StatisticsError, match=said):
+            qompose.calibrate(prepared(), [DATA], resume=tmp_path / name)
+
+    def test_observers_that_give_nothing_away(self, tmp_path: Path) -> None:
+        model = prepared(quantizer(config(peer.MinMaxObserver)))
+        with pytest.raises(StatisticsError, match="MinMaxObserver"):
+            qompose.calibrate(model, [DATA], resume=tmp_path / "x.json")
+
+    def test_observers_that_need_more(self, tmp_path: Path) -> None:
+        """The batches behind the file would be skipped, and never seen."""
+        path = tmp_path / "x.json"
+        qompose.calibrate(prepared(quantizer(KINDS["minmax"])), [DATA], resume=path)
+        with pytest.raises(StatisticsError, match=r"HistogramObserver|histogram"):
+            qompose.calibrate(prepared(), [DATA, DATA], resume=path)
+
+
+class TestInTraining:
+    def test_calibration_trains_nothing(self) -> None:
+        x = batch_for("conv2d")
+        program = torch.export.export(product_model("conv2d", "relu", bias=True).train(), (x,))
+        model = qompose.prepare_qat_pt2e(program, product_quantizer())
+        before = {k: v.clone() for k, v in model.named_buffers() if "running" in k}
+        qompose.calibrate(model, [x, x])
+        assert model.training
+        assert all(torch.equal(v, model.get_buffer(k)) for k, v in before.items())
+
+    def test_statistics_go_both_ways(self) -> None:
+        net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Dropout(), nn.Linear(8, 3))
+        program = export(net, DATA)
+        minmax = KINDS["minmax"]
+        plain = prepare(program, toy(config=minmax))
+        trained = qompose.prepare_qat_pt2e(program, toy(config=minmax))
+        qompose.calibrate(trained, [DATA])
+        qompose.statistics(trained).apply(plain)
+        assert qompose.statistics(plain).diff(qompose.statistics(trained)) == ()
+        qompose.statistics(plain).apply(trained)

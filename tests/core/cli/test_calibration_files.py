@@ -129,7 +129,7 @@ class TestSamples:
         assert len(said) == bool(left_out)
         for warning in said:
             assert warning.category is qompose.QomposeWarning
-            assert f"{path}: the last {left_out} of 10 samples" in str(warning.message)
+            assert f"last {left_out} of 10 samples" in str(warning.message)
 
     def test_a_limit_over_several_files(self, tmp_path: Path) -> None:
         first, second = write(tmp_path, SAMPLES, "a.pt"), write(tmp_path, SAMPLES, "b.pt")
@@ -162,7 +162,7 @@ class TestLists:
     def test_positional_and_keyword_arguments_by_name(self, tmp_path: Path) -> None:
         ids = torch.ones(5, dtype=torch.int64)
         whole = {"ids": ids, "x": randn(5, 3), "times": 3, "extra": {"a": randn(3)}}
-        with pytest.raises(CalibrationError, match="another structure"):
+        with pytest.raises(CalibrationError, match="ids"):
             read(write(tmp_path, [{k: v for k, v in whole.items() if k != "ids"}]), mixed_inputs())
         (batch,) = read(write(tmp_path, [whole]), mixed_inputs())
         assert batch.leaves[1] == 3
@@ -170,110 +170,47 @@ class TestLists:
 
 
 CASES = [
-    pytest.param([randn(4, 3), randn(4, 2)], one, "FILE, batch 2, input input: it is float32[4, 2], and the "
-                 "program takes float32[4, 3]", id="shape"),
-    pytest.param([randn(4, 3).half()], one, "batch 1, input input: it is float16[4, 3]", id="dtype"),
-    pytest.param([randn(4, 3)], two, "FILE, batch 1: it has 1 value in another structure than the program's "
-                 "inputs, which are x: float32[4, 3], y: float32[4, 3]", id="one for two"),
-    pytest.param([{"x": randn(4, 3), "z": randn(4, 3)}], two, "batch 1: it has 2 values in another structure",
-                 id="wrong name in a list"),
-    pytest.param([3], one, "batch 1, input input: it is int, and not a tensor", id="no tensor"),
-    pytest.param([], one, "holds an empty list", id="no batch"),
-    pytest.param(3, one, "FILE must hold a tensor, a list of batches or a dict", id="a number"),
-    pytest.param(SAMPLES, two, "FILE holds one tensor, and the program takes x:", id="a tensor for two"),
-    pytest.param({"x": SAMPLES}, two, "FILE has nothing for y; the program takes x: float32[4, 3], y:",
-                 id="missing name"),
-    pytest.param({"x": SAMPLES, "yy": SAMPLES}, two, "no input 'yy' (did you mean 'y'?); it takes x:",
-                 id="wrong name"),
-    pytest.param({"x": SAMPLES, "y": [1]}, two, "input y: it is a list; expected a tensor",
-                 id="list by name"),
-    pytest.param({"x": SAMPLES, "y": SAMPLES[:5]}, two, "different numbers of samples (x 10, y 5)",
-                 id="lengths"),
-    pytest.param({"x": SAMPLES, "y": torch.tensor(1.0)}, two, "(x 10, y none)", id="no samples"),
-    pytest.param(SAMPLES[:3], one, "FILE: 3 samples in batches of 4 are nothing that the program takes",
-                 id="too few samples"),
-    pytest.param(SAMPLES[:0], one, "0 samples in batches of 4", id="no sample"),
-    pytest.param(SAMPLES.double(), one, "FILE, batch 1, input input: it is float64[4, 3]", id="sample dtype"),
-    pytest.param(NotATensor(), one, "cannot be read as a file of torch.save with weights_only=True "
-                 "(UnpicklingError)", id="code"),
+    pytest.param([randn(4, 3), randn(4, 2)], one, ("batch 2", "input", "[4, 2]", "[4, 3]"), id="shape"),
+    pytest.param([randn(4, 3).half()], one, ("batch 1", "input", "float16"), id="dtype"),
+    pytest.param([randn(4, 3)], two, ("batch 1", "x: float32[4, 3], y: float32[4, 3]"), id="one for two"),
+    pytest.param([{"x": randn(4, 3), "z": randn(4, 3)}], two, ("batch 1",), id="wrong name in a list"),
+    pytest.param([3], one, ("batch 1", "input", "int"), id="no tensor"),
+    pytest.param([], one, (), id="no batch"),
+    pytest.param(3, one, (), id="a number"),
+    pytest.param(SAMPLES, two, ("x:", "y:"), id="a tensor for two"),
+    pytest.param({"x": SAMPLES}, two, ("for y;",), id="missing name"),
+    pytest.param({"x": SAMPLES, "yy": SAMPLES}, two, ("'yy'", "'y'"), id="wrong name"),
+    pytest.param({"x": SAMPLES, "y": [1]}, two, ("input y", "list"), id="list by name"),
+    pytest.param({"x": SAMPLES, "y": SAMPLES[:5]}, two, ("x 10, y 5",), id="lengths"),
+    pytest.param({"x": SAMPLES, "y": torch.tensor(1.0)}, two, ("x 10, y none",), id="no samples"),
+    pytest.param(SAMPLES[:3], one, ("3 samples", "batches of 4"), id="too few samples"),
+    pytest.param(SAMPLES[:0], one, ("0 samples", "batches of 4"), id="no sample"),
+    pytest.param(SAMPLES.double(), one, ("batch 1", "float64[4, 3]"), id="sample dtype"),
+    pytest.param(NotATensor(), one, ("weights_only=True",), id="code"),
+    pytest.param(SAMPLES.to_sparse(), one, ("input", "sparse_coo"), id="sparse samples"),
+    pytest.param([randn(4, 3), randn(4, 3).to_sparse()], one, ("batch 2", "sparse_coo"), id="a sparse batch"),
+    pytest.param(SAMPLES.to("meta"), one, ("input", "'meta'"), id="samples without values"),
+    pytest.param([{"x": randn(4, 3), "y": randn(4, 3).to("meta")}], two, ("batch 1", "input y", "'meta'"),
+                 id="a batch without values"),
+    pytest.param({"x": SAMPLES, "y": SAMPLES, "arg1": SAMPLES}, two, ("y", "arg1"), id="name and number"),
+    pytest.param({"arg0": SAMPLES, "x": SAMPLES, "y": SAMPLES}, two, ("x", "arg0"), id="number and name"),
+    pytest.param([({"b": randn(3)}, 2)], nested, ("batch 1", "({'b': float32[3]}, 2)"), id="structure"),
+    pytest.param({"d": SAMPLES}, nested, ("'d'", "d_a_0: float32[3], d_a_1: float32[2]"), id="nested name"),
 ]  # fmt: skip
 
 
-UNUSABLE = [
-    pytest.param(
-        SAMPLES.to_sparse(),
-        one,
-        "FILE, input input: it has the layout sparse_coo, and programs take dense "
-        "tensors: store its .to_dense()",
-        id="sparse samples",
-    ),
-    pytest.param(
-        [randn(4, 3), randn(4, 3).to_sparse()],
-        one,
-        "FILE, batch 2, input input: it has the layout sparse_coo",
-        id="a sparse batch",
-    ),
-    pytest.param(
-        SAMPLES.to("meta"),
-        one,
-        "FILE, input input: it is a tensor of the device 'meta', which has no values",
-        id="samples without values",
-    ),
-    pytest.param(
-        [{"x": randn(4, 3), "y": randn(4, 3).to("meta")}],
-        two,
-        "FILE, batch 1, input y: it is a tensor of the device 'meta'",
-        id="a batch without values",
-    ),
-    pytest.param(
-        {"x": SAMPLES, "y": SAMPLES, "arg1": SAMPLES},
-        two,
-        "FILE has the input y twice: by its name, and as arg1",
-        id="name and number",
-    ),
-    pytest.param(
-        {"arg0": SAMPLES, "x": SAMPLES, "y": SAMPLES},
-        two,
-        "FILE has the input x twice: by its name, and as arg0",
-        id="number and name",
-    ),
-    pytest.param(
-        [({"b": randn(3)}, 2)],
-        nested,
-        "FILE, batch 1: it has 2 values in another structure than the program's "
-        "inputs, which are d: {'a': [float32[3], float32[2]]}, n: 3; it is ({'b': float32[3]}, 2)",
-        id="structure",
-    ),
-    pytest.param(
-        {"d": SAMPLES},
-        nested,
-        "no input 'd'; it takes d_a_0: "
-        "float32[3], d_a_1: float32[2] (in d: {'a': [float32[3], float32[2]]}, n: 3)",
-        id="nested name",
-    ),
-]
-
-
-@pytest.mark.parametrize(("data", "inputs", "said"), [*CASES, *UNUSABLE])
-def test_what_does_not_fit(tmp_path: Path, data: Any, inputs: Any, said: str) -> None:
+@pytest.mark.parametrize(("data", "inputs", "named"), CASES)
+def test_what_does_not_fit(tmp_path: Path, data: Any, inputs: Any, named: tuple[str, ...]) -> None:
     path = write(tmp_path, data)
     with pytest.raises(CalibrationError) as caught:
         read(path, inputs())
-    assert said.replace("FILE", str(path)) in str(caught.value)
+    assert all(words in str(caught.value) for words in (str(path), *named)), str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("a.npy", "must be one of .pt, .pth, .safetensors"),
-        ("a.safetensors", "is not a valid safetensors file"),
-        ("a.pt", "cannot be read as a file of torch.save"),
-        ("hi.pt", "cannot be read as a file of torch.save"),
-    ],
-)
-def test_files_of_other_kinds(tmp_path: Path, name: str, said: str) -> None:
+@pytest.mark.parametrize("name", ["a.npy", "a.safetensors", "a.pt", "hi.pt"])
+def test_files_of_other_kinds(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("hi" if name == "hi.pt" else "words")
-    with pytest.raises(CalibrationError, match=said):
+    with pytest.raises(CalibrationError, match=name):
         read(tmp_path / name, one())
 
 
@@ -282,14 +219,10 @@ def test_a_missing_file_is_an_os_error(tmp_path: Path) -> None:
         read(tmp_path / "a.pt", one())
 
 
-def test_a_batch_size_for_a_list_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CalibrationError, match="leave it out"):
-        read(write(tmp_path, [randn(4, 3)]), one(), size=2)
-
-
-def test_a_batch_size_that_the_program_does_not_take_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CalibrationError, match="10 samples in batches of 2 are nothing"):
-        read(write(tmp_path, SAMPLES), one(), size=2)
+@pytest.mark.parametrize("data", [[randn(4, 3)], SAMPLES], ids=["for a list", "not of the program"])
+def test_batch_sizes_that_are_refused(tmp_path: Path, data: Any) -> None:
+    with pytest.raises(CalibrationError):
+        read(write(tmp_path, data), one(), size=2)
 
 
 class TestInputs:
@@ -318,22 +251,22 @@ class TestInputs:
         assert call == {"x": x, "times": 2, "extra": {"a": a}, "ids": ids}
 
     @pytest.mark.parametrize(
-        ("value", "said"),
+        ("value", "named"),
         [
             (randn(2, 3), None),
             (randn(64, 3), None),
-            (randn(65, 3), "is float32[65, 3], and the program takes float32[2..64, 3]"),
-            (randn(1, 3), "is float32[1, 3]"),
-            (randn(2, 4), "is float32[2, 4]"),
-            (randn(2, 3, 1), "is float32[2, 3, 1]"),
-            (randn(2, 3).double(), "is float64[2, 3]"),
-            (3, "is int, and not a tensor"),
+            (randn(65, 3), "float32[65, 3]"),
+            (randn(1, 3), "float32[1, 3]"),
+            (randn(2, 4), "float32[2, 4]"),
+            (randn(2, 3, 1), "float32[2, 3, 1]"),
+            (randn(2, 3).double(), "float64[2, 3]"),
+            (3, "int"),
         ],
         ids=["least", "most", "too many", "too few", "other size", "other rank", "dtype", "type"],
     )
-    def test_objection(self, value: object, said: str | None) -> None:
+    def test_objection(self, value: object, named: str | None) -> None:
         objection = program_inputs(mixed()).tensors[0].objection(value)
-        assert objection == said if said is None else said in (objection or "")
+        assert objection is None if named is None else named in (objection or "")
 
     @pytest.mark.parametrize(("size", "taken"), [(1, False), (2, True), (64, True), (65, False)])
     def test_batches(self, size: int, taken: bool) -> None:

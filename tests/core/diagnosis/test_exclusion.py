@@ -76,7 +76,7 @@ class Fused(nn.Module):
 FUSED, SMALL = seeded(Fused()), randn(16, 4)
 
 
-@pytest.mark.parametrize("config", [PER_TENSOR, DYNAMIC], ids=lambda config: config.name)
+@pytest.mark.parametrize("config", [PER_TENSOR, pytest.param(DYNAMIC, marks=pytest.mark.full)])
 def test_selectors_pick_one_operator(config: Any) -> None:
     """Each site of a program in turn: it is in float, and all others are quantized as before."""
     program = export(FUSED, SMALL)

@@ -39,6 +39,10 @@ from tests.core.toy import (
 
 aten = torch.ops.aten
 CONFIGS = (STATIC, STATIC_UINT8, PER_TENSOR, DYNAMIC, WEIGHT_ONLY)
+COVERING = [
+    ("skips", STATIC_UINT8), ("images", PER_TENSOR), ("branches", DYNAMIC), ("adds", WEIGHT_ONLY),
+]  # fmt: skip
+"""Each configuration on one of the nets; all nets have the first."""
 
 
 class Skips(nn.Module):
@@ -118,8 +122,17 @@ def calibrated(module: nn.Module, batches: Any, *rules: Any, **options: Any) -> 
     return qompose.calibrate(prepared, batches)
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
-@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        pytest.param(
+            name, config, id=f"{name}-{config.name}",
+            marks=[] if config is STATIC or (name, config) in COVERING else pytest.mark.full,
+        )
+        for name in NETS
+        for config in CONFIGS
+    ],
+)  # fmt: skip
 def test_costs_are_those_of_conversions_of_one_operator(name: str, config: Any) -> None:
     make, batches = NETS[name]
     prepared = calibrated(make(), batches, config=config)
@@ -200,9 +213,7 @@ def test_programs_that_write_run_as_a_whole_and_start_anew() -> None:
     batches = [(randn(3, 4),), (randn(3, 4, seed=1),)]
     prepared = calibrated(Writes(), batches)
     ranking = qompose.sensitivity(prepared, batches)
-    assert "the program writes in place: each site ran all of it, not only what it changes" in (
-        ranking.notes
-    )
+    assert len(ranking.notes) == 1
     assert len(ranking) == 2
     single = [qompose.sensitivity(prepared, [batch]) for batch in batches]
     again = qompose.sensitivity(prepared, batches[::-1])
@@ -230,34 +241,35 @@ def test_metric_of_ones_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("metric", "error", "message"),
+    ("metric", "error"),
     [
-        (lambda *_: math.nan, UserError, "metric= returned NaN"),
-        (lambda *_: "far", UserError, "metric= returned 'far', expected a number"),
-        (lambda *_: torch.ones(2), UserError, "expected a number"),
-        (lambda *_: 1 / 0, MemberError, "metric= raised ZeroDivisionError"),
+        (lambda *_: math.nan, UserError),
+        (lambda *_: "far", UserError),
+        (lambda *_: torch.ones(2), UserError),
+        (lambda *_: 1 / 0, MemberError),
     ],
 )
-def test_metrics_that_say_nothing(metric: Any, error: type[Exception], message: str) -> None:
+def test_metrics_that_say_nothing(metric: Any, error: type[Exception]) -> None:
     make, batches = NETS["images"]
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match="metric="):
         qompose.sensitivity(calibrated(make(), batches), batches, metric=metric)
 
 
 def test_errors() -> None:
     make, batches = NETS["images"]
     prepared = calibrated(make(), batches)
-    with pytest.raises(UserError, match="got no inputs"):
-        qompose.sensitivity(prepared, [])
-    with pytest.raises(BatchError, match=r"^batch 1 does not fit the model: the input x is"):
-        qompose.sensitivity(prepared, [tuple(part[:, :-1] for part in batches[0])])
-    with pytest.raises(BatchError, match=r"^batch 2 does not fit"):
-        qompose.sensitivity(prepared, [batches[0], (PIXELS, PIXELS)])
-    with pytest.raises(StageError, match="sensitivity takes a prepared model"):
+    for none in ([], 5):
+        with pytest.raises(UserError, match="sensitivity"):
+            qompose.sensitivity(prepared, none)
+    for number, wrong in enumerate((tuple(part[:, :-1] for part in batches[0]), (PIXELS, PIXELS))):
+        with pytest.raises(BatchError) as caught:
+            qompose.sensitivity(prepared, [*batches[:number], wrong])
+        assert caught.value.number == number + 1
+    with pytest.raises(StageError, match="sensitivity"):
         qompose.sensitivity(qompose.convert_pt2e(prepared), batches)
     with pytest.raises(qompose.errors.UncalibratedError):
         qompose.sensitivity(prepare(export(seeded(make()), PIXELS), toy()), batches)
-    with pytest.raises(UserError, match=r"no site 'conv' was measured \(did you mean 'conv2d'"):
+    with pytest.raises(UserError, match="'conv2d'"):
         qompose.sensitivity(prepared, batches)["conv"]
 
 
@@ -273,7 +285,7 @@ class Picks(nn.Module):
 def test_outputs_without_floats_need_a_metric() -> None:
     batches = [(randn(3, 4),)]
     prepared = calibrated(Picks(), batches)
-    with pytest.raises(UserError, match=r"returns no floats.*pass metric="):
+    with pytest.raises(UserError, match="metric="):
         qompose.sensitivity(prepared, batches)
     apart = qompose.sensitivity(
         prepared, batches, metric=lambda one, other: (one != other).float().mean()
@@ -296,8 +308,7 @@ def test_what_stays_in_float_is_named() -> None:
     prepared = prepare(export(seeded(Masked()), *batches[0]), toy())
     prepared(*batches[0])
     ranking = qompose.sensitivity(prepared, batches, metric=lambda one, other: 0.0)
-    (note,) = (note for note in ranking.notes if note.startswith("add"))
-    assert "stays in float" in note
+    (_,) = (note for note in ranking.notes if note.startswith("add"))
     assert "add" not in {row.name for row in ranking}
 
 
@@ -361,7 +372,6 @@ def test_what_cannot_be_switched_apart_is_named() -> None:
     ranking = qompose.sensitivity(prepared, batches)
     assert [row.name for row in ranking] == ["linear_2"]
     assert [note.partition(" ")[0] for note in ranking.notes] == ["linear", "linear_1"]
-    assert all("x is read by several through one node" in note for note in ranking.notes)
     whole = qompose.convert_pt2e(prepared)
     assert ranking.together == pytest.approx(cost(whole, prepared, batches), rel=1e-6)
 
@@ -415,7 +425,6 @@ def test_a_branch_that_no_input_reaches_is_named() -> None:
     for batch in (x, -x):
         prepared(batch)
     found = qompose.sensitivity(prepared, [x])
-    told = [note for note in found.notes if "no input reached it" in note]
-    assert len(told) == 1
-    assert "false_graph_0" in told[0]
+    (told,) = found.notes
+    assert "false_graph_0" in told
     assert not qompose.sensitivity(prepared, [x, -x]).notes

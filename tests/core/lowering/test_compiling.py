@@ -77,6 +77,7 @@ def test_names_keywords_and_sizes_are_those_of_the_model_and_compile_once() -> N
         compiled(X, factor=factor, scale=1)
 
 
+@pytest.mark.full
 def test_max_autotune() -> None:
     model = lowered(nn.Linear(3, 4))
     torch.testing.assert_close(qompose.compile_lowered(model, "max-autotune")(X), model(X))
@@ -115,23 +116,6 @@ def fail(graph: GraphModule) -> GraphModule:
     raise RuntimeError("out of ideas")
 
 
-@pytest.mark.parametrize(
-    ("rewrite", "kind", "message"),
-    [
-        (fail, MemberError, "backend 'toy': for_compiler raised RuntimeError: out of ideas"),
-        (
-            lambda graph: None,
-            ConfigError,
-            "backend 'toy': for_compiler must return a GraphModule, got None",
-        ),
-    ],
-    ids=["raises", "no graph"],
-)
-def test_a_backend_that_cannot_is_named(rewrite: Any, kind: Any, message: str) -> None:
-    with pytest.raises(kind, match=message):
-        qompose.compile_lowered(lowered_net(for_compiler=rewrite))
-
-
 def test_a_backend_asks_for_options_and_users_count_before_it() -> None:
     ours: list[Any] = []
     users: list[Any] = []
@@ -155,25 +139,20 @@ def test_options_that_map_operators_are_put_together(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    ("options", "kind", "message"),
+    ("facts", "kind", "named"),
     [
-        (fail, MemberError, "backend 'toy': compiler_options raised RuntimeError: out of ideas"),
-        (
-            lambda graph: {"frezing": True},
-            ConfigError,
-            "backend 'toy': compiler_options: torch's compiler has no option 'frezing'",
-        ),
-        (
-            lambda graph: 3,
-            ConfigError,
-            "backend 'toy': compiler_options: options must be a mapping",
-        ),
+        ({"for_compiler": fail}, MemberError, "RuntimeError: out of ideas"),
+        ({"for_compiler": lambda graph: None}, ConfigError, "None"),
+        ({"compiler_options": fail}, MemberError, "RuntimeError: out of ideas"),
+        ({"compiler_options": lambda graph: {"frezing": True}}, ConfigError, "'frezing'"),
+        ({"compiler_options": lambda graph: 3}, ConfigError, "mapping"),
     ],
-    ids=["raises", "unknown", "no mapping"],
+    ids=["rewriting raises", "no graph", "options raise", "unknown", "no mapping"],
 )
-def test_options_of_a_backend_that_are_none(options: Any, kind: Any, message: str) -> None:
-    with pytest.raises(kind, match=message):
-        qompose.compile_lowered(lowered_net(compiler_options=options))
+def test_a_backend_that_cannot_is_named(facts: dict[str, Any], kind: Any, named: str) -> None:
+    (hook,) = facts
+    with pytest.raises(kind, match=f"backend 'toy': {hook}.*{named}"):
+        qompose.compile_lowered(lowered_net(**facts))
 
 
 def test_backends_without_claims_are_not_asked() -> None:
@@ -186,7 +165,7 @@ class TestRefusals:
     """Each before any work is done."""
 
     def test_not_lowered(self) -> None:
-        with pytest.raises(StageError, match=r"compile takes a lowered model, .* Call lower first"):
+        with pytest.raises(StageError, match="compile"):
             qompose.compile_lowered(convert(export(seeded(nn.Linear(3, 4)), X), toy(LINEAR), X))
 
     def test_another_target(self) -> None:
@@ -196,27 +175,24 @@ class TestRefusals:
         )
         rule = qompose.backend.Rule(**{**LINEAR.__dict__, "kernels": kernels})
         converted = convert(export(seeded(nn.Linear(3, 4)), X), toy(rule, targets=(chip,)), X)
-        with pytest.raises(TargetError, match="lowered for 'chip'"):
+        with pytest.raises(TargetError, match="'chip'"):
             qompose.compile_lowered(qompose.lower(converted, "chip"))
 
     def test_methods(self) -> None:
         model = lowered(nn.Linear(3, 4))
-        with pytest.raises(TargetError, match="The methods one, two are programs"):
+        with pytest.raises(TargetError, match="one, two"):
             qompose.compile_lowered({"one": model, "two": model})  # type: ignore[arg-type]
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            ({"mode": "max-autotunes"}, r"got 'max-autotunes' \(did you mean 'max-autotune'\?\)"),
+            ({"mode": "max-autotunes"}, "'max-autotune'"),
             ({"mode": None}, "got None"),
-            ({"path": "model.pt2"}, "only, got mode='default'"),
-            (
-                {"options": ["max_autotune"]},
-                r"a mapping of names to values, got \['max_autotune'\]",
-            ),
-            ({"options": {1: 2}}, "a mapping of names to values, got {1: 2}"),
-            ({"options": {"freezing": False}}, "packed anew in every call"),
-            ({"options": {"max_autotun": True}}, r"no option 'max_autotun' \(did you mean"),
+            ({"path": "model.pt2"}, "mode='default'"),
+            ({"options": ["max_autotune"]}, r"\['max_autotune'\]"),
+            ({"options": {1: 2}}, "{1: 2}"),
+            ({"options": {"freezing": False}}, "freezing"),
+            ({"options": {"max_autotun": True}}, "'max_autotun'"),
         ],
     )
     def test_arguments(self, arguments: dict[str, Any], message: str) -> None:
@@ -227,7 +203,7 @@ class TestRefusals:
     def test_no_compiler(self, mode: str) -> None:
         model = lowered(nn.Linear(3, 4))
         missing = torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)})
-        with missing, pytest.raises(CompilationError, match=r"no C\+\+ compiler.*CXX"):
+        with missing, pytest.raises(CompilationError, match="CXX"):
             qompose.compile_lowered(model, mode)
 
     def test_what_torch_cannot_compile(self) -> None:
@@ -235,10 +211,3 @@ class TestRefusals:
         wrong = {"post_grad_custom_pre_pass": fail}
         with pytest.raises(CompilationError, match="RuntimeError: out of ideas"):
             qompose.compile_lowered(model, options=wrong)
-
-
-def test_options_reach_the_compiler() -> None:
-    seen = []
-    model = lowered(nn.Linear(3, 4))
-    qompose.compile_lowered(model, options={"post_grad_custom_pre_pass": seen.append})
-    assert seen

@@ -144,9 +144,7 @@ def test_a_programming_error_in_a_kernel_is_not_a_fallback() -> None:
         raise ZeroDivisionError
 
     converted = convert(PROGRAM, toy(linear_for(torch=Kernel("broken", broken))), X)
-    with pytest.raises(
-        qompose.errors.MemberError, match=r"'broken' of toy, .* raised ZeroDivisionError"
-    ) as e:
+    with pytest.raises(qompose.errors.MemberError, match="'broken' of toy") as e:
         qompose.lower(converted)
     assert isinstance(e.value.__cause__, ZeroDivisionError)
 
@@ -246,7 +244,7 @@ def test_regions_without_an_emission_are_the_targets_own() -> None:
 def test_a_target_that_is_not_available_says_why() -> None:
     missing = device(availability=lambda: "the package device-runtime is missing: pip install it")
     quantizer = toy(linear_for(device=Kernel("delegate")), targets=(missing,))
-    with pytest.raises(TargetError, match="'device' cannot be used here: the package device-run"):
+    with pytest.raises(TargetError, match=r"'device' .*device-runtime"):
         qompose.lower(convert(PROGRAM, quantizer, X), "device")
 
 
@@ -255,41 +253,34 @@ def leave() -> None:
 
 
 ANSWERS = [
-    pytest.param(lambda: 1 / 0, "it raised ZeroDivisionError: division by zero", id="raises"),
-    pytest.param(leave, "it raised SystemExit: gone", id="exits"),
-    pytest.param(lambda: True, r"availability\(\) returned True; expected a string", id="no text"),
-    pytest.param(lambda: 0, r"availability\(\) returned 0; expected a string", id="false"),
+    pytest.param(lambda: 1 / 0, "ZeroDivisionError: division by zero", id="raises"),
+    pytest.param(leave, "SystemExit: gone", id="exits"),
+    pytest.param(lambda: True, "True", id="no text"),
+    pytest.param(lambda: 0, "0", id="false"),
 ]
 
 
+@pytest.mark.parametrize("whose", ["target 'device' of mine", "backend 'mine'"])
 @pytest.mark.parametrize(("answer", "said"), ANSWERS)
-def test_a_target_that_cannot_say_whether_it_is_available_is_named(answer: Any, said: str) -> None:
-    target = device(availability=answer)
-    quantizer = toy(linear_for(device=Kernel("delegate")), targets=(target,), name="mine")
-    with pytest.raises(MemberError, match=f"target 'device' of mine: .*{said}"):
-        qompose.lower(convert(PROGRAM, quantizer, X), "device")
-
-
-@pytest.mark.parametrize(("answer", "said"), ANSWERS)
-def test_a_backend_that_cannot_say_whether_it_is_available_is_named(answer: Any, said: str) -> None:
-    quantizer = toy(LINEAR, name="mine", availability=answer)
-    with pytest.raises(MemberError, match=f"backend 'mine': .*{said}"):
-        qompose.lower(convert(PROGRAM, quantizer, X))
+def test_who_cannot_say_whether_it_is_available_is_named(
+    answer: Any, said: str, whose: str
+) -> None:
+    target, facts = "torch", {"availability": answer}
+    if whose.startswith("target"):
+        target, facts = "device", {"targets": (device(availability=answer),)}
+    rules = linear_for(torch=LINEAR.kernels["torch"], device=Kernel("delegate"))
+    converted = convert(PROGRAM, toy(rules, name="mine", **facts), X)
+    with pytest.raises(MemberError, match=f"{whose}: .*{said}"):
+        qompose.lower(converted, target)
 
 
 def test_members_that_share_no_target_are_told_apart() -> None:
     first = toy(LINEAR, name="first").set_module_name("second", None)
     second = toy(linear_for(device=Kernel("delegate")), name="second", targets=(device(),))
     converted = convert(PROGRAM, qompose.compose(first, second), X)
-    for target in ("torch", "device"):
-        with pytest.raises(TargetError) as caught:
+    for target, other in (("torch", "second .* device"), ("device", "first .* torch")):
+        with pytest.raises(TargetError, match=other):
             qompose.lower(converted, target)
-        text = str(caught.value)
-        other = (
-            "second has kernels for device" if target == "torch" else "first has kernels for torch"
-        )
-        assert other in text
-        assert "all members share: none" in text
 
 
 def test_a_model_without_claims_lowers_to_itself() -> None:

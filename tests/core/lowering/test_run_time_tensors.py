@@ -104,7 +104,7 @@ class TestItems:
 
     @pytest.mark.parametrize("blocks", [(2,), (-1, 4), (1, -1)])
     def test_other_blocks_are_refused(self, blocks: tuple[int, ...]) -> None:
-        with pytest.raises(ConfigError, match=r"\(-1,\) per token, \(-1, -1, -1\) per image"):
+        with pytest.raises(ConfigError, match=r"\(-1, -1, -1\)"):
             replace(PER_TOKEN, block_size=blocks)
 
     def test_their_granularity_has_a_name(self) -> None:
@@ -159,7 +159,7 @@ class TestWhatKernelsSee:
         converted = convert(export(seeded(nn.Linear(8, 4)), x), toy(static, config=STATIC), x)
         with pytest.warns(qompose.QomposeWarning, match="it only looks"):
             qompose.lower(converted)
-        assert "is known beforehand" in refused[0]
+        assert refused
 
 
 class TestLayout:
@@ -177,9 +177,7 @@ class TestLayout:
         assert (specs["activation"].block_size, specs["weight"].ch_axis) == (None, None)
 
     def test_words_that_nothing_reads_are_refused(self) -> None:
-        with pytest.raises(
-            ConfigError, match="layout must be one of ch_axis, block_size, got 'axis'"
-        ):
+        with pytest.raises(ConfigError, match="'axis'"):
             product("linear", LINEAR_PATTERN, None, layout={"weight": {"axis": 1}})
 
 
@@ -192,7 +190,7 @@ def test_scales_in_fewer_bits() -> None:
     assert scales.dtype is torch.float32
     assert torch.equal(scales, scales.bfloat16().float())
     assert qompose.observers.spec_from_json(qompose.observers.spec_to_json(spec)) == spec
-    with pytest.raises(ConfigError, match=r"scale_dtype must be a float dtype, got torch\.int8"):
+    with pytest.raises(ConfigError, match="scale_dtype"):
         PerBlockMinMaxObserver(torch.int8, (4,), scale_dtype=torch.int8)
 
 
@@ -201,7 +199,6 @@ def test_the_only_block_sizes() -> None:
         dtypes={torch.int8}, qschemes={torch.per_channel_symmetric}, block_sizes={(32,), (4,)}
     )
     assert constraint.objection("weight", GROUPS) is None
-    for wrong, has in ((WEIGHT, "no blocks"), (replace(GROUPS, block_size=(8,)), "blocks of (8,)")):
-        refusal = f"weight has {has}, and the kernel takes blocks of (4,) or (32,)"
-        assert constraint.objection("weight", wrong) == refusal
-    assert "blocks of (4,) or (32,)" in constraint.describe()
+    for wrong in (WEIGHT, replace(GROUPS, block_size=(8,))):
+        assert "(4,) or (32,)" in (constraint.objection("weight", wrong) or "")
+    assert "(4,) or (32,)" in constraint.describe()

@@ -37,11 +37,13 @@ from tests.core.toy import (
     toy,
 )
 from tests.counting import check, first_of_every_tag
-from tests.zoo import ZooModel, by_name, tagged
+from tests.zoo import by_name, tagged
 
 BODIES = tagged("control_flow", without="transformers")
 NAMES = {model.name for model in (*first_of_every_tag(), *BODIES)}
-MODELS = [by_name(name) for name in sorted(NAMES)]
+FEW = {"conv_bn_relu", "lstm", "branches", "key_cache"}
+KINDS = FEW | {"bn_conv_skip", "loop", "map_rows", "no_grad_region", "bfloat16_mlp"}
+"""Of each kind of program one, but where kinds are much alike."""
 
 
 def unsigned_sigmoids() -> qompose.Quantizer:
@@ -56,9 +58,16 @@ def dynamic_linears() -> qompose.Quantizer:
     return qompose.compose(toy(LINEAR, LINEAR_RELU, config=DYNAMIC, name="dynamic"), toy())
 
 
-@pytest.mark.parametrize("quantizer", [unsigned_sigmoids, dynamic_linears])
-@pytest.mark.parametrize("model", MODELS, ids=str)
-def test_reports_say_what_graphs_hold(model: ZooModel, quantizer: Any, tmp_path: Path) -> None:
+CASES = [
+    pytest.param(name, quantizer, marks=[] if name in default else pytest.mark.full)
+    for quantizer, default in ((unsigned_sigmoids, KINDS), (dynamic_linears, FEW))
+    for name in sorted(NAMES | KINDS)
+]
+
+
+@pytest.mark.parametrize(("name", "quantizer"), CASES)
+def test_reports_say_what_graphs_hold(name: str, quantizer: Any, tmp_path: Path) -> None:
+    model = by_name(name)
     prepared = prepare(model.export(), quantizer())
     check(prepared)
     with torch.no_grad(), warnings.catch_warnings():
@@ -131,7 +140,10 @@ def test_casts_are_counted_and_those_of_the_program_are_not() -> None:
     assert str(check(converted).counts) == "3 cast"
 
 
-@pytest.mark.parametrize("name", ["conv_bn_relu", "scan_cell", "cond_shared_weight"])
+@pytest.mark.parametrize(
+    "name",
+    ["conv_bn_relu", "scan_cell", pytest.param("cond_shared_weight", marks=pytest.mark.full)],
+)
 def test_a_reference_model_reports_the_same_when_it_is_loaded(name: str, tmp_path: Path) -> None:
     model = by_name(name)
     prepared = prepare(model.export(), unsigned_sigmoids())

@@ -7,8 +7,10 @@ import os
 import pickle
 import subprocess
 import sys
+import tempfile
 import warnings
 from collections.abc import Iterator
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ import pytest
 import qompose
 import torch
 from qompose.backend import discovery
+from qompose.errors import ExcludedBackendError, MissingBackendError
 from qompose.program.call_signature import call_signature
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -42,11 +45,18 @@ from tests.core.toy import (
     seeded,
     toy,
 )
-from tests.sampling import one_of
 from tests.zoo import ZOO, ZooModel, by_name
 
 ROOT = Path(__file__).parents[3]
+KINDS = {
+    "mlp", "tied_language_model", "key_cache", "nested_inputs", "optional_outputs", "constants",
+    "integers_only", "weight_of_two_names", "weight_in_buffer", "bfloat16_conv_bn",
+    "cond_one_without_weights", "loop", "scan_cell", "map_rows", "no_grad_region", "autocast",
+    "spectrum_mixer", "lstm",
+}  # fmt: skip
+"""Models of every kind of program; the others are more of these."""
 MODELS = [m for m in ZOO if "transformers" not in m.tags or find_spec("transformers")]
+assert {m.name for m in MODELS} > KINDS
 
 
 class MLP(nn.Module):
@@ -64,19 +74,27 @@ X = randn(6, 8)
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "model.qompose"
-
-
-@pytest.fixture
 def offered() -> Iterator[None]:
     """The toy backend as a distribution would offer it."""
     with offered_by_a_package(ToyBackend):
         yield
 
 
-def mlp(*rules: Any, **options: Any) -> GraphModule:
-    return convert(export(seeded(MLP()), X), toy(*(rules or (LINEAR, VIEW))), X, **options)
+@cache
+def mlp_program() -> torch.export.ExportedProgram:
+    return export(seeded(MLP()), X)
+
+
+def mlp(*rules: Any) -> GraphModule:
+    return convert(mlp_program(), toy(*(rules or (LINEAR, VIEW))), X)
+
+
+@cache
+def mlp_file() -> bytes:
+    """What `save` writes of it."""
+    with tempfile.TemporaryDirectory() as folder:
+        qompose.save(mlp(), Path(folder, "model.qompose"))
+        return Path(folder, "model.qompose").read_bytes()
 
 
 def stored(model: GraphModule, path: Path) -> GraphModule:
@@ -117,7 +135,13 @@ def _example(node: torch.fx.Node) -> Any:
     return pytree.tree_map(describe, node.meta.get("val"))
 
 
-@pytest.mark.parametrize("model", one_of(3, MODELS), ids=str)
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(model, marks=[] if model.name in KINDS else pytest.mark.full, id=model.name)
+        for model in MODELS
+    ],
+)
 def test_every_model_of_the_zoo_comes_back(model: ZooModel, path: Path) -> None:
     program = model.export(dynamic=model.dynamic_shapes is not None)
     saved = qompose.convert_pt2e(prepare(program, NullQuantizer()))
@@ -128,15 +152,8 @@ def test_every_model_of_the_zoo_comes_back(model: ZooModel, path: Path) -> None:
         assert_same_outputs(saved(*inputs), loaded(*inputs))
 
 
-SAMPLE = (
-    "mlp",
-    "lenet",
-    "tied_language_model",
-    "branches",
-    "lstm",
-    "vision_transformer",
-    "bn_conv_skip",
-)
+MORE = [pytest.param(name, marks=pytest.mark.full) for name in ("lenet", "vision_transformer")]
+SAMPLE = ("mlp", "tied_language_model", "branches", "lstm", "bn_conv_skip", *MORE)
 
 
 @pytest.mark.parametrize("name", SAMPLE)
@@ -186,10 +203,9 @@ class TestBackends:
         loaded = qompose.load(path)
         assert torch.equal(loaded(X), saved(X))
         assert qompose.report(loaded) == qompose.report(saved)
-        with pytest.raises(qompose.errors.BackendNotFoundError) as caught:
+        with pytest.raises(MissingBackendError, match=r"toy-package==1\.2") as caught:
             qompose.lower(loaded)
-        for part in ("'toy'", "toy-package 1.2", 'pip install "toy-package==1.2"', "still runs"):
-            assert part in str(caught.value)
+        assert caught.value.name == "toy"
 
     def test_one_that_the_environment_excludes(
         self, path: Path, offered: None, monkeypatch: pytest.MonkeyPatch
@@ -197,30 +213,28 @@ class TestBackends:
         """It is installed: to install it is not what helps."""
         loaded = stored(mlp(), path)
         monkeypatch.setenv("QOMPOSE_PLUGINS", "other")
-        with pytest.raises(
-            qompose.errors.ExcludedBackendError, match="QOMPOSE_PLUGINS='other' excludes"
-        ):
+        with pytest.raises(ExcludedBackendError, match="QOMPOSE_PLUGINS='other'") as caught:
             qompose.lower(loaded)
+        assert caught.value.name == "toy"
 
     def test_one_of_no_package(self, path: Path) -> None:
         loaded = stored(mlp(), path)
-        with pytest.raises(
-            qompose.errors.BackendNotFoundError, match=r"'toy'.*no installed package"
-        ):
+        with pytest.raises(MissingBackendError) as caught:
             qompose.lower(loaded)
+        assert caught.value.name == "toy"
 
     def test_one_that_claims_nothing_is_not_missed(
         self, path: Path, offered: None, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         idle = toy(LINEAR, config=None, name="idle")
-        saved = convert(export(seeded(MLP()), X), qompose.compose(toy(LINEAR), idle), X)
+        saved = convert(mlp_program(), qompose.compose(toy(LINEAR), idle), X)
         loaded = stored(saved, path)
         assert set(loaded.meta["qompose"].backends) == {"toy"}
         assert_lower_alike(loaded, saved, (X,))
 
     def test_one_that_occurs_twice(self, path: Path, offered: None) -> None:
         first = toy(LINEAR).set_module_name("second", None)
-        saved = convert(export(seeded(MLP()), X), qompose.compose(first, toy(LINEAR, VIEW)), X)
+        saved = convert(mlp_program(), qompose.compose(first, toy(LINEAR, VIEW)), X)
         owners = {row.owner for row in qompose.report(saved).rows} - {""}
         assert len(owners) == 2 and any("#2" in owner for owner in owners)
         loaded = stored(saved, path)
@@ -232,25 +246,25 @@ class TestBackends:
             if node.target == aten.linear.default:
                 annotate(node, {node.args[0]: INT8})  # type: ignore[dict-item]
 
-        saved = convert(export(seeded(MLP()), X), Annotator(only_linear), X)
+        saved = convert(mlp_program(), Annotator(only_linear), X)
         loaded = stored(saved, path)
         assert_same_model(loaded, saved)
         assert torch.equal(loaded(X), saved(X))
-        with pytest.raises(qompose.errors.TargetError, match="annotates only"):
+        with pytest.raises(qompose.errors.TargetError, match="annotator"):
             qompose.lower(loaded)
 
     def test_specifications_keep_their_facts_without_factories(self, path: Path) -> None:
         loaded = stored(mlp(), path)
         spec = loaded.meta["qompose"].plan.claims[0].specs[0].spec
         assert spec.dtype is torch.int8
-        with pytest.raises(qompose.UserError, match="MinMaxObserver is not stored"):
+        with pytest.raises(qompose.UserError, match="MinMaxObserver"):
             spec.observer_or_fake_quant_ctr()
 
     def test_a_loaded_model_can_be_saved_again(self, path: Path, offered: None) -> None:
         qompose.save(mlp(), path)
-        first = path.read_bytes()
+        assert path.read_bytes() == mlp_file()
         qompose.save(qompose.load(path), path)
-        assert path.read_bytes() == first
+        assert path.read_bytes() == mlp_file()
 
 
 PLUGIN = """
@@ -303,7 +317,7 @@ def test_a_fresh_process(path: Path, tmp_path: Path, offered: None) -> None:
 
 
 def test_nothing_is_unpickled(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    qompose.save(mlp(), path)
+    path.write_bytes(mlp_file())
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("a pickle was read")

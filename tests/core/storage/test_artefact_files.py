@@ -25,13 +25,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from tests.core.storage.test_artefact import MLP, ROOT, X, mlp, stored, unquantized
-from tests.core.toy import LINEAR, export, prepare, seeded, toy
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "model.qompose"
+from tests.core.storage.test_artefact import (
+    ROOT,
+    X,
+    mlp,
+    mlp_file,
+    mlp_program,
+    stored,
+    unquantized,
+)
+from tests.core.toy import LINEAR, prepare, toy
 
 
 def rewrite(path: Path, change: Callable[[Any], Any], **facts: Any) -> None:
@@ -165,7 +168,7 @@ class TestFiles:
 
     @pytest.mark.parametrize("forgery", FORGERIES)
     def test_forged(self, forgery: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        qompose.save(mlp(), path)
+        path.write_bytes(mlp_file())
         rewrite(path, lambda body: forge(body, *FORGERIES[forgery]))
         monkeypatch.chdir(path.parent)
         with torch.library._scoped_library("qompose_test", "FRAGMENT") as library:
@@ -175,11 +178,9 @@ class TestFiles:
         assert not (path.parent / "PWNED").exists()
 
     def test_every_flipped_byte_is_noticed(self, path: Path) -> None:
-        saved = mlp()
-        qompose.save(saved, path)
-        sound = path.read_bytes()
+        saved, sound = mlp(), mlp_file()
         unnoticed = 0
-        for place in range(0, len(sound), 197):
+        for place in range(0, len(sound), 397):
             damaged = bytearray(sound)
             damaged[place] ^= 1
             path.write_bytes(damaged)
@@ -200,12 +201,7 @@ class TestFiles:
             path.write_text("hello " * 100)
         else:
             save_file({"x": X}, path)
-        reason = {
-            "torch.save": "zip archive",
-            "text": "not written by",
-            "safetensors": "did not write",
-        }
-        with pytest.raises(ArtefactError, match=reason[kind]):
+        with pytest.raises(ArtefactError, match=path.name):
             qompose.load(path)
 
     @pytest.mark.parametrize(
@@ -224,38 +220,27 @@ class TestFiles:
     )
     def test_descriptions_that_are_none(self, change: Callable[[str], str], path: Path) -> None:
         """However the digest stands to them."""
-        qompose.save(mlp(), path)
+        path.write_bytes(mlp_file())
         with safe_open(path, framework="pt") as file:
             text = file.metadata()["qompose"]
         assert change(text) != text
         save_file(load_file(path), path, {"qompose": change(text)})
-        with pytest.raises(ArtefactError, match="is damaged"):
+        with pytest.raises(ArtefactError, match=path.name):
             qompose.load(path)
 
-    def test_older(self, path: Path) -> None:
-        qompose.save(mlp(), path)
-        rewrite(path, lambda body: None, format_version=3)
-        with pytest.raises(ArtefactError, match=r"version 3 .*Save the model again"):
+    @pytest.mark.parametrize("version", [3, 99], ids=["older", "newer"])
+    def test_other_versions_of_the_format(self, version: int, path: Path) -> None:
+        path.write_bytes(mlp_file())
+        rewrite(path, lambda body: body.clear(), format_version=version, written_by="qompose 7.0")
+        with pytest.raises(ArtefactError, match=f"version {version} .*qompose"):
             qompose.load(path)
 
     def test_a_device_that_is_not_here(self, path: Path) -> None:
         if torch.cuda.is_available():
             pytest.skip("it is here")
-        qompose.save(mlp(), path)
+        path.write_bytes(mlp_file())
         rewrite(path, lambda body: forge(body, ((*VIEW, "device"), "cuda:0")))
-        with pytest.raises(
-            ArtefactError, match=r"on the device 'cuda:0', which this process cannot use"
-        ):
-            qompose.load(path)
-
-    def test_newer(self, path: Path) -> None:
-        qompose.save(mlp(), path)
-        rewrite(path, lambda body: body.clear(), format_version=99, written_by="qompose 7.0")
-        with pytest.raises(ArtefactError, match=r"version 99 .*qompose 7\.0.*Upgrade"):
-            qompose.load(path)
-
-    def test_absent(self, path: Path) -> None:
-        with pytest.raises(FileNotFoundError):
+        with pytest.raises(ArtefactError, match="cuda:0"):
             qompose.load(path)
 
     def test_an_operator_that_nobody_registered(self, path: Path) -> None:
@@ -271,15 +256,14 @@ class TestFiles:
             assert torch.equal(loaded(X), X * 2)
         thrice = ((*NODES, 1, "target"), "qompose_test::thrice.default")
         rewrite(path, lambda body: forge(body, thrice))
-        reason = r"qompose_test::thrice\.default is not registered.*Import the package"
-        with pytest.raises(ArtefactError, match=reason):
+        with pytest.raises(ArtefactError, match=r"qompose_test::thrice\.default"):
             qompose.load(path)
 
     def test_a_failed_save_leaves_the_old_file(
         self, path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        qompose.save(mlp(), path)
-        before = path.read_bytes()
+        before = mlp_file()
+        path.write_bytes(before)
 
         def fail(blocks: Any, draft: Path, metadata: Any) -> None:
             draft.write_bytes(b"half")
@@ -289,7 +273,7 @@ class TestFiles:
         with pytest.raises(OSError, match="no space left"):
             qompose.save(mlp(LINEAR), path)
         assert path.read_bytes() == before
-        assert [file.name for file in path.parent.iterdir()] == [path.name]
+        assert list(path.parent.iterdir()) == [path]
 
     def test_a_name_as_long_as_names_can_be(self, tmp_path: Path) -> None:
         path = tmp_path / ("a" * 120 + "." + "b" * 134)
@@ -305,16 +289,14 @@ class TestFiles:
                 def forward(self, x: Tensor) -> Tensor:
                     return torch.ops.qompose_test.dump(x, "somewhere")
 
-            with pytest.raises(
-                ArtefactError, match=r"dump\.default, which takes the name of a file"
-            ):
+            with pytest.raises(ArtefactError, match=r"dump\.default"):
                 qompose.save(unquantized(Dump(), X), path)
         assert not path.exists()
 
     def test_a_process_that_ends_halfway_leaves_the_old_file(self, path: Path) -> None:
         """Where there is no room, and where it is killed."""
-        qompose.save(mlp(), path)
-        before = path.read_bytes()
+        before = mlp_file()
+        path.write_bytes(before)
         paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
         done = subprocess.run(
             [sys.executable, "-c", HALFWAY, path], capture_output=True, text=True, check=False,
@@ -340,7 +322,7 @@ class TestFiles:
     ) -> None:
         os.mkfifo(path)
         monkeypatch.setattr(artifact, "ProgramWriter", None)
-        with pytest.raises(qompose.UserError, match="it is a pipe, and a file would replace it"):
+        with pytest.raises(qompose.UserError, match="pipe"):
             qompose.save(mlp(), path)
         assert path.is_fifo()
         assert list(path.parent.iterdir()) == [path]
@@ -349,26 +331,23 @@ class TestFiles:
         with pytest.raises(IsADirectoryError, match="directory"):
             qompose.load(tmp_path)
 
-    def test_files_have_the_permissions_of_the_process(self, path: Path) -> None:
-        qompose.save(mlp(), path)
+    def test_other_tools_can_read_the_file_and_list_the_tensors(self, path: Path) -> None:
+        saved = mlp()
+        with pytest.raises(FileNotFoundError):
+            qompose.load(path)
+        qompose.save(saved, path)
         (path.parent / "other").touch()
         assert path.stat().st_mode == (path.parent / "other").stat().st_mode
-
-    def test_other_tools_can_list_the_tensors(self, path: Path) -> None:
-        saved = mlp()
-        qompose.save(saved, path)
         tensors = load_file(path)
         assert torch.equal(tensors["first.weight_q"], get_attribute(saved, "first.weight_q"))
         assert "first.weight" not in tensors
 
     @pytest.mark.parametrize("stage", ["prepared", "exported"])
     def test_other_stages(self, stage: str, path: Path) -> None:
-        program = export(seeded(MLP()), X)
+        program = mlp_program()
         model: Any = {
             "prepared": lambda: prepare(program, toy(LINEAR)),
             "exported": lambda: program,
         }[stage]()
-        with pytest.raises(
-            qompose.errors.StageError, match="save takes a converted or reference or lowered model"
-        ):
+        with pytest.raises(qompose.errors.StageError, match="save"):
             qompose.save(model, path)

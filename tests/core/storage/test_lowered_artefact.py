@@ -31,15 +31,10 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from tests.core.offering import offered_by_a_package
-from tests.core.storage.test_artefact import MLP, X, assert_same_model, mlp
+from tests.core.storage.test_artefact import MLP, X, assert_same_model, mlp, mlp_program
 from tests.core.toy import LINEAR, VIEW, ToyBackend, convert, export, graph_text, randn, seeded, toy
 
 BITS = {"bits": "many"}
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "model.qompose"
 
 
 class Offered:
@@ -74,21 +69,28 @@ def described(path: Path) -> Any:
 
 
 def lowered_mlp(path: Path, **facts: Any) -> GraphModule:
-    model: GraphModule = qompose.lower(
-        convert(export(seeded(MLP()), X), toy(LINEAR, VIEW, **facts), X)
-    )
+    model: GraphModule = qompose.lower(convert(mlp_program(), toy(LINEAR, VIEW, **facts), X))
     qompose.save(model, path)
     return model
 
 
 class TestAgain:
     def test_bits_graph_and_report(self, path: Path, offered: Offered) -> None:
+        """What is loaded as it was before can be saved again; what is lowered holds no weights for that."""
         saved = lowered_mlp(path)
+        first = path.read_bytes()
+        before = qompose.load(path, as_converted=True)
+        assert discovery._load.cache_info().currsize == 0
+        assert_same_model(before, mlp())
         loaded = qompose.load(path)
         assert graph_text(loaded) == graph_text(saved)
         assert torch.equal(loaded(X), saved(X))
         assert qompose.report(loaded) == qompose.report(saved)
         assert qompose.report(loaded).count("int8 kernel") == 3
+        with pytest.raises(StageError, match="as_converted=True"):
+            qompose.save(loaded, path)
+        qompose.save(qompose.lower(before), path)
+        assert path.read_bytes() == first
 
     @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch 2.13 copies trees so
     def test_the_caller_need_not_keep_the_converted_model(
@@ -103,27 +105,6 @@ class TestAgain:
         del converted
         qompose.save(copy.deepcopy(lowered), path)
         assert torch.equal(qompose.load(path)(X), lowered(X))
-
-    def test_as_it_was_before(self, path: Path, offered: Offered) -> None:
-        lowered_mlp(path)
-        loaded = qompose.load(path, as_converted=True)
-        assert discovery._load.cache_info().currsize == 0
-        assert_same_model(loaded, mlp())
-
-    def test_saved_again_it_is_the_same_file(self, path: Path, offered: Offered) -> None:
-        lowered_mlp(path)
-        first = path.read_bytes()
-        qompose.save(qompose.lower(qompose.load(path, as_converted=True)), path)
-        assert path.read_bytes() == first
-
-    def test_one_that_was_loaded_does_not_hold_its_weights_twice(
-        self, path: Path, offered: Offered
-    ) -> None:
-        lowered_mlp(path)
-        first = path.read_bytes()
-        with pytest.raises(qompose.errors.StageError, match=r"copy the file.*as_converted=True"):
-            qompose.save(qompose.load(path), path)
-        assert path.read_bytes() == first
 
     def test_a_buffer_starts_from_its_exported_state(self, path: Path, offered: Offered) -> None:
         class Counts(MLP):
@@ -146,7 +127,7 @@ class TestAgain:
     ) -> None:
         rule = Rule(**{**LINEAR.__dict__, "kernels": {}})
         offered.rules = (rule, VIEW)
-        converted = convert(export(seeded(MLP()), X), toy(rule, VIEW), X)
+        converted = convert(mlp_program(), toy(rule, VIEW), X)
         with pytest.warns(QomposeWarning, match="no int8 kernel"):
             saved = qompose.lower(converted)
         qompose.save(saved, path)
@@ -161,17 +142,10 @@ class TestAgain:
             Rule(**{**r.__dict__, "kernels": {}}) if r.name == "view" else r for r in saved_rules()
         )
         offered.forget()
-        with pytest.warns(
-            QomposeWarning, match="with other kernels than it was saved with"
-        ) as said:
+        with pytest.warns(QomposeWarning, match=r"view \(toy, rule view\)") as said:
             loaded = qompose.load(path)
-        (message,) = (str(w.message) for w in said)
         assert [Path(w.filename).name for w in said] == ["test_lowered_artefact.py"]
-        assert (
-            "view (toy, rule view): integers then, no kernel now (rule view has no kernel"
-            in message
-        )
-        assert "linear" not in message
+        assert "linear" not in str(said[0].message)
         assert torch.allclose(loaded(X), saved(X), atol=0.1)
 
     def test_the_report_needs_no_backend(
@@ -197,37 +171,24 @@ class TestBackends:
     ) -> None:
         lowered_mlp(path)
         monkeypatch.setattr(discovery, "entry_points", lambda group: [])
-        with pytest.raises(MissingBackendError) as caught:
+        with pytest.raises(MissingBackendError, match="as_converted=True") as caught:
             qompose.load(path)
-        for part in (
-            "cannot be lowered again",
-            'pip install "toy-package==1.2"',
-            "as_converted=True",
-        ):
-            assert part in str(caught.value)
+        assert caught.value.name == "toy"
         assert torch.equal(qompose.load(path, as_converted=True)(X), mlp()(X))
 
     def test_one_without_the_rules(self, path: Path, offered: Offered) -> None:
         lowered_mlp(path)
         offered.rules = tuple(rule for rule in saved_rules() if rule.name != "view")
         offered.forget()
-        with pytest.raises(PluginError) as caught:
+        with pytest.raises(PluginError, match=r'no rule view.*"toy-package==1\.2"') as caught:
             qompose.load(path)
-        for part in (
-            "'toy'",
-            "no rule view",
-            "made with toy-package 1.2",
-            'install "toy-package==1.2"',
-        ):
-            assert part in str(caught.value)
+        assert caught.value.name == "toy"
 
     def test_one_of_another_interface(self, path: Path, offered: Offered) -> None:
         lowered_mlp(path)
         offered.facts = {"api_version": 99}
         offered.forget()
-        with pytest.raises(
-            PluginError, match=r'99.*made with toy-package 1\.2: pip install "toy-package'
-        ):
+        with pytest.raises(PluginError, match=r"99.*toy-package 1\.2"):
             qompose.load(path)
 
 
@@ -243,7 +204,7 @@ class TestAnotherMachine:
 
     def test_refuses(self, path: Path, offered: Offered) -> None:
         self.saved(path, offered)
-        with pytest.raises(RequirementError, match="toy requires bits many: there are few"):
+        with pytest.raises(RequirementError, match="there are few"):
             qompose.load(path)
 
     def test_lowers_again_with_one_warning(self, path: Path, offered: Offered) -> None:
@@ -290,9 +251,9 @@ class TestSeveral:
         converted = self.models()
         with pytest.raises(UserError, match="one stage and target"):
             qompose.save({"a": converted["one"], "b": qompose.lower(converted["two"])}, path)
-        with pytest.raises(UserError, match="'a b' is not an identifier"):
+        with pytest.raises(UserError, match="'a b'"):
             qompose.save({"a b": converted["one"]}, path)
-        with pytest.raises(StageError, match="method 'a': save takes a converted"):
+        with pytest.raises(StageError, match="method 'a': save"):
             qompose.save({"a": X}, path)
         assert not path.exists()
 
@@ -311,14 +272,12 @@ class TestWhatCannotBeSaved:
     def test_a_pickled_one_has_lost_its_source(self, path: Path, offered: Offered) -> None:
         lowered = qompose.lower(mlp())
         attach(lowered, pickle.loads(pickle.dumps(lowered.meta["qompose"])))
-        with pytest.raises(StageError, match="save the converted model or what lower made of it"):
+        with pytest.raises(StageError, match="save"):
             qompose.save(lowered, path)
 
     def test_the_result_of_quantize_has_both(self, path: Path, offered: Offered) -> None:
         result = qompose.quantize(seeded(MLP()), (X,), backends=toy(LINEAR), calibration=[(X,)])
-        with pytest.raises(
-            StageError, match=r"Save its \.model, which is lowered, or its \.converted"
-        ):
+        with pytest.raises(StageError, match=r"\.model.*\.converted"):
             qompose.save(result, path)
 
 
@@ -340,5 +299,5 @@ def test_a_file_that_says_another_target_than_its_record(path: Path, offered: Of
 
     lowered_mlp(path)
     rewrite(path, lambda body: forge(body, (("target",), "executorch")))
-    with pytest.raises(ArtefactError, match="a model for 'torch' in a file of 'executorch'"):
+    with pytest.raises(ArtefactError, match="executorch"):
         qompose.load(path)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments, their names and sizes, and results survive a file."""
+"""Arguments and results survive a file, and every kind of plain tensor; what shares memory is stored once."""
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,39 +13,71 @@ import pytest
 import qompose
 import torch
 from qompose.program.call_signature import call_signature
+from qompose.program.graph import get_attribute
+from qompose.storage.artifact_file import pack, unpack
 from torch import Tensor, nn
 from torch.export import Dim
 from torch.utils import _pytree as pytree
 
 from tests.core.preparation.test_zoo import assert_same_outputs
-from tests.core.storage.test_artefact import MLP, X, assert_same_model, stored, unquantized
+from tests.core.storage.test_artefact import MLP, X, assert_same_model, mlp, stored, unquantized
 from tests.core.toy import LINEAR, NullQuantizer, prepare, randn, seeded, toy
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "model.qompose"
-
+from tests.zoo import by_name
 
 Pair = namedtuple("Pair", "low high")
+
+
+class Nested(nn.Module):
+    def forward(self, a: Any, pair: Any, *rest: Tensor, flag: bool, **named: Any) -> Any:
+        total = a["x"] + a["y"][0] + pair[0] * pair[1] + sum(rest)
+        return {"sum": total, "more": [named["z"] + 1, None, 3, "text", (total - 1,)]}
+
+
+class Count(nn.Module):
+    """Sizes that only the data tell."""
+
+    def forward(self, x: Tensor) -> Any:
+        rows = x.nonzero()
+        length = x.sum().item()
+        torch._check(length >= 0)
+        return (rows + 1).flatten(), torch.zeros(length), rows.shape[0] * 2
+
+
+class Odd(nn.Module):
+    """Names that Python has too, and such as it cannot have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict({"a-b": nn.Linear(8, 4), "1 {x}": nn.Linear(8, 4)})
+
+    def forward(self, input: Tensor, *, sum: Tensor, **inputs: Tensor) -> Tensor:
+        return self.parts["a-b"](input + sum) + self.parts["1 {x}"](inputs["y"])
+
+
+PROGRAMS = {
+    "nested": (
+        Nested(),
+        ({"x": randn(3), "y": [randn(3)]}, (randn(3), 2.0), randn(3), randn(3)),
+        {"flag": True, "z": randn(2)},
+    ),
+    "count": (Count(), (torch.tensor([0, 1, 2]),), {}),
+    "odd": (seeded(Odd()), (), {"input": X, "sum": X, "y": X}),
+}  # fmt: skip
 
 
 class TestCalls:
     """Arguments, their names and sizes, and results."""
 
-    def test_keywords_and_nested_arguments(self, path: Path) -> None:
-        class Nested(nn.Module):
-            def forward(self, a: Any, pair: Any, *rest: Tensor, flag: bool, **named: Any) -> Any:
-                total = a["x"] + a["y"][0] + pair[0] * pair[1] + sum(rest)
-                return {"sum": total, "more": [named["z"] + 1, None, 3, "text", (total - 1,)]}
-
-        args = ({"x": randn(3), "y": [randn(3)]}, (randn(3), 2.0), randn(3), randn(3))
-        kwargs = {"flag": True, "z": randn(2)}
-        program = torch.export.export(Nested(), args, kwargs)
+    @pytest.mark.parametrize("name", PROGRAMS)
+    def test_they_come_back(self, name: str, path: Path) -> None:
+        module, args, kwargs = PROGRAMS[name]
+        program = torch.export.export(module, args, kwargs)
         saved = qompose.convert_pt2e(prepare(program, NullQuantizer()))
         loaded = stored(saved, path)
         assert_same_model(loaded, saved)
-        assert_same_outputs(saved(*args, **kwargs), loaded(*args, **kwargs))
+        other = pytree.tree_map_only(Tensor, lambda tensor: tensor + 1, (args, kwargs))
+        for inputs, named in ((args, kwargs), other):
+            assert_same_outputs(saved(*inputs, **named), loaded(*inputs, **named))
 
     def test_dynamic_sizes_need_no_help(self, path: Path) -> None:
         batch = Dim("batch", min=2, max=64)
@@ -76,49 +109,6 @@ class TestCalls:
         assert found == [(2, 64), (4, 128)]
         assert again.module()(randn(64, 8), shift=randn(128, 4)).shape == (128, 4)
 
-    def test_sizes_that_only_the_data_tell(self, path: Path) -> None:
-        class Count(nn.Module):
-            def forward(self, x: Tensor) -> Any:
-                rows = x.nonzero()
-                length = x.sum().item()
-                torch._check(length >= 0)
-                return (rows + 1).flatten(), torch.zeros(length), rows.shape[0] * 2
-
-        x = torch.tensor([0, 1, 2])
-        saved = unquantized(Count(), x)
-        loaded = stored(saved, path)
-        assert_same_model(loaded, saved)
-        for values in ([0, 1, 2], [3, 3, 3]):
-            given = torch.tensor(values)
-            assert_same_outputs(saved(given), loaded(given))
-
-    def test_names_that_python_has_too(self, path: Path) -> None:
-        class Same(nn.Module):
-            def forward(self, input: Tensor, *, sum: Tensor) -> Tensor:
-                return input + sum
-
-        program = torch.export.export(Same(), (X,), {"sum": X})
-        saved = qompose.convert_pt2e(prepare(program, NullQuantizer()))
-        loaded = stored(saved, path)
-        assert_same_model(loaded, saved)
-        assert torch.equal(loaded(X, sum=X), X + X)
-
-    def test_names_that_python_cannot_have(self, path: Path) -> None:
-        class Odd(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.parts = nn.ModuleDict({"a-b": nn.Linear(8, 4), "1 {x}": nn.Linear(8, 4)})
-
-            def forward(self, **inputs: Tensor) -> Tensor:
-                return self.parts["a-b"](inputs["x"]) + self.parts["1 {x}"](inputs["y"])
-
-        inputs = {"x": X, "y": X}
-        program = torch.export.export(seeded(Odd()), (), inputs)
-        saved = qompose.convert_pt2e(prepare(program, NullQuantizer()))
-        loaded = stored(saved, path)
-        assert_same_model(loaded, saved)
-        assert torch.equal(loaded(**inputs), saved(**inputs))
-
     def test_a_name_with_quotes_is_refused(self, path: Path) -> None:
         class Quoted(nn.Module):
             def __init__(self) -> None:
@@ -128,7 +118,7 @@ class TestCalls:
             def forward(self, x: Tensor) -> Tensor:
                 return x + getattr(self, "it's")
 
-        with pytest.raises(qompose.UserError, match=r"it's.*no key or step"):
+        with pytest.raises(qompose.UserError, match="it's"):
             qompose.save(unquantized(Quoted(), X), path)
 
     def test_types_without_a_name_are_refused(self, path: Path) -> None:
@@ -136,7 +126,7 @@ class TestCalls:
             def forward(self, x: Tensor) -> Pair:
                 return Pair(x, x + 1)
 
-        with pytest.raises(qompose.UserError, match=r"Pair.*serializated_type_name"):
+        with pytest.raises(qompose.UserError, match="Pair"):
             qompose.save(unquantized(Named(), X), path)
 
     def test_dataclasses_and_named_tuples(self, path: Path) -> None:
@@ -183,5 +173,147 @@ class TestCalls:
         assert result.label == "sum" and torch.equal(result.value, X + 1)
         monkeypatch.delitem(pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE, "tests.Box")
         pytree.treespec_loads.cache_clear()  # another process has not read the tree before
-        with pytest.raises(qompose.UserError, match=r"not registered in this process .*tests\.Box"):
+        with pytest.raises(qompose.UserError, match=r"tests\.Box"):
             qompose.load(path)
+
+
+PLAIN = {
+    "transposed": randn(4, 6).t(),
+    "strided": randn(6, 4)[::2, 1:3],
+    "expanded": randn(4, 1).expand(4, 5),
+    "channels": randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    "scalar": torch.tensor(2.5),
+    "empty": torch.empty(0, 3),
+    "empty_and_transposed": torch.empty(3, 0).t(),
+    "special": torch.tensor([1.5, float("nan"), -0.0, float("inf")]),
+    "complex": randn(5) + 1j * randn(5, seed=1),
+    **{
+        f"of_{dtype}".replace(".", "_"): (randn(3, 4) * 9).to(dtype)
+        for dtype in (
+            *(torch.bfloat16, torch.float16, torch.float64, torch.bool, torch.float8_e4m3fn),
+            *(torch.int8, torch.uint8, torch.int16, torch.int32, torch.uint16),
+        )
+    },
+}
+
+
+class TestTensors:
+    """What shares memory is stored once; every kind of plain tensor survives."""
+
+    def test_tied_tables_and_zero_points(self, path: Path) -> None:
+        class Tied(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.table = nn.Embedding(1000, 64)
+                self.head = nn.Linear(64, 1000, bias=False)
+                self.head.weight = self.table.weight
+                self.register_buffer("row", self.table.weight.detach()[3])
+
+            def forward(self, ids: Tensor) -> Tensor:
+                return self.head(self.table(ids) + self.row)
+
+        ids = torch.tensor([[1, 2, 3]])
+        saved = unquantized(seeded(Tied()), ids)
+        loaded = stored(saved, path)
+        assert_same_outputs(saved(ids), loaded(ids))
+        assert path.stat().st_size < 1000 * 64 * 4 * 1.2
+        paths = [str(n.target) for n in loaded.graph.nodes if n.op == "get_attr"]
+        tensors = [get_attribute(loaded, p) for p in paths]
+        assert len({t.untyped_storage().data_ptr() for t in tensors}) == 1
+        before = {p: get_attribute(saved, p) for p in paths}
+        assert len({id(t) for t in tensors}) == len({id(t) for t in before.values()})
+        assert {p: t.storage_offset() for p, t in zip(paths, tensors, strict=True)} == {
+            p: t.storage_offset() for p, t in before.items()
+        }
+
+    @pytest.mark.parametrize("kind", ["buffer", "not persistent", "attribute"])
+    def test_buffers(self, kind: str, path: Path) -> None:
+        class Holder(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                for name, tensor in PLAIN.items():
+                    if kind == "attribute":
+                        setattr(self, name, tensor)
+                    else:
+                        self.register_buffer(name, tensor, persistent=kind == "buffer")
+
+            def forward(self, x: Tensor) -> Any:
+                return x + 1, [getattr(self, name).clone() for name in PLAIN]
+
+        saved = unquantized(Holder(), X)
+        loaded = stored(saved, path)
+        targets = {str(n.target) for n in saved.graph.nodes if n.op == "get_attr"}
+        assert len(targets) == len(PLAIN)
+        for target in targets:
+            before, after = (get_attribute(model, target) for model in (saved, loaded))
+            assert (before.dtype, before.shape, before.stride()) == (
+                after.dtype, after.shape, after.stride(),
+            ), target  # fmt: skip
+            if before.dtype.itemsize == 1:
+                before, after = before.view(torch.uint8), after.view(torch.uint8)
+            assert_same_outputs(before, after)
+
+    def test_views_of_other_types_share_their_memory_again(self, path: Path) -> None:
+        class Views(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                memory = torch.arange(40, dtype=torch.uint8)
+                self.register_buffer("bytes", memory[3:20])
+                self.register_buffer("words", memory[8:32].view(torch.int32))
+
+            def forward(self, x: Tensor) -> Any:
+                return x + self.bytes.sum() + self.words.sum()
+
+        saved = unquantized(Views(), X)
+        loaded = stored(saved, path)
+        assert torch.equal(loaded(X), saved(X))
+        loaded.get_buffer("bytes").fill_(0)
+        assert loaded.get_buffer("words")[:3].tolist() == [0, 0, 0]
+
+    def test_one_tensor_of_two_names_stays_one(self) -> None:
+        weight = nn.Parameter(randn(3, 4))
+        views, blocks = pack({"a": weight, "b": weight, "c": weight.detach()})
+        found = dict(unpack(views, blocks))
+        assert len(blocks) == 1
+        assert found["a"] is found["b"] is not found["c"]
+        assert isinstance(found["a"], nn.Parameter) and not isinstance(found["c"], nn.Parameter)
+        assert found["c"].data_ptr() == found["a"].data_ptr()
+
+    def test_of_a_large_storage_only_what_is_used_is_kept(self) -> None:
+        large = randn(1000, 8)
+        views, blocks = pack({"a": large[500:502], "b": large[501:504, ::2]})
+        (block,) = blocks.values()
+        assert block.numel() * block.element_size() < 4 * 8 * 4 + 16
+        found = dict(unpack(views, blocks))
+        assert torch.equal(found["a"], large[500:502])
+        assert torch.equal(found["b"], large[501:504, ::2])
+        found["b"].zero_()
+        assert found["a"][1, 0] == 0, "they still overlap"
+        (block,) = pack({"expanded": randn(4, 1).expand(4, 1000)})[1].values()
+        assert block.nbytes < 100, "it is stored as it is"
+
+    def test_memory_is_aligned_and_belongs_to_the_model_alone(self, path: Path) -> None:
+        loaded = stored(mlp(), path)
+        path.write_bytes(b"")
+        assert all(b.data_ptr() % 64 == 0 for b in loaded.buffers())
+        assert torch.isfinite(loaded(X)).all()
+
+    def test_a_cache_starts_from_its_exported_state(self, path: Path) -> None:
+        model = by_name("key_cache")
+        saved = qompose.convert_pt2e(prepare(model.export(), NullQuantizer()))
+        inputs = model.inputs()
+        with torch.no_grad():
+            first, second = copy.deepcopy((saved(*inputs), saved(*inputs)))
+            loaded = stored(saved, path)  # after it ran
+            assert_same_outputs(first, copy.deepcopy(loaded(*inputs)))
+            assert_same_outputs(second, loaded(*inputs))
+        state = loaded.meta["qompose"].state
+        assert state and set(state) == set(saved.meta["qompose"].state)
+        assert all(not torch.equal(v, get_attribute(loaded, p)) for p, v in state.items())
+
+    def test_what_is_no_plain_memory_is_refused_by_name(self, path: Path) -> None:
+        saved = unquantized(seeded(MLP()), X)
+        saved.first.weight = nn.Parameter(randn(8, 16).to_sparse())  # type: ignore[union-attr]
+        with pytest.raises(qompose.UserError, match=r"first\.weight"):
+            qompose.save(saved, path)
+        assert not path.exists()

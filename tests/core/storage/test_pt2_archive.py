@@ -183,7 +183,7 @@ def test_refused(
         raise AssertionError("torch saw it")
 
     monkeypatch.setattr(pt2_archive, "load_pt2", seen)
-    with pytest.raises(UserError, match=r"b\.pt2 is refused: .*torch\.export\.load in Python"):
+    with pytest.raises(UserError, match=r"b\.pt2"):
         load_program(tmp_path / "b.pt2")
     assert not (tmp_path / "PWNED").exists()
 
@@ -207,7 +207,7 @@ def test_archives_that_torch_does_not_write(
             root = "b" if kind == "two folders" else "a"
             name = MODEL if kind == "twice" else "extra/more"
             archive.writestr(f"{root}/{name}", b"{}")
-    with pytest.raises(UserError, match=r"b\.pt2 (is refused|is no archive)"):
+    with pytest.raises(UserError, match=r"b\.pt2"):
         load_program(path)
 
 
@@ -235,7 +235,7 @@ def test_guards_are_source_and_are_not_kept(sound: dict[str, bytes], tmp_path: P
 
 
 @pytest.mark.parametrize(
-    "model", one_of(20, [m for m in ZOO if "transformers" not in m.tags]), ids=str
+    "model", one_of(40, [m for m in ZOO if "transformers" not in m.tags]), ids=str
 )
 def test_programs_are_read_as_they_were(model: ZooModel, tmp_path: Path) -> None:
     program = model.export(dynamic=model.dynamic_shapes is not None)
@@ -257,12 +257,6 @@ def linear() -> ExportedProgram:
 class TestLoad:
     """What torch.export.save wrote, and nothing else."""
 
-    def test_a_program_as_it_was(self, tmp_path: Path) -> None:
-        torch.export.save(linear(), tmp_path / "a.pt2")
-        loaded = load_program(tmp_path / "a.pt2")
-        x = randn(2, 3, seed=1)
-        assert torch.equal(loaded.module()(x), linear().module()(x))
-
     def test_the_name_of_the_file_says_nothing(self, tmp_path: Path) -> None:
         torch.export.save(linear(), tmp_path / "a.pt2")
         (tmp_path / "a.pt2").rename(tmp_path / "a.export")
@@ -271,14 +265,13 @@ class TestLoad:
     @pytest.mark.parametrize(
         ("kind", "said"),
         [
-            ("artefact", "it holds a model that is quantized already (`qompose report "),
-            ("safetensors", "it is a safetensors file"),
-            ("pickle", "torch.save wrote it"),
-            ("zip", "it is some other zip archive"),
-            ("text", "it is no zip archive"),
-            ("empty", "it is no zip archive"),
+            ("artefact", "qompose report"),
+            ("safetensors", "safetensors"),
+            ("pickle", r"torch\.save wrote"),
+            ("zip", "zip"),
+            ("text", "zip"),
+            ("empty", "zip"),
         ],
-        ids=lambda value: value if " " not in value else "",
     )
     def test_other_files_are_named(self, tmp_path: Path, kind: str, said: str) -> None:
         path = tmp_path / "file.pt2"
@@ -293,24 +286,18 @@ class TestLoad:
                 archive.writestr("a.txt", "a")
         else:
             path.write_text("some words" * (kind == "text"))
-        with pytest.raises(UserError) as caught:
+        with pytest.raises(UserError, match=rf"file\.pt2 .*: .*{said}"):
             load_program(path)
-        assert f"{path} is no archive of torch.export: {said}" in str(caught.value)
-        assert "torch.export.save(torch.export.export(model, inputs)" in str(caught.value)
 
-    @pytest.mark.parametrize(
-        ("part", "said"),
-        [("model.json", "TypeError: "), ("archive_format", "AssertionError: ")],
-    )
-    def test_a_damaged_one_says_why(self, tmp_path: Path, part: str, said: str) -> None:
+    @pytest.mark.parametrize("part", ["model.json", "archive_format"])
+    def test_a_damaged_one(self, tmp_path: Path, part: str) -> None:
         torch.export.save(linear(), tmp_path / "a.pt2")
         whole = zipfile.ZipFile(tmp_path / "a.pt2")
         with whole, zipfile.ZipFile(tmp_path / "b.pt2", "w") as archive:
             for name in whole.namelist():
                 archive.writestr(name, b"{}" if name.endswith(part) else whole.read(name))
-        with pytest.raises(UserError) as caught:
+        with pytest.raises(UserError, match=r"b\.pt2"):
             load_program(tmp_path / "b.pt2")
-        assert f"b.pt2 cannot be read by torch.export: {said}" in str(caught.value)
 
     def test_a_missing_file_is_an_os_error(self, tmp_path: Path) -> None:
         with pytest.raises(FileNotFoundError):
@@ -323,11 +310,12 @@ sys.modules["qompose"] = None  # as if it was not installed
 import torch
 import torch.ao.quantization.fx._decomposed
 from safetensors.torch import load_file
-given = load_file(sys.argv[2])
-model = torch.export.load(sys.argv[1]).module()
-for name in sorted({key.rpartition(" ")[0] for key in given}):
-    args = [given[key] for key in sorted(given) if key.startswith(f"{name} x")]
-    assert torch.equal(model(*args), given[f"{name} y"]), name
+for path in sys.argv[1:]:
+    given = load_file(path + ".given")
+    model = torch.export.load(path).module()
+    for name in sorted({key.rpartition(" ")[0] for key in given}):
+        args = [given[key] for key in sorted(given) if key.startswith(f"{name} x")]
+        assert torch.equal(model(*args), given[f"{name} y"]), (path, name)
 print("equal")
 """
 
@@ -351,50 +339,60 @@ BLOCKS = QuantizationSpec(
 )
 
 
+def with_answers(model: Any, path: Path, *calls: tuple[Tensor, ...]) -> str:
+    """Put what a model answers beside the archive of it."""
+    given = {f"{n} x{i}": x.clone() for n, call in enumerate(calls) for i, x in enumerate(call)}
+    given |= {f"{n} y": model(*call).detach().clone() for n, call in enumerate(calls)}
+    save_file(given, f"{path}.given")
+    return str(path)
+
+
+def of_any_batch(path: Path) -> str:
+    shapes = {"input": {0: Dim("batch", min=2, max=64)}}
+    program = torch.export.export(linear_module(), (randn(4, 3),), dynamic_shapes=shapes)
+    result = qompose.quantize(program, backends=toy(LINEAR), calibration=[randn(4, 3)])
+    result.export(path)
+    assert load_program(path).graph, "the command line reads it too"
+    return with_answers(result.converted, path, (randn(2, 3),), (randn(64, 3),))
+
+
+def of_bodies_and_state(path: Path) -> str:
+    flag, x = torch.tensor(True), randn(2, 8)
+    prepared = prepare(export(seeded(Branches()), flag, x), toy(LINEAR))
+    for value in (flag, ~flag):
+        prepared(value, x)
+    converted = qompose.convert_pt2e(prepared)
+    converted(flag, x)  # what is written is the state that was exported
+    qompose.export_pt2(converted, path)
+    converted.get_buffer("calls").zero_()
+    return with_answers(converted, path, (flag, x), (~flag, x))
+
+
+def of_operators_of_our_own(path: Path) -> str:
+    config = QuantizationConfig(None, None, BLOCKS, name="blocks")
+    program = export(seeded(nn.Linear(8, 8)), randn(2, 8))
+    converted = convert(program, toy(LINEAR, config=config), randn(2, 8))
+    assert "dequantize_per_block" in str(converted.graph)
+    qompose.export_pt2(converted, path)
+    return with_answers(converted, path, (randn(2, 8, seed=1),))
+
+
 class TestExport:
     """torch alone opens what a converted model is written to, and computes the same with it."""
 
-    def opened(self, path: Path, model: Any, *calls: tuple[Tensor, ...]) -> None:
-        given = {f"{n} x{i}": x.clone() for n, call in enumerate(calls) for i, x in enumerate(call)}
-        given |= {f"{n} y": model(*call).detach().clone() for n, call in enumerate(calls)}
-        save_file(given, path.parent / "given")
-        command = [sys.executable, "-c", READER, str(path), str(path.parent / "given")]
+    @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch 2.13 copies trees so
+    def test_torch_alone_opens_them(self, tmp_path: Path) -> None:
+        made = (of_any_batch, of_bodies_and_state, of_operators_of_our_own)
+        paths = [make(tmp_path / f"{make.__name__}.pt2") for make in made]
+        command = [sys.executable, "-c", READER, *paths]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.stdout.strip() == "equal", done.stderr
 
-    def test_any_batch(self, tmp_path: Path) -> None:
-        shapes = {"input": {0: Dim("batch", min=2, max=64)}}
-        program = torch.export.export(linear_module(), (randn(4, 3),), dynamic_shapes=shapes)
-        result = qompose.quantize(program, backends=toy(LINEAR), calibration=[randn(4, 3)])
-        result.export(tmp_path / "a.pt2")
-        self.opened(tmp_path / "a.pt2", result.converted, (randn(2, 3),), (randn(64, 3),))
-        assert load_program(tmp_path / "a.pt2").graph, "the command line reads it too"
-
-    def test_bodies_and_state(self, tmp_path: Path) -> None:
-        flag, x = torch.tensor(True), randn(2, 8)
-        prepared = prepare(export(seeded(Branches()), flag, x), toy(LINEAR))
-        for value in (flag, ~flag):
-            prepared(value, x)
-        converted = qompose.convert_pt2e(prepared)
-        converted(flag, x)  # what is written is the state that was exported
-        qompose.export_pt2(converted, tmp_path / "a.pt2")
-        converted.get_buffer("calls").zero_()
-        self.opened(tmp_path / "a.pt2", converted, (flag, x), (~flag, x))
-
-    @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch 2.13 copies trees so
-    def test_blocks_whose_operators_are_our_own(self, tmp_path: Path) -> None:
-        config = QuantizationConfig(None, None, BLOCKS, name="blocks")
-        program = export(seeded(nn.Linear(8, 8)), randn(2, 8))
-        converted = convert(program, toy(LINEAR, config=config), randn(2, 8))
-        assert "dequantize_per_block" in str(converted.graph)
-        qompose.export_pt2(converted, tmp_path / "a.pt2")
-        self.opened(tmp_path / "a.pt2", converted, (randn(2, 8, seed=1),))
-
     def test_what_is_not_written(self, tmp_path: Path) -> None:
         result = qompose.quantize(linear(), backends=toy(LINEAR), calibration=[randn(2, 3)])
-        with pytest.raises(StageError, match="export_pt2 takes a converted"):
+        with pytest.raises(StageError, match="export_pt2"):
             qompose.export_pt2(result.model, tmp_path / "a.pt2")
         for path in (tmp_path / "a.qompose", 3):
-            with pytest.raises(UserError, match=r"path of a \.pt2 file"):
+            with pytest.raises(UserError, match=r"\.pt2"):
                 qompose.export_pt2(result.converted, path)  # type: ignore[arg-type]
         assert not list(tmp_path.iterdir())

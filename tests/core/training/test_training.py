@@ -28,9 +28,15 @@ from tests.core.qat import (
 from tests.core.toy import LINEAR, export, randn, seeded, sqnr, toy
 
 DEEPCOPY = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch of itself
+COVERING = {
+    ("linear", "relu", True), ("conv1d", "hardtanh", False), ("conv2d", "alone", True),
+    ("conv2d", "relu6", False), ("conv3d", "relu", False), ("conv_transpose1d", "relu6", True),
+    ("conv_transpose2d", "alone", False), ("conv_transpose3d", "hardtanh", True),
+}  # fmt: skip
+"""Each product, and each tail with and without a bias."""
 MATRIX = [
-    pytest.param(kind, tail, bias, id=f"{kind}-{tail}-{'bias' if bias else 'no bias'}")
-    for kind, tail, bias in itertools.product(PRODUCTS, TAILS, (True, False))
+    pytest.param(*case, marks=[] if case in COVERING else pytest.mark.full)
+    for case in itertools.product(PRODUCTS, TAILS, (True, False))
 ]
 
 
@@ -90,7 +96,13 @@ def test_what_is_deployed_is_what_was_trained(kind: str, tail: str, bias: bool) 
     assert not any("running" in name for name in converted.state_dict())
 
 
-@pytest.mark.parametrize("kind", PRODUCTS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=[] if kind in ("linear", "conv2d") else pytest.mark.full)
+        for kind in PRODUCTS
+    ],
+)
 @pytest.mark.parametrize("trains", [True, False], ids=["in training", "in evaluation"])
 def test_it_does_not_matter_in_which_mode_it_was_exported(kind: str, trains: bool) -> None:
     x = batch_for(kind)
@@ -100,11 +112,12 @@ def test_it_does_not_matter_in_which_mode_it_was_exported(kind: str, trains: boo
     prepared.train()
     first, second = prepared(x), prepared(x)
     assert not torch.equal(first, second), "dropout is on"
-    before = copy.deepcopy(prepared.get_buffer("1.running_mean"))
     prepared.eval()
     prepared.apply(qompose.training.disable_observer)
+    before = {name: value.clone() for name, value in prepared.named_buffers()}
     assert torch.equal(prepared(x), prepared(x)), "dropout is off"
-    assert torch.equal(prepared.get_buffer("1.running_mean"), before)
+    for name, value in prepared.named_buffers():
+        assert torch.equal(value, before[name]), f"{name} is that of training"
 
 
 def test_the_exported_program_is_left_alone() -> None:
@@ -215,9 +228,8 @@ class TestModes:
         """torch exports it in evaluation alone, and then as a momentum of 0."""
         model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4, momentum=None)).eval()
         prepared = prepared_for(model, batch_for("linear"))
-        assert "batch_norm (aten.batch_norm in 1) keeps its running statistics in training" in str(
-            qompose.report(prepared)
-        )
+        (note,) = qompose.report(prepared).notes
+        assert note.startswith("batch_norm (aten.batch_norm in 1) ")
 
     def test_a_batch_norm_that_is_frozen(self) -> None:
         x = batch_for("conv2d")
@@ -276,7 +288,9 @@ class TestLoop:
 
     def test_conversion_leaves_the_model_to_be_trained_on(self) -> None:
         prepared, x = self.trained()
+        before = {k: v.clone() for k, v in prepared.state_dict().items()}
         first = qompose.convert_pt2e(prepared)
+        assert all(torch.equal(v, before[k]) for k, v in prepared.state_dict().items())
         out = first(x)
         steps(prepared, [x, x])
         assert torch.equal(first(x), out)
@@ -362,7 +376,5 @@ def test_what_does_not_train() -> None:
     with pytest.raises(qompose.errors.NotExportedError):
         qompose.prepare_qat_pt2e(model, product_quantizer())  # type: ignore[arg-type]
     prepared = prepared_for(model, batch_for("linear"))
-    with pytest.raises(
-        qompose.errors.StageError, match="prepare_qat_pt2e takes an exported program"
-    ):
+    with pytest.raises(qompose.errors.StageError, match="prepare_qat_pt2e"):
         qompose.prepare_qat_pt2e(prepared, product_quantizer())

@@ -23,7 +23,7 @@ LEARNED = [qompose.QuantizationSpec(
 
 def train(model, share):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    for step in range(6):
+    for step in range(4):
         x = batch_for("conv2d", step)
         half = x if share is None else x[share::count]
         optimizer.zero_grad()
@@ -31,10 +31,10 @@ def train(model, share):
         F.mse_loss(out, half.mean(dim=1, keepdim=True).expand_as(out)).backward()
         optimizer.step()
 
-def made():
+def made(mode):
     torch.manual_seed(0)
     model = product_model("conv2d", "relu", bias=True)
-    if MODE == "synchronized":
+    if mode == "synchronized":
         model.insert(len(model), torch.nn.BatchNorm2d(4, momentum=0.2))  # one that cannot be folded
         model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
     for module in model.modules():
@@ -43,32 +43,41 @@ def made():
     dims = ({0: torch.export.Dim("batch", min=2)},)
     # Among processes torch takes a SyncBatchNorm on a CPU in evaluation alone.
     program = torch.export.export(model.eval(), (batch_for("conv2d"),), dynamic_shapes=dims)
-    quantizer = product_quantizer(*LEARNED if MODE == "learned" else ())
+    quantizer = product_quantizer(*LEARNED if mode == "learned" else ())
     prepared = qompose.prepare_qat_pt2e(program, quantizer).train()
-    if MODE != "synchronized":  # batch statistics are each process's own, as torch's are
+    if mode != "synchronized":  # batch statistics are each process's own, as torch's are
         prepared.apply(qompose.training.freeze_batch_norm)
     return prepared
 
-prepared = made()
-train(DistributedDataParallel(prepared), rank)
-torch.save(prepared.state_dict(), f"{out}/{rank}.pt")
-if rank == 0:  # which may look at test data alone: nobody else is asked
-    prepared.eval()(batch_for("conv2d", 9))
-dist.barrier()
+for mode in MODES:
+    prepared = made(mode)
+    train(DistributedDataParallel(prepared), rank)
+    torch.save(prepared.state_dict(), f"{out}/{mode}.{rank}.pt")
+    if rank == 0:  # which may look at test data alone: nobody else is asked
+        prepared.eval()(batch_for("conv2d", 9))
+    dist.barrier()
 dist.destroy_process_group()
-if rank == 0:
-    alone = made()
+for mode in MODES if rank == 0 else ():
+    alone = made(mode)
     train(alone, None)
-    torch.save(alone.state_dict(), f"{out}/alone.pt")
+    torch.save(alone.state_dict(), f"{out}/{mode}.alone.pt")
 """
+MODES = ("synchronized", "learned")
 
 
-@pytest.mark.parametrize("mode", ["frozen", "synchronized", "learned"])
-def test_two_give_what_one_gives(tmp_path: Path, mode: str) -> None:
-    """With batch norms that are frozen, also with learned scales, or that were `SyncBatchNorm` before."""
-    done = together(tmp_path, f"MODE = {mode!r}\n{BODY}", 2)
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where two processes left what they had trained, and the first of them what it trained alone."""
+    path = tmp_path_factory.mktemp("together")
+    done = together(path, f"MODES = {MODES}\n{BODY}", 2)
     assert [d.returncode for d in done] == [0, 0], done[0].stderr + done[1].stderr
-    first, second, alone = (torch.load(tmp_path / f"{n}.pt") for n in ("0", "1", "alone"))
+    return path
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_two_give_what_one_gives(trained: Path, mode: str) -> None:
+    """With batch norms that were `SyncBatchNorm` before, or are frozen, and then with learned scales."""
+    first, second, alone = (torch.load(trained / f"{mode}.{n}.pt") for n in ("0", "1", "alone"))
     assert first.keys() == alone.keys()
     for name, value in alone.items():
         if name.endswith("counts"):  # how many values were seen, by each process itself
