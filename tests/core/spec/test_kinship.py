@@ -117,6 +117,7 @@ for (module, name), cls in sorted(quantization_spec._unregistered.items()):
 """
 
 
+@pytest.mark.full
 def test_what_is_kin_of_what() -> None:
     """In a process of its own, where nobody imported torchao: all of it is still to be done."""
     done = subprocess.run([sys.executable, "-c", KIN], capture_output=True, text=True, check=False)

@@ -7,15 +7,10 @@ from dataclasses import replace
 
 import pytest
 import qompose
-import torch
 from qompose.spec import QuantizationAnnotation
-from torch import nn
-from torch.fx import Node
+from torch import Tensor, nn
 
-from tests.core.toy import INT8, WEIGHT, WEIGHT_PER_TENSOR, randn
-from tests.zoo import by_name
-
-aten = torch.ops.aten
+from tests.core.toy import INT8, WEIGHT, WEIGHT_PER_TENSOR, export, randn
 
 
 @pytest.mark.parametrize("role", ["input_act", "output_act", "weight", "bias"])
@@ -32,29 +27,32 @@ def test_specification_of_a_role(role: str) -> None:
     assert get(None) is None
 
 
-def test_module_names() -> None:
+class Held(nn.Module):
+    """A layer two modules deep, in a list, which export does not record."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(3, 3))
+        self.layers = nn.ModuleList([nn.Linear(3, 3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[0](self.body(x))
+
+
+@pytest.mark.parametrize(
+    ("path", "inside"),
+    [
+        ("body", {"linear", "body_0_weight", "body_0_bias"}),
+        ("body.0", {"linear", "body_0_weight", "body_0_bias"}),
+        ("layers", {"linear_1", "layers_0_weight", "layers_0_bias"}),
+        ("bod", set()),
+    ],
+)
+def test_module_names(path: str, inside: set[str]) -> None:
     """An operator is inside a module and those around it; a parameter is where it is read."""
-    model = by_name("resnet18").export().module(check_guards=False)
-    inside = qompose.spec.get_module_name_filter("3.body")
-    names = {node.name for node in model.graph.nodes if inside(node)}
-    first = next(n for n in model.graph.nodes if inside(n) and n.target == aten.conv2d.default)
-    weight = first.args[1]
-    assert isinstance(weight, Node)
-    assert {first.name, weight.name} <= names
-    assert not any(node.name in names for node in model.graph.nodes if node.op == "placeholder")
-    assert {
-        n.name for n in model.graph.nodes if qompose.spec.get_module_name_filter("3.bod")(n)
-    } == set()
-
-
-def test_containers() -> None:
-    """Export does not record lists of modules; what they hold is inside them all the same."""
-    model = nn.Module()
-    model.layers = nn.ModuleList([nn.Linear(3, 3)])
-    model.forward = lambda x: model.layers[0](x)  # type: ignore[method-assign]
-    program = torch.export.export(model, (randn(2, 3),))
-    inside = qompose.spec.get_module_name_filter("layers")
-    assert [n.name for n in program.graph.nodes if inside(n)] == ["linear"]
+    model = export(Held(), randn(2, 3)).module(check_guards=False)
+    chosen = qompose.spec.get_module_name_filter(path)
+    assert {node.name for node in model.graph.nodes if chosen(node)} == inside
 
 
 def test_valid_annotations() -> None:

@@ -96,17 +96,24 @@ def configs(quantizer: RuleQuantizer) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("order", [1, -1], ids=["as listed", "set in reverse"])
+NEIGHBOURS = [*itertools.pairwise(LEVELS)]
+FURTHER = [p for p in itertools.combinations(LEVELS, 2) if p not in NEIGHBOURS]
+
+
 @pytest.mark.parametrize("value", [None, DYNAMIC], ids=["None", "config"])
-@pytest.mark.parametrize(("lower", "higher"), list(itertools.combinations(LEVELS, 2)))
+@pytest.mark.parametrize(
+    ("lower", "higher"),
+    [*NEIGHBOURS, *(pytest.param(*pair, marks=pytest.mark.full) for pair in FURTHER)],
+)
 def test_the_more_specific_level_wins(
-    lower: str, higher: str, value: QuantizationConfig | None, order: int
+    lower: str, higher: str, value: QuantizationConfig | None
 ) -> None:
-    quantizer = silent()
     settings = [(lower, WEIGHT_ONLY), (higher, value)]
-    for level, config in settings[::order]:
-        LEVELS[level](quantizer, config)
-    assert configs(quantizer)["body.0.linear"] == ("float" if value is None else "dynamic")
+    for order in (1, -1):
+        quantizer = silent()
+        for level, config in settings[::order]:
+            LEVELS[level](quantizer, config)
+        assert configs(quantizer)["body.0.linear"] == ("float" if value is None else "dynamic")
 
 
 def test_all_levels_at_once() -> None:
@@ -119,50 +126,25 @@ def test_all_levels_at_once() -> None:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_each_level_alone_reaches_what_it_names_and_nothing_else(level: str) -> None:
+def test_each_level_alone_reaches_what_it_names_and_the_report_says_so(level: str) -> None:
     quantizer = silent()
     LEVELS[level](quantizer, DYNAMIC)
     assert configs(quantizer) == {
         path: "dynamic" if path in REACHED[level] else "float" for path in PATHS
     }
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_the_report_names_the_selector(level: str) -> None:
-    quantizer = silent()
-    LEVELS[level](quantizer, DYNAMIC)
     row = qompose.report(prepare(PROGRAM, quantizer)).rows[0]
     assert row.selector.startswith(
         {"regex": "module name regex", "name": "module name"}.get(level, level)
     )
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_none_is_float_with_a_reason(level: str) -> None:
-    quantizer = silent()
-    LEVELS[level](quantizer, None)
-    row = qompose.report(prepare(PROGRAM, quantizer)).rows[0]
-    assert (row.state, row.reason[:20]) == ("float", "toy: left in float b")
-
-
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        pytest.param(
-            [("body", STATIC), ("body.1", None)],
-            ["static", "float", "float"],
-            id="the longer path wins",
-        ),
-        pytest.param(
-            [("body.1", None), ("body", STATIC)],
-            ["static", "float", "float"],
-            id="whatever the order",
-        ),
-        pytest.param(
-            [("head", STATIC), ("head", DYNAMIC)],
-            ["float", "float", "dynamic"],
-            id="the later setting of one name wins",
-        ),
+        # The longer path wins, whatever the order, and the later setting of one name.
+        ([("body", STATIC), ("body.1", None)], ["static", "float", "float"]),
+        ([("body.1", None), ("body", STATIC)], ["static", "float", "float"]),
+        ([("head", STATIC), ("head", DYNAMIC)], ["float", "float", "dynamic"]),
     ],
 )
 def test_names(settings: Any, expected: list[str]) -> None:
@@ -252,10 +234,10 @@ def test_a_filter_function_narrows_everything() -> None:
 @pytest.mark.parametrize(
     ("name", "near"),
     [
-        ("body.0.lineer", "did you mean 'body.0.linear'"),
-        ("heed", "did you mean 'head'"),
-        ("something.else.entirely", "names no module"),
-        ("body.2", "did you mean"),
+        ("body.0.lineer", "'body.0.linear'"),
+        ("heed", "'head'"),
+        ("something.else.entirely", ""),
+        ("body.2", "'body.0'"),
     ],
 )
 def test_a_name_that_is_not_there_is_an_error_with_near_names(name: str, near: str) -> None:
@@ -270,20 +252,11 @@ def test_a_name_that_is_not_there_is_an_error_with_near_names(name: str, near: s
 @pytest.mark.parametrize(
     ("setting", "note"),
     [
-        pytest.param(
-            lambda q: q.set_module_name_regex("tail.*", STATIC), "'tail.*' matches no", id="regex"
-        ),
-        pytest.param(
-            lambda q: q.set_object_type(nn.Conv2d, STATIC),
-            "Conv2d occurs nowhere",
-            id="module type",
-        ),
-        pytest.param(
-            lambda q: q.set_object_type(aten.conv2d, None),
-            "aten.conv2d occurs nowhere",
-            id="operator",
-        ),
+        (lambda q: q.set_module_name_regex("tail.*", STATIC), "'tail.*'"),
+        (lambda q: q.set_object_type(nn.Conv2d, STATIC), "Conv2d"),
+        (lambda q: q.set_object_type(aten.conv2d, None), "aten.conv2d"),
     ],
+    ids=["regex", "module type", "operator"],
 )
 def test_what_else_matches_nothing_is_a_note(setting: Any, note: str) -> None:
     quantizer = silent().set_global(STATIC)
@@ -294,42 +267,26 @@ def test_what_else_matches_nothing_is_a_note(setting: Any, note: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "message"),
+    "setting",
     [
-        pytest.param(lambda q: q.set_module_name_regex("(", STATIC), "regular expr", id="regex"),
-        pytest.param(lambda q: q.set_module_name_regex(b"x", STATIC), "as a string", id="bytes"),
-        pytest.param(lambda q: q.set_subgraph(3, "head", STATIC), "one at least", id="number"),
-        pytest.param(lambda q: q.set_object_type("linear", STATIC), "neither", id="a string"),
-        pytest.param(lambda q: q.set_object_type(int, STATIC), "neither", id="no module"),
-        pytest.param(
-            lambda q: q.set_object_type(len, STATIC),
-            "expected a function of torch",
-            id="not torch's",
-        ),
-        pytest.param(
-            lambda q: q.set_object_type(nn.functional.normalize, STATIC),
-            "no one aten operator",
-            id="no single operator",
-        ),
-        pytest.param(
-            lambda q: q.set_module_type(aten.linear, STATIC), "no torch.nn.Module", id="op"
-        ),
-        pytest.param(lambda q: q.set_operator_type(nn.Linear, STATIC), "no operator", id="module"),
-        pytest.param(lambda q: q.set_module_name("", STATIC), "set_global is for", id="empty name"),
-        pytest.param(lambda q: q.set_filter("linear", STATIC), "a function of a node", id="filter"),
-        pytest.param(
-            lambda q: q.set_filter_function(None), "a function of a node", id="filter function"
-        ),
-        pytest.param(lambda q: q.set_subgraph([], "head", STATIC), "one at least", id="subgraph"),
-        pytest.param(
-            lambda q: q.set_module_name_object_type_order("body", nn.Linear, -1, STATIC),
-            "not the number of a call",
-            id="negative call",
-        ),
+        lambda q: q.set_module_name_regex("(", STATIC),
+        lambda q: q.set_module_name_regex(b"x", STATIC),
+        lambda q: q.set_subgraph(3, "head", STATIC),
+        lambda q: q.set_subgraph([], "head", STATIC),
+        lambda q: q.set_object_type("linear", STATIC),
+        lambda q: q.set_object_type(int, STATIC),
+        lambda q: q.set_object_type(len, STATIC),
+        lambda q: q.set_object_type(nn.functional.normalize, STATIC),
+        lambda q: q.set_module_type(aten.linear, STATIC),
+        lambda q: q.set_operator_type(nn.Linear, STATIC),
+        lambda q: q.set_module_name("", STATIC),
+        lambda q: q.set_filter("linear", STATIC),
+        lambda q: q.set_filter_function(None),
+        lambda q: q.set_module_name_object_type_order("body", nn.Linear, -1, STATIC),
     ],
 )
-def test_senseless_selectors_are_refused_when_they_are_set(setting: Any, message: str) -> None:
-    with pytest.raises(SelectorError, match=message):
+def test_senseless_selectors_are_refused_when_they_are_set(setting: Any) -> None:
+    with pytest.raises(SelectorError):
         setting(silent())
 
 
@@ -344,26 +301,22 @@ class Fused(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("act", "expected", "reason"),
+    ("act", "expected", "named"),
     [
-        pytest.param(STATIC, {"linear_relu": ("linear", "relu")}, "", id="the same"),
-        pytest.param(None, {"linear": ("linear",)}, "module name act gives relu float", id="float"),
-        pytest.param(
-            PER_TENSOR,
-            {"linear": ("linear",)},
-            "module name act gives relu per tensor",
-            id="another",
-        ),
+        (STATIC, {"linear_relu": ("linear", "relu")}, ""),
+        (None, {"linear": ("linear",)}, "module name act"),
+        (PER_TENSOR, {"linear": ("linear",)}, "module name act"),
     ],
+    ids=["the same", "float", "another"],
 )
 def test_the_anchor_decides_and_another_members_config_blocks(
-    act: Any, expected: Any, reason: str
+    act: Any, expected: Any, named: str
 ) -> None:
     quantizer = toy(LINEAR_RELU, LINEAR, ADD).set_module_name("act", act)
     prepared = prepare(export(seeded(Fused()), X), quantizer)
     assert claimed(prepared) == expected
     row = next(row for row in qompose.report(prepared).rows if row.name == "relu")
-    assert reason in row.reason
+    assert named in row.reason
 
 
 @pytest.mark.parametrize("select", [
@@ -382,4 +335,4 @@ def test_a_selector_on_a_batch_norm_keeps_it_from_being_folded(select: Any) -> N
         "aten.batch_norm": "float",
     }
     assert not report.rewrites
-    assert any("was not made" in note and "wants float" in note for note in report.notes)
+    assert any("batch_norm" in note for note in report.notes)
