@@ -30,40 +30,33 @@ def fault(site: Path, source: str, module: str = "wanting_module") -> str:
     return import_fault(caught.value, module, "wanting")
 
 
-CASES = [
-    pytest.param(
-        "import not_there.inner",
-        """ModuleNotFoundError: No module named 'not_there' (HERE, line 1): pip install "Not-There>=2\"""",
-        id="a module of a requirement",
+CASES = {
+    "a module of a requirement": (
+        "import not_there.inner", ["'not_there'", "HERE, line 1", 'pip install "Not-There>=2"']
     ),
-    pytest.param("import another", 'pip install "another[extra]"', id="a requirement with an extra"),
-    pytest.param(
-        "\nimport elsewhere_only", "install the package that has the module 'elsewhere_only'",
-        id="a module of nothing that is required",
+    "a requirement with an extra": ("import another", ['pip install "another[extra]"']),
+    "a module of nothing that is required": ("\nimport elsewhere_only", ["'elsewhere_only'"]),
+    "syntax": ("def (:", ["SyntaxError", "HERE, line 1"]),
+    "any error": ("\n\nraise OSError('gone')", ["OSError: gone", "HERE, line 3"]),
+    "an exit": ("raise SystemExit(3)", ["SystemExit: 3", "HERE, line 1"]),
+    "a name": ("from json import not_a_name", ["ImportError", "'not_a_name'"]),
+    "an error that cannot be told": (
+        "class E(Exception):\n  def __str__(self): 1 / 0\nraise E()", ["E: "]
     ),
-    pytest.param("def (:", "SyntaxError: invalid syntax (HERE, line 1)", id="syntax"),
-    pytest.param("\n\nraise OSError('gone')", "OSError: gone (HERE, line 3)", id="any error"),
-    pytest.param("raise SystemExit(3)", "SystemExit: 3 (HERE, line 1)", id="an exit"),
-    pytest.param(
-        "from json import not_a_name", "ImportError: cannot import name 'not_a_name'", id="a name"
-    ),
-    pytest.param(
-        "class E(Exception):\n  def __str__(self): 1 / 0\nraise E()", "E: <exception str() failed>",
-        id="an error that cannot be told",
-    ),
-]  # fmt: skip
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("source", "expected"), CASES)
-def test_error_place_and_remedy(site: Path, source: str, expected: str) -> None:
-    here = f"{site.name}/wanting_module.py"
-    assert expected.replace("HERE", here) in fault(site, source)
+@pytest.mark.parametrize(("source", "named"), CASES.values(), ids=CASES)
+def test_error_place_and_remedy(site: Path, source: str, named: list[str]) -> None:
+    told = fault(site, source)
+    for name in named:
+        assert name.replace("HERE", f"{site.name}/wanting_module.py") in told
 
 
 @pytest.mark.parametrize("module", ["never_was_there", "wanting_module.inner"])
 def test_a_module_that_its_own_package_lacks(site: Path, module: str) -> None:
-    expected = f"the module {module!r}, which does not exist: reinstall or uninstall wanting"
-    assert expected in fault(site, "", module)
+    told = fault(site, "", module)
+    assert repr(module) in told and "uninstall wanting" in told
 
 
 def test_an_error_that_was_never_raised_has_no_place() -> None:

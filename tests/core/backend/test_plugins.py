@@ -103,9 +103,9 @@ class TestListing:
     ) -> None:
         install(point("bad", value), fine=backend("fine"))
         bad, fine = qompose.backends()
-        assert f"{f'bad = {value}'!r}, not 'name = module'" in str(bad.problem)
+        assert repr(f"bad = {value}") in str(bad.problem)
         assert fine.problem is None
-        with pytest.raises(PluginError, match="the author of dist-bad must repair that"):
+        with pytest.raises(PluginError, match="dist-bad"):
             qompose.backend.load_backend("bad")
 
     @pytest.mark.parametrize(
@@ -130,14 +130,14 @@ class TestListing:
         install(other=backend("other"))
         problems = [info.problem or "" for info in qompose.backends() if info.name == "twin"]
         assert ["second 1.0" in problems[0], "first 1.0" in problems[1]] == [True, True]
-        with pytest.raises(PluginError, match="offers the same name; uninstall all but one"):
+        with pytest.raises(PluginError, match="second"):
             qompose.backend.load_backend("twin")
         assert qompose.backend.load_backend("other").name == "other"
 
     def test_one_package_with_one_name_twice_is_told_so(self, install: Install) -> None:
         install(point("twin", "fake_one", "dist"), point("twin", "fake_two", "dist"))
-        problems = {info.problem for info in qompose.backends()}
-        assert problems == {"its own package offers the name more than once"}
+        (problem,) = {info.problem for info in qompose.backends()}
+        assert problem and "its own package" in problem
 
 
 class TestRestriction:
@@ -162,10 +162,8 @@ class TestRestriction:
         monkeypatch.setenv("QOMPOSE_PLUGINS", "b")
         with pytest.raises(qompose.errors.ExcludedBackendError) as caught:
             qompose.compose("a")
-        text = str(caught.value)
-        assert "'a' is installed (dist-a 1.0, module fake_a)" in text
-        assert "QOMPOSE_PLUGINS='b' excludes it" in text
-        assert "pip install" not in text
+        assert caught.value.name == "a" and caught.value.installed == ("a",)
+        assert "dist-a 1.0" in str(caught.value) and "QOMPOSE_PLUGINS='b'" in str(caught.value)
         assert isinstance(caught.value, BackendNotFoundError)
 
     def test_one_that_is_neither_listed_nor_installed_is_missing(
@@ -173,8 +171,9 @@ class TestRestriction:
     ) -> None:
         install(a=backend("a"))
         monkeypatch.setenv("QOMPOSE_PLUGINS", "b")
-        with pytest.raises(BackendNotFoundError, match="No backend named 'b' is installed"):
+        with pytest.raises(BackendNotFoundError) as caught:
             qompose.backend.load_backend("b")
+        assert type(caught.value) is BackendNotFoundError and caught.value.name == "b"
 
     @pytest.mark.parametrize(
         ("value", "expected"),
@@ -214,28 +213,17 @@ class TestLoading:
         assert isinstance(quantizer, qompose.RuleQuantizer)
         assert quantizer.selectors.configs() == [quantizer.backend.configs["static"]]
         assert quantizer.set_module_name("head", None) is quantizer
-        with pytest.raises(BackendNotFoundError):
-            qompose.quantizer_of("b")
-
-    def test_a_composition_takes_a_name_with_the_default_configuration(
-        self, install: Install
-    ) -> None:
-        install(a=backend("a"))
         (member,) = qompose.compose("a").members
         assert member.selectors.configs() == [member.backend.configs["static"]]
+        with pytest.raises(BackendNotFoundError):
+            qompose.quantizer_of("b")
 
     def test_an_unknown_name_is_an_error_with_near_names(self, install: Install) -> None:
         install(xnnpock=backend("xnnpock"), other=backend("other"))
         with pytest.raises(BackendNotFoundError) as caught:
             qompose.compose("xnnpack")
-        text = str(caught.value)
-        assert "did you mean 'xnnpock'?" in text
-        assert "Installed: other, xnnpock" in text
-
-    def test_without_plugins_the_error_says_so(self, install: Install) -> None:
-        install()
-        with pytest.raises(BackendNotFoundError, match=r"Installed: none\."):
-            qompose.backend.load_backend("x86_inductor")
+        assert caught.value.installed == ("other", "xnnpock")
+        assert "did you mean 'xnnpock'" in str(caught.value)
 
     def test_an_attribute_of_a_module_may_have_the_hook(self, install: Install) -> None:
         install(point("a", "fake_b:inner"), b=backend("b"))
@@ -249,10 +237,9 @@ class TestLoading:
 
     def test_a_plugin_that_asks_for_itself_is_told_so(self, install: Install) -> None:
         install(a=lambda: qompose.backend.load_backend("a"))
-        with pytest.raises(
-            PluginError, match="asks for its own backend while it is being imported"
-        ):
+        with pytest.raises(PluginError) as caught:
             qompose.backend.load_backend("a")
+        assert caught.value.name == "a"
 
     def test_a_backend_may_ask_for_another(self, install: Install) -> None:
         install(
@@ -261,78 +248,37 @@ class TestLoading:
         assert qompose.backend.load_backend("a").name == "a"
 
 
-FAULTS = [
-    pytest.param(
-        {"points": [point("bad", "no_such_module_at_all")]},
-        "the module 'no_such_module_at_all', which does not exist: reinstall or uninstall dist-bad",
-        id="a missing module",
-    ),
-    pytest.param(
-        {"points": [point("bad", "json:nothing")]}, "has no attribute 'nothing'", id="no attribute"
-    ),
-    pytest.param({"bad": None}, "does not implement the hook qompose_backend", id="no hook"),
-    pytest.param(
-        {"bad": lambda: None}, "its hook qompose_backend returned None", id="a hook without result"
-    ),
-    pytest.param(
-        {"bad": lambda: 3}, "returned int, not a qompose.backend.Backend", id="another type"
-    ),
-    pytest.param(
-        {"bad": lambda: ToyBackend},
-        r"returned the class ToyBackend, not an object of it: ToyBackend\(\)",
-        id="the class",
-    ),
-    pytest.param({"bad": lambda: 1 / 0}, "ZeroDivisionError: division by zero", id="raises"),
-    pytest.param({"bad": raising(SystemExit("bye"))}, "SystemExit: bye", id="exits"),
-    pytest.param({"bad": raising(Outside("no Exception"))}, "no Exception", id="raises outside"),
-    pytest.param(
-        {"bad": backend("bad", api_version=99)},
-        "version 99 of the backend interface, and this qompose has version 1: upgrade qompose",
-        id="a newer interface",
-    ),
-    pytest.param(
-        {"bad": backend("bad", api_version=-1)},
-        "version -1 of the backend interface, .* has version 1: upgrade dist-bad",
-        id="an older interface",
-    ),
-    pytest.param(
-        {"bad": backend("bad", api_version=0)},
-        r"does not say for which version .* \(api_version is 0\); this qompose has version 1",
-        id="no interface stated",
-    ),
-    pytest.param(
-        {"bad": backend("bad", api_version="1")}, "api_version is '1'", id="interface as text"
-    ),
-    pytest.param(
-        {"bad": backend("good")},
-        "calls itself 'good', but its entry point is 'bad'",
-        id="wrong name",
-    ),
-    pytest.param(
-        {"bad": lambda: ToyBackend(["linear"], name="bad")},
-        "its rules contain 'linear'; expected a qompose.backend.Rule",
-        id="rules of another type",
-    ),
-    pytest.param(
-        {"bad": backend("bad", left_in_float={"aten.matmul": "no kernel"})},
-        "its left_in_float has 'aten.matmul': 'no kernel'; expected an operator and a reason",
-        id="operators as text",
-    ),
-    pytest.param(
-        {"bad": backend("bad", configs={"a": 3})},
-        "its configs contain 3; expected a QuantizationConfig",
-        id="configurations of another type",
-    ),
-    pytest.param(
-        {"bad": backend("bad", configs={"a": STATIC})},
-        r"its configs list 'a', which calls itself 'static' .*name='a'",
-        id="a configuration of two names",
-    ),
-    pytest.param({"bad": backend("bad", targets=7)}, "'int' object is not iterable", id="targets"),
-]
+def bad(**facts: Any) -> dict[str, Any]:
+    return {"bad": backend("bad", **facts)}
 
 
-@pytest.mark.parametrize(("broken", "message"), FAULTS)
+# (the plugin, what the error names)
+FAULTS = {
+    "a missing module": (
+        {"points": [point("bad", "no_such_module_at_all")]}, "'no_such_module_at_all'.*dist-bad"
+    ),
+    "no attribute": ({"points": [point("bad", "json:nothing")]}, "'nothing'"),
+    "no hook": ({"bad": None}, "qompose_backend"),
+    "a hook without result": ({"bad": lambda: None}, "None"),
+    "another type": ({"bad": lambda: 3}, "int.*qompose.backend.Backend"),
+    "the class": ({"bad": lambda: ToyBackend}, r"class ToyBackend.*ToyBackend\(\)"),
+    "raises": ({"bad": lambda: 1 / 0}, "ZeroDivisionError"),
+    "exits": ({"bad": raising(SystemExit("bye"))}, "SystemExit: bye"),
+    "raises outside": ({"bad": raising(Outside("no Exception"))}, "no Exception"),
+    "a newer interface": (bad(api_version=99), "version 99 .*upgrade qompose"),
+    "an older interface": (bad(api_version=-1), "version -1 .*upgrade dist-bad"),
+    "no interface stated": (bad(api_version=0), "api_version is 0"),
+    "interface as text": (bad(api_version="1"), "api_version is '1'"),
+    "wrong name": ({"bad": backend("good")}, "'good'.*'bad'"),
+    "rules of another type": ({"bad": lambda: ToyBackend(["linear"], name="bad")}, "'linear'"),
+    "operators as text": (bad(left_in_float={"aten.matmul": "no kernel"}), "'aten.matmul'"),
+    "configurations of another type": (bad(configs={"a": 3}), "configs .*3"),
+    "a configuration of two names": (bad(configs={"a": STATIC}), "'a'.*'static'"),
+    "targets": (bad(targets=7), "int"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("broken", "message"), FAULTS.values(), ids=FAULTS)
 def test_a_fault_is_told_with_its_source_and_harms_nobody_else(
     install: Install, broken: dict[str, Any], message: str
 ) -> None:
@@ -391,9 +337,7 @@ class TestHealth:
     def test_it_is_refused_when_its_kernels_are_wanted(self, install: Install) -> None:
         install(future=lambda: Unavailable([LINEAR], name="future"))
         model, x = nn.Linear(4, 4), torch.randn(2, 4)
-        with pytest.raises(
-            qompose.errors.TargetError, match=r"'future' cannot be used.*processor of the future"
-        ):
+        with pytest.raises(qompose.errors.TargetError, match="'future'"):
             qompose.quantize(model, (x,), backends="future", calibration=[x])
 
     def test_a_target_that_cannot_be_used_leaves_the_backend_usable(self, install: Install) -> None:
@@ -412,10 +356,8 @@ class TestHealth:
 
     @pytest.mark.parametrize(
         ("answer", "reason"),
-        [
-            pytest.param(lambda: 1 / 0, "it raised ZeroDivisionError", id="raises"),
-            pytest.param(lambda: True, "returned True; expected a string or None", id="no text"),
-        ],
+        [(lambda: 1 / 0, "ZeroDivisionError"), (lambda: True, "True")],
+        ids=["raises", "no text"],
     )
     def test_an_availability_that_fails_is_a_fault(
         self, install: Install, answer: Callable[[], Any], reason: str
@@ -438,14 +380,16 @@ class TestTrace:
         qompose.backend.load_backend("a")
         with pytest.raises(PluginError):
             qompose.backend.load_backend("b")
-        printed = capsys.readouterr()
-        assert printed.out == ""
-        for line in (
-            "qompose: a (dist-a 1.0): import fake_a: done in",
-            "qompose: a (dist-a 1.0): call qompose_backend: done in",
-            "qompose: b (dist-b 1.0): call qompose_backend: raised ZeroDivisionError in",
+        out, err = capsys.readouterr()
+        assert out == ""
+        for name in (
+            "a (dist-a 1.0)",
+            "fake_a",
+            "qompose_backend",
+            "b (dist-b 1.0)",
+            "ZeroDivision",
         ):
-            assert line in printed.err
+            assert name in err
 
     @pytest.mark.parametrize("value", ["", "0"])
     def test_can_be_off(
