@@ -96,11 +96,6 @@ class TestRows:
         rows = toy(LINEAR, config=other).quantization_capabilities()
         assert [row.config for row in rows] == ["static", "dynamic", "weight-only", "static (2)"]
 
-    def test_a_row_is_there_only_where_the_configuration_fits_the_rule(self) -> None:
-        rows = rows_of(BOUNDED, config=None)
-        assert all(BOUNDED.objection(row.settings) is None for row in rows)
-        assert {row.config for row in rows_of(SIGMOID)} == {"static", "dynamic"}
-
     @pytest.mark.parametrize("name", ["other", ""])
     def test_a_configuration_has_one_name_in_rows_and_reports(self, name: str) -> None:
         backend = ToyBackend((LINEAR,))
@@ -121,11 +116,6 @@ class TestCompositions:
         assert [row.config for row in composed.quantization_capabilities()] == [
             "static", "dynamic", "weight-only", "per tensor"
         ]  # fmt: skip
-
-    def test_any_member_may_answer(self) -> None:
-        rows = qompose.compose(toy(SIGMOID, name="A"), toy(LINEAR, name="B"))
-        answer = rows.quantization_capabilities().supports(nn.Linear, STATIC)
-        assert answer.by == "B, rule linear"
 
     def test_who_lists_nothing_is_named(self) -> None:
         composed = qompose.compose(toy(LINEAR), Annotator(print, "theirs"), NullQuantizer())
@@ -243,13 +233,6 @@ class TestSupports:
         (note,) = rows_of(guarded).supports(nn.Linear, STATIC).notes
         assert "qompose.can_quantize" in note
 
-    def test_in_training_the_same_is_folded(self) -> None:
-        training = qompose.training_config(STATIC)
-        answer = FUSED.supports((nn.Conv2d, nn.BatchNorm2d, nn.ReLU), training)
-        assert answer and answer.rule == "conv_relu"
-        (note,) = answer.notes
-        assert "Conv2d -> ReLU" in note
-
     def test_without_the_convolution_the_answer_says_what_is_missing(self) -> None:
         """As BackendConfig's users met it: conv-relu declared, conv-bn-relu in the model."""
         asked = (nn.Conv2d, nn.BatchNorm2d, nn.ReLU)
@@ -280,9 +263,6 @@ class TestSupports:
     def test_what_is_no_configuration(self, config: Any) -> None:
         with pytest.raises(ConfigError, match="QuantizationConfig"):
             FUSED.supports(nn.Linear, config)
-
-    def test_nothing_supports_nothing(self) -> None:
-        assert not Capabilities(()).supports("linear", STATIC)
 
 
 class TestData:

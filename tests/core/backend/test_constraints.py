@@ -33,7 +33,6 @@ from tests.core.toy import (
     DYNAMIC,
     INT8,
     LINEAR,
-    SIGMOID,
     STATIC,
     VIEW,
     WEIGHT,
@@ -253,15 +252,6 @@ class TestAtConvert:
         assert not self.converted(scale_max_upper_bound=max(scales)).meta["qompose"].dropped
         assert self.converted(scale_max_upper_bound=0.999 * max(scales)).meta["qompose"].dropped
 
-    def test_a_channel_of_a_weight_counts(self) -> None:
-        model = seeded(nn.Linear(3, 2))
-        with torch.no_grad():
-            model.weight[1] *= 1000
-        row = replace(LINEAR, accepts={"weight": constraint(scale_max_upper_bound=0.5)})
-        converted = convert(export(model, X), toy(row), X)
-        (reason,) = converted.meta["qompose"].dropped.values()
-        assert "weight -> linear" in reason
-
     def test_observers_that_a_callback_put_in_are_held_to_the_bound(self) -> None:
         """When the configuration was set, the least scale was that of its own observer."""
 
@@ -302,21 +292,6 @@ def _parameters(converted: Any) -> list[dict[str, Any]]:
 
 class TestFixedParameters:
     """A configuration may give a role parameters that are known beforehand."""
-
-    spec = FixedQParamsQuantizationSpec(
-        torch.int8, 1 / 256, -128, -128, 127, torch.per_tensor_affine
-    )
-    rule = replace(
-        SIGMOID,
-        accepts={"output": constraint(scale_exact_match=1 / 256, zero_point_exact_match=-128)},
-    )
-
-    def test_an_operator_that_has_them_built_in(self) -> None:
-        config = replace(STATIC, output_activation=self.spec)
-        converted = convert(export(nn.Sigmoid(), X), toy(self.rule, config=config), X)
-        (output,) = (p for p in _parameters(converted)[1:])
-        assert output["scale"] == 1 / 256
-        assert sqnr(X.sigmoid(), converted(X)) > 35
 
     def test_they_take_no_part_in_balancing(self) -> None:
         """Factors would change the scale that is fixed."""

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import qompose
 import torch
-from hypothesis import given, settings, strategies as st
 from qompose import QuantizationConfig, Statistics
 from qompose.errors import ConfigError, StatisticsError
 from qompose.observers import (
@@ -22,10 +21,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from tests.core.calibration.test_collecting import (
-    BALANCED_LINEAR,
     DATA,
-    KINDS,
-    eighths,
     exact,
     prepared as prepared_with,
     saved,
@@ -43,15 +39,6 @@ def seen(x: Tensor, **arguments: Any) -> PerChannelHistogramObserver:
 
 
 class TestRanges:
-    @pytest.mark.parametrize("axis", [0, 1, -1])
-    def test_channels_are_those_of_the_axis_with_exact_extremes(self, axis: int) -> None:
-        x = randn(3, 4, 5)
-        channels = seen(x, ch_axis=axis).facts().channels
-        others = tuple(dim for dim in range(3) if dim != axis % 3)
-        assert channels is not None
-        assert torch.equal(channels.low, x.amin(others))
-        assert torch.equal(channels.high, x.amax(others))
-
     @pytest.mark.parametrize("bounds", [(-127, 127), (-128, 127), (-8, 7)], ids=str)
     @pytest.mark.parametrize(
         ("scheme", "other"),
@@ -74,7 +61,7 @@ class TestRanges:
             )
             assert ours <= 1.05 * theirs
 
-    def test_four_bits_clip_more_than_eight(self) -> None:
+    def test_four_bits_clip_more_than_eight_and_less_power_than_more(self) -> None:
         x = randn(5, 900)
         ends = [
             seen(x, qscheme=SYMMETRIC, quant_min=low, quant_max=high).calculate_qparams()[0] * high
@@ -82,9 +69,7 @@ class TestRanges:
         ]
         assert bool((ends[0] < 0.95 * ends[1]).all())
         assert bool((ends[1] <= x.abs().amax(1) * (1 + 1e-6)).all())
-
-    def test_less_power_clips_more(self) -> None:
-        x, facts = randn(5, 900), {"qscheme": SYMMETRIC, "quant_min": -7, "quant_max": 7}
+        facts = {"qscheme": SYMMETRIC, "quant_min": -7, "quant_max": 7}
         square, fourth = (seen(x, power=power, **facts) for power in (2.0, 4.0))
         assert bool((square.calculate_qparams()[0] < fourth.calculate_qparams()[0]).all())
 
@@ -94,9 +79,9 @@ class TestRanges:
         assert observer.histograms.counts.nbytes == 512 * 4096
 
     def test_float_zero_points_are_refused(self) -> None:
-        with pytest.raises(ConfigError, match=r"does not estimate .*float_qparams"):
+        with pytest.raises(ConfigError, match="float_qparams"):
             PerChannelHistogramObserver(torch.uint8, qscheme=torch.per_channel_affine_float_qparams)
-        with pytest.raises(ConfigError, match=r"does not estimate .*per_tensor"):
+        with pytest.raises(ConfigError, match="per_tensor"):
             PerChannelHistogramObserver(torch.int8, qscheme=torch.per_tensor_affine)
 
 
@@ -133,20 +118,11 @@ def parameters(model: GraphModule) -> list[list[float]]:
 
 
 class TestStatistics:
-    @settings(max_examples=20, deadline=None)
-    @given(
-        cuts=st.lists(st.integers(1, 39), max_size=4).map(sorted),
-        order=st.randoms(use_true_random=False),
-    )
-    def test_split_order_and_grouping_do_not_matter(
-        self, tmp_path_factory: Any, cuts: list[int], order: Any
-    ) -> None:
-        path = tmp_path_factory.mktemp("statistics") / "one.json"
-        parts = [part for part in DATA.tensor_split(cuts) if len(part)]
-        order.shuffle(parts)
-        first, *others = (qompose.statistics(calibrated(part)) for part in parts)
-        merged = first.merged(*others)
-        assert saved(merged, path) == saved(qompose.statistics(calibrated()), path)
+    def test_split_and_order_do_not_matter(self, tmp_path: Path) -> None:
+        parts = [qompose.statistics(calibrated(part)) for part in DATA.tensor_split([3, 20])]
+        merged = parts[2].merged(parts[0], parts[1])
+        one, other = tmp_path / "one.json", tmp_path / "other.json"
+        assert saved(merged, one) == saved(qompose.statistics(calibrated()), other)
         assert parameters(merged.apply(prepared())) == parameters(calibrated())
 
     @pytest.mark.parametrize("suffix", ["json", "safetensors"])
@@ -166,7 +142,7 @@ class TestStatistics:
         part = data["entries"][0]["facts"]["channels"]["histograms"]
         part[key] = value if key in ("values", "exponents") else value + part[key][1:]
         path.write_text(json.dumps(data))
-        with pytest.raises(StatisticsError, match="holds no sound statistics"):
+        with pytest.raises(StatisticsError, match=r"seen.json"):
             Statistics.load(path)
 
     def test_they_serve_an_observer_of_ranges_but_not_the_other_way_round(self) -> None:
@@ -174,9 +150,7 @@ class TestStatistics:
         ranges = calibrated(observer=PerChannelMinMaxObserver)
         given_to = source.apply(prepared(PerChannelMinMaxObserver))
         assert parameters(given_to) == parameters(ranges)
-        with pytest.raises(
-            StatisticsError, match="PerChannelHistogramObserver finds no histograms of the slices"
-        ):
+        with pytest.raises(StatisticsError, match="PerChannelHistogramObserver"):
             qompose.statistics(ranges).apply(prepared())
 
     @pytest.mark.parametrize("with_ranges", [0, 1])
@@ -199,19 +173,3 @@ class TestStatistics:
         converted = qompose.convert_pt2e(found.apply(prepared(kind)))
         scales = [v for n, v in converted.named_buffers() if n.endswith("scale")]
         assert any(torch.equal(s, torch.full_like(s, 4 / 255)) for s in scales)
-
-    def test_a_range_of_ones_own_leaves_the_channels_that_are_balanced(self) -> None:
-        """Those are balanced by what was seen of each."""
-
-        def balanced() -> GraphModule:
-            return prepared_with(toy(BALANCED_LINEAR, config=KINDS["balanced"]))
-
-        found = qompose.statistics(qompose.calibrate(balanced(), [eighths(DATA)]))
-        kept = [e.facts.channels for e in found if e.facts.channels is not None]
-        site = str(next(e.sites[0] for e in found if e.facts.channels is not None))
-        again = qompose.statistics(found.with_range(site, -9.0, 9.0).apply(balanced()))
-        channels = [e.facts.channels for e in again if e.facts.channels is not None]
-        assert kept and all(
-            torch.equal(a.low, b.low) and torch.equal(a.high, b.high)
-            for a, b in zip(kept, channels, strict=True)
-        )

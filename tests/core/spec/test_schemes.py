@@ -29,7 +29,6 @@ from tests.core.toy import (
     STATIC,
     Annotator,
     annotate,
-    convert,
     export,
     nodes_calling,
     prepare,
@@ -187,16 +186,9 @@ def test_dequantize_gives_the_value_of_each_integer_in_the_models_type(
     assert bool((error <= 2 * torch.finfo(dtype).eps * expected.abs()).all())
 
 
-@pytest.mark.parametrize(
-    "x",
-    [
-        pytest.param(randn(6, 4), id="matrix"),
-        pytest.param(randn(4, 6).t(), id="transposed"),
-        pytest.param(randn(2, 4, 4, 4).to(memory_format=torch.channels_last), id="channels last"),
-    ],
-)
-def test_the_operators_of_blocks_keep_torchs_rules(x: Tensor) -> None:
+def test_the_operators_of_blocks_keep_torchs_rules() -> None:
     """Schema, example values with strides, dynamic shapes."""
+    x = randn(2, 4, 4, 4).to(memory_format=torch.channels_last)
     scale = torch.rand([n // 2 for n in x.shape]) + 0.1
     zeros = torch.zeros_like(scale, dtype=torch.int64)
     torch.library.opcheck(qdq.quantize_per_block, (x, scale, zeros, -8, 7, torch.int8))
@@ -233,30 +225,25 @@ def weights(spec: QuantizationSpec, *targets: Any) -> Annotator:
     return Annotator(annotate_node)
 
 
-WEIGHTS = [  # bound: SQNR in dB, from 6 dB per bit less the headroom of a normal distribution
-    pytest.param(in_blocks_of(4, 1, 1), {"quantize_per_block": 3}, 12, id="across dimensions"),
-    pytest.param(in_blocks_of(1, 2), {"quantize_per_block": 1}, 14, id="rows of a kernel"),
-    pytest.param(
-        in_blocks_of(4, dtype=torch.uint8, quant_min=0, quant_max=15, qscheme=FLOAT_POINTS),
-        {"quantize_per_channel_group": 2}, 18, id="uint4 groups with float zero points",
+UINT4 = {"dtype": torch.uint8, "quant_min": 0, "quant_max": 15}
+WEIGHTS = {  # bound: SQNR in dB, from 6 dB per bit less the headroom of a normal distribution
+    "across dimensions": (in_blocks_of(4, 1, 1), "quantize_per_block", 1, 12),
+    "rows of a kernel": (in_blocks_of(1, 2), "quantize_per_block", 1, 14),
+    "uint4 groups with float zero points": (
+        in_blocks_of(4, **UINT4, qscheme=FLOAT_POINTS), "quantize_per_channel_group", 2, 18
     ),
-    pytest.param(
-        in_blocks_of(2, 4, dtype=torch.uint8, quant_min=0, quant_max=15, qscheme=FLOAT_POINTS),
-        {"quantize_per_block": 2}, 14, id="rectangles with float zero points",
+    "rectangles with float zero points": (
+        in_blocks_of(2, 4, **UINT4, qscheme=FLOAT_POINTS), "quantize_per_block", 2, 14
     ),
-    pytest.param(
-        in_blocks_of(8, quant_min=-127, quant_max=127), {"quantize_per_channel_group": 2}, 38,
-        id="int8 groups",
+    "int8 groups": (
+        in_blocks_of(8, quant_min=-127, quant_max=127), "quantize_per_channel_group", 2, 38
     ),
-]  # fmt: skip
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("spec", "operators", "bound"), WEIGHTS)
-def test_weights_in_blocks(spec: QuantizationSpec, operators: dict[str, int], bound: float) -> None:
-    ((name, number),) = operators.items()
-    targets = {1: [aten.conv2d.default], 2: list(TARGETS)[1:], 3: list(TARGETS)}[number]
-    if len(spec.block_size or ()) == 3:
-        targets = [aten.conv2d.default]
+@pytest.mark.parametrize(("spec", "name", "number", "bound"), WEIGHTS.values(), ids=WEIGHTS)
+def test_weights_in_blocks(spec: QuantizationSpec, name: str, number: int, bound: float) -> None:
+    targets = {1: [aten.conv2d.default], 2: list(TARGETS)[1:]}[number]
     prepared = prepare(program(), weights(spec, *targets))
     converted = qompose.convert_pt2e(prepared)
     unfolded = qompose.convert_pt2e(prepared, fold_quantize=False)
@@ -272,36 +259,25 @@ def test_weights_in_blocks(spec: QuantizationSpec, operators: dict[str, int], bo
     assert bound < sqnr(seeded(Three())(*INPUTS), converted(*INPUTS)) < bound + 18
 
 
-def test_models_with_blocks_are_exported_and_saved(tmp_path: Any) -> None:
-    converted = convert(program(), weights(in_blocks_of(2, 2)), *INPUTS)
-    again = torch.export.export(converted, INPUTS)
-    torch.export.save(again, tmp_path / "model.pt2")
-    loaded = torch.export.load(tmp_path / "model.pt2").module()
-    assert torch.equal(loaded(*INPUTS), converted(*INPUTS))
-
-
+CHANNELS = QuantizationSpec(torch.int8, PerChannelMinMaxObserver, -127, 127, SYMMETRIC, ch_axis=2)
 REFUSED = [
-    pytest.param(in_blocks_of(5), "conv_weight -> conv2d .*scribe", id="groups"),
-    pytest.param(in_blocks_of(3, 3), "conv_weight -> conv2d ", id="squares"),
-    pytest.param(in_blocks_of(1, 1, 4, 2, 1), "conv_weight", id="too many dimensions"),
-    pytest.param(
-        QuantizationSpec(torch.int8, PerChannelMinMaxObserver, -127, 127, SYMMETRIC, ch_axis=2),
-        "linear_weight -> linear ", id="no such channel",
-    ),
-    pytest.param(
-        replace(in_blocks_of(2), observer_or_fake_quant_ctr=MinMaxObserver),
-        "per-block", id="an observer without blocks",
-    ),
-]  # fmt: skip
+    (in_blocks_of(5), "conv_weight -> conv2d .*scribe"),
+    (in_blocks_of(3, 3), "conv_weight -> conv2d "),
+    (in_blocks_of(1, 1, 4, 2, 1), "conv_weight"),
+    (CHANNELS, "linear_weight -> linear "),
+    (replace(in_blocks_of(2), observer_or_fake_quant_ctr=MinMaxObserver), "per-block"),
+]
 
 
-@pytest.mark.parametrize(("spec", "message"), REFUSED)
+@pytest.mark.parametrize(
+    ("spec", "named"), REFUSED, ids=["groups", "squares", "dimensions", "axis", "observer"]
+)
 def test_what_does_not_fit_a_tensor_is_refused_when_it_is_prepared(
-    spec: QuantizationSpec, message: str
+    spec: QuantizationSpec, named: str
 ) -> None:
     quantizer = weights(spec)
     quantizer.label = "scribe"
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=named):
         prepare(program(), quantizer)
 
 
