@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -59,21 +60,17 @@ def constraint(*dtypes: torch.dtype, **facts: Any) -> TensorConstraint:
 BOUNDED_EPS = HistogramObserver.with_args(eps=2**-12)
 
 
+TUTORIAL = {"quant_max_upper_bound": 127, "scale_min_lower_bound": 2**-12}
+
+
 class TestTheTutorial:
     """PyTorch's BackendConfig tutorial: integers up to 127 and scales from 2**-12 on.
 
     There, the default configuration breaks both bounds, and prepare quietly quantizes nothing.
     """
 
-    activation = constraint(
-        torch.uint8,
-        quant_min_lower_bound=0,
-        quant_max_upper_bound=127,
-        scale_min_lower_bound=2**-12,
-    )
-    weight = constraint(
-        torch.int8, quant_min_lower_bound=-128, quant_max_upper_bound=127, scale_min_lower_bound=2**-12
-    )  # fmt: skip
+    activation = constraint(torch.uint8, quant_min_lower_bound=0, **TUTORIAL)
+    weight = constraint(torch.int8, quant_min_lower_bound=-128, **TUTORIAL)
     rule = replace(
         LINEAR, accepts={"activation": activation, "output": activation, "weight": weight}
     )
@@ -104,27 +101,6 @@ class TestTheTutorial:
         assert sqnr(model(X), converted(X)) > 25
 
 
-TORCHS_EPS = TorchMinMaxObserver.with_args(eps=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("factory", "fits"),
-    [
-        (MinMaxObserver, False),
-        (MinMaxObserver.with_args(eps=1e-3), True),
-        (TorchMinMaxObserver, False),
-        (TORCHS_EPS, True),
-        (FakeQuantize.with_args(observer=TORCHS_EPS), True),
-        (FakeQuantize.with_args(observer=TorchMinMaxObserver), False),
-    ],
-    ids=["ours", "ours, bounded", "torch's", "torch's, bounded", "fake, bounded", "fake"],
-)
-def test_the_least_scale_is_read_from_the_observer_that_is_made(factory: Any, fits: bool) -> None:
-    row = replace(LINEAR, accepts={"activation": constraint(scale_min_lower_bound=2**-12)})
-    config = replace(STATIC, input_activation=replace(INT8, observer_or_fake_quant_ctr=factory))
-    assert (row.objection(config) is None) is fits
-
-
 class Nameless(nn.Module):
     """An observer that does not say its least scale."""
 
@@ -145,11 +121,32 @@ PER_TOKEN = QuantizationSpec(
     is_dynamic=True, block_size=(-1,),
 )  # fmt: skip
 OBSERVED_FIXED = FixedQParamsObserver.with_args(scale=0.75, zero_point=0)
-STATIC_OBJECTIONS = {
-    "an unknown least scale": (
-        {"scale_min_lower_bound": 2**-12}, replace(INT8, observer_or_fake_quant_ctr=Nameless),
-        "Nameless",
+TORCHS_EPS = TorchMinMaxObserver.with_args(eps=1e-3)
+LEAST = {"scale_min_lower_bound": 2**-12}
+
+
+def by(factory: Any) -> QuantizationSpec:
+    return replace(INT8, observer_or_fake_quant_ctr=factory)
+
+
+# (the bounds, the specification, what the objection names or None)
+OBJECTIONS = {
+    "ours": (LEAST, by(MinMaxObserver), "MinMaxObserver"),
+    "ours, bounded": (LEAST, by(MinMaxObserver.with_args(eps=1e-3)), None),
+    "torch's": (LEAST, by(TorchMinMaxObserver), "MinMaxObserver"),
+    "torch's, bounded": (LEAST, by(TORCHS_EPS), None),
+    "torch's, fake": (LEAST, by(FakeQuantize.with_args(observer=TorchMinMaxObserver)), "scale_min"),
+    "torch's, fake and bounded": (LEAST, by(FakeQuantize.with_args(observer=TORCHS_EPS)), None),
+    "the bound, which float32 does not hold": (
+        {"scale_min_lower_bound": 1e-5}, by(MinMaxObserver.with_args(eps=1e-5)), None
     ),
+    "exact": (
+        {"scale_exact_match": 1 / 256, "zero_point_exact_match": -128}, fixed(1 / 256, -128), None
+    ),
+    "exact as float32": ({"scale_exact_match": 0.1, "zero_point_exact_match": 0}, fixed(0.1, 0), None),
+    "symmetric": ({"zero_point_exact_match": 0}, SYMMETRIC, None),
+    "what only data tells": ({"scale_max_upper_bound": 0.5}, INT8, None),
+    "an unknown least scale": (LEAST, by(Nameless), "Nameless"),
     "a scale from data": ({"scale_exact_match": 1 / 256}, INT8, "scale_exact_match"),
     "a zero point from data": ({"zero_point_exact_match": 0}, INT8, "zero_point_exact_match"),
     "another symmetric zero point": ({"zero_point_exact_match": 128}, SYMMETRIC, "exactly 128"),
@@ -158,48 +155,28 @@ STATIC_OBJECTIONS = {
     "a fixed scale below": ({"scale_min_lower_bound": 0.5}, fixed(1 / 256, 0), "0.00390625"),
     "a fixed scale above": ({"scale_max_upper_bound": 0.5}, fixed(0.75, 0), "0.75"),
     "a fixed scale outside, from an observer": (
-        {"scale_max_upper_bound": 0.5}, replace(INT8, observer_or_fake_quant_ctr=OBSERVED_FIXED), "0.75"
+        {"scale_max_upper_bound": 0.5}, by(OBSERVED_FIXED), "0.75"
     ),
     "a largest scale at run time": (
         {"scale_max_upper_bound": 0.5}, DYNAMIC.input_activation, "scale_max_upper_bound"
     ),
-    "the least scale at run time": (
-        {"scale_min_lower_bound": 2**-12}, DYNAMIC.input_activation, "PlaceholderObserver"
-    ),
-    "the least scale per token": ({"scale_min_lower_bound": 2**-12}, PER_TOKEN, "7.87402e-08"),
+    "the least scale at run time": (LEAST, DYNAMIC.input_activation, "PlaceholderObserver"),
+    "the least scale per token": (LEAST, PER_TOKEN, "7.87402e-08"),
     "another type, fixed": ({}, fixed(1 / 256, 0, torch.uint8), "torch.uint8"),
     "another range, fixed": ({"quant_min_lower_bound": -127}, fixed(1 / 256, 0), "quant_min=-128"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("facts", "spec", "named"), STATIC_OBJECTIONS.values(), ids=STATIC_OBJECTIONS
-)
+@pytest.mark.parametrize(("facts", "spec", "named"), OBJECTIONS.values(), ids=OBJECTIONS)
 def test_what_is_known_before_calibration_is_refused_when_it_is_set(
-    facts: dict[str, Any], spec: Any, named: str
+    facts: dict[str, Any], spec: Any, named: str | None
 ) -> None:
     row = replace(LINEAR, accepts={"activation": constraint(blocks=True, **facts)})
-    with pytest.raises(ConfigError, match=named):
-        toy(row, config=replace(STATIC, input_activation=spec))
-
-
-@pytest.mark.parametrize(
-    ("facts", "spec"),
-    [
-        ({"scale_exact_match": 1 / 256, "zero_point_exact_match": -128}, fixed(1 / 256, -128)),
-        ({"scale_exact_match": 0.1, "zero_point_exact_match": 0}, fixed(0.1, 0)),
-        ({"zero_point_exact_match": 0}, SYMMETRIC),
-        ({"scale_max_upper_bound": 0.5}, INT8),
-        (
-            {"scale_min_lower_bound": 1e-5},
-            replace(INT8, observer_or_fake_quant_ctr=MinMaxObserver.with_args(eps=1e-5)),
-        ),
-    ],
-    ids=["exact", "exact as float32", "symmetric", "only data tells", "the bound as float32"],
-)
-def test_what_keeps_to_the_bounds_is_taken(facts: dict[str, Any], spec: Any) -> None:
-    row = replace(LINEAR, accepts={"activation": constraint(**facts)})
-    assert row.objection(replace(STATIC, input_activation=spec)) is None
+    config = replace(STATIC, input_activation=spec)
+    refused = nullcontext() if named is None else pytest.raises(ConfigError, match=named)
+    assert (row.objection(config) is None) is (named is None)
+    with refused:
+        toy(row, config=config)
 
 
 def test_a_cast_has_no_scale_to_be_bounded() -> None:

@@ -82,16 +82,12 @@ class TestListing:
     """What is installed, from metadata alone."""
 
     def test_in_order_of_name_whatever_the_order_of_discovery(self, install: Install) -> None:
-        install(zebra=backend("zebra"), ape=backend("ape"), cat=backend("cat"))
-        assert [info.name for info in qompose.backends()] == ["ape", "cat", "zebra"]
+        lazy = raising(AssertionError("loaded"))
+        install(point("broken", "no_such_module"), zebra=lazy, ape=lazy)
+        assert [info.name for info in qompose.backends()] == ["ape", "broken", "zebra"]
         info = qompose.backends()[0]
         assert (info.distribution, info.version, info.module) == ("dist-ape", "1.0", "fake_ape")
         assert info.problem is None
-
-    def test_loads_nothing(self, install: Install) -> None:
-        lazy = raising(AssertionError("loaded"))
-        install(point("broken", "no_such_module"), lazy=lazy)
-        assert [info.name for info in qompose.backends()] == ["broken", "lazy"]
 
     @pytest.mark.parametrize(
         "value", ["", "a-b", "a b", "a:", "a:b c", "a/b"], ids=lambda v: v or "empty"
@@ -106,32 +102,25 @@ class TestListing:
         with pytest.raises(PluginError, match="dist-bad"):
             qompose.backend.load_backend("bad")
 
-    @pytest.mark.parametrize(
-        "value", ["a", "a.b_1", "a.b:c", "a : b.c", "a:b [x, y]"], ids=lambda v: v
-    )
-    def test_a_sound_entry_point_is_none(self, install: Install, value: str) -> None:
-        install(point("good", value))
-        assert qompose.backends()[0].problem is None
-
-    def test_a_package_found_twice_is_one(self, install: Install) -> None:
+    @pytest.mark.parametrize("value", ["a", "a.b_1", "a.b:c", "a : b.c", "a:b [x, y]"], ids=str)
+    def test_a_sound_entry_point_is_none_nor_is_one_listed_twice(
+        self, install: Install, value: str
+    ) -> None:
         """An editable install beside its own egg-info is listed twice by importlib.metadata."""
-        install(point("same", "fake_same", "dist"), point("same", "fake_same", "dist"))
+        install(point("good", value), point("good", value))
         (info,) = qompose.backends()
         assert info.problem is None
 
-    def test_two_packages_with_one_name_are_both_refused(self, install: Install) -> None:
+    def test_two_offers_of_one_name_are_both_refused(self, install: Install) -> None:
         install(point("twin", "fake_twin", "first"), point("twin", "fake_twin", "second"))
+        install(point("pair", "fake_one", "dist"), point("pair", "fake_two", "dist"))
         install(other=backend("other"))
-        problems = [info.problem or "" for info in qompose.backends() if info.name == "twin"]
-        assert ["second 1.0" in problems[0], "first 1.0" in problems[1]] == [True, True]
+        pair, *same, first, second = (info.problem for info in qompose.backends() if info.problem)
+        assert same == [pair] and "own" in pair
+        assert "second 1.0" in first and "first 1.0" in second
         with pytest.raises(PluginError, match="second"):
             qompose.backend.load_backend("twin")
         assert qompose.backend.load_backend("other").name == "other"
-
-    def test_one_package_with_one_name_twice_is_told_so(self, install: Install) -> None:
-        install(point("twin", "fake_one", "dist"), point("twin", "fake_two", "dist"))
-        (problem,) = {info.problem for info in qompose.backends()}
-        assert problem and "its own package" in problem
 
 
 class TestRestriction:
@@ -289,84 +278,57 @@ def test_a_module_that_fails_is_not_imported_again(
     assert sys.tries == 1  # type: ignore[attr-defined]
 
 
-class Unavailable(ToyBackend):
-    """Loads, and cannot run here."""
-
-    def availability(self) -> str | None:
-        return "it needs a processor of the future"
-
-
 class TestHealth:
     """Whether what loads can be used here."""
 
-    def test_an_unavailable_backend_is_not_broken(self, install: Install) -> None:
-        install(future=lambda: Unavailable(name="future"))
+    def health(self, install: Install, **facts: Any) -> discovery.Health:
+        install(a=backend("a", **facts))
         (info,) = qompose.backends()
-        assert discovery.check_backend(info) == discovery.Health(
-            "unavailable here", "it needs a processor of the future"
-        )
-        assert qompose.compose("future").members  # it may still annotate, here for elsewhere
+        return discovery.check_backend(info)
+
+    def test_an_unavailable_backend_is_not_broken(self, install: Install) -> None:
+        found = self.health(install, availability=lambda: "it needs another processor")
+        assert found == discovery.Health("unavailable here", "it needs another processor")
+        assert qompose.compose("a").members  # it may still annotate, here for elsewhere
 
     def test_a_target_that_cannot_be_used_leaves_the_backend_usable(self, install: Install) -> None:
-        targets = (
-            qompose.backend.Target(
-                "here", lambda model, signature: qompose.backend.Finished(model)
-            ),
-            qompose.backend.Target(
-                "there", lambda *_: qompose.backend.Finished(None), lambda: "pip install it"
-            ),
-        )
-        install(a=backend("a", targets=targets))
-        (info,) = qompose.backends()
-        health = discovery.check_backend(info)
-        assert health == discovery.Health("usable", None, {"here": None, "there": "pip install it"})
+        def finish(*_: Any) -> qompose.backend.Finished:
+            return qompose.backend.Finished(None)
+
+        there = qompose.backend.Target("there", finish, lambda: "pip install it")
+        found = self.health(install, targets=(qompose.backend.Target("here", finish), there))
+        assert found == discovery.Health("usable", None, {"here": None, "there": "pip install it"})
 
     @pytest.mark.parametrize(
-        ("answer", "reason"),
-        [(lambda: 1 / 0, "ZeroDivisionError"), (lambda: True, "True")],
-        ids=["raises", "no text"],
+        ("answer", "reason"), [(lambda: 1 / 0, "ZeroDivisionError"), (lambda: True, "True")]
     )
     def test_an_availability_that_fails_is_a_fault(
         self, install: Install, answer: Callable[[], Any], reason: str
     ) -> None:
-        install(a=backend("a", availability=answer))
-        (info,) = qompose.backends()
-        health = discovery.check_backend(info)
-        assert health.status == "broken"
-        assert reason in (health.problem or "")
+        found = self.health(install, availability=answer)
+        assert found.status == "broken" and reason in (found.problem or "")
 
 
-class TestTrace:
-    """QOMPOSE_TRACE."""
-
-    def test_names_plugin_and_call_on_standard_error(
-        self, install: Install, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        install(a=backend("a"), b=lambda: 1 / 0)
-        monkeypatch.setenv("QOMPOSE_TRACE", "1")
-        qompose.backend.load_backend("a")
-        with pytest.raises(PluginError):
-            qompose.backend.load_backend("b")
-        out, err = capsys.readouterr()
-        assert out == ""
-        for name in (
-            "a (dist-a 1.0)",
-            "fake_a",
-            "qompose_backend",
-            "b (dist-b 1.0)",
-            "ZeroDivision",
-        ):
-            assert name in err
-
-    @pytest.mark.parametrize("value", ["", "0"])
-    def test_can_be_off(
-        self,
-        install: Install,
-        monkeypatch: pytest.MonkeyPatch,
-        capsys: pytest.CaptureFixture[str],
-        value: str,
-    ) -> None:
-        install(a=backend("a"))
-        monkeypatch.setenv("QOMPOSE_TRACE", value)
-        qompose.backend.load_backend("a")
-        assert capsys.readouterr() == ("", "")
+@pytest.mark.parametrize(
+    ("value", "traced"),
+    [
+        ("1", ["a (dist-a 1.0)", "fake_a", "qompose_backend", "b (dist-b 1.0)", "ZeroDivision"]),
+        ("0", []),
+        ("", []),
+    ],
+)
+def test_a_trace_names_plugin_and_call_on_standard_error(
+    install: Install,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    value: str,
+    traced: list[str],
+) -> None:
+    install(a=backend("a"), b=lambda: 1 / 0)
+    monkeypatch.setenv("QOMPOSE_TRACE", value)
+    qompose.backend.load_backend("a")
+    with pytest.raises(PluginError):
+        qompose.backend.load_backend("b")
+    out, err = capsys.readouterr()
+    assert out == "" and bool(err) is bool(traced)
+    assert all(name in err for name in traced)

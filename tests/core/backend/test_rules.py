@@ -27,10 +27,6 @@ ACTIVATION, WEIGHT = STATIC.input_activation, STATIC.weight
 REFUSED = {
     "a quantized bias": (replace(STATIC, bias=ACTIVATION), "bias"),
     "a float weight": (replace(STATIC, weight=None), "weight"),
-    "another type": (
-        replace(STATIC, input_activation=replace(ACTIVATION, dtype=torch.uint8, quant_min=0, quant_max=255)),
-        "activation is torch.uint8",
-    ),
     "a weight beyond its bound": (
         replace(STATIC, weight=replace(WEIGHT, quant_min=-128, quant_max=127)), "weight .*quant_min=-128"
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,6 @@ from qompose.errors import SelectorError
 from torch import Tensor, nn
 
 from tests.core.toy import (
-    ADD,
     CONV,
     DYNAMIC,
     LINEAR,
@@ -138,49 +138,41 @@ def test_each_level_alone_reaches_what_it_names_and_the_report_says_so(level: st
     )
 
 
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        # The longer path wins, whatever the order, and the later setting of one name.
-        ([("body", STATIC), ("body.1", None)], ["static", "float", "float"]),
-        ([("body.1", None), ("body", STATIC)], ["static", "float", "float"]),
-        ([("head", STATIC), ("head", DYNAMIC)], ["float", "float", "dynamic"]),
-    ],
-)
-def test_names(settings: Any, expected: list[str]) -> None:
+EVERY: Callable[[Any], bool] = lambda node: True  # noqa: E731
+FEW: Callable[[Any], bool] = lambda node: node.name < "m"  # noqa: E731
+OVERLOAD = aten.linear.default
+SEQUENCES: dict[str, tuple[str, list[tuple[Any, Any, str]]]] = {
+    "the longer name": ("module_name", [("body", STATIC, "static"), ("body.0", None, "float")]),
+    "the longer name, first": (
+        "module_name", [("body.0", WEIGHT_ONLY, "weight-only"), ("body", STATIC, "weight-only")]
+    ),
+    "the later of one name": (
+        "module_name", [("body.0", STATIC, "static"), ("body.0", DYNAMIC, "dynamic")]
+    ),
+    "the later type": (
+        "object_type",
+        [(nn.Linear, WEIGHT_ONLY, "weight-only"), (OVERLOAD, DYNAMIC, "dynamic"),
+         (nn.Linear, PER_TENSOR, "per tensor")],
+    ),
+    "the later filter": (
+        "filter",
+        [(EVERY, WEIGHT_ONLY, "weight-only"), (FEW, DYNAMIC, "dynamic"), (EVERY, PER_TENSOR, "per tensor")],
+    ),
+    "the first regex, as in a qconfig mapping": (
+        "module_name_regex",
+        [("body.*linear", WEIGHT_ONLY, "weight-only"), ("body.*", DYNAMIC, "weight-only"),
+         ("body.*", STATIC, "weight-only"), ("body.*linear", PER_TENSOR, "per tensor")],
+    ),
+}  # fmt: skip
+"""Settings of one level, with the configuration that body.0.linear has after each."""
+
+
+@pytest.mark.parametrize(("setter", "settings"), SEQUENCES.values(), ids=SEQUENCES)
+def test_within_a_level(setter: str, settings: list[tuple[Any, Any, str]]) -> None:
     quantizer = silent()
-    for name, config in settings:
-        quantizer.set_module_name(name, config)
-    assert list(configs(quantizer).values()) == expected
-
-
-@pytest.mark.parametrize(
-    ("setter", "first", "second"),
-    [
-        pytest.param("set_object_type", nn.Linear, aten.linear.default, id="types"),
-        pytest.param("set_filter", lambda node: True, lambda node: node.name < "m", id="filters"),
-    ],
-)
-def test_within_a_level_the_later_setting_wins(setter: str, first: Any, second: Any) -> None:
-    for one, other in ((first, second), (second, first)):
-        quantizer = silent()
-        getattr(quantizer, setter)(one, WEIGHT_ONLY)
-        getattr(quantizer, setter)(other, DYNAMIC)
-        assert configs(quantizer)["body.0.linear"] == "dynamic"
-        getattr(quantizer, setter)(one, PER_TENSOR)
-        assert configs(quantizer)["body.0.linear"] == "per tensor"
-
-
-def test_of_regular_expressions_the_first_wins_as_in_a_qconfig_mapping() -> None:
-    quantizer = silent()
-    quantizer.set_module_name_regex(r"body.*linear", WEIGHT_ONLY).set_module_name_regex(
-        "body.*", DYNAMIC
-    )
-    assert configs(quantizer)["body.0.linear"] == "weight-only"
-    quantizer.set_module_name_regex("body.*", STATIC)
-    assert configs(quantizer)["body.0.linear"] == "weight-only"
-    quantizer.set_module_name_regex(r"body.*linear", PER_TENSOR)  # it keeps its place
-    assert configs(quantizer)["body.0.linear"] == "per tensor"
+    for key, config, expected in settings:
+        getattr(quantizer, f"set_{setter}")(key, config)
+        assert configs(quantizer)["body.0.linear"] == expected
 
 
 @pytest.mark.parametrize(
@@ -289,16 +281,6 @@ def test_senseless_selectors_are_refused_when_they_are_set(setting: Any) -> None
         setting(silent())
 
 
-class Fused(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-        self.act = nn.ReLU()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.act(self.linear(x)) + 1.0
-
-
 @pytest.mark.parametrize(
     ("act", "expected", "named"),
     [
@@ -311,8 +293,9 @@ class Fused(nn.Module):
 def test_the_anchor_decides_and_another_members_config_blocks(
     act: Any, expected: Any, named: str
 ) -> None:
-    quantizer = toy(LINEAR_RELU, LINEAR, ADD).set_module_name("act", act)
-    prepared = prepare(export(seeded(Fused()), X), quantizer)
+    model = nn.Sequential(OrderedDict(linear=nn.Linear(3, 3), act=nn.ReLU()))
+    quantizer = toy(LINEAR_RELU, LINEAR).set_module_name("act", act)
+    prepared = prepare(export(seeded(model), X), quantizer)
     assert claimed(prepared) == expected
     row = next(row for row in qompose.report(prepared).rows if row.name == "relu")
     assert named in row.reason
@@ -323,9 +306,7 @@ def test_the_anchor_decides_and_another_members_config_blocks(
     lambda q: q.set_module_type(nn.BatchNorm2d, None),
 ], ids=["name", "type"])  # fmt: skip
 def test_a_selector_on_a_batch_norm_keeps_it_from_being_folded(select: Any) -> None:
-    model = nn.Sequential()
-    model.add_module("conv", nn.Conv2d(2, 3, 1))
-    model.add_module("norm", nn.BatchNorm2d(3))
+    model = nn.Sequential(OrderedDict(conv=nn.Conv2d(2, 3, 1), norm=nn.BatchNorm2d(3)))
     x = torch.randn(2, 2, 4, 4)
     quantizer = qompose.ComposableQuantizer([select(toy(CONV))])
     report = qompose.report(prepare(export(model.eval(), x), quantizer))
