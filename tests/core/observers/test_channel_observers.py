@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,10 @@ from torch.fx import GraphModule
 from tests.core.calibration.test_collecting import (
     DATA,
     exact,
-    prepared as prepared_with,
     saved,
     spec,
 )
-from tests.core.toy import LINEAR, RELU, WEIGHT, randn, toy
+from tests.core.toy import LINEAR, RELU, WEIGHT, export, prepare, randn, toy
 
 AFFINE, SYMMETRIC = torch.per_channel_affine, torch.per_channel_symmetric
 
@@ -102,14 +102,26 @@ class Chain(nn.Module):
         return self.second(torch.relu(self.first(x)))
 
 
+@cache
+def program() -> torch.export.ExportedProgram:
+    return export(
+        exact(Chain()), DATA[:4], dynamic_shapes=({0: torch.export.Dim("batch", max=64)},)
+    )
+
+
 def prepared(observer: Any = PerChannelHistogramObserver) -> GraphModule:
     one = spec(observer, qscheme=AFFINE, ch_axis=-1)
     config = QuantizationConfig(one, one, WEIGHT, name="channels")
-    return prepared_with(toy(LINEAR, RELU, config=config), exact(Chain()))
+    return prepare(program(), toy(LINEAR, RELU, config=config))
 
 
 def calibrated(*batches: Tensor, observer: Any = PerChannelHistogramObserver) -> GraphModule:
     return qompose.calibrate(prepared(observer), batches or (DATA,))
+
+
+@cache
+def in_one_go(observer: Any = PerChannelHistogramObserver) -> GraphModule:
+    return calibrated(observer=observer)
 
 
 def parameters(model: GraphModule) -> list[list[float]]:
@@ -122,23 +134,23 @@ class TestStatistics:
         parts = [qompose.statistics(calibrated(part)) for part in DATA.tensor_split([3, 20])]
         merged = parts[2].merged(parts[0], parts[1])
         one, other = tmp_path / "one.json", tmp_path / "other.json"
-        assert saved(merged, one) == saved(qompose.statistics(calibrated()), other)
-        assert parameters(merged.apply(prepared())) == parameters(calibrated())
+        assert saved(merged, one) == saved(qompose.statistics(in_one_go()), other)
+        assert parameters(merged.apply(prepared())) == parameters(in_one_go())
 
     @pytest.mark.parametrize("suffix", ["json", "safetensors"])
     def test_files_give_back_what_they_got(self, tmp_path: Path, suffix: str) -> None:
-        found = qompose.statistics(calibrated())
+        found = qompose.statistics(in_one_go())
         found.save(tmp_path / f"seen.{suffix}")
         loaded = Statistics.load(tmp_path / f"seen.{suffix}")
         assert saved(loaded, tmp_path / "a.json") == saved(found, tmp_path / "b.json")
-        assert parameters(loaded.apply(prepared())) == parameters(calibrated())
+        assert parameters(loaded.apply(prepared())) == parameters(in_one_go())
 
     @pytest.mark.parametrize(
         ("key", "value"),
         [("values", 7), ("counts", [-1]), ("bins", [5000]), ("channels", [-2]), ("exponents", [0])],
     )
     def test_damaged_files_are_told(self, tmp_path: Path, key: str, value: Any) -> None:
-        data = saved(qompose.statistics(calibrated()), path := tmp_path / "seen.json")
+        data = saved(qompose.statistics(in_one_go()), path := tmp_path / "seen.json")
         part = data["entries"][0]["facts"]["channels"]["histograms"]
         part[key] = value if key in ("values", "exponents") else value + part[key][1:]
         path.write_text(json.dumps(data))
@@ -146,8 +158,8 @@ class TestStatistics:
             Statistics.load(path)
 
     def test_they_serve_an_observer_of_ranges_but_not_the_other_way_round(self) -> None:
-        source = qompose.statistics(calibrated())
-        ranges = calibrated(observer=PerChannelMinMaxObserver)
+        source = qompose.statistics(in_one_go())
+        ranges = in_one_go(PerChannelMinMaxObserver)
         given_to = source.apply(prepared(PerChannelMinMaxObserver))
         assert parameters(given_to) == parameters(ranges)
         with pytest.raises(StatisticsError, match="PerChannelHistogramObserver"):
@@ -165,11 +177,11 @@ class TestStatistics:
         merged = one.merged(other)
         assert all(e.facts.channels and e.facts.channels.histograms is None for e in merged)
         applied = merged.apply(prepared(PerChannelMinMaxObserver))
-        assert parameters(applied) == parameters(calibrated(observer=PerChannelMinMaxObserver))
+        assert parameters(applied) == parameters(in_one_go(PerChannelMinMaxObserver))
 
     @pytest.mark.parametrize("kind", [PerChannelHistogramObserver, PerChannelMinMaxObserver])
     def test_a_range_of_ones_own_is_that_of_every_channel(self, kind: Any) -> None:
-        found = qompose.statistics(calibrated(observer=kind)).with_range("first", -1.0, 3.0)
+        found = qompose.statistics(in_one_go(kind)).with_range("first", -1.0, 3.0)
         converted = qompose.convert_pt2e(found.apply(prepared(kind)))
         scales = [v for n, v in converted.named_buffers() if n.endswith("scale")]
         assert any(torch.equal(s, torch.full_like(s, 4 / 255)) for s in scales)

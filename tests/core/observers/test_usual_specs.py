@@ -113,83 +113,78 @@ def test_the_integers_are_the_same(config: qompose.QuantizationConfig, word: str
     assert qompose.observers.config_from_json(qompose.observers.config_to_json(trained)) == trained
 
 
-def test_moving_averages_take_the_place_of_a_search() -> None:
-    assert kinds(training_config(USUAL)) == [
-        FusedMovingAvgObsFakeQuantize,
-        FakeQuantize,
-        FakeQuantize,
-    ]
+def observed_by(factory: Any, **facts: Any) -> qompose.QuantizationConfig:
+    spec = QuantizationSpec(torch.int8, factory, -128, 127, torch.per_tensor_affine)
+    return replace(STATIC, input_activation=spec, **facts)
 
 
-def test_a_class_by_itself_is_the_default_too() -> None:
-    spec = QuantizationSpec(torch.int8, HistogramObserver, -128, 127, torch.per_tensor_affine)
-    assert kinds(training_config(replace(STATIC, input_activation=spec)))[0] is (
-        FusedMovingAvgObsFakeQuantize
-    )
+def searched(word: str) -> qompose.QuantizationConfig:
+    spec = activation_spec(torch.int8, -128, 127, range=word)
+    return replace(STATIC, input_activation=spec, name="one")
+
+
+FUSED, FAKE, LEARNED = FusedMovingAvgObsFakeQuantize, FakeQuantize, LearnableFakeQuantize
+
+
+@pytest.mark.parametrize(
+    ("config", "word", "found"),
+    [
+        (USUAL, "moving_average", [FUSED, FAKE, FAKE]),
+        (observed_by(HistogramObserver), "moving_average", [FUSED, FAKE, FAKE]),
+        (STATIC, "learned", [LEARNED] * 3),
+        (DYNAMIC, "learned", [FAKE, None, LEARNED]),
+        (searched("mse"), "learned", [LEARNED] * 3),
+    ],
+    ids=["a search", "a class by itself", "scales", "no scale to learn", "searched once"],
+)
+def test_what_takes_the_place_of_an_observer(config: Any, word: str, found: list[Any]) -> None:
+    assert kinds(training_config(config, word)) == found
 
 
 @pytest.mark.parametrize("word", ["histogram", "mse"])
 def test_capabilities_say_what_can_be_trained(word: str) -> None:
-    spec = activation_spec(torch.int8, -128, 127, range=word)
-    searched = replace(STATIC, input_activation=spec, name="one")
-    quantizer = toy(LINEAR, config=searched)
-    quantizer.backend.configs = {"one": searched}  # type: ignore[misc]
+    quantizer = toy(LINEAR, config=searched(word))
+    quantizer.backend.configs = {"one": searched(word)}  # type: ignore[misc]
     (row,) = quantizer.quantization_capabilities()
     assert row.qat == (word == "histogram")
 
 
-def test_learned_where_there_is_a_scale_to_learn() -> None:
-    assert kinds(training_config(STATIC, "learned")) == [LearnableFakeQuantize] * 3
-    assert kinds(training_config(DYNAMIC, "learned")) == [FakeQuantize, None, LearnableFakeQuantize]
-
-
-@pytest.mark.parametrize("word", ["mse", "percentile", "entropy"])
-def test_a_search_that_was_asked_for_is_refused(word: str) -> None:
-    searched = replace(STATIC, input_activation=activation_spec(torch.int8, -128, 127, range=word))
-    with pytest.raises(ConfigError, match=r"activation|range"):
-        training_config(searched)
-    assert kinds(training_config(searched, "learned"))[0] is LearnableFakeQuantize, "once"
-
-
 @pytest.mark.parametrize(
-    ("options", "complaint"),
+    ("config", "options", "named"),
     [
-        ({"fake_quantize": "learnd"}, "'learnd'.*learned"),
-        ({"fake_quantize": "learned", "is_qat": False}, "is_qat=True"),
+        *((searched(word), {}, None) for word in ("mse", "percentile", "entropy")),
+        (STATIC, {"fake_quantize": "learnd"}, "'learnd'.*learned"),
+        (STATIC, {"fake_quantize": "learned", "is_qat": False}, "is_qat=True"),
     ],
 )
-def test_what_is_no_word(options: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(ConfigError, match=complaint):
-        training_config(STATIC, **options)
+def test_what_is_refused(config: Any, options: dict[str, Any], named: str | None) -> None:
+    with pytest.raises(ConfigError, match=named):
+        training_config(config, **options)
 
 
 def test_without_training_nothing_changes() -> None:
     assert training_config(STATIC, is_qat=False) is STATIC
 
 
+def prepared_for_training(config: qompose.QuantizationConfig) -> torch.fx.GraphModule:
+    return qompose.prepare_qat_pt2e(
+        export(seeded(nn.Linear(6, 3)), randn(4, 6)), toy(LINEAR, config=config)
+    )
+
+
 def test_an_observer_of_another_package_is_said_to_simulate_nothing() -> None:
-    spec = QuantizationSpec(
-        torch.int8, torch.ao.quantization.MinMaxObserver, -128, 127, torch.per_tensor_affine
-    )
-    config = training_config(replace(STATIC, input_activation=spec, output_activation=None))
-    assert config.input_activation == spec
-    x = randn(4, 6)
-    prepared = qompose.prepare_qat_pt2e(
-        export(seeded(nn.Linear(6, 3)), x), toy(LINEAR, config=config)
-    )
+    plain = observed_by(torch.ao.quantization.MinMaxObserver, output_activation=None)
+    config = training_config(plain)
+    assert config.input_activation == plain.input_activation
+    prepared = prepared_for_training(config)
     (note,) = [n for n in qompose.report(prepared).notes if "MinMaxObserver" in n]
     assert "linear (toy, rule linear)" in note
 
 
 def test_histograms_of_calibration_can_be_trained_with_all_the_same() -> None:
     """Slowly: whoever prepares a configuration of calibration for training gets what it says."""
-    spec = QuantizationSpec(torch.int8, HistogramObserver, -128, 127, torch.per_tensor_affine)
-    x = randn(4, 6)
-    prepared = qompose.prepare_qat_pt2e(
-        export(seeded(nn.Linear(6, 3)), x),
-        toy(LINEAR, config=replace(STATIC, input_activation=spec, output_activation=None)),
-    )
+    prepared = prepared_for_training(observed_by(HistogramObserver, output_activation=None))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        prepared(x).sum().backward()
+        prepared(randn(4, 6)).sum().backward()
     assert all(p.grad is not None for p in prepared.parameters())
