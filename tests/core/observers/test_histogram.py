@@ -28,7 +28,7 @@ numbers = st.floats(-(2.0**127), 2.0**127, width=32)
 rows = st.lists(st.tuples(numbers, numbers, numbers), min_size=1, max_size=20)
 """Three channels, and so many values of each."""
 kinds = pytest.mark.parametrize("kind", [Histogram, ChannelHistograms])
-exhaustive = settings(max_examples=100, deadline=None)
+exhaustive = settings(max_examples=60, deadline=None)
 FACTS = {
     Histogram: ("exponent", "minimum", "maximum", "counts"),
     ChannelHistograms: ("exponents", "low", "high", "counts", "values"),

@@ -128,7 +128,7 @@ def through(low: int, high: int, scale: float, zero_point: int) -> Callable[[Ten
 
 
 @pytest.mark.parametrize(("target", "call"), ROWS)
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(st.floats(1e-3, 2.0), st.integers(0, 15))
 def test_it_commutes_with_quantization(
     target: Any, call: Call, scale: float, zero_point: int

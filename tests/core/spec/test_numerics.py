@@ -47,7 +47,7 @@ EPS = [2.0**-12, 2.0**-23]
 
 finite = st.floats(-(2.0**100), 2.0**100, width=32)
 intervals = st.tuples(finite, finite).map(sorted)
-examples = settings(max_examples=80, deadline=None)
+examples = settings(max_examples=30, deadline=None)
 
 
 def by_torch(low: Tensor, high: Tensor, qscheme: Any, eps: float, **bounds: Any) -> Any:

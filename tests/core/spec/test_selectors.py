@@ -126,7 +126,7 @@ def test_all_levels_at_once() -> None:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_each_level_alone_reaches_what_it_names_and_the_report_says_so(level: str) -> None:
+def test_each_level_alone_reaches_what_it_names_and_nothing_else(level: str) -> None:
     quantizer = silent()
     LEVELS[level](quantizer, DYNAMIC)
     assert configs(quantizer) == {
@@ -158,11 +158,6 @@ SEQUENCES: dict[str, tuple[str, list[tuple[Any, Any, str]]]] = {
         "filter",
         [(EVERY, WEIGHT_ONLY, "weight-only"), (FEW, DYNAMIC, "dynamic"), (EVERY, PER_TENSOR, "per tensor")],
     ),
-    "the first regex, as in a qconfig mapping": (
-        "module_name_regex",
-        [("body.*linear", WEIGHT_ONLY, "weight-only"), ("body.*", DYNAMIC, "weight-only"),
-         ("body.*", STATIC, "weight-only"), ("body.*linear", PER_TENSOR, "per tensor")],
-    ),
 }  # fmt: skip
 """Settings of one level, with the configuration that body.0.linear has after each."""
 
@@ -172,6 +167,18 @@ def test_within_a_level(setter: str, settings: list[tuple[Any, Any, str]]) -> No
     quantizer = silent()
     for key, config, expected in settings:
         getattr(quantizer, f"set_{setter}")(key, config)
+        assert configs(quantizer)["body.0.linear"] == expected
+
+
+def test_of_regular_expressions_the_first_wins_as_in_a_qconfig_mapping() -> None:
+    quantizer = silent()
+    for regex, config, expected in (
+        ("body.*linear", WEIGHT_ONLY, "weight-only"),
+        ("body.*", DYNAMIC, "weight-only"),
+        ("body.*", STATIC, "weight-only"),
+        ("body.*linear", PER_TENSOR, "per tensor"),  # it keeps its place
+    ):
+        quantizer.set_module_name_regex(regex, config)
         assert configs(quantizer)["body.0.linear"] == expected
 
 

@@ -45,6 +45,7 @@ FACTS: dict[str, Any] = {
 }
 
 
+FLOAT_POINTS = torch.per_channel_affine_float_qparams
 IN_BLOCKS = {**FACTS, "qscheme": torch.per_channel_symmetric, "block_size": (32,)}
 
 
@@ -71,15 +72,7 @@ IN_BLOCKS = {**FACTS, "qscheme": torch.per_channel_symmetric, "block_size": (32,
         (IN_BLOCKS, {"is_dynamic": True}, "block_size"),
         (IN_BLOCKS, {"is_dynamic": True, "block_size": (-1,), "quant_min": -8}, "int8"),
         (IN_BLOCKS, {"is_dynamic": True, "block_size": None, "ch_axis": 0}, ""),
-        (
-            IN_BLOCKS,
-            {
-                "qscheme": torch.per_channel_affine_float_qparams,
-                "is_dynamic": True,
-                "block_size": (-1,),
-            },
-            "",
-        ),
+        (IN_BLOCKS, {"is_dynamic": True, "block_size": (-1,), "qscheme": FLOAT_POINTS}, ""),
     ],
     ids=str,
 )

@@ -19,7 +19,7 @@ from qompose.testing.fixtures import difference, sizes
 from qompose.testing.trial import Example, examples_of
 from qompose.testing.variations import limits
 
-from tests.core.sound_backend import INT8, LINEAR, RULES, STATIC, SoundBackend
+from tests.core.sound_backend import INT8, LINEAR, MOVES, STATIC, SoundBackend
 from tests.core.sound_products import conv, matmul
 from tests.core.wrong_backends import WRONG, Wrong
 
@@ -30,7 +30,7 @@ aten = torch.ops.aten
 class TestSound(BackendContract):
     """A backend that keeps the contract, made for these tests."""
 
-    backend = staticmethod(lambda: SoundBackend([*RULES, matmul(), conv()]))
+    backend = staticmethod(lambda: SoundBackend([LINEAR, MOVES, matmul(), conv()]))
 
 
 TESTS = [name for name in vars(BackendContract) if name.startswith("test_")]
