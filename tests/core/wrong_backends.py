@@ -64,26 +64,34 @@ def in_float(region: Region) -> Node:
     """Call the float operator on what the dequantize operators give."""
     node = region.output_node
     output = region.call(node.target, *node.args)  # type: ignore[arg-type]
+    return quantized(region, output)
+
+
+def quantized(region: Region, value: Node) -> Node:
+    """Make integers of what is computed in float."""
     out = region.output
     assert out is not None
     quantize = torch.ops.quantized_decomposed.quantize_per_tensor.default
     arguments = (out.scale, out.zero_point, out.low, out.high, out.dtype)
-    return region.call(quantize, output, *arguments, dtype=out.dtype)
+    return region.call(quantize, value, *arguments, dtype=out.dtype)
+
+
+def real(region: Region, x: Any, integers: Node) -> Node:
+    """The floats that integers of the tensor `x` stand for."""
+    floats = region.call(aten.to.dtype, integers, torch.float32, dtype=torch.float32)
+    centred = region.call(aten.sub.Tensor, floats, x.zero_point, dtype=torch.float32)
+    return region.call(aten.mul.Tensor, centred, x.scale, dtype=torch.float32)
 
 
 def again_in_float(region: Region) -> Node:
     """Make floats of the integers, and call the float operator on those."""
-    x, weight, out = region.quantized("input"), region.quantized("weight"), region.output
-    assert out is not None
-    floats = region.call(aten.to.dtype, x.node, torch.float32, dtype=torch.float32)
-    centred = region.call(aten.sub.Tensor, floats, x.zero_point, dtype=torch.float32)
-    real = region.call(aten.mul.Tensor, centred, x.scale, dtype=torch.float32)
+    x, weight = region.quantized("input"), region.quantized("weight")
     table = region.constant("floats", weight.tensor.float() * weight.scales[:, None])
     bias = region.argument("op", "bias")
-    output = region.call(aten.linear.default, real, table, bias, dtype=torch.float32)
-    quantize = torch.ops.quantized_decomposed.quantize_per_tensor.default
-    arguments = (out.scale, out.zero_point, out.low, out.high, out.dtype)
-    return region.call(quantize, output, *arguments, dtype=out.dtype)
+    floats = real(region, x, x.node)
+    return quantized(
+        region, region.call(aten.linear.default, floats, table, bias, dtype=torch.float32)
+    )
 
 
 def for_one_batch(region: Region) -> Node:
@@ -122,16 +130,9 @@ def with_wrong_fake(region: Region) -> Node:
 
 def requantizing(region: Region) -> Node:
     """Flip from one scale to another."""
-    x, out = region.quantized("self"), region.output
-    assert out is not None
-    dims = region.argument("output", "dims")
+    x, dims = region.quantized("self"), region.argument("output", "dims")
     flipped = region.call(aten.flip.default, x.node, dims, dtype=torch.int8)
-    floats = region.call(aten.to.dtype, flipped, torch.float32, dtype=torch.float32)
-    centred = region.call(aten.sub.Tensor, floats, x.zero_point, dtype=torch.float32)
-    real = region.call(aten.mul.Tensor, centred, x.scale, dtype=torch.float32)
-    quantize = torch.ops.quantized_decomposed.quantize_per_tensor.default
-    arguments = (out.scale, out.zero_point, out.low, out.high, out.dtype)
-    return region.call(quantize, real, *arguments, dtype=out.dtype)
+    return quantized(region, real(region, x, flipped))
 
 
 OWN = replace(INT8, quant_min=-127)
@@ -142,16 +143,12 @@ class Unsharing(RuleQuantizer):
 
     def propose(self, model: GraphModule, taken: Sequence[Any], on_conflict: str = "error") -> Any:
         proposal = super().propose(model, taken, on_conflict)
-        proposal.claims = [
-            replace(
-                claim,
-                specs=tuple(
-                    s if not s.shared else replace(s, spec=OWN, references=()) for s in claim.specs
-                ),
-            )
-            for claim in proposal.claims
-        ]
+        proposal.claims = [replace(c, specs=(*map(unshared, c.specs),)) for c in proposal.claims]
         return proposal
+
+
+def unshared(point: Any) -> Any:
+    return replace(point, spec=OWN, references=()) if point.shared else point
 
 
 ONE = {"static": STATIC}
@@ -228,146 +225,97 @@ def with_relu(fault: str) -> Callable[[], Backend]:
     return static(weighted("linear_relu", relu=True, fault=fault))
 
 
-SHAPES, LITERALS = ("test_takes_other_shapes",), ("test_takes_other_literals",)
-REFERENCE, FOR_INTEGERS = ("test_matches_reference",), ("test_matches_reference_for_integers",)
-UNDECLARED = weighted("linear", relu=False, bias=None, kernels=emitting(for_one_batch))
+def fails(test: str, make: Callable[[], Backend], message: str) -> Wrong:
+    return Wrong(make, (f"test_{test}",), message)
+
+
+ZERO_POINTS = "zero points"
+UNDECLARED = linear(kernels=emitting(for_one_batch))
+FEW = {"static": replace(STATIC, input_activation=FEW_STEPS)}
+FLOAT64 = weighted("linear", relu=False, fault="float64")
+HALF = weighted("linear", relu=False, guard=None)
+REQUANTIZED = moving("flip", FLIP, kernels=emitting(requantizing))
 
 WRONG = {
-    "two inputs swapped": Wrong(static(matmul("swapped")), REFERENCE, "see zero points"),
-    "one input's parameters for both": Wrong(
-        static(matmul("first for both")), REFERENCE, "see zero points"
+    "two inputs swapped": fails("matches_reference", static(matmul("swapped")), ZERO_POINTS),
+    "one input's parameters for both": fails(
+        "matches_reference", static(matmul("first for both")), ZERO_POINTS
     ),
-    "no relu": Wrong(with_relu("no relu"), FOR_INTEGERS, "see zero points"),
-    "wrong for one": Wrong(linear("one in a batch"), SHAPES, "a batch of 1"),
-    "wrong for a batch of matrices": Wrong(linear("rank"), SHAPES, "a dimension more"),
-    "sums of few bits": Wrong(linear("few bits"), SHAPES, "sums of 4096 products"),
-    "blind to strides": Wrong(linear("strides"), REFERENCE, "not contiguous in memory"),
-    "truncation": Wrong(linear("truncates"), REFERENCE, "do not truncate"),
-    "rounding down": Wrong(linear("rounds down"), REFERENCE, "values are off by a step, -0."),
-    "one step up": Wrong(linear("one step up"), REFERENCE, "+1.00 steps on average"),
-    "a fake of another dtype": Wrong(
-        linear("fake dtype"), ("test_behaves",), "torch.float32, shape"
+    "blind to strides": fails("matches_reference", linear("strides"), "contiguous"),
+    "truncation": fails("matches_reference", linear("truncates"), "truncate"),
+    "rounding down": fails("matches_reference", linear("rounds down"), "off by a step, -0."),
+    "one step up": fails("matches_reference", linear("one step up"), "+1.00 steps"),
+    "off by two steps": fails("matches_reference", linear("two steps"), "2 steps"),
+    "no zero point": fails("matches_reference", linear("no zero point"), ZERO_POINTS),
+    "saturating sums": fails("matches_reference", linear("saturates"), "saturation"),
+    "another dtype": fails("matches_reference", lambda: SoundBackend([FLOAT64]), "torch.float64"),
+    "no relu": fails("matches_reference_for_integers", with_relu("no relu"), ZERO_POINTS),
+    "wrong for one": fails("takes_other_shapes", linear("one in a batch"), "a batch of 1"),
+    "wrong for a batch of matrices": fails("takes_other_shapes", linear("rank"), "dimension"),
+    "sums of few bits": fails("takes_other_shapes", linear("few bits"), "4096"),
+    "padding with the integer zero": fails(
+        "takes_other_literals", static(conv("pads zero")), "padding=[1]"
     ),
-    "a fake of other strides": Wrong(linear("fake strides"), ("test_behaves",), "strides ["),
-    "integers made floats again": Wrong(
-        linear(kernels=emitting(again_in_float)), ("test_lowers",), "aten.linear"
+    "no stride": fails("takes_other_literals", static(conv("stride")), "stride=[2]"),
+    "no dilation": fails("takes_other_literals", static(conv("dilation")), "dilation=[2]"),
+    "no groups": fails("takes_other_literals", static(conv("groups")), "groups=2"),
+    "a fake of another dtype": fails("behaves", linear("fake dtype"), "torch.float32, shape"),
+    "a fake of other strides": fails("behaves", linear("fake strides"), "strides ["),
+    "counting calls": fails("behaves", linear("counts"), "same outputs"),
+    "a wrong fake": fails("behaves", linear(kernels=emitting(with_wrong_fake)), "fake tensors"),
+    "integers made floats again": fails(
+        "lowers", linear(kernels=emitting(again_in_float)), "aten.linear"
     ),
-    "padding with the integer zero": Wrong(static(conv("pads zero")), LITERALS, "padding=[1]"),
-    "no stride": Wrong(static(conv("stride")), LITERALS, "stride=[2]"),
-    "no dilation": Wrong(static(conv("dilation")), LITERALS, "dilation=[2]"),
-    "no groups": Wrong(static(conv("groups")), LITERALS, "groups=2"),
-    "a mode that no config has": Wrong(
-        lambda: SoundBackend([LINEAR], configs=ONE), ("test_has_configs",), "dynamic, weight-only"
+    "never emitted": fails("lowers", linear(kernels=emitting(refuse)), "not today"),
+    "an emit that crashes": fails("lowers", linear(kernels=emitting(crash)), "ZeroDivisionError"),
+    "an emit that computes in float": fails(
+        "lowers", linear(kernels=emitting(in_float)), "aten.linear"
     ),
-    "no quantizer": Wrong(
-        sound(LINEAR, configs=ONE, quantizer_class=int), ("test_loads",), "it makes 0"
+    "a mode that no config has": fails(
+        "has_configs", lambda: SoundBackend([LINEAR], configs=ONE), "dynamic, weight-only"
     ),
-    "no example": Wrong(
-        static(NEEDS_LITERAL), ("test_annotates",), "flip needs dims besides tensors"
+    "a config that fits no rule": fails(
+        "has_configs", sound(LINEAR, configs={**ONE, "uint4": UINT4}), "'uint4'"
     ),
-    "an example of something else": Wrong(
-        static(ANOTHER_OPERATOR), ("test_annotates",), "it calls aten.permute"
+    "no quantizer": fails("loads", sound(LINEAR, configs=ONE, quantizer_class=int), "0"),
+    "a version of the future": fails(
+        "loads", sound(LINEAR, configs=ONE, api_version=99), "api_version = 99"
     ),
-    "a guard that refuses its own example": Wrong(
-        static(NEVER), ("test_annotates",), "not on a weekday"
+    "no name": fails("loads", sound(LINEAR, configs=ONE, name=""), "`name`"),
+    "no example": fails("annotates", static(NEEDS_LITERAL), "dims"),
+    "an example of something else": fails("annotates", static(ANOTHER_OPERATOR), "aten.permute"),
+    "a guard that refuses its own example": fails("annotates", static(NEVER), "not on a weekday"),
+    "a guard that raises": fails(
+        "annotates", static(moving("flip", FLIP, guard=crash)), "ZeroDivisionError"
     ),
-    "a guard that raises": Wrong(
-        static(moving("flip", FLIP, guard=crash)), ("test_annotates",), "ZeroDivisionError"
+    "a shadowed rule": fails(
+        "annotates", static(LINEAR, LINEAR_RELU), "'linear_relu' before 'linear'"
     ),
-    "a shadowed rule": Wrong(
-        static(LINEAR, LINEAR_RELU), ("test_annotates",), "put 'linear_relu' before 'linear'"
-    ),
-    "few steps": Wrong(
-        sound(LINEAR, configs={"static": replace(STATIC, input_activation=FEW_STEPS)}),
-        ("test_converts",),
-        "min_sqnr",
-    ),
-    "never emitted": Wrong(linear(kernels=emitting(refuse)), ("test_lowers",), "not today"),
-    "an emit that crashes": Wrong(
-        linear(kernels=emitting(crash)), ("test_lowers",), "ZeroDivisionError"
-    ),
-    "an emit that computes in float": Wrong(
-        linear(kernels=emitting(in_float)), ("test_lowers",), "aten.linear"
-    ),
-    "off by two steps": Wrong(linear("two steps"), ("test_matches_reference",), "up to 2 steps"),
-    "no zero point": Wrong(linear("no zero point"), ("test_matches_reference",), "see zero points"),
-    "saturating sums": Wrong(
-        linear("saturates"), ("test_matches_reference",), "saturation of sums"
-    ),
-    "another dtype": Wrong(
-        lambda: SoundBackend([weighted("linear", relu=False, fault="float64")]),
-        ("test_matches_reference",),
-        "torch.float64, and the reference is torch.float32",
-    ),
-    "counting calls": Wrong(linear("counts"), ("test_behaves",), "the same outputs each time"),
-    "writing to weights": Wrong(
-        linear("writes weight"), ("test_keeps_parameters",), "other values in row.own_weight"
-    ),
-    "writing to inputs": Wrong(
-        linear("writes"), ("test_leaves_inputs_alone",), "integers that the kernel read"
-    ),
-    "a wrong fake": Wrong(
-        linear(kernels=emitting(with_wrong_fake)), ("test_behaves",), "fake tensors"
-    ),
-    "one size of batch": Wrong(
-        linear(kernels=emitting(for_one_batch)), ("test_takes_any_batch",), "a batch of"
-    ),
-    "sharing that is none": Wrong(
-        quantizer(Unsharing, moving("flip", FLIP, kernels=emitting(requantizing))),
-        ("test_shares",),
-        "2 groups",
-    ),
-    "accepts too wide": Wrong(linear(accepts=WIDE), ("test_accepts",), "narrow accepts['output']"),
-    "a missing constraint": Wrong(
-        linear(accepts=NO_WEIGHT), ("test_accepts",), "narrow accepts['weight']"
-    ),
+    "few steps": fails("converts", sound(LINEAR, configs=FEW), "min_sqnr"),
+    "writing to weights": fails("keeps_parameters", linear("writes weight"), "own_weight"),
+    "writing to inputs": fails("leaves_inputs_alone", linear("writes"), "integers"),
+    "one size of batch": fails("takes_any_batch", UNDECLARED, "a batch of"),
+    "sharing that is none": fails("shares", quantizer(Unsharing, REQUANTIZED), "2 groups"),
+    "accepts too wide": fails("accepts", linear(accepts=WIDE), "accepts['output']"),
+    "a missing constraint": fails("accepts", linear(accepts=NO_WEIGHT), "accepts['weight']"),
     "constraints ignored": Wrong(as_rule(Lax), ("test_accepts", "test_refuses"), ""),
-    "a refusal without reason": Wrong(
-        as_rule(Silent), ("test_refuses",), "the reason of a refusal as text"
+    "a refusal without reason": fails("refuses", as_rule(Silent), "reason"),
+    "no guard for half precision": fails("half_precision", sound(HALF), "torch."),
+    "a target that nobody brings": fails("is_listed", linear(kernels=UNKNOWN_TARGET), "moon"),
+    "no kernel": fails("is_listed", linear(kernels={}), "no target"),
+    "an availability that is no text": fails(
+        "says_availability", sound(LINEAR, configs=ONE, availability=lambda: False), "False"
     ),
-    "no guard for half precision": Wrong(
-        sound(weighted("linear", relu=False, guard=None)),
-        ("test_half_precision",),
-        "outputs of torch.",
+    "two rules of one name": fails(
+        "has_rules", static(LINEAR, replace(MOVES, name="linear")), "linear"
     ),
-    "a target that nobody brings": Wrong(
-        linear(kernels=UNKNOWN_TARGET), ("test_is_listed",), "kernels for moon, torch"
+    "private imports": fails(
+        "imports_public_names", lambda: PrivateBackend([LINEAR]), "qompose.program.graph"
     ),
-    "no kernel": Wrong(linear(kernels={}), ("test_is_listed",), "kernels for no target"),
-    "a version of the future": Wrong(
-        sound(LINEAR, configs=ONE, api_version=99), ("test_loads",), "api_version = 99"
+    "printing": fails("works_cleanly", linear(kernels=emitting(noisily)), "lowering a linear"),
+    "a global setting": fails(
+        "works_cleanly", linear(kernels=emitting(deterministically)), "deterministic"
     ),
-    "no name": Wrong(
-        sound(LINEAR, configs=ONE, name=""), ("test_loads",), "set the attribute `name`"
-    ),
-    "an availability that is no text": Wrong(
-        sound(LINEAR, configs=ONE, availability=lambda: False), ("test_says_availability",), "False"
-    ),
-    "two rules of one name": Wrong(
-        static(LINEAR, replace(MOVES, name="linear")),
-        ("test_has_rules",),
-        "several rules of one name: linear",
-    ),
-    "a config that fits no rule": Wrong(
-        sound(LINEAR, configs={**ONE, "uint4": UINT4}), ("test_has_configs",), "config 'uint4'"
-    ),
-    "private imports": Wrong(
-        lambda: PrivateBackend([LINEAR]),
-        ("test_imports_public_names",),
-        "import qompose.program.graph",
-    ),
-    "printing": Wrong(
-        linear(kernels=emitting(noisily)), ("test_works_cleanly",), "it prints 'lowering a linear"
-    ),
-    "a global setting": Wrong(
-        linear(kernels=emitting(deterministically)),
-        ("test_works_cleanly",),
-        "deterministic algorithms was False",
-    ),
-    "blind to other quantizers": Wrong(
-        quantizer(FirstOnly), ("test_composes",), "ZeroDivisionError"
-    ),
-    "deaf to selectors": Wrong(
-        quantizer(Stubborn), ("test_most_specific_wins",), "set_module_name(None) over"
-    ),
+    "blind to other quantizers": fails("composes", quantizer(FirstOnly), "ZeroDivisionError"),
+    "deaf to selectors": fails("most_specific_wins", quantizer(Stubborn), "set_module_name(None)"),
 }

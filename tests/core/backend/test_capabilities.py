@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import FrozenInstanceError, replace
+import re
+from collections import defaultdict
+from dataclasses import replace
 from io import StringIO
 from typing import Any
 
@@ -15,6 +17,7 @@ from qompose import Capabilities, QuantizationConfig
 from qompose.backend import TensorConstraint
 from qompose.backend.capabilities import MODULES, capability_rows
 from qompose.errors import ConfigError
+from qompose.program.graph import module_path
 from rich.console import Console
 from torch import nn
 from torch.ao.quantization.observer import MinMaxObserver as TorchMinMaxObserver
@@ -67,20 +70,14 @@ class TestRows:
         assert row.kernels == (("torch", "toy linear"),)
         assert row.targets == ("torch",)
         assert dict(row.constraints) == {"activation": INT8_ONLY}
-        assert row.notes == ("activation: int8, quant_min at least -128, per_tensor_affine",)
+        (note,) = row.notes
+        assert note.startswith("activation: int8")
 
-    def test_sharing_and_conditions_are_told(self) -> None:
-        view, cat = (rows_of(rule)[0] for rule in (VIEW, CAT))
-        assert view.shares
-        assert view.output is None
-        assert view.notes == (
-            "output has the scale of the inputs", "only where all inputs are quantized"
-        )  # fmt: skip
-        assert cat.notes[1] == "only where an input is quantized"
-
-    def test_every_variant_of_a_fused_pattern_is_there(self) -> None:
-        row, *_ = rows_of(CONV_ADD_RELU)
-        assert row.operators == (("aten.conv2d.default", "aten.add.Tensor", "aten.relu.default"),)
+    def test_sharing_and_every_operator_of_a_fused_pattern_are_told(self) -> None:
+        view, cat, fused = (rows_of(rule)[0] for rule in (VIEW, CAT, CONV_ADD_RELU))
+        assert view.shares and view.output is None
+        assert len(view.notes) == len(cat.notes) == 2 and view.notes[1] != cat.notes[1]
+        assert fused.operators == (("aten.conv2d.default", "aten.add.Tensor", "aten.relu.default"),)
 
     def test_configurations_of_selectors_have_rows_beside_the_named_ones(self) -> None:
         quantizer = toy(LINEAR, config=STATIC_UINT8).set_module_name("head", PER_TENSOR)
@@ -90,55 +87,32 @@ class TestRows:
             "static", "dynamic", "weight-only", "static uint8", "per tensor"
         ]  # fmt: skip
         assert rows[3].settings == STATIC_UINT8
-
-    def test_another_configuration_of_the_same_name_gets_a_number(self) -> None:
-        other = replace(STATIC_UINT8, name="static")
-        rows = toy(LINEAR, config=other).quantization_capabilities()
-        assert [row.config for row in rows] == ["static", "dynamic", "weight-only", "static (2)"]
-
-    def test_a_row_is_there_only_where_the_configuration_fits_the_rule(self) -> None:
-        rows = rows_of(BOUNDED, config=None)
-        assert all(BOUNDED.objection(row.settings) is None for row in rows)
-        assert {row.config for row in rows_of(SIGMOID)} == {"static", "dynamic"}
-
-    def test_a_backend_says_the_same(self) -> None:
-        backend = ToyBackend((LINEAR,))
-        assert list(backend.quantization_capabilities()) == list(capability_rows(backend))
+        *_, numbered = rows_of(LINEAR, config=replace(STATIC_UINT8, name="static"))
+        assert numbered.config == "static (2)"
 
     @pytest.mark.parametrize("name", ["other", ""])
     def test_a_configuration_has_one_name_in_rows_and_reports(self, name: str) -> None:
         backend = ToyBackend((LINEAR,))
+        assert list(backend.quantization_capabilities()) == list(capability_rows(backend))
         backend.configs = {"mine": replace(STATIC, name=name)}
         reported = name or "static per-channel"
-        with pytest.raises(ConfigError, match=f"list 'mine', which calls itself '{reported}'"):
+        with pytest.raises(ConfigError, match=f"'mine'.*'{reported}'"):
             capability_rows(backend)
-
-    def test_rows_are_frozen(self) -> None:
-        with pytest.raises(FrozenInstanceError):
-            rows_of(LINEAR)[0].backend = "mine"  # type: ignore[misc]
 
 
 class TestCompositions:
-    def test_the_same_backend_twice_is_listed_once(self) -> None:
+    def test_a_backend_is_listed_twice_only_with_configurations_of_its_own(self) -> None:
         composed = qompose.compose(toy(LINEAR), toy(LINEAR).set_module_name("head", DYNAMIC))
         assert list(composed.quantization_capabilities()) == list(rows_of(LINEAR))
-
-    def test_unless_its_members_have_configurations_of_their_own(self) -> None:
         composed = qompose.compose(toy(LINEAR), toy(LINEAR, config=PER_TENSOR))
-        assert [row.config for row in composed.quantization_capabilities()] == [
-            "static", "dynamic", "weight-only", "per tensor"
-        ]  # fmt: skip
-
-    def test_any_member_may_answer(self) -> None:
-        rows = qompose.compose(toy(SIGMOID, name="A"), toy(LINEAR, name="B"))
-        answer = rows.quantization_capabilities().supports(nn.Linear, STATIC)
-        assert answer.by == "B, rule linear"
+        *_, last = composed.quantization_capabilities()
+        assert last.config == "per tensor"
 
     def test_who_lists_nothing_is_named(self) -> None:
         composed = qompose.compose(toy(LINEAR), Annotator(print, "theirs"), NullQuantizer())
         rows = composed.quantization_capabilities()
         assert rows.silent == ("theirs", "NullQuantizer")
-        assert "theirs, NullQuantizer lists nothing" in rows.supports(nn.Conv2d, STATIC).reason
+        assert "theirs, NullQuantizer" in rows.supports(nn.Conv2d, STATIC).reason
         assert "theirs" in str(rows)
 
     def test_conditions_of_one_side_do_not_bind_the_other(self) -> None:
@@ -153,14 +127,13 @@ class TestFilter:
     @pytest.mark.parametrize(
         ("facts", "left"),
         [
-            pytest.param({"mode": "dynamic"}, 3, id="mode"),
-            pytest.param({"pattern": "linear"}, 3, id="pattern"),
-            pytest.param({"pattern": "linear", "mode": "static"}, 1, id="two"),
-            pytest.param({"target": "torch"}, 5, id="target"),
-            pytest.param({"target": "nowhere"}, 0, id="no target"),
-            pytest.param({"shares": True}, 2, id="sharing"),
-            pytest.param({"weight": None}, 4, id="a role left alone"),
-            pytest.param({"granularity": "per-channel"}, 3, id="granularity"),
+            ({"mode": "dynamic"}, 3),
+            ({"pattern": "linear", "mode": "static"}, 1),
+            ({"target": "torch"}, 5),
+            ({"target": "nowhere"}, 0),
+            ({"shares": True}, 2),
+            ({"weight": None}, 4),
+            ({"granularity": "per-channel"}, 3),
         ],
     )
     def test_by_facts(self, facts: dict[str, Any], left: int) -> None:
@@ -172,14 +145,14 @@ class TestFilter:
         assert len(self.rows.filter(lambda row: row.kernels, mode="static")) == 2
 
     def test_an_unknown_fact_is_an_error_with_near_names(self) -> None:
-        with pytest.raises(ConfigError, match=r"no 'modes' \(did you mean 'mode'"):
+        with pytest.raises(ConfigError, match=r"'modes'.*'mode'"):
             self.rows.filter(modes="static")
 
     def test_questions_are_about_what_is_left(self) -> None:
         static = self.rows.filter(mode="static", target="torch")
         assert static.supports("linear", STATIC_UINT8)
-        assert "excluded by mode='static'" in static.supports("linear", DYNAMIC).reason
-        assert "excluded by target='torch'" in static.supports("sigmoid", STATIC).reason
+        assert "mode='static'" in static.supports("linear", DYNAMIC).reason
+        assert "target='torch'" in static.supports("sigmoid", STATIC).reason
 
 
 FUSED = toy(CONV_ADD_RELU, CONV_RELU, LINEAR_RELU, LINEAR, SIGMOID).quantization_capabilities()
@@ -203,40 +176,26 @@ YES: dict[str, tuple[Any, str]] = {
     "a batch norm in a drawing": ("conv2d -> batch_norm -> relu", "conv_relu"),
 }
 NO: dict[str, tuple[Any, str]] = {
-    "no such rule": ("conv_rel", r"no backend has a rule 'conv_rel' \(did you mean 'conv_relu'"),
-    "no such operator": (nn.Hardswish, "no rule takes Hardswish; no rule has Hardswish"),
-    "a part of a fusion": (
-        nn.Conv2d, "no rule takes Conv2d; a part of it is in conv_relu of toy, conv_add_relu of toy$"
-    ),
-    "a second batch norm": (
-        (nn.Conv2d, nn.BatchNorm2d, nn.BatchNorm2d, nn.ReLU),
-        "no rule takes Conv2d -> BatchNorm2d -> ReLU as one",
-    ),
-    "an operator too many": (
-        (nn.Linear, nn.ReLU, nn.Dropout),
-        "no rule takes Linear -> ReLU -> Dropout as one; no rule has Dropout",
-    ),
-    "the wrong order": ((nn.ReLU, nn.Linear), "as one; a part of it is in .*linear of toy"),
+    "no such rule": ("conv_rel", "'conv_relu'"),
+    "no such operator": (nn.Hardswish, "Hardswish"),
+    "a part of a fusion": (nn.Conv2d, "conv_relu of toy, conv_add_relu of toy$"),
+    "a second batch norm": ((nn.Conv2d, nn.BatchNorm2d, nn.BatchNorm2d, nn.ReLU), "Conv2d"),
+    "an operator too many": ((nn.Linear, nn.ReLU, nn.Dropout), "no rule has Dropout"),
+    "the wrong order": ((nn.ReLU, nn.Linear), "linear of toy"),
     "a batch norm before": (
-        (nn.BatchNorm2d, nn.Conv2d, nn.ReLU), "no rule has BatchNorm2d; a part of it is in .*conv_relu of toy"
+        (nn.BatchNorm2d, nn.Conv2d, nn.ReLU), "no rule has BatchNorm2d; .*conv_relu of toy"
     ),
-    "a batch norm too many": (
-        (nn.Conv2d, nn.BatchNorm2d, nn.Sigmoid),
-        r"no rule takes Conv2d -> Sigmoid as one; .*sigmoid of toy; batch norms are folded",
-    ),
-    "another overload": ((aten.conv2d.padding, aten.relu.default), "no rule has aten.conv2d.padding"),
-    "several operators": (nn.MultiheadAttention, "MultiheadAttention is not a module"),
-    "a module of one's own": (
-        type("Conv2", (nn.Conv2d,), {}), r"Conv2 is not a module.*did you mean 'Conv2d'"
-    ),
+    "a batch norm too many": ((nn.Conv2d, nn.BatchNorm2d, nn.Sigmoid), "sigmoid of toy"),
+    "another overload": ((aten.conv2d.padding, aten.relu.default), "aten.conv2d.padding"),
+    "several operators": (nn.MultiheadAttention, "MultiheadAttention"),
+    "a module of one's own": (type("Conv2", (nn.Conv2d,), {}), "Conv2 .*'Conv2d'"),
     "the batch norm of an image behind rows": (
-        (nn.Linear, nn.BatchNorm2d, nn.ReLU),
-        "no rule takes Linear -> BatchNorm2d -> ReLU as one; no rule has BatchNorm2d",
+        (nn.Linear, nn.BatchNorm2d, nn.ReLU), "no rule has BatchNorm2d"
     ),
     "the batch norm of rows behind an image": (
-        (nn.Conv2d, nn.BatchNorm1d, nn.ReLU), "no rule has BatchNorm1d; "
+        (nn.Conv2d, nn.BatchNorm1d, nn.ReLU), "no rule has BatchNorm1d"
     ),
-    "a function of several operators": (F.multi_head_attention_forward, "no one aten operator stands for"),
+    "a function of several operators": (F.multi_head_attention_forward, "multi_head_attention"),
 }  # fmt: skip
 
 
@@ -253,49 +212,35 @@ class TestSupports:
         answer = FUSED.supports(pattern, STATIC)
         assert not answer
         assert (answer.by, answer.kernels) == ("", ())
-        with pytest.raises(AssertionError, match=reason):
-            raise AssertionError(answer.reason)
+        assert re.search(reason, answer.reason)
 
     def test_a_yes_names_the_kernels(self) -> None:
         answer = FUSED.supports(nn.Linear, STATIC)
         assert answer.kernels == (("torch", "toy linear"),)
-        assert str(answer) == "yes: toy, rule linear (torch: toy linear)"
-        assert str(FUSED.supports("sigmoid", STATIC)) == "yes: toy, rule sigmoid (no kernel)"
-
-    def test_a_yes_that_depends_on_folding_says_so(self) -> None:
-        answer = FUSED.supports((nn.Conv2d, nn.BatchNorm2d, nn.ReLU), STATIC)
-        assert answer.notes == (
-            "batch norms are folded into what they follow, unless that is read or shared elsewhere, "
-            "which leaves Conv2d -> ReLU",
-        )
+        assert answer.by in str(answer) and "toy linear" in str(answer)
 
     def test_a_yes_that_depends_on_the_operator_says_so(self) -> None:
         guarded = replace(LINEAR, guard=lambda match: "never")
         (note,) = rows_of(guarded).supports(nn.Linear, STATIC).notes
         assert "qompose.can_quantize" in note
 
-    def test_in_training_the_same_is_folded(self) -> None:
-        training = qompose.training_config(STATIC)
-        answer = FUSED.supports((nn.Conv2d, nn.BatchNorm2d, nn.ReLU), training)
-        assert answer and answer.rule == "conv_relu"
-        assert "folded" in answer.notes[0]
-
     def test_without_the_convolution_the_answer_says_what_is_missing(self) -> None:
         """As BackendConfig's users met it: conv-relu declared, conv-bn-relu in the model."""
         asked = (nn.Conv2d, nn.BatchNorm2d, nn.ReLU)
         neither = rows_of(LINEAR).supports(asked, STATIC)
-        assert "no rule has Conv2d or ReLU" in neither.reason
+        assert "Conv2d or ReLU" in neither.reason
         alone = rows_of(CONV).supports(asked, STATIC)
-        assert "no rule has ReLU; a part of it is in conv of toy" in alone.reason
+        assert "conv of toy" in alone.reason
         apart = rows_of(CONV, RELU).supports(asked, STATIC)
-        assert "as one; a part of it is in conv of toy, relu of toy" in apart.reason
-        assert all("which leaves Conv2d -> ReLU" in a.reason for a in (neither, alone, apart))
+        assert "conv of toy, relu of toy" in apart.reason
+        assert all("Conv2d -> ReLU" in a.reason for a in (neither, alone, apart))
+        for config in (STATIC, qompose.training_config(STATIC)):
+            folded = FUSED.supports(asked, config)
+            assert folded.rule == "conv_relu" and "Conv2d -> ReLU" in folded.notes[0]
 
-    def test_the_reason_of_a_configuration_is_the_rules(self) -> None:
+    def test_every_rule_is_asked_before_a_no_whose_reason_is_the_rules(self) -> None:
         answer = rows_of(BOUNDED).supports(nn.Linear, STATIC_UINT8)
-        assert "toy: activation is torch.uint8, and the kernel takes torch.int8" in answer.reason
-
-    def test_every_rule_is_asked_before_a_no(self) -> None:
+        assert "toy: activation is torch.uint8" in answer.reason
         rows = rows_of(BOUNDED, replace(LINEAR, name="any"))
         assert rows.supports(nn.Linear, STATIC_UINT8).rule == "any"
 
@@ -303,16 +248,13 @@ class TestSupports:
         "pattern", [3, None, torch.int8, (), (nn.Linear, 3), dict, "", "conv2d ->"]
     )
     def test_what_is_no_question(self, pattern: Any) -> None:
-        with pytest.raises(ConfigError, match=r"expected (the name|a pattern)"):
+        with pytest.raises(ConfigError):
             FUSED.supports(pattern, STATIC)
 
     @pytest.mark.parametrize("config", [None, "static"])
     def test_what_is_no_configuration(self, config: Any) -> None:
-        with pytest.raises(ConfigError, match="expected a QuantizationConfig"):
+        with pytest.raises(ConfigError, match="QuantizationConfig"):
             FUSED.supports(nn.Linear, config)
-
-    def test_nothing_supports_nothing(self) -> None:
-        assert "known: none" in Capabilities(()).supports("linear", STATIC).reason
 
 
 class TestData:
@@ -321,8 +263,6 @@ class TestData:
     def test_text_has_the_data_of_every_row(self) -> None:
         assert json.loads(self.rows.to_json()) == [row.to_dict() for row in self.rows]
         assert [row["pattern"] for row in self.rows.to_dict()] == [row.pattern for row in self.rows]
-
-    def test_data_has_the_notes_in_words(self) -> None:
         assert self.rows.to_dict()[0]["notes"] == list(self.rows[0].notes)
         assert json.loads(self.rows.to_json())[0]["kernels"] == {"torch": "toy linear"}
 
@@ -336,17 +276,10 @@ class TestData:
         assert last["settings"]["input_activation"]["observer"] == {"elsewhere": name}
 
 
-class TestTables:
-    def test_text(self) -> None:
-        text = str(toy(LINEAR, SIGMOID).quantization_capabilities())
-        assert "static, dynamic" in text
-        assert "toy linear" in text
-        assert max(map(len, text.splitlines())) <= 110
-
-    def test_rich(self) -> None:
-        file = StringIO()
-        Console(width=90, file=file).print(toy(LINEAR).quantization_capabilities())
-        assert "toy linear" in file.getvalue()
+def test_a_console_shows_the_table() -> None:
+    file = StringIO()
+    Console(width=90, file=file).print(toy(LINEAR).quantization_capabilities())
+    assert "toy linear" in file.getvalue()
 
 
 _INPUTS: dict[str, tuple[Any, tuple[int, ...]]] = {
@@ -362,17 +295,36 @@ _INPUTS: dict[str, tuple[Any, tuple[int, ...]]] = {
     "ConstantPad2d": ((1, 0.0), (2, 4, 8, 8)), "ReflectionPad2d": ((1,), (2, 4, 8, 8)),
     "ReplicationPad2d": ((1,), (2, 4, 8, 8)), "Unfold": ((2,), (2, 4, 8, 8)),
     "Fold": (((8, 8), (2, 2)), (2, 16, 49)), "Softmax": ((-1,), (2, 4)), "LogSoftmax": ((-1,), (2, 4)),
+    "Embedding": ((3, 4), ()),
     "UpsamplingNearest2d": ((None, 2), (2, 4, 8, 8)), "UpsamplingBilinear2d": ((None, 2), (2, 4, 8, 8)),
 }  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore:.*:FutureWarning")
-@pytest.mark.parametrize("kind", MODULES, ids=lambda kind: kind.__name__)
-def test_every_module_of_the_table_is_exported_as_its_operator(kind: Any) -> None:
-    arguments, shape = _INPUTS.get(kind.__name__, ((), (2, 4)))
-    inputs = [torch.zeros(shape)] * (2 if kind is nn.Bilinear else 1)
+class Every(nn.Module):
+    """All modules of the table, each on inputs of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(
+            kind(*_INPUTS.get(kind.__name__, ((), ()))[0]) for kind in MODULES
+        )
+
+    def forward(self, *inputs: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+        return [part(*given) for part, given in zip(self.parts, inputs, strict=True)]
+
+
+def _inputs(kind: Any) -> tuple[torch.Tensor, ...]:
     if kind is nn.Embedding:
-        arguments, inputs = (3, 4), [torch.zeros(2, dtype=torch.int64)]
-    program = torch.export.export(kind(*arguments).eval(), tuple(inputs))
-    called = [str(n.target) for n in program.graph.nodes if n.op == "call_function"]
-    assert [target.rpartition(".")[0] for target in called] == [MODULES[kind]]
+        return (torch.zeros(2, dtype=torch.int64),)
+    given = torch.zeros(_INPUTS.get(kind.__name__, ((), (2, 4)))[1])
+    return (given, given) if kind is nn.Bilinear else (given,)
+
+
+@pytest.mark.filterwarnings("ignore:.*:FutureWarning")
+def test_every_module_of_the_table_is_exported_as_its_operator() -> None:
+    program = torch.export.export(Every().eval(), tuple(map(_inputs, MODULES)))
+    called: dict[str, list[str]] = defaultdict(list)
+    for node in (n for n in program.graph.nodes if n.op == "call_function"):
+        called[module_path(node)].append(str(node.target).rpartition(".")[0])
+    for number, kind in enumerate(MODULES):
+        assert called[f"parts.{number}"] == [MODULES[kind]], kind

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -33,7 +34,6 @@ from tests.core.toy import (
     DYNAMIC,
     INT8,
     LINEAR,
-    SIGMOID,
     STATIC,
     VIEW,
     WEIGHT,
@@ -57,57 +57,41 @@ def constraint(*dtypes: torch.dtype, **facts: Any) -> TensorConstraint:
     return TensorConstraint(dtypes=frozenset(dtypes or {torch.int8}), qschemes=SCHEMES, **facts)
 
 
+BOUNDED_EPS = HistogramObserver.with_args(eps=2**-12)
+
+
+TUTORIAL = {"quant_max_upper_bound": 127, "scale_min_lower_bound": 2**-12}
+
+
 class TestTheTutorial:
     """PyTorch's BackendConfig tutorial: integers up to 127 and scales from 2**-12 on.
 
     There, the default configuration breaks both bounds, and prepare quietly quantizes nothing.
     """
 
-    activation = constraint(
-        torch.uint8,
-        quant_min_lower_bound=0,
-        quant_max_upper_bound=127,
-        scale_min_lower_bound=2**-12,
-    )
-    weight = constraint(
-        torch.int8,
-        quant_min_lower_bound=-128,
-        quant_max_upper_bound=127,
-        scale_min_lower_bound=2**-12,
-    )
+    activation = constraint(torch.uint8, quant_min_lower_bound=0, **TUTORIAL)
+    weight = constraint(torch.int8, quant_min_lower_bound=-128, **TUTORIAL)
     rule = replace(
         LINEAR, accepts={"activation": activation, "output": activation, "weight": weight}
     )
-    default = QuantizationConfig(
-        QuantizationSpec(torch.uint8, HistogramObserver, 0, 255, torch.per_tensor_affine),
-        QuantizationSpec(torch.uint8, HistogramObserver, 0, 255, torch.per_tensor_affine),
-        WEIGHT,
-        name="default",
-    )
+    wide = QuantizationSpec(torch.uint8, HistogramObserver, 0, 255, torch.per_tensor_affine)
+    narrow = replace(wide, observer_or_fake_quant_ctr=BOUNDED_EPS, quant_max=127)
+    default = QuantizationConfig(wide, wide, WEIGHT, name="default")
     within = QuantizationConfig(
-        QuantizationSpec(
-            torch.uint8, HistogramObserver.with_args(eps=2**-12), 0, 127, torch.per_tensor_affine
-        ),
-        QuantizationSpec(
-            torch.uint8, HistogramObserver.with_args(eps=2**-12), 0, 127, torch.per_tensor_affine
-        ),
+        narrow,
+        narrow,
         replace(WEIGHT, observer_or_fake_quant_ctr=PerChannelMinMaxObserver.with_args(eps=2**-12)),
         name="within the bounds",
     )
 
-    def test_the_default_is_refused_when_it_is_set_with_bound_and_value(self) -> None:
-        with pytest.raises(ConfigError) as refusal:
+    def test_the_default_is_refused_when_it_is_set_with_every_bound(self) -> None:
+        with pytest.raises(ConfigError, match=r"quant_max_upper_bound.*scale_min_lower_bound"):
             toy(self.rule, config=self.default)
-        assert "quant_max=255, above the bound 127 (quant_max_upper_bound)" in str(refusal.value)
-        assert "the scale 1.19209e-07 (the eps of HistogramObserver), below the bound " in str(
-            refusal.value
-        )
-        assert "0.000244141 (scale_min_lower_bound): give the observer eps=" in str(refusal.value)
 
     @pytest.mark.parametrize("role", ["input_activation", "output_activation", "weight"])
     def test_one_role_that_breaks_a_bound_is_enough(self, role: str) -> None:
         config = replace(self.within, **{role: getattr(self.default, role)})
-        with pytest.raises(ConfigError, match=r"the scale 1\.19209e-07"):
+        with pytest.raises(ConfigError, match="scale_min_lower_bound"):
             toy(self.rule, config=config)
 
     def test_what_respects_the_bounds_quantizes(self) -> None:
@@ -115,32 +99,6 @@ class TestTheTutorial:
         converted = convert(export(model, X), toy(self.rule, config=self.within), X)
         assert qompose.report(converted).count("simulated (Q/DQ)") == 1
         assert sqnr(model(X), converted(X)) > 25
-
-
-EPS_OF_TORCH = {
-    "ours, by default": (MinMaxObserver, "1.19209e-07 .the eps of MinMaxObserver"),
-    "ours, with args": (MinMaxObserver.with_args(eps=1e-3), None),
-    "torch's, by default": (TorchMinMaxObserver, "1.19209e-07 .the eps of MinMaxObserver"),
-    "torch's, with args": (TorchMinMaxObserver.with_args(eps=1e-3), None),
-    "torch's fake-quantizer": (
-        FakeQuantize.with_args(observer=TorchMinMaxObserver.with_args(eps=1e-3)), None
-    ),
-    "torch's fake-quantizer, by default": (
-        FakeQuantize.with_args(observer=TorchMinMaxObserver), "1.19209e-07"
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("factory", "complaint"), EPS_OF_TORCH.values(), ids=EPS_OF_TORCH)
-def test_the_least_scale_is_read_from_the_observer_that_is_made(
-    factory: Any, complaint: str | None
-) -> None:
-    row = replace(LINEAR, accepts={"activation": constraint(scale_min_lower_bound=2**-12)})
-    config = replace(STATIC, input_activation=replace(INT8, observer_or_fake_quant_ctr=factory))
-    if complaint is None:
-        assert row.objection(config) is None
-    else:
-        assert complaint.partition(" .")[0] in str(row.objection(config))
 
 
 class Nameless(nn.Module):
@@ -153,115 +111,72 @@ class Nameless(nn.Module):
         return torch.tensor(1.0), torch.tensor(0)
 
 
-STATIC_OBJECTIONS = {
-    "an unknown least scale": (
-        {"scale_min_lower_bound": 2**-12},
-        replace(INT8, observer_or_fake_quant_ctr=Nameless),
-        "observer Nameless, which does not say its least scale",
+def fixed(scale: float, zero_point: int, dtype: torch.dtype = torch.int8) -> Any:
+    return FixedQParamsQuantizationSpec(dtype, scale, zero_point)
+
+
+SYMMETRIC = replace(INT8, qscheme=torch.per_tensor_symmetric)
+PER_TOKEN = QuantizationSpec(
+    torch.int8, PlaceholderObserver.with_args(eps=1.0), -128, 127, torch.per_channel_symmetric,
+    is_dynamic=True, block_size=(-1,),
+)  # fmt: skip
+OBSERVED_FIXED = FixedQParamsObserver.with_args(scale=0.75, zero_point=0)
+TORCHS_EPS = TorchMinMaxObserver.with_args(eps=1e-3)
+LEAST = {"scale_min_lower_bound": 2**-12}
+
+
+def by(factory: Any) -> QuantizationSpec:
+    return replace(INT8, observer_or_fake_quant_ctr=factory)
+
+
+# (the bounds, the specification, what the objection names or None)
+OBJECTIONS = {
+    "ours": (LEAST, by(MinMaxObserver), "MinMaxObserver"),
+    "ours, bounded": (LEAST, by(MinMaxObserver.with_args(eps=1e-3)), None),
+    "torch's": (LEAST, by(TorchMinMaxObserver), "MinMaxObserver"),
+    "torch's, bounded": (LEAST, by(TORCHS_EPS), None),
+    "torch's, fake": (LEAST, by(FakeQuantize.with_args(observer=TorchMinMaxObserver)), "scale_min"),
+    "torch's, fake and bounded": (LEAST, by(FakeQuantize.with_args(observer=TORCHS_EPS)), None),
+    "the bound, which float32 does not hold": (
+        {"scale_min_lower_bound": 1e-5}, by(MinMaxObserver.with_args(eps=1e-5)), None
     ),
-    "a scale from data": (
-        {"scale_exact_match": 1 / 256}, INT8, "gets a scale from its data, and the kernel takes exactly"
+    "exact": (
+        {"scale_exact_match": 1 / 256, "zero_point_exact_match": -128}, fixed(1 / 256, -128), None
     ),
-    "a zero point from data": (
-        {"zero_point_exact_match": 0}, INT8,
-        "gets a zero point from its data, and the kernel takes exactly 0 .zero_point_exact_match",
-    ),
-    "another symmetric zero point": (
-        {"zero_point_exact_match": 128},
-        replace(INT8, qscheme=torch.per_tensor_symmetric),
-        "the zero point 0, and the kernel takes exactly 128 .zero_point_exact_match",
-    ),
-    "another fixed scale": (
-        {"scale_exact_match": 1 / 256},
-        FixedQParamsQuantizationSpec(torch.int8, 1 / 128, 0),
-        "the scale 0.0078125, and the kernel takes exactly 0.00390625 .scale_exact_match",
-    ),
-    "another fixed zero point": (
-        {"zero_point_exact_match": -128},
-        FixedQParamsQuantizationSpec(torch.int8, 1 / 256, 0),
-        "the zero point 0, and the kernel takes exactly -128",
-    ),
-    "a fixed scale below": (
-        {"scale_min_lower_bound": 0.5},
-        FixedQParamsQuantizationSpec(torch.int8, 1 / 256, 0),
-        "the scale 0.00390625, below the bound 0.5",
-    ),
-    "a fixed scale above": (
-        {"scale_max_upper_bound": 0.5},
-        FixedQParamsQuantizationSpec(torch.int8, 0.75, 0),
-        "the scale 0.75, above the bound 0.5",
-    ),
+    "exact as float32": ({"scale_exact_match": 0.1, "zero_point_exact_match": 0}, fixed(0.1, 0), None),
+    "symmetric": ({"zero_point_exact_match": 0}, SYMMETRIC, None),
+    "what only data tells": ({"scale_max_upper_bound": 0.5}, INT8, None),
+    "an unknown least scale": (LEAST, by(Nameless), "Nameless"),
+    "a scale from data": ({"scale_exact_match": 1 / 256}, INT8, "scale_exact_match"),
+    "a zero point from data": ({"zero_point_exact_match": 0}, INT8, "zero_point_exact_match"),
+    "another symmetric zero point": ({"zero_point_exact_match": 128}, SYMMETRIC, "exactly 128"),
+    "another fixed scale": ({"scale_exact_match": 1 / 256}, fixed(1 / 128, 0), "0.0078125"),
+    "another fixed zero point": ({"zero_point_exact_match": -128}, fixed(1 / 256, 0), "-128"),
+    "a fixed scale below": ({"scale_min_lower_bound": 0.5}, fixed(1 / 256, 0), "0.00390625"),
+    "a fixed scale above": ({"scale_max_upper_bound": 0.5}, fixed(0.75, 0), "0.75"),
     "a fixed scale outside, from an observer": (
-        {"scale_max_upper_bound": 0.5},
-        replace(
-            INT8, observer_or_fake_quant_ctr=FixedQParamsObserver.with_args(scale=0.75, zero_point=0)
-        ),
-        "the scale 0.75, above the bound 0.5",
+        {"scale_max_upper_bound": 0.5}, by(OBSERVED_FIXED), "0.75"
     ),
     "a largest scale at run time": (
-        {"scale_max_upper_bound": 0.5}, DYNAMIC.input_activation, "gets its scale when the model runs"
+        {"scale_max_upper_bound": 0.5}, DYNAMIC.input_activation, "scale_max_upper_bound"
     ),
-    "the least scale at run time": (
-        {"scale_min_lower_bound": 2**-12}, DYNAMIC.input_activation, "the eps of PlaceholderObserver"
-    ),
-    "the least scale per token": (
-        {"scale_min_lower_bound": 2**-12},
-        QuantizationSpec(
-            torch.int8, PlaceholderObserver.with_args(eps=1.0), -128, 127,
-            torch.per_channel_symmetric, is_dynamic=True, block_size=(-1,),
-        ),
-        "may get the scale 7.87402e-08",
-    ),
-    "another type, fixed": (
-        {}, FixedQParamsQuantizationSpec(torch.uint8, 1 / 256, 0), "activation is torch.uint8"
-    ),
-    "another range, fixed": (
-        {"quant_min_lower_bound": -127}, FixedQParamsQuantizationSpec(torch.int8, 1 / 256, 0),
-        "quant_min=-128, below the bound -127",
-    ),
+    "the least scale at run time": (LEAST, DYNAMIC.input_activation, "PlaceholderObserver"),
+    "the least scale per token": (LEAST, PER_TOKEN, "7.87402e-08"),
+    "another type, fixed": ({}, fixed(1 / 256, 0, torch.uint8), "torch.uint8"),
+    "another range, fixed": ({"quant_min_lower_bound": -127}, fixed(1 / 256, 0), "quant_min=-128"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("facts", "spec", "complaint"), STATIC_OBJECTIONS.values(), ids=STATIC_OBJECTIONS
-)
+@pytest.mark.parametrize(("facts", "spec", "named"), OBJECTIONS.values(), ids=OBJECTIONS)
 def test_what_is_known_before_calibration_is_refused_when_it_is_set(
-    facts: dict[str, Any], spec: Any, complaint: str
+    facts: dict[str, Any], spec: Any, named: str | None
 ) -> None:
     row = replace(LINEAR, accepts={"activation": constraint(blocks=True, **facts)})
-    with pytest.raises(ConfigError, match=complaint):
-        toy(row, config=replace(STATIC, input_activation=spec))
-
-
-@pytest.mark.parametrize(
-    ("facts", "spec"),
-    [
-        pytest.param(
-            {"scale_exact_match": 1 / 256, "zero_point_exact_match": -128},
-            FixedQParamsQuantizationSpec(torch.int8, 1 / 256, -128),
-            id="exact",
-        ),
-        pytest.param(
-            {"scale_exact_match": 0.1, "zero_point_exact_match": 0},
-            FixedQParamsQuantizationSpec(torch.int8, 0.1, 0),
-            id="exact as float32",
-        ),
-        pytest.param(
-            {"zero_point_exact_match": 0},
-            replace(INT8, qscheme=torch.per_tensor_symmetric),
-            id="symmetric",
-        ),
-        pytest.param({"scale_max_upper_bound": 0.5}, INT8, id="what only data tells"),
-        pytest.param(
-            {"scale_min_lower_bound": 1e-5},
-            replace(INT8, observer_or_fake_quant_ctr=MinMaxObserver.with_args(eps=1e-5)),
-            id="the bound itself, which float32 does not hold",
-        ),
-    ],
-)
-def test_what_keeps_to_the_bounds_is_taken(facts: dict[str, Any], spec: Any) -> None:
-    row = replace(LINEAR, accepts={"activation": constraint(**facts)})
-    assert row.objection(replace(STATIC, input_activation=spec)) is None
+    config = replace(STATIC, input_activation=spec)
+    refused = nullcontext() if named is None else pytest.raises(ConfigError, match=named)
+    assert (row.objection(config) is None) is (named is None)
+    with refused:
+        toy(row, config=config)
 
 
 def test_a_cast_has_no_scale_to_be_bounded() -> None:
@@ -274,7 +189,7 @@ def test_a_cast_has_no_scale_to_be_bounded() -> None:
 
 def test_the_output_of_a_rule_that_shares_is_held_to_its_constraint() -> None:
     row = replace(VIEW, condition=None, accepts={"output": constraint(quant_min_lower_bound=0)})
-    assert "output has quant_min=-128" in str(row.objection(STATIC))
+    assert "quant_min=-128" in str(row.objection(STATIC))
 
 
 class Two(nn.Module):
@@ -300,9 +215,9 @@ class TestAtConvert:
         small, large = (r for r in qompose.report(converted).rows if r.operator == "aten.linear")
         assert small.state == "simulated (Q/DQ)"
         assert large.state == "float"
-        assert "output of linear_1 has the scale" in large.reason
-        assert "above the bound 1 (scale_max_upper_bound)" in large.reason
-        with pytest.warns(qompose.QomposeWarning, match="linear_1 in large.*above the bound 1"):
+        assert "output of linear_1" in large.reason
+        assert "scale_max_upper_bound" in large.reason
+        with pytest.warns(qompose.QomposeWarning, match="linear_1 in large"):
             lowered = qompose.lower(converted)
         assert qompose.report(lowered).count("int8 kernel") == 1
         assert sqnr(seeded(Two())(X), lowered(X)) > 25
@@ -313,15 +228,6 @@ class TestAtConvert:
         scales = [float(group["scale"]) for group in _parameters(qompose.convert_pt2e(prepared))]
         assert not self.converted(scale_max_upper_bound=max(scales)).meta["qompose"].dropped
         assert self.converted(scale_max_upper_bound=0.999 * max(scales)).meta["qompose"].dropped
-
-    def test_a_channel_of_a_weight_counts(self) -> None:
-        model = seeded(nn.Linear(3, 2))
-        with torch.no_grad():
-            model.weight[1] *= 1000
-        row = replace(LINEAR, accepts={"weight": constraint(scale_max_upper_bound=0.5)})
-        converted = convert(export(model, X), toy(row), X)
-        (reason,) = converted.meta["qompose"].dropped.values()
-        assert "p_weight" in reason or "weight -> linear has the scale" in reason
 
     def test_observers_that_a_callback_put_in_are_held_to_the_bound(self) -> None:
         """When the configuration was set, the least scale was that of its own observer."""
@@ -341,7 +247,7 @@ class TestAtConvert:
         quantizer = Swapping(toy(row, config=None).backend).set_global(config)
         converted = convert(export(seeded(nn.Linear(3, 4)), X * 1e-4), quantizer, X * 1e-4)
         (reason,) = converted.meta["qompose"].dropped.values()
-        assert "below the bound 0.001 (scale_min_lower_bound)" in reason
+        assert "scale_min_lower_bound" in reason
 
     def test_bounds_survive_saving(self, tmp_path: Any) -> None:
         converted = self.converted(scale_max_upper_bound=1.0)
@@ -363,21 +269,6 @@ def _parameters(converted: Any) -> list[dict[str, Any]]:
 
 class TestFixedParameters:
     """A configuration may give a role parameters that are known beforehand."""
-
-    spec = FixedQParamsQuantizationSpec(
-        torch.int8, 1 / 256, -128, -128, 127, torch.per_tensor_affine
-    )
-    rule = replace(
-        SIGMOID,
-        accepts={"output": constraint(scale_exact_match=1 / 256, zero_point_exact_match=-128)},
-    )
-
-    def test_an_operator_that_has_them_built_in(self) -> None:
-        config = replace(STATIC, output_activation=self.spec)
-        converted = convert(export(nn.Sigmoid(), X), toy(self.rule, config=config), X)
-        (output,) = (p for p in _parameters(converted)[1:])
-        assert output["scale"] == 1 / 256
-        assert sqnr(X.sigmoid(), converted(X)) > 35
 
     def test_they_take_no_part_in_balancing(self) -> None:
         """Factors would change the scale that is fixed."""
@@ -459,14 +350,6 @@ def test_constraints_are_data() -> None:
     }  # fmt: skip
 
 
-def test_constraints_in_words() -> None:
-    value = constraint(quant_min_lower_bound=-127, scale_min_lower_bound=0.5, ch_axis=0)
-    assert value.describe() == (
-        "int8, quant_min at least -127, per_channel_symmetric or per_tensor_affine or per_tensor_symmetric, "
-        "channels along 0, scale_min_lower_bound=0.5"
-    )
-
-
 def test_no_bound_is_no_bound() -> None:
     assert constraint().bounds is None
     assert Bounds().objections(torch.tensor([0.1, 1e9]), torch.tensor([0, 3])) == []
@@ -486,24 +369,23 @@ def test_who_inherits_a_specification_keeps_the_bounds_of_its_own_kernel() -> No
     assert claim.specs == (PointSpec(kept, INT8, bounds=bounds),)
 
 
-WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "a dtype alone": ({"dtypes": torch.int8}, "dtypes must be a set of dtypes, got torch.int8"),
-    "no scheme": ({"qschemes": ()}, "must be a set of qschemes"),
-    "bounds that cross": (
-        {"quant_min_lower_bound": 5, "quant_max_upper_bound": 4}, "quant_min_lower_bound=5 is above"),
-    "scales that cross": (
-        {"scale_min_lower_bound": 1.0, "scale_max_upper_bound": 0.5}, "scale_min_lower_bound=1.0 is above"),
-    "no number": ({"scale_max_upper_bound": float("nan")}, "must be a positive number, got nan"),
-    "a scale of zero": ({"scale_exact_match": 0.0}, "must be a positive number"),
-    "an axis in text": ({"ch_axis": "0"}, "ch_axis must be an integer, got '0'"),
-    "a range of one": ({"quant_range": (3,)}, "must be a pair of integers"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("facts", "told"), WRONG.values(), ids=WRONG)
-def test_a_constraint_that_nothing_meets_is_refused(facts: dict[str, Any], told: str) -> None:
+@pytest.mark.parametrize(
+    ("facts", "named"),
+    [
+        ({"dtypes": torch.int8}, "dtypes"),
+        ({"qschemes": ()}, "qschemes"),
+        ({"quant_min_lower_bound": 5, "quant_max_upper_bound": 4}, "quant_min_lower_bound=5"),
+        ({"scale_min_lower_bound": 1.0, "scale_max_upper_bound": 0.5}, "scale_min_lower_bound=1.0"),
+        ({"scale_max_upper_bound": float("nan")}, "scale_max_upper_bound"),
+        ({"scale_exact_match": 0.0}, "scale_exact_match"),
+        ({"ch_axis": "0"}, "ch_axis"),
+        ({"quant_range": (3,)}, "quant_range"),
+    ],
+    ids=str,
+)
+def test_a_constraint_that_nothing_meets_is_refused(facts: dict[str, Any], named: str) -> None:
     base = {"dtypes": {torch.int8}, "qschemes": {torch.per_tensor_affine}}
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=named):
         qompose.backend.TensorConstraint(**{**base, **facts})
 
 

@@ -34,14 +34,9 @@ def _sum_relu(first: Tensor, second: Tensor) -> Tensor:
     return (first + second).relu()
 
 
-def _sums(first: Tensor, second: Tensor) -> Tensor:
-    return (first + second) + second
-
-
 _ADD = (("op", aten.add.Tensor),)
 SUM = Pattern(_sum, ((2, 3), (2, 3)), _ADD)
 SUM_RELU = Pattern(_sum_relu, ((2, 3), (2, 3)), _ADD)
-SUMS = Pattern(_sums, ((2, 3), (2, 3)), (("inner", aten.add.Tensor), ("outer", aten.add.Tensor)))
 
 
 class Function(nn.Module):
@@ -57,72 +52,44 @@ class Function(nn.Module):
 
 def find(pattern: Any, function: Any) -> list[tuple[str, ...]]:
     """The names of the operators of each match in the program of `function(module, x, y)`."""
-    module = export(Function(function), randn(2, 3), randn(2, 3, seed=1)).module(check_guards=False)
-    return [
-        tuple(node.name for node in match.nodes) for match in pattern.find(OperatorIndex(module))
-    ]
+    return [tuple(node.name for node in match.nodes) for match in pattern.find(index(function))]
 
 
-CASES = [
-    pytest.param(ADD, lambda m, x, y: x + y, [("add",)], id="an operator"),
-    pytest.param(
-        ADD, lambda m, x, y: x.clone().add_(y) + x, [("add_",), ("add",)], id="both overloads"
+# (the pattern, the program, the operators of each match)
+CASES = {
+    "an operator": (ADD, lambda m, x, y: x + y, [("add",)]),
+    "both overloads": (ADD, lambda m, x, y: x.clone().add_(y) + x, [("add_",), ("add",)]),
+    "an operator with itself": (ADD, lambda m, x, y: x + x, [("add",)]),
+    "an operator with a number": (ADD, lambda m, x, y: x + 2, [("add",)]),
+    "a sum": (SUM, lambda m, x, y: x + y, [("add",)]),
+    "no sum with a number": (SUM, lambda m, x, y: x + 2, []),
+    "in a chain": (SUM, lambda m, x, y: (x + y) + y, [("add",), ("add_1",)]),
+    "two operators": (SUM_RELU, lambda m, x, y: (x + y).relu(), [("add", "relu")]),
+    "a value in the middle leaks": (SUM_RELU, lambda m, x, y: [(z := x + y).relu(), z], []),
+    "one behind the other": (
+        SUM_RELU, lambda m, x, y: ((x + y).relu() + (x - y)).relu(), [("add", "relu"), ("add_1", "relu_1")]
     ),
-    pytest.param(ADD, lambda m, x, y: x + x, [("add",)], id="an operator with itself"),
-    pytest.param(ADD, lambda m, x, y: x + 2, [("add",)], id="an operator with a number"),
-    pytest.param(SUM, lambda m, x, y: x + y, [("add",)], id="a sum"),
-    pytest.param(SUM, lambda m, x, y: x + 2, [], id="no sum with a number"),
-    pytest.param(SUM, lambda m, x, y: (x + y) + y, [("add",), ("add_1",)], id="in a chain"),
-    pytest.param(SUM, lambda m, x, y: x * y, [], id="no such operator"),
-    pytest.param(SUM_RELU, lambda m, x, y: (x + y).relu(), [("add", "relu")], id="two operators"),
-    pytest.param(
-        SUM_RELU, lambda m, x, y: [(z := x + y).relu(), z], [], id="a value in the middle leaks"
+    "with bias": (LINEAR_PATTERN, lambda m, x, y: m.linear(x), [("linear",)]),
+    "bias wanted, none there": (LINEAR_PATTERN, lambda m, x, y: m.plain(x), []),
+    "no bias": (LINEAR_NO_BIAS_PATTERN, lambda m, x, y: m.plain(x), [("linear",)]),
+    "none wanted, a bias there": (LINEAR_NO_BIAS_PATTERN, lambda m, x, y: m.linear(x), []),
+    "computed parameters, which guards decide on": (
+        LINEAR_PATTERN, lambda m, x, y: F.linear(x, y, y[0][:2]), [("linear",)]
     ),
-    pytest.param(
-        SUM_RELU,
-        lambda m, x, y: ((x + y).relu() + (x - y)).relu(),
-        [("add", "relu"), ("add_1", "relu_1")],
-        id="one behind the other",
-    ),
-    pytest.param(LINEAR_PATTERN, lambda m, x, y: m.linear(x), [("linear",)], id="with bias"),
-    pytest.param(LINEAR_PATTERN, lambda m, x, y: m.plain(x), [], id="bias wanted, none there"),
-    pytest.param(LINEAR_NO_BIAS_PATTERN, lambda m, x, y: m.plain(x), [("linear",)], id="no bias"),
-    pytest.param(
-        LINEAR_NO_BIAS_PATTERN, lambda m, x, y: m.linear(x), [], id="none wanted, a bias there"
-    ),
-    pytest.param(
-        LINEAR_PATTERN,
-        lambda m, x, y: F.linear(x, y, y[0][:2]),
-        [("linear",)],
-        id="computed parameters: guards decide on those",
-    ),
-    pytest.param(
+    "one module twice": (
         LINEAR_RELU_PATTERN,
         lambda m, x, y: m.linear(x).relu() + m.linear(y).relu(),
         [("linear", "relu"), ("linear_1", "relu_1")],
-        id="one module twice",
     ),
-    pytest.param(
-        LINEAR_RELU_PATTERN,
-        lambda m, x, y: [m.linear(x).relu(), m.linear(x)],
-        [("linear", "relu")],
-        id="a second call is another value",
+    "a second call is another value": (
+        LINEAR_RELU_PATTERN, lambda m, x, y: [m.linear(x).relu(), m.linear(x)], [("linear", "relu")]
     ),
-]
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("pattern", "function", "expected"), CASES)
+@pytest.mark.parametrize(("pattern", "function", "expected"), CASES.values(), ids=CASES)
 def test_matches(pattern: Any, function: Any, expected: Any) -> None:
     assert find(pattern, function) == expected
-
-
-def test_overlapping_matches_are_all_given() -> None:
-    """Deciding between them is not the pattern's business."""
-
-    def program(m: Any, x: Tensor, y: Tensor) -> Tensor:
-        return ((x + y).relu() + y).relu()
-
-    assert len(find(SUM, program)) + len(find(SUM_RELU, program)) == 4
 
 
 def index(function: Any) -> OperatorIndex:
@@ -148,11 +115,8 @@ def test_list_arguments_give_all_their_tensors_and_places() -> None:
     (match,) = CAT.find(index(lambda m, x, y: torch.cat([x, y, x])))
     assert [node.name for node in match.tensors("tensors")] == ["x", "y", "x"]
     assert [operand.position for operand in match.operands("tensors")] == [(0, 0), (0, 1), (0, 2)]
-
-
-def test_an_operand_is_every_place_where_it_is_read() -> None:
     (match,) = ADD.find(index(lambda m, x, y: x + x))
-    assert [o.position for o in match.operands("self")] == [(0,), (1,)]
+    assert [operand.position for operand in match.operands("self")] == [(0,), (1,)]
 
 
 def test_a_pattern_is_captured_only_where_its_operators_occur() -> None:
@@ -172,21 +136,8 @@ def test_a_pattern_is_captured_only_where_its_operators_occur() -> None:
 
 def test_a_name_for_an_operator_that_is_not_called_is_an_error() -> None:
     pattern = Pattern(_sum, ((2, 3), (2, 3)), (("op", aten.mul.Tensor),))
-    with pytest.raises(ConfigError, match=r"_sum never calls aten.mul"):
+    with pytest.raises(ConfigError, match=r"_sum .*aten.mul"):
         list(pattern.find(index(lambda m, x, y: x * y + x)))
-
-
-def test_an_operator_that_is_called_twice_is_named_in_order() -> None:
-    (match,) = SUMS.find(index(lambda m, x, y: (x + y) + y))
-    assert [getattr(match.node(name), "name", None) for name in ("inner", "outer", "output")] == [
-        "add", "add_1", "add_1",
-    ]  # fmt: skip
-
-
-def test_in_place_operators_are_found() -> None:
-    """`functional.relu(inplace=True)` is another operator of aten."""
-    relu = OperatorPattern((aten.relu.default, aten.relu_.default))
-    assert find(relu, lambda m, x, y: F.relu((x + y), inplace=True)) == [("relu_",)]
 
 
 def _linear_or_with_bias(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -216,8 +167,7 @@ TOPK = OperatorPattern((aten.topk.default,), lambda self: torch.topk(self, 2)[0]
     ids=["the first", "the second", "both"],
 )
 def test_one_of_several_results(function: Any, found: bool) -> None:
-    module = export(Function(function), randn(2, 3), randn(2, 3)).module(check_guards=False)
-    matches = [*TOPK.find(OperatorIndex(module))]
+    matches = [*TOPK.find(index(function))]
     assert len(matches) == found
     for match in matches:
         operator, taken = match.nodes

@@ -81,32 +81,26 @@ class TestWhatThereIs:
         """The region stays as it is, and the report says why."""
         with pytest.warns(qompose.QomposeWarning, match="linear"):
             result, _ = lowered(emit_linear, output=False)
-        reasons = [row.reason for row in qompose.report(result).rows if "linear" in row.operator]
-        assert reasons == ["its output is not quantized, or to several scales"]
+        (row,) = (row for row in qompose.report(result).rows if "linear" in row.operator)
+        assert row.state == "simulated (Q/DQ)" and "output" in row.reason
 
 
-# (what the kernel asks for, what it is told)
+# (what the kernel asks for, what there is not, what there is instead)
 WRONG: tuple[tuple[Callable[[Region], Any], str], ...] = (
-    (
-        lambda region: region.quantized("x"),
-        r"no tensor 'x'; it reads input, weight, and makes output",
-    ),
-    (lambda region: region.quantized_inputs("self"), r"no tensor 'self'; it reads input, weight"),
-    (lambda region: region.inputs("bias"), r"no tensor 'bias'; it reads input, weight"),
-    (lambda region: region.node("linear"), r"no operator 'linear'; the operators are op, output"),
-    (lambda region: region.node("input"), r"no operator 'input'; the operators are op, output"),
-    (
-        lambda region: region.argument("act", "dim"),
-        r"no operator 'act'; the operators are op, output",
-    ),
-    (lambda region: region.argument("op", "stride"), r"no argument 'stride': aten::linear\("),
+    (lambda region: region.quantized("x"), "'x'.* input, weight.* output"),
+    (lambda region: region.quantized_inputs("self"), "'self'.* input, weight"),
+    (lambda region: region.inputs("bias"), "'bias'.* input, weight"),
+    (lambda region: region.node("linear"), "'linear'.* op, output"),
+    (lambda region: region.node("input"), "'input'.* op, output"),
+    (lambda region: region.argument("act", "dim"), "'act'.* op, output"),
+    (lambda region: region.argument("op", "stride"), r"'stride'.*aten::linear\("),
 )
 
 
-@pytest.mark.parametrize(("ask", "told"), WRONG, ids=[row[1][:22] for row in WRONG])
+@pytest.mark.parametrize(("ask", "told"), WRONG, ids=[row[1][:8] for row in WRONG])
 def test_what_there_is_not(ask: Callable[[Region], Any], told: str) -> None:
     """The message says whose kernel asked, where, and what there is instead."""
-    with pytest.raises(ConfigError, match=rf"of toy, rule linear, at linear asks .*{told}"):
+    with pytest.raises(ConfigError, match=rf"of toy, rule linear, at linear .*{told}"):
         lowered(ask)
 
 

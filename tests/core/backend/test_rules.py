@@ -25,33 +25,28 @@ ROW = replace(LINEAR, accepts={"activation": FULL, "weight": INT8})
 
 ACTIVATION, WEIGHT = STATIC.input_activation, STATIC.weight
 REFUSED = {
-    "a quantized bias": (replace(STATIC, bias=ACTIVATION), "leaves biases in float"),
-    "a float weight": (replace(STATIC, weight=None), "leaves the weight"),
-    "another type": (
-        replace(STATIC, input_activation=replace(ACTIVATION, dtype=torch.uint8, quant_min=0, quant_max=255)),
-        "activation is torch.uint8, and the kernel takes torch.int8",
-    ),
+    "a quantized bias": (replace(STATIC, bias=ACTIVATION), "bias"),
+    "a float weight": (replace(STATIC, weight=None), "weight"),
     "a weight beyond its bound": (
-        replace(STATIC, weight=replace(WEIGHT, quant_min=-128, quant_max=127)),
-        "weight has quant_min=-128, below the bound -127",
+        replace(STATIC, weight=replace(WEIGHT, quant_min=-128, quant_max=127)), "weight .*quant_min=-128"
     ),
     "a narrow activation": (
         replace(STATIC, input_activation=replace(ACTIVATION, quant_min=-64, quant_max=63)),
-        r"activation has the range \[-64, 63\], and the kernel takes \(-128, 127\)",
+        r"activation .*\[-64, 63\]",
     ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("config", "complaint"), REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize(("config", "named"), REFUSED.values(), ids=REFUSED)
 def test_a_configuration_that_cannot_be_followed_is_refused_when_it_is_set(
-    config: QuantizationConfig, complaint: str
+    config: QuantizationConfig, named: str
 ) -> None:
-    with pytest.raises(ConfigError, match=complaint):
+    with pytest.raises(ConfigError, match=named):
         toy(ROW, config=config)
 
 
 def test_what_is_no_configuration_is_refused() -> None:
-    with pytest.raises(ConfigError, match="'static' is no QuantizationConfig"):
+    with pytest.raises(ConfigError, match="'static'"):
         qompose.RuleQuantizer(toy(ROW, config=None).backend).set_global("static")  # type: ignore[arg-type]
 
 
@@ -84,31 +79,31 @@ def test_a_constraint_like_a_specification_takes_it(name: str) -> None:
     assert taken == {name} | NARROWER.get(name, set())
 
 
-# (the fields that are wrong, what is said of them)
+# (the fields that are wrong, the names in the message)
 TYPOS: dict[str, tuple[dict[str, Any], str]] = {
-    "a condition": ({"condition": "al"}, "condition must be one of all, any, no_float, got 'al' .*'all'"),
-    "a mode": ({"modes": frozenset({"statik"})}, "modes must be one of .*'statik'.*did you mean 'static'"),
-    "a role": ({"accepts": {"activaton": INT8}}, "accepts must be one of .* got 'activaton'.*'activation'"),
-    "no role": ({"accepts": {"bias": INT8}}, "accepts must be one of activation, weight, output, got 'bias'"),
-    "a weight": ({"weight": "wieght"}, "unknown name wieght .did you mean 'weight'..; its pattern"),
-    "an activation": ({"activations": ("inputs",)}, "unknown name inputs"),
-    "an anchor": ({"anchor": "opp"}, "unknown name opp"),
-    "a bias": ({"bias": "bais"}, "no pattern has the bias bais"),
-    "one activation": ({"activations": "input"}, "must be a tuple of names, got the string"),
-    "a bare function": ({"kernels": {"torch": len}}, "must be a Kernel"),
-    "a constraint of another kind": ({"accepts": {"weight": torch.int8}}, "must be a TensorConstraint"),
-    "no patterns": ({"patterns": ()}, "must be a tuple of patterns"),
-    "a pattern of another kind": ({"patterns": (len,)}, "expected a Pattern or an OperatorPattern"),
-    "a guard of another kind": ({"guard": "never"}, "guard must be a function of a match, got 'never'"),
-    "guards of another kind": ({"guard": (len, 5)}, "guard must be a function of a match, got .*5"),
+    "a condition": ({"condition": "al"}, "condition .*'al'.*'all'"),
+    "a mode": ({"modes": frozenset({"statik"})}, "modes .*'statik'.*'static'"),
+    "a role": ({"accepts": {"activaton": INT8}}, "accepts .*'activaton'.*'activation'"),
+    "no role": ({"accepts": {"bias": INT8}}, "accepts .*'bias'"),
+    "a weight": ({"weight": "wieght"}, "wieght .*'weight'"),
+    "an activation": ({"activations": ("inputs",)}, "inputs"),
+    "an anchor": ({"anchor": "opp"}, "opp"),
+    "a bias": ({"bias": "bais"}, "bais"),
+    "one activation": ({"activations": "input"}, "activations"),
+    "a bare function": ({"kernels": {"torch": len}}, "kernels|Kernel"),
+    "a constraint of another kind": ({"accepts": {"weight": torch.int8}}, "TensorConstraint"),
+    "no patterns": ({"patterns": ()}, "patterns"),
+    "a pattern of another kind": ({"patterns": (len,)}, "Pattern"),
+    "a guard of another kind": ({"guard": "never"}, "guard .*'never'"),
+    "guards of another kind": ({"guard": (len, 5)}, "guard .*5"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("facts", "told"), TYPOS.values(), ids=TYPOS)
+@pytest.mark.parametrize(("facts", "named"), TYPOS.values(), ids=TYPOS)
 def test_a_row_that_could_never_do_what_it_says_is_refused(
-    facts: dict[str, Any], told: str
+    facts: dict[str, Any], named: str
 ) -> None:
-    with pytest.raises(ConfigError, match=f"rule linear: .*{told}"):
+    with pytest.raises(ConfigError, match=f"rule linear: .*{named}"):
         replace(LINEAR, **facts)
 
 

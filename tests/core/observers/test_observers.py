@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import qompose
 import torch
-from hypothesis import given, settings, strategies as st
 from qompose.errors import CalibrationError, ConfigError
 from qompose.observers import (
     FixedQParamsObserver,
@@ -24,10 +26,11 @@ from qompose.observers import (
     weight_observer_for_range,
 )
 from qompose.observers.histogram_observers import ACTIVATION_RANGES, WEIGHT_RANGES
-from torch import Tensor
+from qompose.observers.min_max import LastSeen
+from torch import Tensor, nn
 from torch.ao.quantization import observer as peer
 
-from tests.core.toy import randn
+from tests.core.toy import LINEAR, VIEW, export, prepare, randn, seeded, toy
 
 PER_TENSOR = [MinMaxObserver, MovingAverageMinMaxObserver, HistogramObserver]
 CHANNELS = [
@@ -48,30 +51,22 @@ def seen(kind: Any, *batches: Tensor, **arguments: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("kind", "twin", "arguments"),
+    ("kind", "arguments"),
     [
-        (MinMaxObserver, peer.MinMaxObserver, {}),
-        (MovingAverageMinMaxObserver, peer.MovingAverageMinMaxObserver, {}),
-        (
-            MovingAverageMinMaxObserver,
-            peer.MovingAverageMinMaxObserver,
-            {"averaging_constant": 0.3},
-        ),
-        (PerChannelMinMaxObserver, peer.PerChannelMinMaxObserver, {"ch_axis": 0}),
-        (PerChannelMinMaxObserver, peer.PerChannelMinMaxObserver, {"ch_axis": 1}),
-        (
-            MovingAveragePerChannelMinMaxObserver,
-            peer.MovingAveragePerChannelMinMaxObserver,
-            {"ch_axis": 1, "averaging_constant": 0.25},
-        ),
+        (MinMaxObserver, {}),
+        (MovingAverageMinMaxObserver, {}),
+        (MovingAverageMinMaxObserver, {"averaging_constant": 0.3}),
+        (PerChannelMinMaxObserver, {"ch_axis": 0}),
+        (PerChannelMinMaxObserver, {"ch_axis": 1}),
+        (MovingAveragePerChannelMinMaxObserver, {"ch_axis": 1, "averaging_constant": 0.25}),
     ],
-    ids=lambda value: getattr(value, "__module__", "") and value.__name__,
+    ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_parameters_are_those_of_torchs_observer(kind: Any, twin: Any, arguments: Any) -> None:
+def test_parameters_are_those_of_torchs_observer(kind: Any, arguments: Any) -> None:
     batches = [randn(4, 3, 5, seed=seed) * (seed + 1) for seed in range(4)]
     qscheme = torch.per_channel_affine if "ch_axis" in arguments else torch.per_tensor_affine
     shared = {"dtype": torch.int8, "qscheme": qscheme, "eps": 2**-12, **arguments}
-    ours, theirs = kind(**shared), twin(**shared)
+    ours, theirs = kind(**shared), getattr(peer, kind.__name__)(**shared)
     for batch in batches:
         ours(batch), theirs(batch)
     for one, other in zip(ours.calculate_qparams(), theirs.calculate_qparams(), strict=True):
@@ -89,24 +84,6 @@ def test_mask_values_are_counted_and_widen_nothing(kind: Any, mask: float) -> No
     assert (plain.screen.masked, other.screen.masked) == (0, 2)
     for one, two in zip(plain.calculate_qparams(), other.calculate_qparams(), strict=True):
         assert torch.equal(one, two)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("kind", ESTIMATING, ids=lambda kind: kind.__name__)
-def test_the_smallest_float_of_each_type_is_a_mask_value(kind: Any, dtype: torch.dtype) -> None:
-    x = randn(3, 4).to(dtype)
-    x[1, 1] = torch.finfo(dtype).min
-    observer = seen(kind, x)
-    assert observer.screen.masked == 1
-    assert bool(torch.isfinite(observer.calculate_qparams()[0]).all())
-
-
-@pytest.mark.parametrize("value", [1e39, 1e200], ids=str)
-@pytest.mark.parametrize("kind", ESTIMATING, ids=lambda kind: kind.__name__)
-def test_float64_values_beyond_float32_give_no_infinite_scale(kind: Any, value: float) -> None:
-    observer = seen(kind, torch.tensor([[1.0, value]], dtype=torch.float64))
-    assert observer.screen.masked == 1
-    assert bool(torch.isfinite(observer.calculate_qparams()[0]).all())
 
 
 @pytest.mark.parametrize("kind", ESTIMATING, ids=lambda kind: kind.__name__)
@@ -140,23 +117,14 @@ def test_a_constant_is_looked_at_once_until_it_changes(kind: Any) -> None:
     assert [float(look[0, 0]) for look in looks] == [1.0, 2.0]
 
 
-@settings(max_examples=50, deadline=None)
-@given(st.lists(st.floats(-100, 100, width=32), min_size=1, max_size=20), st.integers(0, 20))
-def test_min_max_does_not_depend_on_the_split(data: list[float], cut: int) -> None:
-    x = torch.tensor(data)
-    parts = seen(MinMaxObserver, x[cut:], x[:cut])
-    whole = seen(MinMaxObserver, x)
-    assert torch.equal(parts.minimum, whole.minimum)
-    assert torch.equal(parts.maximum, whole.maximum)
-
-
 @pytest.mark.parametrize("axis", [0, 1, -1])
 def test_channels_are_those_of_the_axis(axis: int) -> None:
     x = randn(3, 4, 5)
-    observer = seen(PerChannelMinMaxObserver, x, ch_axis=axis)
     others = tuple(dim for dim in range(3) if dim != axis % 3)
-    assert torch.equal(observer.minimum, x.amin(others))
-    assert torch.equal(observer.maximum, x.amax(others))
+    for kind in CHANNELS:
+        channels = seen(kind, x, ch_axis=axis).facts().channels
+        assert torch.equal(channels.low, x.amin(others))
+        assert torch.equal(channels.high, x.amax(others))
 
 
 def test_gradients_are_not_kept() -> None:
@@ -175,32 +143,33 @@ def test_fixed_parameters_come_out_as_they_went_in() -> None:
 def test_a_placeholder_has_no_parameters() -> None:
     observer = seen(PlaceholderObserver, randn(3))
     assert observer.calibrated
-    with pytest.raises(ConfigError, match="run time"):
+    with pytest.raises(ConfigError):
         observer.calculate_qparams()
 
 
 @pytest.mark.parametrize("kind", PER_TENSOR, ids=lambda kind: kind.__name__)
 def test_schemes_that_are_not_estimated_are_refused(kind: Any) -> None:
-    with pytest.raises(ConfigError, match=f"{kind.__name__} does not estimate.*per_channel"):
+    with pytest.raises(ConfigError, match=f"{kind.__name__} .*per_channel"):
         kind(qscheme=torch.per_channel_symmetric)
 
 
-def test_factories_compare_by_value_and_later_arguments_win() -> None:
+def test_later_arguments_of_a_factory_win() -> None:
     first = MinMaxObserver.with_args(eps=2**-12, quant_min=-127)
-    second = MinMaxObserver.with_args(quant_min=-127).with_args(eps=2**-12)
-    assert first == second
-    assert hash(first) == hash(second)
-    assert first != MinMaxObserver.with_args(eps=2**-12, quant_min=-128)
-    assert first != HistogramObserver.with_args(eps=2**-12, quant_min=-127)
+    assert first == MinMaxObserver.with_args(quant_min=-127).with_args(eps=2**-12)
     assert first.with_args(eps=0.5)(dtype=torch.int8).eps == 0.5
     assert first(dtype=torch.int8, eps=0.25).eps == 0.25
 
 
 @pytest.mark.parametrize("word", sorted(ACTIVATION_RANGES))
 def test_every_word_stands_for_an_observer(word: str) -> None:
-    assert isinstance(
-        observer_for_range(word)(dtype=torch.int8), qompose.observers.min_max.Observer
-    )
+    made: Any = observer_for_range(word)(dtype=torch.int8)
+    assert isinstance(made, qompose.observers.min_max.Observer)
+
+
+@pytest.mark.parametrize("unknown", [observer_for_range, weight_observer_for_range])
+def test_an_unknown_word_is_refused_with_the_known_ones(unknown: Any) -> None:
+    with pytest.raises(ConfigError, match=r"'median'.*minmax.*mse"):
+        unknown("median")
 
 
 @pytest.mark.parametrize("per_channel", [True, False])
@@ -212,11 +181,83 @@ def test_every_word_of_weights_stands_for_an_observer(word: str, per_channel: bo
     assert observer.mergeable
 
 
-def test_an_unknown_word_of_weights_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"weight_range='max' .*'histogram', 'minmax', 'mse'"):
-        weight_observer_for_range("max")
+VIEWED = randn(4, 6, 2)
 
 
-def test_an_unknown_word_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"'median'.*minmax.*moving_average.*mse"):
-        observer_for_range("median")
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x,
+        lambda x: x.view(24, 2),
+        lambda x: x.permute(2, 0, 1),
+        lambda x: x.flatten().unsqueeze(0),
+        lambda x: x.permute(1, 2, 0).flatten(0, 1),
+    ],
+)
+def test_views(view: Callable[[Tensor], Tensor]) -> None:
+    last = LastSeen()
+    assert not last.again(VIEWED)
+    assert last.again(view(VIEWED))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda x: x.clone(),
+        lambda x: x[:2],
+        lambda x: x[2:],
+        lambda x: x[:, ::2],
+        lambda x: x[:1].expand(4, 6, 2),
+        lambda x: torch.cat([x, x]),
+    ],
+)
+def test_what_is_no_view_of_the_same_values(other: Callable[[Tensor], Tensor]) -> None:
+    last = LastSeen()
+    last.again(VIEWED)
+    assert not last.again(other(VIEWED))
+    halves = LastSeen()
+    halves.again(VIEWED[:2])
+    assert not halves.again(VIEWED[2:])
+
+
+def test_values_that_were_written_are_new() -> None:
+    last, x = LastSeen(), VIEWED.clone()
+    last.again(x)
+    x.add_(1)
+    assert not last.again(x)
+
+
+def test_a_tensor_in_the_place_of_another_is_new() -> None:
+    """The allocator gives the same address again and again."""
+    last, addresses = LastSeen(), set()
+    for number in range(50):
+        x = torch.full((1000,), float(number))
+        addresses.add(x.data_ptr())
+        assert not last.again(x)
+        del x
+    assert len(addresses) < 50
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
+def test_copies_remember_nothing(copied: Callable[[LastSeen], LastSeen]) -> None:
+    last = LastSeen()
+    last.again(VIEWED)
+    assert not copied(last).again(VIEWED)
+    assert last.again(VIEWED)
+
+
+class Viewed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).view(-1, 2)
+
+
+def test_an_observer_of_several_values_looks_at_views_once() -> None:
+    prepared = prepare(export(seeded(Viewed()), randn(6, 3)), toy(LINEAR, VIEW))
+    prepared(randn(6, 3))
+    prepared(randn(6, 3))
+    found = {e.sites[0].operator: e.facts.values for e in qompose.statistics(prepared)}
+    assert found == {"aten.linear.default": 2 * 24, "input": 2 * 18}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given, settings, strategies as st
+from hypothesis import given, settings, strategies as st
 from qompose.observers.clipping_range_search import (
     Candidates,
     best_range,
@@ -58,19 +58,6 @@ def test_the_best_range_is_never_worse_than_the_whole(
         assert low == -high
 
 
-@settings(max_examples=150, deadline=None)
-@given(ordinary, st.sampled_from(BOUNDS), st.sampled_from([s.values[0] for s in SCHEMES]))
-@example([1.0], (-8, 7), torch.per_tensor_symmetric)
-@example([1.0, -1.0], (-8, 7), torch.per_tensor_affine)
-def test_the_best_range_is_never_worse_on_any_data(data, bounds, scheme) -> None:  # type: ignore[no-untyped-def]
-    histogram = of(torch.tensor(data, dtype=torch.float32))
-    ends = search(histogram, bounds, scheme)
-    whole = whole_range(histogram, scheme)
-    tolerance = 1e-6 * max(map(abs, whole)) ** 2
-    best = error(histogram, ends, bounds, scheme)
-    assert best <= error(histogram, whole, bounds, scheme) * (1 + 1e-4) + tolerance
-
-
 @pytest.mark.parametrize(
     ("name", "gain"), [("heavy tail", 1.5), ("one outlier", 1.5), ("normal", 1.05)]
 )
@@ -84,19 +71,13 @@ def test_clipping_pays_where_there_are_tails(name: str, gain: float) -> None:
     assert whole / best > gain
 
 
-@pytest.mark.parametrize(
-    ("x", "expected"),
-    [
-        pytest.param(torch.zeros(7), (0.0, 0.0), id="zeros"),
-        pytest.param(torch.full((7,), 3.0), (0.0, 3.0), id="positive constant"),
-        pytest.param(torch.full((7,), -3.0), (-3.0, 0.0), id="negative constant"),
-        pytest.param(torch.tensor([1e-30]), (0.0, 1e-30), id="tiny"),
-    ],
-)
-def test_degenerate_data(x: Tensor, expected: tuple[float, float]) -> None:
-    low, high = search(of(x), (-128, 127), torch.per_tensor_affine)
-    assert float(low) == pytest.approx(expected[0])
-    assert float(high) == pytest.approx(expected[1])
+@pytest.mark.parametrize("constant", [0.0, 3.0, -3.0, 1e-30, 2.0**120])
+def test_a_constant_has_a_range_to_zero(constant: float) -> None:
+    """Of a tensor, and of a channel."""
+    x, bounds, scheme = torch.full((7,), constant), (-128, 127), torch.per_tensor_affine
+    for low, high in (search(of(x), bounds, scheme), channels_search([x], bounds, scheme)):
+        assert float(low) == pytest.approx(min(constant, 0.0))
+        assert float(high) == pytest.approx(max(constant, 0.0))
 
 
 def search(
@@ -145,7 +126,7 @@ def test_divergence_is_that_of_the_formula() -> None:
     torch.testing.assert_close(found, (p * torch.log(p / q)).sum().reshape(1))
 
 
-@pytest.mark.parametrize("bounds", BOUNDS, ids=str)
+@pytest.mark.parametrize("bounds", [(-128, 127), (-8, 7)], ids=str)
 @pytest.mark.parametrize("name", SHAPES)
 def test_entropy_gives_a_range_inside_the_data(name: str, bounds: tuple[int, int]) -> None:
     histogram = of(SHAPES[name])
@@ -153,12 +134,6 @@ def test_entropy_gives_a_range_inside_the_data(name: str, bounds: tuple[int, int
     assert (
         min(histogram.minimum, 0.0) - 1e-6 <= low <= 0 <= high <= max(histogram.maximum, 0.0) + 1e-6
     )
-
-
-def test_entropy_clips_tails() -> None:
-    _, whole = whole_range(of(SHAPES["heavy tail"]), torch.per_tensor_affine)
-    _, high = best_range(of(SHAPES["heavy tail"]), steps=255, cost=divergence)
-    assert float(high) < 0.8 * whole
 
 
 @settings(max_examples=200, deadline=None)
@@ -172,13 +147,10 @@ def test_percentiles_leave_out_at_most_so_many(data: list[float], percentile: fl
     assert float(x.min()) <= low and high <= float(x.max())
 
 
-def test_the_whole_percentile_is_the_whole_range() -> None:
+def test_a_percentile_clips_what_is_rare() -> None:
     x = SHAPES["normal"]
     low, high = percentile_range(of(x), 100.0)
     assert (float(low), float(high)) == (float(x.min()), float(x.max()))
-
-
-def test_a_percentile_clips_what_is_rare() -> None:
     low, high = percentile_range(of(torch.linspace(-1, 1, 10_000), torch.tensor([500.0])), 99.9)
     assert -1.0 <= float(low) < -0.9 and 0.9 < float(high) < 1.5
 
@@ -210,15 +182,6 @@ class TestChannels:
             (low,), (high,) = channels_search([x], (-8, 7), torch.per_tensor_affine)
             assert (low, high) == (lows[number], highs[number])
 
-    @pytest.mark.parametrize("name", ["heavy tail", "one outlier", "normal"])
-    def test_four_bits_clip_more_than_eight(self, name: str) -> None:
-        x = SHAPES[name]
-        (_, (four,)), (_, (eight,)) = (
-            channels_search([x], bounds, torch.per_tensor_symmetric)
-            for bounds in ((-8, 7), (-128, 127))
-        )
-        assert four < 0.9 * eight <= 0.9 * float(x.abs().max()) * (1 + 1e-6)
-
     def test_entropy_serves_channels_too(self) -> None:
         """Of one cost there is one formula, whatever the shape."""
         histograms = channels([*SHAPES.values()])
@@ -226,13 +189,6 @@ class TestChannels:
         for number, x in enumerate(SHAPES.values()):
             one = best_ranges(channels([x]), steps=255, cost=divergence)
             assert (float(one[0]), float(one[1])) == (float(lows[number]), float(highs[number]))
-
-    @pytest.mark.parametrize("constant", [0.0, 3.0, -3.0, 1e-30, 2.0**120])
-    def test_degenerate_channels(self, constant: float) -> None:
-        x = [torch.full((7,), constant)]
-        (low,), (high,) = channels_search(x, (-128, 127), torch.per_tensor_affine)
-        assert float(low) == pytest.approx(min(constant, 0.0))
-        assert float(high) == pytest.approx(max(constant, 0.0))
 
 
 def channels(shapes: list[Tensor]) -> ChannelHistograms:

@@ -85,27 +85,15 @@ def test_examples_with_one_hash_are_told_apart() -> None:
     assert_same(of(1, *x.flip(0).split(7)), whole)
 
 
-def test_a_row_that_comes_again_is_kept_once() -> None:
-    x = randn(40, 50, 8)
-    again = of(2, x, x, x)
-    assert torch.equal(again.rows, of(2, x).rows)
-    assert again.seen == 3 * 40 * 50
-
-
-def test_an_example_gives_a_few_rows() -> None:
+def test_how_many_are_kept() -> None:
+    """A few of each example, fewer where they are wide, and no part of the data is preferred."""
     assert len(of(1, randn(1, 3, 100, 100)).rows) == PER_EXAMPLE
     assert len(of(1, randn(1, 3)).rows) == 1
-
-
-def test_wide_rows_are_fewer() -> None:
     assert len(of(1, randn(200, 4096)).rows) == 64
-
-
-def test_different_examples_are_kept() -> None:
     x = torch.arange(5000.0).reshape(-1, 1)
     kept = of(1, x).rows.flatten()
     assert len(kept.unique()) == ROWS
-    assert float(kept.mean()) == pytest.approx(2500, rel=0.1), "no part of the data is preferred"
+    assert float(kept.mean()) == pytest.approx(2500, rel=0.1)
 
 
 @pytest.mark.parametrize(("shape", "dim"), [((), 0), ((7,), 0), ((7, 3), 0)])

@@ -1,15 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Specifications that backends need not spell out: what they say, and what calibration makes of them."""
+"""Specifications that backends need not spell out, and the configurations of training made of them."""
 
 from __future__ import annotations
 
+import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import qompose
 import torch
-from qompose import QuantizationSpec, activation_spec, weight_spec
+from qompose import QuantizationSpec, activation_spec, training_config, weight_spec
 from qompose.errors import ConfigError
-from torch import Tensor
+from qompose.observers import (
+    FakeQuantize,
+    FusedMovingAvgObsFakeQuantize,
+    HistogramObserver,
+    LearnableFakeQuantize,
+)
+from qompose.spec.quantization_spec import class_of, integer_range_key
+from torch import Tensor, nn
+
+from tests.core.toy import DYNAMIC, LINEAR, STATIC, WEIGHT_ONLY, export, randn, seeded, toy
 
 
 def qparams(spec: QuantizationSpec, data: Tensor) -> tuple[Tensor, Tensor]:
@@ -48,7 +60,7 @@ def test_what_there_is_not() -> None:
         weight_spec(-8, 7, group_size=0)
     with pytest.raises(ConfigError, match="weight_range='widest'"):
         weight_spec(-8, 7, range="widest")
-    with pytest.raises(ConfigError, match=r"weight_range='mse' is for .* a group of 32 weights"):
+    with pytest.raises(ConfigError, match=r"weight_range='mse'.* 32 "):
         weight_spec(-8, 7, group_size=32, range="mse")
 
 
@@ -77,3 +89,102 @@ def test_the_range_of_weights(per_channel: bool) -> None:
         scales.append(qparams(spec, weight)[0].amax())
         assert float(qparams(spec, 1e-9 * weight)[0].amin()) == 2**-12
     assert scales[0] < scales[1] < scales[2]
+
+
+USUAL = replace(
+    STATIC, input_activation=activation_spec(torch.int8, -128, 127), weight=weight_spec(-127, 127)
+)
+
+
+def kinds(config: qompose.QuantizationConfig) -> list[Any]:
+    specs = (config.input_activation, config.output_activation, config.weight)
+    return [None if s is None else class_of(s.observer_or_fake_quant_ctr) for s in specs]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("config", [USUAL, STATIC, DYNAMIC, WEIGHT_ONLY], ids=str)
+@pytest.mark.parametrize("word", ["moving_average", "learned"])
+def test_the_integers_are_the_same(config: qompose.QuantizationConfig, word: str) -> None:
+    trained = training_config(config, word)
+    assert trained.is_qat and not trained.balance and trained.mode == config.mode
+    for role in ("input_activation", "output_activation", "weight"):
+        one, other = getattr(config, role), getattr(trained, role)
+        assert (one is None) == (other is None)
+        assert one is None or integer_range_key(one) == integer_range_key(other)
+    assert qompose.observers.config_from_json(qompose.observers.config_to_json(trained)) == trained
+
+
+def observed_by(factory: Any, **facts: Any) -> qompose.QuantizationConfig:
+    spec = QuantizationSpec(torch.int8, factory, -128, 127, torch.per_tensor_affine)
+    return replace(STATIC, input_activation=spec, **facts)
+
+
+def searched(word: str) -> qompose.QuantizationConfig:
+    spec = activation_spec(torch.int8, -128, 127, range=word)
+    return replace(STATIC, input_activation=spec, name="one")
+
+
+FUSED, FAKE, LEARNED = FusedMovingAvgObsFakeQuantize, FakeQuantize, LearnableFakeQuantize
+
+
+@pytest.mark.parametrize(
+    ("config", "word", "found"),
+    [
+        (USUAL, "moving_average", [FUSED, FAKE, FAKE]),
+        (observed_by(HistogramObserver), "moving_average", [FUSED, FAKE, FAKE]),
+        (STATIC, "learned", [LEARNED] * 3),
+        (DYNAMIC, "learned", [FAKE, None, LEARNED]),
+        (searched("mse"), "learned", [LEARNED] * 3),
+    ],
+    ids=["a search", "a class by itself", "scales", "no scale to learn", "searched once"],
+)
+def test_what_takes_the_place_of_an_observer(config: Any, word: str, found: list[Any]) -> None:
+    assert kinds(training_config(config, word)) == found
+
+
+@pytest.mark.parametrize("word", ["histogram", "mse"])
+def test_capabilities_say_what_can_be_trained(word: str) -> None:
+    quantizer = toy(LINEAR, config=searched(word))
+    quantizer.backend.configs = {"one": searched(word)}  # type: ignore[misc]
+    (row,) = quantizer.quantization_capabilities()
+    assert row.qat == (word == "histogram")
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "named"),
+    [
+        *((searched(word), {}, None) for word in ("mse", "percentile", "entropy")),
+        (STATIC, {"fake_quantize": "learnd"}, "'learnd'.*learned"),
+        (STATIC, {"fake_quantize": "learned", "is_qat": False}, "is_qat=True"),
+    ],
+)
+def test_what_is_refused(config: Any, options: dict[str, Any], named: str | None) -> None:
+    with pytest.raises(ConfigError, match=named):
+        training_config(config, **options)
+
+
+def test_without_training_nothing_changes() -> None:
+    assert training_config(STATIC, is_qat=False) is STATIC
+
+
+def prepared_for_training(config: qompose.QuantizationConfig) -> torch.fx.GraphModule:
+    return qompose.prepare_qat_pt2e(
+        export(seeded(nn.Linear(6, 3)), randn(4, 6)), toy(LINEAR, config=config)
+    )
+
+
+def test_an_observer_of_another_package_is_said_to_simulate_nothing() -> None:
+    plain = observed_by(torch.ao.quantization.MinMaxObserver, output_activation=None)
+    config = training_config(plain)
+    assert config.input_activation == plain.input_activation
+    prepared = prepared_for_training(config)
+    (note,) = [n for n in qompose.report(prepared).notes if "MinMaxObserver" in n]
+    assert "linear (toy, rule linear)" in note
+
+
+def test_histograms_of_calibration_can_be_trained_with_all_the_same() -> None:
+    """Slowly: whoever prepares a configuration of calibration for training gets what it says."""
+    prepared = prepared_for_training(observed_by(HistogramObserver, output_activation=None))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        prepared(randn(4, 6)).sum().backward()
+    assert all(p.grad is not None for p in prepared.parameters())

@@ -5,15 +5,13 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from qompose.program.control_flow import graphs_in, nodes_in
-from qompose.program.decompositions import DECOMPOSITIONS, MAX_STEPS
+from qompose.program.decompositions import MAX_STEPS
 from qompose.program.graph import copy_graph_module, module_path, refresh
 from qompose.program.rewrites import apply_rewrites, find_rewrites
 from torch import Tensor, nn
@@ -24,6 +22,8 @@ from torch.utils import _pytree as pytree
 
 from tests.core.toy import randn, seeded
 
+FULL = pytest.mark.full
+pytestmark = pytest.mark.filterwarnings("ignore:The tensor attributes .*_flat_weights")
 BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 
@@ -39,9 +39,7 @@ class Call(nn.Module):
 
 
 def exported(model: nn.Module, inputs: tuple[Any, ...], **options: Any) -> GraphModule:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The tensor attributes .*_flat_weights")
-        program = torch.export.export(model, inputs, **options)
+    program = torch.export.export(model, inputs, **options)
     return copy_graph_module(program.module(check_guards=False))
 
 
@@ -134,7 +132,13 @@ def attention(**options: Any) -> Call:
 
 
 @pytest.mark.parametrize(
-    ("shape", "mask", "scale"), list(itertools.product(SHAPES, MASKS, [None, 0.3]))
+    ("shape", "mask", "scale"),
+    [
+        pytest.param(
+            *row, marks=() if row[::2] == ("cross", None) or row[1:] == ("bool", 0.3) else FULL
+        )
+        for row in itertools.product(SHAPES, MASKS, [None, 0.3])
+    ],
 )
 def test_attention_with_masks(shape: str, mask: str, scale: float | None) -> None:
     q, k, v = tensors(SHAPES[shape])
@@ -144,7 +148,9 @@ def test_attention_with_masks(shape: str, mask: str, scale: float | None) -> Non
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(
+    "mask", [m if m in ("bool", "infinite") else pytest.param(m, marks=FULL) for m in MASKS]
+)
 def test_attention_in_other_types(mask: str, dtype: torch.dtype) -> None:
     q, k, v = tensors(SHAPES["cross"], dtype)
     given = MASKS[mask](keep_mask(5, 7))
@@ -153,14 +159,12 @@ def test_attention_in_other_types(mask: str, dtype: torch.dtype) -> None:
     check("split_attention", attention(), *((q, k, v) if given is None else (q, k, v, given)))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_causal_attention(shape: str, dtype: torch.dtype) -> None:
-    check("split_attention", attention(is_causal=True), *tensors(SHAPES[shape], dtype))
+def test_causal_attention(shape: str) -> None:
+    check("split_attention", attention(is_causal=True), *tensors(SHAPES[shape]))
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("heads", [1, 2, 4])
+@pytest.mark.parametrize(("heads", "causal"), [(1, False), (2, False), (2, True), (4, True)])
 def test_attention_of_grouped_heads(heads: int, causal: bool) -> None:
     shapes = ((2, 4, 5, 8), (2, heads, 7, 8), (2, heads, 7, 8))
     check("split_attention", attention(is_causal=causal, enable_gqa=True), *tensors(shapes))
@@ -208,18 +212,6 @@ def test_attention_with_dynamic_lengths(causal: bool) -> None:
     check_equal(model, module, *tensors(((3, 4, 9, 8), (3, 4, 6, 8), (3, 4, 6, 6))))
 
 
-def test_dynamic_layouts_are_kept() -> None:
-    class Heads(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            q = x.unflatten(2, (4, 8)).transpose(1, 2)
-            y = F.scaled_dot_product_attention(q, q, q).transpose(1, 2)
-            return y.view(y.shape[0], y.shape[1], 32)
-
-    shapes = ({0: Dim("batch"), 1: Dim("length")},)
-    module = check("split_attention", Heads(), randn(2, 5, 32), dynamic_shapes=shapes)
-    check_equal(Heads(), module, randn(3, 7, 32))
-
-
 # Recurrence: name -> (layers of it, its cell).
 KINDS: dict[str, tuple[Any, Any]] = {
     "lstm": (nn.LSTM, nn.LSTMCell),
@@ -241,8 +233,11 @@ def scaled(model: nn.Module) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    ("dtype", "bias"),
+    [(torch.float32, False), (torch.float64, True), (torch.bfloat16, True)],
+    ids=str,
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_cells(kind: str, bias: bool, dtype: torch.dtype) -> None:
     model = scaled(KINDS[kind][1](3, 4, bias=bias)).to(dtype)
@@ -252,7 +247,17 @@ def test_cells(kind: str, bias: bool, dtype: torch.dtype) -> None:
     check("split_cells", model, randn(2, 3).to(dtype), hx)
 
 
-@pytest.mark.parametrize("options", list(itertools.product([1, 2], *[[False, True]] * 3)), ids=str)
+PLAIN, EVERYTHING = (1, False, False, False), (2, True, True, True)  # layers and three options
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(row, marks=() if row in (PLAIN, EVERYTHING) else FULL)
+        for row in itertools.product([1, 2], *[[False, True]] * 3)
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_unrolled_sequences(kind: str, options: tuple[int, bool, bool, bool]) -> None:
     layers, bidirectional, batch_first, bias = options
@@ -278,10 +283,12 @@ def test_unrolled_sequences_with_states_and_a_dynamic_batch(kind: str) -> None:
 
 
 def test_a_sequence_has_one_input_product_for_all_steps() -> None:
-    module = check("unroll_recurrent", scaled(nn.GRU(3, 4)), randn(MAX_STEPS, 2, 3))
+    module = check("unroll_recurrent", scaled(nn.GRU(3, 4)), randn(8, 2, 3))
     products = [n for n in module.graph.nodes if n.target is torch.ops.aten.linear.default]
-    assert [tuple(node.meta["val"].shape) for node in products[:2]] == [(MAX_STEPS, 2, 12), (2, 12)]
-    assert len(products) == 1 + MAX_STEPS
+    assert [tuple(node.meta["val"].shape) for node in products[:2]] == [(8, 2, 12), (2, 12)]
+    assert len(products) == 1 + 8
+    longest = exported(nn.GRU(3, 4), (randn(MAX_STEPS, 2, 3),))
+    assert obstacles(longest, "unroll_recurrent") == [None]
 
 
 def test_states_that_nobody_reads_are_not_computed() -> None:
@@ -297,20 +304,18 @@ def test_states_that_nobody_reads_are_not_computed() -> None:
     assert all(node.users for node in module.graph.nodes if node.op == "call_function")
 
 
-@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 @pytest.mark.parametrize(
-    ("affine", "bias", "shape"), [(True, True, (3,)), (True, False, (6, 3)), (False, False, (3,))]
+    ("affine", "bias", "shape", "dtype"),
+    [
+        *((True, True, (3,), dtype) for dtype in BOUNDS),
+        (True, False, (6, 3), torch.float32),
+        (False, False, (3,), torch.float32),
+    ],
+    ids=str,
 )
 def test_layer_norm(affine: bool, bias: bool, shape: Any, dtype: torch.dtype) -> None:
     model = seeded(nn.LayerNorm(shape, eps=0.1, elementwise_affine=affine, bias=bias))
     check("split_layer_norm", model.to(dtype), 5 + randn(2, 6, 3).to(dtype))
-
-
-def test_layer_norm_with_a_dynamic_batch() -> None:
-    model = seeded(nn.LayerNorm(3))
-    shapes = ({0: Dim("batch")},)
-    module = check("split_layer_norm", model, randn(2, 3), dynamic_shapes=shapes)
-    check_equal(model, module, randn(5, 3))
 
 
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
@@ -373,38 +378,33 @@ class Autocast(nn.Module):
             return F.hardswish(x) + 1
 
 
-REFUSED: list[Any] = [
-    pytest.param("split_attention", attention(dropout_p=0.1), tensors(SHAPES["heads"]), {},
-                 "it applies dropout", id="attention with dropout"),
-    pytest.param("split_attention", attention(), tensors(((2, 5, 8),) * 3),
-                 {"dynamic_shapes": (({2: Dim("w")},) * 2 + ({2: Dim("v")},),)},
-                 "the width of its heads is dynamic", id="dynamic width"),
-    pytest.param("split_attention", attention(enable_gqa=True), tensors(((2, 4, 5, 8),) * 3),
-                 {"dynamic_shapes": (({1: Dim("h")},) * 3,)},
-                 "the number of its heads is dynamic", id="dynamic heads"),
-    pytest.param("split_attention", Attended(), [randn(5, 8)], {},
-                 "its shapes depend on data", id="shapes of data"),
-    pytest.param("unroll_recurrent", nn.LSTM(3, 4, proj_size=2), [randn(5, 2, 3)], {},
-                 "it has projections", id="projections"),
-    pytest.param("unroll_recurrent", nn.LSTM(3, 4, 2, dropout=0.5).train(), [randn(5, 2, 3)], {},
-                 "it applies dropout between its layers, in training mode", id="lstm in training"),
-    pytest.param("unroll_recurrent", nn.GRU(3, 4), [randn(MAX_STEPS + 1, 2, 3)], {},
-                 "its sequences have 65 steps, and 1 to 64 are unrolled", id="long"),
-    pytest.param("split_hardswish", nn.Hardswish(inplace=True), [randn(2, 3)], {},
-                 "it writes to a tensor that is read under another name", id="writes to an input"),
-    pytest.param("split_hardswish", Call(stale), [randn(2, 3)], {},
-                 "it writes to a tensor that is read under another name", id="read afterwards"),
-    pytest.param("split_hardswish", Autocast(True), [randn(2, 3)], {},
-                 "it is under autocast, .*", id="autocast"),
-]  # fmt: skip
+WIDTHS, HEADS = (({2: Dim("w")},) * 2 + ({2: Dim("v")},),), (({1: Dim("h")},) * 3,)
+REFUSED: dict[str, Any] = {  # the rewrite, the model, its inputs and dynamic shapes, and a word of why
+    "attention with dropout": (
+        "split_attention", attention(dropout_p=0.1), tensors(SHAPES["heads"]), None, "dropout"),
+    "dynamic width": ("split_attention", attention(), tensors(((2, 5, 8),) * 3), WIDTHS, ""),
+    "dynamic heads": (
+        "split_attention", attention(enable_gqa=True), tensors(((2, 4, 5, 8),) * 3), HEADS, ""),
+    "shapes of data": ("split_attention", Attended(), [randn(5, 8)], None, ""),
+    "projections": (
+        "unroll_recurrent", nn.LSTM(3, 4, proj_size=2), [randn(5, 2, 3)], None, ""),
+    "lstm in training": (
+        "unroll_recurrent", nn.LSTM(3, 4, 2, dropout=0.5).train(), [randn(5, 2, 3)], None, "dropout"),
+    "long": ("unroll_recurrent", nn.GRU(3, 4), [randn(MAX_STEPS + 1, 2, 3)], None, "65"),
+    "writes to an input": (
+        "split_hardswish", nn.Hardswish(inplace=True), [randn(2, 3)], None, ""),
+    "read afterwards": ("split_hardswish", Call(stale), [randn(2, 3)], None, ""),
+    "autocast": ("split_hardswish", Autocast(True), [randn(2, 3)], None, "autocast"),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("wanted", "model", "inputs", "options", "reason"), REFUSED)
-def test_refused(wanted: str, model: nn.Module, inputs: Any, options: Any, reason: str) -> None:
-    module = exported(model, tuple(inputs), **options)
+@pytest.mark.parametrize(
+    ("wanted", "model", "inputs", "shapes", "why"), REFUSED.values(), ids=REFUSED
+)
+def test_refused(wanted: str, model: nn.Module, inputs: Any, shapes: Any, why: str) -> None:
+    module = exported(model, tuple(inputs), dynamic_shapes=shapes)
     (obstacle,) = obstacles(module, wanted)
-    assert obstacle is not None
-    assert re.fullmatch(reason, obstacle)
+    assert obstacle is not None and why in obstacle
 
 
 def test_accepted_beside_what_is_refused() -> None:
@@ -417,18 +417,8 @@ def test_a_computed_scale_is_refused() -> None:
     module = exported(attention(scale=0.5), tuple(tensors(SHAPES["heads"])))
     (site,) = (n for n in module.graph.nodes if n.op == "call_function")
     site.kwargs = {"scale": site.args[0]}
-    assert obstacles(module, "split_attention") == ["its scale is computed"]
-
-
-def test_a_dynamic_length_is_refused() -> None:
-    """torch 2.13 exports recurrence with static lengths only; others may not."""
-    x = randn(2, 5, 3)
-    shapes = ({1: Dim("length")},)
-    (value,) = _returned(exported(nn.Tanh(), (x,), dynamic_shapes=shapes))
-    module = exported(nn.GRU(3, 4, batch_first=True), (x,))
-    (site,) = (n for n in module.graph.nodes if n.target is torch.ops.aten.gru.input)
-    site.args[0].meta["val"] = value
-    assert obstacles(module, "unroll_recurrent") == ["the length of its sequences is dynamic"]
+    (obstacle,) = obstacles(module, "split_attention")
+    assert obstacle and "scale" in obstacle
 
 
 def test_results_that_are_not_taken_apart_stay() -> None:
@@ -436,11 +426,8 @@ def test_results_that_are_not_taken_apart_stay() -> None:
     (cell,) = (n for n in module.graph.nodes if n.target is torch.ops.aten.lstm_cell.default)
     with module.graph.inserting_after(cell):
         module.graph.call_function(len, (cell,))
-    assert obstacles(module, "split_cells") == ["its results are not taken apart"]
+    assert obstacles(module, "split_cells") != [None]
+    module.graph.erase_node(cell.next)
+    assert obstacles(module, "split_cells") == [None]
     del cell.meta["val"]
-    assert obstacles(module, "split_cells") == ["export recorded no example values for it"]
-
-
-def test_every_row_names_an_operator_of_its_own() -> None:
-    targets = [target for rows in DECOMPOSITIONS.values() for target in rows]
-    assert len(set(targets)) == len(targets) == 12
+    assert obstacles(module, "split_cells") != [None]

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import sys
-from collections import OrderedDict
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
@@ -12,18 +11,37 @@ from typing import Any
 import pytest
 import qompose
 import torch
-from qompose.program.control_flow import graphs_in
 from qompose.program.graph import get_attribute, refresh
 from qompose.program.user_input import as_graph_module
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from tests.core.toy import NullQuantizer, convert, export, prepare, randn, seeded, toy
+from tests.core.toy import export, prepare, randn, toy
 from tests.zoo import ZooModel, by_name, tagged
 
+CHOSEN = {
+    *(
+        "cond_nested",
+        "loop_of_branches",
+        "scan_cell",
+        "map_rows",
+        "mixed_regions",
+        "lstm",
+        "bn_alone",
+    ),
+    *(
+        "nested_inputs",
+        "constants",
+        "weight_of_two_names",
+        "in_place",
+        "key_cache",
+        "integers_only",
+    ),
+}
+FURTHER = [by_name(n) for n in ("bert", "gpt2", "t5", "swin") if find_spec("transformers")]
 MODELS = [
-    *tagged(without="transformers"),
-    *(by_name(n) for n in ("bert", "gpt2", "t5", "swin") if find_spec("transformers")),
+    pytest.param(model, marks=() if model.name in CHOSEN else pytest.mark.full)
+    for model in (*tagged(without="transformers"), *FURTHER)
 ]
 
 
@@ -117,13 +135,8 @@ def test_tied_parameters_stay_one() -> None:
     ours = as_graph_module(export(State(), X), "a test")
     weights = [p for n, p in ours.named_parameters(remove_duplicate=False) if n.endswith("weight")]
     assert len({id(p) for p in weights if p.shape == (3, 3)}) == 1
-
-
-def test_names_of_nodes_are_those_of_parameters() -> None:
-    model = nn.Sequential(OrderedDict(body=nn.Sequential(nn.Linear(3, 3))))
-    ours = as_graph_module(export(model, X), "a test")
     names = {node.name: node.target for node in ours.graph.nodes if node.op == "get_attr"}
-    assert names == {"body_0_weight": "body.0.weight", "body_0_bias": "body.0.bias"}
+    assert names["layers_first_bias"] == "layers.first.bias"
 
 
 class DottedName(nn.Module):
@@ -147,34 +160,6 @@ def test_names_that_differ_in_a_dot_alone_stay_apart() -> None:
     assert torch.equal(ours(X), model(X))
     nodes = [node.name for node in ours.graph.nodes]
     assert len(nodes) == len(set(nodes))
-
-
-def test_the_program_is_left_alone() -> None:
-    program = export(State(), X)
-    names = [spec.target for spec in program.graph_signature.input_specs]
-    keys, constants = list(program.state_dict), list(program.constants)
-    ours = as_graph_module(program, "a test")
-    for node in list(ours.graph.nodes):
-        node.meta.clear()
-    ours.graph.erase_node(next(iter(reversed(ours.graph.nodes))))
-    assert [spec.target for spec in program.graph_signature.input_specs] == names
-    assert (list(program.state_dict), list(program.constants)) == (keys, constants)
-    assert any("val" in node.meta for node in program.graph.nodes)
-    assert program.module()(X).shape == X.shape
-
-
-def test_bodies_of_control_flow_are_copies_too() -> None:
-    program = by_name("cond_nested").export()
-    before = text(program.graph_module)
-    ours = as_graph_module(program, "a test")
-    for body in graphs_in(ours):
-        for node in reversed(body.graph.nodes):
-            node.meta.clear()
-            if node.op == "output":
-                node.args = ((),)
-    assert text(program.graph_module) == before
-    for body in graphs_in(program.graph_module):
-        assert any("val" in node.meta for node in body.graph.nodes)
 
 
 class Chain(nn.Module):
@@ -204,7 +189,7 @@ def calls_in(function: Callable[[], Any]) -> int:
 
 def test_the_work_is_linear_in_the_number_of_parameters() -> None:
     """Torch's own way to do it does 2.6 times as much here, and ever more in longer chains."""
-    programs = [export(Chain(length), randn(1, 2)) for length in (20, 40, 80)]
+    programs = [export(Chain(length), randn(1, 2)) for length in (10, 20, 40)]
     short, middle, long = (calls_in(lambda p=p: as_graph_module(p, "a test")) for p in programs)
     assert (long - middle) / (middle - short) < 2.1
 
@@ -220,19 +205,16 @@ def test_writes_that_are_outputs_of_the_program() -> None:
     torch.testing.assert_close(first + 1, second)
 
 
-@pytest.mark.parametrize("model", [nn.Linear(2, 2), "a path", torch.fx.symbolic_trace(nn.ReLU())],
-                         ids=["module", "string", "traced, not exported"])  # fmt: skip
-def test_anything_else_is_refused(model: Any) -> None:
-    with pytest.raises(qompose.errors.NotExportedError, match="a test"):
-        as_graph_module(model, "a test")
-
-
 def test_what_went_through_qompose_is_refused_with_its_stage() -> None:
-    prepared = prepare(export(nn.Linear(3, 3), X), NullQuantizer())
-    with pytest.raises(qompose.errors.StageError, match="got a prepared model"):
+    prepared = prepare(export(nn.Linear(3, 3), X), toy())
+    with pytest.raises(qompose.errors.StageError, match="prepared"):
         as_graph_module(prepared, "a test")
-    with pytest.raises(qompose.errors.StageError, match="got a converted model"):
-        as_graph_module(qompose.convert_pt2e(prepared), "a test")
+    prepared(X)
+    converted = qompose.convert_pt2e(prepared)
+    with pytest.raises(qompose.errors.StageError, match="converted"):
+        as_graph_module(converted, "a test")
+    with pytest.raises(qompose.errors.StageError, match="linear"):
+        qompose.prepare_pt2e(torch.export.export(converted, (X,)), toy())
 
 
 def test_a_graph_module_is_copied() -> None:
@@ -241,13 +223,5 @@ def test_a_graph_module_is_copied() -> None:
     assert copied is not module and copied.graph is not module.graph
     assert torch.equal(copied(X), module(X))
     assert all(node.op != "call_module" for node in copied.graph.nodes), "no guards"
-
-
-def test_a_program_that_was_quantized_and_exported_again_is_refused() -> None:
-    x = randn(2, 3)
-    converted = convert(export(seeded(nn.Linear(3, 4)), x), toy(), x)
-    again = torch.export.export(converted, (x,))
-    with pytest.raises(
-        qompose.errors.StageError, match="linear was quantized before this was exported"
-    ):
-        qompose.prepare_pt2e(again, toy())
+    with pytest.raises(qompose.errors.NotExportedError, match="a test"):
+        as_graph_module(torch.fx.symbolic_trace(nn.ReLU()), "a test")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ import pytest
 import qompose
 import torch
 from hypothesis import given, strategies as st
-from qompose.errors import InputError
-from qompose.program.call_signature import input_checks, read_tree, source
+from qompose.errors import BatchError, InputError
+from qompose.program.call_signature import read_tree, source
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule
@@ -55,6 +56,7 @@ INPUTS = (X, {"a": A}, 3, 0.5)
 ROWS = Dim("rows", min=3, max=9)
 
 
+@cache
 def program() -> ExportedProgram:
     shapes = ({0: ROWS}, {"a": {0: ROWS}}, None, None)
     return torch.export.export(seeded(Mean()), INPUTS, dynamic_shapes=shapes)
@@ -95,20 +97,17 @@ STAGES: dict[str, Callable[[ExportedProgram, Path], Any]] = {
         qompose.lower(converted(p)), backend="eager", dynamic=True
     ),
 }
-WRONG = {
-    "x is a tensor of shape [4, 3, 3], and the program was exported for [any, 2, 3]": (
-        randn(4, 3, 3),
-        *INPUTS[1:],
-    ),
-    "x is a tensor of shape [4, 2], and": (randn(4, 2), *INPUTS[1:]),
-    "factors_a is a tensor of shape [4], and": (X, {"a": randn(4)}, 3, 0.5),
-    "exported for factors_a.shape[0] == x.shape[0]": (X, {"a": randn(1, 4)}, 3, 0.5),
-    "exported for x.shape[0] <= 9": (randn(10, 2, 3), {"a": randn(10, 4)}, 3, 0.5),
-    "exported for x.shape[0] >= 3": (randn(2, 2, 3), {"a": randn(2, 4)}, 3, 0.5),
-    "times is 4, and the program was exported for 3": (X, {"a": A}, 4, 0.5),
-    "times is None, and": (X, {"a": A}, None, 0.5),
-    "times is a tensor of shape [], and": (X, {"a": A}, torch.tensor(3), 0.5),
-    "base is nan, and the program was exported for 0.5": (X, {"a": A}, 3, float("nan")),
+WRONG = {  # the inputs, and the one that is named
+    "another width": ((randn(4, 3, 3), *INPUTS[1:]), "x"),
+    "no width": ((randn(4, 2), *INPUTS[1:]), "x"),
+    "a factor of one dimension": ((X, {"a": randn(4)}, 3, 0.5), "factors_a"),
+    "fewer factors than rows": ((X, {"a": randn(1, 4)}, 3, 0.5), "factors_a"),
+    "too many rows": ((randn(10, 2, 3), {"a": randn(10, 4)}, 3, 0.5), "x"),
+    "too few rows": ((randn(2, 2, 3), {"a": randn(2, 4)}, 3, 0.5), "x"),
+    "another number": ((X, {"a": A}, 4, 0.5), "times"),
+    "no number": ((X, {"a": A}, None, 0.5), "times"),
+    "a tensor for a number": ((X, {"a": A}, torch.tensor(3), 0.5), "times"),
+    "not a number": ((X, {"a": A}, 3, float("nan")), "base"),
 }
 
 
@@ -117,12 +116,11 @@ def stage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return STAGES[request.param](program(), tmp_path_factory.mktemp("files"))
 
 
-@pytest.mark.parametrize("said", WRONG)
-def test_other_inputs_are_refused_at_every_stage(stage: Any, said: str) -> None:
+@pytest.mark.parametrize(("inputs", "name"), WRONG.values(), ids=WRONG)
+def test_other_inputs_are_refused_at_every_stage(stage: Any, inputs: Any, name: str) -> None:
     with pytest.raises(InputError) as refused:
-        stage(*WRONG[said])
-    assert f"the input {said}" in str(refused.value) or said in str(refused.value)
-    assert "dynamic_shapes" in str(refused.value)
+        stage(*inputs)
+    assert refused.value.name == name
 
 
 @pytest.mark.parametrize("rows", [3, 9])
@@ -132,15 +130,13 @@ def test_sizes_that_may_vary_do(stage: Any, rows: int) -> None:
 
 
 def test_compare_and_calibrate_name_the_batch() -> None:
-    model = prepared(program())
-    with pytest.raises(
-        qompose.errors.CalibrationError, match=r"batch 2 does not fit the model: the input x"
-    ):
-        qompose.calibrate(model, [INPUTS, WRONG["exported for x.shape[0] <= 9"]])
-    with pytest.raises(
-        qompose.errors.CalibrationError, match=r"input 1 does not fit the model: the input x"
-    ):
-        qompose.compare(program(), model, [WRONG["exported for x.shape[0] <= 9"]])
+    model, (wrong, _) = prepared(program()), WRONG["too many rows"]
+    with pytest.raises(BatchError) as refused:
+        qompose.calibrate(model, [INPUTS, wrong])
+    assert refused.value.number == 2
+    with pytest.raises(BatchError) as refused:
+        qompose.compare(program(), model, [wrong])
+    assert refused.value.number == 1
 
 
 def accepted(model: Any, *inputs: Any) -> bool:
@@ -183,11 +179,11 @@ class Halves(nn.Module):
         return x.view(-1, 2, 3).sum(1)
 
 
-@pytest.mark.parametrize(("rows", "fits"), [(2, True), (4, True), (6, True), (3, False)])
-def test_what_export_assumes_of_zero_and_one_is_no_condition(rows: int, fits: bool) -> None:
+def test_what_export_assumes_of_zero_and_one_is_no_condition() -> None:
     """torch refuses two rows here, because half of them is one."""
     model = prepared(export(Halves(), randn(8, 3), dynamic_shapes=({0: Dim.DYNAMIC},)))
-    assert accepted(model, randn(rows, 3)) == fits
+    fits = [accepted(model, randn(rows, 3)) for rows in (2, 3, 4, 6)]
+    assert fits == [True, False, True, True]
 
 
 def test_a_number_that_varies() -> None:
@@ -213,7 +209,7 @@ class TestFiles:
         ],
     )
     def test_what_is_no_condition_never_becomes_source(self, data: Any) -> None:
-        with pytest.raises(ValueError, match="expected a condition on 2 inputs"):
+        with pytest.raises(ValueError, match="condition"):
             read_tree(data, 2)
 
     def test_source(self) -> None:
@@ -224,8 +220,3 @@ class TestFiles:
 def test_symbolic_tracing_passes() -> None:
     traced = torch.fx.symbolic_trace(converted(program()), concrete_args=None)
     assert traced(*INPUTS).shape == (4, 4)
-
-
-def test_placeholders_without_examples_are_not_checked() -> None:
-    graph = torch.fx.symbolic_trace(nn.Linear(3, 4)).graph
-    assert not list(input_checks(graph.find_nodes(op="placeholder")).lines(["x"]))

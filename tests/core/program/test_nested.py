@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-import io
 import warnings
 from collections.abc import Callable, Iterator
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -14,20 +14,15 @@ import qompose
 import torch
 from qompose.program.control_flow import graphs_in, nodes_in
 from qompose.program.graph import module_path
-from qompose.spec import SharedQuantizationSpec, qdq
+from qompose.spec import qdq
 from torch import Tensor, nn
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
-from tests.core.preparation.test_zoo import fingerprint
 from tests.core.toy import (
     CONV,
-    INT8,
     LINEAR,
     STATIC,
-    WEIGHT,
-    Annotator,
-    annotate,
     claimed,
     export,
     groups_of,
@@ -38,11 +33,9 @@ from tests.core.toy import (
     sqnr,
     toy,
 )
-from tests.sampling import one_of
 from tests.zoo import ZooModel, by_name, tagged
 
 MODELS = tagged("control_flow")
-DYNAMIC = tuple(model for model in MODELS if model.dynamic_shapes)
 PRODUCTS = {torch.ops.aten.linear.default, torch.ops.aten.conv2d.default}
 NEVER_CALLED = ("cond_weight_outside", "mixed_regions")
 """No batch here takes one of their branches; export with `strict=True` of autocast fails in torch."""
@@ -50,6 +43,16 @@ BOUNDS = {"map_rows": 18, "branches": 28}
 """For others 30 dB. What these two add up nearly cancels."""
 KERNEL_BOUNDS = {"autocast": 35, "autocast_off": 35}
 """For others 100 dB. The kernel is exact where what it replaces computes in bfloat16."""
+
+
+FULL = pytest.mark.full
+COVERING = ("cond_nested", "cond_conv", "cond_shared_weight", "loop", "scan_cell", "map_rows")
+REGIONS = ("no_grad_region", "autocast", "cond_weight_outside")
+
+
+def of(*names: str) -> list[Any]:
+    """All models, those of other names for the full run."""
+    return [pytest.param(m, marks=() if m.name in names else FULL, id=m.name) for m in MODELS]
 
 
 @pytest.fixture(autouse=True)
@@ -95,25 +98,45 @@ def calibrated(program: Any, model: ZooModel) -> GraphModule:
     return prepared
 
 
-def converted(model: ZooModel, **options: Any) -> GraphModule:
-    prepared = calibrated(model.export(**options), model)
+def converted(model: ZooModel, dynamic: bool = False) -> GraphModule:
+    return _converted(model.name, dynamic)
+
+
+@cache
+def _calibrated(name: str, dynamic: bool) -> GraphModule:
+    model = by_name(name)
+    return calibrated(model.export(dynamic=dynamic), model)
+
+
+@cache
+def _converted(name: str, dynamic: bool) -> GraphModule:
+    model, prepared = by_name(name), _calibrated(name, dynamic)
     return qompose.convert_pt2e(prepared, allow_uncalibrated=model.name in NEVER_CALLED)
 
 
 MODES = [
-    (model, strict, grad)
+    pytest.param(model, strict, grad, marks=() if quick else FULL)
     for model in MODELS
-    for strict in (False, True)
-    for grad in (False, True)
+    for strict, grad in product((False, True), repeat=2)
     if not (strict and model.name.startswith("autocast"))
+    for quick in [
+        model.name in ("cond_nested", "loop")
+        if strict and grad
+        else model.name in COVERING + REGIONS and not (strict or grad)
+    ]
 ]
 
 
-@pytest.mark.parametrize(("model", "strict", "grad"), one_of(3, MODES), ids=str)
+@pytest.mark.parametrize(("model", "strict", "grad"), MODES, ids=str)
 def test_all_products_inside_become_integers(model: ZooModel, strict: bool, grad: bool) -> None:
     with torch.set_grad_enabled(grad):
-        program = torch.export.export(model.build(), model.inputs(), strict=strict)
-    prepared = calibrated(program, model)
+        program = (
+            torch.export.export(model.build(), model.inputs(), strict=True)
+            if strict
+            else model.export()
+        )
+    again = strict or grad
+    prepared = calibrated(program, model) if again else _calibrated(model.name, False)
     inside = [node for node in nodes_in(prepared) if node.target in PRODUCTS]
     assert {name for nodes in claimed(prepared).values() for name in nodes} >= {
         node.name for node in inside
@@ -134,8 +157,10 @@ def test_all_products_inside_become_integers(model: ZooModel, strict: bool, grad
     assert same(run(quantized, inputs), run(quantized, inputs, grad=True))
 
 
-@pytest.mark.parametrize("model", [m for m in MODELS if m.name not in NEVER_CALLED], ids=str)
+@pytest.mark.parametrize("model", of(*COVERING))
 def test_integers_are_stored_once_and_under_the_module_path(model: ZooModel) -> None:
+    if model.name in NEVER_CALLED:
+        pytest.skip("a part of it stays in float")
     quantized = converted(model)
     paths = {module_path(node) for node in nodes_in(quantized) if node.target in PRODUCTS}
     state = quantized.state_dict()
@@ -147,7 +172,7 @@ def test_integers_are_stored_once_and_under_the_module_path(model: ZooModel) -> 
         assert not body.state_dict(), "bodies get all tensors as operands, as torch exports them"
 
 
-@pytest.mark.parametrize("model", MODELS, ids=str)
+@pytest.mark.parametrize("model", of(*COVERING, *REGIONS))
 def test_kernels_stand_in_bodies_and_compute_the_same(model: ZooModel) -> None:
     prepared = prepare(model.export(), toy(LINEAR))
     for batch in batches(model):
@@ -168,24 +193,10 @@ def test_kernels_stand_in_bodies_and_compute_the_same(model: ZooModel) -> None:
     assert same(run(lowered, model.inputs()), run(lowered, model.inputs(), grad=True))
 
 
-@pytest.mark.parametrize(
-    ("model", "stage"), one_of(3, [*product(MODELS, ("converted", "lowered"))]), ids=str
-)
-def test_the_result_is_exported_and_saved_again(model: ZooModel, stage: str) -> None:
-    result: Any = converted(model)
-    if stage == "lowered":
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", qompose.QomposeWarning)  # no kernel for convolutions
-            result = qompose.lower(result)
-    file = io.BytesIO()
-    torch.export.save(torch.export.export(result, model.inputs()), file)
-    file.seek(0)
-    loaded = torch.export.load(file).module()
-    assert same(run(result, model.inputs()), run(loaded, model.inputs()))
-
-
-@pytest.mark.parametrize("model", DYNAMIC, ids=str)
+@pytest.mark.parametrize("model", of("cond_nested", "no_grad_region"))
 def test_dynamic_dimensions_stay_dynamic(model: ZooModel) -> None:
+    if not model.dynamic_shapes:
+        pytest.skip("all its sizes are fixed")
     quantized = converted(model, dynamic=True)
     shapes = model.dynamic_shapes
     again = torch.export.export(quantized, model.inputs(), dynamic_shapes=shapes).module()
@@ -194,91 +205,6 @@ def test_dynamic_dimensions_stay_dynamic(model: ZooModel) -> None:
     for one, other in zip(expected, run(quantized, larger), strict=True):
         assert sqnr(one, other) > BOUNDS.get(model.name, 30)
     assert same(run(quantized, larger), run(again, larger))
-
-
-@pytest.mark.parametrize("model", MODELS, ids=str)
-def test_the_program_is_left_alone_and_can_be_prepared_again(model: ZooModel) -> None:
-    program = model.export()
-    before, code = fingerprint(program), [g.code for g in graphs_in(program.graph_module)]
-    results = []
-    for _ in range(2):
-        prepared = calibrated(program, model)
-        results.append(run(qompose.convert_pt2e(prepared, allow_uncalibrated=True), model.inputs()))
-    assert fingerprint(program) == before
-    assert [body.code for body in graphs_in(program.graph_module)] == code
-    assert same(*results)
-    assert len(plan_of(prepared).claims) > 0
-
-
-class Branches(nn.Module):
-    """In `yes` the input and output of the layer are its own: no other branch can calibrate them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.yes, self.no = nn.ModuleDict({"deep": nn.Linear(4, 4)}), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cond(x.sum() > 0, lambda x: self.yes["deep"](x.sin()).cos(), self.no, (x,))
-
-
-POSITIVE = randn(6, 4).abs()
-
-
-def test_a_branch_that_never_ran_is_named() -> None:
-    prepared = prepare(export(seeded(Branches()), POSITIVE), toy(LINEAR))
-    with pytest.warns(qompose.QomposeWarning, match="never saw data: no batch came there"):
-        qompose.calibrate(prepared, [-POSITIVE])
-    with pytest.raises(qompose.errors.UncalibratedError) as caught:
-        qompose.convert_pt2e(prepared)
-    assert len(caught.value.tensors) == 2
-    for tensor in caught.value.tensors:
-        assert "in yes.deep in true_graph_0 of cond (toy, rule linear)" in tensor
-
-
-def test_a_branch_that_never_ran_may_stay_in_float() -> None:
-    model = seeded(Branches())
-    prepared = prepare(export(model, POSITIVE), toy(LINEAR))
-    with pytest.warns(qompose.QomposeWarning, match="never saw data"):
-        qompose.calibrate(prepared, [-POSITIVE])
-    result = qompose.convert_pt2e(prepared, allow_uncalibrated=True)
-    rows = {r.module: r for r in qompose.report(result).rows if r.operator == "aten.linear"}
-    assert (rows["yes.deep"].state, rows["no"].state) == ("float", "simulated (Q/DQ)")
-    assert "never saw calibration data" in rows["yes.deep"].reason
-    assert torch.equal(result(POSITIVE), model(POSITIVE))
-    assert not torch.equal(result(-POSITIVE), model(-POSITIVE))
-    assert sqnr(model(-POSITIVE), result(-POSITIVE)) > 35
-    assert {"yes.deep.weight", "no.weight_q"} <= set(result.state_dict())
-
-
-STEP = "while_loop_body_graph_0"
-CELL = "scan_combine_graph_0"
-SHARED: dict[str, list[set[str]]] = {
-    # The value before the loop, and the one each iteration hands on, are read by the body's layer.
-    "loop_of_branches": [
-        {"getitem_1 -> linear",
-         f"{STEP}_true_graph_0_arg0_1 -> {STEP}_true_graph_0_linear",
-         f"output of {STEP}_true_graph_0_linear",
-         f"{STEP}_false_graph_0_arg0_1 -> {STEP}_false_graph_0_linear",
-         f"output of {STEP}_false_graph_0_linear"},
-        {"shared_weight -> linear", f"{STEP}_true_graph_0_shared_weight -> {STEP}_true_graph_0_linear"},
-    ],
-    # `before` makes the value that is carried, whose next value is a hyperbolic tangent: not claimed.
-    "loop": [{"output of linear", f"{STEP}_arg1_1 -> {STEP}_linear"}],
-    "cond_nested": [
-        {"true_graph_0_x -> true_graph_0_linear", "false_graph_0_x -> false_graph_0_linear"},
-        {"output of false_graph_0_linear", "output of true_graph_0_true_graph_0_linear_1",
-         "output of true_graph_0_false_graph_0_linear_1"},
-    ],
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "expected"), SHARED.items(), ids=SHARED)
-def test_one_tensor_under_names_in_and_out_of_bodies_has_one_scale(
-    name: str, expected: list[set[str]]
-) -> None:
-    groups = groups_of(prepare(by_name(name).export(), toy(LINEAR)))
-    for group in expected:
-        assert frozenset(group) in groups
 
 
 class Carried(nn.Module):
@@ -352,50 +278,19 @@ SELECTORS: dict[str, tuple[Callable[[Any], Any], set[str]]] = {
 }
 
 
-@pytest.mark.parametrize("strict", [False, True], ids=["default", "strict"])
-@pytest.mark.parametrize(("select", "taken"), SELECTORS.values(), ids=SELECTORS)
-def test_selectors_reach_operators_in_bodies(select: Any, taken: set[str], strict: bool) -> None:
-    model = by_name("cond_nested")
-    program = torch.export.export(model.build(), model.inputs(), strict=strict)
+@pytest.mark.parametrize("name", SELECTORS)
+def test_selectors_reach_operators_in_bodies(name: str) -> None:
+    model, (select, taken) = by_name("cond_nested"), SELECTORS[name]
+    program = (
+        torch.export.export(model.build(), model.inputs(), strict=True)
+        if name == "module type"
+        else model.export()
+    )
     report = qompose.report(prepare(program, select(toy(LINEAR))))
     rows = {row.module: row for row in report.rows if row.operator == "aten.linear"}
     assert set(rows) == {"first", "low", "no", "high"}
     assert {path for path, row in rows.items() if row.state == "observed"} == taken
     assert {row.macs for row in rows.values()} == {4 * 6 * 6}
-    assert not any("matches no" in note or "occurs nowhere" in note for note in report.notes)
+    assert not report.notes
     if taken:
         prepare(program, select(toy(LINEAR)), strict=True)
-
-
-def test_convolutions_in_bodies_have_their_type_and_path() -> None:
-    quantizer = toy(CONV).set_object_type(nn.Conv2d, None)
-    rows = qompose.report(prepare(by_name("cond_conv").export(), quantizer)).rows
-    found = {row.module: (row.state, row.macs) for row in rows if row.operator == "aten.conv2d"}
-    assert found == {"wide.0": ("float", 2 * 4 * 36 * 27), "narrow": ("float", 2 * 4 * 36 * 3)}
-
-
-def wants_linear(node: Node) -> None:
-    """Every layer shares its output's parameters with its input."""
-    if node.target is torch.ops.aten.linear.default:
-        x, weight = node.args[:2]
-        edge = SharedQuantizationSpec((x, node))
-        annotate(node, {x: INT8, weight: WEIGHT}, edge)  # type: ignore[dict-item]
-
-
-@pytest.mark.parametrize("name", ["cond_nested", "scan_cell", "map_rows", "no_grad_method", "loop"])
-def test_quantizers_that_annotate_see_bodies(name: str) -> None:
-    model = by_name(name)
-    prepared = prepare(model.export(), Annotator(wants_linear, "foreign"))
-    linears = [n.name for n in nodes_in(prepared) if n.target is torch.ops.aten.linear.default]
-    assert sorted(c.anchor for c in plan_of(prepared).claims) == sorted(linears)
-    for group in groups_of(prepared):
-        outputs = {p.removeprefix("output of ") for p in group if p.startswith("output of ")}
-        assert outputs <= {p.partition(" -> ")[2] for p in group}, "shared with the input"
-    assert same(run(model.export().module(), model.inputs()), run(prepared, model.inputs()))
-    for batch in batches(model):
-        prepared(*batch)
-    result = qompose.convert_pt2e(prepared)
-    for one, other in zip(
-        run(model.build(), model.inputs()), run(result, model.inputs()), strict=True
-    ):
-        assert sqnr(one, other) > BOUNDS.get(name, 25)

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import re
-import warnings
 from typing import Any
 
 import pytest
@@ -29,7 +27,6 @@ from tests.core.toy import (
     LINEAR,
     NullQuantizer,
     OperatorPattern,
-    Pattern,
     export,
     operators,
     plan_of,
@@ -43,20 +40,17 @@ from tests.core.toy import (
 from tests.zoo import ZooModel, by_name, tagged
 
 aten = torch.ops.aten
+pytestmark = pytest.mark.filterwarnings("ignore:The tensor attributes .*_flat_weights")
 
 EXPECTED = {
-    "bn_conv_two_norms": ["(aten.conv2d in conv) is shared"] * 2,
-    "bn_conv_output_two_norms": ["has other consumers"] * 2,
-    "bn_conv_with_and_without": ["weight of conv2d (aten.conv2d in normed) is shared"],
-    "bn_conv_skip": ["conv2d (aten.conv2d in conv) has other consumers"],
-    "bn_linear_skip": ["linear (aten.linear in linear) has other consumers"],
-    "bn_linear_tied": ["weight of linear (aten.linear in linear) is shared"],
+    "bn_conv_two_norms": ["aten.conv2d in conv"] * 2,
+    "bn_conv_output_two_norms": ["aten.conv2d in conv"] * 2,
+    "bn_conv_with_and_without": ["weight of conv2d (aten.conv2d in normed)"],
+    "bn_conv_skip": ["conv2d (aten.conv2d in conv)"],
+    "bn_linear_skip": ["linear (aten.linear in linear)"],
+    "bn_linear_tied": ["weight of linear (aten.linear in linear)"],
 }
-"""Why each batch norm of the zoo's `fold` models must stay."""
-
-
-def test_all_fold_models_of_the_zoo_are_listed_here() -> None:
-    assert {model.name for model in tagged("fold")} == set(EXPECTED)
+"""What keeps each batch norm of the zoo's `fold` models from being folded."""
 
 
 @pytest.mark.parametrize("quantizer", [toy(CONV, LINEAR), NullQuantizer()], ids=["toy", "null"])
@@ -76,7 +70,13 @@ def test_obstacles_are_reported_and_nothing_is_folded(
 
 
 @pytest.mark.parametrize(
-    ("name", "folded"), [("conv_bn_relu", 2), ("mlp_bn", 2), ("resnet18", 8), ("shared_conv", 0)]
+    ("name", "folded"),
+    [
+        ("conv_bn_relu", 2),
+        ("mlp_bn", 2),
+        pytest.param("resnet18", 8, marks=pytest.mark.full),
+        ("shared_conv", 0),
+    ],
 )
 def test_benign_batch_norms_are_folded_and_listed(name: str, folded: int) -> None:
     model = by_name(name)
@@ -88,77 +88,51 @@ def test_benign_batch_norms_are_folded_and_listed(name: str, folded: int) -> Non
     assert operators(prepared)["batch_norm"] == before - len(rewrites)
     with torch.no_grad():
         assert sqnr(program.module()(*inputs), prepared(*inputs)) > 100
-    listed = qompose.report(prepared).rewrites
-    assert all("fold_batch_norm: " in line and "batch_norm" in line for line in listed)
-    assert len(listed) == len(rewrites)
+    assert len(qompose.report(prepared).rewrites) == len(rewrites)
     claim_of = {operator.name: operator.claim for operator in plan_of(prepared).operators}
     for rewrite in rewrites:
         (piece,) = rewrite.pieces
         assert {claim_of[name] for name in rewrite.nodes} == {claim_of[piece]} != {None}
-    untouched = prepare(program, NullQuantizer())
-    assert plan_of(untouched).rewrites == ()
-    with torch.no_grad():
-        assert torch.equal(untouched(*inputs), program.module()(*inputs))
 
 
 def test_folding_is_undone_where_no_claim_covers_it() -> None:
     model = by_name("conv_bn_relu")
-    program, inputs = model.export(), model.inputs()
+    program = model.export()
     path = plan_of(prepare(program, toy(CONV))).operators[0].module
     some = prepare(program, toy(CONV).set_module_name(path, None))
     everything = plan_of(prepare(program, toy(CONV))).rewrites
     assert len(plan_of(some).rewrites) == len(everything) - 1
-    none = prepare(program, NullQuantizer())
-    with torch.no_grad():
-        assert torch.equal(none(*inputs), program.module()(*inputs))
-
-
-class ConvNorm(nn.Module):
-    """A convolution or linear layer under a batch norm whose statistics are not trivial."""
-
-    def __init__(self, layer: nn.Module, norm: nn.Module) -> None:
-        super().__init__()
-        self.layer, self.norm = layer, norm
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.layer(x))
 
 
 def trained(layer: nn.Module, norm: nn.Module) -> nn.Module:
-    model = seeded(ConvNorm(layer, norm))
+    model = seeded(nn.Sequential(layer, norm))
     if norm.running_mean is not None:
         norm.running_mean.copy_(randn(norm.num_features, seed=1))
         norm.running_var.copy_(randn(norm.num_features, seed=2).square() + 0.5)
     return model
 
 
-FOLDS = [
-    pytest.param(nn.Conv1d(2, 4, 3), nn.BatchNorm1d(4), (3, 2, 8), id="conv1d"),
-    pytest.param(nn.Conv2d(2, 4, 3, bias=False), nn.BatchNorm2d(4), (3, 2, 8, 8), id="no bias"),
-    pytest.param(nn.Conv2d(4, 4, 3, groups=2), nn.BatchNorm2d(4), (3, 4, 8, 8), id="grouped"),
-    pytest.param(
-        nn.Conv2d(2, 4, 3, padding="same"), nn.BatchNorm2d(4), (3, 2, 8, 8), id="padding same"
+FOLDS = {
+    "conv1d": (nn.Conv1d(2, 4, 3), nn.BatchNorm1d(4), (3, 2, 8)),
+    "no bias": (nn.Conv2d(2, 4, 3, bias=False), nn.BatchNorm2d(4), (3, 2, 8, 8)),
+    "grouped": (nn.Conv2d(4, 4, 3, groups=2), nn.BatchNorm2d(4), (3, 4, 8, 8)),
+    "padding same": (nn.Conv2d(2, 4, 3, padding="same"), nn.BatchNorm2d(4), (3, 2, 8, 8)),
+    "conv3d": (nn.Conv3d(2, 4, 2), nn.BatchNorm3d(4), (2, 2, 4, 4, 4)),
+    "transposed": (nn.ConvTranspose2d(2, 4, 3), nn.BatchNorm2d(4), (3, 2, 5, 5)),
+    "linear": (nn.Linear(3, 4), nn.BatchNorm1d(4), (5, 3)),
+    "plain": (nn.Linear(3, 4, bias=False), nn.BatchNorm1d(4, affine=False), (5, 3)),
+    "large eps": (nn.Conv2d(2, 4, 1), nn.BatchNorm2d(4, eps=0.3), (3, 2, 4, 4)),
+}
+OBSTACLES = {
+    "linear over rows": (nn.Linear(3, 4), nn.BatchNorm1d(5), (2, 5, 3)),
+    "grouped": (nn.ConvTranspose2d(4, 4, 3, groups=2), nn.BatchNorm2d(4), (3, 4, 5, 5)),
+    "no statistics": (
+        nn.Conv2d(2, 4, 1),
+        nn.BatchNorm2d(4, track_running_stats=False),
+        (3, 2, 4, 4),
     ),
-    pytest.param(nn.Conv3d(2, 4, 2), nn.BatchNorm3d(4), (2, 2, 4, 4, 4), id="conv3d"),
-    pytest.param(nn.ConvTranspose2d(2, 4, 3), nn.BatchNorm2d(4), (3, 2, 5, 5), id="transposed"),
-    pytest.param(nn.Linear(3, 4), nn.BatchNorm1d(4), (5, 3), id="linear"),
-    pytest.param(nn.Linear(3, 4, bias=False), nn.BatchNorm1d(4, affine=False), (5, 3), id="plain"),
-    pytest.param(nn.Conv2d(2, 4, 1), nn.BatchNorm2d(4, eps=0.3), (3, 2, 4, 4), id="large eps"),
-]
-OBSTACLES = [
-    pytest.param(nn.Linear(3, 4), nn.BatchNorm1d(5), (2, 5, 3), "features", id="linear over rows"),
-    pytest.param(
-        nn.ConvTranspose2d(4, 4, 3, groups=2), nn.BatchNorm2d(4), (3, 4, 5, 5), "grouped",
-        id="grouped transposed",
-    ),
-    pytest.param(
-        nn.Conv2d(2, 4, 1), nn.BatchNorm2d(4, track_running_stats=False), (3, 2, 4, 4),
-        "training mode|running statistics", id="no statistics",
-    ),
-    pytest.param(
-        nn.Conv1d(4, 4, 3, padding=1), nn.BatchNorm1d(4), (4, 4), "", id="unbatched convolution"
-    ),
-]  # fmt: skip
+    "unbatched convolution": (nn.Conv1d(4, 4, 3, padding=1), nn.BatchNorm1d(4), (4, 4)),
+}
 
 
 def candidates(model: nn.Module, x: Tensor, wanted: str) -> Any:
@@ -166,7 +140,7 @@ def candidates(model: nn.Module, x: Tensor, wanted: str) -> Any:
     return module, find_rewrites(module, {wanted})
 
 
-@pytest.mark.parametrize(("layer", "norm", "shape"), FOLDS)
+@pytest.mark.parametrize(("layer", "norm", "shape"), FOLDS.values(), ids=FOLDS)
 def test_a_fold_changes_rounding_alone(
     layer: nn.Module, norm: nn.Module, shape: tuple[int, ...]
 ) -> None:
@@ -182,13 +156,12 @@ def test_a_fold_changes_rounding_alone(
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-@pytest.mark.parametrize(("layer", "norm", "shape", "reason"), OBSTACLES)
+@pytest.mark.parametrize(("layer", "norm", "shape"), OBSTACLES.values(), ids=OBSTACLES)
 def test_what_would_change_more_is_not_folded(
-    layer: nn.Module, norm: nn.Module, shape: tuple[int, ...], reason: str
+    layer: nn.Module, norm: nn.Module, shape: tuple[int, ...]
 ) -> None:
     _, (candidate,) = candidates(trained(layer, norm), randn(*shape), FOLD_BATCH_NORM)
     assert candidate.obstacle
-    assert re.search(reason, candidate.obstacle)
 
 
 class Computed(nn.Module):
@@ -213,31 +186,13 @@ class Computed(nn.Module):
         return y
 
 
-@pytest.mark.parametrize(
-    ("kind", "reason"),
-    [("bias", "mul .*is computed"), ("scale", "mul .*is computed"), ("mean", "writes to mean")],
-)
-def test_computed_and_written_parameters_are_not_folded(kind: str, reason: str) -> None:
+@pytest.mark.parametrize(("kind", "named"), [("bias", "mul"), ("scale", "mul"), ("mean", "mean")])
+def test_computed_and_written_parameters_are_not_folded(kind: str, named: str) -> None:
     x = randn(2, 2, 3, 3)
     _, (candidate,) = candidates(seeded(Computed(kind)), x, FOLD_BATCH_NORM)
-    assert re.search(reason, candidate.obstacle)
+    assert named in candidate.obstacle
     _, (plain,) = candidates(seeded(Computed("")), x, FOLD_BATCH_NORM)
     assert plain.obstacle is None
-
-
-def _transposed(input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return F.conv_transpose2d(input, weight, bias)
-
-
-def test_a_folded_transposed_convolution_is_quantized_along_its_own_channels() -> None:
-    model, x = trained(nn.ConvTranspose2d(2, 4, 3), nn.BatchNorm2d(4)), randn(3, 2, 5, 5)
-    shapes = ((1, 2, 4, 4), (2, 3, 1, 1), (3,))
-    transposed = rule(
-        "t", Pattern(_transposed, shapes, (("op", aten.conv_transpose2d.input),)), weight="weight"
-    )
-    prepared = prepare(export(model, x), toy(transposed))
-    assert [r.name for r in plan_of(prepared).rewrites] == [FOLD_BATCH_NORM]
-    assert sqnr(model(x), prepared(x)) > 100
 
 
 class ScalarSum(nn.Module):
@@ -250,7 +205,6 @@ def test_scalars_become_tensors_where_a_claim_wants_them() -> None:
     program = export(ScalarSum(), x)
     plain = prepare(program, toy(ADD))
     assert plan_of(plain).claims == ()
-    assert "number" in next(o.reason for o in plan_of(plain).operators if o.name == "add")
     wanting = toy(ADD, rewrites=(SCALAR_TO_TENSOR,))
     prepared = prepare(program, wanting)
     assert plan_of(prepared).rewrites == (Rewrite(SCALAR_TO_TENSOR, ("add",), ("add",)),)
@@ -259,19 +213,15 @@ def test_scalars_become_tensors_where_a_claim_wants_them() -> None:
     assert mul.args[1] == 3, "nobody claims the product"
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-def test_scalars_beside_integers_stay(dtype: torch.dtype) -> None:
-    x = torch.arange(4, dtype=dtype)
-    _, found = candidates(ScalarSum(), x.float(), SCALAR_TO_TENSOR)
-    assert len(found) == 2
-    every = rule("any", OperatorPattern((aten.add.Tensor,)), activations=("self", "other"))
-
+def test_scalars_beside_integers_stay() -> None:
     class Shift(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x + 2
 
-    prepared = prepare(export(Shift(), x), toy(every, rewrites=(SCALAR_TO_TENSOR,)))
-    assert prepared(x).dtype is dtype
+    x = torch.arange(4, dtype=torch.int32)
+    prepared = prepare(export(Shift(), x), toy(ADD, rewrites=(SCALAR_TO_TENSOR,)))
+    assert plan_of(prepared).rewrites == ()
+    assert prepared(x).dtype is torch.int32
     assert torch.equal(prepared(x), x + 2)
 
 
@@ -316,15 +266,6 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.second(x))))
 
 
-class Blocks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = Block(), Block()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.two(self.one(x))
-
-
 def moderate(model: nn.Module) -> nn.Module:
     """Weights that keep values of about one."""
     seeded(model)
@@ -341,16 +282,6 @@ def splitting(*rules: Any, name: str = "split_attention") -> qompose.RuleQuantiz
 def covered(prepared: Any) -> float:
     operators = plan_of(prepared).operators
     return sum(o.macs for o in operators if o.claim is not None) / sum(o.macs for o in operators)
-
-
-def check_untouched(program: Any, prepared: Any, *inputs: Tensor) -> None:
-    """The prepared program has the operators of the exported one and, with no observers, its results."""
-    assert plan_of(prepared).rewrites == ()
-    assert operators(prepared) == operators(program.graph_module)
-    with torch.no_grad():
-        references = tree_leaves(program.module()(*inputs))
-        for reference, actual in zip(references, tree_leaves(prepared(*inputs)), strict=True):
-            assert torch.equal(reference, actual)
 
 
 def test_most_of_a_transformer_block_is_annotated() -> None:
@@ -372,9 +303,7 @@ def test_most_of_a_transformer_block_is_annotated() -> None:
     ("name", "model", "shape"),
     [
         ("split_attention", Block(), (2, 5, WIDTH)),
-        ("split_layer_norm", Block(), (2, 5, WIDTH)),
         ("split_hardswish", nn.Sequential(nn.Linear(3, 3), nn.Hardswish()), (2, 3)),
-        ("split_cells", nn.Sequential(nn.Linear(3, 3), nn.GRUCell(3, 3)), (2, 3)),
         ("unroll_recurrent", nn.Sequential(nn.Linear(3, 3), nn.LSTM(3, 3)), (2, 2, 3)),
     ],
 )
@@ -382,36 +311,24 @@ def test_without_a_claimant_operators_stay_as_exported(
     name: str, model: nn.Module, shape: tuple[int, ...]
 ) -> None:
     x = randn(*shape)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The tensor attributes .*_flat_weights")
-        program = export(seeded(model), x)
+    program = export(seeded(model), x)
 
     class Asking(NullQuantizer):
         rewrites = (name,)
 
-    check_untouched(program, prepare(program, Asking()), x)
-    check_untouched(program, prepare(program, splitting(CONV, name=name)), x)
-
-
-def test_claims_on_other_operators_keep_nothing() -> None:
-    x = randn(2, 5, WIDTH)
-    program = export(moderate(Block()), x)
-    prepared = prepare(program, splitting(LINEAR, ADD))
-    assert plan_of(prepared).claims
-    assert operators(prepared)["scaled_dot_product_attention"] == 1
-    check_untouched_but_observed(program, prepared, x)
-
-
-def check_untouched_but_observed(program: Any, prepared: Any, x: Tensor) -> None:
-    assert plan_of(prepared).rewrites == ()
-    with torch.no_grad():
-        assert torch.equal(program.module()(x), prepared(x))
+    for quantizer in (Asking(), splitting(CONV, name=name)):
+        prepared = prepare(program, quantizer)
+        assert plan_of(prepared).rewrites == ()
+        assert operators(prepared) == operators(program.graph_module)
+        with torch.no_grad():
+            pairs = (tree_leaves(f(x)) for f in (program.module(), prepared))
+            assert all(map(torch.equal, *pairs))
 
 
 def test_each_site_is_kept_or_rolled_back_by_itself() -> None:
     x = randn(2, 5, WIDTH)
-    program = export(moderate(Blocks()), x)
-    quantizer = splitting(MATMUL).set_module_name("one", None)
+    program = export(moderate(nn.Sequential(Block(), Block())), x)
+    quantizer = splitting(MATMUL).set_module_name("0", None)
     prepared = prepare(program, quantizer)
     assert [r.nodes for r in plan_of(prepared).rewrites] == [("scaled_dot_product_attention_1",)]
     assert operators(prepared)["scaled_dot_product_attention"] == 1
@@ -447,9 +364,7 @@ def test_pieces_are_claimed_and_quantized(
     name: str, model: nn.Module, shape: tuple[int, ...], rules: Any, pieces: dict[str, int]
 ) -> None:
     x = randn(*shape)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The tensor attributes .*_flat_weights")
-        program = export(moderate(model), x)
+    program = export(moderate(model), x)
     prepared = prepare(program, splitting(*rules, name=name))
     assert [r.name for r in plan_of(prepared).rewrites] == [name]
     assert pieces.items() <= operators(prepared).items()
@@ -459,26 +374,3 @@ def test_pieces_are_claimed_and_quantized(
         references, actuals = (tree_leaves(f(x)) for f in (program.module(), converted))
     for reference, actual in zip(references, actuals, strict=True):
         assert sqnr(reference, actual) > 25
-
-
-class Cells(nn.Module):
-    """A cell inside a branch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell = nn.GRUCell(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cond(x.sum() > 0, lambda y: self.cell(y), lambda y: y * 2, (x,))
-
-
-@pytest.mark.parametrize("rules", [(LINEAR,), (CONV,)], ids=["claimed", "rolled back"])
-def test_pieces_inside_a_body(rules: Any) -> None:
-    x = randn(4, 8).abs()
-    program = export(moderate(Cells()), x)
-    prepared = prepare(program, splitting(*rules, name="split_cells"))
-    listed = [o for o in plan_of(prepared).operators if o.operator == "aten.linear"]
-    assert len(listed) == (2 if rules == (LINEAR,) else 0)
-    assert all(o.claim is not None and o.module == "cell" for o in listed)
-    with torch.no_grad():
-        assert sqnr(program.module()(x), prepared(x)) > 100

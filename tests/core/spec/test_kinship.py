@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from abc import ABC
 from collections.abc import Callable, Iterator
@@ -104,31 +103,3 @@ def test_a_class_that_is_not_abstract_is_left_alone(ours: type, other: ModuleTyp
     other.Base = type("Base", (), {})  # type: ignore[attr-defined]
     register_virtual_subclasses()
     assert not isinstance(ours(), other.Base)
-
-
-KIN = """
-import sys
-import qompose
-from qompose.spec import quantization_spec
-qompose.Quantizer, qompose.QuantizationSpec, qompose.observers.MinMaxObserver
-assert not [name for name in sys.modules if name.startswith("torchao")]
-for (module, name), cls in sorted(quantization_spec._unregistered.items()):
-    print(module.partition(".")[0], module.rpartition(".")[2], name, cls.__name__)
-"""
-
-
-def test_what_is_kin_of_what() -> None:
-    """In a process of its own, where nobody imported torchao: all of it is still to be done."""
-    done = subprocess.run([sys.executable, "-c", KIN], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [
-        "torch fake_quantize FakeQuantizeBase FakeQuantize",
-        "torchao fake_quantize FakeQuantizeBase FakeQuantize",
-        "torchao observer ObserverBase Observer",
-        "torchao quantizer DerivedQuantizationSpec DerivedQuantizationSpec",
-        "torchao quantizer FixedQParamsQuantizationSpec FixedQParamsQuantizationSpec",
-        "torchao quantizer QuantizationSpec QuantizationSpec",
-        "torchao quantizer QuantizationSpecBase QuantizationSpecBase",
-        "torchao quantizer Quantizer Quantizer",
-        "torchao quantizer SharedQuantizationSpec SharedQuantizationSpec",
-    ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -18,9 +19,8 @@ from qompose.observers import (
     MinMaxObserver,
     PerBlockMinMaxObserver,
     PerChannelMinMaxObserver,
-    PlaceholderObserver,
 )
-from qompose.spec import DerivedQuantizationSpec, FixedQParamsQuantizationSpec, qdq
+from qompose.spec import qdq
 from qompose.spec.qdq import QParams, integers_of, static_pair
 from torch import Tensor, nn
 
@@ -29,7 +29,6 @@ from tests.core.toy import (
     STATIC,
     Annotator,
     annotate,
-    convert,
     export,
     nodes_calling,
     prepare,
@@ -52,72 +51,9 @@ def in_blocks_of(*sizes: int, **facts: Any) -> QuantizationSpec:
     )
 
 
-PER_TOKEN = QuantizationSpec(
-    torch.int8, PlaceholderObserver, -128, 127, AFFINE, is_dynamic=True, block_size=(-1,)
-)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        pytest.param({"block_size": ()}, "not a tuple of positive sizes", id="no size"),
-        pytest.param({"block_size": 32}, "block_size=32 is not a tuple", id="a number"),
-        pytest.param({"block_size": (0,)}, "positive sizes", id="zero"),
-        pytest.param({"block_size": (4, -2)}, r"\(4, -2\)", id="negative"),
-        pytest.param({"block_size": (2.0,)}, "positive sizes", id="a float"),
-        pytest.param({"qscheme": torch.per_tensor_affine}, "not torch.per_tensor_affine", id="scheme"),
-        pytest.param(
-            {"qscheme": FLOAT_POINTS, "is_dynamic": True, "block_size": (-1,)},
-            "zero points at run time are integers", id="float zero points at run time",
-        ),
-        pytest.param({"qscheme": None}, "not None", id="no scheme"),
-        pytest.param({"is_dynamic": True}, r"block_size=\(-1,\) per token", id="dynamic groups"),
-        pytest.param(
-            {"is_dynamic": True, "block_size": (-1,)}, r"int8 \[-128, 127\]", id="4 bit tokens"
-        ),
-        pytest.param(
-            {"is_dynamic": True, "block_size": None, "ch_axis": 0}, "per tensor", id="dynamic channels"
-        ),
-        pytest.param({"dtype": torch.int64}, "dtype must be one of int8", id="a type torch refuses"),
-        pytest.param({"dtype": torch.int4}, "int8 with quant_min and quant_max", id="int4"),
-    ],
-)  # fmt: skip
-def test_impossible_specifications(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        replace(in_blocks_of(32), **change)
-
-
 def test_block_sizes_given_as_a_list_are_one_specification_with_those_of_a_tuple() -> None:
     assert replace(in_blocks_of(32), block_size=[32]) == in_blocks_of(32)
     assert hash(replace(in_blocks_of(32), block_size=[32])) == hash(in_blocks_of(32))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        pytest.param({"is_dynamic": True}, "cannot be dynamic", id="dynamic"),
-        pytest.param({"qscheme": AFFINE}, "are per tensor", id="per channel"),
-        pytest.param({"scale": float("inf")}, "scale must be positive", id="infinite"),
-        pytest.param({"scale": float("nan")}, "scale must be positive", id="NaN"),
-        pytest.param({"zero_point": 1.5}, "must be an integer", id="between two integers"),
-    ],
-)
-def test_impossible_fixed_parameters(change: dict[str, Any], message: str) -> None:
-    fixed = FixedQParamsQuantizationSpec(torch.uint8, 1 / 256, 0)
-    with pytest.raises(ConfigError, match=message):
-        replace(fixed, **change)
-
-
-@pytest.mark.parametrize(
-    ("facts", "message"),
-    [
-        pytest.param({"is_dynamic": True}, "cannot be dynamic", id="dynamic"),
-        pytest.param({"qscheme": SYMMETRIC}, "needs ch_axis", id="no axis"),
-    ],
-)
-def test_impossible_derived_parameters(facts: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        DerivedQuantizationSpec([], lambda observers: None, torch.int32, **facts)  # type: ignore[arg-type, return-value]
 
 
 SHAPES = [(6, 8), (4, 6, 4), (2, 4, 3, 2), (8,)]
@@ -208,7 +144,7 @@ def quantized(draw: Any) -> tuple[Tensor, QParams]:
     return x.to(draw(dtypes)), QParams(scale, zero_point, low, high, dtype, axis, kind == "block")
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(quantized(), st.sampled_from([1, 7, 2**18]))
 def test_folded_integers_are_the_operators_bit_for_bit(
     case: tuple[Tensor, QParams], chunk: int
@@ -226,7 +162,7 @@ def test_folded_integers_are_the_operators_bit_for_bit(
     assert torch.equal(folded, operated)
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(quantized(), st.sampled_from([torch.float32, torch.float16, torch.bfloat16]))
 def test_dequantize_gives_the_value_of_each_integer_in_the_models_type(
     case: tuple[Tensor, QParams], dtype: torch.dtype
@@ -250,16 +186,9 @@ def test_dequantize_gives_the_value_of_each_integer_in_the_models_type(
     assert bool((error <= 2 * torch.finfo(dtype).eps * expected.abs()).all())
 
 
-@pytest.mark.parametrize(
-    "x",
-    [
-        pytest.param(randn(6, 4), id="matrix"),
-        pytest.param(randn(4, 6).t(), id="transposed"),
-        pytest.param(randn(2, 4, 4, 4).to(memory_format=torch.channels_last), id="channels last"),
-    ],
-)
-def test_the_operators_of_blocks_keep_torchs_rules(x: Tensor) -> None:
+def test_the_operators_of_blocks_keep_torchs_rules() -> None:
     """Schema, example values with strides, dynamic shapes."""
+    x = randn(2, 4, 4, 4).to(memory_format=torch.channels_last)
     scale = torch.rand([n // 2 for n in x.shape]) + 0.1
     zeros = torch.zeros_like(scale, dtype=torch.int64)
     torch.library.opcheck(qdq.quantize_per_block, (x, scale, zeros, -8, 7, torch.int8))
@@ -283,6 +212,11 @@ INPUTS = randn(2, 4, 4, 4), torch.tensor([3, 5])
 TARGETS = {aten.conv2d.default: 1, aten.linear.default: 1, aten.embedding.default: 0}
 
 
+@cache
+def program() -> torch.export.ExportedProgram:
+    return export(seeded(Three()), *INPUTS)
+
+
 def weights(spec: QuantizationSpec, *targets: Any) -> Annotator:
     def annotate_node(node: torch.fx.Node) -> None:
         if node.target in (targets or TARGETS):
@@ -291,38 +225,26 @@ def weights(spec: QuantizationSpec, *targets: Any) -> Annotator:
     return Annotator(annotate_node)
 
 
-WEIGHTS = [  # bound: SQNR in dB, from 6 dB per bit less the headroom of a normal distribution
-    pytest.param(in_blocks_of(4, 1, 1), {"quantize_per_block": 3}, 12, id="across dimensions"),
-    pytest.param(in_blocks_of(1, 2), {"quantize_per_block": 1}, 14, id="rows of a kernel"),
-    pytest.param(in_blocks_of(4), {"quantize_per_channel_group": 2}, 14, id="int4 groups"),
-    pytest.param(
-        in_blocks_of(4, dtype=torch.uint8, quant_min=0, quant_max=15, qscheme=AFFINE),
-        {"quantize_per_channel_group": 2}, 18, id="uint4 affine groups",
+UINT4 = {"dtype": torch.uint8, "quant_min": 0, "quant_max": 15}
+WEIGHTS = {  # bound: SQNR in dB, from 6 dB per bit less the headroom of a normal distribution
+    "across dimensions": (in_blocks_of(4, 1, 1), "quantize_per_block", 1, 12),
+    "rows of a kernel": (in_blocks_of(1, 2), "quantize_per_block", 1, 14),
+    "uint4 groups with float zero points": (
+        in_blocks_of(4, **UINT4, qscheme=FLOAT_POINTS), "quantize_per_channel_group", 2, 18
     ),
-    pytest.param(
-        in_blocks_of(4, dtype=torch.uint8, quant_min=0, quant_max=15, qscheme=FLOAT_POINTS),
-        {"quantize_per_channel_group": 2}, 18, id="uint4 groups with float zero points",
+    "rectangles with float zero points": (
+        in_blocks_of(2, 4, **UINT4, qscheme=FLOAT_POINTS), "quantize_per_block", 2, 14
     ),
-    pytest.param(in_blocks_of(4, 4), {"quantize_per_block": 2}, 12, id="squares"),
-    pytest.param(
-        in_blocks_of(2, 4, dtype=torch.uint8, quant_min=0, quant_max=15, qscheme=FLOAT_POINTS),
-        {"quantize_per_block": 2}, 14, id="rectangles with float zero points",
+    "int8 groups": (
+        in_blocks_of(8, quant_min=-127, quant_max=127), "quantize_per_channel_group", 2, 38
     ),
-    pytest.param(
-        in_blocks_of(8, quant_min=-127, quant_max=127), {"quantize_per_channel_group": 2}, 38,
-        id="int8 groups",
-    ),
-]  # fmt: skip
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("spec", "operators", "bound"), WEIGHTS)
-def test_weights_in_blocks(spec: QuantizationSpec, operators: dict[str, int], bound: float) -> None:
-    ((name, number),) = operators.items()
-    targets = {1: [aten.conv2d.default], 2: list(TARGETS)[1:], 3: list(TARGETS)}[number]
-    if len(spec.block_size or ()) == 3:
-        targets = [aten.conv2d.default]
-    model = seeded(Three())
-    prepared = prepare(export(model, *INPUTS), weights(spec, *targets))
+@pytest.mark.parametrize(("spec", "name", "number", "bound"), WEIGHTS.values(), ids=WEIGHTS)
+def test_weights_in_blocks(spec: QuantizationSpec, name: str, number: int, bound: float) -> None:
+    targets = {1: [aten.conv2d.default], 2: list(TARGETS)[1:]}[number]
+    prepared = prepare(program(), weights(spec, *targets))
     converted = qompose.convert_pt2e(prepared)
     unfolded = qompose.convert_pt2e(prepared, fold_quantize=False)
     assert len(nodes_calling(converted, f"de{name}")) == len(targets)
@@ -334,55 +256,43 @@ def test_weights_in_blocks(spec: QuantizationSpec, operators: dict[str, int], bo
         assert tensor.dtype is spec.dtype
         assert spec.quant_min <= int(tensor.min()) and int(tensor.max()) <= spec.quant_max
         assert int(tensor.max()) == spec.quant_max, "the range is used"
-    assert bound < sqnr(model(*INPUTS), converted(*INPUTS)) < bound + 18
+    assert bound < sqnr(seeded(Three())(*INPUTS), converted(*INPUTS)) < bound + 18
 
 
-@pytest.mark.parametrize("spec", [in_blocks_of(2), in_blocks_of(2, 2)], ids=["groups", "squares"])
-def test_models_with_blocks_are_exported_and_saved(spec: QuantizationSpec, tmp_path: Any) -> None:
-    converted = convert(export(seeded(Three()), *INPUTS), weights(spec), *INPUTS)
-    again = torch.export.export(converted, INPUTS)
-    torch.export.save(again, tmp_path / "model.pt2")
-    loaded = torch.export.load(tmp_path / "model.pt2").module()
-    assert torch.equal(loaded(*INPUTS), converted(*INPUTS))
-
-
+CHANNELS = QuantizationSpec(torch.int8, PerChannelMinMaxObserver, -127, 127, SYMMETRIC, ch_axis=2)
 REFUSED = [
-    pytest.param(in_blocks_of(5), "conv_weight -> conv2d .*scribe.*do not divide", id="groups"),
-    pytest.param(in_blocks_of(3, 3), r"conv_weight -> conv2d .*\(4, 4, 2, 2\)", id="squares"),
-    pytest.param(in_blocks_of(1, 1, 4, 2, 1), "has more dimensions", id="too many dimensions"),
-    pytest.param(
-        QuantizationSpec(torch.int8, PerChannelMinMaxObserver, -127, 127, SYMMETRIC, ch_axis=2),
-        r"linear_weight -> linear .*\(8, 16\) has no dimension 2", id="no such channel",
-    ),
-    pytest.param(
-        replace(in_blocks_of(2), observer_or_fake_quant_ctr=MinMaxObserver),
-        r"no observer can be made for int8 \[-8, 7\].*per-block \(2,\)", id="an observer without blocks",
-    ),
-]  # fmt: skip
+    (in_blocks_of(5), "conv_weight -> conv2d .*scribe"),
+    (in_blocks_of(3, 3), "conv_weight -> conv2d "),
+    (in_blocks_of(1, 1, 4, 2, 1), "conv_weight"),
+    (CHANNELS, "linear_weight -> linear "),
+    (replace(in_blocks_of(2), observer_or_fake_quant_ctr=MinMaxObserver), "per-block"),
+]
 
 
-@pytest.mark.parametrize(("spec", "message"), REFUSED)
+@pytest.mark.parametrize(
+    ("spec", "named"), REFUSED, ids=["groups", "squares", "dimensions", "axis", "observer"]
+)
 def test_what_does_not_fit_a_tensor_is_refused_when_it_is_prepared(
-    spec: QuantizationSpec, message: str
+    spec: QuantizationSpec, named: str
 ) -> None:
     quantizer = weights(spec)
     quantizer.label = "scribe"
-    with pytest.raises(ConfigError, match=message):
-        prepare(export(seeded(Three()), *INPUTS), quantizer)
+    with pytest.raises(ConfigError, match=named):
+        prepare(program(), quantizer)
 
 
 def test_rules_name_the_weight_that_blocks_do_not_divide() -> None:
     config = QuantizationConfig(None, None, in_blocks_of(5))
-    prepared = prepare(export(seeded(Three()), *INPUTS), toy(LINEAR, config=config))
+    prepared = prepare(program(), toy(LINEAR, config=config))
     (linear,) = qompose.report(prepared).why("linear")
     assert linear.state == "float"
-    assert "weight (linear_weight): blocks of (5,) do not divide a tensor of shape" in linear.reason
+    assert "linear_weight" in linear.reason
 
 
 def test_what_is_computed_has_no_static_blocks() -> None:
     config = QuantizationConfig(in_blocks_of(4), None, STATIC.weight)
-    with pytest.raises(ConfigError, match=r"flatten|add -> linear.*is for parameters"):
-        prepare(export(seeded(Three()), *INPUTS), toy(LINEAR, config=config))
+    with pytest.raises(ConfigError, match=r"flatten|add -> linear"):
+        prepare(program(), toy(LINEAR, config=config))
 
 
 @pytest.mark.parametrize("blocks", [False, True])
@@ -395,4 +305,3 @@ def test_a_rule_says_whether_its_kernel_takes_blocks(blocks: bool) -> None:
     )
     objection = row.objection(QuantizationConfig(None, None, in_blocks_of(4)))
     assert (objection is None) is blocks
-    assert blocks or "blocks of (4,)" in str(objection)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,6 @@ from qompose.errors import SelectorError
 from torch import Tensor, nn
 
 from tests.core.toy import (
-    ADD,
     CONV,
     DYNAMIC,
     LINEAR,
@@ -96,17 +96,24 @@ def configs(quantizer: RuleQuantizer) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("order", [1, -1], ids=["as listed", "set in reverse"])
+NEIGHBOURS = [*itertools.pairwise(LEVELS)]
+FURTHER = [p for p in itertools.combinations(LEVELS, 2) if p not in NEIGHBOURS]
+
+
 @pytest.mark.parametrize("value", [None, DYNAMIC], ids=["None", "config"])
-@pytest.mark.parametrize(("lower", "higher"), list(itertools.combinations(LEVELS, 2)))
+@pytest.mark.parametrize(
+    ("lower", "higher"),
+    [*NEIGHBOURS, *(pytest.param(*pair, marks=pytest.mark.full) for pair in FURTHER)],
+)
 def test_the_more_specific_level_wins(
-    lower: str, higher: str, value: QuantizationConfig | None, order: int
+    lower: str, higher: str, value: QuantizationConfig | None
 ) -> None:
-    quantizer = silent()
     settings = [(lower, WEIGHT_ONLY), (higher, value)]
-    for level, config in settings[::order]:
-        LEVELS[level](quantizer, config)
-    assert configs(quantizer)["body.0.linear"] == ("float" if value is None else "dynamic")
+    for order in (1, -1):
+        quantizer = silent()
+        for level, config in settings[::order]:
+            LEVELS[level](quantizer, config)
+        assert configs(quantizer)["body.0.linear"] == ("float" if value is None else "dynamic")
 
 
 def test_all_levels_at_once() -> None:
@@ -125,93 +132,67 @@ def test_each_level_alone_reaches_what_it_names_and_nothing_else(level: str) -> 
     assert configs(quantizer) == {
         path: "dynamic" if path in REACHED[level] else "float" for path in PATHS
     }
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_the_report_names_the_selector(level: str) -> None:
-    quantizer = silent()
-    LEVELS[level](quantizer, DYNAMIC)
     row = qompose.report(prepare(PROGRAM, quantizer)).rows[0]
     assert row.selector.startswith(
         {"regex": "module name regex", "name": "module name"}.get(level, level)
     )
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_none_is_float_with_a_reason(level: str) -> None:
+EVERY: Callable[[Any], bool] = lambda node: True  # noqa: E731
+FEW: Callable[[Any], bool] = lambda node: node.name < "m"  # noqa: E731
+OVERLOAD = aten.linear.default
+SEQUENCES: dict[str, tuple[str, list[tuple[Any, Any, str]]]] = {
+    "the longer name": ("module_name", [("body", STATIC, "static"), ("body.0", None, "float")]),
+    "the longer name, first": (
+        "module_name", [("body.0", WEIGHT_ONLY, "weight-only"), ("body", STATIC, "weight-only")]
+    ),
+    "the later of one name": (
+        "module_name", [("body.0", STATIC, "static"), ("body.0", DYNAMIC, "dynamic")]
+    ),
+    "the later type": (
+        "object_type",
+        [(nn.Linear, WEIGHT_ONLY, "weight-only"), (OVERLOAD, DYNAMIC, "dynamic"),
+         (nn.Linear, PER_TENSOR, "per tensor")],
+    ),
+    "the later filter": (
+        "filter",
+        [(EVERY, WEIGHT_ONLY, "weight-only"), (FEW, DYNAMIC, "dynamic"), (EVERY, PER_TENSOR, "per tensor")],
+    ),
+}  # fmt: skip
+"""Settings of one level, with the configuration that body.0.linear has after each."""
+
+
+@pytest.mark.parametrize(("setter", "settings"), SEQUENCES.values(), ids=SEQUENCES)
+def test_within_a_level(setter: str, settings: list[tuple[Any, Any, str]]) -> None:
     quantizer = silent()
-    LEVELS[level](quantizer, None)
-    row = qompose.report(prepare(PROGRAM, quantizer)).rows[0]
-    assert (row.state, row.reason[:20]) == ("float", "toy: left in float b")
-
-
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        pytest.param(
-            [("body", STATIC), ("body.1", None)],
-            ["static", "float", "float"],
-            id="the longer path wins",
-        ),
-        pytest.param(
-            [("body.1", None), ("body", STATIC)],
-            ["static", "float", "float"],
-            id="whatever the order",
-        ),
-        pytest.param(
-            [("head", STATIC), ("head", DYNAMIC)],
-            ["float", "float", "dynamic"],
-            id="the later setting of one name wins",
-        ),
-    ],
-)
-def test_names(settings: Any, expected: list[str]) -> None:
-    quantizer = silent()
-    for name, config in settings:
-        quantizer.set_module_name(name, config)
-    assert list(configs(quantizer).values()) == expected
-
-
-@pytest.mark.parametrize(
-    ("setter", "first", "second"),
-    [
-        pytest.param("set_object_type", nn.Linear, aten.linear.default, id="types"),
-        pytest.param("set_filter", lambda node: True, lambda node: node.name < "m", id="filters"),
-    ],
-)
-def test_within_a_level_the_later_setting_wins(setter: str, first: Any, second: Any) -> None:
-    for one, other in ((first, second), (second, first)):
-        quantizer = silent()
-        getattr(quantizer, setter)(one, WEIGHT_ONLY)
-        getattr(quantizer, setter)(other, DYNAMIC)
-        assert configs(quantizer)["body.0.linear"] == "dynamic"
-        getattr(quantizer, setter)(one, PER_TENSOR)
-        assert configs(quantizer)["body.0.linear"] == "per tensor"
+    for key, config, expected in settings:
+        getattr(quantizer, f"set_{setter}")(key, config)
+        assert configs(quantizer)["body.0.linear"] == expected
 
 
 def test_of_regular_expressions_the_first_wins_as_in_a_qconfig_mapping() -> None:
     quantizer = silent()
-    quantizer.set_module_name_regex(r"body.*linear", WEIGHT_ONLY).set_module_name_regex(
-        "body.*", DYNAMIC
-    )
-    assert configs(quantizer)["body.0.linear"] == "weight-only"
-    quantizer.set_module_name_regex("body.*", STATIC)
-    assert configs(quantizer)["body.0.linear"] == "weight-only"
-    quantizer.set_module_name_regex(r"body.*linear", PER_TENSOR)  # it keeps its place
-    assert configs(quantizer)["body.0.linear"] == "per tensor"
+    for regex, config, expected in (
+        ("body.*linear", WEIGHT_ONLY, "weight-only"),
+        ("body.*", DYNAMIC, "weight-only"),
+        ("body.*", STATIC, "weight-only"),
+        ("body.*linear", PER_TENSOR, "per tensor"),  # it keeps its place
+    ):
+        quantizer.set_module_name_regex(regex, config)
+        assert configs(quantizer)["body.0.linear"] == expected
 
 
 @pytest.mark.parametrize(
     ("key", "reached"),
     [
-        pytest.param(Block, PATHS[:2], id="a module around the operator"),
-        pytest.param(nn.Linear, PATHS, id="the module itself"),
-        pytest.param(aten.linear.default, PATHS, id="an overload"),
-        pytest.param(aten.linear, PATHS, id="an operator"),
-        pytest.param(nn.functional.linear, PATHS, id="a function"),
-        pytest.param(aten.tanh.default, (), id="another operator"),
-        pytest.param(torch.tanh, (), id="another function"),
+        (Block, PATHS[:2]),
+        (aten.linear.default, PATHS),
+        (aten.linear, PATHS),
+        (nn.functional.linear, PATHS),
+        (aten.tanh.default, ()),
+        (torch.tanh, ()),
     ],
+    ids=["around", "overload", "operator", "function", "another operator", "another function"],
 )
 def test_types(key: Any, reached: tuple[str, ...]) -> None:
     quantizer = silent().set_object_type(key, DYNAMIC)
@@ -223,17 +204,17 @@ def test_types(key: Any, reached: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     ("regex", "reached"),
     [
-        pytest.param("body", PATHS[:2], id="a module around the operators"),
-        pytest.param(r"body\.1", PATHS[1:2], id="a module inside"),
-        pytest.param("bod", (), id="a part of a path"),
-        pytest.param("linear", (), id="the end of a path"),
-        pytest.param(".*", PATHS, id="everything"),
-        pytest.param(r"body\.", PATHS[:2], id="up to a dot, as in a qconfig mapping"),
-        pytest.param(r"(?!body\.0).*", PATHS[1:], id="looking ahead"),
-        pytest.param(r"(?i)BODY\.0", PATHS[:1], id="flags"),
-        pytest.param(r"head|body\.1", PATHS[1:], id="alternatives"),
-        pytest.param(r".*linear$", PATHS[:2], id="an end"),
-        pytest.param("", (), id="nothing"),
+        ("body", PATHS[:2]),
+        (r"body\.1", PATHS[1:2]),
+        ("bod", ()),
+        ("linear", ()),
+        (".*", PATHS),
+        (r"body\.", PATHS[:2]),  # as in a qconfig mapping
+        (r"(?!body\.0).*", PATHS[1:]),
+        (r"(?i)BODY\.0", PATHS[:1]),
+        (r"head|body\.1", PATHS[1:]),
+        (r".*linear$", PATHS[:2]),
+        ("", ()),
     ],
 )
 def test_a_regex_matches_up_to_the_end_of_a_modules_name(
@@ -252,10 +233,10 @@ def test_a_filter_function_narrows_everything() -> None:
 @pytest.mark.parametrize(
     ("name", "near"),
     [
-        ("body.0.lineer", "did you mean 'body.0.linear'"),
-        ("heed", "did you mean 'head'"),
-        ("something.else.entirely", "names no module"),
-        ("body.2", "did you mean"),
+        ("body.0.lineer", "'body.0.linear'"),
+        ("heed", "'head'"),
+        ("something.else.entirely", ""),
+        ("body.2", "'body.0'"),
     ],
 )
 def test_a_name_that_is_not_there_is_an_error_with_near_names(name: str, near: str) -> None:
@@ -264,26 +245,16 @@ def test_a_name_that_is_not_there_is_an_error_with_near_names(name: str, near: s
         prepare(PROGRAM, quantizer)
     assert repr(name) in str(caught.value)
     assert near in str(caught.value)
-    assert str(caught.value).startswith("toy: ")
 
 
 @pytest.mark.parametrize(
     ("setting", "note"),
     [
-        pytest.param(
-            lambda q: q.set_module_name_regex("tail.*", STATIC), "'tail.*' matches no", id="regex"
-        ),
-        pytest.param(
-            lambda q: q.set_object_type(nn.Conv2d, STATIC),
-            "Conv2d occurs nowhere",
-            id="module type",
-        ),
-        pytest.param(
-            lambda q: q.set_object_type(aten.conv2d, None),
-            "aten.conv2d occurs nowhere",
-            id="operator",
-        ),
+        (lambda q: q.set_module_name_regex("tail.*", STATIC), "'tail.*'"),
+        (lambda q: q.set_object_type(nn.Conv2d, STATIC), "Conv2d"),
+        (lambda q: q.set_object_type(aten.conv2d, None), "aten.conv2d"),
     ],
+    ids=["regex", "module type", "operator"],
 )
 def test_what_else_matches_nothing_is_a_note(setting: Any, note: str) -> None:
     quantizer = silent().set_global(STATIC)
@@ -294,76 +265,47 @@ def test_what_else_matches_nothing_is_a_note(setting: Any, note: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "message"),
+    "setting",
     [
-        pytest.param(lambda q: q.set_module_name_regex("(", STATIC), "regular expr", id="regex"),
-        pytest.param(lambda q: q.set_module_name_regex(b"x", STATIC), "as a string", id="bytes"),
-        pytest.param(lambda q: q.set_subgraph(3, "head", STATIC), "one at least", id="number"),
-        pytest.param(lambda q: q.set_object_type("linear", STATIC), "neither", id="a string"),
-        pytest.param(lambda q: q.set_object_type(int, STATIC), "neither", id="no module"),
-        pytest.param(
-            lambda q: q.set_object_type(len, STATIC),
-            "expected a function of torch",
-            id="not torch's",
-        ),
-        pytest.param(
-            lambda q: q.set_object_type(nn.functional.normalize, STATIC),
-            "no one aten operator",
-            id="no single operator",
-        ),
-        pytest.param(
-            lambda q: q.set_module_type(aten.linear, STATIC), "no torch.nn.Module", id="op"
-        ),
-        pytest.param(lambda q: q.set_operator_type(nn.Linear, STATIC), "no operator", id="module"),
-        pytest.param(lambda q: q.set_module_name("", STATIC), "set_global is for", id="empty name"),
-        pytest.param(lambda q: q.set_filter("linear", STATIC), "a function of a node", id="filter"),
-        pytest.param(
-            lambda q: q.set_filter_function(None), "a function of a node", id="filter function"
-        ),
-        pytest.param(lambda q: q.set_subgraph([], "head", STATIC), "one at least", id="subgraph"),
-        pytest.param(
-            lambda q: q.set_module_name_object_type_order("body", nn.Linear, -1, STATIC),
-            "not the number of a call",
-            id="negative call",
-        ),
+        lambda q: q.set_module_name_regex("(", STATIC),
+        lambda q: q.set_module_name_regex(b"x", STATIC),
+        lambda q: q.set_subgraph(3, "head", STATIC),
+        lambda q: q.set_subgraph([], "head", STATIC),
+        lambda q: q.set_object_type("linear", STATIC),
+        lambda q: q.set_object_type(int, STATIC),
+        lambda q: q.set_object_type(len, STATIC),
+        lambda q: q.set_object_type(nn.functional.normalize, STATIC),
+        lambda q: q.set_module_type(aten.linear, STATIC),
+        lambda q: q.set_operator_type(nn.Linear, STATIC),
+        lambda q: q.set_module_name("", STATIC),
+        lambda q: q.set_filter("linear", STATIC),
+        lambda q: q.set_filter_function(None),
+        lambda q: q.set_module_name_object_type_order("body", nn.Linear, -1, STATIC),
     ],
 )
-def test_senseless_selectors_are_refused_when_they_are_set(setting: Any, message: str) -> None:
-    with pytest.raises(SelectorError, match=message):
+def test_senseless_selectors_are_refused_when_they_are_set(setting: Any) -> None:
+    with pytest.raises(SelectorError):
         setting(silent())
 
 
-class Fused(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-        self.act = nn.ReLU()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.act(self.linear(x)) + 1.0
-
-
 @pytest.mark.parametrize(
-    ("act", "expected", "reason"),
+    ("act", "expected", "named"),
     [
-        pytest.param(STATIC, {"linear_relu": ("linear", "relu")}, "", id="the same"),
-        pytest.param(None, {"linear": ("linear",)}, "module name act gives relu float", id="float"),
-        pytest.param(
-            PER_TENSOR,
-            {"linear": ("linear",)},
-            "module name act gives relu per tensor",
-            id="another",
-        ),
+        (STATIC, {"linear_relu": ("linear", "relu")}, ""),
+        (None, {"linear": ("linear",)}, "module name act"),
+        (PER_TENSOR, {"linear": ("linear",)}, "module name act"),
     ],
+    ids=["the same", "float", "another"],
 )
 def test_the_anchor_decides_and_another_members_config_blocks(
-    act: Any, expected: Any, reason: str
+    act: Any, expected: Any, named: str
 ) -> None:
-    quantizer = toy(LINEAR_RELU, LINEAR, ADD).set_module_name("act", act)
-    prepared = prepare(export(seeded(Fused()), X), quantizer)
+    model = nn.Sequential(OrderedDict(linear=nn.Linear(3, 3), act=nn.ReLU()))
+    quantizer = toy(LINEAR_RELU, LINEAR).set_module_name("act", act)
+    prepared = prepare(export(seeded(model), X), quantizer)
     assert claimed(prepared) == expected
     row = next(row for row in qompose.report(prepared).rows if row.name == "relu")
-    assert reason in row.reason
+    assert named in row.reason
 
 
 @pytest.mark.parametrize("select", [
@@ -371,9 +313,7 @@ def test_the_anchor_decides_and_another_members_config_blocks(
     lambda q: q.set_module_type(nn.BatchNorm2d, None),
 ], ids=["name", "type"])  # fmt: skip
 def test_a_selector_on_a_batch_norm_keeps_it_from_being_folded(select: Any) -> None:
-    model = nn.Sequential()
-    model.add_module("conv", nn.Conv2d(2, 3, 1))
-    model.add_module("norm", nn.BatchNorm2d(3))
+    model = nn.Sequential(OrderedDict(conv=nn.Conv2d(2, 3, 1), norm=nn.BatchNorm2d(3)))
     x = torch.randn(2, 2, 4, 4)
     quantizer = qompose.ComposableQuantizer([select(toy(CONV))])
     report = qompose.report(prepare(export(model.eval(), x), quantizer))
@@ -382,4 +322,4 @@ def test_a_selector_on_a_batch_norm_keeps_it_from_being_folded(select: Any) -> N
         "aten.batch_norm": "float",
     }
     assert not report.rewrites
-    assert any("was not made" in note and "wants float" in note for note in report.notes)
+    assert any("batch_norm" in note for note in report.notes)
