@@ -121,8 +121,7 @@ def _replaced(converted: GraphModule, target: str) -> Step:
     )
     runtime = find_target(target, record)
     model = copy_graph_module(converted)
-    if runtime is not TORCH_TARGET:  # in the process, nothing asks for it
-        mark_operators(model, record.plan)
+    mark_operators(model, record.plan)
     sink_constants(model)  # a converted model has the form that torch exports: see hoist_constants
     fold_quantized_constants(model)  # those that fold_quantize=False left
     done, fallbacks, left = replace_regions(model, record, target)
