@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from torch.fx import GraphModule
 
 from qompose.algorithms.equalization import equalize
-from qompose.errors import UserError, blaming, locating
+from qompose.errors import MemberError, UserError, blaming, locating
 from qompose.plan.float_operators import reasons_of
 from qompose.plan.plan import Rewrite
 from qompose.program.changes import (
@@ -19,6 +19,7 @@ from qompose.program.changes import (
     Values,
     calls_of,
     changes,
+    misplaced,
 )
 from qompose.program.control_flow import body_labels, graphs_in, name_apart, nodes_in
 from qompose.program.graph import copy_graph_module, refresh, replace_nested
@@ -31,7 +32,7 @@ from qompose.program.rewrites import (
 from qompose.quantizer.arbitration import Propose, compose_claims, covered_rewrites, wanted_rewrites
 from qompose.quantizer.base import Quantizer
 from qompose.quantizer.composition import ComposableQuantizer
-from qompose.quantizer.interop.hook_guard import checksums, forbid_writes
+from qompose.quantizer.interop.hook_guard import HookGuard, checksums
 from qompose.quantizer.tied_weights import unify_specs
 from qompose.spec.claim import Claim, Composition, Proposal, Rejection, clear_annotations
 from qompose.spec.quantization_spec import not_in_training
@@ -209,7 +210,7 @@ def transformed(
         changed, and those that it made; and a note of each member that changed anything.
 
     Raises:
-        MemberError: a transform raised; the message names the member.
+        MemberError: a transform raised, or left a node in front of what it reads; the message names both.
         UserError: a transform returned no program, or one of other inputs or outputs, or wrote to tensors.
     """
     rewrites, notes = [], []
@@ -219,7 +220,7 @@ def transformed(
         if type(member).transform_for_annotation is Quantizer.transform_for_annotation:
             continue
         before, values = calls_of(model), Values(model)
-        with forbid_writes(label, TRANSFORM, model, state=checksums):
+        with HookGuard(label, model, state=checksums).forbid_writes(TRANSFORM):
             model = _run(label, member, model, known)
         name_apart(model)
         with _keeping_signature(label):
@@ -281,6 +282,11 @@ def _run(label: str, member: Quantizer, model: GraphModule, known: set[str]) -> 
                 result = member.transform_for_annotation(part)
             if not isinstance(result, GraphModule):
                 raise UserError(f"{label}: {TRANSFORM} returned {result!r}, not a GraphModule")
+            if (pair := misplaced(result)) is not None:
+                raise MemberError(
+                    f"{label}: {TRANSFORM} left {pair[0]} in front of {pair[1]}, which it reads. Insert "
+                    "nodes behind all that they read: with graph.inserting_after(...)."
+                )
             with _keeping_signature(label):
                 return names.restored(result, known)
 

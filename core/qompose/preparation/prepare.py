@@ -42,9 +42,7 @@ from qompose.program.meta import GROUP_TAG, OBSERVER_PREFIX, tag
 from qompose.program.user_input import as_graph_module
 from qompose.quantizer.annotations import write_annotations
 from qompose.quantizer.base import Quantizer
-from qompose.quantizer.composition import idle_members
-from qompose.quantizer.interop.foreign_quantizer import adapt
-from qompose.quantizer.interop.hook_guard import forbid_changes, forbid_observer_edits
+from qompose.quantizer.composition import as_composition, idle_members
 from qompose.quantizer.rule_quantizer import RuleQuantizer
 from qompose.reporting.build_report import log_stage, say_if_nothing_was_quantized
 from qompose.spec.claim import Claim, Point, clear_annotations
@@ -118,7 +116,7 @@ def _prepared(
     *,
     trains: bool,
 ) -> GraphModule:
-    quantizer = adapt(quantizer)
+    quantizer = as_composition(quantizer)
     if inplace and not isinstance(model, GraphModule):
         raise UserError("inplace=True needs a GraphModule: an ExportedProgram is never edited")
     with paused_collection():
@@ -194,11 +192,7 @@ def _validate(working: GraphModule, plan: Plan, quantizer: Quantizer) -> None:
     """Show the claims that stand to a quantizer's `validate`, as annotations."""
     clear_annotations(working)
     write_annotations(working, plan.claims)
-    with (
-        forbid_changes(quantizer.name, "validate", working),
-        blaming(f"{quantizer.name}: validate"),
-    ):
-        quantizer.validate(working)
+    quantizer.validate(working)
 
 
 def _observe(
@@ -271,13 +265,7 @@ def _observers(
                 place = (nodes[point.source], nodes[point.user])
             places[place], numbers[place] = made[number], number
     original = dict(places)
-    hook = "prepare_obs_or_fq_callback"
-    with (
-        forbid_changes(quantizer.name, hook, model),
-        forbid_observer_edits(quantizer.name, places),
-        blaming(f"{quantizer.name}: {hook}"),
-    ):
-        quantizer.prepare_obs_or_fq_callback(model, places)
+    quantizer.prepare_obs_or_fq_callback(model, places)
     if places.keys() != numbers.keys():
         odd = ", ".join(str(place) for place in places.keys() ^ numbers.keys())
         raise ConfigError(f"prepare_obs_or_fq_callback added or removed observers at {odd}")

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from qompose.errors import AnnotationConflictError, ConfigError, UserError, blaming
+from qompose.errors import AnnotationConflictError, ConfigError, UserError
 from qompose.program.aliasing import unsafe_values
 from qompose.program.aten_operators import with_sources
 from qompose.program.control_flow import nodes_in
 from qompose.program.graph import constant_of, copy_graph_module, dtype_of, is_quantizable
 from qompose.program.meta import ANNOTATION_KEY
-from qompose.quantizer.interop.hook_guard import checksums, forbid_changes, own_buffers
+from qompose.quantizer.interop.hook_guard import HookGuard, checksums, own_buffers
 from qompose.spec.claim import (
     Claim,
     Operand,
@@ -56,8 +56,13 @@ def propose_annotations(
     model: GraphModule,
     taken: Sequence[Claim],
     on_conflict: str = "error",
+    *,
+    validate: Callable[[GraphModule], None] | None = None,
 ) -> Proposal:
     """Let a quantizer annotate a snapshot that shows what earlier members took, and return its claims.
+
+    Args:
+        validate: is shown the annotated snapshot.
 
     Raises:
         AnnotationConflictError: it changed an earlier member's annotation, and on_conflict is "error".
@@ -74,23 +79,24 @@ def propose_annotations(
     owners = {node: claim.owner for claim in taken for node in _touched(claim)}
     own_buffers(snapshot)
     buffers = dict(snapshot.named_buffers(remove_duplicate=False))
-    numbers = checksums(buffers)
-    hook = "annotate"
-    with (
-        forbid_changes(owner, hook, snapshot, buffers=False, state=checksums),
-        blaming(f"{owner}: {hook}"),
-    ):
-        returned = annotate(snapshot)
-    if returned is not None and returned is not snapshot:
-        raise UserError(
-            f"{owner}: annotate returned another {type(returned).__name__} than it was given; what it wrote "
-            "there would be lost. Annotate the given program in place, and return it or nothing."
-        )
+    guard = HookGuard(owner, snapshot, buffers=False, state=checksums)
     proposal = Proposal()
-    if written := [name for name, found in checksums(buffers).items() if found != numbers[name]]:
-        proposal.notes.append(
-            f"{owner}: annotate wrote to its copies of {', '.join(written)}, which was not followed"
-        )
+    for hook, call in {"annotate": annotate, "validate": validate}.items():
+        if call is None:
+            continue
+        numbers = checksums(buffers)
+        with guard.forbid_changes(hook):
+            returned = call(snapshot)
+        if returned is not None and returned is not snapshot:
+            raise UserError(
+                f"{owner}: {hook} returned another {type(returned).__name__} than it was given; what it "
+                "wrote there would be lost. Annotate the given program in place, and return it or nothing."
+            )
+        after = checksums(buffers)
+        if written := [name for name in numbers if after[name] != numbers[name]]:
+            proposal.notes.append(
+                f"{owner}: {hook} wrote to its copies of {', '.join(written)}, which was not followed"
+            )
     annotated = []
     for node in snapshot.graph.nodes:
         if node_annotation(node) is None and node.name not in before:

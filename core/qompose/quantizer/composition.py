@@ -19,7 +19,7 @@ from qompose.errors import ConfigError, PluginError, UserError, blaming
 from qompose.program.control_flow import nodes_in
 from qompose.quantizer.base import Quantizer
 from qompose.quantizer.interop.foreign_quantizer import adapt
-from qompose.quantizer.interop.hook_guard import forbid_changes, forbid_observer_edits
+from qompose.quantizer.interop.hook_guard import HookGuard, forbid_observer_edits
 from qompose.quantizer.interop.torchao_engine import annotate_for_torchao, name_observers
 from qompose.quantizer.rule_quantizer import RuleQuantizer, check_keys, selectors_from_data
 from qompose.quantizer.selector_matching import Assignment
@@ -135,22 +135,14 @@ class ComposableQuantizer(Quantizer):
 
     def validate(self, model: GraphModule) -> None:
         for member in self.quantizers:
-            with (
-                forbid_changes(member.name, "validate", model),
-                blaming(f"{member.name}: validate"),
-            ):
+            with HookGuard(member.name, model).forbid_changes("validate"):
                 member.validate(model)
 
     def prepare_obs_or_fq_callback(
         self, model: GraphModule, edge_or_node_to_obs_or_fq: dict[EdgeOrNode, nn.Module]
     ) -> None:
         for member in self.quantizers:
-            hook = "prepare_obs_or_fq_callback"
-            with (
-                forbid_changes(member.name, hook, model),
-                forbid_observer_edits(member.name, edge_or_node_to_obs_or_fq),
-                blaming(f"{member.name}: {hook}"),
-            ):
+            with forbid_observer_edits(member.name, model, edge_or_node_to_obs_or_fq):
                 member.prepare_obs_or_fq_callback(model, edge_or_node_to_obs_or_fq)
         name_observers(edge_or_node_to_obs_or_fq)
 
@@ -188,6 +180,20 @@ def compose(*members: str | Quantizer, on_conflict: str = "error") -> Composable
         UserError: no members.
     """
     return ComposableQuantizer([_as_quantizer(member) for member in members], on_conflict)
+
+
+def as_composition(quantizer: Any) -> ComposableQuantizer:
+    """Return a quantizer, which may be one of another engine, as a composition, of one member if it is none.
+
+    A composition calls the hooks of its members, and says whose it is where one does what it may not.
+
+    Raises:
+        UserError: it is no quantizer.
+    """
+    adapted = adapt(quantizer)
+    if type(adapted) is ComposableQuantizer:
+        return adapted
+    return ComposableQuantizer([adapted], adapted.on_conflict)
 
 
 def _as_quantizer(member: str | Quantizer) -> Quantizer:
