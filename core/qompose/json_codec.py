@@ -62,13 +62,9 @@ BOOLEAN = plain("true or false", lambda value: isinstance(value, bool))
 TEXT = plain("a string", lambda value: isinstance(value, str))
 
 
-def _read_float(data: Any, path: str) -> Any:
-    return float(data) if isinstance(data, str) else NUMBER.read(data, path)
-
-
 FLOAT = Codec(
     lambda value, path: NUMBER.write(value, path) if math.isfinite(value) else str(value),
-    _read_float,
+    lambda data, path: float(data) if isinstance(data, str) else NUMBER.read(data, path),
 )
 """Any number: those that JSON has not got, infinities and NaN, are texts."""
 

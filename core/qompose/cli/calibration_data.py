@@ -363,14 +363,11 @@ def _leaves(path: Path, number: int, batch: Any, inputs: Inputs) -> list[Any]:
     flat, spec = pytree.tree_flatten(given)
     if spec != inputs.spec:
         raise CalibrationError(
-            f"{path}, batch {number}: it has {_count(flat)} in another structure than the program's inputs, "
+            f"{path}, batch {number}: it has {len(flat)} value{'s' * (len(flat) != 1)} in another "
+            "structure than the program's inputs, "
             f"which are {inputs.structure}; it is {shown(batch)}"
         )
     return flat
-
-
-def _count(flat: Sequence[Any]) -> str:
-    return f"{len(flat)} value{'s' * (len(flat) != 1)}"
 
 
 def _checked(where: str, leaves: list[Any], inputs: Inputs) -> list[Any]:

@@ -6,7 +6,7 @@ The answer, with the reasons of a no, comes from the stages that `prepare_pt2e` 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -222,7 +222,8 @@ class _Inquiry:
         """Answer for an operator by its name; for one that was taken apart, for its pieces together."""
         facts = _described(self.exported, name, self.operators)
         rows = [op for op in self.operators if op.name == name or op.name.startswith(f"{name}/")]
-        claims = [self.composition.chosen[n] for n in _numbers(rows)]
+        numbers = dict.fromkeys(row.claim for row in rows if row.claim is not None)
+        claims = [self.composition.chosen[number] for number in numbers]
         left = [row for row in rows if row.claim is None]
         if not rows:
             reasons = [("program", self._no_operator(name))]
@@ -348,10 +349,6 @@ def _gone(member: str, made: Sequence[str]) -> str:
 
 
 _MOST = 8
-
-
-def _numbers(rows: Iterable[Operator]) -> list[int]:
-    return list(dict.fromkeys(row.claim for row in rows if row.claim is not None))
 
 
 def _joined(claims: Sequence[Claim], key: str) -> str:

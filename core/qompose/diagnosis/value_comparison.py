@@ -29,7 +29,6 @@ from qompose.diagnosis.replay import (
     MISSING,
     OUTPUTS,
     Instance,
-    Key,
     Side,
     Speaker,
     Values,
@@ -465,16 +464,14 @@ class Lockstep:
         self._own = Values(copies[2], known[2], once, base, lambda key: key[0] in last)
         self._simulated = None
         if simulated is not None:
-            self._simulated = Values(copies[3], known[3], once, base, self._own_has)
+            self._simulated = Values(
+                copies[3], known[3], once, base, lambda key: key in self._own.exchanged
+            )
         made = (self._reference, self._free, self._own, self._simulated)
         self._all = [
             (values, binder(program))
             for values, program in zip([v for v in made if v is not None], programs, strict=True)
         ]
-
-    def _own_has(self, key: Key) -> bool:
-        """Tell whether the other program reads the reference's value, for its simulation to do as it does."""
-        return key in self._own.exchanged
 
     def run(self, *args: Any, **kwargs: Any) -> Iterator[Moment]:
         """Yield the values of one input that are floats."""

@@ -195,7 +195,8 @@ def find_target(name: str, record: Record) -> Target:
             f"This composition cannot be lowered to {name!r}: {lacks}. "
             f"Targets that all members share: {_list(_shared(record, owners, known))}."
         )
-    problem = obstacle(known[name], f"target {name!r} of {_bringer(known[name], record)}")
+    bringers = (b.name for b in record.backends.values() if known[name] in b.targets)
+    problem = obstacle(known[name], f"target {name!r} of {next(bringers, 'qompose')}")
     if problem:
         raise TargetError(f"The target {name!r} cannot be used here: {problem}")
     for owner in sorted(owners):
@@ -203,10 +204,6 @@ def find_target(name: str, record: Record) -> Target:
         if problem:
             raise TargetError(f"The kernels of {owner!r} cannot be used here: {problem}")
     return known[name]
-
-
-def _bringer(target: Target, record: Record) -> str:
-    return next((b.name for b in record.backends.values() if target in b.targets), "qompose")
 
 
 def _targets(backend: Backend | None) -> set[str]:

@@ -149,6 +149,11 @@ class Plan:
     float_bytes: int = 0
     idle_owners: tuple[str, ...] = ()
 
+    @property
+    def group_of(self) -> dict[Point, int]:
+        """Return by point the number of its group."""
+        return {point: i for i, group in enumerate(self.groups) for point in group.points}
+
     def requantizations(self, dropped: Collection[int] = ()) -> tuple[Requantized, ...]:
         """Return the quantized outputs that go on with other quantization parameters, one per new group.
 
@@ -163,7 +168,7 @@ class Plan:
             if number not in dropped
             for spec in claim.specs
         }
-        group_of = {point: i for i, g in enumerate(self.groups) for point in g.points}
+        group_of = self.group_of
         meetings: dict[tuple[Point, int], list[Point]] = {}
         for point in owner_of:
             output = Point(point.source)
@@ -199,7 +204,7 @@ class Plan:
         )
 
     def __str__(self) -> str:
-        group_of = {point: i for i, g in enumerate(self.groups) for point in g.points}
+        group_of = self.group_of
         module_of = {operator.name: operator.module for operator in self.operators}
         lines = []
         for claim in self.claims:
@@ -222,7 +227,7 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as JSON data."""
         return {
-            "claims": [_claim_to_dict(claim) for claim in self.claims],
+            "claims": [{key: getattr(claim, key) for key in _OF_CLAIMS} for claim in self.claims],
             "groups": [group.to_dict() for group in self.groups],
             "operators": [operator.to_dict() for operator in self.operators],
             "conflicts": [dict(conflict.__dict__) for conflict in self.conflicts],
@@ -233,9 +238,8 @@ class Plan:
         }
 
 
-def _claim_to_dict(claim: Claim) -> dict[str, Any]:
-    keys = ("owner", "rule", "anchor", "nodes", "output", "config", "selector", "mode")
-    return {key: getattr(claim, key) for key in keys}
+_OF_CLAIMS = ("owner", "rule", "anchor", "nodes", "output", "config", "selector", "mode")
+"""What the JSON data of a plan has of each claim."""
 
 
 @dataclass(frozen=True)

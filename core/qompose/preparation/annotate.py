@@ -73,7 +73,9 @@ def annotate(exported: GraphModule, quantizer: Quantizer, *, trains: bool = Fals
     composition, working = made.composition, made.working
     composition.obstacles = {(c.rewrite, c.nodes): c.obstacle or "" for c in refused}
     composition.blocked = _blocked_by_rewrite(composition, tried, candidates, refused)
-    composition.notes += [_obstacle(candidate) for candidate in refused]
+    composition.notes += [
+        f"{c.rewrite} of {', '.join(c.nodes)} was not made: {c.obstacle}" for c in refused
+    ]
     composition.chosen, tied = unify_specs(working, composition.chosen, quantizer.objection_to_spec)
     composition.notes += tied
     if trains:
@@ -196,10 +198,6 @@ def _folded_only(member: Quantizer, unfolded: Collection[str]) -> Propose:
     return propose
 
 
-def _obstacle(candidate: Candidate) -> str:
-    return f"{candidate.rewrite} of {', '.join(candidate.nodes)} was not made: {candidate.obstacle}"
-
-
 def transformed(
     model: GraphModule, quantizer: Quantizer
 ) -> tuple[GraphModule, tuple[Rewrite, ...], tuple[str, ...]]:
@@ -245,18 +243,16 @@ def _steps(quantizer: Quantizer) -> Iterator[tuple[str, Quantizer]]:
     labels = iter([label for label, _ in quantizer.labelled_members])
 
     def walk(part: Quantizer) -> Iterator[tuple[str, Quantizer]]:
-        if isinstance(part, ComposableQuantizer) and _forwards(part):
+        own = type(part).transform_for_annotation
+        if isinstance(part, ComposableQuantizer) and (
+            own is ComposableQuantizer.transform_for_annotation
+        ):
             for member in part.quantizers:
                 yield from walk(member)
         else:
             yield "+".join(next(labels) for _ in part.members), part
 
     yield from walk(quantizer)
-
-
-def _forwards(composition: ComposableQuantizer) -> bool:
-    own = type(composition).transform_for_annotation
-    return own is ComposableQuantizer.transform_for_annotation
 
 
 @contextmanager

@@ -372,7 +372,7 @@ class _Inserter:
         graph, observer = value.graph, self.observers[number]
         place = after
         if value.op == "placeholder" and after is value:
-            place = _last_placeholder(graph)
+            place = graph.find_nodes(op="placeholder")[-1]
         with graph.inserting_after(place):
             node = self._call(number, value)
         owner_of(value).add_module(node.name, observer)
@@ -394,8 +394,3 @@ class _Inserter:
                 graph.erase_node(node)
             name = f"{OBSERVER_PREFIX}{self._next[graph]}"
             self._next[graph] += 1
-
-
-def _last_placeholder(graph: Graph) -> Node:
-    placeholders: list[Node] = [node for node in graph.nodes if node.op == "placeholder"]
-    return placeholders[-1]

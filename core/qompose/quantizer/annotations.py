@@ -111,7 +111,7 @@ def propose_annotations(
 
 def _touched(claim: Claim) -> Iterable[str]:
     yield from claim.nodes
-    yield from (spec.point.user or spec.point.source for spec in claim.specs)
+    yield from (spec.point.holder for spec in claim.specs)
 
 
 def _changed(proposal: Proposal, earlier: str, later: str, node: Node, on_conflict: str) -> None:
@@ -361,7 +361,7 @@ def write_annotations(model: GraphModule, claims: Iterable[Claim]) -> None:
         for name in claim.nodes:
             _annotation(nodes[name])._annotated = True
         for spec in claim.specs:
-            holder = _annotation(nodes[spec.point.user or spec.point.source])
+            holder = _annotation(nodes[spec.point.holder])
             holder.allow_implicit_sharing = spec.allow_implicit_sharing
             written = _with_nodes(spec, nodes)
             if spec.point.user is None:

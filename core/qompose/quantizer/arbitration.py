@@ -48,7 +48,7 @@ def compose_claims(
     arbiter = _Arbiter(model)
     for label, propose in members:
         proposal = _asked(label, propose, model, arbiter.result.chosen, on_conflict)
-        arbiter.hear([claim.owned_by(label) for claim in proposal.claims])
+        arbiter.hear([replace(claim, owner=label) for claim in proposal.claims])
         arbiter.mark(label, proposal)
         arbiter.result.rejections += [replace(r, owner=label) for r in proposal.rejections]
         arbiter.result.notes += proposal.notes

@@ -68,14 +68,6 @@ def _dequantize_per_block(
     return dequantize_blocks(input, scale, zero_point, dtype)
 
 
-@_quantize_per_block.register_fake
-@_dequantize_per_block.register_fake
-def _like_input(
-    input: Tensor, scale: Tensor, zero_point: Tensor, low: int, high: int, dtype: torch.dtype
-) -> Tensor:
-    return torch.empty_like(input, dtype=dtype)
-
-
 @torch.library.custom_op("qompose::quantize_per_channel_float", mutates_args=())
 def _quantize_per_channel_float(
     input: Tensor,
@@ -89,17 +81,11 @@ def _quantize_per_channel_float(
     return quantize_float_zero_point(input, scale, zero_point, axis, low, high, dtype)
 
 
+@_quantize_per_block.register_fake
+@_dequantize_per_block.register_fake
 @_quantize_per_channel_float.register_fake
-def _like_its_input(
-    input: Tensor,
-    scale: Tensor,
-    zero_point: Tensor,
-    axis: int,
-    low: int,
-    high: int,
-    dtype: torch.dtype,
-) -> Tensor:
-    return torch.empty_like(input, dtype=dtype)
+def _like_input(input: Tensor, *rest: Any) -> Tensor:
+    return torch.empty_like(input, dtype=rest[-1])
 
 
 quantize_per_channel_float = torch.ops.qompose.quantize_per_channel_float.default

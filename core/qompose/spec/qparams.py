@@ -238,7 +238,8 @@ class Bounds:
         Args:
             scale, zero_point: numbers, or tensors of any shape.
         """
-        scales, zero_points = _float32(scale), torch.as_tensor(zero_point)
+        scales = torch.as_tensor(scale).detach().to(torch.float32)
+        zero_points = torch.as_tensor(zero_point)
         least, most, exact = map(
             _limit, (self.scale_min_lower_bound, self.scale_max_upper_bound, self.scale_exact_match)
         )
@@ -266,10 +267,6 @@ class Bounds:
         }
         how = words.get(name, "and the kernel takes exactly")
         return f"{value}, {how} {getattr(self, name):g} ({name})"
-
-
-def _float32(value: Any) -> Tensor:
-    return torch.as_tensor(value).detach().to(torch.float32)
 
 
 def _limit(value: float | None) -> Tensor | None:

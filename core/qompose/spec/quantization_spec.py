@@ -537,19 +537,14 @@ def spec_to_dict(spec: QuantizationSpecBase | None) -> dict[str, Any] | None:
     """Return a specification as JSON data: names of dtype, scheme and observer, and the bounds."""
     if spec is None:
         return None
-    fields = {
+    names = "quant_min quant_max ch_axis is_dynamic block_size scale zero_point"
+    facts = {
         "dtype": _short(getattr(spec, "dtype", None)),
         "qscheme": _short(getattr(spec, "qscheme", None)),
-        "quant_min": getattr(spec, "quant_min", None),
-        "quant_max": getattr(spec, "quant_max", None),
-        "ch_axis": getattr(spec, "ch_axis", None),
-        "is_dynamic": getattr(spec, "is_dynamic", None),
-        "block_size": getattr(spec, "block_size", None),
-        "scale": getattr(spec, "scale", None),
-        "zero_point": getattr(spec, "zero_point", None),
+        **{name: getattr(spec, name, None) for name in names.split()},
         "observer": observer_name(spec),
     }
-    return {key: value for key, value in fields.items() if value is not None}
+    return {key: value for key, value in facts.items() if value is not None}
 
 
 def describe_spec(spec: QuantizationSpecBase | None) -> str:
