@@ -324,7 +324,7 @@ class SymbolReader:
 
     def _add(self, name: str, facts: dict[str, Any]) -> None:
         if not _NAME.fullmatch(name):
-            raise ValueError(f"{name!r} is no name of a symbol")
+            raise ValueError(f"{name!r} is not the name of a symbol")
         assumed = {str(k): bool(v) for k, v in facts["assumptions"].items()}
         symbol = self._symbols[name] = sympy.Symbol(name, **assumed)
         if facts["hint"] is not None:

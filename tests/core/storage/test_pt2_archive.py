@@ -207,7 +207,7 @@ def test_archives_that_torch_does_not_write(
             root = "b" if kind == "two folders" else "a"
             name = MODEL if kind == "twice" else "extra/more"
             archive.writestr(f"{root}/{name}", b"{}")
-    with pytest.raises(UserError, match=r"b\.pt2 (is refused|is no archive)"):
+    with pytest.raises(UserError, match=r"b\.pt2 (is refused|is not an archive)"):
         load_program(path)
 
 
@@ -275,8 +275,8 @@ class TestLoad:
             ("safetensors", "it is a safetensors file"),
             ("pickle", "torch.save wrote it"),
             ("zip", "it is some other zip archive"),
-            ("text", "it is no zip archive"),
-            ("empty", "it is no zip archive"),
+            ("text", "it is not a zip archive"),
+            ("empty", "it is not a zip archive"),
         ],
         ids=lambda value: value if " " not in value else "",
     )
@@ -295,7 +295,7 @@ class TestLoad:
             path.write_text("some words" * (kind == "text"))
         with pytest.raises(UserError) as caught:
             load_program(path)
-        assert f"{path} is no archive of torch.export: {said}" in str(caught.value)
+        assert f"{path} is not an archive of torch.export: {said}" in str(caught.value)
         assert "torch.export.save(torch.export.export(model, inputs)" in str(caught.value)
 
     @pytest.mark.parametrize(
