@@ -73,7 +73,7 @@ def prepare_pt2e(
         SelectorError, SharingError, AnnotationConflictError: the annotations cannot be followed.
         NothingQuantizedError: `strict`, and no operator was claimed.
         UserError: `strict`, and a selector matches nothing; `inplace` with an ExportedProgram; or
-            `quantizer` is none.
+            `quantizer` is not a quantizer.
         MemberError: a hook of the quantizer raised an error of its own.
     """
     return _prepared(model, quantizer, inplace, strict, trains=False)
@@ -303,7 +303,7 @@ def _check_replacement(observer: object, group: Group, subject: str) -> None:
     for name in ("dtype", "quant_min", "quant_max", "qscheme"):
         wanted, found = getattr(group.spec, name, None), getattr(observer, name, None)
         if wanted is not None and found is not None and wanted != found:
-            raise ConfigError(f"{where}: its {name} is {found}, and the specification's {wanted}")
+            raise ConfigError(f"{where}: its {name} is {found}, but the specification has {wanted}")
 
 
 def _observer(
@@ -314,8 +314,8 @@ def _observer(
         computed = [p for p in group.points if constant_of(nodes[p.source]) is None]
         if computed:
             raise ConfigError(
-                f"{computed[0]} has block_size={blocks}, which is for parameters: what is computed has "
-                "blocks only with is_dynamic=True"
+                f"{computed[0]} has block_size={blocks}, which is for parameters: activations have blocks "
+                "only with is_dynamic=True"
             )
     try:
         with blaming(f"the observer factory of {subject}"):

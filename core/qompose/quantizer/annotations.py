@@ -89,8 +89,8 @@ def propose_annotations(
             returned = call(snapshot)
         if returned is not None and returned is not snapshot:
             raise UserError(
-                f"{owner}: {hook} returned another {type(returned).__name__} than it was given; what it "
-                "wrote there would be lost. Annotate the given program in place, and return it or nothing."
+                f"{owner}: {hook} must annotate the program that it is given, in place, and return it or "
+                f"None; got another {type(returned).__name__}, whose annotations would be lost"
             )
         after = checksums(buffers)
         if written := [name for name in numbers if after[name] != numbers[name]]:
@@ -131,8 +131,8 @@ def point_specs(node: Node) -> list[PointSpec]:
     edges = getattr(annotation, "input_qspec_map", None)
     if not isinstance(edges, Mapping) or not all(isinstance(key, Node) for key in edges):
         raise ConfigError(
-            f"the annotation of {node.name} is {annotation!r}, and not a QuantizationAnnotation whose "
-            "input_qspec_map goes from nodes to specifications"
+            f"the annotation of {node.name} must be a QuantizationAnnotation whose "
+            f"input_qspec_map maps nodes to specifications, got {annotation!r}"
         )
     implicit = bool(getattr(annotation, "allow_implicit_sharing", True))
     places = [(Point(source.name, node.name), spec) for source, spec in edges.items()]
@@ -162,7 +162,7 @@ def native_spec(spec: Any) -> QuantizationSpecBase:
     """Return a specification as one of core's own, recognised by its attributes.
 
     Raises:
-        ConfigError: it is none of the four kinds.
+        ConfigError: it is not one of the four kinds.
     """
     if isinstance(spec, QuantizationSpecBase):
         return spec
@@ -192,7 +192,7 @@ def native_spec(spec: Any) -> QuantizationSpecBase:
         return FixedQParamsQuantizationSpec(
             scale=spec.scale, zero_point=spec.zero_point, is_dynamic=dynamic, **common
         )
-    raise ConfigError(f"{spec!r} is not a quantization specification")
+    raise ConfigError(f"expected a quantization specification, got {spec!r}")
 
 
 def _channel_axis(spec: Any, factory: Any) -> int | None:
@@ -219,7 +219,7 @@ def _as_point(edge_or_node: EdgeOrNode) -> Point:
     match edge_or_node:
         case (Node() as source, Node() as user):
             return Point(source.name, user.name)
-    raise ConfigError(f"{edge_or_node!r} is neither a node nor an edge (producer, consumer)")
+    raise ConfigError(f"expected a node or an edge (producer, consumer), got {edge_or_node!r}")
 
 
 def claims_of(owner: str, nodes: Sequence[Node], proposal: Proposal) -> list[Claim]:

@@ -140,7 +140,7 @@ class _Arbiter:
         self.waiting = [claim for claim in remaining if not self._is_same_region(claim)]
 
     def _is_same_region(self, claim: Claim) -> bool:
-        """Tell whether the claim's own member took its nodes by a better rule, which is no conflict."""
+        """Tell whether the claim's own member took its nodes by a better rule, which is not a conflict."""
         owners = {self.taken[node].owner for node in claim.nodes if node in self.taken}
         return owners == {claim.owner}
 

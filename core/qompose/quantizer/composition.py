@@ -55,7 +55,7 @@ class ComposableQuantizer(Quantizer):
     def __init__(self, quantizers: Sequence[Quantizer], on_conflict: str = "error") -> None:
         super().__init__()
         if on_conflict not in ("error", "first"):
-            raise ConfigError(f'on_conflict={on_conflict!r} is neither "error" nor "first"')
+            raise ConfigError(f'on_conflict must be "error" or "first", got {on_conflict!r}')
         if not quantizers:
             raise UserError(
                 "A composition needs at least one quantizer, or the name of an installed backend. "
@@ -64,7 +64,7 @@ class ComposableQuantizer(Quantizer):
         for quantizer in quantizers:
             if not isinstance(quantizer, Quantizer):
                 raise UserError(
-                    f"{quantizer!r} is not a qompose.Quantizer; qompose.compose wraps quantizers of "
+                    f"expected a qompose.Quantizer, got {quantizer!r}; qompose.compose wraps quantizers of "
                     "other engines"
                 )
             nested = isinstance(quantizer, ComposableQuantizer)
@@ -183,12 +183,12 @@ def compose(*members: str | Quantizer, on_conflict: str = "error") -> Composable
 
 
 def as_composition(quantizer: Any) -> ComposableQuantizer:
-    """Return a quantizer, which may be one of another engine, as a composition, of one member if it is none.
+    """Return a quantizer, also one of another engine, as a composition; any other one is its only member.
 
     A composition calls the hooks of its members, and says whose it is where one does what it may not.
 
     Raises:
-        UserError: it is no quantizer.
+        UserError: it is not a quantizer.
     """
     adapted = adapt(quantizer)
     if type(adapted) is ComposableQuantizer:
@@ -213,7 +213,7 @@ def quantizer_of(name: str) -> Quantizer:
     if isinstance(quantizer, RuleQuantizer):
         quantizer.set_global(backend.default_config)
     if not isinstance(quantizer, Quantizer):
-        reason = f"its quantizer_class made {quantizer!r}, which is no qompose.Quantizer"
+        reason = f"its quantizer_class must make a qompose.Quantizer, got {quantizer!r}"
         raise PluginError(name, type(backend).__module__, reason)
     return quantizer
 
@@ -230,16 +230,18 @@ def quantizer_from_dict(data: Mapping[str, Any]) -> Quantizer:
         BackendNotFoundError, PluginError: a backend that it names cannot be had.
     """
     if not isinstance(data, Mapping):
-        raise ConfigError(f"{data!r} is no object with the keys backend and selectors, or members")
+        raise ConfigError(
+            f"expected an object with the keys backend and selectors, or members, got {data!r}"
+        )
     if "members" in data:
         check_keys({"on_conflict": "error", **data}, ("members", "on_conflict"))
         if not isinstance(data["members"], list):
-            raise ConfigError(f"members={data['members']!r} is no list")
+            raise ConfigError(f"members must be a list, got {data['members']!r}")
         members = [quantizer_from_dict(member) for member in data["members"]]
         return ComposableQuantizer(members, data.get("on_conflict", "error"))
     check_keys(data, ("backend", "selectors"))
     if not isinstance(data["backend"], str):
-        raise ConfigError(f"backend={data['backend']!r} is no name")
+        raise ConfigError(f"backend must be a string, got {data['backend']!r}")
     quantizer = quantizer_of(data["backend"])
     if not isinstance(quantizer, RuleQuantizer):
         raise ConfigError(f"the quantizer of {data['backend']!r} has no selectors to be set")
@@ -251,7 +253,7 @@ def quantizer_from_json(text: str) -> Quantizer:
     """Return the quantizer that the text of `Quantizer.to_json` stands for; see `quantizer_from_dict`.
 
     Raises:
-        ConfigError: the text is no JSON, or the data in it is malformed.
+        ConfigError: the text is not valid JSON, or the data in it is malformed.
         BackendNotFoundError, PluginError: a backend that it names cannot be had.
     """
     try:
@@ -259,7 +261,7 @@ def quantizer_from_json(text: str) -> Quantizer:
     except (ValueError, TypeError, RecursionError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(f"this is no JSON: {error}") from None
+        raise ConfigError(f"this is not valid JSON: {error}") from None
     return quantizer_from_dict(data)
 
 
@@ -268,7 +270,7 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]
-        raise ConfigError(f"the key {next(k for k in keys if keys.count(k) > 1)!r} stands twice")
+        raise ConfigError(f"the key {next(k for k in keys if keys.count(k) > 1)!r} occurs twice")
     return found
 
 

@@ -135,7 +135,7 @@ def _propose_match(
     anchor = match.node(rule.anchor)
     if anchor is None:
         raise ConfigError(
-            f"{owner}, rule {rule.name}: its anchor {rule.anchor!r} is no operator of the pattern "
+            f"{owner}, rule {rule.name}: its anchor {rule.anchor!r} is not an operator of the pattern "
             f"matched at {match.output.name}; names there: {', '.join(match.captures)}"
         )
     selection = selectors.select(anchor)

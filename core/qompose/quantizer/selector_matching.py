@@ -243,7 +243,7 @@ class Program:
         if not one and not several:
             known = {*self.by_name, *self.inside} - {""}
             raise SelectorError(
-                f"{name!r} is no operator and no module of the exported program"
+                f"the exported program has no operator or module {name!r}"
                 f"{near_names(bare, known) or self.hint(bare)}"
             )
         return one or several

@@ -92,13 +92,13 @@ WRONG: list[Any] = [
     pytest.param(
         lambda net: qompose.compose(toy(), object()),  # type: ignore[arg-type]
         UserError,
-        "object of builtins.object is no quantizer",
+        "expected a quantizer, got builtins.object",
         id="a member of another kind",
     ),
     pytest.param(
         lambda net: qompose.compose(toy(), on_conflict="last"),
         UserError,
-        'on_conflict=.last. is neither "error" nor "first"',
+        'on_conflict must be "error" or "first"',
         id="an unknown policy",
     ),
     pytest.param(
@@ -122,7 +122,7 @@ WRONG: list[Any] = [
     pytest.param(
         lambda net: qompose.lower(prepare(export(net, X), toy())),
         StageError,
-        "lower takes a converted model, and got a prepared model",
+        "lower takes a converted model, got a prepared model",
         id="lower before convert",
     ),
     pytest.param(

@@ -254,7 +254,7 @@ def test_specifications_of_other_packages_are_known_by_their_shape(spec: Any, ki
 
 
 def test_what_is_no_specification_is_refused(program: torch.export.ExportedProgram) -> None:
-    with pytest.raises(ConfigError, match="'int8' is not a quantization specification"):
+    with pytest.raises(ConfigError, match="expected a quantization specification, got 'int8'"):
         prepare(program, Annotator(linears("int8")))
 
 

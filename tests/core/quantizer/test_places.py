@@ -75,7 +75,7 @@ class TestSubgraph:
     @pytest.mark.parametrize(
         ("inputs", "outputs", "message"),
         [
-            pytest.param("lefd", "last", "'lefd' is no operator and no module .*'left'", id="name"),
+            pytest.param("lefd", "last", "no operator or module 'lefd' .*'left'", id="name"),
             pytest.param(
                 "last", "first", "no path leads from last to first", id="against the flow"
             ),

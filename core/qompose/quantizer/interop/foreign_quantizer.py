@@ -43,7 +43,7 @@ def adapt(quantizer: Any) -> Quantizer:
         return quantizer
     if isinstance(quantizer, (str, list, tuple)):
         raise UserError(
-            f"{quantizer!r} is no quantizer; qompose.compose makes one of names and members"
+            f"expected a quantizer, got {quantizer!r}; qompose.compose makes one of names and members"
         )
     if isinstance(quantizer, type):
         raise UserError(f"{quantizer.__name__} is a class, not a quantizer: call it")
@@ -52,7 +52,7 @@ def adapt(quantizer: Any) -> Quantizer:
         program = isinstance(quantizer, (nn.Module, ExportedProgram))
         remedy = "; the program comes first, then the quantizer" if program else ""
         raise UserError(
-            f"An object of {kind.__module__}.{kind.__qualname__} is no quantizer: it has no annotate and "
+            f"expected a quantizer, got {kind.__module__}.{kind.__qualname__}, which has no annotate and "
             f"validate methods{remedy}"
         )
     return AdaptedQuantizer(quantizer)
@@ -172,7 +172,7 @@ def _copied(name: str, quantizer: Any) -> tuple[Any, bool]:
     """Return a deep copy and True, or the quantizer itself and False where it cannot be copied.
 
     Raises:
-        UserError: what it gives out for a copy is no quantizer.
+        UserError: its copy is not a quantizer.
     """
     try:
         copied = copy.deepcopy(quantizer)

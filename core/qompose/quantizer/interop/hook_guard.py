@@ -155,8 +155,8 @@ def forbid_observer_edits(
             found.append(f"{', '.join(sorted(names))} of the observer of {_described(place)}")
     if found:
         raise UserError(
-            f"{who}: prepare_obs_or_fq_callback changed {'; '.join(found)}. It may look, and put other "
-            "observers into the dictionary that it is given; annotate is for specifications."
+            f"{who}: prepare_obs_or_fq_callback changed {'; '.join(found)}. It may only look, or replace "
+            "observers in the dictionary that it is given; change specifications in annotate."
         )
 
 

@@ -324,7 +324,7 @@ def _root(spec: PointSpec, known: Mapping[Point, PointSpec], standing: frozenset
             return target
         if target not in known or target in visited:
             raise SharingError(
-                f"{start.point} shares the parameters of {target}, to which nobody gives any. Annotate "
+                f"{start.point} shares the parameters of {target}, which has none. Annotate "
                 "that too, or give the point a specification of its own."
             )
         visited.add(target)

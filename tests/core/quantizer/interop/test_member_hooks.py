@@ -100,7 +100,9 @@ class TestErrors:
                 return others.get(which, GraphModule(model, model.graph))
 
         for chosen in arrangements(Returning()):
-            with pytest.raises(UserError, match=r"tests\.Returning: annotate returned another"):
+            with pytest.raises(
+                UserError, match=r"tests\.Returning: annotate must annotate the program"
+            ):
                 prepare(PROGRAM, qompose.compose(*chosen))
 
     @pytest.mark.parametrize("returned", [None, "the same"], ids=str)
