@@ -85,7 +85,7 @@ class Statistics:
         """Read what `save` wrote. Nothing in the file is run.
 
         Raises:
-            StatisticsError: it is no such file, damaged, or of another version.
+            StatisticsError: it is not such a file, damaged, or of another version.
             OSError: it cannot be read.
         """
         return read(Path(path), cls)
@@ -109,8 +109,8 @@ class Statistics:
             for site in entry.sites:
                 if groups.get(site, entry.sites) != entry.sites:
                     raise StatisticsError(
-                        f"{site} shares its range with other tensors in the one than in the other, so they "
-                        "were not seen by the same quantizer: calibrate both parts with one of them"
+                        f"the two share the range of {site} with different tensors, so they come from "
+                        "different quantizers: calibrate both parts with one of them"
                     )
             mine = found.get(entry.sites)
             try:

@@ -286,5 +286,5 @@ class TestOptions:
     def test_statistics_of_a_whole_calibration_are_not_gone_on_with(self, tmp_path: Path) -> None:
         path = tmp_path / "seen.json"
         qompose.statistics(qompose.calibrate(prepared_single(), [X])).save(path)
-        with pytest.raises(qompose.errors.StatisticsError, match="no calibration on the way"):
+        with pytest.raises(qompose.errors.StatisticsError, match="cannot be resumed"):
             qompose.calibrate(prepared_single(), [X], resume=path)

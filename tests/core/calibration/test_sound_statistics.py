@@ -72,7 +72,7 @@ def test_a_tensor_with_two_entries(tmp_path: Path) -> None:
 def test_nesting_without_end(tmp_path: Path) -> None:
     path = tmp_path / "deep.json"
     path.write_text("[" * 100_000)
-    with pytest.raises(StatisticsError, match="no sound statistics"):
+    with pytest.raises(StatisticsError, match="does not hold valid statistics"):
         Statistics.load(path)
 
 
@@ -103,7 +103,7 @@ def test_a_bit_that_was_flipped(tmp_path: Path) -> None:
 @pytest.mark.parametrize("bounds", [(-math.inf, 1.0), (0.0, 1e39), (1.0, 1.0), (math.nan, 1.0)])
 def test_a_range_of_ones_own_that_is_none(bounds: tuple[float, float]) -> None:
     seen = qompose.statistics(calibrated())
-    with pytest.raises(StatisticsError, match="is no range"):
+    with pytest.raises(StatisticsError, match="is not a range"):
         seen.with_range(next(iter(seen)).sites[0], *bounds)
 
 
@@ -176,7 +176,7 @@ class TestResuming:
 
     def test_observers_that_give_nothing_away(self, tmp_path: Path) -> None:
         model = prepared(quantizer(config(peer.MinMaxObserver)))
-        with pytest.raises(StatisticsError, match="are of other packages"):
+        with pytest.raises(StatisticsError, match="come from other packages"):
             qompose.calibrate(model, [DATA], resume=tmp_path / "x.json")
 
     def test_observers_that_need_more(self, tmp_path: Path) -> None:
