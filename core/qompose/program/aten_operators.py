@@ -169,7 +169,7 @@ def aten_operators(function: Callable[..., Any]) -> frozenset[torch._ops.OpOverl
             form that works in place stand for each other.
 
     Raises:
-        SelectorError: it is no function of torch, or torch computes it with several operators.
+        SelectorError: it is not a function of torch, or torch computes it with several operators.
     """
     name = getattr(function, "__name__", "")
     if not callable(function) or not name or _home(function).partition(".")[0] not in _MODULES:
@@ -183,8 +183,8 @@ def aten_operators(function: Callable[..., Any]) -> frozenset[torch._ops.OpOverl
     }
     if not found:
         raise SelectorError(
-            f"no one aten operator stands for {name}: name those that it is exported as (torch.ops.aten...), "
-            "or the module that calls it"
+            f"no single aten operator computes {name}: name those that it is exported as "
+            "(torch.ops.aten...), or the module that calls it"
         )
     return frozenset(found)
 

@@ -211,7 +211,7 @@ class Values:
             now, alike = leaves[place], _alike(value_of(leaves[place]), self._former[was].value)
             moved = was in nodes and now.name != was and now.name in self._returned
             if moved or not (alike or was in nodes):
-                raise SignatureError(f"it returns {now.name} as value {number}, and returned {was}")
+                raise SignatureError(f"it returns {now.name} as value {number}, expected {was}")
             if not alike:
                 leaves[place] = nodes[was]
                 yield f"{was} where it is returned"
@@ -346,10 +346,10 @@ class KeptNames:
         graph = result.graph
         inputs = graph.find_nodes(op="placeholder")
         if len(inputs) != len(part.inputs):
-            raise SignatureError(f"it has {len(inputs)} inputs, and had {len(part.inputs)}")
+            raise SignatureError(f"it has {len(inputs)} inputs, expected {len(part.inputs)}")
         returned = len(pytree.tree_leaves(graph.output_node().args[0]))
         if returned != part.returned:
-            raise SignatureError(f"it returns {returned} values, and returned {part.returned}")
+            raise SignatureError(f"it returns {returned} values, expected {part.returned}")
         names = {graph.output_node(): part.output}
         for node, (name, target) in zip(inputs, part.inputs, strict=True):
             names[node], node.target = name, target

@@ -121,5 +121,5 @@ class TestNames:
             end: Any = model.graph.output_node()
             end.args = ((*end.args[0], *end.args[0]),)
 
-        with pytest.raises(SignatureError, match="returns 2 values, and returned 1"):
+        with pytest.raises(SignatureError, match="returns 2 values, expected 1"):
             self.made(more)
