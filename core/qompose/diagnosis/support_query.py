@@ -103,7 +103,7 @@ def can_quantize(
         config: ask with this configuration, instead of what the quantizer's own selectors give.
 
     Raises:
-        ConfigError: the program has no such node, or `config` is no configuration.
+        ConfigError: the program has no such node, or `config` is not a configuration.
         SelectorError, SharingError: `prepare_pt2e` would raise the same.
     """
     if config is not None and not isinstance(config, QuantizationConfig):
@@ -166,7 +166,7 @@ def _name_of(
     placed, found = found, [name for name in found if name in known]
     if placed and not found:
         raise ConfigError(
-            f"{said} hands a parameter or another value to a graph, and is no operator: ask about one "
+            f"{said} hands a parameter or another value to a graph, and is not an operator: ask about one "
             "that reads it"
         )
     if len(found) == 1:

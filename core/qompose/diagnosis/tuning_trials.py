@@ -173,7 +173,7 @@ class Tuning(Printable):
         """Read what `save` wrote.
 
         Raises:
-            UserError: it is no such file, or of a newer version.
+            UserError: it is not such a file, or of a newer version.
             OSError: it cannot be read.
         """
         try:

@@ -300,7 +300,9 @@ class TestBodies:
         }
         assert inputs
         for name in inputs:
-            with pytest.raises(ConfigError, match=f"'{name}' hands a parameter .* is no operator"):
+            with pytest.raises(
+                ConfigError, match=f"'{name}' hands a parameter .* is not an operator"
+            ):
                 can_quantize(self.program, name, toy(LINEAR))
 
     def test_a_name_that_several_bodies_have(self) -> None:

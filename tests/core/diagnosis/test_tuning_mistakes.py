@@ -42,12 +42,12 @@ def test_limits_that_are_none(limit: Any) -> None:
 def test_inputs_that_are_none() -> None:
     prepared = prepare(PROGRAM, toy())
     prepared(X)
-    with pytest.raises(UserError, match="sensitivity takes an iterable of batches, and got int"):
+    with pytest.raises(UserError, match="sensitivity takes an iterable of batches, got int"):
         qompose.sensitivity(prepared, 5)  # type: ignore[arg-type]
 
 
 def test_rankings_of_another_model() -> None:
-    with pytest.raises(UserError, match="ranking= is what sensitivity returned, and not dict"):
+    with pytest.raises(UserError, match="ranking must be what sensitivity returned, got dict"):
         tuned(exact, ranking={})  # type: ignore[arg-type]
     image = randn(1, 3, 4, 4)
     other = prepare(export(seeded(nn.Conv2d(3, 3, 1)), image), toy())
