@@ -402,8 +402,8 @@ def finish(steps: Mapping[str, Step]) -> tuple[Any, Mapping[str, Finished]]:
     other = next((name for name, step in steps.items() if step.target != target), None)
     if other is not None:
         raise TargetError(
-            f"method {other!r}: its target {target.name!r} is of another backend than that of "
-            f"{next(iter(steps))!r}, and one program has one runtime"
+            f"method {other!r}: its target {target.name!r} comes from another backend than that of "
+            f"{next(iter(steps))!r}, and a program has one runtime"
         )
     if target.finish_methods is None:
         raise TargetError(
@@ -583,7 +583,7 @@ def _restore(node: Node) -> None:
         with node.graph.inserting_after(last):
             example = operator(*map_arg(args, value_of))
             last = call(node.graph, operator, args, node, example)
-        last.meta.pop("custom", None)  # it is no part of what the tags of `node` are about
+        last.meta.pop("custom", None)  # the tags of `node` are not about it
         return last
 
     restored = laid_out(insert, node, order)

@@ -202,7 +202,7 @@ class RangeObserver(Observer):
     """An observer whose statistics are one minimum and one maximum, per tensor or per channel.
 
     Scales are rounded to `scale_dtype`, for kernels that store them in fewer bits; they stay float32. So
-    are offsets, where zero points are no integers (`stored_in`).
+    are offsets, where zero points are not integers (`stored_in`).
     """
 
     mergeable = True

@@ -294,9 +294,7 @@ def record_of(module: object, *, stages: tuple[str, ...], function: str, remedy:
         )
         if record is None and _was_quantized(module):
             remedy = f"{remedy} {_NO_PICKLES}"
-        raise StageError(
-            f"{function} takes a {' or '.join(stages)} model, and got {found}. {remedy}"
-        )
+        raise StageError(f"{function} takes a {' or '.join(stages)} model, got {found}. {remedy}")
     return record
 
 
@@ -364,7 +362,7 @@ def requirements_of(
         if not isinstance(asked, Mapping) or not all(
             isinstance(text, str) for item in asked.items() for text in item
         ):
-            raise ConfigError(f"{who} gave {asked!r}, and no mapping of texts to texts")
+            raise ConfigError(f"{who} must return a mapping of strings to strings, got {asked!r}")
         if asked:
             found[owner] = dict(asked)
     return found
@@ -384,7 +382,7 @@ def _by_role(
 
 
 def objections(record: Record) -> Iterator[str]:
-    """Yield who asks for what, and why this machine has not got it.
+    """Yield who asks for what, and why this machine does not have it.
 
     A backend that cannot be loaded is not asked: `lower` says so when it needs it.
 

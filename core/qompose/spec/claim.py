@@ -164,7 +164,7 @@ class Claim:
 
 
 class Kind(Enum):
-    """What became of a match that is no claim: refused, or admissible and without its condition, or lost."""
+    """What became of a match that is not a claim: refused, admissible without its condition, or lost."""
 
     REFUSED = "refused"
     WAITED = "waited"

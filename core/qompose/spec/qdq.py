@@ -4,7 +4,7 @@
 ExecuTorch and Inductor know a quantized model by the `quantized_decomposed` operators, so they are torch's
 own; importing the private module registers them. Three are qompose's. Torch's only operators for blocks are
 for groups within the rows of a matrix; `qompose::quantize_per_block` takes blocks of any shape and rank.
-Behind a zero point that is no integer, torch's operator rounds before it adds it and then truncates:
+Behind a zero point that is not an integer, torch's operator rounds before it adds it and then truncates:
 `qompose::quantize_per_channel_float` rounds the sum.
 """
 
@@ -345,7 +345,7 @@ def add_buffer(path: str, value: Tensor, like: Node) -> Node:
 
 
 def read_buffer(target: str, like: Node) -> Node:
-    """Read a buffer for `like`, of whose claim it is no part."""
+    """Read a buffer for `like`, to whose claim it does not belong."""
     read = read_attribute(owner_of(like), target, like)
     read.meta.pop("custom", None)
     return read

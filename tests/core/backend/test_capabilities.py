@@ -236,7 +236,7 @@ NO: dict[str, tuple[Any, str]] = {
     "the batch norm of rows behind an image": (
         (nn.Conv2d, nn.BatchNorm1d, nn.ReLU), "no rule has BatchNorm1d; "
     ),
-    "a function of several operators": (F.multi_head_attention_forward, "no one aten operator stands for"),
+    "a function of several operators": (F.multi_head_attention_forward, "no single aten operator computes"),
 }  # fmt: skip
 
 

@@ -51,7 +51,7 @@ def test_a_configuration_that_cannot_be_followed_is_refused_when_it_is_set(
 
 
 def test_what_is_no_configuration_is_refused() -> None:
-    with pytest.raises(ConfigError, match="'static' is no QuantizationConfig"):
+    with pytest.raises(ConfigError, match="expected a QuantizationConfig"):
         qompose.RuleQuantizer(toy(ROW, config=None).backend).set_global("static")  # type: ignore[arg-type]
 
 

@@ -166,7 +166,7 @@ class TestStatistics:
         part = data["entries"][0]["facts"]["channels"]["histograms"]
         part[key] = value if key in ("values", "exponents") else value + part[key][1:]
         path.write_text(json.dumps(data))
-        with pytest.raises(StatisticsError, match="holds no sound statistics"):
+        with pytest.raises(StatisticsError, match="does not hold valid statistics"):
             Statistics.load(path)
 
     def test_they_serve_an_observer_of_ranges_but_not_the_other_way_round(self) -> None:

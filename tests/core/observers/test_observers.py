@@ -213,7 +213,7 @@ def test_every_word_of_weights_stands_for_an_observer(word: str, per_channel: bo
 
 
 def test_an_unknown_word_of_weights_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"weight_range='max' .*'histogram', 'minmax', 'mse'"):
+    with pytest.raises(ConfigError, match=r"weight_range .*'histogram', 'minmax', 'mse'.*'max'"):
         weight_observer_for_range("max")
 
 

@@ -323,7 +323,7 @@ def test_what_else_matches_nothing_is_a_note(setting: Any, note: str) -> None:
         pytest.param(lambda q: q.set_subgraph([], "head", STATIC), "one at least", id="subgraph"),
         pytest.param(
             lambda q: q.set_module_name_object_type_order("body", nn.Linear, -1, STATIC),
-            "not the number of a call",
+            "must be the number of a call",
             id="negative call",
         ),
     ],

@@ -72,7 +72,7 @@ def test_a_program_exported_in_training_goes_into_evaluation() -> None:
 
 def test_what_has_no_training_is_refused() -> None:
     converted = qompose.convert_pt2e(trained())
-    with pytest.raises(StageError, match="takes a prepared model, and got a converted one"):
+    with pytest.raises(StageError, match="takes a prepared model, got a converted one"):
         qompose.training.move_exported_model_to_train(converted)
     exported = torch.export.export(model(), (X,)).module()
     for function in (
