@@ -24,8 +24,9 @@ from qompose.preparation.annotate import annotate
 from qompose.preparation.prepare import make_plan
 from qompose.program.control_flow import body_of, is_nested_call, nodes_in, references_of
 from qompose.program.graph import module_path, operator_name
-from qompose.program.rewrites import FOLD_BATCH_NORM, Candidate, find_rewrites
+from qompose.program.rewrites import Candidate
 from qompose.program.user_input import as_graph_module
+from qompose.quantizer.arbitration import wanted_rewrites
 from qompose.quantizer.base import Quantizer
 from qompose.quantizer.composition import ComposableQuantizer, compose
 from qompose.quantizer.interop.foreign_quantizer import adapt
@@ -212,11 +213,10 @@ class _Inquiry:
         self, exported: GraphModule, quantizer: Quantizer, refusals: Mapping[str, str]
     ) -> None:
         self.exported, self.refusals = exported, refusals
-        self.quantizer = quantizer.bound(exported)
-        annotated = annotate(exported, self.quantizer)
+        annotated = annotate(exported, quantizer.bound(exported))
         self.composition, self.rewrites = annotated.composition, annotated.rewrites
-        self.operators = make_plan(exported, annotated, self.quantizer).operators
-        self.members = dict(self.quantizer.labelled_members)
+        self.operators = make_plan(exported, annotated).operators
+        self.members = annotated.members
 
     def answer(self, name: str) -> NodeSupport:
         """Answer for an operator by its name; for one that was taken apart, for its pieces together."""
@@ -331,12 +331,11 @@ class _Inquiry:
 
     def _candidates(self) -> list[Candidate]:
         """Return the rewrites that were not made."""
-        wanted = {FOLD_BATCH_NORM}.union(*(m.rewrites for m in self.members.values()))
         made = {(rewrite.name, rewrite.nodes) for rewrite in self.rewrites}
         obstacles = self.composition.obstacles
         return [
             replace(candidate, obstacle=obstacles.get((candidate.rewrite, candidate.nodes)))
-            for candidate in find_rewrites(self.exported, wanted)
+            for candidate in wanted_rewrites(self.exported, self.members.values())
             if (candidate.rewrite, candidate.nodes) not in made
         ]
 

@@ -128,7 +128,8 @@ def _prepared(
         state = isolate(exported)
         quantizer = quantizer.bound(exported)
         annotated = annotate(exported, quantizer, trains=trains)
-        plan = make_plan(exported, annotated, quantizer, strict=strict)
+        plan = make_plan(exported, annotated, strict=strict)
+        backends = _backends(annotated)
     working = annotated.program
     say_if_nothing_was_quantized(plan, working, strict=strict)
     with paused_collection():
@@ -137,7 +138,7 @@ def _prepared(
             plan, notes=(*plan.notes, *_observe(working, exported, plan, quantizer, trains))
         )
         identity = equalized_identity(identity, plan.rewrites)
-        record = Record(plan, "prepared", _backends(quantizer), state=state, fingerprint=identity)
+        record = Record(plan, "prepared", backends, state=state, fingerprint=identity)
         prepared = attach(refresh(working), record)
         if training is not None:
             prepared.train(training)
@@ -145,16 +146,13 @@ def _prepared(
     return replace_in_place(model, prepared) if inplace else prepared
 
 
-def make_plan(
-    exported: GraphModule, annotated: Annotated, quantizer: Quantizer, *, strict: bool = False
-) -> Plan:
+def make_plan(exported: GraphModule, annotated: Annotated, *, strict: bool = False) -> Plan:
     """Return what is going to be done to a program: from the claims alone, before anything is inserted.
 
     Values of the annotated program get their ids, in place: rewrites made new ones.
 
     Args:
         exported: the program as it was before rewrites.
-        quantizer: bound to the program (`Quantizer.bound`).
         strict: selectors that match nothing are errors.
 
     Raises:
@@ -163,13 +161,14 @@ def make_plan(
     """
     working, composition = annotated.program, annotated.composition
     identify(working)
-    unmatched = quantizer.check_program(exported)
+    members = annotated.members.values()
+    unmatched = [note for member in members for note in member.check_program(exported)]
     if strict and unmatched:
         raise UserError("strict=True:\n" + "\n".join(f"  - {note}" for note in unmatched))
     claims = tuple(composition.chosen)
     groups, unsmoothed = smoothed(working, claims, plan_groups(working, claims))
     operators = survey(exported, working, composition, annotated.rewrites)
-    idle = idle_members(quantizer, composition)
+    idle = idle_members(annotated.members, composition)
     return Plan(
         claims=claims,
         groups=groups,
@@ -209,8 +208,8 @@ def _observe(
     return notes
 
 
-def _backends(quantizer: Quantizer) -> dict[str, Backend]:
-    members = quantizer.labelled_members
+def _backends(annotated: Annotated) -> dict[str, Backend]:
+    members = annotated.members.items()
     return {label: m.backend for label, m in members if isinstance(m, RuleQuantizer)}
 
 

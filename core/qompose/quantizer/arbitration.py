@@ -382,9 +382,9 @@ class Attempt(Protocol):
 Made = TypeVar("Made", bound=Attempt)
 
 
-def wanted_rewrites(exported: GraphModule, quantizer: Any) -> list[Candidate]:
-    """Return where the rewrites apply that the members of a quantizer ask for, and batch norm folding."""
-    wanted = {FOLD_BATCH_NORM}.union(*(member.rewrites for member in quantizer.members))
+def wanted_rewrites(exported: GraphModule, members: Iterable[Any]) -> list[Candidate]:
+    """Return where the rewrites apply that quantizers ask for, and batch norm folding."""
+    wanted = {FOLD_BATCH_NORM}.union(*(member.rewrites for member in members))
     return find_rewrites(exported, wanted)
 
 

@@ -95,10 +95,6 @@ class ComposableQuantizer(Quantizer):
         copied._is_bound = True
         return copied
 
-    def start(self) -> None:
-        for member in self.quantizers:
-            member.start()
-
     def check_program(self, exported: GraphModule) -> list[str]:
         return [note for member in self.quantizers for note in member.check_program(exported)]
 
@@ -274,19 +270,18 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def idle_members(quantizer: Quantizer, composition: Composition) -> dict[str, str]:
+def idle_members(members: Mapping[str, Quantizer], composition: Composition) -> dict[str, str]:
     """Return why members of a composition have no claim, by their labels.
 
     Of a quantizer with rules that is alone, the operators of the report say all that there is to say.
     """
-    members = dict(quantizer.labelled_members)
-    if len(members) == 1 and isinstance(quantizer.members[0], RuleQuantizer):
+    if len(members) == 1 and all(isinstance(m, RuleQuantizer) for m in members.values()):
         return {}
     claiming = {claim.owner for claim in composition.chosen}
     return {label: _why(label, members, composition) for label in members if label not in claiming}
 
 
-def _why(label: str, members: dict[str, Quantizer], composition: Composition) -> str:
+def _why(label: str, members: Mapping[str, Quantizer], composition: Composition) -> str:
     reasons = [*_losses(label, composition), *_refusals(label, composition)]
     twin = _twin(label, members)
     if twin is not None:
@@ -323,7 +318,7 @@ def _refusals(label: str, composition: Composition) -> Iterator[str]:
 _MOST = 3
 
 
-def _twin(label: str, members: dict[str, Quantizer]) -> str | None:
+def _twin(label: str, members: Mapping[str, Quantizer]) -> str | None:
     """Return an earlier member with the same rules and settings, None where there is none."""
     for earlier, other in members.items():
         if earlier == label:

@@ -66,7 +66,7 @@ class _Asked:
 def transform_for_torchao(model: GraphModule, quantizer: Any) -> GraphModule:
     """Return a program with the rewrites that a quantizer's claims cover, or `model` itself."""
     register_virtual_subclasses()
-    found = wanted_rewrites(model, quantizer)
+    found = wanted_rewrites(model, quantizer.members)
     if all(candidate.obstacle for candidate in found):
         return model
     bound = _asked(model, quantizer).bound
