@@ -52,7 +52,7 @@ def test_rankings_of_another_model() -> None:
     image = randn(1, 3, 4, 4)
     other = prepare(export(seeded(nn.Conv2d(3, 3, 1)), image), toy())
     other(image)
-    with pytest.raises(UserError, match="it is of another one"):
+    with pytest.raises(UserError, match="made for another one"):
         tuned(exact, ranking=qompose.sensitivity(other, [image]))
 
 

@@ -71,7 +71,7 @@ def test_parameters_are_counted_whole() -> None:
 
 @pytest.mark.parametrize("percentile", [50, 100.1, -1])
 def test_a_percentile_that_is_none(percentile: float) -> None:
-    with pytest.raises(qompose.errors.ConfigError, match="not above 50 and at most 100"):
+    with pytest.raises(qompose.errors.ConfigError, match="must be above 50 and at most 100"):
         PercentileObserver(torch.int8, percentile=percentile)
 
 
