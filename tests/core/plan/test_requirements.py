@@ -113,7 +113,7 @@ def test_who_asks_for_nothing_is_not_noted() -> None:
 @pytest.mark.parametrize("answer", [None, {"bits": 8}, {8: "bits"}, ["bits"]], ids=str)
 def test_an_answer_that_cannot_be_stored(here: Here, answer: Any) -> None:
     here.answer = answer
-    with pytest.raises(ConfigError, match="backend 'toy': requirements gave"):
+    with pytest.raises(ConfigError, match="backend 'toy': requirements must return"):
         converted(**here.facts)
 
 
