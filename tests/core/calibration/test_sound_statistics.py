@@ -111,7 +111,7 @@ def test_other_groups_are_not_merged() -> None:
     """One quantizer shares what the other does not: neither has what the other saw."""
     without_cat = toy(*(rule for rule in RULES if rule.name != "cat"), config=HISTOGRAM)
     other = qompose.statistics(qompose.calibrate(prepared(without_cat), [DATA]))
-    with pytest.raises(StatisticsError, match="not seen by the same quantizer"):
+    with pytest.raises(StatisticsError, match="different quantizers"):
         qompose.statistics(calibrated()).merged(other)
 
 
@@ -168,7 +168,7 @@ def test_a_limit_of_each_process() -> None:
 
 class TestResuming:
     @pytest.mark.parametrize(
-        ("name", "said"), [("x.pt", "neither"), ("absent/x.json", "no folder")]
+        ("name", "said"), [("x.pt", "must end in"), ("absent/x.json", "no directory")]
     )
     def test_where_nothing_can_be_kept(self, tmp_path: Path, name: str, said: str) -> None:
         with pytest.raises(StatisticsError, match=said):

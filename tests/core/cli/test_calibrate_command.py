@@ -70,4 +70,4 @@ def test_refusals(capsys: Capture, arguments: tuple[str, ...], message: str) -> 
 
 def test_both_data_and_statistics(capsys: Capture) -> None:
     assert quantize(*ALPHA, *DATA, "--statistics", "seen.json") == 1
-    assert "--statistics stands in place of --calibration" in capsys.readouterr().err
+    assert "--statistics replaces --calibration" in capsys.readouterr().err

@@ -219,7 +219,7 @@ class TestProblems:
             ((*ALPHA, *DATA, "--target", "chip", "--output", "a", "--lowered", "./a"), "are both a"),
             (("--config", "no.json", *DATA), "no.json: No such file or directory"),
             (("--config", "data.pt", *DATA), "data.pt: 'utf-8' codec can't decode"),
-            (("--config", "q.json", "--on-conflict", "first"), "--on-conflict goes with --backend"),
+            (("--config", "q.json", "--on-conflict", "first"), "--on-conflict needs --backend"),
             (("--backend", "gamma", *DATA, "--strict"), "Nothing was quantized"),
         ],
         ids=lambda value: value if isinstance(value, str) else "",

@@ -93,7 +93,7 @@ def linear(x: Tensor) -> Tensor:
         pytest.param(linear, "expected a function of torch", id="a function of the user's"),
         pytest.param(len, "expected a function of torch", id="of Python"),
         pytest.param(F.normalize, "no single aten operator computes normalize", id="several"),
-        pytest.param(F.multi_head_attention_forward, "no one aten operator", id="a large one"),
+        pytest.param(F.multi_head_attention_forward, "no single aten operator", id="a large one"),
     ],
 )
 def test_what_stands_for_no_operator(function: Any, message: str) -> None:

@@ -60,7 +60,7 @@ PER_TOKEN = QuantizationSpec(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        pytest.param({"block_size": ()}, "not a tuple of positive sizes", id="no size"),
+        pytest.param({"block_size": ()}, "must be a tuple of positive sizes", id="no size"),
         pytest.param({"block_size": 32}, "block_size must be a tuple", id="a number"),
         pytest.param({"block_size": (0,)}, "positive sizes", id="zero"),
         pytest.param({"block_size": (4, -2)}, r"\(4, -2\)", id="negative"),

@@ -308,13 +308,15 @@ def test_what_else_matches_nothing_is_a_note(setting: Any, note: str) -> None:
         ),
         pytest.param(
             lambda q: q.set_object_type(nn.functional.normalize, STATIC),
-            "no one aten operator",
+            "no single aten operator",
             id="no single operator",
         ),
         pytest.param(
-            lambda q: q.set_module_type(aten.linear, STATIC), "no torch.nn.Module", id="op"
+            lambda q: q.set_module_type(aten.linear, STATIC), "expected a torch.nn.Module", id="op"
         ),
-        pytest.param(lambda q: q.set_operator_type(nn.Linear, STATIC), "no operator", id="module"),
+        pytest.param(
+            lambda q: q.set_operator_type(nn.Linear, STATIC), "expected an operator", id="module"
+        ),
         pytest.param(lambda q: q.set_module_name("", STATIC), "set_global is for", id="empty name"),
         pytest.param(lambda q: q.set_filter("linear", STATIC), "a function of a node", id="filter"),
         pytest.param(

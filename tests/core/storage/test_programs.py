@@ -128,7 +128,7 @@ class TestCalls:
             def forward(self, x: Tensor) -> Tensor:
                 return x + getattr(self, "it's")
 
-        with pytest.raises(qompose.UserError, match=r"it's.*no key or step"):
+        with pytest.raises(qompose.UserError, match=r"it's.*not a key or a step"):
             qompose.save(unquantized(Quoted(), X), path)
 
     def test_types_without_a_name_are_refused(self, path: Path) -> None:
