@@ -203,7 +203,7 @@ def test_capability_rows_and_questions() -> None:
 
 @pytest.mark.parametrize("policy", ["last", "", None])
 def test_unknown_policies(policy: Any) -> None:
-    with pytest.raises(ConfigError, match="neither"):
+    with pytest.raises(ConfigError, match="on_conflict must be"):
         ComposableQuantizer([NullQuantizer()], policy)
 
 
