@@ -196,7 +196,9 @@ class TestMethods:
             qompose.lower({"one": small(SINGLE), "two": small(SINGLE)}, "device")
 
     def test_one_program_has_one_runtime(self) -> None:
-        with pytest.raises(TargetError, match="method 'two': its target 'device' is of another"):
+        with pytest.raises(
+            TargetError, match="method 'two': its target 'device' comes from another"
+        ):
             qompose.lower({"one": small(), "two": small(SINGLE)}, "device")
 
     def test_a_target_that_loses_methods_is_named(self) -> None:

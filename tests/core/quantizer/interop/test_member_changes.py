@@ -543,6 +543,9 @@ def test_numbers_do_not_depend_on_the_batch_that_was_exported() -> None:
     torch.testing.assert_close(prepared(other), seeded(Net())(other))
 
 
+@pytest.mark.filterwarnings(
+    "ignore:.*LeafSpec"
+)  # torch 2.13 copies argument trees by a deprecated class
 class TestCopies:
     """A transform that works on a copy of the program."""
 
