@@ -208,6 +208,6 @@ def test_a_node_that_the_program_has_not() -> None:
         extra = snapshot.graph.call_function(torch.ops.aten.neg.default, (cat,))
     with pytest.raises(
         qompose.errors.ConfigError,
-        match="refers to the node neg_default, which the prepared program",
+        match="refers to the node neg_default, which is not in",
     ):
         rebinding(program)(wrapped(Holder, node=extra))

@@ -65,12 +65,12 @@ PER_TOKEN = QuantizationSpec(
         pytest.param({"block_size": (0,)}, "positive sizes", id="zero"),
         pytest.param({"block_size": (4, -2)}, r"\(4, -2\)", id="negative"),
         pytest.param({"block_size": (2.0,)}, "positive sizes", id="a float"),
-        pytest.param({"qscheme": torch.per_tensor_affine}, "not torch.per_tensor_affine", id="scheme"),
+        pytest.param({"qscheme": torch.per_tensor_affine}, "got torch.per_tensor_affine", id="scheme"),
         pytest.param(
             {"qscheme": FLOAT_POINTS, "is_dynamic": True, "block_size": (-1,)},
             "zero points at run time are integers", id="float zero points at run time",
         ),
-        pytest.param({"qscheme": None}, "not None", id="no scheme"),
+        pytest.param({"qscheme": None}, "got None", id="no scheme"),
         pytest.param({"is_dynamic": True}, r"block_size=\(-1,\) per token", id="dynamic groups"),
         pytest.param(
             {"is_dynamic": True, "block_size": (-1,)}, r"int8 \[-128, 127\]", id="4 bit tokens"
