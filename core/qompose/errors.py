@@ -120,7 +120,7 @@ class NotExportedError(UserError, TypeError):
     def __init__(self, model: object, function: str) -> None:
         super().__init__(
             f"{function} takes a torch.export.ExportedProgram, or the GraphModule of its .module(), "
-            f"and got {type(model).__module__}.{type(model).__qualname__}. "
+            f"got {type(model).__module__}.{type(model).__qualname__}. "
             "Export first: torch.export.export(model.eval(), example_inputs); "
             "or call qompose.quantize(model, example_inputs, ...), which exports for you."
         )
@@ -183,7 +183,7 @@ class ArtefactError(UserError):
 
 
 class RequirementError(ArtefactError):
-    """A loaded model asks for what this machine has not got."""
+    """A loaded model needs what this machine does not have."""
 
 
 class MissingBackendError(BackendNotFoundError):

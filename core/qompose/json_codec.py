@@ -62,15 +62,11 @@ BOOLEAN = plain("true or false", lambda value: isinstance(value, bool))
 TEXT = plain("a string", lambda value: isinstance(value, str))
 
 
-def _read_float(data: Any, path: str) -> Any:
-    return float(data) if isinstance(data, str) else NUMBER.read(data, path)
-
-
 FLOAT = Codec(
     lambda value, path: NUMBER.write(value, path) if math.isfinite(value) else str(value),
-    _read_float,
+    lambda data, path: float(data) if isinstance(data, str) else NUMBER.read(data, path),
 )
-"""Any number: those that JSON has not got, infinities and NaN, are texts."""
+"""Any number: those that JSON does not have, infinities and NaN, are strings."""
 
 
 def named(values: Iterable[Any], words: str) -> Codec:
@@ -131,7 +127,7 @@ def write_fields(
     """Return the fields of a dataclass as data.
 
     Raises:
-        ConfigError: `value` is none of `kind`, or a field holds what data cannot.
+        ConfigError: `value` is not of `kind`, or a field holds what data cannot.
     """
     if type(value) is not kind:
         raise ConfigError(f"{path} must be a {kind.__name__}, got {value!r}")

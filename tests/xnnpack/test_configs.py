@@ -87,7 +87,7 @@ class TestWhatExcludesWhat:
         ("options", "reason"),
         [
             ({"fake_quantize": "learned"}, "is for training: it needs is_qat=True"),
-            ({"is_qat": True, "fake_quantize": "learnd"}, "fake_quantize='learnd' is not one of"),
+            ({"is_qat": True, "fake_quantize": "learnd"}, "fake_quantize must be one of"),
             ({"weight_only": True, "is_dynamic": True}, "leaves activations in float"),
             ({"group_size": 32}, "needs is_dynamic=True or weight_only=True"),
             ({"group_size": 48, "is_dynamic": True}, "sizes that XNNPACK packs are 32, 64, 128, 256"),
@@ -102,7 +102,7 @@ class TestWhatExcludesWhat:
             ({"repairs": ("equalization",), "is_qat": True}, "training finds weights"),
             ({"per_token": False}, "per_token=False is for .* needs is_dynamic=True"),
             ({"per_token": False, "weight_only": True}, "it needs is_dynamic=True"),
-            ({"weight_range": "widest"}, "weight_range='widest' is not one of"),
+            ({"weight_range": "widest"}, "weight_range must be one of"),
             ({"weight_range": "mse", "is_dynamic": True, "group_size": 32},
              "weight_range='mse' is for one scale per channel or per tensor: a group of 32"),
             ({"weight_only": True, "act_qmin": -127}, "in float, and act_qmin=-127 is for those"),

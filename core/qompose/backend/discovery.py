@@ -432,13 +432,8 @@ def describe_error(error: BaseException) -> str:
         )
     text = "".join(traceback.format_exception_only(type(error), error)).strip()
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if _is_plugin(frame.filename)]
+    own = [frame for frame in frames if not frame.filename.startswith(("<frozen ", *_HOST))]
     return f"{text} ({_short(own[-1].filename)}, line {own[-1].lineno})" if own else text
-
-
-def _is_plugin(filename: str) -> bool:
-    """Return whether a file belongs neither to the host nor to what it imports plugins with."""
-    return not filename.startswith(("<frozen ", *_HOST))
 
 
 def _short(filename: str) -> str:

@@ -195,7 +195,7 @@ class Region:
         claim = self.claim
         return ConfigError(
             f"The kernel of {claim.owner}, rule {claim.rule}, at {claim.anchor} asks for what its "
-            f"region has not: {missing}"
+            f"region does not have: {missing}"
         )
 
     def _argument(self, operand: Operand) -> Node:
@@ -351,7 +351,7 @@ def on_integers(region: Region) -> Node:
     output = region.output
     node = region.output_node
     if node.target not in SCALE_PRESERVING:
-        raise NotLowerable(f"{node.target} makes values that its inputs have not")
+        raise NotLowerable(f"{node.target} makes values that its inputs do not have")
     if output is None:
         raise NotLowerable("its output is not quantized")
     if output.dtype in NOT_ON_INTEGERS.get(node.target, ()):

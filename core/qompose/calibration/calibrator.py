@@ -71,10 +71,10 @@ def calibrate(
 
     Raises:
         StageError: the model was not prepared.
-        UserError: `batches` cannot be iterated, or an option is none, or is for batches and these are
+        UserError: `batches` cannot be iterated, or an option is invalid, or is for batches and these are
             statistics.
         CalibrationError: there was no batch, or one does not fit the model (its number is named), or has
-            another value than the one with which the model was exported for what is no tensor; another
+            another value than the one with which the model was exported for what is not a tensor; another
             process failed or died; there are several, and an observer depends on the order of batches, or
             has statistics already. Observers are then as they were before.
         StatisticsError: statistics do not fit the model, or a file of them cannot be read.
@@ -296,8 +296,8 @@ class Ranks:
 def _lost(timeout: float, error: Exception) -> str:
     first = str(error).strip().partition("\n")[0]
     return (
-        f"a process that calibrates together with this one died, or did not answer within {timeout:g} "
-        f"seconds ({first}). See what it printed; where a rank is only slow, pass a longer timeout="
+        f"another process of this calibration died, or did not answer within {timeout:g} seconds "
+        f"({first}). See what it printed; if a rank is merely slow, pass a longer timeout="
     )
 
 
@@ -315,12 +315,12 @@ class _ResumeFile:
     def __init__(self, path: Path, ranks: Ranks, prepared: GraphModule) -> None:
         if left_out := statistics(prepared).left_out:
             raise StatisticsError(
-                f"resume= needs observers that give their statistics away, and {'; '.join(left_out)} are of "
+                f"resume= needs observers whose statistics can be saved; {'; '.join(left_out)} come from "
                 "other packages"
             )
         check_kind(path)
         if not path.parent.is_dir():
-            raise StatisticsError(f"resume={str(path)!r}: there is no folder {path.parent}")
+            raise StatisticsError(f"resume={str(path)!r}: there is no directory {path.parent}")
         rank = f".rank{ranks.rank}of{ranks.count}" if ranks.count > 1 else ""
         self.path = path.with_name(f"{path.stem}{rank}{path.suffix}")
         self._batches, self._written = 0, time.monotonic()
@@ -335,8 +335,8 @@ class _ResumeFile:
             found = Statistics.load(self.path)
             if not found.batches:
                 raise StatisticsError(
-                    f"{self.path} holds no calibration on the way; to use its statistics, pass them for "
-                    "batches"
+                    f"{self.path} holds a finished calibration, which cannot be resumed; to use its "
+                    "statistics, pass them for batches"
                 )
             found.apply(prepared)
             self._batches = found.batches

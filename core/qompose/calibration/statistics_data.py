@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torch import nn
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 
 from qompose.calibration.statistics_file import Entry, SiteMeans, range_of, read, same, write
 from qompose.errors import StatisticsError, near_names
@@ -25,8 +26,9 @@ from qompose.observers.min_max import Observer
 from qompose.observers.tensor_statistics import Facts, MeanObserver, Means, mean_observers
 from qompose.plan.operator_ids import Site, sites_of
 from qompose.plan.plan import Record, record_of
-from qompose.program.control_flow import nodes_in
+from qompose.program.control_flow import body_of, graphs_in, nodes_in, references_of
 from qompose.program.graph import constant_of
+from qompose.program.meta import RAN_KEY
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ class Statistics:
         """Read what `save` wrote. Nothing in the file is run.
 
         Raises:
-            StatisticsError: it is no such file, damaged, or of another version.
+            StatisticsError: it is not such a file, damaged, or of another version.
             OSError: it cannot be read.
         """
         return read(Path(path), cls)
@@ -107,8 +109,8 @@ class Statistics:
             for site in entry.sites:
                 if groups.get(site, entry.sites) != entry.sites:
                     raise StatisticsError(
-                        f"{site} shares its range with other tensors in the one than in the other, so they "
-                        "were not seen by the same quantizer: calibrate both parts with one of them"
+                        f"the two share the range of {site} with different tensors, so they come from "
+                        "different quantizers: calibrate both parts with one of them"
                     )
             mine = found.get(entry.sites)
             try:
@@ -213,6 +215,7 @@ class Statistics:
             _take(observer, facts)
         for watching, seen in means:
             watching.take(seen)
+        _note_what_ran(prepared, record, {id(observer) for observer, _ in found})
         return prepared
 
     def _matched_means(
@@ -328,6 +331,28 @@ def watched(prepared: GraphModule, record: Record) -> Iterator[tuple[Any, tuple[
         computed = [node for node in sources if constant_of(node) is None and node in sites]
         if observer is not None and computed and _estimates(observer):
             yield observer, tuple(sites[node] for node in computed)
+
+
+def _note_what_ran(prepared: GraphModule, record: Record, taken: Collection[int]) -> None:
+    """Note of each body that it ran, as running it does, if some of its ranges are among those taken.
+
+    A range that tensors outside of the body share tells nothing of it, unless the body has no other.
+    """
+    nodes = {node.name: node for node in nodes_in(prepared)}
+    observers = observers_of(observer_nodes(prepared))
+    estimating = {id(observer) for observer, _ in watched(prepared, record)}
+    own: dict[Graph, list[bool]] = defaultdict(list)
+    shared: dict[Graph, list[bool]] = defaultdict(list)
+    for number, group in enumerate(record.plan.groups):
+        key = id(observers.get(number))
+        graphs = {nodes[point.source].graph for point in group.points}
+        for graph in graphs if key in estimating else ():
+            (own if len(graphs) == 1 else shared)[graph].append(key in taken)
+    for part in reversed(list(graphs_in(prepared))):  # the innermost first
+        inside = (b for call in part.graph.nodes for b in map(body_of, references_of(call)))
+        ran = any(own[part.graph] or shared[part.graph]) or any(RAN_KEY in b.meta for b in inside)
+        if ran and part is not prepared:
+            part.meta[RAN_KEY] = True
 
 
 def _estimates(observer: nn.Module) -> bool:

@@ -84,7 +84,7 @@ def read(path: Path, kind: type[Data]) -> Data:
     """Return the statistics in a file, of the class that was written.
 
     Raises:
-        StatisticsError: it is no such file, damaged, or of another version.
+        StatisticsError: it is not such a file, damaged, or of another version.
         OSError: it cannot be read.
     """
     suffix = check_kind(path)
@@ -95,7 +95,7 @@ def read(path: Path, kind: type[Data]) -> Data:
         data = json.loads(text)
         if (version := data.pop("format_version")) != FORMAT_VERSION:
             raise StatisticsError(
-                f"{path} is of format {version}, and this qompose reads {FORMAT_VERSION}"
+                f"{path} has format version {version}; this qompose reads {FORMAT_VERSION}"
             )
         if suffix == _BINARY and data.pop("digest") != _digest(tensors):
             raise ValueError("its numbers are not those that were written")
@@ -108,7 +108,9 @@ def read(path: Path, kind: type[Data]) -> Data:
     ) as error:  # fmt: skip
         if isinstance(error, StatisticsError):
             raise
-        raise StatisticsError(f"{path} holds no sound statistics of qompose: {error!r}") from error
+        raise StatisticsError(
+            f"{path} does not hold valid statistics of qompose: {error!r}"
+        ) from error
     made: Data = found
     return made
 
@@ -134,7 +136,7 @@ def check_kind(path: Path) -> str:
     """
     if path.suffix not in (_BINARY, _TEXT):
         raise StatisticsError(
-            f"{path} ends in neither {_BINARY} nor {_TEXT}, which say the kind of file"
+            f"{path} must end in {_BINARY} or {_TEXT}, which name the kind of file"
         )
     return path.suffix
 
@@ -221,11 +223,11 @@ def range_of(low: Any, high: Any) -> tuple[float, float]:
     """Return the bounds of a range, as float32 has them.
 
     Raises:
-        StatisticsError: they are none.
+        StatisticsError: they are not bounds of a range.
     """
     ends = torch.tensor([float(low), float(high)], dtype=torch.float32)
     if not bool(torch.isfinite(ends).all() & (ends[0] < ends[1])):
-        raise StatisticsError(f"[{low}, {high}] is no range")
+        raise StatisticsError(f"[{low}, {high}] is not a range")
     return float(low), float(high)
 
 
@@ -247,11 +249,11 @@ def _check_facts(facts: Facts) -> None:
 
 def _check_channels(seen: Channels) -> None:
     if not (seen.low.is_floating_point() and seen.high.is_floating_point()):
-        raise ValueError("channels have ranges that are no floats")
+        raise ValueError("the ranges of channels must be floats")
     if seen.low.shape != seen.high.shape or not bool(
         (seen.low <= seen.high).all() & torch.isfinite(seen.high - seen.low).all()
     ):
-        raise ValueError("channels have ranges that are none")
+        raise ValueError("the ranges of channels are invalid")
     if seen.histograms is not None:
         if seen.histograms.exponents.shape != seen.low.shape:
             raise ValueError("not each channel has a range and an exponent")
@@ -261,7 +263,7 @@ def _check_channels(seen: Channels) -> None:
 def _check_means(means: Means) -> None:
     total = means.total
     if total.dim() != 1 or total.is_floating_point() or means.count < 1 or means.largest < 0:
-        raise ValueError("means have sums or counts that are none")
+        raise ValueError("the sums or counts of means are invalid")
 
 
 def _bins_of(histogram: Histogram) -> dict[str, Any]:
@@ -273,7 +275,7 @@ def _histogram(exponent: int, bins: Tensor, counts: Tensor) -> Histogram:
     if bins.shape != counts.shape or bool(
         (bins < 0).any() | (bins >= BINS).any() | (counts < 0).any()
     ):
-        raise ValueError("a histogram has bins or counts that are none")
+        raise ValueError("the bins or counts of a histogram are invalid")
     whole = not (counts.is_floating_point() or bins.is_floating_point())
     if len(bins) and not (whole and len(set(bins.tolist())) == len(bins)):
         raise ValueError("a histogram has a bin twice, or a part of a count")
@@ -305,14 +307,14 @@ def _channel_histograms(
     dense = torch.zeros(len(exponents), CHANNEL_BINS, dtype=torch.int64)
     dense.index_put_(where, counts.long())
     if bool((torch.stack(where) < 0).any() | (dense < 0).any() | (dense.sum(1) != values).any()):
-        raise ValueError("a channel's histogram has bins or counts that are none")
+        raise ValueError("the bins or counts of a channel's histogram are invalid")
     found.counts = dense.to(found.counts_dtype)
     return found
 
 
 def _sample(seen: int, rows: Tensor, order: Tensor) -> RowSample:
     if rows.dim() != 2 or order.shape != (len(rows), 3):
-        raise ValueError("a sample has rows without an order")
+        raise ValueError("the rows of a sample have no order")
     return RowSample(rows.float(), order.long(), seen)
 
 

@@ -33,7 +33,7 @@ class Input:
     def objection(self, value: object) -> str | None:
         """Return why a value cannot be this input, or None."""
         if not isinstance(value, Tensor):
-            return f"is {type(value).__name__}, and not a tensor"
+            return f"is of type {type(value).__name__}, not a tensor"
         if objection := without_values(value):
             return objection
         fits = len(self.sizes) == value.dim() and all(map(_within, value.shape, self.sizes))
@@ -347,7 +347,7 @@ def _is_taken(size: int, inputs: Inputs) -> bool:
 
 def _refuse(path: Path, count: int, size: int, inputs: Inputs) -> None:
     raise CalibrationError(
-        f"{path}: {count} samples in batches of {size} are nothing that the program takes ({inputs}); "
+        f"{path}: {count} samples in batches of {size} do not fit what the program takes ({inputs}); "
         "--batch-size sets the size of a batch"
     )
 
@@ -363,14 +363,11 @@ def _leaves(path: Path, number: int, batch: Any, inputs: Inputs) -> list[Any]:
     flat, spec = pytree.tree_flatten(given)
     if spec != inputs.spec:
         raise CalibrationError(
-            f"{path}, batch {number}: it has {_count(flat)} in another structure than the program's inputs, "
+            f"{path}, batch {number}: it has {len(flat)} value{'s' * (len(flat) != 1)} in another "
+            "structure than the program's inputs, "
             f"which are {inputs.structure}; it is {shown(batch)}"
         )
     return flat
-
-
-def _count(flat: Sequence[Any]) -> str:
-    return f"{len(flat)} value{'s' * (len(flat) != 1)}"
 
 
 def _checked(where: str, leaves: list[Any], inputs: Inputs) -> list[Any]:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 _UNLIMITED = 100_000
-"""Columns where standard output is no terminal: a row of a table is then one line, for `grep` and `cut`."""
+"""Columns where standard output is not a terminal: a row of a table is one line, for `grep` and `cut`."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Results:
         return shutil.get_terminal_size((_UNLIMITED, 0)).columns
 
     def text(self, text: str) -> None:
-        """Print text and a line break. A reader that goes away, as `head` does, is no error."""
+        """Print text and a line break. A reader that goes away, as `head` does, is not an error."""
         if self._file is None:
             return
         try:
@@ -151,7 +151,7 @@ def chosen_quantizer(options: Namespace) -> Quantizer:
     from qompose.quantizer.composition import quantizer_from_json
 
     if options.on_conflict:
-        raise UserError("--on-conflict goes with --backend; a configuration says it itself")
+        raise UserError("--on-conflict needs --backend; a configuration sets it itself")
     try:
         return quantizer_from_json(options.config.read_text(encoding="utf-8-sig"))
     except (UserError, UnicodeDecodeError) as error:

@@ -67,7 +67,9 @@ def new_backend(name: str, parent: Path) -> Path:
     if not Path(parent).is_dir():
         raise ProjectError(f"{parent} is not a directory")
     try:
-        if target.is_symlink() or (target.exists() and not _is_empty(target)):
+        if target.is_symlink() or (
+            target.exists() and not (target.is_dir() and not any(target.iterdir()))
+        ):
             raise ProjectError(f"{target} is there already: choose another name, or move it away")
         with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=parent) as scratch:
             draft = Path(scratch) / target.name
@@ -81,10 +83,6 @@ def new_backend(name: str, parent: Path) -> Path:
     except OSError as error:
         raise ProjectError(f"{target} cannot be written: {error}") from error
     return target
-
-
-def _is_empty(target: Path) -> bool:
-    return target.is_dir() and not any(target.iterdir())
 
 
 def _facts(name: str) -> dict[str, str]:

@@ -91,7 +91,7 @@ def _quantize(options: Namespace, results: Results) -> int:
 def _check_files(options: Namespace, output: Path) -> None:
     """Refuse what would fail, or destroy a file, when the work is done."""
     if options.statistics is not None and options.calibration:
-        raise UserError("--statistics stands in place of --calibration: give one of the two")
+        raise UserError("--statistics replaces --calibration: give one of the two")
     read = [
         path.resolve()
         for path in (options.model, *options.calibration, options.config, options.statistics)

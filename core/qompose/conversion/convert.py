@@ -476,7 +476,7 @@ class _QDQInserter:
 
 
 def _call(target: Callable[..., Any], args: tuple[Any, ...], like: Node, value: Any) -> Node:
-    """Insert a call that belongs to `like`'s module; it is no part of `like`'s claim."""
+    """Insert a call that belongs to `like`'s module; it does not belong to `like`'s claim."""
     node = call(like.graph, target, args, like, value)
     clear_origin(node)
     return node

@@ -59,7 +59,7 @@ def widen_scales_for_int32(
         by group, how many times larger its scale has become, at most.
     """
     widened: dict[int, float] = {}
-    groups = _groups(plan)
+    groups = plan.group_of
     for _, bias, value, step in _added(plan, nodes, qparams, dropped, {}):
         source, number = qparams[groups[bias.input]], groups[bias.weight]
         weight = qparams[number]
@@ -81,7 +81,7 @@ def _added(
     changed: Mapping[str, Tensor],
 ) -> Iterator[tuple[int, AddedBias, Tensor, Tensor]]:
     """Yield (number of a claim, its bias, the values of that, their step) where the step is known."""
-    groups = _groups(plan)
+    groups = plan.group_of
     for number, claim in enumerate(plan.claims):
         bias = claim.bias
         node = nodes.get(bias.name) if bias is not None else None
@@ -92,10 +92,6 @@ def _added(
         step = _step(bias, groups, qparams)
         if step is not None and step.shape in ((), value.shape):
             yield number, bias, value, step
-
-
-def _groups(plan: Plan) -> dict[Point, int]:
-    return {point: number for number, group in enumerate(plan.groups) for point in group.points}
 
 
 def _step(

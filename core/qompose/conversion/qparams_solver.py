@@ -134,9 +134,7 @@ class QParamsSolver:
         self._claim_of = {
             spec.point: number for number, claim in enumerate(plan.claims) for spec in claim.specs
         }
-        self._group_of = {
-            point: number for number, group in enumerate(plan.groups) for point in group.points
-        }
+        self._group_of = plan.group_of
         self._labels = body_labels(model)
         self._check_complete()
 

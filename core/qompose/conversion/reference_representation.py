@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -141,10 +142,6 @@ def _add(site: Site, sign: int = 1) -> Sum:
     return integer_arithmetic.added(x, y, sign * alpha)
 
 
-def _sub(site: Site) -> Sum:
-    return _add(site, -1)
-
-
 def _max_pool(site: Site) -> Sum:
     x, *rest = site.arguments.values()
     return integer_arithmetic.pooled(site.node.target, site.integers(x), *rest)
@@ -254,7 +251,7 @@ class Site:
         )
         if scale is None:
             raise NotLowerable(f"its sum runs over dimension {axis}, and each has a scale")
-        if _has_float_zero_points(tensor):
+        if tensor.zero_point is not None and tensor.zero_points.is_floating_point():
             raise NotLowerable("its weight has zero points that are not integers")
         return self._holding(tensor, scale, _zero_point(tensor, _along(axis, len(shape))))
 
@@ -329,7 +326,7 @@ _ROWS: tuple[tuple[str, Builder, str], ...] = (
     ("conv_transpose3d", _Product(3, transposed=True), "conv_transpose3d.input"),
     ("matmul", _matmul, "matmul.default mm.default bmm.default"),
     ("add", _add, "add.Tensor add_.Tensor"),
-    ("sub", _sub, "sub.Tensor sub_.Tensor"),
+    ("sub", partial(_add, sign=-1), "sub.Tensor sub_.Tensor"),
     ("mul", _mul, "mul.Tensor mul_.Tensor"),
     ("max_pool", _max_pool, "max_pool1d.default max_pool2d.default max_pool3d.default"),
     ("embedding", _embedding, "embedding.default"),
@@ -575,10 +572,6 @@ def quantized(argument: Any) -> QuantizedTensor:
 
 def _along(axis: int, rank: int) -> list[int]:
     return [-1 if dim == axis else 1 for dim in range(rank)]
-
-
-def _has_float_zero_points(tensor: QuantizedTensor) -> bool:
-    return tensor.zero_point is not None and tensor.zero_points.is_floating_point()
 
 
 def _zero_point(tensor: QuantizedTensor, shape: list[int]) -> int | Tensor:

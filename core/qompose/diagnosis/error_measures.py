@@ -278,7 +278,7 @@ def number_of(said: Any, what: str) -> float:
     """Return what a metric returned as a number.
 
     Raises:
-        UserError: it is none, or NaN.
+        UserError: it is not a number, or NaN.
     """
     single = isinstance(said, Tensor) and said.numel() == 1
     if isinstance(said, (bool, str, bytes)) or not (single or hasattr(said, "__float__")):
@@ -288,5 +288,5 @@ def number_of(said: Any, what: str) -> float:
     except (TypeError, ValueError) as error:
         raise UserError(f"{what} {said!r}, expected a number: {error}") from error
     if math.isnan(number):
-        raise UserError(f"{what} NaN, with which nothing can be compared")
+        raise UserError(f"{what} NaN, which cannot be compared")
     return number + 0.0  # no -0.0

@@ -121,7 +121,7 @@ class Sensitivity(Printable):
         raise UserError(f"no site {name!r} was measured{near_names(str(name), known)}")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the ranking as JSON data; a cost that is no finite number is a text."""
+        """Return the ranking as JSON data; a cost that is not finite is a string."""
         data: dict[str, Any] = jsonable(
             {
                 "rows": [{**vars(row), "tensors": dict(row.tensors)} for row in self.rows],

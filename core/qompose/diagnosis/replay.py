@@ -212,8 +212,8 @@ def side_of(model: Any, argument: str) -> Side:
         return _exported(model)
     if not callable(model) or isinstance(model, type):
         raise UserError(
-            f"the {argument} of a comparison is an exported, prepared, converted or lowered program, or "
-            f"something that is called as one, and not {type(model).__name__}{one_of(model)}"
+            f"the {argument} of a comparison must be an exported, prepared, converted or lowered program, "
+            f"or a callable, got {type(model).__name__}{one_of(model)}"
         )
     stage = record.stage if isinstance(record, Record) else OUTPUTS
     return Side(stage, None, model, record if isinstance(record, Record) else None)

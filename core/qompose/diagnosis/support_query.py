@@ -6,7 +6,7 @@ The answer, with the reasons of a no, comes from the stages that `prepare_pt2e` 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -24,8 +24,9 @@ from qompose.preparation.annotate import annotate
 from qompose.preparation.prepare import make_plan
 from qompose.program.control_flow import body_of, is_nested_call, nodes_in, references_of
 from qompose.program.graph import module_path, operator_name
-from qompose.program.rewrites import FOLD_BATCH_NORM, Candidate, find_rewrites
+from qompose.program.rewrites import Candidate
 from qompose.program.user_input import as_graph_module
+from qompose.quantizer.arbitration import wanted_rewrites
 from qompose.quantizer.base import Quantizer
 from qompose.quantizer.composition import ComposableQuantizer, compose
 from qompose.quantizer.interop.foreign_quantizer import adapt
@@ -103,7 +104,7 @@ def can_quantize(
         config: ask with this configuration, instead of what the quantizer's own selectors give.
 
     Raises:
-        ConfigError: the program has no such node, or `config` is no configuration.
+        ConfigError: the program has no such node, or `config` is not a configuration.
         SelectorError, SharingError: `prepare_pt2e` would raise the same.
     """
     if config is not None and not isinstance(config, QuantizationConfig):
@@ -166,7 +167,7 @@ def _name_of(
     placed, found = found, [name for name in found if name in known]
     if placed and not found:
         raise ConfigError(
-            f"{said} hands a parameter or another value to a graph, and is no operator: ask about one "
+            f"{said} hands a parameter or another value to a graph, and is not an operator: ask about one "
             "that reads it"
         )
     if len(found) == 1:
@@ -212,17 +213,17 @@ class _Inquiry:
         self, exported: GraphModule, quantizer: Quantizer, refusals: Mapping[str, str]
     ) -> None:
         self.exported, self.refusals = exported, refusals
-        self.quantizer = quantizer.bound(exported)
-        annotated = annotate(exported, self.quantizer)
+        annotated = annotate(exported, quantizer.bound(exported))
         self.composition, self.rewrites = annotated.composition, annotated.rewrites
-        self.operators = make_plan(exported, annotated, self.quantizer).operators
-        self.members = dict(self.quantizer.labelled_members)
+        self.operators = make_plan(exported, annotated).operators
+        self.members = annotated.members
 
     def answer(self, name: str) -> NodeSupport:
         """Answer for an operator by its name; for one that was taken apart, for its pieces together."""
         facts = _described(self.exported, name, self.operators)
         rows = [op for op in self.operators if op.name == name or op.name.startswith(f"{name}/")]
-        claims = [self.composition.chosen[n] for n in _numbers(rows)]
+        numbers = dict.fromkeys(row.claim for row in rows if row.claim is not None)
+        claims = [self.composition.chosen[number] for number in numbers]
         left = [row for row in rows if row.claim is None]
         if not rows:
             reasons = [("program", self._no_operator(name))]
@@ -330,12 +331,11 @@ class _Inquiry:
 
     def _candidates(self) -> list[Candidate]:
         """Return the rewrites that were not made."""
-        wanted = {FOLD_BATCH_NORM}.union(*(m.rewrites for m in self.members.values()))
         made = {(rewrite.name, rewrite.nodes) for rewrite in self.rewrites}
         obstacles = self.composition.obstacles
         return [
             replace(candidate, obstacle=obstacles.get((candidate.rewrite, candidate.nodes)))
-            for candidate in find_rewrites(self.exported, wanted)
+            for candidate in wanted_rewrites(self.exported, self.members.values())
             if (candidate.rewrite, candidate.nodes) not in made
         ]
 
@@ -348,10 +348,6 @@ def _gone(member: str, made: Sequence[str]) -> str:
 
 
 _MOST = 8
-
-
-def _numbers(rows: Iterable[Operator]) -> list[int]:
-    return list(dict.fromkeys(row.claim for row in rows if row.claim is not None))
 
 
 def _joined(claims: Sequence[Claim], key: str) -> str:

@@ -73,15 +73,15 @@ def tune(
 
     Raises:
         TuningError: no setting meets the target; its `tuning` is the best that was found.
-        UserError: `max_drop` is no number or negative; `limit` or `ranking` is none, or of another model; the
-            metric returns no number.
+        UserError: `max_drop` is negative or not a number; `limit` or `ranking` is invalid, or of another
+            model; the metric returns no number.
         MemberError: the metric raised an error.
         NotExportedError, SelectorError, CalibrationError: as the stages raise them.
     """
     allowed = _allowed(max_drop)
     check_limit(limit)
     if ranking is not None and not isinstance(ranking, Sensitivity):
-        raise UserError(f"ranking= is what sensitivity returned, and not {type(ranking).__name__}")
+        raise UserError(f"ranking must be what sensitivity returned, got {type(ranking).__name__}")
     check_several(data, "tune")
     quantizer = adapt(quantizer)
     batches = list(islice(data, limit)) if isinstance(data, Iterator) else data
@@ -114,7 +114,7 @@ def _ranked(evaluator: Evaluator, ranking: Sensitivity) -> list[SiteCost]:
     """Return the sites, those first that cost most for each multiply-accumulate."""
     costs = {row.name: row.cost for row in ranking}
     if evaluator.sites and costs.keys().isdisjoint(evaluator.sites):
-        raise UserError("ranking= has none of the sites of this model: it is of another one")
+        raise UserError("ranking has none of the sites of this model: it was made for another one")
     sites = [replace(row, cost=costs.get(name, 0.0)) for name, row in evaluator.sites.items()]
     mean = sum(site.macs for site in sites) / max(len(sites), 1)
     least = max(_LEAST_SHARE * mean, 1.0)
@@ -146,7 +146,7 @@ class Search:
         self.float_score = self.evaluator.float_score()
         if not math.isfinite(self.float_score):
             raise UserError(
-                f"metric returned {self.float_score} for the float model, with which nothing can be compared"
+                f"metric returned {self.float_score} for the float model, which cannot be compared"
             )
 
     def met(self, names: Collection[str]) -> bool:

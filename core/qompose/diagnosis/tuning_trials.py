@@ -173,7 +173,7 @@ class Tuning(Printable):
         """Read what `save` wrote.
 
         Raises:
-            UserError: it is no such file, or of a newer version.
+            UserError: it is not such a file, or of a newer version.
             OSError: it cannot be read.
         """
         try:
@@ -429,7 +429,8 @@ class Evaluator:
         claims = {name: self.sites[name].claim for name in names}
         lands = {name: territory(self.plan, {claim}) for name, claim in claims.items()}
         wanted = set().union(*lands.values())
-        asked = {name: [self._first(name)] for name in names}
+        # The operator whose configuration decides about a site comes first.
+        asked = {name: [self.sites[name].name.partition("/")[0]] for name in names}
         while True:
             settings = {name: self._settings(name, asked[name], wanted) for name in names}
             listed = dict.fromkeys(s for some in settings.values() for s in some)
@@ -443,10 +444,6 @@ class Evaluator:
                 return chosen
             for name, land in stuck.items():
                 self._ask_for(name, land, asked[name], chosen.plan, left)
-
-    def _first(self, name: str) -> str:
-        """Return the operator whose configuration decides about a site."""
-        return self.sites[name].name.partition("/")[0]
 
     def _settings(self, name: str, operators: list[str], wanted: set[str]) -> tuple[Setting, ...]:
         found = [self._picker.setting(operator, wanted) for operator in operators]

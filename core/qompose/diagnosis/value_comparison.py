@@ -29,7 +29,6 @@ from qompose.diagnosis.replay import (
     MISSING,
     OUTPUTS,
     Instance,
-    Key,
     Side,
     Speaker,
     Values,
@@ -99,7 +98,7 @@ def compare(
             number. The table has their means over all inputs.
 
     Raises:
-        UserError: a program is none, `inputs` cannot be iterated, an option is none, or a metric returned no
+        UserError: a program or an option is invalid, `inputs` cannot be iterated, or a metric returned no
             number; the programs have nothing in common, or `converted` is of another.
         StageError: a program is in training, or `converted` is of another stage.
         MemberError: a metric raised an error.
@@ -123,7 +122,7 @@ def compare(
 
 
 def _run(batch: Any, transform: Callable[[Any], Any] | None, number: int, table: _Table) -> None:
-    """Count a batch; what is no fault of its own, as an error of a metric, is not put down to it."""
+    """Count a batch; an error that is not its fault, such as one of a metric, is not blamed on it."""
     try:
         run_batch(table.add, batch, transform, number, "input")
     except BatchError as error:
@@ -155,11 +154,11 @@ def _converted(one: Side, two: Side, given: GraphModule | None) -> GraphModule |
     if side.stage not in ("converted", "reference"):
         what = f"a {side.stage} model" if side.stage != OUTPUTS else "what can only be called"
         raise StageError(
-            f"converted= is what convert_pt2e returned, beside which kernels are judged, and not {what}"
+            f"converted must be the model that convert_pt2e returned, to compare kernels with, got {what}"
         )
     if _fingerprint(side) != _fingerprint(two):
         raise UserError(
-            "converted= is of another program, or one with other parameters: pass the model that was lowered"
+            "converted comes from another program, or has other parameters: pass the model that was lowered"
         )
     return side.graph
 
@@ -235,7 +234,7 @@ class ValueTable:
 
     def comparison(self, batches: int) -> Comparison:
         """Return the rows of what was computed, the worst first."""
-        # A report calls pieces of an operator by its name and theirs behind a slash, which nodes have not.
+        # A report calls pieces of an operator by its name and theirs behind a slash, which nodes do not have.
         listed = {row.name.replace("/", "_"): row for row in report_rows(self._two)}
         rows = [
             self._row(value, tally, self._lockstep.reference.get(value), listed)
@@ -465,16 +464,14 @@ class Lockstep:
         self._own = Values(copies[2], known[2], once, base, lambda key: key[0] in last)
         self._simulated = None
         if simulated is not None:
-            self._simulated = Values(copies[3], known[3], once, base, self._own_has)
+            self._simulated = Values(
+                copies[3], known[3], once, base, lambda key: key in self._own.exchanged
+            )
         made = (self._reference, self._free, self._own, self._simulated)
         self._all = [
             (values, binder(program))
             for values, program in zip([v for v in made if v is not None], programs, strict=True)
         ]
-
-    def _own_has(self, key: Key) -> bool:
-        """Tell whether the other program reads the reference's value, for its simulation to do as it does."""
-        return key in self._own.exchanged
 
     def run(self, *args: Any, **kwargs: Any) -> Iterator[Moment]:
         """Yield the values of one input that are floats."""
@@ -501,7 +498,7 @@ class Lockstep:
 
 
 def _computed(program: GraphModule) -> dict[Node, Speaker]:
-    """Return what gives values that are no parameters."""
+    """Return what gives values that are not parameters."""
     return {n: s for n, s in speakers_in(program).items() if not s.values[0].endswith(PARAMETER)}
 
 

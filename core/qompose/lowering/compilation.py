@@ -129,7 +129,7 @@ def compile_lowered(
 
     Raises:
         StageError: the model was not lowered.
-        UserError: an unknown mode or option, or a path that is none or is given for another mode.
+        UserError: an unknown mode or option, or a path that is invalid or is given for another mode.
         TargetError: the model was lowered for another target, or is several methods.
         CompilationError: there is no C++ compiler; an operator would remain in a package that torch alone
             does not know; or torch cannot compile the program.

@@ -121,8 +121,7 @@ def _replaced(converted: GraphModule, target: str) -> Step:
     )
     runtime = find_target(target, record)
     model = copy_graph_module(converted)
-    if runtime is not TORCH_TARGET:  # in the process, nothing asks for it
-        mark_operators(model, record.plan)
+    mark_operators(model, record.plan)
     sink_constants(model)  # a converted model has the form that torch exports: see hoist_constants
     fold_quantized_constants(model)  # those that fold_quantize=False left
     done, fallbacks, left = replace_regions(model, record, target)
@@ -196,7 +195,8 @@ def find_target(name: str, record: Record) -> Target:
             f"This composition cannot be lowered to {name!r}: {lacks}. "
             f"Targets that all members share: {_list(_shared(record, owners, known))}."
         )
-    problem = obstacle(known[name], f"target {name!r} of {_bringer(known[name], record)}")
+    bringers = (b.name for b in record.backends.values() if known[name] in b.targets)
+    problem = obstacle(known[name], f"target {name!r} of {next(bringers, 'qompose')}")
     if problem:
         raise TargetError(f"The target {name!r} cannot be used here: {problem}")
     for owner in sorted(owners):
@@ -204,10 +204,6 @@ def find_target(name: str, record: Record) -> Target:
         if problem:
             raise TargetError(f"The kernels of {owner!r} cannot be used here: {problem}")
     return known[name]
-
-
-def _bringer(target: Target, record: Record) -> str:
-    return next((b.name for b in record.backends.values() if target in b.targets), "qompose")
 
 
 def _targets(backend: Backend | None) -> set[str]:
@@ -406,8 +402,8 @@ def finish(steps: Mapping[str, Step]) -> tuple[Any, Mapping[str, Finished]]:
     other = next((name for name, step in steps.items() if step.target != target), None)
     if other is not None:
         raise TargetError(
-            f"method {other!r}: its target {target.name!r} is of another backend than that of "
-            f"{next(iter(steps))!r}, and one program has one runtime"
+            f"method {other!r}: its target {target.name!r} comes from another backend than that of "
+            f"{next(iter(steps))!r}, and a program has one runtime"
         )
     if target.finish_methods is None:
         raise TargetError(
@@ -587,7 +583,7 @@ def _restore(node: Node) -> None:
         with node.graph.inserting_after(last):
             example = operator(*map_arg(args, value_of))
             last = call(node.graph, operator, args, node, example)
-        last.meta.pop("custom", None)  # it is no part of what the tags of `node` are about
+        last.meta.pop("custom", None)  # the tags of `node` are not about it
         return last
 
     restored = laid_out(insert, node, order)

@@ -173,7 +173,9 @@ def training_config(
     """
     if fake_quantize not in FAKE_QUANTIZERS:
         hint = near_names(str(fake_quantize), FAKE_QUANTIZERS)
-        raise ConfigError(f"fake_quantize={fake_quantize!r} is not one of {FAKE_QUANTIZERS}{hint}")
+        raise ConfigError(
+            f"fake_quantize must be one of {FAKE_QUANTIZERS}, got {fake_quantize!r}{hint}"
+        )
     learned = fake_quantize == "learned"
     if not is_qat:
         if learned:

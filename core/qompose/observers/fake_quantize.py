@@ -116,7 +116,10 @@ class FakeQuantize(Observer):
         blocks = getattr(inner, "block_size", None)
         if blocks is not None:
             return _in_rows(x, blocks, lambda rows: self._simulated(rows, *self._of_rows(rows), 0))
-        qparams = self._of_batch(x.detach()) if self.is_dynamic else self._in_training()
+        if self.is_dynamic:
+            qparams = self._qparams(*torch.aminmax(x.detach().float()))
+        else:
+            qparams = self.calculate_qparams()
         return self._simulated(x, *qparams, inner.ch_axis if self.per_channel else None)
 
     def _simulated(self, x: Tensor, scale: Tensor, zero_point: Tensor, axis: int | None) -> Tensor:
@@ -129,14 +132,6 @@ class FakeQuantize(Observer):
             return self._qparams(low, high)
         scale, zero_point = self.calculate_qparams()
         return scale.reshape(-1), zero_point.reshape(-1)
-
-    def _of_batch(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        low, high = torch.aminmax(x.float())
-        return self._qparams(low, high)
-
-    def _in_training(self) -> tuple[Tensor, Tensor]:
-        """Return the parameters that are simulated."""
-        return self.calculate_qparams()
 
     def enable_observer(self, enabled: bool = True) -> None:
         """Go on estimating the range, or keep it as it is."""

@@ -68,7 +68,7 @@ class Rebinding:
     def _node(self, node: Node) -> Node:
         if node.name not in self.nodes:
             raise ConfigError(
-                f"its observer factory refers to the node {node.name}, which the prepared program has not"
+                f"its observer factory refers to the node {node.name}, which is not in the prepared program"
             )
         return self.nodes[node.name]
 

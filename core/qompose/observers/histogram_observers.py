@@ -180,7 +180,7 @@ class PercentileObserver(_OfHistogram):
     ) -> None:
         super().__init__(dtype, **arguments)
         if not 50 < percentile <= 100:
-            raise ConfigError(f"percentile={percentile} is not above 50 and at most 100")
+            raise ConfigError(f"percentile must be above 50 and at most 100, got {percentile}")
         self.percentile = percentile
 
     def _range(self) -> tuple[Tensor, Tensor]:
@@ -206,7 +206,7 @@ class PerChannelHistogramObserver(SearchingObserver):
     channel is a parameter as a rule, which is looked at once (`qompose.observers.histogram`).
 
     Raises:
-        ConfigError: the scheme has zero points that are no integers, whose range need not hold zero.
+        ConfigError: the scheme has zero points that are not integers, whose range need not hold zero.
     """
 
     per_channel = True
@@ -294,7 +294,9 @@ def observer_for_range(word: str) -> ObserverFactory:
 
         return ObserverFactory(OfTorch, ())
     if word not in ACTIVATION_RANGES:
-        raise ConfigError(f"range={word!r} is not one of {sorted([*ACTIVATION_RANGES, OF_TORCH])}")
+        raise ConfigError(
+            f"range must be one of {sorted([*ACTIVATION_RANGES, OF_TORCH])}, got {word!r}"
+        )
     return ACTIVATION_RANGES[word]
 
 
@@ -316,6 +318,6 @@ def weight_observer_for_range(word: str, *, per_channel: bool = True) -> Observe
         ConfigError: there is no such word.
     """
     if word not in WEIGHT_RANGES:
-        raise ConfigError(f"weight_range={word!r} is not one of {sorted(WEIGHT_RANGES)}")
+        raise ConfigError(f"weight_range must be one of {sorted(WEIGHT_RANGES)}, got {word!r}")
     channels, tensor = WEIGHT_RANGES[word]
     return channels if per_channel else tensor

@@ -136,7 +136,7 @@ class DerivedObserver(PlaceholderObserver):
 
     def derive_from(self, sources: Sequence[nn.Module]) -> None:
         """Name the observers that the parameters are computed from, in the specification's order."""
-        self._sources = tuple(sources)  # in a tuple they are no submodules: others own them
+        self._sources = tuple(sources)  # in a tuple they are not submodules: others own them
 
     def observe(self, x: Tensor) -> None:
         self._shape = tuple(x.shape)
@@ -238,7 +238,7 @@ def integer_bounds(spec: Any, observer: nn.Module) -> tuple[int, int]:
 
 
 def channel_axis(spec: Any, observer: nn.Module) -> int | None:
-    """Return the dimension along which a tensor has a scale for each channel, None where it has not.
+    """Return the dimension along which a tensor has a scale for each channel, None where it has none.
 
     Observers of other engines have the last word: they may not have been given the specification's.
     """
@@ -275,7 +275,7 @@ def eps_of(observer: Any) -> float | None:
 def fixed_parameters(observer: object) -> tuple[Any, Any] | None:
     """Return scale and zero point that are known before any data, None where an observer estimates them.
 
-    Those of other engines are known by their name: they are no subclasses of one another.
+    Those of other engines are known by their name: they are not subclasses of one another.
     """
     inner = base_observer(observer, inside_fake_quantize=True)
     names = {kind.__name__ for kind in type(inner).__mro__}

@@ -202,7 +202,7 @@ class RangeObserver(Observer):
     """An observer whose statistics are one minimum and one maximum, per tensor or per channel.
 
     Scales are rounded to `scale_dtype`, for kernels that store them in fewer bits; they stay float32. So
-    are offsets, where zero points are no integers (`stored_in`).
+    are offsets, where zero points are not integers (`stored_in`).
     """
 
     mergeable = True
@@ -343,10 +343,23 @@ class MovingAveragePerChannelMinMaxObserver(MovingAverageMinMaxObserver):
     per_channel = True
 
 
-class PlaceholderObserver(Observer):
+class _WithoutStatistics(Observer):
+    """An observer that keeps no statistics."""
+
+    estimates = False
+
+    def observe(self, x: Tensor) -> None:
+        """Look at nothing, whatever the shape."""
+
+    @property
+    def calibrated(self) -> bool:
+        return True
+
+
+class PlaceholderObserver(_WithoutStatistics):
     """Keeps no statistics: for dynamic quantization, whose parameters come from each tensor."""
 
-    looks = estimates = False
+    looks = False
 
     def __init__(
         self,
@@ -362,13 +375,6 @@ class PlaceholderObserver(Observer):
             return "is to be bfloat16, to which this engine has no cast"
         return None if self.block_size is None else _blocks(self.block_size)
 
-    def observe(self, x: Tensor) -> None:
-        """Look at nothing, whatever the shape."""
-
-    @property
-    def calibrated(self) -> bool:
-        return True
-
     def calculate_qparams(self) -> tuple[Tensor, Tensor]:
         """Refuse: both, of shape `()`, come from each tensor when the model runs.
 
@@ -378,10 +384,8 @@ class PlaceholderObserver(Observer):
         raise ConfigError("a PlaceholderObserver has no parameters: they are computed at run time")
 
 
-class FixedQParamsObserver(Observer):
+class FixedQParamsObserver(_WithoutStatistics):
     """Scale and zero point that are known beforehand."""
-
-    estimates = False
 
     def __init__(
         self, scale: float, zero_point: int, dtype: torch.dtype = torch.uint8, **arguments: Any
@@ -391,13 +395,6 @@ class FixedQParamsObserver(Observer):
         self.zero_point: Tensor
         self.register_buffer("scale", torch.tensor(float(scale)))
         self.register_buffer("zero_point", torch.tensor(int(zero_point)))
-
-    def observe(self, x: Tensor) -> None:
-        """Look at nothing, whatever the shape."""
-
-    @property
-    def calibrated(self) -> bool:
-        return True
 
     def calculate_qparams(self) -> tuple[Tensor, Tensor]:
         return self.scale, self.zero_point
@@ -417,7 +414,7 @@ class LastSeen:
     def again(self, x: Tensor) -> bool:
         """Tell whether `x` holds just the values that were seen last, in whatever order, and remember it."""
         part = _part_of(x)
-        storage = None if part is None else _weakly(x)
+        storage = None if part is None else StorageWeakRef(x.untyped_storage())  # type: ignore[no-untyped-call]
         last, self._storage = self._storage, storage
         before, self._part = self._part, part
         if last is None or storage is None:
@@ -429,10 +426,6 @@ class LastSeen:
 
     def __reduce__(self) -> tuple[type[LastSeen], tuple[()]]:
         return LastSeen, ()
-
-
-def _weakly(x: Tensor) -> Any:
-    return StorageWeakRef(x.untyped_storage())  # type: ignore[no-untyped-call]
 
 
 def _part_of(x: Tensor) -> tuple[int, ...] | None:

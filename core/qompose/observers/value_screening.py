@@ -7,8 +7,8 @@ integer; one that skips it erases the mask. So the tensor is named instead, and 
 NaN is an error.
 
 In training the counts are tensors that stay where the model is: numbers of Python would make a step wait for
-its device, break a compiled graph in two, and be missing in a state dict. NaN is no error there, since the
-loss shows it. It never reaches the statistics, and neither does an overflow, after which a loop goes on.
+its device, break a compiled graph in two, and be missing in a state dict. NaN is not an error there: the loss
+shows it. It never reaches the statistics, and neither does an overflow, after which a loop goes on.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class TensorScreen(nn.Module):
         low, high = torch.aminmax(kept)
         bulk = torch.where(kept > FAR, kept.abs(), -1.0).amax()
         far = torch.where(kept <= FAR, kept, -math.inf).amax()
-        # A batch that overflowed, as those that a GradScaler skips, is no mask: masks are below zero.
+        # A batch that overflowed, as those that a GradScaler skips, is not a mask: masks are below zero.
         masked = torch.where((~usable & ~(x <= -extreme)).any(), 0, (~usable).sum())
         seen = torch.stack([bulk, far, masked]).float().to(self.sizes.device)
         if self.together:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from operator import getitem
 from typing import Any, cast
 
@@ -277,12 +278,8 @@ def _transposed(node: Node) -> int:
     return math.prod(_shape(node.args[0])) * math.prod(_shape(node.args[1])[1:])
 
 
-def _product(node: Node) -> int:
-    return math.prod(_shape(node)) * _shape(node.args[0])[-1]
-
-
-def _addmm(node: Node) -> int:
-    return math.prod(_shape(node)) * _shape(node.args[1])[-1]
+def _product(node: Node, first: int = 0) -> int:
+    return math.prod(_shape(node)) * _shape(node.args[first])[-1]
 
 
 def _attention(node: Node) -> int:
@@ -315,7 +312,7 @@ _MACS: dict[Any, Callable[[Node], int]] = {
     aten.matmul.default: _product,
     aten.mm.default: _product,
     aten.bmm.default: _product,
-    aten.addmm.default: _addmm,
+    aten.addmm.default: partial(_product, first=1),
     aten.scaled_dot_product_attention.default: _attention,
     **dict.fromkeys(
         [

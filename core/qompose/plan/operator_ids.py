@@ -59,7 +59,7 @@ class Site:
 
 
 def sites_of(model: GraphModule) -> dict[Node, Site]:
-    """Return the site of each node of a program and its bodies that is no observer."""
+    """Return the site of each node of a program and its bodies that is not an observer."""
     bodies, seen = body_labels(model), Counter[tuple[str, str]]()
     found: dict[Node, Site] = {}
     for node in nodes_in(model):

@@ -149,6 +149,11 @@ class Plan:
     float_bytes: int = 0
     idle_owners: tuple[str, ...] = ()
 
+    @property
+    def group_of(self) -> dict[Point, int]:
+        """Return by point the number of its group."""
+        return {point: i for i, group in enumerate(self.groups) for point in group.points}
+
     def requantizations(self, dropped: Collection[int] = ()) -> tuple[Requantized, ...]:
         """Return the quantized outputs that go on with other quantization parameters, one per new group.
 
@@ -163,7 +168,7 @@ class Plan:
             if number not in dropped
             for spec in claim.specs
         }
-        group_of = {point: i for i, g in enumerate(self.groups) for point in g.points}
+        group_of = self.group_of
         meetings: dict[tuple[Point, int], list[Point]] = {}
         for point in owner_of:
             output = Point(point.source)
@@ -199,7 +204,7 @@ class Plan:
         )
 
     def __str__(self) -> str:
-        group_of = {point: i for i, g in enumerate(self.groups) for point in g.points}
+        group_of = self.group_of
         module_of = {operator.name: operator.module for operator in self.operators}
         lines = []
         for claim in self.claims:
@@ -222,7 +227,7 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as JSON data."""
         return {
-            "claims": [_claim_to_dict(claim) for claim in self.claims],
+            "claims": [{key: getattr(claim, key) for key in _OF_CLAIMS} for claim in self.claims],
             "groups": [group.to_dict() for group in self.groups],
             "operators": [operator.to_dict() for operator in self.operators],
             "conflicts": [dict(conflict.__dict__) for conflict in self.conflicts],
@@ -233,9 +238,8 @@ class Plan:
         }
 
 
-def _claim_to_dict(claim: Claim) -> dict[str, Any]:
-    keys = ("owner", "rule", "anchor", "nodes", "output", "config", "selector", "mode")
-    return {key: getattr(claim, key) for key in keys}
+_OF_CLAIMS = ("owner", "rule", "anchor", "nodes", "output", "config", "selector", "mode")
+"""What the JSON data of a plan has of each claim."""
 
 
 @dataclass(frozen=True)
@@ -290,9 +294,7 @@ def record_of(module: object, *, stages: tuple[str, ...], function: str, remedy:
         )
         if record is None and _was_quantized(module):
             remedy = f"{remedy} {_NO_PICKLES}"
-        raise StageError(
-            f"{function} takes a {' or '.join(stages)} model, and got {found}. {remedy}"
-        )
+        raise StageError(f"{function} takes a {' or '.join(stages)} model, got {found}. {remedy}")
     return record
 
 
@@ -360,7 +362,7 @@ def requirements_of(
         if not isinstance(asked, Mapping) or not all(
             isinstance(text, str) for item in asked.items() for text in item
         ):
-            raise ConfigError(f"{who} gave {asked!r}, and no mapping of texts to texts")
+            raise ConfigError(f"{who} must return a mapping of strings to strings, got {asked!r}")
         if asked:
             found[owner] = dict(asked)
     return found
@@ -380,7 +382,7 @@ def _by_role(
 
 
 def objections(record: Record) -> Iterator[str]:
-    """Yield who asks for what, and why this machine has not got it.
+    """Yield who asks for what, and why this machine does not have it.
 
     A backend that cannot be loaded is not asked: `lower` says so when it needs it.
 

@@ -41,7 +41,7 @@ def plan_groups(model: GraphModule, claims: Sequence[Claim]) -> tuple[Group, ...
     Raises:
         SharingError: a shared specification leads nowhere or only to others, two different ones meet in
             a group, or derived ones form a circle; tensors of one group differ in channels or blocks.
-        ConfigError: a tensor has not the dimension that a specification gives the channels to, or cannot
+        ConfigError: a tensor lacks the dimension that a specification gives the channels to, or cannot
             be divided into its blocks.
     """
     nodes = {node.name: node for node in nodes_in(model)}

@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from torch.fx import GraphModule
 
 from qompose.algorithms.equalization import equalize
-from qompose.errors import UserError, blaming, locating
+from qompose.errors import MemberError, UserError, blaming, locating
 from qompose.plan.float_operators import reasons_of
 from qompose.plan.plan import Rewrite
 from qompose.program.changes import (
@@ -19,6 +19,7 @@ from qompose.program.changes import (
     Values,
     calls_of,
     changes,
+    misplaced,
 )
 from qompose.program.control_flow import body_labels, graphs_in, name_apart, nodes_in
 from qompose.program.graph import copy_graph_module, refresh, replace_nested
@@ -31,7 +32,7 @@ from qompose.program.rewrites import (
 from qompose.quantizer.arbitration import Propose, compose_claims, covered_rewrites, wanted_rewrites
 from qompose.quantizer.base import Quantizer
 from qompose.quantizer.composition import ComposableQuantizer
-from qompose.quantizer.interop.hook_guard import checksums, forbid_writes
+from qompose.quantizer.interop.hook_guard import HookGuard, checksums
 from qompose.quantizer.tied_weights import unify_specs
 from qompose.spec.claim import Claim, Composition, Proposal, Rejection, clear_annotations
 from qompose.spec.quantization_spec import not_in_training
@@ -41,11 +42,15 @@ TRANSFORM = "transform_for_annotation"
 
 @dataclass(frozen=True)
 class Annotated:
-    """A program with its rewrites, the claims on it, and what the rewrites were."""
+    """A program with its rewrites, the claims on it, and what the rewrites were.
+
+    `members` are the quantizers that were asked, by their labels, bound to the program.
+    """
 
     program: GraphModule
     composition: Composition
     rewrites: tuple[Rewrite, ...]
+    members: Mapping[str, Quantizer]
 
 
 def annotate(exported: GraphModule, quantizer: Quantizer, *, trains: bool = False) -> Annotated:
@@ -55,7 +60,8 @@ def annotate(exported: GraphModule, quantizer: Quantizer, *, trains: bool = Fals
         quantizer: bound to the program (`Quantizer.bound`).
         trains: the program is to be trained, and is not repaired.
     """
-    found = wanted_rewrites(exported, quantizer)
+    members = dict(quantizer.labelled_members)
+    found = wanted_rewrites(exported, members.values())
     if trains:
         found = [candidate for candidate in found if candidate.rewrite not in FOR_EVALUATION]
     folds = [c for c in found if c.rewrite == FOLD_BATCH_NORM and c.obstacle is None]
@@ -63,7 +69,7 @@ def annotate(exported: GraphModule, quantizer: Quantizer, *, trains: bool = Fals
 
     def attempt(candidates: Sequence[Candidate]) -> _Attempt:
         unfolded = [candidate for candidate in folds if candidate not in candidates]
-        tried.append((candidates, _attempt(exported, quantizer, candidates, unfolded)))
+        tried.append((candidates, _attempt(exported, quantizer, members, candidates, unfolded)))
         return tried[-1][1]
 
     made, candidates, refused = covered_rewrites(
@@ -72,15 +78,17 @@ def annotate(exported: GraphModule, quantizer: Quantizer, *, trains: bool = Fals
     composition, working = made.composition, made.working
     composition.obstacles = {(c.rewrite, c.nodes): c.obstacle or "" for c in refused}
     composition.blocked = _blocked_by_rewrite(composition, tried, candidates, refused)
-    composition.notes += [_obstacle(candidate) for candidate in refused]
+    composition.notes += [
+        f"{c.rewrite} of {', '.join(c.nodes)} was not made: {c.obstacle}" for c in refused
+    ]
     composition.chosen, tied = unify_specs(working, composition.chosen, quantizer.objection_to_spec)
     composition.notes += tied
     if trains:
         composition.notes += not_in_training(composition.chosen)
-        return Annotated(working, composition, made.rewrites)
+        return Annotated(working, composition, made.rewrites, members)
     equalized, impossible = equalize(working, composition.chosen)
     composition.notes += impossible
-    return Annotated(working, composition, (*made.rewrites, *equalized))
+    return Annotated(working, composition, (*made.rewrites, *equalized), members)
 
 
 @dataclass(frozen=True)
@@ -99,19 +107,21 @@ class _Attempt:
 def _attempt(
     exported: GraphModule,
     quantizer: Quantizer,
+    members: Mapping[str, Quantizer],
     candidates: Sequence[Candidate],
     unfolded: Sequence[Candidate],
 ) -> _Attempt:
-    quantizer.start()
+    for member in members.values():
+        member.start()
     working = copy_graph_module(exported)
     clear_annotations(working)
     pieces = apply_rewrites(working, candidates)
     if candidates:
         working = refresh(working)
-    working, own, notes = transformed(working, quantizer)
+    working, own, notes = transformed(working, quantizer, members)
     standing = {node.name for node in nodes_in(working)}  # a member may have folded one itself
     names = {name for c in unfolded if c.nodes[-1] in standing for name in c.nodes}
-    composition = _composed(working, quantizer, names)
+    composition = _composed(working, members, quantizer.on_conflict, names)
     composition.notes += notes
     named = zip(candidates, pieces, strict=True)
     engines = tuple(Rewrite(c.rewrite, c.nodes, p) for c, p in named)
@@ -154,7 +164,12 @@ def _blocked_by_rewrite(
     return found
 
 
-def _composed(model: GraphModule, quantizer: Quantizer, unfolded: Collection[str]) -> Composition:
+def _composed(
+    model: GraphModule,
+    members: Mapping[str, Quantizer],
+    on_conflict: str,
+    unfolded: Collection[str],
+) -> Composition:
     """Compose a program and each of its bodies.
 
     Args:
@@ -162,13 +177,13 @@ def _composed(model: GraphModule, quantizer: Quantizer, unfolded: Collection[str
     """
     result = Composition()
     bodies = body_labels(model)
-    members = [
+    asked = [
         (label, _folded_only(member, unfolded) if member.expects_folded else member.propose)
-        for label, member in quantizer.labelled_members
+        for label, member in members.items()
     ]
     for part in graphs_in(model):
         with locating(bodies.get(part.graph, "")):
-            composition = compose_claims(part, members, quantizer.on_conflict)
+            composition = compose_claims(part, asked, on_conflict)
         result.chosen += composition.chosen
         result.conflicts += composition.conflicts
         result.rejections += composition.rejections
@@ -195,12 +210,8 @@ def _folded_only(member: Quantizer, unfolded: Collection[str]) -> Propose:
     return propose
 
 
-def _obstacle(candidate: Candidate) -> str:
-    return f"{candidate.rewrite} of {', '.join(candidate.nodes)} was not made: {candidate.obstacle}"
-
-
 def transformed(
-    model: GraphModule, quantizer: Quantizer
+    model: GraphModule, quantizer: Quantizer, labels: Iterable[str]
 ) -> tuple[GraphModule, tuple[Rewrite, ...], tuple[str, ...]]:
     """Let every member in turn rewrite a program and its bodies, in place or as new modules.
 
@@ -209,17 +220,17 @@ def transformed(
         changed, and those that it made; and a note of each member that changed anything.
 
     Raises:
-        MemberError: a transform raised; the message names the member.
+        MemberError: a transform raised, or left a node in front of what it reads; the message names both.
         UserError: a transform returned no program, or one of other inputs or outputs, or wrote to tensors.
     """
     rewrites, notes = [], []
     name_apart(model)
     known = {node.name for node in nodes_in(model)}
-    for label, member in _steps(quantizer):
+    for label, member in _steps(quantizer, iter(labels)):
         if type(member).transform_for_annotation is Quantizer.transform_for_annotation:
             continue
         before, values = calls_of(model), Values(model)
-        with forbid_writes(label, TRANSFORM, model, state=checksums):
+        with HookGuard(label, model, state=checksums).forbid_writes(TRANSFORM):
             model = _run(label, member, model, known)
         name_apart(model)
         with _keeping_signature(label):
@@ -239,23 +250,15 @@ def transformed(
     return model, tuple(rewrites), tuple(notes)
 
 
-def _steps(quantizer: Quantizer) -> Iterator[tuple[str, Quantizer]]:
+def _steps(part: Quantizer, labels: Iterator[str]) -> Iterator[tuple[str, Quantizer]]:
     """Yield (label, member); a kind of composition that has a transform of its own is one step."""
-    labels = iter([label for label, _ in quantizer.labelled_members])
-
-    def walk(part: Quantizer) -> Iterator[tuple[str, Quantizer]]:
-        if isinstance(part, ComposableQuantizer) and _forwards(part):
-            for member in part.quantizers:
-                yield from walk(member)
-        else:
-            yield "+".join(next(labels) for _ in part.members), part
-
-    yield from walk(quantizer)
-
-
-def _forwards(composition: ComposableQuantizer) -> bool:
-    own = type(composition).transform_for_annotation
-    return own is ComposableQuantizer.transform_for_annotation
+    own = type(part).transform_for_annotation
+    forwards = own is ComposableQuantizer.transform_for_annotation
+    if isinstance(part, ComposableQuantizer) and forwards:
+        for member in part.quantizers:
+            yield from _steps(member, labels)
+    else:
+        yield "+".join(next(labels) for _ in part.members), part
 
 
 @contextmanager
@@ -281,6 +284,11 @@ def _run(label: str, member: Quantizer, model: GraphModule, known: set[str]) -> 
                 result = member.transform_for_annotation(part)
             if not isinstance(result, GraphModule):
                 raise UserError(f"{label}: {TRANSFORM} returned {result!r}, not a GraphModule")
+            if (pair := misplaced(result)) is not None:
+                raise MemberError(
+                    f"{label}: {TRANSFORM} left {pair[0]} in front of {pair[1]}, which it reads. Insert "
+                    "nodes behind all that they read: with graph.inserting_after(...)."
+                )
             with _keeping_signature(label):
                 return names.restored(result, known)
 

@@ -42,9 +42,7 @@ from qompose.program.meta import GROUP_TAG, OBSERVER_PREFIX, tag
 from qompose.program.user_input import as_graph_module
 from qompose.quantizer.annotations import write_annotations
 from qompose.quantizer.base import Quantizer
-from qompose.quantizer.composition import idle_members
-from qompose.quantizer.interop.foreign_quantizer import adapt
-from qompose.quantizer.interop.hook_guard import forbid_changes, forbid_observer_edits
+from qompose.quantizer.composition import as_composition, idle_members
 from qompose.quantizer.rule_quantizer import RuleQuantizer
 from qompose.reporting.build_report import log_stage, say_if_nothing_was_quantized
 from qompose.spec.claim import Claim, Point, clear_annotations
@@ -75,7 +73,7 @@ def prepare_pt2e(
         SelectorError, SharingError, AnnotationConflictError: the annotations cannot be followed.
         NothingQuantizedError: `strict`, and no operator was claimed.
         UserError: `strict`, and a selector matches nothing; `inplace` with an ExportedProgram; or
-            `quantizer` is none.
+            `quantizer` is not a quantizer.
         MemberError: a hook of the quantizer raised an error of its own.
     """
     return _prepared(model, quantizer, inplace, strict, trains=False)
@@ -118,7 +116,7 @@ def _prepared(
     *,
     trains: bool,
 ) -> GraphModule:
-    quantizer = adapt(quantizer)
+    quantizer = as_composition(quantizer)
     if inplace and not isinstance(model, GraphModule):
         raise UserError("inplace=True needs a GraphModule: an ExportedProgram is never edited")
     with paused_collection():
@@ -130,7 +128,8 @@ def _prepared(
         state = isolate(exported)
         quantizer = quantizer.bound(exported)
         annotated = annotate(exported, quantizer, trains=trains)
-        plan = make_plan(exported, annotated, quantizer, strict=strict)
+        plan = make_plan(exported, annotated, strict=strict)
+        backends = _backends(annotated)
     working = annotated.program
     say_if_nothing_was_quantized(plan, working, strict=strict)
     with paused_collection():
@@ -139,7 +138,7 @@ def _prepared(
             plan, notes=(*plan.notes, *_observe(working, exported, plan, quantizer, trains))
         )
         identity = equalized_identity(identity, plan.rewrites)
-        record = Record(plan, "prepared", _backends(quantizer), state=state, fingerprint=identity)
+        record = Record(plan, "prepared", backends, state=state, fingerprint=identity)
         prepared = attach(refresh(working), record)
         if training is not None:
             prepared.train(training)
@@ -147,16 +146,13 @@ def _prepared(
     return replace_in_place(model, prepared) if inplace else prepared
 
 
-def make_plan(
-    exported: GraphModule, annotated: Annotated, quantizer: Quantizer, *, strict: bool = False
-) -> Plan:
+def make_plan(exported: GraphModule, annotated: Annotated, *, strict: bool = False) -> Plan:
     """Return what is going to be done to a program: from the claims alone, before anything is inserted.
 
     Values of the annotated program get their ids, in place: rewrites made new ones.
 
     Args:
         exported: the program as it was before rewrites.
-        quantizer: bound to the program (`Quantizer.bound`).
         strict: selectors that match nothing are errors.
 
     Raises:
@@ -165,13 +161,14 @@ def make_plan(
     """
     working, composition = annotated.program, annotated.composition
     identify(working)
-    unmatched = quantizer.check_program(exported)
+    members = annotated.members.values()
+    unmatched = [note for member in members for note in member.check_program(exported)]
     if strict and unmatched:
         raise UserError("strict=True:\n" + "\n".join(f"  - {note}" for note in unmatched))
     claims = tuple(composition.chosen)
     groups, unsmoothed = smoothed(working, claims, plan_groups(working, claims))
     operators = survey(exported, working, composition, annotated.rewrites)
-    idle = idle_members(quantizer, composition)
+    idle = idle_members(annotated.members, composition)
     return Plan(
         claims=claims,
         groups=groups,
@@ -194,11 +191,7 @@ def _validate(working: GraphModule, plan: Plan, quantizer: Quantizer) -> None:
     """Show the claims that stand to a quantizer's `validate`, as annotations."""
     clear_annotations(working)
     write_annotations(working, plan.claims)
-    with (
-        forbid_changes(quantizer.name, "validate", working),
-        blaming(f"{quantizer.name}: validate"),
-    ):
-        quantizer.validate(working)
+    quantizer.validate(working)
 
 
 def _observe(
@@ -215,8 +208,8 @@ def _observe(
     return notes
 
 
-def _backends(quantizer: Quantizer) -> dict[str, Backend]:
-    members = quantizer.labelled_members
+def _backends(annotated: Annotated) -> dict[str, Backend]:
+    members = annotated.members.items()
     return {label: m.backend for label, m in members if isinstance(m, RuleQuantizer)}
 
 
@@ -271,13 +264,7 @@ def _observers(
                 place = (nodes[point.source], nodes[point.user])
             places[place], numbers[place] = made[number], number
     original = dict(places)
-    hook = "prepare_obs_or_fq_callback"
-    with (
-        forbid_changes(quantizer.name, hook, model),
-        forbid_observer_edits(quantizer.name, places),
-        blaming(f"{quantizer.name}: {hook}"),
-    ):
-        quantizer.prepare_obs_or_fq_callback(model, places)
+    quantizer.prepare_obs_or_fq_callback(model, places)
     if places.keys() != numbers.keys():
         odd = ", ".join(str(place) for place in places.keys() ^ numbers.keys())
         raise ConfigError(f"prepare_obs_or_fq_callback added or removed observers at {odd}")
@@ -315,7 +302,7 @@ def _check_replacement(observer: object, group: Group, subject: str) -> None:
     for name in ("dtype", "quant_min", "quant_max", "qscheme"):
         wanted, found = getattr(group.spec, name, None), getattr(observer, name, None)
         if wanted is not None and found is not None and wanted != found:
-            raise ConfigError(f"{where}: its {name} is {found}, and the specification's {wanted}")
+            raise ConfigError(f"{where}: its {name} is {found}, but the specification has {wanted}")
 
 
 def _observer(
@@ -326,8 +313,8 @@ def _observer(
         computed = [p for p in group.points if constant_of(nodes[p.source]) is None]
         if computed:
             raise ConfigError(
-                f"{computed[0]} has block_size={blocks}, which is for parameters: what is computed has "
-                "blocks only with is_dynamic=True"
+                f"{computed[0]} has block_size={blocks}, which is for parameters: activations have blocks "
+                "only with is_dynamic=True"
             )
     try:
         with blaming(f"the observer factory of {subject}"):
@@ -384,7 +371,7 @@ class _Inserter:
         graph, observer = value.graph, self.observers[number]
         place = after
         if value.op == "placeholder" and after is value:
-            place = _last_placeholder(graph)
+            place = graph.find_nodes(op="placeholder")[-1]
         with graph.inserting_after(place):
             node = self._call(number, value)
         owner_of(value).add_module(node.name, observer)
@@ -406,8 +393,3 @@ class _Inserter:
                 graph.erase_node(node)
             name = f"{OBSERVER_PREFIX}{self._next[graph]}"
             self._next[graph] += 1
-
-
-def _last_placeholder(graph: Graph) -> Node:
-    placeholders: list[Node] = [node for node in graph.nodes if node.op == "placeholder"]
-    return placeholders[-1]

@@ -169,7 +169,11 @@ def _touched_by_body(node: Node) -> Iterator[tuple[Node, bool]]:
     """
     if node.op != "call_function" or not isinstance(node.target, torch._ops.HigherOrderOperator):
         return
-    bodies = [i for i, argument in enumerate(node.args) if _is_body(argument)]
+    bodies = [
+        place
+        for place, argument in enumerate(node.args)
+        if isinstance(argument, Node) and isinstance(_attribute(argument), GraphModule)
+    ]
     if len(bodies) != 1:
         return
     body = _attribute(node.args[bodies[0]])  # type: ignore[arg-type]
@@ -181,10 +185,6 @@ def _touched_by_body(node: Node) -> Iterator[tuple[Node, bool]]:
         root = memory.find(placeholder)
         if isinstance(operand, Node) and (root in memory.writers or root in returned):
             yield operand, root in memory.writers
-
-
-def _is_body(argument: Any) -> bool:
-    return isinstance(argument, Node) and isinstance(_attribute(argument), GraphModule)
 
 
 def _reads_stale(writer: Node, members: list[Node], position: dict[Node, int]) -> bool:

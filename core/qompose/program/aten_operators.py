@@ -169,10 +169,10 @@ def aten_operators(function: Callable[..., Any]) -> frozenset[torch._ops.OpOverl
             form that works in place stand for each other.
 
     Raises:
-        SelectorError: it is no function of torch, or torch computes it with several operators.
+        SelectorError: it is not a function of torch, or torch computes it with several operators.
     """
     name = getattr(function, "__name__", "")
-    if not callable(function) or not name or not _is_torchs(function):
+    if not callable(function) or not name or _home(function).partition(".")[0] not in _MODULES:
         raise SelectorError(f"expected a function of torch, got {function!r}")
     names = _names_of(name, in_python=_home(function) in ("_operator", "operator"))
     found = {
@@ -183,8 +183,8 @@ def aten_operators(function: Callable[..., Any]) -> frozenset[torch._ops.OpOverl
     }
     if not found:
         raise SelectorError(
-            f"no one aten operator stands for {name}: name those that it is exported as (torch.ops.aten...), "
-            "or the module that calls it"
+            f"no single aten operator computes {name}: name those that it is exported as "
+            "(torch.ops.aten...), or the module that calls it"
         )
     return frozenset(found)
 
@@ -202,10 +202,6 @@ def _names_of(name: str, *, in_python: bool) -> tuple[str, ...]:
 def _home(function: Callable[..., Any]) -> str:
     owner = getattr(function, "__objclass__", function)  # methods of tensors say their class
     return str(getattr(owner, "__module__", None) or getattr(function, "__module__", None) or "")
-
-
-def _is_torchs(function: Callable[..., Any]) -> bool:
-    return _home(function).partition(".")[0] in _MODULES
 
 
 KEY = "source_fn_stack"
@@ -254,7 +250,8 @@ class Source:
         self.operator, self.name, self.call, self.joined = node.target, node.name, call, joined
         self.function = _function_of(node)
         self.kind = stack[-1][1] if stack else ""
-        self.in_torch = _is_named_by_strict_export(self.kind)
+        # These classes are what strict export names as the source, and not what they call.
+        self.in_torch = self.kind.startswith(("torch.nn.modules.", "torch.ao."))
         self.module = _run_of(node) or call
         self.asked: object = self.kind if self.in_torch else self.function or self.name
         self.partition = call
@@ -372,11 +369,6 @@ def _function_of(node: Node) -> str | None:
 def _run_of(node: Node) -> str:
     """Return a key of one run of the innermost module: a module that runs again gets another."""
     return str(next(reversed(node.meta.get("nn_module_stack") or {"": None})))
-
-
-def _is_named_by_strict_export(kind: str) -> bool:
-    """Tell whether strict export names this class, and not what it calls, as the source."""
-    return kind.startswith(("torch.nn.modules.", "torch.ao."))
 
 
 _OF_TENSORS = ("method_descriptor", "wrapper_descriptor", "function")

@@ -221,7 +221,7 @@ def read_tree(data: Any, inputs: int) -> Tree:
     """Return a condition out of a file, which becomes source, if it is one over so many inputs.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not one.
     """
     if type(data) is int:
         return data

@@ -20,7 +20,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
-from qompose.program.control_flow import body_of, nodes_in, references_of
+from qompose.program.control_flow import body_of, graphs_in, nodes_in, references_of
 from qompose.program.graph import (
     constant_of,
     example_of,
@@ -211,7 +211,7 @@ class Values:
             now, alike = leaves[place], _alike(value_of(leaves[place]), self._former[was].value)
             moved = was in nodes and now.name != was and now.name in self._returned
             if moved or not (alike or was in nodes):
-                raise SignatureError(f"it returns {now.name} as value {number}, and returned {was}")
+                raise SignatureError(f"it returns {now.name} as value {number}, expected {was}")
             if not alike:
                 leaves[place] = nodes[was]
                 yield f"{was} where it is returned"
@@ -285,6 +285,18 @@ def _same(before: Any, after: Any, gone: set[str]) -> bool:
     return repr(before) == repr(after)
 
 
+def misplaced(model: GraphModule) -> tuple[Node, Node] | None:
+    """Return a node that does not come behind one that it reads, and that one; None where all do."""
+    known: set[Node] = set()
+    for part in graphs_in(model):
+        for node in part.graph.nodes:
+            early = next((read for read in node.all_input_nodes if read not in known), None)
+            if early is not None:
+                return node, early
+            known.add(node)
+    return None
+
+
 class SignatureError(Exception):
     """A program has other inputs or outputs than it had."""
 
@@ -334,10 +346,10 @@ class KeptNames:
         graph = result.graph
         inputs = graph.find_nodes(op="placeholder")
         if len(inputs) != len(part.inputs):
-            raise SignatureError(f"it has {len(inputs)} inputs, and had {len(part.inputs)}")
+            raise SignatureError(f"it has {len(inputs)} inputs, expected {len(part.inputs)}")
         returned = len(pytree.tree_leaves(graph.output_node().args[0]))
         if returned != part.returned:
-            raise SignatureError(f"it returns {returned} values, and returned {part.returned}")
+            raise SignatureError(f"it returns {returned} values, expected {part.returned}")
         names = {graph.output_node(): part.output}
         for node, (name, target) in zip(inputs, part.inputs, strict=True):
             names[node], node.target = name, target
@@ -377,7 +389,7 @@ class KeptNames:
                 name, path, before = body
                 value = self._restored(before, value)
             else:
-                name, path, value = known.find(value)
+                name, path, value = known.find(value, str(node.target))
             if node in self._nodes:  # it was there
                 name, path = self._nodes[node], str(node.target)
             if nodes.setdefault(name or node.name, node) is not node:
@@ -466,16 +478,18 @@ class _Reads:
         self._places = {identity_of(read[2]): read for read in reversed(kept)}
         self._gone = [read for read in kept if identity_of(read[2]) not in standing]
 
-    def find(self, value: Any) -> tuple[str, str, Any]:
+    def find(self, value: Any, path: str) -> tuple[str, str, Any]:
         """Return the name and the path by which a tensor was read, and the tensor that was there.
 
-        Both are empty for what was not read, which is its own value.
+        Both are empty for what was not read, which is its own value. Of several tensors that hold the same
+        numbers, a copy is that of the one at its own path.
         """
         if not isinstance(value, Tensor):
             return "", "", value
         key = identity_of(value)
-        if key not in self._places and not isinstance(value, nn.Parameter):
-            same = next((read for read in self._gone if _equal(value, read[2])), None)
+        if key not in self._places:
+            alike = [read for read in self._gone if _equal(value, read[2])]
+            same = next((read for read in alike if read[1] == path), next(iter(alike), None))
             if same is not None:
                 self._gone.remove(same)
                 self._places[key] = same

@@ -66,9 +66,6 @@ LAYOUTS: dict[Any, _Layout] = {
 """The operators whose bodies are visited; the report says of any other that it is not."""
 
 
-_control = torch.ops.higher_order
-
-
 def run_cond(predicate: Any, if_true: Body, if_false: Body, operands: Sequence[Any]) -> Any:
     """Run one of two bodies, as `torch.ops.higher_order.cond` does."""
     return _run(cond_steps(predicate, if_true, if_false, operands))
@@ -98,10 +95,10 @@ def run_while_loop(
 
 
 RUNNERS: dict[Any, Callable[..., Any]] = {
-    _control.cond: run_cond,
-    _control.while_loop: run_while_loop,
-    _control.scan: run_scan,
-    _control.map_impl: run_map,
+    higher_order.cond: run_cond,
+    higher_order.while_loop: run_while_loop,
+    higher_order.scan: run_scan,
+    higher_order.map_impl: run_map,
 }
 """By operator: the function that does the same. Wrappers of grad mode and autocast run as they are."""
 
@@ -494,10 +491,10 @@ def _stacked(rows: Sequence[Sequence[Any]]) -> list[Any]:
 
 
 STEPS: dict[Any, Callable[..., Running]] = {
-    _control.cond: cond_steps,
-    _control.while_loop: while_loop_steps,
-    _control.scan: scan_steps,
-    _control.map_impl: map_steps,
+    higher_order.cond: cond_steps,
+    higher_order.while_loop: while_loop_steps,
+    higher_order.scan: scan_steps,
+    higher_order.map_impl: map_steps,
 }
 """By operator, and by the function that does the same: how it runs its bodies."""
 STEPS.update({runner: STEPS[operator] for operator, runner in RUNNERS.items()})

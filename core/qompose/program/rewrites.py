@@ -157,7 +157,7 @@ def is_product(node: Node, computed: Container[Node]) -> bool:
 
 
 def obstacle_of_product(node: Node) -> str | None:
-    """Return why a product is no linear layer after all, None where it is one."""
+    """Return why a product is not a linear layer after all, None where it is one."""
     factors = [name for name in ("beta", "alpha") if node.kwargs.get(name, 1) != 1]
     if factors:
         return f"{describe(node)} has a factor, {factors[0]}={node.kwargs[factors[0]]}"

@@ -39,7 +39,7 @@ def as_graph_module(model: object, function: str) -> GraphModule:
     """
     if isinstance(model, GraphModule) and STAGE_KEY in model.meta:
         stage = getattr(model.meta[STAGE_KEY], "stage", "quantized")
-        raise StageError(f"{function} takes an exported program, and got a {stage} model")
+        raise StageError(f"{function} takes an exported program, got a {stage} model")
     nodes = model.graph.nodes if isinstance(model, (ExportedProgram, GraphModule)) else ()
     claimed = next((node.name for node in nodes if tag_of(node, "claim") is not None), None)
     if claimed is not None:
@@ -114,7 +114,7 @@ def iterated(batches: Iterable[Any], function: str) -> Iterator[Any]:
         return iter(batches)
     except TypeError:
         raise UserError(
-            f"{function} takes an iterable of batches, and got {type(batches).__name__}; for one batch "
+            f"{function} takes an iterable of batches, got {type(batches).__name__}; for one batch "
             "pass [batch]"
         ) from None
 
@@ -129,7 +129,7 @@ def check_several(batches: object, function: str) -> None:
         rows = isinstance(batches, Tensor) and batches.dim() > 1
         more = "; where its slices are the batches, list(tensor)" if rows else ""
         raise UserError(
-            f"{function} takes several batches, and got a single one, {describe(batches)}: pass [batch]{more}"
+            f"{function} takes several batches, got a single one, {describe(batches)}: pass [batch]{more}"
         )
 
 

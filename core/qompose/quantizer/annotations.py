@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from qompose.errors import AnnotationConflictError, ConfigError, UserError, blaming
+from qompose.errors import AnnotationConflictError, ConfigError, UserError
 from qompose.program.aliasing import unsafe_values
 from qompose.program.aten_operators import with_sources
 from qompose.program.control_flow import nodes_in
 from qompose.program.graph import constant_of, copy_graph_module, dtype_of, is_quantizable
 from qompose.program.meta import ANNOTATION_KEY
-from qompose.quantizer.interop.hook_guard import checksums, forbid_changes, own_buffers
+from qompose.quantizer.interop.hook_guard import HookGuard, checksums, own_buffers
 from qompose.spec.claim import (
     Claim,
     Operand,
@@ -56,8 +56,13 @@ def propose_annotations(
     model: GraphModule,
     taken: Sequence[Claim],
     on_conflict: str = "error",
+    *,
+    validate: Callable[[GraphModule], None] | None = None,
 ) -> Proposal:
     """Let a quantizer annotate a snapshot that shows what earlier members took, and return its claims.
+
+    Args:
+        validate: is shown the annotated snapshot.
 
     Raises:
         AnnotationConflictError: it changed an earlier member's annotation, and on_conflict is "error".
@@ -74,23 +79,24 @@ def propose_annotations(
     owners = {node: claim.owner for claim in taken for node in _touched(claim)}
     own_buffers(snapshot)
     buffers = dict(snapshot.named_buffers(remove_duplicate=False))
-    numbers = checksums(buffers)
-    hook = "annotate"
-    with (
-        forbid_changes(owner, hook, snapshot, buffers=False, state=checksums),
-        blaming(f"{owner}: {hook}"),
-    ):
-        returned = annotate(snapshot)
-    if returned is not None and returned is not snapshot:
-        raise UserError(
-            f"{owner}: annotate returned another {type(returned).__name__} than it was given; what it wrote "
-            "there would be lost. Annotate the given program in place, and return it or nothing."
-        )
+    guard = HookGuard(owner, snapshot, buffers=False, state=checksums)
     proposal = Proposal()
-    if written := [name for name, found in checksums(buffers).items() if found != numbers[name]]:
-        proposal.notes.append(
-            f"{owner}: annotate wrote to its copies of {', '.join(written)}, which was not followed"
-        )
+    for hook, call in {"annotate": annotate, "validate": validate}.items():
+        if call is None:
+            continue
+        numbers = checksums(buffers)
+        with guard.forbid_changes(hook):
+            returned = call(snapshot)
+        if returned is not None and returned is not snapshot:
+            raise UserError(
+                f"{owner}: {hook} must annotate the program that it is given, in place, and return it or "
+                f"None; got another {type(returned).__name__}, whose annotations would be lost"
+            )
+        after = checksums(buffers)
+        if written := [name for name in numbers if after[name] != numbers[name]]:
+            proposal.notes.append(
+                f"{owner}: {hook} wrote to its copies of {', '.join(written)}, which was not followed"
+            )
     annotated = []
     for node in snapshot.graph.nodes:
         if node_annotation(node) is None and node.name not in before:
@@ -105,7 +111,7 @@ def propose_annotations(
 
 def _touched(claim: Claim) -> Iterable[str]:
     yield from claim.nodes
-    yield from (spec.point.user or spec.point.source for spec in claim.specs)
+    yield from (spec.point.holder for spec in claim.specs)
 
 
 def _changed(proposal: Proposal, earlier: str, later: str, node: Node, on_conflict: str) -> None:
@@ -125,8 +131,8 @@ def point_specs(node: Node) -> list[PointSpec]:
     edges = getattr(annotation, "input_qspec_map", None)
     if not isinstance(edges, Mapping) or not all(isinstance(key, Node) for key in edges):
         raise ConfigError(
-            f"the annotation of {node.name} is {annotation!r}, and not a QuantizationAnnotation whose "
-            "input_qspec_map goes from nodes to specifications"
+            f"the annotation of {node.name} must be a QuantizationAnnotation whose "
+            f"input_qspec_map maps nodes to specifications, got {annotation!r}"
         )
     implicit = bool(getattr(annotation, "allow_implicit_sharing", True))
     places = [(Point(source.name, node.name), spec) for source, spec in edges.items()]
@@ -156,7 +162,7 @@ def native_spec(spec: Any) -> QuantizationSpecBase:
     """Return a specification as one of core's own, recognised by its attributes.
 
     Raises:
-        ConfigError: it is none of the four kinds.
+        ConfigError: it is not one of the four kinds.
     """
     if isinstance(spec, QuantizationSpecBase):
         return spec
@@ -186,7 +192,7 @@ def native_spec(spec: Any) -> QuantizationSpecBase:
         return FixedQParamsQuantizationSpec(
             scale=spec.scale, zero_point=spec.zero_point, is_dynamic=dynamic, **common
         )
-    raise ConfigError(f"{spec!r} is not a quantization specification")
+    raise ConfigError(f"expected a quantization specification, got {spec!r}")
 
 
 def _channel_axis(spec: Any, factory: Any) -> int | None:
@@ -213,7 +219,7 @@ def _as_point(edge_or_node: EdgeOrNode) -> Point:
     match edge_or_node:
         case (Node() as source, Node() as user):
             return Point(source.name, user.name)
-    raise ConfigError(f"{edge_or_node!r} is neither a node nor an edge (producer, consumer)")
+    raise ConfigError(f"expected a node or an edge (producer, consumer), got {edge_or_node!r}")
 
 
 def claims_of(owner: str, nodes: Sequence[Node], proposal: Proposal) -> list[Claim]:
@@ -355,7 +361,7 @@ def write_annotations(model: GraphModule, claims: Iterable[Claim]) -> None:
         for name in claim.nodes:
             _annotation(nodes[name])._annotated = True
         for spec in claim.specs:
-            holder = _annotation(nodes[spec.point.user or spec.point.source])
+            holder = _annotation(nodes[spec.point.holder])
             holder.allow_implicit_sharing = spec.allow_implicit_sharing
             written = _with_nodes(spec, nodes)
             if spec.point.user is None:

@@ -48,7 +48,7 @@ def compose_claims(
     arbiter = _Arbiter(model)
     for label, propose in members:
         proposal = _asked(label, propose, model, arbiter.result.chosen, on_conflict)
-        arbiter.hear([claim.owned_by(label) for claim in proposal.claims])
+        arbiter.hear([replace(claim, owner=label) for claim in proposal.claims])
         arbiter.mark(label, proposal)
         arbiter.result.rejections += [replace(r, owner=label) for r in proposal.rejections]
         arbiter.result.notes += proposal.notes
@@ -140,7 +140,7 @@ class _Arbiter:
         self.waiting = [claim for claim in remaining if not self._is_same_region(claim)]
 
     def _is_same_region(self, claim: Claim) -> bool:
-        """Tell whether the claim's own member took its nodes by a better rule, which is no conflict."""
+        """Tell whether the claim's own member took its nodes by a better rule, which is not a conflict."""
         owners = {self.taken[node].owner for node in claim.nodes if node in self.taken}
         return owners == {claim.owner}
 
@@ -382,9 +382,9 @@ class Attempt(Protocol):
 Made = TypeVar("Made", bound=Attempt)
 
 
-def wanted_rewrites(exported: GraphModule, quantizer: Any) -> list[Candidate]:
-    """Return where the rewrites apply that the members of a quantizer ask for, and batch norm folding."""
-    wanted = {FOLD_BATCH_NORM}.union(*(member.rewrites for member in quantizer.members))
+def wanted_rewrites(exported: GraphModule, members: Iterable[Any]) -> list[Candidate]:
+    """Return where the rewrites apply that quantizers ask for, and batch norm folding."""
+    wanted = {FOLD_BATCH_NORM}.union(*(member.rewrites for member in members))
     return find_rewrites(exported, wanted)
 
 

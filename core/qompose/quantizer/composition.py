@@ -19,7 +19,7 @@ from qompose.errors import ConfigError, PluginError, UserError, blaming
 from qompose.program.control_flow import nodes_in
 from qompose.quantizer.base import Quantizer
 from qompose.quantizer.interop.foreign_quantizer import adapt
-from qompose.quantizer.interop.hook_guard import forbid_changes, forbid_observer_edits
+from qompose.quantizer.interop.hook_guard import HookGuard, forbid_observer_edits
 from qompose.quantizer.interop.torchao_engine import annotate_for_torchao, name_observers
 from qompose.quantizer.rule_quantizer import RuleQuantizer, check_keys, selectors_from_data
 from qompose.quantizer.selector_matching import Assignment
@@ -55,7 +55,7 @@ class ComposableQuantizer(Quantizer):
     def __init__(self, quantizers: Sequence[Quantizer], on_conflict: str = "error") -> None:
         super().__init__()
         if on_conflict not in ("error", "first"):
-            raise ConfigError(f'on_conflict={on_conflict!r} is neither "error" nor "first"')
+            raise ConfigError(f'on_conflict must be "error" or "first", got {on_conflict!r}')
         if not quantizers:
             raise UserError(
                 "A composition needs at least one quantizer, or the name of an installed backend. "
@@ -64,7 +64,7 @@ class ComposableQuantizer(Quantizer):
         for quantizer in quantizers:
             if not isinstance(quantizer, Quantizer):
                 raise UserError(
-                    f"{quantizer!r} is not a qompose.Quantizer; qompose.compose wraps quantizers of "
+                    f"expected a qompose.Quantizer, got {quantizer!r}; qompose.compose wraps quantizers of "
                     "other engines"
                 )
             nested = isinstance(quantizer, ComposableQuantizer)
@@ -94,10 +94,6 @@ class ComposableQuantizer(Quantizer):
         copied.quantizers = tuple(once[id(member)] for member in self.quantizers)
         copied._is_bound = True
         return copied
-
-    def start(self) -> None:
-        for member in self.quantizers:
-            member.start()
 
     def check_program(self, exported: GraphModule) -> list[str]:
         return [note for member in self.quantizers for note in member.check_program(exported)]
@@ -135,22 +131,14 @@ class ComposableQuantizer(Quantizer):
 
     def validate(self, model: GraphModule) -> None:
         for member in self.quantizers:
-            with (
-                forbid_changes(member.name, "validate", model),
-                blaming(f"{member.name}: validate"),
-            ):
+            with HookGuard(member.name, model).forbid_changes("validate"):
                 member.validate(model)
 
     def prepare_obs_or_fq_callback(
         self, model: GraphModule, edge_or_node_to_obs_or_fq: dict[EdgeOrNode, nn.Module]
     ) -> None:
         for member in self.quantizers:
-            hook = "prepare_obs_or_fq_callback"
-            with (
-                forbid_changes(member.name, hook, model),
-                forbid_observer_edits(member.name, edge_or_node_to_obs_or_fq),
-                blaming(f"{member.name}: {hook}"),
-            ):
+            with forbid_observer_edits(member.name, model, edge_or_node_to_obs_or_fq):
                 member.prepare_obs_or_fq_callback(model, edge_or_node_to_obs_or_fq)
         name_observers(edge_or_node_to_obs_or_fq)
 
@@ -190,6 +178,20 @@ def compose(*members: str | Quantizer, on_conflict: str = "error") -> Composable
     return ComposableQuantizer([_as_quantizer(member) for member in members], on_conflict)
 
 
+def as_composition(quantizer: Any) -> ComposableQuantizer:
+    """Return a quantizer, also one of another engine, as a composition; any other one is its only member.
+
+    A composition calls the hooks of its members, and says whose it is where one does what it may not.
+
+    Raises:
+        UserError: it is not a quantizer.
+    """
+    adapted = adapt(quantizer)
+    if type(adapted) is ComposableQuantizer:
+        return adapted
+    return ComposableQuantizer([adapted], adapted.on_conflict)
+
+
 def _as_quantizer(member: str | Quantizer) -> Quantizer:
     return quantizer_of(member) if isinstance(member, str) else adapt(member)
 
@@ -207,7 +209,7 @@ def quantizer_of(name: str) -> Quantizer:
     if isinstance(quantizer, RuleQuantizer):
         quantizer.set_global(backend.default_config)
     if not isinstance(quantizer, Quantizer):
-        reason = f"its quantizer_class made {quantizer!r}, which is no qompose.Quantizer"
+        reason = f"its quantizer_class must make a qompose.Quantizer, got {quantizer!r}"
         raise PluginError(name, type(backend).__module__, reason)
     return quantizer
 
@@ -224,16 +226,18 @@ def quantizer_from_dict(data: Mapping[str, Any]) -> Quantizer:
         BackendNotFoundError, PluginError: a backend that it names cannot be had.
     """
     if not isinstance(data, Mapping):
-        raise ConfigError(f"{data!r} is no object with the keys backend and selectors, or members")
+        raise ConfigError(
+            f"expected an object with the keys backend and selectors, or members, got {data!r}"
+        )
     if "members" in data:
         check_keys({"on_conflict": "error", **data}, ("members", "on_conflict"))
         if not isinstance(data["members"], list):
-            raise ConfigError(f"members={data['members']!r} is no list")
+            raise ConfigError(f"members must be a list, got {data['members']!r}")
         members = [quantizer_from_dict(member) for member in data["members"]]
         return ComposableQuantizer(members, data.get("on_conflict", "error"))
     check_keys(data, ("backend", "selectors"))
     if not isinstance(data["backend"], str):
-        raise ConfigError(f"backend={data['backend']!r} is no name")
+        raise ConfigError(f"backend must be a string, got {data['backend']!r}")
     quantizer = quantizer_of(data["backend"])
     if not isinstance(quantizer, RuleQuantizer):
         raise ConfigError(f"the quantizer of {data['backend']!r} has no selectors to be set")
@@ -245,7 +249,7 @@ def quantizer_from_json(text: str) -> Quantizer:
     """Return the quantizer that the text of `Quantizer.to_json` stands for; see `quantizer_from_dict`.
 
     Raises:
-        ConfigError: the text is no JSON, or the data in it is malformed.
+        ConfigError: the text is not valid JSON, or the data in it is malformed.
         BackendNotFoundError, PluginError: a backend that it names cannot be had.
     """
     try:
@@ -253,7 +257,7 @@ def quantizer_from_json(text: str) -> Quantizer:
     except (ValueError, TypeError, RecursionError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(f"this is no JSON: {error}") from None
+        raise ConfigError(f"this is not valid JSON: {error}") from None
     return quantizer_from_dict(data)
 
 
@@ -262,23 +266,22 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]
-        raise ConfigError(f"the key {next(k for k in keys if keys.count(k) > 1)!r} stands twice")
+        raise ConfigError(f"the key {next(k for k in keys if keys.count(k) > 1)!r} occurs twice")
     return found
 
 
-def idle_members(quantizer: Quantizer, composition: Composition) -> dict[str, str]:
+def idle_members(members: Mapping[str, Quantizer], composition: Composition) -> dict[str, str]:
     """Return why members of a composition have no claim, by their labels.
 
     Of a quantizer with rules that is alone, the operators of the report say all that there is to say.
     """
-    members = dict(quantizer.labelled_members)
-    if len(members) == 1 and isinstance(quantizer.members[0], RuleQuantizer):
+    if len(members) == 1 and all(isinstance(m, RuleQuantizer) for m in members.values()):
         return {}
     claiming = {claim.owner for claim in composition.chosen}
     return {label: _why(label, members, composition) for label in members if label not in claiming}
 
 
-def _why(label: str, members: dict[str, Quantizer], composition: Composition) -> str:
+def _why(label: str, members: Mapping[str, Quantizer], composition: Composition) -> str:
     reasons = [*_losses(label, composition), *_refusals(label, composition)]
     twin = _twin(label, members)
     if twin is not None:
@@ -315,7 +318,7 @@ def _refusals(label: str, composition: Composition) -> Iterator[str]:
 _MOST = 3
 
 
-def _twin(label: str, members: dict[str, Quantizer]) -> str | None:
+def _twin(label: str, members: Mapping[str, Quantizer]) -> str | None:
     """Return an earlier member with the same rules and settings, None where there is none."""
     for earlier, other in members.items():
         if earlier == label:

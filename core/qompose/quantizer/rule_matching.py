@@ -135,7 +135,7 @@ def _propose_match(
     anchor = match.node(rule.anchor)
     if anchor is None:
         raise ConfigError(
-            f"{owner}, rule {rule.name}: its anchor {rule.anchor!r} is no operator of the pattern "
+            f"{owner}, rule {rule.name}: its anchor {rule.anchor!r} is not an operator of the pattern "
             f"matched at {match.output.name}; names there: {', '.join(match.captures)}"
         )
     selection = selectors.select(anchor)
@@ -178,7 +178,7 @@ def _objection(rule: Rule, match: Match, selection: Selection, selectors: Assign
         rule.objection(config)
         or _tensor_objection(rule, match)
         or _blocks_objection(rule, match, config)
-        or _guard(rule, match)
+        or next(filter(None, (guard(match) for guard in rule.guards)), None)
     )
 
 
@@ -187,10 +187,6 @@ def _written(match: Match, unsafe: frozenset[str]) -> str | None:
     if touched:
         return f"{min(touched)} is written in place and read under another name"
     return None
-
-
-def _guard(rule: Rule, match: Match) -> str | None:
-    return next(filter(None, (guard(match) for guard in rule.guards)), None)
 
 
 def _tensor_objection(rule: Rule, match: Match) -> str | None:

@@ -97,7 +97,7 @@ class RuleQuantizer(Quantizer):
         """Use `config` for a module type, an aten operator, or what a function of torch is exported as.
 
         Raises:
-            SelectorError: `object_type` is none of these.
+            SelectorError: `object_type` is not one of these.
         """
         self._selectors.set(for_kind(kind_of(object_type), self._checked(config)))
         return self
@@ -108,11 +108,11 @@ class RuleQuantizer(Quantizer):
         """Use `config` for what modules of a type compute, their submodules included.
 
         Raises:
-            SelectorError: `module_type` is no type of module.
+            SelectorError: `module_type` is not a module type.
         """
         if not kind_of(module_type).modules:
             raise SelectorError(
-                f"{module_type!r} is no torch.nn.Module type: see set_operator_type"
+                f"expected a torch.nn.Module type, got {module_type!r}: see set_operator_type"
             )
         return self.set_object_type(module_type, config)
 
@@ -125,7 +125,7 @@ class RuleQuantizer(Quantizer):
             SelectorError: `operator_type` is neither.
         """
         if not kind_of(operator_type).operators:
-            raise SelectorError(f"{operator_type!r} is no operator: see set_module_type")
+            raise SelectorError(f"expected an operator, got {operator_type!r}: see set_module_type")
         return self.set_object_type(operator_type, config)
 
     def set_module_name_regex(self, regex: str, config: QuantizationConfig | None) -> Self:
@@ -205,7 +205,7 @@ class RuleQuantizer(Quantizer):
             return None
         if not isinstance(config, QuantizationConfig):
             raise ConfigError(
-                f"{config!r} is no QuantizationConfig (None leaves operators in float)"
+                f"expected a QuantizationConfig, or None to leave operators in float, got {config!r}"
             )
         weighted = [rule for rule in self.backend.rules if rule.weight and config.weight]
         rules = weighted or self.backend.rules
@@ -288,7 +288,7 @@ class RuleQuantizer(Quantizer):
             ConfigError: the backend cannot follow one of their configurations.
         """
         if not isinstance(selectors, Selectors):
-            raise ConfigError(f"{selectors!r} are no selectors: take those of a quantizer")
+            raise ConfigError(f"expected the selectors of a quantizer, got {selectors!r}")
         for config in selectors.configs():
             self._checked(config)
         copied = copy.copy(self)
@@ -338,12 +338,12 @@ def _operators(written: object) -> Kind:
     listed = written if isinstance(written, list) else [written]
     names = [name for name in listed if isinstance(name, str)]
     if not names or len(names) < len(listed):
-        raise SelectorError(f"{_OPERATOR}={written!r} is neither a name nor a list of names")
+        raise SelectorError(f"{_OPERATOR} must be a name or a list of names, got {written!r}")
     unknown = [name for name in names if not _operator(name)]
     if unknown:
         raise SelectorError(
             f"there is no operator {' or '.join(map(repr, unknown))} in this process; one of another package "
-            "is there once that is imported"
+            "exists once that is imported"
         )
     return Kind(operators=frozenset(names))
 
@@ -366,7 +366,7 @@ def _module(written: object) -> Kind:
     """
     path = written.split(".") if isinstance(written, str) else []
     if len(path) < 2 or not all(part.isidentifier() or part == "<locals>" for part in path):
-        raise SelectorError(f"{_MODULE}={written!r} is no name such as 'torch.nn.Linear'")
+        raise SelectorError(f"{_MODULE} must be a name such as 'torch.nn.Linear', got {written!r}")
     home = max((n for n in range(1, len(path)) if ".".join(path[:n]) in sys.modules), default=0)
     found: Any = sys.modules[".".join(path[:home])] if home else None
     for part in path[home:]:
@@ -377,7 +377,7 @@ def _module(written: object) -> Kind:
         known = [
             n for n, v in vars(sys.modules[".".join(path[:home])]).items() if isinstance(v, type)
         ]
-        raise SelectorError(f"{written!r} is no module type{near_names(path[-1], known)}")
+        raise SelectorError(f"{written!r} is not a module type{near_names(path[-1], known)}")
     return Kind(modules=frozenset({".".join(path)}))
 
 
@@ -443,7 +443,7 @@ def selectors_from_data(data: Any, named: Named, owner: str) -> Selectors:
         ConfigError, SelectorError: the data is malformed; the message says which entry.
     """
     if not isinstance(data, list):
-        raise ConfigError(f"{owner}: selectors are a list of settings, not {data!r}")
+        raise ConfigError(f"{owner}: selectors must be a list of settings, got {data!r}")
     selectors = Selectors()
     for number, entry in enumerate(data):
         where = f"{owner}, selector {number}"
@@ -456,18 +456,18 @@ def selectors_from_data(data: Any, named: Named, owner: str) -> Selectors:
 
 def _setting_from_data(entry: Any, named: Named) -> Setting:
     if not isinstance(entry, Mapping):
-        raise ConfigError(f"{entry!r} is not an object with the keys select and config")
+        raise ConfigError(f"expected an object with the keys select and config, got {entry!r}")
     level = entry.get("select")
     if not isinstance(level, str) or level not in _FORMS:
         raise ConfigError(
-            f"select={level!r} is none of {', '.join(_FORMS)}{near_names(str(level), _FORMS)}"
+            f"select must be one of {', '.join(_FORMS)}, got {level!r}{near_names(str(level), _FORMS)}"
         )
     form = _FORMS[level]
     which = _which_kind(entry) if form.kind else ()
     check_keys(entry, ("select", *form.keys, *which, "config"))
     for key, kind in form.keys.items():
         if not isinstance(entry[key], kind) or isinstance(entry[key], bool):
-            raise ConfigError(f"{key}={entry[key]!r} is no {kind.__name__}")
+            raise ConfigError(f"{key} must be of type {kind.__name__}, got {entry[key]!r}")
     values = {key: entry[key] for key in form.keys}
     for key in which:
         values["kind"] = _KINDS[key](entry[key])
@@ -477,7 +477,7 @@ def _setting_from_data(entry: Any, named: Named) -> Setting:
 def _which_kind(entry: Mapping[str, Any]) -> tuple[str]:
     given = [key for key in _KINDS if key in entry]
     if len(given) != 1:
-        raise ConfigError(f"one of the keys {' and '.join(map(repr, _KINDS))} says what is meant")
+        raise ConfigError(f"expected one of the keys {' and '.join(map(repr, _KINDS))}")
     return (given[0],)
 
 

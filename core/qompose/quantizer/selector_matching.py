@@ -34,14 +34,6 @@ from qompose.spec.selectors import (
 )
 
 
-def _everything(setting: Setting, program: Program) -> Iterable[Node]:
-    return program.nodes
-
-
-def _of_kind(setting: Setting, program: Program) -> Iterable[Node]:
-    return [node for node in program.nodes if is_of_kind(setting.key, node)]
-
-
 def _matching(setting: Setting, program: Program) -> Iterable[Node]:
     match = compiled(setting.key).match
     return [node for node in program.nodes if match(module_path(node))]
@@ -97,8 +89,8 @@ def _called(setting: Setting, program: Program) -> Iterable[Node]:
 
 
 _PICKS: dict[str, Callable[[Setting, Program], Iterable[Node]]] = {
-    GLOBAL: _everything,
-    TYPE: _of_kind,
+    GLOBAL: lambda setting, program: program.nodes,
+    TYPE: lambda setting, program: [n for n in program.nodes if is_of_kind(setting.key, n)],
     REGEX: _matching,
     FILTER: _accepted,
     NAME: _in_module,
@@ -211,7 +203,7 @@ class Program:
 
     def __init__(self, exported: GraphModule) -> None:
         self.calls = list(_in_order(exported, set()))
-        self.nodes = [node for node in self.calls if not _is_border(node)]
+        self.nodes: list[Node] = [node for node in self.calls if not _is_border(node)]
         self.by_name = {node.name: node for node in self.nodes}
 
     @cached_property
@@ -251,7 +243,7 @@ class Program:
         if not one and not several:
             known = {*self.by_name, *self.inside} - {""}
             raise SelectorError(
-                f"{name!r} is no operator and no module of the exported program"
+                f"the exported program has no operator or module {name!r}"
                 f"{near_names(bare, known) or self.hint(bare)}"
             )
         return one or several

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch.fx import GraphModule, Node
@@ -220,17 +220,12 @@ def count_nodes(model: GraphModule) -> Counts:
             node.op == "call_function" and node.target in qdq.CHOOSE for node in nodes
         ),
         cast=sum(bool(tag_of(node, CAST_TAG)) for node in nodes),
-        kernels=len(set(_replaced_claims(nodes))),
+        kernels=len({claim for node in nodes for claim in tag_of(node, KERNELS_TAG) or ()}),
     )
 
 
 def _is_observer(node: Node) -> bool:
     return node.op == "call_module" and str(node.target).startswith(OBSERVER_PREFIX)
-
-
-def _replaced_claims(nodes: list[Node]) -> Iterator[int]:
-    for node in nodes:
-        yield from tag_of(node, KERNELS_TAG) or ()
 
 
 _LOGGER = logging.getLogger("qompose")

@@ -196,7 +196,8 @@ def _chart(entries: Sequence[MeasuredRow]) -> _Chart:
     unbounded = -math.inf in values  # which has a line of its own below all
     low -= 10 * unbounded
     scale = (low, high)
-    grid = {decibels: _height(decibels, scale) for decibels in _ticks(low, high)}
+    ticks = range(low, high + 1, 10 * math.ceil((high - low) / 80))
+    grid = {decibels: _height(decibels, scale) for decibels in ticks}
     names = {low: "-inf dB"} if unbounded else {}
     return _Chart(
         ticks=[
@@ -208,11 +209,6 @@ def _chart(entries: Sequence[MeasuredRow]) -> _Chart:
         depth=max(depths) + 1,
         style="plot many" if len(entries) > _MANY else "plot",
     )
-
-
-def _ticks(low: int, high: int) -> range:
-    step = 10 * math.ceil((high - low) / 80)
-    return range(low, high + 1, step)
 
 
 def _height(value: float, scale: tuple[int, int]) -> int:

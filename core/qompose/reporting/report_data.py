@@ -347,7 +347,7 @@ class Report(Printable):
         try:
             report: Report = _REPORT.read(data, "report")
             if report.stage not in _STAGES or not {row.state for row in report.rows} <= {*STATES}:
-                raise ValueError("it has a stage, or rows have a state, that there is not")
+                raise ValueError("its stage, or the state of a row, does not exist")
             return report
         except ValueError as error:
             wanted = ", ".join(field.name for field in fields(cls))
@@ -381,7 +381,7 @@ class Report(Printable):
 
         Raises:
             UserError: the suffix is none of these, or `.json` with a comparison, which is data of its own;
-                `comparison` is none, or of another model.
+                `comparison` is not a comparison, or is one of another model.
             OSError: the file cannot be written.
         """
         if not isinstance(path, (str, PathLike)):
@@ -505,7 +505,7 @@ def check_comparison(
         stage: of the report.
 
     Raises:
-        UserError: it is none, or one of another model; the message names both.
+        UserError: it is not a comparison, or is one of another model; the message names both.
     """
     if not isinstance(comparison, Comparison):
         raise UserError(
@@ -516,9 +516,10 @@ def check_comparison(
     same = fingerprint == comparison.fingerprint if known else compared.items() <= operators.items()
     if not same:
         raise UserError(
-            f"the comparison is of another model: it is of a {comparison.reference} and a {comparison.other} "
-            f"program with {_some(compared)}, parameters {comparison.fingerprint[:8] or 'unknown'}; the "
-            f"report is of a {stage} one with {_some(operators)}, parameters {fingerprint[:8] or 'unknown'}"
+            "the comparison is of another model: it compares "
+            f"a {comparison.reference} and a {comparison.other} program with {_some(compared)}, "
+            f"parameters {comparison.fingerprint[:8] or 'unknown'}; the report is of a {stage} one "
+            f"with {_some(operators)}, parameters {fingerprint[:8] or 'unknown'}"
         )
 
 

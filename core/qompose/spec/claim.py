@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple, TypeAlias
 
@@ -34,6 +34,11 @@ class Point:
 
     source: str
     user: str | None = None
+
+    @property
+    def holder(self) -> str:
+        """Return the node whose annotation says how the tensor is quantized there."""
+        return self.user or self.source
 
     def __lt__(self, other: Point) -> bool:
         """Order by names; an output comes before the edges."""
@@ -157,13 +162,9 @@ class Claim:
     bias: AddedBias | None = None
     repairs: tuple[Repair, ...] = ()
 
-    def owned_by(self, owner: str) -> Claim:
-        """Return the same claim in another owner's name."""
-        return replace(self, owner=owner)
-
 
 class Kind(Enum):
-    """What became of a match that is no claim: refused, or admissible and without its condition, or lost."""
+    """What became of a match that is not a claim: refused, admissible without its condition, or lost."""
 
     REFUSED = "refused"
     WAITED = "waited"

@@ -4,7 +4,7 @@
 ExecuTorch and Inductor know a quantized model by the `quantized_decomposed` operators, so they are torch's
 own; importing the private module registers them. Three are qompose's. Torch's only operators for blocks are
 for groups within the rows of a matrix; `qompose::quantize_per_block` takes blocks of any shape and rank.
-Behind a zero point that is no integer, torch's operator rounds before it adds it and then truncates:
+Behind a zero point that is not an integer, torch's operator rounds before it adds it and then truncates:
 `qompose::quantize_per_channel_float` rounds the sum.
 """
 
@@ -68,14 +68,6 @@ def _dequantize_per_block(
     return dequantize_blocks(input, scale, zero_point, dtype)
 
 
-@_quantize_per_block.register_fake
-@_dequantize_per_block.register_fake
-def _like_input(
-    input: Tensor, scale: Tensor, zero_point: Tensor, low: int, high: int, dtype: torch.dtype
-) -> Tensor:
-    return torch.empty_like(input, dtype=dtype)
-
-
 @torch.library.custom_op("qompose::quantize_per_channel_float", mutates_args=())
 def _quantize_per_channel_float(
     input: Tensor,
@@ -89,17 +81,11 @@ def _quantize_per_channel_float(
     return quantize_float_zero_point(input, scale, zero_point, axis, low, high, dtype)
 
 
+@_quantize_per_block.register_fake
+@_dequantize_per_block.register_fake
 @_quantize_per_channel_float.register_fake
-def _like_its_input(
-    input: Tensor,
-    scale: Tensor,
-    zero_point: Tensor,
-    axis: int,
-    low: int,
-    high: int,
-    dtype: torch.dtype,
-) -> Tensor:
-    return torch.empty_like(input, dtype=dtype)
+def _like_input(input: Tensor, *rest: Any) -> Tensor:
+    return torch.empty_like(input, dtype=rest[-1])
 
 
 quantize_per_channel_float = torch.ops.qompose.quantize_per_channel_float.default
@@ -359,7 +345,7 @@ def add_buffer(path: str, value: Tensor, like: Node) -> Node:
 
 
 def read_buffer(target: str, like: Node) -> Node:
-    """Read a buffer for `like`, of whose claim it is no part."""
+    """Read a buffer for `like`, to whose claim it does not belong."""
     read = read_attribute(owner_of(like), target, like)
     read.meta.pop("custom", None)
     return read

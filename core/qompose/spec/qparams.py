@@ -32,7 +32,7 @@ def quantized_range(
     """Return the bounds of the quantized integers, filling in the whole range of `dtype`.
 
     Raises:
-        ConfigError: a bound is no integer or lies outside `dtype`; the range is empty or lacks zero.
+        ConfigError: a bound is not an integer or lies outside `dtype`; the range is empty or lacks zero.
     """
     if dtype.is_floating_point or dtype.is_complex or dtype is torch.bool:
         raise ConfigError(f"{dtype} is not an integer type: it has no quantized range")
@@ -97,7 +97,7 @@ def stored_in(dtype: torch.dtype, scale: Tensor, zero_point: Tensor) -> tuple[Te
     """Return the nearest parameters that a kernel can store in a smaller float type.
 
     Scales become numbers of `dtype`, the least of which stands for 0. So do the offsets
-    `-zero_point * scale` where zero points are no integers; those stay float32 themselves.
+    `-zero_point * scale` where zero points are not integers; those stay float32 themselves.
     """
     info = torch.finfo(dtype)
     narrow = scale.to(dtype).to(scale.dtype)
@@ -119,7 +119,7 @@ def symmetric_zero_point(dtype: torch.dtype, quant_min: int | None, quant_max: i
 def quantize_float_zero_point(
     x: Tensor, scale: Tensor, zero_point: Tensor, axis: int, low: int, high: int, dtype: torch.dtype
 ) -> Tensor:
-    """Return `round(x / scale + zero_point)` within [low, high], for zero points that are no integers.
+    """Return `round(x / scale + zero_point)` within [low, high], for zero points that are not integers.
 
     This is the arithmetic of `torch.quantize_per_channel`. The decomposed operator rounds `x / scale`
     alone and truncates the sum, which costs up to a whole step.
@@ -170,7 +170,7 @@ def quantize_blocks(
 ) -> Tensor:
     """Return `round(x / scale) + zero_point` within [low, high], one scale for each block.
 
-    A zero point that is no integer is added before rounding, as in `quantize_float_zero_point`.
+    A zero point that is not an integer is added before rounding, as in `quantize_float_zero_point`.
 
     Args:
         scale, zero_point: as many dimensions as `x`; their sizes are the numbers of blocks.
@@ -238,7 +238,8 @@ class Bounds:
         Args:
             scale, zero_point: numbers, or tensors of any shape.
         """
-        scales, zero_points = _float32(scale), torch.as_tensor(zero_point)
+        scales = torch.as_tensor(scale).detach().to(torch.float32)
+        zero_points = torch.as_tensor(zero_point)
         least, most, exact = map(
             _limit, (self.scale_min_lower_bound, self.scale_max_upper_bound, self.scale_exact_match)
         )
@@ -266,10 +267,6 @@ class Bounds:
         }
         how = words.get(name, "and the kernel takes exactly")
         return f"{value}, {how} {getattr(self, name):g} ({name})"
-
-
-def _float32(value: Any) -> Tensor:
-    return torch.as_tensor(value).detach().to(torch.float32)
 
 
 def _limit(value: float | None) -> Tensor | None:

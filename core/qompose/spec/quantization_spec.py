@@ -142,7 +142,7 @@ class SmoothQuant:
     several strengths are tried on calibration data.
 
     Raises:
-        ConfigError: `alpha` is no number from 0 to 1.
+        ConfigError: `alpha` is not a number from 0 to 1.
     """
 
     alpha: float | None = None
@@ -186,8 +186,8 @@ def checked_repairs(repairs: object, mode: str, weight: Any) -> tuple[Repair, ..
         weight: its specification of weights.
 
     Raises:
-        ConfigError: they are no sequence of known words, the configuration leaves them nothing to do, or one
-            is asked for with different options.
+        ConfigError: they are not a sequence of known words, the configuration leaves them nothing to do, or
+            one is asked for with different options.
     """
     if isinstance(repairs, str) or not isinstance(repairs, (tuple, list)):
         raise ConfigError(f"repairs must be a tuple of {', '.join(REPAIRS)}, got {repairs!r}")
@@ -259,7 +259,7 @@ class QuantizationSpec(QuantizationSpecBase):
 
     Raises:
         ConfigError: bounds outside `dtype`; a per-channel scheme without `ch_axis` or `block_size`;
-            blocks that are no positive sizes; a dynamic scheme other than per tensor, token or item.
+            blocks whose sizes are not positive; a dynamic scheme other than per tensor, token or item.
     """
 
     dtype: torch.dtype
@@ -312,8 +312,8 @@ class FixedQParamsQuantizationSpec(QuantizationSpecBase):
     `scale` is in units of the tensor for each step, `zero_point` one of the integers; both are per tensor.
 
     Raises:
-        ConfigError: bounds outside `dtype`, a `zero_point` outside the bounds or no integer, a `scale` that
-            is not positive, a per-channel `qscheme`, or `is_dynamic`.
+        ConfigError: bounds outside `dtype`, a `zero_point` outside the bounds or not an integer, a `scale`
+            that is not positive, a per-channel `qscheme`, or `is_dynamic`.
     """
 
     dtype: torch.dtype
@@ -391,10 +391,10 @@ def _check_blocks(block_size: tuple[int, ...], qscheme: torch.qscheme | None) ->
     sizes = block_size if isinstance(block_size, (tuple, list)) else ()
     if not sizes or any(type(n) is not int or (n < 1 and n != -1) for n in sizes):
         raise ConfigError(
-            f"block_size={block_size} is not a tuple of positive sizes (-1: a whole dimension)"
+            f"block_size must be a tuple of positive sizes (-1: a whole dimension), got {block_size!r}"
         )
     if qscheme not in PER_CHANNEL:
-        raise ConfigError(f"block_size needs a per-channel qscheme, not {qscheme}")
+        raise ConfigError(f"block_size needs a per-channel qscheme, got {qscheme}")
 
 
 def _check_dynamic(spec: QuantizationSpec, low: int, high: int) -> None:
@@ -425,7 +425,7 @@ def _check_range(dtype: object, low: int | None, high: int | None) -> tuple[int,
     if dtype.is_floating_point:
         if dtype not in (torch.float32, torch.float16, torch.bfloat16):
             raise ConfigError(
-                f"{dtype} is neither an integer type nor float32, float16 or bfloat16"
+                f"dtype must be an integer type, float32, float16 or bfloat16, got {dtype}"
             )
         if low is not None or high is not None:
             raise ConfigError(f"quant_min and quant_max do not apply to {dtype}")
@@ -471,7 +471,7 @@ class QuantizationConfig:
     `REPAIRS` were made. `name` is what reports say; it takes no part in comparisons.
 
     Raises:
-        ConfigError: `repairs` are no sequence of known words, or cannot be made with these specifications.
+        ConfigError: `repairs` is not a sequence of known words, or cannot be made with these specifications.
     """
 
     input_activation: QuantizationSpec | FixedQParamsQuantizationSpec | None
@@ -501,7 +501,7 @@ class QuantizationConfig:
         }
         for role in roles:
             if not isinstance(role, str) or role not in parts:
-                raise ConfigError(f"{role!r} is neither 'activation' nor 'weight'")
+                raise ConfigError(f"roles must be 'activation' or 'weight', got {role!r}")
         left = {name: None for role in roles for name in parts[role]}
         changes = any(getattr(self, name) is not None for name in left)
         name = f"{self.name} without {' and '.join(roles)}" if self.name and changes else self.name
@@ -537,19 +537,14 @@ def spec_to_dict(spec: QuantizationSpecBase | None) -> dict[str, Any] | None:
     """Return a specification as JSON data: names of dtype, scheme and observer, and the bounds."""
     if spec is None:
         return None
-    fields = {
+    names = "quant_min quant_max ch_axis is_dynamic block_size scale zero_point"
+    facts = {
         "dtype": _short(getattr(spec, "dtype", None)),
         "qscheme": _short(getattr(spec, "qscheme", None)),
-        "quant_min": getattr(spec, "quant_min", None),
-        "quant_max": getattr(spec, "quant_max", None),
-        "ch_axis": getattr(spec, "ch_axis", None),
-        "is_dynamic": getattr(spec, "is_dynamic", None),
-        "block_size": getattr(spec, "block_size", None),
-        "scale": getattr(spec, "scale", None),
-        "zero_point": getattr(spec, "zero_point", None),
+        **{name: getattr(spec, name, None) for name in names.split()},
         "observer": observer_name(spec),
     }
-    return {key: value for key, value in fields.items() if value is not None}
+    return {key: value for key, value in facts.items() if value is not None}
 
 
 def describe_spec(spec: QuantizationSpecBase | None) -> str:

@@ -75,7 +75,7 @@ def kind_of(object_type: object) -> Kind:
     """Return what a module type, an aten operator or a function of torch stands for.
 
     Raises:
-        SelectorError: it is none of these.
+        SelectorError: it is not one of these.
     """
     if isinstance(object_type, type) and issubclass(object_type, nn.Module):
         name = f"{object_type.__module__}.{object_type.__qualname__}"
@@ -239,7 +239,7 @@ def for_name(name: str, config: QuantizationConfig | None) -> Setting:
     """Return the setting of one module and all inside it.
 
     Raises:
-        SelectorError: it is no path.
+        SelectorError: it is not a path.
     """
     if not isinstance(name, str) or not name:
         raise SelectorError(
@@ -255,7 +255,7 @@ def for_subgraph(
     """Return the setting of what lies between operators or modules.
 
     Raises:
-        SelectorError: the names are none.
+        SelectorError: the names are not strings.
     """
     ends = [(end,) if isinstance(end, str) else _names(end) for end in (inputs, outputs)]
     if not all(end and all(isinstance(name, str) and name for name in end) for end in ends):
@@ -280,6 +280,6 @@ def for_call(module: str, kind: Kind, index: int, config: QuantizationConfig | N
     if not isinstance(module, str):
         raise SelectorError(f"expected a module path, got {module!r}")
     if type(index) is not int or index < 0:
-        raise SelectorError(f"index={index!r} is not the number of a call: 0, 1, 2, ...")
+        raise SelectorError(f"index must be the number of a call (0, 1, 2, ...), got {index!r}")
     label = f"call {index} of {kind.label} in {module or 'the model'}"
     return Setting(CALL, Call(module, kind, index), config, label)

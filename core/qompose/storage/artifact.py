@@ -85,7 +85,7 @@ def save(model: Any, path: str | os.PathLike[str]) -> None:
 
     Raises:
         StageError: the model was neither converted nor lowered, or was lowered in another process.
-        UserError: `path` is no path, or is a directory, a pipe or a device; or names that no methods have.
+        UserError: `path` is not a path, or is a directory, a pipe or a device; or names that no methods have.
         ArtefactError: it holds something that cannot be stored; the message names it.
         OSError: the file cannot be written.
     """
@@ -103,7 +103,7 @@ def save(model: Any, path: str | os.PathLike[str]) -> None:
     }
     targets = {record.target if record else "" for record in lowered.values()}
     if len(targets) != 1:
-        raise UserError(f"save takes models of one stage and target, and got {sorted(targets)}")
+        raise UserError(f"save takes models of one stage and target, got {sorted(targets)}")
     destination(path)  # refused before any work is done
     try:
         body, blocks = _described(converted, lowered, counts)
@@ -141,8 +141,8 @@ def _parts(model: Any) -> tuple[GraphModule, Record | None]:
         return model, None
     if record.source is None:
         raise StageError(
-            "A lowered model is saved as the converted one that it was made of, which what load or a pickle "
-            "returned has not got: copy the file, or save the converted model or what lower made of it; "
+            "A lowered model is saved as the converted one that it was made of, which a model from load or a "
+            "pickle does not have: copy the file, or save the converted model or what lower made of it; "
             "load(path, as_converted=True) returns that."
         )
     return record.source, record
@@ -219,7 +219,7 @@ def load(
 
     Raises:
         RequirementError: a backend's requirements are not met here; the message has the remedies.
-        UserError: `path` is no path; or a kind of it that `lower` raises, if that was saved.
+        UserError: `path` is not a path; or a kind of it that `lower` raises, if that was saved.
         ArtefactError: the file is damaged, of another kind or of a newer qompose, or needs operators,
             types or devices that are not there in this process.
         OSError: it cannot be read.
@@ -258,7 +258,10 @@ def load(
 
 
 def _objections(stored: _Stored, as_converted: bool) -> tuple[str, ...]:
-    """Return why this machine is none for the models. Programs of other runtimes may be for another one."""
+    """Return why the models cannot run here as they were made to.
+
+    Programs of other runtimes may be for another machine.
+    """
     if stored.target not in ("", "torch") and not as_converted:
         return ()
     found = [line for model in stored.models.values() for line in objections(model.meta[META_KEY])]
@@ -307,7 +310,7 @@ def _stored(path: Path) -> _Stored:
         raise ArtefactError(f"{path} cannot be loaded: {error}") from error
     except Exception as error:  # whatever a forged file makes the readers stumble on
         reason = f"{type(error).__name__}: {error}"
-        raise ArtefactError(f"{path} is no sound artefact: {reason}") from error
+        raise ArtefactError(f"{path} is not a valid artefact: {reason}") from error
 
 
 def _models(path: Path, body: Mapping[str, Any], blocks: Mapping[str, Tensor]) -> _Stored:
@@ -398,7 +401,7 @@ def checked_owners(manifest: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any
         if not all(isinstance(text, str) and _PLAIN.fullmatch(text) for text in texts):
             raise ValueError(f"the package of {label!r} has no plain name and version")
     if not all(isinstance(manifest[key], str) for key in ("qompose", "torch")):
-        raise ValueError("its versions are no text")
+        raise ValueError("its versions must be strings")
     return owners
 
 

@@ -3,8 +3,8 @@
 
 It is a safetensors file. Its header, checked when it is opened, can name no code; any tool of the field can
 list the tensors; and what a model consists of besides them is JSON text in its metadata. A SHA-256 of that
-text, and in it one of each block of memory, tell a damaged file from a sound one. They are no signature: who
-may write the file may write them too.
+text, and in it one of each block of memory, tell a damaged file from a sound one. They are not a signature:
+who may write the file may write them too.
 
 Tensors are views of blocks: what shares memory is stored once, and shares it again. Integers of few values
 are packed into bytes: torch has no tensors of four or two bits, and a file needs none. What fits is found
@@ -95,7 +95,7 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         raise
     except (
         Exception
-    ) as error:  # of a forged header: types that torch has not, sizes that it cannot have
+    ) as error:  # of a forged header: types that torch does not have, sizes that are impossible
         kind = " (it is a zip archive, as torch.save and torch.export.save write)"
         raise ArtefactError(
             f"{path} was not written by qompose.save{kind if is_zipfile(path) else ''}, or is incomplete: "
@@ -118,7 +118,7 @@ def _body(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise ArtefactError(f"{path} is damaged: its description cannot be read") from error
     if type(number) is not int or number < 1:
-        raise ArtefactError(f"{path} is damaged: {str(number)[:20]!r} is no version of the format")
+        raise ArtefactError(f"{path} is damaged: {str(number)[:20]!r} is not a format version")
     if number != FORMAT_VERSION:
         remedy = (
             "Upgrade qompose"
@@ -126,7 +126,7 @@ def _body(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
             else "Save the model again, or install the qompose that wrote it"
         )
         raise ArtefactError(
-            f"{path} has version {number} of the format, written by {author[:80]}; qompose "
+            f"{path} has format version {number}, written by {author[:80]}; qompose "
             f"{version('qompose')} reads version {FORMAT_VERSION}. {remedy}."
         )
     if not sound:
@@ -388,10 +388,10 @@ def _unpacked(block: Tensor, data: Any) -> Tensor:
     bits, low, dtype = packing.bits, packing.low, packing.dtype
     bounds = torch.iinfo(dtype)
     if bits not in _BITS or not bounds.min <= low <= bounds.max:
-        raise ValueError(f"{packing} is no way to pack integers")
+        raise ValueError(f"{packing} is not a way to pack integers")
     count, each = torch.Size(packing.shape).numel(), 8 // bits
     if block.dtype is not torch.uint8 or block.dim() != 1 or len(block) != -(-count // each):
-        raise ValueError(f"a packed block has not the bytes of {count} values")
+        raise ValueError(f"a packed block does not hold {count} values")
     places = torch.arange(0, 8, bits, dtype=torch.uint8, device=block.device)
     fields: Tensor = (block[:, None] >> places) & ((1 << bits) - 1)
     return (fields.reshape(-1)[:count].to(dtype) + low).reshape(packing.shape)

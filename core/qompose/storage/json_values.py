@@ -235,14 +235,12 @@ class _Builder:
                 return sympy.Float(float(number))
             case ast.Call(func=ast.Name(id="Symbol"), args=[ast.Constant(value=str(name))]):
                 if _NAME.fullmatch(name):
-                    return sympy.Symbol(name, **self._assumptions(node.keywords))
+                    assumed = {str(k.arg): ast.literal_eval(k.value) for k in node.keywords}
+                    return sympy.Symbol(name, **{k: v is True for k, v in assumed.items()})
             case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]):
                 if name in _FUNCTIONS:
                     return self._computed(name, [self.build(part) for part in arguments])
         raise ValueError(f"the size {self._text[:80]!r} is more than a computation with sizes")
-
-    def _assumptions(self, keywords: list[ast.keyword]) -> dict[str, bool]:
-        return {str(k.arg): ast.literal_eval(k.value) is True for k in keywords}
 
     def _computed(self, name: str, arguments: list[Expression]) -> Expression:
         """Return a function of expressions; numbers stay as small as sizes are, and so do their hints."""
@@ -326,7 +324,7 @@ class SymbolReader:
 
     def _add(self, name: str, facts: dict[str, Any]) -> None:
         if not _NAME.fullmatch(name):
-            raise ValueError(f"{name!r} is no name of a symbol")
+            raise ValueError(f"{name!r} is not the name of a symbol")
         assumed = {str(k): bool(v) for k, v in facts["assumptions"].items()}
         symbol = self._symbols[name] = sympy.Symbol(name, **assumed)
         if facts["hint"] is not None:

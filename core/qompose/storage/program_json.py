@@ -217,7 +217,7 @@ def decode_target(name: str) -> Callable[..., Any]:
     """
     if "::" not in name:
         if name not in _FUNCTIONS:
-            raise LookupError(f"{name[:80]!r} is no operator that a file may call")
+            raise LookupError(f"{name[:80]!r} is not an operator that a file may call")
         return _FUNCTIONS[name]
     namespace, _, rest = name.partition("::")
     if namespace == "higher_order":
@@ -285,10 +285,10 @@ def _identifier(name: object) -> str:
     """Return `name`, which goes into generated source, if it can do no more there than name something.
 
     Raises:
-        ValueError: it is no identifier.
+        ValueError: it is not an identifier.
     """
     if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
-        raise ValueError(f"{name!r} is no name of a value")
+        raise ValueError(f"{name!r} is not the name of a value")
     return name
 
 
@@ -349,7 +349,7 @@ class ProgramReader:
     def _node(self, graph: Graph, facts: Mapping[str, Any], nodes: Mapping[str, Node]) -> Node:
         op, name, target = facts["op"], _identifier(facts["name"]), facts["target"]
         if op not in ("placeholder", "get_attr", "call_function", "output") or name in nodes:
-            raise ValueError(f"{name!r} is no node")
+            raise ValueError(f"{name!r} is not a node")
         others = {"node": nodes.__getitem__}
         args, kwargs = decode(facts["args"], others), decode(facts["kwargs"], others)
         if op == "placeholder":
@@ -400,7 +400,7 @@ def _quotable(text: object) -> str:
         ValueError: it can.
     """
     if not isinstance(text, str) or not text.isprintable() or set(text) & set("\"'\\"):
-        raise ValueError(f"{text!r} is no key or step of a path")
+        raise ValueError(f"{text!r} is not a key or a step of a path")
     return text
 
 
@@ -428,7 +428,7 @@ def _tagged(kinds: Mapping[str, Codec]) -> Codec:
     def write(value: Any, path: str) -> Any:
         name = type(value).__name__
         if name not in kinds:
-            raise ConfigError(f"{path} is a {name}, which is none of {', '.join(kinds)}")
+            raise ConfigError(f"{path} must be one of {', '.join(kinds)}, got a {name}")
         return {name: kinds[name].write(value, path)}
 
     def read(data: Any, path: str) -> Any:
@@ -511,4 +511,4 @@ def _check_references(record: Record) -> None:
     groups = {number for group in plan.groups for number in group.depends_on}
     for name, found, number in (("claim", claims, plan.claims), ("group", groups, plan.groups)):
         if not found <= set(range(len(number))):
-            raise ValueError(f"it refers to a {name} that it has not")
+            raise ValueError(f"it refers to a {name} that it does not have")

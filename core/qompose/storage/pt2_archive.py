@@ -49,7 +49,7 @@ _HIGH_NUMBER = re.compile(r"[a-z]+\d{7,}")
 
 
 class RefusedArchive(Exception):  # noqa: N818 - it says why
-    """An archive holds what could run code, or is none that torch.export.save writes."""
+    """An archive holds what could run code, or is not one that torch.export.save writes."""
 
 
 @contextmanager
@@ -87,7 +87,7 @@ def _entries(archive: ZipFile) -> dict[str, str]:
             )
         if not _PLAIN.fullmatch(name):
             raise RefusedArchive(
-                f"its entry {name!r} is no part of a plain program, and may be code"
+                f"its entry {name!r} is not part of a plain program, and may be code"
             )
         entries[name] = info.filename
     missing = {_MODEL, _EXAMPLES, *_CONFIGS} - set(entries)
@@ -144,7 +144,7 @@ def _check_program(data: Any) -> None:
                 check_tree(part[key])
         for symbol in part.get("range_constraints") or ():
             if _HIGH_NUMBER.match(symbol):  # torch counts up to it
-                raise RefusedArchive(f"{symbol[:40]!r} is no name of a size")
+                raise RefusedArchive(f"{symbol[:40]!r} is not the name of a size")
 
 
 def _check_target(target: str) -> None:
@@ -167,7 +167,7 @@ def load_program(path: Path) -> ExportedProgram:
     remedy = "Write one with torch.export.save(torch.export.export(model, inputs), 'model.pt2')."
     other = _other_kind(path)
     if other is not None:
-        raise UserError(f"{path} is no archive of torch.export: {other}. {remedy}")
+        raise UserError(f"{path} is not an archive of torch.export: {other}. {remedy}")
     try:
         with checked(path) as file:
             # torch.export.load, without its logging of errors, whose causes it does not raise
@@ -186,7 +186,7 @@ def load_program(path: Path) -> ExportedProgram:
 
 
 def _other_kind(path: Path) -> str | None:
-    """Return what a file is that is no archive of torch.export, and None for one that seems to be."""
+    """Return what a file is that is not an archive of torch.export, and None for one that seems to be."""
     if is_zipfile(path):
         with ZipFile(path) as archive:
             names = {name.rpartition("/")[2] for name in archive.namelist()}
@@ -201,7 +201,7 @@ def _other_kind(path: Path) -> str | None:
                 )
             return "it is a safetensors file"
     except SafetensorError:
-        return "it is no zip archive"
+        return "it is not a zip archive"
 
 
 def export_pt2(model: GraphModule, path: str | os.PathLike[str]) -> None:
@@ -220,7 +220,7 @@ def export_pt2(model: GraphModule, path: str | os.PathLike[str]) -> None:
 
     Raises:
         StageError: the model was not converted, or is lowered.
-        UserError: `path` is no path of a `.pt2` file, or is a directory, a pipe or a device.
+        UserError: `path` is not the path of a `.pt2` file, or is a directory, a pipe or a device.
         ArtefactError: torch cannot export the model.
         OSError: the file cannot be written.
     """

@@ -49,7 +49,7 @@ class ContractError(AssertionError):
         )
 
 
-class NotApplicable(Exception):  # noqa: N818 - it is no error
+class NotApplicable(Exception):  # noqa: N818 - it is not an error
     """A check has nothing to look at, with the reason."""
 
 

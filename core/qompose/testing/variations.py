@@ -213,7 +213,7 @@ def _changed(
                     for x, s in zip(tensors, shapes, strict=True)
                 )
             )
-    except Exception:  # what does not run in float is no variation
+    except Exception:  # what does not run in float is not a variation
         return None
     return function, tuple(shapes)
 

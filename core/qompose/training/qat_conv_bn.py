@@ -66,9 +66,8 @@ def training_form(
     for node in list(nodes_in(prepared)):
         mode = mode_of(node)
         if isinstance(mode, ModeArgument):
-            _replace(
-                node, SwitchedOperator(node.target, **vars(mode)), _without(node, mode.position)
-            )
+            rest = (*node.args[: mode.position], *node.args[mode.position + 1 :])
+            _replace(node, SwitchedOperator(node.target, **vars(mode)), rest)
         elif isinstance(mode, Norm):
             _replace(node, _norm(BatchNorm, node), (*node.args[:5], _counter_before(node, node)))
         elif node.target is aten.copy_.default:
@@ -119,10 +118,6 @@ def _not_simulated(prepared: GraphModule) -> Iterator[str]:
             f"{node.args[0] if guard is None else guard.subject} is not fake-quantized in training: its "
             f"{type(observer).__name__} is an observer of another package"
         )
-
-
-def _without(node: Node, position: int) -> tuple[Any, ...]:
-    return (*node.args[:position], *node.args[position + 1 :])
 
 
 def _norm(kind: type[Kind], norm: Node) -> Kind:

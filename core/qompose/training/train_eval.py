@@ -240,7 +240,7 @@ def move_exported_model_to_eval(model: GraphModule) -> GraphModule:
     if not (isinstance(model, GraphModule) and any("val" in n.meta for n in model.graph.nodes)):
         raise StageError(
             "move_exported_model_to_eval takes the GraphModule of an exported program, or of a later "
-            f"stage, and got {type(model).__name__!r}. Export it in evaluation: "
+            f"stage, got {type(model).__name__!r}. Export it in evaluation: "
             "torch.export.export(model.eval(), ...)"
         )
     evaluation_form(model)
@@ -264,7 +264,7 @@ def move_exported_model_to_train(model: GraphModule) -> GraphModule:
     if _stage(model) == "prepared":
         return model.train()
     raise StageError(
-        f"move_exported_model_to_train takes a prepared model, and got {_said(model)}. {_PREPARED}"
+        f"move_exported_model_to_train takes a prepared model, got {_said(model)}. {_PREPARED}"
     )
 
 
@@ -277,7 +277,7 @@ def allow_exported_model_train_eval(model: GraphModule) -> GraphModule:
     if _stage(model) is not None:
         return model
     raise StageError(
-        f"allow_exported_model_train_eval takes a prepared model, and got {_said(model)}, which stays in "
+        f"allow_exported_model_train_eval takes a prepared model, got {_said(model)}, which stays in "
         f"the mode of its export. {_PREPARED}"
     )
 

@@ -70,14 +70,14 @@ class Bags(NamedTuple):
         """Return bags that lie in order in memory, and float32 weights: torch's kernels read them so.
 
         Raises:
-            RuntimeError: there is not one weight for each index; torch's kernels do not check.
+            RuntimeError: the number of weights is not that of indices; torch's kernels do not check.
         """
         bags = cls(*arguments)
         weights = bags.per_sample_weights
         if weights is not None:
             torch._check(  # type: ignore[no-untyped-call]
                 weights.shape == bags.indices.shape,
-                lambda: "per_sample_weights has not one weight for each index",
+                lambda: "per_sample_weights must have one weight for each index",
             )
             weights = weights.to(torch.float32).contiguous()
         return bags._replace(

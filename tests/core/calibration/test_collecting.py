@@ -510,3 +510,27 @@ class TestInTraining:
         qompose.statistics(trained).apply(plain)
         assert qompose.statistics(plain).diff(qompose.statistics(trained)) == ()
         qompose.statistics(plain).apply(trained)
+
+
+class Branch(nn.Module):
+    """Two products, of which each call makes one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.yes, self.no = nn.Linear(6, 8), nn.Linear(6, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cond(x.sum() > 0, lambda y: self.yes(y).sin(), self.no, (x.sin(),))
+
+
+@pytest.mark.filterwarnings("ignore::qompose.errors.QomposeWarning")  # one branch never ran
+@pytest.mark.parametrize("batches", [(DATA.abs(), -DATA.abs()), (DATA.abs(),)], ids=["both", "one"])
+def test_branches_that_ran_for_the_statistics_count_as_run(batches: tuple[Tensor, ...]) -> None:
+    def convert(model: GraphModule) -> str:
+        again = qompose.convert_pt2e(model, allow_uncalibrated=True)
+        return str(qompose.report(again))
+
+    branch = exact(Branch())
+    seen = qompose.calibrate(prepared(quantizer(), branch), batches)
+    told = qompose.statistics(seen).apply(prepared(quantizer(), branch), partial=True)
+    assert convert(told) == convert(seen)

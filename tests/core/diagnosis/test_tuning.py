@@ -290,3 +290,37 @@ def test_what_the_ranking_could_not_measure_is_named() -> None:
     found = tuned(program, drop=2.0, metric=metric, inputs=(X, mask))
     assert len(found.attempts) > 1
     assert [note for note in found.notes if "add" in note]
+
+
+class Branching(nn.Module):
+    """A cond between two layers, which takes both branches over the batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.above, self.below = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.yes, self.no = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.above(x).sin()
+        taken = torch.cond(
+            x.sum() > 0, lambda y: self.yes(y).sin(), lambda y: self.no(y).sin(), (x,)
+        )
+        return self.below(taken.sin())
+
+
+def test_ranges_in_branches_are_kept_from_one_setting_to_the_next() -> None:
+    batches = [(randn(2, 4, seed=seed),) for seed in range(10)]
+    with torch.no_grad():  # else Dynamo asks the input of cond, which is no leaf, for its gradient
+        program = export(seeded(Branching()), *batches[0])
+    model = program.module()
+    wanted = [model(*batch) for batch in batches]
+
+    def metric(tried: Any) -> float:
+        pairs = zip(batches, wanted, strict=True)
+        return -sum(float((tried(*x) - y).detach().abs().mean()) for x, y in pairs)
+
+    def tune(drop: float) -> Any:
+        return qompose.tune(program, toy(config=PER_TENSOR), batches, metric, drop, progress=False)
+
+    found = tune(-0.5 * tune(1e6).quantized_score)
+    assert found.excluded and found.score > found.quantized_score

@@ -57,6 +57,7 @@ PROGRAM = export(seeded(Net()), X)
 OWN = {
     "rewrites": "annotate joins those of all members",
     "expects_folded": "each member has its own",
+    "start": "the engine starts the members, as it asks them for their claims",
     "labelled_members": "labels are for the members together",
     "on_conflict": "the policy is the composition's",
     "to_json": "written with to_dict",

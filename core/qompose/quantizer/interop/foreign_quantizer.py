@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -23,7 +24,7 @@ from qompose.program.control_flow import nodes_in
 from qompose.program.meta import ANNOTATION_KEY, CUSTOM_KEY, PROVENANCE
 from qompose.quantizer.annotations import propose_annotations
 from qompose.quantizer.base import Quantizer
-from qompose.quantizer.interop.hook_guard import forbid_changes, restore_process
+from qompose.quantizer.interop.hook_guard import restore_process
 from qompose.quantizer.interop.torchao_engine import annotate_for_torchao
 from qompose.spec.claim import Claim, Proposal, node_annotation
 from qompose.spec.quantization_spec import EdgeOrNode
@@ -42,7 +43,7 @@ def adapt(quantizer: Any) -> Quantizer:
         return quantizer
     if isinstance(quantizer, (str, list, tuple)):
         raise UserError(
-            f"{quantizer!r} is no quantizer; qompose.compose makes one of names and members"
+            f"expected a quantizer, got {quantizer!r}; qompose.compose makes one of names and members"
         )
     if isinstance(quantizer, type):
         raise UserError(f"{quantizer.__name__} is a class, not a quantizer: call it")
@@ -51,7 +52,7 @@ def adapt(quantizer: Any) -> Quantizer:
         program = isinstance(quantizer, (nn.Module, ExportedProgram))
         remedy = "; the program comes first, then the quantizer" if program else ""
         raise UserError(
-            f"An object of {kind.__module__}.{kind.__qualname__} is no quantizer: it has no annotate and "
+            f"expected a quantizer, got {kind.__module__}.{kind.__qualname__}, which has no annotate and "
             f"validate methods{remedy}"
         )
     return AdaptedQuantizer(quantizer)
@@ -106,17 +107,15 @@ class AdaptedQuantizer(Quantizer):
         notes: list[str] = []
         marks: dict[str, dict[str, Any]] = {}
 
-        def annotate(own: GraphModule) -> Any:
-            result = self._call(ANNOTATE, own)
-            with forbid_changes(self.name, VALIDATE, own, buffers=False):
-                answer = self._call(VALIDATE, own)
-            if answer is False:
+        def validate(own: GraphModule) -> None:
+            if self._call(VALIDATE, own) is False:
                 notes.append(f"{self.name}: validate returned False")
             marks.update(marks_between(model, own))
             notes.extend(self._astray(own))
-            return result
 
-        proposal = propose_annotations(self.name, annotate, model, (), on_conflict)
+        proposal = propose_annotations(
+            self.name, partial(self._call, ANNOTATE), model, (), on_conflict, validate=validate
+        )
         return replace(proposal, notes=[*proposal.notes, *notes, *self._kept()], marks=marks)
 
     def prepare_obs_or_fq_callback(
@@ -173,7 +172,7 @@ def _copied(name: str, quantizer: Any) -> tuple[Any, bool]:
     """Return a deep copy and True, or the quantizer itself and False where it cannot be copied.
 
     Raises:
-        UserError: what it gives out for a copy is no quantizer.
+        UserError: its copy is not a quantizer.
     """
     try:
         copied = copy.deepcopy(quantizer)

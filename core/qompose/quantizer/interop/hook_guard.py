@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from qompose.errors import UserError
+from qompose.errors import UserError, blaming
 from qompose.observers.make_observer import fixed_parameters
 from qompose.program.changes import calls_of, changes
 from qompose.program.control_flow import nodes_in
@@ -56,38 +56,68 @@ def _checksum(tensor: Tensor) -> int:
 State = Callable[[Mapping[str, Tensor]], Mapping[str, int]]
 
 
-@contextmanager
-def forbid_writes(
-    who: str, hook: str, model: GraphModule, *, buffers: bool = True, state: State = versions
-) -> Iterator[None]:
-    """Check that a hook writes to no parameter, and no buffer, which are those of the user's model.
+class HookGuard:
+    """Watches the hooks of a quantizer, which are called one after the other on one program.
 
     Args:
+        who: what messages call the quantizer.
         buffers: whether they are shared; a copy of a program may have its own (`own_buffers`).
         state: by what a write shows.
-
-    Raises:
-        UserError: it did. What stood there is lost.
     """
-    tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
-    if buffers:
-        tensors |= dict(model.named_buffers(remove_duplicate=False))
-    before = state(tensors)
-    raised: Exception | None = None
-    try:
-        yield
-    except Exception as error:  # the quantizer's; what it wrote before matters more
-        raised = error
-    after = state(tensors)
-    written = [name for name in before if after[name] != before[name]]
-    if written:
-        raise UserError(
-            f"{who}: {hook} wrote to tensors of the model in place: {', '.join(written)}. Their values are "
-            "lost: load the model again. A quantizer may only put new tensors into the program, in "
-            f"transform_for_annotation{f'. Then it failed: {raised}' if raised else ''}"
-        ) from raised
-    if raised is not None:
-        raise raised
+
+    def __init__(
+        self, who: str, model: GraphModule, *, buffers: bool = True, state: State = versions
+    ) -> None:
+        self.who, self.model, self._state = who, model, state
+        self._tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+        if buffers:
+            self._tensors |= dict(model.named_buffers(remove_duplicate=False))
+        self._before = state(self._tensors)
+
+    @contextmanager
+    def forbid_writes(self, hook: str) -> Iterator[None]:
+        """Check that a hook writes to no parameter, and no buffer, which are those of the user's model.
+
+        Raises:
+            UserError: it did. What stood there is lost.
+        """
+        raised: Exception | None = None
+        try:
+            yield
+        except Exception as error:  # the quantizer's; what it wrote before matters more
+            raised = error
+        before, self._before = self._before, self._state(self._tensors)
+        written = [name for name in before if self._before[name] != before[name]]
+        if written:
+            raise UserError(
+                f"{self.who}: {hook} wrote to tensors of the model in place: {', '.join(written)}. Their "
+                "values are lost: load the model again. A quantizer may only put new tensors into the "
+                f"program, in transform_for_annotation{f'. Then it failed: {raised}' if raised else ''}"
+            ) from raised
+        if raised is not None:
+            raise raised
+
+    @contextmanager
+    def forbid_changes(self, hook: str) -> Iterator[None]:
+        """Check that a hook changes no operator of the program, and writes to none of its tensors.
+
+        What nothing reads may go.
+
+        Raises:
+            UserError: it did.
+            MemberError: it raised an error of its own.
+        """
+        before = calls_of(self.model)
+        with self.forbid_writes(hook), blaming(f"{self.who}: {hook}"):
+            yield
+        after = calls_of(self.model)
+        found = changes(before, after)
+        names = [name for name in found.names if name in after or before[name].live]
+        if names:
+            raise UserError(
+                f"{self.who}: {hook} changed the program at {', '.join(names)}. It may annotate or look; "
+                "transform_for_annotation is for changes of the program."
+            )
 
 
 def own_buffers(model: GraphModule) -> None:
@@ -102,38 +132,19 @@ def own_buffers(model: GraphModule) -> None:
 
 
 @contextmanager
-def forbid_changes(
-    who: str, hook: str, model: GraphModule, *, buffers: bool = True, state: State = versions
+def forbid_observer_edits(
+    who: str, model: GraphModule, observers: Mapping[EdgeOrNode, nn.Module]
 ) -> Iterator[None]:
-    """Check that a hook changes no operator of a program, and writes to none of its tensors.
-
-    What nothing reads may go.
-
-    Raises:
-        UserError: it did.
-    """
-    before = calls_of(model)
-    with forbid_writes(who, hook, model, buffers=buffers, state=state):
-        yield
-    after = calls_of(model)
-    found = changes(before, after)
-    names = [name for name in found.names if name in after or before[name].live]
-    if names:
-        raise UserError(
-            f"{who}: {hook} changed the program at {', '.join(names)}. It may annotate or look; "
-            "transform_for_annotation is for changes of the program."
-        )
-
-
-@contextmanager
-def forbid_observer_edits(who: str, observers: Mapping[EdgeOrNode, nn.Module]) -> Iterator[None]:
     """Check that a `prepare_obs_or_fq_callback` edits no observer: it may put others into the dictionary.
 
     Raises:
-        UserError: something of an observer differs that follows from its specification.
+        UserError: something of an observer differs that follows from its specification; or as
+            `HookGuard.forbid_changes`.
+        MemberError: it raised an error of its own.
     """
     facts = {observer: (place, _facts(observer)) for place, observer in observers.items()}
-    yield
+    with HookGuard(who, model).forbid_changes("prepare_obs_or_fq_callback"):
+        yield
     found = []
     for observer, (place, before) in facts.items():
         after = _facts(observer)
@@ -144,8 +155,8 @@ def forbid_observer_edits(who: str, observers: Mapping[EdgeOrNode, nn.Module]) -
             found.append(f"{', '.join(sorted(names))} of the observer of {_described(place)}")
     if found:
         raise UserError(
-            f"{who}: prepare_obs_or_fq_callback changed {'; '.join(found)}. It may look, and put other "
-            "observers into the dictionary that it is given; annotate is for specifications."
+            f"{who}: prepare_obs_or_fq_callback changed {'; '.join(found)}. It may only look, or replace "
+            "observers in the dictionary that it is given; change specifications in annotate."
         )
 
 

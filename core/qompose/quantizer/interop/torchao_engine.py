@@ -66,7 +66,7 @@ class _Asked:
 def transform_for_torchao(model: GraphModule, quantizer: Any) -> GraphModule:
     """Return a program with the rewrites that a quantizer's claims cover, or `model` itself."""
     register_virtual_subclasses()
-    found = wanted_rewrites(model, quantizer)
+    found = wanted_rewrites(model, quantizer.members)
     if all(candidate.obstacle for candidate in found):
         return model
     bound = _asked(model, quantizer).bound
@@ -266,23 +266,20 @@ def in_order_of_reading(
 
     def place(spec: PointSpec) -> tuple[int, bool, bool]:
         point = spec.point
-        return position[point.user or point.source], point.user is None, spec.derived
+        return position[point.holder], point.user is None, spec.derived
 
     ordered = [
         replace(
             claim,
-            specs=tuple(sorted((s for s in claim.specs if _holder(s) not in standing), key=place)),
+            specs=tuple(
+                sorted((s for s in claim.specs if s.point.holder not in standing), key=place)
+            ),
         )
         for claim in claims
     ]
     specs = sorted((spec for claim in ordered for spec in claim.specs), key=place)
     anchored = _anchored(specs, standing)
     return [replace(c, specs=tuple(anchored[s.point] for s in c.specs)) for c in ordered]
-
-
-def _holder(spec: PointSpec) -> str:
-    """Return the node whose annotation holds a specification."""
-    return spec.point.user or spec.point.source
 
 
 def _anchored(specs: Sequence[PointSpec], standing: frozenset[str]) -> dict[Point, PointSpec]:
@@ -309,7 +306,7 @@ def _check_derived(specs: Iterable[PointSpec], standing: frozenset[str]) -> None
     made: set[Point] = set()
     for spec in specs:
         for source in spec.references if spec.derived else ():
-            if source not in made and (source.user or source.source) not in standing:
+            if source not in made and source.holder not in standing:
                 raise SharingError(
                     f"{spec.point} is derived from {source}, which this engine comes by later, or nobody "
                     "annotates; qompose.prepare_pt2e takes specifications in any order"
@@ -323,11 +320,11 @@ def _root(spec: PointSpec, known: Mapping[Point, PointSpec], standing: frozenset
     start = spec
     while spec.shared:
         (target,) = spec.references
-        if target not in known and (target.user or target.source) in standing:
+        if target not in known and target.holder in standing:
             return target
         if target not in known or target in visited:
             raise SharingError(
-                f"{start.point} shares the parameters of {target}, to which nobody gives any. Annotate "
+                f"{start.point} shares the parameters of {target}, which has none. Annotate "
                 "that too, or give the point a specification of its own."
             )
         visited.add(target)

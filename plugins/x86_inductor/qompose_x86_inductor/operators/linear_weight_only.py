@@ -3,7 +3,7 @@
 
 ``x`` is (..., in), float32, bfloat16 or float16, and the result (..., out) has its dtype; the arithmetic
 is float32, by kernels of torch that read the weight as it is stored. (Those for bfloat16 read past the
-end of rows that are no multiple of 16 long, torch 2.13, and round scales.) The bias is a float (out,).
+end of rows whose length is not a multiple of 16, torch 2.13, and round scales.) The bias is a float (out,).
 
 =====================  ====================================  ==============================
 operator               weight                                w_scale

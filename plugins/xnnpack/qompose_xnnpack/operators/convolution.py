@@ -12,7 +12,7 @@ from torch import Tensor
 from qompose_xnnpack.operators import integer_convolution
 from qompose_xnnpack.operators.dynamic_quantization import quantize_rows
 from qompose_xnnpack.operators.integer_matmul import WeightTable
-from qompose_xnnpack.operators.requantization import accumulator_unit, requantize_channels
+from qompose_xnnpack.operators.requantization import StaticProduct
 from qompose_xnnpack.operators.shapes import (
     conv_shape,
     conv_transpose_shape,
@@ -21,105 +21,68 @@ from qompose_xnnpack.operators.shapes import (
 )
 
 
-def conv2d(
-    x: Tensor,
-    x_scale: float,
-    x_zp: int,
-    weight: Tensor,
-    w_scale: Tensor,
-    bias: Tensor | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
-    *out: Any,
-) -> Tensor:
+def conv2d(*arguments: Any) -> Tensor:
     """Int8 ``x: (N, C, H, W)``, ``weight: (O, C / groups, kh, kw)`` -> int8 ``(N, O, H', W')``."""
+    product, (stride, padding, dilation, groups, *out) = StaticProduct.read(arguments)
+    x, weight = product.x, product.weight
     _check_rank(x, weight)
     conv_shape(x, weight, stride, padding, dilation, groups)
-    stride, padding, dilation = per_axis(2, stride, padding, dilation)
-    total = integer_convolution.conv2d(x, x_zp, weight, stride, padding, dilation, groups)
-    unit = accumulator_unit(x_scale, w_scale)
-    return requantize_channels(total, unit, bias, weight[0].numel(), out)
+    geometry: tuple[Any, ...] = (*per_axis(2, stride, padding, dilation), groups)
+    total = integer_convolution.conv2d(x, product.x_zp, weight, *geometry)
+    return product.finished(total, weight[0].numel(), out)
 
 
-def conv1d(
-    x: Tensor,
-    x_scale: float,
-    x_zp: int,
-    weight: Tensor,
-    w_scale: Tensor,
-    bias: Tensor | None,
-    *rest: Any,
-) -> Tensor:
+def conv1d(*arguments: Any) -> Tensor:
     """Int8 ``x: (N, C, L)``, ``weight: (O, C / groups, k)`` -> ``(N, O, L')``, as images of one row."""
-    conv_shape(x, weight, *rest[:4])
-    stride, padding, dilation, *out = rest
+    product, (stride, padding, dilation, groups, *out) = StaticProduct.read(arguments)
+    conv_shape(product.x, product.weight, stride, padding, dilation, groups)
     flat = ((1, *stride), (0, *padding), (1, *dilation))
-    image = conv2d(x.unsqueeze(2), x_scale, x_zp, _as_image(weight), w_scale, bias, *flat, *out)
-    return image.squeeze(2)
+    return conv2d(*_as_images(product), *flat, groups, *out).squeeze(2)
 
 
 # What is cached per weight is keyed by tensor object, for which a fresh view would not do.
 _as_image = WeightTable(lambda weight: weight.unsqueeze(2).clone())
 
 
-def conv_output(
-    x: Tensor, x_scale: float, x_zp: int, weight: Tensor, w_scale: Tensor, bias: Any, *rest: Any
-) -> Sequence[int]:
+def _as_images(product: StaticProduct) -> StaticProduct:
+    return product._replace(x=product.x.unsqueeze(2), weight=_as_image(product.weight))
+
+
+def conv_output(*arguments: Any) -> Sequence[int]:
     """Return the shape of the output of ``conv1d`` or ``conv2d``."""
-    return conv_shape(x, weight, *rest[:4])
+    product, rest = StaticProduct.read(arguments)
+    return conv_shape(product.x, product.weight, *rest[:4])
 
 
-def conv_transpose2d(
-    x: Tensor,
-    x_scale: float,
-    x_zp: int,
-    weight: Tensor,
-    w_scale: Tensor,
-    bias: Tensor | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    output_padding: Sequence[int],
-    groups: int,
-    dilation: Sequence[int],
-    *out: Any,
-) -> Tensor:
+def conv_transpose2d(*arguments: Any) -> Tensor:
     """Int8 ``x: (N, C, H, W)``, ``weight: (C, O / groups, kh, kw)`` -> int8 ``(N, O, H', W')``.
 
     ``w_scale``: ``(1,)``, or ``(O,)`` where ``groups`` is 1.
     """
-    _check_rank(x, weight)
-    spatial = (stride, padding, output_padding)
-    conv_transpose_shape(x, weight, w_scale, *spatial, groups, dilation)
-    geometry: tuple[Any, ...] = (*per_axis(2, *spatial), groups, *per_axis(2, dilation))
-    total = integer_convolution.conv_transpose2d(x, x_zp, weight, *geometry)
-    depth = integer_convolution.transposed_depth(weight, groups)
-    return requantize_channels(total, accumulator_unit(x_scale, w_scale), bias, depth, out)
-
-
-def conv_transpose1d(
-    x: Tensor,
-    x_scale: float,
-    x_zp: int,
-    weight: Tensor,
-    w_scale: Tensor,
-    bias: Tensor | None,
-    *rest: Any,
-) -> Tensor:
-    """Int8 ``x: (N, C, L)``, ``weight: (C, O / groups, k)`` -> ``(N, O, L')``, as images of one row."""
-    conv_transpose_shape(x, weight, w_scale, *rest[:5])
+    product, rest = StaticProduct.read(arguments)
     stride, padding, output_padding, groups, dilation, *out = rest
+    x, weight = product.x, product.weight
+    _check_rank(x, weight)
+    conv_transpose_shape(x, weight, product.w_scale, *rest[:5])
+    spatial = per_axis(2, stride, padding, output_padding)
+    geometry: tuple[Any, ...] = (*spatial, groups, *per_axis(2, dilation))
+    total = integer_convolution.conv_transpose2d(x, product.x_zp, weight, *geometry)
+    return product.finished(total, integer_convolution.transposed_depth(weight, groups), out)
+
+
+def conv_transpose1d(*arguments: Any) -> Tensor:
+    """Int8 ``x: (N, C, L)``, ``weight: (C, O / groups, k)`` -> ``(N, O, L')``, as images of one row."""
+    product, rest = StaticProduct.read(arguments)
+    stride, padding, output_padding, groups, dilation, *out = rest
+    conv_transpose_shape(product.x, product.weight, product.w_scale, *rest[:5])
     flat = ((1, *stride), (0, *padding), (0, *output_padding), groups, (1, *dilation))
-    args: tuple[Any, ...] = (_as_image(weight), w_scale, bias, *flat, *out)
-    return conv_transpose2d(x.unsqueeze(2), x_scale, x_zp, *args).squeeze(2)
+    return conv_transpose2d(*_as_images(product), *flat, *out).squeeze(2)
 
 
-def conv_transpose_output(
-    x: Tensor, x_scale: float, x_zp: int, weight: Tensor, w_scale: Tensor, bias: Any, *rest: Any
-) -> Sequence[int]:
+def conv_transpose_output(*arguments: Any) -> Sequence[int]:
     """Return the shape of the output of ``conv_transpose1d`` or ``conv_transpose2d``."""
-    return conv_transpose_shape(x, weight, w_scale, *rest[:5])
+    product, rest = StaticProduct.read(arguments)
+    return conv_transpose_shape(product.x, product.weight, product.w_scale, *rest[:5])
 
 
 def conv2d_dynamic(

@@ -10,32 +10,26 @@ from torch import Tensor
 
 from qompose_xnnpack.operators.dynamic_quantization import quantize_rows
 from qompose_xnnpack.operators.integer_matmul import shifted_groups, shifted_matmul
-from qompose_xnnpack.operators.requantization import accumulator_unit, requantize_channels
+from qompose_xnnpack.operators.requantization import StaticProduct
 from qompose_xnnpack.operators.shapes import linear_shape, scaled_linear_shape
 
 # Float values of the weight held at once, 4 MiB in float32.
 BLOCK = 2**20
 
 
-def linear(
-    x: Tensor,
-    x_scale: float,
-    x_zp: int,
-    weight: Tensor,
-    w_scale: Tensor,
-    bias: Tensor | None,
-    *out: Any,
-) -> Tensor:
+def linear(*arguments: Any) -> Tensor:
     """Int8 ``x: (..., K)``, ``weight: (O, K)``, ``bias: (O,)`` -> int8 ``(..., O)``."""
+    product, out = StaticProduct.read(arguments)
+    x, weight = product.x, product.weight
     shape = linear_shape(x, weight)
-    total = shifted_matmul(x.reshape(-1, weight.shape[1]), x_zp, weight)
-    unit = accumulator_unit(x_scale, w_scale)
-    return requantize_channels(total, unit, bias, weight.shape[1], out).view(shape)
+    total = shifted_matmul(x.reshape(-1, weight.shape[1]), product.x_zp, weight)
+    return product.finished(total, weight.shape[1], out).view(shape)
 
 
-def linear_output(x: Tensor, x_scale: float, x_zp: int, weight: Tensor, *_: Any) -> list[int]:
+def linear_output(*arguments: Any) -> list[int]:
     """Return the shape of the output of ``linear``."""
-    return linear_shape(x, weight)
+    product, _ = StaticProduct.read(arguments)
+    return linear_shape(product.x, product.weight)
 
 
 def linear_dynamic(

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,28 +22,35 @@ def requantize(
     return steps.clamp_(out_min, out_max).to(torch.int8).contiguous()
 
 
-def accumulator_unit(x_scale: float, w_scale: Tensor) -> Tensor:
-    """Return the real value of one count of the accumulator, float32 ``(O,)`` or ``(1,)``."""
-    return w_scale.to(torch.float32) * x_scale
+class StaticProduct(NamedTuple):
+    """The arguments that every static linear and convolution begins with: an int8 input and constants.
 
-
-def requantize_channels(
-    total: Tensor,
-    unit: Tensor,
-    bias: Tensor | None,
-    depth: int,
-    out: tuple[float, int, int, int],
-) -> Tensor:
-    """Add the bias to ``total: int32 (N, O, ...)``, whose channels are on axis 1, and rescale the sum.
-
-    ``unit``: float32 ``(O,)`` or ``(1,)``, as ``accumulator_unit`` returns it; ``bias``: float32
-    ``(O,)``; ``depth``: the most products in a sum; ``out``: scale, zero point and clamp of the output.
+    ``w_scale``: float32 ``(O,)`` or ``(1,)``; ``bias``: float32 ``(O,)``.
     """
-    along_channels = (-1,) + (1,) * (total.dim() - 2)
-    if bias is not None:
-        total = total.add_(_int_bias(bias, unit, depth).view(along_channels))
-    out_scale, *limits = out
-    return requantize(total, (unit / out_scale).view(along_channels), *limits)
+
+    x: Tensor
+    x_scale: float
+    x_zp: int
+    weight: Tensor
+    w_scale: Tensor
+    bias: Tensor | None
+
+    @classmethod
+    def read(cls, arguments: Sequence[Any]) -> tuple[StaticProduct, Sequence[Any]]:
+        """Return the record of an operator's arguments, and those behind: geometry, then the output."""
+        return cls(*arguments[:6]), arguments[6:]
+
+    def finished(self, total: Tensor, depth: int, out: Sequence[Any]) -> Tensor:
+        """Add the bias to ``total: int32 (N, O, ...)``, whose channels are on axis 1, and rescale the sum.
+
+        ``depth``: the most products in a sum; ``out``: scale, zero point and clamp of the output.
+        """
+        unit = self.w_scale.to(torch.float32) * self.x_scale  # of one count of the accumulator
+        along_channels = (-1,) + (1,) * (total.dim() - 2)
+        if self.bias is not None:
+            total = total.add_(_int_bias(self.bias, unit, depth).view(along_channels))
+        out_scale, *limits = out
+        return requantize(total, (unit / out_scale).view(along_channels), *limits)
 
 
 def _int_bias(bias: Tensor, unit: Tensor, depth: int) -> Tensor:

@@ -118,9 +118,9 @@ def spatial_zero_padding(match: Match) -> str | None:
     if not _pads_with_a_constant(match) or value not in (None, 0):
         return "only padding with zeros becomes a part of the convolution"
     if not all(isinstance(n, int) and n >= 0 for n in pads):
-        return "padding that crops, or of sizes known at run time, is no part of the convolution"
+        return "padding that crops, or of sizes known at run time, is not part of the convolution"
     if any(pads[2 * spatial :]):
-        return "padding along batch or channels is no part of the convolution"
+        return "padding along batch or channels is not part of the convolution"
     return None
 
 

@@ -9,6 +9,7 @@ import pytest
 import qompose
 import torch
 from qompose import UserError
+from qompose.errors import MemberError
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
@@ -361,3 +362,54 @@ def test_numbers_do_not_depend_on_the_batch_that_was_exported() -> None:
     )
     other = randn(3, 4, seed=5)
     torch.testing.assert_close(prepared(other), seeded(Net())(other))
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.*LeafSpec"
+)  # torch 2.13 copies argument trees by a deprecated class
+class TestCopies:
+    """A transform that works on a copy of the program."""
+
+    class Copying(Foreign):
+        targets = (LINEAR,)
+
+        def transform_for_annotation(self, model: GraphModule) -> GraphModule:
+            return copy.deepcopy(model)
+
+    def test_parameters_are_those_of_the_program(self) -> None:
+        program = torch.export.export(PROGRAM.module(check_guards=False), (X,))
+        prepared = prepare(program, qompose.compose(self.Copying()))
+        assert not plan_of(prepared).rewrites
+        own = dict(prepared.named_parameters())
+        assert own and all(own[name] is program.state_dict[name] for name in own)
+
+    def test_each_of_equal_parameters_is_its_own(self) -> None:
+        net = seeded(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+        with torch.no_grad():
+            for layer in net.children():
+                layer.bias.zero_()
+        prepared = prepare(export(net, X), qompose.compose(self.Copying()))
+        assert all(prepared.get_parameter(name) is p for name, p in net.named_parameters())
+
+    def test_what_it_changes_of_a_copy_is_a_rewrite(self) -> None:
+        class Scaling(self.Copying):  # type: ignore[name-defined,misc]
+            def transform_for_annotation(self, model: GraphModule) -> GraphModule:
+                made = copy.deepcopy(model)
+                with torch.no_grad():
+                    next(made.parameters()).mul_(2)
+                return made
+
+        prepared = prepare(PROGRAM, qompose.compose(Scaling()))
+        assert len(plan_of(prepared).rewrites) == 1
+
+
+def test_a_node_in_front_of_what_it_reads_is_named() -> None:
+    class Hasty(Foreign):
+        def transform_for_annotation(self, model: GraphModule) -> GraphModule:
+            (silu, *_) = calls(model, SILU)
+            silu.args[0].append(node := like(silu, aten.neg.default, silu))  # type: ignore[union-attr]
+            silu.replace_all_uses_with(node, delete_user_cb=lambda user: user is not node)
+            return model
+
+    with pytest.raises(MemberError, match=r"^tests\.Hasty: .* left neg\w* in front of silu\b"):
+        prepare(PROGRAM, qompose.compose(Linears(), Hasty()))

@@ -122,7 +122,7 @@ def test_nodes_that_are_annotated_are_not_written_to(program: GraphModule) -> No
     ("specs", "message"),
     [
         ([shared_with(RELU, TANH)], "output of relu shares the parameters of output of tanh"),
-        ([shared_with(RELU, X_RELU), shared_with(X_RELU, RELU)], "to which nobody gives any"),
+        ([shared_with(RELU, X_RELU), shared_with(X_RELU, RELU)], "which has none"),
         (
             [
                 PointSpec(X_RELU, DerivedQuantizationSpec([], lambda _: None, torch.int32), (RELU,)),  # type: ignore[arg-type, return-value]
