@@ -182,6 +182,7 @@ def test_a_plugin_that_is_hidden_is_not_to_be_installed(tmp_path: Path) -> None:
     assert "'xnnpack'" in found["error"] and "QOMPOSE_PLUGINS" in found["error"]
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not find_spec("executorch"), reason="needs executorch")
 @pytest.mark.filterwarnings("ignore")  # ExecuTorch's own
 def test_the_executorch_target(tmp_path: Path) -> None:
