@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Long lists of cases: a few of them in every run, the others in the long one."""
+"""Long lists of cases: a few of them in every run, the others in the full or the long one."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -17,4 +17,17 @@ def one_of(number: int, cases: Sequence[Any]) -> list[Any]:
             *(case if isinstance(case, tuple) else (case,)), marks=later if i % number else []
         )
         for i, case in enumerate(cases)
+    ]
+
+
+def at_once(cases: Iterable[Any], *chosen: Any) -> list[Any]:
+    """The cases, all but the ``chosen`` ones for the full run; a tuple has the test's arguments."""
+    cases = list(cases)
+    assert all(case in cases for case in chosen), "what is chosen is among them"
+    return [
+        pytest.param(
+            *(case if isinstance(case, tuple) else (case,)),
+            marks=[] if case in chosen else [pytest.mark.full],
+        )
+        for case in cases
     ]

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
@@ -12,29 +10,26 @@ import pytest
 import qompose
 import torch
 from qompose import can_quantize
-from qompose.backend import Capability, load_backend
+from qompose.backend import load_backend
 from torch import nn
 
+from docs.generate import page
+from tests.sampling import at_once
 from tests.zoo import by_name
 
 ROOT = Path(__file__).parents[2]
 BACKENDS = ("embedding", "x86_inductor", "xnnpack")
-EVERY = [
-    pytest.param(row, id=f"{row.backend}-{row.pattern}-{row.config}")
-    for name in BACKENDS
-    for row in load_backend(name).quantization_capabilities()
-]
 
 
-@pytest.mark.parametrize("row", EVERY)
-def test_every_row_is_supported_however_it_is_asked_for(row: Capability) -> None:
-    table = load_backend(row.backend).quantization_capabilities()
-    assert row.settings == load_backend(row.backend).configs[row.config]
-    assert table.supports(row.pattern, row.settings).rule == row.pattern
-    assert table.supports(row.drawing, row.settings)
-    for operators in row.operators:
-        answer = table.supports(tuple(operators), row.settings)
-        assert answer, answer.reason
+@pytest.mark.parametrize("backend", at_once(BACKENDS, "embedding", "x86_inductor"))
+def test_every_row_is_supported_however_it_is_asked_for(backend: str) -> None:
+    table = load_backend(backend).quantization_capabilities()
+    for row in table:
+        assert row.settings == load_backend(backend).configs[row.config]
+        assert table.supports(row.pattern, row.settings).rule == row.pattern
+        for asked in (row.drawing, *map(tuple, row.operators)):
+            answer = table.supports(asked, row.settings)
+            assert answer, f"{row.pattern}, {row.config}, {asked}: {answer.reason}"
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -52,7 +47,7 @@ def prepared(name: str, quantizer: qompose.Quantizer) -> torch.fx.GraphModule:
         return qompose.prepare_pt2e(by_name(name).export(), quantizer)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", at_once(MODELS, "lenet", "cond_conv"))
 def test_every_claim_is_in_a_row(model: str) -> None:
     quantizer = qompose.compose(*BACKENDS)
     rows = {(r.backend, r.pattern): r for r in quantizer.quantization_capabilities()}
@@ -69,7 +64,7 @@ def test_every_claim_is_in_a_row(model: str) -> None:
         assert claim.mode == row.mode
 
 
-@pytest.mark.parametrize("model", ["lenet", "tied_language_model", "cond_conv"])
+@pytest.mark.parametrize("model", at_once(MODELS[:1] + MODELS[2:], "tied_language_model"))
 def test_the_answer_for_a_node_is_what_prepare_does(model: str) -> None:
     quantizer = qompose.compose(*BACKENDS)
     program = by_name(model).export()
@@ -90,19 +85,17 @@ def test_conv_bn_relu_where_only_conv_relu_is_declared() -> None:
     table = load_backend("xnnpack").quantization_capabilities()
     answer = table.supports(asked, config)
     assert answer.rule == "conv2d_relu"
-    assert "batch norms are folded" in answer.notes[0]
+    assert answer.notes
     narrowed = table.filter(lambda row: row.pattern != "conv2d_relu").supports(asked, config)
-    assert "excluded by the predicate of filter" in narrowed.reason
+    assert not narrowed and "filter" in narrowed.reason
     other = load_backend("embedding").quantization_capabilities().supports(asked, config)
-    assert "no rule has Conv2d or ReLU" in other.reason
+    assert not other and "Conv2d" in other.reason
 
 
-@pytest.mark.parametrize("page", [*(f"support/{name}.md" for name in BACKENDS)])
-def test_support_tables_are_generated(page: str) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_support_tables_are_generated(backend: str) -> None:
     """`python docs/generate.py` writes them."""
     weight = load_backend("x86_inductor").configs["static"].weight
-    if "x86" in page and (weight is None or weight.quant_max != 127):
+    if "x86" in backend and (weight is None or weight.quant_max != 127):
         pytest.skip("this processor adds int8 products in 16 bits: weights have seven bits here")
-    command = [sys.executable, str(ROOT / "docs" / "generate.py"), "--print", Path(page).stem]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert (ROOT / "docs" / page).read_text("utf-8") == done.stdout
+    assert (ROOT / "docs" / "support" / f"{backend}.md").read_text("utf-8") == page(backend)

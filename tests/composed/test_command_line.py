@@ -1,26 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The installed command as a user runs it: processes, files and exit codes."""
+"""The command with the plugins installed: processes, files and pages. Mistakes are in tests/core/cli."""
 
 from __future__ import annotations
 
 import json
 import os
-import signal
+import shlex
 import subprocess
 import sys
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import qompose
 import torch
+from qompose.cli import main
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.export import Dim
 
 from tests.pages import blocks
 from tests.reader import matches
+
+pytestmark = pytest.mark.filterwarnings("always::qompose.QomposeWarning")  # they become messages
 
 COMMAND = Path(sys.executable).with_name("qompose")
 
@@ -64,30 +67,51 @@ def variables(**more: str) -> dict[str, str]:
     return {**kept, "OMP_NUM_THREADS": "1", **more}
 
 
-def run(
-    folder: Path, *arguments: str, code: int = 0, **more: str
-) -> subprocess.CompletedProcess[str]:
+@pytest.fixture
+def command(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[str, str]]:
+    """Return what runs the command in this process, and returns what it printed and said."""
+    monkeypatch.chdir(folder)
+
+    def run(*arguments: str, code: int = 0) -> tuple[str, str]:
+        found = main.main(arguments)
+        printed, said = capsys.readouterr()
+        assert found == code, said
+        return printed, said
+
+    return run
+
+
+def run_in(folder: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+    """Run the command in a process of its own."""
     done = subprocess.run(
         [str(COMMAND), *arguments],
         capture_output=True, text=True, check=False, cwd=folder, env=variables(**more),
     )  # fmt: skip
-    assert done.returncode == code, done.stderr
+    assert done.returncode == 0, done.stderr
     return done
 
 
 def test_from_an_exported_program_to_int8_kernels_and_back(folder: Path) -> None:
     """Quantize in one process, report in another, lower in a third."""
-    done = run(
-        folder, "quantize", "tagger.pt2", "--backend", "embedding", "--backend", "xnnpack",
-        "--calibration", "tagger.safetensors", "--json", "--strict",
-    )  # fmt: skip
+    arguments = [
+        "tagger.pt2",
+        "--backend",
+        "embedding",
+        "--backend",
+        "xnnpack",
+        "--json",
+        "--strict",
+    ]
+    done = run_in(folder, "quantize", *arguments, "--calibration", "tagger.safetensors")
     lowered = json.loads(done.stdout)
     owners = {row["owner"] for row in lowered["rows"] if row["state"] == "int8 kernel"}
     assert owners == {"embedding", "xnnpack"}
     assert "qompose: wrote tagger.qompose (" in done.stderr
     assert "\r" not in done.stderr  # no progress bar: it is no terminal
 
-    text = run(folder, "report", "tagger.qompose", QOMPOSE_PLUGINS="").stdout
+    text = run_in(folder, "report", "tagger.qompose", QOMPOSE_PLUGINS="").stdout
     assert "embedding" in text
     assert "simulated (Q/DQ)" in text
 
@@ -100,19 +124,18 @@ def test_from_an_exported_program_to_int8_kernels_and_back(folder: Path) -> None
     assert error.abs().max() < 0.05
 
 
-def test_pages(folder: Path) -> None:
+QUANTIZE = ("quantize", "mlp.pt2", "--backend", "xnnpack", "--calibration", "mlp.pt")
+
+
+def test_pages(folder: Path, command: Callable[..., tuple[str, str]]) -> None:
     """Of what runs, beside what is saved, and of a saved model."""
-    done = run(
-        folder, "quantize", "mlp.pt2", "--backend", "xnnpack", "--calibration", "mlp.pt",
-        "--output", "paged.qompose", "--html", "lowered.html", "--json",
-    )  # fmt: skip
-    assert "qompose: wrote lowered.html (" in done.stderr
+    arguments = ("--output", "paged.qompose", "--html", "lowered.html", "--json")
+    printed, _ = command(*QUANTIZE, *arguments)
     lowered = (folder / "lowered.html").read_text("utf-8")
-    assert lowered == as_page(json.loads(done.stdout), folder / "expected.html")
-    done = run(folder, "report", "paged.qompose", "--html", "saved.html", "--json")
-    assert "qompose: wrote saved.html (" in done.stderr
+    assert lowered == as_page(json.loads(printed), folder / "expected.html")
+    printed, _ = command("report", "paged.qompose", "--html", "saved.html", "--json")
     saved = (folder / "saved.html").read_text("utf-8")
-    assert saved == as_page(json.loads(done.stdout), folder / "expected.html") != lowered
+    assert saved == as_page(json.loads(printed), folder / "expected.html") != lowered
 
 
 def as_page(data: Any, file: Path) -> str:
@@ -120,29 +143,28 @@ def as_page(data: Any, file: Path) -> str:
     return file.read_text("utf-8")
 
 
-def test_pages_that_cannot_be(folder: Path) -> None:
-    """Said before anything is written."""
-    arguments = ("quantize", "mlp.pt2", "--backend", "xnnpack", "--calibration", "mlp.pt")
-    saved = ("--output", "never.qompose")
-    for page, message in {
-        "never.json": "must name a file that ends in .html",
-        "nowhere/never.html": "nowhere is not a directory",
-    }.items():
-        done = run(folder, *arguments, *saved, "--html", page, code=1)
-        assert message in done.stderr
-        assert len(done.stderr.splitlines()) == 1
-    done = run(folder, *arguments, "--output", "a.html", "--html", "a.html", code=1)
-    assert "a.html is given for two files" in done.stderr
-    assert not [*folder.glob("never*"), *folder.glob("a.html")]
+def test_pages_that_cannot_be(folder: Path, command: Callable[..., tuple[str, str]]) -> None:
+    """Said in one line, before anything is written."""
+    before = sorted(folder.iterdir())
+    for output, page in (
+        ("never.qompose", "never.json"),
+        ("never.qompose", "nowhere/never.html"),
+        ("a.html", "a.html"),
+    ):
+        _, said = command(*QUANTIZE, "--output", output, "--html", page, code=1)
+        assert page.partition("/")[0] in said
+        assert len(said.splitlines()) == 1
+    assert sorted(folder.iterdir()) == before
 
 
-def test_to_a_program_file_of_another_runtime(folder: Path) -> None:
+@pytest.mark.full
+def test_to_a_program_file_of_another_runtime(
+    folder: Path, command: Callable[..., tuple[str, str]]
+) -> None:
     executorch = pytest.importorskip("qompose_xnnpack.executorch_target.executorch_imports")
-    done = run(
-        folder, "quantize", "mlp.pt2", "--backend", "xnnpack", "--calibration", "mlp.pt",
-        "--target", "executorch", "--output", "mlp.qompose", "--lowered", "mlp.pte", "--json",
-    )  # fmt: skip
-    assert json.loads(done.stdout)["target"] == "executorch"
+    files = ("--output", "mlp.qompose", "--lowered", "mlp.pte")
+    printed, _ = command(*QUANTIZE, "--target", "executorch", *files, "--json")
+    assert json.loads(printed)["target"] == "executorch"
     x = torch.load(folder / "mlp.pt")[0]
     with executorch.quiet():
         runtime = executorch.import_runtime()
@@ -151,103 +173,37 @@ def test_to_a_program_file_of_another_runtime(folder: Path) -> None:
     assert torch.allclose(y, qompose.load(folder / "mlp.qompose")(x), atol=0.02)
 
 
-def test_a_configuration_in_a_file(folder: Path) -> None:
-    quantizer = qompose.compose("xnnpack")
-    (folder / "quantizer.json").write_text(json.dumps(quantizer.to_dict()))
-    arguments = ("--calibration", "mlp.pt", "--output", "other.qompose", "--markdown")
-    done = run(folder, "quantize", "mlp.pt2", "--config", "quantizer.json", *arguments)
-    assert "| xnnpack | int8 kernel |" in done.stdout
-
-
-def test_missing_calibration(folder: Path) -> None:
-    """One message, no traceback, no file."""
-    before = sorted(folder.iterdir())
-    done = run(folder, "quantize", "mlp.pt2", "--backend", "xnnpack", "-h")
-    assert "--calibration" in done.stdout
-    arguments = ("--backend", "xnnpack", "--output", "never.qompose")
-    done = run(folder, "quantize", "mlp.pt2", *arguments, code=1)
-    assert done.stdout == ""
-    assert "tensors are quantized statically" in done.stderr
-    assert "--calibration FILE" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert sorted(folder.iterdir()) == before
-
-
-def test_a_trace_leaves_json_as_it_is(folder: Path) -> None:
-    done = run(folder, "capabilities", "embedding", "--json", QOMPOSE_TRACE="1")
-    assert {row["backend"] for row in json.loads(done.stdout)} == {"embedding"}
-    assert "call qompose_backend: done in" in done.stderr
-
-
-def test_an_excluded_backend(folder: Path) -> None:
-    done = run(folder, "capabilities", "xnnpack", code=1, QOMPOSE_PLUGINS="embedding")
-    assert "QOMPOSE_PLUGINS='embedding' excludes it" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
-
-
 def test_the_list(folder: Path) -> None:
     """With every plugin installed, and nothing of them imported: the command is quick."""
-    rows = json.loads(run(folder, "backends", "--json").stdout)
+    rows = json.loads(run_in(folder, "backends", "--json").stdout)
     assert {"embedding", "x86_inductor", "xnnpack"} <= {row["name"] for row in rows}
     module = [sys.executable, "-m", "qompose", "backends", "--json"]
     same = subprocess.run(module, capture_output=True, text=True, check=True, env=variables())
     assert json.loads(same.stdout) == rows
 
 
-def test_a_pipe_that_closes(folder: Path) -> None:
-    done = subprocess.run(
-        ["sh", "-c", '"$0" capabilities | head -n 1', str(COMMAND)],
-        capture_output=True, text=True, check=True, cwd=folder, env=variables(),
-    )  # fmt: skip
-    assert (done.stderr, len(done.stdout.splitlines())) == ("", 1)
-
-
-def test_an_interrupt(folder: Path, tmp_path: Path) -> None:
-    """While it waits for data, so that the moment is known."""
-    pipe = tmp_path / "slow.pt"
-    os.mkfifo(pipe)
-    arguments = [
-        "--backend",
-        "xnnpack",
-        "--calibration",
-        str(pipe),
-        "--output",
-        str(tmp_path / "m"),
-    ]
-    process = subprocess.Popen(
-        [str(COMMAND), "quantize", "mlp.pt2", *arguments],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder, env=variables(),
-    )  # fmt: skip
-    deadline, writer = time.monotonic() + 120, None
-    while process.poll() is None and time.monotonic() < deadline:
-        try:
-            writer = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)  # open, or its data would end
-            break
-        except OSError:  # nobody reads yet
-            time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    printed, said = process.communicate(timeout=60)
-    assert writer is not None
-    os.close(writer)
-    assert (process.returncode, printed) == (130, "")
-    assert said.endswith("qompose: interrupted\n")
-    assert "Traceback" not in said
-    assert list(tmp_path.iterdir()) == [pipe]
-
-
-def test_the_page_shows_what_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_shows_what_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """docs/command-line.md, from top to bottom in an empty folder."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("QOMPOSE_PLUGINS", raising=False)
+    monkeypatch.setenv("COLUMNS", "120")
     torch.manual_seed(0)
-    paths = os.pathsep.join([str(COMMAND.parent), os.environ["PATH"]])
     namespace: dict[str, object] = {}
     printed: list[str] = []
     for block in blocks("docs/command-line.md"):
         if block.language == "python":
             exec(compile(block.text, "command-line.md", "exec"), namespace)
         elif block.language == "sh":
-            lines = block.text.replace("\\\n", " ").splitlines()
-            printed = [shell(line, tmp_path, paths) for line in lines]
+            printed.clear()
+            for line in block.text.replace("\\\n", " ").splitlines():
+                command, _, file = line.partition(" > ")
+                name, *arguments = shlex.split(command)
+                assert (name, main.main(arguments)) == ("qompose", 0), capsys.readouterr().err
+                printed.append(capsys.readouterr().out)
+                if file:
+                    Path(file).write_text(printed.pop())
         else:
             assert any(matches(block.text, text) for text in printed), printed
     assert len(json.loads(Path("rows.json").read_text())) > 1
@@ -256,12 +212,3 @@ def test_the_page_shows_what_is_printed(tmp_path: Path, monkeypatch: pytest.Monk
     assert Path("report.html").read_text("utf-8").startswith("<!DOCTYPE html>")
     seen = qompose.Statistics.load("seen.json")
     assert {entry.facts.values for entry in seen} >= {256 * 16 * 64}, "of both jobs"
-
-
-def shell(line: str, folder: Path, paths: str) -> str:
-    done = subprocess.run(
-        ["sh", "-c", line], capture_output=True, text=True, check=False, cwd=folder,
-        env=variables(PATH=paths, COLUMNS="120"),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout

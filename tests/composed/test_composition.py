@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
 from tests.core.toy import NullQuantizer, graph_text, sqnr
+from tests.sampling import at_once
 from tests.zoo import ZooModel, by_name, tagged
 
 PRODUCTS = ("xnnpack", "x86_inductor")
@@ -33,6 +35,9 @@ ENCODERS = [
 ]
 
 
+EVERY = list(itertools.product([*SMALL, *ENCODERS], PRODUCTS))
+
+
 class EmbeddedMLP(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -48,6 +53,7 @@ class EmbeddedMLP(nn.Module):
 IDS = torch.randint(30, (6, 5), generator=torch.Generator().manual_seed(0))
 
 
+@cache
 def program() -> torch.export.ExportedProgram:
     return torch.export.export(EmbeddedMLP().eval(), (IDS,))
 
@@ -64,15 +70,9 @@ def stages(
 
 
 @pytest.mark.parametrize("product", PRODUCTS)
-@pytest.mark.parametrize("name", ["mlp", "bert"])
-def test_both_orders_give_the_same_graph(product: str, name: str) -> None:
-    if name == "bert" and not find_spec("transformers"):
-        pytest.skip("needs transformers")
-    model = by_name("bert") if name == "bert" else None
-    exported, inputs = (model.export(), model.inputs()) if model else (program(), (IDS,))
-    results = [
-        stages(exported, inputs, *order) for order in itertools.permutations(("embedding", product))
-    ]
+def test_both_orders_give_the_same_graph(product: str) -> None:
+    orders = itertools.permutations(("embedding", product))
+    results = [stages(program(), (IDS,), *order) for order in orders]
     for one, other in zip(*results, strict=True):
         assert graph_text(one) == graph_text(other)
     rows = [qompose.report(result[-1]).rows for result in results]
@@ -150,18 +150,13 @@ def test_priority_between_two_that_want_everything() -> None:
 @pytest.mark.parametrize("product", PRODUCTS)
 def test_a_null_member_changes_nothing(product: str) -> None:
     plain = stages(program(), (IDS,), "embedding", product)
-    for members in itertools.permutations((NullQuantizer(), "embedding", product)):
+    for members in (
+        (NullQuantizer(), "embedding", product),
+        ("embedding", NullQuantizer(), product),
+        ("embedding", product, NullQuantizer()),
+    ):
         for one, other in zip(stages(program(), (IDS,), *members), plain, strict=True):
             assert graph_text(one) == graph_text(other)
-
-
-def test_a_composition_of_nulls_is_the_exported_model() -> None:
-    exported = program()
-    both = qompose.compose(NullQuantizer(), NullQuantizer())
-    with pytest.warns(qompose.QomposeWarning, match="Nothing was quantized"):
-        prepared = qompose.prepare_pt2e(exported, both)
-    lowered = qompose.lower(qompose.convert_pt2e(prepared), strict=True)
-    assert torch.equal(lowered(IDS), exported.module()(IDS))
 
 
 def tensors(value: Any) -> list[Tensor]:
@@ -175,8 +170,7 @@ def tensors(value: Any) -> list[Tensor]:
 @pytest.mark.filterwarnings(
     "ignore::qompose.QomposeWarning"
 )  # models that a backend has no rule for
-@pytest.mark.parametrize("product", PRODUCTS)
-@pytest.mark.parametrize("model", [*SMALL, *ENCODERS], ids=str)
+@pytest.mark.parametrize(("model", "product"), at_once(EVERY, *EVERY[::9]), ids=str)
 def test_prepared_models_are_the_exported_ones_but_for_listed_rewrites(
     model: ZooModel, product: str
 ) -> None:
@@ -202,13 +196,21 @@ QUANTIZED = [
 ]  # fmt: skip
 
 
+AT_ONCE = [
+    *((by_name(name), "xnnpack") for name in ("bottleneck", "mlp_bn", "attention_finite_mask")),
+    *((by_name(name), "x86_inductor") for name in ("conv_bn_relu", "densenet", "conv1d")),
+]
+
 # Untrained, its depthwise layers shrink the signal to a few steps of the classifier's input.
 BOUNDS = {"mobilenet_v2": 12}
 
 
 @pytest.mark.filterwarnings("ignore::qompose.QomposeWarning")  # regions that stay simulated
-@pytest.mark.parametrize("product", PRODUCTS)
-@pytest.mark.parametrize("model", [*QUANTIZED, *ENCODERS], ids=str)
+@pytest.mark.parametrize(
+    ("model", "product"),
+    at_once(itertools.product([*QUANTIZED, *ENCODERS], PRODUCTS), *AT_ONCE),
+    ids=str,
+)
 def test_converted_and_lowered_models_are_close(model: ZooModel, product: str) -> None:
     """Converted to the float one, and what kernels compute to what is simulated."""
     exported, inputs = model.export(), model.inputs()

@@ -18,8 +18,6 @@ from qompose_x86_inductor import (
 from qompose_xnnpack import XNNPACKQuantizer, get_symmetric_quantization_config
 from torch import Tensor, nn
 
-from tests.zoo import by_name
-
 Make = Callable[..., QuantizationConfig]
 
 BACKENDS: dict[str, tuple[Any, Make]] = {
@@ -119,9 +117,11 @@ def tokens(number: int) -> list[Tensor]:
     ("backend", "options"),
     [
         ("xnnpack", {"balance": False}),
-        ("xnnpack", {"is_dynamic": True, "is_per_channel": True}),
+        pytest.param(
+            "xnnpack", {"is_dynamic": True, "is_per_channel": True}, marks=pytest.mark.full
+        ),
         ("x86_inductor", {"balance": False}),
-        ("x86_inductor", {"is_dynamic": True}),
+        pytest.param("x86_inductor", {"is_dynamic": True}, marks=pytest.mark.full),
         ("x86_inductor", {"is_dynamic": True, "per_token": True}),
     ],
 )
@@ -171,58 +171,3 @@ def test_bias_correction(backend: str, images: bool) -> None:
     assert result.report.count("int8 kernel") == plain.report.count("int8 kernel")
     with torch.no_grad():
         assert sqnr(result.converted(batches[0]), result.model(batches[0])) > 35
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_what_nobody_asks_for_is_bit_by_bit_what_it_was(backend: str) -> None:
-    """A configuration without repairs beside one that has them all."""
-    quantizer, make = BACKENDS[backend]
-    torch.manual_seed(0)
-    model, batch = (
-        nn.Sequential(nn.Linear(64, 64), Gate(), nn.Linear(64, 8)).eval(),
-        torch.rand(64, 64),
-    )
-    all_of_them = make(repairs=("equalization", "smooth_quant", "bias_correction"))
-    partly = quantizer().set_global(make()).set_module_name("2", all_of_them)
-    found = [
-        qompose.quantize(
-            model, (batch,), backends=chosen, calibration=[batch]
-        ).converted.state_dict()
-        for chosen in (quantizer().set_global(make()), partly)
-    ]
-    first = [{k: v for k, v in state.items() if k.startswith("0.")} for state in found]
-    assert first[0].keys() == first[1].keys()
-    assert all(torch.equal(value, first[1][name]) for name, value in first[0].items())
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_all_of_them_at_once(backend: str) -> None:
-    words = ("equalization", "smooth_quant", "bias_correction")
-    without, _ = lowered(backend, uneven(), images(2))
-    gained, result = lowered(backend, uneven(), images(2), *words)
-    assert gained > without + 10
-    assert (
-        ", repairs equalization and smooth_quant and bias_correction"
-        in result.report.rows[0].config
-    )
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["mobilenet_v2", "mobilenet_v3", "segformer", "conv_bn_relu", "weight_in_buffer",
-     "weight_low_rank", "inception"],
-)  # fmt: skip
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_networks(backend: str, name: str) -> None:
-    """With all of them a network computes what it did until it is converted, and kernels what that does."""
-    quantizer, make = BACKENDS[backend]
-    config = make(repairs=("equalization", "smooth_quant", "bias_correction"))
-    model, inputs = by_name(name), by_name(name).inputs()
-    prepared = qompose.prepare_pt2e(model.export(), quantizer().set_global(config))
-    with torch.no_grad():
-        expected, observed = model.build()(*inputs), prepared(*inputs)
-        assert sqnr(expected, observed) > 100
-        converted = qompose.convert_pt2e(prepared)
-        assert sqnr(expected, converted(*inputs)) > 25
-        assert sqnr(converted(*inputs), qompose.lower(converted)(*inputs)) > 35
-    assert any("bias_correction of" in line for line in qompose.report(converted).rewrites)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from importlib.util import find_spec
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from qompose.reporting.report_data import KERNEL
 
 from tests.counting import check, first_of_every_tag
+from tests.sampling import at_once
 from tests.zoo import ZooModel, by_name
 
 SLOW = ("resnet18", "mobilenet_v2", "pyramid_detector", "unet", "mixed_regions", "scan_two_values")
@@ -34,6 +36,10 @@ def all_three() -> Any:
     return qompose.compose("embedding", linears, "xnnpack")
 
 
+QUANTIZERS = (xnnpack, x86_inductor, all_three)
+EVERY = list(itertools.product(MODELS, QUANTIZERS))
+
+
 def converted_with(quantizer: Any, model: ZooModel) -> Any:
     prepared = qompose.prepare_pt2e(model.export(), quantizer)
     check(prepared)
@@ -47,15 +53,21 @@ def converted_with(quantizer: Any, model: ZooModel) -> Any:
 @pytest.mark.filterwarnings(
     "ignore::qompose.QomposeWarning"
 )  # what stays simulated is in the report
-@pytest.mark.parametrize("quantizer", [xnnpack, x86_inductor, all_three])
-@pytest.mark.parametrize("model", MODELS, ids=str)
+@pytest.mark.parametrize(
+    ("model", "quantizer"),
+    at_once(EVERY, *EVERY[:: len(QUANTIZERS) * 3 + 1]),
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
 def test_reports_say_what_graphs_hold(model: ZooModel, quantizer: Any) -> None:
     check(qompose.lower(converted_with(quantizer(), model)))
 
 
 @pytest.mark.filterwarnings("ignore")  # ExecuTorch's own
 @pytest.mark.skipif(not find_spec("executorch"), reason="needs executorch")
-@pytest.mark.parametrize("name", ["lenet", "embedding_mlp", "conv_activations", "mlp"])
+@pytest.mark.parametrize(
+    "name",
+    at_once(("lenet", "embedding_mlp", "conv_activations", "mlp"), "conv_activations"),
+)
 def test_reports_say_what_the_delegate_took(name: str) -> None:
     """A kernel that computes in float inside a delegate is none."""
     converted = converted_with(xnnpack(), by_name(name))

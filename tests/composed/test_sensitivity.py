@@ -11,7 +11,6 @@ import torch
 from qompose_x86_inductor import (
     X86InductorQuantizer,
     get_default_x86_inductor_quantization_config,
-    get_x86_inductor_linear_dynamic_fp16_config,
 )
 from qompose_xnnpack import XNNPACKQuantizer, get_symmetric_quantization_config
 from torch import Tensor, nn
@@ -19,6 +18,7 @@ from torch.fx import GraphModule
 
 from tests.core.diagnosis.brute import cost, expected_costs, observed_costs
 from tests.core.toy import plan_of, seeded
+from tests.sampling import at_once
 
 
 class Words(nn.Module):
@@ -67,16 +67,11 @@ def xnnpack(**options: Any) -> XNNPACKQuantizer:
 
 QUANTIZERS = {
     "x86_inductor": x86,
-    "x86_inductor dynamic": lambda: x86(is_dynamic=True),
     "x86_inductor per token": lambda: x86(is_dynamic=True, per_token=True),
     "x86_inductor weights": lambda: x86(weight_only=True),
-    "x86_inductor float16": lambda: X86InductorQuantizer().set_global(
-        get_x86_inductor_linear_dynamic_fp16_config()
-    ),
     "xnnpack": xnnpack,
     "xnnpack dynamic": lambda: xnnpack(is_dynamic=True),
     "embedding and x86_inductor": lambda: qompose.compose("embedding", x86()),
-    "embedding and xnnpack": lambda: qompose.compose("embedding", xnnpack()),
 }
 
 
@@ -90,8 +85,15 @@ def observed(make: type[nn.Module], batches: list[tuple[Tensor]], quantizer: Any
 
 @pytest.mark.parametrize(
     ("make", "data", "name"),
-    [(Words, ids, name) for name in QUANTIZERS]
-    + [(Pictures, images, name) for name in QUANTIZERS if "embedding" not in name],
+    at_once(
+        [(Words, ids, name) for name in QUANTIZERS]
+        + [(Pictures, images, name) for name in QUANTIZERS if "embedding" not in name],
+        (Words, ids, "x86_inductor weights"),
+        (Words, ids, "embedding and x86_inductor"),
+        (Words, ids, "xnnpack dynamic"),
+        (Pictures, images, "x86_inductor"),
+        (Pictures, images, "xnnpack"),
+    ),
 )
 def test_costs_are_those_of_conversions_of_one_operator(make: Any, data: Any, name: str) -> None:
     batches = [(data(0),), (data(1),)]

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tests.core.toy import sqnr
+from tests.sampling import at_once
 
 
 class Words(nn.Module):
@@ -114,7 +115,9 @@ def check(prepared: Any, losses: list[float], batch: Tensor) -> None:
     assert not report.count("simulated (Q/DQ)")
 
 
-@pytest.mark.parametrize("name", QUANTIZERS)
+@pytest.mark.parametrize(
+    "name", at_once(QUANTIZERS, "xnnpack", "xnnpack, groups", "x86, learned", "x86, per token")
+)
 def test_words(name: str) -> None:
     torch.manual_seed(0)
     words = torch.randint(50, (12, 7))
@@ -127,8 +130,7 @@ def test_words(name: str) -> None:
         )
 
 
-@pytest.mark.parametrize("order", ["tables first", "tables last"])
-@pytest.mark.parametrize("name", ["xnnpack", "x86"])
+@pytest.mark.parametrize(("name", "order"), [("xnnpack", "tables first"), ("x86", "tables last")])
 def test_words_with_tables(name: str, order: str) -> None:
     """Tables are trained too, though their configuration is one of calibration."""
     torch.manual_seed(0)
@@ -144,19 +146,12 @@ def test_words_with_tables(name: str, order: str) -> None:
     assert table.abs().max() > 0 and converted.get_buffer("table.weight_q").dtype is torch.uint8
 
 
-@pytest.mark.parametrize("name", ["xnnpack", "xnnpack, learned", "x86", "x86, learned"])
+@pytest.mark.parametrize(
+    "name",
+    at_once(("xnnpack", "xnnpack, learned", "x86", "x86, learned"), "xnnpack, learned", "x86"),
+)
 def test_images(name: str) -> None:
     torch.manual_seed(0)
     batch = torch.randn(8, 3, 8, 8)
     prepared, losses = trained(Images(), batch, QUANTIZERS[name](), steps=60)
     check(prepared, losses, batch)
-
-
-def test_on_the_runtime() -> None:
-    pytest.importorskip("executorch")
-    torch.manual_seed(0)
-    batch = torch.randn(8, 3, 8, 8)
-    prepared, _ = trained(Images(), batch, xnnpack(), steps=10)
-    converted = qompose.convert_pt2e(prepared)
-    program = qompose.lower(converted, target="executorch")
-    assert sqnr(converted(batch), program.run(batch)) > 30

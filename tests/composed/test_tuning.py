@@ -17,6 +17,8 @@ from qompose.quantizer import quantizer_from_json
 from torch import nn
 from torch.export import Dim, ExportedProgram, export
 
+from tests.sampling import at_once
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FACTOR, CHANNEL, LAYER = 100.0, 3, "block2.conv2"
 BACKENDS = ("x86_inductor", "xnnpack")
@@ -73,21 +75,7 @@ def quantized_score(program: Any, quantizer: Any, batches: Any, metric: Any) -> 
     return float(metric(qompose.convert_pt2e(prepared)))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_planting_leaves_the_float_network_as_it_is(
-    backend: str, sound: nn.Module, planted: nn.Module, task: ModuleType, data: Any
-) -> None:
-    """And costs the quantized one dearly: that is the loss."""
-    metric, batches = loss(sound, data), task.calibration(data[0])
-    assert metric(planted) == pytest.approx(0.0, abs=1e-9)
-    scores = [
-        quantized_score(exported(net, data), qompose.compose(backend), batches, metric)
-        for net in (sound, planted)
-    ]
-    assert scores[1] < 5 * scores[0]
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", at_once(BACKENDS, "x86_inductor"))
 def test_planted_channel_is_ranked_first_and_restored(
     backend: str, planted: nn.Module, task: ModuleType, data: Any, tmp_path: Path
 ) -> None:
@@ -115,16 +103,3 @@ def test_planted_channel_is_ranked_first_and_restored(
     again = quantizer_from_json(loaded.quantizer.to_json())
     assert quantized_score(program, again, batches, metric) == found.score
     assert quantized_score(program, loaded.apply(quantizer), batches, metric) == found.score
-
-
-def test_kernels_restore_it_too(planted: nn.Module, task: ModuleType, data: Any) -> None:
-    program, batches, metric = (
-        exported(planted, data),
-        task.calibration(data[0]),
-        loss(planted, data),
-    )
-    found = qompose.tune(
-        program, qompose.compose("xnnpack"), batches, metric, 0.001, target="torch"
-    )
-    assert found.score >= 0.05 * found.quantized_score
-    assert len(found.excluded) == 1

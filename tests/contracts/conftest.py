@@ -1,21 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which checks of the contract every run makes of our own backends; the rest is for `full` and `long`.
 
-Authors of backends run all of them. Of our own three, every run has the first form of each rule under one
-configuration, each configuration on one rule, and the broader checks on one rule of each kind of kernel.
+Authors of backends run all of them. Of our own three, every run has what each rule claims, and one rule of
+each engine feature: a piece of code that lowers, an operator that it lowers, a function that it fuses; of
+other runtimes, which take seconds, each piece of code. The broader checks have one rule of each mode. What
+takes a model of all rows is left to the smallest backend, and to `tests/composed`.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 from qompose.backend import Kernel, Rule
 from qompose.testing.suite import Case
 
-EVERY_FORM = ("test_annotates", "test_is_listed", "test_refuses")
-"""Checks that lower nothing: a rule may be right in one form and wrong in another."""
-EVERY_RULE = ("test_converts", "test_lowers", "test_matches_reference")
+EVERY_RULE = ("test_annotates",)
+FEATURES = (
+    *("test_is_listed", "test_converts", "test_lowers", "test_keeps_parameters"),
+    "test_matches_reference",
+)
+"""Checks of what code does that rules share; they share the trials of their cases as well."""
+OF_ALL_ROWS = ("test_saves", "test_composes", "test_most_specific_wins", "test_works_cleanly")
 
 AGAIN = ("test_accepts", "test_leaves_inputs_alone")
 """Checks that lower the same operators as `test_lowers`, with other numbers: seconds on a runtime."""
@@ -47,21 +54,42 @@ def _is_long(item: pytest.Item) -> bool:
 def _is_first(item: pytest.Item, seen: set[tuple[Any, ...]]) -> bool:
     """Tell whether an item is the first to show what it shows, and remember it."""
     check = getattr(item, "originalname", "")
-    values = getattr(getattr(item, "callspec", None), "params", {})
-    case = values.get("case")
-    if not isinstance(case, Case) or check in EVERY_FORM:
-        return True
     cls: Any = getattr(item, "cls", None)
-    place = (cls, check, values.get("target"))
-    kind = case.rule if check in EVERY_RULE else _kind(cls.suite().rule(case.rule))
-    new = {(*place, kind), (*place, "configuration", case.config)} - seen
+    if check in OF_ALL_ROWS:
+        return bool(cls.backend == "embedding")
+    values = getattr(getattr(item, "callspec", None), "params", {})
+    case, target = values.get("case"), values.get("target", "")
+    if not isinstance(case, Case):
+        return True
+    suite = cls.suite()
+    shown: set[tuple[object, ...]]
+    if check in EVERY_RULE:
+        shown = {("rule", case.rule), ("configuration", case.config)}
+    elif check in FEATURES:
+        shown = _features(suite.rule(case.rule), case.config, target)
+    elif target != "executorch":
+        shown = {("mode", suite.backend.configs[case.config].mode)}
+    else:
+        shown = set()
+    new = {(cls, check, target, *feature) for feature in shown} - seen
     seen |= new
     return bool(new)
 
 
-def _kind(rule: Rule) -> tuple[object, ...]:
-    """Return what rules that are lowered by the same code have in common."""
-    return (rule.shares, *sorted((name, _code(kernel)) for name, kernel in rule.kernels.items()))
+BEHIND = re.compile(r"(.*?)((?:_(?:add|relu6?|hardtanh|hardswish|silu|gelu|leaky_relu|tanh))*)")
+
+
+def _features(rule: Rule, config: str, target: str) -> set[tuple[object, ...]]:
+    """Return what is lowered by code of its own: the operator, and the functions that are fused with it."""
+    code = (rule.shares, *sorted((name, _code(kernel)) for name, kernel in rule.kernels.items()))
+    if target == "executorch":
+        return {("code", code)}
+    match = BEHIND.fullmatch(rule.name)
+    assert match is not None
+    operator, behind = match.groups()
+    named = operator if operator.startswith(("conv", "linear", "pad")) else ""
+    behind_what = () if named else code
+    return {("operator", code, named), ("behind", behind_what, behind), ("configuration", config)}
 
 
 def _code(kernel: Kernel) -> str:

@@ -13,6 +13,7 @@ import pytest
 SCRIPT = Path(__file__).parents[2] / "examples" / "distributed_calibration.py"
 
 
+@pytest.mark.full
 def test_torchrun_gives_what_one_process_gives(tmp_path: Path) -> None:
     for package in ("sklearn", "qompose_xnnpack"):
         if find_spec(package) is None:
@@ -28,6 +29,5 @@ def test_torchrun_gives_what_one_process_gives(tmp_path: Path) -> None:
             cwd=tmp_path, capture_output=True, text=True, timeout=300,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
-        assert done.stdout == f"15 tensors, 1347 images: {name}.safetensors\n"
     one, three = ((tmp_path / f"{name}.safetensors").read_bytes() for name in launchers)
     assert one == three

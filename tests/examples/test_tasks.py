@@ -5,40 +5,27 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import pathlib
-from collections.abc import Iterator
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
+
+@pytest.fixture(scope="module")
+def sentence(example: Any) -> ModuleType:
+    return example("sentence_task")
 
 
 @pytest.fixture(scope="module")
-def sentence() -> Iterator[ModuleType]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(EXAMPLES)
-        yield importlib.import_module("sentence_task")
-
-
-@pytest.fixture(scope="module")
-def digits() -> Iterator[ModuleType]:
-    pytest.importorskip("sklearn")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(EXAMPLES)
-        yield importlib.import_module("digits_task")
+def digits(example: Any) -> ModuleType:
+    return example("digits_task", "sklearn")
 
 
 @pytest.fixture(scope="module")
 def texts(sentence: ModuleType) -> list[str]:
     return sentence.texts()
-
-
-@pytest.fixture
-def vectors() -> Tensor:
-    return torch.randn(40, 12, generator=torch.Generator().manual_seed(1))
 
 
 def _directions(*degrees: float) -> Tensor:
@@ -52,23 +39,13 @@ def needs_weights(sentence: ModuleType) -> None:
         pytest.skip(f"{sentence.PACKAGE} is not installed")
 
 
-def test_forty_modules_listed_once(sentence: ModuleType) -> None:
-    """The text source is an explicit, sorted list."""
-    assert len(sentence.MODULES) == 40
-    assert sorted(set(sentence.MODULES)) == list(sentence.MODULES)
-
-
 def test_texts_are_many_distinct_and_bounded(sentence: ModuleType, texts: list[str]) -> None:
     """Docstrings differ between Python versions, so the count has a range."""
     assert 800 <= len(texts) <= 1100
-    assert sorted(set(texts)) == texts
+    assert sorted(set(texts)) == texts == sentence.texts()
     lengths = [len(text) for text in texts]
     assert min(lengths) >= sentence.MIN_CHARACTERS
     assert max(lengths) <= sentence.MAX_CHARACTERS
-
-
-def test_texts_are_the_same_on_every_call(sentence: ModuleType, texts: list[str]) -> None:
-    assert sentence.texts() == texts
 
 
 def test_split_is_a_partition(sentence: ModuleType, texts: list[str]) -> None:
@@ -94,33 +71,15 @@ def test_batches_drop_nothing_and_leave_no_single_row(
     assert all(mask.sum(dim=1).min() > 2 for _, mask in made)
 
 
-def test_calibration_is_eight_full_batches(sentence: ModuleType, texts: list[str]) -> None:
-    needs_weights(sentence)
-
-    shapes = [ids.shape for ids, _ in sentence.calibration(texts)]
-
-    assert shapes == [(16, 64)] * 8
-
-
 @pytest.mark.parametrize("metric", ["mean_cosine", "same_nearest_neighbour"])
-def test_metric_of_equal_vectors_is_one(sentence: ModuleType, metric: str, vectors: Tensor) -> None:
-    assert getattr(sentence, metric)(vectors, vectors.clone()) == pytest.approx(1.0, abs=1e-12)
-
-
-@pytest.mark.parametrize("metric", ["mean_cosine", "same_nearest_neighbour"])
-def test_metric_ignores_the_length_of_rows(
-    sentence: ModuleType, metric: str, vectors: Tensor
-) -> None:
+def test_metrics(sentence: ModuleType, metric: str) -> None:
+    """Of equal vectors one, whatever the length of rows; of rows in another order much less."""
+    vectors = torch.randn(40, 12, generator=torch.Generator().manual_seed(1))
     lengths = torch.linspace(0.1, 9.0, len(vectors)).unsqueeze(1)
+    measure = getattr(sentence, metric)
 
-    assert getattr(sentence, metric)(vectors, vectors * lengths) == pytest.approx(1.0, abs=1e-6)
-
-
-@pytest.mark.parametrize("metric", ["mean_cosine", "same_nearest_neighbour"])
-def test_metric_detects_a_permutation_of_rows(
-    sentence: ModuleType, metric: str, vectors: Tensor
-) -> None:
-    assert getattr(sentence, metric)(vectors, vectors.roll(1, dims=0)) < 0.5
+    assert measure(vectors, vectors * lengths) == pytest.approx(1.0, abs=1e-6)
+    assert measure(vectors, vectors.roll(1, dims=0)) < 0.5
 
 
 def test_nearest_neighbour_is_never_the_row_itself(sentence: ModuleType) -> None:
@@ -128,12 +87,6 @@ def test_nearest_neighbour_is_never_the_row_itself(sentence: ModuleType) -> None
     a, b = (_directions(0, 10, 90, 100), _directions(0, 10, 90, 15))
 
     assert sentence.same_nearest_neighbour(a, b) == pytest.approx(0.5)
-
-
-def test_embed_concatenates_in_order(sentence: ModuleType) -> None:
-    data = [(torch.full((n, 3), n), torch.ones(n, 3)) for n in (2, 1)]
-
-    assert sentence.embed(torch.mul, data)[:, 0].tolist() == [2.0, 2.0, 1.0]
 
 
 def test_sentence_encoder_ignores_padding(sentence: ModuleType) -> None:

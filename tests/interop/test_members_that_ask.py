@@ -24,6 +24,7 @@ from tests.interop.peers import (
     get_default_x86_inductor_quantization_config,
     torchao_x86,
 )
+from tests.sampling import at_once
 from tests.zoo import by_name
 
 with warnings.catch_warnings():
@@ -71,13 +72,16 @@ def annotated(member: str, model: GraphModule) -> Annotations:
 
 
 ALIKE = [
-    *(("x86", name) for name in ("resnet18", "mobilenet_v2", "mlp", "encoder_decoder", "gru")),
-    *(("x86 in training", name) for name in ("resnet18", "mobilenet_v2", "mlp")),
-    *(("xnnpack", name) for name in ("resnet18", "mobilenet_v2", "mlp", "encoder_decoder", "gru")),
+    *(("x86", name) for name in ("mobilenet_v2", "mlp", "encoder_decoder", "gru")),
+    *(("x86 in training", name) for name in ("mobilenet_v2", "mlp")),
+    *(("xnnpack", name) for name in ("mobilenet_v2", "mlp", "encoder_decoder", "gru")),
 ]
 
 
-@pytest.mark.parametrize(("member", "name"), ALIKE)
+@pytest.mark.parametrize(
+    ("member", "name"),
+    at_once(ALIKE, ("x86", "encoder_decoder"), ("xnnpack", "mlp")),
+)
 def test_sources_change_nothing_that_was_found(member: str, name: str) -> None:
     """A model of modules alone, exported by default: the same with sources and without."""
     with_them = annotated(member, exported(name, sources=True))
@@ -93,7 +97,7 @@ MORE = [
 """Member, model, and operators that it finds only where there are sources."""
 
 
-@pytest.mark.parametrize(("member", "name", "operators"), MORE)
+@pytest.mark.parametrize(("member", "name", "operators"), at_once(MORE, MORE[0]))
 def test_what_was_missed(member: str, name: str, operators: set[str]) -> None:
     """As on a strictly exported program."""
     with_them = annotated(member, exported(name, sources=True))
@@ -102,13 +106,13 @@ def test_what_was_missed(member: str, name: str, operators: set[str]) -> None:
     assert operators <= {*with_them}
 
 
-@pytest.mark.parametrize("member", ["x86", "x86 in training"])
-@pytest.mark.parametrize("name", ["shared_conv", "retina_head"])
+@pytest.mark.parametrize("member", at_once(("x86", "x86 in training"), "x86"))
+@pytest.mark.parametrize("name", at_once(("shared_conv", "retina_head"), "shared_conv"))
 def test_a_module_that_runs_twice(member: str, name: str) -> None:
     """Without sources, torch takes both runs for one, and the member gives up."""
     with_them = annotated(member, exported(name, sources=True))
     assert with_them == annotated(member, exported(name, strict=True))
-    with pytest.raises(ValueError, match="more than one output node"):
+    with pytest.raises(ValueError):
         annotated(member, exported(name))
 
 

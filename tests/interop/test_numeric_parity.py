@@ -7,9 +7,9 @@ all that feeds or follows the formula is compared, and with both peers.
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,16 +23,13 @@ from qompose.spec.qparams import (
     DEFAULT_EPS,
     along,
     choose_qparams,
-    dequantize_blocks,
     fake_quantize,
-    full_blocks,
-    quantize_blocks,
-    quantize_float_zero_point,
 )
 from torch import Tensor
 from torch.ao.quantization import observer as torch_observer
 
 from tests.core.toy import randn, sqnr
+from tests.sampling import at_once
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torchao warns about itself while it is imported
@@ -91,51 +88,19 @@ def assert_same(ours: Any, theirs: Any) -> None:
         assert torch.equal(one.flatten(), other.flatten().to(one.dtype))
 
 
-@pytest.mark.parametrize("eps", [DEFAULT_EPS, 2**-12], ids=["default eps", "eps 2**-12"])
 @pytest.mark.parametrize("bounds", RANGES)
 @pytest.mark.parametrize(("kind", "scheme"), SCHEMES, ids=lambda v: str(v).removeprefix("torch."))
-@pytest.mark.parametrize("peer", PEERS)
-def test_observers(peer: str, kind: str, scheme: Any, bounds: str, eps: float) -> None:
+@pytest.mark.parametrize("peer", at_once(PEERS, "torchao"))
+def test_observers(peer: str, kind: str, scheme: Any, bounds: str) -> None:
     dtype, low, high = RANGES[bounds]
-    facts = {"dtype": dtype, "quant_min": low, "quant_max": high, "qscheme": scheme, "eps": eps}
-    for batches in (BATCHES, ZEROS, ONE_SIDED):
+    for batches, eps in itertools.product((BATCHES, ZEROS, ONE_SIDED), (DEFAULT_EPS, 2**-12)):
+        facts = {"dtype": dtype, "quant_min": low, "quant_max": high, "qscheme": scheme, "eps": eps}
         ours, theirs = (
             getattr(m, kind)(**facts, **KINDS[kind][1]) for m in (observers, PEERS[peer])
         )
         for batch in batches:
             ours(batch), theirs(batch)
         assert_same(ours.calculate_qparams(), theirs.calculate_qparams())
-
-
-@pytest.mark.parametrize("axis", [0, 1])
-@pytest.mark.parametrize("peer", PEERS)
-def test_observers_with_float_zero_points(peer: str, axis: int) -> None:
-    facts = {"dtype": torch.uint8, "quant_min": 0, "quant_max": 255, "ch_axis": axis}
-    facts["qscheme"] = torch.per_channel_affine_float_qparams
-    ours, theirs = (m.PerChannelMinMaxObserver(**facts) for m in (observers, PEERS[peer]))
-    for batch in (*BATCHES, *ONE_SIDED):
-        ours(batch), theirs(batch)
-    assert_same(ours.calculate_qparams(), theirs.calculate_qparams())
-
-
-@pytest.mark.parametrize("peer", PEERS)
-@pytest.mark.parametrize("kind", ["MinMaxObserver", "PerChannelMinMaxObserver"])
-def test_without_an_eps_the_least_scale_is_torchs(kind: str, peer: str) -> None:
-    """Recipes of backends take 2**-12; the default stays the peers' float32 epsilon."""
-    ours, theirs = (getattr(m, kind)(dtype=torch.int8) for m in (observers, PEERS[peer]))
-    ours(ZEROS[0]), theirs(ZEROS[0])
-    assert_same(ours.calculate_qparams(), theirs.calculate_qparams())
-    assert float(ours.calculate_qparams()[0].max()) == torch.finfo(torch.float32).eps
-
-
-@pytest.mark.parametrize("peer", PEERS)
-@pytest.mark.parametrize(("scale", "zero_point"), [(1 / 256, 0), (2 / 256, 128), (0.1, 3)])
-def test_fixed_parameters(scale: float, zero_point: int, peer: str) -> None:
-    facts = {"dtype": torch.uint8, "quant_min": 0, "quant_max": 255}
-    ours, theirs = (
-        m.FixedQParamsObserver(scale, zero_point, **facts) for m in (observers, PEERS[peer])
-    )
-    assert_same(ours.calculate_qparams(), theirs.calculate_qparams())
 
 
 @pytest.mark.parametrize("group", [4, 16])
@@ -189,29 +154,6 @@ def test_integers_per_tensor(x: Tensor, scale: float, zero_point: int) -> None:
 
 
 @examples
-@given(x=tensors, scale=scales, zero_point=bits)
-@example(x=TIES.flatten(), scale=0.25, zero_point=3)
-@example(x=NEAR_TIES, scale=0.3, zero_point=-4)
-@pytest.mark.parametrize("channels", [False, True], ids=["per tensor", "per channel"])
-def test_integers_of_quantized_tensors(
-    channels: bool, x: Tensor, scale: float, zero_point: int
-) -> None:
-    """Torch's quantized tensors round the sum with the zero point: within one, and equal but for ties."""
-    x, step, zero = x.reshape(1, -1), torch.tensor([scale]), torch.tensor([zero_point])
-    ours = integers_of(x, QParams(step, zero, -128, 127, torch.int8, axis=0))
-    if channels:
-        real = torch.quantize_per_channel(x, step, zero, 0, torch.qint8)
-    else:
-        real = torch.quantize_per_tensor(x, float(step), zero_point, torch.qint8)
-    steps = x.double() / step
-    apart = (ours.int() - real.int_repr().int()).abs()
-    assert int(apart.max()) <= 1
-    assert not apart[(steps - steps.floor() - 0.5).abs() > 1e-3].any()
-    restored = dequantize_blocks(real.int_repr(), step[:, None], zero[:, None], torch.float32)
-    assert torch.equal(restored, real.dequantize())
-
-
-@examples
 @given(rows=st.lists(st.tuples(floats, floats, scales, bits), min_size=1, max_size=6))
 @example(rows=[(float(x), float(-x), 0.25, 3) for x in TIES.flatten()])
 @example(rows=[(float(x), float(-x), 0.3, -4) for x in NEAR_TIES])
@@ -257,62 +199,6 @@ def test_integers_per_group(group: int, offset: int) -> None:
         assert torch.equal(restored, expected)
 
 
-@pytest.mark.parametrize("block", [(4, 4), (2, 8), (-1, 4), (8,), (1, 2, 4)], ids=str)
-def test_integers_per_block(block: tuple[int, ...]) -> None:
-    """Blocks of any shape, which torch has no operator for: torchao's affine functions do."""
-    x = torch.cat([randn(176), NEAR_TIES]).reshape(4, 8, 8)
-    full = full_blocks(tuple(x.shape), block)
-    counts = [dim // size for dim, size in zip(x.shape, full, strict=True)]
-    steps, zeros = torch.full(counts, 0.3), (randn(*counts) * 9).round().long()
-    ours = quantize_blocks(x, steps, zeros, -128, 127, torch.int8)
-    assert torch.equal(ours, affine.quantize_affine(x, full, steps, zeros, torch.int8))
-    restored = dequantize_blocks(ours, steps, zeros, torch.float32)
-    assert torch.equal(restored, affine.dequantize_affine(ours, full, steps, zeros, torch.int8))
-
-
-@pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "affine"])
-def test_integers_per_token(symmetric: bool) -> None:
-    """A token's parameters are those of a block of its own; the operator's least scale is its own."""
-    x = randn(3, 5, 16) * torch.logspace(-2, 2, 15).reshape(3, 5, 1)
-    choose: Callable[..., Any] = (
-        qdq.choose_qparams_per_token_symmetric if symmetric else qdq.choose_qparams_per_token
-    )
-    steps, zeros = choose(x, torch.int8)
-    steps, zeros = steps.float(), zeros.long()
-    q = qdq.quantize_per_token(x, steps, zeros, -128, 127, torch.int8)
-    block = (1, 1, 16)
-    assert torch.equal(q, affine.quantize_affine(x, block, steps, zeros, torch.int8))
-    restored = qdq.dequantize_per_token(q, steps, zeros, -128, 127, torch.int8, torch.float32)
-    assert torch.equal(restored, dequantize_blocks(q, steps, zeros, torch.float32))
-    bounds = (-127, 127) if symmetric else (-128, 127)
-    scheme = torch.per_channel_symmetric if symmetric else torch.per_channel_affine
-    ours = qompose.observers.PerBlockMinMaxObserver(
-        torch.int8, (-1,), qscheme=scheme, quant_min=bounds[0], quant_max=bounds[1]
-    )
-    ours(x)
-    expected, offsets = ours.calculate_qparams()
-    assert torch.equal(steps, expected)
-    assert bool(((zeros - offsets).abs() <= 1).all())  # theirs is rounded from the nearer end
-
-
-@pytest.mark.parametrize("axis", [0, 1])
-def test_float_zero_points_are_added_before_rounding(axis: int) -> None:
-    """As `torch.quantize_per_channel` does; the decomposed operator truncates the sum instead."""
-    x = randn(6, 64).add(0.3) if axis == 0 else randn(64, 6).add(0.3)
-    observer = qompose.observers.PerChannelMinMaxObserver(
-        torch.uint8, axis, qscheme=torch.per_channel_affine_float_qparams
-    )
-    observer(x)
-    steps, zeros = observer.calculate_qparams()
-    ours = quantize_float_zero_point(x, steps, zeros, axis, 0, 255, torch.uint8)
-    real = torch.quantize_per_channel(x, steps, zeros, axis, torch.quint8)
-    assert torch.equal(ours, real.int_repr())
-    truncated = qdq.quantize_per_channel(x, steps, zeros, axis, 0, 255, torch.uint8)
-    wide, offset = along(steps, axis, 2), along(zeros, axis, 2)
-    worst = [float((((q - offset) * wide - x).abs() / wide).max()) for q in (ours, truncated)]
-    assert worst[0] < 0.5001 < 0.9 < worst[1]
-
-
 NORMAL = randn(100_000, seed=1)
 UNIFORM = torch.rand(100_000, generator=torch.Generator().manual_seed(2)) - 0.5
 SHAPES = {
@@ -333,10 +219,10 @@ def observed_sqnr(kind: Any, x: Tensor, bounds: str, scheme: Any, **arguments: A
     return sqnr(x, fake_quantize(x, *observer.calculate_qparams(), low, high))
 
 
-@pytest.mark.parametrize("scheme", TENSOR_SCHEMES, ids=lambda v: str(v).removeprefix("torch."))
-@pytest.mark.parametrize("bounds", ["int8 given", "4 bits in int8"])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("peer", PEERS)
+@pytest.mark.parametrize("scheme", at_once(TENSOR_SCHEMES, torch.per_tensor_affine))
+@pytest.mark.parametrize("bounds", at_once(("int8 given", "4 bits in int8"), "4 bits in int8"))
+@pytest.mark.parametrize("shape", at_once(SHAPES, "normal", "heavy tail", "one outlier"))
+@pytest.mark.parametrize("peer", at_once(PEERS, "torch"))
 def test_histogram_ranges(peer: str, shape: str, bounds: str, scheme: Any) -> None:
     """A deliberate difference: bins are powers of two wide, and the search is exhaustive.
 
@@ -351,13 +237,3 @@ def test_histogram_ranges(peer: str, shape: str, bounds: str, scheme: Any) -> No
     whole = observed_sqnr(qompose.observers.MinMaxObserver, x, bounds, scheme)
     assert squared >= theirs - 0.02
     assert default >= max(theirs - 1.0, whole - 0.01)
-
-
-@pytest.mark.parametrize("shape", ["laplace", "heavy tail", "one outlier"])
-@pytest.mark.parametrize("peer", PEERS)
-def test_histogram_of_four_bits_knows_its_bounds(peer: str, shape: str) -> None:
-    """The peers search with all 256 levels of the type and clip next to nothing."""
-    x, bounds, scheme = SHAPES[shape], "4 bits in int8", torch.per_tensor_affine
-    ours = observed_sqnr(qompose.observers.HistogramObserver, x, bounds, scheme)
-    theirs = observed_sqnr(PEERS[peer].HistogramObserver, x, bounds, scheme)
-    assert ours > theirs + 2.0

@@ -36,7 +36,9 @@ def planted() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("make", [torchao_x86, executorch_xnnpack])
+@pytest.mark.parametrize(
+    "make", [executorch_xnnpack, pytest.param(torchao_x86, marks=pytest.mark.full)]
+)
 def test_operators_of_another_engine_are_left_in_float(make: Any) -> None:
     x, model = torch.randn(64, 8), planted()
     program = torch.export.export(model, (x,))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Beside torchao's X86InductorQuantizer: all that it quantizes, and what it fails at or leaves out."""
+"""Beside torchao's X86InductorQuantizer: all that it quantizes. What it fails at is in tests/interop."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from tests.sampling import at_once
 from tests.x86_inductor.small_models import Calls, assert_lowers_right, converted, normal
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*maxpool2d is not quant")
@@ -59,55 +59,6 @@ def quantized_operators(model: GraphModule) -> Counter[str]:
 
 def conv(channels: int = 4, **options: Any) -> nn.Conv2d:
     return nn.Conv2d(channels, 4, 3, padding=1, **options)
-
-
-class Block(nn.Module):
-    """Two convolutions with a shared relu that works in place, and what goes around them."""
-
-    def __init__(self, *, shortcut: bool = False) -> None:
-        super().__init__()
-        self.first, self.second, self.relu = conv(), conv(), nn.ReLU(inplace=True)
-        self.norm = nn.BatchNorm2d(4)
-        self.shortcut = nn.Conv2d(4, 4, 1) if shortcut else nn.Identity()
-
-    def forward(self, x: Tensor) -> Tensor:
-        result = self.norm(self.second(self.relu(self.first(x))))
-        result += self.shortcut(x)
-        return self.relu(result)
-
-
-def resnet() -> nn.Module:
-    head = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
-    stem = (conv(), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1))
-    return nn.Sequential(*stem, Block(), Block(shortcut=True), *head)
-
-
-class Basic(nn.Module):
-    """GoogLeNet's convolution, with a batch norm and a relu that is no module."""
-
-    def __init__(self, kernel: int) -> None:
-        super().__init__()
-        self.conv, self.bn = nn.Conv2d(4, 4, kernel, padding=kernel // 2), nn.BatchNorm2d(4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.relu(self.bn(self.conv(x)), inplace=True)
-
-
-class Branches(nn.Module):
-    """GoogLeNet's block: convolutions of one input side by side, a pool among them, put together."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.last = Basic(3), nn.Conv2d(12, 4, 1)
-        self.branches = nn.ModuleList(
-            nn.Sequential(*before, Basic(3))
-            for before in ((), (Basic(1),), (nn.MaxPool2d(3, 1, 1, ceil_mode=True),))
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        result: Tensor = self.last(torch.cat([branch(x) for branch in self.branches], 1))
-        return result
 
 
 @dataclass(frozen=True)
@@ -168,7 +119,14 @@ PARITY: dict[str, Parity] = {
 }
 
 
-@pytest.mark.parametrize("name", PARITY)
+@pytest.mark.parametrize(
+    "name",
+    at_once(
+        PARITY,
+        *("conv2d in place", "conv2d bn", "conv1d", "conv2d add relu", "linear GELU", "linear add"),
+        *("mul", "matmul", "average pool", "head", "cat"),
+    ),
+)
 def test_all_that_torchao_quantizes(theirs: Any, name: str) -> None:
     case = PARITY[name]
     torch.manual_seed(0)
@@ -176,62 +134,3 @@ def test_all_that_torchao_quantizes(theirs: Any, name: str) -> None:
     result = converted(model, case.x)
     assert quantized_operators(result) == theirs(model, case.x, strict=True) + Counter(case.more)
     assert_lowers_right(result, case.x)
-
-
-@dataclass(frozen=True)
-class Defect:
-    """What torchao does with a model that is exported as torch exports by default, and what is right."""
-
-    make: Callable[[], nn.Module]
-    x: Tensor
-    quantized: dict[str, int]
-    error: str = ""
-
-
-DEFECTS: dict[str, Defect] = {
-    "resnet": Defect(
-        resnet,
-        IMAGE,
-        {
-            "conv2d": 6,
-            "add_": 2,
-            "max_pool2d": 1,
-            "adaptive_avg_pool2d": 1,
-            "flatten": 1,
-            "linear": 1,
-        },
-        "Input partition has more than one output node",
-    ),
-    "branches": Defect(Branches, IMAGE, {"conv2d": 6, "max_pool2d": 1, "cat": 1}),
-    "linears in a chain": Defect(
-        lambda: Calls(lambda m, x: m.linear(m.linear(x)), linear=linear()()), ROWS, {"linear": 2}
-    ),
-    "convolutions in a chain": Defect(
-        lambda: Calls(lambda m, x: m.conv(m.conv(x)), conv=conv()), IMAGE, {"conv2d": 2}
-    ),
-    "convolutions side by side": Defect(
-        lambda: Calls(lambda m, x: m.conv(x) - m.conv(x.flip(0)), conv=conv()),
-        IMAGE,
-        {"conv2d": 2},
-        "conv partition has more than one output node",
-    ),
-    "padding in a word": Defect(
-        lambda: nn.Conv2d(4, 4, 3, padding="same"), IMAGE, {"conv2d": 1}, "not an aten conv2d"
-    ),
-}
-
-
-@pytest.mark.parametrize("name", DEFECTS)
-def test_what_torchao_fails_at_or_leaves_out(theirs: Any, name: str) -> None:
-    case = DEFECTS[name]
-    torch.manual_seed(0)
-    model = case.make().eval()
-    result = converted(model, case.x)
-    ours = quantized_operators(result)
-    assert ours == Counter(case.quantized)
-    assert_lowers_right(result, case.x)
-    if case.error:
-        with pytest.raises(ValueError, match=case.error):
-            theirs(model, case.x, strict=False)
-    else:
-        assert theirs(model, case.x, strict=False) < ours

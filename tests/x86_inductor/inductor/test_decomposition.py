@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import copy
-import io
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +18,8 @@ from qompose_x86_inductor import X86InductorQuantizer, get_default_x86_inductor_
 from qompose_x86_inductor.inductor.decomposition import with_prepack_in_graph
 from qompose_x86_inductor.onednn import exactness
 from torch import Tensor, fx, nn
+
+from tests.sampling import at_once
 
 OPS = torch.ops.qompose_x86
 # torch 2.13 warns about itself: copying a graph, and Inductor when it freezes.
@@ -63,7 +65,7 @@ class Lowered(torch.nn.Module):
         return OPS.linear(*head, post_op="gelu", algorithm="tanh")
 
 
-@pytest.fixture(params=[torch.uint8, torch.int8], ids=str)
+@pytest.fixture(params=at_once((torch.uint8, torch.int8), torch.int8), ids=str)
 def lowered(request: pytest.FixtureRequest) -> fx.GraphModule:
     """Exported, as a lowered graph is: weights as attributes, shapes on the nodes."""
     module = Lowered(request.param, exactness.recommended_weight_range()).eval()
@@ -89,43 +91,20 @@ def no_global_setting_changes() -> Any:
     assert (torch._inductor.config.freezing, torch.is_grad_enabled()) == (freezing, gradients)
 
 
-def test_deepcopy(lowered: fx.GraphModule) -> None:
+def test_graphs_of_the_plain_operators(lowered: fx.GraphModule, tmp_path: Path) -> None:
+    """After they ran, with packed weights beside them: copied, saved and compiled."""
     lowered(inputs(2))
     assert_same(copy.deepcopy(lowered), lowered)
-
-
-def test_torch_save_of_the_module(lowered: fx.GraphModule) -> None:
-    lowered(inputs(2))
-    module = Lowered(torch.uint8, (-64, 63))
-    expected = module(inputs(2))
-    for whole in (module, copy.deepcopy(module)):
-        stream = io.BytesIO()
-        torch.save(whole, stream)
-        stream.seek(0)
-        assert torch.equal(torch.load(stream, weights_only=False)(inputs(2)), expected)
-
-
-def test_export_save_and_load(lowered: fx.GraphModule, tmp_path: Path) -> None:
-    lowered(inputs(2))
     dynamic = ({0: torch.export.Dim("batch", min=1, max=64)},)
     program = torch.export.export(lowered, (inputs(4),), dynamic_shapes=dynamic)
     torch.export.save(program, tmp_path / "lowered.pt2")
     assert_same(torch.export.load(tmp_path / "lowered.pt2").module(), lowered)
-
-
-@pytest.mark.parametrize("dynamic", [None, True], ids=["automatic", "dynamic"])
-def test_torch_compile_of_the_plain_operators(
-    lowered: fx.GraphModule, dynamic: bool | None
-) -> None:
-    assert_same(torch.compile(lowered, dynamic=dynamic, fullgraph=True), lowered)
+    assert_same(torch.compile(lowered, backend="aot_eager", dynamic=True, fullgraph=True), lowered)
 
 
 @pytest.mark.usefixtures("by_onednn")
-@pytest.mark.parametrize("dynamic", [None, True], ids=["automatic", "dynamic"])
-def test_torch_compile_with_the_packing_in_the_graph(
-    lowered: fx.GraphModule, dynamic: bool | None
-) -> None:
-    compiled = torch.compile(with_prepack_in_graph(lowered), dynamic=dynamic)
+def test_torch_compile_with_the_packing_in_the_graph(lowered: fx.GraphModule) -> None:
+    compiled = torch.compile(with_prepack_in_graph(lowered), dynamic=True)
     with torch.no_grad(), torch._inductor.config.patch(freezing=True):
         assert_same(compiled, lowered)
 
@@ -169,8 +148,13 @@ BEHIND: dict[str, tuple[list[nn.Module], Tensor, bool]] = {
 
 
 @pytest.mark.usefixtures("by_onednn")
-@pytest.mark.parametrize("mode", ["default", "package"])
-@pytest.mark.parametrize("case", BEHIND)
+@pytest.mark.parametrize(
+    ("case", "mode"),
+    at_once(
+        itertools.product(BEHIND, ("default", "package")),
+        ("two functions behind a linear", "default"),
+    ),
+)
 def test_what_the_compilers_own_patterns_would_fuse(case: str, mode: str) -> None:
     """They fail on products that have a function in them already, or give integers (torch 2.13)."""
     layers, x, reduce_range = BEHIND[case]
@@ -237,6 +221,7 @@ def test_compiled_with_another_backend(result: qompose.QuantizedModel) -> None:
         torch.testing.assert_close(compiled(*arguments(batch)), expected, atol=5e-3, rtol=1e-4)
 
 
+@pytest.mark.full
 def test_package_runs_on_torch_alone(result: qompose.QuantizedModel, tmp_path: Path) -> None:
     result.compile("package", path=tmp_path / "model.pt2")
     cases = {n: (arguments(n), result.model(*arguments(n))) for n in (4, 2, 7)}
@@ -259,9 +244,6 @@ def test_inexact_weights_are_not_packaged(
     monkeypatch: pytest.MonkeyPatch, result: qompose.QuantizedModel, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(exactness, "admits", lambda weight: weight.dim() == 4)
-    with pytest.raises(
-        qompose.errors.CompilationError,
-        match=r"linear in head: qompose_x86\.linear\.default, of x86_ind",
-    ):
+    with pytest.raises(qompose.errors.CompilationError, match="linear in head"):
         result.compile("package", path=tmp_path / "model.pt2")
     assert not any(tmp_path.iterdir())

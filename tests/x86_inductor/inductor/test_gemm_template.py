@@ -16,6 +16,8 @@ from torch._inductor.utils import run_and_get_code
 from torch.export import Dim
 from torch.fx import GraphModule
 
+from tests.sampling import at_once
+
 WIDTH = 48
 CALL = "= torch.ops.onednn.qlinear_pointwise"
 pytestmark = [
@@ -125,24 +127,21 @@ def test_who_is_advised(module: nn.Module, x: Tensor, options: Any, advised: boo
     assert gemm_template.options(lowered(module.eval(), x, **options)) == expected
 
 
-@pytest.mark.parametrize(
-    ("module", "choices"),
-    [
-        (perceptron(), {}),
-        (perceptron(nn.Hardswish), {}),
-        (perceptron(nn.LeakyReLU), {}),
-        (perceptron(nn.ReLU6), {}),
-        (perceptron(nn.Tanh), {}),
-        (Skip(), {}),
-        (Skip(), {"is_dynamic": True, "per_token": True}),
-    ],
-    ids=["relu", "hardswish", "leaky_relu", "relu6", "tanh", "add", "per token"],
-)
-def test_the_compiled_code_calls_no_onednn_and_computes_the_same(
-    module: nn.Module, choices: dict[str, bool]
-) -> None:
+COMPILED = {
+    "relu": (perceptron(), {}),
+    "hardswish": (perceptron(nn.Hardswish), {}),
+    "leaky_relu": (perceptron(nn.LeakyReLU), {}),
+    "relu6": (perceptron(nn.ReLU6), {}),
+    "tanh": (perceptron(nn.Tanh), {}),
+    "add": (Skip(), {}),
+    "per token": (Skip(), {"is_dynamic": True, "per_token": True}),
+}
+
+
+@pytest.mark.parametrize("name", at_once(COMPILED, "add"))
+def test_the_compiled_code_calls_no_onednn_and_computes_the_same(name: str) -> None:
     """Within a step of the integers between the layers: the two round float arithmetic apart."""
-    x = rows(7)
+    (module, choices), x = COMPILED[name], rows(7)
     model = lowered(module.eval(), x, **choices)
     expected = model(x)
     result, code = run_and_get_code(lambda: qompose.compile_lowered(model)(x))
@@ -151,6 +150,7 @@ def test_the_compiled_code_calls_no_onednn_and_computes_the_same(
     assert (result - expected).abs().max() < 0.01 * expected.abs().max()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("activation", [nn.GELU, nn.Tanh])
 def test_what_onednn_does_faster_is_left_to_it(activation: Callable[[], nn.Module]) -> None:
     x = rows(80)
@@ -160,6 +160,7 @@ def test_what_onednn_does_faster_is_left_to_it(activation: Callable[[], nn.Modul
     assert (result - model(x)).abs().max() < 0.01 * model(x).abs().max()
 
 
+@pytest.mark.full
 def test_one_program_for_any_number_of_rows() -> None:
     model = lowered(perceptron(), rows(8), dynamic_shapes=({0: Dim("batch", max=512)},))
     compiled = qompose.compile_lowered(model, "package")
@@ -167,6 +168,7 @@ def test_one_program_for_any_number_of_rows() -> None:
         torch.testing.assert_close(compiled(rows(count)), model(rows(count)), atol=0.02, rtol=0)
 
 
+@pytest.mark.full
 def test_a_sum_of_two_products_with_scales_at_run_time() -> None:
     """Torch 2.13 computes it wrongly where the template is allowed."""
     model, x = lowered(Skip(), rows(7), is_dynamic=True), rows(7)
@@ -174,6 +176,7 @@ def test_a_sum_of_two_products_with_scales_at_run_time() -> None:
     torch.testing.assert_close(result, model(x))
 
 
+@pytest.mark.full
 def test_what_users_ask_for_counts() -> None:
     model, x = lowered(perceptron(), rows(2)), rows(2)
     options = {"max_autotune_gemm": False}
@@ -181,6 +184,7 @@ def test_what_users_ask_for_counts() -> None:
     assert CALL in "".join(code)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("extreme", [0, 255])
 def test_the_largest_sums_are_exact(extreme: int) -> None:
     """Weights of -127 and 127 beside one end of the inputs, by the integers themselves."""

@@ -13,6 +13,8 @@ from qompose_x86_inductor import X86InductorQuantizer, get_default_x86_inductor_
 from torch import Tensor, nn
 from torch.fx import Graph, Node
 
+from tests.sampling import at_once
+
 pytestmark = [
     pytest.mark.usefixtures("by_onednn"),
     pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
@@ -87,20 +89,23 @@ def _kind(node: Node) -> tuple[bool, bool]:
 
 
 IN_PLACE, COPIED = (True, False), (False, True)
+SUMS = [
+    (residual, [IN_PLACE]),
+    (two_residuals, [COPIED, COPIED]),
+    (a_view_is_read_later, [COPIED]),
+    (read_later, [COPIED]),
+    (adds_its_own_input, [COPIED]),
+]
 
 
 @pytest.mark.parametrize(
-    ("body", "wanted"),
-    [
-        (residual, [IN_PLACE]),
-        (two_residuals, [COPIED, COPIED]),
-        (adds_its_own_input, [COPIED]),
-        (read_later, [COPIED]),
-        (a_view_is_read_later, [COPIED]),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
+    ("body", "wanted", "mode"),
+    at_once(
+        [(*sums, mode) for sums in SUMS for mode in ("default", "package")],
+        *((*sums, "default") for sums in SUMS[:2]),
+    ),
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
-@pytest.mark.parametrize("mode", ["default", "package"])
 def test_sums(
     body: Body,
     wanted: list[tuple[bool, bool]],

@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from torch.export import Dim
 from torch.fx import GraphModule
 
+from tests.sampling import at_once
+
 pytestmark = [
     pytest.mark.skipif(not vnni.available(), reason="no AVX-512 VNNI, or AMX beside it"),
     pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
@@ -107,11 +109,16 @@ def assert_same(
 
 
 @pytest.mark.parametrize(
-    ("module", "make", "products", "by_channel"),
-    [(Block, image, 4, 1), (Sequence, sequence, 3, 1)],
-    ids=["images", "sequences"],
+    ("module", "make", "products", "by_channel", "mode"),
+    at_once(
+        [
+            (*row, mode)
+            for row in ((Block, image, 4, 1), (Sequence, sequence, 3, 1))
+            for mode in ("default", "package")
+        ],
+        (Block, image, 4, 1, "package"),
+    ),
 )
-@pytest.mark.parametrize("mode", ["default", "package"])
 def test_models(
     module: Any, make: Any, products: int, by_channel: int, mode: str, tmp_path: Path
 ) -> None:
@@ -130,6 +137,7 @@ def test_models(
         )
 
 
+@pytest.mark.full
 def test_what_code_of_ours_is_not_for_is_onednns(tmp_path: Path) -> None:
     """Groups of several channels; all products of a processor that has AMX, or no VNNI."""
     torch.manual_seed(0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,22 +27,15 @@ Run = Callable[..., Tensor]
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """Compile the C++ once."""
-    from torch._inductor.cpp_builder import get_cpp_compiler
+    """Compile the C++ once, as torch compiles it into programs."""
+    from torch._inductor.cpp_builder import CppBuilder, CppTorchOptions
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
 
-    path = tmp_path_factory.mktemp("native") / "kernels.so"
-    command = [
-        get_cpp_compiler(),
-        "-std=c++17",
-        "-O1",
-        "-march=native",
-        "-fopenmp",
-        "-shared",
-        "-fPIC",
-        f"-I{NATIVE}",
-    ]
-    subprocess.run([*command, str(ENTRY), "-o", str(path)], check=True)
-    return ctypes.CDLL(str(path))
+    options = CppTorchOptions(pick_vec_isa(), extra_flags=[f"-I{NATIVE}"])
+    folder = tmp_path_factory.mktemp("native")
+    builder = CppBuilder("kernels", str(ENTRY), options, str(folder))
+    builder.build()
+    return ctypes.CDLL(builder.get_target_file_path())
 
 
 @pytest.fixture(scope="module")
@@ -143,14 +135,14 @@ def agree(got: Tensor, wanted: Tensor) -> None:
 
 @needs_vnni
 @given(products(depthwise=False))
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_products(native: Run, arguments: tuple[Any, ...]) -> None:
     agree(native(vnni.PRODUCT, *arguments), vnni.reference(*arguments, depthwise=False))
 
 
 @needs_vnni
 @given(products(depthwise=True))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_channels_by_themselves(native: Run, arguments: tuple[Any, ...]) -> None:
     agree(native(vnni.DEPTHWISE, *arguments), vnni.reference(*arguments, depthwise=True))
 
@@ -221,9 +213,9 @@ def at_the_end_of_memory() -> Iterator[Callable[[Tensor], int]]:
 
 @needs_vnni
 @pytest.mark.parametrize("depthwise", [False, True])
-@pytest.mark.parametrize("kernel", [(1, 1), (3, 3), (1, 2), (5, 5)])
+@pytest.mark.parametrize("kernel", [(1, 1), (1, 2), (5, 5)])
 @pytest.mark.parametrize("padding", [0, 2])
-@pytest.mark.parametrize("depth", [1, 3, 5, 67])
+@pytest.mark.parametrize("depth", [1, 5, 67])
 def test_nothing_is_read_behind_an_image(
     native: Run,
     at_the_end_of_memory: Callable[[Tensor], int],

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -92,15 +90,6 @@ class TestPackedWeights:
         result: Tensor = OPS.linear(x, 1.0, 0, weight, torch.ones(weight.shape[0]), None)
         return result
 
-    def test_go_with_their_weight(self) -> None:
-        before = owners()
-        weight = torch.ones(4, 8, dtype=torch.int8)
-        self.run(weight)
-        self.run(weight)
-        assert len(owners() - before) == 1
-        del weight
-        assert not kept(owners, before)
-
     @pytest.mark.parametrize("inference", [False, True], ids=["ordinary", "inference"])
     def test_follow_a_write(self, inference: bool) -> None:
         with torch.inference_mode(inference):
@@ -110,14 +99,6 @@ class TestPackedWeights:
             assert self.run(weight)[0].tolist() == [24.0, 24.0, 8.0, 8.0]
             weight.data = torch.full((4, 8), 2, dtype=torch.int8)
             assert self.run(weight).unique().tolist() == [16.0]
-
-    def test_are_not_copied(self) -> None:
-        weight = torch.ones(4, 8, dtype=torch.int8)
-        self.run(weight)
-        twin = copy.deepcopy(weight)
-        twin.fill_(5)
-        assert self.run(twin).unique().tolist() == [40.0]
-        assert self.run(weight).unique().tolist() == [8.0]
 
     def test_serve_any_layout_of_the_weight(self) -> None:
         weight = torch.randint(-128, 128, (8, 4), dtype=torch.int8).t()

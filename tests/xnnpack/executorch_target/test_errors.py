@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import qompose
 import torch
@@ -14,6 +12,8 @@ import torch.ao.quantization.fx._decomposed
 from qompose_xnnpack.executorch_target.errors import lowering_error
 from qompose_xnnpack.executorch_target.lowering import lower_to_executorch
 from torch import Tensor, nn
+
+from tests.sampling import at_once
 
 pytest.importorskip("executorch")
 
@@ -71,29 +71,27 @@ class Rounding(nn.Module):
 WORDS = torch.randint(10, (2, 3))
 ROWS = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
 CASES = {
-    "no operator": (Bags, [WORDS], r"no such operator as embedding_bag \(aten.embedding_bag in bags\)"),
-    "in bodies": (
-        Branches, [ROWS, -ROWS], r"operator as linear \(aten.linear in one\), linear \(aten.linear in two\)\."
-    ),
-    "a constant": (SharedWithABranch, [ROWS, -ROWS], r"because of \S+\. Lower"),
-}  # fmt: skip
+    "no operator": (Bags, [WORDS], r"aten\.embedding_bag in bags"),
+    "in bodies": (Branches, [ROWS, -ROWS], r"aten\.linear in one.*aten\.linear in two"),
+    "a constant": (SharedWithABranch, [ROWS, -ROWS], "'torch'"),
+}
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_refusal_says_what_and_where_and_the_remedy(name: str) -> None:
-    make, batches, message = CASES[name]
+    make, batches, named = CASES[name]
     torch.manual_seed(0)
     exported = torch.export.export(make().eval().requires_grad_(False), (batches[0],))
     prepared = qompose.prepare_pt2e(exported, qompose.compose("xnnpack"))
     qompose.calibrate(prepared, [(batch,) for batch in batches])
     converted = qompose.convert_pt2e(prepared)
-    with pytest.raises(qompose.errors.TargetError, match=message) as caught:
+    with pytest.raises(qompose.errors.TargetError, match=named) as caught:
         qompose.lower(converted, "executorch")
-    assert "Lower the model for the target 'torch' instead" in str(caught.value)
+    assert "'torch'" in str(caught.value), "the remedy"
     assert caught.value.__cause__ is not None
 
 
-@pytest.mark.parametrize("kind", [nn.Conv1d, nn.ConvTranspose1d])
+@pytest.mark.parametrize("kind", at_once((nn.Conv1d, nn.ConvTranspose1d), nn.Conv1d))
 def test_a_convolution_of_two_sizes_known_at_run_time(kind: type[nn.Module]) -> None:
     sizes = {0: torch.export.Dim("batch", max=4), 2: torch.export.Dim("length", min=4, max=9)}
     x = torch.randn(2, 3, 8)
@@ -102,12 +100,8 @@ def test_a_convolution_of_two_sizes_known_at_run_time(kind: type[nn.Module]) -> 
     )
     prepared = qompose.prepare_pt2e(exported, qompose.compose("xnnpack"))
     prepared(x)
-    with pytest.raises(qompose.errors.TargetError) as caught:
+    with pytest.raises(qompose.errors.TargetError, match=r"aten\.conv\w+ in 0"):
         qompose.lower(qompose.convert_pt2e(prepared), "executorch")
-    said = str(caught.value)
-    assert re.search(r"because of conv\w+ \(aten.conv\w+ in 0\): XNNPACK reshapes", said)
-    assert "Fix the batch or the length. Lower" in said
-    assert said.endswith("only supports 1 dynamic dimension.")
 
 
 def test_a_sentence_that_breaks_off_is_left_out_and_others_are_not() -> None:
@@ -123,7 +117,5 @@ def test_a_sentence_that_breaks_off_is_left_out_and_others_are_not() -> None:
 
 def test_what_the_runtime_refuses_names_the_operators_that_are_not_int8() -> None:
     graph = torch.export.export(Rounding(), (ROWS,)).module()
-    with pytest.raises(
-        qompose.errors.TargetError, match=r"cannot load .*kernels: .*aten.relu.default in inner"
-    ):
+    with pytest.raises(qompose.errors.TargetError, match=r"aten\.relu\.default in inner"):
         lower_to_executorch(graph, (ROWS,))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -13,11 +14,19 @@ from qompose_xnnpack import XNNPACKQuantizer, get_symmetric_quantization_config
 from torch import Tensor, nn
 from torch.export import Dim
 
+from tests.sampling import at_once
+
 pytest.importorskip("executorch")
 
 
-@pytest.mark.parametrize("options", [{"is_per_channel": True}, {"group_size": 32}], ids=str)
-@pytest.mark.parametrize("dynamic", [(), (0,), (1,), (0, 1)], ids=str)
+@pytest.mark.parametrize(
+    ("options", "dynamic"),
+    at_once(
+        itertools.product(({"is_per_channel": True}, {"group_size": 32}), ((), (0,), (1,), (0, 1))),
+        *(({"is_per_channel": True}, (0, 1)), ({"group_size": 32}, (1,))),
+    ),
+    ids=str,
+)
 def test_a_linear_of_weights_alone(dynamic: tuple[int, ...], options: dict[str, Any]) -> None:
     """Batch and tokens are both dynamic in a language model."""
     model, example = nn.Linear(32, 16).eval(), torch.randn(2, 4, 32)
@@ -48,7 +57,7 @@ class Attends(nn.Module):
         return out
 
 
-@pytest.mark.parametrize("dynamic", [True, False], ids=["dynamic", "static"])
+@pytest.mark.parametrize("dynamic", at_once((True, False), True), ids=["dynamic", "static"])
 def test_a_linear_of_weights_alone_behind_attention(dynamic: bool) -> None:
     shapes = ({0: Dim("batch", min=1, max=8)},) if dynamic else None
     program = torch.export.export(Attends().eval(), (torch.randn(4, 6, 64),), dynamic_shapes=shapes)

@@ -80,11 +80,6 @@ class TestStatic:
         )
         assert torch.equal(line, row[:, :, 0])
 
-    def test_an_empty_batch(self) -> None:
-        x, weight, one = int8(0, 0, 4, 5, 5), weights(0, 2, 4, 3, 3), torch.ones(1)
-        args = ([1], [1], [1], 1, 0.1, 0, *FULL)
-        assert KERNELS.conv2d(x, 0.1, 3, weight, one, None, *args).shape == (0, 2, 5, 5)
-
 
 @st.composite
 def transposed(draw: Any) -> tuple[list[int], list[int], list[int], int, list[int]]:
@@ -128,18 +123,9 @@ class TestStaticTransposed:
         rest = (torch.full((1,), 0.01), torch.randn(6))
         out = (0.1, 3, *FULL)
         line = KERNELS.conv_transpose1d(x, 0.03, 7, weight, *rest, [2], [1], [1], 2, [1], *out)
+        geometry = ([1, 2], [0, 1], [0, 1], 2, [1, 1])
         row = KERNELS.conv_transpose2d(
-            x[:, :, None],
-            0.03,
-            7,
-            weight[:, :, None],
-            *rest,
-            [1, 2],
-            [0, 1],
-            [0, 1],
-            2,
-            [1, 1],
-            *out,
+            x[:, :, None], 0.03, 7, weight[:, :, None], *rest, *geometry, *out
         )
         assert torch.equal(line, row[:, :, 0])
 
@@ -153,32 +139,6 @@ class TestStaticTransposed:
         expected = torch.full((6, 6), 2, dtype=torch.int8)
         expected[::3, ::3] = 12
         assert torch.equal(actual[0, 0], expected)
-
-    def test_an_empty_batch(self) -> None:
-        args = ([2], [0], [0], 1, [1], 0.1, 0, *FULL)
-        weight = weights(0, 4, 2, 3, 3)
-        actual = KERNELS.conv_transpose2d(
-            int8(0, 0, 4, 5, 5), 0.1, 3, weight, torch.ones(1), None, *args
-        )
-        assert actual.shape == (0, 2, 11, 11)
-
-    def test_what_does_not_fit_is_named(self) -> None:
-        x, weight, one = int8(0, 1, 4, 5, 5), weights(0, 4, 2, 3, 3), torch.ones(1)
-
-        def call(x: Tensor, w_scale: Tensor, extra: int, groups: int) -> None:
-            args = ([2], [0], [extra], groups, [1], 0.1, 0, *FULL)
-            KERNELS.conv_transpose2d(x, 0.1, 3, weight, w_scale, None, *args)
-
-        with pytest.raises(
-            ValueError, match=r"::conv_transpose2d: input \(1, 3, 5, 5\).*4 channels"
-        ):
-            call(x[:, :3], one, 0, 1)
-        with pytest.raises(ValueError, match=r"output_padding \[2, 2\] is not below stride"):
-            call(x, one, 2, 1)
-        with pytest.raises(ValueError, match=r"all channels share one scale"):
-            call(x, torch.ones(2), 0, 2)
-        with pytest.raises(ValueError, match=r"must be a batch of images"):
-            call(x[0], one, 0, 1)
 
 
 def by_image(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -240,26 +200,6 @@ class TestDynamic:
         again = KERNELS.conv2d_dynamic(channels_last, weight, w_scale, bias, *lists, *clamp)
         assert torch.equal(again, actual)
 
-    def test_an_empty_batch(self) -> None:
-        args = ([1], [1], [1], 1, *UNBOUNDED)
-        x, weight = torch.zeros(0, 4, 5, 5), weights(0, 2, 4, 3, 3)
-        actual = KERNELS.conv2d_dynamic(x, weight, torch.ones(2), torch.ones(2), *args)
-        assert actual.shape == (0, 2, 5, 5)
-
-    def test_what_does_not_fit_is_named(self) -> None:
-        args = ([1], [1], [1], 1, *UNBOUNDED)
-        x, weight = normal(0, 1, 4, 5, 5), weights(0, 2, 4, 3, 3)
-        with pytest.raises(
-            ValueError, match=r"::conv2d_dynamic: weight .* the scales must be \(1,\)"
-        ):
-            KERNELS.conv2d_dynamic(x, weight, torch.ones(2, 1), None, *args)
-        with pytest.raises(ValueError, match=r"input \(1, 3, 5, 5\) .* 4 channels in 1 groups"):
-            KERNELS.conv2d_dynamic(x[:, :3], weight, torch.ones(2), None, *args)
-        with pytest.raises(ValueError, match="must be a batch of images"):
-            KERNELS.conv2d_dynamic(x[0], weight, torch.ones(2), None, *args)
-        with pytest.raises(TypeError, match="takes int8 for `weight`"):
-            KERNELS.conv2d_dynamic(x, weight.float(), torch.ones(2), None, *args)
-
 
 class TestDynamicTransposed:
     @examples
@@ -296,34 +236,78 @@ class TestDynamicTransposed:
         args = (weight, w_scale, bias, *geometry, *clamp)
         assert torch.equal(KERNELS.conv_transpose2d_dynamic(channels_last, *args), actual)
 
-    def test_one_number_stands_for_both_axes(self) -> None:
-        x, weight = normal(0, 2, 4, 5, 3), weights(0, 4, 3, 3, 3)
-        args = (x, weight, torch.full((3,), 0.01), None)
-        short = KERNELS.conv_transpose2d_dynamic(*args, [3], [1], [2], 1, [2], *UNBOUNDED)
-        both = ([3, 3], [1, 1], [2, 2], 1, [2, 2])
-        assert torch.equal(short, KERNELS.conv_transpose2d_dynamic(*args, *both, *UNBOUNDED))
 
-    def test_an_empty_batch(self) -> None:
-        x, weight = torch.zeros(0, 4, 5, 5), weights(0, 4, 2, 3, 3)
-        args = (weight, torch.ones(2), torch.ones(2), [2], [1], [1], 1, [1], *UNBOUNDED)
-        assert KERNELS.conv_transpose2d_dynamic(x, *args).shape == (0, 2, 10, 10)
+STATIC = {"x": int8(0, 1, 4, 5, 5), "w_scale": torch.ones(1), "extra": 0, "groups": 1}
+DYNAMIC = {
+    "x": normal(0, 1, 4, 5, 5),
+    "w_scale": torch.ones(2),
+    "padding": 1,
+    "extra": 0,
+    "groups": 1,
+}
 
-    def test_what_does_not_fit_is_named(self) -> None:
-        run, args = KERNELS.conv_transpose2d_dynamic, ([1], [1], [0], 1, [1], *UNBOUNDED)
-        x, weight = normal(0, 1, 4, 5, 5), weights(0, 4, 2, 3, 3)
-        with pytest.raises(
-            ValueError, match=r"2d_dynamic: weight .* scales must be \(1,\) or \(2,\)"
-        ):
-            run(x, weight, torch.ones(4), None, *args)
-        with pytest.raises(ValueError, match=r"input \(1, 3, 5, 5\) .* for 4 channels"):
-            run(x[:, :3], weight, torch.ones(2), None, *args)
-        with pytest.raises(ValueError, match="must be a batch of images"):
-            run(x[0], weight, torch.ones(2), None, *args)
-        with pytest.raises(ValueError, match=r"output_padding .* is not below stride"):
-            run(x, weight, torch.ones(2), None, [1], [1], [1], 1, [1], *UNBOUNDED)
-        with pytest.raises(ValueError, match="leaves an empty output"):
-            run(x, weight, torch.ones(2), None, [1], [4], [0], 1, [1], *UNBOUNDED)
-        with pytest.raises(ValueError, match="with groups, all channels share one scale"):
-            run(x, weight, torch.ones(4), None, [1], [1], [0], 2, [1], *UNBOUNDED)
-        with pytest.raises(TypeError, match="takes int8 for `weight`"):
-            run(x, weight.float(), torch.ones(2), None, *args)
+
+def static_transposed(x: Tensor, w_scale: Tensor, extra: int, groups: int) -> None:
+    args = ([2], [0], [extra], groups, [1], 0.1, 0, *FULL)
+    KERNELS.conv_transpose2d(x, 0.1, 3, weights(0, 4, 2, 3, 3), w_scale, None, *args)
+
+
+def dynamic(weight: Tensor | None = None, **given: Any) -> None:
+    facts = {**DYNAMIC, **given}
+    args = ([1], [facts["padding"]], [1], facts["groups"], *UNBOUNDED)
+    weight = weights(0, 2, 4, 3, 3) if weight is None else weight
+    KERNELS.conv2d_dynamic(facts["x"], weight, facts["w_scale"], None, *args)
+
+
+def dynamic_transposed(weight: Tensor | None = None, **given: Any) -> None:
+    facts = {**DYNAMIC, **given}
+    args = ([1], [facts["padding"]], [facts["extra"]], facts["groups"], [1], *UNBOUNDED)
+    weight = weights(0, 4, 2, 3, 3) if weight is None else weight
+    KERNELS.conv_transpose2d_dynamic(facts["x"], weight, facts["w_scale"], None, *args)
+
+
+@pytest.mark.parametrize(
+    ("call", "wrong", "found"),
+    [
+        (
+            lambda **given: static_transposed(**{**STATIC, **given}),
+            wrong,
+            f"conv_transpose2d: .*{found}",
+        )
+        for wrong, found in (
+            ({"x": int8(0, 1, 3, 5, 5)}, r"\(1, 3, 5, 5\)"),
+            ({"extra": 2}, "output_padding"),
+            ({"w_scale": torch.ones(2), "groups": 2}, "scale"),
+            ({"x": int8(0, 4, 5, 5)}, r"\(4, 5, 5\)"),
+        )
+    ]
+    + [
+        (call, wrong, f"{name}: .*{found}")
+        for call, name in (
+            (dynamic, "conv2d_dynamic"),
+            (dynamic_transposed, "conv_transpose2d_dynamic"),
+        )
+        for wrong, found in (
+            ({"w_scale": torch.ones(2, 1)}, "scales"),
+            ({"x": normal(0, 1, 3, 5, 5)}, r"\(1, 3, 5, 5\)"),
+            ({"x": normal(0, 4, 5, 5)}, r"\(4, 5, 5\)"),
+        )
+    ]
+    + [
+        (dynamic_transposed, wrong, found)
+        for wrong, found in (
+            ({"extra": 1}, "output_padding"),
+            ({"padding": 4}, "empty"),
+            ({"w_scale": torch.ones(4), "groups": 2}, "scale"),
+        )
+    ],
+)
+def test_what_does_not_fit_is_named(call: Callable[..., None], wrong: Any, found: str) -> None:
+    with pytest.raises(ValueError, match=found):
+        call(**wrong)
+
+
+@pytest.mark.parametrize("call", [dynamic, dynamic_transposed])
+def test_float_weights_are_refused(call: Callable[..., None]) -> None:
+    with pytest.raises(TypeError, match="`weight`"):
+        call(weight=torch.ones(4, 4, 3, 3))

@@ -53,9 +53,3 @@ def test_sums_at_ratios_beyond_fixed_point(name: str, ratio: float) -> None:
     exact = FUNCTIONS[name](real(a, ratio, -5), real(b, ratio, 7))
     actual = getattr(KERNELS, name)(a, ratio, -5, b, ratio, 7, 1.0, 3, *FULL)
     assert_step(actual, grid(exact, (1.0, 3, *FULL)))
-
-
-@pytest.mark.parametrize("name", sorted(FUNCTIONS))
-def test_an_empty_batch(name: str) -> None:
-    actual = getattr(KERNELS, name)(int8(0, 0, 3), 0.1, 2, int8(0, 3), 0.1, 2, 0.1, 0, *FULL)
-    assert actual.shape == (0, 3)

@@ -145,12 +145,12 @@ def test_operators_keep_the_contract_of_torch(name: str) -> None:
 
 
 def test_wrong_inputs_are_named() -> None:
-    with pytest.raises(TypeError, match=r"qompose_xnnpack::add takes int8 for `a`.*float32"):
+    with pytest.raises(TypeError, match=r"::add .*`a`.*float32"):
         KERNELS.add(torch.ones(3), 0.1, 0, int8(0, 3), 0.1, 0, *OUT)
-    with pytest.raises(TypeError, match=r"qompose_xnnpack::sub takes int8 for `b`.*uint8"):
+    with pytest.raises(TypeError, match=r"::sub .*`b`.*uint8"):
         KERNELS.sub(int8(0, 3), 0.1, 0, int8(0, 3).to(torch.uint8), 0.1, 0, *OUT)
-    with pytest.raises(ValueError, match=r"qompose_xnnpack::linear: input \(2, 4\)"):
+    with pytest.raises(ValueError, match=r"::linear: .*\(2, 4\)"):
         KERNELS.linear(int8(0, 2, 4), 0.1, 0, weights(0, 3, 5), torch.ones(1), None, *OUT)
-    with pytest.raises(ValueError, match=r"qompose_xnnpack::conv1d: input \(2, 4, 6\).*5 channels"):
+    with pytest.raises(ValueError, match=r"::conv1d: .*\(2, 4, 6\)"):
         constants = (weights(0, 3, 5, 2), torch.ones(1), None)
         KERNELS.conv1d(int8(0, 2, 4, 6), 0.1, 0, *constants, [1], [0], [1], 1, *OUT)

@@ -42,7 +42,7 @@ class TestProducts:
 
     def test_depth_beyond_int32_is_refused(self) -> None:
         x = torch.zeros((1, integer_matmul.MAX_DEPTH + 1), dtype=torch.int8)
-        with pytest.raises(ValueError, match="int32 range"):
+        with pytest.raises(ValueError, match="int32"):
             integer_matmul.matmul(x, x)
 
     def test_cached_sums_follow_the_weight(self) -> None:
@@ -91,5 +91,5 @@ class TestGroups:
     def test_a_group_beyond_int32_is_refused(self) -> None:
         x = torch.zeros((1, integer_matmul.MAX_DEPTH + 1), dtype=torch.int8)
         points = torch.zeros((1, 1), dtype=torch.int32)
-        with pytest.raises(ValueError, match="int32 range"):
+        with pytest.raises(ValueError, match="int32"):
             list(integer_matmul.shifted_groups(x, points, x, x.shape[1]))

@@ -64,13 +64,6 @@ def test_max_is_exact() -> None:
     assert_step(actual, exact, steps=0)
 
 
-def test_an_empty_batch() -> None:
-    out = (0.1, 2, *FULL)
-    x = int8(0, 0, 3, 4, 4)
-    assert KERNELS.mean(x, 0.1, 2, [2, 3], True, *out).shape == (0, 3, 1, 1)
-    assert KERNELS.max_pool2d(x, [2], [2], [0], [1], False, *FULL).shape == (0, 3, 2, 2)
-
-
 def test_a_mean_of_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"::mean: the mean of input \(0, 3\) over \[0\]"):
+    with pytest.raises(ValueError, match=r"::mean: .*\(0, 3\)"):
         KERNELS.mean(int8(0, 0, 3), 0.1, 2, [0], True, 0.1, 2, *FULL)

@@ -56,5 +56,5 @@ def test_no_bound_is_the_end_of_the_range(scale: float, zero_point: int) -> None
 
 
 def test_not_a_number_is_refused() -> None:
-    with pytest.raises(ValueError, match="not a number"):
+    with pytest.raises(ValueError):
         quantized_bound(math.nan, 0.1, 0)

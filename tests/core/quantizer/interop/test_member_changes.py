@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from qompose.errors import MemberError
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from tests.core.quantizer.interop.foreign import Foreign, aten, calls, names, rebuilt
+from tests.core.quantizer.interop.foreign import Foreign, aten, calls, like, names, rebuilt
 from tests.core.quantizer.interop.gallery import (
     EXPECTED,
     GALLERY,
@@ -29,7 +30,7 @@ from tests.core.quantizer.interop.gallery import (
     X,
 )
 from tests.core.quantizer.interop.test_member_hooks import HOOKS
-from tests.core.toy import Model, graph_text, plan_of, prepare, randn, seeded
+from tests.core.toy import Model, export, graph_text, plan_of, prepare, randn, seeded
 
 Silu = type("Silu", (Foreign,), {"targets": (SILU,)})
 Linears = type("Linears", (Foreign,), {"targets": (LINEAR,)})
