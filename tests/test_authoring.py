@@ -179,6 +179,7 @@ def test_a_wrong_kernel_fails(hasty: Place, wrong: str, instead_of: str, check: 
             assert line.startswith("  found:") or line in report
 
 
+@pytest.mark.full
 def test_uninstalled_without_a_trace(make_place: Any) -> None:
     place: Place = make_place()
     before = place.backends()

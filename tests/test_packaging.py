@@ -383,9 +383,8 @@ def faulty_site(make_site: Any) -> Site:
 
 
 @pytest.fixture(scope="module")
-def problems(faulty_site: Site) -> dict[str, str | None]:
-    rows = faulty_site.qompose("backends", "--check", code=1)
-    return {row["name"]: row["problem"] for row in rows}
+def rows(faulty_site: Site) -> dict[str, dict[str, Any]]:
+    return {row["name"]: row for row in faulty_site.qompose("backends", "--check", code=1)}
 
 
 class TestFaultyPlugins:
@@ -396,10 +395,14 @@ class TestFaultyPlugins:
         assert {row["name"] for row in rows} == {"embedding", *(f.name for f in FAULTY)}
         assert {row["problem"] for row in rows} == {None}
 
-    def test_reasons(self, problems: dict[str, str | None]) -> None:
+    def test_reasons(self, rows: dict[str, dict[str, Any]]) -> None:
+        """And what is at fault is told from what this machine lacks."""
         for faulty in FAULTY:
-            assert faulty.reason in (problems[faulty.name] or "")
+            assert faulty.reason in rows[faulty.name]["problem"]
+            status = "unavailable here" if faulty.loads else "broken"
+            assert rows[faulty.name]["status"] == status
 
+    @pytest.mark.full
     def test_text_cuts_nothing_off(self, faulty_site: Site) -> None:
         command = [faulty_site.path / "bin" / "qompose", "backends", "--check"]
         narrow = run(command, COLUMNS="80")
@@ -415,9 +418,10 @@ class TestFaultyPlugins:
         assert 'pip install "A-Chip>=3"' in done.stderr
 
     def test_the_sound_one_is_sound(
-        self, faulty_site: Site, problems: dict[str, str | None]
+        self, faulty_site: Site, rows: dict[str, dict[str, Any]]
     ) -> None:
-        assert problems["embedding"] is None
+        assert rows["embedding"]["problem"] is None
+        assert rows["embedding"]["status"] == "usable"
         assert json.loads(faulty_site.script(QUANTIZE, "embedding")) == ["embedding"]
 
     def test_harmless_in_one_process(self, faulty_site: Site) -> None:
@@ -438,12 +442,6 @@ print(json.dumps(reasons))
         reasons = json.loads(faulty_site.script(code, *(faulty.name for faulty in asked)))
         for faulty in asked:
             assert faulty.reason in reasons[faulty.name]
-
-    def test_status(self, faulty_site: Site) -> None:
-        """What is at fault is told from what this machine lacks."""
-        rows = faulty_site.qompose("backends", "--check", code=1)
-        wanted = {f.name: "unavailable here" if f.loads else "broken" for f in FAULTY}
-        assert {row["name"]: row["status"] for row in rows} == {**wanted, "embedding": "usable"}
 
     @pytest.mark.full
     def test_duplicate_name(self, make_site: Any) -> None:

@@ -165,6 +165,7 @@ def test_a_fresh_process_runs_reports_and_lowers_alike(product: str, tmp_path: P
     assert found["kernels"] == {str(number): kernel for number, kernel in kernels.items()}
 
 
+@pytest.mark.full
 def test_a_missing_plugin_is_named_when_its_kernels_are_wanted(tmp_path: Path) -> None:
     saved = tagger("embedding", "xnnpack")
     found = fresh(saved, tmp_path, "xnnpack", "x86_inductor")

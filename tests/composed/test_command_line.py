@@ -182,6 +182,7 @@ def test_the_list(folder: Path) -> None:
     assert json.loads(same.stdout) == rows
 
 
+@pytest.mark.full
 def test_the_page_shows_what_is_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

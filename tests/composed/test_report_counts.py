@@ -62,6 +62,7 @@ def test_reports_say_what_graphs_hold(model: ZooModel, quantizer: Any) -> None:
     check(qompose.lower(converted_with(quantizer(), model)))
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore")  # ExecuTorch's own
 @pytest.mark.skipif(not find_spec("executorch"), reason="needs executorch")
 @pytest.mark.parametrize(

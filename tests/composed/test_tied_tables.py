@@ -100,6 +100,7 @@ def test_order_changes_nothing_but_priority(product: str) -> None:
     assert one.report.bytes_after == other.report.bytes_after < 0.45 * one.report.bytes_before
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not find_spec("executorch"), reason="needs executorch")
 @pytest.mark.filterwarnings("ignore")  # executorch's own, at import
 def test_on_the_executorch_runtime() -> None:

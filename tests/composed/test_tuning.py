@@ -75,6 +75,7 @@ def quantized_score(program: Any, quantizer: Any, batches: Any, metric: Any) -> 
     return float(metric(qompose.convert_pt2e(prepared)))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", at_once(BACKENDS, "x86_inductor"))
 def test_planted_channel_is_ranked_first_and_restored(
     backend: str, planted: nn.Module, task: ModuleType, data: Any, tmp_path: Path

@@ -21,6 +21,7 @@ def module(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module(name)
 
 
+@pytest.mark.full
 def test_flows_are_all_that_capabilities_name(monkeypatch: pytest.MonkeyPatch) -> None:
     flows = module("zoo_flows", monkeypatch)
     found = [flow for flow in flows.flows(flows.usable()[0]) if not flow.dynamic]

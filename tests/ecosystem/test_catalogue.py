@@ -48,6 +48,7 @@ def test_what_is_no_member_is_none(path: str) -> None:
     assert not hasattr(found, "annotate")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("module", "missing"),
     [

@@ -105,6 +105,7 @@ def test_the_order_changes_nothing(product: str) -> None:
         assert torch.equal(first(*batch(9)), second(*batch(9)))
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not find_spec("executorch"), reason="needs executorch")
 @pytest.mark.filterwarnings("ignore")  # executorch's own, at import
 def test_on_the_executorch_runtime() -> None:

@@ -78,6 +78,7 @@ ALIKE = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("member", "name"),
     at_once(ALIKE, ("x86", "encoder_decoder"), ("xnnpack", "mlp")),

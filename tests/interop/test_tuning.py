@@ -36,6 +36,7 @@ def planted() -> nn.Module:
     return model
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "make", [executorch_xnnpack, pytest.param(torchao_x86, marks=pytest.mark.full)]
 )

@@ -93,6 +93,7 @@ class TestNamed:
         ]  # fmt: skip
         assert {config.mode for config in configs.values()} == {"static", "dynamic", "weight-only"}
 
+    @pytest.mark.full
     @pytest.mark.parametrize(
         ("config", "rules"),
         [

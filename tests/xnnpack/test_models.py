@@ -175,6 +175,7 @@ def check_operators(lowered: GraphModule, simulation: GraphModule, test: Batch) 
 
 
 class TestNetworks:
+    @pytest.mark.full
     def test_nearly_all_work_is_done_on_int8(self, outcome: Outcome) -> None:
         for model in (outcome.lowered, outcome.program):
             assert qompose.report(model).coverage() >= COVERAGE

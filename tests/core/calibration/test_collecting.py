@@ -214,7 +214,7 @@ class TestFiles:
                 Statistics.load(path)
         version = re.compile(rb'(format_version\\?": )2')
         path.write_bytes(version.sub(rb"\g<1>7", whole))
-        with pytest.raises(StatisticsError, match="format 7"):
+        with pytest.raises(StatisticsError, match="format.* 7"):
             Statistics.load(path)
         with pytest.raises(FileNotFoundError):
             Statistics.load(tmp_path / f"absent.{suffix}")
@@ -470,9 +470,7 @@ def test_a_limit_of_each_process() -> None:
 
 
 class TestResuming:
-    @pytest.mark.parametrize(
-        ("name", "said"), [("x.pt", "neither"), ("absent/x.json", "no folder")]
-    )
+    @pytest.mark.parametrize(("name", "said"), [("x.pt", r"x\.pt"), ("absent/x.json", "absent")])
     def test_where_nothing_can_be_kept(self, tmp_path: Path, name: str, said: str) -> None:
         with pytest.raises(StatisticsError, match=said):
             qompose.calibrate(prepared(), [DATA], resume=tmp_path / name)

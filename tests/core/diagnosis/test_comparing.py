@@ -300,6 +300,7 @@ def test_what_cannot_be_compared(stages: Any, arguments: Any, error: Any) -> Non
         qompose.compare(stages["float"], stages["converted"], BATCHES, limit=0)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("batches", [pytest.param(1, marks=pytest.mark.full), 8])
 def test_memory_grows_neither_with_layers_nor_with_inputs(batches: int) -> None:
     def peak(layers: int) -> int:

@@ -386,6 +386,7 @@ def test_observers_that_remove_what_they_convert() -> None:
     assert all(row.cost > 0 for row in ranking)
 
 
+@pytest.mark.full
 def test_memory_is_bound_by_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """When a batch is run, nothing is left of the one before."""
     make, _ = NETS["images"]

@@ -114,11 +114,8 @@ class TestRemarks:
         assert (str(qompose.report(converted)), marked(converted)) == before
         assert marked(converted) == set()
 
-    def test_the_process_itself_asks_for_no_names(self) -> None:
-        assert marked(qompose.lower(convert(PROGRAM, toy(LINEAR), X))) == set()
-
     def test_they_are_named_in_what_runs_in_the_process_too(self) -> None:
-        lowered = qompose.lower(convert(export(seeded(Net()), X), toy(LINEAR), X))
+        lowered = qompose.lower(convert(PROGRAM, toy(LINEAR), X))
         assert marked(lowered) >= {"sigmoid", "layer_norm", "linear"}
 
 

@@ -81,7 +81,7 @@ WRONG: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     ),
     "no members": (lambda net: qompose.compose(), UserError, ""),
     "a member of another kind": (
-        lambda net: qompose.compose(toy(), object()), UserError, "object of builtins.object",
+        lambda net: qompose.compose(toy(), object()), UserError, "builtins.object",
     ),
     "a program in the quantizer's place": (
         lambda net: qompose.prepare_pt2e(toy(), PROGRAM), UserError, "^.{,200}$",  # it is not printed

@@ -262,9 +262,9 @@ class TestBackends:
 
     def test_a_loaded_model_can_be_saved_again(self, path: Path, offered: None) -> None:
         qompose.save(mlp(), path)
-        assert path.read_bytes() == mlp_file()
+        written = path.read_bytes()
         qompose.save(qompose.load(path), path)
-        assert path.read_bytes() == mlp_file()
+        assert path.read_bytes() == written
 
 
 PLUGIN = """

@@ -214,6 +214,7 @@ def result() -> qompose.QuantizedModel:
     return made
 
 
+@pytest.mark.full
 def test_compiled_with_another_backend(result: qompose.QuantizedModel) -> None:
     compiled = result.compile()
     for batch in (4, 2, 7):

@@ -171,6 +171,7 @@ def method(name: str) -> Any:
 
 
 class TestReasons:
+    @pytest.mark.full
     @pytest.mark.parametrize("names", at_once([(AT_ONCE[:4],), ([*REASONS],)], (AT_ONCE[:4],)))
     def test_portable_operators_have_one_of_their_own(self, names: Sequence[str]) -> None:
         found = {}
@@ -183,6 +184,7 @@ class TestReasons:
             found[name] = reasons[operator]
         assert len(set(found.values())) == len(names), found
 
+    @pytest.mark.full
     def test_a_size_that_is_computed_is_no_type(self) -> None:
         model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.GELU(), nn.Flatten(), nn.Linear(64, 2)).eval()
         batch, x = torch.export.Dim("batch", min=2, max=8), torch.randn(2, 3, 6, 6)
@@ -195,6 +197,7 @@ class TestReasons:
         reasons = {op.name.rpartition(".")[0]: op.reason for op in program.delegation.portable}
         assert "run time" in reasons["aten.view_copy"]
 
+    @pytest.mark.full
     def test_collecting_them_leaves_logging_alone(self, logged: Listen) -> None:
         names = [n for n in logging.root.manager.loggerDict if "xnnpack" in n]
         before = [(n, logging.getLogger(n).level, logging.getLogger(n).handlers[:]) for n in names]
@@ -207,6 +210,7 @@ class TestReasons:
 
         assert isinstance(gemm_configs.why.logger, logging.Logger)
 
+    @pytest.mark.full
     def test_a_user_who_asks_executorch_still_hears_it(self, logged: Listen) -> None:
         heard = logged(logging.DEBUG, "executorch.backends.xnnpack.partition.config")
         program_of(conv_of_float)

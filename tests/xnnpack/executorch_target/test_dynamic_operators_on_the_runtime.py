@@ -238,6 +238,7 @@ POINTWISE: dict[str, tuple[Case, bool]] = {
 }
 
 
+@pytest.mark.full
 def test_what_the_runtime_quantizes_per_pixel_is_what_the_guard_refuses() -> None:
     cases = [case for case, _ in POINTWISE.values()]
     program = lower(cases)

@@ -214,6 +214,7 @@ def test_bounds_of_a_fused_hardtanh() -> None:
     check(cases, bounds={case: limits(*args) for case, (_, *args) in keys.items()})
 
 
+@pytest.mark.full
 def test_behind_a_pair_a_hardtanh_is_not_fused() -> None:
     """ExecuTorch leaves both in float inside the delegate; the kernels are a step away at most."""
     cases = {name: behind(name, *BOUNDS["odd ties"]) for name in ("add", "sub", "mul")}

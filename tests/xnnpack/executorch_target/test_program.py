@@ -197,6 +197,7 @@ class Means(nn.Module):
         return self.conv(x).relu().mean([2, 3], True)
 
 
+@pytest.mark.full
 def test_the_mean_of_growing_batches_runs_and_the_report_warns_other_runtimes() -> None:
     torch.manual_seed(0)
     graph = converted(Means().eval(), (randn(2, 3, 9, 9),), None, ({0: Dim("batch", max=64)},))
@@ -312,6 +313,7 @@ class TestFiles:
         assert path.read_bytes() == odd[0].buffer and list(tmp_path.iterdir()) == [path]
         assert path.stat().st_mode & 0o444 == 0o444 & ~current_umask()
 
+    @pytest.mark.full
     def test_trees_with_classes_of_the_user_are_flat_once_read(
         self, named: None, tmp_path: Path
     ) -> None:

@@ -111,6 +111,7 @@ class TestTogether:
             assert copy.methods["decode"].delegation == program.methods["decode"].delegation
         assert qompose.report(twin.methods["encode"]).stage == "lowered"
 
+    @pytest.mark.full
     def test_bounds_of_one_method_are_not_those_of_another(self) -> None:
         torch.manual_seed(0)
         models = {

@@ -87,6 +87,7 @@ def methods(at_once: bool) -> dict[str, tuple[torch.fx.GraphModule, Any, Tensor]
     return {n: (model, program.methods[names[n]], x) for n, (model, x) in made.items()}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", at_once(CASES, *AT_ONCE))
 def test_every_reader_adds_the_bias_in_its_own_steps(name: str) -> None:
     model, lowered, x = methods(name in AT_ONCE)[name]
