@@ -214,7 +214,7 @@ class TestFiles:
                 Statistics.load(path)
         version = re.compile(rb'(format_version\\?": )2')
         path.write_bytes(version.sub(rb"\g<1>7", whole))
-        with pytest.raises(StatisticsError, match="format.* 7"):
+        with pytest.raises(StatisticsError, match=r"format.* 7"):
             Statistics.load(path)
         with pytest.raises(FileNotFoundError):
             Statistics.load(tmp_path / f"absent.{suffix}")
