@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterator
+import os
+import shutil
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import pytest
@@ -30,7 +32,42 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Keep a file in one process where nobody asks for something else: fixtures of a module cost seconds."""
     from xdist.scheduler import LoadFileScheduling
 
+    config.option.loadscopereorder = False  # in the order of `pytest_collection_modifyitems`
     return LoadFileScheduling(config, log) if config.getoption("dist") == "load" else None
+
+
+SLOW_FILES = ("test_packaging.py", "test_authoring.py", "test_program.py", "test_delegation.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with what takes longest, so that no process waits for it at the end."""
+    items.sort(key=lambda item: item.path.name not in SLOW_FILES)
+
+
+COMPILER = shutil.which(os.environ.get("CXX", "g++"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Skip what fails for want of a C++ compiler, where there is none."""
+    report = yield
+    if report.failed and COMPILER is None and call.excinfo and _wants_compiler(call.excinfo.value):
+        path, line, _ = item.location
+        report.outcome = "skipped"
+        report.longrepr = (path, line or 0, "Skipped: needs a C++ compiler")
+    return report
+
+
+def _wants_compiler(error: BaseException | None) -> bool:
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    while error is not None:
+        if isinstance(error, InvalidCxxCompiler) or "InvalidCxxCompiler" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 @pytest.fixture
