@@ -28,7 +28,7 @@ from torch import nn  # noqa: E402
 
 CORE = Path(qompose.__file__).parent
 BACKENDS = ["xnnpack"]
-CARRIERS = {"Quantizer", "Backend", "Composition", "Claim", "Plan", "Record"}
+CARRIERS = {"Quantizer", "Backend", "Composition", "Claim", "Plan", "Record", "Annotated"}
 
 
 def carries(value: Any, depth: int = 2) -> bool:
