@@ -45,7 +45,7 @@ from qompose.training.train_eval import disable_observer
 
 
 def behaves(suite: Suite, trial: Trial, target: str) -> None:
-    """Results are reproducible, copies work, and shapes are known without computing."""
+    """The lowered model is reproducible, can be copied, and knows shapes without computing."""
     suite.require(matches_reference, trial, target)
     lowered, (_, batch) = trial.lowered(target), trial.all_inputs[0]
     first = [x.clone() for x in outputs(lowered, batch)]
@@ -142,7 +142,7 @@ def _check_calls(trial: Trial, target: str, batch: Inputs) -> None:
 
 
 def leaves_inputs_alone(suite: Suite, trial: Trial, target: str) -> None:
-    """The kernel leaves the row's inputs unchanged."""
+    """The kernel writes to none of its inputs, floats or integers."""
     suite.require(matches_reference, suite.plain(trial), target)
     lowered, (_, batch) = trial.lowered(target), trial.all_inputs[0]
     remedy = "write to none of the kernel's arguments; copy first"
@@ -230,9 +230,10 @@ print(json.dumps(changes(lambda: qompose.backend.load_backend(sys.argv[1]))))
 
 
 def imports_cleanly(suite: Suite) -> None:
-    """Importing the backend changes nothing in the process."""
+    """Importing the backend changes nothing else in the process."""
     source = suite.source
-    assert isinstance(source, str)
+    if not isinstance(source, str):
+        raise NotApplicable("the backend is not installed: it has no entry point")
     done = subprocess.run(
         [sys.executable, "-c", _IMPORT, source], capture_output=True, text=True, check=False
     )
@@ -265,7 +266,7 @@ def _set(dtype: torch.dtype, grad: bool, deterministic: bool, precision: str) ->
 
 
 def works_cleanly(suite: Suite) -> None:
-    """Preparing, converting, lowering and running a model changes nothing in the process."""
+    """Using the backend changes nothing else in the process."""
     rows = list(_sound_rows(suite))
     if not rows:
         raise NotApplicable("no row lowers")
@@ -315,7 +316,7 @@ _TRAINABLE = (
 
 
 def trains(suite: Suite, trial: Trial) -> None:
-    """The row is claimed in training too, passes gradients on, and is deployed as it was trained."""
+    """The row passes gradients on, and is deployed as it was trained."""
     suite.require(converts, trial)
     reason = why_not_trained(trial.terms.config)
     if reason is not None:

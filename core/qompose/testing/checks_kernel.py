@@ -46,7 +46,7 @@ _RUNS = "a refusal with a reason, or a model that runs"
 
 
 def matches_reference(suite: Suite, trial: Trial, target: str) -> None:
-    """The kernel agrees with the integer arithmetic to one step, on random data and on extremes."""
+    """The kernel agrees with the integer reference to one step."""
     suite.require(keeps_parameters, trial, target)
     reference, what = trial.reference
     lowered, steps = trial.lowered(target), steps_of(trial.converted)
@@ -130,14 +130,14 @@ def _check_layouts(
         )  # fmt: skip
 
 
-def matches_for_integers(suite: Suite, trial: Trial, target: str) -> None:
-    """The same, where a consumer behind the row reads integers."""
+def matches_reference_for_integers(suite: Suite, trial: Trial, target: str) -> None:
+    """The same, where a consumer of the row reads integers."""
     suite.require(matches_reference, suite.plain(trial), target)
     matches_reference(suite, trial, target)
 
 
 def takes_other_shapes(suite: Suite, trial: Trial, target: str) -> None:
-    """The kernel computes correctly what the rule claims with another batch, rank or depth."""
+    """What the rule claims besides its example, of other batches, ranks and depths, is right."""
     suite.require(matches_reference, trial, target)
     _check_variations(
         suite, trial, target, of_shapes(trial),
@@ -146,7 +146,7 @@ def takes_other_shapes(suite: Suite, trial: Trial, target: str) -> None:
 
 
 def takes_other_literals(suite: Suite, trial: Trial, target: str) -> None:
-    """The kernel computes correctly what the rule claims with other literal arguments."""
+    """What the rule claims besides its example, with other literal arguments, is right."""
     suite.require(matches_reference, trial, target)
     _check_variations(
         suite, trial, target, of_literals(trial),
@@ -190,7 +190,7 @@ def accepted_limits(suite: Suite, case: Case) -> list[Limit]:
 
 
 def refuses(suite: Suite, case: Case) -> None:
-    """What a constraint excludes is refused with a reason, by the setter already if no rule takes it."""
+    """What the constraints exclude is refused, with a reason."""
     rule, config = suite.rule(case.rule), suite.backend.configs[case.config]
     for limit in limits(rule, config):
         subject = f"backend {suite.backend.name!r}, rule {rule.name!r}, {limit}"
@@ -228,7 +228,7 @@ def _check_set(suite: Suite, limit: Limit, subject: str) -> None:
 
 
 def accepts(suite: Suite, case: Case, limit: Limit, target: str) -> None:
-    """What a constraint accepts at its edges lowers and computes the right numbers."""
+    """What the constraints accept at their edges works."""
     suite.require(matches_reference, suite.trial(case), target)
     trial = suite.trial(case, name=str(limit), config=limit.config)
     for check in (lowers, matches_reference):

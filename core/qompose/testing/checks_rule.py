@@ -22,7 +22,7 @@ from qompose.testing.trial import Inputs, Trial, outputs
 
 
 def annotates(suite: Suite, trial: Trial) -> None:
-    """The rule claims the operators of its own example."""
+    """The rule claims the operators of its own pattern."""
     example = trial.terms.example
     if example.problem:
         raise ContractError(
@@ -77,7 +77,7 @@ def _check_claims(trial: Trial, operators: Sequence[Operator]) -> None:
 
 
 def converts(suite: Suite, trial: Trial) -> None:
-    """The Q/DQ model is close to the float model, and keeps shapes and dtypes."""
+    """The Q/DQ model is close to the float model (`min_sqnr`)."""
     suite.require(annotates, trial)
     remedy = "see that the specifications of the rule can be followed with the data of its example"
     with expecting(str(trial), "convert_pt2e to make a Q/DQ model", remedy):
@@ -121,7 +121,7 @@ def _quality(trial: Trial, model: GraphModule) -> float:
 
 
 def lowers(suite: Suite, trial: Trial, target: str) -> None:
-    """The region becomes the kernel that the row promises, without a warning."""
+    """The region becomes the kernel that the rule names, without a warning."""
     suite.require(annotates, trial)
     kernel = trial.terms.rule.kernels[target]
     try:
@@ -198,7 +198,7 @@ def _computes(node: Node) -> bool:
 
 
 def keeps_parameters(suite: Suite, trial: Trial, target: str) -> None:
-    """The kernel does not write to its weights, which other models may share."""
+    """The lowered model leaves its parameters as they are."""
     suite.require(lowers, trial, target)
     lowered, batch = trial.lowered(target), trial.batches("evaluation", 1)[0]
     if not isinstance(lowered, nn.Module):
@@ -220,7 +220,7 @@ def keeps_parameters(suite: Suite, trial: Trial, target: str) -> None:
 
 
 def shares(suite: Suite, trial: Trial) -> None:
-    """The inputs and the output of a rule that shares have one scale and zero point."""
+    """If the rule shares, inputs and output have one scale."""
     suite.require(annotates, trial)
     plan = trial.record.plan
     group_of = {str(point): i for i, group in enumerate(plan.groups) for point in group.points}
