@@ -46,7 +46,7 @@ from qompose.errors import (
 )
 from qompose.plan.operator_ids import PARAMETER
 from qompose.program.control_flow import nodes_in, sink_constants
-from qompose.program.graph import get_attribute, module_path, operator_name, owner_of
+from qompose.program.graph import get_attribute, module_path, operator_name, owner_of, reached
 from qompose.program.meta import values_of
 from qompose.program.rewrites import is_rewrite
 from qompose.program.user_input import binder, check_limit, describe, iterated, run_batch
@@ -548,10 +548,5 @@ def _evaluated(node: Node, call: Callable[[Node, Any, Mapping[str, Any]], Any]) 
 def unread_in(program: GraphModule) -> set[Node]:
     """Return the nodes that neither an output nor what is done for its effect depends on."""
     nodes = list(nodes_in(program))
-    waiting = [node for node in nodes if node.op == "output" or node.is_impure()]
-    read = set(waiting)
-    while waiting:
-        sources = set(waiting.pop().all_input_nodes) - read
-        read |= sources
-        waiting += sources
-    return set(nodes) - read
+    ends = (node for node in nodes if node.op == "output" or node.is_impure())
+    return set(nodes) - reached(ends, lambda node: node.all_input_nodes)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import gc
 import operator
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -296,6 +296,25 @@ def example_of(constant: Tensor, like: Node) -> Any:
     if key not in known:  # making one takes longer than all else that is done for a parameter
         known[key] = value_of(like).new_empty(key[0], dtype=key[1], device=key[2])
     return known[key]
+
+
+def behind_modules(argument: Any) -> Node:
+    """Return the value that an argument is, behind calls of modules: observers hand it on."""
+    while argument.op == "call_module":
+        argument = argument.args[0]
+    assert isinstance(argument, Node)
+    return argument
+
+
+def reached(start: Iterable[Node], step: Callable[[Node], Iterable[Node]]) -> set[Node]:
+    """Return some nodes with all to which steps lead from them."""
+    found = set(start)
+    waiting = list(found)
+    while waiting:
+        new = [node for node in step(waiting.pop()) if node not in found]
+        found.update(new)
+        waiting += new
+    return found
 
 
 def first_user(node: Node) -> Node:

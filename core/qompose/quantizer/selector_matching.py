@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 
 from qompose.errors import SelectorError, blaming, near_names
 from qompose.program.control_flow import bodies_of, borders, is_nested_call
-from qompose.program.graph import describe, module_path, module_stack
+from qompose.program.graph import describe, module_path, module_stack, reached
 from qompose.program.meta import tag_of
 from qompose.spec.selectors import (
     CALL,
@@ -319,8 +319,8 @@ def between(program: Program, first: Iterable[Node], last: Iterable[Node]) -> li
         for one, other in links:
             forward[one].append(other)
             backward[other].append(one)
-    ahead = _reached(first, lambda node: [*node.users, *forward[node]])
-    behind = _reached(last, lambda node: [*node.all_input_nodes, *backward[node]])
+    ahead = reached(first, lambda node: [*node.users, *forward[node]])
+    behind = reached(last, lambda node: [*node.all_input_nodes, *backward[node]])
     return [node for node in program.nodes if node in ahead and node in behind]
 
 
@@ -332,13 +332,3 @@ def _sliced(call: Node, linked: set[Node]) -> Iterator[tuple[Node, Node]]:
                 yield from ((operand, node) for operand in call.all_input_nodes)
             elif node.op == "output":
                 yield from ((value, call) for value in node.all_input_nodes if value not in linked)
-
-
-def _reached(start: Iterable[Node], step: Callable[[Node], Iterable[Node]]) -> set[Node]:
-    reached = set(start)
-    waiting = list(reached)
-    while waiting:
-        new = [node for node in step(waiting.pop()) if node not in reached]
-        reached.update(new)
-        waiting += new
-    return reached
