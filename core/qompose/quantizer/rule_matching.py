@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
 
 from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
@@ -338,9 +337,4 @@ def _bounded(rule: Rule, match: Match, spec: PointSpec) -> PointSpec:
 
 def _edge(match: Match, operand: Operand) -> Point:
     user = next(node for node in match.nodes if node.name == operand.user)
-    first, *rest = operand.position
-    argument: Any = user.args[first] if isinstance(first, int) else user.kwargs[first]
-    for index in rest:
-        argument = argument[index]
-    assert isinstance(argument, Node)
-    return Point(argument.name, user.name)
+    return Point(operand.read_by(user).name, user.name)
