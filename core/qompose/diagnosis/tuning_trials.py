@@ -383,11 +383,6 @@ class Evaluator:
         self.sites: dict[str, SiteCost] = {row.name: row for row in rows if row.operators}
         self._base_is_calibrated = False
 
-    @property
-    def record(self) -> Record:
-        """Return the record of the base."""
-        return prepared_record(self.base, "tune")
-
     def float_score(self) -> float:
         """Return the score of the program itself."""
         return self.task.score(self._floats, "nothing quantized")
