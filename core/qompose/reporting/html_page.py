@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
@@ -23,26 +23,27 @@ from markupsafe import Markup
 from qompose.console import as_decibels
 from qompose.reporting.graph_drawing import (
     DOTTED,
-    MeasuredRow,
     edges_between,
     graph_of,
     layers_of,
-    measured_rows,
-    number,
     owner_classes,
     state_class,
     step_class,
     step_legend,
 )
 
+if TYPE_CHECKING:
+    from qompose.reporting.report_data import Comparison, MeasuredRow
+
 _TEMPLATES = Path(__file__).with_name("templates")
 _MODE_TITLES = {"owner": "owner", "state": "state", "sqnr": "SQNR", "own": "own SQNR"}
 
 
 def page(
-    report: Mapping[str, Any],
-    comparison: Mapping[str, Any] | None,
+    entries: Sequence[MeasuredRow],
+    comparison: Comparison | None,
     *,
+    data: Mapping[str, Any],
     totals: Sequence[str],
     remarks: Mapping[str, Sequence[str]],
     states: Mapping[str, str],
@@ -50,13 +51,12 @@ def page(
     """Return the page of a report; equal reports have equal pages.
 
     Args:
-        report: as data (`Report.to_dict`).
-        comparison: as data (`Comparison.to_dict`), where there is one.
+        entries: the rows of the report, with what the comparison, where there is one, has of them.
+        data: what the page's script reads, by name: the report and the comparison.
         totals: lines that sum it up, the first of them the headline.
         remarks: lines by their heading.
         states: where operators may end, in the order in which they are listed, and the border of each.
     """
-    entries = measured_rows(report, comparison)
     owners = owner_classes(entries)
     listed_states = [state for state in states if any(entry.state == state for entry in entries)]
     state_classes = {state: state_class(state, states) for state in listed_states}
@@ -81,7 +81,7 @@ def page(
         owners=owners,
         entries=entries,
         remarks=remarks,
-        data={"report": report, "comparison": comparison, "graph": graph_of(entries, states)},
+        data={**data, "graph": graph_of(entries, states)},
         script=Markup(script),
     )  # fmt: skip
 
@@ -99,7 +99,6 @@ def _environment() -> Environment:
     environment.filters |= {
         "breakable": breakable,
         "decibels": as_decibels,
-        "number": number,
         "script_number": lambda value: str(value).replace("inf", "Infinity"),
         "step_class": step_class,
     }
@@ -150,16 +149,16 @@ _HEIGHT, _TOP, _BOTTOM = 260, 18, 12
 """Of the chart, in pixels: all, and what stays free."""
 
 
-def _errors(entries: Sequence[MeasuredRow], comparison: Mapping[str, Any]) -> dict[str, Any]:
+def _errors(entries: Sequence[MeasuredRow], comparison: Comparison) -> dict[str, Any]:
     """Return what the template shows of a comparison: the chart, and which operators add most."""
     measured = [entry for entry in entries if entry.sqnr is not None or entry.own_sqnr is not None]
     by_name = {entry.name: (row, entry) for row, entry in enumerate(entries)}
-    named = dict.fromkeys(row["name"] for row in comparison["rows"])
+    named = dict.fromkeys(row.name for row in comparison)
     return {
         "measured_entries": len(measured),
         "chart": _chart(entries) if measured else None,
         "worst": [by_name[name] for name in named if name in by_name][:_WORST],
-        "values_without_row": [row for row in comparison["rows"] if row["name"] not in by_name],
+        "values_without_row": [row for row in comparison if row.name not in by_name],
     }
 
 
