@@ -220,8 +220,8 @@ def measured(
         run = run_batch(
             lambda *a, **k: program.in_float(bind(*a, **k)), batch, transform, count, "batch"
         )
-        for key, outputs, floats in _outputs(program, run, places):
-            measure(costs[key], outputs, floats)
+        for key, on in places.items():
+            measure(costs[key], program.quantized(run, on), run.outputs)
             bar.advance(task)
         del run  # before the next batch is made
     if not count:
@@ -230,14 +230,6 @@ def measured(
     ranked = tuple(sorted(rows, key=lambda row: -row.cost))
     together = costs[_ALL].mean(count)
     return Sensitivity(ranked, together, count, tuple(_notes(program, plan)), metric is None)
-
-
-def _outputs(
-    program: SwitchedProgram, run: FloatRun, places: Mapping[Any, On]
-) -> Iterator[tuple[Any, Any, Any]]:
-    """Yield for each place a batch's outputs with that quantized, and those in float."""
-    for key, on in places.items():
-        yield key, program.quantized(run, on), run.outputs
 
 
 _ALL = "all"

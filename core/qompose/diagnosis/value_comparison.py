@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from operator import getitem
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,16 +62,6 @@ from qompose.reporting.report_data import (
 )
 
 
-class _Table(Protocol):
-    """What is filled by one input after the other."""
-
-    def add(self, *args: Any, **kwargs: Any) -> None:
-        """Run both programs on an input."""
-
-    def comparison(self, batches: int) -> Comparison:
-        """Return what was found."""
-
-
 def compare(
     reference: Any,
     other: Any,
@@ -107,7 +97,7 @@ def compare(
     one, two = side_of(reference, "reference"), side_of(other, "other program")
     check_limit(limit)
     own = _metrics(metrics)
-    table: _Table
+    table: OutputTable | ValueTable
     if one.graph is None or two.graph is None:
         table = OutputTable(one, two, own)
     else:
@@ -121,7 +111,9 @@ def compare(
     return table.comparison(number)
 
 
-def _run(batch: Any, transform: Callable[[Any], Any] | None, number: int, table: _Table) -> None:
+def _run(
+    batch: Any, transform: Callable[[Any], Any] | None, number: int, table: OutputTable | ValueTable
+) -> None:
     """Count a batch; an error that is not its fault, such as one of a metric, is not blamed on it."""
     try:
         run_batch(table.add, batch, transform, number, "input")
