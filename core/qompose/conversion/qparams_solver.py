@@ -212,9 +212,8 @@ class QParamsSolver:
         """
         spec: Any = self.plan.groups[number].spec
         without = spec.dtype.is_floating_point or getattr(spec, "is_dynamic", False)
-        watched = isinstance(
-            self.observer(number), PerChannelRangeObserver
-        )  # factors come from data
+        # Factors come from data.
+        watched = isinstance(self.observer(number), PerChannelRangeObserver)
         return self.alive(number) and (not without or watched or self.converts_itself(number))
 
     def observer(self, number: int) -> Any:

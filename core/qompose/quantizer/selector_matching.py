@@ -304,9 +304,7 @@ def _depth_of_calls(module: str, paths: list[str]) -> int:
     if own:
         return own[-1] + 1
     within = (i for i, path in enumerate(paths) if path.startswith(f"{module}."))
-    return next(
-        within, len(paths)
-    )  # a container: it calls nothing, and its parent calls what it holds
+    return next(within, len(paths))  # a container calls nothing, and its parent what it holds
 
 
 def between(program: Program, first: Iterable[Node], last: Iterable[Node]) -> list[Node]:

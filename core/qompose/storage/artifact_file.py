@@ -93,9 +93,7 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             blocks = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
     except (ArtefactError, OSError):
         raise
-    except (
-        Exception
-    ) as error:  # of a forged header: types that torch does not have, sizes that are impossible
+    except Exception as error:  # of a forged header: unknown types, impossible sizes
         kind = " (it is a zip archive, as torch.save and torch.export.save write)"
         raise ArtefactError(
             f"{path} was not written by qompose.save{kind if is_zipfile(path) else ''}, or is incomplete: "
@@ -296,9 +294,7 @@ def _check_devices(devices: Collection[str]) -> None:
         try:
             if torch.empty(0, device=device).is_meta:
                 raise ValueError("no tensor of it has memory")
-        except (
-            Exception
-        ) as error:  # each kind of device has its own way to say that it is not there
+        except Exception as error:  # each kind of device says in its own way that it is not there
             raise ArtefactError(
                 f"its tensors were on the device {device!r}, which this process cannot use ({error}). Export "
                 "and quantize the model on the CPU for a machine without it."
