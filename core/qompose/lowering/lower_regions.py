@@ -255,7 +255,10 @@ def replace_regions(
             continue
         (done if replaced else left)[number] = used.name
         if replaced:
-            _remove([node for node in regions[number] if node not in kept])
+            # The last operator first: in-place ones write to the region's own values.
+            for node in reversed(regions[number]):
+                if node not in kept and not node.users:
+                    node.graph.erase_node(node)
     for part in graphs_in(model):
         remove_dead(part.graph, kept)
     return done, fallbacks, left
@@ -315,13 +318,6 @@ def _replace(
     hand_over(region.output_node, emitted, grid)
     tag(emitted, **{KERNELS_TAG: [*before, number]})
     return True
-
-
-def _remove(region: Sequence[Node]) -> None:
-    """Remove a region that a kernel replaced, last operator first: in-place ones write to its own values."""
-    for node in reversed(region):
-        if not node.users:
-            node.graph.erase_node(node)
 
 
 def _regions(model: GraphModule) -> dict[int, list[Node]]:
@@ -433,6 +429,8 @@ def lowered_record(step: Step, finished: Finished) -> Record:
             f"target {step.target.name!r} remarks on {_list(unknown)}, which the program does not have"
         )
     kernels, fallbacks = _settled(step, finished)
+    model = finished.model
+    held = state_bytes(model) if isinstance(model, nn.Module) else getattr(model, "nbytes", 0)
     operators = tuple(
         replace(o, reason=_joined(o.reason, remarks.get(o.name, ""))) if o.claim is None else o
         for o in record.plan.operators
@@ -449,7 +447,7 @@ def lowered_record(step: Step, finished: Finished) -> Record:
         },
         kernels=kernels,
         fallbacks=fallbacks,
-        bytes=_bytes_of(finished.model),
+        bytes=int(held),
     )
 
 
@@ -475,10 +473,6 @@ def _remark(claim: int, plan: Plan, remarks: Mapping[str, str]) -> str:
 
 def _joined(reason: str, remark: str) -> str:
     return "; ".join(part for part in (reason, remark) if part)
-
-
-def _bytes_of(model: Any) -> int:
-    return state_bytes(model) if isinstance(model, nn.Module) else int(getattr(model, "nbytes", 0))
 
 
 aten = torch.ops.aten

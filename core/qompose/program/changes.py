@@ -175,7 +175,8 @@ class Values:
     def _hold(self, node: Node, nodes: Mapping[str, Node]) -> bool:
         """Give a call the example of its value, and tell whether it had to be put back for that."""
         former = self._former.get(node.name)
-        if former is not None and _as_it_was(node, former):
+        now = node.target, node.args, node.kwargs
+        if former is not None and now == (former.target, former.args, former.kwargs):
             return False
         found = _computed(node)
         if former is not None and not _alike(found, former.value):
@@ -221,10 +222,6 @@ class Values:
 def _returned(model: GraphModule) -> list[Node]:
     leaves = pytree.tree_leaves(model.graph.output_node().args[0])
     return [leaf for leaf in leaves if isinstance(leaf, Node)]
-
-
-def _as_it_was(node: Node, former: _Former) -> bool:
-    return (node.target, node.args, node.kwargs) == (former.target, former.args, former.kwargs)
 
 
 def _alike(one: object, other: object) -> bool:

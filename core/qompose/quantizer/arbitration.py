@@ -409,7 +409,8 @@ def covered_rewrites(
     refused = [candidate for candidate in found if candidate.obstacle is not None]
     merging = [candidate for candidate in candidates if not splits(candidate)]
     if merging != candidates:
-        whole = _claimed(attempt(merging).composition)
+        chosen = attempt(merging).composition.chosen
+        whole = {name for claim in chosen for name in claim.nodes}
         candidates = [c for c in candidates if not (splits(c) and c.nodes[0] in whole)]
     while True:
         made = attempt(candidates)
@@ -434,10 +435,6 @@ def _claims_using(
         if not {*claim.nodes}.isdisjoint(pieces)
         and (candidate.rewrite != ADD_BIAS or BIAS_CORRECTION in claim.repairs)
     ]
-
-
-def _claimed(composition: Composition) -> frozenset[str]:
-    return frozenset(name for claim in composition.chosen for name in claim.nodes)
 
 
 def _with_objection(

@@ -12,7 +12,6 @@ import hashlib
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -114,31 +113,25 @@ def breakable(text: str) -> Markup:
     return Markup("<wbr>").join(re.split(r"(?<=[./_])(?=.)", text))
 
 
-@dataclass(frozen=True)
-class _Group:
-    """The operators of one owner in one state: how many they are, and their work, as parts of all."""
-
-    owner: str
-    state: str
-    style: str
-    macs: int
-    part_of_macs: float
-    operators: int
-    part_of_operators: float
-
-
 def _coverage(
     entries: Sequence[MeasuredRow], owners: Mapping[str, str], states: Mapping[str, str]
-) -> Iterator[_Group]:
+) -> Iterator[dict[str, Any]]:
+    """Yield the operators of one owner in one state: how many they are, and their work, as parts of all."""
     total = max(1, sum(entry.macs for entry in entries))
     for owner, owner_style in owners.items():
         for state, border in states.items():
             group = [entry for entry in entries if (entry.who, entry.state) == (owner, state)]
             if group:
-                macs, style = sum(entry.macs for entry in group), owner_style
-                style += " line" * (border == DOTTED)
-                part = len(group) / len(entries)
-                yield _Group(owner, state, style, macs, macs / total, len(group), part)
+                macs = sum(entry.macs for entry in group)
+                yield {
+                    "owner": owner,
+                    "state": state,
+                    "style": owner_style + " line" * (border == DOTTED),
+                    "macs": macs,
+                    "part_of_macs": macs / total,
+                    "operators": len(group),
+                    "part_of_operators": len(group) / len(entries),
+                }
 
 
 _WORST = 12
@@ -162,30 +155,8 @@ def _errors(entries: Sequence[MeasuredRow], comparison: Comparison) -> dict[str,
     }
 
 
-@dataclass(frozen=True)
-class _Mark:
-    """One measurement of an operator in the chart, of the whole run or of what the operator adds."""
-
-    row: int
-    x: str
-    y: int
-    own: bool
-    words: str
-
-
-@dataclass(frozen=True)
-class _Chart:
-    """The error of each operator by its depth: labels and heights of the scale, and the marks."""
-
-    ticks: list[tuple[str, int]]
-    grid: list[int]
-    marks: list[_Mark]
-    depth: int
-    style: str
-    height: int = _HEIGHT
-
-
-def _chart(entries: Sequence[MeasuredRow]) -> _Chart:
+def _chart(entries: Sequence[MeasuredRow]) -> dict[str, Any]:
+    """Return the error of each operator by its depth: labels and heights of the scale, and the marks."""
     runs = [range(i, i + 1) for i in range(len(entries))]
     depths = layers_of(len(entries), edges_between(runs, entries))
     values = [v for e in entries for v in (e.sqnr, e.own_sqnr) if v is not None]
@@ -198,16 +169,17 @@ def _chart(entries: Sequence[MeasuredRow]) -> _Chart:
     ticks = range(low, high + 1, 10 * math.ceil((high - low) / 80))
     grid = {decibels: _height(decibels, scale) for decibels in ticks}
     names = {low: "-inf dB"} if unbounded else {}
-    return _Chart(
-        ticks=[
+    return {
+        "ticks": [
             *((names.get(decibels, f"{decibels} dB"), y) for decibels, y in grid.items()),
             ("equal", _height(math.inf, scale)),
         ],
-        grid=list(grid.values()),
-        marks=[*_marks(entries, depths, scale, True), *_marks(entries, depths, scale, False)],
-        depth=max(depths) + 1,
-        style="plot many" if len(entries) > _MANY else "plot",
-    )
+        "grid": list(grid.values()),
+        "marks": [*_marks(entries, depths, scale, True), *_marks(entries, depths, scale, False)],
+        "depth": max(depths) + 1,
+        "style": "plot many" if len(entries) > _MANY else "plot",
+        "height": _HEIGHT,
+    }
 
 
 def _height(value: float, scale: tuple[int, int]) -> int:
@@ -221,11 +193,13 @@ def _height(value: float, scale: tuple[int, int]) -> int:
 
 def _marks(
     entries: Sequence[MeasuredRow], depths: Sequence[int], scale: tuple[int, int], own: bool
-) -> Iterator[_Mark]:
+) -> Iterator[dict[str, Any]]:
+    """Yield the measurements of operators, of the whole run or of what each adds, as the chart has them."""
     for row, entry in enumerate(entries):
         value = entry.own_sqnr if own else entry.sqnr
         if value is not None:
             x = f"{100 * (depths[row] + 0.5) / (max(depths) + 1):.2f}%"
             kind = "own SQNR" if own else "SQNR"
             words = f"{entry.name}: {kind} {as_decibels(value)}, {entry.cause}"
-            yield _Mark(row, x, _height(value, scale), own, words)
+            y = _height(value, scale)
+            yield {"row": row, "x": x, "y": y, "own": own, "words": words}

@@ -246,14 +246,11 @@ class Gathering:
                 try:
                     self.suite.require(annotates, trial)
                     self.suite.require(converts, trial)
-                    self._require_kernel(trial)
+                    if TORCH_TARGET.name in trial.terms.rule.kernels and self.suite.in_process:
+                        self.suite.require(matches_reference, trial, TORCH_TARGET.name)
                 except NotApplicable:
                     continue
                 yield trial
-
-    def _require_kernel(self, trial: Trial) -> None:
-        if TORCH_TARGET.name in trial.terms.rule.kernels and self.suite.in_process:
-            self.suite.require(matches_reference, trial, TORCH_TARGET.name)
 
     def quantizer(self, *members: Quantizer) -> Quantizer:
         """Return the quantizers of the copies around the rows, followed by others."""

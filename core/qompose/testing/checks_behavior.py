@@ -101,12 +101,9 @@ class _Kinds(Interpreter):
         """Run one node."""
         result = super().run_node(n)
         if n.op == "call_function" and isinstance(result, Tensor):
-            self.found[n] = _kind(result, strides=_is_custom(n))
+            custom = getattr(n.target, "namespace", "aten") not in ("aten", "prims")
+            self.found[n] = _kind(result, strides=custom)
         return result
-
-
-def _is_custom(node: Node) -> bool:
-    return getattr(node.target, "namespace", "aten") not in ("aten", "prims")
 
 
 def _kind(x: Tensor, *, strides: bool) -> str:
@@ -351,16 +348,11 @@ def _train(trial: Trial, prepared: GraphModule) -> None:
         results = [x for x in tensors_of(prepared(*copies(batch))) if x.requires_grad]
         if results:
             sum(x.float().square().mean() for x in results).backward()  # type: ignore[union-attr]
-    lost = [name for name, gradient in _gradients(prepared) if not torch.isfinite(gradient).all()]
+    gradients = {name: p.grad for name, p in prepared.named_parameters() if p.grad is not None}
+    lost = [name for name, gradient in gradients.items() if not torch.isfinite(gradient).all()]
     if lost:
         raise _failure(trial, "finite gradients", f"those of {', '.join(lost)} are not")
     prepared.eval().apply(disable_observer)
-
-
-def _gradients(model: GraphModule) -> Iterator[tuple[str, Tensor]]:
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            yield name, parameter.grad
 
 
 def _failure(trial: Trial, expected: str, found: str) -> ContractError:

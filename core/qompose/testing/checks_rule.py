@@ -14,7 +14,6 @@ from qompose.lowering.lower_regions import TORCH_TARGET
 from qompose.plan.plan import Operator
 from qompose.program.control_flow import nodes_in
 from qompose.program.graph import operator_name, value_of
-from qompose.reporting import Row
 from qompose.reporting.report_data import FLOAT_KERNEL, KERNEL
 from qompose.testing.fixtures import Blocked, ContractError, expecting, kinds_of, sqnr
 from qompose.testing.suite import Suite
@@ -133,7 +132,8 @@ def lowers(suite: Suite, trial: Trial, target: str) -> None:
     remedy = "correct the kernel's emit, or the last step of the target"
     with expecting(trial.on(target), promise, remedy):
         lowered = trial.lowered(target)
-    rows = [row for row in report(lowered).rows if _is_of(trial, row)]
+    row_of = (trial.terms.label, trial.terms.rule.name)
+    rows = [row for row in report(lowered).rows if (row.owner, row.rule) == row_of]
     left = [row for row in rows if row.state != wanted.get(row.kernel)]
     if left or not rows:
         row = left[0] if left else None
@@ -160,10 +160,6 @@ def lowers(suite: Suite, trial: Trial, target: str) -> None:
             found=repr(lowered),
             remedy="let the model that the target's last step returns have a __call__",
         )
-
-
-def _is_of(trial: Trial, row: Row) -> bool:
-    return (row.owner, row.rule) == (trial.terms.label, trial.terms.rule.name)
 
 
 def _check_no_float(trial: Trial, lowered: GraphModule, target: str) -> None:

@@ -254,7 +254,8 @@ class BackendContract:
 
     def test_contract_is_whole(self) -> None:
         """No test of the contract is overridden or deleted without a reason."""
-        changed = [name for name in _tests(BackendContract) if not _kept(type(self), name)]
+        tests = [name for name in vars(BackendContract) if name.startswith("test_")]
+        changed = [name for name in tests if not _kept(type(self), name)]
         if changed:
             pytest.fail(
                 f"{type(self).__qualname__} overrides or deletes {', '.join(changed)}\n"
@@ -269,10 +270,6 @@ class BackendContract:
             raise TypeError(
                 f"{cls.__qualname__} overrides test_contract_is_whole, which watches the other tests"
             )
-
-
-def _tests(cls: type) -> list[str]:
-    return [name for name in vars(cls) if name.startswith("test_")]
 
 
 def _kept(cls: type, name: str) -> bool:
