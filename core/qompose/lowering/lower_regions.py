@@ -33,6 +33,7 @@ from qompose.program.graph import (
     owner_of,
     refresh,
     remove_dead,
+    result_on,
     value_of,
     without_readers,
 )
@@ -512,23 +513,13 @@ def _made(graph: Graph) -> dict[Node, Any]:
     for node in graph.nodes:
         by_kernel = tag_of(node, KERNELS_TAG) is not None or MADE in node.meta
         if by_kernel or not made.keys().isdisjoint(node.all_input_nodes):
-            made[node] = _example(node, made)
+            values = {other: made.get(other, value_of(other)) for other in node.all_input_nodes}
+            faked = any(hasattr(value, "fake_mode") for value in values.values())
+            with torch.no_grad():
+                made[node] = (
+                    result_on(node, values) if node.op == "call_function" and faked else None
+                )
     return made
-
-
-def _example(node: Node, made: Mapping[Node, Any]) -> Any:
-    """Run a call on examples of its arguments."""
-    values = {other: made.get(other, value_of(other)) for other in node.all_input_nodes}
-    mode = next((v.fake_mode for v in values.values() if hasattr(v, "fake_mode")), None)
-    known = all(value is not None for value in values.values())
-    if node.op != "call_function" or not known or mode is None:
-        return None
-    args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
-    try:
-        with mode, torch.no_grad():
-            return node.target(*args, **kwargs)  # type: ignore[operator]
-    except Exception:  # a stranger's operator that cannot run on examples: its layout stays unknown
-        return None
 
 
 def _as_exported(node: Node, made: Any) -> bool:

@@ -8,7 +8,6 @@ names back, so that later stages find them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import chain, count
 from typing import Any
@@ -27,6 +26,7 @@ from qompose.program.graph import (
     get_attribute,
     layout_of,
     operator_name,
+    result_on,
     set_attribute,
     value_of,
 )
@@ -245,23 +245,13 @@ def _read(*operands: Any) -> list[Node]:
 
 def _computed(call: Node) -> Tensor | None:
     """Return an example of the tensor that a call gives, or None where examples do not tell."""
-    target: Any = call.target
     like: Node | None = next((n for n in call.graph.nodes if isinstance(value_of(n), Tensor)), None)
     if like is None:
         return None
 
-    def example(read: Node) -> Any:
-        tensor = constant_of(read)
-        return value_of(read) if tensor is None else example_of(tensor, like)
-
-    if any(example(read) is None for read in call.all_input_nodes):
-        return None
-    args, kwargs = map_arg((call.args, dict(call.kwargs)), example)
-    try:
-        with getattr(value_of(like), "fake_mode", None) or nullcontext():
-            result = target(*args, **kwargs)
-    except Exception:  # an operator without a fake implementation says nothing
-        return None
+    constants = ((read, constant_of(read)) for read in call.all_input_nodes)
+    known = {read: value_of(read) if c is None else example_of(c, like) for read, c in constants}
+    result = result_on(call, {like: value_of(like), **known})
     return result if isinstance(result, Tensor) else None
 
 

@@ -7,7 +7,7 @@ import copy
 import gc
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.graph import _PyTreeInfo
+from torch.fx.node import map_arg
 
 from qompose.program.meta import provenance_of
 
@@ -296,6 +297,20 @@ def example_of(constant: Tensor, like: Node) -> Any:
     if key not in known:  # making one takes longer than all else that is done for a parameter
         known[key] = value_of(like).new_empty(key[0], dtype=key[1], device=key[2])
     return known[key]
+
+
+def result_on(call: Node, values: Mapping[Node, Any]) -> Any:
+    """Return what a call gives for examples of what it reads, None where one is missing or it cannot run."""
+    if any(values[read] is None for read in call.all_input_nodes):
+        return None
+    target: Any = call.target
+    args, kwargs = map_arg((call.args, dict(call.kwargs)), values.__getitem__)
+    modes = (getattr(value, "fake_mode", None) for value in values.values())
+    try:
+        with next(filter(None, modes), None) or nullcontext():
+            return target(*args, **kwargs)
+    except Exception:  # an operator without a fake implementation says nothing
+        return None
 
 
 def behind_modules(argument: Any) -> Node:
