@@ -437,7 +437,7 @@ class Lockstep:
         programs = [p for p in (reference, other, other, simulated) if p is not None]
         copies = [Instance.of(program) for program in programs]
         spoken = [_computed(instance.graph) for instance in copies]
-        first, second = (_by_value(part) for part in spoken[:2])
+        first, second = ({v: n for n, s in part.items() for v in s.values} for part in spoken[:2])
         common = first.keys() & second.keys()
         self.reference = {value: node for value, node in first.items() if value in common}
         self.speakers = {v: spoken[1][node] for v, node in second.items() if v in common}
@@ -492,10 +492,6 @@ class Lockstep:
 def _computed(program: GraphModule) -> dict[Node, Speaker]:
     """Return what gives values that are not parameters."""
     return {n: s for n, s in speakers_in(program).items() if not s.values[0].endswith(PARAMETER)}
-
-
-def _by_value(speakers: Mapping[Node, Speaker]) -> dict[str, Node]:
-    return {value: node for node, speaker in speakers.items() for value in speaker.values}
 
 
 def _comparable(*values: Any) -> bool:

@@ -39,10 +39,6 @@ def _matching(setting: Setting, program: Program) -> Iterable[Node]:
     return [node for node in program.nodes if match(module_path(node))]
 
 
-def _accepted(setting: Setting, program: Program) -> Iterable[Node]:
-    return [node for node in program.nodes if _asked(setting.key, setting.label, node)]
-
-
 def _asked(predicate: Callable[[Node], object], label: str, node: Node) -> bool:
     with blaming(f"{label}, asked about {describe(node)},"):
         return bool(predicate(node))
@@ -92,7 +88,9 @@ _PICKS: dict[str, Callable[[Setting, Program], Iterable[Node]]] = {
     GLOBAL: lambda setting, program: program.nodes,
     TYPE: lambda setting, program: [n for n in program.nodes if is_of_kind(setting.key, n)],
     REGEX: _matching,
-    FILTER: _accepted,
+    FILTER: lambda setting, program: [
+        n for n in program.nodes if _asked(setting.key, setting.label, n)
+    ],
     NAME: _in_module,
     SUBGRAPH: _between,
     CALL: _called,

@@ -244,17 +244,14 @@ def _block(extents: list[_Extent]) -> tuple[str, Tensor, int]:
     for extent in extents:
         tensor = extent.tensor
         whole = (extent.start, extent.end) == (low, high) and tensor.is_contiguous()
-        if whole and tensor.dtype in _NATURAL and _same_size(extents):
+        # Offsets are whole numbers of items where the items of all tensors have one size.
+        alike = len({extent.tensor.element_size() for extent in extents}) == 1
+        if whole and tensor.dtype in _NATURAL and alike:
             return extent.path, tensor.detach(), low
     low -= low % _ALIGNMENT
     storage = extents[0].tensor.untyped_storage()
     empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
     return extents[0].path, empty.set_(storage, low, (high - low,), (1,)), low
-
-
-def _same_size(extents: list[_Extent]) -> bool:
-    """Tell whether all tensors have items of one size, so that offsets are whole numbers of them."""
-    return len({extent.tensor.element_size() for extent in extents}) == 1
 
 
 def unpack(views: Mapping[str, Any], blocks: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
