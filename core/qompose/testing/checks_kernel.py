@@ -57,7 +57,16 @@ def matches_reference(suite: Suite, trial: Trial, target: str) -> None:
         expect_close(suite, trial, target, f"{what} on {kind}", (wanted, actual, steps))
         if kind == RANDOM:
             random.append((wanted, actual))
-    _check_rounding(trial, target, what, random, steps)
+    for place, step in enumerate(steps):
+        given, made = ([run[side][place] for run in random] for side in (0, 1))
+        found = None if step is None else rounding_fault(given, made, step)
+        if found is not None:
+            raise ContractError(
+                trial.on(target),
+                expected=f"at most {MOST_OFF:.0%} of the values a step off {what}",
+                found=found,
+                remedy="round once, to the nearest integer, half to even; do not truncate",
+            )
     if isinstance(lowered, nn.Module):
         _check_layouts(suite, trial, target, (random[0][1], steps))
 
@@ -88,27 +97,6 @@ def expect_close(
             found=found,
             remedy=remedy,
         )
-
-
-def _check_rounding(
-    trial: Trial,
-    target: str,
-    what: str,
-    runs: Sequence[tuple[list[Tensor], list[Tensor]]],
-    steps: Sequence[Tensor | None],
-) -> None:
-    """Check that few values are off by a step."""
-    for place, step in enumerate(steps):
-        if step is None:
-            continue
-        found = rounding_fault([w[place] for w, _ in runs], [a[place] for _, a in runs], step)
-        if found is not None:
-            raise ContractError(
-                trial.on(target),
-                expected=f"at most {MOST_OFF:.0%} of the values a step off {what}",
-                found=found,
-                remedy="round once, to the nearest integer, half to even; do not truncate",
-            )
 
 
 def _check_layouts(
