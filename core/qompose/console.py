@@ -28,14 +28,9 @@ class Table:
     header: tuple[str, ...]
     rows: tuple[tuple[object, ...], ...]
 
-    @property
-    def full_rows(self) -> list[tuple[object, ...]]:
-        """Return the rows that are not headings."""
-        return [row for row in self.rows if len(row) > 1]
-
     def is_numeric(self, column: int) -> bool:
         """Return whether every cell of a column is a number."""
-        cells = [row[column] for row in self.full_rows]
+        cells = [row[column] for row in self.rows if len(row) > 1]
         return bool(cells) and all(isinstance(cell, (int, float)) for cell in cells)
 
 

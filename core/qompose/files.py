@@ -51,9 +51,8 @@ def draft_of(path: Path) -> Iterator[Path]:
         OSError: nothing can be written there; it names `path`, not the draft.
     """
     place = destination(path)
-    stem = place.stem[
-        :_LONGEST
-    ]  # names of files have a limit, which this one must not be the first to meet
+    # Names of files have a limit, which this one must not be the first to meet.
+    stem = place.stem[:_LONGEST]
     draft = place.with_name(f".{stem}.{uuid4().hex}{place.suffix[-_LONGEST:]}")
     try:
         yield draft

@@ -91,7 +91,9 @@ class QuantizedModel:
                 'runtime, or quantize with target="torch".'
             )
         if not inputs and not keywords:
-            inputs, keywords = self._example()
+            if self.exported.example_inputs is None:
+                raise UserError("benchmark needs inputs: the program was exported without any")
+            inputs, keywords = self.exported.example_inputs
         models = {
             "float": self.exported.module(),
             "lowered": self.model,
@@ -105,13 +107,6 @@ class QuantizedModel:
         if slower:
             warnings.warn(f"slower than float: {', '.join(slower)}", QomposeWarning, stacklevel=2)
         return timings
-
-    def _example(self) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-        example = self.exported.example_inputs
-        if example is None:
-            raise UserError("benchmark needs inputs: the program was exported without any")
-        args, kwargs = example
-        return args, kwargs
 
 
 def quantize(

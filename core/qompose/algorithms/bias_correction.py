@@ -23,12 +23,7 @@ from qompose.observers.tensor_statistics import mean_observers
 from qompose.plan.plan import Plan
 from qompose.program.aliasing import written_buffers
 from qompose.program.control_flow import count_readers, graphs_in, nodes_in
-from qompose.program.graph import (
-    address_of,
-    constant_of,
-    describe,
-    value_of,
-)
+from qompose.program.graph import address_of, behind_modules, constant_of, describe, value_of
 from qompose.spec.claim import Claim, Point
 from qompose.spec.qdq import QParams, integers_of, static_pair
 from qompose.spec.quantization_spec import BIAS_CORRECTION
@@ -66,17 +61,10 @@ class _Operands:
         bias = node.args[2] if len(node.args) > 2 else None
         return cls(
             node,
-            _behind(node.args[0]),
-            _behind(node.args[1]),
-            None if bias is None else _behind(bias),
+            behind_modules(node.args[0]),
+            behind_modules(node.args[1]),
+            None if bias is None else behind_modules(bias),
         )
-
-
-def _behind(argument: Any) -> Node:
-    while argument.op == "call_module":
-        argument = argument.args[0]
-    assert isinstance(argument, Node)
-    return argument
 
 
 def wanted_means(claims: Sequence[Claim], nodes: Mapping[str, Node]) -> Iterator[tuple[Node, int]]:

@@ -418,7 +418,11 @@ class FactorSearch:
         elif not self._dropped_none(number):
             reason = "one of its readers stays in float"
         else:
-            factors = self._smooth(number, balance, observer)
+            dynamic = getattr(self._groups[number].spec, "is_dynamic", False)
+            qparams = None if dynamic else observer.calculate_qparams()
+            products, asked = [*self._products(balance)], (_needed(balance), balance.alpha)
+            scheme = self._scheme(number)
+            factors = input_factors(observer.channels, products, scheme, qparams, *asked)
             reason = (
                 f"on calibration data held back no factors make the squared error {_needed(balance)} times "
                 "smaller, or there are fewer than 32 rows of it"
@@ -428,14 +432,6 @@ class FactorSearch:
         else:
             where = _where(self._groups[number], self._nodes)
             self._found.refused.append(f"{_asked(balance)} of {where} was not made: {reason}")
-
-    def _smooth(
-        self, number: int, balance: Balance, observer: PerChannelRangeObserver
-    ) -> Factors | None:
-        dynamic = getattr(self._groups[number].spec, "is_dynamic", False)
-        qparams = None if dynamic else observer.calculate_qparams()
-        products, asked = [*self._products(balance)], (_needed(balance), balance.alpha)
-        return input_factors(observer.channels, products, self._scheme(number), qparams, *asked)
 
     def _scheme(self, number: int) -> Scheme:
         spec: Any = self._groups[number].spec

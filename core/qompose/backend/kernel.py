@@ -30,7 +30,7 @@ from qompose.program.graph import (
     value_of,
 )
 from qompose.spec import qdq
-from qompose.spec.claim import Claim, Operand
+from qompose.spec.claim import Claim
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class Region:
         Raises:
             ConfigError: the rule has no such role.
         """
-        found = [self._argument(o) for o in self.claim.operands if o.role == role]
+        found = [o.read_by(self._nodes[o.user]) for o in self.claim.operands if o.role == role]
         if not found:
             roles = ", ".join(dict.fromkeys(o.role for o in self.claim.operands))
             raise self._fault(f"no tensor {role!r}; it reads {roles}, and makes output")
@@ -197,15 +197,6 @@ class Region:
             f"The kernel of {claim.owner}, rule {claim.rule}, at {claim.anchor} asks for what its "
             f"region does not have: {missing}"
         )
-
-    def _argument(self, operand: Operand) -> Node:
-        user = self._nodes[operand.user]
-        first, *rest = operand.position
-        found: Any = user.args[first] if isinstance(first, int) else user.kwargs[first]
-        for index in rest:
-            found = found[index]
-        assert isinstance(found, Node)
-        return found
 
     def _output(self) -> QuantizedTensor | None:
         """Return the integers that consumers want, if all want the same ones."""

@@ -98,8 +98,9 @@ def calibrate(
         for number in _ran(prepared, share.of(iterator), transform, kept):
             done.append(number)
             bar.update(task, completed=number)
-    if ranks.rank == 0:
-        _warn_of_what_looks_wrong(prepared)
+    if ranks.rank == 0 and (found := lint(prepared)):
+        lines = "".join(f"\n  - {line}" for line in found)
+        warnings.warn(f"After calibration these look wrong:{lines}", QomposeWarning, stacklevel=2)
     return prepared
 
 
@@ -117,12 +118,6 @@ def _ran(
             kept.note(prepared, number)
     if kept is not None:
         kept.write(prepared)  # what this process saw alone
-
-
-def _warn_of_what_looks_wrong(prepared: GraphModule) -> None:
-    if found := lint(prepared):
-        lines = "".join(f"\n  - {line}" for line in found)
-        warnings.warn(f"After calibration these look wrong:{lines}", QomposeWarning, stacklevel=3)
 
 
 def _check_limit(limit: object, sharded: bool) -> None:

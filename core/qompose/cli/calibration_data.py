@@ -326,7 +326,10 @@ def _cut(
         )
     size = batch_size or inputs.tensors[0].example_batch
     if count == 0 or not _is_taken(min(count, size), inputs):
-        _refuse(path, count, size, inputs)
+        raise CalibrationError(
+            f"{path}: {count} samples in batches of {size} do not fit what the program takes ({inputs}); "
+            "--batch-size sets the size of a batch"
+        )
     for start in range(0, count, size):
         stop = min(start + size, count)
         if not _is_taken(stop - start, inputs):
@@ -343,13 +346,6 @@ def _cut(
 
 def _is_taken(size: int, inputs: Inputs) -> bool:
     return all(tensor.takes_batch(size) for tensor in inputs.tensors)
-
-
-def _refuse(path: Path, count: int, size: int, inputs: Inputs) -> None:
-    raise CalibrationError(
-        f"{path}: {count} samples in batches of {size} do not fit what the program takes ({inputs}); "
-        "--batch-size sets the size of a batch"
-    )
 
 
 def _leaves(path: Path, number: int, batch: Any, inputs: Inputs) -> list[Any]:

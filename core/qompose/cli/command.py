@@ -61,9 +61,8 @@ class Results:
             return
         try:
             print(printable(text), file=self._file, flush=True)
-        except (
-            OSError
-        ) as error:  # the rest goes nowhere, so that closing the file does not fail again
+        except OSError as error:
+            # The rest goes nowhere, so that closing the file does not fail again.
             os.dup2(os.open(os.devnull, os.O_WRONLY), self._file.fileno())
             if not isinstance(error, BrokenPipeError):
                 raise OSError(f"cannot write to standard output: {error.strerror}") from error

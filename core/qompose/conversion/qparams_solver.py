@@ -109,16 +109,7 @@ def solve(model: GraphModule, plan: Plan, *, allow_uncalibrated: bool) -> Soluti
 
 
 class QParamsSolver:
-    """Finds out which groups of a prepared model live, and with which numbers.
-
-    Attributes:
-        dropped: claims that cannot be followed, with the reason.
-        qparams: by group that lives, is not dynamic and is not left to its observer to convert.
-        factors: which channels get factors, and which parameters take them up.
-
-    Raises:
-        StageError: observers that prepare inserted are not in the model any more.
-    """
+    """Finds out which groups of a prepared model live, and with which numbers; see `Solution`."""
 
     def __init__(self, model: GraphModule, plan: Plan) -> None:
         self.model, self.plan = model, plan
@@ -147,12 +138,7 @@ class QParamsSolver:
             )
 
     def solve(self, *, allow_uncalibrated: bool) -> Solution:
-        """Return what the statistics give.
-
-        Raises:
-            UncalibratedError: an observer saw nothing, and `allow_uncalibrated` is False.
-            CalibrationError: a tensor's statistics give no usable scale.
-        """
+        """Return what the statistics give."""
         self._observe_constants()
         self._drop_masked()
         self._check_calibrated(allow_uncalibrated)
@@ -212,9 +198,8 @@ class QParamsSolver:
         """
         spec: Any = self.plan.groups[number].spec
         without = spec.dtype.is_floating_point or getattr(spec, "is_dynamic", False)
-        watched = isinstance(
-            self.observer(number), PerChannelRangeObserver
-        )  # factors come from data
+        # Factors come from data.
+        watched = isinstance(self.observer(number), PerChannelRangeObserver)
         return self.alive(number) and (not without or watched or self.converts_itself(number))
 
     def observer(self, number: int) -> Any:
@@ -241,11 +226,13 @@ class QParamsSolver:
                         self.observer(number)(constant)
 
     def _drop_masked(self) -> None:
-        for number, group in enumerate(self.plan.groups):
-            screen = screen_of(self.observer(number))
+        for group, observer in ((g, self.observer(n)) for n, g in enumerate(self.plan.groups)):
+            screen = screen_of(observer)
             if screen is not None and screen.mask:
-                reason = f"{group.points[0]} holds {screen.mask}"
-                self.dropped.update(dict.fromkeys(group.claims, reason))
+                self._drop(group, f"{group.points[0]} holds {screen.mask}")
+
+    def _drop(self, group: Group, reason: str) -> None:
+        self.dropped.update(dict.fromkeys(group.claims, reason))
 
     def _check_calibrated(self, allow_uncalibrated: bool) -> None:
         missing = [
@@ -256,13 +243,10 @@ class QParamsSolver:
         idle = self._idle_points(missing)
         if (missing or idle) and not allow_uncalibrated:
             raise UncalibratedError([*map(self.describe, missing), *idle.values()])
-        for number in missing:
-            group = self.plan.groups[number]
-            reason = f"{group.points[0]} never saw calibration data"
-            self.dropped.update(dict.fromkeys(group.claims, reason))
+        for group in (self.plan.groups[number] for number in missing):
+            self._drop(group, f"{group.points[0]} never saw calibration data")
         for point in idle:
-            reason = f"{point} never saw calibration data"
-            self.dropped.setdefault(self._claim_of[point], reason)
+            self.dropped.setdefault(self._claim_of[point], f"{point} never saw calibration data")
 
     def _idle_points(self, missing: list[int]) -> dict[Point, str]:
         """Name the tensors in bodies that never ran, whose groups have data from elsewhere only."""
@@ -285,20 +269,16 @@ class QParamsSolver:
             if node.graph is self.model.graph or not node.users or not self.alive(number):
                 continue
             if self.converts_itself(number) and not can_stand(node, self.describe(number)):
-                kind = type(self.observer(number)).__name__
-                reason = (
-                    f"{kind} makes a module of {each.tensor}, which {self._labels[node.graph]} "
-                    "cannot hold"
-                )
-                self.dropped.update(dict.fromkeys(self.plan.groups[number].claims, reason))
+                made = f"{type(self.observer(number)).__name__} makes a module of {each.tensor}"
+                reason = f"{made}, which {self._labels[node.graph]} cannot hold"
+                self._drop(self.plan.groups[number], reason)
 
     def _drop_underived(self) -> None:
         """Drop the claims whose parameters would be derived from tensors that stay in float."""
         for group in self.plan.groups:
             for source in group.depends_on:
                 if not self.alive(source):
-                    reason = f"{self.plan.groups[source].points[0]} stays in float"
-                    self.dropped.update(dict.fromkeys(group.claims, reason))
+                    self._drop(group, f"{self.plan.groups[source].points[0]} stays in float")
 
     def _drop_out_of_bounds(self) -> bool:
         """Drop the claims whose kernels do not support a tensor's parameters; tell whether there are any."""

@@ -40,7 +40,7 @@ from qompose.plan.operator_ids import restore_written
 from qompose.plan.plan import Plan, Record
 from qompose.program.aliasing import written_values
 from qompose.program.control_flow import graphs_in, nodes_in
-from qompose.program.graph import constant_of, copy_graph_module, holds, owner_of
+from qompose.program.graph import constant_of, copy_graph_module, holds, owner_of, reached
 from qompose.program.user_input import binder, check_limit, iterated, run_batch
 from qompose.spec.qparams import decibels
 from qompose.training.qat_conv_bn import deployment_form
@@ -220,8 +220,8 @@ def measured(
         run = run_batch(
             lambda *a, **k: program.in_float(bind(*a, **k)), batch, transform, count, "batch"
         )
-        for key, outputs, floats in _outputs(program, run, places):
-            measure(costs[key], outputs, floats)
+        for key, on in places.items():
+            measure(costs[key], program.quantized(run, on), run.outputs)
             bar.advance(task)
         del run  # before the next batch is made
     if not count:
@@ -230,14 +230,6 @@ def measured(
     ranked = tuple(sorted(rows, key=lambda row: -row.cost))
     together = costs[_ALL].mean(count)
     return Sensitivity(ranked, together, count, tuple(_notes(program, plan)), metric is None)
-
-
-def _outputs(
-    program: SwitchedProgram, run: FloatRun, places: Mapping[Any, On]
-) -> Iterator[tuple[Any, Any, Any]]:
-    """Yield for each place a batch's outputs with that quantized, and those in float."""
-    for key, on in places.items():
-        yield key, program.quantized(run, on), run.outputs
 
 
 _ALL = "all"
@@ -394,7 +386,8 @@ class SwitchedProgram:
     def _run(self, run: FloatRun, on: On, *, keep: bool) -> Any:
         chosen = set(on)
         live = {node for node, read in self._reads.items() if not chosen.isdisjoint(read.asked)}
-        idle = self._spare.difference(self._behind(live))
+        needed = reached(live, lambda node: self._spare.intersection(node.all_input_nodes))
+        idle = self._spare - needed
         off = self._reads.keys() - live
         inputs = run.inputs
         if self.writes:
@@ -439,16 +432,6 @@ class SwitchedProgram:
                 given = Given(floats[source] if constant is None else constant)
             if seen.node in self._sources:
                 floats[seen.node] = seen.value if given is None else given.value
-
-    def _behind(self, live: Collection[Node]) -> set[Node]:
-        """Return the spare nodes that some reads need."""
-        found: set[Node] = set()
-        waiting = list(live)
-        while waiting:
-            needed = self._spare.intersection(waiting.pop().all_input_nodes) - found
-            found |= needed
-            waiting += needed
-        return found
 
 
 def _is_there(source: Node) -> bool:

@@ -233,7 +233,8 @@ class _Inquiry:
             **facts,
             supported=bool(claims),
             **{
-                key: _joined(claims, key) for key in ("owner", "rule", "config", "mode", "selector")
+                key: ", ".join(dict.fromkeys(getattr(claim, key) for claim in claims))
+                for key in ("owner", "rule", "config", "mode", "selector")
             },
             nodes=tuple(dict.fromkeys(node for claim in claims for node in claim.nodes)),
             kernels=tuple(dict.fromkeys(pair for claim in claims for pair in self._kernels(claim))),
@@ -278,7 +279,8 @@ class _Inquiry:
         problem = obstacle(backend, f"backend {claim.owner!r}")
         if problem:
             yield f"{claim.owner}: {problem}"
-        brought = {t.name: t for other in self._backends() for t in other.targets}
+        others = (m.backend for m in self.members.values() if isinstance(m, RuleQuantizer))
+        brought = {target.name: target for other in others for target in other.targets}
         brought[TORCH_TARGET.name] = TORCH_TARGET
         for target, _ in self._kernels(claim):
             missing = "no member brings this runtime"
@@ -286,11 +288,6 @@ class _Inquiry:
             problem = obstacle(known, f"target {target!r}") if known else missing
             if problem:
                 yield f"target {target}: {problem}"
-
-    def _backends(self) -> Iterator[Backend]:
-        for member in self.members.values():
-            if isinstance(member, RuleQuantizer):
-                yield member.backend
 
     def _rewritten(self, name: str) -> Iterator[str]:
         for rewrite in self.rewrites:
@@ -348,7 +345,3 @@ def _gone(member: str, made: Sequence[str]) -> str:
 
 
 _MOST = 8
-
-
-def _joined(claims: Sequence[Claim], key: str) -> str:
-    return ", ".join(dict.fromkeys(getattr(claim, key) for claim in claims))

@@ -107,7 +107,7 @@ def _measured_ranking(evaluator: Evaluator, bar: Progress) -> Sensitivity:
     task = evaluator.task
     count = RANKING_BATCHES if task.limit is None else min(task.limit, RANKING_BATCHES)
     batches = islice(task.batches, count)
-    return measured(evaluator.base_calibrated(), batches, bar, transform=task.transform)
+    return measured(evaluator.base_calibrated, batches, bar, transform=task.transform)
 
 
 def _ranked(evaluator: Evaluator, ranking: Sensitivity) -> list[SiteCost]:

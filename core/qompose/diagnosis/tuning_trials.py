@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -381,12 +382,6 @@ class Evaluator:
         self._picker = Picker(self._exported, self.plan, by_call=by_call)
         rows = (site_of(self.plan, number) for number in range(len(self.plan.claims)))
         self.sites: dict[str, SiteCost] = {row.name: row for row in rows if row.operators}
-        self._base_is_calibrated = False
-
-    @property
-    def record(self) -> Record:
-        """Return the record of the base."""
-        return prepared_record(self.base, "tune")
 
     def float_score(self) -> float:
         """Return the score of the program itself."""
@@ -410,12 +405,10 @@ class Evaluator:
                 self._entries.setdefault(entry.sites, entry)
         return prepared
 
+    @cached_property
     def base_calibrated(self) -> GraphModule:
         """Return the base with its ranges estimated."""
-        if not self._base_is_calibrated:
-            self.calibrated(self.base)
-            self._base_is_calibrated = True
-        return self.base
+        return self.calibrated(self.base)
 
     def chosen(self, names: Collection[str]) -> Chosen:
         """Prepare the program with some sites in float.
@@ -481,7 +474,7 @@ class Evaluator:
         """
         with _quiet():
             chosen = self.chosen(names) if names else Chosen(self.base, {})
-            prepared = self.calibrated(chosen.prepared) if names else self.base_calibrated()
+            prepared = self.calibrated(chosen.prepared) if names else self.base_calibrated
             converted = convert_pt2e(prepared)
             facts = _sizes(converted.meta[META_KEY])
             if self.task.target is None:

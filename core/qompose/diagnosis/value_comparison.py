@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from operator import getitem
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,7 +46,7 @@ from qompose.errors import (
 )
 from qompose.plan.operator_ids import PARAMETER
 from qompose.program.control_flow import nodes_in, sink_constants
-from qompose.program.graph import get_attribute, module_path, operator_name, owner_of
+from qompose.program.graph import get_attribute, module_path, operator_name, owner_of, reached
 from qompose.program.meta import values_of
 from qompose.program.rewrites import is_rewrite
 from qompose.program.user_input import binder, check_limit, describe, iterated, run_batch
@@ -60,16 +60,6 @@ from qompose.reporting.report_data import (
     Comparison,
     Row,
 )
-
-
-class _Table(Protocol):
-    """What is filled by one input after the other."""
-
-    def add(self, *args: Any, **kwargs: Any) -> None:
-        """Run both programs on an input."""
-
-    def comparison(self, batches: int) -> Comparison:
-        """Return what was found."""
 
 
 def compare(
@@ -107,7 +97,7 @@ def compare(
     one, two = side_of(reference, "reference"), side_of(other, "other program")
     check_limit(limit)
     own = _metrics(metrics)
-    table: _Table
+    table: OutputTable | ValueTable
     if one.graph is None or two.graph is None:
         table = OutputTable(one, two, own)
     else:
@@ -121,7 +111,9 @@ def compare(
     return table.comparison(number)
 
 
-def _run(batch: Any, transform: Callable[[Any], Any] | None, number: int, table: _Table) -> None:
+def _run(
+    batch: Any, transform: Callable[[Any], Any] | None, number: int, table: OutputTable | ValueTable
+) -> None:
     """Count a batch; an error that is not its fault, such as one of a metric, is not blamed on it."""
     try:
         run_batch(table.add, batch, transform, number, "input")
@@ -445,7 +437,7 @@ class Lockstep:
         programs = [p for p in (reference, other, other, simulated) if p is not None]
         copies = [Instance.of(program) for program in programs]
         spoken = [_computed(instance.graph) for instance in copies]
-        first, second = (_by_value(part) for part in spoken[:2])
+        first, second = ({v: n for n, s in part.items() for v in s.values} for part in spoken[:2])
         common = first.keys() & second.keys()
         self.reference = {value: node for value, node in first.items() if value in common}
         self.speakers = {v: spoken[1][node] for v, node in second.items() if v in common}
@@ -502,10 +494,6 @@ def _computed(program: GraphModule) -> dict[Node, Speaker]:
     return {n: s for n, s in speakers_in(program).items() if not s.values[0].endswith(PARAMETER)}
 
 
-def _by_value(speakers: Mapping[Node, Speaker]) -> dict[str, Node]:
-    return {value: node for node, speaker in speakers.items() for value in speaker.values}
-
-
 def _comparable(*values: Any) -> bool:
     """Tell whether values are floats of one shape."""
     first = values[0]
@@ -548,10 +536,5 @@ def _evaluated(node: Node, call: Callable[[Node, Any, Mapping[str, Any]], Any]) 
 def unread_in(program: GraphModule) -> set[Node]:
     """Return the nodes that neither an output nor what is done for its effect depends on."""
     nodes = list(nodes_in(program))
-    waiting = [node for node in nodes if node.op == "output" or node.is_impure()]
-    read = set(waiting)
-    while waiting:
-        sources = set(waiting.pop().all_input_nodes) - read
-        read |= sources
-        waiting += sources
-    return set(nodes) - read
+    ends = (node for node in nodes if node.op == "output" or node.is_impure())
+    return set(nodes) - reached(ends, lambda node: node.all_input_nodes)

@@ -118,9 +118,7 @@ def _as_exported(value: Any, example: Any) -> Any:
 
 def _check_state(graph: GraphModule) -> None:
     written = sorted(written_buffers(graph.graph))
-    if (
-        written
-    ):  # it would compile, and return the results of the first call ever after (torch 2.13)
+    if written:  # it would compile, and return the first call's results ever after (torch 2.13)
         raise CompilationError(
             f"A package forgets what a program writes to its buffers, here to {', '.join(written)}. "
             'mode="default" keeps it; or pass the state in and out as arguments and results.'

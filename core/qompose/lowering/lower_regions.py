@@ -33,6 +33,7 @@ from qompose.program.graph import (
     owner_of,
     refresh,
     remove_dead,
+    result_on,
     value_of,
     without_readers,
 )
@@ -255,7 +256,10 @@ def replace_regions(
             continue
         (done if replaced else left)[number] = used.name
         if replaced:
-            _remove([node for node in regions[number] if node not in kept])
+            # The last operator first: in-place ones write to the region's own values.
+            for node in reversed(regions[number]):
+                if node not in kept and not node.users:
+                    node.graph.erase_node(node)
     for part in graphs_in(model):
         remove_dead(part.graph, kept)
     return done, fallbacks, left
@@ -315,13 +319,6 @@ def _replace(
     hand_over(region.output_node, emitted, grid)
     tag(emitted, **{KERNELS_TAG: [*before, number]})
     return True
-
-
-def _remove(region: Sequence[Node]) -> None:
-    """Remove a region that a kernel replaced, last operator first: in-place ones write to its own values."""
-    for node in reversed(region):
-        if not node.users:
-            node.graph.erase_node(node)
 
 
 def _regions(model: GraphModule) -> dict[int, list[Node]]:
@@ -433,6 +430,8 @@ def lowered_record(step: Step, finished: Finished) -> Record:
             f"target {step.target.name!r} remarks on {_list(unknown)}, which the program does not have"
         )
     kernels, fallbacks = _settled(step, finished)
+    model = finished.model
+    held = state_bytes(model) if isinstance(model, nn.Module) else getattr(model, "nbytes", 0)
     operators = tuple(
         replace(o, reason=_joined(o.reason, remarks.get(o.name, ""))) if o.claim is None else o
         for o in record.plan.operators
@@ -449,7 +448,7 @@ def lowered_record(step: Step, finished: Finished) -> Record:
         },
         kernels=kernels,
         fallbacks=fallbacks,
-        bytes=_bytes_of(finished.model),
+        bytes=int(held),
     )
 
 
@@ -475,10 +474,6 @@ def _remark(claim: int, plan: Plan, remarks: Mapping[str, str]) -> str:
 
 def _joined(reason: str, remark: str) -> str:
     return "; ".join(part for part in (reason, remark) if part)
-
-
-def _bytes_of(model: Any) -> int:
-    return state_bytes(model) if isinstance(model, nn.Module) else int(getattr(model, "nbytes", 0))
 
 
 aten = torch.ops.aten
@@ -518,23 +513,13 @@ def _made(graph: Graph) -> dict[Node, Any]:
     for node in graph.nodes:
         by_kernel = tag_of(node, KERNELS_TAG) is not None or MADE in node.meta
         if by_kernel or not made.keys().isdisjoint(node.all_input_nodes):
-            made[node] = _example(node, made)
+            values = {other: made.get(other, value_of(other)) for other in node.all_input_nodes}
+            faked = any(hasattr(value, "fake_mode") for value in values.values())
+            with torch.no_grad():
+                made[node] = (
+                    result_on(node, values) if node.op == "call_function" and faked else None
+                )
     return made
-
-
-def _example(node: Node, made: Mapping[Node, Any]) -> Any:
-    """Run a call on examples of its arguments."""
-    values = {other: made.get(other, value_of(other)) for other in node.all_input_nodes}
-    mode = next((v.fake_mode for v in values.values() if hasattr(v, "fake_mode")), None)
-    known = all(value is not None for value in values.values())
-    if node.op != "call_function" or not known or mode is None:
-        return None
-    args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
-    try:
-        with mode, torch.no_grad():
-            return node.target(*args, **kwargs)  # type: ignore[operator]
-    except Exception:  # a stranger's operator that cannot run on examples: its layout stays unknown
-        return None
 
 
 def _as_exported(node: Node, made: Any) -> bool:

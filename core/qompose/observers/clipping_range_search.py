@@ -124,7 +124,9 @@ def percentile_range(histogram: Histogram, percentile: float) -> tuple[Tensor, T
     half = 2.0 ** (histogram.exponent or 0) / 2
     low = centres[min(first, len(centres) - 1)] - half
     high = centres[min(last, len(centres) - 1)] + half
-    return _bounds(max(float(low), histogram.minimum), min(float(high), histogram.maximum))
+    ends = max(float(low), histogram.minimum), min(float(high), histogram.maximum)
+    least, most = torch.tensor(ends, dtype=torch.float32)
+    return least, most
 
 
 def _occupied(histogram: Histogram) -> tuple[Tensor, Tensor]:
@@ -132,10 +134,6 @@ def _occupied(histogram: Histogram) -> tuple[Tensor, Tensor]:
     occupied = histogram.counts > 0
     centres = histogram.centres()[occupied].clamp(histogram.minimum, histogram.maximum)
     return centres, histogram.counts[occupied].double()
-
-
-def _bounds(low: float, high: float) -> tuple[Tensor, Tensor]:
-    return torch.tensor(low, dtype=torch.float32), torch.tensor(high, dtype=torch.float32)
 
 
 @dataclass(frozen=True)

@@ -357,9 +357,8 @@ class LearnableFakeQuantize(FakeQuantize):
         """Give the parameters the values that the observer computes."""
         scale, zero_point = super().calculate_qparams()
         for parameter, value in ((self.scale, scale), (self.zero_point, zero_point)):
-            parameter.data = value.to(
-                parameter.device, torch.float32, copy=True
-            )  # an optimizer may have it
+            # In place: an optimizer may have it.
+            parameter.data = value.to(parameter.device, torch.float32, copy=True)
         self.started.fill_(1)
         self._started = True
 
@@ -393,9 +392,7 @@ class LearnableFakeQuantize(FakeQuantize):
         return self._has_started() or super().calibrated
 
     def _has_started(self) -> bool:
-        if (
-            not self._started
-        ):  # averages of models copy buffers into a model that was not called itself
+        if not self._started:  # averages of models copy buffers into one that was not called itself
             self._started = bool(self.started)
         return self._started
 

@@ -213,8 +213,8 @@ class Delegate:
         Some observers change all that reads the node which they read.
         """
         value, node = self.value, self.node
-        others = (user for user in value.users if user is not node)
-        if value.op != "get_attr" or not any(map(_is_observer, others)):
+        others = (tag_of(user, GROUP_TAG) for user in value.users if user is not node)
+        if value.op != "get_attr" or all(group is None for group in others):
             return False
         with node.graph.inserting_before(node):
             self.value = read_attribute(self.program, str(value.target), value)
@@ -302,10 +302,6 @@ def check_graph(graph: Graph, kinds: Iterable[str]) -> None:
 def is_quantize_affine(node: Node) -> bool:
     """Tell whether a node calls another package's quantize operator, known by its name."""
     return node.op == "call_function" and operator_name(node.target) == QUANTIZE_AFFINE
-
-
-def _is_observer(node: Node) -> bool:
-    return tag_of(node, GROUP_TAG) is not None
 
 
 def _is_of_the_program(node: Node) -> bool:

@@ -22,6 +22,7 @@ is scattered, because a fixed one would fall on the same column of each image.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator
 from functools import lru_cache
@@ -195,7 +196,7 @@ class ChannelHistograms:
         if not other.values:
             return
         if not self.values:
-            vars(self).update({k: _copied(v) for k, v in vars(other).items()})
+            vars(self).update(copy.deepcopy(vars(other)))
             return
         if self.low.shape != other.low.shape:
             raise StatisticsError(f"{len(self.low)} slices, and then {len(other.low)}")
@@ -230,10 +231,6 @@ class ChannelHistograms:
     def in_units_of_data(self, values: Tensor) -> Tensor:
         """Return values, `(C,)`, that are in units of each slice's bins."""
         return values * _power_of_two(self.exponents)
-
-
-def _copied(value: Tensor | int) -> Tensor | int:
-    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _exponents_for(largest: Tensor) -> Tensor:

@@ -60,9 +60,8 @@ def survey(
     split, produced = {}, {node.name: node for node in nodes_in(working)}
     own = [rewrite for rewrite in rewrites if rewrite.member]
     gone = {name for rewrite in own for name in rewrite.nodes}
-    for rewrite in (
-        r for r in rewrites if r.pieces and not r.member
-    ):  # others change parameters alone
+    engines = (r for r in rewrites if r.pieces and not r.member)  # some change parameters alone
+    for rewrite in engines:
         if set(rewrite.pieces) <= set(rewrite.nodes):  # merged: its operators have one claim
             if (claim := claim_of.get(rewrite.pieces[0])) is not None:
                 claim_of.update(dict.fromkeys(rewrite.nodes, claim))
@@ -154,9 +153,7 @@ def _with_own(
     for name, node in rows:
         if node.name not in gone:
             yield name, node
-        elif (
-            node.name in made and node.name in standing
-        ):  # it kept its name, and does something else
+        elif node.name in made and node.name in standing:  # it does something else now
             yield node.name, standing[node.name]
         yield from behind[node.name]
 

@@ -84,9 +84,8 @@ def _operator(node: Node) -> str | None:
     """Return the name of the operator that a node calls, in training too; None where it calls none."""
     if node.op == "call_module":
         module = get_attribute(owner_of(node), str(node.target))
-        name: str | None = getattr(
-            module, "operator_name", None
-        )  # of modules that stand for one in training
+        # Of modules that stand for an operator in training.
+        name: str | None = getattr(module, "operator_name", None)
         return name
     return str(node.target) if node.op == "call_function" else None
 

@@ -29,7 +29,13 @@ from qompose.program.rewrites import (
     Candidate,
     apply_rewrites,
 )
-from qompose.quantizer.arbitration import Propose, compose_claims, covered_rewrites, wanted_rewrites
+from qompose.quantizer.arbitration import (
+    Attempt,
+    Propose,
+    compose_claims,
+    covered_rewrites,
+    wanted_rewrites,
+)
 from qompose.quantizer.base import Quantizer
 from qompose.quantizer.composition import ComposableQuantizer
 from qompose.quantizer.interop.hook_guard import HookGuard, checksums
@@ -65,9 +71,9 @@ def annotate(exported: GraphModule, quantizer: Quantizer, *, trains: bool = Fals
     if trains:
         found = [candidate for candidate in found if candidate.rewrite not in FOR_EVALUATION]
     folds = [c for c in found if c.rewrite == FOLD_BATCH_NORM and c.obstacle is None]
-    tried: list[tuple[Sequence[Candidate], _Attempt]] = []
+    tried: list[tuple[Sequence[Candidate], Attempt]] = []
 
-    def attempt(candidates: Sequence[Candidate]) -> _Attempt:
+    def attempt(candidates: Sequence[Candidate]) -> Attempt:
         unfolded = [candidate for candidate in folds if candidate not in candidates]
         tried.append((candidates, _attempt(exported, quantizer, members, candidates, unfolded)))
         return tried[-1][1]
@@ -91,26 +97,13 @@ def annotate(exported: GraphModule, quantizer: Quantizer, *, trains: bool = Fals
     return Annotated(working, composition, (*made.rewrites, *equalized), members)
 
 
-@dataclass(frozen=True)
-class _Attempt:
-    """A program with rewrites, and the claims on it.
-
-    `pieces` are the operators that stand for each of the engine's rewrites, after the members' own ones.
-    """
-
-    working: GraphModule
-    composition: Composition
-    pieces: list[tuple[str, ...]]
-    rewrites: tuple[Rewrite, ...]
-
-
 def _attempt(
     exported: GraphModule,
     quantizer: Quantizer,
     members: Mapping[str, Quantizer],
     candidates: Sequence[Candidate],
     unfolded: Sequence[Candidate],
-) -> _Attempt:
+) -> Attempt:
     for member in members.values():
         member.start()
     working = copy_graph_module(exported)
@@ -126,7 +119,7 @@ def _attempt(
     named = zip(candidates, pieces, strict=True)
     engines = tuple(Rewrite(c.rewrite, c.nodes, p) for c, p in named)
     covering = [_standing(made, own) for made in pieces]
-    return _Attempt(working, composition, covering, (*engines, *own))
+    return Attempt(working, composition, covering, (*engines, *own))
 
 
 def _standing(pieces: tuple[str, ...], own: Iterable[Rewrite]) -> tuple[str, ...]:
@@ -139,7 +132,7 @@ def _standing(pieces: tuple[str, ...], own: Iterable[Rewrite]) -> tuple[str, ...
 
 def _blocked_by_rewrite(
     composition: Composition,
-    tried: Sequence[tuple[Sequence[Candidate], _Attempt]],
+    tried: Sequence[tuple[Sequence[Candidate], Attempt]],
     made: Sequence[Candidate],
     refused: Sequence[Candidate],
 ) -> dict[str, str]:

@@ -14,7 +14,6 @@ from torch.fx import Graph, GraphModule, Node
 from qompose.algorithms.bias_correction import wanted_means
 from qompose.algorithms.equalization import equalized_identity
 from qompose.algorithms.smooth_quant import smoothed, watching
-from qompose.backend.interface import Backend
 from qompose.errors import ConfigError, UserError, blaming
 from qompose.observers.channel_ranges import PerChannelRangeObserver
 from qompose.observers.fake_quantize import FakeQuantize, LearnableFakeQuantize
@@ -129,11 +128,14 @@ def _prepared(
         quantizer = quantizer.bound(exported)
         annotated = annotate(exported, quantizer, trains=trains)
         plan = make_plan(exported, annotated, strict=strict)
-        backends = _backends(annotated)
+        members = annotated.members.items()
+        backends = {label: m.backend for label, m in members if isinstance(m, RuleQuantizer)}
     working = annotated.program
     say_if_nothing_was_quantized(plan, working, strict=strict)
     with paused_collection():
-        _validate(working, plan, quantizer)
+        clear_annotations(working)
+        write_annotations(working, plan.claims)  # of the claims that stand
+        quantizer.validate(working)
         plan = replace(
             plan, notes=(*plan.notes, *_observe(working, exported, plan, quantizer, trains))
         )
@@ -187,13 +189,6 @@ def make_plan(exported: GraphModule, annotated: Annotated, *, strict: bool = Fal
     )
 
 
-def _validate(working: GraphModule, plan: Plan, quantizer: Quantizer) -> None:
-    """Show the claims that stand to a quantizer's `validate`, as annotations."""
-    clear_annotations(working)
-    write_annotations(working, plan.claims)
-    quantizer.validate(working)
-
-
 def _observe(
     working: GraphModule, exported: GraphModule, plan: Plan, quantizer: Quantizer, trains: bool
 ) -> list[str]:
@@ -206,11 +201,6 @@ def _observe(
     run_observed_in_python(working)
     name_apart(working)  # observers were added, in bodies too
     return notes
-
-
-def _backends(annotated: Annotated) -> dict[str, Backend]:
-    members = annotated.members.items()
-    return {label: m.backend for label, m in members if isinstance(m, RuleQuantizer)}
 
 
 def insert_observers(

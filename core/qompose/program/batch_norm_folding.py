@@ -95,8 +95,16 @@ def fold_batch_norm(module: GraphModule, producer: Node, norm: Node) -> tuple[st
     scale, shift, mean, variance = (constant_or_none(a) for a in norm.args[1:5])
     eps = norm.args[7]
     assert weight is not None and mean is not None and variance is not None
+    assert isinstance(eps, float)
+    scale = torch.ones_like(mean) if scale is None else scale
+    shift = torch.zeros_like(mean) if shift is None else shift
+    bias = torch.zeros_like(mean) if bias is None else bias
+    parameters = (weight, bias, mean, variance, eps, scale, shift)
     with torch.no_grad():
-        folded = _fold(producer.target, weight, bias, mean, variance, eps, scale, shift)
+        if producer.target is aten.linear.default:
+            folded = fuse_linear_bn_weights(*parameters)
+        else:
+            folded = fuse_conv_bn_weights(*parameters, producer.target in TRANSPOSED)
     path = str(weight_node.target)
     set_attribute(module, path, folded[0])
     bias_path = free_attribute(module, f"{path.rpartition('.')[0]}.bias".lstrip("."))
@@ -109,26 +117,6 @@ def fold_batch_norm(module: GraphModule, producer: Node, norm: Node) -> tuple[st
     tag(producer, **{VALUE_TAG: values_of(norm)})  # its own is not computed any more
     module.graph.erase_node(norm)
     return (producer.name,)
-
-
-def _fold(
-    target: object,
-    weight: Tensor,
-    bias: Tensor | None,
-    mean: Tensor,
-    variance: Tensor,
-    eps: object,
-    scale: Tensor | None,
-    shift: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    assert isinstance(eps, float)
-    scale = torch.ones_like(mean) if scale is None else scale
-    shift = torch.zeros_like(mean) if shift is None else shift
-    bias = torch.zeros_like(mean) if bias is None else bias
-    if target is aten.linear.default:
-        return fuse_linear_bn_weights(weight, bias, mean, variance, eps, scale, shift)
-    transpose = target in TRANSPOSED
-    return fuse_conv_bn_weights(weight, bias, mean, variance, eps, scale, shift, transpose)
 
 
 def constant_or_none(argument: object) -> Tensor | None:

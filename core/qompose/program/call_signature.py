@@ -260,9 +260,8 @@ def require_input(holds: Any, value: object, name: str, wanted: str) -> None:
     """
     if holds is True or isinstance(value, Proxy) or isinstance(holds, Proxy):
         return
-    if (
-        isinstance(holds, Tensor) or not holds
-    ):  # a tensor where a number was compared element by element
+    # A tensor where there was to be a number was compared element by element.
+    if isinstance(holds, Tensor) or not holds:
         raise InputError(name, _described(value), wanted)
 
 

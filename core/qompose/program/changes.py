@@ -8,7 +8,6 @@ names back, so that later stages find them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import chain, count
 from typing import Any
@@ -27,6 +26,7 @@ from qompose.program.graph import (
     get_attribute,
     layout_of,
     operator_name,
+    result_on,
     set_attribute,
     value_of,
 )
@@ -175,7 +175,8 @@ class Values:
     def _hold(self, node: Node, nodes: Mapping[str, Node]) -> bool:
         """Give a call the example of its value, and tell whether it had to be put back for that."""
         former = self._former.get(node.name)
-        if former is not None and _as_it_was(node, former):
+        now = node.target, node.args, node.kwargs
+        if former is not None and now == (former.target, former.args, former.kwargs):
             return False
         found = _computed(node)
         if former is not None and not _alike(found, former.value):
@@ -223,10 +224,6 @@ def _returned(model: GraphModule) -> list[Node]:
     return [leaf for leaf in leaves if isinstance(leaf, Node)]
 
 
-def _as_it_was(node: Node, former: _Former) -> bool:
-    return (node.target, node.args, node.kwargs) == (former.target, former.args, former.kwargs)
-
-
 def _alike(one: object, other: object) -> bool:
     """Tell whether examples have the same dtype and sizes; where one is unknown, or a size is, they may."""
     if not isinstance(one, Tensor) or not isinstance(other, Tensor):
@@ -248,23 +245,13 @@ def _read(*operands: Any) -> list[Node]:
 
 def _computed(call: Node) -> Tensor | None:
     """Return an example of the tensor that a call gives, or None where examples do not tell."""
-    target: Any = call.target
     like: Node | None = next((n for n in call.graph.nodes if isinstance(value_of(n), Tensor)), None)
     if like is None:
         return None
 
-    def example(read: Node) -> Any:
-        tensor = constant_of(read)
-        return value_of(read) if tensor is None else example_of(tensor, like)
-
-    if any(example(read) is None for read in call.all_input_nodes):
-        return None
-    args, kwargs = map_arg((call.args, dict(call.kwargs)), example)
-    try:
-        with getattr(value_of(like), "fake_mode", None) or nullcontext():
-            result = target(*args, **kwargs)
-    except Exception:  # an operator without a fake implementation says nothing
-        return None
+    constants = ((read, constant_of(read)) for read in call.all_input_nodes)
+    known = {read: value_of(read) if c is None else example_of(c, like) for read, c in constants}
+    result = result_on(call, {like: value_of(like), **known})
     return result if isinstance(result, Tensor) else None
 
 

@@ -66,44 +66,85 @@ LAYOUTS: dict[Any, _Layout] = {
 """The operators whose bodies are visited; the report says of any other that it is not."""
 
 
-def run_cond(predicate: Any, if_true: Body, if_false: Body, operands: Sequence[Any]) -> Any:
-    """Run one of two bodies, as `torch.ops.higher_order.cond` does."""
-    return _run(cond_steps(predicate, if_true, if_false, operands))
+Body = Callable[..., Any]
+Running: TypeAlias = Generator[tuple[Body, Sequence[Any]], Any, Any]
+"""An operator that runs: it yields a body with its operands, and is sent what that returned."""
 
 
-def run_map(body: Body, slices: Sequence[Tensor], additional: Sequence[Any]) -> Any:
-    """Run a body on each slice and stack the outputs, as `torch.ops.higher_order.map_impl` does."""
-    return _run(map_steps(body, slices, additional))
+def cond_steps(predicate: Any, if_true: Body, if_false: Body, operands: Sequence[Any]) -> Running:
+    """Run one of two bodies."""
+    return (yield (if_true if bool(predicate) else if_false), operands)
 
 
-def run_scan(
-    body: Body, carried: Sequence[Any], slices: Sequence[Tensor], additional: Sequence[Any]
-) -> Any:
-    """Run a body on each slice in turn, as `torch.ops.higher_order.scan` does.
-
-    Returns:
-        the last carried values, and each other output stacked along a new first dimension.
-    """
-    return _run(scan_steps(body, carried, slices, additional))
-
-
-def run_while_loop(
+def while_loop_steps(
     condition: Body, body: Body, carried: Sequence[Any], additional: Sequence[Any]
-) -> Any:
-    """Run a body while a condition holds, as `torch.ops.higher_order.while_loop` does."""
-    return _run(while_loop_steps(condition, body, carried, additional))
+) -> Running:
+    """Run a body while a condition holds."""
+    values = tuple(carried)
+    while bool((yield condition, (*values, *additional))):
+        values = tuple((yield body, (*values, *additional)))
+    return values
 
 
-RUNNERS: dict[Any, Callable[..., Any]] = {
-    higher_order.cond: run_cond,
-    higher_order.while_loop: run_while_loop,
-    higher_order.scan: run_scan,
-    higher_order.map_impl: run_map,
+def scan_steps(
+    body: Body, carried: Sequence[Any], slices: Sequence[Tensor], additional: Sequence[Any]
+) -> Running:
+    """Run a body on each slice in turn."""
+    values, rows = list(carried), []
+    for index in range(len(slices[0])):
+        outputs = yield body, (*values, *(x[index] for x in slices), *additional)
+        values = list(outputs[: len(values)])
+        rows.append(outputs[len(values) :])
+    return [*values, *_stacked(rows)]
+
+
+def map_steps(body: Body, slices: Sequence[Tensor], additional: Sequence[Any]) -> Running:
+    """Run a body on each slice and stack the outputs."""
+    rows = []
+    for index in range(len(slices[0])):
+        rows.append((yield body, (*(x[index] for x in slices), *additional)))
+    return _stacked(rows)
+
+
+def _stacked(rows: Sequence[Sequence[Any]]) -> list[Any]:
+    columns = zip(*rows, strict=True)
+    return [None if column[0] is None else torch.stack(column) for column in columns]
+
+
+STEPS: dict[Any, Callable[..., Running]] = {
+    higher_order.cond: cond_steps,
+    higher_order.while_loop: while_loop_steps,
+    higher_order.scan: scan_steps,
+    higher_order.map_impl: map_steps,
 }
+"""By operator, and by the function that does the same: how it runs its bodies."""
+
+
+def _runner(steps: Callable[..., Running]) -> Callable[..., Any]:
+    """Return a function that does what an operator does, with the bodies called as plain Python."""
+
+    def run(*arguments: Any) -> Any:
+        running, answer = steps(*arguments), None
+        while True:
+            try:
+                body, operands = running.send(answer)
+            except StopIteration as end:
+                return end.value
+            if isinstance(body, GraphModule):
+                body.meta[RAN_KEY] = True
+            answer = body(*operands)
+
+    run.__name__ = run.__qualname__ = f"run_{steps.__name__.removesuffix('_steps')}"
+    return run
+
+
+RUNNERS = {operator: _runner(steps) for operator, steps in STEPS.items()}
 """By operator: the function that does the same. Wrappers of grad mode and autocast run as they are."""
-
-
+run_cond, run_while_loop, run_scan, run_map = (
+    RUNNERS.values()
+)  # graphs and pickles have these names
 LAYOUTS.update({runner: LAYOUTS[operator] for operator, runner in RUNNERS.items()})
+STEPS.update({runner: STEPS[operator] for operator, runner in RUNNERS.items()})
 _OPERATORS = {runner: operator for operator, runner in RUNNERS.items()}
 
 
@@ -430,71 +471,3 @@ def body_labels(module: GraphModule) -> dict[Graph, str]:
         for reference in references_of(call)
         for body in [body_of(reference)]
     }
-
-
-Body = Callable[..., Any]
-Running: TypeAlias = Generator[tuple[Body, Sequence[Any]], Any, Any]
-"""An operator that runs: it yields a body with its operands, and is sent what that returned."""
-
-
-def cond_steps(predicate: Any, if_true: Body, if_false: Body, operands: Sequence[Any]) -> Running:
-    """Run one of two bodies."""
-    return (yield (if_true if bool(predicate) else if_false), operands)
-
-
-def while_loop_steps(
-    condition: Body, body: Body, carried: Sequence[Any], additional: Sequence[Any]
-) -> Running:
-    """Run a body while a condition holds."""
-    values = tuple(carried)
-    while bool((yield condition, (*values, *additional))):
-        values = tuple((yield body, (*values, *additional)))
-    return values
-
-
-def scan_steps(
-    body: Body, carried: Sequence[Any], slices: Sequence[Tensor], additional: Sequence[Any]
-) -> Running:
-    """Run a body on each slice in turn."""
-    values, rows = list(carried), []
-    for index in range(len(slices[0])):
-        outputs = yield body, (*values, *(x[index] for x in slices), *additional)
-        values = list(outputs[: len(values)])
-        rows.append(outputs[len(values) :])
-    return [*values, *_stacked(rows)]
-
-
-def map_steps(body: Body, slices: Sequence[Tensor], additional: Sequence[Any]) -> Running:
-    """Run a body on each slice and stack the outputs."""
-    rows = []
-    for index in range(len(slices[0])):
-        rows.append((yield body, (*(x[index] for x in slices), *additional)))
-    return _stacked(rows)
-
-
-def _run(running: Running) -> Any:
-    """Run the bodies that are asked for."""
-    answer = None
-    while True:
-        try:
-            body, operands = running.send(answer)
-        except StopIteration as end:
-            return end.value
-        if isinstance(body, GraphModule):
-            body.meta[RAN_KEY] = True
-        answer = body(*operands)
-
-
-def _stacked(rows: Sequence[Sequence[Any]]) -> list[Any]:
-    columns = zip(*rows, strict=True)
-    return [None if column[0] is None else torch.stack(column) for column in columns]
-
-
-STEPS: dict[Any, Callable[..., Running]] = {
-    higher_order.cond: cond_steps,
-    higher_order.while_loop: while_loop_steps,
-    higher_order.scan: scan_steps,
-    higher_order.map_impl: map_steps,
-}
-"""By operator, and by the function that does the same: how it runs its bodies."""
-STEPS.update({runner: STEPS[operator] for operator, runner in RUNNERS.items()})

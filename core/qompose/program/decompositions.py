@@ -40,7 +40,7 @@ class Decomposition:
     """
 
     build: Build
-    obstacle: Callable[..., str | None]
+    obstacle: Callable[..., str | None] = lambda **_: None
 
 
 def obstacle_of(name: str, site: Node) -> str | None:
@@ -52,10 +52,6 @@ def obstacle_of(name: str, site: Node) -> str | None:
 def decompose(name: str, site: Node) -> tuple[str, ...]:
     """Replace a call by its pieces, in place, and return their names."""
     return replace_call(site, DECOMPOSITIONS[name][site.target].build)
-
-
-def _never(**arguments: Any) -> None:
-    return None
 
 
 def _widened(do: Recorder, node: Node) -> Node:
@@ -275,7 +271,7 @@ def _cell(step: Step) -> Decomposition:
         states = step(do, _linear(do, input, w_ih, b_ih), _states(hx), w_hh, b_hh)
         return states if len(states) > 1 else states[0]
 
-    return Decomposition(build, _never)
+    return Decomposition(build)
 
 
 def _recurrent_obstacle(
@@ -360,10 +356,10 @@ DECOMPOSITIONS: dict[str, dict[Any, Decomposition]] = {
     "split_cells": {getattr(aten, f"{k}_cell").default: _cell(s) for k, s in _STEPS.items()},
     "unroll_recurrent": {getattr(aten, k).input: _recurrent(s) for k, s in _STEPS.items()},
     "split_hardswish": {
-        aten.hardswish.default: Decomposition(_hardswish, _never),
+        aten.hardswish.default: Decomposition(_hardswish),
         aten.hardswish_.default: Decomposition(_hardswish, _write_obstacle),
     },
-    "split_layer_norm": {aten.layer_norm.default: Decomposition(_layer_norm, _never)},
+    "split_layer_norm": {aten.layer_norm.default: Decomposition(_layer_norm)},
 }
 """By the name that a quantizer asks for: the operators that are taken apart, and how."""
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 import copy
 import gc
 import operator
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.graph import _PyTreeInfo
+from torch.fx.node import map_arg
 
 from qompose.program.meta import provenance_of
 
@@ -296,6 +297,39 @@ def example_of(constant: Tensor, like: Node) -> Any:
     if key not in known:  # making one takes longer than all else that is done for a parameter
         known[key] = value_of(like).new_empty(key[0], dtype=key[1], device=key[2])
     return known[key]
+
+
+def result_on(call: Node, values: Mapping[Node, Any]) -> Any:
+    """Return what a call gives for examples of what it reads, None where one is missing or it cannot run."""
+    if any(values[read] is None for read in call.all_input_nodes):
+        return None
+    target: Any = call.target
+    args, kwargs = map_arg((call.args, dict(call.kwargs)), values.__getitem__)
+    modes = (getattr(value, "fake_mode", None) for value in values.values())
+    try:
+        with next(filter(None, modes), None) or nullcontext():
+            return target(*args, **kwargs)
+    except Exception:  # an operator without a fake implementation says nothing
+        return None
+
+
+def behind_modules(argument: Any) -> Node:
+    """Return the value that an argument is, behind calls of modules: observers hand it on."""
+    while argument.op == "call_module":
+        argument = argument.args[0]
+    assert isinstance(argument, Node)
+    return argument
+
+
+def reached(start: Iterable[Node], step: Callable[[Node], Iterable[Node]]) -> set[Node]:
+    """Return some nodes with all to which steps lead from them."""
+    found = set(start)
+    waiting = list(found)
+    while waiting:
+        new = [node for node in step(waiting.pop()) if node not in found]
+        found.update(new)
+        waiting += new
+    return found
 
 
 def first_user(node: Node) -> Node:

@@ -136,8 +136,8 @@ def fold_weight(module: GraphModule, node: Node) -> tuple[str, ...]:
     return (node.name,)
 
 
-def _kept(module: GraphModule, node: Node, value: Tensor) -> Node:
-    path = free_attribute(module, "_weight_0")
+def _kept(module: GraphModule, node: Node, value: Tensor, path: str = "_weight_0") -> Node:
+    path = free_attribute(module, path)
     set_attribute(module, path, value)
     with module.graph.inserting_before(node):
         read = module.graph.get_attr(path)
@@ -305,12 +305,7 @@ def _scalar_to_tensor(module: GraphModule, node: Node) -> tuple[str, ...]:
     tensor, scalar = node.args
     assert isinstance(tensor, Node) and isinstance(scalar, (int, float))
     constant = torch.tensor(scalar, dtype=value_of(tensor).dtype)
-    path = free_attribute(module, "_scalar_0")
-    set_attribute(module, path, constant)
-    with module.graph.inserting_before(node):
-        read = module.graph.get_attr(path)
-    read.meta["val"] = example_of(constant, node)
-    node.args = (tensor, read)
+    node.args = (tensor, _kept(module, node, constant, "_scalar_0"))
     return (node.name,)
 
 

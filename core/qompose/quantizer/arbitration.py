@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from torch.fx import GraphModule, Node
 
@@ -369,17 +369,17 @@ Objection = Callable[[Claim, Sequence[Node]], "str | None"]
 """Why operators of the exported program must not be merged for a claim, None where they may be."""
 
 
-class Attempt(Protocol):
-    """A program with some rewrites made, the names of each one's pieces, and the claims on it."""
+@dataclass(frozen=True)
+class Attempt:
+    """A program with some rewrites made, the names of each one's pieces, and the claims on it.
 
-    @property
-    def composition(self) -> Composition: ...
+    `rewrites` are all that were made, as plans list them; hosts of other engines need none.
+    """
 
-    @property
-    def pieces(self) -> Sequence[tuple[str, ...]]: ...
-
-
-Made = TypeVar("Made", bound=Attempt)
+    working: GraphModule
+    composition: Composition
+    pieces: Sequence[tuple[str, ...]]
+    rewrites: tuple[Any, ...] = ()
 
 
 def wanted_rewrites(exported: GraphModule, members: Iterable[Any]) -> list[Candidate]:
@@ -391,9 +391,9 @@ def wanted_rewrites(exported: GraphModule, members: Iterable[Any]) -> list[Candi
 def covered_rewrites(
     exported: GraphModule,
     found: Sequence[Candidate],
-    attempt: Callable[[Sequence[Candidate]], Made],
+    attempt: Callable[[Sequence[Candidate]], Attempt],
     objection: Objection,
-) -> tuple[Made, list[Candidate], list[Candidate]]:
+) -> tuple[Attempt, list[Candidate], list[Candidate]]:
     """Attempt all rewrites, then those that turned out to be covered, until all of them are.
 
     Their number only shrinks. An operator that a claim takes whole is not taken apart.
@@ -409,7 +409,8 @@ def covered_rewrites(
     refused = [candidate for candidate in found if candidate.obstacle is not None]
     merging = [candidate for candidate in candidates if not splits(candidate)]
     if merging != candidates:
-        whole = _claimed(attempt(merging).composition)
+        chosen = attempt(merging).composition.chosen
+        whole = {name for claim in chosen for name in claim.nodes}
         candidates = [c for c in candidates if not (splits(c) and c.nodes[0] in whole)]
     while True:
         made = attempt(candidates)
@@ -434,10 +435,6 @@ def _claims_using(
         if not {*claim.nodes}.isdisjoint(pieces)
         and (candidate.rewrite != ADD_BIAS or BIAS_CORRECTION in claim.repairs)
     ]
-
-
-def _claimed(composition: Composition) -> frozenset[str]:
-    return frozenset(name for claim in composition.chosen for name in claim.nodes)
 
 
 def _with_objection(

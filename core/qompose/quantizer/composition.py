@@ -175,7 +175,8 @@ def compose(*members: str | Quantizer, on_conflict: str = "error") -> Composable
         PluginError: it is, and cannot be loaded.
         UserError: no members.
     """
-    return ComposableQuantizer([_as_quantizer(member) for member in members], on_conflict)
+    made = [quantizer_of(m) if isinstance(m, str) else adapt(m) for m in members]
+    return ComposableQuantizer(made, on_conflict)
 
 
 def as_composition(quantizer: Any) -> ComposableQuantizer:
@@ -190,10 +191,6 @@ def as_composition(quantizer: Any) -> ComposableQuantizer:
     if type(adapted) is ComposableQuantizer:
         return adapted
     return ComposableQuantizer([adapted], adapted.on_conflict)
-
-
-def _as_quantizer(member: str | Quantizer) -> Quantizer:
-    return quantizer_of(member) if isinstance(member, str) else adapt(member)
 
 
 def quantizer_of(name: str) -> Quantizer:

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from types import MappingProxyType
-from typing import Any
 
 from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
@@ -46,61 +46,88 @@ def propose_rules(
     Args:
         in_float: why operators that no rule speaks of are left in float.
     """
-    proposal = Proposal()
-    index, unsafe = OperatorIndex(model), unsafe_values(model.graph)
-    rules = tuple(rules)
-    for rule in rules:
-        seen: set[tuple[Node, ...]] = set()
-        for match in (match for pattern in rule.patterns for match in pattern.find(index)):
-            if match.nodes not in seen:
-                seen.add(match.nodes)
-                _propose_match(owner, rule, match, selectors, unsafe, proposal)
-    proposal.rejections += _near_misses(owner, rules, index, proposal)
-    proposal.rejections += _left_in_float(owner, in_float, selectors, index, proposal)
-    return proposal
+    return _Table(owner, tuple(rules), selectors, model).proposal(in_float)
 
 
-def _left_in_float(
-    owner: str,
-    reasons: Mapping[OpOverload, str],
-    selectors: Assignment,
-    index: OperatorIndex,
-    proposal: Proposal,
-) -> list[Rejection]:
-    """Return the operators of which a backend says why it has no rule for them, where it was to take them."""
-    answered = _answered(proposal)
-    found = []
-    for operator, reason in reasons.items():
-        for node in index.calls(operator):
-            selection = selectors.select(node)
-            if not selection.selected or node.name in answered:
-                continue
-            why = reason if selection.config else f"left in float by {selection.selector}"
-            found.append(Rejection(owner, "", (node.name,), why, _NO_RULE))
-    return found
+class _Table:
+    """The rules of a quantizer on a program, and what they propose."""
 
+    def __init__(
+        self, owner: str, rules: Sequence[Rule], selectors: Assignment, model: GraphModule
+    ) -> None:
+        self.owner, self.rules, self.selectors = owner, rules, selectors
+        self.index, self.unsafe = OperatorIndex(model), unsafe_values(model.graph)
+        self.result = Proposal()
 
-def _answered(proposal: Proposal) -> set[str]:
-    """Return the names of the operators that claims or rejections speak of."""
-    spoken_of: list[Claim | Rejection] = [*proposal.claims, *proposal.rejections]
-    return {name for found in spoken_of for name in found.nodes}
+    def proposal(self, in_float: Mapping[OpOverload, str]) -> Proposal:
+        """Return what the rules claim, and why they do not claim more."""
+        for rule in self.rules:
+            seen: set[tuple[Node, ...]] = set()
+            for match in (m for pattern in rule.patterns for m in pattern.find(self.index)):
+                if match.nodes not in seen:
+                    seen.add(match.nodes)
+                    self._propose(rule, match)
+        self.result.rejections += self._near_misses()
+        self.result.rejections += self._left_in_float(in_float)
+        return self.result
 
+    def _propose(self, rule: Rule, match: Match) -> None:
+        anchor = match.node(rule.anchor)
+        if anchor is None:
+            raise ConfigError(
+                f"{self.owner}, rule {rule.name}: its anchor {rule.anchor!r} is not an operator of the "
+                f"pattern matched at {match.output.name}; names there: {', '.join(match.captures)}"
+            )
+        selection = self.selectors.select(anchor)
+        config, fit = selection.config, None
+        reason: str | None
+        if not selection.selected:
+            reason = f"{selection.selector} leaves it out" if selection.selector else _UNSELECTED
+        elif config is None:
+            reason = f"left in float by {selection.selector}"
+        else:
+            fit = _Fit(rule, match, config)
+            asked = f"the guard of rule {rule.name}, asked about {describe(match.output)},"
+            with blaming(f"{self.owner}: {asked}"):
+                others = _otherwise_selected(match, selection, self.selectors)
+                reason = others or fit.objection() or _written(match, self.unsafe)
+        if reason is None:
+            assert fit is not None
+            self.result.claims.append(fit.claim(self.owner, anchor, selection.selector))
+            return
+        names, distance = tuple(node.name for node in match.nodes), _distance(rule, config)
+        self.result.rejections.append(Rejection(self.owner, rule.name, names, reason, distance))
 
-def _near_misses(
-    owner: str, rules: Sequence[Rule], index: OperatorIndex, proposal: Proposal
-) -> list[Rejection]:
-    """Return the operators that rules speak of and no pattern fits, with what they lead to instead."""
-    answered = _answered(proposal)
-    candidates: dict[object, list[Rule]] = defaultdict(list)
-    for rule in rules:
-        for operator in _anchors(rule):
-            candidates[operator].append(rule)
-    return [
-        Rejection(owner, near[0].name, (node.name,), _why_no_match(node, near))
-        for operator, near in candidates.items()
-        for node in index.calls(operator)
-        if node.name not in answered
-    ]
+    def _answered(self) -> set[str]:
+        """Return the names of the operators that claims or rejections speak of."""
+        spoken_of: list[Claim | Rejection] = [*self.result.claims, *self.result.rejections]
+        return {name for found in spoken_of for name in found.nodes}
+
+    def _near_misses(self) -> list[Rejection]:
+        """Return the operators that rules speak of and no pattern fits, with what they lead to instead."""
+        answered = self._answered()
+        candidates: dict[object, list[Rule]] = defaultdict(list)
+        for rule in self.rules:
+            for operator in _anchors(rule):
+                candidates[operator].append(rule)
+        return [
+            Rejection(self.owner, near[0].name, (node.name,), _why_no_match(node, near))
+            for operator, near in candidates.items()
+            for node in self.index.calls(operator)
+            if node.name not in answered
+        ]
+
+    def _left_in_float(self, reasons: Mapping[OpOverload, str]) -> list[Rejection]:
+        """Return the operators of which a backend says why it has no rule, where it was to take them."""
+        answered = self._answered()
+        found = []
+        for operator, reason in reasons.items():
+            for node in self.index.calls(operator):
+                selection = self.selectors.select(node)
+                if selection.selected and node.name not in answered:
+                    why = reason if selection.config else f"left in float by {selection.selector}"
+                    found.append(Rejection(self.owner, "", (node.name,), why, _NO_RULE))
+        return found
 
 
 def _anchors(rule: Rule) -> list[object]:
@@ -124,37 +151,6 @@ _NO_RULE = 3  # distance: what a rule says tells more
 _UNSELECTED = "no selector gives it a configuration (set_global gives one to all)"
 
 
-def _propose_match(
-    owner: str,
-    rule: Rule,
-    match: Match,
-    selectors: Assignment,
-    unsafe: frozenset[str],
-    proposal: Proposal,
-) -> None:
-    anchor = match.node(rule.anchor)
-    if anchor is None:
-        raise ConfigError(
-            f"{owner}, rule {rule.name}: its anchor {rule.anchor!r} is not an operator of the pattern "
-            f"matched at {match.output.name}; names there: {', '.join(match.captures)}"
-        )
-    selection = selectors.select(anchor)
-    names = tuple(node.name for node in match.nodes)
-    if selection.selected:
-        with blaming(
-            f"{owner}: the guard of rule {rule.name}, asked about {describe(match.output)},"
-        ):
-            reason = _objection(rule, match, selection, selectors) or _written(match, unsafe)
-    else:
-        reason = f"{selection.selector} leaves it out" if selection.selector else _UNSELECTED
-    if reason is not None:
-        distance = _distance(rule, selection.config)
-        proposal.rejections.append(Rejection(owner, rule.name, names, reason, distance))
-        return
-    assert selection.config is not None
-    proposal.claims.append(_claim(owner, rule, match, anchor, selection, selection.config))
-
-
 def _distance(rule: Rule, config: QuantizationConfig | None) -> int:
     """Return how far a rule is from following a configuration; see `Rejection`."""
     if config is None or rule.objection(config) is None:
@@ -162,24 +158,16 @@ def _distance(rule: Rule, config: QuantizationConfig | None) -> int:
     return 1 if rule.mode_for(config) in rule.modes else 2
 
 
-def _objection(rule: Rule, match: Match, selection: Selection, selectors: Assignment) -> str | None:
-    """Return why a match cannot become a claim, None where it can."""
-    config = selection.config
-    if config is None:
-        return f"left in float by {selection.selector}"
+def _otherwise_selected(match: Match, selection: Selection, selectors: Assignment) -> str | None:
+    """Return which selector gives an operator of a match another configuration, None where none does."""
     for node in match.nodes:
         other = selectors.select(node)
-        if other.selected and other.config != config:
+        if other.selected and other.config != selection.config:
             return (
                 f"{other.selector} gives {node.name} {other.config or 'float'}, which blocks the "
                 f"fusion with {selection.selector}"
             )
-    return (
-        rule.objection(config)
-        or _tensor_objection(rule, match)
-        or _blocks_objection(rule, match, config)
-        or next(filter(None, (guard(match) for guard in rule.guards)), None)
-    )
+    return None
 
 
 def _written(match: Match, unsafe: frozenset[str]) -> str | None:
@@ -189,158 +177,155 @@ def _written(match: Match, unsafe: frozenset[str]) -> str | None:
     return None
 
 
-def _tensor_objection(rule: Rule, match: Match) -> str | None:
-    """Check that inputs are float tensors and the weight is a float parameter or buffer."""
-    for name in rule.activations:
-        tensors = match.tensors(name)
-        captured = match.captures.get(name)
-        wanted = len(captured) if isinstance(captured, (tuple, list)) else 1
-        if len(tensors) != wanted:
-            return f"{name} is a number, not a tensor"
-        for tensor in tensors:
-            if not is_quantizable(tensor):
-                return f"{name} ({tensor.name}) is {_kind(tensor)}"
-    weight = match.node(rule.weight) if rule.weight else None
-    if rule.weight and (weight is None or constant_of(weight) is None):
-        return f"{rule.weight} is computed, not a parameter"
-    if weight is not None and not _size(weight):
-        return f"{rule.weight} ({weight.name}) is empty"
-    if weight is not None and not is_quantizable(weight):
-        return f"{rule.weight} ({weight.name}) is {_kind(weight)}"
-    return None
-
-
-def _blocks_objection(rule: Rule, match: Match, config: QuantizationConfig) -> str | None:
-    """Check that the blocks of the weight's specification divide it."""
-    weight = match.node(rule.weight) if rule.weight else None
-    blocks = getattr(rule.specs_for(config).get("weight"), "block_size", None)
-    if weight is None or blocks is None:
-        return None
-    try:
-        full_blocks(tuple(value_of(weight).shape), blocks)
-    except ConfigError as error:
-        return f"{rule.weight} ({weight.name}): {error}"
-    return None
-
-
-def _size(parameter: Node) -> int:
-    constant = constant_of(parameter)
-    return 0 if constant is None else constant.numel()
-
-
 def _kind(node: Node) -> str:
     return str(getattr(value_of(node), "dtype", "no tensor")).removeprefix("torch.")
 
 
-def _claim(
-    owner: str,
-    rule: Rule,
-    match: Match,
-    anchor: Node,
-    selection: Selection,
-    config: QuantizationConfig,
-) -> Claim:
-    roles = [*rule.activations, *([rule.weight] if rule.weight else [])]
-    operands = tuple(operand for role in roles for operand in match.operands(role))
-    return Claim(
-        owner=owner,
-        rule=rule.name,
-        anchor=anchor.name,
-        nodes=tuple(node.name for node in match.nodes),
-        output=match.output.name,
-        specs=tuple(_bounded(rule, match, spec) for spec in _specs(rule, match, operands, config)),
-        operands=operands,
-        captures=tuple((k, v.name) for k, v in match.captures.items() if isinstance(v, Node)),
-        config=str(config),
-        selector=selection.selector,
-        mode=config.mode,
-        needs_quantized=_needs(rule, match, config),
-        needs_all=rule.condition != "any",
-        needs_reader=rule.carries,
-        product=_product(rule, match, config),
-        bias=_added_bias(rule, match, operands, config),
-        repairs=config.repairs if rule.weight else (),
-    )
+@dataclass(frozen=True)
+class _Fit:
+    """A place that a rule may claim under a configuration."""
 
+    rule: Rule
+    match: Match
+    config: QuantizationConfig
 
-def _added_bias(
-    rule: Rule, match: Match, operands: Sequence[Operand], config: QuantizationConfig
-) -> AddedBias | None:
-    """Return the bias that the rule's kernel adds as an integer, if it is a parameter."""
-    bias = match.captures.get(rule.bias) if rule.bias and rule.integer_bias else None
-    if config.mode != STATIC or not isinstance(bias, Node) or constant_of(bias) is None:
-        return None
-    roles = (rule.activations[0], rule.weight)
-    edges = [next(_edge(match, o) for o in operands if o.role == role) for role in roles]
-    return AddedBias(bias.name, *edges)
+    @cached_property
+    def weight(self) -> Node | None:
+        """The weight of the rule's product."""
+        return self.match.node(self.rule.weight or "")
 
+    @cached_property
+    def operands(self) -> tuple[Operand, ...]:
+        """What the kernel reads, in the order of the rule."""
+        roles = [*self.rule.activations, *([self.rule.weight] if self.rule.weight else [])]
+        return tuple(operand for role in roles for operand in self.match.operands(role))
 
-def _product(rule: Rule, match: Match, config: QuantizationConfig) -> Product | None:
-    """Return what factors of channels need to know, where any are wanted and weights can absorb them."""
-    weight = match.node(rule.weight) if rule.weight else None
-    bias = match.captures.get(rule.bias) if rule.bias else None
-    source = match.node(rule.activations[0]) if rule.activations else None
-    wanted = config.balance or config.repairs
-    if not wanted or rule.channels is None or weight is None or source is None:
-        return None
-    if isinstance(bias, Node) and constant_of(bias) is None:
-        return None
-    name = bias.name if isinstance(bias, Node) else ""
-    one, other = (
-        dim % value_of(node).dim()
-        for dim, node in zip(rule.channels, (source, match.output), strict=True)
-    )
-    return Product(weight.name, name, one, other, config.balance)
-
-
-def _needs(rule: Rule, match: Match, config: QuantizationConfig) -> tuple[str, ...]:
-    """Return the producers whose values must be quantized for the claim to stand."""
-    if rule.condition is None or config.mode != STATIC:
-        return ()
-    inputs = [tensor for name in rule.activations for tensor in match.tensors(name)]
-    if rule.condition == "no_float":
-        inputs = [node for node in inputs if node.op not in ("placeholder", "get_attr")]
-    return tuple(node.name for node in inputs)
-
-
-def _specs(
-    rule: Rule, match: Match, operands: Sequence[Operand], config: QuantizationConfig
-) -> list[PointSpec]:
-    edges = {
-        role: list(
-            dict.fromkeys(_edge(match, operand) for operand in operands if operand.role == role)
+    def objection(self) -> str | None:
+        """Return why it cannot become a claim, None where it can."""
+        return (
+            self.rule.objection(self.config)
+            or self._tensor_objection()
+            or self._blocks_objection()
+            or next(filter(None, (guard(self.match) for guard in self.rule.guards)), None)
         )
-        for role in dict.fromkeys(operand.role for operand in operands)
-    }
-    everywhere = [edge for role in rule.activations for edge in edges.get(role, [])]
-    activations = list(dict.fromkeys(everywhere))  # one tensor may have two roles
-    specs, result = rule.specs_for(config), []
-    if "activation" in specs and activations:
-        first, *others = activations
-        result.append(PointSpec(first, specs["activation"]))
-        shared = [*others, Point(match.output.name)] if rule.shares else []
-        result += [shared_with(point, first) for point in shared]
-        result += [] if rule.shares else [PointSpec(p, specs["activation"]) for p in others]
-    if rule.weight and "weight" in specs:
-        result += [PointSpec(edge, specs["weight"]) for edge in edges[rule.weight]]
-    if "output" in specs:
-        result.append(PointSpec(Point(match.output.name), specs["output"]))
-    return result
 
+    def _tensor_objection(self) -> str | None:
+        """Check that inputs are float tensors and the weight is a float parameter or buffer."""
+        for name in self.rule.activations:
+            tensors = self.match.tensors(name)
+            captured = self.match.captures.get(name)
+            wanted = len(captured) if isinstance(captured, (tuple, list)) else 1
+            if len(tensors) != wanted:
+                return f"{name} is a number, not a tensor"
+            for tensor in tensors:
+                if not is_quantizable(tensor):
+                    return f"{name} ({tensor.name}) is {_kind(tensor)}"
+        role, weight = self.rule.weight, self.weight
+        constant = None if weight is None else constant_of(weight)
+        if role and constant is None:
+            return f"{role} is computed, not a parameter"
+        if weight is not None and not (constant is not None and constant.numel()):
+            return f"{role} ({weight.name}) is empty"
+        if weight is not None and not is_quantizable(weight):
+            return f"{role} ({weight.name}) is {_kind(weight)}"
+        return None
 
-def _bounded(rule: Rule, match: Match, spec: PointSpec) -> PointSpec:
-    """Return a specification with what the rule's kernel asks of scale and zero point there."""
-    weight = match.node(rule.weight) if rule.weight else None
-    of_weight = weight is not None and spec.point.source == weight.name
-    edge = "weight" if of_weight else "activation"
-    return replace(spec, bounds=rule.bounds_for(edge if spec.point.user else "output"))
+    def _blocks_objection(self) -> str | None:
+        """Check that the blocks of the weight's specification divide it."""
+        blocks = getattr(self.rule.specs_for(self.config).get("weight"), "block_size", None)
+        if self.weight is None or blocks is None:
+            return None
+        try:
+            full_blocks(tuple(value_of(self.weight).shape), blocks)
+        except ConfigError as error:
+            return f"{self.rule.weight} ({self.weight.name}): {error}"
+        return None
 
+    def claim(self, owner: str, anchor: Node, selector: str) -> Claim:
+        """Return the claim of a quantizer, by the selector that chose the operator at the anchor."""
+        rule, match, config = self.rule, self.match, self.config
+        return Claim(
+            owner=owner,
+            rule=rule.name,
+            anchor=anchor.name,
+            nodes=tuple(node.name for node in match.nodes),
+            output=match.output.name,
+            specs=tuple(map(self._bounded, self._specs())),
+            operands=self.operands,
+            captures=tuple((k, v.name) for k, v in match.captures.items() if isinstance(v, Node)),
+            config=str(config),
+            selector=selector,
+            mode=config.mode,
+            needs_quantized=self._needs(),
+            needs_all=rule.condition != "any",
+            needs_reader=rule.carries,
+            product=self._product(),
+            bias=self._added_bias(),
+            repairs=config.repairs if rule.weight else (),
+        )
 
-def _edge(match: Match, operand: Operand) -> Point:
-    user = next(node for node in match.nodes if node.name == operand.user)
-    first, *rest = operand.position
-    argument: Any = user.args[first] if isinstance(first, int) else user.kwargs[first]
-    for index in rest:
-        argument = argument[index]
-    assert isinstance(argument, Node)
-    return Point(argument.name, user.name)
+    def _added_bias(self) -> AddedBias | None:
+        """Return the bias that the rule's kernel adds as an integer, if it is a parameter."""
+        bias = self.match.node(self.rule.bias or "") if self.rule.integer_bias else None
+        if self.config.mode != STATIC or bias is None or constant_of(bias) is None:
+            return None
+        roles, edges = (self.rule.activations[0], self.rule.weight or ""), self._edges()
+        return AddedBias(bias.name, *(edges[role][0] for role in roles))
+
+    def _product(self) -> Product | None:
+        """Return what factors of channels need to know, where any are wanted and weights can absorb them."""
+        rule, config, weight = self.rule, self.config, self.weight
+        bias = self.match.node(rule.bias or "")
+        source = self.match.node(rule.activations[0]) if rule.activations else None
+        wanted = config.balance or config.repairs
+        if not wanted or rule.channels is None or weight is None or source is None:
+            return None
+        if bias is not None and constant_of(bias) is None:
+            return None
+        one, other = (
+            dim % value_of(node).dim()
+            for dim, node in zip(rule.channels, (source, self.match.output), strict=True)
+        )
+        return Product(weight.name, bias.name if bias else "", one, other, config.balance)
+
+    def _needs(self) -> tuple[str, ...]:
+        """Return the producers whose values must be quantized for the claim to stand."""
+        if self.rule.condition is None or self.config.mode != STATIC:
+            return ()
+        inputs = [node for name in self.rule.activations for node in self.match.tensors(name)]
+        if self.rule.condition == "no_float":
+            inputs = [node for node in inputs if node.op not in ("placeholder", "get_attr")]
+        return tuple(node.name for node in inputs)
+
+    def _edges(self) -> dict[str, list[Point]]:
+        """Return what is read, by role."""
+        nodes = {node.name: node for node in self.match.nodes}
+        edges: dict[str, dict[Point, None]] = defaultdict(dict)
+        for operand in self.operands:
+            source = operand.read_by(nodes[operand.user])
+            edges[operand.role][Point(source.name, operand.user)] = None
+        return {role: list(points) for role, points in edges.items()}
+
+    def _specs(self) -> list[PointSpec]:
+        rule, edges, output = self.rule, self._edges(), Point(self.match.output.name)
+        everywhere = [edge for role in rule.activations for edge in edges.get(role, [])]
+        activations = list(dict.fromkeys(everywhere))  # one tensor may have two roles
+        specs, result = rule.specs_for(self.config), []
+        if "activation" in specs and activations:
+            first, *others = activations
+            result.append(PointSpec(first, specs["activation"]))
+            shared = [*others, output] if rule.shares else []
+            result += [shared_with(point, first) for point in shared]
+            result += [] if rule.shares else [PointSpec(p, specs["activation"]) for p in others]
+        if rule.weight and "weight" in specs:
+            result += [PointSpec(edge, specs["weight"]) for edge in edges[rule.weight]]
+        if "output" in specs:
+            result.append(PointSpec(output, specs["output"]))
+        return result
+
+    def _bounded(self, spec: PointSpec) -> PointSpec:
+        """Return a specification with what the rule's kernel asks of scale and zero point there."""
+        of_weight = self.weight is not None and spec.point.source == self.weight.name
+        edge = "weight" if of_weight else "activation"
+        bounds = self.rule.bounds_for(edge if spec.point.user else "output")
+        return replace(spec, bounds=bounds)

@@ -423,13 +423,9 @@ def _setting_to_data(setting: Setting, named: Named) -> dict[str, Any]:
 
 
 def _config_to_data(config: Config, named: Named) -> Any:
-    names = (name for name, known in named.items() if _same(known, config))
+    called = getattr(config, "name", None)  # reports tell equal ones apart by it
+    names = (name for name, known in named.items() if (known, known.name) == (config, called))
     return next(names, None) or config_to_json(config)
-
-
-def _same(known: QuantizationConfig, config: Config) -> bool:
-    """Tell whether two configurations are equal and reports call them by one name."""
-    return known == config and known.name == getattr(config, "name", None)
 
 
 def selectors_from_data(data: Any, named: Named, owner: str) -> Selectors:

@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 
 from qompose.errors import SelectorError, blaming, near_names
 from qompose.program.control_flow import bodies_of, borders, is_nested_call
-from qompose.program.graph import describe, module_path, module_stack
+from qompose.program.graph import describe, module_path, module_stack, reached
 from qompose.program.meta import tag_of
 from qompose.spec.selectors import (
     CALL,
@@ -37,10 +37,6 @@ from qompose.spec.selectors import (
 def _matching(setting: Setting, program: Program) -> Iterable[Node]:
     match = compiled(setting.key).match
     return [node for node in program.nodes if match(module_path(node))]
-
-
-def _accepted(setting: Setting, program: Program) -> Iterable[Node]:
-    return [node for node in program.nodes if _asked(setting.key, setting.label, node)]
 
 
 def _asked(predicate: Callable[[Node], object], label: str, node: Node) -> bool:
@@ -92,7 +88,9 @@ _PICKS: dict[str, Callable[[Setting, Program], Iterable[Node]]] = {
     GLOBAL: lambda setting, program: program.nodes,
     TYPE: lambda setting, program: [n for n in program.nodes if is_of_kind(setting.key, n)],
     REGEX: _matching,
-    FILTER: _accepted,
+    FILTER: lambda setting, program: [
+        n for n in program.nodes if _asked(setting.key, setting.label, n)
+    ],
     NAME: _in_module,
     SUBGRAPH: _between,
     CALL: _called,
@@ -304,9 +302,7 @@ def _depth_of_calls(module: str, paths: list[str]) -> int:
     if own:
         return own[-1] + 1
     within = (i for i, path in enumerate(paths) if path.startswith(f"{module}."))
-    return next(
-        within, len(paths)
-    )  # a container: it calls nothing, and its parent calls what it holds
+    return next(within, len(paths))  # a container calls nothing, and its parent what it holds
 
 
 def between(program: Program, first: Iterable[Node], last: Iterable[Node]) -> list[Node]:
@@ -319,8 +315,8 @@ def between(program: Program, first: Iterable[Node], last: Iterable[Node]) -> li
         for one, other in links:
             forward[one].append(other)
             backward[other].append(one)
-    ahead = _reached(first, lambda node: [*node.users, *forward[node]])
-    behind = _reached(last, lambda node: [*node.all_input_nodes, *backward[node]])
+    ahead = reached(first, lambda node: [*node.users, *forward[node]])
+    behind = reached(last, lambda node: [*node.all_input_nodes, *backward[node]])
     return [node for node in program.nodes if node in ahead and node in behind]
 
 
@@ -332,13 +328,3 @@ def _sliced(call: Node, linked: set[Node]) -> Iterator[tuple[Node, Node]]:
                 yield from ((operand, node) for operand in call.all_input_nodes)
             elif node.op == "output":
                 yield from ((value, call) for value in node.all_input_nodes if value not in linked)
-
-
-def _reached(start: Iterable[Node], step: Callable[[Node], Iterable[Node]]) -> set[Node]:
-    reached = set(start)
-    waiting = list(reached)
-    while waiting:
-        new = [node for node in step(waiting.pop()) if node not in reached]
-        reached.update(new)
-        waiting += new
-    return reached

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from qompose.errors import (
     NothingQuantizedError,
@@ -213,7 +213,10 @@ def count_nodes(model: GraphModule) -> Counts:
     """Count the nodes of a graph module of any stage, those in bodies included."""
     nodes = list(nodes_in(model))
     return Counts(
-        observers=sum(map(_is_observer, nodes)),
+        observers=sum(
+            node.op == "call_module" and str(node.target).startswith(OBSERVER_PREFIX)
+            for node in nodes
+        ),
         quantize=sum(map(qdq.is_quantize, nodes)),
         dequantize=sum(map(qdq.is_dequantize, nodes)),
         choose_qparams=sum(
@@ -222,10 +225,6 @@ def count_nodes(model: GraphModule) -> Counts:
         cast=sum(bool(tag_of(node, CAST_TAG)) for node in nodes),
         kernels=len({claim for node in nodes for claim in tag_of(node, KERNELS_TAG) or ()}),
     )
-
-
-def _is_observer(node: Node) -> bool:
-    return node.op == "call_module" and str(node.target).startswith(OBSERVER_PREFIX)
 
 
 _LOGGER = logging.getLogger("qompose")

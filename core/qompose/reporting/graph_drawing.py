@@ -11,14 +11,16 @@ and by error, are classes of the page's style sheet; whatever has one says the s
 
 from __future__ import annotations
 
-import math
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from qompose.console import as_decibels
+
+if TYPE_CHECKING:
+    from qompose.reporting.report_data import MeasuredRow
 
 BOX, LANE, GAP = 176, 8, 16
 """Widths of a node and of an edge on its way past other nodes, and the least distance between any two."""
@@ -115,39 +117,38 @@ def _with_lanes(
     return lanes, rows
 
 
-class _Links:
-    """The neighbours of nodes and lanes in the layer above and in the layer below."""
-
-    def __init__(self, count: int) -> None:
-        self.above: list[list[int]] = [[] for _ in range(count)]
-        self.below: list[list[int]] = [[] for _ in range(count)]
+Neighbours = dict[int, list[int]]
+"""Of nodes and lanes, those that they are linked to in the next layer."""
 
 
 def _links(
     lanes: dict[tuple[int, int], int], edges: Sequence[Edge], layers: Sequence[int]
-) -> _Links:
+) -> tuple[Neighbours, Neighbours]:
+    """Return the neighbours of nodes and lanes in the layer above, and in the layer below."""
     pairs: dict[Edge, None] = {}
     for producer, reader in edges:
         passed = range(layers[producer] + 1, layers[reader])
         stops = [producer, *(lanes[producer, layer] for layer in passed), reader]
         if layers[producer] < layers[reader]:
             pairs.update(dict.fromkeys(pairwise(stops)))
-    links = _Links(len(layers) + len(lanes))
+    above, below = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)
     for upper, lower in pairs:
-        links.below[upper].append(lower)
-        links.above[lower].append(upper)
-    return links
+        below[upper].append(lower)
+        above[lower].append(upper)
+    return above, below
 
 
-def _sweeps(rows: list[list[int]], links: _Links) -> Iterator[tuple[list[int], list[list[int]]]]:
+def _sweeps(
+    rows: list[list[int]], links: tuple[Neighbours, Neighbours]
+) -> Iterator[tuple[list[int], Neighbours]]:
     """Yield layers with the neighbours that they are to follow, down and up in turn."""
     for sweep in range(_SWEEPS):
         down = sweep % 2 == 0
         for row in rows if down else reversed(rows):
-            yield row, links.above if down else links.below
+            yield row, links[0] if down else links[1]
 
 
-def _order(rows: list[list[int]], links: _Links) -> None:
+def _order(rows: list[list[int]], links: tuple[Neighbours, Neighbours]) -> None:
     """Put each layer into the order of the means of its neighbours' places, in place."""
     place = {node: float(i) for row in rows for i, node in enumerate(row)}
     for row, neighbours in _sweeps(rows, links):
@@ -160,7 +161,7 @@ def _mean(nodes: Sequence[int], place: dict[int, float], default: float) -> floa
     return sum(place[node] for node in nodes) / len(nodes) if nodes else default
 
 
-def _places(rows: list[list[int]], links: _Links, count: int) -> list[float]:
+def _places(rows: list[list[int]], links: tuple[Neighbours, Neighbours], count: int) -> list[float]:
     """Return the middle of each node and lane; nodes follow lanes only where no node is beside them."""
     place: dict[int, float] = {}
     for row in rows:
@@ -243,16 +244,12 @@ def graph_of(entries: Sequence[MeasuredRow], states: Mapping[str, str]) -> dict[
 
 def _module_levels(entries: Sequence[MeasuredRow]) -> Iterator[tuple[str, list[Run]]]:
     """Yield the depths of modules at which something is drawn as one, and something apart."""
-    deepest, last = max((_depth(e.module) for e in entries), default=0), 1
+    deepest, last = max((e.module.count(".") + 1 for e in entries if e.module), default=0), 1
     for depth in range(1, deepest + 1):
         runs = list(_runs([".".join(e.module.split(".")[:depth]) for e in entries]))
         if last < len(runs) < len(entries):
             last = len(runs)
             yield f"modules, {depth} deep", runs
-
-
-def _depth(module: str) -> int:
-    return module.count(".") + 1 if module else 0
 
 
 def _runs(keys: Sequence[str]) -> Iterator[Run]:
@@ -384,58 +381,5 @@ def looks(
     return found, states[state]
 
 
-@dataclass(frozen=True)
-class MeasuredRow:
-    """A row of a report with the numbers of a comparison; None where that has none."""
-
-    name: str
-    operator: str
-    module: str
-    macs: int
-    state: str
-    owner: str
-    rule: str
-    config: str
-    mode: str
-    selector: str
-    kernel: str
-    reason: str
-    inputs: tuple[str, ...]
-    sqnr: float | None
-    own_sqnr: float | None
-    cause: str
-
-    @property
-    def who(self) -> str:
-        """Return the owner, or `NOBODY`."""
-        return self.owner or NOBODY
-
-
 NOBODY = "nobody"
-
-
-def measured_rows(
-    report: Mapping[str, Any], comparison: Mapping[str, Any] | None
-) -> tuple[MeasuredRow, ...]:
-    """Return an entry for each row of a report, of both as data.
-
-    Where a comparison has several values of one operator, its first is the one that says most.
-    """
-    found: dict[str, Mapping[str, Any]] = {}
-    for row in (comparison or {}).get("rows", ()):
-        found.setdefault(row["name"], row)
-    return tuple(
-        MeasuredRow(
-            **{**row, "inputs": tuple(row["inputs"])},
-            sqnr=number(found.get(row["name"], {}).get("sqnr")),
-            own_sqnr=number(found.get(row["name"], {}).get("own_sqnr")),
-            cause=found.get(row["name"], {}).get("cause", ""),
-        )
-        for row in report["rows"]
-    )
-
-
-def number(value: Any) -> float | None:
-    """Return a number of a comparison's data, where an infinite one is a text; None for none."""
-    found = None if value is None else float(value)
-    return None if found is None or math.isnan(found) else found
+"""The owner of what no quantizer took."""

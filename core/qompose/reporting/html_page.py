@@ -12,10 +12,9 @@ import hashlib
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
@@ -23,26 +22,27 @@ from markupsafe import Markup
 from qompose.console import as_decibels
 from qompose.reporting.graph_drawing import (
     DOTTED,
-    MeasuredRow,
     edges_between,
     graph_of,
     layers_of,
-    measured_rows,
-    number,
     owner_classes,
     state_class,
     step_class,
     step_legend,
 )
 
+if TYPE_CHECKING:
+    from qompose.reporting.report_data import Comparison, MeasuredRow
+
 _TEMPLATES = Path(__file__).with_name("templates")
 _MODE_TITLES = {"owner": "owner", "state": "state", "sqnr": "SQNR", "own": "own SQNR"}
 
 
 def page(
-    report: Mapping[str, Any],
-    comparison: Mapping[str, Any] | None,
+    entries: Sequence[MeasuredRow],
+    comparison: Comparison | None,
     *,
+    data: Mapping[str, Any],
     totals: Sequence[str],
     remarks: Mapping[str, Sequence[str]],
     states: Mapping[str, str],
@@ -50,13 +50,12 @@ def page(
     """Return the page of a report; equal reports have equal pages.
 
     Args:
-        report: as data (`Report.to_dict`).
-        comparison: as data (`Comparison.to_dict`), where there is one.
+        entries: the rows of the report, with what the comparison, where there is one, has of them.
+        data: what the page's script reads, by name: the report and the comparison.
         totals: lines that sum it up, the first of them the headline.
         remarks: lines by their heading.
         states: where operators may end, in the order in which they are listed, and the border of each.
     """
-    entries = measured_rows(report, comparison)
     owners = owner_classes(entries)
     listed_states = [state for state in states if any(entry.state == state for entry in entries)]
     state_classes = {state: state_class(state, states) for state in listed_states}
@@ -81,7 +80,7 @@ def page(
         owners=owners,
         entries=entries,
         remarks=remarks,
-        data={"report": report, "comparison": comparison, "graph": graph_of(entries, states)},
+        data={**data, "graph": graph_of(entries, states)},
         script=Markup(script),
     )  # fmt: skip
 
@@ -99,7 +98,6 @@ def _environment() -> Environment:
     environment.filters |= {
         "breakable": breakable,
         "decibels": as_decibels,
-        "number": number,
         "script_number": lambda value: str(value).replace("inf", "Infinity"),
         "step_class": step_class,
     }
@@ -115,31 +113,25 @@ def breakable(text: str) -> Markup:
     return Markup("<wbr>").join(re.split(r"(?<=[./_])(?=.)", text))
 
 
-@dataclass(frozen=True)
-class _Group:
-    """The operators of one owner in one state: how many they are, and their work, as parts of all."""
-
-    owner: str
-    state: str
-    style: str
-    macs: int
-    part_of_macs: float
-    operators: int
-    part_of_operators: float
-
-
 def _coverage(
     entries: Sequence[MeasuredRow], owners: Mapping[str, str], states: Mapping[str, str]
-) -> Iterator[_Group]:
+) -> Iterator[dict[str, Any]]:
+    """Yield the operators of one owner in one state: how many they are, and their work, as parts of all."""
     total = max(1, sum(entry.macs for entry in entries))
     for owner, owner_style in owners.items():
         for state, border in states.items():
             group = [entry for entry in entries if (entry.who, entry.state) == (owner, state)]
             if group:
-                macs, style = sum(entry.macs for entry in group), owner_style
-                style += " line" * (border == DOTTED)
-                part = len(group) / len(entries)
-                yield _Group(owner, state, style, macs, macs / total, len(group), part)
+                macs = sum(entry.macs for entry in group)
+                yield {
+                    "owner": owner,
+                    "state": state,
+                    "style": owner_style + " line" * (border == DOTTED),
+                    "macs": macs,
+                    "part_of_macs": macs / total,
+                    "operators": len(group),
+                    "part_of_operators": len(group) / len(entries),
+                }
 
 
 _WORST = 12
@@ -150,43 +142,21 @@ _HEIGHT, _TOP, _BOTTOM = 260, 18, 12
 """Of the chart, in pixels: all, and what stays free."""
 
 
-def _errors(entries: Sequence[MeasuredRow], comparison: Mapping[str, Any]) -> dict[str, Any]:
+def _errors(entries: Sequence[MeasuredRow], comparison: Comparison) -> dict[str, Any]:
     """Return what the template shows of a comparison: the chart, and which operators add most."""
     measured = [entry for entry in entries if entry.sqnr is not None or entry.own_sqnr is not None]
     by_name = {entry.name: (row, entry) for row, entry in enumerate(entries)}
-    named = dict.fromkeys(row["name"] for row in comparison["rows"])
+    named = dict.fromkeys(row.name for row in comparison)
     return {
         "measured_entries": len(measured),
         "chart": _chart(entries) if measured else None,
         "worst": [by_name[name] for name in named if name in by_name][:_WORST],
-        "values_without_row": [row for row in comparison["rows"] if row["name"] not in by_name],
+        "values_without_row": [row for row in comparison if row.name not in by_name],
     }
 
 
-@dataclass(frozen=True)
-class _Mark:
-    """One measurement of an operator in the chart, of the whole run or of what the operator adds."""
-
-    row: int
-    x: str
-    y: int
-    own: bool
-    words: str
-
-
-@dataclass(frozen=True)
-class _Chart:
-    """The error of each operator by its depth: labels and heights of the scale, and the marks."""
-
-    ticks: list[tuple[str, int]]
-    grid: list[int]
-    marks: list[_Mark]
-    depth: int
-    style: str
-    height: int = _HEIGHT
-
-
-def _chart(entries: Sequence[MeasuredRow]) -> _Chart:
+def _chart(entries: Sequence[MeasuredRow]) -> dict[str, Any]:
+    """Return the error of each operator by its depth: labels and heights of the scale, and the marks."""
     runs = [range(i, i + 1) for i in range(len(entries))]
     depths = layers_of(len(entries), edges_between(runs, entries))
     values = [v for e in entries for v in (e.sqnr, e.own_sqnr) if v is not None]
@@ -199,16 +169,17 @@ def _chart(entries: Sequence[MeasuredRow]) -> _Chart:
     ticks = range(low, high + 1, 10 * math.ceil((high - low) / 80))
     grid = {decibels: _height(decibels, scale) for decibels in ticks}
     names = {low: "-inf dB"} if unbounded else {}
-    return _Chart(
-        ticks=[
+    return {
+        "ticks": [
             *((names.get(decibels, f"{decibels} dB"), y) for decibels, y in grid.items()),
             ("equal", _height(math.inf, scale)),
         ],
-        grid=list(grid.values()),
-        marks=[*_marks(entries, depths, scale, True), *_marks(entries, depths, scale, False)],
-        depth=max(depths) + 1,
-        style="plot many" if len(entries) > _MANY else "plot",
-    )
+        "grid": list(grid.values()),
+        "marks": [*_marks(entries, depths, scale, True), *_marks(entries, depths, scale, False)],
+        "depth": max(depths) + 1,
+        "style": "plot many" if len(entries) > _MANY else "plot",
+        "height": _HEIGHT,
+    }
 
 
 def _height(value: float, scale: tuple[int, int]) -> int:
@@ -222,11 +193,13 @@ def _height(value: float, scale: tuple[int, int]) -> int:
 
 def _marks(
     entries: Sequence[MeasuredRow], depths: Sequence[int], scale: tuple[int, int], own: bool
-) -> Iterator[_Mark]:
+) -> Iterator[dict[str, Any]]:
+    """Yield the measurements of operators, of the whole run or of what each adds, as the chart has them."""
     for row, entry in enumerate(entries):
         value = entry.own_sqnr if own else entry.sqnr
         if value is not None:
             x = f"{100 * (depths[row] + 0.5) / (max(depths) + 1):.2f}%"
             kind = "own SQNR" if own else "SQNR"
             words = f"{entry.name}: {kind} {as_decibels(value)}, {entry.cause}"
-            yield _Mark(row, x, _height(value, scale), own, words)
+            y = _height(value, scale)
+            yield {"row": row, "x": x, "y": y, "own": own, "words": words}

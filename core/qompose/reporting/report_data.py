@@ -16,7 +16,7 @@ from qompose.errors import ConfigError, UserError, near_names
 from qompose.files import draft_of
 from qompose.json_codec import is_integer, jsonable, of_type, plain
 from qompose.plan.plan import Requantized
-from qompose.reporting.graph_drawing import DASHED, DOTTED, FULL
+from qompose.reporting.graph_drawing import DASHED, DOTTED, FULL, NOBODY
 
 EQUAL, INHERITED, ARITHMETIC = "equal", "inherited", "arithmetic"
 ROUNDING, CLIPPING, FALLBACK, KERNEL_ERROR = "rounding", "clipping", "fallback", "kernel error"
@@ -209,6 +209,33 @@ class Row:
         by += f" (from {self.selector})" if self.selector else ""
         what = self.kernel or self.reason
         return f"{where} is {self.state}{f': {what}' if what else ''}; {by}"
+
+
+@dataclass(frozen=True)
+class MeasuredRow(Row):
+    """A row of a report with the numbers of a comparison; None where that has none."""
+
+    sqnr: float | None = None
+    own_sqnr: float | None = None
+    cause: str = ""
+
+    @property
+    def who(self) -> str:
+        """Return the owner, or `NOBODY`."""
+        return self.owner or NOBODY
+
+
+def measured_rows(rows: Iterable[Row], comparison: Comparison | None) -> tuple[MeasuredRow, ...]:
+    """Return rows with what a comparison has of each: of several values of an operator, the first."""
+    found: dict[str, Compared] = {}
+    for compared in comparison or ():
+        found.setdefault(compared.name, compared)
+    return tuple(
+        MeasuredRow(**vars(row), sqnr=c.sqnr, own_sqnr=c.own_sqnr, cause=c.cause)
+        if (c := found.get(row.name))
+        else MeasuredRow(**vars(row))
+        for row in rows
+    )
 
 
 @dataclass(frozen=True)
@@ -411,8 +438,12 @@ class Report(Printable):
         from qompose.reporting.html_page import page  # here: jinja2 takes a tenth of a second
 
         return page(
-            self.to_dict(),
-            None if comparison is None else comparison.to_dict(),
+            measured_rows(self.rows, comparison),
+            comparison,
+            data={
+                "report": self.to_dict(),
+                "comparison": None if comparison is None else comparison.to_dict(),
+            },
             totals=self._totals(),
             remarks={
                 "Requantizations": [*map(str, self.requantizations)],
@@ -458,12 +489,9 @@ class Report(Printable):
             )
             rows += [(state,), *((f"  {name}", *rest) for name, *rest in groups)] if groups else []
         table = Table(("operator", "kernel, rule or reason", "operators", "MACs"), tuple(rows))
-        owners = [Table(_OWNERS, tuple(self.by_owner()))] if self._settings() > 1 else []
+        apart = {(row.owner, row.config, row.selector) for row in self.rows if row.owner}
+        owners = [Table(_OWNERS, tuple(self.by_owner()))] if len(apart) > 1 else []
         return [*self._totals(), *([table] if rows else []), *owners, *self._remarks()]
-
-    def _settings(self) -> int:
-        """Return how many owners, or configurations and selectors of theirs, there are to tell apart."""
-        return len({(row.owner, row.config, row.selector) for row in self.rows if row.owner})
 
 
 _STAGES = ("prepared", "converted", "reference", "lowered")

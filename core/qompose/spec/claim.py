@@ -108,6 +108,15 @@ class Operand:
     user: str
     position: tuple[int | str, ...]
 
+    def read_by(self, user: Node) -> Node:
+        """Return the tensor that the node `user` reads there."""
+        first, *rest = self.position
+        found: Any = user.args[first] if isinstance(first, int) else user.kwargs[first]
+        for index in rest:
+            found = found[index]
+        assert isinstance(found, Node)
+        return found
+
 
 @dataclass(frozen=True)
 class AddedBias:

@@ -54,40 +54,26 @@ choose_qparams_per_token = _ops.choose_qparams_per_token_asymmetric.default
 choose_qparams_per_token_symmetric = _ops.choose_qparams_per_token.default
 
 
-@torch.library.custom_op("qompose::quantize_per_block", mutates_args=())
-def _quantize_per_block(
-    input: Tensor, scale: Tensor, zero_point: Tensor, low: int, high: int, dtype: torch.dtype
-) -> Tensor:
-    return quantize_blocks(input, scale, zero_point, low, high, dtype)
-
-
-@torch.library.custom_op("qompose::dequantize_per_block", mutates_args=())
 def _dequantize_per_block(
-    input: Tensor, scale: Tensor, zero_point: Tensor, low: int, high: int, dtype: torch.dtype
+    q: Tensor, scale: Tensor, zero_point: Tensor, low: int, high: int, dtype: torch.dtype
 ) -> Tensor:
-    return dequantize_blocks(input, scale, zero_point, dtype)
+    return dequantize_blocks(q, scale, zero_point, dtype)
 
 
-@torch.library.custom_op("qompose::quantize_per_channel_float", mutates_args=())
-def _quantize_per_channel_float(
-    input: Tensor,
-    scale: Tensor,
-    zero_point: Tensor,
-    axis: int,
-    low: int,
-    high: int,
-    dtype: torch.dtype,
-) -> Tensor:
-    return quantize_float_zero_point(input, scale, zero_point, axis, low, high, dtype)
-
-
-@_quantize_per_block.register_fake
-@_dequantize_per_block.register_fake
-@_quantize_per_channel_float.register_fake
-def _like_input(input: Tensor, *rest: Any) -> Tensor:
-    return torch.empty_like(input, dtype=rest[-1])
-
-
+_TENSORS = "Tensor input, Tensor scale, Tensor zero_point"
+_BOUNDS = "SymInt low, SymInt high, ScalarType dtype"
+for _name, _compute, _arguments in (
+    ("quantize_per_block", quantize_blocks, f"{_TENSORS}, {_BOUNDS}"),
+    ("dequantize_per_block", _dequantize_per_block, f"{_TENSORS}, {_BOUNDS}"),
+    (
+        "quantize_per_channel_float",
+        quantize_float_zero_point,
+        f"{_TENSORS}, SymInt axis, {_BOUNDS}",
+    ),
+):
+    torch.library.custom_op(
+        f"qompose::{_name}", _compute, mutates_args=(), schema=f"({_arguments}) -> Tensor"
+    ).register_fake(lambda input, *rest: torch.empty_like(input, dtype=rest[-1]))
 quantize_per_channel_float = torch.ops.qompose.quantize_per_channel_float.default
 quantize_per_block = torch.ops.qompose.quantize_per_block.default
 dequantize_per_block = torch.ops.qompose.dequantize_per_block.default
@@ -127,9 +113,7 @@ IN_ATEN: dict[Any, Callable[..., Any]] = {
     choose_qparams_per_token: _registers.choose_qparams_per_token_asymmetric,
     choose_qparams_per_token_symmetric: _registers.choose_qparams_per_token,
     quantize_per_block: quantize_blocks,
-    dequantize_per_block: lambda x, scale, zero, low, high, dtype: dequantize_blocks(
-        x, scale, zero, dtype
-    ),
+    dequantize_per_block: _dequantize_per_block,
     quantize_per_channel_float: quantize_float_zero_point,
 }
 """What to trace for the operators that torch's compiler does not know: the same in aten's."""

@@ -240,8 +240,9 @@ class Bounds:
         """
         scales = torch.as_tensor(scale).detach().to(torch.float32)
         zero_points = torch.as_tensor(zero_point)
-        least, most, exact = map(
-            _limit, (self.scale_min_lower_bound, self.scale_max_upper_bound, self.scale_exact_match)
+        asked = (self.scale_min_lower_bound, self.scale_max_upper_bound, self.scale_exact_match)
+        least, most, exact = (
+            None if bound is None else torch.tensor(bound, dtype=torch.float32) for bound in asked
         )
         found = []
         if least is not None and bool((scales < least).any()):
@@ -267,10 +268,6 @@ class Bounds:
         }
         how = words.get(name, "and the kernel takes exactly")
         return f"{value}, {how} {getattr(self, name):g} ({name})"
-
-
-def _limit(value: float | None) -> Tensor | None:
-    return None if value is None else torch.tensor(value, dtype=torch.float32)
 
 
 def _listed(values: Tensor) -> str:

@@ -577,13 +577,7 @@ def observer_name(spec: QuantizationSpecBase) -> str | None:
 
 def factory_name(factory: object) -> str | None:
     """Return the name of what an observer factory makes; it may be wrapped, with its arguments."""
-    if factory is None:
-        return None
-    for attribute in ("observer", "p"):  # ours, torch.ao's PartialWrapper
-        inner = getattr(factory, attribute, None)
-        if inner is not None and not isinstance(factory, type):
-            return factory_name(getattr(inner, "func", inner))
-    return getattr(factory, "__name__", str(factory))
+    return None if factory is None else getattr(class_of(factory), "__name__", str(factory))
 
 
 def integer_range_key(spec: QuantizationSpecBase) -> object:

@@ -450,7 +450,8 @@ class StoredBackends(Mapping[str, Backend]):
         lacking = sorted(self._rules[owner] - {rule.name for rule in backend.rules})
         if lacking:
             reason = f"it has no rule {', '.join(lacking)} any more, or not yet{_made_with(facts)}"
-            raise PluginError(backend.name, _source(backend.name), reason)
+            sources = (i.source for i in installed_backends() if i.name == backend.name)
+            raise PluginError(backend.name, next(sources, "of no package"), reason)
         return backend
 
     def __contains__(self, owner: object) -> bool:
@@ -472,10 +473,6 @@ def _made_with(facts: Mapping[str, Any]) -> str:
 
 def _is_installed(name: str) -> bool:
     return any(info.name == name for info in installed_backends())
-
-
-def _source(name: str) -> str:
-    return next((i.source for i in installed_backends() if i.name == name), "of no package")
 
 
 def missing_packages(owners: Mapping[str, Any]) -> str:

@@ -93,9 +93,7 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             blocks = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
     except (ArtefactError, OSError):
         raise
-    except (
-        Exception
-    ) as error:  # of a forged header: types that torch does not have, sizes that are impossible
+    except Exception as error:  # of a forged header: unknown types, impossible sizes
         kind = " (it is a zip archive, as torch.save and torch.export.save write)"
         raise ArtefactError(
             f"{path} was not written by qompose.save{kind if is_zipfile(path) else ''}, or is incomplete: "
@@ -246,17 +244,14 @@ def _block(extents: list[_Extent]) -> tuple[str, Tensor, int]:
     for extent in extents:
         tensor = extent.tensor
         whole = (extent.start, extent.end) == (low, high) and tensor.is_contiguous()
-        if whole and tensor.dtype in _NATURAL and _same_size(extents):
+        # Offsets are whole numbers of items where the items of all tensors have one size.
+        alike = len({extent.tensor.element_size() for extent in extents}) == 1
+        if whole and tensor.dtype in _NATURAL and alike:
             return extent.path, tensor.detach(), low
     low -= low % _ALIGNMENT
     storage = extents[0].tensor.untyped_storage()
     empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
     return extents[0].path, empty.set_(storage, low, (high - low,), (1,)), low
-
-
-def _same_size(extents: list[_Extent]) -> bool:
-    """Tell whether all tensors have items of one size, so that offsets are whole numbers of them."""
-    return len({extent.tensor.element_size() for extent in extents}) == 1
 
 
 def unpack(views: Mapping[str, Any], blocks: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -296,9 +291,7 @@ def _check_devices(devices: Collection[str]) -> None:
         try:
             if torch.empty(0, device=device).is_meta:
                 raise ValueError("no tensor of it has memory")
-        except (
-            Exception
-        ) as error:  # each kind of device has its own way to say that it is not there
+        except Exception as error:  # each kind of device says in its own way that it is not there
             raise ArtefactError(
                 f"its tensors were on the device {device!r}, which this process cannot use ({error}). Export "
                 "and quantize the model on the CPU for a machine without it."

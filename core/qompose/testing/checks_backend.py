@@ -64,7 +64,7 @@ from qompose.testing.trial import Inputs, Trial, copies, outputs
 
 
 def is_listed(suite: Suite, case: Case) -> None:
-    """The capability table has the row and supports it, and the row's kernels are for targets that exist."""
+    """The capability table has the row."""
     backend, rule = suite.backend, suite.rule(case.rule)
     subject = f"backend {backend.name!r}, rule {case.rule!r}, config {case.config!r}"
     try:
@@ -92,7 +92,7 @@ def is_listed(suite: Suite, case: Case) -> None:
 
 
 def loads(suite: Suite) -> None:
-    """The backend loads by its name, and has the version of the interface that core has."""
+    """The backend loads by its name, with the current version of the interface."""
     backend = suite.backend
     if not backend.name or not isinstance(backend.name, str):
         raise ContractError(
@@ -118,7 +118,7 @@ def loads(suite: Suite) -> None:
 
 
 def says_availability(suite: Suite) -> None:
-    """`availability` returns None, or the reason as text; so do the targets."""
+    """`availability` returns None, or a reason."""
     backend = suite.backend
     questions = {"availability()": backend.availability}
     questions |= {f"target {t.name!r}, availability()": t.availability for t in backend.targets}
@@ -137,7 +137,7 @@ def says_availability(suite: Suite) -> None:
 
 
 def has_rules(suite: Suite) -> None:
-    """Every rule has a unique name."""
+    """Rules have unique names."""
     backend = suite.backend
     counts = Counter(rule.name for rule in backend.rules)
     twice = sorted(name for name, count in counts.items() if count > 1)
@@ -153,7 +153,7 @@ def has_rules(suite: Suite) -> None:
 
 
 def has_configs(suite: Suite) -> None:
-    """Every named configuration fits a rule and can be set; the first is the default."""
+    """Every named configuration fits a rule; the first is the default."""
     backend = suite.backend
     if not backend.configs or backend.default_config is not next(iter(backend.configs.values())):
         raise ContractError(
@@ -246,14 +246,11 @@ class Gathering:
                 try:
                     self.suite.require(annotates, trial)
                     self.suite.require(converts, trial)
-                    self._require_kernel(trial)
+                    if TORCH_TARGET.name in trial.terms.rule.kernels and self.suite.in_process:
+                        self.suite.require(matches_reference, trial, TORCH_TARGET.name)
                 except NotApplicable:
                     continue
                 yield trial
-
-    def _require_kernel(self, trial: Trial) -> None:
-        if TORCH_TARGET.name in trial.terms.rule.kernels and self.suite.in_process:
-            self.suite.require(matches_reference, trial, TORCH_TARGET.name)
 
     def quantizer(self, *members: Quantizer) -> Quantizer:
         """Return the quantizers of the copies around the rows, followed by others."""
@@ -282,7 +279,7 @@ def gathering(suite: Suite, name: str) -> Gathering:
 
 
 def saves(suite: Suite, name: str) -> None:
-    """A converted model of all rows is saved and loaded bit for bit, and lowers again in the same way."""
+    """A converted model of all rows is saved, loaded and lowered again."""
     rows = gathering(suite, name)
     subject = f"backend {suite.backend.name!r}, config {name!r}, one model of all rows"
     remedy = (
@@ -334,7 +331,7 @@ _ALONE = "let no rule, guard, kernel or hook assume that it is of the only quant
 
 
 def composes(suite: Suite, name: str, partner: str, first: bool) -> None:
-    """Before or behind another backend's quantizer, all rows stay right and conflicts are named."""
+    """All rows stay right beside another backend's quantizer."""
     rows = gathering(suite, name)
     own = suite.quantizer(suite.backend.configs[name])
     other = _partner(suite, rows, partner)
@@ -449,7 +446,7 @@ def representative(suite: Suite) -> Trial:
 
 
 def most_specific_wins(suite: Suite, lower: str, higher: str) -> None:
-    """Of two selectors, the more specific one decides; None leaves the operator in float, with a reason."""
+    """Selectors of all levels work, and the more specific one decides."""
     trial = representative(suite)
     for wanted in (trial.terms.config, None):
         other = None if wanted is not None else trial.terms.config
@@ -501,7 +498,7 @@ PUBLIC_MODULES = (
 
 
 def imports_public_names(suite: Suite) -> None:
-    """The backend's modules use only public names of qompose."""
+    """The backend's source uses only public names of qompose."""
     for path in _files(suite):
         tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
         for line, name in sorted(_private(tree)):

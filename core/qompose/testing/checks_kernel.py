@@ -46,7 +46,7 @@ _RUNS = "a refusal with a reason, or a model that runs"
 
 
 def matches_reference(suite: Suite, trial: Trial, target: str) -> None:
-    """The kernel agrees with the integer arithmetic to one step, on random data and on extremes."""
+    """The kernel agrees with the integer reference to one step."""
     suite.require(keeps_parameters, trial, target)
     reference, what = trial.reference
     lowered, steps = trial.lowered(target), steps_of(trial.converted)
@@ -57,7 +57,16 @@ def matches_reference(suite: Suite, trial: Trial, target: str) -> None:
         expect_close(suite, trial, target, f"{what} on {kind}", (wanted, actual, steps))
         if kind == RANDOM:
             random.append((wanted, actual))
-    _check_rounding(trial, target, what, random, steps)
+    for place, step in enumerate(steps):
+        given, made = ([run[side][place] for run in random] for side in (0, 1))
+        found = None if step is None else rounding_fault(given, made, step)
+        if found is not None:
+            raise ContractError(
+                trial.on(target),
+                expected=f"at most {MOST_OFF:.0%} of the values a step off {what}",
+                found=found,
+                remedy="round once, to the nearest integer, half to even; do not truncate",
+            )
     if isinstance(lowered, nn.Module):
         _check_layouts(suite, trial, target, (random[0][1], steps))
 
@@ -90,27 +99,6 @@ def expect_close(
         )
 
 
-def _check_rounding(
-    trial: Trial,
-    target: str,
-    what: str,
-    runs: Sequence[tuple[list[Tensor], list[Tensor]]],
-    steps: Sequence[Tensor | None],
-) -> None:
-    """Check that few values are off by a step."""
-    for place, step in enumerate(steps):
-        if step is None:
-            continue
-        found = rounding_fault([w[place] for w, _ in runs], [a[place] for _, a in runs], step)
-        if found is not None:
-            raise ContractError(
-                trial.on(target),
-                expected=f"at most {MOST_OFF:.0%} of the values a step off {what}",
-                found=found,
-                remedy="round once, to the nearest integer, half to even; do not truncate",
-            )
-
-
 def _check_layouts(
     suite: Suite, trial: Trial, target: str, known: tuple[list[Tensor], list[Tensor | None]]
 ) -> None:
@@ -130,14 +118,14 @@ def _check_layouts(
         )  # fmt: skip
 
 
-def matches_for_integers(suite: Suite, trial: Trial, target: str) -> None:
-    """The same, where a consumer behind the row reads integers."""
+def matches_reference_for_integers(suite: Suite, trial: Trial, target: str) -> None:
+    """The same, where a consumer of the row reads integers."""
     suite.require(matches_reference, suite.plain(trial), target)
     matches_reference(suite, trial, target)
 
 
 def takes_other_shapes(suite: Suite, trial: Trial, target: str) -> None:
-    """The kernel computes correctly what the rule claims with another batch, rank or depth."""
+    """What the rule claims besides its example, of other batches, ranks and depths, is right."""
     suite.require(matches_reference, trial, target)
     _check_variations(
         suite, trial, target, of_shapes(trial),
@@ -146,7 +134,7 @@ def takes_other_shapes(suite: Suite, trial: Trial, target: str) -> None:
 
 
 def takes_other_literals(suite: Suite, trial: Trial, target: str) -> None:
-    """The kernel computes correctly what the rule claims with other literal arguments."""
+    """What the rule claims besides its example, with other literal arguments, is right."""
     suite.require(matches_reference, trial, target)
     _check_variations(
         suite, trial, target, of_literals(trial),
@@ -190,7 +178,7 @@ def accepted_limits(suite: Suite, case: Case) -> list[Limit]:
 
 
 def refuses(suite: Suite, case: Case) -> None:
-    """What a constraint excludes is refused with a reason, by the setter already if no rule takes it."""
+    """What the constraints exclude is refused, with a reason."""
     rule, config = suite.rule(case.rule), suite.backend.configs[case.config]
     for limit in limits(rule, config):
         subject = f"backend {suite.backend.name!r}, rule {rule.name!r}, {limit}"
@@ -228,7 +216,7 @@ def _check_set(suite: Suite, limit: Limit, subject: str) -> None:
 
 
 def accepts(suite: Suite, case: Case, limit: Limit, target: str) -> None:
-    """What a constraint accepts at its edges lowers and computes the right numbers."""
+    """What the constraints accept at their edges works."""
     suite.require(matches_reference, suite.trial(case), target)
     trial = suite.trial(case, name=str(limit), config=limit.config)
     for check in (lowers, matches_reference):

@@ -14,7 +14,6 @@ from qompose.lowering.lower_regions import TORCH_TARGET
 from qompose.plan.plan import Operator
 from qompose.program.control_flow import nodes_in
 from qompose.program.graph import operator_name, value_of
-from qompose.reporting import Row
 from qompose.reporting.report_data import FLOAT_KERNEL, KERNEL
 from qompose.testing.fixtures import Blocked, ContractError, expecting, kinds_of, sqnr
 from qompose.testing.suite import Suite
@@ -22,7 +21,7 @@ from qompose.testing.trial import Inputs, Trial, outputs
 
 
 def annotates(suite: Suite, trial: Trial) -> None:
-    """The rule claims the operators of its own example."""
+    """The rule claims the operators of its own pattern."""
     example = trial.terms.example
     if example.problem:
         raise ContractError(
@@ -77,7 +76,7 @@ def _check_claims(trial: Trial, operators: Sequence[Operator]) -> None:
 
 
 def converts(suite: Suite, trial: Trial) -> None:
-    """The Q/DQ model is close to the float model, and keeps shapes and dtypes."""
+    """The Q/DQ model is close to the float model (`min_sqnr`)."""
     suite.require(annotates, trial)
     remedy = "see that the specifications of the rule can be followed with the data of its example"
     with expecting(str(trial), "convert_pt2e to make a Q/DQ model", remedy):
@@ -121,7 +120,7 @@ def _quality(trial: Trial, model: GraphModule) -> float:
 
 
 def lowers(suite: Suite, trial: Trial, target: str) -> None:
-    """The region becomes the kernel that the row promises, without a warning."""
+    """The region becomes the kernel that the rule names, without a warning."""
     suite.require(annotates, trial)
     kernel = trial.terms.rule.kernels[target]
     try:
@@ -133,7 +132,8 @@ def lowers(suite: Suite, trial: Trial, target: str) -> None:
     remedy = "correct the kernel's emit, or the last step of the target"
     with expecting(trial.on(target), promise, remedy):
         lowered = trial.lowered(target)
-    rows = [row for row in report(lowered).rows if _is_of(trial, row)]
+    row_of = (trial.terms.label, trial.terms.rule.name)
+    rows = [row for row in report(lowered).rows if (row.owner, row.rule) == row_of]
     left = [row for row in rows if row.state != wanted.get(row.kernel)]
     if left or not rows:
         row = left[0] if left else None
@@ -160,10 +160,6 @@ def lowers(suite: Suite, trial: Trial, target: str) -> None:
             found=repr(lowered),
             remedy="let the model that the target's last step returns have a __call__",
         )
-
-
-def _is_of(trial: Trial, row: Row) -> bool:
-    return (row.owner, row.rule) == (trial.terms.label, trial.terms.rule.name)
 
 
 def _check_no_float(trial: Trial, lowered: GraphModule, target: str) -> None:
@@ -198,7 +194,7 @@ def _computes(node: Node) -> bool:
 
 
 def keeps_parameters(suite: Suite, trial: Trial, target: str) -> None:
-    """The kernel does not write to its weights, which other models may share."""
+    """The lowered model leaves its parameters as they are."""
     suite.require(lowers, trial, target)
     lowered, batch = trial.lowered(target), trial.batches("evaluation", 1)[0]
     if not isinstance(lowered, nn.Module):
@@ -220,7 +216,7 @@ def keeps_parameters(suite: Suite, trial: Trial, target: str) -> None:
 
 
 def shares(suite: Suite, trial: Trial) -> None:
-    """The inputs and the output of a rule that shares have one scale and zero point."""
+    """If the rule shares, inputs and output have one scale."""
     suite.require(annotates, trial)
     plan = trial.record.plan
     group_of = {str(point): i for i, group in enumerate(plan.groups) for point in group.points}

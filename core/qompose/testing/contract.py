@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from inspect import Parameter, Signature
 from typing import Any, ClassVar, TypeAlias
 
 import pytest
@@ -37,8 +38,8 @@ from qompose.testing.checks_kernel import (
     accepted_limits,
     accepts,
     half_precision,
-    matches_for_integers,
     matches_reference,
+    matches_reference_for_integers,
     refuses,
     takes_other_literals,
     takes_other_shapes,
@@ -52,7 +53,117 @@ from qompose.testing.checks_rule import (
 )
 from qompose.testing.fixtures import ContractError, NotApplicable
 from qompose.testing.suite import BackendSource, Case, Suite
-from qompose.testing.variations import Limit
+
+Row: TypeAlias = tuple[Any, ...]
+Rows: TypeAlias = Callable[[Suite], Iterable[Row]]
+"""Returns the arguments of a test, a tuple for each time that it is run."""
+_ON = "case target"
+
+
+def _each(rows: Callable[[Suite], Sequence[Case]]) -> Rows:
+    return lambda suite: [(case,) for case in rows(suite)]
+
+
+def _on_targets(rows: Callable[[Suite], Sequence[Case]]) -> Rows:
+    return lambda suite: [
+        (case, target) for case in rows(suite) for target in sorted(suite.rule(case.rule).kernels)
+    ]
+
+
+def _static(suite: Suite) -> list[Case]:
+    return [c for c in suite.modes() if suite.backend.configs[c.config].mode == STATIC]
+
+
+def _feeding(suite: Suite) -> Iterable[Row]:
+    """Yield runtimes other than the process only for rows whose output is not integers anyway."""
+    for case, target in _on_targets(_static)(suite):
+        rule = suite.rule(case.rule)
+        if target == TORCH_TARGET.name or not (rule.output or rule.shares):
+            yield case, target
+
+
+def _emitted(suite: Suite) -> Iterable[Row]:
+    return [
+        (case, target)
+        for case, target in _on_targets(Suite.modes)(suite)
+        if suite.rule(case.rule).kernels[target].emit is not None
+    ]
+
+
+def _in_process(suite: Suite) -> Iterable[Row]:
+    return [(case, target) for case, target in _emitted(suite) if target == TORCH_TARGET.name]
+
+
+def _one_mode(suite: Suite) -> Iterable[Row]:
+    seen: set[str] = set()
+    for case, target in _in_process(suite):
+        if case.rule not in seen:
+            seen.add(case.rule)
+            yield case, target
+
+
+def _sharing(suite: Suite) -> list[Case]:
+    return [case for case in suite.cases() if suite.rule(case.rule).shares]
+
+
+def _edges(suite: Suite) -> Iterable[Row]:
+    for case in suite.modes():
+        for limit in accepted_limits(suite, case):
+            for target in sorted(suite.rule(case.rule).kernels):
+                yield case, limit, target
+
+
+def _half(suite: Suite) -> Iterable[Row]:
+    return [(case, dtype) for case in suite.modes() for dtype in (torch.float16, torch.bfloat16)]
+
+
+def _partners(suite: Suite) -> Iterable[Row]:
+    """Each configuration with the backend itself, the default one with every other backend too."""
+    for number, config in enumerate(suite.backend.configs):
+        others = [suite.backend.name, *(suite.installed if number == 0 else ())]
+        for partner in others:
+            yield from ((config, partner, first) for first in (True, False))
+
+
+def _of_trial(check: Callable[..., None], names: str, rows: Rows, **facts: Any) -> Any:
+    """Return the test of a check of a row's trial; `facts` are of `Terms`, and so are further arguments."""
+
+    def run(suite: Suite, *given: Any) -> None:
+        more = dict(zip(names.split(), given, strict=True))
+        case, target = more.pop("case"), [more.pop("target")] if "target" in more else []
+        suite.judge(check, suite.trial(case, **more, **facts), *target)
+
+    return _test(check, run, names, rows)
+
+
+def _of_backend(check: Callable[..., None], names: str = "", rows: Rows | None = None) -> Any:
+    """Return the test of a check that takes the suite itself."""
+    return _test(check, check, names, rows)
+
+
+def _test(
+    check: Callable[..., None], run: Callable[..., None], names: str, rows: Rows | None
+) -> Any:
+    """Return a method that is called and described as the check; it is skipped where nothing can be run."""
+    taken = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in ("self", *names.split())]
+    signature = Signature(taken)
+
+    def test(*args: Any, **kwargs: Any) -> None:
+        given = signature.bind(*args, **kwargs).arguments
+        suite: Suite = given.pop("self").suite()
+        try:
+            suite.backend  # noqa: B018
+        except ContractError:
+            pytest.skip("test_loads fails: fix that first")
+        reason = suite.why_not(given["target"]) if "target" in given else None
+        if reason is not None:
+            pytest.skip(f"target {given['target']!r}: {reason}")
+        _report(lambda: run(suite, *given.values()))
+
+    made: Any = test
+    made.__signature__, made.rows = signature, rows
+    made.__name__, made.__doc__ = f"test_{check.__name__}", check.__doc__
+    return made
 
 
 class BackendContract:
@@ -105,74 +216,25 @@ class BackendContract:
 
     # Of each row of the capability table.
 
-    def test_annotates(self, case: Case) -> None:
-        """The rule claims the operators of its own pattern."""
-        self._check(annotates, case)
-
-    def test_converts(self, case: Case) -> None:
-        """The Q/DQ model is close to the float model (`min_sqnr`)."""
-        self._check(converts, case)
-
-    def test_lowers(self, case: Case, target: str) -> None:
-        """The region becomes the kernel that the rule names, without a warning."""
-        self._check(lowers, case, target)
-
-    def test_keeps_parameters(self, case: Case, target: str) -> None:
-        """The lowered model leaves its parameters as they are."""
-        self._check(keeps_parameters, case, target)
-
-    def test_matches_reference(self, case: Case, target: str) -> None:
-        """The kernel agrees with the integer reference to one step."""
-        self._check(matches_reference, case, target)
-
-    def test_matches_reference_for_integers(self, case: Case, target: str) -> None:
-        """The same, where a consumer of the row reads integers."""
-        self._check(matches_for_integers, case, target, feeds=True)
-
-    def test_behaves(self, case: Case, target: str) -> None:
-        """The lowered model is reproducible, can be copied, and knows shapes without computing."""
-        self._check(behaves, case, target)
-
-    def test_leaves_inputs_alone(self, case: Case, target: str) -> None:
-        """The kernel writes to none of its inputs, floats or integers."""
-        self._check(leaves_inputs_alone, case, target, witness=True)
-
-    def test_takes_any_batch(self, case: Case, target: str) -> None:
-        """A program for batches of any size stays one."""
-        self._check(takes_any_batch, case, target, any_batch=True)
-
-    def test_takes_other_shapes(self, case: Case, target: str) -> None:
-        """What the rule claims besides its example, of other batches, ranks and depths, is right."""
-        self._check(takes_other_shapes, case, target)
-
-    def test_takes_other_literals(self, case: Case, target: str) -> None:
-        """What the rule claims besides its example, with other literal arguments, is right."""
-        self._check(takes_other_literals, case, target)
-
-    def test_shares(self, case: Case) -> None:
-        """If the rule shares, inputs and output have one scale."""
-        self._check(shares, case)
-
-    def test_trains(self, case: Case) -> None:
-        """The row passes gradients on, and is deployed as it was trained."""
-        self._check(trains, case)
-
-    def test_accepts(self, case: Case, limit: Limit, target: str) -> None:
-        """What the constraints accept at their edges works."""
-        self._on(target)
-        _report(lambda: accepts(self.suite(), case, limit, target))
-
-    def test_refuses(self, case: Case) -> None:
-        """What the constraints exclude is refused, with a reason."""
-        _report(lambda: refuses(self.suite(), case))
-
-    def test_half_precision(self, case: Case, dtype: torch.dtype) -> None:
-        """A float16 or bfloat16 model is refused with a reason, or quantized with the right type."""
-        self._check(half_precision, case, dtype=dtype, any_size=True)
-
-    def test_is_listed(self, case: Case) -> None:
-        """The capability table has the row."""
-        _report(lambda: is_listed(self.suite(), case))
+    test_annotates = _of_trial(annotates, "case", _each(Suite.cases))
+    test_converts = _of_trial(converts, "case", _each(Suite.covering))
+    test_lowers = _of_trial(lowers, _ON, _on_targets(Suite.covering))
+    test_keeps_parameters = _of_trial(keeps_parameters, _ON, _on_targets(Suite.covering))
+    test_matches_reference = _of_trial(matches_reference, _ON, _on_targets(Suite.covering))
+    test_matches_reference_for_integers = _of_trial(
+        matches_reference_for_integers, _ON, _feeding, feeds=True
+    )
+    test_behaves = _of_trial(behaves, _ON, _on_targets(Suite.rows))
+    test_leaves_inputs_alone = _of_trial(leaves_inputs_alone, _ON, _emitted, witness=True)
+    test_takes_any_batch = _of_trial(takes_any_batch, _ON, _on_targets(Suite.modes), any_batch=True)
+    test_takes_other_shapes = _of_trial(takes_other_shapes, _ON, _in_process)
+    test_takes_other_literals = _of_trial(takes_other_literals, _ON, _one_mode)
+    test_shares = _of_trial(shares, "case", _each(_sharing))
+    test_trains = _of_trial(trains, "case", _each(Suite.modes))
+    test_accepts = _of_backend(accepts, "case limit target", _edges)
+    test_refuses = _of_backend(refuses, "case", _each(Suite.modes))
+    test_half_precision = _of_trial(half_precision, "case dtype", _half, any_size=True)
+    test_is_listed = _of_backend(is_listed, "case", _each(Suite.rows))
 
     # Of the backend.
 
@@ -180,47 +242,20 @@ class BackendContract:
         """The backend loads by its name, with the current version of the interface."""
         _report(lambda: loads(self.suite()))
 
-    def test_says_availability(self) -> None:
-        """`availability` returns None, or a reason."""
-        self._whole(says_availability)
-
-    def test_has_rules(self) -> None:
-        """Rules have unique names."""
-        self._whole(has_rules)
-
-    def test_has_configs(self) -> None:
-        """Every named configuration fits a rule; the first is the default."""
-        self._whole(has_configs)
-
-    def test_imports_public_names(self) -> None:
-        """The backend's source uses only public names of qompose."""
-        self._whole(imports_public_names)
-
-    def test_imports_cleanly(self) -> None:
-        """Importing the backend changes nothing else in the process."""
-        if not isinstance(self.suite().source, str):
-            pytest.skip("the backend is not installed: it has no entry point")
-        self._whole(imports_cleanly)
-
-    def test_works_cleanly(self) -> None:
-        """Using the backend changes nothing else in the process."""
-        self._whole(works_cleanly)
-
-    def test_saves(self, config: str) -> None:
-        """A converted model of all rows is saved, loaded and lowered again."""
-        self._whole(saves, config)
-
-    def test_composes(self, config: str, partner: str, first: bool) -> None:
-        """All rows stay right beside another backend's quantizer."""
-        self._whole(composes, config, partner, first)
-
-    def test_most_specific_wins(self, lower: str, higher: str) -> None:
-        """Selectors of all levels work, and the more specific one decides."""
-        self._whole(most_specific_wins, lower, higher)
+    test_says_availability = _of_backend(says_availability)
+    test_has_rules = _of_backend(has_rules)
+    test_has_configs = _of_backend(has_configs)
+    test_imports_public_names = _of_backend(imports_public_names)
+    test_imports_cleanly = _of_backend(imports_cleanly)
+    test_works_cleanly = _of_backend(works_cleanly)
+    test_saves = _of_backend(saves, "config", lambda suite: [(c,) for c in suite.backend.configs])
+    test_composes = _of_backend(composes, "config partner first", _partners)
+    test_most_specific_wins = _of_backend(most_specific_wins, "lower higher", lambda suite: PAIRS)
 
     def test_contract_is_whole(self) -> None:
         """No test of the contract is overridden or deleted without a reason."""
-        changed = [name for name in _tests(BackendContract) if not _kept(type(self), name)]
+        tests = [name for name in vars(BackendContract) if name.startswith("test_")]
+        changed = [name for name in tests if not _kept(type(self), name)]
         if changed:
             pytest.fail(
                 f"{type(self).__qualname__} overrides or deletes {', '.join(changed)}\n"
@@ -235,29 +270,6 @@ class BackendContract:
             raise TypeError(
                 f"{cls.__qualname__} overrides test_contract_is_whole, which watches the other tests"
             )
-
-    def _whole(self, check: Callable[..., None], *rest: Any) -> None:
-        """Run a check of the backend; skip it if there is none, which test_loads reports."""
-        try:
-            self.suite().backend  # noqa: B018
-        except ContractError:
-            pytest.skip("test_loads fails: fix that first")
-        _report(lambda: check(self.suite(), *rest))
-
-    def _check(self, check: Callable[..., None], case: Case, *rest: Any, **facts: Any) -> None:
-        for target in rest:
-            self._on(target)
-        suite = self.suite()
-        _report(lambda: suite.judge(check, suite.trial(case, **facts), *rest))
-
-    def _on(self, target: str) -> None:
-        reason = self.suite().why_not(target)
-        if reason is not None:
-            pytest.skip(f"target {target!r}: {reason}")
-
-
-def _tests(cls: type) -> list[str]:
-    return [name for name in vars(cls) if name.startswith("test_")]
 
 
 def _kept(cls: type, name: str) -> bool:
@@ -287,9 +299,11 @@ Found: TypeAlias = "tuple[tuple[str, ...], list[tuple[Any, ...]], list[str]]"
 
 def parameters(suite: Suite, test: str) -> Found | None:
     """Return the arguments of a test, None if it has none."""
-    if test not in _TABLE:
+    method: Any = getattr(BackendContract, test, None)
+    make: Rows | None = getattr(method, "rows", None)
+    if make is None:
         return None
-    names, make = _TABLE[test]
+    names = tuple(method.__signature__.parameters)[1:]
     try:
         suite.backend  # noqa: B018 - test_loads reports it
         values = list(make(suite))
@@ -302,94 +316,3 @@ def _called(value: object) -> str:
     if isinstance(value, bool):
         return "first" if value else "second"
     return str(value).removeprefix("torch.").replace(" ", "_")
-
-
-def _of_rows(rows: Callable[[Suite], Sequence[Case]]) -> Callable[[Suite], Iterable[Any]]:
-    return lambda suite: [(case,) for case in rows(suite)]
-
-
-def _on_targets(rows: Callable[[Suite], Sequence[Case]]) -> Callable[[Suite], Iterable[Any]]:
-    return lambda suite: [
-        (case, target) for case in rows(suite) for target in sorted(suite.rule(case.rule).kernels)
-    ]
-
-
-def _static(suite: Suite) -> list[Case]:
-    return [c for c in suite.modes() if suite.backend.configs[c.config].mode == STATIC]
-
-
-def _feeding(suite: Suite) -> Iterable[tuple[Any, ...]]:
-    """Yield runtimes other than the process only for rows whose output is not integers anyway."""
-    for case, target in _on_targets(_static)(suite):
-        rule = suite.rule(case.rule)
-        if target == TORCH_TARGET.name or not (rule.output or rule.shares):
-            yield case, target
-
-
-def _emitted(suite: Suite) -> Iterable[tuple[Any, ...]]:
-    return [
-        (case, target)
-        for case, target in _on_targets(Suite.modes)(suite)
-        if suite.rule(case.rule).kernels[target].emit is not None
-    ]
-
-
-def _in_process(suite: Suite) -> Iterable[tuple[Any, ...]]:
-    return [(case, target) for case, target in _emitted(suite) if target == TORCH_TARGET.name]
-
-
-def _one_mode(suite: Suite) -> Iterable[tuple[Any, ...]]:
-    seen: set[str] = set()
-    for case, target in _in_process(suite):
-        if case.rule not in seen:
-            seen.add(case.rule)
-            yield case, target
-
-
-def _sharing(suite: Suite) -> list[Case]:
-    return [case for case in suite.cases() if suite.rule(case.rule).shares]
-
-
-def _edges(suite: Suite) -> Iterable[tuple[Any, ...]]:
-    for case in suite.modes():
-        for limit in accepted_limits(suite, case):
-            for target in sorted(suite.rule(case.rule).kernels):
-                yield case, limit, target
-
-
-def _half(suite: Suite) -> Iterable[tuple[Any, ...]]:
-    return [(case, dtype) for case in suite.modes() for dtype in (torch.float16, torch.bfloat16)]
-
-
-def _partners(suite: Suite) -> Iterable[tuple[Any, ...]]:
-    """Each configuration with the backend itself, the default one with every other backend too."""
-    for number, config in enumerate(suite.backend.configs):
-        others = [suite.backend.name, *(suite.installed if number == 0 else ())]
-        for partner in others:
-            yield from ((config, partner, first) for first in (True, False))
-
-
-_CASE, _ON = ("case",), ("case", "target")
-_TABLE: dict[str, tuple[tuple[str, ...], Callable[[Suite], Iterable[tuple[Any, ...]]]]] = {
-    "test_annotates": (_CASE, _of_rows(Suite.cases)),
-    "test_converts": (_CASE, _of_rows(Suite.covering)),
-    "test_lowers": (_ON, _on_targets(Suite.covering)),
-    "test_keeps_parameters": (_ON, _on_targets(Suite.covering)),
-    "test_matches_reference": (_ON, _on_targets(Suite.covering)),
-    "test_matches_reference_for_integers": (_ON, _feeding),
-    "test_behaves": (_ON, _on_targets(Suite.rows)),
-    "test_leaves_inputs_alone": (_ON, _emitted),
-    "test_takes_any_batch": (_ON, _on_targets(Suite.modes)),
-    "test_takes_other_shapes": (_ON, _in_process),
-    "test_takes_other_literals": (_ON, _one_mode),
-    "test_shares": (_CASE, _of_rows(_sharing)),
-    "test_trains": (_CASE, _of_rows(Suite.modes)),
-    "test_accepts": (("case", "limit", "target"), _edges),
-    "test_refuses": (_CASE, _of_rows(Suite.modes)),
-    "test_half_precision": (("case", "dtype"), _half),
-    "test_is_listed": (_CASE, _of_rows(Suite.rows)),
-    "test_saves": (("config",), lambda suite: [(name,) for name in suite.backend.configs]),
-    "test_composes": (("config", "partner", "first"), _partners),
-    "test_most_specific_wins": (("lower", "higher"), lambda suite: PAIRS),
-}
-"""By test, the names of its arguments and the function that returns their values."""

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -85,14 +85,13 @@ class Suite:
 
     def cases(self) -> list[Case]:
         """Return the first form of every rule under all configurations that fit, the others under one."""
-        return list(dict.fromkeys(self._cases()))
-
-    def _cases(self) -> Iterator[Case]:
+        found: dict[Case, None] = {}
         for rule in self.backend.rules:
             fitting = self.fitting(rule)
             for number, example in enumerate(self.examples[rule.name]):
                 for name in fitting if number == 0 else fitting[:1]:
-                    yield Case(rule.name, number, example.label, name)
+                    found[Case(rule.name, number, example.label, name)] = None
+        return list(found)
 
     def covering(self) -> list[Case]:
         """Return few of `cases`: of a rule's other forms, as many as cover the operators in any of them."""

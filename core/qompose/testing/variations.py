@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -226,11 +227,7 @@ SCHEMES = (
     torch.per_channel_symmetric,
     torch.per_channel_affine_float_qparams,
 )
-ROLES = {
-    "activation": "input_activation",
-    "weight": "weight",
-    "output": "output_activation",
-}
+ROLES = {"activation": "input_activation", "weight": "weight", "output": "output_activation"}
 """By role: the field of a configuration."""
 
 
@@ -266,17 +263,32 @@ def _specs(
 ) -> Iterator[QuantizationSpec]:
     """Yield every type with every scheme in its full range, and the ranges, axes and blocks around."""
     schemes = SCHEMES if role == "weight" or constraint is not None else PER_TENSOR_SCHEMES
-    for dtype in DTYPES:
-        for scheme in schemes:
-            for low, high in _ranges(dtype, constraint):
-                yield from _made(base, constraint, dtype, scheme, low, high)
-    if base.dtype.is_floating_point:  # a cast has no range, axis or blocks
-        return
-    axis = 1 if constraint is None or constraint.ch_axis != 1 else 0
-    low, high = quantized_range(base.dtype, base.quant_min, base.quant_max)
-    facts = (base, constraint, base.dtype, torch.per_channel_symmetric, low, high)
-    yield from _made(*facts, axis=axis)
-    yield from _made(*facts, blocks=(-1,))
+    kinds = [(dtype, scheme) for dtype in DTYPES for scheme in schemes]
+    own, axis = base.ch_axis or 0, 1 if constraint is None or constraint.ch_axis != 1 else 0
+    wanted: list[tuple[Any, ...]] = [
+        (*kind, *ends, own, None) for kind in kinds for ends in _ranges(kind[0], constraint)
+    ]
+    if not base.dtype.is_floating_point:  # a cast has no range, axis or blocks
+        ends = quantized_range(base.dtype, base.quant_min, base.quant_max)
+        around = ((axis, None), (own, (-1,)))
+        wanted += [(base.dtype, torch.per_channel_symmetric, *ends, *each) for each in around]
+    least = constraint.scale_min_lower_bound if constraint is not None else None
+    for dtype, scheme, low, high, axis, blocks in wanted:
+        per_channel = scheme in PER_CHANNEL and blocks is None
+        observer: Any = PerChannelMinMaxObserver if per_channel else MinMaxObserver
+        observer = PerBlockMinMaxObserver if blocks is not None else observer
+        factory = observer if least is None else observer.with_args(eps=least)
+        with suppress(ConfigError):  # there is no such specification
+            yield replace(
+                base,
+                dtype=dtype,
+                qscheme=scheme,
+                quant_min=low,
+                quant_max=high,
+                ch_axis=axis if per_channel else None,
+                block_size=blocks,
+                observer_or_fake_quant_ctr=PlaceholderObserver if base.is_dynamic else factory,
+            )
 
 
 def _ranges(dtype: torch.dtype, constraint: TensorConstraint | None) -> Iterator[tuple[int, int]]:
@@ -295,40 +307,6 @@ def _ranges(dtype: torch.dtype, constraint: TensorConstraint | None) -> Iterator
     ):
         if info.min <= low <= 0 <= high <= info.max and low < high:
             yield low, high
-
-
-def _made(
-    base: QuantizationSpec,
-    constraint: TensorConstraint | None,
-    dtype: torch.dtype,
-    scheme: torch.qscheme,
-    low: int,
-    high: int,
-    *,
-    axis: int | None = None,
-    blocks: tuple[int, ...] | None = None,
-) -> Iterator[QuantizationSpec]:
-    """Yield the specification, if there is such a one."""
-    per_channel = scheme in PER_CHANNEL and blocks is None
-    if axis is None:
-        axis = base.ch_axis if base.ch_axis is not None else 0
-    observer: Any = PerChannelMinMaxObserver if per_channel else MinMaxObserver
-    observer = PerBlockMinMaxObserver if blocks is not None else observer
-    least = constraint.scale_min_lower_bound if constraint is not None else None
-    factory = observer if least is None else observer.with_args(eps=least)
-    try:
-        yield replace(
-            base,
-            dtype=dtype,
-            qscheme=scheme,
-            quant_min=low,
-            quant_max=high,
-            ch_axis=axis if per_channel else None,
-            block_size=blocks,
-            observer_or_fake_quant_ctr=PlaceholderObserver if base.is_dynamic else factory,
-        )
-    except ConfigError:
-        return
 
 
 def beyond(constraint: TensorConstraint, spec: QuantizationSpec) -> str | None:

@@ -25,6 +25,7 @@ from qompose.plan.plan import Rewrite
 from qompose.program.batch_norm_folding import TRANSPOSED
 from qompose.program.control_flow import nodes_in
 from qompose.program.graph import (
+    behind_modules,
     call,
     constant_of,
     describe,
@@ -157,7 +158,7 @@ def _read_before(value: Node, argument: Any) -> Node | None:
 
 def _unfold(producer: Node, before: Node, norm: Node) -> None:
     """Take one fold apart: `before` and `norm` are what it was made of."""
-    weight, bias = (_behind_observers(argument) for argument in producer.args[1:3])
+    weight, bias = (behind_modules(argument) for argument in producer.args[1:3])
     raw_bias = _read_before(weight, before.args[2] if len(before.args) > 2 else None)
     scale, shift, mean, variance = (_read_before(weight, argument) for argument in norm.args[1:5])
     raw, counted = _read_before(weight, before.args[1]), _counter_before(weight, norm)
@@ -174,15 +175,6 @@ def _unfold(producer: Node, before: Node, norm: Node) -> None:
     producer.replace_all_uses_with(behind)
     operands = (producer, factor, raw_bias, scale, shift, mean, variance, counted, observed)
     behind.args = operands
-
-
-def _behind_observers(argument: Any) -> Node:
-    node: Node = argument
-    while node.op == "call_module":
-        source = node.args[0]
-        assert isinstance(source, Node)
-        node = source
-    return node
 
 
 def _call(at: Node, module: nn.Module, args: tuple[Any, ...], like: Node) -> Node:

@@ -20,10 +20,9 @@ from qompose.reporting.graph_drawing import (
     drawn,
     graph_of,
     layers_of,
-    measured_rows,
     spread,
 )
-from qompose.reporting.report_data import STATES, Comparison, Report, Row
+from qompose.reporting.report_data import STATES, Comparison, Report, Row, measured_rows
 
 from tests.core.diagnosis.reports import comparison, in_float, report, row
 
@@ -146,8 +145,7 @@ BORDERS = dict(zip(STATES, (FULL, FULL, FULL, DASHED, DASHED, DOTTED), strict=Tr
 
 def graph(*rows: Row, compared: Comparison | None = None) -> dict[str, Any]:
     made: Report = report(*rows)
-    entries = measured_rows(made.to_dict(), compared.to_dict() if compared else None)
-    return graph_of(entries, BORDERS)
+    return graph_of(measured_rows(made.rows, compared), BORDERS)
 
 
 def edges(level: dict[str, Any]) -> set[tuple[str, str]]:
@@ -241,6 +239,5 @@ def test_strange_inputs_do_no_harm() -> None:
 
 
 def test_no_operators() -> None:
-    data = {**report().to_dict(), "rows": []}
-    found = graph_of(measured_rows(data, None), BORDERS)
+    found = graph_of([], BORDERS)
     assert [level["nodes"] for level in found["levels"]] == [[]]

@@ -67,9 +67,8 @@ class AdaptedQuantizer(Quantizer):
         super().__init__()
         self.quantizer = quantizer
         self._asked: Any = quantizer
-        self._before: Mapping[str, str] | None = (
-            None  # of one that cannot be copied, its attributes
-        )
+        # Of one that cannot be copied, its attributes.
+        self._before: Mapping[str, str] | None = None
 
     @property
     def name(self) -> str:

@@ -26,7 +26,12 @@ from qompose.program.control_flow import bodies_of, name_apart
 from qompose.program.graph import copy_graph_module, module_path, refresh
 from qompose.program.rewrites import Candidate, apply_rewrites
 from qompose.quantizer.annotations import write_annotations
-from qompose.quantizer.arbitration import compose_claims, covered_rewrites, wanted_rewrites
+from qompose.quantizer.arbitration import (
+    Attempt,
+    compose_claims,
+    covered_rewrites,
+    wanted_rewrites,
+)
 from qompose.quantizer.tied_weights import unify_specs
 from qompose.spec.claim import (
     Claim,
@@ -104,20 +109,14 @@ def _hand_on(model: GraphModule, asked: _Asked) -> None:
             meta[_ASKED] = {**meta.get(_ASKED, {}), id(asked.quantizer): inner}
 
 
-@dataclass(frozen=True)
-class _Attempt:
-    composition: Composition
-    pieces: Sequence[tuple[str, ...]]
-
-
-def _attempting(model: GraphModule, bound: Any) -> Callable[[Sequence[Candidate]], _Attempt]:
-    def attempt(candidates: Sequence[Candidate]) -> _Attempt:
+def _attempting(model: GraphModule, bound: Any) -> Callable[[Sequence[Candidate]], Attempt]:
+    def attempt(candidates: Sequence[Candidate]) -> Attempt:
         working = copy_graph_module(model)
         pieces = apply_rewrites(working, candidates)
         working = refresh(working) if candidates else working
         composition = _composed(working, bound)
         composition.chosen = _own(composition)
-        return _Attempt(composition, pieces)
+        return Attempt(working, composition, pieces)
 
     return attempt
 
