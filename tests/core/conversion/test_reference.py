@@ -294,3 +294,10 @@ def test_ties_go_to_even() -> None:
     total = Sum(integer_arithmetic.value_of_integers(x).terms)
     out = Grid(1.0, 1, -8, 7, torch.int8)
     assert integer_arithmetic.to_integers(total, out).tolist() == [1, 3, 3, 1]
+
+
+def test_a_zero_point_chosen_at_run_time_lies_within_the_bounds() -> None:
+    """So no value minus it is larger than the whole range, which says how wide a product must be."""
+    at_run_time: Any = object()  # as the proxy of a node, whose value nobody knows yet
+    values = torch.zeros(1, dtype=torch.int8)
+    assert Integers(values, Grid(1.0, at_run_time, -128, 127, torch.int8)).peak() == 255

@@ -355,8 +355,8 @@ def int32_bias(generator: Any) -> tuple[nn.Module, Tensor]:
     return Calls(LIN, weight, torch.randn(3)).eval(), x
 
 
-@pytest.mark.parametrize("exact", [True, False])
-def test_a_quantized_bias(exact: bool) -> None:
+@pytest.mark.parametrize(("exact", "zero_point"), [(True, 0), (False, 0), (False, 900)])
+def test_a_quantized_bias(exact: bool, zero_point: int) -> None:
     """Bias integers join the accumulator as they are where their unit is its own."""
     module, x = int32_bias(torch.Generator().manual_seed(0))
     bound = (torch.int32, -(2**31), 2**31 - 1)
@@ -364,7 +364,7 @@ def test_a_quantized_bias(exact: bool) -> None:
     specs = [
         fixed(RANGES[0], 2.0**-5, 9),
         fixed(RANGES[1], w_scale, 0),
-        fixed(bound, bias_scale, 0),
+        fixed(bound, bias_scale, zero_point),
     ]
     output, scale = output_spec(module(x).detach(), RANGES[0], 1.0, 5)
     converted, model, result = referenced(module, annotator(specs, output), x)
@@ -376,7 +376,8 @@ def test_a_quantized_bias(exact: bool) -> None:
         assert torch.equal(added, integers.long())
     else:
         unit = 2.0**-14
-        assert torch.equal(added, torch.round(integers.double() * bias_scale / unit).long())
+        centred = integers.double() - zero_point
+        assert torch.equal(added, torch.round(centred * bias_scale / unit).long())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import qompose
 import torch
+from qompose import QuantizationSpec
+from qompose.errors import ConfigError
 from qompose.observers.foreign_observer import Rebinding
 from qompose.observers.min_max import MinMaxObserver, PerBlockMinMaxObserver
 from qompose.spec.quantization_spec import (
@@ -210,3 +212,10 @@ def test_a_node_that_the_program_has_not() -> None:
         match="neg_default",
     ):
         rebinding(program)(wrapped(Holder, node=extra))
+
+
+def test_one_that_converts_itself_needs_the_axis_too() -> None:
+    facts: dict[str, Any] = {"dtype": torch.int8, "qscheme": torch.per_channel_symmetric}
+    with pytest.raises(ConfigError, match="ch_axis"):
+        QuantizationSpec(observer_or_fake_quant_ctr=Converting, **facts)
+    QuantizationSpec(observer_or_fake_quant_ctr=Converting, ch_axis=0, **facts)
