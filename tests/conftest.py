@@ -36,12 +36,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return LoadFileScheduling(config, log) if config.getoption("dist") == "load" else None
 
 
-SLOW_FILES = ("test_packaging.py", "test_authoring.py", "test_program.py", "test_delegation.py")
+SLOW_FILES = ("test_packaging.py", "test_authoring.py", "executorch_target/test_program.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with what takes longest, so that no process waits for it at the end."""
-    items.sort(key=lambda item: item.path.name not in SLOW_FILES)
+    items.sort(key=lambda item: not item.path.as_posix().endswith(SLOW_FILES))
 
 
 COMPILER = shutil.which(os.environ.get("CXX", "g++"))

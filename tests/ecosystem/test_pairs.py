@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import combinations, product
-from typing import Any
 
 import pytest
 
@@ -19,16 +18,15 @@ from tests.ecosystem.warned import THEIR_WARNINGS
 pytestmark = pytest.mark.filterwarnings(*THEIR_WARNINGS)
 
 SLOW = "CoreML"
-"""What exports patterns for half a minute, once in a process: its pairs are for one worker."""
+"""What exports patterns for half a minute, once in a process: its pairs are for the full run."""
 
 LEAST = 30.0
 """dB of 8 bit weights and activations on these models; the worst has 34."""
 
 
 def _case(kind: str, *names: str, tier: str = "") -> object:
-    marks: list[Any] = [pytest.mark.xdist_group(SLOW)] if SLOW in names else []
-    tier = tier or ("full" if marks else "")
-    marks += [getattr(pytest.mark, tier)] if tier else []
+    tier = tier or ("full" if SLOW in names else "")
+    marks = [getattr(pytest.mark, tier)] if tier else []
     return pytest.param(kind, *names, marks=marks, id=f"{kind}: {' and '.join(names)}")
 
 

@@ -48,11 +48,9 @@ def compare(shown: str, found: Cell) -> None:
 
 def _rows() -> Iterator[object]:
     """Every run has the first of each family; CoreML's takes half a minute to import, some are TOSA's."""
-    families: set[str] = {"EthosU", "VGF"}
+    families: set[str] = {"CoreML", "EthosU", "VGF"}
     for entry in CATALOGUE:
-        slow = entry.family == "CoreML"
-        marks = [pytest.mark.xdist_group("CoreML")] if slow else []
-        marks += [pytest.mark.full] if slow or entry.family in families else []
+        marks = [pytest.mark.full] if entry.family in families else []
         families.add(entry.family)
         yield pytest.param(entry.name, marks=marks)
 

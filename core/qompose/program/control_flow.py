@@ -140,9 +140,8 @@ def _runner(steps: Callable[..., Running]) -> Callable[..., Any]:
 
 RUNNERS = {operator: _runner(steps) for operator, steps in STEPS.items()}
 """By operator: the function that does the same. Wrappers of grad mode and autocast run as they are."""
-run_cond, run_while_loop, run_scan, run_map = (
-    RUNNERS.values()
-)  # graphs and pickles have these names
+# Graphs and pickles have these names.
+run_cond, run_while_loop, run_scan, run_map = RUNNERS.values()
 LAYOUTS.update({runner: LAYOUTS[operator] for operator, runner in RUNNERS.items()})
 STEPS.update({runner: STEPS[operator] for operator, runner in RUNNERS.items()})
 _OPERATORS = {runner: operator for operator, runner in RUNNERS.items()}
