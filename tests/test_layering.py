@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The architecture, held by reading the sources: who may import whom, and who may name whom.
+"""The architecture, held by reading the sources: who may name whom, and how large the parts are.
 
-The tests that watch what an import imports do it in a process of their own.
+Who may import whom stands in pyproject.toml, for import-linter, but for imports in a circle. The tests
+that watch what an import imports do it in a process of their own.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.reader import tomllib
+
 ROOT = Path(__file__).parents[1]
 CORE = ROOT / "core" / "qompose"
 PLUGINS = {
@@ -24,29 +27,6 @@ PLUGINS = {
     "qompose_x86_inductor": ROOT / "plugins" / "x86_inductor",
     "qompose_embedding": ROOT / "plugins" / "embedding",
 }
-
-# Lowest first. A package imports only from floors below its own, never from its own, so the stages never
-# import one another. Modules at the top of core stand on floors like packages.
-FLOORS = tuple(
-    line.split()
-    for line in """
-        errors console
-        program files json_codec
-        spec
-        observers
-        backend
-        quantizer plan
-        algorithms
-        training reporting
-        preparation lowering
-        calibration conversion storage
-        diagnosis quantized_model
-        __init__
-        cli testing
-        __main__
-    """.strip().splitlines()
-)
-FLOOR = {name: number for number, line in enumerate(FLOORS) for name in line}
 
 # What the modules that must be quick to import may import besides the standard library.
 QUICK = {
@@ -119,6 +99,14 @@ def room(module: str) -> str:
     return module.partition(".")[0]
 
 
+def floors() -> list[str]:
+    """Return what stands on each floor of core, the highest first, as import-linter reads it."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+    contracts = settings["tool"]["importlinter"]["contracts"]
+    (layers,) = (contract["layers"] for contract in contracts if contract["type"] == "layers")
+    return list(layers)
+
+
 def exported(path: Path) -> set[str]:
     """Return the names that a stub or a module imports to be seen, or lists in `__all__`."""
     return {
@@ -163,20 +151,7 @@ def python(code: str) -> str:
 
 
 class TestCore:
-    """The floors of core."""
-
-    def test_every_room_has_one_floor(self) -> None:
-        placed = [name for line in FLOORS for name in line]
-        assert sorted(placed) == sorted({room(module) for module in MODULES})
-
-    @pytest.mark.parametrize("module", MODULES)
-    def test_imports_point_downwards(self, module: str) -> None:
-        wrong = {
-            imported
-            for imported, _ in core_imports(module)
-            if room(imported) != room(module) and FLOOR[room(imported)] >= FLOOR[room(module)]
-        }
-        assert not wrong, f"{module} imports {', '.join(sorted(wrong))} from its own floor or above"
+    """The modules of core."""
 
     def test_no_module_imports_itself_through_others(self) -> None:
         order = TopologicalSorter(
@@ -295,16 +270,6 @@ class TestNames:
         }
         assert not wrong
 
-    @pytest.mark.parametrize("plugin", PLUGINS)
-    def test_plugins_do_not_know_one_another(self, plugin: str) -> None:
-        others = set(PLUGINS) - {plugin}
-        imported = {
-            source.partition(".")[0]
-            for path in (PLUGINS[plugin] / plugin).rglob("*.py")
-            for source, _, _ in imports(tree(path))
-        }
-        assert not imported & others
-
 
 class TestPublicNames:
     """`import qompose`."""
@@ -351,7 +316,7 @@ class TestSizes:
         with capsys.disabled():
             print(
                 f"\ncore: {len(own)} modules, {len(top)} files at its top, {len(rooms)} packages on "
-                f"{len(FLOORS)} floors, {lines} lines; {len(public_names()['qompose'])} public names; "
+                f"{len(floors())} floors, {lines} lines; {len(public_names()['qompose'])} public names; "
                 f"tests: {tests} lines"
             )
         assert len(own) <= MAX_CORE_MODULES
