@@ -22,6 +22,7 @@ WIDTH = 48
 CALL = "= torch.ops.onednn.qlinear_pointwise"
 pytestmark = [
     pytest.mark.usefixtures("by_onednn"),
+    pytest.mark.filterwarnings("ignore:The tensor attributes.*assigned during export"),  # of a GRU
     pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning"),
 ]
@@ -63,6 +64,17 @@ class Similar(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.inner(x)
         return torch.mm(y, y.t())
+
+
+class Recurrent(nn.Module):
+    """A layer that torch makes of products in float, behind one in int8."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.gru = perceptron(), nn.GRU(16, 8, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gru(self.inner(x).unsqueeze(0))[0]
 
 
 class OneGelu(nn.Module):
@@ -112,6 +124,7 @@ def lowered(
         (image_net(), torch.randn(2, 3, 8, 8), {}, True),
         (nn.Conv2d(3, 4, 3), torch.randn(2, 3, 8, 8), {}, False),
         (Similar(), rows(3), {}, False),
+        (Recurrent(), rows(6), {}, False),
         (perceptron(), rows(2), {"is_dynamic": True}, False),
         (perceptron(), rows(2), {"is_dynamic": True, "per_token": True}, True),
         (perceptron(), rows(2), {"weight_only": True}, False),
@@ -119,7 +132,7 @@ def lowered(
     ids=[
         "one row", "most rows", "more rows", "rows of rank 3", "more of rank 3", "gelu", "more of gelu",
         "one of two", "any rows", "any rows of gelu", "behind convolutions", "no linear",
-        "a product in float", "dynamic", "per token", "weight-only",
+        "a product in float", "a gru", "dynamic", "per token", "weight-only",
     ],
 )  # fmt: skip
 def test_who_is_advised(module: nn.Module, x: Tensor, options: Any, advised: bool) -> None:
