@@ -174,6 +174,19 @@ class Model(nn.Module):
         return self.function(self, x)
 
 
+class Call(nn.Module):
+    """A function as a module, called with its inputs and behind them its parameters, `p0` and so on."""
+
+    def __init__(self, function: Callable[..., Any], *parameters: Tensor) -> None:
+        super().__init__()
+        self.function = function
+        for number, parameter in enumerate(parameters):
+            self.register_parameter(f"p{number}", nn.Parameter(parameter))
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return self.function(*inputs, *self.parameters())
+
+
 class NullQuantizer(Quantizer):
     """Annotates nothing."""
 

@@ -16,6 +16,8 @@ from torch.fx import GraphModule, Node
 from tests.core.quantizer.interop.foreign import INT8, WEIGHT, By, Shared, Spec, aten, calls, put
 from tests.core.toy import (
     LINEAR,
+    Call,
+    Model,
     convert,
     export,
     graph_text,
@@ -191,16 +193,11 @@ class TestResult:
     def test_a_body_holds_no_modules(self) -> None:
         """Torch runs none with tensors there: the region stays in float, and the report says why."""
 
-        class Branching(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+        def branching(self: Any, x: Tensor) -> Tensor:
+            y = torch.cond(x.sum() > 0, lambda x: self.a(x), lambda x: torch.tanh(x), (x,))
+            return self.b(y)
 
-            def forward(self, x: Tensor) -> Any:
-                y = torch.cond(x.sum() > 0, lambda x: self.a(x), lambda x: torch.tanh(x), (x,))
-                return self.b(y)
-
-        model: Any = seeded(Branching())
+        model: Any = seeded(Model(branching, a=nn.Linear(6, 6), b=nn.Linear(6, 6)))
         positive = X.abs()
         found = convert(export(model, positive), qompose.compose(member()), positive)
         rows = {row.module: row for row in qompose.report(found).rows if row.macs}
@@ -252,12 +249,9 @@ class TestSites:
             put(first, {first.args[1]: BYTES})
             put(second, {second.args[1]: Shared((first.args[1], first))})
 
-        class Square(Two):
-            def __init__(self) -> None:
-                super().__init__()
-                self.b = nn.Linear(6, 6)
-
-        model: Any = seeded(Square())
+        model: Any = Two()
+        model.b = nn.Linear(6, 6)
+        seeded(model)
         found = converted(model, By(shared))
         for part in (model.a, model.b):
             part.weight.data = rounded(part.weight)
@@ -288,20 +282,13 @@ class TestSites:
         assert torch.equal(found(X, other), converted()(X))
 
     def test_a_dropped_claim_is_not_converted(self) -> None:
-        class Masked(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.mask = nn.Parameter(torch.tensor([[0.0, -torch.inf], [1.0, 0.0]]))
-
-            def forward(self, x: Tensor) -> Tensor:
-                return torch.cat([x, self.mask])
-
         def write(model: GraphModule) -> None:
             (cat,) = calls(model, aten.cat.default)
             put(cat, {cat.args[0][1]: BYTES})  # type: ignore[index]
 
         x = randn(2, 2)
-        model = Masked()
+        mask = torch.tensor([[0.0, -torch.inf], [1.0, 0.0]])
+        model = Call(lambda x, mask: torch.cat([x, mask]), mask)
         prepared = qompose.prepare_pt2e(export(model, x), qompose.compose(By(write)))
         with pytest.warns(qompose.QomposeWarning):
             found = qompose.convert_pt2e(prepared)

@@ -75,14 +75,11 @@ class TestValues:
             assert torch.equal(part, single(exact))
 
     def test_float_zero_points(self) -> None:
-        made = FakeQuantize(
-            PerChannelMinMaxObserver,
-            dtype=torch.uint8,
-            qscheme=torch.per_channel_affine_float_qparams,
-            ch_axis=0,
-        )
+        scheme = torch.per_channel_affine_float_qparams
+        made = FakeQuantize(PerChannelMinMaxObserver, dtype=torch.uint8, qscheme=scheme, ch_axis=0)
         x = randn(4, 64)
-        scale, zero = (v.unsqueeze(1) for v in parameters_of(made))
+        made(x)
+        scale, zero = (v.unsqueeze(1) for v in made.calculate_qparams())
         steps = torch.round(x * (1.0 / scale) + zero)
         expected = (steps.clamp(0, 255) - zero) * scale
         torch.testing.assert_close(made(x), expected, rtol=1e-5, atol=1e-6)
@@ -100,11 +97,8 @@ class TestValues:
                 assert torch.equal(out[part], FakeQuantize(MinMaxObserver, **SYMMETRIC)(x[part]))
 
     def test_at_run_time_each_batch_and_each_token_has_its_own(self) -> None:
-        made = FakeQuantize(
-            PlaceholderObserver(
-                torch.int8, (-1,), qscheme=torch.per_channel_affine, is_dynamic=True
-            )
-        )
+        scheme = {"qscheme": torch.per_channel_affine, "is_dynamic": True}
+        made = FakeQuantize(PlaceholderObserver(torch.int8, (-1,), **scheme))
         whole = FakeQuantize(PlaceholderObserver, is_dynamic=True, **AFFINE)
         for x in (randn(32), 100 * randn(32)):
             assert torch.equal(whole(x), FakeQuantize(MinMaxObserver, **AFFINE)(x))
@@ -115,11 +109,6 @@ class TestValues:
     def test_a_cast(self) -> None:
         x = randn(8) * 1e-3
         assert torch.equal(FakeQuantize(PlaceholderObserver(torch.float16))(x), x.half().float())
-
-
-def parameters_of(made: FakeQuantize) -> tuple[Tensor, Tensor]:
-    made(randn(4, 64))
-    return made.calculate_qparams()
 
 
 class TestGradients:
@@ -209,12 +198,10 @@ class TestObserving:
         made(torch.tensor([1.0, math.nan, -1.0]))
         assert float(made.activation_post_process.maximum) == 1.0
 
-    @pytest.mark.parametrize("bad", [nn.ReLU, FakeQuantize, lambda **_: 3])
+    @pytest.mark.parametrize("bad", [lambda **_: nn.ReLU(), FakeQuantize, lambda **_: 3])
     def test_what_is_no_observer(self, bad: Any) -> None:
         with pytest.raises((ConfigError, TypeError)):
-            FakeQuantize(bad, **AFFINE) if bad is not nn.ReLU else FakeQuantize(
-                lambda **_: nn.ReLU()
-            )
+            FakeQuantize(bad, **AFFINE)
 
 
 @pytest.mark.parametrize(

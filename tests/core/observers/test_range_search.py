@@ -114,6 +114,28 @@ def rounded(x: Tensor, low: float, high: float, bounds: tuple[int, int], scheme:
     return (integers.clamp(*bounds) - zero_point) * scale.double()
 
 
+def test_a_search_looks_at_occupied_bins_alone_and_no_further_than_the_data() -> None:
+    seen: list[Candidates] = []
+
+    def cost(candidates: Candidates) -> Tensor:
+        seen.append(candidates)
+        return power_error(2.0)(candidates)
+
+    best_range(of(torch.tensor([0.5, 1.0, 1.0, 300.0])), steps=255, cost=cost)
+    for candidates in seen:
+        assert candidates.counts.flatten().tolist() == [1.0, 2.0, 1.0]
+        assert float(candidates.centres.min()) >= 0.5 and float(candidates.centres.max()) == 300.0
+
+
+def test_the_ends_of_a_percentile_are_those_of_bins() -> None:
+    """Of a hundred values, the second and the last but one where two at each end may be beyond."""
+    histogram = of(torch.arange(1.0, 101.0))
+    half = 2.0**histogram.exponent / 2
+    for percentile, ends in ((100.0, (1, 100)), (99.0, (2, 99)), (98.0, (3, 98)), (50.0, (51, 50))):
+        low, high = percentile_range(histogram, percentile)
+        assert abs(float(low) - ends[0]) <= 2 * half and abs(float(high) - ends[1]) <= 2 * half
+
+
 def test_divergence_is_that_of_the_formula() -> None:
     """Spelt out for one way to quantize: six bins, three levels, a value clipped at each end."""
     centres = torch.arange(-3.0, 3.0, dtype=torch.float64)

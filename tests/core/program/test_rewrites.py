@@ -25,6 +25,7 @@ from tests.core.toy import (
     CONV,
     CONV_RELU,
     LINEAR,
+    Call,
     NullQuantizer,
     OperatorPattern,
     export,
@@ -37,6 +38,7 @@ from tests.core.toy import (
     sqnr,
     toy,
 )
+from tests.sampling import at_once
 from tests.zoo import ZooModel, by_name, tagged
 
 aten = torch.ops.aten
@@ -69,15 +71,10 @@ def test_obstacles_are_reported_and_nothing_is_folded(
         assert torch.equal(prepared(*inputs), program.module()(*inputs))
 
 
-@pytest.mark.parametrize(
-    ("name", "folded"),
-    [
-        ("conv_bn_relu", 2),
-        ("mlp_bn", 2),
-        pytest.param("resnet18", 8, marks=pytest.mark.full),
-        ("shared_conv", 0),
-    ],
-)
+FOLDED = [("conv_bn_relu", 2), ("mlp_bn", 2), ("resnet18", 8), ("shared_conv", 0)]
+
+
+@pytest.mark.parametrize(("name", "folded"), at_once(FOLDED, FOLDED[0], FOLDED[1], FOLDED[3]))
 def test_benign_batch_norms_are_folded_and_listed(name: str, folded: int) -> None:
     model = by_name(name)
     program, inputs = model.export(), model.inputs()
@@ -195,38 +192,33 @@ def test_computed_and_written_parameters_are_not_folded(kind: str, named: str) -
     assert plain.obstacle is None
 
 
-class ScalarSum(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return (x + 2.5) * 3
+def scalars(x: Tensor) -> Tensor:
+    return (x + 2.5) * 3
 
 
 def test_scalars_become_tensors_where_a_claim_wants_them() -> None:
     x = randn(4, 4)
-    program = export(ScalarSum(), x)
+    program = export(Call(scalars), x)
     plain = prepare(program, toy(ADD))
     assert plan_of(plain).claims == ()
     wanting = toy(ADD, rewrites=(SCALAR_TO_TENSOR,))
     prepared = prepare(program, wanting)
     assert plan_of(prepared).rewrites == (Rewrite(SCALAR_TO_TENSOR, ("add",), ("add",)),)
-    assert torch.equal(prepared(x), ScalarSum()(x))
+    assert torch.equal(prepared(x), scalars(x))
     (mul,) = (n for n in prepared.graph.nodes if n.target is aten.mul.Tensor)
     assert mul.args[1] == 3, "nobody claims the product"
 
 
 def test_scalars_beside_integers_stay() -> None:
-    class Shift(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x + 2
-
     x = torch.arange(4, dtype=torch.int32)
-    prepared = prepare(export(Shift(), x), toy(ADD, rewrites=(SCALAR_TO_TENSOR,)))
+    prepared = prepare(export(Call(lambda x: x + 2), x), toy(ADD, rewrites=(SCALAR_TO_TENSOR,)))
     assert plan_of(prepared).rewrites == ()
     assert prepared(x).dtype is torch.int32
     assert torch.equal(prepared(x), x + 2)
 
 
 def test_an_unknown_rewrite_is_an_error() -> None:
-    program = export(ScalarSum(), randn(4, 4))
+    program = export(Call(scalars), randn(4, 4))
     with pytest.raises(qompose.UserError, match=r"split_atention.*split_attention"):
         prepare(program, toy(ADD, rewrites=("split_atention",)))
 

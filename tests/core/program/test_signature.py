@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
-from tests.core.toy import randn
+from tests.core.toy import Call, randn
 
 
 class Net(nn.Module):
@@ -104,11 +104,8 @@ def test_the_ends_of_a_range_run_after_a_second_export() -> None:
 
 
 def test_integers_and_other_types_keep_theirs() -> None:
-    class Lookup(nn.Module):
-        def forward(self, table: Tensor, ids: Tensor) -> Tensor:
-            return table[ids]
-
-    program = torch.export.export(Lookup(), (randn(5).half(), torch.tensor([1, 2])))
+    lookup = Call(lambda table, ids: table[ids])
+    program = torch.export.export(lookup, (randn(5).half(), torch.tensor([1, 2])))
     signature, _ = again(program)
     assert [a.dtype for a in signature.args] == [torch.float16, torch.int64]
     assert not any(bool(a.any()) for a in signature.args), "values are zeros"
@@ -136,12 +133,8 @@ def test_a_linear_function_of_a_dimension_stays_tied_to_it(
 
 
 def test_a_dimension_whose_root_is_no_input() -> None:
-    class Halves(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x.view(2, -1) + 1
-
-    half = Dim("half", min=2, max=32)
-    program = torch.export.export(Halves(), (randn(8),), dynamic_shapes=({0: 2 * half},))
+    halves, half = Call(lambda x: x.view(2, -1) + 1), Dim("half", min=2, max=32)
+    program = torch.export.export(halves, (randn(8),), dynamic_shapes=(({0: 2 * half},),))
     _, twice = again(program)
     assert twice.module()(randn(64)).shape == (2, 32)
     with pytest.raises(AssertionError, match="Guard failed"):
