@@ -15,26 +15,21 @@ from qompose.calibration.calibrator import lint
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from tests.core.toy import ADD_RELU, LINEAR, export, prepare, randn, seeded, toy
+from tests.core.toy import ADD_RELU, LINEAR, Model, export, prepare, randn, seeded, toy
 
 
-class Layers(nn.Module):
+def layers(between: Callable[[Tensor], Tensor]) -> nn.Module:
     """Several layers, before the last of which something happens to the values."""
-
-    def __init__(self, between: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.first = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
-        self.last, self.between = nn.Linear(8, 8), between
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.between(torch.sigmoid(self.first(x))))
+    first = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    parts = {"first": first, "last": nn.Linear(8, 8)}
+    return seeded(Model(lambda m, x: m.last(between(torch.sigmoid(m.first(x)))), **parts))
 
 
 X = randn(32, 8)
 
 
 def calibrated(between: Callable[[Tensor], Tensor]) -> tuple[GraphModule, list[str]]:
-    prepared = prepare(export(seeded(Layers(between)), X), toy(LINEAR, ADD_RELU))
+    prepared = prepare(export(layers(between), X), toy(LINEAR, ADD_RELU))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         qompose.calibrate(prepared, [X])
@@ -72,16 +67,13 @@ def test_each_is_named_with_its_module_and_rule(
 
 
 def test_a_tensor_that_no_batch_came_to() -> None:
-    class Branches(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(8, 8)
-            self.rare = nn.Sequential(nn.Linear(8, 8), nn.Sigmoid(), nn.Linear(8, 8))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.cond(x.sum() > 1e9, self.rare, self.layer, (x,))
-
-    prepared = prepare(export(seeded(Branches()), X), toy(LINEAR))
+    rare = nn.Sequential(nn.Linear(8, 8), nn.Sigmoid(), nn.Linear(8, 8))
+    model = Model(
+        lambda m, x: torch.cond(x.sum() > 1e9, m.rare, m.layer, (x,)),
+        layer=nn.Linear(8, 8),
+        rare=rare,
+    )
+    prepared = prepare(export(seeded(model), X), toy(LINEAR))
     with pytest.warns(QomposeWarning, match="rare"):
         qompose.calibrate(prepared, [X])
 

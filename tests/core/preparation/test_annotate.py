@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from tests.core.preparation.test_zoo import of_each_kind
-from tests.core.quantizer.interop.foreign import calls, like, replace
+from tests.core.quantizer.interop.foreign import calls, like, replace, silu_in_pieces
 from tests.core.toy import (
     CONV,
     INT8,
@@ -48,93 +48,68 @@ aten = torch.ops.aten
 X = randn(4, 4)
 
 
-def annotate_program(exported: GraphModule, quantizer: Quantizer) -> Any:
-    """As prepare calls it: with the quantizer bound to the program."""
-    annotated = annotate_bound_program(exported, quantizer.bound(exported))
-    return annotated.program, annotated.composition, annotated.rewrites
-
-
-def ready(program: Any) -> GraphModule:
-    """A program as `prepare_pt2e` hands it over."""
-    module = copy_graph_module(program.module(check_guards=False))
-    sink_constants(module)
-    name_apart(module)
-    return module
-
-
 def texts(module: GraphModule) -> list[str]:
     return [graph_text(part) for part in graphs_in(module)]
 
 
 @pytest.mark.parametrize("model", of_each_kind(tagged(without="transformers")[::4]), ids=str)
 def test_the_program_is_left_alone(model: ZooModel) -> None:
-    exported = ready(model.export())
+    exported = copy_graph_module(model.export().module(check_guards=False))
+    sink_constants(exported)
+    name_apart(exported)  # now it is as prepare hands it over
     before, meta = texts(exported), [sorted(map(str, node.meta)) for node in nodes_in(exported)]
-    working, composition, _ = annotate_program(exported, toy())
+    annotated = annotate_bound_program(exported, toy().bound(exported))
     assert texts(exported) == before
     assert [sorted(map(str, node.meta)) for node in nodes_in(exported)] == meta
-    names = {node.name for node in nodes_in(working)}
-    for claim in composition.chosen:
-        assert set(claim.nodes) <= names
-    taken = [name for claim in composition.chosen for name in claim.nodes]
-    assert len(taken) == len(set(taken)), "no operator has two claims"
+    chosen = annotated.composition.chosen
+    names = {node.name for node in nodes_in(annotated.program)}
+    taken = [name for claim in chosen for name in claim.nodes]
+    assert len(taken) == len(set(taken)) and set(taken) <= names, "no operator has two claims"
 
 
-class BranchNorms(nn.Module):
+@pytest.fixture(scope="module")
+def branch_norms() -> torch.export.ExportedProgram:
     """A batch norm in each branch and one outside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.outside, self.yes, self.no = (
-            nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)) for _ in range(3)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cond(x.sum() > 0, self.yes, self.no, (self.outside(x),))
+    layers = {
+        name: nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)) for name in ("out", "yes", "no")
+    }
+    model = Model(lambda m, x: torch.cond(x.sum() > 0, m.yes, m.no, (m.out(x),)), **layers)
+    with torch.no_grad():  # with gradients, the export itself warns
+        return export(model, randn(1, 3, 4, 4))
 
 
 @pytest.mark.parametrize(
-    ("left", "folded"),
-    [((), 3), (("yes",), 2), (("yes", "no"), 1), (("outside", "no"), 1)],
-    ids=str,
+    ("left", "folded"), [((), 3), (("yes",), 2), (("yes", "no"), 1), (("out", "no"), 1)], ids=str
 )
 def test_rewrites_are_kept_where_claims_cover_them_in_bodies_too(
-    left: tuple[str, ...], folded: int
+    branch_norms: torch.export.ExportedProgram, left: tuple[str, ...], folded: int
 ) -> None:
     quantizer = toy(CONV)
     for path in left:
         quantizer.set_module_name(path, None)
-    with torch.no_grad():  # with gradients, the export itself warns
-        program = export(BranchNorms(), randn(1, 3, 4, 4))
-    working, composition, rewrites = annotate_program(ready(program), quantizer)
-    norms = [n for n in nodes_in(working) if n.target is aten.batch_norm.default]
-    assert (len(rewrites), len(norms), len(composition.chosen)) == (folded, 3 - folded, folded)
-    claimed = {name for claim in composition.chosen for name in claim.nodes}
-    assert all(not claimed.isdisjoint(rewrite.pieces) for rewrite in rewrites)
-    for rewrite in rewrites:
+    prepared = prepare(branch_norms, quantizer)
+    plan = plan_of(prepared)
+    norms = [n for n in nodes_in(prepared) if n.target is aten.batch_norm.default]
+    assert (len(plan.rewrites), len(norms), len(plan.claims)) == (folded, 3 - folded, folded)
+    claimed = {name for claim in plan.claims for name in claim.nodes}
+    for rewrite in plan.rewrites:
+        assert not claimed.isdisjoint(rewrite.pieces)
         assert "batch_norm" in rewrite.nodes[1] and "batch_norm" not in "".join(rewrite.pieces)
 
 
-def test_a_selector_on_half_of_a_rewrite_in_a_body_prevents_it_and_is_named() -> None:
-    with torch.no_grad():
-        program = export(BranchNorms(), randn(1, 3, 4, 4))
-    quantizer = toy(CONV).set_module_name("yes.1", None)
-    _, composition, rewrites = annotate_program(ready(program), quantizer)
-    assert (len(rewrites), len(composition.chosen)) == (2, 3)
-    (note,) = (note for note in composition.notes if "fold_batch_norm" in note)
+def test_a_selector_on_half_of_a_rewrite_in_a_body_prevents_it_and_is_named(
+    branch_norms: torch.export.ExportedProgram,
+) -> None:
+    plan = plan_of(prepare(branch_norms, toy(CONV).set_module_name("yes.1", None)))
+    assert (len(plan.rewrites), len(plan.claims)) == (2, 3)
+    (note,) = (note for note in plan.notes if "fold_batch_norm" in note)
     assert "true_graph_0_conv2d" in note
 
 
-class TwoLayers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.yes, self.no = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cond(x.sum() > 0, lambda x: self.yes(x).relu(), self.no, (x,))
-
-
-TWO_LAYERS = export(TwoLayers(), X)
+LAYERS = {"yes": nn.Linear(4, 4), "no": nn.Linear(4, 4)}
+TWO_LAYERS = export(
+    Model(lambda m, x: torch.cond(x.sum() > 0, lambda x: m.yes(x).relu(), m.no, (x,)), **LAYERS), X
+)
 
 
 def wants_linear(node: Node) -> None:
@@ -210,14 +185,13 @@ def product_and_sum(node: Node) -> Node:
     return like(node, aten.add.Tensor, product, node.args[2])
 
 
-def sigmoid_times(node: Node) -> Node:
-    x = node.args[0]
-    sigmoid = like(node, aten.sigmoid.default, x)
-    return like(node, aten.mul.Tensor, x, sigmoid)
-
-
 Split = type("Split", (replaced(aten.linear.default, product_and_sum),), {})
-Silu = type("Silu", (replaced(aten.silu.default, sigmoid_times),), {})
+
+
+class Silu(NullQuantizer):
+    def transform_for_annotation(self, model: GraphModule) -> GraphModule:
+        silu_in_pieces(model)
+        return model
 
 
 PROGRAM = export(
@@ -368,15 +342,10 @@ def test_a_value_of_another_dtype_is_undone(edit: Any, name: str) -> None:
 
 
 def test_annotate_may_remove_what_no_result_depends_on() -> None:
-    class Unused(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner, self.pooler = nn.Linear(4, 4), nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            found = self.inner(x)
-            self.pooler(found).tanh()
-            return found.relu()
+    def unused(m: Any, x: Tensor) -> Tensor:
+        found = m.inner(x)
+        m.pooler(found).tanh()
+        return found.relu()
 
     class Tidy:
         def annotate(self, model: GraphModule) -> GraphModule:
@@ -385,6 +354,6 @@ def test_annotate_may_remove_what_no_result_depends_on() -> None:
 
         def validate(self, model: GraphModule) -> None: ...
 
-    model = seeded(Unused())
+    model = seeded(Model(unused, inner=nn.Linear(4, 4), pooler=nn.Linear(4, 4)))
     prepared = prepare(export(model, X), qompose.compose(Tidy(), toy(LINEAR)))
     assert torch.equal(prepared(X), model(X))

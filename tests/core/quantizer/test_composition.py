@@ -14,9 +14,10 @@ import torch
 from qompose import ComposableQuantizer, Quantizer, UserError
 from qompose.errors import ConfigError, MemberError
 from qompose.program.meta import ANNOTATION_KEY
+from qompose.quantizer.composition import Restrained
 from qompose.spec.claim import Claim
-from torch import Tensor, nn
-from torch.fx import GraphModule
+from torch import nn
+from torch.fx import GraphModule, Node
 
 from tests.core.toy import (
     DYNAMIC,
@@ -41,17 +42,13 @@ from tests.core.toy import (
 from tests.zoo import by_name
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.head(torch.sigmoid(self.body(x))))
+def net() -> nn.Module:
+    layers = {"body": nn.Linear(4, 4), "head": nn.Linear(4, 2)}
+    return Model(lambda m, x: torch.tanh(m.head(torch.sigmoid(m.body(x)))), **layers)
 
 
 X = randn(6, 4)
-PROGRAM = export(seeded(Net()), X)
+PROGRAM = export(seeded(net()), X)
 
 # What a composition answers for itself, and why that is no hook of a member.
 OWN = {
@@ -150,7 +147,6 @@ def test_checks_are_called_once_however_many_drafts_there_are(name: str) -> None
 @pytest.mark.parametrize("name", sorted(ON_DEMAND))
 def test_questions_reach_the_members(name: str) -> None:
     members = [Recorder(label) for label in "abc"]
-    both = qompose.compose(*members)
     claim = Claim(
         owner="b", rule="r", anchor="linear", nodes=("linear",), output="linear", specs=()
     )
@@ -159,7 +155,7 @@ def test_questions_reach_the_members(name: str) -> None:
         "objection_to_spec": (claim, INT8),
         "quantization_capabilities": (),
     }
-    getattr(both, name)(*arguments[name])
+    getattr(qompose.compose(*members), name)(*arguments[name])
     asked = ["b"] if name.startswith("objection") else ["a", "b", "c"]
     assert [member.label for member in members if member.count(name)] == asked
 
@@ -185,14 +181,17 @@ def test_a_member_that_raises_is_named(hook: str, alone: bool) -> None:
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
-def test_a_member_may_annotate_and_return_nothing() -> None:
-    class Silent(NullQuantizer):
-        def annotate(self, model: GraphModule) -> GraphModule:  # type: ignore[return]
-            for node in model.graph.nodes:
-                if node.target is aten.tanh.default:
-                    annotate(node, {node.args[0]: INT8}, INT8)
+def tanh(node: Node) -> None:
+    if node.target is aten.tanh.default:
+        annotate(node, {node.args[0]: INT8}, INT8)
 
-    assert claimed(prepare(PROGRAM, qompose.compose(Silent(), toy(LINEAR)))) == {
+
+def test_a_member_may_annotate_and_return_nothing() -> None:
+    class Silent(Annotator):
+        def annotate(self, model: GraphModule) -> GraphModule:  # type: ignore[return]
+            super().annotate(model)
+
+    assert claimed(prepare(PROGRAM, qompose.compose(Silent(tanh), toy(LINEAR)))) == {
         "annotation": ("tanh",), "linear": ("linear",), "linear'": ("linear_1",),
     }  # fmt: skip
 
@@ -281,36 +280,21 @@ def test_no_two_members_have_one_label(names: list[str], labels: list[str]) -> N
     assert [label for label, _ in composed.labelled_members] == labels
 
 
-class TestOneBackendTwice:
+def test_one_backend_twice_has_two_labels() -> None:
     """A static body and a dynamic head: which is which can be read everywhere."""
-
-    def both(self) -> Quantizer:
-        head = toy(LINEAR, config=None).set_module_name("head", DYNAMIC)
-        return qompose.compose(head, toy(LINEAR, SIGMOID))
-
-    def test_each_has_a_label_of_its_own(self) -> None:
-        report = qompose.report(prepare(PROGRAM, self.both()))
-        owners = {
-            row.module: (row.owner, row.config, row.selector) for row in report.rows if row.macs
-        }
-        assert owners == {
-            "body": ("toy#2", "static", "global"),
-            "head": ("toy", "dynamic", "module name head"),
-        }
-        assert [(r[0], r[2], r[3]) for r in report.by_owner()] == [
-            ("toy#2", "static", "global"), ("toy", "dynamic", "module name head"),
-        ]  # fmt: skip
+    head = toy(LINEAR, config=None).set_module_name("head", DYNAMIC)
+    report = qompose.report(prepare(PROGRAM, qompose.compose(head, toy(LINEAR, SIGMOID))))
+    owners = {r.module: (r.owner, r.config, r.selector) for r in report.rows if r.macs}
+    static, dynamic = ("toy#2", "static", "global"), ("toy", "dynamic", "module name head")
+    assert owners == {"body": static, "head": dynamic}
+    assert [(r[0], r[2], r[3]) for r in report.by_owner()] == [static, dynamic]
 
 
 class TestState:
     """A quantizer is settings; what it saw is gone."""
 
     def members(self) -> list[Quantizer]:
-        def look(node: Any) -> None:
-            if node.target is aten.tanh.default:
-                annotate(node, {node.args[0]: INT8}, INT8)
-
-        return [toy(LINEAR).set_module_name("head", STATIC), Annotator(look), NullQuantizer()]
+        return [toy(LINEAR).set_module_name("head", STATIC), Annotator(tanh), NullQuantizer()]
 
     def test_no_graph_is_kept_alive(self) -> None:
         """Neither the program, nor the copies that members were shown, nor what came of it."""
@@ -329,7 +313,7 @@ class TestState:
                 watched.append(weakref.ref(model))
 
         quantizer = qompose.compose(*self.members(), Watching())
-        module = export(seeded(Net()), X).module(check_guards=False)
+        module = export(seeded(net()), X).module(check_guards=False)
         prepared = prepare(module, quantizer)
         assert len(watched) >= 3
         watched += [
@@ -341,24 +325,23 @@ class TestState:
         assert len(quantizer.members) == 4
 
     def test_reuse_is_as_good_as_new(self) -> None:
-
-        programs = [
-            PROGRAM,
-            export(
-                seeded(
-                    Model(
-                        lambda m, x: torch.tanh(m.more(m.head(x))),
-                        head=nn.Linear(4, 4),
-                        more=nn.Linear(4, 3),
-                    )
-                ),
-                X,
-            ),
-            export(seeded(Net(), seed=3), randn(2, 4)),
-        ]
+        other = Model(lambda m, x: torch.tanh(m.head(x)), head=nn.Linear(4, 4))
+        programs = [PROGRAM, export(seeded(other), X), export(seeded(net(), seed=3), randn(2, 4))]
         used = qompose.compose(*self.members())
         for program in programs:
             again = prepare(program, used)
             fresh = prepare(program, qompose.compose(*self.members()))
             assert graph_text(again) == graph_text(fresh)
             assert plan_of(again) == plan_of(fresh)
+
+
+def test_a_restrained_member_keeps_the_order_of_its_claims() -> None:
+    member = toy(SIGMOID, LINEAR)
+    (_, setting) = toy().set_module_name("head", None).selectors.settings
+    proposals = [
+        quantizer.bound(model := PROGRAM.module()).propose(model, ())
+        for quantizer in (member, Restrained(member, [setting]))
+    ]
+    own, kept = ([claim.nodes for claim in proposal.claims] for proposal in proposals)
+    assert own == [("sigmoid",), ("linear",), ("linear_1",)] and kept == own[:2]
+    assert [refused.nodes for refused in proposals[1].rejections] == own[2:]

@@ -29,6 +29,7 @@ from qompose.spec import (
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves, tree_structure
 
 SIZE = 4
 
@@ -45,24 +46,6 @@ def _write_a_part(a: Tensor, b: Tensor) -> Tensor:
     return y
 
 
-def _cat(a: Tensor, b: Tensor) -> Tensor:
-    return torch.cat([a, b, a])[2 : 2 + SIZE]
-
-
-def _split(a: Tensor, b: Tensor) -> Tensor:
-    first, second = a.split(2)
-    return torch.cat([second, b[:1], first])[:SIZE]
-
-
-def _maximum(a: Tensor, b: Tensor) -> Tensor:
-    values, indices = a.max(dim=1, keepdim=True)
-    return values + b + b.gather(1, indices)
-
-
-def _unbind(a: Tensor, b: Tensor) -> Tensor:
-    return torch.stack([*a.unbind(0)[1:], b[0]], dim=1)
-
-
 OPERATIONS: dict[str, Callable[..., Tensor]] = {
     "linear": lambda m, a, b: m.linear(a),
     "plain": lambda m, a, b: m.plain(a).relu(),
@@ -74,10 +57,10 @@ OPERATIONS: dict[str, Callable[..., Tensor]] = {
     "number": lambda m, a, b: a * 2 + 1,
     "multiply": lambda m, a, b: a * b,
     "matmul": lambda m, a, b: a @ b.t(),
-    "cat": lambda m, a, b: _cat(a, b),
-    "split": lambda m, a, b: _split(a, b),
-    "unbind": lambda m, a, b: _unbind(a, b),
-    "max": lambda m, a, b: _maximum(a, b),
+    "cat": lambda m, a, b: torch.cat([a, b, a])[2 : 2 + SIZE],
+    "split": lambda m, a, b: torch.cat([(parts := a.split(2))[1], b[:1], parts[0]])[:SIZE],
+    "unbind": lambda m, a, b: torch.stack([*a.unbind(0)[1:], b[0]], dim=1),
+    "max": lambda m, a, b: (top := a.max(dim=1, keepdim=True))[0] + b + b.gather(1, top[1]),
     "relu": lambda m, a, b: a.relu(),
     "sigmoid": lambda m, a, b: torch.sigmoid(input=a),
     "norm": lambda m, a, b: F.layer_norm(a, (SIZE,), weight=m.plain.weight[0]),
@@ -265,14 +248,8 @@ def follow(program: list[tuple[str, int, int]], quantizer: Quantizer) -> None:
 
 def assert_like(expected: Any, actual: Any, *, exact: bool) -> None:
     """The same structure, dtypes and shapes; equal bits for a prepared model, finite for a converted one."""
-    assert torch.utils._pytree.tree_structure(expected) == torch.utils._pytree.tree_structure(
-        actual
-    )
-    for one, other in zip(
-        torch.utils._pytree.tree_leaves(expected),
-        torch.utils._pytree.tree_leaves(actual),
-        strict=True,
-    ):
+    assert tree_structure(expected) == tree_structure(actual)
+    for one, other in zip(tree_leaves(expected), tree_leaves(actual), strict=True):
         assert (one.dtype, one.shape) == (other.dtype, other.shape)
         assert torch.equal(one, other) if exact else bool(torch.isfinite(other).all())
 

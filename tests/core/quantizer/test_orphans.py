@@ -10,7 +10,7 @@ import pytest
 import qompose
 import torch
 from qompose.errors import SharingError
-from qompose.quantizer.arbitration import unresolved
+from qompose.quantizer.arbitration import inherit_specs, unresolved
 from qompose.spec.claim import Claim, Point, PointSpec, shared_with
 from torch import nn
 from torch.fx import GraphModule, Node
@@ -20,12 +20,12 @@ from tests.core.quantizer.interop.foreign import (
     Annotation,
     Derived,
     Foreign,
-    aten,
+    Tanhs,
     bias_scale,
     derived_bias,
     put,
 )
-from tests.core.toy import INT8, Model, export, graph_text, plan_of, prepare, randn, seeded
+from tests.core.toy import INT8, UINT8, Model, export, graph_text, plan_of, prepare, randn, seeded
 
 X = randn(6, 4)
 
@@ -56,10 +56,6 @@ class Linears(Foreign):
         for node in model.graph.nodes:
             if node.op == "placeholder":
                 put(node, output=ACTIVATION)
-
-
-class Tanhs(Foreign):
-    targets = (aten.tanh.default,)
 
 
 def claims(prepared: GraphModule) -> dict[str, set[str]]:
@@ -157,3 +153,11 @@ class TestOrphaned:
         standing = claim("two", "a", PointSpec(self.a, INT8))
         loser = claim("three", "a", PointSpec(self.a, INT8))
         assert unresolved([self.needy, standing], [loser]) == unresolved([self.needy], []) == {}
+
+    def test_each_owner_inherits_what_it_meant(self) -> None:
+        """Two members lost the same place, each of which wanted integers of its own there."""
+        wanted = {"one": (self.b, INT8), "two": (self.c, UINT8)}
+        chosen = [claim(owner, "x", shared_with(p, self.a)) for owner, (p, _) in wanted.items()]
+        lost = [claim(owner, "a", PointSpec(self.a, spec)) for owner, (_, spec) in wanted.items()]
+        inherited = [spec.spec for each in inherit_specs(chosen, lost) for spec in each.specs]
+        assert inherited == [INT8, UINT8]

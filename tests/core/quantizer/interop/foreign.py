@@ -136,6 +136,27 @@ class By(Foreign):
         self.write(model)
 
 
+class Tanhs(Foreign):
+    """Takes other operators."""
+
+    targets = (aten.tanh.default,)
+
+
+def arrangements(member: Any) -> list[list[Any]]:
+    """Alone, first and second: where it stands makes no difference to what it is told."""
+    return [[member], [member, Tanhs()], [Tanhs(), member]]
+
+
+def acting(hook: str, act: Callable[..., Any], **facts: Any) -> Any:
+    """A quantizer that does something in one hook, before what it does there otherwise."""
+
+    def hooked(self: Any, model: GraphModule, *others: Any) -> Any:
+        answer = act(model, *others)
+        return getattr(Foreign, hook)(self, model, *others) or answer
+
+    return type("Acting", (Foreign,), {**facts, hook: hooked})()
+
+
 def calls(model: GraphModule, *targets: Any) -> list[Node]:
     """The nodes that call operators, in graph order; of the given targets, if there are any."""
     found = [node for node in model.graph.nodes if node.op == "call_function"]

@@ -17,7 +17,7 @@ from qompose.observers.min_max import FixedQParamsObserver
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from tests.core.quantizer.interop.foreign import FIXED, Foreign, aten, calls, edges
+from tests.core.quantizer.interop.foreign import FIXED, Foreign, acting, aten, calls, edges
 from tests.core.toy import Model, NullQuantizer, export, graph_text, prepare, randn, seeded
 
 X = randn(6, 4)
@@ -50,6 +50,10 @@ def another_operator(model: GraphModule, observers: Any) -> None:
 def another_argument(model: GraphModule, observers: Any) -> None:
     (add,) = calls(model, aten.add.Tensor)
     add.args = (add.args[0], add.args[0])
+
+
+def another_keyword(model: GraphModule, observers: Any) -> None:
+    calls(model, aten.add.Tensor)[0].kwargs = {"alpha": 2}
 
 
 def an_erased_operator(model: GraphModule, observers: Any) -> None:
@@ -97,7 +101,8 @@ def of_every_observer(**facts: Any) -> Act:
 PROGRAM_HARM: dict[str, tuple[Act, str]] = {
     "operator": (another_operator, "relu"),
     "argument": (another_argument, "add"),
-    "erased": (an_erased_operator, "relu"),
+    "keyword": (another_keyword, "add"),
+    "erased": (an_erased_operator, r"at relu\."),
     "one more": (one_more_relu, "relu"),
 }
 HARM: dict[str, tuple[Act, str]] = {
@@ -126,12 +131,8 @@ def own(act: Act) -> Any:
 def foreign(act: Act, hook: str = CALLBACK) -> Any:
     """One by its methods, that annotates linear, add, relu and neg and does something else in a hook."""
 
-    def hooked(self: Any, model: GraphModule, observers: Any = None) -> Any:
-        act(model, observers)
-        return None if hook == CALLBACK else getattr(Foreign, hook)(self, model)
-
     targets = (aten.linear.default, aten.add.Tensor, aten.relu.default, aten.neg.default)
-    return type("Acting", (Foreign,), {"targets": targets, hook: hooked})()
+    return acting(hook, lambda model, observers=None: act(model, observers), targets=targets)
 
 
 MEMBERS: dict[str, Callable[[Act], list[Any]]] = {
