@@ -3,8 +3,8 @@
 
 Authors of backends run all of them. Of our own three, every run has what each rule claims, and one rule of
 each engine feature: a piece of code that lowers, an operator that it lowers, a function that it fuses; of
-other runtimes, which take seconds, each piece of code. The broader checks have one rule of each mode. What
-takes a model of all rows is left to the smallest backend, and to `tests/composed`.
+a runtime, which takes seconds, as of broader checks, one rule of each mode: `tests/xnnpack` has its operators
+as methods of one program. What takes a model of all rows is left to the smallest backend, and to `tests/composed`.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ def _is_first(item: pytest.Item, seen: set[tuple[Any, ...]]) -> bool:
     shown: set[tuple[object, ...]]
     if check in EVERY_RULE:
         shown = {("rule", case.rule), ("configuration", case.config)}
-    elif check in FEATURES:
-        shown = _features(suite.rule(case.rule), case.config, target)
-    elif target != "executorch":
+    elif check in FEATURES and target != "executorch":
+        shown = _features(suite.rule(case.rule), case.config)
+    elif check in FEATURES or target != "executorch":
         shown = {("mode", suite.backend.configs[case.config].mode)}
     else:
         shown = set()
@@ -79,11 +79,9 @@ def _is_first(item: pytest.Item, seen: set[tuple[Any, ...]]) -> bool:
 BEHIND = re.compile(r"(.*?)((?:_(?:add|relu6?|hardtanh|hardswish|silu|gelu|leaky_relu|tanh))*)")
 
 
-def _features(rule: Rule, config: str, target: str) -> set[tuple[object, ...]]:
+def _features(rule: Rule, config: str) -> set[tuple[object, ...]]:
     """Return what is lowered by code of its own: the operator, and the functions that are fused with it."""
     code = (rule.shares, *sorted((name, _code(kernel)) for name, kernel in rule.kernels.items()))
-    if target == "executorch":
-        return {("code", code)}
     match = BEHIND.fullmatch(rule.name)
     assert match is not None
     operator, behind = match.groups()
