@@ -3,8 +3,9 @@
 
 Authors of backends run all of them. Of our own three, every run has what each rule claims, and one rule of
 each engine feature: a piece of code that lowers, an operator that it lowers, a function that it fuses; of
-a runtime, which takes seconds, as of broader checks, one rule of each mode: `tests/xnnpack` has its operators
-as methods of one program. What takes a model of all rows is left to the smallest backend, and to `tests/composed`.
+a runtime, which takes seconds, as of broader checks, one rule of each mode: `tests/xnnpack` has its
+operators as methods of one program. What takes a model of all rows is left to the smallest backend, and
+to `tests/composed`.
 """
 
 from __future__ import annotations
