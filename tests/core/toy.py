@@ -162,16 +162,14 @@ def toy(
 
 
 class Model(nn.Module):
-    """A model of the given layers, which computes `function(self, x)`."""
+    """A model of the given layers, parameters and buffers, whose `forward` is `function(self, *inputs)`."""
 
-    def __init__(self, function: Callable[[Any, Tensor], Any], **layers: nn.Module) -> None:
+    def __init__(self, function: Callable[..., Any], **parts: Any) -> None:
         super().__init__()
-        self.function = function
-        for name, layer in layers.items():
-            self.add_module(name, layer)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.function(self, x)
+        # A method of the class: export asks it for the names of inputs.
+        self.__class__ = type("Model", (Model,), {"forward": function})
+        for name, part in parts.items():
+            setattr(self, name, part)
 
 
 class NullQuantizer(Quantizer):
