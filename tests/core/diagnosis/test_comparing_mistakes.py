@@ -17,7 +17,7 @@ from qompose.program.meta import KERNELS_TAG, META_KEY, tag_of
 from qompose.reporting.report_data import CLIPPING, KERNEL_ERROR, NOT_FINITE
 from torch import Tensor, nn
 
-from tests.core.toy import export, randn, seeded, toy
+from tests.core.toy import Model, export, randn, seeded, toy
 
 BATCHES = [randn(4, 6, seed=n) for n in range(2)]
 
@@ -171,20 +171,18 @@ def test_what_holds_integers_alone_lacks_no_parameters() -> None:
         assert any("parameters inside kernels and of integer references" in n for n in found.notes)
 
 
-class Parts(nn.Module):
+def parts(m: Any, x: Tensor) -> Tensor:
     """An operator of several results."""
+    first, second = m.one(x).split(3, -1)
+    return m.two(first) * second
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(6, 6), nn.Linear(3, 3)
 
-    def forward(self, x: Tensor) -> Tensor:
-        first, second = self.one(x).split(3, -1)
-        return self.two(first) * second
+def stages_of_parts() -> dict[str, Any]:
+    return stages(seeded(Model(parts, one=nn.Linear(6, 6), two=nn.Linear(3, 3))))
 
 
 def test_one_of_several_results_has_the_row_of_its_operator() -> None:
-    made = stages(seeded(Parts()))
+    made = stages_of_parts()
     found = qompose.compare(made["float"], made["lowered"], BATCHES)
     rows = [row for row in found if row.operator == "aten.split.Tensor"]
     assert {row.value[-9:] for row in rows} == {"output[0]", "output[1]"}
@@ -199,12 +197,12 @@ def test_a_comparison_of_another_model_is_not_drawn(
     for stage in ("prepared", "converted", "lowered"):
         qompose.report(linear[stage]).save(page, found)
     page.unlink()
-    parts = stages(seeded(Parts()))
+    with_parts = stages_of_parts()
     earlier = replace(report, fingerprint="")  # of a release that wrote none
     for made, saved, path in (
         (others, report, page),
-        (parts, report, page),
-        (parts, earlier, page),
+        (with_parts, report, page),
+        (with_parts, earlier, page),
         (others, report, page.with_suffix(".md")),
     ):
         other = qompose.compare(made["float"], made["lowered"], BATCHES)

@@ -30,6 +30,7 @@ from tests.core.toy import (
     STATIC_UINT8,
     VIEW,
     Annotator,
+    Model,
     ToyBackend,
     annotate,
     aten,
@@ -46,20 +47,17 @@ from tests.core.toy import (
 IMAGE, ROWS = randn(1, 2, 6, 6), randn(2, 3)
 
 
-class Mixed(nn.Module):
+def mixed(forward: Any = None) -> Any:
     """A convolution with its batch norm, and what follows."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.norm, self.relu = nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU()
-        self.head = nn.Linear(4, 3)
+    def usual(m: Any, x: Tensor) -> Tensor:
+        return m.head(m.relu(m.norm(m.conv(x))).mean((2, 3))).tanh()
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.relu(self.norm(self.conv(x))).mean((2, 3))
-        return self.head(y).tanh()
+    layers = {"conv": nn.Conv2d(2, 4, 3), "norm": nn.BatchNorm2d(4), "relu": nn.ReLU()}
+    return export(seeded(Model(forward or usual, **layers, head=nn.Linear(4, 3))), IMAGE)
 
 
-MIXED = export(seeded(Mixed()), IMAGE)
+MIXED = mixed()
 TABLE = (CONV_RELU, LINEAR)
 
 
@@ -167,12 +165,11 @@ class TestNo:
         assert (member, reason.partition(":")[0]) == ("toy", "rule view")
 
     def test_a_batch_norm_that_is_not_folded_says_why(self) -> None:
-        class Skip(Mixed):
-            def forward(self, x: Tensor) -> Tensor:
-                y = self.conv(x)
-                return self.norm(y) + y
+        def skip(m: Any, x: Tensor) -> Tensor:
+            y = m.conv(x)
+            return m.norm(y) + y
 
-        answer = can_quantize(export(seeded(Skip()), IMAGE), "batch_norm", toy(CONV))
+        answer = can_quantize(mixed(skip), "batch_norm", toy(CONV))
         told = dict(answer.reasons)
         assert "aten.batch_norm" in told["toy"]
         assert "fold_batch_norm" in told["program"] and "conv2d" in told["program"]
@@ -250,21 +247,15 @@ class TestAvailability:
         assert "chip" in said
 
 
-class Branches(nn.Module):
+def branches(m: Any, x: Tensor) -> Tensor:
     """Operators in both bodies of a cond, of the same names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.other = nn.Linear(3, 3), nn.Linear(3, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = torch.cond(x.sum() > 0, self.one, lambda x: self.other(x).relu(), (x,))
-        with torch.no_grad():
-            return y.sigmoid()
+    y: Tensor = torch.cond(x.sum() > 0, m.one, lambda x: m.other(x).relu(), (x,))
+    with torch.no_grad():
+        return y.sigmoid()
 
 
 class TestBodies:
-    program = export(seeded(Branches()), ROWS)
+    program = export(seeded(Model(branches, one=nn.Linear(3, 3), other=nn.Linear(3, 3))), ROWS)
 
     def names(self) -> list[str]:
         return [o.name for o in plan_of(prepare(self.program, toy())).operators]
@@ -314,15 +305,12 @@ class TestBodies:
         assert answer.reason
 
 
-class Attention(nn.Module):
-    def forward(self, q: Tensor) -> Tensor:
-        return nn.functional.scaled_dot_product_attention(q, q, q)
-
-
 class TestTakenApart:
     """An operator that a rewrite splits is answered for as a whole, and piece by piece."""
 
-    program = export(Attention(), randn(1, 2, 4, 8))
+    program = export(
+        Model(lambda m, q: nn.functional.scaled_dot_product_attention(q, q, q)), randn(1, 2, 4, 8)
+    )
     softmax = replace(SIGMOID, name="softmax", patterns=(
         qompose.backend.OperatorPattern((aten.softmax.int,)),
     ))  # fmt: skip
@@ -356,8 +344,7 @@ class TestMistakes:
             can_quantize(MIXED, node, toy(*TABLE))
 
     def test_a_node_of_another_program(self) -> None:
-        other = export(seeded(Mixed()), IMAGE)
-        (node,) = (n for n in other.graph.nodes if n.name == "linear")
+        (node,) = (n for n in mixed().graph.nodes if n.name == "linear")
         with pytest.raises(ConfigError, match="'linear'"):
             can_quantize(MIXED, node, toy(*TABLE))
 
