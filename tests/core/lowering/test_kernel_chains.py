@@ -4,16 +4,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import qompose
 import torch
 from qompose import QomposeWarning
-from qompose.backend import Kernel, NotLowerable, OperatorPattern, Region, on_integers
+from qompose.backend import Kernel, NotLowerable, Region, on_integers
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from tests.core.toy import LINEAR, aten, convert, export, randn, rule, seeded, toy
+from tests.core.toy import LINEAR, RELU, convert, export, randn, seeded, toy
 
 
 def refusing(reason: str) -> Callable[[Region], Node]:
@@ -23,13 +25,13 @@ def refusing(reason: str) -> Callable[[Region], Node]:
     return emit
 
 
+def relu_of(kernel: Kernel) -> Any:
+    return replace(RELU, shares=True, condition="all", kernels={"torch": kernel})
+
+
 def lowered(kernel: Kernel) -> GraphModule:
-    relu = rule(
-        "relu", OperatorPattern((aten.relu.default,)), activations=("self",), shares=True,
-        condition="all", kernels={"torch": kernel},
-    )  # fmt: skip
     model, x = seeded(nn.Sequential(nn.Linear(8, 4), nn.ReLU())), randn(3, 8)
-    converted = convert(export(model, x), toy(LINEAR, relu), x)
+    converted = convert(export(model, x), toy(LINEAR, relu_of(kernel)), x)
     result = qompose.lower(converted)
     assert torch.allclose(result(x), converted(x))
     return result
@@ -60,9 +62,6 @@ def test_where_none_fits_the_reason_is_the_first_ones() -> None:
 
 def test_capabilities_promise_the_chain() -> None:
     chain = Kernel("first", refusing("the first does not fit"), otherwise=SECOND)
-    row = rule(
-        "relu", OperatorPattern((aten.relu.default,)), activations=("self",), shares=True,
-        kernels={"torch": chain},
-    )  # fmt: skip
-    (capability,) = (r for r in toy(row).quantization_capabilities() if r.mode == "static")
+    rows = toy(relu_of(chain)).quantization_capabilities()
+    (capability,) = (row for row in rows if row.mode == "static")
     assert capability.kernels == (("torch", "first, else second"),)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from tests.core.called_net import X, lowered_net
-from tests.core.toy import LINEAR, convert, export, randn, seeded, toy
+from tests.core.toy import LINEAR, Model, convert, export, randn, seeded, toy
 
 
 def in_aten(graph: GraphModule) -> GraphModule:
@@ -139,19 +139,19 @@ class TestRefusals:
             qompose.compile_lowered(model, "package", path=tmp_path / "model.pt2")
         torch._dynamo.reset()
 
-    def test_state(self, tmp_path: Path) -> None:
-        class Counting(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.linear = nn.Linear(3, 4)
-                self.register_buffer("calls", torch.zeros(1))
-
-            def forward(self, x: Tensor) -> Tensor:
-                return self.linear(x) + self.calls.add_(1)
-
-        program = export(seeded(Counting()), X)
+    @pytest.mark.parametrize(
+        ("function", "named"),
+        [
+            (lambda m, x: m.linear(x) + m.calls.add_(1), "calls"),
+            (lambda m, x: (m.linear(x), None), "None"),
+        ],
+        ids=["state", "results that are none"],
+    )
+    def test_models(self, function: Any, named: str, tmp_path: Path) -> None:
+        module = Model(function, linear=nn.Linear(3, 4), calls=nn.Buffer(torch.zeros(1)))
+        program = export(seeded(module), X)
         model = qompose.lower(convert(program, toy(LINEAR, for_compiler=in_aten), X))
-        with pytest.raises(CompilationError, match="calls"):
+        with pytest.raises(CompilationError, match=named):
             qompose.compile_lowered(model, "package", path=tmp_path / "model.pt2")
         assert not any(tmp_path.iterdir())
 
@@ -172,20 +172,6 @@ class TestRefusals:
         with pytest.raises(CompilationError, match="not today"):
             qompose.compile_lowered(lowered_net(for_compiler=in_aten), "package", path=path)
         assert [(p, p.read_text()) for p in tmp_path.iterdir()] == [(path, "before")]
-
-    def test_results_that_are_none(self, tmp_path: Path) -> None:
-        class Optional(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.linear = nn.Linear(3, 4)
-
-            def forward(self, x: Tensor) -> tuple[Tensor, None]:
-                return self.linear(x), None
-
-        program = export(seeded(Optional()), X)
-        model = qompose.lower(convert(program, toy(LINEAR, for_compiler=in_aten), X))
-        with pytest.raises(CompilationError, match="None"):
-            qompose.compile_lowered(model, "package", path=tmp_path / "model.pt2")
 
     def test_what_torch_cannot_compile(self, tmp_path: Path) -> None:
         def fail(graph: object) -> None:
@@ -273,11 +259,8 @@ CASES: dict[Any, tuple[Any, ...]] = {
 def test_what_stands_for_an_operator_gives_the_same_bits(operator: Any) -> None:
     first, *rest = CASES[operator]
 
-    class Calls(nn.Module):
-        def forward(self, x: Tensor) -> Any:
-            return operator(x, *rest)
-
-    program = torch.export.export(Calls(), (first,)).run_decompositions(qdq.IN_ATEN)
+    calls = Model(lambda m, x: operator(x, *rest))
+    program = torch.export.export(calls, (first,)).run_decompositions(qdq.IN_ATEN)
     assert {n.target.namespace for n in program.graph.nodes if n.op == "call_function"} == {"aten"}
     expected, actual = operator(first, *rest), program.module()(first)
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
