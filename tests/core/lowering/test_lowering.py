@@ -19,7 +19,7 @@ from qompose.backend import (
     Target,
     on_integers,
 )
-from qompose.errors import MemberError, NotLoweredError, TargetError
+from qompose.errors import ConfigError, MemberError, NotLoweredError, TargetError
 from qompose.spec import qdq
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
@@ -144,6 +144,13 @@ def test_a_programming_error_in_a_kernel_is_not_a_fallback() -> None:
     with pytest.raises(qompose.errors.MemberError, match="'broken' of toy") as e:
         qompose.lower(converted)
     assert isinstance(e.value.__cause__, ZeroDivisionError)
+
+
+@pytest.mark.parametrize("emitted", [3, next(iter(PROGRAM.graph.nodes))], ids=["3", "elsewhere"])
+def test_a_kernel_that_returns_no_node_of_the_graph_is_named(emitted: Any) -> None:
+    converted = convert(PROGRAM, toy(linear_for(torch=Kernel("strays", lambda _: emitted))), X)
+    with pytest.raises(ConfigError, match=r"'strays' of toy, .* must return a node"):
+        qompose.lower(converted)
 
 
 def test_a_kernel_with_float_output_leaves_quantizing_to_its_readers() -> None:
