@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ import qompose
 from tests import products
 from tests.core.toy import sqnr
 from tests.interop.peers import Converted, executorch_xnnpack, torchao_x86
+from tests.sampling import at_once
 from tests.zoo import by_name
 
 with warnings.catch_warnings():
@@ -31,18 +32,24 @@ def by_nncf(model: str, quantizer: Any) -> Converted:
     return Converted(result, [result(*inputs)])
 
 
+QUANTIZERS = {
+    "xnnpack": (products.xnnpack, executorch_xnnpack),
+    "x86": (products.x86, torchao_x86),
+}
+
+
 @pytest.mark.parametrize(
-    ("ours", "theirs"),
-    [(products.xnnpack, executorch_xnnpack), (products.x86, torchao_x86)],
-    ids=["xnnpack", "x86"],
+    ("model", "quantizer"),
+    at_once(
+        itertools.product(("bottleneck", "mlp", "vision_transformer"), QUANTIZERS),
+        *(("bottleneck", "xnnpack"), ("vision_transformer", "x86")),
+    ),
 )
-@pytest.mark.parametrize("model", ["bottleneck", "mlp", "vision_transformer"])
-def test_as_with_the_quantizers_of_torchao(
-    model: str, ours: Callable[..., Any], theirs: Callable[[], Any]
-) -> None:
+def test_as_with_the_quantizers_of_torchao(model: str, quantizer: str) -> None:
+    ours, theirs = QUANTIZERS[quantizer]
     one, other = by_nncf(model, ours(balance=False)), by_nncf(model, theirs())
     # Ours also quantizes what moves values between products of an encoder.
-    more = (model, ours) == ("vision_transformer", products.x86)
+    more = (model, quantizer) == ("vision_transformer", "x86")
     assert (one.quantizes, one.dequantizes) == (other.quantizes, other.dequantizes) or more
     assert one.quantizes > 0
     reference = by_name(model).export().module()(*by_name(model).inputs())
