@@ -76,7 +76,7 @@ def of_sums(model: Any, program: Any) -> float:
 
 
 PAIRS = [
-    *(("float", stage) for stage in ("float", "prepared", "converted", "lowered")),
+    *(("float", stage) for stage in ("prepared", "converted", "lowered")),
     *(("prepared", stage) for stage in ("converted", "lowered")),
     ("converted", "lowered"),
     ("lowered", "converted"),
@@ -95,6 +95,7 @@ def test_every_value_that_is_quantized_is_paired(stages: Any, one: str, other: s
 @pytest.mark.parametrize("stage", ["float", "prepared", "converted", "lowered"])
 def test_a_program_equals_itself(stages: Any, stage: str) -> None:
     found = qompose.compare(stages[stage], stages[stage], BATCHES)
+    assert found.unpaired == ()
     own = {row.cause for row in found if stage == "float" or stage == "prepared"}
     assert own <= {EQUAL}
     assert {row.sqnr for row in found} == {math.inf}
@@ -272,24 +273,6 @@ def test_a_batch_norm_that_was_trained_leaves_nothing_unpaired() -> None:
         found = qompose.compare(one, other, [randn(2, 3, 6, 6)])
         assert found.unpaired == ()
         assert any(row.operator == "parameter" for row in found)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        ((1, "converted", BATCHES), qompose.UserError),
-        (("float", None, BATCHES), qompose.UserError),
-        (("float", "converted", []), qompose.errors.CalibrationError),
-        (("float", "converted", 5), qompose.UserError),
-        (("float", "converted", [randn(2, 3)]), qompose.errors.BatchError),
-    ],
-)
-def test_what_cannot_be_compared(stages: Any, arguments: Any, error: Any) -> None:
-    one, other, data = (stages.get(a, a) if isinstance(a, str) else a for a in arguments)
-    with pytest.raises(error):
-        qompose.compare(one, other, data)
-    with pytest.raises(qompose.UserError, match="limit"):
-        qompose.compare(stages["float"], stages["converted"], BATCHES, limit=0)
 
 
 @pytest.mark.full

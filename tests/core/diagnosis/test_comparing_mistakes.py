@@ -12,7 +12,7 @@ import pytest
 import qompose
 import torch
 from qompose import UserError
-from qompose.errors import BatchError, MemberError, StageError
+from qompose.errors import BatchError, CalibrationError, MemberError, StageError
 from qompose.program.meta import KERNELS_TAG, META_KEY, tag_of
 from qompose.reporting.report_data import CLIPPING, KERNEL_ERROR, NOT_FINITE
 from torch import Tensor, nn
@@ -104,27 +104,35 @@ def test_kernels_are_judged_beside_the_model_of_their_own(linear: Any, others: A
     assert not qompose.compare(*models, converted=linear["converted"]).of_cause(KERNEL_ERROR)
 
 
-def test_programs_of_two_models(linear: dict[str, Any]) -> None:
-    other = export(nn.Sequential(nn.Sigmoid()), BATCHES[0])
-    with pytest.raises(UserError):
-        qompose.compare(linear["float"], other, BATCHES)
-
-
-def test_a_program_of_several_methods_is_compared_by_one_of_them(linear: dict[str, Any]) -> None:
-    both = {"one": linear["lowered"], "two": linear["lowered"]}
-    with pytest.raises(UserError, match="one, two"):
-        qompose.compare(linear["float"], both, BATCHES)
-
-
-def test_outputs_without_floats() -> None:
-    with pytest.raises(UserError):
-        qompose.compare(lambda x: x.argmax(-1), lambda x: x.argmin(-1), BATCHES)
+@pytest.mark.parametrize(
+    ("one", "other", "data", "named"),
+    [
+        (1, "converted", BATCHES, "got int"),
+        ("float", None, BATCHES, "got NoneType"),
+        ("float", {"one": 1, "two": 2}, BATCHES, "one, two"),
+        ("float", export(nn.Sigmoid(), BATCHES[0]), BATCHES, None),
+        (lambda x: x.argmax(-1), lambda x: x.argmin(-1), BATCHES, None),
+        ("float", "converted", BATCHES[0], "compare"),
+        ("float", "converted", 5, "compare"),
+        ("float", "converted", [], "compare"),
+    ],
+    ids=["number", "none", "methods", "another", "no floats", "one input", "no data", "no input"],
+)
+def test_what_cannot_be_compared(linear: Any, one: Any, other: Any, data: Any, named: Any) -> None:
+    models = [linear[model] if isinstance(model, str) else model for model in (one, other)]
+    with pytest.raises(CalibrationError if data == [] else UserError, match=named):
+        qompose.compare(*models, data)
 
 
 def test_a_batch_that_does_not_fit_is_still_said_to_be_that(linear: dict[str, Any]) -> None:
     with pytest.raises(BatchError) as caught:
         qompose.compare(linear["float"], linear["converted"], [BATCHES[0], randn(4, 5)])
     assert caught.value.number == 2
+
+
+def test_no_inputs_at_all(linear: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="limit"):
+        qompose.compare(linear["float"], linear["converted"], BATCHES, limit=0)
 
 
 def test_a_kernel_that_returns_another_shape_is_named() -> None:
@@ -145,11 +153,6 @@ def test_an_input_with_nan_is_said_to_be_that(linear: dict[str, Any]) -> None:
     (given,) = (row for row in found if row.operator == "input")
     assert given.cause == NOT_FINITE
     assert not found.of_cause(CLIPPING)
-
-
-def test_a_single_input_is_not_gone_through(linear: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match="compare"):
-        qompose.compare(linear["float"], linear["converted"], BATCHES[0])
 
 
 def test_a_program_with_other_parameters_is_said_to_be_one(linear: Any, others: Any) -> None:
