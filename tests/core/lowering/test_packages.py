@@ -24,6 +24,8 @@ from torch.fx import GraphModule
 from tests.core.called_net import X, lowered_net
 from tests.core.toy import LINEAR, Model, convert, export, randn, seeded, toy
 
+Patch = pytest.MonkeyPatch
+
 
 def in_aten(graph: GraphModule) -> GraphModule:
     """The toy's linears as those of torch, on the same integers."""
@@ -112,7 +114,7 @@ def test_layouts_of_inputs_within_containers() -> None:
 
 
 def test_a_temporary_package_that_cannot_be_made_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(CompilationError):
@@ -155,9 +157,7 @@ class TestRefusals:
             qompose.compile_lowered(model, "package", path=tmp_path / "model.pt2")
         assert not any(tmp_path.iterdir())
 
-    def test_a_package_that_cannot_be_loaded(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_package_that_cannot_be_loaded(self, tmp_path: Path, monkeypatch: Patch) -> None:
         def fail(path: str) -> None:
             assert Path(path).exists()
             raise RuntimeError("not today")
@@ -196,9 +196,7 @@ class TestRefusals:
             (7, "got 7"),
         ],
     )
-    def test_paths(
-        self, path: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_paths(self, path: Any, message: str, tmp_path: Path, monkeypatch: Patch) -> None:
         monkeypatch.chdir(tmp_path)
         (tmp_path / "folder.pt2").mkdir()
         with pytest.raises(UserError, match=message):
@@ -207,7 +205,7 @@ class TestRefusals:
 
 @pytest.mark.parametrize("compiles", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_a_simulated_region_needs_no_operator_of_its_own(
-    compiles: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    compiles: bool, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     """Blocks have operators of qompose, which are taken apart for the package."""
     given: list[torch.export.ExportedProgram] = []
