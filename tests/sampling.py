@@ -10,12 +10,11 @@ import pytest
 
 
 def one_of(number: int, cases: Sequence[Any]) -> list[Any]:
-    """The cases, all but the first of every ``number`` for the long run; a tuple has the test's arguments."""
-    later = [pytest.mark.long]
+    """The cases: the first of every ``number`` for each run, every fourth of the others for the full run, and
+    the rest for the long one."""
+    later = [pytest.mark.full, *[pytest.mark.long] * 3]
     return [
-        pytest.param(
-            *(case if isinstance(case, tuple) else (case,)), marks=later if i % number else []
-        )
+        pytest.param(case, marks=[later[i % 4]] if i % number else [])
         for i, case in enumerate(cases)
     ]
 

@@ -20,19 +20,18 @@ from torch import Tensor, nn
 from torch.export import Dim
 from torch.fx import GraphModule
 
+from tests.core.toy import Model
 from tests.sampling import at_once
 
 
-class Tagger(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.table = nn.Embedding(30, 16)
-        self.body = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
-        self.head = nn.Linear(16, 4)
-
-    def forward(self, ids: Tensor, *, scale: Tensor) -> dict[str, Tensor]:
-        return {"scores": self.head(self.body(self.table(ids))) * scale}
+def tagger_model() -> nn.Module:
+    torch.manual_seed(0)
+    return Model(
+        lambda m, ids, *, scale: {"scores": m.head(m.body(m.table(ids))) * scale},
+        table=nn.Embedding(30, 16),
+        body=nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)),
+        head=nn.Linear(16, 4),
+    ).eval()
 
 
 def ids(batch: int) -> Tensor:
@@ -42,12 +41,13 @@ def ids(batch: int) -> Tensor:
 SCALE = torch.tensor(2.0)
 
 
-def tagger(*members: Any) -> GraphModule:
+def exported(module: nn.Module) -> torch.export.ExportedProgram:
     shapes = {"ids": {0: Dim("batch", min=2, max=64)}, "scale": None}
-    program = torch.export.export(
-        Tagger().eval(), (ids(6),), {"scale": SCALE}, dynamic_shapes=shapes
-    )
-    prepared = qompose.prepare_pt2e(program, qompose.compose(*members))
+    return torch.export.export(module, (ids(6),), {"scale": SCALE}, dynamic_shapes=shapes)
+
+
+def tagger(*members: Any) -> GraphModule:
+    prepared = qompose.prepare_pt2e(exported(tagger_model()), qompose.compose(*members))
     for batch in (6, 9):
         prepared(ids(batch), scale=SCALE)
     return qompose.convert_pt2e(prepared)
@@ -117,12 +117,6 @@ def as_json(data: Any) -> Any:
     return json.loads(json.dumps(data))
 
 
-def exported_again(converted: GraphModule) -> torch.export.ExportedProgram:
-    """As a user would: the sizes are said once more."""
-    shapes = {"ids": {0: Dim("batch", min=2, max=64)}, "scale": None}
-    return torch.export.export(converted, (ids(6),), {"scale": SCALE}, dynamic_shapes=shapes)
-
-
 LOAD_WITH_TORCH = """
 import sys
 import torch
@@ -140,7 +134,7 @@ for batch in (3, 64):
 def test_a_converted_model_goes_through_files_of_torch(tmp_path: Path) -> None:
     """Bit for bit, in a process that has nothing but the operators."""
     converted = tagger("embedding", "x86_inductor")
-    torch.export.save(exported_again(converted), tmp_path / "converted.pt2")
+    torch.export.save(exported(converted), tmp_path / "converted.pt2")
     given = {"scale": SCALE}
     for batch in (3, 64):
         scores = converted(ids(batch), scale=SCALE)["scores"]

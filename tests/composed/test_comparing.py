@@ -10,14 +10,10 @@ import qompose
 import torch
 from qompose.program.meta import values_of
 from qompose.reporting.report_data import KERNEL_ERROR
-from qompose_x86_inductor import (
-    X86InductorQuantizer,
-    get_default_x86_inductor_quantization_config,
-)
-from qompose_xnnpack import XNNPACKQuantizer, get_symmetric_quantization_config
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
+from tests.products import x86, xnnpack
 from tests.sampling import at_once
 from tests.zoo import ZooModel, by_name
 
@@ -31,16 +27,6 @@ MODELS = [
     "empty_parts",
     "autocast",
 ]
-
-
-def xnnpack(**options: Any) -> XNNPACKQuantizer:
-    config = get_symmetric_quantization_config(is_per_channel=True, **options)
-    return XNNPACKQuantizer().set_global(config)
-
-
-def x86(**options: Any) -> X86InductorQuantizer:
-    config = get_default_x86_inductor_quantization_config(**options)
-    return X86InductorQuantizer().set_global(config)
 
 
 QUANTIZERS = {

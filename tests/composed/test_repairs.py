@@ -9,20 +9,15 @@ from typing import Any
 import pytest
 import qompose
 import torch
-from qompose import QuantizationConfig
 from qompose.testing.fixtures import sqnr
-from qompose_x86_inductor import (
-    X86InductorQuantizer,
-    get_default_x86_inductor_quantization_config,
-)
-from qompose_xnnpack import XNNPACKQuantizer, get_symmetric_quantization_config
 from torch import Tensor, nn
 
-Make = Callable[..., QuantizationConfig]
+from tests.core.toy import Model
+from tests.products import x86, xnnpack
 
-BACKENDS: dict[str, tuple[Any, Make]] = {
-    "xnnpack": (XNNPACKQuantizer, get_symmetric_quantization_config),
-    "x86_inductor": (X86InductorQuantizer, get_default_x86_inductor_quantization_config),
+BACKENDS: dict[str, Callable[..., Any]] = {
+    "xnnpack": lambda **options: xnnpack(**{"is_per_channel": False, **options}),
+    "x86_inductor": x86,
 }
 
 
@@ -30,11 +25,8 @@ def lowered(
     backend: str, model: nn.Module, batches: list[Tensor], *repairs: str, **options: Any
 ) -> tuple[float, qompose.QuantizedModel]:
     """The distance of the kernels from float on the first batch, in dB."""
-    quantizer, make = BACKENDS[backend]
-    config = make(repairs=repairs, **options)
-    result = qompose.quantize(
-        model, (batches[0],), backends=quantizer().set_global(config), calibration=batches
-    )
+    quantizer = BACKENDS[backend](repairs=repairs, **options)
+    result = qompose.quantize(model, (batches[0],), backends=quantizer, calibration=batches)
     assert result.report.count("int8 kernel")
     with torch.no_grad():
         return sqnr(model(batches[0]), result.model(batches[0])), result
@@ -139,19 +131,13 @@ def test_smooth_quant(backend: str, options: dict[str, Any]) -> None:
         assert sqnr(result.converted(tokens(1)[0]), result.model(tokens(1)[0])) > 35
 
 
-class Gate(nn.Module):
-    """Activations that are not zero on average."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.sigmoid(x) + 0.5
-
-
 def deep(*, images: bool) -> nn.Module:
     torch.manual_seed(0)
     if images:
         layers = [part for _ in range(3) for part in (nn.Conv2d(8, 8, 3, padding=1), nn.ReLU())]
         return nn.Sequential(*layers, nn.Conv2d(8, 8, 3, padding=1)).eval()
-    layers = [part for _ in range(4) for part in (nn.Linear(64, 64), Gate())]
+    gate = Model(lambda m, x: torch.sigmoid(x) + 0.5)  # not zero on average
+    layers = [part for _ in range(4) for part in (nn.Linear(64, 64), gate)]
     return nn.Sequential(*layers, nn.Linear(64, 64)).eval()
 
 

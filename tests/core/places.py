@@ -14,6 +14,7 @@ from torch._higher_order_ops.scan import scan
 from tests.core.toy import (
     ADD,
     LINEAR,
+    Model,
     ToyBackend,
     export,
     plan_of,
@@ -41,20 +42,16 @@ def configs(program: Any, quantizer: RuleQuantizer) -> dict[str, str]:
     }
 
 
-class Branches(nn.Module):
+def branches(m: Any, x: Tensor) -> Tensor:
     """Two layers beside each other, joined, and one layer after that."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.left = nn.Linear(3, 3), nn.Linear(3, 3)
-        self.right, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        return self.last(self.left(x) + self.right(x))
+    x = m.first(x)
+    return m.last(m.left(x) + m.right(x))
 
 
-PROGRAM = export(seeded(Branches()), X)
+FOUR = {name: nn.Linear(3, 3) for name in ("first", "left", "right", "last")}
+
+
+PROGRAM = export(seeded(Model(branches, **FOUR)), X)
 
 
 class Caller(nn.Module):
@@ -109,18 +106,13 @@ class Scanned(nn.Module):
         return self.after(stacked)
 
 
-class Held(nn.Module):
+def held(m: Any, x: Tensor) -> Tensor:
     """Layers in containers, which run nothing themselves."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(3, 3)) for _ in range(2)])
-        self.parts = nn.ModuleDict({"an odd name": nn.Linear(3, 3)})
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.parts["an odd name"](x)
+    for block in m.blocks:
+        x = block(x)
+    return m.parts["an odd name"](x)
 
 
-HELD = export(seeded(Held()), X)
+BLOCKS = nn.ModuleList([nn.Sequential(nn.Linear(3, 3)) for _ in range(2)])
+PARTS = nn.ModuleDict({"an odd name": nn.Linear(3, 3)})
+HELD = export(seeded(Model(held, blocks=BLOCKS, parts=PARTS)), X)

@@ -23,6 +23,7 @@ from tests.core.toy import (
     RULES,
     STATIC,
     Annotator,
+    Model,
     annotate,
     export,
     plan_of,
@@ -35,45 +36,33 @@ from tests.core.toy import (
 aten = torch.ops.aten
 
 
-class Chain(nn.Module):
-    """Five linears, the relus between them are functions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x).relu()
-        return x
+def chain(m: Any, x: Tensor) -> Tensor:
+    """Linears with relus that are functions."""
+    for layer in m.layers:
+        x = layer(x).relu()
+    return x
 
 
 X = randn(8, 4)
-PROGRAM = export(seeded(Chain()), X)
+PROGRAM = export(seeded(Model(chain, layers=nn.ModuleList(nn.Linear(4, 4) for _ in range(5)))), X)
 
 
 def tuned(quantizer: Any, drop: float, metric: Callable[[Any], float]) -> qompose.diagnosis.Tuning:
     return qompose.tune(PROGRAM, quantizer, [(X,)], metric, drop, progress=False)
 
 
-class Fused(nn.Module):
+def fused(m: Any, x: Tensor) -> Tensor:
     """A linear whose relu is a module of its own, one that is called twice, and bare functions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two, self.three = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
-        self.act = nn.ReLU()
-        self.weight = nn.Parameter(torch.randn(4, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.act(self.one(x))
-        x = self.act(self.two(x)) + self.two(x)
-        x = nn.functional.linear(x, self.weight)
-        x = nn.functional.linear(self.three(x), self.weight)
-        return x.sigmoid() + x
+    x = m.act(m.one(x))
+    x = m.act(m.two(x)) + m.two(x)
+    x = nn.functional.linear(x, m.weight)
+    x = nn.functional.linear(m.three(x), m.weight)
+    return x.sigmoid() + x
 
 
-FUSED, SMALL = seeded(Fused()), randn(16, 4)
+LINEARS = {name: nn.Linear(4, 4) for name in ("one", "two", "three")}
+WEIGHT = nn.Parameter(torch.empty(4, 4))
+FUSED, SMALL = seeded(Model(fused, **LINEARS, act=nn.ReLU(), weight=WEIGHT)), randn(16, 4)
 
 
 @pytest.mark.parametrize("config", [PER_TENSOR, pytest.param(DYNAMIC, marks=pytest.mark.full)])
