@@ -16,7 +16,8 @@ from torch import nn
 from torch.export import Dim, export
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-FACTOR, CHANNEL, LAYER = 100.0, 3, "block2.conv2"
+FACTOR, CHANNEL = 100.0, 3
+TOUCHED = ("block2.conv1", "block2.conv2")  # what makes the channel, and what reads it
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +66,7 @@ def test_planted_channel_is_ranked_first_and_restored(
     quantizer = qompose.compose(backend)
     prepared = qompose.calibrate(qompose.prepare_pt2e(program, quantizer), batches)
     ranking = qompose.sensitivity(prepared, batches, limit=2, tensors=True)
-    assert ranking.rows[0].module == LAYER
+    assert ranking.rows[0].module in TOUCHED
     assert max(ranking.rows[0].tensors, key=lambda tensor: tensor[1])[0] == "relu_3"
 
     whole = metric(qompose.convert_pt2e(prepared))
@@ -73,7 +74,7 @@ def test_planted_channel_is_ranked_first_and_restored(
     assert found.quantized_score == whole
     assert found.score >= 0.05 * whole  # 95 % of the loss are restored
     assert len(found.excluded) == 1  # by one operator of the thirteen or sixteen
-    assert found.excluded[0].module in (LAYER, "block2.conv1")  # which reads it, or which makes it
+    assert found.excluded[0].module in TOUCHED
     assert found.float_macs < 0.2 * found.macs
 
     found.save(tmp_path / "tuned.json")
