@@ -17,6 +17,7 @@ import torch
 from qompose.backend import CallSignature
 from qompose_xnnpack import ExecutorchProgram
 from qompose_xnnpack.executorch_target.errors import ExecutorchTargetError, MissingExecutorchError
+from qompose_xnnpack.executorch_target.executorch_imports import import_lowering, quiet
 from qompose_xnnpack.executorch_target.lowering import lower_methods, lower_to_executorch
 from torch import Tensor
 from torch.fx import GraphModule
@@ -155,6 +156,9 @@ class TestMethods:
     @pytest.mark.full
     @pytest.mark.parametrize("overload", ["default", "dtype"])
     def test_embedding_beside_a_delegate(self, overload: str) -> None:
+        with quiet():
+            import_lowering()  # registers the operators of tables
+
         def body(m: Body2, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
             table, scale = m.weight, m.scale
             args = (table, scale, None, -128, 127, x)
