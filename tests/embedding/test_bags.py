@@ -51,6 +51,13 @@ def check(lowered: Any, quantized: Any, inputs: tuple[Any, ...], kernel: str) ->
     torch.testing.assert_close(lowered(*inputs), quantized(*inputs), rtol=1e-4, atol=1e-4)
 
 
+def check_lowered(
+    model: nn.Module, inputs: tuple[Any, ...], config: QuantizationConfig, kernel: str
+) -> None:
+    quantized = converted(model, inputs, config)
+    check(qompose.lower(quantized, strict=True), quantized, inputs, kernel)
+
+
 PACKED, PLAIN = "bag of packed rows", "gather rows, dequantize, bag"
 FORMS = {
     "8 bits": (get_embedding_quantization_config(), PACKED),
@@ -68,11 +75,8 @@ MODES = [
 
 @pytest.mark.parametrize(("form", "mode", "padding", "include_last"), MODES)
 def test_modes(form: str, mode: str, padding: int | None, include_last: bool) -> None:
-    config, kernel = FORMS[form]
-    inputs = ragged(include_last)
     model = Bag(mode=mode, padding_idx=padding, include_last_offset=include_last)
-    quantized = converted(model, inputs, config)
-    check(qompose.lower(quantized, strict=True), quantized, inputs, kernel)
+    check_lowered(model, ragged(include_last), *FORMS[form])
 
 
 WEIGHTS = {
@@ -153,18 +157,13 @@ def test_in_branches(form: str) -> None:
     ),
 )
 def test_odd_widths(width: int, bits: int, mode: str) -> None:
-    inputs = ragged()
     config = get_embedding_quantization_config(bits)
-    quantized = converted(Bag(width, mode=mode), inputs, config)
-    check(qompose.lower(quantized), quantized, inputs, PACKED)
+    check_lowered(Bag(width, mode=mode), ragged(), config, PACKED)
 
 
 @pytest.mark.parametrize("form", ["8 bits", "groups"])
 def test_narrow_indices(form: str) -> None:
-    config, kernel = FORMS[form]
-    inputs = ragged(kind=torch.int32)
-    quantized = converted(Bag(mode="mean", padding_idx=0), inputs, config)
-    check(qompose.lower(quantized), quantized, inputs, kernel)
+    check_lowered(Bag(mode="mean", padding_idx=0), ragged(kind=torch.int32), *FORMS[form])
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec")  # torch of itself
@@ -267,16 +266,9 @@ def test_any_bags(data: st.DataObject) -> None:
     padding = data.draw(st.integers(-1, 3))
     indices = torch.tensor(ids, dtype=torch.int64)
     offsets = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()[:-1]])
-    table = {
-        8: torch.ops.quantized.embedding_bag_byte_prepack,
-        4: torch.ops.quantized.embedding_bag_4bit_prepack,
-        2: torch.ops.quantized.embedding_bag_2bit_prepack,
-    }[bits](torch.randn(ROWS, 8))
-    unpack = {
-        8: torch.ops.quantized.embedding_bag_byte_unpack,
-        4: torch.ops.quantized.embedding_bag_4bit_unpack,
-        2: torch.ops.quantized.embedding_bag_2bit_unpack,
-    }[bits]
+    name = f"embedding_bag_{'byte' if bits == 8 else f'{bits}bit'}"
+    pack, unpack = (getattr(torch.ops.quantized, f"{name}_{how}pack") for how in ("pre", "un"))
+    table = pack(torch.randn(ROWS, 8))
     bag = torch.ops.qompose_embedding.packed_bag.default
     actual = bag(table, bits, 8, indices, offsets, mode, None, False, padding)
     expected = F.embedding_bag(

@@ -45,41 +45,33 @@ def table(width: int = 12, **options: Any) -> nn.Embedding:
     return nn.Embedding(ROWS, width, **options)
 
 
+SHAPES = ((), (1,), (5,), (2, 3), (2, 1, 4))
+ODD = itertools.product(("8 bits", "4 bits", "2 bits"), ((3,), (2, 2)), (1, 3, 6, 7))
+
+
 @pytest.mark.parametrize(
-    ("form", "shape"),
+    ("form", "shape", "width"),
     at_once(
-        itertools.product(FORMS, ((), (1,), (5,), (2, 3), (2, 1, 4))),
-        *((form, (5,)) for form in FORMS),
-        *((form, shape) for form in ("8 bits", "4 bits in groups") for shape in ((), (2, 1, 4))),
+        [*itertools.product(FORMS, SHAPES, (12,)), *ODD],
+        *((form, (5,), 12) for form in FORMS),
+        *((form, each, 12) for form in ("8 bits", "4 bits in groups") for each in ((), (2, 1, 4))),
+        *(("8 bits", (2, 2), 7), ("4 bits", (3,), 1), ("4 bits", (2, 2), 7), ("2 bits", (3,), 3)),
     ),
     ids=str,
 )
-def test_indices_of_any_shape(form: str, shape: tuple[int, ...]) -> None:
+def test_indices_of_any_shape_and_rows_of_any_width(
+    form: str, shape: tuple[int, ...], width: int
+) -> None:
     config, kernel = FORMS[form]
     ids = torch.randint(ROWS, shape)
-    quantized = converted(table(), (ids,), config)
+    quantized = converted(table(width), (ids,), config)
     lowered = qompose.lower(quantized, strict=True)
     assert [row.kernel for row in qompose.report(lowered).rows] == [kernel]
     assert not [n for n in lowered.graph.nodes if qdq.is_dequantize(n)]
-    result = lowered(ids)
-    assert result.shape == (*shape, 12) and result.is_contiguous()
-    torch.testing.assert_close(result, quantized(ids), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("bits", "width", "shape"),
-    at_once(
-        itertools.product((8, 4, 2), (1, 3, 6, 7), ((3,), (2, 2))),
-        *((8, 7, (2, 2)), (4, 1, (3,)), (4, 7, (2, 2)), (2, 3, (3,)), (2, 6, (2, 2))),
-    ),
-    ids=str,
-)
-def test_odd_widths(bits: int, width: int, shape: tuple[int, ...]) -> None:
-    ids = torch.randint(ROWS, shape)
-    quantized = converted(table(width), (ids,), get_embedding_quantization_config(bits))
-    lowered = qompose.lower(quantized, strict=True)
-    assert lowered(ids).stride() == quantized(ids).stride()
-    torch.testing.assert_close(lowered(ids), quantized(ids), rtol=1e-5, atol=1e-5)
+    result, expected = lowered(ids), quantized(ids)
+    assert result.shape == (*shape, width) and result.is_contiguous()
+    assert result.stride() == expected.stride()
+    torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("form", at_once(FORMS, "8 bits", "2 bits in groups, symmetric"))

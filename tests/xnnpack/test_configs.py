@@ -187,8 +187,13 @@ class TestMixed:
             pytest.importorskip("executorch")
         model, converted, x = mixed
         lowered = qompose.lower(converted, target=target)
-        rows = [row for row in qompose.report(lowered).rows if row.macs]
+        report = qompose.report(lowered)
+        rows = [row for row in report.rows if row.macs]
         assert {row.module: row.rule for row in rows} == RULES
+        if target == "executorch":
+            (gelu,) = (row for row in report.rows if row.operator == "aten.gelu")
+            assert gelu.state == "float" and "delegate" in gelu.explanation
+            assert lowered.delegation.whole
         assert Counter(row.state for row in rows) == {
             "int8 kernel": 4, "float kernel on integers": 1
         }  # fmt: skip
@@ -196,7 +201,10 @@ class TestMixed:
         assert sqnr(converted(x), y) > 40
         assert sqnr(model(x), y) > 15
 
-    @pytest.mark.parametrize(("rows", "states"), [(1, ["int8 kernel"]), (5, ["simulated (Q/DQ)"])])
+    @pytest.mark.parametrize(
+        ("rows", "states"),
+        at_once([(1, ["int8 kernel"]), (5, ["simulated (Q/DQ)"])], (5, ["simulated (Q/DQ)"])),
+    )
     def test_one_scale_for_all_rows_is_not_what_the_runtime_does(
         self, rows: int, states: list[str]
     ) -> None:

@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 import qompose
 import torch
-from qompose_x86_inductor import X86InductorQuantizer, get_default_x86_inductor_quantization_config
 from qompose_x86_inductor.inductor import gemm_template
 from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 from torch.export import Dim
-from torch.fx import GraphModule
 
 from tests.sampling import at_once
+from tests.x86_inductor.small_models import lowered
 
 WIDTH = 48
 CALL = "= torch.ops.onednn.qlinear_pointwise"
@@ -91,23 +90,6 @@ def rows(count: int, seed: int = 1) -> Tensor:
     return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(seed))
 
 
-def lowered(
-    module: nn.Module, x: Tensor, dynamic_shapes: Any = None, **choices: bool
-) -> GraphModule:
-    """Calibrated with its input; `choices` are those of the configuration."""
-    config = get_default_x86_inductor_quantization_config(**choices)
-    result = qompose.quantize(
-        module,
-        (x,),
-        backends=X86InductorQuantizer().set_global(config),
-        calibration=[(x,)],
-        progress=False,
-        dynamic_shapes=dynamic_shapes,
-    ).model
-    assert isinstance(result, GraphModule)
-    return result
-
-
 @pytest.mark.parametrize(
     ("module", "x", "options", "advised"),
     [
@@ -137,7 +119,7 @@ def lowered(
 )  # fmt: skip
 def test_who_is_advised(module: nn.Module, x: Tensor, options: Any, advised: bool) -> None:
     expected = gemm_template.OPTIONS if advised else {}
-    assert gemm_template.options(lowered(module.eval(), x, **options)) == expected
+    assert gemm_template.options(lowered(module, x, **options)) == expected
 
 
 COMPILED = {
@@ -155,7 +137,7 @@ COMPILED = {
 def test_the_compiled_code_calls_no_onednn_and_computes_the_same(name: str) -> None:
     """Within a step of the integers between the layers: the two round float arithmetic apart."""
     (module, choices), x = COMPILED[name], rows(7)
-    model = lowered(module.eval(), x, **choices)
+    model = lowered(module, x, **choices)
     expected = model(x)
     result, code = run_and_get_code(lambda: qompose.compile_lowered(model)(x))
     assert gemm_template.options(model)

@@ -25,10 +25,13 @@ def quantize(x: Tensor, qparams: QParams) -> Tensor:
     return QD.quantize_per_tensor.default(x, *qparams, *FULL, torch.int8)
 
 
+def dequantize(integers: Tensor, qparams: QParams) -> Tensor:
+    return QD.dequantize_per_tensor.default(integers, *qparams, *FULL, torch.int8)
+
+
 def through(x: Tensor, qparams: QParams) -> Tensor:
     """Quantize and dequantize, as around an operator in a converted graph."""
-    integers = quantize(x, qparams)
-    return QD.dequantize_per_tensor.default(integers, *qparams, *FULL, torch.int8)
+    return dequantize(quantize(x, qparams), qparams)
 
 
 def per_token(x: Tensor) -> Tensor:

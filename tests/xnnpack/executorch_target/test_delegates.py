@@ -3,35 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
-
-# Registers the quantized_decomposed operators.
 import torch
-import torch.ao.quantization.fx._decomposed
 from qompose_xnnpack.executorch_target.lowering import lower_to_executorch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from tests.xnnpack.executorch_target.delegates import floats_between, handed_over
+from tests.xnnpack.executorch_target.runtime import through
 
-QD = torch.ops.quantized_decomposed
-PARAMETERS = (0.05, 3, -128, 127, torch.int8)
-
-
-class Between(nn.Module):
-    """A function between int8 tensors."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        for step in (lambda x: x, self.function, lambda x: x):
-            x = QD.quantize_per_tensor.default(step(x), *PARAMETERS)
-            x = QD.dequantize_per_tensor.default(x, *PARAMETERS)
-        return x
+A = (0.05, 3)
 
 
 def test_a_batch_norm_behind_a_transposed_convolution_with_groups() -> None:
@@ -51,19 +32,20 @@ def test_a_batch_norm_behind_a_transposed_convolution_with_groups() -> None:
     assert left.module == "1" and left.reason
 
 
-@pytest.mark.parametrize(
-    ("function", "expected"),
-    [
-        pytest.param(lambda x: functional.gelu(x).tanh(), ["XNNGelu", "XNNTanh"], id="two"),
-        pytest.param(lambda x: functional.max_pool2d(x, 2), [], id="max_pool2d"),
-    ],
-)
-def test_floats_between_integers_are_seen(
-    function: Callable[[Tensor], Tensor], expected: list[str]
-) -> None:
+class Between(nn.Module):
+    """Functions between int8 tensors; XNNPACK has one of them, a pool, for integers."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        floats = through(functional.gelu(through(x, A)).tanh(), A)
+        return floats, through(functional.max_pool2d(through(x, A), 2), A)
+
+
+def test_floats_between_integers_are_seen() -> None:
     pytest.importorskip("executorch")
-    program = torch.export.export(Between(function), (torch.randn(1, 4, 6, 6),))
+    inputs = (torch.randn(1, 4, 6, 6),)
     with handed_over() as graphs:
-        lower_to_executorch(program.module(), (torch.randn(1, 4, 6, 6),))
+        lower_to_executorch(torch.export.export(Between(), inputs).module(), inputs)
     found = [name for graph in graphs for name in floats_between(graph)]
-    assert [name for name in found if name not in ("XNNStaticTranspose", "XNNCopy")] == expected
+    assert [name for name in found if name not in ("XNNStaticTranspose", "XNNCopy")] == [
+        *("XNNGelu", "XNNTanh")
+    ]

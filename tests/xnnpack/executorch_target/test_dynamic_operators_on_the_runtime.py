@@ -162,15 +162,28 @@ CASES: dict[str, Case] = {
 }
 
 
-@pytest.fixture(scope="module")
-def program() -> ExecutorchProgram:
-    return lower(list(CASES.values()))
+AT_ONCE = (
+    *("linear", "linear, one range in the graph", "groups of 32", "conv of three, stride, relu"),
+    *("grouped conv, dilated", "transposed, each axis its own"),
+)
+Lowered = tuple[dict[str, Case], ExecutorchProgram]
 
 
-def inputs(seed: int, magnitude: float, offset: float) -> list[Tensor]:
+@pytest.fixture(
+    scope="module", params=at_once([(AT_ONCE,), (tuple(CASES),)], (AT_ONCE,)), ids=["some", "all"]
+)
+def lowered(request: pytest.FixtureRequest) -> Lowered:
+    """Cases, and the program that has them all."""
+    cases = {name: CASES[name] for name in request.param}
+    return cases, lower(list(cases.values()))
+
+
+def inputs(
+    cases: dict[str, Case], seed: int, magnitude: float = 1.0, offset: float = 0.0
+) -> list[Tensor]:
     """Rows and images of different ranges: each has a range of its own."""
     result = []
-    for index, case in enumerate(CASES.values()):
+    for index, case in enumerate(cases.values()):
         for shape in case.shapes:
             spread = torch.logspace(0, 2, shape[0]).view(-1, *(1,) * (len(shape) - 1))
             result.append((normal(seed + index, *shape) + offset) * magnitude * spread)
@@ -184,12 +197,10 @@ def inputs(seed: int, magnitude: float, offset: float) -> list[Tensor]:
     st.sampled_from([0.0, 2.0, -50.0]),
 )
 @example(0, 0.0, 0.0)
-def test_as_on_the_runtime(
-    program: ExecutorchProgram, seed: int, magnitude: float, offset: float
-) -> None:
-    values = inputs(seed, magnitude, offset)
-    pairs = compare(list(CASES.values()), program, values)
-    apart = {name: worst(*pair) for name, pair in zip(CASES, pairs, strict=True)}
+def test_as_on_the_runtime(lowered: Lowered, seed: int, magnitude: float, offset: float) -> None:
+    cases, program = lowered
+    pairs = compare(list(cases.values()), program, inputs(cases, seed, magnitude, offset))
+    apart = {name: worst(*pair) for name, pair in zip(cases, pairs, strict=True)}
     assert max(apart.values()) <= ROUNDING, apart
 
 
@@ -199,12 +210,11 @@ def worst(there: Tensor, here: Tensor) -> float:
     return float(((there - here).abs().flatten(1).amax(1) / size).max())
 
 
-def test_scales_of_groups_are_rounded_to_bfloat16_by_the_runtime(
-    program: ExecutorchProgram,
-) -> None:
+def test_scales_of_groups_are_rounded_to_bfloat16_by_the_runtime(lowered: Lowered) -> None:
     """Else the comparison above would prove nothing: with the scales as given, they differ."""
-    (index,) = (i for i, name in enumerate(CASES) if name == "groups of 32")
-    values = inputs(0, 1.0, 0.0)
+    cases, program = lowered
+    index = list(cases).index("groups of 32")
+    values = inputs(cases, 0)
     there = program.run(*values)[index]
     c = CASES["groups of 32"].constants
     free = ACTIVATIONS[""]
@@ -269,7 +279,7 @@ def test_one_channel_of_input_is_not_delegated_and_refused(name: str) -> None:
     assert guards.not_depthwise(matched(case)) is not None
 
 
-@pytest.mark.parametrize("extra", [1, 2])
+@pytest.mark.parametrize("extra", at_once((1, 2), 2))
 def test_output_padding_of_a_stride_fails_on_the_runtime_and_is_refused(extra: int) -> None:
     """Torch takes it below the dilation too."""
     sizes = ((2, 4, 5, 4), (4, 6, 3, 3))

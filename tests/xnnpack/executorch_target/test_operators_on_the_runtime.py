@@ -14,6 +14,7 @@ from torch.nn import functional
 
 pytest.importorskip("executorch")
 
+from tests.sampling import at_once
 from tests.xnnpack.executorch_target.runtime import (
     FULL,
     Case,
@@ -120,8 +121,14 @@ def assert_clamped(name: str, ends: tuple[int, int], there: Tensor, here: Tensor
             assert actual == end, name
 
 
-def test_transposed_convolutions() -> None:
-    check(TRANSPOSED)
+AT_ONCE = ("stride and padding", "gaps without input", "grouped")
+
+
+@pytest.mark.parametrize(
+    "names", at_once([(AT_ONCE,), (tuple(TRANSPOSED),)], (AT_ONCE,)), ids=["some", "all"]
+)
+def test_transposed_convolutions(names: tuple[str, ...]) -> None:
+    check({name: TRANSPOSED[name] for name in names})
 
 
 def pair(name: str, a: QParams, b: QParams, out: QParams) -> Case:
@@ -202,14 +209,15 @@ def behind(name: str, low: float, high: float, out: QParams) -> Case:
     return Case(graph, here, inputs, constants)
 
 
-# Lowering costs per operator, so only one of them meets all bounds.
+# Lowering costs per operator, so only one of them meets all bounds, and those in the full run.
+SOME = {"linear": ("odd ties", "quotient", "beyond"), "conv2d": ("odd ties",)}
 TELLING = ("odd ties", "beyond")
+MANY = {"linear": tuple(BOUNDS), "conv2d": TELLING, "conv_transpose2d": TELLING}
 
 
-def test_bounds_of_a_fused_hardtanh() -> None:
-    names = ("linear", "conv2d", "conv_transpose2d")
-    chosen = {name: BOUNDS if name == "linear" else TELLING for name in names}
-    keys = {f"{name}, {key}": (name, *BOUNDS[key]) for name in names for key in chosen[name]}
+@pytest.mark.parametrize("chosen", at_once([SOME, MANY], SOME), ids=["some", "all"])
+def test_bounds_of_a_fused_hardtanh(chosen: dict[str, tuple[str, ...]]) -> None:
+    keys = {f"{name}, {key}": (name, *BOUNDS[key]) for name in chosen for key in chosen[name]}
     cases = {case: behind(*args) for case, args in keys.items()}
     check(cases, bounds={case: limits(*args) for case, (_, *args) in keys.items()})
 

@@ -237,69 +237,61 @@ class TestDynamicTransposed:
         assert torch.equal(KERNELS.conv_transpose2d_dynamic(channels_last, *args), actual)
 
 
-STATIC = {"x": int8(0, 1, 4, 5, 5), "w_scale": torch.ones(1), "extra": 0, "groups": 1}
-DYNAMIC = {
-    "x": normal(0, 1, 4, 5, 5),
-    "w_scale": torch.ones(2),
-    "padding": 1,
-    "extra": 0,
-    "groups": 1,
-}
+INTEGERS = int8(0, 1, 4, 5, 5)
 
 
-def static_transposed(x: Tensor, w_scale: Tensor, extra: int, groups: int) -> None:
-    args = ([2], [0], [extra], groups, [1], 0.1, 0, *FULL)
-    KERNELS.conv_transpose2d(x, 0.1, 3, weights(0, 4, 2, 3, 3), w_scale, None, *args)
+def static_transposed(
+    x: Tensor = INTEGERS, scales: int = 1, extra: int = 0, groups: int = 1
+) -> None:
+    constants = (weights(0, 4, 2, 3, 3), torch.ones(scales), None)
+    geometry = ([2], [0], [extra], groups, [1])
+    KERNELS.conv_transpose2d(x, 0.1, 3, *constants, *geometry, 0.1, 0, *FULL)
 
 
-def dynamic(weight: Tensor | None = None, **given: Any) -> None:
-    facts = {**DYNAMIC, **given}
-    args = ([1], [facts["padding"]], [1], facts["groups"], *UNBOUNDED)
+IMAGE = normal(0, 1, 4, 5, 5)
+TWO = torch.ones(2)
+
+
+def dynamic(x: Tensor = IMAGE, scales: Tensor = TWO, weight: Tensor | None = None) -> None:
     weight = weights(0, 2, 4, 3, 3) if weight is None else weight
-    KERNELS.conv2d_dynamic(facts["x"], weight, facts["w_scale"], None, *args)
+    KERNELS.conv2d_dynamic(x, weight, scales, None, [1], [1], [1], 1, *UNBOUNDED)
 
 
-def dynamic_transposed(weight: Tensor | None = None, **given: Any) -> None:
-    facts = {**DYNAMIC, **given}
-    args = ([1], [facts["padding"]], [facts["extra"]], facts["groups"], [1], *UNBOUNDED)
+def dynamic_transposed(
+    x: Tensor = IMAGE,
+    scales: Tensor = TWO,
+    weight: Tensor | None = None,
+    padding: int = 1,
+    extra: int = 0,
+    groups: int = 1,
+) -> None:
     weight = weights(0, 4, 2, 3, 3) if weight is None else weight
-    KERNELS.conv_transpose2d_dynamic(facts["x"], weight, facts["w_scale"], None, *args)
+    geometry = ([1], [padding], [extra], groups, [1])
+    KERNELS.conv_transpose2d_dynamic(x, weight, scales, None, *geometry, *UNBOUNDED)
 
 
 @pytest.mark.parametrize(
     ("call", "wrong", "found"),
     [
-        (
-            lambda **given: static_transposed(**{**STATIC, **given}),
-            wrong,
-            f"conv_transpose2d: .*{found}",
-        )
-        for wrong, found in (
-            ({"x": int8(0, 1, 3, 5, 5)}, r"\(1, 3, 5, 5\)"),
-            ({"extra": 2}, "output_padding"),
-            ({"w_scale": torch.ones(2), "groups": 2}, "scale"),
-            ({"x": int8(0, 4, 5, 5)}, r"\(4, 5, 5\)"),
-        )
-    ]
-    + [
-        (call, wrong, f"{name}: .*{found}")
-        for call, name in (
-            (dynamic, "conv2d_dynamic"),
-            (dynamic_transposed, "conv_transpose2d_dynamic"),
-        )
-        for wrong, found in (
-            ({"w_scale": torch.ones(2, 1)}, "scales"),
-            ({"x": normal(0, 1, 3, 5, 5)}, r"\(1, 3, 5, 5\)"),
-            ({"x": normal(0, 4, 5, 5)}, r"\(4, 5, 5\)"),
-        )
-    ]
-    + [
-        (dynamic_transposed, wrong, found)
-        for wrong, found in (
-            ({"extra": 1}, "output_padding"),
-            ({"padding": 4}, "empty"),
-            ({"w_scale": torch.ones(4), "groups": 2}, "scale"),
-        )
+        (static_transposed, {"x": int8(0, 1, 3, 5, 5)}, r"conv_transpose2d: .*\(1, 3, 5, 5\)"),
+        (static_transposed, {"extra": 2}, "conv_transpose2d: .*output_padding"),
+        (static_transposed, {"scales": 2, "groups": 2}, "conv_transpose2d: .*scale"),
+        (static_transposed, {"x": int8(0, 4, 5, 5)}, r"conv_transpose2d: .*\(4, 5, 5\)"),
+        *(
+            (call, wrong, f"{name}: .*{found}")
+            for call, name in (
+                (dynamic, "conv2d_dynamic"),
+                (dynamic_transposed, "conv_transpose2d_dynamic"),
+            )
+            for wrong, found in (
+                ({"scales": torch.ones(2, 1)}, "scales"),
+                ({"x": normal(0, 1, 3, 5, 5)}, r"\(1, 3, 5, 5\)"),
+                ({"x": normal(0, 4, 5, 5)}, r"\(4, 5, 5\)"),
+            )
+        ),
+        (dynamic_transposed, {"extra": 1}, "output_padding"),
+        (dynamic_transposed, {"padding": 4}, "empty"),
+        (dynamic_transposed, {"scales": torch.ones(4), "groups": 2}, "scale"),
     ],
 )
 def test_what_does_not_fit_is_named(call: Callable[..., None], wrong: Any, found: str) -> None:
