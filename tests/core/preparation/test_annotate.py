@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from tests.core.preparation.test_zoo import of_each_kind
-from tests.core.quantizer.interop.foreign import calls, like, replace, silu_in_pieces
+from tests.core.quantizer.interop.foreign import like, replace, silu_in_pieces
 from tests.core.toy import (
     CONV,
     INT8,
@@ -167,33 +168,38 @@ def test_all_hooks_see_the_names_that_reports_use() -> None:
 TRANSFORM = ": transform_for_annotation"
 
 
-def replaced(target: Any, build: Callable[[Node], Node]) -> type[Quantizer]:
-    """A kind of quantizer that replaces the operators of a target, and annotates nothing."""
+def transforming(
+    edit: Callable[[GraphModule, dict[str, Node]], None], name: str = "Editing"
+) -> Quantizer:
+    """A quantizer that edits the program in place, and annotates nothing."""
 
-    class Replacing(NullQuantizer):
-        def transform_for_annotation(self, model: GraphModule) -> GraphModule:
-            for node in calls(model, target):
-                replace(model, node, lambda node=node: build(node))
-            model.recompile()
-            return model
-
-    return Replacing
-
-
-def product_and_sum(node: Node) -> Node:
-    product = like(node, aten.linear.default, *node.args[:2])
-    return like(node, aten.add.Tensor, product, node.args[2])
-
-
-Split = type("Split", (replaced(aten.linear.default, product_and_sum),), {})
-
-
-class Silu(NullQuantizer):
-    def transform_for_annotation(self, model: GraphModule) -> GraphModule:
-        silu_in_pieces(model)
+    def transform_for_annotation(self: Any, model: GraphModule) -> GraphModule:
+        edit(model, {node.name: node for node in model.graph.nodes})
+        model.recompile()
         return model
 
+    facts = {"transform_for_annotation": transform_for_annotation}
+    return type(name, (NullQuantizer,), facts)()
 
+
+def split(model: GraphModule, nodes: dict[str, Node]) -> None:
+    node = nodes["linear"]
+    x, weight, bias = node.args
+    product = lambda: like(node, aten.linear.default, x, weight)  # noqa: E731
+    replace(model, node, lambda: like(node, aten.add.Tensor, product(), bias))
+
+
+def subtract(model: GraphModule, nodes: dict[str, Node]) -> None:
+    node = nodes["add_tensor"]
+    replace(model, node, lambda: like(node, aten.sub.Tensor, *node.args))
+
+
+def retarget(model: GraphModule, nodes: dict[str, Node]) -> None:
+    nodes["tanh"].target = aten.sigmoid.default
+
+
+Split = partial(transforming, split, "Split")
+Silu = partial(transforming, lambda model, nodes: silu_in_pieces(model), "Silu")
 PROGRAM = export(
     seeded(Model(lambda m, x: torch.tanh(nn.functional.silu(m.a(x))), a=nn.Linear(4, 4))), X
 )
@@ -225,12 +231,8 @@ def test_each_member_has_a_rewrite_and_a_note_of_its_own() -> None:
 
 
 def test_two_members_of_one_name_are_told_apart() -> None:
-    again = type(
-        "Split", (replaced(aten.add.Tensor, lambda n: like(n, aten.sub.Tensor, *n.args)),), {}
-    )
-    plan = plan_of(
-        prepare(PROGRAM, qompose.compose(Split(), qompose.compose(again()), toy(LINEAR)))
-    )
+    again = qompose.compose(transforming(subtract, "Split"))
+    plan = plan_of(prepare(PROGRAM, qompose.compose(Split(), again, toy(LINEAR))))
     assert [(r.name, r.nodes) for r in plan.rewrites] == [
         ("Split: transform_for_annotation", ("linear",)),
         ("Split#2: transform_for_annotation", ("add_tensor",)),
@@ -240,20 +242,15 @@ def test_two_members_of_one_name_are_told_apart() -> None:
 
 def test_a_composition_with_a_transform_of_its_own_is_one_step() -> None:
     class Own(ComposableQuantizer):
-        transform_for_annotation = Split.transform_for_annotation
+        transform_for_annotation = type(Split()).transform_for_annotation
 
     plan = plan_of(prepare(PROGRAM, Own((Silu(), toy(LINEAR)))))
     assert [r.name for r in plan.rewrites] == ["Silu+toy: transform_for_annotation"]
 
 
 def test_an_operator_that_kept_its_name_is_listed_as_what_it_is_now() -> None:
-    class Retarget(NullQuantizer):
-        def transform_for_annotation(self, model: GraphModule) -> GraphModule:
-            for node in model.graph.find_nodes(op="call_function", target=aten.tanh.default):
-                node.target = aten.sigmoid.default
-            return model
-
-    plan = plan_of(prepare(PROGRAM, qompose.compose(Retarget(), toy(SIGMOID))))
+    members = transforming(retarget, "Retarget"), toy(SIGMOID)
+    plan = plan_of(prepare(PROGRAM, qompose.compose(*members)))
     assert plan.rewrites == (
         Rewrite(f"Retarget{TRANSFORM}", ("tanh",), ("tanh",), member="Retarget"),
     )
@@ -277,29 +274,12 @@ def test_can_quantize_answers_for_what_was_made_and_says_who_rewrote_what_is_gon
             qompose.can_quantize(PROGRAM, name, asked)
 
 
-class TwoValues(nn.Module):
+def two_values(m: Any, x: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Two outputs of one shape, and integers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self.inner(x).relu(), self.inner(x).tanh(), k + 1
+    return m.inner(x).relu(), m.inner(x).tanh(), k + 1
 
 
-def editing(edit: Callable[[GraphModule, dict[str, Node]], None]) -> Quantizer:
-    """A quantizer that edits the program in place, and annotates nothing."""
-
-    class Editing(NullQuantizer):
-        def transform_for_annotation(self, model: GraphModule) -> GraphModule:
-            edit(model, {node.name: node for node in model.graph.nodes})
-            model.recompile()
-            return model
-
-    return Editing()
-
-
+TWO_VALUES = seeded(Model(two_values, inner=nn.Linear(4, 4)))
 INPUTS = (randn(4, 4), torch.arange(4))
 
 
@@ -317,7 +297,7 @@ def widen(model: GraphModule, nodes: dict[str, Node]) -> None:
 
 def test_a_transform_that_returns_other_values_is_refused() -> None:
     with pytest.raises(qompose.UserError, match="Editing: transform_for_annotation"):
-        prepare(export(seeded(TwoValues()), *INPUTS), editing(swap))
+        prepare(export(TWO_VALUES, *INPUTS), transforming(swap))
 
 
 def divide(model: GraphModule, nodes: dict[str, Node]) -> None:
@@ -334,9 +314,8 @@ def cast_inside(model: GraphModule, nodes: dict[str, Node]) -> None:
     ("edit", "name"), [(divide, "add"), (cast_inside, "relu"), (widen, "relu")]
 )
 def test_a_value_of_another_dtype_is_undone(edit: Any, name: str) -> None:
-    model = seeded(TwoValues())
-    prepared = prepare(export(model, *INPUTS), editing(edit))
-    for expected, actual in zip(model(*INPUTS), prepared(*INPUTS), strict=True):
+    prepared = prepare(export(TWO_VALUES, *INPUTS), transforming(edit))
+    for expected, actual in zip(TWO_VALUES(*INPUTS), prepared(*INPUTS), strict=True):
         assert torch.equal(expected, actual)
     assert any("Editing" in n and name in n for n in plan_of(prepared).notes)
 

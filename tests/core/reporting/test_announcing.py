@@ -42,8 +42,8 @@ PROGRAM = export(seeded(NET), X)
 class TestLog:
     """`logging.getLogger("qompose")`."""
 
-    def lines(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-        """What the stages log, whoever logs it."""
+    def test_one_line_for_each_stage(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Whoever logs it."""
         records: list[logging.LogRecord] = []
         handler = logging.Handler()
         monkeypatch.setattr(handler, "emit", records.append)
@@ -51,16 +51,11 @@ class TestLog:
         monkeypatch.setattr(root, "handlers", [handler])
         monkeypatch.setattr(root, "level", logging.DEBUG)
         logging.getLogger("qompose").manager._clear_cache()  # of who is enabled
-        quantizer = qompose.compose(
-            toy(LINEAR, name="first").set_module_name("b", None), toy(LINEAR, name="second")
-        )
-        qompose.lower(convert(PROGRAM, quantizer, X))
+        first = toy(LINEAR, name="first").set_module_name("b", None)
+        qompose.lower(convert(PROGRAM, qompose.compose(first, toy(LINEAR, name="second")), X))
         mine = [record for record in records if record.name.startswith("qompose")]
         assert {(record.name, record.levelname) for record in mine} == {("qompose", "INFO")}
-        return [record.getMessage() for record in mine]
-
-    def test_one_line_for_each_stage(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert [line.partition(":")[0] for line in self.lines(monkeypatch)] == [
+        assert [record.getMessage().partition(":")[0] for record in mine] == [
             "prepared", "converted", "lowered for torch",
         ]  # fmt: skip
 
@@ -115,26 +110,16 @@ class TestWarnings:
         assert warning.filename == __file__
 
 
-class TestTargets:
-    """A name that nobody knows is said to be one before anything else."""
+def test_the_members_are_not_blamed_for_a_misspelling() -> None:
+    def tanh(node: Any) -> None:
+        if node.target is aten.tanh.default:
+            annotate(node, {node.args[0]: INT8}, INT8)
 
-    @pytest.mark.parametrize(
-        ("name", "named"), [("cuda", "'cuda'"), ("troch", "'torch'"), (None, "None")]
-    )
-    def test_an_unknown_one(self, name: Any, named: str) -> None:
-        with pytest.raises(TargetError, match=named):
-            qompose.lower(convert(PROGRAM, toy(LINEAR), X), name)
-
-    def test_the_members_are_not_blamed_for_a_misspelling(self) -> None:
-        def tanh(node: Any) -> None:
-            if node.target is aten.tanh.default:
-                annotate(node, {node.args[0]: INT8}, INT8)
-
-        converted = convert(PROGRAM, qompose.compose(toy(LINEAR), Annotator(tanh)), X)
-        with pytest.raises(TargetError, match="'cuda'"):
-            qompose.lower(converted, "cuda")
-        with pytest.raises(TargetError, match="annotator"):
-            qompose.lower(converted)
+    converted = convert(PROGRAM, qompose.compose(toy(LINEAR), Annotator(tanh)), X)
+    with pytest.raises(TargetError, match="'cuda'"):
+        qompose.lower(converted, "cuda")
+    with pytest.raises(TargetError, match="annotator"):
+        qompose.lower(converted)
 
 
 PREPARED = prepare(PROGRAM, toy(LINEAR))
