@@ -32,10 +32,7 @@ def by_nncf(model: str, quantizer: Any) -> Converted:
     return Converted(result, [result(*inputs)])
 
 
-QUANTIZERS = {
-    "xnnpack": (products.xnnpack, executorch_xnnpack),
-    "x86": (products.x86, torchao_x86),
-}
+QUANTIZERS = {"xnnpack": (products.xnnpack, executorch_xnnpack), "x86": (products.x86, torchao_x86)}
 
 
 @pytest.mark.parametrize(

@@ -188,39 +188,27 @@ class TestConfigurations:
         with pytest.warns(qompose.QomposeWarning, match="xnnpack"):
             torchao_engine.prepare_pt2e(model.export().module(), products.xnnpack())
 
-    @pytest.mark.parametrize(
-        ("spec", "named"),
-        [
-            (
-                qompose.QuantizationSpec(
-                    torch.int8, qompose.observers.PerBlockMinMaxObserver, -127, 127,
-                    torch.per_channel_symmetric, block_size=(3,),
-                ),
-                "block_size",
-            ),
-            (
-                qompose.QuantizationSpec(torch.bfloat16, qompose.observers.PlaceholderObserver),
-                "bfloat16",
-            ),
-        ],
-        ids=["blocks", "bfloat16"],
+    BLOCKS = qompose.QuantizationSpec(
+        torch.int8, qompose.observers.PerBlockMinMaxObserver, -127, 127,
+        torch.per_channel_symmetric, block_size=(3,),
     )  # fmt: skip
+    BFLOAT16 = qompose.QuantizationSpec(torch.bfloat16, qompose.observers.PlaceholderObserver)
+
+    @pytest.mark.parametrize(("spec", "named"), [(BLOCKS, "block_size"), (BFLOAT16, "bfloat16")])
     def test_what_a_user_annotates_and_the_engine_cannot_stays_in_float(
         self, spec: Any, named: str
     ) -> None:
-        class Weights(qompose.Quantizer):
-            def annotate(self, model: GraphModule) -> GraphModule:
-                for node in model.graph.nodes:
-                    if node.target is aten.linear.default:
-                        annotate(node, {node.args[1]: spec})
-                return model
-
+        class Weights(Annotator):
             def prepare_obs_or_fq_callback(self, model: GraphModule, observers: Any) -> None:
                 for observer in observers.values():
                     observer.subject = "weight -> linear"
 
+        def linears(node: Node) -> None:
+            if node.target is aten.linear.default:
+                annotate(node, {node.args[1]: spec})
+
         prepared = torchao_engine.prepare_pt2e(
-            export(seeded(nn.Linear(6, 3)), randn(4, 6)).module(), Weights()
+            export(seeded(nn.Linear(6, 3)), randn(4, 6)).module(), Weights(linears)
         )
         expected = prepared(randn(4, 6))
         with pytest.warns(qompose.QomposeWarning, match=f"weight -> linear .*{named}"):

@@ -14,11 +14,7 @@ from typing import Any
 
 import torch
 from qompose import QuantizationConfig, QuantizationSpec, Quantizer
-from qompose.observers import (
-    MinMaxObserver,
-    PerChannelMinMaxObserver,
-    PlaceholderObserver,
-)
+from qompose.observers import MinMaxObserver, PerChannelMinMaxObserver, PlaceholderObserver
 from qompose.spec import (
     QuantizationAnnotation,
     SharedQuantizationSpec,

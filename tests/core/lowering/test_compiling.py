@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import qompose
 import torch
 from qompose import UserError
+from qompose.backend import Finished, Target
 from qompose.errors import CompilationError, ConfigError, MemberError, StageError, TargetError
 from qompose.lowering import compilation
 from torch import Tensor, nn
@@ -161,11 +163,8 @@ class TestRefusals:
             qompose.compile_lowered(convert(export(seeded(nn.Linear(3, 4)), X), toy(LINEAR), X))
 
     def test_another_target(self) -> None:
-        kernels = {"chip": LINEAR.kernels["torch"]}
-        chip = qompose.backend.Target(
-            "chip", lambda model, signature: qompose.backend.Finished(model)
-        )
-        rule = qompose.backend.Rule(**{**LINEAR.__dict__, "kernels": kernels})
+        chip = Target("chip", lambda model, signature: Finished(model))
+        rule = replace(LINEAR, kernels={"chip": LINEAR.kernels["torch"]})
         converted = convert(export(seeded(nn.Linear(3, 4)), X), toy(rule, targets=(chip,)), X)
         with pytest.raises(TargetError, match="'chip'"):
             qompose.compile_lowered(qompose.lower(converted, "chip"))

@@ -23,11 +23,11 @@ from tests.core.places import (
     IS_LINEAR,
     PROGRAM,
     Caller,
-    Regions,
-    Scanned,
     X,
     configs,
+    regions,
     rules,
+    scanned,
 )
 from tests.core.toy import (
     ADD,
@@ -67,7 +67,7 @@ class TestFilter:
     def test_it_is_asked_in_the_order_of_a_run(self, strict: bool) -> None:
         """The operators of a body stand where it is called; its call and results are none."""
         seen: list[str] = []
-        program = export(seeded(Regions()), X, strict=strict)
+        program = export(seeded(regions()), X, strict=strict)
         prepare(program, rules().set_filter(lambda node: seen.append(module_path(node)), STATIC))
         assert seen == ["a", "b", "c", "d"]
 
@@ -321,13 +321,13 @@ class TestSubgraph:
     def test_paths_lead_into_bodies_and_out_of_them(
         self, inputs: str, outputs: str, chosen: set[str], strict: bool
     ) -> None:
-        program = export(seeded(Regions()), X, strict=strict)
+        program = export(seeded(regions()), X, strict=strict)
         plan = plan_of(prepare(program, rules().set_subgraph(inputs, outputs, STATIC)))
         assert {o.module for o in plan.operators if o.claim is not None} == chosen
 
     def test_paths_lead_through_the_slices_of_a_scan(self) -> None:
         with torch.no_grad():
-            program = torch.export.export(seeded(Scanned()), (randn(5, 2, 3),))
+            program = torch.export.export(seeded(scanned()), (randn(5, 2, 3),))
         plan = plan_of(prepare(program, rules().set_subgraph("before", "after", STATIC)))
         taken = {o.module for o in plan.operators if o.claim is not None}
         assert taken == {"before", "cell", "after"}
@@ -359,7 +359,7 @@ class TestCall:
 
     @STRICTNESS
     def test_calls_in_bodies_count_in_the_order_of_a_run(self, strict: bool) -> None:
-        program = export(seeded(Regions()), X, strict=strict)
+        program = export(seeded(regions()), X, strict=strict)
         for number, module in enumerate("abcd"):
             quantizer = rules().set_module_name_object_type_order("", nn.Linear, number, STATIC)
             plan = plan_of(prepare(program, quantizer))

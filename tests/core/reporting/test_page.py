@@ -217,11 +217,6 @@ class TestSafety:
         (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', text)
         assert not {"<", ">", "&", "\u2028"} & {*data}
 
-    def test_names_break_behind_their_parts(self) -> None:
-        assert module.breakable("layer.0/conv_1") == "layer.<wbr>0/<wbr>conv_<wbr>1"
-        assert module.breakable("end.") == "end."
-        assert module.breakable("<a.b>") == "&lt;a.<wbr>b&gt;"
-
     def test_the_script_makes_no_markup_of_text(self) -> None:
         code = (Path(module.__file__).parent / "templates" / "page.js").read_text("utf-8")
         assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", code)
