@@ -155,7 +155,9 @@ class Model(nn.Module):
     def __init__(self, function: Callable[..., Any], **parts: Any) -> None:
         super().__init__()
         # A method of the class: export asks it for the names of inputs.
-        self.__class__ = type("Model", (Model,), {"forward": function})
+        kind = type(self)
+        names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+        self.__class__ = type(kind.__name__, (kind,), {"forward": function, **names})
         for name, part in parts.items():
             setattr(self, name, part)
 
