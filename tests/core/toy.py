@@ -131,6 +131,7 @@ ADD_RELU = rule("add_relu", Pattern(_add_relu, ((2, 3), (2, 3)), (("op", aten.ad
                 anchor="op", activations=("self", "other"))  # fmt: skip
 RELU = rule("relu", OperatorPattern((aten.relu.default,)), activations=("self",))
 SIGMOID = rule("sigmoid", OperatorPattern((aten.sigmoid.default,)), activations=("self",))
+MATMUL = rule("matmul", OperatorPattern((aten.matmul.default,)), activations=("self", "other"))
 VIEW = rule(
     "view", OperatorPattern((aten.view.default, aten.permute.default, aten.reshape.default)),
     activations=("self",), shares=True, condition="all",
