@@ -119,6 +119,7 @@ ADD = rule("add", OperatorPattern((aten.add.Tensor,)), activations=("self", "oth
 ADD_RELU = rule("add_relu", ADD_RELU_PATTERN, anchor="op", activations=("self", "other"))
 RELU = rule("relu", OperatorPattern((aten.relu.default,)), activations=("self",))
 SIGMOID = rule("sigmoid", OperatorPattern((aten.sigmoid.default,)), activations=("self",))
+MATMUL = rule("matmul", OperatorPattern((aten.matmul.default,)), activations=("self", "other"))
 VIEW = rule(
     "view", OperatorPattern((aten.view.default, aten.permute.default, aten.reshape.default)),
     activations=("self",), shares=True, condition="all",
