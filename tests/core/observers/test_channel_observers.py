@@ -21,12 +21,7 @@ from qompose.observers import (
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from tests.core.calibration.test_collecting import (
-    DATA,
-    exact,
-    saved,
-    spec,
-)
+from tests.core.calibration.test_collecting import DATA, exact, saved, spec
 from tests.core.toy import LINEAR, RELU, WEIGHT, export, prepare, randn, toy
 
 AFFINE, SYMMETRIC = torch.per_channel_affine, torch.per_channel_symmetric

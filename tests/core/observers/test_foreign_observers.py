@@ -18,16 +18,7 @@ from torch.ao.quantization import fake_quantize, observer
 from torch.ao.quantization.observer import MinMaxObserver, PerChannelMinMaxObserver
 from torch.fx import GraphModule, Node
 
-from tests.core.quantizer.interop.foreign import (
-    INT8,
-    By,
-    Derived,
-    Spec,
-    aten,
-    calls,
-    named,
-    put,
-)
+from tests.core.quantizer.interop.foreign import INT8, By, Derived, Spec, aten, calls, named, put
 from tests.core.toy import (
     WEIGHT_ONLY,
     Call,

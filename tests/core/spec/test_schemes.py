@@ -15,11 +15,7 @@ from hypothesis import given, settings, strategies as st
 from qompose import QuantizationConfig, QuantizationSpec
 from qompose.backend import TensorConstraint
 from qompose.errors import ConfigError
-from qompose.observers import (
-    MinMaxObserver,
-    PerBlockMinMaxObserver,
-    PerChannelMinMaxObserver,
-)
+from qompose.observers import MinMaxObserver, PerBlockMinMaxObserver, PerChannelMinMaxObserver
 from qompose.spec import qdq
 from qompose.spec.qdq import QParams, integers_of, static_pair
 from torch import Tensor, nn
