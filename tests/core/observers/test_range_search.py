@@ -158,7 +158,7 @@ def test_entropy_gives_a_range_inside_the_data(name: str, bounds: tuple[int, int
     )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(ordinary, st.sampled_from([90.0, 99.0, 99.99, 100.0]))
 def test_percentiles_leave_out_at_most_so_many(data: list[float], percentile: float) -> None:
     x = torch.tensor(data, dtype=torch.float32)

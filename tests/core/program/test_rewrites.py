@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from qompose.program.rewrites import (
     find_rewrites,
 )
 from torch import Tensor, nn
+from torch.export import ExportedProgram
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
@@ -276,9 +278,14 @@ def covered(prepared: Any) -> float:
     return sum(o.macs for o in operators if o.claim is not None) / sum(o.macs for o in operators)
 
 
+@cache
+def block() -> tuple[ExportedProgram, Tensor]:
+    x = randn(2, 5, WIDTH)
+    return export(moderate(Block()), x), x
+
+
 def test_most_of_a_transformer_block_is_annotated() -> None:
-    x = randn(2, 12, WIDTH)
-    program = export(moderate(Block()), x)
+    program, x = block()
     assert covered(prepare(program, toy(LINEAR, MATMUL, ADD))) < 0.9
     prepared = prepare(program, splitting(LINEAR, MATMUL, ADD))
     assert covered(prepared) >= 0.9
@@ -331,14 +338,12 @@ def test_each_site_is_kept_or_rolled_back_by_itself() -> None:
 
 
 def test_what_a_claim_takes_whole_is_not_taken_apart() -> None:
-    x = randn(2, 5, WIDTH)
     whole = rule(
         "whole", OperatorPattern((aten.scaled_dot_product_attention.default,)),
         activations=("query", "key", "value"),
     )  # fmt: skip
-    program = export(moderate(Block()), x)
     last = qompose.compose(splitting(MATMUL), toy(whole, name="second"))
-    prepared = prepare(program, last)
+    prepared = prepare(block()[0], last)
     assert plan_of(prepared).rewrites == ()
     assert [claim.rule for claim in plan_of(prepared).claims] == ["whole"]
 

@@ -13,7 +13,6 @@ import qompose
 import torch
 from hypothesis import given, settings, strategies as st
 from qompose import QuantizationConfig, QuantizationSpec
-from qompose.backend import TensorConstraint
 from qompose.errors import ConfigError
 from qompose.observers import MinMaxObserver, PerBlockMinMaxObserver, PerChannelMinMaxObserver
 from qompose.spec import qdq
@@ -29,7 +28,6 @@ from tests.core.toy import (
     nodes_calling,
     prepare,
     randn,
-    rule,
     seeded,
     sqnr,
     toy,
@@ -289,15 +287,3 @@ def test_what_is_computed_has_no_static_blocks() -> None:
     config = QuantizationConfig(in_blocks_of(4), None, STATIC.weight)
     with pytest.raises(ConfigError, match=r"flatten|add -> linear"):
         prepare(program(), toy(LINEAR, config=config))
-
-
-@pytest.mark.parametrize("blocks", [False, True])
-def test_a_rule_says_whether_its_kernel_takes_blocks(blocks: bool) -> None:
-    constraint = TensorConstraint(
-        dtypes=frozenset({torch.int8}), qschemes=frozenset({SYMMETRIC}), blocks=blocks
-    )
-    row = rule(
-        "linear", *LINEAR.patterns, anchor="op", weight="weight", accepts={"weight": constraint}
-    )
-    objection = row.objection(QuantizationConfig(None, None, in_blocks_of(4)))
-    assert (objection is None) is blocks

@@ -26,11 +26,9 @@ from qompose.spec.quantization_spec import granularity, spec_to_dict
 from torch import nn
 
 from tests.core.toy import (
-    DYNAMIC,
     INT8,
     STATIC,
     WEIGHT,
-    WEIGHT_ONLY,
     WEIGHT_PER_TENSOR,
     Model,
     export,
@@ -154,14 +152,6 @@ def test_configurations_compare_without_their_names() -> None:
     assert hash(twin) == hash(STATIC)
     assert twin != replace(twin, bias=INT8)
     assert twin != replace(twin, is_qat=True)
-
-
-@pytest.mark.parametrize(
-    ("config", "mode"), [(STATIC, "static"), (DYNAMIC, "dynamic"), (WEIGHT_ONLY, "weight-only")]
-)
-def test_modes(config: QuantizationConfig, mode: str) -> None:
-    assert config.mode == mode
-    assert str(replace(config, name="")) == f"{mode} per-channel"
 
 
 def test_json_data() -> None:
