@@ -178,10 +178,7 @@ def test_unfolded_models_keep_floats_and_give_the_same_bits(name: str) -> None:
 @pytest.mark.parametrize("names", [("static",), ("static", "plain", "static2")], ids=len)
 def test_unfolded_models_are_lowered_too(fold: bool, names: tuple[str, ...]) -> None:
     model = small(Layers(*names))
-    quantizer = toy(LINEAR)
-    prepared = prepare(export(model, X), quantizer)
-    prepared(X)
-    converted = qompose.convert_pt2e(prepared, fold_quantize=fold)
+    converted = convert(export(model, X), toy(LINEAR), X, fold_quantize=fold)
     lowered = qompose.lower(converted, strict=True)
     assert operators(lowered)["linear"] == len(names)
     assert all(
@@ -254,8 +251,7 @@ def test_a_cast_that_loses_values_is_named(fold: bool) -> None:
 def test_casts(dtype: torch.dtype, bound: float, fold: bool) -> None:
     half = QuantizationSpec(dtype, PlaceholderObserver)
     model = small(Layers("static", "plain"))
-    config = QuantizationConfig(half, None, half)
-    prepared = prepare(export(model, X), toy(LINEAR, config=config))
+    prepared = prepare(export(model, X), toy(LINEAR, config=QuantizationConfig(half, None, half)))
     converted = qompose.convert_pt2e(prepared, fold_quantize=fold)
     assert converted(X).dtype is torch.float32
     assert bound < sqnr(model(X), converted(X)) < bound + 40

@@ -242,8 +242,7 @@ def test_an_unchanged_grid_hands_integers_on() -> None:
     x = Integers(torch.tensor([1, 2], dtype=torch.int8), grid)
     assert arithmetic.to_integers(arithmetic.value_of_integers(x), grid) is x.values
     other = Grid(0.1, 3, -128, 126, torch.int8)
-    total = arithmetic.value_of_integers(x)
-    assert arithmetic.to_integers(total, other) is not x.values
+    assert arithmetic.to_integers(arithmetic.value_of_integers(x), other) is not x.values
 
 
 def test_a_zero_point_chosen_at_run_time_lies_within_the_bounds() -> None:

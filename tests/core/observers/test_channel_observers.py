@@ -146,8 +146,7 @@ class TestStatistics:
     def test_they_serve_an_observer_of_ranges_but_not_the_other_way_round(self) -> None:
         source = qompose.statistics(in_one_go())
         ranges = in_one_go(PerChannelMinMaxObserver)
-        given_to = source.apply(prepared(PerChannelMinMaxObserver))
-        assert parameters(given_to) == parameters(ranges)
+        assert parameters(source.apply(prepared(PerChannelMinMaxObserver))) == parameters(ranges)
         with pytest.raises(StatisticsError, match="PerChannelHistogramObserver"):
             qompose.statistics(ranges).apply(prepared())
 

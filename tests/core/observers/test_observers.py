@@ -106,8 +106,7 @@ def test_channels_are_those_of_the_axis(axis: int) -> None:
 
 
 def test_gradients_are_not_kept() -> None:
-    observer = seen(MinMaxObserver, torch.ones(2, requires_grad=True))
-    assert not observer.minimum.requires_grad
+    assert not seen(MinMaxObserver, torch.ones(2, requires_grad=True)).minimum.requires_grad
 
 
 def test_fixed_parameters_come_out_as_they_went_in() -> None:

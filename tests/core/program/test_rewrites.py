@@ -95,8 +95,7 @@ def test_benign_batch_norms_are_folded_and_listed(name: str, folded: int) -> Non
 
 
 def test_folding_is_undone_where_no_claim_covers_it() -> None:
-    model = by_name("conv_bn_relu")
-    program = model.export()
+    program = by_name("conv_bn_relu").export()
     path = plan_of(prepare(program, toy(CONV))).operators[0].module
     some = prepare(program, toy(CONV).set_module_name(path, None))
     everything = plan_of(prepare(program, toy(CONV))).rewrites
@@ -201,10 +200,8 @@ def scalars(x: Tensor) -> Tensor:
 def test_scalars_become_tensors_where_a_claim_wants_them() -> None:
     x = randn(4, 4)
     program = export(Call(scalars), x)
-    plain = prepare(program, toy(ADD))
-    assert plan_of(plain).claims == ()
-    wanting = toy(ADD, rewrites=(SCALAR_TO_TENSOR,))
-    prepared = prepare(program, wanting)
+    assert plan_of(prepare(program, toy(ADD))).claims == ()
+    prepared = prepare(program, toy(ADD, rewrites=(SCALAR_TO_TENSOR,)))
     assert plan_of(prepared).rewrites == (Rewrite(SCALAR_TO_TENSOR, ("add",), ("add",)),)
     assert torch.equal(prepared(x), scalars(x))
     (mul,) = (n for n in prepared.graph.nodes if n.target is aten.mul.Tensor)
@@ -280,7 +277,7 @@ def covered(prepared: Any) -> float:
 
 @cache
 def block() -> tuple[ExportedProgram, Tensor]:
-    x = randn(2, 5, WIDTH)
+    x = randn(2, 12, WIDTH)
     return export(moderate(Block()), x), x
 
 
@@ -342,8 +339,7 @@ def test_what_a_claim_takes_whole_is_not_taken_apart() -> None:
         "whole", OperatorPattern((aten.scaled_dot_product_attention.default,)),
         activations=("query", "key", "value"),
     )  # fmt: skip
-    last = qompose.compose(splitting(MATMUL), toy(whole, name="second"))
-    prepared = prepare(block()[0], last)
+    prepared = prepare(block()[0], qompose.compose(splitting(MATMUL), toy(whole, name="second")))
     assert plan_of(prepared).rewrites == ()
     assert [claim.rule for claim in plan_of(prepared).claims] == ["whole"]
 

@@ -26,8 +26,7 @@ aten = torch.ops.aten
 
 
 def exported(module: nn.Module, *inputs: Any, strict: bool = False) -> GraphModule:
-    program = torch.export.export(module.eval(), inputs, strict=strict)
-    return program.module(check_guards=False)
+    return torch.export.export(module.eval(), inputs, strict=strict).module(check_guards=False)
 
 
 def sourced(module: nn.Module, *inputs: Any) -> GraphModule:
@@ -262,11 +261,9 @@ class TestEntries:
 
     def test_bodies(self) -> None:
         """Export does not record what module an operator of a body is in."""
-        model = by_name("cond_conv")
-        program = model.export().module(check_guards=False)
+        program = by_name("cond_conv").export().module(check_guards=False)
         with_sources(program)
-        bodies = list(graphs_in(program))[1:]
-        assert [len(found(body, F.conv2d)) for body in bodies] == [1, 1]
+        assert [len(found(body, F.conv2d)) for body in list(graphs_in(program))[1:]] == [1, 1]
 
     def test_operators_that_transforms_made(self) -> None:
         """With another operator's meta, and with none; a second call writes both anew."""

@@ -277,8 +277,7 @@ def test_what_does_not_fit_a_tensor_is_refused_when_it_is_prepared(
 
 def test_rules_name_the_weight_that_blocks_do_not_divide() -> None:
     config = QuantizationConfig(None, None, in_blocks_of(5))
-    prepared = prepare(program(), toy(LINEAR, config=config))
-    (linear,) = qompose.report(prepared).why("linear")
+    (linear,) = qompose.report(prepare(program(), toy(LINEAR, config=config))).why("linear")
     assert linear.state == "float"
     assert "linear_weight" in linear.reason
 

@@ -177,8 +177,7 @@ def test_annotation_helpers_make_what_is_missing_and_add_to_the_rest() -> None:
     annotate_input_qspec_map(linear, x, INT8)
     annotate_input_qspec_map(linear, weight, WEIGHT)
     annotate_output_qspec(linear, INT8)
-    expected = QuantizationAnnotation({x: INT8, weight: WEIGHT}, INT8)
-    assert linear.meta[ANNOTATION_KEY] == expected
+    assert linear.meta[ANNOTATION_KEY] == QuantizationAnnotation({x: INT8, weight: WEIGHT}, INT8)
 
 
 @pytest.mark.parametrize("role", ["input_act", "output_act", "weight", "bias"])

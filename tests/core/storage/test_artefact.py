@@ -247,8 +247,7 @@ class TestBackends:
             qompose.lower(loaded)
 
     def test_specifications_keep_their_facts_without_factories(self, path: Path) -> None:
-        loaded = stored(mlp(), path)
-        spec = loaded.meta["qompose"].plan.claims[0].specs[0].spec
+        spec = stored(mlp(), path).meta["qompose"].plan.claims[0].specs[0].spec
         assert spec.dtype is torch.int8
         with pytest.raises(qompose.UserError, match="MinMaxObserver"):
             spec.observer_or_fake_quant_ctr()

@@ -260,8 +260,8 @@ class TestFiles:
 
     def test_a_process_that_ends_halfway_leaves_the_old_file(self, path: Path) -> None:
         """Where there is no room, and where it is killed."""
-        before = mlp_file()
-        path.write_bytes(before)
+        qompose.save(unquantized(torch.nn.Linear(8, 8), X), path)
+        before = path.read_bytes()
         command = [sys.executable, "-c", HALFWAY, path]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert f"{path.name} cannot be written" in done.stdout, done.stderr
