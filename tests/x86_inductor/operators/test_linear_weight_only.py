@@ -69,7 +69,7 @@ def test_is_the_float_product(kind: str, data: st.DataObject) -> None:
     """Any number of output channels, where the kernel of four bits knows multiples of 16."""
     torch.manual_seed(data.draw(seeds))
     group = data.draw(st.sampled_from(GROUPS))
-    depth = data.draw(depths) if kind == "int8" else group * data.draw(st.integers(1, 3))
+    depth = group * data.draw(st.integers(1, 3)) if kind == "int4" else data.draw(depths)
     x, *weight, bias = operands(kind, data.draw(rows), depth, data.draw(channels), group)
     dtype = torch.float32 if kind == "float16" else data.draw(st.sampled_from(list(ROUNDING)))
     given = x.to(dtype), *weight, bias.to(dtype) if data.draw(st.booleans()) else None
