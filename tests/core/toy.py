@@ -119,6 +119,7 @@ ADD = rule("add", OperatorPattern((aten.add.Tensor,)), activations=("self", "oth
 ADD_RELU = rule("add_relu", ADD_RELU_PATTERN, anchor="op", activations=("self", "other"))
 RELU = rule("relu", OperatorPattern((aten.relu.default,)), activations=("self",))
 SIGMOID = rule("sigmoid", OperatorPattern((aten.sigmoid.default,)), activations=("self",))
+MATMUL = rule("matmul", OperatorPattern((aten.matmul.default,)), activations=("self", "other"))
 VIEW = rule(
     "view", OperatorPattern((aten.view.default, aten.permute.default, aten.reshape.default)),
     activations=("self",), shares=True, condition="all",
@@ -155,7 +156,9 @@ class Model(nn.Module):
     def __init__(self, function: Callable[..., Any], **parts: Any) -> None:
         super().__init__()
         # A method of the class: export asks it for the names of inputs.
-        self.__class__ = type("Model", (Model,), {"forward": function})
+        kind = type(self)
+        names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+        self.__class__ = type(kind.__name__, (kind,), {"forward": function, **names})
         for name, part in parts.items():
             setattr(self, name, part)
 

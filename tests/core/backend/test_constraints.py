@@ -94,12 +94,6 @@ class TestTheTutorial:
         with pytest.raises(ConfigError, match="scale_min_lower_bound"):
             toy(self.rule, config=config)
 
-    def test_what_respects_the_bounds_quantizes(self) -> None:
-        model = seeded(nn.Linear(3, 4))
-        converted = convert(export(model, X), toy(self.rule, config=self.within), X)
-        assert qompose.report(converted).count("simulated (Q/DQ)") == 1
-        assert sqnr(model(X), converted(X)) > 25
-
 
 class Nameless(nn.Module):
     """An observer that does not say its least scale."""

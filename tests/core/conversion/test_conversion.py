@@ -104,8 +104,7 @@ def test_every_user_has_a_dequantize_of_its_own() -> None:
 def test_one_quantizer_step_between_two_configurations() -> None:
     """Where int8 meets uint8, the tensor is requantized, and the plan counts it."""
     model = seeded(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)))
-    quantizer = toy(LINEAR).set_module_name("1", STATIC_UINT8)
-    converted = convert(export(model, X), quantizer, X)
+    converted = convert(export(model, X), toy(LINEAR).set_module_name("1", STATIC_UINT8), X)
     first, second = nodes_calling(converted, "linear")
     requantize = second.args[0].args[0]
     assert requantize.args[-1] is torch.uint8
@@ -165,9 +164,8 @@ def test_uncalibrated_tensors_are_listed_with_their_modules() -> None:
 
 def test_uncalibrated_regions_may_stay_in_float() -> None:
     model = seeded(TwoInputs())
-    prepared = prepare(any_rows(model), toy(LINEAR))
-    prepared(X, X[:0])
-    converted = qompose.convert_pt2e(prepared, allow_uncalibrated=True)
+    program = any_rows(model)
+    converted = convert(program, toy(LINEAR), X, X[:0], allow_uncalibrated=True)
     expected, actual = model(X, X), converted(X, X)
     assert torch.equal(expected[1], actual[1])
     assert 30 < sqnr(expected[0], actual[0]) < 80

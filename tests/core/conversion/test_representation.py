@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from qompose.conversion.reference_representation import REFERENCES, Representati
 from qompose.observers import MinMaxObserver, PerChannelMinMaxObserver
 from qompose.spec import FixedQParamsQuantizationSpec, qdq
 from torch import Tensor, nn
+from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
 from tests.core.conversion.recorded import wrongly_recorded
@@ -61,13 +63,11 @@ def weight_spec(bounds: Any, scheme: torch.qscheme, axis: int = 0) -> Quantizati
     return QuantizationSpec(dtype, MinMaxObserver.with_args(eps=1e-30), low, high, scheme)
 
 
-def annotator(specs: list[Any], output: Any = None, target: str | None = None) -> Annotator:
-    """Quantizes the inputs of operators that have a reference, by position, and their output."""
+def annotator(specs: list[Any], output: Any = None, targets: Any = REFERENCES) -> Annotator:
+    """Quantizes the inputs of the operators, or of all for None, by position, and their output."""
 
     def visit(node: Node) -> None:
-        if node.op != "call_function" or node.target not in REFERENCES:
-            return
-        if target is None or f".{target}." in f"{node.target}.":
+        if node.op == "call_function" and (targets is None or node.target in targets):
             pairs = zip(node.all_input_nodes, specs, strict=False)
             annotate(node, {source: spec for source, spec in pairs if spec is not None}, output)
 
@@ -88,11 +88,24 @@ def represented(converted: GraphModule, *inputs: Tensor) -> tuple[GraphModule, R
 
 
 def referenced(
-    module: nn.Module, quantizer: Any, *inputs: Tensor, **options: Any
+    model: nn.Module | ExportedProgram, quantizer: Any, *inputs: Tensor, **options: Any
 ) -> tuple[GraphModule, GraphModule, Representation]:
     """The converted model, its reference, and what became of its operators."""
-    converted = convert(export(module, *inputs, **options), quantizer, *inputs)
+    program = export(model, *inputs, **options) if isinstance(model, nn.Module) else model
+    converted = convert(program, quantizer, *inputs)
     return (converted, *represented(converted, *inputs))
+
+
+Shape = tuple[int, ...]
+
+
+@cache
+def exported(
+    function: Callable[..., Tensor], inputs: tuple[Shape, ...], parameters: tuple[Shape, ...]
+) -> tuple[Call, ExportedProgram]:
+    """A module of the function, whose parameters are to be filled, and its program, which has the same."""
+    module = Call(function, *map(torch.empty, parameters))
+    return module, export(module, *map(torch.empty, inputs))
 
 
 def spread(x: Tensor, bounds: Any, scale: float, zero_point: int, generator: Any) -> Tensor:
@@ -194,7 +207,10 @@ def test_products(case: str, data: st.DataObject) -> None:
     if bias_length is not None:
         largest = float(x.abs().max() * weight.abs().max())
         parameters.append(torch.randn(bias_length, generator=generator) * largest)
-    module = Call(function, *parameters)
+    shapes = tuple(tuple(parameter.shape) for parameter in parameters)
+    module, program = exported(function, (shape,), shapes)
+    for own, value in zip(module.parameters(), parameters, strict=True):
+        own.data.copy_(value)
     y = module(x).detach()
     factor, quantized = data.draw(st.sampled_from([0.25, 1.0, 8.0])), data.draw(st.booleans())
     output, scale = output_spec(y, out_bounds, factor, zero_point)
@@ -210,7 +226,7 @@ def test_products(case: str, data: st.DataObject) -> None:
         inputs = dict(zip(node.all_input_nodes, specs, strict=False))
         annotate(node, {} if fused and last else inputs, output if last and quantized else None)
 
-    converted, model, result = referenced(module, Annotator(visit), x)
+    converted, model, result = referenced(program, Annotator(visit), x)
     assert result.left == {}
     name = case.split()[0].rstrip(",")
     assert list(result.replaced.values()).count(name) == (2 if fused else 1)
@@ -268,8 +284,8 @@ def test_operators_without_parameters(case: str, data: st.DataObject) -> None:
     grids = [data.draw(grid(-3, 2)) for _ in shapes]
     inputs = [spread(torch.empty(s), *g, generator) for s, g in zip(shapes, grids, strict=True)]
     out_bounds, _, zero_point = data.draw(grid())
-    module = Call(function)
-    y = module(*inputs).detach()
+    module, program = exported(function, shapes, ())
+    y = module(*inputs)
     output, scale = output_spec(y, out_bounds, data.draw(st.sampled_from([0.5, 4.0])), zero_point)
     quantized = data.draw(st.booleans())
 
@@ -280,7 +296,7 @@ def test_operators_without_parameters(case: str, data: st.DataObject) -> None:
             specs = {s: fixed(*grids[int(i)]) for i, s in enumerate(sources)}
             annotate(node, specs, output if last and quantized else None)
 
-    converted, model, result = referenced(module, Annotator(visit), *inputs)
+    converted, model, result = referenced(program, Annotator(visit), *inputs)
     if "in place" not in case:
         assert result.left == {}
     peaks = [float(x.abs().max()) * 1.2 for x in (*inputs, *inputs)][: max(2, len(inputs))]
@@ -446,15 +462,8 @@ def test_it_can_be_exported_and_keeps_dynamic_shapes() -> None:
     assert {str(p) for p in (again.range_constraints or {}).values()} == {"VR[2, 100]"}
 
 
-def quantizing(specs: list[Any], output: Any = None) -> Annotator:
-    """Quantizes the inputs of every operator, by position, and its output."""
-
-    def visit(node: Node) -> None:
-        if node.op == "call_function":
-            pairs = zip(node.all_input_nodes, specs, strict=False)
-            annotate(node, {s: spec for s, spec in pairs if spec is not None}, output)
-
-    return Annotator(visit)
+ACT = fixed(RANGES[0], 0.05, 3)
+OTHER = fixed(RANGES[0], 0.25, 3)
 
 
 def test_moves_share_integers() -> None:
@@ -464,8 +473,7 @@ def test_moves_share_integers() -> None:
         return torch.cat([x.view(4, 3), y.transpose(0, 1)])[1:].unsqueeze(0).clone()
 
     module, inputs = Call(forward), (randn(3, 4), randn(3, 5))
-    quantizer = quantizing([fixed(RANGES[0], 0.05, 3)] * 2, fixed(RANGES[0], 0.05, 3))
-    converted, model, result = referenced(module, quantizer, *inputs)
+    converted, model, result = referenced(module, annotator([ACT] * 2, ACT, None), *inputs)
     assert result.left == {}
     assert torch.equal(model(*inputs), converted(*inputs))
     floats = [
@@ -486,10 +494,6 @@ def left_of(module: nn.Module, quantizer: Annotator, x: Tensor) -> dict[str, str
     return result.left
 
 
-ACT = fixed(RANGES[0], 0.05, 3)
-OTHER = fixed(RANGES[0], 0.25, 3)
-
-
 @pytest.mark.parametrize(
     ("function", "specs", "output", "reason"),
     [
@@ -508,12 +512,12 @@ OTHER = fixed(RANGES[0], 0.25, 3)
 )  # fmt: skip
 def test_what_is_left_is_named(function: Any, specs: list[Any], output: Any, reason: str) -> None:
     """And simulated in aten, bit for bit."""
-    left = left_of(Call(function, randn(1, 5)), quantizing(specs, output), randn(2, 5))
+    left = left_of(Call(function, randn(1, 5)), annotator(specs, output, None), randn(2, 5))
     assert list(left.values()) == [reason]
 
 
 def test_too_long_a_sum_is_left() -> None:
-    ends = quantizing([fixed(RANGES[5], 1e-4, -32768), fixed(RANGES[5], 1e-4, 32767)])
+    ends = annotator([fixed(RANGES[5], 1e-4, -32768), fixed(RANGES[5], 1e-4, 32767)])
     x, weight = randn(1, 2**21 + 201), randn(1, 2**21 + 201)
     assert left_of(Call(LIN, weight), ends, x) == {}  # int64 holds it
     left = left_of(Call(CONV1, weight.unsqueeze(-1)), ends, x.unsqueeze(-1))
@@ -602,7 +606,9 @@ def test_a_write_in_place_that_others_read_is_left() -> None:
         return z * z
 
     module, inputs = Call(forward), (randn(2, 3), randn(2, 3))
-    converted, model, result = referenced(module, annotator([ACT, ACT], target="mul"), *inputs)
+    converted, model, result = referenced(
+        module, annotator([ACT, ACT], targets={aten.mul.Tensor}), *inputs
+    )
     torch.testing.assert_close(model(*inputs), converted(*inputs))
     assert "mul_1" in result.replaced
 

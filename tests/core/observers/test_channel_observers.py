@@ -21,12 +21,7 @@ from qompose.observers import (
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from tests.core.calibration.test_collecting import (
-    DATA,
-    exact,
-    saved,
-    spec,
-)
+from tests.core.calibration.test_collecting import DATA, exact, saved, spec
 from tests.core.toy import LINEAR, RELU, WEIGHT, export, prepare, randn, toy
 
 AFFINE, SYMMETRIC = torch.per_channel_affine, torch.per_channel_symmetric
@@ -151,8 +146,7 @@ class TestStatistics:
     def test_they_serve_an_observer_of_ranges_but_not_the_other_way_round(self) -> None:
         source = qompose.statistics(in_one_go())
         ranges = in_one_go(PerChannelMinMaxObserver)
-        given_to = source.apply(prepared(PerChannelMinMaxObserver))
-        assert parameters(given_to) == parameters(ranges)
+        assert parameters(source.apply(prepared(PerChannelMinMaxObserver))) == parameters(ranges)
         with pytest.raises(StatisticsError, match="PerChannelHistogramObserver"):
             qompose.statistics(ranges).apply(prepared())
 

@@ -111,16 +111,14 @@ class Two(nn.Module):
         return self.b(torch.tanh(self.a(x)))
 
 
-class Tied(nn.Module):
+def tied() -> Any:
     """One matrix that two products read, and a sum that is no product."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Linear(6, 6, bias=False)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         y = self.a(x)
         return y, nn.functional.linear(y, self.a.weight), self.a.weight.sum()
+
+    return seeded(Model(forward, a=nn.Linear(6, 6, bias=False)))
 
 
 def rounded(weight: Tensor) -> Tensor:
@@ -213,9 +211,8 @@ class TestSites:
     """Each place where a parameter is read."""
 
     def test_what_is_not_observed_follows_and_is_named(self) -> None:
-        model: Any = seeded(Tied())
-        only_first = member(lambda node: BYTES if node.name == "linear" else None)
-        found = converted(model, only_first)
+        model = tied()
+        found = converted(model, member(lambda node: BYTES if node.name == "linear" else None))
         model.a.weight.data = rounded(model.a.weight)
         for one, other in zip(found(X), model(X), strict=True):
             assert torch.equal(one, other)
@@ -230,7 +227,7 @@ class TestSites:
         def theirs(node: Node) -> Any:
             return {"linear": alike, "linear_1": WEIGHT}[node.name]
 
-        model: Any = seeded(Tied())
+        model = tied()
         found = converted(copy.deepcopy(model), member(theirs))
         (dequantize,) = nodes_calling(found, "dequantize_per_channel")
         assert [user.name for user in dequantize.users] == ["linear_1"]
@@ -260,12 +257,12 @@ class TestSites:
     def test_composed_with_ours_on_one_parameter(self) -> None:
         """Neither member's table becomes the other's."""
         members = (member(lambda n: BYTES if n.name == "linear" else None), toy(LINEAR))
-        found = converted(seeded(Tied()), qompose.compose(*members))
+        found = converted(tied(), qompose.compose(*members))
         owners = {row.name: row.owner for row in qompose.report(found).rows}
         assert (owners["linear"], owners["linear_1"]) == ("tests.By", "toy")
         assert len(nodes_calling(found, "dequantize_per_channel")) == 1
         assert len(observers_of(found)) == 1, "a decompressor"
-        assert sqnr(seeded(Tied())(X)[1], found(X)[1]) > 25
+        assert sqnr(tied()(X)[1], found(X)[1]) > 25
 
     def test_it_may_remove_observers_that_nothing_reads(self) -> None:
         class Unused(Two):
@@ -342,7 +339,7 @@ class TestFaults:
         def elsewhere(model: GraphModule, node: Node) -> None:
             node.replace_all_uses_with(node.args[0])
             last = next(n for n in model.graph.nodes if n.name == "linear_1")
-            late = next(n for n in model.graph.nodes if n.op == "output")
+            late = model.graph.output_node()
             late.prepend(last)
             for argument in last.all_input_nodes:
                 late.append(argument)

@@ -14,16 +14,14 @@ import torch
 from qompose import QuantizationSpec
 from qompose.errors import ConfigError
 from qompose.observers import (
-    FixedQParamsObserver,
     HistogramObserver,
     MinMaxObserver,
     PerBlockMinMaxObserver,
     PerChannelMinMaxObserver,
-    PlaceholderObserver,
 )
 from qompose.observers.channel_ranges import PerChannelRangeObserver, base_observer
 from qompose.observers.make_observer import DerivedObserver, make_observer
-from qompose.spec import DerivedQuantizationSpec, FixedQParamsQuantizationSpec
+from qompose.spec import DerivedQuantizationSpec
 from torch import Tensor, nn
 from torch.fx import Node
 
@@ -98,24 +96,6 @@ def by(spec: QuantizationSpec, factory: Any, **change: Any) -> QuantizationSpec:
 
 
 DERIVED = DerivedQuantizationSpec([], lambda o: None, torch.int32)  # type: ignore[arg-type, return-value]
-
-
-@pytest.mark.parametrize(
-    ("spec", "kind"),
-    [
-        (INT8, MinMaxObserver),
-        (WEIGHT, PerChannelMinMaxObserver),
-        (BLOCKS, PerBlockMinMaxObserver),
-        (TOKENS, PlaceholderObserver),
-        (FixedQParamsQuantizationSpec(torch.uint8, 0.5, 3), FixedQParamsObserver),
-        (DERIVED, DerivedObserver),
-    ],
-    ids=["tensor", "channel", "blocks", "token", "fixed", "derived"],
-)
-def test_kinds(spec: Any, kind: type) -> None:
-    observer: Any = make_observer(spec)
-    assert type(observer) is kind
-    assert observer.dtype is spec.dtype
 
 
 @pytest.mark.parametrize(

@@ -158,7 +158,7 @@ def test_entropy_gives_a_range_inside_the_data(name: str, bounds: tuple[int, int
     )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(ordinary, st.sampled_from([90.0, 99.0, 99.99, 100.0]))
 def test_percentiles_leave_out_at_most_so_many(data: list[float], percentile: float) -> None:
     x = torch.tensor(data, dtype=torch.float32)
@@ -167,14 +167,6 @@ def test_percentiles_leave_out_at_most_so_many(data: list[float], percentile: fl
     assert int((x < low).sum()) <= most + 1e-9
     assert int((x > high).sum()) <= most + 1e-9
     assert float(x.min()) <= low and high <= float(x.max())
-
-
-def test_a_percentile_clips_what_is_rare() -> None:
-    x = SHAPES["normal"]
-    low, high = percentile_range(of(x), 100.0)
-    assert (float(low), float(high)) == (float(x.min()), float(x.max()))
-    low, high = percentile_range(of(torch.linspace(-1, 1, 10_000), torch.tensor([500.0])), 99.9)
-    assert -1.0 <= float(low) < -0.9 and 0.9 < float(high) < 1.5
 
 
 class TestChannels:
@@ -203,14 +195,6 @@ class TestChannels:
         for number, x in enumerate(shapes):
             (low,), (high,) = channels_search([x], (-8, 7), torch.per_tensor_affine)
             assert (low, high) == (lows[number], highs[number])
-
-    def test_entropy_serves_channels_too(self) -> None:
-        """Of one cost there is one formula, whatever the shape."""
-        histograms = channels([*SHAPES.values()])
-        lows, highs = best_ranges(histograms, steps=255, cost=divergence)
-        for number, x in enumerate(SHAPES.values()):
-            one = best_ranges(channels([x]), steps=255, cost=divergence)
-            assert (float(one[0]), float(one[1])) == (float(lows[number]), float(highs[number]))
 
 
 def channels(shapes: list[Tensor]) -> ChannelHistograms:

@@ -259,6 +259,7 @@ SPLIT = {
 
 @pytest.mark.parametrize("activation", [INT8, HISTOGRAM], ids=["minmax", "histogram"])
 @pytest.mark.parametrize("x", SPLIT.values(), ids=SPLIT)
+@settings(max_examples=30)
 @given(cuts=partitions(12), order=st.randoms(use_true_random=False))
 def test_batches_and_their_order_do_not_matter(
     x: Tensor, activation: QuantizationSpec, cuts: list[int], order: Any

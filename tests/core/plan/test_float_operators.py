@@ -22,30 +22,21 @@ from tests.core.preparation.test_zoo import of_each_kind
 from tests.core.toy import (
     CONV,
     LINEAR,
+    MATMUL,
     Annotator,
+    Call,
     Model,
     NullQuantizer,
-    OperatorPattern,
     aten,
     convert,
     export,
     plan_of,
     prepare,
     randn,
-    rule,
     seeded,
     toy,
 )
 from tests.zoo import ZooModel, tagged
-
-
-class Call(nn.Module):
-    def __init__(self, function: Any) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *inputs: Tensor) -> Tensor:
-        return self.function(*inputs)
 
 
 def macs_of(program: torch.export.ExportedProgram) -> int:
@@ -69,9 +60,7 @@ CASES = [
     pytest.param(Call(torch.addmm), [(5,), (4, 3), (3, 5)], id="addmm"),
     pytest.param(Call(F.scaled_dot_product_attention), [(2, 4, 5, 8)] * 3, id="attention"),
     pytest.param(
-        Call(F.scaled_dot_product_attention),
-        [(2, 4, 5, 8), *[(2, 4, 9, 8)] * 2],
-        id="cross attention",
+        Call(F.scaled_dot_product_attention), [(2, 4, 5, 8), *[(2, 4, 9, 8)] * 2], id="cross"
     ),
 ]
 
@@ -116,7 +105,6 @@ def _exported(module: nn.Module, x: Tensor) -> Any:
         return export(module, x)
 
 
-MATMUL = rule("matmul", OperatorPattern((aten.matmul.default,)), activations=("self", "other"))
 SPLIT = [
     pytest.param(
         Call(lambda x: F.scaled_dot_product_attention(x, x[:, :2], x[:, :2, :, :4], enable_gqa=True)),
@@ -176,18 +164,13 @@ def test_only_operators_on_floats_are_listed() -> None:
     assert names == ["mul"]
 
 
-def test_tied_parameters_are_counted_once() -> None:
+def test_tied_parameters_are_counted_once_and_views_of_one_storage_each() -> None:
     tied = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     tied[1].weight = tied[0].weight
     tied.register_buffer("halves", torch.zeros(8, dtype=torch.float16))
-    assert state_bytes(tied) == 4 * 16 + 2 * 8
-
-
-def test_views_of_one_storage_are_counted_each() -> None:
-    base, module = torch.zeros(8), nn.Module()
-    module.register_buffer("first", base[:4])
-    module.register_buffer("second", base[4:])
-    assert state_bytes(module) == 32
+    for name, half in zip(("first", "second"), torch.zeros(8).chunk(2), strict=True):
+        tied.register_buffer(name, half)
+    assert state_bytes(tied) == 4 * 16 + 2 * 8 + 4 * 8
 
 
 def test_a_quantized_model_is_smaller() -> None:
@@ -258,11 +241,7 @@ class TestPlainPrograms:
             y = self.a(x)
             return y.relu() + y
 
-        assert read(skip) == {
-            "linear": (),
-            "relu": ("linear",),
-            "add": ("relu", "linear"),
-        }
+        assert read(skip) == {"linear": (), "relu": ("linear",), "add": ("relu", "linear")}
 
     def test_what_is_read_twice_stands_once(self) -> None:
         found = read(lambda self, x: (y := self.a(x)) * y)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,8 @@ import pytest
 import qompose
 import torch
 from qompose import QomposeWarning
-from qompose.backend import RuleUse, discovery
-from qompose.errors import (
-    ArtefactError,
-    ConfigError,
-    MemberError,
-    RequirementError,
-    RequirementWarning,
-)
+from qompose.backend import Finished, RuleUse, Target, discovery
+from qompose.errors import ArtefactError, ConfigError, MemberError, RequirementError
 from qompose.storage.program_json import decode_record, encode_record
 from torch import nn
 from torch.fx import GraphModule
@@ -140,30 +135,25 @@ class TestAnotherMachine:
         return model
 
     def test_refuses_to_load(self, here: Here, tmp_path: Path) -> None:
-        path = tmp_path / "model"
-        self.saved(here, path)
-        with pytest.raises(
-            RequirementError, match=r"(?s)toy.*there are few; buy some.*allow_mismatch"
-        ):
+        self.saved(here, path := tmp_path / "model")
+        said = r"(?s)toy.*there are few; buy some.*allow_mismatch"
+        with pytest.raises(RequirementError, match=said):
             qompose.load(path)
         assert issubclass(RequirementError, ArtefactError)
 
     def test_loads_what_is_asked_for_all_the_same(self, here: Here, tmp_path: Path) -> None:
         model = self.saved(here, tmp_path / "model")
-        with pytest.warns(RequirementWarning, match=r"toy .*there are few") as said:
+        with pytest.warns(qompose.errors.RequirementWarning, match=r"toy .*there are few") as said:
             loaded = qompose.load(tmp_path / "model", allow_mismatch=True)
-        with pytest.warns(RequirementWarning, match=r"toy .*there are few") as again:
+        with pytest.warns(qompose.errors.RequirementWarning, match=r"toy .*there are few") as again:
             lowered = qompose.lower(loaded)
         assert [Path(w.filename).name for w in (*said, *again)] == ["test_requirements.py"] * 2
         assert torch.equal(loaded(X), model(X))
         assert qompose.report(lowered).count("int8 kernel") == 3
 
     def test_is_no_matter_for_another_runtime(self, here: Here) -> None:
-        chip = qompose.backend.Target(
-            "chip", lambda model, signature: qompose.backend.Finished(model)
-        )
-        kernels = {"chip": LINEAR.kernels["torch"]}
-        rule = qompose.backend.Rule(**{**LINEAR.__dict__, "kernels": kernels})
+        chip = Target("chip", lambda model, signature: Finished(model))
+        rule = replace(LINEAR, kernels={"chip": LINEAR.kernels["torch"]})
         here.reason = "there are few"
         program = export(seeded(nn.Linear(8, 4)), X)
         model = convert(program, toy(rule, targets=(chip,), **here.facts), X)

@@ -11,17 +11,7 @@ import torch
 from qompose.program.aliasing import unsafe_values, written_buffers
 from torch import Tensor, nn
 
-from tests.core.toy import (
-    ADD,
-    LINEAR,
-    NullQuantizer,
-    export,
-    prepare,
-    randn,
-    seeded,
-    sqnr,
-    toy,
-)
+from tests.core.toy import ADD, LINEAR, NullQuantizer, export, prepare, randn, seeded, sqnr, toy
 
 X = randn(3, 4)
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from qompose.program.rewrites import (
     find_rewrites,
 )
 from torch import Tensor, nn
+from torch.export import ExportedProgram
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
@@ -93,8 +95,7 @@ def test_benign_batch_norms_are_folded_and_listed(name: str, folded: int) -> Non
 
 
 def test_folding_is_undone_where_no_claim_covers_it() -> None:
-    model = by_name("conv_bn_relu")
-    program = model.export()
+    program = by_name("conv_bn_relu").export()
     path = plan_of(prepare(program, toy(CONV))).operators[0].module
     some = prepare(program, toy(CONV).set_module_name(path, None))
     everything = plan_of(prepare(program, toy(CONV))).rewrites
@@ -199,10 +200,8 @@ def scalars(x: Tensor) -> Tensor:
 def test_scalars_become_tensors_where_a_claim_wants_them() -> None:
     x = randn(4, 4)
     program = export(Call(scalars), x)
-    plain = prepare(program, toy(ADD))
-    assert plan_of(plain).claims == ()
-    wanting = toy(ADD, rewrites=(SCALAR_TO_TENSOR,))
-    prepared = prepare(program, wanting)
+    assert plan_of(prepare(program, toy(ADD))).claims == ()
+    prepared = prepare(program, toy(ADD, rewrites=(SCALAR_TO_TENSOR,)))
     assert plan_of(prepared).rewrites == (Rewrite(SCALAR_TO_TENSOR, ("add",), ("add",)),)
     assert torch.equal(prepared(x), scalars(x))
     (mul,) = (n for n in prepared.graph.nodes if n.target is aten.mul.Tensor)
@@ -276,9 +275,14 @@ def covered(prepared: Any) -> float:
     return sum(o.macs for o in operators if o.claim is not None) / sum(o.macs for o in operators)
 
 
-def test_most_of_a_transformer_block_is_annotated() -> None:
+@cache
+def block() -> tuple[ExportedProgram, Tensor]:
     x = randn(2, 12, WIDTH)
-    program = export(moderate(Block()), x)
+    return export(moderate(Block()), x), x
+
+
+def test_most_of_a_transformer_block_is_annotated() -> None:
+    program, x = block()
     assert covered(prepare(program, toy(LINEAR, MATMUL, ADD))) < 0.9
     prepared = prepare(program, splitting(LINEAR, MATMUL, ADD))
     assert covered(prepared) >= 0.9
@@ -331,14 +335,11 @@ def test_each_site_is_kept_or_rolled_back_by_itself() -> None:
 
 
 def test_what_a_claim_takes_whole_is_not_taken_apart() -> None:
-    x = randn(2, 5, WIDTH)
     whole = rule(
         "whole", OperatorPattern((aten.scaled_dot_product_attention.default,)),
         activations=("query", "key", "value"),
     )  # fmt: skip
-    program = export(moderate(Block()), x)
-    last = qompose.compose(splitting(MATMUL), toy(whole, name="second"))
-    prepared = prepare(program, last)
+    prepared = prepare(block()[0], qompose.compose(splitting(MATMUL), toy(whole, name="second")))
     assert plan_of(prepared).rewrites == ()
     assert [claim.rule for claim in plan_of(prepared).claims] == ["whole"]
 

@@ -7,6 +7,7 @@ What an earlier one took stays as it was, or is an error.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,9 +21,10 @@ from qompose.spec import (
     FixedQParamsQuantizationSpec,
     SharedQuantizationSpec,
 )
-from torch import Tensor, nn
+from torch import nn
 from torch.fx import Node
 
+from tests.core.quantizer.interop.foreign import derived_bias
 from tests.core.toy import (
     INT8,
     LINEAR,
@@ -50,24 +52,16 @@ aten = torch.ops.aten
 FIXED = FixedQParamsQuantizationSpec(torch.uint8, 1 / 256, 0, 0, 255, torch.per_tensor_affine)
 
 
-def derived_bias(node: Node, per_channel: bool) -> DerivedQuantizationSpec:
-    def scale_of_product(observers: list[nn.Module]) -> tuple[Tensor, Tensor]:
-        activation, weight = (observer.calculate_qparams() for observer in observers)  # type: ignore[operator]
-        scale = activation[0] * weight[0]
-        return scale, torch.zeros_like(scale, dtype=torch.int64)
-
-    scheme = torch.per_channel_symmetric if per_channel else torch.per_tensor_symmetric
-    return DerivedQuantizationSpec(
-        [(node.args[0], node), (node.args[1], node)], scale_of_product, torch.int32,
-        -(2**31), 2**31 - 1, scheme, ch_axis=0 if per_channel else None,
-    )  # fmt: skip
+bias_of = partial(derived_bias, kind=DerivedQuantizationSpec)
 
 
 def tutorial(node: Node) -> None:
     """The annotations of torch's tutorial on writing a quantizer."""
     if node.target is aten.linear.default:
         x, weight, bias = node.args
-        annotate(node, {x: INT8, weight: WEIGHT_PER_TENSOR, bias: derived_bias(node, False)}, INT8)
+        annotate(
+            node, {x: INT8, weight: WEIGHT_PER_TENSOR, bias: bias_of(node, per_channel=False)}, INT8
+        )
     elif node.target is aten.add.Tensor:
         first, second = node.args
         shared = SharedQuantizationSpec((first, node))
@@ -84,24 +78,15 @@ def program() -> torch.export.ExportedProgram:
 
 
 def test_the_tutorials_groups(program: torch.export.ExportedProgram) -> None:
-    assert groups_of(prepare(program, Annotator(tutorial))) == {
-        frozenset({"x -> linear", "x -> linear_1"}),
-        frozenset({"a_weight -> linear"}),
-        frozenset({"b_weight -> linear_1"}),
-        frozenset({"a_bias -> linear"}),
-        frozenset({"b_bias -> linear_1"}),
-        frozenset(
-            {
-                "output of linear",
-                "linear -> add",
-                "tanh -> add",
-                "output of add",
-                "add -> sigmoid",
-            }
-        ),
-        frozenset({"output of linear_1"}),
-        frozenset({"output of sigmoid"}),
-    }
+    sum_and_all_around_it = {
+        "output of linear", "linear -> add", "tanh -> add", "output of add", "add -> sigmoid",
+    }  # fmt: skip
+    alone = (
+        *("a_weight -> linear", "b_weight -> linear_1", "a_bias -> linear", "b_bias -> linear_1"),
+        *("output of linear_1", "output of sigmoid"),
+    )
+    groups = [sum_and_all_around_it, {"x -> linear", "x -> linear_1"}, *({one} for one in alone)]
+    assert groups_of(prepare(program, Annotator(tutorial))) == set(map(frozenset, groups))
 
 
 def test_the_tutorials_model(program: torch.export.ExportedProgram) -> None:
@@ -121,7 +106,7 @@ def test_a_derived_bias_is_int32_with_the_scale_of_the_product(per_channel: bool
         if node.target is aten.linear.default:
             x, weight, bias = node.args
             spec = WEIGHT if per_channel else WEIGHT_PER_TENSOR
-            annotate(node, {x: INT8, weight: spec, bias: derived_bias(node, per_channel)})
+            annotate(node, {x: INT8, weight: spec, bias: bias_of(node, per_channel=per_channel)})
 
     model, x = seeded(nn.Linear(4, 3)), randn(6, 4)
     converted = convert(export(model, x), Annotator(annotate_linear), x)

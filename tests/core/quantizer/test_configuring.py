@@ -119,6 +119,7 @@ def test_names_as_people_write_them(install: Any) -> None:
 
 SELECTOR = {"select": "module name", "name": "inner", "config": "static"}
 GOOD = {"on_conflict": "error", "members": [{"backend": "alpha", "selectors": [SELECTOR]}]}
+LEFT_OUT = object()
 ENTRY = ("members", 0, "selectors", 0)
 BAD: list[tuple[str, tuple[Any, ...], Any, str]] = [
     ("unknown key at the top", ("on_conflicts",), "error", "'on_conflicts'.*'on_conflict'"),
@@ -138,6 +139,7 @@ BAD: list[tuple[str, tuple[Any, ...], Any, str]] = [
     ("an empty name", (*ENTRY, "name"), "", "module"),
     ("unknown configuration", (*ENTRY, "config"), "statik", "'static'"),
     ("malformed configuration", (*ENTRY, "config"), {"wait": 1}, "wait"),
+    *((f"no {key}", (*ENTRY, key), LEFT_OUT, key) for key in ("select", "name", "config")),
 ]  # fmt: skip
 
 
@@ -156,14 +158,10 @@ class TestErrors:
         for key in parents:
             place = place[key]
         place[last] = value
-        with pytest.raises(QomposeError, match=f"(?s){message}"):
-            quantizer_from_dict(data)
-
-    @pytest.mark.parametrize("missing", ["select", "name", "config"])
-    def test_missing_keys(self, missing: str) -> None:
-        data: Any = copy.deepcopy(GOOD)
-        del data["members"][0]["selectors"][0][missing]
-        with pytest.raises(ConfigError, match=missing):
+        if value is LEFT_OUT:
+            del place[last]
+        kind = ConfigError if value is LEFT_OUT else QomposeError
+        with pytest.raises(kind, match=f"(?s){message}"):
             quantizer_from_dict(data)
 
     @pytest.mark.parametrize(

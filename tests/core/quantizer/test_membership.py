@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import qompose
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tests.core.toy import (
     ADD,
@@ -91,15 +91,9 @@ def test_a_member_that_claims_something_and_a_quantizer_alone_need_no_note() -> 
 
 
 def test_many_reasons_are_cut_and_counted() -> None:
-    def through_all(m: Any, x: Tensor) -> Tensor:
-        for name in "abcde":
-            x = getattr(m, name)(x)
-        return x
-
-    member = toy(LINEAR, name="last")
-    for name in "abcde":
+    member, many = toy(LINEAR, name="last"), nn.Sequential(*(nn.Linear(3, 3) for _ in range(5)))
+    for name, _ in many.named_children():
         member.set_module_name(name, None)
-    many = Model(through_all, **{name: nn.Linear(3, 3) for name in "abcde"})
     both = qompose.compose(toy(SIGMOID), member)
     notes = plan_of(prepare(export(seeded(many), randn(2, 3)), both)).notes
     (note,) = (note for note in notes if note.startswith("last"))

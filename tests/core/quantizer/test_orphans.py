@@ -131,18 +131,12 @@ class TestOrphaned:
     a, b, c = (Point(name) for name in "abc")
     needy = claim("one", "b", PointSpec(b, derived, (a,)))
 
-    def test_a_reason_names_place_loser_and_winner(self) -> None:
-        winner, loser = (
-            claim("two", "x", PointSpec(Point("x"), INT8)),
-            claim("three", "x", PointSpec(self.a, INT8)),
-        )
-        (reason,) = unresolved([self.needy, winner], [loser]).values()
-        assert all(word in reason for word in ("output of a", "three", "two"))
-
-    def test_a_loser_without_a_winner_is_named(self) -> None:
-        loser = claim("three", "a", PointSpec(self.a, INT8))
-        (reason,) = unresolved([self.needy], [loser]).values()
-        assert "three" in reason
+    def test_a_reason_names_place_and_loser_and_who_won(self) -> None:
+        loser = claim("three", "x", PointSpec(self.a, INT8))
+        winner = claim("two", "x", PointSpec(Point("x"), INT8))
+        for others, words in ([winner], ("of a", "three", "two")), ([], ("of a", "three")):
+            (reason,) = unresolved([self.needy, *others], [loser]).values()
+            assert all(word in reason for word in words)
 
     def test_what_shares_with_it_goes_too(self) -> None:
         follower = claim("one", "c", shared_with(self.c, self.b))

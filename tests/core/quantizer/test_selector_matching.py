@@ -35,6 +35,7 @@ from tests.core.toy import (
     CONV_RELU,
     DYNAMIC,
     LINEAR,
+    MATMUL,
     STATIC,
     Model,
     ToyBackend,
@@ -89,13 +90,10 @@ class TestNotes:
     @pytest.mark.parametrize(
         ("setting", "note"),
         [
-            pytest.param(
-                lambda q: q.set_filter(lambda n: False, None), "py:", id="filter"
-            ),
+            pytest.param(lambda q: q.set_filter(lambda n: False, None), "py:", id="filter"),
             pytest.param(
                 lambda q: q.set_module_type(nn.Linear, DYNAMIC).set_operator_type(aten.linear, STATIC),
-                "Linear",
-                id="overruled",
+                "Linear", id="overruled",
             ),
             pytest.param(lambda q: q.set_operator_type(torch.sin, None), "aten.sin", id="type"),
             pytest.param(
@@ -184,11 +182,6 @@ def attend(m: Any, x: Tensor) -> Tensor:
 
 
 ATTENTION = export(seeded(Model(attend, block=nn.Linear(4, 4))), randn(1, 3, 4))
-MATMUL = qompose.backend.Rule(
-    name="matmul",
-    patterns=(qompose.backend.OperatorPattern((aten.matmul.default,)),),
-    activations=("self", "other"),
-)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from qompose import QuantizationConfig
 from qompose.program.graph import copy_graph_module
 from qompose.quantizer.tied_weights import unify_specs
 from qompose.spec.claim import Claim, Point, PointSpec
-from qompose.spec.quantization_spec import QuantizationSpec, sharing_key
+from qompose.spec.quantization_spec import QuantizationSpec
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
@@ -109,9 +109,6 @@ def tied_claims(one: QuantizationSpec, other: QuantizationSpec) -> tuple[Any, li
     return module, [reads("a", name, "embedding", one), reads("b", name, "linear_1", other)]
 
 
-TAKES_ALL = lambda claim, spec: None  # noqa: E731
-
-
 def test_a_rule_that_refuses_leaves_the_choice_to_the_other() -> None:
     module, claims = tied_claims(NARROW, WEIGHT)
 
@@ -137,9 +134,7 @@ def test_where_no_scheme_suits_every_objection_is_named(
 
 
 def test_like_specifications_need_no_note() -> None:
-    alike = replace(WEIGHT)
-    assert sharing_key(alike) == sharing_key(WEIGHT)
-    module, claims = tied_claims(alike, WEIGHT)
+    module, claims = tied_claims(replace(WEIGHT), WEIGHT)
     assert unify_specs(module, claims, lambda c, s: "no") == (claims, [])
 
 
@@ -157,7 +152,7 @@ def test_parts_of_one_storage_are_not_tied() -> None:
         reads("a", nodes["linear"].args[1].name, "linear", NARROW),
         reads("b", nodes["linear_1"].args[1].name, "linear_1", WEIGHT),
     ]
-    assert unify_specs(module, claims, TAKES_ALL) == (claims, [])
+    assert unify_specs(module, claims, lambda claim, spec: None) == (claims, [])
 
 
 class Siamese(nn.Module):

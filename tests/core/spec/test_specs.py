@@ -26,11 +26,9 @@ from qompose.spec.quantization_spec import granularity, spec_to_dict
 from torch import nn
 
 from tests.core.toy import (
-    DYNAMIC,
     INT8,
     STATIC,
     WEIGHT,
-    WEIGHT_ONLY,
     WEIGHT_PER_TENSOR,
     Model,
     export,
@@ -156,14 +154,6 @@ def test_configurations_compare_without_their_names() -> None:
     assert twin != replace(twin, is_qat=True)
 
 
-@pytest.mark.parametrize(
-    ("config", "mode"), [(STATIC, "static"), (DYNAMIC, "dynamic"), (WEIGHT_ONLY, "weight-only")]
-)
-def test_modes(config: QuantizationConfig, mode: str) -> None:
-    assert config.mode == mode
-    assert str(replace(config, name="")) == f"{mode} per-channel"
-
-
 def test_json_data() -> None:
     data = spec_to_dict(QuantizationSpec(**FACTS))
     assert json.loads(json.dumps(data)) == {
@@ -187,8 +177,7 @@ def test_annotation_helpers_make_what_is_missing_and_add_to_the_rest() -> None:
     annotate_input_qspec_map(linear, x, INT8)
     annotate_input_qspec_map(linear, weight, WEIGHT)
     annotate_output_qspec(linear, INT8)
-    expected = QuantizationAnnotation({x: INT8, weight: WEIGHT}, INT8)
-    assert linear.meta[ANNOTATION_KEY] == expected
+    assert linear.meta[ANNOTATION_KEY] == QuantizationAnnotation({x: INT8, weight: WEIGHT}, INT8)
 
 
 @pytest.mark.parametrize("role", ["input_act", "output_act", "weight", "bias"])

@@ -24,15 +24,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.utils import _pytree as pytree
 
-from tests.core.storage.test_artefact import (
-    ROOT,
-    X,
-    mlp,
-    mlp_file,
-    mlp_program,
-    stored,
-    unquantized,
-)
+from tests.core.storage.test_artefact import X, mlp, mlp_file, mlp_program, stored, unquantized
 from tests.core.toy import LINEAR, Call, prepare, toy
 
 
@@ -144,8 +136,7 @@ HALFWAY = """
 import os, resource, signal, sys
 import qompose
 from qompose.storage import artifact_file
-from tests.core.storage.test_artefact import mlp
-model = mlp()
+model = qompose.load(sys.argv[1])
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, most))
@@ -269,13 +260,10 @@ class TestFiles:
 
     def test_a_process_that_ends_halfway_leaves_the_old_file(self, path: Path) -> None:
         """Where there is no room, and where it is killed."""
-        before = mlp_file()
-        path.write_bytes(before)
-        paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
-        done = subprocess.run(
-            [sys.executable, "-c", HALFWAY, path], capture_output=True, text=True, check=False,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-        )  # fmt: skip
+        qompose.save(unquantized(torch.nn.Linear(8, 8), X), path)
+        before = path.read_bytes()
+        command = [sys.executable, "-c", HALFWAY, path]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert f"{path.name} cannot be written" in done.stdout, done.stderr
         assert done.returncode == -signal.SIGKILL, done.stderr
         assert path.read_bytes() == before

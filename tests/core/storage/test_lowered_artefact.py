@@ -35,15 +35,12 @@ from tests.core.offering import offered_by_a_package
 from tests.core.storage.test_artefact import MLP, X, assert_same_model, mlp, mlp_program
 from tests.core.toy import LINEAR, VIEW, ToyBackend, convert, export, graph_text, randn, seeded, toy
 
-BITS = {"bits": "many"}
-
 
 class Offered:
     """The toy backend as a package offers it, and what a test makes of it."""
 
     def __init__(self) -> None:
         self.facts: dict[str, Any] = {}
-        self.reason: str | None = None
         self.rules: tuple[Rule, ...] | None = None
 
     def make(self) -> ToyBackend:
@@ -184,27 +181,20 @@ class TestBackends:
             qompose.load(path)
 
 
-class TestAnotherMachine:
-    def saved(self, path: Path, offered: Offered) -> GraphModule:
-        offered.facts = {
-            "requirements": lambda uses: BITS,
-            "objection": lambda asked: offered.reason,
-        }
-        model = lowered_mlp(path, **offered.facts)
-        offered.reason = "there are few"
-        return model
-
-    def test_refuses(self, path: Path, offered: Offered) -> None:
-        self.saved(path, offered)
-        with pytest.raises(RequirementError, match="there are few"):
-            qompose.load(path)
-
-    def test_lowers_again_with_one_warning(self, path: Path, offered: Offered) -> None:
-        model = self.saved(path, offered)
-        with pytest.warns(RequirementWarning, match="there are few") as said:
-            loaded = qompose.load(path, allow_mismatch=True)
-        assert len(said) == 1
-        assert torch.equal(loaded(X), model(X))
+def test_another_machine_refuses_or_is_warned_of_once(path: Path, offered: Offered) -> None:
+    reasons: list[str] = []
+    offered.facts = {
+        "requirements": lambda uses: {"bits": "many"},
+        "objection": lambda asked: reasons[0] if reasons else None,
+    }
+    model = lowered_mlp(path, **offered.facts)
+    reasons.append("there are few")
+    with pytest.raises(RequirementError, match="there are few"):
+        qompose.load(path)
+    with pytest.warns(RequirementWarning, match="there are few") as said:
+        loaded = qompose.load(path, allow_mismatch=True)
+    assert len(said) == 1
+    assert torch.equal(loaded(X), model(X))
 
 
 class TestSeveral:

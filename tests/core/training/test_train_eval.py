@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import qompose
 import torch
-from qompose import QomposeWarning
+from qompose import QomposeWarning, training
 from qompose.errors import ConfigError, StageError
 from qompose.observers import FakeQuantize
 from qompose.training import QATSchedule
@@ -42,19 +42,19 @@ def repeats_itself(module: Any) -> bool:
 def test_prepared_models_are_switched() -> None:
     prepared = trained()
     assert not repeats_itself(prepared)
-    assert qompose.training.move_exported_model_to_eval(prepared) is prepared
+    assert training.move_exported_model_to_eval(prepared) is prepared
     assert not prepared.training
-    assert qompose.training.allow_exported_model_train_eval(prepared) is prepared
-    prepared.apply(qompose.training.disable_observer)
+    assert training.allow_exported_model_train_eval(prepared) is prepared
+    prepared.apply(training.disable_observer)
     assert repeats_itself(prepared)
-    assert qompose.training.move_exported_model_to_train(prepared).training
+    assert training.move_exported_model_to_train(prepared).training
     assert not repeats_itself(prepared)
 
 
 def test_eval_is_for_every_stage() -> None:
     done = qompose.convert_pt2e(trained())
-    assert qompose.training.move_exported_model_to_eval(done) is done
-    assert qompose.training.allow_exported_model_train_eval(done) is done
+    assert training.move_exported_model_to_eval(done) is done
+    assert training.allow_exported_model_train_eval(done) is done
     assert not done.training
 
 
@@ -63,7 +63,7 @@ def test_a_program_exported_in_training_goes_into_evaluation() -> None:
     program = torch.export.export(model(), (X,), dynamic_shapes=(batch,))
     module = program.module(check_guards=False)
     assert not repeats_itself(module)
-    assert qompose.training.move_exported_model_to_eval(module) is module
+    assert training.move_exported_model_to_eval(module) is module
     assert repeats_itself(module)
     wanted = model().eval()
     wanted.load_state_dict(module.state_dict())
@@ -75,16 +75,13 @@ def test_a_program_exported_in_training_goes_into_evaluation() -> None:
 def test_what_has_no_training_is_refused() -> None:
     converted = qompose.convert_pt2e(trained())
     with pytest.raises(StageError, match="converted"):
-        qompose.training.move_exported_model_to_train(converted)
+        training.move_exported_model_to_train(converted)
     exported = torch.export.export(model(), (X,)).module()
-    for function in (
-        qompose.training.move_exported_model_to_train,
-        qompose.training.allow_exported_model_train_eval,
-    ):
+    for name in ("move_exported_model_to_train", "allow_exported_model_train_eval"):
         with pytest.raises(StageError, match="GraphModule"):
-            function(exported)
+            getattr(training, name)(exported)
     with pytest.raises(StageError, match="Sequential"):
-        qompose.training.move_exported_model_to_eval(model())
+        training.move_exported_model_to_eval(model())
 
 
 @pytest.mark.parametrize("called", [True, False])
@@ -143,10 +140,8 @@ def test_what_is_no_schedule(name: str, value: Any) -> None:
 
 def test_other_modules_are_left_alone() -> None:
     model = product_model("linear", "relu", bias=True)
-    for switch in (
-        qompose.training.disable_observer, qompose.training.enable_observer,
-        qompose.training.disable_fake_quant, qompose.training.enable_fake_quant,
-        qompose.training.freeze_batch_norm, qompose.training.unfreeze_batch_norm,
-    ):  # fmt: skip
-        model.apply(switch)
+    for name in ("observer", "fake_quant"):
+        model.apply(getattr(training, f"disable_{name}"))
+        model.apply(getattr(training, f"enable_{name}"))
+    model.apply(training.freeze_batch_norm).apply(training.unfreeze_batch_norm)
     assert not hasattr(model[1], "frozen")

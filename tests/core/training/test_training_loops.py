@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import io
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -136,15 +137,19 @@ def test_all_is_frozen_and_unfrozen() -> None:
 @pytest.mark.filterwarnings(
     "ignore:.*should not be instantiated:DeprecationWarning"
 )  # dynamo's own
-def test_learned_scales_compile_in_one_graph() -> None:
-    prepared, x = trained(product_quantizer(learned()))
+@pytest.mark.parametrize("quantizer", [None, product_quantizer(learned())], ids=["", "learned"])
+def test_torch_compile_in_one_graph(quantizer: Any) -> None:
+    prepared, x = trained(quantizer)
     prepared.eval().zero_grad()
     twin = copy.deepcopy(prepared)
     compiled = torch.compile(prepared, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), twin(x))
     for own in (compiled, twin):
         own(x).square().sum().backward()
     for (name, one), other in zip(prepared.named_parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, msg=name)
+    for (name, one), other in zip(prepared.named_buffers(), twin.buffers(), strict=True):
+        torch.testing.assert_close(one, other, msg=name)
 
 
 def test_gradients_are_accumulated_as_of_one_batch() -> None:
@@ -223,28 +228,24 @@ def test_dropout_in_a_branch() -> None:
             assert not bool((prepared.eval()(sign * x) == 0).any())
 
 
-class Frozen(nn.Module):
-    """A part without gradients before one with them."""
-
-    def __init__(self, part: str) -> None:
-        super().__init__()
-        self.conv, self.norm, self.last = nn.Conv2d(6, 6, 3), nn.BatchNorm2d(6), nn.Conv2d(6, 4, 3)
-        self.drop, self.part = nn.Dropout(0.5), part
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            x = self.drop(x) if self.part == "drop" else x
-            x = self.norm(self.conv(x)) if self.part == "conv" else x
-            x = self.norm(x) if self.part == "norm" else x
-        return self.last(x)
+FROZEN: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "conv": lambda m, x: m.norm(m.conv(x)),
+    "norm": lambda m, x: m.norm(x),
+    "drop": lambda m, x: m.drop(x),
+}
 
 
 @pytest.mark.parametrize("trains", [True, False])
-@pytest.mark.parametrize("part", ["conv", "norm", "drop"])
-def test_a_part_without_gradients(part: str, trains: bool) -> None:
+@pytest.mark.parametrize("part", FROZEN)
+def test_a_part_without_gradients_before_one_with_them(part: str, trains: bool) -> None:
+    def forward(m: Any, x: Tensor) -> Any:
+        with torch.no_grad():
+            x = FROZEN[part](m, x)
+        return m.last(x)
+
     x = batch_for("conv2d")
-    torch.manual_seed(0)
-    model = Frozen(part).train(trains)
+    layers = {"conv": nn.Conv2d(6, 6, 3), "last": nn.Conv2d(6, 4, 3)}
+    model = Model(forward, **layers, norm=nn.BatchNorm2d(6), drop=nn.Dropout(0.5)).train(trains)
     prepared = without_rounding(model, x).train()
     first, second = prepared(x), prepared(x)
     assert torch.is_grad_enabled()
@@ -286,21 +287,15 @@ def test_conversion_in_place_that_fails_leaves_the_model() -> None:
 
 
 def test_buffers_that_are_written_keep_no_gradients() -> None:
-    class Written(nn.Module):
-        mean: Tensor
+    def written(m: Any, x: Tensor) -> Any:
+        y = m.layer(x)
+        m.mean.copy_(0.9 * m.mean + 0.1 * y.mean(0))
+        return y - m.mean
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(6, 6)
-            self.register_buffer("mean", torch.zeros(6))
-
-        def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = self.layer(x)
-            self.mean.copy_(0.9 * self.mean + 0.1 * y.mean(0))
-            return y - self.mean
-
+    model = Model(written, layer=nn.Linear(6, 6))
+    model.register_buffer("mean", torch.zeros(6))
     x = batch_for("linear")
-    prepared = prepared_for(Written().train(), x, product_quantizer(learned()))
+    prepared = prepared_for(model.train(), x, product_quantizer(learned()))
     for _ in range(3):
         prepared(x).sum().backward()
     assert not prepared.get_buffer("mean").requires_grad

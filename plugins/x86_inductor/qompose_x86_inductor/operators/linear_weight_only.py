@@ -50,7 +50,7 @@ def int8_weight_in_graph(x: Tensor, weight: Tensor, w_scale: Tensor, bias: Tenso
     _check("linear_int8_weight", x, weight, torch.int8)
     _check_scales("linear_int8_weight", weight, w_scale, w_scale.shape == weight.shape[:1])
     if weight.shape[1] == 0:
-        return _finish(x.new_zeros((*x.shape[:-1], weight.shape[0])), x, bias)
+        return _of_nothing(x, weight, bias)
     product = torch.ops.aten._weight_int8pack_mm.default
     return _finish(product(_rows(x), weight.contiguous(), w_scale), x, bias)
 
@@ -98,11 +98,15 @@ def _int4(
 def float16_weight_in_graph(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Compute ``linear_float16_weight``."""
     _check("linear_float16_weight", x, weight, torch.float16)
+    if weight.shape[1] == 0:
+        return _of_nothing(x, weight, bias)
     return _float16(x, weight, _pack_float16(weight), bias)
 
 
 def _float16_weight(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     _check("linear_float16_weight", x, weight, torch.float16)
+    if weight.shape[1] == 0:
+        return _of_nothing(x, weight, bias)
     return _float16(x, weight, cached(weight, "float16", lambda: _pack_float16(weight)), bias)
 
 
@@ -122,6 +126,11 @@ def _float16(x: Tensor, weight: Tensor, packed: Tensor, bias: Tensor | None) -> 
 
 def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1]).to(torch.float32).contiguous()
+
+
+def _of_nothing(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return what no inputs at all give: sums of nothing, which kernels refuse, and the bias."""
+    return _finish(x.new_zeros((*x.shape[:-1], weight.shape[0])), x, bias)
 
 
 def _finish(product: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:

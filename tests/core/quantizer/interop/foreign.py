@@ -89,12 +89,15 @@ def bias_scale(observers: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
     return first * second, torch.zeros_like(second, dtype=torch.int32)
 
 
-def derived_bias(node: Node, kind: Any = Derived, sequence: Any = list) -> Any:
+def derived_bias(
+    node: Node, kind: Any = Derived, sequence: Any = list, per_channel: bool = True
+) -> Any:
     """A 32 bit bias of a linear layer, with scales computed from those of what is multiplied."""
     x, weight = node.args[:2]
+    scheme = torch.per_channel_symmetric if per_channel else torch.per_tensor_symmetric
     return kind(
         sequence([(x, node), (weight, node)]), bias_scale, torch.int32,
-        -(2**31), 2**31 - 1, torch.per_channel_symmetric, ch_axis=0,
+        -(2**31), 2**31 - 1, scheme, ch_axis=0 if per_channel else None,
     )  # fmt: skip
 
 

@@ -324,17 +324,14 @@ class TestObservers:
     )
     def test_bounds_are_written_out(self, dtype: Any, asked: Any, bounds: Any) -> None:
         """Another engine writes an observer's bounds into the graph as they stand."""
-        observer = qompose.observers.PlaceholderObserver(
-            dtype, quant_min=asked[0], quant_max=asked[1]
-        )
+        low, high = asked
+        observer = qompose.observers.PlaceholderObserver(dtype, quant_min=low, quant_max=high)
         assert (observer.quant_min, observer.quant_max) == bounds
 
     def test_written_out_bounds_do_not_move_the_zero_point(self) -> None:
         """torch gives symmetric uint8 the zero point 128, and 127 where both bounds are given."""
-        for low, zero_point in ((None, 128), (0, 127)):
-            observer = qompose.observers.MinMaxObserver(
-                torch.uint8, qscheme=torch.per_tensor_symmetric, quant_min=low,
-                quant_max=None if low is None else 255,
-            )  # fmt: skip
+        symmetric = {"dtype": torch.uint8, "qscheme": torch.per_tensor_symmetric}
+        for bounds, zero_point in (({}, 128), ({"quant_min": 0, "quant_max": 255}, 127)):
+            observer = qompose.observers.MinMaxObserver(**symmetric, **bounds)
             observer(randn(4))
             assert observer.calculate_qparams()[1] == zero_point

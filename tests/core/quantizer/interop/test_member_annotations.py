@@ -76,10 +76,7 @@ class TestPlaces:
     """Nodes that are no operators."""
 
     def test_an_input(self) -> None:
-        def write(model: GraphModule) -> None:
-            put(named(model, "x"), output=INT8)
-
-        for prepared in prepared_by(write):
+        for prepared in prepared_by(lambda model: put(named(model, "x"), output=INT8)):
             assert "output of x" in points_of(prepared)
             prepared(X)
             (quantize,) = named(qompose.convert_pt2e(prepared), "x").users
@@ -113,18 +110,14 @@ class TestPlaces:
             assert "dequantize_per_tensor" in str(last.target)
 
 
-class Tokens(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.head = nn.Embedding(10, 4), nn.Linear(4, 4)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        first, second = self.head(self.table(ids)).chunk(2, -1)
-        return first.tanh() * second
+def _tokens(m: Any, ids: Tensor) -> Tensor:
+    first, second = m.head(m.table(ids)).chunk(2, -1)
+    return first.tanh() * second
 
 
 IDS = torch.tensor([[1, 2, 3]])
-TOKENS = export(seeded(Tokens()), IDS)
+LAYERS = {"table": nn.Embedding(10, 4), "head": nn.Linear(4, 4)}
+TOKENS = export(seeded(Model(_tokens, **LAYERS)), IDS)
 
 
 def beside(model: GraphModule) -> None:
@@ -139,13 +132,13 @@ def split(model: GraphModule) -> None:
 
 
 TABLE = {"table_weight -> embedding", "output of embedding"}
-KNOWN = lambda m: put(named(m, "ids"), output=FIXED)  # noqa: E731
+KNOWN = lambda m: put(named(m, "x"), output=FIXED)  # noqa: E731
 DROPPED: dict[str, tuple[Any, Any, set[str], str, str]] = {
     "integers that come in": (
-        TOKENS, lambda m: put(named(m, "ids"), output=INT8), set(), "output of ids", "int64",
+        TOKENS, lambda m: put(named(m, "x"), output=INT8), set(), "output of x", "int64",
     ),
-    "integers with known parameters": (TOKENS, KNOWN, set(), "output of ids", "int64"),
-    "integers on an edge": (TOKENS, beside, TABLE, "ids -> embedding", "int64"),
+    "integers with known parameters": (TOKENS, KNOWN, set(), "output of x", "int64"),
+    "integers on an edge": (TOKENS, beside, TABLE, "x -> embedding", "int64"),
     "several tensors in one value": (TOKENS, split, {"linear -> chunk"}, "output of chunk", ""),
     "what the end makes": (
         PROGRAM, lambda m: put(named(m, "output"), output=INT8), set(), "output of output", "",
@@ -262,16 +255,11 @@ def test_what_no_engine_can_follow_is_named_with_its_member(make: Any, where: st
         assert "tests.By" in str(caught.value)
 
 
-LAYERS = {"yes": nn.Linear(4, 4), "no": nn.Linear(4, 4)}
-BRANCHES = export(
-    seeded(
-        Model(
-            lambda m, x: torch.cond(x.sum() > 0, lambda x: m.yes(x).tanh(), m.no, (x,)).tanh(),
-            **LAYERS,
-        )
-    ),
-    X,
-)
+def _branches(m: Any, x: Tensor) -> Tensor:
+    return torch.cond(x.sum() > 0, lambda x: m.yes(x).tanh(), m.no, (x,)).tanh()
+
+
+BRANCHES = export(seeded(Model(_branches, yes=nn.Linear(4, 4), no=nn.Linear(4, 4))), X)
 
 
 class TestBodies:
