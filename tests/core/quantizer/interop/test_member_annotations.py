@@ -132,13 +132,13 @@ def split(model: GraphModule) -> None:
 
 
 TABLE = {"table_weight -> embedding", "output of embedding"}
-KNOWN = lambda m: put(named(m, "x"), output=FIXED)  # noqa: E731
+KNOWN = lambda m: put(named(m, "ids"), output=FIXED)  # noqa: E731
 DROPPED: dict[str, tuple[Any, Any, set[str], str, str]] = {
     "integers that come in": (
-        TOKENS, lambda m: put(named(m, "x"), output=INT8), set(), "output of x", "int64",
+        TOKENS, lambda m: put(named(m, "ids"), output=INT8), set(), "output of ids", "int64",
     ),
-    "integers with known parameters": (TOKENS, KNOWN, set(), "output of x", "int64"),
-    "integers on an edge": (TOKENS, beside, TABLE, "x -> embedding", "int64"),
+    "integers with known parameters": (TOKENS, KNOWN, set(), "output of ids", "int64"),
+    "integers on an edge": (TOKENS, beside, TABLE, "ids -> embedding", "int64"),
     "several tensors in one value": (TOKENS, split, {"linear -> chunk"}, "output of chunk", ""),
     "what the end makes": (
         PROGRAM, lambda m: put(named(m, "output"), output=INT8), set(), "output of output", "",
