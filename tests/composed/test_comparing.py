@@ -13,6 +13,7 @@ from qompose.reporting.report_data import KERNEL_ERROR
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
+from tests.core.diagnosis.brute import stages
 from tests.products import x86, xnnpack
 from tests.sampling import at_once
 from tests.zoo import ZooModel, by_name
@@ -29,23 +30,14 @@ MODELS = [
 ]
 
 
-QUANTIZERS = {
-    "xnnpack": xnnpack,
-    "x86": x86,
-    "x86 dynamic": lambda: x86(is_dynamic=True),
-}
+QUANTIZERS = {"xnnpack": xnnpack, "x86": x86, "x86 dynamic": lambda: x86(is_dynamic=True)}
 
 
-def stages(model: ZooModel, quantizer: Any) -> dict[str, Any]:
+def forms(model: ZooModel, quantizer: Any) -> dict[str, Any]:
     program = model.export(dynamic=model.dynamic_shapes is not None)
-    prepared = qompose.prepare_pt2e(program, qompose.compose("embedding", quantizer))
-    qompose.calibrate(prepared, [model.inputs()])
-    converted = qompose.convert_pt2e(prepared)
-    lowered = qompose.lower(converted)
-    return {"float": program, "prepared": prepared, "converted": converted, "lowered": lowered}
+    return stages(program, qompose.compose("embedding", quantizer), [model.inputs()])
 
 
-@pytest.mark.filterwarnings("ignore::qompose.QomposeWarning")
 @pytest.mark.parametrize(
     ("name", "quantizer"),
     at_once(
@@ -58,7 +50,7 @@ def stages(model: ZooModel, quantizer: Any) -> dict[str, Any]:
 )
 def test_all_that_is_quantized_is_paired_and_no_kernel_is_wrong(name: str, quantizer: str) -> None:
     model = by_name(name)
-    made = stages(model, QUANTIZERS[quantizer]())
+    made = forms(model, QUANTIZERS[quantizer]())
     data = [model.inputs()]
     for one, other in (("float", "converted"), ("float", "lowered"), ("converted", "lowered")):
         found = qompose.compare(made[one], made[other], data)
@@ -71,7 +63,7 @@ def test_all_that_is_quantized_is_paired_and_no_kernel_is_wrong(name: str, quant
 def test_a_wrong_kernel_of_a_transformer_is_the_first_row(quantizer: str) -> None:
     """Whichever of its kernels it is: one in the middle, whose error all others inherit."""
     model = by_name("bert")
-    made = stages(model, QUANTIZERS[quantizer]())
+    made = forms(model, QUANTIZERS[quantizer]())
     broken = _kernel(made["lowered"], "encoder.layer.0.attention.self.value")
     real: Any = broken.target
     broken.target = lambda *args: _off(real(*args))

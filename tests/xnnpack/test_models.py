@@ -10,7 +10,6 @@ has put between the Q/DQ model and the float one; and with trained weights to th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,16 +19,15 @@ import torch
 from qompose.program.meta import KERNELS_TAG, META_KEY, tag_of
 from qompose.spec.qdq import quantize_per_tensor
 from qompose.testing.fixtures import sqnr
-from qompose_xnnpack import ExecutorchProgram, XNNPACKQuantizer, get_symmetric_quantization_config
+from qompose_xnnpack import ExecutorchProgram
 from torch import Tensor
-from torch.export import ExportedProgram
 from torch.fx import GraphModule, Interpreter, Node
 
+from tests.products import xnnpack
+from tests.xnnpack.executorch_target.runtime import converted
 from tests.zoo import by_name, images, network, tokens
 
 pytest.importorskip("executorch")
-
-STATIC = get_symmetric_quantization_config(is_per_channel=True)
 
 COVERAGE = 0.95
 OPERATOR = 35.0
@@ -86,16 +84,6 @@ class Outcome:
     on_runtime: Tensor
 
 
-def converted(
-    exported: ExportedProgram, quantizer: qompose.Quantizer, batches: Sequence[Batch]
-) -> GraphModule:
-    prepared = qompose.prepare_pt2e(exported, quantizer)
-    with torch.no_grad():
-        for batch in batches:
-            prepared(*batch)
-    return qompose.convert_pt2e(prepared)
-
-
 FULL = ("mobilenet_v2", "resnet18", "bert_base")
 """Networks that have most of what the others have; those are for the long run."""
 
@@ -117,9 +105,8 @@ def outcome(request: pytest.FixtureRequest) -> Outcome:
     if "transformers" in model.tags:
         pytest.importorskip("transformers")
     module, test = model.build(), subject.batch(1000)
-    exported = torch.export.export(module, test)
     calibration = [subject.batch(seed) for seed in range(1, 9)]
-    simulation = converted(exported, XNNPACKQuantizer().set_global(STATIC), calibration)
+    simulation = converted(module, *calibration, quantizer=xnnpack())
     lowered = qompose.lower(simulation)
     program = qompose.lower(simulation, target="executorch")
     with torch.no_grad():

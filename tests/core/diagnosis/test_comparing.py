@@ -27,6 +27,7 @@ from qompose.reporting.report_data import (
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from tests.core.diagnosis.brute import stages
 from tests.core.live_bytes import LiveBytes
 from tests.core.toy import Model, export, randn, seeded, sqnr, toy
 
@@ -49,16 +50,13 @@ def net() -> Any:
 BATCHES = [{"image": randn(2, 3, 4, 4, seed=n), "bias": randn(64, seed=10 + n)} for n in range(3)]
 
 
-@pytest.fixture(scope="module")
-def stages() -> dict[str, Any]:
+@pytest.fixture(scope="module", name="stages")
+def all_stages() -> dict[str, Any]:
     model = net()
     for parameter in model.parameters():
         parameter.data *= 0.2
     program = torch.export.export(model, (BATCHES[0]["image"],), {"bias": BATCHES[0]["bias"]})
-    prepared = qompose.calibrate(qompose.prepare_pt2e(program, toy()), BATCHES)
-    converted = qompose.convert_pt2e(prepared)
-    found = {"float": program, "prepared": prepared, "converted": converted}
-    return {**found, "lowered": lowered_from(converted)}
+    return stages(program, toy(), BATCHES)
 
 
 def lowered_from(converted: GraphModule) -> Any:
@@ -228,12 +226,8 @@ def test_what_can_only_be_called_is_compared_by_its_outputs(stages: Any) -> None
 
 
 def test_metrics_of_the_callers_own(stages: Any) -> None:
-    found = qompose.compare(
-        stages["float"],
-        stages["converted"],
-        BATCHES,
-        metrics={"largest": lambda one, other: float((one - other).abs().max())},
-    )
+    metrics = {"largest": lambda one, other: float((one - other).abs().max())}
+    found = qompose.compare(stages["float"], stages["converted"], BATCHES, metrics=metrics)
     assert found["add"].metrics["largest"] > 0
     assert "largest" in found.to_text()
     assert found.to_dict()["rows"][0]["metrics"].keys() == {"largest"}

@@ -27,8 +27,8 @@ from tests.core.toy import (
     LINEAR,
     PER_TENSOR,
     Model,
+    convert,
     export,
-    prepare,
     randn,
     rule,
     seeded,
@@ -37,13 +37,6 @@ from tests.core.toy import (
 
 aten = torch.ops.aten
 X = randn(16, 8)
-
-
-def converted_of(program: Any, quantizer: Any, *batches: Tensor) -> Any:
-    prepared = prepare(program, quantizer)
-    for batch in batches or (X,):
-        prepared(batch)
-    return qompose.convert_pt2e(prepared)
 
 
 def two_linears(function: Any) -> Any:
@@ -61,7 +54,7 @@ def viewed(m: Any, x: Tensor) -> Tensor:
 def test_views_go_on_sharing_what_is_written() -> None:
     """Their readers read what was written, where values of the reference are put in their place."""
     program = export(two_linears(viewed), X)
-    found = qompose.compare(program, converted_of(program, toy(LINEAR)), [X])
+    found = qompose.compare(program, convert(program, toy(LINEAR), X), [X])
     row = next(row for row in found if row.operator == "aten.mul.Tensor")
     assert row.own_sqnr == math.inf  # not so where the view is a copy, to which nobody adds
 
@@ -74,7 +67,7 @@ def read_twice(m: Any, x: Tensor) -> Tensor:
 
 def test_only_what_all_readers_have_in_integers_is_on_a_grid() -> None:
     program = export(two_linears(read_twice), X)
-    found = qompose.compare(program, converted_of(program, toy(LINEAR)), [X])
+    found = qompose.compare(program, convert(program, toy(LINEAR), X), [X])
     assert found["exp"].clipping is not None
     assert found["exp"].cause == ROUNDING
     assert found["cos"].clipping is None
@@ -110,7 +103,7 @@ def test_pieces_of_an_operator_that_was_taken_apart_are_paired() -> None:
     x = randn(2, 5, 8)
     heads = Model(lambda m, x: F.scaled_dot_product_attention(x, x, x).tanh())
     program = export(heads, x)
-    converted = converted_of(program, toy(matmul, rewrites=("split_attention",)), x)
+    converted = convert(program, toy(matmul, rewrites=("split_attention",)), x)
     found = qompose.compare(program, converted, [x])
     assert found.unpaired == ()
     rows = {row.name: row.state for row in qompose.report(converted).rows}
@@ -126,7 +119,7 @@ def test_a_program_without_what_was_folded_is_compared_all_the_same() -> None:
 
     image = randn(1, 2, 4, 4)
     program, other = export(net(nn.BatchNorm2d(3)), image), export(net(nn.Identity()), image)
-    converted = converted_of(program, toy(toys.CONV), image)
+    converted = convert(program, toy(toys.CONV), image)
     assert any("batch_norm" in line for line in qompose.report(converted).rewrites)
     assert {row.name for row in qompose.compare(other, converted, [image])} >= {"tanh"}
 
@@ -151,7 +144,7 @@ def test_channels_with_factors_are_compared_as_what_they_stand_for(alone: bool) 
     program = export(model, x)
     balanced = replace(LINEAR, bias="bias", channels=(-1, -1))
     config = QuantizationConfig(INT8, None, PER_TENSOR.weight, repairs=("smooth_quant",))
-    converted = converted_of(program, toy(balanced, config=config), x)
+    converted = convert(program, toy(balanced, config=config), x)
     assert any("smooth_quant of layer_norm" in line for line in qompose.report(converted).rewrites)
     found = qompose.compare(program, converted, [x])
     assert found.unpaired == ()

@@ -17,21 +17,14 @@ from qompose.program.meta import KERNELS_TAG, META_KEY, tag_of
 from qompose.reporting.report_data import CLIPPING, KERNEL_ERROR, NOT_FINITE
 from torch import Tensor, nn
 
+from tests.core.diagnosis.brute import stages
 from tests.core.toy import Model, export, randn, seeded, toy
 
 BATCHES = [randn(4, 6, seed=n) for n in range(2)]
 
 
-def stages(model: nn.Module) -> dict[str, Any]:
-    program = export(model.eval(), BATCHES[0])
-    prepared = qompose.calibrate(qompose.prepare_pt2e(program, toy()), BATCHES)
-    converted = qompose.convert_pt2e(prepared)
-    return {
-        "float": program,
-        "prepared": prepared,
-        "converted": converted,
-        "lowered": qompose.lower(converted),
-    }
+def forms(model: nn.Module) -> dict[str, Any]:
+    return stages(export(model.eval(), BATCHES[0]), toy(), BATCHES)
 
 
 def net(seed: int = 0) -> nn.Module:
@@ -40,13 +33,13 @@ def net(seed: int = 0) -> nn.Module:
 
 @pytest.fixture(scope="module")
 def linear() -> dict[str, Any]:
-    return stages(net())
+    return forms(net())
 
 
 @pytest.fixture(scope="module")
 def others() -> dict[str, Any]:
     """The same structure with other parameters."""
-    return stages(net(5))
+    return forms(net(5))
 
 
 def _raises(reference: Tensor, other: Tensor) -> float:
@@ -136,7 +129,7 @@ def test_no_inputs_at_all(linear: dict[str, Any]) -> None:
 
 
 def test_a_kernel_that_returns_another_shape_is_named() -> None:
-    made = stages(net())
+    made = forms(net())
     kernel = next(n for n in made["lowered"].graph.nodes if tag_of(n, KERNELS_TAG) is not None)
     whole = kernel.target
     kernel.target = lambda *args: whole(*args)[:1]
@@ -164,7 +157,7 @@ def test_a_program_with_other_parameters_is_said_to_be_one(linear: Any, others: 
 
 
 def test_what_holds_integers_alone_lacks_no_parameters() -> None:
-    made = stages(net())
+    made = forms(net())
     reference = qompose.convert_pt2e(made["prepared"], use_reference_representation=True)
     record = made["lowered"].meta[META_KEY]
     made["lowered"].meta[META_KEY] = replace(record, source=None)  # as of one that was loaded
@@ -181,7 +174,7 @@ def parts(m: Any, x: Tensor) -> Tensor:
 
 
 def stages_of_parts() -> dict[str, Any]:
-    return stages(seeded(Model(parts, one=nn.Linear(6, 6), two=nn.Linear(3, 3))))
+    return forms(seeded(Model(parts, one=nn.Linear(6, 6), two=nn.Linear(3, 3))))
 
 
 def test_one_of_several_results_has_the_row_of_its_operator() -> None:

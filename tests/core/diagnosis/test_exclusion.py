@@ -14,6 +14,7 @@ from qompose.diagnosis.tuning_trials import excluding
 from qompose.spec.selectors import for_name
 from torch import Tensor, nn
 
+from tests.core.diagnosis.test_tuning import PROGRAM, tuned
 from tests.core.toy import (
     DYNAMIC,
     INT8,
@@ -34,21 +35,6 @@ from tests.core.toy import (
 )
 
 aten = torch.ops.aten
-
-
-def chain(m: Any, x: Tensor) -> Tensor:
-    """Linears with relus that are functions."""
-    for layer in m.layers:
-        x = layer(x).relu()
-    return x
-
-
-X = randn(8, 4)
-PROGRAM = export(seeded(Model(chain, layers=nn.ModuleList(nn.Linear(4, 4) for _ in range(5)))), X)
-
-
-def tuned(quantizer: Any, drop: float, metric: Callable[[Any], float]) -> qompose.diagnosis.Tuning:
-    return qompose.tune(PROGRAM, quantizer, [(X,)], metric, drop, progress=False)
 
 
 def fused(m: Any, x: Tensor) -> Tensor:
@@ -91,26 +77,18 @@ def test_settings_of_single_calls_are_not_outdone() -> None:
     quantizer = toy(config=PER_TENSOR).set_module_name_object_type_order(
         "layers.3", aten.linear.default, 0, STATIC
     )
-    found = tuned(quantizer, drop=0.5, metric=modules_in_float("layers.3"))
+    found = tuned(quantizer=quantizer, drop=0.5, metric=in_float("layers.3", by="module"))
     assert "layers.3" in {site.module for site in found.excluded}
     assert all(setting.level == "call" for setting in found.selectors)
 
 
-def in_float(*operators: str) -> Callable[[Any], float]:
-    """A metric that minds only how many of some operators are quantized."""
-    return _quantized(lambda operator: operator.name, operators)
+def in_float(*wanted: str, by: str = "name") -> Callable[[Any], float]:
+    """A metric that minds only how many of some operators or modules are quantized."""
 
-
-def modules_in_float(*modules: str) -> Callable[[Any], float]:
-    """A metric that minds only how many of some modules are quantized."""
-    return _quantized(lambda operator: operator.module, modules)
-
-
-def _quantized(name: Callable[[Any], str], wanted: tuple[str, ...]) -> Callable[[Any], float]:
     def metric(model: Any) -> float:
         record = model.meta.get("qompose")
         operators = () if record is None else record.plan.operators
-        taken = {name(operator) for operator in operators if operator.claim is not None}
+        taken = {getattr(operator, by) for operator in operators if operator.claim is not None}
         return -float(len(taken.intersection(wanted)))
 
     return metric
@@ -118,7 +96,9 @@ def _quantized(name: Callable[[Any], str], wanted: tuple[str, ...]) -> Callable[
 
 def test_other_members_do_not_take_over() -> None:
     quantizer = qompose.compose(toy(config=PER_TENSOR), toy(LINEAR, config=DYNAMIC, name="other"))
-    found = tuned(quantizer, drop=0.5, metric=modules_in_float("layers.1", "layers.2"))
+    found = tuned(
+        quantizer=quantizer, drop=0.5, metric=in_float("layers.1", "layers.2", by="module")
+    )
     assert {site.module for site in found.excluded} == {"layers.1", "layers.2"}
     for member in found.quantizer.members:
         assert {s.label for s in member.selectors.settings} >= {
@@ -139,7 +119,9 @@ def annotator() -> Annotator:
 
 def test_members_without_selectors_are_not_heard() -> None:
     quantizer = qompose.compose(annotator(), toy(config=PER_TENSOR))
-    found = tuned(quantizer, drop=0.5, metric=modules_in_float("layers.1", "layers.3"))
+    found = tuned(
+        quantizer=quantizer, drop=0.5, metric=in_float("layers.1", "layers.3", by="module")
+    )
     assert {site.module for site in found.excluded} == {"layers.1", "layers.3"}
     assert found.written is None
     assert any("annotator is code, which cannot be written" in note for note in found.notes)

@@ -102,6 +102,11 @@ def calibrated(name: str, **options: Any) -> tuple[GraphModule, list[tuple[Tenso
     return qompose.calibrate(prepare(exported(name), toy(**options)), batches), batches
 
 
+def observed(model: nn.Module, batches: Any, quantizer: Any = None) -> GraphModule:
+    prepared = prepare(export(seeded(model), *batches[0]), quantizer or toy())
+    return qompose.calibrate(prepared, batches)
+
+
 @pytest.mark.parametrize(
     ("name", "config"),
     [
@@ -189,8 +194,7 @@ def test_tensors_of_a_site() -> None:
 def test_programs_that_write_run_as_a_whole_and_start_anew() -> None:
     batches = BATCHES["adds"]
     layers = {"one": nn.Linear(4, 4), "two": nn.Linear(4, 4), "calls": nn.Buffer(torch.ones(1))}
-    program = export(seeded(Model(writes, **layers)), *batches[0])
-    prepared = qompose.calibrate(prepare(program, toy()), batches)
+    prepared = observed(Model(writes, **layers), batches)
     ranking = qompose.sensitivity(prepared, batches)
     assert len(ranking.notes) == 1
     assert len(ranking) == 2
@@ -252,7 +256,7 @@ def test_errors() -> None:
 def test_outputs_without_floats_need_a_metric() -> None:
     batches = [(randn(3, 4),)]
     picks = Model(lambda m, x: m.linear(x).argmax(-1), linear=nn.Linear(4, 3))
-    prepared = qompose.calibrate(prepare(export(seeded(picks), *batches[0]), toy()), batches)
+    prepared = observed(picks, batches)
     with pytest.raises(UserError, match="metric="):
         qompose.sensitivity(prepared, batches)
     apart = qompose.sensitivity(
@@ -262,9 +266,8 @@ def test_outputs_without_floats_need_a_metric() -> None:
 
 
 def test_what_stays_in_float_is_named() -> None:
-    masked = Model(
-        lambda m, x, mask: m.two(m.one(x) + mask), one=nn.Linear(4, 4), two=nn.Linear(4, 4)
-    )
+    layers = {"one": nn.Linear(4, 4), "two": nn.Linear(4, 4)}
+    masked = Model(lambda m, x, mask: m.two(m.one(x) + mask), **layers)
     mask = torch.zeros(3, 4)
     mask[0, 0] = -torch.inf
     batches = [(randn(3, 4), mask)]

@@ -22,14 +22,13 @@ from tests.xnnpack.executorch_target.runtime import (
     QParams,
     compare,
     lower,
-    normal,
     per_channel,
     quantize,
     steps_apart,
     through,
     weight_constants,
 )
-from tests.xnnpack.operators.arithmetic import KERNELS
+from tests.xnnpack.operators.arithmetic import KERNELS, normal
 
 IN: QParams = (0.021, -7)
 OUT: QParams = (0.05, 5)
@@ -37,16 +36,12 @@ IMAGE = (2, 6, 5, 4)
 LINE = (2, 6, 9)
 
 
-def transposed(
-    shape: tuple[int, ...],
-    stride: int,
-    padding: int,
-    extra: int,
-    groups: int,
-    dilation: int,
-    relu: bool = False,
-) -> Case:
-    """Per output channel with one group, else per tensor, as XNNPACK takes it."""
+def transposed(shape: tuple[int, ...], *numbers: int, relu: bool = False) -> Case:
+    """Per output channel with one group, else per tensor, as XNNPACK takes it.
+
+    `numbers`: stride, padding, output_padding, groups, dilation.
+    """
+    stride, padding, extra, groups, dilation = numbers
     rank = len(shape) - 2
     kernel = getattr(KERNELS, f"conv_transpose{rank}d")
     function = getattr(functional, f"conv_transpose{rank}d")
@@ -57,8 +52,7 @@ def transposed(
 
     def graph(c: Constants, x: Tensor) -> Tensor:
         weight = per_channel(c, 1) if groups == 1 else through_weight(c["weight"])
-        geometry = (stride, padding, extra, groups, dilation)
-        result = function(through(x, IN), weight, c["bias"], *geometry)
+        result = function(through(x, IN), weight, c["bias"], *numbers)
         return quantize(torch.relu(result) if relu else result, OUT)
 
     def here(c: Constants, x: Tensor) -> Tensor:
