@@ -15,9 +15,13 @@ import os
 import warnings
 from typing import Any
 
+import pytest
 import torch
 
 from tests.ecosystem.vendors import MEDIATEK, neutron_target, stand_in
+
+for name in ("torchao", "executorch"):
+    pytest.importorskip(name)
 
 TORCHAO = "torchao.quantization.pt2e.quantizer"
 EXECUTORCH = "executorch.backends"

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import pytest
 import qompose
 import torch
 from torch import Tensor
@@ -18,9 +17,6 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from tests.ecosystem.makers import remember_xnnpack_patterns
-
-for name in ("torchao", "executorch"):
-    pytest.importorskip(name)
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # both packages warn about themselves while they are imported
