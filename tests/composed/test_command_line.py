@@ -152,10 +152,10 @@ def test_to_a_program_file_of_another_runtime(
     printed, _ = command(*QUANTIZE, "--target", "executorch", *files, "--json")
     assert json.loads(printed)["target"] == "executorch"
     x = torch.load(folder / "mlp.pt")[0]
+    file = (folder / "mlp.pte").read_bytes()  # kept: the runtime reads from it
     with executorch.quiet():
-        runtime = executorch.import_runtime()
-        method = runtime.load_program((folder / "mlp.pte").read_bytes()).load_method("forward")
-        (y,) = method.execute([x])
+        program = executorch.import_runtime().load_program(file)
+        (y,) = program.load_method("forward").execute([x])
     assert torch.allclose(y, qompose.load(folder / "mlp.qompose")(x), atol=0.02)
 
 
