@@ -33,7 +33,7 @@ ON_THE_RUNTIME = (
     "tests/contracts/test_xnnpack.py",
     "tests/interop/",
 )
-"""Files that use ExecuTorch, which takes 15 seconds to import and to lower a first program."""
+"""Folders and files that use ExecuTorch, which takes 15 seconds to import and to lower a first program."""
 SLOW = (*ON_THE_RUNTIME, "tests/test_packaging.py", "tests/test_authoring.py")
 
 
@@ -41,17 +41,17 @@ SLOW = (*ON_THE_RUNTIME, "tests/test_packaging.py", "tests/test_authoring.py")
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Keep a file in one process where nobody asks for something else: fixtures of a module cost seconds.
 
-    Files on the runtime are kept together, too, so that one process imports it.
+    Files on the runtime are kept together, too, so that few processes import it.
     """
     from xdist.scheduler import LoadFileScheduling
 
-    class ByFile(LoadFileScheduling):  # type: ignore[misc]
+    class ByFileOrRuntime(LoadFileScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
             on_runtime = nodeid.startswith(ON_THE_RUNTIME)
             return "runtime" if on_runtime else str(super()._split_scope(nodeid))
 
     config.option.loadscopereorder = False  # in the order of `pytest_collection_modifyitems`
-    return ByFile(config, log) if config.getoption("dist") == "load" else None
+    return ByFileOrRuntime(config, log) if config.getoption("dist") == "load" else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which checks of the contract every run makes of our own backends; the rest is for `full` and `long`.
 
-Authors of backends run all of them. Of our own three, every run has what each rule claims, and one rule of
-each engine feature: a piece of code that lowers, an operator that it lowers, a function that it fuses; of
-a runtime, which takes seconds, as of broader checks, one rule of each mode: `tests/xnnpack` has its
-operators as methods of one program. What takes a model of all rows is left to the smallest backend, and
-to `tests/composed`.
+Authors of backends run all of them. Of our own three, every run has what each rule claims, and in process
+one rule of each engine feature: the code that lowers, the operator, the fused function. On a runtime, where
+a case takes seconds, and in broader checks it has one rule of each mode; `tests/xnnpack` and
+`tests/embedding` run the operators of a runtime in a program together. What takes a model of all rows is
+left to the smallest backend, and to `tests/composed`.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ def _is_first(item: pytest.Item, seen: set[tuple[Any, ...]]) -> bool:
         shown = {("rule", case.rule), ("configuration", case.config)}
     elif check in FEATURES and target != "executorch":
         shown = _features(suite.rule(case.rule), case.config)
-    elif check in FEATURES or target != "executorch":
-        shown = {("mode", suite.backend.configs[case.config].mode)}
-    else:
+    elif check not in FEATURES and target == "executorch":
         shown = set()
+    else:
+        shown = {("mode", suite.backend.configs[case.config].mode)}
     new = {(cls, check, target, *feature) for feature in shown} - seen
     seen |= new
     return bool(new)
