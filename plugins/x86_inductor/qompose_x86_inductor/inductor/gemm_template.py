@@ -57,17 +57,15 @@ _FLOAT_PRODUCTS: Final = frozenset(
         *(getattr(_OPS, name) for name in linear_weight_only.SCHEMAS),
     }
 )  # fmt: skip
-"""Other products, which the same options of Inductor would change, or leave without any code."""
+"""Other products: `OPTIONS` would change their code, or Inductor would find no template for them and fail."""
 
 
 def options(graph: GraphModule) -> Mapping[str, Any]:
     """Return options for a lowered graph: `OPTIONS` where a product gets faster and none in float changes."""
     calls = [node for module in _graphs(graph) for node in module.graph.nodes]
-    if any(map(_multiplies_floats, calls)):
-        return {}
     products = (_PER_TOKEN,) if vnni.available() else _OURS
     ours = (node for node in calls if _packet(node) in products)
-    return OPTIONS if any(is_faster(node) for node in ours) else {}
+    return OPTIONS if any(map(is_faster, ours)) and not any(map(_multiplies, calls)) else {}
 
 
 def is_faster(call: Node) -> bool:
@@ -86,10 +84,11 @@ def is_faster(call: Node) -> bool:
     return 0 < rows <= (MOST_ROWS_OF_THEM if slow else MOST_ROWS)
 
 
-def _multiplies_floats(node: Node) -> bool:
-    """Return whether an operator is, or is made of, products that are none of ours: a GRU is, say.
+def _multiplies(node: Node) -> bool:
+    """Return whether a node computes a product that is not ours, itself or in what it consists of, as a GRU.
 
-    What an operator is made of depends on its arguments, so it runs on fake tensors of their sizes.
+    What an operator consists of depends on its arguments, so it runs on fake tensors of their sizes, outside
+    inference mode, in which operators stay whole.
     """
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
@@ -98,9 +97,9 @@ def _multiplies_floats(node: Node) -> bool:
         return target.overloadpacket in _FLOAT_PRODUCTS
     examples = {each: each.meta.get("val") for each in node.all_input_nodes}
     if any(example is None for example in examples.values()):
-        return True
+        return True  # unknown: stay on the safe side
     mode = detect_fake_mode([*examples.values()]) or FakeTensorMode(allow_non_fake_inputs=True)
-    with mode, _Seen() as seen:
+    with torch.inference_mode(False), mode, _Seen() as seen:
         target(*map_arg(node.args, examples.get), **map_arg(node.kwargs, examples.get))
     return not seen.packets.isdisjoint(_FLOAT_PRODUCTS)
 
