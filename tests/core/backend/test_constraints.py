@@ -88,6 +88,9 @@ class TestTheTutorial:
         with pytest.raises(ConfigError, match=r"quant_max_upper_bound.*scale_min_lower_bound"):
             toy(self.rule, config=self.default)
 
+    def test_what_keeps_every_bound_is_taken(self) -> None:
+        assert self.rule.objection(self.within) is None
+
     @pytest.mark.parametrize("role", ["input_activation", "output_activation", "weight"])
     def test_one_role_that_breaks_a_bound_is_enough(self, role: str) -> None:
         config = replace(self.within, **{role: getattr(self.default, role)})

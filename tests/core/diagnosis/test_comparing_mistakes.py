@@ -24,7 +24,9 @@ BATCHES = [randn(4, 6, seed=n) for n in range(2)]
 
 
 def forms(model: nn.Module) -> dict[str, Any]:
-    return stages(export(model.eval(), BATCHES[0]), toy(), BATCHES)
+    made = stages(export(model.eval(), BATCHES[0]), toy(), BATCHES)
+    qompose.assert_lowered(made["lowered"])
+    return made
 
 
 def net(seed: int = 0) -> nn.Module:

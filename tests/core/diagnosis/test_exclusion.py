@@ -15,6 +15,7 @@ from qompose.spec.selectors import for_name
 from torch import Tensor, nn
 
 from tests.core.diagnosis.test_tuning import PROGRAM, tuned
+from tests.core.quantizer.interop.foreign import Foreign
 from tests.core.toy import (
     DYNAMIC,
     INT8,
@@ -190,3 +191,9 @@ def test_a_member_that_is_not_heard_keeps_all_else() -> None:
     interface = {name for name, value in vars(qompose.Quantizer).items() if callable(value)}
     own = {name for name in vars(type(held)) if name in interface} - {"__init__"}
     assert interface - own - {"__init__"} <= {"to_dict", "to_json"}  # which say that it is code
+
+
+def test_quantizers_of_other_packages_are_tuned_too() -> None:
+    found = tuned(quantizer=Foreign(), drop=0.5, metric=in_float("layers.1", by="module"))
+    (row,) = qompose.report(prepare(PROGRAM, found.apply(Foreign()))).why("layers.1")
+    assert "left in float by" in row.reason

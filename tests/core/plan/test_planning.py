@@ -216,6 +216,13 @@ def test_two_specifications_of_one_tensor_are_an_error_that_names_both_owners(
     assert len(plan_groups(model, [*first, *claims(spec("sigmoid>relu", INT8))])) == 1
 
 
+def test_each_point_of_a_circle_is_named_with_its_owner(model: GraphModule) -> None:
+    first = claims(spec("sigmoid", "share", "relu"), owner="one")
+    second = claims(spec("relu", "share", "sigmoid"), owner="other")
+    with pytest.raises(SharingError, match=r"sigmoid.*\(one.*relu.*\(other"):
+        plan_groups(model, [*first, *second])
+
+
 def test_a_long_chain_of_shared_points_needs_no_recursion(model: GraphModule) -> None:
     chain = [spec("n0", INT8), *(spec(f"n{i}", "share", f"n{i - 1}") for i in range(1, 1200))]
     assert len(plan_groups(model, claims(*chain))) == 1

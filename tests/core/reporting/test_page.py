@@ -184,6 +184,9 @@ class TestSafety:
         assert data_of(evil)["report"] == self.EVERYWHERE.to_dict()
         assert evil.text.count(EVIL) >= 15
 
+    def test_names_may_break_behind_their_parts(self) -> None:
+        assert module.breakable("layer.0/conv_1.") == "layer.<wbr>0/<wbr>conv_<wbr>1."
+
     def test_no_handler_is_an_attribute(self) -> None:
         for element in page_of(self.EVERYWHERE, self.AGAINST).all():
             assert not [name for name in element.attributes if name.startswith("on")]
