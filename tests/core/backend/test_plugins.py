@@ -317,7 +317,7 @@ def test_a_trace_names_plugin_and_call_on_standard_error(
     install(a=backend("a"), b=lambda: 1 / 0)
     monkeypatch.setenv("QOMPOSE_TRACE", value)
     qompose.backend.load_backend("a")
-    with pytest.raises(PluginError):
+    with pytest.raises(PluginError, match="ZeroDivisionError"):
         qompose.backend.load_backend("b")
     out, err = capsys.readouterr()
     assert out == "" and bool(err) is bool(traced)

@@ -194,9 +194,10 @@ def test_a_comparison_of_another_model_is_not_drawn(
     report, page = qompose.report(linear["lowered"]), tmp_path / "page.html"
     for stage in ("prepared", "converted", "lowered"):
         qompose.report(linear[stage]).save(page, found)
+    earlier = replace(report, fingerprint="")  # of a release that wrote none
+    earlier.save(page, found)
     page.unlink()
     with_parts = stages_of_parts()
-    earlier = replace(report, fingerprint="")  # of a release that wrote none
     for made, saved, path in (
         (others, report, page),
         (with_parts, report, page),

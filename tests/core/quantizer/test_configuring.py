@@ -164,6 +164,10 @@ class TestErrors:
         with pytest.raises(kind, match=f"(?s){message}"):
             quantizer_from_dict(data)
 
+    def test_selectors_are_a_list(self) -> None:
+        with pytest.raises(ConfigError, match="list"):
+            quantizer_from_dict({"backend": "alpha", "selectors": {"select": "global"}})
+
     @pytest.mark.parametrize(
         ("key", "name", "message"),
         [

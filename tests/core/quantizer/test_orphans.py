@@ -155,3 +155,10 @@ class TestOrphaned:
         lost = [claim(owner, "a", PointSpec(self.a, spec)) for owner, (_, spec) in wanted.items()]
         inherited = [spec.spec for each in inherit_specs(chosen, lost) for spec in each.specs]
         assert inherited == [INT8, UINT8]
+
+    def test_an_owner_inherits_at_each_place_that_it_lost(self) -> None:
+        places = {Point("d"): (self.a, INT8), Point("e"): (self.b, UINT8)}
+        chosen = [claim("one", "x", *(shared_with(p, at) for p, (at, _) in places.items()))]
+        lost = [claim("one", at.source, PointSpec(at, spec)) for at, spec in places.values()]
+        (inherited,) = inherit_specs(chosen, lost)
+        assert [spec.spec for spec in inherited.specs] == [INT8, UINT8]

@@ -20,6 +20,7 @@ from qompose.reporting.graph_drawing import (
     graph_of,
     layers_of,
     spread,
+    step_class,
 )
 from qompose.reporting.report_data import STATES, Comparison, Report, Row, measured_rows
 
@@ -234,3 +235,8 @@ def test_strange_inputs_do_no_harm() -> None:
 def test_no_operators() -> None:
     found = graph_of([], BORDERS)
     assert [level["nodes"] for level in found["levels"]] == [[]]
+
+
+def test_colours_are_of_ten_decibels_each_and_more_at_the_ends() -> None:
+    found = [step_class(sqnr) for sqnr in (99.0, 40.0, 39.9, 10.0, 9.9)]
+    assert found == ["step0", "step0", "step1", "step3", "step4"]
