@@ -11,12 +11,14 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import qompose
 import torch
 from hypothesis import given, settings, strategies as st
 from qompose import QuantizationConfig, QuantizationSpec, RuleQuantizer, Statistics, UserError
+from qompose.calibration import statistics_file
 from qompose.errors import ConfigError, StatisticsError
 from qompose.observers import (
     EntropyObserver,
@@ -24,6 +26,7 @@ from qompose.observers import (
     MovingAverageMinMaxObserver,
     PercentileObserver,
 )
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.ao.quantization import observer as peer
 from torch.fx import GraphModule
@@ -187,6 +190,18 @@ class TestFiles:
         for call in (seen().save, Statistics.load):
             with pytest.raises(StatisticsError, match=r"seen.pt"):
                 call(tmp_path / "seen.pt")
+
+    def test_a_full_disk_is_told_and_costs_no_old_file(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        path = tmp_path / "seen.safetensors"
+        seen().save(path)
+        before = path.read_bytes()
+        full = Mock(side_effect=SafetensorError("no space left"))
+        monkeypatch.setattr(statistics_file, "save_file", full)
+        with pytest.raises(OSError, match="no space left"):
+            seen().save(path)
+        assert path.read_bytes() == before and [*tmp_path.iterdir()] == [path]
 
     @pytest.mark.parametrize("suffix", ["json", "safetensors"])
     def test_damage_is_told(self, tmp_path: Path, suffix: str) -> None:

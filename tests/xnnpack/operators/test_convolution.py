@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 from qompose_xnnpack.operators.dynamic_quantization import quantize_rows
+from qompose_xnnpack.operators.shapes import conv_shape
 from torch import Tensor
 from torch.nn import functional
 
@@ -70,6 +71,12 @@ class TestStatic:
         x, weight = int8(seed, 2, 4, 5, 6, extreme=extreme), weights(seed, *shape)
         w_scale = torch.rand(shape[1] if per_channel and geometry[3] == 1 else 1) * 0.02 + 1e-4
         check_static("conv_transpose2d", x, zp, weight, w_scale, geometry, out)
+
+    def test_shapes_are_those_of_torch(self) -> None:
+        x, weight = (torch.empty(s, device="meta") for s in ((1, 4, 9, 11), (6, 2, 3, 2)))
+        geometry = ([2, 1], [2, 0], [1, 3], 2)
+        shape = functional.conv2d(x, weight, None, *geometry).shape
+        assert shape == conv_shape(x, weight, *geometry)
 
     def test_an_absent_input_is_no_zero_point(self) -> None:
         """With stride 3 and one tap two of three outputs have no input at all: they are the bias."""
