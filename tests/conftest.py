@@ -27,21 +27,36 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--regen", action="store_true", help="write the golden plans anew")
 
 
+ON_THE_RUNTIME = (
+    "tests/xnnpack/",
+    "tests/embedding/test_executorch.py",
+    "tests/contracts/test_xnnpack.py",
+    "tests/interop/",
+)
+"""Folders and files that use ExecuTorch, which takes 15 seconds to import and to lower a first program."""
+SLOW = (*ON_THE_RUNTIME, "tests/test_packaging.py", "tests/test_authoring.py")
+
+
 @pytest.hookimpl(optionalhook=True)  # pytest-xdist may be absent
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Keep a file in one process where nobody asks for something else: fixtures of a module cost seconds."""
+    """Keep a file in one process where nobody asks for something else: fixtures of a module cost seconds.
+
+    Files on the runtime are kept together, too, so that few processes import it.
+    """
     from xdist.scheduler import LoadFileScheduling
 
+    class ByFileOrRuntime(LoadFileScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            on_runtime = nodeid.startswith(ON_THE_RUNTIME)
+            return "runtime" if on_runtime else str(super()._split_scope(nodeid))
+
     config.option.loadscopereorder = False  # in the order of `pytest_collection_modifyitems`
-    return LoadFileScheduling(config, log) if config.getoption("dist") == "load" else None
-
-
-SLOW_FILES = ("test_packaging.py", "test_authoring.py", "executorch_target/test_program.py")
+    return ByFileOrRuntime(config, log) if config.getoption("dist") == "load" else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with what takes longest, so that no process waits for it at the end."""
-    items.sort(key=lambda item: not item.path.as_posix().endswith(SLOW_FILES))
+    items.sort(key=lambda item: not item.nodeid.startswith(SLOW))
 
 
 COMPILER = shutil.which(os.environ.get("CXX", "g++"))

@@ -83,25 +83,6 @@ def prose(page: str) -> str:
     return _FENCED.sub("", text(page))
 
 
-def broken_links(page: str) -> list[str]:
-    """The links of a page that lead nowhere: to files that are not there, or headings that they lack."""
-    broken = []
-    for target in re.findall(r"\]\(([^)\s]+)[^)]*\)", prose(page)):
-        if target.startswith("https://"):
-            continue
-        path, _, heading = target.partition("#")
-        file = (ROOT / page).parent / path if path else ROOT / page
-        if not file.exists() or (heading and heading not in anchors(file)):
-            broken.append(target)
-    return broken
-
-
-def anchors(file: Path) -> set[str]:
-    """The anchors of a Markdown file's headings, as GitHub makes them."""
-    headings = re.findall(r"^#+ +(.+?)\s*$", file.read_text("utf-8"), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
 def missing_files(page: str) -> list[str]:
     """The files named in a page's sentences that are neither here nor in one of its own blocks."""
     named = re.findall(r"`((?:[\w.-]+/)*[\w-]+\.(?:py|ini|txt|toml|md|yaml))`", prose(page))

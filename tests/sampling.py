@@ -10,14 +10,11 @@ import pytest
 
 
 def one_of(number: int, cases: Sequence[Any]) -> list[Any]:
-    """The cases, all but the first of every ``number`` for the long run; a tuple has the test's arguments."""
-    later = [pytest.mark.long]
-    return [
-        pytest.param(
-            *(case if isinstance(case, tuple) else (case,)), marks=later if i % number else []
-        )
-        for i, case in enumerate(cases)
-    ]
+    """The cases: the first of every ``number`` for each run, every fourth of the others for the full run, and
+    the rest for the long one."""
+    later = [[pytest.mark.full if i % 4 == 0 else pytest.mark.long] for i, _ in enumerate(cases)]
+    marks = [[] if i % number == 0 else mark for i, mark in enumerate(later)]
+    return [pytest.param(case, marks=mark) for case, mark in zip(cases, marks, strict=True)]
 
 
 def at_once(cases: Iterable[Any], *chosen: Any) -> list[Any]:

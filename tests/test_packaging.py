@@ -83,9 +83,10 @@ def checked(command: Sequence[object], **variables: str) -> str:
 
 @dataclass(frozen=True)
 class Site:
-    """A virtual environment."""
+    """A virtual environment, and the folder with the wheels."""
 
     path: Path
+    wheels: Path
 
     @property
     def python(self) -> Path:
@@ -97,6 +98,9 @@ class Site:
 
     def pip(self, *arguments: object) -> str:
         return checked([sys.executable, "-m", "pip", "--python", self.python, *arguments])
+
+    def install(self, *names: object) -> None:
+        self.pip("install", "--quiet", "--no-index", "--find-links", self.wheels, *names)
 
     def qompose(self, *arguments: str, code: int = 0, **variables: str) -> Any:
         """Run the installed command and return the JSON that it prints."""
@@ -111,15 +115,15 @@ class Site:
 @pytest.fixture(scope="session")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The wheel of each distribution, built from a copy: setuptools would reuse an old build/."""
-    folder = tmp_path_factory.mktemp("wheels")
+    folder, copies = tmp_path_factory.mktemp("wheels"), []
     for name, (source, package) in FOLDERS.items():
-        copy = tmp_path_factory.mktemp(name)
+        copies.append(copy := tmp_path_factory.mktemp(name))
         for file in ("pyproject.toml", "README.md", "LICENSE"):
             shutil.copy(source / file, copy)
         ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
         shutil.copytree(source / package, copy / package, ignore=ignored)
-        pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
-        checked([*pip, "--wheel-dir", folder, copy])
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    checked([*pip, "--wheel-dir", folder, *copies])
     found = {name: next(folder.glob(f"{name.replace('-', '_')}-*.whl")) for name in FOLDERS}
     assert len(list(folder.iterdir())) == len(found)
     return found
@@ -180,12 +184,11 @@ def make_site(
     """Make an environment with some of the four distributions."""
 
     def make(*names: str) -> Site:
-        site = Site(tmp_path_factory.mktemp("site"))
+        site = Site(tmp_path_factory.mktemp("site"), wheels["qompose"].parent)
         venv.create(site.path, with_pip=False, symlinks=True)
         for top, path in dependencies.items():
             (site.packages / top).symlink_to(path)
-        folder = wheels["qompose"].parent
-        site.pip("install", "--quiet", "--no-index", "--find-links", folder, *names)
+        site.install(*names)
         return site
 
     return make
@@ -233,14 +236,14 @@ class TestWheels:
 class TestInstalled:
     """All four."""
 
-    def test_comes_from_the_environment(self, full: Site) -> None:
+    def test_comes_from_the_environment(self, full: Site, wheels: dict[str, Path]) -> None:
         modules = ["qompose", *(name.replace("-", "_") for name in BACKENDS.values())]
         code = "import importlib, sys\nfor n in sys.argv[1:]: print(importlib.import_module(n).__file__)"
-        for line in full.script(code, *modules).splitlines():
-            assert Path(line).is_relative_to(full.path)
-
-    def test_requirements_hold(self, full: Site) -> None:
-        assert "No broken requirements" in full.pip("check")
+        version, *files = full.script(
+            f"import qompose; print(qompose.__version__)\n{code}", *modules
+        ).splitlines()
+        assert version == metadata(wheels["qompose"])["Version"]
+        assert all(Path(file).is_relative_to(full.path) for file in files)
 
     def test_listed(self, full: Site) -> None:
         rows = full.qompose("backends")
@@ -254,10 +257,6 @@ class TestInstalled:
     def test_restricted(self, full: Site) -> None:
         rows = full.qompose("backends", QOMPOSE_PLUGINS="embedding,xnnpack")
         assert [row["name"] for row in rows] == ["embedding", "xnnpack"]
-
-    def test_version(self, full: Site, wheels: dict[str, Path]) -> None:
-        version = full.script("import qompose; print(qompose.__version__)")
-        assert version == metadata(wheels["qompose"])["Version"]
 
     @pytest.mark.parametrize(
         "names",
@@ -282,12 +281,18 @@ class TestInstalled:
 class TestComingAndGoing:
     """Plugins are installed and uninstalled one by one."""
 
-    def test_core_alone(self, make_site: Any) -> None:
+    def test_core_alone_and_with_others_for_a_while(self, make_site: Any) -> None:
         site = make_site("qompose")
         assert site.qompose("backends") == []
-        done = run([site.python, "-c", QUANTIZE, "xnnpack"])
-        assert "BackendNotFoundError" in done.stderr
-        assert "pip install qompose-xnnpack" in done.stderr
+        assert_missing(site)
+        site.install(*BACKENDS.values())
+        assert [row["name"] for row in site.qompose("backends")] == [*BACKENDS]
+        site.pip("uninstall", "--quiet", "--yes", "qompose-xnnpack")
+        assert [row["name"] for row in site.qompose("backends")] == ["embedding", "x86_inductor"]
+        assert json.loads(site.script(QUANTIZE, "embedding")) == ["embedding"]
+        site.script("import qompose; qompose.backend.load_backend('x86_inductor')")
+        assert_missing(site)
+        assert "No broken requirements" in site.pip("check")
 
     @pytest.mark.full
     @pytest.mark.parametrize("name", BACKENDS)
@@ -298,15 +303,12 @@ class TestComingAndGoing:
         assert row["name"] == name
         site.script("import sys, qompose; qompose.backend.load_backend(sys.argv[1])", name)
 
-    def test_uninstalled(self, make_site: Any) -> None:
-        site = make_site(*FOLDERS)
-        site.pip("uninstall", "--quiet", "--yes", "qompose-xnnpack")
-        assert [row["name"] for row in site.qompose("backends")] == ["embedding", "x86_inductor"]
-        assert json.loads(site.script(QUANTIZE, "embedding")) == ["embedding"]
-        site.script("import qompose; qompose.backend.load_backend('x86_inductor')")
-        done = run([site.python, "-c", "import qompose; qompose.compose('xnnpack')"])
-        assert "BackendNotFoundError" in done.stderr
-        site.pip("check")
+
+def assert_missing(site: Site) -> None:
+    """Who asks for XNNPACK is told what to install."""
+    done = run([site.python, "-c", QUANTIZE, "xnnpack"])
+    assert "BackendNotFoundError" in done.stderr
+    assert "pip install qompose-xnnpack" in done.stderr
 
 
 BACKEND = """

@@ -41,11 +41,6 @@ def test_commands_are_those_of_tox() -> None:
     assert "python -m tox" in text(".ci/run")
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_links(page: str) -> None:
-    assert pages.broken_links(page) == []
-
-
 def test_installation_names_every_plugin() -> None:
     assert sorted(set(re.findall(r"\./plugins/(\w+)", text("README.md")))) == PLUGINS
 

@@ -20,19 +20,18 @@ from torch import Tensor, nn
 from torch.export import Dim
 from torch.fx import GraphModule
 
+from tests.core.toy import Model
 from tests.sampling import at_once
 
 
-class Tagger(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.table = nn.Embedding(30, 16)
-        self.body = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
-        self.head = nn.Linear(16, 4)
-
-    def forward(self, ids: Tensor, *, scale: Tensor) -> dict[str, Tensor]:
-        return {"scores": self.head(self.body(self.table(ids))) * scale}
+def tagger_model() -> nn.Module:
+    torch.manual_seed(0)
+    return Model(
+        lambda m, ids, *, scale: {"scores": m.head(m.body(m.table(ids))) * scale},
+        table=nn.Embedding(30, 16),
+        body=nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)),
+        head=nn.Linear(16, 4),
+    ).eval()
 
 
 def ids(batch: int) -> Tensor:
@@ -42,12 +41,13 @@ def ids(batch: int) -> Tensor:
 SCALE = torch.tensor(2.0)
 
 
-def tagger(*members: Any) -> GraphModule:
+def exported(module: nn.Module) -> torch.export.ExportedProgram:
     shapes = {"ids": {0: Dim("batch", min=2, max=64)}, "scale": None}
-    program = torch.export.export(
-        Tagger().eval(), (ids(6),), {"scale": SCALE}, dynamic_shapes=shapes
-    )
-    prepared = qompose.prepare_pt2e(program, qompose.compose(*members))
+    return torch.export.export(module, (ids(6),), {"scale": SCALE}, dynamic_shapes=shapes)
+
+
+def tagger(*members: Any) -> GraphModule:
+    prepared = qompose.prepare_pt2e(exported(tagger_model()), qompose.compose(*members))
     for batch in (6, 9):
         prepared(ids(batch), scale=SCALE)
     return qompose.convert_pt2e(prepared)
@@ -89,10 +89,21 @@ print(json.dumps(result))
 """
 
 
-def fresh(saved: GraphModule, folder: Path, *absent: str, plugins: str = "") -> dict[str, Any]:
+def run_python(code: str, folder: Path, *arguments: str, **variables: str) -> str:
+    """What a process prints, in which no environment variable of ours is set but these."""
+    kept = {k: v for k, v in os.environ.items() if k != "QOMPOSE_PLUGINS"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        capture_output=True, text=True, check=False, cwd=folder, env={**kept, **variables},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def fresh(saved: GraphModule, folder: Path, *absent: str, **variables: str) -> dict[str, Any]:
     """Save a model, and load, run and lower it in another process, comparing bits; what that found.
 
-    Backends that are `absent` are not installed there; `plugins` is its QOMPOSE_PLUGINS.
+    Backends that are `absent` are not installed there.
     """
     qompose.save(saved, folder / "model")
     tensors = {"scale": SCALE}
@@ -102,25 +113,14 @@ def fresh(saved: GraphModule, folder: Path, *absent: str, plugins: str = "") -> 
             scores = model(ids(batch), scale=SCALE)["scores"]
             tensors[f"{which}{batch}"] = scores.detach().contiguous()
     save_file(tensors, folder / "given")
-    done = subprocess.run(
-        [sys.executable, "-c", FRESH, folder / "model", folder / "given", *absent],
-        capture_output=True, text=True, check=False, cwd=folder,
-        env={k: v for k, v in os.environ.items() if k != "QOMPOSE_PLUGINS"}
-        | ({"QOMPOSE_PLUGINS": plugins} if plugins else {}),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    result: dict[str, Any] = json.loads(done.stdout)
+    result: dict[str, Any] = json.loads(
+        run_python(FRESH, folder, "model", "given", *absent, **variables)
+    )
     return result
 
 
 def as_json(data: Any) -> Any:
     return json.loads(json.dumps(data))
-
-
-def exported_again(converted: GraphModule) -> torch.export.ExportedProgram:
-    """As a user would: the sizes are said once more."""
-    shapes = {"ids": {0: Dim("batch", min=2, max=64)}, "scale": None}
-    return torch.export.export(converted, (ids(6),), {"scale": SCALE}, dynamic_shapes=shapes)
 
 
 LOAD_WITH_TORCH = """
@@ -140,17 +140,13 @@ for batch in (3, 64):
 def test_a_converted_model_goes_through_files_of_torch(tmp_path: Path) -> None:
     """Bit for bit, in a process that has nothing but the operators."""
     converted = tagger("embedding", "x86_inductor")
-    torch.export.save(exported_again(converted), tmp_path / "converted.pt2")
+    torch.export.save(exported(converted), tmp_path / "converted.pt2")
     given = {"scale": SCALE}
     for batch in (3, 64):
         scores = converted(ids(batch), scale=SCALE)["scores"]
         given |= {f"ids{batch}": ids(batch), f"scores{batch}": scores.detach().contiguous()}
     save_file(given, tmp_path / "given")
-    done = subprocess.run(
-        [sys.executable, "-c", LOAD_WITH_TORCH, tmp_path / "converted.pt2", tmp_path / "given"],
-        capture_output=True, text=True, check=False, cwd=tmp_path,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    run_python(LOAD_WITH_TORCH, tmp_path, "converted.pt2", "given")
 
 
 @pytest.mark.parametrize("product", at_once(("xnnpack", "x86_inductor"), "x86_inductor"))
@@ -178,7 +174,7 @@ def test_a_missing_plugin_is_named_when_its_kernels_are_wanted(tmp_path: Path) -
 
 @pytest.mark.full
 def test_a_plugin_that_is_hidden_is_not_to_be_installed(tmp_path: Path) -> None:
-    found = fresh(tagger("embedding", "xnnpack"), tmp_path, plugins="embedding")
+    found = fresh(tagger("embedding", "xnnpack"), tmp_path, QOMPOSE_PLUGINS="embedding")
     assert found["error"].startswith("ExcludedBackendError")
     assert "'xnnpack'" in found["error"] and "QOMPOSE_PLUGINS" in found["error"]
 
@@ -195,18 +191,16 @@ def test_the_executorch_target(tmp_path: Path) -> None:
     prepared = qompose.prepare_pt2e(program, qompose.compose("xnnpack"))
     prepared(batches[6])
     saved = qompose.convert_pt2e(prepared)
-    lowered = [qompose.lower(saved, "executorch")]
-    qompose.save(lowered[0], tmp_path / "model")  # which is lowered as a converted one is
-    lowered.append(qompose.load(tmp_path / "model"))
-    records = [program.meta["qompose"] for program in lowered]
-    assert records[0].kernels
-    for again, record in zip(lowered[1:], records[1:], strict=True):
-        assert record.kernels == records[0].kernels
-        assert record.fallbacks == records[0].fallbacks
-        for x in batches.values():
-            assert torch.equal(lowered[0](x), again(x))
+    lowered = qompose.lower(saved, "executorch")
+    qompose.save(lowered, tmp_path / "model")  # which is lowered as a converted one is
+    loaded = qompose.load(tmp_path / "model")
+    record, other = (program.meta["qompose"] for program in (lowered, loaded))
+    assert record.kernels
+    assert (other.kernels, other.fallbacks) == (record.kernels, record.fallbacks)
+    for x in batches.values():
+        assert torch.equal(lowered(x), loaded(x))
     methods = qompose.lower({"one": saved, "two": saved}, "executorch")
     qompose.save(methods, tmp_path / "methods")
     again = qompose.load(tmp_path / "methods")
     assert sorted(again.methods) == ["one", "two"]
-    assert torch.equal(again.methods["two"].run(batches[3]), lowered[0](batches[3]))
+    assert torch.equal(again.methods["two"].run(batches[3]), lowered(batches[3]))

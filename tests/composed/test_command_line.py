@@ -17,9 +17,10 @@ import qompose
 import torch
 from qompose.cli import main
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import nn
 from torch.export import Dim
 
+from tests.core.toy import Model
 from tests.pages import blocks
 from tests.reader import matches
 
@@ -28,27 +29,20 @@ pytestmark = pytest.mark.filterwarnings("always::qompose.QomposeWarning")  # the
 COMMAND = Path(sys.executable).with_name("qompose")
 
 
-class Tagger(nn.Module):
-    """A table, two linear layers and an argument that is passed by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(50, 16)
-        self.hidden = nn.Linear(16, 32)
-        self.out = nn.Linear(32, 4)
-
-    def forward(self, ids: Tensor, *, weight: Tensor) -> Tensor:
-        return self.out((self.hidden(self.table(ids)) * weight).relu())
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Programs and data for them."""
     folder = tmp_path_factory.mktemp("work")
     torch.manual_seed(0)
     batch = Dim("batch", min=2, max=32)
+    tagger = Model(
+        lambda m, ids, *, weight: m.out((m.hidden(m.table(ids)) * weight).relu()),
+        table=nn.Embedding(50, 16),
+        hidden=nn.Linear(16, 32),
+        out=nn.Linear(32, 4),
+    )
     program = torch.export.export(
-        Tagger().eval(),
+        tagger.eval(),
         (torch.randint(50, (4, 6)),),
         {"weight": torch.rand(4, 6, 1)},
         dynamic_shapes={"ids": {0: batch}, "weight": {0: batch}},
@@ -95,16 +89,8 @@ def run_in(folder: Path, *arguments: str, **more: str) -> subprocess.CompletedPr
 
 def test_from_an_exported_program_to_int8_kernels_and_back(folder: Path) -> None:
     """Quantize in one process, report in another, lower in a third."""
-    arguments = [
-        "tagger.pt2",
-        "--backend",
-        "embedding",
-        "--backend",
-        "xnnpack",
-        "--json",
-        "--strict",
-    ]
-    done = run_in(folder, "quantize", *arguments, "--calibration", "tagger.safetensors")
+    line = "quantize tagger.pt2 --backend embedding --backend xnnpack --json --strict"
+    done = run_in(folder, *line.split(), "--calibration", "tagger.safetensors")
     lowered = json.loads(done.stdout)
     owners = {row["owner"] for row in lowered["rows"] if row["state"] == "int8 kernel"}
     assert owners == {"embedding", "xnnpack"}
@@ -166,10 +152,10 @@ def test_to_a_program_file_of_another_runtime(
     printed, _ = command(*QUANTIZE, "--target", "executorch", *files, "--json")
     assert json.loads(printed)["target"] == "executorch"
     x = torch.load(folder / "mlp.pt")[0]
+    file = (folder / "mlp.pte").read_bytes()  # kept: the runtime reads from it
     with executorch.quiet():
-        runtime = executorch.import_runtime()
-        method = runtime.load_program((folder / "mlp.pte").read_bytes()).load_method("forward")
-        (y,) = method.execute([x])
+        program = executorch.import_runtime().load_program(file)
+        (y,) = program.load_method("forward").execute([x])
     assert torch.allclose(y, qompose.load(folder / "mlp.qompose")(x), atol=0.02)
 
 

@@ -10,14 +10,11 @@ import qompose
 import torch
 from qompose.program.meta import values_of
 from qompose.reporting.report_data import KERNEL_ERROR
-from qompose_x86_inductor import (
-    X86InductorQuantizer,
-    get_default_x86_inductor_quantization_config,
-)
-from qompose_xnnpack import XNNPACKQuantizer, get_symmetric_quantization_config
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
+from tests.core.diagnosis.brute import stages
+from tests.products import x86, xnnpack
 from tests.sampling import at_once
 from tests.zoo import ZooModel, by_name
 
@@ -33,33 +30,14 @@ MODELS = [
 ]
 
 
-def xnnpack(**options: Any) -> XNNPACKQuantizer:
-    config = get_symmetric_quantization_config(is_per_channel=True, **options)
-    return XNNPACKQuantizer().set_global(config)
+QUANTIZERS = {"xnnpack": xnnpack, "x86": x86, "x86 dynamic": lambda: x86(is_dynamic=True)}
 
 
-def x86(**options: Any) -> X86InductorQuantizer:
-    config = get_default_x86_inductor_quantization_config(**options)
-    return X86InductorQuantizer().set_global(config)
-
-
-QUANTIZERS = {
-    "xnnpack": xnnpack,
-    "x86": x86,
-    "x86 dynamic": lambda: x86(is_dynamic=True),
-}
-
-
-def stages(model: ZooModel, quantizer: Any) -> dict[str, Any]:
+def forms(model: ZooModel, quantizer: Any) -> dict[str, Any]:
     program = model.export(dynamic=model.dynamic_shapes is not None)
-    prepared = qompose.prepare_pt2e(program, qompose.compose("embedding", quantizer))
-    qompose.calibrate(prepared, [model.inputs()])
-    converted = qompose.convert_pt2e(prepared)
-    lowered = qompose.lower(converted)
-    return {"float": program, "prepared": prepared, "converted": converted, "lowered": lowered}
+    return stages(program, qompose.compose("embedding", quantizer), [model.inputs()])
 
 
-@pytest.mark.filterwarnings("ignore::qompose.QomposeWarning")
 @pytest.mark.parametrize(
     ("name", "quantizer"),
     at_once(
@@ -72,7 +50,7 @@ def stages(model: ZooModel, quantizer: Any) -> dict[str, Any]:
 )
 def test_all_that_is_quantized_is_paired_and_no_kernel_is_wrong(name: str, quantizer: str) -> None:
     model = by_name(name)
-    made = stages(model, QUANTIZERS[quantizer]())
+    made = forms(model, QUANTIZERS[quantizer]())
     data = [model.inputs()]
     for one, other in (("float", "converted"), ("float", "lowered"), ("converted", "lowered")):
         found = qompose.compare(made[one], made[other], data)
@@ -85,7 +63,7 @@ def test_all_that_is_quantized_is_paired_and_no_kernel_is_wrong(name: str, quant
 def test_a_wrong_kernel_of_a_transformer_is_the_first_row(quantizer: str) -> None:
     """Whichever of its kernels it is: one in the middle, whose error all others inherit."""
     model = by_name("bert")
-    made = stages(model, QUANTIZERS[quantizer]())
+    made = forms(model, QUANTIZERS[quantizer]())
     broken = _kernel(made["lowered"], "encoder.layer.0.attention.self.value")
     real: Any = broken.target
     broken.target = lambda *args: _off(real(*args))

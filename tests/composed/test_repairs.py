@@ -9,35 +9,41 @@ from typing import Any
 import pytest
 import qompose
 import torch
-from qompose import QuantizationConfig
 from qompose.testing.fixtures import sqnr
-from qompose_x86_inductor import (
-    X86InductorQuantizer,
-    get_default_x86_inductor_quantization_config,
-)
-from qompose_xnnpack import XNNPACKQuantizer, get_symmetric_quantization_config
 from torch import Tensor, nn
 
-Make = Callable[..., QuantizationConfig]
+from tests.core.toy import Model
+from tests.products import x86, xnnpack
 
-BACKENDS: dict[str, tuple[Any, Make]] = {
-    "xnnpack": (XNNPACKQuantizer, get_symmetric_quantization_config),
-    "x86_inductor": (X86InductorQuantizer, get_default_x86_inductor_quantization_config),
+BACKENDS: dict[str, Callable[..., Any]] = {
+    "xnnpack": lambda **options: xnnpack(**{"is_per_channel": False, **options}),
+    "x86_inductor": x86,
 }
 
 
-def lowered(
-    backend: str, model: nn.Module, batches: list[Tensor], *repairs: str, **options: Any
-) -> tuple[float, qompose.QuantizedModel]:
-    """The distance of the kernels from float on the first batch, in dB."""
-    quantizer, make = BACKENDS[backend]
-    config = make(repairs=repairs, **options)
-    result = qompose.quantize(
-        model, (batches[0],), backends=quantizer().set_global(config), calibration=batches
-    )
-    assert result.report.count("int8 kernel")
+def repaired(
+    backend: str,
+    model: nn.Module,
+    batches: list[Tensor],
+    repair: str,
+    near: int = 35,
+    **options: Any,
+) -> tuple[float, float, list[str]]:
+    """The distances of the kernels from float on the first batch, in dB, without the repair and with it, and
+    its lines of the report; its kernels are `near` dB to the simulation."""
+    plain, result = (
+        qompose.quantize(
+            model, (batches[0],),
+            backends=BACKENDS[backend](repairs=repairs, **options), calibration=batches,
+        )
+        for repairs in ((), (repair,))
+    )  # fmt: skip
+    assert not any(repair in line for line in (*plain.report.rewrites, *plain.report.notes))
+    assert result.report.count("int8 kernel") == plain.report.count("int8 kernel") > 0
     with torch.no_grad():
-        return sqnr(model(batches[0]), result.model(batches[0])), result
+        assert sqnr(result.converted(batches[0]), result.model(batches[0])) > near
+        without, gained = (sqnr(model(batches[0]), r.model(batches[0])) for r in (plain, result))
+    return without, gained, [line for line in result.report.rewrites if repair in line]
 
 
 def spread(one: Any, other: Any, seed: int) -> None:
@@ -71,41 +77,36 @@ def images(number: int) -> list[Tensor]:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_equalization(backend: str) -> None:
-    without, plain = lowered(backend, uneven(), images(2))
-    gained, result = lowered(backend, uneven(), images(2), "equalization")
+    without, gained, lines = repaired(backend, uneven(), images(2), "equalization", near=40)
     assert gained > max(without + 10, 35)
-    assert sum("equalization: " in line for line in result.report.rewrites) == 2
-    assert not any("equalization" in line for line in (*plain.report.rewrites, *plain.report.notes))
-    with torch.no_grad():
-        assert sqnr(result.converted(images(1)[0]), result.model(images(1)[0])) > 40
+    assert sum("equalization: " in line for line in lines) == 2
 
 
 WIDTH, LOUD = 32, (3, 11, 20)
 
 
-class Block(nn.Module):
+def attention(m: Any, x: Tensor) -> Tensor:
+    y = m.first(x)
+    scores = m.q(y) @ m.k(y).transpose(-1, -2) / WIDTH**0.5
+    x = x + m.out(scores.softmax(-1) @ m.v(y))
+    return x + m.down(nn.functional.gelu(m.up(m.second(x))))
+
+
+def block() -> nn.Module:
     """Attention and two linears, behind layer norms that make three channels far larger than the others."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-        loud = torch.tensor([60.0, 100.0, 80.0])
-        with torch.no_grad():
-            for norm in (self.first, self.second):
-                norm.weight[list(LOUD)] *= loud
-            for linear in (self.q, self.k, self.v, self.up):
-                linear.weight[:, list(LOUD)] /= loud
-            for linear in (self.out, self.down):
+    sizes = {**dict.fromkeys(("q", "k", "v", "out"), (1, 1)), "up": (1, 4), "down": (4, 1)}
+    linears = {name: nn.Linear(a * WIDTH, b * WIDTH) for name, (a, b) in sizes.items()}
+    norms = {name: nn.LayerNorm(WIDTH) for name in ("first", "second")}
+    loud = torch.tensor([60.0, 100.0, 80.0])
+    with torch.no_grad():
+        for norm in norms.values():
+            norm.weight[list(LOUD)] *= loud
+        for name, linear in linears.items():
+            if name in ("out", "down"):
                 linear.weight *= 3
-        self.eval()
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.first(x)
-        scores = self.q(y) @ self.k(y).transpose(-1, -2) / WIDTH**0.5
-        x = x + self.out(scores.softmax(-1) @ self.v(y))
-        return x + self.down(nn.functional.gelu(self.up(self.second(x))))
+            else:
+                linear.weight[:, list(LOUD)] /= loud
+    return Model(attention, **norms, **linears).eval()
 
 
 def tokens(number: int) -> list[Tensor]:
@@ -127,23 +128,9 @@ def tokens(number: int) -> list[Tensor]:
 )
 def test_smooth_quant(backend: str, options: dict[str, Any]) -> None:
     torch.manual_seed(0)
-    model = Block()
-    without, plain = lowered(backend, model, tokens(4), **options)
-    gained, result = lowered(backend, model, tokens(4), "smooth_quant", **options)
+    without, gained, lines = repaired(backend, block(), tokens(4), "smooth_quant", **options)
     assert gained > max(without + 10, 33)
-    (line, *_) = (line for line in result.report.rewrites if "smooth_quant" in line)
-    assert "by first.weight and first.bias" in line
-    assert not any("smooth_quant" in line for line in (*plain.report.rewrites, *plain.report.notes))
-    assert result.report.count("int8 kernel") == plain.report.count("int8 kernel")
-    with torch.no_grad():
-        assert sqnr(result.converted(tokens(1)[0]), result.model(tokens(1)[0])) > 35
-
-
-class Gate(nn.Module):
-    """Activations that are not zero on average."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.sigmoid(x) + 0.5
+    assert "by first.weight and first.bias" in lines[0]
 
 
 def deep(*, images: bool) -> nn.Module:
@@ -151,7 +138,8 @@ def deep(*, images: bool) -> nn.Module:
     if images:
         layers = [part for _ in range(3) for part in (nn.Conv2d(8, 8, 3, padding=1), nn.ReLU())]
         return nn.Sequential(*layers, nn.Conv2d(8, 8, 3, padding=1)).eval()
-    layers = [part for _ in range(4) for part in (nn.Linear(64, 64), Gate())]
+    gate = Model(lambda m, x: torch.sigmoid(x) + 0.5)  # not zero on average
+    layers = [part for _ in range(4) for part in (nn.Linear(64, 64), gate)]
     return nn.Sequential(*layers, nn.Linear(64, 64)).eval()
 
 
@@ -163,11 +151,6 @@ def test_bias_correction(backend: str, images: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     batches = [torch.rand(shape, generator=generator) + 1 for _ in range(3)]
     model, options = deep(images=images), {"weight_qmin": -8, "weight_qmax": 7}
-    without, plain = lowered(backend, model, batches, **options)
-    gained, result = lowered(backend, model, batches, "bias_correction", **options)
+    without, gained, lines = repaired(backend, model, batches, "bias_correction", **options)
     assert gained > without + 2
-    products = 4 if images else 5
-    assert sum("bias_correction of" in line for line in result.report.rewrites) == products
-    assert result.report.count("int8 kernel") == plain.report.count("int8 kernel")
-    with torch.no_grad():
-        assert sqnr(result.converted(batches[0]), result.model(batches[0])) > 35
+    assert sum("bias_correction of" in line for line in lines) == (4 if images else 5)

@@ -20,14 +20,6 @@ SLOW = ("resnet18", "mobilenet_v2", "pyramid_detector", "unet", "mixed_regions",
 MODELS = [model for model in first_of_every_tag() if model.name not in SLOW]
 
 
-def xnnpack() -> Any:
-    return qompose.compose("embedding", "xnnpack")
-
-
-def x86_inductor() -> Any:
-    return qompose.compose("embedding", "x86_inductor")
-
-
 def all_three() -> Any:
     """Linears of one, the rest of the other: their integers differ where they meet."""
     linears: Any = qompose.compose("x86_inductor").members[0]
@@ -36,7 +28,11 @@ def all_three() -> Any:
     return qompose.compose("embedding", linears, "xnnpack")
 
 
-QUANTIZERS = (xnnpack, x86_inductor, all_three)
+QUANTIZERS = {
+    "xnnpack": lambda: qompose.compose("embedding", "xnnpack"),
+    "x86_inductor": lambda: qompose.compose("embedding", "x86_inductor"),
+    "all three": all_three,
+}
 EVERY = list(itertools.product(MODELS, QUANTIZERS))
 
 
@@ -50,28 +46,23 @@ def converted_with(quantizer: Any, model: ZooModel) -> Any:
     return converted
 
 
-@pytest.mark.filterwarnings(
-    "ignore::qompose.QomposeWarning"
-)  # what stays simulated is in the report
+@pytest.mark.filterwarnings("ignore::qompose.QomposeWarning")  # simulated, as the report says
 @pytest.mark.parametrize(
-    ("model", "quantizer"),
-    at_once(EVERY, *EVERY[:: len(QUANTIZERS) * 3 + 1]),
-    ids=lambda value: getattr(value, "__name__", str(value)),
+    ("model", "name"), at_once(EVERY, *EVERY[:: len(QUANTIZERS) * 3 + 1]), ids=str
 )
-def test_reports_say_what_graphs_hold(model: ZooModel, quantizer: Any) -> None:
-    check(qompose.lower(converted_with(quantizer(), model)))
+def test_reports_say_what_graphs_hold(model: ZooModel, name: str) -> None:
+    check(qompose.lower(converted_with(QUANTIZERS[name](), model)))
 
 
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore")  # ExecuTorch's own
 @pytest.mark.skipif(not find_spec("executorch"), reason="needs executorch")
 @pytest.mark.parametrize(
-    "name",
-    at_once(("lenet", "embedding_mlp", "conv_activations", "mlp"), "conv_activations"),
+    "name", at_once(("lenet", "embedding_mlp", "conv_activations", "mlp"), "conv_activations")
 )
 def test_reports_say_what_the_delegate_took(name: str) -> None:
     """A kernel that computes in float inside a delegate is none."""
-    converted = converted_with(xnnpack(), by_name(name))
+    converted = converted_with(QUANTIZERS["xnnpack"](), by_name(name))
     program = qompose.lower(converted, "executorch")
     report, record = qompose.report(program), program.meta["qompose"]
     delegation = program.delegation

@@ -8,43 +8,35 @@ from typing import Any
 import pytest
 import qompose
 import torch
-from qompose_x86_inductor import (
-    X86InductorQuantizer,
-    get_default_x86_inductor_quantization_config,
-)
-from qompose_xnnpack import XNNPACKQuantizer, get_symmetric_quantization_config
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from tests.core.diagnosis.brute import cost, expected_costs, observed_costs
-from tests.core.toy import plan_of, seeded
+from tests.core.toy import Model, plan_of, seeded
+from tests.products import x86, xnnpack
 from tests.sampling import at_once
 
 
-class Words(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.norm = nn.Embedding(20, 8), nn.LayerNorm(8)
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
-        self.head = nn.Linear(8, 4)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.table(ids)
-        x = self.norm(x + self.down(self.up(x).relu()))
-        return self.head(x)
+def words(m: Any, ids: Tensor) -> Tensor:
+    x = m.table(ids)
+    return m.head(m.norm(x + m.down(m.up(x).relu())))
 
 
-class Pictures(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
-        self.deep = nn.Conv2d(8, 8, 3, padding=1, groups=8)
-        self.pool, self.head = nn.AdaptiveAvgPool2d(1), nn.Linear(8, 4)
+def words_model() -> Any:
+    layers = {"table": nn.Embedding(20, 8), "norm": nn.LayerNorm(8), "up": nn.Linear(8, 16)}
+    return seeded(Model(words, **layers, down=nn.Linear(16, 8), head=nn.Linear(8, 4)))
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.norm(self.stem(x)).relu()
-        x = (self.deep(x) + x).relu()
-        return self.head(self.pool(x).flatten(1))
+
+def pictures(m: Any, x: Tensor) -> Tensor:
+    x = m.norm(m.stem(x)).relu()
+    x = (m.deep(x) + x).relu()
+    return m.head(m.pool(x).flatten(1))
+
+
+def pictures_model() -> Any:
+    layers = {"stem": nn.Conv2d(3, 8, 3, padding=1), "norm": nn.BatchNorm2d(8)}
+    deep, pool = nn.Conv2d(8, 8, 3, padding=1, groups=8), nn.AdaptiveAvgPool2d(1)
+    return seeded(Model(pictures, **layers, deep=deep, pool=pool, head=nn.Linear(8, 4)))
 
 
 def ids(seed: int) -> Tensor:
@@ -55,49 +47,36 @@ def images(seed: int) -> Tensor:
     return torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(seed))
 
 
-def x86(**options: Any) -> X86InductorQuantizer:
-    config = get_default_x86_inductor_quantization_config(balance=False, **options)
-    return X86InductorQuantizer().set_global(config)
-
-
-def xnnpack(**options: Any) -> XNNPACKQuantizer:
-    config = get_symmetric_quantization_config(is_per_channel=True, balance=False, **options)
-    return XNNPACKQuantizer().set_global(config)
-
-
 QUANTIZERS = {
-    "x86_inductor": x86,
-    "x86_inductor per token": lambda: x86(is_dynamic=True, per_token=True),
-    "x86_inductor weights": lambda: x86(weight_only=True),
-    "xnnpack": xnnpack,
-    "xnnpack dynamic": lambda: xnnpack(is_dynamic=True),
-    "embedding and x86_inductor": lambda: qompose.compose("embedding", x86()),
+    "x86_inductor": lambda: x86(balance=False),
+    "x86_inductor per token": lambda: x86(balance=False, is_dynamic=True, per_token=True),
+    "x86_inductor weights": lambda: x86(balance=False, weight_only=True),
+    "xnnpack": lambda: xnnpack(balance=False),
+    "xnnpack dynamic": lambda: xnnpack(balance=False, is_dynamic=True),
+    "embedding and x86_inductor": lambda: qompose.compose("embedding", x86(balance=False)),
 }
 
 
-def observed(make: type[nn.Module], batches: list[tuple[Tensor]], quantizer: Any) -> GraphModule:
-    program = torch.export.export(seeded(make()), batches[0])
-    prepared = qompose.prepare_pt2e(program, quantizer)
-    for batch in batches:
-        prepared(*batch)
-    return prepared
+def observed(model: nn.Module, batches: list[tuple[Tensor]], quantizer: Any) -> GraphModule:
+    program = torch.export.export(model, batches[0])
+    return qompose.calibrate(qompose.prepare_pt2e(program, quantizer), batches)
 
 
 @pytest.mark.parametrize(
     ("make", "data", "name"),
     at_once(
-        [(Words, ids, name) for name in QUANTIZERS]
-        + [(Pictures, images, name) for name in QUANTIZERS if "embedding" not in name],
-        (Words, ids, "x86_inductor weights"),
-        (Words, ids, "embedding and x86_inductor"),
-        (Words, ids, "xnnpack dynamic"),
-        (Pictures, images, "x86_inductor"),
-        (Pictures, images, "xnnpack"),
+        [(words_model, ids, name) for name in QUANTIZERS]
+        + [(pictures_model, images, name) for name in QUANTIZERS if "embedding" not in name],
+        (words_model, ids, "x86_inductor weights"),
+        (words_model, ids, "embedding and x86_inductor"),
+        (words_model, ids, "xnnpack dynamic"),
+        (pictures_model, images, "x86_inductor"),
+        (pictures_model, images, "xnnpack"),
     ),
 )
 def test_costs_are_those_of_conversions_of_one_operator(make: Any, data: Any, name: str) -> None:
     batches = [(data(0),), (data(1),)]
-    prepared = observed(make, batches, QUANTIZERS[name]())
+    prepared = observed(make(), batches, QUANTIZERS[name]())
     ranking = qompose.sensitivity(prepared, batches, progress=False)
     assert ranking.notes == ()
     assert len(ranking) == len(plan_of(prepared).claims) > 0
@@ -111,16 +90,12 @@ def test_costs_are_those_of_conversions_of_one_operator(make: Any, data: Any, na
 def test_balanced_channels_keep_their_factors(backend: str) -> None:
     """In float they cost a rounding at most, and quantized what the whole conversion makes of them."""
     batches = [(torch.cat([ids(seed) for seed in range(n, n + 10)]),) for n in (0, 10)]
-    module = seeded(Words())
+    module = words_model()
     with torch.no_grad():
         module.norm.weight[3] *= 100
         module.norm.bias[3] *= 100
         module.head.weight[:, 3] /= 100
-    prepared = qompose.prepare_pt2e(
-        torch.export.export(module, batches[0]), qompose.compose(backend)
-    )
-    for batch in batches:
-        prepared(*batch)
+    prepared = observed(module, batches, qompose.compose(backend))
     converted = qompose.convert_pt2e(prepared)
     assert "channels of layer_norm -> linear_2" in str(converted.meta["qompose"].balanced)
     ranking = qompose.sensitivity(prepared, batches, progress=False)

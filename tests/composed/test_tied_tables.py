@@ -14,36 +14,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.core.toy import Annotator, annotate, sqnr
+from tests.core.toy import Annotator, Model, annotate, sqnr
 
 WORDS, WIDTH = 40, 16
 PRODUCTS = ("xnnpack", "x86_inductor")
 ORDERS = [order for product in PRODUCTS for order in itertools.permutations(("embedding", product))]
 
 
-class TiedGPT(nn.Module):
-    """A decoder of one block: attention and a perceptron, each behind a normalisation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.tokens, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(8, WIDTH)
-        self.first, self.second, self.last = (nn.LayerNorm(WIDTH) for _ in range(3))
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-        self.head = nn.Linear(WIDTH, WORDS, bias=False)
-        self.head.weight = self.tokens.weight
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.tokens(ids) + self.places(torch.arange(ids.shape[1]))
-        query, key, value = (
-            part.unflatten(-1, (2, -1)).transpose(1, 2)
-            for part in self.qkv(self.first(x)).chunk(3, -1)
-        )
-        y = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.out(y.transpose(1, 2).flatten(2))
-        x = x + self.down(F.gelu(self.up(self.second(x))))
-        return self.head(self.last(x))
+def decoder(m: Any, ids: Tensor) -> Tensor:
+    """One block: attention and a perceptron, each behind a normalisation."""
+    x = m.tokens(ids) + m.places(torch.arange(ids.shape[1]))
+    query, key, value = (
+        part.unflatten(-1, (2, -1)).transpose(1, 2) for part in m.qkv(m.first(x)).chunk(3, -1)
+    )
+    y = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+    x = x + m.out(y.transpose(1, 2).flatten(2))
+    x = x + m.down(F.gelu(m.up(m.second(x))))
+    return m.head(m.last(x))
 
 
 IDS = torch.randint(WORDS, (6, 8), generator=torch.Generator().manual_seed(0))
@@ -51,8 +38,15 @@ IDS = torch.randint(WORDS, (6, 8), generator=torch.Generator().manual_seed(0))
 
 @cache
 def program() -> torch.export.ExportedProgram:
+    torch.manual_seed(0)
+    layers = {"tokens": nn.Embedding(WORDS, WIDTH), "places": nn.Embedding(8, WIDTH)}
+    layers |= {name: nn.LayerNorm(WIDTH) for name in ("first", "second", "last")}
+    sizes = {"qkv": (1, 3), "out": (1, 1), "up": (1, 4), "down": (4, 1)}
+    layers |= {name: nn.Linear(a * WIDTH, b * WIDTH) for name, (a, b) in sizes.items()}
+    model = Model(decoder, **layers, head=nn.Linear(WIDTH, WORDS, bias=False))
+    model.head.weight = layers["tokens"].weight
     with torch.no_grad():
-        return torch.export.export(TiedGPT().eval(), (IDS,))
+        return torch.export.export(model.eval(), (IDS,))
 
 
 @cache
@@ -138,25 +132,22 @@ def test_where_no_scheme_suits_both_every_reason_is_named(product: str) -> None:
 
 
 @pytest.mark.parametrize("product", PRODUCTS)
-def test_an_embedding_in_float_beside_a_quantized_head_is_named(product: str) -> None:
-    result = quantized(product)
-    assert sorted(tables(result.converted).items()) == [
-        ("head.weight", torch.float32), ("head.weight_q", torch.int8),
-    ]  # fmt: skip
-    (note,) = notes_on_tables(result.report)
-    assert "head.weight" in note and "embedding" in note
-
-
-@pytest.mark.parametrize("product", PRODUCTS)
-def test_a_head_in_float_beside_a_quantized_embedding_is_named(product: str) -> None:
+@pytest.mark.parametrize("left", ["tokens", "head"])
+def test_one_of_both_in_float_is_named(left: str, product: str) -> None:
     (quantizer,) = qompose.compose(product).members
-    quantizer.set_module_name("head", None)  # type: ignore[attr-defined]
-    result = quantized("embedding", quantizer)
+    members = [quantizer] if left == "tokens" else ["embedding", quantizer]
+    quantizer.set_module_name(left, None)  # type: ignore[attr-defined]
+    result = quantized(*members)
     (note,) = notes_on_tables(result.report)
     assert "head.weight" in note and "embedding" in note
-    (row,) = (row for row in result.report.rows if row.module == "head")
-    assert (row.state, row.macs) == ("float", 6 * 8 * WORDS * WIDTH)
     assert sqnr(program().module()(IDS), result.model(IDS)) > 25
+    if left == "tokens":
+        assert tables(result.converted) == {
+            "head.weight": torch.float32, "head.weight_q": torch.int8,
+        }  # fmt: skip
+    else:
+        (row,) = (row for row in result.report.rows if row.module == "head")
+        assert (row.state, row.macs) == ("float", 6 * 8 * WORDS * WIDTH)
 
 
 def test_three_members_share_one_table() -> None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,73 +10,63 @@ import qompose
 import torch
 from qompose.observers import LearnableFakeQuantize
 from qompose_embedding import EmbeddingQuantizer
-from qompose_x86_inductor import (
-    X86InductorQuantizer,
-    get_default_x86_inductor_quantization_config,
-)
-from qompose_xnnpack import XNNPACKQuantizer, get_symmetric_quantization_config
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.core.toy import sqnr
+from tests.core.toy import Model, sqnr
+from tests.products import x86, xnnpack
 from tests.sampling import at_once
 
 
-class Words(nn.Module):
+def words_model() -> Model:
     """A table, its mean over words, and two layers with a batch norm between them."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.first = nn.Embedding(50, 32), nn.Linear(32, 64)
-        self.norm, self.drop, self.last = nn.BatchNorm1d(64), nn.Dropout(0.2), nn.Linear(64, 3)
-
-    def forward(self, words: Tensor) -> Tensor:
-        hidden = functional.relu(self.norm(self.first(self.table(words).mean(1))))
-        out: Tensor = self.last(self.drop(hidden))
+    def forward(m: Any, words: Tensor) -> Tensor:
+        hidden = functional.relu(m.norm(m.first(m.table(words).mean(1))))
+        out: Tensor = m.last(m.drop(hidden))
         return out
 
+    layers = {"table": nn.Embedding(50, 32), "first": nn.Linear(32, 64)}
+    layers |= {"norm": nn.BatchNorm1d(64), "drop": nn.Dropout(0.2), "last": nn.Linear(64, 3)}
+    return Model(forward, **layers)
 
-class Images(nn.Module):
+
+def images_model() -> Model:
     """Residual blocks: a depthwise convolution, a sum, and a transposed convolution."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Sequential(
-            nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU6()
-        )
-        self.wide = nn.Sequential(
-            nn.Conv2d(8, 8, 3, padding=1, groups=8, bias=False), nn.BatchNorm2d(8)
-        )
-        self.up = nn.Sequential(nn.ConvTranspose2d(8, 4, 2, stride=2), nn.BatchNorm2d(4), nn.ReLU())
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        x = self.up(functional.relu(self.wide(x) + x))
+    def forward(m: Any, x: Tensor) -> Tensor:
+        x = m.stem(x)
+        x = m.up(functional.relu(m.wide(x) + x))
         return functional.adaptive_avg_pool2d(x, 1).flatten(1)
 
+    wide = nn.Conv2d(8, 8, 3, padding=1, groups=8, bias=False)
+    return Model(
+        forward,
+        stem=nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU6()
+        ),
+        wide=nn.Sequential(wide, nn.BatchNorm2d(8)),
+        up=nn.Sequential(nn.ConvTranspose2d(8, 4, 2, stride=2), nn.BatchNorm2d(4), nn.ReLU()),
+    )
 
-def xnnpack(**options: Any) -> XNNPACKQuantizer:
-    config = get_symmetric_quantization_config(is_per_channel=True, is_qat=True, **options)
-    return XNNPACKQuantizer().set_global(config)
 
-
-def x86(**options: Any) -> X86InductorQuantizer:
-    config = get_default_x86_inductor_quantization_config(is_qat=True, **options)
-    return X86InductorQuantizer().set_global(config)
-
-
-QUANTIZERS: dict[str, Callable[[], Any]] = {
-    "xnnpack": xnnpack,
-    "xnnpack, learned": lambda: xnnpack(fake_quantize="learned"),
-    "xnnpack, dynamic": lambda: xnnpack(is_dynamic=True),
-    "xnnpack, groups": lambda: xnnpack(is_dynamic=True, group_size=32),
-    "xnnpack, weights": lambda: xnnpack(weight_only=True),
-    "x86": x86,
-    "x86, learned": lambda: x86(fake_quantize="learned"),
-    "x86, dynamic": lambda: x86(is_dynamic=True),
-    "x86, per token": lambda: x86(is_dynamic=True, per_token=True),
-    "x86, groups": lambda: x86(weight_only=True, group_size=32),
+OPTIONS: dict[str, dict[str, Any]] = {
+    "xnnpack": {},
+    "xnnpack, learned": {"fake_quantize": "learned"},
+    "xnnpack, dynamic": {"is_dynamic": True},
+    "xnnpack, groups": {"is_dynamic": True, "group_size": 32},
+    "xnnpack, weights": {"weight_only": True},
+    "x86": {},
+    "x86, learned": {"fake_quantize": "learned"},
+    "x86, dynamic": {"is_dynamic": True},
+    "x86, per token": {"is_dynamic": True, "per_token": True},
+    "x86, groups": {"weight_only": True, "group_size": 32},
 }
+
+
+def quantizer(name: str) -> Any:
+    make = xnnpack if name.startswith("xnnpack") else x86
+    return make(is_qat=True, **OPTIONS[name])
 
 
 def trained(model: nn.Module, batch: Tensor, quantizer: Any, steps: int = 40) -> Any:
@@ -116,12 +105,12 @@ def check(prepared: Any, losses: list[float], batch: Tensor) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", at_once(QUANTIZERS, "xnnpack", "xnnpack, groups", "x86, learned", "x86, per token")
+    "name", at_once(OPTIONS, "xnnpack", "xnnpack, groups", "x86, learned", "x86, per token")
 )
 def test_words(name: str) -> None:
     torch.manual_seed(0)
     words = torch.randint(50, (12, 7))
-    prepared, losses = trained(Words(), words, QUANTIZERS[name]())
+    prepared, losses = trained(words_model(), words, quantizer(name))
     check(prepared, losses, words)
     if "learned" in name:
         scales = [m.scale for m in prepared.modules() if isinstance(m, LearnableFakeQuantize)]
@@ -135,9 +124,9 @@ def test_words_with_tables(name: str, order: str) -> None:
     """Tables are trained too, though their configuration is one of calibration."""
     torch.manual_seed(0)
     words = torch.randint(50, (12, 7))
-    members = [EmbeddingQuantizer(), QUANTIZERS[name]()]
-    quantizer = qompose.compose(*(members if order == "tables first" else members[::-1]))
-    prepared, losses = trained(Words(), words, quantizer)
+    members = [EmbeddingQuantizer(), quantizer(name)]
+    composed = qompose.compose(*(members if order == "tables first" else members[::-1]))
+    prepared, losses = trained(words_model(), words, composed)
     check(prepared, losses, words)
     converted = qompose.convert_pt2e(prepared)
     table = prepared.get_parameter("table.weight").detach()
@@ -153,5 +142,5 @@ def test_words_with_tables(name: str, order: str) -> None:
 def test_images(name: str) -> None:
     torch.manual_seed(0)
     batch = torch.randn(8, 3, 8, 8)
-    prepared, losses = trained(Images(), batch, QUANTIZERS[name](), steps=60)
+    prepared, losses = trained(images_model(), batch, quantizer(name), steps=60)
     check(prepared, losses, batch)

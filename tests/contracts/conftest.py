@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which checks of the contract every run makes of our own backends; the rest is for `full` and `long`.
 
-Authors of backends run all of them. Of our own three, every run has what each rule claims, and one rule of
-each engine feature: a piece of code that lowers, an operator that it lowers, a function that it fuses; of
-other runtimes, which take seconds, each piece of code. The broader checks have one rule of each mode. What
-takes a model of all rows is left to the smallest backend, and to `tests/composed`.
+Authors of backends run all of them. Of our own three, every run has what each rule claims, and in process
+one rule of each engine feature: the code that lowers, the operator, the fused function. On a runtime, where
+a case takes seconds, and in broader checks it has one rule of each mode; `tests/xnnpack` and
+`tests/embedding` run the operators of a runtime in a program together. What takes a model of all rows is
+left to the smallest backend, and to `tests/composed`.
 """
 
 from __future__ import annotations
@@ -65,12 +66,12 @@ def _is_first(item: pytest.Item, seen: set[tuple[Any, ...]]) -> bool:
     shown: set[tuple[object, ...]]
     if check in EVERY_RULE:
         shown = {("rule", case.rule), ("configuration", case.config)}
-    elif check in FEATURES:
-        shown = _features(suite.rule(case.rule), case.config, target)
-    elif target != "executorch":
-        shown = {("mode", suite.backend.configs[case.config].mode)}
-    else:
+    elif check in FEATURES and target != "executorch":
+        shown = _features(suite.rule(case.rule), case.config)
+    elif check not in FEATURES and target == "executorch":
         shown = set()
+    else:
+        shown = {("mode", suite.backend.configs[case.config].mode)}
     new = {(cls, check, target, *feature) for feature in shown} - seen
     seen |= new
     return bool(new)
@@ -79,11 +80,9 @@ def _is_first(item: pytest.Item, seen: set[tuple[Any, ...]]) -> bool:
 BEHIND = re.compile(r"(.*?)((?:_(?:add|relu6?|hardtanh|hardswish|silu|gelu|leaky_relu|tanh))*)")
 
 
-def _features(rule: Rule, config: str, target: str) -> set[tuple[object, ...]]:
+def _features(rule: Rule, config: str) -> set[tuple[object, ...]]:
     """Return what is lowered by code of its own: the operator, and the functions that are fused with it."""
     code = (rule.shares, *sorted((name, _code(kernel)) for name, kernel in rule.kernels.items()))
-    if target == "executorch":
-        return {("code", code)}
     match = BEHIND.fullmatch(rule.name)
     assert match is not None
     operator, behind = match.groups()

@@ -10,25 +10,21 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from tests.core.toy import LINEAR, randn, seeded, toy
+from tests.core.toy import LINEAR, Model, randn, seeded, toy
 
 X = randn(6, 3)
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 2)
-
-    def forward(self, x: Tensor, *, factor: Tensor) -> dict[str, Tensor]:
-        return {"y": self.second(torch.sigmoid(self.first(x))) * factor}
+def forward(m: Any, x: Tensor, *, factor: Tensor) -> dict[str, Tensor]:
+    return {"y": m.second(torch.sigmoid(m.first(x))) * factor}
 
 
 def lowered_net(**facts: Any) -> GraphModule:
     """Return it with kernels of the toy backend, which has these facts besides."""
     shapes = {"x": {0: torch.export.Dim("batch", max=64)}, "factor": None}
     factor = torch.tensor(2.0)
-    program = torch.export.export(seeded(Net()), (X,), {"factor": factor}, dynamic_shapes=shapes)
+    net = Model(forward, first=nn.Linear(3, 4), second=nn.Linear(4, 2))
+    program = torch.export.export(seeded(net), (X,), {"factor": factor}, dynamic_shapes=shapes)
     prepared = qompose.prepare_pt2e(program, toy(LINEAR, **facts))
     prepared(X, factor=factor)
     result: GraphModule = qompose.lower(qompose.convert_pt2e(prepared))

@@ -11,16 +11,7 @@ from qompose import RuleQuantizer
 from torch import Tensor, nn
 from torch._higher_order_ops.scan import scan
 
-from tests.core.toy import (
-    ADD,
-    LINEAR,
-    ToyBackend,
-    export,
-    plan_of,
-    prepare,
-    randn,
-    seeded,
-)
+from tests.core.toy import ADD, LINEAR, Model, ToyBackend, export, plan_of, prepare, randn, seeded
 
 aten = torch.ops.aten
 X = randn(4, 3)
@@ -41,20 +32,16 @@ def configs(program: Any, quantizer: RuleQuantizer) -> dict[str, str]:
     }
 
 
-class Branches(nn.Module):
+def branches(m: Any, x: Tensor) -> Tensor:
     """Two layers beside each other, joined, and one layer after that."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.left = nn.Linear(3, 3), nn.Linear(3, 3)
-        self.right, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        return self.last(self.left(x) + self.right(x))
+    x = m.first(x)
+    return m.last(m.left(x) + m.right(x))
 
 
-PROGRAM = export(seeded(Branches()), X)
+FOUR = {name: nn.Linear(3, 3) for name in ("first", "left", "right", "last")}
+
+
+PROGRAM = export(seeded(Model(branches, **FOUR)), X)
 
 
 class Caller(nn.Module):
@@ -82,45 +69,35 @@ CALLS = export(
 )  # linear: inner.fc, linear_1: inner, 2: inner.fc, 3: inner, 4: model
 
 
-class Regions(nn.Module):
+def regions() -> nn.Module:
     """Four layers, two of them in a region without gradients."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c, self.d = (nn.Linear(3, 3) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.a(x)
+    def forward(m: Any, x: Tensor) -> Tensor:
+        x = m.a(x)
         with torch.no_grad():
-            x = self.c(self.b(x))
-        return self.d(x)
+            x = m.c(m.b(x))
+        return m.d(x)
+
+    return Model(forward, **{name: nn.Linear(3, 3) for name in "abcd"})
 
 
-class Scanned(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.before, self.cell, self.after = (nn.Linear(3, 3) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
+def scanned() -> nn.Module:
+    def forward(m: Any, x: Tensor) -> Tensor:
         def step(carried: Tensor, part: Tensor) -> tuple[Tensor, Tensor]:
-            return carried + 1, self.cell(part)
+            return carried + 1, m.cell(part)
 
-        _, stacked = scan(step, torch.zeros(1), self.before(x))
-        return self.after(stacked)
+        return m.after(scan(step, torch.zeros(1), m.before(x))[1])
+
+    return Model(forward, **{name: nn.Linear(3, 3) for name in ("before", "cell", "after")})
 
 
-class Held(nn.Module):
+def held(m: Any, x: Tensor) -> Tensor:
     """Layers in containers, which run nothing themselves."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(3, 3)) for _ in range(2)])
-        self.parts = nn.ModuleDict({"an odd name": nn.Linear(3, 3)})
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.parts["an odd name"](x)
+    for block in m.blocks:
+        x = block(x)
+    return m.parts["an odd name"](x)
 
 
-HELD = export(seeded(Held()), X)
+BLOCKS = nn.ModuleList([nn.Sequential(nn.Linear(3, 3)) for _ in range(2)])
+PARTS = nn.ModuleDict({"an odd name": nn.Linear(3, 3)})
+HELD = export(seeded(Model(held, blocks=BLOCKS, parts=PARTS)), X)

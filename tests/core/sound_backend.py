@@ -8,9 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from qompose import QuantizationConfig, QuantizationSpec
 from qompose.backend import (
-    Backend,
     Kernel,
     Match,
     OperatorPattern,
@@ -21,22 +19,12 @@ from qompose.backend import (
     TensorConstraint,
     on_integers,
 )
-from qompose.observers import MinMaxObserver, PerChannelMinMaxObserver, PlaceholderObserver
 from torch import Tensor
 from torch.fx import Node
 
-aten = torch.ops.aten
+from tests.core.toy import ToyBackend
 
-INT8 = QuantizationSpec(torch.int8, MinMaxObserver, -128, 127, torch.per_tensor_affine)
-RUN_TIME = QuantizationSpec(
-    torch.int8, PlaceholderObserver, -128, 127, torch.per_tensor_affine, is_dynamic=True
-)
-WEIGHT = QuantizationSpec(
-    torch.int8, PerChannelMinMaxObserver, -127, 127, torch.per_channel_symmetric, ch_axis=0
-)
-STATIC = QuantizationConfig(INT8, INT8, WEIGHT, name="static")
-DYNAMIC = QuantizationConfig(RUN_TIME, None, WEIGHT, name="dynamic")
-WEIGHT_ONLY = QuantizationConfig(None, None, WEIGHT, name="weight-only")
+aten = torch.ops.aten
 
 ACTIVATION = TensorConstraint(
     dtypes=frozenset({torch.int8}), qschemes=frozenset({torch.per_tensor_affine})
@@ -207,13 +195,8 @@ MOVES = moving("flip", FLIP)
 RULES = (LINEAR_RELU, LINEAR, MOVES)
 
 
-class SoundBackend(Backend):
+class SoundBackend(ToyBackend):
     """The backend of some rules."""
 
-    name = "sound"
-    api_version = 1
-
     def __init__(self, rules: Iterable[Rule] = RULES, **facts: Any) -> None:
-        self.rules = tuple(rules)
-        self.configs = {"static": STATIC, "dynamic": DYNAMIC, "weight-only": WEIGHT_ONLY}
-        self.__dict__.update(facts)
+        super().__init__(rules, **{"name": "sound", **facts})

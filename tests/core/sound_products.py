@@ -35,33 +35,28 @@ def _(a: Tensor, a_scale: float, a_zero: int, b: Tensor, *rest: Any) -> Tensor:
     return torch.matmul(a.float(), b.float()).to(torch.int8)
 
 
-class Matmul:
-    """Emits the product; `fault` says which parameters are confused."""
+def matmul(fault: str = "") -> Rule:
+    """The rule; `fault` says which parameters its kernel confuses."""
 
-    def __init__(self, fault: str = "") -> None:
-        self.fault = fault
-
-    def __call__(self, region: Region) -> Node:
+    def emit(region: Region) -> Node:
         a, b, out = (region.quantized(role) for role in ("self", "other", "output"))
         first, second = (a.scale, a.zero_point), (b.scale, b.zero_point)
-        if self.fault == "swapped":
+        if fault == "swapped":
             first, second = (a.scale, b.zero_point), (b.scale, a.zero_point)
-        if self.fault == "first for both":
+        if fault == "first for both":
             second = first
         return region.call(
             torch.ops.qompose_sound.matmul.default, a.node, *first, b.node, *second,
             out.scale, out.zero_point, out.low, out.high, dtype=out.dtype,
         )  # fmt: skip
 
-
-def matmul(fault: str = "") -> Rule:
     return Rule(
         name="matmul",
         patterns=(OperatorPattern((aten.matmul.default,)),),
         activations=("self", "other"),
         accepts={role: ACCEPTS[role] for role in ("activation", "output")},
         guard=float32,
-        kernels={"torch": Kernel("sound.matmul", Matmul(fault))},
+        kernels={"torch": Kernel("sound.matmul", emit)},
     )
 
 
@@ -86,37 +81,31 @@ def _(
     return product.to(torch.int8)
 
 
-class Conv:
-    """Emits the convolution; `fault` names a literal that is not read, or the padding."""
+def conv(fault: str = "") -> Rule:
+    """The rule; `fault` names a literal that its kernel does not read, or the padding."""
 
-    def __init__(self, fault: str = "") -> None:
-        self.fault = fault
-
-    def __call__(self, region: Region) -> Node:
+    def emit(region: Region) -> Node:
         x, weight, out = (region.quantized(role) for role in ("input", "weight", "output"))
         known = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
-        given = {name: region.argument("op", name) for name in known if name != self.fault}
+        given = {name: region.argument("op", name) for name in known if name != fault}
         literals = [v[0] if isinstance(v, (list, tuple)) else v for v in (known | given).values()]
         return region.call(
             torch.ops.qompose_sound.conv1d.default, x.node, x.scale, x.zero_point, weight.node,
             region.constant("scales", weight.scales), *literals,
-            out.scale, out.zero_point, out.low, out.high, self.fault == "pads zero", dtype=out.dtype,
+            out.scale, out.zero_point, out.low, out.high, fault == "pads zero", dtype=out.dtype,
         )  # fmt: skip
 
-
-def conv(fault: str = "") -> Rule:
+    pattern = Pattern(
+        lambda input, weight: F.conv1d(input, weight),
+        ((2, 4, 9), (6, 4, 3)),
+        (("op", aten.conv1d.default),),
+    )
     return Rule(
         name="conv1d",
-        patterns=(
-            Pattern(
-                lambda input, weight: F.conv1d(input, weight),
-                ((2, 4, 9), (6, 4, 3)),
-                (("op", aten.conv1d.default),),
-            ),
-        ),
+        patterns=(pattern,),
         anchor="op",
         weight="weight",
         accepts=ACCEPTS,
         guard=float32,
-        kernels={"torch": Kernel("sound.conv1d", Conv(fault))},
+        kernels={"torch": Kernel("sound.conv1d", emit)},
     )

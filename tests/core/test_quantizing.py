@@ -16,18 +16,9 @@ from qompose.errors import TargetError
 from torch import Tensor, nn
 from torch.utils.benchmark import Measurement, Timer
 
-from tests.core.toy import LINEAR, export, randn, seeded, toy
+from tests.core.toy import LINEAR, Model, export, randn, seeded, toy
 
 X = randn(6, 3)
-
-
-class Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 4)
-
-    def forward(self, x: Tensor, *, factor: Tensor) -> Tensor:
-        return self.linear(x) * factor
 
 
 def quantized(module: nn.Module, *args: Tensor, **kwargs: Tensor) -> QuantizedModel:
@@ -94,7 +85,8 @@ def test_as_fast_as_float_is_no_warning() -> None:
 
 
 def test_without_inputs_the_example_inputs_are_those_of_export() -> None:
-    result = quantized(Scaled(), X, factor=torch.tensor(2.0))
+    scaled = Model(lambda m, x, *, factor: m.linear(x) * factor, linear=nn.Linear(3, 4))
+    result = quantized(scaled, X, factor=torch.tensor(2.0))
     assert [row.name for row in result.benchmark().rows] == ["float", "lowered"]
 
 

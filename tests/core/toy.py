@@ -18,6 +18,7 @@ from qompose.program.meta import ANNOTATION_KEY
 from qompose.spec import QuantizationAnnotation
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
+from torch.nn import functional as F
 
 aten = torch.ops.aten
 
@@ -41,42 +42,30 @@ WEIGHT_ONLY = QuantizationConfig(None, None, WEIGHT, name="weight-only")
 ALL_MODES = frozenset({"static", "dynamic", "weight-only"})
 
 
-def _linear(input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return nn.functional.linear(input, weight, bias)
-
-
-def _linear_relu(input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return nn.functional.linear(input, weight, bias).relu()
-
-
-def _linear_no_bias(input: Tensor, weight: Tensor) -> Tensor:
-    return nn.functional.linear(input, weight)
-
-
-def _conv(input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return nn.functional.conv2d(input, weight, bias)
-
-
-def _conv_relu(input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return nn.functional.conv2d(input, weight, bias).relu()
-
-
-def _conv_add_relu(input: Tensor, weight: Tensor, bias: Tensor, other: Tensor) -> Tensor:
-    return (nn.functional.conv2d(input, weight, bias) + other).relu()
-
-
-def _add_relu(self: Tensor, other: Tensor) -> Tensor:
-    return (self + other).relu()
-
-
 _FLAT = ((2, 3), (4, 3), (4,))
 _IMAGE = ((1, 2, 4, 4), (3, 2, 1, 1), (3,))
 _LINEAR = (("op", aten.linear.default),)
 _CONV = (("op", aten.conv2d.default),)
 
-LINEAR_PATTERN = Pattern(_linear, _FLAT, _LINEAR)
-LINEAR_NO_BIAS_PATTERN = Pattern(_linear_no_bias, _FLAT[:2], _LINEAR)
-LINEAR_RELU_PATTERN = Pattern(_linear_relu, _FLAT, (*_LINEAR, ("relu", aten.relu.default)))
+LINEAR_PATTERN = Pattern(lambda input, weight, bias: F.linear(input, weight, bias), _FLAT, _LINEAR)
+LINEAR_NO_BIAS_PATTERN = Pattern(lambda input, weight: F.linear(input, weight), _FLAT[:2], _LINEAR)
+LINEAR_RELU_PATTERN = Pattern(
+    lambda input, weight, bias: F.linear(input, weight, bias).relu(),
+    _FLAT,
+    (*_LINEAR, ("relu", aten.relu.default)),
+)
+CONV_PATTERN = Pattern(lambda input, weight, bias: F.conv2d(input, weight, bias), _IMAGE, _CONV)
+CONV_RELU_PATTERN = Pattern(
+    lambda input, weight, bias: F.conv2d(input, weight, bias).relu(), _IMAGE, _CONV
+)
+CONV_ADD_RELU_PATTERN = Pattern(
+    lambda input, weight, bias, other: (F.conv2d(input, weight, bias) + other).relu(),
+    (*_IMAGE, (1, 3, 4, 4)),
+    _CONV,
+)
+ADD_RELU_PATTERN = Pattern(
+    lambda self, other: (self + other).relu(), ((2, 3), (2, 3)), (("op", aten.add.Tensor),)
+)
 
 
 def emit_linear(region: Region) -> Node:
@@ -98,7 +87,7 @@ def toy_linear(
     quantize: bool, out_scale: float, out_zero_point: int, low: int, high: int,
 ) -> Tensor:  # fmt: skip
     """The integer product, exactly, as float32 or requantized to int8."""
-    y = nn.functional.linear(x.double() - zero_point, weight.double()) * (scales.double() * scale)
+    y = F.linear(x.double() - zero_point, weight.double()) * (scales.double() * scale)
     y = y if bias is None else y + bias
     if not quantize:
         return y.float()
@@ -120,17 +109,17 @@ LINEAR = rule(
     kernels={"torch": Kernel("toy linear", emit_linear)},
 )  # fmt: skip
 LINEAR_RELU = rule("linear_relu", LINEAR_RELU_PATTERN, anchor="op", weight="weight")
-CONV = rule("conv", Pattern(_conv, _IMAGE, _CONV), anchor="op", weight="weight")
-CONV_RELU = rule("conv_relu", Pattern(_conv_relu, _IMAGE, _CONV), anchor="op", weight="weight")
+CONV = rule("conv", CONV_PATTERN, anchor="op", weight="weight")
+CONV_RELU = rule("conv_relu", CONV_RELU_PATTERN, anchor="op", weight="weight")
 CONV_ADD_RELU = rule(
-    "conv_add_relu", Pattern(_conv_add_relu, (*_IMAGE, (1, 3, 4, 4)), _CONV),
+    "conv_add_relu", CONV_ADD_RELU_PATTERN,
     anchor="op", activations=("input", "other"), weight="weight",
 )  # fmt: skip
 ADD = rule("add", OperatorPattern((aten.add.Tensor,)), activations=("self", "other"))
-ADD_RELU = rule("add_relu", Pattern(_add_relu, ((2, 3), (2, 3)), (("op", aten.add.Tensor),)),
-                anchor="op", activations=("self", "other"))  # fmt: skip
+ADD_RELU = rule("add_relu", ADD_RELU_PATTERN, anchor="op", activations=("self", "other"))
 RELU = rule("relu", OperatorPattern((aten.relu.default,)), activations=("self",))
 SIGMOID = rule("sigmoid", OperatorPattern((aten.sigmoid.default,)), activations=("self",))
+MATMUL = rule("matmul", OperatorPattern((aten.matmul.default,)), activations=("self", "other"))
 VIEW = rule(
     "view", OperatorPattern((aten.view.default, aten.permute.default, aten.reshape.default)),
     activations=("self",), shares=True, condition="all",
@@ -162,16 +151,29 @@ def toy(
 
 
 class Model(nn.Module):
-    """A model of the given layers, which computes `function(self, x)`."""
+    """A model of the given layers, parameters and buffers, whose `forward` is `function(self, *inputs)`."""
 
-    def __init__(self, function: Callable[[Any, Tensor], Any], **layers: nn.Module) -> None:
+    def __init__(self, function: Callable[..., Any], **parts: Any) -> None:
+        super().__init__()
+        # A method of the class: export asks it for the names of inputs.
+        kind = type(self)
+        names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+        self.__class__ = type(kind.__name__, (kind,), {"forward": function, **names})
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+
+class Call(nn.Module):
+    """A function as a module, called with its inputs and behind them its parameters, `p0` and so on."""
+
+    def __init__(self, function: Callable[..., Any], *parameters: Tensor) -> None:
         super().__init__()
         self.function = function
-        for name, layer in layers.items():
-            self.add_module(name, layer)
+        for number, parameter in enumerate(parameters):
+            self.register_parameter(f"p{number}", nn.Parameter(parameter))
 
-    def forward(self, x: Tensor) -> Any:
-        return self.function(self, x)
+    def forward(self, *inputs: Tensor) -> Any:
+        return self.function(*inputs, *self.parameters())
 
 
 class NullQuantizer(Quantizer):

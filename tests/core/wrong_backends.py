@@ -17,18 +17,17 @@ from tests.core.private_backend import PrivateBackend
 from tests.core.sound_backend import (
     ACCEPTS,
     FLIP,
-    INT8,
     LINEAR,
     LINEAR_RELU,
     MOVES,
     RULES,
-    STATIC,
     Linear,
     SoundBackend,
     moving,
     weighted,
 )
 from tests.core.sound_products import conv, matmul
+from tests.core.toy import INT8, STATIC
 
 aten = torch.ops.aten
 
@@ -184,6 +183,20 @@ class FirstOnly(RuleQuantizer):
         return super().propose(model, taken, on_conflict)
 
 
+class Coarse(RuleQuantizer):
+    """Has four steps for an activation beside another quantizer."""
+
+    def propose(self, model: GraphModule, taken: Sequence[Any], on_conflict: str = "error") -> Any:
+        proposal = super().propose(model, taken, on_conflict)
+        if any(claim.rule.startswith("linear") for claim in taken):
+            proposal.claims = [replace(c, specs=(*map(coarse, c.specs),)) for c in proposal.claims]
+        return proposal
+
+
+def coarse(point: Any) -> Any:
+    return replace(point, spec=FEW_STEPS) if point.spec == INT8 else point
+
+
 class Stubborn(RuleQuantizer):
     """Leaves nothing in float that has a name."""
 
@@ -191,10 +204,10 @@ class Stubborn(RuleQuantizer):
         return self if config is None else super().set_module_name(module_name, config)
 
 
-def quantizer(kind: type[RuleQuantizer], rule: Rule = LINEAR) -> Callable[[], Backend]:
-    rule = replace(rule, modes=frozenset({"static"}))
-    backend = SoundBackend([rule], configs=ONE)
-    return lambda: SoundBackend([rule], configs=ONE, quantizer_class=lambda: kind(backend))
+def quantizer(kind: type[RuleQuantizer], *rules: Rule) -> Callable[[], Backend]:
+    rules = tuple(replace(rule, modes=frozenset({"static"})) for rule in rules or (LINEAR,))
+    backend = SoundBackend(rules, configs=ONE)
+    return lambda: SoundBackend(rules, configs=ONE, quantizer_class=lambda: kind(backend))
 
 
 def as_rule(kind: type[Rule]) -> Callable[[], Backend]:
@@ -275,7 +288,7 @@ WRONG = {
         "has_configs", lambda: SoundBackend([LINEAR], configs=ONE), "dynamic, weight-only"
     ),
     "a config that fits no rule": fails(
-        "has_configs", sound(LINEAR, configs={**ONE, "uint4": UINT4}), "'uint4'"
+        "has_configs", sound(LINEAR, configs={**ONE, "uint4": UINT4}), "a rule that can follow"
     ),
     "no quantizer": fails("loads", sound(LINEAR, configs=ONE, quantizer_class=int), "0"),
     "a version of the future": fails(
@@ -317,5 +330,6 @@ WRONG = {
         "works_cleanly", linear(kernels=emitting(deterministically)), "deterministic"
     ),
     "blind to other quantizers": fails("composes", quantizer(FirstOnly), "ZeroDivisionError"),
+    "coarse beside another": fails("composes", quantizer(Coarse, LINEAR_RELU, LINEAR), "min_sqnr"),
     "deaf to selectors": fails("most_specific_wins", quantizer(Stubborn), "set_module_name(None)"),
 }

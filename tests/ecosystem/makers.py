@@ -15,9 +15,13 @@ import os
 import warnings
 from typing import Any
 
+import pytest
 import torch
 
 from tests.ecosystem.vendors import MEDIATEK, neutron_target, stand_in
+
+for name in ("torchao", "executorch"):
+    pytest.importorskip(name)
 
 TORCHAO = "torchao.quantization.pt2e.quantizer"
 EXECUTORCH = "executorch.backends"
@@ -42,8 +46,25 @@ def embedding() -> Any:
 
 
 def xnnpack(**options: Any) -> Any:
+    remember_xnnpack_patterns()
     module = _imported(f"{EXECUTORCH}.xnnpack.quantizer.xnnpack_quantizer")
     return module.XNNPACKQuantizer().set_global(module.get_symmetric_quantization_config(**options))
+
+
+@functools.cache
+def remember_xnnpack_patterns() -> None:
+    """Let XNNPACK's quantizer export its patterns once in a process, not for seconds at each annotate."""
+    module = _imported(f"{EXECUTORCH}.xnnpack.quantizer.xnnpack_quantizer_utils")
+    export, made = module._get_aten_graph_module_for_pattern, {}
+
+    def remembered(pattern: Any, inputs: tuple[Any, ...], is_cuda: bool) -> Any:
+        known = [cell.cell_contents for cell in pattern.fn.__closure__]
+        key = (pattern.fn.__qualname__, is_cuda, *known, *(x.shape for x in inputs))
+        if key not in made:
+            made[key] = export(pattern, inputs, is_cuda)
+        return copy.deepcopy(made[key])  # a matcher changes the pattern
+
+    module._get_aten_graph_module_for_pattern = remembered
 
 
 def xnnpack_of_torchao() -> Any:

@@ -13,7 +13,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -50,7 +49,6 @@ class Cell:
     sqnr: float = math.nan
     step: str = ""
     error: str = ""
-    seconds: float = 0.0
 
     @property
     def state(self) -> str:
@@ -82,22 +80,21 @@ def sqnr_of(reference: Tensor, other: Tensor) -> float:
 
 def counted(model: GraphModule) -> dict[str, Any]:
     """The quantization operators of a graph, and the modules that it calls."""
+    calls = {
+        op: [n for n in model.graph.nodes if n.op == op] for op in ("call_function", "call_module")
+    }
     names = Counter(
         re.sub(r"^(choose_qparams|quantize|dequantize).*", r"\1", str(node.target).split(".")[1])
-        for node in model.graph.nodes
-        if node.op == "call_function" and "." in str(node.target)
+        for node in calls["call_function"]
+        if "." in str(node.target)
     )
     modules = Counter(
         type(model.get_submodule(node.target)).__name__
-        for node in model.graph.nodes
-        if node.op == "call_module" and node.target != "_guards_fn"
+        for node in calls["call_module"]
+        if node.target != "_guards_fn"
     )
-    return {
-        "quantizes": names["quantize"],
-        "dequantizes": names["dequantize"],
-        "chosen": names["choose_qparams"],
-        "modules": dict(modules),
-    }
+    found = {"quantizes": names["quantize"], "dequantizes": names["dequantize"]}
+    return {**found, "chosen": names["choose_qparams"], "modules": dict(modules)}
 
 
 Step = Callable[..., Any]
@@ -127,7 +124,7 @@ ENGINES = {"torchao": by_torchao, "qompose": by_qompose}
 
 def measure(entry: Entry, kind: str, engine: str) -> Cell:
     """One cell; an error of any kind is its content."""
-    given, started, step = sample(kind), time.perf_counter(), "prepare"
+    given, step = sample(kind), "prepare"
     try:
         with torch.no_grad():
             (_, prepare), (_, convert) = ENGINES[engine](entry, given)
@@ -140,8 +137,8 @@ def measure(entry: Entry, kind: str, engine: str) -> Cell:
             step = "run"
             found = sqnr_of(given.expected, converted(*given.held_out))
     except Exception as error:  # whatever it is, the table shows it
-        return Cell(step=step, error=_first_line(error), seconds=time.perf_counter() - started)
-    return Cell(**counted(converted), sqnr=found, seconds=time.perf_counter() - started)
+        return Cell(step=step, error=_first_line(error))
+    return Cell(**counted(converted), sqnr=found)
 
 
 def _first_line(error: Exception) -> str:

@@ -9,11 +9,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.nn import functional as F
+
+from tests.zoo.entry import net
 
 BATCHES = 4
 """Batches to calibrate with; one more is held out."""
@@ -39,36 +42,33 @@ class Convolutional(nn.Module):
         return self.head(self.pool(x).flatten(1))
 
 
-class Embedded(nn.Module):
+@net(
+    tokens=lambda: nn.Embedding(50, 32),
+    inner=lambda: nn.Linear(32, 64),
+    relu=nn.ReLU,
+    outer=lambda: nn.Linear(64, 32),
+)
+def embedded(m: Any, ids: Tensor) -> Tensor:
     """embedding-linear-relu-linear; token ids of (N, 6), 50 different ones."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(50, 32)
-        self.inner, self.relu, self.outer = nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.outer(self.relu(self.inner(self.tokens(ids))))
+    return m.outer(m.relu(m.inner(m.tokens(ids))))
 
 
-class Encoder(nn.Module):
+@net(
+    first_norm=lambda: nn.LayerNorm(32),
+    second_norm=lambda: nn.LayerNorm(32),
+    **dict.fromkeys(("query", "key", "value", "out"), lambda: nn.Linear(32, 32)),
+    up=lambda: nn.Linear(32, 64),
+    down=lambda: nn.Linear(64, 32),
+)
+def encoder(m: Any, x: Tensor) -> Tensor:
     """A pre-norm transformer layer with scaled dot product attention; (N, 5, 32), two heads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first_norm, self.second_norm = nn.LayerNorm(32), nn.LayerNorm(32)
-        self.query, self.key, self.value = nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32)
-        self.out, self.up, self.down = nn.Linear(32, 32), nn.Linear(32, 64), nn.Linear(64, 32)
-
-    def _heads(self, x: Tensor) -> Tensor:
-        return x.reshape(x.shape[0], x.shape[1], 2, 16).transpose(1, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.first_norm(x)
-        parts = [self._heads(part(y)) for part in (self.query, self.key, self.value)]
-        attended = F.scaled_dot_product_attention(*parts)
-        x = x + self.out(attended.transpose(1, 2).reshape(x.shape))
-        return x + self.down(F.gelu(self.up(self.second_norm(x))))
+    y = m.first_norm(x)
+    parts = [
+        part(y).reshape(*x.shape[:2], 2, 16).transpose(1, 2) for part in (m.query, m.key, m.value)
+    ]
+    attended = F.scaled_dot_product_attention(*parts)
+    x = x + m.out(attended.transpose(1, 2).reshape(x.shape))
+    return x + m.down(F.gelu(m.up(m.second_norm(x))))
 
 
 def _images(generator: torch.Generator) -> Tensor:
@@ -85,8 +85,8 @@ def _vectors(generator: torch.Generator) -> Tensor:
 
 KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[torch.Generator], Tensor]]] = {
     "cnn": (Convolutional, _images),
-    "mlp": (Embedded, _ids),
-    "encoder": (Encoder, _vectors),
+    "mlp": (embedded, _ids),
+    "encoder": (encoder, _vectors),
 }
 
 

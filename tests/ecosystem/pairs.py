@@ -1,16 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two quantizers of other packages as one composition, and what may be wrong with what comes of it.
-
-`python -m tests.ecosystem.pairs` tries all ordered pairs and prints them as a matrix.
-"""
+"""Two quantizers of other packages as one composition, and what may be wrong with what comes of it."""
 
 from __future__ import annotations
 
 import functools
-import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product
 from typing import Any
 
 import qompose
@@ -21,8 +16,8 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
 from tests.ecosystem.catalogue import BY_NAME, CATALOGUE
-from tests.ecosystem.measuring import quietly, sqnr_of
-from tests.ecosystem.models import KINDS, sample
+from tests.ecosystem.measuring import sqnr_of
+from tests.ecosystem.models import sample
 
 MEMBERS = tuple(entry.name for entry in CATALOGUE if entry.pairs)
 MARGIN = 6.0
@@ -90,10 +85,9 @@ def alone(kind: str, name: str) -> Result | qompose.QomposeError:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of an ordered pair: what is wrong with it, and in short what it came to."""
+    """What became of an ordered pair, and what is wrong with that."""
 
     problems: tuple[str, ...]
-    summary: str
     result: Result | None = None
 
 
@@ -106,11 +100,8 @@ def outcome(kind: str, first: str, second: str) -> Outcome:
     try:
         result = composed(kind, first, second)
     except qompose.QomposeError as error:
-        return Outcome(tuple(_wrong_with_error(error, first, second)), "refused")
-    problems = tuple(_wrong_with_result(result, kind, (first, second)))
-    lost, requantized = len(result.report.conflicts), len(result.report.requantizations)
-    summary = f"{result.sqnr:.0f}" + (f" r{requantized}" if requantized else "")
-    return Outcome(problems, summary + (f" l{lost}" if lost else ""), result)
+        return Outcome(tuple(_wrong_with_error(error, first, second)))
+    return Outcome(tuple(_wrong_with_result(result, kind, (first, second))), result)
 
 
 def _wrong_with_error(error: qompose.QomposeError, first: str, second: str) -> Iterator[str]:
@@ -204,46 +195,3 @@ def problems_of_orders(kind: str, first: str, second: str) -> list[str]:
         if not one & other and len({str(result.model.graph) for result in results}) > 1:  # type: ignore[union-attr]
             found.append("they want different operators, and their order changes the graph")
     return found
-
-
-def matrix(kinds: Iterable[str] = KINDS) -> Iterator[str]:
-    """Yield lines of Markdown: a table per model, a row per first member."""
-    for kind in kinds:
-        yield f"\n| {kind} | {' | '.join(map(str, range(len(MEMBERS))))} |"
-        yield "|---" * (len(MEMBERS) + 1) + "|"
-        for number, first in enumerate(MEMBERS):
-            cells = [_short(kind, first, second) for second in MEMBERS]
-            yield f"| {number} {first} | {' | '.join(cells)} |"
-
-
-def _short(kind: str, first: str, second: str) -> str:
-    try:
-        if first == second:
-            before = alone(kind, first)
-            return f"({before.sqnr:.0f})" if isinstance(before, Result) else "(refused)"
-        found = outcome(kind, first, second)
-    except Exception as error:  # what no error of qompose is, is shown
-        return f"**{type(error).__name__}**"
-    return f"**{found.summary}**" if found.problems else found.summary
-
-
-def main() -> None:
-    """Print the matrix, then what is wrong."""
-    with quietly() as printed:
-        for line in matrix(sys.argv[1:] or KINDS):
-            print(line, file=printed, flush=True)
-        for kind, first, second in product(sys.argv[1:] or KINDS, MEMBERS, MEMBERS):
-            if first < second:
-                for text in _problems(kind, first, second):
-                    print(f"- {kind}: {text}", file=printed, flush=True)
-
-
-def _problems(kind: str, first: str, second: str) -> list[str]:
-    try:
-        return problems_of_orders(kind, first, second)
-    except Exception as error:  # as above
-        return [f"{first}, {second}: {type(error).__name__}: {error}"]
-
-
-if __name__ == "__main__":
-    main()

@@ -3,36 +3,23 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import qompose
-from qompose_x86_inductor import (
-    X86InductorQuantizer,
-    get_default_x86_inductor_quantization_config,
-)
-from qompose_xnnpack import XNNPACKQuantizer, get_symmetric_quantization_config
 
+from tests import products
 from tests.core.toy import sqnr
 from tests.interop.peers import Converted, executorch_xnnpack, torchao_x86
+from tests.sampling import at_once
 from tests.zoo import by_name
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # it warns of the versions of what it imports
     import nncf
     from nncf.experimental.torch.fx import quantize_pt2e
-
-
-def xnnpack() -> Any:
-    return XNNPACKQuantizer().set_global(get_symmetric_quantization_config(True, balance=False))
-
-
-def x86() -> Any:
-    return X86InductorQuantizer().set_global(
-        get_default_x86_inductor_quantization_config(balance=False)
-    )
 
 
 def by_nncf(model: str, quantizer: Any) -> Converted:
@@ -45,16 +32,21 @@ def by_nncf(model: str, quantizer: Any) -> Converted:
     return Converted(result, [result(*inputs)])
 
 
+QUANTIZERS = {"xnnpack": (products.xnnpack, executorch_xnnpack), "x86": (products.x86, torchao_x86)}
+
+
 @pytest.mark.parametrize(
-    ("ours", "theirs"), [(xnnpack, executorch_xnnpack), (x86, torchao_x86)], ids=["xnnpack", "x86"]
+    ("model", "quantizer"),
+    at_once(
+        itertools.product(("bottleneck", "mlp", "vision_transformer"), QUANTIZERS),
+        *(("bottleneck", "xnnpack"), ("vision_transformer", "x86")),
+    ),
 )
-@pytest.mark.parametrize("model", ["bottleneck", "mlp", "vision_transformer"])
-def test_as_with_the_quantizers_of_torchao(
-    model: str, ours: Callable[[], Any], theirs: Callable[[], Any]
-) -> None:
-    one, other = by_nncf(model, ours()), by_nncf(model, theirs())
+def test_as_with_the_quantizers_of_torchao(model: str, quantizer: str) -> None:
+    ours, theirs = QUANTIZERS[quantizer]
+    one, other = by_nncf(model, ours(balance=False)), by_nncf(model, theirs())
     # Ours also quantizes what moves values between products of an encoder.
-    more = (model, ours) == ("vision_transformer", x86)
+    more = (model, quantizer) == ("vision_transformer", "x86")
     assert (one.quantizes, one.dequantizes) == (other.quantizes, other.dequantizes) or more
     assert one.quantizes > 0
     reference = by_name(model).export().module()(*by_name(model).inputs())
@@ -63,7 +55,8 @@ def test_as_with_the_quantizers_of_torchao(
 
 
 def test_a_composition() -> None:
-    alone, composed = by_nncf("mlp", xnnpack()), by_nncf("mlp", qompose.compose(xnnpack(), x86()))
+    xnnpack, x86 = products.xnnpack(balance=False), products.x86(balance=False)
+    alone, composed = by_nncf("mlp", xnnpack), by_nncf("mlp", qompose.compose(xnnpack, x86))
     assert (composed.quantizes, composed.dequantizes) == (alone.quantizes, alone.dequantizes)
 
 

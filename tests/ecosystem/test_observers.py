@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.core.toy import nodes_calling, observers_of, sqnr
+from tests.core.toy import Model, nodes_calling, observers_of, sqnr
 from tests.ecosystem.makers import openvino, qnn
 from tests.ecosystem.models import sample
 from tests.interop.peers import by_qompose, by_torchao
@@ -114,17 +114,11 @@ class TestOpenVINO:
     @pytest.mark.parametrize("first", [True, False], ids=["first", "second"])
     def test_a_tied_table_beside_ours(self, first: bool) -> None:
         """The same integers are asked for; the other member's kernels read dequantize operators alone."""
-
-        class Tied(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.tokens = nn.Embedding(32, 32)
-
-            def forward(self, ids: Tensor) -> Tensor:
-                return F.linear(self.tokens(ids), self.tokens.weight)
-
         torch.manual_seed(0)
-        model, ids = Tied().eval(), torch.randint(32, (4, 6))
+        tied = Model(
+            lambda m, ids: F.linear(m.tokens(ids), m.tokens.weight), tokens=nn.Embedding(32, 32)
+        )
+        model, ids = tied.eval(), torch.randint(32, (4, 6))
         members = [openvino("INT8WO_SYM"), "x86_inductor"]
         members = members if first else members[::-1]
         prepared = qompose.prepare_pt2e(
@@ -140,16 +134,14 @@ class TestOpenVINO:
         assert sqnr(model(ids), found(ids)) > 30
 
 
-class Concatenated(nn.Module):
+def concatenated() -> nn.Module:
     """Branches of different ranges that meet; that of the last is known."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = nn.Conv2d(3, 4, 3), nn.Conv2d(3, 4, 3), nn.Conv2d(12, 4, 1)
+    def forward(m: Any, x: Tensor) -> Tensor:
+        y = m.b(x)
+        return m.c(torch.cat([torch.relu(m.a(x)), torch.tanh(y) * 3, torch.sigmoid(y)], 1))
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.b(x)
-        return self.c(torch.cat([torch.relu(self.a(x)), torch.tanh(y) * 3, torch.sigmoid(y)], 1))
+    return Model(forward, a=nn.Conv2d(3, 4, 3), b=nn.Conv2d(3, 4, 3), c=nn.Conv2d(12, 4, 1))
 
 
 class TestQualcomm:
@@ -167,7 +159,7 @@ class TestQualcomm:
         """One observer sets the ranges of those before it, which it finds by name in the graph."""
         options = {"is_conv_per_channel": per_channel}
         torch.manual_seed(0)
-        model, x = Concatenated().eval(), torch.randn(2, 3, 8, 8)
+        model, x = concatenated().eval(), torch.randn(2, 3, 8, 8)
         make = lambda: qnn(dtype, **options)  # noqa: E731
         ours = both(make, lambda: torch.export.export(model, (x,)), (x / 2,), (x,))
         (cat,) = nodes_calling(ours.model, "cat")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every ordered pair of other packages' quantizers on every model: a correct graph, or an error naming both.
 
-`tests/ecosystem/pairs.py` has what "correct" means; `python -m tests.ecosystem.pairs` prints the matrix.
+`tests/ecosystem/pairs.py` has what "correct" means.
 """
 
 from __future__ import annotations

@@ -11,44 +11,13 @@ import qompose
 import torch
 from torch import Tensor, nn
 
-from tests.core.toy import plan_of
+from tests.core.toy import Model, plan_of
 from tests.ecosystem import makers
 
 # These packages warn when they are imported and when they run.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
-
-
-class Program(nn.Module):
-    """A function of two layers and of inputs."""
-
-    def __init__(self, function: Callable[..., Any], tied: bool = False) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.convolution = nn.Conv2d(3, 4, 3)
-        if tied:
-            self.b.weight = self.a.weight
-        self.function = function
-
-    def forward(self, *inputs: Tensor) -> Any:
-        return self.function(self, *inputs)
-
-
-def branches(m: Any, x: Tensor) -> Tensor:
-    return torch.cond(x.sum() > 0, lambda x: x + 1.0, lambda x: x * 2.0, (x,))
-
-
-def chain(m: Any, x: Tensor) -> Tensor:
-    return m.b(torch.tanh(m.a(x)))
-
-
-def sum_of_weight(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-    return m.a(x), m.a.weight + 1
-
-
-def weight_and_integers(m: Any, x: Tensor, i: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return m.a(x), m.a.weight, i
 
 
 def written(m: Any, x: Tensor) -> Tensor:
@@ -81,14 +50,21 @@ def quantized(
 
 
 def seeded(function: Callable[..., Any], tied: bool = False) -> nn.Module:
+    """A function of layers and of inputs."""
     torch.manual_seed(0)
-    return Program(function, tied)
+    layers = {"a": nn.Linear(8, 8), "b": nn.Linear(8, 8), "convolution": nn.Conv2d(3, 4, 3)}
+    if tied:
+        layers["b"].weight = layers["a"].weight
+    return Model(function, **layers)
 
 
 @pytest.mark.parametrize("make", [makers.cortex_m, makers.tosa], ids=lambda make: make.__name__)
 def test_bodies_that_a_transform_of_what_is_around_rewrites(make: Any) -> None:
     # Cortex-M gives the branches' input and output the scale of the condition's operand.
-    prepared = quantized(make, seeded(branches), (X.abs(),), (-X.abs(),), within=0.12)
+    branches = seeded(
+        lambda m, x: torch.cond(x.sum() > 0, lambda x: x + 1.0, lambda x: x * 2.0, (x,))
+    )
+    prepared = quantized(make, branches, (X.abs(),), (-X.abs(),), within=0.12)
     owners = {claim.owner for claim in plan_of(prepared).claims}
     inside = [c for c in plan_of(prepared).claims if any("graph_0" in n for n in c.nodes)]
     assert inside and len(owners) == 1
@@ -98,19 +74,20 @@ def test_bodies_that_a_transform_of_what_is_around_rewrites(make: Any) -> None:
     "make", [makers.tosa, makers.ethos_u, makers.cortex_m], ids=lambda make: make.__name__
 )
 def test_biases_of_tied_weights(make: Any) -> None:
-    prepared = quantized(make, seeded(chain, tied=True), (X,))
+    prepared = quantized(make, seeded(lambda m, x: m.b(torch.tanh(m.a(x))), tied=True), (X,))
     points = {str(point) for group in plan_of(prepared).groups for point in group.points}
     assert {"a_bias -> linear", "b_bias -> linear_1"} <= points
     assert {"b_weight -> linear", "b_weight -> linear_1"} <= points
 
 
 def test_a_constant_that_a_transform_makes_of_what_is_returned() -> None:
-    prepared = quantized(makers.tosa, seeded(sum_of_weight), (X,))
+    prepared = quantized(makers.tosa, seeded(lambda m, x: (m.a(x), m.a.weight + 1)), (X,))
     assert [rewrite.nodes for rewrite in plan_of(prepared).rewrites] == [("add",)]
 
 
 def test_a_weight_that_is_returned_too() -> None:
-    prepared = quantized(makers.tosa, seeded(weight_and_integers), (X, torch.arange(4)))
+    program = seeded(lambda m, x, i: (m.a(x), m.a.weight, i))
+    prepared = quantized(makers.tosa, program, (X, torch.arange(4)))
     assert any("linear" in claim.nodes for claim in plan_of(prepared).claims)
 
 

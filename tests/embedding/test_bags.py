@@ -18,23 +18,24 @@ from qompose_embedding.bag_operators import packed_bag_in_graph
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tests.core.toy import Model
 from tests.sampling import at_once
 
 ROWS = 20
 aten = torch.ops.aten
 
 
-class Bag(nn.Module):
-    def __init__(self, width: int = 12, weighted: bool = False, **options: Any) -> None:
-        super().__init__()
-        self.bag, self.weighted = nn.EmbeddingBag(ROWS, width, **options), weighted
-
-    def forward(self, indices: Tensor, offsets: Tensor, weights: Tensor) -> Any:
-        return self.bag(indices, offsets, weights if self.weighted else None)
+def bag_model(width: int = 12, weighted: bool = False, **options: Any) -> nn.Module:
+    return Model(
+        lambda m, indices, offsets, weights: m.bag(indices, offsets, weights if weighted else None),
+        bag=nn.EmbeddingBag(ROWS, width, **options),
+    )
 
 
-def converted(model: nn.Module, inputs: Any, config: QuantizationConfig | None = None) -> Any:
-    program = torch.export.export(model.eval(), inputs)
+def converted(
+    model: nn.Module, inputs: Any, config: QuantizationConfig | None = None, sizes: Any = None
+) -> Any:
+    program = torch.export.export(model.eval(), inputs, dynamic_shapes=sizes)
     return qompose.convert_pt2e(qompose.prepare_pt2e(program, EmbeddingQuantizer(config)))
 
 
@@ -51,6 +52,13 @@ def check(lowered: Any, quantized: Any, inputs: tuple[Any, ...], kernel: str) ->
     torch.testing.assert_close(lowered(*inputs), quantized(*inputs), rtol=1e-4, atol=1e-4)
 
 
+def check_lowered(
+    model: nn.Module, inputs: tuple[Any, ...], config: QuantizationConfig, kernel: str
+) -> None:
+    quantized = converted(model, inputs, config)
+    check(qompose.lower(quantized, strict=True), quantized, inputs, kernel)
+
+
 PACKED, PLAIN = "bag of packed rows", "gather rows, dequantize, bag"
 FORMS = {
     "8 bits": (get_embedding_quantization_config(), PACKED),
@@ -61,18 +69,18 @@ FORMS = {
 
 
 MODES = [
-    *itertools.product(FORMS, ("sum", "mean", "max"), (None,), (False,)),
-    *itertools.product(FORMS, ("mean",), (0, -1), (True,)),
+    *itertools.product(FORMS, ("sum", "mean", "max"), (None,), (False,), (torch.int64,)),
+    *itertools.product(FORMS, ("mean",), (0, -1), (True,), (torch.int64,)),
+    *itertools.product(("8 bits", "groups"), ("mean",), (0,), (False,), (torch.int32,)),
 ]
 
 
-@pytest.mark.parametrize(("form", "mode", "padding", "include_last"), MODES)
-def test_modes(form: str, mode: str, padding: int | None, include_last: bool) -> None:
-    config, kernel = FORMS[form]
-    inputs = ragged(include_last)
-    model = Bag(mode=mode, padding_idx=padding, include_last_offset=include_last)
-    quantized = converted(model, inputs, config)
-    check(qompose.lower(quantized, strict=True), quantized, inputs, kernel)
+@pytest.mark.parametrize(("form", "mode", "padding", "include_last", "kind"), MODES)
+def test_modes(
+    form: str, mode: str, padding: int | None, include_last: bool, kind: torch.dtype
+) -> None:
+    model = bag_model(mode=mode, padding_idx=padding, include_last_offset=include_last)
+    check_lowered(model, ragged(include_last, kind), *FORMS[form])
 
 
 WEIGHTS = {
@@ -89,7 +97,7 @@ WEIGHTS = {
 def test_per_sample_weights(form: str, padding: int | None) -> None:
     """In any layout."""
     config, kernel = FORMS[form]
-    model = Bag(weighted=True, mode="sum", padding_idx=padding)
+    model = bag_model(weighted=True, mode="sum", padding_idx=padding)
     quantized = converted(model, ragged(), config)
     lowered = qompose.lower(quantized)
     for name, weights in WEIGHTS.items():
@@ -101,31 +109,21 @@ def test_per_sample_weights(form: str, padding: int | None) -> None:
 def test_fewer_weights_than_indices_are_refused(form: str) -> None:
     size = torch.export.Dim.DYNAMIC
     indices, offsets, weights = ragged()
-    program = torch.export.export(
-        Bag(weighted=True, mode="sum").eval(), (indices, offsets, weights),
-        dynamic_shapes=({0: size}, None, {0: size}),
-    )  # fmt: skip
-    prepared = qompose.prepare_pt2e(program, EmbeddingQuantizer(FORMS[form][0]))
-    lowered = qompose.lower(qompose.convert_pt2e(prepared))
+    model, sizes = bag_model(weighted=True, mode="sum"), ({0: size}, None, {0: size})
+    lowered = qompose.lower(converted(model, ragged(), FORMS[form][0], sizes))
     with pytest.raises(qompose.errors.InputError, match=r"indices\.shape"):
         lowered(indices, offsets, weights[:1])
 
 
-class Branches(nn.Module):
+def branches(m: Any, ids: Tensor, which: Tensor) -> Any:
     """A bag and a lookup in both branches of a condition, and outside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.bag = nn.Embedding(ROWS, 12), nn.EmbeddingBag(ROWS, 12, mode="sum")
-
-    def forward(self, ids: Tensor, which: Tensor) -> Any:
-        chosen = torch.cond(
-            which,
-            lambda ids: self.bag(ids) + self.words(ids).sum(1),
-            lambda ids: self.bag(ids) - self.words(ids).sum(1),
-            (ids,),
-        )
-        return chosen + self.bag(ids)
+    chosen = torch.cond(
+        which,
+        lambda ids: m.bag(ids) + m.words(ids).sum(1),
+        lambda ids: m.bag(ids) - m.words(ids).sum(1),
+        (ids,),
+    )
+    return chosen + m.bag(ids)
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec")  # torch of itself
@@ -135,7 +133,8 @@ def test_in_branches(form: str) -> None:
     """One table in all of them, and compiled with them."""
     ids = torch.randint(ROWS, (3, 4))
     inputs = (ids, torch.tensor(True))
-    quantized = converted(Branches(), inputs, FORMS[form][0])
+    layers = {"words": nn.Embedding(ROWS, 12), "bag": nn.EmbeddingBag(ROWS, 12, mode="sum")}
+    quantized = converted(Model(branches, **layers), inputs, FORMS[form][0])
     lowered = qompose.lower(quantized)
     assert qompose.report(lowered).bytes_after <= qompose.report(quantized).bytes_after
     compiled = qompose.compile_lowered(lowered, "package")
@@ -153,18 +152,8 @@ def test_in_branches(form: str) -> None:
     ),
 )
 def test_odd_widths(width: int, bits: int, mode: str) -> None:
-    inputs = ragged()
     config = get_embedding_quantization_config(bits)
-    quantized = converted(Bag(width, mode=mode), inputs, config)
-    check(qompose.lower(quantized), quantized, inputs, PACKED)
-
-
-@pytest.mark.parametrize("form", ["8 bits", "groups"])
-def test_narrow_indices(form: str) -> None:
-    config, kernel = FORMS[form]
-    inputs = ragged(kind=torch.int32)
-    quantized = converted(Bag(mode="mean", padding_idx=0), inputs, config)
-    check(qompose.lower(quantized), quantized, inputs, kernel)
+    check_lowered(bag_model(width, mode=mode), ragged(), config, PACKED)
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec")  # torch of itself
@@ -193,7 +182,7 @@ def test_the_tables_float_type_is_kept(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_an_index_out_of_range_is_an_index_error(form: str) -> None:
-    model = qompose.lower(converted(Bag(mode="sum"), ragged(), FORMS[form][0]))
+    model = qompose.lower(converted(bag_model(mode="sum"), ragged(), FORMS[form][0]))
     indices, *rest = ragged()
     for bad in (ROWS, -1, 10**9):
         with pytest.raises(IndexError, match=str(bad) if FORMS[form][1] == PACKED else None):
@@ -211,7 +200,7 @@ DECREASING = [[0, 5, 3, 4], [0, 30, 3, 4], [0, -5, 3, 4]]
 )
 def test_wrong_offsets(form: str, mode: str) -> None:
     inputs = ragged()
-    lowered = qompose.lower(converted(Bag(mode=mode), inputs, FORMS[form][0]))
+    lowered = qompose.lower(converted(bag_model(mode=mode), inputs, FORMS[form][0]))
     for offsets in (*BAD_OFFSETS, *DECREASING):
         with pytest.raises(RuntimeError, match="offsets"):
             lowered(inputs[0], torch.tensor(offsets), inputs[2])
@@ -222,7 +211,7 @@ def test_wrong_offsets(form: str, mode: str) -> None:
 @pytest.mark.parametrize("include_last", [False, True])
 def test_compilers_look_at_offsets_that_callers_give(form: str, include_last: bool) -> None:
     inputs = ragged(include_last)
-    model = Bag(mode="sum", include_last_offset=include_last)
+    model = bag_model(mode="sum", include_last_offset=include_last)
     lowered = qompose.lower(converted(model, inputs, FORMS[form][0]))
     for_compiler = EmbeddingBackend().for_compiler(copy.deepcopy(lowered))
     assert torch.equal(for_compiler(*inputs), lowered(*inputs))
@@ -236,23 +225,18 @@ def test_compilers_look_at_offsets_that_callers_give(form: str, include_last: bo
 @pytest.mark.parametrize("sizes", [None, {0: torch.export.Dim("batch", max=9)}], ids=str)
 def test_compilers_do_not_look_at_offsets_of_a_matrix(sizes: Any) -> None:
     model, ids = nn.EmbeddingBag(ROWS, 8, mode="sum").eval(), torch.randint(ROWS, (4, 6))
-    program = torch.export.export(model, (ids,), dynamic_shapes=(sizes,))
-    quantized = qompose.convert_pt2e(qompose.prepare_pt2e(program, EmbeddingQuantizer()))
+    quantized = converted(model, (ids,), sizes=(sizes,))
     for_compiler = EmbeddingBackend().for_compiler(copy.deepcopy(qompose.lower(quantized)))
     assert packed_bag_in_graph in {node.target for node in for_compiler.graph.nodes}
 
 
 def test_a_program_that_reads_another_result_keeps_its_bag() -> None:
-    class Sizes(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.bag = nn.EmbeddingBag(ROWS, 8)
+    def two_results(m: Any, indices: Tensor, offsets: Tensor) -> Any:
+        found = torch.embedding_bag(m.bag.weight, indices, offsets, False, 1)
+        return found[0], found[2]
 
-        def forward(self, indices: Tensor, offsets: Tensor) -> Any:
-            found = torch.embedding_bag(self.bag.weight, indices, offsets, False, 1)
-            return found[0], found[2]
-
-    program = torch.export.export(Sizes().eval(), ragged()[:2])
+    model = Model(two_results, bag=nn.EmbeddingBag(ROWS, 8)).eval()
+    program = torch.export.export(model, ragged()[:2])
     with pytest.warns(qompose.QomposeWarning, match="embedding_bag"):
         qompose.prepare_pt2e(program, EmbeddingQuantizer())
 
@@ -267,16 +251,9 @@ def test_any_bags(data: st.DataObject) -> None:
     padding = data.draw(st.integers(-1, 3))
     indices = torch.tensor(ids, dtype=torch.int64)
     offsets = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()[:-1]])
-    table = {
-        8: torch.ops.quantized.embedding_bag_byte_prepack,
-        4: torch.ops.quantized.embedding_bag_4bit_prepack,
-        2: torch.ops.quantized.embedding_bag_2bit_prepack,
-    }[bits](torch.randn(ROWS, 8))
-    unpack = {
-        8: torch.ops.quantized.embedding_bag_byte_unpack,
-        4: torch.ops.quantized.embedding_bag_4bit_unpack,
-        2: torch.ops.quantized.embedding_bag_2bit_unpack,
-    }[bits]
+    name = f"embedding_bag_{'byte' if bits == 8 else f'{bits}bit'}"
+    pack, unpack = (getattr(torch.ops.quantized, f"{name}_{how}pack") for how in ("pre", "un"))
+    table = pack(torch.randn(ROWS, 8))
     bag = torch.ops.qompose_embedding.packed_bag.default
     actual = bag(table, bits, 8, indices, offsets, mode, None, False, padding)
     expected = F.embedding_bag(
@@ -302,7 +279,7 @@ def test_any_bags(data: st.DataObject) -> None:
 )
 def test_compiled_and_packaged(form: str, mode: str, how: str) -> None:
     inputs = ragged()
-    lowered = qompose.lower(converted(Bag(mode=mode, padding_idx=0), inputs, FORMS[form][0]))
+    lowered = qompose.lower(converted(bag_model(mode=mode, padding_idx=0), inputs, FORMS[form][0]))
     expected = lowered(*inputs)
     compiled = qompose.compile_lowered(lowered, how)
     torch.testing.assert_close(compiled(*inputs), expected, rtol=1e-5, atol=1e-5)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import pytest
@@ -13,7 +12,9 @@ from qompose import QuantizationConfig
 from qompose_embedding import EmbeddingQuantizer, get_embedding_quantization_config
 from torch import Tensor, nn
 
+from tests.core.toy import Model
 from tests.sampling import at_once
+from tests.xnnpack.executorch_target.runtime import in_two_programs
 
 pytest.importorskip("executorch")
 xnnpack = pytest.importorskip("qompose_xnnpack")
@@ -42,30 +43,27 @@ FORMS = [
 ]
 
 
-class Both(nn.Module):
+def both(width: int = 12, **options: Any) -> nn.Module:
     """Lookups in matrices and lists, and a bag, so that one program tries all."""
-
-    def __init__(self, width: int = 12, **options: Any) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.words = nn.Embedding(ROWS, width)
-        self.bag = nn.EmbeddingBag(ROWS, width, **options)
-
-    def forward(self, ids: Tensor) -> Any:
-        return torch.cat([self.words(ids).mean(1), self.bag(ids), self.words(ids[0])])
+    torch.manual_seed(0)
+    return Model(
+        lambda m, ids: torch.cat([m.words(ids).mean(1), m.bag(ids), m.words(ids[0])]),
+        words=nn.Embedding(ROWS, width),
+        bag=nn.EmbeddingBag(ROWS, width, **options),
+    )
 
 
 IDS = torch.tensor([[3, 0, 5, 0], [0, 0, 0, 0], [7, 7, 1, 2]])
 DEFAULT = FORMS[0]
 CASES: dict[str, tuple[nn.Module, Tensor, QuantizationConfig]] = {
-    **{f"form {config}": (Both(mode="sum"), IDS, config) for config in FORMS},
-    "mean": (Both(mode="mean"), IDS, DEFAULT),
-    "max": (Both(mode="max"), IDS, DEFAULT),
-    "mean with padding": (Both(mode="mean", padding_idx=0), IDS, DEFAULT),
-    "max with padding": (Both(mode="max", padding_idx=0), IDS, DEFAULT),
+    **{f"form {config}": (both(mode="sum"), IDS, config) for config in FORMS},
+    "mean": (both(mode="mean"), IDS, DEFAULT),
+    "max": (both(mode="max"), IDS, DEFAULT),
+    "mean with padding": (both(mode="mean", padding_idx=0), IDS, DEFAULT),
+    "max with padding": (both(mode="max", padding_idx=0), IDS, DEFAULT),
     **{
         f"{bits} bits, width {width}": (
-            Both(width), IDS.int() if width > 1 else IDS, get_embedding_quantization_config(bits)
+            both(width), IDS.int() if width > 1 else IDS, get_embedding_quantization_config(bits)
         )
         for bits, width in ((8, 1), (4, 7), (2, 7))
     },
@@ -73,27 +71,23 @@ CASES: dict[str, tuple[nn.Module, Tensor, QuantizationConfig]] = {
 }  # fmt: skip
 
 
-AT_ONCE = (f"form {FORMS[0]}", f"form {FORMS[5]}", "mean with padding", "4 bits, width 7")
+AT_ONCE = (f"form {FORMS[5]}", "mean with padding", "4 bits, width 7")
 
 
-@cache
-def methods(at_once: bool) -> dict[str, tuple[Any, Any]]:
-    """By case the converted model and its method: all of one program."""
-    cases = [name for name in CASES if (name in AT_ONCE) == at_once]
-    names = {name: f"case{number}" for number, name in enumerate(cases)}
-    models = {
-        each: converted(CASES[n][0], (CASES[n][1],), CASES[n][2]) for n, each in names.items()
-    }
-    program = qompose.lower(models, "executorch")
-    return {name: (models[each], program.methods[each]) for name, each in names.items()}
+def quantized(name: str) -> Any:
+    model, ids, config = CASES[name]
+    return converted(model, (ids,), config)
+
+
+methods = in_two_programs(CASES, AT_ONCE, quantized)
 
 
 @pytest.mark.parametrize("name", at_once(CASES, *AT_ONCE))
 def test_runs_as_simulated(name: str) -> None:
-    quantized, method = methods(name in AT_ONCE)[name]
+    model, method = methods(name)
     _, ids, _ = CASES[name]
     for given in (ids, (ids * 7 + 3) % ROWS):
-        wanted, found = quantized(given), run(method, given)
+        wanted, found = model(given), run(method, given)
         assert found.dtype is wanted.dtype
         bound = 1e-5 if wanted.dtype is torch.float32 else 1e-2
         torch.testing.assert_close(found, wanted, rtol=bound, atol=bound)
@@ -102,17 +96,11 @@ def test_runs_as_simulated(name: str) -> None:
 
 
 def test_weights_of_bags_and_batches_that_vary() -> None:
-    class Weighted(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.bag = nn.EmbeddingBag(ROWS, 8, mode="sum")
-
-        def forward(self, ids: Tensor, weights: Tensor) -> Any:
-            return self.bag(ids, per_sample_weights=weights)
-
+    bag = nn.EmbeddingBag(ROWS, 8, mode="sum")
+    weighted = Model(lambda m, ids, weights: m.bag(ids, per_sample_weights=weights), bag=bag)
     batch = torch.export.Dim("batch", max=8)
     inputs = torch.randint(ROWS, (3, 4)), torch.rand(3, 4)
-    quantized = converted(Weighted(), inputs, FORMS[0], dynamic_shapes=({0: batch}, {0: batch}))
+    quantized = converted(weighted, inputs, FORMS[0], dynamic_shapes=({0: batch}, {0: batch}))
     program = qompose.lower(quantized, "executorch")
     for number in (1, 3, 8):
         inputs = torch.randint(ROWS, (number, 4)), torch.rand(number, 4)
@@ -124,7 +112,7 @@ def test_an_index_out_of_range_is_an_error_of_the_program(config: QuantizationCo
     """ExecuTorch's lookups of 8 bits end the process, and those of 4 and 2 bits read past the table."""
     ids = torch.randint(ROWS, (3, 4))
     batch = torch.export.Dim("batch", max=9)
-    quantized = converted(Both(mode="sum"), (ids,), config, dynamic_shapes=({0: batch},))
+    quantized = converted(both(mode="sum"), (ids,), config, dynamic_shapes=({0: batch},))
     program = qompose.lower(quantized, "executorch")
     for bad in (ROWS, -1, 2**40):
         with pytest.raises(qompose.QomposeError, match="0x12"):  # ExecuTorch's invalid argument

@@ -15,8 +15,9 @@ from qompose.spec import qdq
 from qompose_embedding import EmbeddingQuantizer, get_embedding_quantization_config
 from qompose_embedding.backend import EmbeddingBackend
 from qompose_embedding.bag_operators import lookup_in_graph
-from torch import Tensor, nn
+from torch import nn
 
+from tests.core.toy import Model
 from tests.sampling import at_once
 
 ROWS = 20
@@ -45,45 +46,40 @@ def table(width: int = 12, **options: Any) -> nn.Embedding:
     return nn.Embedding(ROWS, width, **options)
 
 
+SHAPES = ((), (1,), (5,), (2, 3), (2, 1, 4))
+ODD = itertools.product(("8 bits", "4 bits", "2 bits"), ((3,), (2, 2)), (1, 3, 6, 7))
+
+
 @pytest.mark.parametrize(
-    ("form", "shape"),
+    ("form", "shape", "width"),
     at_once(
-        itertools.product(FORMS, ((), (1,), (5,), (2, 3), (2, 1, 4))),
-        *((form, (5,)) for form in FORMS),
-        *((form, shape) for form in ("8 bits", "4 bits in groups") for shape in ((), (2, 1, 4))),
+        [*itertools.product(FORMS, SHAPES, (12,)), *ODD],
+        *((form, (5,), 12) for form in FORMS),
+        *((form, each, 12) for form in ("8 bits", "4 bits in groups") for each in ((), (2, 1, 4))),
+        *(("8 bits", (2, 2), 7), ("4 bits", (3,), 1), ("4 bits", (2, 2), 7), ("2 bits", (3,), 3)),
     ),
     ids=str,
 )
-def test_indices_of_any_shape(form: str, shape: tuple[int, ...]) -> None:
+def test_indices_of_any_shape_and_rows_of_any_width(
+    form: str, shape: tuple[int, ...], width: int
+) -> None:
     config, kernel = FORMS[form]
     ids = torch.randint(ROWS, shape)
-    quantized = converted(table(), (ids,), config)
+    quantized = converted(table(width), (ids,), config)
     lowered = qompose.lower(quantized, strict=True)
     assert [row.kernel for row in qompose.report(lowered).rows] == [kernel]
     assert not [n for n in lowered.graph.nodes if qdq.is_dequantize(n)]
-    result = lowered(ids)
-    assert result.shape == (*shape, 12) and result.is_contiguous()
-    torch.testing.assert_close(result, quantized(ids), rtol=1e-5, atol=1e-5)
+    result, expected = lowered(ids), quantized(ids)
+    assert result.shape == (*shape, width) and result.is_contiguous()
+    assert result.stride() == expected.stride()
+    torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("bits", "width", "shape"),
-    at_once(
-        itertools.product((8, 4, 2), (1, 3, 6, 7), ((3,), (2, 2))),
-        *((8, 7, (2, 2)), (4, 1, (3,)), (4, 7, (2, 2)), (2, 3, (3,)), (2, 6, (2, 2))),
-    ),
-    ids=str,
-)
-def test_odd_widths(bits: int, width: int, shape: tuple[int, ...]) -> None:
-    ids = torch.randint(ROWS, shape)
-    quantized = converted(table(width), (ids,), get_embedding_quantization_config(bits))
-    lowered = qompose.lower(quantized, strict=True)
-    assert lowered(ids).stride() == quantized(ids).stride()
-    torch.testing.assert_close(lowered(ids), quantized(ids), rtol=1e-5, atol=1e-5)
+SOME = ("8 bits", "4 bits", "8 bits in groups", "2 bits in groups, symmetric")
 
 
-@pytest.mark.parametrize("form", at_once(FORMS, "8 bits", "2 bits in groups, symmetric"))
-def test_sizes_that_vary(form: str) -> None:
+@pytest.mark.parametrize("form", at_once(FORMS, *SOME))
+def test_sizes_that_vary_and_indices_out_of_range(form: str) -> None:
     batch, length = torch.export.Dim("batch", max=9), torch.export.Dim("length", max=9)
     ids = torch.randint(ROWS, (3, 4))
     quantized = converted(table(), (ids,), FORMS[form][0], dynamic_shapes=({0: batch, 1: length},))
@@ -91,11 +87,6 @@ def test_sizes_that_vary(form: str) -> None:
     for shape in ((1, 1), (2, 7), (9, 9)):
         ids = torch.randint(ROWS, shape)
         torch.testing.assert_close(lowered(ids), quantized(ids), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("form", at_once(FORMS, "8 bits", "4 bits", "8 bits in groups"))
-def test_an_index_out_of_range(form: str) -> None:
-    lowered = qompose.lower(converted(table(), (torch.zeros(2, 2).long(),), FORMS[form][0]))
     for bad in (ROWS, -1, 2**40):
         with pytest.raises(IndexError):
             lowered(torch.tensor([[0, bad], [1, 2]]))
@@ -103,9 +94,7 @@ def test_an_index_out_of_range(form: str) -> None:
 
 @pytest.mark.parametrize(
     ("form", "mode"),
-    at_once(
-        itertools.product(("8 bits", "2 bits", "4 bits in groups"), ("default", "package")),
-    ),
+    at_once(itertools.product(("8 bits", "2 bits", "4 bits in groups"), ("default", "package"))),
 )
 def test_compiled_and_packaged(form: str, mode: str) -> None:
     batch = torch.export.Dim("batch", max=64)
@@ -133,22 +122,15 @@ def test_integer_zero_points_that_rows_cannot_hold_stay_beside_them(bits: int) -
     assert qompose.report(lowered).bytes_after <= bound
 
 
-class TwoLookups(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.bag = nn.Embedding(ROWS, 8), nn.EmbeddingBag(ROWS, 8, mode="sum")
-        self.bag.weight = self.words.weight
-
-    def forward(self, one: Tensor, other: Tensor) -> Any:
-        return self.words(one), self.words(other), self.bag(other)
-
-
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("group_size", [None, 4])
 def test_several_lookups_share_one_table(bits: int, group_size: int | None) -> None:
     inputs = torch.randint(ROWS, (3,)), torch.randint(ROWS, (2, 4))
     config = get_embedding_quantization_config(bits, group_size=group_size)
-    quantized = converted(TwoLookups(), inputs, config)
+    words, bag = nn.Embedding(ROWS, 8), nn.EmbeddingBag(ROWS, 8, mode="sum")
+    bag.weight = words.weight
+    lookups = Model(lambda m, a, b: (m.words(a), m.words(b), m.bag(b)), words=words, bag=bag)
+    quantized = converted(lookups, inputs, config)
     lowered = qompose.lower(quantized, strict=True)
     tables = [t for t in lowered.state_dict().values() if t.dtype is torch.uint8]
     assert len(tables) == 1

@@ -13,6 +13,7 @@ import qompose
 import torch
 from torch import Tensor, nn
 
+from tests.core.toy import Model
 from tests.sampling import at_once
 
 TABLES, DENSE, WIDTH, BATCH, LENGTH = 26, 13, 16, 8, 4
@@ -22,33 +23,13 @@ ORDERS = [order for name in PRODUCTS for order in itertools.permutations(("embed
 pytestmark = pytest.mark.filterwarnings("ignore::qompose.QomposeWarning")  # cat of floats
 
 
-class DLRM(nn.Module):
-    """Dense features through a perceptron, sparse ones through bags, and products of all pairs between them.
-
-    The tables have from 10 rows to about 3,000, and the three modes of bags in turn.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        modes = itertools.cycle(("sum", "mean", "max"))
-        self.bags = nn.ModuleList(
-            nn.EmbeddingBag(int(10 * 1.25**number), WIDTH, mode=mode)
-            for number, mode in zip(range(TABLES), modes, strict=False)
-        )
-        self.bottom = nn.Sequential(
-            nn.Linear(DENSE, 32), nn.ReLU(), nn.Linear(32, WIDTH), nn.ReLU()
-        )
-        pairs = (TABLES + 1) * TABLES // 2
-        self.top = nn.Sequential(nn.Linear(WIDTH + pairs, 32), nn.ReLU(), nn.Linear(32, 1))
-        self.register_buffer("rows", torch.triu_indices(TABLES + 1, TABLES + 1, 1))
-
-    def forward(self, dense: Tensor, sparse: Tensor) -> Tensor:
-        x = self.bottom(dense)
-        found = [bag(ids % bag.num_embeddings) for bag, ids in zip(self.bags, sparse, strict=True)]
-        features = torch.stack([x, *found], dim=1)
-        products = features @ features.transpose(1, 2)
-        return self.top(torch.cat([x, products[:, self.rows[0], self.rows[1]]], dim=1)).sigmoid()
+def dlrm(m: Any, dense: Tensor, sparse: Tensor) -> Tensor:
+    """Dense features through a perceptron, sparse ones through bags, and products of all pairs of them."""
+    x = m.bottom(dense)
+    found = [bag(ids % bag.num_embeddings) for bag, ids in zip(m.bags, sparse, strict=True)]
+    features = torch.stack([x, *found], dim=1)
+    products = features @ features.transpose(1, 2)
+    return m.top(torch.cat([x, products[:, m.rows[0], m.rows[1]]], dim=1)).sigmoid()
 
 
 def batch(seed: int) -> tuple[Tensor, Tensor]:
@@ -58,8 +39,21 @@ def batch(seed: int) -> tuple[Tensor, Tensor]:
 
 
 @cache
-def model() -> nn.Module:
-    return DLRM().eval()
+def model() -> Any:
+    """The tables have from 10 rows to about 3,000, and the three modes of bags in turn."""
+    torch.manual_seed(0)
+    modes = itertools.cycle(("sum", "mean", "max"))
+    pairs = (TABLES + 1) * TABLES // 2
+    return Model(
+        dlrm,
+        bags=nn.ModuleList(
+            nn.EmbeddingBag(int(10 * 1.25**number), WIDTH, mode=mode)
+            for number, mode in zip(range(TABLES), modes, strict=False)
+        ),
+        bottom=nn.Sequential(nn.Linear(DENSE, 32), nn.ReLU(), nn.Linear(32, WIDTH), nn.ReLU()),
+        top=nn.Sequential(nn.Linear(WIDTH + pairs, 32), nn.ReLU(), nn.Linear(32, 1)),
+        rows=nn.Buffer(torch.triu_indices(TABLES + 1, TABLES + 1, 1)),
+    ).eval()
 
 
 @cache

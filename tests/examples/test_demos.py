@@ -47,7 +47,6 @@ def test_digits_demo_holds_its_promises(
     digits: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code = digits.main([])
-
     shown = capsys.readouterr()
     assert (code, shown.out.count("FAILED")) == (0, 0), shown.out
 
@@ -59,9 +58,7 @@ def test_digits_demo_fails_where_accuracy_is_lost(digits: ModuleType, checks: Mo
         digits.Result(engine, 0.984),
     ]
     console = Console(file=io.StringIO())
-
     code = checks.verdict(digits.checks(results), console)
-
     assert code == 1
     assert console.file.getvalue().startswith("FAILED int8: ")
 
@@ -71,7 +68,6 @@ def test_sentence_demo_keeps_all_but_its_accuracy_on_few_texts(example: Any, out
     """Coverage, bytes and the .pte file as promised; accuracy is that of 64 texts."""
     sentence = example(*SENTENCE)
     made = sentence.checks(outcome, sentence.Bounds(**LOOSE))
-
     assert len(made) == 1 + 3 * 4
     assert [str(check) for check in made if not check.holds] == []
 

@@ -50,7 +50,6 @@ def test_texts_are_many_distinct_and_bounded(sentence: ModuleType, texts: list[s
 
 def test_split_is_a_partition(sentence: ModuleType, texts: list[str]) -> None:
     inside, outside = sentence.split(texts)
-
     assert len(inside) == sentence.CALIBRATION_BATCHES * sentence.BATCH_SIZE
     assert sorted(inside + outside) == texts
 
@@ -63,9 +62,7 @@ def test_batches_drop_nothing_and_leave_no_single_row(
     sentence: ModuleType, texts: list[str], count: int, sizes: list[int]
 ) -> None:
     needs_weights(sentence)
-
     made = sentence.batches(texts[:count], 16)
-
     assert [len(ids) for ids, _ in made] == sizes
     assert all(ids.shape == mask.shape == (len(ids), 64) for ids, mask in made)
     assert all(mask.sum(dim=1).min() > 2 for _, mask in made)
@@ -77,7 +74,6 @@ def test_metrics(sentence: ModuleType, metric: str) -> None:
     vectors = torch.randn(40, 12, generator=torch.Generator().manual_seed(1))
     lengths = torch.linspace(0.1, 9.0, len(vectors)).unsqueeze(1)
     measure = getattr(sentence, metric)
-
     assert measure(vectors, vectors * lengths) == pytest.approx(1.0, abs=1e-6)
     assert measure(vectors, vectors.roll(1, dims=0)) < 0.5
 
@@ -85,7 +81,6 @@ def test_metrics(sentence: ModuleType, metric: str) -> None:
 def test_nearest_neighbour_is_never_the_row_itself(sentence: ModuleType) -> None:
     """Row 3 moves from row 2 to row 1: rows 0 and 2 keep their nearest, rows 1 and 3 do not."""
     a, b = (_directions(0, 10, 90, 100), _directions(0, 10, 90, 15))
-
     assert sentence.same_nearest_neighbour(a, b) == pytest.approx(0.5)
 
 
@@ -99,7 +94,6 @@ def test_sentence_encoder_ignores_padding(sentence: ModuleType) -> None:
     encoder = sentence.SentenceEncoder(Table(9, 4))
     mask = torch.tensor([[1, 1, 0]])
     first, second = (encoder(torch.tensor([[3, 5, pad]]), mask) for pad in (0, 8))
-
     assert torch.equal(first, second)
     assert first.norm().item() == pytest.approx(1.0)
 
@@ -107,7 +101,6 @@ def test_sentence_encoder_ignores_padding(sentence: ModuleType) -> None:
 def test_digits_split_is_fixed_disjoint_and_complete(digits: ModuleType) -> None:
     train, test = digits.load()
     again, _ = digits.load()
-
     assert (len(train), len(test)) == (1347, 450)
     assert torch.equal(train.images, again.images)
     assert test.labels.bincount().min() >= 30
@@ -117,7 +110,6 @@ def test_digits_split_is_fixed_disjoint_and_complete(digits: ModuleType) -> None
 
 def test_digits_accuracy_counts_right_answers(digits: ModuleType) -> None:
     data = digits.Data(torch.zeros(6, 1, 8, 8), torch.tensor([0, 0, 0, 1, 2, 3]))
-
     assert digits.accuracy(lambda x: torch.eye(10)[:1].expand(len(x), 10), data, size=4) == 0.5
 
 
@@ -125,8 +117,6 @@ def test_digits_training_repeats_and_leaves_the_random_state(digits: ModuleType)
     train, _ = digits.load()
     few = digits.Data(train.images[:64], train.labels[:64])
     before = torch.get_rng_state()
-
     first, second = (digits.train(few, epochs=1).state_dict() for _ in range(2))
-
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert torch.equal(before, torch.get_rng_state())

@@ -16,6 +16,8 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
+from tests.ecosystem.makers import remember_xnnpack_patterns
+
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # both packages warn about themselves while they are imported
     import torchao.quantization.pt2e.quantizer as torchao_quantizer
@@ -61,6 +63,7 @@ def torchao_x86() -> Any:
 
 def executorch_xnnpack() -> Any:
     """ExecuTorch's quantizer, with min-max ranges."""
+    remember_xnnpack_patterns()
     return XNNPACKQuantizer().set_global(
         _in_any_order(get_symmetric_quantization_config(is_per_channel=True))
     )

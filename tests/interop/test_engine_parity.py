@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from tests.core.toy import export, plan_of, prepare, randn, seeded, toy
+from tests.core.toy import Model, export, plan_of, prepare, randn, seeded, toy
 from tests.interop.peers import (
     MIN_MAX,
     QUANTIZERS,
@@ -69,34 +69,16 @@ def both(name: str, quantizer: str) -> tuple[Converted, Converted]:
     """Ours and theirs, with batches of two ranges."""
     model = by_name(name)
     inputs = model.inputs()
-    wider = (
-        tuple(2 * x if x.is_floating_point() else x for x in inputs) if _flat(inputs) else inputs
-    )
+    wider = inputs
+    if all(isinstance(x, Tensor) for x in inputs):
+        wider = tuple(2 * x if x.is_floating_point() else x for x in inputs)
     make = QUANTIZERS[quantizer]
     ours = by_qompose(model.export(), make(), wider, inputs)
     return ours, by_torchao(model.export(), make(), wider, inputs)
 
 
-def _flat(inputs: tuple[Any, ...]) -> bool:
-    return all(isinstance(x, Tensor) for x in inputs)
-
-
-@pytest.mark.parametrize(
-    ("quantizer", "name"),
-    at_once(
-        [(kind, name) for kind, names in ALIKE.items() for name in names.split()],
-        *(("x86", "in_place"), ("xnnpack", "mlp_bn"), ("xnnpack", "scalars")),
-    ),
-)
-def test_models_of_the_zoo(quantizer: str, name: str) -> None:
-    ours, theirs = both(name, quantizer)
-    same(ours, theirs)
-    assert ours.quantizes > 0
-    assert (ours.quantizes, ours.dequantizes) == (theirs.quantizes, theirs.dequantizes)
-    one_reader_each(ours)
-
-
-COUNTED_OTHERWISE = [
+MODELS = [
+    *((kind, name, 0, 0, "") for kind, names in ALIKE.items() for name in names.split()),
     ("xnnpack", "linear_attention", 0, 2, READERS),
     ("xnnpack", "mobilenet_v3", 0, 1, FUNCTIONS),
     ("xnnpack", "two_towers", 0, 4, SHARED),
@@ -106,18 +88,23 @@ COUNTED_OTHERWISE = [
     ("x86", "attention_latents", 1, 0, COMPUTED),
 ]
 """Quantizer, model, and how many quantize and dequantize operators we have more than torchao, and why."""
+NOW = {
+    ("x86", "in_place"),
+    *(("xnnpack", name) for name in ("mlp_bn", "scalars", "gru_cell", "weight_sliced")),
+}
 
 
 @pytest.mark.parametrize(
     ("quantizer", "name", "quantizes", "dequantizes", "reason"),
-    at_once(COUNTED_OTHERWISE, COUNTED_OTHERWISE[3], COUNTED_OTHERWISE[5]),
+    at_once(MODELS, *(row for row in MODELS if row[:2] in NOW)),
 )
-def test_models_with_more_or_fewer_operators(
+def test_models_of_the_zoo(
     quantizer: str, name: str, quantizes: int, dequantizes: int, reason: str
 ) -> None:
-    """The numbers are the same; what is counted differs, for the reason given."""
+    """The numbers are the same; what is counted may differ, for the reason given."""
     ours, theirs = both(name, quantizer)
     same(ours, theirs)
+    assert ours.quantizes > 0
     assert ours.quantizes - theirs.quantizes == quantizes, reason
     assert ours.dequantizes - theirs.dequantizes == dequantizes, reason
     one_reader_each(ours)
@@ -183,37 +170,25 @@ def derived(per_channel: bool) -> Callable[[Node], Any]:
     )  # fmt: skip
 
 
-class Layers(nn.Module):
+def layers(between: Callable[[Tensor], Tensor] = torch.relu) -> nn.Module:
     """Two linear layers and what stands between them."""
-
-    def __init__(self, between: Callable[[Tensor], Tensor] = torch.relu) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(12, 16), nn.Linear(16, 5)
-        self.between = between
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.between(self.first(x)))
+    return Model(
+        lambda m, x: m.second(between(m.first(x))), first=nn.Linear(12, 16), second=nn.Linear(16, 5)
+    )
 
 
-class Fan(nn.Module):
+def fan() -> nn.Module:
     """A tensor with three readers, and an input with two."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(12, 12), nn.Linear(12, 5)
+    def forward(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = m.first(x)
+        return torch.cat([m.second(y), y], 1), y * x
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        y = self.first(x)
-        return torch.cat([self.second(y), y], 1), y * x
+    return Model(forward, first=nn.Linear(12, 12), second=nn.Linear(12, 5))
 
 
-class Convolutions(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Conv2d(3, 4, 3), nn.ConvTranspose2d(4, 2, 2, stride=2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x).relu())
+def convolutions() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.ConvTranspose2d(4, 2, 2, stride=2))
 
 
 LINEAR, RELU, MUL, CAT = aten.linear.default, aten.relu.default, aten.mul.Tensor, aten.cat.default
@@ -261,13 +236,14 @@ AT_ONCE = (
 )
 CASES = [
     *(
-        pytest.param(Layers, (6, 12), LAYERS[name], id=name, marks=marks)
-        for name in LAYERS
-        for marks in ([] if name in AT_ONCE else pytest.mark.full,)
+        pytest.param(
+            layers, (6, 12), table, id=name, marks=[] if name in AT_ONCE else pytest.mark.full
+        )
+        for name, table in LAYERS.items()
     ),
-    pytest.param(lambda: Layers(torch.sigmoid), (6, 12), SIGMOID, id="fixed"),
-    *(pytest.param(Fan, (6, 12), table, id=name) for name, table in FANS.items()),
-    pytest.param(Convolutions, (2, 3, 8, 8), IMAGES, id="transposed convolution"),
+    pytest.param(lambda: layers(torch.sigmoid), (6, 12), SIGMOID, id="fixed"),
+    *(pytest.param(fan, (6, 12), table, id=name) for name, table in FANS.items()),
+    pytest.param(convolutions, (2, 3, 8, 8), IMAGES, id="transposed convolution"),
 ]
 
 

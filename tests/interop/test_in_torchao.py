@@ -17,15 +17,12 @@ import pytest
 import qompose
 import torch
 from qompose_embedding import EmbeddingQuantizer
-from qompose_x86_inductor import (
-    X86InductorQuantizer,
-    get_default_x86_inductor_quantization_config,
-)
-from qompose_xnnpack import XNNPACKQuantizer, get_symmetric_quantization_config
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from tests.core.toy import INT8, WEIGHT, Annotator, annotate, export, randn, seeded, sqnr
+from tests import products
+from tests.core.toy import INT8, WEIGHT, Annotator, Model, annotate, export, randn, seeded, sqnr
+from tests.ecosystem.makers import embedding as torchao_embedding
 from tests.interop.peers import (
     THEIR_WARNINGS,
     Converted,
@@ -45,24 +42,15 @@ pytestmark = pytest.mark.filterwarnings(*THEIR_WARNINGS)
 aten = torch.ops.aten
 
 
+RANGES = {"range": "minmax", "balance": False}
+
+
 def xnnpack() -> Any:
-    return XNNPACKQuantizer().set_global(
-        get_symmetric_quantization_config(True, range="minmax", balance=False)
-    )
+    return products.xnnpack(**RANGES)
 
 
 def x86() -> Any:
-    return X86InductorQuantizer().set_global(
-        get_default_x86_inductor_quantization_config(range="minmax", balance=False)
-    )
-
-
-def torchao_embedding() -> Any:
-    from torchao.quantization.pt2e.quantizer.embedding_quantizer import (
-        EmbeddingQuantizer as TorchaoEmbeddingQuantizer,
-    )
-
-    return TorchaoEmbeddingQuantizer()
+    return products.x86(**RANGES)
 
 
 QUANTIZERS: dict[str, Callable[[], Any]] = {
@@ -141,42 +129,22 @@ def test_the_same_operators_and_numbers(model: str, quantizer: str) -> None:
         assert sqnr(floats, other) > ROUNDED
 
 
-def weights(converted: Converted) -> dict[str, tuple[Tensor, Tensor, Tensor, Any]]:
-    """Operator -> integers, scale, zero point, and the rest, of the parameter that it reads dequantized."""
-    found = {}
-    for node in converted.calls("dequantize_per_channel"):
-        integers, scale, zero_point = (
-            converted.model.get_buffer(str(argument.target)) for argument in node.args[:3]
-        )
-        for user in node.users:
-            found[user.name] = integers, scale, zero_point, node.args[3:]
-    return found
-
-
-@pytest.mark.parametrize("quantizer", ["xnnpack", "x86"])
-@pytest.mark.parametrize(
-    "model", ["bottleneck", pytest.param("vision_transformer", marks=pytest.mark.full)]
-)
-def test_parameters_are_the_same_integers(model: str, quantizer: str) -> None:
-    ours, theirs, _ = both(model, quantizer)
-    assert weights(ours).keys() == weights(theirs).keys() != set()
-    for name, (integers, scale, zero_point, rest) in weights(ours).items():
-        their_integers, their_scale, their_zero_point, their_rest = weights(theirs)[name]
-        assert integers.dtype == their_integers.dtype == torch.int8
-        assert torch.equal(integers, their_integers)
-        assert scale.dim() == 1
-        assert torch.equal(scale, their_scale)
-        assert torch.equal(zero_point, their_zero_point)
-        assert rest == their_rest == (0, *rest[1:3], torch.int8)
-
-
 def test_tables() -> None:
     """The parameters are the same; torch's operator rounds before it adds the zero point, a float."""
-    ours, theirs, _ = both("embedding_mlp", "embedding")
-    for name, (integers, scale, zero_point, rest) in weights(ours).items():
-        their_integers, their_scale, their_zero_point, their_rest = weights(theirs)[name]
-        assert torch.equal(scale, their_scale)
-        assert torch.equal(zero_point, their_zero_point)
+    found = []
+    for converted in both("embedding_mlp", "embedding")[:2]:
+        buffer = converted.model.get_buffer
+        found.append(
+            [
+                ([buffer(str(argument.target)) for argument in node.args[:3]], node.args[3:])
+                for node in converted.calls("dequantize_per_channel")
+            ]
+        )
+    assert found[0]
+    for ((integers, *one), rest), ((their_integers, *other), their_rest) in zip(
+        *found, strict=True
+    ):
+        assert all(map(torch.equal, one, other))
         assert rest == their_rest == (0, 0, 255, torch.uint8)
         distance = (integers.int() - their_integers.int()).abs()
         assert 0 < int(distance.max()) <= 1
@@ -216,44 +184,31 @@ class TestConfigurations:
     """Default ranges, and what another engine does not do."""
 
     def test_balancing_is_said_not_to_be_done(self) -> None:
-        quantizer = XNNPACKQuantizer().set_global(get_symmetric_quantization_config(True))
         model = by_name("mlp")
         with pytest.warns(qompose.QomposeWarning, match="xnnpack"):
-            torchao_engine.prepare_pt2e(model.export().module(), quantizer)
+            torchao_engine.prepare_pt2e(model.export().module(), products.xnnpack())
 
-    @pytest.mark.parametrize(
-        ("spec", "named"),
-        [
-            (
-                qompose.QuantizationSpec(
-                    torch.int8, qompose.observers.PerBlockMinMaxObserver, -127, 127,
-                    torch.per_channel_symmetric, block_size=(3,),
-                ),
-                "block_size",
-            ),
-            (
-                qompose.QuantizationSpec(torch.bfloat16, qompose.observers.PlaceholderObserver),
-                "bfloat16",
-            ),
-        ],
-        ids=["blocks", "bfloat16"],
+    BLOCKS = qompose.QuantizationSpec(
+        torch.int8, qompose.observers.PerBlockMinMaxObserver, -127, 127,
+        torch.per_channel_symmetric, block_size=(3,),
     )  # fmt: skip
+    BFLOAT16 = qompose.QuantizationSpec(torch.bfloat16, qompose.observers.PlaceholderObserver)
+
+    @pytest.mark.parametrize(("spec", "named"), [(BLOCKS, "block_size"), (BFLOAT16, "bfloat16")])
     def test_what_a_user_annotates_and_the_engine_cannot_stays_in_float(
         self, spec: Any, named: str
     ) -> None:
-        class Weights(qompose.Quantizer):
-            def annotate(self, model: GraphModule) -> GraphModule:
-                for node in model.graph.nodes:
-                    if node.target is aten.linear.default:
-                        annotate(node, {node.args[1]: spec})
-                return model
-
+        class Weights(Annotator):
             def prepare_obs_or_fq_callback(self, model: GraphModule, observers: Any) -> None:
                 for observer in observers.values():
                     observer.subject = "weight -> linear"
 
+        def linears(node: Node) -> None:
+            if node.target is aten.linear.default:
+                annotate(node, {node.args[1]: spec})
+
         prepared = torchao_engine.prepare_pt2e(
-            export(seeded(nn.Linear(6, 3)), randn(4, 6)).module(), Weights()
+            export(seeded(nn.Linear(6, 3)), randn(4, 6)).module(), Weights(linears)
         )
         expected = prepared(randn(4, 6))
         with pytest.warns(qompose.QomposeWarning, match=f"weight -> linear .*{named}"):
@@ -263,24 +218,19 @@ class TestConfigurations:
     def test_a_mask_stays_in_float(self) -> None:
         """Quantized it would become a finite number, and attention would reach what it hides."""
 
-        class Masked(nn.Module):
-            def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-                return torch.softmax(x + mask, -1)
-
         def add(node: Node) -> None:
             if node.target is aten.add.Tensor:
                 annotate(node, dict.fromkeys(node.args, INT8), INT8)
 
         inputs = randn(4, 4), torch.full((4, 4), -torch.inf).triu(1)
-        prepared = torchao_engine.prepare_pt2e(export(Masked(), *inputs).module(), Annotator(add))
+        masked = Model(lambda m, x, mask: torch.softmax(x + mask, -1))
+        prepared = torchao_engine.prepare_pt2e(export(masked, *inputs).module(), Annotator(add))
         prepared(*inputs)
         with pytest.warns(qompose.QomposeWarning, match="mask"):
             converted = torchao_engine.convert_pt2e(prepared)
         result = converted(*inputs)
         assert bool((result.triu(1) == 0).all())
-        assert (
-            30 < sqnr(Masked()(*inputs), result) < 80
-        )  # the scores are quantized, the mask is not
+        assert 30 < sqnr(masked(*inputs), result) < 80  # the scores are quantized, the mask is not
 
     def test_observers_that_saw_nothing_are_named(self) -> None:
         prepared = torchao_engine.prepare_pt2e(by_name("mlp").export().module(), xnnpack())
@@ -291,15 +241,6 @@ class TestConfigurations:
 
 class TestWrittenByUsers:
     """Quantizers that write qompose's specifications in `annotate`."""
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.first(x)
-            return torch.sigmoid(self.second(torch.cat([y, x], 0)))
 
     @staticmethod
     def all_kinds(node: Node) -> None:
@@ -325,14 +266,18 @@ class TestWrittenByUsers:
             annotate(node, {node.args[0]: INT8}, fixed)
 
     def test_all_kinds_of_specifications(self) -> None:
-        program = export(seeded(self.Net()), randn(4, 6))
+        def forward(m: Any, x: Tensor) -> Tensor:
+            return torch.sigmoid(m.second(torch.cat([m.first(x), x], 0)))
+
+        layers = {"first": nn.Linear(6, 6), "second": nn.Linear(6, 3)}
+        program = export(seeded(Model(forward, **layers)), randn(4, 6))
         ours, theirs = (
             run(program, Annotator(self.all_kinds), (randn(4, 6),))
             for run in (by_qompose, by_torchao)
         )
         assert (theirs.quantizes, theirs.dequantizes) == (ours.quantizes, ours.dequantizes)
         assert torch.equal(ours.outputs[0], theirs.outputs[0])
-        assert sqnr(self.Net.__call__(seeded(self.Net()), randn(4, 6)), theirs.outputs[0]) > 30
+        assert sqnr(program.module()(randn(4, 6)), theirs.outputs[0]) > 30
         concatenated = next(n for n in theirs.model.graph.nodes if n.target is aten.cat.default)
         scales = {n.args[1] for n in (*concatenated.args[0], *concatenated.users)}
         assert len(scales) == 1

@@ -80,8 +80,7 @@ ALIKE = [
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("member", "name"),
-    at_once(ALIKE, ("x86", "encoder_decoder"), ("xnnpack", "mlp")),
+    ("member", "name"), at_once(ALIKE, ("x86", "encoder_decoder"), ("xnnpack", "mlp"))
 )
 def test_sources_change_nothing_that_was_found(member: str, name: str) -> None:
     """A model of modules alone, exported by default: the same with sources and without."""

@@ -19,12 +19,7 @@ from hypothesis import example, given, settings, strategies as st
 from qompose import observers
 from qompose.spec import qdq
 from qompose.spec.qdq import QParams, integers_of, static_pair
-from qompose.spec.qparams import (
-    DEFAULT_EPS,
-    along,
-    choose_qparams,
-    fake_quantize,
-)
+from qompose.spec.qparams import DEFAULT_EPS, along, choose_qparams, fake_quantize
 from torch import Tensor
 from torch.ao.quantization import observer as torch_observer
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torchao.quantization.pt2e import _affine_quantization as affine, fake_quantize, observer as ao
 
-from tests.core.toy import export, randn, seeded, sqnr
+from tests.core.toy import Model, export, randn, seeded, sqnr
 from tests.interop.peers import (
     THEIR_WARNINGS,
     ByOperator,
@@ -243,9 +243,7 @@ def _observers(prepared: GraphModule) -> set[str]:
 PAIRS = [tuple(randn(3, 4, seed=seed) for seed in (n, n + 9)) for n in range(3)]
 
 
-class Sums(nn.Module):
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return torch.cat([x + y, x * y]).relu()
+SUMS = Model(lambda m, x, y: torch.cat([x + y, x * y]).relu())
 
 
 def shared(write: Callable[[Node, Any], tuple[dict[Any, Any], Any]]) -> Any:
@@ -269,12 +267,12 @@ def _forward(node: Node, share: Any) -> Any:
 def test_references_forward() -> None:
     """torchao makes observers as it comes by, and asserts that the other one is there."""
     with pytest.raises(AssertionError):
-        by_torchao(export(Sums(), *PAIRS[0]), shared(_forward), *PAIRS)
-    found = by_qompose(export(Sums(), *PAIRS[0]), shared(_forward), *PAIRS)
+        by_torchao(export(SUMS, *PAIRS[0]), shared(_forward), *PAIRS)
+    found = by_qompose(export(SUMS, *PAIRS[0]), shared(_forward), *PAIRS)
     cat, relu = (found.calls(name)[0] for name in ("cat", "relu"))
     (before,), (behind,) = (list(node.users) for node in (cat, relu))
     assert before.args[1:] == behind.args[1:]
-    assert sqnr(Sums()(*PAIRS[-1]), found.outputs[0]) > 25
+    assert sqnr(SUMS(*PAIRS[-1]), found.outputs[0]) > 25
 
 
 def test_a_circle_of_references_is_an_error_with_a_name() -> None:
@@ -284,22 +282,16 @@ def test_a_circle_of_references_is_an_error_with_a_name() -> None:
 
     x = randn(3, 4)
     with pytest.raises(qompose.errors.SharingError, match="add -> cat"):
-        qompose.prepare_pt2e(export(Sums(), x, x), shared(circle))
+        qompose.prepare_pt2e(export(SUMS, x, x), shared(circle))
 
 
 def test_in_a_body() -> None:
     """Operators of another package stand in bodies, and what they read becomes operands."""
 
-    class Branching(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a = nn.Linear(8, 8)
+    def branching(m: Any, x: Tensor) -> Any:
+        return m.a(torch.cond(x.sum() > 0, lambda x: m.a(x), lambda x: torch.tanh(x), (x,)))
 
-        def forward(self, x: Tensor) -> Any:
-            y = torch.cond(x.sum() > 0, lambda x: self.a(x), lambda x: torch.tanh(x), (x,))
-            return self.a(y)
-
-    float_model, x = seeded(Branching()), randn(5, 8).abs()
+    float_model, x = seeded(Model(branching, a=nn.Linear(8, 8))), randn(5, 8).abs()
     found = by_qompose(export(float_model, x), member(weight=WEIGHTS["groups"]), (x,))
     for each in (x, -x):
         assert sqnr(float_model(each), found.model(each)) > 30

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from tests.core.toy import (
+    Model,
     claimed,
     convert,
     export,
@@ -151,17 +152,10 @@ def test_the_axis_counts_whatever_the_observers_name_is() -> None:
     assert torch.equal(scale, (module.weight.abs().amax((0, 2, 3)) / 127).clamp(min=2**-12))
 
 
-class PooledBranches(nn.Module):
+def pooled_branches(m: Any, x: Tensor) -> Tensor:
     """A cat, a pool and a flatten between layers: what X86InductorQuantizer propagates through."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Conv2d(3, 4, 3), nn.Conv2d(3, 4, 3)
-        self.head = nn.Linear(8 * 9, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        both = torch.cat([self.first(x).relu(), self.second(x).relu()], 1)
-        return self.head(nn.functional.max_pool2d(both, 2).flatten(1))
+    both = torch.cat([m.first(x).relu(), m.second(x).relu()], 1)
+    return m.head(nn.functional.max_pool2d(both, 2).flatten(1))
 
 
 @pytest.mark.parametrize("first", ["xnnpack", executorch_xnnpack], ids=["ours", "executorch's"])
@@ -169,31 +163,23 @@ def test_x86_after_another_quantizer(first: Any) -> None:
     """D4: after another quantizer's annotations, X86InductorQuantizer raises on cat, pool and flatten."""
     member = first if isinstance(first, str) else first()
     inputs = (randn(2, 3, 8, 8),)
-    model = seeded(PooledBranches())
+    layers = {"first": nn.Conv2d(3, 4, 3), "second": nn.Conv2d(3, 4, 3)}
+    model = seeded(Model(pooled_branches, **layers, head=nn.Linear(8 * 9, 5)))
     result = by_qompose(export(model, *inputs), qompose.compose(member, torchao_x86()), inputs)
     assert sqnr(model(*inputs), result.outputs[0]) > 30
 
 
-class NormedBranches(nn.Module):
+def normed_branches() -> nn.Module:
     """Convolutions with what they fuse with, in modules of their own, and a cat in each."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.plain, self.other = (_Branch() for _ in range(2))
+    def forward(m: Any, x: Tensor) -> Tensor:
+        return torch.cat([m.conv(x), m.relued(x).relu(), m.norm(m.normed(x))], 1)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.plain(x) - self.other(x)
+    def branch() -> nn.Module:
+        convolutions = {name: nn.Conv2d(3, 4, 3) for name in ("conv", "relued", "normed")}
+        return Model(forward, **convolutions, norm=nn.BatchNorm2d(4))
 
-
-class _Branch(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.relued, self.normed = (nn.Conv2d(3, 4, 3) for _ in range(3))
-        self.norm = nn.BatchNorm2d(4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        parts = [self.conv(x), self.relued(x).relu(), self.norm(self.normed(x))]
-        return torch.cat(parts, 1)
+    return Model(lambda m, x: m.plain(x) - m.other(x), plain=branch(), other=branch())
 
 
 def own_xnnpack(path: str) -> Any:
@@ -202,7 +188,7 @@ def own_xnnpack(path: str) -> Any:
 
 def test_a_convolution_is_found_by_its_module() -> None:
     """D5: ExecuTorch's `set_module_name` annotates nothing for a convolution, fused or not."""
-    program = export(NormedBranches(), randn(1, 3, 8, 8))
+    program = export(normed_branches(), randn(1, 3, 8, 8))
     for path in ("plain.conv", "plain.relued", "plain.normed"):
         (nodes,) = claimed(prepare(program, own_xnnpack(path))).values()
         assert any(name.startswith("conv2d") for name in nodes)
@@ -210,22 +196,20 @@ def test_a_convolution_is_found_by_its_module() -> None:
 
 def test_a_configuration_of_one_module_reaches_no_cat_of_another() -> None:
     """D6: ExecuTorch's filter is not asked for a cat, so every cat of a model is quantized."""
-    prepared = prepare(export(NormedBranches(), randn(1, 3, 8, 8)), own_xnnpack("plain"))
+    prepared = prepare(export(normed_branches(), randn(1, 3, 8, 8)), own_xnnpack("plain"))
     cats = [nodes for rule, nodes in claimed(prepared).items() if rule.startswith("cat")]
     assert len(nodes_calling(prepared, "cat")) == 2
     assert cats == [("cat",)]
 
 
-class CalledTwice(nn.Module):
+def called_twice(layer: nn.Module, chained: bool) -> nn.Module:
     """One layer, called again on its own output or on another input."""
 
-    def __init__(self, layer: nn.Module, chained: bool) -> None:
-        super().__init__()
-        self.layer, self.chained = layer, chained
+    def forward(m: Any, x: Tensor, y: Tensor) -> Tensor:
+        first = m.layer(x)
+        return m.layer(first).relu() if chained else first * m.layer(y).relu()
 
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        first = self.layer(x)
-        return self.layer(first).relu() if self.chained else first * self.layer(y).relu()
+    return Model(forward, layer=layer)
 
 
 LAYERS: dict[str, Callable[[], nn.Module]] = {
@@ -241,7 +225,7 @@ def test_every_call_of_a_layer_is_quantized(layer: str, chained: bool, quantizer
     """D7, D8: ExecuTorch skips a convolution's second call, torchao's X86 the first, or raises."""
     chosen = qompose.compose(quantizer)
     inputs = randn(2, 2, 8, 8), randn(2, 2, 8, 8, seed=1)
-    model = seeded(CalledTwice(LAYERS[layer](), chained))
+    model = seeded(called_twice(LAYERS[layer](), chained))
     result = convert(export(model, *inputs), chosen, *inputs)
     operators = nodes_calling(result, "linear") + nodes_calling(result, "conv2d")
     assert len(operators) == 2

@@ -9,10 +9,7 @@ from typing import Any
 import pytest
 import qompose
 from qompose import QomposeWarning
-from qompose_x86_inductor import (
-    X86InductorQuantizer,
-    get_default_x86_inductor_quantization_config,
-)
+from qompose_x86_inductor import X86InductorQuantizer, get_default_x86_inductor_quantization_config
 from torch import nn
 from torch.nn import functional as F
 

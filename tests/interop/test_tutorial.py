@@ -8,7 +8,11 @@ What its specifications mean, each by itself, is in `test_engine_parity.py` and 
 
 from __future__ import annotations
 
+import ast
+import importlib
 from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -20,31 +24,45 @@ from torch.fx import Node
 from tests.core.toy import sqnr
 from tests.interop import toy_backends
 from tests.interop.peers import THEIR_WARNINGS, Converted, by_qompose, by_torchao, torchao_quantizer
-from tests.interop.twins import with_names_of_torchao
 from tests.zoo import by_name
 
 pytestmark = pytest.mark.filterwarnings(*THEIR_WARNINGS)
 
 aten = torch.ops.aten
+PACKAGES = ("torchao.quantization.pt2e", "torchao.quantization.pt2e.quantizer")
+
+
+def with_names_of_torchao(module: ModuleType) -> Any:
+    """A module's source with torchao's names imported where it imports qompose's, else as it is."""
+    source = Path(str(module.__file__))
+    tree = ast.parse(source.read_text(encoding="utf-8"))
+    modules = [importlib.import_module(name) for name in PACKAGES]
+    names: dict[str, Any] = {}
+    for statement in list(tree.body):
+        if isinstance(statement, ast.ImportFrom) and statement.module == "qompose":
+            tree.body.remove(statement)
+            for alias in statement.names:
+                home = next(module for module in modules if hasattr(module, alias.name))
+                names[alias.name] = getattr(home, alias.name)
+    twin = ModuleType(f"{module.__name__}_of_torchao")
+    vars(twin).update(names, __file__=str(source))
+    exec(compile(tree, str(source), "exec"), vars(twin))
+    return twin
+
+
 TORCHAOS = with_names_of_torchao(toy_backends)
 
 Make = Callable[[Any], Any]
 """Makes a quantizer from a module of toys, or from the same file with torchao's names."""
 
 
-def export(model: nn.Module, inputs: tuple[Tensor, ...], strict: bool) -> Any:
-    return torch.export.export(model.eval(), inputs, strict=strict)
-
-
-def quantized(
-    make: Make,
-    model: nn.Module,
-    *inputs: Tensor,
-) -> Converted:
+def quantized(make: Make, model: nn.Module, *inputs: Tensor) -> Converted:
     """Quantized by qompose; a member with torchao's names, and torchao itself, do the same."""
-    program = export(model, inputs, strict=False)
+    program, strict = (
+        torch.export.export(model, inputs, strict=strict) for strict in (False, True)
+    )
     ours = by_qompose(program, make(toy_backends), inputs)
-    theirs = by_torchao(export(model, inputs, strict=True), make(TORCHAOS), inputs)
+    theirs = by_torchao(strict, make(TORCHAOS), inputs)
     member = by_qompose(program, make(TORCHAOS), inputs)
     for other in (theirs, member):
         assert (ours.quantizes, ours.dequantizes) == (other.quantizes, other.dequantizes)
@@ -53,38 +71,15 @@ def quantized(
     return ours
 
 
-def quality(converted: Converted, model: nn.Module, *inputs: Tensor) -> float:
-    with torch.no_grad():
-        return sqnr(model(*inputs), converted.outputs[0])
-
-
-def parameters(node: Node) -> tuple[Any, ...]:
-    """(scale, zero point, lowest, highest, dtype) of a quantize or dequantize operator per tensor."""
-    return tuple(node.args[1:6])
+RESNET = by_name("resnet18")
 
 
 def operand(node: Node, index: int = 0) -> tuple[Any, ...]:
-    """The parameters that an operator's operand was quantized with; it reads a dequantize operator."""
+    """(scale, zero point, lowest, highest, dtype) of an operand, which is a dequantize operator's."""
     read = node.args[index]
     assert isinstance(read, Node)
     assert ".dequantize_per_tensor" in str(read.target)
-    return parameters(read)
-
-
-def result(node: Node) -> tuple[Any, ...]:
-    """The parameters that an operator's result is quantized with, by its only reader."""
-    (reader,) = node.users
-    assert ".quantize_per_tensor" in str(reader.target)
-    return parameters(reader)
-
-
-def only(converted: Converted, operator: str) -> Node:
-    (node,) = converted.calls(operator)
-    return node
-
-
-RESNET = by_name("resnet18")
-CONVOLUTIONS, SUMS_IN_RESNET, BLOCK = 8, 3, "3"
+    return tuple(read.args[1:6])
 
 
 def configured(names: Any) -> Any:
@@ -96,25 +91,28 @@ class TestResNet18:
     def test_as_torchao_does(self) -> None:
         model, inputs = RESNET.build(), RESNET.inputs()
         ours = quantized(configured, model, *inputs)
-        convolutions = ours.calls("conv2d")
-        assert len(convolutions) == CONVOLUTIONS
-        for node in [*convolutions, only(ours, "linear")]:
+        convolutions, linears = ours.calls("conv2d"), ours.calls("linear")
+        assert (len(convolutions), len(linears)) == (8, 1)
+        for node in [*convolutions, *linears]:
             assert operand(node)[2:] == (-128, 127, torch.int8)
             weight: Any = node.args[1]
             assert ".dequantize_per_channel" in str(weight.target)
             assert ours.model.get_buffer(weight.args[0].target).dtype == torch.int8
         assert not ours.calls("batch_norm")
-        pool = only(ours, "max_pool2d")
-        assert operand(pool) == result(pool)
-        assert len(ours.calls("add")) == SUMS_IN_RESNET
+        (pool,) = ours.calls("max_pool2d")
+        (reader,) = pool.users
+        assert ".quantize_per_tensor" in str(reader.target)
+        assert operand(pool) == tuple(reader.args[1:6])
+        assert len(ours.calls("add")) == 3
         assert all(operand(node, 0) and operand(node, 1) for node in ours.calls("add"))
-        assert quality(ours, model, *inputs) > 40
+        with torch.no_grad():
+            assert sqnr(model(*inputs), ours.outputs[0]) > 40
 
     def test_one_module(self) -> None:
-        quantizer = configured(toy_backends).only_in(BLOCK)
+        quantizer = configured(toy_backends).only_in("3")
         plan = qompose.prepare_pt2e(RESNET.export(), quantizer).meta["qompose"].plan
         anchors = {node for claim in plan.claims for node in claim.nodes}
-        within = qompose.spec.get_module_name_filter(BLOCK)
+        within = qompose.spec.get_module_name_filter("3")
         inside = [node for node in RESNET.export().graph.nodes if within(node)]
         wanted = {n.name for n in inside if n.target in (aten.conv2d.default, aten.add.Tensor)}
         assert len(wanted) == 4

@@ -7,16 +7,14 @@ tutorial imports torchao's; nothing else of either package is used.
 
 from __future__ import annotations
 
+import itertools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from qompose import QuantizationConfig, QuantizationSpec, Quantizer
-from qompose.observers import (
-    MinMaxObserver,
-    PerChannelMinMaxObserver,
-    PlaceholderObserver,
-)
+from qompose.observers import MinMaxObserver, PerChannelMinMaxObserver, PlaceholderObserver
 from qompose.spec import (
     QuantizationAnnotation,
     SharedQuantizationSpec,
@@ -28,10 +26,10 @@ from qompose.spec import (
 )
 from torch import nn
 from torch.fx import GraphModule, Node
-from torch.fx.passes.utils.source_matcher_utils import get_source_partitions
+from torch.fx.passes.utils.source_matcher_utils import SourcePartition, get_source_partitions
 from torch.nn import functional as F
 
-from tests.interop.twins import KEY, is_taken, partitions_of
+KEY = "quantization_annotation"
 
 ACTIVATION = QuantizationSpec(
     dtype=torch.int8,
@@ -57,6 +55,17 @@ def config() -> QuantizationConfig:
         observer_or_fake_quant_ctr=PlaceholderObserver.with_args(dtype=torch.float32),
     )
     return QuantizationConfig(ACTIVATION, ACTIVATION, WEIGHT, bias)
+
+
+def partitions_of(
+    model: GraphModule, sources: list[Any], filter_fn: Callable[[Node], bool] | None = None
+) -> list[SourcePartition]:
+    found = get_source_partitions(model.graph, sources, filter_fn)
+    return list(itertools.chain.from_iterable(found.values()))
+
+
+def is_taken(nodes: Iterable[Node]) -> bool:
+    return any(KEY in node.meta and node.meta[KEY]._annotated for node in nodes)
 
 
 class ToyQuantizer(Quantizer):

@@ -68,14 +68,10 @@ def bounds(dtype: torch.dtype) -> tuple[int, int]:
 def cases(draw: st.DrawFn) -> Case:
     x_dtype, out_dtype = draw(st.sampled_from(QUANTIZED)), draw(st.sampled_from(DTYPES))
     out_bounds = bounds(out_dtype) if out_dtype in QUANTIZED else (0, 0)
+    fill = draw(st.sampled_from(["random", "highest", "lowest"]))
+    zero_points = draw(st.integers(*bounds(x_dtype))), draw(st.integers(*out_bounds))
     return Case(
-        x_dtype,
-        out_dtype,
-        draw(st.integers(*bounds(x_dtype))),
-        draw(st.integers(*out_bounds)),
-        draw(st.sampled_from(["random", "highest", "lowest"])),
-        draw(st.integers(0, 2**31)),
-        draw(st.booleans()),
+        x_dtype, out_dtype, *zero_points, fill, draw(st.integers(0, 2**31)), draw(st.booleans())
     )
 
 

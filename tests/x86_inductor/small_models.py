@@ -41,6 +41,21 @@ def converted(model: nn.Module, *inputs: Tensor, **choices: Any) -> GraphModule:
     return qompose.convert_pt2e(prepared)
 
 
+def lowered(model: nn.Module, x: Tensor, dynamic_shapes: Any = None, **choices: Any) -> GraphModule:
+    """The lowered model, calibrated with its input; `choices` are those of the configuration."""
+    config = get_default_x86_inductor_quantization_config(**choices)
+    result = qompose.quantize(
+        model.eval(),
+        (x,),
+        backends=X86InductorQuantizer().set_global(config),
+        calibration=[(x,)],
+        progress=False,
+        dynamic_shapes=dynamic_shapes,
+    ).model
+    assert isinstance(result, GraphModule)
+    return result
+
+
 def rules(model: GraphModule) -> dict[str, str]:
     """By operator, the rule that claims it."""
     return {row.name: row.rule for row in qompose.report(model).rows if row.owner}

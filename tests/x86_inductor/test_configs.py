@@ -14,7 +14,7 @@ from qompose_x86_inductor import X86InductorQuantizer, get_default_x86_inductor_
 from qompose_x86_inductor.onednn import exactness
 from torch import Tensor, nn
 
-from tests.core.toy import sqnr
+from tests.core.toy import Model, sqnr
 
 CONFIG = get_default_x86_inductor_quantization_config
 WEIGHT_ONLY: dict[str, Any] = {"weight_only": True}
@@ -65,12 +65,8 @@ class TestNames:
     def test_the_range_of_weights(self, word: str) -> None:
         """Static, dynamic and weights alone; and all of it is data."""
         expected = qompose.observers.weight_observer_for_range(word).with_args(eps=2**-12)
-        for options in (
-            {},
-            {"is_dynamic": True},
-            {"is_dynamic": True, "per_token": True},
-            WEIGHT_ONLY,
-        ):
+        by_token = {"is_dynamic": True, "per_token": True}
+        for options in ({}, {"is_dynamic": True}, by_token, WEIGHT_ONLY):
             config = CONFIG(**options, weight_range=word)
             assert isinstance(config.weight, qompose.QuantizationSpec)
             assert config.weight.observer_or_fake_quant_ctr == expected
@@ -242,20 +238,17 @@ def test_four_bits_are_nearer_to_float_with_a_range_that_is_searched(
     assert found[word] > found["minmax"] + 0.5
 
 
-class Mixed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
-        self.tokens = nn.Linear(8, 64)
-        self.block = nn.Sequential(nn.Linear(64, 96), nn.GELU())
-        self.narrow = nn.Linear(96, 64)
-        self.middle = nn.Linear(64, 64)
-        self.head = nn.Linear(64, 5)
+def mixed() -> nn.Module:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        x = m.tokens(m.conv(x).flatten(2).transpose(1, 2))
+        x = x + m.narrow(m.block(x))
+        return m.head(torch.tanh(m.middle(x)))
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.tokens(self.conv(x).flatten(2).transpose(1, 2))
-        x = x + self.narrow(self.block(x))
-        return self.head(torch.tanh(self.middle(x)))
+    conv = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
+    block = nn.Sequential(nn.Linear(64, 96), nn.GELU())
+    sizes = {"tokens": (8, 64), "narrow": (96, 64), "middle": (64, 64), "head": (64, 5)}
+    linears = {name: nn.Linear(*size) for name, size in sizes.items()}
+    return Model(forward, conv=conv, block=block, **linears).eval()
 
 
 RULES = {
@@ -265,10 +258,8 @@ RULES = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def mixed() -> tuple[nn.Module, torch.fx.GraphModule, Tensor]:
-    torch.manual_seed(0)
-    model, x = Mixed().eval(), torch.randn(2, 3, 8, 8)
+def test_each_module_of_a_mixed_model_has_its_kernel() -> None:
+    model, x = mixed(), torch.randn(2, 3, 8, 8)
     quantizer = (
         X86InductorQuantizer()
         .set_global(CONFIG())
@@ -277,17 +268,12 @@ def mixed() -> tuple[nn.Module, torch.fx.GraphModule, Tensor]:
         .set_module_name("middle", CONFIG(is_dynamic=True, per_token=True))
         .set_module_name("head", CONFIG(weight_only=True))
     )
-    return model, convert(model, quantizer, x), x
-
-
-class TestMixed:
-    def test_each_module_has_its_kernel(self, mixed: Any) -> None:
-        model, converted, x = mixed
-        lowered = qompose.lower(converted, target="torch")
-        rows = [row for row in qompose.report(lowered).rows if row.macs]
-        assert {row.module: row.rule for row in rows} == RULES
-        in_float = {row.module for row in rows if row.state == "float kernel on integers"}
-        assert in_float == {"narrow", "head"}
-        assert {row.state for row in rows if row.module not in in_float} == {"int8 kernel"}
-        assert sqnr(converted(x), lowered(x)) > 60
-        assert sqnr(model(x), lowered(x)) > 20
+    converted = convert(model, quantizer, x)
+    lowered = qompose.lower(converted, target="torch")
+    rows = [row for row in qompose.report(lowered).rows if row.macs]
+    assert {row.module: row.rule for row in rows} == RULES
+    in_float = {row.module for row in rows if row.state == "float kernel on integers"}
+    assert in_float == {"narrow", "head"}
+    assert {row.state for row in rows if row.module not in in_float} == {"int8 kernel"}
+    assert sqnr(converted(x), lowered(x)) > 60
+    assert sqnr(model(x), lowered(x)) > 20

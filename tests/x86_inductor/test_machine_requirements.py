@@ -97,6 +97,7 @@ def elsewhere(path: Path, argument: str = "") -> subprocess.CompletedProcess[str
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.full
 def test_seven_bits_give_the_same_integers_without_vnni(tmp_path: Path) -> None:
     model, path = converted("avx2"), tmp_path / "model"
     qompose.save(model, path)

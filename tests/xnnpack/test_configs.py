@@ -15,8 +15,9 @@ from qompose.errors import ConfigError
 from qompose_xnnpack import XNNPACKQuantizer, get_symmetric_quantization_config
 from torch import Tensor, nn
 
-from tests.core.toy import sqnr
+from tests.core.toy import Model, sqnr
 from tests.sampling import at_once
+from tests.xnnpack.executorch_target.runtime import converted
 
 CONFIG = get_symmetric_quantization_config
 
@@ -132,36 +133,34 @@ def test_four_bits_are_nearer_to_float_with_a_range_that_is_searched(
     for parameter in model.parameters():
         parameter.data.normal_()
     x = torch.randn(64, 256) * torch.logspace(0, 2, 256)[torch.randperm(256)]
-    exported, found = torch.export.export(model, (x,)), {}
+    found = {}
     for weight_range in ("minmax", word):
         config = CONFIG(
             per_channel, weight_qmin=-8, weight_qmax=7, weight_range=weight_range, balance=balance
         )
-        prepared = qompose.prepare_pt2e(exported, XNNPACKQuantizer().set_global(config))
-        qompose.calibrate(prepared, [(x,)])
-        found[weight_range] = sqnr(model(x), qompose.convert_pt2e(prepared)(x))
+        quantized = converted(model, x, quantizer=XNNPACKQuantizer().set_global(config))
+        found[weight_range] = sqnr(model(x), quantized(x))
     assert found[word] > found["minmax"] + 0.5
 
 
-class Mixed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU6())
-        self.tokens = nn.Linear(8, 64)
-        self.wide = nn.Linear(64, 96)
-        self.narrow = nn.Linear(96, 64)
-        self.head = nn.Linear(64, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.tokens(self.conv(x).flatten(2).transpose(1, 2))
-        x = x + self.narrow(nn.functional.gelu(self.wide(x)))
-        return self.head(x)
+def forward(m: Any, x: Tensor) -> Tensor:
+    x = m.tokens(m.conv(x).flatten(2).transpose(1, 2))
+    x = x + m.narrow(nn.functional.gelu(m.wide(x)))
+    return m.head(x)
 
 
 @pytest.fixture(scope="module")
 def mixed() -> tuple[nn.Module, torch.fx.GraphModule, Tensor]:
     torch.manual_seed(0)
-    model, x = Mixed().eval(), torch.randn(2, 3, 8, 8)
+    sizes = {"tokens": (8, 64), "wide": (64, 96), "narrow": (96, 64), "head": (64, 5)}
+    model, x = (
+        Model(
+            forward,
+            conv=nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU6()),
+            **{name: nn.Linear(*size) for name, size in sizes.items()},
+        ),
+        torch.randn(2, 3, 8, 8),
+    )
     quantizer = (
         XNNPACKQuantizer()
         .set_global(CONFIG(True))
@@ -169,9 +168,8 @@ def mixed() -> tuple[nn.Module, torch.fx.GraphModule, Tensor]:
         .set_module_name("narrow", CONFIG(is_dynamic=True, group_size=32))
         .set_module_name("head", CONFIG(True, weight_only=True))
     )
-    prepared = qompose.prepare_pt2e(torch.export.export(model, (x,)), quantizer)
-    qompose.calibrate(prepared, [(torch.randn(2, 3, 8, 8),) for _ in range(4)] + [(x,)])
-    return model, qompose.convert_pt2e(prepared), x
+    more = [torch.randn(2, 3, 8, 8) for _ in range(4)]
+    return model, converted(model, x, *more, quantizer=quantizer), x
 
 
 RULES = {
@@ -185,18 +183,26 @@ class TestMixed:
     def test_each_module_has_its_kernel(self, mixed: Any, target: str) -> None:
         if target == "executorch":
             pytest.importorskip("executorch")
-        model, converted, x = mixed
-        lowered = qompose.lower(converted, target=target)
-        rows = [row for row in qompose.report(lowered).rows if row.macs]
+        model, quantized, x = mixed
+        lowered = qompose.lower(quantized, target=target)
+        report = qompose.report(lowered)
+        rows = [row for row in report.rows if row.macs]
         assert {row.module: row.rule for row in rows} == RULES
+        if target == "executorch":
+            (gelu,) = (row for row in report.rows if row.operator == "aten.gelu")
+            assert gelu.state == "float" and "delegate" in gelu.explanation
+            assert lowered.delegation.whole
         assert Counter(row.state for row in rows) == {
             "int8 kernel": 4, "float kernel on integers": 1
         }  # fmt: skip
         y = lowered(x) if target == "torch" else lowered.run(x)
-        assert sqnr(converted(x), y) > 40
+        assert sqnr(quantized(x), y) > 40
         assert sqnr(model(x), y) > 15
 
-    @pytest.mark.parametrize(("rows", "states"), [(1, ["int8 kernel"]), (5, ["simulated (Q/DQ)"])])
+    @pytest.mark.parametrize(
+        ("rows", "states"),
+        at_once([(1, ["int8 kernel"]), (5, ["simulated (Q/DQ)"])], (5, ["simulated (Q/DQ)"])),
+    )
     def test_one_scale_for_all_rows_is_not_what_the_runtime_does(
         self, rows: int, states: list[str]
     ) -> None:
@@ -206,13 +212,10 @@ class TestMixed:
         x = torch.randn(rows, 64) * torch.logspace(0, 2, rows)[:, None]
         config = CONFIG(True, is_dynamic=True, per_token=False)
         quantizer = XNNPACKQuantizer().set_global(config)
-        prepared = qompose.prepare_pt2e(
-            torch.export.export(nn.Linear(64, 8).eval(), (x,)), quantizer
-        )
-        converted = qompose.convert_pt2e(prepared)
-        assert sqnr(converted(x), qompose.lower(converted)(x)) > 100
+        quantized = converted(nn.Linear(64, 8), x, quantizer=quantizer)
+        assert sqnr(quantized(x), qompose.lower(quantized)(x)) > 100
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", qompose.QomposeWarning)
-            program = qompose.lower(converted, target="executorch")
+            program = qompose.lower(quantized, target="executorch")
         assert [row.state for row in qompose.report(program).rows] == states
-        assert sqnr(converted(x), program.run(x)) > 100
+        assert sqnr(quantized(x), program.run(x)) > 100

@@ -10,7 +10,6 @@ has put between the Q/DQ model and the float one; and with trained weights to th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,16 +19,15 @@ import torch
 from qompose.program.meta import KERNELS_TAG, META_KEY, tag_of
 from qompose.spec.qdq import quantize_per_tensor
 from qompose.testing.fixtures import sqnr
-from qompose_xnnpack import ExecutorchProgram, XNNPACKQuantizer, get_symmetric_quantization_config
+from qompose_xnnpack import ExecutorchProgram
 from torch import Tensor
-from torch.export import ExportedProgram
 from torch.fx import GraphModule, Interpreter, Node
 
-from tests.zoo import images, network, tokens
+from tests.products import xnnpack
+from tests.xnnpack.executorch_target.runtime import converted
+from tests.zoo import by_name, images, network, tokens
 
 pytest.importorskip("executorch")
-
-STATIC = get_symmetric_quantization_config(is_per_channel=True)
 
 COVERAGE = 0.95
 OPERATOR = 35.0
@@ -44,6 +42,7 @@ Batch = tuple[Tensor, ...]
 class Subject:
     """A network, and the inputs that it is run with; ``layers`` where they can be chosen.
 
+    ``small``: the zoo's narrow one of a few blocks.
     ``bitwise``: whether nothing between the kernels computes floats, which the runtime adds up in an
     order of its own.
     """
@@ -52,6 +51,7 @@ class Subject:
     size: int
     layers: int | None = None
     bitwise: bool = True
+    small: bool = False
 
     def batch(self, seed: int) -> Batch:
         draw = tokens if self.name.startswith("bert") else images
@@ -59,6 +59,7 @@ class Subject:
 
 
 SUBJECTS = (
+    Subject(name="mobilenet_v2", size=16, small=True),
     Subject(name="resnet18", size=96),
     Subject(name="resnet50", size=96),
     Subject(name="mobilenet_v2", size=96),
@@ -83,35 +84,29 @@ class Outcome:
     on_runtime: Tensor
 
 
-def converted(
-    exported: ExportedProgram, quantizer: qompose.Quantizer, batches: Sequence[Batch]
-) -> GraphModule:
-    prepared = qompose.prepare_pt2e(exported, quantizer)
-    with torch.no_grad():
-        for batch in batches:
-            prepared(*batch)
-    return qompose.convert_pt2e(prepared)
-
-
-TIERS = {"mobilenet_v2": [], "resnet18": [pytest.mark.full], "bert_base": [pytest.mark.full]}
+FULL = ("mobilenet_v2", "resnet18", "bert_base")
 """Networks that have most of what the others have; those are for the long run."""
 
 
 def _subject(subject: Subject) -> Any:
-    tier = TIERS.get(subject.name, [pytest.mark.long])
+    if subject.small:
+        return pytest.param(subject, id=f"small {subject.name}")
+    tier = pytest.mark.full if subject.name in FULL else pytest.mark.long
     return pytest.param(subject, marks=tier, id=subject.name)
 
 
 @pytest.fixture(scope="module", params=[_subject(subject) for subject in SUBJECTS])
 def outcome(request: pytest.FixtureRequest) -> Outcome:
     subject: Subject = request.param
-    model = network(subject.name, size=subject.size, layers=subject.layers)
+    if subject.small:
+        model = by_name(subject.name)
+    else:
+        model = network(subject.name, size=subject.size, layers=subject.layers)
     if "transformers" in model.tags:
         pytest.importorskip("transformers")
     module, test = model.build(), subject.batch(1000)
-    exported = torch.export.export(module, test)
     calibration = [subject.batch(seed) for seed in range(1, 9)]
-    simulation = converted(exported, XNNPACKQuantizer().set_global(STATIC), calibration)
+    simulation = converted(module, *calibration, quantizer=xnnpack())
     lowered = qompose.lower(simulation)
     program = qompose.lower(simulation, target="executorch")
     with torch.no_grad():
@@ -175,7 +170,6 @@ def check_operators(lowered: GraphModule, simulation: GraphModule, test: Batch) 
 
 
 class TestNetworks:
-    @pytest.mark.full
     def test_nearly_all_work_is_done_on_int8(self, outcome: Outcome) -> None:
         for model in (outcome.lowered, outcome.program):
             assert qompose.report(model).coverage() >= COVERAGE

@@ -26,16 +26,7 @@ from .entry import ZooModel
 from .networks import NETWORKS, network
 from .networks_scenes import images, tokens
 
-__all__ = [
-    "NETWORKS",
-    "ZOO",
-    "ZooModel",
-    "by_name",
-    "images",
-    "network",
-    "tagged",
-    "tokens",
-]
+__all__ = ["NETWORKS", "ZOO", "ZooModel", "by_name", "images", "network", "tagged", "tokens"]
 
 ZOO: tuple[ZooModel, ...] = (
     *convolutional.MODELS,

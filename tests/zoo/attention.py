@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .entry import ZooModel, floats, keep_mask, zoo_model
+from .entry import ZooModel, floats, keep_mask, net, zoo_model
 
 WIDTH = 16
 HEADS = 4
@@ -129,38 +131,31 @@ class EinsumAttention(nn.Module):
         return torch.einsum("nhqk,nkhd,hdw->nqw", scores, value, self.out)
 
 
-class GroupedQueryAttention(nn.Module):
+@net(
+    query=lambda: nn.Linear(WIDTH, WIDTH, bias=False),
+    key=lambda: nn.Linear(WIDTH, WIDTH // 2, bias=False),
+    value=lambda: nn.Linear(WIDTH, WIDTH // 2, bias=False),
+    norm=lambda: nn.RMSNorm(WIDTH),
+    out=lambda: nn.Linear(WIDTH, WIDTH, bias=False),
+)
+def grouped_query_attention(m: Any, x: Tensor) -> Tensor:
     """Two heads of keys and values for four of queries; a causal mask chosen by `where`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.query = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.key, self.value = (nn.Linear(WIDTH, WIDTH // 2, bias=False) for _ in range(2))
-        self.norm = nn.RMSNorm(WIDTH)
-        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        normed = self.norm(x)
-        query = split_heads(self.query(normed))
-        key, value = (
-            split_heads(part, 2).repeat_interleave(2, dim=1)
-            for part in (self.key(normed), self.value(normed))
-        )
-        scores = query @ key.mT / 2
-        seen = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
-        scores = torch.where(seen, scores, torch.tensor(-torch.inf))
-        return x + self.out((scores.softmax(-1) @ value).transpose(1, 2).flatten(2))
+    normed = m.norm(x)
+    query = split_heads(m.query(normed))
+    key, value = (
+        split_heads(part, 2).repeat_interleave(2, dim=1)
+        for part in (m.key(normed), m.value(normed))
+    )
+    scores = query @ key.mT / 2
+    seen = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+    scores = torch.where(seen, scores, torch.tensor(-torch.inf))
+    return x + m.out((scores.softmax(-1) @ value).transpose(1, 2).flatten(2))
 
 
-class TorchAttention(nn.Module):
+@net(attention=lambda: nn.MultiheadAttention(WIDTH, HEADS, batch_first=True, bias=True))
+def torch_attention(m: Any, x: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
     """`nn.MultiheadAttention`, its averaged weights returned, keys hidden by their padding mask."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True, bias=True)
-
-    def forward(self, x: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
-        return self.attention(x, x, x, key_padding_mask=~keep)
+    return m.attention(x, x, x, key_padding_mask=~keep)
 
 
 class WindowAttention(nn.Module):
@@ -189,25 +184,22 @@ class WindowAttention(nn.Module):
         return x + torch.roll(mixed, (1, 1), dims=(1, 2))
 
 
-class Latents(nn.Module):
+@net(
+    latents=lambda: nn.Parameter(torch.randn(3, WIDTH)),
+    query=lambda: nn.Linear(WIDTH, WIDTH),
+    key_value=lambda: nn.Linear(WIDTH, 2 * WIDTH),
+    mlp=lambda: nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU()),
+)
+def latents(m: Any, x: Tensor, keep: Tensor) -> Tensor:
     """Perceiver's: learnt latents read the input by cross-attention, twice with one layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.latents = nn.Parameter(torch.randn(3, WIDTH))
-        self.query = nn.Linear(WIDTH, WIDTH)
-        self.key_value = nn.Linear(WIDTH, 2 * WIDTH)
-        self.mlp = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU())
-
-    def forward(self, x: Tensor, keep: Tensor) -> Tensor:
-        latents = self.latents.expand(x.shape[0], -1, -1)
-        hidden = torch.where(keep, 0.0, torch.finfo(x.dtype).min)[:, None, None, :]
-        for _ in range(2):
-            query = split_heads(self.query(latents))
-            key, value = (split_heads(part) for part in self.key_value(x).chunk(2, dim=-1))
-            read = F.scaled_dot_product_attention(query, key, value, attn_mask=hidden)
-            latents = latents + self.mlp(read.transpose(1, 2).flatten(2))
-        return latents.mean(dim=1)
+    latents = m.latents.expand(x.shape[0], -1, -1)
+    hidden = torch.where(keep, 0.0, torch.finfo(x.dtype).min)[:, None, None, :]
+    for _ in range(2):
+        query = split_heads(m.query(latents))
+        key, value = (split_heads(part) for part in m.key_value(x).chunk(2, dim=-1))
+        read = F.scaled_dot_product_attention(query, key, value, attn_mask=hidden)
+        latents = latents + m.mlp(read.transpose(1, 2).flatten(2))
+    return latents.mean(dim=1)
 
 
 class CausalDecoder(nn.Module):
@@ -225,25 +217,23 @@ class CausalDecoder(nn.Module):
         return self.layers(x, mask=mask, is_causal=True)
 
 
-class SpatialGating(nn.Module):
+@net(
+    up=lambda: nn.Linear(WIDTH, 2 * WIDTH),
+    down=lambda: nn.Linear(WIDTH, WIDTH),
+    norm=lambda: nn.LayerNorm(WIDTH, bias=False),
+    positions=lambda: nn.Conv1d(LENGTH, LENGTH, 1),
+)
+def spatial_gating(m: Any, x: Tensor) -> Tensor:
     """gMLP: half of the channels gate the other half after a linear layer over positions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.norm = nn.LayerNorm(WIDTH, bias=False)
-        self.positions = nn.Conv1d(LENGTH, LENGTH, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        left, right = F.gelu(self.up(x)).chunk(2, dim=-1)
-        return x + self.down(left * self.positions(self.norm(right)))
+    left, right = F.gelu(m.up(x)).chunk(2, dim=-1)
+    return x + m.down(left * m.positions(m.norm(right)))
 
 
 _TOKENS = floats(2, LENGTH, WIDTH)
 _MASK = keep_mask(2, LENGTH)
 
 
-def _attention(name: str, make: type[nn.Module], *tags: str) -> ZooModel:
+def _attention(name: str, make: Callable[[], nn.Module], *tags: str) -> ZooModel:
     return zoo_model(name, make, _TOKENS, tags={"attention", *tags})
 
 
@@ -253,13 +243,13 @@ MODELS: tuple[ZooModel, ...] = (
     _attention("attention_alibi", AlibiAttention, "integer", "matmul", "mask"),
     _attention("attention_cosine", CosineAttention, "matmul"),
     _attention("attention_einsum", EinsumAttention, "matmul"),
-    _attention("attention_grouped_query", GroupedQueryAttention, "matmul", "mask", "residual"),
-    zoo_model("attention_torch", TorchAttention, _TOKENS, _MASK,
+    _attention("attention_grouped_query", grouped_query_attention, "matmul", "mask", "residual"),
+    zoo_model("attention_torch", torch_attention, _TOKENS, _MASK,
               tags={"attention", "matmul", "mask", "multi_output"}),
     zoo_model("attention_windows", WindowAttention, floats(2, 4, 4, WIDTH),
               tags={"attention", "matmul", "integer", "residual"}),
-    zoo_model("attention_latents", Latents, _TOKENS, _MASK,
+    zoo_model("attention_latents", latents, _TOKENS, _MASK,
               tags={"attention", "mask", "shared", "residual"}),
     _attention("causal_decoder", CausalDecoder, "mask", "linear"),
-    zoo_model("spatial_gating", SpatialGating, _TOKENS, tags={"linear", "residual"}),
+    zoo_model("spatial_gating", spatial_gating, _TOKENS, tags={"linear", "residual"}),
 )  # fmt: skip

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .entry import ZooModel, floats, zoo_model
+from .entry import ZooModel, floats, net, zoo_model
 
 
 def conv_bn(
@@ -122,59 +123,50 @@ class ConvNextBlock(nn.Module):
         return x + inner.permute(0, 3, 1, 2)
 
 
-class UNet(nn.Module):
+@net(
+    down1=lambda: conv_bn(3, 8),
+    down2=lambda: conv_bn(8, 16),
+    bottom=lambda: conv_bn(16, 16),
+    up2=lambda: nn.ConvTranspose2d(16, 8, 2, 2),
+    merge2=lambda: conv_bn(24, 16),
+    merge1=lambda: conv_bn(24, 8),
+    head=lambda: nn.Conv2d(8, 2, 1),
+)
+def u_net(m: Any, x: Tensor) -> Tensor:
     """One level down, one level up by transposed convolution, one by interpolation; `cat` skips."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.down1 = conv_bn(3, 8)
-        self.down2 = conv_bn(8, 16)
-        self.bottom = conv_bn(16, 16)
-        self.up2 = nn.ConvTranspose2d(16, 8, 2, 2)
-        self.merge2 = conv_bn(24, 16)
-        self.merge1 = conv_bn(24, 8)
-        self.head = nn.Conv2d(8, 2, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        high = self.down1(x)
-        middle = self.down2(F.max_pool2d(high, 2))
-        low = self.bottom(F.avg_pool2d(middle, 2))
-        merged = self.merge2(torch.cat([self.up2(low), middle], dim=1))
-        grown = F.interpolate(merged, scale_factor=2.0, mode="nearest")
-        return self.head(self.merge1(torch.cat([grown, high], dim=1)))
+    high = m.down1(x)
+    middle = m.down2(F.max_pool2d(high, 2))
+    low = m.bottom(F.avg_pool2d(middle, 2))
+    merged = m.merge2(torch.cat([m.up2(low), middle], dim=1))
+    grown = F.interpolate(merged, scale_factor=2.0, mode="nearest")
+    return m.head(m.merge1(torch.cat([grown, high], dim=1)))
 
 
-class Inception(nn.Module):
+@net(
+    point=lambda: conv_bn(3, 4, 1),
+    three=lambda: nn.Sequential(conv_bn(3, 4, 1), conv_bn(4, 8)),
+    five=lambda: nn.Sequential(conv_bn(3, 4, 1), conv_bn(4, 4, 5)),
+    pooled=lambda: nn.Sequential(nn.MaxPool2d(3, 1, 1), conv_bn(3, 4, 1)),
+    head=lambda: classifier(20),
+)
+def inception(m: Any, x: Tensor) -> Tensor:
     """Four branches of different receptive field, concatenated."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.point = conv_bn(3, 4, 1)
-        self.three = nn.Sequential(conv_bn(3, 4, 1), conv_bn(4, 8))
-        self.five = nn.Sequential(conv_bn(3, 4, 1), conv_bn(4, 4, 5))
-        self.pooled = nn.Sequential(nn.MaxPool2d(3, 1, 1), conv_bn(3, 4, 1))
-        self.head = classifier(20)
-
-    def forward(self, x: Tensor) -> Tensor:
-        branches = [self.point(x), self.three(x), self.five(x), self.pooled(x)]
-        return self.head(torch.cat(branches, dim=1))
+    branches = [m.point(x), m.three(x), m.five(x), m.pooled(x)]
+    return m.head(torch.cat(branches, dim=1))
 
 
-class DenseNet(nn.Module):
+@net(
+    stem=lambda: nn.Conv2d(3, 8, 3, padding=1),
+    norms=lambda: nn.ModuleList(nn.BatchNorm2d(8 + 4 * i) for i in range(3)),
+    convs=lambda: nn.ModuleList(nn.Conv2d(8 + 4 * i, 4, 3, padding=1) for i in range(3)),
+    head=lambda: classifier(20),
+)
+def dense_net(m: Any, x: Tensor) -> Tensor:
     """Pre-activation layers (norm before conv, so nothing folds), each sees all before it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, 8, 3, padding=1)
-        self.norms = nn.ModuleList(nn.BatchNorm2d(8 + 4 * i) for i in range(3))
-        self.convs = nn.ModuleList(nn.Conv2d(8 + 4 * i, 4, 3, padding=1) for i in range(3))
-        self.head = classifier(20)
-
-    def forward(self, x: Tensor) -> Tensor:
-        features = self.stem(x)
-        for norm, conv in zip(self.norms, self.convs, strict=True):
-            features = torch.cat([features, conv(F.relu(norm(features)))], dim=1)
-        return self.head(features)
+    features = m.stem(x)
+    for norm, conv in zip(m.norms, m.convs, strict=True):
+        features = torch.cat([features, conv(F.relu(norm(features)))], dim=1)
+    return m.head(features)
 
 
 class ShuffleUnit(nn.Module):
@@ -232,20 +224,17 @@ class Activations(nn.Module):
         return torch.clamp(F.relu_(x), 0.0, 6.0)
 
 
-class DilatedContext(nn.Module):
+@net(
+    branches=lambda: nn.ModuleList(
+        nn.Conv2d(3, 4, 3, padding="same", dilation=rate) for rate in (1, 2, 3)
+    ),
+    norm=lambda: nn.GroupNorm(2, 4),
+    reduce=lambda: nn.Conv2d(4, 4, (1, 3), stride=(1, 2), padding=(0, 1)),
+)
+def dilated_context(m: Any, x: Tensor) -> Tensor:
     """Parallel dilated convolutions with `padding="same"`, strided by an asymmetric kernel."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.branches = nn.ModuleList(
-            nn.Conv2d(3, 4, 3, padding="same", dilation=rate) for rate in (1, 2, 3)
-        )
-        self.norm = nn.GroupNorm(2, 4)
-        self.reduce = nn.Conv2d(4, 4, (1, 3), stride=(1, 2), padding=(0, 1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        total = self.branches[0](x) + self.branches[1](x) + self.branches[2](x)
-        return self.reduce(F.relu(self.norm(total)))
+    total = m.branches[0](x) + m.branches[1](x) + m.branches[2](x)
+    return m.reduce(F.relu(m.norm(total)))
 
 
 def transposed_conv_bn() -> nn.Module:
@@ -331,14 +320,14 @@ MODELS: tuple[ZooModel, ...] = (
         "residual",
         "depthwise",
     ),
-    _net("unet", UNet, "bn", "cat", "transposed"),
-    _net("inception", Inception, "bn", "cat"),
-    _net("densenet", DenseNet, "bn", "cat"),
+    _net("unet", u_net, "bn", "cat", "transposed"),
+    _net("inception", inception, "bn", "cat"),
+    _net("densenet", dense_net, "bn", "cat"),
     _net(
         "shufflenet", lambda: nn.Sequential(conv_bn(3, 8), ShuffleUnit(8)), "bn", "cat", "depthwise"
     ),
     _net("pyramid_detector", PyramidDetector, "bn", "cat", "multi_output", "shared"),
-    _net("dilated_context", DilatedContext),
+    _net("dilated_context", dilated_context),
     _net("super_resolution", super_resolution),
     zoo_model("conv_activations", Activations, floats(2, 4, 8, 8), tags={"conv", "inplace"}),
     zoo_model(

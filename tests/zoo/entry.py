@@ -114,6 +114,23 @@ def zoo_model(
     )
 
 
+def net(**parts: Callable[[], Any]) -> Callable[[Callable[..., Any]], Callable[[], nn.Module]]:
+    """Make of a `forward` what makes its models: its first argument is one, with what `parts` make."""
+
+    def made_of(forward: Callable[..., Any]) -> Callable[[], nn.Module]:
+        kind = type(forward.__name__, (nn.Module,), {"forward": forward})
+
+        def make() -> nn.Module:
+            model: nn.Module = kind()
+            for name, part in parts.items():
+                setattr(model, name, part())
+            return model
+
+        return make
+
+    return made_of
+
+
 def floats(*shape: int, dtype: torch.dtype = torch.float32) -> Draw:
     """Normally distributed values."""
     return lambda generator: torch.randn(shape, generator=generator).to(dtype)

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .entry import ZooModel, floats, ids, keep_mask, zoo_model
+from .entry import ZooModel, floats, ids, keep_mask, net, zoo_model
 
 WIDTH = 16
 HEADS = 4
@@ -30,35 +32,29 @@ def mlp_bn() -> nn.Module:
     )  # fmt: skip
 
 
-class EmbeddingMlp(nn.Module):
+@net(
+    city=lambda: nn.Embedding(WORDS, 6),
+    kind=lambda: nn.Embedding(7, 2, padding_idx=0),
+    layers=lambda: nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 2)),
+)
+def embedding_mlp(m: Any, city: Tensor, kind: Tensor, numbers: Tensor) -> Tensor:
     """Two categorical columns and numeric ones, as in tabular models."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.city = nn.Embedding(WORDS, 6)
-        self.kind = nn.Embedding(7, 2, padding_idx=0)
-        self.layers = nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 2))
-
-    def forward(self, city: Tensor, kind: Tensor, numbers: Tensor) -> Tensor:
-        return self.layers(torch.cat([self.city(city), self.kind(kind), numbers], dim=-1))
+    return m.layers(torch.cat([m.city(city), m.kind(kind), numbers], dim=-1))
 
 
-class Recommender(nn.Module):
+@net(
+    bags=lambda: nn.ModuleList(
+        [nn.EmbeddingBag(WORDS, 8, mode="sum"), nn.EmbeddingBag(WORDS, 8, mode="mean")]
+    ),
+    dense=lambda: nn.Linear(5, 8),
+    top=lambda: nn.Linear(9 + 8, 1),
+)
+def recommender(m: Any, clicks: Tensor, tags: Tensor, numbers: Tensor) -> Tensor:
     """Embedding bags whose pairwise dot products (`bmm`) feed a linear layer, as in DLRM."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bags = nn.ModuleList(
-            [nn.EmbeddingBag(WORDS, 8, mode="sum"), nn.EmbeddingBag(WORDS, 8, mode="mean")]
-        )
-        self.dense = nn.Linear(5, 8)
-        self.top = nn.Linear(9 + 8, 1)
-
-    def forward(self, clicks: Tensor, tags: Tensor, numbers: Tensor) -> Tensor:
-        dense = F.relu(self.dense(numbers))
-        rows = torch.stack([dense, self.bags[0](clicks), self.bags[1](tags)], dim=1)
-        products = torch.bmm(rows, rows.transpose(1, 2)).flatten(1)
-        return torch.sigmoid(self.top(torch.cat([dense, products], dim=1)))
+    dense = F.relu(m.dense(numbers))
+    rows = torch.stack([dense, m.bags[0](clicks), m.bags[1](tags)], dim=1)
+    products = torch.bmm(rows, rows.transpose(1, 2)).flatten(1)
+    return torch.sigmoid(m.top(torch.cat([dense, products], dim=1)))
 
 
 class Recurrent(nn.Module):
@@ -75,19 +71,13 @@ class Recurrent(nn.Module):
         return self.head(states[:, -1])
 
 
-class UnrolledCell(nn.Module):
+@net(cell=lambda: nn.LSTMCell(WIDTH, WIDTH), head=lambda: nn.Linear(WIDTH, 3))
+def unrolled_cell(m: Any, x: Tensor) -> Tensor:
     """An LSTM cell written out over time: one weight used at every step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell = nn.LSTMCell(WIDTH, WIDTH)
-        self.head = nn.Linear(WIDTH, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = cell = x.new_zeros(x.shape[0], WIDTH)
-        for step in x.unbind(1):
-            hidden, cell = self.cell(step, (hidden, cell))
-        return self.head(hidden)
+    hidden = cell = x.new_zeros(x.shape[0], WIDTH)
+    for step in x.unbind(1):
+        hidden, cell = m.cell(step, (hidden, cell))
+    return m.head(hidden)
 
 
 class TiedLanguageModel(nn.Module):
@@ -156,86 +146,66 @@ class AdditiveMaskAttention(Attention):
         return torch.full((), self.hidden)
 
 
-class PackedAttention(nn.Module):
+@net(qkv=lambda: nn.Linear(WIDTH, 3 * WIDTH), out=lambda: nn.Linear(WIDTH, WIDTH))
+def packed_attention(m: Any, x: Tensor) -> Tensor:
     """One projection for query, key and value, split afterwards; causal by flag."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-        self.out = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        query, key, value = (
-            part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1)
-        )
-        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return self.out(attended.transpose(1, 2).flatten(2))
+    query, key, value = (
+        part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in m.qkv(x).chunk(3, -1)
+    )
+    attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+    return m.out(attended.transpose(1, 2).flatten(2))
 
 
-class EncoderDecoder(nn.Module):
+@net(
+    encoder=lambda: nn.TransformerEncoderLayer(WIDTH, HEADS, 32, batch_first=True),
+    decoder=lambda: nn.TransformerDecoderLayer(
+        WIDTH, HEADS, 32, batch_first=True, activation="gelu", norm_first=True
+    ),
+)
+def encoder_decoder(m: Any, source: Tensor, target: Tensor) -> Tensor:
     """torch's own transformer layers; the decoder's cross-attention reads the encoder twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = nn.TransformerEncoderLayer(WIDTH, HEADS, 32, batch_first=True)
-        self.decoder = nn.TransformerDecoderLayer(
-            WIDTH, HEADS, 32, batch_first=True, activation="gelu", norm_first=True
-        )
-
-    def forward(self, source: Tensor, target: Tensor) -> Tensor:
-        return self.decoder(target, self.encoder(source))
+    return m.decoder(target, m.encoder(source))
 
 
-class VisionTransformer(nn.Module):
+@net(
+    patches=lambda: nn.Conv2d(3, WIDTH, 4, 4),
+    token=lambda: nn.Parameter(torch.randn(1, 1, WIDTH)),
+    positions=lambda: nn.Parameter(torch.randn(1, 17, WIDTH)),
+    norm1=lambda: nn.LayerNorm(WIDTH),
+    attention=packed_attention,
+    norm2=lambda: nn.LayerNorm(WIDTH),
+    mlp=lambda: nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH)),
+    head=lambda: nn.Linear(WIDTH, 10),
+)
+def vision_transformer(m: Any, images: Tensor) -> Tensor:
     """Patch convolution, class token, learned positions, one pre-norm block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.patches = nn.Conv2d(3, WIDTH, 4, 4)
-        self.token = nn.Parameter(torch.randn(1, 1, WIDTH))
-        self.positions = nn.Parameter(torch.randn(1, 17, WIDTH))
-        self.norm1 = nn.LayerNorm(WIDTH)
-        self.attention = PackedAttention()
-        self.norm2 = nn.LayerNorm(WIDTH)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH))
-        self.head = nn.Linear(WIDTH, 10)
-
-    def forward(self, images: Tensor) -> Tensor:
-        x = self.patches(images).flatten(2).transpose(1, 2)
-        x = torch.cat([self.token.expand(x.shape[0], -1, -1), x], dim=1) + self.positions
-        x = x + self.attention(self.norm1(x))
-        x = x + self.mlp(self.norm2(x))
-        return self.head(x[:, 0])
+    x = m.patches(images).flatten(2).transpose(1, 2)
+    x = torch.cat([m.token.expand(x.shape[0], -1, -1), x], dim=1) + m.positions
+    x = x + m.attention(m.norm1(x))
+    x = x + m.mlp(m.norm2(x))
+    return m.head(x[:, 0])
 
 
-class Mixer(nn.Module):
+@net(
+    tokens=lambda: nn.Linear(LENGTH, LENGTH),
+    gate=lambda: nn.Linear(WIDTH, WIDTH),
+    up=lambda: nn.Linear(WIDTH, WIDTH),
+    norm=lambda: nn.LayerNorm(WIDTH),
+)
+def mixer(m: Any, x: Tensor) -> Tensor:
     """Linear layers over tokens and over channels, with a gated unit between."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens = nn.Linear(LENGTH, LENGTH)
-        self.gate = nn.Linear(WIDTH, WIDTH)
-        self.up = nn.Linear(WIDTH, WIDTH)
-        self.norm = nn.LayerNorm(WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.tokens(x.transpose(1, 2)).transpose(1, 2)
-        return self.norm(x + F.silu(self.gate(x)) * self.up(x))
+    x = x + m.tokens(x.transpose(1, 2)).transpose(1, 2)
+    return m.norm(x + F.silu(m.gate(x)) * m.up(x))
 
 
-class LinearAttention(nn.Module):
+@net(qkv=lambda: nn.Linear(WIDTH, 3 * WIDTH, bias=False))
+def linear_attention(m: Any, x: Tensor) -> Tensor:
     """`einsum` contractions and a feature map instead of a softmax."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        query, key, value = self.qkv(x).split(WIDTH, dim=-1)
-        query, key = F.elu(query) + 1.0, F.elu(key) + 1.0
-        memory = torch.einsum("nld,nle->nde", key, value)
-        scale = torch.einsum("nld,nd->nl", query, key.sum(dim=1)).reciprocal()
-        return torch.einsum("nld,nde,nl->nle", query, memory, scale)
+    query, key, value = m.qkv(x).split(WIDTH, dim=-1)
+    query, key = F.elu(query) + 1.0, F.elu(key) + 1.0
+    memory = torch.einsum("nld,nle->nde", key, value)
+    scale = torch.einsum("nld,nd->nl", query, key.sum(dim=1)).reciprocal()
+    return torch.einsum("nld,nde,nl->nle", query, memory, scale)
 
 
 _TOKENS = floats(2, LENGTH, WIDTH)
@@ -248,18 +218,18 @@ MODELS: tuple[ZooModel, ...] = (
     zoo_model("mlp_3d_input", mlp, floats(2, 5, 12), tags={"linear"}),
     zoo_model("mlp_bn", mlp_bn, floats(4, 12), tags={"linear", "bn"}),
     zoo_model(
-        "embedding_mlp", EmbeddingMlp, ids(WORDS, 4), ids(7, 4), floats(4, 4),
+        "embedding_mlp", embedding_mlp, ids(WORDS, 4), ids(7, 4), floats(4, 4),
         tags={"linear", "embedding", "cat"},
     ),
     zoo_model(
-        "recommender", Recommender, ids(WORDS, 4, 3), ids(WORDS, 4, 5), floats(4, 5),
+        "recommender", recommender, ids(WORDS, 4, 3), ids(WORDS, 4, 5), floats(4, 5),
         tags={"linear", "embedding", "matmul"},
     ),
     zoo_model("lstm", lambda: Recurrent(nn.LSTM, num_layers=2), _WORDS,
               tags={"recurrent", "embedding"}),
     zoo_model("gru", lambda: Recurrent(nn.GRU, bidirectional=True), _WORDS,
               tags={"recurrent", "embedding"}),
-    zoo_model("lstm_cell", UnrolledCell, floats(2, 4, WIDTH), tags={"recurrent", "shared"}),
+    zoo_model("lstm_cell", unrolled_cell, floats(2, 4, WIDTH), tags={"recurrent", "shared"}),
     zoo_model("tied_language_model", TiedLanguageModel, _WORDS,
               tags={"linear", "embedding", "tied"}),
     zoo_model("attention_bool_mask", Attention, _TOKENS, _MASK, tags={"attention", "mask"}),
@@ -269,11 +239,11 @@ MODELS: tuple[ZooModel, ...] = (
               tags={"attention", "mask", "matmul"}),
     zoo_model("attention_finite_mask", lambda: AdditiveMaskAttention(_FINITE), _TOKENS, _MASK,
               tags={"attention", "mask", "matmul"}),
-    zoo_model("attention_packed", PackedAttention, _TOKENS, tags={"attention"}),
-    zoo_model("encoder_decoder", EncoderDecoder, _TOKENS, floats(2, 5, WIDTH),
+    zoo_model("attention_packed", packed_attention, _TOKENS, tags={"attention"}),
+    zoo_model("encoder_decoder", encoder_decoder, _TOKENS, floats(2, 5, WIDTH),
               tags={"attention", "linear"}),
-    zoo_model("vision_transformer", VisionTransformer, floats(2, 3, 16, 16),
+    zoo_model("vision_transformer", vision_transformer, floats(2, 3, 16, 16),
               tags={"attention", "conv", "linear"}),
-    zoo_model("mixer", Mixer, _TOKENS, tags={"linear"}),
-    zoo_model("linear_attention", LinearAttention, _TOKENS, tags={"attention", "matmul"}),
+    zoo_model("mixer", mixer, _TOKENS, tags={"linear"}),
+    zoo_model("linear_attention", linear_attention, _TOKENS, tags={"attention", "matmul"}),
 )  # fmt: skip

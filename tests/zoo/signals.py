@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .entry import ZooModel, floats, ids, zoo_model
+from .entry import ZooModel, floats, ids, net, zoo_model
 
 CHANNELS = 4
 SAMPLES = 32
@@ -22,72 +24,57 @@ class CausalConv(nn.Conv1d):
         return super().forward(F.pad(x, (reach, 0)))
 
 
-class TemporalConvNet(nn.Module):
+@net(
+    layers=lambda: nn.ModuleList(
+        CausalConv(CHANNELS, CHANNELS, 3, dilation=rate) for rate in (1, 2, 4)
+    ),
+    head=lambda: nn.Linear(CHANNELS, 3),
+)
+def temporal_conv_net(m: Any, x: Tensor) -> Tensor:
     """Causal convolutions of growing dilation with residuals."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(
-            CausalConv(CHANNELS, CHANNELS, 3, dilation=rate) for rate in (1, 2, 4)
-        )
-        self.head = nn.Linear(CHANNELS, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = F.relu(x + F.relu(layer(x)))
-        return self.head(x[:, :, -1])
+    for layer in m.layers:
+        x = F.relu(x + F.relu(layer(x)))
+    return m.head(x[:, :, -1])
 
 
-class WaveNet(nn.Module):
+@net(
+    gated=lambda: nn.ModuleList(
+        CausalConv(CHANNELS, 2 * CHANNELS, 2, dilation=rate) for rate in (1, 2, 4)
+    ),
+    skips=lambda: nn.ModuleList(nn.Conv1d(CHANNELS, 6, 1) for _ in range(3)),
+    mixes=lambda: nn.ModuleList(nn.Conv1d(CHANNELS, CHANNELS, 1) for _ in range(3)),
+    head=lambda: nn.Conv1d(6, 8, 1),
+)
+def wave_net(m: Any, x: Tensor) -> Tensor:
     """Gated causal convolutions whose skip connections are summed up."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gated = nn.ModuleList(
-            CausalConv(CHANNELS, 2 * CHANNELS, 2, dilation=rate) for rate in (1, 2, 4)
-        )
-        self.skips = nn.ModuleList(nn.Conv1d(CHANNELS, 6, 1) for _ in range(3))
-        self.mixes = nn.ModuleList(nn.Conv1d(CHANNELS, CHANNELS, 1) for _ in range(3))
-        self.head = nn.Conv1d(6, 8, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        total = 0
-        for gated, skip, mix in zip(self.gated, self.skips, self.mixes, strict=True):
-            signal, gate = gated(x).chunk(2, dim=1)
-            y = torch.tanh(signal) * torch.sigmoid(gate)
-            total = total + skip(y)
-            x = x + mix(y)
-        return self.head(F.relu(total))
+    total = 0
+    for gated, skip, mix in zip(m.gated, m.skips, m.mixes, strict=True):
+        signal, gate = gated(x).chunk(2, dim=1)
+        y = torch.tanh(signal) * torch.sigmoid(gate)
+        total = total + skip(y)
+        x = x + mix(y)
+    return m.head(F.relu(total))
 
 
-class ConvGlu(nn.Module):
+@net(
+    norm=lambda: nn.LayerNorm(CHANNELS),
+    expand=lambda: nn.Conv1d(CHANNELS, 2 * CHANNELS, 1),
+    depthwise=lambda: nn.Conv1d(CHANNELS, CHANNELS, 5, padding=2, groups=CHANNELS, bias=False),
+    batch_norm=lambda: nn.BatchNorm1d(CHANNELS),
+    reduce=lambda: nn.Conv1d(CHANNELS, CHANNELS, 1),
+)
+def conv_glu(m: Any, x: Tensor) -> Tensor:
     """A conformer's convolution module: `glu`, depthwise convolution, batch norm, SiLU."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(CHANNELS)
-        self.expand = nn.Conv1d(CHANNELS, 2 * CHANNELS, 1)
-        self.depthwise = nn.Conv1d(CHANNELS, CHANNELS, 5, padding=2, groups=CHANNELS, bias=False)
-        self.batch_norm = nn.BatchNorm1d(CHANNELS)
-        self.reduce = nn.Conv1d(CHANNELS, CHANNELS, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(x.transpose(1, 2)).transpose(1, 2)
-        y = self.depthwise(F.glu(self.expand(y), dim=1))
-        return x + self.reduce(F.silu(self.batch_norm(y)))
+    y = m.norm(x.transpose(1, 2)).transpose(1, 2)
+    y = m.depthwise(F.glu(m.expand(y), dim=1))
+    return x + m.reduce(F.silu(m.batch_norm(y)))
 
 
-class SpectrumMixer(nn.Module):
+@net(before=lambda: nn.Linear(8, 8), after=lambda: nn.Linear(8, 8), norm=lambda: nn.LayerNorm(8))
+def spectrum_mixer(m: Any, x: Tensor) -> Tensor:
     """FNet's mixing, real from end to end: the real part of a Fourier transform, then linear."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before, self.after = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.norm = nn.LayerNorm(8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        mixed = torch.fft.fft(torch.fft.fft(self.before(x), dim=-1), dim=-2).real
-        return self.after(F.gelu(self.norm(x + mixed)))
+    mixed = torch.fft.fft(torch.fft.fft(m.before(x), dim=-1), dim=-2).real
+    return m.after(F.gelu(m.norm(x + mixed)))
 
 
 class Spectrogram(nn.Module):
@@ -107,54 +94,40 @@ class Spectrogram(nn.Module):
         return self.head(F.relu(self.conv(features.unsqueeze(1))).mean(dim=(2, 3)))
 
 
-class CharacterConv(nn.Module):
+@net(
+    embedding=lambda: nn.Embedding(WORDS, 8, padding_idx=0),
+    convs=lambda: nn.ModuleList(nn.Conv1d(8, 4, width) for width in (2, 3, 4)),
+    head=lambda: nn.Linear(12, 3),
+)
+def character_conv(m: Any, words: Tensor) -> Tensor:
     """Embedded characters under convolutions of several widths, each pooled over time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(WORDS, 8, padding_idx=0)
-        self.convs = nn.ModuleList(nn.Conv1d(8, 4, width) for width in (2, 3, 4))
-        self.head = nn.Linear(12, 3)
-
-    def forward(self, words: Tensor) -> Tensor:
-        x = self.embedding(words).transpose(1, 2)
-        return self.head(torch.cat([F.relu(c(x)).amax(dim=-1) for c in self.convs], dim=1))
+    x = m.embedding(words).transpose(1, 2)
+    return m.head(torch.cat([F.relu(c(x)).amax(dim=-1) for c in m.convs], dim=1))
 
 
-class GruForecaster(nn.Module):
+@net(cell=lambda: nn.GRUCell(CHANNELS, 8), head=lambda: nn.Linear(8, CHANNELS))
+def gru_forecaster(m: Any, x: Tensor) -> Tensor:
     """A GRU cell stepped by hand: over the past, then on its own forecasts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell = nn.GRUCell(CHANNELS, 8)
-        self.head = nn.Linear(8, CHANNELS)
-
-    def forward(self, x: Tensor) -> Tensor:
-        state = x.new_zeros(x.shape[0], 8)
-        for step in range(3):
-            state = self.cell(x[:, step], state)
-        forecasts = [self.head(state)]
-        for _ in range(2):
-            state = self.cell(forecasts[-1], state)
-            forecasts.append(self.head(state))
-        return torch.stack(forecasts, dim=1)
+    state = x.new_zeros(x.shape[0], 8)
+    for step in range(3):
+        state = m.cell(x[:, step], state)
+    forecasts = [m.head(state)]
+    for _ in range(2):
+        state = m.cell(forecasts[-1], state)
+        forecasts.append(m.head(state))
+    return torch.stack(forecasts, dim=1)
 
 
-class ConvLstm(nn.Module):
+@net(gates=lambda: nn.Conv2d(3 + CHANNELS, 4 * CHANNELS, 3, padding=1))
+def conv_lstm(m: Any, frames: Tensor) -> Tensor:
     """A convolutional LSTM over three frames: gates from one convolution used at every step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gates = nn.Conv2d(3 + CHANNELS, 4 * CHANNELS, 3, padding=1)
-
-    def forward(self, frames: Tensor) -> Tensor:
-        hidden = cell = frames.new_zeros(frames.shape[0], CHANNELS, *frames.shape[3:])
-        for frame in frames.unbind(1):
-            gates = self.gates(torch.cat([frame, hidden], dim=1))
-            let_in, forget, out, update = gates.chunk(4, dim=1)
-            cell = forget.sigmoid() * cell + let_in.sigmoid() * update.tanh()
-            hidden = out.sigmoid() * cell.tanh()
-        return hidden
+    hidden = cell = frames.new_zeros(frames.shape[0], CHANNELS, *frames.shape[3:])
+    for frame in frames.unbind(1):
+        gates = m.gates(torch.cat([frame, hidden], dim=1))
+        let_in, forget, out, update = gates.chunk(4, dim=1)
+        cell = forget.sigmoid() * cell + let_in.sigmoid() * update.tanh()
+        hidden = out.sigmoid() * cell.tanh()
+    return hidden
 
 
 def factorised_video() -> nn.Module:
@@ -185,16 +158,16 @@ def transposed_3d_bn() -> nn.Module:
 _SERIES = floats(2, CHANNELS, SAMPLES)
 
 MODELS: tuple[ZooModel, ...] = (
-    zoo_model("temporal_conv", TemporalConvNet, _SERIES, tags={"conv", "residual"}),
-    zoo_model("wavenet", WaveNet, _SERIES, tags={"conv", "residual"}),
-    zoo_model("conv_glu", ConvGlu, _SERIES, tags={"conv", "bn", "depthwise", "residual"}),
-    zoo_model("spectrum_mixer", SpectrumMixer, floats(2, 6, 8), tags={"linear", "fft"}),
+    zoo_model("temporal_conv", temporal_conv_net, _SERIES, tags={"conv", "residual"}),
+    zoo_model("wavenet", wave_net, _SERIES, tags={"conv", "residual"}),
+    zoo_model("conv_glu", conv_glu, _SERIES, tags={"conv", "bn", "depthwise", "residual"}),
+    zoo_model("spectrum_mixer", spectrum_mixer, floats(2, 6, 8), tags={"linear", "fft"}),
     zoo_model("spectrogram", Spectrogram, floats(2, 64), tags={"conv", "fft", "matmul"}),
-    zoo_model("character_conv", CharacterConv, ids(WORDS, 2, 12),
+    zoo_model("character_conv", character_conv, ids(WORDS, 2, 12),
               tags={"conv", "embedding", "cat"}),
-    zoo_model("gru_cell", GruForecaster, floats(2, 3, CHANNELS),
+    zoo_model("gru_cell", gru_forecaster, floats(2, 3, CHANNELS),
               tags={"recurrent", "linear", "shared"}),
-    zoo_model("conv_lstm", ConvLstm, floats(2, 3, 3, 6, 6),
+    zoo_model("conv_lstm", conv_lstm, floats(2, 3, 3, 6, 6),
               tags={"conv", "recurrent", "cat", "shared"}),
     zoo_model("factorised_video", factorised_video, floats(2, 3, 4, 8, 8), tags={"conv", "bn"}),
     zoo_model("transposed_1d_bn", transposed_1d_bn, floats(2, CHANNELS, 8),

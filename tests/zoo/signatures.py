@@ -9,134 +9,102 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .attention import GroupedQueryAttention
+from .attention import grouped_query_attention
 from .convolutional import classifier, conv_bn
-from .entry import ZooModel, floats, group, ids, keep_mask, mapping, zoo_model
+from .entry import ZooModel, floats, group, ids, keep_mask, mapping, net, zoo_model
 from .sequence import mlp
 
 WIDTH = 6
 WORDS = 20
 
 
-class NestedInputs(nn.Module):
+@net(
+    embedding=lambda: nn.Embedding(WORDS, WIDTH),
+    left=lambda: nn.Linear(WIDTH, WIDTH),
+    right=lambda: nn.Linear(WIDTH, 2),
+)
+def nested_inputs(
+    m: Any, features: dict[str, Tensor], pair: tuple[Tensor, Tensor]
+) -> dict[str, Any]:
     """A dictionary and a tuple as arguments, and a nested structure as the result."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(WORDS, WIDTH)
-        self.left, self.right = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2)
-
-    def forward(self, features: dict[str, Tensor], pair: tuple[Tensor, Tensor]) -> dict[str, Any]:
-        x = self.left(self.embedding(features["words"]) + features["numbers"])
-        scaled = self.right(F.relu(x)) * pair[0]
-        return {"logits": scaled, "states": [x, (pair[1], features["words"])]}
+    x = m.left(m.embedding(features["words"]) + features["numbers"])
+    scaled = m.right(F.relu(x)) * pair[0]
+    return {"logits": scaled, "states": [x, (pair[1], features["words"])]}
 
 
-class OptionalOutputs(nn.Module):
+@net(linear=lambda: nn.Linear(WIDTH, WIDTH))
+def optional_outputs(m: Any, x: Tensor) -> tuple[Any, ...]:
     """None, numbers and an input among the outputs, as models with options return."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> tuple[Any, ...]:
-        y = self.linear(x)
-        return None, y, 3, (x, None), {"loss": None, "scale": 0.5}
+    y = m.linear(x)
+    return None, y, 3, (x, None), {"loss": None, "scale": 0.5}
 
 
-class Constants(nn.Module):
+@net(linear=lambda: nn.Linear(WIDTH, WIDTH))
+def constants(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     """Tensors made in `forward`: from lists, ranges and fills; one is also an output."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        weights = torch.tensor([[0.5, -1.0, 2.0, 0.0, 1.0, -0.5]])
-        steps = torch.arange(WIDTH, dtype=x.dtype) / WIDTH
-        y = F.relu(self.linear(x * weights)) + torch.linspace(0, 1, WIDTH)
-        order = torch.tensor([5, 4, 3, 2, 1, 0])
-        return F.linear(y.index_select(1, order), torch.eye(WIDTH)) - steps, weights
+    weights = torch.tensor([[0.5, -1.0, 2.0, 0.0, 1.0, -0.5]])
+    steps = torch.arange(WIDTH, dtype=x.dtype) / WIDTH
+    y = F.relu(m.linear(x * weights)) + torch.linspace(0, 1, WIDTH)
+    order = torch.tensor([5, 4, 3, 2, 1, 0])
+    return F.linear(y.index_select(1, order), torch.eye(WIDTH)) - steps, weights
 
 
-class Parameterless(nn.Module):
+@net()
+def parameterless(m: Any, x: Tensor, y: Tensor) -> Tensor:
     """A similarity without any parameter or buffer."""
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return F.softmax(F.layer_norm(x, [WIDTH]) @ F.relu(y).t(), dim=-1)
+    return F.softmax(F.layer_norm(x, [WIDTH]) @ F.relu(y).t(), dim=-1)
 
 
-class IntegersOnly(nn.Module):
+@net(salt=lambda: nn.Buffer(torch.tensor([7, 11, 13])))
+def integers_only(m: Any, words: Tensor) -> tuple[Tensor, Tensor]:
     """Hashing of identifiers: integer and boolean arithmetic, nothing to quantize."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("salt", torch.tensor([7, 11, 13]))
-
-    def forward(self, words: Tensor) -> tuple[Tensor, Tensor]:
-        hashed = (words.unsqueeze(-1) * self.salt + 3) % 17
-        hashed = torch.bitwise_xor(hashed, hashed >> 1).cumsum(dim=-1)
-        known = (words > 2) & (words != 5) | ~(hashed[..., 0] < 4)
-        return torch.where(known.unsqueeze(-1), hashed, 0), known
+    hashed = (words.unsqueeze(-1) * m.salt + 3) % 17
+    hashed = torch.bitwise_xor(hashed, hashed >> 1).cumsum(dim=-1)
+    known = (words > 2) & (words != 5) | ~(hashed[..., 0] < 4)
+    return torch.where(known.unsqueeze(-1), hashed, 0), known
 
 
-class EmptyParts(nn.Module):
+@net(
+    before=lambda: nn.Sequential(nn.Identity(), nn.Sequential(), nn.Dropout(0.3)),
+    linear=lambda: nn.Linear(WIDTH, WIDTH),
+    branches=lambda: nn.ModuleList([nn.Sequential(), nn.Linear(WIDTH, WIDTH), nn.Identity()]),
+    nothing=lambda: nn.ModuleDict(),
+)
+def empty_parts(m: Any, x: Tensor) -> Tensor:
     """Identities, empty containers and dropout between and instead of layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before = nn.Sequential(nn.Identity(), nn.Sequential(), nn.Dropout(0.3))
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.branches = nn.ModuleList([nn.Sequential(), nn.Linear(WIDTH, WIDTH), nn.Identity()])
-        self.nothing = nn.ModuleDict()
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.linear(self.before(x))
-        return sum((branch(x) for branch in self.branches), start=x.detach())
+    x = m.linear(m.before(x))
+    return sum((branch(x) for branch in m.branches), start=x.detach())
 
 
-class Views(nn.Module):
+@net(first=lambda: nn.Linear(WIDTH, WIDTH), second=lambda: nn.Linear(WIDTH, WIDTH))
+def views(m: Any, x: Tensor) -> Tensor:
     """Writes through views, masks and slices into activations that are read again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.first(x)
-        y[:, :2] = 0.0
-        y[:, 2:4].mul_(2.0).add_(1.0)
-        y.view(-1, 2, WIDTH // 2).transpose(1, 2).clamp_(-1.5, 1.5)
-        z = y.clone()
-        z[z > 1.0] = 0.25
-        z.masked_fill_(z < -1.0, -0.25)
-        return self.second(z).add_(y)
+    y = m.first(x)
+    y[:, :2] = 0.0
+    y[:, 2:4].mul_(2.0).add_(1.0)
+    y.view(-1, 2, WIDTH // 2).transpose(1, 2).clamp_(-1.5, 1.5)
+    z = y.clone()
+    z[z > 1.0] = 0.25
+    z.masked_fill_(z < -1.0, -0.25)
+    return m.second(z).add_(y)
 
 
-class MaskedRows(nn.Module):
+@net(rows=lambda: nn.Linear(WIDTH, WIDTH), all=lambda: nn.Linear(WIDTH, 2))
+def masked_rows(m: Any, x: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
     """Rows picked by a mask: how many there are is known only at run time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows, self.all = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2)
-
-    def forward(self, x: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
-        picked = self.rows(x[keep])
-        return picked, self.all(x.masked_scatter(keep.unsqueeze(-1), picked))
+    picked = m.rows(x[keep])
+    return picked, m.all(x.masked_scatter(keep.unsqueeze(-1), picked))
 
 
-class Pixels(nn.Module):
+@net(
+    mean=lambda: nn.Buffer(torch.rand(3, 1, 1)),
+    net=lambda: nn.Sequential(conv_bn(3, 8, stride=2), classifier(8)),
+)
+def pixels(m: Any, image: Tensor) -> tuple[Tensor, Tensor]:
     """Bytes in, normalised, classified; the class comes out as an integer, and a flag with it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.rand(3, 1, 1))
-        self.net = nn.Sequential(conv_bn(3, 8, stride=2), classifier(8))
-
-    def forward(self, image: Tensor) -> tuple[Tensor, Tensor]:
-        scores = self.net((image.float() / 255 - self.mean) / 0.25)
-        best = scores.softmax(dim=-1).max(dim=-1)
-        return best.indices.to(torch.int32), best.values > 0.11
+    scores = m.net((image.float() / 255 - m.mean) / 0.25)
+    best = scores.softmax(dim=-1).max(dim=-1)
+    return best.indices.to(torch.int32), best.values > 0.11
 
 
 def half_mlp() -> nn.Module:
@@ -159,24 +127,24 @@ _HALF, _DOUBLE, _BFLOAT = torch.float16, torch.float64, torch.bfloat16
 
 MODELS: tuple[ZooModel, ...] = (
     zoo_model(
-        "nested_inputs", NestedInputs,
+        "nested_inputs", nested_inputs,
         mapping(words=ids(WORDS, 4), numbers=floats(4, WIDTH)), group(floats(4, 1), floats(4, 3)),
         tags={"signature", "linear", "embedding", "multi_output"},
     ),
-    zoo_model("optional_outputs", OptionalOutputs, _ROWS,
+    zoo_model("optional_outputs", optional_outputs, _ROWS,
               tags={"signature", "linear", "multi_output"}),
-    zoo_model("constants", Constants, _ROWS, tags={"signature", "linear", "multi_output"}),
-    zoo_model("parameterless", Parameterless, _ROWS, _ROWS, tags={"signature", "matmul"}),
-    zoo_model("integers_only", IntegersOnly, ids(WORDS, 4, 3),
+    zoo_model("constants", constants, _ROWS, tags={"signature", "linear", "multi_output"}),
+    zoo_model("parameterless", parameterless, _ROWS, _ROWS, tags={"signature", "matmul"}),
+    zoo_model("integers_only", integers_only, ids(WORDS, 4, 3),
               tags={"signature", "integer", "multi_output"}),
-    zoo_model("empty_parts", EmptyParts, _ROWS, tags={"signature", "linear", "residual"}),
-    zoo_model("views", Views, _ROWS, tags={"signature", "linear", "inplace"}),
-    zoo_model("masked_rows", MaskedRows, floats(2, 5, WIDTH), keep_mask(2, 5),
+    zoo_model("empty_parts", empty_parts, _ROWS, tags={"signature", "linear", "residual"}),
+    zoo_model("views", views, _ROWS, tags={"signature", "linear", "inplace"}),
+    zoo_model("masked_rows", masked_rows, floats(2, 5, WIDTH), keep_mask(2, 5),
               tags={"signature", "linear", "multi_output"}),
-    zoo_model("pixels", Pixels, ids(256, 2, 3, 8, 8, dtype=torch.uint8),
+    zoo_model("pixels", pixels, ids(256, 2, 3, 8, 8, dtype=torch.uint8),
               tags={"signature", "conv", "bn", "integer", "multi_output"}),
     zoo_model("half_mlp", half_mlp, floats(4, 12, dtype=_HALF), tags={"data_type", "linear"}),
-    zoo_model("half_attention", lambda: GroupedQueryAttention().half(),
+    zoo_model("half_attention", lambda: grouped_query_attention().half(),
               floats(2, 8, 16, dtype=_HALF), tags={"data_type", "attention", "matmul"}),
     zoo_model("bfloat16_mlp", lambda: mlp().bfloat16(), floats(4, 12, dtype=_BFLOAT),
               tags={"data_type", "linear"}),

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .entry import ZooModel, floats, ids, zoo_model
+from .entry import ZooModel, floats, ids, net, zoo_model
 
 CHANNELS = 4
 WORDS = 20
@@ -17,31 +19,17 @@ def _conv() -> nn.Conv2d:
     return nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1)
 
 
-class ConvTwoNorms(nn.Module):
+@net(conv=_conv, first=lambda: nn.BatchNorm2d(CHANNELS), second=lambda: nn.BatchNorm2d(CHANNELS))
+def conv_two_norms(m: Any, x: Tensor) -> Tensor:
     """One convolution, called twice, each time under another batch norm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = _conv()
-        self.first = nn.BatchNorm2d(CHANNELS)
-        self.second = nn.BatchNorm2d(CHANNELS)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.conv(F.relu(self.first(self.conv(x)))))
+    return m.second(m.conv(F.relu(m.first(m.conv(x)))))
 
 
-class ConvOutputTwoNorms(nn.Module):
+@net(conv=_conv, first=lambda: nn.BatchNorm2d(CHANNELS), second=lambda: nn.BatchNorm2d(CHANNELS))
+def conv_output_two_norms(m: Any, x: Tensor) -> Tensor:
     """One convolution, called once, its output under two batch norms."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = _conv()
-        self.first = nn.BatchNorm2d(CHANNELS)
-        self.second = nn.BatchNorm2d(CHANNELS)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.conv(x)
-        return self.first(y) - self.second(y)
+    y = m.conv(x)
+    return m.first(y) - m.second(y)
 
 
 class ConvWithAndWithoutNorm(nn.Module):
@@ -58,30 +46,18 @@ class ConvWithAndWithoutNorm(nn.Module):
         return self.plain(F.relu(self.norm(self.normed(x))))
 
 
-class ConvNormSkip(nn.Module):
+@net(conv=_conv, norm=lambda: nn.BatchNorm2d(CHANNELS))
+def conv_norm_skip(m: Any, x: Tensor) -> Tensor:
     """`bn(y) + y` with `y` the output of a convolution."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = _conv()
-        self.norm = nn.BatchNorm2d(CHANNELS)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.conv(x)
-        return self.norm(y) + y
+    y = m.conv(x)
+    return m.norm(y) + y
 
 
-class LinearNormSkip(nn.Module):
+@net(linear=lambda: nn.Linear(6, 6), norm=lambda: nn.BatchNorm1d(6))
+def linear_norm_skip(m: Any, x: Tensor) -> Tensor:
     """`bn(y) + y` with `y` the output of a linear layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-        self.norm = nn.BatchNorm1d(6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.linear(x)
-        return self.norm(y) + y
+    y = m.linear(x)
+    return m.norm(y) + y
 
 
 class LinearNormTied(nn.Module):
@@ -98,223 +74,152 @@ class LinearNormTied(nn.Module):
         return self.norm(self.linear(self.embedding(words)))
 
 
-class NormAlone(nn.Module):
+@net(
+    first=lambda: nn.BatchNorm2d(CHANNELS),
+    conv=_conv,
+    bare=lambda: nn.BatchNorm2d(CHANNELS, affine=False),
+    last=lambda: nn.BatchNorm2d(CHANNELS),
+)
+def norm_alone(m: Any, x: Tensor) -> Tensor:
     """Norms on the input, after a pool (nothing to fold into), and one without affine."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.BatchNorm2d(CHANNELS)
-        self.conv = _conv()
-        self.bare = nn.BatchNorm2d(CHANNELS, affine=False)
-        self.last = nn.BatchNorm2d(CHANNELS)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(F.max_pool2d(self.bare(self.conv(self.first(x))), 2))
+    return m.last(F.max_pool2d(m.bare(m.conv(m.first(x))), 2))
 
 
-class SharedConv(nn.Module):
+@net(tower=lambda: nn.Sequential(_conv(), nn.BatchNorm2d(CHANNELS), nn.ReLU()))
+def shared_conv(m: Any, left: Tensor, right: Tensor) -> Tensor:
     """A Siamese pair: one convolution and norm over two inputs, compared."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tower = nn.Sequential(_conv(), nn.BatchNorm2d(CHANNELS), nn.ReLU())
-
-    def forward(self, left: Tensor, right: Tensor) -> Tensor:
-        return (self.tower(left) * self.tower(right)).mean(dim=(1, 2, 3))
+    return (m.tower(left) * m.tower(right)).mean(dim=(1, 2, 3))
 
 
-class SharedLinear(nn.Module):
+@net(linear=lambda: nn.Linear(6, 6))
+def shared_linear(m: Any, x: Tensor) -> Tensor:
     """One linear layer applied three times in a row, its input also added (`x + x`)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(3):
-            x = torch.tanh(self.linear(x + x))
-        return x
+    for _ in range(3):
+        x = torch.tanh(m.linear(x + x))
+    return x
 
 
-class ShiftedIds(nn.Module):
+@net(embedding=lambda: nn.Embedding(WORDS, 6), linear=lambda: nn.Linear(6, 3))
+def shifted_ids(m: Any, words: Tensor) -> tuple[Tensor, Tensor]:
     """int32 arithmetic on identifiers before the lookup, and identifiers as an output."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(WORDS, 6)
-        self.linear = nn.Linear(6, 3)
-
-    def forward(self, words: Tensor) -> tuple[Tensor, Tensor]:
-        shifted = words + 2
-        return self.linear(self.embedding(shifted)), shifted
+    shifted = words + 2
+    return m.linear(m.embedding(shifted)), shifted
 
 
-class MultiOutput(nn.Module):
+@net(linear=lambda: nn.Linear(6, 12), head=lambda: nn.Linear(4, 4))
+def multi_output(m: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`split`, `chunk`, `max` with indices, `topk`; one output of each kind unused or returned."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 12)
-        self.head = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        first, second, _ = self.linear(x).split([4, 4, 4], dim=-1)
-        left, right = self.head(first + second).chunk(2, dim=-1)
-        best, where = second.max(dim=-1)
-        top = torch.topk(first, 2, dim=-1)
-        return torch.cat([left, right, left], dim=-1), best, where, top.values
+    first, second, _ = m.linear(x).split([4, 4, 4], dim=-1)
+    left, right = m.head(first + second).chunk(2, dim=-1)
+    best, where = second.max(dim=-1)
+    top = torch.topk(first, 2, dim=-1)
+    return torch.cat([left, right, left], dim=-1), best, where, top.values
 
 
-class OddOutputs(nn.Module):
+@net(linear=lambda: nn.Linear(6, 6))
+def odd_outputs(m: Any, x: Tensor) -> dict[str, Tensor | tuple[Tensor, ...]]:
     """An input returned, a tensor returned twice, a parameter returned, a nested structure."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> dict[str, Tensor | tuple[Tensor, ...]]:
-        y = self.linear(x)
-        return {"pair": (y, y), "input": x, "bias": self.linear.bias}
+    y = m.linear(x)
+    return {"pair": (y, y), "input": x, "bias": m.linear.bias}
 
 
-class SharedDataMovement(nn.Module):
+@net(conv=_conv, after=lambda: nn.Conv2d(2 * CHANNELS, CHANNELS, 1))
+def shared_data_movement(m: Any, x: Tensor) -> Tensor:
     """View-like operators and `cat` around convolutions: all must share one scale."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = _conv()
-        self.after = nn.Conv2d(2 * CHANNELS, CHANNELS, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.conv(x.transpose(2, 3))
-        flipped = y.flip(-1).roll(1, dims=2)
-        both = torch.cat([y[:, :, 1:, :], flipped[:, :, 1:, :]], dim=1)
-        return F.pad(self.after(both), (1, 1)).flatten(1).unsqueeze(-1).squeeze(-1)
+    y = m.conv(x.transpose(2, 3))
+    flipped = y.flip(-1).roll(1, dims=2)
+    both = torch.cat([y[:, :, 1:, :], flipped[:, :, 1:, :]], dim=1)
+    return F.pad(m.after(both), (1, 1)).flatten(1).unsqueeze(-1).squeeze(-1)
 
 
-class SelfConcatenation(nn.Module):
+@net(linear=lambda: nn.Linear(12, 6))
+def self_concatenation(m: Any, x: Tensor) -> Tensor:
     """One tensor in several places of one operator: `cat([x, x])`, `x + x`, `x @ x^T`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(12, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        doubled = self.linear(torch.cat([x, x], dim=-1))
-        return torch.matmul(doubled, doubled.transpose(-1, -2)) + (doubled * doubled).sum()
+    doubled = m.linear(torch.cat([x, x], dim=-1))
+    return torch.matmul(doubled, doubled.transpose(-1, -2)) + (doubled * doubled).sum()
 
 
-class Scalars(nn.Module):
+@net(linear=lambda: nn.Linear(6, 6), gain=lambda: nn.Buffer(torch.tensor(0.5)))
+def scalars(m: Any, x: Tensor) -> Tensor:
     """Arithmetic with Python numbers on either side, and with a zero-dimensional buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-        self.register_buffer("gain", torch.tensor(0.5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = 1 - self.linear(x * 2) / 3
-        return 0.5 * (y + 1.0) ** 2 + self.gain * y - 4
+    y = 1 - m.linear(x * 2) / 3
+    return 0.5 * (y + 1.0) ** 2 + m.gain * y - 4
 
 
-class InPlace(nn.Module):
+@net(conv=_conv, other=_conv)
+def in_place(m: Any, x: Tensor) -> Tensor:
     """In-place activations and sums on tensors that are read again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = _conv()
-        self.other = _conv()
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.conv(x)
-        y += self.other(F.relu_(y))
-        return y.mul_(0.5).relu_()
+    y = m.conv(x)
+    y += m.other(F.relu_(y))
+    return y.mul_(0.5).relu_()
 
 
-class MixedTypes(nn.Module):
+@net(
+    middle=lambda: nn.Linear(6, 6),
+    wide=lambda: nn.Linear(6, 6, dtype=torch.float64),
+    narrow=lambda: nn.Linear(6, 6, dtype=torch.bfloat16),
+)
+def mixed_types(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     """float64 and bfloat16 parts inside a float32 model."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.middle = nn.Linear(6, 6)
-        self.wide = nn.Linear(6, 6, dtype=torch.float64)
-        self.narrow = nn.Linear(6, 6, dtype=torch.bfloat16)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        y = self.middle(x)
-        return self.wide(y.double()), self.narrow(y.bfloat16())
+    y = m.middle(x)
+    return m.wide(y.double()), m.narrow(y.bfloat16())
 
 
-class KeyCache(nn.Module):
+@net(
+    project=lambda: nn.Linear(6, 6),
+    cache=lambda: nn.Buffer(torch.zeros(2, 8, 6)),
+    calls=lambda: nn.Buffer(torch.zeros((), dtype=torch.int64)),
+)
+def key_cache(m: Any, x: Tensor) -> Tensor:
     """A buffer written on every call, as a key-value cache is; results depend on the call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.project = nn.Linear(6, 6)
-        self.register_buffer("cache", torch.zeros(2, 8, 6))
-        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.cache[:, 2:5] = self.project(x)
-        self.calls.add_(1)
-        return torch.matmul(x, self.cache.transpose(1, 2)) + self.calls
+    m.cache[:, 2:5] = m.project(x)
+    m.calls.add_(1)
+    return torch.matmul(x, m.cache.transpose(1, 2)) + m.calls
 
 
-class Branches(nn.Module):
+@net(yes=lambda: nn.Linear(6, 6), no=lambda: nn.Linear(6, 6))
+def branches(m: Any, x: Tensor) -> Tensor:
     """A data-dependent branch: its linear layers live in nested graphs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.yes = nn.Linear(6, 6)
-        self.no = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cond(x.sum() > 0, self.yes, self.no, (x,))
+    return torch.cond(x.sum() > 0, m.yes, m.no, (x,))
 
 
-class NoGradRegion(nn.Module):
+@net(frozen=lambda: nn.Linear(6, 6), head=lambda: nn.Linear(6, 2))
+def no_grad_region(m: Any, x: Tensor) -> Tensor:
     """A part under `no_grad`, which export may keep as a nested graph."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.frozen = nn.Linear(6, 6)
-        self.head = nn.Linear(6, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            y = F.relu(self.frozen(x))
-        return self.head(y)
+    with torch.no_grad():
+        y = F.relu(m.frozen(x))
+    return m.head(y)
 
 
 _IMAGE = floats(2, CHANNELS, 6, 6)
 _ROWS = floats(4, 6)
 
 MODELS: tuple[ZooModel, ...] = (
-    zoo_model("bn_conv_two_norms", ConvTwoNorms, _IMAGE, tags={"topology", "bn", "shared", "fold"}),
-    zoo_model("bn_conv_output_two_norms", ConvOutputTwoNorms, _IMAGE,
+    zoo_model("bn_conv_two_norms", conv_two_norms, _IMAGE, tags={"topology", "bn", "shared", "fold"}),
+    zoo_model("bn_conv_output_two_norms", conv_output_two_norms, _IMAGE,
               tags={"topology", "bn", "fold"}),
     zoo_model("bn_conv_with_and_without", ConvWithAndWithoutNorm, _IMAGE,
               tags={"topology", "bn", "shared", "tied", "fold"}),
-    zoo_model("bn_conv_skip", ConvNormSkip, _IMAGE, tags={"topology", "bn", "residual", "fold"}),
-    zoo_model("bn_linear_skip", LinearNormSkip, _ROWS,
+    zoo_model("bn_conv_skip", conv_norm_skip, _IMAGE, tags={"topology", "bn", "residual", "fold"}),
+    zoo_model("bn_linear_skip", linear_norm_skip, _ROWS,
               tags={"topology", "bn", "residual", "fold"}),
     zoo_model("bn_linear_tied", LinearNormTied, ids(WORDS, 4),
               tags={"topology", "bn", "tied", "embedding", "fold"}),
-    zoo_model("bn_alone", NormAlone, _IMAGE, tags={"topology", "bn"}),
-    zoo_model("shared_conv", SharedConv, _IMAGE, _IMAGE, tags={"topology", "bn", "shared"}),
-    zoo_model("shared_linear", SharedLinear, _ROWS, tags={"topology", "shared"}),
-    zoo_model("shifted_ids", ShiftedIds, ids(WORDS - 2, 4, dtype=torch.int32),
+    zoo_model("bn_alone", norm_alone, _IMAGE, tags={"topology", "bn"}),
+    zoo_model("shared_conv", shared_conv, _IMAGE, _IMAGE, tags={"topology", "bn", "shared"}),
+    zoo_model("shared_linear", shared_linear, _ROWS, tags={"topology", "shared"}),
+    zoo_model("shifted_ids", shifted_ids, ids(WORDS - 2, 4, dtype=torch.int32),
               tags={"topology", "embedding", "integer", "multi_output"}),
-    zoo_model("multi_output", MultiOutput, _ROWS, tags={"topology", "multi_output", "cat"}),
-    zoo_model("odd_outputs", OddOutputs, _ROWS, tags={"topology", "multi_output"}),
-    zoo_model("data_movement", SharedDataMovement, _IMAGE, tags={"topology", "conv", "cat"}),
-    zoo_model("self_concatenation", SelfConcatenation, _ROWS,
+    zoo_model("multi_output", multi_output, _ROWS, tags={"topology", "multi_output", "cat"}),
+    zoo_model("odd_outputs", odd_outputs, _ROWS, tags={"topology", "multi_output"}),
+    zoo_model("data_movement", shared_data_movement, _IMAGE, tags={"topology", "conv", "cat"}),
+    zoo_model("self_concatenation", self_concatenation, _ROWS,
               tags={"topology", "cat", "matmul"}),
-    zoo_model("scalars", Scalars, _ROWS, tags={"topology", "linear"}),
-    zoo_model("in_place", InPlace, _IMAGE, tags={"topology", "conv", "inplace"}),
-    zoo_model("mixed_types", MixedTypes, _ROWS, tags={"topology", "multi_output"}),
-    zoo_model("key_cache", KeyCache, floats(2, 3, 6), tags={"topology", "mutation"},
+    zoo_model("scalars", scalars, _ROWS, tags={"topology", "linear"}),
+    zoo_model("in_place", in_place, _IMAGE, tags={"topology", "conv", "inplace"}),
+    zoo_model("mixed_types", mixed_types, _ROWS, tags={"topology", "multi_output"}),
+    zoo_model("key_cache", key_cache, floats(2, 3, 6), tags={"topology", "mutation"},
               dynamic=False),
-    zoo_model("branches", Branches, _ROWS, tags={"topology", "control_flow"}),
-    zoo_model("no_grad_region", NoGradRegion, _ROWS, tags={"topology", "control_flow"}),
+    zoo_model("branches", branches, _ROWS, tags={"topology", "control_flow"}),
+    zoo_model("no_grad_region", no_grad_region, _ROWS, tags={"topology", "control_flow"}),
 )  # fmt: skip

@@ -37,10 +37,7 @@ class SignalModel(nn.Module):
 
 def _signal(name: str, kind: str, *tags: str, draw: Draw, **config: object) -> ZooModel:
     return zoo_model(
-        name,
-        lambda: SignalModel(make(kind, config)),
-        draw,
-        tags={"transformers", *tags},
+        name, lambda: SignalModel(make(kind, config)), draw, tags={"transformers", *tags}
     )
 
 

@@ -17,7 +17,7 @@ from qompose.errors import StatisticsError
 from torch import Tensor, nn
 
 from tests.core import toy as toys
-from tests.core.toy import INT8, STATIC, WEIGHT, WEIGHT_PER_TENSOR, export, prepare, toy
+from tests.core.toy import INT8, STATIC, WEIGHT, WEIGHT_PER_TENSOR, convert, export, prepare, toy
 
 aten = torch.ops.aten
 FOUR_BITS = replace(WEIGHT, quant_min=-8, quant_max=7)
@@ -43,17 +43,14 @@ RULES = (
 )
 
 
-class Gate(nn.Module):
-    """Activations that are not zero on average, as behind a relu."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.sigmoid(x) + 0.5
+GATE = toys.Model(lambda m, x: torch.sigmoid(x) + 0.5)
+"""Activations that are not zero on average, as behind a relu."""
 
 
 @functools.cache
 def deep() -> nn.Sequential:
     torch.manual_seed(0)
-    layers = [layer for _ in range(4) for layer in (nn.Linear(64, 64), Gate())]
+    layers = [layer for _ in range(4) for layer in (nn.Linear(64, 64), GATE)]
     return nn.Sequential(*layers, nn.Linear(64, 64)).eval()
 
 
@@ -126,9 +123,7 @@ class TestGain:
         config, errors = QuantizationConfig(INT8, None, weight), []
         program = export(nn.Sequential(layer), x)
         for chosen in (config, replace(config, repairs=("bias_correction",))):
-            prepared = prepare(program, toy(*RULES, config=chosen))
-            prepared(x)
-            converted = qompose.convert_pt2e(prepared)
+            converted = convert(program, toy(*RULES, config=chosen), x)
             with torch.no_grad():
                 error = (converted(x) - layer(x)).transpose(0, 1).flatten(1).mean(1)
             errors.append(error.norm().item())
@@ -139,22 +134,18 @@ class TestGain:
     def test_balanced_channels(self) -> None:
         """Means of inputs and the rounding of weights are those with the factors."""
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(64, 64), Gate()).eval()
-        x = rows(0, 512)
+        model, x = nn.Linear(64, 64).eval(), rows(0, 512)
         x[:, 3] *= 100
         with torch.no_grad():
-            model[0].weight[:, 3] /= 100
+            model.weight[:, 3] /= 100
         rule = replace(RULES[0], channels=(-1, -1))
         errors = {}
         for repairs in (("smooth_quant",), ("smooth_quant", "bias_correction")):
-            prepared = prepare(
-                export(model[0], x), toy(rule, config=replace(PLAIN, repairs=repairs))
-            )
-            prepared(x)
-            converted = qompose.convert_pt2e(prepared)
+            quantizer = toy(rule, config=replace(PLAIN, repairs=repairs))
+            converted = convert(export(model, x), quantizer, x)
             assert any("channels divided" in line for line in qompose.report(converted).rewrites)
             with torch.no_grad():
-                errors[repairs] = (converted(x) - model[0](x)).mean(0).norm().item()
+                errors[repairs] = (converted(x) - model(x)).mean(0).norm().item()
         assert errors["smooth_quant", "bias_correction"] < errors["smooth_quant",] / 20
 
 
@@ -168,36 +159,29 @@ class TestReport:
 
     def test_nothing_changes_where_nobody_asks(self) -> None:
         quantizer = toy(*RULES, config=PLAIN).set_module_name("8", ASKING)
-        prepared = prepare(deep_program(), quantizer)
-        prepared(rows())
-        converted, plain = qompose.convert_pt2e(prepared), quantized(deep(), PLAIN, rows())
+        converted, plain = (
+            convert(deep_program(), quantizer, rows()),
+            quantized(deep(), PLAIN, rows()),
+        )
         state, other = converted.state_dict(), plain.state_dict()
         assert state.keys() == other.keys()
         assert [k for k in state if not torch.equal(state[k], other[k])] == ["8.bias"]
 
     def test_reasons(self) -> None:
-        class Odd(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.one, self.other, self.masked = (nn.Linear(64, 64) for _ in range(3))
-                self.other.bias = self.one.bias
+        def odd(m: Any, x: Tensor) -> tuple[Tensor, ...]:
+            return m.one(x), m.other(x), m.masked(torch.where(x > 1.5, -torch.inf, x))
 
-            def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-                infinite = torch.where(x > 1.5, -torch.inf, x)
-                return self.one(x), self.other(x), self.masked(infinite)
-
-        report = qompose.report(quantized(Odd().eval(), ASKING, rows()))
+        layers = {name: nn.Linear(64, 64) for name in ("one", "other", "masked")}
+        layers["other"].bias = layers["one"].bias
+        report = qompose.report(quantized(toys.Model(odd, **layers).eval(), ASKING, rows()))
         notes = "\n".join(note for note in report.notes if "bias_correction" in note)
-        assert all(
-            name in notes for name in ("aten.linear in one", "other.bias", "aten.linear in masked")
-        )
+        named = ("aten.linear in one", "other.bias", "aten.linear in masked")
+        assert all(name in notes for name in named)
 
     def test_a_kernel_without_a_form_for_biases(self) -> None:
         model = nn.Linear(64, 64, bias=False).eval()
         rule = toys.rule("bare", toys.LINEAR_NO_BIAS_PATTERN, anchor="op", weight="weight")
-        prepared = prepare(export(model, rows()), toy(rule, config=ASKING))
-        prepared(rows())
-        report = qompose.report(qompose.convert_pt2e(prepared))
+        report = qompose.report(convert(export(model, rows()), toy(rule, config=ASKING), rows()))
         assert any("bias_correction of linear" in note for note in report.notes)
         assert report.rewrites == ()
 
@@ -225,24 +209,6 @@ class TestStatistics:
 
     def prepared(self, config: QuantizationConfig = ASKING) -> torch.fx.GraphModule:
         return prepare(deep_program(), toy(*RULES, config=config))
-
-    def test_parts_give_the_same_bits(self, tmp_path: Any) -> None:
-        whole, applied, parts = self.prepared(), self.prepared(), []
-        for seed in range(5):
-            whole(rows(seed))
-            part = self.prepared()
-            part(rows(seed))
-            path = tmp_path / f"{seed}.{'json' if seed % 2 else 'safetensors'}"
-            qompose.statistics(part).save(path)
-            parts.append(qompose.Statistics.load(path))
-        merged = parts[3].merged(parts[1], parts[4]).merged(parts[0].merged(parts[2]))
-        assert merged.diff(qompose.statistics(whole)) == ()
-        merged.apply(applied)
-        one, other = (qompose.convert_pt2e(model) for model in (whole, applied))
-        assert all(
-            torch.equal(value, other.state_dict()[name]) for name, value in one.state_dict().items()
-        )
-        assert qompose.report(one).rewrites == qompose.report(other).rewrites
 
     def test_statistics_without_means(self) -> None:
         plain = self.prepared(PLAIN)
@@ -279,14 +245,10 @@ class TestStatistics:
 def test_integer_biases_are_rounded_as_ever() -> None:
     """What a kernel adds as an integer stands in the converted model as that integer does."""
     rule = replace(RULES[0], integer_bias=True)
-    x = rows()
-    prepared = prepare(deep_program(), toy(rule, config=ASKING))
-    prepared(x)
-    converted = qompose.convert_pt2e(prepared)
+    converted, without = (
+        convert(deep_program(), toy(rule, config=config), rows()) for config in (ASKING, PLAIN)
+    )
     assert any("bias_rounded" in name for name, _ in converted.named_buffers())
-    plain = prepare(deep_program(), toy(rule, config=PLAIN))
-    plain(x)
-    without = qompose.convert_pt2e(plain)
     other = rows(7)
     assert toys.sqnr(deep()(other), converted(other)) > toys.sqnr(deep()(other), without(other)) + 2
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import functools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import qompose
@@ -16,7 +17,7 @@ from qompose.errors import StatisticsError
 from torch import Tensor, nn
 
 from tests.core import toy as toys
-from tests.core.toy import PER_TENSOR, STATIC, export, prepare, randn, seeded, toy
+from tests.core.toy import PER_TENSOR, STATIC, Model, convert, export, prepare, randn, seeded, toy
 
 aten = torch.ops.aten
 ASKING = replace(PER_TENSOR, repairs=("equalization",))
@@ -67,9 +68,7 @@ def uneven() -> nn.Sequential:
 
 
 def quantized(model: nn.Module, config: QuantizationConfig) -> tuple[float, qompose.Report]:
-    prepared = prepare(program(model), toy(*PRODUCTS, config=config))
-    prepared(IMAGES)
-    converted = qompose.convert_pt2e(prepared)
+    converted = convert(program(model), toy(*PRODUCTS, config=config), IMAGES)
     return toys.sqnr(model(IMAGES), converted(IMAGES)), qompose.report(converted)
 
 
@@ -126,18 +125,16 @@ class TestGain:
         assert toys.sqnr(model(IMAGES), prepared(IMAGES)) > 110
 
 
-class Branches(nn.Module):
+def branches(*, residual: bool = False) -> nn.Module:
     """A value that two products read, and one that also goes into a sum."""
 
-    def __init__(self, *, residual: bool = False) -> None:
-        super().__init__()
-        self.first, self.left, self.right = (nn.Linear(16, 16) for _ in range(3))
-        self.residual = residual
+    def forward(m: Any, x: Tensor) -> Any:
+        y = m.first(x).relu()
+        sum_ = m.left(y) + m.right(y)
+        return sum_ + y if residual else sum_
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.first(x).relu()
-        sum_ = self.left(y) + self.right(y)
-        return sum_ + y if self.residual else sum_
+    layers = {name: nn.Linear(16, 16) for name in ("first", "left", "right")}
+    return seeded(Model(forward, **layers))
 
 
 ROWS = randn(64, 16)
@@ -167,20 +164,19 @@ class TestReasons:
         assert "gelu (aten.gelu in 1)" in self.notes(chain(nn.GELU()), IMAGES)
 
     def test_all_readers_take_up_the_factors(self) -> None:
-        model = seeded(Branches())
+        model = branches()
         with torch.no_grad():
             model.first.weight[3] *= 50
         prepared = prepare(export(model, ROWS), toy(*PRODUCTS, config=ASKING))
         (line,) = [r for r in qompose.report(prepared).rewrites if r.startswith("equalization")]
-        assert "linear_1" in line
-        assert "linear_2" in line
+        assert "linear_1" in line and "linear_2" in line
         assert toys.sqnr(model(ROWS), prepared(ROWS)) > 110
 
     def test_a_sum_reads_it_too(self) -> None:
-        assert "add" in self.notes(seeded(Branches(residual=True)), ROWS)
+        assert "add" in self.notes(branches(residual=True), ROWS)
 
     def test_a_shared_weight(self) -> None:
-        model = seeded(Branches())
+        model = branches()
         model.right.weight = model.left.weight
         assert "right.weight" in self.notes(model, ROWS)
 

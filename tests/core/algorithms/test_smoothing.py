@@ -13,6 +13,8 @@ import torch
 from qompose import QuantizationConfig, QuantizationSpec, SmoothQuant
 from qompose.backend.rule import Rule
 from qompose.errors import StatisticsError, UncalibratedError
+from qompose.observers import PlaceholderObserver
+from qompose.spec import FixedQParamsQuantizationSpec
 from torch import Tensor, nn
 
 from tests.core import toy as toys
@@ -22,11 +24,13 @@ from tests.core.toy import (
     PER_TENSOR,
     WEIGHT,
     Model,
+    convert,
     export,
     nodes_calling,
     prepare,
     toy,
 )
+from tests.sampling import at_once
 
 RULE: Rule = replace(toys.LINEAR, bias="bias", channels=(-1, -1))
 RELU_RULE: Rule = replace(toys.LINEAR_RELU, bias="bias", channels=(-1, -1))
@@ -35,7 +39,7 @@ STATIC = QuantizationConfig(INT8, None, PER_TENSOR.weight, name="W8A8 per tensor
 PER_CHANNEL = QuantizationConfig(INT8, None, WEIGHT, name="W8A8 per channel")
 PER_TOKEN = QuantizationConfig(
     QuantizationSpec(
-        torch.int8, qompose.observers.PlaceholderObserver, -128, 127, torch.per_channel_affine,
+        torch.int8, PlaceholderObserver, -128, 127, torch.per_channel_affine,
         is_dynamic=True, block_size=(-1,),
     ),
     None, WEIGHT, name="dynamic per token",
@@ -113,12 +117,6 @@ def lines(model: torch.fx.GraphModule) -> tuple[list[str], list[str]]:
     )
 
 
-MORE = {"static, per channel", "dynamic per token"}
-EACH_CONFIG = pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.full] * (n in MORE)) for n in CONFIGS]
-)
-
-
 class TestGain:
     @pytest.mark.parametrize("name", CONFIGS)
     def test_a_transformer_block(self, name: str) -> None:
@@ -130,7 +128,7 @@ class TestGain:
         made, _ = lines(converted)
         assert all(name in made[0] for name in ("first.weight", "first.bias", "aten.linear in q"))
 
-    @EACH_CONFIG
+    @pytest.mark.parametrize("name", at_once(CONFIGS, "static, per tensor", "dynamic"))
     def test_a_layer_norm_that_others_read_too(self, name: str) -> None:
         """The division stands in the graph there, in front of the linears."""
         model, config = block(before=False), CONFIGS[name]
@@ -145,9 +143,7 @@ class TestGain:
         """Factors are those of the formula: powers of two next to sizes over their median."""
         model = block()
         asked = replace(STATIC, repairs=(SmoothQuant(alpha),))
-        prepared = prepare(program(model), toy(RULE, config=asked))
-        prepared(tokens())
-        converted = qompose.convert_pt2e(prepared)
+        converted = convert(program(model), toy(RULE, config=asked), tokens())
         made, _ = lines(converted)
         assert f"alpha {alpha:g} of layer_norm" in made[0]
         with torch.no_grad():
@@ -173,22 +169,28 @@ class TestGain:
         assert torch.equal(prepared(tokens()), model(tokens()))
 
 
+TORCHS = replace(INT8, observer_or_fake_quant_ctr=torch.ao.quantization.MinMaxObserver)
+KNOWN = FixedQParamsQuantizationSpec(torch.uint8, 1 / 8, 128, 0, 255, torch.per_tensor_affine)
+OF_ALL = lambda m, x: m.a(x)  # noqa: E731
+NO_FACTORS = [
+    (INT8, lambda m, x: torch.cat([x, m.a(x).sigmoid()]), "range together with sigmoid -> cat"),
+    (INT8, lambda m, x: x[0, 0] + nn.functional.linear(m.b.weight, m.a.weight), "is a parameter"),
+    (KNOWN, OF_ALL, "does not come from its values"),
+    (TORCHS, OF_ALL, "an observer of qompose"),
+    (QuantizationSpec(torch.float16, PlaceholderObserver), OF_ALL, "an observer of qompose"),
+    (replace(PER_TOKEN.input_activation, block_size=(-1, -1)), OF_ALL, "for each image"),
+]
+
+
 class TestReasons:
     def notes(self, model: nn.Module, quantizer: Any) -> str:
-        prepared = prepare(program(model), quantizer)
-        prepared(tokens())
-        return "\n".join(lines(qompose.convert_pt2e(prepared))[1])
+        return "\n".join(lines(convert(program(model), quantizer, tokens()))[1])
 
     def test_a_shared_weight(self) -> None:
         quantizer = toy(RULE, config=replace(STATIC, repairs=SMOOTH))
-        assert "a.weight" in self.notes(
-            Model(
-                lambda m, x: m.a(x).sigmoid() + m.b(x).tanh() + m.a(x * 2),
-                a=nn.Linear(WIDTH, WIDTH),
-                b=nn.Linear(WIDTH, WIDTH),
-            ).eval(),
-            quantizer,
-        )
+        layers = {"a": nn.Linear(WIDTH, WIDTH), "b": nn.Linear(WIDTH, WIDTH)}
+        model = Model(lambda m, x: m.a(x).sigmoid() + m.b(x).tanh() + m.a(x * 2), **layers)
+        assert "a.weight" in self.notes(model.eval(), quantizer)
 
     def test_one_reader_does_not_ask(self) -> None:
         quantizer = toy(RULE, config=replace(STATIC, repairs=SMOOTH)).set_module_name("k", STATIC)
@@ -216,33 +218,20 @@ class TestReasons:
 
     def test_few_rows(self) -> None:
         x = tokens(0, 1)[:, :8]
-        prepared = prepare(export(block(), x), toy(RULE, config=replace(STATIC, repairs=SMOOTH)))
-        prepared(x)
-        made, notes = lines(qompose.convert_pt2e(prepared))
-        assert made == []
-        assert "32" in notes[0]
+        quantizer = toy(RULE, config=replace(STATIC, repairs=SMOOTH))
+        made, notes = lines(convert(export(block(), x), quantizer, x))
+        assert made == [] and "32" in notes[0]
+
+    @pytest.mark.parametrize(("spec", "function", "why"), NO_FACTORS)
+    def test_a_tensor_that_may_have_no_factors(self, spec: Any, function: Any, why: str) -> None:
+        config = QuantizationConfig(spec, None, PER_TENSOR.weight, repairs=SMOOTH)
+        model = Model(function, a=nn.Linear(WIDTH, WIDTH), b=nn.Linear(WIDTH, WIDTH))
+        cat = replace(toys.CAT, condition=None)
+        prepared = prepare(export(model, tokens()), toy(RULE, cat, config=config))
+        assert [why in line for line in lines(prepared)[1]] == [True]
 
 
 class TestStages:
-    @EACH_CONFIG
-    def test_statistics_of_parts(self, name: str, tmp_path: Any) -> None:
-        """Put together from files they give the same bits as one calibration."""
-        config = replace(CONFIGS[name], repairs=SMOOTH)
-        parts, (whole, applied) = (
-            [],
-            (prepare(program(block()), toy(RULE, config=config)) for _ in range(2)),
-        )
-        for seed in range(4):
-            part = prepare(program(block()), toy(RULE, config=config))
-            part(tokens(seed))
-            whole(tokens(seed))
-            qompose.statistics(part).save(tmp_path / f"{seed}.safetensors")
-            parts.append(qompose.Statistics.load(tmp_path / f"{seed}.safetensors"))
-        parts[2].merged(parts[0], parts[3], parts[1]).apply(applied)
-        one, other = (qompose.convert_pt2e(model) for model in (whole, applied))
-        assert lines(one) == lines(other)
-        assert torch.equal(one(tokens(9)), other(tokens(9)))
-
     def test_dynamic_activations_need_data(self) -> None:
         prepared = prepare(program(block()), toy(RULE, config=replace(DYNAMIC, repairs=SMOOTH)))
         with pytest.raises(UncalibratedError, match="in q"):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from dataclasses import replace
 from typing import Any
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from tests.core import toy as toys
-from tests.core.toy import INT8, WEIGHT_PER_TENSOR, export, prepare, toy
+from tests.core.toy import INT8, WEIGHT_PER_TENSOR, Model, convert, export, prepare, toy
 
 CONV = toys.rule(
     "conv", OperatorPattern((torch.ops.aten.conv2d.default,)),
@@ -28,6 +29,7 @@ CONV = toys.rule(
 LINEAR = replace(toys.LINEAR, bias="bias", channels=(-1, -1))
 PLAIN = QuantizationConfig(INT8, None, WEIGHT_PER_TENSOR)
 ALL = replace(PLAIN, repairs=REPAIRS)
+SMOOTH_DYNAMIC = replace(toys.DYNAMIC, repairs=("smooth_quant",))
 
 
 def tail() -> nn.Sequential:
@@ -49,10 +51,13 @@ def rows(number: int = 256, seed: int = 0) -> Tensor:
     return x
 
 
-def repaired(model: nn.Module, x: Tensor, quantizer: Any, **options: Any) -> torch.fx.GraphModule:
-    prepared = prepare(export(model, x, **options), quantizer)
-    prepared(x)
-    return qompose.convert_pt2e(prepared)
+@functools.cache
+def program() -> torch.export.ExportedProgram:
+    return export(tail(), rows())
+
+
+def repaired(config: QuantizationConfig = ALL) -> torch.fx.GraphModule:
+    return convert(program(), toy(LINEAR, config=config), rows())
 
 
 def made(model: torch.fx.GraphModule) -> list[str]:
@@ -61,41 +66,30 @@ def made(model: torch.fx.GraphModule) -> list[str]:
 
 
 def test_in_a_body() -> None:
-    class Choice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.tail = tail()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.cond(x.sum() > 0, self.tail, lambda x: x[:, :8] * 2, (x,))
-
-    model = Choice().eval()
-    plain, mended = (repaired(model, rows(), toy(LINEAR, config=c)) for c in (PLAIN, ALL))
+    model = Model(
+        lambda m, x: torch.cond(x.sum() > 0, m.tail, lambda x: x[:, :8] * 2, (x,)), tail=tail()
+    ).eval()
+    exported = export(model, rows())
+    plain, mended = (convert(exported, toy(LINEAR, config=c), rows()) for c in (PLAIN, ALL))
     assert set(made(mended)) == set(REPAIRS)
     expected = model(rows())
     assert toys.sqnr(expected, mended(rows())) > toys.sqnr(expected, plain(rows())) + 10
 
 
 def test_open_dimensions() -> None:
-    class Both(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.first, self.second = nn.Conv2d(4, 32, 3, padding=1), nn.Conv2d(32, 32, 1)
-            self.tail = tail()
-
-        def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = self.second(self.first(x).relu()).mean((2, 3))
-            return self.tail(y)
-
+    torch.manual_seed(0)
+    layers = {"first": nn.Conv2d(4, 32, 3, padding=1), "second": nn.Conv2d(32, 32, 1)}
+    model = Model(
+        lambda m, x: m.tail(m.second(m.first(x).relu()).mean((2, 3))), tail=tail(), **layers
+    ).eval()
     x = torch.rand(32, 4, 8, 8)
     open_ = ({0: Dim("batch", min=2), 2: Dim("height", min=4), 3: Dim("width", min=4)},)
     quantizer = toy(CONV, LINEAR, config=ALL)
-    converted = repaired(Both().eval(), x, quantizer, dynamic_shapes=open_)
-    fixed = repaired(Both().eval(), x, quantizer)
+    converted = convert(export(model, x, dynamic_shapes=open_), quantizer, x)
+    fixed = convert(export(model, x), quantizer, x)
     assert toys.sqnr(fixed(x), converted(x)) > 100
     other = torch.rand(3, 4, 12, 10)
-    assert toys.sqnr(Both().eval()(other), converted(other)) > 25
+    assert toys.sqnr(model(other), converted(other)) > 25
     assert set(made(converted)) >= {"equalization", "bias_correction"}
 
 
@@ -107,36 +101,34 @@ def test_two_quantizers(order: tuple[int, int]) -> None:
         for name, path in (("one", "0"), ("other", "2"))
     ]
     both = qompose.compose(*(ones[number] for number in order))
-    mended = repaired(tail(), rows(), both)
-    alone = repaired(tail(), rows(), toy(LINEAR, config=ALL))
+    mended, alone = convert(program(), both, rows()), repaired()
     assert made(mended) == made(alone)
     assert torch.equal(mended(rows()), alone(rows()))
 
 
 @pytest.mark.parametrize("word", REPAIRS)
 def test_each_alone(word: str) -> None:
-    mended = repaired(tail(), rows(), toy(LINEAR, config=replace(PLAIN, repairs=(word,))))
-    assert set(made(mended)) == {word}
+    assert set(made(repaired(replace(PLAIN, repairs=(word,))))) == {word}
 
 
 def test_other_engines_are_told() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        toy(LINEAR, config=ALL).annotate(export(tail(), rows()).module())
+        toy(LINEAR, config=ALL).annotate(program().module())
     text = "\n".join(str(w.message) for w in caught)
     assert all(word in text for word in REPAIRS)
     assert "balanced" not in text
 
 
 def test_training_does_without_and_says_so() -> None:
-    prepared = qompose.prepare_qat_pt2e(export(tail(), rows()), toy(LINEAR, config=ALL))
+    prepared = qompose.prepare_qat_pt2e(program(), toy(LINEAR, config=ALL))
     assert made(prepared) == []
     notes = qompose.report(prepared).notes
     assert all(any(word in note for note in notes) for word in REPAIRS)
 
 
 def test_saved_and_loaded(tmp_path: Any) -> None:
-    converted = repaired(tail(), rows(), toy(LINEAR, config=ALL))
+    converted = repaired()
     qompose.save(converted, tmp_path / "model.qompose")
     loaded = qompose.load(tmp_path / "model.qompose")
     assert torch.equal(loaded(rows(seed=3)), converted(rows(seed=3)))
@@ -145,10 +137,10 @@ def test_saved_and_loaded(tmp_path: Any) -> None:
 
 
 def test_resumed_and_shared_calibration(tmp_path: Any) -> None:
-    program, batches = export(tail(), rows()), [(rows(seed=seed),) for seed in range(4)]
-    whole = prepare(program, toy(LINEAR, config=ALL))
+    batches = [(rows(seed=seed),) for seed in range(4)]
+    whole = prepare(program(), toy(LINEAR, config=ALL))
     qompose.calibrate(whole, batches)
-    resumed, again = (prepare(program, toy(LINEAR, config=ALL)) for _ in range(2))
+    resumed, again = (prepare(program(), toy(LINEAR, config=ALL)) for _ in range(2))
     qompose.calibrate(resumed, batches[:2], resume=tmp_path / "kept.safetensors")
     qompose.calibrate(again, batches, resume=tmp_path / "kept.safetensors")
     assert qompose.statistics(again).diff(qompose.statistics(whole)) == ()
@@ -157,8 +149,27 @@ def test_resumed_and_shared_calibration(tmp_path: Any) -> None:
     assert torch.equal(one(rows()), other(rows()))
 
 
+@pytest.mark.parametrize("config", [ALL, SMOOTH_DYNAMIC], ids=["all repairs", "dynamic"])
+def test_statistics_of_parts(config: QuantizationConfig, tmp_path: Any) -> None:
+    """Put together from files of both kinds, in any order, they give the bits of one calibration."""
+    whole, applied, *fresh = (prepare(program(), toy(LINEAR, config=config)) for _ in range(6))
+    parts = []
+    for seed, part in enumerate(fresh):
+        whole(rows(seed=seed))
+        part(rows(seed=seed))
+        path = tmp_path / f"{seed}.{'json' if seed % 2 else 'safetensors'}"
+        qompose.statistics(part).save(path)
+        parts.append(qompose.Statistics.load(path))
+    merged = parts[3].merged(parts[1], parts[0].merged(parts[2]))
+    assert merged.diff(qompose.statistics(whole)) == ()
+    merged.apply(applied)
+    one, other = (qompose.convert_pt2e(model) for model in (whole, applied))
+    assert made(one) and qompose.report(one).rewrites == qompose.report(other).rewrites
+    assert torch.equal(one(rows(seed=9)), other(rows(seed=9)))
+
+
 def test_in_place() -> None:
-    prepared = prepare(export(tail(), rows()), toy(LINEAR, config=ALL))
+    prepared = prepare(program(), toy(LINEAR, config=ALL))
     prepared(rows())
     apart = qompose.convert_pt2e(prepared)
     assert torch.equal(qompose.convert_pt2e(prepared, inplace=True)(rows()), apart(rows()))
@@ -176,7 +187,7 @@ def test_capabilities_know_them() -> None:
 @pytest.mark.parametrize("fold_quantize", [True, False])
 def test_solving_changes_no_model_and_inserting_no_solution(fold_quantize: bool) -> None:
     rule = replace(LINEAR, integer_bias=True)
-    prepared = prepare(export(tail(), rows()), toy(rule, config=ALL))
+    prepared = prepare(program(), toy(rule, config=ALL))
     prepared(rows())
     plan, state = toys.plan_of(prepared), dict(prepared.named_parameters())
     graph, values = str(prepared.graph), {name: v.clone() for name, v in state.items()}

@@ -25,14 +25,9 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Package:
     """`package("dist", "name = module")` in a folder on sys.path; the folder asked for last comes first."""
 
     def add(
-        name: str,
-        *lines: str,
-        version: str = "1.0",
-        site: str = "site",
-        folder: str = "",
-        metadata: str | None = None,
-        text: str | None = None,
-    ) -> Path:
+        name: str, *lines: str, version: str = "1.0", site: str = "site", folder: str = "",
+        metadata: str | None = None, text: str | None = None,
+    ) -> Path:  # fmt: skip
         info = tmp_path / site / (folder or f"{name}-{version}.dist-info")
         info.mkdir(parents=True)
         if metadata is None:
@@ -48,12 +43,8 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Package:
 
 def offered() -> dict[str, tuple[str, str, str]]:
     return {
-        point.name: (
-            point.value,
-            metadata_field(point.dist, "name"),
-            metadata_field(point.dist, "version"),
-        )
-        for point in entry_points(GROUP)
+        p.name: (p.value, metadata_field(p.dist, "name"), metadata_field(p.dist, "version"))
+        for p in entry_points(GROUP)
     }
 
 
@@ -95,20 +86,16 @@ def test_a_damaged_package_hides_nothing_of_another_and_is_listed(
 
 @pytest.mark.parametrize("text", ["", "# a comment\n\n", "# a comment\n [group]\n a = b\n"])
 def test_a_sound_package_is_not_listed_as_damaged(package: Package, text: str) -> None:
-    info = package("odd", text=text)
-    assert str(info) not in damaged_packages()
+    assert str(package("odd", text=text)) not in damaged_packages()
 
 
-def test_of_two_versions_the_one_that_is_imported_counts(package: Package) -> None:
+@pytest.mark.parametrize("has_it", [True, False])
+def test_of_two_versions_the_one_that_is_imported_counts(package: Package, has_it: bool) -> None:
+    """Whether it has the entry point or not."""
     package("dist", "old = module", version="1.0", site="behind")
-    package("dist", "new = module", version="2.0", site="before")
-    assert offered() == {"new": ("module", "dist", "2.0")}
-
-
-def test_an_old_version_behind_one_without_the_entry_point_is_not_offered(package: Package) -> None:
-    package("dist", "old = module", version="1.0", site="behind")
-    package("dist", version="2.0", site="before", text="[other]\na = b\n")
-    assert offered() == {}
+    text = None if has_it else "[other]\na = b\n"
+    package("dist", "new = module", version="2.0", site="before", text=text)
+    assert offered() == ({"new": ("module", "dist", "2.0")} if has_it else {})
 
 
 def test_what_an_interrupted_removal_left_is_not_a_rival(package: Package) -> None:
@@ -120,23 +107,22 @@ def test_what_an_interrupted_removal_left_is_not_a_rival(package: Package) -> No
 
 
 @pytest.mark.parametrize(
-    ("metadata", "expected"),
+    ("metadata", "name", "version"),
     [
-        pytest.param("Name: dist\n", ("module", "dist", "unknown"), id="no version"),
-        pytest.param("Version: 1.0\n", ("module", "unknown", "1.0"), id="no name"),
-        pytest.param("", ("module", "unknown", "unknown"), id="empty"),
+        ("Name: dist\n", "dist", "unknown"),
+        ("Version: 1.0\n", "unknown", "1.0"),
+        ("", "unknown", "unknown"),
+        (None, "unknown", "unknown"),
     ],
+    ids=["no version", "no name", "empty", "missing"],
 )
 def test_metadata_may_lack_facts(
-    package: Package, metadata: str, expected: tuple[str, str, str]
+    package: Package, metadata: str | None, name: str, version: str
 ) -> None:
-    package("dist", "a = module", metadata=metadata)
-    assert offered() == {"a": expected}
-
-
-def test_metadata_may_be_missing(package: Package) -> None:
-    (package("dist", "a = module") / "METADATA").unlink()
-    assert offered() == {"a": ("module", "unknown", "unknown")}
+    info = package("dist", "a = module", metadata=metadata)
+    if metadata is None:
+        (info / "METADATA").unlink()
+    assert offered() == {"a": ("module", name, version)}
 
 
 @pytest.fixture

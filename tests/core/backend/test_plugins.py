@@ -17,27 +17,17 @@ from qompose.errors import BackendNotFoundError, PluginError
 from tests.core.toy import STATIC, ToyBackend
 
 
-def point(name: str, module: str, distribution: str = "", version: str = "1.0") -> EntryPoint:
-    return offered_by(
-        SimpleNamespace(name=distribution or f"dist-{name}", version=version), name, module
-    )
-
-
-def offered_by(distribution: object, name: str, module: str) -> EntryPoint:
+def point(name: str, module: str, distribution: str = "") -> EntryPoint:
     point = EntryPoint(name, module, "qompose")
-    vars(point).update(dist=distribution)
+    offered = SimpleNamespace(name=distribution or f"dist-{name}", version="1.0")
+    vars(point).update(dist=offered)
     return point
 
 
-def module_of(name: str, backend: Callable[[], Any] | None) -> ModuleType:
-    module = ModuleType(name)
+def module_of(name: str, backend: Callable[[], Any] | None) -> Any:
+    module: Any = ModuleType(name)
     if backend is not None:
-
-        @hookimpl
-        def qompose_backend() -> Any:
-            return backend()
-
-        module.qompose_backend = qompose_backend  # type: ignore[attr-defined]
+        module.qompose_backend = hookimpl(lambda: backend(), specname="qompose_backend")
     return module
 
 
@@ -195,7 +185,7 @@ class TestLoading:
 
     def test_an_attribute_of_a_module_may_have_the_hook(self, install: Install) -> None:
         install(point("a", "fake_b:inner"), b=backend("b"))
-        sys.modules["fake_b"].inner = module_of("inner", backend("a"))  # type: ignore[attr-defined]
+        vars(sys.modules["fake_b"])["inner"] = module_of("inner", backend("a"))
         assert qompose.backend.load_backend("a").name == "a"
 
     def test_an_interrupt_is_the_user_s_and_passes(self, install: Install) -> None:
@@ -327,7 +317,7 @@ def test_a_trace_names_plugin_and_call_on_standard_error(
     install(a=backend("a"), b=lambda: 1 / 0)
     monkeypatch.setenv("QOMPOSE_TRACE", value)
     qompose.backend.load_backend("a")
-    with pytest.raises(PluginError):
+    with pytest.raises(PluginError, match="ZeroDivisionError"):
         qompose.backend.load_backend("b")
     out, err = capsys.readouterr()
     assert out == "" and bool(err) is bool(traced)

@@ -17,6 +17,7 @@ from torch.fx import Node
 from tests.core.toy import (
     LINEAR_NO_BIAS_PATTERN,
     LINEAR_PATTERN,
+    Model,
     convert,
     export,
     nodes_calling,
@@ -104,27 +105,19 @@ def test_what_there_is_not(ask: Callable[[Region], Any], told: str) -> None:
         lowered(ask)
 
 
-class Twice(nn.Module):
-    """Two linears with one weight, and a third with its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.other, self.last = (nn.Linear(8, 8) for _ in range(3))
-        self.other.weight = self.one.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.other(self.one(x).sigmoid()).sigmoid()).sigmoid()
+def twice(self: Any, x: Tensor) -> Tensor:
+    return self.last(self.other(self.one(x).sigmoid()).sigmoid()).sigmoid()
 
 
 def lowered_twice(emit: Callable[[Region], Node]) -> Any:
+    """Two linears with one weight, and a third with its own."""
     linear = rule(
-        "linear",
-        LINEAR_PATTERN,
-        anchor="op",
-        weight="weight",
+        "linear", LINEAR_PATTERN, anchor="op", weight="weight",
         kernels={"torch": Kernel("kernel", emit)},
-    )
-    return qompose.lower(convert(export(seeded(Twice()), X), toy(linear), X))
+    )  # fmt: skip
+    model: Any = Model(twice, **{name: nn.Linear(8, 8) for name in ("one", "other", "last")})
+    model.other.weight = model.one.weight
+    return qompose.lower(convert(export(seeded(model), X), toy(linear), X))
 
 
 def test_who_reads_a_parameter() -> None:

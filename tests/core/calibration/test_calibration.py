@@ -1,40 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calibration takes batches as they come, and says which one does not fit."""
+"""Calibration takes batches as they come, says which one does not fit, and what looks wrong after it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import qompose
 import torch
-from qompose import UserError
+from qompose import QomposeWarning, UserError
 from qompose.calibration import calibrator
 from qompose.errors import BatchError, CalibrationError
 from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.core.toy import LINEAR, export, prepare, randn, seeded, toy
+from tests.core.toy import ADD_RELU, LINEAR, Model, export, prepare, randn, seeded, toy
 
 
-class TwoInputs(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 4)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return self.linear(x + y)
+class TwoInputs(nn.Linear):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x + y)
 
 
 X, Y = randn(4, 3), randn(4, 3, seed=1)
 
 
 ROWS = {0: torch.export.Dim("batch")}
-PAIR = export(seeded(TwoInputs()), X, Y, dynamic_shapes=(ROWS, ROWS))
+PAIR = export(seeded(TwoInputs(3, 4)), X, Y, dynamic_shapes=(ROWS, ROWS))
 SINGLE = export(seeded(nn.Linear(3, 4)), X, dynamic_shapes=(ROWS,))
 
 
@@ -64,9 +61,7 @@ def plain_loop(prepared: GraphModule, *batches: tuple[Tensor, ...]) -> list[floa
         pytest.param([[X, Y], [Y, Y]], {}, id="lists"),
         pytest.param([{"x": X, "y": Y}, {"y": Y, "x": Y}], {}, id="dicts"),
         pytest.param(iter([(X, Y), (Y, Y)]), {}, id="an iterator"),
-        pytest.param(
-            [("label", X, Y), ("label", Y, Y)], {"transform": lambda b: b[1:]}, id="a transform"
-        ),
+        pytest.param([(3, X, Y), (3, Y, Y)], {"transform": lambda b: b[1:]}, id="a transform"),
         pytest.param([(X, Y), (Y, Y)], {"progress": True}, id="with a progress bar"),
     ],
 )
@@ -147,9 +142,7 @@ def test_the_progress_bar_is_on_stderr_and_off_without_a_terminal(
     assert capsys.readouterr() == ("", "")
     qompose.calibrate(prepared_single(), [X], progress=True)
     printed = capsys.readouterr()
-    assert printed.out == ""
-    assert "calibrating" in printed.err
-    assert "1/1" in printed.err
+    assert printed.out == "" and "calibrating" in printed.err and "1/1" in printed.err
 
 
 class Scaled(nn.Module):
@@ -247,3 +240,68 @@ class TestOptions:
         qompose.statistics(qompose.calibrate(prepared_single(), [X])).save(path)
         with pytest.raises(qompose.errors.StatisticsError, match=r"seen.json"):
             qompose.calibrate(prepared_single(), [X], resume=path)
+
+
+ROWS_OF_8 = randn(32, 8)
+
+
+def layers(between: Callable[[Tensor], Tensor]) -> nn.Module:
+    """Several layers, before the last of which something happens to the values."""
+    first = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    parts = {"first": first, "last": nn.Linear(8, 8)}
+    return seeded(Model(lambda m, x: m.last(between(torch.sigmoid(m.first(x)))), **parts))
+
+
+def calibrated(between: Callable[[Tensor], Tensor]) -> tuple[GraphModule, list[str]]:
+    prepared = prepare(export(layers(between), ROWS_OF_8), toy(LINEAR, ADD_RELU))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        qompose.calibrate(prepared, [ROWS_OF_8])
+    messages = [str(w.message) for w in caught if issubclass(w.category, QomposeWarning)]
+    return prepared, messages
+
+
+def test_what_is_well_is_not_mentioned() -> None:
+    prepared, messages = calibrated(lambda x: x)
+    assert messages == []
+    assert calibrator.lint(prepared) == []
+
+
+@pytest.mark.parametrize(
+    ("between", "said"),
+    [
+        pytest.param(lambda x: x * 0 + 0.5, "was 0.5 throughout", id="constant"),
+        pytest.param(lambda x: x * 0, "was 0 throughout", id="zero"),
+        pytest.param(lambda x: x * 1e5, "reaches ", id="outlier"),
+        pytest.param(
+            lambda x: x.masked_fill(torch.eye(32, 8) > 0, -math.inf),
+            "holds 8 mask values",
+            id="mask",
+        ),
+    ],
+)
+def test_each_is_named_with_its_module_and_rule(
+    between: Callable[[Tensor], Tensor], said: str
+) -> None:
+    prepared, messages = calibrated(between)
+    lines = calibrator.lint(prepared)
+    assert said in lines[0]
+    assert all(" in last (toy, rule linear) " in line for line in lines)
+    assert messages == ["\n  - ".join(["After calibration these look wrong:", *lines])]
+
+
+def test_a_tensor_that_no_batch_came_to() -> None:
+    rare = nn.Sequential(nn.Linear(8, 8), nn.Sigmoid(), nn.Linear(8, 8))
+    model = Model(
+        lambda m, x: torch.cond(x.sum() > 1e9, m.rare, m.layer, (x,)),
+        layer=nn.Linear(8, 8),
+        rare=rare,
+    )
+    prepared = prepare(export(seeded(model), ROWS_OF_8), toy(LINEAR))
+    with pytest.warns(QomposeWarning, match="rare"):
+        qompose.calibrate(prepared, [ROWS_OF_8])
+
+
+def test_a_model_that_was_not_prepared() -> None:
+    with pytest.raises(qompose.errors.StageError, match="prepare_pt2e"):
+        calibrator.lint(export(seeded(nn.Linear(8, 8)), ROWS_OF_8).module())  # type: ignore[arg-type]

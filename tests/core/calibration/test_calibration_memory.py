@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import qompose
 import torch
-from qompose import QuantizationConfig, RuleQuantizer, activation_spec, weight_spec
+from qompose import QuantizationConfig, activation_spec, weight_spec
 from qompose.observers import PerChannelHistogramObserver
 from qompose.observers.channel_ranges import PerChannelRangeObserver
 from qompose.observers.histogram_observers import ACTIVATION_RANGES
@@ -19,18 +19,14 @@ from torch.fx import GraphModule
 
 from tests.core.calibration.test_collecting import BALANCED_LINEAR
 from tests.core.live_bytes import LiveBytes
-from tests.core.toy import LINEAR, SIGMOID, export, prepare, randn, seeded, toy
+from tests.core.toy import LINEAR, SIGMOID, Model, export, prepare, randn, seeded, toy
 
-FEW, MANY, ROWS_OF_BATCH = 10, 40, 256
+FEW, MANY, ROWS_OF_BATCH = 10, 30, 256
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(torch.sigmoid(self.first(x)))
+LAYERS = {"first": nn.Linear(6, 8), "second": nn.Linear(8, 8)}
+NET = seeded(Model(lambda m, x: m.second(torch.sigmoid(m.first(x))), **LAYERS))
+PROGRAM = export(NET, randn(4, 6), dynamic_shapes=({0: torch.export.Dim("batch")},))
 
 
 def with_range(word: str = "histogram") -> QuantizationConfig:
@@ -53,11 +49,6 @@ QUANTIZERS = {
     "balanced": toy(BALANCED_LINEAR, config=replace(with_range(), balance=True)),
     "channels": toy(LINEAR, SIGMOID, config=of_channels()),
 }
-
-
-def prepared(quantizer: RuleQuantizer) -> GraphModule:
-    batch = {0: torch.export.Dim("batch")}
-    return prepare(export(seeded(Net()), randn(4, 6), dynamic_shapes=(batch,)), quantizer)
 
 
 def batches(count: int) -> Iterator[Tensor]:
@@ -85,9 +76,8 @@ def test_the_most_memory_does_not_depend_on_the_number_of_batches(name: str, cou
     assert FEW * ROWS_OF_BATCH >= 2 * ROWS, (
         "the sample of rows is as full as it gets after few batches"
     )
-    few, many = (peak(prepared(QUANTIZERS[name]), number) for number in (FEW, count))
+    few, many = (peak(prepare(PROGRAM, QUANTIZERS[name]), number) for number in (FEW, count))
     assert many <= 1.01 * few
-    balanced = [
-        m for m in prepared(QUANTIZERS[name]).modules() if isinstance(m, PerChannelRangeObserver)
-    ]
-    assert bool(balanced) == (name == "balanced")
+    observers = prepare(PROGRAM, QUANTIZERS[name]).modules()
+    balanced = any(isinstance(module, PerChannelRangeObserver) for module in observers)
+    assert balanced == (name == "balanced")

@@ -8,12 +8,13 @@ import os
 import subprocess
 import sys
 from argparse import Namespace
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from qompose.cli import main
 from qompose.cli.command import Results, printable, say
+
+from tests.core.cli.test_cli import Capture, Patch, doing
 
 START = """
 import sys
@@ -34,16 +35,13 @@ def source(body: str) -> list[str]:
     return [sys.executable, "-c", START.format(body=lines)]
 
 
-def test_what_others_print_goes_to_standard_error(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_others_print_goes_to_standard_error(monkeypatch: Patch, capsys: Capture) -> None:
     def run(options: Namespace, results: Results) -> int:
         print("noise")
         results.json({"a": 1})
         return 0
 
-    backends = replace(main.COMMANDS["backends"], run=run)
-    monkeypatch.setitem(main.COMMANDS, "backends", backends)
+    doing(monkeypatch, run)
     assert main.main(["backends"]) == 0
     print("afterwards")
     assert capsys.readouterr() == ('{\n  "a": 1\n}\nafterwards\n', "noise\n")
@@ -105,7 +103,7 @@ def test_text_that_the_terminal_cannot_show_is_replaced() -> None:
 
 
 @pytest.mark.parametrize(("columns", "expected"), [("40", 40), ("", 100_000), ("no", 100_000)])
-def test_width(monkeypatch: pytest.MonkeyPatch, columns: str, expected: int) -> None:
+def test_width(monkeypatch: Patch, columns: str, expected: int) -> None:
     monkeypatch.setenv("COLUMNS", columns)
     monkeypatch.setattr(sys, "__stdout__", None)  # as where nobody looks on
     assert Results(None).width == expected
@@ -122,7 +120,7 @@ def test_width(monkeypatch: pytest.MonkeyPatch, columns: str, expected: int) -> 
     ids=["text", "escape", "return", "right to left"],
 )
 def test_what_a_terminal_would_obey_is_written_out(
-    text: str, expected: str, capsys: pytest.CaptureFixture[str]
+    text: str, expected: str, capsys: Capture
 ) -> None:
     assert printable(text) == expected
     Results(sys.stdout).text(text)

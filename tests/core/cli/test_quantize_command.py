@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`qompose quantize` and `qompose report`, with a backend that exists only here."""
+"""`qompose calibrate`, `qompose quantize` and `qompose report`, with a backend that exists only here."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import qompose
 import torch
+from qompose import Statistics
 from qompose.backend import Finished, Kernel, Target
 from qompose.cli import main
 from qompose.preparation import prepare
@@ -22,6 +23,7 @@ from tests.core.toy import (
     LINEAR,
     LINEAR_RELU,
     VIEW,
+    Model,
     NullQuantizer,
     ToyBackend,
     export,
@@ -55,28 +57,6 @@ class Unsaveable(Program):
     def save(self, path: Path) -> None:
         path.write_text("half a pro")
         raise OSError(28, "No space left on device", str(path))
-
-
-class Difference(nn.Module):
-    """Infinite values become NaN in it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x - x)
-
-
-class NoInput(nn.Module):
-    """A program that takes nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 4)
-
-    def forward(self) -> Tensor:
-        return self.linear(torch.arange(16.0).view(2, 8))
 
 
 PROGRAM = export(seeded(nn.Linear(8, 4)), randn(2, 8))
@@ -115,6 +95,11 @@ ALPHA = ("--backend", "alpha")
 DATA = ("--calibration", "data.pt")
 
 
+def batch_of_mixed(times: int) -> dict[str, Any]:
+    ids = torch.ones(4, dtype=torch.int64)
+    return {"x": randn(4, 3), "times": times, "extra": {"a": randn(3)}, "ids": ids}
+
+
 @pytest.mark.usefixtures("folder")
 @pytest.mark.filterwarnings("always::qompose.QomposeWarning")  # they become messages
 class TestQuantize:
@@ -130,12 +115,6 @@ class TestQuantize:
         again = qompose.prepare_pt2e(torch.export.load("m.pt2"), qompose.compose("alpha"))
         qompose.calibrate(again, data.split(2))
         assert torch.equal(loaded(data[:2]), qompose.convert_pt2e(again)(data[:2]))
-
-    def test_the_report_is_json_and_nothing_else(self, capsys: Capture) -> None:
-        assert quantize(*ALPHA, *DATA, "--json") == 0
-        found = json.loads(capsys.readouterr().out)
-        assert found["stage"] == "lowered"
-        assert [row["kernel"] for row in found["rows"]] == ["toy linear"]
 
     def test_the_report_of_the_file(self, capsys: Capture) -> None:
         quantize(*ALPHA, *DATA, "--output", "o.qompose")
@@ -157,8 +136,9 @@ class TestQuantize:
     @pytest.mark.parametrize("config", ["dynamic", "weight-only"])
     def test_data_is_needed_only_for_what_is_static(self, config: str, capsys: Capture) -> None:
         assert quantize("--backend", f"alpha:{config}", "--json") == 0
-        (row,) = json.loads(capsys.readouterr().out)["rows"]
-        assert (row["config"], row["mode"]) == (config, config)
+        found = json.loads(capsys.readouterr().out)  # which is all that is printed there
+        (row,) = found["rows"]
+        assert (found["stage"], row["config"], row["mode"]) == ("lowered", config, config)
 
     def test_several_backends_in_order_of_priority(self, capsys: Capture) -> None:
         assert quantize("--backend", "gamma", *ALPHA, *DATA, "--json") == 0
@@ -183,8 +163,7 @@ class TestQuantize:
 
     def test_arguments_of_every_form(self, capsys: Capture) -> None:
         torch.export.save(mixed(), "m.pt2")
-        batch = {"x": randn(4, 3), "times": 2, "extra": {"a": randn(3)}}
-        torch.save([{**batch, "ids": torch.ones(4, dtype=torch.int64)}], "data.pt")
+        torch.save([batch_of_mixed(times=2)], "data.pt")
         assert quantize(*ALPHA, *DATA) == 0
         assert "qompose: warning: " in capsys.readouterr().err
 
@@ -242,14 +221,9 @@ class TestProblems:
         assert "No space left on device" in capsys.readouterr().err
         assert sorted(folder.iterdir()) == before
 
-    def test_a_batch_that_fails_is_named_with_its_file(
-        self, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        class Picky(nn.Module):
-            def forward(self, ids: Tensor) -> Tensor:
-                return nn.functional.embedding(ids, torch.zeros(4, 2))
-
-        torch.export.save(export(Picky(), torch.zeros(2, dtype=torch.int64)), "m.pt2")
+    def test_a_batch_that_fails_is_named_with_its_file(self, capsys: Capture) -> None:
+        picky = Model(lambda m, ids: nn.functional.embedding(ids, torch.zeros(4, 2)))
+        torch.export.save(export(picky, torch.zeros(2, dtype=torch.int64)), "m.pt2")
         torch.save([torch.tensor([0, 1]), torch.tensor([0, 9])], "data.pt")
         assert quantize(*ALPHA, *DATA) == 1
         assert "data.pt, batch 2 " in capsys.readouterr().err
@@ -290,7 +264,10 @@ class TestProblems:
         data = randn(6, 8)
         data[3, 0] = float(value)
         torch.save(data, "data.pt")
-        torch.export.save(export(Difference(), randn(2, 8)), "m.pt2")
+        difference = Model(
+            lambda m, x: m.linear(x - x), linear=nn.Linear(8, 4)
+        )  # of infinities NaN
+        torch.export.save(export(difference, randn(2, 8)), "m.pt2")
         assert quantize(*ALPHA, *DATA) == 1
         message = capsys.readouterr().err
         assert message.startswith("qompose: data.pt, batch 2 ")
@@ -299,18 +276,14 @@ class TestProblems:
 
     def test_another_constant_than_that_of_the_export_is_refused(self, capsys: Capture) -> None:
         torch.export.save(mixed(), "m.pt2")
-        batch = {
-            "x": randn(4, 3),
-            "extra": {"a": randn(3)},
-            "ids": torch.ones(4, dtype=torch.int64),
-        }
-        torch.save([{**batch, "times": 2}, {**batch, "times": 3}], "data.pt")
+        torch.save([batch_of_mixed(times=2), batch_of_mixed(times=3)], "data.pt")
         assert quantize(*ALPHA, *DATA) == 1
         said = capsys.readouterr().err
         assert "data.pt, batch 2 " in said and "input times is 3" in said
 
     def test_a_program_without_inputs_needs_no_data(self, capsys: Capture) -> None:
-        torch.export.save(torch.export.export(NoInput(), ()), "m.pt2")
+        model = Model(lambda m: m.linear(torch.arange(16.0).view(2, 8)), linear=nn.Linear(8, 4))
+        torch.export.save(torch.export.export(model, ()), "m.pt2")
         assert quantize(*ALPHA, *DATA) == 1
         assert "--calibration" in capsys.readouterr().err
         assert quantize(*ALPHA, "--json") == 0
@@ -338,3 +311,51 @@ class TestProblems:
         assert printed.out == ""
         assert said in printed.err
         assert "internal" not in printed.err
+
+
+def calibrate(*arguments: str) -> int:
+    return main.main(["calibrate", *arguments])
+
+
+@pytest.mark.usefixtures("folder")
+class TestCalibrate:
+    """Statistics as files, and `qompose quantize` by them."""
+
+    def test_statistics_are_what_python_collects(self, capsys: Capture) -> None:
+        assert calibrate("m.pt2", *ALPHA, *DATA, "--output", "seen.json") == 0
+        assert capsys.readouterr().err.startswith("qompose: wrote seen.json (2 tensors, ")
+        prepared = qompose.prepare_pt2e(torch.export.load("m.pt2"), qompose.compose("alpha"))
+        qompose.calibrate(prepared, torch.load("data.pt").split(2))
+        assert Statistics.load("seen.json").diff(qompose.statistics(prepared)) == ()
+
+    def test_jobs_are_merged_and_quantize_goes_by_them(self) -> None:
+        data = torch.load("data.pt")
+        for number, part in enumerate([data[:2], data[2:]]):
+            torch.save(part, f"part{number}.pt")
+            files = ("--calibration", f"part{number}.pt", "--output", f"{number}.safetensors")
+            assert calibrate("m.pt2", *ALPHA, *files) == 0
+        merging = ["--merge", "1.safetensors", "0.safetensors", "--output", "all.safetensors"]
+        assert calibrate(*merging) == 0
+        assert quantize(*ALPHA, "--statistics", "all.safetensors", "--output", "a.qompose") == 0
+        assert quantize(*ALPHA, *DATA, "--output", "b.qompose") == 0
+        x = data[:2]
+        assert torch.equal(qompose.load("a.qompose")(x), qompose.load("b.qompose")(x))
+
+    @pytest.mark.parametrize(
+        ("arguments", "named"),
+        [
+            ((), "--merge"),
+            (("m.pt2",), "--config"),
+            (("m.pt2", *ALPHA), "--calibration"),
+            (("m.pt2", "--merge", "a.json"), "--merge"),
+            (("--merge", "a.json"), "a.json: No such file"),
+        ],
+    )
+    def test_refusals(self, capsys: Capture, arguments: tuple[str, ...], named: str) -> None:
+        assert calibrate(*arguments, "--output", "seen.json") == 1
+        assert named in capsys.readouterr().err
+        assert not Path("seen.json").exists()
+
+    def test_both_data_and_statistics(self, capsys: Capture) -> None:
+        assert quantize(*ALPHA, *DATA, "--statistics", "seen.json") == 1
+        assert "--statistics" in capsys.readouterr().err

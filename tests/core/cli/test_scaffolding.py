@@ -45,26 +45,17 @@ def content(folder: Path) -> dict[str, str]:
 class TestWritten:
     """The project."""
 
-    @pytest.mark.parametrize(
-        ("given", "name", "folder", "package", "kind"), NAMES, ids=[row[0] for row in NAMES]
-    )
-    def test_names(
-        self, tmp_path: Path, given: str, name: str, folder: str, package: str, kind: str
-    ) -> None:
+    @pytest.mark.parametrize("names", NAMES, ids=lambda names: names[0])
+    def test_names(self, tmp_path: Path, names: tuple[str, ...]) -> None:
+        given, name, folder, package, kind = names
         written = new_backend(given, tmp_path)
         assert written == tmp_path / folder
         texts = content(written)
-        module = f"{package}/__init__.py"
-        assert {*texts} == {
-            "pyproject.toml",
-            "README.md",
-            ".gitignore",
-            module,
-            "tests/test_contract.py",
-        }
+        module, contract = f"{package}/__init__.py", "tests/test_contract.py"
+        assert {*texts} == {"pyproject.toml", "README.md", ".gitignore", module, contract}
         assert f'name = "{folder}"' in texts["pyproject.toml"]
         assert f'[project.entry-points.qompose]\n{name} = "{package}"' in texts["pyproject.toml"]
-        assert f'backend = "{name}"' in texts["tests/test_contract.py"]
+        assert f'backend = "{name}"' in texts[contract]
         classes = [n for n in ast.parse(texts[module]).body if isinstance(n, ast.ClassDef)]
         assert [found.name for found in classes] == [kind]
         assert f'"{package}::linear"' in texts[module]

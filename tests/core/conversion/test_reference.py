@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from qompose.conversion import integer_arithmetic
-from qompose.conversion.integer_arithmetic import Grid, Integers, Sum
+from qompose.conversion import integer_arithmetic as arithmetic
+from qompose.conversion.integer_arithmetic import Grid, Integers
 from qompose.spec import qdq
 from torch import Tensor
 
@@ -59,48 +59,42 @@ HALF = 0.5 + 1e-6  # the multiplier is rounded to float64, so a tie may fall to 
 
 
 @SOME
-@given(st.data(), st.integers(1, 3), st.integers(1, 7), st.integers(1, 3))
-def test_linear(data: st.DataObject, rows: int, depth: int, columns: int) -> None:
-    """Within half a step of the exact value, whatever the scales, zero points and ranges are."""
+@given(st.data(), st.integers(1, 3), st.integers(1, 7), st.integers(1, 3), st.booleans())
+def test_linear(data: st.DataObject, rows: int, depth: int, columns: int, biased: bool) -> None:
+    """Within half a step of the exact value, whatever the scales, zero points and ranges are.
+
+    A bias costs half a unit of the accumulator more, where that is not coarser than a step.
+    """
     x, w = data.draw(tensors(rows, depth)), data.draw(tensors(columns, depth))
     grid = data.draw(grids())
-    total = integer_arithmetic.product(aten.linear.default, x, w, depth=depth)
-    got = integer_arithmetic.to_integers(total, grid)
+    largest = 1e9 if biased else 0.0
+    bias = [data.draw(st.floats(-largest, largest)) for _ in range(columns)]
+    real = torch.tensor(bias, dtype=torch.float64) if biased else None
+    total = arithmetic.product(aten.linear.default, x, w, depth=depth, bias=real)
+    got = arithmetic.to_integers(total, grid)
     exact = [
-        sum((value(x, i, k) * value(w, j, k) for k in range(depth)), Fraction(0))
+        sum((value(x, i, k) * value(w, j, k) for k in range(depth)), Fraction(bias[j]))
         for i, j in itertools.product(range(rows), range(columns))
     ]
-    assert got.dtype is grid.dtype
-    assert distance(got, exact, grid) <= HALF
-    floats = integer_arithmetic.to_floats(total, torch.float64).flatten().tolist()
-    assert all(math.isclose(f, e, rel_tol=1e-14) for f, e in zip(floats, exact, strict=True))
-
-
-@SOME
-@given(st.data(), st.lists(st.floats(-1e9, 1e9), min_size=3, max_size=3))
-def test_a_bias_costs_half_a_step_at_most(data: st.DataObject, bias: list[float]) -> None:
-    x, w, grid = data.draw(tensors(1, 4)), data.draw(tensors(3, 4)), data.draw(grids())
-    real = torch.tensor(bias, dtype=torch.float64)
-    total = integer_arithmetic.product(aten.linear.default, x, w, depth=4, bias=real)
-    got = integer_arithmetic.to_integers(total, grid)
-    exact = [
-        sum((value(x, 0, k) * value(w, j, k) for k in range(4)), Fraction(bias[j]))
-        for j in range(3)
-    ]
     unit = Fraction(x.grid.scale) * Fraction(w.grid.scale) / Fraction(grid.scale)
-    assert distance(got, exact, grid) <= HALF + (float(unit / 2) if unit <= 1 else 0.0)
+    assert got.dtype is grid.dtype
+    assert distance(got, exact, grid) <= HALF + (float(unit / 2) if biased and unit <= 1 else 0.0)
+    floats = arithmetic.to_floats(total, torch.float64).flatten().tolist()
+    assert biased or all(
+        math.isclose(f, e, rel_tol=1e-14) for f, e in zip(floats, exact, strict=True)
+    )
 
 
 def test_a_bias_is_an_integer_where_the_accumulator_is_finer_than_the_output() -> None:
     x = Integers(torch.tensor([[3]], dtype=torch.int8), Grid(0.1, 0, -128, 127, torch.int8))
     w = Integers(torch.tensor([[5]], dtype=torch.int8), Grid(0.1, 0, -128, 127, torch.int8))
     bias = torch.tensor([0.0249], dtype=torch.float64)  # 2.49 units of 0.01
-    total = integer_arithmetic.product(aten.linear.default, x, w, depth=1, bias=bias)
-    moved = integer_arithmetic._with_integer_bias(total, step=0.02)
+    total = arithmetic.product(aten.linear.default, x, w, depth=1, bias=bias)
+    moved = arithmetic._with_integer_bias(total, step=0.02)
     assert moved.offset is None
     assert moved.terms[0][0].tolist() == [[17]]
     assert moved.terms[0][0].dtype is torch.int64
-    assert integer_arithmetic._with_integer_bias(total, step=0.009) is total
+    assert arithmetic._with_integer_bias(total, step=0.009) is total
 
 
 @pytest.mark.parametrize("depth", [64, 3000, 4096])
@@ -110,11 +104,11 @@ def test_long_sums_of_extremes_do_not_saturate(depth: int, signs: tuple[int, int
     grid = Grid(1.0, 0, -128, 127, torch.int8)
     x, w = (Integers(torch.full((1, depth), sign, dtype=torch.int8), grid) for sign in signs)
     expected = signs[0] * signs[1] * depth
-    total = integer_arithmetic.product(aten.linear.default, x, w, depth=depth)
+    total = arithmetic.product(aten.linear.default, x, w, depth=depth)
     assert total.terms[0][0].item() == expected
     image = Integers(x.values.reshape(1, depth, 1), grid), Integers(w.values.unsqueeze(-1), grid)
     rest = (None, [1], [0], [1], 1)
-    total = integer_arithmetic.product(
+    total = arithmetic.product(
         aten.conv1d.default, *image, rest, depth=depth, accumulator=torch.float64
     )
     assert total.terms[0][0].item() == expected
@@ -124,9 +118,7 @@ def test_a_sum_that_may_be_inexact_is_refused() -> None:
     grid = Grid(1.0, 0, -32768, 32767, torch.int16)
     x = Integers(torch.zeros(1, 4, dtype=torch.int16), grid)
     with pytest.raises(OverflowError, match="a sum of 8388608 products may reach 9"):
-        integer_arithmetic.product(
-            aten.linear.default, x, x, depth=2**23, accumulator=torch.float64
-        )
+        arithmetic.product(aten.linear.default, x, x, depth=2**23, accumulator=torch.float64)
     shifted = Grid(1.0, torch.tensor([[9], [-200]]), -8, 7, torch.int8)
     assert Integers(x.values, shifted).peak() == 208
 
@@ -135,14 +127,14 @@ def test_a_sum_that_may_be_inexact_is_refused() -> None:
 @given(st.data(), st.sampled_from([1.0, -1.0, 2.5]))
 def test_added(data: st.DataObject, alpha: float) -> None:
     x, y, grid = data.draw(tensors(2, 2)), data.draw(tensors(1, 2)), data.draw(grids())
-    total = integer_arithmetic.added(
-        integer_arithmetic.value_of_integers(x), integer_arithmetic.value_of_integers(y), alpha
+    total = arithmetic.added(
+        arithmetic.value_of_integers(x), arithmetic.value_of_integers(y), alpha
     )
     exact = [
         value(x, i, j) + Fraction(alpha) * value(y, 0, j)
         for i, j in itertools.product(range(2), range(2))
     ]
-    got = integer_arithmetic.to_integers(total, grid)
+    got = arithmetic.to_integers(total, grid)
     span = max(abs(e) for e in (value(x, 0, 0), value(y, 0, 0), *exact))
     slack = float(span / Fraction(grid.scale)) * 2.0**-50  # of float64, where both terms cancel
     assert distance(got, exact, grid) <= HALF + slack
@@ -152,9 +144,7 @@ def test_added(data: st.DataObject, alpha: float) -> None:
 @given(st.data())
 def test_multiplied(data: st.DataObject) -> None:
     x, y, grid = data.draw(tensors(2, 1)), data.draw(tensors(1, 2)), data.draw(grids())
-    got = integer_arithmetic.to_integers(
-        integer_arithmetic.product(aten.mul.Tensor, x, y, depth=1), grid
-    )
+    got = arithmetic.to_integers(arithmetic.product(aten.mul.Tensor, x, y, depth=1), grid)
     exact = [value(x, i, 0) * value(y, 0, j) for i, j in itertools.product(range(2), range(2))]
     assert distance(got, exact, grid) <= HALF
 
@@ -165,42 +155,11 @@ def test_clamped(data: st.DataObject, one: float, other: float) -> None:
     """Bounds hold to half a step as well, and in float exactly."""
     low, high = sorted((one, other))
     x, grid = data.draw(tensors(5)), data.draw(grids())
-    total = integer_arithmetic.clamped(integer_arithmetic.value_of_integers(x), low, high)
+    total = arithmetic.clamped(arithmetic.value_of_integers(x), low, high)
     exact = [min(max(value(x, i), Fraction(low)), Fraction(high)) for i in range(5)]
-    assert distance(integer_arithmetic.to_integers(total, grid), exact, grid) <= HALF
-    floats = integer_arithmetic.to_floats(total, torch.float64)
+    assert distance(arithmetic.to_integers(total, grid), exact, grid) <= HALF
+    floats = arithmetic.to_floats(total, torch.float64)
     assert low <= float(floats.min()) <= float(floats.max()) <= high
-
-
-@pytest.mark.parametrize("rank", [1, 2, 3])
-def test_pooled(rank: int) -> None:
-    operator = getattr(aten, f"max_pool{rank}d").default
-    grid = Grid(0.5, 3, -128, 127, torch.int8)
-    values = torch.randint(-128, 128, (2, 3, *[7] * rank), dtype=torch.int8)
-    got = integer_arithmetic.pooled(
-        operator, Integers(values, grid), [3] * rank, [2] * rank, [1] * rank
-    )
-    expected = operator(values.double(), [3] * rank, [2] * rank, [1] * rank)
-    assert torch.equal(integer_arithmetic.to_integers(got, grid), expected.to(torch.int8))
-    assert torch.equal(
-        integer_arithmetic.to_floats(got, torch.float32), (expected.float() - 3) * 0.5
-    )
-
-
-@pytest.mark.parametrize(
-    "zero_point", [0, torch.tensor([[3], [-4], [0]]), torch.tensor([[0.25], [1.5], [7]])]
-)
-def test_gathered_rows(zero_point: Any) -> None:
-    scale = torch.tensor([[0.5], [2.0], [0.125]])
-    table = torch.randint(0, 255, (3, 4), dtype=torch.uint8)
-    grid = Grid(scale, zero_point, 0, 255, torch.uint8)
-    indices = torch.tensor([[2, 2], [0, 1]])
-    got = integer_arithmetic.gathered(Integers(table, grid), indices, by_row=True)
-    expected = ((table.double() - zero_point) * scale)[indices]
-    assert torch.equal(integer_arithmetic.to_floats(got, torch.float64), expected)
-    out = Grid(0.25, 1, -128, 127, torch.int8)
-    steps = (torch.round(expected / 0.25) + 1).clamp(-128, 127)
-    assert torch.equal(integer_arithmetic.to_integers(got, out).double(), steps)
 
 
 @pytest.mark.parametrize(("spatial", "groups"), [(1, 1), (2, 2), (3, 1)])
@@ -213,7 +172,7 @@ def test_channels_of_weights(spatial: int, groups: int, transposed: bool, axis: 
     channels_in = shape[0] if transposed else shape[1] * groups
     w, x = torch.randn(shape).double(), torch.randn(1, channels_in, *[4] * spatial).double()
     scale = torch.rand(shape[axis]).double() + 0.5
-    factor = integer_arithmetic.for_output(scale, axis, shape, transposed=transposed, groups=groups)
+    factor = arithmetic.for_output(scale, axis, shape, transposed=transposed, groups=groups)
     if factor is None:
         assert shape[axis] > 1
         assert (axis == 1) != transposed
@@ -238,9 +197,9 @@ def test_borders_are_the_decomposed_operators(
     for kind in (torch.float32, torch.bfloat16):
         x = torch.tensor(values, dtype=kind)
         expected = qdq.quantize_per_tensor(x, *rest)
-        assert torch.equal(integer_arithmetic.quantize(x, grid), expected)
+        assert torch.equal(arithmetic.quantize(x, grid), expected)
         back = qdq.dequantize_per_tensor(expected, *rest, out_dtype=kind)
-        got = integer_arithmetic.dequantize(Integers(expected, grid), kind)
+        got = arithmetic.dequantize(Integers(expected, grid), kind)
         torch.testing.assert_close(got, back, rtol=0, atol=0, equal_nan=True)
 
 
@@ -258,7 +217,7 @@ def test_qparams_are_those_of_the_decomposed_operators(
     x = torch.tensor(values, dtype=kind)
     choose = qdq.choose_qparams_symmetric if symmetric else qdq.choose_qparams
     scale, zero_point = choose(x, low, high, 2.0**-12, dtype)
-    got = integer_arithmetic.choose_qparams(x, low, high, 2.0**-12, dtype, symmetric=symmetric)
+    got = arithmetic.choose_qparams(x, low, high, 2.0**-12, dtype, symmetric=symmetric)
     assert got[0].dtype is torch.float64
     assert got[1].dtype is torch.int64
     assert (got[0].item(), got[1].item()) == (scale.item(), zero_point.item())
@@ -271,29 +230,19 @@ def test_qparams_of_tokens(symmetric: bool, values: list[float]) -> None:
     x = torch.tensor(values).reshape(3, 2)
     choose = qdq.choose_qparams_per_token_symmetric if symmetric else qdq.choose_qparams_per_token
     expected = choose(x, torch.int8)
-    got = integer_arithmetic.choose_per_token(x, symmetric=symmetric)
+    got = arithmetic.choose_per_token(x, symmetric=symmetric)
     assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True))
     grid = Grid(*got, -128, 127, torch.int8)
     integers = qdq.quantize_per_token(x, *expected, -128, 127, torch.int8)
-    assert torch.equal(integer_arithmetic.quantize(x, grid, late=True), integers)
+    assert torch.equal(arithmetic.quantize(x, grid, late=True), integers)
 
 
 def test_an_unchanged_grid_hands_integers_on() -> None:
     grid = Grid(0.1, 3, -128, 127, torch.int8)
     x = Integers(torch.tensor([1, 2], dtype=torch.int8), grid)
-    assert integer_arithmetic.to_integers(integer_arithmetic.value_of_integers(x), grid) is x.values
+    assert arithmetic.to_integers(arithmetic.value_of_integers(x), grid) is x.values
     other = Grid(0.1, 3, -128, 126, torch.int8)
-    assert (
-        integer_arithmetic.to_integers(integer_arithmetic.value_of_integers(x), other)
-        is not x.values
-    )
-
-
-def test_ties_go_to_even() -> None:
-    x = Integers(torch.tensor([1, 3, 5, -1], dtype=torch.int8), Grid(0.5, 0, -8, 7, torch.int8))
-    total = Sum(integer_arithmetic.value_of_integers(x).terms)
-    out = Grid(1.0, 1, -8, 7, torch.int8)
-    assert integer_arithmetic.to_integers(total, out).tolist() == [1, 3, 3, 1]
+    assert arithmetic.to_integers(arithmetic.value_of_integers(x), other) is not x.values
 
 
 def test_a_zero_point_chosen_at_run_time_lies_within_the_bounds() -> None:
@@ -301,3 +250,9 @@ def test_a_zero_point_chosen_at_run_time_lies_within_the_bounds() -> None:
     at_run_time: Any = object()  # as the proxy of a node, whose value nobody knows yet
     values = torch.zeros(1, dtype=torch.int8)
     assert Integers(values, Grid(1.0, at_run_time, -128, 127, torch.int8)).peak() == 255
+
+
+def test_ties_go_to_even() -> None:
+    x = Integers(torch.tensor([1, 3, 5, -1], dtype=torch.int8), Grid(0.5, 0, -8, 7, torch.int8))
+    out = Grid(1.0, 1, -8, 7, torch.int8)
+    assert arithmetic.to_integers(arithmetic.value_of_integers(x), out).tolist() == [1, 3, 3, 1]

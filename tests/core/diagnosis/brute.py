@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
-from tests.core.toy import plan_of
+from tests.core.toy import plan_of, prepare
 
 
 def alone(prepared: GraphModule, claims: Iterable[int]) -> GraphModule:
@@ -32,6 +32,16 @@ def alone(prepared: GraphModule, claims: Iterable[int]) -> GraphModule:
         warnings.simplefilter("ignore", qompose.QomposeWarning)
         patch.setattr(qparams_solver, "QParamsSolver", Only)
         return qompose.convert_pt2e(prepared)
+
+
+def stages(program: Any, quantizer: Any, batches: Any) -> dict[str, Any]:
+    """All forms of a program, some regions of which may have no kernel."""
+    prepared = qompose.calibrate(prepare(program, quantizer), batches)
+    converted = qompose.convert_pt2e(prepared)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", qompose.QomposeWarning)
+        lowered = qompose.lower(converted)
+    return {"float": program, "prepared": prepared, "converted": converted, "lowered": lowered}
 
 
 def cost(model: Any, reference: Any, batches: Iterable[tuple[Tensor, ...]]) -> float:

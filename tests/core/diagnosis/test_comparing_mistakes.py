@@ -12,26 +12,21 @@ import pytest
 import qompose
 import torch
 from qompose import UserError
-from qompose.errors import BatchError, MemberError, StageError
+from qompose.errors import BatchError, CalibrationError, MemberError, StageError
 from qompose.program.meta import KERNELS_TAG, META_KEY, tag_of
 from qompose.reporting.report_data import CLIPPING, KERNEL_ERROR, NOT_FINITE
 from torch import Tensor, nn
 
-from tests.core.toy import export, randn, seeded, toy
+from tests.core.diagnosis.brute import stages
+from tests.core.toy import Model, export, randn, seeded, toy
 
 BATCHES = [randn(4, 6, seed=n) for n in range(2)]
 
 
-def stages(model: nn.Module) -> dict[str, Any]:
-    program = export(model.eval(), BATCHES[0])
-    prepared = qompose.calibrate(qompose.prepare_pt2e(program, toy()), BATCHES)
-    converted = qompose.convert_pt2e(prepared)
-    return {
-        "float": program,
-        "prepared": prepared,
-        "converted": converted,
-        "lowered": qompose.lower(converted),
-    }
+def forms(model: nn.Module) -> dict[str, Any]:
+    made = stages(export(model.eval(), BATCHES[0]), toy(), BATCHES)
+    qompose.assert_lowered(made["lowered"])
+    return made
 
 
 def net(seed: int = 0) -> nn.Module:
@@ -40,13 +35,13 @@ def net(seed: int = 0) -> nn.Module:
 
 @pytest.fixture(scope="module")
 def linear() -> dict[str, Any]:
-    return stages(net())
+    return forms(net())
 
 
 @pytest.fixture(scope="module")
 def others() -> dict[str, Any]:
     """The same structure with other parameters."""
-    return stages(net(5))
+    return forms(net(5))
 
 
 def _raises(reference: Tensor, other: Tensor) -> float:
@@ -104,21 +99,24 @@ def test_kernels_are_judged_beside_the_model_of_their_own(linear: Any, others: A
     assert not qompose.compare(*models, converted=linear["converted"]).of_cause(KERNEL_ERROR)
 
 
-def test_programs_of_two_models(linear: dict[str, Any]) -> None:
-    other = export(nn.Sequential(nn.Sigmoid()), BATCHES[0])
-    with pytest.raises(UserError):
-        qompose.compare(linear["float"], other, BATCHES)
-
-
-def test_a_program_of_several_methods_is_compared_by_one_of_them(linear: dict[str, Any]) -> None:
-    both = {"one": linear["lowered"], "two": linear["lowered"]}
-    with pytest.raises(UserError, match="one, two"):
-        qompose.compare(linear["float"], both, BATCHES)
-
-
-def test_outputs_without_floats() -> None:
-    with pytest.raises(UserError):
-        qompose.compare(lambda x: x.argmax(-1), lambda x: x.argmin(-1), BATCHES)
+@pytest.mark.parametrize(
+    ("one", "other", "data", "named"),
+    [
+        (1, "converted", BATCHES, "got int"),
+        ("float", None, BATCHES, "got NoneType"),
+        ("float", {"one": 1, "two": 2}, BATCHES, "one, two"),
+        ("float", export(nn.Sigmoid(), BATCHES[0]), BATCHES, None),
+        (lambda x: x.argmax(-1), lambda x: x.argmin(-1), BATCHES, None),
+        ("float", "converted", BATCHES[0], "compare"),
+        ("float", "converted", 5, "compare"),
+        ("float", "converted", [], "compare"),
+    ],
+    ids=["number", "none", "methods", "another", "no floats", "one input", "no data", "no input"],
+)
+def test_what_cannot_be_compared(linear: Any, one: Any, other: Any, data: Any, named: Any) -> None:
+    models = [linear[model] if isinstance(model, str) else model for model in (one, other)]
+    with pytest.raises(CalibrationError if data == [] else UserError, match=named):
+        qompose.compare(*models, data)
 
 
 def test_a_batch_that_does_not_fit_is_still_said_to_be_that(linear: dict[str, Any]) -> None:
@@ -127,8 +125,13 @@ def test_a_batch_that_does_not_fit_is_still_said_to_be_that(linear: dict[str, An
     assert caught.value.number == 2
 
 
+def test_no_inputs_at_all(linear: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="limit"):
+        qompose.compare(linear["float"], linear["converted"], BATCHES, limit=0)
+
+
 def test_a_kernel_that_returns_another_shape_is_named() -> None:
-    made = stages(net())
+    made = forms(net())
     kernel = next(n for n in made["lowered"].graph.nodes if tag_of(n, KERNELS_TAG) is not None)
     whole = kernel.target
     kernel.target = lambda *args: whole(*args)[:1]
@@ -147,11 +150,6 @@ def test_an_input_with_nan_is_said_to_be_that(linear: dict[str, Any]) -> None:
     assert not found.of_cause(CLIPPING)
 
 
-def test_a_single_input_is_not_gone_through(linear: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match="compare"):
-        qompose.compare(linear["float"], linear["converted"], BATCHES[0])
-
-
 def test_a_program_with_other_parameters_is_said_to_be_one(linear: Any, others: Any) -> None:
     """Its structure is the same, so there are values to compare, which mean little."""
     found = qompose.compare(others["float"], linear["lowered"], BATCHES)
@@ -161,7 +159,7 @@ def test_a_program_with_other_parameters_is_said_to_be_one(linear: Any, others: 
 
 
 def test_what_holds_integers_alone_lacks_no_parameters() -> None:
-    made = stages(net())
+    made = forms(net())
     reference = qompose.convert_pt2e(made["prepared"], use_reference_representation=True)
     record = made["lowered"].meta[META_KEY]
     made["lowered"].meta[META_KEY] = replace(record, source=None)  # as of one that was loaded
@@ -171,20 +169,18 @@ def test_what_holds_integers_alone_lacks_no_parameters() -> None:
         assert any("parameters inside kernels and of integer references" in n for n in found.notes)
 
 
-class Parts(nn.Module):
+def parts(m: Any, x: Tensor) -> Tensor:
     """An operator of several results."""
+    first, second = m.one(x).split(3, -1)
+    return m.two(first) * second
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(6, 6), nn.Linear(3, 3)
 
-    def forward(self, x: Tensor) -> Tensor:
-        first, second = self.one(x).split(3, -1)
-        return self.two(first) * second
+def stages_of_parts() -> dict[str, Any]:
+    return forms(seeded(Model(parts, one=nn.Linear(6, 6), two=nn.Linear(3, 3))))
 
 
 def test_one_of_several_results_has_the_row_of_its_operator() -> None:
-    made = stages(seeded(Parts()))
+    made = stages_of_parts()
     found = qompose.compare(made["float"], made["lowered"], BATCHES)
     rows = [row for row in found if row.operator == "aten.split.Tensor"]
     assert {row.value[-9:] for row in rows} == {"output[0]", "output[1]"}
@@ -198,13 +194,14 @@ def test_a_comparison_of_another_model_is_not_drawn(
     report, page = qompose.report(linear["lowered"]), tmp_path / "page.html"
     for stage in ("prepared", "converted", "lowered"):
         qompose.report(linear[stage]).save(page, found)
-    page.unlink()
-    parts = stages(seeded(Parts()))
     earlier = replace(report, fingerprint="")  # of a release that wrote none
+    earlier.save(page, found)
+    page.unlink()
+    with_parts = stages_of_parts()
     for made, saved, path in (
         (others, report, page),
-        (parts, report, page),
-        (parts, earlier, page),
+        (with_parts, report, page),
+        (with_parts, earlier, page),
         (others, report, page.with_suffix(".md")),
     ):
         other = qompose.compare(made["float"], made["lowered"], BATCHES)

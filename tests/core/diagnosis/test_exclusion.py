@@ -14,6 +14,8 @@ from qompose.diagnosis.tuning_trials import excluding
 from qompose.spec.selectors import for_name
 from torch import Tensor, nn
 
+from tests.core.diagnosis.test_tuning import PROGRAM, tuned
+from tests.core.quantizer.interop.foreign import Foreign
 from tests.core.toy import (
     DYNAMIC,
     INT8,
@@ -23,6 +25,7 @@ from tests.core.toy import (
     RULES,
     STATIC,
     Annotator,
+    Model,
     annotate,
     export,
     plan_of,
@@ -35,45 +38,18 @@ from tests.core.toy import (
 aten = torch.ops.aten
 
 
-class Chain(nn.Module):
-    """Five linears, the relus between them are functions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x).relu()
-        return x
-
-
-X = randn(8, 4)
-PROGRAM = export(seeded(Chain()), X)
-
-
-def tuned(quantizer: Any, drop: float, metric: Callable[[Any], float]) -> qompose.diagnosis.Tuning:
-    return qompose.tune(PROGRAM, quantizer, [(X,)], metric, drop, progress=False)
-
-
-class Fused(nn.Module):
+def fused(m: Any, x: Tensor) -> Tensor:
     """A linear whose relu is a module of its own, one that is called twice, and bare functions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two, self.three = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
-        self.act = nn.ReLU()
-        self.weight = nn.Parameter(torch.randn(4, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.act(self.one(x))
-        x = self.act(self.two(x)) + self.two(x)
-        x = nn.functional.linear(x, self.weight)
-        x = nn.functional.linear(self.three(x), self.weight)
-        return x.sigmoid() + x
+    x = m.act(m.one(x))
+    x = m.act(m.two(x)) + m.two(x)
+    x = nn.functional.linear(x, m.weight)
+    x = nn.functional.linear(m.three(x), m.weight)
+    return x.sigmoid() + x
 
 
-FUSED, SMALL = seeded(Fused()), randn(16, 4)
+LINEARS = {name: nn.Linear(4, 4) for name in ("one", "two", "three")}
+WEIGHT = nn.Parameter(torch.empty(4, 4))
+FUSED, SMALL = seeded(Model(fused, **LINEARS, act=nn.ReLU(), weight=WEIGHT)), randn(16, 4)
 
 
 @pytest.mark.parametrize("config", [PER_TENSOR, pytest.param(DYNAMIC, marks=pytest.mark.full)])
@@ -102,26 +78,18 @@ def test_settings_of_single_calls_are_not_outdone() -> None:
     quantizer = toy(config=PER_TENSOR).set_module_name_object_type_order(
         "layers.3", aten.linear.default, 0, STATIC
     )
-    found = tuned(quantizer, drop=0.5, metric=modules_in_float("layers.3"))
+    found = tuned(quantizer=quantizer, drop=0.5, metric=in_float("layers.3", by="module"))
     assert "layers.3" in {site.module for site in found.excluded}
     assert all(setting.level == "call" for setting in found.selectors)
 
 
-def in_float(*operators: str) -> Callable[[Any], float]:
-    """A metric that minds only how many of some operators are quantized."""
-    return _quantized(lambda operator: operator.name, operators)
+def in_float(*wanted: str, by: str = "name") -> Callable[[Any], float]:
+    """A metric that minds only how many of some operators or modules are quantized."""
 
-
-def modules_in_float(*modules: str) -> Callable[[Any], float]:
-    """A metric that minds only how many of some modules are quantized."""
-    return _quantized(lambda operator: operator.module, modules)
-
-
-def _quantized(name: Callable[[Any], str], wanted: tuple[str, ...]) -> Callable[[Any], float]:
     def metric(model: Any) -> float:
         record = model.meta.get("qompose")
         operators = () if record is None else record.plan.operators
-        taken = {name(operator) for operator in operators if operator.claim is not None}
+        taken = {getattr(operator, by) for operator in operators if operator.claim is not None}
         return -float(len(taken.intersection(wanted)))
 
     return metric
@@ -129,7 +97,9 @@ def _quantized(name: Callable[[Any], str], wanted: tuple[str, ...]) -> Callable[
 
 def test_other_members_do_not_take_over() -> None:
     quantizer = qompose.compose(toy(config=PER_TENSOR), toy(LINEAR, config=DYNAMIC, name="other"))
-    found = tuned(quantizer, drop=0.5, metric=modules_in_float("layers.1", "layers.2"))
+    found = tuned(
+        quantizer=quantizer, drop=0.5, metric=in_float("layers.1", "layers.2", by="module")
+    )
     assert {site.module for site in found.excluded} == {"layers.1", "layers.2"}
     for member in found.quantizer.members:
         assert {s.label for s in member.selectors.settings} >= {
@@ -150,7 +120,9 @@ def annotator() -> Annotator:
 
 def test_members_without_selectors_are_not_heard() -> None:
     quantizer = qompose.compose(annotator(), toy(config=PER_TENSOR))
-    found = tuned(quantizer, drop=0.5, metric=modules_in_float("layers.1", "layers.3"))
+    found = tuned(
+        quantizer=quantizer, drop=0.5, metric=in_float("layers.1", "layers.3", by="module")
+    )
     assert {site.module for site in found.excluded} == {"layers.1", "layers.3"}
     assert found.written is None
     assert any("annotator is code, which cannot be written" in note for note in found.notes)
@@ -219,3 +191,9 @@ def test_a_member_that_is_not_heard_keeps_all_else() -> None:
     interface = {name for name, value in vars(qompose.Quantizer).items() if callable(value)}
     own = {name for name in vars(type(held)) if name in interface} - {"__init__"}
     assert interface - own - {"__init__"} <= {"to_dict", "to_json"}  # which say that it is code
+
+
+def test_quantizers_of_other_packages_are_tuned_too() -> None:
+    found = tuned(quantizer=Foreign(), drop=0.5, metric=in_float("layers.1", by="module"))
+    (row,) = qompose.report(prepare(PROGRAM, found.apply(Foreign()))).why("layers.1")
+    assert "left in float by" in row.reason

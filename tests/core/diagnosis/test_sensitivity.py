@@ -28,6 +28,7 @@ from tests.core.toy import (
     STATIC_UINT8,
     WEIGHT_ONLY,
     Annotator,
+    Model,
     annotate,
     export,
     plan_of,
@@ -45,80 +46,64 @@ COVERING = [
 """Each configuration on one of the nets; all nets have the first."""
 
 
-class Skips(nn.Module):
+def skips(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     """Linears with a residual, a concatenation, a view, and two outputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
-        self.last = nn.Linear(12, 3)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        y = self.first(x).relu()
-        z = self.second(y) + y
-        return self.last(torch.cat([z, y], 1).view(-1, 12)), z.sigmoid()
+    y = m.first(x).relu()
+    z = m.second(y) + y
+    return m.last(torch.cat([z, y], 1).view(-1, 12)), z.sigmoid()
 
 
-class Images(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(2, 4, 3, padding=1)
-        self.body = nn.Conv2d(4, 4, 1)
-        self.head = nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x).relu()
-        return self.head((self.body(x) + x).relu().mean((2, 3)))
+def images(m: Any, x: Tensor) -> Tensor:
+    x = m.stem(x).relu()
+    return m.head((m.body(x) + x).relu().mean((2, 3)))
 
 
-class Writes(nn.Module):
+def writes(m: Any, x: Tensor) -> Tensor:
     """Counts its calls, in a buffer that its output depends on, and has a relu in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.relu = nn.ReLU(inplace=True)
-        self.register_buffer("calls", torch.ones(1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return self.two(self.relu(self.one(x)) * self.calls)
+    m.calls += 1
+    return m.two(m.one(x).relu_() * m.calls)
 
 
-class Adds(nn.Module):
+def adds(m: Any, x: Tensor) -> Tensor:
     """Adds in place: what the first linear gave is gone when the second one is run again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two, self.end = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.one(x)
-        y += self.two(x)
-        return self.end(y.relu_())
+    y = m.one(x)
+    y += m.two(x)
+    return m.end(y.relu_())
 
 
-class Branches(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two, self.end = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = torch.cond(x.sum() > 0, lambda x: self.one(x), lambda x: self.two(x).relu(), (x,))
-        return self.end(y)
+def branches(m: Any, x: Tensor) -> Tensor:
+    return m.end(torch.cond(x.sum() > 0, lambda x: m.one(x), lambda x: m.two(x).relu(), (x,)))
 
 
 FLAT, PIXELS = randn(5, 6), randn(2, 2, 6, 6)
-NETS = {
-    "skips": (Skips, [(FLAT,), (randn(5, 6, seed=1) * 2,)]),
-    "images": (Images, [(PIXELS,), (randn(2, 2, 6, 6, seed=1),)]),
-    "adds": (Adds, [(randn(3, 4),), (randn(3, 4, seed=1),)]),
-    "branches": (Branches, [(randn(3, 4).abs(),), (-randn(3, 4, seed=1).abs(),)]),
+LAYERS: dict[str, tuple[Any, dict[str, tuple[Any, ...]]]] = {
+    "skips": (skips, {"first": (6, 6), "second": (6, 6), "last": (12, 3)}),
+    "images": (images, {"stem": (2, 4, 3, 1, 1), "body": (4, 4, 1), "head": (4, 3)}),
+    "adds": (adds, {"one": (4, 4), "two": (4, 4), "end": (4, 2)}),
+    "branches": (branches, {"one": (4, 4), "two": (4, 4), "end": (4, 2)}),
+}
+"""A function, and the sizes of a linear or a convolution."""
+BATCHES = {
+    "skips": [(FLAT,), (randn(5, 6, seed=1) * 2,)],
+    "images": [(PIXELS,), (randn(2, 2, 6, 6, seed=1),)],
+    "adds": [(randn(3, 4),), (randn(3, 4, seed=1),)],
+    "branches": [(randn(3, 4).abs(),), (-randn(3, 4, seed=1).abs(),)],
 }
 
 
-def calibrated(module: nn.Module, batches: Any, *rules: Any, **options: Any) -> Any:
-    prepared = prepare(export(seeded(module), *batches[0]), toy(*rules, **options))
+def exported(name: str) -> torch.export.ExportedProgram:
+    function, sizes = LAYERS[name]
+    layers = {n: (nn.Linear if len(s) == 2 else nn.Conv2d)(*s) for n, s in sizes.items()}
+    return export(seeded(Model(function, **layers)), *BATCHES[name][0])
+
+
+def calibrated(name: str, **options: Any) -> tuple[GraphModule, list[tuple[Tensor]]]:
+    batches = BATCHES[name]
+    return qompose.calibrate(prepare(exported(name), toy(**options)), batches), batches
+
+
+def observed(model: nn.Module, batches: Any, quantizer: Any = None) -> GraphModule:
+    prepared = prepare(export(seeded(model), *batches[0]), quantizer or toy())
     return qompose.calibrate(prepared, batches)
 
 
@@ -129,13 +114,12 @@ def calibrated(module: nn.Module, batches: Any, *rules: Any, **options: Any) -> 
             name, config, id=f"{name}-{config.name}",
             marks=[] if config is STATIC or (name, config) in COVERING else pytest.mark.full,
         )
-        for name in NETS
+        for name in LAYERS
         for config in CONFIGS
     ],
 )  # fmt: skip
 def test_costs_are_those_of_conversions_of_one_operator(name: str, config: Any) -> None:
-    make, batches = NETS[name]
-    prepared = calibrated(make(), batches, config=config)
+    prepared, batches = calibrated(name, config=config)
     ranking = qompose.sensitivity(prepared, batches)
     assert observed_costs(ranking) == pytest.approx(expected_costs(prepared, batches), rel=1e-6)
     assert [row.cost for row in ranking] == sorted((row.cost for row in ranking), reverse=True)
@@ -145,8 +129,7 @@ def test_costs_are_those_of_conversions_of_one_operator(name: str, config: Any) 
 
 
 def test_the_prepared_model_is_left_as_it_is() -> None:
-    make, batches = NETS["skips"]
-    prepared = calibrated(make(), batches)
+    prepared, batches = calibrated("skips")
     before, graph = prepared(*batches[0]), str(prepared.graph)
     state = {name: value.clone() for name, value in prepared.state_dict().items()}
     qompose.sensitivity(prepared, batches)
@@ -182,8 +165,8 @@ def runs(prepared: Any, batch: tuple[Tensor, ...], products: list[str]) -> dict[
 
 def test_what_a_site_does_not_change_is_not_run_again(products: list[str]) -> None:
     """Behind the first linear stand all three, behind the last one stands itself, behind the sigmoid none."""
-    make, batches = NETS["skips"]
-    ran = runs(calibrated(make(), batches), batches[0], products)
+    prepared, batches = calibrated("skips")
+    ran = runs(prepared, batches[0], products)
     assert ran["linear"] == ["linear", "linear_1", "linear_2"]
     assert ran["linear_2"] == ["linear_2"]
     assert ran["sigmoid"] == []
@@ -200,8 +183,7 @@ def test_equal_values_end_a_site(products: list[str]) -> None:
 
 
 def test_tensors_of_a_site() -> None:
-    make, batches = NETS["images"]
-    prepared = calibrated(make(), batches)
+    prepared, batches = calibrated("images")
     ranking = qompose.sensitivity(prepared, batches, tensors=True)
     tensors = dict(ranking["conv2d"].tensors)
     assert [*tensors] == ["stem_weight", "x", "relu"]
@@ -210,8 +192,9 @@ def test_tensors_of_a_site() -> None:
 
 
 def test_programs_that_write_run_as_a_whole_and_start_anew() -> None:
-    batches = [(randn(3, 4),), (randn(3, 4, seed=1),)]
-    prepared = calibrated(Writes(), batches)
+    batches = BATCHES["adds"]
+    layers = {"one": nn.Linear(4, 4), "two": nn.Linear(4, 4), "calls": nn.Buffer(torch.ones(1))}
+    prepared = observed(Model(writes, **layers), batches)
     ranking = qompose.sensitivity(prepared, batches)
     assert len(ranking.notes) == 1
     assert len(ranking) == 2
@@ -225,8 +208,7 @@ def test_programs_that_write_run_as_a_whole_and_start_anew() -> None:
 
 
 def test_metric_of_ones_own() -> None:
-    make, batches = NETS["skips"]
-    prepared = calibrated(make(), batches)
+    prepared, batches = calibrated("skips")
     asked = []
 
     def furthest(outputs: Any, floats: Any) -> Tensor:
@@ -250,14 +232,12 @@ def test_metric_of_ones_own() -> None:
     ],
 )
 def test_metrics_that_say_nothing(metric: Any, error: type[Exception]) -> None:
-    make, batches = NETS["images"]
     with pytest.raises(error, match="metric="):
-        qompose.sensitivity(calibrated(make(), batches), batches, metric=metric)
+        qompose.sensitivity(*calibrated("images"), metric=metric)
 
 
 def test_errors() -> None:
-    make, batches = NETS["images"]
-    prepared = calibrated(make(), batches)
+    prepared, batches = calibrated("images")
     for none in ([], 5):
         with pytest.raises(UserError, match="sensitivity"):
             qompose.sensitivity(prepared, none)
@@ -268,23 +248,15 @@ def test_errors() -> None:
     with pytest.raises(StageError, match="sensitivity"):
         qompose.sensitivity(qompose.convert_pt2e(prepared), batches)
     with pytest.raises(qompose.errors.UncalibratedError):
-        qompose.sensitivity(prepare(export(seeded(make()), PIXELS), toy()), batches)
+        qompose.sensitivity(prepare(exported("images"), toy()), batches)
     with pytest.raises(UserError, match="'conv2d'"):
         qompose.sensitivity(prepared, batches)["conv"]
 
 
-class Picks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x).argmax(-1)
-
-
 def test_outputs_without_floats_need_a_metric() -> None:
     batches = [(randn(3, 4),)]
-    prepared = calibrated(Picks(), batches)
+    picks = Model(lambda m, x: m.linear(x).argmax(-1), linear=nn.Linear(4, 3))
+    prepared = observed(picks, batches)
     with pytest.raises(UserError, match="metric="):
         qompose.sensitivity(prepared, batches)
     apart = qompose.sensitivity(
@@ -294,18 +266,12 @@ def test_outputs_without_floats_need_a_metric() -> None:
 
 
 def test_what_stays_in_float_is_named() -> None:
-    class Masked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
-
-        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-            return self.two(self.one(x) + mask)
-
+    layers = {"one": nn.Linear(4, 4), "two": nn.Linear(4, 4)}
+    masked = Model(lambda m, x, mask: m.two(m.one(x) + mask), **layers)
     mask = torch.zeros(3, 4)
     mask[0, 0] = -torch.inf
     batches = [(randn(3, 4), mask)]
-    prepared = prepare(export(seeded(Masked()), *batches[0]), toy())
+    prepared = prepare(export(seeded(masked), *batches[0]), toy())
     prepared(*batches[0])
     ranking = qompose.sensitivity(prepared, batches, metric=lambda one, other: 0.0)
     (_,) = (note for note in ranking.notes if note.startswith("add"))
@@ -334,15 +300,16 @@ class Halving(nn.Module):
         model.graph.erase_node(node)
 
 
-def test_observers_that_convert_themselves() -> None:
-    halves = qompose.QuantizationSpec(torch.int8, Halving, -128, 127, torch.per_tensor_affine)
+HALVES = qompose.QuantizationSpec(torch.int8, Halving, -128, 127, torch.per_tensor_affine)
 
+
+def test_observers_that_convert_themselves() -> None:
     def linears(node: Node) -> None:
         if node.target is aten.linear.default:
-            annotate(node, {node.args[0]: halves, node.args[1]: halves})
+            annotate(node, {node.args[0]: HALVES, node.args[1]: HALVES})
 
-    make, batches = NETS["skips"]
-    prepared = prepare(export(seeded(make()), *batches[0]), Annotator(linears))
+    batches = BATCHES["skips"]
+    prepared = prepare(exported("skips"), Annotator(linears))
     ranking = qompose.sensitivity(prepared, batches, tensors=True)
     assert observed_costs(ranking) == pytest.approx(expected_costs(prepared, batches), rel=1e-6)
     assert all(row.cost > 0 for row in ranking)
@@ -351,24 +318,17 @@ def test_observers_that_convert_themselves() -> None:
 
 def test_what_cannot_be_switched_apart_is_named() -> None:
     """Two linears read one node of their observer's: they are quantized together, and measured together."""
-    halves = qompose.QuantizationSpec(torch.int8, Halving, -128, 127, torch.per_tensor_affine)
-
-    class Twins(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.two, self.end = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.end(self.one(x) * self.two(x))
+    layers = {"one": nn.Linear(4, 4), "two": nn.Linear(4, 4), "end": nn.Linear(4, 2)}
+    twins = Model(lambda m, x: m.end(m.one(x) * m.two(x)), **layers)
 
     def linears(node: Node) -> None:
         if node.target is aten.linear.default:
             first = next(user for user in node.args[0].users if user.target is node.target)
             shared = qompose.spec.SharedQuantizationSpec((node.args[0], first))
-            annotate(node, {node.args[0]: halves if node is first else shared})
+            annotate(node, {node.args[0]: HALVES if node is first else shared})
 
     batches = [(randn(3, 4),)]
-    prepared = prepare(export(seeded(Twins()), *batches[0]), Annotator(linears))
+    prepared = prepare(export(seeded(twins), *batches[0]), Annotator(linears))
     ranking = qompose.sensitivity(prepared, batches)
     assert [row.name for row in ranking] == ["linear_2"]
     assert [note.partition(" ")[0] for note in ranking.notes] == ["linear", "linear_1"]
@@ -378,8 +338,8 @@ def test_what_cannot_be_switched_apart_is_named() -> None:
 
 def test_observers_that_remove_what_they_convert() -> None:
     """The parameter's node is gone, and the parameter still there."""
-    make, batches = NETS["skips"]
-    prepared = prepare(export(seeded(make()), *batches[0]), compressing())
+    batches = BATCHES["skips"]
+    prepared = prepare(exported("skips"), compressing())
     ranking = qompose.sensitivity(prepared, batches)
     assert observed_costs(ranking) == pytest.approx(expected_costs(prepared, batches), rel=1e-6)
     assert ranking.notes == ()
@@ -389,8 +349,7 @@ def test_observers_that_remove_what_they_convert() -> None:
 @pytest.mark.full
 def test_memory_is_bound_by_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """When a batch is run, nothing is left of the one before."""
-    make, _ = NETS["images"]
-    prepared = calibrated(make(), [(PIXELS,)])
+    prepared, _ = calibrated("images")
     alive: list[int] = []
     original = SwitchedProgram.in_float
 
@@ -408,8 +367,7 @@ def test_memory_is_bound_by_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_told() -> None:
-    make, batches = NETS["images"]
-    ranking = qompose.sensitivity(calibrated(make(), batches), batches, tensors=True)
+    ranking = qompose.sensitivity(*calibrated("images"), tensors=True)
     data = json.loads(json.dumps(ranking.to_dict()))
     assert [row["name"] for row in data["rows"]] == [row.name for row in ranking]
     text, table = ranking.to_text(), ranking.to_markdown()
@@ -421,10 +379,8 @@ def test_told() -> None:
 
 
 def test_a_branch_that_no_input_reaches_is_named() -> None:
-    branches, x = Branches(), randn(3, 4).abs()
-    prepared = prepare(export(seeded(branches), x), toy())
-    for batch in (x, -x):
-        prepared(batch)
+    x = randn(3, 4).abs()
+    prepared, _ = calibrated("branches")
     found = qompose.sensitivity(prepared, [x])
     (told,) = found.notes
     assert "false_graph_0" in told

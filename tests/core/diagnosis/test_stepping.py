@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
-from tests.core.toy import export, randn, seeded
+from tests.core.toy import Model, export, randn, seeded
 from tests.zoo import tagged
 
 KINDS = {"branches", "scan_cell", "loop", "map_rows", "autocast", "no_grad_region"}
@@ -52,12 +52,11 @@ def test_control_flow_is_what_it_is_when_it_is_called(model: Any) -> None:
 
 
 def test_readers_take_what_a_value_was_exchanged_for() -> None:
-    class Twice(nn.Module):
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            y = x.exp()
-            return y + 1, y * 2
+    def twice(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x.exp()
+        return y + 1, y * 2
 
-    program = export(Twice(), randn(3)).module()
+    program = export(Model(twice), randn(3)).module()
     one, other = stepped(
         program,
         randn(3),
@@ -87,17 +86,13 @@ def test_a_value_is_held_until_its_last_reader() -> None:
 
 
 def test_autocast_holds_inside_its_region_alone() -> None:
-    class Cast(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+    def cast(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = m.one(x)
+        return y, m.two(x)
 
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                y = self.one(x)
-            return y, self.two(x)
-
-    program = export(seeded(Cast()), randn(2, 4)).module()
+    layers = {"one": nn.Linear(4, 4), "two": nn.Linear(4, 4)}
+    program = export(seeded(Model(cast, **layers)), randn(2, 4)).module()
     one, other = stepped(program, randn(2, 4))
     assert one.dtype is torch.bfloat16
     assert other.dtype is torch.float32

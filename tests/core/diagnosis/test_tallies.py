@@ -32,6 +32,23 @@ def tally(reference: Tensor, other: Tensor, own: Tensor, grid: ReaderGrid | None
     return made
 
 
+def cause(reference: Tensor, other: Tensor, own: Tensor | None = None, *kernels: Tensor) -> str:
+    """`kernels`: what a kernel gives for each input, where the simulated region gives `own`."""
+    own = other if own is None else own
+    made = tally(reference, other, own)
+    for kernel in kernels:
+        made.add_kernel(own, kernel, reference)
+    return made.cause(fallback=False)
+
+
+LINE = torch.linspace(-9, 9, 50)
+ROUNDED = GRID.rounded(LINE)
+NEARLY = LINE * (1 + 1e-7)
+CUT, SLIGHTLY = (
+    torch.cat([LINE, torch.tensor([end])]) for end in (14.0, 12.72)
+)  # the end is at 12.7
+
+
 def test_figures_are_those_of_all_inputs_together() -> None:
     x, y = torch.randn(100), torch.randn(100)
     made = Tally(GRID)
@@ -54,43 +71,46 @@ def test_clipping_and_range_use_are_those_of_the_reference() -> None:
     assert tally(x, x, x, None).clipping is None
 
 
+def worse(x: Tensor) -> Tensor:
+    """Something else adds more than what is cut off."""
+    return GRID.rounded(x) + 5.0 * (torch.arange(len(x)) == 3)
+
+
+ONES, MASK = torch.ones(3), torch.tensor([1.0, -math.inf, math.nan, math.inf])
+
+
 @pytest.mark.parametrize(
-    ("case", "cause"),
+    ("values", "expected"),
     [
-        ("equal", EQUAL),
-        ("inherited", INHERITED),
-        ("last digits", ARITHMETIC),
-        ("rounded", ROUNDING),
-        ("clipped", CLIPPING),
-        ("no kernel", FALLBACK),
-        ("wrong kernel", KERNEL_ERROR),
-        ("kernel off by a step", ROUNDING),
+        ((LINE, LINE), EQUAL),
+        ((MASK, MASK), EQUAL),
+        ((LINE, LINE + 0.5, LINE), INHERITED),
+        ((LINE, torch.where(LINE > 8, math.nan, LINE), LINE), INHERITED),
+        ((LINE, NEARLY), ARITHMETIC),
+        ((LINE, ROUNDED), ROUNDING),
+        ((LINE, ROUNDED, ROUNDED, ROUNDED + 0.1), ROUNDING),  # a kernel that is off by a step
+        ((LINE, ROUNDED, ROUNDED, ROUNDED + 0.25), KERNEL_ERROR),
+        ((LINE, ROUNDED, ROUNDED, ROUNDED + 0.25, ROUNDED), KERNEL_ERROR),  # on one input of two
+        ((ONES, ONES, ONES, torch.tensor([1.0, 1.0, math.nan])), KERNEL_ERROR),
+        ((CUT, GRID.rounded(CUT)), CLIPPING),
+        ((CUT, worse(CUT)), ROUNDING),
+        ((SLIGHTLY, GRID.rounded(SLIGHTLY)), ROUNDING),
+        (
+            (SLIGHTLY, SLIGHTLY.clamp(max=12.7)),
+            ROUNDING,
+        ),  # by nobody, though the grid would round it
     ],
 )
-def test_cause(case: str, cause: str) -> None:
-    x = torch.linspace(-9, 9, 50)
-    x = torch.cat([x, torch.tensor([40.0])]) if case == "clipped" else x
-    rounded = GRID.rounded(x)
-    own = {"equal": x, "inherited": x, "last digits": x * (1 + 1e-7)}.get(case, rounded)
-    made = tally(x, x + 0.5 if case == "inherited" else own, own)
-    if case.startswith("wrong"):
-        made.add_kernel(rounded, rounded + 0.25, x)
-    if case.startswith("kernel"):
-        made.add_kernel(rounded, rounded + 0.1, x)
-    assert made.cause(fallback=case == "no kernel") == cause
+def test_cause(values: tuple[Tensor, ...], expected: str) -> None:
+    assert cause(*values) == expected
 
 
-def test_a_kernel_that_gives_nan_is_wrong() -> None:
-    x = torch.ones(3)
-    made = tally(x, x, x)
-    made.add_kernel(x, torch.tensor([1.0, 1.0, math.nan]), x)
-    assert made.cause(fallback=False) == KERNEL_ERROR
+def test_without_a_kernel_it_is_a_fallback() -> None:
+    assert tally(LINE, ROUNDED, ROUNDED).cause(fallback=True) == FALLBACK
 
 
-def test_masks_are_equal_to_themselves() -> None:
-    x = torch.tensor([1.0, -math.inf, math.nan, math.inf])
-    assert tally(x, x, x).cause(fallback=False) == EQUAL
-    assert tally(x, torch.tensor([1.0, 5.0, math.nan, math.inf]), x).sqnr == -math.inf
+def test_a_number_for_what_has_none_is_an_error_without_bound() -> None:
+    assert tally(MASK, torch.tensor([1.0, 5.0, math.nan, math.inf]), MASK).sqnr == -math.inf
 
 
 @given(st.lists(st.integers(-128, 127), min_size=1, max_size=20), st.integers(-5, 5))
@@ -103,16 +123,10 @@ def test_integers_come_back_from_what_they_stand_for(integers: list[int], zero: 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("side", ["reference", "other"])
 def test_what_one_of_both_has_no_number_for_is_not_clipping(value: float, side: str) -> None:
-    x = torch.linspace(-9, 9, 50)
-    odd = torch.where(x > 8, value, x)
-    made = tally(*(odd, GRID.rounded(x), GRID.rounded(x)) if side == "reference" else (x, odd, odd))
+    odd = torch.where(LINE > 8, value, LINE)
+    made = tally(*(odd, ROUNDED, ROUNDED) if side == "reference" else (LINE, odd, odd))
     assert made.cause(fallback=False) == NOT_FINITE
     assert made.sqnr == made.own_sqnr == -math.inf
-
-
-def test_what_comes_behind_is_inherited_though_it_has_no_number() -> None:
-    x = torch.linspace(-9, 9, 50)
-    assert tally(x, torch.where(x > 8, math.nan, x), x).cause(fallback=False) == INHERITED
 
 
 def test_a_kernel_that_rounds_less_than_its_region_is_not_wrong() -> None:
@@ -143,27 +157,10 @@ def test_a_kernel_that_returns_floats_is_one_step_from_floats_that_are_exact() -
         assert made.steps == pytest.approx(steps, rel=1e-3)
 
 
-def test_most_of_the_error_has_to_be_of_what_was_cut_off() -> None:
-    x = torch.cat([torch.linspace(-9, 9, 50), torch.tensor([14.0])])
-    cut = GRID.rounded(x)
-    assert tally(x, cut, cut).cause(fallback=False) == CLIPPING
-    worse = cut.clone()
-    worse[3] += 5.0  # something else adds more
-    assert tally(x, worse, worse).cause(fallback=False) == ROUNDING
-    slightly = torch.cat([torch.linspace(-9, 9, 50), torch.tensor([12.72])])  # the end is at 12.7
-    cut = GRID.rounded(slightly)
-    assert tally(slightly, cut, cut).cause(fallback=False) == ROUNDING
-    exact = slightly.clamp(max=12.7)  # rounded by nobody, though the grid would
-    assert tally(slightly, exact, exact).cause(fallback=False) == ROUNDING
-
-
-def test_one_input_on_which_a_kernel_is_wrong_is_enough() -> None:
-    x = torch.linspace(-9, 9, 50)
-    rounded = GRID.rounded(x)
-    made = tally(x, rounded, rounded)
+def test_steps_are_those_of_the_worst_input() -> None:
+    made = tally(LINE, ROUNDED, ROUNDED)
     for off in (0.25, 0.0):
-        made.add_kernel(rounded, rounded + off, x)
-    assert made.cause(fallback=False) == KERNEL_ERROR
+        made.add_kernel(ROUNDED, ROUNDED + off, LINE)
     assert made.steps == pytest.approx(2.5)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,8 @@ from tests.core.toy import (
     LINEAR,
     PER_TENSOR,
     STATIC,
+    Model,
+    convert,
     export,
     plan_of,
     prepare,
@@ -33,19 +36,19 @@ from tests.core.toy import (
 aten = torch.ops.aten
 
 
-class Chain(nn.Module):
+def chain(m: Any, x: Tensor) -> Tensor:
     """Five linears of different sizes, three of them with relus."""
+    for number, layer in enumerate(m.layers):
+        x = layer(x)
+        x = x.relu() if number % 2 == 0 else x
+    return x
 
-    def __init__(self) -> None:
-        super().__init__()
-        sizes = (8, 16, 4, 12, 6, 3)
-        self.layers = nn.ModuleList(map(nn.Linear, sizes, sizes[1:]))
 
-    def forward(self, x: Tensor) -> Tensor:
-        for number, layer in enumerate(self.layers):
-            x = layer(x)
-            x = x.relu() if number % 2 == 0 else x
-        return x
+SIZES = (8, 16, 4, 12, 6, 3)
+
+
+def net() -> Any:
+    return seeded(Model(chain, layers=nn.ModuleList(map(nn.Linear, SIZES, SIZES[1:]))))
 
 
 def plant(layer: nn.Linear, behind: nn.Linear, channel: int = 1, factor: float = 100.0) -> None:
@@ -57,7 +60,7 @@ def plant(layer: nn.Linear, behind: nn.Linear, channel: int = 1, factor: float =
 
 
 X = randn(64, 8)
-NET = seeded(Chain())
+NET = net()
 PROGRAM = export(NET, X)
 
 
@@ -70,34 +73,23 @@ def error(reference: Callable[..., Tensor], *inputs: Tensor) -> Callable[[Any], 
 
 def tuned(program: Any = PROGRAM, quantizer: Any = None, drop: float = 0.1, **options: Any) -> Any:
     inputs = options.pop("inputs", (X,))
+    data = options.pop("data", [inputs])
     metric = options.pop("metric", None) or error(program.module(), *inputs)
     quantizer = quantizer or toy(config=PER_TENSOR)
-    return qompose.tune(program, quantizer, [inputs], metric, drop, progress=False, **options)
-
-
-def score_without(names: Any) -> float:
-    """Brute force: the score with some layers in float."""
-    quantizer = toy(config=PER_TENSOR)
-    for name in names:
-        quantizer.set_module_name(name, None)
-    prepared = prepare(PROGRAM, quantizer)
-    prepared(X)
-    return error(NET, X)(qompose.convert_pt2e(prepared))
-
-
-def subsets(names: Any) -> list[frozenset[str]]:
-    return [
-        frozenset(some)
-        for size in range(len(names) + 1)
-        for some in itertools.combinations(names, size)
-    ]
+    return qompose.tune(program, quantizer, data, metric, drop, progress=False, **options)
 
 
 @pytest.fixture(scope="module")
 def scores() -> dict[frozenset[str], float]:
-    """By the layers in float; with all of them nothing is quantized, which no tuning returns."""
-    names = [f"layers.{number}" for number in range(5)]
-    return {some: score_without(some) for some in subsets(names)[:-1]}
+    """Brute force: the scores by the layers in float; with all of them nothing is quantized, which no tuning
+    returns."""
+    names, found = [f"layers.{number}" for number in range(5)], {}
+    for some in itertools.chain(*(itertools.combinations(names, size) for size in range(5))):
+        quantizer = toy(config=PER_TENSOR)
+        for name in some:
+            quantizer.set_module_name(name, None)
+        found[frozenset(some)] = error(NET, X)(convert(PROGRAM, quantizer, X))
+    return found
 
 
 @pytest.mark.parametrize(
@@ -125,9 +117,9 @@ def test_nothing_can_be_taken_back(part: float, scores: dict[frozenset[str], flo
 
 def test_what_costs_most_is_found_in_two_attempts() -> None:
     """The layer that reads the channel; it is the only one that quantizes it."""
-    net = seeded(Chain())
-    plant(net.layers[3], net.layers[4])
-    program, metric, quantizer = export(net, X), error(net, X), toy(config=DYNAMIC)
+    planted = net()
+    plant(planted.layers[3], planted.layers[4])
+    program, metric, quantizer = export(planted, X), error(planted, X), toy(config=DYNAMIC)
     prepared = prepare(program, quantizer)
     ranking = qompose.sensitivity(prepared, [(X,)], progress=False)
     assert ranking.rows[0].module == "layers.4"
@@ -149,10 +141,10 @@ def test_a_target_that_is_met_leaves_nothing_in_float() -> None:
     assert found.quantizer.to_json() == quantizer.to_json()
 
 
-def test_quantizers_are_left_as_they_are() -> None:
+def test_quantizers_are_left_as_they_are(scores: dict[frozenset[str], float]) -> None:
     quantizer = qompose.compose(toy(config=PER_TENSOR), toy(config=DYNAMIC, name="other"))
     before = quantizer.to_json()
-    found = tuned(quantizer=quantizer, drop=0.5 * -score_without([]))
+    found = tuned(quantizer=quantizer, drop=-0.5 * scores[frozenset()])
     assert found.excluded
     assert quantizer.to_json() == before
     assert found.quantizer.to_json() != before
@@ -206,26 +198,17 @@ def test_saved_and_read(tmp_path: Path, scores: dict[frozenset[str], float]) -> 
 
 def test_files_that_hold_no_tuning(tmp_path: Path) -> None:
     file = tmp_path / "tuned.json"
-    for text in ("", "{}", "[1]", '{"format": 1, "excluded": [{}]}'):
+    for text in ("", "{}", "[1]", '{"format": 1, "excluded": [{}]}', '{"format": 99}'):
         file.write_text(text, "utf-8")
         with pytest.raises(UserError, match=file.name):
             qompose.diagnosis.Tuning.load(file)
-    file.write_text('{"format": 99}', "utf-8")
-    with pytest.raises(UserError, match=file.name):
-        qompose.diagnosis.Tuning.load(file)
 
 
 def test_data_that_can_be_gone_through_once(scores: dict[frozenset[str], float]) -> None:
-    drop = -0.2 * scores[frozenset()]
+    program = export(NET, X, dynamic_shapes=({0: torch.export.Dim("rows")},))
     batches = ((x,) for x in X.split(16))
-    once = qompose.tune(
-        export(NET, X, dynamic_shapes=({0: torch.export.Dim("rows")},)),
-        toy(config=PER_TENSOR),
-        batches,
-        error(NET, X),
-        drop,
-    )
-    assert once.excluded
+    drop = -0.2 * scores[frozenset()]
+    assert qompose.tune(program, toy(config=PER_TENSOR), batches, error(NET, X), drop).excluded
 
 
 def test_lowered_models_are_what_is_measured() -> None:
@@ -244,17 +227,13 @@ def test_lowered_models_are_what_is_measured() -> None:
 def test_the_callers_program_is_left_as_it_is() -> None:
     """One that writes to a buffer too."""
 
-    class Counts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear, self.calls = nn.Linear(8, 3), nn.Buffer(torch.zeros(1))
+    def counts(m: Any, x: Tensor) -> Tensor:
+        m.calls += 1
+        return m.linear(x) + m.calls
 
-        def forward(self, x: Tensor) -> Tensor:
-            self.calls += 1
-            return self.linear(x) + self.calls
-
-    net = seeded(Counts())
-    program = export(net, X)
+    program = export(
+        seeded(Model(counts, linear=nn.Linear(8, 3), calls=nn.Buffer(torch.zeros(1)))), X
+    )
     before = copy.deepcopy(program.state_dict)
     tuned(program, drop=1e9, metric=lambda model: float(model(X).mean()))
     assert all(torch.equal(value, before[name]) for name, value in program.state_dict.items())
@@ -269,18 +248,14 @@ def test_progress_goes_to_stderr(capfd: pytest.CaptureFixture[str]) -> None:
 
 def test_what_the_ranking_could_not_measure_is_named() -> None:
     """A mask keeps the sum in float, whatever is set."""
-
-    class Masked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 3)
-
-        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-            return self.two((self.one(x) + mask).clamp(-5, 5))
-
+    masked = Model(
+        lambda m, x, mask: m.two((m.one(x) + mask).clamp(-5, 5)),
+        one=nn.Linear(8, 8),
+        two=nn.Linear(8, 3),
+    )
     mask = torch.zeros(64, 8)
     mask[0, 0] = -torch.inf
-    program = export(seeded(Masked()), X, mask)
+    program = export(seeded(masked), X, mask)
 
     def metric(model: Any) -> float:
         record = model.meta.get("qompose")
@@ -292,26 +267,18 @@ def test_what_the_ranking_could_not_measure_is_named() -> None:
     assert [note for note in found.notes if "add" in note]
 
 
-class Branching(nn.Module):
+def branching(m: Any, x: Tensor) -> Tensor:
     """A cond between two layers, which takes both branches over the batches."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.above, self.below = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.yes, self.no = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.above(x).sin()
-        taken = torch.cond(
-            x.sum() > 0, lambda y: self.yes(y).sin(), lambda y: self.no(y).sin(), (x,)
-        )
-        return self.below(taken.sin())
+    x = m.above(x).sin()
+    taken = torch.cond(x.sum() > 0, lambda y: m.yes(y).sin(), lambda y: m.no(y).sin(), (x,))
+    return m.below(taken.sin())
 
 
 def test_ranges_in_branches_are_kept_from_one_setting_to_the_next() -> None:
     batches = [(randn(2, 4, seed=seed),) for seed in range(10)]
     with torch.no_grad():  # else Dynamo asks the input of cond, which is no leaf, for its gradient
-        program = export(seeded(Branching()), *batches[0])
+        layers = {name: nn.Linear(4, 4) for name in ("above", "below", "yes", "no")}
+        program = export(seeded(Model(branching, **layers)), *batches[0])
     model = program.module()
     wanted = [model(*batch) for batch in batches]
 
@@ -324,3 +291,59 @@ def test_ranges_in_branches_are_kept_from_one_setting_to_the_next() -> None:
 
     found = tune(-0.5 * tune(1e6).quantized_score)
     assert found.excluded and found.score > found.quantized_score
+
+
+@pytest.mark.parametrize("limit", [0, -1, 2.5, "two", True])
+def test_limits_that_are_none(limit: Any) -> None:
+    prepared = prepare(PROGRAM, toy())
+    prepared(X)
+    with pytest.raises(UserError, match="limit"):
+        qompose.sensitivity(prepared, [X], limit=limit)
+    with pytest.raises(UserError, match="limit"):
+        tuned(data=iter([X]), limit=limit)
+
+
+def test_data_that_is_a_single_batch() -> None:
+    with pytest.raises(UserError, match="tune"):
+        tuned(data=X)
+
+
+def test_rankings_of_another_model() -> None:
+    with pytest.raises(UserError, match="ranking"):
+        tuned(ranking={})
+    image = randn(1, 3, 4, 4)
+    other = prepare(export(seeded(nn.Conv2d(3, 3, 1)), image), toy())
+    other(image)
+    with pytest.raises(UserError, match="ranking"):
+        tuned(ranking=qompose.sensitivity(other, [image]))
+
+
+def test_scores_without_bound_are_written(
+    tmp_path: Path, scores: dict[frozenset[str], float]
+) -> None:
+    exact = error(NET, X)
+
+    def metric(model: Any) -> float:
+        score = exact(model)
+        return -math.inf if math.isclose(score, scores[frozenset()], rel_tol=1e-4) else score
+
+    found = tuned(metric=metric, drop=1e9)
+    assert found.quantized_score == -math.inf
+    assert found.attempts[0].drop == math.inf
+    json.dumps(found.to_dict(), allow_nan=False)
+    found.save(tmp_path / "tuned.json")
+    assert qompose.diagnosis.Tuning.load(tmp_path / "tuned.json") == found
+
+
+def test_scores_without_bound_are_told_in_words() -> None:
+    asked: list[Any] = []
+
+    def metric(model: Any) -> float:
+        asked.append(model)
+        return 0.0 if len(asked) == 1 else -math.inf
+
+    with pytest.raises(TuningError) as caught:
+        tuned(metric=metric)
+    assert "-inf" in str(caught.value)
+    assert caught.value.tuning.score == -math.inf
+    assert "inf dB" not in str(caught.value.tuning)

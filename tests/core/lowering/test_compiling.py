@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import qompose
 import torch
 from qompose import UserError
+from qompose.backend import Finished, Target
 from qompose.errors import CompilationError, ConfigError, MemberError, StageError, TargetError
 from qompose.lowering import compilation
 from torch import Tensor, nn
@@ -17,29 +19,7 @@ from torch._dynamo.utils import counters
 from torch.fx import GraphModule
 
 from tests.core.called_net import X, lowered_net
-from tests.core.toy import LINEAR, convert, export, randn, seeded, toy
-
-
-class Counting(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 4)
-        self.register_buffer("calls", torch.zeros(1))
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        self.calls.add_(1)
-        return self.linear(x), self.calls.clone()
-
-
-class Picky(nn.Module):
-    """Cannot run on zeros."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.linalg.cholesky(self.linear(x) * 0 + x)
+from tests.core.toy import LINEAR, Model, convert, export, randn, seeded, toy
 
 
 def lowered(module: nn.Module, x: Tensor = X) -> GraphModule:
@@ -92,7 +72,12 @@ def test_max_autotune() -> None:
 
 
 def test_state_begins_where_the_lowered_model_is_and_is_apart_from_it() -> None:
-    model = lowered(Counting())
+
+    def counting(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        m.calls.add_(1)
+        return m.linear(x), m.calls.clone()
+
+    model = lowered(Model(counting, linear=nn.Linear(3, 4), calls=nn.Buffer(torch.zeros(1))))
     model(X)
     compiled = qompose.compile_lowered(model)
     assert [float(compiled(X)[1]) for _ in range(2)] == [2.0, 3.0]
@@ -100,7 +85,8 @@ def test_state_begins_where_the_lowered_model_is_and_is_apart_from_it() -> None:
 
 
 def test_a_program_that_cannot_run_on_zeros_is_compiled_on_the_first_call() -> None:
-    model = lowered(Picky(), torch.eye(3))
+    picky = Model(lambda m, x: torch.linalg.cholesky(m.linear(x) * 0 + x), linear=nn.Linear(3, 3))
+    model = lowered(picky, torch.eye(3))
     compiled = qompose.compile_lowered(model)
     torch.testing.assert_close(compiled(torch.eye(3) * 4), torch.eye(3) * 2)
 
@@ -177,11 +163,8 @@ class TestRefusals:
             qompose.compile_lowered(convert(export(seeded(nn.Linear(3, 4)), X), toy(LINEAR), X))
 
     def test_another_target(self) -> None:
-        kernels = {"chip": LINEAR.kernels["torch"]}
-        chip = qompose.backend.Target(
-            "chip", lambda model, signature: qompose.backend.Finished(model)
-        )
-        rule = qompose.backend.Rule(**{**LINEAR.__dict__, "kernels": kernels})
+        chip = Target("chip", lambda model, signature: Finished(model))
+        rule = replace(LINEAR, kernels={"chip": LINEAR.kernels["torch"]})
         converted = convert(export(seeded(nn.Linear(3, 4)), X), toy(rule, targets=(chip,)), X)
         with pytest.raises(TargetError, match="'chip'"):
             qompose.compile_lowered(qompose.lower(converted, "chip"))

@@ -15,20 +15,15 @@ from qompose.lowering import lower_regions
 from qompose.program.meta import KERNELS_TAG, tag
 from torch import Tensor, fx, nn
 
-from tests.core.toy import RELU, convert, toy
+from tests.core.toy import RELU, Model, convert, toy
 
 aten = torch.ops.aten
 CHANNELS_LAST = torch.channels_last
 DYNAMIC = ({0: torch.export.Dim("batch", min=2, max=9)},)
 
 
-class Of(nn.Module):
-    def __init__(self, function: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Any:
-        return self.function(x.relu())
+def of(function: Callable[[Tensor], Any]) -> nn.Module:
+    return Model(lambda m, x: function(x.relu()))
 
 
 def relu_channels_last(x: Tensor) -> Tensor:
@@ -46,7 +41,7 @@ def lowered(
     dynamic_shapes: Any = None,
 ) -> fx.GraphModule:
     """Export, and put a kernel in the place of each relu."""
-    program = torch.export.export(Of(function), (x,), dynamic_shapes=dynamic_shapes)
+    program = torch.export.export(of(function), (x,), dynamic_shapes=dynamic_shapes)
     gm = program.module()
     for node in gm.graph.find_nodes(op="call_function", target=aten.relu.default):
         node.target = kernel
@@ -143,7 +138,7 @@ def test_nothing_is_added_where_the_layout_is_right_already() -> None:
     x = torch.randn(2, 4, 3, 5)
     assert contiguous_calls(lowered(lambda y: y + 1, x, relu_contiguous)) == 0
     assert contiguous_calls(lowered(lambda y: y + 1, x, relu_channels_last)) == 1
-    gm = torch.export.export(Of(lambda y: y), (x,)).module()
+    gm = torch.export.export(of(lambda y: y), (x,)).module()
     lower_regions.allow_any(gm)
     assert contiguous_calls(gm) == 0, "no kernel touched it"
 
@@ -163,7 +158,7 @@ def test_a_kernel_of_several_calls() -> None:
 
     two_calls = replace(RELU, kernels={"torch": Kernel("two calls", emit, float_output=True)})
     x = torch.randn(2, 4, 3, 5)
-    module = Of(lambda y: (y.as_strided((2, 5), (5, 1)) + 0, y))
+    module = of(lambda y: (y.as_strided((2, 5), (5, 1)) + 0, y))
     lowered = qompose.lower(convert(torch.export.export(module, (x,)), toy(two_calls), x))
     strided, whole = lowered(x)
     assert 0.2 < float(whole.min()) < 0.3, "the kernel ran"

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,12 +15,11 @@ from qompose.backend import (
     Finished,
     Kernel,
     NotLowerable,
-    OperatorPattern,
     Region,
     Target,
     on_integers,
 )
-from qompose.errors import MemberError, NotLoweredError, TargetError
+from qompose.errors import ConfigError, MemberError, NotLoweredError, TargetError
 from qompose.spec import qdq
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
@@ -28,11 +28,12 @@ from tests.core.toy import (
     CAT,
     LINEAR,
     LINEAR_PATTERN,
+    RELU,
     SIGMOID,
     STATIC,
     STATIC_UINT8,
     VIEW,
-    aten,
+    Model,
     convert,
     emit_linear,
     export,
@@ -48,16 +49,12 @@ from tests.core.toy import (
 X = randn(6, 3)
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 2, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x).view(-1, 4))
-
-
-PROGRAM = export(seeded(Net()), X)
+NET = Model(
+    lambda m, x: m.second(m.first(x).view(-1, 4)),
+    first=nn.Linear(3, 4),
+    second=nn.Linear(4, 2, bias=False),
+)
+PROGRAM = export(seeded(NET), X)
 
 
 def linear_for(**kernels: Kernel) -> Any:
@@ -79,10 +76,6 @@ def test_a_fully_lowered_model_has_no_float_operator_but_at_its_borders() -> Non
     assert operators(lowered)["linear"] == 2
     assert nodes_calling(lowered, "reshape")[0].meta["val"].dtype is torch.int8
     assert sqnr(converted(X), lowered(X)) > 35
-
-
-def test_dead_parameters_are_gone() -> None:
-    lowered = qompose.lower(convert(PROGRAM, toy(LINEAR, VIEW), X))
     names = set(lowered.state_dict())
     assert {"first.weight_q", "second.weight_q", "first.bias"} <= names
     assert not any("weight_scale" in name or "zero_point" in name for name in names)
@@ -149,6 +142,13 @@ def test_a_programming_error_in_a_kernel_is_not_a_fallback() -> None:
     assert isinstance(e.value.__cause__, ZeroDivisionError)
 
 
+@pytest.mark.parametrize("emitted", [3, next(iter(PROGRAM.graph.nodes))], ids=["3", "elsewhere"])
+def test_a_kernel_that_returns_no_node_of_the_graph_is_named(emitted: Any) -> None:
+    converted = convert(PROGRAM, toy(linear_for(torch=Kernel("strays", lambda _: emitted))), X)
+    with pytest.raises(ConfigError, match=r"'strays' of toy, .* must return a node"):
+        qompose.lower(converted)
+
+
 def test_a_kernel_with_float_output_leaves_quantizing_to_its_readers() -> None:
     kernel = Kernel("toy linear", emit_linear, float_output=True)
     converted = convert(PROGRAM, toy(linear_for(torch=kernel)), X)
@@ -158,21 +158,17 @@ def test_a_kernel_with_float_output_leaves_quantizing_to_its_readers() -> None:
     assert torch.allclose(lowered(X), converted(X), atol=1e-5)
 
 
-class TwoReaders(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.left, self.right = (nn.Linear(3, 3) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.first(x)
-        return self.left(y) + self.right(y)
+def two_readers(m: Any, x: Tensor) -> Tensor:
+    y = m.first(x)
+    return m.left(y) + m.right(y)
 
 
 def test_a_kernel_whose_readers_want_different_integers_gives_floats() -> None:
     """Without a specification of its own output, it requantizes only where all readers agree."""
     row = rule("linear", *LINEAR.patterns, anchor="op", weight="weight", output=False,
                kernels=LINEAR.kernels)  # fmt: skip
-    program = export(seeded(TwoReaders()), X)
+    layers = {name: nn.Linear(3, 3) for name in ("first", "left", "right")}
+    program = export(seeded(Model(two_readers, **layers)), X)
     kinds = []
     for right in (STATIC, STATIC_UINT8):
         converted = convert(program, toy(row).set_module_name("right", right), X)
@@ -183,18 +179,14 @@ def test_a_kernel_whose_readers_want_different_integers_gives_floats() -> None:
     assert kinds == [torch.int8, torch.float32]
 
 
-class Views(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.linear(x).view(-1, 2, 2).permute(0, 2, 1)
-        return torch.cat([y, y], dim=1)
+def views(m: Any, x: Tensor) -> Tensor:
+    y = m.linear(x).view(-1, 2, 2).permute(0, 2, 1)
+    return torch.cat([y, y], dim=1)
 
 
 def test_operators_that_move_values_run_on_integers() -> None:
-    converted = convert(export(seeded(Views()), X), toy(LINEAR, VIEW, CAT), X)
+    program = export(seeded(Model(views, linear=nn.Linear(3, 4))), X)
+    converted = convert(program, toy(LINEAR, VIEW, CAT), X)
     lowered = qompose.lower(converted, strict=True)
     for name in ("reshape", "permute", "cat"):
         (node,) = nodes_calling(lowered, name)
@@ -305,41 +297,18 @@ def test_a_bias_free_pattern_is_not_taken_for_one_with_bias() -> None:
 
 
 def test_relu_on_integers_clamps_at_the_zero_point() -> None:
-    relu = rule(
-        "relu",
-        OperatorPattern((aten.relu.default,)),
-        activations=("self",),
-        shares=True,
-        kernels={"torch": Kernel("integers", on_integers)},
-    )
-    model = seeded(Shifted())
-    converted = convert(export(model, X), toy(LINEAR, relu), X)
+    relu = replace(RELU, shares=True, kernels={"torch": Kernel("integers", on_integers)})
+    program = export(seeded(nn.Sequential(nn.Linear(3, 4), nn.ReLU())), X)
+    converted = convert(program, toy(LINEAR, relu), X)
     lowered = qompose.lower(converted)
     assert "relu" not in operators(lowered)
     assert torch.equal(lowered(X), converted(X))
 
 
-class Shifted(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Linear(3, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.a(x).relu()
-
-
 def test_what_nobody_reads_is_left_out_and_said_so() -> None:
-    class Aside(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.main, self.aside = nn.Linear(8, 8), nn.Linear(8, 8)
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.aside(x)
-            return self.main(x)
-
-    x = randn(4, 8)
-    lowered = qompose.lower(convert(export(Aside(), x), toy(LINEAR), x))
+    layers = {"main": nn.Linear(8, 8), "aside": nn.Linear(8, 8)}
+    model, x = Model(lambda m, x: (m.aside(x), m.main(x))[1], **layers), randn(4, 8)
+    lowered = qompose.lower(convert(export(model, x), toy(LINEAR), x))
     aside, main = qompose.report(lowered).rows
     assert main.state == "int8 kernel"
     assert (aside.state, aside.module) == ("simulated (Q/DQ)", "aside")

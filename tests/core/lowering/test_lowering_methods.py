@@ -17,7 +17,7 @@ from qompose.errors import ConfigError, NotLoweredError, StageError, TargetError
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from tests.core.toy import LINEAR, aten, convert, export, randn, rule, seeded, toy
+from tests.core.toy import LINEAR, Model, aten, convert, export, randn, rule, seeded, toy
 
 X = randn(6, 3)
 ON_DEVICE = rule(
@@ -25,17 +25,12 @@ ON_DEVICE = rule(
 )
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm = nn.Linear(3, 4), nn.LayerNorm(4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = nn.functional.scaled_dot_product_attention(x[None], x[None], x[None])[0]
-        return self.norm(self.first(y)).sigmoid()
+def net(m: Any, x: Tensor) -> Tensor:
+    y = nn.functional.scaled_dot_product_attention(x[None], x[None], x[None])[0]
+    return m.norm(m.first(y)).sigmoid()
 
 
-PROGRAM = export(seeded(Net()), X)
+PROGRAM = export(seeded(Model(net, first=nn.Linear(3, 4), norm=nn.LayerNorm(4))), X)
 
 
 def marked(module: GraphModule) -> set[str]:
@@ -119,15 +114,6 @@ class TestRemarks:
         assert marked(lowered) >= {"sigmoid", "layer_norm", "linear"}
 
 
-class Small(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x)
-
-
 def together(methods: Any) -> tuple[Any, dict[str, Finished]]:
     """A last step that makes one thing of all methods."""
     parts = {name: SimpleNamespace(graph=module, nbytes=7) for name, (module, _) in methods.items()}
@@ -150,7 +136,8 @@ SINGLE = Target("device", keep)
 
 @functools.cache
 def small_program(rows: int) -> torch.export.ExportedProgram:
-    return export(seeded(Small()), randn(rows, 3))
+    model = Model(lambda m, x: m.linear(x), linear=nn.Linear(3, 4))
+    return export(seeded(model), randn(rows, 3))
 
 
 def small(target: Target = DEVICE, rules: Any = (ON_DEVICE,), rows: int = 6) -> GraphModule:
@@ -210,7 +197,7 @@ class TestMethods:
 class TestFailures:
     def test_a_model_of_another_stage_is_named(self) -> None:
         with pytest.raises(StageError, match="method 'two': lower"):
-            qompose.lower({"one": small(), "two": export(Small(), X).module()}, "device")
+            qompose.lower({"one": small(), "two": small_program(6).module()}, "device")
 
     def test_kernels_that_are_missing_are_named(self) -> None:
         with pytest.raises(TargetError, match="method 'two': "):

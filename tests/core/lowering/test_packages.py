@@ -22,7 +22,9 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from tests.core.called_net import X, lowered_net
-from tests.core.toy import LINEAR, convert, export, randn, seeded, toy
+from tests.core.toy import LINEAR, Model, convert, export, randn, seeded, toy
+
+Patch = pytest.MonkeyPatch
 
 
 def in_aten(graph: GraphModule) -> GraphModule:
@@ -42,17 +44,14 @@ def plain_linear(
     return steps.clamp(low, high).to(torch.int8) if quantize else y
 
 
-def run_alone(path: Path, cases: Path) -> subprocess.CompletedProcess[str]:
-    code = (
-        "import sys, torch\n"
-        "model = torch._inductor.aoti_load_package(sys.argv[1])\n"
-        "for (args, kwargs), y in torch.load(sys.argv[2]):\n"
-        "    torch.testing.assert_close(model(*args, **kwargs), y)\n"
-        "assert 'qompose' not in sys.modules\n"
-        "print(*torch._C._dispatch_get_all_op_names())"
-    )
-    command = [sys.executable, "-I", "-c", code, str(path), str(cases)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+ALONE = """
+import sys, torch
+model = torch._inductor.aoti_load_package(sys.argv[1])
+for (args, kwargs), y in torch.load(sys.argv[2]):
+    torch.testing.assert_close(model(*args, **kwargs), y)
+assert 'qompose' not in sys.modules
+print(*torch._C._dispatch_get_all_op_names())
+"""
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +82,8 @@ def test_a_package_is_called_as_the_model_is_and_runs_on_torch_alone(
         torch.testing.assert_close(compiled(factor=factor, x=x), expected)
         cases.append((((x,), {"factor": factor}), expected))
     torch.save(cases, tmp_path / "cases.pt")
-    done = run_alone(compiled.path, tmp_path / "cases.pt")
+    command = [sys.executable, "-I", "-c", ALONE, str(compiled.path), str(tmp_path / "cases.pt")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     known = {name.partition("::")[0] for name in done.stdout.split()}
     assert known >= TORCH_NAMESPACES, "operators of these are let through"
@@ -112,7 +112,7 @@ def test_layouts_of_inputs_within_containers() -> None:
 
 
 def test_a_temporary_package_that_cannot_be_made_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(CompilationError):
@@ -139,25 +139,23 @@ class TestRefusals:
             qompose.compile_lowered(model, "package", path=tmp_path / "model.pt2")
         torch._dynamo.reset()
 
-    def test_state(self, tmp_path: Path) -> None:
-        class Counting(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.linear = nn.Linear(3, 4)
-                self.register_buffer("calls", torch.zeros(1))
-
-            def forward(self, x: Tensor) -> Tensor:
-                return self.linear(x) + self.calls.add_(1)
-
-        program = export(seeded(Counting()), X)
+    @pytest.mark.parametrize(
+        ("function", "named"),
+        [
+            (lambda m, x: m.linear(x) + m.calls.add_(1), "calls"),
+            (lambda m, x: (m.linear(x), None), "None"),
+        ],
+        ids=["state", "results that are none"],
+    )
+    def test_models(self, function: Any, named: str, tmp_path: Path) -> None:
+        module = Model(function, linear=nn.Linear(3, 4), calls=nn.Buffer(torch.zeros(1)))
+        program = export(seeded(module), X)
         model = qompose.lower(convert(program, toy(LINEAR, for_compiler=in_aten), X))
-        with pytest.raises(CompilationError, match="calls"):
+        with pytest.raises(CompilationError, match=named):
             qompose.compile_lowered(model, "package", path=tmp_path / "model.pt2")
         assert not any(tmp_path.iterdir())
 
-    def test_a_package_that_cannot_be_loaded(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_package_that_cannot_be_loaded(self, tmp_path: Path, monkeypatch: Patch) -> None:
         def fail(path: str) -> None:
             assert Path(path).exists()
             raise RuntimeError("not today")
@@ -172,20 +170,6 @@ class TestRefusals:
         with pytest.raises(CompilationError, match="not today"):
             qompose.compile_lowered(lowered_net(for_compiler=in_aten), "package", path=path)
         assert [(p, p.read_text()) for p in tmp_path.iterdir()] == [(path, "before")]
-
-    def test_results_that_are_none(self, tmp_path: Path) -> None:
-        class Optional(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.linear = nn.Linear(3, 4)
-
-            def forward(self, x: Tensor) -> tuple[Tensor, None]:
-                return self.linear(x), None
-
-        program = export(seeded(Optional()), X)
-        model = qompose.lower(convert(program, toy(LINEAR, for_compiler=in_aten), X))
-        with pytest.raises(CompilationError, match="None"):
-            qompose.compile_lowered(model, "package", path=tmp_path / "model.pt2")
 
     def test_what_torch_cannot_compile(self, tmp_path: Path) -> None:
         def fail(graph: object) -> None:
@@ -210,9 +194,7 @@ class TestRefusals:
             (7, "got 7"),
         ],
     )
-    def test_paths(
-        self, path: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_paths(self, path: Any, message: str, tmp_path: Path, monkeypatch: Patch) -> None:
         monkeypatch.chdir(tmp_path)
         (tmp_path / "folder.pt2").mkdir()
         with pytest.raises(UserError, match=message):
@@ -221,7 +203,7 @@ class TestRefusals:
 
 @pytest.mark.parametrize("compiles", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_a_simulated_region_needs_no_operator_of_its_own(
-    compiles: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    compiles: bool, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     """Blocks have operators of qompose, which are taken apart for the package."""
     given: list[torch.export.ExportedProgram] = []
@@ -269,15 +251,16 @@ CASES: dict[Any, tuple[Any, ...]] = {
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch 2.13, about itself
-@pytest.mark.parametrize("operator", qdq.IN_ATEN, ids=str)
-def test_what_stands_for_an_operator_gives_the_same_bits(operator: Any) -> None:
-    first, *rest = CASES[operator]
+def test_what_stands_for_operators_gives_the_same_bits() -> None:
+    assert CASES.keys() == qdq.IN_ATEN.keys()
 
-    class Calls(nn.Module):
-        def forward(self, x: Tensor) -> Any:
-            return operator(x, *rest)
+    def all_of(m: Any, inputs: list[Tensor]) -> list[Any]:
+        cases = zip(CASES.items(), inputs, strict=True)
+        return [operator(x, *rest) for (operator, (_, *rest)), x in cases]
 
-    program = torch.export.export(Calls(), (first,)).run_decompositions(qdq.IN_ATEN)
+    inputs = [first.clone() for first, *_ in CASES.values()]
+    program = torch.export.export(Model(all_of), (inputs,)).run_decompositions(qdq.IN_ATEN)
     assert {n.target.namespace for n in program.graph.nodes if n.op == "call_function"} == {"aten"}
-    expected, actual = operator(first, *rest), program.module()(first)
-    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+    expected, actual = all_of(None, inputs), program.module()(inputs)
+    for operator, one, other in zip(CASES, expected, actual, strict=True):
+        torch.testing.assert_close(other, one, rtol=0, atol=0, msg=lambda m: f"{operator}: {m}")  # noqa: B023

@@ -18,6 +18,7 @@ from torch.fx import Node
 from torch.nn import functional
 
 from tests.core.toy import (
+    CONV_PATTERN,
     DYNAMIC,
     LINEAR_PATTERN,
     RUN_TIME,
@@ -41,11 +42,6 @@ GROUPS = replace(
     observer_or_fake_quant_ctr=PerBlockMinMaxObserver,
 )  # fmt: skip
 IMAGES = {"activation": {"block_size": (-1, -1, -1)}}
-CONV = Pattern(
-    lambda input, weight, bias: functional.conv2d(input, weight, bias),
-    ((1, 2, 5, 5), (2, 2, 3, 3), (2,)),
-    (("op", aten.conv2d.default),),
-)
 TRANSPOSED = Pattern(
     lambda input, weight, bias: functional.conv_transpose2d(input, weight, bias),
     ((1, 2, 5, 5), (2, 2, 3, 3), (2,)),
@@ -53,34 +49,28 @@ TRANSPOSED = Pattern(
 )
 
 
-def product(name: str, pattern: Pattern, kernel: Any, **facts: Any) -> Any:
-    return rule(
-        name, pattern, anchor="op", weight="weight", output=False, modes=frozenset({"dynamic"}),
-        kernels={"torch": Kernel("kernel", kernel, float_output=True)}, **facts,
-    )  # fmt: skip
+def product(name: str, pattern: Pattern, **facts: Any) -> Any:
+    modes = frozenset({"dynamic"})
+    return rule(name, pattern, anchor="op", weight="weight", output=False, modes=modes, **facts)
 
 
 def seen_by_kernel(model: nn.Module, row: Any, config: Any, x: Tensor, role: str = "input") -> Any:
     """What the kernel of a row is told of a role's tensor; the kernel leaves its region alone."""
     told: list[Any] = []
 
-    def kernel(region: Region) -> Node:
-        dynamic = role == "input"
-        told.append(region.dynamic(role) if dynamic else region.quantized(role))
+    def look(region: Region) -> Node:
+        told.append(region.dynamic(role) if role == "input" else region.quantized(role))
         raise NotLowerable("it only looks")
 
-    converted = convert(export(model, x), toy(replace_kernel(row, kernel), config=config), x)
+    looking = replace(row, kernels={"torch": Kernel("kernel", look, float_output=True)})
+    converted = convert(export(model, x), toy(looking, config=config), x)
     with pytest.warns(qompose.QomposeWarning, match="it only looks"):
         qompose.lower(converted)
     return told[0]
 
 
-def replace_kernel(row: Any, kernel: Any) -> Any:
-    return replace(row, kernels={"torch": Kernel("kernel", kernel, float_output=True)})
-
-
-LINEAR = product("linear", LINEAR_PATTERN, None)
-IMAGE_CONV = product("conv2d", CONV, None, layout=IMAGES)
+LINEAR = product("linear", LINEAR_PATTERN)
+IMAGE_CONV = product("conv2d", CONV_PATTERN, layout=IMAGES)
 
 
 class TestItems:
@@ -163,22 +153,22 @@ class TestWhatKernelsSee:
 
 
 class TestLayout:
+    ROW = product("transposed", TRANSPOSED, layout={"weight": {"ch_axis": 1}, **IMAGES})
+
     def test_a_configuration_is_laid_out_for_the_operator(self) -> None:
         """Output channels of a transposed convolution are along dimension 1 of its weight."""
-        row = product("transposed", TRANSPOSED, None, layout={"weight": {"ch_axis": 1}, **IMAGES})
         model = seeded(nn.ConvTranspose2d(2, 5, 3))
-        weight = seen_by_kernel(model, row, TOKENS, randn(3, 2, 6, 6), "weight")
+        weight = seen_by_kernel(model, self.ROW, TOKENS, randn(3, 2, 6, 6), "weight")
         assert (weight.axis, weight.scales.shape) == (1, (5,))
 
     def test_only_what_a_specification_has_is_laid_out(self) -> None:
-        row = product("transposed", TRANSPOSED, None, layout={"weight": {"ch_axis": 1}, **IMAGES})
-        specs = row.specs_for(replace(DYNAMIC, weight=replace(
+        specs = self.ROW.specs_for(replace(DYNAMIC, weight=replace(
             WEIGHT, qscheme=torch.per_tensor_symmetric, ch_axis=None)))  # fmt: skip
         assert (specs["activation"].block_size, specs["weight"].ch_axis) == (None, None)
 
     def test_words_that_nothing_reads_are_refused(self) -> None:
         with pytest.raises(ConfigError, match="'axis'"):
-            product("linear", LINEAR_PATTERN, None, layout={"weight": {"axis": 1}})
+            product("linear", LINEAR_PATTERN, layout={"weight": {"axis": 1}})
 
 
 def test_scales_in_fewer_bits() -> None:

@@ -21,12 +21,7 @@ from qompose.observers import (
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from tests.core.calibration.test_collecting import (
-    DATA,
-    exact,
-    saved,
-    spec,
-)
+from tests.core.calibration.test_collecting import DATA, exact, saved, spec
 from tests.core.toy import LINEAR, RELU, WEIGHT, export, prepare, randn, toy
 
 AFFINE, SYMMETRIC = torch.per_channel_affine, torch.per_channel_symmetric
@@ -90,22 +85,13 @@ def squared_error(x: Tensor, scale: Tensor, zero_point: Tensor, bounds: tuple[in
     return float(((integers - zero_point) * scale - x).square().sum())
 
 
-class Chain(nn.Module):
-    """Activations of six and eight channels; none is read by two who want other channels."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        # Of what rounds, a batch of another size may have other last digits.
-        return self.second(torch.relu(self.first(x)))
-
-
+# Activations of six and eight channels; none is read by two who want other channels.
 @cache
 def program() -> torch.export.ExportedProgram:
     return export(
-        exact(Chain()), DATA[:4], dynamic_shapes=({0: torch.export.Dim("batch", max=64)},)
+        exact(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8))),
+        DATA[:4],
+        dynamic_shapes=({0: torch.export.Dim("batch", max=64)},),
     )
 
 
@@ -160,8 +146,7 @@ class TestStatistics:
     def test_they_serve_an_observer_of_ranges_but_not_the_other_way_round(self) -> None:
         source = qompose.statistics(in_one_go())
         ranges = in_one_go(PerChannelMinMaxObserver)
-        given_to = source.apply(prepared(PerChannelMinMaxObserver))
-        assert parameters(given_to) == parameters(ranges)
+        assert parameters(source.apply(prepared(PerChannelMinMaxObserver))) == parameters(ranges)
         with pytest.raises(StatisticsError, match="PerChannelHistogramObserver"):
             qompose.statistics(ranges).apply(prepared())
 
@@ -181,7 +166,7 @@ class TestStatistics:
 
     @pytest.mark.parametrize("kind", [PerChannelHistogramObserver, PerChannelMinMaxObserver])
     def test_a_range_of_ones_own_is_that_of_every_channel(self, kind: Any) -> None:
-        found = qompose.statistics(in_one_go(kind)).with_range("first", -1.0, 3.0)
+        found = qompose.statistics(in_one_go(kind)).with_range("0", -1.0, 3.0)
         converted = qompose.convert_pt2e(found.apply(prepared(kind)))
         scales = [v for n, v in converted.named_buffers() if n.endswith("scale")]
         assert any(torch.equal(s, torch.full_like(s, 4 / 255)) for s in scales)

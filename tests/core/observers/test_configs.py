@@ -35,14 +35,8 @@ from torch.ao.quantization.observer import MinMaxObserver as TorchMinMaxObserver
 from tests.core.toy import DYNAMIC, INT8, STATIC, WEIGHT, WEIGHT_ONLY
 
 SIGMOID = FixedQParamsQuantizationSpec(torch.uint8, 1 / 256, 0, 0, 255, torch.per_tensor_affine)
-BLOCKS = replace(
-    WEIGHT,
-    ch_axis=None,
-    block_size=(1, 32),
-    observer_or_fake_quant_ctr=qompose.observers.PerBlockMinMaxObserver.with_args(
-        block_size=(1, 32)
-    ),
-)
+BY_BLOCKS = qompose.observers.PerBlockMinMaxObserver.with_args(block_size=(1, 32))
+BLOCKS = replace(WEIGHT, ch_axis=None, block_size=(1, 32), observer_or_fake_quant_ctr=BY_BLOCKS)
 CONFIGS = {
     "static": STATIC,
     "dynamic": DYNAMIC,

@@ -16,6 +16,8 @@ from torch.fx import GraphModule, Node
 from tests.core.quantizer.interop.foreign import INT8, WEIGHT, By, Shared, Spec, aten, calls, put
 from tests.core.toy import (
     LINEAR,
+    Call,
+    Model,
     convert,
     export,
     graph_text,
@@ -109,16 +111,14 @@ class Two(nn.Module):
         return self.b(torch.tanh(self.a(x)))
 
 
-class Tied(nn.Module):
+def tied() -> Any:
     """One matrix that two products read, and a sum that is no product."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Linear(6, 6, bias=False)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         y = self.a(x)
         return y, nn.functional.linear(y, self.a.weight), self.a.weight.sum()
+
+    return seeded(Model(forward, a=nn.Linear(6, 6, bias=False)))
 
 
 def rounded(weight: Tensor) -> Tensor:
@@ -191,16 +191,11 @@ class TestResult:
     def test_a_body_holds_no_modules(self) -> None:
         """Torch runs none with tensors there: the region stays in float, and the report says why."""
 
-        class Branching(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+        def branching(self: Any, x: Tensor) -> Tensor:
+            y = torch.cond(x.sum() > 0, lambda x: self.a(x), lambda x: torch.tanh(x), (x,))
+            return self.b(y)
 
-            def forward(self, x: Tensor) -> Any:
-                y = torch.cond(x.sum() > 0, lambda x: self.a(x), lambda x: torch.tanh(x), (x,))
-                return self.b(y)
-
-        model: Any = seeded(Branching())
+        model: Any = seeded(Model(branching, a=nn.Linear(6, 6), b=nn.Linear(6, 6)))
         positive = X.abs()
         found = convert(export(model, positive), qompose.compose(member()), positive)
         rows = {row.module: row for row in qompose.report(found).rows if row.macs}
@@ -216,9 +211,8 @@ class TestSites:
     """Each place where a parameter is read."""
 
     def test_what_is_not_observed_follows_and_is_named(self) -> None:
-        model: Any = seeded(Tied())
-        only_first = member(lambda node: BYTES if node.name == "linear" else None)
-        found = converted(model, only_first)
+        model = tied()
+        found = converted(model, member(lambda node: BYTES if node.name == "linear" else None))
         model.a.weight.data = rounded(model.a.weight)
         for one, other in zip(found(X), model(X), strict=True):
             assert torch.equal(one, other)
@@ -233,7 +227,7 @@ class TestSites:
         def theirs(node: Node) -> Any:
             return {"linear": alike, "linear_1": WEIGHT}[node.name]
 
-        model: Any = seeded(Tied())
+        model = tied()
         found = converted(copy.deepcopy(model), member(theirs))
         (dequantize,) = nodes_calling(found, "dequantize_per_channel")
         assert [user.name for user in dequantize.users] == ["linear_1"]
@@ -252,12 +246,9 @@ class TestSites:
             put(first, {first.args[1]: BYTES})
             put(second, {second.args[1]: Shared((first.args[1], first))})
 
-        class Square(Two):
-            def __init__(self) -> None:
-                super().__init__()
-                self.b = nn.Linear(6, 6)
-
-        model: Any = seeded(Square())
+        model: Any = Two()
+        model.b = nn.Linear(6, 6)
+        seeded(model)
         found = converted(model, By(shared))
         for part in (model.a, model.b):
             part.weight.data = rounded(part.weight)
@@ -266,12 +257,12 @@ class TestSites:
     def test_composed_with_ours_on_one_parameter(self) -> None:
         """Neither member's table becomes the other's."""
         members = (member(lambda n: BYTES if n.name == "linear" else None), toy(LINEAR))
-        found = converted(seeded(Tied()), qompose.compose(*members))
+        found = converted(tied(), qompose.compose(*members))
         owners = {row.name: row.owner for row in qompose.report(found).rows}
         assert (owners["linear"], owners["linear_1"]) == ("tests.By", "toy")
         assert len(nodes_calling(found, "dequantize_per_channel")) == 1
         assert len(observers_of(found)) == 1, "a decompressor"
-        assert sqnr(seeded(Tied())(X)[1], found(X)[1]) > 25
+        assert sqnr(tied()(X)[1], found(X)[1]) > 25
 
     def test_it_may_remove_observers_that_nothing_reads(self) -> None:
         class Unused(Two):
@@ -288,20 +279,13 @@ class TestSites:
         assert torch.equal(found(X, other), converted()(X))
 
     def test_a_dropped_claim_is_not_converted(self) -> None:
-        class Masked(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.mask = nn.Parameter(torch.tensor([[0.0, -torch.inf], [1.0, 0.0]]))
-
-            def forward(self, x: Tensor) -> Tensor:
-                return torch.cat([x, self.mask])
-
         def write(model: GraphModule) -> None:
             (cat,) = calls(model, aten.cat.default)
             put(cat, {cat.args[0][1]: BYTES})  # type: ignore[index]
 
         x = randn(2, 2)
-        model = Masked()
+        mask = torch.tensor([[0.0, -torch.inf], [1.0, 0.0]])
+        model = Call(lambda x, mask: torch.cat([x, mask]), mask)
         prepared = qompose.prepare_pt2e(export(model, x), qompose.compose(By(write)))
         with pytest.warns(qompose.QomposeWarning):
             found = qompose.convert_pt2e(prepared)
@@ -355,7 +339,7 @@ class TestFaults:
         def elsewhere(model: GraphModule, node: Node) -> None:
             node.replace_all_uses_with(node.args[0])
             last = next(n for n in model.graph.nodes if n.name == "linear_1")
-            late = next(n for n in model.graph.nodes if n.op == "output")
+            late = model.graph.output_node()
             late.prepend(last)
             for argument in last.all_input_nodes:
                 late.append(argument)

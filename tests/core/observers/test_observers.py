@@ -25,12 +25,11 @@ from qompose.observers import (
     observer_for_range,
     weight_observer_for_range,
 )
-from qompose.observers.histogram_observers import ACTIVATION_RANGES, WEIGHT_RANGES
-from qompose.observers.min_max import LastSeen
+from qompose.observers.histogram_observers import WEIGHT_RANGES
+from qompose.observers.min_max import LastSeen, gathered, several_processes
 from torch import Tensor, nn
-from torch.ao.quantization import observer as peer
 
-from tests.core.toy import LINEAR, VIEW, export, prepare, randn, seeded, toy
+from tests.core.toy import LINEAR, VIEW, Model, export, prepare, randn, seeded, toy
 
 PER_TENSOR = [MinMaxObserver, MovingAverageMinMaxObserver, HistogramObserver]
 CHANNELS = [
@@ -38,7 +37,9 @@ CHANNELS = [
     MovingAveragePerChannelMinMaxObserver,
     PerChannelHistogramObserver,
 ]
-ESTIMATING = [*PER_TENSOR, *CHANNELS]
+estimating = pytest.mark.parametrize(
+    "kind", [*PER_TENSOR, *CHANNELS], ids=lambda kind: kind.__name__
+)
 INFINITY = math.inf
 LARGEST = torch.finfo(torch.float32).max
 
@@ -50,31 +51,8 @@ def seen(kind: Any, *batches: Tensor, **arguments: Any) -> Any:
     return observer
 
 
-@pytest.mark.parametrize(
-    ("kind", "arguments"),
-    [
-        (MinMaxObserver, {}),
-        (MovingAverageMinMaxObserver, {}),
-        (MovingAverageMinMaxObserver, {"averaging_constant": 0.3}),
-        (PerChannelMinMaxObserver, {"ch_axis": 0}),
-        (PerChannelMinMaxObserver, {"ch_axis": 1}),
-        (MovingAveragePerChannelMinMaxObserver, {"ch_axis": 1, "averaging_constant": 0.25}),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
-def test_parameters_are_those_of_torchs_observer(kind: Any, arguments: Any) -> None:
-    batches = [randn(4, 3, 5, seed=seed) * (seed + 1) for seed in range(4)]
-    qscheme = torch.per_channel_affine if "ch_axis" in arguments else torch.per_tensor_affine
-    shared = {"dtype": torch.int8, "qscheme": qscheme, "eps": 2**-12, **arguments}
-    ours, theirs = kind(**shared), getattr(peer, kind.__name__)(**shared)
-    for batch in batches:
-        ours(batch), theirs(batch)
-    for one, other in zip(ours.calculate_qparams(), theirs.calculate_qparams(), strict=True):
-        assert torch.equal(one.flatten(), other.flatten().to(one.dtype))
-
-
 @pytest.mark.parametrize("mask", [-INFINITY, INFINITY, -LARGEST, LARGEST, -LARGEST / 2], ids=str)
-@pytest.mark.parametrize("kind", ESTIMATING, ids=lambda kind: kind.__name__)
+@estimating
 def test_mask_values_are_counted_and_widen_nothing(kind: Any, mask: float) -> None:
     x = randn(3, 8)
     x[:, 0] = 0.0  # zero is in every range, so replacing it by a mask value changes no range
@@ -86,7 +64,7 @@ def test_mask_values_are_counted_and_widen_nothing(kind: Any, mask: float) -> No
         assert torch.equal(one, two)
 
 
-@pytest.mark.parametrize("kind", ESTIMATING, ids=lambda kind: kind.__name__)
+@estimating
 def test_nan_is_an_error(kind: Any) -> None:
     x = randn(2, 3)
     x[1, 1] = math.nan
@@ -94,7 +72,7 @@ def test_nan_is_an_error(kind: Any) -> None:
         seen(kind, x)
 
 
-@pytest.mark.parametrize("kind", ESTIMATING, ids=lambda kind: kind.__name__)
+@estimating
 def test_empty_tensors_are_nothing_seen(kind: Any) -> None:
     observer = seen(kind, torch.empty(0, 3))
     assert not observer.calibrated
@@ -102,7 +80,7 @@ def test_empty_tensors_are_nothing_seen(kind: Any) -> None:
     assert observer.calibrated
 
 
-@pytest.mark.parametrize("kind", ESTIMATING, ids=lambda kind: kind.__name__)
+@estimating
 def test_a_constant_is_looked_at_once_until_it_changes(kind: Any) -> None:
     weight = torch.ones(2, 2)
     observer = kind(dtype=torch.int8)
@@ -128,8 +106,7 @@ def test_channels_are_those_of_the_axis(axis: int) -> None:
 
 
 def test_gradients_are_not_kept() -> None:
-    observer = seen(MinMaxObserver, torch.ones(2, requires_grad=True))
-    assert not observer.minimum.requires_grad
+    assert not seen(MinMaxObserver, torch.ones(2, requires_grad=True)).minimum.requires_grad
 
 
 def test_fixed_parameters_come_out_as_they_went_in() -> None:
@@ -160,12 +137,6 @@ def test_later_arguments_of_a_factory_win() -> None:
     assert first(dtype=torch.int8, eps=0.25).eps == 0.25
 
 
-@pytest.mark.parametrize("word", sorted(ACTIVATION_RANGES))
-def test_every_word_stands_for_an_observer(word: str) -> None:
-    made: Any = observer_for_range(word)(dtype=torch.int8)
-    assert isinstance(made, qompose.observers.min_max.Observer)
-
-
 @pytest.mark.parametrize("unknown", [observer_for_range, weight_observer_for_range])
 def test_an_unknown_word_is_refused_with_the_known_ones(unknown: Any) -> None:
     with pytest.raises(ConfigError, match=r"minmax.*mse.*'median'"):
@@ -184,44 +155,41 @@ def test_every_word_of_weights_stands_for_an_observer(word: str, per_channel: bo
 VIEWED = randn(4, 6, 2)
 
 
-@pytest.mark.parametrize(
-    "view",
-    [
-        lambda x: x,
-        lambda x: x.view(24, 2),
-        lambda x: x.permute(2, 0, 1),
-        lambda x: x.flatten().unsqueeze(0),
-        lambda x: x.permute(1, 2, 0).flatten(0, 1),
-    ],
-)
-def test_views(view: Callable[[Tensor], Tensor]) -> None:
+def seen_again(one: Tensor, other: Tensor) -> bool:
     last = LastSeen()
-    assert not last.again(VIEWED)
-    assert last.again(view(VIEWED))
+    assert not last.again(one)
+    return last.again(other)
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        lambda x: x.clone(),
-        lambda x: x[:2],
-        lambda x: x[2:],
-        lambda x: x[:, ::2],
-        lambda x: x[:1].expand(4, 6, 2),
-        lambda x: torch.cat([x, x]),
-    ],
-)
-def test_what_is_no_view_of_the_same_values(other: Callable[[Tensor], Tensor]) -> None:
-    last = LastSeen()
-    last.again(VIEWED)
-    assert not last.again(other(VIEWED))
-    halves = LastSeen()
-    halves.again(VIEWED[:2])
-    assert not halves.again(VIEWED[2:])
+def test_views() -> None:
+    x = VIEWED
+    moved = x.permute(2, 0, 1), x.permute(1, 2, 0).flatten(0, 1)
+    for view in (x, x.view(24, 2), x.flatten().unsqueeze(0), *moved):
+        assert seen_again(x, view)
+    other = x.clone(), x[:2], x[2:], x[:, ::2], x[:1].expand(4, 6, 2), torch.cat([x, x])
+    for values in other:
+        assert not seen_again(x, values)
+    assert not seen_again(x[:2], x[2:]) and not seen_again(x[:, ::2], x[:, ::2])
+    assert not seen_again(torch.empty(0), torch.empty(0))
+
+
+def test_one_process_is_not_several_unless_it_says_so() -> None:
+    x = randn(3)
+    assert not several_processes()
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    try:
+        assert several_processes()
+        (own,) = gathered(x)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert torch.equal(own, x) and own.device.type == "cpu"
 
 
 def test_values_that_were_written_are_new() -> None:
-    last, x = LastSeen(), VIEWED.clone()
+    x = VIEWED.clone()
+    last = LastSeen()
     last.again(x)
     x.add_(1)
     assert not last.again(x)
@@ -246,17 +214,9 @@ def test_copies_remember_nothing(copied: Callable[[LastSeen], LastSeen]) -> None
     assert last.again(VIEWED)
 
 
-class Viewed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x).view(-1, 2)
-
-
 def test_an_observer_of_several_values_looks_at_views_once() -> None:
-    prepared = prepare(export(seeded(Viewed()), randn(6, 3)), toy(LINEAR, VIEW))
+    model = Model(lambda self, x: self.linear(x).view(-1, 2), linear=nn.Linear(3, 4))
+    prepared = prepare(export(seeded(model), randn(6, 3)), toy(LINEAR, VIEW))
     prepared(randn(6, 3))
     prepared(randn(6, 3))
     found = {e.sites[0].operator: e.facts.values for e in qompose.statistics(prepared)}

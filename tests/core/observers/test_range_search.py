@@ -114,6 +114,28 @@ def rounded(x: Tensor, low: float, high: float, bounds: tuple[int, int], scheme:
     return (integers.clamp(*bounds) - zero_point) * scale.double()
 
 
+def test_a_search_looks_at_occupied_bins_alone_and_no_further_than_the_data() -> None:
+    seen: list[Candidates] = []
+
+    def cost(candidates: Candidates) -> Tensor:
+        seen.append(candidates)
+        return power_error(2.0)(candidates)
+
+    best_range(of(torch.tensor([0.5, 1.0, 1.0, 300.0])), steps=255, cost=cost)
+    for candidates in seen:
+        assert candidates.counts.flatten().tolist() == [1.0, 2.0, 1.0]
+        assert float(candidates.centres.min()) >= 0.5 and float(candidates.centres.max()) == 300.0
+
+
+def test_the_ends_of_a_percentile_are_those_of_bins() -> None:
+    """Of a hundred values, the second and the last but one where two at each end may be beyond."""
+    histogram = of(torch.arange(1.0, 101.0))
+    half = 2.0**histogram.exponent / 2
+    for percentile, ends in ((100.0, (1, 100)), (99.0, (2, 99)), (98.0, (3, 98)), (50.0, (51, 50))):
+        low, high = percentile_range(histogram, percentile)
+        assert abs(float(low) - ends[0]) <= 2 * half and abs(float(high) - ends[1]) <= 2 * half
+
+
 def test_divergence_is_that_of_the_formula() -> None:
     """Spelt out for one way to quantize: six bins, three levels, a value clipped at each end."""
     centres = torch.arange(-3.0, 3.0, dtype=torch.float64)
@@ -136,7 +158,7 @@ def test_entropy_gives_a_range_inside_the_data(name: str, bounds: tuple[int, int
     )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(ordinary, st.sampled_from([90.0, 99.0, 99.99, 100.0]))
 def test_percentiles_leave_out_at_most_so_many(data: list[float], percentile: float) -> None:
     x = torch.tensor(data, dtype=torch.float32)
@@ -145,14 +167,6 @@ def test_percentiles_leave_out_at_most_so_many(data: list[float], percentile: fl
     assert int((x < low).sum()) <= most + 1e-9
     assert int((x > high).sum()) <= most + 1e-9
     assert float(x.min()) <= low and high <= float(x.max())
-
-
-def test_a_percentile_clips_what_is_rare() -> None:
-    x = SHAPES["normal"]
-    low, high = percentile_range(of(x), 100.0)
-    assert (float(low), float(high)) == (float(x.min()), float(x.max()))
-    low, high = percentile_range(of(torch.linspace(-1, 1, 10_000), torch.tensor([500.0])), 99.9)
-    assert -1.0 <= float(low) < -0.9 and 0.9 < float(high) < 1.5
 
 
 class TestChannels:
@@ -181,14 +195,6 @@ class TestChannels:
         for number, x in enumerate(shapes):
             (low,), (high,) = channels_search([x], (-8, 7), torch.per_tensor_affine)
             assert (low, high) == (lows[number], highs[number])
-
-    def test_entropy_serves_channels_too(self) -> None:
-        """Of one cost there is one formula, whatever the shape."""
-        histograms = channels([*SHAPES.values()])
-        lows, highs = best_ranges(histograms, steps=255, cost=divergence)
-        for number, x in enumerate(SHAPES.values()):
-            one = best_ranges(channels([x]), steps=255, cost=divergence)
-            assert (float(one[0]), float(one[1])) == (float(lows[number]), float(highs[number]))
 
 
 def channels(shapes: list[Tensor]) -> ChannelHistograms:

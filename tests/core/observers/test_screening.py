@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import math
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import qompose
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 from qompose import QuantizationConfig, QuantizationSpec
 from qompose.backend import OperatorPattern
 from qompose.errors import BatchError, CalibrationError
@@ -27,6 +28,8 @@ from tests.core.toy import (
     RULES,
     WEIGHT,
     Annotator,
+    Call,
+    Model,
     annotate,
     convert,
     export,
@@ -40,7 +43,13 @@ from tests.core.toy import (
 )
 
 INF, WIDTH, LENGTH, KEPT = math.inf, 8, 6, 4
-HISTOGRAM = QuantizationSpec(torch.int8, HistogramObserver, -128, 127, torch.per_tensor_affine)
+
+
+def by(observer: Any) -> QuantizationSpec:
+    return replace(INT8, observer_or_fake_quant_ctr=observer)
+
+
+HISTOGRAM = by(HistogramObserver)
 ATTENTION = (
     *RULES,
     rule("softmax", OperatorPattern((torch.ops.aten.softmax.int,)), activations=("self",)),
@@ -104,13 +113,8 @@ def test_hidden_positions_keep_the_weight_zero(
     assert rows["aten.linear"].state == rows["aten.matmul"].state == "simulated (Q/DQ)"
 
 
-class Adds(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x)
+def inner() -> Any:
+    return seeded(Model(lambda self, x: self.inner(x), inner=nn.Linear(4, 4)))
 
 
 def outliers(*values: float) -> Tensor:
@@ -138,7 +142,7 @@ GENUINE: dict[str, tuple[Tensor, float]] = {
 
 @pytest.mark.parametrize(("x", "bound"), GENUINE.values(), ids=GENUINE)
 def test_large_data_is_no_mask(x: Tensor, bound: float) -> None:
-    model = seeded(Adds())
+    model = inner()
     with torch.no_grad():
         model.inner.bias.zero_()
     converted = convert(export(model, x), toy(LINEAR), x)
@@ -147,7 +151,7 @@ def test_large_data_is_no_mask(x: Tensor, bound: float) -> None:
 
 
 def test_a_tiny_tensor_is_quantized_and_named_in_the_findings() -> None:
-    model, x = seeded(Adds()), randn(64, 4) * 1e-6
+    model, x = inner(), randn(64, 4) * 1e-6
     converted = convert(export(model, x), toy(LINEAR), x)
     report = qompose.report(converted)
     assert [row.state for row in report.rows] == ["simulated (Q/DQ)"]
@@ -155,26 +159,21 @@ def test_a_tiny_tensor_is_quantized_and_named_in_the_findings() -> None:
     assert torch.isfinite(converted(x)).all()
 
 
-class Path(nn.Module):
+def path() -> nn.Module:
     """The logarithm is NaN where an input is negative; `encoder.middle` is the first to read it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = nn.ModuleDict({"first": nn.Linear(4, 4), "middle": nn.Linear(4, 4)})
-        nn.init.constant_(self.encoder["first"].weight, 1.0)
-        nn.init.zeros_(self.encoder["first"].bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.encoder["middle"](self.encoder["first"](x).log().relu())
+    encoder = nn.ModuleDict({"first": nn.Linear(4, 4), "middle": nn.Linear(4, 4)})
+    nn.init.constant_(encoder["first"].weight, 1.0)
+    nn.init.zeros_(encoder["first"].bias)
+    return Model(
+        lambda self, x: self.encoder["middle"](self.encoder["first"](x).log().relu()),
+        encoder=encoder,
+    )
 
 
 def torchs_own(node: Node) -> None:
     """Annotate linear layers with observers of torch."""
     if node.target is torch.ops.aten.linear.default:
-        spec = QuantizationSpec(
-            torch.int8, peer.MinMaxObserver, -128, 127, torch.per_tensor_affine, is_dynamic=False
-        )
-        annotate(node, {node.args[0]: spec})  # type: ignore[dict-item]
+        annotate(node, {node.args[0]: by(peer.MinMaxObserver)})  # type: ignore[dict-item]
 
 
 X = randn(6, 4)
@@ -190,7 +189,7 @@ X = randn(6, 4)
     ids=["own observers", "torch's observers", "a composition"],
 )
 def test_nan_names_tensor_module_owner_and_batch(quantizer: qompose.Quantizer, owner: str) -> None:
-    prepared, good = prepare(export(Path(), X), quantizer), X.abs()
+    prepared, good = prepare(export(path(), X), quantizer), X.abs()
     named = rf"relu -> linear_1 in encoder\.middle \({owner}, rule"
     with pytest.raises(CalibrationError, match=named):
         prepared(-good)
@@ -201,44 +200,32 @@ def test_nan_names_tensor_module_owner_and_batch(quantizer: qompose.Quantizer, o
 
 
 def test_a_failed_batch_leaves_no_trace_in_the_range() -> None:
-    prepared = prepare(export(seeded(Adds()), X), toy(LINEAR))
+    prepared = prepare(export(inner(), X), toy(LINEAR))
     poisoned = X.clone()
     poisoned[0, 0], poisoned[1, 1] = math.nan, 1e6
     with pytest.raises(CalibrationError):
         prepared(poisoned)
     prepared(X)
     converted = qompose.convert_pt2e(prepared)
-    assert graph_text(converted) == graph_text(convert(export(seeded(Adds()), X), toy(LINEAR), X))
-
-
-FOREIGN = {
-    "minmax": peer.MinMaxObserver,
-    "histogram": peer.HistogramObserver,
-    "moving average": peer.MovingAverageMinMaxObserver,
-}
+    assert graph_text(converted) == graph_text(convert(export(inner(), X), toy(LINEAR), X))
 
 
 @pytest.mark.parametrize("value", [-INF, smallest(F32), -1e4], ids=str)
-@pytest.mark.parametrize("observer", FOREIGN.values(), ids=FOREIGN)
+@pytest.mark.parametrize(
+    "observer", [peer.MinMaxObserver, peer.HistogramObserver, peer.MovingAverageMinMaxObserver]
+)
 def test_observers_of_other_engines_see_no_mask(observer: Any, value: float) -> None:
     """Nor do they warn of one: warnings are errors here, but that nothing is left to be quantized."""
 
     def wants(node: Node) -> None:
         if node.target is torch.ops.aten.add.Tensor:
-            spec = QuantizationSpec(
-                torch.int8, observer, -128, 127, torch.per_tensor_affine, is_dynamic=False
-            )
-            annotate(node, {node.args[0]: spec, node.args[1]: spec}, spec)  # type: ignore[dict-item]
-
-    class Masking(nn.Module):
-        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-            return x + mask
+            annotate(node, dict.fromkeys(node.all_input_nodes, by(observer)), by(observer))
 
     x, mask = randn(4, 8), torch.zeros(4, 8)
     mask[:, 5:] = value
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*reduce_range")  # at construction
-        prepared = prepare(export(Masking(), x, mask), Annotator(wants, "foreign"))
+        prepared = prepare(export(Call(torch.add), x, mask), Annotator(wants, "foreign"))
     prepared(x, mask)
     with pytest.warns(qompose.QomposeWarning) as caught:
         converted = qompose.convert_pt2e(prepared)
@@ -272,6 +259,7 @@ SPLIT = {
 
 @pytest.mark.parametrize("activation", [INT8, HISTOGRAM], ids=["minmax", "histogram"])
 @pytest.mark.parametrize("x", SPLIT.values(), ids=SPLIT)
+@settings(max_examples=30)
 @given(cuts=partitions(12), order=st.randoms(use_true_random=False))
 def test_batches_and_their_order_do_not_matter(
     x: Tensor, activation: QuantizationSpec, cuts: list[int], order: Any
@@ -322,16 +310,17 @@ def test_what_is_a_mask_by_its_type() -> None:
 
 
 @given(st.floats(-9e8, -1001, width=32), st.floats(0, 1e6, width=32))
+@example(-25600.0, 100.0)
 def test_a_finite_mask_is_what_leaves_the_rest_no_step(far: float, bulk: float) -> None:
     """The rest of at most 1/256 of the distance would be one integer."""
-    screen = Screen()
-    screen.clean(torch.tensor([far, bulk, 0.0]), "x")
-    assert (screen.mask is not None) is (-far > 256 * bulk)
+    x, screen, tensors = torch.tensor([far, bulk, 0.0]), Screen(), TensorScreen()
+    screen.clean(x, "x"), tensors.clean(x, "x")
+    assert (screen.mask is not None) is bool(tensors.holds_mask()) is (-far > 256 * bulk)
 
 
 NUMBERS = st.one_of(
     st.floats(-5, 5, width=32),
-    st.sampled_from([-math.inf, torch.finfo(torch.float32).min, -1e9, -10000.0, -1001.0, 0.0]),
+    st.sampled_from([-INF, smallest(F32), -1e9, -10000.0, -1001.0, -1000.0, 0.0]),
 )
 BATCHES = st.lists(
     st.lists(NUMBERS, min_size=1, max_size=6).map(torch.tensor), min_size=1, max_size=4

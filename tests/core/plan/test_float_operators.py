@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import qompose
 import torch
-from qompose.plan.float_operators import macs, state_bytes
+from qompose.plan.float_operators import state_bytes
 from torch import Tensor, nn
 from torch._higher_order_ops.map import map as hop_map
 from torch._higher_order_ops.scan import scan
@@ -22,29 +22,25 @@ from tests.core.preparation.test_zoo import of_each_kind
 from tests.core.toy import (
     CONV,
     LINEAR,
+    MATMUL,
     Annotator,
+    Call,
+    Model,
     NullQuantizer,
-    OperatorPattern,
     aten,
     convert,
     export,
     plan_of,
     prepare,
     randn,
-    rule,
     seeded,
     toy,
 )
 from tests.zoo import ZooModel, tagged
 
 
-class Call(nn.Module):
-    def __init__(self, function: Any) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *inputs: Tensor) -> Tensor:
-        return self.function(*inputs)
+def macs_of(program: torch.export.ExportedProgram) -> int:
+    return sum(o.macs for o in plan_of(prepare(program, NullQuantizer())).operators)
 
 
 CASES = [
@@ -64,9 +60,7 @@ CASES = [
     pytest.param(Call(torch.addmm), [(5,), (4, 3), (3, 5)], id="addmm"),
     pytest.param(Call(F.scaled_dot_product_attention), [(2, 4, 5, 8)] * 3, id="attention"),
     pytest.param(
-        Call(F.scaled_dot_product_attention),
-        [(2, 4, 5, 8), (2, 4, 9, 8), (2, 4, 9, 8)],
-        id="cross attention",
+        Call(F.scaled_dot_product_attention), [(2, 4, 5, 8), *[(2, 4, 9, 8)] * 2], id="cross"
     ),
 ]
 
@@ -77,8 +71,7 @@ def test_macs_are_half_of_torchs_count(module: nn.Module, shapes: Any) -> None:
     counter = FlopCounterMode(display=False)
     with counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):  # it does not know the fused one
         module(*inputs)
-    plan = plan_of(prepare(export(module, *inputs), NullQuantizer()))
-    assert sum(operator.macs for operator in plan.operators) * 2 == counter.get_total_flops() > 0
+    assert 2 * macs_of(export(module, *inputs)) == counter.get_total_flops() > 0
 
 
 STEPS, BATCH, IN, OUT = 5, 2, 3, 4
@@ -103,8 +96,7 @@ STEPS, BATCH, IN, OUT = 5, 2, 3, 4
 )  # fmt: skip
 def test_macs_of_recurrence(module: nn.Module, shape: tuple[int, ...], expected: int) -> None:
     """`expected` is per position and feature of the output."""
-    plan = plan_of(prepare(_exported(module, randn(*shape)), NullQuantizer()))
-    assert sum(operator.macs for operator in plan.operators) == STEPS * BATCH * OUT * expected
+    assert macs_of(_exported(module, randn(*shape))) == STEPS * BATCH * OUT * expected
 
 
 def _exported(module: nn.Module, x: Tensor) -> Any:
@@ -113,7 +105,6 @@ def _exported(module: nn.Module, x: Tensor) -> Any:
         return export(module, x)
 
 
-MATMUL = rule("matmul", OperatorPattern((aten.matmul.default,)), activations=("self", "other"))
 SPLIT = [
     pytest.param(
         Call(lambda x: F.scaled_dot_product_attention(x, x[:, :2], x[:, :2, :, :4], enable_gqa=True)),
@@ -130,26 +121,18 @@ SPLIT = [
 @pytest.mark.parametrize(("module", "shape", "rewrite"), SPLIT)
 def test_pieces_have_the_macs_of_the_whole(module: nn.Module, shape: Any, rewrite: str) -> None:
     program = _exported(module, randn(*shape))
-    before = plan_of(prepare(program, NullQuantizer())).operators
     plan = plan_of(prepare(program, toy(LINEAR, MATMUL, rewrites=(rewrite,))))
     assert [r.name for r in plan.rewrites] == [rewrite]
-    assert sum(o.macs for o in plan.operators) == sum(o.macs for o in before) > 0
+    assert sum(o.macs for o in plan.operators) == macs_of(program) > 0
     assert sum(o.macs for o in plan.operators if o.claim is None) == 0
     assert len({o.name for o in plan.operators}) == len(plan.operators)
     assert "getitem" not in {o.operator for o in plan.operators}, "they went with the whole"
 
 
-class Heads(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = Call(lambda x: F.scaled_dot_product_attention(x, x, x))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.attention(x))
-
-
 def test_pieces_are_listed_in_place_of_the_operator() -> None:
-    program = export(Heads(), randn(2, 5, 8))
+    attention = Call(lambda x: F.scaled_dot_product_attention(x, x, x))
+    model = Model(lambda m, x: torch.tanh(m.attention(x)), attention=attention)
+    program = export(model, randn(2, 5, 8))
     quantizer = toy(MATMUL, rewrites=("split_attention",))
     plan = plan_of(prepare(program, quantizer))
     site = "scaled_dot_product_attention"
@@ -166,16 +149,13 @@ def test_pieces_are_listed_in_place_of_the_operator() -> None:
 
 
 def test_matrix_times_vector() -> None:
-    program = export(Call(torch.matmul), randn(4, 3), randn(3))
-    (node,) = (n for n in program.graph.nodes if n.op == "call_function")
-    assert macs(node) == 12
+    assert macs_of(export(Call(torch.matmul), randn(4, 3), randn(3))) == 12
 
 
 def test_dynamic_shapes_count_with_the_example() -> None:
     shapes = ({0: torch.export.Dim("batch")},)
     program = export(nn.Linear(3, 5), randn(4, 3), dynamic_shapes=shapes)
-    (operator,) = plan_of(prepare(program, NullQuantizer())).operators
-    assert operator.macs == 4 * 3 * 5
+    assert macs_of(program) == 4 * 3 * 5
 
 
 def test_only_operators_on_floats_are_listed() -> None:
@@ -184,23 +164,13 @@ def test_only_operators_on_floats_are_listed() -> None:
     assert names == ["mul"]
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
-        self.b.weight = self.a.weight
-        self.register_buffer("halves", torch.zeros(8, dtype=torch.float16))
-
-
-def test_tied_parameters_are_counted_once() -> None:
-    assert state_bytes(Tied()) == 4 * 16 + 2 * 8
-
-
-def test_views_of_one_storage_are_counted_each() -> None:
-    base, module = torch.zeros(8), nn.Module()
-    module.register_buffer("first", base[:4])
-    module.register_buffer("second", base[4:])
-    assert state_bytes(module) == 32
+def test_tied_parameters_are_counted_once_and_views_of_one_storage_each() -> None:
+    tied = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    tied[1].weight = tied[0].weight
+    tied.register_buffer("halves", torch.zeros(8, dtype=torch.float16))
+    for name, half in zip(("first", "second"), torch.zeros(8).chunk(2), strict=True):
+        tied.register_buffer(name, half)
+    assert state_bytes(tied) == 4 * 16 + 2 * 8 + 4 * 8
 
 
 def test_a_quantized_model_is_smaller() -> None:
@@ -209,17 +179,6 @@ def test_a_quantized_model_is_smaller() -> None:
     record = convert(export(model, x), toy(LINEAR), x).meta["qompose"]
     assert record.plan.float_bytes == 4 * (2 * 128 * 128 + 128)
     assert record.bytes <= 0.30 * record.plan.float_bytes
-
-
-class Looped(nn.Module):
-    """One layer in a body, and one like it outside that sees all rows at once."""
-
-    def __init__(self, loop: Any) -> None:
-        super().__init__()
-        self.inside, self.outside, self.loop = nn.Linear(8, 8), nn.Linear(8, 8), loop
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.loop(self.inside, x) + self.outside(x)
 
 
 def _mapped(layer: Any, x: Tensor) -> Tensor:
@@ -239,26 +198,24 @@ def _mapped_twice(layer: Any, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("loop", [_mapped, _scanned, _mapped_twice])
 def test_what_a_loop_runs_for_every_slice_counts_as_often(loop: Any) -> None:
+    """One layer in a body, and one like it outside that sees all rows at once."""
     with torch.no_grad():  # with gradients, the export itself warns
-        program = export(Looped(loop), randn(30, 8))
+        layers = {"inside": nn.Linear(8, 8), "outside": nn.Linear(8, 8)}
+        model = Model(lambda m, x: loop(m.inside, x) + m.outside(x), **layers)
+        program = export(model, randn(30, 8))
     plan = plan_of(prepare(program, NullQuantizer()))
     counted = {o.module: o.macs for o in plan.operators if o.macs}
     assert counted == {"inside": 30 * 64, "outside": 30 * 64}
 
 
 def test_a_while_loop_counts_as_one_pass_and_a_condition_every_branch() -> None:
-    class Repeats(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b, self.c = (nn.Linear(8, 8) for _ in range(3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = torch.cond(x.sum() > 0, self.a, self.b, (x,))
-            (z,) = while_loop(lambda v: v.sum() < 3, lambda v: (self.c(v) + 1,), (y,))
-            return z
+    def repeats(m: Any, x: Tensor) -> Tensor:
+        y = torch.cond(x.sum() > 0, m.a, m.b, (x,))
+        (z,) = while_loop(lambda v: v.sum() < 3, lambda v: (m.c(v) + 1,), (y,))
+        return z
 
     with torch.no_grad():
-        program = export(Repeats(), randn(2, 8))
+        program = export(Model(repeats, **{name: nn.Linear(8, 8) for name in "abc"}), randn(2, 8))
     plan = plan_of(prepare(program, NullQuantizer()))
     assert [o.macs for o in plan.operators if o.macs] == [2 * 64] * 3
 
@@ -266,19 +223,13 @@ def test_a_while_loop_counts_as_one_pass_and_a_condition_every_branch() -> None:
 X = randn(4, 4)
 
 
-class Layers(nn.Module):
-    def __init__(self, function: Any) -> None:
-        super().__init__()
-        self.function = function
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, *inputs: Tensor) -> Any:
-        return self.function(self, *inputs)
-
-
-def read(module: nn.Module, *inputs: Tensor, quantizer: Any = None) -> dict[str, tuple[str, ...]]:
-    """By the name of each operator, those that it reads."""
-    prepared = prepare(export(seeded(module), *inputs), quantizer or NullQuantizer())
+def read(module: nn.Module | Any, x: Tensor = X, quantizer: Any = None) -> dict[str, Any]:
+    """By the name of each operator, those that it reads; of a function, with two layers."""
+    if not isinstance(module, nn.Module):
+        module = Model(module, a=nn.Linear(4, 4), b=nn.Linear(4, 4))
+    with torch.no_grad():  # with gradients, loops take seconds to be exported
+        program = export(seeded(module), x)
+    prepared = prepare(program, quantizer or NullQuantizer())
     return {row.name: row.inputs for row in qompose.report(prepared).rows}
 
 
@@ -290,14 +241,10 @@ class TestPlainPrograms:
             y = self.a(x)
             return y.relu() + y
 
-        assert read(Layers(skip), X) == {
-            "linear": (),
-            "relu": ("linear",),
-            "add": ("relu", "linear"),
-        }
+        assert read(skip) == {"linear": (), "relu": ("linear",), "add": ("relu", "linear")}
 
     def test_what_is_read_twice_stands_once(self) -> None:
-        found = read(Layers(lambda self, x: (y := self.a(x)) * y), X)
+        found = read(lambda self, x: (y := self.a(x)) * y)
         assert found["mul"] == ("linear",)
 
     def test_past_operators_without_a_row(self) -> None:
@@ -307,7 +254,7 @@ class TestPlainPrograms:
             first, second = self.a(x).chunk(2)
             return torch.where(self.b(x)[:2] > 0, first, second.relu())
 
-        found = read(Layers(masked), X)
+        found = read(masked)
         assert found["relu"] == ("chunk",)
         assert found["where"][1:] == ("chunk", "relu")
         assert found["where"][0].startswith("slice")
@@ -317,7 +264,7 @@ class TestPlainPrograms:
             positive = self.a(x).flatten().masked_select(x.flatten() > 0)
             return positive.sin(), x.new_zeros(positive.shape[0], 4)
 
-        found = read(Layers(kept), X)
+        found = read(kept)
         assert found["sin"] == ("masked_select",)
         assert found["new_zeros"] == ()
 
@@ -326,31 +273,23 @@ class TestRewrites:
     """What was merged or taken apart has its place in the graph all the same."""
 
     def test_a_folded_batch_norm(self) -> None:
-        class Net(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.conv, self.norm = nn.Conv2d(2, 3, 1), nn.BatchNorm2d(3)
+        def normed(m: Any, x: Tensor) -> Tensor:
+            y = m.norm(m.conv(x.relu()))
+            return y.tanh() + y
 
-            def forward(self, x: Tensor) -> Tensor:
-                y = self.norm(self.conv(x.relu()))
-                return y.tanh() + y
-
-        found = read(Net(), randn(1, 2, 4, 4), quantizer=toy(CONV))
+        model = Model(normed, conv=nn.Conv2d(2, 3, 1), norm=nn.BatchNorm2d(3))
+        found = read(model, randn(1, 2, 4, 4), toy(CONV))
         assert found == {
             "relu": (), "conv2d": ("relu",), "batch_norm": ("conv2d",), "tanh": ("batch_norm",),
             "add": ("tanh", "batch_norm"),
         }  # fmt: skip
 
     def test_an_operator_that_was_taken_apart(self) -> None:
-        matmul = rule(
-            "matmul", OperatorPattern((aten.matmul.default,)), activations=("self", "other")
-        )
-
         def attend(self: Any, x: Tensor) -> Tensor:
             return nn.functional.scaled_dot_product_attention(self.a(x), x.sin(), self.b(x)).relu()
 
-        quantizer = toy(matmul, rewrites=("split_attention",))
-        found = read(Layers(attend), randn(1, 4, 4), quantizer=quantizer)
+        quantizer = toy(MATMUL, rewrites=("split_attention",))
+        found = read(attend, randn(1, 4, 4), quantizer)
         name = "scaled_dot_product_attention"
         assert found["relu"] == (f"{name}/matmul_1",)
         assert found[f"{name}/matmul"] == ("linear", f"{name}/transpose")
@@ -368,10 +307,8 @@ class TestRewrites:
                 model.graph.erase_node(relu)
                 return model
 
-        found = read(
-            Layers(lambda self, x: self.b(self.a(x).relu())), X,
-            quantizer=Doubles(lambda node: None),
-        )  # fmt: skip
+        quantizer = Doubles(lambda node: None)
+        found = read(lambda self, x: self.b(self.a(x).relu()), X, quantizer)
         assert found == {"linear": (), "tanh_default": ("linear",), "linear_1": ("tanh_default",)}
 
 
@@ -385,7 +322,7 @@ class TestBodies:
             y = self.a(x)
             return torch.cond(x.sum() > 0, lambda y: y.relu(), lambda y: y.sin(), (y,)).tanh()
 
-        found = read(Layers(branches), X)
+        found = read(branches)
         inside = {name: inputs for name, inputs in found.items() if "graph" in name}
         assert sorted(inputs for inputs in inside.values()) == [("linear",), ("linear",)]
         assert found["tanh"] == tuple(inside)
@@ -397,7 +334,7 @@ class TestBodies:
             )
             return one.tanh() + two
 
-        found = read(Layers(branches), X)
+        found = read(branches)
         kinds = {name.rpartition("_graph_0_")[2].partition("_")[0] for name in found["tanh"]}
         assert kinds == {"relu", "cos"}
 
@@ -409,7 +346,7 @@ class TestBodies:
                 (torch.tensor(0), self.a(x)),
             )[1].tanh()
 
-        found = read(Layers(loop), X)
+        found = read(loop)
         (relu,) = (name for name in found if "relu" in name)
         (sin,) = (name for name in found if "sin" in name)
         assert (found[relu], found[sin], found["tanh"]) == (("linear",), (relu,), (sin,))
@@ -419,7 +356,7 @@ class TestBodies:
             last, every = scan(lambda h, e: ((h + e).relu(), h.sin()), self.b(x)[0], self.a(x))
             return last.tanh() + every.cos()
 
-        found = read(Layers(run), X)
+        found = read(run)
         (total,) = (name for name in found if "_add" in name)
         (relu,) = (name for name in found if "relu" in name)
         (sin,) = (name for name in found if "sin" in name and "cos" not in name)
@@ -440,16 +377,8 @@ def test_inputs_are_rows_and_never_their_own(model: ZooModel) -> None:
         left = {row: inputs for row, inputs in left.items() if row not in done}
 
 
-class TestOlderData:
-    """What was written before rows had inputs has none."""
-
-    REPORT = qompose.report(
-        convert(export(seeded(nn.Sequential(nn.Linear(4, 4), nn.ReLU())), X), toy(), X)
-    )
-
-    def test_reports(self) -> None:
-        data = self.REPORT.to_dict()
-        assert [row["inputs"] for row in data["rows"]] == [[], ["linear"]]
-        for row in data["rows"]:
-            del row["inputs"]
-        assert [row.inputs for row in qompose.Report.from_dict(data).rows] == [(), ()]
+def test_reports_that_were_written_before_rows_had_inputs() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    data = qompose.report(convert(export(seeded(model), X), toy(), X)).to_dict()
+    assert [row.pop("inputs") for row in data["rows"]] == [[], ["linear"]]
+    assert [row.inputs for row in qompose.Report.from_dict(data).rows] == [(), ()]

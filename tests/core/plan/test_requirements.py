@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,8 @@ import pytest
 import qompose
 import torch
 from qompose import QomposeWarning
-from qompose.backend import RuleUse, discovery
-from qompose.errors import (
-    ArtefactError,
-    ConfigError,
-    MemberError,
-    RequirementError,
-    RequirementWarning,
-)
+from qompose.backend import Finished, RuleUse, Target, discovery
+from qompose.errors import ArtefactError, ConfigError, MemberError, RequirementError
 from qompose.storage.program_json import decode_record, encode_record
 from torch import nn
 from torch.fx import GraphModule
@@ -31,6 +26,7 @@ from tests.core.toy import (
     LINEAR,
     VIEW,
     WEIGHT,
+    Model,
     ToyBackend,
     convert,
     export,
@@ -72,17 +68,13 @@ def here() -> Iterator[Here]:
         yield machine
 
 
-class MLP(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.first(x).view(-1, 16))
+def mlp() -> nn.Module:
+    layers = {"first": nn.Linear(8, 16), "second": nn.Linear(16, 4)}
+    return seeded(Model(lambda m, x: m.second(m.first(x).view(-1, 16)), **layers))
 
 
 def converted(**facts: Any) -> GraphModule:
-    return convert(export(seeded(MLP()), X), toy(LINEAR, VIEW, **facts), X)
+    return convert(export(mlp(), X), toy(LINEAR, VIEW, **facts), X)
 
 
 def test_a_backend_is_asked_once_with_the_specification_of_each_role(here: Here) -> None:
@@ -99,7 +91,7 @@ def test_a_backend_is_asked_once_with_the_specification_of_each_role(here: Here)
 
 
 def test_claims_that_were_not_followed_ask_for_nothing(here: Here) -> None:
-    prepared = qompose.prepare_pt2e(export(seeded(MLP()), X), toy(LINEAR, **here.facts))
+    prepared = qompose.prepare_pt2e(export(mlp(), X), toy(LINEAR, **here.facts))
     with pytest.warns(QomposeWarning):
         model = qompose.convert_pt2e(prepared, allow_uncalibrated=True)
     assert here.uses == []
@@ -143,37 +135,25 @@ class TestAnotherMachine:
         return model
 
     def test_refuses_to_load(self, here: Here, tmp_path: Path) -> None:
-        path = tmp_path / "model"
-        self.saved(here, path)
-        with pytest.raises(
-            RequirementError, match=r"(?s)toy.*there are few; buy some.*allow_mismatch"
-        ):
+        self.saved(here, path := tmp_path / "model")
+        said = r"(?s)toy.*there are few; buy some.*allow_mismatch"
+        with pytest.raises(RequirementError, match=said):
             qompose.load(path)
         assert issubclass(RequirementError, ArtefactError)
 
     def test_loads_what_is_asked_for_all_the_same(self, here: Here, tmp_path: Path) -> None:
         model = self.saved(here, tmp_path / "model")
-        with pytest.warns(RequirementWarning, match=r"toy .*there are few") as said:
+        with pytest.warns(qompose.errors.RequirementWarning, match=r"toy .*there are few") as said:
             loaded = qompose.load(tmp_path / "model", allow_mismatch=True)
-        assert [Path(w.filename).name for w in said] == ["test_requirements.py"]
-        with pytest.warns(RequirementWarning, match=r"toy .*there are few"):
+        with pytest.warns(qompose.errors.RequirementWarning, match=r"toy .*there are few") as again:
             lowered = qompose.lower(loaded)
+        assert [Path(w.filename).name for w in (*said, *again)] == ["test_requirements.py"] * 2
         assert torch.equal(loaded(X), model(X))
         assert qompose.report(lowered).count("int8 kernel") == 3
 
-    def test_is_said_where_the_model_is_lowered(self, here: Here) -> None:
-        model = converted(**here.facts)
-        here.reason = "there are few"
-        with pytest.warns(RequirementWarning, match="there are few") as said:
-            qompose.lower(model)
-        assert [Path(w.filename).name for w in said] == ["test_requirements.py"]
-
     def test_is_no_matter_for_another_runtime(self, here: Here) -> None:
-        chip = qompose.backend.Target(
-            "chip", lambda model, signature: qompose.backend.Finished(model)
-        )
-        kernels = {"chip": LINEAR.kernels["torch"]}
-        rule = qompose.backend.Rule(**{**LINEAR.__dict__, "kernels": kernels})
+        chip = Target("chip", lambda model, signature: Finished(model))
+        rule = replace(LINEAR, kernels={"chip": LINEAR.kernels["torch"]})
         here.reason = "there are few"
         program = export(seeded(nn.Linear(8, 4)), X)
         model = convert(program, toy(rule, targets=(chip,), **here.facts), X)

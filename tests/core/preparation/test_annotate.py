@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from tests.core.preparation.test_zoo import of_each_kind
-from tests.core.quantizer.interop.foreign import calls, like, replace
+from tests.core.quantizer.interop.foreign import like, replace, silu_in_pieces
 from tests.core.toy import (
     CONV,
     INT8,
@@ -48,93 +49,68 @@ aten = torch.ops.aten
 X = randn(4, 4)
 
 
-def annotate_program(exported: GraphModule, quantizer: Quantizer) -> Any:
-    """As prepare calls it: with the quantizer bound to the program."""
-    annotated = annotate_bound_program(exported, quantizer.bound(exported))
-    return annotated.program, annotated.composition, annotated.rewrites
-
-
-def ready(program: Any) -> GraphModule:
-    """A program as `prepare_pt2e` hands it over."""
-    module = copy_graph_module(program.module(check_guards=False))
-    sink_constants(module)
-    name_apart(module)
-    return module
-
-
 def texts(module: GraphModule) -> list[str]:
     return [graph_text(part) for part in graphs_in(module)]
 
 
 @pytest.mark.parametrize("model", of_each_kind(tagged(without="transformers")[::4]), ids=str)
 def test_the_program_is_left_alone(model: ZooModel) -> None:
-    exported = ready(model.export())
+    exported = copy_graph_module(model.export().module(check_guards=False))
+    sink_constants(exported)
+    name_apart(exported)  # now it is as prepare hands it over
     before, meta = texts(exported), [sorted(map(str, node.meta)) for node in nodes_in(exported)]
-    working, composition, _ = annotate_program(exported, toy())
+    annotated = annotate_bound_program(exported, toy().bound(exported))
     assert texts(exported) == before
     assert [sorted(map(str, node.meta)) for node in nodes_in(exported)] == meta
-    names = {node.name for node in nodes_in(working)}
-    for claim in composition.chosen:
-        assert set(claim.nodes) <= names
-    taken = [name for claim in composition.chosen for name in claim.nodes]
-    assert len(taken) == len(set(taken)), "no operator has two claims"
+    chosen = annotated.composition.chosen
+    names = {node.name for node in nodes_in(annotated.program)}
+    taken = [name for claim in chosen for name in claim.nodes]
+    assert len(taken) == len(set(taken)) and set(taken) <= names, "no operator has two claims"
 
 
-class BranchNorms(nn.Module):
+@pytest.fixture(scope="module")
+def branch_norms() -> torch.export.ExportedProgram:
     """A batch norm in each branch and one outside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.outside, self.yes, self.no = (
-            nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)) for _ in range(3)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cond(x.sum() > 0, self.yes, self.no, (self.outside(x),))
+    layers = {
+        name: nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)) for name in ("out", "yes", "no")
+    }
+    model = Model(lambda m, x: torch.cond(x.sum() > 0, m.yes, m.no, (m.out(x),)), **layers)
+    with torch.no_grad():  # with gradients, the export itself warns
+        return export(model, randn(1, 3, 4, 4))
 
 
 @pytest.mark.parametrize(
-    ("left", "folded"),
-    [((), 3), (("yes",), 2), (("yes", "no"), 1), (("outside", "no"), 1)],
-    ids=str,
+    ("left", "folded"), [((), 3), (("yes",), 2), (("yes", "no"), 1), (("out", "no"), 1)], ids=str
 )
 def test_rewrites_are_kept_where_claims_cover_them_in_bodies_too(
-    left: tuple[str, ...], folded: int
+    branch_norms: torch.export.ExportedProgram, left: tuple[str, ...], folded: int
 ) -> None:
     quantizer = toy(CONV)
     for path in left:
         quantizer.set_module_name(path, None)
-    with torch.no_grad():  # with gradients, the export itself warns
-        program = export(BranchNorms(), randn(1, 3, 4, 4))
-    working, composition, rewrites = annotate_program(ready(program), quantizer)
-    norms = [n for n in nodes_in(working) if n.target is aten.batch_norm.default]
-    assert (len(rewrites), len(norms), len(composition.chosen)) == (folded, 3 - folded, folded)
-    claimed = {name for claim in composition.chosen for name in claim.nodes}
-    assert all(not claimed.isdisjoint(rewrite.pieces) for rewrite in rewrites)
-    for rewrite in rewrites:
+    prepared = prepare(branch_norms, quantizer)
+    plan = plan_of(prepared)
+    norms = [n for n in nodes_in(prepared) if n.target is aten.batch_norm.default]
+    assert (len(plan.rewrites), len(norms), len(plan.claims)) == (folded, 3 - folded, folded)
+    claimed = {name for claim in plan.claims for name in claim.nodes}
+    for rewrite in plan.rewrites:
+        assert not claimed.isdisjoint(rewrite.pieces)
         assert "batch_norm" in rewrite.nodes[1] and "batch_norm" not in "".join(rewrite.pieces)
 
 
-def test_a_selector_on_half_of_a_rewrite_in_a_body_prevents_it_and_is_named() -> None:
-    with torch.no_grad():
-        program = export(BranchNorms(), randn(1, 3, 4, 4))
-    quantizer = toy(CONV).set_module_name("yes.1", None)
-    _, composition, rewrites = annotate_program(ready(program), quantizer)
-    assert (len(rewrites), len(composition.chosen)) == (2, 3)
-    (note,) = (note for note in composition.notes if "fold_batch_norm" in note)
+def test_a_selector_on_half_of_a_rewrite_in_a_body_prevents_it_and_is_named(
+    branch_norms: torch.export.ExportedProgram,
+) -> None:
+    plan = plan_of(prepare(branch_norms, toy(CONV).set_module_name("yes.1", None)))
+    assert (len(plan.rewrites), len(plan.claims)) == (2, 3)
+    (note,) = (note for note in plan.notes if "fold_batch_norm" in note)
     assert "true_graph_0_conv2d" in note
 
 
-class TwoLayers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.yes, self.no = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cond(x.sum() > 0, lambda x: self.yes(x).relu(), self.no, (x,))
-
-
-TWO_LAYERS = export(TwoLayers(), X)
+LAYERS = {"yes": nn.Linear(4, 4), "no": nn.Linear(4, 4)}
+TWO_LAYERS = export(
+    Model(lambda m, x: torch.cond(x.sum() > 0, lambda x: m.yes(x).relu(), m.no, (x,)), **LAYERS), X
+)
 
 
 def wants_linear(node: Node) -> None:
@@ -192,34 +168,38 @@ def test_all_hooks_see_the_names_that_reports_use() -> None:
 TRANSFORM = ": transform_for_annotation"
 
 
-def replaced(target: Any, build: Callable[[Node], Node]) -> type[Quantizer]:
-    """A kind of quantizer that replaces the operators of a target, and annotates nothing."""
+def transforming(
+    edit: Callable[[GraphModule, dict[str, Node]], None], name: str = "Editing"
+) -> Quantizer:
+    """A quantizer that edits the program in place, and annotates nothing."""
 
-    class Replacing(NullQuantizer):
-        def transform_for_annotation(self, model: GraphModule) -> GraphModule:
-            for node in calls(model, target):
-                replace(model, node, lambda node=node: build(node))
-            model.recompile()
-            return model
+    def transform_for_annotation(self: Any, model: GraphModule) -> GraphModule:
+        edit(model, {node.name: node for node in model.graph.nodes})
+        model.recompile()
+        return model
 
-    return Replacing
-
-
-def product_and_sum(node: Node) -> Node:
-    product = like(node, aten.linear.default, *node.args[:2])
-    return like(node, aten.add.Tensor, product, node.args[2])
+    facts = {"transform_for_annotation": transform_for_annotation}
+    return type(name, (NullQuantizer,), facts)()
 
 
-def sigmoid_times(node: Node) -> Node:
-    x = node.args[0]
-    sigmoid = like(node, aten.sigmoid.default, x)
-    return like(node, aten.mul.Tensor, x, sigmoid)
+def split(model: GraphModule, nodes: dict[str, Node]) -> None:
+    node = nodes["linear"]
+    x, weight, bias = node.args
+    product = lambda: like(node, aten.linear.default, x, weight)  # noqa: E731
+    replace(model, node, lambda: like(node, aten.add.Tensor, product(), bias))
 
 
-Split = type("Split", (replaced(aten.linear.default, product_and_sum),), {})
-Silu = type("Silu", (replaced(aten.silu.default, sigmoid_times),), {})
+def subtract(model: GraphModule, nodes: dict[str, Node]) -> None:
+    node = nodes["add_tensor"]
+    replace(model, node, lambda: like(node, aten.sub.Tensor, *node.args))
 
 
+def retarget(model: GraphModule, nodes: dict[str, Node]) -> None:
+    nodes["tanh"].target = aten.sigmoid.default
+
+
+Split = partial(transforming, split, "Split")
+Silu = partial(transforming, lambda model, nodes: silu_in_pieces(model), "Silu")
 PROGRAM = export(
     seeded(Model(lambda m, x: torch.tanh(nn.functional.silu(m.a(x))), a=nn.Linear(4, 4))), X
 )
@@ -251,12 +231,8 @@ def test_each_member_has_a_rewrite_and_a_note_of_its_own() -> None:
 
 
 def test_two_members_of_one_name_are_told_apart() -> None:
-    again = type(
-        "Split", (replaced(aten.add.Tensor, lambda n: like(n, aten.sub.Tensor, *n.args)),), {}
-    )
-    plan = plan_of(
-        prepare(PROGRAM, qompose.compose(Split(), qompose.compose(again()), toy(LINEAR)))
-    )
+    again = qompose.compose(transforming(subtract, "Split"))
+    plan = plan_of(prepare(PROGRAM, qompose.compose(Split(), again, toy(LINEAR))))
     assert [(r.name, r.nodes) for r in plan.rewrites] == [
         ("Split: transform_for_annotation", ("linear",)),
         ("Split#2: transform_for_annotation", ("add_tensor",)),
@@ -266,20 +242,15 @@ def test_two_members_of_one_name_are_told_apart() -> None:
 
 def test_a_composition_with_a_transform_of_its_own_is_one_step() -> None:
     class Own(ComposableQuantizer):
-        transform_for_annotation = Split.transform_for_annotation
+        transform_for_annotation = type(Split()).transform_for_annotation
 
     plan = plan_of(prepare(PROGRAM, Own((Silu(), toy(LINEAR)))))
     assert [r.name for r in plan.rewrites] == ["Silu+toy: transform_for_annotation"]
 
 
 def test_an_operator_that_kept_its_name_is_listed_as_what_it_is_now() -> None:
-    class Retarget(NullQuantizer):
-        def transform_for_annotation(self, model: GraphModule) -> GraphModule:
-            for node in model.graph.find_nodes(op="call_function", target=aten.tanh.default):
-                node.target = aten.sigmoid.default
-            return model
-
-    plan = plan_of(prepare(PROGRAM, qompose.compose(Retarget(), toy(SIGMOID))))
+    members = transforming(retarget, "Retarget"), toy(SIGMOID)
+    plan = plan_of(prepare(PROGRAM, qompose.compose(*members)))
     assert plan.rewrites == (
         Rewrite(f"Retarget{TRANSFORM}", ("tanh",), ("tanh",), member="Retarget"),
     )
@@ -303,29 +274,12 @@ def test_can_quantize_answers_for_what_was_made_and_says_who_rewrote_what_is_gon
             qompose.can_quantize(PROGRAM, name, asked)
 
 
-class TwoValues(nn.Module):
+def two_values(m: Any, x: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Two outputs of one shape, and integers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self.inner(x).relu(), self.inner(x).tanh(), k + 1
+    return m.inner(x).relu(), m.inner(x).tanh(), k + 1
 
 
-def editing(edit: Callable[[GraphModule, dict[str, Node]], None]) -> Quantizer:
-    """A quantizer that edits the program in place, and annotates nothing."""
-
-    class Editing(NullQuantizer):
-        def transform_for_annotation(self, model: GraphModule) -> GraphModule:
-            edit(model, {node.name: node for node in model.graph.nodes})
-            model.recompile()
-            return model
-
-    return Editing()
-
-
+TWO_VALUES = seeded(Model(two_values, inner=nn.Linear(4, 4)))
 INPUTS = (randn(4, 4), torch.arange(4))
 
 
@@ -343,7 +297,7 @@ def widen(model: GraphModule, nodes: dict[str, Node]) -> None:
 
 def test_a_transform_that_returns_other_values_is_refused() -> None:
     with pytest.raises(qompose.UserError, match="Editing: transform_for_annotation"):
-        prepare(export(seeded(TwoValues()), *INPUTS), editing(swap))
+        prepare(export(TWO_VALUES, *INPUTS), transforming(swap))
 
 
 def divide(model: GraphModule, nodes: dict[str, Node]) -> None:
@@ -360,23 +314,17 @@ def cast_inside(model: GraphModule, nodes: dict[str, Node]) -> None:
     ("edit", "name"), [(divide, "add"), (cast_inside, "relu"), (widen, "relu")]
 )
 def test_a_value_of_another_dtype_is_undone(edit: Any, name: str) -> None:
-    model = seeded(TwoValues())
-    prepared = prepare(export(model, *INPUTS), editing(edit))
-    for expected, actual in zip(model(*INPUTS), prepared(*INPUTS), strict=True):
+    prepared = prepare(export(TWO_VALUES, *INPUTS), transforming(edit))
+    for expected, actual in zip(TWO_VALUES(*INPUTS), prepared(*INPUTS), strict=True):
         assert torch.equal(expected, actual)
     assert any("Editing" in n and name in n for n in plan_of(prepared).notes)
 
 
 def test_annotate_may_remove_what_no_result_depends_on() -> None:
-    class Unused(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner, self.pooler = nn.Linear(4, 4), nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            found = self.inner(x)
-            self.pooler(found).tanh()
-            return found.relu()
+    def unused(m: Any, x: Tensor) -> Tensor:
+        found = m.inner(x)
+        m.pooler(found).tanh()
+        return found.relu()
 
     class Tidy:
         def annotate(self, model: GraphModule) -> GraphModule:
@@ -385,6 +333,6 @@ def test_annotate_may_remove_what_no_result_depends_on() -> None:
 
         def validate(self, model: GraphModule) -> None: ...
 
-    model = seeded(Unused())
+    model = seeded(Model(unused, inner=nn.Linear(4, 4), pooler=nn.Linear(4, 4)))
     prepared = prepare(export(model, X), qompose.compose(Tidy(), toy(LINEAR)))
     assert torch.equal(prepared(X), model(X))

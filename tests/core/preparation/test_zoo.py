@@ -109,9 +109,7 @@ def test_parameters_are_shared_and_not_copied() -> None:
 
 
 @pytest.mark.parametrize(
-    "model",
-    of_each_kind(m for m in tagged(without="transformers") if m.dynamic_shapes),
-    ids=str,
+    "model", of_each_kind(m for m in tagged(without="transformers") if m.dynamic_shapes), ids=str
 )
 def test_dynamic_dimensions_stay_dynamic(model: ZooModel) -> None:
     program = model.export(dynamic=True)

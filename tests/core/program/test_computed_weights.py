@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
-from tests.core.toy import LINEAR, NullQuantizer, export, prepare, randn, seeded, sqnr, toy
+from tests.core.toy import LINEAR, NullQuantizer, convert, export, prepare, randn, seeded, sqnr, toy
 
 X = randn(5, 6)
 REWRITES = ("fold_weight", "product_to_linear")
@@ -121,8 +121,7 @@ NOT_FOLDED: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
 @pytest.mark.parametrize("name", NOT_FOLDED)
 def test_what_differs_between_calls_or_is_no_linear_layer_stays(name: str) -> None:
     function, why = NOT_FOLDED[name]
-    prepared = prepare(export(net(function), X), toy(LINEAR, rewrites=REWRITES))
-    report = qompose.report(prepared)
+    report = qompose.report(prepare(export(net(function), X), toy(LINEAR, rewrites=REWRITES)))
     assert not report.rewrites
     told = [row.reason for row in report.rows] + list(report.notes)
     assert any(why in line for line in told), told
@@ -143,9 +142,8 @@ def test_in_training_the_parameters_stay_what_is_trained() -> None:
 
 
 def test_nothing_of_the_expression_stays_in_the_state() -> None:
-    prepared = prepare(export(net(FOLDED["rows"]), X), toy(LINEAR, rewrites=REWRITES))
-    prepared(X)
-    state = qompose.convert_pt2e(prepared).state_dict()
+    program = export(net(FOLDED["rows"]), X)
+    state = convert(program, toy(LINEAR, rewrites=REWRITES), X).state_dict()
     assert {"weight", "bias"}.isdisjoint(state)
     (weight,) = [tensor for tensor in state.values() if tensor.dim() == 2]
     assert (weight.dtype, weight.shape) == (torch.int8, (4, 6))

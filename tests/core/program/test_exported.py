@@ -20,24 +20,9 @@ from tests.core.toy import export, prepare, randn, toy
 from tests.zoo import ZooModel, by_name, tagged
 
 CHOSEN = {
-    *(
-        "cond_nested",
-        "loop_of_branches",
-        "scan_cell",
-        "map_rows",
-        "mixed_regions",
-        "lstm",
-        "bn_alone",
-    ),
-    *(
-        "nested_inputs",
-        "constants",
-        "weight_of_two_names",
-        "in_place",
-        "key_cache",
-        "integers_only",
-    ),
-}
+    "cond_nested", "loop_of_branches", "scan_cell", "map_rows", "mixed_regions", "lstm", "bn_alone",
+    "nested_inputs", "constants", "weight_of_two_names", "in_place", "key_cache", "integers_only",
+}  # fmt: skip
 FURTHER = [by_name(n) for n in ("bert", "gpt2", "t5", "swin") if find_spec("transformers")]
 MODELS = [
     pytest.param(model, marks=() if model.name in CHOSEN else pytest.mark.full)
@@ -162,15 +147,6 @@ def test_names_that_differ_in_a_dot_alone_stay_apart() -> None:
     assert len(nodes) == len(set(nodes))
 
 
-class Chain(nn.Module):
-    def __init__(self, length: int) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(2, 2) for _ in range(length)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x)
-
-
 def calls_in(function: Callable[[], Any]) -> int:
     """How many functions are called."""
     count = 0
@@ -189,7 +165,8 @@ def calls_in(function: Callable[[], Any]) -> int:
 
 def test_the_work_is_linear_in_the_number_of_parameters() -> None:
     """Torch's own way to do it does 2.6 times as much here, and ever more in longer chains."""
-    programs = [export(Chain(length), randn(1, 2)) for length in (10, 20, 40)]
+    chains = (nn.Sequential(*(nn.Linear(2, 2) for _ in range(n))) for n in (10, 20, 40))
+    programs = [export(chain, randn(1, 2)) for chain in chains]
     short, middle, long = (calls_in(lambda p=p: as_graph_module(p, "a test")) for p in programs)
     assert (long - middle) / (middle - short) < 2.1
 

@@ -16,6 +16,8 @@ from qompose.program.aten_operators import aten_operators
 from qompose.program.graph import module_path
 from torch import Tensor, nn
 
+from tests.core.toy import Call
+
 IMAGE, ROWS, SEQUENCE = torch.randn(1, 4, 8, 8), torch.randn(2, 8), torch.randn(2, 3, 8)
 
 # (the function, a call of it, the input)
@@ -61,21 +63,12 @@ CALLS: list[tuple[Callable[..., Any], Callable[[Tensor], Any], Tensor]] = [
 ]  # fmt: skip
 
 
-class Apply(nn.Module):
-    def __init__(self, call: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self.call = call
-
-    def forward(self, x: Tensor) -> Any:
-        return self.call(x)
-
-
 class All(nn.Module):
     """Every call, in a module of its own."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.parts = nn.ModuleList(Apply(call) for _, call, _ in CALLS)
+        self.parts = nn.ModuleList(Call(call) for _, call, _ in CALLS)
 
     def forward(self, *inputs: Tensor) -> list[Any]:
         return [part(x) for part, x in zip(self.parts, inputs, strict=True)]

@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 from qompose.program.graph import (
+    arguments_of,
     constant_of,
     copy_graph_module,
     describe,
     free_attribute,
     get_attribute,
     is_float_tensor,
+    layout_of,
     module_path,
     module_stack,
     refresh,
@@ -23,7 +25,7 @@ from qompose.program.graph import (
 from qompose.program.meta import claim_of, clear_origin, operator_of, tag, tag_of
 from torch import Tensor, nn
 
-from tests.core.toy import export, graph_text, randn, seeded
+from tests.core.toy import Call, export, graph_text, randn, seeded
 
 aten = torch.ops.aten
 
@@ -154,3 +156,20 @@ def test_tags_add_up_and_survive_a_save(program: Any) -> None:
     loaded = torch.export.load(file)
     (linear,) = (n for n in loaded.graph.nodes if n.target is aten.linear.default)
     assert tag_of(linear, "claim") == 3
+
+
+def test_arguments_have_names_of_the_schema_however_they_are_given() -> None:
+    program = export(Call(lambda x: torch.add(torch.add(x, x), x, alpha=3)), X)
+    plain, scaled = (arguments_of(n) for n in program.graph.nodes if n.op == "call_function")
+    assert [*plain] == ["self", "other", "alpha"] and (plain["alpha"], scaled["alpha"]) == (1, 3)
+    assert (plain["self"].name, scaled["self"].name, scaled["other"].name) == (
+        "inputs_0",
+        "add",
+        "inputs_0",
+    )
+
+
+def test_tied_parameters_have_one_layout() -> None:
+    x = torch.zeros(4, 4)
+    others = x.t(), x[:2], x[2:], x.view(16), x.view(torch.int32), x.clone()
+    assert len({layout_of(one) for one in (x, x.view(4, 4), *others)}) == 1 + len(others)

@@ -11,59 +11,59 @@ import torch
 from qompose.program.aliasing import unsafe_values, written_buffers
 from torch import Tensor, nn
 
-from tests.core.toy import (
-    ADD,
-    LINEAR,
-    NullQuantizer,
-    convert,
-    export,
-    prepare,
-    randn,
-    seeded,
-    sqnr,
-    toy,
-)
+from tests.core.toy import ADD, LINEAR, NullQuantizer, export, prepare, randn, seeded, sqnr, toy
 
 X = randn(3, 4)
 
 
-class Region(nn.Module):
-    """Writes to a value inside a region without gradients, and reads it behind."""
+class Layers(nn.Module):
+    """Two linears, a buffer, and a function of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, function: Callable[[Layers, Tensor], Tensor]) -> None:
         super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.a, self.b, self.function = nn.Linear(4, 4), nn.Linear(4, 4), function
+        self.register_buffer("state", torch.zeros(3, 4))
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.a(x)
-        with torch.no_grad():
-            y[:, :2] = 5.0
-        return self.b(y)
+        return self.function(self, x)
 
 
-class View(Region):
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.a(x)
-        view = y.view(-1)
-        with torch.no_grad():
-            view.zero_()
-        return self.b(y)
+def region(m: Layers, x: Tensor) -> Tensor:
+    """Write to a value inside a region without gradients, and read it behind."""
+    y = m.a(x)
+    with torch.no_grad():
+        y[:, :2] = 5.0
+    return m.b(y)
 
 
-class Autocast(Region):
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.a(x)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            y.mul_(3)
-        return self.b(y)
+def view_in_region(m: Layers, x: Tensor) -> Tensor:
+    y = m.a(x)
+    view = y.view(-1)
+    with torch.no_grad():
+        view.zero_()
+    return m.b(y)
+
+
+def autocast(m: Layers, x: Tensor) -> Tensor:
+    y = m.a(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y.mul_(3)
+    return m.b(y)
+
+
+def vmapped(m: Layers, x: Tensor) -> Tensor:
+    """Calls that only have an effect."""
+    return torch.vmap(lambda row: row - row.mean())(m.a(x))
 
 
 @pytest.mark.filterwarnings("ignore::qompose.QomposeWarning")
-@pytest.mark.parametrize("kind", [Region, View, Autocast])
+@pytest.mark.parametrize("function", [region, view_in_region, autocast, vmapped])
 @pytest.mark.parametrize("quantizer", [NullQuantizer(), toy()], ids=["null", "toy"])
-def test_writes_in_regions_are_kept(kind: type[nn.Module], quantizer: qompose.Quantizer) -> None:
+def test_writes_in_regions_are_kept(
+    function: Callable[..., Tensor], quantizer: qompose.Quantizer
+) -> None:
     """What the region writes to stays in float; the rest may be quantized."""
-    model = seeded(kind())
+    model = seeded(Layers(function))
     prepared = prepare(export(model, X), quantizer)
     prepared(X)
     converted = qompose.convert_pt2e(prepared)
@@ -74,46 +74,32 @@ def test_writes_in_regions_are_kept(kind: type[nn.Module], quantizer: qompose.Qu
             assert sqnr(model(X), made(X)) > least
 
 
-class Cache(nn.Module):
-    """A cache that is filled without gradients, as generation does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.key = nn.Linear(4, 4)
-        self.register_buffer("cache", torch.zeros(3, 4))
-
-    @torch.no_grad()
-    def forward(self, x: Tensor) -> Tensor:
-        self.cache.copy_(self.key(x))
-        return self.cache.sum(0)
+@torch.no_grad()
+def fill(m: Layers, x: Tensor) -> Tensor:
+    """As generation fills a cache."""
+    m.state.copy_(m.a(x))
+    return m.state.sum(0)
 
 
-class Counting(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("seen", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.seen.add_(1)
-        return x * 2
+def count(m: Layers, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        m.state.add_(1)
+    return x * 2
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"), [(Cache, "cache"), (Counting, "seen")], ids=["cache", "counter"]
-)
-def test_calibration_fills_no_buffer_of_the_caller(kind: type[nn.Module], name: str) -> None:
-    model = seeded(kind())
+@pytest.mark.parametrize("function", [fill, count])
+def test_calibration_fills_no_buffer_of_the_caller(function: Callable[..., Tensor]) -> None:
+    model = seeded(Layers(function))
     program = export(model, X)
     prepared = prepare(program, NullQuantizer())
     for _ in range(3):
         prepared(X)
     converted = qompose.convert_pt2e(prepared)
-    assert not program.state_dict[name].any() and not dict(model.named_buffers())[name].any()
-    assert not dict(converted.named_buffers())[name].any()
+    assert not program.state_dict["state"].any() and not model.get_buffer("state").any()
+    assert not converted.get_buffer("state").any()
     lowered = qompose.lower(converted)
     lowered(X)
-    assert dict(lowered.named_buffers())[name].any(), "lowering keeps the write"
+    assert lowered.get_buffer("state").any(), "lowering keeps the write"
 
 
 class TwoNames(nn.Module):
@@ -141,34 +127,6 @@ def test_names_of_one_memory_stay_together(quantizer: qompose.Quantizer) -> None
         assert torch.equal(prepared(X), expected)
         converted = qompose.convert_pt2e(prepared)
         assert sqnr(expected, converted(X)) > 25
-
-
-class Vmapped(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.vmap(lambda row: row - row.mean())(self.a(x))
-
-
-def test_calls_that_only_have_an_effect_survive_lowering() -> None:
-    model = seeded(Vmapped())
-    lowered = qompose.lower(convert(export(model, X), toy(), X))
-    with torch.no_grad():
-        assert sqnr(model(X), lowered(X)) > 25
-
-
-class Layers(nn.Module):
-    """Two linears, a buffer, and a function of them."""
-
-    def __init__(self, function: Callable[[Layers, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.a, self.b, self.function = nn.Linear(4, 4), nn.Linear(4, 4), function
-        self.register_buffer("state", torch.zeros(3, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(self, x)
 
 
 def slice_of(m: Layers, x: Tensor) -> Tensor:

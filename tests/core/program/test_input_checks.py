@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from collections.abc import Callable
 from functools import cache
@@ -16,11 +17,12 @@ import torch
 from hypothesis import given, strategies as st
 from qompose.errors import BatchError, InputError
 from qompose.program.call_signature import read_tree, source
+from qompose.program.user_input import check_limit
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule
 
-from tests.core.toy import LINEAR, export, prepare, randn, seeded, toy
+from tests.core.toy import LINEAR, Call, export, prepare, randn, seeded, toy
 
 
 class Mean(nn.Module):
@@ -139,6 +141,14 @@ def test_compare_and_calibrate_name_the_batch() -> None:
     assert refused.value.number == 1
 
 
+def test_a_limit_is_a_number_of_batches() -> None:
+    for limit in (None, 1, 7):
+        check_limit(limit)
+    for limit in (0, -1, True, 2.0, "3"):
+        with pytest.raises(qompose.UserError, match=re.escape(f"at least 1, got {limit!r}")):
+            check_limit(limit)
+
+
 def accepted(model: Any, *inputs: Any) -> bool:
     try:
         model(*inputs)
@@ -174,24 +184,17 @@ def test_what_torch_refuses_is_refused_and_nothing_else(
     assert accepted(model, *inputs) == accepted(exported, *inputs)
 
 
-class Halves(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.view(-1, 2, 3).sum(1)
-
-
 def test_what_export_assumes_of_zero_and_one_is_no_condition() -> None:
     """torch refuses two rows here, because half of them is one."""
-    model = prepared(export(Halves(), randn(8, 3), dynamic_shapes=({0: Dim.DYNAMIC},)))
+    halves = Call(lambda x: x.view(-1, 2, 3).sum(1))
+    model = prepared(export(halves, randn(8, 3), dynamic_shapes=((DYNAMIC,),)))
     fits = [accepted(model, randn(rows, 3)) for rows in (2, 3, 4, 6)]
     assert fits == [True, False, True, True]
 
 
 def test_a_number_that_varies() -> None:
-    class Counted(nn.Module):
-        def forward(self, x: Tensor, count: int) -> Tensor:
-            return x + torch.arange(count).sum()
-
-    program = torch.export.export(Counted(), (X, 5), dynamic_shapes=(None, Dim.DYNAMIC))
+    counted = Call(lambda x, count: x + torch.arange(count).sum())
+    program = torch.export.export(counted, (X, 5), dynamic_shapes=((None, Dim.DYNAMIC),))
     assert torch.equal(prepared(program)(X, 7), X + 21)
 
 

@@ -31,6 +31,7 @@ from tests.core.preparation.test_zoo import assert_same_outputs
 from tests.core.toy import (
     LINEAR,
     STATIC,
+    Model,
     NullQuantizer,
     convert,
     export,
@@ -157,19 +158,14 @@ def test_values_have_one_name_across_borders(name: str, expected: list[set[str]]
     assert sorted(map(sorted, found.values())) == sorted(map(sorted, expected))
 
 
-class OneBody(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.yes, self.no = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cond(x.sum() > 0, self.yes, self.no, (x,))
-
-
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
 def test_a_body_that_is_called_twice_is_treated_as_two() -> None:
     """Export makes none, passes that look for equal graphs do."""
-    module = export(seeded(OneBody()), X).module(check_guards=False)
+    model = Model(
+        lambda self, x: torch.cond(x.sum() > 0, self.yes, self.no, (x,)),
+        yes=nn.Linear(4, 4), no=nn.Linear(4, 4),
+    )  # fmt: skip
+    module = export(seeded(model), X).module(check_guards=False)
     (call,) = (node for node in module.graph.nodes if is_nested_call(node))
     call.update_arg(2, call.args[1])
     module.recompile()
@@ -193,53 +189,45 @@ class Counting(nn.Module):
 
 
 def test_a_branch_reads_the_buffer_that_is_written_to() -> None:
-    program, x = export(seeded(Counting()), X.abs()), X.abs()
+    x = X.abs()
+    with torch.no_grad():
+        program = export(seeded(Counting()), x)
     prepared = prepare(program, toy(LINEAR))
     qompose.calibrate(prepared, [x] * 3)
     assert program.state_dict["count"] == 1
-    converted, expected = qompose.convert_pt2e(prepared), export(seeded(Counting()), x).module()
+    converted, expected = qompose.convert_pt2e(prepared), program.module()
     for _ in range(3):
         assert sqnr(expected(x), converted(x)) > 30
 
 
-class Strict(nn.Module):
+def strict(self: Any, x: Tensor) -> Tensor:
     """`strict_mode` is an operator whose body no rule is to see."""
+    from torch._higher_order_ops.strict_mode import strict_mode
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.inside, self.behind = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        from torch._higher_order_ops.strict_mode import strict_mode
-
-        return self.behind(strict_mode(lambda x: self.inside(x), (x,)))
+    return self.behind(strict_mode(lambda x: self.inside(x), (x,)))
 
 
-class Flex(nn.Module):
+def flex(self: Any, x: Tensor) -> Tensor:
     """`flex_attention` with a function of its own for scores."""
+    from torch.nn.attention.flex_attention import flex_attention
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.inside, self.behind = nn.Linear(4, 12), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        from torch.nn.attention.flex_attention import flex_attention
-
-        query, key, value = (part[None, None] for part in self.inside(x).chunk(3, -1))
-        scores: Callable[..., Tensor] = lambda score, b, h, i, j: score + (i - j)  # noqa: E731
-        return self.behind(flex_attention(query, key, value, score_mod=scores)[0, 0])
-
-
-UNVISITED = {"strict_mode": (Strict, {"inside": False}), "flex_attention": (Flex, {"inside": True})}
+    query, key, value = (part[None, None] for part in self.inside(x).chunk(3, -1))
+    scores: Callable[..., Tensor] = lambda score, b, h, i, j: score + (i - j)  # noqa: E731
+    return self.behind(flex_attention(query, key, value, score_mod=scores)[0, 0])
 
 
 @pytest.mark.parametrize(
-    ("operator", "make", "outside"), [(k, *v) for k, v in UNVISITED.items()], ids=UNVISITED
+    ("operator", "function", "width", "seen", "macs"),
+    [
+        ("strict_mode", strict, 4, {"behind"}, 6 * 4 * 4),
+        ("flex_attention", flex, 12, {"inside", "behind"}, 0),
+    ],
 )
 def test_what_is_not_visited_is_named_and_still_runs(
-    operator: str, make: Any, outside: dict[str, bool]
+    operator: str, function: Any, width: int, seen: set[str], macs: int
 ) -> None:
-    model = seeded(make()).requires_grad_(False)
+    model = seeded(Model(function, inside=nn.Linear(4, width), behind=nn.Linear(4, 4)))
+    model.requires_grad_(False)
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # torch's own: flex_attention is to be compiled
         program = export(model, X)
@@ -249,7 +237,6 @@ def test_what_is_not_visited_is_named_and_still_runs(
         converted = qompose.convert_pt2e(prepared)
         assert sqnr(expected, converted(X)) > 25
     rows = {row.operator: row for row in qompose.report(converted).rows}
-    assert rows[operator].state == "float"
-    assert rows[operator].macs == (0 if outside["inside"] else 6 * 4 * 4)
+    assert (rows[operator].state, rows[operator].macs) == ("float", macs)
     paths = {r.module for r in qompose.report(converted).rows if r.operator == "aten.linear"}
-    assert paths == ({"inside", "behind"} if outside["inside"] else {"behind"})
+    assert paths == seen

@@ -13,27 +13,18 @@ import torch
 from hypothesis import given, settings, strategies as st
 from qompose.backend import ORDER_PRESERVING, SCALE_PRESERVING, VALUE_PRESERVING
 from qompose.program.aten_operators import NOT_ON_INTEGERS
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx import Node
 
-from tests.core.toy import (
-    INT8,
-    UINT8,
-    Annotator,
-    annotate,
-    export,
-    groups_of,
-    prepare,
-    randn,
-)
+from tests.core.toy import INT8, UINT8, Annotator, Call, annotate, export, groups_of, prepare, randn
 
 aten = torch.ops.aten
-Call = Callable[[Any, Tensor, Tensor], Any]
+Use = Callable[[Any, Tensor, Tensor], Any]
 
-FIRST: Call = lambda op, x, y: op(x)  # noqa: E731
-BOTH: Call = lambda op, x, y: op(x, y)  # noqa: E731
+FIRST: Use = lambda op, x, y: op(x)  # noqa: E731
+BOTH: Use = lambda op, x, y: op(x, y)  # noqa: E731
 
-CALLS: dict[Any, list[Call]] = {
+CALLS: dict[Any, list[Use]] = {
     operator.getitem: [lambda op, x, y: op(aten.split.Tensor(x, 2, 1), 1)],
     aten.adaptive_max_pool2d.default: [lambda op, x, y: op(x, [3, 2])[0]],
     aten.alias.default: [FIRST],
@@ -111,7 +102,7 @@ def test_every_operator_of_the_table_is_called_here() -> None:
     assert not VALUE_PRESERVING & ORDER_PRESERVING
 
 
-def commutes(call: Call, target: Any, change: Callable[[Tensor], Tensor]) -> bool:
+def commutes(call: Use, target: Any, change: Callable[[Tensor], Tensor]) -> bool:
     """Tell whether `target` gives the same whether its inputs are changed or its outputs."""
     x, y = randn(2, 4, 4, 4) * 3, randn(2, 4, 4, 4, seed=1)
     before = call(target, change(x), change(y))
@@ -131,7 +122,7 @@ def through(low: int, high: int, scale: float, zero_point: int) -> Callable[[Ten
 @settings(max_examples=10)
 @given(st.floats(1e-3, 2.0), st.integers(0, 15))
 def test_it_commutes_with_quantization(
-    target: Any, call: Call, scale: float, zero_point: int
+    target: Any, call: Use, scale: float, zero_point: int
 ) -> None:
     """Clipping included: at 4 bits, most scales clip something."""
     assert commutes(call, target, through(0, 15, scale, zero_point))
@@ -141,13 +132,13 @@ MOVED = [row for row in ROWS if row.values[0] in VALUE_PRESERVING]
 
 
 @pytest.mark.parametrize(("target", "call"), MOVED)
-def test_moved_values_commute_with_any_function_of_a_value(target: Any, call: Call) -> None:
+def test_moved_values_commute_with_any_function_of_a_value(target: Any, call: Use) -> None:
     """It need not keep the order, as quantization does; nor may an operator put in a zero."""
     assert commutes(call, target, lambda x: torch.cos(x) + 2)
 
 
 @pytest.mark.parametrize(("target", "call"), [r for r in ROWS if r not in MOVED])
-def test_chosen_values_are_those_of_inputs_or_zero(target: Any, call: Call) -> None:
+def test_chosen_values_are_those_of_inputs_or_zero(target: Any, call: Use) -> None:
     x, y = randn(2, 4, 4, 4), randn(2, 4, 4, 4, seed=1)
     known = {0.0, *x.flatten().tolist(), *y.flatten().tolist()}
     assert set(call(target, x, y).flatten().tolist()) <= known
@@ -165,21 +156,15 @@ def test_chosen_values_are_those_of_inputs_or_zero(target: Any, call: Call) -> N
     ],
     ids=["add", "gelu", "mean", "neg", "a pad that is no step"],
 )
-def test_other_operators_do_not_commute(target: Any, call: Call) -> None:
+def test_other_operators_do_not_commute(target: Any, call: Use) -> None:
     """The check can fail."""
     assert target not in SCALE_PRESERVING
     assert not commutes(call, target, through(0, 15, 0.21, 3))
 
 
-class Moved(nn.Module):
-    """Calls on tensors of their own."""
-
-    def __init__(self, *calls: tuple[Any, Call]) -> None:
-        super().__init__()
-        self.calls = calls
-
-    def forward(self, x: Tensor, y: Tensor) -> Any:
-        return [call(target, torch.sin(x), torch.cos(y)) for target, call in self.calls]
+def moved(*calls: tuple[Any, Use]) -> Call:
+    """A model of the calls, each on tensors of its own."""
+    return Call(lambda x, y: [call(op, torch.sin(x), torch.cos(y)) for op, call in calls])
 
 
 def both_sides(targets: Collection[Any], output: Any = INT8) -> Annotator:
@@ -203,7 +188,7 @@ def test_alike_specifications_on_both_sides_are_one_scale() -> None:
     """Backends refuse a slice or a transpose whose two sides differ in scale."""
     x, y = randn(2, 4, 4, 4), randn(2, 4, 4, 4, seed=1)
     targets = {target for target, _ in SIMPLE}
-    prepared = prepare(export(Moved(*SIMPLE), x, y), both_sides(targets))
+    prepared = prepare(export(moved(*SIMPLE), x, y), both_sides(targets))
     prepared(x, y)
     converted = qompose.convert_pt2e(prepared)
     moves = [n for n in converted.graph.nodes if n.target in targets]
@@ -218,7 +203,7 @@ def test_alike_specifications_on_both_sides_are_one_scale() -> None:
 def test_unlike_specifications_stay_apart(output: Any) -> None:
     call = (lambda x, y: x.permute(1, 0, 2, 3), BOTH)
     prepared = prepare(
-        export(Moved(call), *[randn(2, 4, 4, 4)] * 2), both_sides([aten.permute.default], output)
+        export(moved(call), *[randn(2, 4, 4, 4)] * 2), both_sides([aten.permute.default], output)
     )
     assert len(groups_of(prepared)) == 1 + (output is not None)
 

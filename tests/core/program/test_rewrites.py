@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from qompose.program.rewrites import (
     find_rewrites,
 )
 from torch import Tensor, nn
+from torch.export import ExportedProgram
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
@@ -25,6 +27,7 @@ from tests.core.toy import (
     CONV,
     CONV_RELU,
     LINEAR,
+    Call,
     NullQuantizer,
     OperatorPattern,
     export,
@@ -37,6 +40,7 @@ from tests.core.toy import (
     sqnr,
     toy,
 )
+from tests.sampling import at_once
 from tests.zoo import ZooModel, by_name, tagged
 
 aten = torch.ops.aten
@@ -69,15 +73,10 @@ def test_obstacles_are_reported_and_nothing_is_folded(
         assert torch.equal(prepared(*inputs), program.module()(*inputs))
 
 
-@pytest.mark.parametrize(
-    ("name", "folded"),
-    [
-        ("conv_bn_relu", 2),
-        ("mlp_bn", 2),
-        pytest.param("resnet18", 8, marks=pytest.mark.full),
-        ("shared_conv", 0),
-    ],
-)
+FOLDED = [("conv_bn_relu", 2), ("mlp_bn", 2), ("resnet18", 8), ("shared_conv", 0)]
+
+
+@pytest.mark.parametrize(("name", "folded"), at_once(FOLDED, FOLDED[0], FOLDED[1], FOLDED[3]))
 def test_benign_batch_norms_are_folded_and_listed(name: str, folded: int) -> None:
     model = by_name(name)
     program, inputs = model.export(), model.inputs()
@@ -96,8 +95,7 @@ def test_benign_batch_norms_are_folded_and_listed(name: str, folded: int) -> Non
 
 
 def test_folding_is_undone_where_no_claim_covers_it() -> None:
-    model = by_name("conv_bn_relu")
-    program = model.export()
+    program = by_name("conv_bn_relu").export()
     path = plan_of(prepare(program, toy(CONV))).operators[0].module
     some = prepare(program, toy(CONV).set_module_name(path, None))
     everything = plan_of(prepare(program, toy(CONV))).rewrites
@@ -195,38 +193,31 @@ def test_computed_and_written_parameters_are_not_folded(kind: str, named: str) -
     assert plain.obstacle is None
 
 
-class ScalarSum(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return (x + 2.5) * 3
+def scalars(x: Tensor) -> Tensor:
+    return (x + 2.5) * 3
 
 
 def test_scalars_become_tensors_where_a_claim_wants_them() -> None:
     x = randn(4, 4)
-    program = export(ScalarSum(), x)
-    plain = prepare(program, toy(ADD))
-    assert plan_of(plain).claims == ()
-    wanting = toy(ADD, rewrites=(SCALAR_TO_TENSOR,))
-    prepared = prepare(program, wanting)
+    program = export(Call(scalars), x)
+    assert plan_of(prepare(program, toy(ADD))).claims == ()
+    prepared = prepare(program, toy(ADD, rewrites=(SCALAR_TO_TENSOR,)))
     assert plan_of(prepared).rewrites == (Rewrite(SCALAR_TO_TENSOR, ("add",), ("add",)),)
-    assert torch.equal(prepared(x), ScalarSum()(x))
+    assert torch.equal(prepared(x), scalars(x))
     (mul,) = (n for n in prepared.graph.nodes if n.target is aten.mul.Tensor)
     assert mul.args[1] == 3, "nobody claims the product"
 
 
 def test_scalars_beside_integers_stay() -> None:
-    class Shift(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x + 2
-
     x = torch.arange(4, dtype=torch.int32)
-    prepared = prepare(export(Shift(), x), toy(ADD, rewrites=(SCALAR_TO_TENSOR,)))
+    prepared = prepare(export(Call(lambda x: x + 2), x), toy(ADD, rewrites=(SCALAR_TO_TENSOR,)))
     assert plan_of(prepared).rewrites == ()
     assert prepared(x).dtype is torch.int32
     assert torch.equal(prepared(x), x + 2)
 
 
 def test_an_unknown_rewrite_is_an_error() -> None:
-    program = export(ScalarSum(), randn(4, 4))
+    program = export(Call(scalars), randn(4, 4))
     with pytest.raises(qompose.UserError, match=r"split_atention.*split_attention"):
         prepare(program, toy(ADD, rewrites=("split_atention",)))
 
@@ -284,9 +275,14 @@ def covered(prepared: Any) -> float:
     return sum(o.macs for o in operators if o.claim is not None) / sum(o.macs for o in operators)
 
 
-def test_most_of_a_transformer_block_is_annotated() -> None:
+@cache
+def block() -> tuple[ExportedProgram, Tensor]:
     x = randn(2, 12, WIDTH)
-    program = export(moderate(Block()), x)
+    return export(moderate(Block()), x), x
+
+
+def test_most_of_a_transformer_block_is_annotated() -> None:
+    program, x = block()
     assert covered(prepare(program, toy(LINEAR, MATMUL, ADD))) < 0.9
     prepared = prepare(program, splitting(LINEAR, MATMUL, ADD))
     assert covered(prepared) >= 0.9
@@ -339,14 +335,11 @@ def test_each_site_is_kept_or_rolled_back_by_itself() -> None:
 
 
 def test_what_a_claim_takes_whole_is_not_taken_apart() -> None:
-    x = randn(2, 5, WIDTH)
     whole = rule(
         "whole", OperatorPattern((aten.scaled_dot_product_attention.default,)),
         activations=("query", "key", "value"),
     )  # fmt: skip
-    program = export(moderate(Block()), x)
-    last = qompose.compose(splitting(MATMUL), toy(whole, name="second"))
-    prepared = prepare(program, last)
+    prepared = prepare(block()[0], qompose.compose(splitting(MATMUL), toy(whole, name="second")))
     assert plan_of(prepared).rewrites == ()
     assert [claim.rule for claim in plan_of(prepared).claims] == ["whole"]
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
-from tests.core.toy import randn
+from tests.core.toy import Call, randn
 
 
 class Net(nn.Module):
@@ -104,12 +104,8 @@ def test_the_ends_of_a_range_run_after_a_second_export() -> None:
 
 
 def test_integers_and_other_types_keep_theirs() -> None:
-    class Lookup(nn.Module):
-        def forward(self, table: Tensor, ids: Tensor) -> Tensor:
-            return table[ids]
-
-    program = torch.export.export(Lookup(), (randn(5).half(), torch.tensor([1, 2])))
-    signature, _ = again(program)
+    lookup = Call(lambda table, ids: table[ids])
+    signature, _ = again(torch.export.export(lookup, (randn(5).half(), torch.tensor([1, 2]))))
     assert [a.dtype for a in signature.args] == [torch.float16, torch.int64]
     assert not any(bool(a.any()) for a in signature.args), "values are zeros"
 
@@ -136,12 +132,8 @@ def test_a_linear_function_of_a_dimension_stays_tied_to_it(
 
 
 def test_a_dimension_whose_root_is_no_input() -> None:
-    class Halves(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x.view(2, -1) + 1
-
-    half = Dim("half", min=2, max=32)
-    program = torch.export.export(Halves(), (randn(8),), dynamic_shapes=({0: 2 * half},))
+    halves, half = Call(lambda x: x.view(2, -1) + 1), Dim("half", min=2, max=32)
+    program = torch.export.export(halves, (randn(8),), dynamic_shapes=(({0: 2 * half},),))
     _, twice = again(program)
     assert twice.module()(randn(64)).shape == (2, 32)
     with pytest.raises(AssertionError, match="Guard failed"):
@@ -149,26 +141,14 @@ def test_a_dimension_whose_root_is_no_input() -> None:
 
 
 def test_a_sum_of_two_dimensions_is_left_to_export() -> None:
-    class Joined(nn.Module):
-        def forward(self, x: Tensor, y: Tensor, z: Tensor) -> Tensor:
-            return torch.cat([x, y]) + z
-
-    free = {0: Dim.AUTO}
-    program = torch.export.export(
-        Joined(), (randn(3), randn(4), randn(7)), dynamic_shapes=(free, free, free)
-    )
-    signature, twice = again(program)
-    assert signature.dynamic_shapes["z"][0] is Dim.AUTO
+    joined, inputs = Call(lambda x, y, z: torch.cat([x, y]) + z), (randn(3), randn(4), randn(7))
+    shapes = (({0: Dim.AUTO},) * 3,)
+    signature, twice = again(torch.export.export(joined, inputs, dynamic_shapes=shapes))
+    assert signature.dynamic_shapes["inputs_2"][0] is Dim.AUTO
     assert twice.module()(randn(5), randn(6), randn(11)).shape == (11,)
 
 
 def test_a_number_that_varies() -> None:
-    class Shifted(nn.Module):
-        def forward(self, x: Tensor, n: int) -> Tensor:
-            return x + n
-
-    program = torch.export.export(
-        Shifted(), (randn(3), 5), dynamic_shapes={"x": None, "n": Dim.DYNAMIC}
-    )
-    _, twice = again(program)
+    shifted, shapes = Call(lambda x, n: x + n), ((None, Dim.DYNAMIC),)
+    _, twice = again(torch.export.export(shifted, (randn(3), 5), dynamic_shapes=shapes))
     assert torch.equal(twice.module()(torch.zeros(3), 9), torch.full((3,), 9.0))

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable
 from functools import cache
 from itertools import chain
 from typing import Any
@@ -16,20 +15,18 @@ from qompose.program.aten_operators import KEY, Origin, with_sources, without_so
 from qompose.program.control_flow import graphs_in
 from torch import Tensor, nn
 from torch.fx import GraphModule
-from torch.fx.passes.utils.source_matcher_utils import (
-    get_source_partitions,
-)
+from torch.fx.passes.utils.source_matcher_utils import get_source_partitions
 from torch.nn import functional as F
 
-from tests.core.toy import randn
+from tests.core.toy import Call, Model, randn
+from tests.sampling import at_once
 from tests.zoo import by_name
 
 aten = torch.ops.aten
 
 
 def exported(module: nn.Module, *inputs: Any, strict: bool = False) -> GraphModule:
-    program = torch.export.export(module.eval(), inputs, strict=strict)
-    return program.module(check_guards=False)
+    return torch.export.export(module.eval(), inputs, strict=strict).module(check_guards=False)
 
 
 def sourced(module: nn.Module, *inputs: Any) -> GraphModule:
@@ -90,17 +87,22 @@ class Forms(nn.Module):
 FORMS = Forms(), randn(1, 3, 10, 10)
 
 MODELS = (
-    *("resnet18", "mobilenet_v3", "shared_conv", "in_place", "embedding_mlp", "lstm", "gru_cell"),
-    *("encoder_decoder", "attention_torch", "self_concatenation"),
-)
+    "resnet18", "mobilenet_v3", "shared_conv", "in_place", "embedding_mlp", "lstm", "gru_cell",
+    "encoder_decoder", "attention_torch", "self_concatenation",
+)  # fmt: skip
 
 
-QUICK = ("shared_conv", "in_place", "lstm", "attention_torch")
+QUICK = ("in_place", "lstm", "attention_torch")
 
 
 @cache
 def strict_forms() -> GraphModule:
     return exported(*FORMS, strict=True)
+
+
+@cache
+def default_forms() -> GraphModule:
+    return sourced(*FORMS)
 
 
 def labelled(source: Any) -> str:
@@ -110,9 +112,7 @@ def labelled(source: Any) -> str:
 class TestAsStrictExport:
     """The same sources, the same partitions."""
 
-    @pytest.mark.parametrize(
-        "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.full) for n in MODELS]
-    )
+    @pytest.mark.parametrize("name", at_once(MODELS, *QUICK))
     @pytest.mark.filterwarnings("ignore:The tensor attributes .*_flat_weights")
     def test_models_of_the_zoo(self, name: str) -> None:
         model = by_name(name)
@@ -125,7 +125,7 @@ class TestAsStrictExport:
 
     def test_forms(self) -> None:
         """What is asked for by name or operator has more partitions, as the table says; nothing has fewer."""
-        strict, default = strict_forms(), sourced(*FORMS)
+        strict, default = strict_forms(), default_forms()
         more = {}
         for source in sources_of(strict):
             few, many = described(strict, source), described(default, source)
@@ -179,21 +179,14 @@ class Block(nn.Module):
         return F.relu(self.linear(x) + x)
 
 
-class Twice(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = Block()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.block(self.block(x))
+@cache
+def twice() -> GraphModule:
+    return sourced(Model(lambda self, x: self.block(self.block(x)), block=Block()), randn(2, 4))
 
 
 FIRST = ("aten.linear.default",)
-LAST = (
-    "block.linear.weight",
-    "block.linear.bias",
-    *FIRST,
-)  # parameters are where they are read last
+LAST = ("block.linear.weight", "block.linear.bias", *FIRST)
+"""Parameters are where they are read last."""
 OWN = ("aten.add.Tensor", "aten.relu.default")
 ROWS: list[tuple[Any, list[tuple[str, ...]]]] = [
     (nn.Linear, [FIRST, LAST]),
@@ -212,7 +205,7 @@ ROWS: list[tuple[Any, list[tuple[str, ...]]]] = [
     (nn.Module, []),
     (aten.relu_.default, []),
 ]
-"""The rows of the module's table: what is asked for, and the partitions of `Twice`."""
+"""The rows of the module's table: what is asked for, and the partitions of `twice`."""
 
 
 def _label(wanted: Any) -> str:
@@ -225,12 +218,12 @@ class TestWhatIsAskedFor:
 
     @pytest.mark.parametrize(("wanted", "expected"), ROWS, ids=[_label(row[0]) for row in ROWS])
     def test_rows(self, wanted: Any, expected: list[tuple[str, ...]]) -> None:
-        assert found(sourced(Twice(), randn(2, 4)), wanted) == sorted(expected)
+        assert found(twice(), wanted) == sorted(expected)
 
     @pytest.mark.parametrize("wanted", [row[0] for row in ROWS if row[1]], ids=_label)
     def test_answers_are_under_what_was_asked_for(self, wanted: Any) -> None:
         """Also where the same program was asked for something else before and is afterwards."""
-        model = sourced(Twice(), randn(2, 4))
+        model = twice()
         answers = get_source_partitions(model.graph, [nn.ReLU, wanted, F.gelu])
         for other, _ in ROWS:
             get_source_partitions(model.graph, [other])
@@ -241,7 +234,7 @@ class TestWhatIsAskedFor:
 
     def test_several_at_once(self) -> None:
         """An operator is in one partition: of the first that it is."""
-        model = sourced(*FORMS)
+        model = default_forms()
         both = get_source_partitions(model.graph, [nn.Conv2d, F.conv2d, nn.ReLU, F.relu])
         assert {source: len(partitions) for source, partitions in both.items()} == {
             nn.Conv2d: 3, F.conv2d: 1, nn.ReLU: 3, F.relu: 1,
@@ -251,11 +244,7 @@ class TestWhatIsAskedFor:
     def test_calls_of_different_functions_stay_apart(self) -> None:
         """Torch counts calls per function, so `torch.add(x, y)` and `x + y` are both the first `add`."""
 
-        class Two(nn.Module):
-            def forward(self, x: Tensor) -> Tensor:
-                return torch.add(x, 1) + x
-
-        model = exported(Two(), randn(2))
+        model = exported(Call(lambda x: torch.add(x, 1) + x), randn(2))
         assert found(model, "add") == [("aten.add.Tensor", "aten.add.Tensor")]
         with_sources(model)
         assert found(model, "add") == [("aten.add.Tensor",)] * 2
@@ -265,23 +254,20 @@ class TestEntries:
     """What is written, where, and what it does to a program."""
 
     def test_parameters_come_from_where_they_are_read_last(self) -> None:
-        strict, default = strict_forms(), sourced(*FORMS)
-        for model in (strict, default):
+        for model in (strict_forms(), default_forms()):
             (entry,) = (n.meta[KEY][-1] for n in model.graph.nodes if n.target == "matrix")
             assert entry[1] == operator.matmul
             assert entry[1] != F.linear
 
     def test_bodies(self) -> None:
         """Export does not record what module an operator of a body is in."""
-        model = by_name("cond_conv")
-        program = model.export().module(check_guards=False)
+        program = by_name("cond_conv").export().module(check_guards=False)
         with_sources(program)
-        bodies = list(graphs_in(program))[1:]
-        assert [len(found(body, F.conv2d)) for body in bodies] == [1, 1]
+        assert [len(found(body, F.conv2d)) for body in list(graphs_in(program))[1:]] == [1, 1]
 
     def test_operators_that_transforms_made(self) -> None:
         """With another operator's meta, and with none; a second call writes both anew."""
-        model = sourced(Twice(), randn(2, 4))
+        model = twice.__wrapped__()
         first = next(node for node in model.graph.nodes if node.target is aten.relu.default)
         with model.graph.inserting_after(first):
             copied = model.graph.call_function(aten.gelu.default, (first,))
@@ -312,24 +298,18 @@ UNARY = ["neg", "pos", "abs", "invert"]
 INTEGERS = ["and_", "or_", "xor", "invert", "iand", "ior", "ixor", "lshift", "rshift"]
 
 
-class OfTensors(nn.Module):
-    def __init__(self, function: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.function = function
+def test_functions_of_operator() -> None:
+    """Each has partitions of its own; the first ones of the binary ones with a number before them too."""
+    functions = {name: getattr(operator, name) for name in BINARY + IN_PLACE + UNARY}
 
-    def forward(self, *tensors: Tensor) -> Tensor:
-        return self.function(*(tensor.clone() for tensor in tensors))
+    def call(x: Tensor, n: Tensor) -> list[Tensor]:
+        results = []
+        for name, function in functions.items():
+            of = n if name in INTEGERS else x
+            results.append(function(of.clone()) if name in UNARY else function(of.clone(), of))
+        return results + [functions[name](2, x) for name in BINARY[:7]]
 
-
-@pytest.mark.parametrize("name", BINARY + IN_PLACE + UNARY)
-def test_functions_of_operator(name: str) -> None:
-    function = getattr(operator, name)
-    x = torch.ones(2, 2, dtype=torch.int32 if name in INTEGERS else torch.float32)
-    inputs = (x,) if name in UNARY else (x, x + 1)
-    model = sourced(OfTensors(function), *inputs)
-    others = [getattr(operator, other) for other in BINARY + IN_PLACE + UNARY if other != name]
-    assert len(found(model, function)) == 1
-    if name in BINARY[:7]:
-        left = sourced(OfTensors(lambda x: function(2, x)), torch.ones(2) * 3)
-        assert len(found(left, function)) == 1
-    assert sum(len(found(model, other)) for other in others) == (name.endswith("matmul"))
+    model = sourced(Call(call), torch.ones(2, 2), torch.ones(2, 2, dtype=torch.int32))
+    twice = {*BINARY[:7], "matmul", "imatmul"}  # the last two are one operator
+    for name, function in functions.items():
+        assert len(found(model, function)) == 1 + (name in twice), name

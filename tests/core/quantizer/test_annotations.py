@@ -7,24 +7,24 @@ What an earlier one took stays as it was, or is an error.
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
+from functools import partial
 from typing import Any
 
 import pytest
 import qompose
 import torch
-from qompose import QuantizationSpec, Quantizer
+from qompose import Quantizer
 from qompose.errors import AnnotationConflictError
 from qompose.program.meta import ANNOTATION_KEY
-from qompose.quantizer.annotations import native_spec
 from qompose.spec import (
     DerivedQuantizationSpec,
     FixedQParamsQuantizationSpec,
     SharedQuantizationSpec,
 )
-from torch import Tensor, nn
-from torch.fx import GraphModule, Node
+from torch import nn
+from torch.fx import Node
 
+from tests.core.quantizer.interop.foreign import derived_bias
 from tests.core.toy import (
     INT8,
     LINEAR,
@@ -52,24 +52,16 @@ aten = torch.ops.aten
 FIXED = FixedQParamsQuantizationSpec(torch.uint8, 1 / 256, 0, 0, 255, torch.per_tensor_affine)
 
 
-def derived_bias(node: Node, per_channel: bool) -> DerivedQuantizationSpec:
-    def scale_of_product(observers: list[nn.Module]) -> tuple[Tensor, Tensor]:
-        activation, weight = (observer.calculate_qparams() for observer in observers)  # type: ignore[operator]
-        scale = activation[0] * weight[0]
-        return scale, torch.zeros_like(scale, dtype=torch.int64)
-
-    scheme = torch.per_channel_symmetric if per_channel else torch.per_tensor_symmetric
-    return DerivedQuantizationSpec(
-        [(node.args[0], node), (node.args[1], node)], scale_of_product, torch.int32,
-        -(2**31), 2**31 - 1, scheme, ch_axis=0 if per_channel else None,
-    )  # fmt: skip
+bias_of = partial(derived_bias, kind=DerivedQuantizationSpec)
 
 
 def tutorial(node: Node) -> None:
     """The annotations of torch's tutorial on writing a quantizer."""
     if node.target is aten.linear.default:
         x, weight, bias = node.args
-        annotate(node, {x: INT8, weight: WEIGHT_PER_TENSOR, bias: derived_bias(node, False)}, INT8)
+        annotate(
+            node, {x: INT8, weight: WEIGHT_PER_TENSOR, bias: bias_of(node, per_channel=False)}, INT8
+        )
     elif node.target is aten.add.Tensor:
         first, second = node.args
         shared = SharedQuantizationSpec((first, node))
@@ -80,55 +72,32 @@ def tutorial(node: Node) -> None:
 
 @pytest.fixture(scope="module")
 def program() -> torch.export.ExportedProgram:
-    return export(
-        seeded(
-            Model(
-                lambda m, x: torch.sigmoid(m.a(x) + torch.tanh(m.b(x))),
-                a=nn.Linear(4, 4),
-                b=nn.Linear(4, 4),
-            )
-        ),
-        randn(6, 4),
-    )
-
-
-@pytest.fixture(scope="module")
-def converted(program: torch.export.ExportedProgram) -> GraphModule:
-    return convert(program, Annotator(tutorial), randn(6, 4))
+    layers = {"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)}
+    model = Model(lambda m, x: torch.sigmoid(m.a(x) + torch.tanh(m.b(x))), **layers)
+    return export(seeded(model), randn(6, 4))
 
 
 def test_the_tutorials_groups(program: torch.export.ExportedProgram) -> None:
-    assert groups_of(prepare(program, Annotator(tutorial))) == {
-        frozenset({"x -> linear", "x -> linear_1"}),
-        frozenset({"a_weight -> linear"}),
-        frozenset({"b_weight -> linear_1"}),
-        frozenset({"a_bias -> linear"}),
-        frozenset({"b_bias -> linear_1"}),
-        frozenset(
-            {
-                "output of linear",
-                "linear -> add",
-                "tanh -> add",
-                "output of add",
-                "add -> sigmoid",
-            }
-        ),
-        frozenset({"output of linear_1"}),
-        frozenset({"output of sigmoid"}),
-    }
+    sum_and_all_around_it = {
+        "output of linear", "linear -> add", "tanh -> add", "output of add", "add -> sigmoid",
+    }  # fmt: skip
+    alone = (
+        *("a_weight -> linear", "b_weight -> linear_1", "a_bias -> linear", "b_bias -> linear_1"),
+        *("output of linear_1", "output of sigmoid"),
+    )
+    groups = [sum_and_all_around_it, {"x -> linear", "x -> linear_1"}, *({one} for one in alone)]
+    assert groups_of(prepare(program, Annotator(tutorial))) == set(map(frozenset, groups))
 
 
-def test_the_inputs_and_the_output_of_a_sum_have_one_scale(converted: GraphModule) -> None:
-    (add,) = nodes_calling(converted, "add")
-    (after,) = add.users
-    scales = {node.args[1:] for node in (*add.all_input_nodes, after)}
-    assert len(scales) == 1
-
-
-def test_fixed_parameters_are_used_as_given(converted: GraphModule) -> None:
-    (sigmoid,) = nodes_calling(converted, "sigmoid")
-    (quantize,) = sigmoid.users
+def test_the_tutorials_model(program: torch.export.ExportedProgram) -> None:
+    """One scale for a sum's inputs and output, fixed parameters as given, and close to the float model."""
+    x = randn(6, 4)
+    converted = convert(program, Annotator(tutorial), x)
+    (add,), (sigmoid,) = (nodes_calling(converted, name) for name in ("add", "sigmoid"))
+    (after,), (quantize,) = add.users, sigmoid.users
+    assert len({node.args[1:] for node in (*add.all_input_nodes, after)}) == 1
     assert quantize.args[1:] == (1 / 256, 0, 0, 255, torch.uint8)
+    assert sqnr(program.module()(x), converted(x)) > 30
 
 
 @pytest.mark.parametrize("per_channel", [False, True], ids=["per tensor", "per channel"])
@@ -137,30 +106,21 @@ def test_a_derived_bias_is_int32_with_the_scale_of_the_product(per_channel: bool
         if node.target is aten.linear.default:
             x, weight, bias = node.args
             spec = WEIGHT if per_channel else WEIGHT_PER_TENSOR
-            annotate(node, {x: INT8, weight: spec, bias: derived_bias(node, per_channel)})
+            annotate(node, {x: INT8, weight: spec, bias: bias_of(node, per_channel=per_channel)})
 
     model, x = seeded(nn.Linear(4, 3)), randn(6, 4)
     converted = convert(export(model, x), Annotator(annotate_linear), x)
     (linear,) = nodes_calling(converted, "linear")
-    read_x, read_weight, read_bias = linear.args
     state = converted.state_dict()
-    assert not any(
-        tensor.dtype is torch.float32 and name == "bias" for name, tensor in state.items()
-    )
+    x_scale, weight_scale, bias_scale = (read.args[1] for read in linear.args)
+    if per_channel:
+        weight_scale, bias_scale = state[weight_scale.target], state[bias_scale.target]
+    weight_scale, bias_scale = torch.as_tensor(weight_scale), torch.as_tensor(bias_scale)
+    assert not any(t.dtype is torch.float32 for name, t in state.items() if name == "bias")
     (integers,) = (tensor for tensor in state.values() if tensor.dtype is torch.int32)
-    weight_scale = (
-        state[read_weight.args[1].target] if per_channel else torch.tensor(read_weight.args[1])
-    )
-    bias_scale = state[read_bias.args[1].target] if per_channel else torch.tensor(read_bias.args[1])
-    assert torch.allclose(bias_scale, weight_scale * read_x.args[1], rtol=1e-6)
+    assert torch.allclose(bias_scale, weight_scale * x_scale, rtol=1e-6)
     assert torch.equal(integers, torch.round(model.bias / bias_scale).to(torch.int32))
     assert sqnr(model(x), converted(x)) > 35
-
-
-def test_the_tutorials_model_is_close_to_the_float_one(
-    program: torch.export.ExportedProgram, converted: GraphModule
-) -> None:
-    assert sqnr(program.module()(randn(6, 4)), converted(randn(6, 4))) > 30
 
 
 def test_fused_operators_are_one_claim() -> None:
@@ -184,38 +144,6 @@ def test_fused_operators_are_one_claim() -> None:
     )
 
 
-PEER = {"quant_min": -128, "quant_max": 127, "qscheme": torch.per_tensor_affine, "ch_axis": None}
-
-
-@pytest.mark.parametrize(
-    ("spec", "kind"),
-    [
-        pytest.param(
-            SimpleNamespace(
-                dtype=torch.int8, observer_or_fake_quant_ctr=max, is_dynamic=False, **PEER
-            ),
-            QuantizationSpec,
-            id="plain",
-        ),
-        pytest.param(SimpleNamespace(edge_or_node=None), SharedQuantizationSpec, id="shared"),
-        pytest.param(
-            SimpleNamespace(dtype=torch.int8, scale=0.5, zero_point=3, **PEER),
-            FixedQParamsQuantizationSpec,
-            id="fixed",
-        ),
-        pytest.param(
-            SimpleNamespace(dtype=torch.int8, derived_from=[], derive_qparams_fn=max, **PEER),
-            DerivedQuantizationSpec,
-            id="derived",
-        ),
-    ],
-)
-def test_specifications_of_other_packages_are_known_by_their_shape(spec: Any, kind: Any) -> None:
-    ours = native_spec(spec)
-    assert type(ours) is kind
-    assert all(getattr(ours, name, value) == value for name, value in vars(spec).items())
-
-
 def linears(output: Any = INT8) -> Callable[[Node], None]:
     def annotate_node(node: Node) -> None:
         if node.target is aten.linear.default:
@@ -224,36 +152,25 @@ def linears(output: Any = INT8) -> Callable[[Node], None]:
     return annotate_node
 
 
-def overwrite(node: Node) -> None:
-    linears(UINT8)(node)
+def in_the_map(edit: Callable[[Node, dict[Any, Any]], Any]) -> Callable[[Node], None]:
+    def annotate_node(node: Node) -> None:
+        if node.target is aten.linear.default:
+            edit(node, node.meta[ANNOTATION_KEY].input_qspec_map)
+
+    return annotate_node
 
 
-def clear(node: Node) -> None:
-    if ANNOTATION_KEY in node.meta:
-        node.meta[ANNOTATION_KEY].input_qspec_map.clear()
-
-
-def remove(node: Node) -> None:
-    node.meta.pop(ANNOTATION_KEY, None)
-
-
-def add_an_edge(node: Node) -> None:
-    if node.target is aten.linear.default:
-        node.meta[ANNOTATION_KEY].input_qspec_map[node.args[2]] = INT8
-
-
-def replace_an_edge(node: Node) -> None:
-    if node.target is aten.linear.default:
-        node.meta[ANNOTATION_KEY].input_qspec_map[node.args[0]] = UINT8
-
-
-CHANGES = [
-    pytest.param(overwrite, "changed", id="overwrites"),
-    pytest.param(replace_an_edge, "changed", id="replaces an edge in place"),
-    pytest.param(clear, "changed", id="clears in place"),
-    pytest.param(add_an_edge, "changed", id="adds an edge in place"),
-    pytest.param(remove, "removed", id="removes"),
-]
+CHANGES: dict[str, tuple[Callable[[Node], Any], str]] = {
+    "overwrites": (linears(UINT8), "changed"),
+    "replaces an edge in place": (
+        in_the_map(lambda node, edges: edges.update({node.args[0]: UINT8})), "changed",
+    ),
+    "clears in place": (in_the_map(lambda node, edges: edges.clear()), "changed"),
+    "adds an edge in place": (
+        in_the_map(lambda node, edges: edges.update({node.args[2]: INT8})), "changed",
+    ),
+    "removes": (lambda node: node.meta.pop(ANNOTATION_KEY, None), "removed"),
+}  # fmt: skip
 EARLIER = [
     pytest.param(Annotator(linears(), "earlier"), id="after an annotator"),
     pytest.param(toy(LINEAR, name="earlier"), id="after a rule table"),
@@ -261,7 +178,7 @@ EARLIER = [
 
 
 @pytest.mark.parametrize("earlier", EARLIER)
-@pytest.mark.parametrize(("change", "word"), CHANGES)
+@pytest.mark.parametrize(("change", "word"), CHANGES.values(), ids=CHANGES)
 def test_a_changed_annotation_is_an_error_or_undone(
     earlier: Quantizer, change: Any, word: str, program: torch.export.ExportedProgram
 ) -> None:
@@ -301,28 +218,3 @@ def test_later_members_see_what_is_taken(program: torch.export.ExportedProgram) 
     assert set(seen) == {
         ("linear", True), ("linear_1", True), ("tanh", False), ("add", False), ("sigmoid", False),
     }  # fmt: skip
-
-
-def _retarget(node: Node) -> None:
-    if node.target is aten.linear.default:
-        node.target = aten.bilinear.default
-
-
-def _rewire(node: Node) -> None:
-    if node.target is aten.add.Tensor:
-        node.args = (node.args[1], node.args[0])
-
-
-def _scale(node: Node) -> None:
-    if node.target is aten.add.Tensor:
-        node.kwargs = {"alpha": 2}
-
-
-@pytest.mark.parametrize(
-    ("edit", "named"), [(_retarget, "linear, linear_1"), (_rewire, "add"), (_scale, "add")]
-)
-def test_an_edit_that_keeps_the_names_of_nodes_is_no_annotation(
-    program: torch.export.ExportedProgram, edit: Callable[[Node], None], named: str
-) -> None:
-    with pytest.raises(qompose.UserError, match=rf"editor: annotate .*{named}"):
-        prepare(program, qompose.compose(toy(LINEAR), Annotator(edit, "editor")))

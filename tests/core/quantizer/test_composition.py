@@ -14,9 +14,10 @@ import torch
 from qompose import ComposableQuantizer, Quantizer, UserError
 from qompose.errors import ConfigError, MemberError
 from qompose.program.meta import ANNOTATION_KEY
+from qompose.quantizer.composition import Restrained
 from qompose.spec.claim import Claim
-from torch import Tensor, nn
-from torch.fx import GraphModule
+from torch import nn
+from torch.fx import GraphModule, Node
 
 from tests.core.toy import (
     DYNAMIC,
@@ -41,17 +42,13 @@ from tests.core.toy import (
 from tests.zoo import by_name
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.head(torch.sigmoid(self.body(x))))
+def net() -> nn.Module:
+    layers = {"body": nn.Linear(4, 4), "head": nn.Linear(4, 2)}
+    return Model(lambda m, x: torch.tanh(m.head(torch.sigmoid(m.body(x)))), **layers)
 
 
 X = randn(6, 4)
-PROGRAM = export(seeded(Net()), X)
+PROGRAM = export(seeded(net()), X)
 
 # What a composition answers for itself, and why that is no hook of a member.
 OWN = {
@@ -69,15 +66,9 @@ def interface() -> list[str]:
     return [name for name in dir(Quantizer) if not name.startswith("_")]
 
 
-@pytest.mark.parametrize("name", [n for n in interface() if n not in OWN])
-def test_a_composition_answers_for_its_members(name: str) -> None:
+def test_a_composition_answers_for_its_members() -> None:
     """A name that is new to the interface must be forwarded, or said here not to be."""
-    assert name in vars(ComposableQuantizer), f"ComposableQuantizer does not forward {name}"
-
-
-def test_nothing_is_excused_that_is_not_there() -> None:
-    assert set(OWN) <= set(interface())
-    assert not set(OWN) - {"on_conflict"} & set(vars(ComposableQuantizer))
+    assert set(interface()) - set(vars(ComposableQuantizer)) == set(OWN)
 
 
 class Recorder(Quantizer):
@@ -133,6 +124,8 @@ def test_every_hook_of_every_member_is_called() -> None:
     assert {"linear", "linear_1"} <= annotated  # by another member: it is the composed program
     _, places = next(a for n, a in members[1].calls if n == "prepare_obs_or_fq_callback")
     assert len(places) == len({p for g in plan_of(prepared).groups for p in g.points})
+    prepare(PROGRAM, alone := Recorder("alone"))
+    assert [name for name, _ in alone.calls] == [name for name, _ in members[1].calls]
 
 
 @pytest.mark.parametrize("name", ["cond_conv", "scalars"])
@@ -150,25 +143,11 @@ def test_checks_are_called_once_however_many_drafts_there_are(name: str) -> None
 @pytest.mark.parametrize("name", sorted(ON_DEMAND))
 def test_questions_reach_the_members(name: str) -> None:
     members = [Recorder(label) for label in "abc"]
-    both = qompose.compose(*members)
-    claim = Claim(
-        owner="b", rule="r", anchor="linear", nodes=("linear",), output="linear", specs=()
-    )
-    arguments: dict[str, tuple[Any, ...]] = {
-        "objection_to_rewrite": (claim, []),
-        "objection_to_spec": (claim, INT8),
-        "quantization_capabilities": (),
-    }
-    getattr(both, name)(*arguments[name])
+    claim = Claim(owner="b", rule="r", anchor="x", nodes=("x",), output="x", specs=())
+    arguments = {"objection_to_rewrite": (claim, []), "objection_to_spec": (claim, INT8)}
+    getattr(qompose.compose(*members), name)(*arguments.get(name, ()))
     asked = ["b"] if name.startswith("objection") else ["a", "b", "c"]
     assert [member.label for member in members if member.count(name)] == asked
-
-
-def failing(hook: str) -> Quantizer:
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        raise ZeroDivisionError("oops")
-
-    return type("Failing", (NullQuantizer,), {hook: fail, "name": "failing"})()
 
 
 HOOKS = ("annotate", "transform_for_annotation", "validate", "prepare_obs_or_fq_callback")
@@ -177,22 +156,27 @@ HOOKS = ("annotate", "transform_for_annotation", "validate", "prepare_obs_or_fq_
 @pytest.mark.parametrize("alone", [True, False], ids=["alone", "composed"])
 @pytest.mark.parametrize("hook", HOOKS)
 def test_a_member_that_raises_is_named(hook: str, alone: bool) -> None:
-    member = failing(hook)
-    quantizer = member if alone else qompose.compose(toy(LINEAR), member)
+    def fail(*args: Any) -> Any:
+        raise ZeroDivisionError("oops")
+
+    member = type("Failing", (NullQuantizer,), {hook: fail, "name": "failing"})()
     with pytest.raises(MemberError, match=hook) as caught:
-        prepare(PROGRAM, quantizer)
+        prepare(PROGRAM, member if alone else qompose.compose(toy(LINEAR), member))
     assert alone or "failing" in str(caught.value)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
-def test_a_member_may_annotate_and_return_nothing() -> None:
-    class Silent(NullQuantizer):
-        def annotate(self, model: GraphModule) -> GraphModule:  # type: ignore[return]
-            for node in model.graph.nodes:
-                if node.target is aten.tanh.default:
-                    annotate(node, {node.args[0]: INT8}, INT8)
+def tanh(node: Node) -> None:
+    if node.target is aten.tanh.default:
+        annotate(node, {node.args[0]: INT8}, INT8)
 
-    assert claimed(prepare(PROGRAM, qompose.compose(Silent(), toy(LINEAR)))) == {
+
+def test_a_member_may_annotate_and_return_nothing() -> None:
+    class Silent(Annotator):
+        def annotate(self, model: GraphModule) -> GraphModule:  # type: ignore[return]
+            super().annotate(model)
+
+    assert claimed(prepare(PROGRAM, qompose.compose(Silent(tanh), toy(LINEAR)))) == {
         "annotation": ("tanh",), "linear": ("linear",), "linear'": ("linear_1",),
     }  # fmt: skip
 
@@ -200,33 +184,29 @@ def test_a_member_may_annotate_and_return_nothing() -> None:
 class TestNesting:
     """Compositions of compositions."""
 
-    def test_members_keep_their_order(self) -> None:
-        a, b, c, d = (NullQuantizer() for _ in range(4))
-        nested = qompose.compose(a, qompose.compose(b, qompose.compose(c)), d)
-        assert nested.members == (a, b, c, d)
-
     def test_the_result_is_that_of_the_flat_one(self) -> None:
         def members() -> list[Quantizer]:
             return [toy(SIGMOID, name="s"), toy(LINEAR, name="l"), toy(name="rest")]
 
         one, two, three = members()
-        nested = prepare(PROGRAM, qompose.compose(one, qompose.compose(two, three)))
+        composed = qompose.compose(one, qompose.compose(two, qompose.compose(three)))
+        assert composed.members == (one, two, three)
+        nested = prepare(PROGRAM, composed)
         flat = prepare(PROGRAM, qompose.compose(*members()))
         assert graph_text(nested) == graph_text(flat)
         assert plan_of(nested) == plan_of(flat)
 
     @pytest.mark.parametrize(("inner", "outer"), [("first", "error"), ("error", "first")])
     def test_two_policies_are_refused(self, inner: str, outer: str) -> None:
-        pair = qompose.compose(toy(LINEAR), NullQuantizer(), on_conflict=inner)
-        with pytest.raises(ConfigError, match=rf"toy\+NullQuantizer .*'{inner}'"):
-            qompose.compose(pair, NullQuantizer(), on_conflict=outer)
-        assert qompose.compose(pair, NullQuantizer(), on_conflict=inner).on_conflict == inner
-
-    def test_the_policy_of_a_composition_of_one_is_not_lost(self) -> None:
-        alone = qompose.compose(toy(LINEAR), on_conflict="first")
-        with pytest.raises(ConfigError, match="'first'"):
-            qompose.compose(alone, NullQuantizer())
-        assert qompose.compose(alone, NullQuantizer(), on_conflict="first").members[0].name == "toy"
+        for members, name in (
+            ([toy(LINEAR), NullQuantizer()], r"toy\+NullQ.* "),
+            ([toy(LINEAR)], ""),
+        ):
+            nested = qompose.compose(*members, on_conflict=inner)
+            with pytest.raises(ConfigError, match=f"{name}.*'{inner}'"):
+                qompose.compose(nested, NullQuantizer(), on_conflict=outer)
+            composed = qompose.compose(nested, NullQuantizer(), on_conflict=inner)
+            assert (composed.on_conflict, composed.members[0].name) == (inner, "toy")
 
     def test_hooks_of_a_nested_subclass_are_called(self) -> None:
         """It may check what its members cannot."""
@@ -241,13 +221,6 @@ class TestNesting:
         prepare(PROGRAM, qompose.compose(Checking([inner, toy(LINEAR)]), NullQuantizer()))
         assert len(seen) == 1
         assert inner.count("validate") == 1
-
-
-def test_a_member_alone_is_called_as_often_as_in_a_composition() -> None:
-    alone, together = Recorder("alone"), Recorder("together")
-    prepare(PROGRAM, alone)
-    prepare(PROGRAM, qompose.compose(toy(LINEAR), together))
-    assert [name for name, _ in alone.calls] == [name for name, _ in together.calls]
 
 
 @pytest.mark.parametrize("policy", ["last", "", None])
@@ -281,36 +254,21 @@ def test_no_two_members_have_one_label(names: list[str], labels: list[str]) -> N
     assert [label for label, _ in composed.labelled_members] == labels
 
 
-class TestOneBackendTwice:
+def test_one_backend_twice_has_two_labels() -> None:
     """A static body and a dynamic head: which is which can be read everywhere."""
-
-    def both(self) -> Quantizer:
-        head = toy(LINEAR, config=None).set_module_name("head", DYNAMIC)
-        return qompose.compose(head, toy(LINEAR, SIGMOID))
-
-    def test_each_has_a_label_of_its_own(self) -> None:
-        report = qompose.report(prepare(PROGRAM, self.both()))
-        owners = {
-            row.module: (row.owner, row.config, row.selector) for row in report.rows if row.macs
-        }
-        assert owners == {
-            "body": ("toy#2", "static", "global"),
-            "head": ("toy", "dynamic", "module name head"),
-        }
-        assert [(r[0], r[2], r[3]) for r in report.by_owner()] == [
-            ("toy#2", "static", "global"), ("toy", "dynamic", "module name head"),
-        ]  # fmt: skip
+    head = toy(LINEAR, config=None).set_module_name("head", DYNAMIC)
+    report = qompose.report(prepare(PROGRAM, qompose.compose(head, toy(LINEAR, SIGMOID))))
+    owners = {r.module: (r.owner, r.config, r.selector) for r in report.rows if r.macs}
+    static, dynamic = ("toy#2", "static", "global"), ("toy", "dynamic", "module name head")
+    assert owners == {"body": static, "head": dynamic}
+    assert [(r[0], r[2], r[3]) for r in report.by_owner()] == [static, dynamic]
 
 
 class TestState:
     """A quantizer is settings; what it saw is gone."""
 
     def members(self) -> list[Quantizer]:
-        def look(node: Any) -> None:
-            if node.target is aten.tanh.default:
-                annotate(node, {node.args[0]: INT8}, INT8)
-
-        return [toy(LINEAR).set_module_name("head", STATIC), Annotator(look), NullQuantizer()]
+        return [toy(LINEAR).set_module_name("head", STATIC), Annotator(tanh), NullQuantizer()]
 
     def test_no_graph_is_kept_alive(self) -> None:
         """Neither the program, nor the copies that members were shown, nor what came of it."""
@@ -329,36 +287,33 @@ class TestState:
                 watched.append(weakref.ref(model))
 
         quantizer = qompose.compose(*self.members(), Watching())
-        module = export(seeded(Net()), X).module(check_guards=False)
+        module = export(seeded(net()), X).module(check_guards=False)
         prepared = prepare(module, quantizer)
         assert len(watched) >= 3
-        watched += [
-            weakref.ref(thing) for thing in (module, module.graph, prepared, prepared.graph)
-        ]
+        watched += map(weakref.ref, (module, module.graph, prepared, prepared.graph))
         del module, prepared
         gc.collect()
         assert [ref() for ref in watched] == [None] * len(watched)
         assert len(quantizer.members) == 4
 
     def test_reuse_is_as_good_as_new(self) -> None:
-
-        programs = [
-            PROGRAM,
-            export(
-                seeded(
-                    Model(
-                        lambda m, x: torch.tanh(m.more(m.head(x))),
-                        head=nn.Linear(4, 4),
-                        more=nn.Linear(4, 3),
-                    )
-                ),
-                X,
-            ),
-            export(seeded(Net(), seed=3), randn(2, 4)),
-        ]
+        other = Model(lambda m, x: torch.tanh(m.head(x)), head=nn.Linear(4, 4))
+        programs = [PROGRAM, export(seeded(other), X), export(seeded(net(), seed=3), randn(2, 4))]
         used = qompose.compose(*self.members())
         for program in programs:
             again = prepare(program, used)
             fresh = prepare(program, qompose.compose(*self.members()))
             assert graph_text(again) == graph_text(fresh)
             assert plan_of(again) == plan_of(fresh)
+
+
+def test_a_restrained_member_keeps_the_order_of_its_claims() -> None:
+    member = toy(SIGMOID, LINEAR)
+    (_, setting) = toy().set_module_name("head", None).selectors.settings
+    proposals = [
+        quantizer.bound(model := PROGRAM.module()).propose(model, ())
+        for quantizer in (member, Restrained(member, [setting]))
+    ]
+    own, kept = ([claim.nodes for claim in proposal.claims] for proposal in proposals)
+    assert own == [("sigmoid",), ("linear",), ("linear_1",)] and kept == own[:2]
+    assert [refused.nodes for refused in proposals[1].rejections] == own[2:]

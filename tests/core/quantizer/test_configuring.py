@@ -13,8 +13,9 @@ import pytest
 import qompose
 import torch
 import torch.nn.functional as F
-from qompose import QomposeError, RuleQuantizer
+from qompose import ComposableQuantizer, QomposeError, RuleQuantizer
 from qompose.errors import ConfigError, PluginError, SelectorError
+from qompose.quantizer import quantizer_from_dict, quantizer_from_json
 from torch import nn
 
 from tests.core.backend.test_plugins import backend, install
@@ -46,6 +47,10 @@ def alpha(name: str = "alpha") -> RuleQuantizer:
     return RuleQuantizer(ToyBackend(name=name))
 
 
+def read(*entries: Any) -> Any:
+    return quantizer_from_dict({"backend": "alpha", "selectors": [*entries]})
+
+
 SETTINGS: dict[str, Callable[[RuleQuantizer], Any]] = {
     "global": lambda q: q.set_global(STATIC),
     "module type": lambda q: q.set_module_type(nn.Linear, DYNAMIC),
@@ -68,7 +73,7 @@ class TestRoundTrip:
     def test_each_setting(self, setting: Callable[[RuleQuantizer], Any]) -> None:
         quantizer = alpha()
         setting(quantizer)
-        again = qompose.quantizer.quantizer_from_json(quantizer.to_json())
+        again = quantizer_from_json(quantizer.to_json())
         assert isinstance(again, RuleQuantizer)
         assert again.selectors == quantizer.selectors
         assert again.to_dict() == quantizer.to_dict()
@@ -78,14 +83,14 @@ class TestRoundTrip:
         for name, setting in SETTINGS.items():
             if name not in ("function", "regex", "packet"):
                 setting(quantizer)
-        again: Any = qompose.quantizer.quantizer_from_json(quantizer.to_json())
+        again: Any = quantizer_from_json(quantizer.to_json())
         assert configs(CALLS, again) == configs(CALLS, quantizer)
         assert len(set(configs(CALLS, again).values())) > 2
 
     def test_compositions(self) -> None:
         inner = qompose.compose(alpha("beta").set_global(None), on_conflict="first")
         composed = qompose.compose(alpha().set_global(STATIC), inner, on_conflict="first")
-        again = qompose.quantizer.quantizer_from_json(composed.to_json())
+        again = quantizer_from_json(composed.to_json())
         assert again.to_dict() == composed.to_dict()
         assert [member.name for member in again.members] == ["alpha", "beta"]
 
@@ -96,8 +101,7 @@ class TestRoundTrip:
         assert other["weight"]["qscheme"] == "per_tensor_symmetric"
 
     def test_the_defaults_of_a_backend_are_replaced(self) -> None:
-        again: Any = qompose.quantizer.quantizer_from_dict({"backend": "alpha", "selectors": []})
-        assert again.selectors.settings == []
+        assert read().selectors.settings == []
 
 
 def test_a_backend_that_makes_no_quantizer_is_named(install: Any) -> None:
@@ -110,19 +114,12 @@ def test_a_backend_that_makes_no_quantizer_is_named(install: Any) -> None:
 def test_names_as_people_write_them(install: Any) -> None:
     install(alpha=backend("alpha"))
     data = {"select": "object type", "module type": "torch.nn.Linear", "config": "static"}
-    again: Any = qompose.quantizer.quantizer_from_dict({"backend": "alpha", "selectors": [data]})
-    assert again.selectors == alpha().set_module_type(nn.Linear, STATIC).selectors
+    assert read(data).selectors == alpha().set_module_type(nn.Linear, STATIC).selectors
 
 
-GOOD = {
-    "on_conflict": "error",
-    "members": [
-        {
-            "backend": "alpha",
-            "selectors": [{"select": "module name", "name": "inner", "config": "static"}],
-        }
-    ],
-}
+SELECTOR = {"select": "module name", "name": "inner", "config": "static"}
+GOOD = {"on_conflict": "error", "members": [{"backend": "alpha", "selectors": [SELECTOR]}]}
+LEFT_OUT = object()
 ENTRY = ("members", 0, "selectors", 0)
 BAD: list[tuple[str, tuple[Any, ...], Any, str]] = [
     ("unknown key at the top", ("on_conflicts",), "error", "'on_conflicts'.*'on_conflict'"),
@@ -142,6 +139,7 @@ BAD: list[tuple[str, tuple[Any, ...], Any, str]] = [
     ("an empty name", (*ENTRY, "name"), "", "module"),
     ("unknown configuration", (*ENTRY, "config"), "statik", "'static'"),
     ("malformed configuration", (*ENTRY, "config"), {"wait": 1}, "wait"),
+    *((f"no {key}", (*ENTRY, key), LEFT_OUT, key) for key in ("select", "name", "config")),
 ]  # fmt: skip
 
 
@@ -154,21 +152,21 @@ class TestErrors:
     )
     def test_bad_data(self, path: tuple[Any, ...], value: Any, message: str) -> None:
         data: Any = copy.deepcopy(GOOD)
-        assert qompose.quantizer.quantizer_from_dict(data)
+        assert quantizer_from_dict(data)
         *parents, last = path
         place = data
         for key in parents:
             place = place[key]
         place[last] = value
-        with pytest.raises(QomposeError, match=f"(?s){message}"):
-            qompose.quantizer.quantizer_from_dict(data)
+        if value is LEFT_OUT:
+            del place[last]
+        kind = ConfigError if value is LEFT_OUT else QomposeError
+        with pytest.raises(kind, match=f"(?s){message}"):
+            quantizer_from_dict(data)
 
-    @pytest.mark.parametrize("missing", ["select", "name", "config"])
-    def test_missing_keys(self, missing: str) -> None:
-        data: Any = copy.deepcopy(GOOD)
-        del data["members"][0]["selectors"][0][missing]
-        with pytest.raises(ConfigError, match=missing):
-            qompose.quantizer.quantizer_from_dict(data)
+    def test_selectors_are_a_list(self) -> None:
+        with pytest.raises(ConfigError, match="list"):
+            quantizer_from_dict({"backend": "alpha", "selectors": {"select": "global"}})
 
     @pytest.mark.parametrize(
         ("key", "name", "message"),
@@ -191,26 +189,19 @@ class TestErrors:
         entry = {"select": "object type", key: name, "config": None}
         imported = set(sys.modules)
         with pytest.raises((SelectorError, ConfigError), match=f"(?s){message}"):
-            qompose.quantizer.quantizer_from_dict({"backend": "alpha", "selectors": [entry]})
+            read(entry)
         assert set(sys.modules) == imported, "reading data imports nothing"
 
     def test_a_class_that_is_not_imported_yet_is_known_by_its_name(self) -> None:
         entry = {"select": "object type", "module type": "some.model.Block", "config": None}
-        again: Any = qompose.quantizer.quantizer_from_dict(
-            {"backend": "alpha", "selectors": [entry]}
-        )
+        again = read(entry)
         assert again.to_dict()["selectors"] == [entry]
         (note,) = plan_of(prepare(CALLS, again.set_global(STATIC))).notes
         assert "some.model.Block" in note
 
     def test_a_subclass_is_code(self) -> None:
-        class Own(RuleQuantizer):
-            pass
-
-        class Composed(qompose.ComposableQuantizer):
-            pass
-
-        for quantizer in (Own(ToyBackend(name="alpha")), Composed([alpha()])):
+        own, composed = (type("Own", (k,), {}) for k in (RuleQuantizer, ComposableQuantizer))
+        for quantizer in (own(ToyBackend(name="alpha")), composed([alpha()])):
             with pytest.raises(ConfigError, match="alpha"):
                 quantizer.to_dict()
 
@@ -219,7 +210,7 @@ class TestErrors:
         install(gamma=backend("gamma", rules=(static,)))
         data = toy(LINEAR, config=DYNAMIC, name="gamma").to_dict()
         with pytest.raises(ConfigError, match="dynamic"):
-            qompose.quantizer.quantizer_from_dict(data)
+            quantizer_from_dict(data)
 
     @pytest.mark.parametrize(
         ("quantizer", "message"),
@@ -239,4 +230,4 @@ class TestErrors:
     )
     def test_text_that_is_no_configuration(self, text: str) -> None:
         with pytest.raises(ConfigError):
-            qompose.quantizer.quantizer_from_json(text)
+            quantizer_from_json(text)

@@ -10,10 +10,11 @@ import pytest
 import qompose
 import torch
 from qompose import QuantizationConfig
-from qompose.backend import OperatorPattern, TensorConstraint
+from qompose.backend import OperatorPattern, Pattern, TensorConstraint
 from qompose.errors import ConfigError, MemberError
 from qompose.spec.claim import Point
 from torch import Tensor, nn
+from torch.fx import GraphModule
 from torch.nn import functional as F
 
 from tests.core.toy import (
@@ -29,6 +30,7 @@ from tests.core.toy import (
     UINT8,
     WEIGHT,
     WEIGHT_ONLY,
+    Model,
     claimed,
     export,
     groups_of,
@@ -47,77 +49,54 @@ class Calls(nn.Module):
 
     def __init__(self, function: Any) -> None:
         super().__init__()
-        self.function = function
-        self.linear = nn.Linear(3, 3)
+        self.function, self.linear = function, nn.Linear(3, 3)
 
     def forward(self, x: Tensor, y: Tensor) -> Any:
         return self.function(self.linear, x, y)
 
 
 X, Y = randn(2, 3), randn(2, 3, seed=1)
-GUARDED = rule(
-    "guarded", OperatorPattern((aten.tanh.default,)), activations=("self",),
-    guard=lambda match: "it is Tuesday" if match.node("self") is not None else None,
-)  # fmt: skip
-NARROW = TensorConstraint(
-    dtypes=frozenset({torch.int8}),
-    qschemes=frozenset({torch.per_tensor_affine}),
-    quant_min_lower_bound=-127,
+
+
+def prepared_by(quantizer: qompose.Quantizer, function: Any) -> GraphModule:
+    return prepare(export(Calls(function), X, Y), quantizer)
+
+
+def tanh(name: str, **facts: Any) -> Any:
+    return rule(name, OperatorPattern((aten.tanh.default,)), activations=("self",), **facts)
+
+
+TANH, STATIC_ONLY = tanh("tanh"), tanh("static_only", modes=frozenset({"static"}))
+GUARDED = tanh(
+    "guarded", guard=lambda match: "it is Tuesday" if match.node("self") is not None else None
 )
-CONSTRAINED = rule(
-    "constrained", OperatorPattern((aten.tanh.default,)), activations=("self",),
-    accepts={"activation": NARROW},
-)  # fmt: skip
-STATIC_ONLY = rule(
-    "static_only", OperatorPattern((aten.tanh.default,)), activations=("self",),
-    modes=frozenset({"static"}),
-)  # fmt: skip
-TANH = rule("tanh", OperatorPattern((aten.tanh.default,)), activations=("self",))
+TENSOR_WISE: dict[str, Any] = {
+    "dtypes": {torch.int8}, "qschemes": {torch.per_tensor_affine},
+}  # fmt: skip
+NARROW = TensorConstraint(**TENSOR_WISE, quant_min_lower_bound=-127)
+CONSTRAINED = tanh("constrained", accepts={"activation": NARROW})
 
-REASONS = [
-    pytest.param(
-        ADD, STATIC, lambda m, x, y: x + 2, "add", "other", id="a number"
-    ),
-    pytest.param(
-        ADD, STATIC, lambda m, x, y: x + y.long(), "add", "other (to)", id="integers"
-    ),
-    pytest.param(
+BARE = QuantizationConfig(INT8, INT8, None, name="bare")
+REASONS: dict[str, tuple[Any, Any, Any, str, str]] = {
+    "a number": (ADD, STATIC, lambda m, x, y: x + 2, "add", "other"),
+    "integers": (ADD, STATIC, lambda m, x, y: x + y.long(), "add", "other (to)"),
+    "booleans in a list": (
         CAT, STATIC, lambda m, x, y: torch.cat([x, y > 0]).float(), "cat", "(gt) is bool",
-        id="booleans in a list",
     ),
-    pytest.param(
-        LINEAR, STATIC, lambda m, x, y: F.linear(x, y * 2), "linear",
-        "weight", id="a computed weight",
-    ),
-    pytest.param(
-        LINEAR, STATIC, lambda m, x, y: F.linear(x, y), "linear",
-        "weight", id="an input for a weight",
-    ),
-    pytest.param(GUARDED, STATIC, lambda m, x, y: x.tanh(), "tanh", "it is Tuesday", id="a guard"),
-    pytest.param(
-        CONSTRAINED, STATIC, lambda m, x, y: x.tanh(), "tanh",
-        "quant_min=-128", id="a constraint",
-    ),
-    pytest.param(
-        STATIC_ONLY, DYNAMIC, lambda m, x, y: x.tanh(), "tanh",
-        "static_only", id="a mode",
-    ),
-    pytest.param(
-        TANH, WEIGHT_ONLY, lambda m, x, y: x.tanh(), "tanh",
-        "rule tanh", id="no role",
-    ),
-    pytest.param(
-        LINEAR, QuantizationConfig(INT8, INT8, None, name="bare"), lambda m, x, y: m(x), "linear",
-        "activation-only", id="no weight",
-    ),
-    pytest.param(
-        CAT, STATIC, lambda m, x, y: torch.cat([x, y]), "cat", "input",
-        id="a condition",
-    ),
-]  # fmt: skip
+    "a computed weight": (LINEAR, STATIC, lambda m, x, y: F.linear(x, y * 2), "linear", "weight"),
+    "an input for a weight": (LINEAR, STATIC, lambda m, x, y: F.linear(x, y), "linear", "weight"),
+    "a guard": (GUARDED, STATIC, lambda m, x, y: x.tanh(), "tanh", "it is Tuesday"),
+    "a constraint": (CONSTRAINED, STATIC, lambda m, x, y: x.tanh(), "tanh", "quant_min=-128"),
+    "a mode": (STATIC_ONLY, DYNAMIC, lambda m, x, y: x.tanh(), "tanh", "static_only"),
+    "no role": (TANH, WEIGHT_ONLY, lambda m, x, y: x.tanh(), "tanh", "rule tanh"),
+    "no weight": (LINEAR, BARE, lambda m, x, y: m(x), "linear", "activation-only"),
+    "a condition": (CAT, STATIC, lambda m, x, y: torch.cat([x, y]), "cat", "input"),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("row", "config", "function", "operator", "reason"), REASONS)
+@pytest.mark.parametrize(
+    ("row", "config", "function", "operator", "reason"), REASONS.values(), ids=REASONS
+)
 def test_a_refused_match_has_a_reason(
     row: Any, config: Any, function: Any, operator: str, reason: str
 ) -> None:
@@ -126,8 +105,7 @@ def test_a_refused_match_has_a_reason(
     other = rule(
         "weights", OperatorPattern((aten.embedding.default,)), activations=(), weight="weight"
     )
-    program = export(Calls(function), X, Y)
-    prepared = prepare(program, toy(row, accepting, other, config=config))
+    prepared = prepared_by(toy(row, accepting, other, config=config), function)
     assert claimed(prepared) == {}
     found = {row.name: row.reason for row in qompose.report(prepared).rows}
     assert found[operator].startswith("toy: ")
@@ -135,74 +113,59 @@ def test_a_refused_match_has_a_reason(
 
 
 def test_the_first_reason_in_order_of_the_rules_is_the_one_reported() -> None:
-    prepared = prepare(
-        export(Calls(lambda m, x, y: x.tanh()), X, Y), toy(GUARDED, CONSTRAINED, ADD)
-    )
+    prepared = prepared_by(toy(GUARDED, CONSTRAINED, ADD), lambda m, x, y: x.tanh())
     (row,) = qompose.report(prepared).rows
     assert row.reason == "toy: it is Tuesday"
 
 
 def test_a_refused_fusion_leaves_no_reason_on_what_a_shorter_rule_took() -> None:
-    program = export(Calls(lambda m, x, y: m(x).relu()), X, Y)
     quantizer = toy(LINEAR_RELU, LINEAR).set_object_type(aten.relu.default, None)
-    rows = {row.name: row for row in qompose.report(prepare(program, quantizer)).rows}
+    prepared = prepared_by(quantizer, lambda m, x, y: m(x).relu())
+    rows = {row.name: row for row in qompose.report(prepared).rows}
     assert (rows["linear"].rule, rows["linear"].reason) == ("linear", "")
     assert "relu" in rows["relu"].reason
 
 
+MAX = rule(
+    "max", OperatorPattern((aten.maximum.default,)), activations=("self", "other"), shares=True
+)
+NO_OUTPUT = rule("linear", *LINEAR.patterns, anchor="op", weight="weight", output=False)
+ALWAYS = rule("cat", *CAT.patterns, activations=("tensors",), shares=True)
+READS, OUTPUT = [{"x -> linear"}, {"linear_weight -> linear"}], {"output of linear"}
+SPECIFIED: dict[str, tuple[Any, Any, Any, list[set[str]]]] = {
+    "static": (LINEAR, STATIC, lambda m, x, y: m(x), [*READS, OUTPUT]),
+    "dynamic": (LINEAR, DYNAMIC, lambda m, x, y: m(x), READS),
+    "weight-only": (LINEAR, WEIGHT_ONLY, lambda m, x, y: m(x), READS[1:]),
+    "one tensor twice": (ADD, STATIC, lambda m, x, y: x + x, [{"x -> add"}, {"output of add"}]),
+    "two tensors": (
+        ADD, STATIC, lambda m, x, y: x + y, [{"x -> add"}, {"y -> add"}, {"output of add"}],
+    ),
+    "no output": (NO_OUTPUT, STATIC, lambda m, x, y: m(x), READS),
+    "all shared": (
+        MAX, STATIC, lambda m, x, y: torch.maximum(x, y),
+        [{"x -> maximum", "y -> maximum", "output of maximum"}],
+    ),
+    "all shared, one tensor twice": (
+        MAX, STATIC, lambda m, x, y: torch.maximum(x, x), [{"x -> maximum", "output of maximum"}],
+    ),
+    "a list with one tensor twice": (
+        ALWAYS, STATIC, lambda m, x, y: torch.cat([x, y, x]),
+        [{"x -> cat", "y -> cat", "output of cat"}],
+    ),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("row", "config", "function", "expected"),
-    [
-        pytest.param(
-            LINEAR, STATIC, lambda m, x, y: m(x),
-            [{"x -> linear"}, {"linear_weight -> linear"}, {"output of linear"}], id="static",
-        ),
-        pytest.param(
-            LINEAR, DYNAMIC, lambda m, x, y: m(x), [{"x -> linear"}, {"linear_weight -> linear"}],
-            id="dynamic",
-        ),
-        pytest.param(
-            LINEAR, WEIGHT_ONLY, lambda m, x, y: m(x), [{"linear_weight -> linear"}],
-            id="weight-only",
-        ),
-        pytest.param(
-            ADD, STATIC, lambda m, x, y: x + x, [{"x -> add"}, {"output of add"}],
-            id="one tensor twice",
-        ),
-        pytest.param(
-            ADD, STATIC, lambda m, x, y: x + y, [{"x -> add"}, {"y -> add"}, {"output of add"}],
-            id="two tensors",
-        ),
-        pytest.param(
-            rule("linear", *LINEAR.patterns, anchor="op", weight="weight", output=False), STATIC,
-            lambda m, x, y: m(x), [{"x -> linear"}, {"linear_weight -> linear"}],
-            id="no output",
-        ),
-        pytest.param(
-            rule("max", OperatorPattern((aten.maximum.default,)), activations=("self", "other"),
-                 shares=True), STATIC, lambda m, x, y: torch.maximum(x, y),
-            [{"x -> maximum", "y -> maximum", "output of maximum"}], id="all shared",
-        ),
-        pytest.param(
-            rule("max", OperatorPattern((aten.maximum.default,)), activations=("self", "other"),
-                 shares=True), STATIC, lambda m, x, y: torch.maximum(x, x),
-            [{"x -> maximum", "output of maximum"}], id="all shared, one tensor twice",
-        ),
-        pytest.param(
-            rule("cat", *CAT.patterns, activations=("tensors",), shares=True), STATIC,
-            lambda m, x, y: torch.cat([x, y, x]), [{"x -> cat", "y -> cat", "output of cat"}],
-            id="a list with one tensor twice",
-        ),
-    ],
-)  # fmt: skip
+    ("row", "config", "function", "expected"), SPECIFIED.values(), ids=SPECIFIED
+)
 def test_specifications(row: Any, config: Any, function: Any, expected: Any) -> None:
-    prepared = prepare(export(Calls(function), X, Y), toy(row, config=config))
+    prepared = prepared_by(toy(row, config=config), function)
     assert groups_of(prepared) == set(map(frozenset, expected))
 
 
 def test_each_role_gets_its_own_specification() -> None:
     config = QuantizationConfig(INT8, UINT8, WEIGHT)
-    prepared = prepare(export(Calls(lambda m, x, y: m(x)), X, Y), toy(LINEAR, config=config))
+    prepared = prepared_by(toy(LINEAR, config=config), lambda m, x, y: m(x))
     assert {group.points[0]: group.spec for group in plan_of(prepared).groups} == {
         Point("x", "linear"): INT8,
         Point("linear_weight", "linear"): WEIGHT,
@@ -211,11 +174,10 @@ def test_each_role_gets_its_own_specification() -> None:
 
 
 def test_a_claim_says_all_that_a_kernel_and_a_report_need() -> None:
-    prepared = prepare(export(Calls(lambda m, x, y: m(x).relu()), X, Y), toy(LINEAR_RELU))
+    prepared = prepared_by(toy(LINEAR_RELU), lambda m, x, y: m(x).relu())
     (claim,) = plan_of(prepared).claims
-    assert (claim.owner, claim.rule, claim.anchor, claim.output) == (
-        "toy", "linear_relu", "linear", "relu",
-    )  # fmt: skip
+    assert (claim.owner, claim.rule) == ("toy", "linear_relu")
+    assert (claim.anchor, claim.output) == ("linear", "relu")
     assert (claim.config, claim.selector, claim.mode) == ("static", "global", "static")
     assert dict(claim.captures)["op"] == "linear"
     roles = {(operand.role, operand.user, operand.position) for operand in claim.operands}
@@ -236,7 +198,7 @@ def test_a_configuration_that_no_rule_can_follow_is_refused_when_it_is_set() -> 
 
 def test_without_a_selector_nothing_is_claimed_and_nothing_refused() -> None:
     silent = qompose.RuleQuantizer(toy(LINEAR).backend)
-    prepared = prepare(export(Calls(lambda m, x, y: m(x)), X, Y), silent)
+    prepared = prepared_by(silent, lambda m, x, y: m(x))
     (row,) = qompose.report(prepared).rows
     assert (row.state, row.owner) == ("float", "")
 
@@ -254,15 +216,25 @@ def test_an_operator_whose_patterns_do_not_fit_says_which_and_what_stands_there(
     assert [note for note in report.notes if "fold_batch_norm" in note]
 
 
-class Heads(nn.Module):
-    """A product of two activations behind a linear, and one in a part of its own."""
+def test_only_what_no_rule_spoke_of_is_a_near_miss() -> None:
+    """The first of the rules that speak of an operator stands for all."""
+    again = dataclasses.replace(LINEAR_RELU, name="again")
+    model = export(Calls(lambda m, x, y: m(x) + (x + 2)), X, Y).module(check_guards=False)
+    found = toy(LINEAR_RELU, again, ADD).bound(model).propose(model, ())
+    assert [claim.nodes for claim in found.claims] == [("add_1",)]
+    refused = [(rejection.rule, rejection.nodes) for rejection in found.rejections]
+    assert refused == [("add", ("add",)), ("linear_relu", ("linear",))]
+    assert "again" in found.rejections[1].reason
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.part = nn.Linear(3, 3), nn.Softmax(-1)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.part(self.linear(x)) @ x.t()
+def test_a_pattern_of_two_values_is_refused() -> None:
+    two = rule("two", Pattern(lambda x: (x.sin(), x.cos()), ((2, 3),), ()), activations=("x",))  # type: ignore[arg-type, return-value]
+    with pytest.raises(ConfigError, match="one operator"):
+        prepare(export(nn.Tanh(), X), toy(two))
+
+
+def test_bounds_may_leave_one_number() -> None:
+    TensorConstraint(**TENSOR_WISE, quant_min_lower_bound=1, quant_max_upper_bound=1)
 
 
 LEFT = {torch.ops.aten.matmul.default: "no unit for it", torch.ops.aten.softmax.int: "no table"}
@@ -279,7 +251,8 @@ LEFT = {torch.ops.aten.matmul.default: "no unit for it", torch.ops.aten.softmax.
 )
 def test_a_backend_says_why_operators_have_no_rule(choose: Any, softmax: str, matmul: str) -> None:
     quantizer = choose(toy(LINEAR, left_in_float=LEFT))
-    program = export(Heads(), randn(2, 3))
+    layers = {"linear": nn.Linear(3, 3), "part": nn.Softmax(-1)}
+    program = export(Model(lambda m, x: m.part(m.linear(x)) @ x.t(), **layers), randn(2, 3))
     reasons = {row.name: row.reason for row in qompose.report(prepare(program, quantizer)).rows}
     assert softmax in reasons["softmax"] and matmul in reasons["matmul"]
     answer = qompose.can_quantize(program, "matmul", quantizer)

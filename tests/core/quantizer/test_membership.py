@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import qompose
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tests.core.toy import (
     ADD,
@@ -30,16 +30,12 @@ from tests.core.toy import (
     toy,
 )
 
-PROGRAM = export(
-    seeded(
-        Model(
-            lambda m, x: torch.tanh(torch.cat([x, torch.sigmoid(m.b(m.a(x)))], 1)),
-            a=nn.Linear(3, 4),
-            b=nn.Linear(4, 4),
-        )
-    ),
-    randn(6, 3),
+MODEL = Model(
+    lambda m, x: torch.tanh(torch.cat([x, torch.sigmoid(m.b(m.a(x)))], 1)),
+    a=nn.Linear(3, 4),
+    b=nn.Linear(4, 4),
 )
+PROGRAM = export(seeded(MODEL), randn(6, 3))
 
 
 def idle(*members: Any) -> dict[str, str]:
@@ -54,35 +50,26 @@ A = functools.partial(toy, LINEAR, name="a")
 B = functools.partial(toy, LINEAR, name="b")
 
 
-@pytest.mark.parametrize(
-    ("members", "named"),
-    [
-        pytest.param(lambda: (A(), B(config=DYNAMIC)), ["2 regions", "went to a"], id="lost all"),
-        pytest.param(
-            lambda: (A(), B().set_module_name("a", None)),
-            ["went to a;", "1 region", "module name a"],
-            id="lost one, left one",
-        ),
-        pytest.param(
-            lambda: (A(), B().set_module_name("a", None).set_module_name("b", None)),
-            ["module name a", "module name b"],
-            id="selectors leave all in float",
-        ),
-        pytest.param(
-            lambda: (A(), qompose.RuleQuantizer(B().backend)),
-            ["2 regions", "set_global"],
-            id="no selector",
-        ),
-        pytest.param(lambda: (A(), toy(CONV, ADD, name="b")), ["rules"], id="nothing matches"),
-        pytest.param(lambda: (A(), Annotator(print, "b")), ["annotates"], id="no annotation"),
-        pytest.param(lambda: (Annotator(print, "b"),), ["annotates"], id="alone, no annotation"),
-        pytest.param(
-            lambda: (toy(SIGMOID, name="a"), toy(CAT, name="b", config=None)),
-            ["1 region"],
-            id="a condition that never comes true",
-        ),
-    ],
-)
+WHY: dict[str, tuple[Any, list[str]]] = {
+    "lost all": (lambda: (A(), B(config=DYNAMIC)), ["2 regions", "went to a"]),
+    "lost one, left one": (
+        lambda: (A(), B().set_module_name("a", None)), ["went to a;", "1 region", "module name a"],
+    ),
+    "selectors leave all in float": (
+        lambda: (A(), B().set_module_name("a", None).set_module_name("b", None)),
+        ["module name a", "module name b"],
+    ),
+    "no selector": (lambda: (A(), qompose.RuleQuantizer(B().backend)), ["2 regions", "set_global"]),
+    "nothing matches": (lambda: (A(), toy(CONV, ADD, name="b")), ["rules"]),
+    "no annotation": (lambda: (A(), Annotator(print, "b")), ["annotates"]),
+    "alone, no annotation": (lambda: (Annotator(print, "b"),), ["annotates"]),
+    "a condition that never comes true": (
+        lambda: (toy(SIGMOID, name="a"), toy(CAT, name="b", config=None)), ["1 region"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("members", "named"), WHY.values(), ids=WHY)
 def test_why_a_member_claims_nothing(members: Any, named: list[str]) -> None:
     """Rules alone leave their reasons at the operators; others have nowhere else to say it."""
     (note,) = idle(*members()).values()
@@ -104,22 +91,11 @@ def test_a_member_that_claims_something_and_a_quantizer_alone_need_no_note() -> 
 
 
 def test_many_reasons_are_cut_and_counted() -> None:
-    class Many(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            for name in "abcde":
-                setattr(self, name, nn.Linear(3, 3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            for name in "abcde":
-                x = getattr(self, name)(x)
-            return x
-
-    member = toy(LINEAR, name="last")
-    for name in "abcde":
+    member, many = toy(LINEAR, name="last"), nn.Sequential(*(nn.Linear(3, 3) for _ in range(5)))
+    for name, _ in many.named_children():
         member.set_module_name(name, None)
     both = qompose.compose(toy(SIGMOID), member)
-    notes = plan_of(prepare(export(seeded(Many()), randn(2, 3)), both)).notes
+    notes = plan_of(prepare(export(seeded(many), randn(2, 3)), both)).notes
     (note,) = (note for note in notes if note.startswith("last"))
     assert note.count("module name") == 3 and "2 other" in note
 

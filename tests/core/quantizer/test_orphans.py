@@ -10,7 +10,7 @@ import pytest
 import qompose
 import torch
 from qompose.errors import SharingError
-from qompose.quantizer.arbitration import unresolved
+from qompose.quantizer.arbitration import inherit_specs, unresolved
 from qompose.spec.claim import Claim, Point, PointSpec, shared_with
 from torch import nn
 from torch.fx import GraphModule, Node
@@ -20,12 +20,12 @@ from tests.core.quantizer.interop.foreign import (
     Annotation,
     Derived,
     Foreign,
-    aten,
+    Tanhs,
     bias_scale,
     derived_bias,
     put,
 )
-from tests.core.toy import INT8, Model, export, graph_text, plan_of, prepare, randn, seeded
+from tests.core.toy import INT8, UINT8, Model, export, graph_text, plan_of, prepare, randn, seeded
 
 X = randn(6, 4)
 
@@ -56,10 +56,6 @@ class Linears(Foreign):
         for node in model.graph.nodes:
             if node.op == "placeholder":
                 put(node, output=ACTIVATION)
-
-
-class Tanhs(Foreign):
-    targets = (aten.tanh.default,)
 
 
 def claims(prepared: GraphModule) -> dict[str, set[str]]:
@@ -135,18 +131,12 @@ class TestOrphaned:
     a, b, c = (Point(name) for name in "abc")
     needy = claim("one", "b", PointSpec(b, derived, (a,)))
 
-    def test_a_reason_names_place_loser_and_winner(self) -> None:
-        winner, loser = (
-            claim("two", "x", PointSpec(Point("x"), INT8)),
-            claim("three", "x", PointSpec(self.a, INT8)),
-        )
-        (reason,) = unresolved([self.needy, winner], [loser]).values()
-        assert all(word in reason for word in ("output of a", "three", "two"))
-
-    def test_a_loser_without_a_winner_is_named(self) -> None:
-        loser = claim("three", "a", PointSpec(self.a, INT8))
-        (reason,) = unresolved([self.needy], [loser]).values()
-        assert "three" in reason
+    def test_a_reason_names_place_and_loser_and_who_won(self) -> None:
+        loser = claim("three", "x", PointSpec(self.a, INT8))
+        winner = claim("two", "x", PointSpec(Point("x"), INT8))
+        for others, words in ([winner], ("of a", "three", "two")), ([], ("of a", "three")):
+            (reason,) = unresolved([self.needy, *others], [loser]).values()
+            assert all(word in reason for word in words)
 
     def test_what_shares_with_it_goes_too(self) -> None:
         follower = claim("one", "c", shared_with(self.c, self.b))
@@ -157,3 +147,18 @@ class TestOrphaned:
         standing = claim("two", "a", PointSpec(self.a, INT8))
         loser = claim("three", "a", PointSpec(self.a, INT8))
         assert unresolved([self.needy, standing], [loser]) == unresolved([self.needy], []) == {}
+
+    def test_each_owner_inherits_what_it_meant(self) -> None:
+        """Two members lost the same place, each of which wanted integers of its own there."""
+        wanted = {"one": (self.b, INT8), "two": (self.c, UINT8)}
+        chosen = [claim(owner, "x", shared_with(p, self.a)) for owner, (p, _) in wanted.items()]
+        lost = [claim(owner, "a", PointSpec(self.a, spec)) for owner, (_, spec) in wanted.items()]
+        inherited = [spec.spec for each in inherit_specs(chosen, lost) for spec in each.specs]
+        assert inherited == [INT8, UINT8]
+
+    def test_an_owner_inherits_at_each_place_that_it_lost(self) -> None:
+        places = {Point("d"): (self.a, INT8), Point("e"): (self.b, UINT8)}
+        chosen = [claim("one", "x", *(shared_with(p, at) for p, (at, _) in places.items()))]
+        lost = [claim("one", at.source, PointSpec(at, spec)) for at, spec in places.values()]
+        (inherited,) = inherit_specs(chosen, lost)
+        assert [spec.spec for spec in inherited.specs] == [INT8, UINT8]

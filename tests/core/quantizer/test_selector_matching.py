@@ -23,11 +23,11 @@ from tests.core.places import (
     IS_LINEAR,
     PROGRAM,
     Caller,
-    Regions,
-    Scanned,
     X,
     configs,
+    regions,
     rules,
+    scanned,
 )
 from tests.core.toy import (
     ADD,
@@ -35,6 +35,7 @@ from tests.core.toy import (
     CONV_RELU,
     DYNAMIC,
     LINEAR,
+    MATMUL,
     STATIC,
     Model,
     ToyBackend,
@@ -67,7 +68,7 @@ class TestFilter:
     def test_it_is_asked_in_the_order_of_a_run(self, strict: bool) -> None:
         """The operators of a body stand where it is called; its call and results are none."""
         seen: list[str] = []
-        program = export(seeded(Regions()), X, strict=strict)
+        program = export(seeded(regions()), X, strict=strict)
         prepare(program, rules().set_filter(lambda node: seen.append(module_path(node)), STATIC))
         assert seen == ["a", "b", "c", "d"]
 
@@ -89,13 +90,10 @@ class TestNotes:
     @pytest.mark.parametrize(
         ("setting", "note"),
         [
-            pytest.param(
-                lambda q: q.set_filter(lambda n: False, None), "py:", id="filter"
-            ),
+            pytest.param(lambda q: q.set_filter(lambda n: False, None), "py:", id="filter"),
             pytest.param(
                 lambda q: q.set_module_type(nn.Linear, DYNAMIC).set_operator_type(aten.linear, STATIC),
-                "Linear",
-                id="overruled",
+                "Linear", id="overruled",
             ),
             pytest.param(lambda q: q.set_operator_type(torch.sin, None), "aten.sin", id="type"),
             pytest.param(
@@ -117,11 +115,11 @@ class TestNotes:
     def test_a_type_that_only_a_decomposition_calls_is_not_missed(self) -> None:
         quantizer = toy(MATMUL, config=None, rewrites=("split_attention",))
         quantizer.set_operator_type(torch.matmul, STATIC)
-        plan = plan_of(prepare(export(seeded(Attention()), randn(1, 3, 4)), quantizer, strict=True))
+        plan = plan_of(prepare(ATTENTION, quantizer, strict=True))
         assert len(plan.claims) == 2
 
 
-ADD_OP = aten.add.Tensor
+ADD_OP, SDPA = aten.add.Tensor, F.scaled_dot_product_attention
 
 
 def narrowed(quantizer: RuleQuantizer) -> RuleQuantizer:
@@ -178,21 +176,12 @@ NORMED = export(
 )
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.block(x)
-        return F.scaled_dot_product_attention(x, x, x)
+def attend(m: Any, x: Tensor) -> Tensor:
+    x = m.block(x)
+    return SDPA(x, x, x)
 
 
-MATMUL = qompose.backend.Rule(
-    name="matmul",
-    patterns=(qompose.backend.OperatorPattern((aten.matmul.default,)),),
-    activations=("self", "other"),
-)
+ATTENTION = export(seeded(Model(attend, block=nn.Linear(4, 4))), randn(1, 3, 4))
 
 
 @pytest.mark.parametrize(
@@ -200,15 +189,9 @@ MATMUL = qompose.backend.Rule(
     [
         pytest.param(lambda q: q, 2, id="global"),
         pytest.param(lambda q: q.set_filter(lambda n: "scaled" in n.name, None), 0, id="filter"),
+        pytest.param(lambda q: q.set_operator_type(SDPA, None), 0, id="type"),
         pytest.param(
-            lambda q: q.set_operator_type(F.scaled_dot_product_attention, None), 0, id="type"
-        ),
-        pytest.param(
-            lambda q: q.set_module_name_object_type_order(
-                "", F.scaled_dot_product_attention, 0, None
-            ),
-            0,
-            id="call",
+            lambda q: q.set_module_name_object_type_order("", SDPA, 0, None), 0, id="call"
         ),
         pytest.param(lambda q: q.set_subgraph("block", "block", None), 2, id="subgraph without it"),
         pytest.param(lambda q: q.set_filter_function(lambda n: "lin" in n.name), 0, id="narrowed"),
@@ -218,13 +201,12 @@ def test_the_pieces_of_an_operator_that_is_taken_apart_have_its_settings(
     setting: Any, taken: int
 ) -> None:
     quantizer = setting(toy(MATMUL, rewrites=("split_attention",)))
-    plan = plan_of(prepare(export(seeded(Attention()), randn(1, 3, 4)), quantizer))
+    plan = plan_of(prepare(ATTENTION, quantizer))
     assert len(plan.claims) == taken
 
 
-BOTH = export(
-    seeded(Model(lambda m, x: m.head(m.body(x)), body=nn.Linear(3, 3), head=nn.Linear(3, 3))), X
-)
+LAYERS = {"body": nn.Linear(3, 3), "head": nn.Linear(3, 3)}
+BOTH = export(seeded(Model(lambda m, x: m.head(m.body(x)), **LAYERS)), X)
 ANY_FORM = dataclasses.replace(LINEAR, modes=LINEAR.modes | {"activation-only"}, kernels={})
 
 
@@ -242,10 +224,6 @@ def test_a_selector_can_leave_one_role_in_float(role: str, sources: set[str]) ->
     assert {point.source for point in points} == sources
     simulated = qompose.report(converted).rows[1]
     assert (simulated.state, simulated.config) == ("simulated (Q/DQ)", f"static without {role}")
-
-
-def points(claim: Any) -> list[Any]:
-    return [spec.point for spec in claim.specs]
 
 
 def test_a_backend_without_such_a_form_refuses() -> None:
@@ -269,12 +247,11 @@ def test_a_backend_without_such_a_form_refuses() -> None:
         pytest.param(lambda q: q.set_module_name_regex("blocks", STATIC), [0, 1], id="regex"),
         pytest.param(lambda q: q.set_subgraph("blocks", "blocks.1", STATIC), [0, 1], id="subgraph"),
         pytest.param(
-            lambda q: q.set_module_name_object_type_order("blocks", nn.Sequential, 1, STATIC),
-            [1],
+            lambda q: q.set_module_name_object_type_order("blocks", nn.Sequential, 1, STATIC), [1],
             id="call",
         ),
     ],
-)
+)  # fmt: skip
 def test_containers_are_modules(setting: Any, chosen: list[int]) -> None:
     found = list(configs(HELD, setting(rules())).values())
     assert [number for number, config in enumerate(found) if config == "static"] == chosen
@@ -313,15 +290,9 @@ class TestSubgraph:
             prepare(PROGRAM, rules().set_subgraph(inputs, outputs, None))
 
     def test_a_name_of_an_operator_and_of_a_module_has_to_say_which(self) -> None:
-
-        program = export(
-            seeded(
-                Model(
-                    lambda m, x: m.linear(m.first(x)), first=nn.Linear(3, 3), linear=nn.Linear(3, 3)
-                )
-            ),
-            X,
-        )  # operator linear is in first, linear_1 in linear
+        layers = {"first": nn.Linear(3, 3), "linear": nn.Linear(3, 3)}
+        program = export(seeded(Model(lambda m, x: m.linear(m.first(x)), **layers)), X)
+        # operator linear is in first, linear_1 in linear
         with pytest.raises(SelectorError, match=r"linear .*first"):
             prepare(program, rules().set_subgraph("linear", "linear", None))
         for name, chosen in [("operator:linear", "linear"), ("module:linear", "linear_1")]:
@@ -343,17 +314,16 @@ class TestSubgraph:
     def test_paths_lead_into_bodies_and_out_of_them(
         self, inputs: str, outputs: str, chosen: set[str], strict: bool
     ) -> None:
-        program = export(seeded(Regions()), X, strict=strict)
+        program = export(seeded(regions()), X, strict=strict)
         plan = plan_of(prepare(program, rules().set_subgraph(inputs, outputs, STATIC)))
         assert {o.module for o in plan.operators if o.claim is not None} == chosen
 
     def test_paths_lead_through_the_slices_of_a_scan(self) -> None:
         with torch.no_grad():
-            program = torch.export.export(seeded(Scanned()), (randn(5, 2, 3),))
+            program = torch.export.export(seeded(scanned()), (randn(5, 2, 3),))
         plan = plan_of(prepare(program, rules().set_subgraph("before", "after", STATIC)))
-        assert {o.module for o in plan.operators if o.claim is not None} == {
-            *("before", "cell", "after")
-        }
+        taken = {o.module for o in plan.operators if o.claim is not None}
+        assert taken == {"before", "cell", "after"}
 
 
 class TestCall:
@@ -382,7 +352,7 @@ class TestCall:
 
     @STRICTNESS
     def test_calls_in_bodies_count_in_the_order_of_a_run(self, strict: bool) -> None:
-        program = export(seeded(Regions()), X, strict=strict)
+        program = export(seeded(regions()), X, strict=strict)
         for number, module in enumerate("abcd"):
             quantizer = rules().set_module_name_object_type_order("", nn.Linear, number, STATIC)
             plan = plan_of(prepare(program, quantizer))
@@ -391,9 +361,8 @@ class TestCall:
     def test_a_module_call_is_all_that_it_computes(self) -> None:
         quantizer = rules().set_module_name_object_type_order("", Caller.Inner, 0, STATIC)
         found = configs(CALLS, quantizer)
-        assert [name for name, config in found.items() if config == "static"] == [
-            *("linear", "linear_1", "linear_2", "linear_3")
-        ]
+        static = [name for name, config in found.items() if config == "static"]
+        assert static == ["linear", "linear_1", "linear_2", "linear_3"]
 
     @pytest.mark.parametrize(
         ("module", "kind", "index", "message"),

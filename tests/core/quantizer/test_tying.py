@@ -13,9 +13,10 @@ from qompose import QuantizationConfig
 from qompose.program.graph import copy_graph_module
 from qompose.quantizer.tied_weights import unify_specs
 from qompose.spec.claim import Claim, Point, PointSpec
-from qompose.spec.quantization_spec import QuantizationSpec, sharing_key
+from qompose.spec.quantization_spec import QuantizationSpec
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
 
 from tests.core.toy import (
     CONV,
@@ -25,6 +26,7 @@ from tests.core.toy import (
     WEIGHT,
     WEIGHT_PER_TENSOR,
     Annotator,
+    Model,
     annotate,
     convert,
     export,
@@ -41,15 +43,13 @@ NARROW = replace(WEIGHT, quant_min=-64, quant_max=63)
 ROWS = replace(WEIGHT, ch_axis=1)
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens, self.body = nn.Embedding(12, 8), nn.Linear(8, 8)
-        self.head = nn.Linear(8, 12, bias=False)
-        self.head.weight = self.tokens.weight
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.head(self.body(self.tokens(ids)).relu())
+def tied() -> nn.Module:
+    layers = {"tokens": nn.Embedding(12, 8), "body": nn.Linear(8, 8)}
+    model = Model(
+        lambda m, x: m.head(m.body(m.tokens(x)).relu()), **layers, head=nn.Linear(8, 12, bias=False)
+    )
+    model.head.weight = model.tokens.weight
+    return seeded(model)
 
 
 IDS = torch.arange(12).reshape(2, 6)
@@ -74,7 +74,7 @@ def tables(module: Any) -> dict[str, tuple[int, ...]]:
 def test_the_first_scheme_that_suits_all_is_taken(order: int) -> None:
     """An annotation says nothing of other specifications; the rule of the head takes any."""
     members = [wants(aten.embedding.default, NARROW, 0, "tables"), toy(LINEAR)][::order]
-    model = seeded(Tied())
+    model = tied()
     converted = convert(export(model, IDS), qompose.compose(*members), IDS)
     (note,) = (note for note in qompose.report(converted).notes if "head.weight" in note)
     for name in ("head.weight", "embedding (tables", "linear_1 (toy", "[-64, 63]"):
@@ -87,7 +87,7 @@ def test_the_first_scheme_that_suits_all_is_taken(order: int) -> None:
 def test_two_tables_are_said_to_be_two() -> None:
     tokens = wants(aten.embedding.default, NARROW, 0, "tables")
     head = wants(aten.linear.default, WEIGHT, 1, "heads")
-    model = seeded(Tied())
+    model = tied()
     converted = convert(export(model, IDS), qompose.compose(tokens, head), IDS)
     (note,) = (note for note in qompose.report(converted).notes if "head.weight" in note)
     assert "embedding (tables" in note and "linear_1 (heads" in note
@@ -102,21 +102,15 @@ def reads(owner: str, parameter: str, user: str, spec: QuantizationSpec) -> Clai
     )  # fmt: skip
 
 
-def tied_program() -> tuple[Any, str, list[str]]:
-    module = copy_graph_module(export(seeded(Tied()), IDS).module(check_guards=False))
-    readers = ["embedding", "linear_1"]
-    parameter = next(n for n in module.graph.nodes if n.name == "linear_1").args[1]
-    return module, parameter.name, readers
-
-
-TAKES_ALL = lambda claim, spec: None  # noqa: E731
+def tied_claims(one: QuantizationSpec, other: QuantizationSpec) -> tuple[Any, list[Claim]]:
+    """A program that reads one parameter twice, and the two claims on it."""
+    module = copy_graph_module(export(tied(), IDS).module(check_guards=False))
+    name = next(n for n in module.graph.nodes if n.name == "linear_1").args[1].name
+    return module, [reads("a", name, "embedding", one), reads("b", name, "linear_1", other)]
 
 
 def test_a_rule_that_refuses_leaves_the_choice_to_the_other() -> None:
-    module, parameter, (embedding, linear) = tied_program()
-    claims = [
-        reads("a", parameter, embedding, NARROW), reads("b", parameter, linear, WEIGHT),
-    ]  # fmt: skip
+    module, claims = tied_claims(NARROW, WEIGHT)
 
     def b_refuses(claim: Claim, spec: QuantizationSpec) -> str | None:
         return "its kernel wants 8 bits" if claim.owner == "b" else None
@@ -133,40 +127,32 @@ def test_a_rule_that_refuses_leaves_the_choice_to_the_other() -> None:
 def test_where_no_scheme_suits_every_objection_is_named(
     one: QuantizationSpec, other: QuantizationSpec
 ) -> None:
-    module, parameter, (embedding, linear) = tied_program()
-    claims = [reads("a", parameter, embedding, one), reads("b", parameter, linear, other)]
+    module, claims = tied_claims(one, other)
     changed, (note,) = unify_specs(module, claims, lambda claim, spec: "it says so")
     assert changed == claims
     assert "embedding (a, rule r)" in note and "linear_1 (b, rule r)" in note
 
 
 def test_like_specifications_need_no_note() -> None:
-    module, parameter, (embedding, linear) = tied_program()
-    alike = replace(WEIGHT)
-    assert sharing_key(alike) == sharing_key(WEIGHT)
-    claims = [reads("a", parameter, embedding, alike), reads("b", parameter, linear, WEIGHT)]
+    module, claims = tied_claims(replace(WEIGHT), WEIGHT)
     assert unify_specs(module, claims, lambda c, s: "no") == (claims, [])
 
 
-class Halves(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        both = torch.randn(8, 4)
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.first.weight, self.second.weight = (nn.Parameter(half) for half in both.chunk(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x))
+def halves() -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for layer, half in zip(model, torch.randn(8, 4).chunk(2), strict=True):
+        layer.weight = nn.Parameter(half)
+    return model
 
 
 def test_parts_of_one_storage_are_not_tied() -> None:
-    module = copy_graph_module(export(Halves().eval(), randn(2, 4)).module(check_guards=False))
+    module = copy_graph_module(export(halves(), randn(2, 4)).module(check_guards=False))
     nodes = {node.name: node for node in module.graph.nodes}
     claims = [
         reads("a", nodes["linear"].args[1].name, "linear", NARROW),
         reads("b", nodes["linear_1"].args[1].name, "linear_1", WEIGHT),
     ]
-    assert unify_specs(module, claims, TAKES_ALL) == (claims, [])
+    assert unify_specs(module, claims, lambda claim, spec: None) == (claims, [])
 
 
 class Siamese(nn.Module):
@@ -181,40 +167,31 @@ class Siamese(nn.Module):
         return F.cosine_similarity(self.left(x), self.right(y * 100), dim=-1)
 
 
-SHARED: dict[str, tuple[nn.Module, tuple[Tensor, ...], str, float]] = {
-    "siamese": (Siamese(), (randn(5, 8), randn(5, 8, seed=1)), "weight", 28),
-    "two names": (
-        by_name("weight_of_two_names").build(), by_name("weight_of_two_names").inputs(), "weight", 25
-    ),
-}  # fmt: skip
+TWO_NAMES = by_name("weight_of_two_names")
+SHARED: dict[str, tuple[nn.Module, tuple[Tensor, ...], float]] = {
+    "siamese": (Siamese(), (randn(5, 8), randn(5, 8, seed=1)), 28),
+    "two names": (TWO_NAMES.build(), TWO_NAMES.inputs(), 25),
+}
 
 
 @pytest.mark.parametrize("config", [STATIC, PER_TENSOR], ids=str)
-@pytest.mark.parametrize(("model", "inputs", "name", "bound"), SHARED.values(), ids=SHARED)
+@pytest.mark.parametrize(("model", "inputs", "bound"), SHARED.values(), ids=SHARED)
 def test_a_shared_parameter_is_stored_once(
-    model: nn.Module,
-    inputs: tuple[Tensor, ...],
-    name: str,
-    bound: float,
-    config: QuantizationConfig,
+    model: nn.Module, inputs: tuple[Tensor, ...], bound: float, config: QuantizationConfig
 ) -> None:
     model = seeded(model)
     converted = convert(export(model, *inputs), toy(LINEAR, CONV, config=config), *inputs)
-    state = converted.state_dict()
-    matrices = {n: t for n, t in state.items() if t.dim() > 1}
-    assert len({t.data_ptr() for t in matrices.values()}) == 1
-    assert all(t.dtype is torch.int8 for t in matrices.values())
-    expected, actual = model(*inputs), converted(*inputs)
-    pairs = (
-        zip(expected, actual, strict=True) if isinstance(expected, tuple) else [(expected, actual)]
-    )
+    matrices = [t for t in converted.state_dict().values() if t.dim() > 1]
+    assert len({t.data_ptr() for t in matrices}) == 1
+    assert all(t.dtype is torch.int8 for t in matrices)
+    pairs = zip(*map(tree_leaves, (model(*inputs), converted(*inputs))), strict=True)
     assert all(sqnr(one, other) > bound for one, other in pairs)
     groups, claims = plan_of(converted).groups, plan_of(converted).claims
     assert len(groups) > len(claims), "activations keep scales of their own"
 
 
 def test_what_stays_in_float_beside_the_integers_is_named() -> None:
-    model = seeded(Tied())
+    model = tied()
     converted = convert(export(model, IDS), toy(LINEAR), IDS)
     (note,) = (n for n in qompose.report(converted).notes if "head.weight" in n)
     assert "linear_1" in note and "embedding" in note

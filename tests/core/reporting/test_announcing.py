@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ import qompose
 import torch
 from qompose import QomposeWarning, UserError
 from qompose.errors import NothingQuantizedError, NotLoweredError, TargetError
-from torch import Tensor, nn
+from torch import nn
 
 from tests.core.toy import (
     CONV,
@@ -20,6 +20,7 @@ from tests.core.toy import (
     LINEAR,
     SIGMOID,
     Annotator,
+    Model,
     annotate,
     aten,
     convert,
@@ -31,25 +32,18 @@ from tests.core.toy import (
     toy,
 )
 
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(3, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(torch.sigmoid(self.b(self.a(x))))
-
-
 X = randn(6, 3)
-PROGRAM = export(seeded(Net()), X)
+NET = Model(
+    lambda m, x: torch.tanh(torch.sigmoid(m.b(m.a(x)))), a=nn.Linear(3, 4), b=nn.Linear(4, 4)
+)
+PROGRAM = export(seeded(NET), X)
 
 
 class TestLog:
     """`logging.getLogger("qompose")`."""
 
-    def lines(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-        """What the stages log, whoever logs it."""
+    def test_one_line_for_each_stage(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Whoever logs it."""
         records: list[logging.LogRecord] = []
         handler = logging.Handler()
         monkeypatch.setattr(handler, "emit", records.append)
@@ -57,16 +51,11 @@ class TestLog:
         monkeypatch.setattr(root, "handlers", [handler])
         monkeypatch.setattr(root, "level", logging.DEBUG)
         logging.getLogger("qompose").manager._clear_cache()  # of who is enabled
-        quantizer = qompose.compose(
-            toy(LINEAR, name="first").set_module_name("b", None), toy(LINEAR, name="second")
-        )
-        qompose.lower(convert(PROGRAM, quantizer, X))
+        first = toy(LINEAR, name="first").set_module_name("b", None)
+        qompose.lower(convert(PROGRAM, qompose.compose(first, toy(LINEAR, name="second")), X))
         mine = [record for record in records if record.name.startswith("qompose")]
         assert {(record.name, record.levelname) for record in mine} == {("qompose", "INFO")}
-        return [record.getMessage() for record in mine]
-
-    def test_one_line_for_each_stage(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert [line.partition(":")[0] for line in self.lines(monkeypatch)] == [
+        assert [record.getMessage().partition(":")[0] for record in mine] == [
             "prepared", "converted", "lowered for torch",
         ]  # fmt: skip
 
@@ -82,24 +71,15 @@ class TestWarnings:
     """What was asked and not done."""
 
     def test_nothing_quantized_names_operators_and_counts_the_rest(self) -> None:
-        class Deep(nn.Module):
-            def forward(self, x: Tensor) -> Tensor:
-                for _ in range(25):
-                    x = torch.tanh(x)
-                return x
-
+        deep = nn.Sequential(*(nn.Tanh() for _ in range(25)))
         with pytest.warns(QomposeWarning) as caught:
-            qompose.prepare_pt2e(export(Deep(), X), toy(LINEAR))
+            qompose.prepare_pt2e(export(deep, X), toy(LINEAR))
         text = str(caught[0].message)
-        assert "25" in text and text.count("(aten.tanh)") == 20
+        assert "25" in text and text.count("(aten.tanh in ") == 20
         assert text.endswith("5 more")
 
     def test_a_program_without_float_operators_is_named_by_what_it_calls(self) -> None:
-        class Integers(nn.Module):
-            def forward(self, x: Tensor) -> Tensor:
-                return x + 1
-
-        program = export(Integers(), torch.arange(3))
+        program = export(Model(lambda m, x: x + 1), torch.arange(3))
         with pytest.warns(QomposeWarning, match=r"aten.add.Tensor"):
             qompose.prepare_pt2e(program, toy(LINEAR))
         with pytest.raises(NothingQuantizedError, match=r"aten.add.Tensor"):
@@ -107,16 +87,8 @@ class TestWarnings:
 
     def test_what_conversion_dropped_was_not_lowered_either(self) -> None:
         """One input holds masks, so the claim on what reads it is not followed."""
-
-        class Gated(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.linear = nn.Linear(3, 3)
-
-            def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-                return self.linear(x) + torch.sigmoid(mask)
-
-        prepared = prepare(export(seeded(Gated()), X, X.clone()), toy(LINEAR, SIGMOID))
+        gated = Model(lambda m, x, mask: m.linear(x) + torch.sigmoid(mask), linear=nn.Linear(3, 3))
+        prepared = prepare(export(seeded(gated), X, X.clone()), toy(LINEAR, SIGMOID))
         prepared(X, torch.full_like(X, -torch.inf))
         converted = qompose.convert_pt2e(prepared)
         with pytest.warns(QomposeWarning) as caught:
@@ -126,11 +98,8 @@ class TestWarnings:
             qompose.lower(converted, strict=True)
 
     def test_conversion_that_follows_no_claim_says_so_once(self) -> None:
-        class Masked(nn.Module):
-            def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-                return torch.sigmoid(mask) + torch.sigmoid(mask + x)
-
-        prepared = prepare(export(Masked(), X, X.clone()), toy(SIGMOID))
+        masked = Model(lambda m, x, mask: torch.sigmoid(mask) + torch.sigmoid(mask + x))
+        prepared = prepare(export(masked, X, X.clone()), toy(SIGMOID))
         prepared(X, torch.full_like(X, -torch.inf))
         with pytest.warns(QomposeWarning) as caught:
             qompose.convert_pt2e(prepared)
@@ -141,66 +110,53 @@ class TestWarnings:
         assert warning.filename == __file__
 
 
-class TestTargets:
-    """A name that nobody knows is said to be one before anything else."""
+def test_the_members_are_not_blamed_for_a_misspelling() -> None:
+    def tanh(node: Any) -> None:
+        if node.target is aten.tanh.default:
+            annotate(node, {node.args[0]: INT8}, INT8)
 
-    @pytest.mark.parametrize(
-        ("name", "named"), [("cuda", "'cuda'"), ("troch", "'torch'"), (None, "None")]
-    )
-    def test_an_unknown_one(self, name: Any, named: str) -> None:
-        with pytest.raises(TargetError, match=named):
-            qompose.lower(convert(PROGRAM, toy(LINEAR), X), name)
-
-    def test_the_members_are_not_blamed_for_a_misspelling(self) -> None:
-        member = Annotator(
-            lambda node: (
-                annotate(node, {node.args[0]: INT8}, INT8)
-                if node.target is aten.tanh.default
-                else None
-            )
-        )
-        converted = convert(PROGRAM, qompose.compose(toy(LINEAR), member), X)
-        with pytest.raises(TargetError, match="'cuda'"):
-            qompose.lower(converted, "cuda")
-        with pytest.raises(TargetError, match="annotator"):
-            qompose.lower(converted)
+    converted = convert(PROGRAM, qompose.compose(toy(LINEAR), Annotator(tanh)), X)
+    with pytest.raises(TargetError, match="'cuda'"):
+        qompose.lower(converted, "cuda")
+    with pytest.raises(TargetError, match="annotator"):
+        qompose.lower(converted)
 
 
-def steps() -> dict[str, Any]:
-    prepared = prepare(PROGRAM, toy(LINEAR))
-    prepared(X)
-    converted = qompose.convert_pt2e(prepared)
-    return {
-        "prepare_pt2e": lambda: qompose.prepare_pt2e(None, toy(LINEAR)),
-        "prepare_pt2e without a quantizer": lambda: qompose.prepare_pt2e(PROGRAM, None),
-        "calibrate": lambda: qompose.calibrate(None, [X]),
-        "calibrate without batches": lambda: qompose.calibrate(prepared, None),
-        "calibrate with None as a batch": lambda: qompose.calibrate(prepared, [None]),
-        "convert_pt2e": lambda: qompose.convert_pt2e(None),
-        "lower": lambda: qompose.lower(None),
-        "lower without a target": lambda: qompose.lower(converted, None),
-        "save": lambda: qompose.save(None, "model"),
-        "save without a path": lambda: qompose.save(converted, None),
-        "load": lambda: qompose.load(None),
-        "report": lambda: qompose.report(None),
-        "assert_lowered": lambda: qompose.assert_lowered(None),
-        "assert_quantized": lambda: qompose.assert_quantized(None),
-        "assert_quantized without a part": lambda: qompose.assert_quantized(converted, None),
-        "quantize": lambda: qompose.quantize(None, (X,), backends=toy(LINEAR)),
-        "quantize without backends": lambda: qompose.quantize(PROGRAM, backends=None),
-        "quantize with None as a backend": lambda: qompose.quantize(PROGRAM, backends=[None]),
-        "quantize for no target": lambda: qompose.quantize(
-            PROGRAM, backends=toy(LINEAR), calibration=[X], target=None
-        ),
-        "compose": lambda: qompose.compose(None),
-        "compose with a policy of None": lambda: qompose.compose(toy(LINEAR), on_conflict=None),
-    }
+PREPARED = prepare(PROGRAM, toy(LINEAR))
+PREPARED(X)
+CONVERTED = qompose.convert_pt2e(PREPARED)
+MEMBER = toy(LINEAR)
+STEPS: dict[str, Callable[[], Any]] = {
+    "prepare_pt2e": lambda: qompose.prepare_pt2e(None, MEMBER),
+    "prepare_pt2e without a quantizer": lambda: qompose.prepare_pt2e(PROGRAM, None),
+    "calibrate": lambda: qompose.calibrate(None, [X]),
+    "calibrate without batches": lambda: qompose.calibrate(PREPARED, None),
+    "calibrate with None as a batch": lambda: qompose.calibrate(PREPARED, [None]),
+    "convert_pt2e": lambda: qompose.convert_pt2e(None),
+    "lower": lambda: qompose.lower(None),
+    "lower without a target": lambda: qompose.lower(CONVERTED, None),
+    "save": lambda: qompose.save(None, "model"),
+    "save without a path": lambda: qompose.save(CONVERTED, None),
+    "load": lambda: qompose.load(None),
+    "report": lambda: qompose.report(None),
+    "assert_lowered": lambda: qompose.assert_lowered(None),
+    "assert_quantized": lambda: qompose.assert_quantized(None),
+    "assert_quantized without a part": lambda: qompose.assert_quantized(CONVERTED, None),
+    "quantize": lambda: qompose.quantize(None, (X,), backends=MEMBER),
+    "quantize without backends": lambda: qompose.quantize(PROGRAM, backends=None),
+    "quantize with None as a backend": lambda: qompose.quantize(PROGRAM, backends=[None]),
+    "quantize for no target": lambda: qompose.quantize(
+        PROGRAM, backends=MEMBER, calibration=[X], target=None
+    ),
+    "compose": lambda: qompose.compose(None),
+    "compose with a policy of None": lambda: qompose.compose(MEMBER, on_conflict=None),
+}
 
 
-@pytest.mark.parametrize("step", steps())
-def test_none_is_refused_with_a_message(step: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
+def test_none_is_refused_with_a_message(step: Callable[[], Any]) -> None:
     with pytest.raises(UserError, match=r".{20}"):
-        steps()[step]()
+        step()
 
 
 def test_an_annotation_of_the_output_node_itself_is_named() -> None:
@@ -223,15 +179,8 @@ def test_an_annotation_of_the_output_node_itself_is_named() -> None:
 
 
 def test_an_annotation_of_an_integer_input_is_named() -> None:
-    class Lookup(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Embedding(5, 3)
-
-        def forward(self, ids: Tensor) -> Tensor:
-            return self.table(ids)
-
-    program = export(seeded(Lookup()), torch.tensor([1, 2]))
+    lookup = Model(lambda m, ids: m.table(ids), table=nn.Embedding(5, 3))
+    program = export(seeded(lookup), torch.tensor([1, 2]))
     member = Annotator(lambda n: annotate(n, {}, INT8) if n.op == "placeholder" else None)
     prepared = prepare(program, qompose.compose(member, toy(CONV)))
     assert any("annotator annotates ids" in note for note in plan_of(prepared).notes)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import random
 from itertools import combinations, pairwise
 from typing import Any
 
@@ -21,6 +20,7 @@ from qompose.reporting.graph_drawing import (
     graph_of,
     layers_of,
     spread,
+    step_class,
 )
 from qompose.reporting.report_data import STATES, Comparison, Report, Row, measured_rows
 
@@ -49,14 +49,17 @@ def lane_at(drawing: Drawing, node: int, layer: int) -> int:
 class TestLayers:
     """`layers_of`."""
 
-    def test_the_longest_way_counts(self) -> None:
-        assert layers_of(4, [(0, 1), (1, 2), (0, 2), (2, 3), (0, 3)]) == [0, 1, 2, 3]
-
-    def test_a_source_stands_above_its_reader(self) -> None:
-        assert layers_of(4, [(0, 1), (1, 2), (3, 2)]) == [0, 1, 2, 1]
-
-    def test_what_nothing_reads_stands_at_the_top(self) -> None:
-        assert layers_of(3, [(0, 1)]) == [0, 1, 0]
+    @pytest.mark.parametrize(
+        ("edges", "layers"),
+        [
+            ([(0, 1), (1, 2), (0, 2), (2, 3), (0, 3)], [0, 1, 2, 3]),
+            ([(0, 1), (1, 2), (3, 2)], [0, 1, 2, 1]),
+            ([(0, 1)], [0, 1, 0, 0]),
+        ],
+        ids=["the longest way", "a source above its reader", "at the top what nothing reads"],
+    )
+    def test_where_they_are(self, edges: list[tuple[int, int]], layers: list[int]) -> None:
+        assert layers_of(4, edges) == layers
 
     @given(GRAPHS)
     def test_readers_are_below(self, graph: tuple[int, list[tuple[int, int]]]) -> None:
@@ -113,6 +116,7 @@ class TestDrawing:
     def test_a_chain_is_a_line(self) -> None:
         found = drawn(30, [(i, i + 1) for i in range(29)])
         assert set(found.places) == {BOX // 2}
+        assert [drawn(count, []).width for count in (0, 1)] == [0, BOX]
         assert found.width == BOX
 
     def test_a_long_edge_has_a_lane_to_the_layer_above_its_reader(self) -> None:
@@ -128,16 +132,6 @@ class TestDrawing:
             edges.append((last, last + 3))
             last += 3
         assert drawn(last + 1, edges).width < 6 * BOX
-
-    def test_it_is_the_same_each_time(self) -> None:
-        draw = random.Random(0)
-        edges = [(max(0, i - draw.choice([1, 1, 1, 2, 5, 40])), i) for i in range(1, 300)]
-        edges = [*dict.fromkeys(edges)]
-        assert drawn(300, edges) == drawn(300, edges)
-
-    @pytest.mark.parametrize("count", [0, 1])
-    def test_small_ones(self, count: int) -> None:
-        assert drawn(count, []).width == count * BOX
 
 
 BORDERS = dict(zip(STATES, (FULL, FULL, FULL, DASHED, DASHED, DOTTED), strict=True))
@@ -241,3 +235,8 @@ def test_strange_inputs_do_no_harm() -> None:
 def test_no_operators() -> None:
     found = graph_of([], BORDERS)
     assert [level["nodes"] for level in found["levels"]] == [[]]
+
+
+def test_colours_are_of_ten_decibels_each_and_more_at_the_ends() -> None:
+    found = [step_class(sqnr) for sqnr in (99.0, 40.0, 39.9, 10.0, 9.9)]
+    assert found == ["step0", "step0", "step1", "step3", "step4"]

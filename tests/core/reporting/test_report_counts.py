@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import qompose
 import torch
-from qompose import QuantizationConfig, QuantizationSpec
+from qompose import QuantizationSpec
 from qompose.backend import Kernel, OperatorPattern, Region
 from qompose.observers import PlaceholderObserver
 from qompose.reporting.report_data import KERNEL, REFERENCE, Counts
-from torch import Tensor, nn
+from torch import nn
 
 from tests.core.toy import (
     DYNAMIC,
@@ -24,6 +24,7 @@ from tests.core.toy import (
     RULES,
     STATIC_UINT8,
     Annotator,
+    Model,
     annotate,
     aten,
     convert,
@@ -81,17 +82,6 @@ def test_reports_say_what_graphs_hold(name: str, quantizer: Any, tmp_path: Path)
     assert check(qompose.load(tmp_path / "model")) == report
 
 
-class Chain(nn.Module):
-    """A product, then an operator that a kernel may leave out, then another product."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x).clone())
-
-
 def skip(region: Region) -> Any:
     """Give the integers that come in."""
     return region.quantized("self").node
@@ -105,34 +95,29 @@ SKIPPED = rule(
 
 @pytest.mark.parametrize("table", [(LINEAR, SKIPPED), (SKIPPED, LINEAR)], ids=["last", "first"])
 def test_a_kernel_that_inserts_nothing_is_counted(table: Any) -> None:
-    """The node that stands for its region stands for another one too, and may be replaced later."""
+    """Between two products: the node that stands for its region stands for another one too, and may be
+    replaced later."""
     x = randn(6, 3)
-    lowered = qompose.lower(convert(export(seeded(Chain()), x), toy(*table), x), strict=True)
+    layers = {"first": nn.Linear(3, 4), "second": nn.Linear(4, 2)}
+    chain = Model(lambda m, x: m.second(m.first(x).clone()), **layers)
+    lowered = qompose.lower(convert(export(seeded(chain), x), toy(*table), x), strict=True)
     report = check(lowered)
     assert (report.counts.kernels, report.counts.quantize, report.counts.dequantize) == (3, 1, 1)
     assert report.count(KERNEL) == 3
 
 
 def test_casts_are_counted_and_those_of_the_program_are_not() -> None:
-    class Casting(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(3, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.linear(x).to(torch.float64).to(torch.float32)
-
+    casting = Model(
+        lambda m, x: m.linear(x).to(torch.float64).to(torch.float32), linear=nn.Linear(3, 4)
+    )
     half = QuantizationSpec(torch.float16, PlaceholderObserver.with_args(dtype=torch.float16))
     x = randn(6, 3)
-    config = QuantizationConfig(half, None, half, name="half")
-    member = Annotator(
-        lambda node: (
-            annotate(node, {node.args[0]: config.input_activation, node.args[1]: config.weight})
-            if node.target is aten.linear.default
-            else None
-        )
-    )
-    prepared = prepare(export(seeded(Casting()), x), member)
+
+    def linears(node: torch.fx.Node) -> None:
+        if node.target is aten.linear.default:
+            annotate(node, dict.fromkeys(node.args[:2], half))
+
+    prepared = prepare(export(seeded(casting), x), Annotator(linears))
     prepared(x)
     converted = qompose.convert_pt2e(prepared)
     assert len(nodes_calling(converted, "to")) == 5

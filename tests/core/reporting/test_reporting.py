@@ -13,7 +13,7 @@ import torch
 from qompose.errors import NothingQuantizedError, NotLoweredError
 from qompose.reporting.report_data import FLOAT, KERNEL, OBSERVED, SIMULATED
 from qompose.spec import qdq
-from torch import Tensor, nn
+from torch import nn
 
 from tests.core.toy import (
     ADD,
@@ -24,6 +24,7 @@ from tests.core.toy import (
     STATIC,
     STATIC_UINT8,
     VIEW,
+    Model,
     convert,
     export,
     nodes_calling,
@@ -36,33 +37,29 @@ from tests.core.toy import (
 X = randn(6, 3)
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(3, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(torch.sigmoid(self.b(self.a(x)))).sum(1)
-
-
-PROGRAM = export(seeded(Net()), X)
+NET = Model(
+    lambda m, x: torch.tanh(torch.sigmoid(m.b(m.a(x)))).sum(1), a=nn.Linear(3, 4), b=nn.Linear(4, 4)
+)
+PROGRAM = export(seeded(NET), X)
 
 
 @functools.cache
-def stages() -> dict[str, qompose.Report]:
-    quantizer = toy(LINEAR, SIGMOID)
-    prepared = prepare(PROGRAM, quantizer)
+def stages() -> dict[str, torch.fx.GraphModule]:
+    prepared = prepare(PROGRAM, toy(LINEAR, SIGMOID))
     prepared(X)
     converted = qompose.convert_pt2e(prepared)
     with pytest.warns(qompose.QomposeWarning, match=r"sigmoid \(toy, rule sigmoid\)"):
         lowered = qompose.lower(converted)
-    modules = {"prepared": prepared, "converted": converted, "lowered": lowered}
-    return {stage: qompose.report(module) for stage, module in modules.items()}
+    return {"prepared": prepared, "converted": converted, "lowered": lowered}
+
+
+def reports() -> dict[str, qompose.Report]:
+    return {stage: qompose.report(module) for stage, module in stages().items()}
 
 
 def test_states_at_every_stage() -> None:
     states = {
-        stage: {row.name: row.state for row in report.rows} for stage, report in stages().items()
+        stage: {row.name: row.state for row in report.rows} for stage, report in reports().items()
     }
     left = {"tanh": FLOAT, "sum_1": FLOAT}
     assert states == {
@@ -70,19 +67,16 @@ def test_states_at_every_stage() -> None:
         "converted": {"linear": SIMULATED, "linear_1": SIMULATED, "sigmoid": SIMULATED, **left},
         "lowered": {"linear": KERNEL, "linear_1": KERNEL, "sigmoid": SIMULATED, **left},
     }
-    for row in (row for report in stages().values() for row in report.rows):
+    for row in (row for report in reports().values() for row in report.rows):
         assert row.reason if row.state == FLOAT else row.owner == "toy"
 
 
 def test_counts_are_those_of_the_graph() -> None:
     converted = convert(PROGRAM, toy(LINEAR), X)
     report = qompose.report(converted)
-    behind = [
-        node
-        for node in nodes_calling(converted, "linear")
-        if any(qdq.is_dequantize(source) for source in node.all_input_nodes)
-    ]
-    assert report.count(SIMULATED) == report.count(SIMULATED, "toy") == len(behind) == 2
+    linears = nodes_calling(converted, "linear")
+    assert all(any(map(qdq.is_dequantize, node.all_input_nodes)) for node in linears)
+    assert report.count(SIMULATED) == report.count(SIMULATED, "toy") == len(linears) == 2
     lowered = qompose.lower(converted)
     kernels = [n for n in lowered.graph.nodes if "qompose_toy" in str(n.target)]
     assert qompose.report(lowered).count(KERNEL) == len(kernels) == 2
@@ -99,7 +93,7 @@ def test_coverage_is_by_multiply_accumulates() -> None:
 
 
 def test_a_fallback_has_its_reason_and_a_kernel_its_name() -> None:
-    rows = {row.name: row for row in stages()["lowered"].rows}
+    rows = {row.name: row for row in reports()["lowered"].rows}
     assert "rule sigmoid" in rows["sigmoid"].reason
     assert rows["linear"].kernel == "toy linear"
     assert rows["linear"].module == "a"
@@ -131,13 +125,13 @@ def test_conflicts_are_told() -> None:
 
 
 def test_bytes_before_and_after() -> None:
-    reports = stages()
-    assert reports["converted"].bytes_before == 4 * (3 * 4 + 4 + 4 * 4 + 4)
-    assert reports["lowered"].bytes_after < reports["lowered"].bytes_before
+    assert reports()["converted"].bytes_before == 4 * (3 * 4 + 4 + 4 * 4 + 4)
+    lowered = reports()["lowered"]
+    assert lowered.bytes_after < lowered.bytes_before
 
 
 def test_markdown_is_a_table_with_totals() -> None:
-    text = stages()["lowered"].to_markdown()
+    text = reports()["lowered"].to_markdown()
     assert "168" in text, "multiply-accumulates in all"
     table = [line for line in text.partition("| owner | state")[0].splitlines() if line[:1] == "|"]
     assert {line.count("|") for line in table} == {7}
@@ -155,15 +149,14 @@ def test_what_was_not_lowered_is_named(fraction: float) -> None:
 
 
 def test_a_region_without_a_kernel_is_named_even_where_it_has_no_macs() -> None:
-    with pytest.warns(qompose.QomposeWarning):
-        model = qompose.lower(convert(PROGRAM, toy(LINEAR, SIGMOID), X))
+    model = stages()["lowered"]
     with pytest.raises(NotLoweredError, match="sigmoid"):
         qompose.assert_lowered(model)
     qompose.assert_lowered(model, min_fraction=0.99)
 
 
 def test_why_finds_operators_modules_and_kinds() -> None:
-    report = stages()["lowered"]
+    report = reports()["lowered"]
     (row,) = report.why("linear_1")
     for words in ("linear_1", "aten.linear", "toy linear", "rule linear", "config static"):
         assert words in str(row)
@@ -185,7 +178,7 @@ def test_why_of_a_module_covers_what_is_inside_it() -> None:
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_text_and_details_name_all_and_keep_to_their_width(width: int) -> None:
-    for report in stages().values():
+    for report in reports().values():
         text, details = report.to_text(width), report.details(width)
         assert max(map(len, f"{text}\n{details}".splitlines())) <= width
         squeezed = "".join(details.split())
@@ -194,7 +187,7 @@ def test_text_and_details_name_all_and_keep_to_their_width(width: int) -> None:
 
 
 def test_data_becomes_a_report_again() -> None:
-    for report in stages().values():
+    for report in reports().values():
         assert qompose.Report.from_dict(json.loads(report.to_json())) == report
         assert report.to_dict() == json.loads(report.to_json())
     data = report.to_dict()
@@ -239,11 +232,7 @@ class TestEnoughIsQuantized:
         qompose.assert_lowered(qompose.lower(qompose.convert_pt2e(prepared)), min_fraction=0.0)
 
     def test_a_program_without_float_operators_is_said_to_be_one(self) -> None:
-        class Adds(nn.Module):
-            def forward(self, x: Tensor) -> Tensor:
-                return x + 1
-
-        prepared = prepare(export(Adds(), torch.arange(3)), toy(CONV))
+        prepared = prepare(export(Model(lambda m, x: x + 1), torch.arange(3)), toy(CONV))
         with pytest.raises(NothingQuantizedError):
             qompose.assert_quantized(prepared)
         lowered = qompose.lower(qompose.convert_pt2e(prepared))
@@ -253,11 +242,7 @@ class TestEnoughIsQuantized:
         qompose.assert_lowered(lowered, 0.0)
 
     def test_models_without_products_go_by_operators(self) -> None:
-        class Gates(nn.Module):
-            def forward(self, x: Tensor) -> Tensor:
-                return torch.tanh(torch.sigmoid(x))
-
-        program = export(Gates(), X)
+        program = export(nn.Sequential(nn.Sigmoid(), nn.Tanh()), X)
         converted = convert(program, toy(SIGMOID, VIEW), X)
         qompose.assert_quantized(converted, min_fraction=0.5)
         with pytest.raises(NothingQuantizedError, match=r"50.0%"):

@@ -8,7 +8,6 @@ from collections import namedtuple
 from typing import Any
 
 import pytest
-import qompose
 import torch
 from qompose import QuantizationSpec
 from qompose.errors import ConfigError
@@ -25,9 +24,10 @@ from torch import nn
 from torch.ao.quantization import observer as torch_ao
 from torch.fx import GraphModule, Node
 
-from tests.core.toy import export, nodes_calling, randn
+from tests.core.toy import Call, export, nodes_calling, randn
 
 Pair = namedtuple("Pair", "first second")
+CHAIN = export(Call(lambda x: torch.cat([torch.relu(x), torch.sigmoid(x)])), randn(2, 3))
 
 
 class Holder(nn.Module):
@@ -133,27 +133,23 @@ def test_observers_of_qompose_are_converted_by_qompose() -> None:
     )
 
 
-class Chain(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.cat([torch.relu(x), torch.sigmoid(x)])
-
-
-def _snapshot_and_program() -> tuple[GraphModule, GraphModule]:
-    program = export(Chain(), randn(2, 3))
-    return program.module(check_guards=False), program.module(check_guards=False)
-
-
-def rebinding(program: GraphModule) -> Rebinding:
-    return Rebinding(program, {node.name: node for node in program.graph.nodes})
-
-
-def test_nodes_and_graphs_of_a_snapshot_become_those_of_the_program() -> None:
-    snapshot, program = _snapshot_and_program()
+@pytest.fixture
+def places() -> tuple[Node, Node, Rebinding]:
+    """A node of a snapshot, the same of a program, and what puts the one in the place of the other."""
+    snapshot, program = (CHAIN.module(check_guards=False) for _ in range(2))
     (old,), (new,) = (nodes_calling(module, "cat") for module in (snapshot, program))
-    value = {"node": old, "graph": snapshot.graph, "model": snapshot, "rest": [1, (old, "cat")]}
-    found = rebinding(program)({**value, "pair": Pair(old, 2)})
+    return old, new, Rebinding(program, {node.name: node for node in program.graph.nodes})
+
+
+def test_nodes_and_graphs_of_a_snapshot_become_those_of_the_program(
+    places: tuple[Node, Node, Rebinding],
+) -> None:
+    old, new, rebinding = places
+    snapshot, program = (node.graph.owning_module for node in (old, new))
+    value = {"node": old, "graph": old.graph, "model": snapshot, "rest": [1, (old, "cat")]}
+    found = rebinding({**value, "pair": Pair(old, 2)})
     assert found["node"] is new
-    assert found["graph"] is program.graph
+    assert found["graph"] is new.graph
     assert found["model"] is program
     assert found["rest"] == [1, (new, "cat")]
     assert found["rest"][1][0] is new
@@ -162,18 +158,17 @@ def test_nodes_and_graphs_of_a_snapshot_become_those_of_the_program() -> None:
 
 
 @pytest.mark.parametrize("wrap", [p for p in WRAPPINGS if p.id != "the class"])
-def test_inside_factories_of_every_kind(wrap: Any) -> None:
+def test_inside_factories_of_every_kind(wrap: Any, places: tuple[Node, Node, Rebinding]) -> None:
     """At any depth, and the given factory keeps what it had."""
-    snapshot, program = _snapshot_and_program()
-    (old,), (new,) = (nodes_calling(module, "cat") for module in (snapshot, program))
-    kind = functools.partial(Holder, old, graph=[snapshot.graph])
+    old, new, rebinding = places
+    kind = functools.partial(Holder, old, graph=[old.graph])
     inner = wrapped(Holder, node=old)
     factory = functools.partial(made_with, wrap(Holder), inner=inner, outer=kind)
-    found = rebinding(program)(factory)
+    found = rebinding(factory)
     assert found is not factory
     assert found.keywords["inner"]().arguments == {"node": new}
     assert found.keywords["outer"]().positional == (new,)
-    assert found.keywords["outer"]().arguments == {"graph": [program.graph]}
+    assert found.keywords["outer"]().arguments == {"graph": [new.graph]}
     assert inner().arguments == {"node": old}, "the given one is as it was"
     assert factory.keywords["outer"]().positional == (old,)
 
@@ -182,36 +177,31 @@ def made_with(*factories: Any, **more: Any) -> Holder:
     return Holder(*factories, **more)
 
 
-def test_arguments_that_are_made_at_each_call() -> None:
-    snapshot, program = _snapshot_and_program()
-    (old,), (new,) = (nodes_calling(module, "cat") for module in (snapshot, program))
+def test_arguments_that_are_made_at_each_call(places: tuple[Node, Node, Rebinding]) -> None:
+    old, new, rebinding = places
     factory = wrapped(Holder).with_callable_args(made=functools.partial(list, [old]))
-    assert rebinding(program)(factory)().arguments == {"made": [new]}
-    own = ObserverFactory(Holder, (("graph", snapshot.graph),))
-    assert rebinding(program)(own)().arguments == {"graph": program.graph}  # type: ignore[operator]
+    assert rebinding(factory)().arguments == {"made": [new]}
+    own = ObserverFactory(Holder, (("graph", old.graph),))
+    assert rebinding(own)().arguments == {"graph": new.graph}  # type: ignore[operator]
 
 
-def test_what_holds_no_graph_is_not_copied() -> None:
-    _, program = _snapshot_and_program()
+def test_what_holds_no_graph_is_not_copied(places: tuple[Node, Node, Rebinding]) -> None:
+    *_, rebinding = places
     values: list[Any] = [
         Holder, function, 3, None, "x", torch.ones(2), [1, 2], (1, [2]), {"a": (1,)}, Pair(1, 2),
         wrapped(Holder, eps=1), functools.partial(Holder, eps=[1]), ObserverFactory(Holder, (("a", 1),)),
         Holder(), object(),
     ]  # fmt: skip
     for value in values:
-        assert rebinding(program)(value) is value
+        assert rebinding(value) is value
 
 
-def test_a_node_that_the_program_has_not() -> None:
-    snapshot, program = _snapshot_and_program()
-    (cat,) = nodes_calling(snapshot, "cat")
-    with snapshot.graph.inserting_after(cat):
-        extra = snapshot.graph.call_function(torch.ops.aten.neg.default, (cat,))
-    with pytest.raises(
-        qompose.errors.ConfigError,
-        match="neg_default",
-    ):
-        rebinding(program)(wrapped(Holder, node=extra))
+def test_a_node_that_the_program_has_not(places: tuple[Node, Node, Rebinding]) -> None:
+    old, _, rebinding = places
+    with old.graph.inserting_after(old):
+        extra = old.graph.call_function(torch.ops.aten.neg.default, (old,))
+    with pytest.raises(ConfigError, match="neg_default"):
+        rebinding(wrapped(Holder, node=extra))
 
 
 def test_one_that_converts_itself_needs_the_axis_too() -> None:

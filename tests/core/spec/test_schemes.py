@@ -13,13 +13,8 @@ import qompose
 import torch
 from hypothesis import given, settings, strategies as st
 from qompose import QuantizationConfig, QuantizationSpec
-from qompose.backend import TensorConstraint
 from qompose.errors import ConfigError
-from qompose.observers import (
-    MinMaxObserver,
-    PerBlockMinMaxObserver,
-    PerChannelMinMaxObserver,
-)
+from qompose.observers import MinMaxObserver, PerBlockMinMaxObserver, PerChannelMinMaxObserver
 from qompose.spec import qdq
 from qompose.spec.qdq import QParams, integers_of, static_pair
 from torch import Tensor, nn
@@ -33,7 +28,6 @@ from tests.core.toy import (
     nodes_calling,
     prepare,
     randn,
-    rule,
     seeded,
     sqnr,
     toy,
@@ -283,8 +277,7 @@ def test_what_does_not_fit_a_tensor_is_refused_when_it_is_prepared(
 
 def test_rules_name_the_weight_that_blocks_do_not_divide() -> None:
     config = QuantizationConfig(None, None, in_blocks_of(5))
-    prepared = prepare(program(), toy(LINEAR, config=config))
-    (linear,) = qompose.report(prepared).why("linear")
+    (linear,) = qompose.report(prepare(program(), toy(LINEAR, config=config))).why("linear")
     assert linear.state == "float"
     assert "linear_weight" in linear.reason
 
@@ -293,15 +286,3 @@ def test_what_is_computed_has_no_static_blocks() -> None:
     config = QuantizationConfig(in_blocks_of(4), None, STATIC.weight)
     with pytest.raises(ConfigError, match=r"flatten|add -> linear"):
         prepare(program(), toy(LINEAR, config=config))
-
-
-@pytest.mark.parametrize("blocks", [False, True])
-def test_a_rule_says_whether_its_kernel_takes_blocks(blocks: bool) -> None:
-    constraint = TensorConstraint(
-        dtypes=frozenset({torch.int8}), qschemes=frozenset({SYMMETRIC}), blocks=blocks
-    )
-    row = rule(
-        "linear", *LINEAR.patterns, anchor="op", weight="weight", accepts={"weight": constraint}
-    )
-    objection = row.objection(QuantizationConfig(None, None, in_blocks_of(4)))
-    assert (objection is None) is blocks

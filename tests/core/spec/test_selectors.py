@@ -14,7 +14,7 @@ import qompose
 import torch
 from qompose import QuantizationConfig, RuleQuantizer
 from qompose.errors import SelectorError
-from torch import Tensor, nn
+from torch import nn
 
 from tests.core.toy import (
     CONV,
@@ -24,6 +24,7 @@ from tests.core.toy import (
     PER_TENSOR,
     STATIC,
     WEIGHT_ONLY,
+    Model,
     ToyBackend,
     claimed,
     export,
@@ -38,26 +39,14 @@ aten = torch.ops.aten
 X = randn(4, 3)
 
 
-class Block(nn.Module):
+class Block(Model):
     def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.linear(x))
+        super().__init__(lambda self, x: torch.tanh(self.linear(x)), linear=nn.Linear(3, 3))
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(Block(), Block())
-        self.head = nn.Linear(3, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.body(x))
-
-
-PROGRAM = export(seeded(Net()), X)
+BODY = nn.Sequential(Block(), Block())
+NET = Model(lambda self, x: self.head(self.body(x)), body=BODY, head=nn.Linear(3, 2))
+PROGRAM = export(seeded(NET), X)
 PATHS = ("body.0.linear", "body.1.linear", "head")
 Setting = Callable[[RuleQuantizer, QuantizationConfig | None], Any]
 
@@ -71,15 +60,9 @@ LEVELS: dict[str, Setting] = {
     "subgraph": lambda q, c: q.set_subgraph("body.0", "tanh_1", c),
     "call": lambda q, c: q.set_module_name_object_type_order("body.0", nn.Linear, 0, c),
 }
-REACHED = {
-    "global": PATHS,
-    "type": PATHS,
-    "regex": PATHS[:2],
-    "filter": PATHS[::2],
-    "name": PATHS[:1],
-    "subgraph": PATHS[:2],
-    "call": PATHS[:1],
-}
+REACHED = dict(
+    zip(LEVELS, (PATHS, PATHS, PATHS[:2], PATHS[::2], PATHS[:1], PATHS[:2], PATHS[:1]), strict=True)
+)
 
 
 def silent() -> RuleQuantizer:
@@ -182,6 +165,10 @@ def test_of_regular_expressions_the_first_wins_as_in_a_qconfig_mapping() -> None
         assert configs(quantizer)["body.0.linear"] == expected
 
 
+def reached_by(quantizer: RuleQuantizer) -> tuple[str, ...]:
+    return tuple(path for path, config in configs(quantizer).items() if config != "float")
+
+
 @pytest.mark.parametrize(
     ("key", "reached"),
     [
@@ -195,10 +182,7 @@ def test_of_regular_expressions_the_first_wins_as_in_a_qconfig_mapping() -> None
     ids=["around", "overload", "operator", "function", "another operator", "another function"],
 )
 def test_types(key: Any, reached: tuple[str, ...]) -> None:
-    quantizer = silent().set_object_type(key, DYNAMIC)
-    assert [path for path, config in configs(quantizer).items() if config != "float"] == list(
-        reached
-    )
+    assert reached_by(silent().set_object_type(key, DYNAMIC)) == reached
 
 
 @pytest.mark.parametrize(
@@ -220,8 +204,7 @@ def test_types(key: Any, reached: tuple[str, ...]) -> None:
 def test_a_regex_matches_up_to_the_end_of_a_modules_name(
     regex: str, reached: tuple[str, ...]
 ) -> None:
-    found = configs(silent().set_module_name_regex(regex, DYNAMIC))
-    assert tuple(path for path, config in found.items() if config != "float") == reached
+    assert reached_by(silent().set_module_name_regex(regex, DYNAMIC)) == reached
 
 
 def test_a_filter_function_narrows_everything() -> None:

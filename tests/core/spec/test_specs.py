@@ -23,15 +23,14 @@ from qompose.spec import (
     annotate_output_qspec,
 )
 from qompose.spec.quantization_spec import granularity, spec_to_dict
-from torch import Tensor, nn
+from torch import nn
 
 from tests.core.toy import (
-    DYNAMIC,
     INT8,
     STATIC,
     WEIGHT,
-    WEIGHT_ONLY,
     WEIGHT_PER_TENSOR,
+    Model,
     export,
     randn,
 )
@@ -46,6 +45,10 @@ FACTS: dict[str, Any] = {
 
 
 FLOAT_POINTS = torch.per_channel_affine_float_qparams
+DYNAMIC_SYMMETRIC = {
+    "dtype": torch.uint8, "observer_or_fake_quant_ctr": PlaceholderObserver, "quant_min": 0,
+    "quant_max": 255, "qscheme": torch.per_tensor_symmetric, "is_dynamic": True,
+}  # fmt: skip
 IN_BLOCKS = {**FACTS, "qscheme": torch.per_channel_symmetric, "block_size": (32,)}
 
 
@@ -62,6 +65,7 @@ IN_BLOCKS = {**FACTS, "qscheme": torch.per_channel_symmetric, "block_size": (32,
         (FACTS, {"dtype": "int8"}, "torch.int8"),
         (FACTS, {"dtype": torch.int64}, "dtype"),
         (FACTS, {"dtype": torch.int4, "quant_min": -8, "quant_max": 7}, "int8"),
+        (DYNAMIC_SYMMETRIC, {"quant_max": 127}, ""),  # a range without a middle
         (IN_BLOCKS, {"block_size": ()}, "block_size"),
         (IN_BLOCKS, {"block_size": 32}, "block_size .*32"),
         (IN_BLOCKS, {"block_size": (0,)}, "block_size"),
@@ -150,14 +154,6 @@ def test_configurations_compare_without_their_names() -> None:
     assert twin != replace(twin, is_qat=True)
 
 
-@pytest.mark.parametrize(
-    ("config", "mode"), [(STATIC, "static"), (DYNAMIC, "dynamic"), (WEIGHT_ONLY, "weight-only")]
-)
-def test_modes(config: QuantizationConfig, mode: str) -> None:
-    assert config.mode == mode
-    assert str(replace(config, name="")) == f"{mode} per-channel"
-
-
 def test_json_data() -> None:
     data = spec_to_dict(QuantizationSpec(**FACTS))
     assert json.loads(json.dumps(data)) == {
@@ -181,44 +177,23 @@ def test_annotation_helpers_make_what_is_missing_and_add_to_the_rest() -> None:
     annotate_input_qspec_map(linear, x, INT8)
     annotate_input_qspec_map(linear, weight, WEIGHT)
     annotate_output_qspec(linear, INT8)
-    expected = QuantizationAnnotation({x: INT8, weight: WEIGHT}, INT8)
-    assert linear.meta[ANNOTATION_KEY] == expected
-
-
-def test_dynamic_symmetric_ranges_without_a_middle_are_refused() -> None:
-    with pytest.raises(ConfigError):
-        QuantizationSpec(
-            torch.uint8, PlaceholderObserver, 0, 127, torch.per_tensor_symmetric, is_dynamic=True
-        )
-    QuantizationSpec(
-        torch.uint8, PlaceholderObserver, 0, 255, torch.per_tensor_symmetric, is_dynamic=True
-    )
+    assert linear.meta[ANNOTATION_KEY] == QuantizationAnnotation({x: INT8, weight: WEIGHT}, INT8)
 
 
 @pytest.mark.parametrize("role", ["input_act", "output_act", "weight", "bias"])
 def test_specification_of_a_role(role: str) -> None:
     get = getattr(qompose.spec, f"get_{role}_qspec")
-    specs = {
-        "input_act": INT8,
-        "output_act": replace(INT8, quant_min=0),
-        "weight": WEIGHT,
-        "bias": WEIGHT_PER_TENSOR,
-    }
-    assert get(qompose.QuantizationConfig(*specs.values())) is specs[role]
-    assert get(qompose.QuantizationConfig(None, None, None, None)) is None
-    assert get(None) is None
+    specs = {"input_act": INT8, "output_act": replace(INT8, quant_min=0), "weight": WEIGHT}
+    specs["bias"] = WEIGHT_PER_TENSOR
+    assert get(QuantizationConfig(*specs.values())) is specs[role]
+    assert get(QuantizationConfig(None, None, None, None)) is get(None) is None
 
 
-class Held(nn.Module):
-    """A layer two modules deep, in a list, which export does not record."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(3, 3))
-        self.layers = nn.ModuleList([nn.Linear(3, 3)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers[0](self.body(x))
+# A layer two modules deep, and one in a list, which export does not record.
+HELD = Model(
+    lambda self, x: self.layers[0](self.body(x)),
+    body=nn.Sequential(nn.Linear(3, 3)), layers=nn.ModuleList([nn.Linear(3, 3)]),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -232,7 +207,7 @@ class Held(nn.Module):
 )
 def test_module_names(path: str, inside: set[str]) -> None:
     """An operator is inside a module and those around it; a parameter is where it is read."""
-    model = export(Held(), randn(2, 3)).module(check_guards=False)
+    model = export(HELD, randn(2, 3)).module(check_guards=False)
     chosen = qompose.spec.get_module_name_filter(path)
     assert {node.name for node in model.graph.nodes if chosen(node)} == inside
 

@@ -8,6 +8,7 @@ import json
 import pickle
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +35,12 @@ from tests.core.offering import offered_by_a_package
 from tests.core.storage.test_artefact import MLP, X, assert_same_model, mlp, mlp_program
 from tests.core.toy import LINEAR, VIEW, ToyBackend, convert, export, graph_text, randn, seeded, toy
 
-BITS = {"bits": "many"}
-
 
 class Offered:
     """The toy backend as a package offers it, and what a test makes of it."""
 
     def __init__(self) -> None:
         self.facts: dict[str, Any] = {}
-        self.reason: str | None = None
         self.rules: tuple[Rule, ...] | None = None
 
     def make(self) -> ToyBackend:
@@ -61,11 +59,6 @@ def offered() -> Iterator[Offered]:
     found = Offered()
     with offered_by_a_package(found.make):
         yield found
-
-
-def described(path: Path) -> Any:
-    with safe_open(path, framework="pt") as file:
-        return json.loads(file.metadata()["qompose"])["model"]
 
 
 def lowered_mlp(path: Path, **facts: Any) -> GraphModule:
@@ -125,7 +118,7 @@ class TestAgain:
     def test_what_fell_back_was_said_when_it_was_lowered(
         self, path: Path, offered: Offered
     ) -> None:
-        rule = Rule(**{**LINEAR.__dict__, "kernels": {}})
+        rule = replace(LINEAR, kernels={})
         offered.rules = (rule, VIEW)
         converted = convert(mlp_program(), toy(rule, VIEW), X)
         with pytest.warns(QomposeWarning, match="no int8 kernel"):
@@ -139,7 +132,7 @@ class TestAgain:
     def test_other_kernels_are_named(self, path: Path, offered: Offered) -> None:
         saved = lowered_mlp(path)
         offered.rules = tuple(
-            Rule(**{**r.__dict__, "kernels": {}}) if r.name == "view" else r for r in saved_rules()
+            replace(r, kernels={}) if r.name == "view" else r for r in ToyBackend().rules
         )
         offered.forget()
         with pytest.warns(QomposeWarning, match=r"view \(toy, rule view\)") as said:
@@ -161,10 +154,6 @@ class TestAgain:
         assert json.loads(capsys.readouterr().out)["stage"] == "lowered"
 
 
-def saved_rules() -> tuple[Rule, ...]:
-    return tuple(ToyBackend().rules)
-
-
 class TestBackends:
     def test_a_missing_one(
         self, path: Path, offered: Offered, monkeypatch: pytest.MonkeyPatch
@@ -178,7 +167,7 @@ class TestBackends:
 
     def test_one_without_the_rules(self, path: Path, offered: Offered) -> None:
         lowered_mlp(path)
-        offered.rules = tuple(rule for rule in saved_rules() if rule.name != "view")
+        offered.rules = tuple(rule for rule in ToyBackend().rules if rule.name != "view")
         offered.forget()
         with pytest.raises(PluginError, match=r'no rule view.*"toy-package==1\.2"') as caught:
             qompose.load(path)
@@ -192,27 +181,20 @@ class TestBackends:
             qompose.load(path)
 
 
-class TestAnotherMachine:
-    def saved(self, path: Path, offered: Offered) -> GraphModule:
-        offered.facts = {
-            "requirements": lambda uses: BITS,
-            "objection": lambda asked: offered.reason,
-        }
-        model = lowered_mlp(path, **offered.facts)
-        offered.reason = "there are few"
-        return model
-
-    def test_refuses(self, path: Path, offered: Offered) -> None:
-        self.saved(path, offered)
-        with pytest.raises(RequirementError, match="there are few"):
-            qompose.load(path)
-
-    def test_lowers_again_with_one_warning(self, path: Path, offered: Offered) -> None:
-        model = self.saved(path, offered)
-        with pytest.warns(RequirementWarning, match="there are few") as said:
-            loaded = qompose.load(path, allow_mismatch=True)
-        assert len(said) == 1
-        assert torch.equal(loaded(X), model(X))
+def test_another_machine_refuses_or_is_warned_of_once(path: Path, offered: Offered) -> None:
+    reasons: list[str] = []
+    offered.facts = {
+        "requirements": lambda uses: {"bits": "many"},
+        "objection": lambda asked: reasons[0] if reasons else None,
+    }
+    model = lowered_mlp(path, **offered.facts)
+    reasons.append("there are few")
+    with pytest.raises(RequirementError, match="there are few"):
+        qompose.load(path)
+    with pytest.warns(RequirementWarning, match="there are few") as said:
+        loaded = qompose.load(path, allow_mismatch=True)
+    assert len(said) == 1
+    assert torch.equal(loaded(X), model(X))
 
 
 class TestSeveral:
@@ -283,7 +265,8 @@ class TestWhatCannotBeSaved:
 
 def test_the_manifest_tells_with_what_it_was_made(path: Path, offered: Offered) -> None:
     lowered_mlp(path)
-    body = described(path)
+    with safe_open(path, framework="pt") as file:
+        body = json.loads(file.metadata()["qompose"])["model"]
     manifest = body["manifest"]
     assert manifest["torch"] == torch.__version__
     assert manifest["owners"]["toy"]["distribution"] == "toy-package"

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from tests.core.preparation.test_zoo import assert_same_outputs
 from tests.core.storage.test_artefact import MLP, X, assert_same_model, mlp, stored, unquantized
-from tests.core.toy import LINEAR, NullQuantizer, prepare, randn, seeded, toy
+from tests.core.toy import LINEAR, Call, Model, NullQuantizer, prepare, randn, seeded, toy
 from tests.zoo import by_name
 
 Pair = namedtuple("Pair", "low high")
@@ -100,34 +100,20 @@ class TestCalls:
             assert torch.equal(loaded(x, shift=shift), saved(x, shift=shift))
         signature = call_signature(loaded)
         again = torch.export.export(
-            loaded,
-            signature.args,
-            dict(signature.kwargs),
-            dynamic_shapes=signature.dynamic_shapes,
+            loaded, signature.args, dict(signature.kwargs), dynamic_shapes=signature.dynamic_shapes
         )
         found = sorted((int(r.lower), int(r.upper)) for r in again.range_constraints.values())
         assert found == [(2, 64), (4, 128)]
         assert again.module()(randn(64, 8), shift=randn(128, 4)).shape == (128, 4)
 
     def test_a_name_with_quotes_is_refused(self, path: Path) -> None:
-        class Quoted(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.register_buffer("it's", torch.ones(8))
-
-            def forward(self, x: Tensor) -> Tensor:
-                return x + getattr(self, "it's")
-
+        quoted = Model(lambda self, x: getattr(self, "it's")(x), **{"it's": nn.Linear(8, 8)})
         with pytest.raises(qompose.UserError, match="it's"):
-            qompose.save(unquantized(Quoted(), X), path)
+            qompose.save(unquantized(quoted, X), path)
 
     def test_types_without_a_name_are_refused(self, path: Path) -> None:
-        class Named(nn.Module):
-            def forward(self, x: Tensor) -> Pair:
-                return Pair(x, x + 1)
-
         with pytest.raises(qompose.UserError, match="Pair"):
-            qompose.save(unquantized(Named(), X), path)
+            qompose.save(unquantized(Call(lambda x: Pair(x, x + 1)), X), path)
 
     def test_dataclasses_and_named_tuples(self, path: Path) -> None:
         @dataclass
@@ -164,11 +150,7 @@ class TestCalls:
             serialized_type_name="tests.Box",
         )
 
-        class Boxed(nn.Module):
-            def forward(self, x: Tensor) -> Any:
-                return Box(x + 1, "sum")
-
-        loaded = stored(unquantized(Boxed(), X), path)
+        loaded = stored(unquantized(Call(lambda x: Box(x + 1, "sum")), X), path)
         result = loaded(X)
         assert result.label == "sum" and torch.equal(result.value, X + 1)
         monkeypatch.delitem(pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE, "tests.Box")

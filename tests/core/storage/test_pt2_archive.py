@@ -186,19 +186,21 @@ def test_refused(
     assert not seen and not (tmp_path / "PWNED").exists()
 
 
-@pytest.mark.parametrize("kind", ["twice", "compressed", "two folders", "flipped", "cut"])
+@pytest.mark.parametrize(
+    "kind", ["twice", "compressed", "two folders", "flipped", "cut", MODEL, "archive_format"]
+)
 def test_archives_that_torch_does_not_write(
     kind: str, sound: dict[str, bytes], tmp_path: Path
 ) -> None:
     path = tmp_path / "b.pt2"
-    write(sound, path)
+    write(sound | ({kind: b"{}"} if kind in sound else {}), path)
     if kind == "flipped":
         content = path.read_bytes()
         place = content.index(sound["data/weights/weight_0"])
         path.write_bytes(content[:place] + b"~" + content[place + 1 :])
     elif kind == "cut":
         path.write_bytes(path.read_bytes()[:-30])
-    else:
+    elif kind not in sound:
         method = zipfile.ZIP_DEFLATED if kind == "compressed" else zipfile.ZIP_STORED
         with zipfile.ZipFile(path, "a", method) as archive, pytest.MonkeyPatch.context() as patch:
             patch.setattr(zipfile.ZipFile, "_writecheck", lambda *_: None)
@@ -221,15 +223,15 @@ def test_nothing_but_what_was_checked_is_there(sound: dict[str, bytes], tmp_path
     assert torch.equal(one, other)
 
 
-def test_guards_are_source_and_are_not_kept(sound: dict[str, bytes], tmp_path: Path) -> None:
+def test_guards_are_source_and_are_not_kept(
+    sound: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     entries = dict(sound)
     edited(MODEL, lambda d: d.update(guards_code=[COMMAND]))(entries)
     write(entries, tmp_path / "b.pt2")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path)
-        program = load_program(tmp_path / "b.pt2")
-        program.module()(randn(2, 4), {"y": randn(4, 4)})
-        assert not (tmp_path / "PWNED").exists()
+    monkeypatch.chdir(tmp_path)
+    load_program(tmp_path / "b.pt2").module()(randn(2, 4), {"y": randn(4, 4)})
+    assert not (tmp_path / "PWNED").exists()
 
 
 @pytest.mark.parametrize(
@@ -244,12 +246,8 @@ def test_programs_are_read_as_they_were(model: ZooModel, tmp_path: Path) -> None
         assert_same_outputs(program.module()(*inputs), loaded(*inputs))
 
 
-def linear_module() -> nn.Module:
-    return seeded(nn.Linear(3, 4))
-
-
 def linear() -> ExportedProgram:
-    return export(linear_module(), randn(2, 3))
+    return export(seeded(nn.Linear(3, 4)), randn(2, 3))
 
 
 class TestLoad:
@@ -286,16 +284,6 @@ class TestLoad:
             path.write_text("some words" * (kind == "text"))
         with pytest.raises(UserError, match=rf"file\.pt2 .*: .*{said}"):
             load_program(path)
-
-    @pytest.mark.parametrize("part", ["model.json", "archive_format"])
-    def test_a_damaged_one(self, tmp_path: Path, part: str) -> None:
-        torch.export.save(linear(), tmp_path / "a.pt2")
-        whole = zipfile.ZipFile(tmp_path / "a.pt2")
-        with whole, zipfile.ZipFile(tmp_path / "b.pt2", "w") as archive:
-            for name in whole.namelist():
-                archive.writestr(name, b"{}" if name.endswith(part) else whole.read(name))
-        with pytest.raises(UserError, match=r"b\.pt2"):
-            load_program(tmp_path / "b.pt2")
 
     def test_a_missing_file_is_an_os_error(self, tmp_path: Path) -> None:
         with pytest.raises(FileNotFoundError):
@@ -347,7 +335,7 @@ def with_answers(model: Any, path: Path, *calls: tuple[Tensor, ...]) -> str:
 
 def of_any_batch(path: Path) -> str:
     shapes = {"input": {0: Dim("batch", min=2, max=64)}}
-    program = torch.export.export(linear_module(), (randn(4, 3),), dynamic_shapes=shapes)
+    program = export(seeded(nn.Linear(3, 4)), randn(4, 3), dynamic_shapes=shapes)
     result = qompose.quantize(program, backends=toy(LINEAR), calibration=[randn(4, 3)])
     result.export(path)
     assert load_program(path).graph, "the command line reads it too"

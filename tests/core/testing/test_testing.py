@@ -18,9 +18,11 @@ from qompose.testing.contract import BackendContract, parameters
 from qompose.testing.fixtures import difference, sizes
 from qompose.testing.trial import Example, examples_of
 from qompose.testing.variations import limits
+from torch import Tensor
 
-from tests.core.sound_backend import INT8, LINEAR, MOVES, STATIC, SoundBackend
+from tests.core.sound_backend import LINEAR, MOVES, SoundBackend
 from tests.core.sound_products import conv, matmul
+from tests.core.toy import INT8, STATIC
 from tests.core.wrong_backends import WRONG, Wrong
 
 pytest_plugins = ["pytester"]
@@ -199,48 +201,43 @@ class TestExamples:
         assert "aten.reshape needs shape" in second.problem
 
 
-class TestSizes:
-    """Larger sizes come first, and the author's last."""
+def test_larger_sizes_come_first_and_the_authors_last() -> None:
+    """Parameters have no batch, what makes a tensor stays, and large ones grow no further."""
 
-    def test_parameters_have_no_batch(self) -> None:
-        found = list(sizes(((1, 3), (4, 3), (4,)), (False, True, True)))
-        assert found[0] == ((4, 12), (16, 12), (16,))
-        assert found[-1] == ((1, 3), (4, 3), (4,))
+    def indices() -> Tensor:
+        return torch.tensor([1])
 
-    def test_what_makes_a_tensor_stays(self) -> None:
-        def indices() -> torch.Tensor:
-            return torch.tensor([1])
-
-        assert {shapes[1] for shapes in sizes(((8, 4), indices), (True, False))} == {indices}
-
-    def test_large_ones_grow_no_further(self) -> None:
-        assert all(shapes[0][1] < 4096 for shapes in sizes(((2, 3000),), (False,)))
+    found = list(sizes(((1, 3), (4, 3), (4,)), (False, True, True)))
+    assert found[0] == ((4, 12), (16, 12), (16,))
+    assert found[-1] == ((1, 3), (4, 3), (4,))
+    assert {shapes[1] for shapes in sizes(((8, 4), indices), (True, False))} == {indices}
+    assert all(shapes[0][1] < 4096 for shapes in sizes(((2, 3000),), (False,)))
 
 
-class TestDifference:
-    """How outputs are compared."""
+ONES = torch.ones(2, 2)
+ONE_OFF = torch.tensor([[1.0, 1.0], [1.2, 1.0]])
 
-    ONES = torch.ones(2, 2)
 
-    def test_one_step_is_allowed(self) -> None:
-        assert difference(self.ONES, self.ONES + 0.1, torch.tensor(0.1), 0) is None
-
-    def test_two_steps_are_named_with_the_place(self) -> None:
-        other = self.ONES.clone()
-        other[1, 0] += 0.2
-        found = difference(self.ONES, other, torch.tensor(0.1), 0)
-        assert found is not None and "2 steps" in found and "[1, 0]" in found
-
-    def test_floats_are_measured_against_the_largest(self) -> None:
-        assert difference(self.ONES * 100, self.ONES * 100 + 0.009, None, 1e-4) is None
-        assert difference(self.ONES * 100, self.ONES * 100 + 0.02, None, 1e-4) is not None
-
-    def test_what_is_no_number_is_a_difference(self) -> None:
-        assert difference(self.ONES, self.ONES * torch.nan, torch.tensor(1e9), 0) is not None
-
-    @pytest.mark.parametrize("other", [torch.ones(4), torch.ones(2, 2).double()])
-    def test_shapes_and_types_count(self, other: torch.Tensor) -> None:
-        assert difference(self.ONES, other, torch.tensor(1e9), 1e9) is not None
+@pytest.mark.parametrize(
+    ("reference", "other", "step", "rest", "named"),
+    [
+        (ONES, ONES + 0.1, 0.1, 0, None),
+        (ONES, ONE_OFF, 0.1, 0, ("2 steps", "[1, 0]")),
+        (ONES * 100, ONES * 100 + 0.009, None, 1e-4, None),
+        (ONES * 100, ONES * 100 + 0.02, None, 1e-4, ()),
+        (ONES, ONES * torch.nan, 1e9, 0, ()),
+        (ONES, torch.ones(4), 1e9, 1e9, ()),
+        (ONES, ONES.double(), 1e9, 1e9, ()),
+    ],
+    ids=["a step", "two", "floats", "floats apart", "no number", "shapes", "types"],
+)
+def test_how_outputs_are_compared(
+    reference: Tensor, other: Tensor, step: Any, rest: float, named: Any
+) -> None:
+    """By steps and the place, or by the largest float; shapes and types count."""
+    found = difference(reference, other, None if step is None else torch.tensor(step), rest)
+    assert (found is None) == (named is None)
+    assert all(words in str(found) for words in named or ())
 
 
 def test_edges_cover_every_type_with_every_scheme() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import qompose
 import torch
-from qompose import QomposeWarning
+from qompose import QomposeWarning, training
 from qompose.errors import ConfigError, StageError
 from qompose.observers import FakeQuantize
 from qompose.training import QATSchedule
@@ -42,20 +42,19 @@ def repeats_itself(module: Any) -> bool:
 def test_prepared_models_are_switched() -> None:
     prepared = trained()
     assert not repeats_itself(prepared)
-    assert qompose.training.move_exported_model_to_eval(prepared) is prepared
+    assert training.move_exported_model_to_eval(prepared) is prepared
     assert not prepared.training
-    assert qompose.training.allow_exported_model_train_eval(prepared) is prepared
-    prepared.apply(qompose.training.disable_observer)
+    assert training.allow_exported_model_train_eval(prepared) is prepared
+    prepared.apply(training.disable_observer)
     assert repeats_itself(prepared)
-    assert qompose.training.move_exported_model_to_train(prepared).training
+    assert training.move_exported_model_to_train(prepared).training
     assert not repeats_itself(prepared)
 
 
-@pytest.mark.parametrize("form", [qompose.convert_pt2e, lambda m: m], ids=["converted", "prepared"])
-def test_eval_is_for_every_stage(form: Any) -> None:
-    done = form(trained())
-    assert qompose.training.move_exported_model_to_eval(done) is done
-    assert qompose.training.allow_exported_model_train_eval(done) is done
+def test_eval_is_for_every_stage() -> None:
+    done = qompose.convert_pt2e(trained())
+    assert training.move_exported_model_to_eval(done) is done
+    assert training.allow_exported_model_train_eval(done) is done
     assert not done.training
 
 
@@ -64,7 +63,7 @@ def test_a_program_exported_in_training_goes_into_evaluation() -> None:
     program = torch.export.export(model(), (X,), dynamic_shapes=(batch,))
     module = program.module(check_guards=False)
     assert not repeats_itself(module)
-    assert qompose.training.move_exported_model_to_eval(module) is module
+    assert training.move_exported_model_to_eval(module) is module
     assert repeats_itself(module)
     wanted = model().eval()
     wanted.load_state_dict(module.state_dict())
@@ -76,16 +75,13 @@ def test_a_program_exported_in_training_goes_into_evaluation() -> None:
 def test_what_has_no_training_is_refused() -> None:
     converted = qompose.convert_pt2e(trained())
     with pytest.raises(StageError, match="converted"):
-        qompose.training.move_exported_model_to_train(converted)
+        training.move_exported_model_to_train(converted)
     exported = torch.export.export(model(), (X,)).module()
-    for function in (
-        qompose.training.move_exported_model_to_train,
-        qompose.training.allow_exported_model_train_eval,
-    ):
+    for name in ("move_exported_model_to_train", "allow_exported_model_train_eval"):
         with pytest.raises(StageError, match="GraphModule"):
-            function(exported)
+            getattr(training, name)(exported)
     with pytest.raises(StageError, match="Sequential"):
-        qompose.training.move_exported_model_to_eval(model())
+        training.move_exported_model_to_eval(model())
 
 
 @pytest.mark.parametrize("called", [True, False])
@@ -95,15 +91,9 @@ def test_torchaos_functions_are_told_to_do_nothing(
     prepared = trained()
     if called:  # what they leave on a model; tests/interop calls them themselves
         prepared._exported_training = False  # type: ignore[assignment]
-        with pytest.warns(QomposeWarning, match="qompose"):
-            qompose.convert_pt2e(prepared)
-    else:
-        qompose.convert_pt2e(prepared)
-        assert not [w for w in recwarn if w.category is QomposeWarning]
-
-
-def prepared() -> GraphModule:
-    return prepared_for(product_model("linear", "relu", bias=True).train(), batch_for("linear"))
+    qompose.convert_pt2e(prepared)
+    said = [str(w.message) for w in recwarn if w.category is QomposeWarning]
+    assert ["qompose" in message for message in said] == [True] * called
 
 
 def state_of(model: GraphModule) -> tuple[bool, bool, bool]:
@@ -127,16 +117,16 @@ STATES = {
 
 @pytest.mark.parametrize("steps", [[*STATES], [9, 0, 4, 2]], ids=["in order", "resumed"])
 def test_a_step_has_its_state(steps: list[int]) -> None:
-    model = prepared()
+    prepared = prepared_for(model(), X)
     for step in steps:
-        SCHEDULE.apply(model, step)
-        assert state_of(model) == STATES[step]
+        SCHEDULE.apply(prepared, step)
+        assert state_of(prepared) == STATES[step]
 
 
 def test_by_itself_all_goes_on() -> None:
-    model = prepared()
-    QATSchedule().apply(model, 10**6)
-    assert state_of(model) == (True, True, True)
+    prepared = prepared_for(model(), X)
+    QATSchedule().apply(prepared, 10**6)
+    assert state_of(prepared) == (True, True, True)
 
 
 @pytest.mark.parametrize(
@@ -150,10 +140,8 @@ def test_what_is_no_schedule(name: str, value: Any) -> None:
 
 def test_other_modules_are_left_alone() -> None:
     model = product_model("linear", "relu", bias=True)
-    for switch in (
-        qompose.training.disable_observer, qompose.training.enable_observer,
-        qompose.training.disable_fake_quant, qompose.training.enable_fake_quant,
-        qompose.training.freeze_batch_norm, qompose.training.unfreeze_batch_norm,
-    ):  # fmt: skip
-        model.apply(switch)
+    for name in ("observer", "fake_quant"):
+        model.apply(getattr(training, f"disable_{name}"))
+        model.apply(getattr(training, f"enable_{name}"))
+    model.apply(training.freeze_batch_norm).apply(training.unfreeze_batch_norm)
     assert not hasattr(model[1], "frozen")

@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import io
 import math
-import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,25 +15,17 @@ import qompose
 import torch
 from qompose import QuantizationSpec
 from qompose.observers import LearnableFakeQuantize
-from qompose.training.train_eval import SwitchedOperator
 from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from tests.core.qat import batch_for, prepared_for, product_model, product_quantizer
-from tests.core.toy import STATIC, NullQuantizer, randn, seeded, sqnr, toy
-from tests.core.training.test_training import DEEPCOPY, steps
+from tests.core.toy import STATIC, Model, NullQuantizer, randn, seeded, sqnr, toy
+from tests.core.training.test_training import DEEPCOPY, conv_net, steps, trained
 
 
 def learned(qscheme: torch.qscheme = torch.per_tensor_affine) -> QuantizationSpec:
     return QuantizationSpec(torch.int8, LearnableFakeQuantize, -127, 127, qscheme)
-
-
-def trained() -> tuple[GraphModule, Tensor]:
-    x = batch_for("conv2d")
-    prepared = prepared_for(product_model("conv2d", "relu", bias=True).train(), x)
-    steps(prepared, [x])
-    return prepared, x
 
 
 @DEEPCOPY
@@ -54,9 +46,9 @@ def test_a_whole_model_in_a_file_has_lost_its_record() -> None:
 def test_a_checkpoint_of_a_compiled_model(resumed: str) -> None:
     """torch prefixes the names in a state dict of what it compiled; of the model itself it does not."""
     prepared, x = trained()
-    compiled: Any = torch.compile(prepared, backend="eager")
+    compiled: Any = torch.compile(prepared, backend="eager", fullgraph=True)
     steps(compiled, [x])
-    fresh = prepared_for(product_model("conv2d", "relu", bias=True).train(), x)
+    fresh, _ = conv_net()
     if resumed == "compiled":
         torch.compile(fresh, backend="eager").load_state_dict(compiled.state_dict())
     else:
@@ -68,18 +60,13 @@ def test_a_checkpoint_of_a_compiled_model(resumed: str) -> None:
     assert sqnr(prepared.eval()(x), qompose.convert_pt2e(prepared)(x)) > 40
 
 
-class Views(nn.Module):
-    """Two operators that leave integers as they are."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.view(-1, 4).view(-1, 8)
-
-
 @pytest.mark.parametrize("kind", ["moving_average", "learned"])
 def test_a_checkpoint_that_has_shared_tensors_once(kind: str, tmp_path: Path) -> None:
     """As accelerate writes it, by safetensors: of a fake-quantizer in two places, one has a name in it."""
     x = randn(4, 8)
-    model = seeded(nn.Sequential(nn.Linear(8, 8), Views(), nn.Linear(8, 4)))
+    # Two operators that leave integers as they are.
+    views = Model(lambda m, x: x.view(-1, 4).view(-1, 8))
+    model = seeded(nn.Sequential(nn.Linear(8, 8), views, nn.Linear(8, 4)))
     config = qompose.training_config(STATIC, kind)
     made = [prepared_for(model.train(), x, toy(config=config)) for _ in range(2)]
     steps(made[0], [x])
@@ -98,8 +85,7 @@ def test_ranges_of_several_processes_are_no_views(
     """Which safetensors would refuse, since all that a view is of would have to be saved."""
     monkeypatch.setattr(qompose.observers.fake_quantize, "several_processes", lambda: True)
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_: None)
-    x = batch_for("conv2d")
-    prepared = prepared_for(product_model("conv2d", "relu", bias=True).train(), x)
+    prepared, x = conv_net()
     prepared(x)
     save_model(prepared, str(tmp_path / "model.safetensors"))
 
@@ -108,9 +94,7 @@ def test_ranges_of_several_processes_are_no_views(
 @pytest.mark.parametrize("kind", ["moving averages", "learned"])
 def test_an_average_of_weights(kind: str) -> None:
     """Made after a first batch, when ranges have their size; it is deployed like the model itself."""
-    x = batch_for("conv2d")
-    quantizer = product_quantizer(learned()) if kind == "learned" else None
-    prepared = prepared_for(product_model("conv2d", "relu", bias=True).train(), x, quantizer)
+    prepared, x = conv_net(product_quantizer(learned()) if kind == "learned" else None)
     prepared(x)
     average: Any = torch.optim.swa_utils.AveragedModel(prepared, avg_fn=lambda old, _, n: old)
     for _ in range(2):
@@ -123,10 +107,7 @@ def test_an_average_of_weights(kind: str) -> None:
 
 
 def test_two_optimizers_of_which_one_has_the_scales() -> None:
-    x = batch_for("conv2d")
-    spec = learned(torch.per_tensor_symmetric)
-    model = product_model("conv2d", "relu", bias=True).train()
-    prepared = prepared_for(model, x, product_quantizer(spec))
+    prepared, x = conv_net(product_quantizer(learned(torch.per_tensor_symmetric)))
     named = dict(prepared.named_parameters())
     scales = [p for n, p in named.items() if n.endswith(".scale")]
     rest = [p for n, p in named.items() if not n.endswith(".scale")]
@@ -142,10 +123,8 @@ def test_two_optimizers_of_which_one_has_the_scales() -> None:
 
 def test_all_is_frozen_and_unfrozen() -> None:
     """Which leaves zero points of symmetric integers where they are."""
-    x = batch_for("conv2d")
-    spec = learned(torch.per_tensor_symmetric)
-    model = product_model("conv2d", "relu", bias=True).train()
-    prepared = prepared_for(model, x, product_quantizer(spec)).requires_grad_(False)
+    prepared, x = conv_net(product_quantizer(learned(torch.per_tensor_symmetric)))
+    prepared.requires_grad_(False)
     assert not prepared(x).requires_grad
     prepared.requires_grad_(True)
     steps(prepared, [x, x, x])
@@ -158,18 +137,19 @@ def test_all_is_frozen_and_unfrozen() -> None:
 @pytest.mark.filterwarnings(
     "ignore:.*should not be instantiated:DeprecationWarning"
 )  # dynamo's own
-def test_learned_scales_compile_in_one_graph() -> None:
-    x = batch_for("conv2d")
-    model = product_model("conv2d", "relu", bias=True).train()
-    prepared = prepared_for(model, x, product_quantizer(learned()))
-    steps(prepared, [x])
+@pytest.mark.parametrize("quantizer", [None, product_quantizer(learned())], ids=["", "learned"])
+def test_torch_compile_in_one_graph(quantizer: Any) -> None:
+    prepared, x = trained(quantizer)
     prepared.eval().zero_grad()
     twin = copy.deepcopy(prepared)
     compiled = torch.compile(prepared, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), twin(x))
     for own in (compiled, twin):
         own(x).square().sum().backward()
     for (name, one), other in zip(prepared.named_parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, msg=name)
+    for (name, one), other in zip(prepared.named_buffers(), twin.buffers(), strict=True):
+        torch.testing.assert_close(one, other, msg=name)
 
 
 def test_gradients_are_accumulated_as_of_one_batch() -> None:
@@ -202,26 +182,16 @@ def without_rounding(model: nn.Module, x: Tensor) -> GraphModule:
     return prepared
 
 
-class SharedNorm(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.other = nn.Conv2d(6, 8, 3), nn.Conv2d(6, 8, 3)
-        self.norm = nn.BatchNorm2d(8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.one(x)) + self.norm(self.other(x))
-
-
 def test_a_batch_norm_behind_two_convolutions() -> None:
     """The second uses the statistics that the first one has just moved."""
-    x, model = 30 * batch_for("conv2d"), SharedNorm().train()
+    layers = {"one": nn.Conv2d(6, 8, 3), "other": nn.Conv2d(6, 8, 3), "norm": nn.BatchNorm2d(8)}
+    model: Any = Model(lambda m, x: m.norm(m.one(x)) + m.norm(m.other(x)), **layers).train()
+    x = 30 * batch_for("conv2d")
     prepared = without_rounding(model, x)
     for _ in range(3):
         torch.testing.assert_close(prepared(x), model(x), rtol=1e-4, atol=1e-4)
-    state = prepared.state_dict()
-    torch.testing.assert_close(state["norm.running_var"], model.norm.running_var)
-    torch.testing.assert_close(state["norm.running_mean"], model.norm.running_mean)
-    assert int(state["norm.num_batches_tracked"]) == int(model.norm.num_batches_tracked)  # type: ignore[arg-type]
+    for name, value in model.norm.named_buffers():
+        torch.testing.assert_close(prepared.get_buffer(f"norm.{name}"), value)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -244,52 +214,38 @@ def test_a_step_that_overflowed_is_over(bad: float) -> None:
 
 
 def test_dropout_in_a_branch() -> None:
-    class Branches(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.other = nn.Linear(6, 6), nn.Linear(6, 6)
-            self.drop = nn.Dropout(0.5)
+    def branches(m: Any, x: Tensor) -> Any:
+        one, other = (lambda x: m.drop(m.one(x)), lambda x: m.drop(m.other(x)) * 2)
+        return torch.cond(x.sum() > 0, one, other, (x,))
 
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.cond(
-                x.sum() > 0,
-                lambda x: self.drop(self.one(x)),
-                lambda x: self.drop(self.other(x)) * 2,
-                (x,),
-            )
-
+    model = Model(branches, one=nn.Linear(6, 6), other=nn.Linear(6, 6), drop=nn.Dropout(0.5))
     x = torch.ones(16, 6)
     for trains in (True, False):
-        program = torch.export.export(Branches().train(trains), (x,))
-        prepared = qompose.prepare_qat_pt2e(program, product_quantizer())
+        prepared = prepared_for(model.train(trains), x)
         for sign in (1, -1):
             dropped = (prepared.train()(sign * x) == 0).float().mean()
             assert 0.2 < float(dropped) < 0.8
             assert not bool((prepared.eval()(sign * x) == 0).any())
 
 
-class Frozen(nn.Module):
-    """A part without gradients before one with them."""
-
-    def __init__(self, part: str) -> None:
-        super().__init__()
-        self.conv, self.norm, self.last = nn.Conv2d(6, 6, 3), nn.BatchNorm2d(6), nn.Conv2d(6, 4, 3)
-        self.drop, self.part = nn.Dropout(0.5), part
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            x = self.drop(x) if self.part == "drop" else x
-            x = self.norm(self.conv(x)) if self.part == "conv" else x
-            x = self.norm(x) if self.part == "norm" else x
-        return self.last(x)
+FROZEN: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "conv": lambda m, x: m.norm(m.conv(x)),
+    "norm": lambda m, x: m.norm(x),
+    "drop": lambda m, x: m.drop(x),
+}
 
 
 @pytest.mark.parametrize("trains", [True, False])
-@pytest.mark.parametrize("part", ["conv", "norm", "drop"])
-def test_a_part_without_gradients(part: str, trains: bool) -> None:
+@pytest.mark.parametrize("part", FROZEN)
+def test_a_part_without_gradients_before_one_with_them(part: str, trains: bool) -> None:
+    def forward(m: Any, x: Tensor) -> Any:
+        with torch.no_grad():
+            x = FROZEN[part](m, x)
+        return m.last(x)
+
     x = batch_for("conv2d")
-    torch.manual_seed(0)
-    model = Frozen(part).train(trains)
+    layers = {"conv": nn.Conv2d(6, 6, 3), "last": nn.Conv2d(6, 4, 3)}
+    model = Model(forward, **layers, norm=nn.BatchNorm2d(6), drop=nn.Dropout(0.5)).train(trains)
     prepared = without_rounding(model, x).train()
     first, second = prepared(x), prepared(x)
     assert torch.is_grad_enabled()
@@ -316,8 +272,7 @@ def test_a_batch_norm_that_was_exported_in_evaluation_stays_so_and_is_named() ->
 
 
 def test_conversion_in_place_that_fails_leaves_the_model() -> None:
-    x = batch_for("conv2d")
-    prepared = prepared_for(product_model("conv2d", "relu", bias=True).train(), x)
+    prepared, x = conv_net()
     before = {k: v.clone() for k, v in prepared.state_dict().items()}
     with pytest.raises(qompose.errors.UncalibratedError):
         qompose.convert_pt2e(prepared, inplace=True)
@@ -332,43 +287,24 @@ def test_conversion_in_place_that_fails_leaves_the_model() -> None:
 
 
 def test_buffers_that_are_written_keep_no_gradients() -> None:
-    class Written(nn.Module):
-        mean: Tensor
+    def written(m: Any, x: Tensor) -> Any:
+        y = m.layer(x)
+        m.mean.copy_(0.9 * m.mean + 0.1 * y.mean(0))
+        return y - m.mean
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(6, 6)
-            self.register_buffer("mean", torch.zeros(6))
-
-        def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = self.layer(x)
-            self.mean.copy_(0.9 * self.mean + 0.1 * y.mean(0))
-            return y - self.mean
-
+    model = Model(written, layer=nn.Linear(6, 6))
+    model.register_buffer("mean", torch.zeros(6))
     x = batch_for("linear")
-    spec = qompose.QuantizationSpec(
-        torch.int8, qompose.observers.LearnableFakeQuantize, -128, 127, torch.per_tensor_affine
-    )
-    prepared = prepared_for(Written().train(), x, product_quantizer(spec))
+    prepared = prepared_for(model.train(), x, product_quantizer(learned()))
     for _ in range(3):
         prepared(x).sum().backward()
     assert not prepared.get_buffer("mean").requires_grad
 
 
-def test_a_switch_is_pickled() -> None:
-    switch = SwitchedOperator(torch.ops.aten.dropout.default, 2, True, False)
-    again = pickle.loads(pickle.dumps(switch)).eval()
-    x = torch.ones(4)
-    assert torch.equal(again(x, 0.5), x)
-    assert copy.deepcopy(switch).operator is torch.ops.aten.dropout.default
-
-
 def test_nothing_quantized_still_trains() -> None:
-    x = batch_for("conv2d")
-    model: Any = product_model("conv2d", "relu", bias=True).train()
-    program = torch.export.export(model, (x,))
+    x, model = batch_for("conv2d"), product_model("conv2d", "relu", bias=True).train()
     with pytest.warns(qompose.QomposeWarning, match="Nothing was quantized"):
-        prepared = qompose.prepare_qat_pt2e(program, NullQuantizer())
+        prepared = prepared_for(model, x, NullQuantizer())
     torch.manual_seed(0)
     out = prepared(x)
     torch.manual_seed(0)

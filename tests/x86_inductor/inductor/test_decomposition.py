@@ -20,6 +20,7 @@ from qompose_x86_inductor.onednn import exactness
 from torch import Tensor, fx, nn
 
 from tests.sampling import at_once
+from tests.x86_inductor import small_models
 
 OPS = torch.ops.qompose_x86
 # torch 2.13 warns about itself: copying a graph, and Inductor when it freezes.
@@ -102,6 +103,7 @@ def test_graphs_of_the_plain_operators(lowered: fx.GraphModule, tmp_path: Path) 
     assert_same(torch.compile(lowered, backend="aot_eager", dynamic=True, fullgraph=True), lowered)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("by_onednn")
 def test_torch_compile_with_the_packing_in_the_graph(lowered: fx.GraphModule) -> None:
     compiled = torch.compile(with_prepack_in_graph(lowered), dynamic=True)
@@ -158,12 +160,8 @@ BEHIND: dict[str, tuple[list[nn.Module], Tensor, bool]] = {
 def test_what_the_compilers_own_patterns_would_fuse(case: str, mode: str) -> None:
     """They fail on products that have a function in them already, or give integers (torch 2.13)."""
     layers, x, reduce_range = BEHIND[case]
-    config = get_default_x86_inductor_quantization_config(reduce_range=reduce_range)
-    exported = torch.export.export(nn.Sequential(*layers).eval(), (x,))
-    prepared = qompose.prepare_pt2e(exported, X86InductorQuantizer().set_global(config))
-    prepared(x)
-    lowered = qompose.lower(qompose.convert_pt2e(prepared))
-    got, expected = qompose.compile_lowered(lowered, mode)(x), lowered(x)
+    model = small_models.lowered(nn.Sequential(*layers), x, reduce_range=reduce_range)
+    got, expected = qompose.compile_lowered(model, mode)(x), model(x)
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
     assert got.stride() == expected.stride()
 

@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 import qompose
 import torch
-from qompose_x86_inductor import X86InductorQuantizer, get_default_x86_inductor_quantization_config
 from qompose_x86_inductor.inductor import gemm_template
 from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 from torch.export import Dim
-from torch.fx import GraphModule
 
 from tests.sampling import at_once
+from tests.x86_inductor.small_models import lowered
 
 WIDTH = 48
 CALL = "= torch.ops.onednn.qlinear_pointwise"
 pytestmark = [
     pytest.mark.usefixtures("by_onednn"),
+    pytest.mark.filterwarnings("ignore:The tensor attributes.*assigned during export"),  # of a GRU
     pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning"),
 ]
@@ -65,6 +65,17 @@ class Similar(nn.Module):
         return torch.mm(y, y.t())
 
 
+class Recurrent(nn.Module):
+    """A layer that torch makes of products in float, behind one in int8."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.gru = perceptron(), nn.GRU(16, 8, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gru(self.inner(x).unsqueeze(0))[0]
+
+
 class OneGelu(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -77,23 +88,6 @@ class OneGelu(nn.Module):
 
 def rows(count: int, seed: int = 1) -> Tensor:
     return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(seed))
-
-
-def lowered(
-    module: nn.Module, x: Tensor, dynamic_shapes: Any = None, **choices: bool
-) -> GraphModule:
-    """Calibrated with its input; `choices` are those of the configuration."""
-    config = get_default_x86_inductor_quantization_config(**choices)
-    result = qompose.quantize(
-        module,
-        (x,),
-        backends=X86InductorQuantizer().set_global(config),
-        calibration=[(x,)],
-        progress=False,
-        dynamic_shapes=dynamic_shapes,
-    ).model
-    assert isinstance(result, GraphModule)
-    return result
 
 
 @pytest.mark.parametrize(
@@ -112,6 +106,7 @@ def lowered(
         (image_net(), torch.randn(2, 3, 8, 8), {}, True),
         (nn.Conv2d(3, 4, 3), torch.randn(2, 3, 8, 8), {}, False),
         (Similar(), rows(3), {}, False),
+        (Recurrent(), rows(6), {}, False),
         (perceptron(), rows(2), {"is_dynamic": True}, False),
         (perceptron(), rows(2), {"is_dynamic": True, "per_token": True}, True),
         (perceptron(), rows(2), {"weight_only": True}, False),
@@ -119,12 +114,14 @@ def lowered(
     ids=[
         "one row", "most rows", "more rows", "rows of rank 3", "more of rank 3", "gelu", "more of gelu",
         "one of two", "any rows", "any rows of gelu", "behind convolutions", "no linear",
-        "a product in float", "dynamic", "per token", "weight-only",
+        "a product in float", "a gru", "dynamic", "per token", "weight-only",
     ],
 )  # fmt: skip
 def test_who_is_advised(module: nn.Module, x: Tensor, options: Any, advised: bool) -> None:
-    expected = gemm_template.OPTIONS if advised else {}
-    assert gemm_template.options(lowered(module.eval(), x, **options)) == expected
+    expected, model = gemm_template.OPTIONS if advised else {}, lowered(module, x, **options)
+    assert gemm_template.options(model) == expected
+    with torch.inference_mode():
+        assert gemm_template.options(model) == expected
 
 
 COMPILED = {
@@ -142,7 +139,7 @@ COMPILED = {
 def test_the_compiled_code_calls_no_onednn_and_computes_the_same(name: str) -> None:
     """Within a step of the integers between the layers: the two round float arithmetic apart."""
     (module, choices), x = COMPILED[name], rows(7)
-    model = lowered(module.eval(), x, **choices)
+    model = lowered(module, x, **choices)
     expected = model(x)
     result, code = run_and_get_code(lambda: qompose.compile_lowered(model)(x))
     assert gemm_template.options(model)

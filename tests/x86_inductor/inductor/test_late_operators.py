@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import qompose
 import torch
-from qompose_x86_inductor import X86InductorQuantizer, get_default_x86_inductor_quantization_config
 from torch import Tensor, nn
 from torch.fx import Graph, Node
 
 from tests.sampling import at_once
+from tests.x86_inductor.small_models import lowered
 
 pytestmark = [
     pytest.mark.usefixtures("by_onednn"),
@@ -45,6 +45,11 @@ def two_residuals(layers: nn.ModuleList, x: Tensor) -> Tensor:
     y = layers[0](x).relu()
     z = (layers[1](y) + y).relu()
     return layers[3]((layers[2](z) + z).relu())
+
+
+def several(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    """What is added in place and what to copies, in one graph."""
+    return two_residuals(layers, residual(layers, x))
 
 
 def read_later(layers: nn.ModuleList, x: Tensor) -> Tensor:
@@ -90,6 +95,7 @@ def _kind(node: Node) -> tuple[bool, bool]:
 
 IN_PLACE, COPIED = (True, False), (False, True)
 SUMS = [
+    (several, [IN_PLACE, COPIED, COPIED]),
     (residual, [IN_PLACE]),
     (two_residuals, [COPIED, COPIED]),
     (a_view_is_read_later, [COPIED]),
@@ -102,7 +108,7 @@ SUMS = [
     ("body", "wanted", "mode"),
     at_once(
         [(*sums, mode) for sums in SUMS for mode in ("default", "package")],
-        *((*sums, "default") for sums in SUMS[:2]),
+        (*SUMS[0], "default"),
     ),
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
@@ -115,16 +121,13 @@ def test_sums(
 ) -> None:
     torch.manual_seed(0)
     x = torch.randn(2, 8, 8, 8)
-    quantizer = X86InductorQuantizer().set_global(get_default_x86_inductor_quantization_config())
-    result = qompose.quantize(
-        Convolutions(body).eval(), (x,), backends=quantizer, calibration=[(x,)], progress=False
-    )
+    model = lowered(Convolutions(body), x)
     seen = compiled_graphs(monkeypatch)
-    path = {"path": tmp_path / "model.pt2"} if mode == "package" else {}
+    path = tmp_path / "model.pt2" if mode == "package" else None
     with torch.compiler.config.patch(force_disable_caches=True):
-        compiled = result.compile(mode, **path)
+        compiled = qompose.compile_lowered(model, mode, path=path)
     assert wanted in seen
     for inputs in (x, torch.randn(2, 8, 8, 8)):
         kept = inputs.clone()
-        torch.testing.assert_close(compiled(inputs), result.model(inputs), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(compiled(inputs), model(inputs), atol=1e-5, rtol=1e-5)
         assert torch.equal(inputs, kept)

@@ -12,7 +12,6 @@ import pytest
 import qompose
 import torch
 import torch.nn.functional as F
-from qompose_x86_inductor import X86InductorQuantizer, get_default_x86_inductor_quantization_config
 from qompose_x86_inductor.inductor import native_calls
 from qompose_x86_inductor.inductor.decomposition import with_prepack_in_graph
 from qompose_x86_inductor.native import vnni
@@ -22,6 +21,7 @@ from torch.export import Dim
 from torch.fx import GraphModule
 
 from tests.sampling import at_once
+from tests.x86_inductor import small_models
 
 pytestmark = [
     pytest.mark.skipif(not vnni.available(), reason="no AVX-512 VNNI, or AMX beside it"),
@@ -78,17 +78,7 @@ def sequence(batch: int) -> Tensor:
 def lowered(module: nn.Module, make: Callable[[int], Tensor], **choices: Any) -> GraphModule:
     """For any number of inputs."""
     torch.manual_seed(0)
-    config = get_default_x86_inductor_quantization_config(**choices)
-    result = qompose.quantize(
-        module.eval(),
-        (make(4),),
-        backends=X86InductorQuantizer().set_global(config),
-        calibration=[(make(8),)],
-        dynamic_shapes=({0: Dim("batch", max=64)},),
-        progress=False,
-    ).model
-    assert isinstance(result, GraphModule)
-    return result
+    return small_models.lowered(module, make(8), ({0: Dim("batch", max=64)},), **choices)
 
 
 def source(package: Path) -> str:

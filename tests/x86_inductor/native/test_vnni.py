@@ -63,6 +63,11 @@ def native(library: ctypes.CDLL) -> Run:
     return run
 
 
+def a_weight(channels: int, depth: int, kernel: tuple[int, int], depthwise: bool) -> Tensor:
+    shape = (channels, 1 if depthwise else depth, *kernel)
+    return torch.randint(-128, 128, shape, dtype=torch.int8)
+
+
 @st.composite
 def products(draw: st.DrawFn, *, depthwise: bool) -> tuple[Any, ...]:
     """Arguments of an operator, from all that `vnni` may ask of it."""
@@ -82,16 +87,9 @@ def products(draw: st.DrawFn, *, depthwise: bool) -> tuple[Any, ...]:
     bounds = [(0, 255), (-128, 127)][kind] if kind < 2 else None
     zero_point = draw(st.integers(*bounds)) if bounds else 0
     sizes = Sizes(
-        channels,
-        kernel,
-        stride,
-        padding,
-        dilation,
-        draw(st.integers(0, 255)),
-        function,
-        zero_point,
-        kind,
-    )
+        channels, kernel, stride, padding, dilation, draw(st.integers(0, 255)), function,
+        zero_point, kind,
+    )  # fmt: skip
     low, high = (
         (float(b - zero_point) for b in bounds)
         if bounds
@@ -99,9 +97,7 @@ def products(draw: st.DrawFn, *, depthwise: bool) -> tuple[Any, ...]:
     )
     torch.manual_seed(draw(st.integers(0, 99)))
     x = torch.randint(0, 256, (draw(st.integers(1, 3)), height, width, depth), dtype=torch.uint8)
-    weight = torch.randint(
-        -128, 128, (channels, 1 if depthwise else depth, *kernel), dtype=torch.int8
-    )
+    weight = a_weight(channels, depth, kernel, depthwise)
     spread = 60.0 if kind < 2 and function == 0 else 2.0
     terms = weight[0].numel()
     scale = torch.rand(channels) * spread / (5000 * terms**0.5)
@@ -134,17 +130,13 @@ def agree(got: Tensor, wanted: Tensor) -> None:
 
 
 @needs_vnni
-@given(products(depthwise=False))
+@pytest.mark.parametrize("depthwise", [False, True], ids=["products", "channels by themselves"])
+@given(st.data())
 @settings(max_examples=100, deadline=None)
-def test_products(native: Run, arguments: tuple[Any, ...]) -> None:
-    agree(native(vnni.PRODUCT, *arguments), vnni.reference(*arguments, depthwise=False))
-
-
-@needs_vnni
-@given(products(depthwise=True))
-@settings(max_examples=60, deadline=None)
-def test_channels_by_themselves(native: Run, arguments: tuple[Any, ...]) -> None:
-    agree(native(vnni.DEPTHWISE, *arguments), vnni.reference(*arguments, depthwise=True))
+def test_products(native: Run, depthwise: bool, data: st.DataObject) -> None:
+    arguments = data.draw(products(depthwise=depthwise))
+    wanted = vnni.reference(*arguments, depthwise=depthwise)
+    agree(native(vnni.DEPTHWISE if depthwise else vnni.PRODUCT, *arguments), wanted)
 
 
 @needs_vnni
@@ -165,11 +157,19 @@ def test_planes(
     assert bool((result[-64:] == 77).all())  # nothing is written behind it
 
 
-def exact(depth: int, channels: int, taps: int, *, depthwise: bool) -> tuple[Sizes, Ends]:
+def sums_of(
+    x: Tensor, weight: Tensor, *, depthwise: bool, padding: int = 0, zero_point: int = 0
+) -> tuple[Any, ...]:
+    """Arguments of an operator that returns the plain sums, as floats."""
+    channels, _, *kernel = weight.shape
     sizes = Sizes(
-        channels, (taps, taps), (1, 1), (0, 0), (1, 1), 0, 0, 0, KINDS.index(torch.float32)
-    )
-    return sizes, Ends(1.0, 0.0, 0.0, 1.0, -MOST, MOST)
+        channels, (kernel[0], kernel[1]), (1, 1), (padding, padding), (1, 1), zero_point, 0, 0,
+        KINDS.index(torch.float32),
+    )  # fmt: skip
+    ends = Ends(1.0, 0.0, 0.0, 1.0, -MOST, MOST)
+    scale, bias = torch.ones(channels), torch.zeros(channels)
+    constants = prepared(weight, scale, bias, sizes, depthwise=depthwise)
+    return x, *constants, None, sizes.flat(), [*ends]
 
 
 @needs_vnni
@@ -181,14 +181,10 @@ def test_the_largest_sums_are_exact(
     native: Run, value: int, depth: int, channels: int, taps: int
 ) -> None:
     depthwise, taps = taps < 0, abs(taps)
-    sizes, ends = exact(depth, channels, taps, depthwise=depthwise)
     x = torch.full((1, 8, 9, depth), 255, dtype=torch.uint8)
-    weight = torch.full((channels, 1 if depthwise else depth, taps, taps), value, dtype=torch.int8)
-    constants = prepared(
-        weight, torch.ones(channels), torch.zeros(channels), sizes, depthwise=depthwise
-    )
+    weight = a_weight(channels, depth, (taps, taps), depthwise).fill_(value)
     operator = vnni.DEPTHWISE if depthwise else vnni.PRODUCT
-    got = native(operator, x, *constants, None, sizes.flat(), [*ends])
+    got = native(operator, *sums_of(x, weight, depthwise=depthwise))
     assert torch.equal(got, torch.full_like(got, 255.0 * value * weight[0].numel()))
 
 
@@ -217,46 +213,28 @@ def at_the_end_of_memory() -> Iterator[Callable[[Tensor], int]]:
 @pytest.mark.parametrize("padding", [0, 2])
 @pytest.mark.parametrize("depth", [1, 5, 67])
 def test_nothing_is_read_behind_an_image(
-    native: Run,
-    at_the_end_of_memory: Callable[[Tensor], int],
-    kernel: tuple[int, int],
-    padding: int,
-    depth: int,
-    depthwise: bool,
-) -> None:
-    channels = depth if depthwise else 5
+    native: Run, at_the_end_of_memory: Callable[[Tensor], int], kernel: tuple[int, int],
+    padding: int, depth: int, depthwise: bool,
+) -> None:  # fmt: skip
     torch.manual_seed(depth)
-    sizes = Sizes(channels, kernel, (1, 1), (padding, padding), (1, 1), 3, 0, 0, 2)
-    ends = Ends(1.0, 0.0, 0.0, 1.0, -MOST, MOST)
     x = torch.randint(0, 256, (2, 6, 7, depth), dtype=torch.uint8)
-    weight = torch.randint(
-        -128, 128, (channels, 1 if depthwise else depth, *kernel), dtype=torch.int8
-    )
-    constants = prepared(
-        weight, torch.ones(channels), torch.zeros(channels), sizes, depthwise=depthwise
-    )
+    weight = a_weight(depth if depthwise else 5, depth, kernel, depthwise)
+    arguments = sums_of(x, weight, depthwise=depthwise, padding=padding, zero_point=3)
     operator = vnni.DEPTHWISE if depthwise else vnni.PRODUCT
-    arguments = (x, *constants, None, sizes.flat(), [*ends])
     got = native(operator, *arguments, x=at_the_end_of_memory(x))
     assert torch.equal(got, vnni.reference(*arguments, depthwise=depthwise))
 
 
 @given(
-    st.integers(1, 90),
-    st.integers(1, 150),
-    st.integers(1, 4),
-    st.integers(1, 4),
-    st.integers(1, 2),
-    st.booleans(),
-)
+    st.integers(1, 90), st.integers(1, 150), st.tuples(*[st.integers(1, 4)] * 2),
+    st.integers(1, 2), st.booleans(),
+)  # fmt: skip
 @settings(max_examples=60, deadline=None)
 def test_packing_loses_nothing(
-    depth: int, channels: int, height: int, width: int, gap: int, depthwise: bool
+    depth: int, channels: int, kernel: tuple[int, int], gap: int, depthwise: bool
 ) -> None:
-    sizes = Sizes(channels, (height, width), (1, 1), (0, 0), (1, gap), 0, 0, 0, 0)
-    weight = torch.randint(
-        -128, 128, (channels, 1 if depthwise else depth, height, width), dtype=torch.int8
-    )
+    sizes = Sizes(channels, kernel, (1, 1), (0, 0), (1, gap), 0, 0, 0, 0)
+    weight = a_weight(channels, depth, kernel, depthwise)
     packed = vnni.pack(weight, sizes, depthwise=depthwise)
     assert torch.equal(vnni.unpack(packed, sizes, depth, depthwise=depthwise), weight)
 
@@ -267,12 +245,9 @@ def test_what_sizes_write_they_read() -> None:
 
 
 def test_running_it_uncompiled_says_so() -> None:
-    sizes, ends = exact(3, 2, 1, depthwise=False)
-    weight = torch.ones(2, 3, 1, 1, dtype=torch.int8)
-    constants = prepared(weight, torch.ones(2), torch.zeros(2), sizes, depthwise=False)
     x = torch.full((1, 1, 2, 3), 5, dtype=torch.uint8)
     with pytest.warns(UserWarning, match="cpp_wrapper"):
-        result = vnni.PRODUCT(x, *constants, None, sizes.flat(), [*ends])
+        result = vnni.PRODUCT(*sums_of(x, torch.ones(2, 3, 1, 1).char(), depthwise=False))
     assert torch.equal(result, torch.full((1, 1, 2, 2), 15.0))
 
 

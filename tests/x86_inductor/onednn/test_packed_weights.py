@@ -5,13 +5,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 from qompose_x86_inductor.onednn.packed_weights import cached, owners
 from torch import Tensor
 
 from tests.collecting import kept
-
-OPS = torch.ops.qompose_x86
+from tests.x86_inductor.integers import OPS, integer_conv
 
 
 class Counted:
@@ -100,25 +98,14 @@ class TestPackedWeights:
             weight.data = torch.full((4, 8), 2, dtype=torch.int8)
             assert self.run(weight).unique().tolist() == [16.0]
 
-    def test_serve_any_layout_of_the_weight(self) -> None:
+    def test_serve_any_layout_of_the_weight_and_any_size_of_the_image(self) -> None:
         weight = torch.randint(-128, 128, (8, 4), dtype=torch.int8).t()
         assert torch.equal(self.run(weight)[0], weight.sum(1).float())
-        kernel = torch.randint(-128, 128, (4, 3, 2, 2), dtype=torch.int8)
-        geometry = ([1, 1], [0, 0], [1, 1], 1)
-        x = torch.randint(0, 256, (1, 3, 5, 5), dtype=torch.uint8)
-        for layout in (torch.contiguous_format, torch.channels_last):
-            w = kernel.contiguous(memory_format=layout)
-            got = OPS.conv2d(x, 1.0, 7, w, torch.ones(4), None, *geometry)
-            assert torch.equal(
-                got, F.conv2d(x.double() - 7, kernel.double(), None, *geometry).float()
-            )
-
-    def test_serve_other_image_sizes_than_the_first(self) -> None:
         kernel = torch.randint(-128, 128, (16, 8, 3, 3), dtype=torch.int8)
         geometry = ([1, 1], [1, 1], [1, 1], 1)
-        for size in (3, 33, 1, 14):
-            x = torch.randint(0, 256, (size % 3, 8, size, size + 1), dtype=torch.uint8)
-            got = OPS.conv2d(x, 1.0, 7, kernel, torch.ones(16), None, *geometry)
-            assert torch.equal(
-                got, F.conv2d(x.double() - 7, kernel.double(), None, *geometry).float()
-            )
+        for layout in (torch.contiguous_format, torch.channels_last):
+            same = kernel.contiguous(memory_format=layout)
+            for size in (3, 33, 1, 14):
+                x = torch.randint(0, 256, (size % 3, 8, size, size + 1), dtype=torch.uint8)
+                got = OPS.conv2d(x, 1.0, 7, same, torch.ones(16), None, *geometry)
+                assert torch.equal(got, integer_conv(x, 7, kernel, geometry).float())

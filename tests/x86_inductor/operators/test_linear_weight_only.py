@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,34 +20,39 @@ GROUPS = linear_weight_only.GROUP_SIZES
 seeds = st.integers(0, 2**16)
 channels = st.sampled_from([1, 6, 16, 21, 64])
 rows = st.sampled_from([(), (1,), (0,), (5,), (2, 3), (40,)])
-dtypes = st.sampled_from(list(ROUNDING))
+# Odd ones too, where the kernel for bfloat16 would read past the end of rows.
+depths = st.sampled_from([1, 7, 32, 70, 257, 0])
+
+OPERATORS: dict[str, tuple[Any, Any]] = {
+    "int8": (OPS.linear_int8_weight, linear_weight_only.int8_weight_in_graph),
+    "int4": (OPS.linear_int4_weight, linear_weight_only.int4_weight_in_graph),
+    "float16": (OPS.linear_float16_weight, linear_weight_only.float16_weight_in_graph),
+}
+every_kind = pytest.mark.parametrize("kind", OPERATORS)
 
 
-def int8_operands(
-    seed: int, rows: tuple[int, ...] = (3,), depth: int = 24, out: int = 6
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Floats, a weight, scales and a bias."""
-    torch.manual_seed(seed)
-    weight = torch.randint(-128, 128, (out, depth), dtype=torch.int8)
-    return torch.randn(*rows, depth), weight, torch.rand(out) * 0.02 + 1e-4, torch.randn(out)
+def operands(
+    kind: str, rows: tuple[int, ...] = (3,), depth: int = 96, out: int = 6, group: int = 32
+) -> tuple[Tensor, ...]:
+    """Floats, a weight, its scales if it has any, and a bias."""
+    x, bias = torch.randn(*rows, depth), torch.randn(out)
+    if kind == "float16":
+        return x, torch.randn(out, depth).half(), bias
+    most = 128 if kind == "int8" else 8
+    weight = torch.randint(-most, most, (out, depth), dtype=torch.int8)
+    if kind == "int8":
+        return x, weight, torch.rand(out) * 0.02 + 1e-4, bias
+    return x, weight, torch.rand(out, depth // group) * 0.2 + 1e-3, bias
 
 
-def int4_operands(
-    seed: int, rows: tuple[int, ...] = (3,), depth: int = 96, out: int = 6, group: int = 32
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    torch.manual_seed(seed)
-    weight = torch.randint(-8, 8, (out, depth), dtype=torch.int8)
-    scales = torch.rand(out, depth // group) * 0.2 + 1e-3
-    return torch.randn(*rows, depth), weight, scales, torch.randn(out)
-
-
-def float16_operands(seed: int, rows: tuple[int, ...] = (3,)) -> tuple[Tensor, Tensor, Tensor]:
-    torch.manual_seed(seed)
-    return torch.randn(*rows, 24), torch.randn(6, 24).half(), torch.randn(6)
-
-
-def assert_exact(actual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """``weight`` in real values, float64."""
+def assert_exact(actual: Tensor, x: Tensor, weight: Tensor, *others: Tensor | None) -> None:
+    """Against float64; scales, if there are any, are of rows or of groups in them."""
+    *scales, bias = others
+    weight = weight.double()
+    for scale in scales:
+        assert scale is not None
+        groups = scale.double().reshape(len(weight), -1)
+        weight = weight * groups.repeat_interleave(weight.shape[1] // groups.shape[1], dim=1)
     added = torch.zeros(1).double() if bias is None else bias.double()
     exact = x.double() @ weight.T + added
     size = x.double().abs() @ weight.T.abs() + added.abs()
@@ -58,129 +62,70 @@ def assert_exact(actual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None)
     assert ((actual.double() - exact).abs() <= size * ROUNDING[x.dtype]).all()
 
 
-def spread(weight: Tensor, scales: Tensor) -> Tensor:
-    """The real values of a weight in groups."""
-    groups = weight.double().view(*scales.shape, -1) * scales.double()[..., None]
-    return groups.flatten(1)
+@every_kind
+@MODEST
+@given(st.data())
+def test_is_the_float_product(kind: str, data: st.DataObject) -> None:
+    """Any number of output channels, where the kernel of four bits knows multiples of 16."""
+    torch.manual_seed(data.draw(seeds))
+    group = data.draw(st.sampled_from(GROUPS))
+    depth = group * data.draw(st.integers(1, 3)) if kind == "int4" else data.draw(depths)
+    x, *weight, bias = operands(kind, data.draw(rows), depth, data.draw(channels), group)
+    dtype = torch.float32 if kind == "float16" else data.draw(st.sampled_from(list(ROUNDING)))
+    given = x.to(dtype), *weight, bias.to(dtype) if data.draw(st.booleans()) else None
+    assert_exact(OPERATORS[kind][0](*given), *given)
 
 
-class TestInt8:
-    @MODEST
-    @given(
-        seeds, rows, st.sampled_from([1, 7, 32, 70, 257, 0]), channels, dtypes, st.booleans()
-    )  # fmt: skip
-    def test_is_the_float_product(
-        self,
-        seed: int,
-        rows: tuple[int, ...],
-        depth: int,
-        out: int,
-        dtype: torch.dtype,
-        with_bias: bool,
-    ) -> None:
-        """Odd depths too, where the kernel for bfloat16 would read past the end of rows."""
-        x, weight, scales, bias = int8_operands(seed, rows, depth, out)
-        x, given_bias = x.to(dtype), bias.to(dtype) if with_bias else None
-        actual = OPS.linear_int8_weight(x, weight, scales, given_bias)
-        assert_exact(actual, x, weight.double() * scales.double()[:, None], given_bias)
+@pytest.mark.parametrize("kind", ["int4", "float16"])
+def test_writes_to_weight_and_scales_are_seen(kind: str) -> None:
+    operator, given = OPERATORS[kind][0], operands(kind)
+    operator(*given)
+    given[1][0] = 7
+    assert_exact(operator(*given), *given)
+    given[-2][1] = 5.0
+    assert_exact(operator(*given), *given)
 
 
-class TestInt4:
-    @MODEST
-    @given(seeds, rows, st.sampled_from(GROUPS), st.integers(1, 3), channels, dtypes, st.booleans())
-    def test_is_the_float_product(
-        self,
-        seed: int,
-        rows: tuple[int, ...],
-        group: int,
-        count: int,
-        out: int,
-        dtype: torch.dtype,
-        with_bias: bool,
-    ) -> None:
-        """Any number of output channels, where the kernel knows multiples of 16."""
-        x, weight, scales, bias = int4_operands(seed, rows, group * count, out, group)
-        x, given_bias = x.to(dtype), bias.to(dtype) if with_bias else None
-        actual = OPS.linear_int4_weight(x, weight, scales, given_bias)
-        assert_exact(actual, x, spread(weight, scales), given_bias)
-
-    def test_writes_to_weight_and_scales_are_seen(self) -> None:
-        x, weight, scales, bias = int4_operands(0)
-        OPS.linear_int4_weight(x, weight, scales, bias)
-        weight[0], scales[1] = 7, 5.0
-        actual = OPS.linear_int4_weight(x, weight, scales, bias)
-        assert_exact(actual, x, spread(weight, scales), bias)
-
-    def test_values_beyond_four_bits_are_refused(self) -> None:
-        x, weight, scales, _ = int4_operands(0)
-        for beyond in (8, -9):
-            wrong = weight.clone()
-            wrong[2, 3] = beyond
-            with pytest.raises(ValueError, match=str(beyond)):
-                OPS.linear_int4_weight(x, wrong, scales, None)
-
-    @pytest.mark.parametrize("shape", [(6,), (6, 4), (6, 6), (5, 3), (6, 0), (6, 3, 1)])
-    def test_other_scales_are_named(self, shape: tuple[int, ...]) -> None:
-        x, weight, _, _ = int4_operands(0)
-        with pytest.raises(ValueError, match="linear_int4_weight: w_scale"):
-            OPS.linear_int4_weight(x, weight, torch.ones(shape), None)
+def test_values_beyond_four_bits_are_refused() -> None:
+    x, weight, scales, _ = operands("int4")
+    for beyond in (8, -9):
+        wrong = weight.clone()
+        wrong[2, 3] = beyond
+        with pytest.raises(ValueError, match=str(beyond)):
+            OPS.linear_int4_weight(x, wrong, scales, None)
 
 
-class TestFloat16:
-    @MODEST
-    @given(seeds, rows, st.booleans())
-    def test_is_the_float_product(self, seed: int, rows: tuple[int, ...], with_bias: bool) -> None:
-        x, weight, bias = float16_operands(seed, rows)
-        given_bias = bias if with_bias else None
-        actual = OPS.linear_float16_weight(x, weight, given_bias)
-        assert_exact(actual, x, weight.double(), given_bias)
-
-    def test_a_write_is_seen(self) -> None:
-        x, weight, bias = float16_operands(0)
-        OPS.linear_float16_weight(x, weight, bias)
-        weight[0] = 7
-        assert_exact(OPS.linear_float16_weight(x, weight, bias), x, weight.double(), bias)
+@pytest.mark.parametrize("shape", [(6,), (6, 4), (6, 6), (5, 3), (6, 0), (6, 3, 1)])
+def test_other_scales_are_named(shape: tuple[int, ...]) -> None:
+    x, weight, *_ = operands("int4")
+    with pytest.raises(ValueError, match="linear_int4_weight: w_scale"):
+        OPS.linear_int4_weight(x, weight, torch.ones(shape), None)
 
 
-CASES: list[Any] = [
-    (OPS.linear_int8_weight, int8_operands, linear_weight_only.int8_weight_in_graph),
-    (OPS.linear_int4_weight, int4_operands, linear_weight_only.int4_weight_in_graph),
-    (OPS.linear_float16_weight, float16_operands, linear_weight_only.float16_weight_in_graph),
-]
+@every_kind
+def test_layouts_and_modes_change_nothing_nor_does_a_graph(kind: str) -> None:
+    operator, in_graph = OPERATORS[kind]
+    x, weight, *rest = operands(kind, (2, 5))
+    whole = operator(x, weight, *rest)
+    gaps = torch.zeros(5, 2, 2 * x.shape[-1])[..., ::2].transpose(0, 1).copy_(x)
+    assert not gaps.is_contiguous()
+    assert torch.equal(operator(gaps, weight.t().contiguous().t(), *rest), whole)
+    assert torch.equal(in_graph(x, weight, *rest), whole)
+    with torch.inference_mode():
+        assert torch.equal(operator(*(t.clone() for t in (x, weight, *rest))), whole)
 
 
-@pytest.mark.parametrize(("operator", "operands", "in_graph"), CASES)
-class TestAll:
-    def test_layouts_and_modes_change_nothing(
-        self, operator: Any, operands: Callable[..., Any], in_graph: Callable[..., Tensor]
-    ) -> None:
-        x, *rest = operands(0, (2, 5))
-        whole = operator(x, *rest)
-        gaps = torch.zeros(5, 2, 2 * x.shape[-1])[..., ::2].transpose(0, 1).copy_(x)
-        assert not gaps.is_contiguous()
-        turned = rest[0].t().contiguous().t()
-        assert torch.equal(operator(gaps, turned, *rest[1:]), whole)
-        with torch.inference_mode():
-            assert torch.equal(operator(x.clone(), *(t.clone() for t in rest)), whole)
+@every_kind
+def test_torch_knows_it(kind: str) -> None:
+    torch.library.opcheck(OPERATORS[kind][0].default, operands(kind, (2, 5)))
 
-    def test_in_a_graph_it_is_the_same(
-        self, operator: Any, operands: Callable[..., Any], in_graph: Callable[..., Tensor]
-    ) -> None:
-        given = operands(0, (2, 5))
-        assert torch.equal(in_graph(*given), operator(*given))
 
-    def test_torch_knows_it(
-        self, operator: Any, operands: Callable[..., Any], in_graph: Callable[..., Tensor]
-    ) -> None:
-        torch.library.opcheck(operator.default, operands(0, (2, 5)))
-
-    def test_other_inputs_are_named(
-        self, operator: Any, operands: Callable[..., Any], in_graph: Callable[..., Tensor]
-    ) -> None:
-        x, weight, *rest = operands(0)
-        with pytest.raises(ValueError, match=r"linear_\w+_weight.*float64"):
-            operator(x.double(), weight, *rest)
-        with pytest.raises(ValueError, match="int32"):
-            operator(x, weight.int(), *rest)
-        with pytest.raises(ValueError, match=r"linear_\w+_weight"):
-            operator(x[:, :7], weight, *rest)
+@every_kind
+def test_other_inputs_are_named(kind: str) -> None:
+    operator, (x, weight, *rest) = OPERATORS[kind][0], operands(kind)
+    with pytest.raises(ValueError, match=r"linear_\w+_weight.*float64"):
+        operator(x.double(), weight, *rest)
+    with pytest.raises(ValueError, match="int32"):
+        operator(x, weight.int(), *rest)
+    with pytest.raises(ValueError, match=r"linear_\w+_weight"):
+        operator(x[:, :7], weight, *rest)

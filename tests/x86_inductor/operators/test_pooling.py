@@ -12,14 +12,7 @@ from hypothesis import given, strategies as st
 from qompose_x86_inductor.operators import elementwise, pooling
 from torch import Tensor
 
-from tests.x86_inductor.integers import (
-    DTYPES,
-    MODEST,
-    OPS,
-    QUANTIZED,
-    assert_one_step,
-    bounds,
-)
+from tests.x86_inductor.integers import DTYPES, MODEST, OPS, QUANTIZED, assert_one_step, bounds
 
 
 def integers(data: st.DataObject, shape: list[int]) -> tuple[Tensor, int]:
@@ -39,11 +32,8 @@ def outputs(data: st.DataObject) -> tuple[float, int, torch.dtype]:
     dtype = data.draw(st.sampled_from(DTYPES))
     if dtype not in QUANTIZED:
         return 1.0, 0, dtype
-    return (
-        data.draw(st.sampled_from([0.003, 0.037, 0.5])),
-        data.draw(st.integers(*bounds(dtype))),
-        dtype,
-    )
+    scale = data.draw(st.sampled_from([0.003, 0.037, 0.5]))
+    return scale, data.draw(st.integers(*bounds(dtype))), dtype
 
 
 def image(data: st.DataObject, least: tuple[int, int] = (1, 1)) -> list[int]:
@@ -51,13 +41,17 @@ def image(data: st.DataObject, least: tuple[int, int] = (1, 1)) -> list[int]:
     return [data.draw(st.integers(0, 3)), data.draw(st.integers(1, 9)), *sizes]
 
 
+def window(data: st.DataObject) -> list[list[int]]:
+    """Kernel, stride and padding."""
+    kernel, stride = ([data.draw(st.integers(1, most)) for _ in range(2)] for most in (4, 3))
+    return [kernel, stride, [data.draw(st.integers(0, k // 2)) for k in kernel]]
+
+
 @MODEST
 @given(st.data())
 def test_max_pool2d_picks_the_largest_integer(data: st.DataObject) -> None:
     dtype = data.draw(st.sampled_from(QUANTIZED))
-    kernel = [data.draw(st.integers(1, 4)) for _ in range(2)]
-    stride = [data.draw(st.integers(1, 3)) for _ in range(2)]
-    padding = [data.draw(st.integers(0, k // 2)) for k in kernel]
+    kernel, stride, padding = window(data)
     shape = [data.draw(st.integers(0, 2)), *(data.draw(st.integers(1, n)) for n in (70, 40, 20))]
     shape[2:] = [max(s, k) for s, k in zip(shape[2:], kernel, strict=True)]
     torch.manual_seed(data.draw(st.integers(0, 9999)))
@@ -72,19 +66,17 @@ def test_max_pool2d_picks_the_largest_integer(data: st.DataObject) -> None:
 @MODEST
 @given(st.data())
 def test_avg_pool2d(data: st.DataObject) -> None:
-    kernel = [data.draw(st.integers(1, 4)) for _ in range(2)]
-    stride = [data.draw(st.integers(1, 3)) for _ in range(2)]
-    padding = [data.draw(st.integers(0, k // 2)) for k in kernel]
+    kernel, stride, padding = window(data)
     ceil_mode, counts_padding = data.draw(st.booleans()), data.draw(st.booleans())
     divisor = data.draw(st.sampled_from([None, 1, 7]))
-    window = (kernel, stride, padding, ceil_mode, counts_padding, divisor)
+    options = (kernel, stride, padding, ceil_mode, counts_padding, divisor)
     x, zero_point = integers(data, image(data, (kernel[0], kernel[1])))
     out = outputs(data)
-    got = OPS.avg_pool2d(x, 0.02, zero_point, *window, *out)
-    expected = F.avg_pool2d(x.double() - zero_point, *window) * 0.02
+    got = OPS.avg_pool2d(x, 0.02, zero_point, *options, *out)
+    expected = F.avg_pool2d(x.double() - zero_point, *options) * 0.02
     assert_one_step(got, expected, out)
     assert got.is_contiguous(memory_format=torch.channels_last)
-    assert torch.equal(pooling.avg_pool2d_in_graph(x, 0.02, zero_point, *window, *out), got)
+    assert torch.equal(pooling.avg_pool2d_in_graph(x, 0.02, zero_point, *options, *out), got)
 
 
 @MODEST

@@ -166,16 +166,6 @@ def test_gaps_between_numbers_do_not_matter_and_nothing_is_written_to(name: str)
         assert not isinstance(now, Tensor) or torch.equal(now, then)
 
 
-@pytest.mark.parametrize("name", sorted(SCHEMAS))
-def test_fake_results_are_laid_out_like_real_ones(name: str) -> None:
-    call = _calls()[name]
-    found = getattr(OPS, name)(*call)
-    with FakeTensorMode() as mode:
-        fakes = [mode.from_tensor(a) if isinstance(a, Tensor) else a for a in call]
-        fake = getattr(OPS, name)(*fakes)
-    assert (fake.shape, fake.dtype, fake.stride()) == (found.shape, found.dtype, found.stride())
-
-
 @pytest.mark.parametrize(
     ("name", "position", "value", "found"),
     [
@@ -216,28 +206,48 @@ def _as_fakes(call: tuple[Any, ...], mode: FakeTensorMode) -> list[Any]:
     return [mode.from_tensor(a, static_shapes=True) if isinstance(a, Tensor) else a for a in call]
 
 
-@pytest.mark.parametrize("name", ["conv2d", "conv2d_add"])
-@pytest.mark.parametrize(
-    ("size", "kernel", "padding", "dilation"),
-    [
-        ((2, 5), (3, 3), [0, 0], [1, 1]),
-        ((5, 1), (3, 3), [0, 0], [1, 1]),
-        ((4, 4), (3, 3), [0, 0], [1, 2]),
-        ((1, 9), (1, 5), [0, 0], [1, 3]),
-        ((1, 2), (5, 2), [1, 0], [1, 1]),
-    ],
-)
-@pytest.mark.parametrize("batch", [0, 1])
-def test_an_image_smaller_than_the_kernel_is_named(
-    name: str, size: Any, kernel: Any, padding: Any, dilation: Any, batch: int
-) -> None:
-    """Where torch says that the kernel can't be greater; one pixel less gave zeros."""
-    geometry = ([2, 1], padding, dilation, 1)
-    call = _image_call(name, (batch, 2, *size), (4, 2, *kernel), *geometry)
-    shown = rf"{name}: .*\({batch}, 2, {size[0]}, {size[1]}\)"
-    with pytest.raises(ValueError, match=shown):
+SMALLER = [
+    ((2, 5), (3, 3), [0, 0], [1, 1]),
+    ((5, 1), (3, 3), [0, 0], [1, 1]),
+    ((4, 4), (3, 3), [0, 0], [1, 2]),
+    ((1, 9), (1, 5), [0, 0], [1, 3]),
+    ((1, 2), (5, 2), [1, 0], [1, 1]),
+]
+"""Images smaller than the kernel, where torch says that it can't be greater; one pixel less gave zeros."""
+CHANNELS = [(3, (4, 2, 3, 3), 1), (2, (4, 2, 3, 3), 2), (4, (5, 2, 3, 3), 2), (4, (4, 2, 3, 3), 0)]
+UNFIT: list[tuple[str, tuple[Any, ...], str]] = [
+    *(
+        (
+            name,
+            _image_call(name, (batch, 2, *size), (4, 2, *kernel), [2, 1], padding, dilation, 1),
+            rf"\({batch}, 2, {size[0]}, {size[1]}\)",
+        )
+        for name in ("conv2d", "conv2d_add")
+        for size, kernel, padding, dilation in SMALLER
+        for batch in (0, 1)
+    ),
+    *(
+        (
+            name,
+            _image_call(name, (1, channels, 5, 5), weight, [1, 1], [0, 0], [1, 1], groups),
+            rf"\(1, {channels}, .*\({weight[0]}, 2, ",
+        )
+        for name in ("conv2d", "conv2d_add")
+        for channels, weight, groups in CHANNELS
+    ),
+    *(
+        (name, (torch.ones(shape, dtype=torch.int8), *_calls()[name][1:]), re.escape(str(shape)))
+        for name in ("linear", "linear_add")
+        for shape in ((2, 3, 7), (9,), (), (0, 7))
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "call", "shown"), UNFIT)
+def test_sizes_that_do_not_fit_are_named(name: str, call: tuple[Any, ...], shown: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}: .*{shown}"):
         getattr(OPS, name)(*call)
-    with FakeTensorMode() as mode, pytest.raises(ValueError, match=shown):
+    with FakeTensorMode() as mode, pytest.raises(ValueError, match=f"{name}: .*{shown}"):
         getattr(OPS, name)(*_as_fakes(call, mode))
 
 
@@ -259,33 +269,3 @@ def test_sizes_that_are_symbols_get_no_conditions(name: str) -> None:
         assert all(isinstance(size, torch.SymInt) for size in symbolic.shape)
         getattr(OPS, name)(symbolic, *_as_fakes(product[1:], mode))
     assert not env.guards
-
-
-@pytest.mark.parametrize(
-    ("name", "size", "weight", "groups"),
-    [
-        ("conv2d", (1, 3, 5, 5), (4, 2, 3, 3), 1),
-        ("conv2d_add", (1, 3, 5, 5), (4, 2, 3, 3), 1),
-        ("conv2d", (1, 2, 5, 5), (4, 2, 3, 3), 2),
-        ("conv2d", (1, 4, 5, 5), (5, 2, 3, 3), 2),
-        ("conv2d", (1, 4, 5, 5), (4, 2, 3, 3), 0),
-    ],
-)
-def test_channels_that_do_not_fit_are_named(name: str, size: Any, weight: Any, groups: int) -> None:
-    call = _image_call(name, size, weight, [1, 1], [0, 0], [1, 1], groups)
-    shown = rf"{name}: .*\(1, {size[1]}, .*\({weight[0]}, 2, "
-    with pytest.raises(ValueError, match=shown):
-        getattr(OPS, name)(*call)
-    with FakeTensorMode() as mode, pytest.raises(ValueError, match=shown):
-        getattr(OPS, name)(*_as_fakes(call, mode))
-
-
-@pytest.mark.parametrize("name", ["linear", "linear_add"])
-@pytest.mark.parametrize("shape", [(2, 3, 7), (9,), (), (0, 7)])
-def test_a_width_that_does_not_fit_is_named(name: str, shape: tuple[int, ...]) -> None:
-    call = (torch.ones(shape, dtype=torch.int8), *_calls()[name][1:])
-    shown = rf"{name}: .*{re.escape(str(shape))}"
-    with pytest.raises(ValueError, match=shown):
-        getattr(OPS, name)(*call)
-    with FakeTensorMode() as mode, pytest.raises(ValueError, match=shown):
-        getattr(OPS, name)(*_as_fakes(call, mode))

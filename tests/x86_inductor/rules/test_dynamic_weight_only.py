@@ -18,7 +18,7 @@ from qompose_x86_inductor import (
 )
 from torch import Tensor, nn
 
-from tests.core.toy import sqnr
+from tests.core.toy import Model, sqnr
 from tests.sampling import at_once
 
 CONFIG = get_default_x86_inductor_quantization_config
@@ -35,19 +35,6 @@ def quantized(
     return converted, qompose.lower(converted, target="torch")
 
 
-class Attention(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.projections = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        heads = self.projections(x).unflatten(-1, (3, 4, -1)).transpose(1, 3)
-        q, k, v = heads.unbind(2)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(mixed.transpose(1, 2).flatten(2))
-
-
 class LanguageModel(nn.Module):
     """A block of a GPT between its embedding and its head, whose vocabulary is no multiple of 16."""
 
@@ -55,13 +42,15 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(203, width)
         self.before, self.between, self.behind = (nn.LayerNorm(width) for _ in range(3))
-        self.attention = Attention(width)
+        self.projections, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
         self.head = nn.Linear(width, 203, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
-        x = x + self.attention(self.before(x))
+        heads = self.projections(self.before(x)).unflatten(-1, (3, 4, -1)).transpose(1, 3)
+        mixed = F.scaled_dot_product_attention(*heads.unbind(2), is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
         x = x + self.narrow(F.gelu(self.wide(self.between(x)), approximate="tanh"))
         return self.head(self.behind(x))
 
@@ -168,7 +157,7 @@ def test_weights_may_be_float16() -> None:
 
 
 def test_a_convolution_has_no_dynamic_form_and_the_report_says_so() -> None:
-    model, x = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(12, 4)).eval(), None
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(12, 4)).eval()
     x = torch.randn(1, 2, 4, 4)
     _, lowered = quantized(model, CONFIG(is_dynamic=True), x)
     (row,) = [r for r in qompose.report(lowered).rows if r.operator == "aten.conv2d"]
@@ -176,23 +165,18 @@ def test_a_convolution_has_no_dynamic_form_and_the_report_says_so() -> None:
     assert "conv2d" in row.reason and "dynamic" in row.reason
 
 
-class Autocast(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(64, 32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return self.linear(x)
+def _autocast(m: Any, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return m.linear(x)
 
 
 @pytest.mark.parametrize("group_size", at_once((None, 32), 32))
 def test_weights_alone_stay_where_autocast_decides_the_type(group_size: int | None) -> None:
     """The kernels give the type of their input, which autocast makes another one."""
-    x = torch.randn(4, 64)
+    model, x = Model(_autocast, linear=nn.Linear(64, 32)).eval(), torch.randn(4, 64)
     config = CONFIG(weight_only=True, group_size=group_size)
     with pytest.warns(qompose.QomposeWarning):
-        _, lowered = quantized(Autocast().eval(), config, x)
+        _, lowered = quantized(model, config, x)
     assert lowered(x).dtype is torch.bfloat16
     (row,) = (row for row in qompose.report(lowered).rows if row.operator == "aten.linear")
     assert "bfloat16" in row.reason

@@ -1,18 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many operators in one ExecuTorch program, each beside the kernel that shall give the same."""
+"""Programs of ExecuTorch: of many operators or models, each beside what shall give the same."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
 
+import qompose
 import torch
 
 # Registers the quantized_decomposed operators.
 import torch.ao.quantization.fx._decomposed
 from qompose_xnnpack import ExecutorchProgram
 from qompose_xnnpack.executorch_target.lowering import lower_to_executorch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.fx import GraphModule
 
 QD = torch.ops.quantized_decomposed
 FULL = (-128, 127)
@@ -21,14 +25,45 @@ QParams = tuple[float, int]
 Constants = dict[str, Tensor]
 
 
+def converted(
+    model: nn.Module, *batches: Any, quantizer: Any = None, kwargs: Any = None, sizes: Any = None
+) -> GraphModule:
+    """Export with the first batch, one input or several, calibrate with all, and convert."""
+    inputs = [batch if isinstance(batch, tuple) else (batch,) for batch in batches]
+    model = model.eval().requires_grad_(False)
+    program = torch.export.export(model, inputs[0], kwargs, dynamic_shapes=sizes)
+    prepared = qompose.prepare_pt2e(program, quantizer or qompose.compose("xnnpack"))
+    for each in inputs:
+        prepared(*each, **(kwargs or {}))
+    return qompose.convert_pt2e(prepared)
+
+
+def in_two_programs(
+    names: Iterable[str], at_once: Sequence[str], make: Callable[[str], GraphModule]
+) -> Callable[[str], tuple[GraphModule, Any]]:
+    """What gives a model and its method by name: of a program of those `at_once`, or of one of all others."""
+
+    @cache
+    def program(now: bool) -> dict[str, tuple[GraphModule, Any]]:
+        chosen = [name for name in names if (name in at_once) == now]
+        models = {f"method{number}": make(name) for number, name in enumerate(chosen)}
+        methods = qompose.lower(models, "executorch").methods
+        return {n: (models[e], methods[e]) for n, e in zip(chosen, models, strict=True)}
+
+    return lambda name: program(name in at_once)[name]
+
+
 def quantize(x: Tensor, qparams: QParams) -> Tensor:
     return QD.quantize_per_tensor.default(x, *qparams, *FULL, torch.int8)
 
 
+def dequantize(integers: Tensor, qparams: QParams) -> Tensor:
+    return QD.dequantize_per_tensor.default(integers, *qparams, *FULL, torch.int8)
+
+
 def through(x: Tensor, qparams: QParams) -> Tensor:
     """Quantize and dequantize, as around an operator in a converted graph."""
-    integers = quantize(x, qparams)
-    return QD.dequantize_per_tensor.default(integers, *qparams, *FULL, torch.int8)
+    return dequantize(quantize(x, qparams), qparams)
 
 
 def per_token(x: Tensor) -> Tensor:
@@ -67,10 +102,6 @@ def weight_constants(seed: int, *shape: int, axis: int = 0, bias: bool = True) -
     return constants
 
 
-def normal(seed: int, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
 @dataclass(frozen=True)
 class Case:
     """An operator of a program.
@@ -85,7 +116,7 @@ class Case:
     constants: Constants = field(default_factory=dict)
 
 
-class Together(torch.nn.Module):
+class Together(nn.Module):
     """The graphs of all cases, on inputs of their own."""
 
     def __init__(self, cases: Sequence[Case]) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -29,20 +30,16 @@ from tests.xnnpack.executorch_target.runtime import (
     at_run_time,
     compare,
     lower,
-    normal,
     per_channel,
     per_token,
     weight_constants,
 )
-from tests.xnnpack.operators.arithmetic import KERNELS
+from tests.xnnpack.operators.arithmetic import KERNELS, UNBOUNDED, normal
 
 # Relative to the largest value of the same case and row: both add a few float32 terms, in any order.
 ROUNDING = 2.0**-18
-ACTIVATIONS = {
-    "": (-math.inf, math.inf),
-    "relu": (0.0, math.inf),
-    "hardtanh": (-0.75, 1.25),
-}
+ACTIVATIONS = {"": UNBOUNDED, "relu": (0.0, math.inf), "hardtanh": (-0.75, 1.25)}
+Shape = tuple[int, ...]
 
 
 def activate(x: Tensor, activation: str) -> Tensor:
@@ -51,26 +48,39 @@ def activate(x: Tensor, activation: str) -> Tensor:
     return torch.relu(x) if activation else x
 
 
-def linear(
-    shape: tuple[int, ...], outputs: int, *, bias: bool = True, per_row: bool = True, then: str = ""
+def dynamic(
+    name: str,
+    shape: Shape,
+    constants: Constants,
+    then: str,
+    geometry: Sequence[Any] = (),
+    real: Callable[[Tensor], Tensor] = at_run_time,
+    weight: Callable[[Constants], Tensor] = per_channel,
+    scale: Callable[[Tensor], Tensor] = lambda scale: scale,
 ) -> Case:
-    """Weights with a scale per output."""
-    constants = weight_constants(1, outputs, shape[-1], bias=bias)
+    """An operator of torch whose input is quantized at run time; `geometry` is what follows the bias."""
+    lists = [[*value] if isinstance(value, tuple) else value for value in geometry]
 
     def graph(c: Constants, x: Tensor) -> Tensor:
-        real = per_token(x) if per_row else at_run_time(x)
-        return activate(functional.linear(real, per_channel(c), c.get("bias")), then)
+        args = (real(x), weight(c), c.get("bias"), *geometry)
+        return activate(getattr(functional, name)(*args), then)
 
     def here(c: Constants, x: Tensor) -> Tensor:
-        args = (c["weight"], c["scale"], c.get("bias"))
-        return KERNELS.linear_dynamic(x, *args, *ACTIVATIONS[then])
+        args = (x, c["weight"], scale(c["scale"]), c.get("bias"), *lists, *ACTIVATIONS[then])
+        return getattr(KERNELS, f"{name}_dynamic")(*args)
 
     return Case(graph, here, (shape,), constants)
 
 
-def grouped(
-    shape: tuple[int, ...], outputs: int, group: int, *, bias: bool = True, then: str = ""
+def linear(
+    shape: Shape, outputs: int, *, bias: bool = True, per_row: bool = True, then: str = ""
 ) -> Case:
+    """Weights with a scale per output."""
+    constants = weight_constants(1, outputs, shape[-1], bias=bias)
+    return dynamic("linear", shape, constants, then, real=per_token if per_row else at_run_time)
+
+
+def grouped(shape: Shape, outputs: int, group: int, *, bias: bool = True, then: str = "") -> Case:
     """Int4 weights with a scale per ``group`` inputs. XNNPACK keeps the scales in bfloat16."""
     generator = torch.Generator().manual_seed(2)
     size = (outputs, shape[-1] // group)
@@ -82,64 +92,32 @@ def grouped(
     if bias:
         constants["bias"] = normal(3, outputs)
 
-    def graph(c: Constants, x: Tensor) -> Tensor:
+    def weight(c: Constants) -> Tensor:
         args = (c["weight"], c["scale"], c["zero"], -8, 7, torch.int8, group, torch.float32)
-        weight = QD.dequantize_per_channel_group.default(*args)
-        return activate(functional.linear(per_token(x), weight, c.get("bias")), then)
+        return QD.dequantize_per_channel_group.default(*args)
 
-    def here(c: Constants, x: Tensor) -> Tensor:
-        scale = c["scale"].bfloat16().float()
-        args = (c["weight"], scale, c.get("bias"), *ACTIVATIONS[then])
-        return KERNELS.linear_dynamic(x, *args)
-
-    return Case(graph, here, (shape,), constants)
+    return dynamic(
+        "linear", shape, constants, then, real=per_token, weight=weight,
+        scale=lambda scale: scale.bfloat16().float(),
+    )  # fmt: skip
 
 
-def conv(
-    shape: tuple[int, ...],
-    weight: tuple[int, ...],
-    *geometry: Any,
-    bias: bool = True,
-    then: str = "",
-) -> Case:
+def conv(shape: Shape, weight: Shape, *geometry: Any, bias: bool = True, then: str = "") -> Case:
     """``geometry``: stride, padding, dilation, for both axes or for each; groups."""
-    constants = weight_constants(4, *weight, bias=bias)
-
-    def graph(c: Constants, x: Tensor) -> Tensor:
-        real = at_run_time(x)
-        return activate(functional.conv2d(real, per_channel(c), c.get("bias"), *geometry), then)
-
-    def here(c: Constants, x: Tensor) -> Tensor:
-        *spatial, groups = geometry
-        lists = [[value] if isinstance(value, int) else [*value] for value in spatial]
-        args = (c["weight"], c["scale"], c.get("bias"), *lists, groups, *ACTIVATIONS[then])
-        return KERNELS.conv2d_dynamic(x, *args)
-
-    return Case(graph, here, (shape,), constants)
+    *spatial, groups = geometry
+    pairs = [value if isinstance(value, tuple) else (value,) * 2 for value in spatial]
+    return dynamic("conv2d", shape, weight_constants(4, *weight, bias=bias), then, (*pairs, groups))
 
 
 def transposed(
-    shape: tuple[int, ...],
-    weight: tuple[int, ...],
-    *geometry: list[int],
-    bias: bool = True,
-    then: str = "",
+    shape: Shape, weight: Shape, *geometry: Shape, bias: bool = True, then: str = ""
 ) -> Case:
     """``geometry``: stride, padding, output_padding, dilation."""
     constants = weight_constants(6, *weight, axis=1, bias=bias)
-    *spatial, dilation = geometry
-    args = (*spatial, 1, dilation)
-
-    def graph(c: Constants, x: Tensor) -> Tensor:
-        real = at_run_time(x)
-        y = functional.conv_transpose2d(real, per_channel(c, 1), c.get("bias"), *args)
-        return activate(y, then)
-
-    def here(c: Constants, x: Tensor) -> Tensor:
-        rest = (c["weight"], c["scale"], c.get("bias"), *args, *ACTIVATIONS[then])
-        return KERNELS.conv_transpose2d_dynamic(x, *rest)
-
-    return Case(graph, here, (shape,), constants)
+    args = (*geometry[:3], 1, geometry[3])
+    return dynamic(
+        "conv_transpose2d", shape, constants, then, args, weight=lambda c: per_channel(c, 1)
+    )
 
 
 CASES: dict[str, Case] = {
@@ -154,23 +132,36 @@ CASES: dict[str, Case] = {
     "pointwise conv with stride": conv((2, 8, 5, 5), (6, 8, 1, 1), 2, 0, 1, 1),
     "pointwise conv of a pixel": conv((2, 8, 1, 1), (6, 8, 1, 1), 1, 0, 1, 1, then="hardtanh"),
     "transposed, relu": transposed(
-        (3, 4, 5, 4), (4, 6, 3, 3), [2, 2], [1, 1], [1, 1], [1, 1], then="relu"
+        (3, 4, 5, 4), (4, 6, 3, 3), (2, 2), (1, 1), (1, 1), (1, 1), then="relu"
     ),
     "transposed, each axis its own": transposed(
-        (2, 4, 5, 4), (4, 6, 3, 2), [1, 2], [1, 0], [0, 1], [2, 1], bias=False, then="hardtanh"
+        (2, 4, 5, 4), (4, 6, 3, 2), (1, 2), (1, 0), (0, 1), (2, 1), bias=False, then="hardtanh"
     ),
 }
 
 
-@pytest.fixture(scope="module")
-def program() -> ExecutorchProgram:
-    return lower(list(CASES.values()))
+AT_ONCE = (
+    *("linear", "linear, one range in the graph", "groups of 32", "conv of three, stride, relu"),
+    *("grouped conv, dilated", "transposed, each axis its own"),
+)
+Lowered = tuple[dict[str, Case], ExecutorchProgram]
 
 
-def inputs(seed: int, magnitude: float, offset: float) -> list[Tensor]:
+@pytest.fixture(
+    scope="module", params=at_once([(AT_ONCE,), (tuple(CASES),)], (AT_ONCE,)), ids=["some", "all"]
+)
+def lowered(request: pytest.FixtureRequest) -> Lowered:
+    """Cases, and the program that has them all."""
+    cases = {name: CASES[name] for name in request.param}
+    return cases, lower(list(cases.values()))
+
+
+def inputs(
+    cases: dict[str, Case], seed: int, magnitude: float = 1.0, offset: float = 0.0
+) -> list[Tensor]:
     """Rows and images of different ranges: each has a range of its own."""
     result = []
-    for index, case in enumerate(CASES.values()):
+    for index, case in enumerate(cases.values()):
         for shape in case.shapes:
             spread = torch.logspace(0, 2, shape[0]).view(-1, *(1,) * (len(shape) - 1))
             result.append((normal(seed + index, *shape) + offset) * magnitude * spread)
@@ -184,12 +175,10 @@ def inputs(seed: int, magnitude: float, offset: float) -> list[Tensor]:
     st.sampled_from([0.0, 2.0, -50.0]),
 )
 @example(0, 0.0, 0.0)
-def test_as_on_the_runtime(
-    program: ExecutorchProgram, seed: int, magnitude: float, offset: float
-) -> None:
-    values = inputs(seed, magnitude, offset)
-    pairs = compare(list(CASES.values()), program, values)
-    apart = {name: worst(*pair) for name, pair in zip(CASES, pairs, strict=True)}
+def test_as_on_the_runtime(lowered: Lowered, seed: int, magnitude: float, offset: float) -> None:
+    cases, program = lowered
+    pairs = compare(list(cases.values()), program, inputs(cases, seed, magnitude, offset))
+    apart = {name: worst(*pair) for name, pair in zip(cases, pairs, strict=True)}
     assert max(apart.values()) <= ROUNDING, apart
 
 
@@ -199,12 +188,11 @@ def worst(there: Tensor, here: Tensor) -> float:
     return float(((there - here).abs().flatten(1).amax(1) / size).max())
 
 
-def test_scales_of_groups_are_rounded_to_bfloat16_by_the_runtime(
-    program: ExecutorchProgram,
-) -> None:
+def test_scales_of_groups_are_rounded_to_bfloat16_by_the_runtime(lowered: Lowered) -> None:
     """Else the comparison above would prove nothing: with the scales as given, they differ."""
-    (index,) = (i for i, name in enumerate(CASES) if name == "groups of 32")
-    values = inputs(0, 1.0, 0.0)
+    cases, program = lowered
+    index = list(cases).index("groups of 32")
+    values = inputs(cases, 0)
     there = program.run(*values)[index]
     c = CASES["groups of 32"].constants
     free = ACTIVATIONS[""]
@@ -256,7 +244,7 @@ def test_what_the_runtime_quantizes_per_pixel_is_what_the_guard_refuses() -> Non
 ONE_CHANNEL: dict[str, Case] = {
     "in one group": conv((2, 1, 5, 4), (6, 1, 3, 3), 1, 0, 1, 1),
     "in each group": conv((2, 4, 5, 4), (4, 1, 3, 3), 1, 0, 1, 4),
-    "transposed": transposed((2, 1, 5, 4), (1, 6, 3, 3), [1, 1], [0, 0], [0, 0], [1, 1]),
+    "transposed": transposed((2, 1, 5, 4), (1, 6, 3, 3), (1, 1), (0, 0), (0, 0), (1, 1)),
 }
 
 
@@ -269,11 +257,11 @@ def test_one_channel_of_input_is_not_delegated_and_refused(name: str) -> None:
     assert guards.not_depthwise(matched(case)) is not None
 
 
-@pytest.mark.parametrize("extra", [1, 2])
+@pytest.mark.parametrize("extra", at_once((1, 2), 2))
 def test_output_padding_of_a_stride_fails_on_the_runtime_and_is_refused(extra: int) -> None:
     """Torch takes it below the dilation too."""
     sizes = ((2, 4, 5, 4), (4, 6, 3, 3))
-    case = transposed(*sizes, [2, 2], [0, 0], [extra, extra], [3, 3])
+    case = transposed(*sizes, (2, 2), (0, 0), (extra, extra), (3, 3))
     program, reason = lower([case]), guards.output_padding_below_stride(matched(case))
     if extra < 2:
         (pair,) = compare([case], program, [normal(0, *sizes[0])])

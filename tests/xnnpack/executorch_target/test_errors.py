@@ -3,105 +3,88 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import pytest
 import qompose
 import torch
-
-# Registers the quantized_decomposed operators.
-import torch.ao.quantization.fx._decomposed
 from qompose_xnnpack.executorch_target.errors import lowering_error
+from qompose_xnnpack.executorch_target.export import export
 from qompose_xnnpack.executorch_target.lowering import lower_to_executorch
 from torch import Tensor, nn
 
+from tests.core.toy import Model
 from tests.sampling import at_once
+from tests.xnnpack.executorch_target.runtime import QD, converted
 
 pytest.importorskip("executorch")
 
-QD = torch.ops.quantized_decomposed
+
+def linear() -> nn.Module:
+    return nn.Linear(4, 4)
 
 
-class Bags(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.bags, self.head = nn.EmbeddingBag(10, 4, mode="sum"), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.bags(x))
+BAGS = Model(lambda m, x: m.head(m.bags(x)), bags=nn.EmbeddingBag(10, 4, mode="sum"), head=linear())
+BRANCHES = Model(
+    lambda m, x: m.head(torch.cond(x.sum() > 0, lambda y: m.one(y), lambda y: m.two(y), (x,))),
+    one=linear(), two=linear(), head=linear(),
+)  # fmt: skip
 
 
-class Branches(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two, self.head = (nn.Linear(4, 4) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        way = x.sum() > 0
-        return self.head(torch.cond(way, lambda y: self.one(y), lambda y: self.two(y), (x,)))
+def shared(m: Any, x: Tensor) -> Tensor:
+    """A branch reads the parameters of what is before it."""
+    return torch.cond(x.sum() > 0, lambda y: m.one(y), lambda y: y * 2, (m.one(x),))
 
 
-class SharedWithABranch(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.one(x)
-        return torch.cond(x.sum() > 0, lambda y: self.one(y), lambda y: y * 2, (y,))
-
-
-class Bytes(nn.Module):
-    """Rounds to uint8, which XNNPACK's partitioner takes around float operators; the runtime does not."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        for step in (torch.relu, torch.relu):
-            q = QD.quantize_per_tensor.default(x, 0.02, 128, 0, 255, torch.uint8)
-            x = step(QD.dequantize_per_tensor.default(q, 0.02, 128, 0, 255, torch.uint8))
-        return x
-
-
-class Rounding(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Bytes()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x) + x
+def line(kind: type[nn.Module]) -> nn.Module:
+    return Model(lambda m, x: m.conv(x), conv=kind(3, 4, 3))
 
 
 WORDS = torch.randint(10, (2, 3))
 ROWS = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
-CASES = {
-    "no operator": (Bags, [WORDS], r"aten\.embedding_bag in bags"),
-    "in bodies": (Branches, [ROWS, -ROWS], r"aten\.linear in one.*aten\.linear in two"),
-    "a constant": (SharedWithABranch, [ROWS, -ROWS], "'torch'"),
-}
+SIZES = ({0: torch.export.Dim("batch", max=4), 2: torch.export.Dim("length", min=4, max=9)},)
+SAID: dict[str, tuple[nn.Module, list[Tensor], Any, str, str]] = {
+    "no operator": (
+        BAGS, [WORDS], None, "Operator torch._ops.aten._embedding_bag_forward_only.default is not in",
+        r"aten\.embedding_bag in bags",
+    ),
+    "in bodies": (
+        BRANCHES, [ROWS, -ROWS], None, "Node aten_linear_default: schema = aten::linear() was not",
+        r"aten\.linear in one.*aten\.linear in two",
+    ),
+    "a constant": (
+        Model(shared, one=linear()), [ROWS, -ROWS], None, "constant data node (b_zero_point_4) is tagged",
+        r"because of zero_point_4",
+    ),
+    **{
+        f"two sizes, {kind.__name__}": (
+            line(kind), [torch.randn(2, 3, 8)], SIZES, "XNNPACK reshape only supports 1 dynamic dimension.",
+            r"because of conv\w+ \(aten\.conv\w+ in conv",
+        )
+        for kind in (nn.Conv1d, nn.ConvTranspose1d)
+    },
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", at_once(SAID, "no operator"))
 def test_a_refusal_says_what_and_where_and_the_remedy(name: str) -> None:
-    make, batches, named = CASES[name]
-    torch.manual_seed(0)
-    exported = torch.export.export(make().eval().requires_grad_(False), (batches[0],))
-    prepared = qompose.prepare_pt2e(exported, qompose.compose("xnnpack"))
-    qompose.calibrate(prepared, [(batch,) for batch in batches])
-    converted = qompose.convert_pt2e(prepared)
+    model, batches, sizes, _, named = SAID[name]
     with pytest.raises(qompose.errors.TargetError, match=named) as caught:
-        qompose.lower(converted, "executorch")
+        qompose.lower(converted(model, *batches, sizes=sizes), "executorch")
     assert "'torch'" in str(caught.value), "the remedy"
     assert caught.value.__cause__ is not None
 
 
-@pytest.mark.parametrize("kind", at_once((nn.Conv1d, nn.ConvTranspose1d), nn.Conv1d))
-def test_a_convolution_of_two_sizes_known_at_run_time(kind: type[nn.Module]) -> None:
-    sizes = {0: torch.export.Dim("batch", max=4), 2: torch.export.Dim("length", min=4, max=9)}
-    x = torch.randn(2, 3, 8)
-    exported = torch.export.export(
-        nn.Sequential(kind(3, 4, 3)).eval(), (x,), dynamic_shapes=(sizes,)
-    )
-    prepared = qompose.prepare_pt2e(exported, qompose.compose("xnnpack"))
-    prepared(x)
-    with pytest.raises(qompose.errors.TargetError, match=r"aten\.conv\w+ in 0"):
-        qompose.lower(qompose.convert_pt2e(prepared), "executorch")
+@pytest.mark.parametrize("name", SAID)
+def test_what_executorch_says_is_told_by_the_users_names(name: str) -> None:
+    """Its messages as version 1.5.1 has them; that it says so is shown on whole lowerings."""
+    model, batches, sizes, said, named = SAID[name]
+    exported = export(converted(model, *batches, sizes=sizes), (batches[0],), {}, sizes)
+    error = str(lowering_error(RuntimeError(said), {"forward": exported}))
+    assert re.search(named, error) and error.endswith(f"RuntimeError: {said}")
+    several = lowering_error(RuntimeError(said), {"encode": exported, "decode": exported})
+    assert all(f"of method {method!r}" in str(several) for method in ("encode", "decode"))
 
 
 def test_a_sentence_that_breaks_off_is_left_out_and_others_are_not() -> None:
@@ -115,7 +98,17 @@ def test_a_sentence_that_breaks_off_is_left_out_and_others_are_not() -> None:
         assert str(lowering_error(RuntimeError(said), {})).endswith(f"RuntimeError: {told}")
 
 
+def in_bytes(m: Any, x: Tensor) -> Tensor:
+    """Rounds to uint8, which XNNPACK's partitioner takes around float operators; the runtime does not."""
+    form = (0.02, 128, 0, 255, torch.uint8)
+    for _ in range(2):
+        q = QD.quantize_per_tensor.default(x, *form)
+        x = QD.dequantize_per_tensor.default(q, *form).relu()
+    return x
+
+
 def test_what_the_runtime_refuses_names_the_operators_that_are_not_int8() -> None:
-    graph = torch.export.export(Rounding(), (ROWS,)).module()
+    model = Model(lambda m, x: m.inner(x) + x, inner=Model(in_bytes))
+    graph = torch.export.export(model, (ROWS,)).module()
     with pytest.raises(qompose.errors.TargetError, match=r"aten\.relu\.default in inner"):
         lower_to_executorch(graph, (ROWS,))

@@ -3,60 +3,48 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import pytest
 import qompose
 import torch
 import torch.nn.functional as F
-from qompose_xnnpack import XNNPACKQuantizer, get_symmetric_quantization_config
+from qompose_xnnpack.executorch_target.lowering import lower_to_executorch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from tests.core.toy import Model
+from tests.products import xnnpack
 from tests.sampling import at_once
+from tests.xnnpack.executorch_target.runtime import converted, in_two_programs
 
 pytest.importorskip("executorch")
 
-CONFIG = get_symmetric_quantization_config
-STATIC = CONFIG(is_per_channel=True)
+STATIC: dict[str, Any] = {}
 aten = torch.ops.aten
 
 
-class Behind(nn.Module):
+def behind(layer: nn.Module, function: Callable[..., Any]) -> nn.Module:
     """A layer, and a function of its output and of further inputs."""
-
-    def __init__(self, layer: nn.Module, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.layer, self.function = layer, function
-
-    def forward(self, x: Tensor, *more: Tensor) -> Any:
-        return self.function(self.layer(x), *more)
+    return Model(lambda m, x, *more: function(m.layer(x), *more), layer=layer)
 
 
 def image(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
 
 
-def scaled(layer: nn.Module, factor: Tensor) -> nn.Module:
-    model = Behind(layer, lambda y: y * model.factor)
-    model.register_buffer("factor", factor)
-    return model
-
-
 def cropped(sizes: tuple[int, ...], *, before: bool) -> nn.Module:
     if not before:
-        return Behind(nn.Conv2d(4, 4, 3), lambda y: F.pad(y, sizes))
+        return behind(nn.Conv2d(4, 4, 3), lambda y: F.pad(y, sizes))
     inner = 3 if len(sizes) == 6 else 4
     return nn.Sequential(nn.ConstantPad2d(sizes, 0.5), nn.Conv2d(inner, 4, 3))
 
 
-INT4 = CONFIG(is_per_channel=True, weight_qmin=-8, weight_qmax=7)
-INT4_DYNAMIC = CONFIG(is_per_channel=True, is_dynamic=True, weight_qmin=-8, weight_qmax=7)
+INT4 = {"weight_qmin": -8, "weight_qmax": 7}
+INT4_DYNAMIC = {**INT4, "is_dynamic": True}
 X, LINE, ROWS, NUMBER = image(2, 4, 8, 8), image(2, 4, 8), image(3, 8), torch.tensor(0.7)
-Made = tuple[nn.Module, tuple[Tensor, ...], Any]
+Made = tuple[nn.Module, tuple[Tensor, ...], dict[str, Any]]
 
 
 def cases() -> dict[str, Made]:
@@ -70,7 +58,7 @@ def cases() -> dict[str, Made]:
         "int4 dynamic linear": (nn.Linear(8, 4), (X,), INT4_DYNAMIC),
         **{
             f"bounds in the wrong order, {name}": (
-                Behind(nn.Conv2d(3, 8, 3), lambda y, clamp=clamp: (y, clamp(y))), (image(2, 3, 9, 9),), STATIC
+                behind(nn.Conv2d(3, 8, 3), lambda y, clamp=clamp: (y, clamp(y))), (image(2, 3, 9, 9),), STATIC
             )
             for name, clamp in {
                 "clamp": lambda y: y.clamp(0.3, 0.1),
@@ -83,12 +71,15 @@ def cases() -> dict[str, Made]:
             for before in (False, True)
         },
         **{
-            f"number {name}": (Behind(nn.Linear(8, 8), function), (ROWS, NUMBER), STATIC)
+            f"number {name}": (behind(nn.Linear(8, 8), function), (ROWS, NUMBER), STATIC)
             for name, function in {
                 "relu": lambda y, t: F.relu(y + t), "left": lambda y, t: t - y
             }.items()
         },
-        "constant": (scaled(nn.Linear(8, 8), NUMBER), (ROWS,), STATIC),
+        "constant": (
+            Model(lambda m, x: m.layer(x) * m.factor, layer=nn.Linear(8, 8), factor=nn.Buffer(NUMBER)),
+            (ROWS,), STATIC,
+        ),
     }  # fmt: skip
 
 
@@ -96,50 +87,83 @@ with torch.random.fork_rng():
     CASES = cases()
 
 
-def converted(model: nn.Module, inputs: tuple[Tensor, ...], config: Any, sizes: Any = None) -> Any:
-    exported = torch.export.export(model.eval(), inputs, dynamic_shapes=sizes)
-    prepared = qompose.prepare_pt2e(exported, XNNPACKQuantizer().set_global(config))
-    prepared(*inputs)
-    return qompose.convert_pt2e(prepared)
+AT_ONCE = ("int4 conv2d", "bounds in the wrong order, clamp", "crop 0 before")
 
 
-AT_ONCE = (
-    *("int4 conv2d", "int4 dynamic linear", "bounds in the wrong order, clamp", "crop 0 before"),
-    "number left",
-)
+def quantized(name: str) -> Any:
+    model, inputs, options = CASES[name]
+    return converted(model, inputs, quantizer=xnnpack(**options))
 
 
-@cache
-def made(at_once: bool) -> dict[str, tuple[Any, Any]]:
-    """By case, the converted model and its method: all of one program."""
-    cases = [name for name in CASES if (name in AT_ONCE) == at_once]
-    names = {name: re.sub(r"\W", "_", name) for name in cases}
-    models = {each: converted(*CASES[name]) for name, each in names.items()}
-    program = qompose.lower(models, "executorch")
-    return {name: (models[each], program.methods[each]) for name, each in names.items()}
+made = in_two_programs(CASES, AT_ONCE, quantized)
 
 
 @pytest.mark.parametrize("name", at_once(CASES, *AT_ONCE))
 def test_runs_as_in_torch(name: str) -> None:
     """Of bounds in the wrong order XNNPACK gave either: 7 x 7 pixels end in the middle of a vector."""
-    model, method = made(name in AT_ONCE)[name]
-    _, inputs, config = CASES[name]
+    model, method = made(name)
+    _, inputs, options = CASES[name]
     wanted, given = model(*inputs), method.run(*inputs)
     for one, other in zip(*(tree_leaves(each) for each in (wanted, given)), strict=True):
-        assert torch.allclose(one, other, atol=1e-6 if config is INT4 else 1e-5)
+        assert torch.allclose(one, other, atol=1e-6 if options is INT4 else 1e-5)
     rows = qompose.report(method).rows
     if "int4" in name:
         assert [row.state for row in rows] == ["int8 kernel"]
-    elif "number" in name:
-        assert any("dimensions" in row.reason for row in rows), "it is left in float"
     elif name == "constant":
         assert {row.rule for row in rows} == {"linear", "mul"}
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "number" in name])
+def test_sums_with_a_number_are_left_in_float(name: str) -> None:
+    rows = qompose.report(quantized(name)).rows
+    assert any("dimensions" in row.reason for row in rows)
 
 
 @pytest.mark.full
 def test_cropping_of_a_batch_known_at_run_time() -> None:
     model = nn.Sequential(nn.ZeroPad2d((-1, 2, 0, -1)), nn.Conv2d(4, 4, 3))
     batch = {0: torch.export.Dim("batch", max=4)}
-    made = converted(model, (X,), STATIC, (batch,))
+    made = converted(model, X, quantizer=xnnpack(), sizes=(batch,))
     program, x = qompose.lower(made, "executorch"), image(3, 4, 8, 8)
     assert torch.allclose(program.run(x), made(x), atol=1e-6)
+
+
+EXPAND = "aten.expand_copy.default"
+
+
+def lowered(function: Callable[..., Any], *inputs: Tensor, **options: Any) -> Any:
+    """The program of a function, which gives what the function gives, and its portable operators."""
+    model = Model(lambda m, x, y: function(x, y))
+    exported = torch.export.export(model, inputs, **options)
+    program = lower_to_executorch(exported.module(), inputs, **options)
+    torch.testing.assert_close(program.run(*inputs), function(*inputs), rtol=1e-4, atol=1e-5)
+    return program, [operator.name for operator in program.delegation.portable]
+
+
+def product(x: Tensor, y: Tensor) -> Tensor:
+    return (x @ y).relu() @ x
+
+
+class TestExpands:
+    """Those that change nothing are gone before the partitioner looks; those that do something stay."""
+
+    inputs = (image(2, 3, 4, 4), image(3, 2, 3, 4, 4)[2])
+
+    def test_matrix_products_are_one_delegate(self) -> None:
+        program, portable = lowered(product, *self.inputs)
+        assert (portable, len(program.delegation.delegates)) == ([], 1)
+
+    def test_with_a_dynamic_batch_too(self) -> None:
+        batch = {0: torch.export.Dim("batch", max=8)}
+        program, portable = lowered(product, *self.inputs, dynamic_shapes=(batch, batch))
+        assert EXPAND not in portable
+        for rows in (1, 8):
+            x, y = torch.randn(2, rows, 3, 4, 4)
+            torch.testing.assert_close(program.run(x, y), product(x, y), rtol=1e-4, atol=1e-5)
+
+    def test_those_that_grow_their_input_or_are_returned_stay(self) -> None:
+        """What is returned is an output of its own."""
+        _, portable = lowered(
+            lambda x, y: (x[:, :1].expand(2, 3, 4, 4) @ y, (x + y).expand(2, 3, 4, 4)), *self.inputs
+        )
+        assert portable.count(EXPAND) == 2

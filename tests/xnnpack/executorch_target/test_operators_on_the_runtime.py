@@ -14,6 +14,7 @@ from torch.nn import functional
 
 pytest.importorskip("executorch")
 
+from tests.sampling import at_once
 from tests.xnnpack.executorch_target.runtime import (
     FULL,
     Case,
@@ -21,14 +22,13 @@ from tests.xnnpack.executorch_target.runtime import (
     QParams,
     compare,
     lower,
-    normal,
     per_channel,
     quantize,
     steps_apart,
     through,
     weight_constants,
 )
-from tests.xnnpack.operators.arithmetic import KERNELS
+from tests.xnnpack.operators.arithmetic import KERNELS, normal
 
 IN: QParams = (0.021, -7)
 OUT: QParams = (0.05, 5)
@@ -36,16 +36,12 @@ IMAGE = (2, 6, 5, 4)
 LINE = (2, 6, 9)
 
 
-def transposed(
-    shape: tuple[int, ...],
-    stride: int,
-    padding: int,
-    extra: int,
-    groups: int,
-    dilation: int,
-    relu: bool = False,
-) -> Case:
-    """Per output channel with one group, else per tensor, as XNNPACK takes it."""
+def transposed(shape: tuple[int, ...], *numbers: int, relu: bool = False) -> Case:
+    """Per output channel with one group, else per tensor, as XNNPACK takes it.
+
+    `numbers`: stride, padding, output_padding, groups, dilation.
+    """
+    stride, padding, extra, groups, dilation = numbers
     rank = len(shape) - 2
     kernel = getattr(KERNELS, f"conv_transpose{rank}d")
     function = getattr(functional, f"conv_transpose{rank}d")
@@ -56,8 +52,7 @@ def transposed(
 
     def graph(c: Constants, x: Tensor) -> Tensor:
         weight = per_channel(c, 1) if groups == 1 else through_weight(c["weight"])
-        geometry = (stride, padding, extra, groups, dilation)
-        result = function(through(x, IN), weight, c["bias"], *geometry)
+        result = function(through(x, IN), weight, c["bias"], *numbers)
         return quantize(torch.relu(result) if relu else result, OUT)
 
     def here(c: Constants, x: Tensor) -> Tensor:
@@ -120,8 +115,14 @@ def assert_clamped(name: str, ends: tuple[int, int], there: Tensor, here: Tensor
             assert actual == end, name
 
 
-def test_transposed_convolutions() -> None:
-    check(TRANSPOSED)
+AT_ONCE = ("stride and padding", "gaps without input", "grouped")
+
+
+@pytest.mark.parametrize(
+    "names", at_once([(AT_ONCE,), (tuple(TRANSPOSED),)], (AT_ONCE,)), ids=["some", "all"]
+)
+def test_transposed_convolutions(names: tuple[str, ...]) -> None:
+    check({name: TRANSPOSED[name] for name in names})
 
 
 def pair(name: str, a: QParams, b: QParams, out: QParams) -> Case:
@@ -202,14 +203,15 @@ def behind(name: str, low: float, high: float, out: QParams) -> Case:
     return Case(graph, here, inputs, constants)
 
 
-# Lowering costs per operator, so only one of them meets all bounds.
+# Lowering costs per operator, so only one of them meets all bounds, and those in the full run.
+SOME = {"linear": ("odd ties", "quotient", "beyond"), "conv2d": ("odd ties",)}
 TELLING = ("odd ties", "beyond")
+MANY = {"linear": tuple(BOUNDS), "conv2d": TELLING, "conv_transpose2d": TELLING}
 
 
-def test_bounds_of_a_fused_hardtanh() -> None:
-    names = ("linear", "conv2d", "conv_transpose2d")
-    chosen = {name: BOUNDS if name == "linear" else TELLING for name in names}
-    keys = {f"{name}, {key}": (name, *BOUNDS[key]) for name in names for key in chosen[name]}
+@pytest.mark.parametrize("chosen", at_once([SOME, MANY], SOME), ids=["some", "all"])
+def test_bounds_of_a_fused_hardtanh(chosen: dict[str, tuple[str, ...]]) -> None:
+    keys = {f"{name}, {key}": (name, *BOUNDS[key]) for name in chosen for key in chosen[name]}
     cases = {case: behind(*args) for case, args in keys.items()}
     check(cases, bounds={case: limits(*args) for case, (_, *args) in keys.items()})
 

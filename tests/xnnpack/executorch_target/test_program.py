@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import qompose
@@ -24,28 +25,14 @@ from torch import Tensor, nn
 from torch.export import Dim
 from torch.utils import _pytree as pytree
 
+from tests.core.toy import Model, randn
+from tests.xnnpack.executorch_target.runtime import converted
+
 pytest.importorskip("executorch")
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def words(*shape: int, seed: int = 0) -> Tensor:
     return torch.randint(50, shape, generator=torch.Generator().manual_seed(seed))
-
-
-def converted(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any] | None = None,
-    dynamic_shapes: Any = None,
-    backends: tuple[str, ...] = ("xnnpack",),
-) -> Any:
-    exported = torch.export.export(model, args, kwargs or {}, dynamic_shapes=dynamic_shapes)
-    prepared = qompose.prepare_pt2e(exported, qompose.compose(*backends))
-    prepared(*args, **(kwargs or {}))
-    return qompose.convert_pt2e(prepared)
 
 
 def close(actual: Any, expected: Any, step: float = 0.1) -> None:
@@ -61,19 +48,12 @@ def close(actual: Any, expected: Any, step: float = 0.1) -> None:
             assert x == y
 
 
-class Odd(nn.Module):
+def odd_one(
+    m: Any, x: Tensor, times: int, flag: bool, mask: Tensor | None = None, *, extra: Any
+) -> Any:
     """Takes what is no tensor, and returns an input, a constant, None and a number."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-        self.register_buffer("constant", torch.arange(3.0))
-
-    def forward(
-        self, x: Tensor, times: int, flag: bool, mask: Tensor | None = None, *, extra: Any
-    ) -> Any:
-        y = self.linear(x) * times if flag else x
-        return {"y": y, "same": x, "constant": self.constant, "none": mask, "pair": (y + 1, 7)}
+    y = m.linear(x) * times if flag else x
+    return {"y": y, "same": x, "constant": m.constant, "none": mask, "pair": (y + 1, 7)}
 
 
 ODD_ARGS, ODD_KWARGS = (randn(2, 8), 3, True, None), {"extra": {"a": randn(1), "b": 1.5}}
@@ -82,7 +62,8 @@ ODD_ARGS, ODD_KWARGS = (randn(2, 8), 3, True, None), {"extra": {"a": randn(1), "
 @pytest.fixture(scope="module")
 def odd() -> tuple[ExecutorchProgram, Any]:
     torch.manual_seed(0)
-    graph = converted(Odd().eval(), ODD_ARGS, ODD_KWARGS)
+    model = Model(odd_one, linear=nn.Linear(8, 8), constant=nn.Buffer(torch.arange(3.0)))
+    graph = converted(model, ODD_ARGS, kwargs=ODD_KWARGS)
     return qompose.lower(graph, "executorch"), graph
 
 
@@ -123,25 +104,17 @@ class TestOneOfAKind:
 
 @pytest.mark.parametrize(("how", "shapes"), [("twice", None), (5, ({}, Dim.DYNAMIC))])
 def test_inputs_that_the_runtime_cannot_take_are_refused_at_once(how: Any, shapes: Any) -> None:
-    class Scaled(nn.Module):
-        def forward(self, x: Tensor, how: Any) -> Tensor:
-            return x * (2 if isinstance(how, str) else how)
-
-    exported = torch.export.export(Scaled(), (randn(2, 8), how), dynamic_shapes=shapes)
+    scaled = Model(lambda m, x, how: x * (2 if isinstance(how, str) else how))
+    exported = torch.export.export(scaled, (randn(2, 8), how), dynamic_shapes=shapes)
     with pytest.raises(ExecutorchInputError, match="'how'"):
         lower_to_executorch(
             exported.module(), (randn(2, 8), how), dynamic_shapes=shapes, load=False
         )
 
 
-class Sentences(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.linear = nn.Embedding(50, 16), nn.Linear(16, 4)
-
-    def forward(self, tokens: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        y = self.linear(self.table(tokens) + x)
-        return y, y.softmax(-1)
+def two_results(m: Any, tokens: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    y = m.linear(m.table(tokens) + x)
+    return y, y.softmax(-1)
 
 
 @pytest.fixture(scope="module")
@@ -149,8 +122,9 @@ def sentences() -> tuple[ExecutorchProgram, Any]:
     torch.manual_seed(0)
     batch, length = Dim("batch", max=8), Dim("length", min=3, max=32)
     shapes = ({0: batch, 1: length}, {0: batch, 1: length})
-    args = (words(2, 5), randn(2, 5, 16))
-    graph = converted(Sentences().eval(), args, None, shapes, ("embedding", "xnnpack"))
+    model = Model(two_results, table=nn.Embedding(50, 16), linear=nn.Linear(16, 4))
+    both = qompose.compose("embedding", "xnnpack")
+    graph = converted(model, (words(2, 5), randn(2, 5, 16)), quantizer=both, sizes=shapes)
     return qompose.lower(graph, "executorch"), graph
 
 
@@ -188,19 +162,11 @@ class TestDynamic:
         assert rows["aten.embedding"].state == rows["aten.linear"].state == "int8 kernel"
 
 
-class Means(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.conv(x).relu().mean([2, 3], True)
-
-
 @pytest.mark.full
 def test_the_mean_of_growing_batches_runs_and_the_report_warns_other_runtimes() -> None:
     torch.manual_seed(0)
-    graph = converted(Means().eval(), (randn(2, 3, 9, 9),), None, ({0: Dim("batch", max=64)},))
+    means = Model(lambda m, x: m.conv(x).relu().mean([2, 3], True), conv=nn.Conv2d(3, 4, 3))
+    graph = converted(means, randn(2, 3, 9, 9), sizes=({0: Dim("batch", max=64)},))
     program = qompose.lower(graph, "executorch")
     (note,) = (n for n in qompose.report(program).notes if "(64, 3, 9, 9)" in n)
     assert "'forward'" in note
@@ -208,7 +174,7 @@ def test_the_mean_of_growing_batches_runs_and_the_report_warns_other_runtimes() 
         x = randn(batch, 3, 9, 9, seed=batch)
         close(pickle.loads(pickle.dumps(program)).run(x), graph(x))
         close(program.run(x), graph(x))
-    fixed = qompose.lower(converted(Means().eval(), (randn(2, 3, 9, 9),)), "executorch")
+    fixed = qompose.lower(converted(means, randn(2, 3, 9, 9)), "executorch")
     assert not any("'forward'" in note for note in qompose.report(fixed).notes)
 
 
@@ -216,8 +182,10 @@ class TestLife:
     def test_two_programs_at_once_and_after_their_makers(self, odd: Any, sentences: Any) -> None:
         fresh = pickle.loads(pickle.dumps(odd[0]))
         run, expected = fresh.run, odd[1](*ODD_ARGS, **ODD_KWARGS)
+        output = run(*ODD_ARGS, **ODD_KWARGS)
         del fresh
         gc.collect()
+        close(output, expected)
         args = (words(2, 5), randn(2, 5, 16))
         for _ in range(3):
             close(run(*ODD_ARGS, **ODD_KWARGS), expected)
@@ -250,15 +218,6 @@ class Named:
 
     def __init__(self, value: Tensor) -> None:
         self.value = value
-
-
-class Wrapping(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Named:
-        return Named(self.linear(x))
 
 
 @pytest.fixture
@@ -304,7 +263,7 @@ class TestFiles:
     ) -> None:
         path = tmp_path / "model.pte"
         path.write_bytes(b"before")
-        monkeypatch.setattr(Path, "replace", fail)
+        monkeypatch.setattr(Path, "replace", Mock(side_effect=OSError("the disk is full")))
         with pytest.raises(OSError, match="full"):
             odd[0].save(path)
         assert path.read_bytes() == b"before" and list(tmp_path.iterdir()) == [path]
@@ -317,7 +276,8 @@ class TestFiles:
     def test_trees_with_classes_of_the_user_are_flat_once_read(
         self, named: None, tmp_path: Path
     ) -> None:
-        program = qompose.lower(converted(Wrapping().eval(), (randn(2, 8),)), "executorch")
+        wrapping = Model(lambda m, x: Named(m.linear(x)), linear=nn.Linear(8, 8))
+        program = qompose.lower(converted(wrapping, randn(2, 8)), "executorch")
         expected = program.run(randn(2, 8)).value
         path = program.save(tmp_path / "n.pte")
         assert torch.equal(ExecutorchProgram.read(path).run(randn(2, 8)).value, expected)
@@ -330,10 +290,6 @@ class TestFiles:
         )
         done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True)
         assert done.returncode == 0, done.stderr
-
-
-def fail(*args: Any) -> None:
-    raise OSError("the disk is full")
 
 
 def current_umask() -> int:

@@ -10,89 +10,76 @@ from typing import Any
 import pytest
 import qompose
 import torch
-from qompose import QuantizationConfig
-from qompose_xnnpack import (
-    ExecutorchProgram,
-    XNNPACKQuantizer,
-    get_symmetric_quantization_config,
-)
+from qompose_xnnpack import ExecutorchProgram
 from qompose_xnnpack.executorch_target.errors import ExecutorchTargetError
 from qompose_xnnpack.executorch_target.lowering import lower_methods
 from qompose_xnnpack.executorch_target.program import INTERFACE
 from torch import Tensor, nn
 from torch.export import Dim
 
+from tests.core.toy import Model
+from tests.products import xnnpack
+from tests.xnnpack.executorch_target.runtime import converted
+
 pytest.importorskip("executorch")
 
 WIDTH = 192
 X = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(0))
-CONFIG: QuantizationConfig = get_symmetric_quantization_config(True, balance=False)
 
 
-class Encoder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.two(self.one(x).relu())
+def encoder() -> Model:
+    torch.manual_seed(0)
+    one, two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    return Model(lambda m, x: m.two(m.one(x).relu()), one=one, two=two)
 
 
-class Decoder(nn.Module):
+def decode(m: Any, x: Tensor) -> dict[str, Tensor]:
     """The encoder and a head in float, whose constants ExecuTorch keeps itself."""
-
-    def __init__(self, encoder: Encoder) -> None:
-        super().__init__()
-        self.encoder, self.norm = encoder, nn.LayerNorm(WIDTH)
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        y = self.encoder(x)
-        return {"y": y, "norm": self.norm(y)}
+    y = m.encoder(x)
+    return {"y": y, "norm": m.norm(y)}
 
 
-def converted(model: nn.Module, dynamic_shapes: Any = None) -> Any:
-    exported = torch.export.export(model.eval(), (X,), dynamic_shapes=dynamic_shapes)
-    prepared = qompose.prepare_pt2e(exported, XNNPACKQuantizer().set_global(CONFIG))
-    prepared(X)
-    return qompose.convert_pt2e(prepared)
+def quantized(model: nn.Module, sizes: Any = None) -> Any:
+    return converted(model, X, quantizer=xnnpack(balance=False), sizes=sizes)
 
 
 @pytest.fixture(scope="module")
 def parts() -> dict[str, Any]:
-    torch.manual_seed(0)
-    encoder = Encoder()
-    return {"encode": converted(encoder), "decode": converted(Decoder(encoder))}
+    part = encoder()
+    decoder = Model(decode, encoder=part, norm=nn.LayerNorm(WIDTH))
+    return {"encode": quantized(part), "decode": quantized(decoder)}
 
 
 @pytest.fixture(scope="module")
-def program(parts: dict[str, Any]) -> ExecutorchProgram:
-    result: ExecutorchProgram = qompose.lower(parts, "executorch")
-    return result
+def program(parts: dict[str, Any]) -> Any:
+    return qompose.lower(parts, "executorch")
 
 
 @pytest.fixture(scope="module")
-def alone(parts: dict[str, Any]) -> dict[str, ExecutorchProgram]:
-    return {name: qompose.lower(part, "executorch") for name, part in parts.items()}
+def alone(parts: dict[str, Any]) -> Any:
+    """The decoder as a program of its own."""
+    return qompose.lower(parts["decode"], "executorch")
 
 
 class TestTogether:
-    def test_each_method_is_what_it_is_alone(self, program: Any, alone: Any) -> None:
+    def test_each_method_is_what_it_is_alone(self, parts: Any, program: Any, alone: Any) -> None:
         assert list(program.methods) == ["encode", "decode"]
-        assert torch.equal(program.methods["encode"].run(X), alone["encode"].run(X))
-        actual, expected = program.methods["decode"](X), alone["decode"](X)
+        actual, expected = program.methods["decode"](X), alone(X)
         assert list(actual) == ["y", "norm"]
         assert all(torch.equal(actual[name], expected[name]) for name in expected)
+        assert torch.equal(program.methods["encode"].run(X), expected["y"])
 
     def test_weights_are_in_the_file_once(self, program: Any, alone: Any) -> None:
         weights = 2 * WIDTH * WIDTH
-        rest = sum(single.nbytes - weights for single in alone.values())
-        assert weights < program.nbytes < weights + rest
+        overhead = alone.nbytes - weights
+        assert alone.nbytes < program.nbytes < weights + 2 * overhead
 
     def test_facts_and_reports_are_the_methods(self, program: Any, alone: Any) -> None:
-        for name, method in program.methods.items():
-            assert method.delegation == alone[name].delegation
-            mine, other = qompose.report(method), qompose.report(alone[name])
-            assert mine.rows == other.rows and mine.bytes_after == program.nbytes
+        method = program.methods["decode"]
+        assert method.delegation == alone.delegation
+        mine, other = qompose.report(method), qompose.report(alone)
+        assert mine.rows == other.rows and mine.bytes_after == program.nbytes
+        assert len(qompose.report(program.methods["encode"]).rows) < len(mine.rows)
         assert "encode: 1 XNNPACK delegate" in str(program)
 
     def test_the_program_itself_says_to_name_one(self, program: Any) -> None:
@@ -113,9 +100,8 @@ class TestTogether:
 
     @pytest.mark.full
     def test_bounds_of_one_method_are_not_those_of_another(self) -> None:
-        torch.manual_seed(0)
         models = {
-            name: converted(Encoder(), ({0: Dim("batch", max=most)},))
+            name: quantized(encoder(), ({0: Dim("batch", max=most)},))
             for name, most in (("few", 4), ("many", 40))
         }
         methods = qompose.lower(models, "executorch").methods
@@ -128,7 +114,7 @@ class TestTogether:
 
 class TestErrors:
     def test_a_size_without_a_bound_names_the_method(self, parts: Any) -> None:
-        free = converted(Encoder(), ({0: Dim("batch")},))
+        free = quantized(encoder(), ({0: Dim("batch")},))
         with pytest.raises(ExecutorchTargetError, match="'free'"):
             qompose.lower({"encode": parts["encode"], "free": free}, "executorch")
 

@@ -3,9 +3,6 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import pytest
@@ -14,33 +11,22 @@ import torch
 from qompose_xnnpack.executorch_target.shared_biases import with_own_biases
 from torch import Tensor, nn
 
+from tests.core.toy import Model
 from tests.sampling import at_once
+from tests.xnnpack.executorch_target.runtime import converted, in_two_programs
 
 pytest.importorskip("executorch")
 
 
-class Model(nn.Module):
-    """`forward(self, x)` over two layers, the second with the bias of the first."""
-
-    def __init__(self, layers: list[nn.Module], forward: Callable[[Model, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.a, self.b = layers[0], layers[-1]
-        self.b.bias = self.a.bias
-        self.body = forward
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.body(self, x)
-
-
-def twice(model: Model, x: Tensor) -> Tensor:
+def twice(model: Any, x: Tensor) -> Tensor:
     return model.b(model.a(x).relu() * 5)
 
 
-def three_times(model: Model, x: Tensor) -> Tensor:
+def three_times(model: Any, x: Tensor) -> Tensor:
     return model.a(model.b(model.a(x).relu() * 5) * 0.1)
 
 
-def beside_a_sum(model: Model, x: Tensor) -> Tensor:
+def beside_a_sum(model: Any, x: Tensor) -> Tensor:
     return model.a(x) + model.a.bias * 2
 
 
@@ -65,32 +51,24 @@ CASES = {
 }  # fmt: skip
 
 
-def converted(name: str) -> tuple[torch.fx.GraphModule, Tensor]:
+def made(name: str) -> tuple[torch.fx.GraphModule, Tensor]:
     makers, forward, shape = CASES[name]
     torch.manual_seed(0)
-    model, x = Model([make() for make in makers], forward).eval(), torch.randn(shape)
-    exported = torch.export.export(model, (x,))
-    prepared = qompose.prepare_pt2e(exported, qompose.compose("xnnpack"))
-    qompose.calibrate(prepared, [(x,)])
-    return qompose.convert_pt2e(prepared), x
+    layers, x = [make() for make in makers], torch.randn(shape)
+    layers[-1].bias = layers[0].bias
+    return converted(Model(forward, a=layers[0], b=layers[-1]), x), x
 
 
 AT_ONCE = ("conv called twice", "two linears tied, three calls", "a sum reads it too")
 
 
-@cache
-def methods(at_once: bool) -> dict[str, tuple[torch.fx.GraphModule, Any, Tensor]]:
-    """By case the converted model, its method of a program that has them all, and an input."""
-    made = {name: converted(name) for name in CASES if (name in AT_ONCE) == at_once}
-    names = {name: re.sub(r"\W", "_", name) for name in made}
-    program = qompose.lower({names[name]: model for name, (model, _) in made.items()}, "executorch")
-    return {n: (model, program.methods[names[n]], x) for n, (model, x) in made.items()}
+methods = in_two_programs(CASES, AT_ONCE, lambda name: made(name)[0])
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", at_once(CASES, *AT_ONCE))
 def test_every_reader_adds_the_bias_in_its_own_steps(name: str) -> None:
-    model, lowered, x = methods(name in AT_ONCE)[name]
+    (model, lowered), x = methods(name), torch.randn(CASES[name][2])
     heavy = [row for row in qompose.report(lowered).rows if row.macs]
     assert {row.state for row in heavy} == {"int8 kernel"}
     step = 1.001 * float(lowered(x).unique().diff().abs().min())
@@ -111,7 +89,7 @@ def with_one_bias(model: torch.fx.GraphModule) -> torch.fx.GraphModule:
 
 
 def test_the_graph_is_left_alone_and_weights_stay_shared() -> None:
-    model, x = converted("two linears tied, three calls")
+    model, x = made("two linears tied, three calls")
     model = with_one_bias(model)
     before, names = str(model.graph), set(model.state_dict())
     result = with_own_biases(model)

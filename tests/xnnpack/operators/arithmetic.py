@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -63,6 +64,29 @@ def outputs(draw: Any, scale: st.SearchStrategy[float] = scales) -> Out:
     zp = draw(zero_points)
     low, high = draw(st.sampled_from([-128, zp])), draw(st.sampled_from([127, 90]))
     return (draw(scale), zp, min(low, high), high)
+
+
+@st.composite
+def geometries(
+    draw: Any, axes: Sequence[int] = (1, 2), transposed: bool = False
+) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+    """Of a convolution of four channels: what operators take behind the bias, and the shape of a weight.
+
+    `axes`: one number for both axes, or one for each.
+    """
+    number = draw(st.sampled_from(axes))
+
+    def each(low: int, high: int) -> list[int]:
+        return draw(st.lists(st.integers(low, high), min_size=number, max_size=number))
+
+    stride, padding, dilation = each(1, 3), each(0, 2 if transposed else 3), each(1, 2)
+    kernel = draw(st.tuples(*[st.integers(1, 3)] * 2))
+    groups, channels = draw(st.sampled_from([1, 2, 4])), draw(st.integers(1, 3))
+    if transposed:
+        most = [max(pair) - 1 for pair in zip(stride, dilation, strict=True)]
+        extra = [draw(st.integers(0, limit)) for limit in most]
+        return (stride, padding, extra, groups, dilation), (4, channels, *kernel)
+    return (stride, padding, dilation, groups), (groups * channels, 4 // groups, *kernel)
 
 
 # Relative to the sum of magnitudes: float32 rounds each of a few additions and products.

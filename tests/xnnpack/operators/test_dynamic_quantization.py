@@ -11,12 +11,7 @@ import torch.ao.quantization.fx._decomposed
 from hypothesis import given
 from qompose_xnnpack.operators.dynamic_quantization import quantize_rows
 
-from tests.xnnpack.operators.arithmetic import (
-    examples,
-    float_inputs,
-    normal,
-    sample,
-)
+from tests.xnnpack.operators.arithmetic import examples, float_inputs, normal, sample
 
 QD = torch.ops.quantized_decomposed
 

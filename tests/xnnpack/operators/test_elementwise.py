@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, strategies as st
@@ -25,24 +27,15 @@ from tests.xnnpack.operators.arithmetic import (
 FUNCTIONS = {"add": torch.add, "sub": torch.sub, "mul": torch.mul}
 
 
+qparams = st.tuples(scales, zero_points)
+
+
 @examples
-@given(
-    st.sampled_from(sorted(FUNCTIONS)), seeds, scales, zero_points, scales, zero_points, outputs(),
-    st.booleans(),
-)  # fmt: skip
-def test_ranges(
-    name: str,
-    seed: int,
-    a_scale: float,
-    a_zp: int,
-    b_scale: float,
-    b_zp: int,
-    out: Out,
-    extreme: bool,
-) -> None:
+@given(st.sampled_from(sorted(FUNCTIONS)), seeds, qparams, qparams, outputs(), st.booleans())
+def test_ranges(name: str, seed: int, one: Any, other: Any, out: Out, extreme: bool) -> None:
     a, b = int8(seed, 2, 3, 8, extreme=extreme), int8(seed + 1, 3, 1, extreme=extreme)
-    exact = FUNCTIONS[name](real(a, a_scale, a_zp), real(b, b_scale, b_zp))
-    actual = getattr(KERNELS, name)(a, a_scale, a_zp, b, b_scale, b_zp, *out)
+    exact = FUNCTIONS[name](real(a, *one), real(b, *other))
+    actual = getattr(KERNELS, name)(a, *one, b, *other, *out)
     assert_step(actual, grid(exact, out))
 
 

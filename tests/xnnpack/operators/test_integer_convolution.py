@@ -3,14 +3,31 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, strategies as st
 from qompose_xnnpack.operators import integer_convolution, integer_matmul
+from torch import Tensor
 from torch.nn import functional
 
 from tests.collecting import kept
-from tests.xnnpack.operators.arithmetic import examples, int8, seeds, weights, zero_points
+from tests.xnnpack.operators.arithmetic import (
+    examples,
+    geometries,
+    int8,
+    seeds,
+    weights,
+    zero_points,
+)
+
+
+def exact(
+    x: Tensor, zero_point: Any, weight: Tensor, *geometry: Any, transposed: bool = False
+) -> Tensor:
+    function = functional.conv_transpose2d if transposed else functional.conv2d
+    return function(x.double() - zero_point, weight.double(), None, *geometry)
 
 
 class TestPlain:
@@ -22,16 +39,14 @@ class TestPlain:
         weight = weights(0, 6, channels // groups, kernel, kernel, extreme=True)
         args = ([2, 1], [1, 0], [1, 2], groups)
         actual = integer_convolution.conv2d(x, -77, weight, *args)
-        exact = functional.conv2d(x.double() + 77, weight.double(), None, *args)
-        assert torch.equal(actual.double(), exact)
+        assert torch.equal(actual.double(), exact(x, -77, weight, *args))
 
     def test_deep_groups_do_not_go_through_float(self) -> None:
         """All products of one sign: their sum is far beyond what float32 counts in ones."""
         x, weight = int8(0, 1, 600, 4, 4).clamp(max=-100), weights(0, 6, 300, 2, 2).clamp(min=100)
         args = ([1, 1], [0, 0], [1, 1], 2)
         actual = integer_convolution.conv2d(x, 127, weight, *args)
-        exact = functional.conv2d(x.double() - 127, weight.double(), None, *args)
-        assert torch.equal(actual.double(), exact)
+        assert torch.equal(actual.double(), exact(x, 127, weight, *args))
 
     @pytest.mark.parametrize("groups", [1, 2, 6])
     @pytest.mark.parametrize("padding", [0, 2])
@@ -40,88 +55,58 @@ class TestPlain:
         points = torch.tensor([-128, 0, 127], dtype=torch.int32).view(3, 1, 1, 1)
         geometry = ([1, 2], [padding, padding], [1, 1], groups)
         actual = integer_convolution.conv2d(x, points, weight, *geometry)
-        exact = functional.conv2d(x.double() - points, weight.double(), None, *geometry)
-        assert torch.equal(actual.double(), exact)
+        assert torch.equal(actual.double(), exact(x, points, weight, *geometry))
 
     def test_autocast_and_lower_precision_change_nothing(self) -> None:
         x, weight = int8(0, 7, 1500, extreme=True), weights(0, 9, 1500, extreme=True)
         image, kernel = int8(1, 1, 4, 6, 6), weights(1, 4, 1, 3, 3)
+        args = ([1, 1], [1, 1], [1, 1], 4)
+        spread_args = ([1, 1], [0, 0], [0, 0], 4, [1, 1])
         before = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision("medium")
         try:
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 product = integer_matmul._matmul_float(x, weight)
-                total = integer_convolution.conv2d(image, 9, kernel, [1, 1], [1, 1], [1, 1], 4)
-                spread = integer_convolution.conv_transpose2d(
-                    image, 9, kernel, [1, 1], [0, 0], [0, 0], 4, [1, 1]
-                )
+                total = integer_convolution.conv2d(image, 9, kernel, *args)
+                spread = integer_convolution.conv_transpose2d(image, 9, kernel, *spread_args)
         finally:
             torch.set_float32_matmul_precision(before)
         assert torch.equal(product.long(), x.long() @ weight.long().t())
-        exact = functional.conv2d(image.double() - 9, kernel.double(), padding=1, groups=4)
-        assert torch.equal(total.double(), exact)
-        exact = functional.conv_transpose2d(image.double() - 9, kernel.double(), groups=4)
-        assert torch.equal(spread.double(), exact)
+        assert torch.equal(total.double(), exact(image, 9, kernel, *args))
+        wanted = exact(image, 9, kernel, *spread_args, transposed=True)
+        assert torch.equal(spread.double(), wanted)
 
-    def test_a_batch_is_split_when_its_windows_are_large(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        x, weight = int8(0, 5, 3, 8, 8), weights(0, 4, 3, 3, 3)
-        points = torch.arange(5, dtype=torch.int32).view(5, 1, 1, 1)
-        args = ([1, 1], [1, 1], [1, 1], 1)
-        whole = integer_convolution.conv2d(x, 3, weight, *args)
-        each = integer_convolution.conv2d(x, points, weight, *args)
-        monkeypatch.setattr(integer_convolution, "_BLOCK_BYTES", 1)
-        assert torch.equal(integer_convolution.conv2d(x, 3, weight, *args), whole)
-        assert torch.equal(integer_convolution.conv2d(x, points, weight, *args), each)
+
+@pytest.mark.parametrize(
+    ("convolve", "geometry"),
+    [
+        (integer_convolution.conv2d, ([1, 1], [1, 1], [1, 1], 1)),
+        (integer_convolution.conv_transpose2d, ([2, 2], [1, 1], [1, 1], 1, [1, 1])),
+    ],
+)
+def test_a_batch_is_split_when_what_it_needs_is_large(
+    convolve: Any, geometry: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, weight = int8(0, 5, 3, 8, 8), weights(0, 3, 3, 3, 3)
+    points = torch.arange(5, dtype=torch.int32).view(5, 1, 1, 1)
+    whole = [convolve(x, point, weight, *geometry) for point in (3, points)]
+    monkeypatch.setattr(integer_convolution, "_BLOCK_BYTES", 1)
+    split = [convolve(x, point, weight, *geometry) for point in (3, points)]
+    assert all(map(torch.equal, split, whole))
 
 
 class TestTransposed:
     @examples
-    @given(
-        seeds, zero_points, st.booleans(), st.sampled_from([(1, 3), (2, 4), (6, 6), (3, 9)]),
-        st.tuples(*[st.integers(1, 3)] * 2), st.tuples(*[st.integers(0, 2)] * 2),
-        st.tuples(*[st.integers(1, 2)] * 2), st.tuples(*[st.integers(1, 4)] * 2),
-        st.tuples(*[st.integers(0, 2)] * 2), st.booleans(),
-    )  # fmt: skip
-    def test_is_exact(
-        self,
-        seed: int,
-        point: int,
-        each: bool,
-        grouping: tuple[int, int],
-        stride: tuple[int, int],
-        padding: tuple[int, int],
-        dilation: tuple[int, int],
-        kernel: tuple[int, int],
-        extra: tuple[int, int],
-        extreme: bool,
-    ) -> None:
-        groups, channels = grouping
-        limits = [max(pair) - 1 for pair in zip(stride, dilation, strict=True)]
-        extra = tuple(min(pair) for pair in zip(extra, limits, strict=True))  # type: ignore[assignment]
-        zp = (
-            torch.tensor([point, -1 - point], dtype=torch.int32).view(2, 1, 1, 1) if each else point
-        )
-        x = int8(seed, 2, 6, 6, 5, extreme=extreme)
-        weight = weights(seed, 6, channels // groups, *kernel, extreme=extreme)
-        args = [list(stride), list(padding), list(extra), groups, list(dilation)]
-        actual = integer_convolution.conv_transpose2d(x, zp, weight, *args)  # type: ignore[arg-type]
-        exact = functional.conv_transpose2d(x.double() - zp, weight.double(), None, *args)
+    @given(seeds, zero_points, st.booleans(), geometries((2,), transposed=True), st.booleans())
+    def test_is_exact(self, seed: int, point: int, each: bool, case: Any, extreme: bool) -> None:
+        geometry, shape = case
+        points = torch.tensor([point, -1 - point], dtype=torch.int32).view(2, 1, 1, 1)
+        zp = points if each else point
+        x = int8(seed, 2, 4, 6, 5, extreme=extreme)
+        weight = weights(seed, *shape, extreme=extreme)
+        actual = integer_convolution.conv_transpose2d(x, zp, weight, *geometry)
         assert actual.dtype == torch.int32
-        assert torch.equal(actual.double(), exact)
-
-    def test_a_batch_is_split_when_its_products_are_large(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        x, weight = int8(0, 5, 3, 4, 4), weights(0, 3, 4, 3, 3)
-        args = ([2, 2], [1, 1], [1, 1], 1, [1, 1])
-        points = torch.arange(5, dtype=torch.int32).view(5, 1, 1, 1)
-        whole = integer_convolution.conv_transpose2d(x, 3, weight, *args)
-        each = integer_convolution.conv_transpose2d(x, points, weight, *args)
-        monkeypatch.setattr(integer_convolution, "_BLOCK_BYTES", 1)
-        assert torch.equal(integer_convolution.conv_transpose2d(x, 3, weight, *args), whole)
-        assert torch.equal(integer_convolution.conv_transpose2d(x, points, weight, *args), each)
+        assert torch.equal(actual.double(), exact(x, zp, weight, *geometry, transposed=True))
 
     def test_depth_beyond_int32_is_refused(self) -> None:
         weight = torch.zeros((integer_matmul.MAX_DEPTH // 4 + 1, 1, 2, 2), dtype=torch.int8)

@@ -148,20 +148,6 @@ class TestDynamic:
         actual = KERNELS.linear_dynamic(x, weights(0, 4, 8), torch.ones(4), None, *UNBOUNDED)
         assert actual.isfinite().all(1).tolist() == [False, False, True]
 
-    @pytest.mark.parametrize("w_scale", [(4,), (5, 3), (4, 2), (1, 2), (5, 1, 1)])
-    def test_scales_that_do_not_fit_are_named(self, w_scale: tuple[int, ...]) -> None:
-        with pytest.raises(ValueError, match=r"::linear_dynamic: .*w_scale"):
-            KERNELS.linear_dynamic(
-                normal(0, 2, 8), weights(0, 5, 8), torch.ones(w_scale), None, *UNBOUNDED
-            )
-
-    def test_other_inputs_are_named(self) -> None:
-        args = (weights(0, 5, 8), torch.ones(5), None, *UNBOUNDED)
-        with pytest.raises(TypeError, match=r"::linear_dynamic .*`x`.*float16"):
-            KERNELS.linear_dynamic(normal(0, 2, 8).half(), *args)
-        with pytest.raises(ValueError, match=r"\(2, 7\)"):
-            KERNELS.linear_dynamic(normal(0, 2, 7), *args)
-
 
 @examples
 @given(seeds, st.sampled_from([None, 1, 3, 6]), st.booleans(), st.booleans(), st.booleans())
@@ -219,11 +205,23 @@ def test_the_weight_is_never_float_as_a_whole(
     assert 0 < largest.size <= 300 < weight.numel()
 
 
-def test_wrong_inputs_of_weight_only_are_named() -> None:
-    x, weight = normal(0, 2, 8), weights(0, 5, 8)
-    with pytest.raises(TypeError, match=r"::linear_weight_only .*`x`"):
-        KERNELS.linear_weight_only(x.int(), weight, torch.ones(5), None)
-    with pytest.raises(TypeError, match="`weight`"):
-        KERNELS.linear_weight_only(x, weight.short(), torch.ones(5), None)
-    with pytest.raises(ValueError, match=r"w_scale \(5, 3\)"):
-        KERNELS.linear_weight_only(x, weight, torch.ones(5, 3), None)
+FLOATS, WEIGHT, ONES = normal(0, 2, 8), weights(0, 5, 8), torch.ones(5)
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "error", "found"),
+    [
+        *(
+            ("linear_dynamic", (FLOATS, WEIGHT, torch.ones(shape)), ValueError, ": .*w_scale")
+            for shape in ((4,), (5, 3), (4, 2), (1, 2), (5, 1, 1))
+        ),
+        ("linear_dynamic", (FLOATS.half(), WEIGHT, ONES), TypeError, " .*`x`.*float16"),
+        ("linear_dynamic", (normal(0, 2, 7), WEIGHT, ONES), ValueError, r".*\(2, 7\)"),
+        ("linear_weight_only", (FLOATS.int(), WEIGHT, ONES), TypeError, " .*`x`"),
+        ("linear_weight_only", (FLOATS, WEIGHT.short(), ONES), TypeError, ".*`weight`"),
+        ("linear_weight_only", (FLOATS, WEIGHT, torch.ones(5, 3)), ValueError, r".*w_scale \(5, 3\)"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_named(name: str, args: Any, error: Any, found: str) -> None:
+    with pytest.raises(error, match=f"::{name}{found}"):
+        getattr(KERNELS, name)(*args, None, *(UNBOUNDED if name == "linear_dynamic" else ()))

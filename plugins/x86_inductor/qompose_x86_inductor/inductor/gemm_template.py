@@ -25,8 +25,12 @@ from types import MappingProxyType
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import DispatchKey, Tensor
+from torch._guards import detect_fake_mode
+from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from qompose_x86_inductor import operators as _operators  # noqa: F401 - registers
 from qompose_x86_inductor.native import vnni
@@ -46,23 +50,22 @@ _PER_TOKEN: Final = _OPS.linear_dynamic_per_token
 _OURS: Final = (_OPS.linear, _OPS.linear_add, _PER_TOKEN)
 _WRONG: Final = _OPS.linear_dynamic
 _aten: Final = torch.ops.aten
-_OTHERS: Final = [
-    *(getattr(_OPS, name) for name in linear_weight_only.SCHEMAS),
-    _aten.linear, _aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.addbmm, _aten.matmul, _aten.mv,
-    _aten.addmv, _aten.dot, _aten.inner, _aten.tensordot, _aten.einsum, _aten.bilinear, _aten.chain_matmul,
-    _aten._weight_int8pack_mm, _aten._weight_int4pack_mm_for_cpu,
-]  # fmt: skip
-"""Other products that the same options of Inductor would change."""
+_FLOAT_PRODUCTS: Final = frozenset(
+    {
+        _aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.addbmm, _aten.mv, _aten.addmv, _aten.dot,
+        _aten._trilinear, _aten._weight_int8pack_mm, _aten._weight_int4pack_mm_for_cpu,
+        *(getattr(_OPS, name) for name in linear_weight_only.SCHEMAS),
+    }
+)  # fmt: skip
+"""Other products: `OPTIONS` would change their code, or Inductor would find no template for them and fail."""
 
 
 def options(graph: GraphModule) -> Mapping[str, Any]:
     """Return options for a lowered graph: `OPTIONS` where a product gets faster and none in float changes."""
     calls = [node for module in _graphs(graph) for node in module.graph.nodes]
-    if any(_packet(node) in _OTHERS for node in calls):
-        return {}
     products = (_PER_TOKEN,) if vnni.available() else _OURS
     ours = (node for node in calls if _packet(node) in products)
-    return OPTIONS if any(is_faster(node) for node in ours) else {}
+    return OPTIONS if any(map(is_faster, ours)) and not any(map(_multiplies, calls)) else {}
 
 
 def is_faster(call: Node) -> bool:
@@ -79,6 +82,38 @@ def is_faster(call: Node) -> bool:
     if type(rows) is not int:
         return not slow
     return 0 < rows <= (MOST_ROWS_OF_THEM if slow else MOST_ROWS)
+
+
+def _multiplies(node: Node) -> bool:
+    """Return whether a node computes a product that is not ours, itself or in what it consists of, as a GRU.
+
+    What an operator consists of depends on its arguments, so it runs on fake tensors of their sizes, outside
+    inference mode, in which operators stay whole.
+    """
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    if not target.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd):
+        return target.overloadpacket in _FLOAT_PRODUCTS
+    examples = {each: each.meta.get("val") for each in node.all_input_nodes}
+    if any(example is None for example in examples.values()):
+        return True  # unknown: stay on the safe side
+    mode = detect_fake_mode([*examples.values()]) or FakeTensorMode(allow_non_fake_inputs=True)
+    with torch.inference_mode(False), mode, _Seen() as seen:
+        target(*map_arg(node.args, examples.get), **map_arg(node.kwargs, examples.get))
+    return not seen.packets.isdisjoint(_FLOAT_PRODUCTS)
+
+
+class _Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.packets: set[Any] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.packets.add(func.overloadpacket)
+        return func(*args, **(kwargs or {}))
 
 
 def kept_from_template(graph: GraphModule) -> set[Node]:

@@ -20,6 +20,7 @@ machine's vector instructions (``torch.backends.cpu.get_cpu_capability()``), and
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -50,7 +51,7 @@ def int8_weight_in_graph(x: Tensor, weight: Tensor, w_scale: Tensor, bias: Tenso
     _check("linear_int8_weight", x, weight, torch.int8)
     _check_scales("linear_int8_weight", weight, w_scale, w_scale.shape == weight.shape[:1])
     if weight.shape[1] == 0:
-        return _finish(x.new_zeros((*x.shape[:-1], weight.shape[0])), x, bias)
+        return _without_inputs(x, weight, bias)
     product = torch.ops.aten._weight_int8pack_mm.default
     return _finish(product(_rows(x), weight.contiguous(), w_scale), x, bias)
 
@@ -97,13 +98,11 @@ def _int4(
 
 def float16_weight_in_graph(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Compute ``linear_float16_weight``."""
-    _check("linear_float16_weight", x, weight, torch.float16)
-    return _float16(x, weight, _pack_float16(weight), bias)
+    return _float16(x, weight, _pack_float16, bias)
 
 
 def _float16_weight(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    _check("linear_float16_weight", x, weight, torch.float16)
-    return _float16(x, weight, cached(weight, "float16", lambda: _pack_float16(weight)), bias)
+    return _float16(x, weight, lambda w: cached(w, "float16", lambda: _pack_float16(w)), bias)
 
 
 def _pack_float16(weight: Tensor) -> Tensor:
@@ -111,9 +110,14 @@ def _pack_float16(weight: Tensor) -> Tensor:
     return packed
 
 
-def _float16(x: Tensor, weight: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+def _float16(
+    x: Tensor, weight: Tensor, pack: Callable[[Tensor], Tensor], bias: Tensor | None
+) -> Tensor:
+    _check("linear_float16_weight", x, weight, torch.float16)
+    if weight.shape[1] == 0:
+        return _without_inputs(x, weight, bias)
     product = torch.ops.onednn.linear_dynamic_fp16.default
-    result: Tensor = product(_rows(x), packed, bias)
+    result: Tensor = product(_rows(x), pack(weight), bias)
     return result.view(*x.shape[:-1], weight.shape[0])
 
 
@@ -122,6 +126,11 @@ def _float16(x: Tensor, weight: Tensor, packed: Tensor, bias: Tensor | None) -> 
 
 def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1]).to(torch.float32).contiguous()
+
+
+def _without_inputs(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return the result for a weight of no columns, zeros and the bias; torch's kernels refuse those."""
+    return _finish(x.new_zeros((*x.shape[:-1], weight.shape[0])), x, bias)
 
 
 def _finish(product: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:

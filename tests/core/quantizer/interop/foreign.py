@@ -89,12 +89,15 @@ def bias_scale(observers: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
     return first * second, torch.zeros_like(second, dtype=torch.int32)
 
 
-def derived_bias(node: Node, kind: Any = Derived, sequence: Any = list) -> Any:
+def derived_bias(
+    node: Node, kind: Any = Derived, sequence: Any = list, per_channel: bool = True
+) -> Any:
     """A 32 bit bias of a linear layer, with scales computed from those of what is multiplied."""
     x, weight = node.args[:2]
+    scheme = torch.per_channel_symmetric if per_channel else torch.per_tensor_symmetric
     return kind(
         sequence([(x, node), (weight, node)]), bias_scale, torch.int32,
-        -(2**31), 2**31 - 1, torch.per_channel_symmetric, ch_axis=0,
+        -(2**31), 2**31 - 1, scheme, ch_axis=0 if per_channel else None,
     )  # fmt: skip
 
 
@@ -134,6 +137,27 @@ class By(Foreign):
 
     def annotate(self, model: GraphModule) -> None:
         self.write(model)
+
+
+class Tanhs(Foreign):
+    """Takes other operators."""
+
+    targets = (aten.tanh.default,)
+
+
+def arrangements(member: Any) -> list[list[Any]]:
+    """Alone, first and second: where it stands makes no difference to what it is told."""
+    return [[member], [member, Tanhs()], [Tanhs(), member]]
+
+
+def acting(hook: str, act: Callable[..., Any], **facts: Any) -> Any:
+    """A quantizer that does something in one hook, before what it does there otherwise."""
+
+    def hooked(self: Any, model: GraphModule, *others: Any) -> Any:
+        answer = act(model, *others)
+        return getattr(Foreign, hook)(self, model, *others) or answer
+
+    return type("Acting", (Foreign,), {**facts, hook: hooked})()
 
 
 def calls(model: GraphModule, *targets: Any) -> list[Node]:

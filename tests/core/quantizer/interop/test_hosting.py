@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import qompose
@@ -31,6 +31,7 @@ from tests.core.toy import (
     UINT8,
     WEIGHT,
     Annotator,
+    Model,
     annotate,
     aten,
     export,
@@ -44,19 +45,10 @@ from tests.core.toy import (
 from tests.logs import Listen
 from tests.zoo import by_name
 
-
-class Net(nn.Module):
-    """A linear layer, a number added, and another layer with a relu."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.relu(self.head(self.body(x) + 2))
-
-
-PROGRAM = export(seeded(Net()), randn(3, 4))
+MODEL = Model(
+    lambda m, x: torch.relu(m.head(m.body(x) + 2)), body=nn.Linear(4, 4), head=nn.Linear(4, 2)
+)
+PROGRAM = export(seeded(MODEL), randn(3, 4))
 
 
 def net(name: str = "", annotation: QuantizationAnnotation | None = None) -> GraphModule:
@@ -104,9 +96,8 @@ class TestRewrites:
         assert str(model.graph) == before
         notes, own = annotated(result), by_own_engine(net(), quantizer)
         assert notes.keys() == own.keys()
-        assert (
-            inputs_of(notes["add"]) == inputs_of(own["add"]) == {"linear": INT8, "_scalar_0": INT8}
-        )
+        added, own_added = inputs_of(notes["add"]), inputs_of(own["add"])
+        assert added == own_added == {"linear": INT8, "_scalar_0": INT8}
         assert torch.equal(result(randn(3, 4)), expected)
 
     def test_not_covered(self) -> None:
@@ -145,7 +136,7 @@ class TestRewrites:
         result = hosted(model, quantizer, qompose.compose(quantizer))
         assert not [key for key in (*model.meta, *result.meta) if key.startswith("qompose")]
 
-    def test_our_engine_does_not_call_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_our_engine_does_not_call_it(self) -> None:
         """It makes rewrites itself; a quantizer that is bound to a program leaves the program alone."""
         quantizer = toy(ADD, rewrites=("scalar_to_tensor",))
         for each in (quantizer, qompose.compose(quantizer)):
@@ -164,25 +155,17 @@ class TestRewrites:
         assert list(inputs_of(annotated(result)["add"])) == ["linear", "_scalar_0"]
 
 
-class Tied(nn.Module):
-    """A table that is looked up, and that a linear layer multiplies by."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.head = nn.Embedding(6, 4), nn.Linear(4, 6, bias=False)
-        self.head.weight = self.table.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.table(x))
-
-
 def test_a_tied_table_has_one_specification() -> None:
+    """One that is looked up, and that a linear layer multiplies by."""
     lookup = rule("lookup", OperatorPattern((aten.embedding.default,)), activations=(),
                   weight="weight", output=False, modes=frozenset({"weight-only"}))  # fmt: skip
     eight = replace(WEIGHT, quant_min=-128)
     config = QuantizationConfig(None, None, eight, name="weight-only")
     quantizer = qompose.compose(toy(LINEAR, name="one"), toy(lookup, config=config, name="two"))
-    program = export(seeded(Tied()), torch.tensor([0, 5]))
+    layers = {"table": nn.Embedding(6, 4), "head": nn.Linear(4, 6, bias=False)}
+    layers["head"].weight = layers["table"].weight
+    tied = Model(lambda m, x: m.head(m.table(x)), **layers)
+    program = export(seeded(tied), torch.tensor([0, 5]))
     notes, own = annotated(hosted(program.module(), quantizer)), by_own_engine(program, quantizer)
     for name in ("embedding", "linear"):
         (spec,) = {s for s in inputs_of(notes[name]).values() if s.ch_axis == 0}
@@ -229,6 +212,7 @@ BOUNDED = TensorConstraint(
     qschemes=frozenset({torch.per_tensor_affine}),
     scale_min_lower_bound=1e-9,
 )
+BALANCED = replace(LINEAR, channels=(-1, -1), bias="bias")
 BFLOAT16 = QuantizationSpec(torch.bfloat16, qompose.observers.PlaceholderObserver)
 
 
@@ -248,25 +232,20 @@ class TestWhatIsNotDone:
         with pytest.raises(ConfigError, match=f"(?s){named}"):
             hosted(net(), toy(LINEAR, config=config))
 
-    @pytest.mark.parametrize(
-        ("make", "named"),
-        [
-            (
-                lambda: toy(
-                    replace(LINEAR, channels=(-1, -1), bias="bias"),
-                    config=replace(STATIC, balance=True),
-                ),
-                "toy: .*balance=False",
-            ),
-            (
-                lambda: toy(replace(RELU, accepts={"output": BOUNDED})),
-                "toy, rule relu: .*output of relu",
-            ),
-            (lambda: toy(SIGMOID, LINEAR, config=None), "2 regions"),
-            (lambda: toy(LINEAR).set_module_type(nn.Conv2d, None), "Conv2d"),
-        ],
-        ids=["balance", "bounds", "nothing", "a selector that matches nothing"],
-    )  # fmt: skip
+    WARNED: ClassVar[dict[str, tuple[Callable[[], Any], str]]] = {
+        "balance": (
+            lambda: toy(BALANCED, config=replace(STATIC, balance=True)), "toy: .*balance=False",
+        ),
+        "bounds": (
+            lambda: toy(replace(RELU, accepts={"output": BOUNDED})), "toy, rule relu: .*output of relu",
+        ),
+        "nothing": (lambda: toy(SIGMOID, LINEAR, config=None), "2 regions"),
+        "a selector that matches nothing": (
+            lambda: toy(LINEAR).set_module_type(nn.Conv2d, None), "Conv2d",
+        ),
+    }  # fmt: skip
+
+    @pytest.mark.parametrize(("make", "named"), WARNED.values(), ids=WARNED)
     def test_warned_of(self, make: Callable[[], Any], named: str) -> None:
         with pytest.warns(QomposeWarning, match=f"(?s){named}"):
             hosted(net(), make())
@@ -303,15 +282,9 @@ class TestBodies:
     def test_operators_of_one_name_inside_and_outside_are_kept_apart(self) -> None:
         """They are asked about by names of their own, so none is taken for the other."""
 
-        class Loop(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.first = nn.Linear(4, 4)
-
-            def forward(self, x: Tensor) -> Tensor:
-                x = self.first(x) + x
-                step = torch.ops.higher_order.while_loop
-                return step(lambda x: x.sum() < 4, lambda x: (x + x,), (x,), ())[0]
+        def loop(m: Any, x: Tensor) -> Tensor:
+            step = torch.ops.higher_order.while_loop
+            return step(lambda x: x.sum() < 4, lambda x: (x + x,), (m.first(x) + x,), ())[0]
 
         asked: list[str] = []
 
@@ -320,7 +293,8 @@ class TestBodies:
             return True
 
         quantizer = toy(ADD, config=None).set_filter(every, STATIC)
-        hosted(export(seeded(Loop()), randn(2, 4)).module(), quantizer)
+        model = seeded(Model(loop, first=nn.Linear(4, 4)))
+        hosted(export(model, randn(2, 4)).module(), quantizer)
         assert len(asked) == len(set(asked))
         assert len([name for name in asked if "add" in name]) == 2
 
@@ -350,17 +324,14 @@ class TestObservers:
     )
     def test_bounds_are_written_out(self, dtype: Any, asked: Any, bounds: Any) -> None:
         """Another engine writes an observer's bounds into the graph as they stand."""
-        observer = qompose.observers.PlaceholderObserver(
-            dtype, quant_min=asked[0], quant_max=asked[1]
-        )
+        low, high = asked
+        observer = qompose.observers.PlaceholderObserver(dtype, quant_min=low, quant_max=high)
         assert (observer.quant_min, observer.quant_max) == bounds
 
     def test_written_out_bounds_do_not_move_the_zero_point(self) -> None:
         """torch gives symmetric uint8 the zero point 128, and 127 where both bounds are given."""
-        for low, zero_point in ((None, 128), (0, 127)):
-            observer = qompose.observers.MinMaxObserver(
-                torch.uint8, qscheme=torch.per_tensor_symmetric, quant_min=low,
-                quant_max=None if low is None else 255,
-            )  # fmt: skip
+        symmetric = {"dtype": torch.uint8, "qscheme": torch.per_tensor_symmetric}
+        for bounds, zero_point in (({}, 128), ({"quant_min": 0, "quant_max": 255}, 127)):
+            observer = qompose.observers.MinMaxObserver(**symmetric, **bounds)
             observer(randn(4))
             assert observer.calculate_qparams()[1] == zero_point

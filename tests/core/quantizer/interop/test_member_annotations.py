@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import qompose
 import torch
 from qompose.errors import ConfigError
+from qompose.quantizer.annotations import native_spec
 from qompose.spec import SharedQuantizationSpec
 from qompose.spec.quantization_spec import DerivedQuantizationSpec, FixedQParamsQuantizationSpec
 from torch import Tensor, nn
@@ -27,6 +29,8 @@ from tests.core.quantizer.interop.foreign import (
     Foreign,
     Shared,
     Spec,
+    Tanhs,
+    arrangements,
     aten,
     calls,
     derived_bias,
@@ -53,38 +57,14 @@ X = randn(6, 4)
 LINEAR = aten.linear.default
 
 
-class Other(Foreign):
-    """A second member, that has nothing to do with it."""
-
-    targets = (aten.tanh.default,)
-
-
-PROGRAM = export(
-    seeded(
-        Model(
-            lambda m, x: torch.sigmoid(m.a(x) + torch.tanh(m.b(x))),
-            a=nn.Linear(4, 4),
-            b=nn.Linear(4, 4),
-        )
-    ),
-    X,
+MODEL = Model(
+    lambda m, x: torch.sigmoid(m.a(x) + torch.tanh(m.b(x))), a=nn.Linear(4, 4), b=nn.Linear(4, 4)
 )
-
-
-def members(write: Callable[[GraphModule], None]) -> list[Any]:
-    """Alone, first and second: where it stands makes no difference to what it is told."""
-    return [[By(write)], [By(write), Other()], [Other(), By(write)]]
+PROGRAM = export(seeded(MODEL), X)
 
 
 def prepared_by(write: Callable[[GraphModule], None], program: Any = PROGRAM) -> list[GraphModule]:
-    return [prepare(program, qompose.compose(*chosen)) for chosen in members(write)]
-
-
-def said(module: GraphModule, where: str) -> str:
-    """All that the report says of a node, and of the annotation that was dropped there."""
-    report = qompose.report(module)
-    reasons = [row.reason for row in report.rows if row.name == where]
-    return "\n".join([*reasons, *(note for note in report.notes if where in note)])
+    return [prepare(program, qompose.compose(*chosen)) for chosen in arrangements(By(write))]
 
 
 def all_said(module: GraphModule) -> str:
@@ -96,10 +76,7 @@ class TestPlaces:
     """Nodes that are no operators."""
 
     def test_an_input(self) -> None:
-        def write(model: GraphModule) -> None:
-            put(named(model, "x"), output=INT8)
-
-        for prepared in prepared_by(write):
+        for prepared in prepared_by(lambda model: put(named(model, "x"), output=INT8)):
             assert "output of x" in points_of(prepared)
             prepared(X)
             (quantize,) = named(qompose.convert_pt2e(prepared), "x").users
@@ -116,7 +93,7 @@ class TestPlaces:
                 put(bias)  # type: ignore[arg-type]
                 put(node, {x: INT8, **({} if spec else {weight: WEIGHT})}, INT8)
 
-        for chosen in members(write):
+        for chosen in arrangements(By(write)):
             found = points_of(prepare(PROGRAM, qompose.compose(*chosen)))
             assert ("output of a_weight" if spec else "a_weight -> linear") in found
             assert not any("bias" in point for point in found)
@@ -132,78 +109,68 @@ class TestPlaces:
             (last,) = named(converted, "output").all_input_nodes
             assert "dequantize_per_tensor" in str(last.target)
 
-    def test_what_the_end_makes_is_nothing(self) -> None:
-        def write(model: GraphModule) -> None:
-            put(named(model, "output"), output=INT8)
 
-        for prepared in prepared_by(write):
-            assert "output of output" not in points_of(prepared)
-            assert "output" in said(prepared, "output") and "tests.By" in said(prepared, "output")
-
-
-class Tokens(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.head = nn.Embedding(10, 4), nn.Linear(4, 4)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        first, second = self.head(self.table(ids)).chunk(2, -1)
-        return first.tanh() * second
+def _tokens(m: Any, ids: Tensor) -> Tensor:
+    first, second = m.head(m.table(ids)).chunk(2, -1)
+    return first.tanh() * second
 
 
 IDS = torch.tensor([[1, 2, 3]])
-TOKENS = export(seeded(Tokens()), IDS)
+LAYERS = {"table": nn.Embedding(10, 4), "head": nn.Linear(4, 4)}
+TOKENS = export(seeded(Model(_tokens, **LAYERS)), IDS)
 
 
-class TestValues:
-    """Values that have no float tensor: what was asked of them is dropped, with the reason."""
-
-    @pytest.mark.parametrize("spec", [INT8, FIXED], ids=["observed", "fixed"])
-    def test_integers_that_come_in(self, spec: Any) -> None:
-        def write(model: GraphModule) -> None:
-            put(named(model, "ids"), output=spec)
-
-        for prepared in prepared_by(write, TOKENS):
-            assert "int64" in said(prepared, "ids") and "tests.By" in said(prepared, "ids")
-            assert torch.equal(prepared(IDS), TOKENS.module()(IDS))
-
-    def test_integers_on_an_edge_beside_one_that_is_followed(self) -> None:
-        def write(model: GraphModule) -> None:
-            (node,) = calls(model, aten.embedding.default)
-            weight, ids = node.args[:2]
-            put(node, {weight: WEIGHT, ids: INT8}, INT8)
-
-        for prepared in prepared_by(write, TOKENS):
-            assert {"table_weight -> embedding", "output of embedding"} <= points_of(prepared)
-            assert "ids -> embedding" not in points_of(prepared)
-            assert "int64" in all_said(prepared)
-
-    def test_several_tensors_in_one_value(self) -> None:
-        def write(model: GraphModule) -> None:
-            (node,) = calls(model, aten.chunk.default)
-            put(node, {node.args[0]: INT8}, INT8)
-
-        for prepared in prepared_by(write, TOKENS):
-            assert "linear -> chunk" in points_of(prepared)
-            assert "output of chunk" not in points_of(prepared)
-            assert "output of chunk" in all_said(prepared) and "tests.By" in all_said(prepared)
+def beside(model: GraphModule) -> None:
+    (node,) = calls(model, aten.embedding.default)
+    weight, ids = node.args[:2]
+    put(node, {weight: WEIGHT, ids: INT8}, INT8)
 
 
-class Written(nn.Module):
+def split(model: GraphModule) -> None:
+    (node,) = calls(model, aten.chunk.default)
+    put(node, {node.args[0]: INT8}, INT8)
+
+
+TABLE = {"table_weight -> embedding", "output of embedding"}
+KNOWN = lambda m: put(named(m, "ids"), output=FIXED)  # noqa: E731
+DROPPED: dict[str, tuple[Any, Any, set[str], str, str]] = {
+    "integers that come in": (
+        TOKENS, lambda m: put(named(m, "ids"), output=INT8), set(), "output of ids", "int64",
+    ),
+    "integers with known parameters": (TOKENS, KNOWN, set(), "output of ids", "int64"),
+    "integers on an edge": (TOKENS, beside, TABLE, "ids -> embedding", "int64"),
+    "several tensors in one value": (TOKENS, split, {"linear -> chunk"}, "output of chunk", ""),
+    "what the end makes": (
+        PROGRAM, lambda m: put(named(m, "output"), output=INT8), set(), "output of output", "",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("program", "write", "followed", "dropped", "why"), DROPPED.values(), ids=DROPPED
+)
+def test_what_has_no_float_tensor_is_dropped_with_the_reason(
+    program: Any, write: Any, followed: set[str], dropped: str, why: str
+) -> None:
+    inputs = X if program is PROGRAM else IDS
+    for prepared in prepared_by(write, program):
+        found = points_of(prepared)
+        assert followed <= found and dropped not in found
+        said = all_said(prepared).splitlines()
+        place = dropped.replace("output of output", "output")  # the end, which makes nothing
+        assert any(all(word in line for word in ("tests.By", place, why)) for line in said)
+        assert torch.equal(prepared(inputs), program.module()(inputs))
+
+
+def _written(m: Any, x: Tensor) -> Tensor:
     """Memory that is read under one name after it was written under another."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x + 1
-        z = y.view(-1, 4)
-        y.relu_()
-        return self.linear(z).tanh()
+    y = x + 1
+    z = y.view(-1, 4)
+    y.relu_()
+    return m.linear(z).tanh()
 
 
-WRITTEN = export(seeded(Written()), X)
+WRITTEN = export(seeded(Model(_written, linear=nn.Linear(4, 4))), X)
 
 
 class TestDependents:
@@ -251,6 +218,10 @@ class Odd:
         return "an odd one"
 
 
+def of_type(dtype: Any, *bounds: int) -> Callable[[Node], Any]:
+    return lambda node: Annotation({}, Spec(dtype, INT8.observer_or_fake_quant_ctr, *bounds))
+
+
 NONSENSE: dict[str, tuple[Callable[[Node], Any], str]] = {
     "an unknown kind of specification": (
         lambda node: Annotation({node.args[0]: Odd()}), "x -> linear.*an odd one",
@@ -261,55 +232,34 @@ NONSENSE: dict[str, tuple[Callable[[Node], Any], str]] = {
     "a list of edges": (lambda node: Annotation([node.args[0]]), "linear"),  # type: ignore[arg-type]
     "an edge by name": (lambda node: Annotation({"x": INT8}), "linear"),
     "an edge that is not read": (
-        lambda node: Annotation({named(node.graph.owning_module, "tanh"): INT8}),
-        "tanh -> linear",
+        lambda node: Annotation({named(node.graph.owning_module, "tanh"): INT8}), "tanh -> linear",
     ),
     "a reference to no node": (lambda node: Annotation({}, Shared("linear")), "linear"),
     "a reference to nothing": (lambda node: Annotation({}, Shared(None)), "linear"),
-    "a dtype that is none": (
-        lambda node: Annotation({}, Spec(torch.int64, INT8.observer_or_fake_quant_ctr)),
-        "output of linear.*int64",
-    ),
-    "no dtype": (
-        lambda node: Annotation({}, Spec(None, INT8.observer_or_fake_quant_ctr)), "linear",  # type: ignore[arg-type]
-    ),
-    "a dtype by name": (
-        lambda node: Annotation({}, Spec("int8", INT8.observer_or_fake_quant_ctr)), "linear.*'int8'",  # type: ignore[arg-type]
-    ),
-    "bounds outside the dtype": (
-        lambda node: Annotation({}, Spec(torch.int8, INT8.observer_or_fake_quant_ctr, -999, 999)),
-        "output of linear",
-    ),
+    "a dtype that is none": (of_type(torch.int64), "output of linear.*int64"),
+    "no dtype": (of_type(None), "linear"),
+    "a dtype by name": (of_type("int8"), "linear.*'int8'"),
+    "bounds outside the dtype": (of_type(torch.int8, -999, 999), "output of linear"),
 }  # fmt: skip
 
 
-class TestNonsense:
-    """What no engine can follow is an error that names the member and the place."""
+@pytest.mark.parametrize(("make", "where"), NONSENSE.values(), ids=NONSENSE)
+def test_what_no_engine_can_follow_is_named_with_its_member(make: Any, where: str) -> None:
+    def write(model: GraphModule) -> None:
+        node = named(model, "linear")
+        node.meta[KEY] = make(node)
 
-    @pytest.mark.parametrize("case", NONSENSE)
-    def test_it_is_named(self, case: str) -> None:
-        make, where = NONSENSE[case]
-
-        def write(model: GraphModule) -> None:
-            node = named(model, "linear")
-            node.meta[KEY] = make(node)
-
-        for chosen in members(write):
-            with pytest.raises(ConfigError, match=f"(?s){where}") as caught:
-                prepare(PROGRAM, qompose.compose(*chosen))
-            assert "tests.By" in str(caught.value)
+    for chosen in arrangements(By(write)):
+        with pytest.raises(ConfigError, match=f"(?s){where}") as caught:
+            prepare(PROGRAM, qompose.compose(*chosen))
+        assert "tests.By" in str(caught.value)
 
 
-BRANCHES = export(
-    seeded(
-        Model(
-            lambda m, x: torch.cond(x.sum() > 0, lambda x: m.yes(x).tanh(), m.no, (x,)).tanh(),
-            yes=nn.Linear(4, 4),
-            no=nn.Linear(4, 4),
-        )
-    ),
-    X,
-)
+def _branches(m: Any, x: Tensor) -> Tensor:
+    return torch.cond(x.sum() > 0, lambda x: m.yes(x).tanh(), m.no, (x,)).tanh()
+
+
+BRANCHES = export(seeded(Model(_branches, yes=nn.Linear(4, 4), no=nn.Linear(4, 4))), X)
 
 
 class TestBodies:
@@ -334,7 +284,7 @@ class TestBodies:
                     if name.startswith(("true_graph", "false_graph")):
                         super().annotate(part)
 
-        prepared = prepare(BRANCHES, qompose.compose(FromOutside(), Other()))
+        prepared = prepare(BRANCHES, qompose.compose(FromOutside(), Tanhs()))
         taken = [c for c in plan_of(prepared).claims if c.owner == "tests.FromOutside"]
         said = [n for n in plan_of(prepared).notes if "tests.FromOutside" in n and "_linear" in n]
         assert len(taken) == 2 or said
@@ -365,6 +315,9 @@ class TestVocabulary:
     @pytest.mark.parametrize("sequence", [list, tuple])
     def test_all_kinds(self, sequence: Any) -> None:
         fixed = FixedQParamsQuantizationSpec(**vars(FIXED))
+        moved = replace(FIXED, scale=0.5, zero_point=3)
+        assert native_spec(moved) == FixedQParamsQuantizationSpec(**vars(moved))
+        assert native_spec(replace(INT8, is_dynamic=True)).is_dynamic
 
         def write(node: Node) -> None:
             derived = lambda n: derived_bias(n, DerivedQuantizationSpec)  # noqa: E731

@@ -14,7 +14,7 @@ from qompose.errors import MemberError
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from tests.core.quantizer.interop.foreign import Foreign, aten, calls, like, names, rebuilt
+from tests.core.quantizer.interop.foreign import Foreign, acting, aten, calls, like, names, rebuilt
 from tests.core.quantizer.interop.gallery import (
     EXPECTED,
     GALLERY,
@@ -38,6 +38,19 @@ Linears = type("Linears", (Foreign,), {"targets": (LINEAR,)})
 
 def targets(module: GraphModule) -> list[Any]:
     return [node.target for node in calls(module)]
+
+
+def an_input_is_gone(model: GraphModule) -> None:
+    x, weight = (model.graph.find_nodes(op=op)[0] for op in ("placeholder", "get_attr"))
+    x.replace_all_uses_with(weight)
+    model.graph.erase_node(x)
+    model.recompile()
+
+
+def two_outputs(model: GraphModule) -> None:
+    end = model.graph.output_node()
+    end.args = ((*end.args[0], *end.args[0]),)  # type: ignore[misc]
+    model.recompile()
 
 
 class TestTransforms:
@@ -71,95 +84,75 @@ class TestTransforms:
         assert all(rows[name].state == "float" for name in rewrite.pieces)
 
     def test_names_that_a_new_module_gives_do_not_matter(self) -> None:
-        class Plain(Foreign):
-            targets = (LINEAR, SILU)
-
-        renamed = prepare(PROGRAM, qompose.compose(Rebuilding()))
-        plain = prepare(PROGRAM, qompose.compose(Plain()))
+        kind = type("Plain", (Foreign,), {"targets": (LINEAR, SILU)})
+        renamed, plain = (prepare(PROGRAM, qompose.compose(k())) for k in (Rebuilding, kind))
         assert graph_text(renamed) == graph_text(plain)
-        assert [c.nodes for c in plan_of(renamed).claims] == [
-            c.nodes for c in plan_of(plain).claims
-        ]
-        assert plan_of(renamed).groups == plan_of(plain).groups
+        one, other = plan_of(renamed), plan_of(plain)
+        assert [c.nodes for c in one.claims] == [c.nodes for c in other.claims]
+        assert one.groups == other.groups
         assert not plan_of(renamed).rewrites
         assert renamed.state_dict().keys() == plain.state_dict().keys()
 
-    @pytest.mark.parametrize("harm", ["an input is gone", "two outputs"])
-    def test_a_program_of_another_signature_is_refused(self, harm: str) -> None:
-        class Harming(Foreign):
-            def transform_for_annotation(self, model: GraphModule) -> GraphModule:
-                (end,) = model.graph.find_nodes(op="output")
-                (x,) = model.graph.find_nodes(op="placeholder")
-                if harm == "an input is gone":
-                    (weight, *_) = model.graph.find_nodes(op="get_attr")
-                    x.replace_all_uses_with(weight)
-                    model.graph.erase_node(x)
-                else:
-                    (result,) = end.args[0]
-                    end.args = ((result, result),)
-                model.recompile()
-                return model
-
-        for members in ([Harming()], [Silu(), Harming()]):
-            with pytest.raises(UserError, match=r"tests\.Harming: transform_for_annotation"):
+    @pytest.mark.parametrize("harm", [an_input_is_gone, two_outputs])
+    def test_a_program_of_another_signature_is_refused(self, harm: Any) -> None:
+        member = acting("transform_for_annotation", harm)
+        for members in ([member], [Silu(), member]):
+            with pytest.raises(UserError, match=r"tests\.Acting: transform_for_annotation"):
                 prepare(PROGRAM, qompose.compose(*members))
 
 
-class TestBodies:
-    """Bodies of control flow are rewritten before what calls them."""
-
-    class Branches(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            y = torch.cond(x.sum() > 0, nn.functional.silu, torch.neg, (x,))
-            return nn.functional.silu(y)
-
-    @pytest.mark.parametrize("kind", [Decomposing, RebuildingInPieces])
-    def test_both_are_rewritten_and_claimed(self, kind: Any) -> None:
-        program = torch.export.export(self.Branches(), (X,))
-        prepared = prepare(program, qompose.compose(kind(), Linears()))
-        (rewrite,) = plan_of(prepared).rewrites
-        assert set(rewrite.nodes) == {"silu", "true_graph_0_silu"}
-        claimed = {n for claim in plan_of(prepared).claims for n in claim.nodes}
-        inside = [name for name in rewrite.pieces if name.startswith("true_graph_0")]
-        assert claimed & set(inside) and claimed & (set(rewrite.pieces) - set(inside))
-        for x in (X.abs(), -X.abs()):
-            torch.testing.assert_close(prepared(x), program.module()(x))
+@pytest.mark.parametrize("kind", [Decomposing, RebuildingInPieces])
+def test_bodies_of_control_flow_are_rewritten_before_what_calls_them(kind: Any) -> None:
+    silu = nn.functional.silu
+    program = export(Model(lambda m, x: silu(torch.cond(x.sum() > 0, silu, torch.neg, (x,)))), X)
+    prepared = prepare(program, qompose.compose(kind(), Linears()))
+    (rewrite,) = plan_of(prepared).rewrites
+    assert set(rewrite.nodes) == {"silu", "true_graph_0_silu"}
+    claimed = {n for claim in plan_of(prepared).claims for n in claim.nodes}
+    inside = [name for name in rewrite.pieces if name.startswith("true_graph_0")]
+    assert claimed & set(inside) and claimed & (set(rewrite.pieces) - set(inside))
+    for x in (X.abs(), -X.abs()):
+        torch.testing.assert_close(prepared(x), program.module()(x))
 
 
-class TestBatchNorms:
-    """Its engine shows every batch norm folded; here one stays that nobody wants folded."""
+def test_a_batch_norm_that_nobody_wants_folded_stays() -> None:
+    """Its engine shows every batch norm folded; what a member wants in front of one is not meant."""
 
     class Convolutions(Foreign):
-        """Takes a convolution before `before`."""
-
-        before: Any = aten.relu.default
-
         def wanted(self, model: GraphModule) -> list[Node]:
             found = calls(model, aten.conv2d.default)
-            return [n for n in found if next(iter(n.users)).target is self.before]
+            return [n for n in found if next(iter(n.users)).target is aten.batch_norm.default]
 
         def asked(self, node: Node) -> Any:
             return self.annotation({}, self.spec, True, True)
 
-    def prepared(self, before: Any) -> GraphModule:
-        kind = type("Kind", (self.Convolutions,), {"before": before})
-        program = torch.export.export(
-            seeded(
-                Model(
-                    lambda m, x: torch.relu(m.norm(m.conv(x))),
-                    conv=nn.Conv2d(2, 2, 1),
-                    norm=nn.BatchNorm2d(2),
-                )
-            ).eval(),
-            (randn(1, 2, 4, 4),),
-        )
-        return prepare(program, qompose.compose(kind()))
+    layers = {"conv": nn.Conv2d(2, 2, 1), "norm": nn.BatchNorm2d(2)}
+    model = seeded(Model(lambda m, x: torch.relu(m.norm(m.conv(x))), **layers))
+    prepared = prepare(export(model, randn(1, 2, 4, 4)), qompose.compose(Convolutions()))
+    assert not plan_of(prepared).claims and calls(prepared, aten.batch_norm.default)
+    (row,) = [r for r in qompose.report(prepared).rows if r.operator == "aten.conv2d"]
+    assert "it does not want it with the batch norm folded" in row.reason
 
-    def test_what_it_wants_without_is_not_meant(self) -> None:
-        prepared = self.prepared(aten.batch_norm.default)
-        assert not plan_of(prepared).claims and calls(prepared, aten.batch_norm.default)
-        (row,) = [r for r in qompose.report(prepared).rows if r.operator == "aten.conv2d"]
-        assert "it does not want it with the batch norm folded" in row.reason
+
+def finite(buffer: Tensor) -> Tensor:
+    return buffer.masked_fill(buffer.isinf(), -255.0)
+
+
+def double(model: GraphModule, *_: Any) -> None:
+    with torch.no_grad():
+        model.get_parameter("b.weight").mul_(2)
+
+
+class Changing(Foreign):
+    """Puts another tensor for every buffer, in a new module."""
+
+    targets = (aten.add.Tensor,)
+    change: Any = None
+
+    def transform_for_annotation(self, model: GraphModule) -> GraphModule:
+        for name, buffer in list(model.named_buffers()):
+            setattr(model, name, self.change(buffer))
+        return rebuilt(model)
 
 
 class TestConstants:
@@ -172,7 +165,7 @@ class TestConstants:
 
         def annotate(self, model: GraphModule) -> None:
             for name, buffer in list(model.named_buffers()):
-                setattr(model, name, buffer.masked_fill(buffer.isinf(), -255.0))
+                setattr(model, name, finite(buffer))
             super().annotate(model)
 
     class InPlace(Finite):
@@ -180,7 +173,7 @@ class TestConstants:
 
         def annotate(self, model: GraphModule) -> None:
             for buffer in model.buffers():
-                buffer.masked_fill_(buffer.isinf(), -255.0)
+                buffer.copy_(finite(buffer))
             Foreign.annotate(self, model)
 
     def test_what_annotate_writes_to_buffers_is_its_copies(self) -> None:
@@ -201,53 +194,32 @@ class TestConstants:
             with pytest.raises(UserError, match=r"tests\.Finite: annotate .*\badd\b"):
                 prepare(PROGRAM, qompose.compose(*members))
 
-    @pytest.mark.parametrize("hook", HOOKS)
-    def test_a_write_to_a_parameter_is_an_error_that_names_it(self, hook: str) -> None:
-        def write(self: Any, model: GraphModule, *others: Any) -> GraphModule:
-            with torch.no_grad():
-                model.get_parameter("b.weight").mul_(2)
-            return model
-
-        kind = type("Scaling", (Foreign,), {hook: write})
-        program = torch.export.export(seeded(Net()), (X,))
-        with pytest.raises(UserError, match=rf"tests\.Scaling: {hook} .*b\.weight\b"):
-            prepare(program, qompose.compose(Linears(), kind()))
-
-    def test_so_is_one_to_a_buffer_in_the_transform(self) -> None:
-        class Emptying(Foreign):
-            def transform_for_annotation(self, model: GraphModule) -> GraphModule:
-                model.get_buffer("mask").zero_()
-                return model
-
-        program = torch.export.export(seeded(Net()), (X,))
-        with pytest.raises(UserError, match=r"tests\.Emptying: .*\bmask\b"):
-            prepare(program, qompose.compose(Linears(), Emptying()))
+    @pytest.mark.parametrize(
+        ("hook", "act", "named"),
+        [
+            *((hook, double, r"b\.weight") for hook in HOOKS),
+            ("transform_for_annotation", lambda m: m.get_buffer("mask").zero_(), "mask"),
+        ],
+    )
+    def test_a_write_is_an_error_that_names_it(self, hook: str, act: Any, named: str) -> None:
+        with pytest.raises(UserError, match=rf"tests\.Acting: {hook} .*\b{named}\b"):
+            prepare(export(seeded(Net()), X), qompose.compose(Linears(), acting(hook, act)))
 
     def test_a_write_is_told_of_where_the_hook_fails_behind_it(self) -> None:
-        class Failing(Foreign):
-            def annotate(self, model: GraphModule) -> None:
-                with torch.no_grad():
-                    model.get_parameter("b.weight").mul_(2)
-                raise ValueError("why")
+        def fail(model: GraphModule) -> None:
+            double(model)
+            raise ValueError("why")
 
-        program = torch.export.export(seeded(Net()), (X,))
-        with pytest.raises(UserError, match=r"tests\.Failing") as caught:
-            prepare(program, qompose.compose(Failing()))
+        with pytest.raises(UserError, match=r"tests\.Acting") as caught:
+            prepare(export(seeded(Net()), X), qompose.compose(acting("annotate", fail)))
         chain = f"{caught.value} {caught.value.__cause__} {caught.value.__context__}"
         assert "b.weight" in str(caught.value) and "ValueError: why" in chain
 
     def test_a_new_tensor_in_the_transform_is_listed_where_it_is_read(self) -> None:
-        class Finite(Foreign):
-            targets = (aten.add.Tensor,)
-
-            def transform_for_annotation(self, model: GraphModule) -> GraphModule:
-                for name, buffer in list(model.named_buffers()):
-                    setattr(model, name, buffer.masked_fill(buffer.isinf(), -255.0))
-                return rebuilt(model)
-
+        kind = type("Finite", (Changing,), {"change": staticmethod(finite)})
         program = torch.export.export(seeded(Net()), (X,))
         before = {k: v.clone() for k, v in program.state_dict.items()}
-        prepared = prepare(program, qompose.compose(Finite(), Linears()))
+        prepared = prepare(program, qompose.compose(kind(), Linears()))
         (rewrite,) = plan_of(prepared).rewrites
         assert (rewrite.member, rewrite.nodes) == ("tests.Finite", ("add",))
         assert all(torch.equal(value, before[name]) for name, value in program.state_dict.items())
@@ -255,15 +227,11 @@ class TestConstants:
         assert qompose.convert_pt2e(prepared)(X).isfinite().all()
 
     def test_a_new_tensor_of_the_same_numbers_is_no_change(self) -> None:
-        class Copying(Foreign):
-            def transform_for_annotation(self, model: GraphModule) -> GraphModule:
-                for name, buffer in list(model.named_buffers()):
-                    setattr(model, name, buffer.clone())
-                return rebuilt(model)
-
-        prepared = prepare(PROGRAM, qompose.compose(Copying()))
+        kind = type("Copying", (Changing,), {"change": staticmethod(Tensor.clone)})
+        prepared = prepare(PROGRAM, qompose.compose(kind()))
+        plain = type("Plain", (Foreign,), {"targets": Changing.targets})
         assert not plan_of(prepared).rewrites
-        assert graph_text(prepared) == graph_text(prepare(PROGRAM, qompose.compose(Foreign())))
+        assert graph_text(prepared) == graph_text(prepare(PROGRAM, qompose.compose(plain())))
 
 
 class TestMarks:
@@ -353,14 +321,8 @@ def test_what_nobody_claims_is_what_was_exported(name: str) -> None:
 
 
 def test_numbers_do_not_depend_on_the_batch_that_was_exported() -> None:
-    prepared = prepare(
-        torch.export.export(
-            PROGRAM.module(check_guards=False),
-            (X,),
-            dynamic_shapes=[{0: torch.export.Dim("batch")}],
-        ),
-        qompose.compose(RebuildingInPieces(), Linears()),
-    )
+    program = export(seeded(Net()), X, dynamic_shapes=[{0: torch.export.Dim("batch")}])
+    prepared = prepare(program, qompose.compose(RebuildingInPieces(), Linears()))
     other = randn(3, 4, seed=5)
     torch.testing.assert_close(prepared(other), seeded(Net())(other))
 

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 import pytest
 import qompose
 import torch
 from qompose.program.graph import get_attribute
-from torch import Tensor, nn
+from torch import nn
 from torch.fx import GraphModule, Node
 from torch.nn import functional as F
 
@@ -25,23 +26,14 @@ from tests.core.quantizer.interop.foreign import (
     derived_bias,
     put,
 )
-from tests.core.toy import export, groups_of, plan_of, points_of, prepare, randn, seeded
+from tests.core.toy import Model, export, groups_of, plan_of, points_of, prepare, randn, seeded
 
 X = randn(6, 4)
 
 
-class Net(nn.Module):
-    """Returns what depends on its parameters alone, beside what depends on its input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.a(x), self.a.weight + 1
-
-
-PROGRAM = export(seeded(Net()), X)
+# Returns what depends on its parameters alone, beside what depends on its input.
+NET = Model(lambda m, x: (m.a(x), m.a.weight + 1), a=nn.Linear(4, 4))
+PROGRAM = export(seeded(NET), X)
 
 
 class Folding(Foreign):
@@ -73,19 +65,9 @@ class AtTheRead(Folding):
                 put(node, output=INT8)
 
 
-class Nowhere(Folding):
-    """Annotates nothing that it made."""
-
-    def annotate(self, model: GraphModule) -> None:
-        Foreign.annotate(self, model)
-
-
 @pytest.mark.parametrize(
     ("kind", "place"),
-    [
-        (Folding, "_frozen_param0 -> output"),
-        (AtTheRead, "output of _frozen_param0"),
-    ],
+    [(Folding, "_frozen_param0 -> output"), (AtTheRead, "output of _frozen_param0")],
 )
 def test_a_constant_that_a_transform_puts_there_is_quantized(kind: Any, place: str) -> None:
     prepared = prepare(PROGRAM, qompose.compose(kind()))
@@ -99,7 +81,8 @@ def test_a_constant_that_a_transform_puts_there_is_quantized(kind: Any, place: s
 
 
 def test_it_is_there_where_no_claim_reads_it() -> None:
-    prepared = prepare(PROGRAM, qompose.compose(Nowhere()))
+    nowhere = type("Nowhere", (Folding,), {"annotate": Foreign.annotate})
+    prepared = prepare(PROGRAM, qompose.compose(nowhere()))
     assert [rewrite.nodes for rewrite in plan_of(prepared).rewrites] == [("add",)]
     assert not calls(prepared, aten.add.Tensor)
 
@@ -160,34 +143,20 @@ class ReadsAgain(EachItsOwn):
     same_path = True
 
 
-class Tied(nn.Module):
-    """Two linears with one weight; export lists it under both names, and reads it under one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.b.weight = self.a.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b(torch.tanh(self.a(x)))
-
-
-class Reused(nn.Module):
-    """One weight that two operators of the program read by one node."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(torch.tanh(self.a(x)), self.a.weight, self.a.bias)
+# Two linears with one weight: export lists it under both names, and reads it under one.
+TIED = seeded(nn.Sequential(OrderedDict(a=nn.Linear(4, 4), tanh=nn.Tanh(), b=nn.Linear(4, 4))))
+TIED.b.weight = TIED.a.weight
+# One weight that two operators of the program read by one node.
+REUSED = seeded(
+    Model(lambda m, x: F.linear(torch.tanh(m.a(x)), m.a.weight, m.a.bias), a=nn.Linear(4, 4))
+)
 
 
 @pytest.mark.parametrize(
-    ("model", "kind"), [(Tied, EachItsOwn), (Reused, EachItsOwn), (Reused, ReadsAgain)]
+    ("model", "kind"), [(TIED, EachItsOwn), (REUSED, EachItsOwn), (REUSED, ReadsAgain)]
 )
-def test_a_derived_bias_follows_its_weight(model: type[nn.Module], kind: type[Biased]) -> None:
-    program = export(seeded(model()), X)
+def test_a_derived_bias_follows_its_weight(model: nn.Module, kind: type[Biased]) -> None:
+    program = export(model, X)
     reads = [n for n in program.module().graph.nodes if n.op == "get_attr"]
     assert any(len(node.users) > 1 for node in reads)
     prepared = prepare(program, qompose.compose(kind()))
@@ -216,7 +185,7 @@ class Whole(EachItsOwn):
 
 
 def test_it_follows_a_new_constant_of_two_operators() -> None:
-    program = export(seeded(Tied()), X)
+    program = export(TIED, X)
     prepared = prepare(program, qompose.compose(Whole()))
     points = points_of(prepared)
     assert {"a_bias -> linear", "b_bias -> linear_1"} <= points
@@ -233,6 +202,6 @@ class Marked(EachItsOwn):
 
 
 def test_what_is_said_of_a_read_stays_said() -> None:
-    program = export(seeded(Tied()), X)
+    program = export(TIED, X)
     points = points_of(prepare(program, qompose.compose(Marked())))
     assert {"output of b_weight", "b_weight -> linear", "b_weight -> linear_1"} <= points

@@ -14,52 +14,20 @@ from qompose.errors import MemberError
 from torch import nn
 from torch.fx import GraphModule
 
-from tests.core.quantizer.interop.foreign import Foreign, aten, calls
+from tests.core.quantizer.interop.foreign import Foreign, Tanhs, acting, arrangements, aten, calls
 from tests.core.quantizer.interop.gallery import GALLERY, PROGRAM, X
 from tests.core.toy import Model, export, graph_text, plan_of, prepare
 
 HOOKS = ("transform_for_annotation", "annotate", "validate", "prepare_obs_or_fq_callback")
 
 
-class Acting(Foreign):
-    """Does something in one of its hooks, beside what it does otherwise."""
-
-    def __init__(self, hook: str, act: Any) -> None:
-        self.hook, self.act = hook, act
-
-    def _do(self, hook: str) -> Any:
-        return self.act() if hook == self.hook else None
-
-    def transform_for_annotation(self, model: GraphModule) -> GraphModule:
-        self._do(HOOKS[0])
-        return super().transform_for_annotation(model)
-
-    def annotate(self, model: GraphModule) -> GraphModule:
-        self._do(HOOKS[1])
-        return super().annotate(model)
-
-    def validate(self, model: GraphModule) -> None:
-        return self._do(HOOKS[2])
-
-    def prepare_obs_or_fq_callback(self, model: GraphModule, observers: dict[Any, Any]) -> None:
-        self._do(HOOKS[3])
-
-
-class Other(Foreign):
-    targets = (aten.tanh.default,)
-
-
-def arrangements(member: Any) -> list[list[Any]]:
-    return [[member], [member, Other()], [Other(), member]]
-
-
-def _failing() -> None:
+def _failing(*_: Any) -> None:
     """Fail in a function of torch, and do not say why."""
     torch._assert(False, "")
 
 
 def _raising(error: Exception) -> Any:
-    def act() -> None:
+    def act(*_: Any) -> None:
         raise error
 
     return act
@@ -71,15 +39,11 @@ ERRORS = (ValueError("why"), AssertionError(), KeyError("k"), StopIteration())
 class TestErrors:
     """An error of the member's own is a MemberError that says whose, and where."""
 
-    @pytest.mark.parametrize(
-        ("hook", "error"),
-        list(zip(HOOKS, ERRORS, strict=True)),
-    )
+    @pytest.mark.parametrize(("hook", "error"), list(zip(HOOKS, ERRORS, strict=True)))
     def test_it_names_member_and_hook(self, hook: str, error: Exception) -> None:
-        for chosen in arrangements(Acting(hook, _raising(error))):
-            with pytest.raises(
-                MemberError, match=f"tests.Acting: {hook} .*{type(error).__name__}"
-            ) as caught:
+        for chosen in arrangements(acting(hook, _raising(error))):
+            named = f"tests.Acting: {hook} .*{type(error).__name__}"
+            with pytest.raises(MemberError, match=named) as caught:
                 prepare(PROGRAM, qompose.compose(*chosen))
             assert caught.value.__cause__ is error or isinstance(error, StopIteration)
 
@@ -87,10 +51,9 @@ class TestErrors:
     def test_an_error_without_a_text_has_its_line(self, hook: str) -> None:
         place = f"interop/test_member_hooks.py:{_failing.__code__.co_firstlineno + 2}"
         with pytest.raises(MemberError, match=f"tests.Acting: {hook} .*AssertionError.*{place}$"):
-            prepare(PROGRAM, qompose.compose(Acting(hook, _failing), Other()))
+            prepare(PROGRAM, qompose.compose(acting(hook, _failing), Tanhs()))
 
     def test_an_error_about_a_body_names_it(self) -> None:
-
         class Refusing(Foreign):
             def annotate(self, model: GraphModule) -> None:
                 if calls(model, aten.neg.default):
@@ -105,54 +68,37 @@ class TestErrors:
         )
         for member in (Refusing(), Silent()):
             with pytest.raises(UserError, match="false_graph_0 of cond"):
-                prepare(program, qompose.compose(Other(), member))
+                prepare(program, qompose.compose(Tanhs(), member))
 
     @pytest.mark.parametrize("hook", HOOKS)
     def test_a_warning_arrives(self, hook: str) -> None:
-        def act() -> None:
+        def act(*_: Any) -> None:
             warnings.warn("of the member", UserWarning, stacklevel=1)
 
         with pytest.warns(UserWarning, match="of the member"):
-            qompose.prepare_pt2e(PROGRAM, qompose.compose(Acting(hook, act), Other()))
+            qompose.prepare_pt2e(PROGRAM, qompose.compose(acting(hook, act), Tanhs()))
 
-    @pytest.mark.parametrize("result", [None, 3, nn.Identity()], ids=repr)
-    def test_a_transform_that_returns_no_program(self, result: Any) -> None:
-        class Returning(Foreign):
-            def transform_for_annotation(self, model: GraphModule) -> Any:
-                return result
-
-        for chosen in arrangements(Returning()):
-            with pytest.raises(UserError, match=r"tests\.Returning: transform_for_annotation"):
-                prepare(PROGRAM, qompose.compose(*chosen))
-
-    @pytest.mark.parametrize("which", ["a number", "a copy", "the graph"])
-    def test_annotate_that_returns_another_object(self, which: str) -> None:
-        class Returning(Foreign):
-            def annotate(self, model: GraphModule) -> Any:
-                super().annotate(model)
-                others = {"a number": 3, "the graph": model.graph}
-                return others.get(which, GraphModule(model, model.graph))
-
-        for chosen in arrangements(Returning()):
-            with pytest.raises(UserError, match=r"tests\.Returning: annotate"):
-                prepare(PROGRAM, qompose.compose(*chosen))
-
-    @pytest.mark.parametrize("copied", [None, "a text"], ids=str)
-    def test_a_copy_that_is_no_quantizer(self, copied: Any) -> None:
-        class Lost(Foreign):
-            def __deepcopy__(self, memo: Any) -> Any:
-                return copied
-
-        for chosen in arrangements(Lost()):
-            with pytest.raises(UserError, match=r"tests\.Lost.*__deepcopy__"):
+    @pytest.mark.parametrize(
+        ("hook", "answer"),
+        [
+            *(("transform_for_annotation", lambda m, x=x: x) for x in (None, 3, nn.Identity())),
+            ("annotate", lambda m: 3),
+            ("annotate", lambda m: GraphModule(m, m.graph)),
+            ("annotate", lambda m: m.graph),
+            *(("__deepcopy__", lambda memo, x=x: x) for x in (None, "a text")),
+        ],
+    )
+    def test_what_returns_another_thing_is_named(self, hook: str, answer: Any) -> None:
+        member = type("Returning", (Foreign,), {hook: lambda self, given: answer(given)})
+        for chosen in arrangements(member()):
+            with pytest.raises(UserError, match=rf"tests\.Returning: (copy.*)?{hook}"):
                 prepare(PROGRAM, qompose.compose(*chosen))
 
     @pytest.mark.parametrize("answer", [True, None, False])
     def test_validate_may_answer(self, answer: Any) -> None:
         """Engines of this field ignore it; a no is said."""
-        plan = plan_of(
-            prepare(PROGRAM, qompose.compose(Acting("validate", lambda: answer), Other()))
-        )
+        member = acting("validate", lambda model: answer)
+        plan = plan_of(prepare(PROGRAM, qompose.compose(member, Tanhs())))
         assert len(plan.claims) == 3
         noted = [n for n in plan.notes if n.startswith("tests.Acting: validate")]
         assert len(noted) == (answer is False)
@@ -197,10 +143,8 @@ class TestCalls:
                 seen.append((type(self).__name__, found - own))
                 return model
 
-        class Last(Looking):
-            targets = (aten.tanh.default,)
-
-        prepare(PROGRAM, qompose.compose(Foreign(), Looking(), Last(), Other()))
+        last = type("Last", (Looking,), {"targets": (aten.tanh.default,)})
+        prepare(PROGRAM, qompose.compose(Foreign(), Looking(), last(), Tanhs()))
         assert {name for name, _ in seen} == {"Looking", "Last"}
         assert all(not foreign for _, foreign in seen)
 
@@ -226,17 +170,6 @@ class TestCalls:
         for program in (PROGRAM, PROGRAM.module(), PROGRAM.module(check_guards=False)):
             assert len(plan_of(prepare(program, qompose.compose(Looking()))).claims) == 2
 
-    def test_hooks_that_it_does_not_have(self) -> None:
-        class Least:
-            def annotate(self, model: GraphModule) -> None:
-                Foreign().annotate(model)
-
-            def validate(self, model: GraphModule) -> None:
-                pass
-
-        prepared = prepare(PROGRAM, qompose.compose(Least()))  # type: ignore[arg-type]
-        assert {claim.owner for claim in plan_of(prepared).claims} == {"tests.Least"}
-
 
 class TestProcess:
     """Torch's random numbers, default dtype and grad mode are put back after each hook."""
@@ -245,22 +178,22 @@ class TestProcess:
         state = torch.get_rng_state().sum().item()
         return torch.get_default_dtype(), torch.is_grad_enabled(), state
 
-    def disturb(self) -> None:
+    def disturb(self, *_: Any) -> None:
         torch.set_default_dtype(torch.float64)
         torch.set_grad_enabled(False)
         torch.manual_seed(3)
 
     @pytest.mark.parametrize("hook", HOOKS)
     def test_of_every_hook_and_where_it_fails_too(self, hook: str) -> None:
-        def fail() -> None:
+        def fail(*_: Any) -> None:
             self.disturb()
             raise ValueError("why")
 
         before = self.settings()
-        for chosen in arrangements(Acting(hook, self.disturb)):
+        for chosen in arrangements(acting(hook, self.disturb)):
             prepared = prepare(PROGRAM, qompose.compose(*chosen))
             assert self.settings() == before
             assert prepared(X).dtype is torch.float32
         with pytest.raises(MemberError):
-            prepare(PROGRAM, qompose.compose(Other(), Acting(hook, fail)))
+            prepare(PROGRAM, qompose.compose(Tanhs(), acting(hook, fail)))
         assert self.settings() == before

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -25,6 +24,7 @@ from tests.core.quantizer.interop.gallery import (
     is_named,
 )
 from tests.core.toy import export, graph_text, plan_of, prepare, randn, seeded, sqnr
+from tests.sampling import at_once
 
 GALLERY_NAMES = tuple(GALLERY)
 EXPORTED = {node.name for node in PROGRAM.graph.nodes}
@@ -86,41 +86,29 @@ def check_nothing_is_silent(plan: Plan, members: tuple[str, ...]) -> None:
         assert not meeting or is_named(plan, *labels(earlier, later))
 
 
-@pytest.mark.parametrize("member", GALLERY)
-def test_alone_it_gives_a_correct_model(member: str) -> None:
-    prepared = prepare(PROGRAM, composed(member))
-    check_numbers(prepared)
-    assert bool(plan_of(prepared).claims) == (member != "Idle")
-    assert set(owners(plan_of(prepared)).values()) <= set(labels(member))
-
-
-def spread(cases: Iterable[tuple[str, ...]], default: Callable[[int], bool]) -> list[Any]:
-    """The cases by number: some for every run, the others for the full one."""
-    return [
-        pytest.param(case, marks=[] if default(number) else [pytest.mark.full])
-        for number, case in enumerate(cases)
-    ]
-
-
 PAIRS = [
-    (GALLERY_NAMES[i], GALLERY_NAMES[(i + step) % len(GALLERY_NAMES)])
-    for step in range(1, len(GALLERY_NAMES))
-    for i in range(len(GALLERY_NAMES))
+    ((GALLERY_NAMES[i], GALLERY_NAMES[(i + step) % len(GALLERY)]),)
+    for step in range(1, len(GALLERY))
+    for i in range(len(GALLERY))
 ]
 """Rounds in which everybody is first once and second once, two of them for every run."""
-TRIPLES = ("Overwriting", "Modest", "Alone", "RebuildingInPieces", "Uncopyable", "Unspecific")
+SIX = ("Overwriting", "Modest", "Alone", "RebuildingInPieces", "Uncopyable", "Unspecific")
+TRIPLES = [(three,) for three in itertools.permutations(SIX, 3)]
 
 
 @pytest.mark.parametrize(
     "members",
     [
-        *spread(PAIRS, lambda number: number // len(GALLERY) in (0, 7)),
-        *spread(itertools.permutations(TRIPLES, 3), lambda number: number % 15 == 0),
+        *((name,) for name in GALLERY),
+        *at_once(PAIRS, *PAIRS[: len(GALLERY)], *PAIRS[7 * len(GALLERY) : 8 * len(GALLERY)]),
+        *at_once(TRIPLES, *TRIPLES[::15]),
     ],
     ids=" then ".join,
 )
-def test_pairs_and_triples(members: tuple[str, ...]) -> None:
+def test_alone_in_pairs_and_in_triples(members: tuple[str, ...]) -> None:
     prepared = prepare(PROGRAM, composed(*members))
+    assert bool(plan_of(prepared).claims) == (members != ("Idle",))
+    assert set(owners(plan_of(prepared)).values()) <= set(labels(*members))
     check_priorities(plan_of(prepared), members)
     check_nothing_is_silent(plan_of(prepared), members)
     check_numbers(prepared)
@@ -164,53 +152,50 @@ def test_one_that_cannot_be_copied_is_used_itself_and_what_it_keeps_is_said() ->
     assert "programs_seen" in note and "keys" not in note
 
 
-@pytest.mark.parametrize("error", [RuntimeError, RecursionError, NotImplementedError, KeyError])
-def test_whatever_way_it_refuses_to_be_copied(error: type[Exception]) -> None:
-    class Refusing(Modest):
-        def __deepcopy__(self, memo: Any) -> None:
-            raise error("no")
+class Bare:
+    """Has nothing but slots, and what cannot be copied."""
 
-    plan = plan_of(prepare(PROGRAM, qompose.compose(Refusing())))
-    assert len(plan.claims) == 3
+    __slots__ = ("keys",)
 
+    def __init__(self) -> None:
+        self.keys = {}.keys()
 
-def test_one_without_a_dictionary_that_cannot_be_copied() -> None:
-    class Slotted(Modest):
-        __slots__ = ("keys",)
+    def annotate(self, model: GraphModule) -> None:
+        Modest().annotate(model)
 
-        def __init__(self) -> None:
-            self.keys = {}.keys()
-
-    class Bare:
-        """Has nothing but slots."""
-
-        __slots__ = ("keys",)
-
-        def __init__(self) -> None:
-            self.keys = {}.keys()
-
-        def annotate(self, model: GraphModule) -> None:
-            Modest().annotate(model)
-
-        def validate(self, model: GraphModule) -> None:
-            """Accept everything."""
-
-    for kind in (Slotted, Bare):
-        assert len(plan_of(prepare(PROGRAM, qompose.compose(kind()))).claims) == 3
+    def validate(self, model: GraphModule) -> None:
+        """Accept everything."""
 
 
-def test_the_users_program_is_left_alone() -> None:
-    module = PROGRAM.module(check_guards=False)
-    before = graph_text(module), [sorted(map(str, node.meta)) for node in module.graph.nodes]
-    prepare(module, composed(*GALLERY))
-    after = graph_text(module), [sorted(map(str, node.meta)) for node in module.graph.nodes]
-    assert after == before
-    assert torch.equal(module(X), EXPECTED)
+def refusing(error: type[Exception]) -> type:
+    def refuse(self: Any, memo: Any) -> None:
+        raise error("no")
+
+    return type("Refusing", (Modest,), {"__deepcopy__": refuse})
 
 
-def test_everybody_at_once() -> None:
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *map(refusing, (RuntimeError, RecursionError, NotImplementedError, KeyError)),
+        *(Bare, type("Slotted", (Modest,), {"__slots__": ("keys",), "__init__": Bare.__init__})),
+    ],
+)
+def test_whatever_way_it_refuses_to_be_copied(kind: Any) -> None:
+    assert len(plan_of(prepare(PROGRAM, qompose.compose(kind()))).claims) == 3
+
+
+def test_everybody_at_once_leaves_the_users_program_alone() -> None:
     """All of them, in the order of the gallery and in the reverse."""
+    module = PROGRAM.module(check_guards=False)
+
+    def state() -> tuple[Any, ...]:
+        return graph_text(module), [sorted(map(str, node.meta)) for node in module.graph.nodes]
+
+    before = state()
     for members in (tuple(GALLERY), tuple(reversed(GALLERY))):
-        prepared = prepare(PROGRAM, composed(*members))
+        prepared = prepare(module, composed(*members))
         check_priorities(plan_of(prepared), members)
         check_numbers(prepared)
+        assert state() == before
+    assert torch.equal(module(X), EXPECTED)

@@ -12,27 +12,22 @@ from qompose.quantizer.interop.torchao_engine import in_order_of_reading
 from qompose.spec import DerivedQuantizationSpec
 from qompose.spec.claim import Claim, Point, PointSpec, shared_with
 from qompose.spec.quantization_spec import EdgeOrNode, SharedQuantizationSpec
-from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from tests.core.toy import INT8, UINT8, export, randn
-
-
-class Chain(nn.Module):
-    """x -> relu -> tanh -> sigmoid."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.sigmoid(torch.tanh(torch.relu(x)))
-
+from tests.core.toy import INT8, UINT8, Model, export, randn
 
 NONE: frozenset[str] = frozenset()
 X_RELU, RELU, RELU_TANH = Point("x", "relu"), Point("relu"), Point("relu", "tanh")
 TANH, SIGMOID = Point("tanh"), Point("sigmoid")
+DERIVED = DerivedQuantizationSpec([], lambda _: None, torch.int32)  # type: ignore[arg-type, return-value]
 
 
 @pytest.fixture
 def program() -> GraphModule:
-    return export(Chain(), randn(2, 2)).module()
+    """x -> relu -> tanh -> sigmoid."""
+    return export(
+        Model(lambda m, x: torch.sigmoid(torch.tanh(torch.relu(x)))), randn(2, 2)
+    ).module()
 
 
 def claim(name: str, *specs: PointSpec) -> Claim:
@@ -86,8 +81,7 @@ def test_a_specification_that_comes_later_moves_to_the_first_of_its_group(
 
 
 def test_edges_come_before_outputs_and_derived_ones_last(program: GraphModule) -> None:
-    derived = DerivedQuantizationSpec([], lambda _: None, torch.int32)  # type: ignore[arg-type, return-value]
-    bias = PointSpec(RELU_TANH, derived, (X_RELU, RELU))
+    bias = PointSpec(RELU_TANH, DERIVED, (X_RELU, RELU))
     claims = [claim("tanh", bias), claim("relu", PointSpec(RELU, INT8), PointSpec(X_RELU, INT8))]
     ordered = in_order_of_reading(program, claims, NONE)
     assert [spec.point for spec in ordered[1].specs] == [X_RELU, RELU]
@@ -95,15 +89,10 @@ def test_edges_come_before_outputs_and_derived_ones_last(program: GraphModule) -
 
 
 def test_what_is_derived_comes_after_the_other_edges_of_its_node() -> None:
-    class Sum(nn.Module):
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            return x + y
-
-    model = export(Sum(), randn(2), randn(2)).module()
-    one, other = Point("x", "add"), Point("y", "add")
-    derived = DerivedQuantizationSpec([], lambda _: None, torch.int32)  # type: ignore[arg-type, return-value]
-    claims = [claim("add", PointSpec(one, derived, (other,)), PointSpec(other, INT8))]
-    assert written(model, *claims) == {"x->add": "y->add"}
+    model = export(Model(lambda m, x: x.cos() + x.sin()), randn(2)).module()
+    one, other = Point("cos", "add"), Point("sin", "add")
+    claims = [claim("add", PointSpec(one, DERIVED, (other,)), PointSpec(other, INT8))]
+    assert written(model, *claims) == {"cos->add": "sin->add"}
 
 
 def test_what_refers_to_standing_annotations_stays(program: GraphModule) -> None:
@@ -124,10 +113,7 @@ def test_nodes_that_are_annotated_are_not_written_to(program: GraphModule) -> No
         ([shared_with(RELU, TANH)], "output of relu shares the parameters of output of tanh"),
         ([shared_with(RELU, X_RELU), shared_with(X_RELU, RELU)], "which has none"),
         (
-            [
-                PointSpec(X_RELU, DerivedQuantizationSpec([], lambda _: None, torch.int32), (RELU,)),  # type: ignore[arg-type, return-value]
-                PointSpec(RELU, INT8),
-            ],
+            [PointSpec(X_RELU, DERIVED, (RELU,)), PointSpec(RELU, INT8)],
             "x -> relu is derived from output of relu, which this engine comes by later",
         ),
     ],
