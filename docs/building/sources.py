@@ -10,7 +10,7 @@ from __future__ import annotations
 import html
 import posixpath
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -69,12 +69,8 @@ def _within(folder: Path) -> Iterator[Path]:
 def _on_source(app: Any, page: str, source: list[str]) -> None:
     found: set[str] = set()
     source[0] = rewritten(source[0], page, Path(app.srcdir), found)
+    app.env.linked_sources.setdefault(page, set())
     app.env.linked_sources[page] = found
-
-
-def _on_merge(app: Any, env: Any, pages: Collection[str], other: Any) -> None:
-    """Take what another process found on the pages that it read."""
-    app.env.linked_sources.update({page: other.linked_sources[page] for page in pages})
 
 
 def _on_start(app: Any) -> None:
@@ -112,6 +108,5 @@ def setup(app: Any) -> dict[str, bool]:
     """Connect this extension of Sphinx."""
     app.connect("builder-inited", _on_start)
     app.connect("source-read", _on_source)
-    app.connect("env-merge-info", _on_merge)
     app.connect("html-collect-pages", _pages)
-    return {"parallel_read_safe": True}
+    return {"parallel_read_safe": False}

@@ -15,7 +15,7 @@ import torch
 from qompose.backend import Backend, OperatorPattern, Rule, RuleUse
 from qompose.backend.discovery import RESTRICT_VARIABLE
 from qompose.testing.contract import BackendContract, parameters
-from qompose.testing.fixtures import difference, sizes
+from qompose.testing.fixtures import ContractError, NotApplicable, difference, expecting, sizes
 from qompose.testing.trial import Example, examples_of
 from qompose.testing.variations import limits
 from torch import Tensor
@@ -238,6 +238,16 @@ def test_how_outputs_are_compared(
     found = difference(reference, other, None if step is None else torch.tensor(step), rest)
     assert (found is None) == (named is None)
     assert all(words in str(found) for words in named or ())
+
+
+@pytest.mark.parametrize(
+    "outcome",
+    [NotApplicable("of no use here"), ContractError("a", expected="b", found="c", remedy="d")],
+)
+def test_outcomes_of_checks_pass_through(outcome: Exception) -> None:
+    with pytest.raises(type(outcome)) as caught, expecting("linear", "an int8 kernel", "write one"):
+        raise outcome
+    assert caught.value is outcome
 
 
 def test_edges_cover_every_type_with_every_scheme() -> None:
