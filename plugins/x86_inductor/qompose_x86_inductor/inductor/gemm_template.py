@@ -50,7 +50,7 @@ _PER_TOKEN: Final = _OPS.linear_dynamic_per_token
 _OURS: Final = (_OPS.linear, _OPS.linear_add, _PER_TOKEN)
 _WRONG: Final = _OPS.linear_dynamic
 _aten: Final = torch.ops.aten
-_FLOAT_PRODUCTS: Final = frozenset(
+_OTHER_PRODUCTS: Final = frozenset(
     {
         _aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.addbmm, _aten.mv, _aten.addmv, _aten.dot,
         _aten._trilinear, _aten._weight_int8pack_mm, _aten._weight_int4pack_mm_for_cpu,
@@ -94,14 +94,14 @@ def _multiplies(node: Node) -> bool:
     if not isinstance(target, torch._ops.OpOverload):
         return False
     if not target.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd):
-        return target.overloadpacket in _FLOAT_PRODUCTS
+        return target.overloadpacket in _OTHER_PRODUCTS
     examples = {each: each.meta.get("val") for each in node.all_input_nodes}
     if any(example is None for example in examples.values()):
         return True  # unknown: stay on the safe side
     mode = detect_fake_mode([*examples.values()]) or FakeTensorMode(allow_non_fake_inputs=True)
     with torch.inference_mode(False), mode, _Seen() as seen:
         target(*map_arg(node.args, examples.get), **map_arg(node.kwargs, examples.get))
-    return not seen.packets.isdisjoint(_FLOAT_PRODUCTS)
+    return not seen.packets.isdisjoint(_OTHER_PRODUCTS)
 
 
 class _Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
