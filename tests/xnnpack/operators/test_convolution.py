@@ -229,6 +229,7 @@ def dynamic_transposed(
                 ({"scales": torch.ones(2, 1)}, "scales"),
                 ({"x": normal(0, 1, 3, 5, 5)}, r"\(1, 3, 5, 5\)"),
                 ({"x": normal(0, 4, 5, 5)}, r"\(4, 5, 5\)"),
+                ({"x": normal(0, 2, 4, 5, 5, 5)}, r"\(2, 4, 5, 5, 5\)"),
             )
         ),
         (dynamic_transposed, {"extra": 1}, "output_padding"),

@@ -220,7 +220,6 @@ STATIC_RULES: tuple[Rule, ...] = (
         OperatorPattern((aten.cat.default,)),
         activation="tensors",
         condition="any",
-        carries=False,
     ),
     _shared(
         "view",
