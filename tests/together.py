@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Commands at the same time, what each printed as it ends, and the number of those that failed:
+"""Run commands in parallel, print what each printed when it ends, and exit with the number that failed:
 
 python tests/together.py mypy -- python -m sphinx docs build/site
 """
@@ -13,9 +13,12 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 
 
 def run(command: list[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
-    )
+    try:
+        return subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+        )
+    except OSError as error:  # it is not installed: the others go on
+        return subprocess.CompletedProcess(command, 1, str(error))
 
 
 def main(arguments: list[str]) -> int:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Algorithms that change a program for the accuracy of its integers, one file each."""
+"""Algorithms that change a program for the accuracy of its integers, and what they have in common."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class BiasCorrection(Algorithm):
 
     word = BIAS_CORRECTION
 
-    def means(
+    def watch_means(
         self, claims: Sequence[Claim], nodes: Mapping[str, Node]
     ) -> Iterator[tuple[Node, int]]:
         for claim in claims:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from qompose.algorithms.channel_factors import ChannelFactors, is_per_channel
+from qompose.algorithms.channel_factors import ChannelFactors, Factors, is_per_channel
+from qompose.observers.channel_ranges import OUTPUT, Balance
 from qompose.observers.make_observer import eps_of, make_observer
 from qompose.plan.plan import Plan
 from qompose.spec.qdq import QParams, in_rows
@@ -60,7 +61,7 @@ class Calibrated:
         group_of_value: the group that a value belongs to first.
         dropped: claims that are not followed, with the reason.
         factors: those of channels, and which parameters take them up.
-        qparams: by group, once all groups were scaled.
+        qparams: by group, filled in when all factors are chosen.
         parameters: by name, parameters with new values, besides those that take up factors.
         made: a line for each change.
         refused: a line for each that was asked for and not made, with the reason.
@@ -86,6 +87,18 @@ class Calibrated:
         """Return the group of a parameter."""
         return self.group_of_value[self.nodes[name]]
 
+    def take(self, number: int, balance: Balance, factors: Factors) -> None:
+        """Give a group factors, and the parameters behind or before it what evens them out."""
+        found, outward = self.factors, balance.side == OUTPUT
+        vector, dim = (1 / factors.values, 0) if outward else (factors.values, 1)
+        absorbed = [(name, (vector, dim)) for name in balance.weights]
+        absorbed += [(name, (vector, 0)) for name in balance.biases if name and outward]
+        absorbed += [(name, (1 / factors.values, 0)) for name in balance.absorbers]
+        for name, factor in absorbed:
+            found.taken_up.setdefault(name, []).append(factor)
+        found.factors[number] = factors
+        found.weights.update((self.weight_group(name), name) for name in balance.weights)
+
     def scheme(self, number: int) -> Scheme:
         """Return how a group of activations is quantized."""
         spec: Any = self.plan.groups[number].spec
@@ -106,7 +119,7 @@ class Calibrated:
         return Scheme(low, high, choose, per_row=getattr(spec, "block_size", None) is not None)
 
     def weights(self, names: Sequence[str]) -> Iterator[tuple[Tensor, FakeQuantize]]:
-        """Yield weights in their present form, each with the way it is going to be quantized.
+        """Yield weights with the factors decided so far, each with the way it is going to be quantized.
 
         Those with a scale per row come in parts of some rows, so that no large copy is ever held.
         """

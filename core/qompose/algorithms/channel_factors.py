@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from qompose.observers.channel_ranges import OUTPUT, Balance
+from qompose.observers.channel_ranges import OUTPUT
 from qompose.observers.make_observer import make_observer
 from qompose.plan.plan import Group, Plan
 from qompose.program.graph import constant_of
@@ -58,24 +58,6 @@ class ChannelFactors:
     factors: dict[int, Factors] = field(default_factory=dict)
     weights: dict[int, str] = field(default_factory=dict)
     taken_up: dict[str, list[tuple[Tensor, int]]] = field(default_factory=dict)
-
-    def take(
-        self, number: int, balance: Balance, factors: Factors, group_of: Callable[[str], int]
-    ) -> None:
-        """Give a group factors, and the parameters behind or before it what evens them out.
-
-        Args:
-            group_of: the group of a weight.
-        """
-        outward = balance.side == OUTPUT
-        vector, dim = (1 / factors.values, 0) if outward else (factors.values, 1)
-        absorbed = [(name, (vector, dim)) for name in balance.weights]
-        absorbed += [(name, (vector, 0)) for name in balance.biases if name and outward]
-        absorbed += [(name, (1 / factors.values, 0)) for name in balance.absorbers]
-        for name, factor in absorbed:
-            self.taken_up.setdefault(name, []).append(factor)
-        self.factors[number] = factors
-        self.weights.update((group_of(name), name) for name in balance.weights)
 
     def absorbed(self, name: str) -> Absorbed:
         """Return the factors that a parameter is going to take up."""

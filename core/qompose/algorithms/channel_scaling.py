@@ -37,7 +37,7 @@ from qompose.spec.claim import Claim
 class ChannelScaling(Algorithm):
     """Evens out channels wherever a configuration has `balance`, at the border to float operators."""
 
-    def channels(
+    def watch_channels(
         self, model: GraphModule, claims: Sequence[Claim], groups: Sequence[Group]
     ) -> Watched:
         if not any(claim.product for claim in claims):
@@ -46,13 +46,10 @@ class ChannelScaling(Algorithm):
         found = {number: borders.balance(group) for number, group in enumerate(groups)}
         return Watched({number: balance for number, balance in found.items() if balance})
 
-    def scale(self, found: Calibrated, number: int) -> None:
-        balance = found.plan.groups[number].balance
-        if balance is None or balance.repair:
-            return
+    def choose_factors(self, found: Calibrated, number: int, balance: Balance) -> None:
         factors = _factors(found, number, balance)
         if factors is not None:
-            found.factors.take(number, balance, factors, found.weight_group)
+            found.take(number, balance, factors)
             found.made.append(
                 f"channels of {found.plan.groups[number].points[0]} were balanced: {factors.effect}"
             )

@@ -30,7 +30,7 @@ class Rewritten:
 
 @dataclass(frozen=True)
 class Watched:
-    """Which tensors an algorithm wants the ranges of channels of, and some rows.
+    """The tensors whose channel ranges, and some rows, an algorithm wants kept.
 
     Attributes:
         groups: by number of the group, what may be done to its channels.
@@ -44,11 +44,12 @@ class Watched:
 class Algorithm:
     """Something that changes a program for the accuracy of its integers.
 
-    Stages call every method of each algorithm of the table, in its order, and know none by name. What an
-    algorithm has no use for it leaves out: each method does nothing by itself.
+    Stages call the methods of each algorithm of the table, in its order, and know none by name. Override what
+    you need: every method does nothing by default. In training only `watch_channels` is called, and what it
+    wants is not kept.
 
     Attributes:
-        word: by which configurations ask for it, in `Claim.repairs`; "" of one that none asks for so.
+        word: by which configurations ask for it, in `Claim.repairs`; "" if they do not ask for it by word.
     """
 
     word: ClassVar[str] = ""
@@ -57,23 +58,34 @@ class Algorithm:
         """Change the parameters of a program, in place, once it is known who claims what."""
         return Rewritten()
 
-    def channels(
+    def watch_channels(
         self, model: GraphModule, claims: Sequence[Claim], groups: Sequence[Group]
     ) -> Watched:
         """Return the groups whose channels are to be looked at one by one."""
         return Watched()
 
-    def means(
+    def watch_means(
         self, claims: Sequence[Claim], nodes: Mapping[str, Node]
     ) -> Iterator[tuple[Node, int]]:
         """Yield the values whose means are to be kept, each with the dimension of its channels."""
         yield from ()
 
-    def scale(self, found: Calibrated, number: int) -> None:
-        """Decide how a group is scaled. Its parameters, and those of later groups, are not known yet."""
+    def choose_factors(self, found: Calibrated, number: int, balance: Balance) -> None:
+        """Decide on the factors of a group whose channels it watches.
+
+        Those of earlier groups are decided; no quantization parameters are known yet.
+        """
 
     def correct(self, found: Calibrated) -> None:
-        """Change parameters that stay in float, once all quantization parameters are known."""
+        """Change parameters that stay in float; all quantization parameters are known."""
+
+
+def choose_factors(algorithms: Iterable[Algorithm], found: Calibrated, number: int) -> None:
+    """Let the algorithm that watches a group's channels decide on their factors."""
+    balance = found.plan.groups[number].balance
+    for algorithm in algorithms:
+        if balance is not None and algorithm.word == balance.repair:
+            algorithm.choose_factors(found, number, balance)
 
 
 def with_channels(
@@ -85,7 +97,7 @@ def with_channels(
     """Return groups with what algorithms want to know of their channels, and what they refused."""
     result, refused = tuple(groups), list[str]()
     for algorithm in algorithms:
-        found = algorithm.channels(model, claims, result)
+        found = algorithm.watch_channels(model, claims, result)
         result = tuple(
             replace(group, balance=found.groups.get(number, group.balance))
             for number, group in enumerate(result)

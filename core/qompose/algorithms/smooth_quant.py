@@ -54,7 +54,7 @@ class Smoothing(Algorithm):
 
     word = SMOOTH_QUANT
 
-    def channels(
+    def watch_channels(
         self, model: GraphModule, claims: Sequence[Claim], groups: Sequence[Group]
     ) -> Watched:
         nodes = {node.name: node for node in nodes_in(model)}
@@ -74,11 +74,8 @@ class Smoothing(Algorithm):
                 notes.append(f"{SMOOTH_QUANT} of the input of {users} was not made: {reason}")
         return Watched(found, tuple(notes))
 
-    def scale(self, found: Calibrated, number: int) -> None:
+    def choose_factors(self, found: Calibrated, number: int, balance: Balance) -> None:
         group = found.plan.groups[number]
-        balance = group.balance
-        if balance is None or balance.repair != SMOOTH_QUANT:
-            return
         strength = "" if balance.alpha is None else f" with alpha {balance.alpha:g}"
         what = f"{SMOOTH_QUANT}{strength} of {_where(group, found.nodes)}"
         try:
@@ -86,7 +83,7 @@ class Smoothing(Algorithm):
         except _NotSmoothed as reason:
             found.refused.append(f"{what} was not made: {reason}")
         else:
-            found.factors.take(number, balance, factors, found.weight_group)
+            found.take(number, balance, factors)
             found.made.append(f"{what}: {_described(balance, factors, found.nodes)}")
 
 
@@ -104,8 +101,9 @@ def _factors(found: Calibrated, number: int, balance: Balance) -> Factors:
     dynamic = getattr(found.plan.groups[number].spec, "is_dynamic", False)
     qparams = None if dynamic else observer.calculate_qparams()
     products, scheme = [*found.weights(balance.weights)], found.scheme(number)
-    asked = needed, balance.alpha
-    factors = input_factors(observer.channels, products, scheme, qparams, *asked)
+    factors = input_factors(
+        observer.channels, products, scheme, qparams, needed=needed, alpha=balance.alpha
+    )
     if factors is None:
         raise _NotSmoothed(
             f"on calibration data held back no factors make the squared error {needed} times smaller, or "

@@ -17,6 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 from qompose.algorithms import ALGORITHMS
 from qompose.algorithms.calibrated import Calibrated
 from qompose.algorithms.channel_factors import ChannelFactors
+from qompose.algorithms.interface import choose_factors
 from qompose.conversion.integer_bias import rounded_biases, widen_scales_for_int32
 from qompose.errors import CalibrationError, ConfigError, StageError, UncalibratedError, blaming
 from qompose.observers.channel_ranges import PerChannelRangeObserver, base_observer, screen_of
@@ -153,8 +154,7 @@ class QParamsSolver:
         self._drop_underived()
         self._found = found = self._undecided()
         for number in filter(self.alive, range(len(self.plan.groups))):
-            for algorithm in ALGORITHMS:
-                algorithm.scale(found, number)
+            choose_factors(ALGORITHMS, found, number)
         for number, group in enumerate(self.plan.groups):
             known = not getattr(group.spec, "is_dynamic", False)
             if known and self._needs_data(number) and not self.converts_itself(number):
@@ -193,7 +193,7 @@ class QParamsSolver:
                 if claim not in self.dropped and (number := self._group_of.get(point)) is not None
             },
             made=found.made,
-            findings=[*self._findings(parameters), *found.refused],
+            findings=self._findings(parameters),
         )
 
     def alive(self, number: int) -> bool:
@@ -378,7 +378,8 @@ class QParamsSolver:
             "that the bias behind it fits into the 32 bits that kernels add it in"
             for number, factor in self._widened.items()
         ]
-        return [*found, *self._few_levels(), *self._lost_in_casts(changed)]
+        refused = self._found.refused
+        return [*found, *refused, *self._few_levels(), *self._lost_in_casts(changed)]
 
     def _few_levels(self) -> Iterator[str]:
         """Describe the tensors whose channels have few steps because of an observer's eps."""

@@ -114,7 +114,10 @@ class Rewrite:
 
 
 def rewritten_identity(identity: str, rewrites: Sequence[Rewrite]) -> str:
-    """Return the hash by which statistics know a model: another one where parameters alone were changed."""
+    """Return the hash that statistics carry; it differs where the engine changed parameters in place.
+
+    What members rewrite is not in it: the program that they were given is the same.
+    """
     moved = [rewrite.nodes for rewrite in rewrites if not rewrite.pieces and not rewrite.member]
     return sha256(f"{identity} {moved}".encode()).hexdigest() if moved else identity
 

@@ -230,7 +230,9 @@ def insert_observers(
     for name, wanted in values.items():
         inserter.observe_value(nodes[name], wanted)
     if not simulate:
-        watch_means(pair for algorithm in ALGORITHMS for pair in algorithm.means(claims, nodes))
+        watch_means(
+            pair for algorithm in ALGORITHMS for pair in algorithm.watch_means(claims, nodes)
+        )
 
 
 def _observers(

@@ -140,7 +140,8 @@ def _shared(
 
     Args:
         kernel: None: the operator only moves values, and moves integers as well.
-        carries: between a product and a float operator, eight bits would cost accuracy for nothing.
+        carries: apply only where something quantized reads the output; before a float operator eight bits
+            would cost accuracy for nothing.
     """
     return Rule(
         name=name,
