@@ -87,6 +87,12 @@ BENCHMARKS = (
         figures=False,
     ),
     Benchmark(
+        "accuracy",
+        "How true are int8 networks on data that nobody calibrated on, beside every peer?",
+        _ON_X86,
+        ("--quick", "--tasks", "digits", "recommender", "--batches", "1"),
+    ),
+    Benchmark(
         "embedding_lookup",
         "How fast and how small are quantized tables?",
         _ENGINES,

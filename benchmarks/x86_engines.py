@@ -76,7 +76,12 @@ def _qompose(work: Workload, mode: str, **options: Any) -> Call:
     return lambda: compiled(*work.inputs)
 
 
-def _onnxruntime(work: Workload) -> Call:
+def onnx_session(work: Workload, optimized: bool = True) -> tuple[Any, list[str]]:
+    """A session with the model that onnxruntime's static quantizer gives, and the names of its inputs.
+
+    Args:
+        optimized: run integer kernels, whose sums saturate without VNNI; else floats between Q and DQ.
+    """
     import onnxruntime
     from onnxruntime.quantization import QuantFormat, QuantType, quantize_static
     from onnxruntime.quantization.shape_inference import quant_pre_process
@@ -90,7 +95,7 @@ def _onnxruntime(work: Workload) -> Call:
         )
         quant_pre_process(float_file, ready, skip_symbolic_shape=True)
         names = [i.name for i in onnxruntime.InferenceSession(float_file).get_inputs()]
-        feeds = [_named(names, inputs) for inputs in work.calibration]
+        feeds = [named(names, inputs) for inputs in work.calibration]
         quantize_static(
             ready,
             file,
@@ -102,8 +107,15 @@ def _onnxruntime(work: Workload) -> Call:
         )
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = torch.get_num_threads()
+        if not optimized:
+            options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
         session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
-    feed = _named(names, work.inputs)
+    return session, names
+
+
+def _onnxruntime(work: Workload) -> Call:
+    session, names = onnx_session(work)
+    feed = named(names, work.inputs)
     return lambda: session.run(None, feed)
 
 
@@ -117,28 +129,33 @@ class _Reader:
         return next(self._feeds, None)
 
 
-def _named(names: list[str], inputs: tuple[torch.Tensor, ...]) -> dict[str, Any]:
+def named(names: list[str], inputs: tuple[torch.Tensor, ...]) -> dict[str, Any]:
+    """Inputs as onnxruntime takes them."""
     return {name: tensor.numpy() for name, tensor in zip(names, inputs, strict=True)}
 
 
-def _openvino(work: Workload) -> Call:
+def openvino_request(work: Workload, transformer: bool) -> Any:
+    """A request to the model that NNCF gives for OpenVINO."""
     import nncf
     import openvino
 
     shapes = [list(tensor.shape) for tensor in work.inputs]
     model = openvino.convert_model(work.module, example_input=work.inputs, input=shapes)
-    text = work.inputs[0].dtype == torch.int64
     batches = [tuple(tensor.numpy() for tensor in inputs) for inputs in work.calibration]
     data = nncf.Dataset([b[0] if len(b) == 1 else b for b in batches])
     quantized = nncf.quantize(
         model,
         data,
         subset_size=len(batches),
-        **({"model_type": nncf.ModelType.TRANSFORMER} if text else {}),
+        **({"model_type": nncf.ModelType.TRANSFORMER} if transformer else {}),
     )
     threads = torch.get_num_threads()
     hints = {"INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": "f32"}  # fmt: skip  # noqa: E501
-    request = openvino.Core().compile_model(quantized, "CPU", hints).create_infer_request()
+    return openvino.Core().compile_model(quantized, "CPU", hints).create_infer_request()
+
+
+def _openvino(work: Workload) -> Call:
+    request = openvino_request(work, transformer=work.inputs[0].dtype == torch.int64)
     feeds = [tensor.numpy() for tensor in work.inputs]
     return lambda: request.infer(feeds)
 

@@ -35,13 +35,18 @@ def _converted(
         return convert_pt2e(prepared)
 
 
-def xnnpack(module: nn.Module, batches: Batches, stage: Stage) -> Runs:
-    """The stock flow of ExecuTorch's documentation; the program takes and gives flat tensors."""
+def xnnpack_converted(module: nn.Module, batches: Batches, stage: Stage) -> Any:
+    """The Q/DQ model of ExecuTorch's stock quantizer, per channel."""
     from executorch.backends.xnnpack.quantizer import xnnpack_quantizer as stock
 
     config = stock.get_symmetric_quantization_config(is_per_channel=True)
     quantizer = stock.XNNPACKQuantizer().set_global(config)
-    converted = _converted(module, batches, quantizer, stage, strict=False)
+    return _converted(module, batches, quantizer, stage, strict=False)
+
+
+def xnnpack(module: nn.Module, batches: Batches, stage: Stage) -> Runs:
+    """The stock flow of ExecuTorch's documentation; the program takes and gives flat tensors."""
+    converted = xnnpack_converted(module, batches, stage)
     with stage("lower"):
         return _on_executorch(torch.export.export(converted, batches[0]))
 
@@ -68,14 +73,20 @@ def _on_executorch(exported: Any) -> Runs:
     return lambda *inputs: (buffer, program, method.execute(pytree.tree_leaves(inputs)))[-1]
 
 
-def x86(module: nn.Module, batches: Batches, stage: Stage) -> Runs:
-    """The stock flow of PyTorch's tutorial: strict export, Inductor with frozen weights."""
+def x86_converted(module: nn.Module, batches: Batches, stage: Stage) -> Any:
+    """The Q/DQ model of torchao's stock quantizer; with a default export it raises on ResNets."""
     import torchao.quantization.pt2e.quantizer.x86_inductor_quantizer as stock
-    from torchao.quantization.pt2e.inductor_passes import x86 as passes
 
     config = stock.get_default_x86_inductor_quantization_config()
     quantizer = stock.X86InductorQuantizer().set_global(config)
-    converted = _converted(module, batches, quantizer, stage, strict=True)
+    return _converted(module, batches, quantizer, stage, strict=True)
+
+
+def x86(module: nn.Module, batches: Batches, stage: Stage) -> Runs:
+    """The stock flow of PyTorch's tutorial: strict export, Inductor with frozen weights."""
+    from torchao.quantization.pt2e.inductor_passes import x86 as passes
+
+    converted = x86_converted(module, batches, stage)
     with stage("lower"), torch.no_grad():
         passes._register_quantization_weight_pack_pass()
         torch._inductor.config.freezing = True

@@ -86,13 +86,13 @@ def model_folder() -> pathlib.Path:
     return pathlib.Path(spec.submodule_search_locations[0]) / "model"
 
 
-def texts() -> list[str]:
-    """Distinct docstrings of public names in `MODULES`, sorted, each cut to `MAX_CHARACTERS`.
+def texts(modules: Sequence[str] = MODULES) -> list[str]:
+    """Distinct docstrings of public names in `modules`, sorted, each cut to `MAX_CHARACTERS`.
 
     Names are public functions, classes and the members classes define themselves.
     Texts under `MIN_CHARACTERS` are left out.
     """
-    found = {text for name in MODULES for text in _docstrings(importlib.import_module(name))}
+    found = {text for name in modules for text in _docstrings(importlib.import_module(name))}
     return sorted(found)
 
 

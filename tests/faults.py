@@ -37,6 +37,9 @@ EQUIVALENT: dict[str, str] = {
     "b0e238ef5e": "a function without arguments, which answers every call alike",
     "e9cd3043ae": "the indices of bags have one dimension",
     "eb4a63c317": "only a message counts what is off by exactly 1.001 steps",
+    "383bd241f9": "what is clipped and what is rounded add up to the error, of which either is half then",
+    "5f60d15628": "no value is off by exactly the bound",
+    "fc9a77a863": "no row spans exactly the bound",
     "f76ba26aa8": "of as many values as are taken at most, all are taken, in their order",
 }
 

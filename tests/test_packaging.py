@@ -278,6 +278,7 @@ class TestInstalled:
         assert "qompose-xnnpack[executorch]" in done.stderr
 
 
+@pytest.mark.full
 class TestComingAndGoing:
     """Plugins are installed and uninstalled one by one."""
 
@@ -389,6 +390,7 @@ def rows(faulty_site: Site) -> dict[str, dict[str, Any]]:
     return {row["name"]: row for row in faulty_site.qompose("backends", "--check", code=1)}
 
 
+@pytest.mark.full
 class TestFaultyPlugins:
     """Each is listed with its reason, and harms nobody else."""
 

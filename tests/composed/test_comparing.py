@@ -44,7 +44,6 @@ def forms(model: ZooModel, quantizer: Any) -> dict[str, Any]:
         [(name, quantizer) for name in MODELS for quantizer in QUANTIZERS],
         ("mobilenet_v2_padded", "xnnpack"),
         ("key_cache", "x86"),
-        ("euler_steps", "xnnpack"),
         ("autocast", "x86 dynamic"),
     ),
 )

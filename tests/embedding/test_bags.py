@@ -75,7 +75,9 @@ MODES = [
 ]
 
 
-@pytest.mark.parametrize(("form", "mode", "padding", "include_last", "kind"), MODES)
+@pytest.mark.parametrize(
+    ("form", "mode", "padding", "include_last", "kind"), at_once(MODES, *MODES[::2])
+)
 def test_modes(
     form: str, mode: str, padding: int | None, include_last: bool, kind: torch.dtype
 ) -> None:

@@ -13,7 +13,8 @@ import torch
 from rich.console import Console
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
-LOOSE = {"cosine": 0.99, "neighbour": 0.8}  # 64 texts: one neighbour more or less is 0.016
+LOOSE = {"cosine": 0.98, "neighbour": 0.8}
+"""Of 64 texts one neighbour more or less is 0.016; the cosine is 0.987 on processors without VNNI."""
 
 
 DIGITS = ("digits", "sklearn", "executorch", "qompose_xnnpack", "qompose_x86_inductor")

@@ -32,8 +32,9 @@ pytest.importorskip("executorch")
 COVERAGE = 0.95
 OPERATOR = 35.0
 """Least ratio, in dB, of an operator's integers to what the Q/DQ model rounds differently."""
-SLACK = 4.0
-"""By so many dB may the outputs of a few rows be further apart than the Q/DQ and the float model."""
+SLACK, SLACK_OF_FEW = 4.0, 10.0
+"""By so many dB may the outputs of a few rows be further apart than the Q/DQ and the float model; the ratio
+of the four numbers of a head of two classes is mostly chance."""
 
 Batch = tuple[Tensor, ...]
 
@@ -197,4 +198,5 @@ class TestNetworks:
 
 def check_as_near(outcome: Outcome, wanted: Tensor, actual: Tensor) -> None:
     assert actual.isfinite().all()
-    assert sqnr(wanted, actual) > sqnr(outcome.floats, outcome.simulated) - SLACK
+    slack = SLACK if actual.numel() > 16 else SLACK_OF_FEW
+    assert sqnr(wanted, actual) > sqnr(outcome.floats, outcome.simulated) - slack

@@ -10,19 +10,19 @@ strides and groups count as they do. The rounding of activations is without bias
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
-from qompose.algorithms.channel_scaling import ChannelFactors
+from qompose.algorithms.calibrated import Calibrated
+from qompose.algorithms.interface import Algorithm
 from qompose.algorithms.products import channel_dim, product_node
 from qompose.observers.tensor_statistics import mean_observers
-from qompose.plan.plan import Plan
 from qompose.program.aliasing import written_buffers
-from qompose.program.control_flow import count_readers, graphs_in, nodes_in
+from qompose.program.control_flow import count_readers, graphs_in
 from qompose.program.graph import address_of, behind_modules, constant_of, describe, value_of
 from qompose.spec.claim import Claim, Point
 from qompose.spec.qdq import QParams, integers_of, static_pair
@@ -31,20 +31,6 @@ from qompose.spec.quantization_spec import BIAS_CORRECTION
 
 class _NotCorrected(Exception):  # noqa: N818 - a state, not a mistake
     """Raised with the reason why a bias stays as it is."""
-
-
-@dataclass
-class Corrected:
-    """Biases with their corrections, and what reports say of these.
-
-    Attributes:
-        biases: by name of the parameter.
-        made, refused: a line for each that was asked for.
-    """
-
-    biases: dict[str, Tensor] = field(default_factory=dict)
-    made: list[str] = field(default_factory=list)
-    refused: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -67,66 +53,49 @@ class _Operands:
         )
 
 
-def wanted_means(claims: Sequence[Claim], nodes: Mapping[str, Node]) -> Iterator[tuple[Node, int]]:
-    """Yield the inputs whose means are needed, each with the dimension of its channels."""
-    for claim in claims:
-        node = product_node(claim, nodes) if BIAS_CORRECTION in claim.repairs else None
-        if node is not None:
-            operands = _Operands.of(node)
-            yield operands.source, channel_dim(node, operands.weight)
+class BiasCorrection(Algorithm):
+    """Corrects the biases of products whose claims ask for it."""
 
+    word = BIAS_CORRECTION
 
-def correct_biases(
-    model: GraphModule,
-    plan: Plan,
-    qparams: Mapping[int, QParams],
-    factors: ChannelFactors,
-    dropped: Mapping[int, str],
-) -> Corrected:
-    """Correct the biases of products whose claims ask for it; the model is left as it is.
+    def watch_means(
+        self, claims: Sequence[Claim], nodes: Mapping[str, Node]
+    ) -> Iterator[tuple[Node, int]]:
+        for claim in claims:
+            node = product_node(claim, nodes) if BIAS_CORRECTION in claim.repairs else None
+            if node is not None:
+                operands = _Operands.of(node)
+                yield operands.source, channel_dim(node, operands.weight)
 
-    Args:
-        model: prepared and calibrated.
-        qparams: by group.
-        factors: those of channels.
-        dropped: claims that are not followed, with the reason.
-    """
-    done = Corrected()
-    asking = [(n, c) for n, c in enumerate(plan.claims) if BIAS_CORRECTION in c.repairs]
-    if not asking:
-        return done
-    nodes = {node.name: node for node in nodes_in(model)}
-    correction = _Correction(model, plan, qparams, factors)
-    for number, claim in asking:
-        node = product_node(claim, nodes)
-        try:
-            if node is None:
-                raise _NotCorrected("it is neither a linear nor a convolution")
-            if number in dropped:
-                raise _NotCorrected(f"it stays in float, since {dropped[number]}")
-            name, bias, effect = correction.of(node)
-        except _NotCorrected as reason:
-            where = describe(nodes[claim.anchor] if node is None else node)
-            done.refused.append(f"{BIAS_CORRECTION} of {where} was not made: {reason}")
-        else:
-            done.biases[name] = bias
-            done.made.append(f"{BIAS_CORRECTION} of {describe(node)}: {effect}")
-    return done
+    def correct(self, found: Calibrated) -> None:
+        asking = [(n, c) for n, c in enumerate(found.plan.claims) if BIAS_CORRECTION in c.repairs]
+        if not asking:
+            return
+        correction = _Correction(found)
+        for number, claim in asking:
+            node = product_node(claim, found.nodes)
+            try:
+                if node is None:
+                    raise _NotCorrected("it is neither a linear nor a convolution")
+                if number in found.dropped:
+                    raise _NotCorrected(f"it stays in float, since {found.dropped[number]}")
+                name, bias, effect = correction.of(node)
+            except _NotCorrected as reason:
+                where = describe(found.nodes[claim.anchor] if node is None else node)
+                found.refused.append(f"{BIAS_CORRECTION} of {where} was not made: {reason}")
+            else:
+                found.parameters[name] = bias
+                found.made.append(f"{BIAS_CORRECTION} of {describe(node)}: {effect}")
 
 
 class _Correction:
-    def __init__(
-        self,
-        model: GraphModule,
-        plan: Plan,
-        qparams: Mapping[int, QParams],
-        factors: ChannelFactors,
-    ) -> None:
-        self._qparams, self._factors = qparams, factors
+    def __init__(self, found: Calibrated) -> None:
+        model = found.model
+        self._qparams, self._factors = found.qparams, found.factors
         self._means = {v: observer.means().values() for _, v, observer in mean_observers(model)}
         self._readers = count_readers(model)
         self._written = {p for part in graphs_in(model) for p in written_buffers(part.graph)}
-        self._groups = {p: n for n, group in enumerate(plan.groups) for p in group.points}
+        self._groups = found.plan.group_of
 
     def of(self, node: Node) -> tuple[str, Tensor, str]:
         """Return the name of a product's bias, the corrected bias, and how much the correction is.

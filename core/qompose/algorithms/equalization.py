@@ -22,13 +22,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import sha256
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
+from qompose.algorithms.interface import Algorithm, Rewritten
 from qompose.algorithms.products import Product, product_node, product_of, times
 from qompose.plan.plan import Rewrite
 from qompose.program.aliasing import written_buffers
@@ -127,35 +127,34 @@ class _Link:
         return (self.first.product.node, *(side.product.node for side, _ in self.others))
 
 
-def equalize(
-    model: GraphModule, claims: Sequence[Claim]
-) -> tuple[tuple[Rewrite, ...], tuple[str, ...]]:
-    """Rescale the parameters of products whose claims ask for it, in place.
+class Equalization(Algorithm):
+    """Rescales the parameters of products whose claims ask for it."""
 
-    Returns:
-        what was rewritten, and what was asked for and was not possible, with the reason.
-    """
-    nodes = {node.name: node for node in nodes_in(model)}
-    asking = [claim for claim in claims if EQUALIZATION in claim.repairs]
-    if not asking:
-        return (), ()
-    products, reasons = _products(model, asking, nodes)
-    sides = {node: _Side.of(product) for node, product in products.items()}
-    links: list[_Link] = []
-    for node, side in sides.items():
-        try:
-            readers = tuple(readers_of(node, side.product.channel_dim))
-            links.append(
-                _Link(side, tuple(_read(reader, side, sides, reasons) for reader in readers))
-            )
-        except NotEqualizable as reason:
-            reasons[node] = str(reason)
-    made = _moved(links, reasons)
-    for side in sides.values():
-        _store(side)
-    paired = {node for link, _ in made for node in link.nodes}
-    notes = tuple(_note(n, reason, n in paired) for n, reason in reasons.items())
-    return tuple(_rewrite(link, before) for link, before in made), tuple(filter(None, notes))
+    word = EQUALIZATION
+
+    def rewrite(self, model: GraphModule, claims: Sequence[Claim]) -> Rewritten:
+        nodes = {node.name: node for node in nodes_in(model)}
+        asking = [claim for claim in claims if EQUALIZATION in claim.repairs]
+        if not asking:
+            return Rewritten()
+        products, reasons = _products(model, asking, nodes)
+        sides = {node: _Side.of(product) for node, product in products.items()}
+        links: list[_Link] = []
+        for node, side in sides.items():
+            try:
+                readers = tuple(readers_of(node, side.product.channel_dim))
+                links.append(
+                    _Link(side, tuple(_read(reader, side, sides, reasons) for reader in readers))
+                )
+            except NotEqualizable as reason:
+                reasons[node] = str(reason)
+        made = _moved(links, reasons)
+        for side in sides.values():
+            _store(side)
+        paired = {node for link, _ in made for node in link.nodes}
+        notes = tuple(_note(n, reason, n in paired) for n, reason in reasons.items())
+        rewrites = tuple(_rewrite(link, before) for link, before in made)
+        return Rewritten(rewrites, tuple(filter(None, notes)))
 
 
 def _note(node: Node, reason: str, paired: bool) -> str:
@@ -252,12 +251,6 @@ def _rewrite(link: _Link, before: float) -> Rewrite:
     where = ", ".join(module_path(node) or "the program" for node in link.nodes)
     effect = f"largest over smallest channel of their weights {before:.3g} before, {link.spread:.3g} after"
     return Rewrite(EQUALIZATION, tuple(n.name for n in link.nodes), (), f"in {where}; {effect}")
-
-
-def equalized_identity(identity: str, rewrites: Sequence[Rewrite]) -> str:
-    """Return the hash by which statistics know a model: another one where its channels were rescaled."""
-    moved = [rewrite.nodes for rewrite in rewrites if rewrite.name == EQUALIZATION]
-    return sha256(f"{identity} {moved}".encode()).hexdigest() if moved else identity
 
 
 aten = torch.ops.aten

@@ -13,15 +13,18 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
+from qompose.algorithms.calibrated import Calibrated
+from qompose.algorithms.channel_factors import Factors
+from qompose.algorithms.factor_search import input_factors
+from qompose.algorithms.interface import Algorithm, Watched
 from qompose.algorithms.products import product_node
-from qompose.observers.channel_ranges import INPUT, Balance
-from qompose.observers.min_max import MinMaxObserver, Observer
+from qompose.observers.channel_ranges import INPUT, Balance, PerChannelRangeObserver
+from qompose.observers.min_max import Observer
 from qompose.plan.plan import Group
 from qompose.program.control_flow import count_readers, nodes_in
 from qompose.program.graph import address_of, constant_of, describe, value_of
@@ -38,32 +41,89 @@ from qompose.spec.quantization_spec import (
 aten = torch.ops.aten
 
 
+_FOR_NOTHING, _FOR_A_PASS = 1.05, 1.25
+"""How many times smaller an error has to become: where parameters do all of it, and where not."""
+
+
 class _NotSmoothed(Exception):  # noqa: N818 - a state, not a mistake
     """Raised with the reason why the channels of an input cannot have factors."""
 
 
-def smoothed(
-    model: GraphModule, claims: Sequence[Claim], groups: Sequence[Group]
-) -> tuple[tuple[Group, ...], list[str]]:
-    """Return the groups, with a balance for inputs whose claims ask for it; and why others have none."""
-    nodes = {node.name: node for node in nodes_in(model)}
-    asked, notes = _inputs(claims, nodes)
-    if not asked:
-        return tuple(groups), notes
-    placing, result = _Placing(model, claims, groups, nodes), list(groups)
-    number_of = {point: number for number, group in enumerate(groups) for point in group.points}
-    together: dict[int, list[Point]] = defaultdict(list)
-    for point in asked:
-        together[number_of[point]].append(point)
-    for number, points in together.items():
+class Smoothing(Algorithm):
+    """SmoothQuant of the products whose configurations ask for it."""
+
+    word = SMOOTH_QUANT
+
+    def watch_channels(
+        self, model: GraphModule, claims: Sequence[Claim], groups: Sequence[Group]
+    ) -> Watched:
+        nodes = {node.name: node for node in nodes_in(model)}
+        asked, notes = _inputs(claims, nodes)
+        if not asked:
+            return Watched(refused=tuple(notes))
+        placing, found = _Placing(model, claims, groups, nodes), dict[int, Balance]()
+        number_of = {point: number for number, group in enumerate(groups) for point in group.points}
+        together: dict[int, list[Point]] = defaultdict(list)
+        for point in asked:
+            together[number_of[point]].append(point)
+        for number, points in together.items():
+            try:
+                found[number] = placing.balance(groups[number], points)
+            except _NotSmoothed as reason:
+                users = ", ".join(describe(nodes[point.user or ""]) for point in points)
+                notes.append(f"{SMOOTH_QUANT} of the input of {users} was not made: {reason}")
+        return Watched(found, tuple(notes))
+
+    def choose_factors(self, found: Calibrated, number: int, balance: Balance) -> None:
+        group = found.plan.groups[number]
+        strength = "" if balance.alpha is None else f" with alpha {balance.alpha:g}"
+        what = f"{SMOOTH_QUANT}{strength} of {_where(group, found.nodes)}"
         try:
-            result[number] = replace(
-                groups[number], balance=placing.balance(groups[number], points)
-            )
+            factors = _factors(found, number, balance)
         except _NotSmoothed as reason:
-            users = ", ".join(describe(nodes[point.user or ""]) for point in points)
-            notes.append(f"{SMOOTH_QUANT} of the input of {users} was not made: {reason}")
-    return tuple(result), notes
+            found.refused.append(f"{what} was not made: {reason}")
+        else:
+            found.take(number, balance, factors)
+            found.made.append(f"{what}: {_described(balance, factors, found.nodes)}")
+
+
+def _factors(found: Calibrated, number: int, balance: Balance) -> Factors:
+    """Return the factors that somebody asked for.
+
+    Raises:
+        _NotSmoothed: there are none.
+    """
+    observer, needed = found.observers[number], _FOR_NOTHING if balance.absorbers else _FOR_A_PASS
+    if not isinstance(observer, PerChannelRangeObserver):
+        raise _NotSmoothed("its observer was replaced")
+    if not found.is_whole(number):
+        raise _NotSmoothed("one of its readers stays in float")
+    dynamic = getattr(found.plan.groups[number].spec, "is_dynamic", False)
+    qparams = None if dynamic else observer.calculate_qparams()
+    products, scheme = [*found.weights(balance.weights)], found.scheme(number)
+    factors = input_factors(
+        observer.channels, products, scheme, qparams, needed=needed, alpha=balance.alpha
+    )
+    if factors is None:
+        raise _NotSmoothed(
+            f"on calibration data held back no factors make the squared error {needed} times smaller, or "
+            "there are fewer than 32 rows of it"
+        )
+    return factors
+
+
+def _described(balance: Balance, factors: Factors, nodes: Mapping[str, Node]) -> str:
+    how = "by a product in the graph"
+    if balance.absorbers:
+        how = f"by {' and '.join(str(nodes[name].target) for name in balance.absorbers)}"
+    moved, most = int((factors.values > 1).sum()), float(factors.values.max())
+    return f"{moved} of {len(factors.values)} channels divided by up to {most:g}, {how}; {factors.effect}"
+
+
+def _where(group: Group, nodes: Mapping[str, Node]) -> str:
+    """Name the tensor of a group, and those who read it with their modules."""
+    users = ", ".join(describe(nodes[point.user]) for point in group.points if point.user)
+    return f"{group.points[0].source}, the input of {users}"
 
 
 def _inputs(claims: Sequence[Claim], nodes: Mapping[str, Node]) -> tuple[list[Point], list[str]]:
@@ -192,16 +252,3 @@ def _is_ours(spec: QuantizationSpec) -> bool:
     kind: Any = spec.observer_or_fake_quant_ctr
     kind = getattr(kind, "observer", kind)
     return isinstance(kind, type) and issubclass(kind, Observer)
-
-
-def watching(observer: Any) -> MinMaxObserver:
-    """Return an observer of a tensor whose scale is chosen at run time: factors depend on its values.
-
-    It stands for the placeholder in every way but for its quantization parameters, which nothing reads.
-    """
-    return MinMaxObserver(
-        dtype=observer.dtype,
-        quant_min=observer.quant_min,
-        quant_max=observer.quant_max,
-        eps=observer.eps,
-    )

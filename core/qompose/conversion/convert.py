@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from qompose.algorithms.channel_scaling import Factors, commit_factors
+from qompose.algorithms.channel_factors import Factors, commit_factors
 from qompose.conversion.qparams_solver import Observed, Solution, solve
 from qompose.conversion.reference_representation import Representation, represent
 from qompose.observers.channel_ranges import INPUT, OUTPUT, base_observer

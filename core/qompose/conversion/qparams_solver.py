@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from qompose.algorithms.bias_correction import correct_biases
-from qompose.algorithms.channel_scaling import ChannelFactors, FactorSearch
+from qompose.algorithms import ALGORITHMS
+from qompose.algorithms.calibrated import Calibrated
+from qompose.algorithms.channel_factors import ChannelFactors
+from qompose.algorithms.interface import choose_factors
 from qompose.conversion.integer_bias import rounded_biases, widen_scales_for_int32
 from qompose.errors import CalibrationError, ConfigError, StageError, UncalibratedError, blaming
 from qompose.observers.channel_ranges import PerChannelRangeObserver, base_observer, screen_of
@@ -114,10 +116,8 @@ class QParamsSolver:
     def __init__(self, model: GraphModule, plan: Plan) -> None:
         self.model, self.plan = model, plan
         self.dropped: dict[int, str] = {}
-        self.qparams: dict[int, QParams] = {}
         self._widened: dict[int, float] = {}
         self._nodes = {node.name: node for node in nodes_in(model)}
-        self.factors = ChannelFactors(plan, self._nodes)
         calls = observer_nodes(model)
         self._observed = [Observed(node, number, _seen_by(node)) for node, number in calls]
         self._observers = observers_of(calls)
@@ -128,6 +128,7 @@ class QParamsSolver:
         self._group_of = plan.group_of
         self._labels = body_labels(model)
         self._check_complete()
+        self._found = self._undecided()
 
     def _check_complete(self) -> None:
         gone = [n for n in range(len(self.plan.groups)) if n not in self._observers]
@@ -151,36 +152,48 @@ class QParamsSolver:
     def _estimate(self) -> None:
         """Decide on factors and compute parameters, of what is not dropped."""
         self._drop_underived()
-        self.qparams.clear()
-        search = FactorSearch(
-            self.plan, self._nodes, self._observers, self._group_of_value, self.dropped
-        )
-        self.factors = search.run(filter(self.alive, range(len(self.plan.groups))))
+        self._found = found = self._undecided()
+        for number in filter(self.alive, range(len(self.plan.groups))):
+            choose_factors(ALGORITHMS, found, number)
         for number, group in enumerate(self.plan.groups):
             known = not getattr(group.spec, "is_dynamic", False)
             if known and self._needs_data(number) and not self.converts_itself(number):
-                self.qparams[number] = self._calculate(number, group)
-        self._widened = widen_scales_for_int32(self.plan, self._nodes, self.qparams, self.dropped)
+                found.qparams[number] = self._calculate(number, group)
+        self._widened = widen_scales_for_int32(self.plan, self._nodes, found.qparams, self.dropped)
+
+    def _undecided(self) -> Calibrated:
+        """Return the program as algorithms find it."""
+        return Calibrated(
+            self.model,
+            self.plan,
+            self._nodes,
+            self._observers,
+            self._group_of_value,
+            self.dropped,
+            ChannelFactors(self.plan, self._nodes),
+        )
 
     def _solution(self) -> Solution:
-        corrected = correct_biases(self.model, self.plan, self.qparams, self.factors, self.dropped)
-        parameters = {**self.factors.beside_weights(), **corrected.biases}
+        found = self._found
+        for algorithm in ALGORITHMS:
+            algorithm.correct(found)
+        parameters = {**found.factors.beside_weights(), **found.parameters}
         return Solution(
             observed=self._observed,
             observers=self._observers,
             delegated={n: self.describe(n) for n in self._observers if self.converts_itself(n)},
-            qparams=self.qparams,
-            factors=self.factors,
+            qparams=found.qparams,
+            factors=found.factors,
             parameters=parameters,
-            biases=rounded_biases(self.plan, self._nodes, self.qparams, self.dropped, parameters),
+            biases=rounded_biases(self.plan, self._nodes, found.qparams, self.dropped, parameters),
             dropped=self.dropped,
             askers={
                 (point, number): claim
                 for point, claim in self._claim_of.items()
                 if claim not in self.dropped and (number := self._group_of.get(point)) is not None
             },
-            made=[*self.factors.described(), *corrected.made],
-            findings=[*self._findings(parameters), *corrected.refused],
+            made=found.made,
+            findings=self._findings(parameters),
         )
 
     def alive(self, number: int) -> bool:
@@ -295,19 +308,19 @@ class QParamsSolver:
 
     def _out_of_bounds(self, number: int, bounds: Bounds) -> list[str]:
         spec: Any = self.plan.groups[number].spec
-        if q := self.qparams.get(number):
+        if q := self._found.qparams.get(number):
             return bounds.objections(q.scale, q.zero_point)
         least = None if spec.dtype.is_floating_point else least_scale(spec, self.observer(number))
         return [] if least is None else bounds.lowest.objections(least, 0)
 
     def _calculate(self, number: int, group: Group) -> QParams:
         spec: Any = group.spec
-        observer, factors = self.observer(number), self.factors.factors.get(number)
+        observer, factors = self.observer(number), self._found.factors.factors.get(number)
         low, high = self._bounds(number, spec)
         axis = channel_axis(spec, observer)
         if factors is not None:
             scale, zero_point = factors.scale, factors.zero_point
-        elif (rows := self.factors.qparams_of_rows(number)) is not None:
+        elif (rows := self._found.factors.qparams_of_rows(number)) is not None:
             scale, zero_point = rows
         else:
             with blaming(f"calculate_qparams of the observer of {self.describe(number)}"):
@@ -351,7 +364,7 @@ class QParamsSolver:
         parameters = {name for name, node in self._nodes.items() if constant_of(node) is not None}
         activations = {
             number: float(q.scale)
-            for number, q in self.qparams.items()
+            for number, q in self._found.qparams.items()
             if q.per_tensor and self.plan.groups[number].points[0].source not in parameters
         }
         typical = median(activations.values()) if activations else 0.0
@@ -365,11 +378,12 @@ class QParamsSolver:
             "that the bias behind it fits into the 32 bits that kernels add it in"
             for number, factor in self._widened.items()
         ]
-        return [*found, *self.factors.refused, *self._few_levels(), *self._lost_in_casts(changed)]
+        refused = self._found.refused
+        return [*found, *refused, *self._few_levels(), *self._lost_in_casts(changed)]
 
     def _few_levels(self) -> Iterator[str]:
         """Describe the tensors whose channels have few steps because of an observer's eps."""
-        for number, q in self.qparams.items():
+        for number, q in self._found.qparams.items():
             observer: Any = base_observer(self.observer(number))
             names = (
                 ("minimum", "maximum") if hasattr(observer, "minimum") else ("min_val", "max_val")

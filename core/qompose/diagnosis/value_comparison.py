@@ -22,7 +22,6 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
-from qompose.algorithms.equalization import equalized_identity
 from qompose.diagnosis.error_measures import Metric, Tally
 from qompose.diagnosis.replay import (
     FLOAT,
@@ -45,6 +44,7 @@ from qompose.errors import (
     UserError,
 )
 from qompose.plan.operator_ids import PARAMETER
+from qompose.plan.plan import rewritten_identity
 from qompose.program.control_flow import nodes_in, sink_constants
 from qompose.program.graph import get_attribute, module_path, operator_name, owner_of, reached
 from qompose.program.meta import values_of
@@ -300,7 +300,7 @@ class ValueTable:
             self._one.fingerprint
             and self._record
             and self._record.fingerprint
-            != equalized_identity(self._one.fingerprint, self._record.plan.rewrites)
+            != rewritten_identity(self._one.fingerprint, self._record.plan.rewrites)
         ):
             notes.append(
                 f"the float program has other parameters than the one that became the {self._two.stage} one: "

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from qompose.errors import StatisticsError
 from qompose.observers.foreign_observer import guard_of
-from qompose.observers.min_max import Observer, PerChannelMinMaxObserver
+from qompose.observers.min_max import MinMaxObserver, Observer, PerChannelMinMaxObserver
 from qompose.observers.tensor_statistics import Facts, RowSample
 from qompose.observers.value_screening import Screen, slice_extremes, unmasked
 
@@ -97,6 +97,19 @@ class PerChannelRangeObserver(nn.Module):
     def screen(self) -> Screen | None:
         """Return what was seen of mask values."""
         return screen_of(self.tensor_observer)
+
+
+def watching(observer: Any) -> MinMaxObserver:
+    """Return an observer of a tensor whose scale is chosen at run time, and whose channels get factors.
+
+    It stands for the placeholder in every way but for its quantization parameters, which nothing reads.
+    """
+    return MinMaxObserver(
+        dtype=observer.dtype,
+        quant_min=observer.quant_min,
+        quant_max=observer.quant_max,
+        eps=observer.eps,
+    )
 
 
 def _masked_by(observer: nn.Module) -> int:

@@ -11,6 +11,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 from typing import Any, TypeVar
 
 import torch
@@ -47,7 +48,7 @@ class Group:
     """Points that have one scale and zero point, and the one specification they share.
 
     `depends_on` are the groups from whose observers a derived specification is computed. `balance` is
-    set where channels may get factors of their own (`qompose.algorithms.channel_scaling`).
+    set where channels may get factors of their own (`qompose.algorithms`).
     """
 
     points: tuple[Point, ...]
@@ -110,6 +111,15 @@ class Rewrite:
             return f"{self.name}: {', '.join(self.nodes)}{effect}"
         made = ", ".join(self.pieces) or "nothing"
         return f"{self.name}: {', '.join(self.nodes) or 'nothing'} became {made}"
+
+
+def rewritten_identity(identity: str, rewrites: Sequence[Rewrite]) -> str:
+    """Return the hash that statistics carry; it differs where the engine changed parameters in place.
+
+    What members rewrite is not in it: the program that they were given is the same.
+    """
+    moved = [rewrite.nodes for rewrite in rewrites if not rewrite.pieces and not rewrite.member]
+    return sha256(f"{identity} {moved}".encode()).hexdigest() if moved else identity
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ estimates the range for all.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,12 +19,11 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from qompose.errors import ConfigError, SharingError
-from qompose.observers.channel_ranges import INPUT, OUTPUT, Balance
 from qompose.plan.plan import Group
 from qompose.program.aliasing import DisjointSets
 from qompose.program.aten_operators import VALUE_PRESERVING
-from qompose.program.control_flow import count_readers, nodes_in, same_tensors
-from qompose.program.graph import address_of, constant_of, layout_of, value_of
+from qompose.program.control_flow import nodes_in, same_tensors
+from qompose.program.graph import constant_of, layout_of, value_of
 from qompose.spec.claim import Claim, Point, PointSpec
 from qompose.spec.qparams import PER_CHANNEL, full_blocks
 from qompose.spec.quantization_spec import (
@@ -53,9 +52,6 @@ def plan_groups(model: GraphModule, claims: Sequence[Claim]) -> tuple[Group, ...
     groups = solver.groups(position)
     for group in groups:
         _check_scales(group, solver, nodes)
-    if any(claim.product for claim in claims):
-        readers = count_readers(model)
-        groups = [replace(g, balance=_balance(g, solver, nodes, readers)) for g in groups]
     return _in_order_of_dependency(groups, solver)
 
 
@@ -118,39 +114,6 @@ def _scales(spec: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
     return (shape[spec.ch_axis],)
 
 
-def _balance(
-    group: Group, solver: _Solver, nodes: dict[str, Node], readers: dict[int, int]
-) -> Balance | None:
-    """Return how a group's channels may be balanced: at the border to float, on one side of products."""
-    products = [solver.claims[number].product for number in group.claims]
-    source = group.points[0].source
-    balanced = all(product is not None and product.balanced for product in products)
-    balanced = balanced and not getattr(group.spec, "is_dynamic", False)
-    if not balanced or any(point.source != source for point in group.points):
-        return None
-    known = [product for product in products if product is not None]
-    parameters = [name for p in known for name in (p.weight, p.bias) if name]
-    if not all(_is_private(nodes[name], readers) for name in parameters):
-        return None
-    sides = {point.user is None for point in group.points}
-    if sides == {True} and solver.count(source) == 1:
-        side, dims = OUTPUT, {product.output_dim for product in known}
-    elif sides == {False} and source not in solver.produced and constant_of(nodes[source]) is None:
-        side, dims = INPUT, {product.input_dim for product in known}
-        if len(group.points) != len(known) or solver.count(source) != len(known):
-            return None
-    else:
-        return None
-    weights, biases = tuple(p.weight for p in known), tuple(p.bias for p in known)
-    return Balance(side, dims.pop(), weights, biases) if len(dims) == 1 else None
-
-
-def _is_private(node: Node, readers: dict[int, int]) -> bool:
-    """Tell whether a parameter is read in one place of the program, under no other name either."""
-    constant = constant_of(node)
-    return constant is not None and readers.get(address_of(constant), 0) == 1
-
-
 def _tensors(model: GraphModule, nodes: dict[str, Node]) -> dict[str, str]:
     """Name the tensor behind each value that has several names: tied parameters, values across borders."""
     names = same_tensors(model)
@@ -178,8 +141,6 @@ class _Solver:
         self.sets = DisjointSets(self.specs)
         self.find = self.sets.find
         self.concrete = {point: spec for point, spec in self.specs.items() if not spec.shared}
-        self.produced = {claim.output for claim in claims}
-        self._points = Counter(point.source for point in self.specs)
 
     def _add(self, spec: PointSpec, number: int) -> None:
         earlier = self.specs.get(spec.point)
@@ -200,10 +161,6 @@ class _Solver:
             spec = self.concrete.pop(one, None)
             if spec is not None:
                 self.concrete.setdefault(other, spec)
-
-    def count(self, source: str) -> int:
-        """Return how many points a value has."""
-        return self._points[source]
 
     def who(self, point: Point) -> str:
         """Name a point with its owner and rule, for messages."""

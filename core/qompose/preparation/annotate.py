@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from torch.fx import GraphModule
 
-from qompose.algorithms.equalization import equalize
+from qompose.algorithms import ALGORITHMS
 from qompose.errors import MemberError, UserError, blaming, locating
 from qompose.plan.float_operators import reasons_of
 from qompose.plan.plan import Rewrite
@@ -92,9 +92,12 @@ def annotate(exported: GraphModule, quantizer: Quantizer, *, trains: bool = Fals
     if trains:
         composition.notes += not_in_training(composition.chosen)
         return Annotated(working, composition, made.rewrites, members)
-    equalized, impossible = equalize(working, composition.chosen)
-    composition.notes += impossible
-    return Annotated(working, composition, (*made.rewrites, *equalized), members)
+    rewrites = [*made.rewrites]
+    for algorithm in ALGORITHMS:
+        rewritten = algorithm.rewrite(working, composition.chosen)
+        rewrites += rewritten.made
+        composition.notes += rewritten.refused
+    return Annotated(working, composition, tuple(rewrites), members)
 
 
 def _attempt(

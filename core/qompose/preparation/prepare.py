@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
 
-from qompose.algorithms.bias_correction import wanted_means
-from qompose.algorithms.equalization import equalized_identity
-from qompose.algorithms.smooth_quant import smoothed, watching
+from qompose.algorithms import ALGORITHMS
+from qompose.algorithms.interface import with_channels
 from qompose.errors import ConfigError, UserError, blaming
-from qompose.observers.channel_ranges import PerChannelRangeObserver
+from qompose.observers.channel_ranges import PerChannelRangeObserver, watching
 from qompose.observers.fake_quantize import FakeQuantize, LearnableFakeQuantize
 from qompose.observers.foreign_observer import Rebinding, guard
 from qompose.observers.make_observer import DerivedObserver, fixed_parameters, make_observer
@@ -23,7 +22,7 @@ from qompose.observers.min_max import Observer
 from qompose.observers.tensor_statistics import watch_means
 from qompose.plan.float_operators import claims_elsewhere, state_bytes, survey
 from qompose.plan.operator_ids import fingerprint, identify, isolate
-from qompose.plan.plan import Group, Plan, Record, attach, subject_of
+from qompose.plan.plan import Group, Plan, Record, attach, rewritten_identity, subject_of
 from qompose.plan.shared_qparams import notes_on_ranges, plan_groups
 from qompose.preparation.annotate import Annotated, annotate
 from qompose.program.control_flow import body_labels, name_apart, nodes_in, run_observed_in_python
@@ -139,7 +138,7 @@ def _prepared(
         plan = replace(
             plan, notes=(*plan.notes, *_observe(working, exported, plan, quantizer, trains))
         )
-        identity = equalized_identity(identity, plan.rewrites)
+        identity = rewritten_identity(identity, plan.rewrites)
         record = Record(plan, "prepared", backends, state=state, fingerprint=identity)
         prepared = attach(refresh(working), record)
         if training is not None:
@@ -168,7 +167,7 @@ def make_plan(exported: GraphModule, annotated: Annotated, *, strict: bool = Fal
     if strict and unmatched:
         raise UserError("strict=True:\n" + "\n".join(f"  - {note}" for note in unmatched))
     claims = tuple(composition.chosen)
-    groups, unsmoothed = smoothed(working, claims, plan_groups(working, claims))
+    groups, refused = with_channels(ALGORITHMS, working, claims, plan_groups(working, claims))
     operators = survey(exported, working, composition, annotated.rewrites)
     idle = idle_members(annotated.members, composition)
     return Plan(
@@ -181,7 +180,7 @@ def make_plan(exported: GraphModule, annotated: Annotated, *, strict: bool = Fal
             *unmatched,
             *composition.notes,
             *claims_elsewhere(claims, operators),
-            *(*notes_on_ranges(claims, groups), *unsmoothed),
+            *(*notes_on_ranges(claims, groups), *refused),
             *(f"{label} claims nothing: {reason}" for label, reason in idle.items()),
         ),
         float_bytes=state_bytes(exported),
@@ -231,7 +230,9 @@ def insert_observers(
     for name, wanted in values.items():
         inserter.observe_value(nodes[name], wanted)
     if not simulate:
-        watch_means(wanted_means(claims, nodes))
+        watch_means(
+            pair for algorithm in ALGORITHMS for pair in algorithm.watch_means(claims, nodes)
+        )
 
 
 def _observers(

@@ -343,6 +343,7 @@ def test_who_inherits_a_specification_keeps_the_bounds_of_its_own_kernel() -> No
         ({"scale_min_lower_bound": 1.0, "scale_max_upper_bound": 0.5}, "scale_min_lower_bound=1.0"),
         ({"scale_max_upper_bound": float("nan")}, "scale_max_upper_bound"),
         ({"scale_exact_match": 0.0}, "scale_exact_match"),
+        ({"scale_max_upper_bound": float("inf")}, "scale_max_upper_bound"),
         ({"ch_axis": "0"}, "ch_axis"),
         ({"quant_range": (3,)}, "quant_range"),
     ],

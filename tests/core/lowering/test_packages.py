@@ -171,6 +171,19 @@ class TestRefusals:
             qompose.compile_lowered(lowered_net(for_compiler=in_aten), "package", path=path)
         assert [(p, p.read_text()) for p in tmp_path.iterdir()] == [(path, "before")]
 
+    def test_a_full_disk_is_not_the_compilers_fault(
+        self, tmp_path: Path, monkeypatch: Patch
+    ) -> None:
+        def write(program: Any, package_path: str, inductor_configs: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", write)
+        with pytest.raises(OSError, match="No space") as raised:
+            model = lowered_net(for_compiler=in_aten)
+            qompose.compile_lowered(model, "package", path=tmp_path / "model.pt2")
+        assert raised.value.errno == 28
+        assert not any(tmp_path.iterdir())
+
     def test_what_torch_cannot_compile(self, tmp_path: Path) -> None:
         def fail(graph: object) -> None:
             raise RuntimeError("out of ideas")

@@ -23,6 +23,7 @@ from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule
 
 from tests.core.toy import LINEAR, Call, export, prepare, randn, seeded, toy
+from tests.sampling import at_once
 
 
 class Mean(nn.Module):
@@ -113,7 +114,10 @@ WRONG = {  # the inputs, and the one that is named
 }
 
 
-@pytest.fixture(scope="module", params=STAGES)
+@pytest.fixture(
+    scope="module",
+    params=at_once(STAGES, "prepared", "converted", "reference", "loaded", "lowered", "compiled"),
+)
 def stage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return STAGES[request.param](program(), tmp_path_factory.mktemp("files"))
 

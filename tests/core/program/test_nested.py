@@ -113,9 +113,9 @@ MODES = [
     for strict, grad in product((False, True), repeat=2)
     if not (strict and model.name.startswith("autocast"))
     for quick in [
-        model.name in ("cond_nested", "loop")
+        model.name == "loop"
         if strict and grad
-        else model.name in COVERING + REGIONS and not (strict or grad)
+        else model.name in ("cond_nested", "scan_cell", *REGIONS) and not (strict or grad)
     ]
 ]
 

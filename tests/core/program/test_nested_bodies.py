@@ -114,6 +114,7 @@ def test_readers_of_a_parameter_are_counted_everywhere_and_under_every_name() ->
     assert counted[table] == 2, "the embedding, and the product in the branch"
 
 
+@pytest.mark.full
 def test_only_calls_with_observers_inside_run_in_python() -> None:
     program = by_name("cond_two_outputs").export()
     prepared = prepare(program, toy(LINEAR).set_global(None).set_module_name("last", STATIC))

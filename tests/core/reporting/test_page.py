@@ -135,6 +135,9 @@ class TestErrors:
         assert [marks[r, "whole"].attributes["cx"] for r in "012"] == ["10.00%", "30.00%", "50.00%"]
         first, second, third = (int(marks[r, "whole"].attributes["cy"]) for r in "012")
         assert second < first < third, "the better, the higher"
+        top, *_, bottom = sorted(int(line.attributes["y1"]) for line in plot.all("line"))
+        assert second < top <= first, "what is equal has a line above all"
+        assert third <= bottom <= int(plot.attributes["height"])
         assert marks["2", "own"].one("title").text == "third: own SQNR 24.2 dB, clipping"
 
     def test_what_adds_most_comes_in_the_order_of_the_comparison(self) -> None:

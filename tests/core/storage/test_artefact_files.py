@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch.utils import _pytree as pytree
 
 from tests.core.storage.test_artefact import X, mlp, mlp_file, mlp_program, stored, unquantized
-from tests.core.toy import LINEAR, Call, prepare, toy
+from tests.core.toy import LINEAR, Call, NullQuantizer, prepare, toy
 
 
 def rewrite(path: Path, change: Callable[[Any], Any], **facts: Any) -> None:
@@ -248,6 +248,14 @@ class TestFiles:
         path = tmp_path / ("a" * 120 + "." + "b" * 134)
         qompose.save(mlp(), path)
         assert qompose.load(path).graph
+
+    def test_a_size_of_more_bits_than_sizes_have_is_not_saved(self, path: Path) -> None:
+        huge = Call(lambda x: x * torch.sym_float(x.shape[0] * 2**130))
+        shapes = (({0: torch.export.Dim("batch", min=2, max=9)},),)
+        program = torch.export.export(huge, (X,), dynamic_shapes=shapes)
+        with pytest.raises(ArtefactError, match="128 bits"):
+            qompose.save(qompose.convert_pt2e(prepare(program, NullQuantizer())), path)
+        assert not path.exists()
 
     def test_an_operator_on_files_is_not_saved(self, path: Path) -> None:
         with torch.library._scoped_library("qompose_test", "FRAGMENT") as library:

@@ -15,7 +15,15 @@ import torch
 from qompose.backend import Backend, OperatorPattern, Rule, RuleUse
 from qompose.backend.discovery import RESTRICT_VARIABLE
 from qompose.testing.contract import BackendContract, parameters
-from qompose.testing.fixtures import ContractError, NotApplicable, difference, expecting, sizes
+from qompose.testing.fixtures import (
+    Blocked,
+    ContractError,
+    NotApplicable,
+    difference,
+    expecting,
+    sizes,
+)
+from qompose.testing.suite import Suite
 from qompose.testing.trial import Example, examples_of
 from qompose.testing.variations import limits
 from torch import Tensor
@@ -73,6 +81,16 @@ def settings() -> Iterator[None]:
     deterministic = torch.are_deterministic_algorithms_enabled()
     yield
     torch.use_deterministic_algorithms(deterministic)
+
+
+def test_a_check_is_blocked_by_one_that_it_depends_on() -> None:
+    def fails(suite: Suite, trial: Any) -> None:
+        raise ContractError("a row", expected="eight", found="nine", remedy="count again")
+
+    suite, trial = Suite(SoundBackend(), 20.0, 1e-3), Example
+    with pytest.raises(Blocked, match="test_fails") as blocked:
+        suite.require(fails, trial)  # type: ignore[arg-type]
+    assert isinstance(blocked.value.__cause__, ContractError)
 
 
 @pytest.mark.usefixtures("settings")

@@ -90,34 +90,47 @@ def rows(count: int, seed: int = 1) -> Tensor:
     return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(seed))
 
 
+ADVICE: dict[str, tuple[nn.Module, Tensor, Any, bool]] = {
+    "one row": (perceptron(), rows(1), {}, True),
+    "most rows": (perceptron(), rows(gemm_template.MOST_ROWS), {}, True),
+    "more rows": (perceptron(), rows(gemm_template.MOST_ROWS + 1), {}, False),
+    "rows of rank 3": (perceptron(), rows(60).reshape(3, 20, WIDTH), {}, True),
+    "more of rank 3": (perceptron(), rows(300).reshape(3, 100, WIDTH), {}, False),
+    "gelu": (perceptron(nn.GELU), rows(64), {}, True),
+    "more of gelu": (OneGelu(), rows(65), {}, False),
+    "one of two": (perceptron(nn.GELU), rows(65), {}, True),
+    "any rows": (perceptron(), rows(4), {"dynamic_shapes": ({0: Dim("batch", max=8)},)}, True),
+    "any rows of gelu": (
+        OneGelu(),
+        rows(4),
+        {"dynamic_shapes": ({0: Dim("batch", max=8)},)},
+        False,
+    ),
+    "behind convolutions": (image_net(), torch.randn(2, 3, 8, 8), {}, True),
+    "no linear": (nn.Conv2d(3, 4, 3), torch.randn(2, 3, 8, 8), {}, False),
+    "a product in float": (Similar(), rows(3), {}, False),
+    "a gru": (Recurrent(), rows(6), {}, False),
+    "dynamic": (perceptron(), rows(2), {"is_dynamic": True}, False),
+    "per token": (perceptron(), rows(2), {"is_dynamic": True, "per_token": True}, True),
+    "weight-only": (perceptron(), rows(2), {"weight_only": True}, False),
+}
+
+
 @pytest.mark.parametrize(
-    ("module", "x", "options", "advised"),
-    [
-        (perceptron(), rows(1), {}, True),
-        (perceptron(), rows(gemm_template.MOST_ROWS), {}, True),
-        (perceptron(), rows(gemm_template.MOST_ROWS + 1), {}, False),
-        (perceptron(), rows(60).reshape(3, 20, WIDTH), {}, True),
-        (perceptron(), rows(300).reshape(3, 100, WIDTH), {}, False),
-        (perceptron(nn.GELU), rows(64), {}, True),
-        (OneGelu(), rows(65), {}, False),
-        (perceptron(nn.GELU), rows(65), {}, True),
-        (perceptron(), rows(4), {"dynamic_shapes": ({0: Dim("batch", max=8)},)}, True),
-        (OneGelu(), rows(4), {"dynamic_shapes": ({0: Dim("batch", max=8)},)}, False),
-        (image_net(), torch.randn(2, 3, 8, 8), {}, True),
-        (nn.Conv2d(3, 4, 3), torch.randn(2, 3, 8, 8), {}, False),
-        (Similar(), rows(3), {}, False),
-        (Recurrent(), rows(6), {}, False),
-        (perceptron(), rows(2), {"is_dynamic": True}, False),
-        (perceptron(), rows(2), {"is_dynamic": True, "per_token": True}, True),
-        (perceptron(), rows(2), {"weight_only": True}, False),
-    ],
-    ids=[
-        "one row", "most rows", "more rows", "rows of rank 3", "more of rank 3", "gelu", "more of gelu",
-        "one of two", "any rows", "any rows of gelu", "behind convolutions", "no linear",
-        "a product in float", "a gru", "dynamic", "per token", "weight-only",
-    ],
-)  # fmt: skip
-def test_who_is_advised(module: nn.Module, x: Tensor, options: Any, advised: bool) -> None:
+    "name",
+    at_once(
+        ADVICE,
+        "one row",
+        "more rows",
+        "one of two",
+        "any rows of gelu",
+        "a gru",
+        "dynamic",
+        "per token",
+    ),
+)
+def test_who_is_advised(name: str) -> None:
+    module, x, options, advised = ADVICE[name]
     expected, model = gemm_template.OPTIONS if advised else {}, lowered(module, x, **options)
     assert gemm_template.options(model) == expected
     with torch.inference_mode():

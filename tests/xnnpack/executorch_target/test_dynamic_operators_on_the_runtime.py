@@ -248,7 +248,8 @@ ONE_CHANNEL: dict[str, Case] = {
 }
 
 
-@pytest.mark.parametrize("name", at_once(ONE_CHANNEL, "in one group"))
+@pytest.mark.full
+@pytest.mark.parametrize("name", ONE_CHANNEL)
 def test_one_channel_of_input_is_not_delegated_and_refused(name: str) -> None:
     case = ONE_CHANNEL[name]
     inputs = tuple(torch.ones(shape) for shape in case.shapes)

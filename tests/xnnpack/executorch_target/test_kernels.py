@@ -50,7 +50,8 @@ def attends(m: Any, x: Tensor) -> Tensor:
     return m.last(mixed.transpose(1, 2).reshape(x.shape[0], 6, 64))
 
 
-@pytest.mark.parametrize("dynamic", at_once((True, False), True), ids=["dynamic", "static"])
+@pytest.mark.full
+@pytest.mark.parametrize("dynamic", (True, False), ids=["dynamic", "static"])
 def test_a_linear_of_weights_alone_behind_attention(dynamic: bool) -> None:
     shapes = ({0: Dim("batch", min=1, max=8)},) if dynamic else None
     model = Model(attends, last=nn.Linear(64, 32))

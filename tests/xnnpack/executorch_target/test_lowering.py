@@ -118,6 +118,7 @@ def made() -> Made:
     return {"heads": (program.methods["heads"], heads), "same": (program.methods["same"], same)}
 
 
+@pytest.mark.full
 class TestMethods:
     def test_claims_survive_into_the_delegate(self, made: Made) -> None:
         delegation = made["heads"][0].delegation

@@ -61,6 +61,7 @@ def alone(parts: dict[str, Any]) -> Any:
     return qompose.lower(parts["decode"], "executorch")
 
 
+@pytest.mark.full
 class TestTogether:
     def test_each_method_is_what_it_is_alone(self, parts: Any, program: Any, alone: Any) -> None:
         assert list(program.methods) == ["encode", "decode"]

@@ -228,7 +228,8 @@ def dynamic_transposed(
             for wrong, found in (
                 ({"scales": torch.ones(2, 1)}, "scales"),
                 ({"x": normal(0, 1, 3, 5, 5)}, r"\(1, 3, 5, 5\)"),
-                ({"x": normal(0, 4, 5, 5)}, r"\(4, 5, 5\)"),
+                ({"x": normal(0, 4, 5, 5)}, r"\(4, 5, 5\).* batch"),
+                ({"x": normal(0, 2, 5, 4, 5, 5)}, r"\(2, 5, 4, 5, 5\).* batch"),
             )
         ),
         (dynamic_transposed, {"extra": 1}, "output_padding"),

@@ -14,6 +14,7 @@ from qompose_xnnpack import operators
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.sampling import at_once
 from tests.xnnpack.operators.arithmetic import FULL, KERNELS, int8, weights
 
 OUT = (0.1, 2, *FULL)
@@ -94,6 +95,7 @@ def test_exported_with_dynamic_shapes_saved_and_loaded() -> None:
         assert_same(loaded(x), model(x))
 
 
+@pytest.mark.full
 def test_compile_with_dynamic_shapes() -> None:
     model = AllKernels()
     compiled = torch.compile(model, backend="aot_eager", dynamic=True, fullgraph=True)
@@ -108,7 +110,7 @@ def test_an_empty_batch() -> None:
     assert shapes == [(0, 5), (0, 8, 8, 8), (0, 8, 17, 17), (0, 6), (0, 6), (0, 6)]
 
 
-@pytest.mark.parametrize("name", list(operators.SCHEMAS))
+@pytest.mark.parametrize("name", at_once(operators.SCHEMAS, *[*operators.SCHEMAS][::2]))
 def test_operators_keep_the_contract_of_torch(name: str) -> None:
     calls: list[tuple[Any, ...]] = []
     operator = getattr(KERNELS, name).default

@@ -140,7 +140,8 @@ def _shared(
 
     Args:
         kernel: None: the operator only moves values, and moves integers as well.
-        carries: between a product and a float operator, eight bits would cost accuracy for nothing.
+        carries: apply only where something quantized reads the output; before a float operator eight bits
+            would cost accuracy for nothing.
     """
     return Rule(
         name=name,
@@ -220,7 +221,6 @@ STATIC_RULES: tuple[Rule, ...] = (
         OperatorPattern((aten.cat.default,)),
         activation="tensors",
         condition="any",
-        carries=False,
     ),
     _shared(
         "view",

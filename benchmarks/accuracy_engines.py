@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engines of `accuracy.py`: a float network and batches in, a callable out. None is set up for a task."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import qompose
+import torch
+import zoo_peers
+from accuracy_tasks.subject import Inputs, Subject
+from qompose.quantizer.composition import quantizer_of
+from qompose.reporting.report_data import FLOAT_KERNEL, KERNEL
+from x86_engines import named, onnx_session, openvino_request
+from x86_workloads import Workload
+from zoo_run import Stages
+
+FLOAT = "float"
+SIMULATED, LOWERED = "simulated", "lowered"
+ISA = "vnni"
+"""The processor that Q/DQ models for x86 are for, whatever this one is: others' weights have eight bits."""
+X86, XNNPACK, EMBEDDING = "x86_inductor", "xnnpack", "embedding"
+Batches = list[Inputs]
+
+
+@dataclass
+class Made:
+    """What an engine made of a network, and facts of it for the table."""
+
+    run: Callable[..., Any]
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A way to make int8 of a network.
+
+    Attributes:
+        make: what it does with a task and batches; `lowered` asks for kernels instead of a Q/DQ model.
+        tables: it only differs from others where there are embedding tables.
+        judged: of "simulated" and "lowered" models, those that it has.
+    """
+
+    make: Callable[[Subject, Batches, Stages, bool], Made]
+    tables: bool = False
+    judged: tuple[str, ...] = (SIMULATED, LOWERED)
+
+
+def _float(subject: Subject, batches: Batches, stage: Stages, lowered: bool) -> Made:
+    return Made(subject.module)
+
+
+def _ours(members: Sequence[str], words: dict[str, Any]) -> Engine:
+    """Backends in order of priority; the words go to the one that has them."""
+
+    def make(subject: Subject, batches: Batches, stage: Stages, lowered: bool) -> Made:
+        with stage("export"), torch.no_grad():
+            program = torch.export.export(subject.module, batches[0])
+        with stage("prepare"):
+            told = words if lowered else {"isa": ISA, **words}
+            quantizer = qompose.compose(*(_configured(name, told) for name in members))
+            prepared = qompose.prepare_pt2e(program, quantizer)
+        with stage("calibrate"):
+            qompose.calibrate(prepared, batches, progress=False)
+        with stage("convert"):
+            converted = qompose.convert_pt2e(prepared)
+        with stage("lower"):
+            kernels = qompose.lower(converted)
+        return Made(kernels if lowered else converted, _facts(qompose.report(kernels)))
+
+    return Engine(make, tables=EMBEDDING in members)
+
+
+def _configured(name: str, words: dict[str, Any]) -> qompose.Quantizer:
+    """A backend in its static configuration, per channel, with words if there are any."""
+    if name == X86:
+        import qompose_x86_inductor as x86
+
+        config = x86.get_default_x86_inductor_quantization_config(**words)
+        return x86.X86InductorQuantizer().set_global(config)
+    if name == XNNPACK:
+        import qompose_xnnpack as xnnpack
+
+        words = {key: value for key, value in words.items() if key != "isa"}
+        config = xnnpack.get_symmetric_quantization_config(is_per_channel=True, **words)
+        return xnnpack.XNNPACKQuantizer().set_global(config)
+    return quantizer_of(name)
+
+
+def _facts(report: qompose.Report) -> dict[str, Any]:
+    """The part of multiply-accumulates on integers, this processor having exact kernels or not."""
+    macs = sum(row.macs for row in report.rows)
+    share = report.coverage(KERNEL) + report.coverage(FLOAT_KERNEL) if macs else None
+    return {"int8": share, "rewrites": [*report.rewrites]}
+
+
+def _torchao(quantized: Callable[..., Any], kernels: Callable[..., Any]) -> Engine:
+    def make(subject: Subject, batches: Batches, stage: Stages, lowered: bool) -> Made:
+        return Made((kernels if lowered else quantized)(subject.module, batches, stage))
+
+    return Engine(make)
+
+
+def _nncf(subject: Subject, batches: Batches, stage: Stages, lowered: bool) -> Made:
+    """A Q/DQ model of a torch.fx program; what it is lowered to is the engine `openvino`."""
+    import nncf
+
+    with stage("export"), torch.no_grad():
+        program = torch.export.export(subject.module, batches[0]).module()
+    data = nncf.Dataset(batches, lambda batch: batch if len(batch) > 1 else batch[0])
+    words = {"model_type": nncf.ModelType.TRANSFORMER} if subject.transformer else {}
+    with stage("calibrate"):
+        return Made(nncf.quantize(program, data, subset_size=len(batches), **words))
+
+
+def _openvino(subject: Subject, batches: Batches, stage: Stages, lowered: bool) -> Made:
+    """The kernels of NNCF's models, there are no others."""
+    work = Workload(subject.module, batches, batches[0])
+    with stage("calibrate"):
+        request = openvino_request(work, subject.transformer)
+    return Made(lambda *inputs: _first(request.infer([x.numpy() for x in inputs]).values()))
+
+
+def _onnxruntime(subject: Subject, batches: Batches, stage: Stages, lowered: bool) -> Made:
+    with stage("calibrate"):
+        session, names = onnx_session(Workload(subject.module, batches, batches[0]), lowered)
+    return Made(lambda *inputs: _first(session.run(None, named(names, inputs))))
+
+
+def _first(arrays: Iterable[Any]) -> torch.Tensor:
+    return torch.from_numpy(next(iter(arrays)).copy())
+
+
+_OURS = {
+    "x86": (X86,),
+    "embedding + x86": (EMBEDDING, X86),
+    "xnnpack": (XNNPACK,),
+    "embedding + xnnpack": (EMBEDDING, XNNPACK),
+}
+
+ENGINES: dict[str, Engine] = {
+    FLOAT: Engine(_float),
+    **{name: _ours(members, {}) for name, members in _OURS.items()},
+    "torchao x86": _torchao(zoo_peers.x86_converted, zoo_peers.x86),
+    "torchao xnnpack": _torchao(zoo_peers.xnnpack_converted, zoo_peers.xnnpack),
+    "nncf": Engine(_nncf, judged=(SIMULATED,)),
+    "openvino": Engine(_openvino, judged=(LOWERED,)),
+    "onnxruntime": Engine(_onnxruntime),
+}
+
+
+def chosen(names: Sequence[str], words: Sequence[str], judged: str) -> dict[str, Engine]:
+    """The named engines that have such models, each of ours followed by itself with each of the words."""
+    found: dict[str, Engine] = {}
+    for name in names:
+        if judged not in ENGINES[name].judged:
+            continue
+        found[name] = ENGINES[name]
+        if name in _OURS:
+            found |= {f"{name} {word}": _ours(_OURS[name], _parsed(word)) for word in words}
+    return found
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    """`range=minmax,repairs=smooth_quant+bias_correction,balance=False` as arguments."""
+    words: dict[str, Any] = {}
+    for part in text.split(","):
+        key, _, value = part.partition("=")
+        known: dict[str, Any] = {"True": True, "False": False}
+        words[key] = (
+            (*filter(None, value.split("+")),) if key == "repairs" else known.get(value, value)
+        )
+    return words
