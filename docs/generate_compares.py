@@ -58,6 +58,7 @@ def page() -> str:
         _tally(found),
         *(block for result in found for block in _times(result)),
         *(block for table in shares(RESULTS) for block in _shares(table)),
+        *_accuracy(),
         "## Quantizers of other packages",
         "",
         *_ecosystem(ECOSYSTEM.read_text("utf-8")),
@@ -110,6 +111,31 @@ def _havers(feature: Feature) -> list[str]:
 
 def _link(result: Result) -> str:
     return f"[{result.title}](../benchmarks/results/{result.name}.md)"
+
+
+ENGINES = ("x86", "xnnpack", "torchao x86", "torchao xnnpack", "nncf", "onnxruntime")
+"""The columns of the table of accuracy: as they come."""
+
+
+def _accuracy() -> Iterator[Block]:
+    """Yield the signal over noise of each engine on each task, from the page of the bench."""
+    path = RESULTS / "accuracy.md"
+    found: dict[str, dict[str, str]] = {}
+    for part in path.read_text("utf-8").split("\n## ")[1:]:
+        task, *lines = part.splitlines()
+        cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if "|" in line]
+        place = next((row.index("SQNR, dB") for row in cells if "SQNR, dB" in row), None)
+        rows = [row for row in cells if place is not None and row[0] in ENGINES]
+        found[task] = {row[0]: row[place] for row in rows if place is not None}
+    yield from ("", "## Accuracy on data that nobody calibrated on", "")
+    yield "Signal over noise in decibels, of Q/DQ models calibrated with 8 batches, each engine as it comes."
+    yield f"[The whole page](../benchmarks/results/{path.name}) has the tasks, their data and more metrics."
+    yield ""
+    kept = {task: row for task, row in found.items() if row}
+    yield Table(
+        ("task", *ENGINES),
+        tuple((task, *(row.get(name, "") for name in ENGINES)) for task, row in kept.items()),
+    )
 
 
 def _tally(found: list[Result]) -> Table:

@@ -45,12 +45,12 @@ QUANTIZERS = {"xnnpack": (products.xnnpack, executorch_xnnpack), "x86": (product
 def test_as_with_the_quantizers_of_torchao(model: str, quantizer: str) -> None:
     ours, theirs = QUANTIZERS[quantizer]
     one, other = by_nncf(model, ours(balance=False)), by_nncf(model, theirs())
-    # Ours also quantizes what moves values between products of an encoder.
+    # Ours quantizes one value more, and its weights have seven bits without VNNI.
     more = (model, quantizer) == ("vision_transformer", "x86")
     assert (one.quantizes, one.dequantizes) == (other.quantizes, other.dequantizes) or more
     assert one.quantizes > 0
     reference = by_name(model).export().module()(*by_name(model).inputs())
-    assert sqnr(reference, one.outputs[0]) > sqnr(reference, other.outputs[0]) - (6 if more else 1)
+    assert sqnr(reference, one.outputs[0]) > sqnr(reference, other.outputs[0]) - (8 if more else 1)
     assert sqnr(reference, one.outputs[0]) > 35
 
 

@@ -84,7 +84,6 @@ OTHERWISE: dict[tuple[str, str], tuple[int, int, str]] = {
     for name in QUANTIZERS
     if "xnnpack" in name and "x86" not in name
 } | {
-    ("vision_transformer", "x86"): (1, 0, COMPUTED),
     ("vision_transformer", "x86+xnnpack"): (1, 1, COMPUTED),
 }
 """How many quantize and dequantize operators we have more than torchao, and why."""
