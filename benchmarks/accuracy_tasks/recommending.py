@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -14,11 +14,11 @@ from accuracy_tasks.subject import (
     Figures,
     Inputs,
     Settings,
-    Source,
     Subject,
     batched,
+    classes,
     drawer,
-    share,
+    source_of,
 )
 
 ITEMS, TASTES, ROWS, HISTORY, OFFERED, FACTS = 1000, 16, 64, 12, 16, 8
@@ -84,14 +84,12 @@ def _loss(net: nn.Module, step: int) -> Tensor:
 
 
 def _figures(expected: Tensor, found: Tensor, truth: Tensor | None) -> Figures:
-    assert truth is not None
-    chosen = found.argmax(-1)
-    return {"hit rate": share(chosen, truth), "as float": share(chosen, expected.argmax(-1))}
+    measured = classes(expected, found, truth)
+    return {"hit rate": measured["accuracy"], "as float": measured["as float"]}
 
 
-def _source(number: int, habit: tuple[float, float], batches: int) -> Source:
-    drawn = [_draw(habit, drawer(15, number, batch)) for batch in range(batches)]
-    return Source([inputs for inputs, _ in drawn], torch.cat([taken for _, taken in drawn]))
+def _judged(number: int, habit: tuple[float, float], batch: int) -> tuple[Inputs, Tensor]:
+    return _draw(habit, drawer(15, number, batch))
 
 
 def recommender(settings: Settings) -> Subject:
@@ -101,7 +99,7 @@ def recommender(settings: Settings) -> Subject:
         settings.few(MOST_BATCHES), lambda number: _draw(USUAL, drawer(16, number))[0]
     )
     judged = {
-        name: _source(number, habit, settings.few(JUDGED_BATCHES))
+        name: source_of(partial(_judged, number, habit), settings.few(JUDGED_BATCHES))
         for number, (name, habit) in enumerate(HABITS.items())
     }
     title = f"Recommender with a bag: calibrated with usual users; judged on {', '.join(HABITS)}"

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -14,12 +14,12 @@ from accuracy_tasks.subject import (
     MOST_BATCHES,
     Inputs,
     Settings,
-    Source,
     Subject,
     batched,
     classes,
     drawer,
     positions,
+    source_of,
 )
 
 ROWS, FRAMES, HOP, WINDOW, BANDS = 16, 48, 160, 400, 40
@@ -146,9 +146,8 @@ def _loss(net: nn.Module, step: int) -> Tensor:
     return F.cross_entropy(net(energies).flatten(0, 1), vowels.flatten())
 
 
-def _source(number: int, voice: Voice, batches: int) -> Source:
-    drawn = [_draw(voice, drawer(19, number, batch)) for batch in range(batches)]
-    return Source([inputs for inputs, _ in drawn], torch.cat([vowels for _, vowels in drawn]))
+def _judged(number: int, voice: Voice, batch: int) -> tuple[Inputs, Tensor]:
+    return _draw(voice, drawer(19, number, batch))
 
 
 def conformer(settings: Settings) -> Subject:
@@ -158,7 +157,7 @@ def conformer(settings: Settings) -> Subject:
         settings.few(MOST_BATCHES), lambda number: _draw(USUAL, drawer(20, number))[0]
     )
     judged = {
-        name: _source(number, voice, settings.few(JUDGED_BATCHES))
+        name: source_of(partial(_judged, number, voice), settings.few(JUDGED_BATCHES))
         for number, (name, voice) in enumerate(VOICES.items())
     }
     title = f"Conformer on vowels: calibrated with low voices in little noise; judged on {', '.join(VOICES)}"

@@ -154,6 +154,12 @@ def classes(expected: Tensor, found: Tensor, truth: Tensor | None) -> Figures:
     return {"accuracy": share(chosen, truth), "as float": share(chosen, expected.argmax(-1))}
 
 
+def source_of(draw: Callable[[int], tuple[Inputs, Tensor]], batches: int) -> Source:
+    """So many batches with their truth, each drawn with its number."""
+    drawn = [draw(number) for number in range(batches)]
+    return Source([inputs for inputs, _ in drawn], torch.cat([truth for _, truth in drawn]))
+
+
 def batched(count: int, draw: Callable[[int], Inputs]) -> list[Inputs]:
     """So many batches, each drawn with its number."""
     return [draw(number) for number in range(count)]

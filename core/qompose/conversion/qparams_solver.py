@@ -128,7 +128,7 @@ class QParamsSolver:
         self._group_of = plan.group_of
         self._labels = body_labels(model)
         self._check_complete()
-        self._found = self._undecided()
+        self._found: Calibrated  # made anew by each estimate
 
     def _check_complete(self) -> None:
         gone = [n for n in range(len(self.plan.groups)) if n not in self._observers]
