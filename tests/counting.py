@@ -46,7 +46,9 @@ DEQUANTIZE = ("quantized_decomposed.dequantize_", "qompose.dequantize_")
 def independent_counts(model: GraphModule) -> dict[str, int]:
     """What `report.counts` must be, but for casts and kernels."""
     return {
-        "observers": sum(n.op == "call_module" for n in nodes(model)),
+        "observers": sum(
+            n.op == "call_module" and not str(n.target).startswith("means_") for n in nodes(model)
+        ),
         "quantize": len(calls(model, *QUANTIZE)),
         "dequantize": len(calls(model, *DEQUANTIZE)),
         "choose_qparams": len(calls(model, "quantized_decomposed.choose_qparams")),

@@ -47,7 +47,9 @@ def test_other_names_are_types_that_exist() -> None:
     for name in others:
         assert api.entry(name).name == name.rpartition(".")[2]
     bases = {"qompose.observers.min_max.Observer", "qompose.observers.min_max.RangeObserver"}
-    bases.add("qompose.observers.histogram_observers.SearchingObserver")
+    bases |= {
+        f"qompose.observers.histogram_observers.{n}" for n in ("SearchingObserver", "OfHistogram")
+    }
     assert {*others} - {*_on("types.md")} == bases
 
 

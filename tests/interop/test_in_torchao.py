@@ -42,7 +42,7 @@ pytestmark = pytest.mark.filterwarnings(*THEIR_WARNINGS)
 aten = torch.ops.aten
 
 
-RANGES = {"range": "minmax", "balance": False}
+RANGES: dict[str, Any] = {"range": "minmax", "balance": False, "repairs": ()}
 
 
 def xnnpack() -> Any:

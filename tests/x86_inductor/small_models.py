@@ -34,7 +34,9 @@ def normal(*shape: int) -> Tensor:
 
 def converted(model: nn.Module, *inputs: Tensor, **choices: Any) -> GraphModule:
     """The Q/DQ model, calibrated with its inputs; `choices` are those of the configuration."""
-    config = get_default_x86_inductor_quantization_config(range="minmax", balance=False, **choices)
+    config = get_default_x86_inductor_quantization_config(
+        range="minmax", balance=False, repairs=(), **choices
+    )
     exported = torch.export.export(model.eval(), inputs)
     prepared = qompose.prepare_pt2e(exported, X86InductorQuantizer().set_global(config))
     prepared(*inputs)

@@ -33,6 +33,10 @@ class _NotCorrected(Exception):  # noqa: N818 - a state, not a mistake
     """Raised with the reason why a bias stays as it is."""
 
 
+class _NotKnown(_NotCorrected):
+    """Raised where statistics do not have the means."""
+
+
 @dataclass(frozen=True)
 class _Operands:
     """What a product of a prepared program reads, behind the observers."""
@@ -60,18 +64,19 @@ class BiasCorrection(Algorithm):
 
     def watch_means(
         self, claims: Sequence[Claim], nodes: Mapping[str, Node]
-    ) -> Iterator[tuple[Node, int]]:
+    ) -> Iterator[tuple[Node, int, bool]]:
         for claim in claims:
-            node = product_node(claim, nodes) if BIAS_CORRECTION in claim.repairs else None
+            node = product_node(claim, nodes) if _wanted(claim) else None
             if node is not None:
                 operands = _Operands.of(node)
-                yield operands.source, channel_dim(node, operands.weight)
+                dim = channel_dim(node, operands.weight)
+                yield operands.source, dim, not claim.repairs_itself
 
     def correct(self, found: Calibrated) -> None:
-        asking = [(n, c) for n, c in enumerate(found.plan.claims) if BIAS_CORRECTION in c.repairs]
+        asking = [(n, claim) for n, claim in enumerate(found.plan.claims) if _wanted(claim)]
         if not asking:
             return
-        correction = _Correction(found)
+        correction, unknown = _Correction(found), list[str]()
         for number, claim in asking:
             node = product_node(claim, found.nodes)
             try:
@@ -81,11 +86,21 @@ class BiasCorrection(Algorithm):
                     raise _NotCorrected(f"it stays in float, since {found.dropped[number]}")
                 name, bias, effect = correction.of(node)
             except _NotCorrected as reason:
+                if claim.repairs_itself:
+                    unknown += [str(reason)] if isinstance(reason, _NotKnown) else []
+                    continue
                 where = describe(found.nodes[claim.anchor] if node is None else node)
                 found.refused.append(f"{BIAS_CORRECTION} of {where} was not made: {reason}")
             else:
                 found.parameters[name] = bias
                 found.made.append(f"{BIAS_CORRECTION} of {describe(node)}: {effect}")
+        if unknown:
+            products = f"{len(unknown)} product{'s' * (len(unknown) > 1)}"
+            found.refused.append(f"{BIAS_CORRECTION} of {products} was not made: {unknown[0]}")
+
+
+def _wanted(claim: Claim) -> bool:
+    return claim.repairs_itself or BIAS_CORRECTION in claim.repairs
 
 
 class _Correction:
@@ -131,7 +146,7 @@ class _Correction:
         """Return the means of the input as the weight sees it: with the factors of its channels."""
         found = self._means.get(product.source, "they were not kept")
         if isinstance(found, str):
-            raise _NotCorrected(f"of the means of {product.source.name}: {found}")
+            raise _NotKnown(f"of the means of {product.source.name}: {found}")
         for vector, dim in self._factors.absorbed(product.weight.name):
             found = found / vector.double().cpu() if dim == 1 else found
         return found

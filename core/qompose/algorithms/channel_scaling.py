@@ -62,6 +62,8 @@ def _factors(found: Calibrated, number: int, balance: Balance) -> Factors | None
     per_channel = all(map(is_per_channel, weight_groups))
     if not isinstance(observer, PerChannelRangeObserver) or not per_channel:
         return None  # a replaced observer; a weight that cannot take up factors
+    if not observer.knows_channels:
+        return None  # statistics of another preparation, which did not look at channels
     if not found.is_whole(number):
         return None  # a reader left in float
     channels, scheme = observer.channels, found.scheme(number)
@@ -79,16 +81,17 @@ def _factors(found: Calibrated, number: int, balance: Balance) -> Factors | None
 class _Borders:
     """Finds the groups whose tensor is float on one side, and a product's on the other.
 
+    What a region gives is float too where it has no point of its own, as the output of a product that is
+    fused with the function behind it.
+
     Attributes:
         points: how many points each value has.
-        produced: the values that regions give.
     """
 
     claims: Sequence[Claim]
     nodes: Mapping[str, Node]
     readers: Mapping[int, int]
     points: Mapping[str, int]
-    produced: frozenset[str]
 
     @classmethod
     def of(cls, model: GraphModule, claims: Sequence[Claim]) -> _Borders:
@@ -98,7 +101,6 @@ class _Borders:
             {node.name: node for node in nodes_in(model)},
             count_readers(model),
             Counter(point.source for point in places),
-            frozenset(claim.output for claim in claims),
         )
 
     def balance(self, group: Group) -> Balance | None:
@@ -116,7 +118,7 @@ class _Borders:
         sides = {point.user is None for point in group.points}
         if sides == {True} and self.points[source] == 1:
             side, dims = OUTPUT, {product.output_dim for product in known}
-        elif sides == {False} and self._is_float(source):
+        elif sides == {False} and constant_of(self.nodes[source]) is None:
             side, dims = INPUT, {product.input_dim for product in known}
             if len(group.points) != len(known) or self.points[source] != len(known):
                 return None
@@ -124,9 +126,6 @@ class _Borders:
             return None
         weights, biases = tuple(p.weight for p in known), tuple(p.bias for p in known)
         return Balance(side, dims.pop(), weights, biases) if len(dims) == 1 else None
-
-    def _is_float(self, source: str) -> bool:
-        return source not in self.produced and constant_of(self.nodes[source]) is None
 
     def _is_private(self, name: str) -> bool:
         """Tell whether a parameter is read in one place of the program, under no other name either."""

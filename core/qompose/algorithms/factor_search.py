@@ -9,22 +9,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from dataclasses import dataclass
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 
 from qompose.algorithms.calibrated import FakeQuantize, Scheme
 from qompose.algorithms.channel_factors import Factors
+from qompose.observers.auto_range import measured_against
 from qompose.observers.channel_ranges import ChannelSample
-from qompose.observers.clipping_range_search import best_range, power_error
-from qompose.observers.histogram import Histogram
 from qompose.spec.qparams import along, fake_quantize
 
 _LEAST_GAIN, _PLENTY_OF_WORK = 2.0, 256
-_EXPONENTS = (0.25, 0.5, 0.75, 1.0)
+_EXPONENTS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.25)
+_LEVELS = (0.3, 0.5, 0.7, 0.85, 0.95, 0.98, 0.995)
+_MEDIAN = 0.5
 _LARGEST_FACTOR = 2.0**8
-_POWER = 3.0
+
+Error = Callable[[Tensor, Tensor, Tensor], float]
+"""The error of some rows, by factors, scale and zero point."""
 
 
 def input_factors(
@@ -37,14 +41,17 @@ def input_factors(
 ) -> Factors | None:
     """Return factors for the input of products, or None where none are worthwhile.
 
-    Candidates are `(largest input / largest weight) ** exponent` per channel, as in SmoothQuant (Xiao et
-    al. 2022), for several exponents. The error is that of the products on the sample.
+    Channels have sizes, `largest input ** exponent / largest weight ** (1 - exponent)`, as in SmoothQuant
+    (Xiao et al. 2022), and those above some quantile of all sizes are divided by what they have more than
+    that: a high one takes care of a few outliers, and leaves all others the room that the range has for
+    them. Several exponents and quantiles are tried. The error is that of each row of the products on the
+    sample, in the size of that row (`qompose.observers.auto_range`).
 
     Args:
         products: weights, shape `(out, C, ...)`, each with the way it is going to be quantized.
         qparams: scale and zero point without factors; None where they are chosen at run time.
         needed: how many times smaller the error has to become; None where it has to be worth its time.
-        alpha: the only exponent to try.
+        alpha: the only exponent to try, with the median.
     """
     heaviest = torch.stack([w.abs().transpose(0, 1).flatten(1).amax(1) for w, _ in products]).amax(
         0
@@ -53,15 +60,23 @@ def input_factors(
     def size(seen: ChannelSample, exponent: float) -> Tensor:
         return seen.largest**exponent / heaviest.clamp(min=1e-30) ** (1 - exponent)
 
-    def error(sample: Tensor, factors: Tensor, scale: Tensor, zero_point: Tensor) -> float:
-        quantized = scheme.simulate(sample / factors, scale, zero_point)
-        return sum(_product_error(sample, quantized, factors, *p) for p in products)
+    def error_on(held: ChannelSample) -> Error:
+        exact = [held.rows @ _taps(weight).T for weight, _ in products]
+        sizes = [measured_against(rows.square().sum(1), held.weights) for rows in exact]
 
-    exponents = _EXPONENTS if alpha is None else (alpha,)
-    sizes = [partial(size, exponent=exponent) for exponent in exponents]
+        def error(factors: Tensor, scale: Tensor, zero_point: Tensor) -> float:
+            quantized = scheme.simulate(held.rows / factors, scale, zero_point)
+            found = (quantized @ _taps(_scaled(*p, factors)).T for p in products)
+            return sum(map(partial(_relative, held), exact, found, sizes))
+
+        return error
+
     if needed is None:
         needed = _needed_gain(weight.numel() // weight.shape[1] for weight, _ in products)
-    return _best(channels, sizes, scheme, qparams, error, needed)
+    search = _Search(channels, size, scheme, qparams, error_on)
+    return search.best(
+        needed, *((_EXPONENTS, _LEVELS) if alpha is None else ((alpha,), (_MEDIAN,)))
+    )
 
 
 def _needed_gain(work: Iterable[int]) -> float:
@@ -77,13 +92,14 @@ def _needed_gain(work: Iterable[int]) -> float:
     return _LEAST_GAIN * math.sqrt(max(1.0, _PLENTY_OF_WORK / max(sum(work), 1)))
 
 
-def _product_error(
-    sample: Tensor, quantized: Tensor, factors: Tensor, weight: Tensor, quantize: FakeQuantize
-) -> float:
-    """Return the squared error of a product; the taps of a convolution count as products of their own."""
-    exact = sample @ _taps(weight).T
-    scaled = quantize(weight * along(factors, 1, weight.dim()))
-    return float(((quantized @ _taps(scaled).T - exact) ** 2).sum())
+def _scaled(weight: Tensor, quantize: FakeQuantize, factors: Tensor) -> Tensor:
+    """Return a weight that takes up the factors of its inputs, as it is going to be quantized."""
+    return quantize(weight * along(factors, 1, weight.dim()))
+
+
+def _relative(held: ChannelSample, exact: Tensor, found: Tensor, sizes: Tensor) -> float:
+    """Return the squared error of all rows, each in its size, `(N,)`."""
+    return float(((found - exact).square().sum(1) / sizes * held.weights).sum())
 
 
 def _taps(weight: Tensor) -> Tensor:
@@ -95,82 +111,84 @@ def output_factors(
 ) -> Factors | None:
     """Return factors for a product's output, or None where none are worthwhile; see `input_factors`."""
 
-    def error(sample: Tensor, factors: Tensor, scale: Tensor, zero_point: Tensor) -> float:
-        quantized = fake_quantize(sample / factors, scale, zero_point, scheme.low, scheme.high)
-        return float(((quantized * factors - sample) ** 2).sum())
+    def error_on(held: ChannelSample) -> Error:
+        sizes = measured_against(held.rows.square().sum(1), held.weights)
+
+        def error(factors: Tensor, scale: Tensor, zero_point: Tensor) -> float:
+            given = held.rows / factors
+            quantized = fake_quantize(given, scale, zero_point, scheme.low, scheme.high)
+            return _relative(held, held.rows, quantized * factors, sizes)
+
+        return error
 
     needed = _needed_gain([weight.numel() // weight.shape[0]])
-    return _best(channels, [lambda seen: seen.largest], scheme, qparams, error, needed)
+    search = _Search(channels, lambda seen, exponent: seen.largest, scheme, qparams, error_on)
+    return search.best(needed, (1.0,), (_MEDIAN,))
 
 
-def _best(
-    channels: ChannelSample,
-    sizes: Sequence[Callable[[ChannelSample], Tensor]],
-    scheme: Scheme,
-    qparams: tuple[Tensor, Tensor] | None,
-    error: Callable[[Tensor, Tensor, Tensor, Tensor], float],
-    needed: float,
-) -> Factors | None:
-    """Return the factors by those of `sizes` that have the least error on rows they are not made from.
+@dataclass(frozen=True)
+class _Search:
+    """The search for factors of least error on rows that they are not made from.
 
-    None where that is not `needed` times smaller than without factors.
+    With factors nothing is clipped: they have done what clipping is for.
+
+    Attributes:
+        size: of each channel, by what was seen of it and an exponent.
+        qparams: without factors, None where they are chosen at run time.
+        error_on: returns the error on some rows, as a function of factors, scale and zero point.
     """
-    trials = channels.trials()
 
-    def chosen(seen: ChannelSample, factors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return factors, *scheme.choose(*_divided_range(seen, factors, scheme, qparams))
+    channels: ChannelSample
+    size: Callable[[ChannelSample, float], Tensor]
+    scheme: Scheme
+    qparams: tuple[Tensor, Tensor] | None
+    error_on: Callable[[ChannelSample], Error]
 
-    def held_back_error(factors_of: Callable[[ChannelSample], Tensor]) -> float:
-        return sum(error(held.sample, *chosen(seen, factors_of(seen))) for seen, held in trials)
+    def best(
+        self, needed: float, exponents: Sequence[float], levels: Sequence[float]
+    ) -> Factors | None:
+        """Return the best factors, None where their error is not so many times smaller than without any.
 
-    if not trials:
-        return None
-    before, gains = held_back_error(lambda seen: torch.ones_like(seen.low)), list[float]()
-    for size in sizes:
-        after = held_back_error(lambda seen, size=size: _powers_of_two(size(seen)))  # type: ignore[misc]
-        gains.append(before / max(after, 1e-30))
-    gain, best = max(gains), sizes[gains.index(max(gains))]
-    if gain < needed:
-        return None
-    return Factors(*chosen(channels, _powers_of_two(best(channels))), gain)
+        The level is looked for first, then the exponent, and the level once more.
+        """
+        trials = [(seen, self.error_on(held)) for seen, held in self.channels.trials()]
+        if not trials:
+            return None
+
+        @cache
+        def held_back(exponent: float, level: float) -> float:
+            return sum(
+                error(*self._chosen(seen, self._factors(seen, exponent, level)))
+                for seen, error in trials
+            )
+
+        none = torch.ones_like(self.channels.low)
+        before = sum(
+            error(*(self._chosen(seen, none) if self.qparams is None else (none, *self.qparams)))
+            for seen, error in trials
+        )
+        exponent, level = exponents[0], _MEDIAN
+        level = min(levels, key=lambda level: held_back(exponent, level))
+        exponent = min(exponents, key=lambda exponent: held_back(exponent, level))
+        level = min(levels, key=lambda level: held_back(exponent, level))
+        gain = before / max(held_back(exponent, level), 1e-30)
+        if gain < needed:
+            return None
+        factors = self._factors(self.channels, exponent, level)
+        return Factors(*self._chosen(self.channels, factors), gain)
+
+    def _factors(self, seen: ChannelSample, exponent: float, level: float) -> Tensor:
+        return _powers_of_two(self.size(seen, exponent), level)
+
+    def _chosen(self, seen: ChannelSample, factors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        ends = (seen.low / factors).amin(), (seen.high / factors).amax()
+        return factors, *self.scheme.choose(*ends)
 
 
-def _powers_of_two(sizes: Tensor) -> Tensor:
-    """Return the powers of two next to the sizes over their median; channels that say nothing have 1."""
+def _powers_of_two(sizes: Tensor, level: float) -> Tensor:
+    """Return the powers of two next to the sizes over a quantile of them; silent channels have 1."""
     alive = sizes > 0
     if not bool(alive.any()):
         return torch.ones_like(sizes)
-    ratios = sizes.clamp(min=1e-30) / sizes[alive].median()
+    ratios = sizes.clamp(min=1e-30) / torch.quantile(sizes[alive], level)
     return torch.exp2(torch.log2(ratios).round()).clamp(1.0, _LARGEST_FACTOR)
-
-
-def _divided_range(
-    channels: ChannelSample, factors: Tensor, scheme: Scheme, qparams: tuple[Tensor, Tensor] | None
-) -> tuple[Tensor, Tensor]:
-    """Search the range of the divided tensor on the sample, within the range that was seen.
-
-    A sample misses the rarest extremes, so no more of the range is cut off than all of the data allowed
-    for the undivided tensor, whose parameters are `qparams`. At run time nothing is cut off.
-    """
-    if qparams is None:
-        return (channels.low / factors).amin(), (channels.high / factors).amax()
-    histogram = Histogram()
-    histogram.add(channels.sample / factors)
-    histogram.minimum = float((channels.low / factors).amin())
-    histogram.maximum = float((channels.high / factors).amax())
-    low, high = best_range(histogram, steps=scheme.high - scheme.low, cost=power_error(_POWER))
-    kept_low, kept_high = _kept(channels, scheme, *qparams)
-    return (
-        torch.minimum(low, kept_low * histogram.minimum),
-        torch.maximum(high, kept_high * histogram.maximum),
-    )
-
-
-def _kept(
-    channels: ChannelSample, scheme: Scheme, scale: Tensor, zero_point: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return how much of the range below and above zero the undivided tensor's parameters keep."""
-    seen = torch.stack([channels.low.amin().clamp(max=0), channels.high.amax().clamp(min=0)])
-    ends = (torch.tensor([scheme.low, scheme.high]) - zero_point) * scale
-    kept = torch.where(seen == 0, 0.0, ends / torch.where(seen == 0, 1.0, seen)).clamp(0.0, 1.0)
-    return kept[0], kept[1]

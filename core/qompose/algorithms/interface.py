@@ -66,8 +66,11 @@ class Algorithm:
 
     def watch_means(
         self, claims: Sequence[Claim], nodes: Mapping[str, Node]
-    ) -> Iterator[tuple[Node, int]]:
-        """Yield the values whose means are to be kept, each with the dimension of its channels."""
+    ) -> Iterator[tuple[Node, int, bool]]:
+        """Yield the values whose means are to be kept, with the dimension of their channels.
+
+        And whether a configuration asks for that by word, so that statistics without them are an error.
+        """
         yield from ()
 
     def choose_factors(self, found: Calibrated, number: int, balance: Balance) -> None:

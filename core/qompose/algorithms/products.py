@@ -92,14 +92,18 @@ def product_of(node: Node, readers: Mapping[int, int], written: Iterable[str]) -
             return f"{parameter.target} is read by other operators too"
         if str(parameter.target) in written:
             return f"the program writes to {parameter.target}"
-    groups = 1
-    if node.target is not _LINEAR:
-        names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-        place = names.index(_GROUPS)
-        given = node.args[place] if len(node.args) > place else node.kwargs.get(_GROUPS, 1)
-        assert isinstance(given, int)
-        groups = given
-    return Product(node, weight, bias if isinstance(bias, Node) else None, groups)
+    return Product(node, weight, bias if isinstance(bias, Node) else None, groups_of(node))
+
+
+def groups_of(node: Node) -> int:
+    """Return the groups of a convolution; a linear is one."""
+    if node.target is _LINEAR:
+        return 1
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    place = names.index(_GROUPS)
+    given = node.args[place] if len(node.args) > place else node.kwargs.get(_GROUPS, 1)
+    assert isinstance(given, int)
+    return given
 
 
 def times(value: Tensor, vector: Tensor) -> Tensor:

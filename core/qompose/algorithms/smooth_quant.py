@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -59,8 +60,6 @@ class Smoothing(Algorithm):
     ) -> Watched:
         nodes = {node.name: node for node in nodes_in(model)}
         asked, notes = _inputs(claims, nodes)
-        if not asked:
-            return Watched(refused=tuple(notes))
         placing, found = _Placing(model, claims, groups, nodes), dict[int, Balance]()
         number_of = {point: number for number, group in enumerate(groups) for point in group.points}
         together: dict[int, list[Point]] = defaultdict(list)
@@ -72,7 +71,7 @@ class Smoothing(Algorithm):
             except _NotSmoothed as reason:
                 users = ", ".join(describe(nodes[point.user or ""]) for point in points)
                 notes.append(f"{SMOOTH_QUANT} of the input of {users} was not made: {reason}")
-        return Watched(found, tuple(notes))
+        return Watched(placing.unasked(groups) | found, tuple(notes))
 
     def choose_factors(self, found: Calibrated, number: int, balance: Balance) -> None:
         group = found.plan.groups[number]
@@ -81,7 +80,8 @@ class Smoothing(Algorithm):
         try:
             factors = _factors(found, number, balance)
         except _NotSmoothed as reason:
-            found.refused.append(f"{what} was not made: {reason}")
+            if not balance.unasked:
+                found.refused.append(f"{what} was not made: {reason}")
         else:
             found.take(number, balance, factors)
             found.made.append(f"{what}: {_described(balance, factors, found.nodes)}")
@@ -96,6 +96,8 @@ def _factors(found: Calibrated, number: int, balance: Balance) -> Factors:
     observer, needed = found.observers[number], _FOR_NOTHING if balance.absorbers else _FOR_A_PASS
     if not isinstance(observer, PerChannelRangeObserver):
         raise _NotSmoothed("its observer was replaced")
+    if not observer.knows_channels:
+        raise _NotSmoothed("its statistics have no ranges of channels")
     if not found.is_whole(number):
         raise _NotSmoothed("one of its readers stays in float")
     dynamic = getattr(found.plan.groups[number].spec, "is_dynamic", False)
@@ -165,7 +167,7 @@ class _Placing:
         self._check_group(group, asked)
         claims = [self.claims[number] for number in group.claims]
         for claim in claims:
-            self._check_weight(claim)
+            self._check_weight(claim, group)
         products = [claim.product for claim in claims if claim.product is not None]
         dims = {product.input_dim for product in products}
         if len(dims) > 1:
@@ -179,6 +181,21 @@ class _Placing:
             raise _NotSmoothed(f"its readers ask for different strengths, {listed}")
         alpha = getattr(strengths.pop(), "alpha", None)
         return Balance(INPUT, dims.pop(), weights, biases, SMOOTH_QUANT, absorbers, alpha)
+
+    def unasked(self, groups: Sequence[Group]) -> dict[int, Balance]:
+        """Return what costs no time, for groups whose configurations leave it to the engine."""
+        found: dict[int, Balance] = {}
+        for number, group in enumerate(groups):
+            claims = [self.claims[claim] for claim in group.claims]
+            if not all(claim.repairs_itself for claim in claims):
+                continue
+            try:
+                balance = self.balance(group, group.points)
+            except _NotSmoothed:
+                continue
+            if balance.absorbers:
+                found[number] = replace(balance, unasked=True)
+        return found
 
     def _check_group(self, group: Group, asked: Sequence[Point]) -> None:
         source, spec = group.points[0].source, group.spec
@@ -204,7 +221,7 @@ class _Placing:
                 "it has a scale for each image, which a sample of its rows cannot show"
             )
 
-    def _check_weight(self, claim: Claim) -> None:
+    def _check_weight(self, claim: Claim, group: Group) -> None:
         product = claim.product
         node = product_node(claim, self.nodes)
         if product is None or node is None:
@@ -215,6 +232,8 @@ class _Placing:
             raise _NotSmoothed(f"{weight.target} is read by other operators too")
         source = node.args[0]
         assert isinstance(source, Node)
+        if Point(source.name, node.name) not in group.points:
+            raise _NotSmoothed(f"{describe(node)} does not read it")
         channels = value_of(source).shape[product.input_dim]
         if constant.dim() < 2 or constant.shape[1] != channels:
             raise _NotSmoothed(f"{describe(node)} is a convolution in groups")

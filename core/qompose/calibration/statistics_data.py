@@ -224,7 +224,11 @@ class Statistics:
         """Return each observer of means with what it is to go by; add what is lacking to the others."""
         known, found = dict(self.means), []
         for site, observer in _watching_means(prepared):
-            if site not in known:
+            if site not in known and not observer.asked:
+                found.append(
+                    (observer, Means(observer.total.new_zeros(observer.total.shape), 0, 0.0))
+                )
+            elif site not in known:
                 lacking.append(f"{site}: no means of its channels, by which biases are corrected")
             elif known[site].total.shape != observer.total.shape:
                 lacking.append(f"{site}: means of other channels")

@@ -20,11 +20,12 @@ from qompose.errors import StatisticsError
 from qompose.files import draft_of
 from qompose.json_codec import FLOAT, INTEGER, Codec, check_keys, check_mapping, of_type
 from qompose.observers.histogram import BINS, CHANNEL_BINS, ChannelHistograms, Histogram
-from qompose.observers.tensor_statistics import Channels, Facts, Means, RowSample
+from qompose.observers.row_sample import RowSample
+from qompose.observers.tensor_statistics import Channels, Facts, Means
 from qompose.observers.value_screening import Screen
 from qompose.plan.operator_ids import Site
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 _KEY = "qompose_statistics"
 _FARTHEST = 200
 """The exponent of a bin's width is between -112 and 118 in float32."""
@@ -162,9 +163,7 @@ def _types(put: Put, get: Get) -> dict[Any, Codec]:
         {"masked": INTEGER, "values": INTEGER, "bulk": FLOAT, "far": FLOAT}, vars, _screen
     )
     types[RowSample] = _object(
-        {"seen": INTEGER, "rows": tensor, "order": tensor},
-        lambda kept: {"seen": kept.seen, "rows": kept.rows, "order": kept.order},
-        _sample,
+        dict.fromkeys(("strata", "counts", "rows", "order"), tensor), _parts_of_sample, _sample
     )
     types[Histogram] = _object(
         {"exponent": INTEGER, "bins": tensor, "counts": tensor}, _bins_of, _histogram
@@ -312,9 +311,19 @@ def _channel_histograms(
     return found
 
 
-def _sample(seen: int, rows: Tensor, order: Tensor) -> RowSample:
+def _parts_of_sample(kept: RowSample) -> dict[str, Tensor]:
+    counts = kept.counts
+    numbers = {"strata": [*counts], "counts": [*counts.values()]}
+    parts = {name: torch.tensor(v, dtype=torch.int64) for name, v in numbers.items()}
+    return {**parts, "rows": kept.rows, "order": kept.order}
+
+
+def _sample(strata: Tensor, counts: Tensor, rows: Tensor, order: Tensor) -> RowSample:
     if rows.dim() != 2 or order.shape != (len(rows), 3):
         raise ValueError("the rows of a sample have no order")
+    seen = dict(zip(strata.long().tolist(), counts.long().tolist(), strict=True))
+    if not {*order[:, 0].tolist()} <= {stratum for stratum, count in seen.items() if count > 0}:
+        raise ValueError("the rows of a sample are of strata in which there were none")
     return RowSample(rows.float(), order.long(), seen)
 
 

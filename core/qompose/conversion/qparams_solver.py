@@ -20,6 +20,7 @@ from qompose.algorithms.channel_factors import ChannelFactors
 from qompose.algorithms.interface import choose_factors
 from qompose.conversion.integer_bias import rounded_biases, widen_scales_for_int32
 from qompose.errors import CalibrationError, ConfigError, StageError, UncalibratedError, blaming
+from qompose.observers.auto_range import WHOLE, AutoRangeObserver, Choice
 from qompose.observers.channel_ranges import PerChannelRangeObserver, base_observer, screen_of
 from qompose.observers.fake_quantize import FakeQuantize
 from qompose.observers.foreign_observer import can_stand
@@ -192,7 +193,7 @@ class QParamsSolver:
                 for point, claim in self._claim_of.items()
                 if claim not in self.dropped and (number := self._group_of.get(point)) is not None
             },
-            made=found.made,
+            made=[*found.made, *self._ranges()],
             findings=self._findings(parameters),
         )
 
@@ -379,7 +380,43 @@ class QParamsSolver:
             for number, factor in self._widened.items()
         ]
         refused = self._found.refused
-        return [*found, *refused, *self._few_levels(), *self._lost_in_casts(changed)]
+        few = [*self._too_few_examples(), *self._without_channels()]
+        return [*found, *refused, *few, *self._few_levels(), *self._lost_in_casts(changed)]
+
+    def _choices(self) -> Iterator[tuple[int, Choice]]:
+        """Yield the groups whose range was chosen by what reads them, and the choice."""
+        for number in self._found.qparams:
+            observer = base_observer(self.observer(number))
+            unset = isinstance(observer, AutoRangeObserver) and observer.set_range is None
+            if unset and number not in self._found.factors.factors:
+                yield number, observer.choice
+
+    def _ranges(self) -> Iterator[str]:
+        """Describe the ranges that are not those of all values."""
+        for number, choice in self._choices():
+            if choice.name != WHOLE:
+                yield (
+                    f"range of {self.plan.groups[number].points[0]}, [{choice.low:.4g}, {choice.high:.4g}]: "
+                    f"{choice.name}; what reads it has {choice.error:.2g} of the squared error that the "
+                    "range of all values gives, on examples held back"
+                )
+
+    def _without_channels(self) -> Iterator[str]:
+        for number in filter(self.alive, range(len(self.plan.groups))):
+            observer = self.observer(number)
+            if isinstance(observer, PerChannelRangeObserver) and not observer.knows_channels:
+                yield (
+                    f"{self.describe(number)}: its channels have no factors, since the statistics that it "
+                    "goes by were made without ranges of channels"
+                )
+
+    def _too_few_examples(self) -> Iterator[str]:
+        few = [choice.reason for _, choice in self._choices() if choice.reason]
+        if few:
+            yield (
+                f"the ranges of {len(few)} tensors are those of all values, since there was too little "
+                f"calibration data to choose by: {min(few)}"
+            )
 
     def _few_levels(self) -> Iterator[str]:
         """Describe the tensors whose channels have few steps because of an observer's eps."""

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Modules that watch tensors and choose ranges, fake quantize modules, and the usual specifications."""
 
+from qompose.observers.auto_range import AutoRangeObserver
 from qompose.observers.config import (
     activation_spec,
     config_from_json,
     config_to_json,
+    observer_for_range,
     spec_from_json,
     spec_to_json,
     training_config,
+    weight_observer_for_range,
     weight_spec,
 )
 from qompose.observers.fake_quantize import (
@@ -21,8 +24,6 @@ from qompose.observers.histogram_observers import (
     HistogramObserver,
     PercentileObserver,
     PerChannelHistogramObserver,
-    observer_for_range,
-    weight_observer_for_range,
 )
 from qompose.observers.min_max import (
     FixedQParamsObserver,
@@ -35,6 +36,7 @@ from qompose.observers.min_max import (
 )
 
 __all__ = [
+    "AutoRangeObserver",
     "EntropyObserver",
     "FakeQuantize",
     "FixedQParamsFakeQuantize",

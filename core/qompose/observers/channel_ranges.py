@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from qompose.errors import StatisticsError
+from qompose.observers.auto_range import AutoRangeObserver
 from qompose.observers.foreign_observer import guard_of
 from qompose.observers.min_max import MinMaxObserver, Observer, PerChannelMinMaxObserver
-from qompose.observers.tensor_statistics import Facts, RowSample
+from qompose.observers.row_sample import RowSample
+from qompose.observers.tensor_statistics import Facts
 from qompose.observers.value_screening import Screen, slice_extremes, unmasked
 
 
@@ -24,6 +26,9 @@ class PerChannelRangeObserver(nn.Module):
         dim: the channel dimension.
     """
 
+    asked = True
+    """Set by prepare: whether somebody asked for factors by word, and not only where they help."""
+
     def __init__(self, tensor_observer: nn.Module, dim: int) -> None:
         super().__init__()
         self.tensor_observer = tensor_observer
@@ -33,7 +38,13 @@ class PerChannelRangeObserver(nn.Module):
         self.channel_observer.subject = getattr(
             tensor_observer, "subject", self.channel_observer.subject
         )
-        self.sample = RowSample()
+        self._sample = RowSample()
+
+    @property
+    def sample(self) -> RowSample:
+        """Return some rows of the tensor; an observer that keeps them for itself keeps them here too."""
+        inner = self.tensor_observer
+        return inner.sample if isinstance(inner, AutoRangeObserver) else self._sample
 
     def forward(self, x: Tensor) -> Tensor:
         """Observe `x`, of any shape that has `dim`, and return it unchanged."""
@@ -56,7 +67,8 @@ class PerChannelRangeObserver(nn.Module):
         if _masked_by(inner) > before:
             low, high = slice_extremes(unmasked(x), axis)
         self.channel_observer.widen(low, high)
-        self.sample.add(x, axis)
+        if self.sample is self._sample:
+            self._sample.add(unmasked(x), axis)
 
     def calculate_qparams(self) -> Any:
         """Return scale and zero point of the whole tensor."""
@@ -65,32 +77,60 @@ class PerChannelRangeObserver(nn.Module):
     @property
     def channels(self) -> ChannelSample:
         """Return the exact range of each channel, and some rows of what was seen."""
-        observer = self.channel_observer
-        return ChannelSample(observer.minimum, observer.maximum, self.sample.rows, self.sample.seen)
+        observer, sample = self.channel_observer, self.sample
+        return ChannelSample(
+            observer.minimum,
+            observer.maximum,
+            sample.rows,
+            sample.weights.to(sample.rows.device, torch.float32),
+            sample.half.to(sample.rows.device),
+        )
 
     def facts(self) -> Facts:
         """Return what was seen of the whole tensor, its channels and some rows."""
         found: Facts = self.tensor_observer.facts()  # type: ignore[operator]
         channels = self.channel_observer.facts().channels
-        return replace(found, channels=channels, sample=self.sample if self.calibrated else None)
+        sample = self.sample if self.knows_channels else found.sample
+        return replace(found, channels=channels, sample=sample)
 
     def take(self, facts: Facts) -> None:
         """Go by what other observers have seen.
 
+        Where nobody asked for factors, those of the whole tensor are enough, and there will be no factors.
+
         Raises:
             StatisticsError: they did not keep the ranges of the channels and some rows.
         """
+        axis = self.channel_observer.ch_axis
+        known = facts.channels is not None and facts.channels.axis == axis
+        if not self.asked and not (known and facts.sample is not None):
+            self.tensor_observer.take(facts)  # type: ignore[operator]
+            self.channel_observer = PerChannelMinMaxObserver(
+                dtype=torch.int8, qscheme=torch.per_channel_symmetric, ch_axis=axis
+            )
+            self._sample = RowSample()
+            return
         if facts.sample is None:
             raise StatisticsError("no rows, by which channels are balanced")
+        seen = facts.channels
+        if seen is not None and facts.sample.rows.shape[1] != len(seen.low):
+            raise StatisticsError("rows of another tensor than the channels that are balanced")
         # A range that somebody chose is of the whole tensor; channels are balanced by what was seen.
         self.channel_observer.take(replace(facts, set_range=None))
         self.tensor_observer.take(facts)  # type: ignore[operator]
-        self.sample = RowSample()
-        self.sample.merge(facts.sample)
+        self._sample = RowSample()
+        if self.sample is self._sample:
+            self._sample.merge(facts.sample)
 
     @property
     def calibrated(self) -> bool:
         """Tell whether any tensor was seen."""
+        whole = bool(getattr(self.tensor_observer, "calibrated", False))
+        return self.knows_channels or (whole and not self.asked)
+
+    @property
+    def knows_channels(self) -> bool:
+        """Tell whether the ranges of channels are known."""
         return self.channel_observer.calibrated
 
     @property
@@ -130,7 +170,7 @@ def screen_of(observer: nn.Module) -> Screen | None:
 
 
 INPUT, OUTPUT = "input", "output"
-_FEWEST_ROWS, _PLENTY = 32, 4
+_FEWEST_ROWS = 32
 
 
 @dataclass(frozen=True)
@@ -139,8 +179,8 @@ class Balance:
 
     `weights` and `biases` name the parameters, one for each product; "" is no bias. `repair` is the word by
     which somebody asked for factors that pay in accuracy alone, `alpha` the exponent asked for; None tries
-    several. `absorbers` name parameters of what makes
-    the tensor that divide it in place of an operator.
+    several. `absorbers` name parameters of what makes the tensor that divide it in place of an operator.
+    `unasked` tells that nobody asked, and that it is done where it helps.
     """
 
     side: str
@@ -150,33 +190,40 @@ class Balance:
     repair: str = ""
     absorbers: tuple[str, ...] = ()
     alpha: float | None = None
+    unasked: bool = False
 
 
 @dataclass(frozen=True)
 class ChannelSample:
-    """What is known of a tensor: each channel's exact range, `(C,)`, over all `rows`; some rows, `(N, C)`."""
+    """What is known of a tensor: each channel's exact range, `(C,)`, over all rows; some rows, `(N, C)`.
+
+    `weights` tell for how many of all rows each stands, `half` which of them are of the examples that judge.
+    """
 
     low: Tensor
     high: Tensor
-    sample: Tensor
-    rows: int
+    rows: Tensor
+    weights: Tensor
+    half: Tensor
 
     def trials(self) -> tuple[tuple[ChannelSample, ChannelSample], ...]:
         """Return pairs of what factors are made from and the rows that they are measured on.
 
-        Where the sample is a small part of all rows, the ranges hardly depend on it. Else each half is
-        held back once; of a few rows nothing can be told.
+        Each half is held back once, ranges of channels too: the range of a channel takes many more rows to
+        find than that of all of them, and factors that leave no channel any room cost most on data from
+        elsewhere. Of a few rows nothing can be told.
         """
-        if self.rows >= _PLENTY * len(self.sample):
-            return ((self, self),)
-        if len(self.sample) < _FEWEST_ROWS:
+        few = float(self.weights.sum()) < _FEWEST_ROWS
+        if few or bool(self.half.all()) or not bool(self.half.any()):
             return ()
-        middle = len(self.sample) // 2
-        first, second = (
-            ChannelSample(part.amin(0), part.amax(0), part, len(part))
-            for part in (self.sample[:middle], self.sample[middle:])
-        )
+        first, second = self._part(~self.half), self._part(self.half)
         return (first, second), (second, first)
+
+    def _part(self, which: Tensor) -> ChannelSample:
+        rows = self.rows[which]
+        return ChannelSample(
+            rows.amin(0), rows.amax(0), rows, self.weights[which], self.half[which]
+        )
 
     @property
     def largest(self) -> Tensor:

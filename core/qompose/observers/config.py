@@ -35,23 +35,27 @@ from qompose.json_codec import (
     record,
     sequence,
 )
-from qompose.observers import fake_quantize, histogram_observers, min_max
+from qompose.observers import auto_range, fake_quantize, histogram_observers, min_max
+from qompose.observers.auto_range import AutoRangeObserver
 from qompose.observers.fake_quantize import (
     FakeQuantize,
     FusedMovingAvgObsFakeQuantize,
     LearnableFakeQuantize,
 )
 from qompose.observers.histogram_observers import (
-    DEFAULT_RANGE,
+    EntropyObserver,
     HistogramObserver,
+    OfHistogram,
+    PercentileObserver,
+    PerChannelHistogramObserver,
     SearchingObserver,
-    observer_for_range,
-    weight_observer_for_range,
 )
 from qompose.observers.min_max import (
+    MinMaxObserver,
     MovingAverageMinMaxObserver,
     Observer,
     PerBlockMinMaxObserver,
+    PerChannelMinMaxObserver,
     PlaceholderObserver,
 )
 from qompose.spec.quantization_spec import (
@@ -66,6 +70,62 @@ from qompose.spec.quantization_spec import (
     class_of,
 )
 
+ACTIVATION_RANGES: dict[str, ObserverFactory] = {
+    "auto": AutoRangeObserver.with_args(),
+    "histogram": HistogramObserver.with_args(),
+    "mse": HistogramObserver.with_args(power=2.0),
+    "percentile": PercentileObserver.with_args(),
+    "entropy": EntropyObserver.with_args(),
+    "minmax": MinMaxObserver.with_args(),
+    "moving_average": MovingAverageMinMaxObserver.with_args(),
+}
+"""The words that configurations take for `range=`."""
+DEFAULT_RANGE = "auto"
+"""The word of configurations that name none."""
+OF_TORCH = "torch_histogram"
+"""The word for torch's own `HistogramObserver`, for parameters that are its bit by bit."""
+
+
+def observer_for_range(word: str) -> ObserverFactory:
+    """Return the activation observer that a configuration's `range=` word stands for.
+
+    Raises:
+        ConfigError: there is no such word.
+    """
+    if word == OF_TORCH:
+        from torch.ao.quantization.observer import HistogramObserver as OfTorch
+
+        return ObserverFactory(OfTorch, ())
+    if word not in ACTIVATION_RANGES:
+        raise ConfigError(
+            f"range must be one of {sorted([*ACTIVATION_RANGES, OF_TORCH])}, got {word!r}"
+        )
+    return ACTIVATION_RANGES[word]
+
+
+WEIGHT_RANGES: dict[str, tuple[ObserverFactory, ObserverFactory]] = {
+    "minmax": (PerChannelMinMaxObserver.with_args(), MinMaxObserver.with_args()),
+    "mse": (
+        PerChannelHistogramObserver.with_args(power=2.0),
+        HistogramObserver.with_args(power=2.0),
+    ),
+    "histogram": (PerChannelHistogramObserver.with_args(), HistogramObserver.with_args()),
+}
+"""The words that configurations take for `weight_range=`, each for one scale per channel and per tensor."""
+
+
+def weight_observer_for_range(word: str, *, per_channel: bool = True) -> ObserverFactory:
+    """Return the observer of weights that a configuration's `weight_range=` word stands for.
+
+    Raises:
+        ConfigError: there is no such word.
+    """
+    if word not in WEIGHT_RANGES:
+        raise ConfigError(f"weight_range must be one of {sorted(WEIGHT_RANGES)}, got {word!r}")
+    channels, tensor = WEIGHT_RANGES[word]
+    return channels if per_channel else tensor
+
+
 WEIGHT_EPS = 2**-12
 """The least scale of a weight, which torch's backends have for all that they quantize."""
 
@@ -75,7 +135,7 @@ def activation_spec(
     low: int,
     high: int,
     *,
-    range: str = "histogram",
+    range: str = DEFAULT_RANGE,
     is_dynamic: bool = False,
     per_token: bool = False,
 ) -> QuantizationSpec:
@@ -194,6 +254,7 @@ def training_config(
         bias=_trained(config.bias, learned),
         is_qat=True,
         balance=False,
+        repairs=(),
         name=f"{config} trained{' with learned scales' if learned else ''}",
     )
 
@@ -217,7 +278,10 @@ def _trained(spec: Any, learned: bool) -> Any:
     made: type[FakeQuantize] = FakeQuantize
     if learned and trainable and not spec.dtype.is_floating_point:
         made = LearnableFakeQuantize  # whose observer is asked once, for the first values
-    elif factory in (kind, observer_for_range(DEFAULT_RANGE)) and kind is HistogramObserver:
+    elif kind is AutoRangeObserver or factory in (
+        HistogramObserver,
+        ACTIVATION_RANGES["histogram"],
+    ):
         made, factory = FusedMovingAvgObsFakeQuantize, MovingAverageMinMaxObserver
     elif issubclass(kind, SearchingObserver):
         raise ConfigError(
@@ -239,10 +303,10 @@ ROLES = ("input_activation", "output_activation", "weight", "bias")
 """The fields of a configuration that hold specifications."""
 OBSERVERS: dict[str, type[nn.Module]] = {
     name: value
-    for part in (min_max, histogram_observers, fake_quantize)
+    for part in (min_max, histogram_observers, auto_range, fake_quantize)
     for name, value in vars(part).items()
     if isinstance(value, type) and issubclass(value, Observer) and not name.startswith("_")
-    if value not in (Observer, min_max.RangeObserver, histogram_observers.SearchingObserver)
+    if value not in (Observer, min_max.RangeObserver, SearchingObserver, OfHistogram)
 }
 """The observers that data may name."""
 
@@ -409,7 +473,7 @@ def _settings(spec: Codec) -> Codec:
         **dict.fromkeys(ROLES, spec),
         **dict.fromkeys(("is_qat", "balance"), BOOLEAN),
         "name": TEXT,
-        "repairs": sequence(REPAIR),
+        "repairs": optional(sequence(REPAIR)),
     }
     return record(QuantizationConfig, fields_of_config)
 

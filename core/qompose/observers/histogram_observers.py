@@ -25,16 +25,10 @@ from qompose.observers.clipping_range_search import (
     power_error,
 )
 from qompose.observers.histogram import ChannelHistograms, Histogram, sample_of
-from qompose.observers.min_max import (
-    MinMaxObserver,
-    MovingAverageMinMaxObserver,
-    Observer,
-    PerChannelMinMaxObserver,
-    gathered,
-)
+from qompose.observers.min_max import Observer, gathered
 from qompose.observers.tensor_statistics import Channels, Facts
+from qompose.observers.value_screening import Cleaned
 from qompose.spec.qparams import FLOAT_ZERO_POINT, SYMMETRIC, quantized_range, symmetric_zero_point
-from qompose.spec.quantization_spec import ObserverFactory
 
 
 class SearchingObserver(Observer):
@@ -77,7 +71,7 @@ class SearchingObserver(Observer):
         return high - low, low - symmetric_zero_point(self.dtype, *self._asked)
 
 
-class _OfHistogram(SearchingObserver):
+class OfHistogram(SearchingObserver):
     """An observer whose statistics are a histogram of one tensor.
 
     The bins are powers of two wide, so the histogram, and with it the range, does not depend on how the
@@ -102,15 +96,18 @@ class _OfHistogram(SearchingObserver):
         found.exponent = None if math.isnan(exponent) else int(exponent)
 
     def observe(self, x: Tensor) -> None:
-        seen = self._screened(x)
+        self._count(self._screened(x))
+
+    def _count(self, seen: Cleaned) -> None:
+        """Add a tensor without mask values."""
         values, each = (seen.values, 1) if self.constant else sample_of(seen.values)
         self.histogram.add(values.float(), each=each, extremes=(seen.low, seen.high))
 
     def observe_together(self, x: Tensor) -> None:
         before, self.histogram = self.histogram, Histogram()
         self.observe(x)
-        for counts, ends in zip(*map(gathered, self._counted().values()), strict=True):
-            self._count_on({"counts": counts, "ends": ends})
+        for counts, ends in zip(*map(gathered, OfHistogram._counted(self).values()), strict=True):
+            OfHistogram._count_on(self, {"counts": counts, "ends": ends})
             before.merge(self.histogram)
         self.histogram = before
 
@@ -150,7 +147,7 @@ class _OfHistogram(SearchingObserver):
         return best_range(histogram, steps=steps, cost=cost, lowest=lowest)
 
 
-class HistogramObserver(_OfHistogram):
+class HistogramObserver(OfHistogram):
     """The range of least quantization error, found on a histogram of what was seen.
 
     The error of a value counts with the given `power`: 2 is the mean squared error, and the more the
@@ -168,7 +165,7 @@ class HistogramObserver(_OfHistogram):
         return self._cheapest(self.histogram, power_error(self.power))
 
 
-class PercentileObserver(_OfHistogram):
+class PercentileObserver(OfHistogram):
     """The range that holds all values but `100 - percentile` percent at each end.
 
     Raises:
@@ -187,7 +184,7 @@ class PercentileObserver(_OfHistogram):
         return percentile_range(self.histogram, self.percentile)
 
 
-class EntropyObserver(_OfHistogram):
+class EntropyObserver(OfHistogram):
     """The range whose quantized values have the least Kullback-Leibler divergence from the data's.
 
     Values of zero count as much as those beside them, as in NVIDIA's pytorch-quantization, whose
@@ -266,58 +263,3 @@ class PerChannelHistogramObserver(SearchingObserver):
         steps, lowest = self._levels()
         cost = power_error(self.power)
         return self._qparams(*best_ranges(self.histograms, steps=steps, cost=cost, lowest=lowest))
-
-
-ACTIVATION_RANGES: dict[str, ObserverFactory] = {
-    "histogram": HistogramObserver.with_args(),
-    "mse": HistogramObserver.with_args(power=2.0),
-    "percentile": PercentileObserver.with_args(),
-    "entropy": EntropyObserver.with_args(),
-    "minmax": MinMaxObserver.with_args(),
-    "moving_average": MovingAverageMinMaxObserver.with_args(),
-}
-"""The words that configurations take for `range=`."""
-DEFAULT_RANGE = "histogram"
-"""The word of configurations that name none."""
-OF_TORCH = "torch_histogram"
-"""The word for torch's own `HistogramObserver`, for parameters that are its bit by bit."""
-
-
-def observer_for_range(word: str) -> ObserverFactory:
-    """Return the activation observer that a configuration's `range=` word stands for.
-
-    Raises:
-        ConfigError: there is no such word.
-    """
-    if word == OF_TORCH:
-        from torch.ao.quantization.observer import HistogramObserver as OfTorch
-
-        return ObserverFactory(OfTorch, ())
-    if word not in ACTIVATION_RANGES:
-        raise ConfigError(
-            f"range must be one of {sorted([*ACTIVATION_RANGES, OF_TORCH])}, got {word!r}"
-        )
-    return ACTIVATION_RANGES[word]
-
-
-WEIGHT_RANGES: dict[str, tuple[ObserverFactory, ObserverFactory]] = {
-    "minmax": (PerChannelMinMaxObserver.with_args(), MinMaxObserver.with_args()),
-    "mse": (
-        PerChannelHistogramObserver.with_args(power=2.0),
-        HistogramObserver.with_args(power=2.0),
-    ),
-    "histogram": (PerChannelHistogramObserver.with_args(), HistogramObserver.with_args()),
-}
-"""The words that configurations take for `weight_range=`, each for one scale per channel and per tensor."""
-
-
-def weight_observer_for_range(word: str, *, per_channel: bool = True) -> ObserverFactory:
-    """Return the observer of weights that a configuration's `weight_range=` word stands for.
-
-    Raises:
-        ConfigError: there is no such word.
-    """
-    if word not in WEIGHT_RANGES:
-        raise ConfigError(f"weight_range must be one of {sorted(WEIGHT_RANGES)}, got {word!r}")
-    channels, tensor = WEIGHT_RANGES[word]
-    return channels if per_channel else tensor

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from torch import Tensor, nn
@@ -14,7 +14,8 @@ from torch.fx import Graph, GraphModule, Node
 from qompose.algorithms import ALGORITHMS
 from qompose.algorithms.interface import with_channels
 from qompose.errors import ConfigError, UserError, blaming
-from qompose.observers.channel_ranges import PerChannelRangeObserver, watching
+from qompose.observers.auto_range import AutoRangeObserver
+from qompose.observers.channel_ranges import PerChannelRangeObserver, base_observer, watching
 from qompose.observers.fake_quantize import FakeQuantize, LearnableFakeQuantize
 from qompose.observers.foreign_observer import Rebinding, guard
 from qompose.observers.make_observer import DerivedObserver, fixed_parameters, make_observer
@@ -25,6 +26,7 @@ from qompose.plan.operator_ids import fingerprint, identify, isolate
 from qompose.plan.plan import Group, Plan, Record, attach, rewritten_identity, subject_of
 from qompose.plan.shared_qparams import notes_on_ranges, plan_groups
 from qompose.preparation.annotate import Annotated, annotate
+from qompose.preparation.readers import tell_readers
 from qompose.program.control_flow import body_labels, name_apart, nodes_in, run_observed_in_python
 from qompose.program.graph import (
     constant_of,
@@ -221,7 +223,7 @@ def insert_observers(
             tag(nodes[name], claim=number)
     bodies = body_labels(model)
     subjects = [subject_of(group, claims, nodes, bodies) for group in groups]
-    observers = _observers(model, groups, subjects, nodes, quantizer, simulate)
+    observers = _observers(model, claims, groups, subjects, nodes, quantizer, simulate)
     values: dict[str, dict[int, list[Point]]] = defaultdict(lambda: defaultdict(list))
     for number, group in enumerate(groups):
         for point in group.points:
@@ -237,6 +239,7 @@ def insert_observers(
 
 def _observers(
     model: GraphModule,
+    claims: Sequence[Claim],
     groups: Sequence[Group],
     subjects: Sequence[str],
     nodes: dict[str, Node],
@@ -266,12 +269,21 @@ def _observers(
             made[number] = observer
     for observer, group, subject in zip(made, groups, subjects, strict=True):
         _set_subject(observer, subject)
-        if isinstance(observer, Observer):
-            observer.shared = len({point.source for point in group.points}) > 1
-        _place(observer, nodes[group.points[0].source])
+        _tell(observer, group, claims, nodes)
         if isinstance(observer, DerivedObserver):
             observer.derive_from([made[number] for number in group.depends_on])
     return made
+
+
+def _tell(
+    observer: nn.Module, group: Group, claims: Sequence[Claim], nodes: Mapping[str, Node]
+) -> None:
+    """Tell an observer what it has to know of the tensors of its group."""
+    if isinstance(observer, Observer):
+        observer.shared = len({point.source for point in group.points}) > 1
+    if isinstance(known := base_observer(observer), AutoRangeObserver):
+        tell_readers(known, group, claims, nodes)
+    _place(observer, nodes[group.points[0].source])
 
 
 def _place(observer: nn.Module, value: Node) -> None:
@@ -315,7 +327,9 @@ def _observer(
     if group.balance is None or fixed_parameters(observer) is not None:
         return observer
     inner = watching(observer) if getattr(group.spec, "is_dynamic", False) else observer
-    return PerChannelRangeObserver(inner, group.balance.dim)
+    watched = PerChannelRangeObserver(inner, group.balance.dim)
+    watched.asked = bool(group.balance.repair) and not group.balance.unasked
+    return watched
 
 
 def _set_subject(observer: nn.Module, subject: str) -> None:

@@ -220,7 +220,7 @@ class RuleQuantizer(Quantizer):
             copied._assignment, copied._is_bound = Assignment(self._selectors, exported), True
         except SelectorError as error:
             raise SelectorError(f"{self.name}: {error}") from None
-        if any(BIAS_CORRECTION in config.repairs for config in self._selectors.configs()):
+        if any(BIAS_CORRECTION in (config.repairs or ()) for config in self._selectors.configs()):
             copied.rewrites = (*self.rewrites, ADD_BIAS)
         return copied
 

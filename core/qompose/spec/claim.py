@@ -150,7 +150,8 @@ class Claim:
     least one, gives a tensor that is quantized already. With `needs_reader` it stands only where another
     claim reads its output as integers. `mode` is "static", "dynamic" or "weight-only".
     `product` is set where the claim's configuration lets its channels have factors, `bias` where its kernel
-    adds a bias as an integer. `repairs` are those that the configuration asks for, of a rule with a weight.
+    adds a bias as an integer. `repairs` are those that the configuration asks for, of a rule with a weight;
+    `repairs_itself` tells that it asks for none, and has those made that help.
     """
 
     owner: str
@@ -170,6 +171,7 @@ class Claim:
     product: Product | None = None
     bias: AddedBias | None = None
     repairs: tuple[Repair, ...] = ()
+    repairs_itself: bool = False
 
 
 class Kind(Enum):

@@ -468,7 +468,9 @@ class QuantizationConfig:
 
     `balance` lets channels of very different size get factors of their own at the border to float
     operators (`algorithms.channel_scaling`); the report lists where that was done, and where the `repairs` of
-    `REPAIRS` were made. `name` is what reports say; it takes no part in comparisons.
+    `REPAIRS` were made. None as `repairs` makes those of static products that cost no time, wherever
+    calibration shows that they help; `()` makes none. `name` is what reports say; it takes no part in
+    comparisons.
 
     Raises:
         ConfigError: `repairs` is not a sequence of known words, or cannot be made with these specifications.
@@ -481,11 +483,18 @@ class QuantizationConfig:
     is_qat: bool = False
     balance: bool = False
     name: str = field(default="", compare=False)
-    repairs: tuple[Repair, ...] = ()
+    repairs: tuple[Repair, ...] | None = None
 
     def __post_init__(self) -> None:
-        asked = checked_repairs(self.repairs, self.mode, self.weight) if self.repairs else ()
-        object.__setattr__(self, "repairs", asked)
+        if self.repairs is not None:
+            asked = checked_repairs(self.repairs, self.mode, self.weight) if self.repairs else ()
+            object.__setattr__(self, "repairs", asked)
+
+    @property
+    def repairs_itself(self) -> bool:
+        """Tell whether repairs are made without being asked for."""
+        chosen = self.repairs is None and not self.is_qat
+        return chosen and self.weight is not None and self.mode == "static"
 
     def without(self, *roles: str) -> QuantizationConfig:
         """Return this configuration with roles left in float: "activation" (inputs and outputs), "weight".

@@ -40,10 +40,10 @@ def get_default_x86_inductor_quantization_config(
     group_size: int | None = None,
     per_token: bool = False,
     isa: str | None = None,
-    range: str = "histogram",
+    range: str = "auto",
     weight_range: str = "minmax",
     balance: bool = True,
-    repairs: tuple[str | SmoothQuant, ...] = (),
+    repairs: tuple[str | SmoothQuant, ...] | None = None,
     fake_quantize: str = "moving_average",
 ) -> QuantizationConfig:
     """Return uint8 activations per tensor and symmetric int8 weights per output channel.
@@ -63,15 +63,18 @@ def get_default_x86_inductor_quantization_config(
         per_token: give each row of a dynamic activation a scale of its own, int8 [-128, 127]. For linear.
         isa: the processor that the model will run on: "avx2" or "avx512" (without VNNI), "vnni" or
             "amx". None: this exactness.
-        range: how a static activation's range is estimated: "histogram", "mse", "percentile", "entropy",
-            "minmax", "moving_average" or "torch_histogram" (`qompose.observers.observer_for_range`).
+        range: how a static activation's range is estimated: "auto", "histogram", "mse", "percentile",
+            "entropy", "minmax", "moving_average" or "torch_histogram"
+            (`qompose.observers.observer_for_range`).
         weight_range: how a weight's range is estimated: "minmax", "mse" or "histogram"
             (`qompose.observers.weight_observer_for_range`). The last two clip, more with four bits than
             with eight; groups have "minmax" only.
         balance: give channels of very different size factors of their own (`QuantizationConfig`);
             it takes effect with static activations, and not in training.
         repairs: names of rewrites that repair what eight bits break: "equalization", "smooth_quant" and
-            "bias_correction" (`QuantizationConfig`), or `SmoothQuant(alpha=...)`. Not for training.
+            "bias_correction" (`QuantizationConfig`), or `SmoothQuant(alpha=...)`. None makes the last two of
+            static products where calibration shows that they help and they cost no time; `()` makes none.
+            Not for training.
         fake_quantize: with `is_qat`, how scales are found: "moving_average" or "learned"
             (`qompose.training_config`).
 
@@ -101,10 +104,10 @@ def get_default_x86_inductor_quantization_config(
     choices = (
         ("activations", [0, 127], reduce_range),
         ("weights", [low, high], (low, high) != here),
-        ("range", range, range != "histogram"),
+        ("range", range, range != "auto"),
         ("weight range", weight_range, weight_range != "minmax"),
         ("balance", balance, not balance),
-        ("repairs", _listed(repairs), bool(repairs)),
+        ("repairs", _listed(repairs), repairs is not None),
     )
     config = QuantizationConfig(
         _activation(mode, 127 if reduce_range else 255, range, per_token),
@@ -119,7 +122,9 @@ def get_default_x86_inductor_quantization_config(
 
 
 def _listed(words: object) -> str:
-    return " and ".join(map(str, words)) if isinstance(words, (tuple, list)) else str(words)
+    if not isinstance(words, (tuple, list)):
+        return "" if words is None else str(words)
+    return " and ".join(map(str, words)) or "none"
 
 
 def _name(mode: str, words: tuple[str, ...], choices: tuple[tuple[str, object, bool], ...]) -> str:

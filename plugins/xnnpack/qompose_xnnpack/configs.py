@@ -27,10 +27,10 @@ def get_symmetric_quantization_config(
     group_size: int | None = None,
     weight_only: bool = False,
     per_token: bool = True,
-    range: str = "histogram",
+    range: str = "auto",
     weight_range: str = "minmax",
     balance: bool = True,
-    repairs: tuple[str | SmoothQuant, ...] = (),
+    repairs: tuple[str | SmoothQuant, ...] | None = None,
     fake_quantize: str = "moving_average",
 ) -> QuantizationConfig:
     """Return a configuration with symmetric weights, named after its choices.
@@ -47,15 +47,18 @@ def get_symmetric_quantization_config(
         per_token: whether each token or image has its own scale if activations are dynamic. XNNPACK itself
             supports nothing else; in process, linears can have one for the whole tensor.
         weight_only: quantize weights alone; they are stored as integers and computed with as floats.
-        range: how a static activation's range is estimated: "histogram", "mse", "percentile", "entropy",
-            "minmax", "moving_average" or "torch_histogram" (`qompose.observers.observer_for_range`).
+        range: how a static activation's range is estimated: "auto", "histogram", "mse", "percentile",
+            "entropy", "minmax", "moving_average" or "torch_histogram"
+            (`qompose.observers.observer_for_range`).
         weight_range: how a weight's range is estimated: "minmax", "mse" or "histogram"
             (`qompose.observers.weight_observer_for_range`). The last two clip, more with four bits than
             with eight; groups have "minmax" only.
         balance: give channels of very different size factors of their own (`QuantizationConfig`);
             it takes effect with static activations and per-channel weights, and not in training.
         repairs: names of rewrites that reduce the error of eight bits: "equalization", "smooth_quant" and
-            "bias_correction" (`QuantizationConfig`), or `SmoothQuant(alpha=...)`. Not for training.
+            "bias_correction" (`QuantizationConfig`), or `SmoothQuant(alpha=...)`. None makes the last two of
+            static products where calibration shows that they help and they cost no time; `()` makes none.
+            Not for training.
         fake_quantize: with `is_qat`, how scales are found: "moving_average" or "learned"
             (`qompose.training_config`).
 
@@ -88,7 +91,7 @@ def get_symmetric_quantization_config(
     choices = (
         ("activations", [act_qmin, act_qmax], [-128, 127]),
         ("weights", [*bounds], [*(_INT4 if bounds == _INT4 else _INT8)]),
-        ("range", range, "histogram"),
+        ("range", range, "auto"),
         ("weight range", weight_range, "minmax"),
         ("balance", balance, True),
         ("repairs", _listed(repairs), ""),
@@ -111,7 +114,9 @@ def _bounds(usual: tuple[int, int], low: int | None, high: int | None) -> tuple[
 
 
 def _listed(words: object) -> str:
-    return " and ".join(map(str, words)) if isinstance(words, (tuple, list)) else str(words)
+    if not isinstance(words, (tuple, list)):
+        return "" if words is None else str(words)
+    return " and ".join(map(str, words)) or "none"
 
 
 def _name(
@@ -122,7 +127,7 @@ def _name(
     return ", ".join((" ".join(filter(None, words)), *scale, *unusual))
 
 
-_ACTIVATION = {"act_qmin": -128, "act_qmax": 127, "range": "histogram"}
+_ACTIVATION = {"act_qmin": -128, "act_qmax": 127, "range": "auto"}
 
 
 def _check_kinds(flags: Mapping[str, object], numbers: Mapping[str, object]) -> None:

@@ -12,7 +12,7 @@ import qompose
 import torch
 from qompose import QuantizationConfig
 from qompose.backend.rule import Rule
-from qompose.observers.histogram_observers import ACTIVATION_RANGES, OF_TORCH
+from qompose.observers.config import ACTIVATION_RANGES, OF_TORCH
 from torch import Tensor, nn
 
 from tests.core import toy as toys

@@ -21,9 +21,13 @@ from tests.core.toy import INT8, STATIC, WEIGHT, WEIGHT_PER_TENSOR, convert, exp
 
 aten = torch.ops.aten
 FOUR_BITS = replace(WEIGHT, quant_min=-8, quant_max=7)
-PLAIN = QuantizationConfig(INT8, None, FOUR_BITS, name="weights of four bits")
+PLAIN = QuantizationConfig(INT8, None, FOUR_BITS, name="weights of four bits", repairs=())
 PER_TENSOR = QuantizationConfig(
-    INT8, None, replace(WEIGHT_PER_TENSOR, quant_min=-16, quant_max=15), name="per tensor"
+    INT8,
+    None,
+    replace(WEIGHT_PER_TENSOR, quant_min=-16, quant_max=15),
+    name="per tensor",
+    repairs=(),
 )
 ASKING = replace(PLAIN, repairs=("bias_correction",))
 
@@ -120,7 +124,7 @@ class TestGain:
         x = torch.rand((128, 8) if kind == "linear" else (32, 8, 6, 6))
         x = x + torch.arange(8).view(-1, *[1] * (x.dim() - 2))
         weight = replace(WEIGHT_PER_TENSOR, quant_min=-8, quant_max=7)
-        config, errors = QuantizationConfig(INT8, None, weight), []
+        config, errors = QuantizationConfig(INT8, None, weight, repairs=()), []
         program = export(nn.Sequential(layer), x)
         for chosen in (config, replace(config, repairs=("bias_correction",))):
             converted = convert(program, toy(*RULES, config=chosen), x)

@@ -39,8 +39,8 @@ class Fifth(Algorithm):
 
     def watch_means(
         self, claims: Sequence[Claim], nodes: Mapping[str, Node]
-    ) -> Iterator[tuple[Node, int]]:
-        yield nodes["x"], 1
+    ) -> Iterator[tuple[Node, int, bool]]:
+        yield nodes["x"], 1, True
 
     def choose_factors(self, found: Calibrated, number: int, balance: Balance) -> None:
         two = torch.full((4,), 2.0)

@@ -35,8 +35,8 @@ from tests.sampling import at_once
 RULE: Rule = replace(toys.LINEAR, bias="bias", channels=(-1, -1))
 RELU_RULE: Rule = replace(toys.LINEAR_RELU, bias="bias", channels=(-1, -1))
 SMOOTH = ("smooth_quant",)
-STATIC = QuantizationConfig(INT8, None, PER_TENSOR.weight, name="W8A8 per tensor")
-PER_CHANNEL = QuantizationConfig(INT8, None, WEIGHT, name="W8A8 per channel")
+STATIC = QuantizationConfig(INT8, None, PER_TENSOR.weight, name="W8A8 per tensor", repairs=())
+PER_CHANNEL = QuantizationConfig(INT8, None, WEIGHT, name="W8A8 per channel", repairs=())
 PER_TOKEN = QuantizationConfig(
     QuantizationSpec(
         torch.int8, PlaceholderObserver, -128, 127, torch.per_channel_affine,
@@ -243,3 +243,50 @@ class TestStages:
         asking = prepare(program(block()), toy(RULE, config=replace(STATIC, repairs=SMOOTH)))
         with pytest.raises(StatisticsError, match="layer_norm"):
             qompose.statistics(plain).apply(asking)
+
+
+class TestWithoutAWord:
+    """A static configuration that says nothing of repairs has those made that cost no time."""
+
+    def test_behind_a_layer_norm(self) -> None:
+        def forward(self: Any, x: Tensor) -> Tensor:
+            return self.linear(self.norm(x))
+
+        model = Model(forward, norm=nn.LayerNorm(WIDTH), linear=nn.Linear(WIDTH, 3))
+        with torch.no_grad():
+            model.norm.weight[1] = 60.0
+            model.linear.weight[:, 1] /= 60.0
+        x = torch.randn(64, 5, WIDTH, generator=torch.Generator().manual_seed(0))
+        found = {}
+        for config in (STATIC, replace(STATIC, repairs=None)):
+            prepared = prepare(export(model, x), toy(RULE, config=config))
+            prepared(x)
+            converted = qompose.convert_pt2e(prepared)
+            found[config.repairs] = toys.sqnr(model(x), converted(x)), qompose.report(converted)
+        (before, plain), (after, itself) = found[()], found[None]
+        assert after > before + 10
+        assert not plain.rewrites
+        assert [line.split()[0] for line in itself.rewrites] == ["smooth_quant", "bias_correction"]
+
+    def test_what_does_not_help_is_no_line(self) -> None:
+        def forward(self: Any, x: Tensor) -> Tensor:
+            return self.linear(self.norm(x)) + self.other(x.relu())
+
+        parts = {"norm": nn.LayerNorm(WIDTH), "linear": nn.Linear(WIDTH, 3)}
+        model = Model(forward, **parts, other=nn.Linear(WIDTH, 3, bias=False))
+        config = replace(STATIC, repairs=None)
+        x = torch.randn(64, 5, WIDTH, generator=torch.Generator().manual_seed(0))
+        prepared = prepare(export(model, x), toy(RULE, config=config))
+        prepared(x)
+        report = qompose.report(qompose.convert_pt2e(prepared))
+        assert not [line for line in report.rewrites if line.startswith("smooth_quant")]
+        assert not [line for line in report.notes if "not made" in line]
+
+    def test_statistics_without_means_are_a_line(self) -> None:
+        program = export(nn.Sequential(nn.Linear(4, 3)), torch.randn(9, 4))
+        plain = prepare(program, toy(RULE, config=STATIC))
+        plain(torch.randn(9, 4))
+        prepared = prepare(program, toy(RULE, config=replace(STATIC, repairs=None)))
+        qompose.statistics(plain).apply(prepared)
+        report = qompose.report(qompose.convert_pt2e(prepared))
+        assert len([line for line in report.notes if line.startswith("bias_correction of 1")]) == 1

@@ -27,7 +27,7 @@ CONV = toys.rule(
     activations=("input",), weight="weight", bias="bias", channels=(1, 1),
 )  # fmt: skip
 LINEAR = replace(toys.LINEAR, bias="bias", channels=(-1, -1))
-PLAIN = QuantizationConfig(INT8, None, WEIGHT_PER_TENSOR)
+PLAIN = QuantizationConfig(INT8, None, WEIGHT_PER_TENSOR, repairs=())
 ALL = replace(PLAIN, repairs=REPAIRS)
 SMOOTH_DYNAMIC = replace(toys.DYNAMIC, repairs=("smooth_quant",))
 

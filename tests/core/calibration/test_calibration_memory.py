@@ -12,8 +12,8 @@ import torch
 from qompose import QuantizationConfig, activation_spec, weight_spec
 from qompose.observers import PerChannelHistogramObserver
 from qompose.observers.channel_ranges import PerChannelRangeObserver
-from qompose.observers.histogram_observers import ACTIVATION_RANGES
-from qompose.observers.tensor_statistics import ROWS
+from qompose.observers.config import ACTIVATION_RANGES
+from qompose.observers.row_sample import MOST
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
@@ -54,7 +54,8 @@ QUANTIZERS = {
 def batches(count: int) -> Iterator[Tensor]:
     """Made one by one; after the second none reaches further, so that histograms are widened then."""
     for number in range(count):
-        x = torch.randn(ROWS_OF_BATCH, 6).clamp(-4, 4)
+        x = torch.randn(ROWS_OF_BATCH, 6).clamp(-3, 3)
+        x[:, 0] = 4.0  # all rows are of one size, of which there are as many as are kept soon
         yield x * 8 if number == 1 else x
 
 
@@ -73,11 +74,11 @@ def peak(model: GraphModule, count: int) -> int:
     ],
 )
 def test_the_most_memory_does_not_depend_on_the_number_of_batches(name: str, count: int) -> None:
-    assert FEW * ROWS_OF_BATCH >= 2 * ROWS, (
+    assert FEW * ROWS_OF_BATCH >= 8 * MOST, (
         "the sample of rows is as full as it gets after few batches"
     )
     few, many = (peak(prepare(PROGRAM, QUANTIZERS[name]), number) for number in (FEW, count))
-    assert many <= 1.01 * few
+    assert many <= 1.05 * few  # some hundred rows wait to be sorted, or have just been
     observers = prepare(PROGRAM, QUANTIZERS[name]).modules()
     balanced = any(isinstance(module, PerChannelRangeObserver) for module in observers)
     assert balanced == (name == "balanced")

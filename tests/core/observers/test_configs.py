@@ -17,6 +17,7 @@ from qompose import QuantizationConfig, QuantizationSpec
 from qompose.errors import ConfigError
 from qompose.observers import MinMaxObserver
 from qompose.observers.config import (
+    ACTIVATION_RANGES,
     OBSERVERS,
     ROLES,
     config_from_json,
@@ -24,7 +25,6 @@ from qompose.observers.config import (
     spec_from_json,
     spec_to_json,
 )
-from qompose.observers.histogram_observers import ACTIVATION_RANGES
 from qompose.spec import (
     DerivedQuantizationSpec,
     FixedQParamsQuantizationSpec,

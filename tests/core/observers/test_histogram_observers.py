@@ -9,8 +9,8 @@ import pytest
 import qompose
 import torch
 from qompose.observers import EntropyObserver, HistogramObserver, PercentileObserver
+from qompose.observers.config import OF_TORCH, observer_for_range
 from qompose.observers.histogram import EXAMPLE
-from qompose.observers.histogram_observers import OF_TORCH, observer_for_range
 from torch.ao.quantization.observer import HistogramObserver as OfTorch
 
 from tests.core.calibration.test_collecting import DATA, config, parameters, prepared, quantizer

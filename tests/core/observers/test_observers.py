@@ -25,7 +25,7 @@ from qompose.observers import (
     observer_for_range,
     weight_observer_for_range,
 )
-from qompose.observers.histogram_observers import WEIGHT_RANGES
+from qompose.observers.config import WEIGHT_RANGES
 from qompose.observers.min_max import LastSeen, gathered, several_processes
 from torch import Tensor, nn
 

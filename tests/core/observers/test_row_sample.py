@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows that are kept: the same however data is split, ordered and merged, and rows that were there."""
+"""Rows that are kept: the same however data is split, ordered and merged, and the large ones among them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from qompose.observers.tensor_statistics import PER_EXAMPLE, ROWS, RowSample
+from qompose.observers.row_sample import FEWEST, MOST, PER_EXAMPLE, STRATA, VALUES, RowSample
 from torch import Tensor
 
 from tests.core.toy import randn
@@ -24,32 +24,41 @@ def of(dim: int, *batches: Tensor) -> RowSample:
 def assert_same(one: RowSample, other: RowSample) -> None:
     assert torch.equal(one.rows, other.rows)
     assert torch.equal(one.order, other.order)
-    assert one.seen == other.seen
+    assert one.counts == other.counts
+    assert torch.equal(one.weights, other.weights)
 
 
+SIZES = 2.0 ** torch.linspace(-40, 40, 3000).unsqueeze(1)
 DATA = {
     "rows": (randn(3000, 5), 1),
+    "rows of every size": (randn(3000, 5) * SIZES[torch.randperm(3000)], 1),
     "images": (randn(90, 4, 6, 6), 1),
     "tokens": (randn(40, 50, 8), 2),
     "equal examples": (randn(1, 3, 7).repeat(60, 1, 1), 2),
+    "zeros": (torch.zeros(40, 3), 1),
 }
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     name=st.sampled_from(sorted(DATA)),
     cuts=st.lists(st.integers(0, 90), max_size=4).map(sorted),
     order=st.randoms(use_true_random=False),
+    looks=st.booleans(),
 )
-def test_splits_orders_and_merges_do_not_matter(name: str, cuts: list[int], order: Any) -> None:
+def test_splits_orders_and_merges_do_not_matter(
+    name: str, cuts: list[int], order: Any, looks: bool
+) -> None:
     x, dim = DATA[name]
     parts = [part for part in x.tensor_split(cuts) if len(part)]
     order.shuffle(parts)
-    whole = of(dim, x)
-    assert_same(of(dim, *parts), whole)
-    merged = RowSample()
+    whole, split, merged = of(dim, x), RowSample(), RowSample()
     for part in parts:
+        split.add(part, dim)
         merged.merge(of(dim, part))
+        if looks:  # whoever looks on the way changes nothing
+            assert len(split.rows) and len(merged.rows)
+    assert_same(split, whole)
     assert_same(merged, whole)
 
 
@@ -58,9 +67,52 @@ def test_rows_are_rows_of_the_data(name: str) -> None:
     x, dim = DATA[name]
     sample = of(dim, x)
     everything = {tuple(row.tolist()) for row in x.movedim(dim, -1).flatten(0, -2)}
-    assert {tuple(row.tolist()) for row in sample.rows} <= everything
+    kept = [tuple(row.tolist()) for row in sample.rows]
+    assert {*kept} <= everything and len({*kept}) == len(kept)
     assert sample.seen == len(x.movedim(dim, -1).flatten(0, -2))
-    assert 0 < len(sample.rows) <= ROWS
+    assert float(sample.weights.sum()) == pytest.approx(sample.seen)
+    assert 0 < len(sample.rows) <= MOST * STRATA
+
+
+def test_the_largest_rows_are_kept_however_rare_they_are() -> None:
+    x = randn(20_000, 12)
+    x[123, 4], x[9876, 5] = 900.0, -1000.0
+    largest = of(1, *x.split(500)).rows.abs().amax(1)
+    assert {900.0, 1000.0} <= {*largest.tolist()}
+
+
+def test_a_stratum_is_half_an_octave() -> None:
+    x = torch.tensor([1.0, 1.41, 1.42, 1.99, 2.0, -2.5]).unsqueeze(1)
+    assert [*of(1, x).counts.values()] == [2, 2, 2]
+
+
+def test_small_rows_are_one_stratum() -> None:
+    """Those that are 2**8 times smaller than the largest, which may come last."""
+    small = torch.cat([torch.full((50, 3), 2.0**-k) * (1 + torch.rand(50, 3)) for k in range(30)])
+    sample = of(1, small, torch.full((1, 3), 5.0))
+    assert len(sample.counts) <= STRATA
+    assert max(sample.counts.values()) > 50 * 20
+    assert sample.counts == of(1, torch.full((1, 3), 5.0), small).counts
+
+
+def test_a_mean_over_the_sample_is_that_of_the_data() -> None:
+    x = randn(30_000, 16) * torch.rand(30_000, 1) ** 4
+    sample = of(1, *x.split(1000))
+    found = (sample.rows.square().sum(1) * sample.weights).sum() / sample.weights.sum()
+    assert float(found) == pytest.approx(float(x.square().sum(1).mean()), rel=0.1)
+
+
+def test_halves_are_of_different_examples() -> None:
+    x = randn(200, 10, 6)
+    sample = of(2, x)
+    example = {tuple(row.tolist()): number for number, rows in enumerate(x) for row in rows}
+    sides = [
+        {example[tuple(row.tolist())] for row in sample.rows[half]}
+        for half in (sample.half, ~sample.half)
+    ]
+    assert sides[0].isdisjoint(sides[1])
+    assert min(map(len, sides)) > 60
+    assert sample.examples == len(sides[0] | sides[1])
 
 
 BINARY = (torch.rand(4000, 64, generator=torch.Generator().manual_seed(0)) > 0.5).float()
@@ -71,29 +123,21 @@ BINARY = (torch.rand(4000, 64, generator=torch.Generator().manual_seed(0)) > 0.5
     [torch.eye(256), BINARY, torch.randn(1000, 512).clamp(max=2.9)],
     ids=["one of many", "binary", "wide"],
 )
-def test_different_examples_have_different_hashes(x: Tensor) -> None:
-    hashes = [of(1, part).order[:, 0] for part in x.split(50)]
+def test_different_rows_have_different_hashes(x: Tensor) -> None:
+    hashes = [of(1, part).order[:, 1] for part in x.split(50)]
     assert len(torch.cat(hashes).unique()) == len(x.unique(dim=0))
 
 
-def test_examples_with_one_hash_are_told_apart() -> None:
-    """They differ where no value is hashed: in one of 4096 places, of which 256 are."""
-    x = torch.zeros(64, 4096).scatter(1, torch.arange(64).unsqueeze(1) * 61, 1.0)
-    whole = of(1, x)
-    assert len(whole.order[:, 0].unique()) < 64
-    assert len(whole.rows) == 64
-    assert_same(of(1, *x.flip(0).split(7)), whole)
-
-
 def test_how_many_are_kept() -> None:
-    """A few of each example, fewer where they are wide, and no part of the data is preferred."""
-    assert len(of(1, randn(1, 3, 100, 100)).rows) == PER_EXAMPLE
+    """So many of a stratum, fewer where they are wide, and no part of the data is preferred."""
+    assert PER_EXAMPLE / 2 < of(1, randn(1, 3, 100, 100)).seen <= PER_EXAMPLE
     assert len(of(1, randn(1, 3)).rows) == 1
-    assert len(of(1, randn(200, 4096)).rows) == 64
-    x = torch.arange(5000.0).reshape(-1, 1)
+    assert len(of(1, torch.ones(500, 4096) + randn(500, 4096) / 100).rows) == VALUES // 4096
+    assert len(of(1, torch.ones(50, VALUES) + torch.arange(50).unsqueeze(1) / 1000).rows) == FEWEST
+    x = 1 + torch.arange(5000.0).reshape(-1, 1) / 15000
     kept = of(1, x).rows.flatten()
-    assert len(kept.unique()) == ROWS
-    assert float(kept.mean()) == pytest.approx(2500, rel=0.1)
+    assert len(kept.unique()) == MOST
+    assert float(kept.mean()) == pytest.approx(float(x.mean()), rel=0.02)
 
 
 @pytest.mark.parametrize(("shape", "dim"), [((), 0), ((7,), 0), ((7, 3), 0)])
@@ -102,12 +146,13 @@ def test_tensors_whose_first_dimension_has_the_channels(shape: tuple[int, ...], 
     sample = of(dim, x)
     assert sample.rows.shape[1] == (x.shape[dim] if x.dim() else 1)
     assert sample.seen == len(sample.rows)
+    assert sample.examples == 1
 
 
 def test_nothing_is_merged_into_nothing() -> None:
     empty, some = RowSample(), of(1, randn(4, 3))
     empty.merge(RowSample())
-    assert empty.seen == 0 and not len(empty.rows)
+    assert empty.seen == 0 and not len(empty.rows) and not len(empty.weights)
     empty.merge(some)
     some.merge(RowSample())
     assert_same(empty, some)

@@ -147,7 +147,7 @@ def test_specifications_compare_by_value() -> None:
 
 
 def test_configurations_compare_without_their_names() -> None:
-    twin = QuantizationConfig(INT8, INT8, WEIGHT, name="another name")
+    twin = replace(STATIC, name="another name")
     assert twin == STATIC
     assert hash(twin) == hash(STATIC)
     assert twin != replace(twin, bias=INT8)

@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of a tensor of channels, as a sample in which the rare large ones are never missed.
+
+A row is the values of all channels at one place: the features of a token, the channels of a pixel. Rows are
+sorted into strata by their largest magnitude, two to an octave. Of each stratum it is counted how many rows
+there were, and of its different rows those of least hash are kept. So the few tokens that carry a text are
+in the sample however many others there are, and every kept row knows for how many rows it stands.
+
+The least of a union are the least of what each part keeps, and the strata lie at the same places whatever
+the data is. Nothing depends on how the data was split, ordered or merged.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from qompose.observers.histogram import places_in, taken
+
+STRATA = 16
+"""How many strata are told apart, below the largest row; all smaller rows are in the last one."""
+MOST, FEWEST, VALUES = 128, 8, 2**16
+"""The most rows of a stratum: as many as have so many values together, within two bounds."""
+PER_EXAMPLE = 1024
+"""The most rows of one example that are looked at."""
+_HASHED = 256
+"""The most values of an example that its hash is made of."""
+_ODD = -7046029254386353131  # 2**64 over the golden ratio, as a signed number
+_SMALLEST = 2.0**-126
+_STRATUM, _ROW, _EXAMPLE = range(3)
+
+
+class RowSample:
+    """Rows of a tensor whose channels are along one dimension, and how many there were of each size.
+
+    New rows are put among the others some hundred at a time: sorting for each batch would cost more than
+    all the rest.
+
+    Args:
+        rows: `(N, C)`, float32.
+        order: what they are ordered by, ascending, `(N, 3)`: stratum, hash of the row, hash of the example.
+        counts: the number of rows of each stratum.
+    """
+
+    def __init__(
+        self,
+        rows: Tensor | None = None,
+        order: Tensor | None = None,
+        counts: Mapping[int, int] | None = None,
+    ) -> None:
+        self._counts = Counter(counts or {})
+        self._kept = [] if rows is None or order is None else [(rows, order)]
+        self._limits: dict[int, int] = {}
+        """By stratum that is full, the greatest hash in it: none above that will be kept."""
+
+    @property
+    def rows(self) -> Tensor:
+        """Return the rows, `(N, C)`."""
+        return self._settled()[0]
+
+    @property
+    def order(self) -> Tensor:
+        """Return what the rows are ordered by, `(N, 3)`: stratum, hash of the row, hash of the example."""
+        return self._settled()[1]
+
+    @property
+    def counts(self) -> dict[int, int]:
+        """Return how many rows were seen of each stratum, in order."""
+        found: Counter[int] = Counter()
+        for stratum, count in self._counts.items():
+            found[max(stratum, self._lowest)] += count
+        return dict(sorted(found.items()))
+
+    @property
+    def seen(self) -> int:
+        """Return how many rows there were."""
+        return self._counts.total()
+
+    @property
+    def weights(self) -> Tensor:
+        """Return for how many of the rows that were seen each kept one stands, `(N,)` in float64."""
+        counts, strata = self.counts, self.order[:, _STRATUM].tolist()
+        kept = Counter(strata)
+        return torch.tensor([counts[s] / kept[s] for s in strata], dtype=torch.float64)
+
+    @property
+    def half(self) -> Tensor:
+        """Return whether each row belongs to the half of all examples that judges, `(N,)`."""
+        return self.order[:, _EXAMPLE] & 1 == 1
+
+    @property
+    def examples(self) -> int:
+        """Return of how many different examples the rows are."""
+        return len({*self.order[:, _EXAMPLE].tolist()})
+
+    def add(self, x: Tensor, dim: int) -> None:
+        """Take candidates from a finite tensor of any shape with at least one element."""
+        examples = _examples(x, dim)
+        rows = _rows(examples)
+        of_example = _hashes(_some_values(examples)).repeat_interleave(rows.shape[1])
+        rows = rows.flatten(0, 1)
+        strata = _strata(rows)
+        values, counts = _counted(strata)
+        self._counts.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
+        hashes, strata = _hashes(rows), strata.clamp(min=self._lowest)
+        kept = self._may_stay(strata, hashes)
+        if bool(kept.any()):
+            order = torch.stack([strata, hashes, of_example], dim=1)[kept]
+            self._keep(rows[kept.to(rows.device)], order)
+
+    def merge(self, other: RowSample) -> None:
+        """Add another sample, exactly as if its data had been seen here."""
+        self._counts.update(other._counts)
+        if len(other.rows):
+            self._keep(other.rows, other.order)
+
+    @property
+    def _lowest(self) -> int:
+        return max(self._counts, default=0) - STRATA + 1
+
+    def _may_stay(self, strata: Tensor, hashes: Tensor) -> Tensor:
+        kept = torch.ones(len(strata), dtype=torch.bool)
+        for stratum, limit in self._limits.items():
+            kept &= (strata != stratum) | (hashes <= limit)
+        return kept
+
+    def _keep(self, rows: Tensor, order: Tensor) -> None:
+        self._kept.append((rows, order))
+        if sum(len(part) for part, _ in self._kept[1:]) > 4 * _most(rows):
+            self._settled()
+
+    def _settled(self) -> tuple[Tensor, Tensor]:
+        """Put all rows in order, once each, and let go of those beyond the most of a stratum."""
+        if not self._kept:
+            return torch.empty(0, 0), torch.empty(0, 3, dtype=torch.int64)
+        lowest = self._lowest
+        if len(self._kept) > 1 or not self._limits or min(self._limits) < lowest:
+            device = self._kept[-1][0].device
+            rows = torch.cat([part.to(device) for part, _ in self._kept])
+            order = torch.cat([part for _, part in self._kept])
+            order[:, _STRATUM].clamp_(min=lowest)
+            ranked = _ranked(order, _most(rows))
+            self._kept = [(rows[ranked.to(device)], order[ranked])]
+            self._limits = _limits(order[ranked], _most(rows))
+        return self._kept[0]
+
+
+def _ranked(order: Tensor, most: int) -> Tensor:
+    """Return the numbers of different rows, `(N,)`, in their order, at most so many of each stratum.
+
+    Of equal rows of several examples the first example is taken.
+    """
+    ranked = torch.arange(len(order))
+    for column in reversed(range(order.shape[1])):
+        ranked = ranked[torch.argsort(order[ranked, column], stable=True)]
+    ordered = order[ranked]
+    new = torch.ones(len(ranked), dtype=torch.bool)
+    new[1:] = (ordered[1:, :_EXAMPLE] != ordered[:-1, :_EXAMPLE]).any(1)
+    ranked, strata = ranked[new], ordered[new, _STRATUM]
+    _, sizes = _counted(strata)
+    starts = (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
+    return ranked[torch.arange(len(ranked)) - starts < most]
+
+
+def _limits(order: Tensor, most: int) -> dict[int, int]:
+    strata, sizes = _counted(order[:, _STRATUM])
+    last = order[sizes.cumsum(0) - 1, _ROW]
+    full = (sizes == most).tolist()
+    pairs = zip(strata.tolist(), last.tolist(), full, strict=True)
+    return {stratum: limit for stratum, limit, is_full in pairs if is_full}
+
+
+def _most(rows: Tensor) -> int:
+    return min(MOST, max(FEWEST, VALUES // rows.shape[1]))
+
+
+def _strata(rows: Tensor) -> Tensor:
+    """Return the number of half octaves of the largest magnitude of each row, `(N,)` on the CPU."""
+    found = torch.frexp(rows.abs().amax(1).clamp(min=_SMALLEST).cpu())
+    return 2 * found.exponent.long() + (found.mantissa >= math.sqrt(0.5))
+
+
+def _counted(strata: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the strata that there are, ascending, and how often each of them occurs."""
+    if not len(strata):
+        return strata, strata
+    first = int(strata.min())
+    counts = torch.bincount(strata - first)
+    there = counts.nonzero().flatten()
+    return there + first, counts[there]
+
+
+def _examples(x: Tensor, dim: int) -> Tensor:
+    """Return a tensor with its examples in the first dimension and its channels in the last, `(N, ..., C)`.
+
+    One whose first dimension has the channels, or that has no other, is one example.
+    """
+    if x.dim() < 2 or dim % x.dim() == 0:
+        return (x.movedim(dim, -1) if x.dim() else x.reshape(1)).unsqueeze(0)
+    return x.movedim(dim, -1)
+
+
+def _some_values(examples: Tensor) -> Tensor:
+    """Return values at the same places of each example, `(N, P)` in float32."""
+    if examples[0].numel() > _HASHED:
+        places, _ = places_in(tuple(examples.shape[1:]), _HASHED, examples.device)
+        examples = taken(examples, places)
+    return examples.flatten(1).float()
+
+
+def _rows(examples: Tensor) -> Tensor:
+    """Return rows at the same places of each example, `(N, R, C)` in float32."""
+    between = tuple(examples.shape[1:-1])
+    if math.prod(between) > PER_EXAMPLE:
+        places, _ = places_in(between, PER_EXAMPLE, examples.device)
+        examples = taken(examples, places)
+    return examples.reshape(len(examples), -1, examples.shape[-1]).float()
+
+
+@lru_cache(maxsize=256)
+def _weights(size: int, device: torch.device) -> Tensor:
+    """Return an odd number for each place: multiplying by it loses none of a value's 32 bits.
+
+    They are scrambled, because of numbers in equal distances many sets have the same sum.
+    """
+    number = torch.arange(1, size + 1, device=device) * _ODD
+    number = (number ^ (number >> 29)) * _ODD
+    return (number >> 32 | 1).to(torch.int32)
+
+
+def _hashes(x: Tensor) -> Tensor:
+    """Return a hash of the bits of each row of float32 values, on the CPU; integers wrap around."""
+    bits = (x + 0.0).contiguous().view(torch.int32)  # -0.0 is the same number as 0.0
+    bits = bits ^ (bits >> 23)  # small whole numbers have nothing but zeros in their low bits
+    mixed = (bits * _weights(x.shape[1], x.device)).sum(1, dtype=torch.int64)
+    mixed = (mixed ^ (mixed >> 29)) * _ODD
+    return (mixed ^ (mixed >> 32)).cpu()

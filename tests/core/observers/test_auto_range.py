@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The range that is chosen by the error of what reads a tensor."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from qompose import QuantizationConfig, activation_spec, training_config, weight_spec
+from qompose.errors import StatisticsError
+from qompose.observers import AutoRangeObserver, HistogramObserver, MinMaxObserver
+from qompose.observers.auto_range import WHOLE, Reader, measured_against, squared_sizes
+from qompose.observers.channel_ranges import base_observer
+from qompose.observers.make_observer import observer_nodes, observers_of
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from tests.core.toy import Model, export, plan_of, prepare, randn, toy
+
+
+def observed(x: Tensor, *readers: Reader, dim: int = -1) -> AutoRangeObserver:
+    observer = AutoRangeObserver(torch.uint8)
+    observer.channel_dim = dim
+    if readers:
+        observer.readers = readers
+    for part in x.split(16):
+        observer(part)
+    return observer
+
+
+def ends(observer: nn.Module) -> tuple[float, float]:
+    scale, zero_point = observer.calculate_qparams()  # type: ignore[operator]
+    return float(-zero_point * scale), float((255 - zero_point) * scale)
+
+
+def with_outliers(rows: int = 512, channels: int = 16, largest: float = 60.0) -> Tensor:
+    """Values of one size, and in each hundredth row one that is much larger."""
+    x = randn(rows, channels)
+    x[::100, 3] = largest
+    return x
+
+
+@pytest.mark.parametrize(
+    ("shape", "groups", "transposed"),
+    [((6, 4), 1, False), ((6, 2, 3, 3), 2, False), ((4, 3, 5), 2, True), ((4, 1, 3), 4, False)],
+)
+def test_the_error_of_a_product_is_that_of_all_its_taps(
+    shape: tuple[int, ...], groups: int, transposed: bool
+) -> None:
+    weight, rows = randn(*shape), randn(5, 4)
+    reader = Reader(weight, groups, transposed)
+    wanted = torch.zeros(5)
+    each = 4 // groups
+    for group in range(groups):
+        part = rows[:, group * each : (group + 1) * each]
+        if transposed:
+            taps = weight[group * each : (group + 1) * each].flatten(1)
+        else:
+            outputs = shape[0] // groups
+            taps = weight[group * outputs : (group + 1) * outputs].transpose(0, 1).flatten(1)
+        wanted += (part @ taps).square().sum(1)
+    assert reader.channels == 4
+    gram = reader.gram(rows.device)
+    assert torch.allclose(squared_sizes(rows, gram), wanted, rtol=1e-4)
+
+
+def test_small_rows_are_measured_against_the_mean() -> None:
+    sizes, weights = torch.tensor([1.0, 5.0, 9.0]), torch.tensor([1.0, 2.0, 1.0])
+    assert measured_against(sizes, weights).tolist() == [5.0, 5.0, 9.0]
+
+
+def test_a_rare_value_is_clipped_where_the_product_hardly_reads_it() -> None:
+    x, weight = with_outliers(), randn(8, 16)
+    weight[:, 3] = 0.0
+    observer = observed(x, Reader(weight))
+    assert ends(observer)[1] < 10
+    assert observer.choice.name != WHOLE and observer.choice.error < 0.5
+
+
+def test_it_is_kept_where_it_makes_the_output() -> None:
+    """Its row is nothing but that value to the product, and an error there is the whole of the row."""
+    x, weight = with_outliers(), randn(8, 16)
+    assert ends(observed(x, Reader(weight)))[1] == pytest.approx(60.0, rel=0.02)
+    assert ends(observed(x))[1] == pytest.approx(60.0, rel=0.02)
+
+
+def test_ranges_that_are_a_little_better_are_not_worth_what_they_clip_elsewhere() -> None:
+    x = torch.cat([randn(2000, 8), randn(2000, 8) * 1.5])
+    observer = observed(x)
+    assert observer.choice.name == WHOLE
+    assert ends(observer) == ends(fed(MinMaxObserver(torch.uint8), x))
+
+
+def fed(observer: nn.Module, x: Tensor) -> nn.Module:
+    observer(x)
+    return observer
+
+
+@pytest.mark.parametrize("examples", [1, 7, 8])
+def test_few_examples_are_not_gone_by(examples: int) -> None:
+    x, weight = with_outliers(64 * examples).view(examples, 64, 16), randn(8, 16)
+    weight[:, 3] = 0.0
+    observer = observed(x, Reader(weight))
+    if examples < 8:
+        assert observer.choice.name == WHOLE
+        assert str(examples) in observer.choice.reason
+    else:
+        assert observer.choice.name != WHOLE
+        assert not observer.choice.reason
+
+
+def test_a_row_that_only_the_held_back_half_has_decides_too() -> None:
+    """Every example of large rows is of one half: what the other half would choose clips them."""
+    x, weight = randn(2000, 16), randn(8, 16)
+    probe = observed(x)
+    rows, half = probe.sample.rows, probe.sample.half
+    for side in (half, ~half):
+        changed = x.clone()
+        chosen = {tuple(row.tolist()) for row in rows[side][:40]}
+        for number, row in enumerate(x):
+            if tuple(row.tolist()) in chosen:
+                changed[number, 3] += 60.0
+        assert ends(observed(changed, Reader(weight)))[1] > 55
+
+
+def test_the_choice_does_not_depend_on_how_data_was_split() -> None:
+    x, weight = with_outliers(), randn(8, 16)
+    weight[:, 3] = 0.0
+    whole, merged = observed(x, Reader(weight)), AutoRangeObserver(torch.uint8)
+    merged.readers = [Reader(weight)]
+    parts = [observed(part).facts() for part in x[torch.randperm(len(x))].tensor_split(4)]
+    merged.take(parts[0].merged(parts[1]).merged(parts[2].merged(parts[3])))
+    assert merged.choice == whole.choice
+    assert torch.equal(merged.calculate_qparams()[0], whole.calculate_qparams()[0])
+
+
+def test_a_state_dict_has_the_rows() -> None:
+    x, weight = with_outliers(), randn(8, 16)
+    weight[:, 3] = 0.0
+    one, other = observed(x, Reader(weight)), AutoRangeObserver(torch.uint8)
+    other.load_state_dict(one.state_dict())
+    other.readers = one.readers
+    assert other.choice == one.choice
+    assert copy.deepcopy(one).choice == one.choice
+
+
+def test_facts_without_rows_are_not_enough() -> None:
+    histogram = fed(HistogramObserver(torch.uint8), randn(40, 4))
+    with pytest.raises(StatisticsError):
+        AutoRangeObserver(torch.uint8).take(histogram.facts())  # type: ignore[operator]
+
+
+def test_masks_are_no_rows() -> None:
+    x = randn(64, 4)
+    x[5, 2] = torch.finfo(torch.float32).min
+    assert float(observed(x).sample.rows.abs().amax()) < 10
+
+
+def test_a_weight_that_changes_is_looked_at_again() -> None:
+    x, weight = with_outliers(), randn(8, 16)
+    observer = observed(x, Reader(weight))
+    assert observer.choice.name == WHOLE
+    weight[:, 3] = 0.0
+    assert observer.choice.name != WHOLE
+
+
+CONFIG = QuantizationConfig(
+    activation_spec(torch.int8, -128, 127),
+    activation_spec(torch.int8, -128, 127),
+    weight_spec(-127, 127),
+)
+
+
+def auto_observers(prepared: GraphModule) -> dict[str, AutoRangeObserver]:
+    """By the tensor that it observes first, in the order of the program."""
+    calls = observer_nodes(prepared)
+    plan, known = plan_of(prepared), observers_of(calls)
+    found = {str(plan.groups[n].points[0].source): base_observer(o) for n, o in known.items()}
+    return {name: o for name, o in found.items() if isinstance(o, AutoRangeObserver)}
+
+
+def test_prepare_tells_who_reads() -> None:
+    """Of a convolution the channels are its own; a relu that reads floats sees values."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        image = self.first(x)
+        return self.third(self.second(image).mean((2, 3))) + image.relu().mean()
+
+    model = Model(
+        forward,
+        first=nn.Conv2d(3, 4, 3, padding=1),
+        second=nn.Conv2d(4, 4, 1, groups=2),
+        third=nn.Linear(4, 5),
+    )
+    program = export(model, randn(2, 3, 8, 8))
+    found = auto_observers(prepare(program, toy(config=CONFIG)))
+    told = {
+        name: (o.channel_dim, o.channels, [(r.weight is not None, r.groups) for r in o.readers])
+        for name, o in found.items()
+    }
+    assert told["x"] == (1, 3, [(True, 1)])
+    assert told["conv2d"] == (1, 4, [(True, 2), (False, 1)])
+    assert told["mean"] == (1, 4, [(True, 1)])
+    assert told["linear"] == (1, 5, [(False, 1)])
+
+
+def test_tensors_that_share_a_range_have_rows_of_the_one_that_is_read() -> None:
+    def forward(self: Any, x: Tensor, y: Tensor) -> Tensor:
+        return self.linear(torch.cat([self.one(x), self.other(y)], 1))
+
+    model = Model(forward, one=nn.Linear(3, 4), other=nn.Linear(3, 2), linear=nn.Linear(6, 2))
+    prepared = prepare(export(model, randn(9, 3), randn(9, 3)), toy(config=CONFIG))
+    prepared(randn(9, 3), randn(9, 3))
+    shared = next(o for o in auto_observers(prepared).values() if o.shared)
+    assert shared.sample.rows.shape == (9, 6)
+
+
+def test_training_has_moving_averages() -> None:
+    trained = training_config(CONFIG)
+    assert "AutoRange" not in repr(trained)
+    assert trained.repairs == ()
