@@ -32,11 +32,14 @@ class PerChannelRangeObserver(nn.Module):
     def __init__(self, tensor_observer: nn.Module, dim: int) -> None:
         super().__init__()
         self.tensor_observer = tensor_observer
+        self._know_no_channels(dim)
+
+    def _know_no_channels(self, dim: int) -> None:
         self.channel_observer = PerChannelMinMaxObserver(
             dtype=torch.int8, qscheme=torch.per_channel_symmetric, ch_axis=dim
         )
         self.channel_observer.subject = getattr(
-            tensor_observer, "subject", self.channel_observer.subject
+            self.tensor_observer, "subject", self.channel_observer.subject
         )
         self._sample = RowSample()
 
@@ -65,10 +68,11 @@ class PerChannelRangeObserver(nn.Module):
             if isinstance(inner, Observer):
                 inner.ends = None
         if _masked_by(inner) > before:
-            low, high = slice_extremes(unmasked(x), axis)
+            x = unmasked(x)
+            low, high = slice_extremes(x, axis)
         self.channel_observer.widen(low, high)
         if self.sample is self._sample:
-            self._sample.add(unmasked(x), axis)
+            self._sample.add(x, axis)
 
     def calculate_qparams(self) -> Any:
         """Return scale and zero point of the whole tensor."""
@@ -105,10 +109,7 @@ class PerChannelRangeObserver(nn.Module):
         known = facts.channels is not None and facts.channels.axis == axis
         if not self.asked and not (known and facts.sample is not None):
             self.tensor_observer.take(facts)  # type: ignore[operator]
-            self.channel_observer = PerChannelMinMaxObserver(
-                dtype=torch.int8, qscheme=torch.per_channel_symmetric, ch_axis=axis
-            )
-            self._sample = RowSample()
+            self._know_no_channels(axis)
             return
         if facts.sample is None:
             raise StatisticsError("no rows, by which channels are balanced")

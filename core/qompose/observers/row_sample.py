@@ -57,6 +57,8 @@ class RowSample:
         self._kept = [] if rows is None or order is None else [(rows, order)]
         self._limits: dict[int, int] = {}
         """By stratum that is full, the greatest hash in it: none above that will be kept."""
+        self._sorted_from: int | None = None
+        """The lowest stratum when rows were put in order last."""
 
     @property
     def rows(self) -> Tensor:
@@ -139,7 +141,7 @@ class RowSample:
         if not self._kept:
             return torch.empty(0, 0), torch.empty(0, 3, dtype=torch.int64)
         lowest = self._lowest
-        if len(self._kept) > 1 or not self._limits or min(self._limits) < lowest:
+        if len(self._kept) > 1 or self._sorted_from != lowest:
             device = self._kept[-1][0].device
             rows = torch.cat([part.to(device) for part, _ in self._kept])
             order = torch.cat([part for _, part in self._kept])
@@ -147,6 +149,7 @@ class RowSample:
             ranked = _ranked(order, _most(rows))
             self._kept = [(rows[ranked.to(device)], order[ranked])]
             self._limits = _limits(order[ranked], _most(rows))
+            self._sorted_from = lowest
         return self._kept[0]
 
 
