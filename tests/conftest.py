@@ -7,6 +7,7 @@ import gc
 import logging
 import os
 import shutil
+import signal
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
@@ -19,6 +20,10 @@ from tests.logs import Listen, Records
 settings.register_profile("free", deadline=None, print_blob=True)
 settings.register_profile("repeatable", deadline=None, derandomize=True, database=None)
 settings.load_profile("free")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell has its background jobs ignore interrupts, and so would the processes that tests start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 gc.set_threshold(100_000, 50, 100)  # exports make graphs of many small objects, few of them garbage
 
