@@ -4,13 +4,10 @@
 from __future__ import annotations
 
 import importlib
-import subprocess
-import sys
 
 import pytest
 import qompose
 
-from tests.ecosystem import vendors
 from tests.ecosystem.catalogue import BY_NAME, NO_MEMBERS
 from tests.ecosystem.warned import THEIR_WARNINGS
 
@@ -34,19 +31,3 @@ def test_what_is_no_member_is_none(path: str) -> None:
     except (ImportError, AttributeError):
         return
     assert not hasattr(found, "annotate")
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("module", "missing"),
-    [
-        ("executorch.backends.mediatek.quantizer", vendors.MEDIATEK[0]),
-        ("executorch.backends.nxp.quantizer.neutron_quantizer", "eIQ Neutron SDK not found"),
-    ],
-)
-def test_what_has_a_stand_in_does_not_import_without(module: str, missing: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", f"import {module}"], text=True, capture_output=True
-    )
-    assert done.returncode
-    assert missing in done.stderr.splitlines()[-1]
