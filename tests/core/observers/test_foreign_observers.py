@@ -118,14 +118,6 @@ class TestMaking:
         assert converted.get_buffer("inner.weight_scale").shape == (4,)
         assert sqnr(model()(X), converted(X)) > 30
 
-    def test_the_observer_may_take_fewer_steps(self) -> None:
-        maker = MinMaxObserver.with_args(reduce_range=True)
-        asked = spec(maker, dtype=torch.uint8, quant_min=None, quant_max=None)
-        with pytest.warns(UserWarning, match="reduce_range"):
-            converted = convert(export(model(), X), member(asked), X)
-        (node,) = nodes_calling(converted, "quantize_per_tensor")
-        assert node.args[3:5] == (0, 127)
-
     @pytest.mark.parametrize(
         ("maker", "error", "named"),
         [
