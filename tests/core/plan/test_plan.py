@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 from syrupy.assertion import SnapshotAssertion
+from torch import nn
 
-from tests.core.toy import prepare, toy
+from tests.core.toy import LINEAR, VIEW, Model, export, prepare, randn, toy
 from tests.zoo import by_name
 
 MODELS = ("conv_bn_relu", "self_concatenation", "cond_shared_weight", "scan_cell")
@@ -30,3 +31,6 @@ def test_text_has_a_line_for_each_fact() -> None:
         "rewritten by fold_batch_norm: conv2d, batch_norm",
         "idle",
     } < {*str(replace(plan, notes=("idle",))).split("\n")}
+    moved = Model(lambda m, x: m.linear(x).view(-1, 2), linear=nn.Linear(3, 4))
+    shared = prepare(export(moved, randn(6, 3)), toy(LINEAR, VIEW)).meta["qompose"].plan
+    assert "    output of view: as linear -> view, group 2" in str(shared).split("\n")
