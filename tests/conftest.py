@@ -14,6 +14,9 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import settings
+from syrupy.assertion import SnapshotAssertion
+from syrupy.extensions.json import JSONSnapshotExtension
+from syrupy.filters import props
 
 from tests.logs import Listen, Records
 
@@ -26,10 +29,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 gc.set_threshold(100_000, 50, 100)  # exports make graphs of many small objects, few of them garbage
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--regen", action="store_true", help="write the golden plans anew")
 
 
 ON_THE_RUNTIME = (
@@ -91,9 +90,16 @@ def _wants_compiler(error: BaseException | None) -> bool:
 
 
 @pytest.fixture
+def on_file(snapshot: SnapshotAssertion) -> SnapshotAssertion:
+    """The plan that is on file for a test, as JSON: `pytest --snapshot-update` writes it anew."""
+    left_out = props("anchor", "output", "selector", "inputs", "macs", "float_bytes", "depends_on")
+    return snapshot.with_defaults(extension_class=JSONSnapshotExtension, exclude=left_out)
+
+
+@pytest.fixture
 def regen(request: pytest.FixtureRequest) -> bool:
-    """Whether golden plans are written rather than compared."""
-    return bool(request.config.getoption("--regen"))
+    """Whether pages and the example are written anew rather than compared: `--snapshot-update`, too."""
+    return bool(request.config.getoption("update_snapshots"))
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pages of docs/ keep their promises, and the tutorial ends in the example of the repository."""
+"""The pages of docs/ keep their promises, all pages name what is there, the tutorial ends in the example."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from tests import pages, reader
-from tests.pages import ROOT
+from tests.pages import PLUGINS, ROOT
 
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
+READMES = ["README.md", *(f"plugins/{name}/README.md" for name in PLUGINS)]
+OTHERS = [*READMES, "CONTRIBUTING.md", "CHANGELOG.md"]
 INDEX = "docs/index.md"
 TUTORIAL = "docs/write-a-backend.md"
 EXAMPLE = ROOT / "examples" / "toy_backend"
@@ -31,17 +33,17 @@ def test_code_runs_and_prints_what_it_says(
     reader.follow(page, regen)
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [*PAGES, "README.md", "CONTRIBUTING.md"])
 def test_named_files_exist(page: str) -> None:
     assert pages.missing_files(page) == []
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [*PAGES, *OTHERS])
 def test_public_names_exist(page: str) -> None:
     assert pages.unknown_names(page) == []
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [*PAGES, *OTHERS])
 def test_named_commands_exist(page: str) -> None:
     assert pages.unknown_commands(page) == []
 

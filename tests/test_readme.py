@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import pages, reader
+from tests import reader
 from tests.pages import PLUGINS, ROOT, fenced, text
 
 CODE = ["README.md", *(f"plugins/{name}/README.md" for name in PLUGINS)]
-PAGES = [*CODE, "CONTRIBUTING.md", "CHANGELOG.md"]
 
 
 @pytest.mark.parametrize("page", CODE)
@@ -43,18 +42,3 @@ def test_commands_are_those_of_tox() -> None:
 
 def test_installation_names_every_plugin() -> None:
     assert sorted(set(re.findall(r"\./plugins/(\w+)", text("README.md")))) == PLUGINS
-
-
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
-def test_named_files_exist(page: str) -> None:
-    assert pages.missing_files(page) == []
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_named_commands_exist(page: str) -> None:
-    assert pages.unknown_commands(page) == []
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_public_names_exist(page: str) -> None:
-    assert pages.unknown_names(page) == []

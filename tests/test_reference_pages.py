@@ -9,7 +9,6 @@ import inspect
 from collections import Counter
 
 import pytest
-import torch
 
 from docs.building import api, navigation
 from tests import docstrings
@@ -68,24 +67,6 @@ def test_docstring(each: Documented) -> None:
     raised = sorted(docstrings.raised(each.function) - NEVER.get(each.path, set()))
     errors = [getattr(module, name, None) or getattr(builtins, name) for name in raised]
     assert [error.__name__ for error in errors if not docstrings.says(each.text, error)] == []
-
-
-def test_what_docstrings_lack_is_seen() -> None:
-    def of_tensors(x: torch.Tensor) -> None:
-        _refuse(x)
-
-    assert docstrings.takes_tensors(of_tensors)
-    assert docstrings.raised(of_tensors) == {"ValueError"}
-    assert not docstrings.says("Raises:\n    TypeError: never", ValueError)
-    assert docstrings.says("Raises:\n    TypeError, ValueError: now", ValueError)
-    assert not docstrings.says_shapes("Return a tensor.")
-    assert docstrings.unreadable_entries("Args:\n    a, b: both\n        of them\n    c,\n") == [
-        "c,"
-    ]
-
-
-def _refuse(x: object) -> None:
-    raise ValueError(x)
 
 
 def test_menu_has_every_page_once() -> None:

@@ -246,7 +246,7 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
             "a target of accuracy met by leaving operators in float",
             "Y",
             "N N P P N Y Y ? N",
-            "composed/test_tuning.py",
+            "core/diagnosis/test_tuning.py",
             "NNCF does so for its other formats",
         ),
         Feature(

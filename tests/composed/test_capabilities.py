@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 import qompose
 import torch
-from qompose import can_quantize
 from qompose.backend import load_backend
-from torch import nn
 
 from docs.generate import page
 from tests.sampling import at_once
@@ -56,34 +54,6 @@ def test_every_claim_is_in_a_row(model: str) -> None:
             for variant in row.operators
         ), f"{claim.rule} took {called}"
         assert claim.mode == row.mode
-
-
-@pytest.mark.parametrize("model", at_once(MODELS[:1] + MODELS[2:], "tied_language_model"))
-def test_the_answer_for_a_node_is_what_prepare_does(model: str) -> None:
-    quantizer = qompose.compose(*BACKENDS)
-    program = by_name(model).export()
-    plan = qompose.prepare_pt2e(program, quantizer).meta["qompose"].plan
-    for operator in plan.operators:
-        answer = can_quantize(program, operator.name, quantizer)
-        assert bool(answer) == (operator.claim is not None), str(answer)
-        if operator.claim is not None:
-            claim = plan.claims[operator.claim]
-            assert (answer.owner, answer.rule) == (claim.owner, claim.rule)
-            assert answer.kernels
-
-
-def test_conv_bn_relu_where_only_conv_relu_is_declared() -> None:
-    config = load_backend("xnnpack").default_config
-    assert config is not None
-    asked = (nn.Conv2d, nn.BatchNorm2d, nn.ReLU)
-    table = load_backend("xnnpack").quantization_capabilities()
-    answer = table.supports(asked, config)
-    assert answer.rule == "conv2d_relu"
-    assert answer.notes
-    narrowed = table.filter(lambda row: row.pattern != "conv2d_relu").supports(asked, config)
-    assert not narrowed and "filter" in narrowed.reason
-    other = load_backend("embedding").quantization_capabilities().supports(asked, config)
-    assert not other and "Conv2d" in other.reason
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

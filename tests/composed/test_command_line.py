@@ -144,31 +144,6 @@ def test_pages_that_cannot_be(folder: Path, command: Callable[..., tuple[str, st
 
 
 @pytest.mark.full
-def test_to_a_program_file_of_another_runtime(
-    folder: Path, command: Callable[..., tuple[str, str]]
-) -> None:
-    executorch = pytest.importorskip("qompose_xnnpack.executorch_target.executorch_imports")
-    files = ("--output", "mlp.qompose", "--lowered", "mlp.pte")
-    printed, _ = command(*QUANTIZE, "--target", "executorch", *files, "--json")
-    assert json.loads(printed)["target"] == "executorch"
-    x = torch.load(folder / "mlp.pt")[0]
-    file = (folder / "mlp.pte").read_bytes()  # kept: the runtime reads from it
-    with executorch.quiet():
-        program = executorch.import_runtime().load_program(file)
-        (y,) = program.load_method("forward").execute([x])
-    assert torch.allclose(y, qompose.load(folder / "mlp.qompose")(x), atol=0.02)
-
-
-def test_the_list(folder: Path) -> None:
-    """With every plugin installed, and nothing of them imported: the command is quick."""
-    rows = json.loads(run_in(folder, "backends", "--json").stdout)
-    assert {"embedding", "x86_inductor", "xnnpack"} <= {row["name"] for row in rows}
-    module = [sys.executable, "-m", "qompose", "backends", "--json"]
-    same = subprocess.run(module, capture_output=True, text=True, check=True, env=variables())
-    assert json.loads(same.stdout) == rows
-
-
-@pytest.mark.full
 def test_the_page_shows_what_is_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -133,14 +133,6 @@ def test_a_border_without_an_output_specification_needs_no_requantization() -> N
     assert not qdq.is_dequantize(quantize.args[0])
 
 
-def test_priority_between_two_that_want_everything() -> None:
-    for first, second in itertools.permutations(PRODUCTS):
-        prepared, _, _ = stages(program(), (IDS,), first, second)
-        plan = prepared.meta["qompose"].plan
-        assert {claim.owner for claim in plan.claims} == {first}
-        assert {conflict.loser for conflict in plan.conflicts} == {second}
-
-
 def tensors(value: Any) -> list[Tensor]:
     return [
         leaf

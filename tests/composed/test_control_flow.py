@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import qompose
 import torch
-from qompose.program.control_flow import graphs_in, nodes_in
+from qompose.program.control_flow import graphs_in
 from torch.utils import _pytree as pytree
 
+from tests.core.program.test_nested import batches
 from tests.core.toy import sqnr
 from tests.sampling import at_once
 from tests.zoo import ZooModel, by_name
@@ -36,18 +37,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::qompose.QomposeWarning"),  # regions left simulated
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
 ]
-
-
-def batches(model: ZooModel) -> list[Any]:
-    """Inputs that together take every branch."""
-
-    def changed(factor: float) -> Any:
-        return lambda t: t * factor if t.is_floating_point() else t.amax() - t
-
-    inputs = model.inputs()
-    others = [pytree.tree_map(changed(f), inputs) for f in (-1.0, 3.0, -3.0, 0.5)]
-    turned = pytree.tree_map(lambda t: t.flip(-1) if t.dim() else t, inputs)
-    return [inputs, *others, turned, (inputs[0], *others[0][1:]), (others[0][0], *inputs[1:])]
 
 
 def outputs(module: Any, inputs: Any) -> list[torch.Tensor]:
@@ -99,18 +88,6 @@ def test_an_embedding_in_front_of_a_branch_that_reads_its_table(product: str) ->
     for batch in (words, other):
         assert sqnr(program.module()(batch), result.model(batch)) > 25
         assert sqnr(result.converted(batch), result.model(batch)) > 35
-
-
-@pytest.mark.parametrize("product", at_once(PRODUCTS, "xnnpack"))
-def test_lowered_models_are_exported_again(product: str) -> None:
-    model = by_name("loop_of_branches")
-    result = qompose.quantize(model.export(), backends=product, calibration=batches(model))
-    again = torch.export.export(result.model, model.inputs()).module()
-    for one, other in zip(
-        *(outputs(m, model.inputs()) for m in (result.model, again)), strict=True
-    ):
-        assert torch.equal(one, other)
-    assert [n for n in nodes_in(again) if str(n.target).startswith(PRODUCTS[product])]
 
 
 @pytest.mark.parametrize("product", at_once(PRODUCTS, "x86_inductor"))

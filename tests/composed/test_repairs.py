@@ -12,7 +12,9 @@ import torch
 from qompose.testing.fixtures import sqnr
 from torch import Tensor, nn
 
-from tests.core.toy import Model
+from tests.core.algorithms.test_correction import deep, rows
+from tests.core.algorithms.test_equalization import IMAGES, uneven
+from tests.core.algorithms.test_smoothing import block, tokens
 from tests.products import x86, xnnpack
 
 BACKENDS: dict[str, Callable[..., Any]] = {
@@ -46,72 +48,11 @@ def repaired(
     return without, gained, [line for line in result.report.rewrites if repair in line]
 
 
-def spread(one: Any, other: Any, seed: int) -> None:
-    """Make channels up to 2**5 times as large and as small between two layers; the function stays."""
-    exponents = torch.randint(
-        -5, 6, one.bias.shape, generator=torch.Generator().manual_seed(seed)
-    ).float()
-    with torch.no_grad():
-        one.weight.mul_(torch.exp2(exponents).view(-1, 1, 1, 1))
-        one.bias.mul_(torch.exp2(exponents))
-        shape = (-1, 1, 1, 1) if other.groups > 1 else (1, -1, 1, 1)
-        other.weight.div_(torch.exp2(exponents).view(shape))
-
-
-def uneven() -> nn.Module:
-    """Pointwise, depthwise, pointwise, as in MobileNet, with channels of very different size."""
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Conv2d(8, 32, 1), nn.ReLU(), nn.Conv2d(32, 32, 3, padding=1, groups=32), nn.ReLU(),
-        nn.Conv2d(32, 16, 1),
-    ).eval()  # fmt: skip
-    spread(model[0], model[2], 0)
-    spread(model[2], model[4], 1)
-    return model
-
-
-def images(number: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randn(4, 8, 12, 12, generator=generator) for _ in range(number)]
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_equalization(backend: str) -> None:
-    without, gained, lines = repaired(backend, uneven(), images(2), "equalization", near=40)
+    without, gained, lines = repaired(backend, uneven(), [IMAGES], "equalization", near=40)
     assert gained > max(without + 10, 35)
-    assert sum("equalization: " in line for line in lines) == 2
-
-
-WIDTH, LOUD = 32, (3, 11, 20)
-
-
-def attention(m: Any, x: Tensor) -> Tensor:
-    y = m.first(x)
-    scores = m.q(y) @ m.k(y).transpose(-1, -2) / WIDTH**0.5
-    x = x + m.out(scores.softmax(-1) @ m.v(y))
-    return x + m.down(nn.functional.gelu(m.up(m.second(x))))
-
-
-def block() -> nn.Module:
-    """Attention and two linears, behind layer norms that make three channels far larger than the others."""
-    sizes = {**dict.fromkeys(("q", "k", "v", "out"), (1, 1)), "up": (1, 4), "down": (4, 1)}
-    linears = {name: nn.Linear(a * WIDTH, b * WIDTH) for name, (a, b) in sizes.items()}
-    norms = {name: nn.LayerNorm(WIDTH) for name in ("first", "second")}
-    loud = torch.tensor([60.0, 100.0, 80.0])
-    with torch.no_grad():
-        for norm in norms.values():
-            norm.weight[list(LOUD)] *= loud
-        for name, linear in linears.items():
-            if name in ("out", "down"):
-                linear.weight *= 3
-            else:
-                linear.weight[:, list(LOUD)] /= loud
-    return Model(attention, **norms, **linears).eval()
-
-
-def tokens(number: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randn(8, 16, WIDTH, generator=generator) for _ in range(number)]
+    assert sum("equalization: " in line for line in lines) == 3
 
 
 @pytest.mark.parametrize(
@@ -127,30 +68,25 @@ def tokens(number: int) -> list[Tensor]:
     ],
 )
 def test_smooth_quant(backend: str, options: dict[str, Any]) -> None:
-    torch.manual_seed(0)
-    without, gained, lines = repaired(backend, block(), tokens(4), "smooth_quant", **options)
+    batches = [tokens(seed) for seed in range(4)]
+    without, gained, lines = repaired(backend, block(), batches, "smooth_quant", **options)
     assert gained > max(without + 10, 33)
     assert "by first.weight and first.bias" in lines[0]
 
 
-def deep(*, images: bool) -> nn.Module:
+def convolutions() -> nn.Module:
     torch.manual_seed(0)
-    if images:
-        layers = [part for _ in range(3) for part in (nn.Conv2d(8, 8, 3, padding=1), nn.ReLU())]
-        return nn.Sequential(*layers, nn.Conv2d(8, 8, 3, padding=1)).eval()
-    gate = Model(lambda m, x: torch.sigmoid(x) + 0.5)  # not zero on average
-    layers = [part for _ in range(4) for part in (nn.Linear(64, 64), gate)]
-    return nn.Sequential(*layers, nn.Linear(64, 64)).eval()
+    layers = [part for _ in range(3) for part in (nn.Conv2d(8, 8, 3, padding=1), nn.ReLU())]
+    return nn.Sequential(*layers, nn.Conv2d(8, 8, 3, padding=1)).eval()
 
 
 @pytest.mark.parametrize("images", [False, True], ids=["linears", "convolutions"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_bias_correction(backend: str, images: bool) -> None:
     """With weights of four bits, whose rounding moves the means of outputs."""
-    shape = (8, 8, 12, 12) if images else (64, 64)
-    generator = torch.Generator().manual_seed(0)
-    batches = [torch.rand(shape, generator=generator) + 1 for _ in range(3)]
-    model, options = deep(images=images), {"weight_qmin": -8, "weight_qmax": 7}
+    model = convolutions() if images else deep()
+    batches = [IMAGES.sigmoid() + 1] if images else [rows(seed) for seed in range(3)]
+    options = {"weight_qmin": -8, "weight_qmax": 7}
     without, gained, lines = repaired(backend, model, batches, "bias_correction", **options)
     assert gained > without + 2
     assert sum("bias_correction of" in line for line in lines) == (4 if images else 5)

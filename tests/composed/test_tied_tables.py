@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.core.toy import Annotator, Model, annotate, sqnr
+from tests.core.toy import Model, sqnr
 
 WORDS, WIDTH = 40, 16
 PRODUCTS = ("xnnpack", "x86_inductor")
@@ -108,46 +108,6 @@ def test_on_the_executorch_runtime() -> None:
     }
     assert rows == {"tokens": ("embedding", "int8 kernel"), "head": ("xnnpack", "int8 kernel")}
     assert any(f"head.weight_q ({WORDS * WIDTH} bytes)" in note for note in result.report.notes)
-
-
-@pytest.mark.parametrize("product", PRODUCTS)
-def test_where_no_scheme_suits_both_every_reason_is_named(product: str) -> None:
-    """The table of a quantizer that only annotates cannot change, and no product takes such weights."""
-    config = qompose.compose("embedding").members[0].backend.default_config  # type: ignore[attr-defined]
-
-    def wants(node: Any) -> None:
-        if node.target is torch.ops.aten.embedding.default:
-            annotate(node, {node.args[0]: config.weight})
-
-    prepared = qompose.prepare_pt2e(
-        program(), qompose.compose(Annotator(wants, "foreign"), product)
-    )
-    qompose.calibrate(prepared, [(IDS,)])
-    converted = qompose.convert_pt2e(prepared)
-    assert sorted(tables(converted).values(), key=str) == [torch.int8, torch.uint8]
-    (note,) = notes_on_tables(qompose.report(converted))
-    assert f"({product}, rule linear)" in note
-    assert "embedding (foreign, rule annotation)" in note
-    assert sqnr(program().module()(IDS), converted(IDS)) > 25
-
-
-@pytest.mark.parametrize("product", PRODUCTS)
-@pytest.mark.parametrize("left", ["tokens", "head"])
-def test_one_of_both_in_float_is_named(left: str, product: str) -> None:
-    (quantizer,) = qompose.compose(product).members
-    members = [quantizer] if left == "tokens" else ["embedding", quantizer]
-    quantizer.set_module_name(left, None)  # type: ignore[attr-defined]
-    result = quantized(*members)
-    (note,) = notes_on_tables(result.report)
-    assert "head.weight" in note and "embedding" in note
-    assert sqnr(program().module()(IDS), result.model(IDS)) > 25
-    if left == "tokens":
-        assert tables(result.converted) == {
-            "head.weight": torch.float32, "head.weight_q": torch.int8,
-        }  # fmt: skip
-    else:
-        (row,) = (row for row in result.report.rows if row.module == "head")
-        assert (row.state, row.macs) == ("float", 6 * 8 * WORDS * WIDTH)
 
 
 def test_three_members_share_one_table() -> None:

@@ -34,22 +34,6 @@ def test_the_default_is_the_fields_embedding_byte() -> None:
     assert observer.eps == 2**-12
 
 
-def test_parameters_are_those_of_torchs_observer() -> None:
-    table = nn.Embedding(40, 8)
-    table.weight.data = torch.randn(40, 8) * torch.logspace(-1, 3, 40).unsqueeze(1)
-    converted = qompose.convert_pt2e(prepared(table, None))
-    from torch.ao.quantization.observer import PerChannelMinMaxObserver
-
-    observer = PerChannelMinMaxObserver(
-        dtype=torch.quint8, qscheme=torch.per_channel_affine_float_qparams, ch_axis=0, eps=2**-12
-    )
-    observer(table.weight.detach())
-    scale, zero_point = observer.calculate_qparams()
-    found = converted.state_dict()
-    assert torch.equal(found["weight_scale"], scale)
-    assert torch.equal(found["weight_zero_point"], zero_point)
-
-
 @pytest.mark.parametrize("bits", [8, 4, 2])
 @pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize("group_size", [None, 16])

@@ -11,7 +11,6 @@ import torch
 from qompose import QuantizationConfig, QuantizationSpec
 from qompose.spec import qdq
 from qompose_embedding import (
-    EmbeddingBackend,
     EmbeddingQuantizer,
     get_default_embedding_quantization_config,
     get_embedding_quantization_config,
@@ -20,8 +19,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from tests.core.toy import Model
-from tests.sampling import at_once
-from tests.zoo import ZooModel, by_name, tagged
+from tests.zoo import by_name
 
 aten = torch.ops.aten
 WORDS, WIDTH = 50, 8
@@ -128,25 +126,6 @@ def test_each_row_has_a_range_of_its_own() -> None:
         assert float((actual - row).abs().max()) <= 0.51 * spread / 255 + 1e-5 * size, name
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_the_tables_float_type_is_kept(dtype: torch.dtype) -> None:
-    model = text(dtype=dtype)
-    converted = convert(model, IDS)
-    lowered = qompose.lower(converted)
-    for quantized in (converted, lowered):
-        assert quantized(IDS).dtype is dtype
-        assert largest_error(model, quantized(IDS), IDS) < 0.1
-
-
-def test_selectors_leave_a_table_in_float() -> None:
-    quantizer = EmbeddingQuantizer().set_module_name("places", None)
-    lowered = qompose.lower(convert(text(), IDS, quantizer=quantizer))
-    rows = {row.module: row for row in qompose.report(lowered).rows}
-    assert (rows["words"].state, rows["places"].state) == ("int8 kernel", "float")
-    assert "places" in rows["places"].reason
-    assert "places.weight" in lowered.state_dict()
-
-
 @pytest.mark.parametrize(
     "change",
     [{"dtype": torch.int16}, {"qscheme": torch.per_tensor_symmetric}, {"ch_axis": 1}],
@@ -158,27 +137,3 @@ def test_other_schemes_are_refused_when_they_are_set(change: Any) -> None:
     other = QuantizationSpec(**{**vars(spec), **change})
     with pytest.raises(qompose.errors.ConfigError, match="weight"):
         EmbeddingQuantizer().set_global(QuantizationConfig(None, None, other))
-
-
-def test_capabilities() -> None:
-    rows = EmbeddingQuantizer().quantization_capabilities()
-    assert {row.pattern for row in rows} == {"embedding", "embedding_bag"}
-    for row in rows:
-        assert (row.backend, row.mode) == ("embedding", "weight-only")
-        assert row.targets == ("torch", "executorch")
-    assert {row.config for row in rows} == set(EmbeddingBackend().configs)
-
-
-TABLES = tagged("embedding", without="transformers")
-
-
-@pytest.mark.parametrize("model", at_once(TABLES, *TABLES[::5]), ids=str)
-def test_the_zoos_tables(model: ZooModel) -> None:
-    program, inputs = model.export(), model.inputs()
-    prepared = qompose.prepare_pt2e(program, EmbeddingQuantizer())
-    with torch.no_grad():
-        expected = program.module()(*inputs)
-        torch.testing.assert_close(prepared(*inputs), expected, rtol=0, atol=0)
-        converted = qompose.convert_pt2e(prepared)
-        lowered = qompose.lower(converted)
-        torch.testing.assert_close(lowered(*inputs), converted(*inputs), rtol=1e-4, atol=1e-5)

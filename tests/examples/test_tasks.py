@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from types import ModuleType
 from typing import Any
 
@@ -33,39 +31,10 @@ def _directions(*degrees: float) -> Tensor:
     return torch.stack([angles.cos(), angles.sin()], dim=1)
 
 
-def needs_weights(sentence: ModuleType) -> None:
-    pytest.importorskip("tokenizers")
-    if importlib.util.find_spec(sentence.PACKAGE) is None:
-        pytest.skip(f"{sentence.PACKAGE} is not installed")
-
-
-def test_texts_are_many_distinct_and_bounded(sentence: ModuleType, texts: list[str]) -> None:
-    """Docstrings differ between Python versions, so the count has a range."""
-    assert 800 <= len(texts) <= 1100
-    assert sorted(set(texts)) == texts == sentence.texts()
-    lengths = [len(text) for text in texts]
-    assert min(lengths) >= sentence.MIN_CHARACTERS
-    assert max(lengths) <= sentence.MAX_CHARACTERS
-
-
 def test_split_is_a_partition(sentence: ModuleType, texts: list[str]) -> None:
     inside, outside = sentence.split(texts)
     assert len(inside) == sentence.CALIBRATION_BATCHES * sentence.BATCH_SIZE
     assert sorted(inside + outside) == texts
-
-
-@pytest.mark.parametrize(
-    ("count", "sizes"),
-    [(32, [16, 16]), (37, [16, 16, 5]), (33, [16, 15, 2]), (17, [15, 2]), (1, [1]), (0, [])],
-)
-def test_batches_drop_nothing_and_leave_no_single_row(
-    sentence: ModuleType, texts: list[str], count: int, sizes: list[int]
-) -> None:
-    needs_weights(sentence)
-    made = sentence.batches(texts[:count], 16)
-    assert [len(ids) for ids, _ in made] == sizes
-    assert all(ids.shape == mask.shape == (len(ids), 64) for ids, mask in made)
-    assert all(mask.sum(dim=1).min() > 2 for _, mask in made)
 
 
 @pytest.mark.parametrize("metric", ["mean_cosine", "same_nearest_neighbour"])
@@ -106,17 +75,3 @@ def test_digits_split_is_fixed_disjoint_and_complete(digits: ModuleType) -> None
     assert test.labels.bincount().min() >= 30
     assert train.images.shape[1:] == (1, 8, 8)
     assert (train.images.min(), train.images.max()) == (0.0, 1.0)
-
-
-def test_digits_accuracy_counts_right_answers(digits: ModuleType) -> None:
-    data = digits.Data(torch.zeros(6, 1, 8, 8), torch.tensor([0, 0, 0, 1, 2, 3]))
-    assert digits.accuracy(lambda x: torch.eye(10)[:1].expand(len(x), 10), data, size=4) == 0.5
-
-
-def test_digits_training_repeats_and_leaves_the_random_state(digits: ModuleType) -> None:
-    train, _ = digits.load()
-    few = digits.Data(train.images[:64], train.labels[:64])
-    before = torch.get_rng_state()
-    first, second = (digits.train(few, epochs=1).state_dict() for _ in range(2))
-    assert all(torch.equal(first[name], second[name]) for name in first)
-    assert torch.equal(before, torch.get_rng_state())

@@ -275,16 +275,6 @@ def test_references_forward() -> None:
     assert sqnr(SUMS(*PAIRS[-1]), found.outputs[0]) > 25
 
 
-def test_a_circle_of_references_is_an_error_with_a_name() -> None:
-    def circle(node: Node, share: Any) -> Any:
-        first, second = node.all_input_nodes if len(node.all_input_nodes) == 2 else (None, None)
-        return ({first: share((second, node)), second: share((first, node))} if first else {}), None
-
-    x = randn(3, 4)
-    with pytest.raises(qompose.errors.SharingError, match="add -> cat"):
-        qompose.prepare_pt2e(export(SUMS, x, x), shared(circle))
-
-
 def test_in_a_body() -> None:
     """Operators of another package stand in bodies, and what they read becomes operands."""
 

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
+import torch
 from qompose_x86_inductor.native import vnni
 
 
@@ -11,3 +14,10 @@ from qompose_x86_inductor.native import vnni
 def by_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compile as on a processor that our C++ is not for."""
     monkeypatch.setattr(vnni, "available", lambda: False)
+
+
+@pytest.fixture
+def nothing_is_kept() -> Iterator[None]:
+    """What torch compiled for a test goes with it."""
+    yield
+    torch._dynamo.reset()

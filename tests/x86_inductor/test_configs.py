@@ -89,24 +89,6 @@ class TestNamed:
         ]  # fmt: skip
         assert {config.mode for config in configs.values()} == {"static", "dynamic", "weight-only"}
 
-    @pytest.mark.full
-    @pytest.mark.parametrize(
-        ("config", "rules"),
-        [
-            (CONFIG(is_dynamic=True, per_token=True), {"linear_dynamic_per_token"}),
-            (CONFIG(weight_only=True, group_size=256), {"linear_int4_weight"}),
-        ],
-    )
-    def test_capabilities_say_what_follows_them(
-        self, config: qompose.QuantizationConfig, rules: set[str]
-    ) -> None:
-        rows = X86InductorQuantizer().set_global(config).quantization_capabilities()
-        assert rules <= {row.pattern for row in rows if row.settings == config}
-        assert rows.supports("linear", config)
-        refused = rows.supports("conv2d", config)
-        assert not refused
-        assert config.mode in refused.reason
-
 
 class TestRanges:
     """Eight bits of weights where the processor's products are exact, seven elsewhere."""
@@ -219,23 +201,6 @@ class TestWhatExcludesWhat:
         config = CONFIG(**WEIGHT_ONLY, group_size=32, weight_qmin=-7)
         with pytest.raises(ConfigError, match="-7"):
             X86InductorQuantizer().set_global(config)
-
-
-@pytest.mark.parametrize(
-    ("word", "options"), [("mse", {}), ("histogram", {"is_dynamic": True}), ("mse", WEIGHT_ONLY)]
-)
-def test_four_bits_are_nearer_to_float_with_a_range_that_is_searched(
-    word: str, options: dict[str, Any]
-) -> None:
-    torch.manual_seed(0)
-    model, x = nn.Linear(256, 64).eval(), torch.randn(64, 256)
-    model.weight.data.normal_()
-    found = {}
-    for weight_range in ("minmax", word):
-        config = CONFIG(**options, weight_qmin=-8, weight_qmax=7, weight_range=weight_range)
-        converted = convert(model, X86InductorQuantizer().set_global(config), x)
-        found[weight_range] = sqnr(model(x), qompose.lower(converted)(x))
-    assert found[word] > found["minmax"] + 0.5
 
 
 def mixed() -> nn.Module:

@@ -251,6 +251,14 @@ def test_a_fault_is_told_with_its_source_and_harms_nobody_else(
     assert health["bad"] == discovery.Health("broken", told[0].reason)
 
 
+def test_a_hook_that_asks_for_an_argument_is_named_with_it(install: Install) -> None:
+    install(bad=None)
+    hook = hookimpl(lambda unknown: ToyBackend(name="bad"), specname="qompose_backend")
+    vars(sys.modules["fake_bad"])["qompose_backend"] = hook
+    with pytest.raises(PluginError, match="unknown"):
+        qompose.backend.load_backend("bad")
+
+
 def test_a_module_that_fails_is_not_imported_again(
     install: Install, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:

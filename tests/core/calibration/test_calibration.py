@@ -113,14 +113,6 @@ def test_a_batch_that_does_not_fit_is_named_by_number(bad: Any, named: str) -> N
     assert caught.value.number == 3
 
 
-def test_nan_is_named_with_its_batch_and_its_tensor() -> None:
-    bad = X.clone()
-    bad[0, 0] = math.nan
-    with pytest.raises(BatchError, match="add") as caught:  # the observed tensor is the sum
-        qompose.calibrate(prepared_pair(), [(X, Y), (bad, Y)])
-    assert caught.value.number == 2
-
-
 def test_batches_are_read_one_at_a_time_and_no_gradients_are_kept() -> None:
     prepared, alive = prepared_single(), []
 

@@ -185,15 +185,6 @@ def test_a_dynamic_tensor_needs_no_calibration_whatever_its_observer(model: nn.M
     assert sqnr(model(X), converted(X)) > 30
 
 
-def test_dynamic_parameters_follow_each_tensor() -> None:
-    model = seeded(nn.Linear(3, 4, bias=False))
-    converted = qompose.convert_pt2e(prepare(export(model, X), toy(LINEAR, config=DYNAMIC)))
-    (node,) = nodes_calling(converted, "linear")
-    assert node.args[0].target is qdq.dequantize_per_tensor_dynamic
-    for size in (0.1, 1.0, 1e3):
-        assert sqnr(model(X * size), converted(X * size)) > 30
-
-
 def test_float64_is_converted_or_left_in_float_with_a_reason(model: nn.Module) -> None:
     """The operators of torch quantize float32, bfloat16 and float16."""
     model, x = model.double(), X.double()

@@ -15,7 +15,6 @@ from qompose import QomposeWarning, UserError
 from qompose.errors import (
     BackendNotFoundError,
     NotExportedError,
-    NothingQuantizedError,
     StageError,
     TargetError,
     UncalibratedError,
@@ -27,7 +26,6 @@ from tests.core.toy import (
     LINEAR,
     WEIGHT_ONLY,
     Model,
-    NullQuantizer,
     convert,
     export,
     graph_text,
@@ -170,34 +168,6 @@ def test_quantize_without_calibration_where_nothing_is_static(net: nn.Module) ->
     with pytest.warns(QomposeWarning, match="linear.*toy"):
         result = qompose.quantize(net, (X,), backends=[toy(LINEAR, config=WEIGHT_ONLY)])
     assert sqnr(net(X), result.model(X)) > 30
-
-
-def test_nothing_quantized_is_one_warning_that_names_the_operators() -> None:
-    with pytest.warns(QomposeWarning) as caught:
-        qompose.prepare_pt2e(PROGRAM, NullQuantizer())
-    (warning,) = caught
-    text = str(warning.message)
-    assert all(
-        name in text for name in ("linear_1 (aten.linear in second)", "sigmoid (aten.sigmoid)")
-    )
-    assert warning.filename == __file__
-
-
-def test_strict_makes_nothing_quantized_an_error() -> None:
-    with pytest.raises(NothingQuantizedError, match=r"linear \(aten.linear in first\)"):
-        qompose.prepare_pt2e(PROGRAM, NullQuantizer(), strict=True)
-
-
-def test_prepare_in_place_makes_the_module_itself_the_result() -> None:
-    module = PROGRAM.module(check_guards=False)
-    prepared = qompose.prepare_pt2e(module, toy(LINEAR), inplace=True)
-    assert prepared is module
-    module(X)
-    converted = qompose.convert_pt2e(module, inplace=True)
-    assert converted is module
-    expected = convert(PROGRAM, toy(LINEAR), X)
-    assert torch.equal(module(X), expected(X))
-    assert graph_text(module) == graph_text(expected)
 
 
 def test_stages_do_not_change_what_they_were_given() -> None:

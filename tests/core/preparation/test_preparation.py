@@ -137,15 +137,6 @@ def test_the_way_to_call_is_kept() -> None:
     assert len(lowered(x, **arguments)["rest"]) == 2
 
 
-def test_dynamic_dimensions_run_at_every_stage() -> None:
-    batch = torch.export.Dim("batch", min=1, max=100)
-    prepared = prepare(export(FORK, randn(4, 3), dynamic_shapes=({0: batch},)), toy(LINEAR))
-    prepared(randn(4, 3))
-    converted = qompose.convert_pt2e(prepared)
-    for module in (prepared, converted, qompose.lower(converted)):
-        assert [module(randn(size, 3)).shape for size in (1, 7, 64)] == [(1, 3), (7, 3), (64, 3)]
-
-
 # torch 2.13 copies the argument tree of any exported module through a class that it deprecates
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
 def test_a_prepared_model_can_be_copied() -> None:

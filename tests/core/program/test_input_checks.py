@@ -135,14 +135,10 @@ def test_sizes_that_may_vary_do(stage: Any, rows: int) -> None:
     assert stage(x, {"a": a}, 3, 0.5).shape == (rows, 4)
 
 
-def test_compare_and_calibrate_name_the_batch() -> None:
-    model, (wrong, _) = prepared(program()), WRONG["too many rows"]
+def test_compare_names_the_batch() -> None:
     with pytest.raises(BatchError) as refused:
-        qompose.calibrate(model, [INPUTS, wrong])
+        qompose.compare(program(), prepared(program()), [INPUTS, WRONG["too many rows"][0]])
     assert refused.value.number == 2
-    with pytest.raises(BatchError) as refused:
-        qompose.compare(program(), model, [wrong])
-    assert refused.value.number == 1
 
 
 def test_a_limit_is_a_number_of_batches() -> None:

@@ -18,8 +18,6 @@ from qompose.errors import AnnotationConflictError
 from qompose.program.meta import ANNOTATION_KEY
 from qompose.spec import (
     DerivedQuantizationSpec,
-    FixedQParamsQuantizationSpec,
-    SharedQuantizationSpec,
 )
 from torch import nn
 from torch.fx import Node
@@ -38,7 +36,6 @@ from tests.core.toy import (
     convert,
     export,
     graph_text,
-    groups_of,
     nodes_calling,
     plan_of,
     prepare,
@@ -49,25 +46,7 @@ from tests.core.toy import (
 )
 
 aten = torch.ops.aten
-FIXED = FixedQParamsQuantizationSpec(torch.uint8, 1 / 256, 0, 0, 255, torch.per_tensor_affine)
-
-
 bias_of = partial(derived_bias, kind=DerivedQuantizationSpec)
-
-
-def tutorial(node: Node) -> None:
-    """The annotations of torch's tutorial on writing a quantizer."""
-    if node.target is aten.linear.default:
-        x, weight, bias = node.args
-        annotate(
-            node, {x: INT8, weight: WEIGHT_PER_TENSOR, bias: bias_of(node, per_channel=False)}, INT8
-        )
-    elif node.target is aten.add.Tensor:
-        first, second = node.args
-        shared = SharedQuantizationSpec((first, node))
-        annotate(node, {first: INT8, second: shared}, shared)
-    elif node.target is aten.sigmoid.default:
-        annotate(node, {node.args[0]: INT8}, FIXED)
 
 
 @pytest.fixture(scope="module")
@@ -75,29 +54,6 @@ def program() -> torch.export.ExportedProgram:
     layers = {"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)}
     model = Model(lambda m, x: torch.sigmoid(m.a(x) + torch.tanh(m.b(x))), **layers)
     return export(seeded(model), randn(6, 4))
-
-
-def test_the_tutorials_groups(program: torch.export.ExportedProgram) -> None:
-    sum_and_all_around_it = {
-        "output of linear", "linear -> add", "tanh -> add", "output of add", "add -> sigmoid",
-    }  # fmt: skip
-    alone = (
-        *("a_weight -> linear", "b_weight -> linear_1", "a_bias -> linear", "b_bias -> linear_1"),
-        *("output of linear_1", "output of sigmoid"),
-    )
-    groups = [sum_and_all_around_it, {"x -> linear", "x -> linear_1"}, *({one} for one in alone)]
-    assert groups_of(prepare(program, Annotator(tutorial))) == set(map(frozenset, groups))
-
-
-def test_the_tutorials_model(program: torch.export.ExportedProgram) -> None:
-    """One scale for a sum's inputs and output, fixed parameters as given, and close to the float model."""
-    x = randn(6, 4)
-    converted = convert(program, Annotator(tutorial), x)
-    (add,), (sigmoid,) = (nodes_calling(converted, name) for name in ("add", "sigmoid"))
-    (after,), (quantize,) = add.users, sigmoid.users
-    assert len({node.args[1:] for node in (*add.all_input_nodes, after)}) == 1
-    assert quantize.args[1:] == (1 / 256, 0, 0, 255, torch.uint8)
-    assert sqnr(program.module()(x), converted(x)) > 30
 
 
 @pytest.mark.parametrize("per_channel", [False, True], ids=["per tensor", "per channel"])

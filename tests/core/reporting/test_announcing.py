@@ -74,7 +74,9 @@ class TestWarnings:
         deep = nn.Sequential(*(nn.Tanh() for _ in range(25)))
         with pytest.warns(QomposeWarning) as caught:
             qompose.prepare_pt2e(export(deep, X), toy(LINEAR))
-        text = str(caught[0].message)
+        (warning,) = caught
+        assert warning.filename == __file__
+        text = str(warning.message)
         assert "25" in text and text.count("(aten.tanh in ") == 20
         assert text.endswith("5 more")
 

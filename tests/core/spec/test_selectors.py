@@ -17,7 +17,6 @@ from qompose.errors import SelectorError
 from torch import nn
 
 from tests.core.toy import (
-    CONV,
     DYNAMIC,
     LINEAR,
     LINEAR_RELU,
@@ -289,20 +288,3 @@ def test_the_anchor_decides_and_another_members_config_blocks(
     assert claimed(prepared) == expected
     row = next(row for row in qompose.report(prepared).rows if row.name == "relu")
     assert named in row.reason
-
-
-@pytest.mark.parametrize("select", [
-    lambda q: q.set_module_name("norm", None),
-    lambda q: q.set_module_type(nn.BatchNorm2d, None),
-], ids=["name", "type"])  # fmt: skip
-def test_a_selector_on_a_batch_norm_keeps_it_from_being_folded(select: Any) -> None:
-    model = nn.Sequential(OrderedDict(conv=nn.Conv2d(2, 3, 1), norm=nn.BatchNorm2d(3)))
-    x = torch.randn(2, 2, 4, 4)
-    quantizer = qompose.ComposableQuantizer([select(toy(CONV))])
-    report = qompose.report(prepare(export(model.eval(), x), quantizer))
-    assert {row.operator: row.state for row in report.rows} == {
-        "aten.conv2d": "observed",
-        "aten.batch_norm": "float",
-    }
-    assert not report.rewrites
-    assert any("batch_norm" in note for note in report.notes)

@@ -173,13 +173,6 @@ class TestBackends:
             qompose.load(path)
         assert caught.value.name == "toy"
 
-    def test_one_of_another_interface(self, path: Path, offered: Offered) -> None:
-        lowered_mlp(path)
-        offered.facts = {"api_version": 99}
-        offered.forget()
-        with pytest.raises(PluginError, match=r"99.*toy-package 1\.2"):
-            qompose.load(path)
-
 
 def test_another_machine_refuses_or_is_warned_of_once(path: Path, offered: Offered) -> None:
     reasons: list[str] = []

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,17 +20,12 @@ from tests.x86_inductor.small_models import lowered
 WIDTH = 48
 CALL = "= torch.ops.onednn.qlinear_pointwise"
 pytestmark = [
+    pytest.mark.usefixtures("nothing_is_kept"),
     pytest.mark.usefixtures("by_onednn"),
     pytest.mark.filterwarnings("ignore:The tensor attributes.*assigned during export"),  # of a GRU
     pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_kept() -> Iterator[None]:
-    yield
-    torch._dynamo.reset()
 
 
 def perceptron(activation: Callable[[], nn.Module] = nn.ReLU) -> nn.Module:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +24,12 @@ from tests.sampling import at_once
 from tests.x86_inductor import small_models
 
 pytestmark = [
+    pytest.mark.usefixtures("nothing_is_kept"),
     pytest.mark.skipif(not vnni.available(), reason="no AVX-512 VNNI, or AMX beside it"),
     pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning"),
 ]
 PRODUCT, DEPTHWISE, ONEDNN = "cpu_vnni_product(", "cpu_vnni_depthwise(", "cpu__q"
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_kept() -> Iterator[None]:
-    yield
-    torch._dynamo.reset()
 
 
 class Block(nn.Module):

@@ -155,28 +155,20 @@ def check_dynamic(
 CLAMPS = st.sampled_from([UNBOUNDED, (0.0, 6.0)])
 
 
-class TestDynamic:
-    @examples
-    @given(float_inputs(), geometries(), st.booleans(), st.booleans(), CLAMPS)
-    def test_conv2d(
-        self, case: Any, convolution: Any, with_bias: bool, shared: bool, clamp: Any
-    ) -> None:
-        geometry, shape = convolution
-        x, seed = sample(case, 3, 4, 7, 8) * RANGES, case[0]
-        w_scale = normal(seed, 1 if shared else shape[0]).abs() * 0.02 + 1e-5
-        bias = normal(seed + 3, shape[0]) * case[1] if with_bias else None
-        check_dynamic("conv2d", x, weights(seed, *shape), w_scale, bias, geometry, clamp)
-
-    @examples
-    @given(float_inputs(), geometries(transposed=True), st.booleans(), st.booleans(), CLAMPS)
-    def test_conv_transpose2d(
-        self, case: Any, convolution: Any, with_bias: bool, shared: bool, clamp: Any
-    ) -> None:
-        geometry, shape = convolution
-        x, seed, groups = sample(case, 3, 4, 6, 5) * RANGES, case[0], geometry[3]
-        w_scale = normal(seed, 1 if shared or groups > 1 else shape[1]).abs() * 0.02 + 1e-5
-        bias = normal(seed + 3, groups * shape[1]) * case[1] if with_bias else None
-        check_dynamic("conv_transpose2d", x, weights(seed, *shape), w_scale, bias, geometry, clamp)
+@pytest.mark.parametrize("name", ["conv2d", "conv_transpose2d"])
+@examples
+@given(st.data(), float_inputs(), st.booleans(), st.booleans(), CLAMPS)
+def test_dynamic(
+    name: str, data: Any, case: Any, with_bias: bool, shared: bool, clamp: Any
+) -> None:
+    transposed = name == "conv_transpose2d"
+    geometry, shape = data.draw(geometries(transposed=transposed))
+    seed, groups = case[0], geometry[3] if transposed else 1
+    x = sample(case, 3, 4, *((6, 5) if transposed else (7, 8))) * RANGES
+    outputs = shape[1] if transposed else shape[0]
+    w_scale = normal(seed, 1 if shared or groups > 1 else outputs).abs() * 0.02 + 1e-5
+    bias = normal(seed + 3, groups * outputs) * case[1] if with_bias else None
+    check_dynamic(name, x, weights(seed, *shape), w_scale, bias, geometry, clamp)
 
 
 INTEGERS = int8(0, 1, 4, 5, 5)

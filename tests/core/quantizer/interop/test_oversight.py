@@ -151,16 +151,6 @@ def test_what_another_hook_changes_is_named_and_by_whom(name: str, hook: str) ->
     assert torch.equal(PROGRAM.module()(X), expected(X))
 
 
-@pytest.mark.parametrize("members", MEMBERS.values(), ids=MEMBERS)
-@pytest.mark.parametrize("tensor", ["shift", "a.weight"])
-def test_a_write_to_a_tensor_is_noticed(tensor: str, members: Any) -> None:
-    def act(model: GraphModule, observers: Any) -> None:
-        model.state_dict()[tensor].zero_()
-
-    with pytest.raises(UserError, match=f"Acting.*{tensor}"):
-        prepare(export(net(), X), qompose.compose(*members(act)))
-
-
 def test_a_quantizer_without_a_composition() -> None:
     with pytest.raises(UserError, match=rf"tests\.Acting: {CALLBACK} .*relu"):
         prepare(PROGRAM, foreign(another_operator))
