@@ -6,6 +6,7 @@ from __future__ import annotations
 from qompose.algorithms.bias_correction import BiasCorrection
 from qompose.algorithms.channel_scaling import ChannelScaling
 from qompose.algorithms.equalization import Equalization
+from qompose.algorithms.gptq import GPTQ
 from qompose.algorithms.interface import Algorithm
 from qompose.algorithms.smooth_quant import Smoothing
 
@@ -13,6 +14,7 @@ ALGORITHMS: tuple[Algorithm, ...] = (
     Equalization(),
     ChannelScaling(),
     Smoothing(),
+    GPTQ(),
     BiasCorrection(),
 )
 """All that there are, in the order in which stages ask them."""

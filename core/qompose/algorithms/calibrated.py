@@ -62,6 +62,7 @@ class Calibrated:
         dropped: claims that are not followed, with the reason.
         factors: those of channels, and which parameters take them up.
         qparams: by group, filled in when all factors are chosen.
+        integers: by group of a weight, its integers, where they are not those next to its values.
         parameters: by name, parameters with new values, besides those that take up factors.
         made: a line for each change.
         refused: a line for each that was asked for and not made, with the reason.
@@ -75,6 +76,7 @@ class Calibrated:
     dropped: Mapping[int, str]
     factors: ChannelFactors
     qparams: dict[int, QParams] = field(default_factory=dict)
+    integers: dict[int, Tensor] = field(default_factory=dict)
     parameters: dict[str, Tensor] = field(default_factory=dict)
     made: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)

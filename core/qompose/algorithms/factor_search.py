@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The search for factors of channels, with their error measured on rows that they were not made from.
 
-Factors are powers of two, of at least 1: they shrink large channels and leave quiet ones their headroom, so
-that a channel which happened to be silent during calibration is not cut off when it speaks.
+Factors are powers of `2 ** 0.25`, of at least 1: they shrink large channels and leave quiet ones their
+headroom, so that a channel which happened to be silent during calibration is not cut off when it speaks.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ _EXPONENTS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.25)
 _LEVELS = (0.3, 0.5, 0.7, 0.85, 0.95, 0.98, 0.995)
 _MEDIAN = 0.5
 _LARGEST_FACTOR = 2.0**8
+_STEPS_PER_OCTAVE = 4
 
 Error = Callable[[Tensor, Tensor, Tensor], float]
 """The error of some rows, by factors, scale and zero point."""
@@ -123,7 +124,7 @@ def output_factors(
 
     needed = _needed_gain([weight.numel() // weight.shape[0]])
     search = _Search(channels, lambda seen, exponent: seen.largest, scheme, qparams, error_on)
-    return search.best(needed, (1.0,), (_MEDIAN,))
+    return search.best(needed, (1.0,), _LEVELS)
 
 
 @dataclass(frozen=True)
@@ -178,17 +179,18 @@ class _Search:
         return Factors(*self._chosen(self.channels, factors), gain)
 
     def _factors(self, seen: ChannelSample, exponent: float, level: float) -> Tensor:
-        return _powers_of_two(self.size(seen, exponent), level)
+        return _factors_above(self.size(seen, exponent), level)
 
     def _chosen(self, seen: ChannelSample, factors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         ends = (seen.low / factors).amin(), (seen.high / factors).amax()
         return factors, *self.scheme.choose(*ends)
 
 
-def _powers_of_two(sizes: Tensor, level: float) -> Tensor:
-    """Return the powers of two next to the sizes over a quantile of them; silent channels have 1."""
+def _factors_above(sizes: Tensor, level: float) -> Tensor:
+    """Return the sizes over a quantile of them, in steps of a quarter octave; silent channels have 1."""
     alive = sizes > 0
     if not bool(alive.any()):
         return torch.ones_like(sizes)
     ratios = sizes.clamp(min=1e-30) / torch.quantile(sizes[alive], level)
-    return torch.exp2(torch.log2(ratios).round()).clamp(1.0, _LARGEST_FACTOR)
+    steps = (torch.log2(ratios) * _STEPS_PER_OCTAVE).round()
+    return torch.exp2(steps / _STEPS_PER_OCTAVE).clamp(1.0, _LARGEST_FACTOR)

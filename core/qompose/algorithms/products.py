@@ -3,15 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 
+from qompose.algorithms.calibrated import Calibrated
 from qompose.program.batch_norm_folding import FOLDABLE, TRANSPOSED
-from qompose.program.graph import address_of, constant_of, describe, value_of
+from qompose.program.graph import address_of, behind_modules, constant_of, describe, value_of
 from qompose.spec.claim import Claim
 from qompose.spec.qparams import along
 
@@ -43,9 +44,7 @@ class Product:
 
     def taps(self, weight: Tensor) -> Tensor:
         """Return a view of a weight as `(groups, outputs of each, inputs of each, taps)`."""
-        flat = weight.flatten(2) if weight.dim() > 2 else weight.unsqueeze(2)
-        grouped = flat.view(self.groups, -1, *flat.shape[1:])
-        return grouped.transpose(1, 2) if self.node.target in TRANSPOSED else grouped
+        return taps_of(weight, self.groups, self.node.target in TRANSPOSED)
 
     def scaled(self, weight: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
         """Return a weight whose output and input channels are multiplied by a number each, in its type."""
@@ -58,6 +57,79 @@ class Product:
     def channel_dim(self) -> int:
         """Return the dimension that has the channels of its output, and of its input."""
         return channel_dim(self.node, self.weight)
+
+
+@dataclass(frozen=True)
+class Operands:
+    """What a linear or a convolution of a prepared program reads, behind the observers."""
+
+    node: Node
+    source: Node
+    weight: Node
+    bias: Node | None
+
+    @classmethod
+    def of(cls, node: Node) -> Operands:
+        """Return those of a product."""
+        bias = node.args[2] if len(node.args) > 2 else None
+        return cls(
+            node,
+            behind_modules(node.args[0]),
+            behind_modules(node.args[1]),
+            None if bias is None else behind_modules(bias),
+        )
+
+
+class NotChanged(Exception):  # noqa: N818 - a state, not a mistake
+    """Raised with the reason why a product stays as it is."""
+
+
+class NotKnown(NotChanged):
+    """Raised where statistics do not have what it takes."""
+
+
+def is_wanted(claim: Claim, word: str) -> bool:
+    """Tell whether a claim asks for an algorithm by its word, or leaves it to the engine."""
+    return claim.repairs_itself or word in claim.repairs
+
+
+def change_products(found: Calibrated, word: str, change: Callable[[Node], str]) -> None:
+    """Let an algorithm change each product that it is wanted for, and note what it did, or why not.
+
+    Where nobody asked by word, only missing statistics are worth a line.
+
+    Args:
+        change: changes one product and says what that does, or raises `NotChanged`.
+    """
+    unknown = list[str]()
+    for number, claim in enumerate(found.plan.claims):
+        if not is_wanted(claim, word):
+            continue
+        node = product_node(claim, found.nodes)
+        try:
+            if node is None:
+                raise NotChanged("it is neither a linear nor a convolution")
+            if number in found.dropped:
+                raise NotChanged(f"it stays in float, since {found.dropped[number]}")
+            effect = change(node)
+        except NotChanged as reason:
+            if not claim.repairs_itself:
+                where = describe(found.nodes[claim.anchor] if node is None else node)
+                found.refused.append(f"{word} of {where} was not made: {reason}")
+            elif isinstance(reason, NotKnown):
+                unknown.append(str(reason))
+        else:
+            found.made.append(f"{word} of {describe(node)}: {effect}")
+    if unknown:
+        products = f"{len(unknown)} product{'s' * (len(unknown) > 1)}"
+        found.refused.append(f"{word} of {products} was not made: {unknown[0]}")
+
+
+def taps_of(weight: Tensor, groups: int, transposed: bool) -> Tensor:
+    """Return a view of a weight as `(groups, outputs of each, inputs of each, taps)`."""
+    flat = weight.flatten(2) if weight.dim() > 2 else weight.unsqueeze(2)
+    grouped = flat.view(groups, -1, *flat.shape[1:])
+    return grouped.transpose(1, 2) if transposed else grouped
 
 
 def channel_dim(product: Node, weight: Node) -> int:

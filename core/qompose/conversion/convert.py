@@ -76,7 +76,8 @@ def convert_pt2e(
         use_reference_representation: spell out the integer arithmetic of every operator that has a
             reference, in aten operators (`qompose.conversion.reference_representation`). Such a
             model is not for `lower`.
-        fold_quantize: store the integers of parameters; False keeps floats and a quantize operator.
+        fold_quantize: store the integers of parameters; False keeps floats and a quantize operator, but for
+            weights whose integers an algorithm chose, which no such operator gives.
         inplace: turn `model` itself into the result. Float parameters are dropped one by one as they are
             quantized, so that both forms are never held at once.
         allow_uncalibrated: leave regions in float whose observers saw nothing, rather than raise.
@@ -313,7 +314,7 @@ class _QDQInserter:
         balance, factors = self.plan.groups[number].balance, self._factors_of(number)
         q, constant = self.solution.qparams[number], constant_of(value)
         pair = self._pair(node, value, q)
-        if constant is not None and self.fold_quantize:
+        if constant is not None and (self.fold_quantize or number in self.solution.integers):
             quantized = self._folded(node, value, constant, number)
         else:
             value = value if constant is not None else self._divided(value, number, before=node)
@@ -366,7 +367,9 @@ class _QDQInserter:
         A table that is read in several places, under whatever names, is stored once.
         """
         key = (layout_of(constant), number)
-        if key not in self._integers:
+        if number in self.solution.integers:
+            self._integers[key] = self.solution.integers[number]
+        elif key not in self._integers:
             with torch.no_grad():
                 self._integers[key] = integers_of(
                     constant,

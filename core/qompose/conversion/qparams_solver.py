@@ -65,6 +65,7 @@ class Solution:
         delegated: groups whose observers replace their own nodes, by number; how messages name their tensors.
         qparams: by group that lives, is not dynamic and is not delegated.
         factors: which channels get factors, and which parameters take them up.
+        integers: by group of a weight, its integers, where they are not those next to its values.
         parameters: by name, the parameters that get other values before they are read: biases with factors
             or corrections, and what divides the input of a product.
         biases: by claim, the bias that its kernel adds as integers.
@@ -79,6 +80,7 @@ class Solution:
     delegated: Mapping[int, str]
     qparams: Mapping[int, QParams]
     factors: ChannelFactors
+    integers: Mapping[int, Tensor]
     parameters: Mapping[str, Tensor]
     biases: Mapping[int, Tensor]
     dropped: Mapping[int, str]
@@ -185,6 +187,7 @@ class QParamsSolver:
             delegated={n: self.describe(n) for n in self._observers if self.converts_itself(n)},
             qparams=found.qparams,
             factors=found.factors,
+            integers=found.integers,
             parameters=parameters,
             biases=rounded_biases(self.plan, self._nodes, found.qparams, self.dropped, parameters),
             dropped=self.dropped,

@@ -275,6 +275,18 @@ def integers_of(constant: Tensor, q: QParams, absorbed: Absorbed = ()) -> Tensor
     return result
 
 
+def values_of_integers(integers: Tensor, q: QParams) -> Tensor:
+    """Return the values that the integers of a parameter stand for, in float32."""
+    scale, zero_point = q.scale.to(integers.device), q.zero_point.to(integers.device)
+    given: tuple[Any, Any] = (
+        (float(scale), int(zero_point)) if q.per_tensor else (scale, zero_point)
+    )
+    pair = static_pair(q, tuple(integers.shape), *given)
+    arguments, keywords = pair.to_float(torch.float32)
+    values: Tensor = pair.dequantize(integers, *arguments, **keywords)
+    return values
+
+
 def _quantize(x: Tensor, q: QParams, first: int, last: int) -> Tensor:
     """Quantize some rows, whose scales along dimension 0 are those from `first` to `last`."""
     bounds = (q.low, q.high, q.dtype)

@@ -128,8 +128,9 @@ def register_virtual_subclasses() -> None:
             _unregistered.pop((module, name), None)
 
 
-EQUALIZATION, SMOOTH_QUANT, BIAS_CORRECTION = "equalization", "smooth_quant", "bias_correction"
-REPAIRS = (EQUALIZATION, SMOOTH_QUANT, BIAS_CORRECTION)
+EQUALIZATION, SMOOTH_QUANT = "equalization", "smooth_quant"
+GPTQ, BIAS_CORRECTION = "gptq", "bias_correction"
+REPAIRS = (EQUALIZATION, SMOOTH_QUANT, GPTQ, BIAS_CORRECTION)
 
 
 @dataclass(frozen=True)
@@ -171,6 +172,7 @@ def word_of(repair: Any) -> Any:
 
 _MODES: Mapping[str, Mapping[str, str]] = {
     SMOOTH_QUANT: {"weight-only": "it divides activations before they are rounded"},
+    GPTQ: dict.fromkeys(("weight-only", "dynamic"), "it goes by rows of inputs that are observed"),
     BIAS_CORRECTION: dict.fromkeys(
         ("weight-only", "dynamic"), "it goes by the means of inputs that are observed"
     ),

@@ -15,6 +15,7 @@ from qompose import QuantizationConfig
 from qompose.backend import OperatorPattern
 from qompose.conversion.convert import insert_qdq
 from qompose.conversion.qparams_solver import solve
+from qompose.observers import AutoRangeObserver
 from qompose.spec.quantization_spec import REPAIRS
 from torch import Tensor, nn
 from torch.export import Dim
@@ -27,7 +28,8 @@ CONV = toys.rule(
     activations=("input",), weight="weight", bias="bias", channels=(1, 1),
 )  # fmt: skip
 LINEAR = replace(toys.LINEAR, bias="bias", channels=(-1, -1))
-PLAIN = QuantizationConfig(INT8, None, WEIGHT_PER_TENSOR, repairs=())
+AUTO = replace(INT8, observer_or_fake_quant_ctr=AutoRangeObserver)
+PLAIN = QuantizationConfig(AUTO, None, WEIGHT_PER_TENSOR, repairs=())
 ALL = replace(PLAIN, repairs=REPAIRS)
 SMOOTH_DYNAMIC = replace(toys.DYNAMIC, repairs=("smooth_quant",))
 

@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GPTQ: a weight rounded one input channel after another, each making up for the errors before it.
+
+Rounding to the nearest integer makes the error `E` of a weight small. What counts is the error of the
+product, `E G E'` for the second moments `G` of its input: what one channel's rounding does to the output,
+the channels that are rounded later can take back where they correlate with it (Frantar et al., "GPTQ", 2022).
+The channels that matter most go first.
+
+`G` comes from the rows that the observer of the input keeps (`qompose.observers.row_sample`), each measured
+against the size of the output it gives (`qompose.observers.auto_range`). There are some hundred rows, for
+up to thousands of channels, so correlations are halved: `(G + diag G) / 2`. The input's own rounding adds
+`scale^2 / 12` to the diagonal. The taps of a convolution are rounded apart, all with the same `G`.
+
+Each half of the examples is held back once. It is done where the error there becomes smaller.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from qompose.algorithms.calibrated import Calibrated
+from qompose.algorithms.interface import Algorithm
+from qompose.algorithms.products import (
+    NotChanged,
+    NotKnown,
+    Operands,
+    change_products,
+    channel_dim,
+    groups_of,
+    taps_of,
+)
+from qompose.observers.auto_range import (
+    FEWEST_EXAMPLES,
+    AutoRangeObserver,
+    Reader,
+    measured_against,
+    squared_sizes,
+)
+from qompose.observers.channel_ranges import INPUT, PerChannelRangeObserver, base_observer
+from qompose.observers.row_sample import RowSample
+from qompose.plan.plan import Group
+from qompose.program.batch_norm_folding import TRANSPOSED
+from qompose.spec.claim import Point
+from qompose.spec.qdq import QParams
+from qompose.spec.qparams import along
+from qompose.spec.quantization_spec import GPTQ as WORD, QuantizationSpec
+
+_NEEDED = 1.05
+"""How many times smaller the squared error has to become on rows held back."""
+_CORRELATIONS = 0.5
+"""The part of the correlations that is believed."""
+_BLOCK = 64
+"""Channels whose errors are handed on to the others together, which is one large product."""
+_NOTHING = 1e-30
+
+
+class GPTQ(Algorithm):
+    """Rounds the weights of products whose claims ask for it."""
+
+    word = WORD
+
+    def correct(self, found: Calibrated) -> None:
+        change_products(found, self.word, partial(_round, found))
+
+
+def _round(found: Calibrated, node: Node) -> str:
+    """Decide on the integers of a product's weight, and say what they gain.
+
+    Raises:
+        NotChanged: those next to its values stay.
+    """
+    product, groups = Operands.of(node), found.plan.group_of
+    number = groups.get(Point(product.weight.name, node.name))
+    q = None if number is None else found.qparams.get(number)
+    if number is None or q is None:
+        raise NotChanged(f"{product.weight.target} has no integers that are known here")
+    _check_weight(found.plan.groups[number], q, product)
+    weight = found.factors.constant(product.weight.name)
+    reader = Reader(weight, groups_of(node), node.target in TRANSPOSED)
+    if reader.channels == reader.groups:
+        raise NotChanged("each of its outputs reads one channel, and there is no other to make up")
+    rounding = _Rounding.of(reader, q)
+    first, second = _inputs(found, product, reader).moments()
+    gain = rounding.gain(first, second)
+    if gain < _NEEDED:
+        raise NotChanged(
+            f"on calibration data held back its squared error would become {gain:.2f} times smaller, and "
+            f"{_NEEDED} is needed"
+        )
+    found.integers[number] = rounding.integers(first + second)
+    return f"squared error on calibration data held back {gain:.2f} times smaller"
+
+
+def _check_weight(group: Group, q: QParams, product: Operands) -> None:
+    spec = group.spec
+    if len(group.points) > 1:
+        raise NotChanged(f"{product.weight.target} is read by other operators too")
+    if q.blocks or q.zero_point.is_floating_point() or not isinstance(spec, QuantizationSpec):
+        raise NotChanged(f"{product.weight.target} has no scale per channel or tensor")
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """Rows that a product reads, `(N, C)`, for how many each stands, and whose half they are of.
+
+    `noise` is the mean square of what the rounding of a value adds to it.
+    """
+
+    reader: Reader
+    rows: Tensor
+    weights: Tensor
+    half: Tensor
+    noise: float
+
+    def moments(self) -> tuple[Tensor, Tensor]:
+        """Return the second moments of both halves, `(groups, C / groups, C / groups)` each."""
+        sizes = squared_sizes(self.rows, self.reader.gram(self.rows.device))
+        weights = self.weights / measured_against(sizes, self.weights)
+        rows = self.rows.reshape(len(self.rows), self.reader.groups, -1).transpose(0, 1)
+        return self._moments(rows, weights * self.half), self._moments(rows, weights * ~self.half)
+
+    def _moments(self, rows: Tensor, weights: Tensor) -> Tensor:
+        found = (rows * weights[:, None]).transpose(1, 2) @ rows
+        found.diagonal(dim1=1, dim2=2).add_(self.noise * float(weights.sum()))
+        return found
+
+
+def _inputs(found: Calibrated, product: Operands, reader: Reader) -> _Inputs:
+    """Return what is known of the input of a product.
+
+    Raises:
+        NotChanged: too little.
+    """
+    groups, source = found.plan.group_of, product.source.name
+    number = groups.get(Point(source, product.node.name), groups.get(Point(source)))
+    q = None if number is None else found.qparams.get(number)
+    if number is None or q is None or not q.per_tensor or reader.weight is None:
+        raise NotChanged(f"{source} has no scale that is known here")
+    sample = _sample(found.observers[number], channel_dim(product.node, product.weight))
+    if sample.rows.shape[1] != reader.channels:
+        raise NotChanged(f"the rows that are kept of {source} are of another tensor")
+    rows = sample.rows.to(reader.weight.device)
+    factors, balance = found.factors.factors.get(number), found.plan.groups[number].balance
+    if factors is not None and balance is not None and balance.side == INPUT:
+        rows = rows / factors.values.to(rows.device)
+    weights, half = sample.weights.to(rows.device, torch.float32), sample.half.to(rows.device)
+    return _Inputs(reader, rows, weights, half, float(q.scale) ** 2 / 12)
+
+
+def _sample(observer: Any, dim: int) -> RowSample:
+    """Return rows that an observer keeps along a dimension, of enough examples."""
+    inner = base_observer(observer)
+    if isinstance(observer, PerChannelRangeObserver):
+        sample, kept = observer.sample, observer.channel_observer.ch_axis
+    elif isinstance(inner, AutoRangeObserver):
+        sample, kept = inner.sample, inner.channel_dim
+    else:
+        raise NotChanged("its input keeps no rows, as range='auto' does")
+    if kept != dim or not sample.seen:
+        raise NotKnown("no rows of its input were kept")
+    if sample.examples < FEWEST_EXAMPLES or bool(sample.half.all()) or not bool(sample.half.any()):
+        raise NotChanged(
+            f"{sample.examples} different examples were seen, and {FEWEST_EXAMPLES} are needed"
+        )
+    return sample
+
+
+@dataclass(frozen=True)
+class _Rounding:
+    """A weight and how it is quantized, as rows of input channels for each group of a convolution.
+
+    Attributes:
+        weight, step, zero_point: `(groups, rows, C / groups)`; the last two have 1 channel.
+        shape: of the taps that they are made of, `(groups, outputs, C / groups, taps)`.
+    """
+
+    weight: Tensor
+    step: Tensor
+    zero_point: Tensor
+    q: QParams
+    reader: Reader
+    shape: torch.Size
+
+    @classmethod
+    def of(cls, reader: Reader, q: QParams) -> _Rounding:
+        assert reader.weight is not None
+        weight = reader.weight.float()
+        axis, rank = q.axis or 0, weight.dim()
+        step, zero_point = (
+            along(v.to(weight.device, torch.float32), axis, rank).expand(weight.shape)
+            for v in (q.scale, q.zero_point)
+        )
+        taps = [taps_of(v, reader.groups, reader.transposed) for v in (weight, step, zero_point)]
+        rows = [v.transpose(2, 3).flatten(1, 2) for v in taps]
+        return cls(rows[0], rows[1][..., :1], rows[2][..., :1], q, reader, taps[0].shape)
+
+    def gain(self, first: Tensor, second: Tensor) -> float:
+        """Return how many times smaller the error becomes on the half that moments are not made from."""
+        nearest = self.nearest(self.weight)
+        before = self.error(nearest, first) + self.error(nearest, second)
+        after = self.error(self.rounded(first), second) + self.error(self.rounded(second), first)
+        return before / max(after, _NOTHING)
+
+    def nearest(self, values: Tensor) -> Tensor:
+        """Return the nearest integers, as floats."""
+        return self._nearest(values, self.step, self.zero_point)
+
+    def _nearest(self, values: Tensor, step: Tensor, zero_point: Tensor) -> Tensor:
+        return (values / step).round_().add_(zero_point).clamp_(self.q.low, self.q.high)
+
+    def error(self, integers: Tensor, moments: Tensor) -> float:
+        """Return the squared error of the product, `E G E'`."""
+        error = (integers - self.zero_point) * self.step - self.weight
+        return float(((error @ moments) * error).sum())
+
+    def rounded(self, moments: Tensor) -> Tensor:
+        """Return integers, as floats, of which each channel makes up for those before it."""
+        order = moments.diagonal(dim1=1, dim2=2).argsort(dim=1, descending=True, stable=True)
+        columns = order[:, None].expand_as(self.weight)
+        left, found = self.weight.gather(2, columns), torch.empty_like(self.weight)
+        inverse = _inverse_root(_permuted(moments, order))
+        diagonal = inverse.diagonal(dim1=1, dim2=2)
+        for first in range(0, left.shape[2], _BLOCK):
+            last = min(first + _BLOCK, left.shape[2])
+            errors = torch.empty_like(left[..., first:last])
+            for at in range(first, last):
+                value = left[..., at : at + 1]
+                integers = self._nearest(value, self.step, self.zero_point)
+                found[..., at : at + 1] = integers
+                error = (value - (integers - self.zero_point) * self.step) / diagonal[
+                    :, None, at, None
+                ]
+                errors[..., at - first : at - first + 1] = error
+                left[..., at:last] -= error * inverse[:, at : at + 1, at:last]
+            left[..., last:] -= errors @ inverse[:, first:last, last:]
+        return torch.empty_like(found).scatter_(2, columns, found)
+
+    def integers(self, moments: Tensor) -> Tensor:
+        """Return the integers in the shape of the weight."""
+        assert self.reader.weight is not None
+        result = torch.empty(
+            self.reader.weight.shape, dtype=self.q.dtype, device=self.weight.device
+        )
+        groups, outputs, inputs, taps = self.shape
+        found = self.rounded(moments).view(groups, outputs, taps, inputs).transpose(2, 3)
+        taps_of(result, self.reader.groups, self.reader.transposed).copy_(found)
+        return result
+
+
+def _permuted(matrix: Tensor, order: Tensor) -> Tensor:
+    rows = matrix.gather(1, order[:, :, None].expand_as(matrix))
+    return rows.gather(2, order[:, None].expand_as(matrix))
+
+
+def _inverse_root(moments: Tensor) -> Tensor:
+    """Return the upper triangular `U` with `U' U = H^-1`, for the moments `H` with halved correlations.
+
+    It is computed of the correlations, whose smallest eigenvalue is a half at least: float32 is enough.
+    """
+    sizes = moments.diagonal(dim1=1, dim2=2).clamp(min=_NOTHING).sqrt()
+    shrunk = _CORRELATIONS * moments / (sizes[:, None] * sizes[:, :, None])
+    shrunk.diagonal(dim1=1, dim2=2).fill_(1.0)
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(shrunk))
+    root: Tensor = torch.linalg.cholesky(inverse, upper=True)
+    return root / sizes[:, None]
