@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GPTQ rounds weights so that products are truer on data that it did not see, and says where it does not."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import qompose
+import torch
+from hypothesis import given, strategies as st
+from qompose import QuantizationConfig
+from qompose.algorithms.gptq import _Rounding
+from qompose.backend import OperatorPattern
+from qompose.errors import ConfigError
+from qompose.observers import AutoRangeObserver, MinMaxObserver, PerChannelMinMaxObserver
+from qompose.observers.auto_range import Reader
+from qompose.spec.qdq import QParams
+from torch import Tensor, nn
+
+from tests.core import toy as toys
+from tests.core.toy import INT8, WEIGHT, WEIGHT_PER_TENSOR, export, prepare, toy
+
+aten = torch.ops.aten
+AUTO = replace(INT8, observer_or_fake_quant_ctr=AutoRangeObserver)
+FOUR_BITS = replace(WEIGHT, quant_min=-8, quant_max=7)
+ALONG_ONE = replace(
+    FOUR_BITS, ch_axis=1, observer_or_fake_quant_ctr=PerChannelMinMaxObserver.with_args(ch_axis=1)
+)
+PER_TENSOR = replace(WEIGHT_PER_TENSOR, quant_min=-8, quant_max=7)
+PLAIN = QuantizationConfig(AUTO, None, FOUR_BITS, repairs=())
+ASKING = replace(PLAIN, repairs=("gptq",))
+
+
+def product(name: str, target: Any) -> Any:
+    return toys.rule(
+        name, OperatorPattern((target,)), activations=("input",), weight="weight", bias="bias",
+        channels=(-1, -1) if target is aten.linear.default else (1, 1),
+    )  # fmt: skip
+
+
+RULES = (
+    product("linear", aten.linear.default),
+    product("conv", aten.conv2d.default),
+    product("conv1d", aten.conv1d.default),
+    product("up", aten.conv_transpose2d.input),
+)
+
+
+@functools.cache
+def mixing(channels: int) -> Tensor:
+    """What makes channels correlate."""
+    drawn = torch.randn(channels, channels, generator=torch.Generator().manual_seed(7))
+    return drawn * torch.logspace(0, -1.5, channels)[:, None]
+
+
+def data(seed: int, *shape: int) -> Tensor:
+    """Rows whose channels, in dimension 1 of images and the last of others, correlate."""
+    x = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    if len(shape) == 2:
+        return x @ mixing(shape[1])
+    return torch.einsum("nc...,cd->nd...", x, mixing(shape[1]))
+
+
+MODELS: dict[str, tuple[nn.Module, tuple[int, ...], Any]] = {
+    "linear": (nn.Linear(48, 16), (256, 48), FOUR_BITS),
+    "one scale": (nn.Linear(48, 16), (256, 48), PER_TENSOR),
+    "convolution": (nn.Conv2d(24, 8, 3, padding=1), (16, 24, 9, 9), FOUR_BITS),
+    "in groups": (nn.Conv1d(24, 8, 3, groups=2), (32, 24, 20), FOUR_BITS),
+    "transposed": (nn.ConvTranspose2d(24, 8, 2, stride=2), (16, 24, 6, 6), ALONG_ONE),
+}
+
+
+def run(model: nn.Module, config: QuantizationConfig, *batches: Tensor) -> torch.fx.GraphModule:
+    prepared = prepare(export(model, batches[0]), toy(*RULES, config=config))
+    for batch in batches:
+        prepared(batch)
+    return qompose.convert_pt2e(prepared)
+
+
+def said(model: torch.fx.GraphModule) -> tuple[list[str], list[str]]:
+    """What was made, and what was not."""
+    report = qompose.report(model)
+    return (
+        [line for line in report.rewrites if line.startswith("gptq")],
+        [line for line in report.notes if line.startswith("gptq")],
+    )
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_products_are_truer_on_other_data(name: str) -> None:
+    """By 1 dB at least, four bits being all that is rounded much."""
+    module, shape, weight = MODELS[name]
+    model = toys.seeded(module).eval()
+    seen, other = data(0, *shape), data(1, *shape)
+    plain, asking = (run(model, replace(c, weight=weight), seen) for c in (PLAIN, ASKING))
+    expected = model(other)
+    gained = toys.sqnr(expected, asking(other)) - toys.sqnr(expected, plain(other))
+    assert gained > 1
+    assert len(said(asking)[0]) == 1 and said(plain) == ([], [])
+
+
+def test_without_a_word_it_is_made_where_it_helps() -> None:
+    model = toys.seeded(nn.Linear(48, 16)).eval()
+    by_itself = run(model, replace(PLAIN, repairs=None), data(0, 256, 48))
+    assert len(said(by_itself)[0]) == 1
+    even = run(model, replace(PLAIN, repairs=None), torch.randn(256, 48))
+    assert said(even) == ([], [])
+
+
+TWICE = toys.Model(lambda m, x: m.a(x) + m.a(x * 2), a=nn.Linear(48, 16))
+
+
+@pytest.mark.parametrize(
+    "model, config, batch, reason",
+    [
+        (nn.Conv2d(8, 8, 3, groups=8), ASKING, data(0, 16, 8, 9, 9), "one channel"),
+        (nn.Linear(48, 16), ASKING, data(0, 4, 48), "4 different examples"),
+        (nn.Linear(48, 16), ASKING, torch.randn(256, 48), "times smaller"),
+        (
+            nn.Linear(48, 16),
+            replace(ASKING, input_activation=replace(INT8, observer_or_fake_quant_ctr=MinMaxObserver)),
+            data(0, 256, 48),
+            "keeps no rows",
+        ),
+        (TWICE, ASKING, data(0, 256, 48), "other operators"),
+    ],
+    ids=["depthwise", "few examples", "no correlation", "another range", "shared weight"],
+)  # fmt: skip
+def test_what_was_asked_for_and_is_not_made_is_a_line(
+    model: nn.Module, config: QuantizationConfig, batch: Tensor, reason: str
+) -> None:
+    made, refused = said(run(model.eval(), config, batch))
+    assert made == [] and refused and all(reason in line for line in refused)
+
+
+@pytest.mark.parametrize("config", [toys.DYNAMIC, toys.WEIGHT_ONLY])
+def test_a_mode_without_observed_inputs_is_refused(config: QuantizationConfig) -> None:
+    with pytest.raises(ConfigError):
+        replace(config, repairs=("gptq",))
+
+
+def test_biases_are_corrected_for_the_integers_that_were_chosen() -> None:
+    model = toys.seeded(nn.Linear(48, 16)).eval()
+    x, means = data(0, 512, 48) + 3, []
+    for words in (("gptq",), ("gptq", "bias_correction")):
+        found = run(model, replace(PLAIN, repairs=words), x)
+        means.append(float((found(x) - model(x)).detach().mean(0).abs().max()))
+    assert means[1] < means[0] / 5
+
+
+def test_unfolded_parameters_give_the_same() -> None:
+    model, x = toys.seeded(nn.Linear(48, 16)).eval(), data(0, 256, 48)
+    prepared = prepare(export(model, x), toy(*RULES, config=ASKING))
+    prepared(x)
+    folded, unfolded = (
+        qompose.convert_pt2e(prepared, fold_quantize=fold) for fold in (True, False)
+    )
+    assert len(said(folded)[0]) == 1
+    assert torch.equal(folded(x), unfolded(x))
+
+
+def test_integers_do_not_depend_on_the_order_of_batches() -> None:
+    model = toys.seeded(nn.Linear(48, 16)).eval()
+    parts = [data(seed, 64, 48) for seed in range(4)]
+    one, other = (run(model, ASKING, *batches) for batches in (parts, parts[::-1]))
+    assert len(said(one)[0]) == 1
+    integers = [
+        next(v for v in m.state_dict().values() if v.dtype is torch.int8) for m in (one, other)
+    ]
+    assert torch.equal(*integers)
+
+
+def rounding(weight: Tensor, step: float) -> _Rounding:
+    q = QParams(torch.tensor(step), torch.tensor(0), -8, 7, torch.int8)
+    return _Rounding.of(Reader(weight), q)
+
+
+@given(st.integers(0, 1000), st.integers(2, 80))
+def test_without_correlations_the_nearest_integers_are_taken(seed: int, channels: int) -> None:
+    drawn = torch.randn(5, channels, generator=torch.Generator().manual_seed(seed))
+    tried = rounding(drawn, 0.3)
+    moments = torch.diag(drawn[0].square() + 0.1)[None]
+    assert torch.equal(tried.rounded(moments), tried.nearest(tried.weight))
+
+
+@given(st.integers(0, 1000), st.integers(2, 150))
+def test_the_error_that_moments_give_is_never_much_larger(seed: int, channels: int) -> None:
+    """Of several blocks of channels, too; integers stay within their bounds."""
+    generator = torch.Generator().manual_seed(seed)
+    tried = rounding(torch.randn(5, channels, generator=generator), 0.3)
+    rows = torch.randn(64, channels, generator=generator) + 2
+    moments = (rows.T @ rows)[None]
+    found = tried.rounded(moments)
+    assert tried.error(found, moments) < 1.1 * tried.error(tried.nearest(tried.weight), moments)
+    assert float(found.min()) >= -8 and float(found.max()) <= 7
