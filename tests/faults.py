@@ -41,6 +41,8 @@ EQUIVALENT: dict[str, str] = {
     "5f60d15628": "no value is off by exactly the bound",
     "fc9a77a863": "no row spans exactly the bound",
     "f76ba26aa8": "of as many values as are taken at most, all are taken, in their order",
+    "9e14a27a7e": "all scales are one, and oneDNN reads no more of them than there are channels",
+    "3bb49be1d7": "all scales are one, and oneDNN reads no more of them than there are channels",
 }
 
 # What stands in place of a decorator of functools, and answers every call with the first result.
