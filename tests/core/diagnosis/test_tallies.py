@@ -68,6 +68,7 @@ def test_clipping_and_range_use_are_those_of_the_reference() -> None:
     assert made.clipping == pytest.approx(2 / 5)
     assert made.range_use == pytest.approx(1.0)
     assert tally(x[2:4], x[2:4], x[2:4]).range_use == pytest.approx(1.0 / 25.5)
+    assert tally(x[3:4], x[3:4], x[3:4]).range_use == 0.0
     assert tally(x, x, x, None).clipping is None
 
 
