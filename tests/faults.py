@@ -41,6 +41,12 @@ EQUIVALENT: dict[str, str] = {
     "5f60d15628": "no value is off by exactly the bound",
     "fc9a77a863": "no row spans exactly the bound",
     "f76ba26aa8": "of as many values as are taken at most, all are taken, in their order",
+    "528a3ab54b": "of as many rows as are looked at most, all are taken, in their order",
+    "a432121cb5": "rows are put in order sooner or later",
+    "b44f8963a8": "what is in order is put in order again",
+    "46af5752b7": "the square of a difference is that of its negative",
+    "9e14a27a7e": "all scales are one, and oneDNN reads no more of them than there are channels",
+    "3bb49be1d7": "all scales are one, and oneDNN reads no more of them than there are channels",
 }
 
 # What stands in place of a decorator of functools, and answers every call with the first result.

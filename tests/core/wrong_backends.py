@@ -307,7 +307,7 @@ WRONG = {
     "few steps": fails("converts", sound(LINEAR, configs=FEW), "min_sqnr"),
     "writing to weights": fails("keeps_parameters", linear("writes weight"), "own_weight"),
     "writing to inputs": fails("leaves_inputs_alone", linear("writes"), "integers"),
-    "one size of batch": fails("takes_any_batch", UNDECLARED, "a batch of"),
+    "one size of batch": fails("takes_any_batch", UNDECLARED, "reference has (13"),
     "sharing that is none": fails("shares", quantizer(Unsharing, REQUANTIZED), "2 groups"),
     "accepts too wide": fails("accepts", linear(accepts=WIDE), "accepts['output']"),
     "a missing constraint": fails("accepts", linear(accepts=NO_WEIGHT), "accepts['weight']"),

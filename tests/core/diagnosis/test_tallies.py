@@ -68,6 +68,7 @@ def test_clipping_and_range_use_are_those_of_the_reference() -> None:
     assert made.clipping == pytest.approx(2 / 5)
     assert made.range_use == pytest.approx(1.0)
     assert tally(x[2:4], x[2:4], x[2:4]).range_use == pytest.approx(1.0 / 25.5)
+    assert tally(x[3:4], x[3:4], x[3:4]).range_use == 0.0
     assert tally(x, x, x, None).clipping is None
 
 
@@ -131,16 +132,17 @@ def test_what_one_of_both_has_no_number_for_is_not_clipping(value: float, side: 
 
 def test_a_kernel_that_rounds_less_than_its_region_is_not_wrong() -> None:
     """As one whose scales have no least value. Its distance is told, and a value that is worse is enough."""
-    x = torch.linspace(-1, 1, 51)
+    x = torch.arange(-25, 26) / 25
     simulated = x + 0.1 * (-1.0) ** torch.arange(51)  # 25 steps of 1/255
     for worst, cause in (
         (0.0, ROUNDING),
         (0.05, ROUNDING),
+        (0.1, ROUNDING),  # as far off as the region, to the other side
         (0.25, KERNEL_ERROR),
         (-0.35, KERNEL_ERROR),
     ):
         own = x * 1.001
-        own[20] = x[20] + worst
+        own[25] = worst  # x is 0 there
         made = tally(x, own, own, None)
         made.add_kernel(simulated, own, x)
         assert made.cause(fallback=False) == cause, worst

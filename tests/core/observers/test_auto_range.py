@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from qompose import QuantizationConfig, activation_spec, training_config, weight_spec
-from qompose.errors import StatisticsError
+from qompose.errors import StatisticsError, UncalibratedError
 from qompose.observers import AutoRangeObserver, HistogramObserver, MinMaxObserver
 from qompose.observers.auto_range import WHOLE, Reader, measured_against, squared_sizes
 from qompose.observers.channel_ranges import base_observer
@@ -17,7 +17,7 @@ from qompose.observers.make_observer import observer_nodes, observers_of
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from tests.core.toy import Model, export, plan_of, prepare, randn, toy
+from tests.core.toy import CAT, RELU, Model, export, plan_of, prepare, randn, toy
 
 
 def observed(x: Tensor, *readers: Reader, dim: int = -1) -> AutoRangeObserver:
@@ -77,6 +77,35 @@ def test_a_rare_value_is_clipped_where_the_product_hardly_reads_it() -> None:
     observer = observed(x, Reader(weight))
     assert ends(observer)[1] < 10
     assert observer.choice.name != WHOLE and observer.choice.error < 0.5
+
+
+@pytest.mark.parametrize(
+    ("largest", "levels", "named"), [(-60.0, 256, "1/8"), (60.0, 256, "1/8"), (7.0, 16, "power 2")]
+)
+def test_candidates_of_every_kind_are_chosen(largest: float, levels: int, named: str) -> None:
+    weight = randn(8, 16)
+    weight[:, 3] = 0.0
+    observer = AutoRangeObserver(torch.uint8, quant_min=0, quant_max=levels - 1)
+    observer.readers = [Reader(weight)]
+    observer(with_outliers(2048, largest=largest))
+    assert named in observer.choice.name
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim", "rows"),
+    [((9, 4), 1, 9), ((9, 5), 1, 0), ((4, 9), 1, 0), ((4,), 1, 0), ((4,), 0, 1), ((4,), -1, 1)],
+    ids=str,
+)
+def test_tensors_of_other_channels_have_no_rows(shape: Any, dim: int, rows: int) -> None:
+    observer = AutoRangeObserver(torch.uint8)
+    observer.channel_dim, observer.channels = dim, 4
+    observer(randn(*shape))
+    assert observer.sample.seen == rows
+
+
+def test_nothing_is_chosen_of_nothing() -> None:
+    with pytest.raises(UncalibratedError):
+        _ = AutoRangeObserver(torch.uint8).choice
 
 
 def test_it_is_kept_where_it_makes_the_output() -> None:
@@ -215,6 +244,12 @@ def test_tensors_that_share_a_range_have_rows_of_the_one_that_is_read() -> None:
     prepared(randn(9, 3), randn(9, 3))
     shared = next(o for o in auto_observers(prepared).values() if o.shared)
     assert shared.sample.rows.shape == (9, 6)
+
+
+def test_of_tensors_that_no_product_touches_it_is_the_one_of_most_channels() -> None:
+    model = Model(lambda m, x, y: torch.cat([x.relu(), y.relu()], 1))
+    prepared = prepare(export(model, randn(9, 2), randn(9, 6)), toy(RELU, CAT, config=CONFIG))
+    assert 8 in {o.channels for o in auto_observers(prepared).values() if o.shared}
 
 
 def test_training_has_moving_averages() -> None:

@@ -35,8 +35,11 @@ DATA = {
     "images": (randn(90, 4, 6, 6), 1),
     "tokens": (randn(40, 50, 8), 2),
     "equal examples": (randn(1, 3, 7).repeat(60, 1, 1), 2),
+    "rows of several examples": (
+        (1 + randn(300, 8).abs() / 20)[(randn(40, 50, seed=1) * 1e4).long() % 300], 2,
+    ),
     "zeros": (torch.zeros(40, 3), 1),
-}
+}  # fmt: skip
 
 
 @settings(max_examples=40, deadline=None)
@@ -60,6 +63,12 @@ def test_splits_orders_and_merges_do_not_matter(
             assert len(split.rows) and len(merged.rows)
     assert_same(split, whole)
     assert_same(merged, whole)
+
+
+def test_of_equal_rows_the_first_example_is_taken_however_late_it_comes() -> None:
+    x, dim = DATA["rows of several examples"]
+    for each in (x, x.flip(0)):
+        assert_same(of(dim, *each.split(1)), of(dim, x))
 
 
 @pytest.mark.parametrize("name", DATA)
@@ -86,11 +95,15 @@ def test_a_stratum_is_half_an_octave() -> None:
     assert [*of(1, x).counts.values()] == [2, 2, 2]
 
 
+def test_both_zeros_are_one_number() -> None:
+    assert len(of(1, torch.tensor([[0.0, 1.0], [-0.0, 1.0]])).rows) == 1
+
+
 def test_small_rows_are_one_stratum() -> None:
     """Those that are 2**8 times smaller than the largest, which may come last."""
     small = torch.cat([torch.full((50, 3), 2.0**-k) * (1 + torch.rand(50, 3)) for k in range(30)])
     sample = of(1, small, torch.full((1, 3), 5.0))
-    assert len(sample.counts) <= STRATA
+    assert max(sample.counts) - min(sample.counts) == STRATA - 1
     assert max(sample.counts.values()) > 50 * 20
     assert sample.counts == of(1, torch.full((1, 3), 5.0), small).counts
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -137,6 +138,21 @@ def test_only_static_claims_quantize_their_output(model: GraphModule, mode: str)
     product = claim("product", 0, output=False, mode=mode)
     result = compose_claims(model, [member("a", product, claim("view", 1, needs=[0]))])
     assert chosen(result) == ["a.product"]
+
+
+@pytest.mark.parametrize(("held", "stands"), [((0, 1), False), ((0,), True), ((), True)], ids=str)
+def test_a_claim_on_an_input_falls_where_others_have_all_that_reads_it(
+    held: tuple[int, ...], stands: bool
+) -> None:
+    model = export(Call(lambda x: (x.sigmoid(), x.sigmoid().sigmoid())), randn(2)).module()
+    first = [claim(f"on{node}", node) for node in held]
+    idle = replace(claim("idle", 0, output=False), nodes=("inputs_0",), output="inputs_0")
+    members = [member("first", *first), member("second", idle, claim("own", 2))]
+    result = compose_claims(model, members)
+    assert ("second.idle" in chosen(result)) is stands
+    assert [r.rule for r in result.rejections] == ([] if stands else ["idle", "idle"])
+    lost = [Conflict("first", f"on{n}", "second", "idle", (NAMES[n],)) for n in held]
+    assert result.conflicts == ([] if stands else lost)
 
 
 @settings(max_examples=60, deadline=None)

@@ -123,6 +123,7 @@ class TestDrawing:
         found = drawn(4, [(0, 1), (1, 2), (2, 3), (0, 3)])
         assert [at for at, _ in found.lanes[0]] == [1, 2]
         assert found.lanes[1:] == ((), (), ())
+        assert max(found.places) - min(found.places) < GAP, "boxes make no way for it"
 
     def test_blocks_with_skips_stay_below_one_another(self) -> None:
         """Two hundred blocks of a residual network, all of which read one mask."""

@@ -10,6 +10,7 @@ import pytest
 import qompose
 import torch
 import torch.nn.functional as F
+from qompose_xnnpack.executorch_target.graph_passes import EXPORT_PASSES
 from qompose_xnnpack.executorch_target.lowering import lower_to_executorch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -126,6 +127,15 @@ def test_cropping_of_a_batch_known_at_run_time() -> None:
     made = converted(model, X, quantizer=xnnpack(), sizes=(batch,))
     program, x = qompose.lower(made, "executorch"), image(3, 4, 8, 8)
     assert torch.allclose(program.run(x), made(x), atol=1e-6)
+
+
+@pytest.mark.parametrize("bounds", [(0.3,), (None, 0.1), (0.1, 0.3)], ids=str)
+def test_bounds_in_order_are_left_alone(bounds: tuple[float | None, ...]) -> None:
+    model = torch.export.export(Model(lambda m, x: x.clamp(*bounds)), (LINE,)).module()
+    for change in EXPORT_PASSES:
+        change(model.graph)
+    (clamp,) = (node for node in model.graph.nodes if node.target is aten.clamp.default)
+    assert clamp.args[1:] == bounds
 
 
 EXPAND = "aten.expand_copy.default"

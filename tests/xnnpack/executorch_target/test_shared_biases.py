@@ -99,6 +99,9 @@ def test_the_graph_is_left_alone_and_weights_stay_shared() -> None:
     for name in names & set(result.state_dict()):
         assert result.state_dict()[name].data_ptr() == model.state_dict()[name].data_ptr()
     assert torch.equal(result(x), model(x))
+    for name in added:
+        result.get_buffer(name).add_(1.0)
+    assert not torch.equal(result(x), model(x)), "its code reads what its graph reads"
 
 
 def test_a_graph_without_shared_biases_is_not_copied() -> None:

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Factors of channels: the best of those tried, where they are worth their time."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from qompose.algorithms import factor_search
+from qompose.algorithms.calibrated import Scheme
+from qompose.observers.channel_ranges import ChannelSample
+from qompose.observers.min_max import MinMaxObserver
+from torch import Tensor
+
+from tests.core.toy import randn
+
+SCHEME = Scheme(0, 255, MinMaxObserver(torch.uint8)._qparams)
+
+
+def rounded(weight: Tensor) -> Tensor:
+    step = weight.abs().amax() / 127
+    return (weight / step).round() * step
+
+
+def found(x: Tensor, weight: Tensor, **options: Any) -> Any:
+    ends, half = (x.amin(0), x.amax(0)), torch.arange(len(x)) % 2 == 1
+    seen = ChannelSample(*ends, x, torch.ones(len(x)), half)
+    plain, products = SCHEME.choose(x.amin(), x.amax()), [(weight, rounded)]
+    return factor_search.input_factors(seen, products, SCHEME, plain, **options)
+
+
+def uneven(sizes: float, weights: float, outputs: int = 24) -> tuple[Tensor, Tensor]:
+    """Rows, and a weight whose channels have the sizes of theirs to some power."""
+    loud = 2 ** (sizes * randn(32, seed=1))
+    return randn(256, 32) * loud, randn(outputs, 32, seed=2) * loud**weights
+
+
+@pytest.mark.parametrize(("sizes", "weights"), [(1, -0.5), (2, 0), (2, -1)])
+def test_the_best_exponent_and_level_are_found(
+    monkeypatch: pytest.MonkeyPatch, sizes: float, weights: float
+) -> None:
+    data, gains = uneven(sizes, weights), []
+    best = found(*data, needed=0.0).gain
+    for exponent, level in itertools.product(factor_search._EXPONENTS, factor_search._LEVELS):
+        monkeypatch.setattr(factor_search, "_EXPONENTS", (exponent,))
+        monkeypatch.setattr(factor_search, "_LEVELS", (level,))
+        gains.append(found(*data, needed=0.0).gain)
+    assert best == pytest.approx(max(gains))
+
+
+def test_factors_are_worth_their_time_where_there_are_many_outputs() -> None:
+    assert found(*uneven(1, -0.5, outputs=512)) is not None
+    assert found(*uneven(1, -0.5, outputs=24)) is None
+
+
+def test_silent_channels_have_no_factor_and_do_not_count() -> None:
+    x, weight = uneven(2, 0)
+    x[:, :20] = 0.0
+    factors = found(x, weight, needed=0.0, alpha=1.0).values
+    assert factors[:20].tolist() == [1.0] * 20
+    assert factors[20:].amin() == 1.0 < factors[20:].amax()
