@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 
 import torch
@@ -27,6 +27,9 @@ _LEVELS = (0.3, 0.5, 0.7, 0.85, 0.95, 0.98, 0.995)
 _MEDIAN = 0.5
 _LARGEST_FACTOR = 2.0**8
 _STEPS_PER_OCTAVE = 4
+_ROOMS = (1.0, 2.0**0.25, 2.0**0.5)
+"""How far the range goes beyond what was seen: with channels that are all alike, each new row has one that is
+larger than before."""
 
 Error = Callable[[Tensor, Tensor, Tensor], float]
 """The error of some rows, by factors, scale and zero point."""
@@ -128,6 +131,15 @@ def output_factors(
 
 
 @dataclass(frozen=True)
+class _Way:
+    """How factors are made: the exponent of sizes, the quantile that has the factor 1, and the room."""
+
+    exponent: float
+    level: float
+    room: float
+
+
+@dataclass(frozen=True)
 class _Search:
     """The search for factors of least error on rows that they are not made from.
 
@@ -150,40 +162,46 @@ class _Search:
     ) -> Factors | None:
         """Return the best factors, None where their error is not so many times smaller than without any.
 
-        The level is looked for first, then the exponent, and the level once more.
+        Level, exponent and room are looked for in turn, until none of them gets better.
         """
         trials = [(seen, self.error_on(held)) for seen, held in self.channels.trials()]
         if not trials:
             return None
 
         @cache
-        def held_back(exponent: float, level: float) -> float:
-            return sum(
-                error(*self._chosen(seen, self._factors(seen, exponent, level)))
-                for seen, error in trials
-            )
+        def held_back(way: _Way) -> float:
+            return sum(error(*self._chosen(seen, way)) for seen, error in trials)
 
+        def turned(way: _Way) -> _Way:
+            for name, values in choices.items():
+                way = min((replace(way, **{name: value}) for value in values), key=held_back)
+            return way
+
+        rooms = (1.0,) if self.scheme.per_row else _ROOMS
+        choices = {"level": levels, "exponent": exponents, "room": rooms}
+        last, way = None, turned(_Way(exponents[0], _MEDIAN, 1.0))
+        while last is None or held_back(way) < held_back(last):
+            last, way = way, turned(way)
+        gain = self._without(trials) / max(held_back(way), 1e-30)
+        return None if gain < needed else Factors(*self._chosen(self.channels, way), gain)
+
+    def _without(self, trials: Iterable[tuple[ChannelSample, Error]]) -> float:
+        """Return the error without factors."""
         none = torch.ones_like(self.channels.low)
-        before = sum(
-            error(*(self._chosen(seen, none) if self.qparams is None else (none, *self.qparams)))
+        return sum(
+            error(none, *(self._parameters(seen, none) if self.qparams is None else self.qparams))
             for seen, error in trials
         )
-        exponent, level = exponents[0], _MEDIAN
-        level = min(levels, key=lambda level: held_back(exponent, level))
-        exponent = min(exponents, key=lambda exponent: held_back(exponent, level))
-        level = min(levels, key=lambda level: held_back(exponent, level))
-        gain = before / max(held_back(exponent, level), 1e-30)
-        if gain < needed:
-            return None
-        factors = self._factors(self.channels, exponent, level)
-        return Factors(*self._chosen(self.channels, factors), gain)
 
-    def _factors(self, seen: ChannelSample, exponent: float, level: float) -> Tensor:
-        return _factors_above(self.size(seen, exponent), level)
+    def _chosen(self, seen: ChannelSample, way: _Way) -> tuple[Tensor, Tensor, Tensor]:
+        factors = _factors_above(self.size(seen, way.exponent), way.level)
+        return factors, *self._parameters(seen, factors, way.room)
 
-    def _chosen(self, seen: ChannelSample, factors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        ends = (seen.low / factors).amin(), (seen.high / factors).amax()
-        return factors, *self.scheme.choose(*ends)
+    def _parameters(
+        self, seen: ChannelSample, factors: Tensor, room: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        low, high = (seen.low / factors).amin(), (seen.high / factors).amax()
+        return self.scheme.choose(low * room, high * room)
 
 
 def _factors_above(sizes: Tensor, level: float) -> Tensor:

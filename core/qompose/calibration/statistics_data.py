@@ -187,12 +187,19 @@ class Statistics:
         return replace(self, entries=entries)
 
     def apply(
-        self, prepared: GraphModule, *, partial: bool = False, another_model: bool = False
+        self,
+        prepared: GraphModule,
+        *,
+        partial: bool = False,
+        another_model: bool = False,
+        complete: bool = False,
     ) -> GraphModule:
         """Let the observers of a prepared model go by these statistics, in place, and return the model.
 
         Args:
             partial: leave observers as they are that want what is not here.
+            complete: raise an error also for ranges of channels and for means that no word asks for, without
+                which a repair is left out that calibration would have made.
             another_model: do not mind that the parameters are not those of the calibrated model.
 
         Raises:
@@ -203,8 +210,8 @@ class Statistics:
         record = prepared_record(prepared, "Statistics.apply")
         if not another_model:
             self._check_model(record.fingerprint, "this one is")
-        found, lacking = self._matched(prepared, record)
-        means = self._matched_means(prepared, lacking)
+        found, lacking = self._matched(prepared, record, complete)
+        means = self._matched_means(prepared, lacking, complete)
         if lacking and not partial:
             raise StatisticsError(
                 "these statistics lack what observers need:\n"
@@ -219,12 +226,12 @@ class Statistics:
         return prepared
 
     def _matched_means(
-        self, prepared: GraphModule, lacking: list[str]
+        self, prepared: GraphModule, lacking: list[str], complete: bool
     ) -> list[tuple[MeanObserver, Means]]:
         """Return each observer of means with what it is to go by; add what is lacking to the others."""
         known, found = dict(self.means), []
         for site, observer in _watching_means(prepared):
-            if site not in known and not observer.asked:
+            if site not in known and not (observer.asked or complete):
                 found.append(
                     (observer, Means(observer.total.new_zeros(observer.total.shape), 0, 0.0))
                 )
@@ -237,7 +244,7 @@ class Statistics:
         return found
 
     def _matched(
-        self, prepared: GraphModule, record: Record
+        self, prepared: GraphModule, record: Record, complete: bool
     ) -> tuple[list[tuple[nn.Module, Facts]], list[str]]:
         """Return each observer with what it is to go by, and what is lacking; on copies, nothing changes."""
         known = {site: entry for entry in self.entries for site in entry.sites}
@@ -250,7 +257,10 @@ class Statistics:
                 continue
             try:
                 facts = _together([entry.facts for entry in entries.values()])
-                _take(copy.deepcopy(observer), facts)
+                trial = copy.deepcopy(observer)
+                _take(trial, facts)
+                if complete and not getattr(trial, "knows_channels", True):
+                    raise StatisticsError("no ranges of channels")
                 found.append((observer, facts))
             except StatisticsError as error:
                 kind = type(base_observer(observer)).__name__

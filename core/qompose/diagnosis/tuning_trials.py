@@ -33,6 +33,7 @@ from qompose.lowering.lower_regions import lower
 from qompose.observers.channel_ranges import base_observer
 from qompose.observers.make_observer import observer_nodes, observers_of
 from qompose.observers.min_max import Observer
+from qompose.observers.tensor_statistics import Means
 from qompose.plan.operator_ids import Site, isolate
 from qompose.plan.plan import Operator, Plan, Record
 from qompose.preparation.prepare import prepare_pt2e
@@ -370,6 +371,7 @@ class Evaluator:
     def __init__(self, task: Task) -> None:
         self.task = task
         self._entries: dict[tuple[Site, ...], Entry] = {}
+        self._means: dict[Site, Means] = {}
         self._exported = as_graph_module(task.model, "tune")
         self._floats = as_graph_module(task.model, "tune")
         for program in (self._exported, self._floats):
@@ -392,18 +394,28 @@ class Evaluator:
         record = prepared_record(prepared, "tune")
         wanted = [sites for _, sites in watched(prepared, record)]
         known = [self._entries[sites] for sites in wanted if sites in self._entries]
+        seen = Statistics(
+            tuple(known), record.fingerprint, means=tuple(sorted(self._means.items()))
+        )
         own = all(
             isinstance(base_observer(observer), Observer)
             for observer in observers_of(observer_nodes(prepared)).values()
         )
-        if not (own and len(known) == len(wanted) and _taken(known, prepared, record)):
+        if not (own and len(known) == len(wanted) and _taken(seen, prepared)):
             task = self.task
             calibrate(
                 prepared, task.batches, transform=task.transform, limit=task.limit, progress=False
             )
-            for entry in statistics(prepared):
-                self._entries.setdefault(entry.sites, entry)
+            self._remember(statistics(prepared))
         return prepared
+
+    def _remember(self, seen: Statistics) -> None:
+        """Keep what was seen of each tensor, and of several the one with ranges of its channels."""
+        for entry in seen.entries:
+            known = self._entries.get(entry.sites)
+            if known is None or known.facts.channels is None:
+                self._entries[entry.sites] = entry
+        self._means |= dict(seen.means)
 
     @cached_property
     def base_calibrated(self) -> GraphModule:
@@ -489,10 +501,10 @@ def _sizes(record: Record) -> dict[str, int]:
     return {"float_macs": sum(in_float), "quantized": len(plan.claims) - len(dropped)}
 
 
-def _taken(entries: list[Entry], prepared: GraphModule, record: Record) -> bool:
-    """Let observers go by entries; return whether these hold what they want."""
+def _taken(seen: Statistics, prepared: GraphModule) -> bool:
+    """Let observers go by what was seen; return whether it holds all that they would keep."""
     try:
-        Statistics(tuple(entries), record.fingerprint).apply(prepared)
+        seen.apply(prepared, complete=True)
     except StatisticsError:  # of other specifications: they have to see the data themselves
         return False
     return True
