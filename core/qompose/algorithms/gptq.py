@@ -16,7 +16,7 @@ Each half of the examples is held back once. It is done where the error there be
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -57,6 +57,8 @@ _CORRELATIONS = 0.5
 """The part of the correlations that is believed."""
 _BLOCK = 64
 """Channels whose errors are handed on to the others together, which is one large product."""
+_JUDGED = 256
+"""How many outputs, at least, the gain is measured on."""
 _NOTHING = 1e-30
 
 
@@ -87,7 +89,7 @@ def _round(found: Calibrated, node: Node) -> str:
         raise NotChanged("each of its outputs reads one channel, and there is no other to make up")
     rounding = _Rounding.of(reader, q)
     first, second = _inputs(found, product, reader).moments()
-    gain = rounding.gain(first, second)
+    gain = rounding.some().gain(first, second)
     if gain < _NEEDED:
         raise NotChanged(
             f"on calibration data held back its squared error would become {gain:.2f} times smaller, and "
@@ -199,6 +201,12 @@ class _Rounding:
         taps = [taps_of(v, reader.groups, reader.transposed) for v in (weight, step, zero_point)]
         rows = [v.transpose(2, 3).flatten(1, 2) for v in taps]
         return cls(rows[0], rows[1][..., :1], rows[2][..., :1], q, reader, taps[0].shape)
+
+    def some(self) -> _Rounding:
+        """Return one of fewer outputs, spread over all: they are rounded one apart from the other."""
+        apart = slice(None, None, max(1, self.weight.shape[1] // _JUDGED))
+        names = ("weight", "step", "zero_point")
+        return replace(self, **{name: getattr(self, name)[:, apart] for name in names})
 
     def gain(self, first: Tensor, second: Tensor) -> float:
         """Return how many times smaller the error becomes on the half that moments are not made from."""

@@ -27,7 +27,7 @@ from qompose.observers.clipping_range_search import power_error
 from qompose.observers.histogram_observers import OfHistogram
 from qompose.observers.row_sample import RowSample
 from qompose.observers.tensor_statistics import Facts
-from qompose.observers.value_screening import Cleaned
+from qompose.observers.value_screening import Cleaned, unmasked
 from qompose.spec.qparams import fake_quantize
 
 FEWEST_EXAMPLES = 8
@@ -126,6 +126,7 @@ class AutoRangeObserver(OfHistogram):
         super().__init__(dtype, **arguments)
         self.sample = RowSample()
         self._chosen: tuple[Any, Choice] | None = None
+        self._has_rows_of_last = False
 
     def _counted(self) -> dict[str, Tensor]:
         counts = torch.tensor([*self.sample.counts.items()], dtype=torch.int64).reshape(-1, 2)
@@ -139,12 +140,22 @@ class AutoRangeObserver(OfHistogram):
 
     def _count(self, seen: Cleaned) -> None:
         super()._count(seen)
-        x, dim = seen.values, self.channel_dim
-        if self.channels is None or (-x.dim() <= dim < x.dim() and x.shape[dim] == self.channels):
+        self._keep_rows(seen.values)
+
+    def _see_again(self, x: Tensor) -> None:
+        """Keep rows of a view if that has the channels that the first one lacks: of what is flattened."""
+        if x.numel() and not self._has_rows_of_last:
+            self._keep_rows(unmasked(x))
+
+    def _keep_rows(self, x: Tensor) -> None:
+        dim = self.channel_dim
+        fits = -x.dim() <= dim < x.dim() and self.channels in (None, x.shape[dim])
+        self._has_rows_of_last = fits or self.channels is None
+        if self._has_rows_of_last:
             self.sample.add(x, dim)
 
     def facts(self) -> Facts:
-        seen = self.sample if self.sample.seen else None
+        seen = self.sample if self.calibrated else None
         return replace(super().facts(), sample=seen)
 
     def take(self, facts: Facts) -> None:
@@ -179,6 +190,8 @@ class AutoRangeObserver(OfHistogram):
 
     def _choose(self) -> Choice:
         whole = Choice(self.histogram.minimum, self.histogram.maximum, WHOLE)
+        if not self.sample.seen:
+            return replace(whole, reason=f"no value has the {self.channels} channels that are read")
         if (examples := self.sample.examples) < FEWEST_EXAMPLES:
             return replace(
                 whole, reason=f"{examples} different examples, and {FEWEST_EXAMPLES} needed"

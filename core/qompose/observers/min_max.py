@@ -98,6 +98,7 @@ class Observer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Observe `x`, of any shape, and return it unchanged."""
         if self.shared and self._last.again(x.detach()):
+            self._see_again(x.detach())
             return x
         stamp = (x.data_ptr(), x._version) if self.constant else None
         if x.numel() and (stamp is None or stamp != self._seen):
@@ -108,6 +109,9 @@ class Observer(nn.Module):
     def observe(self, x: Tensor) -> None:
         """Update the statistics with a tensor of any shape that has at least one element."""
         raise NotImplementedError
+
+    def _see_again(self, x: Tensor) -> None:
+        """Look at a view of the values that were observed last; they do not count again."""
 
     def observe_together(self, x: Tensor) -> None:
         """Update the statistics with the tensors of all processes that train together, alike in each."""

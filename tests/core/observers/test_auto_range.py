@@ -7,6 +7,7 @@ import copy
 from typing import Any
 
 import pytest
+import qompose
 import torch
 from qompose import QuantizationConfig, activation_spec, training_config, weight_spec
 from qompose.errors import StatisticsError, UncalibratedError
@@ -17,7 +18,19 @@ from qompose.observers.make_observer import observer_nodes, observers_of
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from tests.core.toy import CAT, RELU, Model, export, plan_of, prepare, randn, toy
+from tests.core.toy import (
+    CAT,
+    CONV,
+    LINEAR,
+    RELU,
+    VIEW,
+    Model,
+    export,
+    plan_of,
+    prepare,
+    randn,
+    toy,
+)
 
 
 def observed(x: Tensor, *readers: Reader, dim: int = -1) -> AutoRangeObserver:
@@ -244,6 +257,24 @@ def test_tensors_that_share_a_range_have_rows_of_the_one_that_is_read() -> None:
     prepared(randn(9, 3), randn(9, 3))
     shared = next(o for o in auto_observers(prepared).values() if o.shared)
     assert shared.sample.rows.shape == (9, 6)
+
+
+@pytest.mark.parametrize("values", [8, 0], ids=["read as it is flattened", "nothing fits"])
+def test_views_of_what_was_seen_have_rows(values: int) -> None:
+    """They count once. Statistics go to another model even where no view has the channels that are read."""
+    layers = {"conv": nn.Conv2d(2, 3, 1), "linear": nn.Linear(12, 5)}
+    model = Model(lambda m, x: m.linear(m.conv(x).view(9, 12)), **layers)
+    program = export(model, randn(9, 2, 2, 2))
+    quantizer = toy(CONV, VIEW, LINEAR, config=CONFIG)
+    prepared = prepare(program, quantizer)
+    shared = next(o for o in auto_observers(prepared).values() if o.shared)
+    shared.channels = 12 if values else 7
+    prepared(randn(9, 2, 2, 2))
+    assert (shared.sample.seen, shared.histogram.total) == (9 * bool(values), 9 * 12)
+    applied = qompose.statistics(prepared).apply(prepare(program, quantizer))
+    found = next(o for o in auto_observers(applied).values() if o.shared)
+    assert (found.choice.low, found.choice.high) == (shared.choice.low, shared.choice.high)
+    assert ("channels" in shared.choice.reason) == (not values)
 
 
 def test_of_tensors_that_no_product_touches_it_is_the_one_of_most_channels() -> None:
