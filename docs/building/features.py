@@ -268,7 +268,13 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
             "core/algorithms/test_correction.py",
         ),
         Feature("learned rounding (AdaRound, AutoRound)", "N", "N N N N N Y Y ? N"),
-        Feature("GPTQ, AWQ and their kind, for large language models", "N", "N N Y P N Y P Y P"),
+        Feature(
+            "GPTQ, AWQ and their kind, for large language models",
+            "P",
+            "N N Y P N Y P Y P",
+            "core/algorithms/test_gptq.py",
+            "GPTQ for linears and convolutions in static quantization, not for weights alone; no AWQ",
+        ),
     ),
     "Tools": (
         Feature("a command line", "Y", "N N N Y N N N Y N", "composed/test_command_line.py"),

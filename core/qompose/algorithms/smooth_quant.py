@@ -6,7 +6,7 @@ it is asked for: weights may have one scale, activations may be dynamic, and a g
 over the tensor. Where a layer norm makes the input, and nothing else reads it, its own parameters take up
 the division, and nothing is left to do at run time (Xiao et al., "SmoothQuant", 2022).
 
-Factors are powers of two of at least 1, decided at conversion from the ranges of the channels.
+Factors are powers of `2 ** 0.25`, at least 1, and are chosen at conversion from the ranges of the channels.
 """
 
 from __future__ import annotations

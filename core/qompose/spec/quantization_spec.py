@@ -138,9 +138,9 @@ class SmoothQuant:
     """The repair "smooth_quant" with a migration strength of one's own, for `repairs=`.
 
     `alpha`, from 0 to 1, says how much of the difficulty moves from the input into the weights (Xiao et al.,
-    "SmoothQuant", 2022). A channel's size is `largest input ** alpha / largest weight ** (1 - alpha)`, and
-    its factor the power of two next to that over the median of all sizes, at least 1. None is the word:
-    several strengths are tried on calibration data.
+    "SmoothQuant", 2022). A channel's size is `largest input ** alpha / largest weight ** (1 - alpha)`. Its
+    factor is that size over the median of all sizes, rounded to a power of `2 ** 0.25`, and at least 1.
+    With None, as with the word, several strengths are tried on calibration data.
 
     Raises:
         ConfigError: `alpha` is not a number from 0 to 1.
@@ -469,10 +469,15 @@ class QuantizationConfig:
     """A specification per role of an operator. None leaves that role in float.
 
     `balance` lets channels of very different size get factors of their own at the border to float
-    operators (`algorithms.channel_scaling`); the report lists where that was done, and where the `repairs` of
-    `REPAIRS` were made. None as `repairs` makes those of static products that cost no time, wherever
-    calibration shows that they help; `()` makes none. `name` is what reports say; it takes no part in
-    comparisons.
+    operators (`algorithms.channel_scaling`).
+
+    `repairs` is a tuple of "equalization", "smooth_quant" (or `SmoothQuant(alpha=...)`), "gptq" and
+    "bias_correction". `()` makes none. If it is None, static configurations make those that cost nothing at
+    run time: SmoothQuant behind a layer norm and GPTQ, each where it reduces the error on calibration data
+    held back, and bias correction of products that have a bias. Dynamic, weight-only and QAT configurations
+    then make none. The report lists what was balanced and repaired.
+
+    `name` is what reports say; it takes no part in comparisons.
 
     Raises:
         ConfigError: `repairs` is not a sequence of known words, or cannot be made with these specifications.

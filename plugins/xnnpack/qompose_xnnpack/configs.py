@@ -55,9 +55,9 @@ def get_symmetric_quantization_config(
             with eight; groups have "minmax" only.
         balance: give channels of very different size factors of their own (`QuantizationConfig`);
             it takes effect with static activations and per-channel weights, and not in training.
-        repairs: names of rewrites that reduce the error of eight bits: "equalization", "smooth_quant" and
-            "bias_correction" (`QuantizationConfig`), or `SmoothQuant(alpha=...)`. None makes the last two of
-            static products where calibration shows that they help and they cost no time; `()` makes none.
+        repairs: methods that reduce the error of quantization: "equalization", "smooth_quant" or
+            `SmoothQuant(alpha=...)`, "gptq" and "bias_correction". If None, static configurations use the
+            last three where they help and cost nothing at run time (`QuantizationConfig`); `()` uses none.
             Not for training.
         fake_quantize: with `is_qat`, how scales are found: "moving_average" or "learned"
             (`qompose.training_config`).
