@@ -164,6 +164,10 @@ def _sample(observer: Any, dim: int) -> RowSample:
         sample, kept = inner.sample, inner.channel_dim
     else:
         raise NotChanged("its input keeps no rows, as range='auto' does")
+    if isinstance(inner, AutoRangeObserver) and not inner.readers:
+        raise NotChanged(
+            "tensors of several producers share its range, and no rows of it alone are kept"
+        )
     if kept != dim or not sample.seen:
         raise NotKnown("no rows of its input were kept")
     if sample.examples < FEWEST_EXAMPLES or bool(sample.half.all()) or not bool(sample.half.any()):
@@ -217,10 +221,7 @@ class _Rounding:
 
     def nearest(self, values: Tensor) -> Tensor:
         """Return the nearest integers, as floats."""
-        return self._nearest(values, self.step, self.zero_point)
-
-    def _nearest(self, values: Tensor, step: Tensor, zero_point: Tensor) -> Tensor:
-        return (values / step).round_().add_(zero_point).clamp_(self.q.low, self.q.high)
+        return (values / self.step).round_().add_(self.zero_point).clamp_(self.q.low, self.q.high)
 
     def error(self, integers: Tensor, moments: Tensor) -> float:
         """Return the squared error of the product, `E G E'`."""
@@ -228,10 +229,16 @@ class _Rounding:
         return float(((error @ moments) * error).sum())
 
     def rounded(self, moments: Tensor) -> Tensor:
-        """Return integers, as floats, of which each channel makes up for those before it."""
+        """Return integers, as floats, of which each channel makes up for those before it.
+
+        Each is one of the two next to the exact value. Else channels that are quiet in calibration take up
+        everything, and what they do on data that wakes them has no bound.
+        """
         order = moments.diagonal(dim1=1, dim2=2).argsort(dim=1, descending=True, stable=True)
         columns = order[:, None].expand_as(self.weight)
         left, found = self.weight.gather(2, columns), torch.empty_like(self.weight)
+        exact = (left / self.step + self.zero_point).clamp_(self.q.low, self.q.high)
+        ends = exact.floor(), exact.ceil()
         inverse = _inverse_root(_permuted(moments, order))
         diagonal = inverse.diagonal(dim1=1, dim2=2)
         for first in range(0, left.shape[2], _BLOCK):
@@ -239,7 +246,7 @@ class _Rounding:
             errors = torch.empty_like(left[..., first:last])
             for at in range(first, last):
                 value = left[..., at : at + 1]
-                integers = self._nearest(value, self.step, self.zero_point)
+                integers = self.nearest(value).clamp_(*(v[..., at : at + 1] for v in ends))
                 found[..., at : at + 1] = integers
                 error = (value - (integers - self.zero_point) * self.step) / diagonal[
                     :, None, at, None

@@ -21,7 +21,8 @@ def tell_readers(
 ) -> None:
     """Tell an observer which of its group's tensors to keep rows of, and who reads that one.
 
-    It is one that a product reads, or gives; else the one with the most channels.
+    It is one that a product reads, or gives; else the one with the most channels. Nobody is named where its
+    rows could not be told from those of another producer's tensor, such as one that it is concatenated with.
     """
     members = [claims[number] for number in group.claims]
     products = [(claim, product_node(claim, nodes)) for claim in members]
@@ -31,7 +32,8 @@ def tell_readers(
         for claim, node in products
         if node is not None and Point(claim.output) in group.points
     }
-    source = _source(read[0]) if read else nodes[next(iter(given), _widest(group, nodes))]
+    widest = max(read, key=_inputs, default=None)
+    source = _source(widest) if widest else nodes[next(iter(given), _widest(group, nodes))]
     value = value_of(source)
     if not isinstance(value, Tensor) or not value.dim():
         return
@@ -42,8 +44,40 @@ def tell_readers(
         observer.channel_dim = group.balance.dim
     size = value.shape[observer.channel_dim]
     observer.channels = size if isinstance(size, int) else None
+    if len(_producers(members, group, nodes)) > 1 and not _is_apart(source, observer, group, nodes):
+        observer.readers = ()
+        return
     others = {*source.users} - {*readers}
     observer.readers = [*map(_reader, readers), *([VALUES] if others or not readers else [])]
+
+
+def _producers(members: Sequence[Claim], group: Group, nodes: Mapping[str, Node]) -> set[str]:
+    """Return the tensors of a group that no operator makes of others of them, as a view or a pool does."""
+    sources = {point.source for point in group.points}
+    made = {
+        claim.output
+        for claim in members
+        if product_node(claim, nodes) is None
+        and any(spec.point.user and spec.point.source in sources for spec in claim.specs)
+    }
+    return sources - made
+
+
+def _is_apart(
+    source: Node, observer: AutoRangeObserver, group: Group, nodes: Mapping[str, Node]
+) -> bool:
+    """Tell whether no other tensor of a group has as many channels as the one whose rows are kept."""
+    dim = observer.channel_dim
+    others = {point.source for point in group.points} - {source.name}
+    shapes = [value_of(nodes[name]).shape for name in others]
+    return observer.channels is not None and not any(
+        -len(shape) <= dim < len(shape) and shape[dim] == observer.channels for shape in shapes
+    )
+
+
+def _inputs(product: Node) -> int:
+    """Return how many channels a product reads."""
+    return _reader(product).channels or 0
 
 
 def _source(product: Node) -> Node:
