@@ -157,8 +157,8 @@ def calibration_texts() -> list[str]:
     return split(texts((*TORCH, *NUMPY)))[0]
 
 
-def judged_texts() -> dict[str, list[str]]:
-    """What the demo judges by, of each kind `JUDGED_OF_EACH`: all of it from other packages.
+def judged_texts(of_each: int = JUDGED_OF_EACH) -> dict[str, list[str]]:
+    """What the demo judges by: so many texts of each kind, evenly spread, of other sources.
 
     A text that is a docstring of torch or numpy too, or of another kind, is left out.
     """
@@ -170,7 +170,7 @@ def judged_texts() -> dict[str, list[str]]:
     known = {*texts((*TORCH, *NUMPY))}
     found: dict[str, list[str]] = {}
     for kind, of_kind in kinds.items():
-        found[kind] = spread([text for text in of_kind if text not in known], JUDGED_OF_EACH)
+        found[kind] = spread([text for text in of_kind if text not in known], of_each)
         known |= {*of_kind}
     return found
 
@@ -227,6 +227,12 @@ def mean_cosine(a: Tensor, b: Tensor) -> float:
 def same_nearest_neighbour(a: Tensor, b: Tensor) -> float:
     """Fraction of rows whose nearest other row, by cosine, has the same index in `a` and `b`."""
     return float((_nearest_other(a) == _nearest_other(b)).double().mean())
+
+
+def signal_to_noise(a: Tensor, b: Tensor) -> float:
+    """Power of `a` over that of its difference to `b`, in decibels; infinite where they are equal."""
+    signal, noise = a.double().square().sum(), (a.double() - b.double()).square().sum()
+    return float(10 * torch.log10(signal / noise))
 
 
 def _nearest_other(vectors: Tensor) -> Tensor:

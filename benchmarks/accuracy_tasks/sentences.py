@@ -48,8 +48,8 @@ def minilm_demo(settings: Settings) -> Subject:
     import sentence_task
 
     batches = sentence_task.batches(sentence_task.calibration_texts())
-    found = sentence_task.judged_texts()
-    judged = {kind: _source(texts[: settings.few(len(texts))]) for kind, texts in found.items()}
+    found = sentence_task.judged_texts(settings.few(sentence_task.JUDGED_OF_EACH))
+    judged = {kind: _source(of_kind) for kind, of_kind in found.items()}
     title = (
         f"MiniLM, 16 x 64 tokens: calibrated with {sentence_task.CALIBRATED}; judged on "
         f"{', '.join(found)} of other packages"
