@@ -49,7 +49,7 @@ HEADINGS = (
     "linear MACs on static int8",
 )
 PEERS = measured.ROOT / "benchmarks" / "results" / "sentence_encoder.md"
-EARLIER = "Measured before on these texts: Q/DQ models of qompose (x86, xnnpack) and of its peers"
+EARLIER = "Measured before: peers on these texts"
 COMPARED = ("cosine", "same neighbour", "SQNR, dB")
 
 
@@ -241,7 +241,8 @@ def show(outcome: Outcome, peers: measured.Page, console: Console) -> None:
     )
     console.print(told, highlight=False)
     console.print(peers.table(COMPARED, EARLIER))
-    console.print(f"These were {peers.source}.", highlight=False, markup=False, soft_wrap=True)
+    told = f"Q/DQ models, x86 and xnnpack qompose's, {peers.source}."
+    console.print(told, highlight=False, markup=False, soft_wrap=True)
 
 
 def split_of(outcome: Outcome) -> str:
