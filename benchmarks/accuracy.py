@@ -11,12 +11,14 @@ import argparse
 import gc
 import json
 import logging
+import shlex
 import sys
 import traceback
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import redirect_stdout, suppress
 from dataclasses import asdict, dataclass, field
+from datetime import date
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -38,6 +40,7 @@ IMPORTED = ("torchao.quantization.pt2e.quantize_pt2e", "openvino", "nncf", "onnx
 """Before anything is timed."""
 COMMON = (SQNR, COSINE, WORST_COSINE)
 SET_UP = ("prepare", "calibrate")
+QDQ = "Q/DQ models, for x86 with weights of eight bits, as for processors with VNNI."
 
 
 @dataclass
@@ -53,6 +56,7 @@ class Cell:
     figures: dict[str, float] = field(default_factory=dict)
     by_source: dict[str, dict[str, float]] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
+    title: str = ""
 
     def cells(self, columns: Iterable[str]) -> list[str]:
         """The row of the table."""
@@ -61,6 +65,11 @@ class Cell:
             return [*names, "failed"]
         values = [_shown(column, self.figures.get(column)) for column in columns]
         return [*names, *values, *self._costs()]
+
+    def reason(self) -> Iterator[str]:
+        """Why it failed, for below the table."""
+        if self.error:
+            yield f"\n{self.engine}, {self.batches}: {' '.join(self.error.split())[:LONGEST_REASON]}"
 
     def _costs(self) -> list[str]:
         if not self.batches:
@@ -97,7 +106,7 @@ class Bench:
     def cell(self, name: str, engine: Engine, count: int) -> Cell:
         """An engine's figures; whatever it raises is its result."""
         stages = Stages(lambda stage: None)
-        cell = Cell(self.name, name, count, seconds=stages.seconds)
+        cell = Cell(self.name, name, count, seconds=stages.seconds, title=self.subject.title)
         batches = self.subject.calibration[: max(1, count)]
         try:
             with redirect_stdout(sys.stderr):  # progress bars
@@ -135,8 +144,7 @@ def table(
         yield f"| {' | '.join([*row, *[''] * (len(titles) - len(row))])} |"
         gc.collect()
     for cell in cells[first:]:
-        if cell.error:
-            yield f"\n{cell.engine}, {cell.batches}: {' '.join(cell.error.split())[:LONGEST_REASON]}"
+        yield from cell.reason()
 
 
 def _runs(
@@ -175,6 +183,8 @@ def _options() -> argparse.Namespace:
         help="of weights trained here (build/accuracy)")  # fmt: skip
     add("--threads", type=int, default=2, help="of every engine (%(default)s)")
     add("--json", type=Path, metavar="FILE", help="write every figure, by source too, here")
+    add("--page", type=Path, metavar="FILE",
+        help="write the tables here, without seconds, with command, date and versions")  # fmt: skip
     return parser.parse_args()
 
 
@@ -194,6 +204,8 @@ def main() -> None:
             print(line, flush=True)
         if options.json:
             _write(options, cells)
+        if options.page:
+            options.page.write_text(_page(options, cells), "utf-8")
 
 
 def _task(
@@ -215,9 +227,40 @@ def _task(
 
 
 def _write(options: argparse.Namespace, cells: list[Cell]) -> None:
-    told = {key: value for key, value in vars(options).items() if key not in ("json", "cache")}
+    told = {k: v for k, v in vars(options).items() if k not in ("json", "cache", "page")}
     data = {"machine": machine.facts(PACKAGES), "options": told, "cells": [*map(asdict, cells)]}
     options.json.write_text(json.dumps(data, indent=1) + "\n", "utf-8")
+
+
+def _page(options: argparse.Namespace, cells: list[Cell]) -> str:
+    """The tables as a page of results. Seconds, which count from an idle machine alone, are not there."""
+    judged = "Kernels of this processor." if options.lowered else QDQ
+    lines = [
+        f"# Accuracy: {', '.join(options.tasks)}",
+        f"\nMeasured on {date.today()} by\n",
+        f"```sh\npython benchmarks/accuracy.py {shlex.join(sys.argv[1:])}\n```\n",
+        *machine.lines(machine.facts(PACKAGES)),
+        f"\n{judged}",
+        *(line for task in options.tasks for line in _part([c for c in cells if c.task == task])),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _part(cells: list[Cell]) -> Iterator[str]:
+    """A task's part of the page."""
+    if not cells:
+        return
+    found = [column for cell in cells for column in cell.figures]
+    columns = [*dict.fromkeys([*filter(found.__contains__, COMMON), *found])]
+    yield f"\n## {cells[0].task}\n\n{cells[0].title or cells[0].error}\n"
+    yield f"| {' | '.join(['engine', 'batches', *columns])} |"
+    yield "|---|" + "---:|" * (len(columns) + 1)
+    for cell in cells:
+        values = [_shown(column, cell.figures.get(column)) for column in columns]
+        if cell.error:
+            values[:1] = ["failed"]
+        yield f"| {' | '.join([cell.engine, str(cell.batches or ''), *values])} |"
+    yield from (line for cell in cells for line in cell.reason())
 
 
 if __name__ == "__main__":

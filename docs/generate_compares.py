@@ -115,13 +115,15 @@ def _link(result: Result) -> str:
 
 ENGINES = ("x86", "xnnpack", "torchao x86", "torchao xnnpack", "nncf", "onnxruntime")
 """The columns of the table of accuracy: as they come."""
+ACCURACY = ("accuracy.md", "sentence_encoder.md")
+"""Its pages."""
 
 
 def _accuracy() -> Iterator[Block]:
-    """Yield the signal over noise of each engine on each task, from the page of the bench."""
-    path = RESULTS / "accuracy.md"
+    """Yield the signal over noise of each engine on each task, from the pages of the bench."""
+    paths = [RESULTS / name for name in ACCURACY]
     found: dict[str, dict[str, str]] = {}
-    for part in path.read_text("utf-8").split("\n## ")[1:]:
+    for part in (part for path in paths for part in path.read_text("utf-8").split("\n## ")[1:]):
         task, *lines = part.splitlines()
         cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if "|" in line]
         place = next((row.index("SQNR, dB") for row in cells if "SQNR, dB" in row), None)
@@ -129,7 +131,8 @@ def _accuracy() -> Iterator[Block]:
         found[task] = {row[0]: row[place] for row in rows if place is not None}
     yield from ("", "## Accuracy on data that nobody calibrated on", "")
     yield "Signal over noise in decibels, of Q/DQ models calibrated with 8 batches, each engine as it comes."
-    yield f"[The whole page](../benchmarks/results/{path.name}) has the tasks, their data and more metrics."
+    pages = " and ".join(f"[{path.stem}](../benchmarks/results/{path.name})" for path in paths)
+    yield f"The pages {pages} have the tasks, their data, when they were measured, and more metrics."
     yield ""
     kept = {task: row for task, row in found.items() if row}
     yield Table(

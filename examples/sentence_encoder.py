@@ -3,7 +3,8 @@
 
 all-MiniLM-L6-v2 runs in float and in int8: its embedding tables by the embedding backend, its linears
 by XNNPACK (in this process, and as a .pte on the ExecuTorch runtime) or by oneDNN (eager, compiled).
-It fails where an int8 engine strays further from the float embeddings than it may.
+It is calibrated with texts of some packages and judged by texts of others, beside figures of peers on
+the same texts. It fails where an int8 engine strays further from the float embeddings than it may.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import measured
 import sentence_task as task
 import torch
 from checks import Check, verdict, wide_console
@@ -35,31 +37,35 @@ from torch.fx import GraphModule
 
 XNNPACK = ("embedding", "xnnpack")
 X86 = ("embedding", "x86_inductor")
-TITLE = "Sentence embeddings: all-MiniLM-L6-v2, docstrings of the standard library"
+TITLE = "Sentence embeddings: all-MiniLM-L6-v2, texts of sources that calibration did not see"
 HEADINGS = (
-    "bytes",
+    "MB",
     "of float",
     "cosine",
     "same neighbour",
+    "SQNR, dB",
     "ms per batch of 16",
     "of float",
     "linear MACs on static int8",
 )
-PEERS = """\
-Peers on this task, measured separately and not in this run (cosine / same neighbour):
-  torchao embedding + x86 static            0.9941 / 0.909
-  NNCF, OpenVINO static                     0.9974 / 0.936
-  torchao embedding + ExecuTorch XNNPACK    crashes"""
+PEERS = measured.ROOT / "benchmarks" / "results" / "sentence_encoder.md"
+EARLIER = "Measured before: peers on these texts"
+COMPARED = ("cosine", "same neighbour", "SQNR, dB")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bounds:
-    """What every int8 engine must reach; `size` is a part of the float model's bytes."""
+    """What an int8 engine must reach; `size` is a part of the float model's bytes."""
 
-    cosine: float = 0.994
-    neighbour: float = 0.91
+    cosine: float
+    neighbour: float = 0.89
     linear_share: float = 0.97
     size: float = 0.28
+
+
+BOUNDS = {"xnnpack": Bounds(cosine=0.996), "x86_inductor": Bounds(cosine=0.994)}
+"""By backend, below what is measured: cosines of 0.9974 and 0.9983 (0.9958 without VNNI, where weights have
+seven bits), the same neighbour in 0.914 to 0.936 of the texts; one of them is 0.0014."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +75,19 @@ class Result:
     engine: Engine
     cosine: float
     neighbour: float
+    decibels: float
     milliseconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What was quantized; the results, float first; the .pte file and what it gives by itself."""
+    """What was quantized; the results, float first; the .pte file and what it gives by itself.
 
+    `calibrated` and `judged` count texts, the latter by kind.
+    """
+
+    calibrated: int
+    judged: dict[str, int]
     compositions: list[Composition]
     results: list[Result]
     file_bytes: int
@@ -85,33 +97,36 @@ class Outcome:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the demo, print its tables, and return 1 where a figure is worse than it must be."""
     options = _parser().parse_args(arguments)
+    peers = measured.read(PEERS)
     start_executorch()
     with Steps() as steps:
         problem = "--no-compile was given" if options.no_compile else compiler_problem(steps)
         outcome = measure(options.texts, options.rounds, problem is None, steps)
     console = wide_console()
-    show(outcome, console)
+    show(outcome, peers, console)
     if problem:
         console.print(f"Nothing was compiled: {problem}", highlight=False, markup=False)
     if options.reports:
         console.print(*(result.engine.report or "" for result in outcome.results))
-    return verdict(checks(outcome, Bounds()), console)
+    return verdict(checks(outcome, BOUNDS), console)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--texts", type=int, help="so many texts, evenly spread, not all")
+    parser.add_argument("--texts", type=int, default=task.JUDGED_OF_EACH, metavar="COUNT",
+                        help="of each kind to judge by (%(default)s)")  # fmt: skip
     parser.add_argument("--rounds", type=int, default=15, help="rounds of timing (%(default)s)")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     parser.add_argument("--reports", action="store_true", help="print qompose's full reports too")
     return parser
 
 
-def measure(count: int | None, rounds: int, compiled: bool, steps: Steps) -> Outcome:
-    """Quantize, embed `count` texts with every engine, and time them in interleaved rounds."""
+def measure(of_each: int, rounds: int, compiled: bool, steps: Steps) -> Outcome:
+    """Quantize, embed so many texts of each kind with every engine, and time interleaved rounds."""
     with steps.step("load the encoder and the texts"):
-        model, texts = task.load(), _spread(task.texts(), count)
-        data, calibration = task.batches(texts), task.calibration(texts)
+        model, texts, judged = task.load(), task.calibration_texts(), task.judged_texts(of_each)
+        calibration = task.batches(texts)
+        data = task.batches([text for of_kind in judged.values() for text in of_kind])
     with steps.step("export the encoder"):
         exported = _export(model, data[0])
     xnnpack = quantize(exported, XNNPACK, ("torch", "executorch"), calibration, steps)
@@ -126,7 +141,8 @@ def measure(count: int | None, rounds: int, compiled: bool, steps: Steps) -> Out
     milliseconds = _interleaved(engines, data[0], rounds, steps)
     scores = [_score(embeddings[0], vectors) for vectors in embeddings]
     results = [Result(e, *s, m) for e, s, m in zip(engines, scores, milliseconds, strict=True)]
-    return Outcome([xnnpack, x86], results, file_bytes, agrees)
+    counts = {kind: len(of_kind) for kind, of_kind in judged.items()}
+    return Outcome(len(texts), counts, [xnnpack, x86], results, file_bytes, agrees)
 
 
 def compiler_problem(steps: Steps) -> str | None:
@@ -137,11 +153,6 @@ def compiler_problem(steps: Steps) -> str | None:
     except TorchDynamoException as error:
         return str(error).partition("\n")[0]
     return None
-
-
-def _spread(texts: list[str], count: int | None) -> list[str]:
-    count = min(count or len(texts), len(texts))
-    return [texts[index * len(texts) // count] for index in range(count)]
 
 
 def _export(model: torch.nn.Module, batch: task.Batch) -> ExportedProgram:
@@ -197,8 +208,10 @@ def _embed(engine: Engine, data: Sequence[task.Batch], steps: Steps) -> Tensor:
         return task.embed(engine.run, track(data))
 
 
-def _score(reference: Tensor, vectors: Tensor) -> tuple[float, float]:
-    return task.mean_cosine(reference, vectors), task.same_nearest_neighbour(reference, vectors)
+def _score(reference: Tensor, vectors: Tensor) -> tuple[float, float, float]:
+    metrics = (task.mean_cosine, task.same_nearest_neighbour, task.signal_to_noise)
+    cosine, neighbour, decibels = (metric(reference, vectors) for metric in metrics)
+    return cosine, neighbour, decibels
 
 
 def _interleaved(
@@ -217,15 +230,27 @@ def _milliseconds(call: Callable[[], object]) -> float:
     return 1000 * (time.perf_counter() - begun)
 
 
-def show(outcome: Outcome, console: Console) -> None:
-    """Print who took what, and the figures of every engine beside what the peers reach."""
+def show(outcome: Outcome, peers: measured.Page, console: Console) -> None:
+    """Print who took what, the figures of every engine, and then what was measured of peers before."""
     console.print(*(composition.table() for composition in outcome.compositions))
     console.print(summary(outcome.results))
     same = "the same" if outcome.file_agrees else "OTHER"
-    console.print(
-        f"The .pte file has {outcome.file_bytes:,} bytes; loaded by ExecuTorch alone it gives {same} "
-        f"embeddings.\n{PEERS}",
-        highlight=False,
+    told = (
+        f"{split_of(outcome)}\nThe .pte file has {outcome.file_bytes:,} bytes; loaded by ExecuTorch "
+        f"alone it gives {same} embeddings."
+    )
+    console.print(told, highlight=False)
+    console.print(peers.table(COMPARED, EARLIER))
+    told = f"Q/DQ models, x86 and xnnpack qompose's, {peers.source}."
+    console.print(told, highlight=False, markup=False, soft_wrap=True)
+
+
+def split_of(outcome: Outcome) -> str:
+    """Which texts calibrated, and which judged."""
+    kinds = ", ".join(f"{count} {kind}" for kind, count in outcome.judged.items())
+    return (
+        f"Calibrated with {outcome.calibrated} {task.CALIBRATED}; judged by "
+        f"{sum(outcome.judged.values())} texts of other sources: {kinds}."
     )
 
 
@@ -240,10 +265,11 @@ def summary(results: Sequence[Result]) -> Table:
         engine = result.engine
         table.add_row(
             engine.name,
-            f"{engine.nbytes:,}",
+            f"{engine.nbytes / 1e6:.1f}",
             f"{engine.nbytes / reference.engine.nbytes:.3f}",
             f"{result.cosine:.4f}",
             f"{result.neighbour:.3f}",
+            f"{result.decibels:.2f}" if result is not reference else "",
             f"{result.milliseconds:.1f}",
             f"{result.milliseconds / reference.milliseconds:.2f}",
             f"{int8_share(engine.report, ['aten.linear']):.1%}" if engine.report else "",
@@ -251,20 +277,21 @@ def summary(results: Sequence[Result]) -> Table:
     return table
 
 
-def checks(outcome: Outcome, bounds: Bounds) -> list[Check]:
-    """What the demo promises of every int8 engine, and of the .pte file."""
+def checks(outcome: Outcome, bounds: Mapping[str, Bounds]) -> list[Check]:
+    """What the demo promises of every int8 engine, by the backend in its name, and of the .pte file."""
     float_bytes = outcome.results[0].engine.nbytes
     made = [Check("the .pte file gives the embeddings of its program", outcome.file_agrees, low=1)]
     for result in outcome.results:
         name, report = result.engine.name, result.engine.report
         if report is None:
             continue
+        least = next(found for backend, found in bounds.items() if backend in name)
         share, size = int8_share(report, ["aten.linear"]), result.engine.nbytes / float_bytes
         made += [
-            Check(f"{name}: mean cosine to float", result.cosine, low=bounds.cosine),
-            Check(f"{name}: same nearest neighbour", result.neighbour, low=bounds.neighbour),
-            Check(f"{name}: linear MACs on static int8", share, low=bounds.linear_share),
-            Check(f"{name}: bytes to float", size, high=bounds.size),
+            Check(f"{name}: mean cosine to float", result.cosine, low=least.cosine),
+            Check(f"{name}: same nearest neighbour", result.neighbour, low=least.neighbour),
+            Check(f"{name}: linear MACs on static int8", share, low=least.linear_share),
+            Check(f"{name}: bytes to float", size, high=least.size),
         ]
     return made
 

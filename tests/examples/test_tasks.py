@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from types import ModuleType
 from typing import Any
 
@@ -35,6 +36,49 @@ def test_split_is_a_partition(sentence: ModuleType, texts: list[str]) -> None:
     inside, outside = sentence.split(texts)
     assert len(inside) == sentence.CALIBRATION_BATCHES * sentence.BATCH_SIZE
     assert sorted(inside + outside) == texts
+
+
+def test_demo_judges_by_texts_of_other_sources_than_it_calibrates_with(example: Any) -> None:
+    sentence = example("sentence_task", "sklearn")
+    calibration, judged = sentence.calibration_texts(), sentence.judged_texts()
+    assert len(calibration) == sentence.CALIBRATION_BATCHES * sentence.BATCH_SIZE
+    assert {*calibration} <= {*sentence.texts((*sentence.TORCH, *sentence.NUMPY))}
+    assert len(judged) == 3
+    every = [text for of_kind in judged.values() for text in of_kind]
+    assert len({*every}) == len(every) > 2.5 * sentence.JUDGED_OF_EACH
+    assert not {*every} & {*sentence.texts((*sentence.TORCH, *sentence.NUMPY))}
+    assert [len(few) for few in sentence.judged_texts(7).values()] == [7] * 3
+
+
+def test_what_others_add_to_a_class_is_no_docstring_of_it(
+    sentence: ModuleType, texts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers gives loggers methods; texts must not depend on what is imported."""
+
+    def added(self: logging.Logger) -> None:
+        """Say what is never said otherwise, in so many words that it would be one of the texts."""
+
+    monkeypatch.setattr(logging.Logger, "added", added, raising=False)
+    assert sentence.texts() == texts
+
+
+def test_paragraphs_are_distinct_cut_and_sorted(sentence: ModuleType) -> None:
+    long, other = "word " * 200, "another paragraph " * 4
+    found = sentence.paragraphs([f"{long}\n\ntoo short\n \n{other}", other])
+    assert found == [other.strip(), long[: sentence.MAX_CHARACTERS].strip()]
+
+
+def test_prose_and_licences_skip_what_is_not_installed(example: Any) -> None:
+    sentence = example("sentence_task", "sklearn")
+    assert sentence.licences(["no-such-package"]) == []
+    assert sentence.prose(["no-such-package"]) == sentence.prose([])
+    assert len(sentence.prose(["torch"])) > len(sentence.prose([]))
+
+
+def test_signal_to_noise(sentence: ModuleType) -> None:
+    a = torch.tensor([[3.0, 4.0]])
+    assert sentence.signal_to_noise(a, a * 1.1) == pytest.approx(20.0, abs=1e-5)
+    assert sentence.signal_to_noise(a, a) == float("inf")
 
 
 @pytest.mark.parametrize("metric", ["mean_cosine", "same_nearest_neighbour"])
