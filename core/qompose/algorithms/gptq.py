@@ -235,26 +235,24 @@ class _Rounding:
         everything, and what they do on data that wakes them has no bound.
         """
         order = moments.diagonal(dim1=1, dim2=2).argsort(dim=1, descending=True, stable=True)
-        columns = order[:, None].expand_as(self.weight)
-        left, found = self.weight.gather(2, columns), torch.empty_like(self.weight)
-        exact = (left / self.step + self.zero_point).clamp_(self.q.low, self.q.high)
-        ends = exact.floor(), exact.ceil()
         inverse = _inverse_root(_permuted(moments, order))
-        diagonal = inverse.diagonal(dim1=1, dim2=2)
-        for first in range(0, left.shape[2], _BLOCK):
-            last = min(first + _BLOCK, left.shape[2])
-            errors = torch.empty_like(left[..., first:last])
+        # In steps of the integers, channels first, so that what is handed on lies side by side.
+        channels = order[:, :, None].expand(-1, -1, self.weight.shape[1])
+        exact = (self.weight / self.step).add_(self.zero_point).transpose(1, 2)
+        left = exact.gather(1, channels)
+        inside = left.clamp(self.q.low, self.q.high)
+        least, most = inside.floor(), inside.ceil()
+        found, errors = torch.empty_like(left), torch.empty_like(left)
+        relative = inverse / inverse.diagonal(dim1=1, dim2=2)[:, :, None]
+        for first in range(0, left.shape[1], _BLOCK):
+            last = min(first + _BLOCK, left.shape[1])
             for at in range(first, last):
-                value = left[..., at : at + 1]
-                integers = self.nearest(value).clamp_(*(v[..., at : at + 1] for v in ends))
-                found[..., at : at + 1] = integers
-                error = (value - (integers - self.zero_point) * self.step) / diagonal[
-                    :, None, at, None
-                ]
-                errors[..., at - first : at - first + 1] = error
-                left[..., at:last] -= error * inverse[:, at : at + 1, at:last]
-            left[..., last:] -= errors @ inverse[:, first:last, last:]
-        return torch.empty_like(found).scatter_(2, columns, found)
+                integers = left[:, at].round().clamp_(least[:, at], most[:, at])
+                error = left[:, at] - integers
+                left[:, at + 1 : last] -= relative[:, at, at + 1 : last, None] * error[:, None]
+                found[:, at], errors[:, at] = integers, error
+            left[:, last:] -= relative[:, first:last, last:].transpose(1, 2) @ errors[:, first:last]
+        return torch.empty_like(left).scatter_(1, channels, found).transpose(1, 2)
 
     def integers(self, moments: Tensor) -> Tensor:
         """Return the integers in the shape of the weight."""
