@@ -47,6 +47,10 @@ EQUIVALENT: dict[str, str] = {
     "46af5752b7": "the square of a difference is that of its negative",
     "9e14a27a7e": "all scales are one, and oneDNN reads no more of them than there are channels",
     "3bb49be1d7": "all scales are one, and oneDNN reads no more of them than there are channels",
+    "3e11ad49af": "no error becomes smaller exactly as many times as is needed",
+    "270dcb76c7": "no kernel is off by exactly the bound",
+    "bdbea7c59e": "no error is exactly the part of another that it may be at most",
+    "d0b99b8654": "no magnitude is exactly the root of a half, which 24 bits only come near",
 }
 
 # What stands in place of a decorator of functools, and answers every call with the first result.

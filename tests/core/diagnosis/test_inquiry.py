@@ -33,6 +33,7 @@ from tests.core.toy import (
     STATIC_UINT8,
     VIEW,
     Annotator,
+    Call,
     Model,
     ToyBackend,
     annotate,
@@ -84,6 +85,11 @@ class TestYes:
         assert (answer.rule, answer.nodes) == ("conv_relu", ("conv2d", "relu"))
         folded = ("rewritten by fold_batch_norm: conv2d, batch_norm",)
         assert answer.rewrites == (() if node == "relu" else folded)
+
+    def test_a_rewrite_of_one_operator_names_it_once(self) -> None:
+        quantizer = toy(ADD, rewrites=("scalar_to_tensor",))
+        answer = can_quantize(export(Call(lambda x: x + 2), ROWS), "add", quantizer)
+        assert answer.rewrites == ("rewritten by scalar_to_tensor: add",)
 
     def test_a_rule_without_kernel_says_so(self) -> None:
         answer = can_quantize(MIXED, "relu", toy(*TABLE))

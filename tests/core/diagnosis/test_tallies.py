@@ -87,6 +87,7 @@ ONES, MASK = torch.ones(3), torch.tensor([1.0, -math.inf, math.nan, math.inf])
         ((MASK, MASK), EQUAL),
         ((LINE, LINE + 0.5, LINE), INHERITED),
         ((LINE, torch.where(LINE > 8, math.nan, LINE), LINE), INHERITED),
+        ((0 * LINE, LINE, 0 * LINE), INHERITED),  # of what is to be nothing
         ((LINE, NEARLY), ARITHMETIC),
         ((LINE, ROUNDED), ROUNDING),
         ((LINE, ROUNDED, ROUNDED, ROUNDED + 0.1), ROUNDING),  # a kernel that is off by a step

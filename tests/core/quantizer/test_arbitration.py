@@ -14,10 +14,12 @@ from hypothesis import given, settings, strategies as st
 from qompose import compose
 from qompose.backend import Kernel, OperatorPattern, Region
 from qompose.quantizer.arbitration import compose_claims
-from qompose.spec.claim import Claim, Composition, Conflict, Point, PointSpec, Proposal
+from qompose.spec import DerivedQuantizationSpec
+from qompose.spec.claim import Claim, Composition, Conflict, Kind, Point, PointSpec, Proposal
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
+from tests.core.quantizer.interop.foreign import bias_scale
 from tests.core.toy import (
     ADD,
     CAT,
@@ -153,6 +155,21 @@ def test_a_claim_on_an_input_falls_where_others_have_all_that_reads_it(
     assert [r.rule for r in result.rejections] == ([] if stands else ["idle", "idle"])
     lost = [Conflict("first", f"on{n}", "second", "idle", (NAMES[n],)) for n in held]
     assert result.conflicts == ([] if stands else lost)
+
+
+def test_a_claim_that_falls_with_another_is_refused_once(model: GraphModule) -> None:
+    spec = DerivedQuantizationSpec([], bias_scale, torch.int8)
+    needy = PointSpec(Point(NAMES[2]), spec, (Point(NAMES[1]),))
+    members = [
+        member("winner", claim("one", 0)),
+        member("loser", claim("two", 0, 1)),
+        member("needy", replace(claim("three", 2), specs=(needy,))),
+    ]
+    result = compose_claims(model, members)
+    assert chosen(result) == ["winner.one"]
+    assert [(r.rule, r.kind) for r in result.rejections] == [
+        ("two", Kind.LOST), ("three", Kind.REFUSED),
+    ]  # fmt: skip
 
 
 @settings(max_examples=60, deadline=None)

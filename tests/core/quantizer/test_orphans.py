@@ -162,3 +162,12 @@ class TestOrphaned:
         lost = [claim("one", at.source, PointSpec(at, spec)) for at, spec in places.values()]
         (inherited,) = inherit_specs(chosen, lost)
         assert [spec.spec for spec in inherited.specs] == [INT8, UINT8]
+
+    def test_an_owner_inherits_no_further_than_what_stands(self) -> None:
+        """It lost a place that shares with another, which stands, though not by its own claim."""
+        shared = [shared_with(self.b, self.a), shared_with(self.a, Point("d"))]
+        lost = [claim("one", spec.point.source, spec) for spec in shared]
+        chosen = [claim("one", "x", shared_with(self.c, self.b))]
+        chosen += [claim("two", "a", PointSpec(self.a, INT8))]
+        inherited, _ = inherit_specs(chosen, lost)
+        assert [spec.references for spec in inherited.specs] == [(self.a,)]

@@ -16,6 +16,7 @@ from qompose.reporting.graph_drawing import (
     GAP,
     LANE,
     Drawing,
+    _bends,
     drawn,
     graph_of,
     layers_of,
@@ -125,6 +126,16 @@ class TestDrawing:
         assert found.lanes[1:] == ((), (), ())
         assert max(found.places) - min(found.places) < GAP, "boxes make no way for it"
 
+    def test_boxes_hardly_give_way_to_a_lane(self) -> None:
+        """Each edge beside the second box pushes it, by the weight of a lane, and so those around it."""
+        lane = (1, 5), (2, 4)
+        expected = Drawing((0, 1, 2, 3), (113, 113, 112, 110), (lane, (), (), ()), 201)
+        assert drawn(4, [(0, 1), (1, 2), (2, 3), (0, 3), (0, 2)]) == expected
+
+    def test_a_lane_bends_where_either_side_is_elsewhere(self) -> None:
+        way = [(1, 5), (2, 5), (3, 5), (4, 7), (5, 7), (6, 7)]
+        assert list(_bends(way)) == [(1, 5), (3, 5), (4, 7), (6, 7)]
+
     def test_blocks_with_skips_stay_below_one_another(self) -> None:
         """Two hundred blocks of a residual network, all of which read one mask."""
         edges, last = [], 1
@@ -187,6 +198,8 @@ def test_the_finest_level_with_few_boxes_is_shown_first() -> None:
     assert [len(level["nodes"]) for level in found["levels"]] == [5, 200]
     assert found["first"] == 0
     assert graph()["first"] == 3
+    sizes = {count: graph(*many[:count])["first"] for count in (60, 61)}
+    assert sizes == {60: 1, 61: 0}
 
 
 def test_levels_without_a_difference_are_left_out() -> None:
@@ -224,6 +237,12 @@ def test_several_look_like_those_that_do_most_of_the_work() -> None:
     assert node["looks"]["owner"] == ["none", "2 owners"]
     assert node["looks"]["state"] == ["none", "2 states"]
     assert node["border"] == "dotted"
+
+
+def test_without_products_the_look_is_that_of_most() -> None:
+    rows = (row("a", module="m", owner="two"), row("b", "a", module="m"), row("c", "b", module="m"))
+    node = graph(*rows, row("d", "c", module="n", owner="two"))["levels"][0]["nodes"][0]
+    assert node["looks"]["owner"] == ["hue0", "2 owners"]
 
 
 def test_strange_inputs_do_no_harm() -> None:

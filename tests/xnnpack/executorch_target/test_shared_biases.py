@@ -104,6 +104,9 @@ def test_the_graph_is_left_alone_and_weights_stay_shared() -> None:
     assert not torch.equal(result(x), model(x)), "its code reads what its graph reads"
 
 
-def test_a_graph_without_shared_biases_is_not_copied() -> None:
-    model = torch.export.export(nn.Linear(4, 4).eval(), (torch.randn(3, 4),)).module()
+@pytest.mark.parametrize("forward", [lambda m, x: m.a(x), twice], ids=["one call", "no bias"])
+def test_a_graph_without_shared_biases_is_not_copied(forward: Any) -> None:
+    layer = nn.Linear(4, 4, bias=forward is not twice)
+    net = Model(forward, a=layer, b=layer).eval()
+    model = torch.export.export(net, (torch.randn(3, 4),)).module()
     assert with_own_biases(model) is model
