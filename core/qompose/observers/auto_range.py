@@ -118,7 +118,7 @@ class AutoRangeObserver(OfHistogram):
     channel_dim = -1
     """Set by prepare: the dimension of the channels."""
     channels: int | None = None
-    """Set by prepare: how many there are. Tensors of another size share the range, and have no rows here."""
+    """Set by prepare, else by the first tensor: how many. Tensors of another size share the range alone."""
     readers: Sequence[Reader] = (VALUES,)
     """Set by prepare: who reads the tensor. Nobody where no rows are of it alone: nothing is chosen then."""
 
@@ -149,8 +149,10 @@ class AutoRangeObserver(OfHistogram):
 
     def _keep_rows(self, x: Tensor) -> None:
         dim = self.channel_dim
-        fits = -x.dim() <= dim < x.dim() and self.channels in (None, x.shape[dim])
-        self._has_rows_of_last = fits or self.channels is None
+        there = -x.dim() <= dim < x.dim()
+        if self.channels is None and there:  # nobody told
+            self.channels = x.shape[dim]
+        self._has_rows_of_last = there and x.shape[dim] == self.channels
         if self._has_rows_of_last and self.readers:
             self.sample.add(x, dim)
 

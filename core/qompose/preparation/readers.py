@@ -22,7 +22,8 @@ def tell_readers(
     """Tell an observer which of its group's tensors to keep rows of, and who reads that one.
 
     It is one that a product reads, or gives; else the one with the most channels. Nobody is named where its
-    rows could not be told from those of another producer's tensor, such as one that it is concatenated with.
+    rows could not be told from those of another producer's tensor, such as one that it is concatenated with,
+    and where all its sizes are open.
     """
     members = [claims[number] for number in group.claims]
     products = [(claim, product_node(claim, nodes)) for claim in members]
@@ -39,12 +40,13 @@ def tell_readers(
         return
     readers = [node for node in read if node.args[0] is source]
     one = (*readers, *(node for output, node in given.items() if output == source.name))
-    observer.channel_dim = _dim(one[0]) if one else value.dim() - 1
+    observer.channel_dim = _dim(one[0]) if one else _last_known(value)
     if group.balance is not None:
         observer.channel_dim = group.balance.dim
     size = value.shape[observer.channel_dim]
     observer.channels = size if isinstance(size, int) else None
-    if len(_producers(members, group, nodes)) > 1 and not _is_apart(source, observer, group, nodes):
+    several = len(_producers(members, group, nodes)) > 1
+    if observer.channels is None or (several and not _is_apart(source, observer, group, nodes)):
         observer.readers = ()
         return
     others = {*source.users} - {*readers}
@@ -70,9 +72,15 @@ def _is_apart(
     dim = observer.channel_dim
     others = {point.source for point in group.points} - {source.name}
     shapes = [value_of(nodes[name]).shape for name in others]
-    return observer.channels is not None and not any(
+    return not any(
         -len(shape) <= dim < len(shape) and shape[dim] == observer.channels for shape in shapes
     )
+
+
+def _last_known(value: Tensor) -> int:
+    """Return the last dimension whose size is not open, or the last one."""
+    last = value.dim() - 1
+    return next((d for d in range(last, -1, -1) if isinstance(value.shape[d], int)), last)
 
 
 def _inputs(product: Node) -> int:

@@ -278,6 +278,27 @@ def test_views_of_what_was_seen_have_rows(values: int) -> None:
     assert ("channels" in shared.choice.reason) == (not values)
 
 
+def test_sizes_that_are_open_are_no_channels() -> None:
+    """Rows of batches of several widths have the dimension whose size is known, if there is one."""
+    width = torch.export.Dim("width", min=2, max=64)
+    for shape, dims, rows in [((9, 3, 8), {2: width}, 9 * (8 + 12)), ((8,), {0: width}, 0)]:
+        model = Model(lambda m, x: (x.relu() * 2).relu())
+        program = export(model, randn(*shape), dynamic_shapes=(dims,))
+        prepared = prepare(program, toy(RELU, config=CONFIG))
+        for size in (8, 12):
+            prepared(randn(*shape[:-1], size))
+        (first, *_) = auto_observers(prepared).values()
+        assert first.sample.seen == rows
+        qompose.convert_pt2e(prepared)(randn(*shape[:-1], 16))
+
+
+def test_an_observer_that_nobody_told_keeps_rows_of_the_first_width() -> None:
+    observer = AutoRangeObserver(torch.uint8)
+    for width in (4, 6, 4):
+        observer(randn(10, width))
+    assert observer.sample.rows.shape == (10, 4) and observer.choice.name == WHOLE
+
+
 def test_of_tensors_that_no_product_touches_it_is_the_one_of_most_channels() -> None:
     model = Model(lambda m, x, y: torch.cat([x.relu(), y.relu()], 1))
     prepared = prepare(export(model, randn(9, 2), randn(9, 6)), toy(RELU, CAT, config=CONFIG))
