@@ -8,14 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from qompose.program.changes import (
-    Changes,
-    KeptNames,
-    SignatureError,
-    Values,
-    calls_of,
-    changes,
-)
+from qompose.program.changes import Changes, KeptNames, SignatureError, Values, calls_of, changes
 from qompose.program.graph import copy_graph_module
 from torch import Tensor, nn
 from torch.fx import GraphModule
