@@ -183,6 +183,8 @@ class TestOptions:
         batches = [randn(4, 3, seed=seed) for seed in range(9)]
         seen = qompose.calibrate(prepared_single(), iter(batches), limit=4)
         assert scales(seen) == plain_loop(prepared_single(), *[(b,) for b in batches[:4]])
+        qompose.calibrate(seen, batches[4:])
+        assert scales(seen) == plain_loop(prepared_single(), *[(b,) for b in batches])
 
     def test_what_was_stopped_goes_on(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -25,6 +25,7 @@ from qompose.observers import (
     HistogramObserver,
     MovingAverageMinMaxObserver,
     PercentileObserver,
+    PerChannelHistogramObserver,
 )
 from safetensors import SafetensorError
 from torch import Tensor, nn
@@ -176,6 +177,31 @@ class TestMerging:
         assert len(part.merged(seen())) == len(seen())
 
 
+INVALID: dict[str, dict[str, Any]] = {
+    "one end": {"maximum": None},
+    "ends the wrong way round": {"maximum": -3.0},
+    "a bin before the first": {"histogram": {"bins": {0: -1}}},
+    "a bin after the last": {"histogram": {"bins": {0: 4096}}},
+    "a bin twice": {"histogram": {"bins": {0: 832}}},
+    "a count below zero": {"histogram": {"counts": {0: -1}}},
+    "a part of a count": {"histogram": {"counts": {0: 0.5}}},
+    "a far exponent": {"histogram": {"exponent": 10**4}},
+    "whole ranges of channels": {"channels": {"low": [0] * 6, "high": [1] * 6}},
+    "a channel without range": {"channels": {"low": {0: 9.0}}},
+    "a channel too few": {"channels": {"low": [0.0] * 5}},
+    "rows without order": {"sample": {"order": [[0, 0, 0]]}},
+    "rows of an empty stratum": {"sample": {"counts": {0: 0}}},
+}
+
+
+def put(facts: Any, changes: dict[Any, Any]) -> None:
+    for key, value in changes.items():
+        if isinstance(value, dict):
+            put(facts[key], value)
+        else:
+            facts[key] = value
+
+
 class TestFiles:
     @pytest.mark.parametrize("kind", KINDS)
     @pytest.mark.parametrize("suffix", ["json", "safetensors"])
@@ -185,6 +211,31 @@ class TestFiles:
         assert saved(loaded, tmp_path / "a.json") == saved(seen(kind), tmp_path / "b.json")
         loaded.apply(again := prepared(quantizer(KINDS[kind])))
         assert parameters(again) == parameters(in_one_go(kind))
+
+    @pytest.mark.parametrize("invalid", INVALID)
+    def test_facts_that_cannot_be_are_refused(self, invalid: str, tmp_path: Path) -> None:
+        path = tmp_path / "seen.json"
+        data = saved(seen("balanced"), path)
+        facts = data["entries"][0]["facts"]
+        put(facts, {"histogram": {"bins": {0: 0, -1: 4095}}})  # the ends are places for values
+        path.write_text(json.dumps(data))
+        Statistics.load(path)
+        put(facts, INVALID[invalid])
+        path.write_text(json.dumps(data))
+        with pytest.raises(StatisticsError, match=path.name):
+            Statistics.load(path)
+
+    def test_histograms_of_channels_come_back(self, tmp_path: Path) -> None:
+        path = tmp_path / "seen.json"
+        scheme = {"qscheme": torch.per_channel_affine, "ch_axis": -1}
+        one = spec(PerChannelHistogramObserver, **scheme)  # type: ignore[arg-type]
+        model = prepared(quantizer(QuantizationConfig(one, one, WEIGHT), LINEAR))
+        data = saved(qompose.statistics(qompose.calibrate(model, [DATA])), path)
+        assert saved(Statistics.load(path), path) == data
+        data["entries"][0]["facts"]["channels"]["histograms"]["counts"][0] += 1
+        path.write_text(json.dumps(data))
+        with pytest.raises(StatisticsError, match=path.name):
+            Statistics.load(path)
 
     def test_other_names_are_refused(self, tmp_path: Path) -> None:
         for call in (seen().save, Statistics.load):

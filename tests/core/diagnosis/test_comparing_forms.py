@@ -98,6 +98,17 @@ def test_branches_that_one_program_takes_alone_are_named() -> None:
     assert not qompose.compare(low, low, [X.abs()]).notes
 
 
+def test_what_no_input_leads_to_is_not_paired() -> None:
+    program = choosing(0.0)
+    prepared = qompose.prepare_pt2e(program, toy(LINEAR))
+    for x in (X.abs(), -X.abs()):
+        prepared(x)
+    other = qompose.convert_pt2e(prepared)
+    for x, alone in ((X.abs(), "false_graph_0"), (-X.abs(), "true_graph_0")):
+        unpaired = qompose.compare(program, other, [x]).unpaired
+        assert len(unpaired) == 2 and all(alone in value for value in unpaired)
+
+
 def test_pieces_of_an_operator_that_was_taken_apart_are_paired() -> None:
     matmul = rule("matmul", OperatorPattern((aten.matmul.default,)), activations=("self", "other"))
     x = randn(2, 5, 8)

@@ -241,6 +241,8 @@ def test_errors() -> None:
     for none in ([], 5):
         with pytest.raises(UserError, match="sensitivity"):
             qompose.sensitivity(prepared, none)
+    with pytest.raises(UserError):
+        qompose.sensitivity(prepared, batches, limit=-1)
     for number, wrong in enumerate((tuple(part[:, :-1] for part in batches[0]), (PIXELS, PIXELS))):
         with pytest.raises(BatchError) as caught:
             qompose.sensitivity(prepared, [*batches[:number], wrong])

@@ -111,6 +111,12 @@ def test_values_and_strides_are_those_exported(
         assert torch.equal(one, other) and one.stride() == other.stride()
 
 
+def test_a_matrix_has_its_layout_back() -> None:
+    x = torch.randn(4, 6)
+    got = lowered(lambda y: y, x, lambda x: x.relu().t().contiguous().t())(x)
+    assert torch.equal(got, x.relu()) and got.stride() == x.stride()
+
+
 def test_another_batch_than_the_example() -> None:
     example = torch.randn(2, 4, 3, 5)
     gm = lowered(lambda y: y.permute(0, 3, 1, 2), example, relu_channels_last, DYNAMIC)

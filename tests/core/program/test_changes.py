@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from qompose.program.changes import Changes, KeptNames, SignatureError, calls_of, changes
+from qompose.program.changes import Changes, KeptNames, SignatureError, Values, calls_of, changes
 from qompose.program.graph import copy_graph_module
 from torch import Tensor, nn
 from torch.fx import GraphModule
@@ -81,6 +81,23 @@ def test_what_is_gone_made_or_differs(edit: Callable[[GraphModule], None], found
     edit(model)
     assert changes(before, calls_of(model)) == found
     assert bool(found) == (edit is not nothing)
+
+
+def test_what_reads_another_by_keyword_is_the_same() -> None:
+    model = program()
+    (add,) = calls(model, aten.add.Tensor)
+    add.args, add.kwargs = (), dict(zip(("self", "other"), add.args, strict=True))
+    before = calls_of(model)
+    erase(model)
+    assert changes(before, calls_of(model)) == Changes(("relu",), (), ())
+
+
+def test_a_number_returned_for_a_tensor_is_refused() -> None:
+    model = program()
+    values = Values(model)
+    model.graph.output_node().args = ((1,),)
+    with pytest.raises(SignatureError):
+        values.update(model)
 
 
 class TestNames:

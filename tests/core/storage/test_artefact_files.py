@@ -87,6 +87,7 @@ FORGERIES: dict[str, list[tuple[tuple[Any, ...], Any]]] = {
     "an operator on files": [((*LAST, "target"), "aten::from_file.default")],
     "an operator that writes a file": [((*LAST, "target"), "qompose_test::dump.default")],
     "code in a higher-order name": [((*LAST, "target"), "higher_order::inductor_compiled_code")],
+    "a method": [((*LAST, "op"), "call_method"), ((*LAST, "target"), "detach")],
     "code for a name": [((*INPUT, "name"), f"x=({COMMAND})")],
     "code for an argument": [((*INPUT, "target"), f"x=({COMMAND})")],
     "code for a signature": [((*CALL, "names"), [f"x=({COMMAND})"])],
@@ -218,7 +219,7 @@ class TestFiles:
         with pytest.raises(ArtefactError, match=path.name):
             qompose.load(path)
 
-    @pytest.mark.parametrize("version", [3, 99], ids=["older", "newer"])
+    @pytest.mark.parametrize("version", [1, 3, 99], ids=["first", "older", "newer"])
     def test_other_versions_of_the_format(self, version: int, path: Path) -> None:
         path.write_bytes(mlp_file())
         rewrite(path, lambda body: body.clear(), format_version=version, written_by="qompose 7.0")
