@@ -89,8 +89,10 @@ def _round(found: Calibrated, node: Node) -> str:
         raise NotChanged("each of its outputs reads one channel, and there is no other to make up")
     rounding = _Rounding.of(reader, q)
     first, second = _inputs(found, product, reader).moments()
+    if not bool(first.isfinite().all() & second.isfinite().all()):
+        raise NotChanged("squares of its input are beyond the largest number of float32")
     gain = rounding.some().gain(first, second)
-    if gain < _NEEDED:
+    if not gain >= _NEEDED:  # NaN neither
         raise NotChanged(
             f"on calibration data held back its squared error would become {gain:.2f} times smaller, and "
             f"{_NEEDED} is needed"

@@ -319,6 +319,8 @@ def _parts_of_sample(kept: RowSample) -> dict[str, Tensor]:
 
 
 def _sample(strata: Tensor, counts: Tensor, rows: Tensor, order: Tensor) -> RowSample:
+    if not (rows.numel() or order.numel() or strata.numel()):  # as text they have no shape
+        return RowSample()
     if rows.dim() != 2 or order.shape != (len(rows), 3):
         raise ValueError("the rows of a sample have no order")
     seen = dict(zip(strata.long().tolist(), counts.long().tolist(), strict=True))

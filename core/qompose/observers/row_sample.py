@@ -54,7 +54,7 @@ class RowSample:
         counts: Mapping[int, int] | None = None,
     ) -> None:
         self._counts = Counter(counts or {})
-        self._kept = [] if rows is None or order is None else [(rows, order)]
+        self._kept = [] if rows is None or order is None or not len(rows) else [(rows, order)]
         self._limits: dict[int, int] = {}
         """By stratum that is full, the greatest hash in it: none above that will be kept."""
         self._sorted_from: int | None = None

@@ -126,8 +126,9 @@ TWICE = toys.Model(lambda m, x: m.a(x) + m.a(x * 2), a=nn.Linear(48, 16))
             "keeps no rows",
         ),
         (TWICE, ASKING, data(0, 256, 48), "other operators"),
+        (nn.Linear(48, 16), ASKING, data(0, 256, 48) * 1e20, "float32"),
     ],
-    ids=["depthwise", "few examples", "no correlation", "another range", "shared weight"],
+    ids=["depthwise", "few examples", "no correlation", "another range", "shared", "overflow"],
 )  # fmt: skip
 def test_what_was_asked_for_and_is_not_made_is_a_line(
     model: nn.Module, config: QuantizationConfig, batch: Tensor, reason: str

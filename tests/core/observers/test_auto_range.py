@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -260,8 +261,9 @@ def test_tensors_that_share_a_range_have_rows_of_the_one_that_is_read() -> None:
     assert shared.sample.rows.shape == (9, 6)
 
 
+@pytest.mark.parametrize("kind", ["json", "safetensors"])
 @pytest.mark.parametrize("values", [8, 0], ids=["read as it is flattened", "nothing fits"])
-def test_views_of_what_was_seen_have_rows(values: int) -> None:
+def test_views_of_what_was_seen_have_rows(values: int, kind: str, tmp_path: Path) -> None:
     """They count once. Statistics go to another model even where no view has the channels that are read."""
     layers = {"conv": nn.Conv2d(2, 3, 1), "linear": nn.Linear(12, 5)}
     model = Model(lambda m, x: m.linear(m.conv(x).view(9, 12)), **layers)
@@ -272,7 +274,10 @@ def test_views_of_what_was_seen_have_rows(values: int) -> None:
     shared.channels = 12 if values else 7
     prepared(randn(9, 2, 2, 2))
     assert (shared.sample.seen, shared.histogram.total) == (9 * bool(values), 9 * 12)
-    applied = qompose.statistics(prepared).apply(prepare(program, quantizer))
+    file = tmp_path / f"seen.{kind}"
+    qompose.statistics(prepared).save(file)
+    prepare(program, quantizer).load_state_dict(prepared.state_dict())
+    applied = qompose.Statistics.load(file).apply(prepare(program, quantizer))
     found = next(o for o in auto_observers(applied).values() if o.shared)
     assert (found.choice.low, found.choice.high) == (shared.choice.low, shared.choice.high)
     assert ("channels" in shared.choice.reason) == (not values)
