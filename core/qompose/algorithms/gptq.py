@@ -16,6 +16,7 @@ Each half of the examples is held back once. It is done where the error there be
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -68,16 +69,16 @@ class GPTQ(Algorithm):
     word = WORD
 
     def correct(self, found: Calibrated) -> None:
-        change_products(found, self.word, partial(_round, found))
+        change_products(found, self.word, partial(_round, found, found.plan.group_of))
 
 
-def _round(found: Calibrated, node: Node) -> str:
+def _round(found: Calibrated, groups: Mapping[Point, int], node: Node) -> str:
     """Decide on the integers of a product's weight, and say what they gain.
 
     Raises:
         NotChanged: those next to its values stay.
     """
-    product, groups = Operands.of(node), found.plan.group_of
+    product = Operands.of(node)
     number = groups.get(Point(product.weight.name, node.name))
     q = None if number is None else found.qparams.get(number)
     if number is None or q is None:
@@ -88,7 +89,7 @@ def _round(found: Calibrated, node: Node) -> str:
     if reader.channels == reader.groups:
         raise NotChanged("each of its outputs reads one channel, and there is no other to make up")
     rounding = _Rounding.of(reader, q)
-    first, second = _inputs(found, product, reader).moments()
+    first, second = _inputs(found, groups, product, reader).moments()
     if not bool(first.isfinite().all() & second.isfinite().all()):
         raise NotChanged("squares of its input are beyond the largest number of float32")
     gain = rounding.some().gain(first, second)
@@ -135,13 +136,15 @@ class _Inputs:
         return found
 
 
-def _inputs(found: Calibrated, product: Operands, reader: Reader) -> _Inputs:
+def _inputs(
+    found: Calibrated, groups: Mapping[Point, int], product: Operands, reader: Reader
+) -> _Inputs:
     """Return what is known of the input of a product.
 
     Raises:
         NotChanged: too little.
     """
-    groups, source = found.plan.group_of, product.source.name
+    source = product.source.name
     number = groups.get(Point(source, product.node.name), groups.get(Point(source)))
     q = None if number is None else found.qparams.get(number)
     if number is None or q is None or not q.per_tensor or reader.weight is None:
