@@ -183,7 +183,9 @@ class _Search:
         while last is None or held_back(way) < held_back(last):
             last, way = way, turned(way)
         gain = self._without(trials) / max(held_back(way), 1e-30)
-        return None if gain < needed else Factors(*self._chosen(self.channels, way), gain)
+        if not gain >= needed:  # NaN neither, where squares are beyond the largest float
+            return None
+        return Factors(*self._chosen(self.channels, way), gain)
 
     def _without(self, trials: Iterable[tuple[ChannelSample, Error]]) -> float:
         """Return the error without factors."""

@@ -62,3 +62,9 @@ def test_silent_channels_have_no_factor_and_do_not_count() -> None:
     factors = found(x, weight, needed=0.0, alpha=1.0).values
     assert factors[:20].tolist() == [1.0] * 20
     assert factors[20:].amin() == 1.0 < factors[20:].amax()
+
+
+def test_where_squares_are_beyond_the_largest_float_there_are_no_factors() -> None:
+    x, weight = uneven(1, -0.5, outputs=512)
+    x[7, 3] = 1e30
+    assert found(x, weight) is None
