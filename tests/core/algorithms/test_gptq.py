@@ -163,17 +163,6 @@ def test_unfolded_parameters_give_the_same() -> None:
     assert torch.equal(folded(x), unfolded(x))
 
 
-def test_integers_do_not_depend_on_the_order_of_batches() -> None:
-    model = toys.seeded(nn.Linear(48, 16)).eval()
-    parts = [data(seed, 64, 48) for seed in range(4)]
-    one, other = (run(model, ASKING, *batches) for batches in (parts, parts[::-1]))
-    assert len(said(one)[0]) == 1
-    integers = [
-        next(v for v in m.state_dict().values() if v.dtype is torch.int8) for m in (one, other)
-    ]
-    assert torch.equal(*integers)
-
-
 def rounding(weight: Tensor, step: float) -> _Rounding:
     q = QParams(torch.tensor(step), torch.tensor(0), -8, 7, torch.int8)
     return _Rounding.of(Reader(weight), q)

@@ -169,17 +169,6 @@ def test_a_row_that_only_the_held_back_half_has_decides_too() -> None:
         assert ends(observed(changed, Reader(weight)))[1] > 55
 
 
-def test_the_choice_does_not_depend_on_how_data_was_split() -> None:
-    x, weight = with_outliers(), randn(8, 16)
-    weight[:, 3] = 0.0
-    whole, merged = observed(x, Reader(weight)), AutoRangeObserver(torch.uint8)
-    merged.readers = [Reader(weight)]
-    parts = [observed(part).facts() for part in x[torch.randperm(len(x))].tensor_split(4)]
-    merged.take(parts[0].merged(parts[1]).merged(parts[2].merged(parts[3])))
-    assert merged.choice == whole.choice
-    assert torch.equal(merged.calculate_qparams()[0], whole.calculate_qparams()[0])
-
-
 def test_a_state_dict_has_the_rows() -> None:
     x, weight = with_outliers(), randn(8, 16)
     weight[:, 3] = 0.0
