@@ -71,7 +71,7 @@ def test_a_range_that_somebody_chose_stays(asked: dict[str, Any]) -> None:
     prepared = toys.prepare(export(model, x), toy(RULE, config=replace(PER_CHANNEL, **asked)))
     prepared(x)
     seen = qompose.statistics(prepared)
-    site = next(site for e in seen for site in e.sites if "linear" in site.operator)
+    site = next(site for e in seen for site in e.sites if "the program" in str(site))
     converted = qompose.convert_pt2e(seen.with_range(site, -20.0, 31.0).apply(prepared))
     scales = [n.args[1] for n in converted.graph.nodes if "quantize_per_tensor" in str(n.target)]
     assert pytest.approx(51 / 255) in scales
