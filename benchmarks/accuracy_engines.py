@@ -13,6 +13,7 @@ import zoo_peers
 from accuracy_tasks.subject import Inputs, Subject
 from qompose.quantizer.composition import quantizer_of
 from qompose.reporting.report_data import FLOAT_KERNEL, KERNEL
+from torch.fx import GraphModule
 from x86_engines import named, onnx_session, openvino_request
 from x86_workloads import Workload
 from zoo_run import Stages
@@ -52,16 +53,26 @@ def _float(subject: Subject, batches: Batches, stage: Stages, lowered: bool) -> 
     return Made(subject.module)
 
 
-def _ours(members: Sequence[str], words: dict[str, Any]) -> Engine:
-    """Backends in order of priority; the words go to the one that has them."""
+def _ours(
+    members: Sequence[str], words: dict[str, Any], like: Callable[..., Any] | None = None
+) -> Engine:
+    """Backends in order of priority; the words go to the one that has them.
+
+    `like` makes another's Q/DQ model: kinds of operators that this leaves in float stay so here.
+    """
 
     def make(subject: Subject, batches: Batches, stage: Stages, lowered: bool) -> Made:
         with stage("export"), torch.no_grad():
             program = torch.export.export(subject.module, batches[0])
+        told = words if lowered else {"isa": ISA, **words}
+        quantizers = [_configured(name, told) for name in members]
+        if like is not None:
+            others = _quantized(like(subject.module, batches[:1], stage))
+            _leave_out(
+                quantizers, _quantized(_first_look(program, quantizers, batches[0])) - others
+            )
         with stage("prepare"):
-            told = words if lowered else {"isa": ISA, **words}
-            quantizer = qompose.compose(*(_configured(name, told) for name in members))
-            prepared = qompose.prepare_pt2e(program, quantizer)
+            prepared = qompose.prepare_pt2e(program, qompose.compose(*quantizers))
         with stage("calibrate"):
             qompose.calibrate(prepared, batches, progress=False)
         with stage("convert"):
@@ -71,6 +82,29 @@ def _ours(members: Sequence[str], words: dict[str, Any]) -> Engine:
         return Made(kernels if lowered else converted, _facts(qompose.report(kernels)))
 
     return Engine(make, tables=EMBEDDING in members)
+
+
+def _quantized(converted: GraphModule) -> set[Any]:
+    """The kinds of operators that read integers, in a Q/DQ model."""
+    return {
+        node.target
+        for node in converted.graph.nodes
+        if node.op == "call_function"
+        and getattr(node.target, "namespace", "") == "aten"
+        and any("dequantize" in str(source.target) for source in node.all_input_nodes)
+    }
+
+
+def _first_look(program: Any, quantizers: list[qompose.Quantizer], batch: Inputs) -> GraphModule:
+    prepared = qompose.prepare_pt2e(program, qompose.compose(*quantizers))
+    prepared(*batch)
+    return qompose.convert_pt2e(prepared)
+
+
+def _leave_out(quantizers: Iterable[qompose.Quantizer], kinds: set[Any]) -> None:
+    for quantizer in quantizers:
+        for kind in kinds if isinstance(quantizer, qompose.RuleQuantizer) else ():
+            quantizer.set_operator_type(kind, None)
 
 
 def _configured(name: str, words: dict[str, Any]) -> qompose.Quantizer:
@@ -143,6 +177,8 @@ _OURS = {
 ENGINES: dict[str, Engine] = {
     FLOAT: Engine(_float),
     **{name: _ours(members, {}) for name, members in _OURS.items()},
+    "x86, as torchao": _ours((X86,), {}, zoo_peers.x86_converted),
+    "xnnpack, as torchao": _ours((XNNPACK,), {}, zoo_peers.xnnpack_converted),
     "torchao x86": _torchao(zoo_peers.x86_converted, zoo_peers.x86),
     "torchao xnnpack": _torchao(zoo_peers.xnnpack_converted, zoo_peers.xnnpack),
     "nncf": Engine(_nncf, judged=(SIMULATED,)),

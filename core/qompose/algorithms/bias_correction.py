@@ -5,11 +5,16 @@ Rounding a weight by E moves the mean of a product's outputs by `E[E x] = E E[x]
 input's channels tell (Nagel et al., "Data-Free Quantization Through Weight Equalization and Bias
 Correction", 2019). Of a convolution that is computed by itself, on an image of means, so that padding,
 strides and groups count as they do. The rounding of activations is without bias, and is left alone.
+
+Means of padding say nothing of words. So the correction is judged on the rows that the observer of the input
+keeps (`qompose.algorithms.products`): their error has to become smaller by it, and by the mean of one half of
+the examples on the other. Where no rows are kept it is made if a configuration asks for it by word.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -20,6 +25,7 @@ from torch.fx import Node
 from qompose.algorithms.calibrated import Calibrated
 from qompose.algorithms.interface import Algorithm
 from qompose.algorithms.products import (
+    InputRows,
     NotChanged,
     NotKnown,
     Operands,
@@ -27,6 +33,9 @@ from qompose.algorithms.products import (
     channel_dim,
     is_wanted,
     product_node,
+    reader_of,
+    rows_read,
+    taps_of,
 )
 from qompose.observers.tensor_statistics import mean_observers
 from qompose.program.aliasing import written_buffers
@@ -35,6 +44,8 @@ from qompose.program.graph import address_of, constant_of, value_of
 from qompose.spec.claim import Claim, Point
 from qompose.spec.qdq import integers_of, values_of_integers
 from qompose.spec.quantization_spec import BIAS_CORRECTION
+
+_NOTHING = 1e-30
 
 
 class BiasCorrection(Algorithm):
@@ -65,9 +76,9 @@ class BiasCorrection(Algorithm):
 
 class _Correction:
     def __init__(self, found: Calibrated) -> None:
-        model = found.model
+        self._found, model = found, found.model
         self._qparams, self._factors = found.qparams, found.factors
-        self._means = {v: observer.means().values() for _, v, observer in mean_observers(model)}
+        self._observers = {value: observer for _, value, observer in mean_observers(model)}
         self._readers = count_readers(model)
         self._written = {p for part in graphs_in(model) for p in written_buffers(part.graph)}
         self._groups = found.plan.group_of
@@ -91,7 +102,9 @@ class _Correction:
         if str(product.bias.target) in self._written:
             raise NotChanged(f"the program writes to {product.bias.target}")
         mean = self._mean(product)
-        moved = _moved(product, self._rounding(product), mean)
+        rounding = self._rounding(product)
+        self._check_gain(product, rounding, mean)
+        moved = _moved(product, rounding, mean)
         value = self._factors.constant(name)
         corrected = (value.double() + moved.to(value.device)).to(value.dtype)
         if isinstance(bias, torch.nn.Parameter) and not own:
@@ -105,12 +118,32 @@ class _Correction:
 
     def _mean(self, product: Operands) -> Tensor:
         """Return the means of the input as the weight sees it: with the factors of its channels."""
-        found = self._means.get(product.source, "they were not kept")
+        observer = self._observers.get(product.source)
+        found = "they were not kept" if observer is None else observer.means().values()
         if isinstance(found, str):
             raise NotKnown(f"of the means of {product.source.name}: {found}")
         for vector, dim in self._factors.absorbed(product.weight.name):
             found = found / vector.double().cpu() if dim == 1 else found
         return found
+
+    def _check_gain(self, product: Operands, rounding: Tensor, mean: Tensor) -> None:
+        """Check that a correction makes the error of a product smaller on the rows that are kept.
+
+        Raises:
+            NotChanged: it does not; or none are kept, and nobody asked for it by word.
+        """
+        reader = reader_of(self._found, product)
+        try:
+            rows = rows_read(self._found, product, reader)
+        except NotChanged:
+            if self._observers[product.source].asked:
+                return
+            raise
+        gain = _gain(rows, taps_of(rounding, reader.groups, reader.transposed).sum(3), mean)
+        if not gain > 1.0:  # NaN neither
+            raise NotChanged(
+                f"on calibration data its squared error would become {gain:.2f} times smaller"
+            )
 
     def _rounding(self, product: Operands) -> Tensor:
         """Return what rounding takes from the weight."""
@@ -122,6 +155,24 @@ class _Correction:
         if integers is None:
             integers = integers_of(weight, q)
         return weight.double() - values_of_integers(integers, q).double()
+
+
+def _gain(rows: InputRows, rounding: Tensor, mean: Tensor) -> float:
+    """Return how many times smaller the error becomes, at least: by a mean, and on rows held back.
+
+    Args:
+        rounding: what it takes from the weight, summed over taps, `(groups, outputs, C / groups)`.
+        mean: of the input, `(C,)`.
+    """
+    rounding, rows = rounding.float(), replace(rows, noise=0.0)
+    mean = mean.to(rows.rows).view(len(rows.rows), 1, -1)
+    first, second = rows.halves()
+    known = rows.shifted(mean).error(rounding)
+    held_back = [
+        held.shifted(half.mean()).error(rounding)
+        for held, half in ((first, second), (second, first))
+    ]
+    return rows.error(rounding) / max(known, sum(held_back), _NOTHING)
 
 
 def _moved(product: Operands, rounding: Tensor, mean: Tensor) -> Tensor:

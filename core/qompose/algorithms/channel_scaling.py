@@ -67,6 +67,10 @@ def _factors(found: Calibrated, number: int, balance: Balance) -> Factors | None
         return None  # a replaced observer; a weight that cannot take up factors
     if not observer.knows_channels:
         return None  # statistics of another preparation, which did not look at channels
+    if observer.range_is_set:
+        point = found.plan.groups[number].points[0]
+        found.refused.append(f"channels of {point} were not balanced: somebody chose its range")
+        return None
     if not found.is_whole(number):
         return None  # a reader left in float
     channels, scheme = observer.channels, found.scheme(number)

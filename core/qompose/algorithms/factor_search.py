@@ -27,6 +27,8 @@ _LEVELS = (0.3, 0.5, 0.7, 0.85, 0.95, 0.98, 0.995)
 _MEDIAN = 0.5
 _LARGEST_FACTOR = 2.0**8
 _STEPS_PER_OCTAVE = 4
+_JUDGED = 256
+"""How many outputs of products, at least, the error is measured on; they are spread over all."""
 _ROOMS = (1.0, 2.0**0.25, 2.0**0.5)
 """How far the range goes beyond what was seen: with channels that are all alike, each new row has one that is
 larger than before."""
@@ -64,13 +66,16 @@ def input_factors(
     def size(seen: ChannelSample, exponent: float) -> Tensor:
         return seen.largest**exponent / heaviest.clamp(min=1e-30) ** (1 - exponent)
 
+    outputs = sum(weight.numel() // weight.shape[1] for weight, _ in products)
+    spread = slice(None, None, max(1, outputs // _JUDGED))
+
     def error_on(held: ChannelSample) -> Error:
-        exact = [held.rows @ _taps(weight).T for weight, _ in products]
+        exact = [held.rows @ _taps(weight)[spread].T for weight, _ in products]
         sizes = [measured_against(rows.square().sum(1), held.weights) for rows in exact]
 
         def error(factors: Tensor, scale: Tensor, zero_point: Tensor) -> float:
             quantized = scheme.simulate(held.rows / factors, scale, zero_point)
-            found = (quantized @ _taps(_scaled(*p, factors)).T for p in products)
+            found = (quantized @ _taps(_scaled(*p, factors))[spread].T for p in products)
             return sum(map(partial(_relative, held), exact, found, sizes))
 
         return error

@@ -6,20 +6,21 @@ product, `E G E'` for the second moments `G` of its input: what one channel's ro
 the channels that are rounded later can take back where they correlate with it (Frantar et al., "GPTQ", 2022).
 The channels that matter most go first.
 
-`G` comes from the rows that the observer of the input keeps (`qompose.observers.row_sample`), each measured
-against the size of the output it gives (`qompose.observers.auto_range`). There are some hundred rows, for
-up to thousands of channels, so correlations are halved: `(G + diag G) / 2`. The input's own rounding adds
-`scale^2 / 12` to the diagonal. The taps of a convolution are rounded apart, all with the same `G`.
+`G` comes from the rows that the observer of the input keeps (`qompose.algorithms.products`). There are some
+hundred rows, for up to thousands of channels, so correlations are halved: `(G + diag G) / 2`. The input's own
+rounding adds `scale^2 / 12` to the diagonal. The taps of a convolution are rounded apart, all with the same
+`G`. Of very many channels, some are rounded together and then the next ones: time and memory grow with their
+number, not with its cube.
 
 Each half of the examples is held back once. It is done where the error there becomes smaller.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,25 +29,16 @@ from torch.fx import Node
 from qompose.algorithms.calibrated import Calibrated
 from qompose.algorithms.interface import Algorithm
 from qompose.algorithms.products import (
+    InputRows,
     NotChanged,
-    NotKnown,
     Operands,
     change_products,
-    channel_dim,
-    groups_of,
+    reader_of,
+    rows_read,
     taps_of,
 )
-from qompose.observers.auto_range import (
-    FEWEST_EXAMPLES,
-    AutoRangeObserver,
-    Reader,
-    measured_against,
-    squared_sizes,
-)
-from qompose.observers.channel_ranges import INPUT, PerChannelRangeObserver, base_observer
-from qompose.observers.row_sample import RowSample
+from qompose.observers.auto_range import Reader
 from qompose.plan.plan import Group
-from qompose.program.batch_norm_folding import TRANSPOSED
 from qompose.spec.claim import Point
 from qompose.spec.qdq import QParams
 from qompose.spec.qparams import along
@@ -56,6 +48,8 @@ _NEEDED = 1.05
 """How many times smaller the squared error has to become on rows held back."""
 _CORRELATIONS = 0.5
 """The part of the correlations that is believed."""
+MOST_TOGETHER = 2048
+"""Channels whose errors are handed on to one another: the time for that grows with their cube."""
 _BLOCK = 64
 """Channels whose errors are handed on to the others together, which is one large product."""
 _JUDGED = 256
@@ -84,21 +78,19 @@ def _round(found: Calibrated, groups: Mapping[Point, int], node: Node) -> str:
     if number is None or q is None:
         raise NotChanged(f"{product.weight.target} has no integers that are known here")
     _check_weight(found.plan.groups[number], q, product)
-    weight = found.factors.constant(product.weight.name)
-    reader = Reader(weight, groups_of(node), node.target in TRANSPOSED)
+    reader = reader_of(found, product)
     if reader.channels == reader.groups:
         raise NotChanged("each of its outputs reads one channel, and there is no other to make up")
     rounding = _Rounding.of(reader, q)
-    first, second = _inputs(found, groups, product, reader).moments()
-    if not bool(first.isfinite().all() & second.isfinite().all()):
-        raise NotChanged("squares of its input are beyond the largest number of float32")
+    rows = rows_read(found, product, reader)
+    first, second = rows.halves()
     gain = rounding.some().gain(first, second)
     if not gain >= _NEEDED:  # NaN neither
         raise NotChanged(
             f"on calibration data held back its squared error would become {gain:.2f} times smaller, and "
             f"{_NEEDED} is needed"
         )
-    found.integers[number] = rounding.integers(first + second)
+    found.integers[number] = rounding.integers(rows)
     return f"squared error on calibration data held back {gain:.2f} times smaller"
 
 
@@ -108,78 +100,6 @@ def _check_weight(group: Group, q: QParams, product: Operands) -> None:
         raise NotChanged(f"{product.weight.target} is read by other operators too")
     if q.blocks or q.zero_point.is_floating_point() or not isinstance(spec, QuantizationSpec):
         raise NotChanged(f"{product.weight.target} has no scale per channel or tensor")
-
-
-@dataclass(frozen=True)
-class _Inputs:
-    """Rows that a product reads, `(N, C)`, for how many each stands, and whose half they are of.
-
-    `noise` is the mean square of what the rounding of a value adds to it.
-    """
-
-    reader: Reader
-    rows: Tensor
-    weights: Tensor
-    half: Tensor
-    noise: float
-
-    def moments(self) -> tuple[Tensor, Tensor]:
-        """Return the second moments of both halves, `(groups, C / groups, C / groups)` each."""
-        sizes = squared_sizes(self.rows, self.reader.gram(self.rows.device))
-        weights = self.weights / measured_against(sizes, self.weights)
-        rows = self.rows.reshape(len(self.rows), self.reader.groups, -1).transpose(0, 1)
-        return self._moments(rows, weights * self.half), self._moments(rows, weights * ~self.half)
-
-    def _moments(self, rows: Tensor, weights: Tensor) -> Tensor:
-        found = (rows * weights[:, None]).transpose(1, 2) @ rows
-        found.diagonal(dim1=1, dim2=2).add_(self.noise * float(weights.sum()))
-        return found
-
-
-def _inputs(
-    found: Calibrated, groups: Mapping[Point, int], product: Operands, reader: Reader
-) -> _Inputs:
-    """Return what is known of the input of a product.
-
-    Raises:
-        NotChanged: too little.
-    """
-    source = product.source.name
-    number = groups.get(Point(source, product.node.name), groups.get(Point(source)))
-    q = None if number is None else found.qparams.get(number)
-    if number is None or q is None or not q.per_tensor or reader.weight is None:
-        raise NotChanged(f"{source} has no scale that is known here")
-    sample = _sample(found.observers[number], channel_dim(product.node, product.weight))
-    if sample.rows.shape[1] != reader.channels:
-        raise NotChanged(f"the rows that are kept of {source} are of another tensor")
-    rows = sample.rows.to(reader.weight.device)
-    factors, balance = found.factors.factors.get(number), found.plan.groups[number].balance
-    if factors is not None and balance is not None and balance.side == INPUT:
-        rows = rows / factors.values.to(rows.device)
-    weights, half = sample.weights.to(rows.device, torch.float32), sample.half.to(rows.device)
-    return _Inputs(reader, rows, weights, half, float(q.scale) ** 2 / 12)
-
-
-def _sample(observer: Any, dim: int) -> RowSample:
-    """Return rows that an observer keeps along a dimension, of enough examples."""
-    inner = base_observer(observer)
-    if isinstance(observer, PerChannelRangeObserver):
-        sample, kept = observer.sample, observer.channel_observer.ch_axis
-    elif isinstance(inner, AutoRangeObserver):
-        sample, kept = inner.sample, inner.channel_dim
-    else:
-        raise NotChanged("its input keeps no rows, as range='auto' does")
-    if isinstance(inner, AutoRangeObserver) and not inner.readers:
-        raise NotChanged(
-            "tensors of several producers share its range, and no rows of it alone are kept"
-        )
-    if kept != dim or not sample.seen:
-        raise NotKnown("no rows of its input were kept")
-    if sample.examples < FEWEST_EXAMPLES or bool(sample.half.all()) or not bool(sample.half.any()):
-        raise NotChanged(
-            f"{sample.examples} different examples were seen, and {FEWEST_EXAMPLES} are needed"
-        )
-    return sample
 
 
 @dataclass(frozen=True)
@@ -217,8 +137,8 @@ class _Rounding:
         names = ("weight", "step", "zero_point")
         return replace(self, **{name: getattr(self, name)[:, apart] for name in names})
 
-    def gain(self, first: Tensor, second: Tensor) -> float:
-        """Return how many times smaller the error becomes on the half that moments are not made from."""
+    def gain(self, first: InputRows, second: InputRows) -> float:
+        """Return how many times smaller the error becomes on the half that it is not rounded by."""
         nearest = self.nearest(self.weight)
         before = self.error(nearest, first) + self.error(nearest, second)
         after = self.error(self.rounded(first), second) + self.error(self.rounded(second), first)
@@ -228,47 +148,65 @@ class _Rounding:
         """Return the nearest integers, as floats."""
         return (values / self.step).round_().add_(self.zero_point).clamp_(self.q.low, self.q.high)
 
-    def error(self, integers: Tensor, moments: Tensor) -> float:
-        """Return the squared error of the product, `E G E'`."""
-        error = (integers - self.zero_point) * self.step - self.weight
-        return float(((error @ moments) * error).sum())
+    def error(self, integers: Tensor, rows: InputRows) -> float:
+        """Return the squared error of the product."""
+        return rows.error((integers - self.zero_point) * self.step - self.weight)
 
-    def rounded(self, moments: Tensor) -> Tensor:
-        """Return integers, as floats, of which each channel makes up for those before it.
-
-        Each is one of the two next to the exact value. Else channels that are quiet in calibration take up
-        everything, and what they do on data that wakes them has no bound.
-        """
-        order = moments.diagonal(dim1=1, dim2=2).argsort(dim=1, descending=True, stable=True)
-        inverse = _inverse_root(_permuted(moments, order))
-        # In steps of the integers, channels first, so that what is handed on lies side by side.
-        channels = order[:, :, None].expand(-1, -1, self.weight.shape[1])
+    def rounded(self, rows: InputRows) -> Tensor:
+        """Return integers, as floats, in the shape of the weight."""
         exact = (self.weight / self.step).add_(self.zero_point).transpose(1, 2)
-        left = exact.gather(1, channels)
-        inside = left.clamp(self.q.low, self.q.high)
-        least, most = inside.floor(), inside.ceil()
-        found, errors = torch.empty_like(left), torch.empty_like(left)
-        relative = inverse / inverse.diagonal(dim1=1, dim2=2)[:, :, None]
-        for first in range(0, left.shape[1], _BLOCK):
-            last = min(first + _BLOCK, left.shape[1])
-            for at in range(first, last):
-                integers = left[:, at].round().clamp_(least[:, at], most[:, at])
-                error = left[:, at] - integers
-                left[:, at + 1 : last] -= relative[:, at, at + 1 : last, None] * error[:, None]
-                found[:, at], errors[:, at] = integers, error
-            left[:, last:] -= relative[:, first:last, last:].transpose(1, 2) @ errors[:, first:last]
-        return torch.empty_like(left).scatter_(1, channels, found).transpose(1, 2)
+        parts = [
+            _rounded(exact[:, channels], rows.moments(channels), self.q)
+            for channels in _together(rows.channels)
+        ]
+        return torch.cat(parts, dim=1).transpose(1, 2)
 
-    def integers(self, moments: Tensor) -> Tensor:
-        """Return the integers in the shape of the weight."""
+    def integers(self, rows: InputRows) -> Tensor:
+        """Return the integers in the shape of the parameter."""
         assert self.reader.weight is not None
         result = torch.empty(
             self.reader.weight.shape, dtype=self.q.dtype, device=self.weight.device
         )
         groups, outputs, inputs, taps = self.shape
-        found = self.rounded(moments).view(groups, outputs, taps, inputs).transpose(2, 3)
+        found = self.rounded(rows).view(groups, outputs, taps, inputs).transpose(2, 3)
         taps_of(result, self.reader.groups, self.reader.transposed).copy_(found)
         return result
+
+
+def _together(channels: int) -> list[slice]:
+    """Return the channels that are rounded together, as few and as equal parts as can be."""
+    parts = -(-channels // MOST_TOGETHER)
+    ends = [channels * part // parts for part in range(parts + 1)]
+    return [slice(*pair) for pair in itertools.pairwise(ends)]
+
+
+def _rounded(exact: Tensor, moments: Tensor, q: QParams) -> Tensor:
+    """Return integers, as floats, of which each channel makes up for those before it.
+
+    Each is one of the two next to the exact value. Else channels that are quiet in calibration take up
+    everything, and what they do on data that wakes them has no bound.
+
+    Args:
+        exact: `(groups, channels, rows)` in steps of the integers: what is handed on lies side by side.
+        moments: `(groups, channels, channels)`.
+    """
+    order = moments.diagonal(dim1=1, dim2=2).argsort(dim=1, descending=True, stable=True)
+    inverse = _inverse_root(_permuted(moments, order))
+    channels = order[:, :, None].expand_as(exact)
+    left = exact.gather(1, channels)
+    inside = left.clamp(q.low, q.high)
+    least, most = inside.floor(), inside.ceil()
+    found, errors = torch.empty_like(left), torch.empty_like(left)
+    relative = inverse / inverse.diagonal(dim1=1, dim2=2)[:, :, None]
+    for first in range(0, left.shape[1], _BLOCK):
+        last = min(first + _BLOCK, left.shape[1])
+        for at in range(first, last):
+            integers = left[:, at].round().clamp_(least[:, at], most[:, at])
+            error = left[:, at] - integers
+            left[:, at + 1 : last] -= relative[:, at, at + 1 : last, None] * error[:, None]
+            found[:, at], errors[:, at] = integers, error
+        left[:, last:] -= relative[:, first:last, last:].transpose(1, 2) @ errors[:, first:last]
+    return torch.empty_like(left).scatter_(1, channels, found)
 
 
 def _permuted(matrix: Tensor, order: Tensor) -> Tensor:

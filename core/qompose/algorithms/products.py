@@ -1,19 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The linears and convolutions of a program as algorithms see them."""
+"""The linears and convolutions of a program as algorithms see them, and rows of what they read."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 
 from qompose.algorithms.calibrated import Calibrated
+from qompose.observers.auto_range import (
+    FEWEST_EXAMPLES,
+    AutoRangeObserver,
+    Reader,
+    measured_against,
+    squared_sizes,
+)
+from qompose.observers.channel_ranges import INPUT, PerChannelRangeObserver, base_observer
+from qompose.observers.row_sample import RowSample
 from qompose.program.batch_norm_folding import FOLDABLE, TRANSPOSED
 from qompose.program.graph import address_of, behind_modules, constant_of, describe, value_of
-from qompose.spec.claim import Claim
+from qompose.spec.claim import Claim, Point
 from qompose.spec.qparams import along
 
 _LINEAR = torch.ops.aten.linear.default
@@ -181,3 +191,111 @@ def groups_of(node: Node) -> int:
 def times(value: Tensor, vector: Tensor) -> Tensor:
     """Return a parameter whose first dimension is multiplied by a number for each index, in its type."""
     return (value.detach().double() * along(vector, 0, value.dim())).to(value.dtype)
+
+
+@dataclass(frozen=True)
+class InputRows:
+    """Rows that a product reads, as its weight sees them.
+
+    Attributes:
+        rows: `(groups, N, C / groups)`.
+        weights: for how many rows each stands, over the squared size of what the product makes of it, `(N,)`
+            (`qompose.observers.auto_range`).
+        half: which of them are of the examples of the second half, `(N,)`.
+        noise: the mean square of what the rounding of a value adds to it.
+    """
+
+    rows: Tensor
+    weights: Tensor
+    half: Tensor
+    noise: float
+
+    @property
+    def channels(self) -> int:
+        """Return how many channels each group has."""
+        return self.rows.shape[2]
+
+    def halves(self) -> tuple[InputRows, InputRows]:
+        """Return the rows of both halves of the examples."""
+        first, second = (
+            replace(self, rows=self.rows[:, which], weights=self.weights[which])
+            for which in (~self.half, self.half)
+        )
+        return first, second
+
+    def mean(self) -> Tensor:
+        """Return the weighted mean, `(groups, 1, C / groups)`."""
+        return (self.rows * self.weights[:, None]).sum(1, keepdim=True) / self.weights.sum()
+
+    def shifted(self, mean: Tensor) -> InputRows:
+        """Return rows that a mean is taken from, `(groups, 1, C / groups)`."""
+        return replace(self, rows=self.rows - mean)
+
+    def moments(self, channels: slice) -> Tensor:
+        """Return the second moments of some channels of each group, `(groups, c, c)`."""
+        rows = self.rows[..., channels]
+        found = (rows * self.weights[:, None]).transpose(1, 2) @ rows
+        found.diagonal(dim1=1, dim2=2).add_(self.noise * float(self.weights.sum()))
+        return found
+
+    def error(self, difference: Tensor) -> float:
+        """Return the squared error of a product whose weight is off by `(groups, outputs, C / groups)`."""
+        off = self.rows @ difference.transpose(1, 2)
+        of_rows = (off.square().sum((0, 2)) * self.weights).sum()
+        of_noise = self.noise * self.weights.sum() * difference.square().sum()
+        return float(of_rows + of_noise)
+
+
+def reader_of(found: Calibrated, product: Operands) -> Reader:
+    """Return a product as the reader of its input, its weight with the factors decided so far."""
+    weight = found.factors.constant(product.weight.name)
+    return Reader(weight, groups_of(product.node), product.node.target in TRANSPOSED)
+
+
+def rows_read(found: Calibrated, product: Operands, reader: Reader) -> InputRows:
+    """Return rows of the input of a product.
+
+    Raises:
+        NotChanged: too few are kept, or none.
+    """
+    source, groups = product.source.name, found.plan.group_of
+    number = groups.get(Point(source, product.node.name), groups.get(Point(source)))
+    q = None if number is None else found.qparams.get(number)
+    if number is None or q is None or not q.per_tensor or reader.weight is None:
+        raise NotChanged(f"{source} has no scale that is known here")
+    sample = _sample(found.observers[number], channel_dim(product.node, product.weight))
+    if sample.rows.shape[1] != reader.channels:
+        raise NotChanged(f"the rows that are kept of {source} are of another tensor")
+    rows = sample.rows.to(reader.weight.device)
+    factors, balance = found.factors.factors.get(number), found.plan.groups[number].balance
+    if factors is not None and balance is not None and balance.side == INPUT:
+        rows = rows / factors.values.to(rows.device)
+    sizes = squared_sizes(rows, reader.gram(rows.device))
+    if not bool(sizes.isfinite().all()):
+        raise NotChanged("squares of its input are beyond the largest number of float32")
+    weights = sample.weights.to(rows.device, torch.float32)
+    grouped = rows.reshape(len(rows), reader.groups, -1).transpose(0, 1)
+    against, half = measured_against(sizes, weights), sample.half.to(rows.device)
+    return InputRows(grouped, weights / against, half, float(q.scale) ** 2 / 12)
+
+
+def _sample(observer: Any, dim: int) -> RowSample:
+    """Return rows that an observer keeps along a dimension, of enough examples."""
+    inner = base_observer(observer)
+    if isinstance(observer, PerChannelRangeObserver):
+        sample, kept = observer.sample, observer.channel_observer.ch_axis
+    elif isinstance(inner, AutoRangeObserver):
+        sample, kept = inner.sample, inner.channel_dim
+    else:
+        raise NotChanged("its input keeps no rows, as range='auto' does")
+    if isinstance(inner, AutoRangeObserver) and not inner.readers:
+        raise NotChanged(
+            "tensors of several producers share its range, and no rows of it alone are kept"
+        )
+    if kept != dim or not sample.seen:
+        raise NotKnown("no rows of its input were kept")
+    if sample.examples < FEWEST_EXAMPLES or bool(sample.half.all()) or not bool(sample.half.any()):
+        raise NotChanged(
+            f"{sample.examples} different examples were seen, and {FEWEST_EXAMPLES} are needed"
+        )
+    return sample

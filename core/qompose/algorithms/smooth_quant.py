@@ -98,6 +98,8 @@ def _factors(found: Calibrated, number: int, balance: Balance) -> Factors:
         raise _NotSmoothed("its observer was replaced")
     if not observer.knows_channels:
         raise _NotSmoothed("its statistics have no ranges of channels")
+    if observer.range_is_set:
+        raise _NotSmoothed("somebody chose its range")
     if not found.is_whole(number):
         raise _NotSmoothed("one of its readers stays in float")
     dynamic = getattr(found.plan.groups[number].spec, "is_dynamic", False)

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -97,8 +98,9 @@ def convert_pt2e(
     # A model that was trained is folded first, which must not be left behind if anything fails.
     working = model if inplace and not is_trained(model) else copy_graph_module(model)
     deployment_form(working)
-    solution = solve(working, record.plan, allow_uncalibrated=allow_uncalibrated)
-    inserted = insert_qdq(working, record.plan, solution, fold_quantize=fold_quantize)
+    with _in_own_types():
+        solution = solve(working, record.plan, allow_uncalibrated=allow_uncalibrated)
+        inserted = insert_qdq(working, record.plan, solution, fold_quantize=fold_quantize)
     findings = (*solution.findings, *inserted.findings)
     solved = replace(
         record, dropped=solution.dropped, balanced=tuple(solution.made), findings=findings
@@ -107,6 +109,18 @@ def convert_pt2e(
     say_if_all_was_dropped(converted.meta[META_KEY])
     log_stage(converted)
     return replace_in_place(model, converted) if inplace else converted
+
+
+@contextmanager
+def _in_own_types() -> Iterator[None]:
+    """Compute as if there were neither autocast nor another default type, which would change integers."""
+    default = torch.get_default_dtype()
+    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        torch.set_default_dtype(torch.float32)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(default)
 
 
 def _finished(model: GraphModule, record: Record, *, reference: bool) -> GraphModule:

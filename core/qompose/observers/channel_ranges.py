@@ -135,6 +135,11 @@ class PerChannelRangeObserver(nn.Module):
         return self.channel_observer.calibrated
 
     @property
+    def range_is_set(self) -> bool:
+        """Tell whether somebody chose the range of the tensor, which factors would overrule."""
+        return getattr(base_observer(self), "set_range", None) is not None
+
+    @property
     def screen(self) -> Screen | None:
         """Return what was seen of mask values."""
         return screen_of(self.tensor_observer)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import qompose
@@ -61,6 +62,21 @@ def test_an_outlier_channel_of_the_input(word: str | None) -> None:
     without, _ = sqnr(model, x, replace(balanced, balance=False))
     assert with_factors > without + 10
     assert any("input_1 -> linear" in line for line in report.rewrites)
+
+
+@pytest.mark.parametrize("asked", [{"balance": True}, {"repairs": ("smooth_quant",)}], ids=str)
+def test_a_range_that_somebody_chose_stays(asked: dict[str, Any]) -> None:
+    x = data(lambda x: x[:, 3].mul_(100))
+    model = layer(lambda m: m.weight[:, 3].div_(100))
+    prepared = toys.prepare(export(model, x), toy(RULE, config=replace(PER_CHANNEL, **asked)))
+    prepared(x)
+    seen = qompose.statistics(prepared)
+    site = next(site for e in seen for site in e.sites if "the program" in str(site))
+    converted = qompose.convert_pt2e(seen.with_range(site, -20.0, 31.0).apply(prepared))
+    scales = [n.args[1] for n in converted.graph.nodes if "quantize_per_tensor" in str(n.target)]
+    assert pytest.approx(51 / 255) in scales
+    report = qompose.report(converted)
+    assert not report.rewrites and any("somebody chose" in line for line in report.notes)
 
 
 def test_an_outlier_channel_of_the_output() -> None:

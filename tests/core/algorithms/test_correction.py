@@ -14,6 +14,7 @@ import torch
 from qompose import QuantizationConfig
 from qompose.backend import OperatorPattern
 from qompose.errors import StatisticsError
+from qompose.observers import AutoRangeObserver
 from torch import Tensor, nn
 
 from tests.core import toy as toys
@@ -96,6 +97,37 @@ LAYERS: dict[str, Callable[[bool], nn.Module]] = {
     "same": lambda bias: nn.Conv2d(8, 12, 3, padding="same", bias=bias),
     "transposed": lambda bias: nn.ConvTranspose2d(8, 12, 3, stride=2, groups=2, bias=bias),
 }
+
+
+def padded(part: float, seed: int) -> Tensor:
+    """Texts of 32 words, of which a part of all are the same padding."""
+    generator = torch.Generator().manual_seed(seed)
+    padding = 2 * torch.randn(64, generator=torch.Generator().manual_seed(-1))
+    words = torch.randn(16, 32, 64, generator=generator) + torch.linspace(0, 2, 64)
+    return words.where(torch.rand(16, 32, 1, generator=generator) >= part, padding)
+
+
+@pytest.mark.parametrize(("part", "made"), [(0.0, True), (0.9, False)], ids=["words", "padding"])
+@pytest.mark.parametrize("repairs", [None, ("bias_correction",)], ids=["by itself", "asked for"])
+def test_where_rows_are_kept_they_judge(
+    part: float, made: bool, repairs: tuple[str, ...] | None
+) -> None:
+    """What padding shifts the means by is nothing that words want taken off."""
+    model = toys.seeded(nn.Linear(64, 64)).eval()
+    auto = replace(INT8, observer_or_fake_quant_ctr=AutoRangeObserver)
+    program, found = export(model, padded(part, 0)), {}
+    for config in (PLAIN, replace(PLAIN, repairs=repairs)):
+        prepared = prepare(program, toy(*RULES, config=replace(config, input_activation=auto)))
+        for seed in range(4):
+            prepared(padded(part, seed))
+        found[config.repairs] = qompose.convert_pt2e(prepared)
+    report = qompose.report(found[repairs])
+    assert any(line.startswith("bias_correction") for line in report.rewrites) == made
+    if repairs:
+        assert any(line.startswith("bias_correction") for line in report.notes) != made
+    words = padded(0.0, 9)
+    before, after = (toys.sqnr(model(words), found[r](words)) for r in ((), repairs))
+    assert after > before - 0.05
 
 
 class TestGain:

@@ -6,13 +6,16 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import qompose
 import torch
 from hypothesis import given, strategies as st
 from qompose import QuantizationConfig
+from qompose.algorithms import gptq
 from qompose.algorithms.gptq import _Rounding
+from qompose.algorithms.products import InputRows
 from qompose.backend import OperatorPattern
 from qompose.errors import ConfigError
 from qompose.observers import AutoRangeObserver, MinMaxObserver, PerChannelMinMaxObserver
@@ -168,21 +171,27 @@ def rounding(weight: Tensor, step: float) -> _Rounding:
     return _Rounding.of(Reader(weight), q)
 
 
+def input_rows(rows: Tensor, noise: float = 0.0) -> InputRows:
+    return InputRows(rows[None], torch.ones(len(rows)), torch.arange(len(rows)) % 2 == 0, noise)
+
+
 @given(st.integers(0, 1000), st.integers(2, 80))
 def test_without_correlations_the_nearest_integers_are_taken(seed: int, channels: int) -> None:
     drawn = torch.randn(5, channels, generator=torch.Generator().manual_seed(seed))
-    tried = rounding(drawn, 0.3)
-    moments = torch.diag(drawn[0].square() + 0.1)[None]
-    assert torch.equal(tried.rounded(moments), tried.nearest(tried.weight))
+    tried, rows = rounding(drawn, 0.3), input_rows(torch.diag(drawn[0]), 0.1)
+    assert torch.equal(tried.rounded(rows), tried.nearest(tried.weight))
 
 
+@pytest.mark.parametrize("together", [64, 2048], ids=["in parts", "together"])
 @given(st.integers(0, 1000), st.integers(2, 150))
-def test_the_error_that_moments_give_is_never_much_larger(seed: int, channels: int) -> None:
+def test_the_error_that_rows_give_is_never_much_larger(
+    together: int, seed: int, channels: int
+) -> None:
     """Of several blocks of channels, too, over many outputs; integers stay within their bounds."""
     generator = torch.Generator().manual_seed(seed)
     tried = rounding(torch.randn(200, channels, generator=generator), 0.3)
-    rows = torch.randn(64, channels, generator=generator) + 2
-    moments = (rows.T @ rows)[None]
-    found = tried.rounded(moments)
-    assert tried.error(found, moments) < 1.1 * tried.error(tried.nearest(tried.weight), moments)
+    rows = input_rows(torch.randn(64, channels, generator=generator) + 2)
+    with mock.patch.object(gptq, "MOST_TOGETHER", together):
+        found = tried.rounded(rows)
+    assert tried.error(found, rows) < 1.1 * tried.error(tried.nearest(tried.weight), rows)
     assert float(found.min()) >= -8 and float(found.max()) <= 7

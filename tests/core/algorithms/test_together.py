@@ -129,6 +129,23 @@ def test_training_does_without_and_says_so() -> None:
     assert all(any(word in note for note in notes) for word in REPAIRS)
 
 
+def test_neither_autocast_nor_a_default_type_changes_integers() -> None:
+    prepared = prepare(program(), toy(LINEAR, config=ALL))
+    prepared(rows())
+    plain = qompose.convert_pt2e(prepared)
+    with torch.autocast("cpu", torch.bfloat16):
+        other = qompose.convert_pt2e(prepared)
+    try:
+        torch.set_default_dtype(torch.float64)
+        third = qompose.convert_pt2e(prepared)
+        assert torch.get_default_dtype() == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for found in (other, third):
+        for name, value in plain.state_dict().items():
+            assert torch.equal(found.state_dict()[name], value), name
+
+
 def test_saved_and_loaded(tmp_path: Any) -> None:
     converted = repaired()
     qompose.save(converted, tmp_path / "model.qompose")
