@@ -53,6 +53,8 @@ EQUIVALENT: dict[str, str] = {
     "3e11ad49af": "no error becomes smaller exactly as many times as is needed",
     "270dcb76c7": "no kernel is off by exactly the bound",
     "bdbea7c59e": "no error is exactly the part of another that it may be at most",
+    "54d41e26d5": "only a message has two words more",
+    "6ab88b291e": "only a message has half a sentence more",
     "d0b99b8654": "no magnitude is exactly the root of a half, which 24 bits only come near",
 }
 
