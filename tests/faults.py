@@ -55,6 +55,7 @@ EQUIVALENT: dict[str, str] = {
     "bdbea7c59e": "no error is exactly the part of another that it may be at most",
     "54d41e26d5": "only a message has two words more",
     "6ab88b291e": "only a message has half a sentence more",
+    "c96bf10308": "no magnitude is exactly a thousand times the median",
     "d0b99b8654": "no magnitude is exactly the root of a half, which 24 bits only come near",
 }
 
