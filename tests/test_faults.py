@@ -50,6 +50,10 @@ def test_caches() -> None:
     assert [f.after.strip() for f in keys] == ["return (self.size, )", "return (self.name, )"]
 
 
+def test_a_cache_of_one_answer_has_no_faults() -> None:
+    assert faults("@functools.cache\ndef probed():\n    return ask()") == []
+
+
 def test_faults_are_python_and_of_one_line() -> None:
     rows = textwrap.dedent(SOURCE).split("\n")
     for fault in faults(SOURCE):

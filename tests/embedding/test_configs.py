@@ -27,8 +27,8 @@ def prepared(model: nn.Module, config: Any) -> Any:
 def test_the_default_is_the_fields_embedding_byte() -> None:
     spec = get_default_embedding_quantization_config().weight
     assert isinstance(spec, qompose.QuantizationSpec)
-    assert (spec.dtype, spec.qscheme, spec.ch_axis) == (
-        torch.uint8, torch.per_channel_affine_float_qparams, 0,
+    assert (spec.dtype, spec.qscheme, spec.ch_axis, spec.quant_min, spec.quant_max) == (
+        torch.uint8, torch.per_channel_affine_float_qparams, 0, None, None,
     )  # fmt: skip
     observer: Any = spec.observer_or_fake_quant_ctr(dtype=torch.uint8, qscheme=spec.qscheme)
     assert observer.eps == 2**-12

@@ -42,11 +42,6 @@ THEIR_WARNINGS = (
 )
 
 
-def torchao_annotation() -> Any:
-    """A new annotation of torchao's own class."""
-    return torchao_quantizer.QuantizationAnnotation()
-
-
 def _in_any_order(config: Any) -> Any:
     """A configuration with observers whose result does not depend on how data is split."""
     spec = replace(config.input_activation, observer_or_fake_quant_ctr=MIN_MAX)

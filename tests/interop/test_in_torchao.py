@@ -67,7 +67,6 @@ MODELS = ("bottleneck", "embedding_mlp", "vision_transformer", "scalars", "in_pl
 COMPUTED = (
     "the operators on parameters alone are folded by torchao, and quantized at run time by us"
 )
-SCALARS = "ExecuTorch's quantizer makes tensors of numbers, and annotates them"
 AT_ONCE = {
     ("bottleneck", "xnnpack"),
     ("vision_transformer", "x86"),

@@ -275,6 +275,26 @@ def test_references_forward() -> None:
     assert sqnr(SUMS(*PAIRS[-1]), found.outputs[0]) > 25
 
 
+def test_integers_are_those_of_a_parameter_and_its_observer() -> None:
+    """One observer of two parameters, and one parameter with two observers, of other axes."""
+
+    def asked(node: Node) -> Any:
+        first = next(n for n in node.graph.nodes if n.target is LINEAR)
+        share = quantizers.SharedQuantizationSpec((first.args[1], first))
+        weights = {
+            "linear": WEIGHTS["rows, affine"],
+            "linear_1": spec(GROUPS, qscheme=None, ch_axis=1),
+        }
+        return {node.args[1]: weights.get(node.name, share)}, None
+
+    layers = {"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)}
+    float_model, x = seeded(Model(lambda m, x: m.b(m.a(m.a(x))), **layers)), randn(5, 8)
+    found = by_qompose(export(float_model, x), ByOperator({LINEAR: asked}), (x,))
+    assert sqnr(float_model(x), found.outputs[0]) > 25
+    integers = [t for t in found.model.state_dict().values() if t.dtype is torch.int8]
+    assert len({tensor.data_ptr() for tensor in integers}) == 3
+
+
 def test_in_a_body() -> None:
     """Operators of another package stand in bodies, and what they read becomes operands."""
 

@@ -67,8 +67,8 @@ def represent(model: GraphModule) -> Representation:
 
     The graph, and those inside it, call nothing but aten operators then, save what they called outside
     aten before. Each output of an operator is within one quantization step of what the Q/DQ operators
-    give for the same inputs. Buffers that nothing reads any longer stay until
-    `qompose.program.graph.refresh`.
+    give for the same inputs. Code is of the graph as it was, and buffers that nothing reads any longer
+    stay, until `qompose.program.graph.refresh`.
     Bodies of control flow must read their parameters themselves
     (`qompose.program.control_flow.sink_constants`).
     """
@@ -76,7 +76,6 @@ def represent(model: GraphModule) -> Representation:
     for part in list(graphs_in(model)):
         with torch.no_grad():  # buffers are made of parameters
             _Rewriter(part, result).rewrite()
-        part.recompile()
     return result
 
 

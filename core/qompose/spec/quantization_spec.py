@@ -602,7 +602,7 @@ def integer_range_key(spec: QuantizationSpecBase) -> object:
     factory = getattr(spec, "observer_or_fake_quant_ctr", None)
     # What an observer makes that converts itself is read by those alone who asked for it.
     own = class_of(factory) if converts_itself(factory) else None
-    return type(spec).__name__, tuple((key, str(value)) for key, value in facts.items()), own
+    return tuple((key, str(value)) for key, value in facts.items()), own
 
 
 def sharing_key(spec: QuantizationSpecBase) -> object:

@@ -15,6 +15,7 @@ from qompose import QuantizationConfig
 from qompose.backend import OperatorPattern
 from qompose.errors import StatisticsError
 from qompose.observers import AutoRangeObserver
+from qompose.observers.tensor_statistics import Means
 from torch import Tensor, nn
 
 from tests.core import toy as toys
@@ -251,6 +252,10 @@ class TestStatistics:
         plain(rows())
         with pytest.raises(StatisticsError, match="the program: input"):
             qompose.statistics(plain).apply(self.prepared())
+
+    def test_sums_that_integers_might_not_hold_are_not_taken(self) -> None:
+        sums = [Means(torch.ones(2, dtype=torch.int64), 2**18, size) for size in (2.0**19, 2.0**20)]
+        assert [isinstance(each.values(), str) for each in sums] == [False, True]
 
     def test_means_that_were_not_kept_are_a_line(self) -> None:
         plain, asking = self.prepared(PLAIN), self.prepared()

@@ -174,13 +174,16 @@ class TestGain:
 TORCHS = replace(INT8, observer_or_fake_quant_ctr=torch.ao.quantization.MinMaxObserver)
 KNOWN = FixedQParamsQuantizationSpec(torch.uint8, 1 / 8, 128, 0, 255, torch.per_tensor_affine)
 OF_ALL = lambda m, x: m.a(x)  # noqa: E731
+OF_WEIGHTS = lambda m, x: x[0, 0] + nn.functional.linear(m.b.weight, m.a.weight)  # noqa: E731
+W = PER_TENSOR.weight
 NO_FACTORS = [
-    (INT8, lambda m, x: torch.cat([x, m.a(x).sigmoid()]), "range together with sigmoid -> cat"),
-    (INT8, lambda m, x: x[0, 0] + nn.functional.linear(m.b.weight, m.a.weight), "is a parameter"),
-    (KNOWN, OF_ALL, "does not come from its values"),
-    (TORCHS, OF_ALL, "an observer of qompose"),
-    (QuantizationSpec(torch.float16, PlaceholderObserver), OF_ALL, "an observer of qompose"),
-    (replace(PER_TOKEN.input_activation, block_size=(-1, -1)), OF_ALL, "for each image"),
+    (INT8, W, lambda m, x: torch.cat([x, m.a(x).sigmoid()]), "range together with sigmoid -> cat"),
+    (INT8, W, OF_WEIGHTS, "is a parameter"),
+    (KNOWN, W, OF_ALL, "does not come from its values"),
+    (TORCHS, W, OF_ALL, "an observer of qompose"),
+    (QuantizationSpec(torch.float16, PlaceholderObserver), W, OF_ALL, "an observer of qompose"),
+    (replace(PER_TOKEN.input_activation, block_size=(-1, -1)), W, OF_ALL, "for each image"),
+    (INT8, KNOWN, OF_ALL, "a.weight is not quantized to integers by an observer"),
 ]
 
 
@@ -224,9 +227,11 @@ class TestReasons:
         made, notes = lines(convert(export(block(), x), quantizer, x))
         assert made == [] and "32" in notes[0]
 
-    @pytest.mark.parametrize(("spec", "function", "why"), NO_FACTORS)
-    def test_a_tensor_that_may_have_no_factors(self, spec: Any, function: Any, why: str) -> None:
-        config = QuantizationConfig(spec, None, PER_TENSOR.weight, repairs=SMOOTH)
+    @pytest.mark.parametrize(("spec", "weight", "function", "why"), NO_FACTORS)
+    def test_a_tensor_that_may_have_no_factors(
+        self, spec: Any, weight: Any, function: Any, why: str
+    ) -> None:
+        config = QuantizationConfig(spec, None, weight, repairs=SMOOTH)
         model = Model(function, a=nn.Linear(WIDTH, WIDTH), b=nn.Linear(WIDTH, WIDTH))
         cat = replace(toys.CAT, condition=None)
         prepared = prepare(export(model, tokens()), toy(RULE, cat, config=config))

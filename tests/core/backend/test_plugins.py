@@ -251,10 +251,13 @@ def test_a_fault_is_told_with_its_source_and_harms_nobody_else(
     assert health["bad"] == discovery.Health("broken", told[0].reason)
 
 
-def test_a_hook_that_asks_for_an_argument_is_named_with_it(install: Install) -> None:
+@pytest.mark.parametrize("name", ["qompose_backend", "qompose_unknown"])
+def test_a_hook_that_is_not_as_qompose_has_it_is_named_with_what_is(
+    install: Install, name: str
+) -> None:
     install(bad=None)
-    hook = hookimpl(lambda unknown: ToyBackend(name="bad"), specname="qompose_backend")
-    vars(sys.modules["fake_bad"])["qompose_backend"] = hook
+    hook = hookimpl(lambda unknown: ToyBackend(name="bad"), specname=name)
+    vars(sys.modules["fake_bad"])[name] = hook
     with pytest.raises(PluginError, match="unknown"):
         qompose.backend.load_backend("bad")
 

@@ -12,20 +12,24 @@ import torch
 from qompose import QuantizationConfig, QuantizationSpec
 from qompose.errors import UncalibratedError
 from qompose.observers import MinMaxObserver
-from qompose.spec import qdq
+from qompose.spec import SharedQuantizationSpec, qdq
 from qompose.spec.qparams import choose_qparams
 from torch import Tensor, nn
 from torch.export import ExportedProgram
+from torch.fx import Node
 
 from tests.core.toy import (
     DYNAMIC,
+    INT8,
     LINEAR,
     PER_TENSOR,
     STATIC,
     STATIC_UINT8,
     WEIGHT,
     WEIGHT_ONLY,
+    Annotator,
     Model,
+    annotate,
     convert,
     export,
     nodes_calling,
@@ -121,6 +125,18 @@ def test_a_weight_that_is_read_twice_is_quantized_once_and_float_readers_keep_it
     assert sorted(name for name in state if "weight" in name) == [
         "linear.weight", "linear.weight_q", "linear.weight_scale",
     ]  # fmt: skip
+
+
+def test_parameters_of_one_range_keep_integers_of_their_own() -> None:
+    def shared(node: Node) -> None:
+        if node.target is torch.ops.aten.linear.default:
+            first = next(n for n in node.graph.nodes if n.target is node.target)
+            asked = INT8 if node is first else SharedQuantizationSpec((first.args[1], first))
+            annotate(node, {node.args[1]: asked})
+
+    model = seeded(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
+    converted = convert(export(model, X), Annotator(shared), X)
+    assert sqnr(model(X), converted(X)) > 25
 
 
 def test_more_data_after_a_conversion_counts_in_the_next(model: nn.Module) -> None:

@@ -523,6 +523,12 @@ def test_too_long_a_sum_is_left() -> None:
     assert "torch.float64 is exact below" in left["conv1d"]
 
 
+def test_a_sum_is_as_long_as_its_terms_are_many() -> None:
+    wide = fixed((torch.int32, -(2**28), 2**28 - 1), 1e-6, 0)
+    inputs = randn(512, 2), randn(2, 3)
+    assert referenced(Call(torch.matmul), annotator([wide, wide]), *inputs)[2].left == {}
+
+
 def test_a_weight_that_is_moved_keeps_its_integers() -> None:
     module, x = Call(lambda x, w: x.matmul(w.t()), randn(4, 5)), randn(2, 5)
     converted, model, result = referenced(module, annotator([ACT]), x)

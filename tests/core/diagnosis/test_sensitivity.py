@@ -17,6 +17,7 @@ from qompose.diagnosis.operator_sensitivity import SwitchedProgram
 from qompose.diagnosis.replay import run_call
 from qompose.errors import BatchError, MemberError, StageError
 from torch import Tensor, nn
+from torch._higher_order_ops.while_loop import while_loop
 from torch.fx import GraphModule, Node
 
 from tests.core.diagnosis.brute import cost, expected_costs, observed_costs
@@ -180,6 +181,16 @@ def test_equal_values_end_a_site(products: list[str]) -> None:
     prepared = prepare(export(module, randn(3, 4)), toy(config=WEIGHT_ONLY))
     assert qompose.sensitivity(prepared, [randn(3, 4)])["linear"].cost == 0.0
     assert runs(prepared, (randn(3, 4),), products)["linear"] == ["linear"]
+
+
+def test_what_stands_behind_a_loop_does_not_run_it_again(products: list[str]) -> None:
+    def looped(m: Any, x: Tensor) -> Tensor:
+        start = torch.zeros((), dtype=torch.int64)
+        return m.end(while_loop(lambda n, _: n < 3, lambda n, y: (n + 1, m.one(y)), (start, x))[1])
+
+    batches = BATCHES["adds"]
+    prepared = observed(Model(looped, one=nn.Linear(4, 4), end=nn.Linear(4, 2)), batches)
+    assert runs(prepared, batches[0], products)["linear"] == ["linear"]
 
 
 def test_tensors_of_a_site() -> None:

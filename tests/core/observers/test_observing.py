@@ -12,7 +12,7 @@ import pytest
 import qompose
 import torch
 from qompose import QuantizationSpec
-from qompose.errors import ConfigError
+from qompose.errors import ConfigError, StatisticsError
 from qompose.observers import (
     HistogramObserver,
     MinMaxObserver,
@@ -219,6 +219,13 @@ def test_functions_see_the_observers_that_users_know() -> None:
     plain = make_observer(INT8)
     assert base_observer(plain) is plain
     assert base_observer(PerChannelRangeObserver(plain, 1)) is plain
+
+
+def test_channels_without_rows_balance_nothing() -> None:
+    seen, other = (PerChannelRangeObserver(make_observer(INT8), 1) for _ in range(2))
+    seen(randn(9, 4))
+    with pytest.raises(StatisticsError):
+        other.take(replace(seen.facts(), sample=None))
 
 
 BIAS = {"dtype": torch.int32, "quant_min": -(2**31), "quant_max": 2**31 - 1}

@@ -311,6 +311,7 @@ def test_what_is_a_mask_by_its_type() -> None:
 
 @given(st.floats(-9e8, -1001, width=32), st.floats(0, 1e6, width=32))
 @example(-25600.0, 100.0)
+@example(-1000.0, 3.0)
 def test_a_finite_mask_is_what_leaves_the_rest_no_step(far: float, bulk: float) -> None:
     """The rest of at most 1/256 of the distance would be one integer."""
     x, screen, tensors = torch.tensor([far, bulk, 0.0]), Screen(), TensorScreen()

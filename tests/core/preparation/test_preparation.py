@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import qompose
 import torch
 from qompose import RuleQuantizer
+from qompose.errors import ConfigError
 from qompose.observers import MinMaxObserver
 from qompose.program.meta import tag_of
 from torch import Tensor, nn
@@ -103,13 +105,24 @@ def test_the_callback_sees_every_place_and_may_replace_observers() -> None:
     assert arguments.count((0.5, 3)) == 2, "both outputs, and the edge that shares with one"
 
 
-def test_a_callback_may_not_add_observers() -> None:
-    class Adding(RuleQuantizer):
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda edges: edges.update(
+            {next(p for p in edges if type(p) is tuple)[0]: MinMaxObserver()}
+        ),
+        lambda edges: edges.popitem(),
+        lambda edges: edges.update(dict.fromkeys(edges, nn.Identity())),
+        lambda edges: edges.update(dict.fromkeys(edges, MinMaxObserver(dtype=torch.int32))),
+    ],
+)
+def test_a_callback_may_not_add_observers_or_take_others(change: Callable[[Any], None]) -> None:
+    class Changing(RuleQuantizer):
         def prepare_obs_or_fq_callback(self, model: GraphModule, edges: Any) -> None:
-            edges[next(iter(model.graph.nodes))] = MinMaxObserver()
+            change(edges)
 
-    quantizer = Adding(ToyBackend([LINEAR])).set_global(ToyBackend().configs["static"])
-    with pytest.raises(qompose.QomposeError, match="prepare_obs_or_fq_callback"):
+    quantizer = Changing(ToyBackend([LINEAR])).set_global(ToyBackend().configs["static"])
+    with pytest.raises(ConfigError, match="prepare_obs_or_fq_callback"):
         prepare(export(nn.Linear(3, 4), randn(2, 3)), quantizer)
 
 

@@ -142,6 +142,8 @@ def test_a_region_without_a_kernel_is_named_even_where_it_has_no_macs() -> None:
     with pytest.raises(NotLoweredError, match="sigmoid"):
         qompose.assert_lowered(model)
     qompose.assert_lowered(model, min_fraction=0.99)
+    with pytest.raises(qompose.UserError, match="-1"):
+        qompose.assert_lowered(model, min_fraction=-1)
 
 
 def test_why_finds_operators_modules_and_kinds() -> None:

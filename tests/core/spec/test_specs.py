@@ -22,7 +22,7 @@ from qompose.spec import (
     annotate_input_qspec_map,
     annotate_output_qspec,
 )
-from qompose.spec.quantization_spec import granularity, spec_to_dict
+from qompose.spec.quantization_spec import granularity, integer_range_key, sharing_key, spec_to_dict
 from torch import nn
 
 from tests.core.toy import (
@@ -144,6 +144,33 @@ def test_specifications_compare_by_value() -> None:
     assert replace(one, quant_min=-127) != other
     assert replace(one, observer_or_fake_quant_ctr=MinMaxObserver.with_args(eps=0.5)) != other
     assert replace(one, observer_or_fake_quant_ctr=HistogramObserver.with_args(eps=2**-12)) != other
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        MinMaxObserver,
+        partial(HistogramObserver, "x", eps=2.0),
+        partial(MinMaxObserver, "y", eps=2.0),
+        partial(MinMaxObserver, "x", eps=3.0),
+        partial(MinMaxObserver, "x", eps=partial(int, 2)),
+    ],
+)
+def test_estimated_in_the_same_way_is_by_the_same_function_with_the_same_arguments(
+    other: Any,
+) -> None:
+    asked = partial(MinMaxObserver, "x", eps=2.0), partial(MinMaxObserver, "x", eps=2.0), other
+    one, same, different = (
+        sharing_key(replace(INT8, observer_or_fake_quant_ctr=factory)) for factory in asked
+    )
+    assert one == same != different
+
+
+def test_what_converts_itself_shares_with_its_like_alone() -> None:
+    kinds = [type(name, (MinMaxObserver,), {"convert": print}) for name in "ab"]
+    specs = [replace(INT8, observer_or_fake_quant_ctr=kind) for kind in (*kinds, MinMaxObserver)]
+    assert len({*map(integer_range_key, specs)}) == 3
+    assert integer_range_key(INT8) == integer_range_key(specs[2]) != integer_range_key(WEIGHT)
 
 
 def test_configurations_compare_without_their_names() -> None:

@@ -125,6 +125,7 @@ FORGERIES: dict[str, list[tuple[tuple[Any, ...], Any]]] = {
     "facts of no name": [((*LAST, "facts"), ["claim", 1])],
     "a claim of another type": [((*PLAN, "claims", 0, "rule"), 3)],
     "a claim that is not there": [((*PLAN, "operators", 0, "claim"), 99)],
+    "a group that is not there": [((*PLAN, "groups", 0, "depends_on"), [99])],
     "no groups": [((*PLAN, "groups"), [])],
     "a package of another name": [(("manifest", "owners", "toy"), PACKAGE)],
     "a method of no name": [(("methods", "a b"), {}), (METHOD, GONE)],

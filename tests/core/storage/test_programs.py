@@ -293,9 +293,10 @@ class TestTensors:
         assert state and set(state) == set(saved.meta["qompose"].state)
         assert all(not torch.equal(v, get_attribute(loaded, p)) for p, v in state.items())
 
-    def test_what_is_no_plain_memory_is_refused_by_name(self, path: Path) -> None:
+    @pytest.mark.parametrize("value", [randn(8, 16).to_sparse(), torch._neg_view(randn(8, 16))])
+    def test_what_is_no_plain_memory_is_refused_by_name(self, value: Tensor, path: Path) -> None:
         saved = unquantized(seeded(MLP()), X)
-        saved.first.weight = nn.Parameter(randn(8, 16).to_sparse())  # type: ignore[union-attr]
+        saved.first.weight = nn.Parameter(value)  # type: ignore[union-attr]
         with pytest.raises(qompose.UserError, match=r"first\.weight"):
             qompose.save(saved, path)
         assert not path.exists()

@@ -93,6 +93,34 @@ def test_a_check_is_blocked_by_one_that_it_depends_on() -> None:
     assert isinstance(blocked.value.__cause__, ContractError)
 
 
+def test_each_check_is_judged_once_on_each_trial_and_target() -> None:
+    ran: list[tuple[Any, ...]] = []
+
+    def one(suite: Suite, *asked: Any) -> None:
+        ran.append((one, *asked))
+
+    def other(suite: Suite, *asked: Any) -> None:
+        ran.append((other, *asked))
+
+    suite, first, second = Suite(SoundBackend()), object(), object()
+    calls = [
+        *((check, *asked) for check in (one, other) for asked in ((first,), (second,))),
+        *((one, first, target) for target in ("torch", "device")),
+    ]
+    for call in (*calls, *calls):
+        suite.judge(*call)
+    assert ran == calls
+
+
+def test_what_is_installed_beside_is_each_suite_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = Suite(SoundBackend())
+    assert (alone.installed, [*alone.known_targets]) == ({}, ["torch"])
+    monkeypatch.setenv(RESTRICT_VARIABLE, "xnnpack")
+    beside = Suite(SoundBackend())
+    assert [*beside.installed] == ["xnnpack"]
+    assert [*beside.known_targets] == ["torch", "executorch"]
+
+
 @pytest.mark.usefixtures("settings")
 @pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
 def test_a_wrong_backend_fails_the_check_that_names_the_fault(wrong: Wrong) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 from torch.fx import GraphModule
 
+from tests.core.toy import Model
 from tests.sampling import at_once
 from tests.x86_inductor import small_models
 
@@ -166,6 +167,20 @@ def test_a_weight_that_is_used_twice_is_packed_once() -> None:
     assert len(calls) == 2
     assert len({node.args[2].target for node in calls}) == 1
     assert len({node.args[4].target for node in calls}) == 2  # the scales of the two inputs differ
+
+
+def test_a_weight_is_packed_for_each_way_that_it_is_used() -> None:
+    """Side by side, with gaps between the columns, and channel by channel."""
+
+    def ways(m: Any, x: Tensor) -> Tensor:
+        y = F.conv2d(x, m.weight, padding=1) + F.conv2d(x, m.weight, padding=2, dilation=2)
+        return F.conv2d(y.relu(), m.weight, groups=20)
+
+    module = Model(ways, weight=nn.Parameter(torch.randn(20, 1, 3, 3)))
+    model = with_prepack_in_graph(lowered(module, lambda batch: torch.randn(batch, 1, 8, 8)))
+    assert (
+        len({n.args[2].target for n in model.graph.nodes if n.target is native_calls._image}) == 3
+    )
 
 
 def test_images_of_a_program_without_products_are_inductors() -> None:

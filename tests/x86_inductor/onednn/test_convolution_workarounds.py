@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -61,6 +62,11 @@ def test_the_form_computes_the_same_and_is_its_own(
     torch.testing.assert_close(results[1], results[0], rtol=1e-6, atol=2.0)
     again, unchanged = safe_form(form, placing)
     assert again.x is form.x and unchanged == placing
+
+
+def test_geometries_have_a_key_each() -> None:
+    pairs = itertools.product([[1, 1], [1, 2], [2, 1]], repeat=3)
+    assert len({Geometry(*pair, groups).key() for pair in pairs for groups in (1, 2)}) == 54
 
 
 def test_what_onednn_computes_right_stays() -> None:

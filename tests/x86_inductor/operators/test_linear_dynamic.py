@@ -217,8 +217,9 @@ class TestBoth:
 
     def test_other_inputs_are_named(self, operator: Callable[..., Tensor]) -> None:
         x, *rest = operands(0, 3, 8)
-        with pytest.raises(ValueError, match=r"linear_dynamic.*float16"):
-            operator(x.half(), *rest)
+        for device in ("cpu", "meta"):
+            with pytest.raises(ValueError, match=r"linear_dynamic.*float16"):
+                operator(*(v.to(device) for v in (x.half(), *rest)))
         with pytest.raises(ValueError, match=r"\(3, 7\)"):
             operator(x[:, :7], *rest)
 

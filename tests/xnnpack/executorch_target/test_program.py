@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -21,6 +22,7 @@ from hypothesis import given, settings, strategies as st
 from qompose_xnnpack import ExecutorchProgram
 from qompose_xnnpack.executorch_target.errors import ExecutorchInputError, ExecutorchTargetError
 from qompose_xnnpack.executorch_target.lowering import lower_to_executorch
+from qompose_xnnpack.executorch_target.method_interface import Argument
 from torch import Tensor, nn
 from torch.export import Dim
 from torch.utils import _pytree as pytree
@@ -190,6 +192,18 @@ class TestLife:
         for _ in range(3):
             close(run(*ODD_ARGS, **ODD_KWARGS), expected)
             close(sentences[0].run(*args), sentences[1](*args))
+
+    def test_a_method_that_fails_at_its_largest_is_loaded_again(
+        self, odd: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        method = pickle.loads(pickle.dumps(odd[0])).methods["forward"]
+        method.interface = replace(method.interface, largest_first=True)
+        asked = Mock(side_effect=RuntimeError("no memory"))
+        monkeypatch.setattr(Argument, "largest", asked)
+        for _ in range(2):
+            with pytest.raises(ExecutorchTargetError):
+                method.load()
+        assert asked.call_count == 2
 
     def test_pickles_keep_the_report_and_copies_are_the_program(self, odd: Any) -> None:
         twin = pickle.loads(pickle.dumps(odd[0]))

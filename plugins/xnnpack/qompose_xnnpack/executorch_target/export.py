@@ -38,7 +38,6 @@ def export(
         rewrite(exported.graph)
     exported.graph.eliminate_dead_code()
     _check_scales(exported.graph)
-    exported.graph_module.recompile()
     return exported
 
 
