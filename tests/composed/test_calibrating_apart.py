@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Default configurations decide the same, bit by bit, however the data came: by processes, files or a loop."""
+"""Default configurations decide the same, to the bit, by data in processes, files of parts, or a loop."""
 
 from __future__ import annotations
 
 import json
+from functools import cache
+from itertools import pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -13,36 +16,41 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from tests.core.calibration.test_collecting import eighths, exact
 from tests.core.calibration.test_ranks import together
 from tests.core.toy import Model, export, graph_text, randn
 from tests.products import x86, xnnpack
 
 QUANTIZERS = {"xnnpack": lambda: xnnpack(is_per_channel=False), "x86_inductor": x86}
-DECIDED = ("smooth_quant of", "gptq of", "bias_correction of", "range of z")
-PROCESSES = 4
+# Each process decides by its share, and by parts of its own, of which the last process has none.
+BODY = """
+from tests.composed.test_calibrating_apart import QUANTIZERS, batches, outcome, prepared
+
+for backend in QUANTIZERS:
+    own = batches(5)[rank::3] if rank < 3 else []
+    for data, options in (batches(3), {}), (own, {"sharded": True}):
+        model = qompose.calibrate(prepared(backend), data, **options)
+        Path(f"{out}/{backend}.{len(options)}.{rank}").write_text(outcome(model))
+"""
 
 
 def net() -> nn.Module:
-    """A block whose parameters are small multiples of powers of two, so that all sums are exact.
+    """A loud channel behind a layer norm, and of `z` a loud one that nobody reads.
 
-    Else a batch of another size gives other last bits. The layer norm has a loud channel, and of `z` nobody
-    reads the channel with the large values.
+    Parameters are few bits long: all sums are exact, and batches of any size give the same last bits.
     """
-    norm, up, down, read = (
-        nn.LayerNorm(16, eps=0.0), nn.Linear(16, 48), nn.Linear(48, 16), nn.Linear(16, 8),
-    )  # fmt: skip
-    for number, layer in enumerate((up, down, read)):
-        for parameter in layer.parameters():
-            parameter.data = (randn(*parameter.shape, seed=number) * 16).round() / 64
-    norm.weight.data[3], read.weight.data[:, 3] = 16.0, 0.0
-    up.weight.data[:, 3] = (up.weight.data[:, 3] * 4).round() / 64
-    parts = {"norm": norm, "up": up, "down": down, "read": read}
-    return Model(lambda m, x, z: (m.down(m.up(m.norm(x)).relu()), m.read(z)), **parts)
+    sizes = {"up": (16, 48), "down": (48, 16), "read": (16, 8)}
+    parts: dict[str, Any] = {name: nn.Linear(*size) for name, size in sizes.items()}
+    norm = parts["norm"] = nn.LayerNorm(16, eps=0.0)
+    model = Model(lambda m, x, z: (m.down(m.up(m.norm(x)).relu()), m.read(z)), **parts)
+    exact(model)
+    norm.weight.data[3], parts["read"].weight.data[:, 3] = 16.0, 0.0
+    return model
 
 
 def batches(size: int, examples: slice = slice(None)) -> list[tuple[Tensor, Tensor]]:
     signs = randn(96, 5, 8).sign()
-    x, z = torch.cat([signs, -signs], -1), (randn(96, 5, 16) * 16).round() / 16
+    x, z = torch.cat([signs, -signs], -1), eighths(randn(96, 5, 16))
     z[::7, 2, 3] = 600.0
     return [*zip(x[examples].split(size), z[examples].split(size), strict=True)]
 
@@ -53,58 +61,42 @@ def prepared(backend: str) -> GraphModule:
     return qompose.prepare_pt2e(program, QUANTIZERS[backend]())
 
 
-def outcome(model: GraphModule) -> dict[str, Any]:
-    """All that conversion decides: scales stand in the graph, factors and integers in the parameters."""
-    converted = qompose.convert_pt2e(model)
-    state = {name: value.tolist() for name, value in converted.state_dict().items()}
-    lines = [*qompose.report(converted).rewrites]
-    return {"graph": graph_text(converted), "rewrites": lines, "state": state}
+def outcome(model: GraphModule) -> str:
+    """What was seen and all that is decided: scales are in the graph, factors and integers in parameters."""
+    converted, seen = qompose.convert_pt2e(model), qompose.statistics(model)
+    with TemporaryDirectory() as folder:
+        seen.save(path := Path(folder) / "seen.json")
+        state = [(name, value.tolist()) for name, value in converted.state_dict().items()]
+        found = graph_text(converted), state, qompose.report(converted).rewrites, path.read_text()
+    return json.dumps(found, indent=1)
 
 
-BODY = f"""
-from tests.composed.test_calibrating_apart import QUANTIZERS, batches, outcome, prepared
-
-for backend in QUANTIZERS:
-    for data, options in (
-        (batches(3), {{}}),
-        # The last one has no data.
-        (batches(5)[rank :: count - 1] if rank < count - 1 else [], {{"sharded": True}}),
-    ):
-        path = f"{{out}}/{{backend}}.{{len(options)}}.{{rank}}"
-        model = qompose.calibrate(prepared(backend), data, **options)
-        qompose.statistics(model).save(path + ".json")
-        Path(path + ".outcome").write_text(json.dumps(outcome(model)))
-"""
-
-
-def looped(backend: str) -> GraphModule:
+@cache
+def looped(backend: str) -> str:
     model = prepared(backend)
     for batch in reversed(batches(7)):
         model(*batch)
-    return model
+    return outcome(model)
 
 
 def test_processes_decide_what_a_loop_decides(tmp_path: Path) -> None:
-    done = together(tmp_path, BODY, count=PROCESSES)
+    done = together(tmp_path, BODY)
     assert not any(process.returncode for process in done), done[0].stderr
     for backend in QUANTIZERS:
-        model = looped(backend)
-        qompose.statistics(model).save(tmp_path / "alone.json")
-        alone = outcome(model)
-        assert all(any(word in line for line in alone["rewrites"]) for word in DECIDED)
-        files = sorted(tmp_path.glob(f"{backend}.*.json"))
-        assert len(files) == 2 * PROCESSES
-        for path in files:
-            assert path.read_bytes() == (tmp_path / "alone.json").read_bytes(), path.name
-            assert json.loads(path.with_suffix(".outcome").read_text()) == alone, path.name
+        made = json.loads(looped(backend))[2]
+        words = "smooth_quant of", "gptq of", "bias_correction of", "range of z"
+        assert all(any(line.startswith(word) for line in made) for word in words)
+        found = [path.read_text() for path in tmp_path.glob(f"{backend}.*")]
+        assert len(found) == 8 and {*found} == {looped(backend)}
 
 
 @pytest.mark.parametrize("backend", QUANTIZERS)
 def test_files_of_parts_decide_what_a_loop_decides(backend: str, tmp_path: Path) -> None:
-    cuts = [slice(0, 3), slice(3, 50), slice(50, 51), slice(51, 96)]
-    paths = [tmp_path / f"{n}.{('json', 'safetensors')[n % 2]}" for n in range(len(cuts))]
-    for cut, path in zip(cuts, paths, strict=True):
-        qompose.statistics(qompose.calibrate(prepared(backend), batches(4, cut))).save(path)
-    one, *others = map(qompose.Statistics.load, reversed(paths))
-    model = one.merged(*others).apply(prepared(backend))
-    assert outcome(model) == outcome(looped(backend))
+    found = []
+    for first, last in pairwise((0, 3, 50, 51, 96)):
+        part = qompose.calibrate(prepared(backend), batches(4, slice(first, last)))
+        path = tmp_path / f"{first}.{'json' if first % 2 else 'safetensors'}"
+        qompose.statistics(part).save(path)
+        found.insert(0, qompose.Statistics.load(path))
+    merged = found[0].merged(*found[1:])
+    assert outcome(merged.apply(prepared(backend))) == looped(backend)

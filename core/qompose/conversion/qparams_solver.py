@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -414,11 +415,16 @@ class QParamsSolver:
                 )
 
     def _too_few_examples(self) -> Iterator[str]:
-        few = [choice.reason for _, choice in self._choices() if choice.reason]
-        if few:
+        """Name the tensors that had too few examples, by their number: it may be another one for each."""
+        few: dict[str, list[str]] = defaultdict(list)
+        for number, choice in self._choices():
+            if choice.reason:
+                few[choice.reason].append(str(self.plan.groups[number].points[0]))
+        for reason, names in sorted(few.items()):
+            more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
             yield (
-                f"the ranges of {len(few)} tensors are those of all values, since there was too little "
-                f"calibration data to choose by: {min(few)}"
+                f"range of {', '.join(names[:_NAMED])}{more}: that of all values, since calibration saw too "
+                f"little that differs to choose by: {reason}"
             )
 
     def _few_levels(self) -> Iterator[str]:
@@ -471,6 +477,8 @@ def _seen_by(node: Node) -> str:
 
 
 _FEW_VALUES = 64
+_NAMED = 3
+"""How many tensors a line names."""
 
 
 def invalid(q: QParams, shape: tuple[int, ...]) -> Iterator[str]:

@@ -31,7 +31,6 @@ LINEAR = replace(toys.LINEAR, bias="bias", channels=(-1, -1))
 AUTO = replace(INT8, observer_or_fake_quant_ctr=AutoRangeObserver)
 PLAIN = QuantizationConfig(AUTO, None, WEIGHT_PER_TENSOR, repairs=())
 ALL = replace(PLAIN, repairs=REPAIRS)
-SMOOTH_DYNAMIC = replace(toys.DYNAMIC, repairs=("smooth_quant",))
 
 
 def tail() -> nn.Sequential:
@@ -166,25 +165,6 @@ def test_resumed_and_shared_calibration(tmp_path: Any) -> None:
     assert qompose.statistics(again).means
     one, other = (qompose.convert_pt2e(model) for model in (whole, again))
     assert torch.equal(one(rows()), other(rows()))
-
-
-@pytest.mark.parametrize("config", [ALL, SMOOTH_DYNAMIC], ids=["all repairs", "dynamic"])
-def test_statistics_of_parts(config: QuantizationConfig, tmp_path: Any) -> None:
-    """Put together from files of both kinds, in any order, they give the bits of one calibration."""
-    whole, applied, *fresh = (prepare(program(), toy(LINEAR, config=config)) for _ in range(6))
-    parts = []
-    for seed, part in enumerate(fresh):
-        whole(rows(seed=seed))
-        part(rows(seed=seed))
-        path = tmp_path / f"{seed}.{'json' if seed % 2 else 'safetensors'}"
-        qompose.statistics(part).save(path)
-        parts.append(qompose.Statistics.load(path))
-    merged = parts[3].merged(parts[1], parts[0].merged(parts[2]))
-    assert merged.diff(qompose.statistics(whole)) == ()
-    merged.apply(applied)
-    one, other = (qompose.convert_pt2e(model) for model in (whole, applied))
-    assert made(one) and qompose.report(one).rewrites == qompose.report(other).rewrites
-    assert torch.equal(one(rows(seed=9)), other(rows(seed=9)))
 
 
 def test_in_place() -> None:
