@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-import json
 from functools import cache
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -66,9 +65,15 @@ def outcome(model: GraphModule) -> str:
     converted, seen = qompose.convert_pt2e(model), qompose.statistics(model)
     with TemporaryDirectory() as folder:
         seen.save(path := Path(folder) / "seen.json")
-        state = [(name, value.tolist()) for name, value in converted.state_dict().items()]
-        found = graph_text(converted), state, qompose.report(converted).rewrites, path.read_text()
-    return json.dumps(found, indent=1)
+        state = [f"{name} {value.tolist()}" for name, value in converted.state_dict().items()]
+        rewrites = qompose.report(converted).rewrites
+        return "\n".join([graph_text(converted), *state, *rewrites, path.read_text()])
+
+
+def difference(one: str, other: str) -> tuple[str, str] | None:
+    """The first line that differs: pytest takes minutes to compare such texts."""
+    pairs = zip_longest(one.splitlines(), other.splitlines(), fillvalue="nothing")
+    return next((pair for pair in pairs if pair[0] != pair[1]), None)
 
 
 @cache
@@ -83,11 +88,11 @@ def test_processes_decide_what_a_loop_decides(tmp_path: Path) -> None:
     done = together(tmp_path, BODY)
     assert not any(process.returncode for process in done), done[0].stderr
     for backend in QUANTIZERS:
-        made = json.loads(looped(backend))[2]
+        made = looped(backend).splitlines()
         words = "smooth_quant of", "gptq of", "bias_correction of", "range of z"
         assert all(any(line.startswith(word) for line in made) for word in words)
         found = [path.read_text() for path in tmp_path.glob(f"{backend}.*")]
-        assert len(found) == 8 and {*found} == {looped(backend)}
+        assert [difference(text, looped(backend)) for text in found] == [None] * 8
 
 
 @pytest.mark.parametrize("backend", QUANTIZERS)
@@ -99,4 +104,5 @@ def test_files_of_parts_decide_what_a_loop_decides(backend: str, tmp_path: Path)
         qompose.statistics(part).save(path)
         found.insert(0, qompose.Statistics.load(path))
     merged = found[0].merged(*found[1:])
-    assert outcome(merged.apply(prepared(backend))) == looped(backend)
+    decided = outcome(merged.apply(prepared(backend)))
+    assert difference(decided, looped(backend)) is None
