@@ -36,12 +36,13 @@ from qompose.algorithms.products import (
     reader_of,
     rows_read,
     taps_of,
+    weight_group,
 )
 from qompose.observers.tensor_statistics import mean_observers
 from qompose.program.aliasing import written_buffers
 from qompose.program.control_flow import count_readers, graphs_in
 from qompose.program.graph import address_of, constant_of, value_of
-from qompose.spec.claim import Claim, Point
+from qompose.spec.claim import Claim
 from qompose.spec.qdq import integers_of, values_of_integers
 from qompose.spec.quantization_spec import BIAS_CORRECTION
 
@@ -76,13 +77,10 @@ class BiasCorrection(Algorithm):
 
 class _Correction:
     def __init__(self, found: Calibrated) -> None:
-        self._found, model = found, found.model
-        self._qparams, self._factors = found.qparams, found.factors
+        self._found, self._factors, model = found, found.factors, found.model
         self._observers = {value: observer for _, value, observer in mean_observers(model)}
         self._readers = count_readers(model)
         self._written = {p for part in graphs_in(model) for p in written_buffers(part.graph)}
-        self._groups = found.plan.group_of
-        self._integers = found.integers
 
     def of(self, node: Node) -> tuple[str, Tensor, str]:
         """Return the name of a product's bias, the corrected bias, and how much the correction is.
@@ -147,11 +145,9 @@ class _Correction:
 
     def _rounding(self, product: Operands) -> Tensor:
         """Return what rounding takes from the weight."""
-        number = self._groups.get(Point(product.weight.name, product.node.name))
-        q = None if number is None else self._qparams.get(number)
-        if number is None or q is None:
-            raise NotChanged(f"{product.weight.target} has no integers that are known here")
-        weight, integers = self._factors.constant(product.weight.name), self._integers.get(number)
+        number, q = weight_group(self._found, product)
+        weight = self._factors.constant(product.weight.name)
+        integers = self._found.integers.get(number)
         if integers is None:
             integers = integers_of(weight, q)
         return weight.double() - values_of_integers(integers, q).double()

@@ -18,7 +18,6 @@ Each half of the examples is held back once. It is done where the error there be
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -36,10 +35,10 @@ from qompose.algorithms.products import (
     reader_of,
     rows_read,
     taps_of,
+    weight_group,
 )
 from qompose.observers.auto_range import Reader
 from qompose.plan.plan import Group
-from qompose.spec.claim import Point
 from qompose.spec.qdq import QParams
 from qompose.spec.qparams import along
 from qompose.spec.quantization_spec import GPTQ as WORD, QuantizationSpec
@@ -63,20 +62,17 @@ class GPTQ(Algorithm):
     word = WORD
 
     def correct(self, found: Calibrated) -> None:
-        change_products(found, self.word, partial(_round, found, found.plan.group_of))
+        change_products(found, self.word, partial(_round, found))
 
 
-def _round(found: Calibrated, groups: Mapping[Point, int], node: Node) -> str:
+def _round(found: Calibrated, node: Node) -> str:
     """Decide on the integers of a product's weight, and say what they gain.
 
     Raises:
         NotChanged: those next to its values stay.
     """
     product = Operands.of(node)
-    number = groups.get(Point(product.weight.name, node.name))
-    q = None if number is None else found.qparams.get(number)
-    if number is None or q is None:
-        raise NotChanged(f"{product.weight.target} has no integers that are known here")
+    number, q = weight_group(found, product)
     _check_weight(found.plan.groups[number], q, product)
     reader = reader_of(found, product)
     if reader.channels == reader.groups:

@@ -24,6 +24,7 @@ from qompose.observers.row_sample import RowSample
 from qompose.program.batch_norm_folding import FOLDABLE, TRANSPOSED
 from qompose.program.graph import address_of, behind_modules, constant_of, describe, value_of
 from qompose.spec.claim import Claim, Point
+from qompose.spec.qdq import QParams
 from qompose.spec.qparams import along
 
 _LINEAR = torch.ops.aten.linear.default
@@ -244,6 +245,19 @@ class InputRows:
         of_rows = (off.square().sum((0, 2)) * self.weights).sum()
         of_noise = self.noise * self.weights.sum() * difference.square().sum()
         return float(of_rows + of_noise)
+
+
+def weight_group(found: Calibrated, product: Operands) -> tuple[int, QParams]:
+    """Return the group of a product's weight, and how it is quantized.
+
+    Raises:
+        NotChanged: it is not, or its parameters are not known here.
+    """
+    number = found.plan.group_of.get(Point(product.weight.name, product.node.name))
+    q = None if number is None else found.qparams.get(number)
+    if number is None or q is None:
+        raise NotChanged(f"{product.weight.target} has no integers that are known here")
+    return number, q
 
 
 def reader_of(found: Calibrated, product: Operands) -> Reader:

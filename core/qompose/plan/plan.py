@@ -11,6 +11,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from hashlib import sha256
 from typing import Any, TypeVar
 
@@ -159,7 +160,7 @@ class Plan:
     float_bytes: int = 0
     idle_owners: tuple[str, ...] = ()
 
-    @property
+    @cached_property
     def group_of(self) -> dict[Point, int]:
         """Return by point the number of its group."""
         return {point: i for i, group in enumerate(self.groups) for point in group.points}
