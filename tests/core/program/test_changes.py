@@ -10,27 +10,22 @@ import pytest
 import torch
 from qompose.program.changes import Changes, KeptNames, SignatureError, Values, calls_of, changes
 from qompose.program.graph import copy_graph_module
-from torch import Tensor, nn
+from torch import nn
 from torch.fx import GraphModule
 
 from tests.core.quantizer.interop.foreign import aten, calls, rebuilt
-from tests.core.toy import export, graph_text, randn, seeded
+from tests.core.toy import Model, export, graph_text, randn, seeded
 
 X = randn(2, 4)
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Linear(4, 4)
-        self.register_buffer("shift", torch.ones(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(torch.relu(self.a(x)) + self.shift)
+def net() -> Any:
+    parts = {"a": nn.Linear(4, 4), "shift": nn.Buffer(torch.ones(4))}
+    return seeded(Model(lambda m, x: torch.tanh(torch.relu(m.a(x)) + m.shift), **parts))
 
 
 def program() -> GraphModule:
-    return copy_graph_module(export(seeded(Net()), X).module(check_guards=False))
+    return copy_graph_module(export(net(), X).module(check_guards=False))
 
 
 def nothing(model: GraphModule) -> None:
@@ -125,7 +120,7 @@ class TestNames:
         result, found = self.made(insert)
         assert found.removed == ("relu",)
         (new,) = (name for name in found.made if name != "relu")
-        torch.testing.assert_close(result(X), torch.tanh(torch.relu(-seeded(Net()).a(X)) + 1))
+        torch.testing.assert_close(result(X), torch.tanh(torch.relu(-net().a(X)) + 1))
         assert new not in calls_of(program())
         names = [node.name for node in result.graph.nodes]
         assert len(set(names)) == len(names)

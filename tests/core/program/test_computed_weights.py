@@ -13,28 +13,32 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
-from tests.core.toy import LINEAR, NullQuantizer, convert, export, prepare, randn, seeded, sqnr, toy
+from tests.core.toy import (
+    LINEAR,
+    Model,
+    NullQuantizer,
+    convert,
+    export,
+    prepare,
+    randn,
+    seeded,
+    sqnr,
+    toy,
+)
 
 X = randn(5, 6)
 REWRITES = ("fold_weight", "product_to_linear")
 
 
-class Net(nn.Module):
-    """A function of an input and of parameters and buffers."""
-
-    def __init__(self, function: Callable[[Any, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.function = function
-        self.weight, self.bias = nn.Parameter(torch.empty(8, 6)), nn.Parameter(torch.empty(8))
-        self.register_buffer("count", torch.ones(()))
-        self.narrow, self.wide = nn.Linear(6, 2), nn.Linear(2, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(self, x)
-
-
 def net(function: Callable[[Any, Tensor], Tensor]) -> nn.Module:
-    return seeded(Net(function))
+    """A function of an input and of parameters and a buffer."""
+    layers = {
+        "narrow": nn.Linear(6, 2),
+        "wide": nn.Linear(2, 6),
+        "count": nn.Buffer(torch.ones(())),
+    }
+    weight, bias = nn.Parameter(torch.empty(8, 6)), nn.Parameter(torch.empty(8))
+    return seeded(Model(function, weight=weight, bias=bias, **layers))
 
 
 def quantized(model: nn.Module, *inputs: Tensor) -> tuple[qompose.Report, float]:

@@ -16,7 +16,7 @@ from qompose.program.user_input import as_graph_module
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from tests.core.toy import export, prepare, randn, toy
+from tests.core.toy import Model, export, prepare, randn, toy
 from tests.zoo import ZooModel, by_name, tagged
 
 CHOSEN = {
@@ -124,22 +124,12 @@ def test_tied_parameters_stay_one() -> None:
     assert names["layers_first_bias"] == "layers.first.bias"
 
 
-class DottedName(nn.Module):
-    """A custom program is free to call a parameter anything; this one is renamed after the export."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = nn.Module()
-        self.block.inner = nn.Module()
-        self.block.inner.weight = nn.Parameter(torch.randn(3))
-        self.block_inner_weight = nn.Parameter(torch.randn(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.block.inner.weight - self.block_inner_weight
-
-
 def test_names_that_differ_in_a_dot_alone_stay_apart() -> None:
-    model = DottedName()
+    model = Model(
+        lambda m, x: x * m.block.inner.weight - m.block_inner_weight,
+        block=nn.ModuleDict({"inner": nn.ParameterDict({"weight": randn(3)})}),
+        block_inner_weight=nn.Parameter(randn(3, seed=1)),
+    )
     ours = refresh(as_graph_module(export(model, X), "a test"))
     assert {n for n, _ in ours.named_parameters()} == {"block.inner.weight", "block_inner_weight"}
     assert torch.equal(ours(X), model(X))
@@ -192,13 +182,3 @@ def test_what_went_through_qompose_is_refused_with_its_stage() -> None:
         as_graph_module(converted, "a test")
     with pytest.raises(qompose.errors.StageError, match="linear"):
         qompose.prepare_pt2e(torch.export.export(converted, (X,)), toy())
-
-
-def test_a_graph_module_is_copied() -> None:
-    module = export(nn.Linear(3, 3), X).module()
-    copied = as_graph_module(module, "a test")
-    assert copied is not module and copied.graph is not module.graph
-    assert torch.equal(copied(X), module(X))
-    assert all(node.op != "call_module" for node in copied.graph.nodes), "no guards"
-    with pytest.raises(qompose.errors.NotExportedError, match="a test"):
-        as_graph_module(torch.fx.symbolic_trace(nn.ReLU()), "a test")

@@ -16,7 +16,7 @@ from qompose.program.aten_operators import aten_operators
 from qompose.program.graph import module_path
 from torch import Tensor, nn
 
-from tests.core.toy import Call
+from tests.core.toy import Call, Model, export
 
 IMAGE, ROWS, SEQUENCE = torch.randn(1, 4, 8, 8), torch.randn(2, 8), torch.randn(2, 3, 8)
 
@@ -63,19 +63,12 @@ CALLS: list[tuple[Callable[..., Any], Callable[[Tensor], Any], Tensor]] = [
 ]  # fmt: skip
 
 
-class All(nn.Module):
-    """Every call, in a module of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList(Call(call) for _, call, _ in CALLS)
-
-    def forward(self, *inputs: Tensor) -> list[Any]:
-        return [part(x) for part, x in zip(self.parts, inputs, strict=True)]
-
-
 def test_a_function_stands_for_what_it_is_exported_as() -> None:
-    program = torch.export.export(All().eval(), tuple(x for _, _, x in CALLS))
+    each = Model(
+        lambda m, *inputs: [part(x) for part, x in zip(m.parts, inputs, strict=True)],
+        parts=nn.ModuleList(Call(call) for _, call, _ in CALLS),
+    )
+    program = export(each, *(x for _, _, x in CALLS))
     called = defaultdict(set)
     for node in program.graph.nodes:
         called[module_path(node)].add(getattr(node.target, "overloadpacket", None))

@@ -23,21 +23,16 @@ from qompose.program.graph import (
     set_attribute,
 )
 from qompose.program.meta import claim_of, clear_origin, operator_of, tag, tag_of
-from torch import Tensor, nn
+from torch import nn
 
-from tests.core.toy import Call, export, graph_text, randn, seeded
+from tests.core.toy import Call, Model, export, graph_text, randn, seeded
 
 aten = torch.ops.aten
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(3, 3))
-        self.register_buffer("ids", torch.arange(3))
-
-    def forward(self, x: Tensor, n: Tensor) -> Any:
-        return self.body(x) + self.ids, n + 1, *x.max(dim=0)
+def net() -> nn.Module:
+    parts = {"body": nn.Sequential(nn.Linear(3, 3)), "ids": nn.Buffer(torch.arange(3))}
+    return seeded(Model(lambda m, x, n: (m.body(x) + m.ids, n + 1, *x.max(dim=0)), **parts))
 
 
 X, N = randn(4, 3), torch.arange(4)
@@ -46,7 +41,7 @@ X, N = randn(4, 3), torch.arange(4)
 @pytest.fixture(scope="module")
 def program() -> torch.export.ExportedProgram:
     batch = torch.export.Dim("batch", min=2, max=9)
-    return export(seeded(Net()), X, N, dynamic_shapes=({0: batch}, {0: batch}))
+    return export(net(), X, N, dynamic_shapes=({0: batch}, {0: batch}))
 
 
 def test_a_copy_shares_parameters_and_leaves_the_original_alone(program: Any) -> None:
@@ -97,7 +92,7 @@ def test_training_mode_is_kept(program: Any, training: bool) -> None:
 
 @pytest.mark.parametrize("strict", [False, True], ids=["default export", "strict export"])
 def test_paths_are_the_users_own(strict: bool) -> None:
-    module = torch.export.export(Net().eval(), (X, N), strict=strict).module(check_guards=False)
+    module = torch.export.export(net(), (X, N), strict=strict).module(check_guards=False)
     (linear,) = (n for n in module.graph.nodes if n.target is aten.linear.default)
     assert module_path(linear) == "body.0"
     assert [path for path, _ in module_stack(linear)] == ["", "body", "body.0"]
@@ -162,11 +157,8 @@ def test_arguments_have_names_of_the_schema_however_they_are_given() -> None:
     program = export(Call(lambda x: torch.add(torch.add(x, x), x, alpha=3)), X)
     plain, scaled = (arguments_of(n) for n in program.graph.nodes if n.op == "call_function")
     assert [*plain] == ["self", "other", "alpha"] and (plain["alpha"], scaled["alpha"]) == (1, 3)
-    assert (plain["self"].name, scaled["self"].name, scaled["other"].name) == (
-        "inputs_0",
-        "add",
-        "inputs_0",
-    )
+    names = [node.name for node in (plain["self"], scaled["self"], scaled["other"])]
+    assert names == ["inputs_0", "add", "inputs_0"]
 
 
 def test_tied_parameters_have_one_layout() -> None:

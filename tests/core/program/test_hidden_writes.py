@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import qompose
@@ -11,24 +12,29 @@ import torch
 from qompose.program.aliasing import unsafe_values, written_buffers
 from torch import Tensor, nn
 
-from tests.core.toy import ADD, LINEAR, NullQuantizer, export, prepare, randn, seeded, sqnr, toy
+from tests.core.toy import (
+    ADD,
+    LINEAR,
+    Model,
+    NullQuantizer,
+    export,
+    prepare,
+    randn,
+    seeded,
+    sqnr,
+    toy,
+)
 
 X = randn(3, 4)
 
 
-class Layers(nn.Module):
+def layers(function: Callable[..., Tensor]) -> Model:
     """Two linears, a buffer, and a function of them."""
-
-    def __init__(self, function: Callable[[Layers, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.a, self.b, self.function = nn.Linear(4, 4), nn.Linear(4, 4), function
-        self.register_buffer("state", torch.zeros(3, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(self, x)
+    parts = {"a": nn.Linear(4, 4), "b": nn.Linear(4, 4), "state": nn.Buffer(torch.zeros(3, 4))}
+    return Model(function, **parts)
 
 
-def region(m: Layers, x: Tensor) -> Tensor:
+def region(m: Any, x: Tensor) -> Tensor:
     """Write to a value inside a region without gradients, and read it behind."""
     y = m.a(x)
     with torch.no_grad():
@@ -36,7 +42,7 @@ def region(m: Layers, x: Tensor) -> Tensor:
     return m.b(y)
 
 
-def view_in_region(m: Layers, x: Tensor) -> Tensor:
+def view_in_region(m: Any, x: Tensor) -> Tensor:
     y = m.a(x)
     view = y.view(-1)
     with torch.no_grad():
@@ -44,14 +50,14 @@ def view_in_region(m: Layers, x: Tensor) -> Tensor:
     return m.b(y)
 
 
-def autocast(m: Layers, x: Tensor) -> Tensor:
+def autocast(m: Any, x: Tensor) -> Tensor:
     y = m.a(x)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y.mul_(3)
     return m.b(y)
 
 
-def vmapped(m: Layers, x: Tensor) -> Tensor:
+def vmapped(m: Any, x: Tensor) -> Tensor:
     """Calls that only have an effect."""
     return torch.vmap(lambda row: row - row.mean())(m.a(x))
 
@@ -63,7 +69,7 @@ def test_writes_in_regions_are_kept(
     function: Callable[..., Tensor], quantizer: qompose.Quantizer
 ) -> None:
     """What the region writes to stays in float; the rest may be quantized."""
-    model = seeded(Layers(function))
+    model = seeded(layers(function))
     prepared = prepare(export(model, X), quantizer)
     prepared(X)
     converted = qompose.convert_pt2e(prepared)
@@ -75,13 +81,13 @@ def test_writes_in_regions_are_kept(
 
 
 @torch.no_grad()
-def fill(m: Layers, x: Tensor) -> Tensor:
+def fill(m: Any, x: Tensor) -> Tensor:
     """As generation fills a cache."""
     m.state.copy_(m.a(x))
     return m.state.sum(0)
 
 
-def count(m: Layers, x: Tensor) -> Tensor:
+def count(m: Any, x: Tensor) -> Tensor:
     with torch.no_grad():
         m.state.add_(1)
     return x * 2
@@ -89,7 +95,7 @@ def count(m: Layers, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("function", [fill, count])
 def test_calibration_fills_no_buffer_of_the_caller(function: Callable[..., Tensor]) -> None:
-    model = seeded(Layers(function))
+    model = seeded(layers(function))
     program = export(model, X)
     prepared = prepare(program, NullQuantizer())
     for _ in range(3):
@@ -102,24 +108,17 @@ def test_calibration_fills_no_buffer_of_the_caller(function: Callable[..., Tenso
     assert lowered.get_buffer("state").any(), "lowering keeps the write"
 
 
-class TwoNames(nn.Module):
-    """One block of memory under two names, written by one and read by the other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        both = torch.zeros(2, 1, 3, 4)
-        self.register_buffer("both", both)
-        self.register_buffer("first", both[0])
-        self.out = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.first[:, :3].copy_(x)
-        return self.out(self.both.sum((0, 2)))
+def through_two_names(m: Any, x: Tensor) -> Tensor:
+    """Write to memory by one of its names, and read it by the other."""
+    m.first[:, :3].copy_(x)
+    return m.out(m.both.sum((0, 2)))
 
 
 @pytest.mark.parametrize("quantizer", [NullQuantizer(), toy()], ids=["null", "toy"])
 def test_names_of_one_memory_stay_together(quantizer: qompose.Quantizer) -> None:
-    model = seeded(TwoNames())
+    both = torch.zeros(2, 1, 3, 4)
+    names = {"both": nn.Buffer(both), "first": nn.Buffer(both[0])}
+    model = seeded(Model(through_two_names, **names, out=nn.Linear(4, 4)))
     expected = model(X)
     model.both.zero_()
     prepared = prepare(export(model, X), quantizer)
@@ -129,27 +128,27 @@ def test_names_of_one_memory_stay_together(quantizer: qompose.Quantizer) -> None
         assert sqnr(expected, converted(X)) > 25
 
 
-def slice_of(m: Layers, x: Tensor) -> Tensor:
+def slice_of(m: Any, x: Tensor) -> Tensor:
     y = m.a(x)
     y[:, :2] = 0
     return m.b(y)
 
 
-def view_of(m: Layers, x: Tensor) -> Tensor:
+def view_of(m: Any, x: Tensor) -> Tensor:
     y = m.a(x)
     y.view(-1).clamp_(min=0)
     return m.b(y)
 
 
-def result_only(m: Layers, x: Tensor) -> Tensor:
+def result_only(m: Any, x: Tensor) -> Tensor:
     return m.b(m.a(x).relu_())
 
 
-def into_an_input(m: Layers, x: Tensor) -> Tensor:
+def into_an_input(m: Any, x: Tensor) -> Tensor:
     return x.add_(m.a(x))
 
 
-def accumulate(m: Layers, x: Tensor) -> Tensor:
+def accumulate(m: Any, x: Tensor) -> Tensor:
     m.state.add_(m.a(x))
     return m.state * 1
 
@@ -168,7 +167,7 @@ def test_unsafe_values_stay_float_and_the_model_computes_the_same(
     function: Callable[..., Tensor], unsafe: set[str]
 ) -> None:
     torch.manual_seed(0)
-    program = export(Layers(function), X.clone())
+    program = export(layers(function), X.clone())
     module = program.module(check_guards=False)
     found = unsafe_values(module.graph)
     assert unsafe <= found if unsafe else not found

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import copy
-import re
 import warnings
 from collections.abc import Callable
 from functools import cache
@@ -17,43 +16,27 @@ import torch
 from hypothesis import given, strategies as st
 from qompose.errors import BatchError, InputError
 from qompose.program.call_signature import read_tree, source
-from qompose.program.user_input import check_limit
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule
 
-from tests.core.toy import LINEAR, Call, export, prepare, randn, seeded, toy
+from tests.core.toy import LINEAR, Call, Model, export, prepare, randn, seeded, toy
 from tests.sampling import at_once
 
 
-class Mean(nn.Module):
-    """Divides by a size, which export takes for a constant."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 4)
-
-    def forward(self, x: Tensor, factors: dict[str, Tensor], times: int, base: float) -> Tensor:
-        return self.linear(x).sum(1) / x.shape[1] * factors["a"] * times + base
+def mean(m: Any, x: Tensor, factors: dict[str, Tensor], times: int, base: float) -> Tensor:
+    """Divide by a size, which export takes for a constant."""
+    return m.linear(x).sum(1) / x.shape[1] * factors["a"] * times + base
 
 
-class Sizes(nn.Module):
-    """Takes another way by the sizes of its inputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 4)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        total = self.linear(x).sum(0)
-        return total + y.sum() if 2 * x.shape[0] > y.shape[0] + 1 else total - y.sum()
+def by_sizes(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    """Take another way by the sizes of the inputs."""
+    total = m.linear(x).sum(0)
+    return total + y.sum() if 2 * x.shape[0] > y.shape[0] + 1 else total - y.sum()
 
 
-class Loose(nn.Module):
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return x.sum() + y.sum()
-
-
+MEAN, BY_SIZES = (Model(function, linear=nn.Linear(3, 4)) for function in (mean, by_sizes))
+LOOSE = Model(lambda m, x, y: x.sum() + y.sum())
 X, A = randn(4, 2, 3), randn(4, 4)
 INPUTS = (X, {"a": A}, 3, 0.5)
 ROWS = Dim("rows", min=3, max=9)
@@ -62,7 +45,7 @@ ROWS = Dim("rows", min=3, max=9)
 @cache
 def program() -> ExportedProgram:
     shapes = ({0: ROWS}, {"a": {0: ROWS}}, None, None)
-    return torch.export.export(seeded(Mean()), INPUTS, dynamic_shapes=shapes)
+    return torch.export.export(seeded(MEAN), INPUTS, dynamic_shapes=shapes)
 
 
 def prepared(exported: ExportedProgram | GraphModule) -> GraphModule:
@@ -141,14 +124,6 @@ def test_compare_names_the_batch() -> None:
     assert refused.value.number == 2
 
 
-def test_a_limit_is_a_number_of_batches() -> None:
-    for limit in (None, 1, 7):
-        check_limit(limit)
-    for limit in (0, -1, True, 2.0, "3"):
-        with pytest.raises(qompose.UserError, match=re.escape(f"at least 1, got {limit!r}")):
-            check_limit(limit)
-
-
 def accepted(model: Any, *inputs: Any) -> bool:
     try:
         model(*inputs)
@@ -159,10 +134,10 @@ def accepted(model: Any, *inputs: Any) -> bool:
 
 DYNAMIC = {0: Dim.DYNAMIC}
 DERIVED = {
-    "sizes that choose a way": (Sizes(), (DYNAMIC, DYNAMIC)),
-    "one that is twice another, and one": (Loose(), ({0: ROWS}, {0: 2 * ROWS + 1})),
-    "two that are computed from one": (Loose(), ({0: 2 * ROWS}, {0: 3 * ROWS + 2})),
-    "equal ones": (Loose(), ({0: ROWS}, {0: ROWS})),
+    "sizes that choose a way": (BY_SIZES, (DYNAMIC, DYNAMIC)),
+    "one that is twice another, and one": (LOOSE, ({0: ROWS}, {0: 2 * ROWS + 1})),
+    "two that are computed from one": (LOOSE, ({0: 2 * ROWS}, {0: 3 * ROWS + 2})),
+    "equal ones": (LOOSE, ({0: ROWS}, {0: ROWS})),
 }
 
 

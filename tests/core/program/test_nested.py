@@ -23,6 +23,7 @@ from tests.core.toy import (
     CONV,
     LINEAR,
     STATIC,
+    Model,
     claimed,
     export,
     groups_of,
@@ -197,18 +198,6 @@ def test_dynamic_dimensions_stay_dynamic(model: ZooModel) -> None:
     assert same(run(quantized, larger), run(again, larger))
 
 
-class Carried(nn.Module):
-    """The carried value comes from a layer, goes through one in the body, and into one behind."""
-
-    def __init__(self, loop: Callable[..., Any]) -> None:
-        super().__init__()
-        self.before, self.inside, self.behind = (nn.Linear(4, 4) for _ in range(3))
-        self.loop = loop
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.behind(self.loop(self.before(x), self.inside))
-
-
 def a_while_loop(y: Tensor, inside: nn.Module) -> Tensor:
     from torch._higher_order_ops.while_loop import while_loop
 
@@ -236,11 +225,17 @@ def no_gradients(y: Tensor, inside: nn.Module) -> Tensor:
         return inside(y)
 
 
+def carried(loop: Callable[..., Any]) -> nn.Module:
+    """The carried value comes from a layer, goes through one in the body, and into one behind."""
+    layers = {name: nn.Linear(4, 4) for name in ("before", "inside", "behind")}
+    return seeded(Model(lambda m, x: m.behind(loop(m.before(x), m.inside)), **layers))
+
+
 @pytest.mark.parametrize("loop", [a_while_loop, a_scan, a_branch, no_gradients])
 def test_values_that_go_in_and_out_of_bodies_are_quantized_alike(loop: Any) -> None:
     x = randn(6, 4)
     with torch.set_grad_enabled(loop is no_gradients):
-        program = export(seeded(Carried(loop)), x)
+        program = export(carried(loop), x)
     prepared = prepare(program, toy(LINEAR))
     activations = [g for g in groups_of(prepared) if not any("weight" in p for p in g)]
     inside_alike = [g for g in activations if "output of linear" in g]

@@ -175,24 +175,18 @@ def test_a_body_that_is_called_twice_is_treated_as_two() -> None:
     assert sqnr(module(-X), prepare(module, NullQuantizer())(-X)) == float("inf")
 
 
-class Counting(nn.Module):
-    """A buffer that a branch reads, and that is written to behind it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-        self.register_buffer("count", torch.ones(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = torch.cond(x.sum() > 0, lambda x: self.layer(x) * self.count, torch.neg, (x,))
-        self.count.add_(1)
-        return y
+def counting(m: Any, x: Tensor) -> Tensor:
+    """A branch reads a buffer that is written to behind it."""
+    y = torch.cond(x.sum() > 0, lambda x: m.layer(x) * m.count, torch.neg, (x,))
+    m.count.add_(1)
+    return y
 
 
 def test_a_branch_reads_the_buffer_that_is_written_to() -> None:
     x = X.abs()
     with torch.no_grad():
-        program = export(seeded(Counting()), x)
+        model = Model(counting, layer=nn.Linear(4, 4), count=nn.Buffer(torch.ones(())))
+        program = export(seeded(model), x)
     prepared = prepare(program, toy(LINEAR))
     qompose.calibrate(prepared, [x] * 3)
     assert program.state_dict["count"] == 1

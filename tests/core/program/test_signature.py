@@ -13,19 +13,17 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
-from tests.core.toy import Call, randn
+from tests.core.toy import Call, Model, randn
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 4)
+def shifted(m: Any, x: Tensor, rest: Any = None, *, scale: Any = None) -> Any:
+    y = m.linear(x)
+    for value in pytree.tree_leaves((rest, scale)):
+        y = y if value is None else y + value.sum()
+    return {"y": y}
 
-    def forward(self, x: Tensor, rest: Any = None, *, scale: Any = None) -> Any:
-        y = self.linear(x)
-        for value in pytree.tree_leaves((rest, scale)):
-            y = y if value is None else y + value.sum()
-        return {"y": y}
+
+NET = Model(shifted, linear=nn.Linear(3, 4))
 
 
 def again(program: ExportedProgram) -> tuple[Any, ExportedProgram]:
@@ -48,7 +46,7 @@ CALLS: list[Any] = [
 
 @pytest.mark.parametrize(("args", "kwargs"), CALLS)
 def test_arguments(args: Any, kwargs: Any) -> None:
-    program = torch.export.export(Net(), args, kwargs)
+    program = torch.export.export(NET, args, kwargs)
     signature, twice = again(program)
     expected = pytree.tree_flatten((args, kwargs))
     actual = pytree.tree_flatten((signature.args, dict(signature.kwargs)))
@@ -82,7 +80,7 @@ SHAPES: dict[str, Any] = {
 @pytest.mark.parametrize(("args", "kwargs", "shapes"), SHAPES.values(), ids=SHAPES)
 def test_dynamic_dimensions_survive_with_their_ranges(args: Any, kwargs: Any, shapes: Any) -> None:
     full = {"rest": None, **shapes} if len(args) == 2 else shapes
-    program = torch.export.export(Net(), args, kwargs, dynamic_shapes=full)
+    program = torch.export.export(NET, args, kwargs, dynamic_shapes=full)
     signature, twice = again(program)
     assert ranges(twice) == ranges(program)
     if shapes.get("rest") == shapes["x"]:
@@ -98,7 +96,7 @@ def symbolic(program: ExportedProgram) -> list[list[bool]]:
 
 def test_the_ends_of_a_range_run_after_a_second_export() -> None:
     shapes = {"x": {0: Dim("batch", min=1, max=9)}}
-    _, twice = again(torch.export.export(Net(), (X,), dynamic_shapes=shapes))
+    _, twice = again(torch.export.export(NET, (X,), dynamic_shapes=shapes))
     for size in (1, 9):
         assert twice.module()(randn(size, 3))["y"].shape == (size, 4)
 
@@ -119,7 +117,7 @@ def test_a_linear_function_of_a_dimension_stays_tied_to_it(
     dim: Any, example: int, factor: int, offset: int
 ) -> None:
     shapes = {"x": {0: BATCH}, "rest": {0: dim}}
-    program = torch.export.export(Net(), (X, randn(example)), dynamic_shapes=shapes)
+    program = torch.export.export(NET, (X, randn(example)), dynamic_shapes=shapes)
     signature, twice = again(program)
     assert Dim.AUTO not in (signature.dynamic_shapes["x"][0], signature.dynamic_shapes["rest"][0])
     for batch in (3, 7, 64):
