@@ -1,44 +1,62 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A composition is its members: every hook reaches each of them, in order, and what one raises is named."""
+"""A composition is its members: each is asked, who takes nothing is named, and order is priority alone."""
 
 from __future__ import annotations
 
 import gc
 import inspect
+import itertools
 import weakref
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import pytest
 import qompose
 import torch
+from hypothesis import given, settings, strategies as st
 from qompose import ComposableQuantizer, Quantizer, UserError
+from qompose.backend import OperatorPattern
 from qompose.errors import ConfigError, MemberError
 from qompose.program.meta import ANNOTATION_KEY
 from qompose.quantizer.composition import Restrained
+from qompose.spec import qdq
 from qompose.spec.claim import Claim
-from torch import nn
+from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from tests.core.toy import (
+    ADD,
+    ADD_RELU,
+    CAT,
+    CONV,
+    CONV_ADD_RELU,
+    CONV_RELU,
     DYNAMIC,
     INT8,
     LINEAR,
+    LINEAR_RELU,
     SIGMOID,
     STATIC,
+    STATIC_UINT8,
+    VIEW,
     Annotator,
     Model,
     NullQuantizer,
     annotate,
     aten,
     claimed,
+    convert,
     export,
     graph_text,
     plan_of,
     prepare,
     randn,
+    rule,
     seeded,
     toy,
 )
+from tests.counting import check
 from tests.zoo import by_name
 
 
@@ -317,3 +335,214 @@ def test_a_restrained_member_keeps_the_order_of_its_claims() -> None:
     own, kept = ([claim.nodes for claim in proposal.claims] for proposal in proposals)
     assert own == [("sigmoid",), ("linear",), ("linear_1",)] and kept == own[:2]
     assert [refused.nodes for refused in proposals[1].rejections] == own[2:]
+
+
+# Rules of two families never want the same operator, so that members of whole families are disjoint.
+FAMILIES = (
+    (CONV_ADD_RELU, CONV_RELU, CONV, ADD_RELU, ADD),
+    (LINEAR_RELU, LINEAR),
+    (SIGMOID,),
+    (VIEW,),
+    (CAT,),
+)
+
+
+def mixed(m: Any, x: Tensor) -> Tensor:
+    """Every family, next to every other."""
+    y = torch.relu(m.one(x))
+    y = torch.relu(m.two(y) + y)
+    z = torch.sigmoid(y.reshape(-1, 16))
+    w = m.flat(z).relu()
+    return m.last(torch.cat([w, torch.sigmoid(w)], 1)) + 1
+
+
+def branches(m: Any, x: Tensor) -> Tensor:
+    y = torch.cond(x.sum() > 0, lambda x: torch.sigmoid(m.yes(x)), lambda x: m.no(x).relu(), (x,))
+    return torch.cat([y.view(-1, 2), y.view(-1, 2)], 1)
+
+
+INPUTS = {mixed: randn(3, 2, 2, 2), branches: randn(3, 4)}
+LAYERS = {
+    mixed: lambda: {
+        "one": nn.Conv2d(2, 4, 1), "two": nn.Conv2d(4, 4, 1),
+        "flat": nn.Linear(16, 8), "last": nn.Linear(16, 3),
+    },
+    branches: lambda: {"yes": nn.Linear(4, 4), "no": nn.Linear(4, 4)},
+}  # fmt: skip
+Function = Callable[..., Tensor]
+
+
+@cache
+def program(kind: Function) -> torch.export.ExportedProgram:
+    return export(seeded(Model(kind, **LAYERS[kind]())), INPUTS[kind])
+
+
+def rows(model: GraphModule) -> list[tuple[Any, ...]]:
+    """What became of every operator; who took it, or says why not, has a name of his own in each test."""
+    left_out = ("owner", "reason")
+    names = [n for n in qompose.reporting.Row.__dataclass_fields__ if n not in left_out]
+    return [tuple(getattr(row, name) for name in names) for row in qompose.report(model).rows]
+
+
+def results(kind: Function, members: list[Quantizer]) -> tuple[Any, ...]:
+    """What a composition makes of a program: text of the graph, scales, rows, and who meets whom."""
+    prepared = prepare(program(kind), qompose.compose(*members))
+    with torch.no_grad():
+        prepared(INPUTS[kind])
+        prepared(-INPUTS[kind])
+    converted = qompose.convert_pt2e(prepared)
+    report = check(converted)
+    assert not report.conflicts
+    meetings = {(r.tensor, r.from_owner, r.to_owner) for r in report.requantizations}
+    return graph_text(prepared), graph_text(converted), rows(prepared), rows(converted), meetings
+
+
+PARTITIONS = st.lists(st.integers(0, 4), min_size=5, max_size=5)
+
+
+@settings(max_examples=6)
+@given(parts=PARTITIONS, order=st.permutations(range(5)), kind=st.sampled_from([mixed, branches]))
+def test_rules_divided_among_members(parts: list[int], order: list[int], kind: Function) -> None:
+    """Any division of the families, in any order, makes the graph that one quantizer makes."""
+    members: list[Quantizer] = []
+    for part in order:
+        owned = [
+            rule for family, p in zip(FAMILIES, parts, strict=True) if p == part for rule in family
+        ]
+        members += [toy(*owned, name=f"m{part}")] if owned else []
+    alone = results(kind, [toy(*itertools.chain(*FAMILIES), name="alone")])
+    assert results(kind, members) == alone
+
+
+CONFIGS = {"static": STATIC, "unsigned": STATIC_UINT8, "dynamic": DYNAMIC, "float": None}
+
+
+@settings(max_examples=6)
+@given(
+    words=st.lists(st.sampled_from(sorted(CONFIGS)), min_size=4, max_size=4),
+    order=st.permutations(range(4)),
+    kind=st.just(mixed),
+)
+def test_modules_divided_among_members(words: list[str], order: list[int], kind: Function) -> None:
+    """Members of one backend, each with a module of its own and a configuration of its own."""
+
+    def members() -> list[Quantizer]:
+        return [
+            toy(config=None, name=name).set_module_name(name, CONFIGS[word])
+            for name, word in zip(("one", "two", "flat", "last"), words, strict=True)
+        ]
+
+    made = members()
+    assert results(kind, [made[i] for i in order]) == results(kind, members())
+
+
+@pytest.mark.parametrize("names", [("a", "b"), ("b", "a")], ids="-".join)
+def test_a_requantized_border_is_one_dequantize_and_one_quantize(names: tuple[str, str]) -> None:
+    configs = {"a": ("flat", STATIC), "b": ("last", STATIC_UINT8)}
+    members = [
+        toy(LINEAR, LINEAR_RELU, CAT, config=None, name=n).set_module_name(*configs[n])
+        for n in names
+    ]
+    sums = toy(CAT, SIGMOID, name="sums", config=STATIC)
+    converted = convert(program(mixed), qompose.compose(*members, sums), INPUTS[mixed])
+    (meeting,) = qompose.report(converted).requantizations
+    assert (meeting.from_owner, meeting.to_owner, meeting.readers) == ("sums", "b", ("linear_1",))
+    (linear,) = (node for node in converted.graph.nodes if node.name == "linear_1")
+    quantize = linear.args[0].args[0]
+    assert qdq.is_quantize(quantize)
+    assert qdq.is_dequantize(quantize.args[0])
+    assert quantize.args[0].args[0].args[5] is torch.int8
+    assert quantize.args[5] is torch.uint8
+
+
+JOINED_MODEL = Model(
+    lambda m, x: torch.tanh(torch.cat([x, torch.sigmoid(m.b(m.a(x)))], 1)),
+    a=nn.Linear(3, 4),
+    b=nn.Linear(4, 4),
+)
+JOINED = export(seeded(JOINED_MODEL), randn(6, 3))
+
+
+def idle(*members: Any) -> dict[str, str]:
+    """Who claims nothing -> the note on it."""
+    plan = plan_of(prepare(JOINED, qompose.compose(*members)))
+    found = {n: note for n in plan.idle_owners for note in plan.notes if note.startswith(f"{n} ")}
+    assert set(found) == set(plan.idle_owners)
+    return found
+
+
+A = partial(toy, LINEAR, name="a")
+B = partial(toy, LINEAR, name="b")
+
+
+WHY: dict[str, tuple[Any, list[str]]] = {
+    "lost all": (lambda: (A(), B(config=DYNAMIC)), ["2 regions", "went to a"]),
+    "lost one, left one": (
+        lambda: (A(), B().set_module_name("a", None)), ["went to a;", "1 region", "module name a"],
+    ),
+    "selectors leave all in float": (
+        lambda: (A(), B().set_module_name("a", None).set_module_name("b", None)),
+        ["module name a", "module name b"],
+    ),
+    "no selector": (lambda: (A(), qompose.RuleQuantizer(B().backend)), ["2 regions", "set_global"]),
+    "nothing matches": (lambda: (A(), toy(CONV, ADD, name="b")), ["rules"]),
+    "no annotation": (lambda: (A(), Annotator(print, "b")), ["annotates"]),
+    "alone, no annotation": (lambda: (Annotator(print, "b"),), ["annotates"]),
+    "a condition that never comes true": (
+        lambda: (toy(SIGMOID, name="a"), toy(CAT, name="b", config=None)), ["1 region"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("members", "named"), WHY.values(), ids=WHY)
+def test_why_a_member_claims_nothing(members: Any, named: list[str]) -> None:
+    """Rules alone leave their reasons at the operators; others have nowhere else to say it."""
+    (note,) = idle(*members()).values()
+    assert note.startswith("b ") and all(name in note for name in named)
+
+
+def test_a_member_with_the_settings_of_an_earlier_one_can_never_win() -> None:
+    """Other settings or functions are no twins: two functions may decide alike, and nobody can tell."""
+    twin = idle(toy(LINEAR), toy(LINEAR))["toy#2"]
+    other = idle(toy(LINEAR), toy(LINEAR).set_module_name("a", DYNAMIC))["toy#2"]
+    filtered = idle(*(toy(LINEAR).set_filter_function(lambda node: True) for _ in "ab"))["toy#2"]
+    assert other == filtered
+    assert twin.startswith(filtered) and twin != filtered
+
+
+def test_a_member_that_claims_something_and_a_quantizer_alone_need_no_note() -> None:
+    assert idle(toy(LINEAR), toy(SIGMOID, name="s")) == {}
+    assert not any(note.startswith("toy ") for note in plan_of(prepare(JOINED, toy(CONV))).notes)
+
+
+def test_many_reasons_are_cut_and_counted() -> None:
+    member, many = toy(LINEAR, name="last"), nn.Sequential(*(nn.Linear(3, 3) for _ in range(5)))
+    for name, _ in many.named_children():
+        member.set_module_name(name, None)
+    both = qompose.compose(toy(SIGMOID), member)
+    notes = plan_of(prepare(export(seeded(many), randn(2, 3)), both)).notes
+    (note,) = (note for note in notes if note.startswith("last"))
+    assert note.count("module name") == 3 and "2 other" in note
+
+
+def test_a_member_whose_changes_were_undone_did_annotate() -> None:
+    def remove(node: Any) -> None:
+        node.meta.pop("quantization_annotation", None)
+
+    both = qompose.compose(toy(LINEAR), Annotator(remove, "late"), on_conflict="first")
+    plan = plan_of(prepare(JOINED, both))
+    assert plan.idle_owners == ("late",)
+    assert any(note.startswith("late ") and "2 regions" in note for note in plan.notes)
+
+
+def test_a_rule_that_got_further_with_the_same_operators_gives_the_reason() -> None:
+    """The other one would only point at it."""
+    view = [OperatorPattern((torch.ops.aten.tanh.default,))]
+    facts: dict[str, Any] = {"activations": ("self",), "shares": True, "condition": "all"}
+    waiting = rule("waiting", *view, **facts)
+    pointing = rule("pointing", *view, **facts, guard=lambda match: "see rule waiting")
+    for rules in ((waiting, pointing), (pointing, waiting)):
+        plan = plan_of(prepare(JOINED, qompose.compose(toy(LINEAR), toy(*rules, name="b"))))
+        (tanh,) = (o for o in plan.operators if o.name == "tanh")
+        assert tanh.reason.startswith("b: ") and "waiting" not in tanh.reason
+        assert any(tanh.reason.removeprefix("b: ") in note for note in plan.notes)
