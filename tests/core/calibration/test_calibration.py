@@ -268,9 +268,7 @@ def test_what_is_well_is_not_mentioned() -> None:
         pytest.param(lambda x: x * 0, "was 0 throughout", id="zero"),
         pytest.param(lambda x: x * 1e5, "reaches ", id="outlier"),
         pytest.param(
-            lambda x: x.masked_fill(torch.eye(32, 8) > 0, -math.inf),
-            "holds 8 mask values",
-            id="mask",
+            lambda x: x.masked_fill(torch.eye(32, 8) > 0, -math.inf), "holds 8 mask", id="mask"
         ),
     ],
 )
@@ -286,11 +284,8 @@ def test_each_is_named_with_its_module_and_rule(
 
 def test_a_tensor_that_no_batch_came_to() -> None:
     rare = nn.Sequential(nn.Linear(8, 8), nn.Sigmoid(), nn.Linear(8, 8))
-    model = Model(
-        lambda m, x: torch.cond(x.sum() > 1e9, m.rare, m.layer, (x,)),
-        layer=nn.Linear(8, 8),
-        rare=rare,
-    )
+    layers = {"layer": nn.Linear(8, 8), "rare": rare}
+    model = Model(lambda m, x: torch.cond(x.sum() > 1e9, m.rare, m.layer, (x,)), **layers)
     prepared = prepare(export(seeded(model), ROWS_OF_8), toy(LINEAR))
     with pytest.warns(QomposeWarning, match="rare"):
         qompose.calibrate(prepared, [ROWS_OF_8])

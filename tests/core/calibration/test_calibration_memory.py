@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import qompose
 import torch
-from qompose import QuantizationConfig, activation_spec, weight_spec
+from qompose import QuantizationConfig, QuantizationSpec, activation_spec, weight_spec
 from qompose.observers import PerChannelHistogramObserver
 from qompose.observers.channel_ranges import PerChannelRangeObserver
 from qompose.observers.config import ACTIVATION_RANGES
@@ -35,11 +35,8 @@ def with_range(word: str = "histogram") -> QuantizationConfig:
 
 
 def of_channels() -> QuantizationConfig:
-    one = replace(
-        activation_spec(torch.int8, -128, 127),
-        qscheme=torch.per_channel_affine,
-        ch_axis=-1,
-        observer_or_fake_quant_ctr=PerChannelHistogramObserver,
+    one = QuantizationSpec(
+        torch.int8, PerChannelHistogramObserver, -128, 127, torch.per_channel_affine, ch_axis=-1
     )
     return replace(with_range(), input_activation=one, output_activation=one, name="channels")
 
@@ -70,18 +67,13 @@ def peak(model: GraphModule, count: int) -> int:
     ("name", "fewer", "more"),
     [
         *((name, FEW, MANY) for name in QUANTIZERS),
-        *(
-            pytest.param(name, 300, 1000, marks=pytest.mark.full)
-            for name in ("histogram", "balanced")
-        ),
+        *(pytest.param(n, 300, 1000, marks=pytest.mark.full) for n in ("histogram", "balanced")),
     ],
 )
 def test_the_most_memory_does_not_depend_on_the_number_of_batches(
     name: str, fewer: int, more: int
 ) -> None:
-    assert FEW * ROWS_OF_BATCH >= 8 * MOST, (
-        "the sample of rows is as full as it gets after few batches"
-    )
+    assert FEW * ROWS_OF_BATCH >= 8 * MOST, "the sample of rows is full after few batches"
     few, many = (peak(prepare(PROGRAM, QUANTIZERS[name]), number) for number in (fewer, more))
     assert many <= 1.05 * few  # some hundred rows wait to be sorted, or have just been
     observers = prepare(PROGRAM, QUANTIZERS[name]).modules()

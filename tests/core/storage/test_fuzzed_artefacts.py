@@ -20,8 +20,8 @@ from qompose.storage import artifact, artifact_file
 from torch.fx import GraphModule
 
 from tests.core.offering import offered_by_a_package
-from tests.core.storage.test_artefact import MLP, mlp
-from tests.core.toy import LINEAR, VIEW, ToyBackend, randn, seeded, toy
+from tests.core.storage.test_artefact import layers, mlp, net
+from tests.core.toy import LINEAR, VIEW, ToyBackend, randn, toy
 
 JUNK: tuple[Any, ...] = (
     None, True, 0, -1, 1, 2**31, 2**63, 10**30, 1.5, -0.5, "", "x", "a.b", "__class__", "\x00", "*",
@@ -37,20 +37,16 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]
     by name.
     """
 
-    class Net(MLP):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("seen", torch.zeros(4))
+    def forward(m: Any, x: torch.Tensor, *, shift: torch.Tensor) -> Any:
+        m.seen.add_(1)
+        y = layers(m, x)
+        return {"y": torch.cat([y, y]) + shift[: 2 * y.shape[0]] * 2.5, "seen": m.seen * 1}
 
-        def forward(self, x: torch.Tensor, *, shift: torch.Tensor) -> Any:  # type: ignore[override]
-            self.seen.add_(1)
-            y = super().forward(x)
-            return {"y": torch.cat([y, y]) + shift[: 2 * y.shape[0]] * 2.5, "seen": self.seen * 1}
-
+    model = net(forward, seen=torch.nn.Buffer(torch.zeros(4)))
     batch = torch.export.Dim("batch", min=2, max=64)
     shapes = {"x": {0: batch}, "shift": {0: 2 * batch}}
     program = torch.export.export(
-        seeded(Net()).eval(), (randn(6, 8),), {"shift": randn(12, 4)}, dynamic_shapes=shapes
+        model, (randn(6, 8),), {"shift": randn(12, 4)}, dynamic_shapes=shapes
     )
     prepared = qompose.prepare_pt2e(program, toy(LINEAR, VIEW))
     prepared(randn(6, 8), shift=randn(12, 4))

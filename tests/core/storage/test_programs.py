@@ -21,48 +21,48 @@ from torch.export import Dim
 from torch.utils import _pytree as pytree
 
 from tests.core.preparation.test_zoo import assert_same_outputs
-from tests.core.storage.test_artefact import MLP, X, assert_same_model, mlp, stored, unquantized
+from tests.core.storage.test_artefact import (
+    X,
+    assert_same_model,
+    layers,
+    mlp,
+    net,
+    stored,
+    unquantized,
+)
 from tests.core.toy import LINEAR, Call, Model, NullQuantizer, prepare, randn, seeded, toy
 from tests.zoo import by_name
 
 Pair = namedtuple("Pair", "low high")
 
 
-class Nested(nn.Module):
-    def forward(self, a: Any, pair: Any, *rest: Tensor, flag: bool, **named: Any) -> Any:
-        total = a["x"] + a["y"][0] + pair[0] * pair[1] + sum(rest)
-        return {"sum": total, "more": [named["z"] + 1, None, 3, "text", (total - 1,)]}
+def nested(m: Any, a: Any, pair: Any, *rest: Tensor, flag: bool, **named: Any) -> Any:
+    total = a["x"] + a["y"][0] + pair[0] * pair[1] + sum(rest)
+    return {"sum": total, "more": [named["z"] + 1, None, 3, "text", (total - 1,)]}
 
 
-class Count(nn.Module):
+def count(m: Any, x: Tensor) -> Any:
     """Sizes that only the data tell."""
-
-    def forward(self, x: Tensor) -> Any:
-        rows = x.nonzero()
-        length = x.sum().item()
-        torch._check(length >= 0)
-        return (rows + 1).flatten(), torch.zeros(length), rows.shape[0] * 2
+    rows = x.nonzero()
+    length = x.sum().item()
+    torch._check(length >= 0)
+    return (rows + 1).flatten(), torch.zeros(length), rows.shape[0] * 2
 
 
-class Odd(nn.Module):
+def odd(m: Any, input: Tensor, *, sum: Tensor, **inputs: Tensor) -> Tensor:
     """Names that Python has too, and such as it cannot have."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = nn.ModuleDict({"a-b": nn.Linear(8, 4), "1 {x}": nn.Linear(8, 4)})
-
-    def forward(self, input: Tensor, *, sum: Tensor, **inputs: Tensor) -> Tensor:
-        return self.parts["a-b"](input + sum) + self.parts["1 {x}"](inputs["y"])
+    return m.parts["a-b"](input + sum) + m.parts["1 {x}"](inputs["y"])
 
 
+ODD_PARTS = nn.ModuleDict({"a-b": nn.Linear(8, 4), "1 {x}": nn.Linear(8, 4)})
 PROGRAMS = {
     "nested": (
-        Nested(),
+        Model(nested),
         ({"x": randn(3), "y": [randn(3)]}, (randn(3), 2.0), randn(3), randn(3)),
         {"flag": True, "z": randn(2)},
     ),
-    "count": (Count(), (torch.tensor([0, 1, 2]),), {}),
-    "odd": (seeded(Odd()), (), {"input": X, "sum": X, "y": X}),
+    "count": (Model(count), (torch.tensor([0, 1, 2]),), {}),
+    "odd": (seeded(Model(odd, parts=ODD_PARTS)), (), {"input": X, "sum": X, "y": X}),
 }  # fmt: skip
 
 
@@ -84,15 +84,13 @@ class TestCalls:
         batch = Dim("batch", min=2, max=64)
         shapes = {"x": {0: batch}, "shift": {0: 2 * batch}}
 
-        class Double(MLP):
-            def forward(self, x: Tensor, *, shift: Tensor) -> Tensor:  # type: ignore[override]
-                return torch.cat([super().forward(x)] * 2) + shift
+        def double(m: Any, x: Tensor, *, shift: Tensor) -> Tensor:
+            return torch.cat([layers(m, x)] * 2) + shift
 
-        program = torch.export.export(
-            seeded(Double()), (X,), {"shift": randn(12, 4)}, dynamic_shapes=shapes
-        )
+        given = {"shift": randn(12, 4)}
+        program = torch.export.export(net(double), (X,), given, dynamic_shapes=shapes)
         prepared = prepare(program, toy(LINEAR))
-        prepared(X, shift=randn(12, 4))
+        prepared(X, **given)
         saved = qompose.convert_pt2e(prepared)
         loaded = stored(saved, path)
         assert_same_model(loaded, saved)
@@ -126,12 +124,11 @@ class TestCalls:
         torch.export.register_dataclass(Batch, serialized_type_name="tests.Batch")
         pytree._register_namedtuple(Ends, serialized_type_name="tests.Ends")
 
-        class Typed(nn.Module):
-            def forward(self, batch: Any, **named: Any) -> Any:
-                return Ends(batch.x + named["bias"]["b"], Batch(batch.x * 2, None))
+        def typed(m: Any, batch: Any, **named: Any) -> Any:
+            return Ends(batch.x + named["bias"]["b"], Batch(batch.x * 2, None))
 
         batch, bias = Batch(X, None), OrderedDict(b=randn(8))
-        program = torch.export.export(Typed(), (batch,), {"bias": bias})
+        program = torch.export.export(Model(typed), (batch,), {"bias": bias})
         loaded = stored(qompose.convert_pt2e(prepare(program, NullQuantizer())), path)
         result = loaded(batch, bias=bias)
         assert torch.equal(result.first, X + bias["b"])
@@ -184,19 +181,11 @@ class TestTensors:
     """What shares memory is stored once; every kind of plain tensor survives."""
 
     def test_tied_tables_and_zero_points(self, path: Path) -> None:
-        class Tied(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.table = nn.Embedding(1000, 64)
-                self.head = nn.Linear(64, 1000, bias=False)
-                self.head.weight = self.table.weight
-                self.register_buffer("row", self.table.weight.detach()[3])
-
-            def forward(self, ids: Tensor) -> Tensor:
-                return self.head(self.table(ids) + self.row)
-
-        ids = torch.tensor([[1, 2, 3]])
-        saved = unquantized(seeded(Tied()), ids)
+        layers = {"table": nn.Embedding(1000, 64), "head": nn.Linear(64, 1000, bias=False)}
+        weight = layers["head"].weight = layers["table"].weight
+        row, ids = nn.Buffer(weight.detach()[3]), torch.tensor([[1, 2, 3]])
+        tied = Model(lambda m, ids: m.head(m.table(ids) + m.row), **layers, row=row)
+        saved = unquantized(seeded(tied), ids)
         loaded = stored(saved, path)
         assert_same_outputs(saved(ids), loaded(ids))
         assert path.stat().st_size < 1000 * 64 * 4 * 1.2
@@ -211,19 +200,13 @@ class TestTensors:
 
     @pytest.mark.parametrize("kind", ["buffer", "not persistent", "attribute"])
     def test_buffers(self, kind: str, path: Path) -> None:
-        class Holder(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                for name, tensor in PLAIN.items():
-                    if kind == "attribute":
-                        setattr(self, name, tensor)
-                    else:
-                        self.register_buffer(name, tensor, persistent=kind == "buffer")
+        def forward(m: Any, x: Tensor) -> Any:
+            return x + 1, [getattr(m, name).clone() for name in PLAIN]
 
-            def forward(self, x: Tensor) -> Any:
-                return x + 1, [getattr(self, name).clone() for name in PLAIN]
-
-        saved = unquantized(Holder(), X)
+        holder = Model(forward, **(PLAIN if kind == "attribute" else {}))
+        for name, tensor in PLAIN.items() if kind != "attribute" else ():
+            holder.register_buffer(name, tensor, persistent=kind == "buffer")
+        saved = unquantized(holder, X)
         loaded = stored(saved, path)
         targets = {str(n.target) for n in saved.graph.nodes if n.op == "get_attr"}
         assert len(targets) == len(PLAIN)
@@ -237,17 +220,11 @@ class TestTensors:
             assert_same_outputs(before, after)
 
     def test_views_of_other_types_share_their_memory_again(self, path: Path) -> None:
-        class Views(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                memory = torch.arange(40, dtype=torch.uint8)
-                self.register_buffer("bytes", memory[3:20])
-                self.register_buffer("words", memory[8:32].view(torch.int32))
-
-            def forward(self, x: Tensor) -> Any:
-                return x + self.bytes.sum() + self.words.sum()
-
-        saved = unquantized(Views(), X)
+        memory = torch.arange(40, dtype=torch.uint8)
+        views = {"bytes": memory[3:20], "words": memory[8:32].view(torch.int32)}
+        buffers = {name: nn.Buffer(view) for name, view in views.items()}
+        model = Model(lambda m, x: x + m.bytes.sum() + m.words.sum(), **buffers)
+        saved = unquantized(model, X)
         loaded = stored(saved, path)
         assert torch.equal(loaded(X), saved(X))
         loaded.get_buffer("bytes").fill_(0)
@@ -296,7 +273,7 @@ class TestTensors:
 
     @pytest.mark.parametrize("value", [randn(8, 16).to_sparse(), torch._neg_view(randn(8, 16))])
     def test_what_is_no_plain_memory_is_refused_by_name(self, value: Tensor, path: Path) -> None:
-        saved = unquantized(seeded(MLP()), X)
+        saved = unquantized(net(), X)
         saved.first.weight = nn.Parameter(value)  # type: ignore[union-attr]
         with pytest.raises(qompose.UserError, match=r"first\.weight"):
             qompose.save(saved, path)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from tests.core.preparation.test_zoo import assert_same_outputs
-from tests.core.toy import LINEAR, convert, export, prepare, randn, seeded, toy
+from tests.core.toy import LINEAR, Model, convert, export, prepare, randn, seeded, toy
 from tests.sampling import one_of
 from tests.zoo import ZOO, ZooModel
 
@@ -35,13 +35,8 @@ EXAMPLES = "data/sample_inputs/model.pt"
 COMMAND = "__import__('os').system('touch PWNED')"
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor, pair: dict[str, Tensor]) -> Tensor:
-        return torch.cat([self.linear(x)] * 2) + pair["y"][: 2 * x.shape[0]]
+def twice(m: Any, x: Tensor, pair: dict[str, Tensor]) -> Tensor:
+    return torch.cat([m.linear(x)] * 2) + pair["y"][: 2 * x.shape[0]]
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +46,8 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     shapes = {"x": {0: batch}, "pair": {"y": {0: 2 * batch}}}
     inputs = (randn(3, 4), {"y": randn(6, 4)})
     path = tmp_path_factory.mktemp("sound") / "a.pt2"
-    torch.export.save(torch.export.export(seeded(Net()), inputs, dynamic_shapes=shapes), path)
+    net = seeded(Model(twice, linear=nn.Linear(4, 4)))
+    torch.export.save(torch.export.export(net, inputs, dynamic_shapes=shapes), path)
     with zipfile.ZipFile(path) as archive:
         return {name.partition("/")[2]: archive.read(name) for name in archive.namelist()}
 
@@ -306,18 +302,10 @@ print("equal")
 """
 
 
-class Branches(nn.Module):
-    """A body that only one of two values of an input runs, and a buffer that the program writes to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, flag: Tensor, x: Tensor) -> Tensor:
-        self.calls.add_(1)
-        y = torch.cond(flag, lambda x: self.one(x), lambda x: self.other(x), (x,))
-        return y + self.calls
+def branches(m: Any, flag: Tensor, x: Tensor) -> Tensor:
+    """Run one of two bodies, and write to a buffer."""
+    m.calls.add_(1)
+    return torch.cond(flag, m.one, m.other, (x,)) + m.calls
 
 
 BLOCKS = QuantizationSpec(
@@ -344,7 +332,8 @@ def of_any_batch(path: Path) -> str:
 
 def of_bodies_and_state(path: Path) -> str:
     flag, x = torch.tensor(True), randn(2, 8)
-    prepared = prepare(export(seeded(Branches()), flag, x), toy(LINEAR))
+    parts = {"one": nn.Linear(8, 8), "other": nn.Linear(8, 8), "calls": nn.Buffer(torch.zeros(()))}
+    prepared = prepare(export(seeded(Model(branches, **parts)), flag, x), toy(LINEAR))
     for value in (flag, ~flag):
         prepared(value, x)
     converted = qompose.convert_pt2e(prepared)
