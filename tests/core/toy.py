@@ -183,12 +183,12 @@ class NullQuantizer(Quantizer):
         return model
 
 
-def seeded(module: nn.Module, seed: int = 0) -> nn.Module:
-    """The module in eval mode, its parameters drawn from a normal distribution."""
+def seeded(module: nn.Module, seed: int = 0, size: float = 1.0) -> nn.Module:
+    """The module in eval mode, its parameters drawn from a normal distribution of that size."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in module.parameters():
-            parameter.normal_(generator=generator)
+            parameter.normal_(std=size, generator=generator)
     return module.eval()
 
 

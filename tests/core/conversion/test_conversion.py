@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import replace
+from functools import reduce
 from typing import Any
 
 import pytest
@@ -163,13 +164,9 @@ def test_more_data_after_a_conversion_counts_in_the_next(model: nn.Module) -> No
     assert scales[1] == pytest.approx(10 * scales[0], rel=1e-4)
 
 
-class TwoInputs(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen, self.inner = nn.Linear(3, 3), nn.ModuleDict({"unseen": nn.Linear(3, 3)})
-
-    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        return self.seen(x), self.inner["unseen"](y)
+def two_inputs() -> nn.Module:
+    layers = {"seen": nn.Linear(3, 3), "inner": nn.ModuleDict({"unseen": nn.Linear(3, 3)})}
+    return seeded(Model(lambda m, x, y: (m.seen(x), m.inner["unseen"](y)), **layers))
 
 
 def any_rows(model: nn.Module) -> ExportedProgram:
@@ -178,7 +175,7 @@ def any_rows(model: nn.Module) -> ExportedProgram:
 
 
 def test_uncalibrated_tensors_are_listed_with_their_modules() -> None:
-    prepared = prepare(any_rows(TwoInputs()), toy(LINEAR))
+    prepared = prepare(any_rows(two_inputs()), toy(LINEAR))
     with pytest.raises(UncalibratedError) as caught:
         qompose.convert_pt2e(prepared)
     assert len(caught.value.tensors) == 4
@@ -193,7 +190,7 @@ def test_uncalibrated_tensors_are_listed_with_their_modules() -> None:
 
 
 def test_uncalibrated_regions_may_stay_in_float() -> None:
-    model = seeded(TwoInputs())
+    model = two_inputs()
     program = any_rows(model)
     converted = convert(program, toy(LINEAR), X, X[:0], allow_uncalibrated=True)
     expected, actual = model(X, X), converted(X, X)
@@ -239,21 +236,6 @@ LAYERS = {
     "static": STATIC, "dynamic": DYNAMIC, "tokens": PER_TOKEN, "weights": WEIGHT_ONLY,
     "groups": INT4, "plain": None,
 }  # fmt: skip
-
-
-class Layers(nn.Module):
-    """One linear for each scheme, behind one another, with a tanh between them."""
-
-    def __init__(self, *names: str, size: int = 8) -> None:
-        super().__init__()
-        self.layers = nn.ModuleDict({name: nn.Linear(size, size) for name in names or LAYERS})
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers.values():
-            x = torch.tanh(layer(x))
-        return x
-
-
 BATCH = randn(2, 3, 8)
 
 
@@ -264,12 +246,11 @@ def mixed(*names: str) -> RuleQuantizer:
     return quantizer
 
 
-def small(module: nn.Module) -> nn.Module:
-    """Weights of a size that tanh does not saturate."""
-    with torch.no_grad():
-        for parameter in seeded(module).parameters():
-            parameter.mul_(0.2)
-    return module
+def layers(*names: str) -> nn.Module:
+    """One linear for each scheme, behind one another, with a tanh between them that is not saturated."""
+    parts = nn.ModuleDict({name: nn.Linear(8, 8) for name in names or LAYERS})
+    chain = lambda m, x: reduce(lambda y, layer: torch.tanh(layer(y)), m.layers.values(), x)  # noqa: E731
+    return seeded(Model(chain, layers=parts), size=0.2)
 
 
 QUANTIZERS = {
@@ -284,7 +265,7 @@ WEIGHTS = dict.fromkeys(LAYERS, "dequantize_per_channel.default") | {
 
 
 def test_one_model_has_all_schemes_side_by_side() -> None:
-    model = small(Layers())
+    model = layers()
     converted = convert(export(model, BATCH), mixed(), BATCH)
     linears = {module_path(n).split(".")[1]: n for n in nodes_calling(converted, "linear")}
     assert set(linears) == set(LAYERS)
@@ -309,7 +290,7 @@ FREE = ("dynamic", "tokens", "weights", "groups", "plain")
 
 @pytest.mark.parametrize("name", FREE)
 def test_calibration_changes_no_bit_where_none_is_needed(name: str) -> None:
-    prepared = prepare(export(small(Layers(name)), BATCH), mixed(name))
+    prepared = prepare(export(layers(name), BATCH), mixed(name))
     without = qompose.convert_pt2e(prepared)
     for scale in (0.0, 1.0, 1e4):
         prepared(randn(2, 3, 8) * scale)
@@ -334,7 +315,7 @@ def test_every_token_has_a_scale_of_its_own(tokens: int, scheme: torch.qscheme) 
 
 
 def test_dynamic_dimensions_stay_so_under_every_scheme() -> None:
-    model, tokens = small(Layers()), torch.export.Dim("tokens", max=64)
+    model, tokens = layers(), torch.export.Dim("tokens", max=64)
     program = export(model, BATCH, dynamic_shapes={"x": {1: tokens}})
     converted = convert(program, mixed(), BATCH)
     longer = randn(2, 11, 8, seed=1)
@@ -345,7 +326,7 @@ def test_dynamic_dimensions_stay_so_under_every_scheme() -> None:
 @pytest.mark.parametrize("name", [*LAYERS, "all"])
 def test_unfolded_models_keep_floats_and_give_the_same_bits(name: str) -> None:
     names = LAYERS if name == "all" else (name,)
-    model = small(Layers(*names))
+    model = layers(*names)
     prepared = prepare(export(model, BATCH), mixed(*names))
     prepared(BATCH)
     folded = qompose.convert_pt2e(prepared)
@@ -365,7 +346,7 @@ def test_unfolded_models_keep_floats_and_give_the_same_bits(name: str) -> None:
 @pytest.mark.parametrize("fold", [True, False], ids=["folded", "unfolded"])
 @pytest.mark.parametrize("names", [("static",), ("static", "plain", "static2")], ids=len)
 def test_unfolded_models_are_lowered_too(fold: bool, names: tuple[str, ...]) -> None:
-    model = small(Layers(*names))
+    model = layers(*names)
     converted = convert(export(model, BATCH), toy(LINEAR), BATCH, fold_quantize=fold)
     lowered = qompose.lower(converted, strict=True)
     assert operators(lowered)["linear"] == len(names)
@@ -378,7 +359,7 @@ def test_unfolded_models_are_lowered_too(fold: bool, names: tuple[str, ...]) -> 
 
 @pytest.mark.parametrize("fold", [True, False], ids=["folded", "unfolded"])
 def test_in_place_and_functional_forms_give_the_same(fold: bool) -> None:
-    model = small(Layers())
+    model = layers()
     module = export(model, BATCH).module(check_guards=False)
     apart = prepare(module, mixed())
     before = graph_text(module)
@@ -404,7 +385,7 @@ def test_in_place_and_functional_forms_give_the_same(fold: bool) -> None:
 
 @pytest.mark.parametrize("inplace", [False, True])
 def test_a_conversion_that_fails_leaves_the_prepared_model_as_it_was(inplace: bool) -> None:
-    model = small(Layers())
+    model = layers()
     prepared = prepare(export(model, BATCH), mixed())
     text, state = graph_text(prepared), {k: v.clone() for k, v in prepared.state_dict().items()}
     with pytest.raises(UncalibratedError):
@@ -421,7 +402,7 @@ def test_a_conversion_that_fails_leaves_the_prepared_model_as_it_was(inplace: bo
 
 @pytest.mark.parametrize("fold", [True, False], ids=["folded", "unfolded"])
 def test_a_cast_that_loses_values_is_named(fold: bool) -> None:
-    model = small(Layers("static", "plain"))
+    model = layers("static", "plain")
     with torch.no_grad():
         model.layers["static"].weight[0, :2] = torch.tensor([7e4, -1e30])
     for dtype, warned in ((torch.float16, True), (torch.bfloat16, False)):
@@ -438,7 +419,7 @@ def test_a_cast_that_loses_values_is_named(fold: bool) -> None:
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float16, 55), (torch.bfloat16, 40)], ids=str)
 def test_casts(dtype: torch.dtype, bound: float, fold: bool) -> None:
     half = QuantizationSpec(dtype, PlaceholderObserver)
-    model = small(Layers("static", "plain"))
+    model = layers("static", "plain")
     prepared = prepare(
         export(model, BATCH), toy(LINEAR, config=QuantizationConfig(half, None, half))
     )
@@ -462,16 +443,15 @@ def test_casts(dtype: torch.dtype, bound: float, fold: bool) -> None:
     assert any(isinstance(value, Tensor) and torch.equal(value, by_hand) for value in seen)
 
 
-class Encoder(nn.Module):
-    def __init__(self, size: int = 8) -> None:
-        super().__init__()
-        layers = {"query": nn.Linear(size, size), "key": nn.Linear(size, size, bias=False)}
-        self.encoder = nn.ModuleDict({"layer0": nn.ModuleDict(layers)})
-        self.head = nn.Linear(size, size)
+def encode(m: Any, x: Tensor) -> Tensor:
+    layer = m.encoder["layer0"]
+    return m.head(layer["query"](x) + torch.tanh(layer["key"](x)))
 
-    def forward(self, x: Tensor) -> Tensor:
-        layer = self.encoder["layer0"]
-        return self.head(layer["query"](x) + torch.tanh(layer["key"](x)))
+
+def encoder() -> nn.Module:
+    layer = nn.ModuleDict({"query": nn.Linear(8, 8), "key": nn.Linear(8, 8, bias=False)})
+    parts = {"encoder": nn.ModuleDict({"layer0": layer}), "head": nn.Linear(8, 8)}
+    return seeded(Model(encode, **parts), size=0.2)
 
 
 CONFIGS = [STATIC, DYNAMIC, PER_TOKEN, WEIGHT_ONLY, INT4]
@@ -479,7 +459,7 @@ CONFIGS = [STATIC, DYNAMIC, PER_TOKEN, WEIGHT_ONLY, INT4]
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_tensors_and_nodes_say_which_module_they_belong_to(config: QuantizationConfig) -> None:
-    converted = convert(export(small(Encoder()), BATCH), toy(LINEAR, config=config), BATCH)
+    converted = convert(export(encoder(), BATCH), toy(LINEAR, config=config), BATCH)
     paths = ("encoder.layer0.query", "encoder.layer0.key", "head")
     expected = {f"{path}.weight{end}" for path in paths for end in ("_q", "_scale")}
     zero = "zero_point_8x2" if config is INT4 else "zero_point_8"
@@ -513,7 +493,7 @@ def test_tensors_and_nodes_say_which_module_they_belong_to(config: QuantizationC
 def test_every_original_operator_keeps_its_type(
     config: QuantizationConfig, dtype: torch.dtype
 ) -> None:
-    model, x = small(Encoder()).to(dtype), BATCH.to(dtype)
+    model, x = encoder().to(dtype), BATCH.to(dtype)
     program = export(model, x)
     converted = convert(program, toy(LINEAR, config=config), x)
     before = {n.name: n.meta["val"].dtype for n in program.graph.nodes if n.op == "call_function"}

@@ -27,6 +27,7 @@ from tests.core.toy import (
     CONV,
     CONV_RELU,
     LINEAR,
+    MATMUL,
     Call,
     Model,
     NullQuantizer,
@@ -207,48 +208,25 @@ def test_an_unknown_rewrite_is_an_error() -> None:
         prepare(program, toy(ADD, rewrites=("split_atention",)))
 
 
-MATMUL = rule("matmul", OperatorPattern((aten.matmul.default,)), activations=("self", "other"))
 MUL = rule("mul", OperatorPattern((aten.mul.Tensor,)), activations=("self", "other"))
 WIDTH, HEADS = 16, 4
+MODERATE = WIDTH**-0.5  # the size of weights that keep values of about one
 
 
-class Attention(nn.Module):
-    """Multi-head attention as models write it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.project, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            part.unflatten(-1, (HEADS, WIDTH // HEADS)).transpose(1, 2)
-            for part in self.project(x).chunk(3, dim=-1)
-        )
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(y.transpose(1, 2).flatten(2))
+def attend_and_expand(m: Any, x: Tensor) -> Tensor:
+    """A transformer's block as models write it."""
+    parts = m.project(m.first(x)).chunk(3, dim=-1)
+    q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in parts)
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    x = x + m.out(y.transpose(1, 2).flatten(2))
+    return x + m.down(F.gelu(m.up(m.second(x))))
 
 
-class Block(nn.Module):
-    """A transformer's block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = Attention()
-        self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.first(x))
-        return x + self.down(F.gelu(self.up(self.second(x))))
-
-
-def moderate(model: nn.Module) -> nn.Module:
-    """Weights that keep values of about one."""
-    seeded(model)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(WIDTH**-0.5)
-    return model
+def block() -> nn.Module:
+    sizes = {"project": (1, 3), "out": (1, 1), "up": (1, 4), "down": (4, 1)}
+    layers = {name: nn.Linear(a * WIDTH, b * WIDTH) for name, (a, b) in sizes.items()}
+    norms = {name: nn.LayerNorm(WIDTH) for name in ("first", "second")}
+    return seeded(Model(attend_and_expand, **layers, **norms), size=MODERATE)
 
 
 def splitting(*rules: Any, name: str = "split_attention") -> qompose.RuleQuantizer:
@@ -261,13 +239,13 @@ def covered(prepared: Any) -> float:
 
 
 @cache
-def block() -> tuple[ExportedProgram, Tensor]:
+def block_program() -> tuple[ExportedProgram, Tensor]:
     x = randn(2, 12, WIDTH)
-    return export(moderate(Block()), x), x
+    return export(block(), x), x
 
 
 def test_most_of_a_transformer_block_is_annotated() -> None:
-    program, x = block()
+    program, x = block_program()
     assert covered(prepare(program, toy(LINEAR, MATMUL, ADD))) < 0.9
     prepared = prepare(program, splitting(LINEAR, MATMUL, ADD))
     assert covered(prepared) >= 0.9
@@ -283,7 +261,7 @@ def test_most_of_a_transformer_block_is_annotated() -> None:
 @pytest.mark.parametrize(
     ("name", "model", "shape"),
     [
-        ("split_attention", Block(), (2, 5, WIDTH)),
+        ("split_attention", block(), (2, 5, WIDTH)),
         ("split_hardswish", nn.Sequential(nn.Linear(3, 3), nn.Hardswish()), (2, 3)),
         ("unroll_recurrent", nn.Sequential(nn.Linear(3, 3), nn.LSTM(3, 3)), (2, 2, 3)),
     ],
@@ -308,7 +286,7 @@ def test_without_a_claimant_operators_stay_as_exported(
 
 def test_each_site_is_kept_or_rolled_back_by_itself() -> None:
     x = randn(2, 5, WIDTH)
-    program = export(moderate(nn.Sequential(Block(), Block())), x)
+    program = export(nn.Sequential(block(), block()), x)
     quantizer = splitting(MATMUL).set_module_name("0", None)
     prepared = prepare(program, quantizer)
     assert [r.nodes for r in plan_of(prepared).rewrites] == [("scaled_dot_product_attention_1",)]
@@ -324,7 +302,9 @@ def test_what_a_claim_takes_whole_is_not_taken_apart() -> None:
         "whole", OperatorPattern((aten.scaled_dot_product_attention.default,)),
         activations=("query", "key", "value"),
     )  # fmt: skip
-    prepared = prepare(block()[0], qompose.compose(splitting(MATMUL), toy(whole, name="second")))
+    prepared = prepare(
+        block_program()[0], qompose.compose(splitting(MATMUL), toy(whole, name="second"))
+    )
     assert plan_of(prepared).rewrites == ()
     assert [claim.rule for claim in plan_of(prepared).claims] == ["whole"]
 
@@ -342,7 +322,7 @@ def test_pieces_are_claimed_and_quantized(
     name: str, model: nn.Module, shape: tuple[int, ...], rules: Any, pieces: dict[str, int]
 ) -> None:
     x = randn(*shape)
-    program = export(moderate(model), x)
+    program = export(seeded(model, size=MODERATE), x)
     prepared = prepare(program, splitting(*rules, name=name))
     assert [r.name for r in plan_of(prepared).rewrites] == [name]
     assert pieces.items() <= operators(prepared).items()

@@ -13,7 +13,7 @@ from qompose import QuantizationConfig
 from qompose.backend import OperatorPattern, Pattern, TensorConstraint
 from qompose.errors import ConfigError, MemberError
 from qompose.spec.claim import Point
-from torch import Tensor, nn
+from torch import nn
 from torch.fx import GraphModule
 from torch.nn import functional as F
 
@@ -44,22 +44,16 @@ from tests.core.toy import (
 aten = torch.ops.aten
 
 
-class Calls(nn.Module):
-    """`function(linear, x, y)`."""
-
-    def __init__(self, function: Any) -> None:
-        super().__init__()
-        self.function, self.linear = function, nn.Linear(3, 3)
-
-    def forward(self, x: Tensor, y: Tensor) -> Any:
-        return self.function(self.linear, x, y)
-
-
 X, Y = randn(2, 3), randn(2, 3, seed=1)
 
 
+def program(function: Any) -> torch.export.ExportedProgram:
+    """`function(linear, x, y)`."""
+    return export(Model(lambda m, x, y: function(m.linear, x, y), linear=nn.Linear(3, 3)), X, Y)
+
+
 def prepared_by(quantizer: qompose.Quantizer, function: Any) -> GraphModule:
-    return prepare(export(Calls(function), X, Y), quantizer)
+    return prepare(program(function), quantizer)
 
 
 def tanh(name: str, **facts: Any) -> Any:
@@ -219,7 +213,7 @@ def test_an_operator_whose_patterns_do_not_fit_says_which_and_what_stands_there(
 def test_only_what_no_rule_spoke_of_is_a_near_miss() -> None:
     """The first of the rules that speak of an operator stands for all."""
     again = dataclasses.replace(LINEAR_RELU, name="again")
-    model = export(Calls(lambda m, x, y: m(x) + (x + 2)), X, Y).module(check_guards=False)
+    model = program(lambda m, x, y: m(x) + (x + 2)).module(check_guards=False)
     found = toy(LINEAR_RELU, again, ADD).bound(model).propose(model, ())
     assert [claim.nodes for claim in found.claims] == [("add_1",)]
     refused = [(rejection.rule, rejection.nodes) for rejection in found.rejections]

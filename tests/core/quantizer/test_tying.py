@@ -155,21 +155,16 @@ def test_parts_of_one_storage_are_not_tied() -> None:
     assert unify_specs(module, claims, lambda claim, spec: None) == (claims, [])
 
 
-class Siamese(nn.Module):
+def siamese() -> nn.Module:
     """One weight read by two layers, at tensors of very different scales."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.right.weight = self.left.weight
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return F.cosine_similarity(self.left(x), self.right(y * 100), dim=-1)
+    layers = {"left": nn.Linear(8, 8), "right": nn.Linear(8, 8)}
+    layers["right"].weight = layers["left"].weight
+    return Model(lambda m, x, y: F.cosine_similarity(m.left(x), m.right(y * 100), dim=-1), **layers)
 
 
 TWO_NAMES = by_name("weight_of_two_names")
 SHARED: dict[str, tuple[nn.Module, tuple[Tensor, ...], float]] = {
-    "siamese": (Siamese(), (randn(5, 8), randn(5, 8, seed=1)), 28),
+    "siamese": (siamese(), (randn(5, 8), randn(5, 8, seed=1)), 28),
     "two names": (TWO_NAMES.build(), TWO_NAMES.inputs(), 25),
 }
 

@@ -22,7 +22,7 @@ from tests.core.quantizer.interop.foreign import (
     rebuilt,
     silu_in_pieces,
 )
-from tests.core.toy import export, randn, seeded
+from tests.core.toy import Model, export, randn, seeded
 
 LINEAR, SILU, MUL, TANH = (
     aten.linear.default, aten.silu.default, aten.mul.Tensor, aten.tanh.default,
@@ -164,23 +164,19 @@ GALLERY: dict[str, Any] = {
 }  # fmt: skip
 
 
-class Net(nn.Module):
+def net(seed: int = 0) -> nn.Module:
     """Two products with what lies between them, and a mask."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.register_buffer(
-            "mask", torch.full((4,), 0.0).index_fill(0, torch.tensor([3]), -torch.inf)
-        )
+    def forward(m: Any, x: Tensor) -> Tensor:
+        hidden = nn.functional.silu(m.a(x))
+        return torch.tanh(m.b((hidden + m.mask).softmax(-1)))
 
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = nn.functional.silu(self.a(x))
-        return torch.tanh(self.b((hidden + self.mask).softmax(-1)))
+    mask = nn.Buffer(torch.tensor([0.0, 0.0, 0.0, -torch.inf]))
+    return seeded(Model(forward, a=nn.Linear(4, 4), b=nn.Linear(4, 4), mask=mask), seed)
 
 
 X = randn(6, 4)
-PROGRAM = export(seeded(Net()), X)
+PROGRAM = export(net(), X)
 EXPECTED = PROGRAM.module()(X)
 
 

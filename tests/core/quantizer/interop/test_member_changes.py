@@ -24,10 +24,10 @@ from tests.core.quantizer.interop.gallery import (
     SILU,
     Decomposing,
     Marking,
-    Net,
     Rebuilding,
     RebuildingInPieces,
     X,
+    net,
 )
 from tests.core.quantizer.interop.test_member_hooks import HOOKS
 from tests.core.toy import Model, export, graph_text, plan_of, prepare, randn, seeded
@@ -203,7 +203,7 @@ class TestConstants:
     )
     def test_a_write_is_an_error_that_names_it(self, hook: str, act: Any, named: str) -> None:
         with pytest.raises(UserError, match=rf"tests\.Acting: {hook} .*\b{named}\b"):
-            prepare(export(seeded(Net()), X), qompose.compose(Linears(), acting(hook, act)))
+            prepare(export(net(), X), qompose.compose(Linears(), acting(hook, act)))
 
     def test_a_write_is_told_of_where_the_hook_fails_behind_it(self) -> None:
         def fail(model: GraphModule) -> None:
@@ -211,13 +211,13 @@ class TestConstants:
             raise ValueError("why")
 
         with pytest.raises(UserError, match=r"tests\.Acting") as caught:
-            prepare(export(seeded(Net()), X), qompose.compose(acting("annotate", fail)))
+            prepare(export(net(), X), qompose.compose(acting("annotate", fail)))
         chain = f"{caught.value} {caught.value.__cause__} {caught.value.__context__}"
         assert "b.weight" in str(caught.value) and "ValueError: why" in chain
 
     def test_a_new_tensor_in_the_transform_is_listed_where_it_is_read(self) -> None:
         kind = type("Finite", (Changing,), {"change": staticmethod(finite)})
-        program = torch.export.export(seeded(Net()), (X,))
+        program = torch.export.export(net(), (X,))
         before = {k: v.clone() for k, v in program.state_dict.items()}
         prepared = prepare(program, qompose.compose(kind(), Linears()))
         (rewrite,) = plan_of(prepared).rewrites
@@ -321,10 +321,10 @@ def test_what_nobody_claims_is_what_was_exported(name: str) -> None:
 
 
 def test_numbers_do_not_depend_on_the_batch_that_was_exported() -> None:
-    program = export(seeded(Net()), X, dynamic_shapes=[{0: torch.export.Dim("batch")}])
+    program = export(net(), X, dynamic_shapes=[{0: torch.export.Dim("batch")}])
     prepared = prepare(program, qompose.compose(RebuildingInPieces(), Linears()))
     other = randn(3, 4, seed=5)
-    torch.testing.assert_close(prepared(other), seeded(Net())(other))
+    torch.testing.assert_close(prepared(other), net()(other))
 
 
 @pytest.mark.filterwarnings(

@@ -19,11 +19,11 @@ from tests.core.quantizer.interop.gallery import (
     GALLERY,
     PROGRAM,
     Modest,
-    Net,
     X,
     is_named,
+    net,
 )
-from tests.core.toy import export, graph_text, plan_of, prepare, randn, seeded, sqnr
+from tests.core.toy import export, graph_text, plan_of, prepare, randn, sqnr
 from tests.sampling import at_once
 
 GALLERY_NAMES = tuple(GALLERY)
@@ -136,7 +136,7 @@ def test_one_instance_serves_any_number_of_programs(member: str) -> None:
     quantizer = GALLERY[member]()
     before = {name: repr(value) for name, value in vars(quantizer).items()}
     first = prepare(PROGRAM, qompose.compose(quantizer))
-    between = prepare(export(seeded(Net(), seed=1), randn(2, 4)), qompose.compose(quantizer))
+    between = prepare(export(net(seed=1), randn(2, 4)), qompose.compose(quantizer))
     again = prepare(PROGRAM, qompose.compose(quantizer))
     assert graph_text(first) == graph_text(again) == graph_text(prepare(PROGRAM, composed(member)))
     assert plan_of(first).groups == plan_of(again).groups

@@ -25,9 +25,8 @@ Act = Callable[[GraphModule, dict[Any, Any]], None]
 
 
 def net() -> nn.Module:
-    model = Model(lambda m, x: torch.relu(m.a(x)) + m.shift, a=nn.Linear(4, 4))
-    model.register_buffer("shift", randn(4))
-    return seeded(model)
+    parts = {"a": nn.Linear(4, 4), "shift": nn.Buffer(randn(4))}
+    return seeded(Model(lambda m, x: torch.relu(m.a(x)) + m.shift, **parts))
 
 
 PROGRAM = export(net(), X)
