@@ -203,11 +203,6 @@ def test_files_of_other_kinds(tmp_path: Path, name: str) -> None:
         read(tmp_path / name, one())
 
 
-def test_a_missing_file_is_an_os_error(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        read(tmp_path / "a.pt", one())
-
-
 @pytest.mark.parametrize("data", [[randn(4, 3)], SAMPLES], ids=["for a list", "not of the program"])
 def test_batch_sizes_that_are_refused(tmp_path: Path, data: Any) -> None:
     with pytest.raises(CalibrationError):

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.core.cli.test_cli import run
+
 NOISY = """
 import atexit, os, warnings, qompose
 print('{"status": "usable"}')
@@ -79,10 +81,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def checked(site: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command("--timeout", "3"),
-        capture_output=True, text=True, check=False, env=environment(site),
-    )  # fmt: skip
+    return run(*command("--timeout", "3"), env=environment(site))
 
 
 @pytest.mark.parametrize("plugin", PLUGINS, ids=lambda plugin: plugin.name)
@@ -100,7 +99,7 @@ def test_each_has_its_row(checked: subprocess.CompletedProcess[str], plugin: Plu
 def test_what_a_plugin_prints_is_not_taken_for_its_row(tmp_path: Path) -> None:
     """Nor does a warning at import make it a broken one."""
     variables = {**environment(tmp_path), "QOMPOSE_PLUGINS": "noisy"}
-    done = subprocess.run(command(), capture_output=True, text=True, check=False, env=variables)
+    done = run(*command(), env=variables)
     (row,) = json.loads(done.stdout)
     assert (row["status"], row["problem"], done.returncode) == ("usable", None, 0)
 

@@ -29,8 +29,7 @@ __all__ = ["install"]  # a fixture
 Capture, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
 KEPT = {name: os.environ.get(name, "") for name in ("PATH", "PYTHONPATH")}
 ALONE = {"QOMPOSE_PLUGINS": "", **KEPT}
-
-
+MODULE = (sys.executable, "-m", "qompose")
 USABLE, WITHOUT_TARGET = Health("usable"), Health("usable", None, {"there": "install it"})
 
 
@@ -51,11 +50,10 @@ def check_finds(monkeypatch: Patch, healths: list[Health]) -> list[float]:
     return limits
 
 
-def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "qompose", *arguments]
-    return subprocess.run(
-        command, capture_output=True, text=True, check=False, env=ALONE, **options
-    )
+def run(*command: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a command; what it prints is kept unless it is to go elsewhere."""
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
+    return subprocess.run(command, text=True, check=False, **options)
 
 
 def doing(monkeypatch: Patch, run: Callable[[Namespace, Any], int]) -> None:
@@ -127,10 +125,10 @@ class TestProcess:
     """`python -m qompose`, as a shell sees it."""
 
     def test_the_module_is_the_command(self) -> None:
-        done = run("backends", "--json")
+        done = run(*MODULE, "backends", "--json", env=ALONE)
         assert (done.returncode, done.stderr) == (0, "")
         assert json.loads(done.stdout) == []
-        assert run().stderr.startswith("usage: qompose ")
+        assert run(*MODULE, env=ALONE).stderr.startswith("usage: qompose ")
 
     @pytest.mark.parametrize(
         "line",
@@ -147,10 +145,8 @@ class TestProcess:
             "except SystemExit: pass\n"
             "print(*set(sys.modules) - before, file=sys.stderr)"
         )
-        done = subprocess.run(
-            [sys.executable, "-c", code, *line.split()],
-            capture_output=True, text=True, check=True, env=KEPT, cwd=tmp_path,
-        )  # fmt: skip
+        done = run(sys.executable, "-c", code, *line.split(), env=KEPT, cwd=tmp_path)
+        assert done.returncode == 0
         names = done.stderr.split()
         heavy = {"torch", "numpy", "safetensors", "sympy"}
         heavy |= set() if line == "backends" else {"rich"}  # which makes tables
@@ -166,10 +162,7 @@ class TestInterrupts:
     RUN = "runpy.run_module('qompose', run_name='__main__')\n"
 
     def end(self, code: str) -> tuple[int, str]:
-        done = subprocess.run(
-            [sys.executable, "-c", self.START + code],
-            capture_output=True, text=True, check=False, env=ALONE,
-        )  # fmt: skip
+        done = run(sys.executable, "-c", self.START + code, env=ALONE)
         return done.returncode, done.stderr
 
     def test_while_the_command_line_is_imported(self) -> None:
@@ -472,7 +465,7 @@ def test_in_a_process_that_goes_for_c_and_for_what_is_printed_at_its_end_too() -
         "os.system('echo from a child')\n"
         "results.json({'a': 1})"
     )
-    done = subprocess.run(source(body), capture_output=True, text=True, check=False)
+    done = run(*source(body))
     assert json.loads(done.stdout) == {"a": 1}
     for words in ("from python", "from C", "from a child", "at exit"):
         assert words in done.stderr
@@ -481,10 +474,8 @@ def test_in_a_process_that_goes_for_c_and_for_what_is_printed_at_its_end_too() -
 @pytest.mark.parametrize("closed", ["1", "2", "1 2"])
 def test_closed_streams(closed: str) -> None:
     descriptors = " ".join(f"{number}>&-" for number in closed.split())
-    done = subprocess.run(
-        ["sh", "-c", f'"$0" "$1" "$2" {descriptors}', *source("print('x'); results.text('y')")],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    words = f'"$0" "$1" "$2" {descriptors}'
+    done = run("sh", "-c", words, *source("print('x'); results.text('y')"))
     assert done.returncode == 5, done.stderr
     assert done.stdout == ("" if "1" in closed else "y\n")
 
@@ -492,8 +483,7 @@ def test_closed_streams(closed: str) -> None:
 def test_a_reader_that_goes_away_is_no_error() -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    command = source("for _ in range(3): results.text('x' * 100_000)")
-    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    done = run(*source("for _ in range(3): results.text('x' * 100_000)"), stdout=writer)
     os.close(writer)
     assert (done.returncode, done.stderr) == (5, "")
 
@@ -501,20 +491,15 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_full_disk_is_an_error_and_said_once() -> None:
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run(
-            [sys.executable, "-m", "qompose", "backends"],
-            stdout=full, stderr=subprocess.PIPE, text=True, check=False,
-        )  # fmt: skip
+        done = run(*MODULE, "backends", stdout=full)
     assert done.returncode == 1
     (said,) = done.stderr.strip().splitlines()
     assert "No space left on device" in said
 
 
 def test_text_that_the_terminal_cannot_show_is_replaced() -> None:
-    done = subprocess.run(
-        source("results.text('a \\u2500 b')"), capture_output=True, text=True, check=False,
-        env={**os.environ, "PYTHONIOENCODING": "ascii"},
-    )  # fmt: skip
+    ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = run(*source("results.text('a \\u2500 b')"), env=ascii_only)
     assert done.stdout == "a ? b\n"
 
 

@@ -193,6 +193,7 @@ class TestProblems:
             (("--config", "data.pt", *DATA), "data.pt"),
             (("--config", "q.json", "--on-conflict", "first"), "--on-conflict"),
             (("--backend", "gamma", *DATA, "--strict"), "linear"),
+            ((*ALPHA, *DATA, "--statistics", "seen.json"), "--statistics"),
         ],
         ids=lambda value: value if isinstance(value, str) else "",
     )
@@ -266,7 +267,7 @@ class TestProblems:
         torch.save(data, "data.pt")
         difference = Model(
             lambda m, x: m.linear(x - x), linear=nn.Linear(8, 4)
-        )  # of infinities NaN
+        )  # NaN of infinities
         torch.export.save(export(difference, randn(2, 8)), "m.pt2")
         assert quantize(*ALPHA, *DATA) == 1
         message = capsys.readouterr().err
@@ -289,12 +290,6 @@ class TestProblems:
         assert quantize(*ALPHA, "--json") == 0
         rows = json.loads(capsys.readouterr().out)["rows"]
         assert "toy linear" in [row["kernel"] for row in rows]
-
-    def test_a_saved_model_is_not_a_program(self, capsys: Capture) -> None:
-        quantize(*ALPHA, *DATA)
-        capsys.readouterr()
-        assert quantize(*ALPHA, *DATA, model="m.qompose") == 1
-        assert "m.qompose" in capsys.readouterr().err
 
     @pytest.mark.parametrize(
         ("name", "said"),
@@ -355,7 +350,3 @@ class TestCalibrate:
         assert calibrate(*arguments, "--output", "seen.json") == 1
         assert named in capsys.readouterr().err
         assert not Path("seen.json").exists()
-
-    def test_both_data_and_statistics(self, capsys: Capture) -> None:
-        assert quantize(*ALPHA, *DATA, "--statistics", "seen.json") == 1
-        assert "--statistics" in capsys.readouterr().err

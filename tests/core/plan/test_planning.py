@@ -151,15 +151,9 @@ def test_the_producers_observer_estimates_for_all_and_the_others_are_listed(
     (group,) = plan_groups(model, ordered)
     assert group.spec is INT8
     (note,) = notes_on_ranges(ordered, [group])
-    said = (
-        "sigmoid -> relu",
-        "output of sigmoid",
-        "MinMaxObserver",
-        "HistogramObserver",
-        " a",
-        " b",
-    )
-    assert all(name in note for name in said)
+    for name in ("sigmoid -> relu", "output of sigmoid", "MinMaxObserver", "HistogramObserver"):
+        assert name in note
+    assert " a" in note and " b" in note
     assert notes_on_ranges(claims(*specs), plan_groups(model, claims(*specs))) == []
 
 
@@ -183,9 +177,11 @@ def test_impossible_sharing_names_nodes_and_owners(
     with pytest.raises(SharingError, match=named):
         plan_groups(model, claims(*specs))
     for order in itertools.permutations(specs):
-        with pytest.raises(SharingError, match=r"owner1, rule rule\d") as caught:
-            plan_groups(model, claims(*order, owner="owner1"))
-        assert all(str(s.point) in str(caught.value) for s in specs)
+        with pytest.raises(SharingError) as caught:
+            plan_groups(
+                model, [c for i, s in enumerate(order) for c in claims(s, owner=f"owner{i}")]
+            )
+        assert all(f"{s.point} (owner{i}, rule" in str(caught.value) for i, s in enumerate(order))
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(4))), ids=str)
@@ -214,13 +210,6 @@ def test_two_specifications_of_one_tensor_are_an_error_that_names_both_owners(
         with pytest.raises(SharingError, match=r"sigmoid -> relu \(first.*second"):
             plan_groups(model, [*first, *second])
     assert len(plan_groups(model, [*first, *claims(spec("sigmoid>relu", INT8))])) == 1
-
-
-def test_each_point_of_a_circle_is_named_with_its_owner(model: GraphModule) -> None:
-    first = claims(spec("sigmoid", "share", "relu"), owner="one")
-    second = claims(spec("relu", "share", "sigmoid"), owner="other")
-    with pytest.raises(SharingError, match=r"sigmoid.*\(one.*relu.*\(other"):
-        plan_groups(model, [*first, *second])
 
 
 def test_a_long_chain_of_shared_points_needs_no_recursion(model: GraphModule) -> None:

@@ -298,10 +298,6 @@ class TestFiles:
         assert path.is_fifo()
         assert list(path.parent.iterdir()) == [path]
 
-    def test_a_directory_is_no_file(self, tmp_path: Path) -> None:
-        with pytest.raises(IsADirectoryError, match="directory"):
-            qompose.load(tmp_path)
-
     def test_other_tools_can_read_the_file_and_list_the_tensors(self, path: Path) -> None:
         saved = mlp()
         with pytest.raises(FileNotFoundError):
