@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,19 +20,13 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.core.toy import ADD_RELU, LINEAR, Model, export, prepare, randn, seeded, toy
-
-
-class TwoInputs(nn.Linear):
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
-        return super().forward(x + y)
-
+from tests.core.toy import ADD_RELU, LINEAR, Model, export, prepare, randn, seeded, sqnr, toy
+from tests.zoo import by_name
 
 X, Y = randn(4, 3), randn(4, 3, seed=1)
-
-
 ROWS = {0: torch.export.Dim("batch")}
-PAIR = export(seeded(TwoInputs(3, 4)), X, Y, dynamic_shapes=(ROWS, ROWS))
+TWO_INPUTS = seeded(Model(lambda m, x, y: m.linear(x + y), linear=nn.Linear(3, 4)))
+PAIR = export(TWO_INPUTS, X, Y, dynamic_shapes=(ROWS, ROWS))
 SINGLE = export(seeded(nn.Linear(3, 4)), X, dynamic_shapes=(ROWS,))
 
 
@@ -137,12 +132,10 @@ def test_the_progress_bar_is_on_stderr_and_off_without_a_terminal(
     assert printed.out == "" and "calibrating" in printed.err and "1/1" in printed.err
 
 
-class Scaled(nn.Module):
+def scaled(m: Any, x: Tensor, *, n: float, d: dict[str, Tensor | None]) -> Tensor:
     """A number and an optional tensor, which export makes constants of the program."""
-
-    def forward(self, x: Tensor, *, n: float, d: dict[str, Tensor | None]) -> Tensor:
-        bias = d["bias"]
-        return x * n if bias is None else x * n + bias
+    bias = d["bias"]
+    return x * n if bias is None else x * n + bias
 
 
 BIASED = {"n": 3, "d": {"bias": randn(3)}}
@@ -165,7 +158,7 @@ def test_a_constant_of_the_export_stays_what_it_was(
     exported: dict[str, Any], changed: dict[str, Any], named: str | None
 ) -> None:
     """The program computes with the value of the export, whatever it is given."""
-    program = torch.export.export(Scaled(), (randn(2, 3),), exported)
+    program = torch.export.export(Model(scaled), (randn(2, 3),), exported)
     prepared = prepare(program, toy(LINEAR))
     batch = {"x": randn(2, 3), **exported}
     if named is None:
@@ -294,3 +287,74 @@ def test_a_tensor_that_no_batch_came_to() -> None:
 def test_a_model_that_was_not_prepared() -> None:
     with pytest.raises(qompose.errors.StageError, match="prepare_pt2e"):
         calibrator.lint(export(seeded(nn.Linear(8, 8)), ROWS_OF_8).module())  # type: ignore[arg-type]
+
+
+ABOVE_ZERO = randn(6, 4).abs()
+
+
+# Both branches read one tensor and give one: all scales of `yes` are scales of `no`.
+LAYERS = {"yes": nn.Linear(4, 4), "no": nn.Linear(4, 4)}
+LOUD = seeded(Model(lambda m, x: torch.cond(x.sum() > 0, m.yes, m.no, (x,)), **LAYERS))
+with torch.no_grad():
+    LAYERS["yes"].weight.mul_(100)
+BRANCHES = export(LOUD, ABOVE_ZERO)
+
+
+def idle(prepared: Any) -> tuple[str, ...]:
+    with pytest.raises(qompose.errors.UncalibratedError) as caught:
+        qompose.convert_pt2e(prepared)
+    return caught.value.tensors
+
+
+def test_a_branch_that_never_ran_is_named_though_the_other_saw_its_tensors() -> None:
+    prepared = prepare(BRANCHES, toy(LINEAR))
+    qompose.calibrate(prepared, [-ABOVE_ZERO])
+    tensors = idle(prepared)
+    places = [tensor.partition(" in ")[0] for tensor in tensors]
+    assert places == ["true_graph_0_x -> true_graph_0_linear", "output of true_graph_0_linear"]
+    assert all("in yes" in tensor and "toy" in tensor for tensor in tensors)
+    qompose.calibrate(prepared, [ABOVE_ZERO])
+    assert sqnr(LOUD(ABOVE_ZERO), qompose.convert_pt2e(prepared)(ABOVE_ZERO)) > 30
+
+
+def test_it_may_stay_in_float() -> None:
+    prepared = prepare(BRANCHES, toy(LINEAR))
+    qompose.calibrate(prepared, [-ABOVE_ZERO])
+    converted = qompose.convert_pt2e(prepared, allow_uncalibrated=True)
+    rows = {r.module: r for r in qompose.report(converted).rows if r.operator == "aten.linear"}
+    assert (rows["yes"].state, rows["no"].state) == ("float", "simulated (Q/DQ)")
+    assert torch.equal(converted(ABOVE_ZERO), LOUD(ABOVE_ZERO))
+    assert sqnr(LOUD(-ABOVE_ZERO), converted(-ABOVE_ZERO)) > 30
+
+
+# torch 2.13 copies the argument tree of any exported module through a class that it deprecates
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
+def test_copies_know_what_ran() -> None:
+    prepared = prepare(BRANCHES, toy(LINEAR))
+    prepared(ABOVE_ZERO)
+    twin = copy.deepcopy(prepared)
+    twin(-ABOVE_ZERO)
+    qompose.convert_pt2e(twin)
+    assert any("false_graph_0" in tensor for tensor in idle(prepared))
+
+
+def test_regions_inside_an_idle_branch_are_idle() -> None:
+    model = by_name("mixed_regions")
+    prepared = prepare(model.export(), toy(LINEAR))
+    prepared(*model.inputs())
+    tensors = idle(prepared)
+    named = {tensor.split(" in ")[1] for tensor in tensors}
+    assert named == {"frozen.before", "frozen.head", "frozen.frozen.first", "frozen.frozen.second"}
+    assert all("true_graph_0_" in tensor for tensor in tensors)
+
+
+def test_a_loop_without_an_iteration_is_idle() -> None:
+    """The value before the loop has a layer's scale, which is also that of the body's input."""
+    model = by_name("loop")
+    prepared = prepare(model.export(), toy(LINEAR))
+    x, times = model.inputs()
+    prepared(x, torch.full_like(times, -1))
+    where = "in body in while_loop_body_graph_0"
+    assert [where in tensor for tensor in idle(prepared)] == [True] * 2
+    prepared(x, times.clamp(min=1))
+    qompose.convert_pt2e(prepared)

@@ -75,13 +75,8 @@ def command(*arguments: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("site")
-
-
-@pytest.fixture(scope="module")
-def checked(site: Path) -> subprocess.CompletedProcess[str]:
-    return run(*command("--timeout", "3"), env=environment(site))
+def checked(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
+    return run(*command("--timeout", "3"), env=environment(tmp_path_factory.mktemp("site")))
 
 
 @pytest.mark.parametrize("plugin", PLUGINS, ids=lambda plugin: plugin.name)

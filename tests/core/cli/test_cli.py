@@ -22,9 +22,11 @@ from qompose.backend.discovery import BackendInfo, Health
 from qompose.cli import inspection, main
 from qompose.cli.command import Results, printable, say
 
+from tests.core.backend.test_offers import Package, package
 from tests.core.backend.test_plugins import Install, backend, install, point
+from tests.core.cli.conftest import Command
 
-__all__ = ["install"]  # a fixture
+__all__ = ["install", "package"]  # fixtures
 
 Capture, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
 KEPT = {name: os.environ.get(name, "") for name in ("PATH", "PYTHONPATH")}
@@ -95,16 +97,16 @@ class TestUsage:
         assert "usage: qompose" in printed.err
         assert named in printed.err
 
-    @pytest.mark.parametrize("command", [None, *main.COMMANDS])
-    def test_help(self, command: str | None, capsys: Capture) -> None:
+    @pytest.mark.parametrize("name", [None, *main.COMMANDS])
+    def test_help(self, name: str | None, capsys: Capture) -> None:
         with pytest.raises(SystemExit) as caught:
-            main.main([command, "--help"] if command else ["--help"])
+            main.main([name, "--help"] if name else ["--help"])
         printed = capsys.readouterr()
         assert (caught.value.code, printed.err) == (0, "")
-        if command is None:
+        if name is None:
             assert set(main.COMMANDS) <= set(printed.out.split())
         else:
-            assert f"examples:\n  qompose {command}" in printed.out
+            assert f"examples:\n  qompose {name}" in printed.out
 
     @pytest.mark.parametrize("command", main.COMMANDS)
     def test_examples_are_right(self, command: str) -> None:
@@ -175,7 +177,7 @@ class TestInterrupts:
         assert self.end(code + self.RUN) == (130, "qompose: interrupted\n")
 
     @pytest.mark.parametrize("moment", ["arguments", "command"])
-    def test_while_something_runs(self, moment: str, monkeypatch: Patch, capsys: Capture) -> None:
+    def test_while_something_runs(self, moment: str, monkeypatch: Patch, command: Command) -> None:
         def interrupt(*_: object) -> Any:
             raise KeyboardInterrupt
 
@@ -183,8 +185,7 @@ class TestInterrupts:
             monkeypatch.setattr(main, "_parser", interrupt)
         else:
             doing(monkeypatch, interrupt)
-        assert main.main(["backends"]) == 130
-        assert capsys.readouterr() == ("", "qompose: interrupted\n")
+        assert command("backends", code=130) == ("", "qompose: interrupted\n")
 
     def test_while_the_process_ends(self) -> None:
         """By then all results are printed: the signal ends the process, as it ends others."""
@@ -215,11 +216,10 @@ class TestProblems:
         ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
     )
     def test_one_line(
-        self, error: BaseException, said: str, monkeypatch: Patch, capsys: Capture
+        self, error: BaseException, said: str, monkeypatch: Patch, command: Command
     ) -> None:
         self.fail(monkeypatch, error)
-        assert main.main(["backends"]) == 1
-        printed = capsys.readouterr()
+        printed = command("backends", code=1)
         assert printed.out == ""
         (line,) = printed.err.splitlines()
         assert line.startswith(f"qompose: {said}")
@@ -227,16 +227,16 @@ class TestProblems:
 
     @pytest.mark.parametrize("how", ["before", "after", "variable"])
     def test_a_traceback_where_it_is_asked_for(
-        self, how: str, monkeypatch: Patch, capsys: Capture
+        self, how: str, monkeypatch: Patch, command: Command
     ) -> None:
         self.fail(monkeypatch, ZeroDivisionError("oh"))
         if how == "variable":
             monkeypatch.setenv("QOMPOSE_TRACE", "1")
         arguments = {"before": ["--traceback", "backends"], "after": ["backends", "--traceback"]}
-        assert main.main(arguments.get(how, ["backends"])) == 1
-        assert "Traceback (most recent call last)" in capsys.readouterr().err
+        said = command(*arguments.get(how, ["backends"]), code=1).err
+        assert "Traceback (most recent call last)" in said
 
-    def test_warnings_of_qompose_are_messages(self, monkeypatch: Patch, capsys: Capture) -> None:
+    def test_warnings_of_qompose_are_messages(self, monkeypatch: Patch, command: Command) -> None:
         others: list[object] = []
 
         def run(options: Namespace, out: object) -> int:
@@ -247,8 +247,7 @@ class TestProblems:
 
         monkeypatch.setattr(warnings, "showwarning", lambda message, *_: others.append(message))
         doing(monkeypatch, run)
-        assert main.main(["backends"]) == 0
-        assert capsys.readouterr().err == "qompose: warning: two operators\n"
+        assert command("backends").err == "qompose: warning: two operators\n"
         assert [str(message) for message in others] == ["from elsewhere"]
 
 
@@ -256,105 +255,82 @@ class TestProblems:
 class TestBackends:
     """`qompose backends`."""
 
-    def test_json(self, capsys: Capture) -> None:
-        assert main.main(["backends", "--json"]) == 0
-        rows = json.loads(capsys.readouterr().out)
+    def test_json(self, command: Command) -> None:
+        rows = json.loads(command("backends", "--json").out)
         assert [row["name"] for row in rows] == ["alpha", "beta", "broken"]
         assert rows[0]["distribution"] == "dist-alpha"
         assert rows[0]["problem"] is None
 
-    def test_text(self, capsys: Capture) -> None:
-        assert main.main(["backends"]) == 0
-        text = capsys.readouterr().out
+    def test_text(self, command: Command) -> None:
+        text = command("backends").out
         assert all(word in text for word in ("alpha", "dist-beta", "1.0", "no_such_module"))
         assert "problem" not in text
 
     def test_a_problem_in_the_metadata_needs_no_check(
-        self, install: Install, capsys: Capture
+        self, install: Install, command: Command
     ) -> None:
         install(point("alpha", "fake_alpha", "rival"))
-        assert main.main(["backends"]) == 1
-        assert "rival 1.0" in capsys.readouterr().out
+        assert "rival 1.0" in command("backends", code=1).out
 
     @pytest.mark.parametrize("columns", ["", "80"], ids=["piped", "80 columns"])
     def test_a_problem_is_never_cut_off(
-        self, columns: str, monkeypatch: Patch, capsys: Capture
+        self, columns: str, monkeypatch: Patch, command: Command
     ) -> None:
         words = [f"word{number}" for number in range(40)]
         unavailable = Health("unavailable here", " ".join(words))
         check_finds(monkeypatch, [USABLE, unavailable, Health("broken", "x" * 200)])
         monkeypatch.setenv("COLUMNS", columns)
-        assert main.main(["backends", "--check"]) == 1
-        text = capsys.readouterr().out
+        text = command("backends", "--check", code=1).out
         assert set(words) <= set(text.split())
         assert sum(line.count("x") for line in text.splitlines()) >= 200
         widest = max(map(len, text.splitlines()))
         assert widest <= 80 if columns else len(text.splitlines()) == 5
 
-    def test_a_check_as_json(self, monkeypatch: Patch, capsys: Capture) -> None:
+    def test_a_check_as_json(self, monkeypatch: Patch, command: Command) -> None:
         seen = check_finds(monkeypatch, [WITHOUT_TARGET, USABLE, Health("broken", "why")])
-        assert main.main(["backends", "--check", "--json", "--timeout", "7"]) == 1
-        rows = json.loads(capsys.readouterr().out)
+        rows = json.loads(command("backends", "--check", "--json", "--timeout", "7", code=1).out)
         found = [(row["status"], row["problem"]) for row in rows]
         assert found == [("usable", None), ("usable", None), ("broken", "why")]
         assert rows[0]["targets"] == {"there": "install it"}
         assert seen == [7.0] * 3
 
     def test_a_target_that_cannot_be_used_is_said_and_is_no_problem(
-        self, monkeypatch: Patch, capsys: Capture
+        self, monkeypatch: Patch, command: Command
     ) -> None:
         check_finds(monkeypatch, [WITHOUT_TARGET, USABLE, USABLE])
-        assert main.main(["backends", "--check"]) == 0
-        text = capsys.readouterr().out
+        text = command("backends", "--check").out
         assert "there" in text and "install it" in text
 
     def test_names_in_the_variable_that_nobody_offers(
-        self, monkeypatch: Patch, capsys: Capture
+        self, monkeypatch: Patch, command: Command
     ) -> None:
         monkeypatch.setenv("QOMPOSE_PLUGINS", "alpha,alhpa")
-        assert main.main(["backends", "--json"]) == 0
-        printed = capsys.readouterr()
+        printed = command("backends", "--json")
         assert [row["name"] for row in json.loads(printed.out)] == ["alpha"]
         assert "'alhpa'" in printed.err
 
     def test_an_empty_variable_hides_all_and_is_told(
-        self, monkeypatch: Patch, capsys: Capture
+        self, monkeypatch: Patch, command: Command
     ) -> None:
         monkeypatch.setenv("QOMPOSE_PLUGINS", "")
-        assert main.main(["backends"]) == 0
-        assert "QOMPOSE_PLUGINS=''" in capsys.readouterr().out
-        assert main.main(["capabilities"]) == 0
-        assert "alpha, beta, broken" in capsys.readouterr().err
+        assert "QOMPOSE_PLUGINS=''" in command("backends").out
+        assert "alpha, beta, broken" in command("capabilities").err
 
-    def test_no_backend_is_installed(self, monkeypatch: Patch, capsys: Capture) -> None:
+    def test_no_backend_is_installed(self, monkeypatch: Patch, command: Command) -> None:
         monkeypatch.setattr(discovery, "entry_points", lambda group: [])
-        assert main.main(["backends"]) == 0
-        assert capsys.readouterr().out.strip()
+        assert command("backends").out.strip()
 
-    def test_a_damaged_package_is_named(
-        self, tmp_path: Path, monkeypatch: Patch, capsys: Capture
-    ) -> None:
-        info = tmp_path / "odd-1.0.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text("Name: odd\nVersion: 1.0\n")
-        (info / "entry_points.txt").write_text("[group]\nthis is no entry point\n")
-        monkeypatch.syspath_prepend(tmp_path)
-        assert main.main(["backends"]) == 0
-        said = capsys.readouterr().err
-        assert said.startswith(f"qompose: {info}: ")
+    def test_a_damaged_package_is_named(self, package: Package, command: Command) -> None:
+        info = package("odd", text="[group]\nthis is no entry point\n")
+        assert command("backends").err.startswith(f"qompose: {info}: ")
 
 
 @pytest.mark.usefixtures("installed")
 class TestCapabilities:
     """`qompose capabilities`."""
 
-    def rows(self, capsys: Capture, *arguments: str, code: int = 0) -> list[dict[str, Any]]:
-        assert main.main(["capabilities", *arguments, "--json"]) == code
-        found: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
-        return found
-
-    def test_json(self, capsys: Capture) -> None:
-        rows = self.rows(capsys, "alpha")
+    def test_json(self, command: Command) -> None:
+        rows = json.loads(command("capabilities", "alpha", "--json").out)
         assert {row["backend"] for row in rows} == {"alpha"}
         linear = [row for row in rows if row["pattern"] == "linear"]
         assert [row["config"] for row in linear] == ["static", "dynamic", "weight-only"]
@@ -372,12 +348,12 @@ class TestCapabilities:
         ids=lambda value: " ".join(value) if isinstance(value, list) else "",
     )  # fmt: skip
     def test_choice(
-        self, arguments: list[str], keep: Callable[[dict[str, Any]], bool], capsys: Capture
+        self, arguments: list[str], keep: Callable[[dict[str, Any]], bool], command: Command
     ) -> None:
-        every = self.rows(capsys, "alpha")
+        every = json.loads(command("capabilities", "alpha", "--json").out)
         wanted = [row for row in every if keep(row)]
         assert 0 < len(wanted) < len(every)
-        assert self.rows(capsys, "alpha", *arguments) == wanted
+        assert json.loads(command("capabilities", "alpha", *arguments, "--json").out) == wanted
 
     @pytest.mark.parametrize(
         ("line", "near"),
@@ -387,26 +363,22 @@ class TestCapabilities:
             ("alpho", "alpha"),
         ],
     )
-    def test_a_choice_that_nothing_has(self, line: str, near: str, capsys: Capture) -> None:
+    def test_a_choice_that_nothing_has(self, line: str, near: str, command: Command) -> None:
         words = line.split()
-        assert main.main(["capabilities", *words]) == 1
-        printed = capsys.readouterr()
+        printed = command("capabilities", *words, code=1)
         assert printed.out == ""
         assert f"'{words[-1]}'" in printed.err and f"'{near}'" in printed.err
 
-    def test_text_and_markdown(self, capsys: Capture) -> None:
-        assert main.main(["capabilities", "alpha", "beta"]) == 0
-        text = capsys.readouterr().out
+    def test_text_and_markdown(self, command: Command) -> None:
+        text = command("capabilities", "alpha", "beta").out
         assert all(
             word in text for word in ("alpha", "beta", "linear", "toy linear", "weight-only")
         )
-        assert main.main(["capabilities", "alpha", "--markdown"]) == 0
-        assert capsys.readouterr().out.count("|") > 20
+        assert command("capabilities", "alpha", "--markdown").out.count("|") > 20
 
-    def test_a_broken_plugin_harms_nobody_else(self, capsys: Capture) -> None:
+    def test_a_broken_plugin_harms_nobody_else(self, command: Command) -> None:
         """The others' rows are printed, and the fault is named."""
-        assert main.main(["capabilities", "--json"]) == 1
-        printed = capsys.readouterr()
+        printed = command("capabilities", "--json", code=1)
         assert {row["backend"] for row in json.loads(printed.out)} == {"alpha", "beta"}
         assert "'broken' (dist-broken 1.0" in printed.err
 
@@ -414,15 +386,13 @@ class TestCapabilities:
 class TestNewBackend:
     """`qompose new-backend`; what it writes is tested with the scaffolding."""
 
-    def test_prints_where_the_project_is(self, tmp_path: Path, capsys: Capture) -> None:
+    def test_prints_where_the_project_is(self, tmp_path: Path, command: Command) -> None:
         arguments = ["new-backend", "my_chip", "--directory", str(tmp_path)]
-        assert main.main(arguments) == 0
-        printed = capsys.readouterr()
+        printed = command(*arguments)
         assert printed.err == ""
         assert list(tmp_path.iterdir()) == [Path(printed.out.strip())]
         assert (Path(printed.out.strip()) / "pyproject.toml").exists()
-        assert main.main(arguments) == 1, "it is there already"
-        assert capsys.readouterr().err.startswith("qompose: ")
+        assert command(*arguments, code=1).err.startswith("qompose: "), "it is there already"
 
 
 START = """

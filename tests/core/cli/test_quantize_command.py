@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,11 @@ import qompose
 import torch
 from qompose import Statistics
 from qompose.backend import Finished, Kernel, Target
-from qompose.cli import main
 from qompose.preparation import prepare
 from torch import Tensor, nn
 
 from tests.core.backend.test_plugins import Install, install
+from tests.core.cli.conftest import Command
 from tests.core.cli.test_calibration_files import mixed
 from tests.core.toy import (
     LINEAR,
@@ -33,8 +34,6 @@ from tests.core.toy import (
 )
 
 __all__ = ["install"]  # a fixture
-
-Capture = pytest.CaptureFixture[str]
 
 
 class Program:
@@ -87,8 +86,9 @@ def folder(install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     return tmp_path
 
 
-def quantize(*arguments: str, model: str = "m.pt2") -> int:
-    return main.main(["quantize", model, *arguments])
+@pytest.fixture
+def quantize(command: Command) -> Command:
+    return partial(command, "quantize", "m.pt2")
 
 
 ALPHA = ("--backend", "alpha")
@@ -105,9 +105,8 @@ def batch_of_mixed(times: int) -> dict[str, Any]:
 class TestQuantize:
     """From files to files."""
 
-    def test_the_saved_model_is_what_python_makes(self, capsys: Capture) -> None:
-        assert quantize(*ALPHA, *DATA) == 0
-        printed = capsys.readouterr()
+    def test_the_saved_model_is_what_python_makes(self, quantize: Command) -> None:
+        printed = quantize(*ALPHA, *DATA)
         assert "toy linear" in printed.out
         assert printed.err.startswith("qompose: wrote m.qompose (")
         loaded = qompose.load("m.qompose")
@@ -116,56 +115,49 @@ class TestQuantize:
         qompose.calibrate(again, data.split(2))
         assert torch.equal(loaded(data[:2]), qompose.convert_pt2e(again)(data[:2]))
 
-    def test_the_report_of_the_file(self, capsys: Capture) -> None:
+    def test_the_report_of_the_file(self, quantize: Command, command: Command) -> None:
         quantize(*ALPHA, *DATA, "--output", "o.qompose")
-        capsys.readouterr()
         expected = qompose.report(qompose.load("o.qompose"))
-        assert main.main(["report", "o.qompose", "--json"]) == 0
-        assert json.loads(capsys.readouterr().out) == expected.to_dict()
-        assert main.main(["report", "o.qompose", "--markdown"]) == 0
-        assert capsys.readouterr().out == f"{expected.to_markdown()}\n"
-        assert main.main(["report", "o.qompose"]) == 0
-        assert "simulated" in capsys.readouterr().out
+        assert json.loads(command("report", "o.qompose", "--json").out) == expected.to_dict()
+        assert command("report", "o.qompose", "--markdown").out == f"{expected.to_markdown()}\n"
+        assert "simulated" in command("report", "o.qompose").out
 
-    def test_a_program_of_another_runtime(self, folder: Path) -> None:
-        assert quantize(*ALPHA, *DATA, "--target", "chip", "--lowered", "m.bin") == 0
+    def test_a_program_of_another_runtime(self, folder: Path, quantize: Command) -> None:
+        quantize(*ALPHA, *DATA, "--target", "chip", "--lowered", "m.bin")
         assert Path("m.bin").read_text() == "a program"
         files = {path.name for path in folder.iterdir()}
         assert files == {"data.pt", "m.bin", "m.pt2", "m.qompose"}
 
     @pytest.mark.parametrize("config", ["dynamic", "weight-only"])
-    def test_data_is_needed_only_for_what_is_static(self, config: str, capsys: Capture) -> None:
-        assert quantize("--backend", f"alpha:{config}", "--json") == 0
-        found = json.loads(capsys.readouterr().out)  # which is all that is printed there
+    def test_data_is_needed_only_for_what_is_static(self, config: str, quantize: Command) -> None:
+        printed = quantize("--backend", f"alpha:{config}", "--json").out
+        found = json.loads(printed)  # which is all that is printed there
         (row,) = found["rows"]
         assert (found["stage"], row["config"], row["mode"]) == ("lowered", config, config)
 
-    def test_several_backends_in_order_of_priority(self, capsys: Capture) -> None:
-        assert quantize("--backend", "gamma", *ALPHA, *DATA, "--json") == 0
-        (row,) = json.loads(capsys.readouterr().out)["rows"]
+    def test_several_backends_in_order_of_priority(self, quantize: Command) -> None:
+        (row,) = json.loads(quantize("--backend", "gamma", *ALPHA, *DATA, "--json").out)["rows"]
         assert row["owner"] == "alpha"
 
-    def test_a_configuration(self, capsys: Capture) -> None:
+    def test_a_configuration(self, quantize: Command) -> None:
         quantizer = qompose.compose("alpha")
         text = json.dumps(quantizer.to_dict())
         Path("q.json").write_text(text, encoding="utf-8-sig")  # as editors of Windows save it
-        assert quantize("--config", "q.json", *DATA, "--json") == 0
-        (row,) = json.loads(capsys.readouterr().out)["rows"]
+        (row,) = json.loads(quantize("--config", "q.json", *DATA, "--json").out)["rows"]
         assert (row["owner"], row["config"]) == ("alpha", "static")
 
-    def test_batches_are_those_that_are_asked_for(self) -> None:
+    def test_batches_are_those_that_are_asked_for(self, quantize: Command) -> None:
         torch.save(torch.cat([randn(2, 8), 1000 * randn(2, 8)]), "data.pt")
-        assert quantize(*ALPHA, *DATA, "--batches", "1") == 0
+        quantize(*ALPHA, *DATA, "--batches", "1")
         few = qompose.load("m.qompose")
-        assert quantize(*ALPHA, *DATA) == 0
+        quantize(*ALPHA, *DATA)
         x = randn(2, 8)
         assert not torch.equal(few(x), qompose.load("m.qompose")(x))
 
-    def test_arguments_of_every_form(self, capsys: Capture) -> None:
+    def test_arguments_of_every_form(self, quantize: Command) -> None:
         torch.export.save(mixed(), "m.pt2")
         torch.save([batch_of_mixed(times=2)], "data.pt")
-        assert quantize(*ALPHA, *DATA) == 0
-        assert "qompose: warning: " in capsys.readouterr().err
+        assert "qompose: warning: " in quantize(*ALPHA, *DATA).err
 
 
 @pytest.mark.usefixtures("folder")
@@ -198,97 +190,88 @@ class TestProblems:
         ids=lambda value: value if isinstance(value, str) else "",
     )
     def test_is_said(
-        self, folder: Path, arguments: tuple[str, ...], said: str, capsys: Capture
+        self, folder: Path, arguments: tuple[str, ...], said: str, quantize: Command
     ) -> None:
         before = {path.name: path.read_bytes() for path in folder.iterdir()}
-        assert quantize(*arguments) == 1
-        printed = capsys.readouterr()
+        printed = quantize(*arguments, code=1)
         assert printed.out == ""
         assert printed.err.startswith("qompose: ")
         assert said in printed.err
         assert "internal" not in printed.err
         assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
-    def test_what_may_stay_in_float_without_data(self, capsys: Capture) -> None:
-        assert quantize(*ALPHA, "--allow-uncalibrated", "--json") == 0
-        (row,) = json.loads(capsys.readouterr().out)["rows"]
+    def test_what_may_stay_in_float_without_data(self, quantize: Command) -> None:
+        (row,) = json.loads(quantize(*ALPHA, "--allow-uncalibrated", "--json").out)["rows"]
         assert row["state"] == "float"
 
     def test_a_program_that_cannot_be_written_leaves_neither_file(
-        self, folder: Path, capsys: Capture
+        self, folder: Path, quantize: Command
     ) -> None:
         before = sorted(folder.iterdir())
-        assert quantize(*ALPHA, *DATA, "--target", "full", "--lowered", "m.bin") == 1
-        assert "No space left on device" in capsys.readouterr().err
+        files = ("--target", "full", "--lowered", "m.bin")
+        assert "No space left on device" in quantize(*ALPHA, *DATA, *files, code=1).err
         assert sorted(folder.iterdir()) == before
 
-    def test_a_batch_that_fails_is_named_with_its_file(self, capsys: Capture) -> None:
+    def test_a_batch_that_fails_is_named_with_its_file(self, quantize: Command) -> None:
         picky = Model(lambda m, ids: nn.functional.embedding(ids, torch.zeros(4, 2)))
         torch.export.save(export(picky, torch.zeros(2, dtype=torch.int64)), "m.pt2")
         torch.save([torch.tensor([0, 1]), torch.tensor([0, 9])], "data.pt")
-        assert quantize(*ALPHA, *DATA) == 1
-        assert "data.pt, batch 2 " in capsys.readouterr().err
+        assert "data.pt, batch 2 " in quantize(*ALPHA, *DATA, code=1).err
 
     @pytest.mark.parametrize("option", ["--output", "--lowered"])
     def test_what_is_no_file_is_refused_before_any_work(
-        self, option: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+        self, option: str, monkeypatch: pytest.MonkeyPatch, quantize: Command
     ) -> None:
         os.mkfifo("pipe")
         Path("link").symlink_to("pipe")
         monkeypatch.setattr(prepare, "prepare_pt2e", None)
         for name in ("pipe", "link"):
-            assert quantize(*ALPHA, *DATA, "--target", "chip", option, name) == 1
-            assert f"{name} " in capsys.readouterr().err
+            files = ("--target", "chip", option, name)
+            assert f"{name} " in quantize(*ALPHA, *DATA, *files, code=1).err
         assert Path("pipe").is_fifo()
 
-    def test_links_are_written_through(self) -> None:
+    def test_links_are_written_through(self, quantize: Command) -> None:
         for name in ("o.qompose", "o.bin"):
             Path(f"link-{name}").symlink_to(name)
         files = ("--output", "link-o.qompose", "--lowered", "link-o.bin")
-        assert quantize(*ALPHA, *DATA, "--target", "chip", *files) == 0
+        quantize(*ALPHA, *DATA, "--target", "chip", *files)
         assert qompose.load("o.qompose")
         assert Path("o.bin").read_text() == "a program"
         assert Path("link-o.bin").is_symlink()
 
-    def test_a_link_to_what_is_read_is_refused(self, capsys: Capture) -> None:
+    def test_a_link_to_what_is_read_is_refused(self, quantize: Command) -> None:
         Path("link").symlink_to("data.pt")
         Path("q.json").write_text(json.dumps(qompose.compose("alpha").to_dict()))
         for arguments in (
             (*ALPHA, "--output", "link"),
             ("--config", "q.json", "--output", "q.json"),
         ):
-            assert quantize(*arguments, *DATA) == 1
-            assert "overwritten" in capsys.readouterr().err
+            assert "overwritten" in quantize(*arguments, *DATA, code=1).err
 
     @pytest.mark.parametrize(("value", "said"), [("nan", "NaN"), ("inf", "infinite")])
-    def test_bad_values_are_told_once(self, value: str, said: str, capsys: Capture) -> None:
+    def test_bad_values_are_told_once(self, value: str, said: str, quantize: Command) -> None:
         data = randn(6, 8)
         data[3, 0] = float(value)
         torch.save(data, "data.pt")
-        difference = Model(
-            lambda m, x: m.linear(x - x), linear=nn.Linear(8, 4)
-        )  # NaN of infinities
+        # The difference of infinities is NaN.
+        difference = Model(lambda m, x: m.linear(x - x), linear=nn.Linear(8, 4))
         torch.export.save(export(difference, randn(2, 8)), "m.pt2")
-        assert quantize(*ALPHA, *DATA) == 1
-        message = capsys.readouterr().err
+        message = quantize(*ALPHA, *DATA, code=1).err
         assert message.startswith("qompose: data.pt, batch 2 ")
         assert said in message
         assert message.count("batch 2") == 1
 
-    def test_another_constant_than_that_of_the_export_is_refused(self, capsys: Capture) -> None:
+    def test_another_constant_than_that_of_the_export_is_refused(self, quantize: Command) -> None:
         torch.export.save(mixed(), "m.pt2")
         torch.save([batch_of_mixed(times=2), batch_of_mixed(times=3)], "data.pt")
-        assert quantize(*ALPHA, *DATA) == 1
-        said = capsys.readouterr().err
+        said = quantize(*ALPHA, *DATA, code=1).err
         assert "data.pt, batch 2 " in said and "input times is 3" in said
 
-    def test_a_program_without_inputs_needs_no_data(self, capsys: Capture) -> None:
+    def test_a_program_without_inputs_needs_no_data(self, quantize: Command) -> None:
         model = Model(lambda m: m.linear(torch.arange(16.0).view(2, 8)), linear=nn.Linear(8, 4))
         torch.export.save(torch.export.export(model, ()), "m.pt2")
-        assert quantize(*ALPHA, *DATA) == 1
-        assert "--calibration" in capsys.readouterr().err
-        assert quantize(*ALPHA, "--json") == 0
-        rows = json.loads(capsys.readouterr().out)["rows"]
+        assert "--calibration" in quantize(*ALPHA, *DATA, code=1).err
+        rows = json.loads(quantize(*ALPHA, "--json").out)["rows"]
         assert "toy linear" in [row["kernel"] for row in rows]
 
     @pytest.mark.parametrize(
@@ -300,39 +283,41 @@ class TestProblems:
         ],
         ids=["missing", "program", "directory"],
     )
-    def test_a_report_of_something_else(self, name: str, said: str, capsys: Capture) -> None:
-        assert main.main(["report", name]) == 1
-        printed = capsys.readouterr()
+    def test_a_report_of_something_else(self, name: str, said: str, command: Command) -> None:
+        printed = command("report", name, code=1)
         assert printed.out == ""
         assert said in printed.err
         assert "internal" not in printed.err
 
 
-def calibrate(*arguments: str) -> int:
-    return main.main(["calibrate", *arguments])
+@pytest.fixture
+def calibrate(command: Command) -> Command:
+    return partial(command, "calibrate")
 
 
 @pytest.mark.usefixtures("folder")
 class TestCalibrate:
     """Statistics as files, and `qompose quantize` by them."""
 
-    def test_statistics_are_what_python_collects(self, capsys: Capture) -> None:
-        assert calibrate("m.pt2", *ALPHA, *DATA, "--output", "seen.json") == 0
-        assert capsys.readouterr().err.startswith("qompose: wrote seen.json (2 tensors, ")
+    def test_statistics_are_what_python_collects(self, calibrate: Command) -> None:
+        said = calibrate("m.pt2", *ALPHA, *DATA, "--output", "seen.json").err
+        assert said.startswith("qompose: wrote seen.json (2 tensors, ")
         prepared = qompose.prepare_pt2e(torch.export.load("m.pt2"), qompose.compose("alpha"))
         qompose.calibrate(prepared, torch.load("data.pt").split(2))
         assert Statistics.load("seen.json").diff(qompose.statistics(prepared)) == ()
 
-    def test_jobs_are_merged_and_quantize_goes_by_them(self) -> None:
+    def test_jobs_are_merged_and_quantize_goes_by_them(
+        self, quantize: Command, calibrate: Command
+    ) -> None:
         data = torch.load("data.pt")
         for number, part in enumerate([data[:2], data[2:]]):
             torch.save(part, f"part{number}.pt")
             files = ("--calibration", f"part{number}.pt", "--output", f"{number}.safetensors")
-            assert calibrate("m.pt2", *ALPHA, *files) == 0
+            calibrate("m.pt2", *ALPHA, *files)
         merging = ["--merge", "1.safetensors", "0.safetensors", "--output", "all.safetensors"]
-        assert calibrate(*merging) == 0
-        assert quantize(*ALPHA, "--statistics", "all.safetensors", "--output", "a.qompose") == 0
-        assert quantize(*ALPHA, *DATA, "--output", "b.qompose") == 0
+        calibrate(*merging)
+        quantize(*ALPHA, "--statistics", "all.safetensors", "--output", "a.qompose")
+        quantize(*ALPHA, *DATA, "--output", "b.qompose")
         x = data[:2]
         assert torch.equal(qompose.load("a.qompose")(x), qompose.load("b.qompose")(x))
 
@@ -346,7 +331,6 @@ class TestCalibrate:
             (("--merge", "a.json"), "a.json: No such file"),
         ],
     )
-    def test_refusals(self, capsys: Capture, arguments: tuple[str, ...], named: str) -> None:
-        assert calibrate(*arguments, "--output", "seen.json") == 1
-        assert named in capsys.readouterr().err
+    def test_refusals(self, arguments: tuple[str, ...], named: str, calibrate: Command) -> None:
+        assert named in calibrate(*arguments, "--output", "seen.json", code=1).err
         assert not Path("seen.json").exists()
