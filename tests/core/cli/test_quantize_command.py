@@ -230,15 +230,6 @@ class TestProblems:
             assert f"{name} " in quantize(*ALPHA, *DATA, *files, code=1).err
         assert Path("pipe").is_fifo()
 
-    def test_links_are_written_through(self, quantize: Command) -> None:
-        for name in ("o.qompose", "o.bin"):
-            Path(f"link-{name}").symlink_to(name)
-        files = ("--output", "link-o.qompose", "--lowered", "link-o.bin")
-        quantize(*ALPHA, *DATA, "--target", "chip", *files)
-        assert qompose.load("o.qompose")
-        assert Path("o.bin").read_text() == "a program"
-        assert Path("link-o.bin").is_symlink()
-
     def test_a_link_to_what_is_read_is_refused(self, quantize: Command) -> None:
         Path("link").symlink_to("data.pt")
         Path("q.json").write_text(json.dumps(qompose.compose("alpha").to_dict()))

@@ -537,25 +537,18 @@ def test_a_weight_that_is_moved_keeps_its_integers() -> None:
     assert_close(converted(x), model(x), 1e-6, None)
 
 
-class ByHand(nn.Module):
+def by_hand(activation: Callable[[Tensor], Tensor], weight: Callable[..., Tensor]) -> nn.Module:
     """A linear operator between Q/DQ operators that its builder writes."""
-
-    def __init__(
-        self, activation: Callable[[Tensor], Tensor], weight: Callable[..., Tensor]
-    ) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(0)
-        self.register_buffer(
-            "w", torch.randint(-127, 128, (6, 8), dtype=torch.int8, generator=generator)
-        )
-        self.register_buffer("scale", torch.rand(6, generator=generator) + 0.01)
-        self.register_buffer("zero_point", torch.zeros(6, dtype=torch.int64))
-        self.register_buffer("scales", torch.rand(6, 2, generator=generator) + 0.01)
-        self.register_buffer("zero_points", torch.randint(-9, 9, (6, 2), generator=generator))
-        self.activation, self.weight = activation, weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return functional.linear(self.activation(x), self.weight(self))
+    generator = torch.Generator().manual_seed(0)
+    buffers = {
+        "w": torch.randint(-127, 128, (6, 8), dtype=torch.int8, generator=generator),
+        "scale": torch.rand(6, generator=generator) + 0.01,
+        "zero_point": torch.zeros(6, dtype=torch.int64),
+        "scales": torch.rand(6, 2, generator=generator) + 0.01,
+        "zero_points": torch.randint(-9, 9, (6, 2), generator=generator),
+    }
+    parts = {name: nn.Buffer(tensor) for name, tensor in buffers.items()}
+    return Model(lambda m, x: functional.linear(activation(x), weight(m)), **parts)
 
 
 def by_token(choose: Callable[..., Any]) -> Callable[[Tensor], Tensor]:
@@ -592,7 +585,7 @@ def test_scales_of_tokens_and_blocks(symmetric: bool, weight: Callable[..., Tens
     """Tokens have a reference; weights in blocks are simulated, in aten."""
     choose = qdq.choose_qparams_per_token_symmetric if symmetric else qdq.choose_qparams_per_token
     x, dim = randn(2, 3, 8), torch.export.Dim("batch", min=1, max=9)
-    program = export(ByHand(by_token(choose), weight), x, dynamic_shapes=({0: dim},))
+    program = export(by_hand(by_token(choose), weight), x, dynamic_shapes=({0: dim},))
     simulated: Any = program.module(check_guards=False)
     model, result = represented(simulated, x)
     if weight is per_channel:

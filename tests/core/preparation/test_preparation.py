@@ -1,39 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Preparation: one observer per sharing group, the same outputs, the same way to be called."""
+"""Preparation keeps the way to be called; each wrong input of a stage is an error; and the stages fit together."""
 
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import qompose
 import torch
-from qompose import RuleQuantizer
-from qompose.errors import ConfigError
+from qompose import QomposeWarning, RuleQuantizer, UserError
+from qompose.errors import (
+    BackendNotFoundError,
+    ConfigError,
+    NotExportedError,
+    StageError,
+    TargetError,
+    UncalibratedError,
+)
 from qompose.observers import MinMaxObserver
 from qompose.program.meta import tag_of
 from torch import Tensor, nn
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule, Node, symbolic_trace
 
-from tests.core.preparation.test_zoo import of_each_kind
 from tests.core.toy import (
     LINEAR,
+    WEIGHT_ONLY,
     Model,
     ToyBackend,
     convert,
     export,
-    observers_of,
+    graph_text,
+    operators,
     plan_of,
     prepare,
     randn,
     seeded,
+    sqnr,
     toy,
 )
-from tests.zoo import ZooModel, tagged
-
-STATIC_MODELS = tagged(without=("transformers", "mutation", "bn", "control_flow"))
+from tests.zoo import by_name
 
 
 def fork(m: Any, x: Tensor) -> Tensor:
@@ -42,32 +50,6 @@ def fork(m: Any, x: Tensor) -> Tensor:
 
 
 FORK = seeded(Model(fork, **{name: nn.Linear(3, 3) for name in "abc"}))
-
-
-@pytest.mark.parametrize("model", of_each_kind(STATIC_MODELS), ids=str)
-def test_outputs_stay_bit_identical(model: ZooModel) -> None:
-    """With everything annotated that the toy rules match; the models have no batch norm to fold."""
-    program, inputs = model.export(), model.inputs()
-    prepared = prepare(program, toy())
-    assert plan_of(prepared).rewrites == ()
-    with torch.no_grad():
-        expected, actual = program.module()(*inputs), prepared(*inputs)
-    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
-
-
-def test_each_group_has_one_observer_that_all_its_points_run_through() -> None:
-    prepared = prepare(export(FORK, randn(2, 3)), toy())
-    names = [str(node.target) for node in observers_of(prepared)]
-    groups = plan_of(prepared).groups
-    assert set(names) == {f"activation_post_process_{i}" for i in range(len(groups))}
-    modules = [module for module in prepared.modules() if isinstance(module, MinMaxObserver)]
-    assert len(modules) == len(groups)
-    observed: dict[str, set[str]] = {name: set() for name in names}
-    for node in observers_of(prepared):
-        observed[str(node.target)].add(node.args[0].name)  # type: ignore[union-attr]
-    for number, group in enumerate(groups):
-        sources = {point.source for point in group.points}
-        assert observed[f"activation_post_process_{number}"] == sources
 
 
 def test_regions_are_tagged_with_their_claims() -> None:
@@ -160,3 +142,175 @@ def test_a_prepared_model_can_be_copied() -> None:
     with pytest.raises(qompose.errors.UncalibratedError):
         qompose.convert_pt2e(prepared)
     assert torch.equal(qompose.convert_pt2e(twin)(x), convert(export(FORK, x), toy(LINEAR), x)(x))
+
+
+X = randn(6, 3)
+
+
+def make() -> nn.Module:
+    layers = {"first": nn.Linear(3, 4), "second": nn.Linear(4, 2)}
+    return seeded(Model(lambda m, x: m.second(torch.sigmoid(m.first(x))), **layers))
+
+
+PROGRAM = export(make(), X)
+
+
+@pytest.fixture
+def net() -> nn.Module:
+    return make()
+
+
+WRONG: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
+    "a module that was not exported": (
+        lambda net: qompose.prepare_pt2e(net, toy()), NotExportedError, "prepare_pt2e .*tests.core.toy.Model",
+    ),
+    "a traced module": (
+        lambda net: qompose.prepare_pt2e(symbolic_trace(net), toy()), NotExportedError, "prepare_pt2e",
+    ),
+    "nothing": (lambda net: qompose.prepare_pt2e(None, toy()), NotExportedError, "NoneType"),
+    "an exported program in place": (
+        lambda net: qompose.prepare_pt2e(PROGRAM, toy(), inplace=True), UserError, "GraphModule",
+    ),
+    "no members": (lambda net: qompose.compose(), UserError, ""),
+    "a member of another kind": (
+        lambda net: qompose.compose(toy(), object()), UserError, "builtins.object",
+    ),
+    "a program in the quantizer's place": (
+        lambda net: qompose.prepare_pt2e(toy(), PROGRAM), UserError, "^.{,200}$",  # it is not printed
+    ),
+    "calibrate before prepare": (
+        lambda net: qompose.calibrate(PROGRAM.module(), [X]), StageError, "calibrate .*prepare_pt2e",
+    ),
+    "convert before prepare": (
+        lambda net: qompose.convert_pt2e(PROGRAM.module()), StageError, "convert_pt2e .*prepare",
+    ),
+    "convert twice": (
+        lambda net: qompose.convert_pt2e(convert(PROGRAM, toy(), X)), StageError, "a converted model",
+    ),
+    "lower before convert": (
+        lambda net: qompose.lower(prepare(PROGRAM, toy())), StageError, "lower .*a prepared model",
+    ),
+    "lower a reference": (
+        lambda net: qompose.lower(convert(PROGRAM, toy(LINEAR), X, use_reference_representation=True)),
+        StageError, "use_reference_representation",
+    ),
+    "convert before calibrate": (
+        lambda net: qompose.convert_pt2e(prepare(PROGRAM, toy())), UncalibratedError, "calibrate",
+    ),
+    "an unknown target": (
+        lambda net: qompose.lower(convert(PROGRAM, toy(LINEAR), X), "troch"), TargetError, "'troch'.*'torch'",
+    ),
+    "no record": (lambda net: qompose.report(net), StageError, "Model"),
+    "quantize without example inputs": (
+        lambda net: qompose.quantize(net, backends=[toy()]), UserError, "example_inputs",
+    ),
+    "quantize with a tensor for example inputs": (
+        lambda net: qompose.quantize(net, X, backends=[toy()]), UserError, "example_inputs",
+    ),
+    "quantize without backends": (lambda net: qompose.quantize(net, (X,), backends=[]), UserError, ""),
+    "quantize without calibration": (
+        lambda net: qompose.quantize(net, (X,), backends=[toy(LINEAR)]), UncalibratedError, "linear_1",
+    ),
+    "quantize a graph module": (
+        lambda net: qompose.quantize(PROGRAM.module(), (X,), backends=[toy()]), UserError, "GraphModule",
+    ),
+    "quantize with an unknown backend": (
+        lambda net: qompose.quantize(net, (X,), backends=["toi"], calibration=[X]),
+        BackendNotFoundError, "'toi'",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "error", "named"), WRONG.values(), ids=WRONG)
+def test_wrong_input(
+    call: Callable[[Any], Any],
+    error: type[Exception],
+    named: str,
+    net: nn.Module,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("qompose.backend.discovery.entry_points", lambda group: [])
+    with pytest.raises(error, match=f"(?s){named}"):
+        call(net)
+    assert issubclass(error, UserError)
+
+
+@pytest.mark.parametrize("given", ["model", "program"])
+def test_quantize_runs_all_stages(net: nn.Module, given: str) -> None:
+    what = (net, (X,)) if given == "model" else (PROGRAM,)
+    result = qompose.quantize(*what, backends=[toy(LINEAR)], calibration=[X])
+    assert operators(result.model)["linear"] == 2
+    assert not operators(result.model)["dequantize_per_channel"]
+    assert sqnr(net(X), result.model(X)) > 30
+    assert sqnr(result.converted(X), result.model(X)) > 35
+    assert torch.equal(result.exported.module()(X), net(X))
+    assert (result.report.stage, result.report.target) == ("lowered", "torch")
+    assert result.quantizer.members[0].name == "toy"
+
+
+def test_quantize_goes_by_statistics(net: nn.Module) -> None:
+    """Those of a calibration of the same module, in place of data, as often as one likes."""
+    seen = qompose.statistics(qompose.calibrate(prepare(PROGRAM, toy(LINEAR)), [X, 2 * X]))
+    quantize = functools.partial(qompose.quantize, backends=[toy(LINEAR)])
+    expected = quantize(net, (X,), calibration=[X, 2 * X])
+    for _ in range(2):
+        assert torch.equal(quantize(net, (X,), calibration=seen).model(X), expected.model(X))
+    with pytest.raises(qompose.errors.StatisticsError, match="parameters"):
+        quantize(seeded(copy.deepcopy(net), 7), (X,), calibration=seen)
+    with pytest.raises(UserError, match="transform="):
+        quantize(net, (X,), calibration=seen, transform=lambda b: b)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_quantize_exports_in_eval_mode_and_puts_the_mode_back(training: bool) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.9)).train(training)
+    result = qompose.quantize(model, (X,), backends=[toy(LINEAR)], calibration=[X])
+    assert model.training is training
+    assert all(module.training is training for module in model.modules())
+    assert torch.equal(result.model(X), result.model(X))
+
+
+def test_quantize_without_calibration_where_nothing_is_static(net: nn.Module) -> None:
+    with pytest.warns(QomposeWarning, match="linear.*toy"):
+        result = qompose.quantize(net, (X,), backends=[toy(LINEAR, config=WEIGHT_ONLY)])
+    assert sqnr(net(X), result.model(X)) > 30
+
+
+def test_stages_do_not_change_what_they_were_given() -> None:
+    prepared = prepare(PROGRAM, toy(LINEAR))
+    prepared(X)
+    converted = qompose.convert_pt2e(prepared)
+    texts = [graph_text(prepared), graph_text(converted)]
+    outputs = [prepared(X), converted(X)]
+    qompose.lower(converted)
+    qompose.lower(converted)
+    assert [graph_text(prepared), graph_text(converted)] == texts
+    assert torch.equal(prepared(X), outputs[0])
+    assert torch.equal(converted(X), outputs[1])
+
+
+def test_options_of_convert_stand_where_torchao_has_them() -> None:
+    """A script written for it passes them by place, or the model by name."""
+    prepared = qompose.calibrate(prepare(PROGRAM, toy(LINEAR)), [X])
+    spelled_out = qompose.convert_pt2e(model=prepared, use_reference_representation=True)
+    stages = [qompose.report(m).stage for m in (qompose.convert_pt2e(prepared, False), spelled_out)]
+    assert stages == ["converted", "reference"]
+    folded, unfolded = (
+        {t.dtype for t in qompose.convert_pt2e(prepared, False, fold).state_dict().values()}
+        for fold in (True, False)
+    )
+    assert torch.int8 in folded and torch.int8 not in unfolded
+
+
+def test_a_reference_spells_out_bodies_of_control_flow_too() -> None:
+    model, inputs = by_name("cond_shared_weight"), by_name("cond_shared_weight").inputs()
+    prepared = prepare(model.export(), toy())
+    for sign in (1, -1):
+        prepared(*(sign * x for x in inputs))
+    simulated = qompose.convert_pt2e(prepared)
+    spelled_out = qompose.convert_pt2e(prepared, use_reference_representation=True)
+    states = {row.state for row in qompose.report(spelled_out).rows if row.owner}
+    assert states == {"integer reference"}
+    for sign in (1, -1):
+        signed = [sign * x for x in inputs]
+        assert sqnr(simulated(*signed), spelled_out(*signed)) > 60

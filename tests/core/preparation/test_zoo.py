@@ -87,13 +87,6 @@ def test_a_null_quantizer_changes_no_bit_and_leaves_the_program_alone(model: Zoo
         assert _operators(prepared) == _operators(converted) == operators
 
 
-def test_parameters_are_shared_and_not_copied() -> None:
-    program = next(m for m in MODELS if m.name == "mlp").export()
-    addresses = {t.data_ptr() for t in program.state_dict.values()}
-    prepared = prepare(program, NullQuantizer())
-    assert {t.data_ptr() for t in prepared.parameters()} == addresses
-
-
 @pytest.mark.parametrize(
     "model", one_of(5, [m for m in tagged(without="transformers") if m.dynamic_shapes]), ids=str
 )

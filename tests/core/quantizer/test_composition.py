@@ -20,7 +20,6 @@ from qompose.backend import OperatorPattern
 from qompose.errors import ConfigError, MemberError
 from qompose.program.meta import ANNOTATION_KEY
 from qompose.quantizer.composition import Restrained
-from qompose.spec import qdq
 from qompose.spec.claim import Claim
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
@@ -46,7 +45,6 @@ from tests.core.toy import (
     annotate,
     aten,
     claimed,
-    convert,
     export,
     graph_text,
     plan_of,
@@ -434,25 +432,6 @@ def test_modules_divided_among_members(words: list[str], order: list[int], kind:
 
     made = members()
     assert results(kind, [made[i] for i in order]) == results(kind, members())
-
-
-@pytest.mark.parametrize("names", [("a", "b"), ("b", "a")], ids="-".join)
-def test_a_requantized_border_is_one_dequantize_and_one_quantize(names: tuple[str, str]) -> None:
-    configs = {"a": ("flat", STATIC), "b": ("last", STATIC_UINT8)}
-    members = [
-        toy(LINEAR, LINEAR_RELU, CAT, config=None, name=n).set_module_name(*configs[n])
-        for n in names
-    ]
-    sums = toy(CAT, SIGMOID, name="sums", config=STATIC)
-    converted = convert(program(mixed), qompose.compose(*members, sums), INPUTS[mixed])
-    (meeting,) = qompose.report(converted).requantizations
-    assert (meeting.from_owner, meeting.to_owner, meeting.readers) == ("sums", "b", ("linear_1",))
-    (linear,) = (node for node in converted.graph.nodes if node.name == "linear_1")
-    quantize = linear.args[0].args[0]
-    assert qdq.is_quantize(quantize)
-    assert qdq.is_dequantize(quantize.args[0])
-    assert quantize.args[0].args[0].args[5] is torch.int8
-    assert quantize.args[5] is torch.uint8
 
 
 JOINED_MODEL = Model(
