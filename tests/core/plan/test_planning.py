@@ -23,6 +23,7 @@ from qompose.plan.shared_qparams import notes_on_ranges, plan_groups
 from qompose.program.meta import ANNOTATION_KEY
 from qompose.spec import DerivedQuantizationSpec, QuantizationAnnotation, SharedQuantizationSpec
 from qompose.spec.claim import Claim, Point, PointSpec
+from syrupy.assertion import SnapshotAssertion
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
@@ -31,8 +32,10 @@ from tests.core.toy import (
     ADD,
     CONV_ADD_RELU,
     INT8,
+    LINEAR,
     RUN_TIME,
     UINT8,
+    VIEW,
     WEIGHT,
     Model,
     claimed,
@@ -48,6 +51,7 @@ from tests.core.toy import (
     sqnr,
     toy,
 )
+from tests.zoo import by_name
 
 
 @pytest.fixture(scope="module")
@@ -435,3 +439,27 @@ def test_one_tensor_in_two_roles(function: Any, rule: Rule, roles: set[str]) -> 
 def test_one_tensor_in_two_roles_of_another_order() -> None:
     exported = program(lambda m, x: (x + m.conv(x)).relu(), IMAGE)
     assert claimed(prepare(exported, toy(CONV_ADD_RELU))) == {}
+
+
+MODELS = ("conv_bn_relu", "self_concatenation", "cond_shared_weight", "scan_cell")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_plans_on_file(name: str, on_file: SnapshotAssertion) -> None:
+    prepared = prepare(by_name(name).export(), toy())
+    assert prepared.meta["qompose"].plan.to_dict() == on_file
+
+
+def test_text_has_a_line_for_each_fact() -> None:
+    plan = prepare(by_name("conv_bn_relu").export(), toy()).meta["qompose"].plan
+    assert {
+        "toy, rule conv_relu: conv2d -> relu in 0.0, static",
+        "    _0_0_weight -> conv2d: int8 [-127, 127] per_channel_symmetric axis 0, group 0",
+        "    output of relu: int8 [-128, 127] per_tensor_affine, group 4",
+        "float: flatten (aten.flatten.using_ints in 2.1): no rule claims it",
+        "rewritten by fold_batch_norm: conv2d, batch_norm",
+        "idle",
+    } < {*str(replace(plan, notes=("idle",))).split("\n")}
+    moved = Model(lambda m, x: m.linear(x).view(-1, 2), linear=nn.Linear(3, 4))
+    shared = prepare(export(moved, randn(6, 3)), toy(LINEAR, VIEW)).meta["qompose"].plan
+    assert "    output of view: as linear -> view, group 2" in str(shared).split("\n")

@@ -135,9 +135,7 @@ def test_tags_add_up_and_survive_a_save(program: Any) -> None:
     linear.meta["custom"] = {"theirs": 1}
     tag(linear, claim=3)
     tag(linear, rule="linear")
-    assert (tag_of(linear, "claim"), tag_of(linear, "rule"), tag_of(linear, "x")) == (
-        3, "linear", None,
-    )  # fmt: skip
+    assert [tag_of(linear, name) for name in ("claim", "rule", "x")] == [3, "linear", None]
     assert linear.meta["custom"]["theirs"] == 1
     clear_origin(linear)
     assert linear.meta["custom"] == {"theirs": 1}

@@ -94,9 +94,7 @@ def test_no_two_nodes_have_one_name(model: ZooModel) -> None:
     name_apart(module)
     names = [node.name for node in nodes_in(module)]
     assert len(names) == len(set(names))
-    assert [node.name for node in module.graph.nodes] == outer, (
-        "those outside of bodies keep theirs"
-    )
+    assert [node.name for node in module.graph.nodes] == outer, "outside of bodies they stay"
     name_apart(module)
     assert [node.name for node in nodes_in(module)] == names, "once is enough"
 

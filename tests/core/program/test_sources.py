@@ -61,30 +61,26 @@ def sources_of(strict: GraphModule) -> list[Any]:
     return [source for index, source in enumerate(named) if source not in named[:index]]
 
 
-class Forms(nn.Module):
+def forms(m: Any, x: Tensor) -> Tensor:
     """The ways to call the same operators."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.bn, self.act = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()
-        self.block = nn.Sequential(nn.Conv2d(4, 4, 1), nn.ReLU(inplace=True))
-        self.kernel = nn.Parameter(randn(4, 4, 1, 1))
-        self.linear, self.matrix = nn.Linear(4, 4), nn.Parameter(randn(4, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.block(self.act(self.bn(self.conv(x))))
-        x = F.conv2d(self.block(x), self.kernel)
-        x = F.relu(x) + torch.relu(x - 1) * x.relu() / 2
-        x = torch.add(x, x).add(1)
-        x += 1
-        x = F.max_pool2d(x.add_(1), 2)
-        x = torch.flatten(F.adaptive_avg_pool2d(x, 1), 1)
-        x = F.linear(self.linear(x), self.matrix) @ self.matrix
-        x = torch.cat([x, 1 - x], 1)[:, :4]
-        return aten.sigmoid.default(F.softmax(x, -1) + F.gelu(x))
+    x = m.block(m.act(m.bn(m.conv(x))))
+    x = F.conv2d(m.block(x), m.kernel)
+    x = F.relu(x) + torch.relu(x - 1) * x.relu() / 2
+    x = torch.add(x, x).add(1)
+    x += 1
+    x = F.max_pool2d(x.add_(1), 2)
+    x = torch.flatten(F.adaptive_avg_pool2d(x, 1), 1)
+    x = F.linear(m.linear(x), m.matrix) @ m.matrix
+    x = torch.cat([x, 1 - x], 1)[:, :4]
+    return aten.sigmoid.default(F.softmax(x, -1) + F.gelu(x))
 
 
-FORMS = Forms(), randn(1, 3, 10, 10)
+LAYERS = {
+    "conv": nn.Conv2d(3, 4, 3), "bn": nn.BatchNorm2d(4), "act": nn.ReLU(),
+    "block": nn.Sequential(nn.Conv2d(4, 4, 1), nn.ReLU(inplace=True)), "linear": nn.Linear(4, 4),
+    "kernel": nn.Parameter(randn(4, 4, 1, 1)), "matrix": nn.Parameter(randn(4, 4)),
+}  # fmt: skip
+FORMS = Model(forms, **LAYERS), randn(1, 3, 10, 10)
 
 MODELS = (
     "resnet18", "mobilenet_v3", "shared_conv", "in_place", "embedding_mlp", "lstm", "gru_cell",

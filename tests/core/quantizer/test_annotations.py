@@ -16,9 +16,7 @@ import torch
 from qompose import Quantizer
 from qompose.errors import AnnotationConflictError
 from qompose.program.meta import ANNOTATION_KEY
-from qompose.spec import (
-    DerivedQuantizationSpec,
-)
+from qompose.spec import DerivedQuantizationSpec
 from torch import nn
 from torch.fx import Node
 

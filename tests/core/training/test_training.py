@@ -452,9 +452,7 @@ def test_all_is_frozen_and_unfrozen() -> None:
 
 @pytest.mark.full
 @DEEPCOPY
-@pytest.mark.filterwarnings(
-    "ignore:.*should not be instantiated:DeprecationWarning"
-)  # dynamo's own
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo
 @pytest.mark.parametrize("quantizer", [None, product_quantizer(learned())], ids=["", "learned"])
 def test_torch_compile_in_one_graph(quantizer: Any) -> None:
     prepared, x = trained(quantizer)

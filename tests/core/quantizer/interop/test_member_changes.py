@@ -29,7 +29,7 @@ from tests.core.quantizer.interop.gallery import (
     X,
     net,
 )
-from tests.core.quantizer.interop.test_member_hooks import HOOKS
+from tests.core.quantizer.interop.test_members import HOOKS
 from tests.core.toy import Model, export, graph_text, plan_of, prepare, randn, seeded
 
 Silu = type("Silu", (Foreign,), {"targets": (SILU,)})
@@ -181,9 +181,8 @@ class TestConstants:
         before = {k: v.clone() for k, v in program.state_dict.items()}
         for members in ([self.InPlace()], [Linears(), self.InPlace()]):
             prepared = prepare(program, qompose.compose(*members))
-            (note,) = (
-                n for n in plan_of(prepared).notes if n.startswith("tests.InPlace: annotate")
-            )
+            notes = plan_of(prepared).notes
+            (note,) = (n for n in notes if n.startswith("tests.InPlace: annotate"))
             assert "mask" in note
             assert torch.equal(prepared(X), EXPECTED)
             for name, value in program.state_dict.items():
@@ -327,9 +326,7 @@ def test_numbers_do_not_depend_on_the_batch_that_was_exported() -> None:
     torch.testing.assert_close(prepared(other), net()(other))
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.*LeafSpec"
-)  # torch 2.13 copies argument trees by a deprecated class
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch 2.13, about itself
 class TestCopies:
     """A transform that works on a copy of the program."""
 
