@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Preparation keeps the way to be called; each wrong input of a stage is an error; and the stages fit together."""
+"""Preparation keeps the way to be called, wrong input of a stage is an error, and the stages fit together."""
 
 from __future__ import annotations
 
