@@ -327,8 +327,7 @@ def test_it_may_stay_in_float() -> None:
     assert sqnr(LOUD(-ABOVE_ZERO), converted(-ABOVE_ZERO)) > 30
 
 
-# torch 2.13 copies the argument tree of any exported module through a class that it deprecates
-@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch 2.13, about itself
 def test_copies_know_what_ran() -> None:
     prepared = prepare(BRANCHES, toy(LINEAR))
     prepared(ABOVE_ZERO)

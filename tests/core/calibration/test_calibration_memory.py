@@ -22,8 +22,6 @@ from tests.core.live_bytes import LiveBytes
 from tests.core.toy import LINEAR, SIGMOID, Model, export, prepare, randn, seeded, toy
 
 FEW, MANY, ROWS_OF_BATCH = 10, 30, 256
-
-
 LAYERS = {"first": nn.Linear(6, 8), "second": nn.Linear(8, 8)}
 NET = seeded(Model(lambda m, x: m.second(torch.sigmoid(m.first(x))), **LAYERS))
 PROGRAM = export(NET, randn(4, 6), dynamic_shapes=({0: torch.export.Dim("batch")},))

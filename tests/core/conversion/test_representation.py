@@ -162,8 +162,6 @@ FEW_PRODUCTS = (
     "linear", "linear of a vector", "linear, hardtanh", "conv2d", "conv2d depthwise, relu", "conv3d",
     "conv_transpose2d grouped",
 )  # fmt: skip
-
-
 SCHEMES = [
     torch.per_channel_symmetric, torch.per_channel_affine,
     torch.per_tensor_symmetric, torch.per_tensor_affine,
@@ -267,8 +265,6 @@ ELEMENTWISE: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]
     "clamp": (lambda a: a.clamp(max=0.5), ((2, 3),)),
     "move": (lambda a: a.permute(2, 0, 1).reshape(4, -1), ((2, 3, 4),)),
 }
-
-
 FEW_ELEMENTWISE = (
     "add", "sub", "mul, relu6", "matmul of heads", "bmm", "max_pool2d", "clamp", "move",
 )  # fmt: skip

@@ -132,8 +132,7 @@ def test_the_way_to_call_is_kept() -> None:
     assert len(lowered(x, **arguments)["rest"]) == 2
 
 
-# torch 2.13 copies the argument tree of any exported module through a class that it deprecates
-@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch 2.13, about itself
 def test_a_prepared_model_can_be_copied() -> None:
     x = randn(2, 3)
     prepared = prepare(export(FORK, x), toy(LINEAR))

@@ -161,8 +161,7 @@ def test_the_work_is_linear_in_the_number_of_parameters() -> None:
     assert (long - middle) / (middle - short) < 2.1
 
 
-# torch 2.13 copies the argument tree of a program through a class that it deprecates
-@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch 2.13, about itself
 def test_writes_that_are_outputs_of_the_program() -> None:
     """In a program without operators in place, a buffer that is written to is one more output."""
     program = export(State(), X).run_decompositions()

@@ -86,8 +86,6 @@ MODELS = (
     "resnet18", "mobilenet_v3", "shared_conv", "in_place", "embedding_mlp", "lstm", "gru_cell",
     "encoder_decoder", "attention_torch", "self_concatenation",
 )  # fmt: skip
-
-
 QUICK = ("in_place", "lstm", "attention_torch")
 
 

@@ -197,8 +197,6 @@ RESIDUAL = export(
     randn(1, 3, 4, 4),
 )
 CONV_RULES = (CONV_ADD_RELU, CONV_RELU, CONV)
-
-
 REMAINING = {
     "a shorter one where the add is taken": (
         [toy(ADD, name="sums"), toy(*CONV_RULES)], {"add": ("add",), "conv": ("conv2d",)},

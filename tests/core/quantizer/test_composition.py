@@ -452,8 +452,6 @@ def idle(*members: Any) -> dict[str, str]:
 
 A = partial(toy, LINEAR, name="a")
 B = partial(toy, LINEAR, name="b")
-
-
 WHY: dict[str, tuple[Any, list[str]]] = {
     "lost all": (lambda: (A(), B(config=DYNAMIC)), ["2 regions", "went to a"]),
     "lost one, left one": (

@@ -97,8 +97,6 @@ class Program(nn.Module):
 
 SYMMETRIC, AFFINE = torch.per_tensor_symmetric, torch.per_tensor_affine
 BY_CHANNEL, BY_CHANNEL_AFFINE = torch.per_channel_symmetric, torch.per_channel_affine
-
-
 PER_CHANNEL = partial(QuantizationSpec, torch.int8, PerChannelMinMaxObserver, -127, 127)
 PER_BLOCK = partial(QuantizationSpec, torch.int8, PerBlockMinMaxObserver, -8, 7, BY_CHANNEL)
 RUN_TIME = partial(QuantizationSpec, torch.int8, PlaceholderObserver, -128, 127, is_dynamic=True)

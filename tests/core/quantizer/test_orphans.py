@@ -28,8 +28,6 @@ from tests.core.quantizer.interop.foreign import (
 from tests.core.toy import INT8, UINT8, Model, export, graph_text, plan_of, prepare, randn, seeded
 
 X = randn(6, 4)
-
-
 PROGRAM = export(seeded(Model(lambda m, x: torch.tanh(m.a(x)), a=nn.Linear(4, 4))), X)
 
 

@@ -132,8 +132,6 @@ FORGERIES: dict[str, list[tuple[tuple[Any, ...], Any]]] = {
     "no methods": [(("methods",), {})],
     "other blocks": [(("blocks", "first.bias"), GONE)],
 }  # fmt: skip
-
-
 HALFWAY = """
 import os, resource, signal, sys
 import qompose

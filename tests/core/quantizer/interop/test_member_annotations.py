@@ -55,8 +55,6 @@ from tests.core.toy import (
 
 X = randn(6, 4)
 LINEAR = aten.linear.default
-
-
 MODEL = Model(
     lambda m, x: torch.sigmoid(m.a(x) + torch.tanh(m.b(x))), a=nn.Linear(4, 4), b=nn.Linear(4, 4)
 )
