@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import qompose
@@ -12,19 +11,6 @@ from qompose.program.decompositions import same_layout
 from qompose_x86_inductor import X86InductorQuantizer, get_default_x86_inductor_quantization_config
 from torch import Tensor, nn
 from torch.fx import GraphModule
-
-
-class Calls(nn.Module):
-    """A function of a module with some layers, and its inputs."""
-
-    def __init__(self, function: Callable[..., Tensor], **layers: nn.Module) -> None:
-        super().__init__()
-        self.function = function
-        for name, layer in layers.items():
-            self.add_module(name, layer)
-
-    def forward(self, *inputs: Tensor) -> Tensor:
-        return self.function(self, *inputs)
 
 
 def normal(*shape: int) -> Tensor:

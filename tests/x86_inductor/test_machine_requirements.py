@@ -24,23 +24,20 @@ from qompose_x86_inductor.onednn import exactness
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from tests.core.toy import Model
+
 LIMIT = "ONEDNN_MAX_CPU_ISA"
 vnni = pytest.mark.skipif(not exactness.vnni_exact(), reason="eight bits need VNNI")
 HIGHEST = {"avx2": 63, "vnni": 127}
 
 
-class Worst(nn.Module):
+def worst() -> nn.Module:
     """Products of the largest integers, which saturate first: all weights and all inputs are equal."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(16, 8, 3, bias=False)
-        self.linear = nn.Linear(64, 8, bias=False)
-        for parameter in self.parameters():
-            nn.init.ones_(parameter)
-
-    def forward(self, image: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
-        return self.conv(image), self.linear(row)
+    layers = {"conv": nn.Conv2d(16, 8, 3, bias=False), "linear": nn.Linear(64, 8, bias=False)}
+    model = Model(lambda m, image, row: (m.conv(image), m.linear(row)), **layers).eval()
+    for parameter in model.parameters():
+        nn.init.ones_(parameter)
+    return model
 
 
 BIG = (torch.ones(2, 16, 6, 6), torch.ones(3, 64))
@@ -49,7 +46,7 @@ BIG = (torch.ones(2, 16, 6, 6), torch.ones(3, 64))
 def prepared(name: str) -> GraphModule:
     torch.manual_seed(0)
     config = get_default_x86_inductor_quantization_config(isa=name, balance=False)
-    exported = torch.export.export(Worst().eval(), BIG)
+    exported = torch.export.export(worst(), BIG)
     model = qompose.prepare_pt2e(exported, X86InductorQuantizer().set_global(config))
     model(*BIG)
     return model

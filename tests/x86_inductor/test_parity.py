@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from tests.core.toy import Model
 from tests.sampling import at_once
-from tests.x86_inductor.small_models import Calls, assert_lowers_right, converted, normal
+from tests.x86_inductor.small_models import assert_lowers_right, converted, normal
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*maxpool2d is not quant")
 
@@ -76,23 +77,23 @@ PARITY: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
     "conv2d bn": (sequence(conv, partial(nn.BatchNorm2d, 4), nn.ReLU), IMAGE),
     "conv1d relu": (sequence(partial(nn.Conv1d, 4, 4, 3), nn.ReLU), SEQUENCE),
     "conv1d": (partial(nn.Conv1d, 4, 4, 3), SEQUENCE),
-    "conv2d add": (lambda: Calls(lambda m, x: m.conv(x) + x, conv=conv()), IMAGE),
+    "conv2d add": (lambda: Model(lambda m, x: m.conv(x) + x, conv=conv()), IMAGE),
     "conv2d add relu": (
-        lambda: Calls(lambda m, x: m.relu(x + m.conv(x)), conv=conv(), relu=nn.ReLU()),
+        lambda: Model(lambda m, x: m.relu(x + m.conv(x)), conv=conv(), relu=nn.ReLU()),
         IMAGE,
     ),
     "linear": (linear(), ROWS),
     **{f"linear {a.__name__}": (sequence(linear(), a), ROWS) for a in (*ACTIVATIONS, nn.Tanh)},
-    "linear add": (lambda: Calls(lambda m, x: m.linear(x) + x, linear=linear()()), ROWS),
+    "linear add": (lambda: Model(lambda m, x: m.linear(x) + x, linear=linear()()), ROWS),
     "linear add relu": (
-        lambda: Calls(lambda m, x: m.relu(m.linear(x) + x), linear=linear()(), relu=nn.ReLU()),
+        lambda: Model(lambda m, x: m.relu(m.linear(x) + x), linear=linear()(), relu=nn.ReLU()),
         ROWS,
     ),
     "mul": (
-        lambda: Calls(lambda m, x: m.c(m.a(x) * m.b(x)), a=linear()(), b=linear()(), c=linear()()),
+        lambda: Model(lambda m, x: m.c(m.a(x) * m.b(x)), a=linear()(), b=linear()(), c=linear()()),
         ROWS,
     ),
-    "matmul": (lambda: Calls(lambda m, x: m.a(x) @ m.b(x).mT, a=linear()(), b=linear()()), ROWS),
+    "matmul": (lambda: Model(lambda m, x: m.a(x) @ m.b(x).mT, a=linear()(), b=linear()()), ROWS),
     "max pool": (sequence(conv, nn.ReLU, partial(nn.MaxPool2d, 2), conv), IMAGE),
     "average pool": (sequence(conv, nn.ReLU, partial(nn.AvgPool2d, 2), conv), IMAGE),
     "head": (
@@ -100,7 +101,7 @@ PARITY: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
         IMAGE,
     ),
     "cat": (
-        lambda: Calls(
+        lambda: Model(
             lambda m, x: m.c(torch.cat([m.a(x), m.b(x)], 1)), a=conv(), b=conv(), c=conv(8)
         ),
         IMAGE,

@@ -39,8 +39,10 @@ from tests.core.toy import (
     STATIC_UINT8,
     VIEW,
     Annotator,
+    Model,
     NullQuantizer,
     ToyBackend,
+    export,
     toy,
 )
 
@@ -300,17 +302,9 @@ _INPUTS: dict[str, tuple[Any, tuple[int, ...]]] = {
 }  # fmt: skip
 
 
-class Every(nn.Module):
+def every(m: Any, *inputs: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
     """All modules of the table, each on inputs of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList(
-            kind(*_INPUTS.get(kind.__name__, ((), ()))[0]) for kind in MODULES
-        )
-
-    def forward(self, *inputs: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
-        return [part(*given) for part, given in zip(self.parts, inputs, strict=True)]
+    return [part(*given) for part, given in zip(m.parts, inputs, strict=True)]
 
 
 def _inputs(kind: Any) -> tuple[torch.Tensor, ...]:
@@ -322,7 +316,8 @@ def _inputs(kind: Any) -> tuple[torch.Tensor, ...]:
 
 @pytest.mark.filterwarnings("ignore:.*:FutureWarning")
 def test_every_module_of_the_table_is_exported_as_its_operator() -> None:
-    program = torch.export.export(Every().eval(), tuple(map(_inputs, MODULES)))
+    parts = nn.ModuleList(kind(*_INPUTS.get(kind.__name__, ((), ()))[0]) for kind in MODULES)
+    program = export(Model(every, parts=parts), *map(_inputs, MODULES))
     called: dict[str, list[str]] = defaultdict(list)
     for node in (n for n in program.graph.nodes if n.op == "call_function"):
         called[module_path(node)].append(str(node.target).rpartition(".")[0])

@@ -17,6 +17,7 @@ from tests.core.toy import (
     LINEAR_NO_BIAS_PATTERN,
     LINEAR_PATTERN,
     LINEAR_RELU_PATTERN,
+    Model,
     export,
     randn,
 )
@@ -37,17 +38,6 @@ def _sum_relu(first: Tensor, second: Tensor) -> Tensor:
 _ADD = (("op", aten.add.Tensor),)
 SUM = Pattern(_sum, ((2, 3), (2, 3)), _ADD)
 SUM_RELU = Pattern(_sum_relu, ((2, 3), (2, 3)), _ADD)
-
-
-class Function(nn.Module):
-    def __init__(self, function: Any) -> None:
-        super().__init__()
-        self.function = function
-        self.linear = nn.Linear(3, 3)
-        self.plain = nn.Linear(3, 3, bias=False)
-
-    def forward(self, x: Tensor, y: Tensor) -> Any:
-        return self.function(self, x, y)
 
 
 def find(pattern: Any, function: Any) -> list[tuple[str, ...]]:
@@ -93,9 +83,9 @@ def test_matches(pattern: Any, function: Any, expected: Any) -> None:
 
 
 def index(function: Any) -> OperatorIndex:
-    return OperatorIndex(
-        export(Function(function), randn(2, 3), randn(2, 3, seed=1)).module(check_guards=False)
-    )
+    layers = {"linear": nn.Linear(3, 3), "plain": nn.Linear(3, 3, bias=False)}
+    program = export(Model(function, **layers), randn(2, 3), randn(2, 3, seed=1))
+    return OperatorIndex(program.module(check_guards=False))
 
 
 def test_names_stand_for_nodes_and_arguments() -> None:

@@ -45,12 +45,6 @@ def test_a_configuration_that_cannot_be_followed_is_refused_when_it_is_set(
         toy(ROW, config=config)
 
 
-def test_what_is_within_the_bounds_or_in_some_variants_is_taken() -> None:
-    weight = replace(WEIGHT, quant_min=-127, quant_max=127)
-    assert ROW.objection(replace(STATIC, weight=weight)) is None
-    assert replace(LINEAR, bias="bias").bias == "bias"
-
-
 def test_what_is_no_configuration_is_refused() -> None:
     with pytest.raises(ConfigError, match="'static'"):
         qompose.RuleQuantizer(toy(ROW, config=None).backend).set_global("static")  # type: ignore[arg-type]

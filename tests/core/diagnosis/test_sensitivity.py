@@ -21,7 +21,7 @@ from torch._higher_order_ops.while_loop import while_loop
 from torch.fx import GraphModule, Node
 
 from tests.core.diagnosis.brute import cost, expected_costs, observed_costs
-from tests.core.observers.test_delegation import member as compressing
+from tests.core.observers.test_delegation import Compressing, member as compressing
 from tests.core.toy import (
     DYNAMIC,
     PER_TENSOR,
@@ -291,18 +291,8 @@ def test_what_stays_in_float_is_named() -> None:
     assert "add" not in {row.name for row in ranking}
 
 
-class Halving(nn.Module):
+class Halving(Compressing):
     """An observer that converts itself: to float16 and back, in operators of its own."""
-
-    def __init__(self, **arguments: Any) -> None:
-        super().__init__()
-        self.dtype = arguments["dtype"]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x
-
-    def calculate_qparams(self) -> tuple[Tensor, Tensor]:
-        return torch.ones(()), torch.zeros(())
 
     def convert(self, model: GraphModule, node: Node) -> None:
         (value,) = node.all_input_nodes

@@ -20,14 +20,12 @@ from qompose.backend import (
     on_integers,
 )
 from qompose.errors import ConfigError, MemberError, NotLoweredError, TargetError
-from qompose.spec import qdq
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from tests.core.toy import (
     CAT,
     LINEAR,
-    LINEAR_PATTERN,
     RELU,
     SIGMOID,
     STATIC,
@@ -278,22 +276,6 @@ def test_members_that_share_no_target_are_told_apart() -> None:
 def test_a_model_without_claims_lowers_to_itself() -> None:
     converted = convert(PROGRAM, toy(SIGMOID), X)
     assert torch.equal(qompose.lower(converted, strict=True)(X), PROGRAM.module()(X))
-
-
-def test_a_lowered_model_can_be_compiled_and_exported_again() -> None:
-    lowered = qompose.lower(convert(PROGRAM, toy(LINEAR, VIEW), X))
-    again = torch.export.export(lowered, (X,)).module()
-    assert torch.equal(again(X), lowered(X))
-    compiled = torch.compile(lowered, backend="aot_eager")
-    assert torch.equal(compiled(X), lowered(X))
-
-
-def test_a_bias_free_pattern_is_not_taken_for_one_with_bias() -> None:
-    with_bias = rule("linear", LINEAR_PATTERN, anchor="op", weight="weight", kernels=LINEAR.kernels)
-    converted = convert(PROGRAM, toy(with_bias), X)
-    first, second = nodes_calling(converted, "linear")
-    assert qdq.is_dequantize(first.args[0])
-    assert second.args[1].op == "get_attr"
 
 
 def test_relu_on_integers_clamps_at_the_zero_point() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import qompose
 import torch
-from qompose import QuantizationConfig, activation_spec, training_config, weight_spec
+from qompose import QuantizationConfig, activation_spec, weight_spec
 from qompose.errors import StatisticsError, UncalibratedError
 from qompose.observers import AutoRangeObserver, HistogramObserver, MinMaxObserver
 from qompose.observers.auto_range import WHOLE, Reader, measured_against, squared_sizes
@@ -297,9 +297,3 @@ def test_of_tensors_that_no_product_touches_it_is_the_one_of_most_channels() -> 
     model = Model(lambda m, x, y: torch.cat([x.relu(), y.relu()], 1))
     prepared = prepare(export(model, randn(9, 2), randn(9, 6)), toy(RELU, CAT, config=CONFIG))
     assert 8 in {o.channels for o in auto_observers(prepared).values() if o.shared}
-
-
-def test_training_has_moving_averages() -> None:
-    trained = training_config(CONFIG)
-    assert "AutoRange" not in repr(trained)
-    assert trained.repairs == ()

@@ -105,7 +105,8 @@ def kinds(config: qompose.QuantizationConfig) -> list[Any]:
 @pytest.mark.parametrize("word", ["moving_average", "learned"])
 def test_the_integers_are_the_same(config: qompose.QuantizationConfig, word: str) -> None:
     trained = training_config(config, word)
-    assert trained.is_qat and not trained.balance and trained.mode == config.mode
+    assert trained.is_qat and trained.mode == config.mode
+    assert not trained.balance and trained.repairs == ()
     for role in ("input_activation", "output_activation", "weight"):
         one, other = getattr(config, role), getattr(trained, role)
         assert (one is None) == (other is None)

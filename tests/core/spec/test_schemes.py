@@ -23,6 +23,7 @@ from tests.core.toy import (
     LINEAR,
     STATIC,
     Annotator,
+    Model,
     annotate,
     export,
     nodes_calling,
@@ -190,16 +191,15 @@ def test_the_operators_of_blocks_keep_torchs_rules() -> None:
     torch.library.opcheck(qdq.dequantize_per_block, arguments)
 
 
-class Three(nn.Module):
+def three() -> Any:
     """A convolution, a linear layer and a table, each with a weight that 4 divides."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.linear = nn.Conv2d(4, 4, 2, 2, bias=False), nn.Linear(16, 8)
-        self.table = nn.Embedding(8, 16)
-
-    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
-        return self.linear(self.conv(x).flatten(1) + self.table(ids))
+    layers = {"conv": nn.Conv2d(4, 4, 2, 2, bias=False), "linear": nn.Linear(16, 8)}
+    return seeded(
+        Model(
+            lambda m, x, ids: m.linear(m.conv(x).flatten(1) + m.table(ids)),
+            **layers, table=nn.Embedding(8, 16),
+        )
+    )  # fmt: skip
 
 
 INPUTS = randn(2, 4, 4, 4), torch.tensor([3, 5])
@@ -208,7 +208,7 @@ TARGETS = {aten.conv2d.default: 1, aten.linear.default: 1, aten.embedding.defaul
 
 @cache
 def program() -> torch.export.ExportedProgram:
-    return export(seeded(Three()), *INPUTS)
+    return export(three(), *INPUTS)
 
 
 def weights(spec: QuantizationSpec, *targets: Any) -> Annotator:
@@ -250,7 +250,7 @@ def test_weights_in_blocks(spec: QuantizationSpec, name: str, number: int, bound
         assert tensor.dtype is spec.dtype
         assert spec.quant_min <= int(tensor.min()) and int(tensor.max()) <= spec.quant_max
         assert int(tensor.max()) == spec.quant_max, "the range is used"
-    assert bound < sqnr(seeded(Three())(*INPUTS), converted(*INPUTS)) < bound + 18
+    assert bound < sqnr(three()(*INPUTS), converted(*INPUTS)) < bound + 18
 
 
 CHANNELS = QuantizationSpec(torch.int8, PerChannelMinMaxObserver, -127, 127, SYMMETRIC, ch_axis=2)

@@ -19,6 +19,7 @@ from qompose_x86_inductor.inductor.decomposition import with_prepack_in_graph
 from qompose_x86_inductor.onednn import exactness
 from torch import Tensor, fx, nn
 
+from tests.core.toy import Model, export
 from tests.sampling import at_once
 from tests.x86_inductor import small_models
 
@@ -169,20 +170,11 @@ def test_inexact_weights_stay_with_their_operator(
     assert_same(prepacked, lowered)
 
 
-class Residual(torch.nn.Module):
+def residual(m: Any, image: Tensor, word: Tensor) -> Tensor:
     """What a lowered graph is made from: a skip, a pool, a gelu, an embedding of another backend."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = torch.nn.Embedding(20, 12)
-        self.stem = torch.nn.Conv2d(3, 16, 3, padding=1)
-        self.body = torch.nn.Conv2d(16, 16, 3, padding=1)
-        self.head = torch.nn.Linear(16, 5)
-
-    def forward(self, image: Tensor, word: Tensor) -> Tensor:
-        y = F.max_pool2d(self.stem(image * self.words(word)[:, None, None]).relu(), 2)
-        y = (self.body(y) + y).relu()
-        return F.gelu(self.head(y.mean((2, 3))))
+    y = F.max_pool2d(m.stem(image * m.words(word)[:, None, None]).relu(), 2)
+    y = (m.body(y) + y).relu()
+    return F.gelu(m.head(y.mean((2, 3))))
 
 
 def arguments(batch: int) -> tuple[Tensor, Tensor]:
@@ -193,9 +185,9 @@ def arguments(batch: int) -> tuple[Tensor, Tensor]:
 def result() -> qompose.QuantizedModel:
     torch.manual_seed(0)
     batch = torch.export.Dim("batch", min=1, max=64)
-    exported = torch.export.export(
-        Residual().eval(), arguments(4), dynamic_shapes=({0: batch}, {0: batch})
-    )
+    convolutions = {"stem": nn.Conv2d(3, 16, 3, padding=1), "body": nn.Conv2d(16, 16, 3, padding=1)}
+    model = Model(residual, words=nn.Embedding(20, 12), **convolutions, head=nn.Linear(16, 5))
+    exported = export(model, *arguments(4), dynamic_shapes=({0: batch}, {0: batch}))
     config = get_default_x86_inductor_quantization_config()
     quantizer = X86InductorQuantizer().set_global(config)
     calibration = [arguments(8) for _ in range(2)]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 from torch.export import Dim
 
+from tests.core.toy import Model
 from tests.sampling import at_once
 from tests.x86_inductor.small_models import lowered
 
@@ -39,46 +40,25 @@ def image_net() -> nn.Module:
     return nn.Sequential(features, nn.Linear(16, 10)).eval()
 
 
-class Skip(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.outer = perceptron(), nn.Linear(WIDTH, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.relu(self.inner(x) + self.outer(x))
+def skip() -> nn.Module:
+    layers = {"inner": perceptron(), "outer": nn.Linear(WIDTH, 16)}
+    return Model(lambda m, x: torch.relu(m.inner(x) + m.outer(x)), **layers)
 
 
-class Similar(nn.Module):
+def similar(m: Any, x: Tensor) -> Tensor:
     """A product of weights, and one of two activations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = perceptron()
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.inner(x)
-        return torch.mm(y, y.t())
+    y = m.inner(x)
+    return torch.mm(y, y.t())
 
 
-class Recurrent(nn.Module):
+def recurrent(m: Any, x: Tensor) -> Tensor:
     """A layer that torch makes of products in float, behind one in int8."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.gru = perceptron(), nn.GRU(16, 8, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.gru(self.inner(x).unsqueeze(0))[0]
+    return m.gru(m.inner(x).unsqueeze(0))[0]
 
 
-class OneGelu(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.linear = nn.Linear(WIDTH, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.gelu(self.linear(x))
+def one_gelu() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, 16), nn.GELU())
 
 
 def rows(count: int, seed: int = 1) -> Tensor:
@@ -92,19 +72,24 @@ ADVICE: dict[str, tuple[nn.Module, Tensor, Any, bool]] = {
     "rows of rank 3": (perceptron(), rows(60).reshape(3, 20, WIDTH), {}, True),
     "more of rank 3": (perceptron(), rows(300).reshape(3, 100, WIDTH), {}, False),
     "gelu": (perceptron(nn.GELU), rows(64), {}, True),
-    "more of gelu": (OneGelu(), rows(65), {}, False),
+    "more of gelu": (one_gelu(), rows(65), {}, False),
     "one of two": (perceptron(nn.GELU), rows(65), {}, True),
     "any rows": (perceptron(), rows(4), {"dynamic_shapes": ({0: Dim("batch", max=8)},)}, True),
     "any rows of gelu": (
-        OneGelu(),
+        one_gelu(),
         rows(4),
         {"dynamic_shapes": ({0: Dim("batch", max=8)},)},
         False,
     ),
     "behind convolutions": (image_net(), torch.randn(2, 3, 8, 8), {}, True),
     "no linear": (nn.Conv2d(3, 4, 3), torch.randn(2, 3, 8, 8), {}, False),
-    "a product in float": (Similar(), rows(3), {}, False),
-    "a gru": (Recurrent(), rows(6), {}, False),
+    "a product in float": (Model(similar, inner=perceptron()), rows(3), {}, False),
+    "a gru": (
+        Model(recurrent, inner=perceptron(), gru=nn.GRU(16, 8, batch_first=True)),
+        rows(6),
+        {},
+        False,
+    ),
     "dynamic": (perceptron(), rows(2), {"is_dynamic": True}, False),
     "per token": (perceptron(), rows(2), {"is_dynamic": True, "per_token": True}, True),
     "weight-only": (perceptron(), rows(2), {"weight_only": True}, False),
@@ -138,8 +123,8 @@ COMPILED = {
     "leaky_relu": (perceptron(nn.LeakyReLU), {}),
     "relu6": (perceptron(nn.ReLU6), {}),
     "tanh": (perceptron(nn.Tanh), {}),
-    "add": (Skip(), {}),
-    "per token": (Skip(), {"is_dynamic": True, "per_token": True}),
+    "add": (skip(), {}),
+    "per token": (skip(), {"is_dynamic": True, "per_token": True}),
 }
 
 
@@ -176,7 +161,7 @@ def test_one_program_for_any_number_of_rows() -> None:
 @pytest.mark.full
 def test_a_sum_of_two_products_with_scales_at_run_time() -> None:
     """Torch 2.13 computes it wrongly where the template is allowed."""
-    model, x = lowered(Skip(), rows(7), is_dynamic=True), rows(7)
+    model, x = lowered(skip(), rows(7), is_dynamic=True), rows(7)
     result = qompose.compile_lowered(model, options=gemm_template.OPTIONS)(x)
     torch.testing.assert_close(result, model(x))
 

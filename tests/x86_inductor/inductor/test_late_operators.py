@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, Node
 
+from tests.core.toy import Model
 from tests.sampling import at_once
 from tests.x86_inductor.small_models import lowered
 
@@ -25,14 +26,9 @@ pytestmark = [
 Body = Callable[[nn.ModuleList, Tensor], Tensor]
 
 
-class Convolutions(nn.Module):
-    def __init__(self, body: Body) -> None:
-        super().__init__()
-        self.body = body
-        self.layers = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.body(self.layers, x)
+def convolutions(body: Body) -> nn.Module:
+    layers = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1) for _ in range(4))
+    return Model(lambda m, x: body(m.layers, x), layers=layers)
 
 
 def residual(layers: nn.ModuleList, x: Tensor) -> Tensor:
@@ -121,7 +117,7 @@ def test_sums(
 ) -> None:
     torch.manual_seed(0)
     x = torch.randn(2, 8, 8, 8)
-    model = lowered(Convolutions(body), x)
+    model = lowered(convolutions(body), x)
     seen = compiled_graphs(monkeypatch)
     path = tmp_path / "model.pt2" if mode == "package" else None
     with torch.compiler.config.patch(force_disable_caches=True):

@@ -33,34 +33,34 @@ pytestmark = [
 PRODUCT, DEPTHWISE, ONEDNN = "cpu_vnni_product(", "cpu_vnni_depthwise(", "cpu__q"
 
 
-class Block(nn.Module):
+def block() -> nn.Module:
     """Every form of a convolution: of images and sequences, by channel, in groups, with a sum behind it."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, 20, 3, 2, 1), nn.BatchNorm2d(20), nn.ReLU6())
-        self.wide = nn.Sequential(nn.Conv2d(20, 20, 5, padding=2, groups=20), nn.Hardswish())
-        self.narrow, self.dilated = (
-            nn.Conv2d(20, 20, 1),
-            nn.Conv2d(20, 70, 3, padding=2, dilation=2),
-        )
-        self.last = nn.Conv2d(70, 6, (1, 3), stride=(2, 1))
+    def forward(m: Any, x: Tensor) -> Tensor:
+        x = m.stem(x)
+        x = torch.relu(x + m.narrow(m.wide(x)))
+        return m.last(F.silu(m.dilated(x)))
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        x = torch.relu(x + self.narrow(self.wide(x)))
-        return self.last(F.silu(self.dilated(x)))
+    return Model(
+        forward,
+        stem=nn.Sequential(nn.Conv2d(3, 20, 3, 2, 1), nn.BatchNorm2d(20), nn.ReLU6()),
+        wide=nn.Sequential(nn.Conv2d(20, 20, 5, padding=2, groups=20), nn.Hardswish()),
+        narrow=nn.Conv2d(20, 20, 1),
+        dilated=nn.Conv2d(20, 70, 3, padding=2, dilation=2),
+        last=nn.Conv2d(70, 6, (1, 3), stride=(2, 1)),
+    )
 
 
-class Sequence(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Conv1d(5, 19, 3, padding=1), nn.Conv1d(19, 19, 5, groups=19)
-        self.inner, self.outer = nn.Linear(19, 40), nn.Linear(40, 19)
+def sequences() -> nn.Module:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        x = m.second(F.leaky_relu(m.first(x), 0.2)).transpose(1, 2)
+        return x + m.outer(F.gelu(m.inner(x)))
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.second(F.leaky_relu(self.first(x), 0.2)).transpose(1, 2)
-        return x + self.outer(F.gelu(self.inner(x)))
+    convolutions = {
+        "first": nn.Conv1d(5, 19, 3, padding=1),
+        "second": nn.Conv1d(19, 19, 5, groups=19),
+    }
+    return Model(forward, **convolutions, inner=nn.Linear(19, 40), outer=nn.Linear(40, 19))
 
 
 def image(batch: int) -> Tensor:
@@ -99,10 +99,10 @@ def assert_same(
     at_once(
         [
             (*row, mode)
-            for row in ((Block, image, 4, 1), (Sequence, sequence, 3, 1))
+            for row in ((block, image, 4, 1), (sequences, sequence, 3, 1))
             for mode in ("default", "package")
         ],
-        (Block, image, 4, 1, "package"),
+        (block, image, 4, 1, "package"),
     ),
 )
 def test_models(
@@ -119,7 +119,7 @@ def test_models(
         assert calls[:2] == [products + 1, by_channel + 1]  # and a declaration of each
         assert calls[2] == 0
         assert ("aoti_torch_cpu_quantize_planes(buf" in code or "quantize_planes(arg" in code) is (
-            module is Block
+            module is block
         )
 
 
@@ -154,15 +154,8 @@ def test_nothing_is_asked_of_the_compiler_without_products() -> None:
 
 
 def test_a_weight_that_is_used_twice_is_packed_once() -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.shared = nn.Linear(26, 26)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.shared(torch.relu(self.shared(x)))
-
-    model = with_prepack_in_graph(lowered(Twice(), image))
+    twice = Model(lambda m, x: m.shared(torch.relu(m.shared(x))), shared=nn.Linear(26, 26))
+    model = with_prepack_in_graph(lowered(twice, image))
     calls = [node for node in model.graph.nodes if vnni.PRODUCT in node.args]
     assert len(calls) == 2
     assert len({node.args[2].target for node in calls}) == 1
@@ -185,13 +178,9 @@ def test_a_weight_is_packed_for_each_way_that_it_is_used() -> None:
 
 def test_images_of_a_program_without_products_are_inductors() -> None:
     """The code for planes comes with that of products: a package without them could not hold it."""
-
-    class Quantized(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            quantize = torch.ops.quantized_decomposed.quantize_per_tensor
-            return quantize(x, 0.1, 128, 0, 255, torch.uint8)
-
-    graph = torch.export.export(Quantized(), (image(2),)).module()
+    quantize = torch.ops.quantized_decomposed.quantize_per_tensor
+    quantized = Model(lambda m, x: quantize(x, 0.1, 128, 0, 255, torch.uint8))
+    graph = torch.export.export(quantized, (image(2),)).module()
     assert with_prepack_in_graph(graph).code == graph.code
 
 

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.core.toy import Model
 from tests.sampling import at_once
 from tests.x86_inductor.small_models import (
-    Calls,
     assert_lowers_right,
     calls,
     converted,
@@ -58,7 +58,7 @@ def test_a_function_behind_a_product_is_part_of_it(kind: str, name: str) -> None
     layer, x = layers(kind)
     act = ACTIVATIONS.get(name, torch.tanh)
     result = converted(
-        Calls(lambda m, x: m.second(act(m.first(x))), first=layer, second=layers(kind)[0]), x
+        Model(lambda m, x: m.second(act(m.first(x))), first=layer, second=layers(kind)[0]), x
     )
     assert f"{kind}_{name.split()[0]}" in rules(result).values()
     lowered = assert_lowers_right(result, x)
@@ -83,7 +83,7 @@ def test_an_input_that_is_added_stays_whole(kind: str, relu: bool, swapped: bool
         result = m.layer(x if kind != "linear" else x.cos())
         return act(x + result if swapped else result + x)
 
-    result = converted(Calls(function, layer=layer), x)
+    result = converted(Model(function, layer=layer), x)
     assert set(rules(result).values()) == {f"{kind}_add{'_relu' * relu}"}
     assert_lowers_right(result, x)
 
@@ -94,14 +94,14 @@ def test_a_dropout_stands_between_a_linear_and_a_sum(swapped: bool) -> None:
         result: Tensor = m.dropout(m.layer(x.cos()))
         return x + result if swapped else result + x
 
-    model = Calls(function, layer=nn.Linear(8, 8), dropout=nn.Dropout(0.5))
+    model = Model(function, layer=nn.Linear(8, 8), dropout=nn.Dropout(0.5))
     result = converted(model, ROWS)
     assert set(rules(result).values()) == {"linear_add"}
     assert calls(assert_lowers_right(result, ROWS)).count("aten.dropout") == 0
 
 
 def test_a_linear_of_what_is_added_to_it_leaves_that_in_float() -> None:
-    result = converted(Calls(lambda m, x: x + m.layer(x), layer=nn.Linear(8, 8)), ROWS)
+    result = converted(Model(lambda m, x: x + m.layer(x), layer=nn.Linear(8, 8)), ROWS)
     assert rules(result) == {"linear": "linear"}
     (add,) = [n for n in result.graph.nodes if n.target is torch.ops.aten.add.Tensor]
     assert add.args[0].op == "placeholder"
@@ -115,7 +115,7 @@ def test_a_linear_of_what_is_added_to_it_leaves_that_in_float() -> None:
 )
 def test_padding_in_words(kind: str, padding: str, kernel: int) -> None:
     layer, x = layers(kind, kernel_size=kernel, padding=padding, dilation=1)
-    result = converted(Calls(lambda m, x: m.layer(x), layer=layer), x)
+    result = converted(Model(lambda m, x: m.layer(x), layer=layer), x)
     assert set(rules(result).values()) == {kind}
     lowered = assert_lowers_right(result, x)
     uneven = padding == "same" and kernel == 4
@@ -124,7 +124,7 @@ def test_padding_in_words(kind: str, padding: str, kernel: int) -> None:
 
 def test_a_linear_adds_a_float() -> None:
     """Eight bits for the sum of a transformer's layers would cost accuracy."""
-    model = Calls(
+    model = Model(
         lambda m, x: x.sin() + m.down(F.gelu(m.up(x))), up=nn.Linear(8, 16), down=nn.Linear(16, 8)
     )
     lowered = assert_lowers_right(converted(model, ROWS), ROWS)
@@ -150,7 +150,7 @@ REFUSED: dict[str, tuple[Callable[..., Tensor], str]] = {
 def test_what_is_refused_says_why(name: str) -> None:
     function, reason = REFUSED[name]
     layer, double = (nn.Conv2d(4, 4, 3, padding=1) for _ in range(2))
-    model = Calls(function, layer=layer, double_layer=double.double())
+    model = Model(function, layer=layer, double_layer=double.double())
     model.factor = nn.Parameter(normal(4, 1, 1))
     square = IMAGE[..., :8, :8].contiguous()
     result = converted(model, square)
@@ -184,7 +184,7 @@ CHAINS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", at_once(CHAINS, *[*CHAINS][::2]))
 def test_integers_go_from_one_product_to_the_next(name: str, restricted: bool) -> None:
     chain = CHAINS[name]
-    model = Calls(
+    model = Model(
         lambda m, x: m.second(chain(m.first(x))),
         first=nn.Conv2d(4, 4, 3, padding=1),
         second=nn.Conv2d(4, 4, 1),
@@ -204,7 +204,7 @@ def test_attention_stays_in_float() -> None:
         return result
 
     names = ("q", "k", "v", "out")
-    result = converted(Calls(attend, **{name: nn.Linear(8, 8) for name in names}), ROWS)
+    result = converted(Model(attend, **{name: nn.Linear(8, 8) for name in names}), ROWS)
     assert set(rules(result).values()) == {"linear"}
     lowered = assert_lowers_right(result, ROWS)
     assert DEQUANTIZE not in calls(lowered)
@@ -223,7 +223,7 @@ def test_patches_behind_a_class_token_stay_in_float() -> None:
         "patches": nn.Conv2d(4, 8, 3, 3), "token": nn.Embedding(1, 8),
         "norm": nn.LayerNorm(8), "head": nn.Linear(8, 3),
     }  # fmt: skip
-    result = converted(Calls(embed, **layers), IMAGE)
+    result = converted(Model(embed, **layers), IMAGE)
     assert set(rules(result).values()) == {"conv2d", "linear"}
     assert_lowers_right(result, IMAGE)
 
@@ -249,5 +249,5 @@ VIEWED: dict[str, Callable[..., Tensor]] = {
 @pytest.mark.parametrize("case", VIEWED)
 def test_views_of_images_in_any_layout(case: str) -> None:
     """What oneDNN returns is laid out otherwise than the program's own images."""
-    model = Calls(VIEWED[case], conv=nn.Conv2d(4, 4, 3, padding=1), head=nn.Linear(288, 3))
+    model = Model(VIEWED[case], conv=nn.Conv2d(4, 4, 3, padding=1), head=nn.Linear(288, 3))
     assert_lowers_right(converted(model, IMAGE), IMAGE)
