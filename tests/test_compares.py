@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/compares.md is what the measured results say."""
+"""docs/compares.md is what the measured results say, and one command prints every table of benchmarks/."""
 
 from __future__ import annotations
+
+from importlib import import_module
 
 import pytest
 
@@ -14,6 +16,14 @@ from tests.pages import ROOT
 def test_the_page_is_what_its_generator_writes_today() -> None:
     """To write it: python -m docs.generate_compares."""
     assert generate_compares.page() == generate_compares.PAGE.read_text("utf-8")
+
+
+def test_the_command_knows_every_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = ROOT / "benchmarks"
+    monkeypatch.syspath_prepend(folder)
+    known = {benchmark.name for benchmark in import_module("all").BENCHMARKS}
+    scripts = {f.stem for f in folder.glob("*.py") if "__main__" in f.read_text("utf-8")}
+    assert scripts - {"all"} == known
 
 
 def test_every_result_with_peers_is_on_the_page() -> None:

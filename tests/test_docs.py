@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pages of docs/ keep their promises, all pages name what is there, the tutorial ends in the example."""
+"""Pages and READMEs keep their promises: code runs, what they name is there, the tutorial ends in the example."""
 
 from __future__ import annotations
 
+import configparser
 import re
 from pathlib import Path
 
@@ -21,7 +22,7 @@ EXAMPLE = ROOT / "examples" / "toy_backend"
 HEADER = "# SPDX-License-Identifier: Apache-2.0\n"
 
 
-@pytest.mark.parametrize("page", [*pages.by_branch(PAGES)])
+@pytest.mark.parametrize("page", [*pages.by_branch(PAGES), *READMES])
 def test_code_runs_and_prints_what_it_says(
     page: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, regen: bool
 ) -> None:
@@ -55,6 +56,24 @@ def test_index_leads_to_every_page() -> None:
 
 def test_readme_leads_to_the_index() -> None:
     assert f"]({INDEX})" in pages.text("README.md")
+
+
+def test_readmes_have_code_and_name_every_plugin() -> None:
+    assert all(pages.fenced(page, "python") for page in READMES)
+    assert sorted(set(re.findall(r"\./plugins/(\w+)", pages.text("README.md")))) == PLUGINS
+
+
+def test_commands_are_those_of_tox() -> None:
+    """The two commands, and the environments that they name."""
+    tox = configparser.ConfigParser()
+    tox.read(ROOT / "tox.ini")
+    assert "python -m tox\n" in pages.fenced("README.md", "sh")
+    named = pages.text("README.md") + pages.text("CONTRIBUTING.md")
+    for name in re.findall(r"tox run -e (\w+)", named):
+        assert tox.has_section(f"testenv:{name}")
+    for name in tox["tox"]["env_list"].split(","):
+        assert tox.get(f"testenv:{name.strip()}", "description")
+    assert "python -m tox" in pages.text(".ci/run")
 
 
 def test_tutorial_ends_in_the_example() -> None:
