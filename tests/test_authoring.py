@@ -8,20 +8,18 @@ nothing is downloaded, and nothing of the projects stays.
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 import sysconfig
-import venv
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
 
 from tests.pages import ROOT, fenced
+from tests.processes import Environment, checked, run
 
 pytest.importorskip("setuptools")
 
@@ -35,42 +33,19 @@ STRICT = ("-W", "error", "-W", "ignore:Failed to initialize NumPy:UserWarning")
 
 
 @dataclass(frozen=True)
-class Place:
-    """A virtual environment, and a folder with the projects in it."""
+class Place(Environment):
+    """An environment, and a folder with the projects in it."""
 
-    environment: Path
     folder: Path
-
-    @property
-    def python(self) -> Path:
-        return self.environment / "bin" / "python"
 
     def project(self, backend: str) -> Path:
         return self.folder / f"qompose-{backend.replace('_', '-')}"
 
-    def run(self, *arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-        """Run Python in the environment, without what the caller's environment says of it."""
-        kept = {
-            k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "QOMPOSE", "PYTEST"))
-        }
-        return subprocess.run(
-            [str(part) for part in (self.python, *arguments)],
-            capture_output=True,
-            text=True,
-            check=False,
-            cwd=cwd or self.folder,
-            env=kept,
-        )
+    def run(self, *arguments: object, cwd: Path | None = None) -> CompletedProcess[str]:
+        return run([self.python, *arguments], cwd=cwd or self.folder)
 
-    def checked(self, *arguments: object, cwd: Path | None = None) -> str:
-        done = self.run(*arguments, cwd=cwd)
-        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-        return done.stdout
-
-    def pip(self, *arguments: object) -> None:
-        command = [sys.executable, "-m", "pip", "--python", self.python, *arguments]
-        done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
-        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    def checked(self, *arguments: object) -> str:
+        return checked([self.python, *arguments], cwd=self.folder)
 
     def install(self, *projects: object) -> None:
         self.pip("install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", *projects)
@@ -94,10 +69,8 @@ class Place:
 def make_place(tmp_path_factory: pytest.TempPathFactory) -> Any:
     def make() -> Place:
         place = Place(tmp_path_factory.mktemp("environment"), tmp_path_factory.mktemp("projects"))
-        venv.create(place.environment, with_pip=False, symlinks=True)
-        packages = next((place.environment / "lib").glob("python*/site-packages"))
         seen = sysconfig.get_paths()["purelib"]
-        (packages / "behind.pth").write_text(f"import site; site.addsitedir({seen!r})\n")
+        (place.packages / "behind.pth").write_text(f"import site; site.addsitedir({seen!r})\n")
         return place
 
     return make

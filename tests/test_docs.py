@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages and READMEs keep their promises: code runs, what they name is there, the tutorial ends in the example."""
+"""Pages and READMEs keep their promises: code runs, what they name is there, the example is the tutorial."""
 
 from __future__ import annotations
 

@@ -7,7 +7,6 @@ Floors, and plugins that must not know one another, are import-linter's: see pyp
 from __future__ import annotations
 
 import ast
-import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -16,6 +15,8 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+
+from tests.processes import python
 
 ROOT = Path(__file__).parents[1]
 CORE = ROOT / "core" / "qompose"
@@ -130,13 +131,6 @@ def listed(submodule: str) -> set[str]:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             return set(ast.literal_eval(node.value))
     return {node.name for node in module.body if isinstance(node, ast.ClassDef)}
-
-
-def python(code: str) -> str:
-    """Run code in a fresh interpreter and return what it printed."""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 class TestCore:
@@ -283,7 +277,7 @@ class TestPublicNames:
             getattr(face, name)
 
     def test_version(self) -> None:
-        assert python("import qompose; print(qompose.__version__)").strip()
+        assert python("-c", "import qompose; print(qompose.__version__)").strip()
 
     @pytest.mark.parametrize(
         "statement",
@@ -295,7 +289,7 @@ class TestPublicNames:
         ],
     )
     def test_torch_is_not_imported(self, statement: str) -> None:
-        loaded = python(f"{statement}\nimport sys; print('\\n', *sys.modules)").split()
+        loaded = python("-c", f"{statement}\nimport sys; print('\\n', *sys.modules)").split()
         assert "torch" not in loaded
         assert not [name for name in loaded if name.startswith("qompose_")]
 

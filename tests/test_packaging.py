@@ -9,12 +9,9 @@ resolves the declared requirements without an index and a missing declaration fa
 from __future__ import annotations
 
 import json
-import os
 import platform
 import shutil
-import subprocess
 import sys
-import venv
 import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -25,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.processes import Environment, checked, run
 
 packaging_requirements = pytest.importorskip("packaging.requirements")
 pytest.importorskip("setuptools")
@@ -61,43 +60,11 @@ print(json.dumps(sorted({claim.owner for claim in result.model.meta["qompose"].p
 """
 
 
-def run(command: Sequence[object], **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a command away from the checkout, without what the caller's environment says of Python."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "QOMPOSE"))}
-    kept.pop("COLUMNS", None)  # which xdist sets
-    return subprocess.run(
-        [str(part) for part in command],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=Path(sys.prefix),
-        env=kept | variables,
-    )
-
-
-def checked(command: Sequence[object], **variables: str) -> str:
-    done = run(command, **variables)
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    return done.stdout
-
-
 @dataclass(frozen=True)
-class Site:
-    """A virtual environment, and the folder with the wheels."""
+class Site(Environment):
+    """An environment, and the folder with the wheels."""
 
-    path: Path
     wheels: Path
-
-    @property
-    def python(self) -> Path:
-        return self.path / "bin" / "python"
-
-    @property
-    def packages(self) -> Path:
-        return next((self.path / "lib").glob("python*/site-packages"))
-
-    def pip(self, *arguments: object) -> str:
-        return checked([sys.executable, "-m", "pip", "--python", self.python, *arguments])
 
     def install(self, *names: object) -> None:
         self.pip("install", "--quiet", "--no-index", "--find-links", self.wheels, *names)
@@ -185,7 +152,6 @@ def make_site(
 
     def make(*names: str) -> Site:
         site = Site(tmp_path_factory.mktemp("site"), wheels["qompose"].parent)
-        venv.create(site.path, with_pip=False, symlinks=True)
         for top, path in dependencies.items():
             (site.packages / top).symlink_to(path)
         site.install(*names)
@@ -253,10 +219,6 @@ class TestInstalled:
     @needs_x86
     def test_checked(self, full: Site) -> None:
         assert [row["problem"] for row in full.qompose("backends", "--check")] == [None] * 3
-
-    def test_restricted(self, full: Site) -> None:
-        rows = full.qompose("backends", QOMPOSE_PLUGINS="embedding,xnnpack")
-        assert [row["name"] for row in rows] == ["embedding", "xnnpack"]
 
     @pytest.mark.parametrize(
         "names",

@@ -4,9 +4,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,6 +17,7 @@ from torch.export import Dim
 from torch.fx import GraphModule
 
 from tests.core.toy import Model
+from tests.processes import python
 from tests.sampling import at_once
 
 
@@ -80,17 +78,6 @@ print(json.dumps({"report": qompose.report(loaded).to_dict(), "kernels": kernels
 """
 
 
-def run_python(code: str, folder: Path, *arguments: str) -> str:
-    """What a process prints, in which QOMPOSE_PLUGINS is not set."""
-    kept = {k: v for k, v in os.environ.items() if k != "QOMPOSE_PLUGINS"}
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        capture_output=True, text=True, check=False, cwd=folder, env=kept,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def fresh(saved: GraphModule, folder: Path) -> dict[str, Any]:
     """Save a model, and load, run and lower it in another process, comparing bits; what that found."""
     qompose.save(saved, folder / "model")
@@ -101,38 +88,12 @@ def fresh(saved: GraphModule, folder: Path) -> dict[str, Any]:
             scores = model(ids(batch), scale=SCALE)["scores"]
             tensors[f"{which}{batch}"] = scores.detach().contiguous()
     save_file(tensors, folder / "given")
-    result: dict[str, Any] = json.loads(run_python(FRESH, folder, "model", "given"))
+    result: dict[str, Any] = json.loads(python("-c", FRESH, "model", "given", cwd=folder))
     return result
 
 
 def as_json(data: Any) -> Any:
     return json.loads(json.dumps(data))
-
-
-LOAD_WITH_TORCH = """
-import sys
-import torch
-import qompose.spec.qdq
-from safetensors.torch import load_file
-given = load_file(sys.argv[2])
-model = torch.export.load(sys.argv[1]).module()
-for batch in (3, 64):
-    scores = model(given[f"ids{batch}"], scale=given["scale"])["scores"]
-    assert torch.equal(scores, given[f"scores{batch}"])
-"""
-
-
-@pytest.mark.full
-def test_a_converted_model_goes_through_files_of_torch(tmp_path: Path) -> None:
-    """Bit for bit, in a process that has nothing but the operators."""
-    converted = tagger("embedding", "x86_inductor")
-    torch.export.save(exported(converted), tmp_path / "converted.pt2")
-    given = {"scale": SCALE}
-    for batch in (3, 64):
-        scores = converted(ids(batch), scale=SCALE)["scores"]
-        given |= {f"ids{batch}": ids(batch), f"scores{batch}": scores.detach().contiguous()}
-    save_file(given, tmp_path / "given")
-    run_python(LOAD_WITH_TORCH, tmp_path, "converted.pt2", "given")
 
 
 @pytest.mark.parametrize("product", at_once(("xnnpack", "x86_inductor"), "x86_inductor"))

@@ -78,22 +78,6 @@ def test_neither_the_order_nor_a_null_member_changes_anything(product: str) -> N
         assert qompose.report(made[-1]).rows == qompose.report(usual[-1]).rows
 
 
-@pytest.mark.parametrize("product", PRODUCTS)
-def test_every_operator_has_its_owner_and_runs_in_its_kernel(product: str) -> None:
-    exported = program()
-    _, converted, lowered = stages(exported, (IDS,), "embedding", product)
-    rows = {row.name: (row.owner, row.state) for row in qompose.report(lowered).rows}
-    assert rows == {
-        "embedding": ("embedding", "int8 kernel"), "linear": (product, "int8 kernel"),
-        "relu": (product, "int8 kernel"), "linear_1": (product, "int8 kernel"),
-        "linear_2": (product, "int8 kernel"),
-    }  # fmt: skip
-    assert qompose.report(lowered).coverage() == 1.0
-    expected = exported.module()(IDS)
-    assert sqnr(expected, converted(IDS)) > 25
-    assert sqnr(converted(IDS), lowered(IDS)) > 35
-
-
 def split(first: str, second: str) -> list[qompose.Quantizer]:
     """`first` takes `body`, `second` takes `head`."""
     members = []

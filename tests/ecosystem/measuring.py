@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
-import subprocess
 import sys
 import warnings
 from collections import Counter
@@ -24,11 +22,12 @@ from typing import Any, TextIO
 
 import qompose
 import torch
-from torch import Tensor
 from torch.fx import GraphModule
 
+from tests.core.toy import sqnr
 from tests.ecosystem.catalogue import BY_NAME, STRICT, UNGUARDED, Entry
 from tests.ecosystem.models import KINDS, Sample, sample
+from tests.processes import python
 
 ROOT = Path(__file__).parents[2]
 LONGEST = 160
@@ -70,12 +69,6 @@ class Cell:
         parts += [f"{self.chosen} cq"] * (self.chosen > 0)
         parts += [f"{number} {name}" for name, number in sorted(self.modules.items())]
         return " ".join(parts)
-
-
-def sqnr_of(reference: Tensor, other: Tensor) -> float:
-    """Signal to quantization noise, in dB."""
-    noise = float((reference - other).double().norm())
-    return math.inf if noise == 0.0 else 20 * math.log10(float(reference.double().norm()) / noise)
 
 
 def counted(model: GraphModule) -> dict[str, Any]:
@@ -135,7 +128,7 @@ def measure(entry: Entry, kind: str, engine: str) -> Cell:
             step = "convert"
             converted = convert(prepared)
             step = "run"
-            found = sqnr_of(given.expected, converted(*given.held_out))
+            found = sqnr(given.expected, converted(*given.held_out))
     except Exception as error:  # whatever it is, the table shows it
         return Cell(step=step, error=_first_line(error))
     return Cell(**counted(converted), sqnr=found)
@@ -162,13 +155,8 @@ def measured_apart(names: Sequence[str], jobs: int = 2) -> Cells:
 
 
 def _in_a_process(names: Sequence[str]) -> list[tuple[str, dict[str, dict[str, Cell]]]]:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.ecosystem.measuring", *names],
-        cwd=ROOT, text=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    if done.returncode:
-        raise RuntimeError(f"{names}: the process ended with {done.returncode}:\n{done.stderr}")
-    rows = json.loads(done.stdout.splitlines()[-1])
+    printed = python("-m", "tests.ecosystem.measuring", *names, cwd=ROOT, OMP_NUM_THREADS="1")
+    rows = json.loads(printed.splitlines()[-1])
     return [
         (name, {k: {e: Cell(**cell) for e, cell in row.items()} for k, row in kinds.items()})
         for name, kinds in rows.items()

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
+from tests.core.toy import sqnr
 from tests.ecosystem.catalogue import BY_NAME, CATALOGUE
-from tests.ecosystem.measuring import sqnr_of
 from tests.ecosystem.models import sample
 
 MEMBERS = tuple(entry.name for entry in CATALOGUE if entry.pairs)
@@ -69,7 +69,7 @@ def composed(kind: str, *names: str) -> Result:
             prepared(*batch)
         model = qompose.convert_pt2e(prepared)
         output = model(*given.held_out)
-    found = sqnr_of(given.expected, output)
+    found = sqnr(given.expected, output)
     labels = tuple(label for label, _ in quantizer.labelled_members)
     return Result(model, qompose.report(model), output, found, labels)
 

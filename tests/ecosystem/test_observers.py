@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from tests.core.toy import Model, nodes_calling, observers_of, sqnr
 from tests.ecosystem.makers import openvino, qnn
 from tests.ecosystem.models import sample
-from tests.interop.peers import by_qompose, by_torchao
+from tests.interop.peers import assert_same, by_qompose, by_torchao
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::FutureWarning",  # of what these packages and torchao call
@@ -38,8 +38,7 @@ def both(make: Callable[[], Any], program: Callable[[], Any], *batches: Any) -> 
     """Ours and theirs: the same outputs."""
     ours = by_qompose(program(), make(), *batches)
     theirs = by_torchao(_without_guards(program()), make(), *batches)
-    for one, other in zip(ours.outputs, theirs.outputs, strict=True):
-        assert torch.equal(one, other)
+    assert_same(ours, theirs)
     assert (ours.quantizes, ours.dequantizes) == (theirs.quantizes, theirs.dequantizes)
     return ours
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import re
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ import pytest
 import qompose
 
 from docs.generate_ecosystem import INTRODUCTION
-from tests.ecosystem.catalogue import BY_NAME, CATALOGUE
+from tests.ecosystem.catalogue import BY_NAME, CATALOGUE, NO_MEMBERS
 from tests.ecosystem.measuring import ENGINES, TOLERANCE, Cell, by_qompose, measure, quietly
 from tests.ecosystem.models import KINDS, sample
 from tests.ecosystem.reasons import REASONS, reason_for
@@ -93,6 +94,17 @@ def test_our_engine_fails_in_its_own_words() -> None:
     assert all(
         issubclass(getattr(qompose.errors, kind, object), qompose.QomposeError) for kind in kinds
     )
+
+
+@pytest.mark.parametrize("path", NO_MEMBERS)
+@pytest.mark.filterwarnings("ignore")  # the packages' own, while they are imported
+def test_what_is_no_member_is_none(path: str) -> None:
+    module, _, name = path.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError):
+        return
+    assert not hasattr(found, "annotate")
 
 
 NO_OPS = [

@@ -8,13 +8,8 @@ from typing import Any
 import pytest
 import qompose
 import torch
-from qompose import QuantizationConfig, QuantizationSpec
 from qompose.spec import qdq
-from qompose_embedding import (
-    EmbeddingQuantizer,
-    get_default_embedding_quantization_config,
-    get_embedding_quantization_config,
-)
+from qompose_embedding import EmbeddingQuantizer, get_embedding_quantization_config
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
@@ -124,16 +119,3 @@ def test_each_row_has_a_range_of_its_own() -> None:
         actual = lowered(torch.tensor([index, 0])).detach()[0]
         spread, size = float(row.max() - row.min()), float(row.abs().max())
         assert float((actual - row).abs().max()) <= 0.51 * spread / 255 + 1e-5 * size, name
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"dtype": torch.int16}, {"qscheme": torch.per_tensor_symmetric}, {"ch_axis": 1}],
-    ids=["int16", "per tensor", "columns"],
-)
-def test_other_schemes_are_refused_when_they_are_set(change: Any) -> None:
-    spec = get_default_embedding_quantization_config().weight
-    assert spec is not None
-    other = QuantizationSpec(**{**vars(spec), **change})
-    with pytest.raises(qompose.errors.ConfigError, match="weight"):
-        EmbeddingQuantizer().set_global(QuantizationConfig(None, None, other))

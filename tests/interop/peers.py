@@ -107,6 +107,13 @@ class Converted:
         return len(self.calls("dequantize_per_"))
 
 
+def assert_same(ours: Converted, theirs: Converted) -> None:
+    """They compute the same, to the bit."""
+    for one, other in zip(ours.outputs, theirs.outputs, strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+
+
 def tensors_of(outputs: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
 

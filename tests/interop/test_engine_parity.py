@@ -25,6 +25,7 @@ from tests.interop.peers import (
     THEIR_WARNINGS,
     ByOperator,
     Converted,
+    assert_same,
     by_qompose,
     by_torchao,
     torchao_observer,
@@ -53,12 +54,6 @@ READERS = "what readers in float share is dequantized for each"
 FUNCTIONS = "it finds functions by source_fn_stack, as on a strict export, and ours is not strict"
 SHARED = "a weight that two operators read is dequantized for each"
 COMPUTED = "values that are computed from parameters alone are quantized at run time"
-
-
-def same(ours: Converted, theirs: Converted) -> None:
-    for one, other in zip(ours.outputs, theirs.outputs, strict=True):
-        assert one.dtype == other.dtype
-        assert torch.equal(one, other)
 
 
 def one_reader_each(converted: Converted) -> None:
@@ -103,7 +98,7 @@ def test_models_of_the_zoo(
 ) -> None:
     """The numbers are the same; what is counted may differ, for the reason given."""
     ours, theirs = both(name, quantizer)
-    same(ours, theirs)
+    assert_same(ours, theirs)
     assert ours.quantizes > 0
     assert ours.quantizes - theirs.quantizes == quantizes, reason
     assert ours.dequantizes - theirs.dequantizes == dequantizes, reason
@@ -259,7 +254,7 @@ def test_specifications(make: Any, shape: tuple[int, ...], table: Any, implicit:
     program = export(model, *batches[0])
     ours = by_qompose(program, ByOperator(table, implicit), *batches)
     theirs = by_torchao(program, ByOperator(table, implicit), *batches)
-    same(ours, theirs)
+    assert_same(ours, theirs)
     assert ours.quantizes == theirs.quantizes
     assert ours.dequantizes >= theirs.dequantizes
     one_reader_each(ours)

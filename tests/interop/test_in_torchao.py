@@ -7,8 +7,6 @@ the same numbers, and where something is counted otherwise, the table says why.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -34,6 +32,7 @@ from tests.interop.peers import (
     torchao_quantizer,
     torchao_x86,
 )
+from tests.processes import python
 from tests.sampling import at_once
 from tests.zoo import by_name
 
@@ -380,5 +379,4 @@ print(convert_pt2e(prepared).code.count("torch.ops.quantized_decomposed.quantize
 
 
 def test_torchao_is_not_imported_and_may_come_later() -> None:
-    done = subprocess.run([sys.executable, "-c", FLOW], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout.strip()) == (0, "2"), done.stderr
+    assert python("-c", FLOW).strip() == "2"

@@ -17,6 +17,7 @@ from tests.core.toy import Model, export, randn, seeded, sqnr
 from tests.interop.peers import (
     THEIR_WARNINGS,
     ByOperator,
+    assert_same,
     by_qompose,
     by_torchao,
     torchao_engine,
@@ -138,8 +139,7 @@ def both(make: Callable[[], Any], float_model: nn.Module | None = None, *batches
     float_model = model() if float_model is None else float_model
     ours = by_qompose(export(float_model, *batches[0]), make(), *batches)
     theirs = by_torchao(export(float_model, *batches[0]), make(), *batches)
-    for one, other in zip(ours.outputs, theirs.outputs, strict=True):
-        assert torch.equal(one, other)
+    assert_same(ours, theirs)
     assert not torch.equal(ours.outputs[0], float_model(*batches[-1]))
     for name in ("quantize_affine", "dequantize_affine", "choose_qparams"):
         asked = [[_literals(node) for node in found.calls(name)] for found in (ours, theirs)]

@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-import os
 import platform
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.processes import python
 
 ROOT = Path(__file__).parents[2]
 HAS_VNNI = platform.machine() in {"x86_64", "AMD64"} and torch.cpu._is_vnni_supported()
@@ -21,12 +20,7 @@ needs_vnni = pytest.mark.skipif(
 
 def run(*command: str) -> str:
     """Run Python without VNNI: the setting is read when torch is loaded, hence the process."""
-    done = subprocess.run(
-        [sys.executable, *command], env={**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"},
-        cwd=ROOT, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return python(*command, cwd=ROOT, ONEDNN_MAX_CPU_ISA="AVX2")
 
 
 @needs_vnni

@@ -112,23 +112,20 @@ class CosineAttention(SelfAttention):
         return (scores * self.temperature.clamp(max=4.6).exp()).softmax(-1) @ value
 
 
-class EinsumAttention(nn.Module):
+_HEADS = (WIDTH, HEADS, WIDTH // HEADS)
+
+
+@net(
+    query=lambda: nn.Parameter(0.2 * torch.randn(_HEADS)),
+    key=lambda: nn.Parameter(0.2 * torch.randn(_HEADS)),
+    value=lambda: nn.Parameter(0.2 * torch.randn(_HEADS)),
+    out=lambda: nn.Parameter(0.2 * torch.randn(HEADS, WIDTH // HEADS, WIDTH)),
+)
+def einsum_attention(m: Any, x: Tensor) -> Tensor:
     """Projections, scores and sums all by `einsum` with three-dimensional parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        shape = (WIDTH, HEADS, WIDTH // HEADS)
-        self.query, self.key, self.value = (
-            nn.Parameter(0.2 * torch.randn(shape)) for _ in range(3)
-        )
-        self.out = nn.Parameter(0.2 * torch.randn(HEADS, WIDTH // HEADS, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        query = torch.einsum("nlw,whd->nlhd", x, self.query)
-        key = torch.einsum("nlw,whd->nlhd", x, self.key)
-        value = torch.einsum("nlw,whd->nlhd", x, self.value)
-        scores = torch.einsum("nqhd,nkhd->nhqk", query, key).softmax(dim=-1)
-        return torch.einsum("nhqk,nkhd,hdw->nqw", scores, value, self.out)
+    query, key, value = (torch.einsum("nlw,whd->nlhd", x, p) for p in (m.query, m.key, m.value))
+    scores = torch.einsum("nqhd,nkhd->nhqk", query, key).softmax(dim=-1)
+    return torch.einsum("nhqk,nkhd,hdw->nqw", scores, value, m.out)
 
 
 @net(
@@ -202,19 +199,18 @@ def latents(m: Any, x: Tensor, keep: Tensor) -> Tensor:
     return latents.mean(dim=1)
 
 
-class CausalDecoder(nn.Module):
+def _decoder_layers() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(
+        WIDTH, HEADS, 32, batch_first=True, norm_first=True, activation="gelu"
+    )
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+
+@net(layers=_decoder_layers)
+def causal_decoder(m: Any, x: Tensor) -> Tensor:
     """torch's encoder stack made causal by a mask of -inf built in `forward`; tied nowhere."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(
-            WIDTH, HEADS, 32, batch_first=True, norm_first=True, activation="gelu"
-        )
-        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
-        return self.layers(x, mask=mask, is_causal=True)
+    mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+    return m.layers(x, mask=mask, is_causal=True)
 
 
 @net(
@@ -242,7 +238,7 @@ MODELS: tuple[ZooModel, ...] = (
     _attention("attention_bucketed_bias", BucketedAttention, "integer", "embedding", "matmul"),
     _attention("attention_alibi", AlibiAttention, "integer", "matmul", "mask"),
     _attention("attention_cosine", CosineAttention, "matmul"),
-    _attention("attention_einsum", EinsumAttention, "matmul"),
+    _attention("attention_einsum", einsum_attention, "matmul"),
     _attention("attention_grouped_query", grouped_query_attention, "matmul", "mask", "residual"),
     zoo_model("attention_torch", torch_attention, _TOKENS, _MASK,
               tags={"attention", "matmul", "mask", "multi_output"}),
@@ -250,6 +246,6 @@ MODELS: tuple[ZooModel, ...] = (
               tags={"attention", "matmul", "integer", "residual"}),
     zoo_model("attention_latents", latents, _TOKENS, _MASK,
               tags={"attention", "mask", "shared", "residual"}),
-    _attention("causal_decoder", CausalDecoder, "mask", "linear"),
+    _attention("causal_decoder", causal_decoder, "mask", "linear"),
     zoo_model("spatial_gating", spatial_gating, _TOKENS, tags={"linear", "residual"}),
 )  # fmt: skip

@@ -80,18 +80,13 @@ def inverted_residual(inputs: int, outputs: int, stride: int = 1, expand: int = 
     return Residual(body) if stride == 1 and inputs == outputs else body
 
 
-class SqueezeExcite(nn.Module):
+@net(
+    down=lambda: nn.Conv2d(32, 8, 1), up=lambda: nn.Conv2d(8, 32, 1), gate=lambda: nn.Hardsigmoid()
+)
+def squeeze_excite(m: Any, x: Tensor) -> Tensor:
     """Channel gates from the global average."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.down = nn.Conv2d(channels, channels // 4, 1)
-        self.up = nn.Conv2d(channels // 4, channels, 1)
-        self.gate = nn.Hardsigmoid()
-
-    def forward(self, x: Tensor) -> Tensor:
-        squeezed = F.relu(self.down(F.adaptive_avg_pool2d(x, 1)))
-        return x * self.gate(self.up(squeezed))
+    squeezed = F.relu(m.down(F.adaptive_avg_pool2d(x, 1)))
+    return x * m.gate(m.up(squeezed))
 
 
 def mobilenet_v3() -> nn.Module:
@@ -99,28 +94,25 @@ def mobilenet_v3() -> nn.Module:
     body = nn.Sequential(
         conv_bn(8, 32, 1, act=nn.Hardswish),
         conv_bn(32, 32, 5, groups=32, act=nn.Hardswish),
-        SqueezeExcite(32),
+        squeeze_excite(),
         conv_bn(32, 8, 1, act=None),
     )
     stem = conv_bn(3, 8, stride=2, act=nn.Hardswish)
     return nn.Sequential(stem, Residual(body), classifier(8))
 
 
-class ConvNextBlock(nn.Module):
+@net(
+    depthwise=lambda: nn.Conv2d(8, 8, 7, padding=3, groups=8),
+    norm=lambda: nn.LayerNorm(8),
+    up=lambda: nn.Linear(8, 32),
+    down=lambda: nn.Linear(32, 8),
+    scale=lambda: nn.Parameter(torch.full((8,), 0.1)),
+)
+def conv_next_block(m: Any, x: Tensor) -> Tensor:
     """Depthwise 7x7, channels-last layer norm, GELU MLP, layer scale."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.depthwise = nn.Conv2d(channels, channels, 7, padding=3, groups=channels)
-        self.norm = nn.LayerNorm(channels)
-        self.up = nn.Linear(channels, 4 * channels)
-        self.down = nn.Linear(4 * channels, channels)
-        self.scale = nn.Parameter(torch.full((channels,), 0.1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        inner = self.norm(self.depthwise(x).permute(0, 2, 3, 1))
-        inner = self.down(F.gelu(self.up(inner))) * self.scale
-        return x + inner.permute(0, 3, 1, 2)
+    inner = m.norm(m.depthwise(x).permute(0, 2, 3, 1))
+    inner = m.down(F.gelu(m.up(inner))) * m.scale
+    return x + inner.permute(0, 3, 1, 2)
 
 
 @net(
@@ -169,59 +161,49 @@ def dense_net(m: Any, x: Tensor) -> Tensor:
     return m.head(features)
 
 
-class ShuffleUnit(nn.Module):
+@net(
+    branch=lambda: nn.Sequential(
+        conv_bn(4, 4, 1), conv_bn(4, 4, groups=4, act=None), conv_bn(4, 4, 1)
+    )
+)
+def shuffle_unit(m: Any, x: Tensor) -> Tensor:
     """ShuffleNet-V2's unit: half the channels pass through, then both halves are interleaved."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        half = channels // 2
-        self.branch = nn.Sequential(
-            conv_bn(half, half, 1),
-            conv_bn(half, half, groups=half, act=None),
-            conv_bn(half, half, 1),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        left, right = x.chunk(2, dim=1)
-        both = torch.cat([left, self.branch(right)], dim=1)
-        return both.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+    left, right = x.chunk(2, dim=1)
+    both = torch.cat([left, m.branch(right)], dim=1)
+    return both.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
 
 
-class PyramidDetector(nn.Module):
+@net(
+    stem=lambda: conv_bn(3, 8, stride=2),
+    deep=lambda: conv_bn(8, 16, stride=2),
+    lateral=lambda: nn.ModuleList([nn.Conv2d(8, 8, 1), nn.Conv2d(16, 8, 1)]),
+    scores=lambda: nn.Conv2d(8, 3, 3, padding=1),
+    boxes=lambda: nn.Conv2d(8, 4, 3, padding=1),
+)
+def pyramid_detector(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     """Feature pyramid with one head shared by both scales: class scores and boxes per anchor."""
-
-    def __init__(self, classes: int = 3) -> None:
-        super().__init__()
-        self.stem = conv_bn(3, 8, stride=2)
-        self.deep = conv_bn(8, 16, stride=2)
-        self.lateral = nn.ModuleList([nn.Conv2d(8, 8, 1), nn.Conv2d(16, 8, 1)])
-        self.scores = nn.Conv2d(8, classes, 3, padding=1)
-        self.boxes = nn.Conv2d(8, 4, 3, padding=1)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        shallow = self.stem(x)
-        deep = self.lateral[1](self.deep(shallow))
-        fine = self.lateral[0](shallow) + F.interpolate(deep, scale_factor=2.0, mode="nearest")
-        scores = [self.scores(level).flatten(2) for level in (fine, deep)]
-        boxes = [self.boxes(level).exp().flatten(2) for level in (fine, deep)]
-        return torch.cat(scores, dim=2).sigmoid(), torch.cat(boxes, dim=2).transpose(1, 2)
+    shallow = m.stem(x)
+    deep = m.lateral[1](m.deep(shallow))
+    fine = m.lateral[0](shallow) + F.interpolate(deep, scale_factor=2.0, mode="nearest")
+    scores = [m.scores(level).flatten(2) for level in (fine, deep)]
+    boxes = [m.boxes(level).exp().flatten(2) for level in (fine, deep)]
+    return torch.cat(scores, dim=2).sigmoid(), torch.cat(boxes, dim=2).transpose(1, 2)
 
 
-class Activations(nn.Module):
+def _activations() -> nn.Module:
+    acts = (
+        nn.ReLU(inplace=True), nn.ReLU6(), nn.Hardtanh(-0.5, 0.5), nn.Hardswish(), nn.SiLU(),
+        nn.GELU(), nn.LeakyReLU(0.1), nn.ELU(), nn.Sigmoid(), nn.Tanh(), nn.PReLU(),
+    )  # fmt: skip
+    return nn.ModuleList(nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), act) for act in acts)
+
+
+@net(layers=_activations)
+def activations(m: Any, x: Tensor) -> Tensor:
     """A convolution before each activation kernels fuse, functional, module and in-place forms."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        acts = (
-            nn.ReLU(inplace=True), nn.ReLU6(), nn.Hardtanh(-0.5, 0.5), nn.Hardswish(), nn.SiLU(),
-            nn.GELU(), nn.LeakyReLU(0.1), nn.ELU(), nn.Sigmoid(), nn.Tanh(), nn.PReLU(),
-        )  # fmt: skip
-        self.layers = nn.ModuleList(nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), a) for a in acts)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return torch.clamp(F.relu_(x), 0.0, 6.0)
+    for layer in m.layers:
+        x = layer(x)
+    return torch.clamp(F.relu_(x), 0.0, 6.0)
 
 
 @net(
@@ -316,7 +298,7 @@ MODELS: tuple[ZooModel, ...] = (
     ),
     _net(
         "convnext",
-        lambda: nn.Sequential(nn.Conv2d(3, 8, 4, 4), ConvNextBlock(8), classifier(8)),
+        lambda: nn.Sequential(nn.Conv2d(3, 8, 4, 4), conv_next_block(), classifier(8)),
         "residual",
         "depthwise",
     ),
@@ -324,12 +306,12 @@ MODELS: tuple[ZooModel, ...] = (
     _net("inception", inception, "bn", "cat"),
     _net("densenet", dense_net, "bn", "cat"),
     _net(
-        "shufflenet", lambda: nn.Sequential(conv_bn(3, 8), ShuffleUnit(8)), "bn", "cat", "depthwise"
+        "shufflenet", lambda: nn.Sequential(conv_bn(3, 8), shuffle_unit()), "bn", "cat", "depthwise"
     ),
-    _net("pyramid_detector", PyramidDetector, "bn", "cat", "multi_output", "shared"),
+    _net("pyramid_detector", pyramid_detector, "bn", "cat", "multi_output", "shared"),
     _net("dilated_context", dilated_context),
     _net("super_resolution", super_resolution),
-    zoo_model("conv_activations", Activations, floats(2, 4, 8, 8), tags={"conv", "inplace"}),
+    zoo_model("conv_activations", activations, floats(2, 4, 8, 8), tags={"conv", "inplace"}),
     zoo_model(
         "transposed_conv_bn",
         transposed_conv_bn,

@@ -77,21 +77,18 @@ def spectrum_mixer(m: Any, x: Tensor) -> Tensor:
     return m.after(F.gelu(m.norm(x + mixed)))
 
 
-class Spectrogram(nn.Module):
+@net(
+    window=lambda: nn.Buffer(torch.hann_window(16)),
+    filters=lambda: nn.Buffer(torch.rand(9, 6), persistent=False),
+    conv=lambda: nn.Conv2d(1, 4, 3, padding=1),
+    head=lambda: nn.Linear(4, 3),
+)
+def spectrogram(m: Any, samples: Tensor) -> Tensor:
     """Framing by `unfold`, a power spectrum, mel filters in a buffer, convolutions on the log."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("window", torch.hann_window(16))
-        self.register_buffer("filters", torch.rand(9, 6), persistent=False)
-        self.conv = nn.Conv2d(1, 4, 3, padding=1)
-        self.head = nn.Linear(4, 3)
-
-    def forward(self, samples: Tensor) -> Tensor:
-        frames = samples.unfold(-1, 16, 8) * self.window
-        power = torch.view_as_real(torch.fft.rfft(frames)).square().sum(dim=-1)
-        features = torch.log(torch.matmul(power, self.filters) + 1e-3)
-        return self.head(F.relu(self.conv(features.unsqueeze(1))).mean(dim=(2, 3)))
+    frames = samples.unfold(-1, 16, 8) * m.window
+    power = torch.view_as_real(torch.fft.rfft(frames)).square().sum(dim=-1)
+    features = torch.log(torch.matmul(power, m.filters) + 1e-3)
+    return m.head(F.relu(m.conv(features.unsqueeze(1))).mean(dim=(2, 3)))
 
 
 @net(
@@ -162,7 +159,7 @@ MODELS: tuple[ZooModel, ...] = (
     zoo_model("wavenet", wave_net, _SERIES, tags={"conv", "residual"}),
     zoo_model("conv_glu", conv_glu, _SERIES, tags={"conv", "bn", "depthwise", "residual"}),
     zoo_model("spectrum_mixer", spectrum_mixer, floats(2, 6, 8), tags={"linear", "fft"}),
-    zoo_model("spectrogram", Spectrogram, floats(2, 64), tags={"conv", "fft", "matmul"}),
+    zoo_model("spectrogram", spectrogram, floats(2, 64), tags={"conv", "fft", "matmul"}),
     zoo_model("character_conv", character_conv, ids(WORDS, 2, 12),
               tags={"conv", "embedding", "cat"}),
     zoo_model("gru_cell", gru_forecaster, floats(2, 3, CHANNELS),

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import tempfile
 import weakref
 from collections.abc import Iterator
@@ -23,6 +21,7 @@ from torch.fx import GraphModule
 
 from tests.core.called_net import X, lowered_net
 from tests.core.toy import LINEAR, Model, convert, export, randn, seeded, toy
+from tests.processes import python
 
 Patch = pytest.MonkeyPatch
 
@@ -82,10 +81,8 @@ def test_a_package_is_called_as_the_model_is_and_runs_on_torch_alone(
         torch.testing.assert_close(compiled(factor=factor, x=x), expected)
         cases.append((((x,), {"factor": factor}), expected))
     torch.save(cases, tmp_path / "cases.pt")
-    command = [sys.executable, "-I", "-c", ALONE, str(compiled.path), str(tmp_path / "cases.pt")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    known = {name.partition("::")[0] for name in done.stdout.split()}
+    printed = python("-I", "-c", ALONE, compiled.path, tmp_path / "cases.pt")
+    known = {name.partition("::")[0] for name in printed.split()}
     assert known >= TORCH_NAMESPACES, "operators of these are let through"
 
 

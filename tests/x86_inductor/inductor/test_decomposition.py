@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from qompose_x86_inductor.onednn import exactness
 from torch import Tensor, fx, nn
 
 from tests.core.toy import Model, export
+from tests.processes import python
 from tests.sampling import at_once
 from tests.x86_inductor import small_models
 
@@ -216,10 +215,8 @@ def test_package_runs_on_torch_alone(result: qompose.QuantizedModel, tmp_path: P
         "    torch.testing.assert_close(model(*x), y, atol=5e-3, rtol=1e-4)\n"
         "assert 'qompose' not in sys.modules and 'qompose_x86_inductor' not in sys.modules"
     )
-    files = [str(tmp_path / name) for name in ("model.pt2", "cases.pt")]
-    command = [sys.executable, "-I", "-c", code, *files]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    files = [tmp_path / name for name in ("model.pt2", "cases.pt")]
+    python("-I", "-c", code, *files)
 
 
 @pytest.mark.usefixtures("by_onednn")

@@ -3,9 +3,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,19 +11,14 @@ from qompose_x86_inductor.onednn import exactness, packed_weights
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests.processes import python
+
 LIMIT = "ONEDNN_MAX_CPU_ISA"
 HERE = Path(__file__).parent.parent
 needs_vnni = pytest.mark.skipif(
     not exactness.vnni_exact(),
     reason="there is no VNNI to take away: the other tests ran without it",
 )
-
-
-def _run(*command: str, limit: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, LIMIT: limit}
-    return subprocess.run(
-        [sys.executable, *command], env=environment, capture_output=True, text=True, check=False
-    )
 
 
 def test_the_answer_agrees_with_itself() -> None:
@@ -95,12 +87,10 @@ def test_probing_is_blind_to_fake_tensors_and_default_devices() -> None:
 @needs_vnni
 @pytest.mark.parametrize("limit", ["AVX2", "AVX512_CORE"])
 def test_older_instructions_are_found_to_saturate(limit: str) -> None:
-    done = _run(
-        "-c",
-        "from qompose_x86_inductor.onednn import exactness as e; print(e.vnni_exact(), e.reason())",
-        limit=limit,
+    code = (
+        "from qompose_x86_inductor.onednn import exactness as e; print(e.vnni_exact(), e.reason())"
     )
-    assert done.stdout.startswith("False "), done.stderr
+    assert python("-c", code, **{LIMIT: limit}).startswith("False ")
 
 
 @needs_vnni
@@ -108,5 +98,4 @@ def test_older_instructions_are_found_to_saturate(limit: str) -> None:
 def test_everything_again_without_vnni() -> None:
     names = ("onednn", "operators", "rules/test_static.py")
     files = [str(HERE / name) for name in names]
-    done = _run("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files, limit="AVX2")
-    assert done.returncode == 0, done.stdout[-4000:]
+    python("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files, **{LIMIT: "AVX2"})

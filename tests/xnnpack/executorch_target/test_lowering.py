@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +21,7 @@ from torch.fx import GraphModule
 from torch.nn import functional
 
 from tests.core.toy import Model
+from tests.processes import python
 from tests.xnnpack.executorch_target.runtime import (
     FULL,
     QD,
@@ -214,10 +214,7 @@ class TestProgram:
             "actual = program.load_method('forward').execute([x, y])[0]\n"
             "assert torch.equal(actual, expected) and 'qompose_xnnpack' not in sys.modules\n"
         )
-        done = subprocess.run(
-            [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr
+        python("-c", code, cwd=tmp_path)
 
 
 class TestRefusals:

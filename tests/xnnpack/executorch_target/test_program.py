@@ -6,8 +6,6 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -28,6 +26,7 @@ from torch.export import Dim
 from torch.utils import _pytree as pytree
 
 from tests.core.toy import Model, randn
+from tests.processes import python
 from tests.xnnpack.executorch_target.runtime import converted
 
 pytest.importorskip("executorch")
@@ -302,8 +301,7 @@ class TestFiles:
             "(actual,) = qompose_xnnpack.ExecutorchProgram.read('n.pte').run(x)\n"
             "assert torch.equal(actual, expected)\n"
         )
-        done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True)
-        assert done.returncode == 0, done.stderr
+        python("-c", code, cwd=tmp_path)
 
 
 def current_umask() -> int:
