@@ -33,9 +33,9 @@ def bag_model(width: int = 12, weighted: bool = False, **options: Any) -> nn.Mod
 
 
 def converted(
-    model: nn.Module, inputs: Any, config: QuantizationConfig | None = None, sizes: Any = None
+    model: nn.Module, inputs: Any, config: QuantizationConfig | None = None, **options: Any
 ) -> Any:
-    program = torch.export.export(model.eval(), inputs, dynamic_shapes=sizes)
+    program = torch.export.export(model.eval(), inputs, **options)
     return qompose.convert_pt2e(qompose.prepare_pt2e(program, EmbeddingQuantizer(config)))
 
 
@@ -112,7 +112,7 @@ def test_fewer_weights_than_indices_are_refused(form: str) -> None:
     size = torch.export.Dim.DYNAMIC
     indices, offsets, weights = ragged()
     model, sizes = bag_model(weighted=True, mode="sum"), ({0: size}, None, {0: size})
-    lowered = qompose.lower(converted(model, ragged(), FORMS[form][0], sizes))
+    lowered = qompose.lower(converted(model, ragged(), FORMS[form][0], dynamic_shapes=sizes))
     with pytest.raises(qompose.errors.InputError, match=r"indices\.shape"):
         lowered(indices, offsets, weights[:1])
 
@@ -227,7 +227,7 @@ def test_compilers_look_at_offsets_that_callers_give(form: str, include_last: bo
 @pytest.mark.parametrize("sizes", [None, {0: torch.export.Dim("batch", max=9)}], ids=str)
 def test_compilers_do_not_look_at_offsets_of_a_matrix(sizes: Any) -> None:
     model, ids = nn.EmbeddingBag(ROWS, 8, mode="sum").eval(), torch.randint(ROWS, (4, 6))
-    quantized = converted(model, (ids,), sizes=(sizes,))
+    quantized = converted(model, (ids,), dynamic_shapes=(sizes,))
     for_compiler = EmbeddingBackend().for_compiler(copy.deepcopy(qompose.lower(quantized)))
     assert packed_bag_in_graph.__name__ in for_compiler.code
 

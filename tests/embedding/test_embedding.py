@@ -3,17 +3,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import qompose
 import torch
 from qompose.spec import qdq
 from qompose_embedding import EmbeddingQuantizer, get_embedding_quantization_config
 from torch import Tensor, nn
-from torch.fx import GraphModule
 
 from tests.core.toy import Model
+from tests.embedding.test_bags import converted
 from tests.zoo import by_name
 
 aten = torch.ops.aten
@@ -33,13 +31,6 @@ def text(dtype: torch.dtype = torch.float32) -> nn.Module:
 IDS = torch.tensor([[3, 0, 49, 7], [1, 1, 2, 48]])
 
 
-def convert(
-    model: nn.Module, *inputs: Tensor, quantizer: Any = None, **options: Any
-) -> GraphModule:
-    program = torch.export.export(model, inputs, **options)
-    return qompose.convert_pt2e(qompose.prepare_pt2e(program, quantizer or EmbeddingQuantizer()))
-
-
 def largest_error(model: nn.Module, actual: Tensor, *inputs: Tensor) -> float:
     return float((model(*inputs).detach() - actual).abs().max())
 
@@ -52,18 +43,18 @@ def bound(table: Tensor) -> float:
 
 def test_the_quantizer_takes_every_table_without_calibration() -> None:
     model = text()
-    converted = convert(model, IDS)
-    tables = {n: t for n, t in converted.state_dict().items() if t.dtype is torch.uint8}
+    found = converted(model, (IDS,))
+    tables = {n: t for n, t in found.state_dict().items() if t.dtype is torch.uint8}
     assert {name: tuple(t.shape) for name, t in tables.items()} == {
         "words.weight_q": (WORDS, WIDTH), "places.weight_q": (16, WIDTH),
     }  # fmt: skip
-    assert not any(n.endswith(".weight") for n in converted.state_dict())
+    assert not any(n.endswith(".weight") for n in found.state_dict())
     limit = bound(model.words.weight) + bound(model.places.weight)
-    assert largest_error(model, converted(IDS), IDS) <= limit
+    assert largest_error(model, found(IDS), IDS) <= limit
 
 
 def test_a_lookup_dequantizes_its_rows_and_no_table() -> None:
-    lowered = qompose.lower(convert(text(), IDS))
+    lowered = qompose.lower(converted(text(), (IDS,)))
     assert not [n for n in lowered.graph.nodes if qdq.is_dequantize(n)]
     for node in lowered.graph.nodes:
         value = node.meta.get("val")
@@ -84,7 +75,7 @@ def test_indices_are_never_annotated_nor_changed(kind: torch.dtype) -> None:
     assert torch.equal(prepared(IDS.to(kind)), model(IDS.to(kind)))
     assert torch.equal(
         qompose.lower(qompose.convert_pt2e(prepared))(IDS.to(kind)),
-        qompose.lower(convert(model, IDS))(IDS),
+        qompose.lower(converted(model, (IDS,)))(IDS),
     )
 
 
@@ -113,8 +104,8 @@ def test_each_row_has_a_range_of_its_own() -> None:
     """Not widened to contain zero, and not widened by the other rows of the table."""
     model = nn.Embedding(len(ROWS), WIDTH)
     model.weight.data = torch.stack(list(ROWS.values()))
-    quantizer = EmbeddingQuantizer(get_embedding_quantization_config(eps=1e-12))
-    lowered = qompose.lower(convert(model, torch.tensor([0, 1]), quantizer=quantizer))
+    config = get_embedding_quantization_config(eps=1e-12)
+    lowered = qompose.lower(converted(model, (torch.tensor([0, 1]),), config))
     for index, (name, row) in enumerate(ROWS.items()):
         actual = lowered(torch.tensor([index, 0])).detach()[0]
         spread, size = float(row.max() - row.min()), float(row.abs().max())

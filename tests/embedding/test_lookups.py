@@ -12,12 +12,13 @@ import qompose
 import torch
 from qompose import QuantizationConfig
 from qompose.spec import qdq
-from qompose_embedding import EmbeddingQuantizer, get_embedding_quantization_config
+from qompose_embedding import get_embedding_quantization_config
 from qompose_embedding.backend import EmbeddingBackend
 from qompose_embedding.bag_operators import lookup_in_graph
 from torch import nn
 
 from tests.core.toy import Model
+from tests.embedding.test_bags import converted
 from tests.sampling import at_once
 
 ROWS = 20
@@ -34,11 +35,6 @@ FORMS = {
         get_embedding_quantization_config(2, symmetric=True, group_size=6), PLAIN,
     ),
 }  # fmt: skip
-
-
-def converted(model: nn.Module, inputs: Any, config: QuantizationConfig, **options: Any) -> Any:
-    program = torch.export.export(model.eval(), inputs, **options)
-    return qompose.convert_pt2e(qompose.prepare_pt2e(program, EmbeddingQuantizer(config)))
 
 
 def table(width: int = 12, **options: Any) -> nn.Embedding:

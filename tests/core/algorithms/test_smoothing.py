@@ -36,6 +36,7 @@ RULE: Rule = replace(toys.LINEAR, bias="bias", channels=(-1, -1))
 RELU_RULE: Rule = replace(toys.LINEAR_RELU, bias="bias", channels=(-1, -1))
 SMOOTH = ("smooth_quant",)
 STATIC = QuantizationConfig(INT8, None, PER_TENSOR.weight, name="W8A8 per tensor", repairs=())
+ASKING = replace(STATIC, repairs=SMOOTH)
 PER_CHANNEL = QuantizationConfig(INT8, None, WEIGHT, name="W8A8 per channel", repairs=())
 PER_TOKEN = QuantizationConfig(
     QuantizationSpec(
@@ -159,7 +160,7 @@ class TestGain:
 
     def test_the_layer_norm_does_it_at_no_cost(self) -> None:
         _, plain = quantized(block(), STATIC)
-        _, converted = quantized(block(), replace(STATIC, repairs=SMOOTH))
+        _, converted = quantized(block(), ASKING)
         mul = [len(nodes_calling(model, "mul")) for model in (plain, converted)]
         assert mul[1] <= mul[0] + 2  # of the tensors that no layer norm makes
         scaled = converted.state_dict()["first.weight"].abs()
@@ -167,7 +168,7 @@ class TestGain:
 
     def test_the_prepared_model_is_bitwise_the_exported_one(self) -> None:
         model = block()
-        prepared = prepare(program(model), toy(RULE, config=replace(STATIC, repairs=SMOOTH)))
+        prepared = prepare(program(model), toy(RULE, config=ASKING))
         assert torch.equal(prepared(tokens()), model(tokens()))
 
 
@@ -192,13 +193,12 @@ class TestReasons:
         return "\n".join(lines(convert(program(model), quantizer, tokens()))[1])
 
     def test_a_shared_weight(self) -> None:
-        quantizer = toy(RULE, config=replace(STATIC, repairs=SMOOTH))
         layers = {"a": nn.Linear(WIDTH, WIDTH), "b": nn.Linear(WIDTH, WIDTH)}
         model = Model(lambda m, x: m.a(x).sigmoid() + m.b(x).tanh() + m.a(x * 2), **layers)
-        assert "a.weight" in self.notes(model.eval(), quantizer)
+        assert "a.weight" in self.notes(model.eval(), toy(RULE, config=ASKING))
 
     def test_one_reader_does_not_ask(self) -> None:
-        quantizer = toy(RULE, config=replace(STATIC, repairs=SMOOTH)).set_module_name("k", STATIC)
+        quantizer = toy(RULE, config=ASKING).set_module_name("k", STATIC)
         assert "layer_norm -> linear_1" in self.notes(block(), quantizer)
 
     def test_two_readers_ask_for_different_strengths(self) -> None:
@@ -217,13 +217,12 @@ class TestReasons:
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sigmoid()).eval()
         with torch.no_grad():
             model[0].weight.fill_(0.1)
-        _, converted = quantized(model, replace(STATIC, repairs=SMOOTH))
-        (note,) = lines(converted)[1]
+        (note,) = lines(quantized(model, ASKING)[1])[1]
         assert "input_1" in note and "aten.linear in 0" in note
 
     def test_few_rows(self) -> None:
         x = tokens(0, 1)[:, :8]
-        quantizer = toy(RULE, config=replace(STATIC, repairs=SMOOTH))
+        quantizer = toy(RULE, config=ASKING)
         made, notes = lines(convert(export(block(), x), quantizer, x))
         assert made == [] and "32" in notes[0]
 
@@ -247,7 +246,7 @@ class TestStages:
     def test_statistics_without_rows(self) -> None:
         plain = prepare(program(block()), toy(RULE, config=STATIC))
         plain(tokens())
-        asking = prepare(program(block()), toy(RULE, config=replace(STATIC, repairs=SMOOTH)))
+        asking = prepare(program(block()), toy(RULE, config=ASKING))
         with pytest.raises(StatisticsError, match="layer_norm"):
             qompose.statistics(plain).apply(asking)
 

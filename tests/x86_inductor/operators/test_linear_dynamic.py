@@ -92,35 +92,27 @@ def assert_close(actual: Tensor, exact: Tensor, size: Tensor) -> None:
     assert ((actual.double() - exact).abs() <= size * ROUNDING + 1e-37).all()
 
 
-PRODUCTS: dict[str, st.SearchStrategy[Any]] = {
-    "seed": st.integers(0, 2**16),
-    "shape": st.sampled_from([(1, 1), (5,), (3, 64), (2, 3, 70), (1, 2, 3, 17), (2, 4096)]),
-    "magnitude": st.sampled_from([1e-12, 1e-3, 1.0, 1e4, 1e12]),
-    "extreme": st.booleans(),
-    "with_bias": st.booleans(),
-}
+@st.composite
+def products(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """As `operands`, of any magnitude, perhaps without a bias."""
+    shape = draw(st.sampled_from([(1, 1), (5,), (3, 64), (2, 3, 70), (1, 2, 3, 17), (2, 4096)]))
+    seed, extreme = draw(st.integers(0, 2**16)), draw(st.booleans())
+    x, weight, scales, bias = operands(seed, *shape, extreme=extreme)
+    magnitude = draw(st.sampled_from([1e-12, 1e-3, 1.0, 1e4, 1e12]))
+    return x * magnitude, weight, scales, bias if draw(st.booleans()) else None
+
+
 NOT_FINITE = (math.nan, math.inf, -math.inf)
 
 
 class TestPerTensor:
     @MODEST
-    @given(**PRODUCTS, bounds=st.sampled_from([(0, 255), (0, 127)]), post=st.sampled_from(POSTS))
-    def test_is_the_scaled_integer_sum(
-        self,
-        seed: int,
-        shape: tuple[int, ...],
-        magnitude: float,
-        extreme: bool,
-        with_bias: bool,
-        bounds: tuple[int, int],
-        post: tuple[Any, ...],
-    ) -> None:
-        x, weight, scales, bias = operands(seed, *shape, extreme=extreme)
-        x, given_bias = x * magnitude, bias if with_bias else None
-        exact, size = per_tensor_exactly(x, weight, scales, given_bias, bounds)
+    @given(products(), st.sampled_from([(0, 255), (0, 127)]), st.sampled_from(POSTS))
+    def test_is_the_scaled_integer_sum(self, given: Any, bounds: Any, post: Any) -> None:
+        exact, size = per_tensor_exactly(*given, bounds)
         name, args, algorithm = (*post, [], "none")[:3] if len(post) == 1 else (*post, "none")[:3]
         wanted = POST_OPS[name].compute(exact, args, algorithm)
-        actual = OPS.linear_dynamic(x, weight, scales, given_bias, *bounds, EPS, *post)
+        actual = OPS.linear_dynamic(*given, *bounds, EPS, *post)
         # Curves have slopes up to 1.2, and float32 forms of their own.
         assert_close(actual, wanted, 2 * size + (4 * wanted.abs() + 2 if name != "none" else 0))
 
@@ -141,22 +133,14 @@ ZEROS = torch.zeros(6, dtype=torch.int32)
 
 class TestPerToken:
     @MODEST
-    @given(**PRODUCTS, symmetric=st.booleans())
-    def test_is_the_scaled_integer_sum(
-        self,
-        seed: int,
-        shape: tuple[int, ...],
-        magnitude: float,
-        extreme: bool,
-        with_bias: bool,
-        symmetric: bool,
-    ) -> None:
-        x, weight, scales, bias = operands(seed, *shape, extreme=extreme)
-        offsets = torch.tensor([0.0, 3.0, -100.0])[torch.arange(x[..., :1].numel()) % 3]
-        x = (x + offsets.view(x[..., :1].shape)) * magnitude
-        given_bias = bias if with_bias else None
-        exact, size = per_token_exactly(x, weight, scales, given_bias, symmetric)
-        actual = OPS.linear_dynamic_per_token(x, weight, scales, given_bias, symmetric)
+    @given(products(), st.sampled_from([0.0, 3.0, -100.0]), st.booleans())
+    def test_is_the_scaled_integer_sum(self, given: Any, offset: float, symmetric: bool) -> None:
+        """Rows begin elsewhere than at zero, by some times what they are large."""
+        x, *constants = given
+        offsets = torch.tensor([0.0, offset, -offset])[torch.arange(x[..., :1].numel()) % 3]
+        x = x + offsets.view(x[..., :1].shape) * x.abs().mean()
+        exact, size = per_token_exactly(x, *constants, symmetric)
+        actual = OPS.linear_dynamic_per_token(x, *constants, symmetric)
         assert_close(actual, exact, size)
 
     @pytest.mark.parametrize("symmetric", [True, False])
