@@ -78,14 +78,10 @@ def fenced(page: str, language: str) -> list[str]:
     return [b.text for b in blocks(page) if b.language == language and not b.info]
 
 
-def prose(page: str) -> str:
-    """A page without its blocks."""
-    return _FENCED.sub("", text(page))
-
-
 def missing_files(page: str) -> list[str]:
     """The files named in a page's sentences that are neither here nor in one of its own blocks."""
-    named = re.findall(r"`((?:[\w.-]+/)*[\w-]+\.(?:py|ini|txt|toml|md|yaml))`", prose(page))
+    prose = _FENCED.sub("", text(page))
+    named = re.findall(r"`((?:[\w.-]+/)*[\w-]+\.(?:py|ini|txt|toml|md|yaml))`", prose)
     own = " ".join(f"{block.info} {block.text}" for block in blocks(page))
     places = (ROOT, (ROOT / page).parent)
     return [

@@ -60,10 +60,6 @@ def tables(module: Any) -> dict[str, torch.dtype]:
     return {n: t.dtype for n, t in state.items() if tuple(t.shape) == (WORDS, WIDTH)}
 
 
-def notes_on_tables(report: qompose.Report) -> list[str]:
-    return [note for note in report.notes if "head.weight" in note]
-
-
 pytestmark = pytest.mark.filterwarnings("ignore::qompose.QomposeWarning")  # regions left simulated
 
 
@@ -72,7 +68,7 @@ def test_one_table_of_integers_in_every_form(order: tuple[str, str]) -> None:
     result = quantized(*order)
     for module in (result.converted, result.model):
         assert tables(module) == {"head.weight_q": torch.int8}
-    (note,) = notes_on_tables(result.report)
+    (note,) = (note for note in result.report.notes if "head.weight" in note)
     assert "embedding (embedding, rule embedding)" in note
     rows = {row.module: row for row in result.report.rows if row.module in ("tokens", "head")}
     assert {path: row.owner for path, row in rows.items()} == {

@@ -71,22 +71,10 @@ def encoder(m: Any, x: Tensor) -> Tensor:
     return x + m.down(F.gelu(m.up(m.second_norm(x))))
 
 
-def _images(generator: torch.Generator) -> Tensor:
-    return torch.randn(4, 3, 8, 8, generator=generator)
-
-
-def _ids(generator: torch.Generator) -> Tensor:
-    return torch.randint(50, (8, 6), generator=generator)
-
-
-def _vectors(generator: torch.Generator) -> Tensor:
-    return torch.randn(4, 5, 32, generator=generator)
-
-
 KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[torch.Generator], Tensor]]] = {
-    "cnn": (Convolutional, _images),
-    "mlp": (embedded, _ids),
-    "encoder": (encoder, _vectors),
+    "cnn": (Convolutional, lambda made: torch.randn(4, 3, 8, 8, generator=made)),
+    "mlp": (embedded, lambda made: torch.randint(50, (8, 6), generator=made)),
+    "encoder": (encoder, lambda made: torch.randn(4, 5, 32, generator=made)),
 }
 
 

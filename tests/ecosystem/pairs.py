@@ -107,12 +107,8 @@ def outcome(kind: str, first: str, second: str) -> Outcome:
 def _wrong_with_error(error: qompose.QomposeError, first: str, second: str) -> Iterator[str]:
     """A refusal names both members."""
     for name in (first, second):
-        if _class_name(name) not in str(error):
+        if type(BY_NAME[name].make()).__name__ not in str(error):
             yield f"{type(error).__name__} does not name {name}: {error}"
-
-
-def _class_name(name: str) -> str:
-    return type(BY_NAME[name].make()).__name__
 
 
 def _wrong_with_result(result: Result, kind: str, names: tuple[str, str]) -> Iterator[str]:

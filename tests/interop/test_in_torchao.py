@@ -263,11 +263,9 @@ class TestWrittenByUsers:
             annotate(node, {node.args[0]: INT8}, fixed)
 
     def test_all_kinds_of_specifications(self) -> None:
-        def forward(m: Any, x: Tensor) -> Tensor:
-            return torch.sigmoid(m.second(torch.cat([m.first(x), x], 0)))
-
         layers = {"first": nn.Linear(6, 6), "second": nn.Linear(6, 3)}
-        program = export(seeded(Model(forward, **layers)), randn(4, 6))
+        model = Model(lambda m, x: m.second(torch.cat([m.first(x), x], 0)).sigmoid(), **layers)
+        program = export(seeded(model), randn(4, 6))
         ours, theirs = (
             run(program, Annotator(self.all_kinds), (randn(4, 6),))
             for run in (by_qompose, by_torchao)

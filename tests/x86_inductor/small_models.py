@@ -8,38 +8,27 @@ from typing import Any
 import qompose
 import torch
 from qompose.program.decompositions import same_layout
-from qompose_x86_inductor import X86InductorQuantizer, get_default_x86_inductor_quantization_config
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-
-def normal(*shape: int) -> Tensor:
-    """Random numbers, always the same."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+from tests.products import x86
 
 
 def converted(model: nn.Module, *inputs: Tensor, **choices: Any) -> GraphModule:
     """The Q/DQ model, calibrated with its inputs; `choices` are those of the configuration."""
-    config = get_default_x86_inductor_quantization_config(
-        range="minmax", balance=False, repairs=(), **choices
-    )
+    quantizer = x86(range="minmax", balance=False, repairs=(), **choices)
     exported = torch.export.export(model.eval(), inputs)
-    prepared = qompose.prepare_pt2e(exported, X86InductorQuantizer().set_global(config))
+    prepared = qompose.prepare_pt2e(exported, quantizer)
     prepared(*inputs)
     return qompose.convert_pt2e(prepared)
 
 
 def lowered(model: nn.Module, x: Tensor, dynamic_shapes: Any = None, **choices: Any) -> GraphModule:
     """The lowered model, calibrated with its input; `choices` are those of the configuration."""
-    config = get_default_x86_inductor_quantization_config(**choices)
     result = qompose.quantize(
-        model.eval(),
-        (x,),
-        backends=X86InductorQuantizer().set_global(config),
-        calibration=[(x,)],
-        progress=False,
+        model.eval(), (x,), backends=x86(**choices), calibration=[(x,)], progress=False,
         dynamic_shapes=dynamic_shapes,
-    ).model
+    ).model  # fmt: skip
     assert isinstance(result, GraphModule)
     return result
 

@@ -15,16 +15,13 @@ import qompose
 import torch
 from qompose import QuantizationSpec
 from qompose.backend import RuleUse
-from qompose_x86_inductor import (
-    X86InductorQuantizer,
-    get_default_x86_inductor_quantization_config,
-    machine_requirements,
-)
+from qompose_x86_inductor import machine_requirements
 from qompose_x86_inductor.onednn import exactness
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from tests.core.toy import Model
+from tests.products import x86
 
 LIMIT = "ONEDNN_MAX_CPU_ISA"
 vnni = pytest.mark.skipif(not exactness.vnni_exact(), reason="eight bits need VNNI")
@@ -45,9 +42,8 @@ BIG = (torch.ones(2, 16, 6, 6), torch.ones(3, 64))
 
 def prepared(name: str) -> GraphModule:
     torch.manual_seed(0)
-    config = get_default_x86_inductor_quantization_config(isa=name, balance=False)
     exported = torch.export.export(worst(), BIG)
-    model = qompose.prepare_pt2e(exported, X86InductorQuantizer().set_global(config))
+    model = qompose.prepare_pt2e(exported, x86(isa=name, balance=False))
     model(*BIG)
     return model
 
@@ -179,10 +175,9 @@ def test_weights_that_onednn_gets_wrong_have_a_kernel_of_another_name(
     )
     states = {}
     for name in HIGHEST:
-        config = get_default_x86_inductor_quantization_config(is_dynamic=is_dynamic, isa=name)
         x = torch.linspace(-1, 1, 24).view(3, 8)
         exported = torch.export.export(nn.Linear(8, 4), (x,))
-        model = qompose.prepare_pt2e(exported, X86InductorQuantizer().set_global(config))
+        model = qompose.prepare_pt2e(exported, x86(is_dynamic=is_dynamic, isa=name))
         model(x)
         with pytest.warns(qompose.errors.RequirementWarning) if name == "vnni" else nullcontext():
             lowered = qompose.lower(qompose.convert_pt2e(model))

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from tests.core.toy import Model
+from tests.core.toy import Model, randn
 from tests.sampling import at_once
-from tests.x86_inductor.small_models import assert_lowers_right, converted, normal
+from tests.x86_inductor.small_models import assert_lowers_right, converted
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*maxpool2d is not quant")
 
-IMAGE, SEQUENCE, ROWS = normal(2, 4, 8, 8), normal(2, 4, 9), normal(2, 3, 8)
+IMAGE, SEQUENCE, ROWS = randn(2, 4, 8, 8), randn(2, 4, 9), randn(2, 3, 8)
 
 
 @pytest.fixture(scope="module")

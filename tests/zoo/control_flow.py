@@ -61,42 +61,32 @@ def branch_without_weights(m: Any, x: Tensor) -> Tensor:
 @net(linear=_linear)
 def branches_share_weight(m: Any, x: Tensor) -> Tensor:
     """One linear layer in both branches, in one of them twice."""
-
-    def yes(x: Tensor) -> Tensor:
-        return m.linear(F.relu(m.linear(x)))
-
-    def no(x: Tensor) -> Tensor:
-        return m.linear(x) - 1.0
-
-    return torch.cond(x.sum() > 0, yes, no, (x,))
+    twice = lambda x: m.linear(F.relu(m.linear(x)))  # noqa: E731
+    return torch.cond(x.sum() > 0, twice, lambda x: m.linear(x) - 1.0, (x,))
 
 
 @net(embedding=lambda: nn.Embedding(WORDS, WIDTH), linear=_linear)
 def branch_shares_outside(m: Any, words: Tensor) -> Tensor:
     """A linear layer before the branch and in it; an embedding's table is a branch's weight."""
     y = m.linear(m.embedding(words))
-
-    def tied(y: Tensor) -> Tensor:
-        return F.linear(m.linear(y), m.embedding.weight)
-
-    def untied(y: Tensor) -> Tensor:
-        return F.pad(y, (0, WORDS - WIDTH))
-
-    return torch.cond(y.sum() > 0, tied, untied, (y,))
+    return torch.cond(
+        y.sum() > 0,
+        lambda y: F.linear(m.linear(y), m.embedding.weight),
+        lambda y: F.pad(y, (0, WORDS - WIDTH)),
+        (y,),
+    )
 
 
 @net(left=_linear, right=_linear, last=_linear)
 def branch_outputs(m: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """Branches of two operands, one closed over, and two outputs; a second branch reads them."""
     scale = x.abs().amax()
-
-    def yes(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        return m.left(x) / scale, m.right(y)
-
-    def no(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        return m.right(x), x * y
-
-    first, second = torch.cond(x.sum() > y.sum(), yes, no, (x, y))
+    first, second = torch.cond(
+        x.sum() > y.sum(),
+        lambda x, y: (m.left(x) / scale, m.right(y)),
+        lambda x, y: (m.right(x), x * y),
+        (x, y),
+    )
     last = torch.cond(second.sum() > 0, m.last, torch.sin, (first,))
     return last, second
 
@@ -104,14 +94,11 @@ def branch_outputs(m: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 @net(before=_linear, body=_linear)
 def loop(m: Any, x: Tensor, times: Tensor) -> Tensor:
     """A linear layer applied once more often than an integer input says."""
-
-    def unfinished(count: Tensor, y: Tensor) -> Tensor:
-        return count <= times
-
-    def step(count: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        return count + 1, torch.tanh(m.body(y))
-
-    _, y = while_loop(unfinished, step, (torch.zeros_like(times), m.before(x)))
+    _, y = while_loop(
+        lambda count, _: count <= times,
+        lambda count, y: (count + 1, torch.tanh(m.body(y))),
+        (torch.zeros_like(times), m.before(x)),
+    )
     return y
 
 
@@ -134,15 +121,11 @@ def loop_two_values(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
 @net(grow=_linear, shared=_linear)
 def loop_of_branches(m: Any, x: Tensor) -> Tensor:
     """A branch in the body of a loop; one linear layer is used in it and after the loop."""
-
-    def unfinished(count: Tensor, y: Tensor) -> Tensor:
-        return count < STEPS
-
-    def step(count: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        return count + 1, torch.cond(y.sum() > 0, m.shared, m.grow, (y,))
-
-    start = torch.zeros((), dtype=torch.int64)
-    _, y = while_loop(unfinished, step, (start, x.clone()))
+    _, y = while_loop(
+        lambda count, _: count < STEPS,
+        lambda count, y: (count + 1, torch.cond(y.sum() > 0, m.shared, m.grow, (y,))),
+        (torch.zeros((), dtype=torch.int64), x.clone()),
+    )
     return m.shared(y)
 
 
@@ -178,10 +161,7 @@ def scan_two_values(m: Any, x: Tensor) -> Tensor:
 @net(row=_linear, shared=_linear)
 def map_rows_net(m: Any, x: Tensor, scale: Tensor) -> Tensor:
     """Two linear layers applied to every row of the batch by `map`, one of them after it too."""
-
-    def body(row: Tensor, scale: Tensor) -> Tensor:
-        return F.relu(m.row(row)) * scale + m.shared(row)
-
+    body = lambda row, scale: F.relu(m.row(row)) * scale + m.shared(row)  # noqa: E731
     return m.shared(map_rows(body, x, scale))
 
 
@@ -248,12 +228,11 @@ def mixed_regions(m: Any, x: Tensor) -> Tensor:
     """`no_grad` in a submodule, then a branch that has such a submodule, then a loop."""
     y = m.widen(m.frozen(x))
     y = torch.cond(y.sum() > 0, m.frozen, m.plain, (y,))
-
-    def step(count: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        return count + 1, m.body(m.widen(y))
-
-    start = torch.zeros((), dtype=torch.int64)
-    return while_loop(lambda count, _: count < STEPS, step, (start, y))[1]
+    return while_loop(
+        lambda count, _: count < STEPS,
+        lambda count, y: (count + 1, m.body(m.widen(y))),
+        (torch.zeros((), dtype=torch.int64), y),
+    )[1]
 
 
 _TAGS = {"control_flow", "linear"}

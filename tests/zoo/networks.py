@@ -106,18 +106,8 @@ _FAMILIES: dict[str, _Family] = {
 def network(
     name: str, *, size: int | None = None, layers: int | None = None, batch: int = BATCH
 ) -> ZooModel:
-    """A network as published, or with inputs of another size or fewer layers.
-
-    Args:
-        name: resnet18, resnet50, mobilenet_v2, mobilenet_v3_large, vit_b_16 or bert_base.
-        size: the sides of the images in pixels, or the length of the texts in tokens.
-        layers: of a transformer. The convolutional networks have no choice.
-        batch: of `inputs()`; at least 2 where it is exported with a dynamic batch.
-
-    Raises:
-        KeyError: there is no such network.
-        ValueError: `layers` for a network whose layers are fixed.
-    """
+    """A network as published, or with inputs of another size (in pixels or tokens), or fewer layers, which a
+    transformer may have. To be exported with a dynamic batch, `inputs()` must have two at least."""
     family = _FAMILIES[name]
     if layers is not None and not family.layers:
         raise ValueError(f"{name} has no number of layers to choose")

@@ -10,6 +10,7 @@ import contextlib
 import importlib
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -69,25 +70,18 @@ def make(kind: str, config: dict[str, object]) -> nn.Module:
         return model(model.config_class(**config))
 
 
-def _text(name: str, kind: str, *tags: str, **config: object) -> ZooModel:
-    return zoo_model(
-        name,
-        lambda: TextModel(make(kind, config)),
-        ids(WORDS, 2, LENGTH),
-        keep_mask(2, LENGTH, dtype=torch.int64),
-        tags={"transformers", "attention", "embedding", "mask", *tags},
-    )
+def _text(
+    name: str, kind: str, *tags: str, wrap: Any = TextModel, more: Any = (), **config: object
+) -> ZooModel:
+    mask = keep_mask(2, LENGTH, dtype=torch.int64)
+    tags = ("transformers", "attention", "embedding", "mask", *tags)
+    model = lambda: wrap(make(kind, config))  # noqa: E731
+    return zoo_model(name, model, ids(WORDS, 2, LENGTH), mask, *more, tags=tags)
 
 
 def _translation(name: str, kind: str, *tags: str, **config: object) -> ZooModel:
-    return zoo_model(
-        name,
-        lambda: TranslationModel(make(kind, config)),
-        ids(WORDS, 2, LENGTH),
-        keep_mask(2, LENGTH, dtype=torch.int64),
-        ids(WORDS, 2, 5),
-        tags={"transformers", "attention", "embedding", "mask", "causal", *tags},
-    )
+    more = (ids(WORDS, 2, 5),)
+    return _text(name, kind, "causal", *tags, wrap=TranslationModel, more=more, **config)
 
 
 @contextlib.contextmanager

@@ -28,6 +28,7 @@ from tests.core.toy import (
     export,
     nodes_calling,
     prepare,
+    randn,
     toy,
 )
 from tests.sampling import at_once
@@ -92,7 +93,7 @@ def block(**options: Any) -> Block:
 
 
 def tokens(seed: int = 0, batch: int = 8) -> Tensor:
-    return torch.randn(batch, 16, WIDTH, generator=torch.Generator().manual_seed(seed))
+    return randn(batch, 16, WIDTH, seed=seed)
 
 
 @functools.cache
@@ -255,14 +256,12 @@ class TestWithoutAWord:
     """A static configuration that says nothing of repairs has those made that cost no time."""
 
     def test_behind_a_layer_norm(self) -> None:
-        def forward(self: Any, x: Tensor) -> Tensor:
-            return self.linear(self.norm(x))
-
-        model = Model(forward, norm=nn.LayerNorm(WIDTH), linear=nn.Linear(WIDTH, 3))
+        parts = {"norm": nn.LayerNorm(WIDTH), "linear": nn.Linear(WIDTH, 3)}
+        model = Model(lambda m, x: m.linear(m.norm(x)), **parts)
         with torch.no_grad():
             model.norm.weight[1] = 60.0
             model.linear.weight[:, 1] /= 60.0
-        x = torch.randn(64, 5, WIDTH, generator=torch.Generator().manual_seed(0))
+        x = randn(64, 5, WIDTH)
         found = {}
         for config in (STATIC, replace(STATIC, repairs=None)):
             prepared = prepare(export(model, x), toy(RULE, config=config))
@@ -275,13 +274,11 @@ class TestWithoutAWord:
         assert [line.split()[0] for line in itself.rewrites] == ["smooth_quant"]
 
     def test_what_does_not_help_is_no_line(self) -> None:
-        def forward(self: Any, x: Tensor) -> Tensor:
-            return self.linear(self.norm(x)) + self.other(x.relu())
-
         parts = {"norm": nn.LayerNorm(WIDTH), "linear": nn.Linear(WIDTH, 3)}
-        model = Model(forward, **parts, other=nn.Linear(WIDTH, 3, bias=False))
+        parts["other"] = nn.Linear(WIDTH, 3, bias=False)
+        model = Model(lambda m, x: m.linear(m.norm(x)) + m.other(x.relu()), **parts)
         config = replace(STATIC, repairs=None)
-        x = torch.randn(64, 5, WIDTH, generator=torch.Generator().manual_seed(0))
+        x = randn(64, 5, WIDTH)
         prepared = prepare(export(model, x), toy(RULE, config=config))
         prepared(x)
         report = qompose.report(qompose.convert_pt2e(prepared))

@@ -31,13 +31,9 @@ def _sum(first: Tensor, second: Tensor) -> Tensor:
     return first + second
 
 
-def _sum_relu(first: Tensor, second: Tensor) -> Tensor:
-    return (first + second).relu()
-
-
 _ADD = (("op", aten.add.Tensor),)
 SUM = Pattern(_sum, ((2, 3), (2, 3)), _ADD)
-SUM_RELU = Pattern(_sum_relu, ((2, 3), (2, 3)), _ADD)
+SUM_RELU = Pattern(lambda first, second: (first + second).relu(), ((2, 3), (2, 3)), _ADD)
 
 
 def find(pattern: Any, function: Any) -> list[tuple[str, ...]]:

@@ -240,10 +240,8 @@ def test_prepare_tells_who_reads() -> None:
 
 
 def test_tensors_that_share_a_range_have_rows_of_the_one_that_is_read() -> None:
-    def forward(self: Any, x: Tensor, y: Tensor) -> Tensor:
-        return self.linear(torch.cat([self.one(x), self.other(y)], 1))
-
-    model = Model(forward, one=nn.Linear(3, 4), other=nn.Linear(3, 2), linear=nn.Linear(6, 2))
+    layers = {"one": nn.Linear(3, 4), "other": nn.Linear(3, 2), "linear": nn.Linear(6, 2)}
+    model = Model(lambda m, x, y: m.linear(torch.cat([m.one(x), m.other(y)], 1)), **layers)
     prepared = prepare(export(model, randn(9, 3), randn(9, 3)), toy(config=CONFIG))
     prepared(randn(9, 3), randn(9, 3))
     shared = next(o for o in auto_observers(prepared).values() if o.shared)

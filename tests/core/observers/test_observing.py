@@ -95,9 +95,6 @@ def by(spec: QuantizationSpec, factory: Any, **change: Any) -> QuantizationSpec:
     return replace(spec, observer_or_fake_quant_ctr=factory, **change)
 
 
-DERIVED = DerivedQuantizationSpec([], lambda o: None, torch.int32)  # type: ignore[arg-type, return-value]
-
-
 @pytest.mark.parametrize(
     ("spec", "named"),
     [

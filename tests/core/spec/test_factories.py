@@ -163,7 +163,7 @@ def test_inside_factories_of_every_kind(wrap: Any, places: tuple[Node, Node, Reb
     old, new, rebinding = places
     kind = functools.partial(Holder, old, graph=[old.graph])
     inner = wrapped(Holder, node=old)
-    factory = functools.partial(made_with, wrap(Holder), inner=inner, outer=kind)
+    factory = functools.partial(Holder, wrap(Holder), inner=inner, outer=kind)
     found = rebinding(factory)
     assert found is not factory
     assert found.keywords["inner"]().arguments == {"node": new}
@@ -171,10 +171,6 @@ def test_inside_factories_of_every_kind(wrap: Any, places: tuple[Node, Node, Reb
     assert found.keywords["outer"]().arguments == {"graph": [new.graph]}
     assert inner().arguments == {"node": old}, "the given one is as it was"
     assert factory.keywords["outer"]().positional == (old,)
-
-
-def made_with(*factories: Any, **more: Any) -> Holder:
-    return Holder(*factories, **more)
 
 
 def test_arguments_that_are_made_at_each_call(places: tuple[Node, Node, Rebinding]) -> None:

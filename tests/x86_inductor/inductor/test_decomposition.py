@@ -12,12 +12,11 @@ import pytest
 import qompose
 import torch
 import torch.nn.functional as F
-from qompose_x86_inductor import X86InductorQuantizer, get_default_x86_inductor_quantization_config
 from qompose_x86_inductor.inductor.decomposition import with_prepack_in_graph
 from qompose_x86_inductor.onednn import exactness
 from torch import Tensor, fx, nn
 
-from tests.core.toy import Model, export
+from tests.core.toy import Model, export, randn
 from tests.processes import python
 from tests.sampling import at_once
 from tests.x86_inductor import small_models
@@ -75,7 +74,7 @@ def lowered(request: pytest.FixtureRequest) -> fx.GraphModule:
 
 
 def inputs(batch: int) -> Tensor:
-    return torch.randn(batch, 3, 16, 12, generator=torch.Generator().manual_seed(batch))
+    return randn(batch, 3, 16, 12, seed=batch)
 
 
 def assert_same(run: Any, gm: fx.GraphModule, batches: tuple[int, ...] = (4, 2, 7)) -> None:
@@ -187,10 +186,10 @@ def result() -> qompose.QuantizedModel:
     convolutions = {"stem": nn.Conv2d(3, 16, 3, padding=1), "body": nn.Conv2d(16, 16, 3, padding=1)}
     model = Model(residual, words=nn.Embedding(20, 12), **convolutions, head=nn.Linear(16, 5))
     exported = export(model, *arguments(4), dynamic_shapes=({0: batch}, {0: batch}))
-    config = get_default_x86_inductor_quantization_config()
-    quantizer = X86InductorQuantizer().set_global(config)
     calibration = [arguments(8) for _ in range(2)]
-    made = qompose.quantize(exported, backends=["embedding", quantizer], calibration=calibration)
+    made = qompose.quantize(
+        exported, backends=["embedding", "x86_inductor"], calibration=calibration
+    )
     qompose.assert_lowered(made.model, 1.0)
     return made
 

@@ -12,18 +12,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.core.toy import Model
+from tests.core.toy import Model, randn
 from tests.sampling import at_once
 from tests.x86_inductor.small_models import (
     assert_lowers_right,
     calls,
     converted,
-    normal,
     reasons,
     rules,
 )
 
-IMAGE, SEQUENCE, ROWS = normal(2, 4, 9, 8), normal(2, 4, 9), normal(2, 3, 8)
+IMAGE, SEQUENCE, ROWS = randn(2, 4, 9, 8), randn(2, 4, 9), randn(2, 3, 8)
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "relu6": F.relu6,
@@ -151,7 +150,7 @@ def test_what_is_refused_says_why(name: str) -> None:
     function, reason = REFUSED[name]
     layer, double = (nn.Conv2d(4, 4, 3, padding=1) for _ in range(2))
     model = Model(function, layer=layer, double_layer=double.double())
-    model.factor = nn.Parameter(normal(4, 1, 1))
+    model.factor = nn.Parameter(randn(4, 1, 1))
     square = IMAGE[..., :8, :8].contiguous()
     result = converted(model, square)
     assert reason in reasons(result)

@@ -15,7 +15,7 @@ from qompose_xnnpack.executorch_target.lowering import lower_to_executorch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from tests.core.toy import Model
+from tests.core.toy import Model, randn
 from tests.products import xnnpack
 from tests.sampling import at_once
 from tests.xnnpack.executorch_target.runtime import converted, in_two_programs
@@ -31,10 +31,6 @@ def behind(layer: nn.Module, function: Callable[..., Any]) -> nn.Module:
     return Model(lambda m, x, *more: function(m.layer(x), *more), layer=layer)
 
 
-def image(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
-
-
 def cropped(sizes: tuple[int, ...], *, before: bool) -> nn.Module:
     if not before:
         return behind(nn.Conv2d(4, 4, 3), lambda y: F.pad(y, sizes))
@@ -44,7 +40,7 @@ def cropped(sizes: tuple[int, ...], *, before: bool) -> nn.Module:
 
 INT4 = {"weight_qmin": -8, "weight_qmax": 7}
 INT4_DYNAMIC = {**INT4, "is_dynamic": True}
-X, LINE, ROWS, NUMBER = image(2, 4, 8, 8), image(2, 4, 8), image(3, 8), torch.tensor(0.7)
+X, LINE, ROWS, NUMBER = randn(2, 4, 8, 8), randn(2, 4, 8), randn(3, 8), torch.tensor(0.7)
 Made = tuple[nn.Module, tuple[Tensor, ...], dict[str, Any]]
 
 
@@ -59,7 +55,7 @@ def cases() -> dict[str, Made]:
         "int4 dynamic linear": (nn.Linear(8, 4), (X,), INT4_DYNAMIC),
         **{
             f"bounds in the wrong order, {name}": (
-                behind(nn.Conv2d(3, 8, 3), lambda y, clamp=clamp: (y, clamp(y))), (image(2, 3, 9, 9),), STATIC
+                behind(nn.Conv2d(3, 8, 3), lambda y, clamp=clamp: (y, clamp(y))), (randn(2, 3, 9, 9),), STATIC
             )
             for name, clamp in {
                 "clamp": lambda y: y.clamp(0.3, 0.1),
@@ -125,7 +121,7 @@ def test_cropping_of_a_batch_known_at_run_time() -> None:
     model = nn.Sequential(nn.ZeroPad2d((-1, 2, 0, -1)), nn.Conv2d(4, 4, 3))
     batch = {0: torch.export.Dim("batch", max=4)}
     made = converted(model, X, quantizer=xnnpack(), sizes=(batch,))
-    program, x = qompose.lower(made, "executorch"), image(3, 4, 8, 8)
+    program, x = qompose.lower(made, "executorch"), randn(3, 4, 8, 8)
     assert torch.allclose(program.run(x), made(x), atol=1e-6)
 
 
@@ -157,7 +153,7 @@ def product(x: Tensor, y: Tensor) -> Tensor:
 class TestExpands:
     """Those that change nothing are gone before the partitioner looks; those that do something stay."""
 
-    inputs = (image(2, 3, 4, 4), image(3, 2, 3, 4, 4)[2])
+    inputs = (randn(2, 3, 4, 4), randn(3, 2, 3, 4, 4)[2])
 
     def test_matrix_products_are_one_delegate(self) -> None:
         program, portable = lowered(product, *self.inputs)
