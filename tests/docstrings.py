@@ -22,13 +22,7 @@ _SHAPE = re.compile(r"shape|`\(|dimension|per tensor|scalar|any size|elements")
 
 @dataclass(frozen=True)
 class Documented:
-    """A public function, or a method of a public class.
-
-    Attributes:
-        path: its full name.
-        function: the function itself.
-        text: what is read of it: its docstring, one of a base, or the class's for what makes objects.
-    """
+    """A public function or method, with its docstring, or that of a base or of its class."""
 
     path: str
     function: Callable[..., Any]

@@ -79,11 +79,7 @@ def written(page: str) -> dict[str, str]:
 
 
 class Reader:
-    """Follows a page in the current folder, which is empty.
-
-    Args:
-        regen: whether to note what is printed, for `rewrite`, instead of comparing it.
-    """
+    """Follows a page in the current, empty folder; for `rewrite` it notes what is printed, compared else."""
 
     def __init__(self, page: str, regen: bool) -> None:
         self.page, self.files, self.regen = page, Files(), regen

@@ -8,7 +8,6 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests import pages, reader
 from tests.pages import PLUGINS, ROOT
@@ -30,7 +29,6 @@ def test_code_runs_and_prints_what_it_says(
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("COLUMNS", "120")
-    torch.manual_seed(0)
     reader.follow(page, regen)
 
 

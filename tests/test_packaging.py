@@ -257,7 +257,6 @@ class TestComingAndGoing:
         assert_missing(site)
         assert "No broken requirements" in site.pip("check")
 
-    @pytest.mark.full
     @pytest.mark.parametrize("name", BACKENDS)
     def test_each_plugin_alone(self, make_site: Any, name: str) -> None:
         """It brings core, and needs no other plugin."""

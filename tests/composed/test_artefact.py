@@ -107,7 +107,6 @@ def test_a_fresh_process_runs_reports_and_lowers_alike(product: str, tmp_path: P
 @pytest.mark.skipif(not find_spec("executorch"), reason="needs executorch")
 @pytest.mark.filterwarnings("ignore")  # ExecuTorch's own
 def test_the_executorch_target(tmp_path: Path) -> None:
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)).eval()
     batches = {n: torch.randn(n, 16) for n in (3, 6, 64)}
     shapes = {"input": {0: Dim("batch", min=2, max=64)}}

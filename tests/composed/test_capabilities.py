@@ -30,6 +30,14 @@ def test_every_row_is_supported_however_it_is_asked_for(backend: str) -> None:
             assert answer, f"{row.pattern}, {row.config}, {asked}: {answer.reason}"
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_configurations_are_data_and_are_called_what_they_are(backend: str) -> None:
+    for name, config in load_backend(backend).configs.items():
+        assert str(config) == name
+        data = qompose.observers.config_to_json(config)
+        assert qompose.observers.config_from_json(data) == config
+
+
 MODELS = ("lenet", "mobilenet_v2", "tied_language_model", "cond_conv")
 
 

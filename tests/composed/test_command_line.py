@@ -151,7 +151,6 @@ def test_the_page_shows_what_is_printed(
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("QOMPOSE_PLUGINS", raising=False)
     monkeypatch.setenv("COLUMNS", "120")
-    torch.manual_seed(0)
     namespace: dict[str, object] = {}
     printed: list[str] = []
     for block in blocks("docs/command-line.md"):

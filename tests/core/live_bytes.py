@@ -16,10 +16,6 @@ class LiveBytes(TorchDispatchMode):
     """Counts the bytes of the storages that operators make while it is on, until each is freed.
 
     What an operator takes for itself while it runs is not seen, nor what was there before.
-
-    Attributes:
-        now: bytes that are alive.
-        peak: the most there were at once.
     """
 
     def __init__(self) -> None:

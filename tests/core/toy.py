@@ -129,6 +129,23 @@ CAT = rule(
     "cat", OperatorPattern((aten.cat.default,)), activations=("tensors",), shares=True,
     condition="any", kernels={"torch": Kernel("integers", on_integers)},
 )  # fmt: skip
+
+
+def product(name: str, target: Any, channels: int = 1) -> Rule:
+    """A product without a kernel, of a bias and of channels in a dimension."""
+    return rule(
+        name, OperatorPattern((target,)), activations=("input",), weight="weight", bias="bias",
+        channels=(channels, channels),
+    )  # fmt: skip
+
+
+PRODUCTS = (
+    product("linear", aten.linear.default, -1),
+    product("conv", aten.conv2d.default),
+    product("padded", aten.conv2d.padding),
+    product("conv1d", aten.conv1d.default),
+    product("up", aten.conv_transpose2d.input),
+)
 RULES = (CONV_ADD_RELU, CONV_RELU, LINEAR_RELU, CONV, LINEAR, ADD_RELU, ADD, SIGMOID, VIEW, CAT)
 
 

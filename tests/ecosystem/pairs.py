@@ -92,11 +92,7 @@ class Outcome:
 
 
 def outcome(kind: str, first: str, second: str) -> Outcome:
-    """Compose an ordered pair, and check what comes of it.
-
-    Raises:
-        Exception: whatever is no error of qompose: none may come.
-    """
+    """Compose an ordered pair, and check what comes of it; errors of others than qompose are raised."""
     try:
         result = composed(kind, first, second)
     except qompose.QomposeError as error:

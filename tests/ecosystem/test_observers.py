@@ -113,7 +113,6 @@ class TestOpenVINO:
     @pytest.mark.parametrize("first", [True, False], ids=["first", "second"])
     def test_a_tied_table_beside_ours(self, first: bool) -> None:
         """The same integers are asked for; the other member's kernels read dequantize operators alone."""
-        torch.manual_seed(0)
         tied = Model(
             lambda m, ids: F.linear(m.tokens(ids), m.tokens.weight), tokens=nn.Embedding(32, 32)
         )
@@ -157,7 +156,6 @@ class TestQualcomm:
     def test_a_concatenation(self, dtype: str, per_channel: bool) -> None:
         """One observer sets the ranges of those before it, which it finds by name in the graph."""
         options = {"is_conv_per_channel": per_channel}
-        torch.manual_seed(0)
         model, x = concatenated().eval(), torch.randn(2, 3, 8, 8)
         make = lambda: qnn(dtype, **options)  # noqa: E731
         ours = both(make, lambda: torch.export.export(model, (x,)), (x / 2,), (x,))

@@ -241,21 +241,12 @@ def _observers(prepared: GraphModule) -> set[str]:
 
 
 PAIRS = [tuple(randn(3, 4, seed=seed) for seed in (n, n + 9)) for n in range(3)]
-
-
 SUMS = Model(lambda m, x, y: torch.cat([x + y, x * y]).relu())
 
 
-def shared(write: Callable[[Node, Any], tuple[dict[Any, Any], Any]]) -> Any:
-    def asked(node: Node) -> Any:
-        return write(node, quantizers.SharedQuantizationSpec)
-
-    targets = (aten.add.Tensor, aten.mul.Tensor, aten.cat.default, aten.relu.default)
-    return ByOperator(dict.fromkeys(targets, asked))
-
-
-def _forward(node: Node, share: Any) -> Any:
+def _forward(node: Node) -> Any:
     """A producer's output goes by the edge behind it, which may go by the output."""
+    share = quantizers.SharedQuantizationSpec
     if node.target is aten.relu.default:
         return {node.args[0]: INT8}, share((node.args[0], node))
     if node.target is aten.cat.default:
@@ -266,9 +257,11 @@ def _forward(node: Node, share: Any) -> Any:
 
 def test_references_forward() -> None:
     """torchao makes observers as it comes by, and asserts that the other one is there."""
+    targets = (aten.add.Tensor, aten.mul.Tensor, aten.cat.default, aten.relu.default)
+    table = dict.fromkeys(targets, _forward)
     with pytest.raises(AssertionError):
-        by_torchao(export(SUMS, *PAIRS[0]), shared(_forward), *PAIRS)
-    found = by_qompose(export(SUMS, *PAIRS[0]), shared(_forward), *PAIRS)
+        by_torchao(export(SUMS, *PAIRS[0]), ByOperator(table), *PAIRS)
+    found = by_qompose(export(SUMS, *PAIRS[0]), ByOperator(table), *PAIRS)
     cat, relu = (found.calls(name)[0] for name in ("cat", "relu"))
     (before,), (behind,) = (list(node.users) for node in (cat, relu))
     assert before.args[1:] == behind.args[1:]

@@ -74,20 +74,12 @@ class TestNames:
     def test_positions_are_those_of_torchao(self) -> None:
         assert CONFIG(False, True, True) == CONFIG(is_dynamic=True, reduce_range=True)
 
-
-class TestNamed:
-    def test_those_of_the_backend_are_made_by_the_function(self) -> None:
-        configs = qompose.backend.load_backend("x86_inductor").configs
-        assert all(str(config) == name for name, config in configs.items())
-        for config in configs.values():
-            data = qompose.observers.config_to_json(config)
-            assert qompose.observers.config_from_json(data) == config
-        assert list(configs) == [
+    def test_those_of_the_backend(self) -> None:
+        assert list(qompose.backend.load_backend("x86_inductor").configs) == [
             "static", "static, activations [0, 127]", "dynamic", "dynamic per token",
             "weight-only int8", "weight-only int4 groups of 32", "weight-only int4 groups of 128",
             "weight-only float16",
         ]  # fmt: skip
-        assert {config.mode for config in configs.values()} == {"static", "dynamic", "weight-only"}
 
 
 class TestRanges:

@@ -49,12 +49,7 @@ class TestNames:
 
     def test_those_of_the_backend_are_made_by_the_function(self) -> None:
         configs = qompose.backend.load_backend("xnnpack").configs
-        assert all(str(config) == name for name, config in configs.items())
-        for config in configs.values():
-            data = qompose.observers.config_to_json(config)
-            assert qompose.observers.config_from_json(data) == config
         assert configs["dynamic per-channel"] == CONFIG(True, is_dynamic=True)
-        assert {config.mode for config in configs.values()} == {"static", "dynamic", "weight-only"}
 
     @pytest.mark.parametrize("word", ["minmax", "mse", "histogram"])
     def test_the_range_of_weights(self, word: str) -> None:
@@ -127,14 +122,9 @@ def forward(m: Any, x: Tensor) -> Tensor:
 def mixed() -> tuple[nn.Module, torch.fx.GraphModule, Tensor]:
     torch.manual_seed(0)
     sizes = {"tokens": (8, 64), "wide": (64, 96), "narrow": (96, 64), "head": (64, 5)}
-    model, x = (
-        Model(
-            forward,
-            conv=nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU6()),
-            **{name: nn.Linear(*size) for name, size in sizes.items()},
-        ),
-        torch.randn(2, 3, 8, 8),
-    )
+    conv = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU6())
+    linears = {name: nn.Linear(*size) for name, size in sizes.items()}
+    model, x = Model(forward, conv=conv, **linears), torch.randn(2, 3, 8, 8)
     quantizer = (
         XNNPACKQuantizer()
         .set_global(CONFIG(True))
@@ -182,7 +172,6 @@ class TestMixed:
     ) -> None:
         """So it is computed as the graph says, and not as XNNPACK would: a scale for each row."""
         pytest.importorskip("executorch")
-        torch.manual_seed(0)
         x = torch.randn(rows, 64) * torch.logspace(0, 2, rows)[:, None]
         config = CONFIG(True, is_dynamic=True, per_token=False)
         quantizer = XNNPACKQuantizer().set_global(config)

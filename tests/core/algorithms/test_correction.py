@@ -12,16 +12,24 @@ import pytest
 import qompose
 import torch
 from qompose import QuantizationConfig
-from qompose.backend import OperatorPattern
 from qompose.errors import StatisticsError
 from qompose.observers import AutoRangeObserver
 from qompose.observers.tensor_statistics import Means
 from torch import Tensor, nn
 
 from tests.core import toy as toys
-from tests.core.toy import INT8, STATIC, WEIGHT, WEIGHT_PER_TENSOR, convert, export, prepare, toy
+from tests.core.toy import (
+    INT8,
+    PRODUCTS,
+    STATIC,
+    WEIGHT,
+    WEIGHT_PER_TENSOR,
+    convert,
+    export,
+    prepare,
+    toy,
+)
 
-aten = torch.ops.aten
 FOUR_BITS = replace(WEIGHT, quant_min=-8, quant_max=7)
 PLAIN = QuantizationConfig(INT8, None, FOUR_BITS, name="weights of four bits", repairs=())
 PER_TENSOR = QuantizationConfig(
@@ -34,19 +42,7 @@ PER_TENSOR = QuantizationConfig(
 ASKING = replace(PLAIN, repairs=("bias_correction",))
 
 
-def product(name: str, target: Any) -> Any:
-    return toys.rule(
-        name, OperatorPattern((target,)), activations=("input",), weight="weight", bias="bias"
-    )
-
-
-RULES = (
-    replace(toys.LINEAR, bias="bias"),
-    product("conv", aten.conv2d.default),
-    product("padded", aten.conv2d.padding),
-    product("conv1d", aten.conv1d.default),
-    product("up", aten.conv_transpose2d.input),
-)
+RULES = (replace(toys.LINEAR, bias="bias"), *PRODUCTS[1:])
 
 
 GATE = toys.Model(lambda m, x: torch.sigmoid(x) + 0.5)
@@ -170,7 +166,6 @@ class TestGain:
 
     def test_balanced_channels(self) -> None:
         """Means of inputs and the rounding of weights are those with the factors."""
-        torch.manual_seed(0)
         model, x = nn.Linear(64, 64).eval(), rows(0, 512)
         x[:, 3] *= 100
         with torch.no_grad():

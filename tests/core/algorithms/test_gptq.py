@@ -16,7 +16,6 @@ from qompose import QuantizationConfig
 from qompose.algorithms import gptq
 from qompose.algorithms.gptq import _Rounding
 from qompose.algorithms.products import InputRows
-from qompose.backend import OperatorPattern
 from qompose.errors import ConfigError
 from qompose.observers import AutoRangeObserver, MinMaxObserver, PerChannelMinMaxObserver
 from qompose.observers.auto_range import Reader
@@ -24,9 +23,9 @@ from qompose.spec.qdq import QParams
 from torch import Tensor, nn
 
 from tests.core import toy as toys
-from tests.core.toy import INT8, WEIGHT, WEIGHT_PER_TENSOR, export, prepare, toy
+from tests.core.algorithms.test_smoothing import lines
+from tests.core.toy import INT8, PRODUCTS, WEIGHT, WEIGHT_PER_TENSOR, export, prepare, toy
 
-aten = torch.ops.aten
 AUTO = replace(INT8, observer_or_fake_quant_ctr=AutoRangeObserver)
 FOUR_BITS = replace(WEIGHT, quant_min=-8, quant_max=7)
 ALONG_ONE = replace(
@@ -35,21 +34,6 @@ ALONG_ONE = replace(
 PER_TENSOR = replace(WEIGHT_PER_TENSOR, quant_min=-8, quant_max=7)
 PLAIN = QuantizationConfig(AUTO, None, FOUR_BITS, repairs=())
 ASKING = replace(PLAIN, repairs=("gptq",))
-
-
-def product(name: str, target: Any) -> Any:
-    return toys.rule(
-        name, OperatorPattern((target,)), activations=("input",), weight="weight", bias="bias",
-        channels=(-1, -1) if target is aten.linear.default else (1, 1),
-    )  # fmt: skip
-
-
-RULES = (
-    product("linear", aten.linear.default),
-    product("conv", aten.conv2d.default),
-    product("conv1d", aten.conv1d.default),
-    product("up", aten.conv_transpose2d.input),
-)
 
 
 @functools.cache
@@ -77,7 +61,7 @@ MODELS: dict[str, tuple[nn.Module, tuple[int, ...], Any]] = {
 
 
 def run(model: nn.Module, config: QuantizationConfig, *batches: Tensor) -> torch.fx.GraphModule:
-    prepared = prepare(export(model, batches[0]), toy(*RULES, config=config))
+    prepared = prepare(export(model, batches[0]), toy(*PRODUCTS, config=config))
     for batch in batches:
         prepared(batch)
     return qompose.convert_pt2e(prepared)
@@ -85,11 +69,7 @@ def run(model: nn.Module, config: QuantizationConfig, *batches: Tensor) -> torch
 
 def said(model: torch.fx.GraphModule) -> tuple[list[str], list[str]]:
     """What was made, and what was not."""
-    report = qompose.report(model)
-    return (
-        [line for line in report.rewrites if line.startswith("gptq")],
-        [line for line in report.notes if line.startswith("gptq")],
-    )
+    return lines(model, "gptq")
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -157,7 +137,7 @@ def test_biases_are_corrected_for_the_integers_that_were_chosen() -> None:
 
 def test_unfolded_parameters_give_the_same() -> None:
     model, x = toys.seeded(nn.Linear(48, 16)).eval(), data(0, 256, 48)
-    prepared = prepare(export(model, x), toy(*RULES, config=ASKING))
+    prepared = prepare(export(model, x), toy(*PRODUCTS, config=ASKING))
     prepared(x)
     folded, unfolded = (
         qompose.convert_pt2e(prepared, fold_quantize=fold) for fold in (True, False)

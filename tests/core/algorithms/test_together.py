@@ -12,7 +12,6 @@ import pytest
 import qompose
 import torch
 from qompose import QuantizationConfig
-from qompose.backend import OperatorPattern
 from qompose.conversion.convert import insert_qdq
 from qompose.conversion.qparams_solver import solve
 from qompose.observers import AutoRangeObserver
@@ -21,12 +20,8 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from tests.core import toy as toys
-from tests.core.toy import INT8, WEIGHT_PER_TENSOR, Model, convert, export, prepare, toy
+from tests.core.toy import INT8, PRODUCTS, WEIGHT_PER_TENSOR, Model, convert, export, prepare, toy
 
-CONV = toys.rule(
-    "conv", OperatorPattern((torch.ops.aten.conv2d.default,)),
-    activations=("input",), weight="weight", bias="bias", channels=(1, 1),
-)  # fmt: skip
 LINEAR = replace(toys.LINEAR, bias="bias", channels=(-1, -1))
 AUTO = replace(INT8, observer_or_fake_quant_ctr=AutoRangeObserver)
 PLAIN = QuantizationConfig(AUTO, None, WEIGHT_PER_TENSOR, repairs=())
@@ -78,14 +73,13 @@ def test_in_a_body() -> None:
 
 
 def test_open_dimensions() -> None:
-    torch.manual_seed(0)
     layers = {"first": nn.Conv2d(4, 32, 3, padding=1), "second": nn.Conv2d(32, 32, 1)}
     model = Model(
         lambda m, x: m.tail(m.second(m.first(x).relu()).mean((2, 3))), tail=tail(), **layers
     ).eval()
     x = torch.rand(32, 4, 8, 8)
     open_ = ({0: Dim("batch", min=2), 2: Dim("height", min=4), 3: Dim("width", min=4)},)
-    quantizer = toy(CONV, LINEAR, config=ALL)
+    quantizer = toy(PRODUCTS[1], LINEAR, config=ALL)
     converted = convert(export(model, x, dynamic_shapes=open_), quantizer, x)
     fixed = convert(export(model, x), quantizer, x)
     assert toys.sqnr(fixed(x), converted(x)) > 100

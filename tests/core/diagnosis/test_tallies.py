@@ -14,7 +14,6 @@ from qompose.reporting.report_data import (
     ARITHMETIC,
     CLIPPING,
     EQUAL,
-    FALLBACK,
     INHERITED,
     KERNEL_ERROR,
     NOT_FINITE,
@@ -105,10 +104,6 @@ ONES, MASK = torch.ones(3), torch.tensor([1.0, -math.inf, math.nan, math.inf])
 )
 def test_cause(values: tuple[Tensor, ...], expected: str) -> None:
     assert cause(*values) == expected
-
-
-def test_without_a_kernel_it_is_a_fallback() -> None:
-    assert tally(LINE, ROUNDED, ROUNDED).cause(fallback=True) == FALLBACK
 
 
 def test_a_number_for_what_has_none_is_an_error_without_bound() -> None:

@@ -98,8 +98,8 @@ class TestItems:
             replace(PER_TOKEN, block_size=blocks)
 
     def test_their_granularity_has_a_name(self) -> None:
-        assert [granularity(s) for s in (RUN_TIME, PER_TOKEN, PER_IMAGE, GROUPS)] == [
-            "per-tensor", "per-token", "per-item", "per-block (4,)"
+        assert [granularity(s) for s in (RUN_TIME, WEIGHT, PER_TOKEN, PER_IMAGE, GROUPS, None)] == [
+            "per-tensor", "per-channel", "per-token", "per-item", "per-block (4,)", ""
         ]  # fmt: skip
 
 

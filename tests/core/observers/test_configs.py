@@ -132,6 +132,8 @@ SPEC = spec_to_json(INT8)
 assert SPEC is not None
 CONFIG = config_to_json(STATIC)
 assert CONFIG is not None
+FIXED = spec_to_json(SIGMOID)
+assert FIXED is not None
 MALFORMED = {  # the data, and the places and names in the message
     "no object": ([], "config"),
     "an unknown key": ({**CONFIG, "wieght": None}, "config .*'wieght'.*'weight'"),
@@ -139,6 +141,16 @@ MALFORMED = {  # the data, and the places and names in the message
     "a role of another type": ({**CONFIG, "weight": "int8"}, "config.weight .*'int8'"),
     "a flag that is a number": ({**CONFIG, "is_qat": 1}, "config.is_qat .*1"),
     "a name that is a number": ({**CONFIG, "name": 3}, "config.name .*3"),
+    **{
+        f"fixed parameters, {what}": ({**CONFIG, "weight": data}, rf"config\.weight.*{named}")
+        for what, data, named in (
+            ("nor an observer", {"dtype": "int8"}, "observer"),
+            ("and an observer", {**SPEC, "scale": 0.5}, "'scale'"),
+            ("half of them", {k: v for k, v in FIXED.items() if k != "zero_point"}, "zero_point"),
+            ("a negative scale", {**FIXED, "scale": -1}, "scale"),
+            ("a float for an integer", {**FIXED, "zero_point": 1.0}, "zero_point"),
+        )
+    },
 }  # fmt: skip
 
 
@@ -179,27 +191,6 @@ def test_malformed_configurations_are_refused_by_their_place(data: Any, named: s
 def test_malformed_specifications_are_refused_by_their_place(change: Any, named: str) -> None:
     with pytest.raises(ConfigError, match=rf"^config\.weight.*{named}"):
         config_from_json({**CONFIG, "weight": {**SPEC, **change}})
-
-
-FIXED = spec_to_json(SIGMOID)
-assert FIXED is not None
-HALF = {k: v for k, v in FIXED.items() if k != "zero_point"}
-
-
-@pytest.mark.parametrize(
-    ("data", "named"),
-    [
-        ({"dtype": "int8"}, "observer"),
-        ({**SPEC, "scale": 0.5}, "'scale'"),
-        (HALF, "zero_point"),
-        ({**FIXED, "scale": -1}, "scale"),
-        ({**FIXED, "zero_point": 1.0}, "zero_point"),
-    ],
-    ids=["neither", "both", "half", "negative scale", "a float"],
-)
-def test_fixed_parameters_need_both_of_them_and_no_observer(data: Any, named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
-        spec_from_json(data)
 
 
 UNWRITABLE = {

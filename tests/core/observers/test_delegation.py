@@ -102,13 +102,12 @@ def spec(convert_it: Any) -> Spec:
     return Spec(torch.int8, Doing, -128, 127, CHANNELS, ch_axis=0)
 
 
-class Two(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 4)
+def two(m: Any, x: Tensor) -> Tensor:
+    return m.b(torch.tanh(m.a(x)))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b(torch.tanh(self.a(x)))
+
+def net(function: Any = two, outputs: int = 4) -> Any:
+    return seeded(Model(function, a=nn.Linear(6, 6), b=nn.Linear(6, outputs)))
 
 
 def tied() -> Any:
@@ -128,7 +127,7 @@ def rounded(weight: Tensor) -> Tensor:
 
 
 def converted(model: nn.Module | None = None, quantizer: Any = None, **options: Any) -> GraphModule:
-    float_model = seeded(Two()) if model is None else model
+    float_model = net() if model is None else model
     return convert(export(float_model, X), qompose.compose(quantizer or member()), X, **options)
 
 
@@ -136,7 +135,7 @@ class TestResult:
     """What an observer made is part of the program like any other."""
 
     def expected(self) -> Tensor:
-        model: Any = seeded(Two())
+        model = net()
         for part in (model.a, model.b):
             part.weight.data = rounded(part.weight)
         return model(X).detach()  # type: ignore[no-any-return]
@@ -144,7 +143,7 @@ class TestResult:
     def test_it_runs_and_the_floats_are_gone(self) -> None:
         found = converted()
         assert torch.equal(found(X), self.expected())
-        assert sqnr(seeded(Two())(X), found(X)) > 35
+        assert sqnr(net()(X), found(X)) > 35
         assert sorted(found.state_dict()) == [
             "a.bias", "a_weight_bytes", "a_weight_bytes_decompressor.scale",
             "b.bias", "b_weight_bytes", "b_weight_bytes_decompressor.scale",
@@ -173,11 +172,11 @@ class TestResult:
         assert torch.equal(converted(**options)(X), self.expected())
 
     def test_a_prepared_model_can_be_converted_again(self) -> None:
-        prepared = prepare(export(seeded(Two()), X), qompose.compose(member()))
+        prepared = prepare(export(net(), X), qompose.compose(member()))
         text, names = graph_text(prepared), set(prepared.state_dict())
         first = qompose.convert_pt2e(prepared)
         assert (graph_text(prepared), set(prepared.state_dict())) == (text, names)
-        assert torch.equal(prepared(X), seeded(Two())(X))
+        assert torch.equal(prepared(X), net()(X))
         assert torch.equal(qompose.convert_pt2e(prepared)(X), first(X))
 
     def test_bounds_outside_the_type_are_its_own_affair(self) -> None:
@@ -246,9 +245,7 @@ class TestSites:
             put(first, {first.args[1]: BYTES})
             put(second, {second.args[1]: Shared((first.args[1], first))})
 
-        model: Any = Two()
-        model.b = nn.Linear(6, 6)
-        seeded(model)
+        model = net(outputs=6)
         found = converted(model, By(shared))
         for part in (model.a, model.b):
             part.weight.data = rounded(part.weight)
@@ -265,17 +262,14 @@ class TestSites:
         assert sqnr(tied()(X)[1], found(X)[1]) > 25
 
     def test_it_may_remove_observers_that_nothing_reads(self) -> None:
-        class Unused(Two):
-            def forward(self, x: Tensor, unused: Tensor) -> Tensor:
-                return super().forward(x)
-
         def write(model: GraphModule) -> None:
             member().annotate(model)
             (unused,) = (n for n in model.graph.nodes if n.name == "unused")
             put(unused, output=INT8)
 
         other = randn(3)
-        found = convert(export(seeded(Unused()), X, other), qompose.compose(By(write)), X, other)
+        program = export(net(lambda m, x, unused: two(m, x)), X, other)
+        found = convert(program, qompose.compose(By(write)), X, other)
         assert torch.equal(found(X, other), converted()(X))
 
     def test_a_dropped_claim_is_not_converted(self) -> None:
@@ -327,13 +321,13 @@ class TestFaults:
     )
     def test_faults(self, fault: Any, message: str) -> None:
         quantizer = member(lambda node: spec(fault) if node.name == "linear" else BYTES)
-        prepared = prepare(export(seeded(Two()), X), qompose.compose(quantizer))
+        prepared = prepare(export(net(), X), qompose.compose(quantizer))
         text, names = graph_text(prepared), set(prepared.state_dict())
         where = r"Doing, which observes a_weight -> linear in a \(tests.By, rule annotation\),"
         with pytest.raises(qompose.errors.MemberError, match=f"{where}.*{message}"):
             qompose.convert_pt2e(prepared)
         assert (graph_text(prepared), set(prepared.state_dict())) == (text, names)
-        assert torch.equal(prepared(X), seeded(Two())(X))
+        assert torch.equal(prepared(X), net()(X))
 
     def test_harm_done_elsewhere_is_named(self) -> None:
         def elsewhere(model: GraphModule, node: Node) -> None:
@@ -349,10 +343,9 @@ class TestFaults:
             converted(quantizer=quantizer)
 
     def test_what_is_there_for_its_effect_may_not_be_removed(self) -> None:
-        class Checked(Two):
-            def forward(self, x: Tensor) -> Tensor:
-                torch.ops.aten._assert_async.msg(x.sum() < 1e6, "too large")
-                return super().forward(x)
+        def checked(m: Any, x: Tensor) -> Tensor:
+            torch.ops.aten._assert_async.msg(x.sum() < 1e6, "too large")
+            return two(m, x)
 
         def careless(model: GraphModule, node: Node) -> None:
             Compressing(dtype=torch.int8).convert(model, node)
@@ -360,7 +353,7 @@ class TestFaults:
                 if not other.users and other.op == "call_function":
                     model.graph.erase_node(other)
 
-        program = export(seeded(Checked()), X)
+        program = export(net(checked), X)
         assert nodes_calling(program.module(), "_assert_async")
         with pytest.raises(qompose.errors.MemberError, match="_assert_async"):
             convert(program, qompose.compose(member(spec(careless))), X)
@@ -370,7 +363,7 @@ class TestFaults:
             node.replace_all_uses_with(node.args[0])
 
         found = converted(quantizer=member(spec(nothing)))
-        assert torch.equal(found(X), seeded(Two())(X))
+        assert torch.equal(found(X), net()(X))
         notes = qompose.report(found).notes
         assert len(notes) == 2
         assert all("Doing" in note for note in notes)
@@ -389,6 +382,6 @@ class TestFaults:
             for node in calls(model, aten.tanh.default):
                 put(node, {node.args[0]: Spec(torch.int8, Blocks, -128, 127, is_dynamic=True)})
 
-        prepared = prepare(export(seeded(Two()), X), qompose.compose(By(inputs)))
+        prepared = prepare(export(net(), X), qompose.compose(By(inputs)))
         with pytest.raises(qompose.errors.UncalibratedError, match="linear -> tanh"):
             qompose.convert_pt2e(prepared)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable
@@ -96,15 +95,6 @@ def test_the_more_specific_level_wins(
         for level, config in settings[::order]:
             LEVELS[level](quantizer, config)
         assert configs(quantizer)["body.0.linear"] == ("float" if value is None else "dynamic")
-
-
-def test_all_levels_at_once() -> None:
-    """Every operator has what the most specific level that reaches it says, however many speak of it."""
-    quantizer = silent()
-    for number, setting in enumerate(reversed(LEVELS.values())):
-        setting(quantizer, dataclasses.replace(DYNAMIC, name=f"level {len(LEVELS) - 1 - number}"))
-    expected = [max(i for i, level in enumerate(LEVELS) if p in REACHED[level]) for p in PATHS]
-    assert list(configs(quantizer).values()) == [f"level {number}" for number in expected]
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -22,7 +22,7 @@ from qompose.spec import (
     annotate_input_qspec_map,
     annotate_output_qspec,
 )
-from qompose.spec.quantization_spec import granularity, integer_range_key, sharing_key, spec_to_dict
+from qompose.spec.quantization_spec import integer_range_key, sharing_key, spec_to_dict
 from torch import nn
 
 from tests.core.toy import (
@@ -191,10 +191,6 @@ def test_json_data() -> None:
     fixed = spec_to_dict(FixedQParamsQuantizationSpec(torch.uint8, 0.5, 3))
     assert fixed is not None
     assert (fixed["scale"], fixed["zero_point"]) == (0.5, 3)
-
-
-def test_granularity() -> None:
-    assert [granularity(spec) for spec in (WEIGHT, INT8, None)] == ["per-channel", "per-tensor", ""]
 
 
 def test_annotation_helpers_make_what_is_missing_and_add_to_the_rest() -> None:

@@ -108,7 +108,6 @@ def assert_same(
 def test_models(
     module: Any, make: Any, products: int, by_channel: int, mode: str, tmp_path: Path
 ) -> None:
-    torch.manual_seed(0)
     model = lowered(module(), make)
     path = tmp_path / "model.pt2" if mode == "package" else None
     compiled = qompose.compile_lowered(model, mode, path=path)
@@ -126,7 +125,6 @@ def test_models(
 @pytest.mark.full
 def test_what_code_of_ours_is_not_for_is_onednns(tmp_path: Path) -> None:
     """Groups of several channels; all products of a processor that has AMX, or no VNNI."""
-    torch.manual_seed(0)
     module = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=2))
     model = lowered(module, image)
     path = tmp_path / "model.pt2"

@@ -104,11 +104,7 @@ def weight_constants(seed: int, *shape: int, axis: int = 0, bias: bool = True) -
 
 @dataclass(frozen=True)
 class Case:
-    """An operator of a program.
-
-    ``graph(constants, *inputs)``: its Q/DQ form; ``kernel``: the same by the kernels under test;
-    ``shapes``: of its float inputs.
-    """
+    """An operator in Q/DQ form and by the kernels under test, of constants and inputs of these shapes."""
 
     graph: Callable[..., Tensor]
     kernel: Callable[..., Tensor]

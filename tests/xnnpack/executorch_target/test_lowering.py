@@ -144,7 +144,6 @@ class TestMethods:
         method, module = made["same"]
         torch.testing.assert_close(method.run(LINE), module(LINE), atol=OUT[0], rtol=0)
 
-    @pytest.mark.full
     @pytest.mark.parametrize("overload", ["default", "dtype"])
     def test_embedding_beside_a_delegate(self, overload: str) -> None:
         with quiet():

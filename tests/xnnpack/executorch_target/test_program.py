@@ -165,7 +165,6 @@ class TestDynamic:
 
 @pytest.mark.full
 def test_the_mean_of_growing_batches_runs_and_the_report_warns_other_runtimes() -> None:
-    torch.manual_seed(0)
     means = Model(lambda m, x: m.conv(x).relu().mean([2, 3], True), conv=nn.Conv2d(3, 4, 3))
     graph = converted(means, randn(2, 3, 9, 9), sizes=({0: Dim("batch", max=64)},))
     program = qompose.lower(graph, "executorch")

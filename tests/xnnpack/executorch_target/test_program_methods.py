@@ -99,7 +99,6 @@ class TestTogether:
             assert copy.methods["decode"].delegation == program.methods["decode"].delegation
         assert qompose.report(twin.methods["encode"]).stage == "lowered"
 
-    @pytest.mark.full
     def test_bounds_of_one_method_are_not_those_of_another(self) -> None:
         models = {
             name: quantized(encoder(), ({0: Dim("batch", max=most)},))

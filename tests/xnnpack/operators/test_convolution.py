@@ -183,23 +183,21 @@ def static_transposed(
 
 
 IMAGE = normal(0, 1, 4, 5, 5)
-TWO = torch.ones(2)
+TWO, WEIGHT, TRANSPOSED = torch.ones(2), weights(0, 2, 4, 3, 3), weights(0, 4, 2, 3, 3)
 
 
-def dynamic(x: Tensor = IMAGE, scales: Tensor = TWO, weight: Tensor | None = None) -> None:
-    weight = weights(0, 2, 4, 3, 3) if weight is None else weight
+def dynamic(x: Tensor = IMAGE, scales: Tensor = TWO, weight: Tensor = WEIGHT) -> None:
     KERNELS.conv2d_dynamic(x, weight, scales, None, [1], [1], [1], 1, *UNBOUNDED)
 
 
 def dynamic_transposed(
     x: Tensor = IMAGE,
     scales: Tensor = TWO,
-    weight: Tensor | None = None,
+    weight: Tensor = TRANSPOSED,
     padding: int = 1,
     extra: int = 0,
     groups: int = 1,
 ) -> None:
-    weight = weights(0, 4, 2, 3, 3) if weight is None else weight
     geometry = ([1], [padding], [extra], groups, [1])
     KERNELS.conv_transpose2d_dynamic(x, weight, scales, None, *geometry, *UNBOUNDED)
 
