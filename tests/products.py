@@ -5,10 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from qompose_x86_inductor import (
-    X86InductorQuantizer,
-    get_default_x86_inductor_quantization_config,
-)
+from qompose_x86_inductor import X86InductorQuantizer, get_default_x86_inductor_quantization_config
 from qompose_xnnpack import XNNPACKQuantizer, get_symmetric_quantization_config
 
 

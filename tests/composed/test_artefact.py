@@ -16,19 +16,9 @@ from torch import Tensor, nn
 from torch.export import Dim
 from torch.fx import GraphModule
 
-from tests.core.toy import Model
+from tests.composed.test_composition import scores, tagger
 from tests.processes import python
 from tests.sampling import at_once
-
-
-def tagger_model() -> nn.Module:
-    torch.manual_seed(0)
-    return Model(
-        lambda m, ids, *, scale: {"scores": m.head(m.body(m.table(ids))) * scale},
-        table=nn.Embedding(30, 16),
-        body=nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)),
-        head=nn.Linear(16, 4),
-    ).eval()
 
 
 def ids(batch: int) -> Tensor:
@@ -38,13 +28,11 @@ def ids(batch: int) -> Tensor:
 SCALE = torch.tensor(2.0)
 
 
-def exported(module: nn.Module) -> torch.export.ExportedProgram:
+def converted(*members: Any) -> GraphModule:
+    model = tagger(lambda m, ids, *, scale: {"scores": scores(m, ids) * scale})
     shapes = {"ids": {0: Dim("batch", min=2, max=64)}, "scale": None}
-    return torch.export.export(module, (ids(6),), {"scale": SCALE}, dynamic_shapes=shapes)
-
-
-def tagger(*members: Any) -> GraphModule:
-    prepared = qompose.prepare_pt2e(exported(tagger_model()), qompose.compose(*members))
+    program = torch.export.export(model, (ids(6),), {"scale": SCALE}, dynamic_shapes=shapes)
+    prepared = qompose.prepare_pt2e(program, qompose.compose(*members))
     for batch in (6, 9):
         prepared(ids(batch), scale=SCALE)
     return qompose.convert_pt2e(prepared)
@@ -94,7 +82,7 @@ def fresh(saved: GraphModule, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("product", at_once(("xnnpack", "x86_inductor"), "x86_inductor"))
 def test_a_fresh_process_runs_reports_and_lowers_alike(product: str, tmp_path: Path) -> None:
-    saved = tagger("embedding", product)
+    saved = converted("embedding", product)
     found = fresh(saved, tmp_path)
     lowered = qompose.lower(saved)
     assert found["report"] == json.loads(qompose.report(saved).to_json())

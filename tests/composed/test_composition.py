@@ -41,16 +41,20 @@ EVERY = list(itertools.product([*SMALL, *ENCODERS], PRODUCTS))
 IDS = torch.randint(30, (6, 5), generator=torch.Generator().manual_seed(0))
 
 
+def scores(m: Any, ids: Tensor) -> Tensor:
+    return m.head(m.body(m.table(ids)))
+
+
+def tagger(function: Any = scores) -> nn.Module:
+    """A table, a body and a head, which belong to one plugin or to several."""
+    torch.manual_seed(0)
+    body = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+    return Model(function, table=nn.Embedding(30, 16), body=body, head=nn.Linear(16, 4)).eval()
+
+
 @cache
 def program() -> torch.export.ExportedProgram:
-    torch.manual_seed(0)
-    model = Model(
-        lambda m, ids: m.head(m.body(m.table(ids))),
-        table=nn.Embedding(30, 16),
-        body=nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)),
-        head=nn.Linear(16, 4),
-    )
-    return torch.export.export(model.eval(), (IDS,))
+    return torch.export.export(tagger(), (IDS,))
 
 
 def stages(

@@ -51,14 +51,6 @@ def net() -> Any:
     return seeded(Model(chain, layers=nn.ModuleList(map(nn.Linear, SIZES, SIZES[1:]))))
 
 
-def plant(layer: nn.Linear, behind: nn.Linear, channel: int = 1, factor: float = 100.0) -> None:
-    """Make one row of a layer's weight much larger, and the next layer undo it: outputs stay the same."""
-    with torch.no_grad():
-        layer.weight[channel] *= factor
-        layer.bias[channel] *= factor
-        behind.weight[:, channel] /= factor
-
-
 X = randn(64, 8)
 NET = net()
 PROGRAM = export(NET, X)
@@ -81,8 +73,7 @@ def tuned(program: Any = PROGRAM, quantizer: Any = None, drop: float = 0.1, **op
 
 @pytest.fixture(scope="module")
 def scores() -> dict[frozenset[str], float]:
-    """Brute force: the scores by the layers in float; with all of them nothing is quantized, which no tuning
-    returns."""
+    """Brute force: the scores by the layers in float, which are never all of them."""
     names, found = [f"layers.{number}" for number in range(5)], {}
     for some in itertools.chain(*(itertools.combinations(names, size) for size in range(5))):
         quantizer = toy(config=PER_TENSOR)
@@ -118,7 +109,11 @@ def test_nothing_can_be_taken_back(part: float, scores: dict[frozenset[str], flo
 def test_what_costs_most_is_found_in_two_attempts() -> None:
     """The layer that reads the channel; it is the only one that quantizes it."""
     planted = net()
-    plant(planted.layers[3], planted.layers[4])
+    layer, behind = planted.layers[3:]
+    with torch.no_grad():  # one row much larger, which the next layer undoes: outputs stay the same
+        layer.weight[1] *= 100.0
+        layer.bias[1] *= 100.0
+        behind.weight[:, 1] /= 100.0
     program, metric, quantizer = export(planted, X), error(planted, X), toy(config=DYNAMIC)
     prepared = prepare(program, quantizer)
     ranking = qompose.sensitivity(prepared, [(X,)], progress=False)

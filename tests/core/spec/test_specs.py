@@ -25,15 +25,7 @@ from qompose.spec import (
 from qompose.spec.quantization_spec import integer_range_key, sharing_key, spec_to_dict
 from torch import nn
 
-from tests.core.toy import (
-    INT8,
-    STATIC,
-    WEIGHT,
-    WEIGHT_PER_TENSOR,
-    Model,
-    export,
-    randn,
-)
+from tests.core.toy import INT8, STATIC, WEIGHT, WEIGHT_PER_TENSOR, Model, export, randn
 
 FACTS: dict[str, Any] = {
     "dtype": torch.int8,

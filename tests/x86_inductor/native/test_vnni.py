@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -188,23 +189,17 @@ def test_the_largest_sums_are_exact(
     assert torch.equal(got, torch.full_like(got, 255.0 * value * weight[0].numel()))
 
 
-@pytest.fixture
-def at_the_end_of_memory() -> Iterator[Callable[[Tensor], int]]:
-    """Return what puts bytes right before a page that nobody may read, and says where they begin."""
-    pages = []
-
-    def place(x: Tensor) -> int:
-        size = (x.numel() // mmap.PAGESIZE + 2) * mmap.PAGESIZE
-        memory = mmap.mmap(-1, size)
-        pages.append(memory)
-        start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        libc = ctypes.CDLL(None, use_errno=True)
-        assert libc.mprotect(ctypes.c_void_p(start + size - mmap.PAGESIZE), mmap.PAGESIZE, 0) == 0
-        begin = start + size - mmap.PAGESIZE - x.numel()
-        ctypes.memmove(begin, x.data_ptr(), x.numel())
-        return begin
-
-    yield place
+@contextmanager
+def at_the_end_of_memory(x: Tensor) -> Iterator[int]:
+    """Where its bytes stand again, right before a page that nobody may read."""
+    size = (x.numel() // mmap.PAGESIZE + 2) * mmap.PAGESIZE
+    memory = mmap.mmap(-1, size)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.mprotect(ctypes.c_void_p(start + size - mmap.PAGESIZE), mmap.PAGESIZE, 0) == 0
+    begin = start + size - mmap.PAGESIZE - x.numel()
+    ctypes.memmove(begin, x.data_ptr(), x.numel())
+    yield begin
 
 
 @needs_vnni
@@ -213,15 +208,15 @@ def at_the_end_of_memory() -> Iterator[Callable[[Tensor], int]]:
 @pytest.mark.parametrize("padding", [0, 2])
 @pytest.mark.parametrize("depth", [1, 5, 67])
 def test_nothing_is_read_behind_an_image(
-    native: Run, at_the_end_of_memory: Callable[[Tensor], int], kernel: tuple[int, int],
-    padding: int, depth: int, depthwise: bool,
-) -> None:  # fmt: skip
+    native: Run, kernel: tuple[int, int], padding: int, depth: int, depthwise: bool
+) -> None:
     torch.manual_seed(depth)
     x = torch.randint(0, 256, (2, 6, 7, depth), dtype=torch.uint8)
     weight = a_weight(depth if depthwise else 5, depth, kernel, depthwise)
     arguments = sums_of(x, weight, depthwise=depthwise, padding=padding, zero_point=3)
     operator = vnni.DEPTHWISE if depthwise else vnni.PRODUCT
-    got = native(operator, *arguments, x=at_the_end_of_memory(x))
+    with at_the_end_of_memory(x) as place:
+        got = native(operator, *arguments, x=place)
     assert torch.equal(got, vnni.reference(*arguments, depthwise=depthwise))
 
 

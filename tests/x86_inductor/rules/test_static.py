@@ -14,13 +14,7 @@ from torch import Tensor, nn
 
 from tests.core.toy import Model, randn
 from tests.sampling import at_once
-from tests.x86_inductor.small_models import (
-    assert_lowers_right,
-    calls,
-    converted,
-    reasons,
-    rules,
-)
+from tests.x86_inductor.small_models import assert_lowers_right, calls, converted, reasons, rules
 
 IMAGE, SEQUENCE, ROWS = randn(2, 4, 9, 8), randn(2, 4, 9), randn(2, 3, 8)
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -109,12 +109,6 @@ def test_a_line_is_an_image_of_one_row(name: str, shape: Any, geometry: Any) -> 
     assert torch.equal(line, row[:, :, 0])
 
 
-def by_image(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Integers less their zero point, and scales ``(N, 1, 1, 1)``."""
-    quantized, scale, zp = quantize_rows(x.flatten(1))
-    return (quantized.double() - zp).view(x.shape), scale.double().view(-1, 1, 1, 1)
-
-
 def scaled(
     function: Callable[..., Tensor],
     x: Tensor,
@@ -124,8 +118,9 @@ def scaled(
     geometry: Sequence[Any],
 ) -> tuple[Tensor, Tensor]:
     """What ``function`` makes of images that are quantized one by one, and the sum of magnitudes."""
-    shifted, scale = by_image(x)
-    unit = scale * w_scale.double().view(-1, 1, 1)
+    quantized, scale, zp = quantize_rows(x.flatten(1))
+    unit = scale.double().view(-1, 1, 1, 1) * w_scale.double().view(-1, 1, 1)
+    shifted = (quantized.double() - zp).view(x.shape)
     exact = function(shifted, weight.double(), None, *geometry) * unit
     added = torch.zeros(1, 1, 1) if bias is None else bias.double().view(-1, 1, 1)
     return exact + added, exact.abs() + added.abs()
@@ -133,23 +128,6 @@ def scaled(
 
 # Images of different ranges have different scales and zero points.
 RANGES = torch.tensor([1.0, 0.01, -30.0]).view(3, 1, 1, 1)
-
-
-def check_dynamic(
-    name: str,
-    x: Tensor,
-    weight: Tensor,
-    w_scale: Tensor,
-    bias: Tensor | None,
-    geometry: Any,
-    clamp: Any,
-) -> None:
-    """Also of an image in another layout."""
-    exact, size = scaled(getattr(functional, name), x, weight, w_scale, bias, geometry)
-    kernel, rest = getattr(KERNELS, f"{name}_dynamic"), (weight, w_scale, bias, *geometry, *clamp)
-    actual = kernel(x, *rest)
-    assert_close(actual, exact.clamp(*clamp), size)
-    assert torch.equal(kernel(x.to(memory_format=torch.channels_last), *rest), actual)
 
 
 CLAMPS = st.sampled_from([UNBOUNDED, (0.0, 6.0)])
@@ -161,14 +139,20 @@ CLAMPS = st.sampled_from([UNBOUNDED, (0.0, 6.0)])
 def test_dynamic(
     name: str, data: Any, case: Any, with_bias: bool, shared: bool, clamp: Any
 ) -> None:
+    """Also of an image in another layout."""
     transposed = name == "conv_transpose2d"
     geometry, shape = data.draw(geometries(transposed=transposed))
     seed, groups = case[0], geometry[3] if transposed else 1
     x = sample(case, 3, 4, *((6, 5) if transposed else (7, 8))) * RANGES
+    weight = weights(seed, *shape)
     outputs = shape[1] if transposed else shape[0]
     w_scale = normal(seed, 1 if shared or groups > 1 else outputs).abs() * 0.02 + 1e-5
     bias = normal(seed + 3, groups * outputs) * case[1] if with_bias else None
-    check_dynamic(name, x, weights(seed, *shape), w_scale, bias, geometry, clamp)
+    exact, size = scaled(getattr(functional, name), x, weight, w_scale, bias, geometry)
+    kernel, rest = getattr(KERNELS, f"{name}_dynamic"), (weight, w_scale, bias, *geometry, *clamp)
+    actual = kernel(x, *rest)
+    assert_close(actual, exact.clamp(*clamp), size)
+    assert torch.equal(kernel(x.to(memory_format=torch.channels_last), *rest), actual)
 
 
 INTEGERS = int8(0, 1, 4, 5, 5)
