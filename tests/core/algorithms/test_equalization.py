@@ -167,10 +167,12 @@ class TestReasons:
         model = branches()
         with torch.no_grad():
             model.first.weight[3] *= 50
-            model.first.weight[4] = 0
+            model.first.weight[4], model.first.bias[4] = 0, 0
+            model.left.weight[:, 5], model.right.weight[:, 5] = 0, 0
         prepared = prepare(export(model, ROWS), toy(*PRODUCTS, config=ASKING))
         (line,) = [r for r in qompose.report(prepared).rewrites if r.startswith("equalization")]
-        assert "linear_1" in line and "linear_2" in line and "inf" not in line
+        assert "linear_1" in line and "linear_2" in line
+        assert float(line.split()[-2]) < 100
         assert toys.sqnr(model(ROWS), prepared(ROWS)) > 110
 
     def test_a_sum_reads_it_too(self) -> None:
