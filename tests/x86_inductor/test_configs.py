@@ -138,6 +138,7 @@ class TestWhatExcludesWhat:
             ("weight_only", {**WEIGHT_ONLY, "is_dynamic": True}),
             ("weight_only", {**WEIGHT_ONLY, "reduce_range": True}),
             ("per_token=True", {"per_token": True}),
+            ("per_token=True", {"per_token": True, **WEIGHT_ONLY}),
             ("reduce_range", {"per_token": True, "is_dynamic": True, "reduce_range": True}),
             ("group_size=32", {"group_size": 32}),
             ("group_size=32", {"group_size": 32, "is_dynamic": True}),

@@ -160,8 +160,6 @@ def _check(
         raise ConfigError(
             "weight_only=True leaves activations in float: it excludes is_dynamic=True and reduce_range=True"
         )
-    if per_token and not is_dynamic:
-        raise ConfigError("per_token=True needs is_dynamic=True: static scales are per tensor")
     if per_token and reduce_range:
         raise ConfigError(
             "per_token=True quantizes to the whole of int8: it excludes reduce_range=True"
