@@ -13,6 +13,7 @@ import qompose
 import torch
 import torch.nn.functional as F
 from qompose_x86_inductor.inductor.decomposition import with_prepack_in_graph
+from qompose_x86_inductor.native import vnni
 from qompose_x86_inductor.onednn import exactness
 from torch import Tensor, fx, nn
 
@@ -155,6 +156,26 @@ def test_what_the_compilers_own_patterns_would_fuse(case: str, mode: str) -> Non
     got, expected = qompose.compile_lowered(model, mode)(x), model(x)
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
     assert got.stride() == expected.stride()
+
+
+@pytest.mark.filterwarnings("ignore:An operator for compiled code:UserWarning")
+@pytest.mark.parametrize("channels", [1, 2, 4, 5])
+def test_operators_of_ours_in_the_graph(channels: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On any processor: where they are not compiled they run on torch's."""
+    monkeypatch.setattr(vnni, "available", lambda: True)
+
+    def function(m: Any, x: Tensor) -> Tensor:
+        y = m.first(x).flatten(2)
+        return y + m.second(y)
+
+    model = small_models.Calls(function, first=nn.Conv2d(channels, 6, 1), second=nn.Linear(20, 20))
+    x = small_models.normal(3, channels, 5, 4)
+    lowered = small_models.lowered(model, x)
+    prepacked = with_prepack_in_graph(lowered)
+    torch.testing.assert_close(prepacked(x), lowered(x), atol=1e-4, rtol=1e-4)
+    targets = [node.target for node in torch.export.export(prepacked, (x,)).graph.nodes]
+    assert targets.count(vnni.PRODUCT) == 2
+    assert (vnni.PLANES in targets) is (channels in (2, 4))
 
 
 @pytest.mark.usefixtures("by_onednn")

@@ -124,10 +124,14 @@ def _has_products(graph: fx.GraphModule) -> bool:
 def _matrix(operator: Any, x: Tensor, *arguments: Any) -> Tensor:
     """Compute rows (..., in) by a weight."""
     *constants, other, sizes, ends = arguments
-    rows = _unsigned(x).reshape(1, 1, -1, x.shape[-1])
-    summand = None if other is None else other.reshape(1, 1, -1, other.shape[-1])
-    result: Tensor = operator(rows.contiguous(), *constants, summand, sizes, ends)
+    summand = None if other is None else _one_line(other)
+    result: Tensor = operator(_one_line(_unsigned(x)), *constants, summand, sizes, ends)
     return result.reshape(*x.shape[:-1], result.shape[-1])
+
+
+def _one_line(rows: Tensor) -> Tensor:
+    """Return (..., C) as (1, 1, W, C)."""
+    return rows.reshape(1, 1, -1, rows.shape[-1]).contiguous()
 
 
 def _image(operator: Any, x: Tensor, *arguments: Any) -> Tensor:
