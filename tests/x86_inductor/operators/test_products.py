@@ -185,6 +185,7 @@ def test_gaps_between_numbers_do_not_matter_and_nothing_is_written_to(name: str)
         ("conv2d", 0, torch.ones(4, 6, 5, dtype=torch.uint8), "conv2d"),
         ("conv2d_add", 11, 0.5, r"0\.5"),
         ("max_pool2d", 0, torch.ones(4, 6, 5, dtype=torch.uint8), "max_pool2d"),
+        ("adaptive_avg_pool2d", 0, torch.ones(4, 6, 5, dtype=torch.uint8), "adaptive_avg_pool2d"),
     ],
 )
 def test_what_an_operator_does_not_take(name: str, position: int, value: Any, found: str) -> None:
