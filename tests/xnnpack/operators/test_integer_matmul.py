@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import pytest
+import qompose
 import torch
 from hypothesis import given, strategies as st
 from qompose_xnnpack.operators import integer_matmul
@@ -44,6 +45,17 @@ class TestProducts:
         x = torch.zeros((1, integer_matmul.MAX_DEPTH + 1), dtype=torch.int8)
         with pytest.raises(ValueError, match="int32"):
             integer_matmul.matmul(x, x)
+
+    @pytest.mark.filterwarnings("ignore:Nothing was quantized")
+    @pytest.mark.parametrize(("beyond", "state"), [(0, "int8 kernel"), (1, "float")])
+    def test_a_linear_of_such_a_depth_stays_in_float(self, beyond: int, state: str) -> None:
+        depth = integer_matmul.MAX_DEPTH + beyond
+        x, model = torch.randn(1, depth), torch.nn.Linear(depth, 2).eval()
+        made = qompose.quantize(
+            model, (x,), backends="xnnpack", calibration=[(x,)], progress=False
+        ).model
+        assert [row.state for row in qompose.report(made).rows] == [state]
+        assert made(x).shape == (1, 2)
 
     def test_cached_sums_follow_the_weight(self) -> None:
         before = integer_matmul.row_sums.owners()
