@@ -132,7 +132,7 @@ def _arguments(region: Region, table: QuantizedTensor, form: TableFormat) -> lis
     scale, zero_point = by_row(table)
     node, low, high, path = table.node, table.low, table.high, str(table.node.target)
     if form.bits < 8:
-        low, high = -(2 ** (form.bits - 1)), 2 ** (form.bits - 1) - 1
+        low, high = {4: (-8, 7), 2: (-2, 1)}[form.bits]  # what the operators expect
         zero_point = zero_point - (form.base - low)
         node = region.constant(f"{path}_signed", signed_bytes(unsigned(table.tensor, form), form))
     elif form.width == 1:  # the operator mistakes groups of one value for none
