@@ -203,8 +203,7 @@ def expression(
         hints: the numbers that symbols have as examples, by symbol.
 
     Raises:
-        ValueError: it is more than a computation with sizes, or has numbers larger than sizes are.
-        KeyError: there is no such symbol.
+        ValueError: it is more than a computation with these symbols, or has numbers larger than sizes are.
     """
     try:
         tree = ast.parse(text, mode="eval")
@@ -225,7 +224,7 @@ class _Builder:
         match node:
             case ast.Name(id="true" | "false" as name):
                 return sympy.true if name == "true" else sympy.false
-            case ast.Name(id=name):
+            case ast.Name(id=name) if name in self._symbols:
                 return self._symbols[name]
             case ast.Constant(value=int() | float() as number):
                 return self._small(sympy.sympify(number))
@@ -293,7 +292,8 @@ class SymbolWriter:
             self._note(symbol, env)
         text: str = _Printer().doprint(expr)
         try:
-            expression(text, {symbol.name: symbol for symbol in expr.free_symbols}, {})
+            symbols = {symbol.name: symbol for symbol in expr.free_symbols}
+            expression(text, symbols, env.backed_var_to_val)
         except ValueError as error:
             raise NotStorable(f"the size {expr}: {error}") from error
         return text

@@ -130,6 +130,8 @@ FORGERIES: dict[str, list[tuple[tuple[Any, ...], Any]]] = {
     "a package of another name": [(("manifest", "owners", "toy"), PACKAGE)],
     "a method of no name": [(("methods", "a b"), {}), (METHOD, GONE)],
     "no methods": [(("methods",), {})],
+    "no version of torch": [(("manifest", "torch"), 2)],
+    "no version of qompose": [(("manifest", "qompose"), 1)],
     "other blocks": [(("blocks", "first.bias"), GONE)],
 }  # fmt: skip
 HALFWAY = """
@@ -249,13 +251,29 @@ class TestFiles:
         qompose.save(mlp(), path)
         assert qompose.load(path).graph
 
-    def test_a_size_of_more_bits_than_sizes_have_is_not_saved(self, path: Path) -> None:
-        huge = Call(lambda x: x * torch.sym_float(x.shape[0] * 2**130))
+    @pytest.mark.parametrize("computed", [lambda n: n * 2**130, lambda n: n**50, lambda n: n >> 70])
+    def test_a_size_of_more_bits_than_sizes_have_is_not_saved(
+        self, computed: Callable[[Any], Any], path: Path
+    ) -> None:
+        """Of a shift that leaves nothing, torch makes a division by infinity."""
+        huge = Call(lambda x: x * torch.sym_float(computed(x.shape[0])))
         shapes = (({0: torch.export.Dim("batch", min=2, max=9)},),)
         program = torch.export.export(huge, (X,), dynamic_shapes=shapes)
-        with pytest.raises(ArtefactError, match="128 bits"):
+        with pytest.raises(ArtefactError, match="the size"):
             qompose.save(qompose.convert_pt2e(prepare(program, NullQuantizer())), path)
         assert not path.exists()
+
+    def test_powers_of_a_number_from_data(self, path: Path) -> None:
+        """What it is in an example nobody knows."""
+        below, above = (
+            unquantized(Call(lambda x, n=n: x * torch.sym_float(x.argmax().item() ** n)), X)
+            for n in (128, 129)
+        )
+        one = X - X
+        one[0, 1] = 1
+        assert torch.equal(stored(below, path)(one), one)
+        with pytest.raises(ArtefactError, match="128"):
+            qompose.save(above, path)
 
     def test_an_operator_on_files_is_not_saved(self, path: Path) -> None:
         with torch.library._scoped_library("qompose_test", "FRAGMENT") as library:
