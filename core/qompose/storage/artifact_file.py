@@ -93,11 +93,13 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             blocks = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
     except (ArtefactError, OSError):
         raise
-    except Exception as error:  # of a forged header: unknown types, impossible sizes
+    except (
+        Exception
+    ) as error:  # of a forged header: unknown types, impossible sizes, no description
         kind = " (it is a zip archive, as torch.save and torch.export.save write)"
         raise ArtefactError(
-            f"{path} was not written by qompose.save{kind if is_zipfile(path) else ''}, or is incomplete: "
-            f"{error}"
+            f"{path} was not written by qompose.save{kind if is_zipfile(path) else ''}, or is damaged: "
+            f"{type(error).__name__}: {error}"
         ) from error
     expected = body.get("blocks")
     if expected != {name: digest(block) for name, block in blocks.items()}:
@@ -109,12 +111,9 @@ def _body(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
     """Return the description of a model, checked to be one that this release can read."""
     if _KEY not in metadata:
         raise ArtefactError(f"{path} is a safetensors file that qompose.save did not write")
-    try:
-        found = json.loads(metadata[_KEY])
-        number, author, body = found["format_version"], str(found["written_by"]), found.get("model")
-        sound = isinstance(body, dict) and _hash(body) == found["sha256"]
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        raise ArtefactError(f"{path} is damaged: its description cannot be read") from error
+    found = json.loads(metadata[_KEY])
+    number, author, body = found["format_version"], str(found["written_by"]), found.get("model")
+    sound = isinstance(body, dict) and _hash(body) == found["sha256"]
     if type(number) is not int or number < 1:
         raise ArtefactError(f"{path} is damaged: {str(number)[:20]!r} is not a format version")
     if number != FORMAT_VERSION:
