@@ -95,9 +95,7 @@ def read(path: Path, kind: type[Data]) -> Data:
         text, tensors = (path.read_text("utf-8"), {}) if suffix == _TEXT else _opened(path)
         data = json.loads(text)
         if (version := data.pop("format_version")) != FORMAT_VERSION:
-            raise StatisticsError(
-                f"{path} has format version {version}; this qompose reads {FORMAT_VERSION}"
-            )
+            raise ValueError(f"format version {version}; this qompose reads {FORMAT_VERSION}")
         if suffix == _BINARY and data.pop("digest") != _digest(tensors):
             raise ValueError("its numbers are not those that were written")
         get: Get = torch.tensor if suffix == _TEXT else tensors.__getitem__
@@ -107,8 +105,6 @@ def read(path: Path, kind: type[Data]) -> Data:
         SafetensorError, ValueError, TypeError, LookupError, AttributeError, OverflowError,
         RecursionError, RuntimeError,
     ) as error:  # fmt: skip
-        if isinstance(error, StatisticsError):
-            raise
         raise StatisticsError(
             f"{path} does not hold valid statistics of qompose: {error!r}"
         ) from error

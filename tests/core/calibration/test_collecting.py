@@ -182,6 +182,7 @@ INVALID: dict[str, dict[str, Any]] = {
     "ends the wrong way round": {"maximum": -3.0},
     "an infinite end": {"minimum": math.inf},
     "an end that is no number": {"maximum": "NaN"},
+    "a chosen range of one value": {"set_range": [1.0, 1.0]},
     "a bin before the first": {"histogram": {"bins": {0: -1}}},
     "a bin after the last": {"histogram": {"bins": {0: 4096}}},
     "a bin twice": {"histogram": {"bins": {0: 832}}},
