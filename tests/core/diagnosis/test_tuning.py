@@ -15,7 +15,7 @@ import pytest
 import qompose
 import torch
 from qompose import UserError
-from qompose.errors import MemberError, TuningError
+from qompose.errors import ConfigError, MemberError, TuningError
 from torch import Tensor, nn
 
 from tests.core.toy import (
@@ -189,6 +189,13 @@ def test_saved_and_read(tmp_path: Path, scores: dict[frozenset[str], float]) -> 
     assert again.to_json() == found.quantizer.to_json()
     one, other = (plan_of(prepare(PROGRAM, q)) for q in (again, found.quantizer))
     assert one.to_dict() == other.to_dict()
+    data = {**found.to_dict(), "quantizer": None}  # as of one that is code
+    (tmp_path / "tuned.json").write_text(json.dumps(data), "utf-8")
+    with pytest.raises(ConfigError, match="apply"):
+        qompose.diagnosis.Tuning.load(tmp_path / "tuned.json").quantizer  # noqa: B018
+    (tmp_path / "tuned.json").write_text(json.dumps({**data, "format": 2}), "utf-8")
+    with pytest.raises(UserError):
+        qompose.diagnosis.Tuning.load(tmp_path / "tuned.json")
 
 
 def test_files_that_hold_no_tuning(tmp_path: Path) -> None:
