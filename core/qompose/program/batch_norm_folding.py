@@ -14,6 +14,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_weights, fuse_linear_bn_weights
 from qompose.program.aliasing import written_buffers
 from qompose.program.graph import (
     address_of,
+    arguments_of,
     constant_of,
     describe,
     example_of,
@@ -63,8 +64,7 @@ def fold_obstacle(norm: Node, producer: Node, readers: Mapping[int, int]) -> str
         return f"the input of {describe(producer)} has no batch dimension"
     if producer.target is aten.linear.default and value_of(producer).dim() != 2:
         return "the batch norm is not over the features of the linear layer"
-    groups = producer.args[6] if len(producer.args) > 6 else 1
-    if producer.target in TRANSPOSED and groups != 1:
+    if producer.target in TRANSPOSED and arguments_of(producer)["groups"] != 1:
         return "a grouped transposed convolution keeps its channels in another order"
     return _parameter_obstacle(norm, producer, readers)
 
@@ -90,8 +90,7 @@ def fold_batch_norm(module: GraphModule, producer: Node, norm: Node) -> tuple[st
     weight_node = producer.args[1]
     assert isinstance(weight_node, Node)
     weight = constant_of(weight_node)
-    bias_node = producer.args[2] if len(producer.args) > 2 else None
-    bias = constant_of(bias_node) if isinstance(bias_node, Node) else None
+    bias = constant_or_none(arguments_of(producer)["bias"])
     scale, shift, mean, variance = (constant_or_none(a) for a in norm.args[1:5])
     eps = norm.args[7]
     assert weight is not None and mean is not None and variance is not None

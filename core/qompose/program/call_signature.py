@@ -144,7 +144,6 @@ _OPERATORS = {
     "GreaterThan": " >= ",
 }
 _PLAIN = (int, float, str, bool, type(None))
-_LARGEST = 2**62  # torch's bound for a dimension that has none
 
 
 @dataclass(frozen=True)
@@ -225,16 +224,13 @@ def read_tree(data: Any, inputs: int) -> Tree:
     """
     if type(data) is int:
         return data
-    if isinstance(data, list) and len(data) > 1:
+    if isinstance(data, list) and data:
         kind, *parts = data
         of_input = {"size": 2, "value": 1}.get(kind) == len(parts)
-        if (
-            of_input
-            and all(type(part) is int and part >= 0 for part in parts)
-            and parts[0] < inputs
-        ):
+        natural = all(type(part) is int and part >= 0 for part in parts)
+        if of_input and natural and parts[0] in range(inputs):
             return data
-        if kind in _OPERATORS:
+        if parts and kind in _OPERATORS:
             return [kind, *(read_tree(part, inputs) for part in parts)]
     raise ValueError(f"expected a condition on {inputs} inputs, got {data!r}")
 
@@ -337,7 +333,7 @@ def as_linear(expression: Any) -> tuple[Any, int, int] | None:
     if polynomial is None or polynomial.degree() != 1:
         return None
     factor, offset = polynomial.all_coeffs()
-    if not (factor.is_Integer and offset.is_Integer and factor > 0):
+    if not (factor.is_Integer and factor.is_positive and offset.is_Integer):
         return None
     return symbol, int(factor), int(offset)
 
@@ -347,7 +343,7 @@ def _bounds(tree: Tree, bounds: Any) -> Iterator[Tree]:
         return
     if bounds.lower.is_Integer and bounds.lower > 2:
         yield ["GreaterThan", tree, int(bounds.lower)]
-    if bounds.upper.is_Integer and bounds.upper < _LARGEST:
+    if bounds.upper.is_Integer:
         yield ["LessThan", tree, int(bounds.upper)]
 
 

@@ -292,8 +292,8 @@ def _recurrent_obstacle(
         return "it applies dropout between its layers, in training mode"
     if isinstance(steps, torch.SymInt):
         return "the length of its sequences is dynamic"
-    if not 1 <= steps <= MAX_STEPS:
-        return f"its sequences have {steps} steps, and 1 to {MAX_STEPS} are unrolled"
+    if steps > MAX_STEPS:
+        return f"its sequences have {steps} steps, and up to {MAX_STEPS} are unrolled"
     return None
 
 

@@ -260,10 +260,11 @@ def quantizer_from_json(text: str) -> Quantizer:
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return an object of JSON; a key that stands twice would silently lose its first value."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ConfigError(f"the key {next(k for k in keys if keys.count(k) > 1)!r} occurs twice")
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ConfigError(f"the key {key!r} occurs twice")
+        found[key] = value
     return found
 
 
@@ -305,11 +306,11 @@ def _refusals(label: str, composition: Composition) -> Iterator[str]:
         r.reason
         for r in dict.fromkeys(most_telling(composition.rejections))
         if r.owner == label and not is_loss(r)
-    )
-    for reason, number in reasons.most_common(_MOST):
-        yield f"of {number} region{'s' * (number > 1)}: {reason}"
-    if len(reasons) > _MOST:
-        yield f"and {len(reasons) - _MOST} other reasons, at the operators"
+    ).most_common()
+    for reason, number in reasons[:_MOST]:
+        yield f"of {number} region{'s' * (number != 1)}: {reason}"
+    if rest := reasons[_MOST:]:
+        yield f"and {len(rest)} other reasons, at the operators"
 
 
 _MOST = 3

@@ -217,7 +217,7 @@ class Program:
         """Return modules whose paths are near a name, or else the first ones there are."""
         paths = [path for path in self.inside if path]
         top = sorted({path.partition(".")[0] for path in paths})
-        there = f" (there are {', '.join(top[:8])}{', ...' if len(top) > 8 else ''})" if top else ""
+        there = f" (there are {', '.join(top[:8])}{', ...' if top[8:] else ''})" if top else ""
         return near_names(name, paths) or there
 
     def named(self, name: str) -> list[Node]:
@@ -291,7 +291,7 @@ def calls_of(call: Call, inside: Iterable[Node]) -> list[list[Node]]:
         keys = [str(key) for key in (node.meta.get("nn_module_stack") or {})]
         stack = list(module_stack(node))
         depth = _depth_of_calls(call.module, [path for path, _ in stack])
-        if depth < len(stack) and stack[depth][1] in call.kind.modules:
+        if stack[depth:] and stack[depth][1] in call.kind.modules:
             calls[tuple(keys[: depth + 1])].append(node)  # of this very call
     return list(calls.values())
 

@@ -319,5 +319,6 @@ def _place(operator: Operator) -> str:
 
 
 def _shortened(lines: Sequence[str]) -> str:
-    rest = [f"and {len(lines) - _MOST} more"] if len(lines) > _MOST else []
-    return "\n".join(f"  - {line}" for line in [*lines[:_MOST], *rest])
+    rest = lines[_MOST:]
+    more = [f"and {len(rest)} more"] if rest else []
+    return "\n".join(f"  - {line}" for line in [*lines[:_MOST], *more])

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, groupby, pairwise, takewhile
 from typing import TYPE_CHECKING, Any
 
 from qompose.console import as_decibels
@@ -297,10 +297,8 @@ def _label(run: Run, entries: Sequence[MeasuredRow]) -> str:
     if len(run) == 1:
         return entries[run.start].name
     paths = [entries[i].module.split(".") for i in run]
-    common = 0
-    while all(len(path) > common and path[common] == paths[0][common] for path in paths):
-        common += 1
-    return ".".join(paths[0][:common]) or "outside of modules"
+    shared = takewhile(lambda parts: len({*parts}) == 1, zip(*paths, strict=False))
+    return ".".join(parts[0] for parts in shared) or "outside of modules"
 
 
 def edges_between(runs: Sequence[Run], entries: Sequence[MeasuredRow]) -> list[tuple[int, int]]:

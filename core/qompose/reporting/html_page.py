@@ -137,7 +137,7 @@ def _coverage(
 _WORST = 12
 """How many operators are listed beside the chart."""
 _MANY = 200
-"""From how many operators on their marks are small."""
+"""Up to how many operators have large marks."""
 _HEIGHT, _TOP, _BOTTOM = 260, 18, 12
 """Of the chart, in pixels: all, and what stays free."""
 
@@ -161,8 +161,7 @@ def _chart(entries: Sequence[MeasuredRow]) -> dict[str, Any]:
     depths = layers_of(len(entries), edges_between(runs, entries))
     values = [v for e in entries for v in (e.sqnr, e.own_sqnr) if v is not None]
     finite = [value for value in values if math.isfinite(value)] or [0.0]
-    low, high = (10 * math.floor(min(finite) / 10), 10 * math.ceil(max(finite) / 10) or 10)
-    high += 10 * (high <= low)
+    low, high = (10 * math.floor(end / 10) for end in (min(finite), max(finite) + 10))
     unbounded = -math.inf in values  # which has a line of its own below all
     low -= 10 * unbounded
     scale = (low, high)
@@ -177,7 +176,7 @@ def _chart(entries: Sequence[MeasuredRow]) -> dict[str, Any]:
         "grid": list(grid.values()),
         "marks": [*_marks(entries, depths, scale, True), *_marks(entries, depths, scale, False)],
         "depth": max(depths) + 1,
-        "style": "plot many" if len(entries) > _MANY else "plot",
+        "style": "plot many" if entries[_MANY:] else "plot",
         "height": _HEIGHT,
     }
 

@@ -373,7 +373,8 @@ class Report(Printable):
         """
         try:
             report: Report = _REPORT.read(data, "report")
-            if report.stage not in _STAGES or not {row.state for row in report.rows} <= {*STATES}:
+            states = {row.state for row in report.rows}
+            if report.stage not in _STAGES or not states.issubset(STATES):
                 raise ValueError("its stage, or the state of a row, does not exist")
             return report
         except ValueError as error:
@@ -471,7 +472,7 @@ class Report(Printable):
         lines.append(f"in the graph: {self.counts}")
         if self.requantizations:
             number = len(self.requantizations)
-            lines.append(f"{number} requantization{'s' * (number > 1)} where specifications meet")
+            lines.append(f"{number} requantization{'s' * (number != 1)} where specifications meet")
         return lines
 
     def _remarks(self) -> list[str]:
@@ -541,7 +542,9 @@ def check_comparison(
         )
     compared = {row.name: row.operator for row in comparison if row.name and row.state}
     known = bool(fingerprint and comparison.fingerprint)
-    same = fingerprint == comparison.fingerprint if known else compared.items() <= operators.items()
+    same = (
+        fingerprint == comparison.fingerprint if known else not compared.items() - operators.items()
+    )
     if not same:
         raise UserError(
             "the comparison is of another model: it compares "
@@ -554,7 +557,7 @@ def check_comparison(
 def _some(operators: Iterable[str]) -> str:
     """Return the first of a model's operators, by which people know it."""
     names = list(operators)
-    more = f" and {len(names) - _NAMED:,} more" if len(names) > _NAMED else ""
+    more = f" and {len(rest):,} more" if (rest := names[_NAMED:]) else ""
     return (", ".join(names[:_NAMED]) or "no operators that have a row") + more
 
 

@@ -273,4 +273,4 @@ class Bounds:
 def _listed(values: Tensor) -> str:
     distinct = sorted({float(value) for value in values.flatten()})
     shown = ", ".join(f"{value:g}" for value in distinct[:3])
-    return f"{shown}, ..." if len(distinct) > 3 else shown
+    return f"{shown}, ..." if distinct[3:] else shown

@@ -218,7 +218,7 @@ def not_in_training(claims: Iterable[Any]) -> list[str]:
     """Say of which claims' repairs nothing is made in a program that is to be trained."""
     asked = Counter((claim.owner, word) for claim in claims for word in claim.repairs)
     return [
-        f"{owner}: {word} of {number} product{'s' * (number > 1)} was not made: the model is to be trained, "
+        f"{owner}: {word} of {number} product{'s' * (number != 1)} was not made: the model is to be trained, "
         "and training finds weights that suit their integers"
         for (owner, word), number in asked.items()
     ]

@@ -501,7 +501,7 @@ def _check_references(record: Record) -> None:
     """Check that claims, groups and the groups of points are there where they are referred to."""
     plan = record.plan
     grouped = {point for group in plan.groups for point in group.points}
-    if not grouped >= {spec.point for claim in plan.claims for spec in claim.specs}:
+    if not grouped.issuperset(spec.point for claim in plan.claims for spec in claim.specs):
         raise ValueError("a point of a claim is in no group")
     claims = {
         *(*record.dropped, *record.kernels, *record.fallbacks),
@@ -510,5 +510,5 @@ def _check_references(record: Record) -> None:
     }
     groups = {number for group in plan.groups for number in group.depends_on}
     for name, found, number in (("claim", claims, plan.claims), ("group", groups, plan.groups)):
-        if not found <= set(range(len(number))):
+        if not found.issubset(range(len(number))):
             raise ValueError(f"it refers to a {name} that it does not have")

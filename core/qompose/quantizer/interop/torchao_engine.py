@@ -207,7 +207,7 @@ def _undone(claims: Sequence[Claim]) -> Iterator[str]:
     balanced = Counter(c.owner for c in claims if c.product is not None and c.product.balanced)
     for owner, number in balanced.items():
         yield (
-            f"{owner}: the channels of {number} product{'s' * (number > 1)} are not balanced; a "
+            f"{owner}: the channels of {number} product{'s' * (number != 1)} are not balanced; a "
             "configuration with balance=False does not ask for it"
         )
     for claim in claims:
@@ -223,7 +223,7 @@ def _unrepaired(claims: Sequence[Claim]) -> Iterator[str]:
     asked = Counter((claim.owner, word) for claim in claims for word in claim.repairs)
     for (owner, word), number in asked.items():
         yield (
-            f"{owner}: {word} of {number} product{'s' * (number > 1)} is not made; a configuration without "
+            f"{owner}: {word} of {number} product{'s' * (number != 1)} is not made; a configuration without "
             "repairs does not ask for it"
         )
 
@@ -233,7 +233,7 @@ def _unclaimed(composition: Composition, claims: Sequence[Claim]) -> Iterator[st
     if not claims and not any(is_loss(rejection) for rejection in composition.rejections):
         reasons = Counter(r.reason for r in most_telling(composition.rejections))
         for reason, number in reasons.most_common(_MOST):
-            yield f"nothing is annotated; of {number} region{'s' * (number > 1)}: {reason}"
+            yield f"nothing is annotated; of {number} region{'s' * (number != 1)}: {reason}"
 
 
 def name_observers(places: Mapping[EdgeOrNode, nn.Module]) -> None:
