@@ -58,9 +58,9 @@ def test_without_a_strength_it_is_the_word() -> None:
     assert replace(STATIC, repairs=(OWN,)) != replace(STATIC, repairs=(SmoothQuant(0.6),))
     assert replace(STATIC, repairs=(SmoothQuant(),)) == replace(STATIC, repairs=("smooth_quant",))
     assert replace(STATIC, repairs=(SmoothQuant(),)).repairs == ("smooth_quant",)
-    assert (str(SmoothQuant()), str(SmoothQuant(1))) == (
+    assert (str(SmoothQuant()), str(SmoothQuant(0))) == (
         "smooth_quant",
-        "smooth_quant with alpha 1",
+        "smooth_quant with alpha 0",
     )
 
 

@@ -183,7 +183,7 @@ class TestFiles:
         [
             *("x", None, True, 1.5, [], ["size"], {"size": 0}, ["Pow", 1, 2], ["Add", "x"]),
             *(["size", 2, 0], ["size", -1, 0], ["size", 0, "0"], ["size", 0, True], ["size", 0]),
-            *(["value", 0, 0], ["Equality", ["size", 0, 0], ["__import__", "os"]]),
+            *(["value", 0, 0], ["Add"], ["Equality", ["size", 0, 0], ["__import__", "os"]]),
         ],
     )
     def test_what_is_no_condition_never_becomes_source(self, data: Any) -> None:

@@ -41,7 +41,7 @@ DYNAMIC_SYMMETRIC = {
     "dtype": torch.uint8, "observer_or_fake_quant_ctr": PlaceholderObserver, "quant_min": 0,
     "quant_max": 255, "qscheme": torch.per_tensor_symmetric, "is_dynamic": True,
 }  # fmt: skip
-IN_BLOCKS = {**FACTS, "qscheme": torch.per_channel_symmetric, "block_size": (32,)}
+IN_BLOCKS = {**FACTS, "qscheme": torch.per_channel_symmetric, "block_size": (1, 32)}
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_impossible_specifications(
 )
 def test_impossible_fixed_parameters(change: dict[str, Any], named: str) -> None:
     facts: dict[str, Any] = {"dtype": torch.uint8, "scale": 1 / 256, "zero_point": 0}
-    FixedQParamsQuantizationSpec(**facts)
+    FixedQParamsQuantizationSpec(**{**facts, "zero_point": 255})
     with pytest.raises(ConfigError, match=named or None):
         FixedQParamsQuantizationSpec(**{**facts, **change})
 

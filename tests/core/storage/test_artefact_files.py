@@ -20,6 +20,7 @@ import torch
 from qompose.errors import ArtefactError
 from qompose.program.graph import get_attribute
 from qompose.storage import artifact
+from qompose.storage.json_values import expression
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.utils import _pytree as pytree
@@ -262,6 +263,8 @@ class TestFiles:
         with pytest.raises(ArtefactError, match="the size"):
             qompose.save(qompose.convert_pt2e(prepare(program, NullQuantizer())), path)
         assert not path.exists()
+        largest = str(2**128 - 1)
+        assert [expression(text, {}, {}) for text in (largest, "Pow(1, 128)")] == [2**128 - 1, 1]
 
     def test_powers_of_a_number_from_data(self, path: Path) -> None:
         """What it is in an example nobody knows."""

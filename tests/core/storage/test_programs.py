@@ -291,7 +291,7 @@ def integers(low: int, high: int, *shape: int, dtype: torch.dtype = torch.int8) 
     [
         (integers(-8, 7, 32, 64), 1 / 2),
         (integers(-2, 1, 32, 64), 1 / 4),
-        (integers(0, 0, 1024), 1 / 4),
+        (integers(127, 127, 1024), 1 / 4),
         (integers(0, 15, 41, 41, dtype=torch.uint8), 1 / 2),
         (integers(240, 255, 1027, dtype=torch.uint8), 1 / 2),
         (integers(-128, -125, 1025), 1 / 4),
