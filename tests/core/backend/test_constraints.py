@@ -318,8 +318,6 @@ def test_constraints_are_data() -> None:
 def test_no_bound_is_no_bound() -> None:
     assert constraint().bounds is None
     assert Bounds().objections(torch.tensor([0.1, 1e9]), torch.tensor([0, 3])) == []
-    met = Bounds(scale_min_lower_bound=0.1, scale_max_upper_bound=0.5)
-    assert met.objections(torch.tensor([0.1, 0.5]), 0) == []
 
 
 def test_who_inherits_a_specification_keeps_the_bounds_of_its_own_kernel() -> None:

@@ -132,6 +132,10 @@ class TestDrawing:
         expected = Drawing((0, 1, 2, 3), (113, 113, 112, 110), (lane, (), (), ()), 201)
         assert drawn(4, [(0, 1), (1, 2), (2, 3), (0, 3), (0, 2)]) == expected
 
+    def test_an_edge_within_a_layer_pulls_at_nothing(self) -> None:
+        found = drawn(3, [(1, 0), (1, 2), (2, 1)])
+        assert found.layers == (0, 0, 1) and found.places[1] == found.places[2]
+
     def test_a_lane_bends_where_either_side_is_elsewhere(self) -> None:
         way = [(1, 5), (2, 5), (3, 5), (4, 7), (5, 7), (6, 7)]
         assert list(_bends(way)) == [(1, 5), (3, 5), (4, 7), (6, 7)]

@@ -104,6 +104,8 @@ def test_two_owners_and_the_requantization_between_them() -> None:
     assert "int8 [-128, 127]" in meeting.from_spec and "uint8 [0, 255]" in meeting.to_spec
     for text in (report.to_markdown(), report.to_text(200)):
         assert str(meeting) in text
+    of_several, of_one = (made.to_text(200) for made in (report, reports()["lowered"]))
+    assert "selector" in of_several and "selector" not in of_one
     assert qompose.Report.from_dict(report.to_dict()) == report
 
 
