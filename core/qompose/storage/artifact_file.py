@@ -93,9 +93,7 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             blocks = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
     except (ArtefactError, OSError):
         raise
-    except (
-        Exception
-    ) as error:  # of a forged header: unknown types, impossible sizes, no description
+    except Exception as error:  # forged: unknown types, impossible sizes, no description
         kind = " (it is a zip archive, as torch.save and torch.export.save write)"
         raise ArtefactError(
             f"{path} was not written by qompose.save{kind if is_zipfile(path) else ''}, or is damaged: "
