@@ -42,6 +42,16 @@ def test_a_part_gives_nearly_the_range_of_all(kind: Any) -> None:
     assert float(one) == pytest.approx(float(other), rel=0.2)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_symmetric_integers_with_and_without_a_sign_have_one_scale(kind: Any) -> None:
+    scales = []
+    for dtype in (torch.int8, torch.uint8):
+        observer = kind(dtype, qscheme=torch.per_tensor_symmetric)
+        observer(randn(20_000))
+        scales.append(observer.calculate_qparams()[0])
+    assert torch.equal(*scales)
+
+
 @pytest.mark.parametrize("bounds", [(-128, 127), (-64, 63)], ids=str)
 def test_entropy_does_not_clip_because_of_zeros(bounds: tuple[int, int]) -> None:
     """However many values a rectifier sets to zero, what it lets through has about the same range."""

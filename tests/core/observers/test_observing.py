@@ -137,11 +137,12 @@ CHANNELS = {"qscheme": torch.per_channel_symmetric, "ch_axis": 0}
     ("result", "facts", "shape"),
     [
         ((ONE, ZERO), {}, ()),
-        ((0.5, 3), {}, ()),
+        ((0.5, -128), {}, ()),
+        ((0.5, 127), {}, ()),
         ((ONE.reshape(1), ZERO.reshape(1)), {}, ()),
         ((ONE.expand(4), ZERO.expand(4)), CHANNELS, (4,)),
     ],
-    ids=["tensors", "numbers", "one number each", "per channel"],
+    ids=["tensors", "the least", "the largest", "one number each", "per channel"],
 )
 def test_what_a_function_may_return(
     result: Any, facts: dict[str, Any], shape: tuple[int, ...]
@@ -165,7 +166,8 @@ def test_what_a_function_may_return(
         ((0.0, 0), {}),
         ((float("nan"), 0), {}),
         ((float("inf"), 0), {}),
-        ((1.0, 200), {}),
+        ((1.0, 128), {}),
+        ((1.0, -129), {}),
     ],
     ids=str,
 )
