@@ -5,11 +5,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from qompose import QuantizationConfig, RuleQuantizer
-from qompose.backend import Backend, Kernel, NotLowerable, OperatorPattern, Region, Rule
+from qompose.backend import (
+    Backend,
+    Finished,
+    Kernel,
+    NotLowerable,
+    OperatorPattern,
+    Region,
+    Rule,
+    Target,
+)
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
@@ -247,6 +257,10 @@ UNDECLARED = linear(kernels=emitting(for_one_batch))
 FEW = {"static": replace(STATIC, input_activation=FEW_STEPS)}
 FLOAT64 = weighted("linear", relu=False, fault="float64")
 HALF = weighted("linear", relu=False, guard=None)
+ON_DEVICE = replace(
+    LINEAR, kernels={"device": LINEAR.kernels["torch"]}, modes=frozenset({"static"})
+)
+DEVICE = Target("device", lambda *_: Finished(SimpleNamespace()))
 REQUANTIZED = moving("flip", FLIP, kernels=emitting(requantizing))
 
 WRONG = {
@@ -283,6 +297,9 @@ WRONG = {
     "an emit that crashes": fails("lowers", linear(kernels=emitting(crash)), "ZeroDivisionError"),
     "an emit that computes in float": fails(
         "lowers", linear(kernels=emitting(in_float)), "aten.linear"
+    ),
+    "a target whose model cannot be called": fails(
+        "lowers", lambda: SoundBackend([ON_DEVICE], configs=ONE, targets=(DEVICE,)), "called"
     ),
     "a mode that no config has": fails(
         "has_configs", lambda: SoundBackend([LINEAR], configs=ONE), "dynamic, weight-only"
