@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -211,6 +212,20 @@ class TestReasons:
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 4)).eval()
         notes = self.notes(model, toy(RELU_RULE, RULE, config=config))
         assert "linear_1 (aten.linear in 2)" in notes and "relu" in notes
+
+    def test_a_reader_left_in_float(self) -> None:
+        """Its output held infinities."""
+        model = Model(lambda m, x: (m.a(x), m.b(x)), a=nn.Linear(WIDTH, 4), b=nn.Linear(WIDTH, 4))
+        x = tokens()
+        with torch.no_grad():
+            model.b.bias[2] = -math.inf
+            x[..., 1] *= 100
+            model.a.weight[:, 1] /= 100
+        config = QuantizationConfig(INT8, INT8, WEIGHT, repairs=SMOOTH)
+        converted = convert(export(model, x), toy(RULE, config=config), x)
+        made, (note,) = lines(converted)
+        assert not made and "linear_1" in note
+        assert torch.equal(converted(x)[1], model(x)[1])
 
     def test_no_gain(self) -> None:
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sigmoid()).eval()
