@@ -102,7 +102,7 @@ class _Link:
     def step(self) -> float:
         """Move factors; return the largest change of a logarithm."""
         one, other = self.ranges()
-        usable = (one > 0) & (other > 0)
+        usable = torch.minimum(one, other) > 0
         ratio = one.clamp(min=1e-300) / other.clamp(min=1e-300)
         factors = torch.where(usable, ratio, 1.0).sqrt()
         bias = self.first.bias
@@ -231,7 +231,7 @@ def _moved(links: Sequence[_Link], reasons: dict[Node, str]) -> list[tuple[_Link
 def _store(side: _Side) -> None:
     """Write the parameters with their factors."""
     product = side.product
-    if float(side.rows.log().abs().amax()) > 0 or float(side.columns.log().abs().amax()) > 0:
+    if bool((side.rows != 1).any() | (side.columns != 1).any()):
         weight = constant_of(product.weight)
         assert weight is not None
         rows, columns = (v.to(weight.device) for v in (side.rows, side.columns))
@@ -342,10 +342,11 @@ def _pool(user: Node, value: Node, dim: int, inner: int) -> Passed:
 def _mean(user: Node, value: Node, dim: int, inner: int) -> Passed:
     given = arguments_of(user)
     rank = value_of(value).dim()
-    reduced = [d % rank for d in given["dim"] or range(rank)]
-    if dim in reduced:
+    reduced = {d % rank for d in given["dim"] or range(rank)}
+    left = [d for d in range(rank) if d not in reduced]
+    if dim not in left:
         raise NotEqualizable(f"{describe(user)} puts channels together")
-    return dim if given["keepdim"] else dim - sum(d < dim for d in reduced), inner
+    return dim if given["keepdim"] else left.index(dim), inner
 
 
 def _pad(user: Node, value: Node, dim: int, inner: int) -> Passed:

@@ -22,13 +22,19 @@ from qompose.observers.auto_range import (
 from qompose.observers.channel_ranges import INPUT, PerChannelRangeObserver, base_observer
 from qompose.observers.row_sample import RowSample
 from qompose.program.batch_norm_folding import FOLDABLE, TRANSPOSED
-from qompose.program.graph import address_of, behind_modules, constant_of, describe, value_of
+from qompose.program.graph import (
+    address_of,
+    arguments_of,
+    behind_modules,
+    constant_of,
+    describe,
+    value_of,
+)
 from qompose.spec.claim import Claim, Point
 from qompose.spec.qdq import QParams
 from qompose.spec.qparams import along
 
 _LINEAR = torch.ops.aten.linear.default
-_GROUPS = "groups"
 
 
 @dataclass(frozen=True)
@@ -82,7 +88,7 @@ class Operands:
     @classmethod
     def of(cls, node: Node) -> Operands:
         """Return those of a product."""
-        bias = node.args[2] if len(node.args) > 2 else None
+        bias = arguments_of(node)["bias"]
         return cls(
             node,
             behind_modules(node.args[0]),
@@ -132,13 +138,12 @@ def change_products(found: Calibrated, word: str, change: Callable[[Node], str])
         else:
             found.made.append(f"{word} of {describe(node)}: {effect}")
     if unknown:
-        products = f"{len(unknown)} product{'s' * (len(unknown) > 1)}"
-        found.refused.append(f"{word} of {products} was not made: {unknown[0]}")
+        found.refused.append(f"{word} of {len(unknown)} of the products was not made: {unknown[0]}")
 
 
 def taps_of(weight: Tensor, groups: int, transposed: bool) -> Tensor:
     """Return a view of a weight as `(groups, outputs of each, inputs of each, taps)`."""
-    flat = weight.flatten(2) if weight.dim() > 2 else weight.unsqueeze(2)
+    flat = weight.unsqueeze(-1).flatten(2)
     grouped = flat.view(groups, -1, *flat.shape[1:])
     return grouped.transpose(1, 2) if transposed else grouped
 
@@ -163,7 +168,7 @@ def product_of(node: Node, readers: Mapping[int, int], written: Iterable[str]) -
         readers: of each parameter, by address (`count_readers`).
         written: paths of the buffers that the program writes to.
     """
-    weight, bias = node.args[1], node.args[2] if len(node.args) > 2 else None
+    weight, bias = node.args[1], arguments_of(node)["bias"]
     if not isinstance(weight, Node) or constant_of(weight) is None:
         return f"the weight of {describe(node)} is computed"
     for parameter in filter(None, (weight, bias)):
@@ -180,13 +185,7 @@ def product_of(node: Node, readers: Mapping[int, int], written: Iterable[str]) -
 
 def groups_of(node: Node) -> int:
     """Return the groups of a convolution; a linear is one."""
-    if node.target is _LINEAR:
-        return 1
-    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-    place = names.index(_GROUPS)
-    given = node.args[place] if len(node.args) > place else node.kwargs.get(_GROUPS, 1)
-    assert isinstance(given, int)
-    return given
+    return int(arguments_of(node).get("groups", 1))
 
 
 def times(value: Tensor, vector: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from qompose.observers.channel_ranges import INPUT, Balance, PerChannelRangeObse
 from qompose.observers.min_max import Observer
 from qompose.plan.plan import Group
 from qompose.program.control_flow import count_readers, nodes_in
-from qompose.program.graph import address_of, constant_of, describe, value_of
+from qompose.program.graph import address_of, arguments_of, constant_of, describe, value_of
 from qompose.spec.claim import Claim, Point
 from qompose.spec.qdq import axis_of
 from qompose.spec.quantization_spec import (
@@ -120,7 +120,7 @@ def _described(balance: Balance, factors: Factors, nodes: Mapping[str, Node]) ->
     how = "by a product in the graph"
     if balance.absorbers:
         how = f"by {' and '.join(str(nodes[name].target) for name in balance.absorbers)}"
-    moved, most = int((factors.values > 1).sum()), float(factors.values.max())
+    moved, most = int((factors.values != 1).sum()), float(factors.values.max())
     return f"{moved} of {len(factors.values)} channels divided by up to {most:g}, {how}; {factors.effect}"
 
 
@@ -237,7 +237,7 @@ class _Placing:
         if Point(source.name, node.name) not in group.points:
             raise _NotSmoothed(f"{describe(node)} does not read it")
         channels = value_of(source).shape[product.input_dim]
-        if constant.dim() < 2 or constant.shape[1] != channels:
+        if constant.shape[1:2] != (channels,):
             raise _NotSmoothed(f"{describe(node)} is a convolution in groups")
         spec = self.group_of[Point(weight.name, node.name)].spec
         if not isinstance(spec, QuantizationSpec) or spec.dtype.is_floating_point:
@@ -249,14 +249,13 @@ class _Placing:
 
     def _absorbers(self, source: Node, group: Group, dims: set[int]) -> tuple[str, ...]:
         """Return the parameters of the layer norm that makes the input, if they may take up the division."""
-        if source.target is not aten.layer_norm.default or len(source.args) < 3:
+        if source.target is not aten.layer_norm.default:
             return ()
-        shape, given = source.args[1], [a for a in source.args[2:4] if a is not None]
-        last = value_of(source).dim() - 1
-        parameters = [node for node in given if isinstance(node, Node)]
+        given, last = arguments_of(source), value_of(source).dim() - 1
+        parameters = [node for node in (given["weight"], given["bias"]) if isinstance(node, Node)]
         if {point.user for point in group.points} != {user.name for user in source.users}:
             return ()
-        if not isinstance(source.args[2], Node) or len(shape) != 1 or dims != {last}:  # type: ignore[arg-type]
+        if given["weight"] is None or len(given["normalized_shape"]) != 1 or dims != {last}:
             return ()
         values = [constant_of(node) for node in parameters]
         private = all(v is not None and self.readers.get(address_of(v), 0) == 1 for v in values)

@@ -67,7 +67,7 @@ class PerChannelRangeObserver(nn.Module):
         finally:
             if isinstance(inner, Observer):
                 inner.ends = None
-        if _masked_by(inner) > before:
+        if _masked_by(inner) != before:
             x = unmasked(x)
             low, high = slice_extremes(x, axis)
         self.channel_observer.widen(low, high)

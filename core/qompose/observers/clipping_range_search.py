@@ -8,6 +8,7 @@ have `...` for it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -60,9 +61,13 @@ def divergence(c: Candidates) -> Tensor:
 
     The rule of TensorRT's entropy calibration (S. Migacz, "8-bit Inference with TensorRT", 2017): values
     beyond the range are counted in its outermost bins, and of each integer the values in range
-    are spread evenly over its occupied bins.
+    are spread evenly over its bins. It is infinite where less than two bins are in range, of which any
+    integers have the distribution.
+
+    Args:
+        c: ways to quantize bins that all have counts.
     """
-    inside = (c.wanted >= c.lowest) & (c.wanted <= c.lowest + c.steps) & (c.counts > 0)
+    inside = c.wanted == c.wanted.clamp(c.lowest, c.lowest + c.steps)
     kept = c.counts * inside
     size = inside.shape[-1]
     bins = torch.arange(size).expand_as(inside)
@@ -77,8 +82,8 @@ def divergence(c: Candidates) -> Tensor:
     even = (sums.scatter_add(-1, level, kept) / sizes).gather(-1, level)
     p = clipped / clipped.sum(-1, keepdim=True)
     q = even / kept.sum(-1, keepdim=True).clamp(min=1.0)
-    terms = torch.where(inside & (p > 0), p * torch.log(p / q.clamp(min=2.0**-200)), 0.0)
-    return terms.sum(-1)
+    terms = torch.where(inside, p * torch.log(p / q.clamp(min=2.0**-200)), 0.0)
+    return terms.sum(-1).where((first < last).squeeze(-1), math.inf)
 
 
 def best_range(

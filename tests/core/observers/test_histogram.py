@@ -155,6 +155,8 @@ class TestChannels:
             one = merged(one, one)
         assert one.values == 3 * 2**30 and one.counts.dtype == torch.int64
         assert one.counts.sum(1).tolist() == [one.values] * 2
+        one.values = 2**31 - 1
+        assert one.counts_dtype == torch.int32
 
     def test_another_number_of_channels_is_refused(self) -> None:
         with pytest.raises(qompose.errors.StatisticsError):

@@ -83,6 +83,7 @@ def test_parameters_are_counted_whole() -> None:
 def test_a_percentile_that_is_none(percentile: float) -> None:
     with pytest.raises(qompose.errors.ConfigError, match="percentile"):
         PercentileObserver(torch.int8, percentile=percentile)
+    assert PercentileObserver(torch.int8, percentile=100).percentile == 100
 
 
 def test_torchs_own_gives_its_parameters_bit_by_bit() -> None:

@@ -279,6 +279,8 @@ def test_batches_and_their_order_do_not_matter(
         assert torch.equal(mine, theirs)
 
 
+@example([1.0], [smallest(F32) / 4])
+@example([1.0], [-smallest(F32) / 4])
 @given(
     kept=st.lists(st.floats(-30, 30, width=32), min_size=1, max_size=20),
     masked=st.lists(st.sampled_from([-INF, INF, smallest(F32), smallest(F32) / 3]), max_size=5),
@@ -329,6 +331,7 @@ BATCHES = st.lists(
 
 
 @settings(max_examples=100)
+@example([torch.tensor([1.0, smallest(F32) / 4])])
 @given(batches=BATCHES)
 def test_a_screen_of_tensors_sees_what_one_of_numbers_sees(batches: list[Tensor]) -> None:
     ours, known = TensorScreen(), Screen()
