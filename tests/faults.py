@@ -59,6 +59,10 @@ EQUIVALENT: dict[str, str] = {
     "54d41e26d5": "only a message has two words more",
     "6ab88b291e": "only a message has half a sentence more",
     "c96bf10308": "no magnitude is exactly a thousand times the median",
+    "f4c24c9af4": "no gain is exactly one, unless nothing is moved",
+    "5085893567": "no gain is exactly the bound",
+    "403a33979b": "no factor moves by exactly the bound",
+    "1163b9ea88": "no factor is off by exactly the bound",
     "d0b99b8654": "no magnitude is exactly the root of a half, which 24 bits only come near",
 }
 

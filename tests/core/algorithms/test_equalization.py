@@ -15,6 +15,7 @@ from qompose import QuantizationConfig
 from qompose.backend import OperatorPattern
 from qompose.errors import StatisticsError
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from tests.core import toy as toys
 from tests.core.toy import PER_TENSOR, STATIC, Model, convert, export, prepare, randn, seeded, toy
@@ -173,10 +174,21 @@ class TestReasons:
         (line,) = [r for r in qompose.report(prepared).rewrites if r.startswith("equalization")]
         assert "linear_1" in line and "linear_2" in line
         assert float(line.split()[-2]) < 100
+        assert torch.equal(prepared.get_parameter("left.weight")[:, 4], model.left.weight[:, 4])
         assert toys.sqnr(model(ROWS), prepared(ROWS)) > 110
 
     def test_a_sum_reads_it_too(self) -> None:
         assert "add" in self.notes(branches(residual=True), ROWS)
+
+    @pytest.mark.parametrize(
+        "mixed", [lambda y: F.max_pool1d(y, 3, 1, 1), lambda y: F.pad(y, (1, -1))]
+    )
+    def test_what_moves_values_between_channels(self, mixed: Any) -> None:
+        first, second = nn.Linear(16, 16), nn.Linear(16, 4)
+        model = seeded(Model(lambda m, x: m.b(mixed(m.a(x).relu())), a=first, b=second))
+        with torch.no_grad():
+            first.weight[3] *= 50
+        assert self.notes(model, randn(4, 6, 16))
 
     def test_a_shared_weight(self) -> None:
         model = branches()

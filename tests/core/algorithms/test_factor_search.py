@@ -56,6 +56,15 @@ def test_factors_are_worth_their_time_where_there_are_many_outputs() -> None:
     assert found(*uneven(1, -0.5, outputs=24)) is None
 
 
+def test_just_what_is_needed_is_enough() -> None:
+    """Of the gain, and of rows."""
+    x, weight = uneven(1, -0.5)
+    gain = found(x, weight, needed=0.0).gain
+    assert found(x, weight, needed=gain) is not None
+    assert found(x[:32], weight, needed=0.0) is not None
+    assert found(x[:31], weight, needed=0.0) is None
+
+
 def test_silent_channels_have_no_factor_and_do_not_count() -> None:
     x, weight = uneven(2, 0)
     x[:, :20] = 0.0

@@ -100,8 +100,8 @@ TWICE = toys.Model(lambda m, x: m.a(x) + m.a(x * 2), a=nn.Linear(48, 16))
     "model, config, batch, reason",
     [
         (nn.Conv2d(8, 8, 3, groups=8), ASKING, data(0, 16, 8, 9, 9), "one channel"),
-        (nn.Linear(48, 16), ASKING, data(0, 4, 48), "4 different examples"),
-        (nn.Linear(48, 16), ASKING, torch.randn(256, 48), "times smaller"),
+        (nn.Linear(48, 16), ASKING, data(0, 7, 48), "7 different examples"),
+        (nn.Linear(48, 16), ASKING, toys.randn(8, 48), "times smaller"),
         (
             nn.Linear(48, 16),
             replace(ASKING, input_activation=replace(INT8, observer_or_fake_quant_ctr=MinMaxObserver)),

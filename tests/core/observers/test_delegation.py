@@ -307,6 +307,14 @@ def reads_what_comes_later(model: GraphModule, node: Node) -> None:
         node.replace_all_uses_with(model.graph.get_attr("late"))
 
 
+def reads_itself(model: GraphModule, node: Node) -> None:
+    with model.graph.inserting_before(node):
+        made = model.graph.call_function(aten.tanh.default, (node.args[0],))
+    node.replace_all_uses_with(made)
+    made.args = (made,)
+    model.graph.erase_node(node)
+
+
 class TestFaults:
     """A convert that fails, or that leaves what cannot run, is named with its tensor."""
 
@@ -317,6 +325,7 @@ class TestFaults:
             (nothing_at_all, "activation_post_process_"),
             (removes_the_reader, "linear"),
             (reads_what_comes_later, "linear .*late"),
+            (reads_itself, "tanh"),
         ],
     )
     def test_faults(self, fault: Any, message: str) -> None:
