@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import chain, count
 from typing import Any, ClassVar, Protocol, TypeAlias, overload
 
 import torch
@@ -319,10 +320,8 @@ def naming_fault(configs: Mapping[str, QuantizationConfig]) -> str | None:
 
 
 def _free_name(name: str, taken: set[str]) -> str:
-    number = 1
-    while (f"{name} ({number})" if number > 1 else name) in taken:
-        number += 1
-    return f"{name} ({number})" if number > 1 else name
+    numbered = (f"{name} ({number})" for number in count(2))
+    return next(free for free in chain([name], numbered) if free not in taken)
 
 
 def _condition(name: str, value: Any) -> Condition:

@@ -126,10 +126,8 @@ def check_apart(info: BackendInfo, timeout: float) -> Health:
 
 def _how(code: int) -> str:
     """Return how a process ended, in words."""
-    if code >= 0:
-        return f"with code {code}"
     names = {number.value: number.name for number in signal.Signals}
-    return f"by signal {names.get(-code, -code)}"
+    return f"by signal {names[-code]}" if -code in names else f"with code {code}"
 
 
 def answer(name: str, distribution: str, module: str) -> None:

@@ -280,8 +280,9 @@ class TestData:
 
 def test_a_console_shows_the_table() -> None:
     file = StringIO()
-    Console(width=90, file=file).print(toy(LINEAR).quantization_capabilities())
+    Console(width=90, file=file).print(toy(LINEAR, SIGMOID).quantization_capabilities())
     assert "toy linear" in file.getvalue()
+    assert "all static" not in file.getvalue()  # there is but one
 
 
 _INPUTS: dict[str, tuple[Any, tuple[int, ...]]] = {

@@ -85,6 +85,7 @@ class TestUsage:
             ("capabilities --mode fast", "'fast'"),
             ("backends --timeout 0", "'0'"),
             ("backends --timeout=-1", "'-1'"),
+            ("backends --timeout inf", "'inf'"),
             ("backends --timeout nan", "'nan'"),
             ("backends --timeout soon", "'soon'"),
         ],
