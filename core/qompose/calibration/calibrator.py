@@ -136,7 +136,7 @@ def _ranks(prepared: GraphModule, timeout: float) -> Ranks:
         CalibrationError: there are several, and an observer depends on the order of batches.
     """
     ranks = Ranks.here(timeout)
-    if ranks.count > 1 and (named := order_dependent(prepared)):
+    if ranks.several and (named := order_dependent(prepared)):
         raise CalibrationError(
             f"{ranks.count} processes cannot calibrate together what depends on the order of batches: "
             f'{"; ".join(named)}. Use range="minmax" or range="histogram".'
@@ -154,7 +154,7 @@ def _resumed(
     """
     kept = None if resume is None else _ResumeFile(Path(resume), ranks, prepared)
     start = 0 if kept is None else kept.restore(prepared)
-    if ranks.count > 1 and not start and len(statistics(prepared)):
+    if ranks.several and not start and len(statistics(prepared)):
         raise CalibrationError(
             "these observers have statistics already, which each of the processes would add again: prepare "
             "the model once more, and put what both calibrations saw together with Statistics.merged"
@@ -205,8 +205,9 @@ class _Share:
 
     def of(self, iterator: Iterator[Any]) -> Iterator[tuple[int, Any]]:
         """Yield the batches with their numbers, from 1 on, in the whole of them."""
-        for number, batch in enumerate(islice(iterator, self.limit), start=1):
-            if number > self.start and (number - 1) % self.count == self.rank:
+        numbered = enumerate(islice(iterator, self.limit), start=1)
+        for number, batch in islice(numbered, self.start, None):
+            if (number - 1) % self.count == self.rank:
                 yield number, batch
 
 
@@ -224,15 +225,15 @@ def _all_or_none(prepared: GraphModule, ranks: Ranks, start: int) -> Iterator[li
         with suppress(CalibrationError):
             ranks.exchange(f"{type(error).__name__}: {error}")
         raise
-    parts = ranks.exchange((start + len(done), statistics(prepared) if ranks.count > 1 else None))
+    parts = ranks.exchange((bool(start or done), statistics(prepared) if ranks.several else None))
     failed = [f"rank {rank}: {part}" for rank, part in enumerate(parts) if isinstance(part, str)]
     if failed:
         raise CalibrationError(f"another process failed: {'; '.join(failed)}")
-    if not any(count for count, _ in parts):
+    if not any(ran for ran, _ in parts):
         raise CalibrationError(
             "calibrate got no batches: the iterable was empty (or used up before)"
         )
-    if ranks.count > 1:
+    if ranks.several:
         first, *others = (found for _, found in parts)
         first.merged(*others).apply(prepared, partial=True)
 
@@ -271,13 +272,18 @@ class Ranks:
             raise CalibrationError(_lost(timeout, error)) from error
         return cls(dist.get_rank(), dist.get_world_size(), group, timeout)
 
+    @property
+    def several(self) -> bool:
+        """Tell whether there are others."""
+        return self.count > 1
+
     def exchange(self, part: Any) -> list[Any]:
         """Return what each process gave, by rank. Only processes of one group send it to one another.
 
         Raises:
             CalibrationError: one did not answer in time, or has died.
         """
-        if self.count == 1:
+        if not self.several:
             return [part]
         parts: list[Any] = [None] * self.count
         try:
@@ -316,7 +322,7 @@ class _ResumeFile:
         check_kind(path)
         if not path.parent.is_dir():
             raise StatisticsError(f"resume={str(path)!r}: there is no directory {path.parent}")
-        rank = f".rank{ranks.rank}of{ranks.count}" if ranks.count > 1 else ""
+        rank = f".rank{ranks.rank}of{ranks.count}" if ranks.several else ""
         self.path = path.with_name(f"{path.stem}{rank}{path.suffix}")
         self._batches, self._written = 0, time.monotonic()
 
@@ -389,7 +395,7 @@ def lint(prepared: GraphModule) -> list[str]:
         for observer, _ in watched(prepared, record)
         if (screen := screen_of(observer))
     ]
-    known = [size for _, screen in seen if (size := _magnitude(screen)) > 0]
+    known = [size for _, screen in seen if (size := _magnitude(screen))]
     typical = median(known) if known else 0.0
     return [
         f"{_subject(observer)} {problem}"
@@ -412,7 +418,7 @@ def _problems(observer: nn.Module, screen: Screen, typical: float) -> Iterator[s
 
 def _magnitude(screen: Screen) -> float:
     """Return the largest magnitude that was seen, as far as a screen knows it."""
-    return max(screen.bulk, -screen.far if screen.far > -math.inf else 0.0)
+    return max(screen.bulk, -screen.far if math.isfinite(screen.far) else 0.0)
 
 
 def _only_value(observer: nn.Module) -> float | None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from qompose.errors import StatisticsError
 from qompose.files import draft_of
 from qompose.json_codec import FLOAT, INTEGER, Codec, check_keys, check_mapping, of_type
-from qompose.observers.histogram import BINS, CHANNEL_BINS, ChannelHistograms, Histogram
+from qompose.observers.histogram import CHANNEL_BINS, ChannelHistograms, Histogram
 from qompose.observers.row_sample import RowSample
 from qompose.observers.tensor_statistics import Channels, Facts, Means
 from qompose.observers.value_screening import Screen
@@ -267,14 +267,12 @@ def _bins_of(histogram: Histogram) -> dict[str, Any]:
 
 
 def _histogram(exponent: int, bins: Tensor, counts: Tensor) -> Histogram:
-    if bins.shape != counts.shape or bool(
-        (bins < 0).any() | (bins >= BINS).any() | (counts < 0).any()
-    ):
+    if bins.shape != counts.shape or bool((bins < 0).any() | (counts < 0).any()):
         raise ValueError("the bins or counts of a histogram are invalid")
     whole = not (counts.is_floating_point() or bins.is_floating_point())
     if len(bins) and not (whole and len(set(bins.tolist())) == len(bins)):
         raise ValueError("a histogram has a bin twice, or a part of a count")
-    if not -_FARTHEST <= exponent <= _FARTHEST:
+    if abs(exponent) > _FARTHEST:
         raise ValueError(f"a histogram has the exponent {exponent}")
     found = Histogram()
     found.counts[bins.long()] = counts.long()

@@ -252,6 +252,9 @@ def test_what_is_well_is_not_mentioned() -> None:
     prepared, messages = calibrated(lambda x: x)
     assert messages == []
     assert calibrator.lint(prepared) == []
+    one = torch.ones(1, 1)  # is no constant
+    alone = qompose.calibrate(prepare(export(seeded(nn.Linear(1, 1)), one), toy(LINEAR)), [one])
+    assert calibrator.lint(alone) == []
 
 
 @pytest.mark.parametrize(
@@ -260,6 +263,7 @@ def test_what_is_well_is_not_mentioned() -> None:
         pytest.param(lambda x: x * 0 + 0.5, "was 0.5 throughout", id="constant"),
         pytest.param(lambda x: x * 0, "was 0 throughout", id="zero"),
         pytest.param(lambda x: x * 1e5, "reaches ", id="outlier"),
+        pytest.param(lambda x: (x + 1) * -1e5, "mul -> linear_4", id="outlier below zero"),
         pytest.param(
             lambda x: x.masked_fill(torch.eye(32, 8) > 0, -math.inf), "holds 8 mask", id="mask"
         ),

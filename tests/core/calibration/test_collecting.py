@@ -206,6 +206,13 @@ INVALID_FILES: dict[str, Callable[[Any], None]] = {
 }
 
 
+# The ends are places for values, and a value may be the only one.
+FARTHEST = {
+    "minimum": 3.0, "maximum": 3.0,
+    "histogram": {"exponent": 200, "bins": {0: 0, -1: 4095}, "counts": {1: 0}},
+}  # fmt: skip
+
+
 def put(facts: Any, changes: dict[Any, Any]) -> None:
     for key, value in changes.items():
         if isinstance(value, dict):
@@ -234,8 +241,10 @@ class TestFiles:
     def test_what_cannot_be_is_refused(self, change: Callable[[Any], None], tmp_path: Path) -> None:
         path = tmp_path / "seen.json"
         data = saved(seen("balanced"), path)
-        ends = {"histogram": {"bins": {0: 0, -1: 4095}}}  # which are places for values
-        put(data["entries"][0]["facts"], ends)
+        facts = data["entries"][0]["facts"]
+        put(facts, FARTHEST)
+        put(facts["channels"]["low"], {1: facts["channels"]["high"][1]})
+        put(data["means"][0][1], {"count": 1, "largest": 0.0})
         path.write_text(json.dumps(data))
         Statistics.load(path)
         change(data)
@@ -374,6 +383,8 @@ class TestByHand:
 
     def test_equal_statistics_do_not_differ(self) -> None:
         assert seen().diff(qompose.statistics(calibrated())) == ()
+        twice = qompose.statistics(calibrated(HISTOGRAM, DATA, DATA))
+        assert twice.diff(seen().merged(seen())) == ()
         wider = qompose.statistics(calibrated(HISTOGRAM, 2 * DATA))
         assert {str(d.site) for d in seen().diff(wider)} >= {"the program: input, x"}
 
