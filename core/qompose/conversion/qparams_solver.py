@@ -421,7 +421,7 @@ class QParamsSolver:
             if choice.reason:
                 few[choice.reason].append(str(self.plan.groups[number].points[0]))
         for reason, names in sorted(few.items()):
-            more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+            more = f" and {len(rest)} more" if (rest := names[_NAMED:]) else ""
             yield (
                 f"range of {', '.join(names[:_NAMED])}{more}: that of all values, since calibration saw too "
                 f"little that differs to choose by: {reason}"

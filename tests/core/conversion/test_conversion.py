@@ -13,7 +13,7 @@ import pytest
 import qompose
 import torch
 from qompose import QuantizationConfig, QuantizationSpec, RuleQuantizer
-from qompose.conversion.qparams_solver import few_levels, invalid
+from qompose.conversion.qparams_solver import few_levels, invalid, outliers
 from qompose.errors import UncalibratedError
 from qompose.observers import (
     MinMaxObserver,
@@ -21,6 +21,7 @@ from qompose.observers import (
     PerChannelMinMaxObserver,
     PlaceholderObserver,
 )
+from qompose.observers.value_screening import Screen
 from qompose.program.graph import module_path
 from qompose.program.meta import tag_of
 from qompose.spec import SharedQuantizationSpec, qdq
@@ -310,6 +311,7 @@ def test_every_token_has_a_scale_of_its_own(tokens: int, scheme: torch.qscheme) 
     model = seeded(nn.Linear(8, 8, bias=False))
     x = randn(tokens, 8) * torch.tensor([10.0**-n for n in range(tokens)]).unsqueeze(1)
     converted = qompose.convert_pt2e(prepare(export(model, x), toy(LINEAR, config=config)))
+    assert not nodes_calling(converted, "flatten")
     for one, other in zip(model(x), converted(x), strict=True):
         assert sqnr(one, other) > 28
 
@@ -533,7 +535,8 @@ def test_invalid_parameters(parameters: Any, message: str) -> None:
 
 def test_valid_parameters() -> None:
     assert not [*invalid(of_channels(), (CHANNELS, 4))]
-    assert not [*invalid(of_channels(zero_point=100.5), (CHANNELS, 4))]
+    for zero_point in (-8, 7, 100.5):
+        assert not [*invalid(of_channels(zero_point=zero_point), (CHANNELS, 4))]
     assert [*invalid(of_channels(), (7, 4))] == [
         f"has {CHANNELS} scales and {CHANNELS} zero points, not 7"
     ]
@@ -552,5 +555,29 @@ def test_channels_that_eps_leaves_few_integers() -> None:
     assert few_levels(as_torch, least, most, 1e-3).startswith(told)
     fine = replace(q, scale=(most - least) / 255)
     assert few_levels(fine, least, most, 1e-6) == ""
+    quarter = replace(q, scale=torch.full((4,), 4.0))
+    assert few_levels(quarter, torch.zeros(4), torch.full((4,), 255.0), 1e-3) == ""
     whole = replace(q, zero_point=q.zero_point.round().long())
     assert few_levels(whole, least, most, 1e-3) == ""
+
+
+EPS = 2.0**-10
+
+
+@pytest.mark.parametrize(
+    ("scale", "largest", "values", "lines"),
+    [
+        (1.0, 100.0, 64, 0),
+        (1.0, 100.0, 63, 1),
+        (1000.0, 100.0, 64, 0),
+        (1001.0, 100.0, 64, 1),
+        (EPS, 127 * EPS, 64, 0),
+        (EPS, 126 * EPS, 63, 2),
+    ],
+)
+def test_what_looks_wrong_though_it_can_be_used(
+    scale: float, largest: float, values: int, lines: int
+) -> None:
+    screen = Screen()
+    screen.bulk, screen.values = largest, values
+    assert len([*outliers(scale, 1.0, screen, EPS)]) == lines

@@ -593,18 +593,19 @@ def test_scales_of_tokens_and_blocks(symmetric: bool, weight: Callable[..., Tens
         torch.testing.assert_close(model(inputs), simulated(inputs), rtol=1e-5, atol=1e-3)
 
 
-def test_a_write_in_place_that_others_read_is_left() -> None:
+@pytest.mark.parametrize("others", [False, True])
+def test_a_write_in_place_that_others_read_is_left(others: bool) -> None:
     def forward(x: Tensor, y: Tensor) -> Tensor:
         z = x * 2.0
+        read = z.view(3, 2) if others else z
         z += y
-        return z * z
+        return read * read
 
     module, inputs = Call(forward), (randn(2, 3), randn(2, 3))
-    converted, model, result = referenced(
-        module, annotator([ACT, ACT], targets={aten.mul.Tensor}), *inputs
-    )
+    targets = {aten.mul.Tensor, aten.add_.Tensor}
+    converted, model, result = referenced(module, annotator([ACT, ACT], targets=targets), *inputs)
     torch.testing.assert_close(model(*inputs), converted(*inputs))
-    assert "mul_1" in result.replaced
+    assert result.left.keys() == ({"add_"} if others else set())
 
 
 def test_requantizing_takes_no_float() -> None:
