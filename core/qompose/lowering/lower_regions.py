@@ -555,7 +555,7 @@ def _roots(node: Node) -> list[Node]:
 def _restore(node: Node) -> None:
     """Let the readers of a tensor have it in the layout that it was exported with."""
     value = value_of(node)
-    if not isinstance(value, Tensor) or value.dim() < 2 or value.layout is not torch.strided:
+    if not isinstance(value, Tensor) or value.layout is not torch.strided:
         return
     order = order_of(value)
     if order is None:
