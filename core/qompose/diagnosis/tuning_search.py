@@ -126,7 +126,7 @@ class Search:
     """Looks for the sites that have to stay in float.
 
     Attributes:
-        found: the setting that meets the target with the fewest multiply-accumulates in float, so far.
+        found: the last setting that met the target: each that is tried after it leaves less in float.
         notes: which sites cannot be left in float.
         ranking_notes: what a ranking that was measured here says beside its costs.
         attempts: what was tried, by the sites in float, in alphabetical order.
@@ -156,8 +156,7 @@ class Search:
             CannotExclude: one of the sites stays quantized.
         """
         attempt = self._attempt(tuple(sorted(names)))
-        better = self.found is None or attempt.float_macs <= self.attempts[self.found].float_macs
-        if attempt.met and better and (attempt.quantized or not names):
+        if attempt.met and (attempt.quantized or not names):
             self.found = attempt.excluded
         return attempt.met
 
@@ -229,8 +228,6 @@ class Search:
                 if self._can_be_quantized(staying, name):
                     staying.remove(name)
                     changed = True
-        if self.found is not None:
-            self.found = tuple(sorted(staying))
 
     def _can_be_quantized(self, staying: set[str], name: str) -> bool:
         try:

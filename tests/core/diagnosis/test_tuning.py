@@ -133,6 +133,7 @@ def test_a_target_that_is_met_leaves_nothing_in_float() -> None:
     assert found.score == found.quantized_score
     assert len(found.attempts) == 1
     assert found.float_macs == 0
+    assert tuned(drop=0.0, metric=lambda model: 1.0).excluded == ()
     assert found.quantizer.to_json() == quantizer.to_json()
 
 
