@@ -468,7 +468,7 @@ class Values:
         if key not in self._kept:
             return MISSING
         self._asked[key] += 1
-        last = self._asked[key] >= self._wanted[key[0]]
+        last = self._asked[key] == self._wanted[key[0]]
         return self._kept.pop(key) if last else self._kept[key]
 
     def unasked(self) -> set[Key]:

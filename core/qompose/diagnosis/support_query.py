@@ -296,8 +296,7 @@ class _Inquiry:
                 if rewrite.member:
                     yield f"rewritten by {rewrite}"
                     continue
-                joined = set(rewrite.pieces) <= set(rewrite.nodes)
-                into = "" if joined else f" into {', '.join(rewrite.pieces)}"
+                into = "" if rewrite.merges else f" into {', '.join(rewrite.pieces)}"
                 yield f"rewritten by {rewrite.name}: {', '.join(rewrite.nodes)}{into}"
 
     def _reasons(self, row: Operator, prefix: bool) -> Iterator[tuple[str, str]]:
@@ -339,8 +338,8 @@ class _Inquiry:
 
 def _gone(member: str, made: Sequence[str]) -> str:
     """Say of an operator that a quantizer rewrote it, and what to ask about instead."""
-    rest = f" and {len(made) - _MOST} more" if len(made) > _MOST else ""
-    instead = f"ask about what it made: {', '.join(made[:_MOST])}{rest}" if made else "it is gone"
+    more = f" and {len(rest)} more" if (rest := made[_MOST:]) else ""
+    instead = f"ask about what it made: {', '.join(made[:_MOST])}{more}" if made else "it is gone"
     return f"{member} rewrote it by its transform_for_annotation; {instead}"
 
 

@@ -254,7 +254,7 @@ class ValueTable:
 
     def _is_paired(self, name: str) -> bool:
         tally = self._tallies.get(self._ids.get(name, ""))
-        return tally is not None and tally.inputs > 0
+        return tally is not None and bool(tally.inputs)
 
     def _tells(self, value: str, tally: Tally) -> bool:
         """Tell whether a value is worth a row: inputs that stay in float are what they were."""

@@ -62,7 +62,7 @@ def survey(
     gone = {name for rewrite in own for name in rewrite.nodes}
     engines = (r for r in rewrites if r.pieces and not r.member)  # some change parameters alone
     for rewrite in engines:
-        if set(rewrite.pieces) <= set(rewrite.nodes):  # merged: its operators have one claim
+        if rewrite.merges:  # its operators have one claim
             if (claim := claim_of.get(rewrite.pieces[0])) is not None:
                 claim_of.update(dict.fromkeys(rewrite.nodes, claim))
             elif not gone.isdisjoint(rewrite.pieces):  # a quantizer rewrote what they became
@@ -116,7 +116,7 @@ def _reads(
     last = {
         rewrite.pieces[-1]: rewrite.nodes[-1]
         for rewrite in rewrites
-        if rewrite.pieces and not rewrite.member and set(rewrite.pieces) <= set(rewrite.nodes)
+        if rewrite.pieces and not rewrite.member and rewrite.merges
     }
     now, before = ({n.name: n for n in nodes_in(program)} for program in (working, exported))
     flow_now, flow_before = Flow(working), Flow(exported)

@@ -106,6 +106,11 @@ class Rewrite:
     effect: str = ""
     member: str = ""
 
+    @property
+    def merges(self) -> bool:
+        """Tell whether what stands there are some of the operators that stood there."""
+        return set(self.nodes).issuperset(self.pieces)
+
     def __str__(self) -> str:
         if not self.member:
             effect = f"; {self.effect}" if self.effect else ""
