@@ -109,9 +109,12 @@ def _scales(spec: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(dim // size for dim, size in zip(shape, blocks, strict=True))
     if spec.qscheme not in PER_CHANNEL:
         return ()
-    if not -len(shape) <= spec.ch_axis < len(shape):
-        raise ConfigError(f"a tensor of shape {shape} has no dimension {spec.ch_axis} for channels")
-    return (shape[spec.ch_axis],)
+    try:
+        return (shape[spec.ch_axis],)
+    except IndexError:
+        raise ConfigError(
+            f"a tensor of shape {shape} has no dimension {spec.ch_axis} for channels"
+        ) from None
 
 
 def _tensors(model: GraphModule, nodes: dict[str, Node]) -> dict[str, str]:

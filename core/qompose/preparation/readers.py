@@ -72,7 +72,7 @@ def _is_apart(
     dim = observer.channel_dim
     others = {point.source for point in group.points} - {source.name}
     shapes = [value_of(nodes[name]).shape for name in others]
-    return not any(dim < len(shape) and shape[dim] == observer.channels for shape in shapes)
+    return not any(observer.channels in shape[dim:][:1] for shape in shapes)
 
 
 def _last_known(value: Tensor) -> int:

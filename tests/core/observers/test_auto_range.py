@@ -270,6 +270,14 @@ def test_views_of_what_was_seen_have_rows(values: int, kind: str, tmp_path: Path
     assert ("channels" in shared.choice.reason) == (not values)
 
 
+def test_a_view_with_the_channels_that_are_read_hides_no_reader() -> None:
+    layers = {"conv": nn.Conv2d(2, 3, 1), "other": nn.Conv2d(3, 5, 1)}
+    model = Model(lambda m, x: m.other(m.conv(x).view(9, 3, 4, 1)), **layers)
+    prepared = prepare(export(model, randn(9, 2, 2, 2)), toy(CONV, VIEW, config=CONFIG))
+    (shared,) = (o for o in auto_observers(prepared).values() if o.shared)
+    assert [reader.weight is not None for reader in shared.readers] == [True]
+
+
 def test_sizes_that_are_open_are_no_channels() -> None:
     """Rows of batches of several widths have the dimension whose size is known, if there is one."""
     width = torch.export.Dim("width", min=2, max=64)
