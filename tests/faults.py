@@ -64,6 +64,14 @@ EQUIVALENT: dict[str, str] = {
     "403a33979b": "no factor moves by exactly the bound",
     "1163b9ea88": "no factor is off by exactly the bound",
     "d0b99b8654": "no magnitude is exactly the root of a half, which 24 bits only come near",
+    "af31b26b8b": "no batch ends exactly so many seconds after the last one that was written",
+    "c2d072a056": "no range has just one integer more than a float type holds in a row",
+    "7c39836910": "in units of a step, a sum is rounded as its offset is, but for halves",
+    "9401152ac9": "no bias is exactly 2**62 units",
+    "0ae3d06664": "no bias needs exactly the scale that its weight has",
+    "9392aa6750": "only a message has four words more",
+    "bc51f7ffc6": "no error is exactly the part of another that it may be at most",
+    "e181d4aacd": "more sites than there are is all of them, which was not enough already",
 }
 
 # What stands in place of a decorator of functools, and answers every call with the first result.
