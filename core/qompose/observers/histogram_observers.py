@@ -129,7 +129,7 @@ class OfHistogram(SearchingObserver):
 
     @property
     def calibrated(self) -> bool:
-        return self.histogram.total > 0 or self.set_range is not None
+        return self.histogram.exponent is not None or self.set_range is not None
 
     def calculate_qparams(self) -> tuple[Tensor, Tensor]:
         self._check_calibrated()
@@ -254,7 +254,7 @@ class PerChannelHistogramObserver(SearchingObserver):
 
     @property
     def calibrated(self) -> bool:
-        return self.histograms.values > 0
+        return bool(self.histograms.values)
 
     def calculate_qparams(self) -> tuple[Tensor, Tensor]:
         self._check_calibrated()

@@ -29,6 +29,7 @@ AFFINE, SYMMETRIC = torch.per_channel_affine, torch.per_channel_symmetric
 
 def seen(x: Tensor, **arguments: Any) -> PerChannelHistogramObserver:
     observer = PerChannelHistogramObserver(torch.int8, **arguments)
+    assert not observer.calibrated
     observer(x)
     return observer
 

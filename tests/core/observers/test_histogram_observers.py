@@ -24,6 +24,7 @@ def test_extremes_are_exact_where_a_part_is_counted(kind: Any) -> None:
     x = randn(2, 8 * EXAMPLE)
     x[1, 77], x[0, 78] = 50.0, -40.0
     observer = kind(torch.int8)
+    assert not observer.calibrated
     observer(x)
     facts = observer.facts()
     assert (facts.minimum, facts.maximum) == (-40.0, 50.0)
