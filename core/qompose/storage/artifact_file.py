@@ -278,8 +278,10 @@ def unpack(views: Mapping[str, Any], blocks: Mapping[str, Tensor]) -> Iterator[t
             if place not in placed:
                 placed[place] = blocks[view.block].reshape(-1).to(view.device)
             tensor = _part(placed[place], view)
-        tensor.requires_grad_(view.requires_grad)
-        made[path] = nn.Parameter(tensor, view.requires_grad) if view.parameter else tensor
+        wanted = view.requires_grad
+        made[path] = (
+            nn.Parameter(tensor, wanted) if view.parameter else tensor.requires_grad_(wanted)
+        )
         yield path, made[path]
 
 

@@ -32,7 +32,12 @@ class NotStorable(Exception):  # noqa: N818 - it says what the value is
     """Raised by whatever turns a model into data, with what cannot be stored and where."""
 
 
-def encode(value: Any, other: Callable[[Any], Any] | None = None) -> Any:
+def unknown(value: Any) -> Any:
+    """Refuse a value of a type that files do not have."""
+    raise NotStorable(f"a value of type {type(value).__module__}.{type(value).__qualname__}")
+
+
+def encode(value: Any, other: Callable[[Any], Any] = unknown) -> Any:
     """Return a value as JSON data. `other` encodes what is not known here, inside containers too.
 
     Raises:
@@ -50,8 +55,6 @@ def encode(value: Any, other: Callable[[Any], Any] | None = None) -> Any:
     for kind in (torch.device, *_CONSTANTS):
         if isinstance(value, kind):
             return {kind.__name__: _short(value)}
-    if other is None:
-        raise NotStorable(f"a value of type {type(value).__module__}.{type(value).__qualname__}")
     return other(value)
 
 

@@ -174,6 +174,12 @@ WRONG: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "a member of another kind": (
         lambda net: qompose.compose(toy(), object()), UserError, "builtins.object",
     ),
+    "a name for a quantizer": (
+        lambda net: qompose.prepare_pt2e(PROGRAM, "toy"), UserError, "qompose.compose",
+    ),
+    "a class for a quantizer": (
+        lambda net: qompose.prepare_pt2e(PROGRAM, RuleQuantizer), UserError, "RuleQuantizer.* call",
+    ),
     "a program in the quantizer's place": (
         lambda net: qompose.prepare_pt2e(toy(), PROGRAM), UserError, "^.{,200}$",  # it is not printed
     ),

@@ -169,16 +169,17 @@ def test_questions_reach_the_members(name: str) -> None:
 HOOKS = ("annotate", "transform_for_annotation", "validate", "prepare_obs_or_fq_callback")
 
 
-@pytest.mark.parametrize("alone", [True, False], ids=["alone", "composed"])
+@pytest.mark.parametrize("place", ["alone", "composed", "restrained"])
 @pytest.mark.parametrize("hook", HOOKS)
-def test_a_member_that_raises_is_named(hook: str, alone: bool) -> None:
+def test_a_member_that_raises_is_named(hook: str, place: str) -> None:
     def fail(*args: Any) -> Any:
         raise ZeroDivisionError("oops")
 
     member = type("Failing", (NullQuantizer,), {hook: fail, "name": "failing"})()
+    member = Restrained(member, []) if place == "restrained" else member
     with pytest.raises(MemberError, match=hook) as caught:
-        prepare(PROGRAM, member if alone else qompose.compose(toy(LINEAR), member))
-    assert alone or "failing" in str(caught.value)
+        prepare(PROGRAM, member if place == "alone" else qompose.compose(toy(LINEAR), member))
+    assert place == "alone" or "failing" in str(caught.value)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 

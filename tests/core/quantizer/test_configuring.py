@@ -111,6 +111,14 @@ def test_a_backend_that_makes_no_quantizer_is_named(install: Any) -> None:
     assert caught.value.name == "alpha" and "got 0" in caught.value.reason
 
 
+def test_a_quantizer_without_selectors_cannot_be_given_any(install: Any) -> None:
+    install(alpha=backend("alpha", quantizer_class=NullQuantizer))
+    with pytest.raises(ConfigError, match="'alpha'"):
+        read(SELECTOR)
+    with pytest.raises(ConfigError):
+        alpha().with_selectors([SELECTOR])  # type: ignore[arg-type]
+
+
 def test_names_as_people_write_them(install: Any) -> None:
     install(alpha=backend("alpha"))
     data = {"select": "object type", "module type": "torch.nn.Linear", "config": "static"}

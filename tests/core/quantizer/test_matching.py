@@ -106,6 +106,14 @@ def test_a_refused_match_has_a_reason(
     assert reason in found[operator]
 
 
+def test_an_anchor_that_is_a_number_in_the_model_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"rule odd.*'other'"):
+        prepared_by(
+            toy(rule("odd", *ADD.patterns, anchor="other", activations=("self",))),
+            lambda m, x, y: x + 1,
+        )
+
+
 def test_the_first_reason_in_order_of_the_rules_is_the_one_reported() -> None:
     prepared = prepared_by(toy(GUARDED, CONSTRAINED, ADD), lambda m, x, y: x.tanh())
     (row,) = qompose.report(prepared).rows

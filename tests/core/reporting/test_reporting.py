@@ -265,6 +265,8 @@ class TestWrongQuestions:
     def test_owners(self) -> None:
         with pytest.raises(qompose.UserError, match="'toy'"):
             self.REPORT.count(SIMULATED, "tyo")
+        with pytest.raises(qompose.UserError, match=r"'aten\.linear'"):
+            self.REPORT.coverage(operator="aten.linaer")
         assert self.REPORT.count(KERNEL, "toy") == 0
 
     def test_a_member_that_claims_nothing_owns_none(self) -> None:

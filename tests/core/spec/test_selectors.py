@@ -253,6 +253,7 @@ def test_what_else_matches_nothing_is_a_note(setting: Any, note: str) -> None:
         lambda q: q.set_filter("linear", STATIC),
         lambda q: q.set_filter_function(None),
         lambda q: q.set_module_name_object_type_order("body", nn.Linear, -1, STATIC),
+        lambda q: q.set_module_name_object_type_order(None, nn.Linear, 0, STATIC),
     ],
 )
 def test_senseless_selectors_are_refused_when_they_are_set(setting: Any) -> None:

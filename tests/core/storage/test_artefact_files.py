@@ -124,6 +124,11 @@ FORGERIES: dict[str, list[tuple[tuple[Any, ...], Any]]] = {
     "modules in modules": [((*BIAS, "target"), "a." * 5000 + "b")],
     "an argument too few": [((*CALL, "inputs"), NO_ARGUMENTS)],
     "facts of no name": [((*LAST, "facts"), ["claim", 1])],
+    "a record of another stage": [((*METHOD, "record", "stage"), "prepared")],
+    "a power of a power": [
+        (SYMBOLS, {"s0": {**HINTED, "hint": 1}}),
+        ((*INPUT, "example"), _size("Pow(Pow(s0, 99), 99)")),
+    ],
     "a claim of another type": [((*PLAN, "claims", 0, "rule"), 3)],
     "a claim that is not there": [((*PLAN, "operators", 0, "claim"), 99)],
     "a group that is not there": [((*PLAN, "groups", 0, "depends_on"), [99])],

@@ -18,6 +18,7 @@ from qompose.program.graph import get_attribute
 from qompose.storage.artifact_file import pack, pack_bits, unpack, unpack_bits
 from torch import Tensor, nn
 from torch.export import Dim
+from torch.fx.graph import CodeGen
 from torch.utils import _pytree as pytree
 
 from tests.core.preparation.test_zoo import assert_same_outputs
@@ -113,6 +114,21 @@ class TestCalls:
     def test_types_without_a_name_are_refused(self, path: Path) -> None:
         with pytest.raises(qompose.UserError, match="Pair"):
             qompose.save(unquantized(Call(lambda x: Pair(x, x + 1)), X), path)
+        with pytest.raises(qompose.UserError, match="read as another"):
+            qompose.save(unquantized(Call(lambda x: {(1, 2): x + 1}), X), path)
+
+    @pytest.mark.parametrize("value", [object(), randn(2).to_sparse()], ids=["object", "sparse"])
+    def test_examples_that_are_no_plain_tensors_are_refused(self, value: Any, path: Path) -> None:
+        saved = unquantized(net(), X)
+        next(iter(saved.graph.nodes)).meta["val"] = value
+        with pytest.raises(qompose.UserError, match="example"):
+            qompose.save(saved, path)
+
+    def test_a_graph_that_is_called_in_a_way_of_its_own_is_refused(self, path: Path) -> None:
+        saved = unquantized(net(), X)
+        saved.graph.set_codegen(type("Own", (CodeGen,), {})())
+        with pytest.raises(qompose.UserError, match="Own"):
+            qompose.save(saved, path)
 
     def test_dataclasses_and_named_tuples(self, path: Path) -> None:
         @dataclass
@@ -231,10 +247,13 @@ class TestTensors:
 
     def test_one_tensor_of_two_names_stays_one(self) -> None:
         weight = nn.Parameter(randn(3, 4))
-        views, blocks = pack({"a": weight, "b": weight, "c": weight.detach()})
+        plain, frozen = randn(2).requires_grad_(), nn.Parameter(randn(2), requires_grad=False)
+        tensors = {"a": weight, "b": weight, "c": weight.detach()}
+        views, blocks = pack({**tensors, "d": plain, "e": frozen})
         found = dict(unpack(views, blocks))
-        assert len(blocks) == 1
+        assert len(blocks) == 3
         assert found["a"] is found["b"] is not found["c"]
+        assert {name for name, tensor in found.items() if tensor.requires_grad} == {*"abd"}
         assert isinstance(found["a"], nn.Parameter) and not isinstance(found["c"], nn.Parameter)
         assert found["c"].data_ptr() == found["a"].data_ptr()
 
@@ -270,7 +289,14 @@ class TestTensors:
         assert state and set(state) == set(saved.meta["qompose"].state)
         assert all(not torch.equal(v, get_attribute(loaded, p)) for p, v in state.items())
 
-    @pytest.mark.parametrize("value", [randn(8, 16).to_sparse(), torch._neg_view(randn(8, 16))])
+    @pytest.mark.parametrize(
+        "value",
+        [
+            randn(8, 16).to_sparse(),
+            torch._neg_view(randn(8, 16)),
+            randn(8, 16).as_subclass(type("Own", (Tensor,), {})),
+        ],
+    )
     def test_what_is_no_plain_memory_is_refused_by_name(self, value: Tensor, path: Path) -> None:
         saved = unquantized(net(), X)
         saved.first.weight = nn.Parameter(value)  # type: ignore[union-attr]

@@ -41,16 +41,15 @@ def adapt(quantizer: Any) -> Quantizer:
     """
     if isinstance(quantizer, Quantizer):
         return quantizer
-    if isinstance(quantizer, (str, list, tuple)):
-        raise UserError(
-            f"expected a quantizer, got {quantizer!r}; qompose.compose makes one of names and members"
-        )
     if isinstance(quantizer, type):
         raise UserError(f"{quantizer.__name__} is a class, not a quantizer: call it")
     if not is_quantizer(quantizer):
         kind = type(quantizer)
-        program = isinstance(quantizer, (nn.Module, ExportedProgram))
-        remedy = "; the program comes first, then the quantizer" if program else ""
+        remedy = ""
+        if isinstance(quantizer, (nn.Module, ExportedProgram)):
+            remedy = "; the program comes first, then the quantizer"
+        elif isinstance(quantizer, (str, list, tuple)):
+            remedy = "; qompose.compose makes one of names and members"
         raise UserError(
             f"expected a quantizer, got {kind.__module__}.{kind.__qualname__}, which has no annotate and "
             f"validate methods{remedy}"

@@ -85,6 +85,12 @@ def inputs_of(note: Any) -> dict[str, Any]:
     return {source.name: spec for source, spec in note.input_qspec_map.items()}
 
 
+def test_a_member_that_rewrites_a_program_into_none_is_named() -> None:
+    lost = type("Lost", (Annotator,), {"transform_for_annotation": lambda self, model: None})
+    with pytest.raises(qompose.UserError, match="member: transform_for_annotation"):
+        hosted(net(), qompose.compose(lost(print, "member"), toy(LINEAR)))
+
+
 class TestRewrites:
     """Made where a claim covers them, as by qompose's own engine."""
 
