@@ -72,6 +72,12 @@ EQUIVALENT: dict[str, str] = {
     "9392aa6750": "only a message has four words more",
     "bc51f7ffc6": "no error is exactly the part of another that it may be at most",
     "e181d4aacd": "more sites than there are is all of them, which was not enough already",
+    "c3a242bdd0": "no value is off by exactly 1.001 steps",
+    "f0286979a0": "no ratio is exactly the bound",
+    "f889f9f463": "no ratio is exactly the bound",
+    "d585b452e3": "no ratio is exactly the bound",
+    "5b4cc6d1dc": "no ratio is exactly the bound",
+    "ccfef0f9b3": "a factor of exactly the bound can be divided by, and be replaced by 1",
 }
 
 # What stands in place of a decorator of functools, and answers every call with the first result.

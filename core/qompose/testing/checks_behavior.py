@@ -206,15 +206,11 @@ def changes(action: Callable[[], object]) -> list[str]:
         action()
     after = state()
     found = [
-        f"{name} was {_cut(before[name])} and is {_cut(after[name])}"
+        f"{name} was {before[name]:.200} and is {after[name]:.200}"
         for name in before
         if before[name] != after[name]
     ]
-    return [*found, *([f"it prints {_cut(printed.getvalue())!r}"] if printed.getvalue() else [])]
-
-
-def _cut(text: str) -> str:
-    return text if len(text) < 200 else f"{text[:200]}..."
+    return [*found, *([f"it prints {printed.getvalue()[:200]!r}"] if printed.getvalue() else [])]
 
 
 _IMPORT = """

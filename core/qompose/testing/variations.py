@@ -28,6 +28,7 @@ from qompose.observers import (
     PerChannelMinMaxObserver,
     PlaceholderObserver,
 )
+from qompose.program.graph import arguments_of
 from qompose.spec.qparams import PER_CHANNEL, quantized_range
 from qompose.spec.quantization_spec import describe_spec
 from qompose.testing.trial import Example, Trial
@@ -78,8 +79,8 @@ def _deep(
     if rule.weight in names and inputs:
         (place, *_), number = inputs, names.index(rule.weight)
         given, weight = _sizes(shapes[place]), _sizes(shapes[number])
-        axis = len(given) - 1 if len(weight) == 2 else 1
-        if len(weight) < 2 or len(given) < 2 or given[axis] % weight[1]:
+        axis = -1 if len(weight) == 2 else 1
+        if len(weight) < 2 or given[axis] % weight[1]:
             return None
         depth = max(1, DEPTH // math.prod(weight[2:]))
         wide = [2, *given[1:]]
@@ -87,7 +88,7 @@ def _deep(
         return {place: tuple(wide), number: (weight[0], depth, *weight[2:])}
     if len(inputs) == 2:
         first, second = (_sizes(shapes[i]) for i in inputs)
-        if len(first) > 1 and len(second) > 1 and len(shapes) == 2 and first[-1] == second[-2]:
+        if len(shapes) == 2 and first[-1:] == second[-2:-1]:
             return {
                 inputs[0]: (*first[:-1], DEPTH),
                 inputs[1]: (*second[:-2], DEPTH, second[-1]),
@@ -132,16 +133,13 @@ def of_literals(trial: Trial) -> Iterator[Variation]:
     for node in traced.graph.nodes:
         if node.target not in example.operators:
             continue
-        for place, argument in enumerate(node.target._schema.arguments):
-            value = _argument(node, place)
-            if argument.name not in _LITERALS or value is None or isinstance(value, Node):
+        for name, value in arguments_of(node).items():
+            if name not in _LITERALS or value is None or isinstance(value, Node):
                 continue
-            found = _changed(traced, node, place, value, tensors)
+            found = _changed(traced, node, name, value, tensors)
             if found is not None:
                 function, shapes = found
-                said = (
-                    f"{node.target._opname} with {argument.name}={_LITERALS[argument.name](value)}"
-                )
+                said = f"{node.target._opname} with {name}={_LITERALS[name](value)}"
                 yield Variation(said, replace(example, function=function, shapes=shapes))
 
 
@@ -174,30 +172,16 @@ def _traced(function: Callable[..., Tensor], tensors: Sequence[Tensor]) -> Graph
     return program.graph_module if whole else None
 
 
-def _argument(node: Node, place: int) -> Any:
-    argument = node.target._schema.arguments[place]  # type: ignore[union-attr]
-    if place < len(node.args) and not argument.kwarg_only:
-        return node.args[place]
-    return node.kwargs.get(argument.name, argument.default_value)
-
-
 def _changed(
-    traced: GraphModule, node: Node, place: int, value: Any, tensors: Sequence[Tensor]
+    traced: GraphModule, node: Node, name: str, value: Any, tensors: Sequence[Tensor]
 ) -> tuple[Callable[..., Tensor], tuple[Shape, ...]] | None:
     """Return the function with another literal and the shapes that it takes, None where it does not run."""
-    schema = node.target._schema.arguments  # type: ignore[union-attr]
-    module, name = copy.deepcopy(traced), schema[place].name
+    module = copy.deepcopy(traced)
     same = next(n for n in module.graph.nodes if n.name == node.name)
     shapes = [tuple(x.shape) for x in tensors]
     try:
         other = _LITERALS[name](value)
-        if schema[place].kwarg_only:
-            same.kwargs = {**same.kwargs, name: other}
-        else:
-            arguments = [_argument(same, i) for i in range(max(place + 1, len(same.args)))]
-            arguments[place] = other
-            same.args = tuple(arguments)
-            same.kwargs = {k: v for k, v in same.kwargs.items() if k != name}
+        same.args, same.kwargs = (), {**arguments_of(same), name: other}
         if name == "groups":
             weight = [n for n in traced.graph.nodes if n.op == "placeholder"].index(node.args[1])
             first, inner, *rest = shapes[weight]
@@ -292,7 +276,10 @@ def _specs(
 
 
 def _ranges(dtype: torch.dtype, constraint: TensorConstraint | None) -> Iterator[tuple[int, int]]:
-    """Yield the whole type, the widest range that a constraint leaves, and one step around its bounds."""
+    """Yield the whole type, the widest range that a constraint leaves, and one step around its bounds.
+
+    Some are no ranges of the type, which a specification refuses.
+    """
     info = torch.iinfo(dtype)
     least, most = info.min, info.max
     if constraint is not None:
@@ -302,11 +289,9 @@ def _ranges(dtype: torch.dtype, constraint: TensorConstraint | None) -> Iterator
         if constraint.quant_range is not None:
             least, most = constraint.quant_range
     half = (-((-least) // 16), most // 16)
-    for low, high in dict.fromkeys(
+    yield from dict.fromkeys(
         [(info.min, info.max), (least, most), (least - 1, most), (least, most + 1), half]
-    ):
-        if info.min <= low <= 0 <= high <= info.max and low < high:
-            yield low, high
+    )
 
 
 def beyond(constraint: TensorConstraint, spec: QuantizationSpec) -> str | None:

@@ -25,6 +25,7 @@ from qompose.plan.plan import Rewrite
 from qompose.program.batch_norm_folding import TRANSPOSED
 from qompose.program.control_flow import nodes_in
 from qompose.program.graph import (
+    arguments_of,
     behind_modules,
     call,
     constant_of,
@@ -159,7 +160,7 @@ def _read_before(value: Node, argument: Any) -> Node | None:
 def _unfold(producer: Node, before: Node, norm: Node) -> None:
     """Take one fold apart: `before` and `norm` are what it was made of."""
     weight, bias = (behind_modules(argument) for argument in producer.args[1:3])
-    raw_bias = _read_before(weight, before.args[2] if len(before.args) > 2 else None)
+    raw_bias = _read_before(weight, arguments_of(before)["bias"])
     scale, shift, mean, variance = (_read_before(weight, argument) for argument in norm.args[1:5])
     raw, counted = _read_before(weight, before.args[1]), _counter_before(weight, norm)
     eps: Any = norm.args[7]

@@ -22,6 +22,7 @@ from qompose.testing.fixtures import (
     difference,
     expecting,
     parameter,
+    rounding_fault,
     sizes,
 )
 from qompose.testing.suite import Suite
@@ -272,6 +273,24 @@ def test_larger_sizes_come_first_and_the_authors_last() -> None:
     assert found[-1] == ((1, 3), (4, 3), (4,))
     assert {shapes[1] for shapes in sizes(((8, 4), indices), (True, False))} == {indices}
     assert all(shapes[0][1] < 4096 for shapes in sizes(((2, 3000),), (False,)))
+    assert next(sizes(((8, 32),), (False,))) == ((32, 128),), "of 4096 elements, not too many"
+    assert [*sizes(((1,),), (False,))] == [((1,),)]
+
+
+def test_a_parameter_has_extreme_channels_among_others() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for shape, extreme in {(4, 9): True, (3, 9): False, (9,): False}.items():
+        assert bool((parameter(shape, torch.float32, generator)[0] == 1).all()) is extreme
+
+
+@pytest.mark.parametrize("count", [8, 9])
+def test_a_quarter_of_what_is_not_saturated_may_be_a_step_off(count: int) -> None:
+    low, high = torch.zeros(99), torch.full((99,), 33.0)
+    reference = torch.cat([low, torch.arange(1.0, 33), high])
+    actual = reference.clone()
+    actual[99 : 99 + count] += 1
+    found = rounding_fault([reference], [actual], torch.tensor(1.0))
+    assert (found is None) == (count == 8)
 
 
 ONES = torch.ones(2, 2)
