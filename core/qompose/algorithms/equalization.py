@@ -144,7 +144,7 @@ class Equalization(Algorithm):
             try:
                 readers = tuple(readers_of(node, side.product.channel_dim))
                 links.append(
-                    _Link(side, tuple(_read(reader, side, sides, reasons) for reader in readers))
+                    _Link(side, tuple(_read(reader, sides, reasons) for reader in readers))
                 )
             except NotEqualizable as reason:
                 reasons[node] = str(reason)
@@ -187,19 +187,17 @@ def _products(
 
 
 def _read(
-    reader: Reader, side: _Side, sides: Mapping[Node, _Side], reasons: Mapping[Node, str]
+    reader: Reader, sides: Mapping[Node, _Side], reasons: Mapping[Node, str]
 ) -> tuple[_Side, int]:
     """Return the side of a reader.
 
     Raises:
-        NotEqualizable: its parameters must not be changed, or its channels are other ones.
+        NotEqualizable: its parameters must not be changed.
     """
     other = sides.get(reader.node)
     if other is None:
         why = reasons.get(reader.node, f"{EQUALIZATION} is not asked for there")
         raise NotEqualizable(f"{describe(reader.node)} reads it: {why}")
-    if other.columns.numel() != side.rows.numel() * reader.inner:
-        raise NotEqualizable(f"{describe(reader.node)} reads it with other channels")
     return other, reader.inner
 
 
@@ -308,8 +306,6 @@ def readers_of(value: Node, dim: int, inner: int = 1) -> Iterator[Reader]:
 
 
 def _reader(user: Node, value: Node, dim: int, inner: int) -> Reader:
-    if user.args[0] is not value or value in user.args[1:]:
-        raise NotEqualizable(f"{describe(user)} has its value for a parameter")
     weight = user.args[1]
     assert isinstance(weight, Node)
     rank = value_of(value).dim()

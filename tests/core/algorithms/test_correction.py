@@ -12,6 +12,7 @@ import pytest
 import qompose
 import torch
 from qompose import QuantizationConfig
+from qompose.backend import OperatorPattern
 from qompose.errors import StatisticsError
 from qompose.observers import AutoRangeObserver
 from qompose.observers.tensor_statistics import Means
@@ -40,6 +41,7 @@ PER_TENSOR = QuantizationConfig(
     repairs=(),
 )
 ASKING = replace(PLAIN, repairs=("bias_correction",))
+AUTO = replace(ASKING, input_activation=replace(INT8, observer_or_fake_quant_ctr=AutoRangeObserver))
 
 
 RULES = (replace(toys.LINEAR, bias="bias"), *PRODUCTS[1:])
@@ -201,14 +203,33 @@ class TestReport:
 
     def test_reasons(self) -> None:
         def odd(m: Any, x: Tensor) -> tuple[Tensor, ...]:
-            return m.one(x), m.other(x), m.masked(torch.where(x > 1.5, -torch.inf, x))
+            moved = nn.functional.linear(x, m.moved.weight, m.moved.bias * 2)
+            masked = m.masked(torch.where(x > 1.5, -torch.inf, x))
+            return m.one(x), m.other(x), masked, moved, m.picked(x[x[:, 0] > 1.5])
 
-        layers = {name: nn.Linear(64, 64) for name in ("one", "other", "masked")}
+        names = ("one", "other", "masked", "moved", "picked")
+        layers: dict[str, Any] = {name: nn.Linear(64, 64) for name in names}
         layers["other"].bias = layers["one"].bias
         report = qompose.report(quantized(toys.Model(odd, **layers).eval(), ASKING, rows()))
         notes = "\n".join(note for note in report.notes if "bias_correction" in note)
-        named = ("aten.linear in one", "other.bias", "aten.linear in masked")
+        named = ("aten.linear in one", "other.bias", "aten.linear in masked", "mul", "in picked")
         assert all(name in notes for name in named)
+
+    def test_no_gain(self) -> None:
+        x = torch.randn(64, 64)
+        report = qompose.report(quantized(nn.Linear(64, 64).eval(), AUTO, x))
+        assert report.rewrites == () and "times smaller" in report.notes[0]
+
+    def test_what_is_no_product_of_channels(self) -> None:
+        rule = toys.rule(
+            "mul",
+            OperatorPattern((torch.ops.aten.matmul.default,)),
+            activations=("self",),
+            weight="other",
+        )
+        scaled = toys.Model(lambda m, x: x @ m.by.weight, by=nn.Linear(64, 64))
+        report = qompose.report(convert(export(scaled, rows()), toy(rule, config=ASKING), rows()))
+        assert any("neither" in note for note in report.notes)
 
     def test_a_kernel_without_a_form_for_biases(self) -> None:
         model = nn.Linear(64, 64, bias=False).eval()

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import qompose
 import torch
+import torch.nn.functional as F
 from qompose import QuantizationConfig
 from qompose.backend import OperatorPattern
 from qompose.errors import StatisticsError
@@ -141,6 +143,17 @@ def branches(*, residual: bool = False) -> nn.Module:
 ROWS = randn(64, 16)
 
 
+# (an input, a layer, what does not keep its channels apart, a layer with as many channels)
+MIXED: dict[str, tuple[Tensor, nn.Module, Callable[[Tensor], Tensor], nn.Module]] = {
+    "another dimension": (IMAGES, nn.Conv2d(8, 12, 1), torch.relu, nn.Linear(12, 4)),
+    "a pool": (ROWS, nn.Linear(16, 16), lambda y: F.avg_pool1d(y, 3, 1, 1), nn.Linear(16, 4)),
+    "a mean": (IMAGES, nn.Conv2d(8, 12, 1), lambda y: y.mean((1, 3)), nn.Linear(12, 4)),
+    "ones": (IMAGES, nn.Conv2d(8, 12, 1), lambda y: F.pad(y, (1, 1), value=1.0), nn.Conv2d(12, 4, 1)),
+    "a reshape": (ROWS.view(8, 8, 16), nn.Linear(16, 16),
+                  lambda y: y.reshape(8, 4, 16, 2).mean(3), nn.Linear(16, 4)),
+}  # fmt: skip
+
+
 class TestReasons:
     """What is asked for and cannot be done is in the report, with the reason."""
 
@@ -176,6 +189,17 @@ class TestReasons:
         assert float(line.split()[-2]) < 100
         assert torch.equal(prepared.get_parameter("left.weight")[:, 4], model.left.weight[:, 4])
         assert toys.sqnr(model(ROWS), prepared(ROWS)) > 110
+
+    @pytest.mark.parametrize(("x", "first", "between", "second"), MIXED.values(), ids=MIXED)
+    def test_what_mixes_channels(
+        self, x: Tensor, first: nn.Module, between: Callable[[Tensor], Tensor], second: nn.Module
+    ) -> None:
+        model = Model(lambda m, x: m.second(between(m.first(x))), first=first, second=second)
+        assert "equalization of" in self.notes(seeded(model), x)
+
+    def test_nothing_reads_it(self) -> None:
+        model = Model(lambda m, x: (m.unread(x), x.relu())[1], unread=nn.Linear(16, 16))
+        assert "equalization of" in self.notes(model, ROWS)
 
     def test_a_sum_reads_it_too(self) -> None:
         assert "add" in self.notes(branches(residual=True), ROWS)

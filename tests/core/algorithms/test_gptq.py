@@ -17,7 +17,12 @@ from qompose.algorithms import gptq
 from qompose.algorithms.gptq import _Rounding
 from qompose.algorithms.products import InputRows
 from qompose.errors import ConfigError
-from qompose.observers import AutoRangeObserver, MinMaxObserver, PerChannelMinMaxObserver
+from qompose.observers import (
+    AutoRangeObserver,
+    MinMaxObserver,
+    PerBlockMinMaxObserver,
+    PerChannelMinMaxObserver,
+)
 from qompose.observers.auto_range import Reader
 from qompose.spec.qdq import QParams
 from torch import Tensor, nn
@@ -32,6 +37,10 @@ ALONG_ONE = replace(
     FOUR_BITS, ch_axis=1, observer_or_fake_quant_ctr=PerChannelMinMaxObserver.with_args(ch_axis=1)
 )
 PER_TENSOR = replace(WEIGHT_PER_TENSOR, quant_min=-8, quant_max=7)
+BLOCKS = replace(
+    FOUR_BITS, ch_axis=None, block_size=(1, 16),
+    observer_or_fake_quant_ctr=PerBlockMinMaxObserver.with_args(block_size=(1, 16)),
+)  # fmt: skip
 PLAIN = QuantizationConfig(AUTO, None, FOUR_BITS, repairs=())
 ASKING = replace(PLAIN, repairs=("gptq",))
 
@@ -110,8 +119,9 @@ TWICE = toys.Model(lambda m, x: m.a(x) + m.a(x * 2), a=nn.Linear(48, 16))
         ),
         (TWICE, ASKING, data(0, 256, 48), "other operators"),
         (nn.Linear(48, 16), ASKING, data(0, 256, 48) * 1e20, "float32"),
+        (nn.Linear(48, 16), replace(ASKING, weight=BLOCKS), data(0, 256, 48), "no scale per channel"),
     ],
-    ids=["depthwise", "few examples", "no correlation", "another range", "shared", "overflow"],
+    ids=["depthwise", "few examples", "no correlation", "another range", "shared", "overflow", "blocks"],
 )  # fmt: skip
 def test_what_was_asked_for_and_is_not_made_is_a_line(
     model: nn.Module, config: QuantizationConfig, batch: Tensor, reason: str

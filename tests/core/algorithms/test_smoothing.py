@@ -14,7 +14,7 @@ import torch
 from qompose import QuantizationConfig, QuantizationSpec, SmoothQuant
 from qompose.backend.rule import Rule
 from qompose.errors import StatisticsError, UncalibratedError
-from qompose.observers import PlaceholderObserver
+from qompose.observers import PerChannelMinMaxObserver, PlaceholderObserver
 from qompose.spec import FixedQParamsQuantizationSpec
 from torch import Tensor, nn
 
@@ -177,6 +177,9 @@ KNOWN = FixedQParamsQuantizationSpec(torch.uint8, 1 / 8, 128, 0, 255, torch.per_
 OF_ALL = lambda m, x: m.a(x)  # noqa: E731
 OF_WEIGHTS = lambda m, x: x[0, 0] + nn.functional.linear(m.b.weight, m.a.weight)  # noqa: E731
 W = PER_TENSOR.weight
+ALONG_ONE = replace(
+    WEIGHT, ch_axis=1, observer_or_fake_quant_ctr=PerChannelMinMaxObserver.with_args(ch_axis=1)
+)
 NO_FACTORS = [
     (INT8, W, lambda m, x: torch.cat([x, m.a(x).sigmoid()]), "range together with sigmoid -> cat"),
     (INT8, W, OF_WEIGHTS, "is a parameter"),
@@ -185,6 +188,7 @@ NO_FACTORS = [
     (QuantizationSpec(torch.float16, PlaceholderObserver), W, OF_ALL, "an observer of qompose"),
     (replace(PER_TOKEN.input_activation, block_size=(-1, -1)), W, OF_ALL, "for each image"),
     (INT8, KNOWN, OF_ALL, "a.weight is not quantized to integers by an observer"),
+    (INT8, ALONG_ONE, OF_ALL, "along another dimension"),
 ]
 
 

@@ -95,6 +95,9 @@ def test_names_stand_for_nodes_and_arguments() -> None:
     assert (match.captures["alpha"], match.node("alpha")) == (3, None)
     (match,) = ADD.find(index(lambda m, x, y: x + y))
     assert match.captures["alpha"] == 1, "the schema's default"
+    for name, argument in (("self", "alpha"), ("output", "beta")):
+        with pytest.raises(ConfigError):
+            match.argument(name, argument)
 
 
 def test_list_arguments_give_all_their_tensors_and_places() -> None:

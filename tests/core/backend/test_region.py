@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import qompose
 import torch
-from qompose.backend import Kernel, Region
-from qompose.errors import ConfigError
+from qompose.backend import Kernel, QuantizedTensor, Region
+from qompose.errors import ConfigError, InternalError
 from torch import Tensor, nn
 from torch.fx import Node
 
@@ -86,6 +87,17 @@ class TestWhatThereIs:
         assert row.state == "simulated (Q/DQ)" and "output" in row.reason
 
 
+def at_run_time(found: QuantizedTensor) -> QuantizedTensor:
+    return replace(found, scale=found.node, zero_point=found.node)
+
+
+@pytest.mark.parametrize("told", ["tensor", "scales", "zero_points"])
+def test_what_is_known_at_run_time_only(told: str) -> None:
+    """A kernel that needs its values refuses by asking for them."""
+    with pytest.warns(qompose.QomposeWarning, match="linear"):
+        lowered(lambda region: getattr(at_run_time(region.quantized("input")), told).numel())
+
+
 # (what the kernel asks for, what there is not, what there is instead)
 WRONG: tuple[tuple[Callable[[Region], Any], str], ...] = (
     (lambda region: region.quantized("x"), "'x'.* input, weight.* output"),
@@ -103,6 +115,11 @@ def test_what_there_is_not(ask: Callable[[Region], Any], told: str) -> None:
     """The message says whose kernel asked, where, and what there is instead."""
     with pytest.raises(ConfigError, match=rf"of toy, rule linear, at linear .*{told}"):
         lowered(ask)
+
+
+def test_a_region_without_its_output_is_an_internal_error() -> None:
+    with pytest.raises(InternalError):
+        lowered(lambda region: Region(region.module, region.claim, []).output_node)
 
 
 def twice(self: Any, x: Tensor) -> Tensor:

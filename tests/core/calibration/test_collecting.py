@@ -358,6 +358,8 @@ class TestUse:
         assert any("HistogramObserver" in name for name in found.left_out)
         with pytest.raises(StatisticsError, match=r"HistogramObserver|not in these"):
             found.apply(model)
+        with pytest.raises(StatisticsError, match="no way"):
+            seen().apply(model)
 
     def test_a_model_that_was_not_prepared(self) -> None:
         with pytest.raises(qompose.errors.StageError, match="statistics"):

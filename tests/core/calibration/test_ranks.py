@@ -88,6 +88,7 @@ for kind, chosen in KINDS.items():
 moving = prepared(quantizer(config(MovingAverageMinMaxObserver)))
 told = {"order": refusal(moving, iter(()))}
 told["batch"] = refusal(prepared(), [*batches[:5], randn(3, 5), *batches[6:]])
+told["twice"] = refusal(model, batches)
 print(json.dumps(told), flush=True)
 if refusal(prepared(), without_one(), timeout=10):
     Path(out, f"{rank}.through").touch()
@@ -117,5 +118,6 @@ def test_three_processes_give_what_one_gives_and_fail_together(tmp_path: Path, e
         assert path.read_bytes() == (tmp_path / "alone.json").read_bytes(), path.name
     told = [json.loads(process.stdout) for process in done]
     assert all("MovingAverageMinMaxObserver" in words["order"] for words in told)
+    assert all(words["twice"] for words in told), "each would add what the others have too"
     assert "calibration batch 6 " in told[2]["batch"]
     assert all("rank 2: BatchError" in words["batch"] for words in told[:2])

@@ -15,6 +15,7 @@ from qompose.backend import (
     Finished,
     Kernel,
     NotLowerable,
+    OperatorPattern,
     Region,
     Target,
     on_integers,
@@ -284,6 +285,27 @@ def test_relu_on_integers_clamps_at_the_zero_point() -> None:
     converted = convert(program, toy(LINEAR, relu), X)
     lowered = qompose.lower(converted)
     assert "relu" not in operators(lowered)
+    assert torch.equal(lowered(X), converted(X))
+
+
+@pytest.mark.parametrize(
+    ("rule_", "operator"),
+    [
+        pytest.param(replace(RELU, output=False), torch.relu, id="a float output"),
+        pytest.param(RELU, torch.relu, id="two scales"),
+        pytest.param(replace(SIGMOID, shares=True), torch.sigmoid, id="other values"),
+        pytest.param(
+            rule("pool", OperatorPattern((torch.ops.aten.max_pool1d.default,)),
+                 activations=("self",), shares=True),
+            lambda x: nn.functional.max_pool1d(x, 2), id="not for this dtype"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_computed_on_integers_stays_as_it_is(rule_: Any, operator: Any) -> None:
+    quantizer = toy(LINEAR, replace(rule_, kernels={"torch": Kernel("integers", on_integers)}))
+    model = Model(lambda m, x: operator(m.linear(x)), linear=nn.Linear(3, 4))
+    converted = convert(export(seeded(model), X), quantizer, X)
+    with pytest.warns(QomposeWarning):
+        lowered = qompose.lower(converted)
     assert torch.equal(lowered(X), converted(X))
 
 
