@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from qompose import QuantizationConfig, RuleQuantizer
+from qompose import QuantizationConfig, Quantizer, RuleQuantizer
 from qompose.backend import (
     Backend,
     Finished,
@@ -37,7 +38,7 @@ from tests.core.sound_backend import (
     weighted,
 )
 from tests.core.sound_products import conv, matmul
-from tests.core.toy import INT8, STATIC
+from tests.core.toy import INT8, STATIC, WEIGHT
 
 aten = torch.ops.aten
 
@@ -111,6 +112,11 @@ def for_one_batch(region: Region) -> Node:
     return region.call(aten.slice.Tensor, node, 0, 0, rows, dtype=torch.int8)
 
 
+def warning(region: Region) -> Node:
+    warnings.warn("this one is slow", UserWarning, stacklevel=1)
+    return Linear(relu=False)(region)
+
+
 def noisily(region: Region) -> Node:
     print("lowering a linear")
     return Linear(relu=False)(region)
@@ -144,6 +150,7 @@ def requantizing(region: Region) -> Node:
     return quantized(region, real(region, x, flipped))
 
 
+UNTRAINED = {INT8, WEIGHT}
 OWN = replace(INT8, quant_min=-127)
 
 
@@ -182,6 +189,22 @@ class Silent(Rule):
 
     def objection(self, config: QuantizationConfig) -> str | None:
         return "" if super().objection(config) else None
+
+
+class Calibrated(RuleQuantizer):
+    """Claims nothing for training."""
+
+    def propose(self, model: GraphModule, taken: Sequence[Any], on_conflict: str = "error") -> Any:
+        proposal = super().propose(model, taken, on_conflict)
+        proposal.claims = [c for c in proposal.claims if {p.spec for p in c.specs} <= UNTRAINED]
+        return proposal
+
+
+class Unlisted(RuleQuantizer):
+    """Says nothing of what it can do."""
+
+    def quantization_capabilities(self) -> Any:
+        return Quantizer.quantization_capabilities(self)
 
 
 class FirstOnly(RuleQuantizer):
@@ -239,6 +262,12 @@ def static(*rules: Rule) -> Callable[[], Backend]:
 NEEDS_LITERAL = moving("flip", OperatorPattern((aten.flip.default,)))
 ANOTHER_OPERATOR = moving(
     "flip", OperatorPattern((aten.flip.default,), lambda self: self.permute(1, 0), ((2, 3),))
+)
+ROOT = OperatorPattern(
+    (aten.flip.default,), lambda self: (y := self.flip([1])) + (y - y).sqrt(), ((2, 3),)
+)
+TWO_SHAPES = moving(
+    "flip", OperatorPattern((aten.flip.default,), lambda self: self.flip([1]), ((2, 3), (2, 3)))
 )
 NEVER = moving("flip", FLIP, guard=lambda match: "not on a weekday")
 UNKNOWN_TARGET = {"torch": LINEAR.kernels["torch"], "moon": Kernel("lunar linear")}
@@ -333,6 +362,15 @@ WRONG = {
     "no guard for half precision": fails("half_precision", sound(HALF), "torch."),
     "a target that nobody brings": fails("is_listed", linear(kernels=UNKNOWN_TARGET), "moon"),
     "no kernel": fails("is_listed", linear(kernels={}), "no target"),
+    "a capability table without rows": fails("is_listed", quantizer(Unlisted), "0 rows"),
+    "no configs": fails("has_configs", sound(LINEAR, configs={}), "0 configurations"),
+    "a function for a config": fails(
+        "has_configs", sound(LINEAR, configs={"static": lambda: STATIC}), "the configuration itself"
+    ),
+    "a warning": fails("lowers", linear(kernels=emitting(warning)), "this one is slow"),
+    "no training": fails("trains", quantizer(Calibrated), "to claim its example"),
+    "gradients that are no numbers": fails("trains", static(moving("flip", ROOT)), "finite"),
+    "an example of too many shapes": fails("annotates", static(TWO_SHAPES), "2 shapes"),
     "an availability that is no text": fails(
         "says_availability", sound(LINEAR, configs=ONE, availability=lambda: False), "False"
     ),

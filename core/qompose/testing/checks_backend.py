@@ -244,7 +244,6 @@ class Gathering:
             if case.config == self.name:
                 trial: Trial = self.suite.trial(case)
                 try:
-                    self.suite.require(annotates, trial)
                     self.suite.require(converts, trial)
                     if TORCH_TARGET.name in trial.terms.rule.kernels and self.suite.in_process:
                         self.suite.require(matches_reference, trial, TORCH_TARGET.name)
@@ -381,7 +380,7 @@ def _check_quality(suite: Suite, rows: Gathering, subject: str, model: Any) -> N
 
 
 def _check_report(subject: str, found: Report, members: set[str]) -> None:
-    """Check that every operator has an owner or a reason, and that conflicts are described."""
+    """Check that every operator has an owner or a reason."""
     for row in found.rows:
         owner = row.owner.partition("#")[0]
         known = owner in members or owner == "contract"
@@ -393,14 +392,6 @@ def _check_report(subject: str, found: Report, members: set[str]) -> None:
                 expected="an owner, or a reason, for every operator in the report",
                 found=str(row),
                 remedy="let kernels and guards return the reason of a refusal",
-            )
-    for conflict in found.conflicts:
-        if not str(conflict).strip():
-            raise ContractError(
-                subject,
-                expected="conflicts that name the losing claim, its owner and the winner",
-                found=repr(conflict),
-                remedy="leave the claims of other members alone",
             )
 
 
@@ -459,13 +450,6 @@ def most_specific_wins(suite: Suite, lower: str, higher: str) -> None:
                 found=f"{operator.name} is "
                 + ("quantized" if operator.claim is not None else f"float: {operator.reason}"),
                 remedy="let the quantizer's set_ methods be those of qompose.RuleQuantizer",
-            )
-        if wanted is None and not operator.reason.strip():
-            raise ContractError(
-                subject,
-                expected="a reason why the operator stays in float",
-                found="none",
-                remedy="let the quantizer's propose be that of qompose.RuleQuantizer",
             )
 
 

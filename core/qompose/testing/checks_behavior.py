@@ -340,11 +340,15 @@ def trains(suite: Suite, trial: Trial) -> None:
 
 def _train(trial: Trial, prepared: GraphModule) -> None:
     """Take gradients of each batch, and leave the model in evaluation with fixed ranges."""
+    leaves = dict(prepared.requires_grad_().named_parameters())
     for batch in trial.batches("calibration"):
-        results = [x for x in tensors_of(prepared(*copies(batch))) if x.requires_grad]
+        given = [x.requires_grad_(x.is_floating_point()) for x in copies(batch)]
+        leaves |= {f"input {place}": x for place, x in enumerate(given)}
+        # An operator may write to what it is given, but not to a leaf.
+        results = [x for x in tensors_of(prepared(*(x.clone() for x in given))) if x.requires_grad]
         if results:
             sum(x.float().square().mean() for x in results).backward()  # type: ignore[union-attr]
-    gradients = {name: p.grad for name, p in prepared.named_parameters() if p.grad is not None}
+    gradients = {name: x.grad for name, x in leaves.items() if x.grad is not None}
     lost = [name for name, gradient in gradients.items() if not torch.isfinite(gradient).all()]
     if lost:
         raise _failure(trial, "finite gradients", f"those of {', '.join(lost)} are not")

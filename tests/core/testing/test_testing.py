@@ -7,6 +7,7 @@ import importlib
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 from qompose.backend import Backend, OperatorPattern, Rule, RuleUse
 from qompose.backend.discovery import RESTRICT_VARIABLE
+from qompose.testing.checks_behavior import imports_cleanly
 from qompose.testing.contract import BackendContract, parameters
 from qompose.testing.fixtures import (
     Blocked,
@@ -33,7 +35,17 @@ from torch import Tensor
 from tests.core.sound_backend import LINEAR, MOVES, SoundBackend
 from tests.core.sound_products import conv, matmul
 from tests.core.toy import INT8, STATIC
-from tests.core.wrong_backends import WRONG, Wrong
+from tests.core.wrong_backends import (
+    FEW,
+    NEVER,
+    WRONG,
+    Wrong,
+    crash,
+    emitting,
+    linear,
+    sound,
+    static,
+)
 from tests.sampling import at_once
 
 pytest_plugins = ["pytester"]
@@ -96,6 +108,18 @@ def test_a_check_is_blocked_by_one_that_it_depends_on() -> None:
     assert isinstance(blocked.value.__cause__, ContractError)
 
 
+def test_what_is_no_backend_is_named() -> None:
+    with pytest.raises(ContractError) as failure:
+        Suite(lambda: 3).backend  # type: ignore[arg-type, return-value]  # noqa: B018
+    assert failure.value.found == "3"
+
+
+def test_a_process_that_ends_early_blocks_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "false")
+    with pytest.raises(Blocked, match="test_loads"):
+        imports_cleanly(Suite("sound"))
+
+
 def test_each_check_is_judged_once_on_each_trial_and_target() -> None:
     ran: list[tuple[Any, ...]] = []
 
@@ -138,6 +162,46 @@ def test_a_wrong_backend_fails_the_check_that_names_the_fault(wrong: Wrong) -> N
 
 
 UNCLAIMED = ("a guard that raises", "a guard that refuses its own example")
+CORRECTED = {"static": replace(STATIC, repairs=("bias_correction",))}
+BLOCKED = [
+    (
+        linear(guard=lambda match: "not today"),
+        "test_annotates",
+        ("converts", "lowers", "trains", "most_specific_wins"),
+    ),
+    (static(NEVER), "test_annotates", ("shares",)),
+    (
+        linear(kernels=emitting(crash)),
+        "test_lowers",
+        (
+            *("keeps_parameters", "matches_reference", "behaves", "leaves_inputs_alone"),
+            *("takes_any_batch", "takes_other_shapes", "accepts"),
+        ),
+    ),
+    (linear(kernels=emitting(crash)), "no row", ("works_cleanly",)),
+    (
+        static(replace(conv(), kernels=emitting(crash))),
+        "test_lowers",
+        ("takes_other_literals",),
+    ),
+    (linear("two steps"), "test_matches_reference", ("matches_reference_for_integers",)),
+    (linear("no zero point"), "no row", ("composes",)),
+    (sound(LINEAR, configs=FEW), "no row", ("composes",)),
+    (sound(LINEAR, configs=CORRECTED), "repairs", ("trains",)),
+]
+
+
+@pytest.mark.parametrize(("make", "reason", "tests"), BLOCKED)
+def test_what_needs_a_check_that_fails_is_skipped(
+    make: Callable[[], Backend], reason: str, tests: Sequence[str]
+) -> None:
+    contract = contract_of(make)
+    for test in tests:
+        names, rows, _ = parameters(contract.suite(), f"test_{test}") or ((), [()], [""])
+        assert rows
+        for row in rows:
+            with pytest.raises(pytest.skip.Exception, match=reason):
+                getattr(contract(), f"test_{test}")(**dict(zip(names, row, strict=True)))
 
 
 @pytest.mark.usefixtures("settings")
