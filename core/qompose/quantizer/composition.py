@@ -252,8 +252,6 @@ def quantizer_from_json(text: str) -> Quantizer:
     try:
         data = json.loads(text, object_pairs_hook=_distinct)
     except (ValueError, TypeError, RecursionError) as error:
-        if isinstance(error, ConfigError):
-            raise
         raise ConfigError(f"this is not valid JSON: {error}") from None
     return quantizer_from_dict(data)
 
@@ -263,7 +261,7 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
-            raise ConfigError(f"the key {key!r} occurs twice")
+            raise ValueError(f"the key {key!r} occurs twice")
         found[key] = value
     return found
 

@@ -425,13 +425,11 @@ class Report(Printable):
             text = "\n\n".join([self.to_markdown(), *more])
         elif kind == ".json" and comparison is None:
             text = self.to_json()
-        elif kind == ".json":
-            raise UserError(
-                f"{path} would hold the report alone: save a comparison with it as .html or .md, or write "
-                "its to_dict() to a file of its own"
-            )
         else:
-            raise UserError(f"the suffix of {path} must be .html, .json or .md")
+            kinds = (
+                ".html, .json or .md" if comparison is None else ".html or .md with a comparison"
+            )
+            raise UserError(f"the suffix of {path} must be {kinds}")
         with draft_of(Path(path)) as draft:
             draft.write_bytes(f"{text.rstrip()}\n".encode())
 

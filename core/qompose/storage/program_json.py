@@ -213,11 +213,8 @@ def decode_target(name: str) -> Callable[..., Any]:
 
     Raises:
         UnknownOperator: a file may not call it, or nobody registered it in this process.
-        LookupError: it is neither.
     """
-    if "::" not in name:
-        if name not in _FUNCTIONS:
-            raise LookupError(f"{name[:80]!r} is not an operator that a file may call")
+    if name in _FUNCTIONS:
         return _FUNCTIONS[name]
     namespace, _, rest = name.partition("::")
     if namespace == "higher_order":

@@ -123,7 +123,7 @@ FORGERIES: dict[str, list[tuple[tuple[Any, ...], Any]]] = {
     "depth": [((*LAST, "args"), _nested(600))],
     "modules in modules": [((*BIAS, "target"), "a." * 5000 + "b")],
     "an argument too few": [((*CALL, "inputs"), NO_ARGUMENTS)],
-    "facts of no name": [((*LAST, "facts"), ["claim", 1])],
+    "facts of no name": [((*LAST, "facts"), {"dict": [[1, "claim"]]})],
     "a record of another stage": [((*METHOD, "record", "stage"), "prepared")],
     "a power of a power": [
         (SYMBOLS, {"s0": {**HINTED, "hint": 1}}),
@@ -132,7 +132,7 @@ FORGERIES: dict[str, list[tuple[tuple[Any, ...], Any]]] = {
     "a claim of another type": [((*PLAN, "claims", 0, "rule"), 3)],
     "a claim that is not there": [((*PLAN, "operators", 0, "claim"), 99)],
     "a group that is not there": [((*PLAN, "groups", 0, "depends_on"), [99])],
-    "no groups": [((*PLAN, "groups"), [])],
+    "a point in no group": [((*PLAN, "claims", 0, "specs", 2, "point", "source"), "nothing")],
     "a package of another name": [(("manifest", "owners", "toy"), PACKAGE)],
     "a method of no name": [(("methods", "a b"), {}), (METHOD, GONE)],
     "no methods": [(("methods",), {})],
