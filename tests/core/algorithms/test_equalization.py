@@ -17,7 +17,6 @@ from qompose import QuantizationConfig
 from qompose.backend import OperatorPattern
 from qompose.errors import StatisticsError
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from tests.core import toy as toys
 from tests.core.toy import PER_TENSOR, STATIC, Model, convert, export, prepare, randn, seeded, toy
