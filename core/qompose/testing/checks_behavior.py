@@ -340,7 +340,7 @@ def trains(suite: Suite, trial: Trial) -> None:
 
 def _train(trial: Trial, prepared: GraphModule) -> None:
     """Take gradients of each batch, and leave the model in evaluation with fixed ranges."""
-    leaves = dict(prepared.requires_grad_().named_parameters())
+    leaves: dict[str, Tensor] = dict(prepared.requires_grad_().named_parameters())
     for batch in trial.batches("calibration"):
         given = [x.requires_grad_(x.is_floating_point()) for x in copies(batch)]
         leaves |= {f"input {place}": x for place, x in enumerate(given)}
