@@ -188,8 +188,7 @@ def _calibrate(options: Namespace, results: Results) -> int:
     from qompose.calibration.statistics_data import Statistics, statistics
 
     output: Path = options.output
-    if not destination(output).parent.is_dir():
-        raise UserError(f"{output} cannot be written: {output.parent} is not a directory")
+    check_place(output, [p.resolve() for p in (options.model, *options.calibration) if p])
     if options.merge:
         if options.model or options.backend or options.config or options.calibration:
             raise UserError("--merge takes files of statistics alone: no program, backend or data")

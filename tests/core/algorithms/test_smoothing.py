@@ -14,7 +14,8 @@ import torch
 from qompose import QuantizationConfig, QuantizationSpec, SmoothQuant
 from qompose.backend.rule import Rule
 from qompose.errors import StatisticsError, UncalibratedError
-from qompose.observers import PerChannelMinMaxObserver, PlaceholderObserver
+from qompose.observers import MinMaxObserver, PerChannelMinMaxObserver, PlaceholderObserver
+from qompose.observers.channel_ranges import PerChannelRangeObserver
 from qompose.spec import FixedQParamsQuantizationSpec
 from torch import Tensor, nn
 
@@ -238,6 +239,13 @@ class TestReasons:
         (note,) = lines(quantized(model, ASKING)[1])[1]
         assert "input_1" in note and "aten.linear in 0" in note
 
+    def test_readers_along_different_dimensions(self) -> None:
+        layers = {"a": nn.Linear(WIDTH, 4), "c": nn.Conv1d(16, 4, 1)}
+        model = Model(lambda m, x: (m.a(x), m.c(x)), **layers)
+        assert "different dimensions" in self.notes(
+            model.eval(), toy(*toys.PRODUCTS, config=ASKING)
+        )
+
     def test_few_rows(self) -> None:
         x = tokens(0, 1)[:, :8]
         quantizer = toy(RULE, config=ASKING)
@@ -267,6 +275,17 @@ class TestStages:
         asking = prepare(program(block()), toy(RULE, config=ASKING))
         with pytest.raises(StatisticsError, match="layer_norm"):
             qompose.statistics(plain).apply(asking)
+
+    def test_an_observer_that_was_replaced(self) -> None:
+        prepared = prepare(program(block()), toy(RULE, config=ASKING))
+        for name, module in [*prepared.named_modules()]:
+            if isinstance(module, PerChannelRangeObserver):
+                prepared.set_submodule(
+                    name, MinMaxObserver(torch.int8, qscheme=torch.per_tensor_affine)
+                )
+        prepared(tokens())
+        made, notes = lines(qompose.convert_pt2e(prepared))
+        assert made == [] and all("replaced" in note for note in notes)
 
 
 class TestWithoutAWord:
@@ -303,10 +322,12 @@ class TestWithoutAWord:
         assert not [line for line in report.notes if "not made" in line]
 
     def test_statistics_without_means_are_a_line(self) -> None:
-        program = export(nn.Sequential(nn.Linear(4, 3)), torch.randn(9, 4))
+        program = export(nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 3)), torch.randn(9, 4))
         plain = prepare(program, toy(RULE, config=STATIC))
         plain(torch.randn(9, 4))
         prepared = prepare(program, toy(RULE, config=replace(STATIC, repairs=None)))
+        with pytest.raises(StatisticsError, match="ranges of channels"):
+            qompose.statistics(plain).apply(prepared, complete=True)
         qompose.statistics(plain).apply(prepared)
         report = qompose.report(qompose.convert_pt2e(prepared))
         assert len([line for line in report.notes if line.startswith("bias_correction of 1")]) == 1

@@ -63,11 +63,12 @@ PROGRAM = export(seeded(nn.Linear(8, 4)), randn(2, 8))
 
 def backend() -> ToyBackend:
     kernel = Kernel("chip linear", LINEAR.kernels["torch"].emit)
-    kernels = {**LINEAR.kernels, "chip": kernel, "full": kernel}
+    kernels = {**LINEAR.kernels, "chip": kernel, "full": kernel, "bare": kernel}
     linear = rule("linear", *LINEAR.patterns, anchor="op", weight="weight", kernels=kernels)
     targets = (
         Target("chip", lambda module, signature: Finished(Program(module))),
         Target("full", lambda module, signature: Finished(Unsaveable(module))),
+        Target("bare", lambda module, signature: Finished(module)),
     )
     return ToyBackend([linear, VIEW], name="alpha", targets=targets)
 
@@ -181,6 +182,7 @@ class TestProblems:
             ((*ALPHA, *DATA, "--output", "data.pt"), "data.pt would be overwritten"),
             ((*ALPHA, *DATA, "--output", "."), "directory"),
             ((*ALPHA, *DATA, "--target", "chip", "--output", "a", "--lowered", "./a"), "both a"),
+            ((*ALPHA, *DATA, "--target", "bare", "--lowered", "m.bin"), "--lowered"),
             (("--config", "no.json", *DATA), "no.json: No such file or directory"),
             (("--config", "data.pt", *DATA), "data.pt"),
             (("--config", "q.json", "--on-conflict", "first"), "--on-conflict"),
@@ -325,3 +327,12 @@ class TestCalibrate:
     def test_refusals(self, arguments: tuple[str, ...], named: str, calibrate: Command) -> None:
         assert named in calibrate(*arguments, "--output", "seen.json", code=1).err
         assert not Path("seen.json").exists()
+
+    @pytest.mark.parametrize(
+        ("output", "named"), [("no/a.json", "no is not"), ("d.safetensors", "overwritten")]
+    )
+    def test_where_nothing_may_be_written(
+        self, output: str, named: str, calibrate: Command
+    ) -> None:
+        data = ("--calibration", "d.safetensors")
+        assert named in calibrate("m.pt2", *ALPHA, *data, "--output", output, code=1).err
