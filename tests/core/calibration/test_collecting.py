@@ -202,6 +202,8 @@ INVALID_FILES: dict[str, Callable[[Any], None]] = {
     "fewer batches than none": lambda data: data.update(batches=-5),
     "no list of what was left out": lambda data: data.update(left_out=5),
     "no names of what was left out": lambda data: data.update(left_out=[5]),
+    "sums of nothing": lambda data: data["means"][0][1].update(count=0),
+    "parts of sums": lambda data: data["means"][0][1].update(total=[0.5]),
     "a tensor twice": lambda data: data["entries"].append(data["entries"][0]),
 }
 
@@ -257,7 +259,17 @@ class TestFiles:
         model = prepared(quantizer(QuantizationConfig(one, one, WEIGHT), LINEAR))
         data = saved(qompose.statistics(qompose.calibrate(model, [DATA])), path)
         assert saved(Statistics.load(path), path) == data
-        data["entries"][0]["facts"]["channels"]["histograms"]["counts"][0] += 1
+        found = data["entries"][0]["facts"]["channels"]["histograms"]
+        found["counts"][0] += 1
+        assert_refused(path, data)
+        found["counts"][0] -= 1
+        for name, value in (
+            ("exponents", 0),
+            ("channels", 6),
+            ("bins", 0),
+            ("counts", found["values"]),
+        ):
+            found[name].append(value)  # of a channel that has no range
         assert_refused(path, data)
 
     def test_other_names_are_refused(self, tmp_path: Path) -> None:
