@@ -100,6 +100,9 @@ def test_other_scales_are_named(shape: tuple[int, ...]) -> None:
     x, weight, *_ = operands("int4")
     with pytest.raises(ValueError, match="linear_int4_weight: w_scale"):
         OPS.linear_int4_weight(x, weight, torch.ones(shape), None)
+    x, weight, *_ = operands("int8")
+    with pytest.raises(ValueError, match="linear_int8_weight: w_scale"):
+        OPS.linear_int8_weight(x, weight, torch.ones(shape)[1:], None)
 
 
 @every_kind

@@ -178,6 +178,7 @@ def test_gaps_between_numbers_do_not_matter_and_nothing_is_written_to(name: str)
         ("linear_add", 10, "gelu", "'gelu'"),
         ("conv2d", 13, "tanh", "'tanh'"),
         ("mean", 0, torch.ones(2, 4), "float32"),
+        ("mul", 0, torch.ones(2, 1), "float32"),
         ("mul", 3, torch.ones(2, 1), "float32"),
         ("avg_pool2d", 0, torch.ones(4, 6, 5, dtype=torch.uint8), "avg_pool2d"),
         ("linear", 9, "sigmoid", "'sigmoid'"),
