@@ -20,7 +20,7 @@ from hypothesis import given, settings, strategies as st
 from qompose_xnnpack import ExecutorchProgram
 from qompose_xnnpack.executorch_target.errors import ExecutorchInputError, ExecutorchTargetError
 from qompose_xnnpack.executorch_target.lowering import lower_to_executorch
-from qompose_xnnpack.executorch_target.method_interface import Argument
+from qompose_xnnpack.executorch_target.method_interface import Argument, Interface
 from torch import Tensor, nn
 from torch.export import Dim
 from torch.utils import _pytree as pytree
@@ -101,6 +101,13 @@ class TestOneOfAKind:
         expected = odd[0].run(x.detach().contiguous(), *ODD_ARGS[1:], **ODD_KWARGS)["y"]
         actual = odd[0].run(x, *ODD_ARGS[1:], **ODD_KWARGS)["y"]
         assert torch.equal(actual, expected) and not actual.requires_grad
+
+
+def test_inputs_of_an_unknown_structure_are_counted() -> None:
+    interface = Interface(arguments=(Argument(name="x"),), inputs=None, outputs=None)
+    assert interface.flat((None,), {}, "forward") == [None]
+    with pytest.raises(ExecutorchInputError, match="2"):
+        interface.flat((None, None), {}, "forward")
 
 
 @pytest.mark.parametrize(("how", "shapes"), [("twice", None), (5, ({}, Dim.DYNAMIC))])
