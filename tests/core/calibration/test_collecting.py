@@ -252,24 +252,20 @@ class TestFiles:
         change(data)
         assert_refused(path, data)
 
-    def test_histograms_of_channels_come_back(self, tmp_path: Path) -> None:
+    def test_a_channel_without_a_range_has_no_histogram(self, tmp_path: Path) -> None:
         path = tmp_path / "seen.json"
         scheme = {"qscheme": torch.per_channel_affine, "ch_axis": -1}
         one = spec(PerChannelHistogramObserver, **scheme)  # type: ignore[arg-type]
         model = prepared(quantizer(QuantizationConfig(one, one, WEIGHT), LINEAR))
         data = saved(qompose.statistics(qompose.calibrate(model, [DATA])), path)
-        assert saved(Statistics.load(path), path) == data
         found = data["entries"][0]["facts"]["channels"]["histograms"]
-        found["counts"][0] += 1
-        assert_refused(path, data)
-        found["counts"][0] -= 1
         for name, value in (
             ("exponents", 0),
             ("channels", 6),
             ("bins", 0),
             ("counts", found["values"]),
         ):
-            found[name].append(value)  # of a channel that has no range
+            found[name].append(value)
         assert_refused(path, data)
 
     def test_other_names_are_refused(self, tmp_path: Path) -> None:
