@@ -4,13 +4,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import qompose
 import torch
-from qompose.observers import PerBlockMinMaxObserver
 from qompose_embedding import (
     EmbeddingBackend,
     EmbeddingQuantizer,
@@ -111,18 +109,6 @@ def test_rows_below_eps_are_coarse_and_named() -> None:
     fine = get_embedding_quantization_config(eps=1e-8)
     report = qompose.report(qompose.convert_pt2e(prepared(table, fine)))
     assert not [note for note in report.notes if "eps" in note]
-
-
-def test_blocks_of_several_rows_are_left_simulated() -> None:
-    """Scales of blocks are neither of rows nor of groups in them."""
-    config = get_embedding_quantization_config(symmetric=True)
-    bounds = {"quant_min": -128, "quant_max": 127, "qscheme": torch.per_channel_affine}
-    kind = {"observer_or_fake_quant_ctr": PerBlockMinMaxObserver, "block_size": (2, 4)}
-    blocks = replace(config.weight, dtype=torch.int8, ch_axis=None, **bounds, **kind)
-    converted = qompose.convert_pt2e(prepared(nn.Embedding(4, 8), replace(config, weight=blocks)))
-    with pytest.warns(qompose.QomposeWarning, match="scales"):
-        lowered = qompose.lower(converted)
-    assert torch.equal(lowered(IDS), converted(IDS))
 
 
 def test_a_group_has_to_divide_the_rows() -> None:

@@ -168,7 +168,7 @@ def test_operators_of_ours_in_the_graph(channels: int, monkeypatch: pytest.Monke
         y = m.first(x).flatten(2)
         return y + m.second(y)
 
-    model = small_models.Calls(function, first=nn.Conv2d(channels, 6, 1), second=nn.Linear(20, 20))
+    model = Model(function, first=nn.Conv2d(channels, 6, 1), second=nn.Linear(20, 20))
     x = small_models.normal(3, channels, 5, 4)
     lowered = small_models.lowered(model, x)
     prepacked = with_prepack_in_graph(lowered)
