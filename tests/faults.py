@@ -42,6 +42,7 @@ EQUIVALENT: dict[str, str] = {
     "f76ba26aa8": "of as many values as are taken at most, all are taken, in their order",
     "528a3ab54b": "of as many rows as are looked at most, all are taken, in their order",
     "a432121cb5": "rows are put in order sooner or later",
+    "a3cb308088": "what is made wider by nothing stays what it is",
     "b44f8963a8": "what is in order is put in order again",
     "46af5752b7": "the square of a difference is that of its negative",
     "9e14a27a7e": "all scales are one, and oneDNN reads no more of them than there are channels",

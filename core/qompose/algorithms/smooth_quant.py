@@ -237,7 +237,7 @@ class _Placing:
         if Point(source.name, node.name) not in group.points:
             raise _NotSmoothed(f"{describe(node)} does not read it")
         channels = value_of(source).shape[product.input_dim]
-        if constant.shape[1:2] != (channels,):
+        if constant.dim() < 2 or constant.shape[1] != channels:
             raise _NotSmoothed(f"{describe(node)} is a convolution in groups")
         spec = self.group_of[Point(weight.name, node.name)].spec
         if not isinstance(spec, QuantizationSpec) or spec.dtype.is_floating_point:

@@ -158,7 +158,7 @@ class Guard:
         """Give a vector of channels, such as a bias, a second dimension: torch's observers want one."""
         if self._axis is None or x.dim() != 1:
             return x
-        return x.unsqueeze(self._axis + 1)
+        return x.unsqueeze(0 if self._axis < 0 else 1)
 
 
 def guard(observer: nn.Module, subject: str) -> nn.Module:

@@ -94,9 +94,11 @@ class Histogram:
         return found
 
     def _widen(self, exponent: int) -> None:
-        before = exponent if self.exponent is None else self.exponent
-        self.exponent = max(before, exponent)
-        self.counts = _with_wider_bins(self.counts, self.exponent - before)
+        if self.exponent is None:
+            self.exponent = exponent
+        elif exponent > self.exponent:
+            self.counts = _with_wider_bins(self.counts, exponent - self.exponent)
+            self.exponent = exponent
 
 
 def bins_of(x: Tensor, per_unit: float | Tensor) -> Tensor:

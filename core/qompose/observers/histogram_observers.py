@@ -129,7 +129,7 @@ class OfHistogram(SearchingObserver):
 
     @property
     def calibrated(self) -> bool:
-        return self.histogram.exponent is not None or self.set_range is not None
+        return self.histogram.total > 0 or self.set_range is not None
 
     def calculate_qparams(self) -> tuple[Tensor, Tensor]:
         self._check_calibrated()

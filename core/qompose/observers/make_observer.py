@@ -219,7 +219,7 @@ def has_data(observer: Any) -> bool:
     bound = getattr(observer, "min_val", None)
     if not isinstance(bound, Tensor):
         return True
-    return bool(torch.isfinite(bound).any())
+    return bound.numel() > 0 and bool(torch.isfinite(bound).all())
 
 
 def integer_bounds(spec: Any, observer: nn.Module) -> tuple[int, int]:

@@ -365,7 +365,7 @@ def _module(written: object) -> Kind:
     is said when the model is prepared.
     """
     path = written.split(".") if isinstance(written, str) else []
-    if not path[1:] or not all(part.isidentifier() or part == "<locals>" for part in path):
+    if len(path) < 2 or not all(part.isidentifier() or part == "<locals>" for part in path):
         raise SelectorError(f"{_MODULE} must be a name such as 'torch.nn.Linear', got {written!r}")
     home = max((n for n in range(1, len(path)) if ".".join(path[:n]) in sys.modules), default=0)
     found: Any = sys.modules[".".join(path[:home])] if home else None

@@ -291,7 +291,7 @@ def calls_of(call: Call, inside: Iterable[Node]) -> list[list[Node]]:
         keys = [str(key) for key in (node.meta.get("nn_module_stack") or {})]
         stack = list(module_stack(node))
         depth = _depth_of_calls(call.module, [path for path, _ in stack])
-        if stack[depth:] and stack[depth][1] in call.kind.modules:
+        if depth < len(stack) and stack[depth][1] in call.kind.modules:
             calls[tuple(keys[: depth + 1])].append(node)  # of this very call
     return list(calls.values())
 

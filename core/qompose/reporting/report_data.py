@@ -540,9 +540,7 @@ def check_comparison(
         )
     compared = {row.name: row.operator for row in comparison if row.name and row.state}
     known = bool(fingerprint and comparison.fingerprint)
-    same = (
-        fingerprint == comparison.fingerprint if known else not compared.items() - operators.items()
-    )
+    same = fingerprint == comparison.fingerprint if known else compared.items() <= operators.items()
     if not same:
         raise UserError(
             "the comparison is of another model: it compares "

@@ -298,11 +298,13 @@ def _check_devices(devices: Collection[str]) -> None:
 
 
 def _part(block: Tensor, view: _View) -> Tensor:
-    """Return a view of a block, which is all of its storage: torch lets nothing reach beyond that."""
+    """Return a view of a block, which it does not reach beyond."""
     if block.dtype is not view.dtype:
         size = torch.empty(0, dtype=view.dtype).element_size()
         flat = block.view(torch.uint8)
         block = flat[: len(flat) - len(flat) % size].view(view.dtype)
+    if view.offset + view.reach > block.numel():
+        raise ValueError("a tensor reaches beyond its block")
     return block.as_strided(view.shape, view.stride, block.storage_offset() + view.offset)
 
 

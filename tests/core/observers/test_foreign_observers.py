@@ -12,6 +12,7 @@ import qompose
 import torch
 from qompose.errors import CalibrationError, ConfigError, MemberError, StageError, UncalibratedError
 from qompose.observers.foreign_observer import guard, guard_of
+from qompose.observers.make_observer import has_data
 from qompose.program.meta import GROUP_TAG, tag_of
 from torch import Tensor, nn
 from torch.ao.quantization import fake_quantize, observer
@@ -237,6 +238,14 @@ class TestParameters:
         prepared = prepare(export(model(), X), member(spec(maker)))
         with pytest.raises(UncalibratedError, match=r"x -> linear in inner \(tests.By, rule annot"):
             qompose.convert_pt2e(prepared)
+
+    def test_channels_saw_data_if_each_did(self) -> None:
+        found = PerChannelMinMaxObserver()
+        assert not has_data(found)  # it has bounds of no channel
+        found(X)
+        assert has_data(found)
+        found.min_val[0] = torch.inf
+        assert not has_data(found)
 
     def test_derived_parameters_see_the_very_observers(self) -> None:
         seen: list[list[Any]] = []

@@ -191,7 +191,7 @@ class ProductCall(NamedTuple):
         geometry = self.geometry if convolves else ()
         summand = () if self.summand is None else self.summand[: 3 if convolves else 1]
         end = list(self.out[: 6 if self.summand is None else 4])
-        while end[-1] in ("none", (), []):
+        while end[-1] in ("none", (), []):  # the dtype is none of them
             end.pop()
         return [*self.product, *geometry, *summand, *end]
 
