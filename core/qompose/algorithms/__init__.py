@@ -8,12 +8,14 @@ from qompose.algorithms.channel_scaling import ChannelScaling
 from qompose.algorithms.equalization import Equalization
 from qompose.algorithms.gptq import GPTQ
 from qompose.algorithms.interface import Algorithm
+from qompose.algorithms.scale_search import ScaleSearch
 from qompose.algorithms.smooth_quant import Smoothing
 
 ALGORITHMS: tuple[Algorithm, ...] = (
     Equalization(),
     ChannelScaling(),
     Smoothing(),
+    ScaleSearch(),
     GPTQ(),
     BiasCorrection(),
 )

@@ -31,6 +31,7 @@ from qompose.algorithms.products import (
     Operands,
     change_products,
     channel_dim,
+    is_asked,
     is_wanted,
     product_node,
     reader_of,
@@ -38,7 +39,7 @@ from qompose.algorithms.products import (
     taps_of,
     weight_group,
 )
-from qompose.observers.tensor_statistics import mean_observers
+from qompose.observers.input_sums import MeanObserver, input_observers
 from qompose.program.aliasing import written_buffers
 from qompose.program.control_flow import count_readers, graphs_in
 from qompose.program.graph import address_of, constant_of, value_of
@@ -62,12 +63,12 @@ class BiasCorrection(Algorithm):
             if node is not None:
                 operands = Operands.of(node)
                 dim = channel_dim(node, operands.weight)
-                yield operands.source, dim, not claim.repairs_itself
+                yield operands.source, dim, is_asked(claim, self.word)
 
     def correct(self, found: Calibrated) -> None:
         correction = cache(lambda: _Correction(found))
 
-        def corrected(node: Node) -> str:
+        def corrected(node: Node, claim: Claim) -> str:
             name, bias, effect = correction().of(node)
             found.parameters[name] = bias
             return effect
@@ -78,7 +79,11 @@ class BiasCorrection(Algorithm):
 class _Correction:
     def __init__(self, found: Calibrated) -> None:
         self._found, self._factors, model = found, found.factors, found.model
-        self._observers = {value: observer for _, value, observer in mean_observers(model)}
+        self._observers = {
+            value: observer
+            for _, value, observer in input_observers(model)
+            if isinstance(observer, MeanObserver)
+        }
         self._readers = count_readers(model)
         self._written = {p for part in graphs_in(model) for p in written_buffers(part.graph)}
 
@@ -117,7 +122,7 @@ class _Correction:
     def _mean(self, product: Operands) -> Tensor:
         """Return the means of the input as the weight sees it: with the factors of its channels."""
         observer = self._observers.get(product.source)
-        found = "they were not kept" if observer is None else observer.means().values()
+        found = "they were not kept" if observer is None else observer.seen().values()
         if isinstance(found, str):
             raise NotKnown(f"of the means of {product.source.name}: {found}")
         for vector, dim in self._factors.absorbed(product.weight.name):

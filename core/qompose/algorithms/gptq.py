@@ -1,23 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPTQ: a weight rounded one input channel after another, each making up for the errors before it.
+"""GPTQ: a weight rounded one column after another, each making up for the errors before it.
 
 Rounding to the nearest integer makes the error `E` of a weight small. What counts is the error of the
-product, `E G E'` for the second moments `G` of its input: what one channel's rounding does to the output,
-the channels that are rounded later can take back where they correlate with it (Frantar et al., "GPTQ", 2022).
-The channels that matter most go first.
+product, `E H E'` for the second moments `H` of its input: what one column's rounding does to the output,
+the columns that are rounded later can take back where they correlate with it (Frantar et al., "GPTQ", 2022).
+The columns that matter most go first; scales are known before.
 
-`G` comes from the rows that the observer of the input keeps (`qompose.algorithms.products`). There are some
-hundred rows, for up to thousands of channels, so correlations are halved: `(G + diag G) / 2`. The input's own
-rounding adds `scale^2 / 12` to the diagonal. The taps of a convolution are rounded apart, all with the same
-`G`. Of very many channels, some are rounded together and then the next ones: time and memory grow with their
-number, not with its cube.
+Where a configuration asks for it by word, `H` is summed over all calibration data
+(`qompose.observers.input_sums`), and a convolution's columns are the taps of each channel. Where it is
+left to the engine, `H` comes from the rows that the observer of the input keeps anyway: some hundred, for
+up to thousands of channels. The taps of a convolution are rounded apart then, all with the same `H`, and
+each integer stays next to its value: else channels that are quiet in those rows take up everything. The
+input's own rounding adds `scale^2 / 12` to the diagonal.
 
-Each half of the examples is held back once. It is done where the error there becomes smaller.
+`H` of other data differs, the more the fewer rows there were. So correlations are believed in part only,
+`c H + (1 - c) diag H`. Several parts are tried with each half of the examples held back once, and the best is
+made, if it is better there than the nearest integers. Of very many columns, some are rounded together and
+then the next ones: time and memory grow with their number, not with its cube.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -28,32 +33,54 @@ from torch.fx import Node
 from qompose.algorithms.calibrated import Calibrated
 from qompose.algorithms.interface import Algorithm
 from qompose.algorithms.products import (
+    InputMoments,
     InputRows,
     NotChanged,
     Operands,
     change_products,
+    columns_of,
+    is_asked,
+    moments_read,
+    product_node,
     reader_of,
     rows_read,
     taps_of,
     weight_group,
 )
 from qompose.observers.auto_range import Reader
+from qompose.observers.input_sums import Columns
 from qompose.plan.plan import Group
-from qompose.spec.qdq import QParams
-from qompose.spec.qparams import along
+from qompose.spec.claim import Claim
+from qompose.spec.qdq import QParams, for_each_value
 from qompose.spec.quantization_spec import GPTQ as WORD, QuantizationSpec
 
 _NEEDED = 1.05
-"""How many times smaller the squared error has to become on rows held back."""
-_CORRELATIONS = 0.5
-"""The part of the correlations that is believed."""
+"""How many times smaller the squared error has to become on data held back."""
 MOST_TOGETHER = 2048
-"""Channels whose errors are handed on to one another: the time for that grows with their cube."""
+"""Columns whose errors are handed on to one another: the time for that grows with their cube."""
 _BLOCK = 64
-"""Channels whose errors are handed on to the others together, which is one large product."""
+"""Columns whose errors are handed on to the others together, which is one large product."""
 _JUDGED = 256
 """How many outputs, at least, the gain is measured on."""
 _NOTHING = 1e-30
+Inputs = InputRows | InputMoments
+
+
+@dataclass(frozen=True)
+class _Form:
+    """How errors are handed on.
+
+    Attributes:
+        believed: the part of the correlations that is believed.
+        near: whether each integer is one of the two next to the value.
+    """
+
+    believed: float
+    near: bool
+
+
+_OF_ROWS = (_Form(0.5, near=True),)
+_OF_MOMENTS = tuple(_Form(believed, near=False) for believed in (0.5, 0.9, 0.97))
 
 
 class GPTQ(Algorithm):
@@ -61,11 +88,19 @@ class GPTQ(Algorithm):
 
     word = WORD
 
+    def watch_moments(
+        self, claims: Sequence[Claim], nodes: Mapping[str, Node]
+    ) -> Iterator[tuple[Node, Columns, int]]:
+        for claim in (claim for claim in claims if is_asked(claim, self.word)):
+            if (node := product_node(claim, nodes)) is not None:
+                product = Operands.of(node)
+                yield product.source, *columns_of(product)
+
     def correct(self, found: Calibrated) -> None:
         change_products(found, self.word, partial(_round, found))
 
 
-def _round(found: Calibrated, node: Node) -> str:
+def _round(found: Calibrated, node: Node, claim: Claim) -> str:
     """Decide on the integers of a product's weight, and say what they gain.
 
     Raises:
@@ -75,36 +110,51 @@ def _round(found: Calibrated, node: Node) -> str:
     number, q = weight_group(found, product)
     _check_weight(found.plan.groups[number], q, product)
     reader = reader_of(found, product)
-    if reader.channels == reader.groups:
-        raise NotChanged("each of its outputs reads one channel, and there is no other to make up")
-    rounding = _Rounding.of(reader, q)
-    rows = rows_read(found, product, reader)
-    first, second = rows.halves()
-    gain = rounding.some().gain(first, second)
+    inputs, forms, together = _inputs(found, product, reader, by_moments=is_asked(claim, WORD))
+    if inputs.channels == 1:
+        raise NotChanged("each of its outputs reads one value, and there is no other to make up")
+    rounding = _Rounding.of(reader, q, together=together)
+    first, second = inputs.halves()
+    form, gain = rounding.some().best_form(forms, first, second)
     if not gain >= _NEEDED:  # NaN neither
         raise NotChanged(
             f"on calibration data held back its squared error would become {gain:.2f} times smaller, and "
             f"{_NEEDED} is needed"
         )
-    found.integers[number] = rounding.integers(rows)
-    return f"squared error on calibration data held back {gain:.2f} times smaller"
+    found.integers[number] = rounding.integers(inputs, form)
+    effect = f"squared error on calibration data held back {gain:.2f} times smaller"
+    return effect if inputs.number >= inputs.channels else f"{effect}, {_few(inputs)}"
+
+
+def _few(inputs: Inputs) -> str:
+    return f"from {inputs.number} rows for {inputs.channels} channels: more data would tell more"
+
+
+def _inputs(
+    found: Calibrated, product: Operands, reader: Reader, *, by_moments: bool
+) -> tuple[Inputs, Sequence[_Form], bool]:
+    """Return what is known of a product's input, the forms to try, and whether taps are rounded together."""
+    if by_moments:
+        columns, _ = columns_of(product)
+        return moments_read(found, product), _OF_MOMENTS, columns.window is not None
+    return rows_read(found, product, reader), _OF_ROWS, False
 
 
 def _check_weight(group: Group, q: QParams, product: Operands) -> None:
-    spec = group.spec
     if len(group.points) > 1:
         raise NotChanged(f"{product.weight.target} is read by other operators too")
-    if q.blocks or q.zero_point.is_floating_point() or not isinstance(spec, QuantizationSpec):
-        raise NotChanged(f"{product.weight.target} has no scale per channel or tensor")
+    if q.zero_point.is_floating_point() or not isinstance(group.spec, QuantizationSpec):
+        raise NotChanged(f"the zero points of {product.weight.target} are not integers")
 
 
 @dataclass(frozen=True)
 class _Rounding:
-    """A weight and how it is quantized, as rows of input channels for each group of a convolution.
+    """A weight and how it is quantized, as rows of columns for each group of a convolution.
 
     Attributes:
-        weight, step, zero_point: `(groups, rows, C / groups)`; the last two have 1 channel.
+        weight, step, zero_point: `(groups, rows, K)`.
         shape: of the taps that they are made of, `(groups, outputs, C / groups, taps)`.
+        together: whether the taps are columns; else they are rows.
     """
 
     weight: Tensor
@@ -113,19 +163,17 @@ class _Rounding:
     q: QParams
     reader: Reader
     shape: torch.Size
+    together: bool
 
     @classmethod
-    def of(cls, reader: Reader, q: QParams) -> _Rounding:
+    def of(cls, reader: Reader, q: QParams, *, together: bool) -> _Rounding:
         assert reader.weight is not None
         weight = reader.weight.float()
-        axis, rank = q.axis or 0, weight.dim()
-        step, zero_point = (
-            along(v.to(weight.device, torch.float32), axis, rank).expand(weight.shape)
-            for v in (q.scale, q.zero_point)
-        )
-        taps = [taps_of(v, reader.groups, reader.transposed) for v in (weight, step, zero_point)]
-        rows = [v.transpose(2, 3).flatten(1, 2) for v in taps]
-        return cls(rows[0], rows[1][..., :1], rows[2][..., :1], q, reader, taps[0].shape)
+        spread = (v.to(weight.device) for v in for_each_value(q, tuple(weight.shape)))
+        taps = [taps_of(v, reader.groups, reader.transposed) for v in (weight, *spread)]
+        rows = [v.flatten(2) if together else v.transpose(2, 3).flatten(1, 2) for v in taps]
+        weights, step, zero_point = rows
+        return cls(weights, step, zero_point, q, reader, taps[0].shape, together)
 
     def some(self) -> _Rounding:
         """Return one of fewer outputs, spread over all: they are rounded one apart from the other."""
@@ -133,76 +181,89 @@ class _Rounding:
         names = ("weight", "step", "zero_point")
         return replace(self, **{name: getattr(self, name)[:, apart] for name in names})
 
-    def gain(self, first: InputRows, second: InputRows) -> float:
-        """Return how many times smaller the error becomes on the half that it is not rounded by."""
-        nearest = self.nearest(self.weight)
-        before = self.error(nearest, first) + self.error(nearest, second)
-        after = self.error(self.rounded(first), second) + self.error(self.rounded(second), first)
-        return before / max(after, _NOTHING)
+    def best_form(
+        self, forms: Sequence[_Form], first: Inputs, second: Inputs
+    ) -> tuple[_Form, float]:
+        """Return the form that is best on the half that it is not rounded by, and its gain there."""
+        before = self.error(self.nearest(), first) + self.error(self.nearest(), second)
+        gains = {
+            form: before / max(self._held_back(form, first, second), _NOTHING) for form in forms
+        }
+        return max(gains.items(), key=lambda item: item[1])
 
-    def nearest(self, values: Tensor) -> Tensor:
+    def _held_back(self, form: _Form, first: Inputs, second: Inputs) -> float:
+        return self.error(self.rounded(first, form), second) + self.error(
+            self.rounded(second, form), first
+        )
+
+    def nearest(self) -> Tensor:
         """Return the nearest integers, as floats."""
-        return (values / self.step).round_().add_(self.zero_point).clamp_(self.q.low, self.q.high)
+        q = self.q
+        return (self.weight / self.step).round_().add_(self.zero_point).clamp_(q.low, q.high)
 
-    def error(self, integers: Tensor, rows: InputRows) -> float:
+    def error(self, integers: Tensor, inputs: Inputs) -> float:
         """Return the squared error of the product."""
-        return rows.error((integers - self.zero_point) * self.step - self.weight)
+        return inputs.error((integers - self.zero_point) * self.step - self.weight)
 
-    def rounded(self, rows: InputRows) -> Tensor:
+    def rounded(self, inputs: Inputs, form: _Form) -> Tensor:
         """Return integers, as floats, in the shape of the weight."""
-        exact = (self.weight / self.step).add_(self.zero_point).transpose(1, 2)
+        values = [v.transpose(1, 2) for v in (self.weight, self.step, self.zero_point)]
         parts = [
-            _rounded(exact[:, channels], rows.moments(channels), self.q)
-            for channels in _together(rows.channels)
+            _rounded([v[:, columns] for v in values], inputs.moments(columns), self.q, form)
+            for columns in _together(inputs.channels)
         ]
         return torch.cat(parts, dim=1).transpose(1, 2)
 
-    def integers(self, rows: InputRows) -> Tensor:
+    def integers(self, inputs: Inputs, form: _Form) -> Tensor:
         """Return the integers in the shape of the parameter."""
         assert self.reader.weight is not None
         result = torch.empty(
             self.reader.weight.shape, dtype=self.q.dtype, device=self.weight.device
         )
-        groups, outputs, inputs, taps = self.shape
-        found = self.rounded(rows).view(groups, outputs, taps, inputs).transpose(2, 3)
+        groups, outputs, channels, taps = self.shape
+        found = self.rounded(inputs, form)
+        if self.together:
+            found = found.reshape(self.shape)
+        else:
+            found = found.reshape(groups, outputs, taps, channels).transpose(2, 3)
         taps_of(result, self.reader.groups, self.reader.transposed).copy_(found)
         return result
 
 
-def _together(channels: int) -> list[slice]:
-    """Return the channels that are rounded together, as few and as equal parts as can be."""
-    parts = -(-channels // MOST_TOGETHER)
-    ends = [channels * part // parts for part in range(parts + 1)]
+def _together(columns: int) -> list[slice]:
+    """Return the columns that are rounded together, as few and as equal parts as can be."""
+    parts = -(-columns // MOST_TOGETHER)
+    ends = [columns * part // parts for part in range(parts + 1)]
     return [slice(*pair) for pair in itertools.pairwise(ends)]
 
 
-def _rounded(exact: Tensor, moments: Tensor, q: QParams) -> Tensor:
-    """Return integers, as floats, of which each channel makes up for those before it.
-
-    Each is one of the two next to the exact value. Else channels that are quiet in calibration take up
-    everything, and what they do on data that wakes them has no bound.
+def _rounded(values: Sequence[Tensor], moments: Tensor, q: QParams, form: _Form) -> Tensor:
+    """Return integers, as floats, of which each column makes up for those before it.
 
     Args:
-        exact: `(groups, channels, rows)` in steps of the integers: what is handed on lies side by side.
-        moments: `(groups, channels, channels)`.
+        values: weight, step, zero point, `(groups, columns, rows)`: what is handed on lies side by side.
+        moments: `(groups, columns, columns)`.
     """
     order = moments.diagonal(dim1=1, dim2=2).argsort(dim=1, descending=True, stable=True)
-    inverse = _inverse_root(_permuted(moments, order))
-    channels = order[:, :, None].expand_as(exact)
-    left = exact.gather(1, channels)
-    inside = left.clamp(q.low, q.high)
-    least, most = inside.floor(), inside.ceil()
-    found, errors = torch.empty_like(left), torch.empty_like(left)
+    inverse = _inverse_root(_permuted(moments, order), form.believed)
     relative = inverse / inverse.diagonal(dim1=1, dim2=2)[:, :, None]
+    places = order[:, :, None].expand_as(values[0])
+    left, step, zero_point = (v.gather(1, places) for v in values)
+    inside = (left / step).add_(zero_point).clamp_(q.low, q.high)
+    least, most = inside.floor(), inside.ceil()
+    if not form.near:
+        least, most = least.fill_(q.low), most.fill_(q.high)
+    found, errors = inside, torch.empty_like(left)
     for first in range(0, left.shape[1], _BLOCK):
         last = min(first + _BLOCK, left.shape[1])
         for at in range(first, last):
-            integers = left[:, at].round().clamp_(least[:, at], most[:, at])
-            error = left[:, at] - integers
+            exact = left[:, at] / step[:, at] + zero_point[:, at]
+            integers = exact.round().clamp_(least[:, at], most[:, at])
+            error = left[:, at] - (integers - zero_point[:, at]) * step[:, at]
             left[:, at + 1 : last] -= relative[:, at, at + 1 : last, None] * error[:, None]
             found[:, at], errors[:, at] = integers, error
         left[:, last:] -= relative[:, first:last, last:].transpose(1, 2) @ errors[:, first:last]
-    return torch.empty_like(left).scatter_(1, channels, found)
+    return torch.empty_like(left).scatter_(1, places, found)
 
 
 def _permuted(matrix: Tensor, order: Tensor) -> Tensor:
@@ -210,13 +271,14 @@ def _permuted(matrix: Tensor, order: Tensor) -> Tensor:
     return rows.gather(2, order[:, None].expand_as(matrix))
 
 
-def _inverse_root(moments: Tensor) -> Tensor:
-    """Return the upper triangular `U` with `U' U = H^-1`, for the moments `H` with halved correlations.
+def _inverse_root(moments: Tensor, believed: float) -> Tensor:
+    """Return the upper triangular `U` with `U' U = H^-1`, for moments `H`, correlations believed in part.
 
-    It is computed of the correlations, whose smallest eigenvalue is a half at least: float32 is enough.
+    It is computed of the correlations, whose smallest eigenvalue is the part that is not believed, at least:
+    float32 is enough.
     """
     sizes = moments.diagonal(dim1=1, dim2=2).clamp(min=_NOTHING).sqrt()
-    shrunk = _CORRELATIONS * moments / (sizes[:, None] * sizes[:, :, None])
+    shrunk = believed * moments / (sizes[:, None] * sizes[:, :, None])
     shrunk.diagonal(dim1=1, dim2=2).fill_(1.0)
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(shrunk))
     root: Tensor = torch.linalg.cholesky(inverse, upper=True)

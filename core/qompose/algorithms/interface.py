@@ -11,8 +11,10 @@ from torch.fx import GraphModule, Node
 
 from qompose.algorithms.calibrated import Calibrated
 from qompose.observers.channel_ranges import Balance
+from qompose.observers.input_sums import Columns
 from qompose.plan.plan import Group, Rewrite
 from qompose.spec.claim import Claim
+from qompose.spec.qdq import QParams
 
 
 @dataclass(frozen=True)
@@ -73,11 +75,24 @@ class Algorithm:
         """
         yield from ()
 
+    def watch_moments(
+        self, claims: Sequence[Claim], nodes: Mapping[str, Node]
+    ) -> Iterator[tuple[Node, Columns, int]]:
+        """Yield the values whose second moments are to be kept, of which columns, and how many there are."""
+        yield from ()
+
     def choose_factors(self, found: Calibrated, number: int, balance: Balance) -> None:
         """Decide on the factors of a group whose channels it watches.
 
         Those of earlier groups are decided; no quantization parameters are known yet.
         """
+
+    def choose_qparams(self, found: Calibrated, number: int, q: QParams) -> QParams | None:
+        """Return other quantization parameters for a weight than its observer gives; None leaves it those.
+
+        All factors are chosen.
+        """
+        return None
 
     def correct(self, found: Calibrated) -> None:
         """Change parameters that stay in float; all quantization parameters are known."""
@@ -89,6 +104,15 @@ def choose_factors(algorithms: Iterable[Algorithm], found: Calibrated, number: i
     for algorithm in algorithms:
         if balance is not None and algorithm.word == balance.repair:
             algorithm.choose_factors(found, number, balance)
+
+
+def choose_qparams(
+    algorithms: Iterable[Algorithm], found: Calibrated, number: int, q: QParams
+) -> QParams:
+    """Return the parameters of a group that the algorithms leave it, each with those of the one before."""
+    for algorithm in algorithms:
+        q = algorithm.choose_qparams(found, number, q) or q
+    return q
 
 
 def with_channels(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +21,7 @@ from qompose.observers.auto_range import (
     squared_sizes,
 )
 from qompose.observers.channel_ranges import INPUT, PerChannelRangeObserver, base_observer
+from qompose.observers.input_sums import Columns, Window, input_observers
 from qompose.observers.row_sample import RowSample
 from qompose.program.batch_norm_folding import FOLDABLE, TRANSPOSED
 from qompose.program.graph import (
@@ -33,6 +35,7 @@ from qompose.program.graph import (
 from qompose.spec.claim import Claim, Point
 from qompose.spec.qdq import QParams
 from qompose.spec.qparams import along
+from qompose.spec.quantization_spec import word_of
 
 _LINEAR = torch.ops.aten.linear.default
 
@@ -105,12 +108,17 @@ class NotKnown(NotChanged):
     """Raised where statistics do not have what it takes."""
 
 
+def is_asked(claim: Claim, word: str) -> bool:
+    """Tell whether a claim asks for an algorithm by its word."""
+    return word in map(word_of, claim.repairs)
+
+
 def is_wanted(claim: Claim, word: str) -> bool:
     """Tell whether a claim asks for an algorithm by its word, or leaves it to the engine."""
-    return claim.repairs_itself or word in claim.repairs
+    return word in claim.unasked or is_asked(claim, word)
 
 
-def change_products(found: Calibrated, word: str, change: Callable[[Node], str]) -> None:
+def change_products(found: Calibrated, word: str, change: Callable[[Node, Claim], str]) -> None:
     """Let an algorithm change each product that it is wanted for, and note what it did, or why not.
 
     Where nobody asked by word, only missing statistics are worth a line.
@@ -128,9 +136,9 @@ def change_products(found: Calibrated, word: str, change: Callable[[Node], str])
                 raise NotChanged("it is neither a linear nor a convolution")
             if number in found.dropped:
                 raise NotChanged(f"it stays in float, since {found.dropped[number]}")
-            effect = change(node)
+            effect = change(node, claim)
         except NotChanged as reason:
-            if not claim.repairs_itself:
+            if is_asked(claim, word):
                 where = describe(found.nodes[claim.anchor] if node is None else node)
                 found.refused.append(f"{word} of {where} was not made: {reason}")
             elif isinstance(reason, NotKnown):
@@ -211,6 +219,11 @@ class InputRows:
     noise: float
 
     @property
+    def number(self) -> int:
+        """Return how many rows there are."""
+        return self.rows.shape[1]
+
+    @property
     def channels(self) -> int:
         """Return how many channels each group has."""
         return self.rows.shape[2]
@@ -246,6 +259,135 @@ class InputRows:
         return float(of_rows + of_noise)
 
 
+@dataclass(frozen=True)
+class InputMoments:
+    """Second moments of the columns that a product reads, as its weight sees them; like `InputRows`.
+
+    They are in a unit that keeps them near 1.
+
+    Attributes:
+        halves_of: sums over the rows of each half of the examples, `(2, groups, K, K)`.
+        count: how many rows each half has, `(2,)`.
+        noise: the mean square of what the rounding of a value adds to it.
+    """
+
+    halves_of: Tensor
+    count: Tensor
+    noise: float
+
+    @property
+    def number(self) -> int:
+        """Return how many rows were seen."""
+        return int(self.count.sum())
+
+    @property
+    def channels(self) -> int:
+        """Return how many columns each group has."""
+        return self.halves_of.shape[-1]
+
+    def halves(self) -> tuple[InputMoments, InputMoments]:
+        """Return those of both halves of the examples."""
+        first, second = (
+            replace(self, halves_of=self.halves_of[at : at + 1], count=self.count[at : at + 1])
+            for at in (0, 1)
+        )
+        return first, second
+
+    def moments(self, channels: slice) -> Tensor:
+        """Return the second moments of some columns of each group, `(groups, c, c)`."""
+        found = self.halves_of[..., channels, channels].sum(0).float()
+        found.diagonal(dim1=1, dim2=2).add_(self.noise * float(self.count.sum()))
+        return found
+
+    def error(self, difference: Tensor) -> float:
+        """Return the squared error of a product whose weight is off by `(groups, outputs, K)`."""
+        return float(((difference @ self.moments(slice(None))) * difference).sum())
+
+
+def columns_of(product: Operands) -> tuple[Columns, int]:
+    """Return which values of its input a product multiplies, and how many in each group."""
+    node, weight = product.node, constant_of(product.weight)
+    assert weight is not None
+    groups, transposed = groups_of(node), node.target in TRANSPOSED
+    dim = channel_dim(node, product.weight)
+    if node.target is _LINEAR or transposed:
+        width = weight.shape[0 if transposed else 1]
+        return Columns(dim, groups), int(width) // (groups if transposed else 1)
+    size = tuple(map(int, weight.shape[2:]))
+    given = arguments_of(node)
+    stride, dilation = (_for_each(given[name], len(size)) for name in ("stride", "dilation"))
+    window = Window(size, stride, _padding(given["padding"], size, dilation), dilation)
+    return Columns(dim, groups, window), int(weight.shape[1]) * math.prod(size)
+
+
+def _for_each(value: Any, rank: int) -> tuple[int, ...]:
+    given = [value] if isinstance(value, int) else list(value)
+    return tuple(given * rank if len(given) == 1 else given)
+
+
+def _padding(
+    given: Any, size: tuple[int, ...], dilation: tuple[int, ...]
+) -> tuple[tuple[int, int], ...]:
+    """Return the padding before and behind each dimension; "same" puts the odd one behind."""
+    if given == "valid":
+        return ((0, 0),) * len(size)
+    if given == "same":
+        total = [d * (s - 1) for s, d in zip(size, dilation, strict=True)]
+        return tuple((n // 2, n - n // 2) for n in total)
+    return tuple((n, n) for n in _for_each(given, len(size)))
+
+
+def moments_read(found: Calibrated, product: Operands) -> InputMoments:
+    """Return second moments of the input of a product.
+
+    Raises:
+        NotKnown: none are kept.
+        NotChanged: they are of too few examples, or not finite.
+    """
+    columns, _ = columns_of(product)
+    for _, value, observer in input_observers(found.model):
+        if value is product.source and getattr(observer, "columns", None) == columns:
+            break
+    else:
+        raise NotKnown("no second moments of its input were kept")
+    total, count = observer.total, observer.count
+    if not bool(count.any()):
+        raise NotKnown("its input never saw calibration data")
+    if not bool(count.all()):
+        raise NotChanged("all calibration data it saw is alike, and none can be held back")
+    total = total * _unscaled(found, product, columns)
+    unit = total.diagonal(dim1=-2, dim2=-1).mean()
+    if not bool(total.isfinite().all()) or not unit > 0:
+        raise NotChanged("its input is zero, or has values that are not finite")
+    noise = _noise(found, product) / float(unit)
+    return InputMoments((total / unit).to(torch.float32), count, noise)
+
+
+def _unscaled(found: Calibrated, product: Operands, columns: Columns) -> Tensor | float:
+    """Return what moments are multiplied by because the input is divided by factors of its channels."""
+    number = _group_read(found, product)
+    factors = None if number is None else found.factors.factors.get(number)
+    balance = None if number is None else found.plan.groups[number].balance
+    if factors is None or balance is None or balance.side != INPUT:
+        return 1.0
+    taps = 1 if columns.window is None else math.prod(columns.window.size)
+    inverse = (1 / factors.values.double()).repeat_interleave(taps).view(columns.groups, -1)
+    return inverse[:, :, None] * inverse[:, None, :]
+
+
+def _noise(found: Calibrated, product: Operands) -> float:
+    """Return the mean square of what rounding adds to a value of the input; 0 where it is not known."""
+    number = _group_read(found, product)
+    q = None if number is None else found.qparams.get(number)
+    return 0.0 if q is None or not q.per_tensor else float(q.scale) ** 2 / 12
+
+
+def _group_read(found: Calibrated, product: Operands) -> int | None:
+    """Return the group of the input of a product, None where it is float."""
+    source, groups = product.source.name, found.plan.group_of
+    return groups.get(Point(source, product.node.name), groups.get(Point(source)))
+
+
 def weight_group(found: Calibrated, product: Operands) -> tuple[int, QParams]:
     """Return the group of a product's weight, and how it is quantized.
 
@@ -271,8 +413,7 @@ def rows_read(found: Calibrated, product: Operands, reader: Reader) -> InputRows
     Raises:
         NotChanged: too few are kept, or none.
     """
-    source, groups = product.source.name, found.plan.group_of
-    number = groups.get(Point(source, product.node.name), groups.get(Point(source)))
+    source, number = product.source.name, _group_read(found, product)
     q = None if number is None else found.qparams.get(number)
     if number is None or q is None or not q.per_tensor or reader.weight is None:
         raise NotChanged(f"{source} has no scale that is known here")

@@ -189,7 +189,7 @@ class _Placing:
         found: dict[int, Balance] = {}
         for number, group in enumerate(groups):
             claims = [self.claims[claim] for claim in group.claims]
-            if not all(claim.repairs_itself for claim in claims):
+            if not all(SMOOTH_QUANT in claim.unasked for claim in claims):
                 continue
             try:
                 balance = self.balance(group, group.points)

@@ -34,9 +34,9 @@ from qompose.console import on_terminal, progress_bar
 from qompose.errors import CalibrationError, QomposeWarning, StatisticsError, UserError
 from qompose.observers.channel_ranges import base_observer, screen_of
 from qompose.observers.foreign_observer import guard_of
+from qompose.observers.input_sums import input_observers
 from qompose.observers.make_observer import DerivedObserver, observer_nodes, observers_of
 from qompose.observers.min_max import Observer
-from qompose.observers.tensor_statistics import mean_observers
 from qompose.observers.value_screening import FAR_FROM_TYPICAL, Screen
 from qompose.program.user_input import check_limit, iterated, run_batch
 from qompose.training.qat_conv_bn import is_trained
@@ -362,7 +362,7 @@ def states_of(model: GraphModule) -> list[State]:
     """Return a copy of all that the observers of a prepared model have seen; `restore` puts it back."""
     kept = []
     observers = [*observers_of(observer_nodes(model)).values()]
-    observers += [observer for _, _, observer in mean_observers(model)]
+    observers += [observer for _, _, observer in input_observers(model)]
     for observer in {id(o): o for o in observers}.values():
         if not isinstance(observer, DerivedObserver):  # which has seen nothing, and knows others
             guard = guard_of(observer)

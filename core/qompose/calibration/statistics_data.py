@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import os
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,17 +18,37 @@ from typing import Any
 from torch import nn
 from torch.fx import Graph, GraphModule
 
-from qompose.calibration.statistics_file import Entry, SiteMeans, range_of, read, same, write
+from qompose.calibration.statistics_file import (
+    Entry,
+    SiteMeans,
+    SiteMoments,
+    range_of,
+    read,
+    same,
+    write,
+)
 from qompose.errors import StatisticsError, near_names
 from qompose.observers.channel_ranges import base_observer
+from qompose.observers.input_sums import (
+    Columns,
+    MeanObserver,
+    Means,
+    MomentObserver,
+    Moments,
+    input_observers,
+)
 from qompose.observers.make_observer import observer_nodes, observers_of
 from qompose.observers.min_max import Observer
-from qompose.observers.tensor_statistics import Facts, MeanObserver, Means, mean_observers
+from qompose.observers.tensor_statistics import Facts
 from qompose.plan.operator_ids import Site, sites_of
 from qompose.plan.plan import Record, record_of
 from qompose.program.control_flow import body_of, graphs_in, nodes_in, references_of
 from qompose.program.graph import constant_of
 from qompose.program.meta import RAN_KEY
+
+SiteSums = tuple[tuple[Site, Any], ...]
+_Place = tuple[Site, Columns | None]
+"""Of which tensor sums are, and of which of its columns; means are of its channels."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +73,8 @@ class Statistics:
         batches: how many of them a calibration that can be resumed has seen, else 0.
         left_out: the tensors whose observers are of other packages, which give no statistics away.
         means: of the channels of inputs that bias correction goes by, by site.
+        moments: second moments of inputs that rounding goes by, by site; one may have several, of different
+            columns.
     """
 
     entries: tuple[Entry, ...]
@@ -60,6 +82,7 @@ class Statistics:
     batches: int = 0
     left_out: tuple[str, ...] = ()
     means: SiteMeans = ()
+    moments: SiteMoments = ()
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -122,20 +145,21 @@ class Statistics:
             self.fingerprint,
             self.batches + other.batches,
             tuple(dict.fromkeys([*self.left_out, *other.left_out])),
-            self._merged_means(other),
+            self._merged_sums(other, self.means, other.means),
+            self._merged_sums(other, self.moments, other.moments),
         )
 
-    def _merged_means(self, other: Statistics) -> SiteMeans:
-        """Return the means of all data; those of a tensor that one of both saw without them are lost."""
-        mine, theirs = dict(self.means), dict(other.means)
+    def _merged_sums(self, other: Statistics, mine: SiteSums, theirs: SiteSums) -> SiteSums:
+        """Return the sums of all data; those of a tensor that one of both saw without them are lost."""
+        one, another = _by_place(mine), _by_place(theirs)
         seen = self._by_site().keys(), other._by_site().keys()
         found = {}
-        for site in sorted({*mine, *theirs}):
-            if site in mine and site in theirs:
-                found[site] = mine[site].merged(theirs[site])
-            elif site not in seen[site in mine]:
-                found[site] = (mine if site in mine else theirs)[site]
-        return tuple(found.items())
+        for place in _in_order({*one, *another}):
+            if place in one and place in another:
+                found[place] = one[place].merged(another[place])
+            elif place[0] not in seen[place in one]:
+                found[place] = (one if place in one else another)[place]
+        return tuple((site, sums) for (site, _), sums in found.items())
 
     def _check_model(self, fingerprint: str, whose: str) -> None:
         if self.fingerprint != fingerprint:
@@ -147,8 +171,8 @@ class Statistics:
     def diff(self, other: Statistics) -> tuple[Difference, ...]:
         """Return the tensors of which the two do not say the same."""
         mine, theirs = self._by_site(), other._by_site()
-        means, others = dict(self.means), dict(other.means)
-        apart = [s for s in means if s in others and not means[s].same(others[s])]
+        sums, others = (_by_place((*o.means, *o.moments)) for o in (self, other))
+        apart = [key[0] for key in sums if key in others and not sums[key].same(others[key])]
         said = (
             Difference(site, *(described(m[site]) if site in m else "" for m in (mine, theirs)))
             for site in sorted({*mine, *theirs})
@@ -211,7 +235,7 @@ class Statistics:
         if not another_model:
             self._check_model(record.fingerprint, "this one is")
         found, lacking = self._matched(prepared, record, complete)
-        means = self._matched_means(prepared, lacking, complete)
+        sums = self._matched_sums(prepared, lacking, complete)
         if lacking and not partial:
             raise StatisticsError(
                 "these statistics lack what observers need:\n"
@@ -220,27 +244,26 @@ class Statistics:
             )
         for observer, facts in found:
             _take(observer, facts)
-        for watching, seen in means:
+        for watching, seen in sums:
             watching.take(seen)
         _note_what_ran(prepared, record, {id(observer) for observer, _ in found})
         return prepared
 
-    def _matched_means(
+    def _matched_sums(
         self, prepared: GraphModule, lacking: list[str], complete: bool
-    ) -> list[tuple[MeanObserver, Means]]:
-        """Return each observer of means with what it is to go by; add what is lacking to the others."""
-        known, found = dict(self.means), []
-        for site, observer in _watching_means(prepared):
-            if site not in known and not (observer.asked or complete):
-                found.append(
-                    (observer, Means(observer.total.new_zeros(observer.total.shape), 0, 0.0))
-                )
-            elif site not in known:
-                lacking.append(f"{site}: no means of its channels, by which biases are corrected")
-            elif known[site].total.shape != observer.total.shape:
-                lacking.append(f"{site}: means of other channels")
+    ) -> list[tuple[Any, Any]]:
+        """Return each observer of sums with what it is to go by; add what is lacking to the others."""
+        known, found = _by_place((*self.means, *self.moments)), []
+        for (site, columns), observer in _watching(prepared):
+            seen, what = known.get((site, columns)), observer.what
+            if seen is None and not (observer.asked or complete):
+                found.append((observer, observer.nothing()))
+            elif seen is None:
+                lacking.append(f"{site}: no {what} of its channels, which an algorithm goes by")
+            elif seen.total.shape != observer.total.shape:
+                lacking.append(f"{site}: {what} of other channels")
             else:
-                found.append((observer, known[site]))
+                found.append((observer, seen))
         return found
 
     def _matched(
@@ -283,16 +306,26 @@ def statistics(prepared: GraphModule) -> Statistics:
         facts: Facts = observer.facts()
         if facts.values or facts.set_range is not None:
             entries[sites] = copy.deepcopy(facts)  # the observers may go on
-    means = {site: seen for site, o in _watching_means(prepared) if (seen := o.means()).count}
-    ordered = tuple((site, means[site]) for site in sorted(means))
-    return Statistics(_ordered(entries), record.fingerprint, 0, tuple(left_out), ordered)
+    seen = {place: o.seen() for place, o in _watching(prepared) if bool(o.count.any())}
+    sums = [(place[0], seen[place]) for place in _in_order(seen)]
+    means = tuple((site, s) for site, s in sums if isinstance(s, Means))
+    moments = tuple((site, s) for site, s in sums if isinstance(s, Moments))
+    return Statistics(_ordered(entries), record.fingerprint, 0, tuple(left_out), means, moments)
 
 
-def _watching_means(prepared: GraphModule) -> Iterator[tuple[Site, MeanObserver]]:
+def _watching(prepared: GraphModule) -> Iterator[tuple[_Place, MeanObserver | MomentObserver]]:
     sites = sites_of(prepared)
-    for _, value, observer in mean_observers(prepared):
+    for _, value, observer in input_observers(prepared):
         if value in sites:
-            yield sites[value], observer
+            yield (sites[value], getattr(observer, "columns", None)), observer
+
+
+def _by_place(sums: SiteSums) -> dict[_Place, Any]:
+    return {(site, getattr(seen, "columns", None)): seen for site, seen in sums}
+
+
+def _in_order(places: Iterable[_Place]) -> list[_Place]:
+    return sorted(places, key=lambda place: (place[0], str(place[1])))
 
 
 def order_dependent(prepared: GraphModule) -> list[str]:

@@ -20,8 +20,9 @@ from qompose.errors import StatisticsError
 from qompose.files import draft_of
 from qompose.json_codec import FLOAT, INTEGER, Codec, check_keys, check_mapping, of_type
 from qompose.observers.histogram import CHANNEL_BINS, ChannelHistograms, Histogram
+from qompose.observers.input_sums import Means, Moments
 from qompose.observers.row_sample import RowSample
-from qompose.observers.tensor_statistics import Channels, Facts, Means
+from qompose.observers.tensor_statistics import Channels, Facts
 from qompose.observers.value_screening import Screen
 from qompose.plan.operator_ids import Site
 
@@ -45,13 +46,15 @@ class Entry:
 
 SiteMeans = tuple[tuple[Site, Means], ...]
 """The means of the channels of some tensors, by their sites."""
+SiteMoments = tuple[tuple[Site, Moments], ...]
+"""The second moments of some tensors, by their sites."""
 
 
 def write(path: Path, statistics: Any) -> None:
     """Write a file of the kind that its name says; one that exists is replaced at once, or not at all.
 
     Args:
-        statistics: a dataclass whose fields are entries, means and JSON's own types.
+        statistics: a dataclass whose fields are entries, means, moments and JSON's own types.
 
     Raises:
         StatisticsError: the name says no kind.
@@ -170,6 +173,7 @@ def _types(put: Put, get: Get) -> dict[Any, Codec]:
         _channel_histograms,
     )
     types[Means] = _checked(of_type(Means, types), _check_means)
+    types[Moments] = _checked(of_type(Moments, types), _check_moments)
     types[Facts] = _checked(of_type(Facts, types), _check_facts)
     return types
 
@@ -259,6 +263,14 @@ def _check_means(means: Means) -> None:
     total = means.total
     if total.dim() != 1 or total.is_floating_point() or means.count < 1 or means.largest < 0:
         raise ValueError("the sums or counts of means are invalid")
+
+
+def _check_moments(moments: Moments) -> None:
+    total, count = moments.total, moments.count
+    if total.dim() != 4 or total.shape[2] != total.shape[3] or len(total) != 2:
+        raise ValueError("second moments are not of columns")
+    if total.dtype != torch.float64 or count.shape != (2,) or count.is_floating_point():
+        raise ValueError("the sums or counts of second moments are invalid")
 
 
 def _bins_of(histogram: Histogram) -> dict[str, Any]:

@@ -24,8 +24,8 @@ from qompose.conversion.qparams_solver import Observed, Solution, solve
 from qompose.conversion.reference_representation import Representation, represent
 from qompose.observers.channel_ranges import INPUT, OUTPUT, base_observer
 from qompose.observers.foreign_observer import Delegate, check_graph, is_quantize_affine
+from qompose.observers.input_sums import input_observers
 from qompose.observers.make_observer import integer_bounds
-from qompose.observers.tensor_statistics import mean_observers
 from qompose.plan.float_operators import state_bytes
 from qompose.plan.operator_ids import restore_written
 from qompose.plan.plan import Plan, Record, attach, record_of, requirements_of
@@ -190,7 +190,7 @@ def insert_qdq(
     """
     inserter = _QDQInserter(plan, solution, model, fold_quantize=fold_quantize)
     inserter.give_parameters_factors()
-    for node, _, _ in mean_observers(model):
+    for node, _, _ in input_observers(model):
         node.graph.erase_node(node)
     inserter.replace_observers()
     inserter.round_biases()

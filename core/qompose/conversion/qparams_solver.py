@@ -18,7 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 from qompose.algorithms import ALGORITHMS
 from qompose.algorithms.calibrated import Calibrated
 from qompose.algorithms.channel_factors import ChannelFactors
-from qompose.algorithms.interface import choose_factors
+from qompose.algorithms.interface import choose_factors, choose_qparams
 from qompose.conversion.integer_bias import rounded_biases, widen_scales_for_int32
 from qompose.errors import CalibrationError, ConfigError, StageError, UncalibratedError, blaming
 from qompose.observers.auto_range import WHOLE, AutoRangeObserver, Choice
@@ -335,6 +335,7 @@ class QParamsSolver:
         if axis is not None:
             scale, zero_point = scale.reshape(-1), zero_point.reshape(-1)
         q = QParams(scale, zero_point, low, high, spec.dtype, axis, blocks)
+        q = choose_qparams(ALGORITHMS, self._found, number, q)
         for problem in invalid(q, tuple(value_of(self._value(number)).shape)):
             raise CalibrationError(f"{self.describe(number)} {problem}, according to its observer")
         return q

@@ -31,9 +31,9 @@ from qompose.files import draft_of
 from qompose.json_codec import FLOAT, Codec, codecs_of, record
 from qompose.lowering.lower_regions import lower
 from qompose.observers.channel_ranges import base_observer
+from qompose.observers.input_sums import Columns, Means, Moments
 from qompose.observers.make_observer import observer_nodes, observers_of
 from qompose.observers.min_max import Observer
-from qompose.observers.tensor_statistics import Means
 from qompose.plan.operator_ids import Site, isolate
 from qompose.plan.plan import Operator, Plan, Record
 from qompose.preparation.prepare import prepare_pt2e
@@ -372,6 +372,7 @@ class Evaluator:
         self.task = task
         self._entries: dict[tuple[Site, ...], Entry] = {}
         self._means: dict[Site, Means] = {}
+        self._moments: dict[tuple[Site, Columns], Moments] = {}
         self._exported = as_graph_module(task.model, "tune")
         self._floats = as_graph_module(task.model, "tune")
         for program in (self._exported, self._floats):
@@ -395,7 +396,10 @@ class Evaluator:
         wanted = [sites for _, sites in watched(prepared, record)]
         known = [self._entries[sites] for sites in wanted if sites in self._entries]
         seen = Statistics(
-            tuple(known), record.fingerprint, means=tuple(sorted(self._means.items()))
+            tuple(known),
+            record.fingerprint,
+            means=tuple(self._means.items()),
+            moments=tuple((site, seen) for (site, _), seen in self._moments.items()),
         )
         own = all(
             isinstance(base_observer(observer), Observer)
@@ -416,6 +420,7 @@ class Evaluator:
             if known is None or known.facts.channels is None:
                 self._entries[entry.sites] = entry
         self._means |= dict(seen.means)
+        self._moments |= {(site, moments.columns): moments for site, moments in seen.moments}
 
     @cached_property
     def base_calibrated(self) -> GraphModule:

@@ -23,6 +23,7 @@ from qompose.observers.tensor_statistics import Channels, Facts
 from qompose.observers.value_screening import Cleaned, Screen, slice_extremes
 from qompose.spec.qparams import (
     DEFAULT_EPS,
+    FLOAT_ZERO_POINT,
     PER_CHANNEL,
     choose_qparams,
     full_blocks,
@@ -279,8 +280,16 @@ class RangeObserver(Observer):
         return (self.minimum.dim() > 0) == self.per_channel
 
     def calculate_qparams(self) -> tuple[Tensor, Tensor]:
+        return self.qparams_of_part(1.0)
+
+    def qparams_of_part(self, part: float) -> tuple[Tensor, Tensor]:
+        """Return those of a part of the range, about 0, or about its middle if 0 need not be exact."""
         self._check_calibrated()
-        found = self._qparams(self.minimum, self.maximum)
+        middle = (self.minimum + self.maximum) / 2 if self.qscheme in FLOAT_ZERO_POINT else 0.0
+        ends = self.minimum, self.maximum
+        if part != 1.0:
+            ends = middle + part * (ends[0] - middle), middle + part * (ends[1] - middle)
+        found = self._qparams(*ends)
         return found if self.scale_dtype is torch.float32 else stored_in(self.scale_dtype, *found)
 
 

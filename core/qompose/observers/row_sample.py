@@ -153,6 +153,11 @@ class RowSample:
         return self._kept[0]
 
 
+def example_hashes(x: Tensor, dim: int) -> Tensor:
+    """Return a hash of each example of a tensor whose channels are along `dim`, `(N,)` on the CPU."""
+    return _hashes(_some_values(_examples(x, dim)))
+
+
 def _ranked(order: Tensor, most: int) -> Tensor:
     """Return the numbers of different rows, `(N,)`, in their order, at most so many of each stratum.
 

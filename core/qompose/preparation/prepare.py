@@ -18,9 +18,9 @@ from qompose.observers.auto_range import AutoRangeObserver
 from qompose.observers.channel_ranges import PerChannelRangeObserver, base_observer, watching
 from qompose.observers.fake_quantize import FakeQuantize, LearnableFakeQuantize
 from qompose.observers.foreign_observer import Rebinding, guard
+from qompose.observers.input_sums import watch_means, watch_moments
 from qompose.observers.make_observer import DerivedObserver, fixed_parameters, make_observer
 from qompose.observers.min_max import Observer
-from qompose.observers.tensor_statistics import watch_means
 from qompose.plan.float_operators import claims_elsewhere, state_bytes, survey
 from qompose.plan.operator_ids import fingerprint, identify, isolate
 from qompose.plan.plan import Group, Plan, Record, attach, rewritten_identity, subject_of
@@ -233,7 +233,12 @@ def insert_observers(
         inserter.observe_value(nodes[name], wanted)
     if not simulate:
         watch_means(
-            pair for algorithm in ALGORITHMS for pair in algorithm.watch_means(claims, nodes)
+            means for algorithm in ALGORITHMS for means in algorithm.watch_means(claims, nodes)
+        )
+        watch_moments(
+            moments
+            for algorithm in ALGORITHMS
+            for moments in algorithm.watch_moments(claims, nodes)
         )
 
 

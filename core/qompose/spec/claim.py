@@ -151,7 +151,7 @@ class Claim:
     claim reads its output as integers. `mode` is "static", "dynamic" or "weight-only".
     `product` is set where the claim's configuration lets its channels have factors, `bias` where its kernel
     adds a bias as an integer. `repairs` are those that the configuration asks for, of a rule with a weight;
-    `repairs_itself` tells that it asks for none, and has those made that help.
+    `unasked` are the words of those that are made where they help, since it says nothing of them.
     """
 
     owner: str
@@ -171,7 +171,7 @@ class Claim:
     product: Product | None = None
     bias: AddedBias | None = None
     repairs: tuple[Repair, ...] = ()
-    repairs_itself: bool = False
+    unasked: tuple[str, ...] = ()
 
 
 class Kind(Enum):

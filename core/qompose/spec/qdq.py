@@ -275,6 +275,22 @@ def integers_of(constant: Tensor, q: QParams, absorbed: Absorbed = ()) -> Tensor
     return result
 
 
+def for_each_value(q: QParams, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Return scale and zero point of each value of a parameter, in float32 and its shape."""
+
+    def spread(values: Tensor) -> Tensor:
+        values = values.float()
+        if q.axis is not None:
+            values = along(values, q.axis, len(shape))
+        if not q.blocks:
+            return values.expand(shape)
+        for dim, size in enumerate(shape):
+            values = values.repeat_interleave(size // values.shape[dim], dim)
+        return values
+
+    return spread(q.scale), spread(q.zero_point)
+
+
 def values_of_integers(integers: Tensor, q: QParams) -> Tensor:
     """Return the values that the integers of a parameter stand for, in float32."""
     scale, zero_point = q.scale.to(integers.device), q.zero_point.to(integers.device)

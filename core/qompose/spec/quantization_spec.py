@@ -129,8 +129,8 @@ def register_virtual_subclasses() -> None:
 
 
 EQUALIZATION, SMOOTH_QUANT = "equalization", "smooth_quant"
-GPTQ, BIAS_CORRECTION = "gptq", "bias_correction"
-REPAIRS = (EQUALIZATION, SMOOTH_QUANT, GPTQ, BIAS_CORRECTION)
+SCALE_SEARCH, GPTQ, BIAS_CORRECTION = "scale_search", "gptq", "bias_correction"
+REPAIRS = (EQUALIZATION, SMOOTH_QUANT, SCALE_SEARCH, GPTQ, BIAS_CORRECTION)
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,6 @@ def word_of(repair: Any) -> Any:
 
 _MODES: Mapping[str, Mapping[str, str]] = {
     SMOOTH_QUANT: {"weight-only": "it divides activations before they are rounded"},
-    GPTQ: dict.fromkeys(("weight-only", "dynamic"), "it goes by rows of inputs that are observed"),
     BIAS_CORRECTION: dict.fromkeys(
         ("weight-only", "dynamic"), "it goes by the means of inputs that are observed"
     ),
@@ -498,10 +497,13 @@ class QuantizationConfig:
             object.__setattr__(self, "repairs", asked)
 
     @property
-    def repairs_itself(self) -> bool:
-        """Tell whether repairs are made without being asked for."""
-        chosen = self.repairs is None and not self.is_qat
-        return chosen and self.weight is not None and self.mode == "static"
+    def unasked(self) -> tuple[str, ...]:
+        """Return the words of the repairs that are made where they help, as the configuration names none."""
+        if self.repairs is not None or self.is_qat or self.weight is None:
+            return ()
+        low = (SCALE_SEARCH,) if is_below_eight_bits(self.weight) else ()
+        static = (SMOOTH_QUANT, GPTQ, BIAS_CORRECTION) if self.mode == "static" else ()
+        return (*low, *static)
 
     def without(self, *roles: str) -> QuantizationConfig:
         """Return this configuration with roles left in float: "activation" (inputs and outputs), "weight".
@@ -532,6 +534,14 @@ class QuantizationConfig:
 
     def __str__(self) -> str:
         return self.name or f"{self.mode} {granularity(self.weight)}".strip()
+
+
+def is_below_eight_bits(spec: QuantizationSpecBase) -> bool:
+    """Tell whether there are at most 128 integers, and an observer estimates their scale."""
+    if not isinstance(spec, QuantizationSpec) or spec.dtype.is_floating_point:
+        return False
+    low, high = quantized_range(spec.dtype, spec.quant_min, spec.quant_max)
+    return high - low < 128
 
 
 def granularity(spec: QuantizationSpecBase | None) -> str:

@@ -15,7 +15,7 @@ from qompose import QuantizationConfig
 from qompose.backend import OperatorPattern
 from qompose.errors import StatisticsError
 from qompose.observers import AutoRangeObserver
-from qompose.observers.tensor_statistics import Means
+from qompose.observers.input_sums import Means
 from torch import Tensor, nn
 
 from tests.core import toy as toys

@@ -15,7 +15,7 @@ from qompose import QuantizationConfig
 from qompose.conversion.convert import insert_qdq
 from qompose.conversion.qparams_solver import solve
 from qompose.observers import AutoRangeObserver
-from qompose.spec.quantization_spec import REPAIRS
+from qompose.spec.quantization_spec import BIAS_CORRECTION, EQUALIZATION, GPTQ, SMOOTH_QUANT
 from torch import Tensor, nn
 from torch.export import Dim
 
@@ -25,6 +25,7 @@ from tests.core.toy import INT8, PRODUCTS, WEIGHT_PER_TENSOR, Model, convert, ex
 LINEAR = replace(toys.LINEAR, bias="bias", channels=(-1, -1))
 AUTO = replace(INT8, observer_or_fake_quant_ctr=AutoRangeObserver)
 PLAIN = QuantizationConfig(AUTO, None, WEIGHT_PER_TENSOR, repairs=())
+REPAIRS = EQUALIZATION, SMOOTH_QUANT, GPTQ, BIAS_CORRECTION
 ALL = replace(PLAIN, repairs=REPAIRS)
 
 

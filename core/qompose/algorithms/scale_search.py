@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scale search: ranges of weights below eight bits, narrower where clipping a few values serves the others.
+
+With few integers the step is so coarse that the largest value of a channel or a block, for which it has to be
+as coarse as it is, may better be clipped. Parts of the range of all values are tried, and for each channel or
+block the one of least error is taken. No data is needed: it is the error of a product whose inputs have no
+correlations, and a mean as large as their deviation, `sum(e^2) + sum(e)^2`: what is clipped often lies on one
+side of 0, so that the second term counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qompose.algorithms.calibrated import Calibrated
+from qompose.algorithms.interface import Algorithm
+from qompose.algorithms.products import (
+    NotChanged,
+    is_asked,
+    is_wanted,
+)
+from qompose.observers.make_observer import make_observer
+from qompose.observers.min_max import MinMaxObserver, PerBlockMinMaxObserver
+from qompose.program.graph import constant_of
+from qompose.spec.qdq import QParams, in_rows, integers_of, values_of_integers
+from qompose.spec.qparams import in_blocks
+from qompose.spec.quantization_spec import SCALE_SEARCH as WORD, class_of
+
+_PARTS = (0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.6, 0.5)
+"""Of the range of all values; the first that is best is taken."""
+_NOTHING = 1e-30
+
+
+class ScaleSearch(Algorithm):
+    """Searches the ranges of weights whose claims ask for it, or are below eight bits and ask for nothing."""
+
+    word = WORD
+
+    def choose_qparams(self, found: Calibrated, number: int, q: QParams) -> QParams | None:
+        plan = found.plan
+        claims = [plan.claims[claim] for claim in plan.groups[number].claims]
+        weight = found.nodes[plan.groups[number].points[0].source]
+        if constant_of(weight) is None or not all(is_wanted(c, self.word) for c in claims):
+            return None
+        try:
+            _check(found, number)
+            chosen, gain = _searched(found, number, q)
+        except NotChanged as reason:
+            if any(is_asked(claim, self.word) for claim in claims):
+                found.refused.append(f"{self.word} of {weight.target} was not made: {reason}")
+            return None
+        found.made.append(
+            f"{self.word} of {weight.target}: squared error {gain:.2f} times smaller than with the range of "
+            "all values"
+        )
+        return chosen
+
+
+def _check(found: Calibrated, number: int) -> None:
+    """Check that a weight's range is that of its values, and nothing else is derived from it."""
+    plan, spec = found.plan, found.plan.groups[number].spec
+    kind = class_of(getattr(spec, "observer_or_fake_quant_ctr", None))
+    known = isinstance(kind, type) and issubclass(kind, (MinMaxObserver, PerBlockMinMaxObserver))
+    if not known or type(found.observers[number]) is not kind:
+        raise NotChanged(
+            "its range is not that of all values, but estimated by an observer of its own"
+        )
+    if any(number in group.depends_on for group in plan.groups):
+        raise NotChanged("parameters of other tensors are derived from its own")
+    if not found.factors.constant(plan.groups[number].points[0].source).numel():
+        raise NotChanged("it is empty")
+    if len({point.source for point in plan.groups[number].points}) > 1:
+        raise NotChanged("several tensors share its scale")
+
+
+def _searched(found: Calibrated, number: int, q: QParams) -> tuple[QParams, float]:
+    """Return the parameters of least error, and how many times smaller that is.
+
+    Raises:
+        NotChanged: the range of all values is best.
+    """
+    group = found.plan.groups[number]
+    weight = found.factors.constant(group.points[0].source)
+    in_parts = q.blocks or q.axis == 0
+    pieces = [_best(piece, q, group.spec) for piece in (_rows(weight, q) if in_parts else [weight])]
+    scales, zero_points, before, after = zip(*pieces, strict=True)
+    if not sum(after) < sum(before):
+        raise NotChanged("no narrower range has a smaller error")
+    scale, zero_point = (torch.cat(p) if in_parts else p[0] for p in (scales, zero_points))
+    return replace(q, scale=scale, zero_point=zero_point), sum(before) / max(sum(after), _NOTHING)
+
+
+def _rows(weight: Tensor, q: QParams) -> Iterator[Tensor]:
+    """Yield a weight in parts of some rows that share no scale, so that no large copy is ever held."""
+    block = weight.shape[0] // q.scale.shape[0] if q.blocks and weight.numel() else 1
+    yield from (rows for _, _, rows in in_rows(weight, multiple=block))
+
+
+def _best(values: Tensor, q: QParams, spec: Any) -> tuple[Tensor, Tensor, float, float]:
+    """Return scale and zero point of least error, the error of the range of all values, and the least."""
+    observer: Any = make_observer(spec)
+    observer(values)
+
+    def tried(part: float) -> tuple[Tensor, Tensor, Tensor]:
+        scale, zero_point = observer.qparams_of_part(part)
+        now = replace(q, scale=scale, zero_point=zero_point)
+        off = values_of_integers(integers_of(values, now), now) - values.float()
+        return scale, zero_point, _of_scales(off.square(), now) + _of_scales(off, now).square()
+
+    best = tried(1.0)
+    before = best[2].sum()
+    for found in map(tried, _PARTS):
+        better = found[2] < best[2]
+        scale, zero_point, error = (
+            torch.where(better, *two) for two in zip(found, best, strict=True)
+        )
+        best = scale, zero_point, error
+    return best[0], best[1], float(before), float(best[2].sum())
+
+
+def _of_scales(values: Tensor, q: QParams) -> Tensor:
+    """Return sums over the values of each scale, in the shape of the scales."""
+    if q.blocks:
+        sizes = tuple(n // k for n, k in zip(values.shape, q.scale.shape, strict=True))
+        return in_blocks(values, sizes).sum(tuple(range(1, 2 * values.dim(), 2)))
+    if q.axis is None:
+        return values.sum().view(q.scale.shape)
+    return values.sum([dim for dim in range(values.dim()) if dim != q.axis % values.dim()])

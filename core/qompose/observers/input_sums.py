@@ -1,0 +1,323 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sums over the inputs of products that algorithms go by: means of channels, and second moments.
+
+Means are sums of integers, since a sum of floats depends on the order: values are rounded to a grid of
+2**-24. The rounding averages out far below any quantization step. Second moments are sums of float64, which
+agree to about 1e-14 of their size whatever the order.
+
+The observers read the values themselves, and nothing reads them: what other observers are asked does not
+change.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+
+from qompose.errors import StatisticsError
+from qompose.observers.row_sample import example_hashes
+from qompose.program.control_flow import nodes_in
+from qompose.program.graph import free_attribute, get_attribute, owner_of, value_of
+from qompose.program.meta import tag, tag_of
+
+_STEPS = 2.0**24
+_ROOM = 2.0**62
+"""What the sum of a channel may reach, in steps: the integers have 63 bits."""
+
+
+@dataclass(frozen=True, eq=False)
+class Means:
+    """The sum of each channel in steps of the grid, `(C,)` integers; how many values it is of.
+
+    `largest` is the largest magnitude of them all.
+    """
+
+    total: Tensor
+    count: int
+    largest: float
+
+    def merged(self, other: Means) -> Means:
+        """Return the means of both.
+
+        Raises:
+            StatisticsError: they are not of the same channels.
+        """
+        if self.total.shape != other.total.shape:
+            raise StatisticsError(
+                f"means of {len(self.total)} channels and of {len(other.total)} are not of one tensor"
+            )
+        largest = max(self.largest, other.largest, key=lambda x: math.inf if math.isnan(x) else x)
+        return Means(self.total + other.total, self.count + other.count, largest)
+
+    def values(self) -> Tensor | str:
+        """Return the mean of each channel, `(C,)` in float64, or the reason why they are not known."""
+        if not self.count:
+            return "it never saw data"
+        if not self.largest * _STEPS * self.count < _ROOM:
+            return f"its values reach {self.largest:g}, too far to be added exactly"
+        return self.total.double() / (_STEPS * self.count)
+
+    def same(self, other: Means) -> bool:
+        """Tell whether both are the same to the bit."""
+        facts = self.count == other.count and self.largest == other.largest
+        return facts and torch.equal(self.total, other.total)
+
+
+class MeanObserver(nn.Module):
+    """Adds up each channel of what it sees.
+
+    Args:
+        channels: how many there are.
+        dim: their dimension.
+    """
+
+    _is_impure = True  # nothing reads its result, and it is called for its effect
+    what = "means"
+    asked = True
+    """Whether somebody wants it by word, and not only where it is known."""
+    total: Tensor
+    count: Tensor
+    largest: Tensor
+
+    def __init__(self, channels: int, dim: int) -> None:
+        super().__init__()
+        self.dim = dim
+        self.register_buffer("total", torch.zeros(channels, dtype=torch.int64))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("largest", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Observe `x` and return it unchanged."""
+        if x.numel():
+            self._add(x.detach())
+        return x
+
+    def _add(self, x: Tensor) -> None:
+        if self.total.device != x.device:
+            self.to(x.device)
+        inner = [d for d in range(x.dim()) if d != self.dim % x.dim()]
+        exact = x.double()
+        self.largest = torch.maximum(self.largest, exact.abs().amax())
+        limit = _ROOM / _STEPS / max(1, x.numel())
+        steps = (exact.nan_to_num(0.0).clamp(-limit, limit) * _STEPS).round_().to(torch.int64)
+        self.total = self.total + (steps.sum(inner) if inner else steps)
+        self.count = self.count + x.numel() // len(self.total)
+
+    def seen(self) -> Means:
+        """Return what was seen."""
+        return Means(self.total.cpu().clone(), int(self.count), float(self.largest))
+
+    def nothing(self) -> Means:
+        """Return what is seen of no data."""
+        return Means(torch.zeros_like(self.total), 0, 0.0)
+
+    def take(self, means: Means) -> None:
+        """Go by means that were found elsewhere.
+
+        Raises:
+            StatisticsError: they are of other channels.
+        """
+        if means.total.shape != self.total.shape:
+            raise StatisticsError(
+                f"means of {len(means.total)} channels, and has {len(self.total)}"
+            )
+        self.total = means.total.clone()
+        self.count = torch.tensor(means.count)
+        self.largest = torch.tensor(means.largest, dtype=torch.float64)
+
+
+@dataclass(frozen=True)
+class Window:
+    """The spatial geometry of a convolution, a number for each dimension of the image.
+
+    `padding` is that before and behind the image, which a string stands for in `torch.nn.functional`.
+    """
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[tuple[int, int], ...]
+    dilation: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Which values of its input a product multiplies by one row of its weight.
+
+    Attributes:
+        dim: the dimension of the channels, counted from the front.
+        groups: of a convolution.
+        window: of a convolution that is not transposed: its columns are the taps of each channel. Else None,
+            and the columns are the channels.
+    """
+
+    dim: int
+    groups: int = 1
+    window: Window | None = None
+
+    def of(self, x: Tensor) -> Tensor:
+        """Return the columns of an input for every row of the product, `(groups, N, C / groups * taps)`."""
+        if self.window is None:
+            rows = x.movedim(self.dim, -1).flatten(0, -2)
+        else:
+            rows = _unfolded(x, self.dim, self.window)
+        return rows.reshape(len(rows), self.groups, -1).transpose(0, 1)
+
+
+def _unfolded(x: Tensor, dim: int, window: Window) -> Tensor:
+    """Return what a convolution's window sees at each place, `(N, C * taps)`, a channel's taps together."""
+    x = x.flatten(0, dim - 1) if dim > 1 else x.unsqueeze(0) if dim == 0 else x
+    rank = len(window.size)
+    pads = [side for pair in reversed(window.padding) for side in pair]
+    x = nn.functional.pad(x, pads)
+    for at, (size, stride, dilation) in enumerate(
+        zip(window.size, window.stride, window.dilation, strict=True)
+    ):
+        x = x.unfold(2 + at, (size - 1) * dilation + 1, stride)[..., ::dilation]
+    places = range(2, 2 + rank)
+    return x.permute(0, *places, 1, *range(2 + rank, 2 + 2 * rank)).flatten(0, rank).flatten(1)
+
+
+@dataclass(frozen=True, eq=False)
+class Moments:
+    """Second moments of the columns of a product's input, of each half of the examples.
+
+    An example belongs to a half by its hash, as in `qompose.observers.row_sample`.
+
+    Attributes:
+        columns: which values they are of.
+        total: sums of products over rows, `(2, groups, K, K)` in float64, K = C / groups * taps.
+        count: how many rows each half has, `(2,)` integers.
+    """
+
+    columns: Columns
+    total: Tensor
+    count: Tensor
+
+    def merged(self, other: Moments) -> Moments:
+        """Return the moments of both.
+
+        Raises:
+            StatisticsError: they are not of the same columns.
+        """
+        if (self.columns, self.total.shape) != (other.columns, other.total.shape):
+            raise StatisticsError("second moments of different columns are not of one tensor")
+        return Moments(self.columns, self.total + other.total, self.count + other.count)
+
+    def same(self, other: Moments) -> bool:
+        """Tell whether both are the same to the bit."""
+        return torch.equal(self.count, other.count) and torch.equal(self.total, other.total)
+
+
+class MomentObserver(nn.Module):
+    """Adds up products of the columns of what it sees.
+
+    Args:
+        columns: which values.
+        width: how many columns each group has.
+    """
+
+    _is_impure = True
+    what = "second moments"
+    asked = True
+    total: Tensor
+    count: Tensor
+
+    def __init__(self, columns: Columns, width: int) -> None:
+        super().__init__()
+        self.columns = columns
+        shape = 2, columns.groups, width, width
+        self.register_buffer("total", torch.zeros(shape, dtype=torch.float64))
+        self.register_buffer("count", torch.zeros(2, dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Observe `x` and return it unchanged."""
+        if x.numel():
+            self._add(x.detach())
+        return x
+
+    def _add(self, x: Tensor) -> None:
+        if self.total.device != x.device:
+            self.to(x.device)
+        second = example_hashes(x, self.columns.dim) & 1 == 1
+        total, count = self.total.clone(), self.count.clone()
+        for half, which in enumerate((~second, second)):
+            if bool(which.any()):
+                some = x if bool(which.all()) else x[which.to(x.device)]
+                rows = self.columns.of(some.double())
+                total[half] += rows.transpose(1, 2) @ rows
+                count[half] += rows.shape[1]
+        self.total, self.count = total, count
+
+    def seen(self) -> Moments:
+        """Return what was seen."""
+        return Moments(self.columns, self.total.cpu().clone(), self.count.cpu().clone())
+
+    def nothing(self) -> Moments:
+        """Return what is seen of no data."""
+        return Moments(self.columns, torch.zeros_like(self.total), torch.zeros_like(self.count))
+
+    def take(self, moments: Moments) -> None:
+        """Go by moments that were found elsewhere.
+
+        Raises:
+            StatisticsError: they are of other columns.
+        """
+        if moments.total.shape != self.total.shape:
+            raise StatisticsError("second moments of other columns")
+        self.total, self.count = moments.total.clone(), moments.count.clone()
+
+
+_TAG = "input_of"
+_PREFIX = "sums_"
+
+
+def watch_means(wanted: Iterable[tuple[Node, int, bool]]) -> None:
+    """Insert observers of means, each once, for values and the dimensions of their channels.
+
+    What somebody asked for by word, the last of the three, has to be in statistics too.
+    A value whose number of channels is open has none.
+    """
+    places: dict[Node, tuple[int, bool]] = {}
+    for value, dim, asked in wanted:
+        places[value] = dim, asked or (value in places and places[value][1])
+    for value, (dim, asked) in places.items():
+        channels = value_of(value).shape[dim]
+        if isinstance(channels, int):
+            observer = MeanObserver(channels, dim)
+            observer.asked = asked
+            _insert(value, observer)
+
+
+def watch_moments(wanted: Iterable[tuple[Node, Columns, int]]) -> None:
+    """Insert observers of second moments, each once, for values, their columns, and how many of them."""
+    for value, columns, width in dict.fromkeys(wanted):
+        _insert(value, MomentObserver(columns, width))
+
+
+def _insert(value: Node, observer: nn.Module) -> None:
+    owner, graph = owner_of(value), value.graph
+    name = free_attribute(owner, f"{_PREFIX}0")
+    owner.add_module(name, observer)
+    place = value
+    while place.next.op == "placeholder":
+        place = place.next
+    with graph.inserting_after(place):
+        node = graph.create_node("call_module", name, (value,), {}, name)
+    node.meta["val"] = value_of(value)
+    tag(node, **{_TAG: value.name})
+
+
+def input_observers(
+    model: GraphModule,
+) -> Iterator[tuple[Node, Node, MeanObserver | MomentObserver]]:
+    """Yield each node that observes the input of a product, that input, and the observer."""
+    for node in list(nodes_in(model)):
+        if node.op == "call_module" and tag_of(node, _TAG) is not None:
+            value: Any = node.args[0]
+            yield node, value, get_attribute(owner_of(node), str(node.target))
